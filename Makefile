@@ -1,0 +1,44 @@
+# Two commands need nothing but python3 (3.11 or newer), make and the package registries:
+#   make train    the main job: MNIST through the functional core and back to Keras
+#   make test     ruff, mypy, pytest (with the doctests)
+# PYTHON=python3.13 picks another interpreter; CONSTRAINTS= (empty) takes the newest releases.
+
+PYTHON ?= python3
+VENV ?= .venv
+CONSTRAINTS ?= constraints.txt
+WORKERS ?= 2
+
+BIN := $(VENV)/bin
+WANTED := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+READY := $(VENV)/.ready-$(WANTED)-$(or $(CONSTRAINTS),newest)
+
+export KERAS_BACKEND := jax
+
+.PHONY: train test test-all smoke lint clean
+
+train: $(READY)
+	$(BIN)/python examples/mnist.py
+
+test: lint
+	$(BIN)/python -m pytest -n $(WORKERS) -m "not long"
+
+test-all: lint
+	$(BIN)/python -m pytest -n $(WORKERS)
+
+smoke: $(READY)
+	$(BIN)/python -m pytest -n $(WORKERS) -m smoke tests
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+$(READY): pyproject.toml $(CONSTRAINTS)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "functrain needs Python 3.11 or newer; $(PYTHON) is $(WANTED). Try: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
+	$(PYTHON) -m venv --clear $(VENV)
+	$(BIN)/python -m pip install --quiet $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS)) --editable '.[dev]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) .venv-* build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis examples/output

@@ -1,0 +1,100 @@
+"""Pytrees: paths and specs for error messages, and copies that nothing else can see."""
+
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from functrain._types import PyTree
+
+
+def path_str(path: tuple[jax.tree_util.KeyEntry, ...]) -> str:
+    """Returns a path as ``params/dense/kernel``; the root is ``(root)``."""
+    return jax.tree_util.keystr(path, simple=True, separator="/") or "(root)"
+
+
+def leaves_with_path(tree: PyTree) -> Iterator[tuple[str, PyTree]]:
+    """Yields every leaf with its path as a string."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        yield path_str(path), leaf
+
+
+def spec(x: PyTree) -> str:
+    """Returns a leaf's dtype and shape as ``float32[8, 3]``, or its type if it is no array."""
+    if not hasattr(x, "shape") or not hasattr(x, "dtype"):
+        return type(x).__name__
+    weak = ", weak type" if getattr(x, "weak_type", False) else ""
+    return f"{x.dtype}[{', '.join(map(str, x.shape))}]{weak}"
+
+
+def differences(expected: PyTree, got: PyTree) -> list[str]:
+    """Names what tells two trees apart: leaves missing, unexpected, or of another spec."""
+    want = {path: spec(leaf) for path, leaf in leaves_with_path(expected)}
+    have = {path: spec(leaf) for path, leaf in leaves_with_path(got)}
+    lines = [f"{p}: missing (expected {want[p]})" for p in want if p not in have]
+    lines += [f"{p}: unexpected (got {have[p]})" for p in have if p not in want]
+    lines += [
+        f"{p}: expected {want[p]}, got {have[p]}"
+        for p in want
+        if p in have and want[p] != have[p]
+    ]
+    if not lines and jax.tree.structure(expected) != jax.tree.structure(got):
+        lines = [f"expected {jax.tree.structure(expected)}, got {jax.tree.structure(got)}"]
+    return lines
+
+
+def bullets(lines: list[str], most: int = 12) -> str:
+    """Formats lines as an indented list, cut short where it is long."""
+    shown = [f"  {line}" for line in lines[:most]]
+    if len(lines) > most:
+        shown.append(f"  ... and {len(lines) - most} more")
+    return "\n".join(shown)
+
+
+def is_key(x: PyTree) -> bool:
+    """Whether a leaf is a typed PRNG key (array)."""
+    return hasattr(x, "dtype") and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def copy(tree: PyTree) -> PyTree:
+    """Returns the tree with every leaf in a buffer of its own, strongly typed.
+
+    What a program may donate must be nobody else's, and a weak type that a step makes strong
+    would compile everything twice. Shardings are kept.
+
+    Raises:
+      TypeError: A leaf is neither an array nor a Python number; the message names it.
+    """
+
+    def own(path: tuple[jax.tree_util.KeyEntry, ...], leaf: PyTree) -> jax.Array:
+        if not isinstance(leaf, jax.Array | np.ndarray | np.generic | bool | int | float | complex):
+            raise TypeError(
+                f"expected an array at {path_str(path)}, got {spec(leaf)}. A state holds arrays "
+                "only: keep functions and settings in the step that closes over them."
+            )
+        fresh = jnp.array(leaf)
+        return fresh if is_key(fresh) else jnp.array(fresh, dtype=fresh.dtype, copy=False)
+
+    return jax.tree_util.tree_map_with_path(own, tree)
+
+
+def aliases(tree: PyTree) -> list[tuple[str, str]]:
+    """Returns the pairs of paths whose leaves share one buffer on a device."""
+    first: dict[object, str] = {}
+    pairs = []
+    for path, leaf in leaves_with_path(tree):
+        if not isinstance(leaf, jax.Array):
+            continue
+        array = jax.random.key_data(leaf) if is_key(leaf) else leaf
+        shards = array.addressable_shards
+        key = (
+            (shards[0].device, shards[0].data.unsafe_buffer_pointer())
+            if shards and array.size and not is_key(leaf)
+            else id(leaf)
+        )
+        if key in first:
+            pairs.append((first[key], path))
+        else:
+            first[key] = path
+    return pairs
