@@ -1,1 +1,42 @@
+"""functrain: functional training in JAX.
 
+A state is a pytree, a step is a pure function, and a program takes many steps at once.
+"""
+
+from functrain._evaluate import evaluate as evaluate
+from functrain._evaluate import predict as predict
+from functrain._fit import FitResult as FitResult
+from functrain._fit import fit as fit
+from functrain._history import History as History
+from functrain._loss import Aux as Aux
+from functrain._loss import LossFn as LossFn
+from functrain._loss import supervised as supervised
+from functrain._metrics import Metered as Metered
+from functrain._metrics import Metric as Metric
+from functrain._metrics import accuracy as accuracy
+from functrain._metrics import binary_accuracy as binary_accuracy
+from functrain._metrics import collection as collection
+from functrain._metrics import mean as mean
+from functrain._metrics import mean_absolute_error as mean_absolute_error
+from functrain._metrics import mean_loss as mean_loss
+from functrain._metrics import mean_squared_error as mean_squared_error
+from functrain._metrics import top_k_accuracy as top_k_accuracy
+from functrain._model import Model as Model
+from functrain._model import ModelOutput as ModelOutput
+from functrain._run import ChunkEnd as ChunkEnd
+from functrain._run import EpochEnd as EpochEnd
+from functrain._run import Event as Event
+from functrain._run import run as run
+from functrain._state import TrainState as TrainState
+from functrain._step import MeteredStep as MeteredStep
+from functrain._step import eval_step as eval_step
+from functrain._step import predict_step as predict_step
+from functrain._step import train_step as train_step
+from functrain._step import update as update
+from functrain._types import Logs as Logs
+from functrain._types import PyTree as PyTree
+from functrain._types import Step as Step
+from functrain._version import __version__ as __version__
+from functrain.data import ArrayLoader as ArrayLoader
+from functrain.fusion import Fused as Fused
+from functrain.fusion import fuse as fuse

@@ -1,6 +1,7 @@
 """Pytrees: paths and specs for error messages, and copies that nothing else can see."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,11 @@ def leaves_with_path(tree: PyTree) -> Iterator[tuple[str, PyTree]]:
         yield path_str(path), leaf
 
 
+def structure(tree: PyTree) -> Any:
+    """Returns the treedef; jax gives its type no operators."""
+    return jax.tree.structure(tree)
+
+
 def spec(x: PyTree) -> str:
     """Returns a leaf's dtype and shape as ``float32[8, 3]``, or its type if it is no array."""
     if not hasattr(x, "shape") or not hasattr(x, "dtype"):
@@ -35,12 +41,10 @@ def differences(expected: PyTree, got: PyTree) -> list[str]:
     lines = [f"{p}: missing (expected {want[p]})" for p in want if p not in have]
     lines += [f"{p}: unexpected (got {have[p]})" for p in have if p not in want]
     lines += [
-        f"{p}: expected {want[p]}, got {have[p]}"
-        for p in want
-        if p in have and want[p] != have[p]
+        f"{p}: expected {want[p]}, got {have[p]}" for p in want if p in have and want[p] != have[p]
     ]
-    if not lines and jax.tree.structure(expected) != jax.tree.structure(got):
-        lines = [f"expected {jax.tree.structure(expected)}, got {jax.tree.structure(got)}"]
+    if not lines and structure(expected) != structure(got):
+        lines = [f"expected {structure(expected)}, got {structure(got)}"]
     return lines
 
 
@@ -54,7 +58,7 @@ def bullets(lines: list[str], most: int = 12) -> str:
 
 def is_key(x: PyTree) -> bool:
     """Whether a leaf is a typed PRNG key (array)."""
-    return hasattr(x, "dtype") and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 def copy(tree: PyTree) -> PyTree:
@@ -98,3 +102,9 @@ def aliases(tree: PyTree) -> list[tuple[str, str]]:
         else:
             first[key] = path
     return pairs
+
+
+def to_floats(values: PyTree, prefix: str = "") -> dict[str, float]:
+    """Fetches a tree of scalars as floats, under their paths."""
+    host = jax.device_get(values)
+    return {prefix + path: float(value) for path, value in leaves_with_path(host)}

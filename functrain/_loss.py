@@ -1,0 +1,160 @@
+"""Losses as pure functions of a state's parts, and the supervised one."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
+
+import jax
+import jax.numpy as jnp
+
+from functrain import _tree
+from functrain._model import Model
+from functrain._types import PyTree
+
+
+class Aux(NamedTuple):
+    """What a loss returns beside its value.
+
+    Attributes:
+      model_state: The model state after the forward pass; same structure as the one given.
+      outputs: The model's outputs, for metrics. None if there is nothing to show.
+      logs: Scalars to report beside the loss, under their names.
+
+    Examples:
+      >>> Aux(model_state={}).logs
+      {}
+    """
+
+    model_state: PyTree = ()
+    outputs: PyTree = None
+    logs: Mapping[str, Any] = {}
+
+
+class LossFn(Protocol):
+    """``(params, model_state, batch, *, rng, training) -> (loss f32[], Aux)``, pure.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> def loss_fn(params, model_state, batch, *, rng, training):
+      ...     x, y = batch
+      ...     outputs = x @ params["w"]
+      ...     return jnp.mean((outputs - y) ** 2), Aux(model_state, outputs)
+    """
+
+    def __call__(
+        self,
+        params: PyTree,
+        model_state: PyTree,
+        /,
+        *args: PyTree,
+        rng: jax.Array | None,
+        training: bool,
+    ) -> tuple[jax.Array, Aux]:
+        """Returns the loss of one batch."""
+        ...
+
+
+Reduction: TypeAlias = Literal["mean", "weighted_mean"]
+
+
+def supervised(
+    model: Model,
+    loss: Callable[[PyTree, PyTree], jax.Array],
+    *,
+    reduction: Reduction = "mean",
+) -> LossFn:
+    """Returns the loss of a model on batches ``(x, y)`` or ``(x, y, sample_weight)``.
+
+    The value is the mean of the per-example losses, plus the losses the model added itself. With
+    sample weights w and per-example losses l of batch size B, it is Σwl / B as in Keras
+    (``"mean"``), or Σwl / Σw (``"weighted_mean"``).
+
+    Args:
+      model: What to apply.
+      loss: ``loss(outputs, y) -> f32[B, ...] or f32[]``, in optax's argument order. A scalar is
+        taken as it is; it cannot be weighted.
+      reduction: How per-example losses become one number.
+
+    Returns:
+      A LossFn. The mean is taken in float32 or wider, whatever the outputs' dtype.
+
+    Raises:
+      ValueError: (when traced) the batch is no tuple of two or three, or sample weights meet a
+        loss that is a scalar already, or their shapes do not fit.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp, optax
+      >>> from functrain import ModelOutput
+      >>> model = Model(
+      ...     init=lambda key, x: ({"w": jnp.zeros((3, 1))}, {}),
+      ...     apply=lambda p, s, x, *, rng=None, training=False: ModelOutput(x @ p["w"], s),
+      ... )
+      >>> loss_fn = supervised(model, optax.squared_error)
+      >>> params, model_state = model.init(jax.random.key(0), None)
+      >>> batch = jnp.ones((4, 3)), jnp.ones((4, 1))
+      >>> value, aux = loss_fn(params, model_state, batch, rng=None, training=False)
+      >>> print(value, aux.outputs.shape)
+      1.0 (4, 1)
+    """
+    if reduction not in ("mean", "weighted_mean"):
+        raise ValueError(f"reduction: expected 'mean' or 'weighted_mean', got {reduction!r}")
+
+    def loss_fn(
+        params: PyTree,
+        model_state: PyTree,
+        /,
+        *args: PyTree,
+        rng: jax.Array | None,
+        training: bool,
+    ) -> tuple[jax.Array, Aux]:
+        x, y, weight = _unpack(*args)
+        outputs, model_state, added = model.apply(
+            params, model_state, x, rng=rng, training=training
+        )
+        value = _reduce(jnp.asarray(loss(outputs, y)), weight, reduction)
+        for term in added:
+            value = value + jnp.asarray(term, value.dtype)
+        return value, Aux(model_state, outputs)
+
+    return loss_fn
+
+
+def _unpack(batch: PyTree) -> tuple[PyTree, PyTree, jax.Array | None]:
+    if not isinstance(batch, tuple | list) or len(batch) not in (2, 3):
+        got = f"{type(batch).__name__} of {len(batch)}" if hasattr(batch, "__len__") else batch
+        raise ValueError(
+            f"batch: expected (x, y) or (x, y, sample_weight), got {got}. Several inputs or "
+            "targets go into one pytree each: ({'image': a, 'text': b}, y)."
+        )
+    return batch[0], batch[1], batch[2] if len(batch) == 3 else None
+
+
+def _reduce(values: jax.Array, weight: jax.Array | None, reduction: Reduction) -> jax.Array:
+    dtype = jnp.promote_types(values.dtype, jnp.float32)
+    values = values.astype(dtype)
+    if weight is None:
+        return jnp.mean(values)
+    weight = _expand(jnp.asarray(weight).astype(dtype), values)
+    total = jnp.sum(values * weight)
+    if reduction == "mean":
+        return total / jnp.asarray(values.size, dtype)
+    return total / jnp.sum(jnp.broadcast_to(weight, values.shape))
+
+
+def _expand(weight: jax.Array, values: jax.Array) -> jax.Array:
+    """Gives sample weights `f32[B]` the rank of per-example losses `f32[B, ...]`."""
+    if values.ndim == 0:
+        raise ValueError(
+            "sample_weight: expected a loss per example, f32[B], got a scalar. Return the loss "
+            "of each example from `loss` (optax's losses do) instead of their mean."
+        )
+    if weight.ndim > values.ndim and weight.shape[-1] == 1:
+        weight = weight[..., 0]
+    fits = weight.ndim <= values.ndim and all(
+        w in (1, v) for w, v in zip(weight.shape, values.shape, strict=False)
+    )
+    if not fits:
+        raise ValueError(
+            f"sample_weight: expected the leading axes of the losses, {_tree.spec(values)}, got "
+            f"{_tree.spec(weight)}."
+        )
+    return weight.reshape(weight.shape + (1,) * (values.ndim - weight.ndim))

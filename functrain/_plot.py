@@ -1,0 +1,57 @@
+"""Learning curves."""
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from functrain._history import History
+
+
+def draw(history: "History") -> "Figure":
+    """Draws one panel for each quantity: per step thin, per epoch bold, validation dashed."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(
+            "plotting needs matplotlib: pip install 'functrain[plot]' (history.steps and "
+            "history.epochs hold the numbers as NumPy arrays)"
+        ) from error
+    names = [n for n in {**history.steps, **history.epochs} if _has_panel(n)]
+    figure = Figure(figsize=(5.2 * max(1, len(names)), 3.6), layout="constrained")
+    for panel, name in zip(
+        np.atleast_1d(figure.subplots(1, max(1, len(names)))), names, strict=False
+    ):
+        _curves(panel, history, name)
+    return figure
+
+
+def _has_panel(name: str) -> bool:
+    return name != "seconds" and not name.startswith("val_")
+
+
+def _curves(panel: Any, history: "History", name: str) -> None:
+    total = max((len(v) for v in history.steps.values()), default=0)
+    per_step = history.steps.get(name)
+    if per_step is not None:
+        panel.plot(np.arange(1, total + 1), per_step, color="#b8c4d6", lw=0.7, label="each step")
+    for key, style in ((name, "-o"), (f"val_{name}", "--s")):
+        values = history.epochs.get(key)
+        if values is None or name.split("/")[-1] == "learning_rate":
+            continue
+        label = "validation" if key.startswith("val_") else "training, epoch"
+        at = np.arange(1, len(values) + 1) * (total / len(values) if total else 1)
+        panel.plot(at, values, style, color=_COLOR[label], ms=3.5, lw=1.5, label=label)
+    panel.set_title(name.replace("_", " "))
+    panel.set_xlabel("step" if total else "epoch")
+    panel.grid(alpha=0.25)
+    if panel.get_legend_handles_labels()[0]:
+        panel.legend(fontsize=8)
+    if per_step is not None and name.split("/")[-1] == "loss":
+        top = float(np.nanpercentile(per_step, 99)) if np.isfinite(per_step).any() else 1.0
+        panel.set_ylim(top=max(top, 1e-12) * 1.1)
+
+
+_COLOR = {"training, epoch": "#1f5fa8", "validation": "#d1602a"}

@@ -1,0 +1,144 @@
+"""Batches of arrays in memory, in an order that is a pure function of seed and epoch."""
+
+from collections.abc import Iterator
+from typing import NoReturn
+
+import jax
+import numpy as np
+
+from functrain import _tree
+from functrain._types import PyTree
+
+
+class ArrayLoader:
+    """Cuts a pytree of arrays into batches; any position can be sought.
+
+    It has no state: the order of an epoch is a pure function of the seed and the epoch's number,
+    so position is a function of the step, and a resumed run sees what it would have seen.
+
+    Args:
+      data: Pytree of arrays, every leaf `[N, ...]` with the same N: NumPy arrays (memory-mapped
+        ones stay on disk) or anything `np.asarray` takes.
+      batch_size: Examples per batch, B.
+      shuffle: Draw a new order each epoch, from ``Philox(key=[seed, epoch])``.
+      seed: Of the order; at least 0.
+      drop_remainder: Leave out the last batch where it is smaller than B.
+
+    Raises:
+      ValueError: No data, leaves of different lengths, or `batch_size` below 1 or above N.
+      TypeError: A leaf is no array.
+
+    Examples:
+      >>> loader = ArrayLoader({"x": np.arange(10)}, batch_size=4)
+      >>> len(loader)
+      3
+      >>> [batch["x"].tolist() for batch in loader.epoch(0)]
+      [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+      >>> loader.chunk(epoch=0, start=0, k=2)["x"].shape
+      (2, 4)
+    """
+
+    def __init__(
+        self,
+        data: PyTree,
+        batch_size: int,
+        *,
+        shuffle: bool = False,
+        seed: int = 0,
+        drop_remainder: bool = False,
+    ) -> None:
+        self.data = _arrays(data)
+        self.examples = _common_length(self.data)
+        if not 1 <= batch_size <= self.examples:
+            raise ValueError(
+                f"batch_size: expected 1 to {self.examples}, the number of examples, got "
+                f"{batch_size}"
+            )
+        if seed < 0:
+            raise ValueError(f"seed: expected at least 0, got {seed}")
+        self.batch_size = batch_size
+        self.shuffle = shuffle
+        self.seed = seed
+        self.drop_remainder = drop_remainder
+        self._drawn: tuple[int, np.ndarray] | None = None
+
+    def __len__(self) -> int:
+        """Batches per epoch, a smaller last one included."""
+        whole, rest = divmod(self.examples, self.batch_size)
+        return whole + (rest > 0 and not self.drop_remainder)
+
+    def __iter__(self) -> NoReturn:
+        """Refused: a loader without state cannot know which epoch is meant."""
+        raise TypeError(
+            "an ArrayLoader is iterated epoch by epoch: `for batch in loader.epoch(0)`. The "
+            "order is a function of the epoch's number, so it has to be told."
+        )
+
+    @property
+    def full_batches(self) -> int:
+        """Batches per epoch that hold `batch_size` examples."""
+        return self.examples // self.batch_size
+
+    def order(self, epoch: int) -> np.ndarray:
+        """Returns the order of the examples in an epoch, `i64[N]`."""
+        if not self.shuffle:
+            return np.arange(self.examples)
+        if self._drawn is None or self._drawn[0] != epoch:
+            generator = np.random.Generator(np.random.Philox(key=[self.seed, epoch]))
+            self._drawn = (epoch, generator.permutation(self.examples))
+        return self._drawn[1]
+
+    def batch(self, epoch: int, index: int) -> PyTree:
+        """Returns one batch, leaves `[B, ...]`; the last may be smaller."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"index: expected 0 to {len(self) - 1}, got {index}")
+        rows = self.order(epoch)[index * self.batch_size : (index + 1) * self.batch_size]
+        return jax.tree.map(lambda x: x[rows], self.data)
+
+    def chunk(self, epoch: int, start: int, k: int) -> PyTree:
+        """Returns the K full batches from number `start` on, stacked: leaves `[K, B, ...]`."""
+        if not (start >= 0 and k >= 1 and start + k <= self.full_batches):
+            raise IndexError(
+                f"chunk: expected batches within 0 to {self.full_batches - 1} (the full ones), "
+                f"got {start} to {start + k - 1}"
+            )
+        rows = self.order(epoch)[start * self.batch_size : (start + k) * self.batch_size]
+        rows = rows.reshape(k, self.batch_size)
+        return jax.tree.map(lambda x: x[rows], self.data)
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[PyTree]:
+        """Yields the batches of an epoch, from number `start` on."""
+        for index in range(start, len(self)):
+            yield self.batch(epoch, index)
+
+
+def _arrays(data: PyTree) -> PyTree:
+    def array(path: tuple[jax.tree_util.KeyEntry, ...], leaf: PyTree) -> np.ndarray:
+        x = np.asarray(leaf)
+        if x.dtype == object:
+            raise TypeError(
+                f"data: expected arrays, got {type(leaf).__name__} at {_tree.path_str(path)}. "
+                "Convert it to a NumPy array of numbers first."
+            )
+        return x
+
+    return jax.tree_util.tree_map_with_path(array, data)
+
+
+def _common_length(data: PyTree) -> int:
+    lengths = {path: x.shape[0] if x.ndim else None for path, x in _tree.leaves_with_path(data)}
+    if not lengths:
+        raise ValueError("data: expected a pytree of arrays, got one without leaves")
+    if len(set(lengths.values())) > 1 or None in lengths.values():
+        found = [
+            f"{path}: {'a scalar' if n is None else f'{n} examples'}" for path, n in lengths.items()
+        ]
+        raise ValueError(
+            "data: expected leaves of one length, the number of examples, got\n"
+            f"{_tree.bullets(found)}\nFor several inputs pass a tuple or dict of arrays, not a "
+            "list of examples."
+        )
+    length = next(iter(lengths.values()))
+    if not length:
+        raise ValueError("data: expected at least one example, got none (every leaf has length 0)")
+    return int(length)

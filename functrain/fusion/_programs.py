@@ -1,0 +1,37 @@
+"""Compiled programs live as long as the step they were made of."""
+
+import weakref
+from collections.abc import Callable, Hashable
+from typing import Any
+
+Program = Callable[..., Any]
+
+# id(step) -> (the step, weakly; its programs). Keyed by identity, and never by a strong reference:
+# a step closes over models and optimizers, which must be free to go.
+_programs: dict[int, tuple[weakref.ref[Any], dict[Hashable, Program]]] = {}
+
+
+def cached(step: Any, key: Hashable, build: Callable[[Callable[[], Any]], Program]) -> Program:
+    """Returns the program of a step under a key, built at the first call.
+
+    So that two calls of `fit` with one step compile once.
+
+    Args:
+      step: The step. The caller keeps it alive for as long as it uses the program.
+      key: Tells the programs of one step apart.
+      build: Given a function that returns the step, makes the program. The program must reach the
+        step through that function only.
+    """
+    try:
+        reference = weakref.ref(step)
+    except TypeError:  # an object without weak references
+        return build(lambda: step)
+    identity = id(step)
+    known = _programs.get(identity)
+    if known is None or known[0]() is not step:
+        weakref.finalize(step, _programs.pop, identity, None)
+        known = _programs[identity] = (reference, {})
+    programs = known[1]
+    if key not in programs:
+        programs[key] = build(reference)
+    return programs[key]

@@ -1,0 +1,1 @@
+"""What may happen around a loop."""
