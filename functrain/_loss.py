@@ -129,7 +129,7 @@ def _unpack(batch: PyTree) -> tuple[PyTree, PyTree, jax.Array | None]:
 
 
 def _reduce(values: jax.Array, weight: jax.Array | None, reduction: Reduction) -> jax.Array:
-    dtype = jnp.promote_types(values.dtype, jnp.float32)
+    dtype = values.dtype if values.dtype == jnp.float64 else jnp.float32
     values = values.astype(dtype)
     if weight is None:
         return jnp.mean(values)

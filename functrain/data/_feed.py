@@ -143,7 +143,7 @@ def _auto(batch: PyTree, steps: int | None) -> int:
 
 def _check_iterable(data: Any) -> None:
     arrays = isinstance(data, dict | np.ndarray | jax.Array) or (
-        isinstance(data, tuple | list) and any(hasattr(x, "shape") for x in data)
+        isinstance(data, tuple) and any(hasattr(x, "shape") for x in data)
     )
     if arrays or not isinstance(data, Iterable):
         raise TypeError(

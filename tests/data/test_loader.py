@@ -1,0 +1,106 @@
+import hypothesis
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+
+from functrain import ArrayLoader
+
+X = np.arange(103)
+
+
+def flat(loader, epoch):
+    return np.concatenate(list(loader.epoch(epoch)))
+
+
+@hypothesis.given(
+    n=st.integers(1, 60),
+    batch=st.integers(1, 60),
+    shuffle=st.booleans(),
+    drop=st.booleans(),
+    epoch=st.integers(0, 3),
+)
+@hypothesis.settings(deadline=None, max_examples=60)
+def test_an_epoch_shows_every_example_once(n, batch, shuffle, drop, epoch) -> None:
+    batch = min(n, batch)
+    loader = ArrayLoader(np.arange(n), batch, shuffle=shuffle, drop_remainder=drop)
+    batches = list(loader.epoch(epoch))
+    assert len(batches) == len(loader)
+    seen = np.concatenate(batches)
+    assert len(seen) == (n // batch * batch if drop else n)
+    assert len(set(seen.tolist())) == len(seen)
+
+
+def test_the_order_is_a_pure_function_of_seed_and_epoch() -> None:
+    a = ArrayLoader(X, 10, shuffle=True, seed=3)
+    b = ArrayLoader(X, 10, shuffle=True, seed=3)
+    late = flat(a, 5)
+    flat(b, 1)
+    np.testing.assert_array_equal(flat(b, 5), late)
+    assert not np.array_equal(flat(a, 6), late)
+    assert not np.array_equal(flat(ArrayLoader(X, 10, shuffle=True, seed=4), 5), late)
+
+
+def test_the_order_does_not_depend_on_the_batch_size() -> None:
+    a, b = (ArrayLoader(X, size, shuffle=True, seed=3) for size in (10, 7))
+    np.testing.assert_array_equal(flat(a, 2), flat(b, 2))
+
+
+def test_any_position_can_be_sought() -> None:
+    loader = ArrayLoader(X, 10, shuffle=True)
+    batches = list(loader.epoch(1))
+    np.testing.assert_array_equal(loader.batch(1, 4), batches[4])
+    np.testing.assert_array_equal(next(loader.epoch(1, start=7)), batches[7])
+    np.testing.assert_array_equal(loader.chunk(1, 2, 3), np.stack(batches[2:5]))
+
+
+def test_leaves_of_a_tree_stay_together() -> None:
+    loader = ArrayLoader({"x": X, "y": (2 * X[:, None], X.astype(np.uint8))}, 10, shuffle=True)
+    for batch in loader.epoch(0):
+        np.testing.assert_array_equal(2 * batch["x"][:, None], batch["y"][0])
+        assert batch["y"][1].dtype == np.uint8
+
+
+def test_batches_are_copies(tmp_path) -> None:
+    data = X.copy()
+    batch = next(ArrayLoader(data, 10).epoch(0))
+    batch[:] = -1
+    np.testing.assert_array_equal(data, X)
+
+
+def test_memory_mapped_data_stays_on_disk(tmp_path) -> None:
+    np.save(tmp_path / "x.npy", X)
+    loader = ArrayLoader(np.load(tmp_path / "x.npy", mmap_mode="r"), 10)
+    assert isinstance(loader.data.base, np.memmap) or isinstance(loader.data, np.memmap)
+    np.testing.assert_array_equal(flat(loader, 0), X)
+
+
+@pytest.mark.parametrize(
+    ("data", "batch_size", "message"),
+    [
+        (X, 104, "batch_size: expected 1 to 103, the number of examples, got 104"),
+        (X, 0, "batch_size: expected 1 to 103"),
+        ((), 1, "one without leaves"),
+        (np.zeros((0, 3)), 1, "expected at least one example, got none"),
+        ((X, X[:50]), 1, r"(?s)leaves of one length.*0: 103 examples.*1: 50 examples"),
+        ({"x": X, "n": 3}, 1, "n: a scalar"),
+    ],
+)
+def test_data_that_makes_no_batches_is_refused(data, batch_size, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        ArrayLoader(data, batch_size)
+
+
+def test_ragged_examples_are_refused_by_name() -> None:
+    with pytest.raises(TypeError, match="data: expected arrays, got ndarray at x"):
+        ArrayLoader({"x": np.array([[1], [1, 2]], dtype=object)}, 1)
+
+
+def test_iterating_without_an_epoch_is_refused_with_the_way_to_do_it() -> None:
+    with pytest.raises(TypeError, match=r"for batch in loader\.epoch\(0\)"):
+        iter(ArrayLoader(X, 10))
+
+
+@pytest.mark.parametrize("where", [(-1, 1), (8, 3), (0, 0)])
+def test_chunks_beyond_the_full_batches_are_refused(where) -> None:
+    with pytest.raises(IndexError, match="expected batches within 0 to 9"):
+        ArrayLoader(X, 10).chunk(0, *where)

@@ -1,0 +1,125 @@
+import gc
+import weakref
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import functrain as ft
+
+
+def counting():
+    traces = []
+
+    def step(state, batch):
+        traces.append(None)
+        return state + jnp.sum(batch), {"state": state}
+
+    return step, traces
+
+
+@pytest.mark.smoke
+def test_k_steps_at_once_are_k_steps() -> None:
+    step, _ = counting()
+    chunk = np.arange(12, dtype=np.float32).reshape(4, 3)
+    state, logs = ft.fuse(step, 4)(jnp.zeros(()), chunk)
+    assert float(state) == chunk.sum()
+    np.testing.assert_array_equal(logs["state"], [0, 3, 15, 36])
+
+
+def test_fusing_one_step_twice_compiles_once() -> None:
+    step, traces = counting()
+    for _ in range(3):
+        ft.fuse(step, 4)(jnp.zeros(()), jnp.ones((4, 2)))
+    assert len(traces) == 1
+
+
+def test_a_step_that_is_gone_takes_its_programs_along() -> None:
+    step, _ = counting()
+    ft.fuse(step, 2)(jnp.zeros(()), jnp.ones((2, 2)))
+    alive = weakref.ref(step)
+    del step
+    gc.collect()
+    assert alive() is None
+
+
+def test_the_state_is_consumed_unless_told_otherwise() -> None:
+    step, _ = counting()
+    state = jnp.zeros((16,))
+    ft.fuse(step, 2, donate=False)(state, jnp.ones((2, 2)))
+    assert not state.is_deleted()
+    ft.fuse(step, 2)(state, jnp.ones((2, 2)))
+    assert state.is_deleted()
+
+
+def test_any_pytree_is_a_state_and_a_batch() -> None:
+    def step(state, batch):
+        return (state[0] + batch["a"]["b"], None), {"nested": {"log": batch["c"]}}
+
+    fused = ft.fuse(step, 2)
+    state, logs = fused((jnp.zeros(3), None), {"a": {"b": jnp.ones((2, 3))}, "c": jnp.ones(2)})
+    np.testing.assert_array_equal(state[0], [2, 2, 2])
+    assert logs["nested"]["log"].shape == (2,)
+
+
+@pytest.mark.parametrize("chunk", [jnp.ones((3, 2)), {"a": jnp.ones((4, 2)), "b": jnp.ones(3)}, 1.0])
+def test_a_chunk_of_another_length_is_refused_by_leaf(chunk) -> None:
+    with pytest.raises(ValueError, match=r"chunk: expected 4 stacked batches, every leaf \[4, \.\.\.\]"):
+        ft.fuse(lambda state, batch: (state, {}), 4)(jnp.zeros(()), chunk)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda s: {**s, "w": s["w"].astype(jnp.bfloat16)}, r"w: expected float32\[3\], got bfloat"),
+        (lambda s: {**s, "w": s["w"][None]}, r"w: expected float32\[3\], got float32\[1, 3\]"),
+        (lambda s: {**s, "n": 1.0}, r"n: expected int32\[\], got float"),
+        (lambda s: {**s, "n": jnp.asarray(1)}, r"n: expected int32\[\], got int32\[\], weak type"),
+        (lambda s: {**s, "extra": s["w"]}, r"extra: unexpected"),
+        (lambda s: {"w": s["w"]}, r"n: missing"),
+    ],
+)
+def test_a_step_that_changes_its_states_type_is_refused_by_leaf(change, message) -> None:
+    state = {"w": jnp.zeros(3), "n": jnp.zeros((), jnp.int32)}
+    with pytest.raises(TypeError, match=message):
+        ft.fuse(lambda s, batch: (change(s), {}), 2)(state, jnp.ones(2))
+    assert not state["w"].is_deleted()
+
+
+def test_aliases_in_a_donated_state_are_named_and_nothing_is_lost() -> None:
+    w = jnp.ones(8)
+    state = {"student": {"w": w}, "teacher": {"w": w}}
+    fused = ft.fuse(lambda s, batch: (jax.tree.map(lambda x: x + batch, s), {}), 2)
+    with pytest.raises(ValueError, match="state/student/w and state/teacher/w"):
+        fused(state, jnp.ones(2))
+    assert not w.is_deleted()
+
+
+@pytest.mark.parametrize(("name", "arguments"), [("k", {"k": 0}), ("unroll", {"k": 1, "unroll": 0})])
+def test_fewer_than_one_step_is_refused(name, arguments) -> None:
+    with pytest.raises(ValueError, match=f"{name}: expected at least 1, got 0"):
+        ft.fuse(lambda s, b: (s, {}), **arguments)
+
+
+def test_a_fused_step_can_be_vmapped_and_differentiated_through() -> None:
+    def step(state, batch):
+        return state * batch, {}
+
+    fused = ft.fuse(step, 3, donate=False)
+    grad = jax.grad(lambda s: fused(s, jnp.full(3, 2.0))[0])(jnp.float32(1.0))
+    assert float(grad) == 8.0
+    many, _ = jax.vmap(fused.program, in_axes=(0, None))(jnp.arange(4.0), jnp.full(3, 2.0))
+    np.testing.assert_array_equal(many, np.arange(4) * 8)
+
+
+def test_a_schedule_counts_steps_not_programs() -> None:
+    tx = optax.sgd(optax.piecewise_constant_schedule(1.0, {2: 0.0}))
+
+    def loss_fn(params, model_state, batch, *, rng, training):
+        return params["w"], ft.Aux(model_state)
+
+    state = ft.TrainState.create(params={"w": np.float32(0)}, tx=tx)
+    state, _ = ft.fuse(ft.train_step(loss_fn, tx), 8)(state, jnp.ones(8))
+    assert float(state.params["w"]) == -2.0

@@ -1,0 +1,123 @@
+"""The shape of the house: what imports what, what is public, what is documented."""
+
+import ast
+import importlib
+import inspect
+import pathlib
+import subprocess
+import sys
+import tomllib
+
+import pytest
+
+import bridge
+import functrain
+
+ROOT = pathlib.Path(__file__).parents[1]
+
+# Imports go downwards only: a module may import those above it in this list, and its own floor.
+FLOORS = [
+    ["functrain._types", "functrain._version"],
+    ["functrain._tree"],
+    ["functrain._model", "functrain._state"],
+    ["functrain._flax", "functrain._loss", "functrain._metrics", "functrain._summary"],
+    ["functrain.checkpoint"],
+    ["functrain._step", "functrain.data", "functrain.fusion"],
+    ["functrain._run"],
+    ["functrain._evaluate", "functrain._history", "functrain._plot"],
+    ["functrain.hooks"],
+    ["functrain._fit"],
+    ["functrain"],
+    ["bridge"],
+]
+
+
+def floor_of(module: str) -> int:
+    best = max(
+        (name for floor in FLOORS for name in floor if (module + ".").startswith(name + ".")),
+        key=len,
+    )
+    return next(i for i, floor in enumerate(FLOORS) if best in floor)
+
+
+def modules() -> list[tuple[str, pathlib.Path]]:
+    found = []
+    for package in ("functrain", "bridge"):
+        for path in sorted((ROOT / package).rglob("*.py")):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            found.append((".".join(parts).removesuffix(".__init__"), path))
+    return found
+
+
+def imports(path: pathlib.Path) -> set[str]:
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+@pytest.mark.parametrize(("module", "path"), modules(), ids=[name for name, _ in modules()])
+def test_imports_go_downwards(module: str, path: pathlib.Path) -> None:
+    ours = {n for n in imports(path) if n.split(".")[0] in ("functrain", "bridge")}
+    type_only = "functrain._history" if module == "functrain._plot" else None
+    for name in ours:
+        if type_only and name.startswith(type_only):
+            continue
+        target = floor_of(name)
+        assert target <= floor_of(module), f"{module} imports {name} from a floor above"
+
+
+@pytest.mark.parametrize(("module", "path"), modules(), ids=[name for name, _ in modules()])
+def test_only_the_bridge_imports_keras(module: str, path: pathlib.Path) -> None:
+    if module.startswith("functrain"):
+        assert not {n for n in imports(path) if n.split(".")[0] in ("keras", "bridge")}
+
+
+@pytest.mark.smoke
+def test_importing_functrain_does_not_import_keras_or_matplotlib() -> None:
+    code = (
+        "import sys, functrain; "
+        "print([m for m in ('keras', 'bridge', 'matplotlib', 'tensorflow') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_versions_agree() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert functrain.__version__ == bridge.__version__ == project["version"]
+
+
+PUBLIC = [
+    (package.__name__, name)
+    for package in (functrain, bridge)
+    for name in package.__all__
+    if name != "__version__"
+]
+
+
+@pytest.mark.parametrize("package", [functrain, bridge])
+def test_all_lists_every_export(package) -> None:
+    exported = {
+        alias.asname
+        for node in ast.parse(pathlib.Path(package.__file__).read_text()).body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+        if alias.asname
+    }
+    assert exported == set(package.__all__)
+    assert list(package.__all__) == sorted(package.__all__)
+
+
+@pytest.mark.parametrize(("package", "name"), PUBLIC)
+def test_public_names_are_documented_with_an_example(package: str, name: str) -> None:
+    thing = getattr(importlib.import_module(package), name)
+    if name in ("PyTree", "Logs", "Reduction"):  # type aliases carry no docstring
+        return
+    doc = inspect.getdoc(thing) or ""
+    assert doc, f"{package}.{name} has no docstring"
+    assert ">>> " in doc or name == "Step", f"{package}.{name} has no runnable example"

@@ -1,0 +1,79 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from functrain import TrainState
+
+PARAMS = {"w": np.ones((2, 3), np.float32), "b": np.zeros(3, np.float32)}
+
+
+def test_every_leaf_is_a_strongly_typed_array() -> None:
+    state = TrainState.create(params={"w": 1.0}, tx=optax.adam(1e-3), rng=jax.random.key(0))
+    for leaf in jax.tree.leaves(state):
+        assert isinstance(leaf, jax.Array)
+        assert not getattr(leaf, "weak_type", False)
+    assert state.step.dtype == jnp.int32
+
+
+def test_no_rng_means_no_leaf() -> None:
+    tx = optax.sgd(0.1)
+    without = TrainState.create(params=PARAMS, tx=tx)
+    with_key = TrainState.create(params=PARAMS, tx=tx, rng=jax.random.key(0))
+    assert without.rng is None
+    assert len(jax.tree.leaves(with_key)) == len(jax.tree.leaves(without)) + 1
+
+
+def test_create_copies_so_donation_leaves_the_callers_arrays_alive() -> None:
+    w = jnp.ones(3)
+    statistics = jnp.zeros(3)
+    state = TrainState.create(
+        params={"a": w, "b": w}, model_state={"m": statistics}, tx=optax.sgd(0.1)
+    )
+    jax.jit(lambda s: s.replace(step=s.step + 1), donate_argnums=0)(state)
+    assert not w.is_deleted()
+    assert not statistics.is_deleted()
+
+
+def test_create_separates_an_optimizer_state_that_aliases_params() -> None:
+    # schedule_free keeps a copy of the params in its state: the same arrays, as optax makes it.
+    tx = optax.contrib.schedule_free(optax.sgd(0.1), learning_rate=0.1)
+    state = TrainState.create(params=PARAMS, tx=tx)
+    jax.jit(lambda s: s.replace(step=s.step + 1), donate_argnums=0)(state)
+
+
+def test_apply_gradients_is_optax_by_hand() -> None:
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
+    state = TrainState.create(params=PARAMS, tx=tx)
+    grads = jax.tree.map(lambda x: jnp.full_like(x, 0.3), state.params)
+    updates, opt_state = tx.update(grads, state.opt_state, state.params)
+    expected = optax.apply_updates(state.params, updates)
+    new = state.apply_gradients(grads, tx)
+    assert int(new.step) == 1
+    jax.tree.map(np.testing.assert_array_equal, new.params, expected)
+    jax.tree.map(np.testing.assert_array_equal, new.opt_state, opt_state)
+
+
+def test_extra_arguments_reach_the_optimizer() -> None:
+    tx = optax.contrib.reduce_on_plateau(patience=1, factor=0.5)
+    state = TrainState.create(params=PARAMS, tx=tx)
+    for _ in range(4):
+        state = state.apply_gradients(state.params, tx, value=jnp.float32(1.0))
+    assert float(state.opt_state.scale) < 1.0
+
+
+@pytest.mark.parametrize("rng", [0, jax.random.PRNGKey(0), jax.random.split(jax.random.key(0))])
+def test_a_wrong_rng_is_refused(rng) -> None:
+    with pytest.raises(TypeError, match=r"rng: expected one typed key.*jax\.random\.key"):
+        TrainState.create(params=PARAMS, tx=optax.sgd(0.1), rng=rng)
+
+
+def test_params_that_cannot_be_trained_are_refused_by_name() -> None:
+    with pytest.raises(TypeError, match=r"params/count: expected a floating-point.*int32\[\]"):
+        TrainState.create(params={**PARAMS, "count": np.int32(1)}, tx=optax.sgd(0.1))
+
+
+def test_a_function_in_the_state_is_refused_by_name() -> None:
+    with pytest.raises(TypeError, match="expected an array at act, got function"):
+        TrainState.create(params=PARAMS, tx=optax.sgd(0.1), model_state={"act": lambda x: x})
