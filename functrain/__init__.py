@@ -7,9 +7,12 @@ from functrain._evaluate import evaluate as evaluate
 from functrain._evaluate import predict as predict
 from functrain._fit import FitResult as FitResult
 from functrain._fit import fit as fit
+from functrain._flax import from_linen as from_linen
+from functrain._flax import from_nnx as from_nnx
 from functrain._history import History as History
 from functrain._loss import Aux as Aux
 from functrain._loss import LossFn as LossFn
+from functrain._loss import Reduction as Reduction
 from functrain._loss import supervised as supervised
 from functrain._metrics import Metered as Metered
 from functrain._metrics import Metric as Metric
@@ -33,10 +36,59 @@ from functrain._step import eval_step as eval_step
 from functrain._step import predict_step as predict_step
 from functrain._step import train_step as train_step
 from functrain._step import update as update
+from functrain._summary import summary as summary
 from functrain._types import Logs as Logs
 from functrain._types import PyTree as PyTree
 from functrain._types import Step as Step
 from functrain._version import __version__ as __version__
+from functrain.checkpoint import load as load
+from functrain.checkpoint import save as save
 from functrain.data import ArrayLoader as ArrayLoader
 from functrain.fusion import Fused as Fused
 from functrain.fusion import fuse as fuse
+
+__all__ = [
+    "ArrayLoader",
+    "Aux",
+    "ChunkEnd",
+    "EpochEnd",
+    "Event",
+    "FitResult",
+    "Fused",
+    "History",
+    "Logs",
+    "LossFn",
+    "Metered",
+    "MeteredStep",
+    "Metric",
+    "Model",
+    "ModelOutput",
+    "PyTree",
+    "Reduction",
+    "Step",
+    "TrainState",
+    "__version__",
+    "accuracy",
+    "binary_accuracy",
+    "collection",
+    "eval_step",
+    "evaluate",
+    "fit",
+    "from_linen",
+    "from_nnx",
+    "fuse",
+    "load",
+    "mean",
+    "mean_absolute_error",
+    "mean_loss",
+    "mean_squared_error",
+    "predict",
+    "predict_step",
+    "run",
+    "save",
+    "summary",
+    "supervised",
+    "top_k_accuracy",
+    "train_step",
+    "update",
+]

@@ -94,7 +94,7 @@ def fit(
                     recorder.add(event)
                     progress.chunk(event, recorder.latest)
                 case EpochEnd():
-                    values = {**recorder.end_epoch(), **_tree.to_floats(event.metrics())}
+                    values = recorder.end_epoch(_tree.to_floats(event.metrics()))
                     if eval_step is not None:
                         found = evaluate(state, eval_step, eval_data, fuse=fuse, jit=jit)
                         values |= {f"val_{name}": value for name, value in found.items()}

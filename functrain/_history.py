@@ -68,31 +68,27 @@ class Recorder:
 
     def add(self, event: ChunkEnd) -> None:
         """Takes in a chunk's logs; fetches those of the one before."""
-        scalars = {
-            path: leaf for path, leaf in _tree.leaves_with_path(event.logs) if np.ndim(leaf) == 1
-        }
-        self._due.append((event.examples, scalars))
+        scalars = {path: x for path, x in _tree.leaves_with_path(event.logs) if np.ndim(x) == 1}
+        self._due.append((event.examples, dict(sorted(scalars.items(), key=_rank))))
         if len(self._due) > 1:
             self._fetch()
 
-    def end_epoch(self) -> dict[str, float]:
-        """Fetches what is left and returns the epoch's means over its examples."""
+    def end_epoch(self, metrics: dict[str, float]) -> dict[str, float]:
+        """Fetches what is left; returns the epoch's means over its examples, and its metrics."""
         while self._due:
             self._fetch()
-        if not self._weights:
-            return {}
-        weights = np.concatenate(self._weights)
-        means = {}
+        weights = np.concatenate([*self._weights, np.empty(0)])
+        means = dict(metrics)
         for name, parts in self._epoch.items():
             values = np.concatenate(parts).astype(np.float64)
             # A rate is what it is at the end; its mean over a schedule says nothing.
             last = name.split("/")[-1] == "learning_rate"
             means[name] = float(values[-1] if last else np.average(values, weights=weights))
         self._epoch, self._weights = {}, []
-        return means
+        return dict(sorted(means.items(), key=_rank))
 
     def add_epoch(self, values: dict[str, float], seconds: float) -> None:
-        """Takes in the values of an epoch, and how long it took."""
+        """Takes in the values of an epoch, and how long it took in seconds."""
         for name, value in {**values, "seconds": seconds}.items():
             self._epochs.setdefault(name, []).append(value)
 
@@ -105,10 +101,16 @@ class Recorder:
 
     def _fetch(self) -> None:
         examples, logs = self._due.popleft()
-        host: dict[str, Any] = jax.device_get(logs)
+        host = dict(zip(logs, jax.device_get(list(logs.values())), strict=True))
         for name, values in host.items():
             self._steps.setdefault(name, []).append(values)
             self._epoch.setdefault(name, []).append(values)
             self.latest[name] = float(values[-1])
         if host:
             self._weights.append(np.full(len(next(iter(host.values()))), examples))
+
+
+def _rank(item: tuple[str, Any]) -> tuple[int, str]:
+    """Sorts the loss first and the learning rate last."""
+    name = item[0].split("/")[-1]
+    return {"loss": 0, "learning_rate": 2}.get(name, 1), item[0]

@@ -34,24 +34,27 @@ def _has_panel(name: str) -> bool:
 
 def _curves(panel: Any, history: "History", name: str) -> None:
     total = max((len(v) for v in history.steps.values()), default=0)
-    per_step = history.steps.get(name)
-    if per_step is not None:
-        panel.plot(np.arange(1, total + 1), per_step, color="#b8c4d6", lw=0.7, label="each step")
-    for key, style in ((name, "-o"), (f"val_{name}", "--s")):
-        values = history.epochs.get(key)
-        if values is None or name.split("/")[-1] == "learning_rate":
-            continue
-        label = "validation" if key.startswith("val_") else "training, epoch"
-        at = np.arange(1, len(values) + 1) * (total / len(values) if total else 1)
-        panel.plot(at, values, style, color=_COLOR[label], ms=3.5, lw=1.5, label=label)
     panel.set_title(name.replace("_", " "))
     panel.set_xlabel("step" if total else "epoch")
     panel.grid(alpha=0.25)
-    if panel.get_legend_handles_labels()[0]:
-        panel.legend(fontsize=8)
-    if per_step is not None and name.split("/")[-1] == "loss":
-        top = float(np.nanpercentile(per_step, 99)) if np.isfinite(per_step).any() else 1.0
-        panel.set_ylim(top=max(top, 1e-12) * 1.1)
+    per_step = history.steps.get(name)
+    if name.split("/")[-1] == "learning_rate" and per_step is not None:
+        panel.plot(np.arange(1, total + 1), per_step, color=_COLOR["training, epoch"], lw=1.5)
+        return
+    if per_step is not None:
+        panel.plot(np.arange(1, total + 1), per_step, color="#b8c4d6", lw=0.7, label="each step")
+        if np.isfinite(per_step).any():  # the first steps would flatten all the others
+            low, high = np.nanmin(per_step), np.nanpercentile(per_step, 99)
+            panel.set_ylim(low - 0.05 * (high - low), high + 0.1 * (high - low) + 1e-12)
+    for key, style, label in (
+        (name, "-o", "training, epoch"),
+        (f"val_{name}", "--s", "validation"),
+    ):
+        values = history.epochs.get(key)
+        if values is not None:
+            at = np.arange(1, len(values) + 1) * (total / len(values) if total else 1)
+            panel.plot(at, values, style, color=_COLOR[label], ms=3.5, lw=1.5, label=label)
+    panel.legend(fontsize=8)
 
 
 _COLOR = {"training, epoch": "#1f5fa8", "validation": "#d1602a"}

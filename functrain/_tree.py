@@ -36,15 +36,24 @@ def spec(x: PyTree) -> str:
 
 def differences(expected: PyTree, got: PyTree) -> list[str]:
     """Names what tells two trees apart: leaves missing, unexpected, or of another spec."""
-    want = {path: spec(leaf) for path, leaf in leaves_with_path(expected)}
-    have = {path: spec(leaf) for path, leaf in leaves_with_path(got)}
-    lines = [f"{p}: missing (expected {want[p]})" for p in want if p not in have]
-    lines += [f"{p}: unexpected (got {have[p]})" for p in have if p not in want]
-    lines += [
-        f"{p}: expected {want[p]}, got {have[p]}" for p in want if p in have and want[p] != have[p]
-    ]
+    want, have = (
+        {path: spec(leaf) for path, leaf in leaves_with_path(tree)} for tree in (expected, got)
+    )
+    lines = spec_differences(want, have)
     if not lines and structure(expected) != structure(got):
         lines = [f"expected {structure(expected)}, got {structure(got)}"]
+    return lines
+
+
+def spec_differences(expected: dict[str, str], got: dict[str, str]) -> list[str]:
+    """As `differences`, of specs by path."""
+    lines = [f"{p}: missing (expected {expected[p]})" for p in expected if p not in got]
+    lines += [f"{p}: unexpected (got {got[p]})" for p in got if p not in expected]
+    lines += [
+        f"{p}: expected {expected[p]}, got {got[p]}"
+        for p in expected
+        if p in got and expected[p] != got[p]
+    ]
     return lines
 
 

@@ -47,7 +47,7 @@ def test_evaluating_again_does_not_compile_again() -> None:
 
 
 def test_a_step_without_metrics_is_refused() -> None:
-    with pytest.raises(TypeError, match="from functrain.eval_step"):
+    with pytest.raises(TypeError, match=r"from functrain\.eval_step"):
         ft.evaluate(STATE, ft.train_step(LOSS, optax.sgd(0.1)), ft.ArrayLoader((X, Y), 10))
 
 

@@ -45,9 +45,7 @@ def test_history_has_every_step_and_every_epoch() -> None:
     assert set(history.epochs) == {"loss", "mae", "val_loss", "val_mse", "seconds"}
     assert all(len(v) == 3 for v in history.epochs.values())
     weights = [10] * 10 + [3]
-    expected = [
-        np.average(history.steps["loss"][i : i + 11], weights=weights) for i in (0, 11, 22)
-    ]
+    expected = [np.average(history.steps["loss"][i : i + 11], weights=weights) for i in (0, 11, 22)]
     np.testing.assert_allclose(history.epochs["loss"], expected, rtol=1e-6)
     np.testing.assert_allclose(history.epochs["val_loss"], history.epochs["val_mse"], rtol=1e-6)
 
@@ -60,9 +58,7 @@ def test_evaluation_sees_the_state_of_its_epoch() -> None:
     for event in ft.run(state, step, data, epochs=2):
         if isinstance(event, ft.EpochEnd):
             kept.append(ft.evaluate(event.state, eval_step, data)["loss"])
-    _, history = ft.fit(
-        state, step, data, epochs=2, eval_data=data, eval_step=eval_step, verbose=0
-    )
+    _, history = ft.fit(state, step, data, epochs=2, eval_data=data, eval_step=eval_step, verbose=0)
     np.testing.assert_array_equal(history.epochs["val_loss"], kept)
 
 
@@ -112,7 +108,7 @@ def test_evaluating_needs_both_data_and_step(given) -> None:
 
 def test_a_train_step_is_no_eval_step() -> None:
     state, step = setup()
-    with pytest.raises(TypeError, match="eval_step: expected one from functrain.eval_step"):
+    with pytest.raises(TypeError, match=r"eval_step: expected one from functrain\.eval_step"):
         ft.fit(state, step, ft.ArrayLoader((X, Y), 10), eval_data=[(X, Y)], eval_step=step)
 
 

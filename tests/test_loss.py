@@ -50,9 +50,7 @@ def test_weights_of_sequences_follow_the_leading_axes() -> None:
     x = RNG.normal(size=(4, 6)).astype(np.float32)
     per_step = RNG.uniform(size=(4, 6)).astype(np.float32)
     expected = (x.astype(np.float64) ** 2 * per_step).mean()
-    np.testing.assert_allclose(
-        value(loss_fn, x, np.zeros_like(x), per_step), expected, rtol=1e-6
-    )
+    np.testing.assert_allclose(value(loss_fn, x, np.zeros_like(x), per_step), expected, rtol=1e-6)
 
 
 def test_losses_the_model_added_are_added_once() -> None:

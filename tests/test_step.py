@@ -156,8 +156,8 @@ def test_a_loss_function_that_returns_something_else_is_refused(result, message)
 
     with pytest.raises(TypeError, match=message):
         jax.jit(ft.train_step(wrong, tx))(make_state(tx), (X, Y))
+    step = ft.eval_step(wrong)
     with pytest.raises(TypeError, match=message):
-        step = ft.eval_step(wrong)
         step(step.start(make_state(tx)), (X, Y))
 
 

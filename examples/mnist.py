@@ -1,0 +1,110 @@
+"""MNIST: a Keras model trains in a pure, scan-fused JAX loop and comes home a Keras model.
+
+The model is Keras, the optimizer is optax, the loop is functrain: 32 steps in one program. At the
+end a fresh process loads the saved file with plain Keras and must find the same accuracy.
+
+    python examples/mnist.py            # 10 epochs, about half a minute on two CPU cores
+    python examples/mnist.py --quick    # a few seconds, for a look
+"""
+
+# %% The backend: importing bridge first makes Keras use JAX
+import argparse
+import pathlib
+import subprocess
+import sys
+
+import bridge
+import functrain as ft
+import keras
+import numpy as np
+import optax
+
+HERE = pathlib.Path(__file__).parent
+
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+parser.add_argument("--epochs", type=int, default=10)
+parser.add_argument("--batch-size", type=int, default=64)
+parser.add_argument("--fuse", type=int, default=32, help="steps per program")
+parser.add_argument("--seed", type=int, default=0)
+parser.add_argument("--quick", action="store_true", help="one epoch over 6 400 images")
+parser.add_argument("--output", type=pathlib.Path, default=HERE / "output" / "mnist")
+args = parser.parse_args()
+
+# %% The data: 60 000 images to learn from, of which 10 000 choose nothing and only watch
+with np.load(HERE / "data" / "mnist.npz") as file:
+    images, labels = file["x_train"].reshape(-1, 784), file["y_train"].astype(np.int32)
+    test = file["x_test"].reshape(-1, 784), file["y_test"].astype(np.int32)
+
+train, validation = (images[:-10_000], labels[:-10_000]), (images[-10_000:], labels[-10_000:])
+epochs = args.epochs
+if args.quick:
+    train, epochs = (train[0][:6_400], train[1][:6_400]), 1
+
+loader = ft.ArrayLoader(train, args.batch_size, shuffle=True, seed=args.seed)
+
+# %% The model: any Keras model. Pixels stay uint8 until they are on the device
+keras.utils.set_random_seed(args.seed)
+keras_model = keras.Sequential(
+    [
+        keras.Input((784,), dtype="uint8"),
+        keras.layers.Rescaling(1 / 255),
+        keras.layers.Dense(64, activation="relu"),
+        keras.layers.Dense(64, activation="relu"),
+        keras.layers.Dense(10),
+    ],
+    name="mlp",
+)
+
+# %% The optimizer: an optax chain with a schedule
+schedule = optax.warmup_cosine_decay_schedule(
+    init_value=0.0,
+    peak_value=4e-3,
+    warmup_steps=len(loader) // 2,
+    decay_steps=epochs * len(loader),
+)
+tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, weight_decay=1e-2))
+
+# %% The pure parts: a state, a loss, a step
+state = bridge.create_state(keras_model, tx)
+model = bridge.from_keras(keras_model)
+loss_fn = ft.supervised(model, optax.softmax_cross_entropy_with_integer_labels)
+metrics = {"accuracy": ft.accuracy()}
+step = ft.train_step(loss_fn, tx, metrics=metrics, learning_rate=schedule)
+eval_step = ft.eval_step(loss_fn, metrics=metrics)
+print(ft.summary(state))
+
+# %% Training
+state, history = ft.fit(
+    state,
+    step,
+    loader,
+    epochs=epochs,
+    eval_data=ft.ArrayLoader(validation, 1_000),
+    eval_step=eval_step,
+    fuse=args.fuse,
+)
+
+# %% Home again: the Keras model takes the values, and is saved as any Keras model
+bridge.to_keras(state, keras_model)
+accuracy = ft.evaluate(state, eval_step, ft.ArrayLoader(test, 1_000))["accuracy"]
+args.output.mkdir(parents=True, exist_ok=True)
+keras_model.save(args.output / "mnist.keras")
+history.plot(args.output / "curves.png")
+print(f"test accuracy {accuracy:.4f} after {int(state.step)} steps")
+print(f"wrote {args.output / 'mnist.keras'} and {args.output / 'curves.png'}")
+
+# %% Plain Keras, in a process that knows nothing of functrain, finds the same accuracy
+PLAIN_KERAS = """
+import sys, keras, numpy as np
+model = keras.models.load_model(sys.argv[1])
+with np.load(sys.argv[2]) as file:
+    x, y = file["x_test"].reshape(-1, 784), file["y_test"].astype(np.int32)
+model.compile(metrics=[keras.metrics.SparseCategoricalAccuracy(name="accuracy")])
+print(model.evaluate(x, y, batch_size=1_000, verbose=0, return_dict=True)["accuracy"])
+"""
+command = [sys.executable, "-c", PLAIN_KERAS]
+paths = [args.output / "mnist.keras", HERE / "data" / "mnist.npz"]
+reloaded = float(subprocess.run([*command, *paths], check=True, stdout=subprocess.PIPE).stdout)
+print(f"test accuracy {reloaded:.4f} as plain Keras finds it in a fresh process")
+if abs(reloaded - accuracy) > 1e-7:
+    sys.exit(f"expected the same accuracy, got {accuracy!r} here and {reloaded!r} there")

@@ -1,0 +1,243 @@
+"""What save and load promise: the same bits back, or an error that names the leaf."""
+
+import os
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from functrain import TrainState
+from functrain.checkpoint import load, save
+
+TX = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2))
+
+
+def create(dtype=jnp.float32, tx=TX, rng=True, width=4):
+    kernel = jax.random.normal(jax.random.key(1), (3, width)).astype(dtype)
+    return TrainState.create(
+        params={"dense": {"kernel": kernel, "bias": jnp.zeros(width, dtype)}, "none": {}},
+        model_state={"mean": jnp.arange(3.0), "nothing": (), "layers": {0: [jnp.ones(2)]}},
+        tx=tx,
+        rng=jax.random.key(2) if rng else None,
+    )
+
+
+def step(state, batch):
+    def loss(params):
+        return jnp.mean((batch @ params["dense"]["kernel"] + params["dense"]["bias"]) ** 2)
+
+    value, grads = jax.value_and_grad(loss)(state.params)
+    return state.apply_gradients(grads, TX), value
+
+
+def bits(leaf):
+    if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return str(jax.random.key_impl(leaf)), np.asarray(jax.random.key_data(leaf)).tobytes()
+    return str(leaf.dtype), leaf.shape, np.asarray(leaf).tobytes()
+
+
+def assert_identical(got, expected):
+    assert jax.tree.structure(got) == jax.tree.structure(expected)
+    assert [bits(x) for x in jax.tree.leaves(got)] == [bits(x) for x in jax.tree.leaves(expected)]
+
+
+@pytest.mark.parametrize("abstract", [False, True])
+@pytest.mark.parametrize("settings", [{}, {"dtype": jnp.bfloat16}, {"rng": False}])
+def test_a_train_state_comes_back_bit_for_bit(tmp_path, settings, abstract):
+    state = create(**settings)
+    save(tmp_path / "c", state)
+    got = load(tmp_path / "c", like=jax.eval_shape(lambda: state) if abstract else state)
+    assert_identical(got, state)
+    assert not any(getattr(leaf, "weak_type", False) for leaf in jax.tree.leaves(got))
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        {"nan": jnp.array([jnp.nan, -0.0, jnp.inf]), "b": jnp.array(True), "c": jnp.ones(2) * 1j},
+        {"int4": jnp.arange(-4, 4, dtype=jnp.int4), "fp8": jnp.ones(3, jnp.float8_e4m3fn)},
+        {"rbg": jax.random.key(0, impl="rbg"), "keys": jax.random.split(jax.random.key(1), (2, 3))},
+        {"host": np.arange(3, dtype=np.int64), "scalar": np.float64(0.1), "f16": np.float16(1)},
+        {"empty": jnp.zeros((0, 3)), "full": jnp.ones(1), "host": np.zeros((2, 0), np.int64)},
+        {"no_keys": jax.random.split(jax.random.key(0), 0)},
+        {"a.b/c [d]": {"é": jnp.ones(1)}, "": jnp.ones(2), "(empty)": jnp.ones(3)},
+        [jnp.ones(1), {}, (), None, [jnp.zeros(2)]],
+        jnp.ones(3),
+        {},
+        None,
+    ],
+    ids=lambda tree: "-".join(tree) if isinstance(tree, dict) else type(tree).__name__,
+)
+def test_any_pytree_of_arrays_comes_back_bit_for_bit(tmp_path, tree):
+    save(tmp_path / "c", tree)
+    got = load(tmp_path / "c", like=tree)
+    assert_identical(got, tree)
+    assert [isinstance(x, jax.Array) for x in jax.tree.leaves(got)] == [
+        isinstance(x, jax.Array) for x in jax.tree.leaves(tree)
+    ]
+
+
+def test_training_resumed_is_training_uninterrupted_and_compiles_nothing_again(tmp_path):
+    batches = jax.random.normal(jax.random.key(3), (6, 8, 3))
+    many = jax.jit(chex.assert_max_traces(lambda s, c: jax.lax.scan(step, s, c), n=1))
+    middle, _ = many(create(), batches[:3])
+    save(tmp_path / "c", middle)
+    straight, _ = many(middle, batches[3:])
+    programs = many._cache_size()  # a private name, but traces do not count recompiled placements
+    resumed, _ = many(load(tmp_path / "c", like=jax.eval_shape(create)), batches[3:])
+    assert_identical(resumed, straight)
+    assert many._cache_size() == programs
+
+
+def test_arrays_get_the_sharding_of_like(tmp_path):
+    mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    sharding = NamedSharding(mesh, PartitionSpec("data"))
+    tree = {"x": jnp.arange(8.0), "keys": jax.random.split(jax.random.key(0), 8)}
+    like = jax.device_put(tree, sharding)
+    abstract = {
+        name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for name, x in tree.items()
+    }
+    save(tmp_path / "c", tree)
+    for got in (load(tmp_path / "c", like), load(tmp_path / "c", abstract)):
+        assert_identical(got, tree)
+        for leaf in jax.tree.leaves(got):
+            assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
+    assert not load(tmp_path / "c", tree)["x"].committed
+
+
+def test_the_loaded_state_may_be_donated(tmp_path):
+    save(tmp_path / "c", create())
+    loaded = load(tmp_path / "c", like=create())
+    got, _ = jax.jit(step, donate_argnums=0)(loaded, jnp.ones((8, 3)))
+    expected, _ = jax.jit(step)(create(), jnp.ones((8, 3)))
+    assert_identical(got, expected)
+
+
+@pytest.mark.parametrize(
+    ("like", "message"),
+    [
+        (lambda: create(width=5), r"dense/kernel: expected float32\[3, 5\], got float32\[3, 4\]"),
+        (lambda: create(jnp.bfloat16), r"dense/bias: expected bfloat16\[4\], got float32\[4\]"),
+        (lambda: create(tx=optax.sgd(0.1)), r"opt_state/1/0/count: unexpected \(got int32\[\]\)"),
+        (lambda: create(rng=False), r"rng: unexpected \(got key<fry>\[\]\)"),
+        (
+            lambda: create().replace(rng=jax.random.key(0, impl="rbg")),
+            r"rng: expected key<rbg>\[\], got key<fry>\[\]",
+        ),
+        (lambda: create().replace(model_state={"var": jnp.ones(3)}), r"model_state/var: missing"),
+        (lambda: create().replace(step=jnp.zeros(())), r"step: expected float32\[\], got int32"),
+        (lambda: create().replace(step=0), r"step: expected int, got int32\[\]"),
+    ],
+)
+def test_another_state_is_refused_before_loading_and_the_leaf_is_named(tmp_path, like, message):
+    save(tmp_path / "c", create())
+    with pytest.raises(ValueError, match=rf"(?s)got others:.*{message}.*Nothing was loaded"):
+        load(tmp_path / "c", like=like())
+
+
+def test_a_dtype_that_jax_cannot_hold_now_is_refused(tmp_path):
+    save(tmp_path / "c", {"x": np.ones(2)})
+    with pytest.raises(ValueError, match=r"x: expected float64.*jax_enable_x64"):
+        load(tmp_path / "c", like={"x": jax.ShapeDtypeStruct((2,), np.float64)})
+
+
+def test_an_existing_path_is_refused(tmp_path):
+    save(tmp_path / "c", {"x": jnp.ones(1)})
+    with pytest.raises(FileExistsError, match=r"got a checkpoint.*overwrite=True"):
+        save(tmp_path / "c", {"x": jnp.zeros(1)})
+    assert load(tmp_path / "c", like={"x": jnp.zeros(1)})["x"] == 1
+
+
+def test_overwrite_replaces_a_checkpoint_and_leaves_nothing_behind(tmp_path):
+    for value in range(3):
+        save(tmp_path / "c", {"x": jnp.array(value)}, overwrite=True)
+    assert load(tmp_path / "c", like={"x": jnp.array(0)})["x"] == 2
+    assert os.listdir(tmp_path) == ["c"]
+
+
+def test_overwrite_spares_what_is_no_checkpoint(tmp_path):
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "file").write_text("mine")
+    for path in (tmp_path / "notes", tmp_path / "notes" / "file"):
+        with pytest.raises(FileExistsError, match=r"expected no such path.*remove it"):
+            save(path, {"x": jnp.ones(1)}, overwrite=True)
+    assert (tmp_path / "notes" / "file").read_text() == "mine"
+
+
+def test_a_failed_overwrite_leaves_the_old_checkpoint(tmp_path, monkeypatch):
+    from orbax.checkpoint import v1 as ocp
+
+    def full_disk(*args, **kwargs):
+        raise OSError("no space left on device")
+
+    save(tmp_path / "c", {"x": jnp.ones(1)})
+    with monkeypatch.context() as patch:
+        patch.setattr(ocp, "save", full_disk)
+        with pytest.raises(OSError, match="no space"):
+            save(tmp_path / "c", {"x": jnp.zeros(1)}, overwrite=True)
+    assert load(tmp_path / "c", like={"x": jnp.zeros(1)})["x"] == 1
+
+
+def test_a_save_killed_in_the_exchange_leaves_the_old_checkpoint_and_says_where(
+    tmp_path, monkeypatch
+):
+    rename, calls = os.rename, []
+
+    def killed(source, target):
+        if str(source).endswith("functrain-new"):
+            raise KeyboardInterrupt
+        calls.append(rename(source, target))
+
+    save(tmp_path / "c", {"x": jnp.ones(1)})
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", killed)
+        with pytest.raises(KeyboardInterrupt):
+            save(tmp_path / "c", {"x": jnp.zeros(1)}, overwrite=True)
+    with pytest.raises(FileNotFoundError, match=r"interrupted save kept .*c\.functrain-old"):
+        load(tmp_path / "c", like={"x": jnp.zeros(1)})
+    assert load(tmp_path / "c.functrain-old", like={"x": jnp.zeros(1)})["x"] == 1
+
+
+def test_a_relative_path_and_missing_parents_work(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    save("runs/first", {"x": jnp.ones(1)})
+    assert load("runs/first", like={"x": jnp.ones(1)})["x"] == 1
+
+
+def test_a_missing_checkpoint_is_a_file_not_found(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"nowhere: expected a checkpoint, got nothing"):
+        load(tmp_path / "nowhere", like={})
+
+
+def test_what_save_did_not_write_is_refused(tmp_path):
+    from orbax.checkpoint import v1 as ocp
+
+    (tmp_path / "directory").mkdir()
+    (tmp_path / "file").write_text("text")
+    ocp.save(tmp_path / "foreign", {"x": jnp.ones(1)})
+    for name in ("directory", "file", "foreign"):
+        with pytest.raises(ValueError, match=rf"{name}: expected a checkpoint"):
+            load(tmp_path / name, like={"x": jnp.ones(1)})
+
+
+@pytest.mark.parametrize("leaf", [1, "text", np.array("text"), np.array(None), object()])
+def test_a_leaf_that_is_no_array_is_named(tmp_path, leaf):
+    with pytest.raises(TypeError, match=r"a/0: expected an array of numbers"):
+        save(tmp_path / "c", {"a": [leaf]})
+    assert not (tmp_path / "c").exists()
+
+
+def test_a_donated_leaf_is_named(tmp_path):
+    state = create()
+    jax.jit(step, donate_argnums=0)(state, jnp.ones((8, 3)))
+    with pytest.raises(ValueError, match=r"expected a live array.*donated"):
+        save(tmp_path / "c", state)
+
+
+def test_two_leaves_of_one_path_are_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"a/b: expected one leaf of this path"):
+        save(tmp_path / "c", {"a/b": jnp.ones(1), "a": {"b": jnp.ones(1)}})
