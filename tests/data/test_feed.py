@@ -23,9 +23,7 @@ def test_k_steps_then_single_steps_then_the_smaller_batch(as_loader) -> None:
 
 def test_loader_and_iterable_feed_the_same_chunks() -> None:
     loader = ft.ArrayLoader((np.arange(23), np.ones((23, 2))), 3, shuffle=True, seed=5)
-    for a, b in zip(
-        Feed(loader, 4).epoch(2), Feed(list(loader.epoch(2)), 4).epoch(2), strict=True
-    ):
+    for a, b in zip(Feed(loader, 4).epoch(2), Feed(list(loader.epoch(2)), 4).epoch(2), strict=True):
         for x, y in zip(a.batches, b.batches, strict=True):
             np.testing.assert_array_equal(x, y)
 

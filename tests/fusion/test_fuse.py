@@ -64,16 +64,23 @@ def test_any_pytree_is_a_state_and_a_batch() -> None:
     assert logs["nested"]["log"].shape == (2,)
 
 
-@pytest.mark.parametrize("chunk", [jnp.ones((3, 2)), {"a": jnp.ones((4, 2)), "b": jnp.ones(3)}, 1.0])
+@pytest.mark.parametrize(
+    "chunk", [jnp.ones((3, 2)), {"a": jnp.ones((4, 2)), "b": jnp.ones(3)}, 1.0]
+)
 def test_a_chunk_of_another_length_is_refused_by_leaf(chunk) -> None:
-    with pytest.raises(ValueError, match=r"chunk: expected 4 stacked batches, every leaf \[4, \.\.\.\]"):
+    with pytest.raises(
+        ValueError, match=r"chunk: expected 4 stacked batches, every leaf \[4, \.\.\.\]"
+    ):
         ft.fuse(lambda state, batch: (state, {}), 4)(jnp.zeros(()), chunk)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda s: {**s, "w": s["w"].astype(jnp.bfloat16)}, r"w: expected float32\[3\], got bfloat"),
+        (
+            lambda s: {**s, "w": s["w"].astype(jnp.bfloat16)},
+            r"w: expected float32\[3\], got bfloat",
+        ),
         (lambda s: {**s, "w": s["w"][None]}, r"w: expected float32\[3\], got float32\[1, 3\]"),
         (lambda s: {**s, "n": 1.0}, r"n: expected int32\[\], got float"),
         (lambda s: {**s, "n": jnp.asarray(1)}, r"n: expected int32\[\], got int32\[\], weak type"),
@@ -97,7 +104,9 @@ def test_aliases_in_a_donated_state_are_named_and_nothing_is_lost() -> None:
     assert not w.is_deleted()
 
 
-@pytest.mark.parametrize(("name", "arguments"), [("k", {"k": 0}), ("unroll", {"k": 1, "unroll": 0})])
+@pytest.mark.parametrize(
+    ("name", "arguments"), [("k", {"k": 0}), ("unroll", {"k": 1, "unroll": 0})]
+)
 def test_fewer_than_one_step_is_refused(name, arguments) -> None:
     with pytest.raises(ValueError, match=f"{name}: expected at least 1, got 0"):
         ft.fuse(lambda s, b: (s, {}), **arguments)

@@ -1,0 +1,130 @@
+"""Fused ≡ single ≡ plain jit ≡ the loop written by hand: the whole state, to the bit."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import bridge
+import functrain as ft
+
+from ..conftest import digest
+from . import models
+
+STEPS = 39  # a multiple of neither 2, 7 nor 32: every K has a tail
+LOSS = optax.softmax_cross_entropy_with_integer_labels
+
+
+def optimizer(clip=True):
+    schedule = optax.warmup_cosine_decay_schedule(0.0, 1e-2, 5, STEPS)
+    # A global norm sums over the leaves in the tree's order, which is not that of Keras's lists:
+    # without it a state as lists of variables can be compared to the bit.
+    norm = optax.clip_by_global_norm(1.0) if clip else optax.identity()
+    return optax.chain(norm, optax.adamw(schedule))
+
+
+def in_chunks(step, state, chunk, k):
+    """Takes all steps, K at a time, what is left over one by one; keeps every loss."""
+    fused, single = ft.fuse(step, k), ft.fuse(step, 1)
+    losses, at = [], 0
+    while at < STEPS:
+        program, n = (fused, k) if at + k <= STEPS else (single, 1)
+        state, logs = program(state, jax.tree.map(lambda x, a=at, n=n: x[a : a + n], chunk))
+        losses.append(np.asarray(logs["loss"]))
+        at += n
+    return digest((state, np.concatenate(losses)))
+
+
+def one_by_one(step, state, chunk):
+    step = jax.jit(step)
+    losses = []
+    for i in range(STEPS):
+        state, logs = step(state, jax.tree.map(lambda x, i=i: x[i], chunk))
+        losses.append(np.asarray(logs["loss"]))
+    return digest((state, np.stack(losses)))
+
+
+def by_hand(model, tx, state, chunk):
+    """The loop as anyone would write it: stateless_call, value_and_grad, optax; nothing of ours.
+
+    Takes the order of the variables from Keras, and hands the state back in ours for comparison.
+    """
+
+    @jax.jit
+    def step(params, model_state, opt_state, x, y):
+        def loss_fn(params):
+            outputs, model_state_, losses = model.stateless_call(
+                params, model_state, x, return_losses=True, training=True
+            )
+            value = jnp.mean(LOSS(outputs, y).astype(jnp.float32))
+            for term in losses:
+                value = value + term
+            return value, model_state_
+
+        (loss, model_state), grads = jax.value_and_grad(loss_fn, has_aux=True)(params)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), model_state, opt_state, loss
+
+    params = [v.value for v in model.trainable_variables]
+    model_state = [v.value for v in model.non_trainable_variables]
+    opt_state = tx.init(params)
+    losses = []
+    for x, y in zip(*chunk, strict=True):
+        params, model_state, opt_state, loss = step(params, model_state, opt_state, x, y)
+        losses.append(np.asarray(loss))
+    return params, model_state, losses
+
+
+def setup(kind, dtype, rng=None, clip=True):
+    model = models.make(kind, dtype)
+    tx = optimizer(clip)
+    state = bridge.create_state(model, tx, rng=rng)
+    step = ft.train_step(ft.supervised(bridge.from_keras(model), LOSS), tx)
+    return model, tx, state, step, models.batches(model, STEPS)
+
+
+def copy(state):
+    return jax.tree.map(jnp.copy, state)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", models.DENSE_KINDS)
+def test_fused_is_single_is_plain_jit(kind, dtype) -> None:
+    _, _, state, step, chunk = setup(kind, dtype)
+    plain = one_by_one(step, state, chunk)
+    assert {k: in_chunks(step, copy(state), chunk, k) for k in (1, 2, 7, 32)} == dict.fromkeys(
+        (1, 2, 7, 32), plain
+    )
+
+
+@pytest.mark.parametrize("kind", ["dropout", "attention"])
+def test_fused_is_single_with_a_key(kind) -> None:
+    _, _, state, step, chunk = setup(kind, "float32", rng=jax.random.key(5))
+    plain = one_by_one(step, state, chunk)
+    assert in_chunks(step, copy(state), chunk, 7) == plain
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", models.DENSE_KINDS)
+def test_a_step_is_the_loop_written_by_hand(kind, dtype) -> None:
+    model, tx, state, step, chunk = setup(kind, dtype, clip=False)
+    params, model_state, losses = by_hand(model, tx, state, chunk)
+    state, logs = ft.fuse(step, STEPS)(state, chunk)
+    np.testing.assert_array_equal(logs["loss"], losses)
+    bridge.to_keras(state, model)
+    for got, expected in (
+        (model.trainable_variables, params),
+        (model.non_trainable_variables, model_state),
+    ):
+        for variable, value in zip(got, expected, strict=True):
+            np.testing.assert_array_equal(np.asarray(variable.value), np.asarray(value))
+
+
+def test_a_fit_does_not_depend_on_k() -> None:
+    _, _, state, step, (x, y) = setup("batch_norm", "float32")
+    loader = ft.ArrayLoader((x.reshape(-1, 12), y.reshape(-1)), 7, shuffle=True, seed=1)
+    digests = {
+        digest(ft.fit(state, step, loader, epochs=2, fuse=k, verbose=0).state) for k in (1, 7, 32)
+    }
+    assert len(digests) == 1
