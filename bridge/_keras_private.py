@@ -1,0 +1,58 @@
+"""Every private Keras name the bridge reads, one function each.
+
+Nothing else in the package touches one. `tests/bridge/test_keras_private.py` holds a test for
+each, which says first when a new Keras release moves something.
+"""
+
+from typing import Any
+
+import keras
+
+
+def sublayers(layer: keras.Layer) -> list[Any]:
+    """Returns the layers a layer tracks itself, in Keras's own order.
+
+    Reads `Layer._layers`; checked with Keras 3.15.1. The public `Model.layers` exists on models
+    only, and in a Functional model leaves out layers attached as attributes. Without it no
+    variable of a sublayer is found.
+    """
+    return list(layer._layers)
+
+
+def own_variables(layer: keras.Layer) -> list[Any]:
+    """Returns the variables a layer holds itself: trainable ones, then the others.
+
+    Reads `Layer._trainable_variables` and `Layer._non_trainable_variables`; checked with Keras
+    3.15.1. The public lists are flat over the whole tree; without these two it is unknown which
+    layer holds which variable, and there are no stable paths.
+    """
+    return [*layer._trainable_variables, *layer._non_trainable_variables]
+
+
+def seed_generators(layer: keras.Layer) -> list[Any]:
+    """Returns the SeedGenerators a layer holds itself.
+
+    Reads `Layer._seed_generators`; checked with Keras 3.15.1. Without it a seed counter cannot be
+    told from any other variable, and nothing can be reseeded from a key.
+    """
+    return list(layer._seed_generators)
+
+
+def own_metrics(layer: keras.Layer) -> list[Any]:
+    """Returns the metrics a layer holds itself, without those of `compile`.
+
+    Reads `Layer._metrics`; checked with Keras 3.15.1. The public `Model.metrics` mixes in the
+    compiled ones and leaves out those of nested models. Without it a metric that is updated
+    inside `call` is an update that no list holds.
+    """
+    return list(layer._metrics)
+
+
+def forget_losses(layer: keras.Layer) -> None:
+    """Drops the losses that a failed `fit` left behind.
+
+    Clears `Layer._losses_override`; checked with Keras 3.15.1, which fills it during a train step
+    and empties it only where the step succeeds. Without it `layer.losses` returns dead tracers
+    of that step in place of this call's losses.
+    """
+    layer._losses_override.clear()

@@ -1,0 +1,77 @@
+"""What a variable is called: keys that read like the model, and are the same in every instance."""
+
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+
+def keys(parent: Any, members: Iterable[Any]) -> list[str]:
+    """Returns one key for each thing that a layer or metric holds, unique among them.
+
+    Keras numbers unnamed layers over the whole process, so `dense` in one instance of a model is
+    `dense_2` in the next. A key is therefore, in this order: the name somebody gave; else the
+    public attribute that holds the member (`fc1`, `blocks_0`); else its class, in snake case.
+    Members that would share a key get `_1`, `_2`, ... in Keras's order.
+
+    Args:
+      parent: A layer or a metric.
+      members: Layers, variables, seed generators or metrics it holds, in Keras's order.
+
+    Returns:
+      A list of keys without `/`, one for each member.
+
+    Examples:
+      >>> import keras
+      >>> layers = [keras.layers.Dense(1), keras.layers.Dense(1), keras.layers.Dense(1, name="out")]
+      >>> keys(keras.Sequential(layers), layers)
+      ['dense', 'dense_1', 'out']
+    """
+    held = dict(_held(parent))
+    used: set[str] = set()
+    for_each = []
+    for member in members:
+        base = _base(parent, member, held)
+        key = base
+        number = 0
+        while key in used:
+            number += 1
+            key = f"{base}_{number}"
+        used.add(key)
+        for_each.append(key)
+    return for_each
+
+
+def _base(parent: Any, member: Any, held: dict[int, str]) -> str:
+    kind = _snake(type(member))
+    # Bidirectional names its two layers after the one it was given, which may be unnamed.
+    if re.fullmatch(rf"(forward_|backward_)?{kind}(_\d+)?", member.name):
+        return held.get(id(member), kind)
+    # `name=f"{self.name}_proj"` carries the parent's number into the child's name.
+    owner = _snake(type(parent))
+    name = re.sub(rf"^{owner}_\d+_", f"{owner}_", member.name)
+    return name.replace("/", ">")  # as Keras does in the paths of metric variables
+
+
+def _snake(cls: type) -> str:
+    """Returns the name Keras derives from a class; see keras/src/utils/naming.py."""
+    name = re.sub(r"\W+", "", cls.__name__)
+    name = re.sub("(.)([A-Z][a-z]+)", r"\1_\2", name)
+    return re.sub("([a-z])([A-Z])", r"\1_\2", name).lower()
+
+
+def _held(parent: Any) -> Iterator[tuple[int, str]]:
+    """Yields the id of what public attributes hold, with a name; the first attribute comes last."""
+    for attribute, value in reversed(vars(parent).items()):
+        if not attribute.startswith("_"):
+            yield from _named(attribute, value)
+
+
+def _named(name: str, value: Any) -> Iterator[tuple[int, str]]:
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from _named(f"{name}_{key}".replace("/", ">"), item)
+    elif isinstance(value, list | tuple):
+        for i, item in enumerate(value):
+            yield from _named(f"{name}_{i}", item)
+    else:
+        yield id(value), name

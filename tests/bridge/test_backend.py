@@ -1,0 +1,58 @@
+"""Importing bridge: on JAX or not at all, and only beside its own functrain."""
+
+import os
+import subprocess
+import sys
+from types import ModuleType
+
+import pytest
+
+import bridge
+from bridge import _version
+
+
+def python(code: str, **env: str | None) -> subprocess.CompletedProcess[str]:
+    full = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **env}
+    full = {key: value for key, value in full.items() if value is not None}
+    return subprocess.run([sys.executable, "-c", code], env=full, capture_output=True, text=True)
+
+
+def test_an_unset_backend_becomes_jax():
+    done = python("import bridge, keras; print(keras.config.backend())", KERAS_BACKEND=None)
+    assert done.stdout == "jax\n", done.stderr
+
+
+def test_another_backend_in_the_environment_is_refused_before_keras_is_imported():
+    code = "import sys\ntry:\n  import bridge\nfinally: print('keras' in sys.modules)"
+    done = python(code, KERAS_BACKEND="torch")
+    assert done.stdout == "False\n"
+    assert "RuntimeError: the environment has KERAS_BACKEND='torch'" in done.stderr
+    assert "export KERAS_BACKEND=jax" in done.stderr
+
+
+def test_keras_already_on_another_backend_is_refused():
+    # Keras's numpy backend needs nothing installed.
+    done = python("import keras, bridge", KERAS_BACKEND="numpy")
+    assert "RuntimeError: Keras is already imported, on its 'numpy' backend" in done.stderr
+    assert "before the first `import keras`" in done.stderr
+
+
+def test_keras_already_on_jax_is_accepted():
+    done = python("import keras, bridge", KERAS_BACKEND="jax")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("found", [{}, {"__version__": "0.0.1", "__file__": "/old/functrain"}])
+def test_a_functrain_of_another_version_is_refused(found):
+    functrain = ModuleType("functrain")
+    vars(functrain).update(found)
+    with pytest.raises(ImportError, match=r"(?s)bridge 0.*functrain .*pip install") as error:
+        _version.require_same(functrain)
+    for value in found.values():
+        assert value in str(error.value)
+
+
+def test_all_names_what_is_public():
+    assert bridge.__all__ == sorted(bridge.__all__)
+    public = {name for name in vars(bridge) if not name.startswith("_")}
+    assert public == set(bridge.__all__) - {"__version__"}
