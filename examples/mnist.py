@@ -62,7 +62,7 @@ schedule = optax.warmup_cosine_decay_schedule(
     warmup_steps=len(loader) // 2,
     decay_steps=epochs * len(loader),
 )
-tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, weight_decay=1e-2))
+tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, weight_decay=1e-1))
 
 # %% The pure parts: a state, a loss, a step
 state = bridge.create_state(keras_model, tx)

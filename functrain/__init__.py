@@ -3,6 +3,7 @@
 A state is a pytree, a step is a pure function, and a program takes many steps at once.
 """
 
+from functrain import hooks as hooks
 from functrain._evaluate import evaluate as evaluate
 from functrain._evaluate import predict as predict
 from functrain._fit import FitResult as FitResult
@@ -29,6 +30,7 @@ from functrain._model import ModelOutput as ModelOutput
 from functrain._run import ChunkEnd as ChunkEnd
 from functrain._run import EpochEnd as EpochEnd
 from functrain._run import Event as Event
+from functrain._run import RunEnd as RunEnd
 from functrain._run import run as run
 from functrain._state import TrainState as TrainState
 from functrain._step import MeteredStep as MeteredStep
@@ -37,6 +39,9 @@ from functrain._step import predict_step as predict_step
 from functrain._step import train_step as train_step
 from functrain._step import update as update
 from functrain._summary import summary as summary
+from functrain._trigger import Trigger as Trigger
+from functrain._trigger import at as at
+from functrain._trigger import every as every
 from functrain._types import Logs as Logs
 from functrain._types import PyTree as PyTree
 from functrain._types import Step as Step
@@ -65,18 +70,23 @@ __all__ = [
     "ModelOutput",
     "PyTree",
     "Reduction",
+    "RunEnd",
     "Step",
     "TrainState",
+    "Trigger",
     "__version__",
     "accuracy",
+    "at",
     "binary_accuracy",
     "collection",
     "eval_step",
     "evaluate",
+    "every",
     "fit",
     "from_linen",
     "from_nnx",
     "fuse",
+    "hooks",
     "load",
     "mean",
     "mean_absolute_error",

@@ -1,24 +1,33 @@
 """Passes over data that leave the state as it is."""
 
+import collections
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
-from jax import lax
 
 from functrain import _tree
+from functrain import rewrites as _rewrites
 from functrain._metrics import Metered
+from functrain._run import RUN_AHEAD
 from functrain._step import MeteredStep
 from functrain._types import PyTree, Step
 from functrain.data._feed import Chunk, Feed, FuseArg
 from functrain.data._loader import ArrayLoader
-from functrain.fusion._fuse import check_carry
+from functrain.fusion._loop import repeat
 from functrain.fusion._programs import Program, cached
+from functrain.rewrites import Mode
 
 
 def evaluate(
-    state: PyTree, step: MeteredStep, data: Any, *, fuse: FuseArg = "auto", jit: bool = True
+    state: PyTree,
+    step: MeteredStep,
+    data: Any,
+    *,
+    fuse: FuseArg = "auto",
+    rewrites: Mode = "auto",
+    jit: bool = True,
 ) -> dict[str, float]:
     """Returns the loss and metrics of a state over all of the data.
 
@@ -29,6 +38,7 @@ def evaluate(
       step: From `eval_step`.
       data: An `ArrayLoader` or an iterable of batches, as for `run`.
       fuse: Batches per program.
+      rewrites: As for `fuse`.
       jit: False for debugging, as in `run`.
 
     Returns:
@@ -48,16 +58,17 @@ def evaluate(
       >>> evaluate(state, eval_step(loss_fn), ArrayLoader(np.arange(5.0), batch_size=2))
       {'loss': 2.0}
     """
-    if not isinstance(step, MeteredStep):
-        raise TypeError(
-            f"step: expected one with metrics, from functrain.eval_step, got {step!r}. A "
-            "train_step would change the state."
-        )
+    check_eval_step(step)
     metrics = _tree.copy(step.metrics.init())
+    in_flight: collections.deque[jax.Array] = collections.deque()
+    mode = _rewrites.mode(rewrites)
+    program = cached(step, ("evaluate", mode), lambda get: _evaluate_program(get, mode))
     for chunk in Feed(data, fuse).epoch(0):
         if jit:
-            program = cached(step, ("evaluate", chunk.steps), _evaluate_program)
-            metrics = program(state, metrics, chunk.batches)
+            metrics, token = program(state, metrics, chunk.batches, np.int32(chunk.steps))
+            in_flight.append(token)
+            if len(in_flight) > RUN_AHEAD:
+                jax.block_until_ready(in_flight.popleft())
         else:
             for batch in _unstack(chunk):
                 with jax.disable_jit():
@@ -66,7 +77,13 @@ def evaluate(
 
 
 def predict(
-    state: PyTree, step: Step[Any], data: Any, *, fuse: FuseArg = "auto", jit: bool = True
+    state: PyTree,
+    step: Step[Any],
+    data: Any,
+    *,
+    fuse: FuseArg = "auto",
+    rewrites: Mode = "auto",
+    jit: bool = True,
 ) -> PyTree:
     """Returns the outputs for all of the data, in its order, in host memory.
 
@@ -76,6 +93,7 @@ def predict(
       data: Batches of inputs alone: ``ArrayLoader(x, batch_size)`` without shuffling, or an
         iterable.
       fuse: Batches per program.
+      rewrites: As for `fuse`.
       jit: False for debugging, as in `run`.
 
     Returns:
@@ -92,42 +110,54 @@ def predict(
       >>> predict(2.0, step, ArrayLoader(np.arange(5.0), batch_size=2))
       array([0., 2., 4., 6., 8.], dtype=float32)
     """
-    if isinstance(data, ArrayLoader) and data.shuffle:
+    if isinstance(data, ArrayLoader) and (data.shuffle or data.drop_remainder):
+        what = "shuffles" if data.shuffle else "drops the remainder"
         raise ValueError(
-            "data: expected batches in the order of the data, got an ArrayLoader that shuffles. "
-            "Make one with shuffle=False."
+            f"data: expected all of the data in its order, got an ArrayLoader that {what}. "
+            "Make one with shuffle=False and drop_remainder=False."
         )
+    mode = _rewrites.mode(rewrites)
+    program = cached(step, ("predict", mode), lambda get: _predict_program(get, mode))
     parts: list[PyTree] = []
     for chunk in Feed(data, fuse).epoch(0):
         if jit:
-            program = cached(step, "predict", _predict_program)
-            stacked = program(state, chunk.batches)
-            parts.append(jax.tree.map(_join, jax.device_get(stacked)))
+            rows = jax.device_get(program(state, chunk.batches, np.int32(chunk.steps)))
+            parts.append(jax.tree.map(lambda x, n=chunk.steps: _join(x[:n]), rows))
         else:
             with jax.disable_jit():
                 parts += [jax.device_get(step(state, batch)[1]) for batch in _unstack(chunk)]
     return jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
 
 
-def _evaluate_program(get: Callable[[], Any]) -> Program:
+def check_eval_step(step: Any) -> None:
+    """Refuses a step without metrics, or one that trains."""
+    if not isinstance(step, MeteredStep) or step.trains:
+        raise TypeError(
+            "eval_step: expected one from functrain.eval_step(loss_fn, metrics=...), got "
+            f"{'a step that trains' if isinstance(step, MeteredStep) else repr(step)}"
+        )
+
+
+def _evaluate_program(get: Callable[[], Any], rewrites: Mode) -> Program:
     # The state is an argument beside the carry, not in it: nothing has to be copied or returned.
-    def program(state: PyTree, metrics: PyTree, chunk: PyTree) -> PyTree:
-        step = get()
+    def program(
+        state: PyTree, metrics: PyTree, chunk: PyTree, n: jax.Array
+    ) -> tuple[PyTree, jax.Array]:
+        step = _rewrites.optimize(get(), rewrites)
 
-        def body(metrics: PyTree, batch: PyTree) -> tuple[PyTree, None]:
-            new = step(Metered(state, metrics), batch)[0].metrics
-            check_carry(metrics, new)
-            return new, None
+        def body(metrics: PyTree, batch: PyTree) -> tuple[PyTree, tuple[()]]:
+            return step(Metered(state, metrics), batch)[0].metrics, ()
 
-        return lax.scan(body, metrics, chunk)[0]
+        # Metrics are donated to the next program: something else must say that this one is done.
+        return repeat(body, metrics, chunk, n)[0], n + 0
 
     return jax.jit(program, donate_argnums=1)
 
 
-def _predict_program(get: Callable[[], Any]) -> Program:
-    def program(state: PyTree, chunk: PyTree) -> PyTree:
-        step = get()
-        return lax.scan(lambda _, batch: ((), step(state, batch)[1]), (), chunk)[1]
+def _predict_program(get: Callable[[], Any], rewrites: Mode) -> Program:
+    def program(state: PyTree, chunk: PyTree, n: jax.Array) -> PyTree:
+        step = _rewrites.optimize(get(), rewrites)
+        return repeat(lambda _, batch: ((), step(state, batch)[1]), (), chunk, n)[1]
 
     return jax.jit(program)
 

@@ -1,15 +1,19 @@
 """The loop most people want: epochs, evaluation, progress, history."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from functrain import _tree
-from functrain._evaluate import evaluate
+import jax
+
 from functrain._history import History, Recorder
-from functrain._run import ChunkEnd, EpochEnd, run
+from functrain._run import run
 from functrain._step import MeteredStep
 from functrain._types import PyTree, Step
 from functrain.data._feed import FuseArg, steps_per_epoch
+from functrain.hooks._evaluate import Evaluate
+from functrain.hooks._hook import HookLike, HookRunner
 from functrain.hooks._progress import ProgressReport, Verbose
+from functrain.rewrites import Mode
 
 
 class FitResult(NamedTuple):
@@ -38,6 +42,9 @@ def fit(
     eval_data: Any = None,
     eval_step: MeteredStep | None = None,
     fuse: FuseArg = "auto",
+    rewrites: Mode = "auto",
+    hooks: Sequence[HookLike] = (),
+    sharding: jax.sharding.NamedSharding | None = None,
     jit: bool = True,
     verbose: Verbose = "auto",
 ) -> FitResult:
@@ -51,6 +58,10 @@ def fit(
       eval_data: Evaluated at the end of each epoch; its values appear under ``val_``.
       eval_step: From `functrain.eval_step`; needed with `eval_data`.
       fuse: Steps per program, or ``"auto"``; see `run`. Results do not depend on it.
+      rewrites: Which slow operations to rewrite on CPU; see `functrain.fuse`.
+      hooks: Called with the run's events, in their order; see `functrain.hooks.Hook`. Chunks end
+        exactly where one is due. Evaluation comes before them, the progress report after.
+      sharding: Of one batch, as for `run`.
       jit: False runs the steps one by one and uncompiled, for debugging.
       verbose: ``"auto"``: a progress bar in a terminal or notebook, a line per epoch elsewhere.
         ``"bar"`` or 1, ``"lines"`` or 2, 0 for silence.
@@ -82,22 +93,26 @@ def fit(
     """
     if (eval_data is None) != (eval_step is None):
         raise ValueError("eval_data and eval_step: expected both or neither")
-    if eval_step is not None and not isinstance(eval_step, MeteredStep):
-        raise TypeError(f"eval_step: expected one from functrain.eval_step, got {eval_step!r}")
-    events = run(state, step, data, epochs=epochs, fuse=fuse, jit=jit)
+    if eval_step is not None:
+        hooks = [Evaluate(eval_step, eval_data, rewrites=rewrites, jit=jit), *hooks]
+    due = HookRunner(hooks)
+    events = run(
+        state,
+        step,
+        data,
+        epochs=epochs,
+        fuse=fuse,
+        boundaries=due.boundaries,
+        rewrites=rewrites,
+        sharding=sharding,
+        jit=jit,
+    )
     recorder = Recorder()
-    with ProgressReport(epochs, steps_per_epoch(data), verbose) as progress:
+    with due, ProgressReport(epochs, steps_per_epoch(data), verbose) as progress:
         for event in events:
+            recorder.before(event)
+            due(event)
+            recorder.after(event)
+            progress(event, recorder)
             state = event.state
-            match event:
-                case ChunkEnd():
-                    recorder.add(event)
-                    progress.chunk(event, recorder.latest)
-                case EpochEnd():
-                    values = recorder.end_epoch(_tree.to_floats(event.metrics()))
-                    if eval_step is not None:
-                        found = evaluate(state, eval_step, eval_data, fuse=fuse, jit=jit)
-                        values |= {f"val_{name}": value for name, value in found.items()}
-                    recorder.add_epoch(values, progress.seconds)
-                    progress.epoch(event, values)
     return FitResult(state, recorder.history())

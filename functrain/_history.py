@@ -3,14 +3,14 @@
 import collections
 import dataclasses
 import os
+import time
 from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 
 from functrain import _tree
-from functrain._run import ChunkEnd
-from functrain._types import PyTree
+from functrain._run import ChunkEnd, EpochEnd, Event
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -22,9 +22,11 @@ class History:
 
     Attributes:
       steps: Scalar logs of every step, by name: `f32[steps]` each (in the logs' own dtype).
-      epochs: Values of every epoch, by name: `f64[epochs]` each. Logs as means over the epoch's
-        examples (the learning rate as it was last), metrics, evaluations under ``val_``, and
-        ``seconds``.
+      epochs: Values of every epoch, by name: `f64[epochs]` each, NaN where an epoch has none.
+        Logs as means over the epoch's examples (the learning rate as it was last), metrics,
+        evaluations under ``val_``, and ``seconds``.
+      points: Values that hooks added within epochs, by name: ``(steps i64[n], values f64[n])``.
+      first_steps_seconds: Time until the first program had run: mostly that of compiling it.
 
     Examples:
       >>> history = History(steps={"loss": np.array([3.0, 1.0])}, epochs={"loss": np.array([2.0])})
@@ -34,6 +36,8 @@ class History:
 
     steps: dict[str, np.ndarray]
     epochs: dict[str, np.ndarray]
+    points: dict[str, tuple[np.ndarray, np.ndarray]] = dataclasses.field(default_factory=dict)
+    first_steps_seconds: float = float("nan")
 
     def plot(self, path: str | os.PathLike[str] | None = None) -> "Figure":
         """Draws the learning curves, one panel for each quantity; needs matplotlib.
@@ -56,25 +60,66 @@ class History:
 
 
 class Recorder:
-    """Gathers logs without making the device wait: each chunk's are fetched one chunk late."""
+    """Gathers what a run reports, without making the device wait.
+
+    Each chunk's logs are fetched one chunk late, when they have long been there; only the very
+    first chunk is waited for, to know how long it took.
+    """
 
     def __init__(self) -> None:
-        self._due: collections.deque[tuple[int, PyTree]] = collections.deque()
+        self._due: collections.deque[tuple[ChunkEnd, dict[str, Any]]] = collections.deque()
         self._steps: dict[str, list[np.ndarray]] = {}
-        self._epochs: dict[str, list[float]] = {}
+        self._epochs: list[dict[str, float]] = []
+        self._points: dict[str, list[tuple[int, float]]] = {}
         self._epoch: dict[str, list[np.ndarray]] = {}
         self._weights: list[np.ndarray] = []
+        self._began = self._epoch_began = time.perf_counter()
+        self.first_steps_seconds = float("nan")
         self.latest: dict[str, float] = {}
 
-    def add(self, event: ChunkEnd) -> None:
-        """Takes in a chunk's logs; fetches those of the one before."""
-        scalars = {path: x for path, x in _tree.leaves_with_path(event.logs) if np.ndim(x) == 1}
-        self._due.append((event.examples, dict(sorted(scalars.items(), key=_rank))))
+    def before(self, event: Event) -> None:
+        """Takes in a chunk's logs; puts an epoch's means and metrics into its event."""
+        if isinstance(event, ChunkEnd):
+            self._add(event)
+        elif isinstance(event, EpochEnd):
+            event.values |= self._end_epoch(_tree.to_floats(event.metrics()))
+
+    def after(self, event: Event) -> None:
+        """Keeps the event's values, with what hooks have added."""
+        if isinstance(event, EpochEnd):
+            now = time.perf_counter()
+            self._epochs.append({**event.values, "seconds": now - self._epoch_began})
+            self._epoch_began = now
+        else:
+            for name, value in event.values.items():
+                self._points.setdefault(name, []).append((event.step, value))
+
+    def history(self) -> History:
+        """Returns everything so far."""
+        while self._due:
+            self._fetch()
+        names = list(dict.fromkeys(name for values in self._epochs for name in values))
+        nan = float("nan")
+        return History(
+            steps={name: np.concatenate(parts) for name, parts in self._steps.items()},
+            epochs={n: np.array([values.get(n, nan) for values in self._epochs]) for n in names},
+            points={
+                name: (np.array([s for s, _ in pairs]), np.array([v for _, v in pairs]))
+                for name, pairs in self._points.items()
+            },
+            first_steps_seconds=self.first_steps_seconds,
+        )
+
+    def _add(self, event: ChunkEnd) -> None:
+        scalars = {path: x for path, x in _tree.leaves_with_path(event.rows) if np.ndim(x) == 1}
+        self._due.append((event, dict(sorted(scalars.items(), key=_rank))))
         if len(self._due) > 1:
             self._fetch()
+        if np.isnan(self.first_steps_seconds):
+            jax.block_until_ready(event.rows)
+            self.first_steps_seconds = time.perf_counter() - self._began
 
-    def end_epoch(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Fetches what is left; returns the epoch's means over its examples, and its metrics."""
+    def _end_epoch(self, metrics: dict[str, float]) -> dict[str, float]:
         while self._due:
             self._fetch()
         weights = np.concatenate([*self._weights, np.empty(0)])
@@ -87,27 +132,15 @@ class Recorder:
         self._epoch, self._weights = {}, []
         return dict(sorted(means.items(), key=_rank))
 
-    def add_epoch(self, values: dict[str, float], seconds: float) -> None:
-        """Takes in the values of an epoch, and how long it took in seconds."""
-        for name, value in {**values, "seconds": seconds}.items():
-            self._epochs.setdefault(name, []).append(value)
-
-    def history(self) -> History:
-        """Returns everything so far."""
-        return History(
-            steps={name: np.concatenate(parts) for name, parts in self._steps.items()},
-            epochs={name: np.array(values) for name, values in self._epochs.items()},
-        )
-
     def _fetch(self) -> None:
-        examples, logs = self._due.popleft()
-        host = dict(zip(logs, jax.device_get(list(logs.values())), strict=True))
-        for name, values in host.items():
+        event, logs = self._due.popleft()
+        for name, rows in zip(logs, jax.device_get(list(logs.values())), strict=True):
+            values = rows[: event.steps]
             self._steps.setdefault(name, []).append(values)
             self._epoch.setdefault(name, []).append(values)
             self.latest[name] = float(values[-1])
-        if host:
-            self._weights.append(np.full(len(next(iter(host.values()))), examples))
+        if logs:
+            self._weights.append(np.full(event.steps, event.examples))
 
 
 def _rank(item: tuple[str, Any]) -> tuple[int, str]:

@@ -40,15 +40,8 @@ class LossFn(Protocol):
       ...     return jnp.mean((outputs - y) ** 2), Aux(model_state, outputs)
     """
 
-    def __call__(
-        self,
-        params: PyTree,
-        model_state: PyTree,
-        /,
-        *args: PyTree,
-        rng: jax.Array | None,
-        training: bool,
-    ) -> tuple[jax.Array, Aux]:
+    # Any signature that takes these, however it spells them.
+    def __call__(self, *args: Any, **kwargs: Any) -> tuple[jax.Array, Aux]:
         """Returns the loss of one batch."""
         ...
 
@@ -78,8 +71,10 @@ def supervised(
       A LossFn. The mean is taken in float32 or wider, whatever the outputs' dtype.
 
     Raises:
-      ValueError: (when traced) the batch is no tuple of two or three, or sample weights meet a
-        loss that is a scalar already, or their shapes do not fit.
+      TypeError: `model` is no Model, or `loss` a Keras loss, which takes the labels first.
+      ValueError: (when traced) the batch is no tuple of two or three, the losses have not the
+        leading axes of the outputs, or sample weights meet a loss that is a scalar already, or
+        their shapes do not fit.
 
     Examples:
       >>> import jax, jax.numpy as jnp, optax
@@ -97,6 +92,16 @@ def supervised(
     """
     if reduction not in ("mean", "weighted_mean"):
         raise ValueError(f"reduction: expected 'mean' or 'weighted_mean', got {reduction!r}")
+    if not isinstance(model, Model):
+        raise TypeError(
+            f"model: expected a functrain.Model, got {type(model).__name__}. Make one with "
+            "bridge.from_keras, functrain.from_linen or functrain.from_nnx, or Model(init, apply)."
+        )
+    if hasattr(loss, "get_config"):
+        raise TypeError(
+            f"loss: expected loss(outputs, y), got {type(loss).__name__}, which takes the labels "
+            "first, as Keras's losses do. Swap them: lambda outputs, y: loss(y, outputs)."
+        )
 
     def loss_fn(
         params: PyTree,
@@ -110,7 +115,9 @@ def supervised(
         outputs, model_state, added = model.apply(
             params, model_state, x, rng=rng, training=training
         )
-        value = _reduce(jnp.asarray(loss(outputs, y)), weight, reduction)
+        values = jnp.asarray(loss(outputs, y))
+        _check_shape(values, outputs)
+        value = _reduce(values, weight, reduction)
         for term in added:
             value = value + jnp.asarray(term, value.dtype)
         return value, Aux(model_state, outputs)
@@ -133,14 +140,27 @@ def _reduce(values: jax.Array, weight: jax.Array | None, reduction: Reduction) -
     values = values.astype(dtype)
     if weight is None:
         return jnp.mean(values)
-    weight = _expand(jnp.asarray(weight).astype(dtype), values)
+    weight = expand_weight(jnp.asarray(weight).astype(dtype), values)
     total = jnp.sum(values * weight)
     if reduction == "mean":
         return total / jnp.asarray(values.size, dtype)
-    return total / jnp.sum(jnp.broadcast_to(weight, values.shape))
+    weights = jnp.sum(jnp.broadcast_to(weight, values.shape))
+    # A batch of zero weights has no loss, and a NaN would end the training.
+    return total / jnp.where(weights == 0, jnp.ones((), dtype), weights)
 
 
-def _expand(weight: jax.Array, values: jax.Array) -> jax.Array:
+def _check_shape(values: jax.Array, outputs: PyTree) -> None:
+    """Refuses losses that came of broadcasting outputs `[B, 1]` against labels `[B]`."""
+    shape = getattr(outputs, "shape", None)
+    if shape is not None and values.shape != shape[: values.ndim]:
+        raise ValueError(
+            f"loss: expected a value per example, leading axes of the outputs {_tree.spec(outputs)}"
+            f" (or one scalar), got {_tree.spec(values)}. Labels of another shape than the outputs "
+            "are broadcast: give them the same, for example y[:, None] or outputs[:, 0]."
+        )
+
+
+def expand_weight(weight: jax.Array, values: jax.Array) -> jax.Array:
     """Gives sample weights `f32[B]` the rank of per-example losses `f32[B, ...]`."""
     if values.ndim == 0:
         raise ValueError(

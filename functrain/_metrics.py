@@ -7,6 +7,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
+from functrain._loss import expand_weight
 from functrain._types import PyTree
 
 
@@ -75,8 +76,7 @@ def mean(value: Callable[[PyTree, PyTree], jax.Array], *, weighted: bool = False
         values = jnp.asarray(value(outputs, batch[1])).astype(jnp.float32)
         weight = jnp.ones_like(values)
         if weighted and len(batch) == 3:
-            given = jnp.asarray(batch[2]).astype(jnp.float32)
-            weight *= given.reshape(given.shape + (1,) * (values.ndim - given.ndim))
+            weight *= expand_weight(jnp.asarray(batch[2]).astype(jnp.float32), values)
         return _Sum(m.total + jnp.sum(values * weight), m.weight + jnp.sum(weight))
 
     return Metric(_zero, update, _ratio)
@@ -194,6 +194,11 @@ def collection(metrics: Mapping[str, Metric]) -> Metric:
       >>> sorted(both.init())
       ['accuracy', 'loss']
     """
+    if not isinstance(metrics, Mapping):
+        raise TypeError(
+            "metrics: expected a dict of Metrics by name, such as {'accuracy': "
+            f"functrain.accuracy()}}, got {type(metrics).__name__}"
+        )
     metrics = dict(metrics)
     for name, metric in metrics.items():
         if not isinstance(metric, Metric):

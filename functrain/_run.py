@@ -2,7 +2,7 @@
 
 import collections
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -11,17 +11,19 @@ import jax.numpy as jnp
 from functrain import _tree
 from functrain._metrics import Metered
 from functrain._step import MeteredStep
+from functrain._trigger import Trigger
 from functrain._types import PyTree, Step
 from functrain.data._feed import Chunk, Feed, FuseArg
 from functrain.fusion import fuse as fuse_steps
 from functrain.fusion._programs import cached
+from functrain.rewrites import Mode
 
 # How many programs may be under way before the loop waits for the oldest: enough to keep a device
 # busy, few enough to bound memory and the time an interrupt takes.
 RUN_AHEAD = 2
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(eq=False)
 class Event:
     """Something that happened in a run.
 
@@ -29,7 +31,10 @@ class Event:
       epoch: Number of the epoch, from 0.
       step: Steps taken since the run began.
       state: The state after them. The next program consumes it (donation): use it before you
-        let the loop go on, and copy what you keep.
+        let the loop go on, and copy what you keep. Assign another one, of the same structure,
+        shapes and dtypes, and the run goes on with a copy of that.
+      values: What is known of this moment by name, such as ``{"val_loss": 0.3}``. `fit` puts an
+        epoch's means and metrics in before its hooks run; what hooks add goes into the history.
 
     Examples:
       >>> Event(epoch=0, step=3, state=()).step
@@ -39,42 +44,75 @@ class Event:
     epoch: int
     step: int
     state: PyTree
+    values: dict[str, float] = dataclasses.field(default_factory=dict, kw_only=True)
+    stopped: bool = dataclasses.field(default=False, kw_only=True)
     _metrics: Callable[[], dict[str, Any]] = dataclasses.field(
-        default=lambda: {}, repr=False, kw_only=True
+        default=dict, repr=False, kw_only=True
     )
 
     def metrics(self) -> dict[str, Any]:
         """Returns the running metrics of the epoch so far, as arrays on the device."""
         return self._metrics()
 
+    def stop(self) -> None:
+        """Ends the run after this event; `RunEnd` still comes."""
+        self.stopped = True
 
-@dataclasses.dataclass(frozen=True)
+
+@dataclasses.dataclass(eq=False)
 class ChunkEnd(Event):
     """A program has been dispatched; its results may still be under way.
 
     Attributes:
-      steps: Steps in this chunk, K.
+      steps: Steps in this chunk, at most K.
       examples: Examples per step.
-      logs: What each step reported: every leaf `[K, ...]`, on the device.
+      rows: The logs as the program returned them: every leaf `[K, ...]`, on the device, with rows
+        of zeros where it took fewer steps.
 
     Examples:
-      >>> event = ChunkEnd(epoch=0, step=2, state=(), steps=2, examples=32, logs={})
-      >>> event.steps * event.examples
-      64
+      >>> import jax.numpy as jnp
+      >>> rows = {"loss": jnp.array([0.5, 0.25, 0.0])}
+      >>> event = ChunkEnd(epoch=0, step=2, state=(), steps=2, examples=32, rows=rows)
+      >>> print(event.logs["loss"], event.latest())
+      [0.5  0.25] {'loss': 0.25}
     """
 
     steps: int
     examples: int
-    logs: PyTree
+    rows: PyTree
+
+    @property
+    def logs(self) -> PyTree:
+        """What each step reported: every leaf `[steps, ...]`, on the device."""
+        return jax.tree.map(lambda x: x if len(x) == self.steps else x[: self.steps], self.rows)
+
+    def latest(self) -> dict[str, float]:
+        """Returns the scalars the last step reported. Waits for the device."""
+        host = jax.device_get(self.rows)
+        return {
+            path: float(x[self.steps - 1])
+            for path, x in _tree.leaves_with_path(host)
+            if x.ndim == 1
+        }
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(eq=False)
 class EpochEnd(Event):
     """An epoch is over; `metrics()` are those of the whole epoch.
 
     Examples:
       >>> EpochEnd(epoch=1, step=20, state=()).metrics()
       {}
+    """
+
+
+@dataclasses.dataclass(eq=False)
+class RunEnd(Event):
+    """The run is over: all epochs are, or someone called `stop`. Always the last event.
+
+    Examples:
+      >>> RunEnd(epoch=1, step=20, state=()).step
+      20
     """
 
 
@@ -85,9 +123,15 @@ def run(
     *,
     epochs: int = 1,
     fuse: FuseArg = "auto",
+    boundaries: Iterable[Trigger] = (),
+    rewrites: Mode = "auto",
+    sharding: jax.sharding.NamedSharding | None = None,
     jit: bool = True,
 ) -> Iterator[Event]:
     """Yields an event after every program and every epoch: the loop, for those who own theirs.
+
+    Nothing waits for the device but a bound on how far the loop may run ahead: while one program
+    computes, the next chunk is made.
 
     Args:
       state: Any pytree of arrays. Copied once, so the caller's stays alive.
@@ -95,19 +139,26 @@ def run(
         epoch; events carry the bare state.
       data: An `ArrayLoader`, or an iterable of batches (for more than one epoch, one that can be
         iterated again). Batches are pytrees of NumPy or jax arrays, or of tensors that
-        `np.asarray` takes.
+        `np.asarray` takes; they reach the step in their own dtype, so that bytes can be cast and
+        scaled on the device.
       epochs: How many times to go through the data.
-      fuse: Steps per program, K; ``"auto"`` takes up to 32, fewer where the epoch is short or
-        the batches are large (64 MiB a chunk). Results do not depend on it.
+      fuse: Steps per program, K. ``"auto"`` takes at most 128, fewer where the epoch is short,
+        the state large (8 at the least), or 64 MiB hold fewer batches. K batches are in memory
+        at once, two or three times over. Results do not depend on K.
+      boundaries: Triggers (`every`, `at`) at whose steps a chunk must end. The same program takes
+        fewer steps then: nothing further is compiled.
+      rewrites: Which slow operations to rewrite on CPU; see `fuse`.
+      sharding: Of one batch, such as ``NamedSharding(mesh, PartitionSpec("data"))``; a chunk's
+        leading axis is added. The state keeps the shardings it has.
       jit: False runs every step by itself, uncompiled, for debugging: prints and breakpoints in
         the step see values.
 
     Yields:
-      `ChunkEnd` after every program, `EpochEnd` after every epoch.
+      `ChunkEnd` after every program, `EpochEnd` after every epoch, `RunEnd` at last.
 
     Raises:
       ValueError: No batches, batches that differ from the first, more epochs than an iterator
-        lasts, or a `fuse` below 1.
+        lasts, a `fuse` below 1, or an event was given a state that does not fit.
       TypeError: The data is no source of batches, or the step is not as `fuse` wants it.
 
     Examples:
@@ -127,7 +178,9 @@ def run(
       5 10.0
       epoch 0 is over
     """
-    feed = Feed(data, fuse)
+    state = _tree.copy(state)
+    size = sum(int(x.nbytes) for x in jax.tree.leaves(state) if not _tree.is_key(x))
+    feed = Feed(data, fuse, boundaries=boundaries, sharding=sharding, state_bytes=size)
     if epochs < 1:
         raise ValueError(f"epochs: expected at least 1, got {epochs}")
     if epochs > 1 and feed.one_shot:
@@ -135,29 +188,45 @@ def run(
             f"data: expected something that can be iterated {epochs} times, got an iterator, "
             "which is exhausted after one pass. Pass a list, an ArrayLoader or a loader object."
         )
-    return _run(_tree.copy(state), step, feed, epochs, jit)
+    return _run(state, step, feed, epochs, jit, rewrites)
 
 
-def _run(state: PyTree, step: Any, feed: Feed, epochs: int, jit: bool) -> Iterator[Event]:
-    taken = 0
+def _run(
+    state: PyTree, step: Any, feed: Feed, epochs: int, jit: bool, rewrites: Mode
+) -> Iterator[Event]:
+    taken = epoch = 0
+    event: Event | None = None
     in_flight: collections.deque[PyTree] = collections.deque()
     for epoch in range(epochs):
         carry = step.start(state) if isinstance(step, MeteredStep) else state
-        for chunk in feed.epoch(epoch):
-            carry, logs = _advance(step, carry, chunk, jit)
+        for chunk in feed.epoch(epoch, taken):
+            carry, logs = _advance(step, carry, chunk, jit, rewrites)
             taken += chunk.steps
             in_flight.append(logs)
             if len(in_flight) > RUN_AHEAD:
                 jax.block_until_ready(in_flight.popleft())
-            state, metrics = _unwrap(step, carry)
-            yield ChunkEnd(epoch, taken, state, chunk.steps, chunk.examples, logs, _metrics=metrics)
-        state, metrics = _unwrap(step, carry)
-        yield EpochEnd(epoch, taken, state, _metrics=metrics)
+            where = _where(step, carry, epoch, taken)
+            event = ChunkEnd(**where, steps=chunk.steps, examples=chunk.examples, rows=logs)
+            yield event
+            carry = _resume(carry, where["state"], event.state)
+            if event.stopped:
+                break
+        else:
+            where = _where(step, carry, epoch, taken)
+            event = EpochEnd(**where)
+            yield event
+            carry = _resume(carry, where["state"], event.state)
+        state = carry.state if isinstance(carry, Metered) else carry
+        if event is not None and event.stopped:
+            break
+    yield RunEnd(epoch, taken, state)
 
 
-def _advance(step: Any, carry: PyTree, chunk: Chunk, jit: bool) -> tuple[PyTree, PyTree]:
+def _advance(
+    step: Any, carry: PyTree, chunk: Chunk, jit: bool, rewrites: Mode
+) -> tuple[PyTree, PyTree]:
     if jit:
-        return fuse_steps(step, chunk.steps)(carry, chunk.batches)
+        return fuse_steps(step, chunk.k, rewrites=rewrites)(carry, chunk.batches, chunk.steps)
     logs = []
     with jax.disable_jit():
         for i in range(chunk.steps):
@@ -166,8 +235,25 @@ def _advance(step: Any, carry: PyTree, chunk: Chunk, jit: bool) -> tuple[PyTree,
         return carry, jax.tree.map(lambda *leaves: jnp.stack(leaves), *logs)
 
 
-def _unwrap(step: Any, carry: PyTree) -> tuple[PyTree, Callable[[], dict[str, Any]]]:
-    if not isinstance(carry, Metered) or not isinstance(step, MeteredStep):
-        return carry, dict
+def _where(step: Any, carry: PyTree, epoch: int, taken: int) -> dict[str, Any]:
+    """What every event says."""
+    if not isinstance(step, MeteredStep):
+        return {"epoch": epoch, "step": taken, "state": carry}
     compute = cached(step, "metrics", lambda get: jax.jit(lambda m: get().metrics.compute(m)))
-    return carry.state, lambda: compute(carry.metrics)
+    metrics = carry.metrics
+    known = {"epoch": epoch, "step": taken, "state": carry.state}
+    return {**known, "_metrics": lambda: compute(metrics)}
+
+
+def _resume(carry: PyTree, old: PyTree, new: PyTree) -> PyTree:
+    """Goes on with the state an event was left with."""
+    if new is old:
+        return carry
+    changed = _tree.differences(old, new)
+    if changed:
+        raise ValueError(
+            "event.state: expected a state of the structure, shapes and dtypes it had, got\n"
+            f"{_tree.bullets(changed)}"
+        )
+    new = _tree.copy(new)
+    return carry.replace(state=new) if isinstance(carry, Metered) else new

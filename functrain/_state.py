@@ -60,8 +60,8 @@ class TrainState(flax.struct.PyTreeNode):
           rng: A typed key `key[]` from `jax.random.key`, or None for no randomness.
 
         Raises:
-          TypeError: `rng` is not a single typed key, `params` holds something that cannot be
-            trained, or a leaf is no array.
+          TypeError: `tx` is no optax transformation, `rng` is not a single typed key, `params`
+            holds something that cannot be trained, or a leaf is no array.
         """
         if rng is not None and not (_tree.is_key(rng) and rng.shape == ()):
             raise TypeError(
@@ -69,6 +69,7 @@ class TrainState(flax.struct.PyTreeNode):
                 "Make it with jax.random.key(seed); jax.random.wrap_key_data converts an old "
                 "uint32[2] key."
             )
+        check_tx(tx)
         params = _tree.copy(params)
         for path, leaf in _tree.leaves_with_path(params):
             if not jnp.issubdtype(leaf.dtype, jnp.inexact):
@@ -104,4 +105,12 @@ class TrainState(flax.struct.PyTreeNode):
             step=self.step + jnp.ones((), self.step.dtype),
             params=optax.apply_updates(self.params, updates),
             opt_state=opt_state,
+        )
+
+
+def check_tx(tx: Any) -> None:
+    """Refuses what is no optax transformation."""
+    if not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
+        raise TypeError(
+            f"tx: expected an optax transformation, such as optax.adam(1e-3), got {tx!r}"
         )

@@ -12,7 +12,7 @@ from functrain import _tree
 from functrain._loss import Aux, LossFn
 from functrain._metrics import Metered, Metric, collection, mean_loss
 from functrain._model import Model
-from functrain._state import TrainState
+from functrain._state import TrainState, check_tx
 from functrain._types import PyTree, Step
 
 
@@ -78,6 +78,10 @@ def train_step(
       ``step(state, batch) -> (state, logs)`` with
       ``logs = {"loss": f32[], "learning_rate": f32[] (where known), **aux.logs}``.
 
+    Raises:
+      TypeError: `tx` is no optax transformation, or `metrics` no dict of Metrics.
+      ValueError: A metric is called "loss", "learning_rate" or "seconds".
+
     Examples:
       >>> import jax, jax.numpy as jnp, optax
       >>> def loss_fn(params, model_state, batch, *, rng, training):
@@ -89,12 +93,14 @@ def train_step(
       >>> print(state.step, logs["loss"])
       1 1.0
     """
+    check_tx(tx)
 
     def train(state: TrainState, batch: PyTree) -> tuple[TrainState, jax.Array, Aux]:
         rate = _learning_rate(state, learning_rate)
         state, loss, aux = update(state, loss_fn, tx, batch)
         return state, loss, aux._replace(logs={**rate, **aux.logs})
 
+    _check_names(metrics)
     return MeteredStep(train, collection(metrics)) if metrics else _plain(train)
 
 
@@ -125,7 +131,9 @@ def eval_step(loss_fn: LossFn, *, metrics: Mapping[str, Metric] | None = None) -
         )
         return state, loss, aux
 
-    return MeteredStep(measure, collection({"loss": mean_loss(), **(metrics or {})}))
+    _check_names(metrics)
+    both = collection({"loss": mean_loss(), **(metrics or {})})
+    return MeteredStep(measure, both, trains=False)
 
 
 def predict_step(model: Model) -> Step[TrainState]:
@@ -157,6 +165,7 @@ class MeteredStep:
     Attributes:
       base: ``(state, batch) -> (state, loss f32[], Aux)``.
       metrics: The metrics as one `Metric`; its `compute` returns a dict.
+      trains: Whether it changes the state; `evaluate` takes those only that do not.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -170,6 +179,7 @@ class MeteredStep:
 
     base: Callable[[Any, PyTree], tuple[Any, jax.Array, Aux]]
     metrics: Metric
+    trains: bool = True
 
     def start(self, state: PyTree) -> Metered:
         """Returns the state with metrics that have seen nothing."""
@@ -180,11 +190,22 @@ class MeteredStep:
         if not isinstance(metered, Metered):
             raise TypeError(
                 f"expected Metered(state, metrics), got {type(metered).__name__}. This step "
-                "carries metrics: begin with step.start(state), or use fit, which does."
+                "carries metrics: begin with step.start(state). fit and run do that for a step "
+                "as train_step returns it; jit, vmap or partial around it hide its metrics."
             )
         state, loss, aux = self.base(metered.state, batch)
         metrics = self.metrics.update(metered.metrics, batch, aux.outputs, loss)
         return Metered(state, metrics), {"loss": loss, **aux.logs}
+
+
+def _check_names(metrics: Mapping[str, Metric] | None) -> None:
+    """Refuses names that the loop itself uses."""
+    taken = {"loss", "learning_rate", "seconds"} & set(metrics or {})
+    if taken:
+        raise ValueError(
+            f"metrics: expected names other than {sorted(taken)}, which the loop reports itself. "
+            "Choose another name."
+        )
 
 
 def _plain(base: Callable[[Any, PyTree], tuple[Any, jax.Array, Aux]]) -> Step[Any]:

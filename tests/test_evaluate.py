@@ -51,6 +51,17 @@ def test_a_step_without_metrics_is_refused() -> None:
         ft.evaluate(STATE, ft.train_step(LOSS, optax.sgd(0.1)), ft.ArrayLoader((X, Y), 10))
 
 
+def test_a_step_that_trains_is_refused() -> None:
+    step = ft.train_step(LOSS, optax.sgd(0.1), metrics={"accuracy": ft.accuracy()})
+    with pytest.raises(TypeError, match="got a step that trains"):
+        ft.evaluate(STATE, step, ft.ArrayLoader((X, Y), 10))
+
+
+def test_a_loader_that_drops_examples_is_refused_for_predictions() -> None:
+    with pytest.raises(ValueError, match="an ArrayLoader that drops the remainder"):
+        ft.predict(STATE, ft.predict_step(MODEL), ft.ArrayLoader(X, 10, drop_remainder=True))
+
+
 @pytest.mark.parametrize("fuse", [1, 4, "auto"])
 @pytest.mark.parametrize("jit", [True, False])
 def test_predictions_come_in_the_order_of_the_data(fuse, jit) -> None:

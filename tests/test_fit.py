@@ -8,6 +8,7 @@ import pytest
 from rich.console import Console
 
 import functrain as ft
+from functrain._history import Recorder
 from functrain.hooks._progress import ProgressReport
 
 RNG = np.random.default_rng(0)
@@ -127,20 +128,23 @@ def output(verbose, terminal):
     stream = io.StringIO()
     console = Console(file=stream, force_terminal=terminal, width=160, color_system=None)
     state, step = setup({"mae": ft.mean_absolute_error()})
+    recorder = Recorder()
     with ProgressReport(2, 11, verbose, console) as progress:
         for event in ft.run(state, step, ft.ArrayLoader((X, Y), 10), epochs=2, fuse=2):
-            if isinstance(event, ft.ChunkEnd):
-                progress.chunk(event, {"loss": 1.0})
-            else:
-                progress.epoch(event, {"loss": 0.5, "mae": 0.25})
+            recorder.before(event)
+            if isinstance(event, ft.EpochEnd):
+                event.values = {"loss": 0.5, "mae": 0.25}
+            progress(event, recorder)
     return stream.getvalue()
 
 
 def test_progress_is_a_line_an_epoch_where_there_is_no_terminal() -> None:
     lines = output("auto", terminal=False).splitlines()
-    assert len(lines) == 2
-    assert lines[0].startswith("epoch 1/2  11 steps")
-    assert "examples/s  loss 0.5  mae 0.25" in lines[1]
+    assert len(lines) == 3
+    assert lines[0].startswith("first 2 steps after")
+    assert lines[1].startswith("epoch 1/2  11 steps")
+    assert "examples/s" in lines[2]
+    assert "loss 0.5  mae 0.25" in lines[2]
 
 
 def test_progress_is_a_bar_in_a_terminal() -> None:

@@ -106,3 +106,22 @@ def test_the_key_and_the_flag_reach_the_model() -> None:
     loss_fn = supervised(Model(MODEL.init, apply), optax.squared_error)
     loss_fn({}, {}, (jnp.ones(2), jnp.ones(2)), rng=key, training=True)
     assert seen == {"rng": key, "training": True}
+
+
+@pytest.mark.parametrize("loss", [optax.sigmoid_binary_cross_entropy, optax.huber_loss])
+def test_labels_that_would_be_broadcast_are_refused(loss) -> None:
+    loss_fn = supervised(MODEL, loss)
+    with pytest.raises(ValueError, match=r"expected a value per example.*got float32\[8, 8\]"):
+        value(loss_fn, jnp.ones((8, 1)), jnp.ones(8))
+
+
+def test_a_batch_without_weight_has_no_loss() -> None:
+    loss_fn = supervised(MODEL, optax.squared_error, reduction="weighted_mean")
+    assert value(loss_fn, LOGITS, np.zeros_like(LOGITS), np.zeros(8, np.float32)) == 0.0
+
+
+def test_a_keras_loss_or_model_is_refused_with_the_way_to_use_it() -> None:
+    with pytest.raises(TypeError, match=r"takes the labels first.*lambda outputs, y: loss\(y, out"):
+        supervised(MODEL, keras.losses.BinaryCrossentropy())
+    with pytest.raises(TypeError, match=r"expected a functrain\.Model, got Sequential.*from_keras"):
+        supervised(keras.Sequential([keras.Input((2,))]), optax.squared_error)

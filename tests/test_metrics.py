@@ -78,6 +78,13 @@ def test_the_value_equals_keras_over_batches_of_unequal_size(case, weighted) -> 
     )
 
 
+def test_weights_of_shape_b_1_are_weights_of_b() -> None:
+    outputs, y, weight = BATCHES[0]
+    metric = ft.accuracy(weighted=True)
+    values = [running(metric, [(outputs, y, w)]) for w in (weight, weight[:, None])]
+    assert values[0] == values[1]
+
+
 def test_mean_loss_counts_every_example_once() -> None:
     metric = ft.mean_loss()
     m = metric.init()
@@ -111,6 +118,11 @@ def test_before_any_batch_the_value_is_nan() -> None:
 def test_what_is_no_metric_is_refused_by_name() -> None:
     with pytest.raises(TypeError, match=r"metrics\['acc'\]: expected a Metric, got str"):
         ft.collection({"acc": "accuracy"})
+
+
+def test_a_list_of_metrics_is_refused_with_the_way_to_write_it() -> None:
+    with pytest.raises(TypeError, match=r"metrics: expected a dict of Metrics by name.*got list"):
+        ft.collection(["accuracy"])
 
 
 def test_labels_of_another_shape_are_refused() -> None:

@@ -18,15 +18,24 @@ def counting():
     return step, traces
 
 
-def test_two_programs_when_steps_are_no_multiple_of_k_and_three_with_a_smaller_batch() -> None:
+def test_one_program_takes_chunks_and_what_is_left_over_and_a_second_the_smaller_batch() -> None:
     step, traces = counting()
     for _ in ft.run(jnp.zeros(()), step, ft.ArrayLoader(X[:21], 3), epochs=3, fuse=3):
         pass
-    assert traces == [(3,), (3,)]
+    assert traces == [(3,)]
     step, traces = counting()
     for _ in ft.run(jnp.zeros(()), step, ft.ArrayLoader(X, 3), epochs=3, fuse=3):
         pass
-    assert traces == [(3,), (3,), (2,)]
+    assert traces == [(3,), (2,)]
+
+
+def test_logs_are_those_of_the_steps_taken() -> None:
+    step, _ = counting()
+    events = ft.run(jnp.zeros(()), step, ft.ArrayLoader(X[:15], 3), fuse=4)
+    chunks = [e for e in events if isinstance(e, ft.ChunkEnd)]
+    assert [len(e.logs["state"]) for e in chunks] == [4, 1]
+    assert [len(e.rows["state"]) for e in chunks] == [4, 4]
+    assert chunks[1].latest() == {"state": float(X[:12].sum())}
 
 
 def test_events_tell_where_the_run_is() -> None:

@@ -1,5 +1,6 @@
 import jax
 import jax.numpy as jnp
+import keras
 import numpy as np
 import optax
 import pytest
@@ -168,3 +169,19 @@ def test_bare_and_metered_states_are_told_apart() -> None:
         with_metrics(make_state(tx), (X, Y))
     with pytest.raises(TypeError, match="expected a bare state, got Metered"):
         ft.train_step(loss_fn, tx)(with_metrics.start(make_state(tx)), (X, Y))
+
+
+def test_names_that_the_loop_uses_are_refused_for_metrics() -> None:
+    metrics = {"loss": ft.accuracy()}
+    with pytest.raises(ValueError, match=r"names other than \['loss'\]"):
+        ft.train_step(loss_fn, optax.sgd(0.1), metrics=metrics)
+    with pytest.raises(ValueError, match=r"names other than \['loss'\]"):
+        ft.eval_step(loss_fn, metrics=metrics)
+
+
+@pytest.mark.parametrize("tx", ["adam", keras.optimizers.Adam()])
+def test_what_is_no_optax_transformation_is_refused(tx) -> None:
+    with pytest.raises(TypeError, match="tx: expected an optax transformation"):
+        make_state(tx)
+    with pytest.raises(TypeError, match="tx: expected an optax transformation"):
+        ft.train_step(loss_fn, tx)

@@ -1,7 +1,7 @@
 """Turns any source of batches into chunks that a fused program takes."""
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
@@ -10,63 +10,79 @@ import numpy as np
 
 from functrain import _tree
 from functrain._metrics import batch_size
+from functrain._trigger import Trigger, steps_until_due
 from functrain._types import PyTree
 from functrain.data._loader import ArrayLoader
+from functrain.data._plan import auto_steps
 
 FuseArg: TypeAlias = int | Literal["auto"]
 
-AUTO_STEPS = 32
-AUTO_BYTES = 64 * 2**20
-
 
 class Chunk(NamedTuple):
-    """Stacked batches: `steps` of them, each of `examples` examples."""
+    """Stacked batches, of which the first `steps` are to be used."""
 
-    batches: PyTree  # every leaf [steps, examples, ...]
+    batches: PyTree  # every leaf [k, examples, ...]
+    k: int
     steps: int
     examples: int
 
 
 class Feed:
-    """Yields the chunks of an epoch: K steps at a time, what is left over one by one.
+    """Yields the chunks of an epoch: K batches each, not all of them used where fewer are left.
 
-    K and one are the only sizes, and only the last batch of an epoch may be smaller, so that a
-    run needs three programs at the most.
+    A chunk ends where a trigger is due. Only the last batch of an epoch may be smaller; it makes
+    a chunk of its own. So there are two shapes at the most, and a run needs no third program.
+
+    Nothing is reused: every chunk is made of fresh memory, since a device may still be reading
+    the one before. Making it overlaps with the device's work, because dispatch does not wait.
     """
 
-    def __init__(self, data: Any, fuse: FuseArg) -> None:
-        if fuse != "auto" and (not isinstance(fuse, int) or fuse < 1):
-            raise ValueError(f"fuse: expected 'auto' or at least 1 step, got {fuse!r}")
+    def __init__(
+        self,
+        data: Any,
+        fuse: FuseArg,
+        *,
+        boundaries: Iterable[Trigger] = (),
+        sharding: jax.sharding.NamedSharding | None = None,
+        state_bytes: int = 0,
+    ) -> None:
+        if fuse != "auto" and not (isinstance(fuse, int | np.integer) and fuse >= 1):
+            raise ValueError(f"fuse: expected 'auto' or a whole number of steps, got {fuse!r}")
         if not isinstance(data, ArrayLoader):
             _check_iterable(data)
         self._data = data
         self._fuse = fuse
+        self._boundaries = tuple(boundaries)
+        self._place = _placement(sharding)
+        self._state_bytes = state_bytes
         self._first: PyTree = None  # specs of the first batch; every other one must fit it
         self._k: int | None = None
 
     @property
     def one_shot(self) -> bool:
         """Whether the source is an iterator, gone after one pass."""
-        return not isinstance(self._data, ArrayLoader) and iter(self._data) is self._data
+        return isinstance(self._data, Iterator)
 
-    def epoch(self, epoch: int) -> Iterator[Chunk]:
-        """Yields the chunks of one epoch."""
+    def epoch(self, epoch: int, step: int = 0) -> Iterator[Chunk]:
+        """Yields the chunks of one epoch, which begins after `step` steps of the run."""
         if isinstance(self._data, ArrayLoader):
-            return self._seek(self._data, epoch)
-        return self._group(iter(self._data), epoch)
+            chunks = self._seek(self._data, epoch, step)
+        else:
+            chunks = self._group(iter(self._data), epoch, step)
+        return (chunk._replace(batches=self._place(chunk.batches)) for chunk in chunks)
 
-    def _seek(self, loader: ArrayLoader, epoch: int) -> Iterator[Chunk]:
+    def _seek(self, loader: ArrayLoader, epoch: int, step: int) -> Iterator[Chunk]:
         k = self._steps(loader.batch(epoch, 0))
         full = loader.full_batches
         at = 0
         while at < full:
-            steps = k if at + k <= full else 1
-            yield Chunk(loader.chunk(epoch, at, steps), steps, loader.batch_size)
+            steps = min(full - at, self._room(step + at, k))
+            yield _chunk(loader.chunk(epoch, at, steps), k, steps, loader.batch_size)
             at += steps
         for index in range(full, len(loader)):
             yield _single(loader.batch(epoch, index))
 
-    def _group(self, batches: Iterator[PyTree], epoch: int) -> Iterator[Chunk]:
+    def _group(self, batches: Iterator[PyTree], epoch: int, step: int) -> Iterator[Chunk]:
         first = next(batches, None)
         if first is None:
             raise ValueError(
@@ -74,31 +90,40 @@ class Feed:
                 "generator is exhausted after one pass: pass something that can be iterated again."
             )
         k = self._steps(_to_arrays(first))
+        size = batch_size(self._first)
         pending: list[PyTree] = []
-        ragged: int | None = None
+        ragged: PyTree = None
         for index, raw in enumerate(itertools.chain([first], batches)):
-            batch = _to_arrays(raw)
             if ragged is not None:
-                raise ValueError(_RAGGED.format(epoch=epoch, step=ragged))
+                raise ValueError(_RAGGED.format(epoch=epoch, step=index - 1))
+            batch = _to_arrays(raw)
             if not self._fits(batch, epoch, index):
-                ragged = index
-                yield from map(_single, pending)
-                pending = []
-                yield _single(batch)
+                ragged = batch
                 continue
             pending.append(batch)
-            if len(pending) == k:
-                yield Chunk(_stack(pending), k, batch_size(batch))
+            if len(pending) == self._room(step + index + 1 - len(pending), k):
+                yield _chunk(_stack(pending), k, len(pending), size)
                 pending = []
-        yield from map(_single, pending)
+        if pending:
+            yield _chunk(_stack(pending), k, len(pending), size)
+        if ragged is not None:
+            yield _single(ragged)
+
+    def _room(self, step: int, k: int) -> int:
+        """Steps to take from here: K, or fewer where something is due."""
+        until = steps_until_due(self._boundaries, step)
+        return k if until is None else min(k, until)
 
     def _steps(self, batch: PyTree) -> int:
         """Settles K at the first batch."""
         if self._k is None:
             self._first = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
-            self._k = (
-                _auto(batch, steps_per_epoch(self._data)) if self._fuse == "auto" else self._fuse
-            )
+            if self._fuse == "auto":
+                full = getattr(self._data, "full_batches", None) or steps_per_epoch(self._data)
+                stretches = [full, steps_until_due(self._boundaries, 0)]
+                self._k = auto_steps(_nbytes(batch), self._state_bytes, stretches)
+            else:
+                self._k = int(self._fuse)
         return self._k
 
     def _fits(self, batch: PyTree, epoch: int, index: int) -> bool:
@@ -131,18 +156,37 @@ _RAGGED = (
 )
 
 
+def _placement(sharding: jax.sharding.NamedSharding | None) -> Callable[[PyTree], PyTree]:
+    """Returns what puts a chunk on the devices: a batch's sharding, with K in front."""
+    if sharding is None:
+        return lambda batches: batches
+    spec = jax.sharding.PartitionSpec(None, *sharding.spec)
+    chunked = jax.sharding.NamedSharding(sharding.mesh, spec)
+
+    def place(batches: PyTree) -> PyTree:
+        try:
+            return jax.device_put(batches, chunked)
+        except ValueError as error:
+            found = [f"{p}: {_tree.spec(x)}" for p, x in _tree.leaves_with_path(batches)]
+            raise ValueError(
+                f"sharding: expected batches that divide over {sharding.spec} of {sharding.mesh}, "
+                f"got a chunk of\n{_tree.bullets(found)}\nTake a batch size that the devices "
+                "divide, and drop_remainder=True."
+            ) from error
+
+    return place
+
+
+def _nbytes(batch: PyTree) -> int:
+    return sum(int(x.nbytes) for x in jax.tree.leaves(batch))
+
+
 def _smaller(a: Any, b: Any) -> bool:
     return bool(a.shape[1:] == b.shape[1:] and a.shape[:1] <= b.shape[:1])
 
 
-def _auto(batch: PyTree, steps: int | None) -> int:
-    """A cheap rule: as many steps as fit into an epoch and a modest buffer, 32 at the most."""
-    size = max(1, sum(int(x.nbytes) for x in jax.tree.leaves(batch)))
-    return max(1, min(AUTO_STEPS, AUTO_BYTES // size, steps or AUTO_STEPS))
-
-
 def _check_iterable(data: Any) -> None:
-    arrays = isinstance(data, dict | np.ndarray | jax.Array) or (
+    arrays = isinstance(data, dict | np.ndarray | jax.Array | str | bytes) or (
         isinstance(data, tuple) and any(hasattr(x, "shape") for x in data)
     )
     if arrays or not isinstance(data, Iterable):
@@ -153,8 +197,11 @@ def _check_iterable(data: Any) -> None:
 
 
 def _to_arrays(batch: PyTree) -> PyTree:
-    """Takes tensors of other libraries as NumPy; jax arrays stay where they are."""
-    return jax.tree.map(lambda x: x if isinstance(x, jax.Array) else np.asarray(x), batch)
+    """Takes tensors of other libraries as NumPy; jax arrays stay where they are.
+
+    Copies: a source may fill one buffer again and again, and a chunk holds many batches.
+    """
+    return jax.tree.map(lambda x: x if isinstance(x, jax.Array) else np.array(x), batch)
 
 
 def _stack(batches: list[PyTree]) -> PyTree:
@@ -164,5 +211,15 @@ def _stack(batches: list[PyTree]) -> PyTree:
     return jax.tree.map(stack, *batches)
 
 
+def _chunk(batches: PyTree, k: int, steps: int, examples: int) -> Chunk:
+    """Fills up to K with zeros, which no step will see."""
+
+    def fill(x: Any) -> Any:
+        xp = jnp if isinstance(x, jax.Array) else np
+        return xp.concatenate([x, xp.zeros((k - steps, *x.shape[1:]), x.dtype)])
+
+    return Chunk(batches if steps == k else jax.tree.map(fill, batches), k, steps, examples)
+
+
 def _single(batch: PyTree) -> Chunk:
-    return Chunk(jax.tree.map(lambda x: x[None], batch), 1, batch_size(batch))
+    return Chunk(jax.tree.map(lambda x: x[None], batch), 1, 1, batch_size(batch))

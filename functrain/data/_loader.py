@@ -49,16 +49,16 @@ class ArrayLoader:
     ) -> None:
         self.data = _arrays(data)
         self.examples = _common_length(self.data)
-        if not 1 <= batch_size <= self.examples:
+        if batch_size != int(batch_size) or not 1 <= batch_size <= self.examples:
             raise ValueError(
                 f"batch_size: expected 1 to {self.examples}, the number of examples, got "
                 f"{batch_size}"
             )
-        if seed < 0:
-            raise ValueError(f"seed: expected at least 0, got {seed}")
-        self.batch_size = batch_size
+        if seed != int(seed) or seed < 0:
+            raise ValueError(f"seed: expected a whole number from 0 on, got {seed}")
+        self.batch_size = int(batch_size)
         self.shuffle = shuffle
-        self.seed = seed
+        self.seed = int(seed)
         self.drop_remainder = drop_remainder
         self._drawn: tuple[int, np.ndarray] | None = None
 
@@ -92,8 +92,8 @@ class ArrayLoader:
         """Returns one batch, leaves `[B, ...]`; the last may be smaller."""
         if not 0 <= index < len(self):
             raise IndexError(f"index: expected 0 to {len(self) - 1}, got {index}")
-        rows = self.order(epoch)[index * self.batch_size : (index + 1) * self.batch_size]
-        return jax.tree.map(lambda x: x[rows], self.data)
+        start = index * self.batch_size
+        return self._take(epoch, start, min(start + self.batch_size, self.examples))
 
     def chunk(self, epoch: int, start: int, k: int) -> PyTree:
         """Returns the K full batches from number `start` on, stacked: leaves `[K, B, ...]`."""
@@ -102,23 +102,30 @@ class ArrayLoader:
                 f"chunk: expected batches within 0 to {self.full_batches - 1} (the full ones), "
                 f"got {start} to {start + k - 1}"
             )
-        rows = self.order(epoch)[start * self.batch_size : (start + k) * self.batch_size]
-        rows = rows.reshape(k, self.batch_size)
-        return jax.tree.map(lambda x: x[rows], self.data)
+        size = self.batch_size
+        rows = self._take(epoch, start * size, (start + k) * size)
+        return jax.tree.map(lambda x: x.reshape(k, size, *x.shape[1:]), rows)
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[PyTree]:
         """Yields the batches of an epoch, from number `start` on."""
         for index in range(start, len(self)):
             yield self.batch(epoch, index)
 
+    def _take(self, epoch: int, start: int, stop: int) -> PyTree:
+        """Copies the examples at some places of an epoch's order: `data` may change later."""
+        if not self.shuffle:
+            return jax.tree.map(lambda x: np.array(x[start:stop]), self.data)
+        rows = self.order(epoch)[start:stop]
+        return jax.tree.map(lambda x: x.take(rows, axis=0), self.data)
+
 
 def _arrays(data: PyTree) -> PyTree:
     def array(path: tuple[jax.tree_util.KeyEntry, ...], leaf: PyTree) -> np.ndarray:
         x = np.asarray(leaf)
-        if x.dtype == object:
+        if x.dtype.kind in "OSUMm":
             raise TypeError(
-                f"data: expected arrays, got {type(leaf).__name__} at {_tree.path_str(path)}. "
-                "Convert it to a NumPy array of numbers first."
+                f"data: expected arrays of numbers, got {type(leaf).__name__} of {x.dtype} at "
+                f"{_tree.path_str(path)}. Convert it first."
             )
         return x
 

@@ -1,22 +1,33 @@
-"""The fused program: a scan of a step over a chunk of batches."""
+"""The fused program: many steps over a chunk of batches."""
 
 import dataclasses
 from collections.abc import Callable
 from typing import Any, Generic
 
 import jax
-from jax import lax
+import numpy as np
 
 from functrain import _tree
+from functrain import rewrites as _rewrites
 from functrain._types import PyTree, StateT, Step
+from functrain.fusion._loop import check_stacked, repeat, scan
 from functrain.fusion._programs import Program, cached
+from functrain.rewrites import Mode
 
 
-def fuse(step: Step[StateT], k: int, *, unroll: int = 1, donate: bool = True) -> "Fused[StateT]":
-    """Returns one compiled program that takes K steps.
+def fuse(
+    step: Step[StateT],
+    k: int,
+    *,
+    unroll: int = 1,
+    donate: bool = True,
+    rewrites: Mode = "auto",
+) -> "Fused[StateT]":
+    """Returns a compiled program that takes K steps, or fewer.
 
-    The program scans `step` over a chunk, for K = 1 too. With the default ``unroll=1`` the
-    results do not depend on K, to the bit: a fit in chunks of 32 equals one in chunks of 7.
+    On CPU the results do not depend on K, to the bit: a fit in chunks of 32 equals one in chunks
+    of 7, and one in single steps. The program loops for K = 1 too, and the compiler is not told
+    how often, so that it always compiles the same body.
 
     Args:
       step: ``(state, batch) -> (state, logs)``, pure, over any pytree state.
@@ -25,15 +36,18 @@ def fuse(step: Step[StateT], k: int, *, unroll: int = 1, donate: bool = True) ->
         changes the last bits.
       donate: Reuse the state's buffers for the new state. The state passed in is then CONSUMED:
         its arrays are deleted. Copy what you keep.
+      rewrites: Which slow operations to rewrite on CPU: "auto", "exact" (those only that keep
+        every bit under jit) or "off"; see `functrain.rewrites`.
 
     Returns:
-      ``fused(state, chunk) -> (state, logs)``: every leaf of `chunk` is `[K, ...]`, and so is
-      every leaf of `logs`. Compiled once per shape of its arguments; calling `fuse` again with
-      the same step does not compile again.
+      ``fused(state, chunk, steps=K) -> (state, logs)``: every leaf of `chunk` is `[K, ...]`, and
+      so is every leaf of `logs`. With fewer `steps` only the first so many batches are used, and
+      the rest of the logs is zeros. Compiled once per shape of state and chunk; calling `fuse`
+      again with the same step does not compile again.
 
     Raises:
       ValueError: `k` or `unroll` is below 1; or (when called) the chunk's leading axis is not K,
-        or two leaves of a donated state share a buffer.
+        `steps` is not within 1 to K, or two leaves of a donated state share a buffer.
       TypeError: (when called) the step changes its state's structure, shapes, dtypes or weak
         types.
 
@@ -41,19 +55,32 @@ def fuse(step: Step[StateT], k: int, *, unroll: int = 1, donate: bool = True) ->
       >>> import jax.numpy as jnp
       >>> def step(state, batch):
       ...     return state + jnp.sum(batch), {"seen": state}
-      >>> state, logs = fuse(step, 3)(jnp.zeros(()), jnp.ones((3, 8)))
+      >>> fused = fuse(step, 3)
+      >>> state, logs = fused(jnp.zeros(()), jnp.ones((3, 8)))
       >>> print(state, logs["seen"])
       24.0 [ 0.  8. 16.]
+      >>> state, logs = fused(state, jnp.ones((3, 8)), steps=2)
+      >>> print(state, logs["seen"])
+      40.0 [24. 32.  0.]
     """
     for name, value in (("k", k), ("unroll", unroll)):
         if value < 1:
             raise ValueError(f"{name}: expected at least 1, got {value}")
     if not callable(step):
         raise TypeError(f"step: expected (state, batch) -> (state, logs), got {step!r}")
-    program = cached(
-        step, ("fuse", k, unroll, donate), lambda get: _program(get, k, unroll, donate)
-    )
-    return Fused(step, k, program)
+    chosen = _rewrites.mode(rewrites)
+    # Off CPU a loop of known length needs no word from the host for each round.
+    known = unroll > 1 or jax.default_backend() != "cpu"
+
+    def program(whole: bool) -> Program:
+        return cached(
+            step,
+            ("fuse", k, unroll, donate, chosen, whole),
+            lambda get: _program(get, k, unroll if whole else 0, donate, chosen),
+        )
+
+    partial = program(whole=False)
+    return Fused(step, k, program(whole=True) if known else partial, partial)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -63,25 +90,34 @@ class Fused(Generic[StateT]):
     Attributes:
       step: The step it repeats.
       k: Steps per call.
-      program: The `jax.jit` object that does the work, for `lower`, `trace` and the like.
+      program: The `jax.jit` object that takes all K, ``program(state, chunk, i32[])``, for
+        `lower`, `trace` and the like.
+      partial: The one that takes as many as its last argument says; the same object on CPU.
 
     Examples:
       >>> import jax.numpy as jnp
       >>> fused = fuse(lambda state, batch: (state + batch, state), 2)
       >>> fused.k
       2
-      >>> "while" in fused.program.lower(jnp.zeros(()), jnp.ones(2)).as_text()
+      >>> "while" in fused.program.lower(jnp.zeros(()), jnp.ones(2), 2).as_text()
       True
     """
 
     step: Step[StateT]
     k: int
     program: Any
+    partial: Any
 
-    def __call__(self, state: StateT, chunk: PyTree) -> tuple[StateT, PyTree]:
-        """Takes K steps; see `fuse`."""
+    def __call__(
+        self, state: StateT, chunk: PyTree, steps: int | None = None
+    ) -> tuple[StateT, PyTree]:
+        """Takes K steps, or the first `steps` of them; see `fuse`."""
+        n = self.k if steps is None else steps
+        if not 1 <= n <= self.k:
+            raise ValueError(f"steps: expected 1 to {self.k}, got {n}")
+        program = self.program if n == self.k else self.partial
         try:
-            result: tuple[StateT, PyTree] = self.program(state, chunk)
+            result: tuple[StateT, PyTree] = program(state, chunk, np.int32(n))
         except jax.errors.JaxRuntimeError as error:
             shared = _tree.aliases((state, chunk)) if "donate" in str(error) else []
             if not shared:
@@ -95,54 +131,13 @@ class Fused(Generic[StateT]):
         return result
 
 
-def scan_steps(step: Callable[..., Any], k: int, unroll: int = 1) -> Callable[..., Any]:
-    """Returns ``(state, chunk) -> (state, logs)``, the scan itself, not compiled."""
+def _program(get: Callable[[], Any], k: int, unroll: int, donate: bool, rewrites: Mode) -> Program:
+    """Returns the compiled loop: of known length if `unroll` is not 0."""
 
-    def body(state: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
-        new, logs = step(state, batch)
-        check_carry(state, new)
-        return new, logs
-
-    def scanned(state: PyTree, chunk: PyTree) -> tuple[PyTree, PyTree]:
-        check_chunk(chunk, k)
-        return lax.scan(body, state, chunk, length=k, unroll=unroll)
-
-    return scanned
-
-
-def check_chunk(chunk: PyTree, k: int) -> None:
-    """Refuses a chunk whose leaves do not all have the leading axis K."""
-    wrong = [
-        f"{path}: {_tree.spec(leaf)}"
-        for path, leaf in _tree.leaves_with_path(chunk)
-        if not getattr(leaf, "shape", ()) or leaf.shape[0] != k
-    ]
-    if wrong:
-        raise ValueError(
-            f"chunk: expected {k} stacked batches, every leaf [{k}, ...], got\n"
-            f"{_tree.bullets(wrong)}\n"
-            "Stack them with jax.tree.map(lambda *leaves: np.stack(leaves), *batches), or take "
-            "them from ArrayLoader.chunk(epoch, start, k)."
-        )
-
-
-def check_carry(old: PyTree, new: PyTree) -> None:
-    """Refuses a step whose new state does not fit where the old one was."""
-    changed = _tree.differences(old, new)
-    if changed:
-        raise TypeError(
-            "step: expected a new state of the old one's structure, shapes and dtypes, got\n"
-            f"{_tree.bullets(changed)}\n"
-            "A program that repeats the step needs them constant. Cast with "
-            "x.astype(old.dtype), and make numbers in the state arrays of a given dtype, such as "
-            "jnp.zeros((), jnp.float32)."
-        )
-
-
-def _program(get: Callable[[], Any], k: int, unroll: int, donate: bool) -> Program:
-    def fused(state: PyTree, chunk: PyTree) -> tuple[PyTree, PyTree]:
-        result: tuple[PyTree, PyTree] = scan_steps(get(), k, unroll)(state, chunk)
-        return result
+    def fused(state: PyTree, chunk: PyTree, n: jax.Array) -> tuple[PyTree, PyTree]:
+        check_stacked(chunk, k)
+        step = _rewrites.optimize(get(), rewrites)
+        return scan(step, state, chunk, unroll) if unroll else repeat(step, state, chunk, n)
 
     return jax.jit(fused, donate_argnums=0 if donate else ())
 

@@ -15,7 +15,8 @@ from rich.progress import (
 )
 
 from functrain import _tree
-from functrain._run import ChunkEnd, EpochEnd
+from functrain._history import Recorder
+from functrain._run import ChunkEnd, EpochEnd, Event
 from functrain._types import PyTree
 
 Verbose: TypeAlias = Literal["auto", "bar", "lines"] | int
@@ -62,35 +63,42 @@ class ProgressReport:
         if self._bar is not None:
             self._bar.stop()
 
-    @property
-    def seconds(self) -> float:
-        """Time since the epoch began."""
-        return time.perf_counter() - self._began
+    def __call__(self, event: Event, recorder: Recorder) -> None:
+        """Shows where the run is."""
+        match event:
+            case ChunkEnd():
+                self._chunk(event, recorder)
+            case EpochEnd():
+                self._epoch(event)
 
-    def chunk(self, event: ChunkEnd, logs: Mapping[str, float]) -> None:
-        """Counts a chunk; a few times a second, shows where the epoch is."""
+    def _chunk(self, event: ChunkEnd, recorder: Recorder) -> None:
+        if not self._seen and event.epoch == 0 and self._style == "lines":
+            seconds = recorder.first_steps_seconds
+            self._print(f"first {event.steps} steps after {seconds:.1f} s, compiling included")
         self._steps += event.steps
         self._seen += event.steps * event.examples
         now = time.perf_counter()
         if self._bar is not None and now - self._shown > REFRESH_SECONDS:
             self._shown = now
             # The metrics asked for at the last refresh are there by now: no waiting.
-            values = {**logs, **_tree.to_floats(self._metrics)}
+            values = {**recorder.latest, **_tree.to_floats(self._metrics)}
             self._metrics = event.metrics()
             self._bar.update(self._task, completed=self._steps, values=self._text(values))
 
-    def epoch(self, event: EpochEnd, values: Mapping[str, float]) -> None:
+    def _epoch(self, event: EpochEnd) -> None:
         """Leaves the epoch's values on the screen and begins the next."""
         if self._bar is not None:
-            text = self._text(values)
+            text = self._text(event.values)
             self._bar.update(self._task, total=self._steps, completed=self._steps, values=text)
             self._bar.stop()
         elif self._style == "lines":
-            line = f"{self._title}  {self._steps} steps  {self._text(values)}"
-            self._console.print(line, highlight=False, soft_wrap=True)
+            self._print(f"{self._title}  {self._steps} steps  {self._text(event.values)}")
         self._begin(event.epoch + 1)
-        if self._style == "bar" and event.epoch + 1 < self._epochs:
+        if self._style == "bar" and event.epoch + 1 < self._epochs and not event.stopped:
             self._show()
+
+    def _print(self, line: str) -> None:
+        self._console.print(line, highlight=False, soft_wrap=True)
 
     def _begin(self, epoch: int) -> None:
         self._title = f"epoch {epoch + 1}/{self._epochs}"
@@ -104,7 +112,7 @@ class ProgressReport:
         self._bar.start()
 
     def _text(self, values: Mapping[str, float]) -> str:
-        rate = f"{self._seen / max(self.seconds, 1e-9):,.0f} examples/s"
+        rate = f"{self._seen / max(time.perf_counter() - self._began, 1e-9):,.0f} examples/s"
         return "  ".join([rate, *(f"{name} {value:.4g}" for name, value in values.items())])
 
 

@@ -26,6 +26,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("build", BUILDERS.values(), ids=BUILDERS)
 
 
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    keras.utils.set_random_seed(0)
+
+
 @pytest.fixture
 def builders() -> dict[str, Callable[[], Built]]:
     return BUILDERS

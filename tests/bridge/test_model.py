@@ -40,10 +40,14 @@ def assert_equal(a, b):
     jax.tree.map(lambda x, y: np.testing.assert_array_equal(x, y, strict=True), a, b)
 
 
-def assert_close(a, b):
+def assert_close(a, b, model=None):
+    # What was computed in bfloat16 has its precision, even where it ends in float32, as losses do.
+    layers = [model, *getattr(model, "layers", ())] if model is not None else ()
+    low = any(layer.compute_dtype == "bfloat16" for layer in layers)
+    tolerance = 2e-2 if low else 1e-5
+
     def close(x, y):
         assert x.dtype == y.dtype
-        tolerance = 2e-2 if x.dtype == jnp.bfloat16 else 1e-5
         np.testing.assert_allclose(
             np.asarray(x, np.float32), np.asarray(y, np.float32), tolerance, tolerance
         )
@@ -73,9 +77,9 @@ def test_apply_under_jit_equals_calling_the_model(build, training):
     model, x = build()
     apply, params, model_state = start(model)
     got = jax.jit(apply, static_argnames="training")(params, model_state, x, training=training)
-    assert_close(got.outputs, call(model, x, training))
-    assert_close(got.losses, tuple(jnp.float32(loss) for loss in model.losses))
-    assert_close(got.model_state, _variables.values(_variables.layout(model))[1])
+    assert_close(got.outputs, call(model, x, training), model)
+    assert_close(got.losses, tuple(jnp.float32(loss) for loss in model.losses), model)
+    assert_close(got.model_state, _variables.values(_variables.layout(model))[1], model)
 
 
 @pytest.mark.parametrize(

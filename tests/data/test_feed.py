@@ -16,7 +16,7 @@ def batches(*lengths):
 
 
 @pytest.mark.parametrize("as_loader", [True, False])
-def test_k_steps_then_single_steps_then_the_smaller_batch(as_loader) -> None:
+def test_k_steps_at_a_time_then_what_is_left_then_the_smaller_batch(as_loader) -> None:
     data = ft.ArrayLoader(np.arange(23), 3) if as_loader else batches(3, 3, 3, 3, 3, 3, 3, 2)
     assert sizes(Feed(data, 3)) == [(3, 3), (3, 3), (1, 3), (1, 2)]
 
@@ -29,10 +29,25 @@ def test_loader_and_iterable_feed_the_same_chunks() -> None:
 
 
 def test_auto_takes_fewer_steps_for_short_epochs_and_large_batches() -> None:
-    assert sizes(Feed(ft.ArrayLoader(np.arange(1000), 10), "auto"))[0] == (32, 10)
+    assert sizes(Feed(ft.ArrayLoader(np.arange(10_000), 10), "auto"))[0] == (128, 10)
     assert sizes(Feed(ft.ArrayLoader(np.arange(50), 10), "auto")) == [(5, 10)]
     large = [np.zeros((4, 2**21), np.float32)] * 5  # 32 MiB each: two make a chunk
     assert sizes(Feed(large, "auto")) == [(2, 4), (2, 4), (1, 4)]
+
+
+def test_auto_takes_fewer_steps_of_a_large_state() -> None:
+    data = ft.ArrayLoader(np.arange(10_000), 10)
+    assert sizes(Feed(data, "auto", state_bytes=2**30))[0] == (8, 10)
+
+
+@pytest.mark.parametrize("as_loader", [True, False])
+def test_a_chunk_ends_where_something_is_due(as_loader) -> None:
+    data = ft.ArrayLoader(np.arange(24), 2) if as_loader else batches(*[2] * 12)
+    feed = Feed(data, 4, boundaries=[ft.every(steps=5)])
+    assert [chunk.steps for chunk in feed.epoch(0)] == [4, 1, 4, 1, 2]
+    # The second epoch begins after 12 steps of the run: three more until the next is due.
+    assert [chunk.steps for chunk in feed.epoch(1, 12)] == [3, 4, 1, 4]
+    assert {len(chunk.batches) for chunk in feed.epoch(0)} == {4}
 
 
 def test_jax_arrays_and_foreign_tensors_are_batches() -> None:
@@ -93,5 +108,20 @@ def test_an_empty_source_is_refused() -> None:
 
 @pytest.mark.parametrize("fuse", [0, -1, 1.5, "never"])
 def test_a_fuse_below_one_is_refused(fuse) -> None:
-    with pytest.raises(ValueError, match="fuse: expected 'auto' or at least 1 step"):
+    with pytest.raises(ValueError, match="fuse: expected 'auto' or a whole number of steps"):
         Feed([np.zeros(1)], fuse)
+
+
+def test_a_source_may_fill_one_buffer_again_and_again() -> None:
+    def batches():
+        buffer = np.empty(3, np.float32)
+        for i in range(5):
+            buffer[:] = i
+            yield buffer
+
+    seen = [c.batches[: c.steps, 0].tolist() for c in Feed(batches(), 4).epoch(0)]
+    assert seen == [[0, 1, 2, 3], [4]]
+
+
+def test_numpy_integers_are_numbers_of_steps() -> None:
+    assert sizes(Feed(batches(2, 2), np.int64(2))) == [(2, 2)]

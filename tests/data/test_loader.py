@@ -91,8 +91,13 @@ def test_data_that_makes_no_batches_is_refused(data, batch_size, message) -> Non
 
 
 def test_ragged_examples_are_refused_by_name() -> None:
-    with pytest.raises(TypeError, match="data: expected arrays, got ndarray at x"):
+    with pytest.raises(TypeError, match="expected arrays of numbers, got ndarray of object at x"):
         ArrayLoader({"x": np.array([[1], [1, 2]], dtype=object)}, 1)
+
+
+def test_text_is_refused_by_name() -> None:
+    with pytest.raises(TypeError, match="expected arrays of numbers, got ndarray of <U1 at x"):
+        ArrayLoader({"x": np.array(["a", "b"])}, 1)
 
 
 def test_iterating_without_an_epoch_is_refused_with_the_way_to_do_it() -> None:

@@ -112,15 +112,46 @@ def test_fewer_than_one_step_is_refused(name, arguments) -> None:
         ft.fuse(lambda s, b: (s, {}), **arguments)
 
 
-def test_a_fused_step_can_be_vmapped_and_differentiated_through() -> None:
-    def step(state, batch):
-        return state * batch, {}
+def test_fewer_steps_use_the_first_batches_and_the_same_program() -> None:
+    step, traces = counting()
+    fused = ft.fuse(step, 4)
+    chunk = np.arange(12, dtype=np.float32).reshape(4, 3)
+    state, logs = fused(jnp.zeros(()), chunk, steps=2)
+    assert float(state) == chunk[:2].sum()
+    np.testing.assert_array_equal(logs["state"], [0, 3, 0, 0])
+    fused(jnp.zeros(()), chunk)
+    assert len(traces) == 1
+    with pytest.raises(ValueError, match="steps: expected 1 to 4, got 5"):
+        fused(jnp.zeros(()), chunk, steps=5)
 
-    fused = ft.fuse(step, 3, donate=False)
-    grad = jax.grad(lambda s: fused(s, jnp.full(3, 2.0))[0])(jnp.float32(1.0))
-    assert float(grad) == 8.0
-    many, _ = jax.vmap(fused.program, in_axes=(0, None))(jnp.arange(4.0), jnp.full(3, 2.0))
+
+def test_unrolled_steps_are_the_steps() -> None:
+    step, _ = counting()
+    chunk = np.arange(12, dtype=np.float32).reshape(4, 3)
+    fused = ft.fuse(step, 4, unroll=2)
+    state, logs = fused(jnp.zeros(()), chunk)
+    np.testing.assert_array_equal(logs["state"], [0, 3, 15, 36])
+    state, logs = fused(jnp.zeros(()), chunk, steps=3)
+    assert float(state) == chunk[:3].sum()
+
+
+def test_a_fused_step_can_be_vmapped() -> None:
+    fused = ft.fuse(lambda state, batch: (state * batch, {}), 3, donate=False)
+    many, _ = jax.vmap(fused.program, in_axes=(0, None, None))(jnp.arange(4.0), jnp.full(3, 2.0), 3)
     np.testing.assert_array_equal(many, np.arange(4) * 8)
+
+
+def test_logs_of_plain_numbers_and_any_dtype_are_stacked() -> None:
+    def step(state, batch):
+        return state, {"one": 1, "half": 0.5, "flag": batch > 1, "byte": batch.astype(jnp.uint8)}
+
+    _, logs = ft.fuse(step, 2)(jnp.zeros(()), jnp.array([1.0, 2.0]))
+    assert {name: x.tolist() for name, x in logs.items()} == {
+        "one": [1, 1],
+        "half": [0.5, 0.5],
+        "flag": [False, True],
+        "byte": [1, 2],
+    }
 
 
 def test_a_schedule_counts_steps_not_programs() -> None:

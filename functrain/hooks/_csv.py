@@ -1,0 +1,64 @@
+"""Values as a CSV file."""
+
+import csv
+import os
+import pathlib
+from typing import IO, Any
+
+from functrain._run import ChunkEnd, Event
+from functrain._trigger import Trigger, every
+
+
+class CSVLogger:
+    """A hook that writes a row each time it is due: epoch, step, and the values of that moment.
+
+    At the end of an epoch those are its means, metrics and evaluations; at a step, what the step
+    reported, and what hooks before this one have added. The columns are those of the first row.
+
+    Args:
+      path: The file, replaced if it exists. Missing folders are made.
+      when: A trigger; each epoch by default.
+
+    Raises:
+      ValueError: (when called) a row has a value that the first had not.
+
+    Examples:
+      >>> import pathlib, tempfile
+      >>> from functrain import EpochEnd
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     log = CSVLogger(f"{folder}/log.csv")
+      ...     log(EpochEnd(epoch=0, step=10, state=(), values={"loss": 0.5}))
+      ...     log.close()
+      ...     print(pathlib.Path(f"{folder}/log.csv").read_text().splitlines())
+      ['epoch,step,loss', '0,10,0.5']
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, when: Trigger | None = None) -> None:
+        self.path = pathlib.Path(path)
+        self.when = every(epochs=1) if when is None else when
+        self._file: IO[str] | None = None
+        self._writer: Any = None
+
+    def __call__(self, event: Event, /) -> None:
+        """Writes a row."""
+        known = event.latest() if isinstance(event, ChunkEnd) else {}
+        row = {"epoch": event.epoch, "step": event.step, **known, **event.values}
+        if self._file is None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self.path.open("w", newline="")
+            self._writer = csv.DictWriter(self._file, list(row), lineterminator="\n")
+            self._writer.writeheader()
+        new = [name for name in row if name not in self._writer.fieldnames]
+        if new:
+            raise ValueError(
+                f"{self.path}: expected the columns {self._writer.fieldnames}, got {new} as well. "
+                "Log values that come at other times to a file of their own: "
+                "CSVLogger(path, when=...)."
+            )
+        self._writer.writerow(row)
+        self._file.flush()
+
+    def close(self) -> None:
+        """Closes the file."""
+        if self._file is not None:
+            self._file.close()

@@ -1,0 +1,68 @@
+"""Evaluation in the midst of training."""
+
+from typing import Any
+
+from functrain._evaluate import check_eval_step, evaluate
+from functrain._run import Event
+from functrain._step import MeteredStep
+from functrain._trigger import Trigger, every
+from functrain.data._feed import FuseArg
+from functrain.rewrites import Mode
+
+
+class Evaluate:
+    """A hook that evaluates the state and adds the values to the event's.
+
+    Args:
+      step: From `functrain.eval_step`.
+      data: What to evaluate on, as for `functrain.evaluate`.
+      when: A trigger; each epoch by default.
+      prefix: In front of the names of the values.
+      fuse: Batches per program.
+      rewrites: As for `functrain.evaluate`.
+      jit: False for debugging.
+
+    Raises:
+      TypeError: The step carries no metrics, or trains.
+
+    Examples:
+      >>> import jax.numpy as jnp, numpy as np, optax
+      >>> import functrain as ft
+      >>> def loss_fn(params, model_state, batch, *, rng, training):
+      ...     return jnp.mean((batch - params["w"]) ** 2), ft.Aux(model_state)
+      >>> tx = optax.sgd(0.5)
+      >>> loader = ft.ArrayLoader(np.ones(8, np.float32), batch_size=2)
+      >>> result = ft.fit(
+      ...     ft.TrainState.create(params={"w": jnp.zeros(())}, tx=tx),
+      ...     ft.train_step(loss_fn, tx),
+      ...     loader,
+      ...     hooks=[ft.hooks.Evaluate(ft.eval_step(loss_fn), loader, when=ft.every(steps=2))],
+      ...     verbose=0,
+      ... )
+      >>> steps, values = result.history.points["val_loss"]
+      >>> print(steps, values)
+      [2 4] [0. 0.]
+    """
+
+    def __init__(
+        self,
+        step: MeteredStep,
+        data: Any,
+        *,
+        when: Trigger | None = None,
+        prefix: str = "val_",
+        fuse: FuseArg = "auto",
+        rewrites: Mode = "auto",
+        jit: bool = True,
+    ) -> None:
+        check_eval_step(step)
+        self.step = step
+        self.data = data
+        self.when = every(epochs=1) if when is None else when
+        self.prefix = prefix
+        self.how: dict[str, Any] = {"fuse": fuse, "rewrites": rewrites, "jit": jit}
+
+    def __call__(self, event: Event, /) -> None:
+        """Evaluates the event's state."""
+        values = evaluate(event.state, self.step, self.data, **self.how)
+        event.values |= {f"{self.prefix}{name}": value for name, value in values.items()}

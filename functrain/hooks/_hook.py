@@ -1,0 +1,88 @@
+"""Hooks: what happens when something is due."""
+
+import time
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any, Protocol, Self, TypeAlias
+
+from functrain._run import ChunkEnd, EpochEnd, Event
+from functrain._trigger import Trigger
+
+
+class Hook(Protocol):
+    """Called with events: with those at which its `when` is due, or with all if it has none.
+
+    A plain function is a hook. One may read the event (waiting for the device where it looks at
+    arrays), add to `event.values`, assign `event.state`, and call `event.stop()`. If it has a
+    method `close`, that is called when the run ends, however it ends.
+
+    Examples:
+      >>> import functrain as ft
+      >>> @ft.every(steps=100)
+      ... def show(event):
+      ...     print(event.step, event.latest()["loss"])
+      >>> def stop_early(event):
+      ...     if event.step >= 1_000:
+      ...         event.stop()
+      >>> hooks = [show, stop_early]  # for fit(hooks=...)
+    """
+
+    def __call__(self, event: Event, /) -> None:
+        """Does what the hook does."""
+        ...
+
+
+HookLike: TypeAlias = Hook | Callable[[Any], None]
+
+
+class HookRunner:
+    """Calls hooks when they are due, in their order."""
+
+    def __init__(self, hooks: Sequence[HookLike]) -> None:
+        for i, hook in enumerate(hooks):
+            if not callable(hook) or isinstance(hook, type):
+                raise TypeError(
+                    f"hooks[{i}]: expected a function of one event, or an object that is called "
+                    f"with one, got {hook!r}"
+                )
+        self._hooks = list(hooks)
+        now = time.perf_counter()
+        self._fired = [now] * len(self._hooks)
+
+    @property
+    def boundaries(self) -> list[Trigger]:
+        """Where chunks must end."""
+        triggers = (getattr(hook, "when", None) for hook in self._hooks)
+        return [trigger for trigger in triggers if trigger is not None]
+
+    def __call__(self, event: Event) -> None:
+        """Calls the hooks that are due."""
+        for i, hook in enumerate(self._hooks):
+            if self._due(i, event):
+                self._fired[i] = time.perf_counter()
+                hook(event)
+
+    def __enter__(self) -> Self:
+        """Returns itself."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Closes the hooks that can be closed."""
+        for hook in self._hooks:
+            close = getattr(hook, "close", None)
+            if close is not None:
+                close()
+
+    def _due(self, i: int, event: Event) -> bool:
+        when: Trigger | None = getattr(self._hooks[i], "when", None)
+        if when is None:
+            return True
+        if not isinstance(event, ChunkEnd | EpochEnd):
+            return False
+        epochs = event.epoch + 1 if isinstance(event, EpochEnd) else None
+        return when.due(event.step, epochs, time.perf_counter() - self._fired[i])

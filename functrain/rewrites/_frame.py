@@ -1,0 +1,178 @@
+"""What a rewrite is, and the pass that applies some of them to a jaxpr."""
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax.extend import core
+from jax.extend.core import primitives
+
+
+class Rewrite(NamedTuple):
+    """A rule that replaces equations of one primitive.
+
+    Attributes:
+      name: Names the rule in warnings.
+      primitive: The primitive of the equations it looks at.
+      exact: Whether the result keeps every bit when both sides run under `jax.jit`.
+      applies: ``(eqn) -> bool``. Decides from the equation's types and parameters.
+      replace: ``(*inputs, **params) -> output``, or a sequence of outputs where the primitive has
+        several. Plain `jax.lax` code; it may not capture arrays.
+    """
+
+    name: str
+    primitive: core.Primitive
+    exact: bool
+    applies: Callable[[core.JaxprEqn], bool]
+    replace: Callable[..., Any]
+
+
+class RewriteError(Exception):
+    """A rewrite failed; the message names it."""
+
+
+def rewrite_jaxpr(jaxpr: Any, rewrites: Sequence[Rewrite]) -> Any:
+    """Returns a jaxpr with every equation replaced that one of the rewrites applies to.
+
+    All jaxprs inside it are entered: those of jit, scan, while, cond, remat, custom derivatives,
+    and of whatever else keeps one among its parameters. What replaces an equation has its names,
+    source lines and context.
+
+    Args:
+      jaxpr: A `jax.extend.core.Jaxpr` or `ClosedJaxpr`.
+      rewrites: The first that applies is taken. Replacements are not looked at again.
+
+    Returns:
+      A jaxpr of the same kind and types, or the object itself where nothing applies.
+
+    Raises:
+      RewriteError: A rewrite raised, or returned outputs of other types.
+
+    Examples:
+      >>> import jax
+      >>> from jax import lax
+      >>> from jax.extend.core import primitives
+      >>> def replace(x, **params):
+      ...     return lax.add(x, x)
+      >>> rule = Rewrite("twice", primitives.sin_p, False, lambda eqn: True, replace)
+      >>> rewrite_jaxpr(jax.make_jaxpr(lambda x: lax.exp(lax.sin(x)))(1.0), [rule])
+      { lambda ; a:f32[]. let b:f32[] = add a a; c:f32[] = exp b in (c,) }
+    """
+    return _Pass(rewrites).jaxpr(jaxpr)
+
+
+class _Pass:
+    """One run over a jaxpr and all inside it."""
+
+    def __init__(self, rewrites: Sequence[Rewrite]) -> None:
+        self._rewrites = rewrites
+        # A jaxpr met twice is rewritten once, and stays one object: jax lowers it once, too.
+        # The old one is kept so that its id stays its own.
+        self._done: dict[int, tuple[Any, Any]] = {}
+
+    def jaxpr(self, jaxpr: Any) -> Any:
+        if id(jaxpr) not in self._done:
+            self._done[id(jaxpr)] = jaxpr, self._jaxpr(jaxpr)
+        return self._done[id(jaxpr)][1]
+
+    def _jaxpr(self, jaxpr: Any) -> Any:
+        if not isinstance(jaxpr, core.Jaxpr):  # closed; since jax 0.12 the two are one class
+            inner = self.jaxpr(jaxpr.jaxpr)
+            return jaxpr if inner is jaxpr.jaxpr else jaxpr.replace(jaxpr=inner)
+        env: dict[Any, Any] = {}  # outputs of replaced equations -> what stands for them
+        eqns: list[core.JaxprEqn] = []
+        for eqn in jaxpr.eqns:
+            read = eqn.replace(invars=_read(env, eqn.invars)) if env else eqn
+            eqns += self._eqn(read, env)
+        if not env and all(new is old for new, old in zip(eqns, jaxpr.eqns, strict=True)):
+            return jaxpr
+        outvars = _read(env, jaxpr.outvars)
+        return jaxpr.replace(eqns=eqns, outvars=outvars, debug_info=jaxpr.debug_info)
+
+    def _eqn(self, eqn: core.JaxprEqn, env: dict[Any, Any]) -> list[core.JaxprEqn]:
+        for rewrite in self._rewrites:
+            if eqn.primitive is rewrite.primitive:
+                try:
+                    if rewrite.applies(eqn):
+                        eqns, outs = _replacement(rewrite, eqn)
+                        env.update(zip(eqn.outvars, outs, strict=True))
+                        return eqns
+                except Exception as error:
+                    raise RewriteError(f"{rewrite.name}: {error!r}") from error
+        params = _inside(eqn, lambda: {k: self._param(v) for k, v in eqn.params.items()})
+        same = all(params[name] is value for name, value in eqn.params.items())
+        return [eqn if same else eqn.replace(params=params)]
+
+    def _param(self, value: Any) -> Any:
+        if isinstance(value, core.Jaxpr | core.ClosedJaxpr):
+            return self.jaxpr(value)
+        if type(value) in (tuple, list):
+            new = [self._param(item) for item in value]
+            changed = any(a is not b for a, b in zip(new, value, strict=True))
+            return type(value)(new) if changed else value
+        return value
+
+
+def _inside(eqn: core.JaxprEqn, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Calls `work` where the body of the equation may be traced.
+
+    What varies over which mesh axis is part of a type inside shard_map only, so that is entered.
+    """
+    if eqn.primitive.name != "shard_map":
+        return work()
+    result: dict[str, Any] = {}
+
+    def body(*_: Any) -> tuple[()]:
+        result.update(work())
+        return ()
+
+    known = ("mesh", "in_specs", "check_vma")
+    options = {name: eqn.params[name] for name in known}
+    options["axis_names"] = eqn.params["newly_manual_axes"]
+    with _context(eqn):
+        jax.make_jaxpr(jax.shard_map(body, out_specs=(), **options))(*(v.aval for v in eqn.invars))
+    return result
+
+
+def retype(x: Any, aval: Any) -> Any:
+    """Returns the array with exactly the type of an abstract value: dtype and weakness."""
+    if jax.typeof(x).dtype == aval.dtype and jax.typeof(x).weak_type == aval.weak_type:
+        return x
+    # `lax.convert_element_type` makes no weak type; its primitive does.
+    return primitives.convert_element_type_p.bind(
+        x, new_dtype=aval.dtype, weak_type=aval.weak_type, sharding=None
+    )
+
+
+def _replacement(rewrite: Rewrite, eqn: core.JaxprEqn) -> tuple[list[core.JaxprEqn], list[Any]]:
+    """Traces a rewrite in the place of an equation."""
+    avals = [var.aval for var in eqn.outvars]
+
+    def replace(*inputs: Any) -> list[Any]:
+        outs = rewrite.replace(*inputs, **eqn.params)
+        outs = outs if eqn.primitive.multiple_results else [outs]
+        return [retype(out, aval) for out, aval in zip(outs, avals, strict=True)]
+
+    with _context(eqn):
+        closed: Any = jax.make_jaxpr(replace)(*(var.aval for var in eqn.invars))
+    if closed.consts:
+        raise TypeError("expected a rewrite that captures no arrays, got one that does")
+    if [out.str_short() for out in closed.out_avals] != [aval.str_short() for aval in avals]:
+        raise TypeError(f"expected outputs {avals}, got {closed.out_avals}")
+    env = dict(zip(closed.jaxpr.invars, eqn.invars, strict=True))
+    eqns = [
+        new.replace(invars=_read(env, new.invars), source_info=eqn.source_info, ctx=eqn.ctx)
+        for new in closed.eqns
+    ]
+    return eqns, _read(env, closed.jaxpr.outvars)
+
+
+def _context(eqn: core.JaxprEqn) -> contextlib.AbstractContextManager[Any]:
+    """The mesh and the like that the equation was traced under."""
+    manager: contextlib.AbstractContextManager[Any] = eqn.ctx.manager
+    return manager
+
+
+def _read(env: dict[Any, Any], atoms: Sequence[Any]) -> list[Any]:
+    return [atom if isinstance(atom, core.Literal) else env.get(atom, atom) for atom in atoms]

@@ -1,0 +1,106 @@
+"""The way in: a function in, the function with rewritten insides out."""
+
+import functools
+import os
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypeAlias, TypeVar, cast, get_args
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+
+from functrain.rewrites._frame import Rewrite, retype, rewrite_jaxpr
+from functrain.rewrites.canonical_conv import canonical_conv
+from functrain.rewrites.depthwise_conv import depthwise_conv
+from functrain.rewrites.grouped_conv import grouped_conv
+
+Mode: TypeAlias = Literal["auto", "exact", "off"]
+F = TypeVar("F", bound=Callable[..., Any])
+
+# In the order they are asked.
+REWRITES: tuple[Rewrite, ...] = (canonical_conv, depthwise_conv, grouped_conv)
+
+
+def optimize(fn: F, rewrites: Mode = "auto") -> F:
+    """Returns the function with its slow operations rewritten, on CPU.
+
+    The result traces `fn` at each call, once, and evaluates the rewritten jaxpr; so jit it, or
+    call it inside a function that is jitted. Differentiate and `vmap` before, not after: rules
+    look at the operations they find.
+
+    Args:
+      fn: Any function of pytrees of arrays that `jax.jit` takes.
+      rewrites: "auto" for all rewrites, "exact" for those only that keep every bit under `jit`,
+        "off" for none; see `mode`.
+
+    Returns:
+      A function of the same arguments, keywords and results: structure, shapes, dtypes and weak
+      types. Where a rewrite fails it warns and computes what `fn` does.
+
+    Raises:
+      ValueError: `rewrites`, or FUNCTRAIN_REWRITES in the environment, is none of the three.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp
+      >>> def fn(image, kernel):
+      ...     return jax.lax.conv(image, kernel, (1, 1), "SAME")
+      >>> image, kernel = jnp.ones((2, 3, 8, 8)), jnp.ones((4, 3, 3, 3))
+      >>> print(jax.jit(optimize(fn))(image, kernel).shape)
+      (2, 4, 8, 8)
+    """
+    chosen = mode(rewrites)
+    if chosen == "off":
+        return fn
+    rules = [rule for rule in REWRITES if rule.exact or chosen == "auto"]
+
+    @functools.wraps(fn)
+    def optimized(*args: Any, **kwargs: Any) -> Any:
+        closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*args, **kwargs)
+        run: Any = core.jaxpr_as_fun(_rewritten(closed, rules))
+        outs = run(*map(jnp.asarray, jax.tree.leaves((args, kwargs))))
+        outs = map(retype, map(jnp.asarray, outs), closed.out_avals)
+        return jax.tree.unflatten(jax.tree.structure(shapes), outs)
+
+    return optimized  # type: ignore[return-value]  # wraps(F) is callable as F is
+
+
+def mode(rewrites: str = "auto") -> Mode:
+    """Returns which rewrites apply, here and now.
+
+    Args:
+      rewrites: What was asked for. FUNCTRAIN_REWRITES in the environment wins over it.
+
+    Returns:
+      "off" where the default backend is not the CPU, since only XLA's CPU backend needs them;
+      else what was asked for.
+
+    Raises:
+      ValueError: One of the two is not "auto", "exact" or "off".
+
+    Examples:
+      >>> mode("off")
+      'off'
+    """
+    chosen: Mode = _known("rewrites", rewrites)
+    if wins := os.environ.get("FUNCTRAIN_REWRITES"):
+        chosen = _known("FUNCTRAIN_REWRITES", wins)
+    return chosen if jax.default_backend() == "cpu" else "off"
+
+
+def _known(name: str, value: str) -> Mode:
+    if value in get_args(Mode):
+        return cast(Mode, value)
+    raise ValueError(f"{name}: expected 'auto', 'exact' or 'off', got {value!r}")
+
+
+def _rewritten(closed: Any, rules: Sequence[Rewrite]) -> Any:
+    try:
+        return rewrite_jaxpr(closed, rules)
+    except Exception as error:
+        warnings.warn(
+            f"A rewrite failed, and the function runs as it was: {error} Please report it; "
+            "FUNCTRAIN_REWRITES=off in the environment turns rewrites off.",
+            stacklevel=3,
+        )
+        return closed

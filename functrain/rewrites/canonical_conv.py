@@ -1,0 +1,43 @@
+"""Ungrouped convolutions in the one layout that XLA's fast CPU kernels take.
+
+XLA brings convolutions into that layout (NHWC x HWIO -> NHWC) in the entry computation only. In a
+loop's body, which is what a scan makes of a step, the gradients of a convolution keep layouts such
+as ``f01b_i01o->01bf`` and fall to a naive loop, 2-17 times slower
+(https://github.com/jax-ml/jax/issues/12868, open as of jax 0.12). So the transposes are written
+out. The kernel and the order of its sums stay what they are outside a loop: no bit changes.
+"""
+
+from typing import Any
+
+import jax
+from jax.extend import core
+from jax.extend.core import primitives
+
+from functrain.rewrites._conv import canonical, from_canonical, ndim, sharding_is_free, to_canonical
+from functrain.rewrites._frame import Rewrite
+
+
+def _applies(eqn: core.JaxprEqn) -> bool:
+    params = eqn.params
+    return (
+        params["feature_group_count"] == params["batch_group_count"] == 1
+        and params["dimension_numbers"] != canonical(ndim(eqn.invars[0]))
+        and sharding_is_free(params)
+    )
+
+
+def _replace(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
+    numbers = params["dimension_numbers"]
+    lhs, rhs = to_canonical(lhs, rhs, numbers)
+    params["dimension_numbers"] = canonical(lhs.ndim)
+    out: jax.Array = primitives.conv_general_dilated_p.bind(lhs, rhs, **params)
+    return from_canonical(out, numbers)
+
+
+canonical_conv = Rewrite(
+    name="canonical_conv",
+    primitive=primitives.conv_general_dilated_p,
+    exact=True,
+    applies=_applies,
+    replace=_replace,
+)

@@ -1,0 +1,266 @@
+import csv
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import functrain as ft
+
+from ..conftest import digest
+
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(375, 4)).astype(np.float32)
+Y = (X @ np.array([[1.0], [-2.0], [0.5], [3.0]], np.float32)).astype(np.float32)
+LOADER = ft.ArrayLoader((X, Y), 2, shuffle=True, seed=1)  # 188 steps, the last one smaller
+MODEL = ft.Model(
+    init=lambda key, x: ({"w": jnp.zeros((4, 1))}, {}),
+    apply=lambda p, s, x, *, rng=None, training=False: ft.ModelOutput(x @ p["w"], s),
+)
+LOSS = ft.supervised(MODEL, optax.squared_error)
+TX = optax.adam(1e-2)
+STEP = ft.train_step(LOSS, TX)
+EVAL = ft.eval_step(LOSS)
+
+
+def start():
+    return ft.TrainState.create(params={"w": jnp.zeros((4, 1))}, tx=TX)
+
+
+def fit(*hooks, **arguments):
+    arguments = {"epochs": 2, "fuse": 32, "verbose": 0, **arguments}
+    return ft.fit(start(), STEP, LOADER, hooks=hooks, **arguments)
+
+
+def test_steps_epochs_and_places_are_met_exactly_and_see_the_state_of_their_step() -> None:
+    single = {}
+    for event in ft.run(start(), STEP, LOADER, epochs=2, fuse=1):
+        single[event.step] = digest(event.state)
+    seen = {"hundreds": [], "sevens": [], "epochs": [], "places": []}
+
+    def watch(name, trigger):
+        @trigger
+        def hook(event):
+            assert digest(event.state) == single[event.step]
+            seen[name].append(event.step)
+
+        return hook
+
+    fit(
+        watch("hundreds", ft.every(steps=100)),
+        watch("sevens", ft.every(steps=7)),
+        watch("epochs", ft.every(epochs=1)),
+        watch("places", ft.at(1, 33, 200)),
+    )
+    assert seen == {
+        "hundreds": [100, 200, 300],
+        "sevens": list(range(7, 377, 7)),
+        "epochs": [188, 376],
+        "places": [1, 33, 200],
+    }
+
+
+def test_a_due_point_adds_no_program_and_changes_no_result() -> None:
+    traces = []
+
+    def step(state, batch):
+        traces.append(None)
+        return STEP(state, batch)
+
+    loader = ft.ArrayLoader((X[:374], Y[:374]), 2)
+    digests = set()
+    for hooks in ([], [ft.every(steps=7)(lambda e: None)], [ft.every(steps=100)(lambda e: None)]):
+        state, _ = ft.fit(start(), step, loader, hooks=hooks, fuse=32, verbose=0)
+        digests.add(digest(state))
+    assert len(traces) == 1
+    assert len(digests) == 1
+
+
+def test_timers_fire_at_the_end_of_a_chunk() -> None:
+    calls = []
+    fit(ft.every(seconds=1e-9)(lambda event: calls.append(event.step)))
+    assert calls == [32, 64, 96, 128, 160, 187, 188, 220, 252, 284, 316, 348, 375, 376]
+    calls.clear()
+    fit(ft.every(seconds=1e9)(lambda event: calls.append(event.step)))
+    assert not calls
+
+
+def test_a_plain_function_sees_every_event() -> None:
+    kinds = []
+    fit(lambda event: kinds.append(type(event).__name__), epochs=1)
+    assert kinds == ["ChunkEnd"] * (5 + 1 + 1) + ["EpochEnd", "RunEnd"]
+
+
+def test_a_hook_can_stop_the_run() -> None:
+    def stop(event):
+        if event.step >= 64:
+            event.stop()
+
+    state, history = fit(stop)
+    assert int(state.step) == 64
+    assert history.epochs == {}
+    assert len(history.steps["loss"]) == 64
+
+
+def test_a_hook_can_change_the_state() -> None:
+    @ft.at(64)
+    def reset(event):
+        event.state = start()
+
+    state, _ = fit(reset, epochs=1)
+    assert int(state.step) == 188 - 64
+
+
+def test_a_state_that_does_not_fit_is_refused_by_leaf() -> None:
+    @ft.at(64)
+    def break_it(event):
+        event.state = event.state.replace(params={"w": jnp.zeros((4, 2))})
+
+    with pytest.raises(ValueError, match=r"(?s)event\.state.*params/w: expected float32\[4, 1\]"):
+        fit(break_it)
+
+
+def test_values_that_hooks_add_are_in_the_history() -> None:
+    @ft.every(epochs=1)
+    def norm(event):
+        event.values["norm"] = float(optax.tree.norm(event.state.params))
+
+    _, history = fit(norm, ft.hooks.Evaluate(EVAL, LOADER, when=ft.every(steps=100), prefix="mid_"))
+    assert history.epochs["norm"].shape == (2,)
+    steps, values = history.points["mid_loss"]
+    assert steps.tolist() == [100, 200, 300]
+    assert np.all(np.isfinite(values))
+
+
+def test_evaluating_within_an_epoch_equals_evaluating_that_state() -> None:
+    for event in ft.run(start(), STEP, LOADER, fuse=32, boundaries=[ft.at(100)]):
+        if event.step == 100:
+            expected = ft.evaluate(event.state, EVAL, LOADER)["loss"]
+    _, history = fit(ft.hooks.Evaluate(EVAL, LOADER, when=ft.at(100)), epochs=1)
+    assert history.points["val_loss"][1][0] == expected
+
+
+def test_a_hook_that_fails_closes_the_others() -> None:
+    closed = []
+
+    class Closing:
+        def __call__(self, event):
+            pass
+
+        def close(self):
+            closed.append(True)
+
+    def fail(event):
+        raise RuntimeError("on purpose")
+
+    with pytest.raises(RuntimeError, match="on purpose"):
+        fit(Closing(), fail)
+    assert closed == [True]
+
+
+class Scripted:
+    """Puts a given value into each epoch."""
+
+    def __init__(self, *values):
+        self.values = iter(values)
+
+    def __call__(self, event):
+        if isinstance(event, ft.EpochEnd):
+            event.values["score"] = next(self.values)
+
+
+@pytest.mark.parametrize(
+    ("scores", "mode", "patience", "epochs", "best"),
+    [
+        ([3.0, 2.0, 2.5, 2.6, 1.0], "min", 1, 4, 2),
+        ([3.0, 2.0, 2.5, 1.0, 1.5], "min", 1, 5, 4),
+        ([1.0, 2.0, 1.5], "max", 0, 3, 2),
+        ([2.0, float("nan"), float("nan"), 1.0], "min", 1, 3, 1),
+        ([2.0, 1.9, 1.85, 1.0], "min", 1, 3, 1),
+    ],
+)
+def test_early_stopping_ends_with_the_best_state(scores, mode, patience, epochs, best) -> None:
+    states = [
+        digest(e.state)
+        for e in ft.run(start(), STEP, LOADER, epochs=5)
+        if isinstance(e, ft.EpochEnd)
+    ]
+    hook = ft.hooks.EarlyStopping("score", patience=patience, mode=mode, min_delta=0.2)
+    state, history = fit(Scripted(*scores), hook, epochs=5)
+    assert len(history.epochs["score"]) == epochs
+    assert hook.best == scores[best - 1]
+    assert hook.best_step == best * 188
+    assert digest(state) == states[best - 1]
+
+
+def test_early_stopping_names_the_values_there_are() -> None:
+    with pytest.raises(ValueError, match=r"monitor: expected one of \['loss'\], got 'val_loss'"):
+        fit(ft.hooks.EarlyStopping("val_loss"))
+
+
+def test_csv_has_a_row_each_time_it_is_due(tmp_path) -> None:
+    by_epoch = ft.hooks.CSVLogger(tmp_path / "logs" / "epochs.csv")
+    by_step = ft.hooks.CSVLogger(tmp_path / "steps.csv", when=ft.every(steps=50))
+    _, history = fit(by_epoch, by_step, eval_data=LOADER, eval_step=EVAL)
+    with (tmp_path / "logs" / "epochs.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [float(row["val_loss"]) for row in rows] == history.epochs["val_loss"].tolist()
+    with (tmp_path / "steps.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [int(row["step"]) for row in rows] == [50, 100, 150, 200, 250, 300, 350]
+    expected = history.steps["loss"][49::50]
+    np.testing.assert_array_equal(np.array([float(r["loss"]) for r in rows], np.float32), expected)
+
+
+def test_csv_refuses_a_column_that_comes_later(tmp_path) -> None:
+    hook = ft.hooks.CSVLogger(tmp_path / "log.csv")
+
+    def late(event):
+        if isinstance(event, ft.EpochEnd) and event.epoch == 1:
+            event.values["late"] = 1.0
+
+    with pytest.raises(ValueError, match=r"expected the columns .* got \['late'\] as well"):
+        fit(late, hook)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: ft.every(), "expected one of steps, epochs and seconds, got None"),
+        (lambda: ft.every(steps=3, epochs=1), "expected one of steps, epochs and seconds, got"),
+        (lambda: ft.every(steps=0), "a positive whole number of steps, got 0"),
+        (lambda: ft.every(epochs=0.5), "a positive whole number of epochs, got 0.5"),
+        (lambda: ft.every(seconds=-1), "a positive number of seconds, got -1"),
+        (lambda: ft.at(), "one or more steps from 1 on"),
+        (lambda: ft.at(0), "one or more steps from 1 on"),
+        (lambda: ft.hooks.EarlyStopping(mode="least"), "mode: expected 'min' or 'max'"),
+        (lambda: ft.hooks.EarlyStopping(patience=-1), "expected 0 or more"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(make, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+@pytest.mark.parametrize("hook", [3, ft.hooks.CSVLogger])
+def test_what_is_no_hook_is_refused_by_place(hook) -> None:
+    with pytest.raises(TypeError, match=r"hooks\[0\]: expected a function of one event"):
+        fit(hook)
+
+
+def test_an_owner_of_the_loop_gets_the_same_events() -> None:
+    due = ft.every(steps=100)
+    events = ft.run(start(), STEP, LOADER, epochs=2, fuse=32, boundaries=[due])
+    steps = [e.step for e in events if isinstance(e, ft.ChunkEnd) and e.step % 100 == 0]
+    assert steps == [100, 200, 300]
+
+
+def test_a_run_goes_on_from_an_edited_state_with_a_copy_of_it() -> None:
+    mine = start()
+    events = ft.run(start(), STEP, LOADER, fuse=32)
+    for event in itertools.islice(events, 1):
+        event.state = mine
+    next(events)
+    assert not any(x.is_deleted() for x in jax.tree.leaves(mine))
