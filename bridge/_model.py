@@ -1,6 +1,7 @@
 """A Keras model as a functrain Model, its variables as a TrainState, and the way back."""
 
 import inspect
+import warnings
 from typing import Any, Protocol, TypeAlias
 
 import jax
@@ -47,7 +48,8 @@ def from_keras(model: keras.Layer) -> Model:
 
     Args:
       model: A built `keras.Model`, or any built layer. Layers may be frozen later; a state made
-        before that is then refused.
+        before that is then refused. (A step that has been compiled is not looked at again: make a
+        new one after freezing.)
 
     Returns:
       The pair. `apply` raises ValueError where the state does not fit the model, where the model
@@ -167,7 +169,9 @@ def create_state(
       (3, 2)
     """
     _require_built(model)
-    params, model_state = _variables.values(_variables.layout(model))
+    where = _variables.layout(model)
+    _warn_of_constraints(where)
+    params, model_state = _variables.values(where)
     return TrainState.create(params=params, model_state=model_state, tx=tx, rng=rng)
 
 
@@ -198,6 +202,11 @@ def to_keras(state: HasVariables, model: keras.Layer) -> keras.Layer:
       >>> float(np.sum(to_keras(state, model)(np.ones((1, 3)))))
       0.0
     """
+    if isinstance(state, keras.Layer):
+        raise TypeError(
+            f"the order is bridge.to_keras(state, model), got {type(state).__name__} and "
+            f"{type(model).__name__}"
+        )
     _require_built(model)
     if not (hasattr(state, "params") and hasattr(state, "model_state")):
         raise TypeError(
@@ -206,6 +215,17 @@ def to_keras(state: HasVariables, model: keras.Layer) -> keras.Layer:
         )
     _variables.assign(_variables.layout(model), state.params, state.model_state)
     return model
+
+
+def _warn_of_constraints(where: _variables.Layout) -> None:
+    held = ["/".join(path) for path, v in where.params.items() if v.constraint is not None]
+    if held:
+        warnings.warn(
+            "These variables have constraints, which Keras's optimizers apply after an update and "
+            f"optax does not:\n{_tree.bullets(held)}\n"
+            "They will train without them, unless the step applies them to the new params.",
+            stacklevel=3,
+        )
 
 
 def _require_built(model: Any) -> None:

@@ -1,14 +1,15 @@
 """The loop most people want: epochs, evaluation, progress, history."""
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, Generic, NamedTuple
 
 import jax
 
 from functrain._history import History, Recorder
+from functrain._interrupt import deferred_interrupt
 from functrain._run import run
 from functrain._step import MeteredStep
-from functrain._types import PyTree, Step
+from functrain._types import PyTree, StateT, Step
 from functrain.data._feed import FuseArg, steps_per_epoch
 from functrain.hooks._evaluate import Evaluate
 from functrain.hooks._hook import HookLike, HookRunner
@@ -16,7 +17,7 @@ from functrain.hooks._progress import ProgressReport, Verbose
 from functrain.rewrites import Mode
 
 
-class FitResult(NamedTuple):
+class FitResult(NamedTuple, Generic[StateT]):
     """What `fit` returns.
 
     Attributes:
@@ -29,16 +30,17 @@ class FitResult(NamedTuple):
       {}
     """
 
-    state: PyTree
+    state: StateT
     history: History
 
 
 def fit(
-    state: PyTree,
+    state: StateT,
     step: Step[Any],
     data: Any,
     *,
     epochs: int = 1,
+    first_epoch: int = 0,
     eval_data: Any = None,
     eval_step: MeteredStep | None = None,
     fuse: FuseArg = "auto",
@@ -47,7 +49,7 @@ def fit(
     sharding: jax.sharding.NamedSharding | None = None,
     jit: bool = True,
     verbose: Verbose = "auto",
-) -> FitResult:
+) -> FitResult[StateT]:
     """Trains a state for some epochs.
 
     Args:
@@ -55,6 +57,7 @@ def fit(
       step: ``(state, batch) -> (state, logs)``, not jitted, usually from `train_step`.
       data: An `ArrayLoader` or an iterable of batches, as for `run`.
       epochs: How many times to go through the data.
+      first_epoch: Number of the first one, to go on where another fit ended; see `run`.
       eval_data: Evaluated at the end of each epoch; its values appear under ``val_``.
       eval_step: From `functrain.eval_step`; needed with `eval_data`.
       fuse: Steps per program, or ``"auto"``; see `run`. Results do not depend on it.
@@ -71,7 +74,11 @@ def fit(
 
     Raises:
       ValueError: As `run`; or one of `eval_data` and `eval_step` comes without the other.
-      TypeError: As `run`; or `eval_step` carries no metrics.
+      TypeError: As `run`; or `eval_step` carries no metrics, or trains.
+
+    Whatever is raised once training has begun, Ctrl-C included, carries the state and history so
+    far as an attribute `fit_result` (in a notebook: ``sys.last_value.fit_result``). The first
+    Ctrl-C waits for the program under way; a second one does not.
 
     Examples:
       >>> import jax.numpy as jnp, numpy as np, optax
@@ -93,6 +100,11 @@ def fit(
     """
     if (eval_data is None) != (eval_step is None):
         raise ValueError("eval_data and eval_step: expected both or neither")
+    if epochs > 1 and isinstance(eval_data, Iterator):
+        raise ValueError(
+            f"eval_data: expected something that can be iterated {epochs} times, got an iterator, "
+            "which is exhausted after one pass. Pass a list, an ArrayLoader or a loader object."
+        )
     if eval_step is not None:
         hooks = [Evaluate(eval_step, eval_data, rewrites=rewrites, jit=jit), *hooks]
     due = HookRunner(hooks)
@@ -101,6 +113,7 @@ def fit(
         step,
         data,
         epochs=epochs,
+        first_epoch=first_epoch,
         fuse=fuse,
         boundaries=due.boundaries,
         rewrites=rewrites,
@@ -108,11 +121,30 @@ def fit(
         jit=jit,
     )
     recorder = Recorder()
-    with due, ProgressReport(epochs, steps_per_epoch(data), verbose) as progress:
-        for event in events:
-            recorder.before(event)
-            due(event)
-            recorder.after(event)
-            progress(event, recorder)
-            state = event.state
+    try:
+        with (
+            deferred_interrupt() as interrupted,
+            due,
+            ProgressReport(epochs, steps_per_epoch(data), verbose, first_epoch) as progress,
+        ):
+            for event in events:
+                state = event.state
+                recorder.before(event)
+                due(event)
+                recorder.after(event)
+                progress(event, recorder)
+                state = event.state
+                if interrupted():
+                    raise KeyboardInterrupt
+    except BaseException as error:
+        _attach(error, state, recorder)
+        raise
     return FitResult(state, recorder.history())
+
+
+def _attach(error: BaseException, state: PyTree, recorder: Recorder) -> None:
+    """Lets an error carry what was trained until it came."""
+    if any(isinstance(x, jax.Array) and x.is_deleted() for x in jax.tree.leaves(state)):
+        return  # the error came in the midst of a program that had taken the state over
+    error.fit_result = FitResult(state, recorder.history())  # type: ignore[attr-defined]
+    error.add_note("What was trained until then is in this error's `fit_result`.")

@@ -73,6 +73,7 @@ class Recorder:
         self._points: dict[str, list[tuple[int, float]]] = {}
         self._epoch: dict[str, list[np.ndarray]] = {}
         self._weights: list[np.ndarray] = []
+        self._names: dict[Any, list[tuple[str, int]]] = {}
         self._began = self._epoch_began = time.perf_counter()
         self.first_steps_seconds = float("nan")
         self.latest: dict[str, float] = {}
@@ -111,8 +112,12 @@ class Recorder:
         )
 
     def _add(self, event: ChunkEnd) -> None:
-        scalars = {path: x for path, x in _tree.leaves_with_path(event.rows) if np.ndim(x) == 1}
-        self._due.append((event, dict(sorted(scalars.items(), key=_rank))))
+        leaves, structure = jax.tree.flatten(event.rows)
+        if structure not in self._names:  # once: paths are slow, and the same each time
+            paths = [path for path, _ in _tree.leaves_with_path(event.rows)]
+            known = [(p, i) for i, p in enumerate(paths) if leaves[i].ndim == 1]
+            self._names[structure] = sorted(known, key=_rank)
+        self._due.append((event, {p: leaves[i] for p, i in self._names[structure]}))
         if len(self._due) > 1:
             self._fetch()
         if np.isnan(self.first_steps_seconds):

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from functrain import _tree
 from functrain._metrics import Metered
@@ -14,6 +15,7 @@ from functrain._step import MeteredStep
 from functrain._trigger import Trigger
 from functrain._types import PyTree, Step
 from functrain.data._feed import Chunk, Feed, FuseArg
+from functrain.fusion import Fused
 from functrain.fusion import fuse as fuse_steps
 from functrain.fusion._programs import cached
 from functrain.rewrites import Mode
@@ -122,6 +124,7 @@ def run(
     data: Any,
     *,
     epochs: int = 1,
+    first_epoch: int = 0,
     fuse: FuseArg = "auto",
     boundaries: Iterable[Trigger] = (),
     rewrites: Mode = "auto",
@@ -142,6 +145,8 @@ def run(
         `np.asarray` takes; they reach the step in their own dtype, so that bytes can be cast and
         scaled on the device.
       epochs: How many times to go through the data.
+      first_epoch: Number of the first one. A loader's order is a function of it: two runs of one
+        epoch are one run of two if the second has ``first_epoch=1``.
       fuse: Steps per program, K. ``"auto"`` takes at most 128, fewer where the epoch is short,
         the state large (8 at the least), or 64 MiB hold fewer batches. K batches are in memory
         at once, two or three times over. Results do not depend on K.
@@ -181,28 +186,38 @@ def run(
     state = _tree.copy(state)
     size = sum(int(x.nbytes) for x in jax.tree.leaves(state) if not _tree.is_key(x))
     feed = Feed(data, fuse, boundaries=boundaries, sharding=sharding, state_bytes=size)
-    if epochs < 1:
-        raise ValueError(f"epochs: expected at least 1, got {epochs}")
+    for name, value, least in (("epochs", epochs, 1), ("first_epoch", first_epoch, 0)):
+        if not isinstance(value, int | np.integer) or value < least:
+            raise ValueError(f"{name}: expected a whole number from {least} on, got {value!r}")
     if epochs > 1 and feed.one_shot:
         raise ValueError(
             f"data: expected something that can be iterated {epochs} times, got an iterator, "
             "which is exhausted after one pass. Pass a list, an ArrayLoader or a loader object."
         )
-    return _run(state, step, feed, epochs, jit, rewrites)
+    return _run(state, step, feed, range(first_epoch, first_epoch + epochs), jit, rewrites)
 
 
 def _run(
-    state: PyTree, step: Any, feed: Feed, epochs: int, jit: bool, rewrites: Mode
+    state: PyTree, step: Any, feed: Feed, epochs: range, jit: bool, rewrites: Mode
 ) -> Iterator[Event]:
-    taken = epoch = 0
+    taken, epoch = 0, epochs.start
+    fused: dict[int, Fused[Any]] = {}
     event: Event | None = None
     in_flight: collections.deque[PyTree] = collections.deque()
-    for epoch in range(epochs):
+    for epoch in epochs:
         carry = step.start(state) if isinstance(step, MeteredStep) else state
         for chunk in feed.epoch(epoch, taken):
-            carry, logs = _advance(step, carry, chunk, jit, rewrites)
+            if not jit:
+                carry, logs = _eager(step, carry, chunk)
+            else:
+                if chunk.k not in fused:
+                    fused[chunk.k] = fuse_steps(step, chunk.k, rewrites=rewrites)
+                carry, logs = fused[chunk.k].dispatch(carry, chunk.batches, chunk.steps)
             taken += chunk.steps
+            # A state is donated to the next program, so only logs can be waited for later.
             in_flight.append(logs)
+            if not jax.tree.leaves(logs):
+                jax.block_until_ready(carry)
             if len(in_flight) > RUN_AHEAD:
                 jax.block_until_ready(in_flight.popleft())
             where = _where(step, carry, epoch, taken)
@@ -222,11 +237,8 @@ def _run(
     yield RunEnd(epoch, taken, state)
 
 
-def _advance(
-    step: Any, carry: PyTree, chunk: Chunk, jit: bool, rewrites: Mode
-) -> tuple[PyTree, PyTree]:
-    if jit:
-        return fuse_steps(step, chunk.k, rewrites=rewrites)(carry, chunk.batches, chunk.steps)
+def _eager(step: Any, carry: PyTree, chunk: Chunk) -> tuple[PyTree, PyTree]:
+    """Takes a chunk's steps one by one, uncompiled."""
     logs = []
     with jax.disable_jit():
         for i in range(chunk.steps):

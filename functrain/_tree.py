@@ -78,6 +78,7 @@ def copy(tree: PyTree) -> PyTree:
 
     Raises:
       TypeError: A leaf is neither an array nor a Python number; the message names it.
+      ValueError: An array was donated to a program.
     """
 
     def own(path: tuple[jax.tree_util.KeyEntry, ...], leaf: PyTree) -> jax.Array:
@@ -86,10 +87,22 @@ def copy(tree: PyTree) -> PyTree:
                 f"expected an array at {path_str(path)}, got {spec(leaf)}. A state holds arrays "
                 "only: keep functions and settings in the step that closes over them."
             )
-        fresh = jnp.array(leaf)
-        return fresh if is_key(fresh) else jnp.array(fresh, dtype=fresh.dtype, copy=False)
+        if is_deleted(leaf):
+            raise ValueError(
+                f"expected a live array at {path_str(path)}, got {spec(leaf)} that a program took "
+                "over (donation). Take the state that the program returned."
+            )
+        if isinstance(leaf, jax.Array) and is_key(leaf):
+            return jnp.copy(leaf)
+        dtype = leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
+        return jnp.array(leaf, dtype=jax.dtypes.canonicalize_dtype(dtype))
 
     return jax.tree_util.tree_map_with_path(own, tree)
+
+
+def is_deleted(x: PyTree) -> bool:
+    """Whether a leaf is an array whose buffer is gone."""
+    return isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.is_deleted()
 
 
 def aliases(tree: PyTree) -> list[tuple[str, str]]:
@@ -97,7 +110,7 @@ def aliases(tree: PyTree) -> list[tuple[str, str]]:
     first: dict[object, str] = {}
     pairs = []
     for path, leaf in leaves_with_path(tree):
-        if not isinstance(leaf, jax.Array):
+        if not isinstance(leaf, jax.Array) or is_deleted(leaf):
             continue
         array = jax.random.key_data(leaf) if is_key(leaf) else leaf
         shards = array.addressable_shards

@@ -1,4 +1,5 @@
 import io
+import signal
 
 import jax
 import jax.numpy as jnp
@@ -129,7 +130,7 @@ def output(verbose, terminal):
     console = Console(file=stream, force_terminal=terminal, width=160, color_system=None)
     state, step = setup({"mae": ft.mean_absolute_error()})
     recorder = Recorder()
-    with ProgressReport(2, 11, verbose, console) as progress:
+    with ProgressReport(2, 11, verbose, console=console) as progress:
         for event in ft.run(state, step, ft.ArrayLoader((X, Y), 10), epochs=2, fuse=2):
             recorder.before(event)
             if isinstance(event, ft.EpochEnd):
@@ -158,3 +159,72 @@ def test_progress_can_be_silenced_and_misspelt_settings_are_refused() -> None:
     assert output(0, terminal=True) == ""
     with pytest.raises(ValueError, match="verbose: expected 'auto'"):
         output("loud", terminal=False)
+
+
+def test_what_was_trained_survives_an_error_in_a_hook() -> None:
+    state, step = setup()
+
+    def fail(event):
+        if event.step == 8:
+            raise RuntimeError("on purpose")
+
+    with pytest.raises(RuntimeError, match="on purpose") as caught:
+        ft.fit(state, step, ft.ArrayLoader((X, Y), 10), fuse=4, hooks=[fail], verbose=0)
+    result = caught.value.fit_result
+    assert int(result.state.step) == 8
+    assert "fit_result" in caught.value.__notes__[0]
+
+
+def test_what_was_trained_survives_an_error_in_the_data() -> None:
+    state, step = setup()
+
+    def batches():
+        for i in range(5):
+            yield X[10 * i : 10 * i + 10], Y[10 * i : 10 * i + 10]
+        raise OSError("disk on fire")
+
+    with pytest.raises(OSError, match="disk on fire") as caught:
+        ft.fit(state, step, batches(), fuse=2, verbose=0)
+    assert int(caught.value.fit_result.state.step) == 4
+    assert len(caught.value.fit_result.history.steps["loss"]) == 4
+
+
+def test_an_interrupt_waits_for_the_program_and_loses_nothing() -> None:
+    state, step = setup()
+
+    def interrupt(event):
+        if event.step == 15:
+            signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt) as caught:
+        ft.fit(state, step, ft.ArrayLoader((X, Y), 10), fuse=4, hooks=[interrupt], epochs=9)
+    assert int(caught.value.fit_result.state.step) == 15
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_epochs_can_be_fitted_one_by_one() -> None:
+    state, step = setup()
+    data = ft.ArrayLoader((X, Y), 10, shuffle=True, seed=2)
+    at_once, _ = ft.fit(state, step, data, epochs=2, verbose=0)
+    first, _ = ft.fit(state, step, data, verbose=0)
+    second, _ = ft.fit(first, step, data, first_epoch=1, verbose=0)
+    np.testing.assert_array_equal(second.params["w"], at_once.params["w"])
+
+
+def test_an_evaluation_iterator_must_last() -> None:
+    state, step = setup()
+    with pytest.raises(ValueError, match="eval_data: expected something that can be iterated 2"):
+        ft.fit(
+            state,
+            step,
+            ft.ArrayLoader((X, Y), 10),
+            epochs=2,
+            eval_data=iter([(X, Y)]),
+            eval_step=ft.eval_step(LOSS),
+        )
+
+
+def test_names_of_metrics_are_no_markup(capsys) -> None:
+    state, step = setup({"acc[top]": ft.mean_absolute_error(), "[/b]": ft.mean_squared_error()})
+    ft.fit(state, step, ft.ArrayLoader((X, Y), 10), verbose=2)
+    assert "acc[top]" in capsys.readouterr().out

@@ -116,3 +116,36 @@ def test_a_changed_batch_in_mid_run_leaves_the_callers_state() -> None:
     with pytest.raises(ValueError, match=r"(?s)step 2 of epoch 0.*got int32"):
         list(ft.run(state, step, bad, fuse=2))
     assert float(state) == 0
+
+
+def test_a_step_that_cannot_be_referred_to_weakly_still_compiles_once_a_run() -> None:
+    traces = []
+
+    class Step:
+        __slots__ = ()
+
+        def __call__(self, state, batch):
+            traces.append(None)
+            return state + jnp.sum(batch), {}
+
+    list(ft.run(jnp.zeros(()), Step(), ft.ArrayLoader(X[:21], 3), fuse=2, epochs=2))
+    assert len(traces) == 1
+
+
+def test_batches_can_be_sharded() -> None:
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+    seen = []
+
+    def step(state, batch):
+        return state + jnp.sum(batch), {}
+
+    state = jax.device_put(
+        jnp.zeros(()), jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    )
+    for event in ft.run(state, step, ft.ArrayLoader(X[:20], 4), fuse=2, sharding=sharding):
+        seen.append(event.state.sharding.is_fully_replicated)
+    assert all(seen)
+    assert float(event.state) == X[:20].sum()
+    with pytest.raises(ValueError, match="sharding: expected batches that divide"):
+        list(ft.run(state, step, ft.ArrayLoader(X[:21], 3), fuse=2, sharding=sharding))

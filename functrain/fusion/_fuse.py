@@ -47,7 +47,8 @@ def fuse(
 
     Raises:
       ValueError: `k` or `unroll` is below 1; or (when called) the chunk's leading axis is not K,
-        `steps` is not within 1 to K, or two leaves of a donated state share a buffer.
+        `steps` is not within 1 to K, or two leaves of a donated state share a buffer, or the
+        state has been consumed already.
       TypeError: (when called) the step changes its state's structure, shapes, dtypes or weak
         types.
 
@@ -115,20 +116,41 @@ class Fused(Generic[StateT]):
         n = self.k if steps is None else steps
         if not 1 <= n <= self.k:
             raise ValueError(f"steps: expected 1 to {self.k}, got {n}")
-        program = self.program if n == self.k else self.partial
+        if jax.local_device_count() > 1:
+            _refuse_aliases(state, chunk)  # jax itself ends the process there
         try:
-            result: tuple[StateT, PyTree] = program(state, chunk, np.int32(n))
-        except jax.errors.JaxRuntimeError as error:
-            shared = _tree.aliases((state, chunk)) if "donate" in str(error) else []
-            if not shared:
-                raise
-            pairs = [" and ".join(_name(path) for path in pair) for pair in shared]
-            raise ValueError(
-                "state: expected every leaf in a buffer of its own, since the program takes them "
-                f"over (donation). These share one:\n{_tree.bullets(pairs)}\nCopy one of each "
-                "with jnp.copy, or pass donate=False. Nothing was changed."
-            ) from error
+            return self.dispatch(state, chunk, n)
+        except (RuntimeError, ValueError) as error:  # which of them, varies with the message
+            _refuse_consumed(state)
+            if "donate" in str(error):
+                _refuse_aliases(state, chunk, error)
+            raise
+
+    def dispatch(self, state: StateT, chunk: PyTree, steps: int) -> tuple[StateT, PyTree]:
+        """Takes the first `steps` of K steps, without looking at the state first."""
+        program = self.program if steps == self.k else self.partial
+        result: tuple[StateT, PyTree] = program(state, chunk, np.int32(steps))
         return result
+
+
+def _refuse_aliases(state: PyTree, chunk: PyTree, cause: Exception | None = None) -> None:
+    pairs = [" and ".join(map(_name, pair)) for pair in _tree.aliases((state, chunk))]
+    if pairs:
+        raise ValueError(
+            "state: expected every leaf in a buffer of its own, since the program takes them "
+            f"over (donation). These share one:\n{_tree.bullets(pairs)}\nCopy one of each "
+            "with jnp.copy, or pass donate=False. Nothing was changed."
+        ) from cause
+
+
+def _refuse_consumed(state: PyTree) -> None:
+    gone = [p for p, x in _tree.leaves_with_path(state) if _tree.is_deleted(x)]
+    if gone:
+        raise ValueError(
+            "state: expected live arrays, got some that an earlier program took over (donation):\n"
+            f"{_tree.bullets(gone)}\nGo on with the state which that program returned; copy what "
+            "you want to keep, or pass donate=False."
+        )
 
 
 def _program(get: Callable[[], Any], k: int, unroll: int, donate: bool, rewrites: Mode) -> Program:

@@ -1,5 +1,6 @@
 """Compiled programs live as long as the step they were made of."""
 
+import types
 import weakref
 from collections.abc import Callable, Hashable
 from typing import Any
@@ -22,16 +23,25 @@ def cached(step: Any, key: Hashable, build: Callable[[Callable[[], Any]], Progra
       build: Given a function that returns the step, makes the program. The program must reach the
         step through that function only.
     """
+    anchor, key, get = _anchored(step, key)
     try:
-        reference = weakref.ref(step)
+        reference = weakref.ref(anchor)
     except TypeError:  # an object without weak references
         return build(lambda: step)
-    identity = id(step)
+    identity = id(anchor)
     known = _programs.get(identity)
-    if known is None or known[0]() is not step:
-        weakref.finalize(step, _programs.pop, identity, None)
+    if known is None or known[0]() is not anchor:
+        weakref.finalize(anchor, _programs.pop, identity, None)
         known = _programs[identity] = (reference, {})
     programs = known[1]
     if key not in programs:
-        programs[key] = build(reference)
+        programs[key] = build(lambda: get(reference()))
     return programs[key]
+
+
+def _anchored(step: Any, key: Hashable) -> tuple[Any, Hashable, Callable[[Any], Any]]:
+    """Returns what lives as long as the step: itself, or the object whose method it is."""
+    if isinstance(step, types.MethodType):  # made anew at each look-up
+        function = step.__func__
+        return step.__self__, (function, key), lambda owner: types.MethodType(function, owner)
+    return step, key, lambda step: step

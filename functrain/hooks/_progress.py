@@ -1,5 +1,6 @@
 """A progress bar in a terminal or notebook, plain lines elsewhere."""
 
+import importlib.util
 import time
 from collections.abc import Mapping
 from typing import Any, Literal, Self, TypeAlias
@@ -30,6 +31,7 @@ class ProgressReport:
     Args:
       epochs: How many there will be.
       steps_per_epoch: If known.
+      first_epoch: Number of the first.
       verbose: ``"auto"`` takes the bar in a terminal or notebook and lines elsewhere; ``"bar"``
         or 1, ``"lines"`` or 2, and 0 for silence choose.
       console: Where to write; standard output by default.
@@ -40,17 +42,19 @@ class ProgressReport:
         epochs: int,
         steps_per_epoch: int | None,
         verbose: Verbose = "auto",
+        first_epoch: int = 0,
         console: Console | None = None,
     ) -> None:
         self._console = console or Console()
         self._style = _style(verbose, self._console)
-        self._epochs = epochs
+        self._first = first_epoch
+        self._epochs = first_epoch + epochs
         self._total = steps_per_epoch
         self._bar: Progress | None = None
         self._task = TaskID(0)
         self._metrics: PyTree = {}
         self._shown = 0.0
-        self._begin(epoch=0)
+        self._begin(first_epoch)
 
     def __enter__(self) -> Self:
         """Shows the bar, where there is one."""
@@ -72,7 +76,7 @@ class ProgressReport:
                 self._epoch(event)
 
     def _chunk(self, event: ChunkEnd, recorder: Recorder) -> None:
-        if not self._seen and event.epoch == 0 and self._style == "lines":
+        if not self._seen and event.epoch == self._first and self._style == "lines":
             seconds = recorder.first_steps_seconds
             self._print(f"first {event.steps} steps after {seconds:.1f} s, compiling included")
         self._steps += event.steps
@@ -98,7 +102,7 @@ class ProgressReport:
             self._show()
 
     def _print(self, line: str) -> None:
-        self._console.print(line, highlight=False, soft_wrap=True)
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def _begin(self, epoch: int) -> None:
         self._title = f"epoch {epoch + 1}/{self._epochs}"
@@ -119,7 +123,9 @@ class ProgressReport:
 def _style(verbose: Verbose, console: Console) -> str:
     styles = {0: "none", 1: "bar", 2: "lines", "bar": "bar", "lines": "lines"}
     if verbose == "auto":
-        return "bar" if console.is_terminal or console.is_jupyter else "lines"
+        # In a notebook rich draws its bar with ipywidgets, which not everybody has.
+        widgets = importlib.util.find_spec("ipywidgets") is not None
+        return "bar" if console.is_terminal or (console.is_jupyter and widgets) else "lines"
     if verbose not in styles:
         raise ValueError(f"verbose: expected 'auto', 'bar', 'lines', 0, 1 or 2, got {verbose!r}")
     return styles[verbose]
@@ -127,10 +133,10 @@ def _style(verbose: Verbose, console: Console) -> str:
 
 def _bar(console: Console) -> Progress:
     columns: tuple[Any, ...] = (
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=24),
         MofNCompleteColumn(),
         TimeRemainingColumn(elapsed_when_finished=True),
-        TextColumn("{task.fields[values]}"),
+        TextColumn("{task.fields[values]}", markup=False),
     )
     return Progress(*columns, console=console, refresh_per_second=5)

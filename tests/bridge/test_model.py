@@ -461,3 +461,9 @@ def test_a_layer_frozen_after_init_is_named_by_apply(builders):
     model.layers[0].trainable = False
     with pytest.raises(ValueError, match=r"(?s)model_state/conv2d/kernel: missing.*frozen"):
         jax.jit(apply)(params, model_state, x)
+
+
+def test_constraints_that_optax_will_not_apply_are_named():
+    net = [keras.Input((3,)), layers.Dense(2, kernel_constraint="non_neg")]
+    with pytest.warns(UserWarning, match="(?s)have constraints.*dense/kernel"):
+        bridge.create_state(keras.Sequential(net), SGD)

@@ -163,3 +163,40 @@ def test_a_schedule_counts_steps_not_programs() -> None:
     state = ft.TrainState.create(params={"w": np.float32(0)}, tx=tx)
     state, _ = ft.fuse(ft.train_step(loss_fn, tx), 8)(state, jnp.ones(8))
     assert float(state.params["w"]) == -2.0
+
+
+def test_a_method_is_a_step_that_compiles_once() -> None:
+    class Trainer:
+        traces = 0
+
+        def step(self, state, batch):
+            self.traces += 1
+            return state + batch, {}
+
+    trainer = Trainer()
+    for _ in range(3):
+        ft.fuse(trainer.step, 2)(jnp.zeros(()), jnp.ones(2))
+    assert trainer.traces == 1
+    alive = weakref.ref(trainer)
+    del trainer
+    gc.collect()
+    assert alive() is None
+
+
+def test_a_consumed_state_is_refused_by_leaf() -> None:
+    fused = ft.fuse(lambda s, batch: ({"w": s["w"] + batch}, {}), 2)
+    state = {"w": jnp.zeros(8)}
+    fused(state, jnp.ones(2))
+    with pytest.raises(ValueError, match=r"(?s)state: expected live arrays.*  w\n.*Go on with"):
+        fused(state, jnp.ones(2))
+    with pytest.raises(ValueError, match=r"expected a live array at w"):
+        ft.run(state, lambda s, b: (s, {}), [np.zeros(2)])
+
+
+def test_aliases_of_replicated_leaves_are_named() -> None:
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    w = jax.device_put(jnp.ones(4), replicated)
+    fused = ft.fuse(lambda s, batch: (s, {}), 2)
+    with pytest.raises(ValueError, match="state/a and state/b"):
+        fused({"a": w, "b": w}, jnp.ones(2))
