@@ -4,6 +4,11 @@ A state is a pytree, a step is a pure function, and a program takes many steps a
 """
 
 from functrain import hooks as hooks
+from functrain import rewrites as rewrites
+from functrain._autotune import Tuning as Tuning
+from functrain._autotune import TuningRow as TuningRow
+from functrain._autotune import autotune as autotune
+from functrain._cache import enable_compilation_cache as enable_compilation_cache
 from functrain._evaluate import evaluate as evaluate
 from functrain._evaluate import predict as predict
 from functrain._fit import FitResult as FitResult
@@ -74,11 +79,15 @@ __all__ = [
     "Step",
     "TrainState",
     "Trigger",
+    "Tuning",
+    "TuningRow",
     "__version__",
     "accuracy",
     "at",
+    "autotune",
     "binary_accuracy",
     "collection",
+    "enable_compilation_cache",
     "eval_step",
     "evaluate",
     "every",
@@ -94,6 +103,7 @@ __all__ = [
     "mean_squared_error",
     "predict",
     "predict_step",
+    "rewrites",
     "run",
     "save",
     "summary",

@@ -1,9 +1,10 @@
 """Batches of arrays in memory, in an order that is a pure function of seed and epoch."""
 
 from collections.abc import Iterator
-from typing import NoReturn
+from typing import Literal, NoReturn
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from functrain import _tree
@@ -23,6 +24,12 @@ class ArrayLoader:
       shuffle: Draw a new order each epoch, from ``Philox(key=[seed, epoch])``.
       seed: Of the order; at least 0.
       drop_remainder: Leave out the last batch where it is smaller than B.
+      placement: ``"host"`` keeps the data where it is and copies each batch to the device.
+        ``"device"`` puts all of it on the default device once and gathers batches there: the
+        device needs room for it, and no batch has to travel.
+
+    Bytes stay bytes: leave `uint8` images as they are and cast and scale them in the step, on the
+    device, where that costs little.
 
     Raises:
       ValueError: No data, leaves of different lengths, or `batch_size` below 1 or above N.
@@ -46,7 +53,10 @@ class ArrayLoader:
         shuffle: bool = False,
         seed: int = 0,
         drop_remainder: bool = False,
+        placement: Literal["host", "device"] = "host",
     ) -> None:
+        if placement not in ("host", "device"):
+            raise ValueError(f"placement: expected 'host' or 'device', got {placement!r}")
         self.data = _arrays(data)
         self.examples = _common_length(self.data)
         if batch_size != int(batch_size) or not 1 <= batch_size <= self.examples:
@@ -60,6 +70,9 @@ class ArrayLoader:
         self.shuffle = shuffle
         self.seed = int(seed)
         self.drop_remainder = drop_remainder
+        self.placement = placement
+        if placement == "device":
+            self.data = jax.tree.map(jnp.asarray, self.data)
         self._drawn: tuple[int, np.ndarray] | None = None
 
     def __len__(self) -> int:
@@ -113,10 +126,18 @@ class ArrayLoader:
 
     def _take(self, epoch: int, start: int, stop: int) -> PyTree:
         """Copies the examples at some places of an epoch's order: `data` may change later."""
+        if self.placement == "device":
+            # As a whole, so that the gather is one program; i32 reaches 2**31 examples.
+            return _gather(self.data, self.order(epoch)[start:stop].astype(np.int32))
         if not self.shuffle:
             return jax.tree.map(lambda x: np.array(x[start:stop]), self.data)
         rows = self.order(epoch)[start:stop]
         return jax.tree.map(lambda x: x.take(rows, axis=0), self.data)
+
+
+@jax.jit
+def _gather(data: PyTree, rows: jax.Array) -> PyTree:
+    return jax.tree.map(lambda x: x[rows], data)
 
 
 def _arrays(data: PyTree) -> PyTree:

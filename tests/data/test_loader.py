@@ -1,4 +1,5 @@
 import hypothesis
+import jax
 import numpy as np
 import pytest
 from hypothesis import strategies as st
@@ -109,3 +110,18 @@ def test_iterating_without_an_epoch_is_refused_with_the_way_to_do_it() -> None:
 def test_chunks_beyond_the_full_batches_are_refused(where) -> None:
     with pytest.raises(IndexError, match="expected batches within 0 to 9"):
         ArrayLoader(X, 10).chunk(0, *where)
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_data_on_the_device_gives_the_same_batches(shuffle) -> None:
+    data = {"x": X.astype(np.float32), "y": X.astype(np.uint8)[:, None]}
+    host, device = (
+        ArrayLoader(data, 10, shuffle=shuffle, seed=1, placement=where)
+        for where in ("host", "device")
+    )
+    for a, b in zip(host.epoch(1), device.epoch(1), strict=True):
+        assert isinstance(b["x"], jax.Array)
+        jax.tree.map(lambda x, y: np.testing.assert_array_equal(x, y, strict=True), a, b)
+    assert device.chunk(0, 2, 3)["y"].shape == (3, 10, 1)
+    with pytest.raises(ValueError, match="placement: expected 'host' or 'device'"):
+        ArrayLoader(data, 10, placement="disk")

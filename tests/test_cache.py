@@ -1,0 +1,29 @@
+import subprocess
+import sys
+
+PROGRAM = """
+import sys, functrain as ft, jax, jax.numpy as jnp
+ft.enable_compilation_cache(sys.argv[1])
+hits = []
+jax.monitoring.register_event_listener(
+    lambda event, **_: hits.append(event) if event.endswith("cache_hits") else None
+)
+ft.fuse(lambda s, b: (s + jnp.sum(b), {}), 2)(jnp.zeros(()), jnp.ones((2, 3)))
+print(len(hits))
+"""
+
+
+def test_a_second_process_takes_its_programs_from_the_cache(tmp_path) -> None:
+    hits = [
+        int(
+            subprocess.run(
+                [sys.executable, "-c", PROGRAM, tmp_path / "cache"],
+                check=True,
+                capture_output=True,
+                text=True,
+            ).stdout
+        )
+        for _ in range(2)
+    ]
+    assert hits[0] == 0
+    assert hits[1] > 0
