@@ -147,9 +147,9 @@ def run(
       epochs: How many times to go through the data.
       first_epoch: Number of the first one. A loader's order is a function of it: two runs of one
         epoch are one run of two if the second has ``first_epoch=1``.
-      fuse: Steps per program, K. ``"auto"`` takes at most 128, fewer where the epoch is short,
-        the state large (8 at the least), or 64 MiB hold fewer batches. K batches are in memory
-        at once, two or three times over. Results do not depend on K.
+      fuse: Steps per program, K. ``"auto"`` takes at most 128, and fewer where the epoch is
+        short, the state is large or the batches are (8 at the least, if they fit into 64 MiB).
+        K batches are in memory at once, two or three times over. Results do not depend on K.
       boundaries: Triggers (`every`, `at`) at whose steps a chunk must end. The same program takes
         fewer steps then: nothing further is compiled.
       rewrites: Which slow operations to rewrite on CPU; see `fuse`.

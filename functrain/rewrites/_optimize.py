@@ -25,7 +25,7 @@ REWRITES: tuple[Rewrite, ...] = (canonical_conv, depthwise_conv, grouped_conv)
 def optimize(fn: F, rewrites: Mode = "auto") -> F:
     """Returns the function with its slow operations rewritten, on CPU.
 
-    The result traces `fn` at each call, once, and evaluates the rewritten jaxpr; so jit it, or
+    The result traces `fn` when called, once, and evaluates the rewritten jaxpr; so jit it, or
     call it inside a function that is jitted. Differentiate and `vmap` before, not after: rules
     look at the operations they find.
 

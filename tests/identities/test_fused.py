@@ -24,9 +24,9 @@ def optimizer(clip=True):
     return optax.chain(norm, optax.adamw(schedule))
 
 
-def in_chunks(step, state, chunk, k):
+def in_chunks(step, state, chunk, k, rewrites="auto"):
     """Takes all steps, K at a time, what is left over one by one; keeps every loss."""
-    fused, single = ft.fuse(step, k), ft.fuse(step, 1)
+    fused, single = (ft.fuse(step, n, rewrites=rewrites) for n in (k, 1))
     losses, at = [], 0
     while at < STEPS:
         program, n = (fused, k) if at + k <= STEPS else (single, 1)
@@ -96,6 +96,18 @@ def test_fused_is_single_is_plain_jit(kind, dtype) -> None:
     assert {k: in_chunks(step, copy(state), chunk, k) for k in (1, 2, 7, 32)} == dict.fromkeys(
         (1, 2, 7, 32), plain
     )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_fused_is_single_for_convolutions(dtype) -> None:
+    _, _, state, step, chunk = setup("convolutional", dtype)
+    assert len({in_chunks(step, copy(state), chunk, k) for k in (1, 2, 7, 32)}) == 1
+
+
+def test_fused_with_exact_rewrites_is_plain_jit_for_convolutions() -> None:
+    _, _, state, step, chunk = setup("convolutional", "float32")
+    plain = one_by_one(step, state, chunk)
+    assert in_chunks(step, copy(state), chunk, 7, rewrites="exact") == plain
 
 
 @pytest.mark.parametrize("kind", ["dropout", "attention"])
