@@ -16,7 +16,11 @@ require_same(functrain)  # before a stale functrain can fail on a name it does n
 from bridge._model import create_state as create_state  # noqa: E402
 from bridge._model import from_keras as from_keras  # noqa: E402
 from bridge._model import to_keras as to_keras  # noqa: E402
+from bridge._scope import no_side_effects  # noqa: E402
+from functrain.fusion._guards import add_guard  # noqa: E402
 
-del functrain, require_jax, require_same
+add_guard(no_side_effects)
+
+del add_guard, functrain, no_side_effects, require_jax, require_same
 
 __all__ = ["__version__", "create_state", "from_keras", "to_keras"]

@@ -61,3 +61,25 @@ def keep_whole() -> Iterator[None]:
         # Leaving an outermost scope is the public way to have Keras make deferred values.
         with jax.ensure_compile_time_eval(), keras.StatelessScope():
             pass
+
+
+@contextlib.contextmanager
+def no_side_effects() -> Iterator[None]:
+    """Refuses a step that changes Keras variables while it is traced.
+
+    A model called as it is, ``model(x)``, assigns its statistics and seed counters; in a trace
+    those would be tracers, which end the model.
+
+    Raises:
+      ValueError: It names the variables; they are as they were.
+    """
+    with Scope([]) as scope:
+        yield
+    if scope.strays:
+        lines = [f"{v.path}: {_tree.spec(v)}" for v in scope.strays.values()]
+        raise ValueError(
+            "step: expected a pure function, got one that assigns Keras variables:\n"
+            f"{_tree.bullets(lines)}\n"
+            "Apply the model through bridge.from_keras(model), whose variables are in the state. "
+            "The model is unchanged."
+        )

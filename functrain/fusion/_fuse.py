@@ -10,6 +10,7 @@ import numpy as np
 from functrain import _tree
 from functrain import rewrites as _rewrites
 from functrain._types import PyTree, StateT, Step
+from functrain.fusion._guards import guarded
 from functrain.fusion._loop import check_stacked, repeat, scan
 from functrain.fusion._programs import Program, cached
 from functrain.rewrites import Mode
@@ -159,7 +160,8 @@ def _program(get: Callable[[], Any], k: int, unroll: int, donate: bool, rewrites
     def fused(state: PyTree, chunk: PyTree, n: jax.Array) -> tuple[PyTree, PyTree]:
         check_stacked(chunk, k)
         step = _rewrites.optimize(get(), rewrites)
-        return scan(step, state, chunk, unroll) if unroll else repeat(step, state, chunk, n)
+        with guarded():
+            return scan(step, state, chunk, unroll) if unroll else repeat(step, state, chunk, n)
 
     return jax.jit(fused, donate_argnums=0 if donate else ())
 

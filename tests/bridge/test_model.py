@@ -449,10 +449,10 @@ def test_what_is_no_keras_model_is_refused():
 def test_arguments_of_to_keras_in_the_wrong_order_are_refused(builders):
     model, _ = builders["sequential"]()
     state = bridge.create_state(model, SGD)
-    with pytest.raises(TypeError, match="got TrainState"):
+    with pytest.raises(TypeError, match=r"\(state, model\), got Sequential and TrainState"):
         bridge.to_keras(model, state)
-    with pytest.raises(TypeError, match=r"with .params and .model_state, got Sequential"):
-        bridge.to_keras(model, model)
+    with pytest.raises(TypeError, match=r"with \.params and \.model_state, got dict"):
+        bridge.to_keras({}, model)
 
 
 def test_a_layer_frozen_after_init_is_named_by_apply(builders):
@@ -467,3 +467,18 @@ def test_constraints_that_optax_will_not_apply_are_named():
     net = [keras.Input((3,)), layers.Dense(2, kernel_constraint="non_neg")]
     with pytest.warns(UserWarning, match="(?s)have constraints.*dense/kernel"):
         bridge.create_state(keras.Sequential(net), SGD)
+
+
+def test_a_step_that_changes_keras_variables_is_refused_and_the_model_stays_whole():
+    model = keras.Sequential([keras.Input((3,)), layers.BatchNormalization(), layers.Dropout(0.5)])
+    before = snapshot(model)
+
+    def step(state, batch):
+        return state + jnp.sum(model(batch, training=True)), {}
+
+    state = jnp.zeros(())
+    with pytest.raises(ValueError, match=r"(?s)assigns Keras variables:.*moving_mean.*from_keras"):
+        functrain.fuse(step, 2)(state, jnp.ones((2, 4, 3)))
+    assert not state.is_deleted()
+    for a, b in zip(before, snapshot(model), strict=True):
+        np.testing.assert_array_equal(a, b)
