@@ -53,7 +53,7 @@ class History:
         """
         from functrain._plot import draw
 
-        figure = draw(self)
+        figure = draw(self.steps, self.epochs)
         if path is not None:
             figure.savefig(path, dpi=120)
         return figure

@@ -1,5 +1,6 @@
 """Learning curves."""
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -7,10 +8,10 @@ import numpy as np
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from functrain._history import History
+Series = Mapping[str, np.ndarray]
 
 
-def draw(history: "History") -> "Figure":
+def draw(steps: Series, epochs: Series) -> "Figure":
     """Draws one panel for each quantity: per step thin, per epoch bold, validation dashed."""
     try:
         from matplotlib.figure import Figure
@@ -19,12 +20,12 @@ def draw(history: "History") -> "Figure":
             "plotting needs matplotlib: pip install 'functrain[plot]' (history.steps and "
             "history.epochs hold the numbers as NumPy arrays)"
         ) from error
-    names = [n for n in {**history.steps, **history.epochs} if _has_panel(n)]
+    names = [n for n in {**steps, **epochs} if _has_panel(n)]
     figure = Figure(figsize=(5.2 * max(1, len(names)), 3.6), layout="constrained")
     for panel, name in zip(
         np.atleast_1d(figure.subplots(1, max(1, len(names)))), names, strict=False
     ):
-        _curves(panel, history, name)
+        _curves(panel, steps, epochs, name)
     return figure
 
 
@@ -32,12 +33,12 @@ def _has_panel(name: str) -> bool:
     return name != "seconds" and not name.startswith("val_")
 
 
-def _curves(panel: Any, history: "History", name: str) -> None:
-    total = max((len(v) for v in history.steps.values()), default=0)
+def _curves(panel: Any, steps: Series, epochs: Series, name: str) -> None:
+    total = max((len(v) for v in steps.values()), default=0)
     panel.set_title(name.replace("_", " "))
     panel.set_xlabel("step" if total else "epoch")
     panel.grid(alpha=0.25)
-    per_step = history.steps.get(name)
+    per_step = steps.get(name)
     if name.split("/")[-1] == "learning_rate" and per_step is not None:
         panel.plot(np.arange(1, total + 1), per_step, color=_COLOR["training, epoch"], lw=1.5)
         return
@@ -50,7 +51,7 @@ def _curves(panel: Any, history: "History", name: str) -> None:
         (name, "-o", "training, epoch"),
         (f"val_{name}", "--s", "validation"),
     ):
-        values = history.epochs.get(key)
+        values = epochs.get(key)
         if values is not None:
             at = np.arange(1, len(values) + 1) * (total / len(values) if total else 1)
             panel.plot(at, values, style, color=_COLOR[label], ms=3.5, lw=1.5, label=label)

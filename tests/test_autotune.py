@@ -13,6 +13,7 @@ def step(state, batch):
     return {"w": state["w"] + jnp.mean(batch)}, {"loss": jnp.sum(batch)}
 
 
+@pytest.mark.smoke
 def test_the_state_is_neither_changed_nor_consumed() -> None:
     state = {"w": jnp.zeros(3)}
     tuning = ft.autotune(step, state, np.ones((4, 2), np.float32), ks=(1, 4))

@@ -45,6 +45,7 @@ def assert_identical(got, expected):
     assert [bits(x) for x in jax.tree.leaves(got)] == [bits(x) for x in jax.tree.leaves(expected)]
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("abstract", [False, True])
 @pytest.mark.parametrize("settings", [{}, {"dtype": jnp.bfloat16}, {"rng": False}])
 def test_a_train_state_comes_back_bit_for_bit(tmp_path, settings, abstract):

@@ -43,6 +43,7 @@ def test_create_separates_an_optimizer_state_that_aliases_params() -> None:
     jax.jit(lambda s: s.replace(step=s.step + 1), donate_argnums=0)(state)
 
 
+@pytest.mark.smoke
 def test_apply_gradients_is_optax_by_hand() -> None:
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
     state = TrainState.create(params=PARAMS, tx=tx)

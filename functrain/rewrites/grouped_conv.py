@@ -10,9 +10,9 @@ many features as channels, G groups:
     8 28 256 32      44/37 -> 6.9/5.6         44/20 -> 11/9.5         4560/201 -> 11/11
     8 8 512 64       3.3/2.4 -> 2.1/1.6       3.3/5.2 -> 1.5/0.9      1600/54 -> 2.1/1.5
 
-(The second row: written out instead of looped, which runs alike.) A batched matrix product per tap was
-slower by up to 5 times on the larger images, a block-diagonal kernel from 8 groups on. The sums
-may be taken in another order: last bits change.
+The second row was taken with the loop written out, which runs alike. A batched matrix product per
+tap was slower by up to 5 times on the larger images, a block-diagonal kernel from 8 groups on. The
+sums may be taken in another order: last bits change.
 """
 
 from typing import Any

@@ -330,6 +330,7 @@ def test_apply_runs_on_shapes_alone(build):
     assert jax.tree.structure(out.model_state) == jax.tree.structure(model_state)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("rng", [None, 0])
 def test_a_keras_model_trains_to_the_same_bits_however_many_steps_are_fused(builders, rng):
     model, x = builders["dropout"]()

@@ -46,6 +46,7 @@ def test_the_order_does_not_depend_on_the_batch_size() -> None:
     np.testing.assert_array_equal(flat(a, 2), flat(b, 2))
 
 
+@pytest.mark.smoke
 def test_any_position_can_be_sought() -> None:
     loader = ArrayLoader(X, 10, shuffle=True)
     batches = list(loader.epoch(1))

@@ -34,6 +34,7 @@ def fit(*hooks, **arguments):
     return ft.fit(start(), STEP, LOADER, hooks=hooks, **arguments)
 
 
+@pytest.mark.smoke
 def test_steps_epochs_and_places_are_met_exactly_and_see_the_state_of_their_step() -> None:
     single = {}
     for event in ft.run(start(), STEP, LOADER, epochs=2, fuse=1):

@@ -104,6 +104,7 @@ def test_fused_is_single_for_convolutions(dtype) -> None:
     assert len({in_chunks(step, copy(state), chunk, k) for k in (1, 2, 7, 32)}) == 1
 
 
+@pytest.mark.smoke
 def test_fused_with_exact_rewrites_is_plain_jit_for_convolutions() -> None:
     _, _, state, step, chunk = setup("convolutional", "float32")
     plain = one_by_one(step, state, chunk)
@@ -133,6 +134,7 @@ def test_a_step_is_the_loop_written_by_hand(kind, dtype) -> None:
             np.testing.assert_array_equal(np.asarray(variable.value), np.asarray(value))
 
 
+@pytest.mark.smoke
 def test_a_fit_does_not_depend_on_k() -> None:
     _, _, state, step, (x, y) = setup("batch_norm", "float32")
     loader = ft.ArrayLoader((x.reshape(-1, 12), y.reshape(-1)), 7, shuffle=True, seed=1)
