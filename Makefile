@@ -1,6 +1,7 @@
 # Two commands need nothing but python3 (3.11 or newer), make and the package registries:
 #   make train    the main job: MNIST through the functional core and back to Keras
 #   make test     ruff, mypy, pytest (with the doctests)
+# make test-all adds what takes long; make bench compares with the peers (ARGS=--quick: 3 minutes).
 # PYTHON=python3.13 picks another interpreter; CONSTRAINTS= (empty) takes the newest releases.
 
 PYTHON ?= python3
@@ -14,7 +15,7 @@ READY := $(VENV)/.ready-$(WANTED)-$(or $(CONSTRAINTS),newest)
 
 export KERAS_BACKEND := jax
 
-.PHONY: train test test-all smoke lint clean
+.PHONY: train test test-all smoke bench lint clean
 
 train: $(READY)
 	$(BIN)/python examples/mnist.py
@@ -27,6 +28,9 @@ test-all: lint
 
 smoke: $(READY)
 	$(BIN)/python -m pytest -n $(WORKERS) -m smoke tests
+
+bench: $(READY)
+	$(BIN)/python -m benchmarks $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check .
