@@ -3,11 +3,8 @@
 One rewrite a file. To add one: write the file, list it in `_optimize.REWRITES`, test it.
 """
 
-from functrain.rewrites._frame import Rewrite as Rewrite
-from functrain.rewrites._frame import RewriteError as RewriteError
-from functrain.rewrites._frame import rewrite_jaxpr as rewrite_jaxpr
 from functrain.rewrites._optimize import Mode as Mode
 from functrain.rewrites._optimize import mode as mode
 from functrain.rewrites._optimize import optimize as optimize
 
-__all__ = ["Mode", "Rewrite", "RewriteError", "mode", "optimize", "rewrite_jaxpr"]
+__all__ = ["Mode", "mode", "optimize"]
