@@ -12,6 +12,7 @@ from functrain import _tree
 from functrain._metrics import batch_size
 from functrain._trigger import Trigger, steps_until_due
 from functrain._types import PyTree
+from functrain.data import _buffer
 from functrain.data._loader import ArrayLoader
 from functrain.data._plan import auto_steps
 
@@ -77,7 +78,8 @@ class Feed:
         at = 0
         while at < full:
             steps = min(full - at, self._room(step + at, k))
-            yield _chunk(loader.chunk(epoch, at, steps), k, steps, loader.batch_size)
+            batches = loader.chunk(epoch, at, steps)
+            yield Chunk(_filled(batches, k, steps), k, steps, loader.batch_size)
             at += steps
         for index in range(full, len(loader)):
             yield _single(loader.batch(epoch, index))
@@ -102,10 +104,10 @@ class Feed:
                 continue
             pending.append(batch)
             if len(pending) == self._room(step + index + 1 - len(pending), k):
-                yield _chunk(_stack(pending), k, len(pending), size)
+                yield Chunk(_stacked(pending, k), k, len(pending), size)
                 pending = []
         if pending:
-            yield _chunk(_stack(pending), k, len(pending), size)
+            yield Chunk(_stacked(pending, k), k, len(pending), size)
         if ragged is not None:
             yield _single(ragged)
 
@@ -204,21 +206,28 @@ def _to_arrays(batch: PyTree) -> PyTree:
     return jax.tree.map(lambda x: x if isinstance(x, jax.Array) else np.array(x), batch)
 
 
-def _stack(batches: list[PyTree]) -> PyTree:
+def _stacked(batches: list[PyTree], k: int) -> PyTree:
+    """Stacks up to K batches, and fills up with zeros, which no step will see."""
+
     def stack(*leaves: Any) -> Any:
-        return (jnp if isinstance(leaves[0], jax.Array) else np).stack(leaves)
+        if not isinstance(leaves[0], jax.Array):
+            return _buffer.stack(leaves, k)
+        return _fill(jnp.stack(leaves), k)
 
     return jax.tree.map(stack, *batches)
 
 
-def _chunk(batches: PyTree, k: int, steps: int, examples: int) -> Chunk:
-    """Fills up to K with zeros, which no step will see."""
+def _filled(stacked: PyTree, k: int, steps: int) -> PyTree:
+    """Fills batches that are stacked up to K."""
+    if steps == k:
+        return stacked
+    return jax.tree.map(
+        lambda x: _fill(x, k) if isinstance(x, jax.Array) else _buffer.stack(x, k), stacked
+    )
 
-    def fill(x: Any) -> Any:
-        xp = jnp if isinstance(x, jax.Array) else np
-        return xp.concatenate([x, xp.zeros((k - steps, *x.shape[1:]), x.dtype)])
 
-    return Chunk(batches if steps == k else jax.tree.map(fill, batches), k, steps, examples)
+def _fill(x: jax.Array, k: int) -> jax.Array:
+    return jnp.concatenate([x, jnp.zeros((k - len(x), *x.shape[1:]), x.dtype)])
 
 
 def _single(batch: PyTree) -> Chunk:

@@ -9,6 +9,7 @@ import numpy as np
 
 from functrain import _tree
 from functrain._types import PyTree
+from functrain.data import _buffer
 
 
 class ArrayLoader:
@@ -130,9 +131,9 @@ class ArrayLoader:
             # As a whole, so that the gather is one program; i32 reaches 2**31 examples.
             return _gather(self.data, self.order(epoch)[start:stop].astype(np.int32))
         if not self.shuffle:
-            return jax.tree.map(lambda x: np.array(x[start:stop]), self.data)
+            return jax.tree.map(lambda x: _buffer.copy(x[start:stop]), self.data)
         rows = self.order(epoch)[start:stop]
-        return jax.tree.map(lambda x: x.take(rows, axis=0), self.data)
+        return jax.tree.map(lambda x: _buffer.take(x, rows), self.data)
 
 
 @jax.jit

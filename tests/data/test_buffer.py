@@ -1,0 +1,36 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import functrain as ft
+from functrain.data import _buffer
+from functrain.data._feed import Feed
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.float32, np.float64, jnp.bfloat16, np.bool_])
+@pytest.mark.parametrize("shape", [(), (7,), (3, 5, 2)])
+def test_memory_is_aligned_and_of_the_type_asked_for(shape, dtype) -> None:
+    x = _buffer.empty(shape, dtype)
+    assert (x.shape, x.dtype) == (shape, np.dtype(dtype))
+    assert x.ctypes.data % _buffer.ALIGNMENT == 0
+    assert x.flags.c_contiguous
+
+
+def test_copies_gathers_and_stacks_are_what_numpy_makes() -> None:
+    x = np.random.default_rng(0).normal(size=(6, 3)).astype(np.float32)
+    rows = np.array([4, 0, 4])
+    np.testing.assert_array_equal(_buffer.copy(x[1:5:2]), x[1:5:2])
+    np.testing.assert_array_equal(_buffer.take(x, rows), x[rows])
+    np.testing.assert_array_equal(_buffer.stack([x, x + 1], 2), np.stack([x, x + 1]))
+    np.testing.assert_array_equal(_buffer.stack([x], 2)[1], np.zeros_like(x))
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("as_loader", [True, False])
+def test_chunks_reach_a_cpu_device_without_a_copy(as_loader, shuffle) -> None:
+    loader = ft.ArrayLoader(np.ones((50, 33), np.float32), 7, shuffle=shuffle)
+    for chunk in Feed(loader if as_loader else list(loader.epoch(0)), 3).epoch(0):
+        if chunk.k == 3:
+            pointer = jax.device_put(chunk.batches).unsafe_buffer_pointer()
+            assert pointer == chunk.batches.ctypes.data
