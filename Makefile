@@ -15,7 +15,7 @@ READY := $(VENV)/.ready-$(WANTED)-$(or $(CONSTRAINTS),newest)
 
 export KERAS_BACKEND := jax
 
-.PHONY: train test test-all smoke bench lint clean
+.PHONY: train test test-all smoke bench bench-peers lint clean
 
 train: $(READY)
 	$(BIN)/python examples/mnist.py
@@ -31,6 +31,19 @@ smoke: $(READY)
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks $(ARGS)
+
+# Keras on TensorFlow and on torch, in environments of their own.
+bench-peers: $(READY) .venv-tensorflow/.ready .venv-torch/.ready
+	$(BIN)/python -m benchmarks --python tensorflow=.venv-tensorflow/bin/python \
+	  --python torch=.venv-torch/bin/python --output benchmarks/output/peers $(ARGS)
+
+.venv-tensorflow/.ready .venv-torch/.ready: .venv-%/.ready:
+	$(PYTHON) -m venv --clear .venv-$*
+	.venv-$*/bin/python -m pip install --quiet --constraint constraints.txt $(PEER_$*) keras
+	@touch $@
+
+PEER_tensorflow := tensorflow-cpu
+PEER_torch := torch
 
 lint: $(READY)
 	$(BIN)/ruff check .

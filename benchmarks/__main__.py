@@ -1,0 +1,131 @@
+"""Measures functrain beside what a user would otherwise pick; see benchmarks/README.md.
+
+python -m benchmarks --quick
+python -m benchmarks --workloads mnist-convnet --ways functrain-fit,keras-fit --rounds 5
+python -m benchmarks --python torch=.venv-torch/bin/python
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import pathlib
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+
+os.environ.setdefault("KERAS_BACKEND", "jax")  # the workloads import keras
+
+from benchmarks import report
+from benchmarks.driver import Backends, measure
+from benchmarks.ways import WAYS, Way
+from benchmarks.workloads import WORKLOADS, Workload
+
+OUTPUT = pathlib.Path(__file__).parent / "output"
+BIG_ROUNDS = 3
+# Losses of equal work may part by what other kernels round otherwise: little in a first epoch.
+DISAGREE = 0.02
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns the exit status."""
+    args = parse(arguments)
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=110)  # a log: the tables need their columns
+    args.output.mkdir(parents=True, exist_ok=True)
+    results: dict[str, Any] = {"machine": report.machine(), "versions": {}}
+    results |= {"rounds": args.rounds, "results": []}
+    with Backends(args.pythons) as backends, console.status("starting") as status:
+        for workload in args.workloads:
+            ways = [way for way in args.ways if way.can(workload)]
+            rounds = min(args.rounds, BIG_ROUNDS) if workload.big else args.rounds
+            measured = measure(
+                backends, workload, ways, rounds=rounds, steps=args.steps, say=status.update
+            )
+            results["results"].append(row(workload, args.steps, measured))
+            results["versions"] = backends.versions
+            console.print(report.table(results["results"][-1]))
+            warn(console, results["results"][-1])
+            write(results, args.output)  # each time: an interrupt loses one workload only
+    console.print(f"wrote results.json, results.md and results.png to {args.output}")
+    return int(any(way["error"] for r in results["results"] for way in r["ways"].values()))
+
+
+def row(workload: Workload, steps: int | None, measured: dict[str, Any]) -> dict[str, Any]:
+    """Returns one workload's part of results.json."""
+    ways = {n: {"median": m.median, **dataclasses.asdict(m)} for n, m in measured.items()}
+    known = {"workload": workload.name, "batch": workload.batch}
+    return {**known, "steps": steps or workload.steps, "ways": ways}
+
+
+def warn(console: Console, result: dict[str, Any]) -> None:
+    """Says so where ways did not compute the same."""
+    for name, difference in report.disagreement(result["ways"]).items():
+        if not difference <= DISAGREE:
+            other = report.reference(result["ways"])
+            console.print(f"{name}: mean loss {difference:.1%} off {other}'s; is it equal work?")
+
+
+def write(results: dict[str, Any], folder: pathlib.Path) -> None:
+    """Writes all three files."""
+    (folder / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+    (folder / "results.md").write_text(report.markdown(results))
+    report.draw(results, folder / "results.png")
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Parses the command line, and turns names into workloads and ways."""
+    parser = argparse.ArgumentParser(
+        "benchmarks",
+        description=__doc__,
+        epilog="ways:\n" + "\n".join(f"  {way.name:24}  {way.label}" for way in WAYS.values()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--quick", action="store_true", help="small workloads, 3 rounds")
+    parser.add_argument("--workloads", help=f"comma-separated, of {', '.join(WORKLOADS)}")
+    parser.add_argument("--ways", help="comma-separated; see below")
+    parser.add_argument("--rounds", type=int, help="default 5")
+    parser.add_argument("--steps", type=int, help="per call, in place of each workload's own")
+    parser.add_argument("--output", type=pathlib.Path, default=OUTPUT)
+    parser.add_argument(
+        "--python",
+        action="append",
+        default=[],
+        metavar="BACKEND=PATH",
+        help="the interpreter of a peer's environment (tensorflow or torch, keras, numpy)",
+    )
+    args = parser.parse_args(arguments)
+    args.pythons = {"jax": sys.executable, **dict(item.split("=", 1) for item in args.python)}
+    args.rounds = args.rounds or (3 if args.quick else 5)
+    small = [name for name, workload in WORKLOADS.items() if workload.quick]
+    default = small if args.quick else list(WORKLOADS)
+    args.workloads = _chosen(parser, WORKLOADS, args.workloads, default)
+    runnable = [name for name, way in WAYS.items() if way.backend in args.pythons]
+    args.ways = _chosen(parser, WAYS, args.ways, runnable)
+    _require_pythons(parser, args.ways, args.pythons)
+    return args
+
+
+def _chosen(
+    parser: argparse.ArgumentParser, known: dict[str, Any], names: str | None, default: list[str]
+) -> list[Any]:
+    wanted = names.split(",") if names else default
+    unknown = sorted(set(wanted) - set(known))
+    if unknown:
+        parser.error(f"expected names out of {', '.join(known)}; got {', '.join(unknown)}")
+    return [known[name] for name in wanted]
+
+
+def _require_pythons(
+    parser: argparse.ArgumentParser, ways: list[Way], pythons: dict[str, str]
+) -> None:
+    missing = {way.backend for way in ways} - set(pythons)
+    if missing:
+        parser.error(f"name the interpreter of {', '.join(missing)} with --python BACKEND=PATH")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

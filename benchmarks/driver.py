@@ -1,0 +1,156 @@
+"""The driving side: starts the workers and measures, one way at a time, round after round."""
+
+import dataclasses
+import os
+import pathlib
+import socket
+import statistics
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Self
+
+from benchmarks.ways import Way
+from benchmarks.worker import Line
+from benchmarks.workloads import Workload
+
+ROOT = pathlib.Path(__file__).parents[1]
+IMPORT_TIMEOUT = 120.0  # seconds until a backend must have been imported
+
+
+@dataclasses.dataclass
+class Measured:
+    """What one way of one workload came to.
+
+    Attributes:
+      seconds: Per step, one entry a round.
+      losses: Mean loss of the first call's steps, and of the second's: equal work, equal losses.
+      compile_seconds: What the first call took longer than a steady one.
+      peak_bytes: Most memory the process ever held, imports included.
+      error: Why it could not be measured, or nothing.
+    """
+
+    seconds: list[float] = dataclasses.field(default_factory=list)
+    losses: list[float] = dataclasses.field(default_factory=list)
+    compile_seconds: float = float("nan")
+    peak_bytes: int = 0
+    error: str = ""
+
+    @property
+    def median(self) -> float:
+        """Seconds per step."""
+        return statistics.median(self.seconds) if self.seconds else float("nan")
+
+
+class Backends:
+    """The worker of each Keras backend, started when first asked for.
+
+    Args:
+      pythons: The interpreter of each backend's environment.
+    """
+
+    def __init__(self, pythons: Mapping[str, str]) -> None:
+        self._pythons = pythons
+        self._workers: dict[str, tuple[subprocess.Popen[bytes], Line]] = {}
+        self._folder = tempfile.TemporaryDirectory()
+        self._address = os.path.join(self._folder.name, "socket")
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(self._address)
+        self._listener.listen()
+        self._listener.settimeout(IMPORT_TIMEOUT)
+        self.versions: dict[str, dict[str, str]] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for process, line in self._workers.values():
+            line.close()
+            process.terminate()
+            process.wait()
+        self._listener.close()
+        self._folder.cleanup()
+
+    def start(self, way: Way, workload: Workload, steps: int | None) -> Line:
+        """Returns a connection to a fresh process that prepares the way."""
+        if way.backend not in self._workers:
+            self._workers[way.backend] = self._launch(way.backend)
+        _, line = self._workers[way.backend]
+        line.send(way=way.name, workload=workload.name, steps=steps)
+        return self._accept()
+
+    def _launch(self, backend: str) -> tuple[subprocess.Popen[bytes], Line]:
+        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        quiet = {"TF_CPP_MIN_LOG_LEVEL": "3"}
+        env = {**os.environ, **quiet, "KERAS_BACKEND": backend, "PYTHONPATH": path}
+        command = [self._pythons[backend], "-m", "benchmarks.worker", self._address]
+        process = subprocess.Popen(command, env=env, cwd=ROOT)
+        line = self._accept()
+        self.versions[backend] = line.receive()["versions"]
+        return process, line
+
+    def _accept(self) -> Line:
+        try:
+            connection, _ = self._listener.accept()
+        except TimeoutError:
+            raise RuntimeError(
+                f"a worker did not answer within {IMPORT_TIMEOUT:.0f} s; its messages are above"
+            ) from None
+        connection.settimeout(None)
+        return Line(connection)
+
+
+def measure(
+    backends: Backends,
+    workload: Workload,
+    ways: Iterable[Way],
+    *,
+    rounds: int,
+    steps: int | None = None,
+    say: Callable[[str], None] = print,
+) -> dict[str, Measured]:
+    """Measures the ways of one workload, interleaved.
+
+    Every way is called once to compile, once to warm up, and once a round. The order turns with
+    the rounds, so that no way always runs after the same one.
+    """
+    results: dict[str, Measured] = {}
+    lines: dict[str, Line] = {}
+    per_call = steps or workload.steps
+    for way in ways:
+        say(f"{workload.name}: compiling {way.name}")
+        results[way.name] = Measured()
+        lines[way.name] = backends.start(way, workload, steps)
+        first = _next(lines, way.name, results)
+        results[way.name].compile_seconds = first.get("seconds", float("nan"))
+    for number in range(-1, rounds):
+        names = list(lines)
+        start = number % max(1, len(names))
+        for name in names[start:] + names[:start]:
+            say(f"{workload.name}: round {number + 1} of {rounds}, {name}")
+            lines[name].send(run=True)
+            reply = _next(lines, name, results)
+            if reply and number >= 0:
+                results[name].seconds.append(reply["seconds"] / per_call)
+    for result in results.values():
+        result.compile_seconds = max(0.0, result.compile_seconds - result.median * per_call)
+    for line in lines.values():
+        line.close()
+    return results
+
+
+def _next(lines: dict[str, Line], name: str, results: dict[str, Measured]) -> dict[str, Any]:
+    """Takes in a worker's next message; forgets the worker if it says that it failed."""
+    result = results[name]
+    try:
+        reply = lines[name].receive()
+    except EOFError as error:
+        reply = {"error": str(error)}
+    if "error" in reply:
+        result.error = reply["error"]
+        lines.pop(name).close()
+        return {}
+    if len(result.losses) < 2:
+        result.losses.append(reply["loss"])
+    result.peak_bytes = reply["peak_bytes"]
+    return reply

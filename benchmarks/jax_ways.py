@@ -1,0 +1,209 @@
+"""functrain's ways, and the loops people write in JAX by hand."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import bridge
+import functrain as ft
+from benchmarks.keras_ways import Run, compiled
+from benchmarks.workloads import Workload
+
+Totals = dict[str, jax.Array]  # what is summed over an epoch: the loss, and the hits
+
+
+def adam() -> optax.GradientTransformation:
+    """The optimizer of every way, with Keras's epsilon."""
+    return optax.adam(1e-3, eps=1e-7)
+
+
+# functrain
+
+
+def _functrain(workload: Workload) -> tuple[Any, Any]:
+    if workload.own_step:
+        return workload.functrain_step()
+    net = workload.model()
+    state = bridge.create_state(net, adam())
+    loss = optax.softmax_cross_entropy_with_integer_labels
+    loss_fn = ft.supervised(bridge.from_keras(net), loss)
+    return state, ft.train_step(loss_fn, adam(), metrics={"accuracy": ft.accuracy()})
+
+
+def functrain_fit(workload: Workload, rewrites: Any = "auto") -> Run:
+    """`functrain.fit`, end to end: feed, metrics, history."""
+    state, step = _functrain(workload)
+    loader = ft.ArrayLoader(workload.data(), workload.batch)
+
+    def run() -> float:
+        nonlocal state
+        state, history = ft.fit(state, step, loader, rewrites=rewrites, verbose=0)
+        return float(history.epochs["loss"][-1])
+
+    return run
+
+
+def functrain_off(workload: Workload) -> Run:
+    """The same without rewriting slow operations."""
+    return functrain_fit(workload, rewrites="off")
+
+
+def functrain_fused(workload: Workload) -> Run:
+    """The fused program alone, over chunks that are on the device already."""
+    state, step = _functrain(workload)
+    k = min(workload.steps, 128)
+    loader = ft.ArrayLoader(workload.data(), workload.batch)
+    chunks = [jax.device_put(loader.chunk(0, i, k)) for i in range(0, workload.steps, k)]
+    fused = ft.fuse(step, k)
+
+    def run() -> float:
+        nonlocal state
+        carry = step.start(state) if isinstance(step, ft.MeteredStep) else state
+        losses = []
+        for chunk in chunks:
+            carry, logs = fused(carry, chunk)
+            losses.append(logs["loss"])
+        state = carry.state if isinstance(carry, ft.Metered) else carry
+        jax.block_until_ready(state)
+        return float(np.mean(jax.device_get(losses)))
+
+    return run
+
+
+# by hand
+
+
+def _by_hand(workload: Workload) -> tuple[Any, Any]:
+    """Returns (carry, step): ``step(carry, batch) -> carry``, and carry = (state, totals)."""
+    if workload.own_step:
+        return _own_by_hand(workload)
+    model, tx = workload.model(), adam()
+
+    def loss_fn(params: Any, rest: Any, batch: Any) -> Any:
+        x, y = batch
+        logits, rest = model.stateless_call(params, rest, x, training=True)
+        loss = optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
+        return loss, (rest, jnp.mean(jnp.argmax(logits, -1) == y))
+
+    def step(carry: Any, batch: Any) -> Any:
+        (params, rest, opt_state), totals = carry
+        grad_fn = jax.value_and_grad(loss_fn, has_aux=True)
+        (loss, (rest, hits)), grads = grad_fn(params, rest, batch)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        params = optax.apply_updates(params, updates)
+        totals = {"loss": totals["loss"] + loss, "hits": totals["hits"] + hits}
+        return (params, rest, opt_state), totals
+
+    params = [jnp.copy(v.value) for v in model.trainable_variables]
+    rest = [jnp.copy(v.value) for v in model.non_trainable_variables]
+    return ((params, rest, tx.init(params)), zero_totals()), step
+
+
+def _own_by_hand(workload: Workload) -> tuple[Any, Any]:
+    state, own = workload.functrain_step()
+
+    def step(carry: Any, batch: Any) -> Any:
+        state, totals = carry
+        state, logs = own(state, batch)
+        return state, {**totals, "loss": totals["loss"] + logs["loss"]}
+
+    return (state, zero_totals()), step
+
+
+def zero_totals() -> Totals:
+    """Returns the sums at the beginning of an epoch; separate buffers, for they are donated."""
+    return {"loss": jnp.zeros(()), "hits": jnp.zeros(())}
+
+
+def jit_loop(workload: Workload) -> Run:
+    """A jitted, donated step in a Python loop over NumPy batches."""
+    carry, step = _by_hand(workload)
+    step = jax.jit(step, donate_argnums=0)
+    x, y = workload.data()
+
+    def run() -> float:
+        nonlocal carry
+        carry = (carry[0], zero_totals())
+        for i in range(0, len(x), workload.batch):
+            carry = step(carry, (x[i : i + workload.batch], y[i : i + workload.batch]))
+        jax.block_until_ready(carry)
+        return float(carry[1]["loss"]) / workload.steps
+
+    return run
+
+
+def scan(workload: Workload) -> Run:
+    """`lax.scan` of that step over an epoch that is on the device already."""
+    carry, step = _by_hand(workload)
+    epoch = _stacked(workload, workload.steps)[0]
+
+    def all_steps(carry: Any, epoch: Any) -> Any:
+        return jax.lax.scan(lambda carry, batch: (step(carry, batch), None), carry, epoch)[0]
+
+    program = jax.jit(all_steps, donate_argnums=0)
+
+    def run() -> float:
+        nonlocal carry
+        carry = program((carry[0], zero_totals()), epoch)
+        jax.block_until_ready(carry)
+        return float(carry[1]["loss"]) / workload.steps
+
+    return run
+
+
+def keras_scan_32(workload: Workload) -> Run:
+    """A scan over Keras's own `train_step`, as newer Kerases do for `steps_per_execution`."""
+    model, k = compiled(workload), min(32, workload.steps)
+    chunks = _stacked(workload, k)
+    _build(model, *(leaf[0] for leaf in chunks[0]))
+
+    def steps(state: Any, chunk: Any) -> Any:
+        def step(state: Any, batch: Any) -> Any:
+            logs, state = model.train_step(state, batch)
+            return state, logs
+
+        state, logs = jax.lax.scan(step, state, chunk)
+        return state, logs["loss"][-1]
+
+    program = jax.jit(steps, donate_argnums=0)
+    *kept, metrics = _keras_state(model)
+
+    def run() -> float:
+        nonlocal kept
+        state = (*kept, jax.tree.map(jnp.copy, metrics))
+        for chunk in chunks:
+            state, loss = program(state, chunk)
+        kept = state[:3]
+        jax.block_until_ready(kept)
+        return float(loss)
+
+    return run
+
+
+def _build(model: Any, x: Any, y: Any) -> None:
+    """Creates the variables that `fit` would create, without training."""
+    model.optimizer.build(model.trainable_variables)
+    outputs = jax.eval_shape(lambda: model.stateless_call(*_keras_state(model)[:2], x)[0])
+    outputs = jnp.zeros(outputs.shape, outputs.dtype)
+    model.compute_loss(x, y, outputs)
+    model.compute_metrics(x, y, outputs)
+    model.reset_metrics()
+
+
+def _keras_state(model: Any) -> tuple[list[jax.Array], ...]:
+    variables = (
+        model.trainable_variables,
+        model.non_trainable_variables,
+        model.optimizer.variables,
+        model.metrics_variables,
+    )
+    return tuple([jnp.copy(v.value) for v in part] for part in variables)
+
+
+def _stacked(workload: Workload, k: int) -> list[Any]:
+    """Returns the epoch as chunks of K batches, on the device."""
+    loader = ft.ArrayLoader(workload.data(), workload.batch)
+    return [jax.device_put(loader.chunk(0, i, k)) for i in range(0, workload.steps, k)]

@@ -1,0 +1,149 @@
+"""What came of it, for people: tables and a picture."""
+
+import math
+import os
+import pathlib
+import platform
+import statistics
+from typing import Any
+
+from rich.table import Table
+
+Results = dict[str, Any]  # as in results.json; see README.md
+
+
+def machine() -> dict[str, Any]:
+    """Says what the numbers were measured on."""
+    return {
+        "cpu": _cpu(),
+        "cores": os.cpu_count(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+    }
+
+
+def _cpu() -> str:
+    try:
+        lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def reference(ways: dict[str, Any]) -> str:
+    """Returns the way that others are compared with: Keras's fit where it was measured."""
+    known = [name for name in ("keras-fit", "jit-loop") if ways.get(name, {}).get("seconds")]
+    measured = [name for name, way in ways.items() if way["seconds"]]
+    return (known or measured or [""])[0]
+
+
+def speed(ways: dict[str, Any], name: str) -> float:
+    """Returns how many times as fast as the reference: the median over the rounds' ratios.
+
+    Both sides of a ratio come from one round, so a slow spell of the machine hits both.
+    """
+    ours, theirs = ways[name]["seconds"], ways.get(reference(ways), {"seconds": []})["seconds"]
+    ratios = [b / a for a, b in zip(ours, theirs, strict=False)]
+    return statistics.median(ratios) if ratios else math.nan
+
+
+def disagreement(ways: dict[str, Any]) -> dict[str, float]:
+    """Returns how far each way's losses are from the reference's, relatively, first call."""
+    expected = ways.get(reference(ways), {}).get("losses", [])
+    return {
+        name: abs(way["losses"][0] - expected[0]) / max(1e-12, abs(expected[0]))
+        for name, way in ways.items()
+        if way["losses"] and expected
+    }
+
+
+def table(result: dict[str, Any]) -> Table:
+    """Returns one workload's table, the fastest way first."""
+    ways = result["ways"]
+    title = f"{result['workload']}, batch {result['batch']}, {result['steps']} steps a call"
+    made = Table(title=title, title_justify="left")
+    made.add_column("way", no_wrap=True)
+    columns = "ms a step", "min – max", f"speed / {reference(ways)}", "compile s", "peak MiB"
+    for column in columns:
+        made.add_column(column, justify="right", no_wrap=True)
+    for name, way in sorted(ways.items(), key=lambda item: item[1]["median"] or math.inf):
+        if way["error"]:
+            made.add_row(name, f"failed: {way['error']}")
+            continue
+        low, high = (f"{1e3 * f(way['seconds']):.4g}" for f in (min, max))
+        made.add_row(
+            name,
+            f"{1e3 * way['median']:.4g}",
+            f"{low} – {high}",
+            f"{speed(ways, name):.2f}",
+            f"{way['compile_seconds']:.1f}",
+            f"{way['peak_bytes'] / 2**20:.0f}",
+        )
+    return made
+
+
+def markdown(results: Results) -> str:
+    """Returns the summary for a README: ms a step, and the speed next to the reference."""
+    names = list(dict.fromkeys(name for r in results["results"] for name in r["ways"]))
+    lines = [
+        _sentence(results),
+        "",
+        f"| workload (batch) | {' | '.join(names)} |",
+        "|---|" + "---:|" * len(names),
+    ]
+    for result in results["results"]:
+        cells = [_cell(result["ways"], name) for name in names]
+        lines.append(f"| {result['workload']} ({result['batch']}) | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _sentence(results: Results) -> str:
+    m = results["machine"]
+    versions = {k: v for known in results["versions"].values() for k, v in known.items()}
+    listed = ", ".join(f"{name} {version}" for name, version in versions.items())
+    return (
+        f"ms a step, median of {results['rounds']} rounds (big nets: fewer), in brackets the speed "
+        f"relative to keras-fit (or jit-loop). {m['cpu']}, {m['cores']} cores, {m['system']}, "
+        f"Python {m['python']}, {listed}."
+    )
+
+
+def _cell(ways: dict[str, Any], name: str) -> str:
+    if name not in ways:
+        return ""
+    if ways[name]["error"]:
+        return "failed"
+    best = min(way["median"] for way in ways.values() if way["seconds"])
+    text = f"{1e3 * ways[name]['median']:.3g} ({speed(ways, name):.2g}×)"
+    return f"**{text}**" if ways[name]["median"] == best else text
+
+
+def draw(results: Results, path: pathlib.Path) -> None:
+    """Saves the picture: a panel per workload, a bar per way, log scale, min to max as a line."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    count = len(results["results"])
+    columns = min(3, count)
+    rows = math.ceil(count / columns)
+    figure = Figure(figsize=(5.2 * columns, 3.4 * rows), layout="constrained")
+    FigureCanvasAgg(figure)
+    for index, result in enumerate(results["results"]):
+        _panel(figure.add_subplot(rows, columns, index + 1), result)
+    m = results["machine"]
+    figure.suptitle(f"ms a step, less is better ({m['cpu']}, {m['cores']} cores)")
+    figure.savefig(path, dpi=120)
+
+
+def _panel(axes: Any, result: dict[str, Any]) -> None:
+    measured = {name: way for name, way in result["ways"].items() if way["seconds"]}
+    names = sorted(measured, key=lambda name: measured[name]["median"], reverse=True)
+    medians = [1e3 * measured[name]["median"] for name in names]
+    low = [a - 1e3 * min(measured[n]["seconds"]) for a, n in zip(medians, names, strict=True)]
+    high = [1e3 * max(measured[n]["seconds"]) - a for a, n in zip(medians, names, strict=True)]
+    colors = ["tab:blue" if name.startswith("functrain") else "tab:gray" for name in names]
+    axes.barh(names, medians, xerr=[low, high], color=colors, error_kw={"elinewidth": 1})
+    axes.set_xscale("log")
+    axes.set_title(f"{result['workload']} (batch {result['batch']})")
+    axes.tick_params(labelsize=8)

@@ -1,0 +1,197 @@
+"""What is trained: a Keras model, data and a batch size, on any Keras backend."""
+
+import dataclasses
+import importlib
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+from keras import layers
+
+MNIST = pathlib.Path(__file__).parents[1] / "examples" / "data" / "mnist.npz"
+Arrays = tuple[np.ndarray, np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """One thing to train.
+
+    Attributes:
+      name: As on the command line.
+      batch: Examples per step.
+      steps: Steps per measurement: one epoch. A multiple of 128, or less than that.
+      build: Makes the Keras model; its outputs are logits.
+      make_data: ``make_data(examples) -> (inputs, labels i32)``.
+      quick: Part of `--quick`.
+      big: Compiles for long; measured with fewer rounds and without the ways that add nothing.
+      own_step: "module:function" that returns (state, step) as functrain takes them, for what is
+        no classifier; `build` is None then.
+    """
+
+    name: str
+    batch: int
+    steps: int
+    build: Callable[[], keras.Model] | None
+    make_data: Callable[[int], Arrays]
+    quick: bool = False
+    big: bool = False
+    own_step: str = ""
+
+    def model(self) -> keras.Model:
+        """Builds the model, with the same initial weights on every backend."""
+        assert self.build is not None, f"{self.name} is no Keras model"
+        keras.utils.set_random_seed(0)
+        model = self.build()
+        _draw_kernels(model)
+        return model
+
+    def data(self) -> Arrays:
+        """Returns the examples of one epoch."""
+        return self.make_data(self.steps * self.batch)
+
+    def functrain_step(self) -> tuple[Any, Any]:
+        """Returns (state, step) of a workload that brings its own."""
+        module, _, function = self.own_step.partition(":")
+        return getattr(importlib.import_module(module), function)()
+
+
+def _draw_kernels(model: keras.Model) -> None:
+    """Draws them with NumPy: every backend of Keras has random numbers of its own."""
+    rng = np.random.default_rng(0)
+    for variable in model.trainable_variables:
+        shape = tuple(variable.shape)
+        if len(shape) >= 2:
+            scale = np.float32(np.prod(shape[:-1]) ** -0.5)
+            variable.assign(scale * rng.standard_normal(shape, dtype=np.float32))
+
+
+def noise(*shape: int, classes: int = 10, labels: tuple[int, ...] = ()) -> Callable[[int], Arrays]:
+    """Returns a maker of normal inputs `f32[n, *shape]` with random labels `i32[n, *labels]`."""
+
+    def make(n: int) -> Arrays:
+        rng = np.random.default_rng(0)
+        x = rng.standard_normal((n, *shape), dtype=np.float32)
+        return x, rng.integers(classes, size=(n, *labels), dtype=np.int32)
+
+    return make
+
+
+def tokens(n: int) -> Arrays:
+    """Sequences of 64 tokens out of 256, each labelled with its successor."""
+    text = np.random.default_rng(0).integers(256, size=(n, 65), dtype=np.int32)
+    return text[:, :-1], text[:, 1:]
+
+
+def mnist(*shape: int) -> Callable[[int], Arrays]:
+    """Returns a reader of the first n MNIST digits, as `f32[n, *shape]` in 0 to 1."""
+
+    def read(n: int) -> Arrays:
+        with np.load(MNIST) as file:
+            x, y = file["x_train"][:n], file["y_train"][:n]
+        return x.reshape(-1, *shape).astype(np.float32) / 255, y.astype(np.int32)
+
+    return read
+
+
+def mlp(inputs: int, *widths: int) -> Callable[[], keras.Model]:
+    """Returns the builder of a multi-layer perceptron."""
+
+    def build() -> keras.Model:
+        hidden = [layers.Dense(width, "relu") for width in widths[:-1]]
+        return keras.Sequential([keras.Input((inputs,)), *hidden, layers.Dense(widths[-1])])
+
+    return build
+
+
+def convnet() -> keras.Model:
+    """Two convolutions, each pooled, and a dense layer."""
+    return keras.Sequential(
+        [
+            keras.Input((28, 28, 1)),
+            layers.Conv2D(32, 3, activation="relu"),
+            layers.MaxPooling2D(),
+            layers.Conv2D(64, 3, activation="relu"),
+            layers.MaxPooling2D(),
+            layers.Flatten(),
+            layers.Dense(10),
+        ]
+    )
+
+
+def residual() -> keras.Model:
+    """A stem and four residual blocks with BatchNorm, on 28×28."""
+    x = inputs = keras.Input((28, 28, 1))
+    x = layers.Conv2D(16, 3, padding="same", use_bias=False)(x)
+    for width, strides in ((16, 1), (32, 2), (32, 1), (64, 2)):
+        skip = x
+        for stride in (strides, 1):
+            x = layers.Conv2D(width, 3, strides=stride, padding="same", use_bias=False)(x)
+            x = layers.ReLU()(layers.BatchNormalization()(x))
+        if skip.shape != x.shape:
+            skip = layers.Conv2D(width, 1, strides=strides, use_bias=False)(skip)
+        x = layers.Add()([x, skip])
+    return keras.Model(inputs, layers.Dense(10)(layers.GlobalAveragePooling2D()(x)))
+
+
+def separable() -> keras.Model:
+    """Separable, depthwise and transposed convolutions: the slow ones."""
+    return keras.Sequential(
+        [
+            keras.Input((32, 32, 3)),
+            layers.Conv2D(32, 3, padding="same", activation="relu"),
+            layers.SeparableConv2D(64, 3, padding="same", activation="relu"),
+            layers.DepthwiseConv2D(3, strides=2, padding="same", activation="relu"),
+            layers.Conv2DTranspose(32, 4, strides=2, padding="same", activation="relu"),
+            layers.GlobalAveragePooling2D(),
+            layers.Dense(10),
+        ]
+    )
+
+
+def application(name: str) -> Callable[[], keras.Model]:
+    """Returns the builder of one of `keras.applications`, for 32×32 images and ten classes."""
+    make = getattr(keras.applications, name)
+    shape = (32, 32, 3)
+    return lambda: make(weights=None, input_shape=shape, classes=10, classifier_activation=None)
+
+
+def transformer() -> keras.Model:
+    """Two causal blocks of width 64 over 64 tokens, predicting the next one."""
+    inputs = keras.Input((64,), dtype="int32")
+    places = keras.ops.cumsum(keras.ops.ones_like(inputs), axis=1) - 1
+    x = layers.Embedding(256, 64)(inputs) + layers.Embedding(64, 64)(places)
+    for _ in range(2):
+        h = layers.LayerNormalization()(x)
+        x = x + layers.MultiHeadAttention(4, 16)(h, h, use_causal_mask=True)
+        h = layers.Dense(256, "gelu")(layers.LayerNormalization()(x))
+        x = x + layers.Dense(64)(h)
+    return keras.Model(inputs, layers.Dense(256)(layers.LayerNormalization()(x)))
+
+
+def lstm() -> keras.Model:
+    """One LSTM of 32 units over 32 steps of 8 features."""
+    return keras.Sequential([keras.Input((32, 8)), layers.LSTM(32), layers.Dense(10)])
+
+
+def _application(key: str, name: str) -> Workload:
+    return Workload(key, 16, 8, application(name), noise(32, 32, 3), big=True)
+
+
+_ALL = [
+    Workload("digits-mlp", 32, 1024, mlp(64, 32, 10), noise(64), quick=True),
+    Workload("mnist-mlp", 32, 1024, mlp(784, 64, 64, 10), mnist(784), quick=True),
+    Workload("tabular-mlp", 4096, 64, mlp(32, 128, 128, 2), noise(32, classes=2), quick=True),
+    Workload("lstm", 32, 128, lstm, noise(32, 8), quick=True),
+    Workload("transformer", 16, 32, transformer, tokens),
+    Workload("mnist-convnet", 32, 32, convnet, mnist(28, 28, 1), quick=True),
+    Workload("residual", 64, 8, residual, mnist(28, 28, 1)),
+    Workload("separable", 16, 8, separable, noise(32, 32, 3)),
+    Workload("dcgan", 64, 2, None, mnist(28, 28, 1), big=True, own_step="benchmarks.dcgan:make"),
+    _application("mobilenet-v2", "MobileNetV2"),
+    _application("efficientnet-b0", "EfficientNetB0"),
+    _application("convnext-tiny", "ConvNeXtTiny"),
+    _application("resnet50", "ResNet50"),
+]
+WORKLOADS = {workload.name: workload for workload in _ALL}

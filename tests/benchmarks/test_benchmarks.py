@@ -1,0 +1,107 @@
+"""The benchmark measures equal work, and says what it found. Nothing here looks at a clock."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[2]
+STEPS = 8
+
+
+def bench(folder: pathlib.Path, workload: str, ways: str, *arguments: str) -> dict:
+    command = [sys.executable, "-m", "benchmarks", "--workloads", workload, "--ways", ways]
+    small = ["--rounds", "1", "--steps", str(STEPS), "--output", str(folder)]
+    done = subprocess.run(
+        [*command, *small, *arguments],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads((folder / "results.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bench")
+    return bench(folder, "digits-mlp", "functrain-fit,keras-fit,jit-loop") | {"folder": folder}
+
+
+def test_results_tell_the_machine_the_versions_and_every_way(results) -> None:
+    assert set(results["machine"]) == {"cpu", "cores", "system", "python"}
+    assert set(results["versions"]["jax"]) == {"keras", "jax", "numpy"}
+    (result,) = results["results"]
+    assert (result["workload"], result["batch"], result["steps"]) == ("digits-mlp", 32, STEPS)
+    assert set(result["ways"]) == {"functrain-fit", "keras-fit", "jit-loop"}
+    for way in result["ways"].values():
+        assert way["error"] == ""
+        assert len(way["seconds"]) == 1
+        assert len(way["losses"]) == 2
+        assert way["peak_bytes"] > 0
+
+
+def test_a_table_and_a_picture_are_written(results) -> None:
+    assert "| digits-mlp (32) |" in (results["folder"] / "results.md").read_text()
+    assert (results["folder"] / "results.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_all_ways_do_equal_work(results) -> None:
+    ways = results["results"][0]["ways"]
+    expected = ways["jit-loop"]["losses"]
+    for way in ways.values():
+        assert way["losses"] == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("workload", ["digits-mlp", "mnist-convnet", "lstm", "transformer"])
+def test_all_ways_of_the_small_nets_do_equal_work(workload, tmp_path) -> None:
+    from benchmarks.ways import WAYS
+    from benchmarks.workloads import WORKLOADS
+
+    can = [w.name for w in WAYS.values() if w.backend == "jax" and w.can(WORKLOADS[workload])]
+    (result,) = bench(tmp_path, workload, ",".join(can))["results"]
+    first = result["ways"]["jit-loop"]["losses"][0]
+    for way in result["ways"].values():  # one call only: rounding grows from step to step
+        assert way["losses"][0] == pytest.approx(first, rel=1e-4)
+
+
+def test_a_way_that_fails_is_reported_and_the_others_go_on(tmp_path) -> None:
+    from benchmarks.driver import Backends, measure
+    from benchmarks.ways import WAYS, Way
+    from benchmarks.workloads import WORKLOADS
+
+    broken = Way("nowhere", "benchmarks.nowhere:way", "")
+    with Backends({"jax": sys.executable}) as backends:
+        measured = measure(
+            backends,
+            WORKLOADS["digits-mlp"],
+            [broken, WAYS["jit-loop"]],
+            rounds=1,
+            steps=STEPS,
+            say=lambda text: None,
+        )
+    assert "KeyError" in measured["nowhere"].error
+    assert measured["jit-loop"].error == ""
+
+
+@pytest.mark.parametrize("name", ["--workloads", "--ways"])
+def test_an_unknown_name_is_refused_with_those_known(name, capsys) -> None:
+    from benchmarks.__main__ import parse
+
+    with pytest.raises(SystemExit):
+        parse([name, "nonsense"])
+    assert "keras-fit" in (text := capsys.readouterr().err) or "digits-mlp" in text
+
+
+def test_a_peer_needs_its_interpreter(capsys) -> None:
+    from benchmarks.__main__ import parse
+
+    with pytest.raises(SystemExit):
+        parse(["--ways", "keras-fit@torch"])
+    assert "--python BACKEND=PATH" in capsys.readouterr().err
