@@ -194,47 +194,93 @@ def run(
             f"data: expected something that can be iterated {epochs} times, got an iterator, "
             "which is exhausted after one pass. Pass a list, an ArrayLoader or a loader object."
         )
-    return _run(state, step, feed, range(first_epoch, first_epoch + epochs), jit, rewrites)
+    epochs_to_do = range(first_epoch, first_epoch + epochs)
+    return _run(_Stepper(step, state, jit, rewrites), feed, epochs_to_do)
 
 
-def _run(
-    state: PyTree, step: Any, feed: Feed, epochs: range, jit: bool, rewrites: Mode
-) -> Iterator[Event]:
-    taken, epoch = 0, epochs.start
-    fused: dict[int, Fused[Any]] = {}
-    event: Event | None = None
-    in_flight: collections.deque[PyTree] = collections.deque()
+def _run(stepper: "_Stepper", feed: Feed, epochs: range) -> Iterator[Event]:
+    event, epoch = Event(epochs.start, 0, ()), epochs.start
     for epoch in epochs:
-        carry = step.start(state) if isinstance(step, MeteredStep) else state
-        for chunk in feed.epoch(epoch, taken):
-            if not jit:
-                carry, logs = _eager(step, carry, chunk)
-            else:
-                if chunk.k not in fused:
-                    fused[chunk.k] = fuse_steps(step, chunk.k, rewrites=rewrites)
-                carry, logs = fused[chunk.k].dispatch(carry, chunk.batches, chunk.steps)
-            taken += chunk.steps
-            # A state is donated to the next program, so only logs can be waited for later.
-            in_flight.append(logs)
-            if not jax.tree.leaves(logs):
-                jax.block_until_ready(carry)
-            if len(in_flight) > RUN_AHEAD:
-                jax.block_until_ready(in_flight.popleft())
-            where = _where(step, carry, epoch, taken)
-            event = ChunkEnd(**where, steps=chunk.steps, examples=chunk.examples, rows=logs)
+        stepper.begin_epoch()
+        for chunk in feed.epoch(epoch, stepper.taken):
+            rows = stepper.take(chunk)
+            where = stepper.where(epoch)
+            event = ChunkEnd(**where, steps=chunk.steps, examples=chunk.examples, rows=rows)
             yield event
-            carry = _resume(carry, where["state"], event.state)
+            stepper.resume(event.state)
             if event.stopped:
                 break
         else:
-            where = _where(step, carry, epoch, taken)
-            event = EpochEnd(**where)
+            event = EpochEnd(**stepper.where(epoch))
             yield event
-            carry = _resume(carry, where["state"], event.state)
-        state = carry.state if isinstance(carry, Metered) else carry
-        if event is not None and event.stopped:
+            stepper.resume(event.state)
+        if event.stopped:
             break
-    yield RunEnd(epoch, taken, state)
+    yield RunEnd(epoch, stepper.taken, stepper.state)
+
+
+class _Stepper:
+    """A step, its programs, and the state it has come to."""
+
+    def __init__(self, step: Any, state: PyTree, jit: bool, rewrites: Mode) -> None:
+        self._step, self._jit, self._rewrites = step, jit, rewrites
+        self._carry = state
+        self._fused: dict[int, Fused[Any]] = {}
+        self._in_flight: collections.deque[PyTree] = collections.deque()
+        self.taken = 0
+
+    @property
+    def state(self) -> PyTree:
+        """The state, without metrics."""
+        return self._carry.state if isinstance(self._carry, Metered) else self._carry
+
+    def begin_epoch(self) -> None:
+        """Lets metrics start afresh."""
+        if isinstance(self._step, MeteredStep):
+            self._carry = self._step.start(self.state)
+
+    def take(self, chunk: Chunk) -> PyTree:
+        """Takes a chunk's steps; waits only where too many programs are under way."""
+        if self._jit:
+            if chunk.k not in self._fused:
+                self._fused[chunk.k] = fuse_steps(self._step, chunk.k, rewrites=self._rewrites)
+            fused = self._fused[chunk.k]
+            self._carry, rows = fused.dispatch(self._carry, chunk.batches, chunk.steps)
+        else:
+            self._carry, rows = _eager(self._step, self._carry, chunk)
+        self.taken += chunk.steps
+        # A state is donated to the next program, so only logs can be waited for later.
+        self._in_flight.append(rows)
+        if not jax.tree.leaves(rows):
+            jax.block_until_ready(self._carry)
+        if len(self._in_flight) > RUN_AHEAD:
+            jax.block_until_ready(self._in_flight.popleft())
+        return rows
+
+    def where(self, epoch: int) -> dict[str, Any]:
+        """Returns what every event says."""
+        known = {"epoch": epoch, "step": self.taken, "state": self.state}
+        if not isinstance(self._step, MeteredStep):
+            return known
+        compute = cached(
+            self._step, "metrics", lambda get: jax.jit(lambda m: get().metrics.compute(m))
+        )
+        metrics = self._carry.metrics
+        return {**known, "_metrics": lambda: compute(metrics)}
+
+    def resume(self, state: PyTree) -> None:
+        """Goes on with the state an event was left with."""
+        if state is self.state:
+            return
+        changed = _tree.differences(self.state, state)
+        if changed:
+            raise ValueError(
+                "event.state: expected a state of the structure, shapes and dtypes it had, got\n"
+                f"{_tree.bullets(changed)}"
+            )
+        new = _tree.copy(state)
+        metered = isinstance(self._carry, Metered)
+        self._carry = self._carry.replace(state=new) if metered else new
 
 
 def _eager(step: Any, carry: PyTree, chunk: Chunk) -> tuple[PyTree, PyTree]:
@@ -245,27 +291,3 @@ def _eager(step: Any, carry: PyTree, chunk: Chunk) -> tuple[PyTree, PyTree]:
             carry, log = step(carry, jax.tree.map(lambda x, i=i: jnp.asarray(x[i]), chunk.batches))
             logs.append(log)
         return carry, jax.tree.map(lambda *leaves: jnp.stack(leaves), *logs)
-
-
-def _where(step: Any, carry: PyTree, epoch: int, taken: int) -> dict[str, Any]:
-    """What every event says."""
-    if not isinstance(step, MeteredStep):
-        return {"epoch": epoch, "step": taken, "state": carry}
-    compute = cached(step, "metrics", lambda get: jax.jit(lambda m: get().metrics.compute(m)))
-    metrics = carry.metrics
-    known = {"epoch": epoch, "step": taken, "state": carry.state}
-    return {**known, "_metrics": lambda: compute(metrics)}
-
-
-def _resume(carry: PyTree, old: PyTree, new: PyTree) -> PyTree:
-    """Goes on with the state an event was left with."""
-    if new is old:
-        return carry
-    changed = _tree.differences(old, new)
-    if changed:
-        raise ValueError(
-            "event.state: expected a state of the structure, shapes and dtypes it had, got\n"
-            f"{_tree.bullets(changed)}"
-        )
-    new = _tree.copy(new)
-    return carry.replace(state=new) if isinstance(carry, Metered) else new
