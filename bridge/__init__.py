@@ -17,10 +17,29 @@ from bridge._model import create_state as create_state  # noqa: E402
 from bridge._model import from_keras as from_keras  # noqa: E402
 from bridge._model import to_keras as to_keras  # noqa: E402
 from bridge._scope import no_side_effects  # noqa: E402
+from bridge._steps import KerasState as KerasState  # noqa: E402
+from bridge._steps import keras_state as keras_state  # noqa: E402
+from bridge._steps import test_step as test_step  # noqa: E402
+from bridge._steps import train_step as train_step  # noqa: E402
+from bridge._trainer import evaluate as evaluate  # noqa: E402
+from bridge._trainer import fit as fit  # noqa: E402
+from bridge._trainer import predict as predict  # noqa: E402
 from functrain.fusion._guards import add_guard  # noqa: E402
 
 add_guard(no_side_effects)
 
 del add_guard, functrain, no_side_effects, require_jax, require_same
 
-__all__ = ["__version__", "create_state", "from_keras", "to_keras"]
+__all__ = [
+    "KerasState",
+    "__version__",
+    "create_state",
+    "evaluate",
+    "fit",
+    "from_keras",
+    "keras_state",
+    "predict",
+    "test_step",
+    "to_keras",
+    "train_step",
+]

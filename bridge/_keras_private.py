@@ -4,9 +4,15 @@ Nothing else in the package touches one. `tests/bridge/test_keras_private.py` ho
 each, which says first when a new Keras release moves something.
 """
 
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
+import numpy as np
+from keras.src.backend.jax.trainer import JAXEpochIterator, JAXTrainer
+from keras.src.trainers.data_adapters import array_slicing
+from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
+from keras.src.utils.python_utils import is_default, pythonify_logs
 
 
 def sublayers(layer: keras.Layer) -> list[Any]:
@@ -56,3 +62,292 @@ def forget_losses(layer: keras.Layer) -> None:
     of that step in place of this call's losses.
     """
     layer._losses_override.clear()
+
+
+def build(model: keras.Model, batch: Any) -> None:
+    """Builds a model and its compiled loss, metrics and optimizer for batches like this one.
+
+    Calls `Trainer._symbolic_build`; checked with Keras 3.15.1. Without it compiled metrics have
+    no variables before the first `fit`, and a state made before that lacks them.
+    """
+    model._symbolic_build(data_batch=batch)
+
+
+def is_built(model: keras.Model) -> bool:
+    """Whether nothing of a compiled model is left for its first batch to build.
+
+    Reads `Trainer._compile_metrics` and `Trainer._compile_loss`; checked with Keras 3.15.1.
+    Without it a state with missing metrics cannot be told from a whole one.
+    """
+    parts = (model, model._compile_metrics, model._compile_loss, model.optimizer)
+    return all(part is None or part.built for part in parts)
+
+
+def is_trainer(model: Any) -> bool:
+    """Whether something has Keras's train_step, fit and so on: a keras.Model, or its like.
+
+    Names `JAXTrainer`; checked with Keras 3.15.1. A layer with a trainer mixed in, which Keras
+    takes for a model, is no keras.Model.
+    """
+    return isinstance(model, JAXTrainer)
+
+
+def require_compiled(model: keras.Model, method: str) -> None:
+    """Raises Keras's own error where `compile` was not called.
+
+    Calls `Trainer._assert_compile_called`; checked with Keras 3.15.1. Without it the error of
+    `bridge.fit` is not the one that `model.fit` raises.
+    """
+    model._assert_compile_called(method)
+
+
+class _Epochs(JAXEpochIterator):  # type: ignore[misc]  # keras has no types
+    """Keras's iterator over the steps of epochs, with batches left on the host.
+
+    Attributes:
+      iterate: Called with the data adapter, makes the iterator over the batches of one pass.
+    """
+
+    iterate: Callable[[Any], Iterator[Any]]
+
+    def _get_iterator(self) -> Iterator[Any]:
+        return self.iterate(self.data_adapter)
+
+
+def epochs(iterate: Callable[[Any], Iterator[Any]], **arguments: Any) -> Any:
+    """Returns Keras's EpochIterator, which understands all data that `fit` does.
+
+    Subclasses `JAXEpochIterator`, and overrides `_get_iterator`; checked with Keras 3.15.1.
+    Without it bridge.fit has to know steps_per_epoch, generators that end early, PyDataset
+    and the like by itself.
+
+    Args:
+      iterate: Makes one pass over the batches of a data adapter.
+      **arguments: Of `EpochIterator`: x, y, sample_weight, batch_size, ...
+    """
+    found = _Epochs(**arguments)
+    found.iterate = iterate
+    return found
+
+
+def build_from(model: keras.Model, iterator: Any) -> None:
+    """As `build`, for the first batch of `epochs`, which is then at its start again.
+
+    Calls `Trainer._symbolic_build`, which asks for that batch only where something is not built:
+    a generator loses no batch otherwise. Checked with Keras 3.15.1.
+    """
+
+    def batches() -> Iterator[Any]:
+        for begin, end, items in iterator:
+            yield begin, end, (item.take() for item in items)
+
+    model._symbolic_build(iterator=batches())
+    iterator.reset()
+
+
+def layers_built(model: keras.Model) -> bool:
+    """Whether all layers are built, in the words of `predict`.
+
+    Calls `Layer._flatten_layers`; checked with Keras 3.15.1. `Model.built` alone may be True
+    where sublayers are not.
+    """
+    return all(layer.built for layer in model._flatten_layers())
+
+
+def array_batches(adapter: Any) -> "ArrayBatches | None":
+    """Returns the data of an adapter where they are arrays held whole, else None.
+
+    Reads `ArrayDataAdapter._inputs`, `_num_samples`, `_batch_size`, `_size` and `_shuffle`, and
+    calls `array_slicing.convert_to_sliceable`; checked with Keras 3.15.1. Without it batches are
+    made one by one and then stacked, which takes longer than a small model's step.
+    """
+    if type(adapter) is not ArrayDataAdapter:
+        return None
+    found = ArrayBatches(adapter)
+    return found if found.dense else None
+
+
+class ArrayBatches:
+    """The arrays of an `ArrayDataAdapter`, and the order of one pass over them."""
+
+    def __init__(self, adapter: Any) -> None:
+        self._adapter = adapter
+        self._inputs = array_slicing.convert_to_sliceable(adapter._inputs, target_backend="jax")
+
+    @property
+    def dense(self) -> bool:
+        """Whether batches of them can be stacked."""
+        kinds = (
+            array_slicing.NumpySliceable,
+            array_slicing.PandasDataFrameSliceable,
+            array_slicing.PandasSeriesSliceable,
+        )
+        return all(x is None or isinstance(x, kinds) for x in keras.tree.flatten(self._inputs))
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yields every batch's rows, a slice or `i64[B]`, and B; draws them as Keras does."""
+        adapter = self._adapter
+        n, size, shuffle = adapter._num_samples, adapter._batch_size, adapter._shuffle
+        order = np.random.permutation(n) if shuffle and shuffle != "batch" else None
+        for i in range(adapter._size):
+            start, stop = i * size, min((i + 1) * size, n)
+            if order is not None:
+                yield order[start:stop], stop - start
+            elif shuffle:
+                yield np.random.permutation(stop - start) + start, stop - start
+            else:
+                yield slice(start, stop), stop - start
+
+    def take(self, rows: Any) -> Any:
+        """Returns these rows of all arrays, as Keras hands them to a step."""
+
+        def convert(array: Any) -> Any:
+            return array.convert_to_jax_compatible(array[rows])
+
+        return keras.tree.map_structure(convert, self._inputs, none_is_leaf=False)
+
+
+def whole_batches(iterator: Any) -> int | None:
+    """Returns how many batches of full size an epoch of `epochs` has, as far as that is known.
+
+    Reads `ArrayDataAdapter.has_partial_batch`, which other adapters raise at; checked with Keras
+    3.15.1. Without it "auto" may choose one step too many, whose row of a chunk is never used.
+    """
+    steps: int | None = iterator.num_batches
+    adapter = iterator.data_adapter
+    partial = type(adapter) is ArrayDataAdapter and adapter.has_partial_batch
+    return max(1, steps - 1) if steps and partial and steps == adapter.num_batches else steps
+
+
+def split(arrays: Any, validation_split: float) -> tuple[Any, Any]:
+    """Returns the arrays without their last part, and that part.
+
+    Calls `array_slicing.train_validation_split`; checked with Keras 3.15.1. Without it
+    `validation_split` would need slicing of everything `fit` takes as an array.
+    """
+    kept, left = array_slicing.train_validation_split(arrays, validation_split=validation_split)
+    return kept, left
+
+
+def publish(model: keras.Model, lists: dict[str, Any]) -> None:
+    """Tells a model where its variables' new values are, without assigning them.
+
+    Sets `JAXTrainer._jax_state` and `_jax_state_synced`; checked with Keras 3.15.1. They are
+    assigned when a callback reads `callback.model`, which calls `jax_state_sync`. Without it the
+    values must be assigned before every callback, or callbacks see old ones.
+    """
+    vars(model).update(_jax_state=lists, _jax_state_synced=False)  # untracked, which takes longer
+
+
+def purge(model: keras.Model, fields: Sequence[str]) -> None:
+    """Takes the values out of the variables of a model that `publish` has told where they are.
+
+    Calls `JAXTrainer._purge_model_variables`; checked with Keras 3.15.1. Without it the model
+    keeps old values in memory while it trains, beside the new ones.
+    """
+    model._purge_model_variables(**{f"{name}_variables": True for name in fields})
+
+
+def is_synced(model: keras.Model) -> bool:
+    """Whether the model's variables have the values of `publish`, or newer ones.
+
+    Reads `JAXTrainer._jax_state_synced`; checked with Keras 3.15.1. Without it changes made by a
+    callback are overwritten.
+    """
+    return bool(model._jax_state_synced)
+
+
+def sync(model: keras.Model) -> None:
+    """Assigns the values of `publish`, unless that was done.
+
+    Calls `JAXTrainer.jax_state_sync` and clears `_jax_state`; checked with Keras 3.15.1.
+    """
+    model.jax_state_sync()
+    vars(model).update(_jax_state=None, _jax_state_synced=True)
+
+
+def initial_epoch(model: keras.Model) -> int | None:
+    """Returns the epoch that BackupAndRestore found, which wins over `initial_epoch`.
+
+    Reads `Trainer._initial_epoch`; checked with Keras 3.15.1.
+    """
+    epoch: int | None = model._initial_epoch
+    return epoch
+
+
+def epoch_logs(model: keras.Model, logs: Any) -> dict[str, Any]:
+    """Returns the model's metrics, or the logs where a step reports something else.
+
+    Calls `Trainer._get_metrics_result_or_logs`; checked with Keras 3.15.1. Without it History
+    lacks what Keras writes where a model has its own `train_step` or `metrics`.
+    """
+    return dict(model._get_metrics_result_or_logs(logs))
+
+
+def in_order(model: keras.Model, logs: dict[str, Any]) -> Any:
+    """Returns logs as the list, or the scalar, that `evaluate` returns.
+
+    Calls `Trainer._flatten_metrics_in_order`; checked with Keras 3.15.1.
+    """
+    return model._flatten_metrics_in_order(logs)
+
+
+def is_due(model: keras.Model, epoch: int, validation_freq: Any) -> bool:
+    """Whether this epoch ends with an evaluation.
+
+    Calls `Trainer._should_eval`; checked with Keras 3.15.1.
+    """
+    return bool(model._should_eval(epoch, validation_freq))
+
+
+def to_python(logs: Any) -> dict[str, Any]:
+    """Returns logs flat and as Python numbers, as callbacks get them.
+
+    Calls `python_utils.pythonify_logs`; checked with Keras 3.15.1.
+    """
+    result: dict[str, Any] = pythonify_logs(logs)
+    return result
+
+
+def overrides(callback: Any, method: str) -> bool:
+    """Whether a callback has its own version of a method.
+
+    Calls `keras.src.utils.is_default`; checked with Keras 3.15.1. Without it every callback has
+    to be called for every batch.
+    """
+    return not is_default(getattr(callback, method))
+
+
+def batches_until_saved(callback: Any) -> int | None:
+    """Returns how many batches from now a callback saves the model; None if not by batches.
+
+    Reads `_batches_seen_since_last_saving` of ModelCheckpoint, BackupAndRestore and
+    OrbaxCheckpoint; checked with Keras 3.15.1. Without it they save what the model was at the
+    end of a chunk.
+    """
+    every: Any = getattr(callback, "save_freq", "epoch")
+    seen = getattr(callback, "_batches_seen_since_last_saving", None)
+    if seen is None or not isinstance(every, int) or isinstance(every, bool):
+        return None
+    return max(1, int(every - seen))
+
+
+def compiled_parts(model: keras.Model) -> list[Any]:
+    """Returns what `compile` made: other objects mean that a compiled step is out of date.
+
+    Reads `Trainer._compile_loss`, `_compile_metrics` and `_loss_tracker`; checked with Keras
+    3.15.1. Without it a step compiled before `model.compile` would run after it.
+    """
+    names = ("_compile_loss", "_compile_metrics", "_loss_tracker", "optimizer")
+    return [getattr(model, name, None) for name in names]
+
+
+def lend(variable: Any, value: Any) -> Any:
+    """Gives a variable another value, traced or not, and returns the one it had.
+
+    Sets `Variable._value`; checked with Keras 3.15.1. Without it a metric updated inside `call`
+    starts from what it was before the step was traced.
+    """
+    before = variable._value
+    variable._value = value
+    return before

@@ -10,6 +10,7 @@ import keras
 import optax
 
 from bridge import _keras_private, _scope, _variables
+from bridge._steps import KerasState, write_keras_state
 from functrain import Model, ModelOutput, TrainState, _tree
 
 PyTree: TypeAlias = Any
@@ -175,14 +176,15 @@ def create_state(
     return TrainState.create(params=params, model_state=model_state, tx=tx, rng=rng)
 
 
-def to_keras(state: HasVariables, model: keras.Layer) -> keras.Layer:
+def to_keras(state: HasVariables | KerasState, model: keras.Layer) -> keras.Layer:
     """Writes a state back into the Keras model it came from, or another of its architecture.
 
     Every variable is copied, seed counters too; nothing is written where anything does not fit.
-    The optimizer of a compiled model is left alone.
+    From a KerasState the optimizer and the metrics are written too; from any other state the
+    optimizer of a compiled model is left alone.
 
     Args:
-      state: A TrainState, or anything with `params` and `model_state`.
+      state: A TrainState, or anything with `params` and `model_state`; or a KerasState.
       model: A built `keras.Model` or layer.
 
     Returns:
@@ -208,6 +210,8 @@ def to_keras(state: HasVariables, model: keras.Layer) -> keras.Layer:
             f"{type(model).__name__}"
         )
     _require_built(model)
+    if isinstance(state, KerasState):
+        return write_keras_state(state, model)
     if not (hasattr(state, "params") and hasattr(state, "model_state")):
         raise TypeError(
             "state: expected a TrainState, or anything with .params and .model_state, got "

@@ -34,3 +34,5 @@ def deferred_interrupt() -> Iterator[Callable[[], bool]]:
     finally:
         if ours:
             signal.signal(signal.SIGINT, signal.default_int_handler)
+    if pending:  # it came after the last time anybody asked
+        raise KeyboardInterrupt

@@ -26,6 +26,10 @@ def test_mnist_trains_and_plain_keras_agrees(tmp_path) -> None:
     assert (tmp_path / "curves.png").exists()
 
 
+def test_customize_fit_runs() -> None:
+    assert run(EXAMPLES / "customize_fit.py", "--quick")
+
+
 @pytest.mark.long
 def test_mnist_in_full_reaches_its_accuracy(tmp_path) -> None:
     output = run(EXAMPLES / "mnist.py", "--output", tmp_path)

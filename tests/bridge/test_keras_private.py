@@ -1,14 +1,16 @@
 """The private Keras names mean what the bridge takes them to mean (checked with Keras 3.15.1)."""
 
 import ast
+import itertools
 import pathlib
 
 import keras
 import numpy as np
+import pytest
 from keras import layers
 
 import bridge
-from bridge import _keras_private
+from bridge import _keras_feed, _keras_private
 
 
 class Holder(keras.Model):
@@ -80,3 +82,168 @@ def test_no_other_file_of_the_bridge_touches_a_private_name_of_keras():
                 owner = ast.unparse(node.value)
                 ours = owner in {"self", "found", "where", "bridge"} or node.attr.startswith("__")
                 assert ours, f"{file.name}: {owner}.{node.attr}"
+
+
+def compiled(**kwargs):
+    model = keras.Sequential([keras.Input((3,)), layers.Dense(2)])
+    model.compile("sgd", "mse", metrics=["mae"], **kwargs)
+    return model
+
+
+def epochs(**kwargs):
+    data = {"x": np.arange(30.0).reshape(10, 3), "y": np.zeros((10, 2)), "batch_size": 4}
+    return _keras_private.epochs(_keras_feed.iterate, **{**data, **kwargs})
+
+
+def test_trainer_is_what_keras_makes_models_of():
+    assert _keras_private.is_trainer(compiled())
+    assert not _keras_private.is_trainer(layers.Dense(1))
+
+
+def test_assert_compile_called_raises_keras_s_own_error():
+    with pytest.raises(ValueError, match=r"You must call `compile\(\)`"):
+        _keras_private.require_compiled(keras.Sequential([layers.Dense(1)]), "fit")
+
+
+def test_epoch_iterator_yields_steps_and_an_iterator_of_batches():
+    steps = [(begin, end, next(items).take()[0].shape) for begin, end, items in epochs()]
+    assert steps == [(0, 0, (4, 3)), (1, 1, (4, 3)), (2, 2, (2, 3))]
+
+
+def test_symbolic_build_takes_no_batch_where_all_is_built():
+    def once():
+        yield np.ones((4, 3)), np.ones((4, 2))
+
+    model = compiled()
+    _keras_private.build_from(model, epochs())
+    assert _keras_private.is_built(model)
+    source = _keras_private.epochs(_keras_feed.iterate, x=once())
+    _keras_private.build_from(model, source)
+    assert len([next(items) for _, _, items in itertools.islice(source, 1)]) == 1
+
+
+def test_flatten_layers_finds_a_layer_that_is_not_built():
+    model = Holder()
+    assert not _keras_private.layers_built(model)
+    model(np.ones((1, 3)))
+    assert _keras_private.layers_built(model)
+
+
+@pytest.mark.parametrize("shuffle", [False, True, "batch"])
+def test_array_adapter_is_read_in_the_order_of_its_own_iterator(shuffle):
+    adapter = epochs(shuffle=shuffle).data_adapter
+    np.random.seed(0)
+    theirs = [x for x, _ in adapter.get_jax_iterator()]
+    np.random.seed(0)
+    arrays = _keras_private.array_batches(adapter)
+    ours = [arrays.take(rows)[0] for rows, _ in arrays]
+    for a, b in zip(ours, theirs, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_whole_batches_leaves_a_smaller_last_one_out():
+    assert _keras_private.whole_batches(epochs()) == 2
+    assert _keras_private.whole_batches(epochs(batch_size=5)) == 2
+    assert _keras_private.whole_batches(epochs(steps_per_epoch=2)) == 2
+
+
+def test_train_validation_split_takes_the_last_part():
+    kept, left = _keras_private.split((np.arange(10), None), 0.3)
+    assert [len(kept[0]), len(left[0])] == [7, 3]
+
+
+def test_jax_state_is_assigned_when_a_callback_reads_its_model():
+    model = compiled()
+    _keras_private.build_from(model, epochs())
+    callback = keras.callbacks.Callback()
+    callback.set_model(model)
+    new = [v.value + 1 for v in model.trainable_variables]
+    _keras_private.publish(model, {"trainable_variables": new})
+    _keras_private.purge(model, ["trainable"])
+    assert not _keras_private.is_synced(model)
+    assert callback.model is model
+    assert _keras_private.is_synced(model)
+    np.testing.assert_array_equal(model.trainable_variables[0].value, new[0])
+
+
+def test_sync_assigns_once():
+    model = compiled()
+    _keras_private.publish(model, {"trainable_variables": [v.value + 1 for v in model.variables]})
+    _keras_private.sync(model)
+    before = np.asarray(model.variables[0].value)
+    _keras_private.sync(model)
+    np.testing.assert_array_equal(model.variables[0].value, before)
+    assert _keras_private.is_synced(model)
+
+
+def test_initial_epoch_is_what_backup_and_restore_sets(tmp_path):
+    model = compiled()
+    assert _keras_private.initial_epoch(model) is None
+    backup = keras.callbacks.BackupAndRestore(tmp_path / "backup", delete_checkpoint=False)
+    model.fit(np.ones((4, 3)), np.ones((4, 2)), epochs=2, verbose=0, callbacks=[backup])
+    backup.on_train_begin()
+    assert _keras_private.initial_epoch(model) == 2
+
+
+def test_metrics_result_or_logs_prefers_metrics_of_the_same_names():
+    model = compiled()
+    model.evaluate(np.ones((4, 3)), np.ones((4, 2)), verbose=0)
+    found = _keras_private.epoch_logs(model, {"loss": -1.0, "mae": -1.0})
+    assert found["loss"] >= 0
+    assert _keras_private.epoch_logs(model, {"other": -1.0}) == {"other": -1.0}
+
+
+def test_flatten_metrics_in_order_returns_a_list():
+    model = compiled()
+    model.evaluate(np.ones((4, 3)), np.ones((4, 2)), verbose=0)
+    assert _keras_private.in_order(model, {"mae": 2.0, "loss": 1.0}) == [1.0, 2.0]
+
+
+def test_should_eval_knows_numbers_and_lists():
+    model = compiled()
+    assert [_keras_private.is_due(model, i, 2) for i in range(4)] == [False, True, False, True]
+    assert [_keras_private.is_due(model, i, [1, 4]) for i in range(4)] == [True, False, False, True]
+
+
+def test_pythonify_logs_flattens():
+    found = _keras_private.to_python({"b": np.float32(2), "a": {"c": np.ones(())}})
+    assert found == {"b": 2.0, "c": 1.0}
+    assert all(type(value) is float for value in found.values())
+
+
+def test_is_default_tells_overridden_methods():
+    changed = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: None)
+    assert _keras_private.overrides(changed, "on_train_batch_end")
+    assert not _keras_private.overrides(keras.callbacks.Callback(), "on_train_batch_end")
+
+
+def test_batches_seen_since_last_saving_counts_to_save_freq(tmp_path):
+    save = keras.callbacks.ModelCheckpoint(
+        tmp_path / "x.weights.h5", save_weights_only=True, save_freq=3
+    )
+    save.set_model(compiled())
+    save.on_epoch_begin(0)
+    found = []
+    for batch in range(4):
+        found.append(_keras_private.batches_until_saved(save))
+        save.on_train_batch_end(batch, {})
+    assert found == [3, 2, 1, 3]
+    epochly = keras.callbacks.BackupAndRestore(tmp_path / "backup")
+    assert _keras_private.batches_until_saved(epochly) is None
+
+
+def test_compiled_parts_are_other_objects_after_compile():
+    model = compiled()
+    before = _keras_private.compiled_parts(model)
+    model.compile("adam", "mae", metrics=["mse"])
+    assert all(
+        a is not b for a, b in zip(before, _keras_private.compiled_parts(model), strict=True)
+    )
+
+
+def test_value_of_a_variable_can_be_lent():
+    variable = keras.Variable(np.zeros(2))
+    before = _keras_private.lend(variable, np.ones(2))
+    np.testing.assert_array_equal(variable.value, np.ones(2))
+    _keras_private.lend(variable, before)
+    np.testing.assert_array_equal(variable.value, np.zeros(2))

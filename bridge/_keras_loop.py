@@ -1,0 +1,258 @@
+"""What fit, evaluate and predict have in common: a model's state on its way through programs."""
+
+import collections
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import keras
+
+from bridge import _keras_private
+from bridge._keras_callbacks import BatchCallbacks, row
+from bridge._keras_feed import Chunk, Feed
+from bridge._steps import KerasState, KerasStep, Layouts, layouts, pinned
+from functrain._types import PyTree
+from functrain.data._plan import auto_steps
+from functrain.fusion import Fused, fuse
+from functrain.rewrites import Mode
+
+FuseArg: TypeAlias = int | Literal["auto"]
+_FIELDS = {
+    "train": ("trainable", "non_trainable", "optimizer", "metrics"),
+    "test": ("trainable", "non_trainable", "metrics"),
+    "predict": ("trainable", "non_trainable"),
+}
+_STOP = {"train": "stop_training", "test": "stop_evaluating", "predict": "stop_predicting"}
+RUN_AHEAD = 2
+# While a model of no more than this is fitted, the values are kept that were last taken out of it
+# (at the beginning of `fit`, or of an epoch after a callback or an evaluation saw the model), and
+# put back should a program fail in the middle (out of memory, an error in a host callback). A
+# larger one has no second copy, as under Keras.
+SPARE_BYTES = 256 * 2**20
+
+
+class Loop:
+    """Runs chunks with the variables of a model, and tells the model where their values are.
+
+    It ends where a callback sets `model.stop_training`, `stop_evaluating` or `stop_predicting`.
+
+    Args:
+      model: The model; built, as is everything that `compile` made.
+      kind: "train", "test" or "predict".
+      fuse: Steps per program.
+      rewrites: As for `functrain.fuse`.
+      interrupted: Tells whether somebody pressed Ctrl-C.
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        kind: str,
+        fuse: FuseArg,
+        rewrites: Mode,
+        interrupted: Callable[[], bool],
+    ) -> None:
+        self._model = model
+        self._kind = kind
+        self._fuse = fuse
+        self._rewrites = rewrites
+        self._interrupted = interrupted
+        self._step = compiled_step(model, kind)
+        self._programs: dict[int, Fused[Any]] = {}
+        self._state: KerasState | None = None
+        self._spare: KerasState | None = None
+        self._last: tuple[Chunk, PyTree] | None = None
+
+    def last(self) -> PyTree:
+        """Returns what the last step reported. Waits for the device."""
+        if self._last is None:
+            return {}
+        chunk, rows = self._last
+        return row(jax.device_get(rows), chunk, chunk.steps - 1)
+
+    def feed(self, epochs: Any, calls: BatchCallbacks) -> Feed:
+        """Returns the chunks of an EpochIterator, of as many steps as there may be."""
+
+        def choose(batch: PyTree) -> int:
+            if self._model.run_eagerly or not self._model.jit_compile:
+                return 0
+            if self._fuse != "auto":
+                return self._fuse
+            if self._model.steps_per_execution > 1:
+                return int(self._model.steps_per_execution)
+            return self._auto(batch, epochs, calls)
+
+        return Feed(epochs, choose, calls.until)
+
+    def _auto(self, batch: PyTree, epochs: Any, calls: BatchCallbacks) -> int:
+        if not calls.fusible:
+            return 1
+        size = _nbytes(batch)
+        if self._kind == "predict":  # the outputs of a chunk are in memory, too
+            size += _nbytes(
+                jax.eval_shape(self._step, originals(self._model, self._kind), batch)[1]
+            )
+        state = sum(v.value.nbytes for v in self._model.variables)
+        return auto_steps(size, state, [_keras_private.whole_batches(epochs), calls.until()])
+
+    def run(self, feed: Feed, calls: BatchCallbacks) -> Iterator[tuple[Chunk, PyTree]]:
+        """Runs an epoch; yields every chunk with what its steps reported, on the device."""
+        in_flight: collections.deque[PyTree] = collections.deque()
+        if self._state is None or _keras_private.is_synced(self._model):
+            _keras_private.publish(self._model, {})
+            self._state = None
+        else:  # only the metrics are in the model, and new
+            metrics = _copy([v.value for v in self._model.metrics_variables])
+            self._state = self._state.replace(metrics=metrics)
+        for chunk in feed.epoch():
+            calls.before(chunk)
+            if chunk.batches is None:
+                continue
+            rows = self._run(chunk)
+            calls.after(chunk, rows)
+            in_flight.append(rows)
+            if len(in_flight) > RUN_AHEAD:
+                jax.block_until_ready(in_flight.popleft())
+            self._last = chunk, rows
+            yield chunk, rows
+            if self._interrupted():
+                raise KeyboardInterrupt
+            if getattr(self._model, _STOP[self._kind]):
+                break
+        calls.flush()
+
+    def sync(self, *, metrics_only: bool = False) -> None:
+        """Brings the model up to date: at once, or all but its metrics when somebody looks."""
+        if not (self._state is None or _keras_private.is_synced(self._model) or whole(self._state)):
+            self._state = self._spare  # a program failed with the state in its hands
+            self._publish(_FIELDS[self._kind])
+        if self._state is None or not metrics_only or _keras_private.is_synced(self._model):
+            _keras_private.sync(self._model)
+            _keras_private.forget_losses(self._model)
+            return
+        for variable, value in zip(self._model.metrics_variables, self._state.metrics, strict=True):
+            variable.assign(value)
+        self._publish(("trainable", "non_trainable", "optimizer"))
+
+    def _publish(self, fields: tuple[str, ...]) -> None:
+        lists = {f"{name}_variables": getattr(self._state, name) for name in fields}
+        _keras_private.publish(self._model, lists)
+
+    def _run(self, chunk: Chunk) -> PyTree:
+        if self._state is None or _keras_private.is_synced(self._model):
+            self._take()
+        if chunk.k == 0:
+            self._state, rows = self._step(self._state, chunk.batches)
+        else:
+            program = self._program(chunk.k)
+            self._state, rows = program.dispatch(self._state, chunk.batches, chunk.steps)
+        if self._step.layouts:  # where they were already, but as Keras spells it
+            places = self._step.layouts
+            self._state = self._state.replace(
+                **{
+                    n: jax.device_put(getattr(self._state, n), places[n])
+                    for n in _FIELDS[self._kind]
+                }
+            )
+        self._publish(_FIELDS[self._kind])
+        return rows
+
+    def _take(self) -> None:
+        """Takes the state out of the model, which a callback may have changed."""
+        distributed = keras.distribution.distribution() is not None
+        self._step.layouts = layouts(self._model) if distributed else None
+        self._spare = originals(self._model, self._kind)
+        self._state = _copy(self._spare)
+        if _nbytes(self._state) > SPARE_BYTES:
+            self._spare = self._state
+        self._publish(_FIELDS[self._kind])
+        _keras_private.purge(self._model, _FIELDS[self._kind])
+
+    def _program(self, k: int) -> Fused[Any]:
+        if k not in self._programs:
+            self._programs[k] = fuse(self._step, k, rewrites=self._rewrites)
+        return self._programs[k]
+
+
+def originals(model: keras.Model, kind: str) -> KerasState:
+    """Returns the variables that a step of this kind takes, as they are."""
+    lists: dict[str, list[Any]] = {name: [] for name in _FIELDS["train"]}
+    lists["trainable"] = [v.value for v in model.trainable_variables]
+    lists["non_trainable"] = [v.value for v in model.non_trainable_variables]
+    if kind != "predict":
+        lists["metrics"] = [v.value for v in model.metrics_variables]
+    if kind == "train":
+        lists["optimizer"] = [v.value for v in model.optimizer.variables]
+    return KerasState(**lists)
+
+
+def whole(state: KerasState) -> bool:
+    """Whether all arrays have values: none was given to a program that failed. Waits for them."""
+    try:
+        jax.block_until_ready(state)
+    except Exception:
+        return False
+    return not any(x.is_deleted() for x in jax.tree.leaves(state))
+
+
+@jax.jit
+def _copy(tree: PyTree) -> PyTree:
+    return jax.tree.map(lambda x: jnp.array(x, dtype=x.dtype, copy=True), tree)
+
+
+def _nbytes(tree: PyTree) -> int:
+    return sum(x.size * x.dtype.itemsize for x in map(_spec, jax.tree.leaves(tree)))
+
+
+def _spec(x: Any) -> Any:
+    return x if hasattr(x, "dtype") else jnp.asarray(x)
+
+
+def compiled_step(model: keras.Model, kind: str) -> Any:
+    """Returns the model's step, the same one for as long as the model stays the same.
+
+    Programs live as long as their step. It is kept in the model itself, so that both are free to
+    go together.
+    """
+    now = _fingerprint(model)
+    steps = vars(model).setdefault("_bridge_steps", {})
+    known = steps.get(kind)
+    if known is None or not _same(known[0], now):
+        step = PredictStep(model) if kind == "predict" else KerasStep(model, trains=kind == "train")
+        steps[kind] = known = (now, step)
+    return known[1]
+
+
+def _fingerprint(model: keras.Model) -> list[Any]:
+    """Everything that a compiled step has looked at, but for the values of variables."""
+    chosen = getattr(model, "optimizer", None)  # a model that was not compiled may lack it
+    optimizer = chosen.variables if chosen is not None else []
+    lists = (
+        model.trainable_variables,
+        model.non_trainable_variables,
+        optimizer,
+        model.metrics_variables,
+    )
+    parts = [v for variables in lists for v in (*variables, None)]
+    own = [vars(model).get(name) for name in ("train_step", "test_step", "predict_step")]
+    return [*_keras_private.compiled_parts(model), *own, type(model).train_step, *parts]
+
+
+def _same(a: list[Any], b: list[Any]) -> bool:
+    return len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True))
+
+
+class PredictStep:
+    """A model's own `predict_step` as a functrain step."""
+
+    def __init__(self, model: keras.Model) -> None:
+        self.model = model
+        self.layouts: Layouts | None = None
+
+    def __call__(self, state: KerasState, batch: PyTree, /) -> tuple[KerasState, PyTree]:
+        """Takes one step."""
+        outputs, rest = self.model.predict_step((state.trainable, state.non_trainable), batch)
+        old = state.non_trainable
+        new = [jnp.asarray(x, dtype=v.dtype) for v, x in zip(old, rest, strict=True)]
+        return pinned(state.replace(non_trainable=new), self.layouts), outputs

@@ -1,0 +1,221 @@
+"""A training step of your own inside fit, and fit fused: seven ways to bend it, none to break it.
+
+Each cell writes a Keras model with a part of its own (step, metrics, loss), trains it with
+`model.fit` and with `bridge.fit`, and checks that the two agree to the bit.
+
+    python examples/customize_fit.py            # about half a minute on two CPU cores
+    python examples/customize_fit.py --quick    # some seconds
+"""
+
+# %% The backend: importing bridge first makes Keras use JAX
+import argparse
+import time
+
+import bridge
+import jax
+import keras
+import numpy as np
+
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+parser.add_argument("--epochs", type=int, default=20)
+parser.add_argument("--seed", type=int, default=0)
+parser.add_argument("--quick", action="store_true", help="two epochs")
+args = parser.parse_args()
+epochs = 2 if args.quick else args.epochs
+
+# %% The data: a regression, 1000 examples of 32 numbers
+rng = np.random.default_rng(args.seed)
+x = rng.normal(size=(1000, 32)).astype(np.float32)
+y = (x @ rng.normal(size=(32, 4)) / 6).astype(np.float32)
+weight = rng.uniform(0.5, 1.5, 1000).astype(np.float32)
+
+
+def layers():
+    return [keras.Input((32,)), keras.layers.Dense(32, "relu"), keras.layers.Dense(4)]
+
+
+def compare(title, make, *data, **kwargs):
+    """Trains twice, from the same seed: as Keras does, and fused."""
+    results = []
+    for fit in (keras.Model.fit, bridge.fit):
+        keras.utils.set_random_seed(args.seed)
+        model = make()
+        options = {"rewrites": "exact"} if fit is bridge.fit else {}
+        fit(model, *data, epochs=1, verbose=0, **options, **kwargs)  # compiles
+        begin = time.perf_counter()
+        history = fit(model, *data, epochs=epochs, verbose=0, **options, **kwargs).history
+        results.append((model, history, time.perf_counter() - begin))
+    (theirs, expected, slow), (ours, found, fast) = results
+    assert found == expected, (found, expected)
+    for a, b in zip(theirs.get_weights(), ours.get_weights(), strict=True):
+        np.testing.assert_array_equal(a, b)
+    last = {name: round(float(values[-1]), 4) for name, values in found.items()}
+    print(f"{title}: {last}, equal to the bit, {slow / fast:.1f} times as fast")
+    return ours
+
+
+# %% 1. A train_step of one's own, with the compiled loss and metrics
+class Custom(keras.Model):
+    def train_step(self, state, data):
+        trainable, non_trainable, optimizer, metrics = state
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+        gradient = jax.value_and_grad(self.compute_loss_and_updates, has_aux=True)
+        (_, aux), grads = gradient(
+            trainable, non_trainable, metrics, x, y, sample_weight, training=True,
+            optimizer_variables=optimizer,
+        )  # fmt: skip
+        loss, y_pred, non_trainable, metrics = aux
+        trainable, optimizer = self.optimizer.stateless_apply(optimizer, grads, trainable)
+        logs, new = {}, []
+        for metric in self.metrics:
+            n = len(metric.variables)
+            values, metrics = metrics[:n], metrics[n:]
+            if metric.name == "loss":
+                values = metric.stateless_update_state(values, loss)
+            else:
+                # 2. sample weights go to the metrics as they went to the loss
+                values = metric.stateless_update_state(
+                    values, y, y_pred, sample_weight=sample_weight
+                )
+            logs[metric.name] = metric.stateless_result(values)  # a dict of them: nested logs
+            new += values
+        return logs, (trainable, non_trainable, optimizer, new)
+
+
+def custom():
+    inputs = keras.Input((32,))
+    model = Custom(inputs, keras.layers.Dense(4)(keras.layers.Dense(32, "relu")(inputs)))
+    model.compile("adam", "mse", metrics=["mae"])
+    return model
+
+
+compare("1. own train_step", custom, x, y)
+
+
+# %% 2. The same with sample weights
+def weighted():
+    model = custom()
+    model.compile("adam", "mse", weighted_metrics=["mae"])
+    return model
+
+
+compare("2. with sample weights", weighted, x, y, sample_weight=weight)
+
+
+# %% 3. Lower still: an optimizer alone is compiled; loss, tracker and metric are one's own
+class Bare(keras.Sequential):
+    def __init__(self, layers):
+        super().__init__(layers)
+        self.tracker = keras.metrics.Mean(name="loss")
+        self.mae = keras.metrics.MeanAbsoluteError(name="mae")
+
+    @property
+    def metrics(self):
+        return [self.tracker, self.mae]  # so that they begin anew with each epoch
+
+    def loss_and_updates(self, trainable, non_trainable, x, y, training):
+        y_pred, non_trainable = self.stateless_call(trainable, non_trainable, x, training=training)
+        return keras.ops.mean(keras.ops.square(y - y_pred)), (y_pred, non_trainable)
+
+    def update(self, metrics, loss, y, y_pred):
+        n = len(self.tracker.variables)
+        first = self.tracker.stateless_update_state(metrics[:n], loss)
+        second = self.mae.stateless_update_state(metrics[n:], y, y_pred)
+        logs = {
+            "loss": self.tracker.stateless_result(first),
+            "mae": self.mae.stateless_result(second),
+        }
+        return logs, [*first, *second]
+
+    def train_step(self, state, data):
+        trainable, non_trainable, optimizer, metrics = state
+        x, y = data
+        gradient = jax.value_and_grad(self.loss_and_updates, has_aux=True)
+        (loss, aux), grads = gradient(trainable, non_trainable, x, y, True)
+        trainable, optimizer = self.optimizer.stateless_apply(optimizer, grads, trainable)
+        logs, metrics = self.update(metrics, loss, y, aux[0])
+        return logs, (trainable, aux[1], optimizer, metrics)
+
+    # 4. a test_step, too
+    def test_step(self, state, data):
+        trainable, non_trainable, metrics = state
+        x, y = data
+        loss, aux = self.loss_and_updates(trainable, non_trainable, x, y, False)
+        logs, metrics = self.update(metrics, loss, y, aux[0])
+        return logs, (trainable, aux[1], metrics)
+
+
+def bare():
+    model = Bare(layers())
+    model.compile(keras.optimizers.Adam())
+    return model
+
+
+model = compare("3. own loss and metrics", bare, x, y)
+
+# %% 4. evaluate runs the model's own test_step
+found = bridge.evaluate(model, x, y, verbose=0, rewrites="exact")
+assert found == model.evaluate(x, y, verbose=0)
+print("4. own test_step:", [round(float(value), 4) for value in np.ravel(found)])
+
+
+# %% 5. Callbacks go on working
+def watched():
+    return [
+        keras.callbacks.ReduceLROnPlateau("loss", patience=1, min_delta=0.05),
+        keras.callbacks.EarlyStopping("loss", patience=5, restore_best_weights=True),
+    ]
+
+
+def fit_watched(fit, **options):
+    keras.utils.set_random_seed(args.seed)
+    model = bare()
+    history = fit(model, x, y, epochs=epochs, verbose=0, callbacks=watched(), **options)
+    return history.history
+
+
+assert fit_watched(keras.Model.fit) == fit_watched(bridge.fit, rewrites="exact")
+print("5. callbacks: the same history, learning rate included")
+
+
+# %% 6. Sequential, Functional and subclassed models
+class Subclassed(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.hidden, self.out = keras.layers.Dense(32, "relu"), keras.layers.Dense(4)
+
+    def call(self, x):
+        return self.out(self.hidden(x))
+
+
+def subclassed():
+    model = Subclassed()
+    model.compile("adam", "mse")
+    return model
+
+
+compare("6. subclassed", subclassed, x, y)
+
+
+# %% 7. Another algorithm: distillation, whose loss asks a teacher
+class Distilled(keras.Sequential):
+    def __init__(self, layers, teacher):
+        super().__init__(layers)
+        self.teacher = teacher  # frozen below: its variables come along, and stay
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        told = self.teacher(x, training=False)
+        hard = super().compute_loss(x, y, y_pred, sample_weight, training)
+        return 0.3 * hard + 0.7 * keras.ops.mean(keras.ops.square(told - y_pred))
+
+
+model.trainable = False
+
+
+def distilled():
+    student = Distilled([keras.Input((32,)), keras.layers.Dense(4)], model)
+    student.compile("adam", "mse")
+    return student
+
+
+compare("7. distillation", distilled, x, y)

@@ -1,0 +1,21 @@
+"""A pytest plugin: Keras's trainers fit, evaluate and predict through the bridge."""
+
+import bridge  # isort: skip  # before keras: it chooses the backend
+
+import inspect
+from typing import Any
+
+from keras.src.backend.jax.trainer import JAXTrainer
+
+
+def through(function: Any) -> Any:
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return function(self, *args, **kwargs)
+
+    method.__signature__ = inspect.signature(function)
+    return method
+
+
+JAXTrainer.fit = through(bridge.fit)
+JAXTrainer.evaluate = through(bridge.evaluate)
+JAXTrainer.predict = through(bridge.predict)
