@@ -115,7 +115,7 @@ def _cell(ways: dict[str, Any], name: str) -> str:
     if ways[name]["error"]:
         return "failed"
     best = min(way["median"] for way in ways.values() if way["seconds"])
-    text = f"{1e3 * ways[name]['median']:.3g} ({speed(ways, name):.2g}×)"
+    text = f"{_ms(1e3 * ways[name]['median'])} ({speed(ways, name):.2g}×)"
     return f"**{text}**" if ways[name]["median"] == best else text
 
 
@@ -147,3 +147,8 @@ def _panel(axes: Any, result: dict[str, Any]) -> None:
     axes.set_xscale("log")
     axes.set_title(f"{result['workload']} (batch {result['batch']})")
     axes.tick_params(labelsize=8)
+
+
+def _ms(value: float) -> str:
+    """Formats three digits, and all of them before the point."""
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"

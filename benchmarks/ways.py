@@ -33,7 +33,7 @@ class Way:
         """Says whether the way does the workload."""
         if self.where.startswith("benchmarks.flax_ways"):
             return workload.name in HAS_FLAX
-        if workload.own_step and "keras" in self.name:
+        if workload.own_step and ("keras" in self.name or self.name == "bridge-fit"):
             return False
         return self.big or not workload.big
 
@@ -48,6 +48,7 @@ _ALL = [
     Way("functrain-fit", f"{_JAX}:functrain_fit", "functrain.fit, end to end"),
     Way("functrain-fused", f"{_JAX}:functrain_fused", "functrain.fuse, chunks on the device"),
     Way("functrain-off", f"{_JAX}:functrain_off", 'functrain.fit(rewrites="off")'),
+    Way("bridge-fit", f"{_JAX}:bridge_fit", "bridge.fit of the compiled Keras model"),
     Way("keras-fit", f"{_KERAS}:keras_fit", "Keras fit on JAX"),
     Way(
         "keras-fit-32",
