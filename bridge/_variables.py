@@ -191,7 +191,7 @@ def assign(where: Layout, params: PyTree, model_state: PyTree) -> None:
 
     Raises:
       TypeError: A leaf is being traced.
-      ValueError: The trees are not this model's.
+      ValueError: The trees are not this model's, or a leaf was donated to a program.
     """
     pairs = pair(where, params, model_state)
     for path, leaf in _tree.leaves_with_path({"params": params, "model_state": model_state}):
@@ -200,6 +200,11 @@ def assign(where: Layout, params: PyTree, model_state: PyTree) -> None:
                 f"{path}: expected an array with a value, got a tracer, {_tree.spec(leaf)}. "
                 "A Keras model cannot be written to from inside jit, grad, vmap or scan: return "
                 "the state from there and call bridge.to_keras on it outside."
+            )
+        if _tree.is_deleted(leaf):
+            raise ValueError(
+                f"{path}: expected a live array, got {_tree.spec(leaf)} that a program took over "
+                "(donation). Take the state that the program returned."
             )
     copies = _tree.copy([array for _, array in pairs])
     for (variable, _), array in zip(pairs, copies, strict=True):

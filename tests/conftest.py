@@ -8,6 +8,7 @@ os.environ["XLA_FLAGS"] = (
 ).strip()
 
 import hashlib
+import signal
 from typing import Any
 
 import jax
@@ -32,3 +33,11 @@ def strict_promotion():
     """Our own functions never rely on implicit dtype promotion."""
     with jax.numpy_dtype_promotion("strict"):
         yield
+
+
+@pytest.fixture
+def ctrl_c():
+    """Python's own handling of Ctrl-C; a shell switches it off for what runs in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)

@@ -189,7 +189,7 @@ def test_what_was_trained_survives_an_error_in_the_data() -> None:
     assert len(caught.value.fit_result.history.steps["loss"]) == 4
 
 
-def test_an_interrupt_waits_for_the_program_and_loses_nothing() -> None:
+def test_an_interrupt_waits_for_the_program_and_loses_nothing(ctrl_c) -> None:
     state, step = setup()
 
     def interrupt(event):

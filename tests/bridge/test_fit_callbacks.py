@@ -256,6 +256,7 @@ def test_a_loss_that_cannot_be_traced_leaves_the_model_whole() -> None:
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.usefixtures("ctrl_c")
 @pytest.mark.parametrize("kind", ["train", "test"])
 def test_ctrl_c_leaves_the_model_whole(kind: str) -> None:
     class Interrupts(keras.callbacks.Callback):
@@ -325,6 +326,7 @@ def test_a_program_that_fails_on_the_device_leaves_the_model_as_the_epoch_found_
     assert all(np.isfinite(x).all() for x in values(model))
 
 
+@pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_in_the_last_callback_is_not_forgotten() -> None:
     def end(epoch: int, logs: Any) -> None:
         signal.raise_signal(signal.SIGINT)
