@@ -72,11 +72,6 @@ class BatchCallbacks:
             for callback in self._acting
         )
 
-    @property
-    def wants_logs(self) -> bool:
-        """Whether anybody looks at the logs of batches."""
-        return bool(self._acting or self._bars)
-
     def until(self) -> int | None:
         """Returns how many steps from now the model is saved, if it is by steps."""
         found = [_keras_private.batches_until_saved(callback) for callback in self._acting]
@@ -106,7 +101,7 @@ class BatchCallbacks:
                 logs = None if self._kind == "predict" else row(jax.device_get(rows), chunk, last)
                 logs = _keras_private.to_python(logs)
                 for bar in self._bars:
-                    getattr(bar, self._end)(chunk.marks[last].end, logs)
+                    getattr(bar, self._end)(chunk.marks[last].end, logs=logs)
 
     def _replay(self, chunk: Chunk, rows: PyTree) -> None:
         for i, mark in enumerate(chunk.marks):
@@ -130,7 +125,7 @@ class BatchCallbacks:
         for callback in self._acting:
             if isinstance(callback, keras.callbacks.LambdaCallback):
                 _ = callback.model  # functions reach the model by themselves: bring it up to date
-            getattr(callback, method)(batch, logs)
+            getattr(callback, method)(batch, logs=logs)
 
 
 def asks_for_the_model(callbacks: Any) -> bool:
@@ -150,4 +145,6 @@ def row(rows: PyTree, chunk: Chunk, i: int) -> PyTree:
 def _is_kerass(callback: Any, kind: str) -> bool:
     """Whether the batch methods are those of a callback that comes with Keras."""
     found = [getattr(callback, name) for name in _METHODS[kind]]
-    return all(getattr(f, "__module__", "").startswith("keras.src.callbacks.") for f in found)
+    return all(
+        (getattr(f, "__module__", None) or "").startswith("keras.src.callbacks.") for f in found
+    )

@@ -43,7 +43,9 @@ def fit(
     A callback of yours that overrides a train-batch method (`on_train_batch_end`, ...) makes
     "auto" take one step at a time. Say ``chunk_safe = True`` in its class, or pass a number to
     `fuse`, and it is called for every batch with that batch's logs, when the chunk is over; what
-    it changes (weights, learning rate, `stop_training`) then holds from the next chunk on.
+    it changes (weights, learning rate, `stop_training`) then holds from the next chunk on. The loop
+    is this function's: overrides of `fit`, `evaluate`, `predict` or `make_train_function` in the
+    model's class have no part in it; overrides of steps, losses and metrics have.
 
     Args:
       model: A compiled model.

@@ -87,6 +87,12 @@ class Recorder:
 
     def after(self, event: Event) -> None:
         """Keeps the event's values, with what hooks have added."""
+        for name, value in event.values.items():
+            if np.ndim(value):
+                raise TypeError(
+                    f"event.values[{name!r}]: expected a number, got {_tree.spec(value)}. Arrays "
+                    "have no place in the history: keep them in the hook."
+                )
         if isinstance(event, EpochEnd):
             now = time.perf_counter()
             self._epochs.append({**event.values, "seconds": now - self._epoch_began})

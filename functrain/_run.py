@@ -216,7 +216,9 @@ def _run(stepper: "_Stepper", feed: Feed, epochs: range) -> Iterator[Event]:
             stepper.resume(event.state)
         if event.stopped:
             break
-    yield RunEnd(epoch, stepper.taken, stepper.state)
+    event = RunEnd(epoch, stepper.taken, stepper.state)
+    yield event
+    stepper.resume(event.state)  # refuses what is no state of this run
 
 
 class _Stepper:

@@ -66,8 +66,8 @@ def fuse(
       40.0 [24. 32.  0.]
     """
     for name, value in (("k", k), ("unroll", unroll)):
-        if value < 1:
-            raise ValueError(f"{name}: expected at least 1, got {value}")
+        if not isinstance(value, int | np.integer) or value < 1:
+            raise ValueError(f"{name}: expected at least 1, got {value!r}")
     if not callable(step):
         raise TypeError(f"step: expected (state, batch) -> (state, logs), got {step!r}")
     chosen = _rewrites.mode(rewrites)

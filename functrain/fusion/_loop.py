@@ -35,6 +35,10 @@ def repeat(body: Body, carry: PyTree, stacked: PyTree, n: jax.Array) -> tuple[Py
     run, (new, outs) = _stage(body, carry, first)
     check_carry(carry, new)
     k = leaves[0].shape[0] if leaves else 1
+    if k == 1:
+        # The compiler sees through an index into a single row, and fuses the body otherwise, to
+        # other last bits: give it two.
+        stacked = jax.tree.map(lambda x: jnp.concatenate([x, x]), stacked)
 
     def once(i: jax.Array, both: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
         carry, rows = both
@@ -47,9 +51,9 @@ def repeat(body: Body, carry: PyTree, stacked: PyTree, n: jax.Array) -> tuple[Py
         )
         return carry, rows
 
-    rows = jax.tree.map(lambda y: jnp.zeros((k, *y.shape), y.dtype), outs)
-    result: tuple[PyTree, PyTree] = lax.fori_loop(0, n, once, (carry, rows))
-    return result
+    rows = jax.tree.map(lambda y: jnp.zeros((max(k, 2), *y.shape), y.dtype), outs)
+    carry, rows = lax.fori_loop(0, n, once, (carry, rows))
+    return carry, rows if k > 1 else jax.tree.map(lambda row: row[:1], rows)
 
 
 def scan(body: Body, carry: PyTree, stacked: PyTree, unroll: int = 1) -> tuple[PyTree, PyTree]:

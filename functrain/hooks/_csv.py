@@ -62,3 +62,4 @@ class CSVLogger:
         """Closes the file."""
         if self._file is not None:
             self._file.close()
+            self._file = self._writer = None

@@ -62,6 +62,10 @@ class EarlyStopping:
         self.min_delta = min_delta
         self.restore_best = restore_best
         self._sign = 1.0 if mode == "min" else -1.0
+        self.begin()
+
+    def begin(self) -> None:
+        """Forgets what an earlier run came to."""
         self.best = self._sign * math.inf
         self.best_step: int | None = None
         self._best_state: PyTree = None

@@ -1,8 +1,8 @@
 """Hooks: what happens when something is due."""
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import Any, Protocol, Self, TypeAlias
 
 from functrain._run import ChunkEnd, EpochEnd, Event
@@ -13,8 +13,8 @@ class Hook(Protocol):
     """Called with events: with those at which its `when` is due, or with all if it has none.
 
     A plain function is a hook. One may read the event (waiting for the device where it looks at
-    arrays), add to `event.values`, assign `event.state`, and call `event.stop()`. If it has a
-    method `close`, that is called when the run ends, however it ends.
+    arrays), add to `event.values`, assign `event.state`, and call `event.stop()`. If it has methods
+    `begin` and `close`, they are called when a run begins, and when it ends, however it ends.
 
     Examples:
       >>> import functrain as ft
@@ -63,20 +63,19 @@ class HookRunner:
                 hook(event)
 
     def __enter__(self) -> Self:
-        """Returns itself."""
+        """Lets hooks begin that want to know; closes, at the exit, those that can be closed."""
+        self._closing = contextlib.ExitStack()
+        for hook in reversed(self._hooks):  # the stack closes the last one first
+            if (close := getattr(hook, "close", None)) is not None:
+                self._closing.callback(close)
+        for hook in self._hooks:
+            if (begin := getattr(hook, "begin", None)) is not None:
+                begin()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Closes the hooks that can be closed."""
-        for hook in self._hooks:
-            close = getattr(hook, "close", None)
-            if close is not None:
-                close()
+    def __exit__(self, *_: object) -> None:
+        """Closes them all, even where one of them fails."""
+        self._closing.close()
 
     def _due(self, i: int, event: Event) -> bool:
         when: Trigger | None = getattr(self._hooks[i], "when", None)

@@ -30,7 +30,8 @@ def optimize(fn: F, rewrites: Mode = "auto") -> F:
     look at the operations they find.
 
     Args:
-      fn: Any function of pytrees of arrays that `jax.jit` takes.
+      fn: Any function of pytrees of arrays, to pytrees of arrays. What is no array, such as a flag
+        or a shape, has to be bound before: ``optimize(functools.partial(fn, training=True))``.
       rewrites: "auto" for all rewrites, "exact" for those only that keep every bit under `jit`,
         "off" for none; see `mode`.
 

@@ -265,3 +265,58 @@ def test_a_run_goes_on_from_an_edited_state_with_a_copy_of_it() -> None:
         event.state = mine
     next(events)
     assert not any(x.is_deleted() for x in jax.tree.leaves(mine))
+
+
+def test_hooks_can_be_used_in_another_run(tmp_path) -> None:
+    stopping = ft.hooks.EarlyStopping("score", restore_best=True)
+    log = ft.hooks.CSVLogger(tmp_path / "log.csv")
+    fit(Scripted(1.0, 2.0), stopping, log)
+    second, history = fit(Scripted(9.0, 8.0), stopping, log)
+    assert len(history.epochs["score"]) == 2
+    assert stopping.best == 8.0
+    assert int(second.step) == 376
+    assert len((tmp_path / "log.csv").read_text().splitlines()) == 3
+
+
+def test_a_state_that_does_not_fit_is_refused_at_the_end_too() -> None:
+    def junk(event):
+        if isinstance(event, ft.RunEnd):
+            event.state = "junk"
+
+    with pytest.raises(ValueError, match=r"event\.state: expected a state of the structure"):
+        fit(junk, epochs=1)
+
+
+def test_every_hook_is_closed_even_if_closing_one_fails() -> None:
+    closed = []
+
+    class Closing:
+        def __init__(self, fails):
+            self.fails = fails
+
+        def __call__(self, event):
+            pass
+
+        def close(self):
+            closed.append(self.fails)
+            if self.fails:
+                raise OSError("no space")
+
+    with pytest.raises(OSError, match="no space"):
+        fit(Closing(False), Closing(True), Closing(False), epochs=1)
+    assert closed == [False, True, False]
+
+
+def test_values_that_are_no_numbers_are_refused_by_name() -> None:
+    def arrays(event):
+        event.values["arr"] = np.ones(3)
+
+    with pytest.raises(TypeError, match=r"event\.values\['arr'\]: expected a number, got float64"):
+        fit(arrays, epochs=1)
+
+
+def test_numpy_integers_are_numbers_of_steps() -> None:
+    assert ft.every(steps=np.int64(5)).next_step(5) == 10
+    assert ft.at(*np.arange(1, 3)).next_step(1) == 2
+    with pytest.raises(ValueError, match="whole number of steps, got True"):
+        ft.every(steps=True)

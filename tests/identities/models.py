@@ -27,6 +27,18 @@ def batch_norm() -> keras.Model:
     )
 
 
+def narrow() -> keras.Model:
+    """So small that the compiler would fuse a single step otherwise than one in a loop."""
+    return keras.Sequential(
+        [
+            keras.Input((6,)),
+            layers.Dense(5, "relu"),
+            layers.BatchNormalization(),
+            layers.Dense(CLASSES),
+        ]
+    )
+
+
 def dropout() -> keras.Model:
     return keras.Sequential(
         [
@@ -67,7 +79,7 @@ def convolutional() -> keras.Model:
     )
 
 
-DENSE_KINDS = {f.__name__: f for f in (mlp, batch_norm, dropout, lstm, attention)}
+DENSE_KINDS = {f.__name__: f for f in (mlp, batch_norm, narrow, dropout, lstm, attention)}
 KINDS = {**DENSE_KINDS, "convolutional": convolutional}
 
 

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import keras
 import numpy as np
 import optax
 import pytest
@@ -13,6 +14,7 @@ from ..conftest import digest
 from . import models
 
 STEPS = 39  # a multiple of neither 2, 7 nor 32: every K has a tail
+NORM = keras.layers.BatchNormalization
 LOSS = optax.softmax_cross_entropy_with_integer_labels
 
 
@@ -142,3 +144,16 @@ def test_a_fit_does_not_depend_on_k() -> None:
         digest(ft.fit(state, step, loader, epochs=2, fuse=k, verbose=0).state) for k in (1, 7, 32)
     }
     assert len(digests) == 1
+
+
+@pytest.mark.parametrize("widths", [(1,), (3, 1), (5, 3)])
+@pytest.mark.parametrize("size", [2, 16])
+def test_fused_is_single_for_the_smallest_models(widths, size) -> None:
+    keras.utils.set_random_seed(0)
+    hidden = [layer for n in widths for layer in (keras.layers.Dense(n, "relu"), NORM())]
+    model = keras.Sequential([keras.Input((6,)), *hidden, keras.layers.Dense(models.CLASSES)])
+    tx = optimizer()
+    state = bridge.create_state(model, tx)
+    step = ft.train_step(ft.supervised(bridge.from_keras(model), LOSS), tx)
+    chunk = models.batches(model, STEPS, size)
+    assert len({in_chunks(step, copy(state), chunk, k) for k in (1, 2, 7, 32)}) == 1
