@@ -4,12 +4,12 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
-import jax.numpy as jnp
 import keras
 import numpy as np
 
 from bridge import _keras_private
 from functrain import _tree
+from functrain.data._feed import filled, stacked
 
 PyTree: TypeAlias = Any
 
@@ -171,8 +171,11 @@ class Feed:
             return Chunk(place(items[0].take(), stacked=False), 0, marks)
         k = self._k if items[0].spec == self._first else 1
         assert k is not None
-        stacked = _take(items) if isinstance(items[0], _Rows) else _join(items)
-        return Chunk(place(_fill(stacked, k, len(items))), k, marks)
+        if isinstance(items[0], _Rows):
+            batches = filled(_take(items), k, len(items))
+        else:
+            batches = stacked([item.batch for item in items], k)
+        return Chunk(place(batches), k, marks)
 
 
 def _take(items: list[_Rows]) -> PyTree:
@@ -186,25 +189,6 @@ def _take(items: list[_Rows]) -> PyTree:
     n = len(items)
     taken = items[0].source.take(whole)
     return jax.tree.map(lambda x: x.reshape(n, x.shape[0] // n, *x.shape[1:]), taken)
-
-
-def _join(items: list[_Made]) -> PyTree:
-    def join(*leaves: Any) -> Any:
-        return (jnp if isinstance(leaves[0], jax.Array) else np).stack(leaves)
-
-    return jax.tree.map(join, *[item.batch for item in items])
-
-
-def _fill(stacked: PyTree, k: int, steps: int) -> PyTree:
-    """Fills up to K with zeros, which no step will see."""
-    if steps == k:
-        return stacked
-
-    def fill(x: Any) -> Any:
-        xp = jnp if isinstance(x, jax.Array) else np
-        return xp.concatenate([x, xp.zeros((k - steps, *x.shape[1:]), x.dtype)])
-
-    return jax.tree.map(fill, stacked)
 
 
 def place(batches: PyTree, *, stacked: bool = True) -> PyTree:

@@ -3,7 +3,7 @@
 The model is Keras, the optimizer is optax, the loop is functrain: 32 steps in one program. At the
 end a fresh process loads the saved file with plain Keras and must find the same accuracy.
 
-    python examples/mnist.py            # 10 epochs, about half a minute on two CPU cores
+    python examples/mnist.py            # 10 epochs, some ten seconds on two CPU cores
     python examples/mnist.py --quick    # a few seconds, for a look
 """
 

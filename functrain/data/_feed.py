@@ -79,7 +79,7 @@ class Feed:
         while at < full:
             steps = min(full - at, self._room(step + at, k))
             batches = loader.chunk(epoch, at, steps)
-            yield Chunk(_filled(batches, k, steps), k, steps, loader.batch_size)
+            yield Chunk(filled(batches, k, steps), k, steps, loader.batch_size)
             at += steps
         for index in range(full, len(loader)):
             yield _single(loader.batch(epoch, index))
@@ -104,10 +104,10 @@ class Feed:
                 continue
             pending.append(batch)
             if len(pending) == self._room(step + index + 1 - len(pending), k):
-                yield Chunk(_stacked(pending, k), k, len(pending), size)
+                yield Chunk(stacked(pending, k), k, len(pending), size)
                 pending = []
         if pending:
-            yield Chunk(_stacked(pending, k), k, len(pending), size)
+            yield Chunk(stacked(pending, k), k, len(pending), size)
         if ragged is not None:
             yield _single(ragged)
 
@@ -206,7 +206,7 @@ def _to_arrays(batch: PyTree) -> PyTree:
     return jax.tree.map(lambda x: x if isinstance(x, jax.Array) else np.array(x), batch)
 
 
-def _stacked(batches: list[PyTree], k: int) -> PyTree:
+def stacked(batches: list[PyTree], k: int) -> PyTree:
     """Stacks up to K batches, and fills up with zeros, which no step will see."""
 
     def stack(*leaves: Any) -> Any:
@@ -217,12 +217,12 @@ def _stacked(batches: list[PyTree], k: int) -> PyTree:
     return jax.tree.map(stack, *batches)
 
 
-def _filled(stacked: PyTree, k: int, steps: int) -> PyTree:
+def filled(batches: PyTree, k: int, steps: int) -> PyTree:
     """Fills batches that are stacked up to K."""
     if steps == k:
-        return stacked
+        return batches
     return jax.tree.map(
-        lambda x: _fill(x, k) if isinstance(x, jax.Array) else _buffer.stack(x, k), stacked
+        lambda x: _fill(x, k) if isinstance(x, jax.Array) else _buffer.stack(x, k), batches
     )
 
 
