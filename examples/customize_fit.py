@@ -7,8 +7,11 @@ Each cell writes a Keras model with a part of its own (step, metrics, loss), tra
     python examples/customize_fit.py --quick    # some seconds
 """
 
-# %% The backend: importing bridge first makes Keras use JAX
-import argparse
+# %% Keras runs on JAX from here on
+from _example import arguments
+
+args = arguments(__doc__, quick="two epochs", epochs=20)
+
 import time
 
 import bridge
@@ -16,11 +19,6 @@ import jax
 import keras
 import numpy as np
 
-parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-parser.add_argument("--epochs", type=int, default=20)
-parser.add_argument("--seed", type=int, default=0)
-parser.add_argument("--quick", action="store_true", help="two epochs")
-args = parser.parse_args()
 epochs = 2 if args.quick else args.epochs
 
 # %% The data: a regression, 1000 examples of 32 numbers

@@ -7,9 +7,17 @@ end a fresh process loads the saved file with plain Keras and must find the same
     python examples/mnist.py --quick    # a few seconds, for a look
 """
 
-# %% The backend: importing bridge first makes Keras use JAX
-import argparse
-import pathlib
+# %% Keras runs on JAX from here on
+from _example import arguments
+
+args = arguments(
+    __doc__,
+    quick="one epoch over 6 400 images",
+    epochs=10,
+    batch_size=64,
+    fuse=(32, "steps per program"),
+)
+
 import subprocess
 import sys
 
@@ -19,19 +27,8 @@ import keras
 import numpy as np
 import optax
 
-HERE = pathlib.Path(__file__).parent
-
-parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-parser.add_argument("--epochs", type=int, default=10)
-parser.add_argument("--batch-size", type=int, default=64)
-parser.add_argument("--fuse", type=int, default=32, help="steps per program")
-parser.add_argument("--seed", type=int, default=0)
-parser.add_argument("--quick", action="store_true", help="one epoch over 6 400 images")
-parser.add_argument("--output", type=pathlib.Path, default=HERE / "output" / "mnist")
-args = parser.parse_args()
-
 # %% The data: 60 000 images to learn from, of which 10 000 choose nothing and only watch
-with np.load(HERE / "data" / "mnist.npz") as file:
+with np.load(args.data / "mnist.npz") as file:
     images, labels = file["x_train"].reshape(-1, 784), file["y_train"].astype(np.int32)
     test = file["x_test"].reshape(-1, 784), file["y_test"].astype(np.int32)
 
@@ -87,7 +84,6 @@ state, history = ft.fit(
 # %% Home again: the Keras model takes the values, and is saved as any Keras model
 bridge.to_keras(state, keras_model)
 accuracy = ft.evaluate(state, eval_step, ft.ArrayLoader(test, 1_000))["accuracy"]
-args.output.mkdir(parents=True, exist_ok=True)
 keras_model.save(args.output / "mnist.keras")
 history.plot(args.output / "curves.png")
 print(f"test accuracy {accuracy:.4f} after {int(state.step)} steps")
@@ -103,7 +99,7 @@ model.compile(metrics=[keras.metrics.SparseCategoricalAccuracy(name="accuracy")]
 print(model.evaluate(x, y, batch_size=1_000, verbose=0, return_dict=True)["accuracy"])
 """
 command = [sys.executable, "-c", PLAIN_KERAS]
-paths = [args.output / "mnist.keras", HERE / "data" / "mnist.npz"]
+paths = [args.output / "mnist.keras", args.data / "mnist.npz"]
 reloaded = float(subprocess.run([*command, *paths], check=True, stdout=subprocess.PIPE).stdout)
 print(f"test accuracy {reloaded:.4f} as plain Keras finds it in a fresh process")
 if abs(reloaded - accuracy) > 1e-7:

@@ -1,5 +1,6 @@
-"""Every example runs on a small setting."""
+"""Every example runs on a small setting, draws its picture, and says in a line what it lacks."""
 
+import os
 import pathlib
 import subprocess
 import sys
@@ -7,27 +8,55 @@ import sys
 import pytest
 
 EXAMPLES = pathlib.Path(__file__).parents[1] / "examples"
+SCRIPTS = sorted(path.name for path in EXAMPLES.glob("[a-z]*.py"))
+WITHOUT_MATPLOTLIB = (
+    "import runpy, sys; sys.modules['matplotlib'] = None; sys.argv = sys.argv[1:]; "
+    "sys.path[0] = sys.argv[0].rpartition('/')[0]; runpy.run_path(sys.argv[0])"
+)
+
+
+def start(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *map(str, arguments)]
+    env = os.environ | environment
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=env)
 
 
 def run(*arguments: object) -> str:
-    command = [sys.executable, *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = start(*arguments)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
+def quick(script: str, folder: pathlib.Path) -> list[str]:
+    return run(EXAMPLES / script, "--quick", "--output", folder).splitlines()
+
+
+def number(lines: list[str], begin: str, after: str) -> float:
+    """Returns the number behind a word, in the line that begins so."""
+    (line,) = (line for line in lines if line.startswith(begin))
+    return float(line.split(f"{after} ")[1].split()[0].strip(",:;"))
+
+
 @pytest.mark.smoke
 def test_mnist_trains_and_plain_keras_agrees(tmp_path) -> None:
-    output = run(EXAMPLES / "mnist.py", "--quick", "--output", tmp_path)
-    ours, theirs = (line for line in output.splitlines() if line.startswith("test accuracy"))
+    output = quick("mnist.py", tmp_path)
+    ours, theirs = (line for line in output if line.startswith("test accuracy"))
     assert ours.split()[2] == theirs.split()[2]
     assert float(ours.split()[2]) > 0.8
     assert (tmp_path / "mnist.keras").exists()
     assert (tmp_path / "curves.png").exists()
 
 
-def test_customize_fit_runs() -> None:
-    assert run(EXAMPLES / "customize_fit.py", "--quick")
+def test_from_scratch_learns(tmp_path) -> None:
+    output = quick("from_scratch.py", tmp_path)
+    assert number(output, "test:", "accuracy") > 0.85
+    assert number(output, "with the layer's loss", "loss:") > 4  # at first: the layer's is in it
+    assert {path.name for path in tmp_path.iterdir()} == {"digits.keras", "from_scratch.png"}
+
+
+def test_customize_fit_runs(tmp_path) -> None:
+    output = quick("customize_fit.py", tmp_path)
+    assert sum("equal to the bit" in line for line in output) == 5
 
 
 @pytest.mark.long
@@ -38,6 +67,31 @@ def test_mnist_in_full_reaches_its_accuracy(tmp_path) -> None:
     assert accuracies[0] == accuracies[1] >= 0.975
 
 
-@pytest.mark.parametrize("script", sorted(p.name for p in EXAMPLES.glob("*.py")))
+@pytest.mark.parametrize("script", SCRIPTS)
 def test_every_example_explains_itself(script) -> None:
     assert "usage:" in run(EXAMPLES / script, "--help")
+
+
+def assert_one_line(done: subprocess.CompletedProcess[str], *words: str) -> None:
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert all(word in line for word in words), line
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_another_backend_is_refused_in_a_line(script) -> None:
+    done = start(EXAMPLES / script, "--quick", KERAS_BACKEND="torch")
+    assert_one_line(done, script, "KERAS_BACKEND=torch", "KERAS_BACKEND=jax python")
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_folder_that_cannot_be_written_is_named_in_a_line(script, tmp_path) -> None:
+    taken = tmp_path / "taken"
+    taken.touch()
+    done = start(EXAMPLES / script, "--quick", "--output", taken / "below")
+    assert_one_line(done, str(taken / "below"), "--output")
+
+
+def test_a_missing_package_is_named_in_a_line() -> None:
+    done = start("-c", WITHOUT_MATPLOTLIB, EXAMPLES / "mnist.py", "--quick")
+    assert_one_line(done, "matplotlib", "pip install")
