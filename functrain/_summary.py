@@ -1,14 +1,12 @@
 """A state as a table: what is in it, and how large."""
 
-import io
 import math
 from typing import Any
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
-from functrain import _tree
+from functrain import _table, _tree
 from functrain._types import PyTree
 
 _PARTS = ("params", "model_state", "opt_state")
@@ -57,7 +55,7 @@ def summary(state: PyTree) -> str:
     for part in () if whole else _PARTS:
         table.add_row(f"all of {part}", "", "", *_size(getattr(state, part)))
     table.add_row("all" if whole else "whole state", "", "", *_size(state))
-    return _text(table)
+    return _table.text(table)
 
 
 def _is_array(leaf: Any) -> bool:
@@ -88,20 +86,3 @@ def _human(size: float) -> str:
         if size < 1024 or unit == "TiB":
             break
     return f"{size:.1f} {unit}"
-
-
-def _text(table: Table) -> str:
-    # Paths may hold brackets, which are markup to rich, and notebooks have a console of their own.
-    console = Console(
-        file=io.StringIO(),
-        width=100_000,  # no terminal's: nothing is cut
-        markup=False,
-        emoji=False,
-        highlight=False,
-        color_system=None,
-        force_terminal=False,
-        force_jupyter=False,
-    )
-    with console.capture() as capture:
-        console.print(table)
-    return "\n".join(line.rstrip() for line in capture.get().splitlines())

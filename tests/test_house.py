@@ -17,7 +17,8 @@ ROOT = pathlib.Path(__file__).parents[1]
 
 # Imports go downwards only: a module may import those above it in this list, and its own floor.
 FLOORS = [
-    ["functrain._types", "functrain._version", "functrain._cache", "functrain.rewrites"],
+    ["functrain._types", "functrain._version", "functrain._cache", "functrain._table"],
+    ["functrain.rewrites"],
     ["functrain._interrupt", "functrain._tree", "functrain._trigger"],
     ["functrain._model", "functrain._state"],
     ["functrain._flax", "functrain._loss", "functrain._metrics", "functrain._summary"],

@@ -1,7 +1,7 @@
 """What a rewrite is, and the pass that applies some of them to a jaxpr."""
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -19,6 +19,7 @@ class Rewrite(NamedTuple):
       applies: ``(eqn) -> bool``. Decides from the equation's types and parameters.
       replace: ``(*inputs, **params) -> output``, or a sequence of outputs where the primitive has
         several. Plain `jax.lax` code; it may not capture arrays.
+      reason: Why it pays, in a few words for `explain`.
     """
 
     name: str
@@ -26,18 +27,75 @@ class Rewrite(NamedTuple):
     exact: bool
     applies: Callable[[core.JaxprEqn], bool]
     replace: Callable[..., Any]
+    reason: str = ""
 
 
 class RewriteError(Exception):
     """A rewrite failed; the message names it."""
 
 
+# Those whose jaxprs are functions that are called, and may be replaced by equal ones. What another
+# primitive does with its jaxprs nobody can know: those stay as they are.
+_CALLS = {
+    primitives.jit_p,
+    primitives.call_p,
+    primitives.closed_call_p,
+    primitives.remat_p,
+    primitives.scan_p,
+    primitives.while_p,
+    primitives.cond_p,
+    primitives.custom_jvp_call_p,
+    primitives.custom_vjp_call_p,
+}
+
+
+def is_entered(eqn: core.JaxprEqn) -> bool:
+    """Whether the pass looks into the jaxprs of an equation."""
+    return eqn.primitive in _CALLS or eqn.primitive.name == "shard_map"
+
+
+def first_that_applies(rewrites: Sequence[Rewrite], eqn: core.JaxprEqn) -> Rewrite | None:
+    """Returns the rewrite that an equation gets.
+
+    Raises:
+      RewriteError: A rewrite raised.
+    """
+    for rewrite in rewrites:
+        if eqn.primitive is rewrite.primitive:
+            with _named(rewrite):
+                if rewrite.applies(eqn):
+                    return rewrite
+    return None
+
+
+def equations(jaxpr: Any, times: int = 1) -> Iterator[tuple[core.JaxprEqn, int]]:
+    """Yields what the pass looks at, with how often a run evaluates it.
+
+    A loop counts as often as it is known to go round, and once where it is not; of a `cond` every
+    branch counts.
+    """
+    for eqn in jaxpr.eqns:
+        yield eqn, times
+        if is_entered(eqn):
+            often = times * eqn.params["length"] if eqn.primitive is primitives.scan_p else times
+            for inner in core.jaxprs_in_params(eqn.params):
+                yield from equations(inner, often)
+
+
+@contextlib.contextmanager
+def _named(rewrite: Rewrite) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        raise RewriteError(f"{rewrite.name}: {error!r}") from error
+
+
 def rewrite_jaxpr(jaxpr: Any, rewrites: Sequence[Rewrite]) -> Any:
     """Returns a jaxpr with every equation replaced that one of the rewrites applies to.
 
-    All jaxprs inside it are entered: those of jit, scan, while, cond, remat, custom derivatives,
-    and of whatever else keeps one among its parameters. What replaces an equation has its names,
-    source lines and context.
+    The jaxprs inside it are entered: those of jit, scan, while, cond, remat, custom derivatives and
+    shard_map. An equation of another primitive stays whole. What replaces an equation has its
+    names, source lines and context.
 
     Args:
       jaxpr: A `jax.extend.core.Jaxpr` or `ClosedJaxpr`.
@@ -91,15 +149,13 @@ class _Pass:
         return jaxpr.replace(eqns=eqns, outvars=outvars, debug_info=jaxpr.debug_info)
 
     def _eqn(self, eqn: core.JaxprEqn, env: dict[Any, Any]) -> list[core.JaxprEqn]:
-        for rewrite in self._rewrites:
-            if eqn.primitive is rewrite.primitive:
-                try:
-                    if rewrite.applies(eqn):
-                        eqns, outs = _replacement(rewrite, eqn)
-                        env.update(zip(eqn.outvars, outs, strict=True))
-                        return eqns
-                except Exception as error:
-                    raise RewriteError(f"{rewrite.name}: {error!r}") from error
+        if rewrite := first_that_applies(self._rewrites, eqn):
+            with _named(rewrite):
+                eqns, outs = _replacement(rewrite, eqn)
+            env.update(zip(eqn.outvars, outs, strict=True))
+            return eqns
+        if not is_entered(eqn):
+            return [eqn]
         params = _inside(eqn, lambda: {k: self._param(v) for k, v in eqn.params.items()})
         same = all(params[name] is value for name, value in eqn.params.items())
         return [eqn if same else eqn.replace(params=params)]

@@ -53,17 +53,50 @@ def optimize(fn: F, rewrites: Mode = "auto") -> F:
     chosen = mode(rewrites)
     if chosen == "off":
         return fn
-    rules = [rule for rule in REWRITES if rule.exact or chosen == "auto"]
+    rules = chosen_rules(chosen)
 
     @functools.wraps(fn)
     def optimized(*args: Any, **kwargs: Any) -> Any:
-        closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*args, **kwargs)
+        try:
+            closed, shapes = traced(fn, *args, **kwargs)
+        except Untraceable as error:
+            outs = fn(*args, **kwargs)  # under jit it says itself what is wrong
+            warnings.warn(f"Rewrites: the function runs as it was, for {error}", stacklevel=2)
+            return outs
         run: Any = core.jaxpr_as_fun(_rewritten(closed, rules))
         outs = run(*map(jnp.asarray, jax.tree.leaves((args, kwargs))))
         outs = map(retype, map(jnp.asarray, outs), closed.out_avals)
         return jax.tree.unflatten(jax.tree.structure(shapes), outs)
 
     return optimized  # type: ignore[return-value]  # wraps(F) is callable as F is
+
+
+class Untraceable(Exception):  # noqa: N818  # a property of the function, often no error
+    """A function looks at the values of its arguments, or takes what is no array."""
+
+
+def traced(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    """Returns a function's jaxpr and the shapes of its outputs.
+
+    Raises:
+      Untraceable: There is none. An error of the function's own comes as it is.
+    """
+    for leaf in jax.tree.leaves((args, kwargs)):
+        try:
+            jax.typeof(leaf)
+        except TypeError:
+            raise Untraceable(f"it takes a {type(leaf).__name__}, which is no array.") from None
+    try:
+        result: tuple[Any, Any] = jax.make_jaxpr(fn, return_shape=True)(*args, **kwargs)
+    except jax.errors.JAXTypeError as error:
+        first = str(error).splitlines()[0]
+        raise Untraceable(f"it cannot be traced: {type(error).__name__}: {first}") from error
+    return result
+
+
+def chosen_rules(chosen: Mode) -> list[Rewrite]:
+    """Returns the rewrites of a mode, in the order they are asked."""
+    return [rule for rule in REWRITES if chosen == "auto" or (chosen == "exact" and rule.exact)]
 
 
 def mode(rewrites: str = "auto") -> Mode:

@@ -40,4 +40,5 @@ canonical_conv = Rewrite(
     exact=True,
     applies=_applies,
     replace=_replace,
+    reason="the layout of XLA's fast kernels, in loops too",
 )

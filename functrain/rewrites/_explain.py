@@ -1,0 +1,175 @@
+"""What the pass does to a function, for people."""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+from jax.extend import core, source_info_util
+from rich import box
+from rich.table import Table
+
+from functrain import _table
+from functrain.rewrites import _optimize
+from functrain.rewrites._frame import (
+    Rewrite,
+    RewriteError,
+    equations,
+    first_that_applies,
+    is_entered,
+    rewrite_jaxpr,
+)
+from functrain.rewrites._optimize import Mode, Untraceable
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """Equal equations, and what became of them.
+
+    Attributes:
+      primitive: Its name.
+      shapes: Types of inputs and outputs, such as ``f32[8] -> f32[]``.
+      count: How many equations of the program.
+      rule: The rewrite that replaces them, "" where they are left.
+      reason: Why they are replaced, or left.
+      where: The layer the first of them came from, if it has a name, and its source line.
+    """
+
+    primitive: str
+    shapes: str
+    count: int
+    rule: str
+    reason: str
+    where: str
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Explanation:
+    """What `explain` returns; as a string, a table.
+
+    Attributes:
+      rows: The equations that some rewrite looks at, in the order they come.
+      others: How many equations there are that none looks at.
+      note: Why nothing at all is rewritten, "" where that is not so.
+
+    Examples:
+      >>> print(Explanation(rows=(), others=3, note=""))
+      Nothing to rewrite. 3 equations that no rewrite looks at.
+    """
+
+    rows: tuple[Row, ...]
+    others: int
+    note: str
+
+    def __str__(self) -> str:
+        others = f"{self.others} equations that no rewrite looks at."
+        if not self.rows:
+            return f"{self.note or 'Nothing to rewrite.'} {others if self.others else ''}".rstrip()
+        table = Table(box=box.ASCII2)
+        for heading in ("operation", "types", "count", "rewritten by", "why", "first met in"):
+            right = heading == "count"
+            table.add_column(heading, justify="right" if right else "left", no_wrap=True)
+        for row in self.rows:
+            count = str(row.count)
+            table.add_row(row.primitive, row.shapes, count, row.rule, row.reason, row.where)
+        return "\n".join(filter(None, [self.note, _table.text(table), f"And {others}"]))
+
+    __repr__ = __str__
+
+
+def explain(
+    fn: Callable[..., Any], /, *args: Any, rewrites: Mode = "auto", **kwargs: Any
+) -> Explanation:
+    """Returns what `optimize` does to a function of such arguments: what is rewritten, and why.
+
+    Args:
+      fn: As for `optimize`: any function, or the step you fuse or fit (not the fused program). One
+        with metrics takes ``step.start(state)`` for a state.
+      *args: Its arguments. Shapes will do (`jax.ShapeDtypeStruct`): nothing is computed.
+      rewrites: As for `optimize`.
+      **kwargs: Its arguments by keyword.
+
+    Returns:
+      An Explanation: print it. A row for each kind of equation that some rewrite looks at, with
+      the rewrite, or the reason it is left; and a note where nothing is rewritten, because `fn`
+      cannot be traced, a rewrite failed, or rewrites are off here.
+
+    Raises:
+      ValueError: As `optimize`.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp
+      >>> def fn(image, kernel):
+      ...     return jax.lax.conv(image, kernel, (1, 1), "SAME")
+      >>> explanation = explain(fn, jnp.ones((2, 3, 8, 8)), jnp.ones((4, 3, 3, 3)))
+      >>> row = explanation.rows[0]
+      >>> row.rule, row.count, row.shapes
+      ('canonical_conv', 1, 'f32[2,3,8,8] f32[4,3,3,3] -> f32[2,4,8,8]')
+    """
+    chosen = _optimize.mode(rewrites)
+    try:
+        closed, _ = _optimize.traced(fn, *args, **kwargs)
+    except Untraceable as error:
+        return Explanation((), 0, f"Runs as it was, for {error}")
+    rules, note = _optimize.chosen_rules(chosen), ""
+    if chosen == "off":
+        note = f"Runs as it was: rewrites are off (backend: {jax.default_backend()})."
+    try:
+        rewrite_jaxpr(closed, rules)
+    except Exception as error:
+        rules, note = [], f"Runs as it was, for a rewrite failed. {error}"
+    return _explanation(closed, rules, note)
+
+
+def _explanation(closed: Any, rules: Sequence[Rewrite], note: str) -> Explanation:
+    looked_at = {rule.primitive for rule in _optimize.REWRITES}
+    rows: dict[tuple[str, ...], Row] = {}
+    others = 0
+    for eqn, inside in _all(closed):
+        if eqn.primitive not in looked_at:
+            others += 1
+            continue
+        rule, reason = ("", inside) if inside or note else _verdict(eqn, rules)
+        key = (eqn.primitive.name, _shapes(eqn), rule, reason)
+        known = rows.get(key)
+        rows[key] = (
+            dataclasses.replace(known, count=known.count + 1)
+            if known
+            else Row(*key[:2], count=1, rule=rule, reason=reason, where=_where(eqn))
+        )
+    return Explanation(tuple(rows.values()), others, note)
+
+
+def _verdict(eqn: core.JaxprEqn, rules: Sequence[Rewrite]) -> tuple[str, str]:
+    """Returns the rule's name and reason, or why there is none."""
+    if rule := first_that_applies(rules, eqn):
+        return rule.name, rule.reason
+    inactive = [rule for rule in _optimize.REWRITES if rule not in rules]
+    with contextlib.suppress(RewriteError):  # of one that was not asked for
+        if rule := first_that_applies(inactive, eqn):
+            return "", f'{rule.name} changes last bits; rewrites="auto" takes it'
+    return "", "none is known to pay here"
+
+
+def _all(jaxpr: Any) -> Iterator[tuple[core.JaxprEqn, str]]:
+    """Yields all equations, and why they are out of reach, if they are."""
+    for eqn, _ in equations(jaxpr):
+        yield eqn, ""
+        if not is_entered(eqn):
+            for inner in core.jaxprs_in_params(eqn.params):
+                for deeper, _ in _all(inner):
+                    yield deeper, f"inside {eqn.primitive.name}, which no rewrite may enter"
+
+
+def _shapes(eqn: core.JaxprEqn) -> str:
+    ins, outs = (
+        " ".join(var.aval.str_short(short_dtypes=True) for var in side)
+        for side in (eqn.invars, eqn.outvars)
+    )
+    return f"{ins} -> {outs}"
+
+
+def _where(eqn: core.JaxprEqn) -> str:
+    line = source_info_util.summarize(eqn.source_info).rpartition("/")[2]
+    return "  ".join(filter(None, [str(eqn.source_info.name_stack), line]))
