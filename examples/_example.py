@@ -29,9 +29,9 @@ def arguments(prose: str, quick: str, **defaults: object) -> argparse.Namespace:
         option = "--" + name.replace("_", "-")
         parser.add_argument(option, type=type(value), default=value, help=says)
     parser.add_argument("--quick", action="store_true", help=quick)
-    output = FOLDER / "output" / SCRIPT.stem
-    parser.add_argument("--output", type=pathlib.Path, default=output, help="folder to write to")
+    parser.add_argument("--output", type=pathlib.Path, help="folder to write to")
     args = parser.parse_args()
+    args.output = args.output or FOLDER / "output" / (SCRIPT.stem + "-quick" * args.quick)
     _require_packages()
     _require_jax()
     _require_writable(args.output)

@@ -59,6 +59,30 @@ def test_customize_fit_runs(tmp_path) -> None:
     assert sum("equal to the bit" in line for line in output) == 5
 
 
+def test_text_is_learned_and_written(tmp_path) -> None:
+    output = quick("text.py", tmp_path)
+    last = number(output, "step 40:", "validation")
+    assert last < number(output, "validation loss of", "unigram model")
+    assert len(output[output.index("--- goes on") + 1]) > 0
+    assert (tmp_path / "text.png").exists()
+
+
+@pytest.mark.long
+def test_text_beats_the_bigram_model(tmp_path) -> None:
+    output = run(EXAMPLES / "text.py", "--steps", 300, "--output", tmp_path).splitlines()
+    assert "below the bigram model's" in output[-2]
+    assert "not below" not in output[-2]
+
+
+def test_dcgan_draws_and_goes_on_where_it_was(tmp_path) -> None:
+    first = quick("dcgan.py", tmp_path)
+    assert number(first, "step 8:", "d") > 0
+    pictures = {path.name for path in tmp_path.glob("*.png")}
+    assert pictures == {"epoch_001.png", "epoch_002.png", "dcgan.png"}
+    again = quick("dcgan.py", tmp_path)
+    assert again[0].startswith("goes on after epoch 2")
+
+
 @pytest.mark.long
 def test_mnist_in_full_reaches_its_accuracy(tmp_path) -> None:
     output = run(EXAMPLES / "mnist.py", "--output", tmp_path)

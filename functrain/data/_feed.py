@@ -203,7 +203,13 @@ def _to_arrays(batch: PyTree) -> PyTree:
 
     Copies: a source may fill one buffer again and again, and a chunk holds many batches.
     """
-    return jax.tree.map(lambda x: x if isinstance(x, jax.Array) else np.array(x), batch)
+
+    def array(x: Any) -> Any:
+        if isinstance(x, jax.Array):
+            return x
+        return np.array(x.numpy() if hasattr(x, "numpy") else x)
+
+    return jax.tree.map(array, batch)
 
 
 def stacked(batches: list[PyTree], k: int) -> PyTree:

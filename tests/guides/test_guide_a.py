@@ -1,0 +1,221 @@
+"""Rows A1 to A9: a training loop from scratch, here and by hand, with the same numbers."""
+
+import bridge  # isort: skip  # before keras
+
+import jax
+import keras
+import numpy as np
+import optax
+import pytest
+
+import functrain as ft
+from tests.guides import by_hand
+from tests.guides.by_hand import assert_same, batches, digits, mlp, values
+
+BATCH = 32
+CROSS_ENTROPY = keras.losses.CategoricalCrossentropy(from_logits=True)
+
+
+def loss_fn_of(keras_model, loss=CROSS_ENTROPY):
+    """The loss written out, with Keras's own loss in it, so that only the route differs."""
+    model = bridge.from_keras(keras_model)
+
+    def loss_fn(params, model_state, batch, *, rng, training):
+        x, y = batch
+        outputs, model_state, added = model.apply(
+            params, model_state, x, rng=rng, training=training
+        )
+        value = loss(y, outputs)
+        for term in added:
+            value = value + term
+        return value, ft.Aux(model_state, outputs)
+
+    return loss_fn
+
+
+@pytest.fixture(scope="module")
+def train():
+    return digits(20 * BATCH + 16, one_hot=True)  # the last batch is half a one
+
+
+@pytest.fixture(scope="module")
+def held_out():
+    x, y = digits(3_000, one_hot=True)
+    return x[2_000:], y[2_000:]
+
+
+def test_a1_a_loss_returns_its_value_and_the_updated_non_trainables(train) -> None:
+    model = mlp(keras.layers.BatchNormalization())
+    x, y = batches(train, BATCH)[0]
+    loop = by_hand.Loop(model, CROSS_ENTROPY)
+    trainable, non_trainable = (
+        values(model.trainable_variables),
+        values(model.non_trainable_variables),
+    )
+    gradient = jax.jit(loop.gradient, static_argnums=4)
+    (loss, (_, updated)), grads = gradient(trainable, non_trainable, x, y, True)
+
+    state = bridge.create_state(model, optax.sgd(0.1))
+    ours = jax.jit(
+        jax.value_and_grad(
+            lambda params, rest: loss_fn_of(model)(params, rest, (x, y), rng=None, training=True),
+            has_aux=True,
+        )
+    )
+    (value, aux), ours_grads = ours(state.params, state.model_state)
+    assert_same([value], [loss])
+    bridge.to_keras(ft.TrainState.create(params=ours_grads, tx=optax.sgd(0.1),
+                                         model_state=aux.model_state), model)  # fmt: skip
+    assert_same(values(model.trainable_variables), grads)
+    assert_same(values(model.non_trainable_variables), updated)
+    assert not np.array_equal(updated[0], non_trainable[0])  # they do move
+
+
+def test_a2_the_forward_pass_trains_when_it_should(train) -> None:
+    model = mlp(keras.layers.Dropout(0.5, seed=1))
+    x, _ = batches(train, BATCH)[0]
+    lists = values(model.trainable_variables), values(model.non_trainable_variables)
+    state = bridge.create_state(model, optax.sgd(0.1))
+    apply = bridge.from_keras(model).apply
+    passes = {}
+    for training in (True, False):
+        expected, _ = model.stateless_call(*lists, x, training=training)
+        passes[training] = apply(state.params, state.model_state, x, training=training).outputs
+        assert_same([passes[training]], [expected])
+    assert not np.allclose(passes[True], passes[False])  # what forgetting it would have cost
+
+
+def test_a3_optax_updates_as_by_hand(train) -> None:
+    model, tx = mlp(), optax.adam(1e-3)
+    params = values(model.trainable_variables)
+    opt_state = tx.init(params)
+    gradient = by_hand.Loop(model, CROSS_ENTROPY).gradient
+
+    @jax.jit
+    def train_step(params, opt_state, x, y):
+        (loss, _), grads = gradient(params, [], x, y, True)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return loss, optax.apply_updates(params, updates), opt_state
+
+    losses = []
+    for x, y in batches(train, BATCH):
+        loss, params, opt_state = train_step(params, opt_state, x, y)
+        losses.append(loss)
+    state, history = ft.fit(
+        bridge.create_state(model, tx),
+        ft.train_step(loss_fn_of(model), tx),
+        ft.ArrayLoader(train, BATCH),
+        verbose=0,
+    )
+    assert_same(history.steps["loss"], losses)
+    assert_same(values(bridge.to_keras(state, model).trainable_variables), params)
+
+
+ADAM = optax.adam(1e-3)
+
+
+def raw(model, train, epochs=1):
+    """The guide's loop: losses of all steps, accuracies of every epoch's, and the last state."""
+    loop = by_hand.Loop(model, CROSS_ENTROPY, ADAM, keras.metrics.CategoricalAccuracy())
+    state, losses, running = loop.start(), [], []
+    for _ in range(epochs):
+        state = loop.reset(state)
+        more, accuracies, state = loop.epoch(state, batches(train, BATCH))
+        losses += more
+        running.append(accuracies)
+    return loop, losses, running, state
+
+
+def ours(model, train, epochs=1, **kwargs):
+    step = ft.train_step(loss_fn_of(model), ADAM, metrics={"accuracy": ft.accuracy()})
+    data = by_hand.Dataset(train, BATCH)
+    return ft.fit(bridge.create_state(model, ADAM), step, data, epochs=epochs, verbose=0, **kwargs)
+
+
+def test_a4_the_jitted_loop_runs_over_any_iterable_of_tensors(train) -> None:
+    _, losses, _, _ = raw(mlp(), train)
+    _, history = ours(mlp(), train)
+    assert len(losses) == 21  # the smaller last batch is trained on, too
+    assert_same(history.steps["loss"], losses)
+
+
+def test_a5_the_running_metric_is_read_in_mid_epoch(train) -> None:
+    _, _, (running,), _ = raw(mlp(), train)
+    seen = {}
+
+    @ft.every(steps=10)
+    def log(event):
+        seen[event.step * event.examples] = float(event.metrics()["accuracy"])
+
+    ours(mlp(), train, hooks=[log])
+    assert seen == {n * BATCH: running[n - 1] for n in (10, 20)}
+
+
+def test_a6_trained_values_go_back_into_the_model_which_is_saved(train, tmp_path) -> None:
+    loop, _, _, state = raw(mlp(), train)
+    expected = loop.write_back(state)
+    model = mlp()
+    trained, _ = ours(model, train)
+    bridge.to_keras(trained, model).save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    x = train[0][:100]
+    assert_same([loaded(x)], [expected(x)])
+
+
+def test_a7_metrics_are_read_and_reset_at_the_end_of_an_epoch(train) -> None:
+    _, _, running, _ = raw(mlp(), train, epochs=2)
+    _, history = ours(mlp(), train, epochs=2)
+    assert history.epochs["accuracy"].tolist() == [epoch[-1] for epoch in running]
+
+
+def test_a8_an_evaluation_loop_has_metrics_of_its_own(train, held_out) -> None:
+    model = mlp()
+    loop, _, _, trained = raw(model, train)
+    loop.write_back(trained)
+    metric = values(loop.metric.variables)
+    state = (*trained[:2], metric)
+    losses = []
+    for batch in batches(held_out, 300):  # 300, 300, 300, 100
+        loss, state = loop.eval_step(state, batch)
+        losses.append(float(loss))
+    step = ft.eval_step(loss_fn_of(model), metrics={"accuracy": ft.accuracy()})
+    found = ft.evaluate(
+        bridge.create_state(model, optax.sgd(0.1)), step, by_hand.Dataset(held_out, 300)
+    )
+    assert found["accuracy"] == float(loop.metric.stateless_result(state[2]))
+    assert found["loss"] == pytest.approx(np.average(losses, weights=[3, 3, 3, 1]), rel=1e-6)
+
+
+class Activity(keras.layers.Layer):
+    """Adds 1e-2 times the sum of its inputs to the loss."""
+
+    def call(self, inputs):
+        self.add_loss(1e-2 * keras.ops.sum(inputs))
+        return inputs
+
+
+def as_written(model):
+    """The guide's last loss function: it returns three things, where two are taken."""
+
+    def compute_loss_and_updates(trainable, non_trainable, x, y):
+        y_pred, non_trainable, losses = model.stateless_call(
+            trainable, non_trainable, x, return_losses=True
+        )
+        loss = CROSS_ENTROPY(y, y_pred) + (sum(losses) if losses else 0)
+        return loss, non_trainable, y_pred
+
+    return jax.value_and_grad(compute_loss_and_updates, has_aux=True)
+
+
+def test_a9_losses_that_layers_add_are_in_the_loss(train) -> None:
+    model = mlp(Activity())
+    x, y = batches(train, BATCH)[0]
+    lists = values(model.trainable_variables), values(model.non_trainable_variables)
+    with pytest.raises(TypeError):
+        as_written(model)(*lists, x, y)
+
+    _, losses, _, _ = raw(model, train)  # the same, repaired
+    _, history = ours(mlp(Activity()), train)
+    assert_same(history.steps["loss"], losses)
+    without = float(CROSS_ENTROPY(y, model(x)))
+    assert losses[0] > without + 1
