@@ -23,7 +23,8 @@ def adam() -> optax.GradientTransformation:
 # functrain
 
 
-def _functrain(workload: Workload) -> tuple[Any, Any]:
+def functrain_parts(workload: Workload) -> tuple[Any, Any]:
+    """Returns (state, step) of a workload."""
     if workload.own_step:
         return workload.functrain_step()
     net = workload.model()
@@ -35,7 +36,7 @@ def _functrain(workload: Workload) -> tuple[Any, Any]:
 
 def functrain_fit(workload: Workload, rewrites: Any = "auto") -> Run:
     """`functrain.fit`, end to end: feed, metrics, history."""
-    state, step = _functrain(workload)
+    state, step = functrain_parts(workload)
     loader = ft.ArrayLoader(workload.data(), workload.batch)
 
     def run() -> float:
@@ -53,7 +54,7 @@ def functrain_off(workload: Workload) -> Run:
 
 def functrain_fused(workload: Workload) -> Run:
     """The fused program alone, over chunks that are on the device already."""
-    state, step = _functrain(workload)
+    state, step = functrain_parts(workload)
     k = min(workload.steps, 128)
     loader = ft.ArrayLoader(workload.data(), workload.batch)
     chunks = [jax.device_put(loader.chunk(0, i, k)) for i in range(0, workload.steps, k)]

@@ -115,7 +115,7 @@ def _cell(ways: dict[str, Any], name: str) -> str:
     if ways[name]["error"]:
         return "failed"
     best = min(way["median"] for way in ways.values() if way["seconds"])
-    text = f"{_ms(1e3 * ways[name]['median'])} ({speed(ways, name):.2g}×)"
+    text = f"{milliseconds(ways[name]['median'])} ({speed(ways, name):.2g}×)"
     return f"**{text}**" if ways[name]["median"] == best else text
 
 
@@ -149,6 +149,7 @@ def _panel(axes: Any, result: dict[str, Any]) -> None:
     axes.tick_params(labelsize=8)
 
 
-def _ms(value: float) -> str:
+def milliseconds(seconds: float) -> str:
     """Formats three digits, and all of them before the point."""
+    value = 1e3 * seconds
     return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"

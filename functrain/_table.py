@@ -21,4 +21,4 @@ def text(table: Table) -> str:
     )
     with console.capture() as capture:
         console.print(table)
-    return "\n".join(line.rstrip() for line in capture.get().splitlines())
+    return "\n".join(line.rstrip() for line in capture.get().strip("\n").splitlines())

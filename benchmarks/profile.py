@@ -1,0 +1,192 @@
+"""Where a step's time goes, by operation, next to what the machine can do.
+
+python -m benchmarks.profile --workload mnist-convnet
+python -m benchmarks.profile --workload resnet50 --rewrites off --top 20
+
+Every operation is timed by itself, in a loop, as the rewrites make it; so the sum is not that of
+the step, where operations overlap and are fused. For a step of your own: `profile(step, state,
+batch)`.
+"""
+
+import argparse
+import dataclasses
+import os
+import pathlib
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+os.environ.setdefault("KERAS_BACKEND", "jax")
+
+import jax
+import numpy as np
+from rich import box
+from rich.table import Table
+
+import functrain as ft
+from benchmarks.operations import Operation, dense_rate, least, operations, seconds
+from benchmarks.report import milliseconds
+from functrain import _table
+
+
+@dataclasses.dataclass(frozen=True)
+class Profile:
+    """Where a step's time goes; as a string, a table.
+
+    Attributes:
+      operations: What was timed, the most expensive first.
+      times: Seconds of one evaluation of each.
+      step: Seconds of a step in a fused program.
+      dense: FLOP/s of a matrix product.
+    """
+
+    operations: tuple[Operation, ...]
+    times: tuple[float, ...]
+    step: float
+    dense: float
+    top: int = 30
+
+    def __str__(self) -> str:
+        table = Table(box=box.MARKDOWN)
+        table.add_column("operation")
+        for heading in ("count", "ms each", "ms a step", "of the step", "rate", "of dense"):
+            table.add_column(heading, justify="right", no_wrap=True)
+        table.add_column("rewritten by")
+        rows = list(zip(self.operations, self.times, strict=True))
+        for operation, took in rows[: self.top]:
+            table.add_row(*self._row(operation, took))
+        total = sum(o.count * took for o, took in rows)
+        left = sum(o.count * took for o, took in rows[self.top :])
+        return (
+            f"{_table.text(table)}\n\n"
+            f"A step takes {milliseconds(self.step)} ms. By themselves its {len(rows)} kinds of "
+            f"operations come to {milliseconds(total)} ms, {milliseconds(left)} of them not shown; "
+            f"what is fused is not among them. Dense: {self.dense / 1e9:.0f} GFLOP/s."
+        )
+
+    def _row(self, operation: Operation, took: float) -> list[str]:
+        whole = operation.count * took
+        flops = operation.flops / took
+        rate = (
+            f"{flops / 1e9:.3g} GFLOP/s" if flops else f"{operation.nbytes / took / 1e9:.3g} GB/s"
+        )
+        return [
+            describe(operation.eqn),
+            str(operation.count),
+            milliseconds(took),
+            milliseconds(whole),
+            f"{whole / self.step:.1%}",
+            rate,
+            f"{flops / self.dense:.1%}" if flops else "",
+            operation.rule,
+        ]
+
+
+def profile(
+    step: ft.Step[Any],
+    state: Any,
+    batch: Any,
+    *,
+    rewrites: Any = "auto",
+    top: int = 30,
+    say: Callable[[str], None] = lambda text: None,
+) -> Profile:
+    """Times a step in a fused program, and each of its operations by itself.
+
+    Args:
+      step: ``(state, batch) -> (state, logs)``; one with metrics takes ``step.start(state)``.
+      state: Left alive.
+      batch: One batch.
+      rewrites: As for `functrain.fuse`.
+      top: Rows that the table shows.
+      say: Told what is being timed.
+
+    Returns:
+      A Profile: print it.
+    """
+    found = operations(step, state, batch, rewrites)
+    dense, times = dense_rate(), []
+    for i, operation in enumerate(found):
+        say(f"{i + 1} of {len(found)}: {describe(operation.eqn)}")
+        times.append(seconds(operation, rewrites))
+    order = sorted(range(len(found)), key=lambda i: -times[i] * found[i].count)
+    return Profile(
+        operations=tuple(found[i] for i in order),
+        times=tuple(times[i] for i in order),
+        step=step_seconds(step, state, batch, rewrites),
+        dense=max(dense, dense_rate()),
+        top=top,
+    )
+
+
+def step_seconds(step: ft.Step[Any], state: Any, batch: Any, rewrites: Any, k: int = 2) -> float:
+    """Measures a step of a fused program: the least of some runs, as `seconds` does."""
+    fused = ft.fuse(step, k, rewrites=rewrites, donate=False)
+    chunk = jax.tree.map(lambda x: np.stack([np.asarray(x)] * k), batch)
+
+    def run() -> float:
+        start = time.perf_counter()
+        jax.block_until_ready(fused(state, chunk))
+        return (time.perf_counter() - start) / k
+
+    run()
+    return least(run)
+
+
+def describe(eqn: Any) -> str:
+    """Says what an equation is: its primitive, types, and what matters of its parameters."""
+    types = " ".join(var.aval.str_short(short_dtypes=True) for var in eqn.invars)
+    out = eqn.outvars[0].aval.str_short(short_dtypes=True)
+    return f"{eqn.primitive.name} {types} -> {out}{_parameters(eqn.params)}"
+
+
+def _parameters(params: dict[str, Any]) -> str:
+    short = {
+        "window_strides": "strides",
+        "lhs_dilation": "zeros between",
+        "rhs_dilation": "dilation",
+        "feature_group_count": "groups",
+        "batch_group_count": "batch groups",
+        "window_dimensions": "window",
+        "axes": "axes",
+    }
+    known = {name: params[key] for key, name in short.items() if key in params}
+    said = {k: v for k, v in known.items() if k == "axes" or np.max(v, initial=1) > 1}
+    return "".join(f", {k} {'×'.join(map(str, np.ravel(v)))}" for k, v in said.items())
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the command line."""
+    from benchmarks.workloads import WORKLOADS
+
+    parser = argparse.ArgumentParser("benchmarks.profile", description=__doc__)
+    parser.add_argument("--workload", choices=WORKLOADS, default="mnist-convnet")
+    parser.add_argument("--rewrites", choices=("auto", "exact", "off"), default="auto")
+    parser.add_argument("--top", type=int, default=30, help="rows to show")
+    parser.add_argument("--output", type=pathlib.Path, help="a file to add the table to")
+    args = parser.parse_args(arguments)
+    made = profile(
+        *example(WORKLOADS[args.workload]),
+        rewrites=args.rewrites,
+        top=args.top,
+        say=lambda text: print(text, file=sys.stderr),
+    )
+    print(made)
+    if args.output:
+        with args.output.open("a") as file:
+            file.write(f"## {args.workload}, rewrites={args.rewrites}\n\n{made}\n\n")
+
+
+def example(workload: Any) -> tuple[ft.Step[Any], Any, Any]:
+    """Returns a workload's step, with a state and a batch of its own."""
+    from benchmarks.jax_ways import functrain_parts
+
+    state, step = functrain_parts(workload)
+    carry = step.start(state) if isinstance(step, ft.MeteredStep) else state
+    loader = ft.ArrayLoader(workload.make_data(workload.batch), workload.batch)
+    return step, carry, loader.batch(0, 0)
+
+
+if __name__ == "__main__":
+    main()
