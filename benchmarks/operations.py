@@ -21,9 +21,9 @@ FUSED = set(
     abs add add_any and bitcast_convert_type broadcast_in_dim ceil clamp concatenate
     convert_element_type copy copy_p cos div eq erf erf_inv exp expand_dims expm1 floor ge gt
     integer_pow iota is_finite le log log1p logistic lt max min mul ne neg not
-    one_minus_square optimization_barrier or pad pow random_seed random_unwrap random_wrap rem reshape rev round
-    rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin slice split sqrt
-    square squeeze stop_gradient sub tanh transpose xor
+    one_minus_square optimization_barrier or pad pow random_seed random_unwrap random_wrap rem
+    reshape rev round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin
+    slice split sqrt square squeeze stop_gradient sub tanh transpose xor
     """.split()  # noqa: SIM905
 )
 SMALL = 2**14  # bytes in and out: below, an operation's time is that of the loop around it
