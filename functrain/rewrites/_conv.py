@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
+from jax.extend.core import primitives
 from jax.sharding import AxisType
 
 
@@ -37,6 +38,75 @@ def from_canonical(out: jax.Array, numbers: lax.ConvDimensionNumbers) -> jax.Arr
     return lax.transpose(out, [wanted.index(axis) for axis in range(out.ndim)])
 
 
+class Sizes(NamedTuple):
+    """The sizes of a convolution.
+
+    Attributes:
+      batch: N.
+      image: S, without padding and holes.
+      channels: C, or by group I.
+      window: W, without holes.
+      features: O.
+      places: S', how many places the window has.
+    """
+
+    batch: int
+    image: tuple[int, ...]
+    channels: int
+    window: tuple[int, ...]
+    features: int
+    places: tuple[int, ...]
+
+    @property
+    def products(self) -> int:
+        """How many numbers are multiplied, those in padding and holes included."""
+        sums = self.batch * math.prod(self.places) * self.features
+        return sums * math.prod(self.window) * self.channels
+
+
+def sizes(eqn: core.JaxprEqn) -> Sizes | None:
+    """Returns the sizes of a convolution that may be computed in another way, None for any other.
+
+    That is: real floats of 16 bits or more, and sizes that are known and not 0.
+    """
+    lhs, rhs, out = (_aval(var) for var in (*eqn.invars, *eqn.outvars))
+    numbers = eqn.params["dimension_numbers"]
+    if (
+        not all(isinstance(n, int) and n > 0 for n in (*lhs.shape, *rhs.shape, *out.shape))
+        or not all(jnp.issubdtype(x.dtype, jnp.floating) for x in (lhs, rhs))
+        or min(lhs.dtype.itemsize, rhs.dtype.itemsize) < 2
+        or not sharding_is_free(eqn.params)
+    ):
+        return None
+    batch, _, *image = (lhs.shape[axis] for axis in numbers.lhs_spec)
+    features, inputs, *window = (rhs.shape[axis] for axis in numbers.rhs_spec)
+    places = (out.shape[axis] for axis in numbers.out_spec[2:])
+    return Sizes(batch, tuple(image), inputs, tuple(window), features, tuple(places))
+
+
+def ungrouped(eqn: core.JaxprEqn) -> Sizes | None:
+    """Returns the sizes of a convolution without groups, None for any other; as `sizes`."""
+    params = eqn.params
+    return sizes(eqn) if params["feature_group_count"] == params["batch_group_count"] == 1 else None
+
+
+def conv(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
+    """Convolves operands in the canonical layout, without groups.
+
+    Args:
+      lhs: `[N, *S, C]`.
+      rhs: `[*W, C, O]`.
+      **params: Those of an equation; its groups and dimension numbers do not count.
+
+    Returns:
+      `[N, *S', O]`.
+    """
+    params |= {"feature_group_count": 1, "batch_group_count": 1}
+    params |= {"dimension_numbers": canonical(lhs.ndim)}
+    out: jax.Array = primitives.conv_general_dilated_p.bind(lhs, rhs, **params)
+    return out
+
+
 class Groups(NamedTuple):
     """The sizes of a grouped convolution that decide what it becomes.
 
@@ -54,31 +124,15 @@ class Groups(NamedTuple):
 
 
 def groups(eqn: core.JaxprEqn) -> Groups | None:
-    """Returns the groups of a convolution that may be rewritten, None for any other.
-
-    That is: grouped, real floats of 16 bits or more, sizes that are known and not 0.
-    """
-    lhs, rhs, out = (_aval(var) for var in (*eqn.invars, *eqn.outvars))
-    params, numbers = eqn.params, eqn.params["dimension_numbers"]
+    """Returns the groups of a convolution, None for one without; as `sizes`."""
+    params, shape = eqn.params, sizes(eqn)
     by_batch = params["batch_group_count"] > 1
     count = params["batch_group_count"] if by_batch else params["feature_group_count"]
-    sizes = (*lhs.shape, *rhs.shape, *out.shape)
-    if (
-        count == 1
-        or not all(isinstance(size, int) and size > 0 for size in sizes)
-        or not jnp.issubdtype(lhs.dtype, jnp.floating)
-        or lhs.dtype.itemsize < 2
-        or not sharding_is_free(params)
-    ):
+    if shape is None or count == 1:
         return None
-    side = lhs.shape[numbers.lhs_spec[0]] // count if by_batch else rhs.shape[numbers.rhs_spec[1]]
-    sides = side, rhs.shape[numbers.rhs_spec[0]] // count
-    window = (
-        [out.shape[a] for a in numbers.out_spec[2:]]
-        if by_batch
-        else [rhs.shape[a] for a in numbers.rhs_spec[2:]]
-    )
-    return Groups(count, by_batch, sides, math.prod(window))
+    side = shape.batch // count if by_batch else shape.channels
+    window = shape.places if by_batch else shape.window
+    return Groups(count, by_batch, (side, shape.features // count), math.prod(window))
 
 
 def sharding_is_free(params: dict[str, Any]) -> bool:

@@ -99,7 +99,7 @@ def rewrite_jaxpr(jaxpr: Any, rewrites: Sequence[Rewrite]) -> Any:
 
     Args:
       jaxpr: A `jax.extend.core.Jaxpr` or `ClosedJaxpr`.
-      rewrites: The first that applies is taken. Replacements are not looked at again.
+      rewrites: The first that applies is taken. What it returns is looked at by those after it.
 
     Returns:
       A jaxpr of the same kind and types, or the object itself where nothing applies.
@@ -151,7 +151,8 @@ class _Pass:
     def _eqn(self, eqn: core.JaxprEqn, env: dict[Any, Any]) -> list[core.JaxprEqn]:
         if rewrite := first_that_applies(self._rewrites, eqn):
             with _named(rewrite):
-                eqns, outs = _replacement(rewrite, eqn)
+                later = self._rewrites[self._rewrites.index(rewrite) + 1 :]
+                eqns, outs = _replacement(rewrite, eqn, later)
             env.update(zip(eqn.outvars, outs, strict=True))
             return eqns
         if not is_entered(eqn):
@@ -201,8 +202,10 @@ def retype(x: Any, aval: Any) -> Any:
     )
 
 
-def _replacement(rewrite: Rewrite, eqn: core.JaxprEqn) -> tuple[list[core.JaxprEqn], list[Any]]:
-    """Traces a rewrite in the place of an equation."""
+def _replacement(
+    rewrite: Rewrite, eqn: core.JaxprEqn, later: Sequence[Rewrite]
+) -> tuple[list[core.JaxprEqn], list[Any]]:
+    """Traces a rewrite in the place of an equation, and applies later ones to what comes of it."""
     avals = [var.aval for var in eqn.outvars]
 
     def replace(*inputs: Any) -> list[Any]:
@@ -212,16 +215,17 @@ def _replacement(rewrite: Rewrite, eqn: core.JaxprEqn) -> tuple[list[core.JaxprE
 
     with _context(eqn):
         closed: Any = jax.make_jaxpr(replace)(*(var.aval for var in eqn.invars))
-    if closed.consts:
-        raise TypeError("expected a rewrite that captures no arrays, got one that does")
-    if [out.str_short() for out in closed.out_avals] != [aval.str_short() for aval in avals]:
-        raise TypeError(f"expected outputs {avals}, got {closed.out_avals}")
-    env = dict(zip(closed.jaxpr.invars, eqn.invars, strict=True))
+        if closed.consts:
+            raise TypeError("expected a rewrite that captures no arrays, got one that does")
+        if [out.str_short() for out in closed.out_avals] != [aval.str_short() for aval in avals]:
+            raise TypeError(f"expected outputs {avals}, got {closed.out_avals}")
+        jaxpr = rewrite_jaxpr(closed.jaxpr, later)
+    env = dict(zip(jaxpr.invars, eqn.invars, strict=True))
     eqns = [
         new.replace(invars=_read(env, new.invars), source_info=eqn.source_info, ctx=eqn.ctx)
-        for new in closed.eqns
+        for new in jaxpr.eqns
     ]
-    return eqns, _read(env, closed.jaxpr.outvars)
+    return eqns, _read(env, jaxpr.outvars)
 
 
 def _context(eqn: core.JaxprEqn) -> contextlib.AbstractContextManager[Any]:

@@ -14,12 +14,20 @@ from functrain.rewrites._frame import Rewrite, retype, rewrite_jaxpr
 from functrain.rewrites.canonical_conv import canonical_conv
 from functrain.rewrites.depthwise_conv import depthwise_conv
 from functrain.rewrites.grouped_conv import grouped_conv
+from functrain.rewrites.phased_conv import phased_conv
+from functrain.rewrites.swapped_conv import swapped_conv
 
 Mode: TypeAlias = Literal["auto", "exact", "off"]
 F = TypeVar("F", bound=Callable[..., Any])
 
-# In the order they are asked.
-REWRITES: tuple[Rewrite, ...] = (canonical_conv, depthwise_conv, grouped_conv)
+# In the order they are asked: what one returns is looked at by those after it.
+REWRITES: tuple[Rewrite, ...] = (
+    depthwise_conv,
+    grouped_conv,
+    swapped_conv,
+    phased_conv,
+    canonical_conv,
+)
 
 
 def optimize(fn: F, rewrites: Mode = "auto") -> F:

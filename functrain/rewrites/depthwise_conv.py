@@ -32,8 +32,9 @@ from jax import lax
 from jax.extend import core
 from jax.extend.core import primitives
 
-from functrain.rewrites._conv import from_canonical, groups, to_canonical
+from functrain.rewrites._conv import from_canonical, groups, ndim, to_canonical
 from functrain.rewrites._frame import Rewrite
+from functrain.rewrites._windows import padded, positions, wide, window_at
 
 # Each tap is a slice in the program: 11 x 11 still compiles in a second, 31 x 31 would not.
 MOST_TAPS = 128
@@ -46,6 +47,7 @@ def _applies(eqn: core.JaxprEqn) -> bool:
     shape = groups(eqn)
     return (
         shape is not None
+        and ndim(eqn.invars[0]) > 2
         and shape.taps <= MOST_TAPS
         and min(shape.sides) == 1
         and max(shape.sides) <= MOST_CHANNELS
@@ -56,7 +58,7 @@ def _replace(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
     """Sums in float32 at least, as XLA's own kernels do, and rounds once."""
     numbers, dtype = params["dimension_numbers"], params["preferred_element_type"] or lhs.dtype
     lhs, rhs = to_canonical(lhs, rhs, numbers)
-    lhs = _padded(lhs, params["padding"], params["lhs_dilation"])
+    lhs = padded(lhs, params["padding"], params["lhs_dilation"])
     by_batch = params["batch_group_count"] > 1
     out = (_weight_gradient if by_batch else _shift_sum)(lhs, rhs, params)
     return from_canonical(lax.convert_element_type(out, dtype), numbers)
@@ -66,16 +68,16 @@ def _shift_sum(lhs: jax.Array, rhs: jax.Array, params: dict[str, Any]) -> jax.Ar
     """`out[n, s, g, o] = sum over w, i of lhs[n, s + w, g, i] rhs[w, i, g, o]`."""
     count, inputs, window = params["feature_group_count"], rhs.shape[-2], rhs.shape[:-2]
     strides, apart = params["window_strides"], params["rhs_dilation"]
-    sizes = _positions(lhs.shape[1:-1], window, strides, apart)
+    sizes = positions(lhs.shape[1:-1], window, strides, apart)
     rhs = jnp.swapaxes(rhs.reshape(-1, count, rhs.shape[-1] // count), 1, 2)  # [W I, O, G]
     terms: list[jax.Array] = []
     for tap in itertools.product(*map(range, window)):
-        x = _window(lhs, tap, apart, sizes, strides)
+        x = window_at(lhs, tap, apart, sizes, strides)
         x = x.reshape(*x.shape[:-1], count, inputs)
         for i in range(inputs):
             w = lax.index_in_dim(rhs, len(terms), keepdims=False)
             x_i = lax.index_in_dim(x, i, axis=-1, keepdims=False)
-            terms.append(_wide(jnp.expand_dims(x_i, -2)) * _wide(w))
+            terms.append(wide(jnp.expand_dims(x_i, -2)) * wide(w))
     out = jnp.swapaxes(functools.reduce(lax.add, terms), -1, -2)
     return lax.collapse(out, out.ndim - 2)
 
@@ -92,8 +94,8 @@ def _weight_gradient(lhs: jax.Array, rhs: jax.Array, params: dict[str, Any]) -> 
     lhs = lhs.reshape(count, -1, *lhs.shape[1:])
     lhs = jnp.moveaxis(lhs, (-1, 1, 0), (0, -2, -1))  # [I, *S, N, G]
     rhs = jnp.moveaxis(rhs.reshape(*rhs.shape[:-1], count, -1), (-3, -1, -2), (0, -2, -1))
-    rhs = _wide(jnp.expand_dims(rhs, -3))  # [I, *W, 1, O, G]
-    *rows, columns = _positions(lhs.shape[1:-2], window, strides, apart)
+    rhs = wide(jnp.expand_dims(rhs, -3))  # [I, *W, 1, O, G]
+    *rows, columns = positions(lhs.shape[1:-2], window, strides, apart)
     extents = [(size - 1) * step + 1 for size, step in zip(window, apart, strict=True)]
 
     def row(at: Sequence[Any]) -> jax.Array:
@@ -105,7 +107,9 @@ def _weight_gradient(lhs: jax.Array, rhs: jax.Array, params: dict[str, Any]) -> 
         origin = [0] * len(at)
         return jnp.stack(
             [
-                _sum(_wide(_window(band, [*origin, c], strides, window, apart))[..., None, :] * rhs)
+                _sum(
+                    wide(window_at(band, [*origin, c], strides, window, apart))[..., None, :] * rhs
+                )
                 for c in range(columns)
             ]
         )
@@ -126,32 +130,6 @@ def _loop(fn: Callable[[Sequence[Any]], jax.Array], sizes: Sequence[int]) -> jax
     return lax.scan(body, (), lax.iota(jnp.int32, sizes[0]))[1]
 
 
-def _positions(
-    sizes: Sequence[int], window: Sequence[int], strides: Sequence[int], apart: Sequence[int]
-) -> list[int]:
-    """Returns how many places a window has along each axis."""
-    return [
-        (size - (taps - 1) * step - 1) // stride + 1
-        for size, taps, stride, step in zip(sizes, window, strides, apart, strict=True)
-    ]
-
-
-def _window(
-    x: jax.Array,
-    at: Sequence[int],
-    apart: Sequence[int],
-    sizes: Sequence[int],
-    strides: Sequence[int],
-) -> jax.Array:
-    """Slices the spatial axes, those after the first."""
-    starts, limits, steps = [0] * x.ndim, list(x.shape), [1] * x.ndim
-    for i, place in enumerate(at):
-        starts[1 + i] = place * apart[i]
-        limits[1 + i] = place * apart[i] + (sizes[i] - 1) * strides[i] + 1
-        steps[1 + i] = strides[i]
-    return lax.slice(x, starts, limits, steps)
-
-
 def _sum(x: jax.Array) -> jax.Array:
     """Sums all but the last three axes.
 
@@ -164,17 +142,6 @@ def _sum(x: jax.Array) -> jax.Array:
             break
         x = x[:half] + x[half:]
     return jnp.sum(x, axis=tuple(range(x.ndim - 3)))
-
-
-def _padded(
-    lhs: jax.Array, padding: Sequence[tuple[int, int]], dilation: Sequence[int]
-) -> jax.Array:
-    spatial = [(low, high, d - 1) for (low, high), d in zip(padding, dilation, strict=True)]
-    return lax.pad(lhs, jnp.zeros((), lhs.dtype), [(0, 0, 0), *spatial, (0, 0, 0)])
-
-
-def _wide(x: jax.Array) -> jax.Array:
-    return lax.convert_element_type(x, jnp.promote_types(x.dtype, jnp.float32))
 
 
 depthwise_conv = Rewrite(

@@ -22,7 +22,7 @@ from jax import lax
 from jax.extend import core
 from jax.extend.core import primitives
 
-from functrain.rewrites._conv import canonical, from_canonical, groups, to_canonical
+from functrain.rewrites._conv import conv, from_canonical, groups, to_canonical
 from functrain.rewrites._frame import Rewrite
 
 
@@ -36,11 +36,9 @@ def _replace(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
     lhs, rhs = to_canonical(lhs, rhs, numbers)
     count = max(params["feature_group_count"], params["batch_group_count"])
     grouped_axis = lhs.ndim - 1 if params["feature_group_count"] > 1 else 0
-    params |= {"feature_group_count": 1, "batch_group_count": 1}
-    params |= {"dimension_numbers": canonical(lhs.ndim)}
 
     def one(carry: tuple[()], group: tuple[jax.Array, jax.Array]) -> tuple[tuple[()], jax.Array]:
-        return carry, primitives.conv_general_dilated_p.bind(*group, **params)
+        return carry, conv(*group, **params)
 
     # [G, N, *S, I], [G, *W, I, O] -> [G, N, *S', O]; written out they would cost 10 ms each to
     # compile, and run no faster.

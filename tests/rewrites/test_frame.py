@@ -150,6 +150,15 @@ def test_the_first_rewrite_that_applies_is_taken() -> None:
     assert names(rewrite_jaxpr(closed, [RULE._replace(applies=lambda e: False), second])) == ["tan"]
 
 
+def test_what_a_rewrite_returns_is_looked_at_by_those_after_it() -> None:
+    tan = Rewrite(
+        "cos_to_tan", primitives.cos_p, False, lambda eqn: True, lambda x, **_: lax.tan(x)
+    )
+    before = jax.make_jaxpr(jnp.sin)(X)
+    assert names(rewrite_jaxpr(before, [RULE, tan])) == ["tan"]
+    assert names(rewrite_jaxpr(before, [tan, RULE])) == ["cos"]
+
+
 def test_a_rewrite_may_return_its_input_or_a_constant(rules: Any) -> None:
     def fn(x: jax.Array) -> tuple[jax.Array, jax.Array]:
         y = lax.sin(x)
