@@ -13,6 +13,8 @@ from bridge._version import require_same  # noqa: E402
 
 require_same(functrain)  # before a stale functrain can fail on a name it does not have
 
+from bridge._losses import loss as loss  # noqa: E402
+from bridge._metrics import metric as metric  # noqa: E402
 from bridge._model import create_state as create_state  # noqa: E402
 from bridge._model import from_keras as from_keras  # noqa: E402
 from bridge._model import to_keras as to_keras  # noqa: E402
@@ -38,6 +40,8 @@ __all__ = [
     "fit",
     "from_keras",
     "keras_state",
+    "loss",
+    "metric",
     "predict",
     "test_step",
     "to_keras",

@@ -4,12 +4,17 @@ Nothing else in the package touches one. `tests/bridge/test_keras_private.py` ho
 each, which says first when a new Keras release moves something.
 """
 
+import functools
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
 import numpy as np
+from keras.src.backend import get_keras_mask
 from keras.src.backend.jax.trainer import JAXEpochIterator, JAXTrainer
+from keras.src.losses.loss import apply_mask, squeeze_or_expand_to_same_rank
+from keras.src.trainers import compile_utils
 from keras.src.trainers.data_adapters import array_slicing
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 from keras.src.utils.python_utils import is_default, pythonify_logs
@@ -351,3 +356,67 @@ def lend(variable: Any, value: Any) -> Any:
     before = variable._value
     variable._value = value
     return before
+
+
+def get_loss(identifier: Any, y: Any, outputs: Any) -> Any:
+    """Returns the `keras.losses.Loss` that `compile` makes of a name, a function or a loss.
+
+    Calls `compile_utils.get_loss`; checked with Keras 3.15.1. Without it there is no class to
+    wrap a function in, and "crossentropy" means nothing.
+    """
+    return compile_utils.get_loss(identifier, y, outputs)
+
+
+def calls_itself(loss: Any) -> bool:
+    """Whether a loss has a `__call__` of its own, of which nothing but the result is known.
+
+    Names `keras.losses.Loss.__call__`.
+    """
+    return type(loss).__call__ is not keras.losses.Loss.__call__
+
+
+def weighted_losses(loss: Any, y: Any, outputs: Any, sample_weight: Any) -> Any:
+    """Returns `Loss.__call__` without its last step, the mean.
+
+    Calls `losses.loss.apply_mask`, `squeeze_or_expand_to_same_rank` and `get_keras_mask`; checked
+    with Keras 3.15.1. With `reduction=None` Keras leaves out the factor that makes the mean one
+    over valid elements, so without this the values of examples do not add up to the loss.
+    """
+    before = get_keras_mask(outputs)
+    with keras.name_scope(loss.name):
+        y, outputs = keras.tree.map_structure(
+            lambda x: keras.ops.convert_to_tensor(x, dtype=loss.dtype), (y, outputs)
+        )
+        values = loss.call(y, outputs)
+        masks = [mask for mask in (before, get_keras_mask(values)) if mask is not None]
+        values = keras.ops.convert_to_tensor(values, dtype=loss.dtype)
+        mask = functools.reduce(operator.and_, masks) if masks else None
+        if mask is not None:
+            mask = keras.ops.convert_to_tensor(mask, dtype=loss.dtype)
+        if sample_weight is not None:
+            sample_weight = keras.ops.convert_to_tensor(sample_weight, dtype=loss.dtype)
+        weight = apply_mask(sample_weight, mask, values.dtype, loss.reduction)
+        if weight is None:
+            return values
+        values, weight = squeeze_or_expand_to_same_rank(
+            values, keras.ops.cast(weight, values.dtype)
+        )
+        return values * weight
+
+
+def get_metric(identifier: Any, y: Any, outputs: Any) -> Any:
+    """Returns the metric that `compile` makes of a name for such labels and outputs.
+
+    Calls `compile_utils.get_metric`; checked with Keras 3.15.1. Without it "accuracy" means
+    nothing.
+    """
+    return compile_utils.get_metric(identifier, y, outputs)
+
+
+def is_built_metric(metric: Any) -> bool:
+    """Whether a metric has all its variables.
+
+    Reads `_built` of F1Score, FBetaScore, R2Score and AUC, which make some at their first batch;
+    checked with Keras 3.15.1. Without it a state made before that batch is too short for it.
+    """
+    return bool(getattr(metric, "_built", True))

@@ -1,5 +1,6 @@
 """What a variable is called: keys that read like the model, and are the same in every instance."""
 
+import difflib
 import re
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -50,6 +51,17 @@ def _base(parent: Any, member: Any, held: dict[int, str]) -> str:
     owner = _snake(type(parent))
     name = re.sub(rf"^{owner}_\d+_", f"{owner}_", member.name)
     return name.replace("/", ">")  # as Keras does in the paths of metric variables
+
+
+def hint(name: str, known: Iterable[str]) -> str:
+    """Returns a sentence with the known names that a wrong one is close to, or nothing.
+
+    Examples:
+      >>> hint("mean_squared_eror", ["mean_squared_error", "hinge"])
+      " Did you mean 'mean_squared_error'?"
+    """
+    close = difflib.get_close_matches(name, list(known), n=3)
+    return f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
 
 
 def _snake(cls: type) -> str:

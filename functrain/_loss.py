@@ -1,5 +1,6 @@
 """Losses as pure functions of a state's parts, and the supervised one."""
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
@@ -51,7 +52,7 @@ Reduction: TypeAlias = Literal["mean", "weighted_mean"]
 
 def supervised(
     model: Model,
-    loss: Callable[[PyTree, PyTree], jax.Array],
+    loss: Callable[..., jax.Array],
     *,
     reduction: Reduction = "mean",
 ) -> LossFn:
@@ -64,7 +65,9 @@ def supervised(
     Args:
       model: What to apply.
       loss: ``loss(outputs, y) -> f32[B, ...] or f32[]``, in optax's argument order. A scalar is
-        taken as it is; it cannot be weighted.
+        taken as it is; it cannot be weighted. A loss with a parameter `sample_weight`, such as
+        those of `bridge.loss`, is given the weights, or None, and weighs by itself: the mean of
+        what it returns is taken.
       reduction: How per-example losses become one number.
 
     Returns:
@@ -72,9 +75,9 @@ def supervised(
 
     Raises:
       TypeError: `model` is no Model, or `loss` a Keras loss, which takes the labels first.
-      ValueError: (when traced) the batch is no tuple of two or three, the losses have not the
-        leading axes of the outputs, or sample weights meet a loss that is a scalar already, or
-        their shapes do not fit.
+      ValueError: `reduction="weighted_mean"` meets a loss that weighs by itself. (When traced) the
+        batch is no tuple of two or three, the losses have not the leading axes of the outputs, or
+        sample weights meet a loss that is a scalar already, or their shapes do not fit.
 
     Examples:
       >>> import jax, jax.numpy as jnp, optax
@@ -100,7 +103,15 @@ def supervised(
     if hasattr(loss, "get_config"):
         raise TypeError(
             f"loss: expected loss(outputs, y), got {type(loss).__name__}, which takes the labels "
-            "first, as Keras's losses do. Swap them: lambda outputs, y: loss(y, outputs)."
+            "first, as Keras's losses do. Take bridge.loss(loss), which also knows sample weights "
+            "and masks; or swap them: lambda outputs, y: loss(y, outputs)."
+        )
+    weighs = _weighs(loss)
+    if weighs and reduction != "mean":
+        raise ValueError(
+            "reduction: expected 'mean' with a loss that takes sample_weight and weighs by "
+            f"itself, got {reduction!r}. For a Keras loss choose its own reduction, as in "
+            "bridge.loss(keras.losses.Huber(reduction='mean_with_sample_weight'))."
         )
 
     def loss_fn(
@@ -115,14 +126,24 @@ def supervised(
         outputs, model_state, added = model.apply(
             params, model_state, x, rng=rng, training=training
         )
-        values = jnp.asarray(loss(outputs, y))
-        _check_shape(values, outputs)
-        value = _reduce(values, weight, reduction)
+        if weighs:
+            value = _reduce(jnp.asarray(loss(outputs, y, sample_weight=weight)), None, reduction)
+        else:
+            values = jnp.asarray(loss(outputs, y))
+            _check_shape(values, outputs)
+            value = _reduce(values, weight, reduction)
         for term in added:
             value = value + jnp.asarray(term, value.dtype)
         return value, Aux(model_state, outputs)
 
     return loss_fn
+
+
+def _weighs(loss: Callable[..., jax.Array]) -> bool:
+    try:
+        return "sample_weight" in inspect.signature(loss).parameters
+    except (TypeError, ValueError):  # a callable without a signature
+        return False
 
 
 def _unpack(batch: PyTree) -> tuple[PyTree, PyTree, jax.Array | None]:

@@ -247,3 +247,29 @@ def test_value_of_a_variable_can_be_lent():
     np.testing.assert_array_equal(variable.value, np.ones(2))
     _keras_private.lend(variable, before)
     np.testing.assert_array_equal(variable.value, np.zeros(2))
+
+
+def test_get_loss_and_get_metric_are_what_compile_makes():
+    y, outputs = np.zeros(3), np.ones((3, 4))
+    loss = _keras_private.get_loss("crossentropy", y, outputs)
+    assert isinstance(loss, keras.Loss)
+    assert loss.reduction == "sum_over_batch_size"
+    metric = _keras_private.get_metric("accuracy", y, outputs)
+    assert type(metric) is keras.metrics.SparseCategoricalAccuracy
+
+
+def test_weighted_losses_add_up_to_the_loss():
+    y, outputs, weight = np.zeros((4, 1)), np.arange(4.0)[:, None], np.array([1.0, 2.0, 3.0, 0.0])
+    loss = keras.losses.MeanSquaredError()
+    assert not _keras_private.calls_itself(loss)
+    values = _keras_private.weighted_losses(loss, y, outputs, weight)
+    np.testing.assert_array_equal(values, [0.0, 2.0, 12.0, 0.0])
+    assert loss(y, outputs, sample_weight=weight) == np.mean(values)
+
+
+def test_metrics_that_build_late_say_so():
+    late = keras.metrics.R2Score()
+    assert not _keras_private.is_built_metric(late)
+    late.update_state(np.zeros((2, 1)), np.ones((2, 1)))
+    assert _keras_private.is_built_metric(late)
+    assert _keras_private.is_built_metric(keras.metrics.Mean())
