@@ -13,11 +13,14 @@ from bridge._version import require_same  # noqa: E402
 
 require_same(functrain)  # before a stale functrain can fail on a name it does not have
 
+from bridge._constraints import constraints as constraints  # noqa: E402
 from bridge._losses import loss as loss  # noqa: E402
 from bridge._metrics import metric as metric  # noqa: E402
 from bridge._model import create_state as create_state  # noqa: E402
 from bridge._model import from_keras as from_keras  # noqa: E402
 from bridge._model import to_keras as to_keras  # noqa: E402
+from bridge._optimizers import optimizer as optimizer  # noqa: E402
+from bridge._schedules import schedule as schedule  # noqa: E402
 from bridge._scope import no_side_effects  # noqa: E402
 from bridge._steps import KerasState as KerasState  # noqa: E402
 from bridge._steps import keras_state as keras_state  # noqa: E402
@@ -35,6 +38,7 @@ del add_guard, functrain, no_side_effects, require_jax, require_same
 __all__ = [
     "KerasState",
     "__version__",
+    "constraints",
     "create_state",
     "evaluate",
     "fit",
@@ -42,7 +46,9 @@ __all__ = [
     "keras_state",
     "loss",
     "metric",
+    "optimizer",
     "predict",
+    "schedule",
     "test_step",
     "to_keras",
     "train_step",

@@ -4,6 +4,7 @@ Nothing else in the package touches one. `tests/bridge/test_keras_private.py` ho
 each, which says first when a new Keras release moves something.
 """
 
+import contextlib
 import functools
 import operator
 from collections.abc import Callable, Iterator, Sequence
@@ -12,6 +13,7 @@ from typing import Any
 import keras
 import numpy as np
 from keras.src.backend import get_keras_mask
+from keras.src.backend.common import global_state
 from keras.src.backend.jax.trainer import JAXEpochIterator, JAXTrainer
 from keras.src.losses.loss import apply_mask, squeeze_or_expand_to_same_rank
 from keras.src.trainers import compile_utils
@@ -420,3 +422,57 @@ def is_built_metric(metric: Any) -> bool:
     checked with Keras 3.15.1. Without it a state made before that batch is too short for it.
     """
     return bool(getattr(metric, "_built", True))
+
+
+def learning_rate(optimizer: Any) -> Any:
+    """Returns the schedule or function that an optimizer asks for its learning rate, else None.
+
+    Reads `Optimizer._learning_rate`; checked with Keras 3.15.1. The public `learning_rate` calls
+    the schedule. Without it a schedule of one's own would have to be serializable to be used.
+    """
+    rate = getattr(optimizer, "_learning_rate", None)
+    return None if isinstance(rate, keras.Variable) or not callable(rate) else rate
+
+
+def optimizer_map(optimizer: Any) -> Any:
+    """Returns what a MultiOptimizer chooses by: an OptimizerMap, or a function.
+
+    Reads `MultiOptimizer._optimizer_map`; checked with Keras 3.15.1. Without it a MultiOptimizer
+    that holds a function cannot be copied.
+    """
+    return optimizer._optimizer_map
+
+
+def excluded_from_weight_decay(optimizer: Any) -> tuple[set[int], str]:
+    """Returns the ids of variables and the pattern of names that weight decay leaves out.
+
+    Reads `Optimizer._exclude_from_weight_decay` and `_exclude_from_weight_decay_pattern`; checked
+    with Keras 3.15.1, whose `get_config` leaves both out.
+    """
+    pattern = getattr(optimizer, "_exclude_from_weight_decay_pattern", None)
+    ids: set[int] = getattr(optimizer, "_exclude_from_weight_decay", set())
+    return set(ids), pattern.pattern if pattern else ""
+
+
+def trained(optimizer: Any) -> list[Any]:
+    """Returns the variables an optimizer was built for, in the order of its slots.
+
+    Reads `Optimizer._trainable_variables`; checked with Keras 3.15.1. Without it slots cannot be
+    told apart, nor can an optimizer that was built for another model.
+    """
+    return list(optimizer._trainable_variables)
+
+
+@contextlib.contextmanager
+def outside_scopes() -> Iterator[None]:
+    """Leaves every StatelessScope for a while: inside one no variable can be made.
+
+    Sets the global attribute "stateless_scope"; checked with Keras 3.15.1. Without it a step that
+    uses an optimizer for the first time could not be traced under a guard against side effects.
+    """
+    scope = global_state.get_global_attribute("stateless_scope")
+    global_state.set_global_attribute("stateless_scope", None)
+    try:
+        yield
+    finally:
+        global_state.set_global_attribute("stateless_scope", scope)

@@ -10,6 +10,7 @@ import keras
 import optax
 
 from bridge import _keras_private, _scope, _variables
+from bridge._constraints import keeps_constraints
 from bridge._steps import KerasState, write_keras_state
 from functrain import Model, ModelOutput, TrainState, _tree
 
@@ -171,9 +172,10 @@ def create_state(
     """
     _require_built(model)
     where = _variables.layout(model)
-    _warn_of_constraints(where)
     params, model_state = _variables.values(where)
-    return TrainState.create(params=params, model_state=model_state, tx=tx, rng=rng)
+    state = TrainState.create(params=params, model_state=model_state, tx=tx, rng=rng)
+    _warn_of_constraints(where, state.opt_state)
+    return state
 
 
 def to_keras(state: HasVariables | KerasState, model: keras.Layer) -> keras.Layer:
@@ -221,13 +223,14 @@ def to_keras(state: HasVariables | KerasState, model: keras.Layer) -> keras.Laye
     return model
 
 
-def _warn_of_constraints(where: _variables.Layout) -> None:
+def _warn_of_constraints(where: _variables.Layout, opt_state: PyTree) -> None:
     held = ["/".join(path) for path, v in where.params.items() if v.constraint is not None]
-    if held:
+    if held and not keeps_constraints(opt_state):
         warnings.warn(
             "These variables have constraints, which Keras's optimizers apply after an update and "
             f"optax does not:\n{_tree.bullets(held)}\n"
-            "They will train without them, unless the step applies them to the new params.",
+            "To train within them: tx = optax.chain(tx, bridge.constraints(model)), or "
+            "bridge.optimizer(keras_optimizer, model=model).",
             stacklevel=3,
         )
 

@@ -184,6 +184,22 @@ def _spec(x: Any) -> Any:
     return x
 
 
+def require_fit(part: Mapping[Path, Any], tree: PyTree, name: str) -> None:
+    """Refuses a tree that is not nested dicts of a model's variables.
+
+    Raises:
+      ValueError: It names the leaves that differ.
+    """
+    expected = nest({path: _spec(v) for path, v in part.items()})
+    lines = _tree.differences(expected, jax.tree.map(_spec, tree))
+    if lines:
+        raise ValueError(
+            f"{name}: expected those of the model, as bridge.create_state makes them, got\n"
+            f"{_tree.bullets(lines)}\n"
+            "If layers were frozen or unfrozen since, make the state again."
+        )
+
+
 def assign(where: Layout, params: PyTree, model_state: PyTree) -> None:
     """Copies arrays into the model's variables: all of them, or none where something is wrong.
 

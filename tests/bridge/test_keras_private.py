@@ -273,3 +273,39 @@ def test_metrics_that_build_late_say_so():
     late.update_state(np.zeros((2, 1)), np.ones((2, 1)))
     assert _keras_private.is_built_metric(late)
     assert _keras_private.is_built_metric(keras.metrics.Mean())
+
+
+def test_learning_rate_of_an_optimizer_is_its_schedule_or_function():
+    schedule = keras.optimizers.schedules.CosineDecay(0.1, 10)
+    assert _keras_private.learning_rate(keras.optimizers.SGD(schedule)) is schedule
+    assert _keras_private.learning_rate(keras.optimizers.SGD(float)) is float
+    assert _keras_private.learning_rate(keras.optimizers.SGD(0.1)) is None
+
+
+def test_optimizer_map_is_what_a_multi_optimizer_was_given():
+    chosen = keras.optimizers.OptimizerMap(keras.optimizers.SGD(0.1))
+    assert _keras_private.optimizer_map(keras.optimizers.MultiOptimizer(chosen)) is chosen
+
+
+def test_excluded_from_weight_decay_are_ids_and_a_pattern():
+    optimizer, variable = keras.optimizers.AdamW(), keras.Variable(0.0)
+    assert _keras_private.excluded_from_weight_decay(optimizer) == (set(), "")
+    optimizer.exclude_from_weight_decay(var_list=[variable], var_names=["bias"])
+    assert _keras_private.excluded_from_weight_decay(optimizer) == ({id(variable)}, "bias")
+
+
+def test_trained_are_the_variables_of_build_in_order():
+    optimizer, variables = keras.optimizers.Adam(), [keras.Variable(0.0), keras.Variable(1.0)]
+    assert _keras_private.trained(optimizer) == []
+    optimizer.build(variables)
+    assert list(map(id, _keras_private.trained(optimizer))) == list(map(id, variables))
+
+
+def test_a_variable_can_be_made_outside_of_scopes():
+    with keras.StatelessScope():
+        with pytest.raises(ValueError, match="stateless scope"):
+            keras.Variable(1.0)
+        with _keras_private.outside_scopes():
+            variable = keras.Variable(1.0)
+        variable.assign(2.0)
+    assert float(variable.value) == 1.0
