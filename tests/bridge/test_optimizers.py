@@ -16,7 +16,7 @@ import functrain as ft
 from bridge._slots import KerasOptState
 from tests.bridge.optimizer_cases import CASES, ByKeras, K, make_params, wild_gradients
 
-QUICK = ("SGD nesterov, decay", "AdamW without biases", "Adafactor", "LossScaleOptimizer")
+QUICK = ("SGD nesterov, decay", "AdamW without biases", "Muon", "LossScaleOptimizer")
 
 
 def sample(names: Any) -> list[Any]:
