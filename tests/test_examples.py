@@ -59,6 +59,24 @@ def test_customize_fit_runs(tmp_path) -> None:
     assert sum("equal to the bit" in line for line in output) == 5
 
 
+def test_eager_jitted_and_fused_train_alike(tmp_path) -> None:
+    output = quick("eager_jit_fused.py", tmp_path)
+    last = [line for line in output if line.startswith("  accuracy")][1::2]
+    assert len(last) == 3
+    assert all(float(line.split()[1].strip(",")) > 0.8 for line in last)  # trained, all of them
+    assert number(output, "jitted and fused:", "within") < 1e-5
+    assert any(line.startswith("an exhausted iterator is refused") for line in output)
+    assert (tmp_path / "eager_jit_fused.png").exists()
+
+
+def test_flax_modules_learn(tmp_path) -> None:
+    output = quick("flax_model.py", tmp_path)
+    for name in ("linen", "nnx"):
+        lines = [line for line in output if line.startswith(f"{name}: validation")]
+        assert float(lines[0].split()[-1]) > 0.5
+    assert (tmp_path / "flax_model.png").exists()
+
+
 def test_text_is_learned_and_written(tmp_path) -> None:
     output = quick("text.py", tmp_path)
     last = number(output, "step 40:", "validation")
