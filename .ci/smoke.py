@@ -34,14 +34,10 @@ require(packages == {"functrain", "bridge"}, f"two packages, got {sorted(package
 rng = np.random.default_rng(0)
 x = rng.normal(size=(512, 8)).astype(np.float32)
 y = (x @ rng.normal(size=(8, 3))).argmax(-1).astype(np.int32)
-model = keras.Sequential(
-    [keras.Input((8,)), keras.layers.Dense(16, "relu"), keras.layers.Dense(3)]
-)
+model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(16, "relu"), keras.layers.Dense(3)])
 
 tx = optax.adam(1e-2)
-loss_fn = ft.supervised(
-    bridge.from_keras(model), optax.softmax_cross_entropy_with_integer_labels
-)
+loss_fn = ft.supervised(bridge.from_keras(model), optax.softmax_cross_entropy_with_integer_labels)
 step = ft.train_step(loss_fn, tx, metrics={"accuracy": ft.accuracy()})
 loader = ft.ArrayLoader((x, y), 32, shuffle=True)
 state, history = ft.fit(bridge.create_state(model, tx), step, loader, epochs=10, verbose=0)
