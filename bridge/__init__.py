@@ -14,12 +14,13 @@ from bridge._version import require_same  # noqa: E402
 require_same(functrain)  # before a stale functrain can fail on a name it does not have
 
 from bridge._constraints import constraints as constraints  # noqa: E402
+from bridge._flax import from_flax as from_flax  # noqa: E402
+from bridge._linen import to_linen as to_linen  # noqa: E402
 from bridge._losses import loss as loss  # noqa: E402
 from bridge._metrics import metric as metric  # noqa: E402
 from bridge._model import create_state as create_state  # noqa: E402
 from bridge._model import from_keras as from_keras  # noqa: E402
 from bridge._model import to_keras as to_keras  # noqa: E402
-from bridge._optax_optimizer import OptaxOptimizer as OptaxOptimizer  # noqa: E402
 from bridge._optimizers import optimizer as optimizer  # noqa: E402
 from bridge._schedules import schedule as schedule  # noqa: E402
 from bridge._scope import no_side_effects  # noqa: E402
@@ -38,12 +39,12 @@ del add_guard, functrain, no_side_effects, require_jax, require_same
 
 __all__ = [
     "KerasState",
-    "OptaxOptimizer",
     "__version__",
     "constraints",
     "create_state",
     "evaluate",
     "fit",
+    "from_flax",
     "from_keras",
     "keras_state",
     "loss",
@@ -53,5 +54,6 @@ __all__ = [
     "schedule",
     "test_step",
     "to_keras",
+    "to_linen",
     "train_step",
 ]

@@ -2,6 +2,7 @@
 
 import inspect
 import warnings
+from collections.abc import Mapping
 from typing import Any, Protocol, TypeAlias
 
 import jax
@@ -178,7 +179,9 @@ def create_state(
     return state
 
 
-def to_keras(state: HasVariables | KerasState, model: keras.Layer) -> keras.Layer:
+def to_keras(
+    state: HasVariables | KerasState | Mapping[str, PyTree], model: keras.Layer
+) -> keras.Layer:
     """Writes a state back into the Keras model it came from, or another of its architecture.
 
     Every variable is copied, seed counters too; nothing is written where anything does not fit.
@@ -186,7 +189,8 @@ def to_keras(state: HasVariables | KerasState, model: keras.Layer) -> keras.Laye
     optimizer of a compiled model is left alone.
 
     Args:
-      state: A TrainState, or anything with `params` and `model_state`; or a KerasState.
+      state: A TrainState, or anything with `params` and `model_state`; or a KerasState; or the
+        variables of `bridge.to_linen(model)`, a dict of collections.
       model: A built `keras.Model` or layer.
 
     Returns:
@@ -214,6 +218,10 @@ def to_keras(state: HasVariables | KerasState, model: keras.Layer) -> keras.Laye
     _require_built(model)
     if isinstance(state, KerasState):
         return write_keras_state(state, model)
+    if isinstance(state, Mapping) and "params" in state:
+        parts = (state.get(name, {}) for name in _variables.COLLECTIONS)
+        _variables.assign(_variables.layout(model), state["params"], _variables.merge(*parts))
+        return model
     if not (hasattr(state, "params") and hasattr(state, "model_state")):
         raise TypeError(
             "state: expected a TrainState, or anything with .params and .model_state, got "

@@ -125,6 +125,30 @@ def values(where: Layout) -> tuple[PyTree, PyTree]:
     )
 
 
+# The collections of a linen module made of a Keras model, beside `params`.
+COLLECTIONS = ("batch_stats", "seeds")
+
+
+def split(model: keras.Layer) -> tuple[PyTree, PyTree, PyTree]:
+    """Returns `(params, statistics, seeds)`, as `values` with the seed counters apart."""
+    where = layout(model)
+    params, _ = values(where)
+    others = {path: v.value for path, v in where.model_state.items()}
+    seeds = {path: others.pop(path) for path in where.seeds}
+    return params, nest(others), nest(seeds)
+
+
+def merge(*trees: PyTree) -> PyTree:
+    """Returns nested dicts with no leaf in common as one."""
+    return nest(
+        {
+            tuple(key.key for key in path): leaf
+            for tree in trees
+            for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+        }
+    )
+
+
 def nest(leaves: Mapping[Path, Any]) -> dict[str, Any]:
     """Returns leaves by path as nested dicts."""
     tree: dict[str, Any] = {}

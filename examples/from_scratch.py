@@ -30,8 +30,7 @@ train = ft.ArrayLoader((x[:size], y[:size]), args.batch_size, shuffle=True, seed
 validation = ft.ArrayLoader((x[-10_000:], y[-10_000:]), 1_000)
 test = ft.ArrayLoader((x_test, y_test), 1_000)
 
-# %% The model: Keras. Its variables leave it here, as two pytrees of arrays. So does the optimizer,
-# one of Keras's; optax.adam(1e-3) would do as well
+# %% The model: Keras. Its variables leave it here, as two pytrees of arrays
 keras.utils.set_random_seed(args.seed)
 
 
@@ -50,7 +49,7 @@ def mlp(*between):
 
 keras_model = mlp()
 model = bridge.from_keras(keras_model)
-tx = bridge.optimizer(keras.optimizers.Adam(1e-3))
+tx = optax.adam(1e-3, eps=1e-7)
 state = bridge.create_state(keras_model, tx)
 print(ft.summary(state))
 

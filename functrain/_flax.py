@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from flax import nnx
 
 # The names flax and its users give to one switch -> whether it is on in training.
-_SWITCHES = {"training": True, "train": True, "deterministic": False, "use_running_average": False}
+SWITCHES = {"training": True, "train": True, "deterministic": False, "use_running_average": False}
 
 
 def from_linen(module: nn.Module) -> Model:
@@ -185,7 +185,7 @@ def _check_instance(module: Any, wanted: type, name: str, other: str, family: st
 def _switches(module: Any, training: bool) -> dict[str, Any]:
     """Which of the known switches the module's call takes, and their values."""
     taken = inspect.signature(module.__call__).parameters
-    return {name: training == on for name, on in _SWITCHES.items() if name in taken}
+    return {name: training == on for name, on in SWITCHES.items() if name in taken}
 
 
 def _linen_switches(module: Any, training: bool) -> dict[str, Any]:

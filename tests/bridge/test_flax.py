@@ -1,0 +1,398 @@
+"""Flax modules as Keras layers: they train, save and read like layers, and keep flax's values."""
+
+import bridge  # isort: skip  # before keras: it chooses the backend
+
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from keras import layers
+
+import functrain as ft
+
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(40, 6)).astype(np.float32)
+Y = RNG.normal(size=(40, 2)).astype(np.float32)
+
+
+class Net(nn.Module):
+    """Parameters, statistics, dropout, a loss of its own."""
+
+    width: int = 8
+    act: Callable[[Any], Any] = nn.relu
+    dtype: Any = None
+
+    @nn.compact
+    def __call__(self, x: Any, train: bool) -> Any:
+        x = self.act(nn.Dense(self.width, dtype=self.dtype)(x))
+        x = nn.BatchNorm(use_running_average=not train, momentum=0.9)(x)
+        self.sow("losses", "size", 0.01 * jnp.mean(x**2))
+        return nn.Dropout(0.3, deterministic=not train)(x)
+
+
+class Convolutional(nn.Module):
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        return nn.Conv(3, (3,))(x[..., None]).mean(-1)
+
+
+class NnxNet(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.blocks = nnx.List([nnx.Linear(6, 8, rngs=rngs), nnx.Linear(8, 8, rngs=rngs)])
+        self.norm = nnx.BatchNorm(8, rngs=rngs)
+        self.drop = nnx.Dropout(0.3, rngs=rngs)
+
+    def __call__(self, x: Any) -> Any:
+        for block in self.blocks:
+            x = nnx.relu(block(x))
+        return self.drop(self.norm(x))
+
+
+@keras.saving.register_keras_serializable("tests")
+def make_nnx() -> NnxNet:
+    return NnxNet(nnx.Rngs(3))
+
+
+MAKE: dict[str, Callable[[], Any]] = {
+    "linen": Net,
+    "linen without switches": Convolutional,
+    "nnx": make_nnx,
+}
+
+
+@pytest.fixture(
+    params=[
+        n if n != "linen without switches" else pytest.param(n, marks=pytest.mark.long)
+        for n in MAKE
+    ]
+)
+def make(request: pytest.FixtureRequest) -> Callable[[], Any]:
+    return MAKE[request.param]
+
+
+def model_of(module: Any, **kwargs: Any) -> keras.Model:
+    keras.utils.set_random_seed(0)
+    layer = bridge.from_flax(module, name="flax", **kwargs)
+    return keras.Sequential([keras.Input((6,)), layers.Dense(6), layer, layers.Dense(2)])
+
+
+def require_same(a: keras.Model, b: keras.Model) -> None:
+    for x, y in zip(a.variables, b.variables, strict=True):
+        np.testing.assert_array_equal(x, y, err_msg=x.path)
+
+
+def test_bridge_fit_equals_keras_fit_to_the_bit(make: Callable[[], Any]) -> None:
+    found = []
+    for fit in (keras.Model.fit, bridge.fit):
+        model = model_of(make())
+        model.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"])
+        exact = {"fuse": 3, "rewrites": "exact"} if fit is bridge.fit else {}
+        history = fit(model, X, Y, batch_size=8, epochs=2, verbose=0, **exact).history
+        found.append((model, history))
+    assert found[0][1] == found[1][1]
+    require_same(found[0][0], found[1][0])
+
+
+def test_the_layer_gives_what_the_module_gives(make: Callable[[], Any]) -> None:
+    layer = bridge.from_flax(make(), seed=1)
+    outputs = layer(X)
+    values = layer.to_flax()
+    if isinstance(layer.module, nn.Module):
+        switch = {"train": False} if isinstance(layer.module, Net) else {}
+        expected = layer.module.apply(values, X, **switch)
+    else:
+        values.eval()
+        expected = values(X)
+    np.testing.assert_array_equal(outputs, expected)
+
+
+def test_training_moves_statistics_as_flax_does() -> None:
+    layer = bridge.from_flax(Net(), seed=1)
+    layer.build(X.shape)
+    before = layer.to_flax()
+    seed = layer.seed_generator.state.value
+    outputs = layer(X, training=True)
+    key = jax.random.wrap_key_data(jnp.asarray(seed), impl="threefry2x32")
+    expected, changed = layer.module.apply(
+        before, X, train=True, rngs=key, mutable=["batch_stats", "losses"]
+    )
+    np.testing.assert_array_equal(outputs, expected)
+    after = layer.to_flax()
+    jax.tree.map(np.testing.assert_array_equal, after["batch_stats"], changed["batch_stats"])
+    jax.tree.map(np.testing.assert_array_equal, after["params"], before["params"])
+    np.testing.assert_array_equal(layer.losses, changed["losses"]["size"])
+
+
+def test_values_come_and_go_unchanged() -> None:
+    variables = Net().init(jax.random.key(7), X, train=False)
+    layer = bridge.from_flax(Net(), variables=variables)
+    layer(X)
+    kept = {name: variables[name] for name in ("params", "batch_stats")}
+    jax.tree.map(np.testing.assert_array_equal, layer.to_flax(), kept)
+
+    module = make_nnx()
+    layer = bridge.from_flax(module)
+    layer(X, training=True)
+    back = layer.to_flax()
+    ours, theirs = (nnx.to_pure_dict(nnx.state(m, nnx.Param)) for m in (back, module))
+    jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+    assert np.any(back.norm.mean[...] != module.norm.mean[...])  # the module itself stays
+
+
+def test_weights_read_like_the_module() -> None:
+    model = model_of(Net())
+    flax = model.layers[1]
+    paths = [weight.path.split("flax/")[1] for weight in flax.weights]
+    assert paths == [
+        "batch_stats/BatchNorm_0/mean",
+        "batch_stats/BatchNorm_0/var",
+        "params/BatchNorm_0/bias",
+        "params/BatchNorm_0/scale",
+        "params/Dense_0/bias",
+        "params/Dense_0/kernel",
+    ]
+    assert all(w.path.split("/")[2] == "params" for w in flax.trainable_weights)
+    params, state = bridge.from_keras(model).init(jax.random.key(0), None)
+    assert params["flax"]["params"]["Dense_0"]["kernel"].shape == (6, 8)
+    assert state["flax"]["batch_stats"]["BatchNorm_0"]["mean"].shape == (8,)
+    nnx_paths = [w.path.split("flax/")[1] for w in model_of(make_nnx).layers[1].weights]
+    assert "params/blocks/0/kernel" in nnx_paths
+    assert "state/norm/mean" in nnx_paths
+
+
+def test_the_open_way_takes_a_flax_layer_along(make: Callable[[], Any]) -> None:
+    model = model_of(make())
+    tx = optax.adam(0.01)
+    loss_fn = ft.supervised(bridge.from_keras(model), bridge.loss("mse"))
+    state, losses = bridge.create_state(model, tx, rng=jax.random.key(0)), []
+    for _ in range(2):
+        end, history = ft.fit(
+            state, ft.train_step(loss_fn, tx), ft.ArrayLoader((X, Y), 8), epochs=2, verbose=0
+        )
+        losses.append(history.epochs["loss"])
+    np.testing.assert_array_equal(*losses)
+    assert losses[0][1] < losses[0][0]
+    bridge.to_keras(end, model)
+    after = bridge.create_state(model, tx)
+    jax.tree.map(np.testing.assert_array_equal, after.params, end.params)
+
+
+def test_runs_repeat_with_the_seed_and_dropout_changes_from_call_to_call() -> None:
+    first, second, other = (bridge.from_flax(Net(), seed=seed) for seed in (1, 1, 2))
+    x = X[:4]
+    np.testing.assert_array_equal(first(x), second(x))
+    assert np.any(first(x) != other(x))
+    once = first(x, training=True)
+    np.testing.assert_array_equal(once, second(x, training=True))
+    assert np.any(once != first(x, training=True))
+    np.testing.assert_array_equal(first(x), first(x))
+    keras.utils.set_random_seed(5)
+    a = bridge.from_flax(Net())(x)
+    keras.utils.set_random_seed(5)
+    np.testing.assert_array_equal(a, bridge.from_flax(Net())(x))
+
+
+def test_a_seed_generator_is_there_only_where_the_module_draws(make: Callable[[], Any]) -> None:
+    layer = bridge.from_flax(make())
+    layer(X)
+    assert hasattr(layer, "seed_generator") == (not isinstance(layer.module, Convolutional))
+
+
+class Sampler(nn.Module):
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        return x + jax.random.normal(self.make_rng("sample"), x.shape)
+
+
+def test_a_module_that_draws_in_inference_gets_a_key_there_too() -> None:
+    layer = bridge.from_flax(Sampler())
+    assert np.any(layer(X) != layer(X))
+
+
+@pytest.mark.parametrize("switch", ["training", "train", "deterministic", "use_running_average"])
+def test_the_switch_is_found_by_its_name(switch: str) -> None:
+    text = f"lambda self, x, {switch}: x * ({switch} if 'train' in '{switch}' else not {switch})"
+    linen = type("Linen", (nn.Module,), {"__call__": eval(text)})()
+    modern = type("Modern", (nnx.Module,), {"__call__": eval(text)})()
+    for module in (linen, modern):
+        layer = bridge.from_flax(module)
+        assert np.all(layer(X) == 0)
+        np.testing.assert_array_equal(layer(X, training=True), X)
+
+
+class Tokens(nn.Module):
+    @nn.compact
+    def __call__(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        embedded = nn.Embed(10, 3)(inputs["tokens"]).mean(1)
+        return {"sum": embedded + inputs["bias"], "bias": inputs["bias"]}
+
+
+def test_inputs_and_outputs_are_pytrees_of_any_dtype() -> None:
+    tokens = keras.Input((5,), dtype="int32", name="tokens")
+    bias = keras.Input((3,), name="bias")
+    outputs = bridge.from_flax(Tokens())({"tokens": tokens, "bias": bias})
+    model = keras.Model({"tokens": tokens, "bias": bias}, outputs)
+    assert outputs["sum"].shape == (None, 3)
+    batch = {"tokens": np.ones((2, 5), int), "bias": np.zeros((2, 3), np.float32)}
+    assert model.predict(batch, verbose=0)["sum"].shape == (2, 3)
+
+
+def test_mixed_precision_computes_in_half_and_keeps_statistics_whole() -> None:
+    layer = bridge.from_flax(Net(), dtype="mixed_bfloat16")
+    assert layer(X).dtype == jnp.bfloat16
+    assert {w.dtype for w in layer.weights} == {"float32"}
+    layer(X + 1, training=True)
+    mean = layer.to_flax()["batch_stats"]["BatchNorm_0"]["mean"]
+    assert np.any(mean != mean.astype(jnp.bfloat16))
+
+
+class Whole(keras.Model):
+    def __init__(self, module: Any) -> None:
+        super().__init__()
+        self.flax = bridge.from_flax(module, seed=4)
+        self.head = layers.Dense(2)
+
+    def call(self, x: Any) -> Any:
+        return self.head(self.flax(x))
+
+
+def test_a_model_may_be_built_by_its_first_batch(make: Callable[[], Any]) -> None:
+    keras.utils.set_random_seed(0)
+    model, twin = Whole(make()), Whole(make())
+    model.compile("sgd", "mse")
+    model.fit(X, Y, verbose=0, batch_size=20)
+    assert np.isfinite(model.predict(X, verbose=0)).all()
+    twin.flax(X)
+    fresh = bridge.from_flax(make(), seed=4)
+    fresh(X)
+    for a, b in zip(twin.flax.weights, fresh.weights, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_a_frozen_layer_keeps_its_parameters() -> None:
+    model = model_of(Net())
+    model.layers[1].trainable = False
+    before = model.layers[1].to_flax()["params"]
+    model.compile("sgd", "mse")
+    model.fit(X, Y, verbose=0)
+    jax.tree.map(np.testing.assert_array_equal, model.layers[1].to_flax()["params"], before)
+    assert len(model.trainable_variables) == 4
+
+
+CONFIGURED = {
+    "fields": lambda: Net(width=3, act=nn.gelu, dtype=jnp.bfloat16),
+    "defaults": Net,
+    "submodules": lambda: nn.Sequential([nn.Dense(4, kernel_init=nn.initializers.zeros), nn.relu]),
+    "of flax itself": lambda: nn.Dense(3, precision=jax.lax.Precision.HIGHEST, name="out"),
+    "a function": lambda: make_nnx,
+    "a Keras model": lambda: bridge.to_linen(
+        keras.Sequential([keras.Input((6,)), layers.Dense(2)])
+    ),
+}
+
+
+QUICK = ("fields", "a function", "a Keras model")
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.long) for n in CONFIGURED]
+)
+def test_a_saved_model_comes_back(name: str, tmp_path: Any) -> None:
+    model = model_of(CONFIGURED[name]())
+    model.compile("adam", "mse")
+    model.fit(X, Y, verbose=0)
+    model.save(tmp_path / "model.keras")
+    back = keras.models.load_model(tmp_path / "model.keras")
+    for a, b in zip(model.weights, back.weights, strict=True):  # Keras saves no seed counters
+        np.testing.assert_array_equal(a, b, err_msg=a.path)
+    np.testing.assert_array_equal(model.predict(X, verbose=0), back.predict(X, verbose=0))
+    assert type(back.layers[1].module) is type(model.layers[1].module)
+    clone = keras.models.clone_model(model)
+    clone.set_weights(model.get_weights())
+    np.testing.assert_array_equal(model.predict(X, verbose=0), clone.predict(X, verbose=0))
+
+
+def test_weights_alone_are_saved_and_loaded_whatever_the_module(tmp_path: Any) -> None:
+    model, other = model_of(make_nnx()), model_of(NnxNet(nnx.Rngs(9)))
+    model.save_weights(tmp_path / "x.weights.h5")
+    other.load_weights(tmp_path / "x.weights.h5")
+    np.testing.assert_array_equal(model.predict(X, verbose=0), other.predict(X, verbose=0))
+
+
+def test_a_saved_model_comes_back_in_a_fresh_process_without_tensorflow(tmp_path: Any) -> None:
+    model = model_of(nn.Sequential([nn.Dense(4), nn.tanh, nn.BatchNorm(use_running_average=True)]))
+    model.save(tmp_path / "model.keras")
+    np.save(tmp_path / "x.npy", X)
+    code = """
+        import sys
+        sys.modules["tensorflow"] = None  # importing it is an error
+        import bridge, keras, numpy as np
+        model = keras.models.load_model("model.keras")
+        np.save("y.npy", model.predict(np.load("x.npy"), verbose=0))
+        """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        cwd=tmp_path,
+        env={**__import__("os").environ, "PYTHONPATH": str(ft.__path__[0]) + "/.."},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    np.testing.assert_array_equal(np.load(tmp_path / "y.npy"), model.predict(X, verbose=0))
+
+
+def test_what_cannot_be_written_down_says_what_to_do() -> None:
+    for module in (
+        make_nnx(),
+        Net(act=lambda x: x),
+        nn.Dense(2, kernel_init=nn.initializers.he_normal()),
+    ):
+        with pytest.raises(
+            ValueError, match=r"cannot be written down[^$]*register_keras[^$]*save_weights"
+        ):
+            model_of(module).get_config()
+    config = bridge.from_flax(Net(), name="a").get_config()
+    config["module"]["module"] = "my_package.nets:Missing"
+    with pytest.raises(ValueError, match=r"class Missing of my_package.nets, found none. Import"):
+        bridge._flax.FlaxLayer.from_config(config)
+    config["module"] = {"public": "os.system"}
+    with pytest.raises(ValueError, match=r"a public function of jax or flax, got os\.system"):
+        bridge._flax.FlaxLayer.from_config(config)
+    config["module"] = {"module": "subprocess:Popen", "fields": {}}
+    with pytest.raises(ValueError, match="found none"):
+        bridge._flax.FlaxLayer.from_config(config)
+
+
+class Pair(nn.Module):
+    @nn.compact
+    def __call__(self, a: Any, b: Any) -> Any:
+        return a + b
+
+
+def test_what_is_no_flax_module_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"expected an instance of flax.*got the class Net. Constr"):
+        bridge.from_flax(Net)
+    with pytest.raises(TypeError, match=r"expected an instance of flax.*got Dense"):
+        bridge.from_flax(layers.Dense(2))
+    with pytest.raises(TypeError, match=r"<lambda> to make a flax module, got int"):
+        bridge.from_flax(lambda: 3)
+    with pytest.raises(TypeError, match=r"Pair.__call__: expected one pytree.*also needs b"):
+        bridge.from_flax(Pair())
+    with pytest.raises(ValueError, match="variables: expected None with an nnx module"):
+        bridge.from_flax(make_nnx(), variables={"params": {}})
+    with pytest.raises(
+        ValueError, match=r"variables: expected what module.init returns.*\['kernel'\]"
+    ):
+        bridge.from_flax(Net(), variables={"kernel": np.ones(3)})
+    with pytest.raises(ValueError, match="expected a built layer"):
+        bridge.from_flax(Net()).to_flax()
