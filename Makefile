@@ -15,7 +15,7 @@ READY := $(VENV)/.ready-$(WANTED)-$(or $(CONSTRAINTS),newest)
 
 export KERAS_BACKEND := jax
 
-.PHONY: train test test-all smoke bench bench-peers lint clean
+.PHONY: train test test-all test-wheel smoke bench bench-peers lint clean
 
 train: $(READY)
 	$(BIN)/python examples/mnist.py
@@ -28,6 +28,14 @@ test-all: lint
 
 smoke: $(READY)
 	$(BIN)/python -m pytest -n $(WORKERS) -m smoke tests
+
+# The wheel of the sdist, installed in an empty environment, imported and trained with elsewhere.
+test-wheel: $(READY)
+	rm -rf dist .venv-wheel
+	$(BIN)/python -m build --outdir dist .
+	$(PYTHON) -m venv .venv-wheel
+	.venv-wheel/bin/python -m pip install --quiet $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS)) dist/*.whl
+	away=$$(mktemp -d) && cd "$$away" && "$(CURDIR)/.venv-wheel/bin/python" -I "$(CURDIR)/.ci/smoke.py" && rm -r "$$away"
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks $(ARGS)

@@ -21,6 +21,7 @@ from bridge._metrics import metric as metric  # noqa: E402
 from bridge._model import create_state as create_state  # noqa: E402
 from bridge._model import from_keras as from_keras  # noqa: E402
 from bridge._model import to_keras as to_keras  # noqa: E402
+from bridge._optax_optimizer import OptaxOptimizer as OptaxOptimizer  # noqa: E402
 from bridge._optimizers import optimizer as optimizer  # noqa: E402
 from bridge._schedules import schedule as schedule  # noqa: E402
 from bridge._scope import no_side_effects  # noqa: E402
@@ -39,6 +40,7 @@ del add_guard, functrain, no_side_effects, require_jax, require_same
 
 __all__ = [
     "KerasState",
+    "OptaxOptimizer",
     "__version__",
     "constraints",
     "create_state",

@@ -476,3 +476,28 @@ def outside_scopes() -> Iterator[None]:
         yield
     finally:
         global_state.set_global_attribute("stateless_scope", scope)
+
+
+class GradientsOnly(keras.optimizers.Optimizer):  # type: ignore[misc]  # keras has no types
+    """An optimizer that updates all variables at once, by `update_all`.
+
+    Overrides `Optimizer._backend_apply_gradients`; checked with Keras 3.15.1. What `apply` does
+    around it stays Keras's: constraints, float8 scales, the count of iterations. Without it an
+    optimizer sees one variable at a time.
+    """
+
+    def update_all(self, grads: list[Any], variables: list[Any]) -> None:
+        """Assigns new values to variables, some of those it was built for."""
+        raise NotImplementedError
+
+    def _backend_apply_gradients(self, grads: list[Any], trainable_variables: list[Any]) -> None:
+        self.update_all(list(grads), list(trainable_variables))
+
+
+def layout(variable: Any) -> Any:
+    """Returns where `keras.distribution` puts a variable, or None.
+
+    Reads `Variable._layout`; checked with Keras 3.15.1. Without it the slots of a sharded
+    variable would be replicated.
+    """
+    return getattr(variable, "_layout", None)

@@ -43,12 +43,12 @@ def keys(parent: Any, members: Iterable[Any]) -> list[str]:
 
 
 def _base(parent: Any, member: Any, held: dict[int, str]) -> str:
-    kind = _snake(type(member))
+    kind = snake(type(member))
     # Bidirectional names its two layers after the one it was given, which may be unnamed.
     if re.fullmatch(rf"(forward_|backward_)?{kind}(_\d+)?", member.name):
         return held.get(id(member), kind)
     # `name=f"{self.name}_proj"` carries the parent's number into the child's name.
-    owner = _snake(type(parent))
+    owner = snake(type(parent))
     name = re.sub(rf"^{owner}_\d+_", f"{owner}_", member.name)
     return name.replace("/", ">")  # as Keras does in the paths of metric variables
 
@@ -64,7 +64,7 @@ def hint(name: str, known: Iterable[str]) -> str:
     return f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
 
 
-def _snake(cls: type) -> str:
+def snake(cls: type) -> str:
     """Returns the name Keras derives from a class; see keras/src/utils/naming.py."""
     name = re.sub(r"\W+", "", cls.__name__)
     name = re.sub("(.)([A-Z][a-z]+)", r"\1_\2", name)

@@ -15,9 +15,10 @@ def optimizer(
 
     It runs Keras's own code on any pytree of params, under jit, scan and vmap: weight decay and
     its exclusions, clipping, EMA with overwriting, gradient accumulation and schedules included.
-    All slots are Keras's to the bit, and so are the params but for one rounding: ``params +
-    updates`` is within ``eps * max(|old|, |new|)`` of the params that Keras would assign, and
-    equal to them except where a number changes its sign or shrinks by more than half in one step.
+    All slots are Keras's to the bit. So are params, where they keep their sign and half of their
+    size: elsewhere no update leads exactly to the params that Keras assigns. In all, ``params +
+    updates`` is within ``2 * eps * max(|old|, |new|)`` of them: one rounding is the subtraction's,
+    the other one the compiler's, which may fuse it with Keras's last operation.
 
     Names that a setting goes by (`exclude_from_weight_decay(var_names=...)`, Muon's
     `exclude_layers`, an OptimizerMap) are looked for in the paths of the params; with `model`

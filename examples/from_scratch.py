@@ -30,7 +30,8 @@ train = ft.ArrayLoader((x[:size], y[:size]), args.batch_size, shuffle=True, seed
 validation = ft.ArrayLoader((x[-10_000:], y[-10_000:]), 1_000)
 test = ft.ArrayLoader((x_test, y_test), 1_000)
 
-# %% The model: Keras. Its variables leave it here, as two pytrees of arrays
+# %% The model: Keras. Its variables leave it here, as two pytrees of arrays. So does the optimizer,
+# one of Keras's; optax.adam(1e-3) would do as well
 keras.utils.set_random_seed(args.seed)
 
 
@@ -49,7 +50,7 @@ def mlp(*between):
 
 keras_model = mlp()
 model = bridge.from_keras(keras_model)
-tx = optax.adam(1e-3, eps=1e-7)
+tx = bridge.optimizer(keras.optimizers.Adam(1e-3))
 state = bridge.create_state(keras_model, tx)
 print(ft.summary(state))
 

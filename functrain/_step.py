@@ -104,12 +104,19 @@ def train_step(
     return MeteredStep(train, collection(metrics)) if metrics else _plain(train)
 
 
-def eval_step(loss_fn: LossFn, *, metrics: Mapping[str, Metric] | None = None) -> "MeteredStep":
+def eval_step(
+    loss_fn: LossFn,
+    *,
+    metrics: Mapping[str, Metric] | None = None,
+    of: Callable[[Any], TrainState] | None = None,
+) -> "MeteredStep":
     """Returns the step that evaluates: the loss with ``training=False``, the state untouched.
 
     Args:
       loss_fn: The loss; called with ``rng=None``.
       metrics: Running metrics by name, beside ``"loss"``, the mean over all examples.
+      of: Where the training's state holds several networks, which of them to evaluate:
+        ``of=lambda states: states["student"]``. Anything with `params` and `model_state` will do.
 
     Returns:
       A step over `Metered(state, metrics)`, for `evaluate` or for a loop of one's own.
@@ -125,9 +132,10 @@ def eval_step(loss_fn: LossFn, *, metrics: Mapping[str, Metric] | None = None) -
       1.0
     """
 
-    def measure(state: TrainState, batch: PyTree) -> tuple[TrainState, jax.Array, Aux]:
+    def measure(state: PyTree, batch: PyTree) -> tuple[PyTree, jax.Array, Aux]:
+        part: TrainState = state if of is None else of(state)
         loss, aux = _checked(
-            loss_fn(state.params, state.model_state, batch, rng=None, training=False)
+            loss_fn(part.params, part.model_state, batch, rng=None, training=False)
         )
         return state, loss, aux
 

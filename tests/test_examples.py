@@ -57,6 +57,7 @@ def test_from_scratch_learns(tmp_path) -> None:
 def test_customize_fit_runs(tmp_path) -> None:
     output = quick("customize_fit.py", tmp_path)
     assert sum("equal to the bit" in line for line in output) == 5
+    assert (tmp_path / "customize_fit.png").exists()
 
 
 def test_eager_jitted_and_fused_train_alike(tmp_path) -> None:

@@ -4,6 +4,7 @@ import ast
 import itertools
 import pathlib
 
+import jax
 import keras
 import numpy as np
 import pytest
@@ -309,3 +310,24 @@ def test_a_variable_can_be_made_outside_of_scopes():
             variable = keras.Variable(1.0)
         variable.assign(2.0)
     assert float(variable.value) == 1.0
+
+
+def test_backend_apply_gradients_is_called_once_with_all_that_have_gradients():
+    class Spy(_keras_private.GradientsOnly):
+        def update_all(self, grads, variables):
+            self.seen = grads, [v.name for v in variables]
+
+    spy = Spy(learning_rate=float)
+    held = [keras.Variable(0.0, name="a"), keras.Variable(0.0, name="b")]
+    held[1].overwrite_with_gradient = True
+    spy.build(held)
+    spy.apply([np.float32(1), np.float32(2)], held)
+    assert spy.seen == ([1], ["a"])
+    assert float(held[1].value) == 2
+    assert int(spy.iterations) == 1
+
+
+def test_layout_of_a_variable_is_what_it_was_made_with():
+    assert _keras_private.layout(keras.Variable(0.0)) is None
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    assert _keras_private.layout(keras.Variable(0.0, layout=sharding)) is sharding

@@ -35,7 +35,7 @@ def test_the_cases_are_all_of_keras_optimizers() -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", sample(CASES))
-def test_every_step_has_kerass_slots_to_the_bit_and_its_params_but_for_a_rounding(name, dtype):
+def test_every_step_has_kerass_slots_to_the_bit_and_its_params_within_two_roundings(name, dtype):
     theirs = ByKeras(CASES[name](), make_params(dtype))
     tx = bridge.optimizer(CASES[name]())
     params = make_params(dtype)
@@ -54,7 +54,7 @@ def test_every_step_has_kerass_slots_to_the_bit_and_its_params_but_for_a_roundin
         new, state = step(grads, state, params)
         theirs.step(scaled)
         assert same(flat(tx, state, params), theirs.slots)
-        misses += require_one_rounding(theirs.params, new, params, dtype)
+        misses += require_two_roundings(theirs.params, new, params, dtype)
         numbers += sum(p.size for p in theirs.params)
     assert misses < 0.05 * numbers
 
@@ -72,14 +72,14 @@ def same(a: Any, b: Any) -> bool:
     )
 
 
-def require_one_rounding(theirs: Any, ours: Any, before: Any, dtype: str) -> int:
+def require_two_roundings(theirs: Any, ours: Any, before: Any, dtype: str) -> int:
     """Holds each number to the bound of the docstring, and counts those that are not equal."""
     misses = 0
     eps = float(jnp.finfo(dtype).eps)
     for x, y, old in zip(*map(jax.tree.leaves, (theirs, ours, before)), strict=True):
         x, y, old = (np.asarray(v, np.float64) for v in (x, y, old))
         equal = (x == y) | (np.isnan(x) & np.isnan(y))
-        bound = eps * np.maximum(np.abs(x), np.abs(old))
+        bound = 2 * eps * np.maximum(np.abs(x), np.abs(old))
         assert np.all(equal | (np.abs(x - y) <= bound))
         misses += int(np.sum(~equal))
     return misses

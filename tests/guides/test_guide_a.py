@@ -111,6 +111,27 @@ def test_a3_optax_updates_as_by_hand(train) -> None:
     assert_same(values(bridge.to_keras(state, model).trainable_variables), params)
 
 
+def test_a3_a_keras_optimizer_updates_as_by_hand(train) -> None:
+    model = mlp()
+    loop = by_hand.Loop(
+        model, CROSS_ENTROPY, keras.optimizers.Adam(1e-3), keras.metrics.CategoricalAccuracy()
+    )
+    losses, _, expected = loop.epoch(loop.start(), batches(train, BATCH))
+    tx = bridge.optimizer(keras.optimizers.Adam(1e-3))
+    state, history = ft.fit(
+        bridge.create_state(mlp(), tx),
+        ft.train_step(loss_fn_of(model), tx),
+        ft.ArrayLoader(train, BATCH),
+        verbose=0,
+    )
+    # optax adds updates to params, which rounds once more than Keras's assignment.
+    np.testing.assert_array_equal(history.steps["loss"][:2], losses[:2])
+    np.testing.assert_allclose(history.steps["loss"], losses, rtol=1e-5)
+    for value, other in zip(values(bridge.to_keras(state, model).trainable_variables), expected[0],
+                            strict=True):  # fmt: skip
+        np.testing.assert_allclose(value, other, rtol=1e-4, atol=1e-6)
+
+
 ADAM = optax.adam(1e-3)
 
 
