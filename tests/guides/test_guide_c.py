@@ -102,12 +102,12 @@ def test_c2_two_epochs_reach_what_the_guide_reports() -> None:
 
 def test_c3_eager_jitted_and_fused_give_the_same(split) -> None:
     (x, y), _ = split
-    data = x[: 6 * BATCH], y[: 6 * BATCH]
+    data = x[: 4 * BATCH], y[: 4 * BATCH]
     results = {}
     for way, options in {
         "eager": {"jit": False},
         "jitted": {"fuse": 1},
-        "fused": {"fuse": 4},
+        "fused": {"fuse": 3},
     }.items():
         state, step, _ = parts(mlp())
         state, history = ft.fit(state, step, ft.ArrayLoader(data, BATCH), verbose=0, **options)
@@ -153,23 +153,20 @@ class Activity(keras.layers.Layer):
         return inputs
 
 
-@pytest.mark.parametrize(
-    "how",
-    [lambda x: 0.1 * keras.ops.mean(x), lambda x: 1e-2 * keras.ops.sum(x)],
-    ids=["a tenth of the mean", "a hundredth of the sum"],
-)
-def test_c4_layer_losses_are_trained_on(how, split) -> None:
+def test_c4_layer_losses_are_trained_on(split) -> None:
     (x, y), _ = split
     train = x / 255, y
-    model = mlp(Activity(how))
-    state, step, _ = parts(model)
+
+    def calm():
+        return mlp(Activity(lambda x: 0.1 * keras.ops.mean(x)))
+
+    state, step, _ = parts(calm())
     _, history = ft.fit(state, step, ft.ArrayLoader(train, BATCH), verbose=0)
-    hand = loop(mlp(Activity(how)))
+    hand = loop(calm())
     losses, _, _ = hand.epoch(hand.start(), batches(train, BATCH))
     assert_same(history.steps["loss"], losses)
-    state, step, _ = parts(mlp())
-    plain = ft.fit(state, step, ft.ArrayLoader(train, BATCH), verbose=0).history.steps["loss"]
-    assert losses[0] > plain[0]
+    first = keras_loss(y[:BATCH], calm()(train[0][:BATCH]))
+    assert losses[0] > first + 1e-3  # row A9 has the other one, 1e-2 times the sum
 
 
 # C5: the DCGAN of the example, and the guide's way of writing its step.
@@ -186,8 +183,8 @@ def dcgan():
 
 @pytest.fixture(scope="module")
 def images():
-    x, _ = digits(6 * 4)
-    return np.round(255 * x).astype(np.uint8).reshape(6, 4, 28, 28, 1)
+    x, _ = digits(5 * 2)
+    return np.round(255 * x).astype(np.uint8).reshape(5, 2, 28, 28, 1)
 
 
 def test_c5_the_networks_have_the_guides_sizes(dcgan) -> None:
@@ -231,7 +228,7 @@ def gan_by_hand(nets, txs, key):
     return train_step
 
 
-def test_c5_the_step_is_the_guides(dcgan, images) -> None:
+def test_c5_the_step_is_the_guides_and_leaves_the_discriminator_to_its_own(dcgan, images) -> None:
     nets, txs, states = dcgan.create()
     train_step = gan_by_hand(nets, txs, jax.random.key(0))
     state = tuple(
@@ -246,6 +243,10 @@ def test_c5_the_step_is_the_guides(dcgan, images) -> None:
         np.testing.assert_allclose(logs["d_loss"], d_loss, rtol=1e-5)
         np.testing.assert_allclose(logs["g_loss"], g_loss, rtol=1e-5)
         np.testing.assert_allclose(logs["image"], generated[0], atol=1e-5)
+    for name, (params, _) in zip(("d", "g"), state, strict=True):
+        trained = bridge.to_keras(states[name], nets[name]).trainable_variables
+        for got, expected in zip(values(trained), params, strict=True):
+            np.testing.assert_allclose(got, expected, rtol=1e-3, atol=1e-5)
 
 
 def test_c5_fused_steps_are_single_steps(dcgan, images) -> None:
@@ -255,7 +256,7 @@ def test_c5_fused_steps_are_single_steps(dcgan, images) -> None:
     for batch in images:
         single, logs = ft.fuse(step, 1)(single, batch[None])
         losses.append(logs["d_loss"][0])
-    fused, logs = ft.fuse(step, 6)(states, images)
+    fused, logs = ft.fuse(step, 5)(states, images)
     assert_same(logs["d_loss"], losses)
     assert_same(
         jax.tree.leaves(jax.tree.map(_bits, fused)), jax.tree.leaves(jax.tree.map(_bits, single))
@@ -264,13 +265,3 @@ def test_c5_fused_steps_are_single_steps(dcgan, images) -> None:
 
 def _bits(x):
     return jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
-
-
-def test_c5_the_generators_step_leaves_the_discriminator_alone(dcgan, images) -> None:
-    nets, txs, states = dcgan.create()
-    frozen = {**txs, "d": optax.set_to_zero()}
-    states = {**states, "d": bridge.create_state(nets["d"], frozen["d"])}
-    after, _ = jax.jit(dcgan.gan_step(nets, frozen))(states, images[0])
-    assert_same(jax.tree.leaves(after["d"].params), jax.tree.leaves(states["d"].params))
-    before, moved = jax.tree.leaves(states["g"].params), jax.tree.leaves(after["g"].params)
-    assert any(not np.array_equal(a, b) for a, b in zip(before, moved, strict=True))
