@@ -99,7 +99,10 @@ def fit(
       200 3.0 200
     """
     if (eval_data is None) != (eval_step is None):
-        raise ValueError("eval_data and eval_step: expected both or neither")
+        raise ValueError(
+            "eval_data and eval_step: expected both or neither. The step comes from "
+            "functrain.eval_step(loss_fn, metrics=...)."
+        )
     if epochs > 1 and isinstance(eval_data, Iterator):
         raise ValueError(
             f"eval_data: expected something that can be iterated {epochs} times, got an iterator, "

@@ -126,10 +126,15 @@ def supervised(
         outputs, model_state, added = model.apply(
             params, model_state, x, rng=rng, training=training
         )
+        try:
+            found = loss(outputs, y, sample_weight=weight) if weighs else loss(outputs, y)
+        except (TypeError, ValueError) as error:
+            error.add_note(_met(outputs, y))
+            raise
+        values = jnp.asarray(found)
         if weighs:
-            value = _reduce(jnp.asarray(loss(outputs, y, sample_weight=weight)), None, reduction)
+            value = _reduce(values, None, reduction)
         else:
-            values = jnp.asarray(loss(outputs, y))
             _check_shape(values, outputs)
             value = _reduce(values, weight, reduction)
         for term in added:
@@ -137,6 +142,16 @@ def supervised(
         return value, Aux(model_state, outputs)
 
     return loss_fn
+
+
+def _met(outputs: PyTree, y: PyTree) -> str:
+    """Says what a loss was given when it failed."""
+    had = [", ".join(map(_tree.spec, jax.tree.leaves(tree))) for tree in (outputs, y)]
+    return (
+        f"This came from loss(outputs, y), with outputs {had[0]} and labels {had[1]}. Where the "
+        "shapes do not fit, give the labels those of the outputs, for example y[:, None], or take "
+        "outputs[:, 0] in the loss."
+    )
 
 
 def _weighs(loss: Callable[..., jax.Array]) -> bool:

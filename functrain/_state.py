@@ -111,6 +111,7 @@ class TrainState(flax.struct.PyTreeNode):
 def check_tx(tx: Any) -> None:
     """Refuses what is no optax transformation."""
     if not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
+        hint = " Take bridge.optimizer(tx)." if hasattr(tx, "stateless_apply") else ""
         raise TypeError(
-            f"tx: expected an optax transformation, such as optax.adam(1e-3), got {tx!r}"
+            f"tx: expected an optax transformation, such as optax.adam(1e-3), got {tx!r}.{hint}"
         )

@@ -127,3 +127,12 @@ def test_a_keras_loss_or_model_is_refused_with_the_way_to_use_it() -> None:
         supervised(MODEL, keras.losses.BinaryCrossentropy())
     with pytest.raises(TypeError, match=r"expected a functrain\.Model, got Sequential.*from_keras"):
         supervised(keras.Sequential([keras.Input((2,))]), optax.squared_error)
+
+
+def test_a_loss_that_fails_says_what_it_was_given() -> None:
+    loss_fn = supervised(MODEL, optax.squared_error)
+    with pytest.raises(ValueError, match="Shape mismatch") as found:
+        value(loss_fn, LOGITS[:, :1], LOGITS[:, 0])
+    (note,) = found.value.__notes__
+    assert "outputs float32[8, 1] and labels float32[8]" in note
+    assert "y[:, None]" in note
