@@ -75,8 +75,8 @@ def operations(step: ft.Step[Any], state: Any, batch: Any, rewrites: Any) -> lis
 def seconds(operation: Operation, rewrites: Any) -> float:
     """Measures one operation as the body of a loop, which is where a fused step has it.
 
-    Every round's smallest input depends on the output of the round before, so that nothing can be
-    left out.
+    The outputs are part of the loop's state, and every round's smallest input depends on those of
+    the round before: so nothing can be left out.
     """
     eqn = operation.eqn
     inputs = [_example(var) for var in eqn.invars]
@@ -85,11 +85,12 @@ def seconds(operation: Operation, rewrites: Any) -> float:
 
     @jax.jit
     def loop(n: jax.Array, *inputs: Any) -> Any:
-        def body(_: Any, xs: tuple[Any, ...]) -> tuple[Any, ...]:
-            outs = jax.tree.leaves(once(*xs))
-            return tuple(_tied(x, outs[0]) if i == linked else x for i, x in enumerate(xs))
+        def body(_: Any, state: Any) -> Any:
+            xs, outs = state
+            xs = tuple(_tied(x, outs[0]) if i == linked else x for i, x in enumerate(xs))
+            return xs, jax.tree.leaves(once(*xs))
 
-        return lax.fori_loop(0, n, body, inputs)[linked]
+        return lax.fori_loop(0, n, body, (inputs, [_example(var) for var in eqn.outvars]))[1]
 
     return _per_round(lambda n: jax.block_until_ready(loop(n, *inputs)))
 

@@ -44,7 +44,7 @@ class Workload:
         assert self.build is not None, f"{self.name} is no Keras model"
         keras.utils.set_random_seed(0)
         model = self.build()
-        _draw_kernels(model)
+        draw_kernels(model)
         return model
 
     def data(self) -> Arrays:
@@ -57,7 +57,7 @@ class Workload:
         return getattr(importlib.import_module(module), function)()
 
 
-def _draw_kernels(model: keras.Model) -> None:
+def draw_kernels(model: keras.Model) -> None:
     """Draws them with NumPy: every backend of Keras has random numbers of its own."""
     rng = np.random.default_rng(0)
     for variable in model.trainable_variables:

@@ -23,11 +23,12 @@ is. The sums are taken in another order: last bits change.
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.extend import core
 from jax.extend.core import primitives
@@ -40,7 +41,8 @@ from functrain.rewrites._windows import padded, positions, wide, window_at
 MOST_TAPS = 128
 # Wider groups are matrix products, which grouped_conv leaves to the kernel made for them.
 MOST_CHANNELS = 4
-HALVINGS = 3
+# How many sums one pass takes: more run slower, fewer compile longer.
+SUMS = 25
 
 
 def _applies(eqn: core.JaxprEqn) -> bool:
@@ -56,16 +58,17 @@ def _applies(eqn: core.JaxprEqn) -> bool:
 
 def _replace(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
     """Sums in float32 at least, as XLA's own kernels do, and rounds once."""
-    numbers, dtype = params["dimension_numbers"], params["preferred_element_type"] or lhs.dtype
-    lhs, rhs = to_canonical(lhs, rhs, numbers)
-    lhs = padded(lhs, params["padding"], params["lhs_dilation"])
+    dtype = params["preferred_element_type"] or lhs.dtype
     by_batch = params["batch_group_count"] > 1
     out = (_weight_gradient if by_batch else _shift_sum)(lhs, rhs, params)
-    return from_canonical(lax.convert_element_type(out, dtype), numbers)
+    out = lax.convert_element_type(out, dtype)
+    return from_canonical(out, params["dimension_numbers"])
 
 
 def _shift_sum(lhs: jax.Array, rhs: jax.Array, params: dict[str, Any]) -> jax.Array:
     """`out[n, s, g, o] = sum over w, i of lhs[n, s + w, g, i] rhs[w, i, g, o]`."""
+    lhs, rhs = to_canonical(lhs, rhs, params["dimension_numbers"])
+    lhs = padded(lhs, params["padding"], params["lhs_dilation"])
     count, inputs, window = params["feature_group_count"], rhs.shape[-2], rhs.shape[:-2]
     strides, apart = params["window_strides"], params["rhs_dilation"]
     sizes = positions(lhs.shape[1:-1], window, strides, apart)
@@ -86,62 +89,47 @@ def _weight_gradient(lhs: jax.Array, rhs: jax.Array, params: dict[str, Any]) -> 
     """`out[n, s, g, o] = sum over w, i of lhs[g, n, s + w, i] rhs[w, i, g, o]`.
 
     The window is as large as an image here, and the result as small as a kernel: one sum for each
-    of its places. Written out along the last axis only, in a loop along the others: 7 x 7 would
-    take seconds to compile.
+    of its places. Many of them are taken in one pass over the image, which is one kernel for the
+    compiler as well; and per image first, since XLA adds up one number after the other.
     """
-    count, window = params["batch_group_count"], rhs.shape[:-2]
+    numbers, count = params["dimension_numbers"], params["batch_group_count"]
     strides, apart = params["window_strides"], params["rhs_dilation"]
-    lhs = lhs.reshape(count, -1, *lhs.shape[1:])
-    lhs = jnp.moveaxis(lhs, (-1, 1, 0), (0, -2, -1))  # [I, *S, N, G]
-    rhs = jnp.moveaxis(rhs.reshape(*rhs.shape[:-1], count, -1), (-3, -1, -2), (0, -2, -1))
-    rhs = wide(jnp.expand_dims(rhs, -3))  # [I, *W, 1, O, G]
-    *rows, columns = positions(lhs.shape[1:-2], window, strides, apart)
-    extents = [(size - 1) * step + 1 for size, step in zip(window, apart, strict=True)]
+    # Not by way of the canonical layout, which would turn the images over and back.
+    batch, feature, *spatial = numbers.lhs_spec
+    lhs = lax.transpose(lhs, (feature, *spatial, batch))
+    lhs = _groups_last(padded(lhs, params["padding"], params["lhs_dilation"]), count)
+    features, into, *window_axes = numbers.rhs_spec
+    rhs = _groups_last(lax.transpose(rhs, (into, *window_axes, features)), count)
+    window = rhs.shape[1:-1]
+    rhs = wide(rhs).reshape(*rhs.shape[:-1], 1, -1, count)  # [I, *W, 1, O, G]
+    sizes = positions(lhs.shape[1:-1], window, strides, apart)
 
-    def row(at: Sequence[Any]) -> jax.Array:
-        band = lhs
-        for axis, place in enumerate(at):
-            band = lax.dynamic_slice_in_dim(
-                band, place * strides[axis], extents[axis], axis=1 + axis
-            )
-        origin = [0] * len(at)
-        return jnp.stack(
-            [
-                _sum(
-                    wide(window_at(band, [*origin, c], strides, window, apart))[..., None, :] * rhs
-                )
-                for c in range(columns)
-            ]
-        )
+    def products(place: Sequence[int]) -> jax.Array:
+        x = wide(window_at(lhs, place, strides, window, apart))
+        return x.reshape(*x.shape[:-1], -1, 1, count) * rhs  # [I, *W, N, O, G]
 
-    out = _loop(row, rows)  # [*S', N, O, G]
-    out = jnp.moveaxis(out, (-3, -1, -2), (0, -2, -1))
-    return lax.collapse(out, out.ndim - 2)
+    places = list(itertools.product(*map(range, sizes)))
+    passes = [places[i : i + SUMS] for i in range(0, len(places), SUMS)]
+    sums = [_sums_per_image([products(place) for place in some]) for some in passes]
+    out = jnp.sum(jnp.stack(list(itertools.chain(*sums))), axis=1)  # [S', N, O, G]
+    out = jnp.swapaxes(out, -1, -2).reshape(*sizes, out.shape[1], -1)
+    return jnp.moveaxis(out, -2, 0)
 
 
-def _loop(fn: Callable[[Sequence[Any]], jax.Array], sizes: Sequence[int]) -> jax.Array:
-    """Stacks `fn` of all indices under some sizes, in a loop of the program each."""
-    if not sizes:
-        return fn([])
+def _sums_per_image(xs: Sequence[jax.Array]) -> Sequence[jax.Array]:
+    """Sums each over all but its first and its last three axes, in one pass."""
 
-    def body(carry: tuple[()], at: jax.Array) -> tuple[tuple[()], jax.Array]:
-        return carry, _loop(lambda rest: fn([at, *rest]), sizes[1:])
+    def add(a: Sequence[jax.Array], b: Sequence[jax.Array]) -> list[jax.Array]:
+        return list(map(lax.add, a, b))
 
-    return lax.scan(body, (), lax.iota(jnp.int32, sizes[0]))[1]
+    zeros = [np.zeros((), x.dtype) for x in xs]
+    sums: Sequence[jax.Array] = lax.reduce(xs, zeros, add, tuple(range(1, xs[0].ndim - 3)))
+    return sums
 
 
-def _sum(x: jax.Array) -> jax.Array:
-    """Sums all but the last three axes.
-
-    The first is halved some times before: these additions run over many channels at once, where
-    XLA's reduction adds up one number after the other.
-    """
-    for _ in range(HALVINGS):
-        half, odd = divmod(x.shape[0], 2)
-        if odd:
-            break
-        x = x[:half] + x[half:]
-    return jnp.sum(x, axis=tuple(range(x.ndim - 3)))
+def _groups_last(x: jax.Array, count: int) -> jax.Array:
+    """`[..., G C] -> [..., C G]`."""
+    return jnp.swapaxes(x.reshape(*x.shape[:-1], count, -1), -1, -2).reshape(x.shape)
 
 
 depthwise_conv = Rewrite(
