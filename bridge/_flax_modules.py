@@ -196,13 +196,21 @@ def _per_leaf(state: PyTree) -> list[Any]:
 
 def _check_call(module: Any) -> None:
     """Refuses a module which needs more than inputs and a switch."""
-    _, *others = inspect.signature(module.__call__).parameters.values()
+    parameters = (
+        list(inspect.signature(module.__call__).parameters.values()) if callable(module) else []
+    )
+    if not parameters:
+        raise TypeError(
+            f"{type(module).__name__}: expected a module with __call__(self, inputs), got one "
+            "without. Add it, or wrap the module in one that has it."
+        )
     unknown = [
         p.name
-        for p in others
-        if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+        for p in parameters[1:]
+        if p.default is p.empty
+        and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+        and p.name not in SWITCHES
     ]
-    unknown = [name for name in unknown if name not in SWITCHES]
     if unknown:
         raise TypeError(
             f"{type(module).__name__}.__call__: expected one pytree of inputs and any of "

@@ -377,8 +377,8 @@ def calls_itself(loss: Any) -> bool:
     return type(loss).__call__ is not keras.losses.Loss.__call__
 
 
-def weighted_losses(loss: Any, y: Any, outputs: Any, sample_weight: Any) -> Any:
-    """Returns `Loss.__call__` without its last step, the mean.
+def losses_and_weight(loss: Any, y: Any, outputs: Any, sample_weight: Any) -> tuple[Any, Any]:
+    """Returns what `Loss.__call__` multiplies and takes the mean of; a weight may be None.
 
     Calls `losses.loss.apply_mask`, `squeeze_or_expand_to_same_rank` and `get_keras_mask`; checked
     with Keras 3.15.1. With `reduction=None` Keras leaves out the factor that makes the mean one
@@ -399,11 +399,9 @@ def weighted_losses(loss: Any, y: Any, outputs: Any, sample_weight: Any) -> Any:
             sample_weight = keras.ops.convert_to_tensor(sample_weight, dtype=loss.dtype)
         weight = apply_mask(sample_weight, mask, values.dtype, loss.reduction)
         if weight is None:
-            return values
-        values, weight = squeeze_or_expand_to_same_rank(
-            values, keras.ops.cast(weight, values.dtype)
-        )
-        return values * weight
+            return values, None
+        weight = keras.ops.cast(weight, values.dtype)
+        return tuple(squeeze_or_expand_to_same_rank(values, weight))
 
 
 def get_metric(identifier: Any, y: Any, outputs: Any) -> Any:

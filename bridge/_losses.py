@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import keras
 
 from bridge import _keras_private, _names
+from functrain import Metric, _tree
 
 PyTree: TypeAlias = Any
 
@@ -58,7 +59,7 @@ def loss(keras_loss: Any, *, loss_weights: Any = None) -> Callable[..., jax.Arra
       >>> print(huber(np.ones((2, 1)), np.zeros((2, 1)), sample_weight=np.array([1.0, 0.0])))
       [0.5 0. ]
     """
-    if isinstance(keras_loss, Mapping | list | tuple):
+    if isinstance(keras_loss, Mapping | list | tuple) and not isinstance(keras_loss, Metric):
         return _several(keras_loss, loss_weights)
     if loss_weights is not None:
         raise ValueError(
@@ -77,12 +78,28 @@ def _single(keras_loss: Any, where: str) -> Callable[..., jax.Array]:
             return _several(each, None)(outputs, y, sample_weight)
         found = _keras_private.get_loss(keras_loss, y, outputs)
         if found.reduction in _MEANS and not _keras_private.calls_itself(found):
-            values = _keras_private.weighted_losses(found, y, outputs, sample_weight)
+            values, weight = _keras_private.losses_and_weight(found, y, outputs, sample_weight)
+            if sample_weight is not None:
+                _check_weight(sample_weight, values)
+            values = values if weight is None else values * weight
         else:
             values = found(y, outputs, sample_weight)
         return jnp.asarray(values)
 
     return loss_fn
+
+
+def _check_weight(sample_weight: PyTree, values: Any) -> None:
+    """Refuses weights that would be broadcast along the wrong axis, as Keras lets them."""
+    have, want = jnp.shape(sample_weight), values.shape
+    if len(have) == len(want) + 1 and have[-1] == 1:
+        have = have[:-1]
+    fits = len(have) == len(want) and all(w in (1, v) for w, v in zip(have, want, strict=True))
+    if have and want and not fits:
+        raise ValueError(
+            f"sample_weight: expected as many axes as the losses have, {_tree.spec(values)}, got "
+            f"shape {jnp.shape(sample_weight)}. To weigh whole sequences pass weight[:, None]."
+        )
 
 
 def _several(losses: Any, weights: Any) -> Callable[..., jax.Array]:
@@ -155,7 +172,7 @@ def _check(keras_loss: Any, where: str) -> None:
     """Refuses what Keras would fail on later, or would call the wrong way round."""
     if isinstance(keras_loss, str):
         _require_name(keras_loss, where)
-    elif not callable(keras_loss):
+    elif isinstance(keras_loss, keras.Metric | Metric) or not callable(keras_loss):
         raise TypeError(
             f"{where}: expected a keras.losses.Loss, a name or a function (y_true, y_pred), got "
             f"{type(keras_loss).__name__}"

@@ -10,6 +10,7 @@ import keras
 
 from bridge import _keras_private, _names, _scope
 from functrain import Metric, _tree
+from functrain._loss import unpack
 
 PyTree: TypeAlias = Any
 Example: TypeAlias = tuple[PyTree, PyTree]
@@ -80,13 +81,14 @@ def metric(
         m: list[jax.Array], batch: PyTree, outputs: PyTree, loss: jax.Array
     ) -> list[jax.Array]:
         del loss
-        y, weight = batch[1], batch[2] if weighted and len(batch) == 3 else None
+        _, y, weight = unpack(batch)
         if output is not None:
             y, outputs = _of(y, output, "y"), _of(outputs, output, "outputs")
             weight = weight if hasattr(weight, "shape") else _of(weight, output, "sample_weight")
         found = choose(y, outputs)
         given = (y, outputs) if values is None else (values(outputs, y),)
-        return _update(found, m, *given, **({} if weight is None else {"sample_weight": weight}))
+        weights = {"sample_weight": weight} if weighted and weight is not None else {}
+        return _update(found, m, *given, **weights)
 
     def compute(m: list[jax.Array]) -> Any:
         with keras.StatelessScope(_paired(like, m)):
@@ -149,6 +151,11 @@ def _build(
     values: Callable[[PyTree, PyTree], PyTree] | None,
 ) -> None:
     if example is not None:
+        if not isinstance(example, tuple | list) or len(example) != 2:
+            raise TypeError(
+                "example: expected (outputs, y) of one batch, arrays or jax.ShapeDtypeStruct, got "
+                f"{type(example).__name__}"
+            )
         outputs, y = example
         made = jax.eval_shape(values, outputs, y) if values else None
         with _scope.keep_whole():

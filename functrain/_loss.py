@@ -122,7 +122,7 @@ def supervised(
         rng: jax.Array | None,
         training: bool,
     ) -> tuple[jax.Array, Aux]:
-        x, y, weight = _unpack(*args)
+        x, y, weight = unpack(*args)
         outputs, model_state, added = model.apply(
             params, model_state, x, rng=rng, training=training
         )
@@ -161,7 +161,8 @@ def _weighs(loss: Callable[..., jax.Array]) -> bool:
         return False
 
 
-def _unpack(batch: PyTree) -> tuple[PyTree, PyTree, jax.Array | None]:
+def unpack(batch: PyTree) -> tuple[PyTree, PyTree, PyTree]:
+    """Returns inputs, labels, and sample weights or None."""
     if not isinstance(batch, tuple | list) or len(batch) not in (2, 3):
         got = f"{type(batch).__name__} of {len(batch)}" if hasattr(batch, "__len__") else batch
         raise ValueError(

@@ -136,3 +136,16 @@ def test_a_loss_that_fails_says_what_it_was_given() -> None:
     (note,) = found.value.__notes__
     assert "outputs float32[8, 1] and labels float32[8]" in note
     assert "y[:, None]" in note
+
+
+def test_a_loss_that_takes_weights_is_given_them_and_averaged_as_it_stands() -> None:
+    def loss(outputs, y, sample_weight=None):
+        errors = (outputs[:, 0] - y) ** 2
+        return errors if sample_weight is None else errors * sample_weight / sample_weight.mean()
+
+    loss_fn = supervised(MODEL, loss)
+    errors = (LOGITS[:, 0] - LABELS) ** 2
+    np.testing.assert_allclose(value(loss_fn, LOGITS, LABELS), errors.mean(), rtol=1e-6)
+    np.testing.assert_allclose(
+        value(loss_fn, LOGITS, LABELS, WEIGHT), np.average(errors, weights=WEIGHT), rtol=1e-6
+    )

@@ -91,6 +91,7 @@ def require_same(a: keras.Model, b: keras.Model) -> None:
         np.testing.assert_array_equal(x, y, err_msg=x.path)
 
 
+@pytest.mark.smoke
 def test_bridge_fit_equals_keras_fit_to_the_bit(make: Callable[[], Any]) -> None:
     found = []
     for fit in (keras.Model.fit, bridge.fit):
@@ -373,6 +374,10 @@ def test_what_cannot_be_written_down_says_what_to_do() -> None:
         bridge._flax.FlaxLayer.from_config(config)
 
 
+class Nothing(nn.Module):
+    pass
+
+
 class Pair(nn.Module):
     @nn.compact
     def __call__(self, a: Any, b: Any) -> Any:
@@ -388,6 +393,8 @@ def test_what_is_no_flax_module_is_refused() -> None:
         bridge.from_flax(lambda: 3)
     with pytest.raises(TypeError, match=r"Pair.__call__: expected one pytree.*also needs b"):
         bridge.from_flax(Pair())
+    with pytest.raises(TypeError, match=r"Nothing: expected a module with __call__\(self, inp"):
+        bridge.from_flax(Nothing())
     with pytest.raises(ValueError, match="variables: expected None with an nnx module"):
         bridge.from_flax(make_nnx(), variables={"params": {}})
     with pytest.raises(

@@ -259,13 +259,13 @@ def test_get_loss_and_get_metric_are_what_compile_makes():
     assert type(metric) is keras.metrics.SparseCategoricalAccuracy
 
 
-def test_weighted_losses_add_up_to_the_loss():
+def test_losses_times_weights_add_up_to_the_loss():
     y, outputs, weight = np.zeros((4, 1)), np.arange(4.0)[:, None], np.array([1.0, 2.0, 3.0, 0.0])
     loss = keras.losses.MeanSquaredError()
     assert not _keras_private.calls_itself(loss)
-    values = _keras_private.weighted_losses(loss, y, outputs, weight)
-    np.testing.assert_array_equal(values, [0.0, 2.0, 12.0, 0.0])
-    assert loss(y, outputs, sample_weight=weight) == np.mean(values)
+    values, factor = _keras_private.losses_and_weight(loss, y, outputs, weight)
+    np.testing.assert_array_equal(values * factor, [0.0, 2.0, 12.0, 0.0])
+    assert loss(y, outputs, sample_weight=weight) == np.mean(values * factor)
 
 
 def test_metrics_that_build_late_say_so():

@@ -306,6 +306,9 @@ def test_what_is_no_keras_loss_is_refused() -> None:
         bridge.loss(3)
     with pytest.raises(TypeError, match=r"expected a keras.losses.Loss.*got NoneType"):
         bridge.loss(None)
+    for metric in (keras.metrics.AUC(), ft.accuracy()):
+        with pytest.raises(TypeError, match=r"expected a keras.losses.Loss.*got (AUC|Metric)"):
+            bridge.loss(metric)
     with pytest.raises(TypeError, match=r"whose first argument is 'logits'.*supervised as it is"):
         bridge.loss(optax.softmax_cross_entropy)
     with pytest.raises(ValueError, match="loss_weights: expected None with a single loss"):
@@ -322,6 +325,17 @@ def test_outputs_of_another_structure_are_refused() -> None:
         loss({"a": np.ones((2, 1))}, {"b": np.ones((2, 1))})
     with pytest.raises(ValueError, match=r"outputs: .* none for 'a' in list of 1"):
         loss([np.ones((2, 1))], {"a": np.ones((2, 1))})
+
+
+def test_weights_along_the_wrong_axis_are_refused() -> None:
+    outputs, y = np.ones((3, 3, 1)), np.zeros((3, 3, 1))
+    loss = bridge.loss("mse")
+    np.testing.assert_array_equal(loss(outputs, y, np.arange(3.0)[:, None])[:, 0], [0, 1, 2])
+    for weight in (np.ones(3), np.ones((2, 3))):
+        with pytest.raises((ValueError, TypeError), match=r"sample_weight: expected|incompatible"):
+            loss(outputs, y, weight)
+    with pytest.raises(ValueError, match=r"as many axes as the losses.*weight\[:, None\]"):
+        loss(outputs, y, np.ones(3))
 
 
 def test_supervised_leaves_the_reduction_to_the_loss() -> None:

@@ -412,6 +412,11 @@ def test_a_metric_that_needs_more_says_what() -> None:
         bridge.metric(metrics.F1Score())
     with pytest.raises(ValueError, match=r"Mean 'mean' takes one value.*values=lambda outputs, y"):
         bridge.metric("mean")
+    with pytest.raises(TypeError, match=r"example: expected \(outputs, y\) of one batch.*got int"):
+        bridge.metric(metrics.F1Score(), example=3)
+    mae = bridge.metric("mae")
+    with pytest.raises(ValueError, match=r"batch: expected \(x, y\) or"):
+        mae.update(mae.init(), np.ones((4, 2)), np.ones((4, 2)), None)
     late = bridge.metric(Late())
     with pytest.raises(ValueError, match=r"expected the 2 values.*got 1 values.*example="):
         late.update(late.init(), (None, 0), 0, None)
