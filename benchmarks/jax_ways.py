@@ -9,7 +9,7 @@ import optax
 
 import bridge
 import functrain as ft
-from benchmarks.keras_ways import Run, compiled
+from benchmarks.keras_ways import Run, compiled, fitting
 from benchmarks.workloads import Workload
 
 Totals = dict[str, jax.Array]  # what is summed over an epoch: the loss, and the hits
@@ -74,16 +74,14 @@ def functrain_fused(workload: Workload) -> Run:
     return run
 
 
-def bridge_fit(workload: Workload) -> Run:
+def bridge_fit(workload: Workload, verbose: int = 0) -> Run:
     """`bridge.fit` on arrays in memory: Keras's own step and callbacks, fused."""
-    model = compiled(workload)
-    x, y = workload.data()
+    return fitting(compiled(workload), workload, bridge.fit, verbose)
 
-    def run() -> float:
-        history = bridge.fit(model, x, y, batch_size=workload.batch, shuffle=False, verbose=0)
-        return float(history.history["loss"][-1])
 
-    return run
+def bridge_fit_bar(workload: Workload) -> Run:
+    """The same with Keras's progress bar."""
+    return bridge_fit(workload, verbose=1)
 
 
 # by hand

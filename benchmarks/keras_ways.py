@@ -1,6 +1,9 @@
 """Keras's own ways; nothing but keras and numpy is imported, so that any backend can run them."""
 
-from collections.abc import Callable
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import keras
 
@@ -21,16 +24,35 @@ def compiled(workload: Workload, **options: int) -> keras.Model:
     return model
 
 
-def keras_fit(workload: Workload, steps_per_execution: int = 1) -> Run:
-    """`fit` on arrays in memory."""
-    model = compiled(workload, steps_per_execution=steps_per_execution)
+def fitting(model: keras.Model, workload: Workload, fit: Callable[..., Any], verbose: int) -> Run:
+    """Returns one epoch of ``fit(model, ...)`` on arrays in memory."""
     x, y = workload.data()
 
     def run() -> float:
-        history = model.fit(x, y, batch_size=workload.batch, shuffle=False, verbose=0)
-        return history.history["loss"][-1]
+        with hidden_output() if verbose else contextlib.nullcontext():
+            history = fit(model, x, y, batch_size=workload.batch, shuffle=False, verbose=verbose)
+        return float(history.history["loss"][-1])
 
     return run
+
+
+@contextlib.contextmanager
+def hidden_output() -> Iterator[None]:
+    """Lets a progress bar draw itself to nowhere, as it would in a terminal."""
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+        nowhere.isatty = lambda: True  # type: ignore[method-assign]
+        yield
+
+
+def keras_fit(workload: Workload, steps_per_execution: int = 1, verbose: int = 0) -> Run:
+    """`fit` on arrays in memory."""
+    model = compiled(workload, steps_per_execution=steps_per_execution)
+    return fitting(model, workload, type(model).fit, verbose)
+
+
+def keras_fit_bar(workload: Workload) -> Run:
+    """`fit` with its progress bar."""
+    return keras_fit(workload, verbose=1)
 
 
 def keras_fit_32(workload: Workload) -> Run:

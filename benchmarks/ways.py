@@ -8,6 +8,7 @@ import dataclasses
 import importlib
 from typing import Any
 
+HAS_BAR = ("digits-mlp", "mnist-mlp", "mnist-convnet")
 HAS_FLAX = ("digits-mlp", "mnist-mlp", "tabular-mlp", "mnist-convnet")
 
 
@@ -21,6 +22,7 @@ class Way:
       label: One line for `--help`.
       backend: The Keras backend it runs on.
       big: Whether big workloads are worth its compile time.
+      bar: Whether it shows a progress bar, which matters where a step is short.
     """
 
     name: str
@@ -28,12 +30,15 @@ class Way:
     label: str
     backend: str = "jax"
     big: bool = True
+    bar: bool = False
 
     def can(self, workload: Any) -> bool:
         """Says whether the way does the workload."""
         if self.where.startswith("benchmarks.flax_ways"):
             return workload.name in HAS_FLAX
-        if workload.own_step and ("keras" in self.name or self.name == "bridge-fit"):
+        if self.bar and workload.name not in HAS_BAR:
+            return False
+        if workload.own_step and ("keras" in self.name or self.name.startswith("bridge-fit")):
             return False
         return self.big or not workload.big
 
@@ -49,7 +54,9 @@ _ALL = [
     Way("functrain-fused", f"{_JAX}:functrain_fused", "functrain.fuse, chunks on the device"),
     Way("functrain-off", f"{_JAX}:functrain_off", 'functrain.fit(rewrites="off")'),
     Way("bridge-fit", f"{_JAX}:bridge_fit", "bridge.fit of the compiled Keras model"),
+    Way("bridge-fit-bar", f"{_JAX}:bridge_fit_bar", "bridge.fit(verbose=1)", bar=True),
     Way("keras-fit", f"{_KERAS}:keras_fit", "Keras fit on JAX"),
+    Way("keras-fit-bar", f"{_KERAS}:keras_fit_bar", "Keras fit on JAX, verbose=1", bar=True),
     Way(
         "keras-fit-32",
         f"{_KERAS}:keras_fit_32",

@@ -4,11 +4,11 @@ import warnings
 from typing import Any
 
 import keras
-import numpy as np
 
 from bridge import _keras_feed, _keras_private
 from bridge._keras_loop import FuseArg
 from bridge._keras_runs import Evaluation, Fit, run_evaluate, run_predict
+from functrain._checks import is_whole
 from functrain._interrupt import deferred_interrupt
 from functrain.rewrites import Mode, mode
 
@@ -273,6 +273,6 @@ def _require(model: Any, method: str | None, fuse: FuseArg, rewrites: str) -> No
         raise TypeError(f"model: expected a keras.Model, got {type(model).__name__}")
     if method:
         _keras_private.require_compiled(model, method)
-    if fuse != "auto" and not (isinstance(fuse, int | np.integer) and fuse >= 1):
+    if fuse != "auto" and not is_whole(fuse, 1):
         raise ValueError(f"fuse: expected 'auto' or a whole number of steps, got {fuse!r}")
     mode(rewrites)

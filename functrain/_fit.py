@@ -108,9 +108,9 @@ def fit(
             f"eval_data: expected something that can be iterated {epochs} times, got an iterator, "
             "which is exhausted after one pass. Pass a list, an ArrayLoader or a loader object."
         )
-    if eval_step is not None:
-        hooks = [Evaluate(eval_step, eval_data, rewrites=rewrites, jit=jit), *hooks]
     due = HookRunner(hooks)
+    if eval_step is not None:
+        due.put_first(Evaluate(eval_step, eval_data, rewrites=rewrites, jit=jit))
     events = run(
         state,
         step,

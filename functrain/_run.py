@@ -7,9 +7,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from functrain import _tree
+from functrain._checks import is_whole
 from functrain._metrics import Metered
 from functrain._step import MeteredStep
 from functrain._trigger import Trigger
@@ -187,7 +187,7 @@ def run(
     size = sum(int(x.nbytes) for x in jax.tree.leaves(state) if not _tree.is_key(x))
     feed = Feed(data, fuse, boundaries=boundaries, sharding=sharding, state_bytes=size)
     for name, value, least in (("epochs", epochs, 1), ("first_epoch", first_epoch, 0)):
-        if not isinstance(value, int | np.integer) or value < least:
+        if not is_whole(value, least):
             raise ValueError(f"{name}: expected a whole number from {least} on, got {value!r}")
     if epochs > 1 and feed.one_shot:
         raise ValueError(

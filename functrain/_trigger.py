@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol, TypeVar
 
-import numpy as np
+from functrain._checks import is_whole
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -118,14 +118,10 @@ def every(
     if len(named) != 1:
         raise ValueError(f"every: expected one of steps, epochs and seconds, got {named or None}")
     ((name, value),) = named.items()
-    if value <= 0 or (name != "seconds" and not _whole(value)):
+    if value <= 0 or (name != "seconds" and not is_whole(value, 1)):
         kind = "a positive number" if name == "seconds" else "a positive whole number"
         raise ValueError(f"every: expected {kind} of {name}, got {value!r}")
     return Every(steps, epochs, seconds)
-
-
-def _whole(value: Any) -> bool:
-    return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 def at(*steps: int) -> At:
@@ -138,7 +134,7 @@ def at(*steps: int) -> At:
       >>> at(1, 10, 100).next_step(10)
       100
     """
-    if not steps or any(not _whole(s) or s < 1 for s in steps):
+    if not steps or not all(is_whole(s, 1) for s in steps):
         raise ValueError(f"at: expected one or more steps from 1 on, got {steps}")
     return At(frozenset(steps))
 

@@ -17,7 +17,13 @@ ROOT = pathlib.Path(__file__).parents[1]
 
 # Imports go downwards only: a module may import those above it in this list, and its own floor.
 FLOORS = [
-    ["functrain._types", "functrain._version", "functrain._cache", "functrain._table"],
+    [
+        "functrain._types",
+        "functrain._version",
+        "functrain._cache",
+        "functrain._table",
+        "functrain._checks",
+    ],
     ["functrain.rewrites"],
     ["functrain._interrupt", "functrain._tree", "functrain._trigger"],
     ["functrain._model", "functrain._state"],

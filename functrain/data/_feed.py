@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from functrain import _tree
+from functrain._checks import is_whole
 from functrain._metrics import batch_size
 from functrain._trigger import Trigger, steps_until_due
 from functrain._types import PyTree
@@ -47,7 +48,7 @@ class Feed:
         sharding: jax.sharding.NamedSharding | None = None,
         state_bytes: int = 0,
     ) -> None:
-        if fuse != "auto" and not (isinstance(fuse, int | np.integer) and fuse >= 1):
+        if fuse != "auto" and not is_whole(fuse, 1):
             raise ValueError(f"fuse: expected 'auto' or a whole number of steps, got {fuse!r}")
         if not isinstance(data, ArrayLoader):
             _check_iterable(data)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from functrain import _tree
+from functrain._checks import is_whole
 from functrain._types import PyTree
 from functrain.data import _buffer
 
@@ -60,13 +61,13 @@ class ArrayLoader:
             raise ValueError(f"placement: expected 'host' or 'device', got {placement!r}")
         self.data = _arrays(data)
         self.examples = _common_length(self.data)
-        if batch_size != int(batch_size) or not 1 <= batch_size <= self.examples:
+        if not is_whole(batch_size, 1) or batch_size > self.examples:
             raise ValueError(
                 f"batch_size: expected 1 to {self.examples}, the number of examples, got "
-                f"{batch_size}"
+                f"{batch_size!r}"
             )
-        if seed != int(seed) or seed < 0:
-            raise ValueError(f"seed: expected a whole number from 0 on, got {seed}")
+        if not is_whole(seed, 0):
+            raise ValueError(f"seed: expected a whole number from 0 on, got {seed!r}")
         self.batch_size = int(batch_size)
         self.shuffle = shuffle
         self.seed = int(seed)

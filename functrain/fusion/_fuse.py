@@ -9,6 +9,7 @@ import numpy as np
 
 from functrain import _tree
 from functrain import rewrites as _rewrites
+from functrain._checks import is_whole
 from functrain._types import PyTree, StateT, Step
 from functrain.fusion._guards import guarded
 from functrain.fusion._loop import check_stacked, repeat, scan
@@ -66,8 +67,8 @@ def fuse(
       40.0 [24. 32.  0.]
     """
     for name, value in (("k", k), ("unroll", unroll)):
-        if not isinstance(value, int | np.integer) or value < 1:
-            raise ValueError(f"{name}: expected at least 1, got {value!r}")
+        if not is_whole(value, 1):
+            raise ValueError(f"{name}: expected a whole number, at least 1, got {value!r}")
     if not callable(step):
         raise TypeError(f"step: expected (state, batch) -> (state, logs), got {step!r}")
     chosen = _rewrites.mode(rewrites)

@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, Self, TypeAlias
 
 from functrain._run import ChunkEnd, EpochEnd, Event
@@ -39,15 +39,24 @@ class HookRunner:
     """Calls hooks when they are due, in their order."""
 
     def __init__(self, hooks: Sequence[HookLike]) -> None:
-        for i, hook in enumerate(hooks):
+        if not isinstance(hooks, Iterable):
+            raise TypeError(
+                f"hooks: expected a sequence of hooks, got {hooks!r}. For one: hooks=[hook]."
+            )
+        self._hooks = list(hooks)
+        for i, hook in enumerate(self._hooks):
             if not callable(hook) or isinstance(hook, type):
                 raise TypeError(
                     f"hooks[{i}]: expected a function of one event, or an object that is called "
                     f"with one, got {hook!r}"
                 )
-        self._hooks = list(hooks)
         now = time.perf_counter()
         self._fired = [now] * len(self._hooks)
+
+    def put_first(self, hook: HookLike) -> None:
+        """Adds a hook that comes before the others."""
+        self._hooks.insert(0, hook)
+        self._fired.insert(0, time.perf_counter())
 
     @property
     def boundaries(self) -> list[Trigger]:

@@ -106,7 +106,7 @@ def test_an_empty_source_is_refused() -> None:
         sizes(Feed([], 2))
 
 
-@pytest.mark.parametrize("fuse", [0, -1, 1.5, "never"])
+@pytest.mark.parametrize("fuse", [0, -1, 1.5, "never", True, None])
 def test_a_fuse_below_one_is_refused(fuse) -> None:
     with pytest.raises(ValueError, match="fuse: expected 'auto' or a whole number of steps"):
         Feed([np.zeros(1)], fuse)

@@ -81,6 +81,8 @@ def test_memory_mapped_data_stays_on_disk(tmp_path) -> None:
     [
         (X, 104, "batch_size: expected 1 to 103, the number of examples, got 104"),
         (X, 0, "batch_size: expected 1 to 103"),
+        (X, None, "batch_size: expected 1 to 103, the number of examples, got None"),
+        (X, 10.0, "batch_size: expected 1 to 103"),
         ((), 1, "one without leaves"),
         (np.zeros((0, 3)), 1, "expected at least one example, got none"),
         ((X, X[:50]), 1, r"(?s)leaves of one length.*0: 103 examples.*1: 50 examples"),
@@ -90,6 +92,12 @@ def test_memory_mapped_data_stays_on_disk(tmp_path) -> None:
 def test_data_that_makes_no_batches_is_refused(data, batch_size, message) -> None:
     with pytest.raises(ValueError, match=message):
         ArrayLoader(data, batch_size)
+
+
+@pytest.mark.parametrize("seed", [None, -1, 0.5, True])
+def test_a_seed_that_is_none_is_refused(seed) -> None:
+    with pytest.raises(ValueError, match=f"seed: expected a whole number from 0 on, got {seed}"):
+        ArrayLoader(X, 10, seed=seed)
 
 
 def test_ragged_examples_are_refused_by_name() -> None:

@@ -251,6 +251,15 @@ def test_what_is_no_hook_is_refused_by_place(hook) -> None:
         fit(hook)
 
 
+def test_a_bare_function_for_hooks_is_refused_with_the_list_it_wants() -> None:
+    def hook(event):
+        raise AssertionError("never called")
+
+    step, data = lambda s, b: (s, {}), [np.ones(2)]
+    with pytest.raises(TypeError, match=r"hooks: expected a sequence.*hooks=\[hook\]"):
+        ft.fit((), step, data, hooks=hook, verbose=0)
+
+
 def test_an_owner_of_the_loop_gets_the_same_events() -> None:
     due = ft.every(steps=100)
     events = ft.run(start(), STEP, LOADER, epochs=2, fuse=32, boundaries=[due])
