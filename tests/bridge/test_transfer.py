@@ -247,7 +247,7 @@ class TestErrors:
         state = state.replace(params=jax.tree.map(lambda p: p + 1, state.params))
         state.opt_state.slots["momentums"]["a"]["kernel"].delete()
         before = values(model)
-        with pytest.raises(ValueError, match="opt_state/slots/momentums/a/kernel.*donation"):
+        with pytest.raises(ValueError, match=r"opt_state/slots/momentums/a/kernel.*donation"):
             bridge.to_keras(state, model)
         np.testing.assert_array_equal(values(model), before)
 
