@@ -69,19 +69,29 @@ def sizes(eqn: core.JaxprEqn) -> Sizes | None:
 
     That is: real floats of 16 bits or more, and sizes that are known and not 0.
     """
-    lhs, rhs, out = (_aval(var) for var in (*eqn.invars, *eqn.outvars))
+    lhs, rhs, out = avals(eqn)
     numbers = eqn.params["dimension_numbers"]
-    if (
-        not all(isinstance(n, int) and n > 0 for n in (*lhs.shape, *rhs.shape, *out.shape))
-        or not all(jnp.issubdtype(x.dtype, jnp.floating) for x in (lhs, rhs))
-        or min(lhs.dtype.itemsize, rhs.dtype.itemsize) < 2
-        or not sharding_is_free(eqn.params)
-    ):
+    if not are_floats(lhs, rhs, out) or not sharding_is_free(eqn.params):
         return None
     batch, _, *image = (lhs.shape[axis] for axis in numbers.lhs_spec)
     features, inputs, *window = (rhs.shape[axis] for axis in numbers.rhs_spec)
     places = (out.shape[axis] for axis in numbers.out_spec[2:])
     return Sizes(batch, tuple(image), inputs, tuple(window), features, tuple(places))
+
+
+def are_floats(*arrays: Any) -> bool:
+    """Whether all are real floats of 16 bits or more, with sizes that are known and not 0."""
+    return all(
+        jnp.issubdtype(x.dtype, jnp.floating)
+        and x.dtype.itemsize > 1
+        and all(isinstance(size, int) and size > 0 for size in x.shape)
+        for x in arrays
+    )
+
+
+def avals(eqn: core.JaxprEqn) -> list[Any]:
+    """Returns the types of an equation's inputs and outputs: shapes and dtypes."""
+    return [var.aval for var in (*eqn.invars, *eqn.outvars)]
 
 
 def ungrouped(eqn: core.JaxprEqn) -> Sizes | None:
@@ -143,8 +153,4 @@ def sharding_is_free(params: dict[str, Any]) -> bool:
 
 def ndim(var: Any) -> int:
     """Returns the number of axes of an equation's input or output."""
-    return len(_aval(var).shape)
-
-
-def _aval(var: Any) -> Any:
-    return var.aval  # an array's; jax types it as any abstract value
+    return len(var.aval.shape)

@@ -13,9 +13,14 @@ from jax.extend import core
 from functrain.rewrites._frame import Rewrite, retype, rewrite_jaxpr
 from functrain.rewrites.canonical_conv import canonical_conv
 from functrain.rewrites.depthwise_conv import depthwise_conv
+from functrain.rewrites.dot_conv import dot_conv
 from functrain.rewrites.grouped_conv import grouped_conv
+from functrain.rewrites.max_pool import max_pool
+from functrain.rewrites.max_pool_gradient import max_pool_gradient
+from functrain.rewrites.patch_conv import patch_conv
 from functrain.rewrites.phased_conv import phased_conv
 from functrain.rewrites.swapped_conv import swapped_conv
+from functrain.rewrites.trimmed_conv import trimmed_conv
 
 Mode: TypeAlias = Literal["auto", "exact", "off"]
 F = TypeVar("F", bound=Callable[..., Any])
@@ -24,9 +29,14 @@ F = TypeVar("F", bound=Callable[..., Any])
 REWRITES: tuple[Rewrite, ...] = (
     depthwise_conv,
     grouped_conv,
+    trimmed_conv,
     swapped_conv,
+    dot_conv,
+    patch_conv,
     phased_conv,
     canonical_conv,
+    max_pool,
+    max_pool_gradient,
 )
 
 

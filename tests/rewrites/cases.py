@@ -76,6 +76,8 @@ def convolutions(
     apart: tuple[int, int] = (1, 2),
     strides: tuple[int, int] = (1, 2),
     sizes: tuple[int, int] = (7, 8),
+    windows: tuple[int, int] = (1, 3),
+    pads: tuple[int, int] = (-1, 2),
 ) -> tuple[Conv, list[jax.Array]]:
     """A convolution and its operands with a cotangent. A group has `sides` inputs and outputs."""
     rank = draw(st.sampled_from(ranks))
@@ -83,11 +85,11 @@ def convolutions(
     within = lambda bounds: each(st.integers(*bounds))  # noqa: E731
     axes = st.permutations(range(rank + 2)).map(tuple)
     dn = lax.ConvDimensionNumbers(draw(axes), draw(axes), draw(axes))
-    window, size = draw(within((1, 3))), draw(within(sizes))
+    window, size = draw(within(windows)), draw(within(sizes))
     n, count = draw(st.integers(1, 4)), draw(st.integers(*groups))
     options = {
         "window_strides": draw(within(strides)),
-        "padding": draw(each(st.tuples(st.integers(-1, 2), st.integers(-1, 2)))),
+        "padding": draw(each(st.tuples(st.integers(*pads), st.integers(*pads)))),
         "lhs_dilation": draw(within(holes)),
         "rhs_dilation": draw(within(apart)),
         "dimension_numbers": dn,

@@ -1,0 +1,65 @@
+"""Maximum pooling as a maximum of strided slices, one for each tap of the window.
+
+Milliseconds, 2 cores, jax 0.10, alone under `jit` and in a loop (`jit/loop`); image `[N, H, H, C]`,
+window k x k, stride s:
+
+    N H C k s       as is -> slices
+    32 26 32 2 2    0.10/0.37 -> 0.04/0.26
+    32 10 64 2 2    0.10/0.11 -> 0.02/0.07
+    4 8 8 2 2       0.01/0.01 -> 0.01/0.01
+    8 58 64 3 2     2.0/2.9 -> 0.24/1.3
+    16 16 64 3 1    0.54/1.1 -> 0.32/0.25
+
+It keeps every bit by itself; but the compiler fuses the slices with their neighbours, and those may
+round otherwise then.
+"""
+
+import functools
+import itertools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend import core
+from jax.extend.core import primitives
+
+from functrain.rewrites._conv import are_floats, avals
+from functrain.rewrites._frame import Rewrite
+from functrain.rewrites._windows import positions, spread
+
+# Each is a slice in the program: 3 x 3 x 3 still compiles in a second.
+MOST_TAPS = 27
+
+
+def _applies(eqn: core.JaxprEqn) -> bool:
+    params = eqn.params
+    return (
+        are_floats(*avals(eqn))
+        and math.prod(params["base_dilation"]) == math.prod(params["window_dilation"]) == 1
+        and 1 < math.prod(params["window_dimensions"]) <= MOST_TAPS
+    )
+
+
+def _replace(x: jax.Array, **params: Any) -> jax.Array:
+    window, strides, padding = (
+        params[name] for name in ("window_dimensions", "window_strides", "padding")
+    )
+    x = lax.pad(x, jnp.array(-jnp.inf, x.dtype), [(*ends, 0) for ends in padding])
+    places = positions(x.shape, window, strides, [1] * x.ndim)
+    slices = []
+    for tap in itertools.product(*map(range, window)):
+        limits = [t + spread(p, s) for t, p, s in zip(tap, places, strides, strict=True)]
+        slices.append(lax.slice(x, tap, limits, strides))
+    return functools.reduce(lax.max, slices)
+
+
+max_pool = Rewrite(
+    name="max_pool",
+    primitive=primitives.reduce_window_max_p,
+    exact=False,
+    applies=_applies,
+    replace=_replace,
+    reason="a maximum of strided slices beats a walk through the windows",
+)

@@ -1,0 +1,114 @@
+"""Convolutions that are matrix products: one tap, one place, few small images."""
+
+import importlib
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from functrain.rewrites import optimize
+from functrain.rewrites.dot_conv import dot_conv
+from functrain.rewrites.patch_conv import patch_conv
+from functrain.rewrites.trimmed_conv import trimmed_conv
+
+from . import cases
+
+ANY_SIZE = mock.patch.multiple(
+    importlib.import_module("functrain.rewrites.patch_conv"), LEAST_SUMMED=0, LEAST_PRODUCTS=0
+)
+ALWAYS = patch_conv._replace(applies=lambda eqn: True)
+
+
+@settings(max_examples=5, deadline=None, derandomize=True)
+@given(cases.convolutions(sides=(4, 4), windows=(1, 1)))
+def test_one_tap_is_as_accurate_as_it_was(case: Any) -> None:
+    conv, args = case
+    after = cases.rewritten(cases.all_three(conv), args, trimmed_conv, dot_conv)
+    assert cases.kinds(after).count("conv_general_dilated") < 2
+    cases.check_accuracy(cases.all_three(conv), args, trimmed_conv, dot_conv)
+
+
+@settings(max_examples=5, deadline=None, derandomize=True)
+@given(cases.convolutions(sides=(4, 4), holes=(1, 1), apart=(1, 2), sizes=(1, 2), pads=(1, 2)))
+def test_a_kernel_larger_than_the_image_is_as_accurate_as_it_was(case: Any) -> None:
+    conv, args = case
+    cases.check_accuracy(cases.all_three(conv), args, trimmed_conv, dot_conv, ALWAYS)
+
+
+@settings(max_examples=5, deadline=None, derandomize=True)
+@given(cases.convolutions(sides=(4, 4)))
+def test_any_convolution_may_take_patches(case: Any) -> None:
+    conv, args = case
+    cases.check_accuracy(conv, args[:2], ALWAYS)
+
+
+LAYERS = {
+    "1 x 1": ((2, 4, 4, 3), (1, 1, 3, 5), {}),
+    "1 x 1, strided": ((2, 5, 5, 3), (1, 1, 3, 5), {"window_strides": (2, 2)}),
+    "1 x 1 image": ((2, 1, 1, 3), (3, 3, 3, 5), {}),
+    "2 x 2 image": ((2, 2, 2, 3), (3, 3, 3, 5), {}),
+    "1-D": ((2, 2, 3), (5, 3, 5), {}),
+}
+
+
+def layer(name: str) -> Any:
+    image, kernel, options = LAYERS[name]
+    return cases.layer(image, kernel, **options)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_no_convolution_is_left(name: str) -> None:
+    conv, x, w = layer(name)
+    fn = cases.all_three(conv)
+    args = x, w, jnp.ones(jax.eval_shape(conv, x, w).shape)
+    with ANY_SIZE:
+        assert "conv_general_dilated" not in cases.kinds(jax.make_jaxpr(optimize(fn))(*args))
+    assert "dot_general" not in cases.kinds(jax.make_jaxpr(optimize(fn, "exact"))(*args))
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_scan_of_steps_does_not_depend_on_its_length(name: str) -> None:
+    conv, x, w = layer(name)
+    with ANY_SIZE:
+        cases.check_chunks(conv, x, w)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_nan_and_inf_in_an_image_pass_through_alike(name: str) -> None:
+    conv, x, w = layer(name)
+    x = x.at[(0,) * x.ndim].set(jnp.nan).at[(1,) + (0,) * (x.ndim - 1)].set(jnp.inf)
+    with ANY_SIZE:
+        got, want = jax.jit(optimize(conv))(x, w), jax.jit(conv)(x, w)
+    finite = np.isfinite(want)
+    np.testing.assert_array_equal(np.isfinite(got), finite)
+    np.testing.assert_array_equal(np.asarray(got)[~finite], np.asarray(want)[~finite])
+
+
+def test_the_size_decides() -> None:
+    def taken(*sizes: int) -> bool:
+        n, size, channels, taps = sizes
+        conv, x, w = cases.layer((n, size, size, channels), (taps, taps, channels, channels))
+        return cases.takes(patch_conv, conv, x, w) == [True]
+
+    assert taken(16, 2, 512, 3)
+    assert taken(16, 4, 256, 3)
+    assert not taken(64, 4, 64, 3)
+    assert not taken(4, 2, 8, 3)
+
+
+def test_only_taps_that_see_something_are_left() -> None:
+    conv, x, w = cases.layer((2, 2, 3, 4), (5, 3, 4, 6))
+    after = cases.rewritten(conv, (x, w), trimmed_conv)
+    (eqn,) = (eqn for eqn in after.eqns if eqn.primitive.name == "conv_general_dilated")
+    assert eqn.invars[1].aval.shape == (3, 3, 4, 6)
+    assert not trimmed_conv.applies(eqn)
+
+
+def test_an_image_that_no_tap_sees_is_left_alone() -> None:
+    conv, x, w = cases.layer((2, 2, 2, 3), (1, 1, 3, 4), [(5, -3), (5, -3)])
+    assert cases.takes(trimmed_conv, conv, x, w) == [False]
+    np.testing.assert_array_equal(jax.jit(optimize(conv))(x, w), jax.jit(conv)(x, w))
