@@ -3,15 +3,16 @@
 import inspect
 import warnings
 from collections.abc import Mapping
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import keras
 import optax
 
-from bridge import _keras_private, _scope, _variables
+from bridge import _keras_private, _scope, _transfer, _variables
 from bridge._constraints import keeps_constraints
+from bridge._optimizers import made_of
 from bridge._steps import KerasState, write_keras_state
 from functrain import Model, ModelOutput, TrainState, _tree
 
@@ -144,9 +145,13 @@ def _reseeded(where: _variables.Layout, rng: jax.Array) -> list[tuple[Any, jax.A
 
 
 def create_state(
-    model: keras.Layer, tx: optax.GradientTransformation, *, rng: jax.Array | None = None
+    model: keras.Layer,
+    tx: optax.GradientTransformation,
+    *,
+    rng: jax.Array | None = None,
+    optimizer: Literal["auto", "require", "new"] = "auto",
 ) -> TrainState:
-    """Returns a Keras model's variables as a TrainState, before the first step.
+    """Returns a Keras model's variables as a TrainState, for the first step or for going on.
 
     Args:
       model: A built `keras.Model` or layer. Its variables are copied, so that it stays alive when
@@ -154,6 +159,11 @@ def create_state(
       tx: The optimizer.
       rng: None to draw randomness from Keras's own seed counters, which live in `model_state` and
         move on; or a typed key `key[]`, from which every step reseeds every SeedGenerator.
+      optimizer: Whether `opt_state` and `step` go on where the optimizer that the model was
+        compiled with is now. "auto": if `tx` is ``bridge.optimizer(model.optimizer)``, native or
+        not, or the `tx` of its OptaxOptimizer, and it has been built. "require": in any case, also
+        where Keras's Adam, AdamW, Lion, RMSprop, Adagrad or Adadelta goes on as optax's. "new":
+        never.
 
     Returns:
       A TrainState of nested dicts: `params` are the trainable variables (float32 masters under a
@@ -162,7 +172,8 @@ def create_state(
 
     Raises:
       TypeError: `model` is not a Keras layer, or `rng` not a single typed key.
-      ValueError: `model` is not built.
+      ValueError: `model` is not built; or what its optimizer remembers is required, and `tx` has
+        another state.
 
     Examples:
       >>> import keras, optax
@@ -175,23 +186,40 @@ def create_state(
     where = _variables.layout(model)
     params, model_state = _variables.values(where)
     state = TrainState.create(params=params, model_state=model_state, tx=tx, rng=rng)
+    if optimizer == "require" or (optimizer == "auto" and _goes_on(tx, model)):
+        try:
+            opt_state, step = _transfer.taken(state.opt_state, model)
+        except _transfer.UnfitError as error:
+            raise ValueError(
+                f"model: expected an optimizer that tx can go on from: {error}.\n"
+                'To start anew: bridge.create_state(model, tx, optimizer="new").'
+            ) from error
+        state = state.replace(opt_state=opt_state, step=_tree.copy(step))
     _warn_of_constraints(where, state.opt_state)
     return state
 
 
 def to_keras(
-    state: HasVariables | KerasState | Mapping[str, PyTree], model: keras.Layer
+    state: HasVariables | KerasState | Mapping[str, PyTree],
+    model: keras.Layer,
+    *,
+    optimizer: Literal["auto", "require", "leave"] = "auto",
 ) -> keras.Layer:
     """Writes a state back into the Keras model it came from, or another of its architecture.
 
     Every variable is copied, seed counters too; nothing is written where anything does not fit.
-    From a KerasState the optimizer and the metrics are written too; from any other state the
-    optimizer of a compiled model is left alone.
+    From a KerasState the optimizer and the metrics are written too. From a TrainState the slots
+    and the iterations of a compiled optimizer are, where they are known to mean the same: the
+    state is that of `bridge.optimizer` of such an optimizer, native or not, or of the model's
+    OptaxOptimizer, or of optax's adam, adamw, lion, rmsprop, adagrad or adadelta where Keras's
+    has the same name.
 
     Args:
       state: A TrainState, or anything with `params` and `model_state`; or a KerasState; or the
         variables of `bridge.to_linen(model)`, a dict of collections.
       model: A built `keras.Model` or layer.
+      optimizer: "auto" leaves an optimizer alone that the state does not fit, "require" raises,
+        "leave" leaves it alone in any case. It is about states other than a KerasState.
 
     Returns:
       `model`.
@@ -200,7 +228,7 @@ def to_keras(
       TypeError: `state` has no `params` or `model_state`, or is being traced; or `model` is not a
         Keras layer.
       ValueError: `model` is not built, or the state is not one of this architecture; the message
-        names the leaves.
+        names the leaves; or the optimizer is required, and `opt_state` does not fit it.
 
     Examples:
       >>> import jax, keras, numpy as np, optax
@@ -227,8 +255,40 @@ def to_keras(
             "state: expected a TrainState, or anything with .params and .model_state, got "
             f"{type(state).__name__}. The order is bridge.to_keras(state, model)."
         )
-    _variables.assign(_variables.layout(model), state.params, state.model_state)
+    where = _variables.layout(model)
+    _variables.pair(where, state.params, state.model_state)  # before an optimizer is built
+    opt_state = getattr(state, "opt_state", ()) if optimizer != "leave" else ()
+    _variables.require_values({"params": state.params, "opt_state": opt_state})
+    slots = [] if optimizer == "leave" else _slots(state, model, optimizer == "require")
+    _variables.assign(where, state.params, state.model_state)
+    for variable, value in slots:
+        variable.assign(value)
     return model
+
+
+def _slots(state: Any, model: keras.Layer, required: bool) -> list[tuple[Any, jax.Array]]:
+    """Returns copies to write into the variables of the model's optimizer."""
+    try:
+        opt_state, step = getattr(state, "opt_state", ()), getattr(state, "step", 0)
+        pairs = _transfer.given(opt_state, model, step)
+        return list(zip([v for v, _ in pairs], _tree.copy([x for _, x in pairs]), strict=True))
+    except _transfer.UnfitError as error:
+        if required:
+            raise ValueError(
+                f"opt_state: expected one for the optimizer of the model: {error}.\n"
+                'To leave the optimizer alone: bridge.to_keras(state, model, optimizer="leave"). '
+                "The model is unchanged."
+            ) from error
+        return []
+
+
+def _goes_on(tx: Any, model: Any) -> bool:
+    """Whether tx was made of the optimizer that the model was compiled with, and is built."""
+    optimizer = getattr(model, "optimizer", None)
+    if optimizer is None or not optimizer.built:
+        return False
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    return made_of(tx) is optimizer or getattr(inner, "tx", None) is tx
 
 
 def _warn_of_constraints(where: _variables.Layout, opt_state: PyTree) -> None:

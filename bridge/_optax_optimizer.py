@@ -56,7 +56,7 @@ class Plan:
     def assign(self, state: PyTree) -> None:
         """Writes a state into the variables."""
         for variable, leaf in zip(self.slots, jax.tree.leaves(state), strict=True):
-            variable.assign(_numbers(leaf))
+            variable.assign(numbers(leaf))
 
 
 @keras.saving.register_keras_serializable(package="bridge")
@@ -131,7 +131,7 @@ class OptaxOptimizer(_keras_private.GradientsOnly):
         self.__dict__["_plan"] = Plan(trained, keys, treedef, slots, tuple(marks), impls)
 
     def _slot(self, leaf: jax.Array, label: Label, trained: tuple[Any, ...]) -> Any:
-        value = _numbers(leaf)
+        value = numbers(leaf)
         of = None if label.owner is None else trained[label.owner]
         near = of is not None and tuple(of.shape) == value.shape
         return self.add_variable(
@@ -271,7 +271,7 @@ def _unknown() -> Any:
     raise AttributeError  # never called: `learning_rate` is overridden
 
 
-def _numbers(leaf: jax.Array) -> jax.Array:
+def numbers(leaf: jax.Array) -> jax.Array:
     """Returns what a variable can hold of a leaf."""
     return jax.random.key_data(leaf) if _tree.is_key(leaf) else leaf
 

@@ -1,15 +1,20 @@
 """Keras optimizers as optax transformations."""
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import keras
 import optax
 
+from bridge import _native
+from bridge._constraints import constraints
+from bridge._optax_optimizer import OptaxOptimizer
 from bridge._wrapped import Wrapped
+
+PyTree: TypeAlias = Any
 
 
 def optimizer(
-    keras_optimizer: Any, *, model: keras.Layer | None = None
+    keras_optimizer: Any, *, model: keras.Layer | None = None, native: bool = False
 ) -> optax.GradientTransformationExtraArgs:
     """Returns a Keras optimizer as an optax transformation.
 
@@ -35,10 +40,39 @@ def optimizer(
       model: The model whose params, as `bridge.create_state` makes them, will be trained. With
         it, updates end within the constraints of its variables, variables excluded from weight
         decay by identity are known, and float8 scales are overwritten as Keras does it.
+      native: Whether to take optax's own pieces where they say the same. They need fewer
+        operations and no params, and other optax code knows their states. The table below says
+        for which; for all else, Keras's code is wrapped.
 
     Returns:
-      The transformation. Its state is a `KerasOptState(scalars, slots)`, and its `update` needs
-      params.
+      The transformation. Its state is a `KerasOptState(scalars, slots)`, or that of a chain, and
+      unless it is native its `update` needs params.
+
+    Native pieces, and the largest difference of a parameter from Keras's after 100 steps of
+    gradients from 1e-6 to 1e6 in size, as a share of the largest parameter (float32, CPU):
+
+    ========================= ============================================== ==========
+    Keras                     optax                                          difference
+    ========================= ============================================== ==========
+    SGD, momentum, nesterov   scale_by_learning_rate, trace                  0
+    Adam, AdamW               scale_by_adam with eps where Keras has it      1e-7, 9e-7
+    Adamax                    scale_by_adamax                                1e-7
+    RMSprop, momentum         scale_by_rms(eps_in_sqrt=True), trace          2e-7
+    Adagrad                   scale_by_rss                                   1e-7
+    Adadelta                  scale_by_adadelta                              1e-7
+    Lion, with weight decay   scale_by_lion                                  0, 9e-7
+    Lamb                      scale_by_adam, scale_by_trust_ratio            4e-7
+    clipvalue, clipnorm       clip, scaling of each array                    as above
+    global_clipnorm           clip_by_global_norm                            as above
+    any schedule              the same function                              as above
+    ========================= ============================================== ==========
+
+    Wrapped, since optax says something else or nothing: amsgrad, centered RMSprop, weight decay
+    with momentum that holds the learning rate (SGD, RMSprop) and in Lamb, EMA, accumulation
+    (which indexes schedules by microstep, unlike `optax.MultiSteps`), Adafactor, Ftrl, Muon,
+    Nadam, ScheduleFreeAdamW, LossScaleOptimizer, MultiOptimizer and classes of one's own. In
+    bfloat16 the pieces round elsewhere: within 2e-2, but 4e-2 for Lion, where a sign turns, and
+    far apart for Lamb, whose norms have 8 bits.
 
     Raises:
       TypeError: This is no Keras optimizer, or its learning rate is an optax schedule.
@@ -62,5 +96,28 @@ def optimizer(
             "keras_optimizer: expected a keras.optimizers.Optimizer, such as "
             f"keras.optimizers.get('adam'), got {keras_optimizer!r}. {hint}"
         )
-    wrapped = Wrapped(keras_optimizer, model)
-    return optax.GradientTransformationExtraArgs(wrapped.init, wrapped.update)
+    if isinstance(_inner(keras_optimizer), OptaxOptimizer):
+        return _made(_inner(keras_optimizer).tx, keras_optimizer)
+    wrapped = Wrapped(keras_optimizer, model)  # also where it is not used: it refuses bad input
+    pieces = _native.native(keras_optimizer) if native else None
+    if pieces is None:
+        return _made(wrapped, keras_optimizer)
+    kept = model is not None and any(v.constraint for v in model.trainable_variables)
+    return _made(optax.chain(pieces, constraints(model)) if kept else pieces, keras_optimizer)
+
+
+def made_of(tx: Any) -> Any:
+    """Returns the Keras optimizer that `optimizer` made a transformation of, or None."""
+    return getattr(tx.init, "keras_optimizer", None)
+
+
+def _made(tx: Any, keras_optimizer: Any) -> optax.GradientTransformationExtraArgs:
+    def init(params: PyTree) -> PyTree:
+        return tx.init(params)
+
+    init.keras_optimizer = keras_optimizer  # type: ignore[attr-defined]
+    return optax.GradientTransformationExtraArgs(init, optax.with_extra_args_support(tx).update)
+
+
+def _inner(optimizer: Any) -> Any:
+    return getattr(optimizer, "inner_optimizer", optimizer)

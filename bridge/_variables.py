@@ -234,7 +234,20 @@ def assign(where: Layout, params: PyTree, model_state: PyTree) -> None:
       ValueError: The trees are not this model's, or a leaf was donated to a program.
     """
     pairs = pair(where, params, model_state)
-    for path, leaf in _tree.leaves_with_path({"params": params, "model_state": model_state}):
+    require_values({"params": params, "model_state": model_state})
+    copies = _tree.copy([array for _, array in pairs])
+    for (variable, _), array in zip(pairs, copies, strict=True):
+        variable.assign(array)
+
+
+def require_values(tree: PyTree) -> None:
+    """Refuses what cannot be written into a Keras model.
+
+    Raises:
+      TypeError: A leaf is being traced.
+      ValueError: A leaf was donated to a program.
+    """
+    for path, leaf in _tree.leaves_with_path(tree):
         if isinstance(leaf, jax.core.Tracer):
             raise TypeError(
                 f"{path}: expected an array with a value, got a tracer, {_tree.spec(leaf)}. "
@@ -246,6 +259,3 @@ def assign(where: Layout, params: PyTree, model_state: PyTree) -> None:
                 f"{path}: expected a live array, got {_tree.spec(leaf)} that a program took over "
                 "(donation). Take the state that the program returned."
             )
-    copies = _tree.copy([array for _, array in pairs])
-    for (variable, _), array in zip(pairs, copies, strict=True):
-        variable.assign(array)

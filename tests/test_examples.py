@@ -102,6 +102,14 @@ def test_dcgan_draws_and_goes_on_where_it_was(tmp_path) -> None:
     assert again[0].startswith("goes on after epoch 2")
 
 
+def test_optax_in_keras_trains_with_each_optimizer(tmp_path) -> None:
+    output = quick("optax_in_keras.py", tmp_path)
+    accuracies = [float(line.split()[-1]) for line in output if "test accuracy" in line]
+    assert len(accuracies) == 8
+    assert min(accuracies) > 0.8
+    assert "loaded after 100 iterations" in output
+
+
 @pytest.mark.long
 def test_mnist_in_full_reaches_its_accuracy(tmp_path) -> None:
     output = run(EXAMPLES / "mnist.py", "--output", tmp_path)

@@ -1,0 +1,121 @@
+"""Optax in Keras: schedules, rates by layer, clipping, accumulation, optimizers Keras has not.
+
+Every cell compiles the same Keras model with another optimizer of optax and trains it with
+bridge.fit, which takes the arguments of model.fit. model.fit itself works as well.
+
+    python examples/optax_in_keras.py            # some two minutes on two CPU cores
+    python examples/optax_in_keras.py --quick    # a few seconds, for a look
+"""
+
+# %% Keras runs on JAX from here on
+from _example import arguments
+
+args = arguments(__doc__, quick="one epoch over 6 400 images", epochs=3)
+
+import bridge
+import functrain as ft
+import jax
+import keras
+import numpy as np
+import optax
+import optax.contrib
+
+# %% The data: MNIST, 60 000 images to learn from and 10 000 to test on
+with np.load(args.data / "mnist.npz") as file:
+    x, y = file["x_train"].reshape(-1, 784).astype(np.float32) / 255, file["y_train"].astype(int)
+    test = file["x_test"].reshape(-1, 784).astype(np.float32) / 255, file["y_test"].astype(int)
+epochs = args.epochs
+if args.quick:
+    x, y, epochs = x[:6_400], y[:6_400], 1
+STEPS = epochs * len(x) // 64
+
+
+# %% The model, anew for each optimizer: layers with names, since labels go by them
+def make_model() -> keras.Model:
+    keras.utils.set_random_seed(args.seed)
+    layers = [
+        keras.Input((784,)),
+        keras.layers.Dense(64, "relu", name="body"),
+        keras.layers.Dense(10, name="head"),
+    ]
+    return keras.Sequential(layers)
+
+
+loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+
+def train(title: str, optimizer: keras.optimizers.Optimizer, **arguments) -> keras.Model:
+    model = make_model()
+    model.compile(optimizer, loss, metrics=["accuracy"])
+    bridge.fit(model, x, y, batch_size=64, epochs=epochs, verbose=0, **arguments)
+    found = bridge.evaluate(model, *test, batch_size=1_000, verbose=0, return_dict=True)
+    print(f"{title:<36} test accuracy {found['accuracy']:.4f}")
+    return model
+
+
+# %% Any optimizer: what makes it, and its arguments. Keras's callbacks set the learning rate
+halve = keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate / 2 if epoch else rate)
+adan = bridge.OptaxOptimizer(optax.adan, learning_rate=2e-3)
+model = train("adan, halved each epoch", adan, callbacks=[halve])
+
+# %% Saved whole, with the optimizer's state, since a file can name `optax.adan`
+model.save(args.output / "adan.keras")
+again = keras.models.load_model(args.output / "adan.keras")
+print(f"loaded after {int(again.optimizer.iterations)} iterations")
+
+# %% A schedule of optax, with a name and arguments; a Keras schedule works in its place
+cosine = bridge.schedule(
+    optax.warmup_cosine_decay_schedule,
+    init_value=0.0,
+    peak_value=4e-3,
+    warmup_steps=STEPS // 10,
+    decay_steps=STEPS,
+)
+train("adamw, warm-up and cosine", bridge.OptaxOptimizer(optax.adamw, learning_rate=cosine))
+train("Keras's Adam, the same schedule", keras.optimizers.Adam(cosine))
+
+
+# %% Learning rates by layer. Params are nested dicts: {"body": {"kernel": ...}, "head": ...}
+def by_layer(params):
+    return {layer: jax.tree.map(lambda _, k=layer: k, held) for layer, held in params.items()}
+
+
+rates = optax.multi_transform({"body": optax.adam(1e-3), "head": optax.sgd(0.1)}, by_layer)
+train("adam in the body, sgd in the head", bridge.OptaxOptimizer(rates))
+
+
+# %% Clipping, and weight decay for matrices only; registered, so that a model can be saved
+@keras.saving.register_keras_serializable("examples")
+def clipped(learning_rate, norm, decay):
+    return optax.chain(
+        optax.clip_by_global_norm(norm),
+        optax.adamw(
+            learning_rate,
+            weight_decay=decay,
+            mask=lambda params: jax.tree.map(lambda p: p.ndim > 1, params),
+        ),
+    )
+
+
+optimizer = bridge.OptaxOptimizer(clipped, learning_rate=2e-3, norm=1.0, decay=1e-2)
+train("clipped, decay for matrices", optimizer).save(args.output / "clipped.keras")
+
+# %% Accumulation: one update for the mean gradient of four batches
+steps = optax.MultiSteps(optax.adam(4e-3), every_k_schedule=4)
+train("adam, four batches an update", bridge.OptaxOptimizer(steps))
+
+# %% From optax.contrib: Prodigy, which finds its learning rate itself
+train("prodigy", bridge.OptaxOptimizer(optax.contrib.prodigy()))
+
+# %% The other way: Keras's Muon in a loop of functrain, then on in Keras, slots and all
+model = make_model()
+model.compile(keras.optimizers.Muon(1e-2), loss, metrics=["accuracy"])
+tx = optax.chain(optax.zero_nans(), bridge.optimizer(model.optimizer))
+state = bridge.create_state(model, tx)
+loss_fn = ft.supervised(bridge.from_keras(model), bridge.loss(loss))
+loader = ft.ArrayLoader((x, y), 64, shuffle=True, seed=args.seed)
+state, _ = ft.fit(state, ft.train_step(loss_fn, tx), loader, epochs=epochs, verbose=False)
+bridge.to_keras(state, model, optimizer="require")
+model.fit(x[:640], y[:640], batch_size=64, verbose=0)
+accuracy = model.evaluate(*test, batch_size=1_000, verbose=0, return_dict=True)["accuracy"]
+print(f"{'Muon, in functrain, then in Keras':<36} test accuracy {accuracy:.4f}")

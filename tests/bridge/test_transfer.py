@@ -1,0 +1,257 @@
+"""What an optimizer remembers goes from Keras to optax and back, and training does not jump."""
+
+import bridge  # isort: skip  # before keras: it chooses the backend
+
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import keras
+import numpy as np
+import optax
+import pytest
+from keras import layers
+
+import functrain as ft
+from tests.bridge.optimizer_cases import CASES, K
+
+X = np.random.default_rng(0).normal(size=(64, 6)).astype(np.float32)
+Y = np.random.default_rng(1).normal(size=(64, 2)).astype(np.float32)
+
+
+def make_model(optimizer: Any = None) -> keras.Model:
+    """Layers in another order than that of their names, so that orders matter."""
+    keras.utils.set_random_seed(0)
+    net = [keras.Input((6,)), layers.Dense(8, "relu", name="z"), layers.Dense(2, name="a")]
+    model = keras.Sequential(net)
+    model.compile(optimizer, keras.losses.MeanSquaredError())
+    return model
+
+
+def fit(model: keras.Model, epochs: int = 1) -> keras.Model:
+    model.fit(X, Y, batch_size=8, epochs=epochs, verbose=0, shuffle=False)
+    return model
+
+
+def go_on(model: keras.Model, tx: Any, **arguments: Any) -> ft.TrainState:
+    """One epoch more, in the loop of functrain."""
+    state = bridge.create_state(model, tx, **arguments)
+    loss_fn = ft.supervised(bridge.from_keras(model), bridge.loss("mse"))
+    loader = ft.ArrayLoader((X, Y), 8)
+    state, _ = ft.fit(state, ft.train_step(loss_fn, tx), loader, epochs=1, verbose=False)
+    return state
+
+
+def values(model: keras.Model) -> np.ndarray:
+    every = [*model.trainable_variables, *model.optimizer.variables]
+    return np.concatenate([np.ravel(np.asarray(v.value, np.float64)) for v in every])
+
+
+TX: dict[str, Callable[[Any], Any]] = {
+    "wrapped": lambda model: bridge.optimizer(model.optimizer),
+    "wrapped, with the model": lambda model: bridge.optimizer(model.optimizer, model=model),
+    "native": lambda model: bridge.optimizer(model.optimizer, native=True),
+}
+QUICK = {("Adam", "native"), ("Muon", "wrapped"), ("SGD momentum, schedule", "native")}
+SKIPPED = {"Adam ema"}  # Keras's fit ends with overwriting the weights: another run by design
+
+
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        (n, h) if (n, h) in QUICK else pytest.param(n, h, marks=pytest.mark.long)
+        for n in CASES
+        if n not in SKIPPED
+        for h in TX
+    ],
+)
+def test_keras_then_functrain_then_keras_is_the_uninterrupted_run(name: str, how: str) -> None:
+    whole = fit(make_model(CASES[name]()), 3)
+    model = fit(make_model(CASES[name]()))
+    state = go_on(model, TX[how](model))
+    assert int(state.step) == 16
+    bridge.to_keras(state, model, optimizer="require")
+    ours, theirs = values(fit(model)), values(whole)
+    np.testing.assert_allclose(ours, theirs, rtol=2e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "tx"),
+    [
+        (lambda: K.Adam(1e-2, epsilon=1e-12), optax.adam(1e-2, eps=1e-12)),
+        (lambda: K.Lion(1e-3), optax.lion(1e-3, weight_decay=0.0)),
+        (lambda: K.Adagrad(1e-2), optax.adagrad(1e-2)),
+    ],
+    ids=["adam", "lion", "adagrad"],
+)
+def test_optaxs_own_optimizers_go_on_where_kerass_stopped(theirs: Any, tx: Any) -> None:
+    whole = fit(make_model(theirs()), 3)
+    model = fit(make_model(theirs()))
+    state = go_on(model, tx, optimizer="require")
+    bridge.to_keras(state, model, optimizer="require")
+    np.testing.assert_allclose(values(fit(model)), values(whole), rtol=1e-4, atol=1e-5)
+
+
+def test_starting_anew_instead_is_another_run() -> None:
+    """The bound above is not met by forgetting the slots."""
+    whole, model = fit(make_model(K.Adam(1e-2)), 2), fit(make_model(K.Adam(1e-2)))
+    state = go_on(model, bridge.optimizer(model.optimizer), optimizer="new")
+    bridge.to_keras(state, model, optimizer="leave")
+    assert np.max(np.abs(values(model) - values(whole))) > 1e-3
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: bridge.OptaxOptimizer(optax.adamw, learning_rate=1e-2),
+        lambda: bridge.OptaxOptimizer(
+            optax.multi_transform(
+                {"a": optax.adam(1e-2), "z": optax.sgd(0.1, momentum=0.9)},
+                lambda params: {k: jax.tree.map(lambda _, k=k: k, v) for k, v in params.items()},
+            )
+        ),
+        lambda: bridge.OptaxOptimizer(optax.MultiSteps(optax.adam(1e-2), 3)),
+    ],
+    ids=["adamw", "multi_transform", "MultiSteps"],
+)
+def test_an_optax_optimizer_goes_both_ways(make: Any) -> None:
+    whole = fit(make_model(make()), 3)
+    model = fit(make_model(make()))
+    state = go_on(model, model.optimizer.tx)
+    assert int(state.step) == 16
+    bridge.to_keras(state, model, optimizer="require")
+    np.testing.assert_allclose(values(fit(model)), values(whole), rtol=1e-5, atol=1e-6)
+
+
+class Held(keras.Model):
+    """Its layers go by their attributes in create_state, and by their classes in variable.path."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.second, self.first = layers.Dense(2), layers.Dense(8)
+
+    def call(self, x: Any) -> Any:
+        return self.second(self.first(x))
+
+
+def test_keys_of_params_may_differ() -> None:
+    model = Held()
+    model.compile(bridge.OptaxOptimizer(optax.adam(1e-2)), "mse")
+    fit(model)
+    tx = bridge.optimizer(model.optimizer)
+    state = bridge.create_state(model, tx)
+    assert set(state.opt_state[0].mu) == {"first", "second"}
+    assert set(model.optimizer.opt_state[0].mu) == {"dense", "dense_1"}
+    before = values(model)
+    for v in model.optimizer.variables:
+        v.assign(0 * v.value)
+    bridge.to_keras(state, model, optimizer="require")
+    np.testing.assert_array_equal(values(model), before)
+
+
+def test_what_came_from_keras_goes_back_to_the_bit() -> None:
+    for name in ("AdamW", "LossScaleOptimizer", "MultiOptimizer", "Adafactor"):
+        model = fit(make_model(CASES[name]()))
+        state = bridge.create_state(model, bridge.optimizer(model.optimizer))
+        before = values(model)
+        for v in model.variables:
+            if v.dtype == "float32":
+                v.assign(0 * v.value)
+        bridge.to_keras(state, model)
+        np.testing.assert_array_equal(values(model), before)
+
+
+def test_an_optimizer_that_was_not_built_is_built() -> None:
+    model = make_model(K.Adam(1e-2))
+    state = go_on(model, bridge.optimizer(model.optimizer))
+    assert not model.optimizer.built
+    bridge.to_keras(state, model)
+    assert int(model.optimizer.iterations) == 8
+    np.testing.assert_allclose(
+        values(fit(model)), values(fit(make_model(K.Adam(1e-2)), 2)), rtol=2e-4, atol=1e-5
+    )
+
+
+def test_the_state_survives_the_model_and_the_model_the_state() -> None:
+    model = fit(make_model(K.Adam(1e-2)))
+    tx = bridge.optimizer(model.optimizer)
+    state = bridge.create_state(model, tx)
+    jax.tree.map(lambda x: x.delete(), state)
+    state = bridge.create_state(model, tx)
+    bridge.to_keras(state, model)
+    jax.tree.map(lambda x: x.delete(), state)
+    fit(model)
+
+
+def test_a_file_written_after_a_functional_run_goes_on_in_plain_keras(tmp_path: Any) -> None:
+    model = make_model(K.Adam(1e-2))
+    state = go_on(model, bridge.optimizer(model.optimizer, native=True))
+    bridge.to_keras(state, model).save(tmp_path / "model.keras")
+    np.savez(tmp_path / "data.npz", x=X, y=Y)
+    code = (
+        "import sys, keras, numpy as np\n"
+        "model, data = keras.models.load_model(sys.argv[1]), np.load(sys.argv[2])\n"
+        "model.fit(data['x'], data['y'], batch_size=8, verbose=0, shuffle=False)\n"
+        "assert 'bridge' not in sys.modules and int(model.optimizer.iterations) == 16\n"
+        "every = [*model.trainable_variables, *model.optimizer.variables]\n"
+        "np.save(sys.argv[3], np.concatenate([np.ravel(v.value) for v in every]))\n"
+    )
+    files = [str(tmp_path / name) for name in ("model.keras", "data.npz", "out.npy")]
+    subprocess.run([sys.executable, "-c", code, *files], check=True)
+    whole = values(fit(make_model(K.Adam(1e-2)), 2))
+    np.testing.assert_allclose(np.load(files[2]), whole, rtol=2e-4, atol=1e-5)
+
+
+class TestErrors:
+    def test_required_slots_that_tx_cannot_hold(self):
+        model = fit(make_model(K.Nadam(1e-2)))
+        with pytest.raises(ValueError, match=r"(?s)both Nadam and this state.*optimizer=\"new\""):
+            bridge.create_state(model, optax.adam(1e-3), optimizer="require")
+        model = fit(make_model(K.Adam(1e-2, amsgrad=True)))
+        with pytest.raises(ValueError, match="both Adam and this state"):
+            bridge.create_state(model, optax.adam(1e-3), optimizer="require")
+
+    def test_a_trace_without_the_learning_rate_is_not_kerass_momentum(self):
+        model = fit(make_model(K.SGD(1e-2, momentum=0.9)))
+        with pytest.raises(ValueError, match="both SGD and this state"):
+            bridge.create_state(model, optax.sgd(1e-2, momentum=0.9), optimizer="require")
+
+    def test_required_and_not_built_or_not_compiled(self):
+        with pytest.raises(ValueError, match="has not been built"):
+            bridge.create_state(make_model(K.Adam()), optax.adam(1e-3), optimizer="require")
+        model = keras.Sequential([keras.Input((3,)), layers.Dense(2)])
+        state = bridge.create_state(model, optax.adam(1e-3))
+        with pytest.raises(ValueError, match="not been compiled"):
+            bridge.to_keras(state, model, optimizer="require")
+
+    def test_a_state_that_does_not_fit_leaves_the_optimizer_alone_unless_required(self):
+        model = fit(make_model(K.Nadam(1e-2)))
+        state = bridge.create_state(model, optax.adam(1e-3))
+        state = state.replace(params=jax.tree.map(lambda p: p + 1, state.params))
+        before = values(model)
+        with pytest.raises(ValueError, match=r"(?s)Nadam.*model is unchanged"):
+            bridge.to_keras(state, model, optimizer="require")
+        np.testing.assert_array_equal(values(model), before)
+        bridge.to_keras(state, model)
+        assert not np.array_equal(values(model), before)
+        slots = model.optimizer.variables
+        np.testing.assert_array_equal(
+            np.concatenate([np.ravel(v.value) for v in slots]), before[74:]
+        )
+
+    def test_a_state_whose_slots_were_donated_leaves_the_model_as_it_is(self):
+        model = fit(make_model(K.Adam(1e-2)))
+        state = bridge.create_state(model, bridge.optimizer(model.optimizer))
+        state = state.replace(params=jax.tree.map(lambda p: p + 1, state.params))
+        state.opt_state.slots["momentums"]["a"]["kernel"].delete()
+        before = values(model)
+        with pytest.raises(ValueError, match=r"opt_state/slots/momentums/a/kernel.*donation"):
+            bridge.to_keras(state, model)
+        np.testing.assert_array_equal(values(model), before)
+
+    def test_an_optax_optimizer_of_another_transformation(self):
+        model = fit(make_model(bridge.OptaxOptimizer(optax.adam(1e-2))))
+        with pytest.raises(ValueError, match="that of tx is"):
+            bridge.create_state(model, optax.lion(1e-3), optimizer="require")
