@@ -31,7 +31,9 @@ def optimizer(
     `loss_scale_factor` plays no part. A LossScaleOptimizer skips updates that would overflow at
     its scale. To scale the loss before it is differentiated, multiply it by
     ``opt_state.scalars["loss_scale/dynamic_scale"]``, or by a factor of yours, and pass that
-    number: ``tx.update(grads, opt_state, params, loss_scale=scale)``.
+    number: ``tx.update(grads, opt_state, params, loss_scale=scale)``. With `use_ema` the average
+    is ``opt_state.slots["model_variables_moving_average"]``; at the end of its own `fit` Keras
+    assigns it to the model, which is left to you here.
 
     Args:
       keras_optimizer: Any `keras.optimizers.Optimizer`. It is copied as it is now and never

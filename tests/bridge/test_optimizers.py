@@ -95,6 +95,7 @@ def test_a_number_that_keeps_its_sign_and_half_its_size_is_hit_exactly():
     assert np.array_equal(optax.apply_updates(old, updates), old - grads)
 
 
+@pytest.mark.smoke
 def test_it_runs_under_scan_and_vmap_with_a_learning_rate_of_each_ones_own():
     tx = bridge.optimizer(K.AdamW(1e-2))
     params = make_params()

@@ -163,6 +163,7 @@ def test_what_came_from_keras_goes_back_to_the_bit() -> None:
         np.testing.assert_array_equal(values(model), before)
 
 
+@pytest.mark.smoke
 def test_an_optimizer_that_was_not_built_is_built() -> None:
     model = make_model(K.Adam(1e-2))
     state = go_on(model, bridge.optimizer(model.optimizer))
