@@ -118,7 +118,8 @@ def _made(tx: Any, keras_optimizer: Any) -> optax.GradientTransformationExtraArg
         return tx.init(params)
 
     init.keras_optimizer = keras_optimizer  # type: ignore[attr-defined]
-    return optax.GradientTransformationExtraArgs(init, optax.with_extra_args_support(tx).update)
+    update = tx.update if isinstance(tx, Wrapped) else optax.with_extra_args_support(tx).update
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 def _inner(optimizer: Any) -> Any:
