@@ -15,7 +15,7 @@ READY := $(VENV)/.ready-$(WANTED)-$(or $(CONSTRAINTS),newest)
 
 export KERAS_BACKEND := jax
 
-.PHONY: train test test-all test-wheel smoke bench bench-peers lint clean
+.PHONY: train test test-all test-adapters test-wheel smoke bench bench-peers lint clean
 
 train: $(READY)
 	$(BIN)/python examples/mnist.py
@@ -25,6 +25,10 @@ test: lint
 
 test-all: lint
 	$(BIN)/python -m pytest -n $(WORKERS)
+
+# Data and callbacks of other libraries, in an environment that has them.
+test-adapters: .venv-adapters/.ready
+	.venv-adapters/bin/python -m pytest -n $(WORKERS) -m adapters tests
 
 smoke: $(READY)
 	$(BIN)/python -m pytest -n $(WORKERS) -m smoke tests
@@ -45,13 +49,14 @@ bench-peers: $(READY) .venv-tensorflow/.ready .venv-torch/.ready
 	$(BIN)/python -m benchmarks --python tensorflow=.venv-tensorflow/bin/python \
 	  --python torch=.venv-torch/bin/python --output benchmarks/output/peers $(ARGS)
 
-.venv-tensorflow/.ready .venv-torch/.ready: .venv-%/.ready:
+.venv-tensorflow/.ready .venv-torch/.ready .venv-adapters/.ready: .venv-%/.ready:
 	$(PYTHON) -m venv --clear .venv-$*
-	.venv-$*/bin/python -m pip install --quiet --constraint constraints.txt $(PEER_$*) keras
+	.venv-$*/bin/python -m pip install --quiet --constraint constraints.txt $(IN_$*)
 	@touch $@
 
-PEER_tensorflow := tensorflow-cpu
-PEER_torch := torch
+IN_tensorflow := keras tensorflow-cpu
+IN_torch := keras torch
+IN_adapters := --editable '.[test]' tensorflow-cpu torch
 
 lint: $(READY)
 	$(BIN)/ruff check .

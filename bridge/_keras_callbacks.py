@@ -1,5 +1,8 @@
 """Keras callbacks around chunks of steps: who is called, with what, and when."""
 
+import contextlib
+import types
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -61,8 +64,7 @@ class BatchCallbacks:
     def _acts(self, callback: Any) -> bool:
         if not any(_keras_private.overrides(callback, name) for name in _METHODS[self._kind]):
             return False
-        saves = getattr(callback, "save_freq", None)
-        return not (_is_kerass(callback, self._kind) and saves == "epoch")
+        return not (_is_kerass(callback, self._kind) and _keras_private.only_epochs(callback))
 
     @property
     def fusible(self) -> bool:
@@ -73,8 +75,15 @@ class BatchCallbacks:
         )
 
     def until(self) -> int | None:
-        """Returns how many steps from now the model is saved, if it is by steps."""
-        found = [_keras_private.batches_until_saved(callback) for callback in self._acting]
+        """Returns how many steps from now the model is saved or recorded, if it is by steps."""
+        return self._least(_keras_private.batches_until_due)
+
+    def between(self) -> int | None:
+        """Returns how many steps there are from one such step to the next."""
+        return self._least(_keras_private.batches_between)
+
+    def _least(self, steps: Callable[[Any], int | None]) -> int | None:
+        found = map(steps, self._acting if self._kind == "train" else [])
         return min((n for n in found if n is not None), default=None)
 
     def before(self, chunk: Chunk) -> None:
@@ -135,6 +144,24 @@ def asks_for_the_model(callbacks: Any) -> bool:
     """
     own = type(callbacks) is keras.callbacks.CallbackList
     return own and all(type(callback) in _ASKING for callback in callbacks.callbacks)
+
+
+@contextlib.contextmanager
+def unasking(callbacks: Any, model: keras.Model) -> Iterator[None]:
+    """Keeps `History` from asking for the model, which it does after each epoch.
+
+    It only puts itself into `model.history`, where it is already. The model would be brought up
+    to date for nobody, and its values copied again for the next epoch.
+    """
+    found = [x for x in callbacks.callbacks if type(x) is keras.callbacks.History]
+    for history in found:
+        history.set_model(types.SimpleNamespace())
+    try:
+        yield
+    finally:
+        for history in found:
+            history.set_model(model)
+            model.history = history
 
 
 def row(rows: PyTree, chunk: Chunk, i: int) -> PyTree:

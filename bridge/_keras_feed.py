@@ -57,12 +57,49 @@ class _Made(NamedTuple):
         return self.batch
 
 
-def iterate(adapter: Any) -> Iterator[Any]:
-    """Makes one pass over a data adapter."""
+def source(model: keras.Model, data: Any, batch_size: Any, steps: Any, **more: Any) -> Any:
+    """Returns Keras's EpochIterator over the batches of whatever `fit` takes.
+
+    Args:
+      model: The model, for its `steps_per_execution`.
+      data: x, y and sample_weight; all but the first may be None.
+      batch_size: Examples per step, or None.
+      steps: Steps per epoch, or None.
+      **more: shuffle and class_weight.
+
+    Raises:
+      ValueError: What Keras raises, or there is no batch at all.
+    """
+    x, y, sample_weight = data
+    found = _keras_private.epochs(
+        passes,
+        x=x,
+        y=y,
+        sample_weight=sample_weight,
+        batch_size=batch_size,
+        steps_per_epoch=steps,
+        steps_per_execution=model.steps_per_execution,
+        **{"shuffle": False, **more},
+    )
+    if found.num_batches == 0:
+        raise ValueError(
+            f"x: expected at least one batch, got {type(x).__name__} without any "
+            f"({_shapes(x)}). The model is unchanged."
+        )
+    return found
+
+
+def _shapes(x: Any) -> str:
+    shapes = [str(tuple(leaf.shape)) for leaf in keras.tree.flatten(x) if hasattr(leaf, "shape")]
+    return f"of shape {', '.join(shapes)}" if shapes else "of length 0"
+
+
+def passes(adapter: Any) -> Callable[[], Iterator[Any]]:
+    """Returns a function that begins a pass over the batches of a data adapter."""
     arrays = _keras_private.array_batches(adapter)
     if arrays is None:
-        return (_Made(_own(batch), _spec(batch)) for batch in adapter.get_jax_iterator())
-    return (_Rows(arrays, rows, size) for rows, size in arrays)
+        return lambda: (_Made(_own(batch), _spec(batch)) for batch in adapter.get_jax_iterator())
+    return lambda: (_Rows(arrays, rows, size) for rows, size in arrays)
 
 
 def _own(batch: PyTree) -> PyTree:
@@ -82,7 +119,7 @@ class Feed:
     last batch costs one more program, not one for each number of steps.
 
     Args:
-      epochs: Keras's EpochIterator over `iterate`.
+      epochs: What `source` returned.
       choose: Called with the first batch, returns K; 0 for batches as they are, not stacked.
       until: Returns how many steps from now a chunk must end; None for no such bound.
     """

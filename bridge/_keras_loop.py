@@ -11,6 +11,8 @@ import keras
 from bridge import _keras_private
 from bridge._keras_callbacks import BatchCallbacks, row
 from bridge._keras_feed import Chunk, Feed
+from bridge._keras_kept import kept
+from bridge._keras_metrics import RunningMeans
 from bridge._steps import KerasState, KerasStep, Layouts, layouts, pinned
 from functrain._types import PyTree
 from functrain.data._plan import auto_steps
@@ -25,10 +27,9 @@ _FIELDS = {
 }
 _STOP = {"train": "stop_training", "test": "stop_evaluating", "predict": "stop_predicting"}
 RUN_AHEAD = 2
-# While a model of no more than this is fitted, the values are kept that were last taken out of it
-# (at the beginning of `fit`, or of an epoch after a callback or an evaluation saw the model), and
-# put back should a program fail in the middle (out of memory, an error in a host callback). A
-# larger one has no second copy, as under Keras.
+# While a model of no more than this is fitted, its values at the beginning of the epoch, or after a
+# callback last saw the model, are kept, and put back should a program fail in the middle (out of
+# memory, an error in a host callback). A larger one has no second copy, as under Keras.
 SPARE_BYTES = 256 * 2**20
 
 
@@ -59,17 +60,12 @@ class Loop:
         self._rewrites = rewrites
         self._interrupted = interrupted
         self._step = compiled_step(model, kind)
+        self._means = None if kind == "predict" else RunningMeans.of(model)
         self._programs: dict[int, Fused[Any]] = {}
         self._state: KerasState | None = None
         self._spare: KerasState | None = None
         self._last: tuple[Chunk, PyTree] | None = None
-
-    def last(self) -> PyTree:
-        """Returns what the last step reported. Waits for the device."""
-        if self._last is None:
-            return {}
-        chunk, rows = self._last
-        return row(jax.device_get(rows), chunk, chunk.steps - 1)
+        self._read: dict[str, jax.Array] | None = None  # the metrics, on their way to the host
 
     def feed(self, epochs: Any, calls: BatchCallbacks) -> Feed:
         """Returns the chunks of an EpochIterator, of as many steps as there may be."""
@@ -94,17 +90,22 @@ class Loop:
                 jax.eval_shape(self._step, originals(self._model, self._kind), batch)[1]
             )
         state = sum(v.value.nbytes for v in self._model.variables)
-        return auto_steps(size, state, [_keras_private.whole_batches(epochs), calls.until()])
+        return auto_steps(size, state, [_keras_private.whole_batches(epochs), calls.between()])
+
+    def reset_metrics(self) -> None:
+        """Resets the metrics, wherever their values are."""
+        if self._means is None:
+            self._model.reset_metrics()
+        elif held := self._held():
+            self._state = held.replace(metrics=self._means.reset(held.metrics))
+            self._publish()
+        else:
+            _assign(self._model.metrics_variables, self._means.reset(self._means.values()))
 
     def run(self, feed: Feed, calls: BatchCallbacks) -> Iterator[tuple[Chunk, PyTree]]:
         """Runs an epoch; yields every chunk with what its steps reported, on the device."""
         in_flight: collections.deque[PyTree] = collections.deque()
-        if self._state is None or _keras_private.is_synced(self._model):
-            _keras_private.publish(self._model, {})
-            self._state = None
-        else:  # only the metrics are in the model, and new
-            metrics = _copy([v.value for v in self._model.metrics_variables])
-            self._state = self._state.replace(metrics=metrics)
+        self._begin()
         for chunk in feed.epoch():
             calls.before(chunk)
             if chunk.batches is None:
@@ -120,28 +121,61 @@ class Loop:
                 raise KeyboardInterrupt
             if getattr(self._model, _STOP[self._kind]):
                 break
+        if self._means is not None and (held := self._held()):
+            self._read = self._means.read(held.metrics)
         calls.flush()
 
-    def sync(self, *, metrics_only: bool = False) -> None:
-        """Brings the model up to date: at once, or all but its metrics when somebody looks."""
-        if not (self._state is None or _keras_private.is_synced(self._model) or whole(self._state)):
-            self._state = self._spare  # a program failed with the state in its hands
-            self._publish(_FIELDS[self._kind])
-        if self._state is None or not metrics_only or _keras_private.is_synced(self._model):
-            _keras_private.sync(self._model)
-            _keras_private.forget_losses(self._model)
-            return
-        for variable, value in zip(self._model.metrics_variables, self._state.metrics, strict=True):
-            variable.assign(value)
-        self._publish(("trainable", "non_trainable", "optimizer"))
+    def _begin(self) -> None:
+        """Makes the state ready for an epoch."""
+        self._read = None
+        held = self._held()
+        if held is None:
+            _keras_private.publish(self._model, {})
+            self._state = None
+        elif _nbytes(held) <= SPARE_BYTES:
+            self._spare = _copy(held)
 
-    def _publish(self, fields: tuple[str, ...]) -> None:
-        lists = {f"{name}_variables": getattr(self._state, name) for name in fields}
+    def _held(self) -> KerasState | None:
+        """Returns the model's values where no callback has seen or changed them since."""
+        return None if _keras_private.is_synced(self._model) else self._state
+
+    def logs(self) -> dict[str, Any]:
+        """Returns the metrics, or what the last step reported where that is something else.
+
+        Waits for the device, and brings the model up to date where its metrics need that.
+        """
+        if self._read is None or self._held() is None:
+            self.sync()
+            return _keras_private.epoch_logs(self._model, self._reported())
+        rows = self._last[1] if self._last else {}
+        same = isinstance(rows, dict) and rows.keys() == self._read.keys()
+        return dict(jax.device_get(self._read) if same else self._reported())
+
+    def _reported(self) -> PyTree:
+        """Returns what the last step reported."""
+        if self._last is None:
+            return {}
+        chunk, rows = self._last
+        return row(jax.device_get(rows), chunk, chunk.steps - 1)
+
+    def sync(self) -> None:
+        """Brings the model up to date."""
+        held = self._held()
+        if held is not None and not whole(held):
+            self._state = self._spare  # a program failed with the state in its hands
+            self._publish()
+        _keras_private.sync(self._model)
+        _keras_private.forget_losses(self._model)
+
+    def _publish(self) -> None:
+        """Tells the model where its values are, should somebody ask for them."""
+        lists = {f"{name}_variables": getattr(self._state, name) for name in _FIELDS[self._kind]}
         _keras_private.publish(self._model, lists)
 
     def _run(self, chunk: Chunk) -> PyTree:
-        if self._state is None or _keras_private.is_synced(self._model):
+        if self._held() is None:
             self._take()
+        assert self._state is not None
         if chunk.k == 0:
             self._state, rows = self._step(self._state, chunk.batches)
         else:
@@ -155,7 +189,7 @@ class Loop:
                     for n in _FIELDS[self._kind]
                 }
             )
-        self._publish(_FIELDS[self._kind])
+        self._publish()
         return rows
 
     def _take(self) -> None:
@@ -166,7 +200,7 @@ class Loop:
         self._state = _copy(self._spare)
         if _nbytes(self._state) > SPARE_BYTES:
             self._spare = self._state
-        self._publish(_FIELDS[self._kind])
+        self._publish()
         _keras_private.purge(self._model, _FIELDS[self._kind])
 
     def _program(self, k: int) -> Fused[Any]:
@@ -201,6 +235,11 @@ def _copy(tree: PyTree) -> PyTree:
     return jax.tree.map(lambda x: jnp.array(x, dtype=x.dtype, copy=True), tree)
 
 
+def _assign(variables: list[Any], values: list[jax.Array]) -> None:
+    for variable, value in zip(variables, values, strict=True):
+        variable.assign(value)
+
+
 def _nbytes(tree: PyTree) -> int:
     return sum(x.size * x.dtype.itemsize for x in map(_spec, jax.tree.leaves(tree)))
 
@@ -210,37 +249,12 @@ def _spec(x: Any) -> Any:
 
 
 def compiled_step(model: keras.Model, kind: str) -> Any:
-    """Returns the model's step, the same one for as long as the model stays the same.
+    """Returns the model's step. Programs live as long as their step."""
 
-    Programs live as long as their step. It is kept in the model itself, so that both are free to
-    go together.
-    """
-    now = _fingerprint(model)
-    steps = vars(model).setdefault("_bridge_steps", {})
-    known = steps.get(kind)
-    if known is None or not _same(known[0], now):
-        step = PredictStep(model) if kind == "predict" else KerasStep(model, trains=kind == "train")
-        steps[kind] = known = (now, step)
-    return known[1]
+    def make() -> Any:
+        return PredictStep(model) if kind == "predict" else KerasStep(model, trains=kind == "train")
 
-
-def _fingerprint(model: keras.Model) -> list[Any]:
-    """Everything that a compiled step has looked at, but for the values of variables."""
-    chosen = getattr(model, "optimizer", None)  # a model that was not compiled may lack it
-    optimizer = chosen.variables if chosen is not None else []
-    lists = (
-        model.trainable_variables,
-        model.non_trainable_variables,
-        optimizer,
-        model.metrics_variables,
-    )
-    parts = [v for variables in lists for v in (*variables, None)]
-    own = [vars(model).get(name) for name in ("train_step", "test_step", "predict_step")]
-    return [*_keras_private.compiled_parts(model), *own, type(model).train_step, *parts]
-
-
-def _same(a: list[Any], b: list[Any]) -> bool:
-    return len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True))
+    return kept(model, kind, make)
 
 
 class PredictStep:

@@ -16,9 +16,11 @@ from keras.src.backend import get_keras_mask
 from keras.src.backend.common import global_state
 from keras.src.backend.jax.trainer import JAXEpochIterator, JAXTrainer
 from keras.src.losses.loss import apply_mask, squeeze_or_expand_to_same_rank
+from keras.src.metrics import reduction_metrics
 from keras.src.trainers import compile_utils
 from keras.src.trainers.data_adapters import array_slicing
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
+from keras.src.trainers.trainer import Trainer
 from keras.src.utils.python_utils import is_default, pythonify_logs
 
 
@@ -112,16 +114,16 @@ class _Epochs(JAXEpochIterator):  # type: ignore[misc]  # keras has no types
     """Keras's iterator over the steps of epochs, with batches left on the host.
 
     Attributes:
-      iterate: Called with the data adapter, makes the iterator over the batches of one pass.
+      begin: Makes the iterator over the batches of one pass.
     """
 
-    iterate: Callable[[Any], Iterator[Any]]
+    begin: Callable[[], Iterator[Any]]
 
     def _get_iterator(self) -> Iterator[Any]:
-        return self.iterate(self.data_adapter)
+        return self.begin()
 
 
-def epochs(iterate: Callable[[Any], Iterator[Any]], **arguments: Any) -> Any:
+def epochs(passes: Callable[[Any], Callable[[], Iterator[Any]]], **arguments: Any) -> Any:
     """Returns Keras's EpochIterator, which understands all data that `fit` does.
 
     Subclasses `JAXEpochIterator`, and overrides `_get_iterator`; checked with Keras 3.15.1.
@@ -129,11 +131,11 @@ def epochs(iterate: Callable[[Any], Iterator[Any]], **arguments: Any) -> Any:
     and the like by itself.
 
     Args:
-      iterate: Makes one pass over the batches of a data adapter.
+      passes: Called with the data adapter, returns what begins a pass over its batches.
       **arguments: Of `EpochIterator`: x, y, sample_weight, batch_size, ...
     """
     found = _Epochs(**arguments)
-    found.iterate = iterate
+    found.begin = passes(found.data_adapter)
     return found
 
 
@@ -291,6 +293,31 @@ def epoch_logs(model: keras.Model, logs: Any) -> dict[str, Any]:
     return dict(model._get_metrics_result_or_logs(logs))
 
 
+def only_running_means(model: keras.Model) -> bool:
+    """Whether all metrics of a model are reset and read by Keras's own `Mean` or `Sum`.
+
+    Compares with `reduction_metrics.Mean` and `Sum` and with `Trainer`, and looks into
+    `CompileMetrics`; checked with Keras 3.15.1. Their results are a quotient, or a value as it
+    is: the same bits in a program of its own, or in none. Without it every epoch resets and reads
+    metrics one operation at a time.
+    """
+    owner = type(model)
+    if any(
+        getattr(owner, name) is not getattr(Trainer, name) or name in vars(model)
+        for name in ("reset_metrics", "get_metrics_result")
+    ):
+        return False
+    nested = [
+        m.metrics if isinstance(m, compile_utils.CompileMetrics) else [m] for m in model.metrics
+    ]
+    kinds = (reduction_metrics.Mean, reduction_metrics.Sum)
+    return all(
+        any(type(m).result is k.result and type(m).reset_state is k.reset_state for k in kinds)
+        for metrics in nested
+        for m in metrics
+    )
+
+
 def in_order(model: keras.Model, logs: dict[str, Any]) -> Any:
     """Returns logs as the list, or the scalar, that `evaluate` returns.
 
@@ -325,18 +352,49 @@ def overrides(callback: Any, method: str) -> bool:
     return not is_default(getattr(callback, method))
 
 
-def batches_until_saved(callback: Any) -> int | None:
-    """Returns how many batches from now a callback saves the model; None if not by batches.
+def batches_between(callback: Any) -> int | None:
+    """Returns how many batches lie between two at which a callback of Keras's does something.
 
-    Reads `_batches_seen_since_last_saving` of ModelCheckpoint, BackupAndRestore and
-    OrbaxCheckpoint; checked with Keras 3.15.1. Without it they save what the model was at the
-    end of a chunk.
+    Reads `update_freq` and `write_steps_per_second` of TensorBoard, which are public, and
+    `_batches_seen_since_last_saving` of ModelCheckpoint, BackupAndRestore and OrbaxCheckpoint,
+    which alone have a `save_freq` in batches; checked with Keras 3.15.1. None where it does
+    nothing with batches, or with each of them, from their logs alone.
     """
-    every: Any = getattr(callback, "save_freq", "epoch")
-    seen = getattr(callback, "_batches_seen_since_last_saving", None)
-    if seen is None or not isinstance(every, int) or isinstance(every, bool):
-        return None
-    return max(1, int(every - seen))
+    if isinstance(callback, keras.callbacks.TensorBoard):
+        # It takes the time of single batches where it writes their number per second.
+        every: Any = 1 if callback.write_steps_per_second else callback.update_freq
+        return None if callback.update_freq == "epoch" else int(every)
+    every = getattr(callback, "save_freq", "epoch")
+    saves = hasattr(callback, "_batches_seen_since_last_saving")
+    return every if saves and isinstance(every, int) else None
+
+
+def batches_until_due(callback: Any) -> int | None:
+    """Returns how many batches from now a callback of Keras's does something; None if never.
+
+    Reads `_batches_seen_since_last_saving` as `batches_between` does, and `_global_train_batch`,
+    `_should_trace`, `_start_batch` and `_stop_batch` of TensorBoard; checked with Keras 3.15.1.
+    Without it they save, record and profile what the model was at the end of a chunk.
+    """
+    every = batches_between(callback)
+    if not isinstance(callback, keras.callbacks.TensorBoard):
+        return every and max(1, every - callback._batches_seen_since_last_saving)
+    begun = int(callback._global_train_batch)
+    due = [every - begun % every] if every else []
+    if callback._should_trace:  # the batch before the first one that is profiled, and the last
+        due += [n - begun for n in (callback._start_batch - 1, callback._stop_batch) if n > begun]
+    return min(due, default=None)
+
+
+def only_epochs(callback: Any) -> bool:
+    """Whether a callback of Keras's that overrides batch methods does nothing in them.
+
+    Reads `TensorBoard._should_trace`; checked with Keras 3.15.1. Without it logs are fetched
+    after each chunk for nobody.
+    """
+    if isinstance(callback, keras.callbacks.TensorBoard):
+        return bool(callback.update_freq == "epoch" and not callback._should_trace)
+    return getattr(callback, "save_freq", None) == "epoch"
 
 
 def compiled_parts(model: keras.Model) -> list[Any]:

@@ -1,5 +1,7 @@
 """One call of fit, evaluate or predict: the loop over epochs, and who is told what."""
 
+import contextlib
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -8,7 +10,7 @@ import keras
 import numpy as np
 
 from bridge import _keras_feed, _keras_private
-from bridge._keras_callbacks import BatchCallbacks, asks_for_the_model, row
+from bridge._keras_callbacks import BatchCallbacks, asks_for_the_model, row, unasking
 from bridge._keras_loop import FuseArg, Loop
 from functrain._types import PyTree
 from functrain.rewrites import Mode
@@ -21,16 +23,8 @@ class Evaluation:
 
     def __init__(self, model: keras.Model, data: Any, size: Any, steps: Any, freq: Any) -> None:
         self._model = model
-        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-        self._arguments = {
-            "x": x,
-            "y": y,
-            "sample_weight": sample_weight,
-            "batch_size": size,
-            "steps_per_epoch": steps,
-            "shuffle": False,
-            "steps_per_execution": model.steps_per_execution,
-        }
+        data = keras.utils.unpack_x_y_sample_weight(data)
+        self._make = functools.partial(_keras_feed.source, model, data, size, steps)
         self._freq = freq
         self._source: Any = None
 
@@ -41,7 +35,7 @@ class Evaluation:
     def source(self) -> Any:
         """Returns the batches, by one iterator for all epochs, as Keras does."""
         if self._source is None:
-            self._source = _keras_private.epochs(_keras_feed.iterate, **self._arguments)
+            self._source = self._make()
         _keras_private.build_from(self._model, self._source)
         return self._source
 
@@ -67,17 +61,19 @@ class Fit:
         """Runs all epochs; the model is whole at the end, whatever happens."""
         model, logs, finished = self._model, {}, False
         model.stop_training = False
+        self._lazy = asks_for_the_model(self._callbacks)
         self._callbacks.on_train_begin()
         first = _keras_private.initial_epoch(model) or initial_epoch
         self._loop = Loop(model, "train", *self._ways)
         self._calls = BatchCallbacks(self._callbacks, "train")
         self._feed = self._loop.feed(self._source, self._calls)
         try:
-            for epoch in range(first, epochs):
-                logs = self._epoch(epoch)
-                _raise_if(self._ways[2])
-                if model.stop_training:
-                    break
+            with unasking(self._callbacks, model) if self._lazy else contextlib.nullcontext():
+                for epoch in range(first, epochs):
+                    logs = self._epoch(epoch)
+                    _raise_if(self._ways[2])
+                    if model.stop_training:
+                        break
             finished = True
         finally:
             self._loop.sync()
@@ -89,13 +85,14 @@ class Fit:
 
     def _epoch(self, epoch: int) -> dict[str, Any]:
         model = self._model
-        model.reset_metrics()
+        self._loop.reset_metrics()
         self._callbacks.on_epoch_begin(epoch)
         for _ in self._loop.run(self._feed, self._calls):
             pass
         evaluates = self._evaluation is not None and self._evaluation.is_due(epoch)
-        self._loop.sync(metrics_only=not evaluates and asks_for_the_model(self._callbacks))
-        logs = _keras_private.epoch_logs(model, self._loop.last())
+        logs = self._loop.logs()
+        if evaluates or not self._lazy:
+            self._loop.sync()
         if evaluates:
             assert self._evaluation is not None
             source = self._evaluation.source()
@@ -118,15 +115,15 @@ def run_evaluate(
     """Evaluates a built model on batches; returns its metrics."""
     model.stop_evaluating = False
     callbacks.on_test_begin()
-    model.reset_metrics()
     loop = Loop(model, "test", fuse, rewrites, interrupted)
+    loop.reset_metrics()
     calls = BatchCallbacks(callbacks, "test", quiet=within_fit)
     try:
         for _ in loop.run(loop.feed(source, calls), calls):
             pass
+        logs = _keras_private.to_python(loop.logs())
     finally:
         loop.sync()
-    logs = _keras_private.to_python(_keras_private.epoch_logs(model, loop.last()))
     callbacks.on_test_end(logs)
     _raise_if(interrupted)
     return logs
@@ -156,6 +153,8 @@ def run_predict(
     outputs += _fetched(late)
     callbacks.on_predict_end()
     _raise_if(interrupted)
+    if not outputs:
+        raise ValueError("x: expected at least one batch to predict from, got none")
     return jax.tree.map(lambda *leaves: np.concatenate(leaves), *outputs)
 
 

@@ -180,8 +180,10 @@ class KerasStep:
             )
         _refuse_stateful(self.model)
         old = (state.trainable, state.non_trainable, state.optimizer, state.metrics)
-        with carried(self.model, state.metrics):
-            logs, new = self._step(old, batch)
+        with carried(self.model, state.metrics) as merge:
+            logs, (trainable, rest, optimizer, metrics) = self._step(old, batch)
+            rest, metrics = merge(rest, metrics)
+        new = (trainable, rest, optimizer, metrics)
         distributed = keras.distribution.distribution() is not None
         where = (self.layouts or layouts(self.model)) if distributed else None
         return pinned(KerasState(*map(_as_before, old, new)), where), logs

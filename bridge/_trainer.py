@@ -1,16 +1,20 @@
 """fit, evaluate and predict: drop-ins for the methods of a Keras model."""
 
 import warnings
+import weakref
 from typing import Any
 
 import keras
 
-from bridge import _keras_feed, _keras_private
+from bridge import _keras_private
+from bridge._keras_feed import source as batches
 from bridge._keras_loop import FuseArg
 from bridge._keras_runs import Evaluation, Fit, run_evaluate, run_predict
 from functrain._checks import is_whole
 from functrain._interrupt import deferred_interrupt
 from functrain.rewrites import Mode, mode
+
+_warned: weakref.WeakSet[type] = weakref.WeakSet()
 
 
 def fit(
@@ -90,16 +94,9 @@ def fit(
         (x, y, sample_weight), validation_data = _keras_private.split(
             (x, y, sample_weight), validation_split
         )
-    source = _keras_private.epochs(
-        _keras_feed.iterate,
-        x=x,
-        y=y,
-        sample_weight=sample_weight,
-        batch_size=batch_size,
-        steps_per_epoch=steps_per_epoch,
-        shuffle=shuffle,
-        class_weight=class_weight,
-        steps_per_execution=model.steps_per_execution,
+    data = x, y, sample_weight
+    source = batches(
+        model, data, batch_size, steps_per_epoch, shuffle=shuffle, class_weight=class_weight
     )
     _keras_private.build_from(model, source)
     callbacks = _callback_list(model, callbacks, verbose, epochs, source, add_history=True)
@@ -161,16 +158,7 @@ def evaluate(
       {'loss': 1.0}
     """
     _require(model, "evaluate", fuse, rewrites)
-    source = _keras_private.epochs(
-        _keras_feed.iterate,
-        x=x,
-        y=y,
-        sample_weight=sample_weight,
-        batch_size=batch_size,
-        steps_per_epoch=steps,
-        shuffle=False,
-        steps_per_execution=model.steps_per_execution,
-    )
+    source = batches(model, (x, y, sample_weight), batch_size, steps)
     _keras_private.build_from(model, source)
     callbacks = _callback_list(model, callbacks, verbose, 1, source)
     with deferred_interrupt() as interrupted:
@@ -214,14 +202,7 @@ def predict(
       (40, 4)
     """
     _require(model, None, fuse, rewrites)
-    source = _keras_private.epochs(
-        _keras_feed.iterate,
-        x=x,
-        batch_size=batch_size,
-        steps_per_epoch=steps,
-        shuffle=False,
-        steps_per_execution=model.steps_per_execution,
-    )
+    source = batches(model, (x, None, None), batch_size, steps)
     if not _keras_private.layers_built(model):
         _build_by_a_call(model, source)
     callbacks = _callback_list(model, callbacks, verbose, 1, source)
@@ -230,8 +211,8 @@ def predict(
 
 
 def _build_by_a_call(model: keras.Model, source: Any) -> None:
-    for _, _, batches in source:
-        x, _, _ = keras.utils.unpack_x_y_sample_weight(next(batches).take())
+    for _, _, items in source:
+        x, _, _ = keras.utils.unpack_x_y_sample_weight(next(items).take())
         with keras.StatelessScope():
             model(x)
         break
@@ -268,9 +249,25 @@ def _capped(epochs: int) -> int:
     return epochs
 
 
+def _warn_of_overrides(model: keras.Model) -> None:
+    """Says once for a class that its own loops are not run."""
+    cls = type(model)
+    methods = ("fit", "evaluate", "predict", "make_train_function", "make_test_function")
+    found = [name for name in methods if getattr(cls, name) is not getattr(keras.Model, name, None)]
+    if found and isinstance(model, keras.Model) and cls not in _warned:
+        _warned.add(cls)
+        warnings.warn(
+            f"{cls.__name__} overrides {', '.join(found)}, which bridge.fit, evaluate and predict "
+            "do not call: the loop is theirs. Overrides of train_step, test_step, compute_loss and "
+            "the like are called. To run your own loop, call the model's method.",
+            stacklevel=4,
+        )
+
+
 def _require(model: Any, method: str | None, fuse: FuseArg, rewrites: str) -> None:
     if not _keras_private.is_trainer(model):
         raise TypeError(f"model: expected a keras.Model, got {type(model).__name__}")
+    _warn_of_overrides(model)
     if method:
         _keras_private.require_compiled(model, method)
     if fuse != "auto" and not is_whole(fuse, 1):

@@ -70,3 +70,51 @@ def test_wrong_shapes_leave_the_model_whole(arguments: Any) -> None:
     for a, b in zip(before, after, strict=True):
         np.testing.assert_array_equal(a, b)
     bridge.fit(model, X, Y, verbose=0)
+
+
+@pytest.mark.parametrize("method", ["fit", "evaluate", "predict"])
+def test_data_without_a_batch(method: str) -> None:
+    data = (X[:0],) if method == "predict" else (X[:0], Y[:0])
+    with pytest.raises(ValueError, match=r"x: expected at least one batch, got ndarray .*\(0, 4\)"):
+        getattr(bridge, method)(compiled(), *data, verbose=0)
+
+
+def test_validation_data_without_a_batch_leave_the_model_whole() -> None:
+    model = compiled()
+    with pytest.raises(ValueError, match="x: expected at least one batch"):
+        bridge.fit(model, X, Y, validation_data=(X[:0], Y[:0]), verbose=0)
+    bridge.fit(model, X, Y, verbose=0)
+
+
+def test_an_overridden_loop_is_told_once_that_it_is_not_run() -> None:
+    class Own(keras.Sequential):
+        def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+            raise AssertionError("not called")
+
+    def own() -> keras.Model:
+        model = Own([keras.Input((4,)), layers.Dense(4)])
+        model.compile("adam", "mse")
+        return model
+
+    with pytest.warns(UserWarning, match="Own overrides evaluate, which bridge.fit"):
+        bridge.fit(own(), X, Y, validation_data=(X, Y), verbose=0)
+    bridge.fit(own(), X, Y, verbose=0)
+
+
+@pytest.mark.parametrize("weights", [[0.5, 0.5, 1.0], np.ones(3)])
+def test_sample_weights_of_another_length(weights: Any) -> None:
+    with pytest.raises(ValueError, match="cardinality"):
+        bridge.fit(compiled(), X, Y, sample_weight=np.asarray(weights), verbose=0)
+
+
+def test_targets_with_a_dataset() -> None:
+    batches = ((X[:8], Y[:8]) for _ in range(4))
+    with pytest.raises(ValueError, match="the targets"):
+        bridge.fit(compiled(), batches, Y, verbose=0, shuffle=False)
+
+
+def test_a_structure_that_is_not_the_models() -> None:
+    model = compiled()
+    with pytest.raises(Exception, match=r"structure|expects 1 input|Missing|received"):
+        bridge.fit(model, {"a": X, "b": X}, Y, verbose=0)
+    bridge.fit(model, X, Y, verbose=0)

@@ -3,6 +3,7 @@
 import ast
 import itertools
 import pathlib
+from unittest import mock
 
 import jax
 import keras
@@ -93,7 +94,7 @@ def compiled(**kwargs):
 
 def epochs(**kwargs):
     data = {"x": np.arange(30.0).reshape(10, 3), "y": np.zeros((10, 2)), "batch_size": 4}
-    return _keras_private.epochs(_keras_feed.iterate, **{**data, **kwargs})
+    return _keras_private.epochs(_keras_feed.passes, **{**data, **kwargs})
 
 
 def test_trainer_is_what_keras_makes_models_of():
@@ -118,7 +119,7 @@ def test_symbolic_build_takes_no_batch_where_all_is_built():
     model = compiled()
     _keras_private.build_from(model, epochs())
     assert _keras_private.is_built(model)
-    source = _keras_private.epochs(_keras_feed.iterate, x=once())
+    source = _keras_private.epochs(_keras_feed.passes, x=once())
     _keras_private.build_from(model, source)
     assert len([next(items) for _, _, items in itertools.islice(source, 1)]) == 1
 
@@ -226,11 +227,60 @@ def test_batches_seen_since_last_saving_counts_to_save_freq(tmp_path):
     save.on_epoch_begin(0)
     found = []
     for batch in range(4):
-        found.append(_keras_private.batches_until_saved(save))
+        found.append(_keras_private.batches_until_due(save))
         save.on_train_batch_end(batch, {})
     assert found == [3, 2, 1, 3]
     epochly = keras.callbacks.BackupAndRestore(tmp_path / "backup")
-    assert _keras_private.batches_until_saved(epochly) is None
+    assert _keras_private.batches_until_due(epochly) is None
+    assert _keras_private.batches_between(save) == 3
+    assert _keras_private.batches_between(epochly) is None
+    assert [_keras_private.only_epochs(callback) for callback in (save, epochly)] == [False, True]
+
+
+def test_tensorboard_counts_batches_and_knows_which_it_profiles(tmp_path):
+    board = keras.callbacks.TensorBoard(tmp_path, update_freq=4, write_graph=False)
+    board._summary_module = mock.MagicMock()
+    board.set_model(compiled())
+    board._start_batch, board._stop_batch, board._should_trace = 3, 6, True
+    board._start_trace = board._stop_trace = lambda: None
+    board.on_train_begin()
+    found = []
+    for batch in range(7):
+        found.append(_keras_private.batches_until_due(board))
+        board.on_train_batch_begin(batch)
+        board.on_train_batch_end(batch, {})
+    assert found == [2, 1, 2, 1, 2, 1, 2]
+    epochly = keras.callbacks.TensorBoard(tmp_path)
+    assert _keras_private.batches_until_due(epochly) is None
+    timing = keras.callbacks.TensorBoard(tmp_path, update_freq=4, write_steps_per_second=True)
+    assert [_keras_private.batches_between(x) for x in (board, epochly, timing)] == [4, None, 1]
+    assert [_keras_private.only_epochs(x) for x in (board, epochly, timing)] == [False, True, False]
+
+
+def test_running_means_are_told_from_other_metrics():
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+
+    def plain(*metrics, kind=model):
+        kind.compile("sgd", "mse", metrics=list(metrics))
+        _keras_private.build(kind, (np.ones((2, 2)), np.ones((2, 1))))
+        return _keras_private.only_running_means(kind)
+
+    class Resets(keras.metrics.MeanAbsoluteError):
+        def reset_state(self):
+            super().reset_state()
+
+    class Own(keras.Sequential):
+        def get_metrics_result(self):
+            return super().get_metrics_result()
+
+    assert plain()
+    assert plain(
+        "mae", keras.metrics.MeanSquaredError(), keras.metrics.MeanMetricWrapper(keras.ops.subtract)
+    )
+    assert not plain(keras.metrics.RootMeanSquaredError())
+    assert not plain(keras.metrics.AUC())
+    assert not plain(Resets())
+    assert not plain(kind=Own([keras.Input((2,)), keras.layers.Dense(1)]))
 
 
 def test_compiled_parts_are_other_objects_after_compile():

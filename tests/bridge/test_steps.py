@@ -177,3 +177,59 @@ def test_metrics_updated_in_call_are_carried(fuse: Any) -> None:
     assert bridge.evaluate(model, **data, return_dict=True)["seen"] == pytest.approx(x.mean())
     assert not any(isinstance(v.value, jax.core.Tracer) for v in model.metrics_variables)
     assert "assign" not in vars(model.layers[0].seen.variables[0])
+
+
+class OwnStep(keras.Model):
+    """A step that never calls a loss of Keras's; its forward pass updates a metric."""
+
+    def __init__(self, calls: int = 1) -> None:
+        super().__init__()
+        self.calls = calls
+        self.counts = Counts()
+        self.norm = layers.BatchNormalization()
+        self.out = layers.Dense(4)
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        return self.out(self.norm(self.counts(x), training=training))
+
+    def train_step(self, state: Any, data: Any) -> Any:
+        trainable, rest, opt, metrics = state
+        x, y = data
+
+        def loss(trainable: Any, rest: Any) -> Any:
+            for i in range(self.calls):
+                y_pred, rest = self.stateless_call(trainable, rest, x + i, training=True)
+            return jnp.mean((y - y_pred) ** 2), rest
+
+        (value, rest), grads = jax.value_and_grad(loss, has_aux=True)(trainable, rest)
+        trainable, opt = self.optimizer.stateless_apply(opt, grads, trainable)
+        return {"loss": value}, (trainable, rest, opt, metrics)
+
+
+@pytest.mark.parametrize("calls", [1, 2])
+def test_metrics_updated_in_call_are_carried_through_a_step_without_a_loss(calls: int) -> None:
+    model = OwnStep(calls)
+    model.compile("adam")
+    model(X[0])
+    model.reset_metrics()  # the call above counted, too
+    state = bridge.keras_state(model, BATCH)
+    state, _ = ft.fuse(bridge.train_step(model), 5)(state, (X, Y))
+    assert len(state.non_trainable) == len(model.non_trainable_variables)
+    bridge.to_keras(state, model)
+    expected = np.mean([X.mean() + i for i in range(calls)])
+    assert float(model.counts.seen.result()) == pytest.approx(expected, abs=1e-6)
+    assert float(model.counts.seen.count.value) == X[..., 0].size * calls
+
+
+def test_a_metric_that_the_step_itself_sets_is_left_as_it_set_it() -> None:
+    class Sets(OwnStep):
+        def train_step(self, state: Any, data: Any) -> Any:
+            logs, (trainable, rest, opt, metrics) = super().train_step(state, data)
+            return logs, (trainable, rest, opt, [jnp.full_like(m, 7) for m in metrics])
+
+    model = Sets()
+    model.compile("adam")
+    model(X[0])
+    state = bridge.keras_state(model, BATCH)
+    state, _ = ft.fuse(bridge.train_step(model), 5)(state, (X, Y))
+    assert {float(m) for m in state.metrics} == {7}

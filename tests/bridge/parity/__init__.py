@@ -1,0 +1,111 @@
+"""bridge.fit equals model.fit: History and every variable, to the bit; what the cases share."""
+
+import bridge  # isort: skip  # before keras: it chooses the backend
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+from keras import layers, ops
+
+N, BATCH = 104, 16  # six whole batches, and one of eight
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(N, 8)).astype(np.float32)
+Y = RNG.normal(size=(N, 4)).astype(np.float32)
+LABELS = RNG.integers(0, 4, N)
+IMAGES = RNG.normal(size=(N, 6, 6, 4)).astype(np.float32)
+TOKENS = RNG.integers(0, 9, size=(N, 6))
+WEIGHTS = RNG.uniform(0.5, 2, N).astype(np.float32)
+SEQUENCES = RNG.normal(size=(N, 6, 4)).astype(np.float32)
+
+Case = tuple[keras.Model, dict[str, Any]]
+
+
+class Cases:
+    """Functions that return a model and the arguments of fit, both made anew at each call."""
+
+    def __init__(self) -> None:
+        self._all: list[Any] = []
+
+    def __call__(self, make: Callable[[], Case]) -> Callable[[], Case]:
+        """Adds one that is run by `make test-all`."""
+        return self._add(make, pytest.mark.long)
+
+    def every_run(self, make: Callable[[], Case]) -> Callable[[], Case]:
+        """Adds one that is run by `make test`."""
+        return self._add(make)
+
+    def named(self, name: str, make: Callable[[], Case], *, every_run: bool = False) -> None:
+        """Adds one made by a lambda."""
+        self._add(make, *[] if every_run else [pytest.mark.long], name=name)
+
+    def _add(self, make: Any, *marks: Any, name: str | None = None) -> Any:
+        self._all.append(pytest.param(make, marks=marks, id=name or make.__name__))
+        return make
+
+    @property
+    def each(self) -> Any:
+        """The decorator of a test that takes one case, `make`."""
+        return pytest.mark.parametrize("make", self._all)
+
+
+def dense(*more: Any, compiled: dict[str, Any] | None = None, **kwargs: Any) -> Case:
+    net = [keras.Input((8,)), layers.Dense(8, "relu"), *more, layers.Dense(4)]
+    model = keras.Sequential(net)
+    model.compile(**{"optimizer": "adam", "loss": "mse", "metrics": ["mae"], **(compiled or {})})
+    return model, {"x": X, "y": Y, **kwargs}
+
+
+def classifier(*more: Any, **kwargs: Any) -> Case:
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    metrics = ["accuracy", keras.metrics.SparseTopKCategoricalAccuracy(2)]
+    return dense(*more, compiled={"loss": loss, "metrics": metrics}, y=LABELS, **kwargs)
+
+
+class AddsLoss(layers.Layer):
+    def call(self, x: Any) -> Any:
+        self.add_loss(0.1 * ops.mean(ops.square(x)))
+        return x
+
+
+class Subclassed(keras.Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden = layers.Dense(8, "relu")
+        self.drop = layers.Dropout(0.3)
+        self.out = layers.Dense(4)
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        return self.out(self.drop(self.hidden(x), training=training))
+
+
+def run(
+    make: Callable[[], Case], way: Callable[..., Any], **options: Any
+) -> tuple[keras.Model, Any]:
+    """Fits a fresh model; returns it and the History."""
+    keras.utils.clear_session()  # names are numbered from 0 again, and are keys of History
+    keras.utils.set_random_seed(0)
+    model, arguments = make()
+    defaults = {"epochs": 2, "verbose": 0, "shuffle": False}
+    if isinstance(arguments["x"], np.ndarray) and "steps_per_epoch" not in arguments:
+        defaults["batch_size"] = BATCH
+    np.random.seed(0)  # the order of shuffled arrays is drawn from it
+    return model, way(model, **{**defaults, **arguments}, **options).history
+
+
+def variables(model: keras.Model) -> list[Any]:
+    optimizer = model.optimizer.variables if model.optimizer else []
+    return [np.asarray(v.value) for v in [*model.variables, *optimizer, *model.metrics_variables]]
+
+
+def assert_fits_as_keras(make: Callable[[], Case]) -> None:
+    """Fits with Keras, and with the bridge, whatever is fused: all bits are the same."""
+    keras_model, keras_history = run(make, keras.Model.fit)
+    for fuse in (1, 5, "auto"):
+        model, history = run(make, bridge.fit, fuse=fuse, rewrites="exact")
+        np.testing.assert_equal(history, keras_history, err_msg=f"fuse={fuse}")
+        pairs = zip(variables(keras_model), variables(model), strict=True)
+        for i, (a, b) in enumerate(pairs):
+            np.testing.assert_array_equal(a, b, err_msg=f"fuse={fuse}, variable {i}")

@@ -1,0 +1,133 @@
+"""Files, requests and lines that callbacks write are those of Keras."""
+
+import bridge  # isort: skip  # before keras: it chooses the backend
+
+import pathlib
+import re
+import sys
+from typing import Any
+from unittest import mock
+
+import jax
+import keras
+import numpy as np
+import orbax.checkpoint
+import pytest
+
+from tests.bridge.fitting import Sizes, X, Y, assert_same, fit, fresh
+
+
+@pytest.mark.parametrize("every", ["epoch", 4, 7])
+def test_model_checkpoint_writes_what_keras_writes(every: Any, tmp_path: pathlib.Path) -> None:
+    for name, way in (("theirs", keras.Model.fit), ("ours", bridge.fit)):
+        path = tmp_path / name / "{epoch}-{batch}.weights.h5"
+        if every == "epoch":
+            path = tmp_path / name / "{epoch}.weights.h5"
+        save = keras.callbacks.ModelCheckpoint(path, save_weights_only=True, save_freq=every)
+        fit(fresh(), way, callbacks=[save])
+    files = sorted(file.name for file in (tmp_path / "theirs").iterdir())
+    assert files == sorted(file.name for file in (tmp_path / "ours").iterdir())
+    for file in files:
+        a, b = fresh(), fresh()
+        for model in (a, b):
+            model.optimizer.build(model.trainable_variables)
+        a.load_weights(tmp_path / "theirs" / file)
+        b.load_weights(tmp_path / "ours" / file)
+        assert_same(a, b)
+
+
+def test_chunks_end_where_a_checkpoint_is_due(tmp_path: pathlib.Path) -> None:
+    sizes = Sizes()
+    path = tmp_path / "{batch}.weights.h5"
+    save = keras.callbacks.ModelCheckpoint(path, save_weights_only=True, save_freq=4)
+    fit(fresh(), callbacks=[save, sizes], epochs=1, fuse=8)
+    assert sizes.seen == [4] * 4 + [8] * 4 + [12] * 4 + [13]
+
+
+@pytest.mark.parametrize("every", ["epoch", 5])
+def test_backup_and_restore_goes_on_as_keras_does(every: Any, tmp_path: pathlib.Path) -> None:
+    results = []
+    for name, way in (("theirs", keras.Model.fit), ("ours", bridge.fit)):
+
+        def backup(name: str = name) -> Any:
+            return keras.callbacks.BackupAndRestore(tmp_path / name, save_freq=every)
+
+        def fail(epoch: int, logs: Any) -> None:
+            if epoch == 2:
+                raise RuntimeError("stop")
+
+        model = fresh()
+        failing = keras.callbacks.LambdaCallback(on_epoch_begin=fail)
+        with pytest.raises(RuntimeError, match="stop"):
+            fit(model, way, callbacks=[backup(), failing], epochs=4)
+        model = fresh()
+        history = fit(model, way, callbacks=[backup()], epochs=4)
+        results.append((model, history.history))
+    assert results[0][1] == results[1][1]
+    assert_same(results[0][0], results[1][0])
+
+
+def test_csv_logger_writes_what_keras_writes(tmp_path: pathlib.Path) -> None:
+    for name, way in (("theirs", keras.Model.fit), ("ours", bridge.fit)):
+        fit(fresh(), way, callbacks=[keras.callbacks.CSVLogger(tmp_path / name)])
+    assert (tmp_path / "ours").read_text() == (tmp_path / "theirs").read_text()
+
+
+def test_the_progress_bar_shows_what_keras_shows(capsys: pytest.CaptureFixture[str]) -> None:
+    last = []
+    for way in (keras.Model.fit, bridge.fit):
+        fit(fresh(), way, verbose=2)
+        last.append([line.split("/step")[1:] for line in capsys.readouterr().out.splitlines()])
+    assert last[0] == last[1]
+
+
+@pytest.mark.parametrize("epochs", [1, 3])
+def test_the_lines_of_the_progress_bar_are_those_of_keras(
+    epochs: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = []
+    for way in (keras.Model.fit, bridge.fit):
+        fit(fresh(), way, verbose=1, epochs=epochs, validation_data=(X, Y))
+        shown = capsys.readouterr().out
+        last = [line for line in re.split("[\r\n\b]+", shown) if re.match(r".*13/13|Epoch", line)]
+        # The times differ, and in between Keras shows more steps.
+        lines.append(
+            [re.sub(r"\d+m?u?s(/step)?", "", x) for x in last if "Epoch" in x or "val_" in x]
+        )
+    assert lines[0] == lines[1]
+    assert len(lines[0]) == (1 if epochs == 1 else 2 * epochs)
+
+
+@pytest.mark.filterwarnings("ignore:Sharding info not provided:UserWarning")
+@pytest.mark.parametrize("every", ["epoch", 5])
+def test_orbax_checkpoints_are_those_of_keras(every: Any, tmp_path: pathlib.Path) -> None:
+    found = []
+    for name, way in (("theirs", keras.Model.fit), ("ours", bridge.fit)):
+        folder = tmp_path / name
+        keras.utils.clear_session()  # names are numbered from 0 again, and are keys
+        save = keras.callbacks.OrbaxCheckpoint(
+            folder,
+            save_freq=every,
+            max_to_keep=None,
+            save_on_background=False,
+        )
+        fit(fresh(), way, callbacks=[save])
+        read = orbax.checkpoint.PyTreeCheckpointer().restore  # Keras's own way is loose in names
+        found.append({x.name: read(x / "pytree") for x in folder.iterdir() if x.name.isdigit()})
+    assert len(found[0]) == (2 if every == "epoch" else 5)
+    assert found[0].keys() == found[1].keys()
+    jax.tree.map(np.testing.assert_array_equal, found[0], found[1])
+
+
+def test_remote_monitor_sends_what_keras_sends(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = sys.modules[keras.callbacks.RemoteMonitor.__module__]
+    requests = mock.MagicMock()
+    requests.exceptions.RequestException = OSError
+    monkeypatch.setattr(module, "requests", requests)
+    sent = []
+    for way in (keras.Model.fit, bridge.fit):
+        requests.post.reset_mock()
+        fit(fresh(), way, callbacks=[keras.callbacks.RemoteMonitor()], validation_data=(X, Y))
+        sent.append(requests.post.call_args_list)
+    assert len(sent[0]) == 2
+    assert sent[0] == sent[1]
