@@ -21,6 +21,7 @@ from functrain.rewrites.patch_conv import patch_conv
 from functrain.rewrites.phased_conv import phased_conv
 from functrain.rewrites.swapped_conv import swapped_conv
 from functrain.rewrites.trimmed_conv import trimmed_conv
+from functrain.rewrites.volume_conv import volume_conv
 
 Mode: TypeAlias = Literal["auto", "exact", "off"]
 F = TypeVar("F", bound=Callable[..., Any])
@@ -32,6 +33,7 @@ REWRITES: tuple[Rewrite, ...] = (
     trimmed_conv,
     swapped_conv,
     dot_conv,
+    volume_conv,
     patch_conv,
     phased_conv,
     canonical_conv,

@@ -32,6 +32,8 @@ from functrain.rewrites._conv import from_canonical, to_canonical, ungrouped
 from functrain.rewrites._frame import Rewrite
 from functrain.rewrites._windows import padded, positions, window_at
 
+# Each is a slice in the program. A gradient of weights has as many as the image has places.
+MOST_TAPS = 25
 # The rows of the product are the places of all images, its sum goes over taps and channels.
 MOST_ROWS = 256
 LEAST_SUMMED = 1024
@@ -44,7 +46,9 @@ def _applies(eqn: core.JaxprEqn) -> bool:
         return False
     taps, places = math.prod(shape.window), math.prod(shape.places)
     rows, summed = shape.batch * places, taps * shape.channels
-    return rows <= MOST_ROWS and summed >= LEAST_SUMMED and shape.products >= LEAST_PRODUCTS
+    if taps > MOST_TAPS or rows > MOST_ROWS:
+        return False
+    return summed >= LEAST_SUMMED and shape.products >= LEAST_PRODUCTS
 
 
 def _replace(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:

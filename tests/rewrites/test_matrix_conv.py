@@ -100,6 +100,13 @@ def test_the_size_decides() -> None:
     assert not taken(4, 2, 8, 3)
 
 
+def test_a_program_does_not_grow_with_the_image() -> None:
+    """In the gradient of the weights every place of the image is a tap."""
+    conv, x, w = cases.layer((32, 26, 26, 1), (3, 3, 1, 8))
+    fn, g = cases.all_three(conv), jnp.ones((32, 26, 26, 8))
+    assert len(jax.make_jaxpr(optimize(fn))(x, w, g).eqns) < 40
+
+
 def test_only_taps_that_see_something_are_left() -> None:
     conv, x, w = cases.layer((2, 2, 3, 4), (5, 3, 4, 6))
     after = cases.rewritten(conv, (x, w), trimmed_conv)
