@@ -10,7 +10,15 @@ import pytest
 
 import functrain as ft
 from tests.guides import by_hand
-from tests.guides.by_hand import assert_same, batches, digits, mlp, values
+from tests.guides.by_hand import (
+    assert_close,
+    assert_fused,
+    assert_same,
+    batches,
+    digits,
+    mlp,
+    values,
+)
 
 BATCH = 32
 CROSS_ENTROPY = keras.losses.CategoricalCrossentropy(from_logits=True)
@@ -101,13 +109,14 @@ def test_a3_optax_updates_as_by_hand(train) -> None:
     for x, y in batches(train, BATCH):
         loss, params, opt_state = train_step(params, opt_state, x, y)
         losses.append(loss)
-    state, history = ft.fit(
-        bridge.create_state(model, tx),
-        ft.train_step(loss_fn_of(model), tx),
-        ft.ArrayLoader(train, BATCH),
-        verbose=0,
-    )
-    assert_same(history.steps["loss"], losses)
+    state, step = bridge.create_state(model, tx), ft.train_step(loss_fn_of(model), tx)
+    _, history = ft.fit(state, step, ft.ArrayLoader(train, BATCH), verbose=0)
+    assert_fused(history.steps["loss"], losses)
+    step, found = jax.jit(step), []
+    for batch in batches(train, BATCH):
+        state, logs = step(state, batch)
+        found.append(logs["loss"])
+    assert_same(found, losses)
     assert_same(values(bridge.to_keras(state, model).trainable_variables), params)
 
 
@@ -125,8 +134,7 @@ def test_a3_a_keras_optimizer_updates_as_by_hand(train) -> None:
         verbose=0,
     )
     # optax adds updates to params, which rounds once more than Keras's assignment.
-    np.testing.assert_array_equal(history.steps["loss"][:2], losses[:2])
-    np.testing.assert_allclose(history.steps["loss"], losses, rtol=1e-5)
+    assert_close(history.steps["loss"], losses)
     for value, other in zip(values(bridge.to_keras(state, model).trainable_variables), expected[0],
                             strict=True):  # fmt: skip
         np.testing.assert_allclose(value, other, rtol=1e-4, atol=1e-6)
@@ -163,7 +171,7 @@ def test_a4_the_jitted_loop_runs_over_any_iterable_of_tensors(train) -> None:
     _, losses, _, _ = raw(mlp(), train)
     _, history = ours(mlp(), train)
     assert len(losses) == 21  # the smaller last batch is trained on, too
-    assert_same(history.steps["loss"], losses)
+    assert_fused(history.steps["loss"], losses)
 
 
 def test_a5_the_running_metric_is_read_in_mid_epoch(train) -> None:
@@ -188,7 +196,8 @@ def test_a6_trained_values_go_back_into_the_model_which_is_saved(train, tmp_path
     bridge.to_keras(trained, model).save(tmp_path / "model.keras")
     loaded = keras.models.load_model(tmp_path / "model.keras")
     x = train[0][:100]
-    assert_same([loaded(x)], [expected(x)])
+    assert_same([loaded(x)], [model(x)])
+    np.testing.assert_allclose(loaded(x), expected(x), rtol=1e-3, atol=1e-5)
 
 
 def test_a7_metrics_are_read_and_reset_at_the_end_of_an_epoch(train) -> None:
@@ -247,6 +256,6 @@ def test_a9_losses_that_layers_add_are_in_the_loss(train) -> None:
 
     _, losses, _, _ = raw(model, train)  # the same, repaired
     _, history = ours(mlp(Activity()), train)
-    assert_same(history.steps["loss"], losses)
+    assert_fused(history.steps["loss"], losses)
     without = float(CROSS_ENTROPY(y, model(x)))
     assert losses[0] > without + 1
