@@ -16,6 +16,7 @@ import bridge
 import functrain as ft
 import jax
 import keras
+import matplotlib.figure
 import numpy as np
 import optax
 import optax.contrib
@@ -43,6 +44,8 @@ def make_model() -> keras.Model:
 
 loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
+accuracies = {}
+
 
 def train(title: str, optimizer: keras.optimizers.Optimizer, **arguments) -> keras.Model:
     model = make_model()
@@ -50,6 +53,7 @@ def train(title: str, optimizer: keras.optimizers.Optimizer, **arguments) -> ker
     bridge.fit(model, x, y, batch_size=64, epochs=epochs, verbose=0, **arguments)
     found = bridge.evaluate(model, *test, batch_size=1_000, verbose=0, return_dict=True)
     print(f"{title:<36} test accuracy {found['accuracy']:.4f}")
+    accuracies[title] = found["accuracy"]
     return model
 
 
@@ -119,3 +123,14 @@ bridge.to_keras(state, model, optimizer="require")
 model.fit(x[:640], y[:640], batch_size=64, verbose=0)
 accuracy = model.evaluate(*test, batch_size=1_000, verbose=0, return_dict=True)["accuracy"]
 print(f"{'Muon, in functrain, then in Keras':<36} test accuracy {accuracy:.4f}")
+accuracies["Muon, in functrain, then in Keras"] = accuracy
+
+# %% A picture
+figure = matplotlib.figure.Figure(figsize=(8, 3.5), layout="constrained")
+panel = figure.subplots()
+bars = panel.barh(list(accuracies), list(accuracies.values()))
+panel.bar_label(bars, fmt="%.4f", padding=3)
+panel.set(xlabel="test accuracy", xlim=(min(accuracies.values()) - 0.02, 1.0))
+panel.invert_yaxis()
+figure.savefig(args.output / "optax_in_keras.png", dpi=120)
+print(f"wrote {args.output / 'optax_in_keras.png'}")

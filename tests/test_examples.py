@@ -108,6 +108,7 @@ def test_optax_in_keras_trains_with_each_optimizer(tmp_path) -> None:
     assert len(accuracies) == 8
     assert min(accuracies) > 0.8
     assert "loaded after 100 iterations" in output
+    assert (tmp_path / "optax_in_keras.png").exists()
 
 
 @pytest.mark.long
