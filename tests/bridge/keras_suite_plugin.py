@@ -3,6 +3,7 @@
 import bridge  # isort: skip  # before keras: it chooses the backend
 
 import inspect
+import os
 from typing import Any
 
 from keras.src.backend.jax.trainer import JAXTrainer
@@ -19,3 +20,9 @@ def through(function: Any) -> Any:
 JAXTrainer.fit = through(bridge.fit)
 JAXTrainer.evaluate = through(bridge.evaluate)
 JAXTrainer.predict = through(bridge.predict)
+
+
+def pytest_collection_modifyitems(items: list[Any]) -> None:
+    """Keeps one part of the tests, to spread them over processes."""
+    shard, of = map(int, os.environ.get("SUITE_SHARD", "0/1").split("/"))
+    items[:] = items[shard::of]
