@@ -76,6 +76,7 @@ class Halves(keras.callbacks.Callback):
         kernel.assign(0.5 * kernel.value)
 
 
+@pytest.mark.smoke
 def test_edits_of_a_batch_callback_are_those_of_keras() -> None:
     ours, theirs = fresh(), fresh()
     fit(theirs, keras.Model.fit, callbacks=[Halves()])

@@ -91,6 +91,7 @@ def test_a_generator_is_read_no_further_than_keras_reads_it() -> None:
     assert taken["ours"] == taken["theirs"]
 
 
+@pytest.mark.smoke
 def test_a_model_that_was_fitted_evaluates_and_predicts_as_before() -> None:
     model, _ = dense()
     bridge.fit(model, X, Y, batch_size=BATCH, verbose=0)

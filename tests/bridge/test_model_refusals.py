@@ -1,0 +1,143 @@
+"""What from_keras and to_keras refuse, in words; and the Keras model stays whole."""
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+import bridge
+import functrain
+from tests.bridge.pure import SGD, assert_close, call, snapshot, start
+
+
+class Explodes(keras.Model):
+    """Has a layer that is first met in training; fails there, or not."""
+
+    def __init__(self, error=None):
+        super().__init__()
+        self.fc = layers.Dense(3)
+        self.late = layers.Dense(3)
+        self.error = error
+
+    def build(self, input_shape):
+        self.fc.build(input_shape)
+
+    def call(self, x, training=None):
+        x = self.fc(x)
+        if training:
+            x = self.late(x)
+            if self.error is not None:
+                raise self.error
+        return x
+
+
+def whole(model, x):
+    """Two calls agree, and every variable has a value outside of any trace."""
+    assert not any(isinstance(v.value, jax.core.Tracer) for v in model.variables)
+    return np.array_equal(call(model, x, True), call(model, x, True))
+
+
+@pytest.mark.parametrize("jit", [True, False])
+def test_variables_made_during_apply_are_named_and_the_model_stays_whole(jit):
+    model, x = Explodes(), np.ones((2, 3), np.float32)
+    model(x)
+    apply, params, model_state = start(model)
+
+    def train(params):
+        return apply(params, model_state, x, training=True)
+
+    with pytest.raises(ValueError, match=r"(?s)late/kernel: float32\[3, 3\].*create_state"):
+        (jax.jit(train) if jit else train)(params)
+    assert whole(model, x)
+    apply, params, model_state = start(model)
+    assert_close(jax.jit(train)(params).outputs, model(x, training=True))
+
+
+def test_an_exception_in_the_middle_of_a_trace_leaves_the_model_whole():
+    model, x = Explodes(RuntimeError("stop")), np.ones((2, 3), np.float32)
+    model(x)
+    apply, params, model_state = start(model)
+    with pytest.raises(RuntimeError, match="stop"):
+        jax.jit(jax.grad(lambda p: apply(p, model_state, x, training=True).outputs.sum()))(params)
+    model.error = None
+    assert whole(model, x)
+    apply, params, model_state = start(model)
+    assert_close(apply(params, model_state, x, training=True).outputs, model(x, training=True))
+
+
+def test_losses_left_behind_by_a_failed_fit_do_not_return(builders):
+    model, x = builders["shared_layers"]()
+    model.compile("sgd", "mse")
+    with pytest.raises(TypeError, match="incompatible shapes"):
+        model.fit(x, np.ones((5, 9), np.float32), verbose=0)
+    apply, params, model_state = start(model)
+    losses = jax.jit(apply)(params, model_state, x).losses
+    assert len(losses) == 3
+    assert all(np.isfinite(losses))
+
+
+def test_updates_of_untracked_variables_are_named():
+    model = keras.Sequential([layers.Input(batch_shape=(2, 4, 3)), layers.LSTM(2, stateful=True)])
+    apply, params, model_state = start(model)
+    with pytest.raises(ValueError, match=r"(?s)lstm.*float32\[2, 2\].*stateful=False"):
+        jax.jit(apply)(params, model_state, np.ones((2, 4, 3), np.float32))
+
+
+def test_an_unbuilt_model_is_refused_with_the_remedy():
+    for model in (keras.Sequential([layers.Dense(2)]), Explodes()):
+        for use in (bridge.from_keras, lambda m: bridge.create_state(m, SGD)):
+            with pytest.raises(ValueError, match=r"expected a built model.*model\(x\)"):
+                use(model)
+
+
+def test_a_model_that_only_says_it_is_built_is_refused():
+    model = Explodes()
+    model.built = True
+    with pytest.raises(ValueError, match="expected a built model"):
+        bridge.from_keras(model)
+
+
+def test_what_is_no_keras_model_is_refused():
+    for use in (bridge.from_keras, lambda m: bridge.create_state(m, SGD)):
+        with pytest.raises(TypeError, match=r"expected a keras.Model or keras.Layer, got int"):
+            use(3)
+
+
+def test_arguments_of_to_keras_in_the_wrong_order_are_refused(builders):
+    model, _ = builders["sequential"]()
+    state = bridge.create_state(model, SGD)
+    with pytest.raises(TypeError, match=r"\(state, model\), got Sequential and TrainState"):
+        bridge.to_keras(model, state)
+    with pytest.raises(TypeError, match=r"with \.params and \.model_state, got dict"):
+        bridge.to_keras({}, model)
+
+
+def test_a_layer_frozen_after_init_is_named_by_apply(builders):
+    model, x = builders["batch_norm"]()
+    apply, params, model_state = start(model)
+    model.layers[0].trainable = False
+    with pytest.raises(ValueError, match=r"(?s)model_state/conv2d/kernel: missing.*frozen"):
+        jax.jit(apply)(params, model_state, x)
+
+
+def test_constraints_that_optax_will_not_apply_are_named():
+    net = [keras.Input((3,)), layers.Dense(2, kernel_constraint="non_neg")]
+    with pytest.warns(UserWarning, match="(?s)have constraints.*dense/kernel"):
+        bridge.create_state(keras.Sequential(net), SGD)
+
+
+def test_a_step_that_changes_keras_variables_is_refused_and_the_model_stays_whole():
+    model = keras.Sequential([keras.Input((3,)), layers.BatchNormalization(), layers.Dropout(0.5)])
+    before = snapshot(model)
+
+    def step(state, batch):
+        return state + jnp.sum(model(batch, training=True)), {}
+
+    state = jnp.zeros(())
+    with pytest.raises(ValueError, match=r"(?s)assigns Keras variables:.*moving_mean.*from_keras"):
+        functrain.fuse(step, 2)(state, jnp.ones((2, 4, 3)))
+    assert not state.is_deleted()
+    for a, b in zip(before, snapshot(model), strict=True):
+        np.testing.assert_array_equal(a, b)
