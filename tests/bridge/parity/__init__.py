@@ -14,9 +14,9 @@ N, BATCH = 104, 16  # six whole batches, and one of eight
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(N, 8)).astype(np.float32)
 Y = RNG.normal(size=(N, 4)).astype(np.float32)
-LABELS = RNG.integers(0, 4, N)
+LABELS = RNG.integers(0, 4, N).astype(np.int32)  # with int64, jax 0.12 warns in Keras
 IMAGES = RNG.normal(size=(N, 6, 6, 4)).astype(np.float32)
-TOKENS = RNG.integers(0, 9, size=(N, 6))
+TOKENS = RNG.integers(0, 9, size=(N, 6)).astype(np.int32)
 WEIGHTS = RNG.uniform(0.5, 2, N).astype(np.float32)
 SEQUENCES = RNG.normal(size=(N, 6, 4)).astype(np.float32)
 
