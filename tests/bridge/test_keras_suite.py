@@ -30,7 +30,10 @@ def outcomes(folder: pathlib.Path, *options: str, shard: str = "0/1") -> dict[st
     path = os.pathsep.join([str(HERE), str(HERE.parents[1]), *sys.path])
     report = folder / "report.xml"
     quietly = ["-q", "--tb=line", "-W", "ignore", "-p", "no:cacheprovider"]
-    command = [sys.executable, "-m", "pytest", str(SUITE), *quietly, f"--rootdir={folder}"]
+    settings = folder / "pytest.ini"  # not this project's, which may be around the environment
+    settings.write_text("[pytest]\n")
+    where = [f"--rootdir={folder}", f"--config-file={settings}"]
+    command = [sys.executable, "-m", "pytest", str(SUITE), *quietly, *where]
     result = subprocess.run(
         [*command, f"--junit-xml={report}", *options],
         cwd=folder,
