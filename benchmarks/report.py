@@ -137,14 +137,20 @@ def draw(results: Results, path: pathlib.Path) -> None:
 
 
 def _panel(axes: Any, result: dict[str, Any]) -> None:
+    from matplotlib.ticker import LogLocator
+
     measured = {name: way for name, way in result["ways"].items() if way["seconds"]}
     names = sorted(measured, key=lambda name: measured[name]["median"], reverse=True)
     medians = [1e3 * measured[name]["median"] for name in names]
     low = [a - 1e3 * min(measured[n]["seconds"]) for a, n in zip(medians, names, strict=True)]
     high = [1e3 * max(measured[n]["seconds"]) - a for a, n in zip(medians, names, strict=True)]
-    colors = ["tab:blue" if name.startswith("functrain") else "tab:gray" for name in names]
+    ours = ("functrain", "bridge")
+    colors = ["tab:blue" if name.startswith(ours) else "tab:gray" for name in names]
     axes.barh(names, medians, xerr=[low, high], color=colors, error_kw={"elinewidth": 1})
     axes.set_xscale("log")
+    axes.xaxis.set_minor_formatter("")
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_major_formatter("{x:g}")
     axes.set_title(f"{result['workload']} (batch {result['batch']})")
     axes.tick_params(labelsize=8)
 
