@@ -1,7 +1,6 @@
 """Convolutions of a few small images as one matrix product of patches (im2col).
 
-XLA's CPU backend has Eigen share the sum over taps and channels between threads where the result
-is small beside it, and in that form Eigen reads its patches one number at a time: a cliff.
+On CPU some of these run a hundred times slower than their arithmetic is worth: a cliff.
 
 Milliseconds, 2 cores, jax 0.10, under `jit`; image `[N, H, H, C]`, 3 x 3 kernel, as many features:
 
@@ -13,7 +12,7 @@ Milliseconds, 2 cores, jax 0.10, under `jit`; image `[N, H, H, C]`, 3 x 3 kernel
     16 4 256       1.5 -> 1.8                       1.9 -> 1.8       (256 rows: a draw)
     64 4 64        0.35 -> 0.57                     0.43 -> 0.53     (so: not more rows)
 
-Where the cliff begins depends on the number of threads: more of them, and it begins earlier.
+Where the cliff begins was measured with 2 threads only.
 
 Sums may be taken in another order: last bits change.
 """
