@@ -22,19 +22,21 @@ from functrain.rewrites.phased_conv import phased_conv
 from functrain.rewrites.swapped_conv import swapped_conv
 from functrain.rewrites.trimmed_conv import trimmed_conv
 from functrain.rewrites.volume_conv import volume_conv
+from functrain.rewrites.weight_gradient import weight_gradient
 
 Mode: TypeAlias = Literal["auto", "exact", "off"]
 F = TypeVar("F", bound=Callable[..., Any])
 
 # In the order they are asked: what one returns is looked at by those after it.
 REWRITES: tuple[Rewrite, ...] = (
+    trimmed_conv,
     depthwise_conv,
     grouped_conv,
-    trimmed_conv,
     swapped_conv,
     dot_conv,
     volume_conv,
     patch_conv,
+    weight_gradient,
     phased_conv,
     canonical_conv,
     max_pool,

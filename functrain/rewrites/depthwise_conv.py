@@ -23,7 +23,8 @@ is. The sums are taken in another order: last bits change.
 
 import functools
 import itertools
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -35,7 +36,7 @@ from jax.extend.core import primitives
 
 from functrain.rewrites._conv import from_canonical, groups, ndim, to_canonical
 from functrain.rewrites._frame import Rewrite
-from functrain.rewrites._windows import padded, positions, wide, window_at
+from functrain.rewrites._windows import padded, positions, spread, wide, window_at
 
 # Each tap is a slice in the program: 11 x 11 still compiles in a second, 31 x 31 would not.
 MOST_TAPS = 128
@@ -43,6 +44,9 @@ MOST_TAPS = 128
 MOST_CHANNELS = 4
 # How many sums one pass takes: more run slower, fewer compile longer.
 SUMS = 25
+# How many terms are written out: the compiler repeats a sum in each operation that reads it, a
+# normalization's say, but not a loop. With fewer, what is in the loop does not get all cores.
+MOST_TERMS = 32
 
 
 def _applies(eqn: core.JaxprEqn) -> bool:
@@ -72,17 +76,43 @@ def _shift_sum(lhs: jax.Array, rhs: jax.Array, params: dict[str, Any]) -> jax.Ar
     count, inputs, window = params["feature_group_count"], rhs.shape[-2], rhs.shape[:-2]
     strides, apart = params["window_strides"], params["rhs_dilation"]
     sizes = positions(lhs.shape[1:-1], window, strides, apart)
-    rhs = jnp.swapaxes(rhs.reshape(-1, count, rhs.shape[-1] // count), 1, 2)  # [W I, O, G]
-    terms: list[jax.Array] = []
-    for tap in itertools.product(*map(range, window)):
-        x = window_at(lhs, tap, apart, sizes, strides)
-        x = x.reshape(*x.shape[:-1], count, inputs)
-        for i in range(inputs):
-            w = lax.index_in_dim(rhs, len(terms), keepdims=False)
-            x_i = lax.index_in_dim(x, i, axis=-1, keepdims=False)
-            terms.append(wide(jnp.expand_dims(x_i, -2)) * wide(w))
-    out = jnp.swapaxes(functools.reduce(lax.add, terms), -1, -2)
+    rhs = jnp.swapaxes(rhs.reshape(*window, inputs, count, -1), -2, -1)  # [*W, I, O, G]
+    bands, rows = _bands(window, inputs)
+
+    def band(first: Any, rows: int) -> jax.Array:
+        """Sums over some rows of taps, from the first one on."""
+        seen = spread(sizes[0], strides[0]) + (rows - 1) * apart[0]
+        x = lax.dynamic_slice_in_dim(lhs, first * apart[0], seen, axis=1)
+        w = lax.dynamic_slice_in_dim(rhs, first, rows)
+        return functools.reduce(lax.add, terms(x, w))
+
+    def terms(lhs: jax.Array, rhs: jax.Array) -> Iterator[jax.Array]:
+        """Yields `[N, *S', O, G]` for each tap and input."""
+        number, weights = itertools.count(), lax.collapse(rhs, 0, rhs.ndim - 2)
+        for tap in itertools.product(*map(range, rhs.shape[:-3])):
+            x = window_at(lhs, tap, apart, sizes, strides)
+            x = x.reshape(*x.shape[:-1], count, inputs)
+            for i in range(inputs):
+                w = lax.index_in_dim(weights, next(number), keepdims=False)
+                x_i = lax.index_in_dim(x, i, axis=-1, keepdims=False)
+                yield wide(jnp.expand_dims(x_i, -2)) * wide(w)
+
+    if bands == 1:
+        out = functools.reduce(lax.add, terms(lhs, rhs))
+    else:
+        rest = window[0] - bands * rows
+        like = jax.eval_shape(lambda: band(0, rows))
+        start = band(bands * rows, rest) if rest else jnp.zeros(like.shape, like.dtype)
+        out = lax.fori_loop(0, bands, lambda i, total: total + band(i * rows, rows), start)
+    out = jnp.swapaxes(out, -1, -2)
     return lax.collapse(out, out.ndim - 2)
+
+
+def _bands(window: Sequence[int], inputs: int) -> tuple[int, int]:
+    """Returns how many bands of how many rows of taps a loop takes; rows may be left over."""
+    bands = -(-math.prod(window) * inputs // MOST_TERMS)
+    rows = max(1, window[0] // bands)
+    return window[0] // rows, rows
 
 
 def _weight_gradient(lhs: jax.Array, rhs: jax.Array, params: dict[str, Any]) -> jax.Array:

@@ -3,7 +3,8 @@
 Where the kernel is larger than the image, as a 3 x 3 kernel over the 1 x 1 image that is left at
 the end of a deep network, some taps meet padding only, and in the gradient of the weights some
 places do: their results are zeros. So the kernel is cropped, or the result padded, and in the
-example a product of matrices is left, a ninth of the work.
+example a product of matrices is left, a ninth of the work. So it is with groups: a depthwise 7 x 7
+kernel over a 2 x 2 image, as in ConvNeXt, keeps 9 taps of 49.
 
 An infinite weight at such a tap gives no NaN any more, since it meets no zero of the padding.
 Other kernels of XLA may take the rest: last bits change.
@@ -18,7 +19,7 @@ from jax import lax
 from jax.extend import core
 from jax.extend.core import primitives
 
-from functrain.rewrites._conv import ungrouped
+from functrain.rewrites._conv import sizes
 from functrain.rewrites._frame import Rewrite
 from functrain.rewrites._windows import positions, spread
 
@@ -31,7 +32,7 @@ class _Axis(NamedTuple):
 
 
 def _applies(eqn: core.JaxprEqn) -> bool:
-    shape = ungrouped(eqn)
+    shape = sizes(eqn)
     if shape is None:
         return False
     axes = _axes(shape.image, shape.window, shape.places, eqn.params)
@@ -43,8 +44,8 @@ def _axes(
     image: Sequence[int], window: Sequence[int], places: Sequence[int], params: dict[str, Any]
 ) -> list[_Axis]:
     names = ("padding", "window_strides", "lhs_dilation", "rhs_dilation")
-    sizes = (image, window, places, *(params[name] for name in names))
-    return [_axis(*axis) for axis in zip(*sizes, strict=True)]
+    numbers = (image, window, places, *(params[name] for name in names))
+    return [_axis(*axis) for axis in zip(*numbers, strict=True)]
 
 
 def _axis(
@@ -75,13 +76,13 @@ def _replace(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
     numbers, strides = params["dimension_numbers"], params["window_strides"]
     image = [lhs.shape[axis] for axis in numbers.lhs_spec[2:]]
     window = [rhs.shape[axis] for axis in numbers.rhs_spec[2:]]
-    sizes = [
+    full = [
         low + spread(size, holes) + high
         for size, (low, high), holes in zip(
             image, params["padding"], params["lhs_dilation"], strict=True
         )
     ]
-    places = positions(sizes, window, strides, params["rhs_dilation"])
+    places = positions(full, window, strides, params["rhs_dilation"])
     axes = _axes(image, window, places, params)
     padding = []
     for i, axis in enumerate(axes):

@@ -167,6 +167,36 @@ def test_with_a_model_updates_end_within_its_constraints_as_kerass_do():
     assert float(jnp.linalg.norm(state.params["a"]["kernel"], axis=0).max()) <= 0.5 + 1e-6
 
 
+def test_float8_scales_are_overwritten_as_keras_does_it():
+    """Their gradients are their new values, which no optimizer may scale or average."""
+    x = np.random.default_rng(0).normal(size=(16, 16)).astype(np.float32)
+    y = np.random.default_rng(1).normal(size=(16, 16)).astype(np.float32)
+
+    def make():
+        keras.utils.set_random_seed(0)
+        model = keras.Sequential([keras.Input((16,)), layers.Dense(16), layers.Dense(16)])
+        for layer in model.layers:
+            layer.quantize("float8")
+        model.compile(K.Adam(1e-2), "mse")
+        return model
+
+    model, theirs = make(), make()
+    tx = bridge.optimizer(model.optimizer, model=model)
+    state = bridge.create_state(model, tx)
+    loss_fn = ft.supervised(bridge.from_keras(model), bridge.loss("mse"))
+    assert sum(v.overwrite_with_gradient for v in model.trainable_variables) == 2 * 6
+    before = [np.asarray(v.value) for v in theirs.trainable_variables]
+    # After more steps one of them rounds a number to the next float8, and they part.
+    theirs.fit(x, y, batch_size=8, epochs=1, shuffle=False, verbose=0)
+    state, _ = ft.fit(state, ft.train_step(loss_fn, tx), ft.ArrayLoader((x, y), 8), verbose=False)
+    bridge.to_keras(state, model)
+    pairs = zip(model.trainable_variables, theirs.trainable_variables, before, strict=True)
+    for ours, other, old in pairs:
+        assert not np.array_equal(other.value, old)
+        roundings = 2 * np.finfo(np.float32).eps * np.maximum(np.abs(old), np.abs(other.value))
+        assert np.all(np.abs(ours.value - other.value) <= roundings)
+
+
 def test_constraints_of_a_model_go_with_any_optax_chain():
     model = constrained()
     with pytest.warns(UserWarning, match=r"a/kernel\n.*bridge.constraints\(model\)"):

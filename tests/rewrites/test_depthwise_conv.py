@@ -25,6 +25,19 @@ def test_depthwise_is_as_accurate_as_it_was(case: Any) -> None:
     cases.check_accuracy(all_three(conv), args, depthwise_conv)
 
 
+@pytest.mark.parametrize(
+    ("window", "strides"), [((7, 7), (1, 1)), ((8, 5), (2, 1)), ((9, 9), (1, 2))]
+)
+def test_many_taps_are_taken_in_bands(window: tuple[int, ...], strides: tuple[int, ...]) -> None:
+    conv, x, w = cases.layer(
+        (2, 13, 12, 4), (*window, 1, 8), feature_group_count=4, window_strides=strides
+    )
+    args = x, w, conv(x, w)
+    assert "scan" in kinds(cases.rewritten(conv, args[:2], depthwise_conv))
+    cases.check_accuracy(all_three(conv), args, depthwise_conv)
+    cases.check_chunks(conv, x, w)
+
+
 @settings(max_examples=8, deadline=None, derandomize=True)
 @given(cases.convolutions(sides=(3, 3), groups=(2, 4)))
 def test_grouped_is_as_accurate_as_it_was(case: Any) -> None:

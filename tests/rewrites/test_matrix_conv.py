@@ -107,12 +107,20 @@ def test_a_program_does_not_grow_with_the_image() -> None:
     assert len(jax.make_jaxpr(optimize(fn))(x, w, g).eqns) < 40
 
 
-def test_only_taps_that_see_something_are_left() -> None:
-    conv, x, w = cases.layer((2, 2, 3, 4), (5, 3, 4, 6))
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_only_taps_that_see_something_are_left(groups: int) -> None:
+    conv, x, w = cases.layer((2, 2, 3, 4), (5, 3, 4 // groups, 8), feature_group_count=groups)
     after = cases.rewritten(conv, (x, w), trimmed_conv)
     (eqn,) = (eqn for eqn in after.eqns if eqn.primitive.name == "conv_general_dilated")
-    assert eqn.invars[1].aval.shape == (3, 3, 4, 6)
+    assert eqn.invars[1].aval.shape == (3, 3, 4 // groups, 8)
     assert not trimmed_conv.applies(eqn)
+
+
+def test_places_that_see_nothing_are_zeros_with_groups_too() -> None:
+    conv, x, w = cases.layer((2, 2, 2, 4), (7, 7, 1, 8), feature_group_count=4)
+    fn, g = cases.all_three(conv), conv(x, w)
+    assert cases.takes(trimmed_conv, fn, x, w, g) == [True, True, True]
+    cases.check_accuracy(fn, (x, w, g), trimmed_conv)
 
 
 def test_an_image_that_no_tap_sees_is_left_alone() -> None:
