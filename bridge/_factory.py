@@ -87,6 +87,8 @@ def _encoded(value: Any, owner: str, key: str) -> Any:
         )
     if isinstance(value, list | tuple):
         return [_encoded(item, owner, key) for item in value]
+    if isinstance(value, Mapping):  # as pairs, since a file knows keys that are strings only
+        return {"items": [_encoded(list(pair), owner, key) for pair in value.items()]}
     if isinstance(value, type | np.dtype) or type(value) is type(jnp.float32):
         return jnp.dtype(value).name
     if callable(value) and not hasattr(value, "get_config"):
@@ -99,4 +101,6 @@ def _decoded(value: Any, custom_objects: Mapping[str, Any] | None) -> Any:
         return [_decoded(item, custom_objects) for item in value]
     if isinstance(value, dict) and set(value) == {"function"}:
         return named(value["function"], custom_objects)
+    if isinstance(value, dict) and set(value) == {"items"}:
+        return dict(_decoded(pair, custom_objects) for pair in value["items"])
     return keras.saving.deserialize_keras_object(value, custom_objects=custom_objects)

@@ -94,6 +94,8 @@ def _check_weight(sample_weight: PyTree, values: Any) -> None:
     have, want = jnp.shape(sample_weight), values.shape
     if len(have) == len(want) + 1 and have[-1] == 1:
         have = have[:-1]
+    if len(want) == len(have) + 1 and want[-1] == 1:
+        want = want[:-1]
     fits = len(have) == len(want) and all(w in (1, v) for w, v in zip(have, want, strict=True))
     if have and want and not fits:
         raise ValueError(

@@ -247,8 +247,9 @@ def to_keras(
     if isinstance(state, KerasState):
         return write_keras_state(state, model)
     if isinstance(state, Mapping) and "params" in state:
-        parts = (state.get(name, {}) for name in _variables.COLLECTIONS)
-        _variables.assign(_variables.layout(model), state["params"], _variables.merge(*parts))
+        parts = (_plain(state.get(name, {})) for name in _variables.COLLECTIONS)
+        where, params = _variables.layout(model), _plain(state["params"])
+        _variables.assign(where, params, _variables.merge(*parts))
         return model
     if not (hasattr(state, "params") and hasattr(state, "model_state")):
         raise TypeError(
@@ -264,6 +265,12 @@ def to_keras(
     for variable, value in slots:
         variable.assign(value)
     return model
+
+
+def _plain(tree: PyTree) -> PyTree:
+    """Turns mappings, such as flax's FrozenDict, into dicts."""
+    is_mapping = isinstance(tree, Mapping)
+    return {key: _plain(value) for key, value in tree.items()} if is_mapping else tree
 
 
 def _slots(state: Any, model: keras.Layer, required: bool) -> list[tuple[Any, jax.Array]]:

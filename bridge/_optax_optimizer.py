@@ -21,6 +21,7 @@ from functrain._state import check_tx
 
 PyTree: TypeAlias = Any
 _OWNER = "bridge.OptaxOptimizer"
+_NUMBER = int | float | jax.Array | np.number | np.ndarray
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,7 +114,7 @@ class OptaxOptimizer(_keras_private.GradientsOnly):
         super().__init__(learning_rate=_unknown, name=name)
         made = _made(tx, arguments)
         # Past Keras's tracking of attributes, which would put its own containers in their place.
-        self.__dict__.update(_made_by=tx, _arguments=arguments, tx=made)
+        self.__dict__.update(_made_by=tx, _arguments=arguments, tx=made, _saved_paths=[])
 
     def build(self, variables: list[Any]) -> None:
         """Makes variables for the state of the transformation."""
@@ -121,15 +122,28 @@ class OptaxOptimizer(_keras_private.GradientsOnly):
             return
         super().build(variables)
         trained = tuple(v for v in variables if not v.overwrite_with_gradient)
-        keys = tuple(paths(trained))
+        keys = self._paths(trained)
         params = nest({key: v.value for key, v in zip(keys, trained, strict=True)})
         state = _tree.copy(self.tx.init(params))
         _require_no_more_than_gradients(self.tx, params, state)
         leaves, treedef = jax.tree.flatten(state)
         marks = labels(state, {key: i for i, key in enumerate(keys)})
-        slots = tuple(self._slot(*pair, trained) for pair in zip(leaves, marks, strict=True))
+        # A file knows slots by their order, which must not depend on how Keras named layers.
+        order = sorted(range(len(leaves)), key=lambda i: (marks[i].prefix, marks[i].owner or 0))
+        made = {i: self._slot(leaves[i], marks[i], trained) for i in order}
+        slots = tuple(made[i] for i in range(len(leaves)))
         impls = tuple(jax.random.key_impl(x) if _tree.is_key(x) else None for x in leaves)
         self.__dict__["_plan"] = Plan(trained, keys, treedef, slots, tuple(marks), impls)
+
+    def _paths(self, trained: tuple[Any, ...]) -> tuple[tuple[str, ...], ...]:
+        """Returns the paths of the file that the optimizer comes from, if they fit, or new ones.
+
+        Keras names the layers of nested models otherwise when it loads them.
+        """
+        saved = [(path[-1], tuple(shape)) for path, shape in self._saved_paths]
+        if saved == [(v.path.split("/")[-1], tuple(v.shape)) for v in trained]:
+            return tuple(tuple(path) for path, _ in self._saved_paths)
+        return tuple(paths(trained))
 
     def _slot(self, leaf: jax.Array, label: Label, trained: tuple[Any, ...]) -> Any:
         value = numbers(leaf)
@@ -220,12 +234,18 @@ class OptaxOptimizer(_keras_private.GradientsOnly):
           ValueError: The transformation was passed ready-made, or an argument is a closure.
         """
         arguments = dict(self._arguments)
-        if isinstance(arguments.get("learning_rate"), int | float):
+        if isinstance(arguments.get("learning_rate"), _NUMBER):
             arguments["learning_rate"] = float(keras.ops.convert_to_numpy(self.learning_rate))
         return {
             "name": self.name,
             "tx": _factory.name_of(self._made_by, _OWNER, "transformation"),
             "arguments": _factory.to_config(arguments, _OWNER),
+            "variables": [
+                [list(path), list(v.shape)]
+                for path, v in zip(self.plan.paths, self.plan.trained, strict=True)
+            ]
+            if self.built
+            else [],
         }
 
     @classmethod
@@ -234,7 +254,9 @@ class OptaxOptimizer(_keras_private.GradientsOnly):
     ) -> "OptaxOptimizer":
         """Returns the optimizer that `get_config` described, without its state."""
         arguments = _factory.from_config(config["arguments"], custom_objects)
-        return cls(_factory.named(config["tx"], custom_objects), name=config["name"], **arguments)
+        made = cls(_factory.named(config["tx"], custom_objects), name=config["name"], **arguments)
+        made.__dict__["_saved_paths"] = config["variables"]
+        return made
 
 
 def _made(tx: Any, arguments: Mapping[str, Any]) -> optax.GradientTransformation:
@@ -258,7 +280,7 @@ def _made(tx: Any, arguments: Mapping[str, Any]) -> optax.GradientTransformation
         return tx(**{**given, "learning_rate": learning_rate})
 
     rate: Any = given.get("learning_rate")
-    is_number = isinstance(rate, int | float | jax.Array | np.number | np.ndarray)
+    is_number = isinstance(rate, _NUMBER)
     made = optax.inject_hyperparams(of_rate)(float(rate)) if is_number else tx(**given)
     check_tx(made)
     return made

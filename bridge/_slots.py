@@ -112,17 +112,15 @@ def gather(
     return scalars, trees
 
 
-def scatter(roles: Sequence[Slot | str], state: KerasOptState, places: Sequence[int]) -> list[Any]:
+def scatter(
+    roles: Sequence[Slot | str], state: KerasOptState, treedef: Any, places: Sequence[int]
+) -> list[Any]:
     """Returns a state as the values of `optimizer.variables`: `gather`, backwards."""
     trees = {
-        name: dict(zip(places, jax.tree.leaves(tree, is_leaf=_is_masked), strict=True))
+        name: dict(zip(places, treedef.flatten_up_to(tree), strict=True))
         for name, tree in state.slots.items()
     }
     return [
         trees[role.name][role.owner] if isinstance(role, Slot) else state.scalars[role]
         for role in roles
     ]
-
-
-def _is_masked(x: Any) -> bool:
-    return isinstance(x, optax.MaskedNode)

@@ -169,7 +169,7 @@ def _signed(tree: PyTree, sign: int) -> PyTree:
 def _to_keras(
     opt_state: PyTree, model: Any, optimizer: Any, step: Any
 ) -> list[tuple[Any, jax.Array]]:
-    roles, places, _ = _order(model, optimizer)
+    roles, places, treedef = _order(model, optimizer)
     now = _of_keras(model, optimizer)
     known = twins(optimizer, opt_state)
     scalars, slots = dict(now.scalars), dict(now.slots)
@@ -181,7 +181,8 @@ def _to_keras(
             odd = (set(scalars) ^ set(found.scalars)) - {"learning_rate"}
             if odd or set(slots) != set(found.slots):
                 raise UnfitError(_stranger(optimizer, opt_state))
-            values = scatter(roles, KerasOptState({**scalars, **shared}, found.slots), places)
+            whole = KerasOptState({**scalars, **shared}, found.slots)
+            values = scatter(roles, whole, treedef, places)
             return list(zip(optimizer.variables, values, strict=True))
         counts += [
             getattr(found, name) for name in ("count", "iterations") if name in found._fields
@@ -194,7 +195,7 @@ def _to_keras(
     if filled != set(slots):
         raise UnfitError(f"it has no {sorted(set(slots) - filled)}")
     scalars["iterations"] = counts[-1]
-    values = scatter(roles, KerasOptState(scalars, slots), places)
+    values = scatter(roles, KerasOptState(scalars, slots), treedef, places)
     return list(zip(optimizer.variables, values, strict=True))
 
 

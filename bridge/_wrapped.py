@@ -105,7 +105,8 @@ class Wrapped:
     def variables(self, built: Built, state: Any) -> list[Any]:
         if isinstance(state, KerasOptState):
             with contextlib.suppress(KeyError, ValueError):
-                return [jnp.asarray(x) for x in scatter(built.roles, state, built.places)]
+                values = scatter(built.roles, state, built.treedef, built.places)
+                return [jnp.asarray(x) for x in values]
         slots = sorted({role.name for role in built.roles if isinstance(role, Slot)})
         raise ValueError(
             f"opt_state: expected one of bridge.optimizer({type(self.optimizer).__name__}) with "

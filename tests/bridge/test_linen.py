@@ -5,6 +5,7 @@ import bridge  # isort: skip  # before keras: it chooses the backend
 from collections.abc import Callable
 from typing import Any
 
+import flax
 import flax.errors
 import flax.linen as nn
 import jax
@@ -83,6 +84,14 @@ def test_values_go_there_and_back_unchanged() -> None:
     model(X, training=True)  # what Keras itself makes of the same step
     for a, b in zip(model.variables, other.variables, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7, err_msg=a.path)
+
+
+def test_a_frozen_dict_of_variables_goes_back_too() -> None:
+    model, other = (keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)]) for _ in range(2))
+    module = bridge.to_linen(model)
+    variables = flax.core.freeze(module.init(jax.random.key(1), np.ones((1, 3), np.float32)))
+    bridge.to_keras(variables, other)
+    np.testing.assert_array_equal(other.layers[0].kernel, variables["params"]["dense"]["kernel"])
 
 
 def test_values_survive_keras_linen_keras_linen() -> None:

@@ -338,6 +338,13 @@ def test_weights_along_the_wrong_axis_are_refused() -> None:
         loss(outputs, y, np.ones(3))
 
 
+def test_one_weight_an_example_weighs_sequences_of_length_one() -> None:
+    outputs, y, weight = np.full((4, 1, 1), 2.0, np.float32), np.zeros((4, 1, 1)), np.arange(4.0)
+    ours = bridge.loss("mse")(outputs, y, weight)
+    np.testing.assert_array_equal(np.ravel(ours), 4 * weight)
+    assert np.mean(ours) == keras.losses.MeanSquaredError()(y, outputs, weight)
+
+
 def test_supervised_leaves_the_reduction_to_the_loss() -> None:
     with pytest.raises(ValueError, match=r"reduction: expected 'mean'.*mean_with_sample_weight"):
         ft.supervised(IDENTITY, bridge.loss("mse"), reduction="weighted_mean")

@@ -314,6 +314,76 @@ class TestPaths:
         assert len(set(first)) == len(first)
 
 
+@keras.saving.register_keras_serializable("tests")
+def inner_frozen(learning_rate):
+    """Freezes the layers of an inner model."""
+
+    def label(params):
+        return {key: "frozen" if key == "sequential" else "trained" for key in params}
+
+    parts = {"trained": optax.adam(learning_rate), "frozen": optax.set_to_zero()}
+    return optax.multi_transform(parts, label)
+
+
+def nested(optimizer):
+    """One whose layers Keras names otherwise when it loads them."""
+    keras.utils.set_random_seed(0)
+    inner = keras.Sequential([keras.layers.Dense(3)])
+    model = keras.Sequential([keras.Input((3,)), inner, keras.layers.Dense(3)])
+    model.compile(optimizer, "mse")
+    return model
+
+
+DATA = np.random.default_rng(0).normal(size=(2, 32, 3)).astype(np.float32)
+
+
+@pytest.mark.parametrize("make", [optax.adam, inner_frozen])
+def test_a_nested_model_goes_on_as_it_was_after_loading(make, tmp_path):
+    model = nested(bridge.OptaxOptimizer(make, learning_rate=0.01))
+    model.fit(*DATA, verbose=0, shuffle=False)
+    model.save(tmp_path / "model.keras")
+    loaded = keras.saving.load_model(tmp_path / "model.keras")
+    for each in (model, loaded):
+        each.fit(*DATA, verbose=0, shuffle=False, epochs=3)
+    for ours, theirs in zip(loaded.get_weights(), model.get_weights(), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_slots_in_a_file_of_weights_do_not_depend_on_names(tmp_path):
+    model, other = (nested(bridge.OptaxOptimizer(optax.adam(0.01))) for _ in range(2))
+    model.fit(*DATA, verbose=0, shuffle=False)
+    model.save_weights(tmp_path / "model.weights.h5")
+    for number, variable in enumerate(other.trainable_variables):
+        variable._path = f"layer_{9 - number}/{variable.name}"
+    other.optimizer.build(other.trainable_variables)
+    other.load_weights(tmp_path / "model.weights.h5")
+    for each in (model, other):
+        each.fit(*DATA, verbose=0, shuffle=False, epochs=3)
+    for ours, theirs in zip(other.get_weights(), model.get_weights(), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_a_schedule_with_steps_as_keys_comes_back_from_a_file(tmp_path):
+    schedule = bridge.schedule(
+        optax.piecewise_constant_schedule, init_value=0.1, boundaries_and_scales={2: 0.1, 10: 0.5}
+    )
+    model = nested(keras.optimizers.SGD(schedule))
+    model.fit(*DATA, verbose=0)
+    model.save(tmp_path / "model.keras")
+    loaded = keras.saving.load_model(tmp_path / "model.keras")
+    loaded.fit(*DATA, verbose=0)
+    assert [float(loaded.optimizer.learning_rate)] == pytest.approx([0.01])
+
+
+@pytest.mark.parametrize("kind", [float, np.float32, jnp.float32, np.asarray])
+def test_a_config_has_the_learning_rate_of_now(kind):
+    optimizer = bridge.OptaxOptimizer(optax.sgd, learning_rate=kind(0.5))
+    nested(optimizer).fit(*DATA, verbose=0)
+    optimizer.learning_rate = 0.25
+    again = bridge.OptaxOptimizer.from_config(optimizer.get_config())
+    assert float(again.learning_rate) == 0.25
+
+
 class TestErrors:
     @pytest.mark.parametrize("name", sorted(MORE | {"scale_by_polyak"}))
     def test_what_needs_more_than_gradients_says_what_before_training(self, name):

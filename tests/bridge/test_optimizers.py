@@ -167,6 +167,39 @@ def test_with_a_model_updates_end_within_its_constraints_as_kerass_do():
     assert float(jnp.linalg.norm(state.params["a"]["kernel"], axis=0).max()) <= 0.5 + 1e-6
 
 
+def test_it_takes_a_part_of_the_params_as_optax_s_masks_leave_it():
+    params = {"a": jnp.ones(2), "b": {"c": jnp.ones(3), "d": jnp.ones(1)}}
+    labels = {"a": "train", "b": {"c": "freeze", "d": "train"}}
+    grads = jax.tree.map(lambda p: 2 * p, params)
+
+    def trained(tx):
+        now, state = params, tx.init(params)
+        for _ in range(3):
+            updates, state = tx.update(grads, state, now)
+            now = optax.apply_updates(now, updates)
+        return now
+
+    whole = trained(bridge.optimizer(K.Adam(0.1)))
+    part = optax.multi_transform(
+        {"train": bridge.optimizer(K.Adam(0.1)), "freeze": optax.set_to_zero()}, labels
+    )
+    for tx in (part, optax.masked(bridge.optimizer(K.Adam(0.1)), {"a": True, "b": False})):
+        np.testing.assert_array_equal(trained(tx)["a"], whole["a"])
+    np.testing.assert_array_equal(trained(part)["b"]["c"], params["b"]["c"])
+    np.testing.assert_array_equal(trained(part)["b"]["d"], whole["b"]["d"])
+
+
+def test_an_optax_optimizer_keeps_constraints_with_its_model():
+    model = keras.Sequential([keras.Input((3,)), layers.Dense(2, kernel_constraint="non_neg")])
+    model.compile(bridge.OptaxOptimizer(optax.sgd, learning_rate=1.0), "mse")
+    tx = bridge.optimizer(model.optimizer, model=model)
+    state = bridge.create_state(model, tx)
+    updates, _ = tx.update(jax.tree.map(jnp.ones_like, state.params), state.opt_state, state.params)
+    new = optax.apply_updates(state.params, updates)["dense"]
+    assert np.min(new["kernel"]) == 0
+    assert np.min(new["bias"]) == -1
+
+
 def test_float8_scales_are_overwritten_as_keras_does_it():
     """Their gradients are their new values, which no optimizer may scale or average."""
     x = np.random.default_rng(0).normal(size=(16, 16)).astype(np.float32)

@@ -149,3 +149,13 @@ def test_what_is_no_schedule_is_refused():
         bridge.schedule(0.1)
     with pytest.raises(TypeError, match="takes no arguments"):
         bridge.schedule(S.CosineDecay(0.1, 10), alpha=0.1)
+
+
+@pytest.mark.parametrize(
+    "maker", [optax.cosine_decay_schedule, keras.optimizers.schedules.CosineDecay]
+)
+def test_what_makes_a_schedule_is_none(maker):
+    with pytest.raises(TypeError, match=r"expected a function of the count.*no arguments"):
+        bridge.schedule(maker)
+    with pytest.raises(TypeError, match=r"\['init_values'\]: "):
+        bridge.schedule(maker, init_values=0.1)
