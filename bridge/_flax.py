@@ -242,6 +242,8 @@ class _First:
             if self._given is None
             else jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self._given)
         )
+        if isinstance(module, _flax_modules.Linen) and self._given is not None:
+            _require_collections(jax.eval_shape(init, inputs), self._given)
         leaves, self.structure = jax.tree_util.tree_flatten_with_path(self.shapes)
         self.leaves = [(_tree.path_str(path).split("/"), leaf) for path, leaf in leaves]
 
@@ -308,3 +310,11 @@ def _symbolic(x: Any) -> Any:
 def _key(seed: jax.Array) -> jax.Array:
     key: jax.Array = jax.random.wrap_key_data(seed, impl="threefry2x32")
     return key
+
+
+def _require_collections(expected: Mapping[str, PyTree], given: Mapping[str, PyTree]) -> None:
+    if missing := set(expected) - set(given):
+        raise ValueError(
+            f"variables: expected what module.init returns, with {sorted(expected)}, got "
+            f"{sorted(given)} without {sorted(missing)}. Pass all of it, not the params alone."
+        )

@@ -401,5 +401,9 @@ def test_what_is_no_flax_module_is_refused() -> None:
         ValueError, match=r"variables: expected what module.init returns.*\['kernel'\]"
     ):
         bridge.from_flax(Net(), variables={"kernel": np.ones(3)})
+    variables = Net().init(jax.random.key(7), X, train=False)
+    for partial in ({}, variables["params"], {"params": variables["params"]}):
+        with pytest.raises(ValueError, match=r"with \['batch_stats', 'params'\], got .* without"):
+            bridge.from_flax(Net(), variables=partial)(X)
     with pytest.raises(ValueError, match="expected a built layer"):
         bridge.from_flax(Net()).to_flax()
