@@ -18,6 +18,22 @@ _WAY_OUT = (
 )
 
 
+def require_takes(function: Any, expected: str, *args: Any, **arguments: Any) -> None:
+    """Refuses a function that cannot be called so; says what was expected instead.
+
+    Raises:
+      TypeError: The arguments do not fit its signature.
+    """
+    try:
+        inspect.signature(function).bind(*args, **arguments)
+    except TypeError as error:
+        raise TypeError(
+            f"{expected}, got {function!r} with {sorted(arguments) or 'no arguments'}: {error}."
+        ) from None
+    except ValueError:
+        return  # a function of another language may have no signature
+
+
 def name_of(function: Callable[..., Any], owner: str, role: str) -> str:
     """Returns the name under which `named` finds a function.
 

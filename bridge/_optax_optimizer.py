@@ -1,7 +1,6 @@
 """An optax transformation as a Keras optimizer, for `model.compile`."""
 
 import dataclasses
-import inspect
 import re
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
@@ -21,6 +20,10 @@ from functrain._state import check_tx
 
 PyTree: TypeAlias = Any
 _OWNER = "bridge.OptaxOptimizer"
+_TAKES = (
+    f"{_OWNER}: expected a function that makes a transformation, with its arguments by name: "
+    "OptaxOptimizer(optax.adam, learning_rate=1e-3), or a schedule as learning_rate"
+)
 _NUMBER = int | float | jax.Array | np.number | np.ndarray
 
 
@@ -274,7 +277,7 @@ def _made(tx: Any, arguments: Mapping[str, Any]) -> optax.GradientTransformation
             f"that makes one and its arguments, got {tx!r}."
         )
     given = {key: _as_optax(value) for key, value in arguments.items()}
-    _require_takes(tx, given)
+    _factory.require_takes(tx, _TAKES, **given)
 
     def of_rate(learning_rate: Any) -> optax.GradientTransformation:
         return tx(**{**given, "learning_rate": learning_rate})
@@ -284,22 +287,6 @@ def _made(tx: Any, arguments: Mapping[str, Any]) -> optax.GradientTransformation
     made = optax.inject_hyperparams(of_rate)(float(rate)) if is_number else tx(**given)
     check_tx(made)
     return made
-
-
-def _require_takes(make: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
-    """Refuses a function that does not take the arguments: a schedule, say, or a name too few.
-
-    Raises:
-      TypeError: They do not fit its signature.
-    """
-    try:
-        inspect.signature(make).bind(**arguments)
-    except TypeError as error:
-        raise TypeError(
-            f"{_OWNER}: {make!r} cannot be called with {sorted(arguments) or 'no arguments'}: "
-            f"{error}. Expected a function that makes a transformation, with its arguments by "
-            "name: OptaxOptimizer(optax.adam, learning_rate=1e-3), or a schedule as learning_rate."
-        ) from None
 
 
 def _as_optax(value: Any) -> Any:

@@ -1,6 +1,5 @@
 """Learning rate schedules, from Keras to optax and from optax to Keras."""
 
-import contextlib
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +9,11 @@ import jax.numpy as jnp
 import keras
 
 from bridge import _factory
+
+_TAKES = (
+    "schedule: expected a function of the count, or what makes one with its arguments by name, "
+    "schedule(optax.cosine_decay_schedule, init_value=0.1, decay_steps=100)"
+)
 
 
 def schedule(schedule: Callable[..., Any], /, **arguments: Any) -> Callable[..., Any]:
@@ -55,28 +59,11 @@ def schedule(schedule: Callable[..., Any], /, **arguments: Any) -> Callable[...,
             f"schedule, a function of the count, got {schedule!r}. A constant is "
             "optax.constant_schedule(value)."
         )
-    _require_takes(schedule, *([] if arguments else [0]), **arguments)
+    if arguments:
+        _factory.require_takes(schedule, _TAKES, **arguments)
     made = OptaxSchedule(schedule, arguments)
-    _require_takes(made.optax_schedule, 0)
+    _factory.require_takes(made.optax_schedule, _TAKES, 0)
     return made
-
-
-def _require_takes(function: Any, *args: Any, **kwargs: Any) -> None:
-    """Refuses what takes no count, such as what makes a schedule without its arguments.
-
-    Raises:
-      TypeError: The arguments do not fit the function's signature.
-    """
-    with contextlib.suppress(ValueError):  # a function of another language may have none
-        signature = inspect.signature(function)
-        try:
-            signature.bind(*args, **kwargs)
-        except TypeError as error:
-            raise TypeError(
-                f"schedule: expected a function of the count, or what makes one with its arguments "
-                "by name, schedule(optax.cosine_decay_schedule, init_value=0.1, decay_steps=100), "
-                f"got {function!r} with {sorted(kwargs) or 'no arguments'}: {error}."
-            ) from None
 
 
 def _to_optax(keras_schedule: Any) -> Callable[[Any], jax.Array]:

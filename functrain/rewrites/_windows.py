@@ -49,3 +49,13 @@ def padded(
 def wide(x: jax.Array) -> jax.Array:
     """Converts to float32 at least, which is what sums are taken in."""
     return lax.convert_element_type(x, jnp.promote_types(x.dtype, jnp.float32))
+
+
+def zeros(like: jax.ShapeDtypeStruct, *of: jax.Array) -> jax.Array:
+    """Returns the beginning of a sum over what is made of some arrays.
+
+    Inside shard_map a type says over which mesh axes a value varies, and a loop's sum has to begin
+    with the type it ends with. An empty sum of the arrays has it.
+    """
+    zero = sum(jnp.sum(x[:0]) for x in of)
+    return jnp.broadcast_to(jnp.asarray(zero, like.dtype), like.shape)

@@ -36,7 +36,7 @@ from jax.extend.core import primitives
 
 from functrain.rewrites._conv import from_canonical, groups, ndim, to_canonical
 from functrain.rewrites._frame import Rewrite
-from functrain.rewrites._windows import padded, positions, spread, wide, window_at
+from functrain.rewrites._windows import padded, positions, spread, wide, window_at, zeros
 
 # Each tap is a slice in the program: 11 x 11 still compiles in a second, 31 x 31 would not.
 MOST_TAPS = 128
@@ -102,7 +102,7 @@ def _shift_sum(lhs: jax.Array, rhs: jax.Array, params: dict[str, Any]) -> jax.Ar
     else:
         rest = window[0] - bands * rows
         like = jax.eval_shape(lambda: band(0, rows))
-        start = band(bands * rows, rest) if rest else jnp.zeros(like.shape, like.dtype)
+        start = band(bands * rows, rest) if rest else zeros(like, lhs, rhs)
         out = lax.fori_loop(0, bands, lambda i, total: total + band(i * rows, rows), start)
     out = jnp.swapaxes(out, -1, -2)
     return lax.collapse(out, out.ndim - 2)

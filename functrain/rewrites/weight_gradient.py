@@ -39,7 +39,7 @@ from jax.extend.core import primitives
 
 from functrain.rewrites._conv import avals, from_canonical, ungrouped
 from functrain.rewrites._frame import Rewrite
-from functrain.rewrites._windows import padded, positions, window_at
+from functrain.rewrites._windows import padded, positions, window_at, zeros
 
 # Each is a slice in the program.
 MOST_TAPS = 49
@@ -130,9 +130,8 @@ def _summed(products: Callable[..., jax.Array], x: jax.Array, g: jax.Array, most
     if at_once == n:
         return products(x, g)
     some = tuple(v.reshape(-1, at_once, *v.shape[1:]) for v in (x, g))
-    shape = jax.eval_shape(products, *(v[0] for v in some))
-    zeros = jnp.zeros(shape.shape, shape.dtype)
-    return lax.scan(lambda total, xg: (total + products(*xg), None), zeros, some)[0]
+    start = zeros(jax.eval_shape(products, *(v[0] for v in some)), x, g)
+    return lax.scan(lambda total, xg: (total + products(*xg), None), start, some)[0]
 
 
 def _products(x: jax.Array, g: jax.Array, taps: Taps, precision: Any) -> jax.Array:
@@ -153,7 +152,7 @@ def _products(x: jax.Array, g: jax.Array, taps: Taps, precision: Any) -> jax.Arr
         return lax.dot_general(
             *((a, b) if features_last else (b, a)),
             (((0,), (0,)), ((), ())),
-            precision=precision,
+            precision=precision if features_last else precision and precision[::-1],
             preferred_element_type=jnp.promote_types(x.dtype, jnp.float32),
         )
 

@@ -428,11 +428,11 @@ class TestErrors:
     def test_a_schedule_in_the_transformation_s_place(self):
         keras_schedule = keras.optimizers.schedules.CosineDecay(0.1, 100)
         for schedule in (optax.cosine_decay_schedule(0.1, 100), keras_schedule):
-            with pytest.raises(TypeError, match=r"no arguments.*or a schedule as learning_rate"):
+            with pytest.raises(TypeError, match=r"or a schedule as .*, got .*no arguments"):
                 bridge.OptaxOptimizer(schedule)
 
     def test_an_argument_that_the_function_does_not_take(self):
-        with pytest.raises(TypeError, match=r"learning_rates.*OptaxOptimizer\(optax.adam, "):
+        with pytest.raises(TypeError, match=r"OptaxOptimizer\(optax.adam, .*learning_rates"):
             bridge.OptaxOptimizer(optax.adam, learning_rates=0.1)
 
     def test_a_name_that_optax_does_not_have(self):

@@ -77,6 +77,21 @@ def test_nan_and_inf_pass_through_alike(name: str) -> None:
     np.testing.assert_array_equal(np.asarray(got)[~finite], np.asarray(want)[~finite])
 
 
+@pytest.mark.parametrize("name", HOW)
+def test_it_goes_on_inside_shard_map(name: str) -> None:
+    conv, x, w = layer(name)
+    mesh, spec = jax.sharding.Mesh(jax.devices()[:1], ("data",)), jax.sharding.PartitionSpec
+
+    def gradient(x: jax.Array, g: jax.Array) -> jax.Array:
+        return jax.linear_transpose(lambda w: conv(x, w), w)(g)[0][None]
+
+    data = spec("data")
+    fn = jax.shard_map(gradient, mesh=mesh, in_specs=(data, data), out_specs=data)
+    with how(name):
+        got = jax.jit(optimize(fn))(x, conv(x, w))  # a warning would be an error
+    np.testing.assert_allclose(got, jax.jit(fn)(x, conv(x, w)), rtol=1e-4, atol=1e-3)
+
+
 def test_the_sizes_decide() -> None:
     def taken(n: int, size: int, channels: int, taps: int, features: int, **options: Any) -> bool:
         shapes = (n, size, size, channels), (taps, taps, channels, features)
