@@ -9,6 +9,7 @@ import optax
 
 from bridge import _variables
 from bridge._arithmetic import difference
+from functrain import _tree
 
 PyTree: TypeAlias = Any
 
@@ -52,10 +53,15 @@ def constraints(model: keras.Layer) -> optax.GradientTransformation:
     ) -> tuple[PyTree, ConstraintState]:
         if params is None:
             raise ValueError("bridge.constraints: update needs the params: tx.update(g, s, params)")
-        held = _variables.layout(model).params
-        _variables.require_fit(held, params, "params")
-        kept = _variables.nest({path: v.constraint or _free for path, v in held.items()})
-        return jax.tree.map(_constrained, kept, params, updates), state
+        held = _variables.fitting(_variables.layout(model).params, params, "params")
+
+        def constrained(path: Any, param: jax.Array, update: jax.Array) -> jax.Array:
+            constraint = held[_tree.keys(path)].constraint
+            if constraint is None:
+                return update
+            return difference(jnp.asarray(constraint(param + update), param.dtype), param)
+
+        return jax.tree_util.tree_map_with_path(constrained, params, updates), state
 
     return optax.GradientTransformation(init, update)
 
@@ -64,14 +70,3 @@ def keeps_constraints(opt_state: PyTree) -> bool:
     """Whether a transformation with this state keeps a model's constraints."""
     marks = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, ConstraintState))
     return any(isinstance(x, ConstraintState) for x in marks)
-
-
-def _free(value: jax.Array) -> jax.Array:
-    return value
-
-
-def _constrained(constraint: Any, param: jax.Array, update: jax.Array) -> jax.Array:
-    if constraint is _free:
-        return update
-    new = jnp.asarray(constraint(param + update), param.dtype)
-    return difference(new, param)

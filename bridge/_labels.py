@@ -8,6 +8,7 @@ import jax
 import keras
 
 from bridge import _names
+from functrain import _tree
 
 Path: TypeAlias = tuple[str, ...]
 PyTree: TypeAlias = Any
@@ -30,9 +31,8 @@ def labels(opt_state: PyTree, params: Mapping[Path, int]) -> list[Label]:
       opt_state: The state of a transformation that was given params as nested dicts.
       params: The paths of the params, with a number for each that does not depend on their keys.
     """
-    return [
-        _label(_path(path), params) for path, _ in jax.tree_util.tree_leaves_with_path(opt_state)
-    ]
+    leaves = jax.tree_util.tree_leaves_with_path(opt_state)
+    return [_label(_tree.keys(path), params) for path, _ in leaves]
 
 
 def _label(path: Path, params: Mapping[Path, int]) -> Label:
@@ -40,10 +40,6 @@ def _label(path: Path, params: Mapping[Path, int]) -> Label:
         if path[start:] in params:
             return Label(path[:start], params[path[start:]])
     return Label(path, None)
-
-
-def _path(path: tuple[Any, ...]) -> Path:
-    return tuple(jax.tree_util.keystr((entry,), simple=True) for entry in path)
 
 
 def paths(variables: Sequence[Any]) -> list[Path]:

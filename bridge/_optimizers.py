@@ -39,9 +39,10 @@ def optimizer(
       keras_optimizer: Any `keras.optimizers.Optimizer`. It is copied as it is now and never
         changed. If it has been built, for a model that was trained, its slots are not in
         ``init(params)``, which starts anew: see `bridge.create_state`.
-      model: The model whose params, as `bridge.create_state` makes them, will be trained. With
-        it, updates end within the constraints of its variables, variables excluded from weight
-        decay by identity are known, and float8 scales are overwritten as Keras does it.
+      model: The model whose params, as `bridge.create_state` makes them, will be trained: all of
+        them, or those that `optax.masked` and `optax.multi_transform` leave. With it, updates
+        end within the constraints of its variables, variables excluded from weight decay by
+        identity are known, and float8 scales are overwritten as Keras does it.
       native: Whether to take optax's own pieces where they say the same. They need fewer
         operations and no params, and other optax code knows their states. The table below says
         for which; for all else, Keras's code is wrapped.

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 import keras
+import optax
 
 from bridge import _keras_private, _names
 from functrain import _tree
@@ -208,13 +209,23 @@ def _spec(x: Any) -> Any:
     return x
 
 
-def require_fit(part: Mapping[Path, Any], tree: PyTree, name: str) -> None:
-    """Refuses a tree that is not nested dicts of a model's variables.
+def fitting(part: Mapping[Path, Any], tree: PyTree, name: str) -> dict[Path, Any]:
+    """Returns the variables that have a leaf in a tree, where `optax.masked` may leave some out.
+
+    Args:
+      part: A model's variables, by path.
+      tree: Nested dicts with a leaf for each of them, or `optax.MaskedNode()` in the place of a
+        leaf or of a whole branch.
+      name: What messages call the tree.
 
     Raises:
       ValueError: It names the leaves that differ.
     """
-    expected = nest({path: _spec(v) for path, v in part.items()})
+    entries = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_masked)
+    masked = {_tree.keys(path): leaf for path, leaf in entries if _is_masked(leaf)}
+    here = {p: v for p, v in part.items() if not any(p[: len(m)] == m for m in masked)}
+    specs = {path: _spec(v) for path, v in here.items()}
+    expected = masked[()] if () in masked else nest(specs | masked)
     lines = _tree.differences(expected, jax.tree.map(_spec, tree))
     if lines:
         raise ValueError(
@@ -222,6 +233,11 @@ def require_fit(part: Mapping[Path, Any], tree: PyTree, name: str) -> None:
             f"{_tree.bullets(lines)}\n"
             "If layers were frozen or unfrozen since, make the state again."
         )
+    return here
+
+
+def _is_masked(x: Any) -> bool:
+    return isinstance(x, optax.MaskedNode)
 
 
 def assign(where: Layout, params: PyTree, model_state: PyTree) -> None:

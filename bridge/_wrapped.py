@@ -49,9 +49,9 @@ class Wrapped:
         self.optimizer = optimizer
         self.model = model
         self._built: dict[Any, Built] = {}
-        own = {id(v): v for v in model.trainable_variables} if model is not None else {}
-        _require_own(optimizer, own, model)
-        self._template = copied(optimizer, own.get)  # as it is now, whatever becomes of it
+        self._own = {id(v): v for v in model.trainable_variables} if model is not None else {}
+        _require_own(optimizer, self._own, model)
+        self._template = copied(optimizer, self._own.get)  # as it is now, whatever becomes of it
 
     def init(self, params: PyTree) -> KerasOptState:
         """Returns the state before the first update, by the optimizer's own `build`."""
@@ -136,7 +136,8 @@ class Wrapped:
         twins, places = self._twins(params)
         with _keras_private.outside_scopes():
             stand_ins = [_stand_in(twin, leaf) for twin, leaf in zip(twins, leaves, strict=True)]
-            known = {twin.id: v for twin, v in zip(twins, stand_ins, strict=True)}
+            known: dict[Any, Any] = dict(self._own)  # what stays are those masked out
+            known.update((twin.id, v) for twin, v in zip(twins, stand_ins, strict=True))
             copy = copied(self._template, known.get)
             in_order = _permuted(stand_ins, places)
             copy.build(in_order)
@@ -147,14 +148,10 @@ class Wrapped:
 
     def _twins(self, params: PyTree) -> tuple[list[Twin], list[int]]:
         """Returns a twin for each leaf, and the leaf's place in the order of the optimizer."""
-        paths = [
-            tuple(jax.tree_util.keystr((entry,), simple=True) for entry in path)
-            for path, _ in jax.tree_util.tree_leaves_with_path(params)
-        ]
+        paths = [_tree.keys(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
         if self.model is None:
             return [Twin(path or ("param",)) for path in paths], list(range(len(paths)))
-        held = _variables.layout(self.model).params
-        _variables.require_fit(held, params, "params")
+        held = _variables.fitting(_variables.layout(self.model).params, params, "params")
         order = {path: i for i, path in enumerate(held)}
         return [_twin(held[path]) for path in paths], [order[path] for path in paths]
 

@@ -15,6 +15,11 @@ def path_str(path: tuple[jax.tree_util.KeyEntry, ...]) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/") or "(root)"
 
 
+def keys(path: tuple[jax.tree_util.KeyEntry, ...]) -> tuple[str, ...]:
+    """Returns a path as a tuple of strings."""
+    return tuple(jax.tree_util.keystr((entry,), simple=True) for entry in path)
+
+
 def leaves_with_path(tree: PyTree) -> Iterator[tuple[str, PyTree]]:
     """Yields every leaf with its path as a string."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):

@@ -189,6 +189,38 @@ def test_it_takes_a_part_of_the_params_as_optax_s_masks_leave_it():
     np.testing.assert_array_equal(trained(part)["b"]["d"], whole["b"]["d"])
 
 
+@pytest.mark.parametrize("kind", [K.AdamW, bridge.OptaxOptimizer])
+def test_it_takes_a_part_of_a_model_s_params(kind):
+    net = [layers.Dense(3, kernel_constraint="non_neg", name=name) for name in ("a", "b", "c")]
+    model = keras.Sequential([keras.Input((3,)), *net])
+    keras_optimizer = K.AdamW(0.1) if kind is K.AdamW else kind(optax.adamw, learning_rate=0.1)
+    if kind is K.AdamW:
+        keras_optimizer.exclude_from_weight_decay(var_list=[layer.bias for layer in net])
+    tx = bridge.optimizer(keras_optimizer, model=model)
+    frozen = {"train": tx, "freeze": optax.set_to_zero()}
+    by_leaf = {"a": "train", "b": {"kernel": "train", "bias": "freeze"}, "c": "freeze"}
+    before = bridge.create_state(model, tx).params
+
+    def trained(tx):
+        state = bridge.create_state(model, tx)
+        for _ in range(2):
+            state = state.apply_gradients(jax.tree.map(jnp.ones_like, state.params), tx)
+        return state.params
+
+    whole = trained(tx)
+    assert np.min(whole["a"]["kernel"]) == 0
+    for labels in (by_leaf, {"a": "train", "b": "train", "c": "freeze"}):
+        part = trained(optax.multi_transform(frozen, labels))
+        jax.tree.map(np.testing.assert_array_equal, part["c"], before["c"])
+        jax.tree.map(np.testing.assert_array_equal, part["a"], whole["a"])
+        np.testing.assert_array_equal(part["b"]["kernel"], whole["b"]["kernel"])
+        bias = before if labels is by_leaf else whole
+        np.testing.assert_array_equal(part["b"]["bias"], bias["b"]["bias"])
+    less = {**before, "b": {"kernel": before["b"]["kernel"]}}
+    with pytest.raises(ValueError, match="b/bias: missing"):
+        tx.update(less, tx.init(less), less)
+
+
 def test_an_optax_optimizer_keeps_constraints_with_its_model():
     model = keras.Sequential([keras.Input((3,)), layers.Dense(2, kernel_constraint="non_neg")])
     model.compile(bridge.OptaxOptimizer(optax.sgd, learning_rate=1.0), "mse")

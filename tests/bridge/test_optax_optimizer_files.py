@@ -1,0 +1,198 @@
+"""bridge.OptaxOptimizer in files, and what it refuses."""
+
+import bridge  # isort: skip  # before keras: it chooses the backend
+
+import subprocess
+import sys
+from typing import Any
+
+import jax.numpy as jnp
+import keras
+import numpy as np
+import optax
+import optax.contrib
+import pytest
+
+from tests.bridge.optax_cases import MORE, SGD, C, X, Y, by_layer, fitted, make_model, same
+
+
+@pytest.mark.parametrize("suffix", [".keras", ".weights.h5"])
+def test_state_is_saved_and_training_goes_on(tmp_path: Any, suffix: str) -> None:
+    def make() -> Any:
+        return bridge.OptaxOptimizer(
+            optax.adam, learning_rate=1e-2, mu_dtype=jnp.bfloat16, nesterov=True
+        )
+
+    model = fitted(make())
+    file = str(tmp_path / f"model{suffix}")
+    if suffix == ".keras":
+        model.save(file)
+        again = keras.models.load_model(file)
+    else:
+        model.save_weights(file)
+        again = make_model()
+        again.compile(make(), "mse")
+        again.optimizer.build(again.trainable_variables)
+        again.load_weights(file)
+    assert same(model.optimizer.opt_state, again.optimizer.opt_state)
+    assert int(again.optimizer.iterations) == 8
+    for each in (model, again):
+        each.fit(X, Y, epochs=1, verbose=0, shuffle=False)
+    assert same([v.value for v in model.variables], [v.value for v in again.variables])
+
+
+@keras.saving.register_keras_serializable("tests")
+def two_rates(low: float, schedule: Any) -> optax.GradientTransformation:
+    return optax.multi_transform({"a": optax.sgd(low), "b": optax.sgd(schedule)}, by_layer)
+
+
+def test_a_registered_function_and_schedules_by_name_are_saved(tmp_path: Any) -> None:
+    rate = bridge.schedule(optax.linear_schedule, init_value=0.1, end_value=0.0, transition_steps=9)
+    model = fitted(bridge.OptaxOptimizer(two_rates, low=1e-3, schedule=rate))
+    model.save(tmp_path / "model.keras")
+    again = keras.models.load_model(tmp_path / "model.keras")
+    assert same(model.optimizer.opt_state, again.optimizer.opt_state)
+
+
+def test_a_fresh_process_trains_on(tmp_path: Any) -> None:
+    model = fitted(bridge.OptaxOptimizer(optax.contrib.muon, learning_rate=1e-2))
+    model.save(tmp_path / "model.keras")
+    np.savez(tmp_path / "data.npz", x=X, y=Y)
+    model.fit(X, Y, epochs=1, verbose=0, shuffle=False)
+    code = (
+        "import sys, bridge, keras, numpy as np\n"
+        "model, data = keras.models.load_model(sys.argv[1]), np.load(sys.argv[2])\n"
+        "model.fit(data['x'], data['y'], epochs=1, verbose=0, shuffle=False)\n"
+        "np.save(sys.argv[3], np.concatenate([np.ravel(v.value) for v in model.variables]))\n"
+    )
+    files = [str(tmp_path / name) for name in ("model.keras", "data.npz", "out.npy")]
+    subprocess.run([sys.executable, "-c", code, *files], check=True)
+    expected = np.concatenate([np.ravel(v.value) for v in model.variables])
+    np.testing.assert_array_equal(np.load(files[2]), expected)
+
+
+@keras.saving.register_keras_serializable("tests")
+def inner_frozen(learning_rate):
+    """Freezes the layers of an inner model."""
+
+    def label(params):
+        return {key: "frozen" if key == "sequential" else "trained" for key in params}
+
+    parts = {"trained": optax.adam(learning_rate), "frozen": optax.set_to_zero()}
+    return optax.multi_transform(parts, label)
+
+
+def nested(optimizer):
+    """One whose layers Keras names otherwise when it loads them."""
+    keras.utils.set_random_seed(0)
+    inner = keras.Sequential([keras.layers.Dense(3)])
+    model = keras.Sequential([keras.Input((3,)), inner, keras.layers.Dense(3)])
+    model.compile(optimizer, "mse")
+    return model
+
+
+DATA = np.random.default_rng(0).normal(size=(2, 32, 3)).astype(np.float32)
+
+
+@pytest.mark.parametrize("make", [optax.adam, inner_frozen])
+def test_a_nested_model_goes_on_as_it_was_after_loading(make, tmp_path):
+    model = nested(bridge.OptaxOptimizer(make, learning_rate=0.01))
+    model.fit(*DATA, verbose=0, shuffle=False)
+    model.save(tmp_path / "model.keras")
+    loaded = keras.saving.load_model(tmp_path / "model.keras")
+    for each in (model, loaded):
+        each.fit(*DATA, verbose=0, shuffle=False, epochs=3)
+    for ours, theirs in zip(loaded.get_weights(), model.get_weights(), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_slots_in_a_file_of_weights_do_not_depend_on_names(tmp_path):
+    model, other = (nested(bridge.OptaxOptimizer(optax.adam(0.01))) for _ in range(2))
+    model.fit(*DATA, verbose=0, shuffle=False)
+    model.save_weights(tmp_path / "model.weights.h5")
+    for number, variable in enumerate(other.trainable_variables):
+        variable._path = f"layer_{9 - number}/{variable.name}"
+    other.optimizer.build(other.trainable_variables)
+    other.load_weights(tmp_path / "model.weights.h5")
+    for each in (model, other):
+        each.fit(*DATA, verbose=0, shuffle=False, epochs=3)
+    for ours, theirs in zip(other.get_weights(), model.get_weights(), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_a_schedule_with_steps_as_keys_comes_back_from_a_file(tmp_path):
+    schedule = bridge.schedule(
+        optax.piecewise_constant_schedule, init_value=0.1, boundaries_and_scales={2: 0.1, 10: 0.5}
+    )
+    model = nested(keras.optimizers.SGD(schedule))
+    model.fit(*DATA, verbose=0)
+    model.save(tmp_path / "model.keras")
+    loaded = keras.saving.load_model(tmp_path / "model.keras")
+    loaded.fit(*DATA, verbose=0)
+    assert [float(loaded.optimizer.learning_rate)] == pytest.approx([0.01])
+
+
+@pytest.mark.parametrize("kind", [float, np.float32, jnp.float32, np.asarray])
+def test_a_config_has_the_learning_rate_of_now(kind):
+    optimizer = bridge.OptaxOptimizer(optax.sgd, learning_rate=kind(0.5))
+    nested(optimizer).fit(*DATA, verbose=0)
+    optimizer.learning_rate = 0.25
+    again = bridge.OptaxOptimizer.from_config(optimizer.get_config())
+    assert float(again.learning_rate) == 0.25
+
+
+class TestErrors:
+    @pytest.mark.parametrize("name", sorted(MORE | {"scale_by_polyak"}))
+    def test_what_needs_more_than_gradients_says_what_before_training(self, name):
+        function = getattr(optax, name, None) or getattr(C, name)
+        tx = function(1e-2) if name == "sophia" else function()
+        needed = "obj_fn" if name == "sophia" else "'value'"
+        with pytest.raises(TypeError, match=f"needs more than gradients and params: .*{needed}"):
+            fitted(bridge.OptaxOptimizer(tx))
+
+    def test_no_learning_rate_to_be_seen(self):
+        optimizer = fitted(bridge.OptaxOptimizer(optax.adam(1e-2))).optimizer
+        assert not hasattr(optimizer, "learning_rate")
+        with pytest.raises(AttributeError, match=r"found none.*learning_rate=1e-3\)"):
+            optimizer.learning_rate  # noqa: B018
+        with pytest.raises(TypeError, match="no single learning rate"):
+            optimizer.learning_rate = 0.1
+
+    def test_saving_a_ready_made_transformation(self, tmp_path):
+        model = fitted(bridge.OptaxOptimizer(optax.adam(1e-2)))
+        with pytest.raises(ValueError, match=r"a file can name.*OptaxOptimizer\(optax.adam, "):
+            model.save(tmp_path / "model.keras")
+        model.save_weights(tmp_path / "model.weights.h5")
+
+    def test_saving_a_closure_as_an_argument(self):
+        ours = bridge.OptaxOptimizer(optax.sgd, learning_rate=optax.linear_schedule(1.0, 0.0, 9))
+        with pytest.raises(ValueError, match="'learning_rate'"):
+            ours.get_config()
+        nested = bridge.OptaxOptimizer(C.mechanize, base_optimizer=SGD)
+        with pytest.raises(ValueError, match="'base_optimizer' is an optax transformation"):
+            nested.get_config()
+
+    def test_arguments_with_a_ready_made_transformation(self):
+        with pytest.raises(TypeError, match=r"ready-made.*\['b1'\]"):
+            bridge.OptaxOptimizer(optax.adam(1e-3), b1=0.8)
+
+    def test_what_is_no_transformation(self):
+        with pytest.raises(TypeError, match="expected an optax transformation"):
+            bridge.OptaxOptimizer(0.1)
+        with pytest.raises(TypeError, match="expected an optax transformation"):
+            bridge.OptaxOptimizer(lambda: 0.1)
+
+    def test_a_schedule_in_the_transformation_s_place(self):
+        keras_schedule = keras.optimizers.schedules.CosineDecay(0.1, 100)
+        for schedule in (optax.cosine_decay_schedule(0.1, 100), keras_schedule):
+            with pytest.raises(TypeError, match=r"or a schedule as .*, got .*no arguments"):
+                bridge.OptaxOptimizer(schedule)
+
+    def test_an_argument_that_the_function_does_not_take(self):
+        with pytest.raises(TypeError, match=r"OptaxOptimizer\(optax.adam, .*learning_rates"):
+            bridge.OptaxOptimizer(optax.adam, learning_rates=0.1)
+
+    def test_a_name_that_optax_does_not_have(self):
+        config = {"name": "x", "tx": "optax.base64", "arguments": {}}
+        with pytest.raises(ValueError, match=r"'optax.base64'"):
+            bridge.OptaxOptimizer.from_config(config)
