@@ -40,6 +40,7 @@ NAMES = sorted(
 SIZES = {"InceptionResNetV2": 75, "InceptionV3": 75, "Xception": 71}
 BATCH = 8
 ROUNDS = 10
+NUDGES = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,8 +54,9 @@ class Compared:
       compile_plain: Seconds from the function to the program.
       compile_rewritten: The same.
       difference: Of the rewritten gradients from the plain ones: norm over norm.
-      rounding: How far the plain ones move when every weight moves by one unit in its last
-        place, either way: what no float32 program can be expected to be closer than.
+      rounding: How far the plain ones move at most when weights move by one unit in their last
+        place, either way, several times: what no float32 program can be expected to be closer
+        than. Where a move makes an activation positive it is larger by far than elsewhere.
     """
 
     name: str
@@ -112,7 +114,8 @@ def compare(name: str, rounds: int = ROUNDS) -> Compared:
     step, args = step_of(name)
     plain, compile_plain = _compiled(step, args)
     rewritten, compile_rewritten = _compiled(ft.rewrites.optimize(step), args)
-    want, got, moved = plain(*args), rewritten(*args), plain(*_nudged(args))
+    want, got = plain(*args), rewritten(*args)
+    moved = [plain(*_nudged(args, seed))[1] for seed in range(NUDGES)]
     times: dict[Any, list[float]] = {plain: [], rewritten: []}
     for _ in range(rounds):
         for program, taken in times.items():
@@ -126,7 +129,7 @@ def compare(name: str, rounds: int = ROUNDS) -> Compared:
         compile_plain,
         compile_rewritten,
         difference=distance(got[1], want[1]),
-        rounding=distance(moved[1], want[1]),
+        rounding=max(distance(grads, want[1]) for grads in moved),
     )
 
 
@@ -136,9 +139,9 @@ def _compiled(fn: Callable[..., Any], args: Any) -> tuple[Any, float]:
     return program, time.perf_counter() - start
 
 
-def _nudged(args: tuple[Any, ...]) -> tuple[Any, ...]:
+def _nudged(args: tuple[Any, ...], seed: int) -> tuple[Any, ...]:
     """Moves every weight by half a unit in the last place, on average: one or none of them."""
-    rng = np.random.default_rng(1)
+    rng = np.random.default_rng(seed)
 
     def nudge(x: jax.Array) -> jax.Array:
         w = np.asarray(x)
@@ -196,7 +199,7 @@ def _sentence(rounds: int) -> str:
         f"interleaved rounds. {m['cpu']}, {m['cores']} cores, {m['system']}, Python "
         f"{m['python']}, jax {jax.__version__}, keras {keras.__version__}. Difference: of the "
         "gradients, norm over norm; rounding: by how much the plain ones move when half the "
-        "weights move by a unit in their last place."
+        f"weights move by a unit in their last place, the most of {NUDGES}."
     )
 
 

@@ -128,6 +128,7 @@ class _Pass:
         # A jaxpr met twice is rewritten once, and stays one object: jax lowers it once, too.
         # The old one is kept so that its id stays its own.
         self._done: dict[int, tuple[Any, Any]] = {}
+        self._replacements: dict[Any, Callable[..., list[Any]]] = {}
 
     def jaxpr(self, jaxpr: Any) -> Any:
         if id(jaxpr) not in self._done:
@@ -151,8 +152,7 @@ class _Pass:
     def _eqn(self, eqn: core.JaxprEqn, env: dict[Any, Any]) -> list[core.JaxprEqn]:
         if rewrite := first_that_applies(self._rewrites, eqn):
             with _named(rewrite):
-                later = self._rewrites[self._rewrites.index(rewrite) + 1 :]
-                eqns, outs = _replacement(rewrite, eqn, later)
+                eqns, outs = self._replaced(rewrite, eqn)
             env.update(zip(eqn.outvars, outs, strict=True))
             return eqns
         if not is_entered(eqn):
@@ -160,6 +160,24 @@ class _Pass:
         params = _inside(eqn, lambda: {k: self._param(v) for k, v in eqn.params.items()})
         same = all(params[name] is value for name, value in eqn.params.items())
         return [eqn if same else eqn.replace(params=params)]
+
+    def _replaced(self, rewrite: Rewrite, eqn: core.JaxprEqn) -> tuple[list[Any], list[Any]]:
+        avals = tuple(var.aval for var in (*eqn.invars, *eqn.outvars))
+        alike = rewrite.name, avals, eqn.ctx, tuple(eqn.params.items())
+        with _context(eqn):
+            if alike not in self._replacements:
+                later = self._rewrites[self._rewrites.index(rewrite) + 1 :]
+                self._replacements[alike] = _replacement(rewrite, eqn, later)
+            replacement = self._replacements[alike]
+            # A function of its own: of one that it knows, jax would return the same variables.
+            closed = jax.make_jaxpr(lambda *xs: replacement(*xs))(*(v.aval for v in eqn.invars))
+            call = closed.jaxpr
+        env = dict(zip(call.invars, eqn.invars, strict=True))
+        eqns = [
+            new.replace(invars=_read(env, new.invars), source_info=eqn.source_info, ctx=eqn.ctx)
+            for new in call.eqns
+        ]
+        return eqns, _read(env, call.outvars)
 
     def _param(self, value: Any) -> Any:
         if isinstance(value, core.Jaxpr | core.ClosedJaxpr):
@@ -204,8 +222,11 @@ def retype(x: Any, aval: Any) -> Any:
 
 def _replacement(
     rewrite: Rewrite, eqn: core.JaxprEqn, later: Sequence[Rewrite]
-) -> tuple[list[core.JaxprEqn], list[Any]]:
-    """Traces a rewrite in the place of an equation, and applies later ones to what comes of it."""
+) -> Callable[..., list[Any]]:
+    """Returns what a rewrite makes of an equation, with later ones applied, as a jitted function.
+
+    Layers of one shape share it, and with it the time to trace and to lower it.
+    """
     avals = [var.aval for var in eqn.outvars]
 
     def replace(*inputs: Any) -> list[Any]:
@@ -213,19 +234,14 @@ def _replacement(
         outs = outs if eqn.primitive.multiple_results else [outs]
         return [retype(out, aval) for out, aval in zip(outs, avals, strict=True)]
 
-    with _context(eqn):
-        closed: Any = jax.make_jaxpr(replace)(*(var.aval for var in eqn.invars))
-        if closed.consts:
-            raise TypeError("expected a rewrite that captures no arrays, got one that does")
-        if [out.str_short() for out in closed.out_avals] != [aval.str_short() for aval in avals]:
-            raise TypeError(f"expected outputs {avals}, got {closed.out_avals}")
-        jaxpr = rewrite_jaxpr(closed.jaxpr, later)
-    env = dict(zip(jaxpr.invars, eqn.invars, strict=True))
-    eqns = [
-        new.replace(invars=_read(env, new.invars), source_info=eqn.source_info, ctx=eqn.ctx)
-        for new in jaxpr.eqns
-    ]
-    return eqns, _read(env, jaxpr.outvars)
+    closed: Any = jax.make_jaxpr(replace)(*(var.aval for var in eqn.invars))
+    if closed.consts:
+        raise TypeError("expected a rewrite that captures no arrays, got one that does")
+    if [out.str_short() for out in closed.out_avals] != [aval.str_short() for aval in avals]:
+        raise TypeError(f"expected outputs {avals}, got {closed.out_avals}")
+    run = core.jaxpr_as_fun(rewrite_jaxpr(closed, later))
+    run.__name__ = rewrite.name
+    return jax.jit(run, inline=True)
 
 
 def _context(eqn: core.JaxprEqn) -> contextlib.AbstractContextManager[Any]:

@@ -19,6 +19,7 @@ from functrain.rewrites.max_pool import max_pool
 from functrain.rewrites.max_pool_gradient import max_pool_gradient
 from functrain.rewrites.patch_conv import patch_conv
 from functrain.rewrites.phased_conv import phased_conv
+from functrain.rewrites.small_depthwise import small_depthwise
 from functrain.rewrites.swapped_conv import swapped_conv
 from functrain.rewrites.trimmed_conv import trimmed_conv
 from functrain.rewrites.volume_conv import volume_conv
@@ -30,6 +31,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 # In the order they are asked: what one returns is looked at by those after it.
 REWRITES: tuple[Rewrite, ...] = (
     trimmed_conv,
+    small_depthwise,
     depthwise_conv,
     grouped_conv,
     swapped_conv,

@@ -127,9 +127,9 @@ def _weight_gradient(lhs: jax.Array, rhs: jax.Array, params: dict[str, Any]) -> 
     # Not by way of the canonical layout, which would turn the images over and back.
     batch, feature, *spatial = numbers.lhs_spec
     lhs = lax.transpose(lhs, (feature, *spatial, batch))
-    lhs = _groups_last(padded(lhs, params["padding"], params["lhs_dilation"]), count)
+    lhs = groups_last(padded(lhs, params["padding"], params["lhs_dilation"]), count)
     features, into, *window_axes = numbers.rhs_spec
-    rhs = _groups_last(lax.transpose(rhs, (into, *window_axes, features)), count)
+    rhs = groups_last(lax.transpose(rhs, (into, *window_axes, features)), count)
     window = rhs.shape[1:-1]
     rhs = wide(rhs).reshape(*rhs.shape[:-1], 1, -1, count)  # [I, *W, 1, O, G]
     sizes = positions(lhs.shape[1:-1], window, strides, apart)
@@ -157,7 +157,7 @@ def _sums_per_image(xs: Sequence[jax.Array]) -> Sequence[jax.Array]:
     return sums
 
 
-def _groups_last(x: jax.Array, count: int) -> jax.Array:
+def groups_last(x: jax.Array, count: int) -> jax.Array:
     """`[..., G C] -> [..., C G]`."""
     return jnp.swapaxes(x.reshape(*x.shape[:-1], count, -1), -1, -2).reshape(x.shape)
 

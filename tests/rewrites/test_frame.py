@@ -143,6 +143,24 @@ def test_a_jaxpr_where_nothing_applies_is_returned_itself(kind: str) -> None:
     )
 
 
+def test_equations_alike_are_traced_once_and_stay_apart() -> None:
+    calls = []
+
+    def replace(x: jax.Array, **params: Any) -> jax.Array:
+        calls.append(x)
+        return lax.cos(lax.cos(x))
+
+    def fn(x: jax.Array, y: jax.Array) -> tuple[jax.Array, ...]:
+        first, second = jnp.sin(x), jnp.sin(y)  # both are read when both are there
+        return second - first, jnp.sin(x[:2]), first * second
+
+    after = rewrite_jaxpr(jax.make_jaxpr(fn)(X, X + 1), [rule(replace)])
+    assert len(calls) == 2  # one for each shape
+    x, y = (np.cos(np.cos(np.asarray(v))) for v in (X, X + 1))
+    for got, want in zip(core.jaxpr_as_fun(after)(X, X + 1), (y - x, x[:2], x * y), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5)
+
+
 def test_the_first_rewrite_that_applies_is_taken() -> None:
     second = rule(lambda x, **params: lax.tan(x))
     closed = jax.make_jaxpr(jnp.sin)(X)
