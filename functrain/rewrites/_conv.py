@@ -38,6 +38,11 @@ def from_canonical(out: jax.Array, numbers: lax.ConvDimensionNumbers) -> jax.Arr
     return lax.transpose(out, [wanted.index(axis) for axis in range(out.ndim)])
 
 
+def groups_last(x: jax.Array, count: int) -> jax.Array:
+    """`[..., G C] -> [..., C G]`."""
+    return jnp.swapaxes(x.reshape(*x.shape[:-1], count, -1), -1, -2).reshape(x.shape)
+
+
 class Sizes(NamedTuple):
     """The sizes of a convolution.
 

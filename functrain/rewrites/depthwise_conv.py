@@ -34,7 +34,7 @@ from jax import lax
 from jax.extend import core
 from jax.extend.core import primitives
 
-from functrain.rewrites._conv import from_canonical, groups, ndim, to_canonical
+from functrain.rewrites._conv import from_canonical, groups, groups_last, ndim, to_canonical
 from functrain.rewrites._frame import Rewrite
 from functrain.rewrites._windows import padded, positions, spread, wide, window_at, zeros
 
@@ -155,11 +155,6 @@ def _sums_per_image(xs: Sequence[jax.Array]) -> Sequence[jax.Array]:
     zeros = [np.zeros((), x.dtype) for x in xs]
     sums: Sequence[jax.Array] = lax.reduce(xs, zeros, add, tuple(range(1, xs[0].ndim - 3)))
     return sums
-
-
-def groups_last(x: jax.Array, count: int) -> jax.Array:
-    """`[..., G C] -> [..., C G]`."""
-    return jnp.swapaxes(x.reshape(*x.shape[:-1], count, -1), -1, -2).reshape(x.shape)
 
 
 depthwise_conv = Rewrite(

@@ -32,10 +32,10 @@ from jax import lax
 from jax.extend import core
 from jax.extend.core import primitives
 
-from functrain.rewrites._conv import from_canonical, groups, sizes, to_canonical
+from functrain.rewrites._conv import from_canonical, groups, groups_last, sizes, to_canonical
 from functrain.rewrites._frame import Rewrite
 from functrain.rewrites._windows import positions, spread, wide, zeros
-from functrain.rewrites.depthwise_conv import MOST_CHANNELS, groups_last
+from functrain.rewrites.depthwise_conv import MOST_CHANNELS
 
 # Terms are written out; with more of them that miss some pixels, the sum over taps is faster.
 MOST_TERMS = 16
