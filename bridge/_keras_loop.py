@@ -71,7 +71,7 @@ class Loop:
         """Returns the chunks of an EpochIterator, of as many steps as there may be."""
 
         def choose(batch: PyTree) -> int:
-            if self._model.run_eagerly or not self._model.jit_compile:
+            if self._is_eager(batch):
                 return 0
             if self._fuse != "auto":
                 return self._fuse
@@ -80,6 +80,22 @@ class Loop:
             return self._auto(batch, epochs, calls)
 
         return Feed(epochs, choose, calls.until)
+
+    def _is_eager(self, batch: PyTree) -> bool:
+        """Whether a step runs operation by operation, as in Keras.
+
+        Keras compiles no model with a layer that one of its backends cannot compile, such as
+        RandomRotation. JAX can compile most of them; which, a trace shows.
+        """
+        if self._model.run_eagerly or self._model.jit_compile:
+            return bool(self._model.run_eagerly)
+        if self._rewrites == "exact" or _keras_private.supports_jit(self._model):
+            return True
+        try:
+            jax.eval_shape(self._step, originals(self._model, self._kind), batch)
+        except Exception:  # Keras makes others of jax's errors; the model's own comes once more
+            return True
+        return False
 
     def _auto(self, batch: PyTree, epochs: Any, calls: BatchCallbacks) -> int:
         if not calls.fusible:

@@ -44,6 +44,15 @@ def own_variables(layer: keras.Layer) -> list[Any]:
     return [*layer._trainable_variables, *layer._non_trainable_variables]
 
 
+def supports_jit(model: keras.Model) -> bool:
+    """Whether Keras would compile a model, as far as its layers are concerned.
+
+    Calls `Layer._flatten_layers`, as `model_supports_jit` does; checked with Keras 3.15.1. Without
+    it a model that the user wants to run uncompiled looks like one that Keras does not compile.
+    """
+    return all(layer.supports_jit for layer in model._flatten_layers())
+
+
 def seed_generators(layer: keras.Layer) -> list[Any]:
     """Returns the SeedGenerators a layer holds itself.
 

@@ -44,6 +44,10 @@ def fit(
     Every step is the model's own `train_step`, so that all of Keras comes along; with
     ``rewrites="exact"`` the results are those of `model.fit`, to the bit.
 
+    What Keras compiles is compiled. So are models that it leaves uncompiled because of layers that
+    another backend could not compile, such as RandomRotation, where JAX can trace them and rewrites
+    are not "exact".
+
     A callback of yours that overrides a train-batch method (`on_train_batch_end`, ...) makes
     "auto" take one step at a time. Say ``chunk_safe = True`` in its class, or pass a number to
     `fuse`, and it is called for every batch with that batch's logs, when the chunk is over; what
@@ -229,6 +233,12 @@ def _callback_list(
 ) -> Any:
     if isinstance(callbacks, keras.callbacks.CallbackList):
         return callbacks
+    for callback in keras.tree.flatten(callbacks):
+        if callback is not None and not hasattr(callback, "on_epoch_end"):
+            raise TypeError(
+                f"callbacks: expected those of Keras, got {callback!r}. Hooks of functrain go into "
+                "functrain.fit(hooks=)."
+            )
     return keras.callbacks.CallbackList(
         callbacks,
         add_history=add_history,

@@ -31,6 +31,9 @@ def arguments(prose: str, quick: str, **defaults: object) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help=quick)
     parser.add_argument("--output", type=pathlib.Path, help="folder to write to")
     args = parser.parse_args()
+    for name in defaults:
+        if isinstance(value := getattr(args, name), int) and value < 1:
+            parser.error(f"--{name.replace('_', '-')}: expected at least 1, got {value}")
     args.output = args.output or FOLDER / "output" / (SCRIPT.stem + "-quick" * args.quick)
     _require_packages()
     _require_jax()
@@ -43,7 +46,7 @@ def _require_packages() -> None:
     for name, line in (
         ("functrain", "pip install ."),
         ("bridge", "pip install ."),
-        ("matplotlib", "pip install 'functrain[plot]', or pip install matplotlib"),
+        ("matplotlib", "pip install matplotlib"),
     ):
         if importlib.util.find_spec(name) is None:
             sys.exit(f"{SCRIPT.name} needs {name}: {line}")
@@ -65,7 +68,7 @@ def _require_writable(folder: pathlib.Path) -> None:
         trial.touch()
         trial.unlink()
     except OSError as error:
+        taken = "a file is in the way" if isinstance(error, FileExistsError) else error.strerror
         sys.exit(
-            f"{SCRIPT.name} cannot write to {folder} ({error.strerror}): name another folder "
-            "with --output"
+            f"{SCRIPT.name} cannot write to {folder} ({taken}): name another folder with --output"
         )

@@ -20,6 +20,8 @@ if __name__ == "__main__":
         fuse=(16, "steps per program"),
     )
 
+import sys
+
 import bridge
 import functrain as ft
 import jax
@@ -135,11 +137,16 @@ def train(args):
     checkpoint = args.output / "checkpoint"
     if checkpoint.exists():
         states = ft.load(checkpoint, like=states)
-    done = int(states["d"].step) // len(loader)
+    done, rest = divmod(int(states["d"].step), len(loader))
+    if rest:
+        sys.exit(
+            f"{checkpoint} has taken {int(states['d'].step)} steps, which are no whole epochs of "
+            f"{len(loader)}: take the --batch-size it was begun with, or another --output"
+        )
     if done:
         print(f"goes on after epoch {done}, from {checkpoint}")
     if done >= epochs:
-        print(f"nothing left to do with --epochs {epochs}")
+        print(f"nothing left to do; delete {checkpoint} to begin again, or ask for more --epochs")
         return
 
     @ft.every(steps=4 if args.quick else 200)

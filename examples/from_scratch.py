@@ -10,7 +10,7 @@ writes neither for you here, and still puts a hundred steps into one program.
 # %% Keras runs on JAX from here on
 from _example import arguments
 
-args = arguments(__doc__, quick="an epoch of 6 400 digits", epochs=2, batch_size=32)
+args = arguments(__doc__, quick="epochs of 6 400 digits", epochs=2, batch_size=32)
 
 import bridge
 import functrain as ft

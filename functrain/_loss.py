@@ -1,7 +1,7 @@
 """Losses as pure functions of a state's parts, and the supervised one."""
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 import jax
@@ -100,11 +100,17 @@ def supervised(
             f"model: expected a functrain.Model, got {type(model).__name__}. Make one with "
             "bridge.from_keras, functrain.from_linen or functrain.from_nnx, or Model(init, apply)."
         )
-    if hasattr(loss, "get_config"):
+    if not callable(loss):
         raise TypeError(
-            f"loss: expected loss(outputs, y), got {type(loss).__name__}, which takes the labels "
-            "first, as Keras's losses do. Take bridge.loss(loss), which also knows sample weights "
-            "and masks; or swap them: lambda outputs, y: loss(y, outputs)."
+            f"loss: expected loss(outputs, y), got {loss!r}. For what Keras's compile takes: "
+            f"bridge.loss({loss!r})."
+        )
+    if hasattr(loss, "get_config") or _labels_first(loss):
+        name = getattr(loss, "__name__", type(loss).__name__)
+        raise TypeError(
+            f"loss: expected loss(outputs, y), got {name}, which takes the labels first, as "
+            "Keras's losses do. Take bridge.loss(loss), which also knows sample weights and "
+            "masks; or swap them: lambda outputs, y: loss(y, outputs)."
         )
     weighs = _weighs(loss)
     if weighs and reduction != "mean":
@@ -147,18 +153,41 @@ def supervised(
 def _met(outputs: PyTree, y: PyTree) -> str:
     """Says what a loss was given when it failed."""
     had = [", ".join(map(_tree.spec, jax.tree.leaves(tree))) for tree in (outputs, y)]
-    return (
-        f"This came from loss(outputs, y), with outputs {had[0]} and labels {had[1]}. Where the "
-        "shapes do not fit, give the labels those of the outputs, for example y[:, None], or take "
-        "outputs[:, 0] in the loss."
-    )
+    said = f"This came from loss(outputs, y), with outputs {had[0]} and labels {had[1]}."
+    return " ".join([said, *_advice(outputs, y)])
+
+
+def _advice(outputs: PyTree, y: PyTree) -> Iterator[str]:
+    """Yields what is mostly the matter where labels do not fit."""
+    if not all(hasattr(x, "shape") and hasattr(x, "dtype") for x in (outputs, y)):
+        return
+    whole = jnp.issubdtype(y.dtype, jnp.integer)
+    if outputs.ndim == y.ndim + 1 and outputs.shape[-1] == 1:
+        yield "Give the labels the shape of the outputs, y[:, None], or take outputs[:, 0]."
+    elif outputs.ndim == y.ndim + 1:
+        classes = "optax.softmax_cross_entropy_with_integer_labels"
+        yield (
+            f"Numbers of classes go with {classes}, or as jax.nn.one_hot(y, {outputs.shape[-1]})."
+            if whole
+            else f"Numbers of classes are integers, y.astype(int), and go with {classes}."
+        )
+    elif outputs.shape == y.shape and not whole:
+        yield "Labels of the outputs' shape go with a loss such as optax.softmax_cross_entropy."
+
+
+def _labels_first(loss: Callable[..., jax.Array]) -> bool:
+    return next(iter(_parameters(loss)), None) == "y_true"
 
 
 def _weighs(loss: Callable[..., jax.Array]) -> bool:
+    return "sample_weight" in _parameters(loss)
+
+
+def _parameters(loss: Callable[..., jax.Array]) -> list[str]:
     try:
-        return "sample_weight" in inspect.signature(loss).parameters
+        return list(inspect.signature(loss).parameters)
     except (TypeError, ValueError):  # a callable without a signature
-        return False
+        return []
 
 
 def unpack(batch: PyTree) -> tuple[PyTree, PyTree, PyTree]:

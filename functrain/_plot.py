@@ -17,8 +17,8 @@ def draw(steps: Series, epochs: Series) -> "Figure":
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError(
-            "plotting needs matplotlib: pip install 'functrain[plot]' (history.steps and "
-            "history.epochs hold the numbers as NumPy arrays)"
+            "plotting needs matplotlib: pip install matplotlib (history.steps and history.epochs "
+            "hold the numbers as NumPy arrays)"
         ) from error
     names = [n for n in {**steps, **epochs} if _has_panel(n)]
     figure = Figure(figsize=(5.2 * max(1, len(names)), 3.6), layout="constrained")

@@ -16,11 +16,14 @@ class CSVLogger:
     reported, and what hooks before this one have added. The columns are those of the first row.
 
     Args:
-      path: The file, replaced if it exists. Missing folders are made.
+      path: The file. Missing folders are made.
+      append: Whether to go on below what the file holds, where it exists, as for a run that is
+        resumed; else it is replaced.
       when: A trigger; each epoch by default.
 
     Raises:
-      ValueError: (when called) a row has a value that the first had not.
+      ValueError: (when called) a row has a value for which there is no column, or the file to
+        append to has other columns.
 
     Examples:
       >>> import pathlib, tempfile
@@ -33,8 +36,11 @@ class CSVLogger:
       ['epoch,step,loss', '0,10,0.5']
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, when: Trigger | None = None) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], *, append: bool = False, when: Trigger | None = None
+    ) -> None:
         self.path = pathlib.Path(path)
+        self.append = append
         self.when = every(epochs=1) if when is None else when
         self._file: IO[str] | None = None
         self._writer: Any = None
@@ -43,11 +49,7 @@ class CSVLogger:
         """Writes a row."""
         known = event.latest() if isinstance(event, ChunkEnd) else {}
         row = {"epoch": event.epoch, "step": event.step, **known, **event.values}
-        if self._file is None:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self.path.open("w", newline="")
-            self._writer = csv.DictWriter(self._file, list(row), lineterminator="\n")
-            self._writer.writeheader()
+        file = self._file or self._open(list(row))
         new = [name for name in row if name not in self._writer.fieldnames]
         if new:
             raise ValueError(
@@ -56,10 +58,32 @@ class CSVLogger:
                 "CSVLogger(path, when=...)."
             )
         self._writer.writerow(row)
-        self._file.flush()
+        file.flush()
+
+    def _open(self, columns: list[str]) -> IO[str]:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        known = _columns(self.path) if self.append else None
+        if known and set(known) != set(columns):
+            raise ValueError(
+                f"{self.path}: expected the columns {columns} of this run, got a file that has "
+                f"{known}. Take another file, or append=False to replace it."
+            )
+        self._file = self.path.open("a" if known else "w", newline="")
+        self._writer = csv.DictWriter(self._file, known or columns, lineterminator="\n")
+        if not known:
+            self._writer.writeheader()
+        return self._file
 
     def close(self) -> None:
         """Closes the file."""
         if self._file is not None:
             self._file.close()
             self._file = self._writer = None
+
+
+def _columns(path: pathlib.Path) -> list[str] | None:
+    """Returns the first row of a file, None if there is none."""
+    if not path.exists():
+        return None
+    with path.open(newline="") as file:
+        return next(csv.reader(file), None)

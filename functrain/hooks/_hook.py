@@ -48,7 +48,7 @@ class HookRunner:
             if not callable(hook) or isinstance(hook, type):
                 raise TypeError(
                     f"hooks[{i}]: expected a function of one event, or an object that is called "
-                    f"with one, got {hook!r}"
+                    f"with one, got {hook!r}. Callbacks of Keras go into bridge.fit(callbacks=)."
                 )
         now = time.perf_counter()
         self._fired = [now] * len(self._hooks)

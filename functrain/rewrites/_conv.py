@@ -78,6 +78,10 @@ def sizes(eqn: core.JaxprEqn) -> Sizes | None:
     numbers = eqn.params["dimension_numbers"]
     if not are_floats(lhs, rhs, out) or not sharding_is_free(eqn.params):
         return None
+    if is_sharded(lhs, but=numbers.lhs_spec[0]) or is_sharded(rhs):
+        return None
+    if out.dtype.itemsize > max(4, lhs.dtype.itemsize):  # sums wider than what is summed
+        return None
     batch, _, *image = (lhs.shape[axis] for axis in numbers.lhs_spec)
     features, inputs, *window = (rhs.shape[axis] for axis in numbers.rhs_spec)
     places = (out.shape[axis] for axis in numbers.out_spec[2:])
@@ -89,6 +93,7 @@ def are_floats(*arrays: Any) -> bool:
     return all(
         jnp.issubdtype(x.dtype, jnp.floating)
         and x.dtype.itemsize > 1
+        and jax.dtypes.canonicalize_dtype(x.dtype) == x.dtype  # else it cannot be made here
         and all(isinstance(size, int) and size > 0 for size in x.shape)
         for x in arrays
     )
@@ -148,6 +153,13 @@ def groups(eqn: core.JaxprEqn) -> Groups | None:
     side = shape.batch // count if by_batch else shape.channels
     window = shape.places if by_batch else shape.window
     return Groups(count, by_batch, (side, shape.features // count), math.prod(window))
+
+
+def is_sharded(x: Any, but: int | None = None) -> bool:
+    """Whether the type of an array says that some axis is sharded, of those that are not `but`."""
+    sharding = getattr(x, "sharding", None)
+    spec = sharding.spec if sharding is not None else ()
+    return any(name is not None for axis, name in enumerate(spec) if axis != but)
 
 
 def sharding_is_free(params: dict[str, Any]) -> bool:

@@ -84,8 +84,10 @@ def equations(jaxpr: Any, times: int = 1) -> Iterator[tuple[core.JaxprEqn, int]]
 
 @contextlib.contextmanager
 def _named(rewrite: Rewrite) -> Iterator[None]:
+    """Names the rewrite in errors, and spares it how strict the user wants jax to be."""
     try:
-        yield
+        with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+            yield
     except Exception as error:
         raise RewriteError(f"{rewrite.name}: {error!r}") from error
 
@@ -171,13 +173,13 @@ class _Pass:
             replacement = self._replacements[alike]
             # A function of its own: of one that it knows, jax would return the same variables.
             closed = jax.make_jaxpr(lambda *xs: replacement(*xs))(*(v.aval for v in eqn.invars))
-            call = closed.jaxpr
-        env = dict(zip(call.invars, eqn.invars, strict=True))
+            inlined = closed.jaxpr
+        env = dict(zip(inlined.invars, eqn.invars, strict=True))
         eqns = [
             new.replace(invars=_read(env, new.invars), source_info=eqn.source_info, ctx=eqn.ctx)
-            for new in call.eqns
+            for new in inlined.eqns
         ]
-        return eqns, _read(env, call.outvars)
+        return eqns, _read(env, inlined.outvars)
 
     def _param(self, value: Any) -> Any:
         if isinstance(value, core.Jaxpr | core.ClosedJaxpr):
@@ -223,9 +225,9 @@ def retype(x: Any, aval: Any) -> Any:
 def _replacement(
     rewrite: Rewrite, eqn: core.JaxprEqn, later: Sequence[Rewrite]
 ) -> Callable[..., list[Any]]:
-    """Returns what a rewrite makes of an equation, with later ones applied, as a jitted function.
+    """Returns what a rewrite makes of an equation, with later ones applied, as a function.
 
-    Layers of one shape share it, and with it the time to trace and to lower it.
+    Layers of one shape share it: to trace it once more takes less time than to make it.
     """
     avals = [var.aval for var in eqn.outvars]
 
@@ -239,9 +241,8 @@ def _replacement(
         raise TypeError("expected a rewrite that captures no arrays, got one that does")
     if [out.str_short() for out in closed.out_avals] != [aval.str_short() for aval in avals]:
         raise TypeError(f"expected outputs {avals}, got {closed.out_avals}")
-    run = core.jaxpr_as_fun(rewrite_jaxpr(closed, later))
-    run.__name__ = rewrite.name
-    return jax.jit(run, inline=True)
+    run: Callable[..., list[Any]] = core.jaxpr_as_fun(rewrite_jaxpr(closed, later))
+    return run
 
 
 def _context(eqn: core.JaxprEqn) -> contextlib.AbstractContextManager[Any]:

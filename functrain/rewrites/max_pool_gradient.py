@@ -31,7 +31,7 @@ from jax import lax
 from jax.extend import core
 from jax.extend.core import primitives
 
-from functrain.rewrites._conv import are_floats, avals
+from functrain.rewrites._conv import are_floats, avals, is_sharded
 from functrain.rewrites._frame import Rewrite
 from functrain.rewrites._windows import spread, wide
 
@@ -44,6 +44,7 @@ def _applies(eqn: core.JaxprEqn) -> bool:
     return (
         params["select_prim"] is primitives.ge_p
         and are_floats(*avals(eqn))
+        and not any(map(is_sharded, avals(eqn)))
         and all(
             min(ends) >= 0 and max(ends) < taps
             for ends, taps in zip(params["padding"], params["window_dimensions"], strict=True)

@@ -41,6 +41,8 @@ from functrain.rewrites.depthwise_conv import MOST_CHANNELS
 MOST_TERMS = 16
 # As many parts of the gradient of the weights are kept in a loop: for each, a window.
 MOST_PARTS = 32
+# How many images are summed one after the other: one sum over thousands would lose digits.
+TOGETHER = 64
 
 
 def _applies(eqn: core.JaxprEqn) -> bool:
@@ -155,7 +157,14 @@ def _weight_gradient(lhs: jax.Array, rhs: jax.Array, params: dict[str, Any]) -> 
         return wide(x) * wide(g)  # [*S, *W, N, O, G]
 
     start = zeros(jax.eval_shape(products, 0), lhs, rhs)
-    sums = lax.fori_loop(0, images, lambda i, total: total + products(i), start)
+
+    def some(first: Any) -> jax.Array:
+        last = jnp.minimum(first + TOGETHER, images)
+        total: jax.Array = lax.fori_loop(first, last, lambda i, so_far: so_far + products(i), start)
+        return total
+
+    chunks = -(-images // TOGETHER)
+    sums = lax.fori_loop(1, chunks, lambda i, total: total + some(i * TOGETHER), some(0))
     axes = list(zip(image, window, params["padding"], strict=True))
 
     def placed(pixel: Sequence[int]) -> jax.Array:

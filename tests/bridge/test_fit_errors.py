@@ -9,6 +9,9 @@ import numpy as np
 import pytest
 from keras import layers
 
+import functrain as ft
+from tests.bridge.fitting import fit, fresh
+
 X, Y = np.ones((32, 4), np.float32), np.ones((32, 4), np.float32)
 
 
@@ -42,6 +45,11 @@ def test_unknown_arguments(method: str) -> None:
 def test_a_fuse_that_is_no_number_of_steps(method: str, fuse: Any) -> None:
     with pytest.raises(ValueError, match="fuse: expected 'auto' or a whole number"):
         getattr(bridge, method)(compiled(), X, fuse=fuse)
+
+
+def test_hooks_of_functrain() -> None:
+    with pytest.raises(TypeError, match=r"callbacks: expected those of Keras.*fit\(hooks=\)"):
+        fit(fresh(), callbacks=[ft.hooks.EarlyStopping("val_loss")])
 
 
 def test_unknown_rewrites() -> None:

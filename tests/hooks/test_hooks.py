@@ -215,6 +215,23 @@ def test_csv_has_a_row_each_time_it_is_due(tmp_path) -> None:
     np.testing.assert_array_equal(np.array([float(r["loss"]) for r in rows], np.float32), expected)
 
 
+def test_csv_goes_on_below_what_a_run_before_it_wrote(tmp_path) -> None:
+    def log(epoch: int, append: bool, **values: float) -> None:
+        hook = ft.hooks.CSVLogger(tmp_path / "log.csv", append=append)
+        hook(ft.EpochEnd(epoch=epoch, step=4, state=(), values=values))
+        hook.close()
+
+    log(0, append=True, loss=3.0, accuracy=0.25)  # there is no file yet
+    log(1, append=True, accuracy=0.5, loss=2.0)
+    written = (tmp_path / "log.csv").read_text().splitlines()
+    assert written == ["epoch,step,loss,accuracy", "0,4,3.0,0.25", "1,4,2.0,0.5"]
+    with pytest.raises(ValueError, match=r"log.csv: expected the columns .*'mae'.* got a file"):
+        log(2, append=True, mae=1.0)
+    assert (tmp_path / "log.csv").read_text().splitlines() == written
+    log(2, append=False, mae=1.0)
+    assert (tmp_path / "log.csv").read_text().splitlines() == ["epoch,step,mae", "2,4,1.0"]
+
+
 def test_csv_refuses_a_column_that_comes_later(tmp_path) -> None:
     hook = ft.hooks.CSVLogger(tmp_path / "log.csv")
 

@@ -75,6 +75,12 @@ def test_small_images_are_summed_over(
         cases.check_chunks(conv, x, w)
 
 
+def test_sums_over_thousands_of_small_images_keep_their_digits() -> None:
+    conv, x, w = cases.layer((3000, 2, 2, 4), (3, 3, 1, 4), feature_group_count=4)
+    x = jnp.abs(x)
+    cases.check_accuracy(all_three(conv), (x, w, jnp.abs(conv(x, w))), small_depthwise)
+
+
 @settings(max_examples=8, deadline=None, derandomize=True)
 @given(cases.convolutions(sides=(3, 3), groups=(2, 4)))
 def test_grouped_is_as_accurate_as_it_was(case: Any) -> None:
@@ -138,6 +144,31 @@ def test_what_is_no_float_or_empty_is_left_alone() -> None:
     for lhs, rhs in ((x.astype(int), w.astype(int)), (x + 1j, w + 1j), (x[:0], w)):
         closed = jax.make_jaxpr(conv)(lhs, rhs)
         assert rewrite_jaxpr(closed, [depthwise_conv, grouped_conv]) is closed
+
+
+@pytest.mark.parametrize("rule", [small_depthwise, depthwise_conv])
+def test_doubles_that_cannot_be_made_here_are_left_alone(rule: Any) -> None:
+    size = 4 if rule is small_depthwise else 8
+    conv, x, w = cases.layer((2, size, size, 4), (5, 5, 1, 4), feature_group_count=4)
+    wider, x_, w_ = cases.layer(
+        (2, size, size, 4),
+        (5, 5, 1, 4),
+        feature_group_count=4,
+        preferred_element_type=jnp.float64,
+    )
+
+    def inside(x: jax.Array, w: jax.Array) -> jax.Array:
+        with jax.enable_x64(True):
+            return conv(x.astype(jnp.float64), w.astype(jnp.float64))
+
+    assert cases.takes(rule, conv, x, w) == [True]
+    assert cases.takes(rule, inside, x, w) == [False]
+    got, want = jax.jit(optimize(inside))(x, w), jax.jit(inside)(x, w)
+    assert got.dtype == jnp.float64
+    np.testing.assert_array_equal(got, want)
+    with jax.enable_x64(True):
+        assert cases.takes(rule, conv, x.astype(float), w.astype(float)) == [True]
+        assert cases.takes(rule, wider, x_, w_) == [False]
 
 
 @pytest.mark.parametrize("shape", SHAPES)

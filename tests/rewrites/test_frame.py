@@ -313,6 +313,16 @@ def test_an_error_of_the_step_itself_is_the_users() -> None:
         optimize(boom)(X)
 
 
+def test_rewrites_need_not_be_as_strict_as_the_user(rules: Any) -> None:
+    def replace(x: jax.Array, **params: Any) -> jax.Array:
+        mixed = x + jnp.ones((1, 1), jnp.float16)  # two ranks, two dtypes
+        return mixed[0] - 1
+
+    rules(rule(replace))
+    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+        np.testing.assert_allclose(jax.jit(optimize(jnp.sin))(X), X, rtol=1e-6)
+
+
 def test_modes_choose_the_rewrites(rules: Any) -> None:
     rules(RULE, RULE._replace(primitive=primitives.tan_p, exact=True))
 
