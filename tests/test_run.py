@@ -99,6 +99,16 @@ def test_an_iterator_lasts_one_epoch() -> None:
         ft.run(jnp.zeros(()), step, iter(batches), epochs=2)
 
 
+def test_a_generator_function_is_to_be_called() -> None:
+    def batches():
+        yield np.ones(4)
+
+    with pytest.raises(TypeError, match=r"got the generator function batches.*batches\(\)"):
+        list(ft.run(jnp.zeros(()), lambda s, b: (s, {}), batches))
+    with pytest.raises(TypeError, match=r"expected an ArrayLoader or an iterable .*got ndarray"):
+        list(ft.run(jnp.zeros(()), lambda s, b: (s, {}), np.ones((8, 4))))
+
+
 def test_errors_come_before_anything_runs() -> None:
     step, traces = counting()
     for arguments in ({"epochs": 0}, {"fuse": 0}):

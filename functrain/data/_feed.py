@@ -1,5 +1,6 @@
 """Turns any source of batches into chunks that a fused program takes."""
 
+import inspect
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -192,6 +193,12 @@ def _check_iterable(data: Any) -> None:
     arrays = isinstance(data, dict | np.ndarray | jax.Array | str | bytes) or (
         isinstance(data, tuple) and any(hasattr(x, "shape") for x in data)
     )
+    if inspect.isgeneratorfunction(data):
+        raise TypeError(
+            f"data: expected an iterable of batches, got the generator function {data.__name__}, "
+            f"which is not one until it is called: {data.__name__}(). For more than one epoch "
+            "pass an object whose __iter__ it is."
+        )
     if arrays or not isinstance(data, Iterable):
         raise TypeError(
             f"data: expected an ArrayLoader or an iterable of batches, got {type(data).__name__}. "

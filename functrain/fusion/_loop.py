@@ -32,7 +32,8 @@ def repeat(body: Body, carry: PyTree, stacked: PyTree, n: jax.Array) -> tuple[Py
     """
     leaves = jax.tree.leaves(stacked)
     first = jax.eval_shape(lambda tree: jax.tree.map(lambda x: x[0], tree), stacked)
-    run, (new, outs) = _stage(body, carry, first)
+    run, returned = _stage(body, carry, first)
+    new, outs = _pair(returned)
     check_carry(carry, new)
     k = leaves[0].shape[0] if leaves else 1
     if k == 1:
@@ -60,12 +61,22 @@ def scan(body: Body, carry: PyTree, stacked: PyTree, unroll: int = 1) -> tuple[P
     """As `repeat`, of all inputs, with `lax.scan`: for devices that want to know the length."""
 
     def checked(old: PyTree, x: PyTree) -> tuple[PyTree, PyTree]:
-        new, y = body(old, x)
+        new, y = _pair(body(old, x))
         check_carry(old, new)
         return new, y
 
     result: tuple[PyTree, PyTree] = lax.scan(checked, carry, stacked, unroll=unroll)
     return result
+
+
+def _pair(returned: Any) -> tuple[PyTree, PyTree]:
+    several = type(returned) in (tuple, list)
+    if several and len(returned) == 2:
+        return returned[0], returned[1]
+    got = f"{len(returned)} things" if several else _tree.spec(returned)
+    raise TypeError(
+        f"step: expected (state, logs) from it, got {got}. Without logs it returns (state, {{}})."
+    )
 
 
 def check_stacked(stacked: PyTree, k: int) -> None:

@@ -95,6 +95,16 @@ def test_a_step_that_changes_its_states_type_is_refused_by_leaf(change, message)
     assert not state["w"].is_deleted()
 
 
+@pytest.mark.parametrize("unroll", [1, 2])
+@pytest.mark.parametrize(
+    ("step", "got"),
+    [(lambda s, b: s + b, r"float32\[\]"), (lambda s, b: (s, {}, b), "3 things")],
+)
+def test_a_step_that_returns_no_pair_is_refused(step, got, unroll) -> None:
+    with pytest.raises(TypeError, match=rf"step: expected \(state, logs\) from it, got .*({got})"):
+        ft.fuse(step, 2, unroll=unroll)(jnp.zeros(()), jnp.ones(2))
+
+
 def test_aliases_in_a_donated_state_are_named_and_nothing_is_lost() -> None:
     w = jnp.ones(8)
     state = {"student": {"w": w}, "teacher": {"w": w}}
