@@ -238,7 +238,7 @@ figure = matplotlib.figure.Figure(figsize=(7, 3), layout="constrained")
 panel = figure.subplots()
 bars = panel.barh(list(speedups), list(speedups.values()))
 panel.bar_label(bars, fmt="%.1fx", padding=3)
-panel.axvline(1, color="black", lw=0.8)
+panel.axvline(1, color="black", lw=0.8, zorder=0)
 panel.set(
     xlabel="speed of bridge.fit, relative to model.fit", xlim=(0, 1.2 * max(speedups.values()))
 )

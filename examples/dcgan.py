@@ -4,7 +4,7 @@ A state may be any pytree: here it is a dict of two TrainStates, and the step is
 fit, fuse, hooks and checkpoints need not know. After every epoch the script draws 64 digits and
 saves a checkpoint; started again, it goes on where it was.
 
-    python examples/dcgan.py            # 20 epochs: minutes on a GPU, hours on two CPU cores
+    python examples/dcgan.py            # 20 epochs: some two hours on two CPU cores
     python examples/dcgan.py --quick    # eight steps, for a look
 """
 

@@ -149,6 +149,7 @@ figure = matplotlib.figure.Figure(figsize=(9, 3.6), layout="constrained")
 left, right = figure.subplots(1, 2)
 bars = left.bar(table.keys(), [1e3 * seconds[-1] / len(train) for seconds in table.values()])
 left.bar_label(bars, [f"{ratio:.1f}x" for ratio in speed.values()])
+left.margins(y=0.15)  # room for the labels
 left.set(yscale="log", ylabel="ms a step")
 for name, style in (("eager", "o-"), ("jitted", "x--"), ("fused", "+:")):
     right.plot(

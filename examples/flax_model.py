@@ -111,7 +111,9 @@ for name, history in histories.items():
     smooth = np.convolve(loss, np.ones(20) / 20, mode="valid")
     (line,) = panel.plot(np.arange(20, len(loss) + 1), smooth, lw=1, label=f"{name}, training")
     ends = np.linspace(0, len(loss), len(history.epochs["val_loss"]) + 1)[1:]
-    panel.plot(ends, history.epochs["val_loss"], "s", color=line.get_color(), label="validation")
+    panel.plot(
+        ends, history.epochs["val_loss"], "s", color=line.get_color(), label=f"{name}, validation"
+    )
 panel.set(xlabel="step", ylabel="loss", yscale="log")
 panel.legend()
 figure.savefig(args.output / "flax_model.png", dpi=120)
