@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from keras import layers
 
-from tests.bridge.fitting import assert_same
+from tests.bridge.fitting import values
 
 X = np.random.default_rng(0).normal(size=(24, 8, 8, 1)).astype(np.float32)
 Y = np.random.default_rng(1).normal(size=(24, 2)).astype(np.float32)
@@ -78,4 +78,5 @@ def test_what_cannot_or_must_not_be_compiled_runs_as_in_keras(
     fit(ours, **kwargs)
     assert counted.calls >= 18
     fit(theirs, keras.Model.fit)
-    assert_same(ours, theirs)
+    for one, other in zip(values(ours), values(theirs), strict=True):  # one by one, last bits vary
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
