@@ -171,7 +171,7 @@ def _advice(outputs: PyTree, y: PyTree) -> Iterator[str]:
             if whole
             else f"Numbers of classes are integers, y.astype(int), and go with {classes}."
         )
-    elif outputs.shape == y.shape and not whole:
+    elif outputs.shape == y.shape and outputs.shape[-1:] > (1,) and not whole:
         yield "Labels of the outputs' shape go with a loss such as optax.softmax_cross_entropy."
 
 

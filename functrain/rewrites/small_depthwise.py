@@ -163,8 +163,9 @@ def _weight_gradient(lhs: jax.Array, rhs: jax.Array, params: dict[str, Any]) -> 
         total: jax.Array = lax.fori_loop(first, last, lambda i, so_far: so_far + products(i), start)
         return total
 
-    chunks = -(-images // TOGETHER)
-    sums = lax.fori_loop(1, chunks, lambda i, total: total + some(i * TOGETHER), some(0))
+    sums, chunks = some(0), -(-images // TOGETHER)
+    if chunks > 1:  # else the loop would be traced for nothing
+        sums = lax.fori_loop(1, chunks, lambda i, total: total + some(i * TOGETHER), sums)
     axes = list(zip(image, window, params["padding"], strict=True))
 
     def placed(pixel: Sequence[int]) -> jax.Array:
