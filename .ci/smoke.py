@@ -38,7 +38,7 @@ model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(16, "relu"), ker
 
 tx = optax.adam(1e-2)
 loss_fn = ft.supervised(bridge.from_keras(model), optax.softmax_cross_entropy_with_integer_labels)
-step = ft.train_step(loss_fn, tx, metrics={"accuracy": ft.accuracy()})
+step = ft.train_step(loss_fn, tx, metrics={"accuracy": ft.metrics.accuracy()})
 loader = ft.ArrayLoader((x, y), 32, shuffle=True)
 state, history = ft.fit(bridge.create_state(model, tx), step, loader, epochs=10, verbose=0)
 reached = history.epochs["accuracy"][-1]

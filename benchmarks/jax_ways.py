@@ -31,7 +31,7 @@ def functrain_parts(workload: Workload) -> tuple[Any, Any]:
     state = bridge.create_state(net, adam())
     loss = optax.softmax_cross_entropy_with_integer_labels
     loss_fn = ft.supervised(bridge.from_keras(net), loss)
-    return state, ft.train_step(loss_fn, adam(), metrics={"accuracy": ft.accuracy()})
+    return state, ft.train_step(loss_fn, adam(), metrics={"accuracy": ft.metrics.accuracy()})
 
 
 def functrain_fit(workload: Workload, rewrites: Any = "auto") -> Run:

@@ -27,7 +27,7 @@ from rich.table import Table
 import functrain as ft
 from benchmarks.operations import Operation, dense_rate, least, operations, seconds
 from benchmarks.report import milliseconds
-from functrain import _table
+from functrain.common import _table
 
 
 @dataclasses.dataclass(frozen=True)

@@ -58,7 +58,7 @@ tx = optax.sgd(0.1)
 loss_fn = ft.supervised(
     bridge.from_keras(keras_model), optax.softmax_cross_entropy_with_integer_labels
 )
-metrics = {"accuracy": ft.accuracy()}
+metrics = {"accuracy": ft.metrics.accuracy()}
 step = ft.train_step(loss_fn, tx, metrics=metrics)
 eval_step = ft.eval_step(loss_fn, metrics=metrics)
 start = bridge.create_state(keras_model, tx)

@@ -83,7 +83,7 @@ for name, (model, params, model_state) in starts.items():
     state = ft.TrainState.create(params=params, model_state=model_state, tx=tx, rng=key)
     print(f"{name}: {sum(leaf.size for leaf in jax.tree.leaves(params)):,} parameters")
     loss_fn = ft.supervised(model, optax.softmax_cross_entropy_with_integer_labels)
-    metrics = {"accuracy": ft.accuracy()}
+    metrics = {"accuracy": ft.metrics.accuracy()}
     state, history = ft.fit(
         state,
         ft.train_step(loss_fn, tx, metrics=metrics),

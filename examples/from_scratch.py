@@ -84,8 +84,8 @@ jitted = jax.jit(bare_step)
 after, logs = jitted(state, train.batch(0, 0))
 print(f"one step: loss {logs['loss']:.4f}, then {jitted(after, train.batch(0, 0))[1]['loss']:.4f}")
 
-# %% The same step with a metric, one of Keras's here; ft.accuracy() is one of functrain's. It runs
-# beside the state, as a list of arrays: nothing has to be reset by hand
+# %% The same step with a metric, one of Keras's here; ft.metrics.accuracy() is one of functrain's.
+# It runs beside the state, as a list of arrays: nothing has to be reset by hand
 metrics = {"accuracy": bridge.metric(keras.metrics.CategoricalAccuracy())}
 step = ft.train_step(loss_fn, tx, metrics=metrics)
 eval_step = ft.eval_step(loss_fn, metrics=metrics)

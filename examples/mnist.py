@@ -65,7 +65,7 @@ tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, weight_de
 state = bridge.create_state(keras_model, tx)
 model = bridge.from_keras(keras_model)
 loss_fn = ft.supervised(model, optax.softmax_cross_entropy_with_integer_labels)
-metrics = {"accuracy": ft.accuracy()}
+metrics = {"accuracy": ft.metrics.accuracy()}
 step = ft.train_step(loss_fn, tx, metrics=metrics, learning_rate=schedule)
 eval_step = ft.eval_step(loss_fn, metrics=metrics)
 print(ft.summary(state))

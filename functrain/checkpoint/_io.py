@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from functrain import _tree
-from functrain._types import PyTree
+from functrain.common import _tree
+from functrain.common._types import PyTree
 
 _NEW, _OLD = ".functrain-new", ".functrain-old"
 

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from functrain import _tree
-from functrain._checks import is_whole
-from functrain._types import PyTree
+from functrain.common import _tree
+from functrain.common._checks import is_whole
+from functrain.common._types import PyTree
 from functrain.data import _buffer
 
 

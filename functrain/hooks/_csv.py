@@ -5,8 +5,8 @@ import os
 import pathlib
 from typing import IO, Any
 
-from functrain._run import ChunkEnd, Event
-from functrain._trigger import Trigger, every
+from functrain.engine._trigger import Trigger, every
+from functrain.loop._run import ChunkEnd, Event
 
 
 class CSVLogger:

@@ -3,9 +3,9 @@
 import math
 from typing import Literal
 
-from functrain import _tree
-from functrain._run import EpochEnd, Event, RunEnd
-from functrain._types import PyTree
+from functrain.common import _tree
+from functrain.common._types import PyTree
+from functrain.loop._run import EpochEnd, Event, RunEnd
 
 
 class EarlyStopping:

@@ -2,12 +2,12 @@
 
 from typing import Any
 
-from functrain._evaluate import check_eval_step, evaluate
-from functrain._run import Event
-from functrain._step import MeteredStep
-from functrain._trigger import Trigger, every
-from functrain.data._feed import FuseArg
+from functrain.engine._feed import FuseArg
+from functrain.engine._trigger import Trigger, every
+from functrain.loop._evaluate import check_eval_step, evaluate
+from functrain.loop._run import Event
 from functrain.rewrites import Mode
+from functrain.step._step import MeteredStep
 
 
 class Evaluate:

@@ -5,8 +5,8 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, Self, TypeAlias
 
-from functrain._run import ChunkEnd, EpochEnd, Event
-from functrain._trigger import Trigger
+from functrain.engine._trigger import Trigger
+from functrain.loop._run import ChunkEnd, EpochEnd, Event
 
 
 class Hook(Protocol):

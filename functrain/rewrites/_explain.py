@@ -10,7 +10,7 @@ from jax.extend import core, source_info_util
 from rich import box
 from rich.table import Table
 
-from functrain import _table
+from functrain.common import _table
 from functrain.rewrites import _optimize
 from functrain.rewrites._frame import (
     Rewrite,

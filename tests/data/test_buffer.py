@@ -5,7 +5,7 @@ import pytest
 
 import functrain as ft
 from functrain.data import _buffer
-from functrain.data._feed import Feed
+from functrain.engine._feed import Feed
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.float32, np.float64, jnp.bfloat16, np.bool_])

@@ -158,7 +158,7 @@ def raw(model, train, epochs=1):
 def metrics():
     """Keras's metric, and functrain's, which must say the same."""
     keras_metric = bridge.metric(keras.metrics.CategoricalAccuracy())
-    return {"accuracy": keras_metric, "own_accuracy": ft.accuracy()}
+    return {"accuracy": keras_metric, "own_accuracy": ft.metrics.accuracy()}
 
 
 def ours(model, train, epochs=1, **kwargs):

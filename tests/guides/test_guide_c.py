@@ -36,7 +36,7 @@ def split():
 
 def parts(model):
     loss_fn = ft.supervised(bridge.from_keras(model), LOSS)
-    metrics = {"accuracy": ft.accuracy()}
+    metrics = {"accuracy": ft.metrics.accuracy()}
     step = ft.train_step(loss_fn, TX, metrics=metrics)
     return bridge.create_state(model, TX), step, ft.eval_step(loss_fn, metrics=metrics)
 

@@ -1,0 +1,319 @@
+"""Flax modules, linen and nnx, as Keras layers."""
+
+import contextlib
+import dataclasses
+import functools
+import inspect
+import random
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import keras
+
+from bridge.model import _flax_config, _flax_modules
+from functrain.internal import PyTree
+from functrain.internal import tree as _tree
+
+
+def from_flax(
+    module: Any,
+    *,
+    variables: Mapping[str, PyTree] | None = None,
+    seed: int | None = None,
+    **kwargs: Any,
+) -> "FlaxLayer":
+    """Returns a Keras layer that runs a flax module, linen or nnx.
+
+    It is a layer like any other: in Sequential, Functional and subclassed models, in `model.fit`,
+    `bridge.fit` and `bridge.from_keras`. Parameters are trainable weights; batch statistics and
+    other collections are non-trainable ones, which move on in training. Weights have the paths
+    they have in flax, such as ``net/params/Dense_0/kernel``. TensorFlow is not needed.
+
+    Where the module's ``__call__`` takes `training`, `train`, `deterministic` or
+    `use_running_average`, it is given. Where it draws random numbers, the layer holds a
+    `keras.random.SeedGenerator` that serves every stream. Losses that a linen module sows into
+    `losses` are the layer's losses. Freezing the layer freezes its parameters; statistics move on
+    wherever it is called with ``training=True``.
+
+    Args:
+      module: An instance of `flax.linen.Module` or `flax.nnx.Module`, called as
+        ``module(inputs)``, inputs being one pytree; or a function without arguments that makes
+        one. A model is saved with its layers' settings: of a linen module these are its fields;
+        for nnx, and for fields that cannot be written down, pass a function registered with
+        `keras.saving.register_keras_serializable`. Saving weights alone takes anything.
+      variables: Of a linen module, as its `init` returns them. None to initialize them when the
+        layer is built. An nnx module has its own values already, which are copied.
+      seed: Of the initial values and of dropout and the like. None to draw one, as Keras's own
+        layers do: `keras.utils.set_random_seed` makes runs repeat.
+      **kwargs: Of `keras.Layer`: `name`, `dtype`, `trainable`.
+
+    Returns:
+      The layer. Beside what every layer has: `module`, and ``to_flax()``, which returns copies of
+      the values of now: a linen module's variables, or a new nnx module.
+
+    Raises:
+      TypeError: `module` is no instance of a flax module, or makes none; or its call needs
+        arguments that are not known.
+      ValueError: `variables` are none, or meet an nnx module.
+
+    Examples:
+      >>> import flax.linen as nn, keras
+      >>> class Net(nn.Module):
+      ...     @nn.compact
+      ...     def __call__(self, x, train):
+      ...         x = nn.BatchNorm(use_running_average=not train)(nn.Dense(8)(x))
+      ...         return nn.Dropout(0.5, deterministic=not train)(x)
+      >>> layer = from_flax(Net(), name="net")
+      >>> layer.build((None, 3))
+      >>> [weight.path for weight in layer.trainable_weights][-2:]
+      ['net/params/Dense_0/bias', 'net/params/Dense_0/kernel']
+      >>> model = keras.Sequential([keras.Input((3,)), layer, keras.layers.Dense(1)])
+      >>> model.compile("adam", "mse")
+    """
+    return FlaxLayer(module, variables=variables, seed=seed, **kwargs)
+
+
+class FlaxCollection(keras.Layer):  # type: ignore[misc]  # keras has no types
+    """One level of flax's nested dicts: its variables, and the levels below by name."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.below: dict[str, FlaxCollection] = {}
+        self.built = True
+
+
+@dataclasses.dataclass(frozen=True)
+class _Weights:
+    """All variables of a layer, out of reach of Keras's tracking, which would hold them twice."""
+
+    structure: Any
+    variables: list[Any]
+
+    def read(self) -> PyTree:
+        return jax.tree.unflatten(self.structure, [v.value for v in self.variables])
+
+    def write(self, old: PyTree, new: PyTree) -> None:
+        """Assigns what has changed, in the collections that `new` has."""
+        before = dict(_tree.leaves_with_path(old))
+        known = dict(zip(before, self.variables, strict=True))
+        for path, value in _tree.leaves_with_path(new):
+            if value is not before[path]:
+                known[path].assign(value)
+
+
+@keras.saving.register_keras_serializable(package="bridge")
+class FlaxLayer(keras.Layer):  # type: ignore[misc]  # keras has no types
+    """What `from_flax` returns."""
+
+    def __init__(
+        self,
+        module: Any,
+        *,
+        variables: Mapping[str, PyTree] | None = None,
+        seed: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        self.source = module
+        self.module = _instance(module)
+        self.seed = seed
+        self.collections: dict[str, FlaxCollection] = {}
+        self._flax = _flax_modules.wrap(self.module, variables)
+        self._note(None)
+
+    def __call__(self, inputs: PyTree, *args: Any, **kwargs: Any) -> PyTree:
+        """Notes the dtypes of inputs, which `build` is not told: an embedding needs integers."""
+        if not self.built:
+            self._note(keras.tree.map_structure(_symbolic, inputs))
+        return super().__call__(inputs, *args, **kwargs)
+
+    def build(self, input_shape: PyTree) -> None:
+        """Makes the weights."""
+        if self._inputs is None:
+            self._note(
+                keras.tree.map_shape_structure(
+                    lambda shape: keras.KerasTensor(shape, self.compute_dtype), input_shape
+                )
+            )
+        inputs = keras.tree.map_structure(self._example, self._inputs)
+        seed = random.randint(1, 10**9) if self.seed is None else self.seed  # as Keras draws it
+        first = _First(self._flax, seed, inputs)
+        self._weights = _Weights(first.structure, self._make(first))
+        self._flax.given = None  # the weights are copies
+        self._draws = [
+            self._flax.draws(first.shapes, inputs, training=training) for training in (False, True)
+        ]
+        if any(self._draws):
+            self.seed_generator = keras.random.SeedGenerator(self.seed)
+
+    def call(self, inputs: PyTree, training: bool | None = None) -> PyTree:
+        """Runs the module."""
+        training = bool(training)
+        rng = _key(self.seed_generator.next()) if self._draws[training] else None
+        values = self._weights.read()
+        applied = self._flax.apply(values, inputs, rng=rng, training=training)
+        self._weights.write(values, applied.values)
+        for loss in applied.losses:
+            self.add_loss(loss)
+        return applied.outputs
+
+    def to_flax(self) -> Any:
+        """Returns copies of the values of now, as the module has them.
+
+        Returns:
+          Of a linen module its variables, for ``layer.module.apply``; of an nnx module a new one.
+
+        Raises:
+          ValueError: The layer is not built.
+        """
+        if not self.built:
+            raise ValueError(
+                f"layer {self.name!r}: expected a built layer, got one that has no values yet. "
+                "Call it once on a batch."
+            )
+        return self._flax.to_flax(self._weights.read())
+
+    def get_config(self) -> dict[str, Any]:
+        """Returns the layer's settings, with those of its module."""
+        module = _flax_config.encode(self.source)
+        return {**super().get_config(), "module": module, "seed": self.seed}
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> "FlaxLayer":
+        """Makes a layer from its settings."""
+        return cls(**{**config, "module": _flax_config.decode(config["module"])})
+
+    def get_build_config(self) -> dict[str, Any]:
+        """Returns what `build` knew of the inputs."""
+        return {"inputs": keras.saving.serialize_keras_object(self._inputs)}
+
+    def build_from_config(self, config: dict[str, Any]) -> None:
+        """Builds a layer that is being loaded."""
+        self._note(keras.saving.deserialize_keras_object(config["inputs"]))
+        self.build(keras.tree.map_structure(lambda x: tuple(x.shape), self._inputs))
+
+    def _note(self, inputs: PyTree) -> None:
+        self.__dict__["_inputs"] = inputs  # past Keras's tracking, which makes dicts into its own
+
+    def _example(self, x: Any) -> jax.ShapeDtypeStruct:
+        dtype = self.compute_dtype if "float" in x.dtype else x.dtype
+        shape = [1 if n is None else n for n in x.shape]
+        return jax.ShapeDtypeStruct(shape, jax.dtypes.canonicalize_dtype(dtype))
+
+    def _make(self, first: "_First") -> list[Any]:
+        made = []
+        for i, (path, leaf) in enumerate(first.leaves):
+            *levels, name = path
+            node = _node(self.collections, levels)
+            with _scopes(levels[:-1]):
+                made.append(
+                    node.add_weight(
+                        shape=leaf.shape,
+                        dtype=jnp.dtype(leaf.dtype).name,
+                        initializer=first.initializer(i),
+                        trainable=levels[0] == "params",
+                        autocast=levels[0] == "params",  # statistics keep their precision
+                        name=name,
+                    )
+                )
+        return made
+
+
+class _First:
+    """The first values of a module: shapes at once, values when the first weight asks for one.
+
+    So a layer can be built while something is traced, as Keras does with models that are built by
+    their first batch.
+    """
+
+    def __init__(self, module: _flax_modules.FlaxModule, seed: int, inputs: PyTree) -> None:
+        self._given = module.given
+
+        def init(inputs: PyTree) -> PyTree:
+            return module.init(jax.random.key(seed), inputs)
+
+        self._init, self._inputs = init, inputs
+        self._values: list[jax.Array] | None = None
+        self.shapes = (
+            jax.eval_shape(init, inputs)
+            if self._given is None
+            else jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self._given)
+        )
+        if isinstance(module, _flax_modules.Linen) and self._given is not None:
+            _require_collections(jax.eval_shape(init, inputs), self._given)
+        leaves, self.structure = jax.tree_util.tree_flatten_with_path(self.shapes)
+        self.leaves = [(_tree.path_str(path).split("/"), leaf) for path, leaf in leaves]
+
+    def initializer(self, i: int) -> Any:
+        """Returns what makes the i-th value for Keras."""
+        return lambda shape, dtype: jnp.array(self._all()[i], dtype=dtype)
+
+    def _all(self) -> list[jax.Array]:
+        if self._values is None:
+            with jax.ensure_compile_time_eval():
+                self._values = jax.tree.leaves(self._make())
+        return self._values
+
+    def _make(self) -> PyTree:
+        if self._given is not None:
+            return self._given
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self._inputs)
+        return jax.jit(self._init)(zeros)
+
+
+def _node(collections: dict[str, FlaxCollection], levels: list[str]) -> FlaxCollection:
+    """Returns the level at a path, made where it is not there."""
+    for name in levels:
+        if name not in collections:
+            collections[name] = FlaxCollection(name=name)
+        node = collections[name]
+        collections = node.below
+    return node
+
+
+@contextlib.contextmanager
+def _scopes(names: list[str]) -> Iterator[None]:
+    """Puts names into the paths of the variables made inside."""
+    with contextlib.ExitStack() as stack:
+        for name in names:
+            stack.enter_context(keras.name_scope(name))
+        yield
+
+
+def _instance(module: Any) -> Any:
+    """Returns a module, from itself or from a function that makes it."""
+    if _flax_modules.is_module(module):
+        return module
+    if not (inspect.isroutine(module) or isinstance(module, functools.partial)):
+        got = f"the class {module.__name__}" if inspect.isclass(module) else type(module).__name__
+        raise TypeError(
+            "module: expected an instance of flax.linen.Module or flax.nnx.Module, or a function "
+            f"that makes one, got {got}. Construct the module first, as in Net(...)."
+        )
+    made = module()
+    if not _flax_modules.is_module(made):
+        raise TypeError(
+            f"module: expected {getattr(module, '__name__', module)} to make a flax module, "
+            f"got {type(made).__name__}"
+        )
+    return made
+
+
+def _symbolic(x: Any) -> Any:
+    dtype = keras.backend.standardize_dtype(getattr(x, "dtype", keras.config.floatx()))
+    return keras.KerasTensor(getattr(x, "shape", ()), dtype)
+
+
+def _key(seed: jax.Array) -> jax.Array:
+    key: jax.Array = jax.random.wrap_key_data(seed, impl="threefry2x32")
+    return key
+
+
+def _require_collections(expected: Mapping[str, PyTree], given: Mapping[str, PyTree]) -> None:
+    if missing := set(expected) - set(given):
+        raise ValueError(
+            f"variables: expected what module.init returns, with {sorted(expected)}, got "
+            f"{sorted(given)} without {sorted(missing)}. Pass all of it, not the params alone."
+        )

@@ -1,0 +1,1 @@
+"""Optimizers, schedules, losses, metrics and constraints, both ways."""

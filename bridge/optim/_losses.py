@@ -1,0 +1,202 @@
+"""Keras losses as pure functions in optax's argument order."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import keras
+
+from bridge import keras_private
+from bridge.model import _names
+from functrain import Metric
+from functrain.internal import PyTree
+from functrain.internal import tree as _tree
+
+# What reduces to a plain mean, so that there is a value for each example.
+_MEANS = ("sum_over_batch_size", "mean")
+
+
+def loss(keras_loss: Any, *, loss_weights: Any = None) -> Callable[..., jax.Array]:
+    """Returns a Keras loss as a pure function ``loss(outputs, y, sample_weight=None)``.
+
+    For `functrain.supervised`, which hands it the batch's sample weights: the loss of a batch is
+    then what ``keras_loss(y, outputs, sample_weight)`` gives, to the bit. The mask that a Keras
+    model leaves on its outputs counts, and so does `ignore_class`, as long as the loss is called
+    in the trace of the forward pass.
+
+    What it returns depends on the reduction:
+
+    - `"sum_over_batch_size"` or `"mean"` (Keras's default): the loss of each example,
+      `f32[B, ...]`, times its weight and its mask, of which Keras's loss is the plain mean. What
+      is masked is 0, and the others are scaled up by its share.
+    - `None` or `"none"`: what Keras gives, `f32[B, ...]`.
+    - `"sum"` and `"mean_with_sample_weight"`: Keras's scalar, `f32[]`.
+
+    Of several outputs, in a dict or list, the losses are added up, which gives a scalar.
+
+    Args:
+      keras_loss: What `compile` takes: a `keras.losses.Loss`, a name, a function
+        ``(y_true, y_pred)``. For several outputs one for all, or a dict or list of these with
+        the keys of the outputs, where None stands for no loss.
+      loss_weights: With several losses, their factors: floats in the structure of `keras_loss`.
+
+    Returns:
+      A function of outputs, labels, and weights `f32[B]` or `f32[B, ...]`. It computes in the
+      loss's own dtype, `keras.config.floatx()` unless it says otherwise.
+
+    Raises:
+      TypeError: `keras_loss` is nothing that Keras takes for a loss, or takes outputs first.
+      ValueError: There is no such name, or `loss_weights` does not fit. From the function: the
+        outputs or labels lack a key.
+
+    Examples:
+      >>> import keras, numpy as np
+      >>> loss_fn = loss("sparse_categorical_crossentropy")
+      >>> print(loss_fn(np.full((2, 4), 0.25), np.array([0, 3])))
+      [1.3862944 1.3862944]
+      >>> huber = loss(keras.losses.Huber(delta=2.0))
+      >>> print(huber(np.ones((2, 1)), np.zeros((2, 1)), sample_weight=np.array([1.0, 0.0])))
+      [0.5 0. ]
+    """
+    if isinstance(keras_loss, Mapping | list | tuple) and not isinstance(keras_loss, Metric):
+        return _several(keras_loss, loss_weights)
+    if loss_weights is not None:
+        raise ValueError(
+            f"loss_weights: expected None with a single loss, got {loss_weights!r}. It weighs "
+            "several outputs; to weigh examples use batches (x, y, sample_weight)."
+        )
+    return _single(keras_loss, "keras_loss")
+
+
+def _single(keras_loss: Any, where: str) -> Callable[..., jax.Array]:
+    _check(keras_loss, where)
+
+    def loss_fn(outputs: PyTree, y: PyTree, sample_weight: PyTree = None) -> jax.Array:
+        if isinstance(outputs, Mapping | list | tuple):  # as `compile` does it
+            each = {key: keras_loss for key, _ in _items(outputs)}
+            return _several(each, None)(outputs, y, sample_weight)
+        found = keras_private.get_loss(keras_loss, y, outputs)
+        if found.reduction in _MEANS and not keras_private.calls_itself(found):
+            values, weight = keras_private.losses_and_weight(found, y, outputs, sample_weight)
+            if sample_weight is not None:
+                _check_weight(sample_weight, values)
+            values = values if weight is None else values * weight
+        else:
+            values = found(y, outputs, sample_weight)
+        return jnp.asarray(values)
+
+    return loss_fn
+
+
+def _check_weight(sample_weight: PyTree, values: Any) -> None:
+    """Refuses weights that would be broadcast along the wrong axis, as Keras lets them."""
+    have, want = jnp.shape(sample_weight), values.shape
+    if len(have) == len(want) + 1 and have[-1] == 1:
+        have = have[:-1]
+    if len(want) == len(have) + 1 and want[-1] == 1:
+        want = want[:-1]
+    fits = len(have) == len(want) and all(w in (1, v) for w, v in zip(have, want, strict=True))
+    if have and want and not fits:
+        raise ValueError(
+            f"sample_weight: expected as many axes as the losses have, {_tree.spec(values)}, got "
+            f"shape {jnp.shape(sample_weight)}. To weigh whole sequences pass weight[:, None]."
+        )
+
+
+def _several(losses: Any, weights: Any) -> Callable[..., jax.Array]:
+    parts = {
+        key: (_compiled(one, f"keras_loss[{key!r}]"), weight)
+        for key, one, weight in _weighted(losses, weights)
+        if one is not None
+    }
+    if not parts:
+        raise ValueError(f"keras_loss: expected at least one loss, got {losses!r}")
+
+    def loss_fn(outputs: PyTree, y: PyTree, sample_weight: PyTree = None) -> jax.Array:
+        total: Any = 0
+        for key, (one, weight) in parts.items():
+            weights = sample_weight
+            if isinstance(sample_weight, Mapping | list | tuple):
+                weights = _at(sample_weight, key, "sample_weight")
+            value = one(_at(y, key, "y"), _at(outputs, key, "outputs"), weights)
+            total = total + (value if weight is None else value * weight)
+        result: jax.Array = total
+        return result
+
+    return loss_fn
+
+
+def _compiled(keras_loss: Any, where: str) -> Callable[..., Any]:
+    """Returns one of several losses in Keras's own argument order."""
+    _check(keras_loss, where)
+
+    def call(y: PyTree, outputs: PyTree, sample_weight: PyTree) -> Any:
+        value = keras_private.get_loss(keras_loss, y, outputs)(y, outputs, sample_weight)
+        if value.ndim:
+            raise ValueError(
+                f"{where}: expected a loss that reduces to a scalar, got values of shape "
+                f"{value.shape}. With several losses take reduction='sum_over_batch_size'."
+            )
+        return value
+
+    return call
+
+
+def _weighted(losses: Any, weights: Any) -> list[tuple[Any, Any, Any]]:
+    """Returns key, loss and factor of each output."""
+    items = _items(losses)
+    given = dict(_items(weights)) if isinstance(weights, Mapping | list | tuple) else weights
+    keys = [key for key, _ in items]
+    if given is not None and (not isinstance(given, dict) or set(given) != set(keys)):
+        raise ValueError(f"loss_weights: expected a factor for each loss, {keys}, got {weights!r}")
+    return [(key, one, given[key] if given else None) for key, one in items]
+
+
+def _items(tree: Any) -> list[tuple[Any, Any]]:
+    return list(tree.items() if isinstance(tree, Mapping) else enumerate(tree))
+
+
+def _at(tree: PyTree, key: Any, name: str) -> Any:
+    try:
+        return tree[key]
+    except (KeyError, IndexError, TypeError):
+        has = list(tree) if isinstance(tree, Mapping) else f"{type(tree).__name__}"
+        if isinstance(tree, list | tuple):
+            has = f"{has} of {len(tree)}"
+        raise ValueError(
+            f"{name}: expected an entry for each loss, got none for {key!r} in {has}. The losses, "
+            "the outputs and the labels must have the same keys."
+        ) from None
+
+
+def _check(keras_loss: Any, where: str) -> None:
+    """Refuses what Keras would fail on later, or would call the wrong way round."""
+    if isinstance(keras_loss, str):
+        _require_name(keras_loss, where)
+    elif isinstance(keras_loss, keras.Metric | Metric) or not callable(keras_loss):
+        raise TypeError(
+            f"{where}: expected a keras.losses.Loss, a name or a function (y_true, y_pred), got "
+            f"{type(keras_loss).__name__}"
+        )
+    elif inspect.isfunction(keras_loss):
+        first = next(iter(inspect.signature(keras_loss).parameters), "")
+        if first in ("outputs", "logits", "predictions", "log_predictions", "y_pred"):
+            raise TypeError(
+                f"{where}: expected a function (y_true, y_pred), as Keras calls it, got "
+                f"{keras_loss.__name__}, whose first argument is {first!r}. A function that takes "
+                "the outputs first goes into functrain.supervised as it is."
+            )
+
+
+def _require_name(name: str, where: str) -> None:
+    if name.lower() in ("crossentropy", "ce"):  # chosen by the shapes, as `compile` does
+        return
+    try:
+        keras.losses.get(name)
+    except ValueError:
+        raise ValueError(
+            f"{where}: expected a name in keras.losses, got {name!r}."
+            f"{_names.hint(name, dir(keras.losses))}"
+        ) from None

@@ -1,0 +1,125 @@
+"""What a Keras optimizer remembers, sorted: slots that belong to a parameter, and scalars."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import keras
+import optax
+
+from bridge import keras_private
+from functrain.internal import PyTree
+
+
+class Slot(NamedTuple):
+    """A variable of an optimizer that belongs to one parameter."""
+
+    name: str
+    owner: int  # the parameter's place among those the optimizer was built for
+
+
+class KerasOptState(NamedTuple):
+    """The state of a `bridge.optimizer`.
+
+    Attributes:
+      scalars: "iterations" `i32[]`, "learning_rate" `f32[]` unless it is a schedule, and what
+        else an optimizer counts, such as "dynamic_scale" of a LossScaleOptimizer. Another value
+        for "learning_rate" is used from the next update on.
+      slots: By name ("momentums", "velocities", ...), trees that are shaped like the params, with
+        `optax.MaskedNode()` for those that have none.
+      constraints: `ConstraintState()` where updates end within the constraints of a model.
+    """
+
+    scalars: dict[str, jax.Array]
+    slots: dict[str, PyTree]
+    constraints: Any = None
+
+
+def sort(optimizer: Any, params: Sequence[Any]) -> list[Slot | str]:
+    """Returns what each of `optimizer.variables` is: a parameter's slot, or a scalar's name.
+
+    Keras finds a parameter's slot by its place in a list, and every list of that length is one of
+    slots: its attribute's name, without underscores in front, is the slot's.
+
+    Args:
+      optimizer: A built Keras optimizer.
+      params: The variables it was built for, in the order that owners are to be counted in.
+    """
+    place = {id(v): i for i, v in enumerate(params)}
+    found: dict[int, Slot | str] = {}
+    for prefix, part in _parts(optimizer):
+        owners = [place[id(v)] for v in keras_private.trained(part)]
+        for attribute, values in vars(part).items():
+            if isinstance(values, list) and len(values) == len(owners) > 0:
+                _sort_list(attribute, values, owners, found)
+        attributes = {id(v): name.strip("_") for name, v in vars(part).items() if _is(v)}
+        for variable in part.variables:
+            if id(variable) not in found:
+                found[id(variable)] = prefix + attributes.get(id(variable), variable.name)
+    return [found[id(v)] for v in optimizer.variables]
+
+
+def _sort_list(
+    attribute: str, values: list[Any], owners: list[int], found: dict[int, Slot | str]
+) -> None:
+    if attribute in ("_variables", "_trainable_variables"):
+        return
+    for owner, variable in zip(owners, values, strict=True):
+        if _is(variable):
+            found[id(variable)] = Slot(attribute.strip("_"), owner)
+
+
+def _is(x: Any) -> bool:
+    return isinstance(x, keras.Variable)
+
+
+def _parts(optimizer: Any) -> Iterator[tuple[str, Any]]:
+    """Yields the optimizers inside an optimizer, innermost first, with prefixes for scalars."""
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        yield from _parts(optimizer.inner_optimizer)
+        yield "loss_scale/", optimizer
+    elif isinstance(optimizer, keras.optimizers.MultiOptimizer):
+        for i, inner in enumerate(optimizer.optimizers):
+            yield from ((f"{i}/{prefix}", part) for prefix, part in _parts(inner))
+        yield "multi/", optimizer
+    else:
+        yield "", optimizer
+
+
+def gather(
+    roles: Sequence[Slot | str], values: Sequence[Any], treedef: Any, places: Sequence[int]
+) -> tuple[dict[str, jax.Array], dict[str, PyTree]]:
+    """Returns values of `optimizer.variables` as the scalars and slots of a state.
+
+    Args:
+      roles: What each value is.
+      values: The values.
+      treedef: The structure of the params.
+      places: For each leaf of the params, its owner's number.
+    """
+    scalars: dict[str, Any] = {}
+    slots: dict[str, dict[int, Any]] = {}
+    for role, value in zip(roles, values, strict=True):
+        if isinstance(role, Slot):
+            slots.setdefault(role.name, {})[role.owner] = value
+        else:
+            scalars[role] = value
+    trees = {
+        name: treedef.unflatten([by_owner.get(i, optax.MaskedNode()) for i in places])
+        for name, by_owner in slots.items()
+    }
+    return scalars, trees
+
+
+def scatter(
+    roles: Sequence[Slot | str], state: KerasOptState, treedef: Any, places: Sequence[int]
+) -> list[Any]:
+    """Returns a state as the values of `optimizer.variables`: `gather`, backwards."""
+    trees = {
+        name: dict(zip(places, treedef.flatten_up_to(tree), strict=True))
+        for name, tree in state.slots.items()
+    }
+    return [
+        trees[role.name][role.owner] if isinstance(role, Slot) else state.scalars[role]
+        for role in roles
+    ]

@@ -1,0 +1,229 @@
+"""A Keras optimizer as an optax transformation: Keras's own arithmetic, on any pytree of params."""
+
+import contextlib
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import keras
+
+from bridge import keras_private
+from bridge.model import _variables
+from bridge.optim._arithmetic import difference
+from bridge.optim._constraints import ConstraintState
+from bridge.optim._optimizer_copy import copied
+from bridge.optim._slots import KerasOptState, Slot, gather, scatter, sort
+from functrain.internal import PyTree
+from functrain.internal import tree as _tree
+
+
+class Twin(NamedTuple):
+    """What a Keras optimizer may ask of a variable."""
+
+    path: tuple[str, ...]
+    constraint: Any = None
+    overwrite: bool = False
+    id: int | None = None
+
+
+class Built(NamedTuple):
+    """A Keras optimizer that was built for variables of certain shapes, and holds no values.
+
+    Attributes:
+      optimizer: The optimizer.
+      roles: What each of its variables is.
+      places: For each leaf of the params, its place in the optimizer's order.
+      treedef: The structure of the params.
+    """
+
+    optimizer: Any
+    roles: list[Slot | str]
+    places: list[int]
+    treedef: Any
+
+
+class Wrapped:
+    """What `bridge.optimizer` returns the `init` and `update` of."""
+
+    def __init__(self, optimizer: Any, model: keras.Layer | None) -> None:
+        self.optimizer = optimizer
+        self.model = model
+        self._built: dict[Any, Built] = {}
+        self._own = {id(v): v for v in model.trainable_variables} if model is not None else {}
+        _require_own(optimizer, self._own, model)
+        self._template = copied(optimizer, self._own.get)  # as it is now, whatever becomes of it
+
+    def init(self, params: PyTree) -> KerasOptState:
+        """Returns the state before the first update, by the optimizer's own `build`."""
+        built, values = self._build(params)
+        leaves = jax.tree.leaves(params)
+        owner = dict(zip(built.places, leaves, strict=True))
+        values = [
+            _placed(value, owner[role.owner]) if isinstance(role, Slot) else value
+            for role, value in zip(built.roles, values, strict=True)
+        ]
+        return self._state(built, values)
+
+    def update(
+        self,
+        updates: PyTree,
+        state: KerasOptState,
+        params: PyTree = None,
+        *,
+        loss_scale: Any = None,
+        **extra_args: Any,
+    ) -> tuple[PyTree, KerasOptState]:
+        """Returns what to add to the params, and the new state."""
+        del extra_args
+        _require(updates, params)
+        built = self.built_for(params)
+        old = self.variables(built, state)
+        leaves, grads = jax.tree.leaves(params), jax.tree.leaves(updates)
+        in_order = [jnp.asarray(x) for x in _permuted(leaves, built.places)]
+        slopes = self._scaled(built, old, _permuted(grads, built.places), loss_scale)
+        new, variables = built.optimizer.stateless_apply(old, slopes, in_order)
+        variables = [jnp.asarray(x, v.dtype) for x, v in zip(variables, old, strict=True)]
+        deltas = [difference(n, p) for n, p in zip(new, in_order, strict=True)]
+        return (
+            built.treedef.unflatten(deltas[i] for i in built.places),
+            self._state(built, variables),
+        )
+
+    def _scaled(self, built: Built, old: list[Any], grads: list[Any], loss_scale: Any) -> list[Any]:
+        """Returns gradients of the loss, times the scale that the optimizer divides them by."""
+        if loss_scale is not None:
+            grads = [g / loss_scale for g in grads]
+        if isinstance(self.optimizer, keras.optimizers.LossScaleOptimizer):
+            scale = old[built.roles.index("loss_scale/dynamic_scale")]
+            grads = [g * scale.astype(g.dtype) for g in grads]  # a power of 2: no bit is lost
+        return grads
+
+    def _state(self, built: Built, values: list[Any]) -> KerasOptState:
+        scalars, slots = gather(built.roles, values, built.treedef, built.places)
+        return KerasOptState(scalars, slots, None if self.model is None else ConstraintState())
+
+    def variables(self, built: Built, state: Any) -> list[Any]:
+        if isinstance(state, KerasOptState):
+            with contextlib.suppress(KeyError, ValueError):
+                values = scatter(built.roles, state, built.treedef, built.places)
+                return [jnp.asarray(x) for x in values]
+        slots = sorted({role.name for role in built.roles if isinstance(role, Slot)})
+        raise ValueError(
+            f"opt_state: expected one of bridge.optimizer({type(self.optimizer).__name__}) with "
+            f"slots {slots} for these params, got {jax.tree.structure(state)}. Take the state "
+            "that this transformation's init(params) returned."
+        )
+
+    def built_for(self, params: PyTree) -> Built:
+        leaves, treedef = jax.tree.flatten(params)
+        key = treedef, tuple((x.shape, jnp.result_type(x)) for x in map(jnp.asarray, leaves))
+        if key not in self._built:
+            specs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
+            found: list[Built] = []
+
+            def build(params: PyTree) -> list[Any]:
+                built, values = self._build(params)
+                found.append(built)
+                return values
+
+            jax.eval_shape(build, specs)
+            self._built[key] = found[0]
+        return self._built[key]
+
+    def _build(self, params: PyTree) -> tuple[Built, list[Any]]:
+        """Returns a copy of the optimizer, built for params, and its variables' values."""
+        leaves, treedef = jax.tree.flatten(params)
+        twins, places = self._twins(params)
+        with keras_private.outside_scopes():
+            stand_ins = [_stand_in(twin, leaf) for twin, leaf in zip(twins, leaves, strict=True)]
+            known: dict[Any, Any] = dict(self._own)  # what stays are those masked out
+            known.update((twin.id, v) for twin, v in zip(twins, stand_ins, strict=True))
+            copy = copied(self._template, known.get)
+            in_order = _permuted(stand_ins, places)
+            copy.build(in_order)
+            values = [v.value for v in copy.variables]
+        for variable in (*copy.variables, *stand_ins):
+            keras_private.lend(variable, None)
+        return Built(copy, sort(copy, in_order), places, treedef), values
+
+    def _twins(self, params: PyTree) -> tuple[list[Twin], list[int]]:
+        """Returns a twin for each leaf, and the leaf's place in the order of the optimizer."""
+        paths = [_tree.keys(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+        if self.model is None:
+            return [Twin(path or ("param",)) for path in paths], list(range(len(paths)))
+        held = _variables.fitting(_variables.layout(self.model).params, params, "params")
+        order = {path: i for i, path in enumerate(held)}
+        return [_twin(held[path]) for path in paths], [order[path] for path in paths]
+
+
+def _twin(variable: Any) -> Twin:
+    return Twin(
+        tuple(variable.path.split("/")),
+        variable.constraint,
+        variable.overwrite_with_gradient,
+        id(variable),
+    )
+
+
+def _stand_in(twin: Twin, value: Any) -> Any:
+    with contextlib.ExitStack() as stack:
+        for name in twin.path[:-1]:
+            stack.enter_context(keras.name_scope(name.replace("/", ">") or "_"))
+        name = twin.path[-1].replace("/", ">") or "_"
+        variable = keras.Variable(jnp.asarray(value), dtype=str(jnp.result_type(value)), name=name)
+    variable.constraint = twin.constraint
+    variable.overwrite_with_gradient = twin.overwrite
+    return variable
+
+
+def _permuted(items: list[Any], places: list[int]) -> list[Any]:
+    """Returns the items, each at its place."""
+    return [item for _, item in sorted(zip(places, items, strict=True), key=lambda pair: pair[0])]
+
+
+def _placed(value: Any, param: Any) -> Any:
+    """Puts a slot where its parameter is."""
+    arrays = all(isinstance(x, jax.Array) and not _is_tracer(x) for x in (value, param))
+    if not arrays or value.shape != param.shape or value.sharding == param.sharding:
+        return value
+    return jax.device_put(value, param.sharding)
+
+
+def _is_tracer(x: Any) -> bool:
+    return isinstance(x, jax.core.Tracer)
+
+
+def _require_own(optimizer: Any, own: dict[int, Any], model: keras.Layer | None) -> None:
+    if model is None:
+        by_function = isinstance(optimizer, keras.optimizers.MultiOptimizer) and not isinstance(
+            keras_private.optimizer_map(optimizer), keras.optimizers.OptimizerMap
+        )
+        if by_function:
+            raise ValueError(
+                "a MultiOptimizer that chooses by a function of a variable needs variables. Pass "
+                "their model, bridge.optimizer(optimizer, model=model), or use an OptimizerMap."
+            )
+    elif optimizer.built and {id(v) for v in keras_private.trained(optimizer)} != set(own):
+        raise ValueError(
+            f"optimizer {optimizer.name!r} was built for other variables than those that "
+            f"{model.name!r} trains now. Use a new one: type(optimizer).from_config("
+            "optimizer.get_config()). If layers were frozen or unfrozen, compile the model again."
+        )
+
+
+def _require(updates: PyTree, params: PyTree) -> None:
+    if params is None:
+        raise ValueError(
+            "bridge.optimizer: update needs the params, since Keras returns new params, not "
+            "updates: tx.update(grads, opt_state, params)."
+        )
+    lines = _tree.differences(*(jax.tree.map(_shape, tree) for tree in (params, updates)))
+    if lines:
+        raise ValueError(
+            f"gradients: expected the structure and the shapes of params, got\n"
+            f"{_tree.bullets(lines)}\nTake the gradient with respect to these params."
+        )
+
+
+def _shape(x: Any) -> Any:
+    return jax.ShapeDtypeStruct(jnp.shape(x), jnp.float32)

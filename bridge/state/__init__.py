@@ -1,0 +1,1 @@
+"""A model's variables as a state, and back."""

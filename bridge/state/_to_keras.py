@@ -1,0 +1,116 @@
+"""A state written back into its Keras model."""
+
+from collections.abc import Mapping
+from typing import Any, Literal, Protocol
+
+import jax
+import keras
+
+from bridge.model import _variables
+from bridge.model._from_keras import require_built
+from bridge.state import _transfer
+from bridge.state._keras_state import KerasState, write_keras_state
+from functrain.internal import PyTree
+from functrain.internal import tree as _tree
+
+
+class HasVariables(Protocol):
+    """Anything with `params` and `model_state`, such as a TrainState."""
+
+    @property
+    def params(self) -> PyTree:
+        """The trainable variables."""
+
+    @property
+    def model_state(self) -> PyTree:
+        """All other variables."""
+
+
+def to_keras(
+    state: HasVariables | KerasState | Mapping[str, PyTree],
+    model: keras.Layer,
+    *,
+    optimizer: Literal["auto", "require", "leave"] = "auto",
+) -> keras.Layer:
+    """Writes a state back into the Keras model it came from, or another of its architecture.
+
+    Every variable is copied, seed counters too; nothing is written where anything does not fit.
+    From a KerasState the optimizer and the metrics are written too. From a TrainState the slots
+    and the iterations of a compiled optimizer are, where they are known to mean the same: the
+    state is that of `bridge.optimizer` of such an optimizer, native or not, or of the model's
+    OptaxOptimizer, or of optax's adam, adamw, lion, rmsprop, adagrad or adadelta where Keras's
+    has the same name.
+
+    Args:
+      state: A TrainState, or anything with `params` and `model_state`; or a KerasState; or the
+        variables of `bridge.to_linen(model)`, a dict of collections.
+      model: A built `keras.Model` or layer.
+      optimizer: "auto" leaves an optimizer alone that the state does not fit, "require" raises,
+        "leave" leaves it alone in any case. It is about states other than a KerasState.
+
+    Returns:
+      `model`.
+
+    Raises:
+      TypeError: `state` has no `params` or `model_state`, or is being traced; or `model` is not a
+        Keras layer.
+      ValueError: `model` is not built, or the state is not one of this architecture; the message
+        names the leaves; or the optimizer is required, and `opt_state` does not fit it.
+
+    Examples:
+      >>> import jax, keras, numpy as np, optax
+      >>> model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+      >>> state = create_state(model, optax.sgd(0.1))
+      >>> state = state.replace(params=jax.tree.map(lambda p: 0 * p, state.params))
+      >>> float(np.sum(to_keras(state, model)(np.ones((1, 3)))))
+      0.0
+    """
+    if isinstance(state, keras.Layer):
+        raise TypeError(
+            f"the order is bridge.to_keras(state, model), got {type(state).__name__} and "
+            f"{type(model).__name__}"
+        )
+    require_built(model)
+    if isinstance(state, KerasState):
+        return write_keras_state(state, model)
+    if isinstance(state, Mapping) and "params" in state:
+        parts = (_plain(state.get(name, {})) for name in _variables.COLLECTIONS)
+        where, params = _variables.layout(model), _plain(state["params"])
+        _variables.assign(where, params, _variables.merge(*parts))
+        return model
+    if not (hasattr(state, "params") and hasattr(state, "model_state")):
+        raise TypeError(
+            "state: expected a TrainState, or anything with .params and .model_state, got "
+            f"{type(state).__name__}. The order is bridge.to_keras(state, model)."
+        )
+    where = _variables.layout(model)
+    _variables.pair(where, state.params, state.model_state)  # before an optimizer is built
+    opt_state = getattr(state, "opt_state", ()) if optimizer != "leave" else ()
+    _variables.require_values({"params": state.params, "opt_state": opt_state})
+    slots = [] if optimizer == "leave" else _slots(state, model, optimizer == "require")
+    _variables.assign(where, state.params, state.model_state)
+    for variable, value in slots:
+        variable.assign(value)
+    return model
+
+
+def _plain(tree: PyTree) -> PyTree:
+    """Turns mappings, such as flax's FrozenDict, into dicts."""
+    is_mapping = isinstance(tree, Mapping)
+    return {key: _plain(value) for key, value in tree.items()} if is_mapping else tree
+
+
+def _slots(state: Any, model: keras.Layer, required: bool) -> list[tuple[Any, jax.Array]]:
+    """Returns copies to write into the variables of the model's optimizer."""
+    try:
+        opt_state, step = getattr(state, "opt_state", ()), getattr(state, "step", 0)
+        pairs = _transfer.given(opt_state, model, step)
+        return list(zip([v for v, _ in pairs], _tree.copy([x for _, x in pairs]), strict=True))
+    except _transfer.UnfitError as error:
+        if required:
+            raise ValueError(
+                f"opt_state: expected one for the optimizer of the model: {error}.\n"
+                'To leave the optimizer alone: bridge.to_keras(state, model, optimizer="leave"). '
+                "The model is unchanged."
+            ) from error
+        return []

@@ -1,0 +1,239 @@
+"""What a compiled optimizer remembers, as a state of optax, and back."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from bridge.model import _variables
+from bridge.optim._labels import labels
+from bridge.optim._native import KerasCount, twins
+from bridge.optim._optax_optimizer import OptaxOptimizer, numbers
+from bridge.optim._slots import KerasOptState, Slot, gather, scatter, sort
+from functrain.internal import PyTree
+from functrain.internal import tree as _tree
+
+
+class UnfitError(ValueError):
+    """The optimizer and the state have nothing to say to each other; the message says why."""
+
+
+def taken(opt_state: PyTree, model: Any) -> tuple[PyTree, jax.Array]:
+    """Returns a fresh state with copies of what the optimizer remembers, and its iterations.
+
+    Raises:
+      UnfitError: The optimizer is not built, or remembers something else.
+    """
+    optimizer = _optimizer(model)
+    if not optimizer.built:
+        raise UnfitError(f"the optimizer {optimizer.name!r} has not been built, and has no slots")
+    if isinstance(_inner(optimizer), OptaxOptimizer):
+        iterations = _inner(optimizer).iterations.value
+        new = _of_optax(opt_state, model, _inner(optimizer))
+    else:
+        new, iterations = _of_keras_in(opt_state, model, optimizer)
+    new = _tree.copy(new)
+    lines = _tree.differences(opt_state, new)
+    if lines:
+        raise UnfitError(f"its slots are not those of tx:\n{_tree.bullets(lines)}")
+    return new, iterations
+
+
+def given(opt_state: PyTree, model: Any, step: Any) -> list[tuple[Any, jax.Array]]:
+    """Returns new values for the variables of the model's optimizer, which is built if need be.
+
+    Raises:
+      UnfitError: The state does not say what the optimizer remembers.
+    """
+    optimizer = _optimizer(model)
+    known = twins(optimizer, opt_state)
+    if not (isinstance(_inner(optimizer), OptaxOptimizer) or _found(opt_state, known)):
+        raise UnfitError(_stranger(optimizer, opt_state))
+    if not optimizer.built:
+        optimizer.build(model.trainable_variables)
+    if isinstance(_inner(optimizer), OptaxOptimizer):
+        pairs = _to_optax(opt_state, model, _inner(optimizer), step)
+    else:
+        pairs = _to_keras(opt_state, model, optimizer, step)
+    lines = [
+        f"{v.path}: expected {_tree.spec(v.value)}, got {_tree.spec(x)}"
+        for v, x in pairs
+        if (v.shape, v.dtype) != (x.shape, str(x.dtype))
+    ]
+    if lines:
+        raise UnfitError(f"leaves of opt_state do not fit its slots:\n{_tree.bullets(lines)}")
+    return pairs
+
+
+def _optimizer(model: Any) -> Any:
+    optimizer = getattr(model, "optimizer", None)
+    if optimizer is None:
+        raise UnfitError("the model has not been compiled with an optimizer")
+    return optimizer
+
+
+def _inner(optimizer: Any) -> Any:
+    return getattr(optimizer, "inner_optimizer", optimizer)
+
+
+def _stranger(optimizer: Any, opt_state: PyTree) -> str:
+    return (
+        f"nothing is known that both {type(optimizer).__name__} and this state of optax hold: "
+        f"{_kinds(opt_state)}. Known are bridge.optimizer(model.optimizer), with or "
+        "without native=True, the tx of a bridge.OptaxOptimizer, and optax's own adam, adamw, "
+        "lion, rmsprop, adagrad and adadelta for Keras's of these names"
+    )
+
+
+def _kinds(state: Any) -> str:
+    """Returns the names of the states in a state."""
+    found = re.findall(r"namedtuple\[(\w+)\]", str(jax.tree.structure(state)))
+    return ", ".join(dict.fromkeys(found)) or "no named state"
+
+
+# Keras's own optimizers
+
+
+def _of_keras(model: Any, optimizer: Any) -> KerasOptState:
+    """Returns what an optimizer remembers, with slots keyed like `bridge.create_state`."""
+    roles, places, treedef = _order(model, optimizer)
+    values = [v.value for v in optimizer.variables]
+    return KerasOptState(*gather(roles, values, treedef, places))
+
+
+def _order(model: Any, optimizer: Any) -> tuple[list[Slot | str], list[int], Any]:
+    held = _variables.layout(model).params
+    numbered = _variables.nest({path: i for i, path in enumerate(held)})
+    try:
+        roles = sort(optimizer, list(held.values()))
+    except KeyError as error:
+        raise UnfitError(
+            f"the optimizer {optimizer.name!r} was built for other variables than the model "
+            "trains now. If layers were frozen or unfrozen, compile the model again"
+        ) from error
+    return roles, jax.tree.leaves(numbered), jax.tree.structure(numbered)
+
+
+def _found(opt_state: PyTree, known: dict[type, Any]) -> list[Any]:
+    """Returns the nodes of a state that hold slots of Keras."""
+    kinds = (KerasOptState, *known)
+    nodes = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, (*kinds, KerasCount)))
+    return [x for x in nodes if isinstance(x, (*kinds, KerasCount))]
+
+
+def _mapped(opt_state: PyTree, known: dict[type, Any], change: Callable[[Any], Any]) -> PyTree:
+    """Returns a state with all nodes changed that hold slots of Keras."""
+    kinds = (KerasOptState, KerasCount, optax.ScaleByScheduleState, *known)
+    return jax.tree.map(
+        lambda x: change(x) if isinstance(x, kinds) else x,
+        opt_state,
+        is_leaf=lambda x: isinstance(x, kinds),
+    )
+
+
+def _of_keras_in(opt_state: PyTree, model: Any, optimizer: Any) -> tuple[PyTree, jax.Array]:
+    """Returns a state with Keras's slots where they belong, and the iterations."""
+    theirs, known = _of_keras(model, optimizer), twins(optimizer, opt_state)
+    scalars = theirs.scalars
+    iterations = scalars["iterations" if "iterations" in scalars else "multi/iterations"]
+    used: set[str] = set()
+
+    def filled(found: Any) -> Any:
+        if isinstance(found, KerasOptState):
+            used.update(theirs.slots)
+            rate = {k: x for k, x in found.scalars.items() if k == "learning_rate"}
+            shared = {k: x for k, x in scalars.items() if k != "learning_rate" or rate}
+            return KerasOptState({**rate, **shared}, theirs.slots, found.constraints)
+        fields = {}
+        for twin in known.get(type(found), ()):
+            if twin.slot in theirs.slots:
+                fields[twin.field] = _signed(theirs.slots[twin.slot], twin.sign)
+                used.add(twin.slot)
+        counts = {name: iterations for name in ("count", "iterations") if name in found._fields}
+        return type(found)(**{**found._asdict(), **fields, **counts})
+
+    new = _mapped(opt_state, known, filled)
+    if used != set(theirs.slots) or not _found(opt_state, known):
+        raise UnfitError(_stranger(optimizer, opt_state))
+    return new, iterations
+
+
+def _signed(tree: PyTree, sign: int) -> PyTree:
+    return tree if sign == 1 else jax.tree.map(lambda x: sign * x, tree)
+
+
+def _to_keras(
+    opt_state: PyTree, model: Any, optimizer: Any, step: Any
+) -> list[tuple[Any, jax.Array]]:
+    roles, places, treedef = _order(model, optimizer)
+    now = _of_keras(model, optimizer)
+    known = twins(optimizer, opt_state)
+    scalars, slots = dict(now.scalars), dict(now.slots)
+    counts = [jnp.asarray(step, jnp.int32)]
+    filled: set[str] = set()
+    for found in _found(opt_state, known):
+        if isinstance(found, KerasOptState):
+            shared = {k: x for k, x in found.scalars.items() if k in scalars}
+            odd = (set(scalars) ^ set(found.scalars)) - {"learning_rate"}
+            if odd or set(slots) != set(found.slots):
+                raise UnfitError(_stranger(optimizer, opt_state))
+            whole = KerasOptState({**scalars, **shared}, found.slots)
+            values = scatter(roles, whole, treedef, places)
+            return list(zip(optimizer.variables, values, strict=True))
+        counts += [
+            getattr(found, name) for name in ("count", "iterations") if name in found._fields
+        ]
+        for twin in known.get(type(found), ()):
+            slots[twin.slot] = jax.tree.map(
+                lambda x, s=twin.sign: s * x, getattr(found, twin.field)
+            )
+            filled.add(twin.slot)
+    if filled != set(slots):
+        raise UnfitError(f"it has no {sorted(set(slots) - filled)}")
+    scalars["iterations"] = counts[-1]
+    values = scatter(roles, KerasOptState(scalars, slots), treedef, places)
+    return list(zip(optimizer.variables, values, strict=True))
+
+
+# OptaxOptimizer
+
+
+def _of_optax(opt_state: PyTree, model: Any, optimizer: OptaxOptimizer) -> PyTree:
+    places = _places(opt_state, model, optimizer)
+    found = jax.tree.leaves(optimizer.opt_state)
+    return jax.tree.unflatten(jax.tree.structure(opt_state), [found[i] for i in places])
+
+
+def _to_optax(
+    opt_state: PyTree, model: Any, optimizer: OptaxOptimizer, step: Any
+) -> list[tuple[Any, jax.Array]]:
+    places = _places(opt_state, model, optimizer)
+    pairs = [
+        (optimizer.plan.slots[i], numbers(leaf))
+        for i, leaf in zip(places, jax.tree.leaves(opt_state), strict=True)
+    ]
+    return [*pairs, (optimizer.variables[0], jnp.asarray(step, jnp.int32))]
+
+
+def _places(opt_state: PyTree, model: Any, optimizer: OptaxOptimizer) -> list[int]:
+    """Returns for each leaf its place in the optimizer's state, whatever the params' keys are."""
+    held = list(_variables.layout(model).params.items())
+    number = {id(v): i for i, (_, v) in enumerate(held)}
+    marks = labels(opt_state, {path: number[id(v)] for path, v in held})
+    plan = optimizer.plan
+    try:
+        owners = [None if i is None else number[id(plan.trained[i])] for _, i in plan.labels]
+    except KeyError as error:
+        raise UnfitError("it was built for other variables than the model trains now") from error
+    theirs = {
+        (prefix, of): i for i, ((prefix, _), of) in enumerate(zip(plan.labels, owners, strict=True))
+    }
+    if set(theirs) != {(prefix, of) for prefix, of in marks}:
+        raise UnfitError(
+            f"the state of its transformation is {_kinds(optimizer.opt_state)}, that of tx is "
+            f"{_kinds(opt_state)}"
+        )
+    return [theirs[prefix, of] for prefix, of in marks]

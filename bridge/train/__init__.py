@@ -1,0 +1,1 @@
+"""fit, evaluate, predict: Keras's loops over programs of many steps."""

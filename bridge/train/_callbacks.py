@@ -1,0 +1,177 @@
+"""Keras callbacks around chunks of steps: who is called, with what, and when."""
+
+import contextlib
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import keras
+import numpy as np
+
+from bridge import keras_private
+from bridge.train._feed import Chunk, Mark
+from functrain.internal import PyTree
+
+_METHODS = {
+    "train": ("on_train_batch_begin", "on_train_batch_end", "on_batch_begin", "on_batch_end"),
+    "test": ("on_test_batch_begin", "on_test_batch_end"),
+    "predict": ("on_predict_batch_begin", "on_predict_batch_end"),
+}
+
+
+# None of them runs a function of the user's, which may have the model by another way.
+_ASKING = {
+    keras.callbacks.BackupAndRestore,
+    keras.callbacks.CSVLogger,
+    keras.callbacks.EarlyStopping,
+    keras.callbacks.History,
+    keras.callbacks.ModelCheckpoint,
+    keras.callbacks.ProgbarLogger,
+    keras.callbacks.ReduceLROnPlateau,
+    keras.callbacks.TerminateOnNaN,
+}
+
+
+class BatchCallbacks:
+    """The batch methods of a list of callbacks, called for whole chunks.
+
+    Three kinds: the progress bar, which only shows logs and gets them one chunk late, so that the
+    device never waits for it; Keras's own callbacks that act on batches, and users', which get
+    them when their chunk is over; and all others, which are not called.
+
+    Args:
+      callbacks: Keras's list.
+      kind: "train", "test" or "predict".
+      quiet: Leave the progress bar out, as Keras does for an evaluation in the middle of `fit`.
+    """
+
+    def __init__(self, callbacks: Any, kind: str, *, quiet: bool = False) -> None:
+        self._begin, self._end = _METHODS[kind][:2]
+        self._kind = kind
+        self._bars: list[Any] = []
+        self._acting: list[Any] = []
+        # A list of somebody else's kind may do anything: it counts as one callback.
+        own = type(callbacks) is keras.callbacks.CallbackList
+        for callback in callbacks.callbacks if own else [callbacks]:
+            if type(callback) is keras.callbacks.ProgbarLogger:
+                self._bars += [] if quiet else [callback]
+            elif self._acts(callback):
+                self._acting.append(callback)
+        self._outputs: list[PyTree] = []
+        self._late: tuple[Chunk, PyTree] | None = None
+
+    def _acts(self, callback: Any) -> bool:
+        if not any(keras_private.overrides(callback, name) for name in _METHODS[self._kind]):
+            return False
+        return not (_is_kerass(callback, self._kind) and keras_private.only_epochs(callback))
+
+    @property
+    def fusible(self) -> bool:
+        """Whether "auto" may fuse: no user's callback is there that might need every step."""
+        return all(
+            getattr(callback, "chunk_safe", False) or _is_kerass(callback, self._kind)
+            for callback in self._acting
+        )
+
+    def until(self) -> int | None:
+        """Returns how many steps from now the model is saved or recorded, if it is by steps."""
+        return self._least(keras_private.batches_until_due)
+
+    def between(self) -> int | None:
+        """Returns how many steps there are from one such step to the next."""
+        return self._least(keras_private.batches_between)
+
+    def _least(self, steps: Callable[[Any], int | None]) -> int | None:
+        found = map(steps, self._acting if self._kind == "train" else [])
+        return min((n for n in found if n is not None), default=None)
+
+    def before(self, chunk: Chunk) -> None:
+        """To be called before a chunk is run."""
+        begin = chunk.marks[0].begin
+        if begin is not None:
+            self._call(self._begin, begin, None)
+
+    def after(self, chunk: Chunk, rows: PyTree) -> None:
+        """To be called when a chunk's program was dispatched, with its logs on the device."""
+        if self._acting:
+            self._replay(chunk, jax.device_get(rows))
+        if self._bars:
+            self.flush()
+            self._late = (chunk, rows)
+
+    def flush(self) -> None:
+        """Brings the progress bar up to date."""
+        if self._late is not None:
+            chunk, rows = self._late
+            self._late = None
+            last = max((i for i, m in enumerate(chunk.marks) if m.end is not None), default=None)
+            if last is not None:
+                logs = None if self._kind == "predict" else row(jax.device_get(rows), chunk, last)
+                logs = keras_private.to_python(logs)
+                for bar in self._bars:
+                    getattr(bar, self._end)(chunk.marks[last].end, logs=logs)
+
+    def _replay(self, chunk: Chunk, rows: PyTree) -> None:
+        for i, mark in enumerate(chunk.marks):
+            if i and mark.begin is not None:
+                self._call(self._begin, mark.begin, None)
+            logs = self._logs(row(rows, chunk, i), mark)
+            if mark.end is not None:
+                self._call(self._end, mark.end, logs)
+
+    def _logs(self, logs: PyTree, mark: Mark) -> PyTree:
+        """Returns a step's logs; in `predict`, the outputs of all steps since the last end."""
+        if self._kind != "predict":
+            return logs
+        if mark.begin is not None:
+            self._outputs = []
+        self._outputs.append(logs)
+        return {"outputs": jax.tree.map(lambda *x: np.concatenate(x), *self._outputs)}
+
+    def _call(self, method: str, batch: int, logs: PyTree) -> None:
+        logs = keras_private.to_python(logs)
+        for callback in self._acting:
+            if isinstance(callback, keras.callbacks.LambdaCallback):
+                _ = callback.model  # functions reach the model by themselves: bring it up to date
+            getattr(callback, method)(batch, logs=logs)
+
+
+def asks_for_the_model(callbacks: Any) -> bool:
+    """Whether all callbacks reach the model through their attribute `model` only.
+
+    That attribute brings the model up to date; so there is no need to, where nobody asks.
+    """
+    own = type(callbacks) is keras.callbacks.CallbackList
+    return own and all(type(callback) in _ASKING for callback in callbacks.callbacks)
+
+
+@contextlib.contextmanager
+def unasking(callbacks: Any, model: keras.Model) -> Iterator[None]:
+    """Keeps `History` from asking for the model, which it does after each epoch.
+
+    It only puts itself into `model.history`, where it is already. The model would be brought up
+    to date for nobody, and its values copied again for the next epoch.
+    """
+    found = [x for x in callbacks.callbacks if type(x) is keras.callbacks.History]
+    for history in found:
+        history.set_model(types.SimpleNamespace())
+    try:
+        yield
+    finally:
+        for history in found:
+            history.set_model(model)
+            model.history = history
+
+
+def row(rows: PyTree, chunk: Chunk, i: int) -> PyTree:
+    """Returns what the i-th step of a chunk reported."""
+    return rows if chunk.k == 0 else jax.tree.map(lambda x: x[i], rows)
+
+
+def _is_kerass(callback: Any, kind: str) -> bool:
+    """Whether the batch methods are those of a callback that comes with Keras."""
+    found = [getattr(callback, name) for name in _METHODS[kind]]
+    return all(
+        (getattr(f, "__module__", None) or "").startswith("keras.src.callbacks.") for f in found
+    )

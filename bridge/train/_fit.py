@@ -1,0 +1,283 @@
+"""fit, evaluate and predict: drop-ins for the methods of a Keras model."""
+
+import warnings
+import weakref
+from typing import Any
+
+import keras
+
+from bridge import keras_private
+from bridge.train._feed import source as batches
+from bridge.train._loop import FuseArg
+from bridge.train._runs import Evaluation, Fit, run_evaluate, run_predict
+from functrain.internal import Mode, deferred_interrupt, is_whole, mode
+
+_warned: weakref.WeakSet[type] = weakref.WeakSet()
+
+
+def fit(
+    model: keras.Model,
+    x: Any = None,
+    y: Any = None,
+    batch_size: int | None = None,
+    epochs: int = 1,
+    verbose: Any = "auto",
+    callbacks: Any = None,
+    validation_split: float = 0.0,
+    validation_data: Any = None,
+    shuffle: Any = True,
+    class_weight: Any = None,
+    sample_weight: Any = None,
+    initial_epoch: int = 0,
+    steps_per_epoch: int | None = None,
+    validation_steps: int | None = None,
+    validation_batch_size: int | None = None,
+    validation_freq: Any = 1,
+    *,
+    fuse: FuseArg = "auto",
+    rewrites: Mode = "auto",
+) -> Any:
+    """Trains as ``model.fit(x, y, ...)`` does, many steps in one program.
+
+    Every step is the model's own `train_step`, so that all of Keras comes along; with
+    ``rewrites="exact"`` the results are those of `model.fit`, to the bit.
+
+    What Keras compiles is compiled. So are models that it leaves uncompiled because of layers that
+    another backend could not compile, such as RandomRotation, where JAX can trace them and rewrites
+    are not "exact".
+
+    A callback of yours that overrides a train-batch method (`on_train_batch_end`, ...) makes
+    "auto" take one step at a time. Say ``chunk_safe = True`` in its class, or pass a number to
+    `fuse`, and it is called for every batch with that batch's logs, when the chunk is over; what
+    it changes (weights, learning rate, `stop_training`) then holds from the next chunk on. The loop
+    is this function's: overrides of `fit`, `evaluate`, `predict` or `make_train_function` in the
+    model's class have no part in it; overrides of steps, losses and metrics have.
+
+    Args:
+      model: A compiled model.
+      x: As for `model.fit`, as is everything up to `validation_freq`.
+      y: Targets.
+      batch_size: Examples per step; 32 where the data do not say.
+      epochs: Number of the epoch to stop before.
+      verbose: "auto", 0, 1 or 2.
+      callbacks: Keras callbacks.
+      validation_split: Share of the arrays to evaluate on.
+      validation_data: What to evaluate on.
+      shuffle: Whether to shuffle arrays before each epoch; or "batch".
+      class_weight: Weights by class.
+      sample_weight: Weights by example.
+      initial_epoch: Number of the first epoch.
+      steps_per_epoch: Steps per epoch, where the data do not say.
+      validation_steps: Steps per evaluation.
+      validation_batch_size: Examples per step of an evaluation.
+      validation_freq: How many epochs from one evaluation to the next, or which epochs have one.
+      fuse: Steps per program. "auto" takes `model.steps_per_execution` where that is above 1,
+        else at most 128, by the sizes of batches and state. Results do not depend on it.
+      rewrites: Which slow operations to rewrite on CPU; see `functrain.fuse`.
+
+    Returns:
+      `model.history`. The weights, optimizer and metrics are in the model, as they are however it
+      ends: by an error, by a callback or by Ctrl-C.
+
+    Raises:
+      ValueError: What `model.fit` raises; `fuse` is below 1; or a layer has ``stateful=True``.
+
+    Examples:
+      >>> import keras, numpy as np
+      >>> model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(4)])
+      >>> model.compile("adam", "mse", metrics=["mae"])
+      >>> data = np.ones((64, 3), np.float32), np.ones((64, 4), np.float32)
+      >>> sorted(fit(model, *data, epochs=2, verbose=0).history)
+      ['loss', 'mae']
+    """
+    _require(model, "fit", fuse, rewrites)
+    epochs = _capped(epochs)
+    if validation_split and validation_data is None:
+        (x, y, sample_weight), validation_data = keras_private.split(
+            (x, y, sample_weight), validation_split
+        )
+    data = x, y, sample_weight
+    source = batches(
+        model, data, batch_size, steps_per_epoch, shuffle=shuffle, class_weight=class_weight
+    )
+    keras_private.build_from(model, source)
+    callbacks = _callback_list(model, callbacks, verbose, epochs, source, add_history=True)
+    evaluation: Evaluation | None = None
+    if validation_data is not None:
+        evaluation = Evaluation(
+            model,
+            validation_data,
+            validation_batch_size or batch_size,
+            validation_steps,
+            validation_freq,
+        )
+    with deferred_interrupt() as interrupted:
+        run = Fit(model, source, callbacks, evaluation, (fuse, rewrites, interrupted))
+        return run(initial_epoch, epochs)
+
+
+def evaluate(
+    model: keras.Model,
+    x: Any = None,
+    y: Any = None,
+    batch_size: int | None = None,
+    verbose: Any = "auto",
+    sample_weight: Any = None,
+    steps: int | None = None,
+    callbacks: Any = None,
+    return_dict: bool = False,
+    *,
+    fuse: FuseArg = "auto",
+    rewrites: Mode = "auto",
+) -> Any:
+    """Evaluates as ``model.evaluate(x, y, ...)`` does, many steps in one program.
+
+    Args:
+      model: A compiled model.
+      x: As for `model.evaluate`, as is everything up to `return_dict`.
+      y: Targets.
+      batch_size: Examples per step.
+      verbose: "auto", 0, 1 or 2.
+      sample_weight: Weights by example.
+      steps: Steps to take, where the data do not say.
+      callbacks: Keras callbacks.
+      return_dict: Whether to return a dict.
+      fuse: As for `fit`.
+      rewrites: As for `fit`.
+
+    Returns:
+      What `model.evaluate` returns: the metrics, as a list, a scalar or a dict.
+
+    Raises:
+      ValueError: What `model.evaluate` raises.
+
+    Examples:
+      >>> import keras, numpy as np
+      >>> model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(4)])
+      >>> model.compile("adam", "mse")
+      >>> x, y = np.zeros((64, 3), np.float32), np.ones((64, 4), np.float32)
+      >>> evaluate(model, x, y, verbose=0, return_dict=True)
+      {'loss': 1.0}
+    """
+    _require(model, "evaluate", fuse, rewrites)
+    source = batches(model, (x, y, sample_weight), batch_size, steps)
+    keras_private.build_from(model, source)
+    callbacks = _callback_list(model, callbacks, verbose, 1, source)
+    with deferred_interrupt() as interrupted:
+        logs = run_evaluate(model, source, callbacks, fuse, rewrites, interrupted)
+    return logs if return_dict else keras_private.in_order(model, logs)
+
+
+def predict(
+    model: keras.Model,
+    x: Any,
+    batch_size: int | None = None,
+    verbose: Any = "auto",
+    steps: int | None = None,
+    callbacks: Any = None,
+    *,
+    fuse: FuseArg = "auto",
+    rewrites: Mode = "auto",
+) -> Any:
+    """Predicts as ``model.predict(x, ...)`` does, many steps in one program.
+
+    Args:
+      model: A model, compiled or not.
+      x: As for `model.predict`, as is everything up to `callbacks`.
+      batch_size: Examples per step.
+      verbose: "auto", 0, 1 or 2.
+      steps: Steps to take, where the data do not say.
+      callbacks: Keras callbacks.
+      fuse: As for `fit`.
+      rewrites: As for `fit`.
+
+    Returns:
+      What `model.predict` returns: NumPy arrays in the structure of the model's outputs.
+
+    Raises:
+      ValueError: What `model.predict` raises.
+
+    Examples:
+      >>> import keras, numpy as np
+      >>> model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(4)])
+      >>> predict(model, np.ones((40, 3), np.float32), verbose=0).shape
+      (40, 4)
+    """
+    _require(model, None, fuse, rewrites)
+    source = batches(model, (x, None, None), batch_size, steps)
+    if not keras_private.layers_built(model):
+        _build_by_a_call(model, source)
+    callbacks = _callback_list(model, callbacks, verbose, 1, source)
+    with deferred_interrupt() as interrupted:
+        return run_predict(model, source, callbacks, fuse, rewrites, interrupted)
+
+
+def _build_by_a_call(model: keras.Model, source: Any) -> None:
+    for _, _, items in source:
+        x, _, _ = keras.utils.unpack_x_y_sample_weight(next(items).take())
+        with keras.StatelessScope():
+            model(x)
+        break
+    source.reset()
+
+
+def _callback_list(
+    model: keras.Model,
+    callbacks: Any,
+    verbose: Any,
+    epochs: int,
+    source: Any,
+    add_history: bool = False,
+) -> Any:
+    if isinstance(callbacks, keras.callbacks.CallbackList):
+        return callbacks
+    for callback in keras.tree.flatten(callbacks):
+        if callback is not None and not hasattr(callback, "on_epoch_end"):
+            raise TypeError(
+                f"callbacks: expected those of Keras, got {callback!r}. Hooks of functrain go into "
+                "functrain.fit(hooks=)."
+            )
+    return keras.callbacks.CallbackList(
+        callbacks,
+        add_history=add_history,
+        add_progbar=verbose != 0,
+        verbose=verbose,
+        epochs=epochs,
+        steps=source.num_batches,
+        model=model,
+    )
+
+
+def _capped(epochs: int) -> int:
+    """Returns the number of epochs that `keras.config.set_max_epochs` allows."""
+    most = keras.config.max_epochs()
+    if most and most < epochs:
+        warnings.warn(f"Limiting epochs to {most}", stacklevel=3)
+        return int(most)
+    return epochs
+
+
+def _warn_of_overrides(model: keras.Model) -> None:
+    """Says once for a class that its own loops are not run."""
+    cls = type(model)
+    methods = ("fit", "evaluate", "predict", "make_train_function", "make_test_function")
+    found = [name for name in methods if getattr(cls, name) is not getattr(keras.Model, name, None)]
+    if found and isinstance(model, keras.Model) and cls not in _warned:
+        _warned.add(cls)
+        warnings.warn(
+            f"{cls.__name__} overrides {', '.join(found)}, which bridge.fit, evaluate and predict "
+            "do not call: the loop is theirs. Overrides of train_step, test_step, compute_loss and "
+            "the like are called. To run your own loop, call the model's method.",
+            stacklevel=4,
+        )
+
+
+def _require(model: Any, method: str | None, fuse: FuseArg, rewrites: str) -> None:
+    if not keras_private.is_trainer(model):
+        raise TypeError(f"model: expected a keras.Model, got {type(model).__name__}")
+    _warn_of_overrides(model)
+    if method:
+        keras_private.require_compiled(model, method)
+    if fuse != "auto" and not is_whole(fuse, 1):
+        raise ValueError(f"fuse: expected 'auto' or a whole number of steps, got {fuse!r}")
+    mode(rewrites)

@@ -1,0 +1,134 @@
+"""A compiled Keras model's own steps, as functrain steps over a state of pytrees."""
+
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import keras
+
+from bridge import keras_private
+from bridge.state._keras_state import KerasState, Variables, require_compiled, variable_lists
+from bridge.train._carried import carried
+from functrain.internal import PyTree
+
+Layouts: TypeAlias = dict[str, list[jax.sharding.Sharding]]
+
+
+def train_step(model: keras.Model) -> "KerasStep":
+    """Returns the model's own `train_step`, overridden or not, as a functrain step.
+
+    Args:
+      model: A compiled model.
+
+    Returns:
+      ``step(state: KerasState, batch) -> (state, logs)``: pure, not jitted, for `functrain.fuse`,
+      `functrain.run`, `jax.jit`, `jax.vmap`. Logs are what the model's step reports: running
+      values of its metrics, which `state.metrics` carries.
+
+    Raises:
+      TypeError: `model` is no keras.Model.
+      ValueError: `model` is not compiled.
+
+    Examples:
+      >>> import functrain as ft, keras, numpy as np
+      >>> model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+      >>> model.compile("sgd", "mse")
+      >>> batches = np.ones((5, 4, 3), np.float32), np.ones((5, 4, 1), np.float32)
+      >>> state = keras_state(model, (batches[0][0], batches[1][0]))
+      >>> state, logs = ft.fuse(train_step(model), 5)(state, batches)
+      >>> logs["loss"].shape
+      (5,)
+    """
+    require_compiled(model)
+    return KerasStep(model, trains=True)
+
+
+def test_step(model: keras.Model) -> "KerasStep":
+    """Returns the model's own `test_step`, overridden or not, as a functrain step.
+
+    As `train_step`; the optimizer's variables come back as they were.
+
+    Examples:
+      >>> import keras, numpy as np
+      >>> model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+      >>> model.compile("sgd", "mse")
+      >>> batch = np.ones((4, 3), np.float32), np.ones((4, 1), np.float32)
+      >>> state, logs = jax.jit(test_step(model))(keras_state(model, batch), batch)
+      >>> sorted(logs)
+      ['loss']
+    """
+    require_compiled(model)
+    return KerasStep(model, trains=False)
+
+
+class KerasStep:
+    """What `train_step` and `test_step` return."""
+
+    def __init__(self, model: keras.Model, *, trains: bool) -> None:
+        self.model = model
+        self.trains = trains
+        self.layouts: Layouts | None = None  # where a model has no values, as while it is fitted
+
+    def __call__(self, state: KerasState, batch: PyTree, /) -> tuple[KerasState, PyTree]:
+        """Takes one step."""
+        if not isinstance(state, KerasState):
+            raise TypeError(
+                f"state: expected a KerasState, from bridge.keras_state(model), got "
+                f"{type(state).__name__}. For a TrainState use functrain.train_step."
+            )
+        _refuse_stateful(self.model)
+        old = (state.trainable, state.non_trainable, state.optimizer, state.metrics)
+        with carried(self.model, state.metrics) as merge:
+            logs, (trainable, rest, optimizer, metrics) = self._step(old, batch)
+            rest, metrics = merge(rest, metrics)
+        new = (trainable, rest, optimizer, metrics)
+        distributed = keras.distribution.distribution() is not None
+        where = (self.layouts or layouts(self.model)) if distributed else None
+        return pinned(KerasState(*map(_as_before, old, new)), where), logs
+
+    def _step(self, old: tuple[Variables, ...], batch: PyTree) -> tuple[PyTree, Any]:
+        if self.trains:
+            logs, new = self.model.train_step(old, batch)
+            return logs, new
+        trainable, non_trainable, optimizer, metrics = old
+        logs, rest = self.model.test_step((trainable, non_trainable, metrics), batch)
+        return logs, (rest[0], rest[1], optimizer, rest[2])
+
+
+def layouts(model: keras.Model) -> Layouts:
+    """Returns where the variables of a model are."""
+    return {
+        name: [v.value.sharding for v in found] for name, found in variable_lists(model).items()
+    }
+
+
+def pinned(state: KerasState, where: Layouts | None) -> KerasState:
+    """Keeps variables where `keras.distribution` put them.
+
+    Left to itself the compiler chooses the layout of what a loop carries: biases were seen to
+    drift from replicated to sharded.
+    """
+    if where is None:
+        return state
+    pins = {
+        name: list(map(jax.lax.with_sharding_constraint, values, where[name]))
+        for name in where
+        if (values := getattr(state, name))
+    }
+    return state.replace(**pins)
+
+
+def _as_before(old: Variables, new: Variables) -> Variables:
+    """Gives values the dtypes they had, as a variable does when it is assigned to."""
+    return [jnp.asarray(x, dtype=v.dtype) for v, x in zip(old, new, strict=True)]
+
+
+def _refuse_stateful(layer: keras.Layer) -> None:
+    if isinstance(layer, keras.layers.RNN) and layer.stateful:
+        raise ValueError(
+            f"layer {layer.name!r}: expected stateful=False, got stateful=True. Its states are in "
+            "no list of variables, and would be lost from step to step, as they are in model.fit. "
+            "Pass them (return_state=True, initial_state=...)."
+        )
+    for below in keras_private.sublayers(layer):
+        _refuse_stateful(below)

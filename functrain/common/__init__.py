@@ -1,0 +1,1 @@
+"""Helpers that everything else stands on: trees, checks, tables, types."""

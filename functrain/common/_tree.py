@@ -1,0 +1,137 @@
+"""Pytrees: paths and specs for error messages, and copies that nothing else can see."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from functrain.common._types import PyTree
+
+
+def path_str(path: tuple[jax.tree_util.KeyEntry, ...]) -> str:
+    """Returns a path as ``params/dense/kernel``; the root is ``(root)``."""
+    return jax.tree_util.keystr(path, simple=True, separator="/") or "(root)"
+
+
+def keys(path: tuple[jax.tree_util.KeyEntry, ...]) -> tuple[str, ...]:
+    """Returns a path as a tuple of strings."""
+    return tuple(jax.tree_util.keystr((entry,), simple=True) for entry in path)
+
+
+def leaves_with_path(tree: PyTree) -> Iterator[tuple[str, PyTree]]:
+    """Yields every leaf with its path as a string."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        yield path_str(path), leaf
+
+
+def structure(tree: PyTree) -> Any:
+    """Returns the treedef; jax gives its type no operators."""
+    return jax.tree.structure(tree)
+
+
+def spec(x: PyTree) -> str:
+    """Returns a leaf's dtype and shape as ``float32[8, 3]``, or its type if it is no array."""
+    if not hasattr(x, "shape") or not hasattr(x, "dtype"):
+        return type(x).__name__
+    weak = ", weak type" if getattr(x, "weak_type", False) else ""
+    return f"{x.dtype}[{', '.join(map(str, x.shape))}]{weak}"
+
+
+def differences(expected: PyTree, got: PyTree) -> list[str]:
+    """Names what tells two trees apart: leaves missing, unexpected, or of another spec."""
+    want, have = (
+        {path: spec(leaf) for path, leaf in leaves_with_path(tree)} for tree in (expected, got)
+    )
+    lines = spec_differences(want, have)
+    if not lines and structure(expected) != structure(got):
+        lines = [f"expected {structure(expected)}, got {structure(got)}"]
+    return lines
+
+
+def spec_differences(expected: dict[str, str], got: dict[str, str]) -> list[str]:
+    """As `differences`, of specs by path."""
+    lines = [f"{p}: missing (expected {expected[p]})" for p in expected if p not in got]
+    lines += [f"{p}: unexpected (got {got[p]})" for p in got if p not in expected]
+    lines += [
+        f"{p}: expected {expected[p]}, got {got[p]}"
+        for p in expected
+        if p in got and expected[p] != got[p]
+    ]
+    return lines
+
+
+def bullets(lines: list[str], most: int = 12) -> str:
+    """Formats lines as an indented list, cut short where it is long."""
+    shown = [f"  {line}" for line in lines[:most]]
+    if len(lines) > most:
+        shown.append(f"  ... and {len(lines) - most} more")
+    return "\n".join(shown)
+
+
+def is_key(x: PyTree) -> bool:
+    """Whether a leaf is a typed PRNG key (array)."""
+    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def copy(tree: PyTree) -> PyTree:
+    """Returns the tree with every leaf in a buffer of its own, strongly typed.
+
+    What a program may donate must be nobody else's, and a weak type that a step makes strong
+    would compile everything twice. Shardings are kept.
+
+    Raises:
+      TypeError: A leaf is neither an array nor a Python number; the message names it.
+      ValueError: An array was donated to a program.
+    """
+
+    def own(path: tuple[jax.tree_util.KeyEntry, ...], leaf: PyTree) -> jax.Array:
+        if not isinstance(leaf, jax.Array | np.ndarray | np.generic | bool | int | float | complex):
+            raise TypeError(
+                f"expected an array at {path_str(path)}, got {spec(leaf)}. A state holds arrays "
+                "only: keep functions and settings in the step that closes over them."
+            )
+        if is_deleted(leaf):
+            raise ValueError(
+                f"expected a live array at {path_str(path)}, got {spec(leaf)} that a program took "
+                "over (donation). Take the state that the program returned."
+            )
+        if isinstance(leaf, jax.Array) and is_key(leaf):
+            return jnp.copy(leaf)
+        dtype = leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
+        return jnp.array(leaf, dtype=jax.dtypes.canonicalize_dtype(dtype))
+
+    return jax.tree_util.tree_map_with_path(own, tree)
+
+
+def is_deleted(x: PyTree) -> bool:
+    """Whether a leaf is an array whose buffer is gone."""
+    return isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.is_deleted()
+
+
+def aliases(tree: PyTree) -> list[tuple[str, str]]:
+    """Returns the pairs of paths whose leaves share one buffer on a device."""
+    first: dict[object, str] = {}
+    pairs = []
+    for path, leaf in leaves_with_path(tree):
+        if not isinstance(leaf, jax.Array) or is_deleted(leaf):
+            continue
+        array = jax.random.key_data(leaf) if is_key(leaf) else leaf
+        shards = array.addressable_shards
+        key = (
+            (shards[0].device, shards[0].data.unsafe_buffer_pointer())
+            if shards and array.size and not is_key(leaf)
+            else id(leaf)
+        )
+        if key in first:
+            pairs.append((first[key], path))
+        else:
+            first[key] = path
+    return pairs
+
+
+def to_floats(values: PyTree, prefix: str = "") -> dict[str, float]:
+    """Fetches a tree of scalars as floats, under their paths."""
+    host = jax.device_get(values)
+    return {prefix + path: float(value) for path, value in leaves_with_path(host)}

@@ -1,0 +1,171 @@
+"""How many steps to fuse: measured."""
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from functrain.common import _tree
+from functrain.common._types import PyTree, Step
+from functrain.engine import fuse
+from functrain.rewrites import Mode
+from functrain.step._step import MeteredStep
+
+ROUNDS = 5
+ROUND_SECONDS = 0.1  # how long each way runs in a round, once it is known how fast it is
+TOLERANCE = 1.03  # differences below this are noise: the smaller K wins
+
+
+class TuningRow(NamedTuple):
+    """One way of taking steps, measured.
+
+    Attributes:
+      k: Steps per program; 0 is plain `jax.jit` of the step, dispatched one by one.
+      microseconds: Per step, the median of the rounds.
+      compile_seconds: Time of the first call, less that of a later one.
+      chunk_bytes: Of the K batches that are in memory at once.
+
+    Examples:
+      >>> TuningRow(k=32, microseconds=11.0, compile_seconds=0.4, chunk_bytes=262_144).k
+      32
+    """
+
+    k: int
+    microseconds: float
+    compile_seconds: float
+    chunk_bytes: int
+
+
+class Tuning(NamedTuple):
+    """What `autotune` found; prints as a table.
+
+    Attributes:
+      k: The choice, for ``fit(fuse=...)``.
+      rows: What was measured.
+
+    Examples:
+      >>> print(Tuning(k=8, rows=(TuningRow(8, 11.0, 0.4, 65_536),)))
+         K   µs/step  compile s  chunk MiB
+         8*     11.0        0.4        0.1
+    """
+
+    k: int
+    rows: tuple[TuningRow, ...]
+
+    def __str__(self) -> str:
+        """Returns the table; a star marks the choice, `jit` the plain step."""
+        lines = ["   K   µs/step  compile s  chunk MiB"]
+        for row in self.rows:
+            name = f"{row.k or 'jit'}".rjust(4) + ("*" if row.k == self.k else " ")
+            size = row.chunk_bytes / 2**20
+            lines.append(
+                f"{name}{row.microseconds:9.1f}{row.compile_seconds:11.1f}{size:11.1f}".rstrip()
+            )
+        return "\n".join(lines)
+
+
+def autotune(
+    step: Step[Any],
+    state: PyTree,
+    batch: PyTree,
+    *,
+    ks: Sequence[int] = (1, 4, 16, 64),
+    seconds: float = 30.0,
+    memory: int = 2**28,
+    rewrites: Mode = "auto",
+) -> Tuning:
+    """Measures how long a step takes alone and fused, and chooses K.
+
+    It costs a compilation for each K, and some half a second of steps; `seconds` bounds the sum.
+    The state is copied, so that nothing is consumed, and the steps that are taken are forgotten.
+
+    Args:
+      step: ``(state, batch) -> (state, logs)``, as for `fit`.
+      state: The state to start from; neither changed nor consumed.
+      batch: One batch, of full size.
+      ks: What to try, in rising order.
+      seconds: After so much time no further K is tried. The first is always measured.
+      memory: A K whose chunk is larger than so many bytes is not tried, the first excepted.
+      rewrites: As for `fuse`.
+
+    Returns:
+      The choice and the table. It is the smallest K within 3 % of the fastest, and 1 where plain
+      `jax.jit` beats every K by more than that.
+
+    Raises:
+      ValueError: `ks` is empty, or does not rise from 1 or more.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> def step(state, batch):
+      ...     return state + jnp.mean(batch), {}
+      >>> tuning = autotune(step, jnp.zeros(()), jnp.ones(8), ks=(1, 16))
+      >>> [row.k for row in tuning.rows]
+      [0, 1, 16]
+      >>> tuning.k in (1, 16)
+      True
+    """
+    ks = list(ks)
+    if not ks or ks[0] < 1 or any(a >= b for a, b in itertools.pairwise(ks)):
+        raise ValueError(f"ks: expected rising numbers of steps from 1 on, got {ks}")
+    carry = step.start(state) if isinstance(step, MeteredStep) else state
+    size = sum(int(jnp.asarray(x).nbytes) for x in jax.tree.leaves(batch))
+    began = time.perf_counter()
+    ways = [_Way(0, _jitted(step), carry, batch, size)]
+    for k in ks:
+        if k != ks[0] and (k * size > memory or time.perf_counter() - began > seconds):
+            break
+        chunk = jax.tree.map(lambda x, k=k: jnp.stack([jnp.asarray(x)] * k), batch)
+        ways.append(_Way(k, fuse(step, k, rewrites=rewrites), carry, chunk, k * size))
+    for _ in range(ROUNDS):  # in turn, so that a slow moment of the machine meets all of them
+        for way in ways:
+            way.measure()
+    rows = tuple(way.row() for way in ways)
+    return Tuning(_choose(rows), rows)
+
+
+def _choose(rows: Sequence[TuningRow]) -> int:
+    alone, *fused = rows
+    best = min(row.microseconds for row in fused)
+    if alone.microseconds * TOLERANCE < best:
+        return 1
+    return next(row.k for row in fused if row.microseconds <= best * TOLERANCE)
+
+
+def _jitted(step: Any) -> Callable[[PyTree, PyTree], Any]:
+    jitted = jax.jit(lambda state, batch: step(state, batch), donate_argnums=0)
+    return lambda state, batch: jitted(state, batch)
+
+
+class _Way:
+    """One way of taking steps, compiled, with a state of its own."""
+
+    def __init__(self, k: int, program: Any, state: PyTree, batches: PyTree, size: int) -> None:
+        self._k, self._program, self._size = k, program, size
+        self._state = _tree.copy(state)
+        self._batches = jax.tree.map(jnp.asarray, batches)
+        first = self._call()
+        once = self._call()
+        self._compile = first - once
+        self._calls = max(1, round(ROUND_SECONDS / max(once, 1e-7)))
+        self._times: list[float] = []
+
+    def _call(self, calls: int = 1) -> float:
+        began = time.perf_counter()
+        for _ in range(calls):
+            self._state, _ = self._program(self._state, self._batches)
+        jax.block_until_ready(self._state)
+        return time.perf_counter() - began
+
+    def measure(self) -> None:
+        """Takes the time of a round."""
+        self._times.append(self._call(self._calls) / self._calls / max(1, self._k))
+
+    def row(self) -> TuningRow:
+        """Returns what was measured."""
+        median = statistics.median(self._times)
+        return TuningRow(self._k, median * 1e6, self._compile, self._size)

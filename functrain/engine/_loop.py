@@ -1,0 +1,120 @@
+"""The loop inside a program: a pure function repeated over stacked inputs."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend import core
+
+from functrain.common import _tree
+from functrain.common._types import PyTree
+
+Body = Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]
+
+
+def repeat(body: Body, carry: PyTree, stacked: PyTree, n: jax.Array) -> tuple[PyTree, PyTree]:
+    """Applies ``body(carry, x) -> (carry, y)`` to the first n of K stacked inputs, in turn.
+
+    It is `lax.scan` with a number of steps that the compiler does not know. So every n runs the
+    same compiled body, and results do not depend, to the bit, on how a run is cut into chunks:
+    the compiler would take a loop of known length one apart, and fuse its operations otherwise.
+
+    Args:
+      body: Traced once.
+      carry: Its structure, shapes, dtypes and weak types must come back unchanged.
+      stacked: Every leaf `[K, ...]`.
+      n: i32[], 0 to K.
+
+    Returns:
+      The carry after n applications, and the y stacked `[K, ...]`, zeros from n on.
+    """
+    leaves = jax.tree.leaves(stacked)
+    first = jax.eval_shape(lambda tree: jax.tree.map(lambda x: x[0], tree), stacked)
+    run, returned = _stage(body, carry, first)
+    new, outs = _pair(returned)
+    check_carry(carry, new)
+    k = leaves[0].shape[0] if leaves else 1
+    if k == 1:
+        # The compiler sees through an index into a single row, and fuses the body otherwise, to
+        # other last bits: give it two.
+        stacked = jax.tree.map(lambda x: jnp.concatenate([x, x]), stacked)
+
+    def once(i: jax.Array, both: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
+        carry, rows = both
+        x = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, keepdims=False), stacked)
+        carry, y = run(carry, x)
+        rows = jax.tree.map(
+            lambda row, y: lax.dynamic_update_index_in_dim(row, jnp.asarray(y, row.dtype), i, 0),
+            rows,
+            y,
+        )
+        return carry, rows
+
+    rows = jax.tree.map(lambda y: jnp.zeros((max(k, 2), *y.shape), y.dtype), outs)
+    carry, rows = lax.fori_loop(0, n, once, (carry, rows))
+    return carry, rows if k > 1 else jax.tree.map(lambda row: row[:1], rows)
+
+
+def scan(body: Body, carry: PyTree, stacked: PyTree, unroll: int = 1) -> tuple[PyTree, PyTree]:
+    """As `repeat`, of all inputs, with `lax.scan`: for devices that want to know the length."""
+
+    def checked(old: PyTree, x: PyTree) -> tuple[PyTree, PyTree]:
+        new, y = _pair(body(old, x))
+        check_carry(old, new)
+        return new, y
+
+    result: tuple[PyTree, PyTree] = lax.scan(checked, carry, stacked, unroll=unroll)
+    return result
+
+
+def _pair(returned: Any) -> tuple[PyTree, PyTree]:
+    several = type(returned) in (tuple, list)
+    if several and len(returned) == 2:
+        return returned[0], returned[1]
+    got = f"{len(returned)} things" if several else _tree.spec(returned)
+    raise TypeError(
+        f"step: expected (state, logs) from it, got {got}. Without logs it returns (state, {{}})."
+    )
+
+
+def check_stacked(stacked: PyTree, k: int) -> None:
+    """Refuses a chunk whose leaves do not all have the leading axis K."""
+    wrong = [
+        f"{path}: {_tree.spec(leaf)}"
+        for path, leaf in _tree.leaves_with_path(stacked)
+        if not getattr(leaf, "shape", ()) or leaf.shape[0] != k
+    ]
+    if wrong:
+        raise ValueError(
+            f"chunk: expected {k} stacked batches, every leaf [{k}, ...], got\n"
+            f"{_tree.bullets(wrong)}\n"
+            "Stack them with jax.tree.map(lambda *leaves: np.stack(leaves), *batches), or take "
+            "them from ArrayLoader.chunk(epoch, start, k)."
+        )
+
+
+def check_carry(old: PyTree, new: PyTree) -> None:
+    """Refuses a step whose new state does not fit where the old one was."""
+    changed = _tree.differences(old, new)
+    if changed:
+        raise TypeError(
+            "step: expected a new state of the old one's structure, shapes and dtypes, got\n"
+            f"{_tree.bullets(changed)}\n"
+            "A program that repeats the step needs them constant. Cast with "
+            "x.astype(old.dtype), and make numbers in the state arrays of a given dtype, such as "
+            "jnp.zeros((), jnp.float32)."
+        )
+
+
+def _stage(body: Body, *args: PyTree) -> tuple[Callable[..., Any], Any]:
+    """Traces a function once; returns it as traced, and the abstract values it returns."""
+    closed, shapes = jax.make_jaxpr(body, return_shape=True)(*args)
+    structure = _tree.structure(shapes)
+    evaluate: Any = core.jaxpr_as_fun(closed)
+
+    def run(*args: PyTree) -> Any:
+        return jax.tree.unflatten(structure, evaluate(*jax.tree.leaves(args)))
+
+    return run, jax.tree.unflatten(structure, closed.out_avals)

@@ -1,0 +1,150 @@
+"""When something is due: at steps, every so many steps, epochs or seconds."""
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol, TypeVar
+
+from functrain.common._checks import is_whole
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class Trigger(Protocol):
+    """Says when something is due. `every` and `at` make them.
+
+    Examples:
+      >>> class AtPowersOfTwo:
+      ...     def next_step(self, step):
+      ...         return 1 << step.bit_length()
+      ...
+      ...     def due(self, step, epoch, seconds):
+      ...         return epoch is None and step & (step - 1) == 0
+      >>> AtPowersOfTwo().next_step(5)
+      8
+    """
+
+    def next_step(self, step: int) -> int | None:
+        """Returns the first due step after `step`, or None if steps do not decide."""
+        ...
+
+    def due(self, step: int, epoch: int | None, seconds: float) -> bool:
+        """Whether it is due now.
+
+        Args:
+          step: Steps taken so far.
+          epoch: Epochs completed, if one has just ended; None within an epoch.
+          seconds: Time since it was last due, or since the run began.
+        """
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Every:
+    """What `every` returns: a Trigger, and a decorator that makes a function a hook."""
+
+    steps: int | None = None
+    epochs: int | None = None
+    seconds: float | None = None
+
+    def next_step(self, step: int) -> int | None:
+        """Returns the next multiple of `steps`."""
+        return None if self.steps is None else (step // self.steps + 1) * self.steps
+
+    def due(self, step: int, epoch: int | None, seconds: float) -> bool:
+        """Whether a multiple has been reached, or the time is up."""
+        if self.epochs is not None:
+            return epoch is not None and epoch % self.epochs == 0
+        if epoch is not None:
+            return False
+        if self.steps is not None:
+            return step % self.steps == 0
+        return self.seconds is not None and seconds >= self.seconds
+
+    def __call__(self, function: F) -> F:
+        """Makes a function a hook that is called when due."""
+        return _marked(function, self)
+
+
+@dataclasses.dataclass(frozen=True)
+class At:
+    """What `at` returns: a Trigger, and a decorator that makes a function a hook."""
+
+    steps: frozenset[int]
+
+    def next_step(self, step: int) -> int | None:
+        """Returns the first of the steps after `step`."""
+        return min((s for s in self.steps if s > step), default=None)
+
+    def due(self, step: int, epoch: int | None, seconds: float) -> bool:
+        """Whether this is one of the steps."""
+        return epoch is None and step in self.steps
+
+    def __call__(self, function: F) -> F:
+        """Makes a function a hook that is called when due."""
+        return _marked(function, self)
+
+
+def every(
+    *, steps: int | None = None, epochs: int | None = None, seconds: float | None = None
+) -> Every:
+    """Returns a trigger that is due again and again.
+
+    Steps and epochs are exact: chunks end where something is due, so whoever waits sees the state
+    of that very step. Seconds are looked at when a chunk ends.
+
+    Args:
+      steps: After every so many steps of the run.
+      epochs: At the end of every so many epochs.
+      seconds: At the end of the chunk in which so much time has passed.
+
+    Returns:
+      A trigger for a hook's `when`, or for `run(boundaries=...)`. It is a decorator as well:
+      ``@every(steps=100)`` makes a function of one event a hook.
+
+    Raises:
+      ValueError: Not exactly one of them is given, or it is not positive.
+
+    Examples:
+      >>> every(steps=100).next_step(250)
+      300
+      >>> @every(epochs=2)
+      ... def report(event):
+      ...     print(event.epoch)
+      >>> report.when.due(step=10, epoch=4, seconds=0.0)
+      True
+    """
+    given = {"steps": steps, "epochs": epochs, "seconds": seconds}
+    named = {name: value for name, value in given.items() if value is not None}
+    if len(named) != 1:
+        raise ValueError(f"every: expected one of steps, epochs and seconds, got {named or None}")
+    ((name, value),) = named.items()
+    if value <= 0 or (name != "seconds" and not is_whole(value, 1)):
+        kind = "a positive number" if name == "seconds" else "a positive whole number"
+        raise ValueError(f"every: expected {kind} of {name}, got {value!r}")
+    return Every(steps, epochs, seconds)
+
+
+def at(*steps: int) -> At:
+    """Returns a trigger that is due after each of the given steps of the run.
+
+    Raises:
+      ValueError: No steps, or one that is not positive.
+
+    Examples:
+      >>> at(1, 10, 100).next_step(10)
+      100
+    """
+    if not steps or not all(is_whole(s, 1) for s in steps):
+        raise ValueError(f"at: expected one or more steps from 1 on, got {steps}")
+    return At(frozenset(steps))
+
+
+def steps_until_due(triggers: Iterable[Trigger], step: int) -> int | None:
+    """Returns how many steps may be taken before the first of the triggers is due."""
+    due = [s for trigger in triggers if (s := trigger.next_step(step)) is not None]
+    return min(due) - step if due else None
+
+
+def _marked(function: F, trigger: Trigger) -> F:
+    function.when = trigger  # type: ignore[attr-defined]  # a function is an object like others
+    return function

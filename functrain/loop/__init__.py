@@ -1,0 +1,1 @@
+"""The loops: run, evaluate, predict."""

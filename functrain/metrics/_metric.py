@@ -1,0 +1,139 @@
+"""Metrics as triples of pure functions, carried beside the state."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from functrain.common._types import PyTree
+from functrain.data._batch import batch_size, expand_weight
+
+
+class Metric(NamedTuple):
+    """A running statistic.
+
+    Attributes:
+      init: ``init() -> m``: a pytree of arrays, before the first batch.
+      update: ``update(m, batch, outputs, loss) -> m``: takes in a batch, the model's outputs on
+        it and its loss `f32[]`. Same structure, shapes and dtypes as `m`.
+      compute: ``compute(m) -> f32[] or a dict of them``: the value so far; NaN before any batch.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> metric = accuracy()
+      >>> m = metric.init()
+      >>> batch = jnp.ones((2, 3)), jnp.array([1, 0])
+      >>> m = metric.update(m, batch, jnp.array([[0.1, 0.9], [0.2, 0.8]]), None)
+      >>> print(metric.compute(m))
+      0.5
+    """
+
+    init: Callable[[], PyTree]
+    update: Callable[[PyTree, PyTree, PyTree, jax.Array], PyTree]
+    compute: Callable[[PyTree], Any]
+
+
+class Metered(flax.struct.PyTreeNode):
+    """A state with running metrics beside it, the carry of a step that was given `metrics=`.
+
+    Attributes:
+      state: What is trained; untouched by adding, resetting or dropping metrics.
+      metrics: The running metrics.
+
+    Examples:
+      >>> metered = Metered({"w": 1.0}, collection({"loss": mean_loss()}).init())
+      >>> sorted(metered.metrics)
+      ['loss']
+    """
+
+    state: PyTree
+    metrics: PyTree
+
+
+class _Sum(NamedTuple):
+    total: jax.Array  # f32[]
+    weight: jax.Array  # f32[]
+
+
+def mean(value: Callable[[PyTree, PyTree], jax.Array], *, weighted: bool = False) -> Metric:
+    """Returns the mean over all examples of what `value` makes of each.
+
+    Args:
+      value: ``value(outputs, y) -> [B, ...]``, any real dtype.
+      weighted: Weigh each example by the batch's `sample_weight`, where it has one.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> bias = mean(lambda outputs, y: outputs - y)
+      >>> batch = None, jnp.zeros(4)
+      >>> print(bias.compute(bias.update(bias.init(), batch, jnp.full(4, 0.5), None)))
+      0.5
+    """
+
+    def update(m: _Sum, batch: PyTree, outputs: PyTree, loss: jax.Array) -> _Sum:
+        values = jnp.asarray(value(outputs, batch[1])).astype(jnp.float32)
+        weight = jnp.ones_like(values)
+        if weighted and len(batch) == 3:
+            weight *= expand_weight(jnp.asarray(batch[2]).astype(jnp.float32), values)
+        return _Sum(m.total + jnp.sum(values * weight), m.weight + jnp.sum(weight))
+
+    return Metric(_zero, update, _ratio)
+
+
+def mean_loss() -> Metric:
+    """Returns the mean loss, each batch weighted by its number of examples, as Keras has it.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> metric = mean_loss()
+      >>> m = metric.update(metric.init(), (jnp.ones((3, 2)), None), None, jnp.float32(2.0))
+      >>> print(metric.compute(metric.update(m, (jnp.ones((1, 2)), None), None, jnp.float32(6.0))))
+      3.0
+    """
+
+    def update(m: _Sum, batch: PyTree, outputs: PyTree, loss: jax.Array) -> _Sum:
+        size = jnp.asarray(batch_size(batch), jnp.float32)
+        return _Sum(m.total + loss.astype(jnp.float32) * size, m.weight + size)
+
+    return Metric(_zero, update, _ratio)
+
+
+def collection(metrics: Mapping[str, Metric]) -> Metric:
+    """Returns one metric of many: its states and its values are dicts under their names.
+
+    Examples:
+      >>> both = collection({"loss": mean_loss(), "accuracy": accuracy()})
+      >>> sorted(both.init())
+      ['accuracy', 'loss']
+    """
+    if not isinstance(metrics, Mapping):
+        raise TypeError(
+            "metrics: expected a dict of Metrics by name, such as {'accuracy': "
+            f"functrain.metrics.accuracy()}}, got {type(metrics).__name__}"
+        )
+    metrics = dict(metrics)
+    for name, metric in metrics.items():
+        if not isinstance(metric, Metric):
+            raise TypeError(
+                f"metrics[{name!r}]: expected a Metric, got {type(metric).__name__}. Make one "
+                "with functrain.metrics.accuracy() and the like, or Metric(init, update, compute)."
+            )
+
+    def update(m: PyTree, batch: PyTree, outputs: PyTree, loss: jax.Array) -> PyTree:
+        return {n: metrics[n].update(m[n], batch, outputs, loss) for n in metrics}
+
+    return Metric(
+        init=lambda: {n: metrics[n].init() for n in metrics},
+        update=update,
+        compute=lambda m: {n: metrics[n].compute(m[n]) for n in metrics},
+    )
+
+
+def _zero() -> _Sum:
+    return _Sum(jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32))
+
+
+def _ratio(m: _Sum) -> jax.Array:
+    return m.total / m.weight

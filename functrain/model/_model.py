@@ -1,0 +1,82 @@
+"""A model as a pair of pure functions, the way optax writes an optimizer."""
+
+from typing import NamedTuple, Protocol
+
+import jax
+
+from functrain.common._types import PyTree
+
+
+class ModelOutput(NamedTuple):
+    """What one application of a model returns.
+
+    Attributes:
+      outputs: The predictions, any pytree, leaves usually `f32[B, ...]`.
+      model_state: The non-trainable collections after this application: what `apply` was given,
+        with batch statistics and seed counters moved on. Same structure, shapes and dtypes.
+      losses: The scalars the model added itself, each `f32[]` (regularizers, `add_loss`, a flax
+        `losses` collection). They are not part of `outputs`; `supervised` adds them to the loss.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> outputs, model_state, losses = ModelOutput(jnp.ones((2, 3)), {}, ())
+      >>> outputs.shape
+      (2, 3)
+    """
+
+    outputs: PyTree
+    model_state: PyTree
+    losses: tuple[jax.Array, ...] = ()
+
+
+class InitFn(Protocol):
+    """``(key, inputs) -> (params, model_state)``."""
+
+    def __call__(self, key: jax.Array, inputs: PyTree, /) -> tuple[PyTree, PyTree]:
+        """Makes the first values."""
+        ...
+
+
+class ApplyFn(Protocol):
+    """``(params, model_state, inputs, *, rng, training) -> ModelOutput``."""
+
+    def __call__(
+        self,
+        params: PyTree,
+        model_state: PyTree,
+        inputs: PyTree,
+        /,
+        *,
+        rng: jax.Array | None = None,
+        training: bool = False,
+    ) -> ModelOutput:
+        """Applies the model."""
+        ...
+
+
+class Model(NamedTuple):
+    """A pair of pure functions.
+
+    Attributes:
+      init: ``init(key, inputs) -> (params, model_state)``. `inputs` is one pytree, never
+        splatted: a model of two inputs takes a tuple or a dict.
+      apply: ``apply(params, model_state, inputs, *, rng=None, training=False) -> ModelOutput``.
+        `rng` is a typed key `key[]` for dropout and the like, or None for a model that needs
+        none (or keeps counters of its own in `model_state`).
+
+    Examples:
+      A model needs no framework at all:
+
+      >>> import jax, jax.numpy as jnp
+      >>> def init(key, inputs):
+      ...     return {"w": jax.random.normal(key, (inputs.shape[-1], 2))}, {}
+      >>> def apply(params, model_state, inputs, *, rng=None, training=False):
+      ...     return ModelOutput(inputs @ params["w"], model_state)
+      >>> model = Model(init, apply)
+      >>> params, model_state = model.init(jax.random.key(0), jnp.ones((4, 3)))
+      >>> model.apply(params, model_state, jnp.ones((4, 3))).outputs.shape
+      (4, 2)
+    """
+
+    init: InitFn
+    apply: ApplyFn

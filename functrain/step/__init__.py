@@ -1,0 +1,1 @@
+"""States, losses, and steps: what one batch does to a state."""

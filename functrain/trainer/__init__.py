@@ -1,0 +1,1 @@
+"""fit: a run with hooks, evaluation, progress and history."""

@@ -1,0 +1,142 @@
+"""A progress bar in a terminal or notebook, plain lines elsewhere."""
+
+import importlib.util
+import time
+from collections.abc import Mapping
+from typing import Any, Literal, Self, TypeAlias
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
+
+from functrain.common import _tree
+from functrain.common._types import PyTree
+from functrain.loop._run import ChunkEnd, EpochEnd, Event
+from functrain.trainer._history import Recorder
+
+Verbose: TypeAlias = Literal["auto", "bar", "lines"] | int
+
+REFRESH_SECONDS = 0.2
+
+
+class ProgressReport:
+    """Shows how far a fit is: steps, examples per second, losses, metrics, rate, time left.
+
+    Args:
+      epochs: How many there will be.
+      steps_per_epoch: If known.
+      first_epoch: Number of the first.
+      verbose: ``"auto"`` takes the bar in a terminal or notebook and lines elsewhere; ``"bar"``
+        or 1, ``"lines"`` or 2, and 0 for silence choose.
+      console: Where to write; standard output by default.
+    """
+
+    def __init__(
+        self,
+        epochs: int,
+        steps_per_epoch: int | None,
+        verbose: Verbose = "auto",
+        first_epoch: int = 0,
+        console: Console | None = None,
+    ) -> None:
+        self._console = console or Console()
+        self._style = _style(verbose, self._console)
+        self._first = first_epoch
+        self._epochs = first_epoch + epochs
+        self._total = steps_per_epoch
+        self._bar: Progress | None = None
+        self._task = TaskID(0)
+        self._metrics: PyTree = {}
+        self._shown = 0.0
+        self._begin(first_epoch)
+
+    def __enter__(self) -> Self:
+        """Shows the bar, where there is one."""
+        if self._style == "bar":
+            self._show()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Takes down the bar, whatever happened."""
+        if self._bar is not None:
+            self._bar.stop()
+
+    def __call__(self, event: Event, recorder: Recorder) -> None:
+        """Shows where the run is."""
+        match event:
+            case ChunkEnd():
+                self._chunk(event, recorder)
+            case EpochEnd():
+                self._epoch(event)
+
+    def _chunk(self, event: ChunkEnd, recorder: Recorder) -> None:
+        if not self._seen and event.epoch == self._first and self._style == "lines":
+            seconds = recorder.first_steps_seconds
+            self._print(f"first {event.steps} steps after {seconds:.1f} s, compiling included")
+        self._steps += event.steps
+        self._seen += event.steps * event.examples
+        now = time.perf_counter()
+        if self._bar is not None and now - self._shown > REFRESH_SECONDS:
+            self._shown = now
+            # The metrics asked for at the last refresh are there by now: no waiting.
+            values = {**recorder.latest, **_tree.to_floats(self._metrics)}
+            self._metrics = event.metrics()
+            self._bar.update(self._task, completed=self._steps, values=self._text(values))
+
+    def _epoch(self, event: EpochEnd) -> None:
+        """Leaves the epoch's values on the screen and begins the next."""
+        if self._bar is not None:
+            text = self._text(event.values)
+            self._bar.update(self._task, total=self._steps, completed=self._steps, values=text)
+            self._bar.stop()
+        elif self._style == "lines":
+            self._print(f"{self._title}  {self._steps} steps  {self._text(event.values)}")
+        self._begin(event.epoch + 1)
+        if self._style == "bar" and event.epoch + 1 < self._epochs and not event.stopped:
+            self._show()
+
+    def _print(self, line: str) -> None:
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def _begin(self, epoch: int) -> None:
+        self._title = f"epoch {epoch + 1}/{self._epochs}"
+        self._steps = self._seen = 0
+        self._metrics = {}
+        self._began = self._shown = time.perf_counter()
+
+    def _show(self) -> None:
+        self._bar = _bar(self._console)
+        self._task = self._bar.add_task(self._title, total=self._total, values="")
+        self._bar.start()
+
+    def _text(self, values: Mapping[str, float]) -> str:
+        rate = f"{self._seen / max(time.perf_counter() - self._began, 1e-9):,.0f} examples/s"
+        return "  ".join([rate, *(f"{name} {value:.4g}" for name, value in values.items())])
+
+
+def _style(verbose: Verbose, console: Console) -> str:
+    styles = {0: "none", 1: "bar", 2: "lines", "bar": "bar", "lines": "lines"}
+    if verbose == "auto":
+        # In a notebook rich draws its bar with ipywidgets, which not everybody has.
+        widgets = importlib.util.find_spec("ipywidgets") is not None
+        return "bar" if console.is_terminal or (console.is_jupyter and widgets) else "lines"
+    if verbose not in styles:
+        raise ValueError(f"verbose: expected 'auto', 'bar', 'lines', 0, 1 or 2, got {verbose!r}")
+    return styles[verbose]
+
+
+def _bar(console: Console) -> Progress:
+    columns: tuple[Any, ...] = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(elapsed_when_finished=True),
+        TextColumn("{task.fields[values]}", markup=False),
+    )
+    return Progress(*columns, console=console, refresh_per_second=5)

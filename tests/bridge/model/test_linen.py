@@ -1,0 +1,178 @@
+"""Keras models as linen modules: the same variables, the same outputs, there and back."""
+
+import bridge  # isort: skip  # before keras: it chooses the backend
+
+from collections.abc import Callable
+from typing import Any
+
+import flax
+import flax.errors
+import flax.linen as nn
+import jax
+import keras
+import numpy as np
+import optax
+import pytest
+from keras import layers
+
+import functrain as ft
+from bridge.model import _variables
+
+X = np.random.default_rng(0).normal(size=(32, 6)).astype(np.float32)
+Y = np.random.default_rng(1).normal(size=(32, 2)).astype(np.float32)
+MUTABLE = ["batch_stats", "seeds", "losses"]
+
+
+def net(seed: int = 0) -> keras.Model:
+    keras.utils.set_random_seed(seed)
+    return keras.Sequential(
+        [
+            keras.Input((6,)),
+            layers.Dense(8, "relu", kernel_regularizer="l2"),
+            layers.BatchNormalization(),
+            layers.Dropout(0.4),
+            layers.Dense(2),
+        ]
+    )
+
+
+def equal(a: Any, b: Any) -> None:
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+def require_same_as_from_keras(model: keras.Layer, x: Any) -> None:
+    module, theirs = bridge.to_linen(model), bridge.from_keras(model)
+    variables = module.init(jax.random.key(0), x)
+    params, state = theirs.init(jax.random.key(0), x)
+    equal(variables.get("params", {}), params)
+    expected = jax.jit(theirs.apply)(params, state, x)
+    equal(jax.jit(module.apply)(variables, x), expected.outputs)
+
+    @jax.jit
+    def trained(variables: Any, x: Any) -> Any:
+        return module.apply(variables, x, training=True, mutable=MUTABLE)
+
+    expected = jax.jit(lambda *a: theirs.apply(*a, training=True))(params, state, x)
+    outputs, changed = trained(variables, x)
+    equal(outputs, expected.outputs)
+    losses = changed.pop("losses", {})
+    equal([values[0] for values in losses.values()], list(expected.losses))
+    equal(_variables.merge(*changed.values()), expected.model_state)
+
+
+def test_a_model_equals_itself_in_linen() -> None:
+    require_same_as_from_keras(net(), X)
+
+
+@pytest.mark.long
+def test_every_kind_of_model_equals_itself_in_linen(build: Callable[[], Any]) -> None:
+    require_same_as_from_keras(*build())
+
+
+def test_values_go_there_and_back_unchanged() -> None:
+    model, other = net(0), net(1)
+    module = bridge.to_linen(model)
+    variables = module.init(jax.random.key(0), X)
+    assert set(variables) == {"params", "batch_stats", "seeds"}
+    _, changed = module.apply(variables, X, training=True, mutable=MUTABLE)
+    variables = {**variables, **changed}
+    assert bridge.to_keras(variables, other) is other
+    np.testing.assert_array_equal(other(X), module.apply(variables, X))
+    equal({k: v for k, v in variables.items() if k != "losses"},
+          dict(bridge.to_linen(other).init(jax.random.key(9), X)))  # fmt: skip
+    model(X, training=True)  # what Keras itself makes of the same step
+    for a, b in zip(model.variables, other.variables, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7, err_msg=a.path)
+
+
+def test_a_frozen_dict_of_variables_goes_back_too() -> None:
+    model, other = (keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)]) for _ in range(2))
+    module = bridge.to_linen(model)
+    variables = flax.core.freeze(module.init(jax.random.key(1), np.ones((1, 3), np.float32)))
+    bridge.to_keras(variables, other)
+    np.testing.assert_array_equal(other.layers[0].kernel, variables["params"]["dense"]["kernel"])
+
+
+def test_values_survive_keras_linen_keras_linen() -> None:
+    module = bridge.to_linen(net())
+    variables = module.init(jax.random.key(0), X)
+    layer = bridge.from_flax(module, variables=variables)
+    model = keras.Sequential([keras.Input((6,)), layer])
+    np.testing.assert_array_equal(model(X), module.apply(variables, X))
+    equal(layer.to_flax(), dict(variables))
+    again = bridge.to_linen(model)
+    np.testing.assert_array_equal(again.apply(again.init(jax.random.key(1), X), X), model(X))
+
+
+def test_training_in_flax_equals_training_from_keras() -> None:
+    tx, model = optax.adam(0.01), net()
+    linen = ft.from_linen(bridge.to_linen(model))
+    params, state = linen.init(jax.random.key(0), X)
+    ends = []
+    for pure, start in [
+        (linen, ft.TrainState.create(params=params, model_state=state, tx=tx)),
+        (bridge.from_keras(model), bridge.create_state(model, tx)),
+    ]:
+        step = ft.train_step(ft.supervised(pure, bridge.loss("mse")), tx)
+        end, history = ft.fit(start, step, ft.ArrayLoader((X, Y), 8), epochs=2, verbose=0)
+        ends.append((end.params, history.epochs["loss"]))
+    equal(*ends)
+
+
+def test_a_key_serves_dropout_and_leaves_the_counters() -> None:
+    module = bridge.to_linen(net())
+    variables = module.init(jax.random.key(0), X)
+
+    def apply(rngs: Any) -> Any:
+        return module.apply(variables, X, training=True, rngs=rngs, mutable=["batch_stats"])
+
+    a, b, c = (apply({"dropout": jax.random.key(i)})[0] for i in (1, 1, 2))
+    np.testing.assert_array_equal(a, b)
+    assert np.any(a != c)
+    np.testing.assert_array_equal(apply(jax.random.key(4))[0], apply(jax.random.key(4))[0])
+    with pytest.raises(flax.errors.ModifyScopeVariableError, match='collection "seeds" is immut'):
+        apply({})
+    with pytest.raises(flax.errors.ModifyScopeVariableError, match='"batch_stats" is immutable'):
+        module.apply(variables, X, training=True)
+
+
+class Backbone(nn.Module):
+    model: Any
+
+    def setup(self) -> None:
+        self.backbone = bridge.to_linen(self.model)
+        self.head = nn.Dense(3)
+
+    def __call__(self, x: Any, train: bool) -> Any:
+        return self.head(self.backbone(x, training=train))
+
+
+def test_a_keras_model_is_part_of_a_linen_module() -> None:
+    model = net()
+    whole = Backbone(model)
+    variables = whole.init(jax.random.key(0), X, train=False)
+    assert sorted(variables["params"]) == ["backbone", "head"]
+    inner = bridge.to_linen(model).init(jax.random.key(0), X)
+    equal(variables["params"]["backbone"], inner["params"])
+    head = variables["params"]["head"]
+    expected = model(X) @ head["kernel"] + head["bias"]
+    np.testing.assert_allclose(whole.apply(variables, X, train=False), expected, rtol=1e-5)
+
+
+def test_frozen_weights_are_no_params() -> None:
+    model = net()
+    model.layers[0].trainable = False
+    variables = bridge.to_linen(model).init(jax.random.key(0), X)
+    assert sorted(variables["params"]) == ["batch_normalization", "dense_1"]
+    assert sorted(variables["batch_stats"]) == ["batch_normalization", "dense"]
+
+
+def test_what_cannot_be_a_module_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"expected a keras\.Model or keras\.Layer, got int"):
+        bridge.to_linen(3)
+    with pytest.raises(ValueError, match="expected a built model"):
+        bridge.to_linen(keras.Sequential([layers.Dense(2)]))
+    variables = bridge.to_linen(net()).init(jax.random.key(0), X)
+    with pytest.raises(ValueError, match=r"params/dense/kernel: missing"):
+        bridge.to_keras({"params": {}, "batch_stats": variables["batch_stats"]}, net())

@@ -1,0 +1,309 @@
+"""from_keras equals Keras; create_state and to_keras leave the Keras model alive and whole."""
+
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+import optax
+import pytest
+from keras import layers
+
+import bridge
+import functrain
+from bridge.model import _variables
+from functrain import Model, TrainState
+from tests.bridge.pure import SGD, assert_close, assert_equal, call, snapshot, specs, start
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_apply_equals_calling_the_model_bit_for_bit(build, training):
+    model, x = build()
+    apply, params, model_state = start(model)
+    got = apply(params, model_state, x, training=training)
+    assert_equal(got.outputs, call(model, x, training))
+    assert_equal(got.losses, tuple(jnp.float32(loss) for loss in model.losses))
+    assert_equal(got.model_state, _variables.values(_variables.layout(model))[1])
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_apply_under_jit_equals_calling_the_model(build, training):
+    model, x = build()
+    apply, params, model_state = start(model)
+    got = jax.jit(apply, static_argnames="training")(params, model_state, x, training=training)
+    assert_close(got.outputs, call(model, x, training), model)
+    assert_close(got.losses, tuple(jnp.float32(loss) for loss in model.losses), model)
+    assert_close(got.model_state, _variables.values(_variables.layout(model))[1], model)
+
+
+@pytest.mark.parametrize(
+    "name", ["sequential", "functional", "batch_norm", "dropout", "nested", "attention"]
+)
+def test_apply_under_jit_equals_stateless_call_bit_for_bit(builders, name):
+    model, x = builders[name]()
+    apply, params, model_state = start(model)
+    got = jax.jit(lambda *a: apply(*a, training=True))(params, model_state, x)
+    outputs, others = jax.jit(lambda *a: model.stateless_call(*a, training=True))(
+        [v.value for v in model.trainable_variables],
+        [v.value for v in model.non_trainable_variables],
+        x,
+    )
+    assert_equal(got.outputs, outputs)
+    where = _variables.layout(model)
+    after = {id(v): x for v, x in zip(model.non_trainable_variables, others, strict=True)}
+    expected = {path: after[id(v)] for path, v in where.model_state.items()}
+    assert_equal(got.model_state, _variables.nest(expected))
+
+
+def test_gradient_steps_equal_fit(builders):
+    (ours, x), (theirs, _) = builders["batch_norm"](), builders["batch_norm"]()
+    bridge.to_keras(bridge.create_state(ours, SGD), theirs)
+    y = np.ones((len(x), 2), np.float32)
+    theirs.compile(keras.optimizers.SGD(0.1), "mse", jit_compile=True)
+    theirs.fit(x, y, batch_size=len(x), epochs=3, shuffle=False, verbose=0)
+
+    pure = bridge.from_keras(ours)
+
+    @jax.jit
+    def step(state):
+        def loss(params):
+            out = pure.apply(params, state.model_state, x, training=True)
+            return jnp.mean((out.outputs - y) ** 2), out.model_state
+
+        grads, model_state = jax.grad(loss, has_aux=True)(state.params)
+        return state.apply_gradients(grads, SGD).replace(model_state=model_state)
+
+    state = bridge.create_state(ours, SGD)
+    for _ in range(3):
+        state = step(state)
+    bridge.to_keras(state, ours)
+    assert_close(snapshot(ours), snapshot(theirs))
+
+
+def test_training_is_passed_only_where_call_takes_it():
+    class Plain(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.drop = layers.Dropout(0.5)
+
+        def call(self, x):
+            return self.drop(x)
+
+    model = Plain()
+    x = np.ones((4, 3), np.float32)
+    model(x)
+    apply, params, model_state = start(model)
+    assert_equal(apply(params, model_state, x, training=True).outputs, jnp.asarray(x))
+
+
+def test_losses_are_f32_scalars_under_mixed_precision(builders):
+    model, x = builders["mixed_bfloat16"]()
+    apply, params, model_state = start(model)
+    losses = apply(params, model_state, x).losses
+    assert [(loss.shape, loss.dtype) for loss in losses] == [((), jnp.float32)] * 2
+
+
+def test_a_masked_loss_in_the_same_trace_equals_keras(builders):
+    model, x = builders["masked_lstm"]()
+    y = np.random.default_rng(1).normal(size=(5, 6, 2)).astype(np.float32)
+    model.compile("sgd", "mse")
+    apply, params, model_state = start(model)
+
+    @jax.jit
+    def loss(params, x, y):
+        return keras.losses.MeanSquaredError()(y, apply(params, model_state, x).outputs)
+
+    masked = loss(params, x, y)
+    np.testing.assert_allclose(masked, model.test_on_batch(x, y), rtol=1e-6)
+    assert abs(masked - np.mean((np.asarray(model(x)) - y) ** 2)) > 1e-3
+
+
+# State
+
+
+def test_model_state_fits_a_scan(build):
+    model, x = build()
+    apply, params, model_state = start(model)
+
+    def step(carry, _):
+        return apply(params, carry, x, training=True).model_state, None
+
+    after, _ = jax.lax.scan(step, model_state, length=2)
+    assert specs(after) == specs(model_state)
+    assert specs(apply(params, model_state, x).model_state) == specs(model_state)
+
+
+def test_apply_leaves_the_keras_model_as_it_was(build):
+    model, x = build()
+    before = snapshot(model)
+    apply, params, model_state = start(model)
+    jax.jit(lambda *a: apply(*a, training=True))(params, model_state, x)
+    assert_equal(before, snapshot(model))
+
+
+def test_donating_a_created_state_leaves_the_keras_model_alive(build):
+    model, x = build()
+    before = snapshot(model)
+    state = bridge.create_state(model, SGD)
+    jax.jit(lambda s: jax.tree.map(lambda v: v + 1, s), donate_argnums=0)(state)
+    assert_equal(before, snapshot(model))
+    model(x)
+
+
+def test_donating_a_state_after_to_keras_leaves_the_keras_model_alive(build):
+    model, _ = build()
+    state = bridge.create_state(model, SGD)
+    bridge.to_keras(state, model)
+    before = snapshot(model)
+    jax.jit(lambda s: jax.tree.map(lambda v: v + 1, s), donate_argnums=0)(state)
+    assert_equal(before, snapshot(model))
+
+
+def test_init_returns_present_values_in_new_buffers(builders):
+    model, _ = builders["batch_norm"]()
+    pure = bridge.from_keras(model)
+    kernel = model.layers[0].kernel
+    kernel.assign(kernel + 1)
+    params, _ = pure.init(jax.random.key(0), None)
+    np.testing.assert_array_equal(params["conv2d"]["kernel"], kernel)
+    params["conv2d"]["kernel"].delete()
+    np.asarray(kernel)
+
+
+def test_create_state_is_a_train_state_of_the_models_variables(builders):
+    model, _ = builders["batch_norm"]()
+    state = bridge.create_state(model, SGD, rng=jax.random.key(3))
+    assert isinstance(state, TrainState)
+    assert isinstance(bridge.from_keras(model), Model)
+    assert int(state.step) == 0
+    assert state.rng == jax.random.key(3)
+    assert set(state.model_state["batch_normalization"]) == {"moving_mean", "moving_variance"}
+
+
+def test_to_keras_takes_anything_with_params_and_model_state(builders):
+    model, _ = builders["batch_norm"]()
+    state = bridge.create_state(model, SGD)
+    params = jax.tree.map(lambda p: np.asarray(p) + 1, state.params)
+    before = np.asarray(model.layers[0].kernel)
+    same = bridge.to_keras(SimpleNamespace(params=params, model_state=state.model_state), model)
+    assert same is model
+    np.testing.assert_array_equal(model.layers[0].kernel, before + 1)
+
+
+# Randomness
+
+
+def test_keras_counters_move_on_without_a_key(builders):
+    model, x = builders["dropout"]()
+    apply, params, first = start(model)
+    a = apply(params, first, x, training=True)
+    b = apply(params, a.model_state, x, training=True)
+    assert a.model_state["dropout"]["seed_generator"].tolist() == [1, 1]
+    assert b.model_state["dropout"]["seed_generator"].tolist() == [1, 2]
+    assert not np.array_equal(a.outputs, b.outputs)
+
+
+def test_a_key_decides_every_mask_and_counters_come_back_untouched(builders):
+    model, x = builders["dropout"]()
+    apply, params, model_state = start(model)
+    other = jax.tree.map(lambda s: s + 7, model_state)  # other counters, which must not matter
+
+    def masked(key, state):
+        return apply(params, state, x, rng=jax.random.key(key), training=True)
+
+    assert_equal(masked(0, model_state).outputs, masked(0, other).outputs)
+    assert not np.array_equal(masked(0, other).outputs, masked(1, other).outputs)
+    assert_equal(masked(0, model_state).model_state, model_state)
+    assert_equal(masked(0, other).model_state, other)
+
+
+def test_every_seed_generator_draws_differently_from_one_key():
+    drops = [layers.Dropout(0.5, seed=1), layers.Dropout(0.5, seed=1)]
+    x = keras.Input((64,))
+    model = keras.Model(x, [drop(x) for drop in drops])
+    apply, params, model_state = start(model)
+    batch = np.ones((1, 64), np.float32)
+    a, b = apply(params, model_state, batch, training=True).outputs
+    assert_equal(a, b)
+    a, b = apply(params, model_state, batch, training=True, rng=jax.random.key(0)).outputs
+    assert not np.array_equal(a, b)
+
+
+def test_keys_can_be_mapped_over(builders):
+    model, x = builders["dropout"]()
+    apply, params, model_state = start(model)
+
+    def one(key):
+        return apply(params, model_state, x, rng=key, training=True).outputs
+
+    keys = jax.random.split(jax.random.key(0), 3)
+    mapped = jax.vmap(one)(keys)
+    for key, outputs in zip(keys, mapped, strict=True):
+        assert_close(outputs, one(key))
+
+
+def test_statistics_move_on_under_a_key(builders):
+    model, x = builders["batch_norm"]()
+    apply, params, model_state = start(model)
+    with_key = apply(params, model_state, x, rng=jax.random.key(0), training=True)
+    assert_equal(with_key, apply(params, model_state, x, training=True))
+
+
+# Transformations
+
+
+def test_apply_can_be_mapped_over_params(builders):
+    model, x = builders["batch_norm"]()
+    apply, params, model_state = start(model)
+    two = jax.tree.map(lambda p: jnp.stack([p, 2 * p]), params)
+    mapped = jax.vmap(lambda p: apply(p, model_state, x, training=True))(two)
+    for i in range(2):
+        member = jax.tree.map(lambda p, i=i: p[i], two)
+        alone = apply(member, model_state, x, training=True)
+        assert_close(jax.tree.map(lambda o, i=i: o[i], mapped.outputs), alone.outputs)
+
+
+def test_gradients_pass_through_checkpoint(builders):
+    model, x = builders["dropout"]()
+    apply, params, model_state = start(model)
+
+    def loss(params, apply):
+        return jnp.sum(apply(params, model_state, x).outputs ** 2)
+
+    def train(*args):
+        return apply(*args, training=True)
+
+    plain = jax.grad(loss)(params, train)
+    assert_close(jax.grad(loss)(params, jax.checkpoint(train)), plain)
+
+
+def test_apply_runs_on_shapes_alone(build):
+    model, x = build()
+    apply, params, model_state = start(model)
+    out = jax.eval_shape(apply, params, model_state, x)
+    assert jax.tree.structure(out.model_state) == jax.tree.structure(model_state)
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("rng", [None, 0])
+def test_a_keras_model_trains_to_the_same_bits_however_many_steps_are_fused(builders, rng):
+    model, x = builders["dropout"]()
+    batch = (x, np.ones((5, 8), np.float32))
+    tx = optax.adam(1e-2)
+    loss = functrain.supervised(
+        bridge.from_keras(model), lambda outputs, y: jnp.mean((outputs - y) ** 2, axis=-1)
+    )
+
+    def train(k):
+        key = None if rng is None else jax.random.key(rng)
+        state = bridge.create_state(model, tx, rng=key)
+        fused = functrain.fuse(functrain.train_step(loss, tx), k)
+        for _ in range(4 // k):
+            state, _ = fused(state, jax.tree.map(lambda a: np.stack([a] * k), batch))
+        return state.replace(rng=None)
+
+    assert_equal(train(4), train(1))
+
+
+# Refusals

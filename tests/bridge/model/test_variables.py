@@ -1,0 +1,236 @@
+"""Which variable is which: complete, unique, readable, and the same in every instance."""
+
+import jax
+import keras
+import numpy as np
+import optax
+import pytest
+from keras import layers
+
+import bridge
+from bridge.model import _names, _variables
+
+
+def paths(model):
+    where = _variables.layout(model)
+    return [*where.params, *where.model_state]
+
+
+def all_variables(model):
+    """Keras's own lists, each variable once, and the metrics that layers hold."""
+    found = {id(v): v for v in model.variables}
+    stack = [model]
+    while stack:
+        layer = stack.pop()
+        found |= {id(v): v for metric in layer._metrics for v in metric.variables}
+        stack += layer._layers
+    return list(found.values())
+
+
+def assert_same_values(a, b):
+    assert len(a) == len(b)
+    for x, y in zip(a, b, strict=True):
+        np.testing.assert_array_equal(np.asarray(x), np.asarray(y), strict=True)
+
+
+def test_every_variable_has_one_path(build):
+    model, _ = build()
+    where = _variables.layout(model)
+    listed = [id(v) for v in [*where.params.values(), *where.model_state.values()]]
+    assert sorted(listed) == sorted(id(v) for v in all_variables(model))
+    assert len(set(paths(model))) == len(listed)
+
+
+def test_params_are_keras_trainable_variables_in_keras_order(build):
+    model, _ = build()
+    where = _variables.layout(model)
+    assert [id(v) for v in where.params.values()] == [id(v) for v in model.trainable_variables]
+
+
+def test_model_state_keeps_keras_order(build):
+    model, _ = build()
+    mine = [id(v) for v in _variables.layout(model).model_state.values()]
+    theirs = list(dict.fromkeys(id(v) for v in model.non_trainable_variables))
+    assert [v for v in mine if v in set(theirs)] == theirs
+
+
+def test_two_instances_have_the_same_paths(build):
+    (a, _), (b, _) = build(), build()
+    assert paths(a) == paths(b)
+
+
+def test_seeds_are_the_states_of_keras_seed_generators(build):
+    model, _ = build()
+    where = _variables.layout(model)
+    for path in where.seeds:
+        assert where.model_state[path].shape == (2,)
+        assert where.model_state[path].name == "seed_generator_state"
+    names = [v.name for v in all_variables(model)]
+    assert names.count("seed_generator_state") == len(where.seeds)
+
+
+def test_keras_to_state_to_another_instance_is_the_identity(build):
+    (source, _), (target, _) = build(), build()
+    bridge.to_keras(bridge.create_state(source, optax.sgd(0.1)), target)
+    assert_same_values(all_variables(source), all_variables(target))
+
+
+def test_keras_to_state_and_back_changes_nothing(build):
+    model, _ = build()
+    before = [np.asarray(v) for v in all_variables(model)]
+    bridge.to_keras(bridge.create_state(model, optax.sgd(0.1)), model)
+    assert_same_values(before, all_variables(model))
+
+
+def test_values_are_masters_in_the_variable_dtype(build):
+    model, _ = build()
+    params, _ = _variables.values(_variables.layout(model))
+    assert {x.dtype for x in jax.tree.leaves(params)} <= {np.dtype("float32")}
+
+
+def test_paths_read_like_a_sequential_model(builders):
+    model, _ = builders["sequential"]()
+    assert ["/".join(p) for p in paths(model)] == [
+        "dense/kernel",
+        "dense/bias",
+        "dense_1/kernel",
+        "dense_1/bias",
+        "dense_2/kernel",
+        "dense_2/bias",
+    ]
+
+
+def test_paths_read_like_the_attributes_of_a_subclassed_model(builders):
+    model, _ = builders["subclassed"]()
+    kernels = ["/".join(p) for p in paths(model) if p[-1] != "bias"]
+    assert kernels == [
+        "scale",
+        "fc1/kernel",
+        "blocks_0/kernel",
+        "blocks_1/kernel",
+        "heads_a/kernel",
+        "heads_b/kernel",
+        "dense/kernel",
+        "drop/seed_generator",
+    ]
+
+
+def test_paths_of_wrapped_layers_do_not_carry_the_wrapped_name(builders):
+    model, _ = builders["recurrent"]()
+    found = {"/".join(p[:-1]) for p in paths(model)}
+    assert {
+        "bidirectional/forward_layer/cell",
+        "bidirectional_1/backward_layer/cell",
+        "rnn/cell/cells_0",
+        "rnn/cell/cells_1",
+    } <= found
+
+
+def test_one_name_for_layers_variables_and_seeds_gives_distinct_paths(builders):
+    model, _ = builders["same_names"]()
+    assert ["/".join(p) for p in paths(model)][:6] == [
+        "twins/x",
+        "twins/x_2/kernel",
+        "twins/x_2/bias",
+        "twins/x_3/kernel",
+        "twins/x_3/bias",
+        "twins_1/x",
+    ]
+
+
+def test_freezing_moves_a_variable_and_keeps_its_path(builders):
+    (free, _), (frozen, _) = builders["batch_norm"](), builders["frozen"]()
+    assert sorted(paths(free)) == sorted(paths(frozen))
+    assert ("conv2d", "kernel") in _variables.layout(free).params
+    assert ("conv2d", "kernel") in _variables.layout(frozen).model_state
+
+
+def test_a_name_made_from_the_parents_name_does_not_carry_its_number():
+    class Block(layers.Layer):
+        def __init__(self, name=None):
+            super().__init__(name=name)
+            self._proj = layers.Dense(1, name=f"{self.name}_proj")
+
+    blocks = [Block(), Block(), Block(name="explicit")]
+    assert [_names.keys(b, [b._proj]) for b in blocks] == [
+        ["block_proj"],
+        ["block_proj"],
+        ["explicit_proj"],
+    ]
+
+
+def test_the_first_attribute_that_holds_a_layer_names_it():
+    class Two(layers.Layer):
+        def __init__(self):
+            super().__init__()
+            self.first = layers.Dense(1)
+            self.second = self.first
+
+    layer = Two()
+    assert _names.keys(layer, [layer.first]) == ["first"]
+
+
+def test_an_unnamed_variable_is_named_by_its_attribute():
+    class Scale(layers.Layer):
+        def __init__(self):
+            super().__init__()
+            self.factor = keras.Variable(np.ones((), np.float32))
+
+    layer = Scale()
+    assert _names.keys(layer, [layer.factor]) == ["factor"]
+
+
+def test_a_number_never_collides_with_a_name_that_has_one():
+    members = [layers.Dense(1, name=name) for name in ("a", "a", "a_1", "a")]
+    assert _names.keys(layers.Layer(), members) == ["a", "a_1", "a_1_1", "a_2"]
+
+
+def test_a_state_of_another_model_is_refused_before_anything_is_written(builders):
+    model, _ = builders["batch_norm"]()
+    other, _ = builders["sequential"]()
+    before = [np.asarray(v) for v in all_variables(model)]
+    state = bridge.create_state(other, optax.sgd(0.1))
+    with pytest.raises(ValueError, match=r"params/conv2d/kernel: missing \(expected float32\["):
+        bridge.to_keras(state, model)
+    assert_same_values(before, all_variables(model))
+
+
+def test_a_leaf_of_another_shape_is_refused_before_anything_is_written(builders):
+    model, _ = builders["sequential"]()
+    before = [np.asarray(v) for v in all_variables(model)]
+    state = bridge.create_state(model, optax.sgd(0.1))
+    params = {**state.params, "dense_2": {"kernel": np.zeros((4, 9), np.float32)}}
+    params["dense_2"]["bias"] = state.params["dense_2"]["bias"]
+    with pytest.raises(
+        ValueError, match=r"dense_2/kernel: expected float32\[4, 2\], got float32\[4, 9\]"
+    ):
+        bridge.to_keras(state.replace(params=params), model)
+    assert_same_values(before, all_variables(model))
+
+
+def test_a_layer_frozen_after_create_state_is_named_with_the_remedy(builders):
+    model, _ = builders["batch_norm"]()
+    state = bridge.create_state(model, optax.sgd(0.1))
+    model.layers[0].trainable = False
+    with pytest.raises(ValueError, match=r"(?s)params/conv2d/kernel: unexpected.*create_state"):
+        bridge.to_keras(state, model)
+
+
+def test_a_deleted_state_is_refused_before_anything_is_written(builders):
+    model, _ = builders["sequential"]()
+    before = [np.asarray(v) for v in all_variables(model)]
+    state = bridge.create_state(model, optax.sgd(0.1))
+    state.params["dense_2"]["kernel"].delete()
+    with pytest.raises(ValueError, match=r"params/dense_2/kernel: expected a live array"):
+        bridge.to_keras(state.replace(params=jax.tree.map(lambda x: x, state.params)), model)
+    assert_same_values(before, all_variables(model))
+
+
+def test_writing_from_inside_a_trace_is_refused(builders):
+    model, _ = builders["sequential"]()
+    before = [np.asarray(v) for v in all_variables(model)]
+    with pytest.raises(TypeError, match=r"params/dense/.*tracer.*outside"):
+        jax.jit(lambda s: (bridge.to_keras(s, model), 0)[1])(
+            bridge.create_state(model, optax.sgd(0.1))
+        )
+    assert_same_values(before, all_variables(model))

@@ -1,0 +1,350 @@
+"""bridge.loss gives what the Keras loss gives, whatever the loss, the mask, the weights."""
+
+import bridge  # isort: skip  # before keras: it chooses the backend
+
+import inspect
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+import optax
+import pytest
+from keras import layers
+from keras.src.backend import set_keras_mask
+
+import functrain as ft
+
+B, T, C = 6, 5, 4
+REDUCTIONS = ["sum_over_batch_size", "mean", "sum", "mean_with_sample_weight", "none", None]
+IDENTITY = ft.Model(
+    init=lambda key, x: ({}, {}),
+    apply=lambda p, s, x, *, rng=None, training=False: ft.ModelOutput(x, s),
+)
+
+
+def softmax(x: np.ndarray) -> np.ndarray:
+    e = np.exp(x)
+    return e / e.sum(-1, keepdims=True)
+
+
+def data(kind: str, *batch: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Outputs and labels of the kind that a loss is for."""
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(*batch, C)).astype(np.float32)
+    classes = rng.integers(0, C, batch).astype(np.int32)
+    one_hot = np.eye(C, dtype=np.float32)[classes]
+    return {
+        "numbers": lambda: (x, rng.normal(size=(*batch, C)).astype(np.float32)),
+        "positive": lambda: (np.exp(x), rng.uniform(0.1, 3, (*batch, C)).astype(np.float32)),
+        "distributions": lambda: (softmax(x), softmax(rng.normal(size=x.shape).astype(np.float32))),
+        "signs": lambda: (x, np.sign(rng.normal(size=x.shape)).astype(np.float32)),
+        "bits": lambda: (softmax(x), (x > 0.3).astype(np.float32)),
+        "one_hot": lambda: (softmax(x), one_hot),
+        "classes": lambda: (softmax(x), classes),
+        "embeddings": lambda: (x / np.linalg.norm(x, axis=-1, keepdims=True), classes),
+        "transcripts": lambda: (
+            rng.normal(size=(*batch[:1], 8, C)).astype(np.float32),
+            rng.integers(0, C, (*batch[:1], 3)),
+        ),
+    }[kind]()
+
+
+LOSSES = {
+    "BinaryCrossentropy": "bits",
+    "BinaryFocalCrossentropy": "bits",
+    "CTC": "transcripts",
+    "CategoricalCrossentropy": "one_hot",
+    "CategoricalFocalCrossentropy": "one_hot",
+    "CategoricalGeneralizedCrossEntropy": "classes",
+    "CategoricalHinge": "one_hot",
+    "Circle": "embeddings",
+    "CosineSimilarity": "numbers",
+    "Dice": "bits",
+    "Hinge": "signs",
+    "Huber": "numbers",
+    "KLDivergence": "distributions",
+    "LogCosh": "numbers",
+    "MeanAbsoluteError": "numbers",
+    "MeanAbsolutePercentageError": "positive",
+    "MeanSquaredError": "numbers",
+    "MeanSquaredLogarithmicError": "positive",
+    "Poisson": "positive",
+    "SparseCategoricalCrossentropy": "classes",
+    "SquaredHinge": "signs",
+    "Tversky": "bits",
+}
+SCALAR = ("Dice", "Tversky")  # no value per example
+NOT_OF_SEQUENCES = ("CTC", "Circle", "CategoricalGeneralizedCrossEntropy")
+
+
+def public(condition: Any) -> set[str]:
+    return {name for name, thing in vars(keras.losses).items() if condition(name, thing)}
+
+
+def is_loss(name: str, thing: Any) -> bool:
+    return inspect.isclass(thing) and issubclass(thing, keras.Loss) and thing is not keras.Loss
+
+
+def is_function(name: str, thing: Any) -> bool:
+    return inspect.isfunction(thing) and name not in ("get", "serialize", "deserialize")
+
+
+def masked(outputs: Any, mask: Any) -> Any:
+    outputs = jnp.asarray(outputs)
+    if mask is not None:
+        set_keras_mask(outputs, jnp.asarray(mask))
+    return outputs
+
+
+def ours(loss: Any, outputs: Any, y: Any, weight: Any = None, mask: Any = None) -> jax.Array:
+    loss_fn = ft.supervised(IDENTITY, bridge.loss(loss))
+    batch = (masked(outputs, mask), y) if weight is None else (masked(outputs, mask), y, weight)
+    return loss_fn({}, {}, batch, rng=None, training=True)[0]
+
+
+def theirs(loss: Any, outputs: Any, y: Any, weight: Any = None, mask: Any = None) -> jax.Array:
+    # Where Keras gives values, supervised takes their mean; a scalar's mean is itself.
+    return jnp.mean(loss(y, masked(outputs, mask), sample_weight=weight))
+
+
+def variants(batch: tuple[int, ...]) -> dict[str, dict[str, Any]]:
+    rng = np.random.default_rng(1)
+    weight = rng.uniform(0, 2, batch).astype(np.float32)
+    mask = rng.uniform(size=batch) > 0.3
+    return {
+        "plain": {},
+        "weighted": {"weight": weight},
+        "masked": {"mask": mask},
+        "masked and weighted": {"mask": mask, "weight": weight},
+    }
+
+
+def test_every_loss_and_function_of_keras_is_compared() -> None:
+    assert public(is_loss) == set(LOSSES)
+    # Each function is that of a class; by name all are found but this one, which Keras forgot.
+    functions = {name.replace("_", "") for name in public(is_function)}
+    assert functions == {name.lower() for name in LOSSES}
+
+
+def require_equal(loss: Any, kind: str, shape: tuple[int, ...], seed: int = 0) -> None:
+    outputs, y = data(kind, *shape, seed=seed)
+    values = []
+    for value in (ours, theirs):  # compiled: as it stands, jnp.mean rounds in another way
+
+        @jax.jit
+        def each(outputs: Any, y: Any, value: Any = value) -> Any:
+            return {k: value(loss, outputs, y, **v) for k, v in variants(shape).items()}
+
+        values.append(each(outputs, y))
+    assert values[0] == values[1]
+    assert all(np.isfinite(value) for value in values[0].values())
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_equals_keras_to_the_bit(name: str) -> None:
+    require_equal(getattr(keras.losses, name)(), LOSSES[name], (B,))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_equals_keras_for_every_reduction_and_shape(name: str, reduction: Any) -> None:
+    loss = getattr(keras.losses, name)(reduction=reduction)
+    shapes = [(B,), (1,)] if name in NOT_OF_SEQUENCES else [(B,), (B, T), (1,)]
+    for shape in shapes:
+        require_equal(loss, LOSSES[name], shape, seed=len(shape))
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_reductions_keep_their_meaning(reduction: Any) -> None:
+    require_equal(keras.losses.LogCosh(reduction=reduction), "numbers", (B, T))
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_values_are_per_example(name: str) -> None:
+    outputs, y = data(LOSSES[name], B)
+    values = jax.eval_shape(bridge.loss(getattr(keras.losses, name)()), outputs, y)
+    assert values.shape == (() if name in SCALAR else (B,))
+
+
+def test_masked_examples_have_no_loss_and_the_others_their_share() -> None:
+    outputs, y = data("numbers", 4, 2)
+    mask = np.array([[1, 1], [1, 0], [0, 0], [1, 0]], bool)
+    values = bridge.loss("mse")(masked(outputs, mask), y)
+    expected = np.where(mask, ((outputs - y) ** 2).mean(-1) * 8 / 4, 0)
+    np.testing.assert_allclose(values, expected, rtol=1e-6)
+
+
+QUICK = ("mean_squared_error", "sparse_categorical_crossentropy", "dice")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        n if n in QUICK else pytest.param(n, marks=pytest.mark.long)
+        for n in sorted(public(is_function))
+    ],
+)
+def test_functions_and_names_are_losses_too(name: str) -> None:
+    cls = next(cls for cls in LOSSES if cls.lower() == name.replace("_", ""))
+    outputs, y = data(LOSSES[cls], B)
+    found = [name, getattr(keras.losses, name)]
+    if name == "categorical_generalized_cross_entropy":  # it needs q, and Keras gave it no name
+        found = [lambda y, p: keras.losses.categorical_generalized_cross_entropy(y, p, 0.5)]
+    expected = jax.jit(lambda *a: theirs(getattr(keras.losses, cls)(), *a))(outputs, y)
+    for loss in found:
+        assert jax.jit(lambda *a, loss=loss: ours(loss, *a))(outputs, y) == expected
+
+
+def test_crossentropy_is_chosen_by_the_shapes_as_compile_does() -> None:
+    for kind, name in {"one_hot": "categorical", "classes": "sparse_categorical"}.items():
+        outputs, y = data(kind, B)
+        expected = ours(f"{name}_crossentropy", outputs, y)
+        np.testing.assert_array_equal(ours("crossentropy", outputs, y), expected)
+
+
+def test_the_losses_dtype_is_the_one_computed_in() -> None:
+    outputs, y = data("numbers", B)
+    half = keras.losses.MeanSquaredError(dtype="bfloat16")
+    assert bridge.loss(half)(outputs, y).dtype == jnp.bfloat16
+    assert bridge.loss("mse")(outputs.astype(jnp.bfloat16), y).dtype == jnp.float32
+
+
+def test_ignored_classes_count_as_masked() -> None:
+    loss = keras.losses.SparseCategoricalCrossentropy(ignore_class=1)
+    require_equal(loss, "classes", (B, T))
+
+
+class Largest(keras.Loss):
+    """A loss that does all by itself."""
+
+    def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+        return keras.ops.max(keras.ops.abs(y_true - y_pred))
+
+
+def test_a_loss_with_a_call_of_its_own_is_taken_as_it_is() -> None:
+    outputs, y = data("numbers", B)
+    np.testing.assert_array_equal(ours(Largest(), outputs, y), np.abs(outputs - y).max())
+
+
+def tokens_model() -> keras.Model:
+    keras.utils.set_random_seed(0)
+    x = keras.Input((T,), dtype="int32")
+    h = layers.Embedding(7, 3, mask_zero=True)(x)
+    return keras.Model(x, layers.TimeDistributed(layers.Dense(C))(h))
+
+
+def test_training_with_masks_and_weights_equals_keras() -> None:
+    rng = np.random.default_rng(2)
+    x, y = rng.integers(1, 7, (B, T)), rng.integers(0, C, (B, T))
+    x[:, 3:] = 0
+    weight = rng.uniform(0, 2, (B, T)).astype(np.float32)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    net, twin = tokens_model(), tokens_model()
+    twin.compile(keras.optimizers.SGD(0.1), loss)
+    theirs = [twin.train_on_batch(x, y, weight) for _ in range(3)]
+
+    tx = optax.sgd(0.1)
+    step = jax.jit(ft.train_step(ft.supervised(bridge.from_keras(net), bridge.loss(loss)), tx))
+    state, mine = bridge.create_state(net, tx), []
+    for _ in range(3):
+        state, logs = step(state, (x, y, weight))
+        mine.append(logs["loss"])
+    np.testing.assert_allclose(mine, theirs, rtol=1e-6)
+    for a, b in zip(bridge.to_keras(state, net).weights, twin.weights, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-8)
+
+
+def two_outputs(kind: type) -> keras.Model:
+    keras.utils.set_random_seed(0)
+    x = keras.Input((3,))
+    outputs = {"a": layers.Dense(C, name="a")(x), "b": layers.Dense(1, name="b")(x)}
+    return keras.Model(x, outputs if kind is dict else list(outputs.values()))
+
+
+@pytest.mark.parametrize("kind", [dict, list])
+def test_several_outputs_equal_compile(kind: type) -> None:
+    rng = np.random.default_rng(3)
+    x = rng.normal(size=(B, 3)).astype(np.float32)
+    each = {
+        "a": (keras.losses.MeanSquaredError(), 0.3, rng.normal(size=(B, C))),
+        "b": ("mae", 2.0, rng.normal(size=(B, 1))),
+    }
+    weights = {"a": np.linspace(0, 1, B), "b": np.linspace(1, 2, B)}
+
+    def shaped(values: dict[str, Any]) -> Any:
+        return values if kind is dict else list(values.values())
+
+    losses, factors, y = (shaped({k: v[i] for k, v in each.items()}) for i in range(3))
+    model = two_outputs(kind)
+    model.compile("sgd", losses, loss_weights=factors)
+    for weight in (None, shaped(weights)):
+        expected = model.evaluate(x, y, sample_weight=weight, verbose=0)
+        mine = bridge.loss(losses, loss_weights=factors)(model(x), y, sample_weight=weight)
+        np.testing.assert_allclose(
+            mine, expected if np.isscalar(expected) else expected[0], rtol=1e-6
+        )
+
+
+def test_one_loss_serves_all_outputs_and_none_leaves_one_out() -> None:
+    outputs = {"a": np.ones((2, 1)), "b": np.full((2, 1), 3.0)}
+    y = {"a": np.zeros((2, 1)), "b": np.zeros((2, 1))}
+    assert bridge.loss("mae")(outputs, y) == 4.0
+    assert bridge.loss({"a": None, "b": "mae"})(outputs, y) == 3.0
+
+
+def test_what_is_no_keras_loss_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"got 'mean_square_eror'. Did you mean 'mean_squared_error'"
+    ):
+        bridge.loss("mean_square_eror")
+    with pytest.raises(
+        TypeError, match=r"expected a keras.losses.Loss, a name or a function.*got int"
+    ):
+        bridge.loss(3)
+    with pytest.raises(TypeError, match=r"expected a keras.losses.Loss.*got NoneType"):
+        bridge.loss(None)
+    for metric in (keras.metrics.AUC(), ft.metrics.accuracy()):
+        with pytest.raises(TypeError, match=r"expected a keras.losses.Loss.*got (AUC|Metric)"):
+            bridge.loss(metric)
+    with pytest.raises(TypeError, match=r"whose first argument is 'logits'.*supervised as it is"):
+        bridge.loss(optax.softmax_cross_entropy)
+    with pytest.raises(ValueError, match="loss_weights: expected None with a single loss"):
+        bridge.loss("mse", loss_weights=0.5)
+    with pytest.raises(ValueError, match=r"expected a factor for each loss, \['a', 'b'\]"):
+        bridge.loss({"a": "mse", "b": "mae"}, loss_weights={"a": 1.0})
+    with pytest.raises(ValueError, match="expected at least one loss"):
+        bridge.loss({"a": None})
+
+
+def test_outputs_of_another_structure_are_refused() -> None:
+    loss = bridge.loss({"a": "mse"})
+    with pytest.raises(ValueError, match=r"y: expected an entry for each loss, got none for 'a'"):
+        loss({"a": np.ones((2, 1))}, {"b": np.ones((2, 1))})
+    with pytest.raises(ValueError, match=r"outputs: .* none for 'a' in list of 1"):
+        loss([np.ones((2, 1))], {"a": np.ones((2, 1))})
+
+
+def test_weights_along_the_wrong_axis_are_refused() -> None:
+    outputs, y = np.ones((3, 3, 1)), np.zeros((3, 3, 1))
+    loss = bridge.loss("mse")
+    np.testing.assert_array_equal(loss(outputs, y, np.arange(3.0)[:, None])[:, 0], [0, 1, 2])
+    for weight in (np.ones(3), np.ones((2, 3))):
+        with pytest.raises((ValueError, TypeError), match=r"sample_weight: expected|incompatible"):
+            loss(outputs, y, weight)
+    with pytest.raises(ValueError, match=r"as many axes as the losses.*weight\[:, None\]"):
+        loss(outputs, y, np.ones(3))
+
+
+def test_one_weight_an_example_weighs_sequences_of_length_one() -> None:
+    outputs, y, weight = np.full((4, 1, 1), 2.0, np.float32), np.zeros((4, 1, 1)), np.arange(4.0)
+    ours = bridge.loss("mse")(outputs, y, weight)
+    np.testing.assert_array_equal(np.ravel(ours), 4 * weight)
+    assert np.mean(ours) == keras.losses.MeanSquaredError()(y, outputs, weight)
+
+
+def test_supervised_leaves_the_reduction_to_the_loss() -> None:
+    with pytest.raises(ValueError, match=r"reduction: expected 'mean'.*mean_with_sample_weight"):
+        ft.supervised(IDENTITY, bridge.loss("mse"), reduction="weighted_mean")

@@ -1,0 +1,428 @@
+"""bridge.metric gives what the Keras metric gives, batch after batch, and leaves it untouched."""
+
+import bridge  # isort: skip  # before keras: it chooses the backend
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+import optax
+import pytest
+from keras import layers, metrics
+from keras.src.backend import set_keras_mask
+
+import functrain as ft
+
+# Of Keras 3.15's IoU metrics, which ask for int64, and cast weights to integers.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Explicitly requested dtype int64"),
+    pytest.mark.filterwarnings("ignore:You are passing weight as `float`"),
+]
+C, SIZES = 4, (6, 6, 3)
+Batch = tuple[np.ndarray, np.ndarray]
+
+
+def softmax(x: np.ndarray) -> np.ndarray:
+    e = np.exp(x)
+    return e / e.sum(-1, keepdims=True)
+
+
+def data(kind: str, n: int, seed: int) -> Batch:
+    """Outputs and labels of the kind that a metric is for."""
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(n, C)).astype(np.float32)
+    y = rng.normal(size=(n, C)).astype(np.float32)
+    classes = rng.integers(0, C, n).astype(np.int32)
+    return {
+        "numbers": (x, y),
+        "positive": (np.exp(x), np.exp(y)),
+        "distributions": (softmax(x), softmax(y)),
+        "signs": (x, np.sign(y)),
+        "bits": (softmax(x), (y > 0).astype(np.float32)),
+        "chances": (softmax(x)[:, 0], (y[:, 0] > 0).astype(np.float32)),
+        "one_hot": (softmax(x), np.eye(C, dtype=np.float32)[classes]),
+        "classes": (softmax(x), classes),
+        "guesses": (rng.integers(0, C, n).astype(np.int32), classes),
+    }[kind]
+
+
+Make = Callable[[], keras.Metric]
+CASES: dict[str, tuple[str, Make]] = {
+    "AUC": ("chances", metrics.AUC),
+    "Accuracy": ("guesses", metrics.Accuracy),
+    "BinaryAccuracy": ("bits", metrics.BinaryAccuracy),
+    "BinaryCrossentropy": ("bits", metrics.BinaryCrossentropy),
+    "BinaryIoU": ("chances", metrics.BinaryIoU),
+    "CategoricalAccuracy": ("one_hot", metrics.CategoricalAccuracy),
+    "CategoricalCrossentropy": ("one_hot", metrics.CategoricalCrossentropy),
+    "CategoricalHinge": ("one_hot", metrics.CategoricalHinge),
+    "ConcordanceCorrelation": ("numbers", metrics.ConcordanceCorrelation),
+    "CosineSimilarity": ("numbers", metrics.CosineSimilarity),
+    "F1Score": ("bits", lambda: metrics.F1Score(average="macro")),
+    "FBetaScore": ("bits", lambda: metrics.FBetaScore("weighted", beta=2.0, threshold=0.3)),
+    "FalseNegatives": ("bits", metrics.FalseNegatives),
+    "FalsePositives": ("bits", lambda: metrics.FalsePositives([0.2, 0.5])),
+    "Hinge": ("signs", metrics.Hinge),
+    "IoU": ("guesses", lambda: metrics.IoU(C, [0, 2])),
+    "KLDivergence": ("distributions", metrics.KLDivergence),
+    "LogCoshError": ("numbers", metrics.LogCoshError),
+    "Mean": ("numbers", metrics.Mean),
+    "MeanAbsoluteError": ("numbers", metrics.MeanAbsoluteError),
+    "MeanAbsolutePercentageError": ("positive", metrics.MeanAbsolutePercentageError),
+    "MeanIoU": ("guesses", lambda: metrics.MeanIoU(C)),
+    "MeanMetricWrapper": (
+        "numbers",
+        lambda: metrics.MeanMetricWrapper(keras.losses.huber, delta=0.5),
+    ),
+    "MeanSquaredError": ("numbers", metrics.MeanSquaredError),
+    "MeanSquaredLogarithmicError": ("positive", metrics.MeanSquaredLogarithmicError),
+    "OneHotIoU": ("one_hot", lambda: metrics.OneHotIoU(C, [1, 2])),
+    "OneHotMeanIoU": ("one_hot", lambda: metrics.OneHotMeanIoU(C)),
+    "PearsonCorrelation": ("numbers", metrics.PearsonCorrelation),
+    "Poisson": ("positive", metrics.Poisson),
+    "Precision": ("bits", lambda: metrics.Precision(top_k=2)),
+    "PrecisionAtRecall": ("chances", lambda: metrics.PrecisionAtRecall(0.5)),
+    "R2Score": ("numbers", metrics.R2Score),
+    "Recall": ("bits", lambda: metrics.Recall(class_id=1)),
+    "RecallAtPrecision": ("chances", lambda: metrics.RecallAtPrecision(0.5)),
+    "RootMeanSquaredError": ("numbers", metrics.RootMeanSquaredError),
+    "SensitivityAtSpecificity": ("chances", lambda: metrics.SensitivityAtSpecificity(0.5)),
+    "SparseCategoricalAccuracy": ("classes", metrics.SparseCategoricalAccuracy),
+    "SparseCategoricalCrossentropy": ("classes", metrics.SparseCategoricalCrossentropy),
+    "SparseTopKCategoricalAccuracy": (
+        "classes",
+        lambda: metrics.SparseTopKCategoricalAccuracy(2),
+    ),
+    "SpecificityAtSensitivity": ("chances", lambda: metrics.SpecificityAtSensitivity(0.5)),
+    "SquaredHinge": ("signs", metrics.SquaredHinge),
+    "Sum": ("numbers", metrics.Sum),
+    "TopKCategoricalAccuracy": ("one_hot", lambda: metrics.TopKCategoricalAccuracy(2)),
+    "TrueNegatives": ("bits", metrics.TrueNegatives),
+    "TruePositives": ("bits", metrics.TruePositives),
+}
+MORE: dict[str, tuple[str, Make]] = {
+    "AUC of labels": ("bits", lambda: metrics.AUC(multi_label=True)),
+    "AUC of logits": ("bits", lambda: metrics.AUC(curve="PR", from_logits=True)),
+    "F1Score of each class": ("bits", metrics.F1Score),
+    "R2Score of each": ("numbers", lambda: metrics.R2Score(class_aggregation=None)),
+    "R2Score adjusted": ("numbers", lambda: metrics.R2Score(num_regressors=2)),
+    "mean in bfloat16": ("numbers", lambda: metrics.MeanSquaredError(dtype="bfloat16")),
+    "IoU of scores": ("classes", lambda: metrics.MeanIoU(C, sparse_y_pred=False)),
+}
+ONE_VALUE = ("Mean", "Sum")
+QUICK = ("AUC", "Accuracy", "F1Score", "IoU", "Mean", "MeanMetricWrapper", "MeanSquaredError")
+QUICK += ("PearsonCorrelation", "PrecisionAtRecall", "R2Score", "TopKCategoricalAccuracy")
+
+
+def first(outputs: Any, y: Any) -> Any:
+    return outputs
+
+
+def bridged(name: str, keras_metric: keras.Metric, kind: str, **kwargs: Any) -> ft.Metric:
+    values = first if name in ONE_VALUE else None
+    return bridge.metric(keras_metric, values=values, example=data(kind, 2, 0), **kwargs)
+
+
+def masked(outputs: Any, mask: Any) -> Any:
+    outputs = jnp.asarray(outputs)
+    if mask is not None:
+        set_keras_mask(outputs, jnp.asarray(mask))
+    return outputs
+
+
+def batches(kind: str) -> list[tuple[Any, ...]]:
+    rng = np.random.default_rng(9)
+    found = []
+    for seed, n in enumerate(SIZES):
+        weight, mask = rng.uniform(0, 2, n).astype(np.float32), rng.uniform(size=n) > 0.4
+        found.append((*data(kind, n, seed), weight, mask))
+    return found
+
+
+def plain(result: Any) -> Any:
+    """What `compute` makes of a Keras result: vectors are dicts."""
+    if isinstance(result, dict):
+        return {key: plain(value) for key, value in result.items()}
+    result = np.asarray(result)
+    return {str(i): plain(x) for i, x in enumerate(result)} if result.ndim else result
+
+
+def require_equal(name: str, kind: str, make: Make, weighted: bool, with_mask: bool) -> None:
+    theirs, mine = make(), make()
+    metric = bridged(name, mine, kind, weighted=weighted)
+
+    @jax.jit
+    def update(m: Any, outputs: Any, y: Any, weight: Any, mask: Any) -> Any:
+        outputs = masked(outputs, mask if with_mask else None)
+        return metric.update(m, (None, y, weight), outputs, None)
+
+    @jax.jit
+    def update_theirs(m: Any, outputs: Any, y: Any, weight: Any, mask: Any) -> Any:
+        outputs = masked(outputs, mask if with_mask else None)
+        args = (outputs,) if name in ONE_VALUE else (y, outputs)
+        return theirs.stateless_update_state(m, *args, *([weight] if weighted else []))
+
+    theirs.update_state(*data(kind, 2, 0)[: 1 if name in ONE_VALUE else 2][::-1])  # builds it
+    theirs.reset_state()
+    m, expected = metric.init(), [v.value for v in theirs.variables]
+    for outputs, y, weight, mask in batches(kind):
+        m = update(m, outputs, y, weight, mask)
+        expected = update_theirs(expected, outputs, y, weight, mask)
+    jax.tree.map(np.testing.assert_array_equal, m, expected)
+    for variable, value in zip(theirs.variables, expected, strict=True):
+        variable.assign(value)
+    got = jax.tree.map(np.asarray, metric.compute(m))
+    jax.tree.map(np.testing.assert_array_equal, got, plain(theirs.result()))
+    assert not any(np.any(v) for v in mine.variables), "the Keras object was written to"
+
+
+def test_every_metric_of_keras_is_compared() -> None:
+    public = {
+        name
+        for name, thing in vars(keras.metrics).items()
+        if inspect.isclass(thing) and issubclass(thing, keras.Metric) and thing is not keras.Metric
+    }
+    assert public == set(CASES)
+
+
+def quick(names: Any) -> list[Any]:
+    return [n if n in QUICK else pytest.param(n, marks=pytest.mark.long) for n in names]
+
+
+@pytest.mark.parametrize("name", quick([*CASES, *MORE]))
+def test_a_metric_equals_keras(name: str) -> None:
+    kind, make = {**CASES, **MORE}[name]
+    require_equal(name, kind, make, weighted=True, with_mask=True)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("with_mask", [False, True])
+@pytest.mark.parametrize("name", [*CASES, *MORE])
+def test_a_metric_equals_keras_with_and_without(name: str, weighted: bool, with_mask: bool) -> None:
+    require_equal(name, *{**CASES, **MORE}[name], weighted=weighted, with_mask=with_mask)
+
+
+def test_masks_and_weights_tell() -> None:
+    """The cases above would pass if both were ignored."""
+    kind, make = CASES["MeanSquaredError"]
+    outputs, y, weight, mask = batches(kind)[0]
+    metric = bridge.metric(make(), weighted=True)
+
+    def value(*batch: Any, mask: Any = None) -> float:
+        return float(metric.compute(metric.update(metric.init(), batch, masked(outputs, mask), 0)))
+
+    error = ((outputs - y) ** 2).mean(-1)
+    assert value(None, y) == pytest.approx(np.average(error))
+    assert value(None, y, weight) == pytest.approx(np.average(error, weights=weight))
+    assert value(None, y, mask=mask) == pytest.approx(np.average(error, weights=mask))
+    assert value(None, y, weight, mask=mask) == pytest.approx(
+        np.average(error, weights=weight * mask)
+    )
+
+
+def names() -> list[Any]:
+    functions = [n for n, f in vars(keras.metrics).items() if inspect.isfunction(f)]
+    known = [n for n in functions if n not in ("get", "serialize", "deserialize")]
+    chosen = ("mean_squared_error", "binary_accuracy")
+    return [n if n in chosen else pytest.param(n, marks=pytest.mark.long) for n in sorted(known)]
+
+
+@pytest.mark.parametrize("name", names())
+def test_functions_are_metrics_of_their_mean(name: str) -> None:
+    function = getattr(keras.metrics, name)
+    kind = "classes" if name.startswith("sparse") else "one_hot"
+    metric, theirs = bridge.metric(function), metrics.MeanMetricWrapper(function)
+    m = metric.init()
+    for outputs, y, *_ in batches(kind):
+        m = metric.update(m, (None, y), jnp.asarray(outputs), None)
+        theirs.update_state(y, outputs)
+    np.testing.assert_array_equal(metric.compute(m), theirs.result())
+
+
+@pytest.mark.parametrize(
+    ("kind", "theirs"),
+    [
+        ("one_hot", metrics.CategoricalAccuracy),
+        ("classes", metrics.SparseCategoricalAccuracy),
+    ],
+)
+def test_accuracy_is_chosen_by_the_shapes_as_compile_does(kind: str, theirs: Any) -> None:
+    metric, expected = bridge.metric("accuracy"), theirs()
+    m = metric.init()
+    for outputs, y, *_ in batches(kind):
+        m = metric.update(m, (None, y), outputs, None)
+        expected.update_state(y, outputs)
+    assert metric.compute(m) == expected.result()
+    binary = bridge.metric("acc")
+    m = binary.update(binary.init(), (None, np.array([[1.0], [0.0]])), np.array([[0.9], [0.8]]), 0)
+    assert binary.compute(m) == 0.5
+
+
+class Extremes(keras.Metric):
+    """Begins at something other than zero, holds a metric, and returns a dict of variables."""
+
+    def __init__(self) -> None:
+        super().__init__(name="extremes")
+        self.least = self.add_variable((), "zeros", name="least")
+        self.count = metrics.Sum()
+        self.reset_state()
+
+    def reset_state(self) -> None:
+        self.least.assign(np.inf)
+        self.count.reset_state()
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        self.least.assign(keras.ops.minimum(self.least, keras.ops.min(y_pred)))
+        self.count.update_state(keras.ops.ones_like(y_pred))
+
+    def result(self) -> dict[str, Any]:
+        return {"least": self.least, "count": self.count.result()}
+
+
+def test_a_metric_of_ones_own_starts_where_its_reset_leaves_it() -> None:
+    theirs = Extremes()
+    theirs.update_state(None, np.array([-5.0]))
+    metric = bridge.metric(theirs)
+    m = metric.update(metric.init(), (None, None), jnp.array([2.0, 3.0]), None)
+    assert metric.compute(m) == {"least": 2.0, "count": 2.0}
+    assert metric.compute(metric.init())["least"] == np.inf
+    assert theirs.result() == {"least": -5.0, "count": 1.0}
+
+
+def test_a_metric_runs_in_a_scan_and_under_vmap() -> None:
+    metric = bridge.metric(metrics.AUC(num_thresholds=20))
+    outputs, y = (np.stack(x) for x in zip(*(data("chances", 6, s) for s in range(4)), strict=True))
+
+    def body(m: Any, batch: Any) -> tuple[Any, None]:
+        return metric.update(m, (None, batch[1]), batch[0], None), None
+
+    scanned, _ = jax.jit(lambda m: jax.lax.scan(body, m, (outputs, y)))(metric.init())
+    theirs = metrics.AUC(num_thresholds=20)
+    theirs.update_state(y.reshape(-1), outputs.reshape(-1))
+    np.testing.assert_allclose(metric.compute(scanned), theirs.result(), rtol=1e-6)
+
+    def one(outputs: Any, y: Any) -> Any:
+        return metric.compute(metric.update(metric.init(), (None, y), outputs, None))
+
+    each = jax.vmap(one)(outputs, y)
+    np.testing.assert_allclose(
+        each, [one(o, t) for o, t in zip(outputs, y, strict=True)], rtol=1e-6
+    )
+
+
+def model_and_data() -> tuple[keras.Model, Any, Any, Any]:
+    keras.utils.set_random_seed(0)
+    rng = np.random.default_rng(0)
+    x = keras.Input((5,), dtype="int32")
+    h = layers.Embedding(7, 3, mask_zero=True)(x)
+    model = keras.Model(x, layers.TimeDistributed(layers.Dense(C, "softmax"))(h))
+    tokens = rng.integers(1, 7, (20, 5))
+    tokens[:, 3:] = 0
+    return model, tokens, rng.integers(0, C, (20, 5)), rng.uniform(0, 2, (20, 5)).astype(np.float32)
+
+
+def test_training_and_evaluating_report_what_fit_does() -> None:
+    model, x, y, weight = model_and_data()
+    loss = keras.losses.SparseCategoricalCrossentropy()
+    ours = {
+        "accuracy": bridge.metric("accuracy"),
+        "top": bridge.metric(metrics.SparseTopKCategoricalAccuracy(2), weighted=True),
+    }
+    tx = optax.sgd(0.1)
+    loss_fn = ft.supervised(bridge.from_keras(model), bridge.loss(loss))
+    step = ft.train_step(loss_fn, tx, metrics=ours)
+    loader = ft.ArrayLoader((x, y, weight), 8)
+    _, history = ft.fit(
+        bridge.create_state(model, tx),
+        step,
+        loader,
+        epochs=2,
+        eval_data=loader,
+        eval_step=ft.eval_step(loss_fn, metrics=ours),
+        verbose=0,
+    )
+    model.compile(
+        keras.optimizers.SGD(0.1),
+        loss,
+        metrics=["accuracy"],
+        weighted_metrics=[metrics.SparseTopKCategoricalAccuracy(2, name="top")],
+    )
+    data = (x, y, weight)
+    theirs = model.fit(
+        *data[:2], sample_weight=weight, batch_size=8, epochs=2, shuffle=False, verbose=0,
+        validation_data=data,
+    ).history  # fmt: skip
+    for name in ("accuracy", "top", "val_loss", "val_accuracy", "val_top"):
+        np.testing.assert_allclose(history.epochs[name], theirs[name], rtol=1e-6, err_msg=name)
+
+
+def test_one_output_of_several_is_measured() -> None:
+    outputs = {"a": np.array([[1.0], [2.0]]), "b": np.zeros((2, 1))}
+    y = {"a": np.ones((2, 1)), "b": np.zeros((2, 1))}
+    metric = bridge.metric("mae", output="a", weighted=True)
+    for weight in (np.array([0.0, 1.0]), {"a": np.array([0.0, 1.0]), "b": np.ones(2)}):
+        m = metric.update(metric.init(), (None, y, weight), outputs, None)
+        assert metric.compute(m) == 1.0
+
+
+def test_results_for_each_class_are_logs_by_class() -> None:
+    metric = bridge.metric(metrics.F1Score(), example=data("bits", 2, 0))
+    assert list(metric.compute(metric.init())) == ["0", "1", "2", "3"]
+    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), data("bits", 2, 0))
+    assert len(bridge.metric(metrics.F1Score(), example=shapes).init()) == 4
+
+
+class Careless(keras.Metric):
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = self.add_variable((), "zeros")
+        vars(self)["hidden"] = keras.Variable(0.0, name="hidden")
+
+    def update_state(self, y_true: Any, y_pred: Any) -> None:
+        self.hidden.assign_add(1.0)
+
+
+class Late(keras.Metric):
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = self.add_variable((), "zeros")
+
+    def update_state(self, y_true: Any, y_pred: Any) -> None:
+        self.more = self.add_variable((), "zeros")
+
+
+def test_what_is_no_keras_metric_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"got 'acuracy'. Did you mean 'Accuracy'"):
+        bridge.metric("acuracy")
+    with pytest.raises(TypeError, match=r"expected a keras.metrics.Metric, a name.*got int"):
+        bridge.metric(3)
+    with pytest.raises(TypeError, match="expected a Keras metric"):
+        bridge.metric(ft.metrics.accuracy())
+    with pytest.raises(TypeError, match=r"one metric.*got list.*dict of them"):
+        bridge.metric(["accuracy"])
+
+
+def test_a_metric_that_needs_more_says_what() -> None:
+    with pytest.raises(ValueError, match=r"F1Score.*at its first batch.*example=\(outputs, y\)"):
+        bridge.metric(metrics.F1Score())
+    with pytest.raises(ValueError, match=r"Mean 'mean' takes one value.*values=lambda outputs, y"):
+        bridge.metric("mean")
+    with pytest.raises(TypeError, match=r"example: expected \(outputs, y\) of one batch.*got int"):
+        bridge.metric(metrics.F1Score(), example=3)
+    mae = bridge.metric("mae")
+    with pytest.raises(ValueError, match=r"batch: expected \(x, y\) or"):
+        mae.update(mae.init(), np.ones((4, 2)), np.ones((4, 2)), None)
+    late = bridge.metric(Late())
+    with pytest.raises(ValueError, match=r"expected the 2 values.*got 1 values.*example="):
+        late.update(late.init(), (None, 0), 0, None)
+    careless = bridge.metric(Careless())
+    with pytest.raises(ValueError, match=r"Careless[^$]*hidden: float32\[\][^$]*self.add_variable"):
+        careless.update(careless.init(), (None, 0), 0, None)
+    several = bridge.metric("mae", output="a")
+    with pytest.raises(ValueError, match=r"output='a': expected y in a dict.*'b'"):
+        several.update(several.init(), (None, {"b": 0}), {"b": 0}, None)

@@ -1,0 +1,367 @@
+"""bridge.optimizer is the Keras optimizer it was made of, on any params."""
+
+import bridge  # isort: skip  # before keras: it chooses the backend
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+import optax
+import pytest
+from keras import layers
+
+import functrain as ft
+from bridge.optim._slots import KerasOptState
+from bridge.optim._wrapped import Wrapped
+from tests.bridge.optimizer_cases import CASES, ByKeras, K, make_params, wild_gradients
+
+QUICK = ("SGD nesterov, decay", "AdamW without biases", "Muon", "LossScaleOptimizer")
+
+
+def sample(names: Any) -> list[Any]:
+    return [n if n in QUICK else pytest.param(n, marks=pytest.mark.long) for n in names]
+
+
+def test_the_cases_are_all_of_keras_optimizers() -> None:
+    named = {name.split()[0] for name in CASES}
+    all_of_them = {
+        name
+        for name, cls in vars(K).items()
+        if isinstance(cls, type) and issubclass(cls, K.Optimizer) and cls is not K.Optimizer
+    }
+    assert named == all_of_them
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", sample(CASES))
+def test_every_step_has_kerass_slots_to_the_bit_and_its_params_within_two_roundings(name, dtype):
+    theirs = ByKeras(CASES[name](), make_params(dtype))
+    tx = bridge.optimizer(CASES[name]())
+    params = make_params(dtype)
+    state = tx.init(params)
+    assert same(flat(name, state, params), theirs.slots)
+
+    @jax.jit
+    def step(grads, state, params):
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    misses, numbers = 0, 0
+    for grads in wild_gradients(params):
+        params = theirs.treedef.unflatten(theirs.params)  # each step from where Keras is
+        scaled = theirs.scaled(grads)
+        new, state = step(grads, state, params)
+        theirs.step(scaled)
+        assert same(flat(name, state, params), theirs.slots)
+        misses += require_two_roundings(theirs.params, new, params, dtype)
+        numbers += sum(p.size for p in theirs.params)
+    assert misses < 0.05 * numbers
+
+
+def flat(name: str, state: Any, params: Any) -> list[Any]:
+    wrapped = Wrapped(CASES[name](), None)
+    return wrapped.variables(wrapped.built_for(params), state)
+
+
+def same(a: Any, b: Any) -> bool:
+    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    return all(
+        x.dtype == y.dtype and np.array_equal(np.asarray(x), np.asarray(y), equal_nan=True)
+        for x, y in pairs
+    )
+
+
+def require_two_roundings(theirs: Any, ours: Any, before: Any, dtype: str) -> int:
+    """Holds each number to the bound of the docstring, and counts those that are not equal."""
+    misses = 0
+    eps = float(jnp.finfo(dtype).eps)
+    for x, y, old in zip(*map(jax.tree.leaves, (theirs, ours, before)), strict=True):
+        x, y, old = (np.asarray(v, np.float64) for v in (x, y, old))
+        equal = (x == y) | (np.isnan(x) & np.isnan(y))
+        bound = 2 * eps * np.maximum(np.abs(x), np.abs(old))
+        assert np.all(equal | (np.abs(x - y) <= bound))
+        misses += int(np.sum(~equal))
+    return misses
+
+
+def test_a_number_that_keeps_its_sign_and_half_its_size_is_hit_exactly():
+    rng = np.random.default_rng(0)
+    old = jnp.asarray(rng.normal(size=10_000), jnp.float32)
+    grads = jnp.asarray(rng.uniform(-50, 0.5, 10_000), jnp.float32) * old
+    tx = bridge.optimizer(K.SGD(1.0))
+    updates, _ = tx.update(grads, tx.init(old), old)
+    assert np.array_equal(optax.apply_updates(old, updates), old - grads)
+
+
+@pytest.mark.smoke
+def test_it_runs_under_scan_and_vmap_with_a_learning_rate_of_each_ones_own():
+    tx = bridge.optimizer(K.AdamW(1e-2))
+    params = make_params()
+    rates = jnp.asarray([1e-2, 1e-1])
+
+    def train(rate):
+        state = tx.init(params)
+        state.scalars["learning_rate"] = rate
+
+        def step(carry, scale):
+            params, state = carry
+            updates, state = tx.update(jax.tree.map(lambda p: p * scale, params), state, params)
+            return (optax.apply_updates(params, updates), state), None
+
+        return jax.lax.scan(step, (params, state), jnp.arange(1.0, 6.0))[0]
+
+    both = jax.jit(jax.vmap(train))(rates)
+    for i, rate in enumerate(rates):
+        one = jax.jit(train)(rate)
+        for a, b in zip(jax.tree.leaves(both), jax.tree.leaves(one), strict=True):
+            np.testing.assert_allclose(a[i], b, rtol=1e-6, atol=1e-7)
+
+
+def test_init_is_pure_and_the_keras_optimizer_stays_as_it_is():
+    theirs = K.Adam(1e-2)
+    tx = bridge.optimizer(theirs)
+    specs = jax.eval_shape(tx.init, make_params())
+    assert specs.slots["momentums"]["dense"]["kernel"].shape == (4, 3)
+    first, second = tx.init(make_params()), jax.jit(tx.init)(make_params())
+    assert same(first, second)
+    assert not theirs.built
+    assert len(theirs.variables) == 2
+    theirs.learning_rate = 0.5
+    assert float(tx.init(make_params()).scalars["learning_rate"]) == np.float32(1e-2)
+
+
+def test_leaving_the_trace_of_init_leaves_no_tracer_behind():
+    with jax.checking_leaks():
+        tx = bridge.optimizer(K.Nadam(1e-2))
+        jax.jit(tx.init)(make_params())
+        jax.jit(tx.update)(make_params(), tx.init(make_params()), make_params())
+
+
+def test_slots_are_where_their_params_are():
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+    params = {"w": jax.device_put(jnp.ones((4, 3)), sharding)}
+    state = bridge.optimizer(K.Adam()).init(params)
+    assert state.slots["velocities"]["w"].sharding == sharding
+
+
+def constrained() -> keras.Model:
+    dense = layers.Dense(4, kernel_constraint=keras.constraints.MaxNorm(0.5), name="a")
+    return keras.Sequential([keras.Input((3,)), dense, layers.Dense(2, name="b")])
+
+
+def test_with_a_model_updates_end_within_its_constraints_as_kerass_do():
+    model, theirs = constrained(), K.SGD(0.5, momentum=0.9)
+    tx = bridge.optimizer(theirs, model=model)
+    state = bridge.create_state(model, tx)  # without the warning
+    theirs.build(model.trainable_variables)
+    for i in range(5):
+        grads = jax.tree.map(lambda p, i=i: jnp.sin(p * 10 + i), state.params)
+        state = state.apply_gradients(grads, tx)
+        theirs.apply([jnp.sin(v.value * 10 + i) for v in model.trainable_variables])
+    for v in model.trainable_variables:
+        layer, name = v.path.split("/")[-2:]
+        np.testing.assert_allclose(state.params[layer][name], v.value, rtol=1e-6, atol=1e-7)
+    assert float(jnp.linalg.norm(state.params["a"]["kernel"], axis=0).max()) <= 0.5 + 1e-6
+
+
+def test_it_takes_a_part_of_the_params_as_optax_s_masks_leave_it():
+    params = {"a": jnp.ones(2), "b": {"c": jnp.ones(3), "d": jnp.ones(1)}}
+    labels = {"a": "train", "b": {"c": "freeze", "d": "train"}}
+    grads = jax.tree.map(lambda p: 2 * p, params)
+
+    def trained(tx):
+        now, state = params, tx.init(params)
+        for _ in range(3):
+            updates, state = tx.update(grads, state, now)
+            now = optax.apply_updates(now, updates)
+        return now
+
+    whole = trained(bridge.optimizer(K.Adam(0.1)))
+    part = optax.multi_transform(
+        {"train": bridge.optimizer(K.Adam(0.1)), "freeze": optax.set_to_zero()}, labels
+    )
+    for tx in (part, optax.masked(bridge.optimizer(K.Adam(0.1)), {"a": True, "b": False})):
+        np.testing.assert_array_equal(trained(tx)["a"], whole["a"])
+    np.testing.assert_array_equal(trained(part)["b"]["c"], params["b"]["c"])
+    np.testing.assert_array_equal(trained(part)["b"]["d"], whole["b"]["d"])
+
+
+@pytest.mark.parametrize("kind", [K.AdamW, bridge.OptaxOptimizer])
+def test_it_takes_a_part_of_a_model_s_params(kind):
+    net = [layers.Dense(3, kernel_constraint="non_neg", name=name) for name in ("a", "b", "c")]
+    model = keras.Sequential([keras.Input((3,)), *net])
+    keras_optimizer = K.AdamW(0.1) if kind is K.AdamW else kind(optax.adamw, learning_rate=0.1)
+    if kind is K.AdamW:
+        keras_optimizer.exclude_from_weight_decay(var_list=[layer.bias for layer in net])
+    tx = bridge.optimizer(keras_optimizer, model=model)
+    frozen = {"train": tx, "freeze": optax.set_to_zero()}
+    by_leaf = {"a": "train", "b": {"kernel": "train", "bias": "freeze"}, "c": "freeze"}
+    before = bridge.create_state(model, tx).params
+
+    def trained(tx):
+        state = bridge.create_state(model, tx)
+        for _ in range(2):
+            state = state.apply_gradients(jax.tree.map(jnp.ones_like, state.params), tx)
+        return state.params
+
+    whole = trained(tx)
+    assert np.min(whole["a"]["kernel"]) == 0
+    for labels in (by_leaf, {"a": "train", "b": "train", "c": "freeze"}):
+        part = trained(optax.multi_transform(frozen, labels))
+        jax.tree.map(np.testing.assert_array_equal, part["c"], before["c"])
+        jax.tree.map(np.testing.assert_array_equal, part["a"], whole["a"])
+        np.testing.assert_array_equal(part["b"]["kernel"], whole["b"]["kernel"])
+        bias = before if labels is by_leaf else whole
+        np.testing.assert_array_equal(part["b"]["bias"], bias["b"]["bias"])
+    less = {**before, "b": {"kernel": before["b"]["kernel"]}}
+    with pytest.raises(ValueError, match="b/bias: missing"):
+        tx.update(less, tx.init(less), less)
+
+
+def test_an_optax_optimizer_keeps_constraints_with_its_model():
+    model = keras.Sequential([keras.Input((3,)), layers.Dense(2, kernel_constraint="non_neg")])
+    model.compile(bridge.OptaxOptimizer(optax.sgd, learning_rate=1.0), "mse")
+    tx = bridge.optimizer(model.optimizer, model=model)
+    state = bridge.create_state(model, tx)
+    updates, _ = tx.update(jax.tree.map(jnp.ones_like, state.params), state.opt_state, state.params)
+    new = optax.apply_updates(state.params, updates)["dense"]
+    assert np.min(new["kernel"]) == 0
+    assert np.min(new["bias"]) == -1
+
+
+def test_float8_scales_are_overwritten_as_keras_does_it():
+    """Their gradients are their new values, which no optimizer may scale or average."""
+    x = np.random.default_rng(0).normal(size=(16, 16)).astype(np.float32)
+    y = np.random.default_rng(1).normal(size=(16, 16)).astype(np.float32)
+
+    def make():
+        keras.utils.set_random_seed(0)
+        model = keras.Sequential([keras.Input((16,)), layers.Dense(16), layers.Dense(16)])
+        for layer in model.layers:
+            layer.quantize("float8")
+        model.compile(K.Adam(1e-2), "mse")
+        return model
+
+    model, theirs = make(), make()
+    tx = bridge.optimizer(model.optimizer, model=model)
+    state = bridge.create_state(model, tx)
+    loss_fn = ft.supervised(bridge.from_keras(model), bridge.loss("mse"))
+    assert sum(v.overwrite_with_gradient for v in model.trainable_variables) == 2 * 6
+    before = [np.asarray(v.value) for v in theirs.trainable_variables]
+    # After more steps one of them rounds a number to the next float8, and they part.
+    theirs.fit(x, y, batch_size=8, epochs=1, shuffle=False, verbose=0)
+    state, _ = ft.fit(state, ft.train_step(loss_fn, tx), ft.ArrayLoader((x, y), 8), verbose=False)
+    bridge.to_keras(state, model)
+    pairs = zip(model.trainable_variables, theirs.trainable_variables, before, strict=True)
+    for ours, other, old in pairs:
+        assert not np.array_equal(other.value, old)
+        roundings = 2 * np.finfo(np.float32).eps * np.maximum(np.abs(old), np.abs(other.value))
+        assert np.all(np.abs(ours.value - other.value) <= roundings)
+
+
+def test_constraints_of_a_model_go_with_any_optax_chain():
+    model = constrained()
+    with pytest.warns(UserWarning, match=r"a/kernel\n.*bridge.constraints\(model\)"):
+        bridge.create_state(model, optax.adam(1.0))
+    tx = optax.chain(optax.adam(1.0), bridge.constraints(model))
+    state = bridge.create_state(model, tx)
+    state = state.apply_gradients(jax.tree.map(jnp.ones_like, state.params), tx)
+    assert float(jnp.linalg.norm(state.params["a"]["kernel"], axis=0).max()) <= 0.5 + 1e-6
+    np.testing.assert_allclose(state.params["b"]["bias"], -1.0, rtol=1e-5)
+    with pytest.raises(ValueError, match="needs the params"):
+        tx.update(state.params, state.opt_state)
+
+
+def test_variables_excluded_from_weight_decay_by_identity_are_known_with_their_model():
+    dense = [layers.Dense(4, name="a"), layers.Dense(2, name="b")]
+    model = keras.Sequential([keras.Input((3,)), *dense])
+    theirs = K.AdamW(0.1, weight_decay=0.5)
+    theirs.exclude_from_weight_decay(var_list=[model.layers[0].kernel])
+    with pytest.raises(ValueError, match=r"by identity.*model=model"):
+        bridge.optimizer(theirs)
+    tx = bridge.optimizer(theirs, model=model)
+    state = bridge.create_state(model, tx)
+    still = jax.tree.map(jnp.zeros_like, state.params)
+    new = state.apply_gradients(still, tx).params
+    np.testing.assert_allclose(new["a"]["kernel"], state.params["a"]["kernel"], rtol=1e-6)
+    np.testing.assert_allclose(new["b"]["kernel"], 0.95 * state.params["b"]["kernel"], rtol=1e-6)
+
+
+def test_a_step_trains_through_it_and_shows_its_learning_rate():
+    model = keras.Sequential([keras.Input((3,)), layers.Dense(2)])
+    tx = optax.chain(optax.clip_by_global_norm(1.0), bridge.optimizer(K.Adam(0.25)))
+    state = bridge.create_state(model, tx)
+    loss_fn = ft.supervised(bridge.from_keras(model), optax.squared_error)
+    data = np.ones((8, 4, 3), np.float32), np.ones((8, 4, 2), np.float32)
+    state, logs = ft.fuse(ft.train_step(loss_fn, tx), 8)(state, data)
+    assert logs["loss"][-1] < logs["loss"][0]
+    assert np.all(logs["learning_rate"] == 0.25)
+
+
+def test_a_loss_scaled_by_hand_says_so():
+    tx = bridge.optimizer(K.LossScaleOptimizer(K.SGD(0.5)))
+    params = {"w": jnp.ones(3)}
+    state = tx.init(params)
+    scale = state.scalars["loss_scale/dynamic_scale"]
+    scaled = jax.tree.map(lambda p: p * scale, params)
+    updates, new = tx.update(scaled, state, params, loss_scale=scale)
+    assert np.all(updates["w"] == -0.5)
+    overflow = {"w": jnp.full(3, jnp.inf)}
+    updates, new = tx.update(overflow, new, params, loss_scale=scale)
+    assert np.all(updates["w"] == 0)
+    assert new.scalars["loss_scale/dynamic_scale"] == scale / 2
+
+
+class TestErrors:
+    tx = bridge.optimizer(K.Adam())
+
+    def test_missing_params(self):
+        params = make_params()
+        with pytest.raises(ValueError, match=r"update\(grads, opt_state, params\)"):
+            self.tx.update(params, self.tx.init(params))
+
+    def test_gradients_of_another_structure_are_named(self):
+        params = make_params()
+        grads = {**params, "dense": {"bias": jnp.ones(3), "kernel": jnp.ones((4, 4))}}
+        with pytest.raises(ValueError, match=r"dense/kernel: expected float32\[4, 3\], got .*4, 4"):
+            self.tx.update(grads, self.tx.init(params), params)
+        del grads["out"]
+        with pytest.raises(ValueError, match=r"out/bias: missing"):
+            self.tx.update(grads, self.tx.init(params), params)
+
+    def test_the_state_of_another_transformation(self):
+        params = make_params()
+        for state in (optax.adam(1e-3).init(params), bridge.optimizer(K.SGD()).init(params)):
+            with pytest.raises(ValueError, match=r"slots \['momentums', 'velocities'\]"):
+                self.tx.update(params, state, params)
+
+    def test_an_optimizer_built_for_another_model(self):
+        theirs = K.Adam()
+        theirs.build(constrained().trainable_variables)
+        with pytest.raises(ValueError, match="was built for other variables"):
+            bridge.optimizer(theirs, model=constrained())
+
+    def test_params_that_are_not_the_models(self):
+        tx = bridge.optimizer(K.Adam(), model=constrained())
+        with pytest.raises(ValueError, match=r"a/kernel: missing"):
+            tx.init(make_params())
+
+    def test_what_is_no_keras_optimizer(self):
+        with pytest.raises(TypeError, match="optax transformation already"):
+            bridge.optimizer(optax.adam(1e-3))
+
+    def test_an_optax_schedule_where_keras_takes_a_function_of_nothing(self):
+        with pytest.raises(TypeError, match=r"bridge.schedule\(optax_schedule\)"):
+            bridge.optimizer(K.SGD(optax.linear_schedule(1.0, 0.0, 10)))
+
+    def test_a_multi_optimizer_by_function_needs_the_model(self):
+        model, inner = constrained(), K.SGD(0.1)
+        theirs = K.MultiOptimizer(lambda variable: inner)
+        with pytest.raises(ValueError, match="model=model"):
+            bridge.optimizer(theirs)
+        tx = bridge.optimizer(theirs, model=model)
+        assert isinstance(bridge.create_state(model, tx).opt_state, KerasOptState)
+        assert not inner.built

@@ -1,0 +1,127 @@
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import functrain as ft
+from functrain.engine._feed import Feed
+
+
+def sizes(feed, epoch=0):
+    return [(chunk.steps, chunk.examples) for chunk in feed.epoch(epoch)]
+
+
+def batches(*lengths):
+    starts = np.cumsum((0, *lengths))
+    return [np.arange(a, a + n, dtype=np.float32) for a, n in zip(starts, lengths, strict=False)]
+
+
+@pytest.mark.parametrize("as_loader", [True, False])
+def test_k_steps_at_a_time_then_what_is_left_then_the_smaller_batch(as_loader) -> None:
+    data = ft.ArrayLoader(np.arange(23), 3) if as_loader else batches(3, 3, 3, 3, 3, 3, 3, 2)
+    assert sizes(Feed(data, 3)) == [(3, 3), (3, 3), (1, 3), (1, 2)]
+
+
+def test_loader_and_iterable_feed_the_same_chunks() -> None:
+    loader = ft.ArrayLoader((np.arange(23), np.ones((23, 2))), 3, shuffle=True, seed=5)
+    for a, b in zip(Feed(loader, 4).epoch(2), Feed(list(loader.epoch(2)), 4).epoch(2), strict=True):
+        for x, y in zip(a.batches, b.batches, strict=True):
+            np.testing.assert_array_equal(x, y)
+
+
+def test_auto_takes_fewer_steps_for_short_epochs_and_large_batches() -> None:
+    assert sizes(Feed(ft.ArrayLoader(np.arange(10_000), 10), "auto"))[0] == (128, 10)
+    assert sizes(Feed(ft.ArrayLoader(np.arange(50), 10), "auto")) == [(5, 10)]
+    large = [np.zeros((4, 2**21), np.float32)] * 5  # 32 MiB each: two make a chunk
+    assert sizes(Feed(large, "auto")) == [(2, 4), (2, 4), (1, 4)]
+
+
+def test_auto_takes_fewer_steps_of_a_large_state() -> None:
+    data = ft.ArrayLoader(np.arange(10_000), 10)
+    assert sizes(Feed(data, "auto", state_bytes=2**30))[0] == (8, 10)
+
+
+@pytest.mark.parametrize("as_loader", [True, False])
+def test_a_chunk_ends_where_something_is_due(as_loader) -> None:
+    data = ft.ArrayLoader(np.arange(24), 2) if as_loader else batches(*[2] * 12)
+    feed = Feed(data, 4, boundaries=[ft.every(steps=5)])
+    assert [chunk.steps for chunk in feed.epoch(0)] == [4, 1, 4, 1, 2]
+    # The second epoch begins after 12 steps of the run: three more until the next is due.
+    assert [chunk.steps for chunk in feed.epoch(1, 12)] == [3, 4, 1, 4]
+    assert {len(chunk.batches) for chunk in feed.epoch(0)} == {4}
+
+
+def test_jax_arrays_and_foreign_tensors_are_batches() -> None:
+    class Tensor:
+        def __array__(self, dtype=None, copy=None):
+            return np.ones(3, np.float32)
+
+    (chunk,) = Feed([(jnp.ones(3), Tensor())] * 2, 2).epoch(0)
+    assert [x.shape for x in chunk.batches] == [(2, 3), (2, 3)]
+
+
+@pytest.mark.parametrize(
+    ("odd", "message"),
+    [
+        (np.zeros(4, np.int32), r"\(root\): expected float32\[4\], got int32\[4\]"),
+        (np.zeros((4, 1), np.float32), r"expected float32\[4\], got float32\[4, 1\]"),
+        (np.zeros(5, np.float32), r"expected float32\[4\], got float32\[5\]"),
+        ({"x": np.zeros(4, np.float32)}, "x: unexpected"),
+    ],
+)
+def test_a_batch_unlike_the_first_is_refused_with_its_place(odd, message) -> None:
+    good = np.zeros(4, np.float32)
+    feed = Feed([good, good, odd], 2)
+    with pytest.raises(ValueError, match=rf"(?s)another at step 2 of epoch 0.*{message}"):
+        sizes(feed)
+
+
+def test_a_batch_unlike_the_first_epochs_is_refused() -> None:
+    class Drifting:
+        def __init__(self):
+            self.epoch = 0
+
+        def __iter__(self):
+            self.epoch += 1
+            return iter([np.zeros(4, np.float32 if self.epoch == 1 else np.float64)] * 3)
+
+    feed = Feed(Drifting(), 2)
+    sizes(feed)
+    with pytest.raises(ValueError, match=r"step 0 of epoch 1"):
+        sizes(feed, 1)
+
+
+def test_smaller_batches_in_mid_epoch_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"follow the smaller one at step 1 of epoch 0"):
+        sizes(Feed(batches(4, 3, 4), 2))
+
+
+@pytest.mark.parametrize("data", [np.zeros(4), (np.zeros(4), np.zeros(4)), {"x": np.zeros(4)}, 3])
+def test_bare_arrays_are_refused_with_the_way_to_batch_them(data) -> None:
+    with pytest.raises(TypeError, match=r"functrain\.ArrayLoader\(\(x, y\), batch_size\)"):
+        Feed(data, 2)
+
+
+def test_an_empty_source_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least one batch in epoch 0, got none"):
+        sizes(Feed([], 2))
+
+
+@pytest.mark.parametrize("fuse", [0, -1, 1.5, "never", True, None])
+def test_a_fuse_below_one_is_refused(fuse) -> None:
+    with pytest.raises(ValueError, match="fuse: expected 'auto' or a whole number of steps"):
+        Feed([np.zeros(1)], fuse)
+
+
+def test_a_source_may_fill_one_buffer_again_and_again() -> None:
+    def batches():
+        buffer = np.empty(3, np.float32)
+        for i in range(5):
+            buffer[:] = i
+            yield buffer
+
+    seen = [c.batches[: c.steps, 0].tolist() for c in Feed(batches(), 4).epoch(0)]
+    assert seen == [[0, 1, 2, 3], [4]]
+
+
+def test_numpy_integers_are_numbers_of_steps() -> None:
+    assert sizes(Feed(batches(2, 2), np.int64(2))) == [(2, 2)]

@@ -1,0 +1,131 @@
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+import pytest
+
+import functrain as ft
+
+RNG = np.random.default_rng(1)
+BATCHES = [
+    (
+        RNG.normal(size=(n, 6)).astype(np.float32),
+        RNG.integers(0, 6, n),
+        RNG.uniform(0, 2, n).astype(np.float32),
+    )
+    for n in (16, 16, 5)
+]
+
+
+def running(metric, batches):
+    update = jax.jit(metric.update)
+    m = metric.init()
+    for outputs, y, weight in batches:
+        m = update(m, (outputs, y, weight), outputs, jnp.float32(0.0))
+    return np.asarray(metric.compute(m))
+
+
+def keras_running(metric, batches, weighted):
+    for outputs, y, weight in batches:
+        metric.update_state(y, outputs, sample_weight=weight if weighted else None)
+    return np.asarray(metric.result())
+
+
+CASES = {
+    "accuracy": (ft.accuracy, keras.metrics.SparseCategoricalAccuracy, lambda o, y: (o, y)),
+    "accuracy, one-hot": (
+        ft.accuracy,
+        keras.metrics.CategoricalAccuracy,
+        lambda o, y: (o, np.eye(6, dtype=np.float32)[y]),
+    ),
+    "accuracy, labels [B, 1]": (
+        ft.accuracy,
+        keras.metrics.SparseCategoricalAccuracy,
+        lambda o, y: (o, y[:, None]),
+    ),
+    "top 3": (
+        lambda **kw: ft.metrics.top_k_accuracy(3, **kw),
+        lambda: keras.metrics.SparseTopKCategoricalAccuracy(3),
+        lambda o, y: (o, y),
+    ),
+    "binary accuracy": (
+        ft.binary_accuracy,
+        keras.metrics.BinaryAccuracy,
+        lambda o, y: (o[:, :1], (y[:, None] > 2).astype(np.int32)),
+    ),
+    "mse": (
+        ft.mean_squared_error,
+        keras.metrics.MeanSquaredError,
+        lambda o, y: (o, np.flip(o, 1).copy()),
+    ),
+    "mae": (
+        ft.mean_absolute_error,
+        keras.metrics.MeanAbsoluteError,
+        lambda o, y: (o, np.flip(o, 1).copy()),
+    ),
+}
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_value_equals_keras_over_batches_of_unequal_size(case, weighted) -> None:
+    ours, theirs, shape = CASES[case]
+    batches = [(*shape(o, y), w) for o, y, w in BATCHES]
+    np.testing.assert_allclose(
+        running(ours(weighted=weighted), batches),
+        keras_running(theirs(), batches, weighted),
+        rtol=2e-6,
+    )
+
+
+def test_weights_of_shape_b_1_are_weights_of_b() -> None:
+    outputs, y, weight = BATCHES[0]
+    metric = ft.metrics.accuracy(weighted=True)
+    values = [running(metric, [(outputs, y, w)]) for w in (weight, weight[:, None])]
+    assert values[0] == values[1]
+
+
+def test_mean_loss_counts_every_example_once() -> None:
+    metric = ft.metrics.mean_loss()
+    m = metric.init()
+    for size, loss in ((4, 1.0), (4, 2.0), (1, 9.0)):
+        m = metric.update(m, (np.ones((size, 2)), np.ones(size)), None, jnp.float32(loss))
+    assert float(metric.compute(m)) == pytest.approx((4 + 8 + 9) / 9)
+
+
+@pytest.mark.parametrize(
+    "metric",
+    [
+        ft.metrics.accuracy(),
+        ft.metrics.top_k_accuracy(2),
+        ft.metrics.mean_loss(),
+        ft.metrics.collection({"a": ft.metrics.accuracy(), "loss": ft.metrics.mean_loss()}),
+    ],
+)
+def test_a_state_keeps_its_types_so_that_it_can_be_scanned(metric, strict_promotion) -> None:
+    outputs, y, weight = BATCHES[0]
+    y = jnp.asarray(y, jnp.int32)
+    m = metric.init()
+    new = jax.jit(metric.update)(m, (outputs, y, weight), jnp.asarray(outputs), jnp.float32(1))
+    for a, b in zip(jax.tree.leaves(m), jax.tree.leaves(new), strict=True):
+        assert (a.shape, a.dtype, a.weak_type) == (b.shape, b.dtype, b.weak_type)
+
+
+def test_before_any_batch_the_value_is_nan() -> None:
+    assert np.isnan(ft.metrics.accuracy().compute(ft.metrics.accuracy().init()))
+
+
+def test_what_is_no_metric_is_refused_by_name() -> None:
+    with pytest.raises(TypeError, match=r"metrics\['acc'\]: expected a Metric, got str"):
+        ft.metrics.collection({"acc": "accuracy"})
+
+
+def test_a_list_of_metrics_is_refused_with_the_way_to_write_it() -> None:
+    with pytest.raises(TypeError, match=r"metrics: expected a dict of Metrics by name.*got list"):
+        ft.metrics.collection(["accuracy"])
+
+
+def test_labels_of_another_shape_are_refused() -> None:
+    metric = ft.metrics.accuracy()
+    with pytest.raises(ValueError, match=r"labels: expected the shape of outputs \(4,\)"):
+        metric.update(metric.init(), (None, np.zeros(3, int)), np.zeros((4, 2)), None)

@@ -1,0 +1,189 @@
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+import optax
+import pytest
+
+import functrain as ft
+
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(32, 4)).astype(np.float32)
+Y = RNG.normal(size=(32, 1)).astype(np.float32)
+
+
+def loss_fn(params, model_state, batch, *, rng, training):
+    x, y = batch
+    if rng is not None:
+        x = x * jax.random.bernoulli(rng, 0.5, x.shape).astype(x.dtype)
+    outputs = x @ params["w"]
+    aux = ft.Aux({"calls": model_state["calls"] + 1.0}, outputs, {"scale": jnp.float32(2.0)})
+    return jnp.mean((outputs - y) ** 2), aux
+
+
+def make_state(tx, rng=None):
+    return ft.TrainState.create(
+        params={"w": np.ones((4, 1), np.float32)},
+        model_state={"calls": np.float32(0)},
+        tx=tx,
+        rng=rng,
+    )
+
+
+def test_a_step_equals_jax_and_optax_by_hand() -> None:
+    tx = optax.adam(1e-2)
+    key = jax.random.key(7)
+    state = make_state(tx, key)
+    params, opt_state = state.params, state.opt_state
+    step = ft.train_step(loss_fn, tx)
+    for i in range(3):
+        state, logs = step(state, (X, Y))
+        (loss, _), grads = jax.value_and_grad(
+            lambda p, i=i: loss_fn(
+                p, {"calls": 0.0}, (X, Y), rng=jax.random.fold_in(key, i), training=True
+            ),
+            has_aux=True,
+        )(params)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        params = optax.apply_updates(params, updates)
+        np.testing.assert_array_equal(logs["loss"], loss)
+    np.testing.assert_array_equal(state.params["w"], params["w"])
+    assert float(state.model_state["calls"]) == 3
+    assert int(state.step) == 3
+
+
+def test_the_key_of_the_state_never_changes_and_every_step_has_its_own() -> None:
+    seen = []
+
+    def watching(params, model_state, batch, *, rng, training):
+        seen.append(jax.random.key_data(rng))
+        return jnp.sum(params["w"] ** 2), ft.Aux(model_state)
+
+    tx = optax.sgd(0.1)
+    state = make_state(tx, jax.random.key(1))
+    for _ in range(2):
+        state, _ = ft.train_step(watching, tx)(state, None)
+    np.testing.assert_array_equal(
+        jax.random.key_data(state.rng), jax.random.key_data(jax.random.key(1))
+    )
+    assert not np.array_equal(seen[0], seen[1])
+
+
+def test_logs_hold_the_loss_and_what_the_loss_function_adds() -> None:
+    tx = optax.sgd(0.1)
+    _, logs = ft.train_step(loss_fn, tx)(make_state(tx), (X, Y))
+    assert set(logs) == {"loss", "scale"}
+
+
+def test_the_learning_rate_is_logged_where_it_is_known() -> None:
+    schedule = optax.linear_schedule(1.0, 0.0, 10)
+    tx = optax.sgd(schedule)
+    state = make_state(tx).replace(step=jnp.int32(5))
+    _, logs = ft.train_step(loss_fn, tx, learning_rate=schedule)(state, (X, Y))
+    assert float(logs["learning_rate"]) == 0.5
+    injected = optax.inject_hyperparams(optax.sgd)(learning_rate=0.25)
+    _, logs = ft.train_step(loss_fn, injected)(make_state(injected), (X, Y))
+    assert float(logs["learning_rate"]) == 0.25
+
+
+def test_line_searches_get_what_they_need() -> None:
+    tx = optax.lbfgs()
+    state = make_state(tx)
+    step = jax.jit(ft.train_step(loss_fn, tx))
+    losses = []
+    for _ in range(6):
+        state, logs = step(state, (X, Y))
+        losses.append(float(logs["loss"]))
+    best = np.linalg.lstsq(X, Y, rcond=None)[1][0] / len(X)
+    assert losses[-1] == pytest.approx(best, rel=1e-4)
+
+
+def test_metrics_are_beside_the_state_and_do_not_touch_training() -> None:
+    tx = optax.sgd(0.1)
+    plain, metered = (
+        ft.train_step(loss_fn, tx),
+        ft.train_step(loss_fn, tx, metrics={"mae": ft.metrics.mean_absolute_error()}),
+    )
+    state, logs = plain(make_state(tx), (X, Y))
+    carried, logs_too = metered(metered.start(make_state(tx)), (X, Y))
+    jax.tree.map(np.testing.assert_array_equal, state, carried.state)
+    jax.tree.map(np.testing.assert_array_equal, logs, logs_too)
+    value = metered.metrics.compute(carried.metrics)["mae"]
+    np.testing.assert_allclose(value, np.abs(X.sum(1, keepdims=True) - Y).mean(), rtol=1e-5)
+
+
+def test_an_eval_step_changes_nothing_but_its_metrics() -> None:
+    tx = optax.sgd(0.1)
+    state = make_state(tx, jax.random.key(0))
+    step = ft.eval_step(loss_fn, metrics={"mse": ft.metrics.mean_squared_error()})
+    metered, _ = jax.jit(step)(step.start(state), (X, Y))
+    assert metered.state.model_state["calls"] == 0
+    values = step.metrics.compute(metered.metrics)
+    expected = np.mean((X @ np.ones((4, 1)) - Y) ** 2)
+    np.testing.assert_allclose([values["loss"], values["mse"]], [expected] * 2, rtol=1e-5)
+
+
+def test_two_updates_make_a_step_of_two_optimizers() -> None:
+    tx_a, tx_b = optax.sgd(0.1), optax.adam(0.1)
+
+    def pull(params, model_state, target, *, rng, training):
+        return jnp.sum((params["w"] - target) ** 2), ft.Aux(model_state)
+
+    def step(states, batch):
+        a, loss_a, _ = ft.update(states["a"], pull, tx_a, states["b"].params["w"])
+        b, loss_b, _ = ft.update(states["b"], pull, tx_b, a.params["w"] + batch)
+        return {"a": a, "b": b}, {"a": loss_a, "b": loss_b}
+
+    states = {"a": make_state(tx_a), "b": make_state(tx_b)}
+    states, logs = ft.fuse(step, 3)(states, jnp.ones(3))
+    assert logs["a"].shape == (3,)
+    assert int(states["b"].step) == 3
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        (lambda x: (x, ft.Aux({})), r"expected a scalar loss, float32\[\], got float32\[4, 1\]"),
+        (lambda x: (jnp.int32(1), ft.Aux({})), r"expected a scalar loss.*got int32\[\]"),
+        (lambda x: x.sum(), r"expected \(loss, functrain\.Aux"),
+        (lambda x: (x.sum(), {}), r"expected \(loss, functrain\.Aux"),
+    ],
+)
+def test_a_loss_function_that_returns_something_else_is_refused(result, message) -> None:
+    tx = optax.sgd(0.1)
+
+    def wrong(params, model_state, batch, *, rng, training):
+        return result(params["w"])
+
+    with pytest.raises(TypeError, match=message):
+        jax.jit(ft.train_step(wrong, tx))(make_state(tx), (X, Y))
+    step = ft.eval_step(wrong)
+    with pytest.raises(TypeError, match=message):
+        step(step.start(make_state(tx)), (X, Y))
+
+
+def test_bare_and_metered_states_are_told_apart() -> None:
+    tx = optax.sgd(0.1)
+    with_metrics = ft.train_step(loss_fn, tx, metrics={"mae": ft.metrics.mean_absolute_error()})
+    with pytest.raises(TypeError, match=r"expected Metered.*step\.start\(state\)"):
+        with_metrics(make_state(tx), (X, Y))
+    with pytest.raises(TypeError, match="expected a bare state, got Metered"):
+        ft.train_step(loss_fn, tx)(with_metrics.start(make_state(tx)), (X, Y))
+
+
+def test_names_that_the_loop_uses_are_refused_for_metrics() -> None:
+    metrics = {"loss": ft.metrics.accuracy()}
+    with pytest.raises(ValueError, match=r"names other than \['loss'\]"):
+        ft.train_step(loss_fn, optax.sgd(0.1), metrics=metrics)
+    with pytest.raises(ValueError, match=r"names other than \['loss'\]"):
+        ft.eval_step(loss_fn, metrics=metrics)
+
+
+@pytest.mark.parametrize(
+    ("tx", "hint"), [("adam", ""), (keras.optimizers.Adam(), r".*Take bridge\.optimizer\(tx\)")]
+)
+def test_what_is_no_optax_transformation_is_refused(tx, hint) -> None:
+    with pytest.raises(TypeError, match="tx: expected an optax transformation" + hint):
+        make_state(tx)
+    with pytest.raises(TypeError, match="tx: expected an optax transformation" + hint):
+        ft.train_step(loss_fn, tx)

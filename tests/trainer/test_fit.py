@@ -1,0 +1,232 @@
+import io
+import signal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from rich.console import Console
+
+import functrain as ft
+from functrain.trainer._history import Recorder
+from functrain.trainer._progress import ProgressReport
+
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(103, 4)).astype(np.float32)
+Y = (X @ np.array([[1.0], [-2.0], [0.5], [3.0]], np.float32)).astype(np.float32)
+MODEL = ft.Model(
+    init=lambda key, x: ({"w": jnp.zeros((4, 1))}, {}),
+    apply=lambda p, s, x, *, rng=None, training=False: ft.ModelOutput(x @ p["w"], s),
+)
+LOSS = ft.supervised(MODEL, optax.squared_error)
+
+
+def setup(metrics=None):
+    tx = optax.adam(1e-2)
+    params, model_state = MODEL.init(jax.random.key(0), X)
+    state = ft.TrainState.create(params=params, model_state=model_state, tx=tx)
+    return state, ft.train_step(LOSS, tx, metrics=metrics)
+
+
+@pytest.mark.smoke
+def test_history_has_every_step_and_every_epoch() -> None:
+    state, step = setup({"mae": ft.metrics.mean_absolute_error()})
+    state, history = ft.fit(
+        state,
+        step,
+        ft.ArrayLoader((X, Y), 10),
+        epochs=3,
+        eval_data=ft.ArrayLoader((X, Y), 50),
+        eval_step=ft.eval_step(LOSS, metrics={"mse": ft.metrics.mean_squared_error()}),
+        fuse=4,
+        verbose=0,
+    )
+    assert int(state.step) == 33
+    assert history.steps["loss"].shape == (33,)
+    assert set(history.epochs) == {"loss", "mae", "val_loss", "val_mse", "seconds"}
+    assert all(len(v) == 3 for v in history.epochs.values())
+    weights = [10] * 10 + [3]
+    expected = [np.average(history.steps["loss"][i : i + 11], weights=weights) for i in (0, 11, 22)]
+    np.testing.assert_allclose(history.epochs["loss"], expected, rtol=1e-6)
+    np.testing.assert_allclose(history.epochs["val_loss"], history.epochs["val_mse"], rtol=1e-6)
+
+
+def test_evaluation_sees_the_state_of_its_epoch() -> None:
+    data = ft.ArrayLoader((X, Y), 10)
+    eval_step = ft.eval_step(LOSS)
+    state, step = setup()
+    kept = []
+    for event in ft.run(state, step, data, epochs=2):
+        if isinstance(event, ft.EpochEnd):
+            kept.append(ft.evaluate(event.state, eval_step, data)["loss"])
+    _, history = ft.fit(state, step, data, epochs=2, eval_data=data, eval_step=eval_step, verbose=0)
+    np.testing.assert_array_equal(history.epochs["val_loss"], kept)
+
+
+def test_logs_that_are_no_scalars_stay_out_of_the_history() -> None:
+    def step(state, batch):
+        return state, {"loss": jnp.sum(batch[1]), "image": batch[0], "d": {"real": state}}
+
+    _, history = ft.fit(jnp.zeros(()), step, ft.ArrayLoader((X, Y), 10), verbose=0)
+    assert set(history.steps) == {"loss", "d/real"}
+
+
+def test_the_learning_rate_of_an_epoch_is_its_last() -> None:
+    schedule = optax.linear_schedule(1.0, 0.0, 11)
+    tx = optax.sgd(schedule)
+    state = ft.TrainState.create(params={"w": jnp.zeros((4, 1))}, tx=tx)
+    step = ft.train_step(LOSS, tx, learning_rate=schedule)
+    _, history = ft.fit(state, step, ft.ArrayLoader((X, Y), 10), verbose=0)
+    assert history.epochs["learning_rate"][0] == pytest.approx(1 / 11)
+
+
+def test_fitting_twice_compiles_once() -> None:
+    traces = []
+
+    def step(state, batch):
+        traces.append(None)
+        return state, {"loss": jnp.sum(batch[1])}
+
+    for _ in range(3):
+        ft.fit(jnp.zeros(()), step, ft.ArrayLoader((X[:100], Y[:100]), 10), fuse=10, verbose=0)
+    assert len(traces) == 1
+
+
+def test_the_eager_fit_gives_what_the_compiled_gives() -> None:
+    state, step = setup()
+    data = ft.ArrayLoader((X, Y), 10)
+    fast = ft.fit(state, step, data, verbose=0)
+    slow = ft.fit(state, step, data, jit=False, verbose=0)
+    np.testing.assert_allclose(fast.history.steps["loss"], slow.history.steps["loss"], rtol=1e-5)
+
+
+@pytest.mark.parametrize("given", [{"eval_data": [1]}, {"eval_step": ft.eval_step(LOSS)}])
+def test_evaluating_needs_both_data_and_step(given) -> None:
+    state, step = setup()
+    with pytest.raises(ValueError, match="eval_data and eval_step: expected both or neither"):
+        ft.fit(state, step, ft.ArrayLoader((X, Y), 10), **given)
+
+
+def test_a_train_step_is_no_eval_step() -> None:
+    state, step = setup()
+    with pytest.raises(TypeError, match=r"eval_step: expected one from functrain\.eval_step"):
+        ft.fit(state, step, ft.ArrayLoader((X, Y), 10), eval_data=[(X, Y)], eval_step=step)
+
+
+def test_the_plot_has_a_panel_for_each_quantity(tmp_path) -> None:
+    state, step = setup({"mae": ft.metrics.mean_absolute_error()})
+    data = ft.ArrayLoader((X, Y), 10)
+    _, history = ft.fit(
+        state, step, data, epochs=2, eval_data=data, eval_step=ft.eval_step(LOSS), verbose=0
+    )
+    figure = history.plot(tmp_path / "curves.png")
+    assert [axes.get_title() for axes in figure.axes] == ["loss", "mae"]
+    assert (tmp_path / "curves.png").stat().st_size > 5000
+
+
+def output(verbose, terminal):
+    stream = io.StringIO()
+    console = Console(file=stream, force_terminal=terminal, width=160, color_system=None)
+    state, step = setup({"mae": ft.metrics.mean_absolute_error()})
+    recorder = Recorder()
+    with ProgressReport(2, 11, verbose, console=console) as progress:
+        for event in ft.run(state, step, ft.ArrayLoader((X, Y), 10), epochs=2, fuse=2):
+            recorder.before(event)
+            if isinstance(event, ft.EpochEnd):
+                event.values = {"loss": 0.5, "mae": 0.25}
+            progress(event, recorder)
+    return stream.getvalue()
+
+
+def test_progress_is_a_line_an_epoch_where_there_is_no_terminal() -> None:
+    lines = output("auto", terminal=False).splitlines()
+    assert len(lines) == 3
+    assert lines[0].startswith("first 2 steps after")
+    assert lines[1].startswith("epoch 1/2  11 steps")
+    assert "examples/s" in lines[2]
+    assert "loss 0.5  mae 0.25" in lines[2]
+
+
+def test_progress_is_a_bar_in_a_terminal() -> None:
+    text = output("auto", terminal=True)
+    assert "━" in text
+    assert "11/11" in text
+    assert "loss 0.5  mae 0.25" in text
+
+
+def test_progress_can_be_silenced_and_misspelt_settings_are_refused() -> None:
+    assert output(0, terminal=True) == ""
+    with pytest.raises(ValueError, match="verbose: expected 'auto'"):
+        output("loud", terminal=False)
+
+
+def test_what_was_trained_survives_an_error_in_a_hook() -> None:
+    state, step = setup()
+
+    def fail(event):
+        if event.step == 8:
+            raise RuntimeError("on purpose")
+
+    with pytest.raises(RuntimeError, match="on purpose") as caught:
+        ft.fit(state, step, ft.ArrayLoader((X, Y), 10), fuse=4, hooks=[fail], verbose=0)
+    result = caught.value.fit_result
+    assert int(result.state.step) == 8
+    assert "fit_result" in caught.value.__notes__[0]
+
+
+def test_what_was_trained_survives_an_error_in_the_data() -> None:
+    state, step = setup()
+
+    def batches():
+        for i in range(5):
+            yield X[10 * i : 10 * i + 10], Y[10 * i : 10 * i + 10]
+        raise OSError("disk on fire")
+
+    with pytest.raises(OSError, match="disk on fire") as caught:
+        ft.fit(state, step, batches(), fuse=2, verbose=0)
+    assert int(caught.value.fit_result.state.step) == 4
+    assert len(caught.value.fit_result.history.steps["loss"]) == 4
+
+
+def test_an_interrupt_waits_for_the_program_and_loses_nothing(ctrl_c) -> None:
+    state, step = setup()
+
+    def interrupt(event):
+        if event.step == 15:
+            signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt) as caught:
+        ft.fit(state, step, ft.ArrayLoader((X, Y), 10), fuse=4, hooks=[interrupt], epochs=9)
+    assert int(caught.value.fit_result.state.step) == 15
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_epochs_can_be_fitted_one_by_one() -> None:
+    state, step = setup()
+    data = ft.ArrayLoader((X, Y), 10, shuffle=True, seed=2)
+    at_once, _ = ft.fit(state, step, data, epochs=2, verbose=0)
+    first, _ = ft.fit(state, step, data, verbose=0)
+    second, _ = ft.fit(first, step, data, first_epoch=1, verbose=0)
+    np.testing.assert_array_equal(second.params["w"], at_once.params["w"])
+
+
+def test_an_evaluation_iterator_must_last() -> None:
+    state, step = setup()
+    with pytest.raises(ValueError, match="eval_data: expected something that can be iterated 2"):
+        ft.fit(
+            state,
+            step,
+            ft.ArrayLoader((X, Y), 10),
+            epochs=2,
+            eval_data=iter([(X, Y)]),
+            eval_step=ft.eval_step(LOSS),
+        )
+
+
+def test_names_of_metrics_are_no_markup(capsys) -> None:
+    state, step = setup(
+        {"acc[top]": ft.metrics.mean_absolute_error(), "[/b]": ft.metrics.mean_squared_error()}
+    )
+    ft.fit(state, step, ft.ArrayLoader((X, Y), 10), verbose=2)
+    assert "acc[top]" in capsys.readouterr().out
