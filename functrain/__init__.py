@@ -15,15 +15,17 @@ from functrain.engine import Fused as Fused
 from functrain.engine import fuse as fuse
 from functrain.engine._autotune import autotune as autotune
 from functrain.engine._cache import enable_compilation_cache as enable_compilation_cache
+from functrain.engine._position import Position as Position
 from functrain.engine._trigger import Trigger as Trigger
 from functrain.engine._trigger import at as at
 from functrain.engine._trigger import every as every
 from functrain.loop._evaluate import evaluate as evaluate
-from functrain.loop._evaluate import predict as predict
-from functrain.loop._run import ChunkEnd as ChunkEnd
-from functrain.loop._run import EpochEnd as EpochEnd
-from functrain.loop._run import Event as Event
-from functrain.loop._run import RunEnd as RunEnd
+from functrain.loop._events import ChunkEnd as ChunkEnd
+from functrain.loop._events import EpochEnd as EpochEnd
+from functrain.loop._events import Event as Event
+from functrain.loop._events import LogsReady as LogsReady
+from functrain.loop._events import RunEnd as RunEnd
+from functrain.loop._predict import predict as predict
 from functrain.loop._run import run as run
 from functrain.metrics._metric import Metered as Metered
 from functrain.metrics._metric import Metric as Metric
@@ -54,12 +56,14 @@ __all__ = [
     "FitResult",
     "Fused",
     "History",
+    "LogsReady",
     "LossFn",
     "Metered",
     "MeteredStep",
     "Metric",
     "Model",
     "ModelOutput",
+    "Position",
     "RunEnd",
     "Step",
     "TrainState",

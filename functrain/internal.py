@@ -7,34 +7,54 @@ from functrain.common import _tree as tree
 from functrain.common._checks import is_whole as is_whole
 from functrain.common._types import PyTree as PyTree
 from functrain.data._batch import unpack as unpack
-from functrain.engine._feed import FuseArg as FuseArg
-from functrain.engine._feed import filled as filled
-from functrain.engine._feed import stacked as stacked
-from functrain.engine._fuse import Fused as Fused
-from functrain.engine._fuse import fuse as fuse
+from functrain.data._stacks import Stack as Stack
+from functrain.data._stacks import filled as filled
+from functrain.data._stream import Made as Made
+from functrain.data._stream import StreamPass as StreamPass
+from functrain.engine._chunks import Chunk as Chunk
+from functrain.engine._chunks import chunked as chunked
+from functrain.engine._driver import SPARE_BYTES as SPARE_BYTES
+from functrain.engine._driver import Driver as Driver
+from functrain.engine._driver import copied as copied
 from functrain.engine._guards import add_guard as add_guard
-from functrain.engine._interrupt import deferred_interrupt as deferred_interrupt
-from functrain.engine._plan import auto_steps as auto_steps
+from functrain.engine._plan import FuseArg as FuseArg
+from functrain.engine._plan import Plan as Plan
+from functrain.engine._plan import nbytes as nbytes
+from functrain.engine._plan import require_fuse as require_fuse
+from functrain.engine._rows import on_host as on_host
+from functrain.engine._rows import row as row
+from functrain.engine._signals import HeldSignals as HeldSignals
+from functrain.engine._signals import held_signals as held_signals
 from functrain.model._flax import SWITCHES as SWITCHES
 from functrain.rewrites import Mode as Mode
 from functrain.rewrites import mode as mode
 from functrain.step._state import check_tx as check_tx
 
 __all__ = [
+    "SPARE_BYTES",
     "SWITCHES",
+    "Chunk",
+    "Driver",
     "FuseArg",
-    "Fused",
+    "HeldSignals",
+    "Made",
     "Mode",
+    "Plan",
     "PyTree",
+    "Stack",
+    "StreamPass",
     "add_guard",
-    "auto_steps",
     "check_tx",
-    "deferred_interrupt",
+    "chunked",
+    "copied",
     "filled",
-    "fuse",
+    "held_signals",
     "is_whole",
     "mode",
-    "stacked",
+    "nbytes",
+    "on_host",
+    "require_fuse",
+    "row",
     "tree",
     "unpack",
 ]

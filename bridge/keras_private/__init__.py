@@ -157,7 +157,7 @@ def build_from(model: keras.Model, iterator: Any) -> None:
 
     def batches() -> Iterator[Any]:
         for begin, end, items in iterator:
-            yield begin, end, (item.take() for item in items)
+            yield begin, end, (item.arrays() for item in items)
 
     model._symbolic_build(iterator=batches())
     iterator.reset()

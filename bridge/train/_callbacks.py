@@ -10,8 +10,8 @@ import keras
 import numpy as np
 
 from bridge import keras_private
-from bridge.train._feed import Chunk, Mark
-from functrain.internal import PyTree
+from bridge.train._feed import Mark
+from functrain.internal import Chunk, PyTree, on_host, row
 
 _METHODS = {
     "train": ("on_train_batch_begin", "on_train_batch_end", "on_batch_begin", "on_batch_end"),
@@ -95,7 +95,7 @@ class BatchCallbacks:
     def after(self, chunk: Chunk, rows: PyTree) -> None:
         """To be called when a chunk's program was dispatched, with its logs on the device."""
         if self._acting:
-            self._replay(chunk, jax.device_get(rows))
+            self._replay(chunk, on_host(rows, chunk.steps))
         if self._bars:
             self.flush()
             self._late = (chunk, rows)
@@ -107,7 +107,7 @@ class BatchCallbacks:
             self._late = None
             last = max((i for i, m in enumerate(chunk.marks) if m.end is not None), default=None)
             if last is not None:
-                logs = None if self._kind == "predict" else row(jax.device_get(rows), chunk, last)
+                logs = None if self._kind == "predict" else row(on_host(rows, chunk.steps), last)
                 logs = keras_private.to_python(logs)
                 for bar in self._bars:
                     getattr(bar, self._end)(chunk.marks[last].end, logs=logs)
@@ -116,7 +116,7 @@ class BatchCallbacks:
         for i, mark in enumerate(chunk.marks):
             if i and mark.begin is not None:
                 self._call(self._begin, mark.begin, None)
-            logs = self._logs(row(rows, chunk, i), mark)
+            logs = self._logs(row(rows, i), mark)
             if mark.end is not None:
                 self._call(self._end, mark.end, logs)
 
@@ -162,11 +162,6 @@ def unasking(callbacks: Any, model: keras.Model) -> Iterator[None]:
         for history in found:
             history.set_model(model)
             model.history = history
-
-
-def row(rows: PyTree, chunk: Chunk, i: int) -> PyTree:
-    """Returns what the i-th step of a chunk reported."""
-    return rows if chunk.k == 0 else jax.tree.map(lambda x: x[i], rows)
 
 
 def _is_kerass(callback: Any, kind: str) -> bool:

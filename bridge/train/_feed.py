@@ -1,4 +1,4 @@
-"""Batches of whatever `fit` takes as data, stacked for programs of K steps."""
+"""Batches of whatever `fit` takes as data, as a pass that functrain's engine stacks."""
 
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -8,8 +8,7 @@ import keras
 import numpy as np
 
 from bridge import keras_private
-from functrain.internal import PyTree, filled, stacked
-from functrain.internal import tree as _tree
+from functrain.internal import Made, PyTree, Stack, StreamPass, filled
 
 
 class Mark(NamedTuple):
@@ -19,40 +18,68 @@ class Mark(NamedTuple):
     end: int | None
 
 
-class Chunk(NamedTuple):
-    """Stacked batches, of which the first so many as there are marks are to be used."""
-
-    batches: PyTree  # every leaf [k, batch, ...]; one batch as it is where k is 0
-    k: int
-    marks: list[Mark]
-
-    @property
-    def steps(self) -> int:
-        """Steps to take."""
-        return len(self.marks)
-
-
-class _Rows(NamedTuple):
+class Rows(NamedTuple):
     """A batch that has not been taken from its arrays yet."""
 
     source: keras_private.ArrayBatches
     index: Any
     spec: Any  # tells batches apart which cannot be stacked
+    mark: Mark | None = None
 
-    def take(self) -> PyTree:
+    def arrays(self) -> PyTree:
         """Returns the batch."""
         return self.source.take(self.index)
 
+    def stack(self, k: int) -> "RowsStacker":
+        """Returns room for k batches of its kind."""
+        return RowsStacker(k)
 
-class _Made(NamedTuple):
-    """A batch that its source made."""
 
-    batch: PyTree
-    spec: Any
+class RowsStacker:
+    """Takes all rows of a chunk at once; rows next to one another are not copied."""
 
-    def take(self) -> PyTree:
-        """Returns the batch."""
-        return self.batch
+    def __init__(self, k: int) -> None:
+        self._k = k
+        self._items: list[Rows] = []
+
+    def add(self, item: Rows) -> None:
+        """Takes in a batch."""
+        self._items.append(item)
+
+    def whole(self) -> Stack:
+        """Returns them all, filled up with zeros."""
+        items, n = self._items, len(self._items)
+        indices = [item.index for item in items]
+        whole: Any
+        if isinstance(indices[0], slice):
+            whole = slice(indices[0].start, indices[-1].stop)
+        else:
+            whole = np.concatenate(indices)
+        taken = items[0].source.take(whole)
+        stacked = jax.tree.map(lambda x: x.reshape(n, x.shape[0] // n, *x.shape[1:]), taken)
+        return Stack(filled(stacked, self._k, n), n, 0, [item.mark for item in items])
+
+
+class Missing(NamedTuple):
+    """A batch that Keras begins, to find that there is none."""
+
+    mark: Mark
+    spec: Any = "missing"
+
+    def arrays(self) -> PyTree:
+        """Returns nothing."""
+        return None
+
+    def stack(self, k: int) -> "Missing":
+        """Returns itself: there is never another."""
+        return self
+
+    def add(self, item: Any) -> None:
+        """Does nothing."""
+
+    def whole(self) -> Stack:
+        """Returns the mark alone."""
+        return Stack(None, 0, 0, [self.mark])
 
 
 def source(model: keras.Model, data: Any, batch_size: Any, steps: Any, **more: Any) -> Any:
@@ -96,138 +123,38 @@ def passes(adapter: Any) -> Callable[[], Iterator[Any]]:
     """Returns a function that begins a pass over the batches of a data adapter."""
     arrays = keras_private.array_batches(adapter)
     if arrays is None:
-        return lambda: (_Made(_own(batch), _spec(batch)) for batch in adapter.get_jax_iterator())
-    return lambda: (_Rows(arrays, rows, size) for rows, size in arrays)
+        return lambda: map(Made.of, adapter.get_jax_iterator())
+    return lambda: (Rows(arrays, rows, size) for rows, size in arrays)
 
 
-def _own(batch: PyTree) -> PyTree:
-    """Copies a batch: its source may fill one buffer again and again, and a chunk holds many."""
-    return jax.tree.map(lambda x: np.array(x) if isinstance(x, np.ndarray) else x, batch)
+def epoch(epochs: Any) -> StreamPass:
+    """Begins the next epoch of what `source` returned.
 
-
-def _spec(batch: PyTree) -> Any:
-    shapes = [(np.shape(x), getattr(x, "dtype", None)) for x in jax.tree.leaves(batch)]
-    return _tree.structure(batch), shapes
-
-
-class Feed:
-    """Yields the chunks of an epoch.
-
-    All batches like the first are stacked, up to K of them; any other goes alone. So a smaller
-    last batch costs one more program, not one for each number of steps.
-
-    Args:
-      epochs: What `source` returned.
-      choose: Called with the first batch, returns K; 0 for batches as they are, not stacked.
-      until: Returns how many steps from now a chunk must end; None for no such bound.
+    The last batch may be a missing one: Keras begins a batch, and finds that there is none.
     """
-
-    def __init__(
-        self,
-        epochs: Any,
-        choose: Callable[[PyTree], int],
-        until: Callable[[], int | None] = lambda: None,
-    ) -> None:
-        self.epochs = epochs
-        self._choose = choose
-        self._until = until
-        self._k: int | None = None
-        self._first: Any = None
-
-    def epoch(self) -> Iterator[Chunk]:
-        """Yields the chunks of the next epoch.
-
-        The last may have a mark and no steps: Keras begins a batch, and finds that there is none.
-        """
-        pending: list[tuple[Any, Mark]] = []
-        room = 1
-        failure: Exception | None = None
-        steps = self._steps()
-        while True:
-            try:
-                item, mark = next(steps)
-            except StopIteration:
-                break
-            except Exception as error:  # what came before it was good, and is used
-                failure = error
-                break
-            if item is None:
-                if pending:
-                    yield self._stack(pending)
-                pending = []
-                yield Chunk(None, 0, [mark])
-                continue
-            alike = self._settle(item)
-            if pending and not alike:
-                yield self._stack(pending)
-                pending = []
-            if not pending:
-                room = self._room() if alike else 1
-            pending.append((item, mark))
-            if len(pending) >= room:
-                yield self._stack(pending)
-                pending = []
-        if pending:
-            yield self._stack(pending)
-        if failure is not None:
-            raise failure
-
-    def _steps(self) -> Iterator[tuple[Any, Mark]]:
-        """Yields every batch with its mark; a None where Keras begins one that is not there."""
-        with self.epochs.catch_stop_iteration():
-            for begin, end, iterator in self.epochs:
-                group: list[Any] = []
-                for _ in range(self.epochs.steps_per_execution):
-                    item = next(iterator, None)
-                    if item is None:
-                        break
-                    group.append(item)
-                last = len(group) - 1
-                for i, item in enumerate(group):
-                    yield item, Mark(None if i else begin, end if i == last else None)
-                if not group:
-                    yield None, Mark(begin, None)
-                    raise StopIteration  # which Keras's own warning waits for
-
-    def _settle(self, item: Any) -> bool:
-        """Whether a batch is like the first; the first settles K."""
-        if self._k is None:
-            self._k, self._first = self._choose(item.take()), item.spec
-        return bool(item.spec == self._first)
-
-    def _room(self) -> int:
-        until = self._until()
-        most = max(1, self._k or 0)
-        return most if until is None else min(most, until)
-
-    def _stack(self, pending: list[tuple[Any, Mark]]) -> Chunk:
-        items, marks = [item for item, _ in pending], [mark for _, mark in pending]
-        if self._k == 0:
-            return Chunk(place(items[0].take(), stacked=False), 0, marks)
-        k = self._k if items[0].spec == self._first else 1
-        assert k is not None
-        if isinstance(items[0], _Rows):
-            batches = filled(_take(items), k, len(items))
-        else:
-            batches = stacked([item.batch for item in items], k)
-        return Chunk(place(batches), k, marks)
+    return StreamPass(_marked(epochs))
 
 
-def _take(items: list[_Rows]) -> PyTree:
-    """Takes all rows of a chunk at once; rows next to one another are not copied."""
-    indices = [item.index for item in items]
-    whole: Any
-    if isinstance(indices[0], slice):
-        whole = slice(indices[0].start, indices[-1].stop)
-    else:
-        whole = np.concatenate(indices)
-    n = len(items)
-    taken = items[0].source.take(whole)
-    return jax.tree.map(lambda x: x.reshape(n, x.shape[0] // n, *x.shape[1:]), taken)
+def _marked(epochs: Any) -> Iterator[Any]:
+    """Yields every batch with its mark."""
+    with epochs.catch_stop_iteration():
+        for begin, end, iterator in epochs:
+            group: list[Any] = []
+            for _ in range(epochs.steps_per_execution):
+                item = next(iterator, None)
+                if item is None:
+                    break
+                group.append(item)
+            last = len(group) - 1
+            for i, item in enumerate(group):
+                yield item._replace(mark=Mark(None if i else begin, end if i == last else None))
+            if not group:
+                yield Missing(Mark(begin, None))
+                raise StopIteration  # which Keras's own warning waits for
 
 
-def place(batches: PyTree, *, stacked: bool = True) -> PyTree:
-    """Puts batches where `keras.distribution` wants them.
+def place(batches: PyTree) -> PyTree:
+    """Puts stacked batches where `keras.distribution` wants them.
 
     Raises:
       NotImplementedError: The distribution spans several processes.
@@ -242,8 +169,8 @@ def place(batches: PyTree, *, stacked: bool = True) -> PyTree:
         )
 
     def put(x: Any) -> jax.Array:
-        layout = distribution.get_data_layout(x.shape[stacked:]).backend_layout
-        spec = jax.sharding.PartitionSpec(*[None] * stacked, *layout.spec)
+        layout = distribution.get_data_layout(x.shape[1:]).backend_layout
+        spec = jax.sharding.PartitionSpec(None, *layout.spec)
         placed: jax.Array = jax.device_put(x, jax.sharding.NamedSharding(layout.mesh, spec))
         return placed
 

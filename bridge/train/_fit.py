@@ -8,9 +8,9 @@ import keras
 
 from bridge import keras_private
 from bridge.train._feed import source as batches
-from bridge.train._loop import FuseArg
+from bridge.train._loop import Ways
 from bridge.train._runs import Evaluation, Fit, run_evaluate, run_predict
-from functrain.internal import Mode, deferred_interrupt, is_whole, mode
+from functrain.internal import FuseArg, Mode, held_signals, mode, require_fuse
 
 _warned: weakref.WeakSet[type] = weakref.WeakSet()
 
@@ -111,8 +111,8 @@ def fit(
             validation_steps,
             validation_freq,
         )
-    with deferred_interrupt() as interrupted:
-        run = Fit(model, source, callbacks, evaluation, (fuse, rewrites, interrupted))
+    with held_signals() as signals:
+        run = Fit(model, source, callbacks, evaluation, Ways(fuse, rewrites, signals))
         return run(initial_epoch, epochs)
 
 
@@ -163,8 +163,8 @@ def evaluate(
     source = batches(model, (x, y, sample_weight), batch_size, steps)
     keras_private.build_from(model, source)
     callbacks = _callback_list(model, callbacks, verbose, 1, source)
-    with deferred_interrupt() as interrupted:
-        logs = run_evaluate(model, source, callbacks, fuse, rewrites, interrupted)
+    with held_signals() as signals:
+        logs = run_evaluate(model, source, callbacks, Ways(fuse, rewrites, signals))
     return logs if return_dict else keras_private.in_order(model, logs)
 
 
@@ -208,13 +208,13 @@ def predict(
     if not keras_private.layers_built(model):
         _build_by_a_call(model, source)
     callbacks = _callback_list(model, callbacks, verbose, 1, source)
-    with deferred_interrupt() as interrupted:
-        return run_predict(model, source, callbacks, fuse, rewrites, interrupted)
+    with held_signals() as signals:
+        return run_predict(model, source, callbacks, Ways(fuse, rewrites, signals))
 
 
 def _build_by_a_call(model: keras.Model, source: Any) -> None:
     for _, _, items in source:
-        x, _, _ = keras.utils.unpack_x_y_sample_weight(next(items).take())
+        x, _, _ = keras.utils.unpack_x_y_sample_weight(next(items).arrays())
         with keras.StatelessScope():
             model(x)
         break
@@ -278,6 +278,5 @@ def _require(model: Any, method: str | None, fuse: FuseArg, rewrites: str) -> No
     _warn_of_overrides(model)
     if method:
         keras_private.require_compiled(model, method)
-    if fuse != "auto" and not is_whole(fuse, 1):
-        raise ValueError(f"fuse: expected 'auto' or a whole number of steps, got {fuse!r}")
+    require_fuse(fuse)
     mode(rewrites)

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -10,12 +9,10 @@ import keras
 import numpy as np
 
 from bridge import keras_private
-from bridge.train import _feed as _keras_feed
-from bridge.train._callbacks import BatchCallbacks, asks_for_the_model, row, unasking
-from bridge.train._loop import FuseArg, Loop
-from functrain.internal import Mode, PyTree
-
-Interrupted = Callable[[], bool]
+from bridge.train import _feed
+from bridge.train._callbacks import BatchCallbacks, asks_for_the_model, unasking
+from bridge.train._loop import Loop, Ways
+from functrain.internal import Chunk, PyTree, on_host
 
 
 class Evaluation:
@@ -24,7 +21,7 @@ class Evaluation:
     def __init__(self, model: keras.Model, data: Any, size: Any, steps: Any, freq: Any) -> None:
         self._model = model
         data = keras.utils.unpack_x_y_sample_weight(data)
-        self._make = functools.partial(_keras_feed.source, model, data, size, steps)
+        self._make = functools.partial(_feed.source, model, data, size, steps)
         self._freq = freq
         self._source: Any = None
 
@@ -49,7 +46,7 @@ class Fit:
         source: Any,
         callbacks: Any,
         evaluation: Evaluation | None,
-        ways: tuple[FuseArg, Mode, Interrupted],
+        ways: Ways,
     ) -> None:
         self._model = model
         self._source = source
@@ -59,35 +56,50 @@ class Fit:
 
     def __call__(self, initial_epoch: int, epochs: int) -> Any:
         """Runs all epochs; the model is whole at the end, whatever happens."""
-        model, logs, finished = self._model, {}, False
+        model, logs = self._model, {}
         model.stop_training = False
         self._lazy = asks_for_the_model(self._callbacks)
         self._callbacks.on_train_begin()
         first = keras_private.initial_epoch(model) or initial_epoch
-        self._loop = Loop(model, "train", *self._ways)
-        self._calls = BatchCallbacks(self._callbacks, "train")
-        self._feed = self._loop.feed(self._source, self._calls)
-        try:
-            with unasking(self._callbacks, model) if self._lazy else contextlib.nullcontext():
-                for epoch in range(first, epochs):
-                    logs = self._epoch(epoch)
-                    _raise_if(self._ways[2])
-                    if model.stop_training:
-                        break
-            finished = True
-        finally:
-            self._loop.sync()
-            if isinstance(model.optimizer, keras.optimizers.Optimizer) and epochs > 0:
-                model.optimizer.finalize_variable_values(model.trainable_weights)
-            if finished:
-                self._callbacks.on_train_end(logs=logs)
+        calls = BatchCallbacks(self._callbacks, "train")
+        self._loop = Loop(model, "train", self._source, calls, self._ways)
+        quiet = unasking(self._callbacks, model) if self._lazy else contextlib.nullcontext()
+        with self._kept_whole(epochs), quiet:
+            for epoch in range(first, epochs):
+                logs = self._epoch(epoch)
+                self._ways.signals.act()
+                if model.stop_training:
+                    break
+        self._callbacks.on_train_end(logs=logs)
         return model.history
+
+    @contextlib.contextmanager
+    def _kept_whole(self, epochs: int) -> Any:
+        """Brings the model up to date, however it ends."""
+        try:
+            yield
+        except BaseException as error:
+            if not self._finish(epochs):
+                error.add_note(
+                    "The program that failed took the model's values along: there is no copy of a "
+                    "model of this size. Load its weights again; "
+                    "keras.callbacks.BackupAndRestore keeps some on disk."
+                )
+            raise
+        self._finish(epochs)
+
+    def _finish(self, epochs: int) -> bool:
+        whole = self._loop.sync()
+        optimizer = self._model.optimizer
+        if whole and isinstance(optimizer, keras.optimizers.Optimizer) and epochs > 0:
+            optimizer.finalize_variable_values(self._model.trainable_weights)
+        return whole
 
     def _epoch(self, epoch: int) -> dict[str, Any]:
         model = self._model
         self._loop.reset_metrics()
         self._callbacks.on_epoch_begin(epoch)
-        for _ in self._loop.run(self._feed, self._calls):
+        for _ in self._loop.run():
             pass
         evaluates = self._evaluation is not None and self._evaluation.is_due(epoch)
         logs = self._loop.logs()
@@ -96,75 +108,57 @@ class Fit:
         if evaluates:
             assert self._evaluation is not None
             source = self._evaluation.source()
-            found = run_evaluate(model, source, self._callbacks, *self._ways, within_fit=True)
+            found = run_evaluate(model, source, self._callbacks, self._ways, within_fit=True)
             logs.update({f"val_{name}": value for name, value in found.items()})
         self._callbacks.on_epoch_end(epoch, logs)
         return logs
 
 
 def run_evaluate(
-    model: keras.Model,
-    source: Any,
-    callbacks: Any,
-    fuse: FuseArg,
-    rewrites: Mode,
-    interrupted: Interrupted,
-    *,
-    within_fit: bool = False,
+    model: keras.Model, source: Any, callbacks: Any, ways: Ways, *, within_fit: bool = False
 ) -> dict[str, Any]:
     """Evaluates a built model on batches; returns its metrics."""
     model.stop_evaluating = False
     callbacks.on_test_begin()
-    loop = Loop(model, "test", fuse, rewrites, interrupted)
-    loop.reset_metrics()
     calls = BatchCallbacks(callbacks, "test", quiet=within_fit)
+    loop = Loop(model, "test", source, calls, ways)
+    loop.reset_metrics()
     try:
-        for _ in loop.run(loop.feed(source, calls), calls):
+        for _ in loop.run():
             pass
         logs = keras_private.to_python(loop.logs())
     finally:
         loop.sync()
     callbacks.on_test_end(logs)
-    _raise_if(interrupted)
+    ways.signals.act()
     return logs
 
 
-def run_predict(
-    model: keras.Model,
-    source: Any,
-    callbacks: Any,
-    fuse: FuseArg,
-    rewrites: Mode,
-    interrupted: Interrupted,
-) -> Any:
+def run_predict(model: keras.Model, source: Any, callbacks: Any, ways: Ways) -> Any:
     """Predicts with a built model; returns NumPy arrays."""
     model.stop_predicting = False
     callbacks.on_predict_begin()
-    loop = Loop(model, "predict", fuse, rewrites, interrupted)
     calls = BatchCallbacks(callbacks, "predict")
+    loop = Loop(model, "predict", source, calls, ways)
     outputs: list[PyTree] = []
-    late: list[tuple[_keras_feed.Chunk, PyTree]] = []
+    late: list[tuple[Chunk, PyTree]] = []
     try:
-        for found in loop.run(loop.feed(source, calls), calls):
+        for found in loop.run():
             outputs += _fetched(late)  # while the device is busy with what was found now
             late = [found]
     finally:
         loop.sync()
     outputs += _fetched(late)
     callbacks.on_predict_end()
-    _raise_if(interrupted)
+    ways.signals.act()
     if not outputs:
         raise ValueError("x: expected at least one batch to predict from, got none")
     return jax.tree.map(lambda *leaves: np.concatenate(leaves), *outputs)
 
 
-def _fetched(late: list[tuple[_keras_feed.Chunk, PyTree]]) -> list[PyTree]:
-    """Returns the outputs of every step, on the host."""
-    found = [(chunk, jax.device_get(rows)) for chunk, rows in late]
-    return [row(rows, chunk, i) for chunk, rows in found for i in range(chunk.steps)]
-
-
-def _raise_if(interrupted: Interrupted) -> None:
-    """Raises the Ctrl-C that was held back while a callback ran."""
-    if interrupted():
-        raise KeyboardInterrupt
+def _fetched(late: list[tuple[Chunk, PyTree]]) -> list[PyTree]:
+    """Returns the outputs of chunks on the host: leaves `[steps * B, ...]`."""
+    return [
+        jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), on_host(rows, chunk.steps))
+        for chunk, rows in late
+    ]

@@ -1,17 +1,14 @@
 """A compiled Keras model's own steps, as functrain steps over a state of pytrees."""
 
-from typing import Any, TypeAlias
+from typing import Any
 
-import jax
 import jax.numpy as jnp
 import keras
 
 from bridge import keras_private
-from bridge.state._keras_state import KerasState, Variables, require_compiled, variable_lists
+from bridge.state._keras_state import KerasState, Variables, require_compiled
 from bridge.train._carried import carried
 from functrain.internal import PyTree
-
-Layouts: TypeAlias = dict[str, list[jax.sharding.Sharding]]
 
 
 def train_step(model: keras.Model) -> "KerasStep":
@@ -30,11 +27,11 @@ def train_step(model: keras.Model) -> "KerasStep":
       ValueError: `model` is not compiled.
 
     Examples:
-      >>> import functrain as ft, keras, numpy as np
+      >>> import bridge, functrain as ft, keras, numpy as np
       >>> model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
       >>> model.compile("sgd", "mse")
       >>> batches = np.ones((5, 4, 3), np.float32), np.ones((5, 4, 1), np.float32)
-      >>> state = keras_state(model, (batches[0][0], batches[1][0]))
+      >>> state = bridge.keras_state(model, (batches[0][0], batches[1][0]))
       >>> state, logs = ft.fuse(train_step(model), 5)(state, batches)
       >>> logs["loss"].shape
       (5,)
@@ -49,11 +46,11 @@ def test_step(model: keras.Model) -> "KerasStep":
     As `train_step`; the optimizer's variables come back as they were.
 
     Examples:
-      >>> import keras, numpy as np
+      >>> import bridge, jax, keras, numpy as np
       >>> model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
       >>> model.compile("sgd", "mse")
       >>> batch = np.ones((4, 3), np.float32), np.ones((4, 1), np.float32)
-      >>> state, logs = jax.jit(test_step(model))(keras_state(model, batch), batch)
+      >>> state, logs = jax.jit(test_step(model))(bridge.keras_state(model, batch), batch)
       >>> sorted(logs)
       ['loss']
     """
@@ -67,7 +64,6 @@ class KerasStep:
     def __init__(self, model: keras.Model, *, trains: bool) -> None:
         self.model = model
         self.trains = trains
-        self.layouts: Layouts | None = None  # where a model has no values, as while it is fitted
 
     def __call__(self, state: KerasState, batch: PyTree, /) -> tuple[KerasState, PyTree]:
         """Takes one step."""
@@ -82,9 +78,7 @@ class KerasStep:
             logs, (trainable, rest, optimizer, metrics) = self._step(old, batch)
             rest, metrics = merge(rest, metrics)
         new = (trainable, rest, optimizer, metrics)
-        distributed = keras.distribution.distribution() is not None
-        where = (self.layouts or layouts(self.model)) if distributed else None
-        return pinned(KerasState(*map(_as_before, old, new)), where), logs
+        return KerasState(*map(_as_before, old, new)), logs
 
     def _step(self, old: tuple[Variables, ...], batch: PyTree) -> tuple[PyTree, Any]:
         if self.trains:
@@ -95,27 +89,16 @@ class KerasStep:
         return logs, (rest[0], rest[1], optimizer, rest[2])
 
 
-def layouts(model: keras.Model) -> Layouts:
-    """Returns where the variables of a model are."""
-    return {
-        name: [v.value.sharding for v in found] for name, found in variable_lists(model).items()
-    }
+class PredictStep:
+    """A model's own `predict_step` as a functrain step."""
 
+    def __init__(self, model: keras.Model) -> None:
+        self.model = model
 
-def pinned(state: KerasState, where: Layouts | None) -> KerasState:
-    """Keeps variables where `keras.distribution` put them.
-
-    Left to itself the compiler chooses the layout of what a loop carries: biases were seen to
-    drift from replicated to sharded.
-    """
-    if where is None:
-        return state
-    pins = {
-        name: list(map(jax.lax.with_sharding_constraint, values, where[name]))
-        for name in where
-        if (values := getattr(state, name))
-    }
-    return state.replace(**pins)
+    def __call__(self, state: KerasState, batch: PyTree, /) -> tuple[KerasState, PyTree]:
+        """Takes one step."""
+        outputs, rest = self.model.predict_step((state.trainable, state.non_trainable), batch)
+        return state.replace(non_trainable=_as_before(state.non_trainable, rest)), outputs
 
 
 def _as_before(old: Variables, new: Variables) -> Variables:

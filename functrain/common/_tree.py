@@ -85,24 +85,35 @@ def copy(tree: PyTree) -> PyTree:
       TypeError: A leaf is neither an array nor a Python number; the message names it.
       ValueError: An array was donated to a program.
     """
+    return jax.tree_util.tree_map_with_path(_copy, tree)
 
-    def own(path: tuple[jax.tree_util.KeyEntry, ...], leaf: PyTree) -> jax.Array:
-        if not isinstance(leaf, jax.Array | np.ndarray | np.generic | bool | int | float | complex):
-            raise TypeError(
-                f"expected an array at {path_str(path)}, got {spec(leaf)}. A state holds arrays "
-                "only: keep functions and settings in the step that closes over them."
-            )
-        if is_deleted(leaf):
-            raise ValueError(
-                f"expected a live array at {path_str(path)}, got {spec(leaf)} that a program took "
-                "over (donation). Take the state that the program returned."
-            )
-        if isinstance(leaf, jax.Array) and is_key(leaf):
-            return jnp.copy(leaf)
-        dtype = leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
-        return jnp.array(leaf, dtype=jax.dtypes.canonicalize_dtype(dtype))
 
-    return jax.tree_util.tree_map_with_path(own, tree)
+def own(tree: PyTree) -> PyTree:
+    """As `copy`, but takes over the jax arrays that it can: those that are no other leaf's too."""
+    shared = {path for _, path in aliases(tree)}
+
+    def take(path: tuple[jax.tree_util.KeyEntry, ...], leaf: PyTree) -> jax.Array:
+        as_it_is = isinstance(leaf, jax.Array) and not leaf.weak_type and not is_deleted(leaf)
+        return leaf if as_it_is and path_str(path) not in shared else _copy(path, leaf)
+
+    return jax.tree_util.tree_map_with_path(take, tree)
+
+
+def _copy(path: tuple[jax.tree_util.KeyEntry, ...], leaf: PyTree) -> jax.Array:
+    if not isinstance(leaf, jax.Array | np.ndarray | np.generic | bool | int | float | complex):
+        raise TypeError(
+            f"expected an array at {path_str(path)}, got {spec(leaf)}. A state holds arrays "
+            "only: keep functions and settings in the step that closes over them."
+        )
+    if is_deleted(leaf):
+        raise ValueError(
+            f"expected a live array at {path_str(path)}, got {spec(leaf)} that a program took "
+            "over (donation). Take the state that the program returned."
+        )
+    if isinstance(leaf, jax.Array) and is_key(leaf):
+        return jnp.copy(leaf)
+    dtype = leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
+    return jnp.array(leaf, dtype=jax.dtypes.canonicalize_dtype(dtype))
 
 
 def is_deleted(x: PyTree) -> bool:

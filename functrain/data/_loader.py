@@ -94,6 +94,11 @@ class ArrayLoader:
         """Batches per epoch that hold `batch_size` examples."""
         return self.examples // self.batch_size
 
+    @property
+    def remainder(self) -> int:
+        """Examples in the last batch where it is smaller; 0 where it is not."""
+        return self.examples % self.batch_size
+
     def order(self, epoch: int) -> np.ndarray:
         """Returns the order of the examples in an epoch, `i64[N]`."""
         if not self.shuffle:

@@ -1,7 +1,5 @@
 """The fused program: many steps over a chunk of batches."""
 
-import dataclasses
-from collections.abc import Callable
 from typing import Any, Generic
 
 import jax
@@ -11,9 +9,8 @@ from functrain import rewrites as _rewrites
 from functrain.common import _tree
 from functrain.common._checks import is_whole
 from functrain.common._types import PyTree, StateT, Step
-from functrain.engine._guards import guarded
-from functrain.engine._loop import check_stacked, repeat, scan
-from functrain.engine._programs import Program, cached
+from functrain.engine._placement import pins
+from functrain.engine._programs import TRAINING, Loop, Program, known_length, program
 from functrain.rewrites import Mode
 
 
@@ -72,30 +69,16 @@ def fuse(
     if not callable(step):
         raise TypeError(f"step: expected (state, batch) -> (state, logs), got {step!r}")
     chosen = _rewrites.mode(rewrites)
-    # Off CPU a loop of known length needs no word from the host for each round.
-    known = unroll > 1 or jax.default_backend() != "cpu"
-
-    def program(whole: bool) -> Program:
-        return cached(
-            step,
-            ("fuse", k, unroll, donate, chosen, whole),
-            lambda get: _program(get, k, unroll if whole else 0, donate, chosen),
-        )
-
-    partial = program(whole=False)
-    return Fused(step, k, program(whole=True) if known else partial, partial)
+    whole = unroll > 1 or known_length()
+    return Fused(step, k, Loop(k, chosen, whole=whole, unroll=unroll, donate=donate))
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class Fused(Generic[StateT]):
     """A step fused K times; what `fuse` returns.
 
     Attributes:
       step: The step it repeats.
       k: Steps per call.
-      program: The `jax.jit` object that takes all K, ``program(state, chunk, i32[])``, for
-        `lower`, `trace` and the like.
-      partial: The one that takes as many as its last argument says; the same object on CPU.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -106,10 +89,29 @@ class Fused(Generic[StateT]):
       True
     """
 
-    step: Step[StateT]
-    k: int
-    program: Any
-    partial: Any
+    def __init__(self, step: Step[StateT], k: int, loop: Loop) -> None:
+        self.step = step
+        self.k = k
+        self._loop = loop
+        self._programs: dict[Loop, Program] = {}
+
+    def __repr__(self) -> str:
+        """Names the step."""
+        return f"Fused({getattr(self.step, '__name__', type(self.step).__name__)}, k={self.k})"
+
+    @property
+    def program(self) -> "HeldProgram":
+        """The compiled program of K steps, for `lower`, `trace` and the like.
+
+        ``program(state, chunk, i32[]) -> (state, logs)``; lowered, it returns as a third thing a
+        number that is there when all of it is.
+        """
+        return HeldProgram(self._program(self._loop), self.step)
+
+    @property
+    def partial(self) -> "HeldProgram":
+        """As `program`, the one that takes as many steps as its last argument says."""
+        return HeldProgram(self._program(self._loop._replace(whole=False, unroll=1)), self.step)
 
     def __call__(
         self, state: StateT, chunk: PyTree, steps: int | None = None
@@ -118,26 +120,56 @@ class Fused(Generic[StateT]):
         n = self.k if steps is None else steps
         if not 1 <= n <= self.k:
             raise ValueError(f"steps: expected 1 to {self.k}, got {n}")
-        if jax.local_device_count() > 1:
-            _refuse_aliases(state, chunk)  # jax itself ends the process there
+        _refuse_consumed(state)
+        loop = self._loop if n == self.k else self._loop._replace(whole=False, unroll=1)
+        if jax.device_count() > 1:
+            loop = loop._replace(pins=pins(state))
+            if loop.donate:
+                _refuse_aliases(state, chunk)  # jax itself ends the process there
         try:
-            return self.dispatch(state, chunk, n)
+            new, rows, _ = self._program(loop)(state, chunk, np.int32(n))
         except (RuntimeError, ValueError) as error:  # which of them, varies with the message
-            _refuse_consumed(state)
             if "donate" in str(error):
                 _refuse_aliases(state, chunk, error)
             raise
+        return new, rows
 
-    def dispatch(self, state: StateT, chunk: PyTree, steps: int) -> tuple[StateT, PyTree]:
-        """Takes the first `steps` of K steps, without looking at the state first."""
-        program = self.program if steps == self.k else self.partial
-        result: tuple[StateT, PyTree] = program(state, chunk, np.int32(steps))
-        return result
+    def _program(self, loop: Loop) -> Program:
+        if loop not in self._programs:
+            self._programs[loop] = program(self.step, TRAINING, loop)
+        return self._programs[loop]
+
+
+class HeldProgram:
+    """A `jax.jit` object together with its step, which has to live as long.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> program = fuse(lambda state, batch: (state + batch, state), 2).program
+      >>> print(program(jnp.zeros(()), jnp.ones(2), 2)[0])
+      2.0
+    """
+
+    def __init__(self, program: Any, step: Any) -> None:
+        self._program, self._step = program, step
+
+    def __call__(self, *args: Any) -> Any:
+        """Runs it."""
+        return self._program(*args)[:2]
+
+    def lower(self, *args: Any) -> Any:
+        """As `jax.jit(...).lower`."""
+        return self._program.lower(*args)
+
+    def trace(self, *args: Any) -> Any:
+        """As `jax.jit(...).trace`."""
+        return self._program.trace(*args)
 
 
 def _refuse_aliases(state: PyTree, chunk: PyTree, cause: Exception | None = None) -> None:
-    pairs = [" and ".join(map(_name, pair)) for pair in _tree.aliases((state, chunk))]
-    if pairs:
+    found = [pair for pair in _tree.aliases((state, chunk)) if not _both_in_chunk(pair)]
+    if found:
+        pairs = [" and ".join(map(_name, pair)) for pair in found]
         raise ValueError(
             "state: expected every leaf in a buffer of its own, since the program takes them "
             f"over (donation). These share one:\n{_tree.bullets(pairs)}\nCopy one of each "
@@ -145,26 +177,19 @@ def _refuse_aliases(state: PyTree, chunk: PyTree, cause: Exception | None = None
         ) from cause
 
 
+def _both_in_chunk(pair: tuple[str, str]) -> bool:
+    return all(path.partition("/")[0] == "1" for path in pair)
+
+
 def _refuse_consumed(state: PyTree) -> None:
+    if not any(map(_tree.is_deleted, jax.tree.leaves(state))):
+        return
     gone = [p for p, x in _tree.leaves_with_path(state) if _tree.is_deleted(x)]
-    if gone:
-        raise ValueError(
-            "state: expected live arrays, got some that an earlier program took over (donation):\n"
-            f"{_tree.bullets(gone)}\nGo on with the state which that program returned; copy what "
-            "you want to keep, or pass donate=False."
-        )
-
-
-def _program(get: Callable[[], Any], k: int, unroll: int, donate: bool, rewrites: Mode) -> Program:
-    """Returns the compiled loop: of known length if `unroll` is not 0."""
-
-    def fused(state: PyTree, chunk: PyTree, n: jax.Array) -> tuple[PyTree, PyTree]:
-        check_stacked(chunk, k)
-        step = _rewrites.optimize(get(), rewrites)
-        with guarded():
-            return scan(step, state, chunk, unroll) if unroll else repeat(step, state, chunk, n)
-
-    return jax.jit(fused, donate_argnums=0 if donate else ())
+    raise ValueError(
+        "state: expected live arrays, got some that an earlier program took over (donation):\n"
+        f"{_tree.bullets(gone)}\nGo on with the state which that program returned; copy what "
+        "you want to keep, or pass donate=False."
+    )
 
 
 def _name(path: str) -> str:

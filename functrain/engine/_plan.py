@@ -1,6 +1,14 @@
-"""How many steps a program should take: a cheap rule, without measuring."""
+"""How many steps a program takes: a cheap rule, without measuring."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any, Literal, TypeAlias
+
+import jax
+
+from functrain.common._checks import is_whole
+from functrain.common._types import PyTree
+
+FuseArg: TypeAlias = int | Literal["auto"]
 
 MAX_STEPS = 128
 MIN_STEPS = 8
@@ -13,11 +21,60 @@ CACHE_BYTES = 4 * 2**20
 STATE_BYTES = 256 * 2**20
 
 
+class Plan:
+    """Settles K once, when the first batch is known.
+
+    Args:
+      fuse: K, or "auto".
+      state_bytes: Of what the program carries.
+      row_bytes: Called with the first batch, returns the bytes of what a step reports, where that
+        is large: outputs of a prediction.
+      stretches: Returns numbers of steps that are taken without a pause; see `auto_steps`.
+
+    Attributes:
+      first: The kind of the first batch; all that are of that kind go K at a time.
+
+    Raises:
+      ValueError: `fuse` is neither "auto" nor a whole number from 1 on.
+    """
+
+    def __init__(
+        self,
+        fuse: FuseArg,
+        *,
+        state_bytes: int = 0,
+        row_bytes: Callable[[PyTree], int] = lambda batch: 0,
+        stretches: Callable[[], Iterable[int | None]] = lambda: (),
+    ) -> None:
+        require_fuse(fuse)
+        self._fuse, self._state_bytes = fuse, state_bytes
+        self._row_bytes, self._stretches = row_bytes, stretches
+        self.first: Any = None
+        self.batch: PyTree = None
+        self.k = 0
+
+    def settle(self, spec: Any, batch: PyTree) -> None:
+        """Chooses K at the first batch."""
+        self.first = spec
+        self.batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
+        if self._fuse == "auto":
+            size = nbytes(batch) + self._row_bytes(batch)
+            self.k = auto_steps(size, self._state_bytes, self._stretches())
+        else:
+            self.k = int(self._fuse)
+
+
+def require_fuse(fuse: Any) -> None:
+    """Refuses what is no number of steps."""
+    if fuse != "auto" and not is_whole(fuse, 1):
+        raise ValueError(f"fuse: expected 'auto' or a whole number of steps, got {fuse!r}")
+
+
 def auto_steps(batch_bytes: int, state_bytes: int, stretches: Iterable[int | None] = ()) -> int:
     """Returns K: what memory and patience allow.
 
     Args:
-      batch_bytes: Of one batch.
+      batch_bytes: Of one batch, with what its step reports.
       state_bytes: Of the state.
       stretches: Numbers of steps that are taken without a pause: those of an epoch, those until
         something is due. None where unknown. K is no larger than any.
@@ -38,3 +95,9 @@ def auto_steps(batch_bytes: int, state_bytes: int, stretches: Iterable[int | Non
     cache = max(MIN_STEPS, CACHE_BYTES // max(1, batch_bytes))
     memory = CHUNK_BYTES // max(1, batch_bytes)
     return max(1, min(MAX_STEPS, patience, cache, memory, *(n for n in stretches if n)))
+
+
+def nbytes(tree: PyTree) -> int:
+    """Returns the bytes of all arrays in a tree, abstract ones too; keys and numbers count 0."""
+    leaves = (x for x in jax.tree.leaves(tree) if hasattr(x, "dtype") and hasattr(x, "size"))
+    return sum(int(x.size) * getattr(x.dtype, "itemsize", 0) for x in leaves)

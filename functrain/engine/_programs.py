@@ -1,11 +1,95 @@
-"""Compiled programs live as long as the step they were made of."""
+"""Compiled programs: a body repeated over a chunk, kept for as long as the step lives."""
 
 import types
 import weakref
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
-Program = Callable[..., Any]
+import jax
+
+from functrain import rewrites as _rewrites
+from functrain.common._types import PyTree
+from functrain.engine._guards import guarded
+from functrain.engine._loop import check_stacked, repeat, scan
+from functrain.engine._placement import Pins, pinned
+from functrain.rewrites import Mode
+
+Program: TypeAlias = Callable[..., Any]
+
+
+class Kind(NamedTuple):
+    """What a program does with a step.
+
+    Attributes:
+      name: Tells the programs of one step apart.
+      body: Makes of a step what the program repeats: ``body(carry, batch, *const) -> (carry,
+        row)``, where the constants are the same for all batches.
+    """
+
+    name: str
+    body: Callable[[Any], Callable[..., tuple[PyTree, PyTree]]]
+
+
+TRAINING = Kind("train", lambda step: step)
+
+
+class Loop(NamedTuple):
+    """How a program goes about it; part of the key it is kept under.
+
+    Attributes:
+      k: Batches it has room for.
+      rewrites: Which slow operations to rewrite.
+      whole: Whether it always takes all K, in a loop of known length.
+      unroll: Steps in the loop's body.
+      donate: Whether it takes over the carry's buffers.
+      pins: Where to keep the carry's leaves; None where that is no question.
+    """
+
+    k: int
+    rewrites: Mode
+    whole: bool = False
+    unroll: int = 1
+    donate: bool = True
+    pins: Pins | None = None
+
+
+def program(step: Any, kind: Kind, loop: Loop) -> Program:
+    """Returns ``program(carry, chunk, i32[], *const) -> (carry, rows, done)``.
+
+    It is compiled when called. The i32[] says how many batches of the chunk to take, the rows are
+    `[K, ...]`, and `done` is a number that is there when all of the program is.
+    """
+    return cached(step, (kind.name, loop), lambda get: _compiled(get, kind, loop))
+
+
+def known_length() -> bool:
+    """Whether a loop should be told how often it runs.
+
+    Off CPU a loop of unknown length needs a word from the host for each round. On CPU the compiler
+    must not know, so that results do not depend on K.
+    """
+    return jax.default_backend() != "cpu"
+
+
+def _compiled(get: Callable[[], Any], kind: Kind, loop: Loop) -> Program:
+    def run(
+        carry: PyTree, chunk: PyTree, n: jax.Array, *const: PyTree
+    ) -> tuple[PyTree, PyTree, jax.Array]:
+        check_stacked(chunk, loop.k)
+        body = _rewrites.optimize(kind.body(get()), loop.rewrites)
+
+        def once(carry: PyTree, batch: PyTree) -> Any:
+            return pinned(body(carry, batch, *const), loop.pins)
+
+        with guarded():
+            if loop.whole:
+                carry, rows = scan(once, carry, chunk, loop.unroll)
+            else:
+                carry, rows = repeat(once, carry, chunk, n)
+        return carry, rows, n + 0
+
+    return jax.jit(run, donate_argnums=0 if loop.donate else ())
+
 
 # id(step) -> (the step, weakly; its programs). Keyed by identity, and never by a strong reference:
 # a step closes over models and optimizers, which must be free to go.

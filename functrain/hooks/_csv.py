@@ -6,7 +6,7 @@ import pathlib
 from typing import IO, Any
 
 from functrain.engine._trigger import Trigger, every
-from functrain.loop._run import ChunkEnd, Event
+from functrain.loop._events import ChunkEnd, Event
 
 
 class CSVLogger:
@@ -27,10 +27,10 @@ class CSVLogger:
 
     Examples:
       >>> import pathlib, tempfile
-      >>> from functrain import EpochEnd
+      >>> from functrain import EpochEnd, Position
       >>> with tempfile.TemporaryDirectory() as folder:
       ...     log = CSVLogger(f"{folder}/log.csv")
-      ...     log(EpochEnd(epoch=0, step=10, state=(), values={"loss": 0.5}))
+      ...     log(EpochEnd(position=Position(step=10), state=(), values={"loss": 0.5}))
       ...     log.close()
       ...     print(pathlib.Path(f"{folder}/log.csv").read_text().splitlines())
       ['epoch,step,loss', '0,10,0.5']

@@ -5,7 +5,7 @@ from typing import Literal
 
 from functrain.common import _tree
 from functrain.common._types import PyTree
-from functrain.loop._run import EpochEnd, Event, RunEnd
+from functrain.loop._events import EpochEnd, Event, RunEnd
 
 
 class EarlyStopping:
@@ -31,9 +31,10 @@ class EarlyStopping:
         of that name.
 
     Examples:
+      >>> from functrain import EpochEnd, Position
       >>> hook = EarlyStopping("val_loss", patience=1, restore_best=False)
       >>> for loss in (0.5, 0.4, 0.4, 0.6):
-      ...     event = EpochEnd(epoch=0, step=1, state=(), values={"val_loss": loss})
+      ...     event = EpochEnd(position=Position(step=1), state=(), values={"val_loss": loss})
       ...     hook(event)
       ...     print(loss, event.stopped)
       0.5 False

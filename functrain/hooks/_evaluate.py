@@ -2,10 +2,13 @@
 
 from typing import Any
 
-from functrain.engine._feed import FuseArg
+from functrain.data._sources import Source
+from functrain.engine._placement import ShardingArg, batch_sharding, require_divisible
+from functrain.engine._plan import FuseArg
 from functrain.engine._trigger import Trigger, every
-from functrain.loop._evaluate import check_eval_step, evaluate
-from functrain.loop._run import Event
+from functrain.loop._evaluate import evaluate
+from functrain.loop._events import Event
+from functrain.loop._require import require_eval_step
 from functrain.rewrites import Mode
 from functrain.step._step import MeteredStep
 
@@ -20,6 +23,7 @@ class Evaluate:
       prefix: In front of the names of the values.
       fuse: Batches per program.
       rewrites: As for `functrain.evaluate`.
+      sharding: Of one batch, as for `functrain.evaluate`.
       jit: False for debugging.
 
     Raises:
@@ -53,14 +57,21 @@ class Evaluate:
         prefix: str = "val_",
         fuse: FuseArg = "auto",
         rewrites: Mode = "auto",
+        sharding: ShardingArg = None,
         jit: bool = True,
     ) -> None:
-        check_eval_step(step)
+        require_eval_step(step)
+        require_divisible(Source(data), batch_sharding(sharding))
         self.step = step
         self.data = data
         self.when = every(epochs=1) if when is None else when
         self.prefix = prefix
-        self.how: dict[str, Any] = {"fuse": fuse, "rewrites": rewrites, "jit": jit}
+        self.how: dict[str, Any] = {
+            "fuse": fuse,
+            "rewrites": rewrites,
+            "sharding": sharding,
+            "jit": jit,
+        }
 
     def __call__(self, event: Event, /) -> None:
         """Evaluates the event's state."""

@@ -6,15 +6,19 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, Self, TypeAlias
 
 from functrain.engine._trigger import Trigger
-from functrain.loop._run import ChunkEnd, EpochEnd, Event
+from functrain.loop._events import ChunkEnd, EpochEnd, Event, LogsReady
 
 
 class Hook(Protocol):
     """Called with events: with those at which its `when` is due, or with all if it has none.
 
     A plain function is a hook. One may read the event (waiting for the device where it looks at
-    arrays), add to `event.values`, assign `event.state`, and call `event.stop()`. If it has methods
-    `begin` and `close`, they are called when a run begins, and when it ends, however it ends.
+    arrays), add to `event.values`, assign `event.state`, and call `event.stop()`.
+
+    These methods are called if it has them: `begin()` when a run begins, `close()` when it ends,
+    however it ends, and `logs(event)` with every `functrain.LogsReady`, which brings what each step
+    reported to the host without anybody's waiting. With `state()` and `restore(state)` a hook can
+    go on in another process: a pytree of arrays and numbers, to be saved beside the state.
 
     Examples:
       >>> import functrain as ft
@@ -52,6 +56,8 @@ class HookRunner:
                 )
         now = time.perf_counter()
         self._fired = [now] * len(self._hooks)
+        found = (getattr(hook, "logs", None) for hook in self._hooks)
+        self._taking_logs = [take for take in found if callable(take)]
 
     def put_first(self, hook: HookLike) -> None:
         """Adds a hook that comes before the others."""
@@ -70,6 +76,11 @@ class HookRunner:
             if self._due(i, event):
                 self._fired[i] = time.perf_counter()
                 hook(event)
+
+    def logs(self, event: LogsReady) -> None:
+        """Hands the logs of a chunk to the hooks that want them."""
+        for take in self._taking_logs:
+            take(event)
 
     def __enter__(self) -> Self:
         """Lets hooks begin that want to know; closes, at the exit, those that can be closed."""

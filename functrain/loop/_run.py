@@ -1,121 +1,27 @@
 """The loop as a generator: it steps, the caller decides what happens in between."""
 
-import collections
-import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+import itertools
+from collections.abc import Generator, Iterable, Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from functrain.common import _tree
-from functrain.common._checks import is_whole
+from functrain.common._checks import is_whole as is_whole_number
 from functrain.common._types import PyTree, Step
-from functrain.engine import Fused
-from functrain.engine import fuse as fuse_steps
-from functrain.engine._feed import Chunk, Feed, FuseArg
-from functrain.engine._programs import cached
-from functrain.engine._trigger import Trigger
+from functrain.data._sources import Source
+from functrain.engine import _placement, _rows
+from functrain.engine._chunks import Chunk, chunked
+from functrain.engine._driver import Driver, copied
+from functrain.engine._plan import FuseArg, Plan, nbytes
+from functrain.engine._position import Position, require_position
+from functrain.engine._trigger import Trigger, steps_until_due
+from functrain.loop._compute import computed
+from functrain.loop._events import ChunkEnd, EpochEnd, Event, LogsReady, RunEnd
+from functrain.loop._require import require_state, require_step
 from functrain.metrics._metric import Metered
 from functrain.rewrites import Mode
 from functrain.step._step import MeteredStep
-
-# How many programs may be under way before the loop waits for the oldest: enough to keep a device
-# busy, few enough to bound memory and the time an interrupt takes.
-RUN_AHEAD = 2
-
-
-@dataclasses.dataclass(eq=False)
-class Event:
-    """Something that happened in a run.
-
-    Attributes:
-      epoch: Number of the epoch, from 0.
-      step: Steps taken since the run began.
-      state: The state after them. The next program consumes it (donation): use it before you
-        let the loop go on, and copy what you keep. Assign another one, of the same structure,
-        shapes and dtypes, and the run goes on with a copy of that.
-      values: What is known of this moment by name, such as ``{"val_loss": 0.3}``. `fit` puts an
-        epoch's means and metrics in before its hooks run; what hooks add goes into the history.
-
-    Examples:
-      >>> Event(epoch=0, step=3, state=()).step
-      3
-    """
-
-    epoch: int
-    step: int
-    state: PyTree
-    values: dict[str, float] = dataclasses.field(default_factory=dict, kw_only=True)
-    stopped: bool = dataclasses.field(default=False, kw_only=True)
-    _metrics: Callable[[], dict[str, Any]] = dataclasses.field(
-        default=dict, repr=False, kw_only=True
-    )
-
-    def metrics(self) -> dict[str, Any]:
-        """Returns the running metrics of the epoch so far, as arrays on the device."""
-        return self._metrics()
-
-    def stop(self) -> None:
-        """Ends the run after this event; `RunEnd` still comes."""
-        self.stopped = True
-
-
-@dataclasses.dataclass(eq=False)
-class ChunkEnd(Event):
-    """A program has been dispatched; its results may still be under way.
-
-    Attributes:
-      steps: Steps in this chunk, at most K.
-      examples: Examples per step.
-      rows: The logs as the program returned them: every leaf `[K, ...]`, on the device, with rows
-        of zeros where it took fewer steps.
-
-    Examples:
-      >>> import jax.numpy as jnp
-      >>> rows = {"loss": jnp.array([0.5, 0.25, 0.0])}
-      >>> event = ChunkEnd(epoch=0, step=2, state=(), steps=2, examples=32, rows=rows)
-      >>> print(event.logs["loss"], event.latest())
-      [0.5  0.25] {'loss': 0.25}
-    """
-
-    steps: int
-    examples: int
-    rows: PyTree
-
-    @property
-    def logs(self) -> PyTree:
-        """What each step reported: every leaf `[steps, ...]`, on the device."""
-        return jax.tree.map(lambda x: x if len(x) == self.steps else x[: self.steps], self.rows)
-
-    def latest(self) -> dict[str, float]:
-        """Returns the scalars the last step reported. Waits for the device."""
-        host = jax.device_get(self.rows)
-        return {
-            path: float(x[self.steps - 1])
-            for path, x in _tree.leaves_with_path(host)
-            if x.ndim == 1
-        }
-
-
-@dataclasses.dataclass(eq=False)
-class EpochEnd(Event):
-    """An epoch is over; `metrics()` are those of the whole epoch.
-
-    Examples:
-      >>> EpochEnd(epoch=1, step=20, state=()).metrics()
-      {}
-    """
-
-
-@dataclasses.dataclass(eq=False)
-class RunEnd(Event):
-    """The run is over: all epochs are, or someone called `stop`. Always the last event.
-
-    Examples:
-      >>> RunEnd(epoch=1, step=20, state=()).step
-      20
-    """
 
 
 def run(
@@ -124,13 +30,15 @@ def run(
     data: Any,
     *,
     epochs: int = 1,
-    first_epoch: int = 0,
+    start: Position | None = None,
     fuse: FuseArg = "auto",
     boundaries: Iterable[Trigger] = (),
     rewrites: Mode = "auto",
-    sharding: jax.sharding.NamedSharding | None = None,
+    sharding: _placement.ShardingArg = None,
     jit: bool = True,
-) -> Iterator[Event]:
+    donate: bool = False,
+    late_logs: bool = False,
+) -> "Run":
     """Yields an event after every program and every epoch: the loop, for those who own theirs.
 
     Nothing waits for the device but a bound on how far the loop may run ahead: while one program
@@ -144,26 +52,34 @@ def run(
         iterated again). Batches are pytrees of NumPy or jax arrays, or of tensors that
         `np.asarray` takes; they reach the step in their own dtype, so that bytes can be cast and
         scaled on the device.
-      epochs: How many times to go through the data.
-      first_epoch: Number of the first one. A loader's order is a function of it: two runs of one
-        epoch are one run of two if the second has ``first_epoch=1``.
+      epochs: Number of the epoch to stop before: how many there are in the whole training.
+      start: Where to begin, to go on where another run ended; the beginning for None. A loader's
+        order is a function of the epoch, so that the rest of a run is the run's rest, in
+        mid-epoch too. Of other data the first batches of the epoch are fetched and left out.
       fuse: Steps per program, K. ``"auto"`` takes at most 128, and fewer where the epoch is
         short, the state is large or the batches are (8 at the least, if they fit into 64 MiB).
         K batches are in memory at once, two or three times over. Results do not depend on K.
       boundaries: Triggers (`every`, `at`) at whose steps a chunk must end. The same program takes
         fewer steps then: nothing further is compiled.
       rewrites: Which slow operations to rewrite on CPU; see `fuse`.
-      sharding: Of one batch, such as ``NamedSharding(mesh, PartitionSpec("data"))``; a chunk's
-        leading axis is added. The state keeps the shardings it has.
+      sharding: Of one batch, such as ``NamedSharding(mesh, PartitionSpec("data"))``, or a mesh of
+        one axis; a chunk's leading axis is added. The state keeps the shardings it has; what is on
+        no particular device goes to all of the mesh.
       jit: False runs every step by itself, uncompiled, for debugging: prints and breakpoints in
         the step see values.
+      donate: Take over the state instead of copying it: for states that fit into memory but
+        once. The one passed in is CONSUMED.
+      late_logs: Whether to yield `LogsReady` as well: each chunk's logs on the host, one chunk
+        later, for whoever writes them down.
 
-    Yields:
-      `ChunkEnd` after every program, `EpochEnd` after every epoch, `RunEnd` at last.
+    Returns:
+      An iterator: `ChunkEnd` after every program, `EpochEnd` after every epoch, `RunEnd` at last.
+      If a program fails, its ``last_whole()`` is the state to go on from.
 
     Raises:
-      ValueError: No batches, batches that differ from the first, more epochs than an iterator
-        lasts, a `fuse` below 1, or an event was given a state that does not fit.
+      ValueError: No batches, batches that differ from the first or that the devices do not divide,
+        more epochs than an iterator lasts, a `fuse` below 1, or an event was given a state that
+        does not fit.
       TypeError: The data is no source of batches, or the step is not as `fuse` wants it.
 
     Examples:
@@ -174,122 +90,211 @@ def run(
       >>> loader = ArrayLoader(np.ones(10, np.float32), batch_size=2)
       >>> for event in run(jnp.zeros(()), step, loader, fuse=2):
       ...     match event:
-      ...         case ChunkEnd(step=n, state=total):
-      ...             print(n, total)
-      ...         case EpochEnd(epoch=epoch):
-      ...             print("epoch", epoch, "is over")
+      ...         case ChunkEnd():
+      ...             print(event.step, event.state)
+      ...         case EpochEnd():
+      ...             print("epoch", event.epoch, "is over")
       2 4.0
       4 8.0
       5 10.0
       epoch 0 is over
     """
-    state = _tree.copy(state)
-    size = sum(int(x.nbytes) for x in jax.tree.leaves(state) if not _tree.is_key(x))
-    feed = Feed(data, fuse, boundaries=boundaries, sharding=sharding, state_bytes=size)
-    for name, value, least in (("epochs", epochs, 1), ("first_epoch", first_epoch, 0)):
-        if not is_whole(value, least):
-            raise ValueError(f"{name}: expected a whole number from {least} on, got {value!r}")
-    if epochs > 1 and feed.one_shot:
+    require_step(step)
+    require_state(state)
+    if not is_whole_number(epochs, 1):
+        raise ValueError(f"epochs: expected a whole number from 1 on, got {epochs!r}")
+    source, at = Source(data), require_position(start)
+    if source.steps and at.batch >= source.steps:
+        at = Position(at.step, at.epoch + 1)
+    if at.epoch >= epochs:
         raise ValueError(
-            f"data: expected something that can be iterated {epochs} times, got an iterator, "
-            "which is exhausted after one pass. Pass a list, an ArrayLoader or a loader object."
+            f"epochs: expected more than the {at.epoch} that are over at start={tuple(at)}, got "
+            f"{epochs}. It is the number of epochs of the whole training, counted from its "
+            "beginning."
         )
-    epochs_to_do = range(first_epoch, first_epoch + epochs)
-    return _run(_Stepper(step, state, jit, rewrites), feed, epochs_to_do)
+    source.require_passes(epochs - at.epoch)
+    where = _placement.batch_sharding(sharding)
+    _placement.require_divisible(source, where)
+    triggers = tuple(boundaries)
+    plan = Plan(
+        fuse,
+        state_bytes=nbytes(state),
+        stretches=lambda: [source.full_steps, steps_until_due(triggers, 0)],
+    )
+    place = _placement.chunk_placement(where)
+    driver = Driver(step, rewrites=rewrites, jit=jit, place=place)
+    carry = _placement.on_mesh(_tree.own(state) if donate else _tree.copy(state), where)
+    return Run(driver, step, carry, source, plan, triggers, at, epochs, late_logs)
 
 
-def _run(stepper: "_Stepper", feed: Feed, epochs: range) -> Iterator[Event]:
-    event, epoch = Event(epochs.start, 0, ()), epochs.start
-    for epoch in epochs:
-        stepper.begin_epoch()
-        for chunk in feed.epoch(epoch, stepper.taken):
-            rows = stepper.take(chunk)
-            where = stepper.where(epoch)
-            event = ChunkEnd(**where, steps=chunk.steps, examples=chunk.examples, rows=rows)
-            yield event
-            stepper.resume(event.state)
-            if event.stopped:
+class Run(Iterator[Event]):
+    """The events of a run, one by one, and the way back if a program fails; see `run`.
+
+    Attributes:
+      position: How far the training has come.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> events = run(jnp.zeros(()), lambda total, x: (total + x, {}), [jnp.ones(())] * 3)
+      >>> [type(event).__name__ for event in events]
+      ['ChunkEnd', 'EpochEnd', 'RunEnd']
+      >>> events.position
+      Position(step=3, epoch=0, batch=3)
+    """
+
+    def __init__(
+        self,
+        driver: Driver,
+        step: Any,
+        state: PyTree,
+        source: Source,
+        plan: Plan,
+        boundaries: tuple[Trigger, ...],
+        start: Position,
+        epochs: int,
+        late_logs: bool,
+    ) -> None:
+        self.position = start
+        self._driver, self._step, self._source, self._plan = driver, step, source, plan
+        self._boundaries, self._epochs, self._late_logs = boundaries, epochs, late_logs
+        self._no_metrics = step.start(()).metrics if isinstance(step, MeteredStep) else None
+        self._names: dict[Any, list[tuple[int, str]]] = {}
+        driver.begin(self._metered(state))
+        driver.keep_spare(start, now=True)
+        self._chunks = self._begin_pass(start)
+        self._late: tuple[Position, Chunk, PyTree] | None = None
+        self._events = self._run()
+
+    def __next__(self) -> Event:
+        """Takes the next chunk, where it is time for one, and returns what happened."""
+        event: Event = next(self._events)
+        return event
+
+    def last_whole(self) -> tuple[PyTree, Position] | None:
+        """Returns the last whole state and its position, after an error in the midst of a run.
+
+        A program that fails takes the state along that it was given. Then it is the last copy, of
+        at most some seconds ago; there are copies of states up to 256 MiB. None if there is none.
+        """
+        found = self._driver.last_whole(self.position)
+        return None if found is None else (_bare(found[0]), found[1])
+
+    def unread_logs(self) -> LogsReady | None:
+        """Returns the logs of the last chunk, after an error, if their event has not come yet."""
+        late, self._late = self._late, None
+        return None if late is None else self._logs(*late)
+
+    def _run(self) -> Iterator[Any]:
+        while True:
+            stopped = yield from self._epoch()
+            if stopped or self.position.epoch + 1 == self._epochs:
                 break
-        else:
-            event = EpochEnd(**stepper.where(epoch))
+            self.position = Position(self.position.step, self.position.epoch + 1)
+            self._driver.begin(self._metered(self._state))
+        end = RunEnd(**self._moment())
+        yield end
+        self._go_on_from(end.state)  # refuses what is no state of this run
+
+    def _epoch(self) -> Generator[Any, None, bool]:
+        taken = 0
+        for chunk in self._chunks:
+            rows = self._driver.run(chunk)
+            self.position, taken = self.position.after(chunk.steps), taken + chunk.steps
+            yield from self._due_logs()
+            if self._late_logs:
+                self._late = self.position, chunk._replace(batches=None), rows
+            moment = self._moment()
+            event = ChunkEnd(**moment, steps=chunk.steps, examples=chunk.examples, rows=rows)
             yield event
-            stepper.resume(event.state)
-        if event.stopped:
-            break
-    event = RunEnd(epoch, stepper.taken, stepper.state)
-    yield event
-    stepper.resume(event.state)  # refuses what is no state of this run
+            self._go_on_from(event.state)
+            if event.stopped:
+                yield from self._due_logs()
+                return True
+            self._driver.keep_spare(self.position)
+        self._require_some(taken)
+        self._prepare_next_epoch()
+        yield from self._due_logs()
+        end = EpochEnd(**self._moment())
+        yield end
+        self._go_on_from(end.state)
+        if not self._source.can_seek:
+            self._chunks = self._begin_pass(Position(self.position.step, self.position.epoch + 1))
+        return end.stopped
 
+    def _due_logs(self) -> Iterator[LogsReady]:
+        if (found := self.unread_logs()) is not None:
+            yield found
 
-class _Stepper:
-    """A step, its programs, and the state it has come to."""
+    def _require_some(self, taken: int) -> None:
+        if not (taken or self.position.batch):
+            raise ValueError(
+                f"data: expected at least one batch in epoch {self.position.epoch}, got none. An "
+                "iterator or generator is exhausted after one pass: pass something that can be "
+                "iterated again."
+            )
 
-    def __init__(self, step: Any, state: PyTree, jit: bool, rewrites: Mode) -> None:
-        self._step, self._jit, self._rewrites = step, jit, rewrites
-        self._carry = state
-        self._fused: dict[int, Fused[Any]] = {}
-        self._in_flight: collections.deque[PyTree] = collections.deque()
-        self.taken = 0
+    def _begin_pass(self, at: Position) -> Iterator[Chunk]:
+        before = at.step - at.batch  # steps taken before this epoch
+
+        def until(batch: int) -> int | None:
+            return steps_until_due(self._boundaries, before + batch)
+
+        return self._lazily(at, until)
+
+    def _lazily(self, at: Position, until: Any) -> Iterator[Chunk]:
+        batches = self._source.begin(at.epoch, at.batch)
+        where = f"epoch {at.epoch}"
+        yield from chunked(batches, self._plan, until, where=where, start=at.batch)
+
+    def _prepare_next_epoch(self) -> None:
+        """Makes the next epoch's first chunk while the device is busy with the last of this."""
+        at = Position(self.position.step, self.position.epoch + 1)
+        if self._source.can_seek and at.epoch < self._epochs:
+            chunks = self._begin_pass(at)
+            self._chunks = itertools.chain(list(itertools.islice(chunks, 1)), chunks)
 
     @property
-    def state(self) -> PyTree:
-        """The state, without metrics."""
-        return self._carry.state if isinstance(self._carry, Metered) else self._carry
+    def _state(self) -> PyTree:
+        return _bare(self._driver.carry)
 
-    def begin_epoch(self) -> None:
-        """Lets metrics start afresh."""
-        if isinstance(self._step, MeteredStep):
-            self._carry = self._step.start(self.state)
+    def _metered(self, state: PyTree) -> PyTree:
+        """Puts metrics that have seen nothing beside a state, where the step has some."""
+        if self._no_metrics is None:
+            return state
+        return Metered(state, _placement.beside(copied(self._no_metrics), state))
 
-    def take(self, chunk: Chunk) -> PyTree:
-        """Takes a chunk's steps; waits only where too many programs are under way."""
-        if self._jit:
-            if chunk.k not in self._fused:
-                self._fused[chunk.k] = fuse_steps(self._step, chunk.k, rewrites=self._rewrites)
-            fused = self._fused[chunk.k]
-            self._carry, rows = fused.dispatch(self._carry, chunk.batches, chunk.steps)
-        else:
-            self._carry, rows = _eager(self._step, self._carry, chunk)
-        self.taken += chunk.steps
-        # A state is donated to the next program, so only logs can be waited for later.
-        self._in_flight.append(rows)
-        if not jax.tree.leaves(rows):
-            jax.block_until_ready(self._carry)
-        if len(self._in_flight) > RUN_AHEAD:
-            jax.block_until_ready(self._in_flight.popleft())
-        return rows
-
-    def where(self, epoch: int) -> dict[str, Any]:
+    def _moment(self) -> dict[str, Any]:
         """Returns what every event says."""
-        known = {"epoch": epoch, "step": self.taken, "state": self.state}
-        if not isinstance(self._step, MeteredStep):
+        known = {"position": self.position, "state": self._state}
+        if self._no_metrics is None:
             return known
-        compute = cached(
-            self._step, "metrics", lambda get: jax.jit(lambda m: get().metrics.compute(m))
-        )
-        metrics = self._carry.metrics
-        return {**known, "_metrics": lambda: compute(metrics)}
+        step, metrics = self._step, self._driver.carry.metrics
+        return {**known, "_metrics": lambda: computed(step, metrics)}
 
-    def resume(self, state: PyTree) -> None:
+    def _logs(self, position: Position, chunk: Chunk, rows: PyTree) -> LogsReady:
+        leaves, structure = jax.tree.flatten(rows)
+        if structure not in self._names:  # once: paths are slow, and the same each time
+            paths = [path for path, _ in _tree.leaves_with_path(rows)]
+            self._names[structure] = [(i, p) for i, p in enumerate(paths) if leaves[i].ndim == 1]
+        names = self._names[structure]
+        values = _rows.on_host([leaves[i] for i, _ in names], chunk.steps)
+        logs = {name: x for (_, name), x in zip(names, values, strict=True)}
+        return LogsReady(position=position, steps=chunk.steps, examples=chunk.examples, logs=logs)
+
+    def _go_on_from(self, state: PyTree) -> None:
         """Goes on with the state an event was left with."""
-        if state is self.state:
+        if state is self._state:
             return
-        changed = _tree.differences(self.state, state)
+        changed = _tree.differences(self._state, state)
         if changed:
             raise ValueError(
                 "event.state: expected a state of the structure, shapes and dtypes it had, got\n"
                 f"{_tree.bullets(changed)}"
             )
         new = _tree.copy(state)
-        metered = isinstance(self._carry, Metered)
-        self._carry = self._carry.replace(state=new) if metered else new
+        metered = isinstance(self._driver.carry, Metered)
+        self._driver.begin(self._driver.carry.replace(state=new) if metered else new)
 
 
-def _eager(step: Any, carry: PyTree, chunk: Chunk) -> tuple[PyTree, PyTree]:
-    """Takes a chunk's steps one by one, uncompiled."""
-    logs = []
-    with jax.disable_jit():
-        for i in range(chunk.steps):
-            carry, log = step(carry, jax.tree.map(lambda x, i=i: jnp.asarray(x[i]), chunk.batches))
-            logs.append(log)
-        return carry, jax.tree.map(lambda *leaves: jnp.stack(leaves), *logs)
+def _bare(carry: PyTree) -> PyTree:
+    return carry.state if isinstance(carry, Metered) else carry

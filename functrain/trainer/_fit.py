@@ -1,20 +1,25 @@
 """The loop most people want: epochs, evaluation, progress, history."""
 
-from collections.abc import Iterator, Sequence
+import contextlib
+from collections.abc import Sequence
 from typing import Any, Generic, NamedTuple
 
-import jax
-
-from functrain.common._types import PyTree, StateT, Step
-from functrain.engine._feed import FuseArg, steps_per_epoch
-from functrain.engine._interrupt import deferred_interrupt
+from functrain.common._arguments import advised
+from functrain.common._types import StateT, Step
+from functrain.data._sources import Source
+from functrain.engine import _placement
+from functrain.engine._plan import FuseArg
+from functrain.engine._position import Position, require_position
+from functrain.engine._signals import held_signals
 from functrain.hooks._evaluate import Evaluate
 from functrain.hooks._hook import HookLike, HookRunner
-from functrain.loop._run import run
+from functrain.loop._events import LogsReady
+from functrain.loop._run import Run, run
 from functrain.rewrites import Mode
 from functrain.step._step import MeteredStep
-from functrain.trainer._history import History, Recorder
+from functrain.trainer._history import History
 from functrain.trainer._progress import ProgressReport, Verbose
+from functrain.trainer._recorder import Recorder
 
 
 class FitResult(NamedTuple, Generic[StateT]):
@@ -34,20 +39,34 @@ class FitResult(NamedTuple, Generic[StateT]):
     history: History
 
 
+@advised(
+    "It is fit(state, step, data): inputs and labels go into one loader, "
+    "functrain.ArrayLoader((x, y), batch_size).",
+    batch_size="It belongs to the data: functrain.ArrayLoader((x, y), batch_size).",
+    shuffle="It belongs to the data: functrain.ArrayLoader((x, y), batch_size, shuffle=True).",
+    validation_data="Pass eval_data=functrain.ArrayLoader((x, y), batch_size) and "
+    "eval_step=functrain.eval_step(loss_fn).",
+    callbacks="Pass hooks=[...], functions of an event; Keras's callbacks go into bridge.fit.",
+    first_epoch="Pass start=functrain.Position(step, epoch), and as epochs the number of the whole "
+    "training.",
+    initial_epoch="Pass start=functrain.Position(step, epoch).",
+    metrics="They belong to the step: functrain.train_step(loss_fn, tx, metrics={...}).",
+)
 def fit(
     state: StateT,
     step: Step[Any],
     data: Any,
     *,
     epochs: int = 1,
-    first_epoch: int = 0,
+    start: Position | None = None,
     eval_data: Any = None,
     eval_step: MeteredStep | None = None,
+    hooks: Sequence[HookLike] = (),
     fuse: FuseArg = "auto",
     rewrites: Mode = "auto",
-    hooks: Sequence[HookLike] = (),
-    sharding: jax.sharding.NamedSharding | None = None,
+    sharding: _placement.ShardingArg = None,
     jit: bool = True,
+    donate: bool = False,
     verbose: Verbose = "auto",
 ) -> FitResult[StateT]:
     """Trains a state for some epochs.
@@ -56,16 +75,17 @@ def fit(
       state: Any pytree of arrays, usually a `TrainState`. Copied once: the caller's stays alive.
       step: ``(state, batch) -> (state, logs)``, not jitted, usually from `train_step`.
       data: An `ArrayLoader` or an iterable of batches, as for `run`.
-      epochs: How many times to go through the data.
-      first_epoch: Number of the first one, to go on where another fit ended; see `run`.
+      epochs: How many there are in the whole training: the number of the epoch to stop before.
+      start: Where to begin, to go on where another fit ended; see `run`.
       eval_data: Evaluated at the end of each epoch; its values appear under ``val_``.
       eval_step: From `functrain.eval_step`; needed with `eval_data`.
-      fuse: Steps per program, or ``"auto"``; see `run`. Results do not depend on it.
-      rewrites: Which slow operations to rewrite on CPU; see `functrain.fuse`.
       hooks: Called with the run's events, in their order; see `functrain.hooks.Hook`. Chunks end
         exactly where one is due. Evaluation comes before them, the progress report after.
-      sharding: Of one batch, as for `run`.
+      fuse: Steps per program, or ``"auto"``; see `run`. Results do not depend on it.
+      rewrites: Which slow operations to rewrite on CPU; see `functrain.fuse`.
+      sharding: Of one batch, as for `run`; of a batch of `eval_data` as well.
       jit: False runs the steps one by one and uncompiled, for debugging.
+      donate: Take over the state instead of copying it; see `run`. The one passed in is CONSUMED.
       verbose: ``"auto"``: a progress bar in a terminal or notebook, a line per epoch elsewhere.
         ``"bar"`` or 1, ``"lines"`` or 2, 0 for silence.
 
@@ -76,9 +96,11 @@ def fit(
       ValueError: As `run`; or one of `eval_data` and `eval_step` comes without the other.
       TypeError: As `run`; or `eval_step` carries no metrics, or trains.
 
-    Whatever is raised once training has begun, Ctrl-C included, carries the state and history so
-    far as an attribute `fit_result` (in a notebook: ``sys.last_value.fit_result``). The first
-    Ctrl-C waits for the program under way; a second one does not.
+    Whatever is raised once something has been trained, Ctrl-C included, carries the last whole
+    state and the history up to it as an attribute `fit_result` (in a notebook:
+    ``sys.last_value.fit_result``). Where a program fails, that is the state of at most some
+    seconds before, if it has no more than 256 MiB. The first Ctrl-C, and a SIGTERM that Python
+    handles, wait for the program under way; a second one does not.
 
     Examples:
       >>> import jax.numpy as jnp, numpy as np, optax
@@ -98,56 +120,75 @@ def fit(
       >>> print(state.step, round(float(state.params["w"]), 3), len(history.steps["loss"]))
       200 3.0 200
     """
+    due = HookRunner(hooks)
+    begin = require_position(start)
     if (eval_data is None) != (eval_step is None):
         raise ValueError(
             "eval_data and eval_step: expected both or neither. The step comes from "
             "functrain.eval_step(loss_fn, metrics=...)."
         )
-    if epochs > 1 and isinstance(eval_data, Iterator):
-        raise ValueError(
-            f"eval_data: expected something that can be iterated {epochs} times, got an iterator, "
-            "which is exhausted after one pass. Pass a list, an ArrayLoader or a loader object."
-        )
-    due = HookRunner(hooks)
     if eval_step is not None:
-        due.put_first(Evaluate(eval_step, eval_data, rewrites=rewrites, jit=jit))
+        Source(eval_data, "eval_data").require_passes(epochs - begin.epoch)
+        same: dict[str, Any] = {"rewrites": rewrites, "sharding": sharding, "jit": jit}
+        due.put_first(Evaluate(eval_step, eval_data, **same))
     events = run(
         state,
         step,
         data,
         epochs=epochs,
-        first_epoch=first_epoch,
+        start=begin,
         fuse=fuse,
         boundaries=due.boundaries,
         rewrites=rewrites,
         sharding=sharding,
         jit=jit,
+        donate=donate,
+        late_logs=True,
     )
-    recorder = Recorder()
+    recorder = Recorder(begin.step)
     try:
         with (
-            deferred_interrupt() as interrupted,
+            held_signals() as signals,
             due,
-            ProgressReport(epochs, steps_per_epoch(data), verbose, first_epoch) as progress,
+            ProgressReport(epochs, Source(data).steps, verbose, events.position) as progress,
         ):
             for event in events:
-                state = event.state
+                if isinstance(event, LogsReady):
+                    recorder.logs(event)
+                    due.logs(event)
+                    continue
                 recorder.before(event)
                 due(event)
                 recorder.after(event)
                 progress(event, recorder)
                 state = event.state
-                if interrupted():
-                    raise KeyboardInterrupt
+                signals.act()
     except BaseException as error:
-        _attach(error, state, recorder)
+        _attach_result(error, events, recorder, begin)
         raise
     return FitResult(state, recorder.history())
 
 
-def _attach(error: BaseException, state: PyTree, recorder: Recorder) -> None:
+def _attach_result(error: BaseException, events: Run, recorder: Recorder, begin: Position) -> None:
     """Lets an error carry what was trained until it came."""
-    if any(isinstance(x, jax.Array) and x.is_deleted() for x in jax.tree.leaves(state)):
-        return  # the error came in the midst of a program that had taken the state over
-    error.fit_result = FitResult(state, recorder.history())  # type: ignore[attr-defined]
-    error.add_note("What was trained until then is in this error's `fit_result`.")
+    if events.position == begin:
+        return
+    with contextlib.suppress(Exception):  # of a program that failed there are none
+        if (late := events.unread_logs()) is not None:
+            recorder.logs(late)
+    found = events.last_whole()
+    if found is None:
+        error.add_note(
+            f"A program failed in the steps up to {events.position.step} of epoch "
+            f"{events.position.epoch}, and took the state along: there is no copy of a state of "
+            "this size. Save it now and then from a hook, as with functrain.save."
+        )
+        return
+    state, at = found
+    if at.step == begin.step:
+        return
+    error.fit_result = FitResult(state, recorder.history(at.step))  # type: ignore[attr-defined]
+    error.add_note(
+        f"What was trained until step {at.step} is in this error's `fit_result`."
+        + ("" if at == events.position else " The program after that failed.")
+    )

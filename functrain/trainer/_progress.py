@@ -17,8 +17,9 @@ from rich.progress import (
 
 from functrain.common import _tree
 from functrain.common._types import PyTree
-from functrain.loop._run import ChunkEnd, EpochEnd, Event
-from functrain.trainer._history import Recorder
+from functrain.engine._position import Position
+from functrain.loop._events import ChunkEnd, EpochEnd, Event
+from functrain.trainer._recorder import Recorder
 
 Verbose: TypeAlias = Literal["auto", "bar", "lines"] | int
 
@@ -29,9 +30,8 @@ class ProgressReport:
     """Shows how far a fit is: steps, examples per second, losses, metrics, rate, time left.
 
     Args:
-      epochs: How many there will be.
+      epochs: How many there are in the whole training.
       steps_per_epoch: If known.
-      first_epoch: Number of the first.
       verbose: ``"auto"`` takes the bar in a terminal or notebook and lines elsewhere; ``"bar"``
         or 1, ``"lines"`` or 2, and 0 for silence choose.
       console: Where to write; standard output by default.
@@ -42,19 +42,20 @@ class ProgressReport:
         epochs: int,
         steps_per_epoch: int | None,
         verbose: Verbose = "auto",
-        first_epoch: int = 0,
+        start: Position = Position(),  # noqa: B008  # a tuple
         console: Console | None = None,
     ) -> None:
         self._console = console or Console()
         self._style = _style(verbose, self._console)
-        self._first = first_epoch
-        self._epochs = first_epoch + epochs
+        self._first = start.epoch
+        self._epochs = epochs
         self._total = steps_per_epoch
         self._bar: Progress | None = None
         self._task = TaskID(0)
         self._metrics: PyTree = {}
         self._shown = 0.0
-        self._begin(first_epoch)
+        self._begin(start.epoch)
+        self._steps = start.batch
 
     def __enter__(self) -> Self:
         """Shows the bar, where there is one."""

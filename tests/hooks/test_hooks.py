@@ -218,7 +218,7 @@ def test_csv_has_a_row_each_time_it_is_due(tmp_path) -> None:
 def test_csv_goes_on_below_what_a_run_before_it_wrote(tmp_path) -> None:
     def log(epoch: int, append: bool, **values: float) -> None:
         hook = ft.hooks.CSVLogger(tmp_path / "log.csv", append=append)
-        hook(ft.EpochEnd(epoch=epoch, step=4, state=(), values=values))
+        hook(ft.EpochEnd(position=ft.Position(step=4, epoch=epoch), state=(), values=values))
         hook.close()
 
     log(0, append=True, loss=3.0, accuracy=0.25)  # there is no file yet

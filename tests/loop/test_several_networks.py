@@ -119,7 +119,7 @@ def test_several_networks_are_saved_and_go_on(tmp_path) -> None:
     half, _ = ft.fit(players(), gan_step, DATA, epochs=1, verbose=0)
     ft.save(tmp_path / "half", half)
     loaded = ft.load(tmp_path / "half", like=jax.eval_shape(players))
-    same(ft.fit(loaded, gan_step, DATA, epochs=1, first_epoch=1, verbose=0).state, whole)
+    same(ft.fit(loaded, gan_step, DATA, epochs=2, start=ft.Position(12, 1), verbose=0).state, whole)
 
 
 # A student, and a target that follows it: an average of its weights, which no gradient touches.

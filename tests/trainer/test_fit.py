@@ -9,8 +9,8 @@ import pytest
 from rich.console import Console
 
 import functrain as ft
-from functrain.trainer._history import Recorder
 from functrain.trainer._progress import ProgressReport
+from functrain.trainer._recorder import Recorder
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(103, 4)).astype(np.float32)
@@ -185,8 +185,8 @@ def test_what_was_trained_survives_an_error_in_the_data() -> None:
 
     with pytest.raises(OSError, match="disk on fire") as caught:
         ft.fit(state, step, batches(), fuse=2, verbose=0)
-    assert int(caught.value.fit_result.state.step) == 4
-    assert len(caught.value.fit_result.history.steps["loss"]) == 4
+    assert int(caught.value.fit_result.state.step) == 5
+    assert len(caught.value.fit_result.history.steps["loss"]) == 5
 
 
 def test_an_interrupt_waits_for_the_program_and_loses_nothing(ctrl_c) -> None:
@@ -207,7 +207,7 @@ def test_epochs_can_be_fitted_one_by_one() -> None:
     data = ft.ArrayLoader((X, Y), 10, shuffle=True, seed=2)
     at_once, _ = ft.fit(state, step, data, epochs=2, verbose=0)
     first, _ = ft.fit(state, step, data, verbose=0)
-    second, _ = ft.fit(first, step, data, first_epoch=1, verbose=0)
+    second, _ = ft.fit(first, step, data, epochs=2, start=ft.Position(11, 1), verbose=0)
     np.testing.assert_array_equal(second.params["w"], at_once.params["w"])
 
 

@@ -1,0 +1,39 @@
+"""Words for arguments that people bring along from other libraries."""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def advised(positional: str, **advice: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Says of arguments that a function does not take what to do instead.
+
+    Args:
+      positional: What to say where there are too many of them.
+      **advice: What to say of a keyword.
+    """
+
+    def decorate(function: Callable[P, T]) -> Callable[P, T]:
+        parameters = inspect.signature(function).parameters.values()
+        most = sum(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters)
+        name = function.__name__
+
+        @functools.wraps(function)
+        def checked(*args: P.args, **kwargs: P.kwargs) -> T:
+            if len(args) > most:
+                raise TypeError(
+                    f"{name}: expected {most} arguments without a name, got {len(args)}. "
+                    f"{positional}"
+                )
+            for keyword in kwargs:
+                if keyword in advice:
+                    raise TypeError(f"{name}: expected no {keyword}=. {advice[keyword]}")
+            return function(*args, **kwargs)
+
+        return checked
+
+    return decorate

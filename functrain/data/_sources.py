@@ -1,0 +1,149 @@
+"""Where batches come from: passes over any data."""
+
+import inspect
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from functrain.common._types import PyTree
+from functrain.data._loader import ArrayLoader
+from functrain.data._stacks import Pass, Spec, Stack, filled
+from functrain.data._stream import StreamPass, batches_of
+
+
+class Source:
+    """Data that can be passed over.
+
+    Args:
+      data: An `ArrayLoader`, or an iterable of batches.
+      name: Of the argument, for errors.
+
+    Raises:
+      TypeError: `data` is neither.
+      ValueError: `data` is known to hold nothing.
+    """
+
+    def __init__(self, data: Any, name: str = "data") -> None:
+        if not isinstance(data, ArrayLoader):
+            _require_batches(data, name)
+        self.data = data
+        self.name = name
+
+    @property
+    def is_iterator(self) -> bool:
+        """Whether it is gone after one pass."""
+        return isinstance(self.data, Iterator)
+
+    @property
+    def can_seek(self) -> bool:
+        """Whether any batch can be asked for at any time."""
+        return isinstance(self.data, ArrayLoader)
+
+    @property
+    def steps(self) -> int | None:
+        """Batches in a pass; None where the data do not know."""
+        try:
+            return len(self.data)
+        except TypeError:
+            return None
+
+    @property
+    def full_steps(self) -> int | None:
+        """Those among them that are of full size, as far as is known."""
+        return self.data.full_batches if self.can_seek else self.steps
+
+    def require_passes(self, epochs: int) -> None:
+        """Refuses an iterator that would have to last for several epochs."""
+        if epochs > 1 and self.is_iterator:
+            raise ValueError(
+                f"{self.name}: expected something that can be iterated {epochs} times, got an "
+                "iterator, which is exhausted after one pass. Pass a list, an ArrayLoader or a "
+                "loader object."
+            )
+
+    def specs(self) -> Iterator[PyTree]:
+        """Yields the shapes of the batches, of each kind once, as far as they are known now."""
+        if self.can_seek:
+            yield from _specs(self.data)
+        elif isinstance(self.data, list | tuple):
+            yield jax.tree.map(_spec, self.data[0])
+
+    def begin(self, epoch: int, batch: int = 0) -> Pass:
+        """Begins a pass, at the given batch of it."""
+        if self.can_seek:
+            return ArrayPass(self.data, epoch, batch)
+        return StreamPass(batches_of(self.data, self.name, epoch, batch))
+
+
+class ArrayPass:
+    """A pass over an `ArrayLoader`: full batches are gathered K at a time."""
+
+    def __init__(self, loader: ArrayLoader, epoch: int, batch: int) -> None:
+        self._loader, self._epoch, self._next = loader, epoch, batch
+
+    def _examples(self) -> int:
+        whole = self._next < self._loader.full_batches
+        return self._loader.batch_size if whole else self._loader.remainder
+
+    def spec(self) -> Spec | None:
+        """Returns the next batch's number of examples."""
+        return self._examples() if self._next < len(self._loader) else None
+
+    def peek(self) -> PyTree:
+        """Returns the shapes of the next batch: making it would be for nobody."""
+        return _specs_of(self._loader, self._examples())
+
+    def take(self, most: int, k: int) -> Stack:
+        """Gathers the next batches."""
+        loader, start, examples = self._loader, self._next, self._examples()
+        steps = max(1, min(most, loader.full_batches - start))
+        self._next += steps
+        if start < loader.full_batches:
+            batches = filled(loader.chunk(self._epoch, start, steps), k, steps)
+        else:
+            batches = jax.tree.map(lambda x: x[None], loader.batch(self._epoch, start))
+        return Stack(batches, steps, examples)
+
+
+def _specs(loader: ArrayLoader) -> Iterator[PyTree]:
+    yield _specs_of(loader, loader.batch_size)
+    if len(loader) > loader.full_batches:
+        yield _specs_of(loader, loader.remainder)
+
+
+def _specs_of(loader: ArrayLoader, examples: int) -> PyTree:
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct((examples, *x.shape[1:]), x.dtype), loader.data
+    )
+
+
+def _spec(x: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(np.shape(x), x.dtype if hasattr(x, "dtype") else np.result_type(x))
+
+
+def _require_batches(data: Any, name: str) -> None:
+    """Refuses what is no iterable of batches, and arrays, which have to be cut into batches."""
+    if inspect.isgeneratorfunction(data):
+        raise TypeError(
+            f"{name}: expected an iterable of batches, got the generator function "
+            f"{data.__name__}, which is not one until it is called: {data.__name__}(). For more "
+            "than one epoch pass an object whose __iter__ it is."
+        )
+    arrays = isinstance(data, dict | np.ndarray | jax.Array | str | bytes) or (
+        isinstance(data, tuple) and any(hasattr(x, "shape") for x in data)
+    )
+    if arrays or not isinstance(data, Iterable):
+        raise TypeError(
+            f"{name}: expected an ArrayLoader or an iterable of batches, got "
+            f"{type(data).__name__}. For arrays: functrain.ArrayLoader((x, y), batch_size)."
+        )
+    if isinstance(data, list | tuple):
+        if not data:
+            raise ValueError(f"{name}: expected at least one batch, got an empty list")
+        if isinstance(data[0], bool | int | float | complex | str):
+            raise TypeError(
+                f"{name}: expected a list of batches, got one of {type(data[0]).__name__}s. For "
+                "numbers: functrain.ArrayLoader(np.asarray(data), batch_size)."
+            )

@@ -1,0 +1,57 @@
+"""Batches alike, stacked: what every pass over data hands out."""
+
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from functrain.common._types import PyTree
+from functrain.data import _buffer
+
+Spec = Any
+"""What tells batches apart that cannot be stacked; compared with ``==``."""
+
+
+class Stack(NamedTuple):
+    """Batches alike.
+
+    Attributes:
+      batches: Every leaf `[k, B, ...]`, filled up with zeros behind the first `steps`.
+      steps: How many batches there are.
+      examples: In each of them, B.
+      marks: What else the source says of each, if it does.
+    """
+
+    batches: PyTree
+    steps: int
+    examples: int
+    marks: Any = None
+
+
+class Pass(Protocol):
+    """One pass over data. `spec` and `peek` look at the next batch, `take` hands out batches."""
+
+    def spec(self) -> Spec | None:
+        """Returns the kind of the next batch; None at the end."""
+
+    def peek(self) -> PyTree:
+        """Returns the next batch: arrays, or their `jax.ShapeDtypeStruct`s."""
+
+    def take(self, most: int, k: int) -> Stack:
+        """Returns the next batches that are alike, at most so many, with room for k of them."""
+
+
+def filled(batches: PyTree, k: int, steps: int) -> PyTree:
+    """Fills stacked batches up to K with zeros, which no step will see."""
+    if steps == k:
+        return batches
+    return jax.tree.map(
+        lambda x: fill(x, k) if isinstance(x, jax.Array) else _buffer.stack(x, k), batches
+    )
+
+
+def fill(x: jax.Array, k: int) -> jax.Array:
+    """Fills one array up to K with zeros."""
+    if len(x) == k:
+        return x
+    return jnp.concatenate([x, jnp.zeros((k - len(x), *x.shape[1:]), x.dtype)])

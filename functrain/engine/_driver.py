@@ -1,0 +1,157 @@
+"""The driver: a carry on its way through programs, and what becomes of it if one fails."""
+
+import collections
+import contextlib
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from functrain import rewrites as _rewrites
+from functrain.common import _tree
+from functrain.common._types import PyTree
+from functrain.engine import _placement
+from functrain.engine._chunks import Chunk
+from functrain.engine._plan import nbytes
+from functrain.engine._programs import TRAINING, Kind, Loop, Program, known_length, program
+from functrain.rewrites import Mode
+
+# How many programs may be under way before the driver waits for the oldest: enough to keep a
+# device busy, few enough to bound memory and the time an interrupt takes.
+RUN_AHEAD = 2
+# A carry of no more than this is copied now and then, to have something whole should a program
+# fail with it in its hands (out of memory, an error in a host callback).
+SPARE_BYTES = 256 * 2**20
+# How often, at the most: such a copy takes some 50 ms of 256 MiB.
+SPARE_SECONDS = 2.0
+
+
+class Driver:
+    """Takes chunks through compiled programs: ``(carry, chunk, const) -> (carry, rows)``.
+
+    Training carries the state, and its rows are logs. Evaluation carries metrics, prediction
+    nothing, and the state is a constant. The driver owns its carry: every program takes over the
+    buffers of the one before.
+
+    Args:
+      step: What the programs are made of, and kept with.
+      kind: What they do with it.
+      rewrites: Which slow operations to rewrite on CPU.
+      jit: False runs the body batch by batch, uncompiled.
+      uncompiled: Entered around each batch then.
+      place: Puts a chunk on the devices.
+
+    Attributes:
+      carry: As the last program returned it; its results may still be under way.
+    """
+
+    def __init__(
+        self,
+        step: Any,
+        kind: Kind = TRAINING,
+        *,
+        rewrites: Mode = "auto",
+        jit: bool = True,
+        uncompiled: Callable[[], contextlib.AbstractContextManager[Any]] = jax.disable_jit,
+        place: Callable[[PyTree], PyTree] = lambda batches: batches,
+    ) -> None:
+        self._step, self._kind = step, kind
+        self._rewrites = _rewrites.mode(rewrites)
+        self._jit, self._uncompiled, self._place = jit, uncompiled, place
+        self._programs: dict[tuple[int, bool], Program] = {}
+        self._const: tuple[PyTree, ...] = ()
+        self._in_flight: collections.deque[PyTree] = collections.deque()
+        self._spare: tuple[PyTree, Any] | None = None
+        self._spare_made = -float("inf")
+        self._pins: _placement.Pins | None = None
+        self.carry: PyTree = ()
+
+    def begin(self, carry: PyTree, *const: PyTree) -> None:
+        """Takes over a carry, which has to be nobody else's; leaves the constants alone."""
+        self.carry, self._const = carry, const
+        found = _placement.pins(carry)
+        if found != self._pins:
+            self._pins, self._programs = found, {}
+
+    def run(self, chunk: Chunk) -> PyTree:
+        """Takes a chunk's steps and returns their rows, `[k, ...]`, which may be under way.
+
+        Waits only where too many programs are under way already.
+        """
+        chunk = chunk._replace(batches=self._place(chunk.batches))
+        if self._jit:
+            run = self._program(chunk.k, chunk.steps == chunk.k)
+            self.carry, rows, done = run(
+                self.carry, chunk.batches, np.int32(chunk.steps), *self._const
+            )
+        else:
+            rows = done = self._run_uncompiled(chunk)
+        self._in_flight.append(done)
+        if len(self._in_flight) > RUN_AHEAD:
+            jax.block_until_ready(self._in_flight.popleft())
+        return rows
+
+    def wait(self) -> None:
+        """Waits for all programs, and raises what one of them raised."""
+        while self._in_flight:
+            jax.block_until_ready(self._in_flight.popleft())
+
+    def keep_spare(self, mark: Any, *, now: bool = False) -> None:
+        """Copies the carry, if it is small and the last copy is old, to go back to in need.
+
+        Args:
+          mark: What to return with it, such as a position.
+          now: Whether to copy it however young the last copy is.
+        """
+        if not now and time.perf_counter() - self._spare_made < SPARE_SECONDS:
+            return
+        if nbytes(self.carry) <= SPARE_BYTES:
+            self.wait()  # the copy of what a failed program returned would be worth nothing
+            self._spare = copied(self.carry), mark
+            self._spare_made = time.perf_counter()
+
+    def adopt_spare(self, carry: PyTree, mark: Any) -> None:
+        """Takes somebody else's copy of the carry as the one to go back to."""
+        self._spare, self._spare_made = (carry, mark), time.perf_counter()
+
+    def last_whole(self, mark: Any) -> tuple[PyTree, Any] | None:
+        """Returns the carry and the mark, or if a program failed the last copy and its own mark.
+
+        None where there is no such copy. Waits for the programs under way.
+        """
+        self._in_flight.clear()
+        return (self.carry, mark) if is_whole(self.carry) else self._spare
+
+    def _program(self, k: int, full: bool) -> Program:
+        whole = full and known_length()
+        if (k, whole) not in self._programs:
+            loop = Loop(k, self._rewrites, whole=whole, pins=self._pins)
+            self._programs[k, whole] = program(self._step, self._kind, loop)
+        return self._programs[k, whole]
+
+    def _run_uncompiled(self, chunk: Chunk) -> PyTree:
+        body, rows = self._kind.body(self._step), []
+        for i in range(chunk.steps):
+            batch = jax.tree.map(lambda x, i=i: jnp.asarray(x[i]), chunk.batches)
+            with self._uncompiled():
+                self.carry, row = body(self.carry, batch, *self._const)
+            rows.append(row)
+        return jax.tree.map(lambda *leaves: jnp.stack(leaves), *rows)
+
+
+def is_whole(tree: PyTree) -> bool:
+    """Whether all arrays have values: none was in the hands of a program that failed. Waits."""
+    try:
+        jax.block_until_ready(tree)
+    except Exception:
+        return False
+    return not any(map(_tree.is_deleted, jax.tree.leaves(tree)))
+
+
+@jax.jit
+def copied(tree: PyTree) -> PyTree:
+    """Returns a tree of jax arrays with every leaf in a buffer of its own, in one program."""
+    return jax.tree.map(jnp.copy, tree)

@@ -1,0 +1,171 @@
+"""Where batches and what a program carries lie on several devices."""
+
+from collections.abc import Callable, Iterator
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from functrain.common import _tree
+from functrain.common._types import PyTree
+from functrain.data._sources import Source
+
+Pins: TypeAlias = tuple[NamedSharding | None, ...]
+ShardingArg: TypeAlias = NamedSharding | Mesh | PartitionSpec | None
+
+
+def batch_sharding(sharding: Any) -> NamedSharding | None:
+    """Returns where a batch is to lie, from what a user says.
+
+    Args:
+      sharding: A NamedSharding; a Mesh of one axis, over which examples are then divided; a
+        PartitionSpec, within ``jax.set_mesh``; or None.
+
+    Raises:
+      TypeError: It is something else.
+      ValueError: The mesh has several axes, or there is no mesh for the PartitionSpec.
+    """
+    if sharding is None or isinstance(sharding, NamedSharding):
+        return sharding
+    if isinstance(sharding, Mesh):
+        if len(sharding.axis_names) != 1:
+            raise ValueError(
+                f"sharding: expected to be told over which of the axes {sharding.axis_names} "
+                "examples are divided, got the mesh alone. Pass "
+                "jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec('data'))."
+            )
+        return NamedSharding(sharding, PartitionSpec(sharding.axis_names[0]))
+    if isinstance(sharding, PartitionSpec):
+        mesh = jax.sharding.get_mesh()
+        if mesh.empty:
+            raise ValueError(
+                f"sharding: expected a mesh to go with {sharding}, got none. Pass "
+                f"jax.sharding.NamedSharding(mesh, {sharding}), or call within jax.set_mesh(mesh)."
+            )
+        return NamedSharding(mesh, sharding)
+    raise TypeError(
+        "sharding: expected that of a batch, jax.sharding.NamedSharding(mesh, "
+        f"jax.sharding.PartitionSpec('data')), got {sharding!r}"
+    )
+
+
+def chunk_placement(sharding: NamedSharding | None) -> Callable[[PyTree], PyTree]:
+    """Returns what puts a chunk on the devices: a batch's sharding, with K in front."""
+    if sharding is None:
+        return lambda batches: batches
+    spec = PartitionSpec(None, *sharding.spec)
+    chunked = NamedSharding(sharding.mesh, spec)
+
+    def place(batches: PyTree) -> PyTree:
+        lines = list(_indivisible(batches, chunked))
+        if lines:
+            raise ValueError(_INDIVISIBLE.format(spec=sharding.spec, lines=_tree.bullets(lines)))
+        try:
+            return jax.device_put(batches, chunked)
+        except AssertionError as error:  # jax compares what the processes have
+            raise ValueError(
+                "data: expected the same batches in every process, of which jax takes each "
+                "device's part, got others in this one. Give every process the whole data in the "
+                "same order, or arrays made by jax.make_array_from_process_local_data."
+            ) from error
+
+    return place
+
+
+def require_divisible(source: Source, sharding: NamedSharding | None) -> None:
+    """Refuses batches that the devices do not divide, as far as they are known before a run."""
+    if sharding is None:
+        return
+    for specs in source.specs():
+        lines = list(_indivisible(specs, sharding))
+        if lines:
+            text = _INDIVISIBLE.format(spec=sharding.spec, lines=_tree.bullets(lines))
+            raise ValueError(f"{source.name}: {text}")
+
+
+def _indivisible(batches: PyTree, sharding: NamedSharding) -> Iterator[str]:
+    for path, x in _tree.leaves_with_path(batches):
+        try:
+            sharding.shard_shape(x.shape)
+        except ValueError:
+            yield f"{path}: {_tree.spec(x)}"
+
+
+_INDIVISIBLE = (
+    "sharding: expected batches that divide over {spec} of the mesh, got\n{lines}\n"
+    "Take a batch size that the devices divide, and drop_remainder=True where the last batch is "
+    "smaller."
+)
+
+
+def on_mesh(carry: PyTree, sharding: NamedSharding | None) -> PyTree:
+    """Copies what is on no particular device to all devices of a mesh.
+
+    Left where it is, the first program would move it, and the second find it elsewhere than it
+    was compiled for.
+    """
+    if sharding is None or sharding.mesh.size == 1:
+        return carry
+    everywhere = NamedSharding(sharding.mesh, PartitionSpec())
+
+    def place(x: Any) -> Any:
+        return x if getattr(x, "committed", False) else jax.device_put(x, everywhere)
+
+    return jax.tree.map(place, carry)
+
+
+def beside(small: PyTree, carry: PyTree) -> PyTree:
+    """Copies a few numbers to all devices that a carry lies on, where it lies on several."""
+    meshes = (_mesh(x) for x in jax.tree.leaves(carry))
+    mesh = next((mesh for mesh in meshes if mesh is not None), None)
+    if mesh is None:
+        return small
+    return jax.device_put(small, NamedSharding(mesh, PartitionSpec()))
+
+
+def _mesh(x: Any) -> Mesh | None:
+    """Returns the mesh of several devices that an array lies on."""
+    sharding = None if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
+    if not isinstance(sharding, NamedSharding) or sharding.mesh.size == 1:
+        return None
+    assert isinstance(sharding.mesh, Mesh)
+    return sharding.mesh
+
+
+def pins(carry: PyTree) -> Pins | None:
+    """Returns where the leaves of a carry are to stay; None where all are on one device.
+
+    Left to itself the compiler chooses the layout of what a loop carries: biases were seen to
+    drift from replicated to sharded.
+    """
+    if jax.device_count() == 1:
+        return None
+    found = tuple(_pin(x) for x in jax.tree.leaves(carry))
+    return found if any(found) else None
+
+
+def _pin(x: Any) -> NamedSharding | None:
+    mesh = _mesh(x)
+    if mesh is None:
+        return None
+    # With explicit axes a sharding is part of an array's type, and cannot drift.
+    auto = jax.sharding.AxisType.Auto
+    return x.sharding if all(kind == auto for kind in mesh.axis_types) else None
+
+
+def pinned(returned: Any, where: Pins | None) -> Any:
+    """Keeps the carry of ``(carry, rows)`` where it was, inside a program."""
+    if where is None or not isinstance(returned, tuple | list) or len(returned) != 2:
+        return returned
+    carry, rows = returned
+    leaves, structure = jax.tree.flatten(carry)
+    if len(leaves) != len(where):
+        return returned  # which is refused elsewhere, leaf by leaf
+    return jax.tree.unflatten(structure, map(_stay, leaves, where)), rows
+
+
+def _stay(x: Any, where: NamedSharding | None) -> Any:
+    if where is None:
+        return x
+    return jax.lax.with_sharding_constraint(x if hasattr(x, "dtype") else jnp.asarray(x), where)

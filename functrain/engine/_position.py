@@ -1,0 +1,62 @@
+"""Where a training is."""
+
+from typing import NamedTuple, Self
+
+from functrain.common._checks import is_whole
+
+
+class Position(NamedTuple):
+    """How far a training has come, counted from its very beginning, through every resume.
+
+    Attributes:
+      step: Steps taken.
+      epoch: Number of the epoch, from 0.
+      batch: Batches taken in that epoch.
+
+    Examples:
+      >>> Position(step=25, epoch=2, batch=5)
+      Position(step=25, epoch=2, batch=5)
+      >>> Position.of(step=25, steps_per_epoch=10)
+      Position(step=25, epoch=2, batch=5)
+    """
+
+    step: int = 0
+    epoch: int = 0
+    batch: int = 0
+
+    @classmethod
+    def of(cls, step: int, steps_per_epoch: int) -> Self:
+        """Returns the position after so many steps, where all epochs have the same length.
+
+        Args:
+          step: Steps taken, such as ``int(state.step)``.
+          steps_per_epoch: Such as ``len(loader)``.
+        """
+        return cls(int(step), *divmod(int(step), int(steps_per_epoch)))
+
+    def after(self, steps: int) -> "Position":
+        """Returns the position so many steps later in the same epoch."""
+        return Position(self.step + steps, self.epoch, self.batch + steps)
+
+
+def require_position(start: object) -> Position:
+    """Returns where to start: the beginning for None.
+
+    Raises:
+      TypeError: It is no Position.
+      ValueError: A part of it is no whole number, or there are more batches than steps.
+    """
+    if start is None:
+        return Position()
+    if not isinstance(start, Position):
+        raise TypeError(
+            f"start: expected a functrain.Position(step, epoch, batch), got {start!r}. For a "
+            "state of a training with epochs of one length: functrain.Position.of("
+            "step=int(state.step), steps_per_epoch=len(loader))."
+        )
+    if not all(is_whole(part, 0) for part in start) or start.batch > start.step:
+        raise ValueError(
+            "start: expected whole numbers from 0 on, and no more batches in the epoch than "
+            f"steps, got {start}"
+        )
+    return Position(*map(int, start))

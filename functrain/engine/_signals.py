@@ -1,0 +1,78 @@
+"""Ctrl-C and SIGTERM that lose nothing."""
+
+import contextlib
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+
+class HeldSignals:
+    """Signals that came, and wait for a good moment."""
+
+    def __init__(self) -> None:
+        self._handlers: dict[int, Any] = {}
+        self._came: list[tuple[int, FrameType | None]] = []
+
+    def hold(self) -> None:
+        """Begins to hold back what Python handles; see `held_signals`."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            self._handlers[signal.SIGINT] = signal.default_int_handler
+        if callable(found := signal.getsignal(signal.SIGTERM)):
+            self._handlers[signal.SIGTERM] = found
+        for number in self._handlers:
+            signal.signal(number, self._note)
+
+    def release(self) -> None:
+        """Gives the signals back to those who handled them."""
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+
+    def act(self) -> None:
+        """Lets a signal that came be handled now: it mostly raises."""
+        if self._came:
+            number, frame = self._came.pop(0)
+            self._handlers[number](number, frame)
+
+    def __bool__(self) -> bool:
+        """Whether one has come."""
+        return bool(self._came)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self._came:
+            self._handlers[number](number, frame)
+            return
+        self._came.append((number, frame))
+        if number == signal.SIGINT:
+            with contextlib.suppress(RuntimeError):  # it came in the midst of another write
+                print(
+                    "\nStopping when this program is over; Ctrl-C once more stops at once.",
+                    file=sys.stderr,
+                )
+
+
+@contextlib.contextmanager
+def held_signals() -> Iterator[HeldSignals]:
+    """Holds back the first Ctrl-C, and a SIGTERM that Python code handles.
+
+    A signal may come between a program taking over the state's buffers and the new state having a
+    name, and then both are lost. A second one acts at once. Does nothing outside the main thread,
+    where Ctrl-C is handled by somebody else, or where SIGTERM ends the process by itself.
+
+    An error while one waits is taken for its consequence: Ctrl-C ends the workers of a loader too.
+    """
+    signals = HeldSignals()
+    signals.hold()
+    try:
+        yield signals
+    except Exception:
+        signals.release()
+        signals.act()
+        raise
+    finally:
+        signals.release()
+    signals.act()  # it came after the last time anybody asked

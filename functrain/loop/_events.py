@@ -1,0 +1,154 @@
+"""What happens in a run."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from functrain.common._types import PyTree
+from functrain.engine import _rows
+from functrain.engine._position import Position
+
+
+@dataclasses.dataclass(eq=False, kw_only=True)
+class Event:
+    """Something that happened in a run.
+
+    Attributes:
+      position: How far the training has come, counted from its very beginning.
+      state: The state after that. The next program consumes it (donation): use it before you
+        let the loop go on, and copy what you keep. Assign another one, of the same structure,
+        shapes and dtypes, and the run goes on with a copy of that.
+      values: What is known of this moment by name, such as ``{"val_loss": 0.3}``. `fit` puts an
+        epoch's means and metrics in before its hooks run; what hooks add goes into the history.
+
+    Examples:
+      >>> event = Event(position=Position(step=3), state=())
+      >>> event.step, event.epoch
+      (3, 0)
+    """
+
+    position: Position
+    state: PyTree = dataclasses.field(repr=False)
+    values: dict[str, float] = dataclasses.field(default_factory=dict)
+    stopped: bool = False
+    _metrics: Callable[[], dict[str, Any]] = dataclasses.field(default=dict, repr=False)
+
+    @property
+    def step(self) -> int:
+        """Steps taken since the training began."""
+        return self.position.step
+
+    @property
+    def epoch(self) -> int:
+        """Number of the epoch, from 0."""
+        return self.position.epoch
+
+    def metrics(self) -> dict[str, Any]:
+        """Returns the running metrics of the epoch so far, as arrays on the device."""
+        return self._metrics()
+
+    def stop(self) -> None:
+        """Ends the run after this event; `RunEnd` still comes."""
+        self.stopped = True
+
+
+@dataclasses.dataclass(eq=False, kw_only=True)
+class ChunkEnd(Event):
+    """A program has been dispatched; its results may still be under way.
+
+    Attributes:
+      steps: Steps in this chunk, at most K.
+      examples: Examples per step.
+      rows: The logs as the program returned them: every leaf `[K, ...]`, on the device, with rows
+        of zeros where it took fewer steps.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> rows = {"loss": jnp.array([0.5, 0.25, 0.0])}
+      >>> event = ChunkEnd(position=Position(step=2), state=(), steps=2, examples=32, rows=rows)
+      >>> print(event.logs["loss"], event.latest())
+      [0.5  0.25] {'loss': 0.25}
+    """
+
+    steps: int
+    examples: int
+    rows: PyTree = dataclasses.field(repr=False)
+
+    @property
+    def logs(self) -> PyTree:
+        """What each step reported: every leaf `[steps, ...]`, on the device."""
+        return _rows.first(self.rows, self.steps)
+
+    def latest(self) -> dict[str, float]:
+        """Returns the scalars the last step reported. Waits for the device."""
+        found = _rows.scalars(_rows.on_host(self.rows, self.steps))
+        return {name: float(x[-1]) for name, x in found.items()}
+
+
+@dataclasses.dataclass(eq=False, kw_only=True)
+class LogsReady:
+    """The logs of a chunk, on the host, one chunk late: nobody waited for the device.
+
+    For whoever writes: history, progress, files. It has no state; that is in the `ChunkEnd` of
+    the same position, which came before it.
+
+    Attributes:
+      position: At the end of the chunk.
+      steps: Steps in it.
+      examples: Examples per step.
+      logs: The numbers each step reported, `[steps]` each, under their paths. They are views of
+        what the program returned: copy what you keep.
+
+    Examples:
+      >>> logs = {"loss": np.array([0.5, 0.25])}
+      >>> event = LogsReady(position=Position(step=12), steps=2, examples=32, logs=logs)
+      >>> list(event.rows())
+      [(11, {'loss': 0.5}), (12, {'loss': 0.25})]
+    """
+
+    position: Position
+    steps: int
+    examples: int
+    logs: dict[str, np.ndarray]
+
+    @property
+    def step(self) -> int:
+        """Steps taken at the end of the chunk, since the training began."""
+        return self.position.step
+
+    @property
+    def epoch(self) -> int:
+        """Number of the epoch, from 0."""
+        return self.position.epoch
+
+    def rows(self) -> list[tuple[int, dict[str, float]]]:
+        """Returns for each step its number and what it reported."""
+        first = self.step - self.steps + 1
+        return [
+            (first + i, {name: float(x[i]) for name, x in self.logs.items()})
+            for i in range(self.steps)
+        ]
+
+
+@dataclasses.dataclass(eq=False, kw_only=True)
+class EpochEnd(Event):
+    """An epoch is over; `metrics()` are those of the whole epoch.
+
+    The position is still within it: its number, and all of its batches.
+
+    Examples:
+      >>> EpochEnd(position=Position(step=20, epoch=1, batch=10), state=()).metrics()
+      {}
+    """
+
+
+@dataclasses.dataclass(eq=False, kw_only=True)
+class RunEnd(Event):
+    """The run is over: all epochs are, or someone called `stop`. Always the last event.
+
+    Examples:
+      >>> RunEnd(position=Position(step=20, epoch=1, batch=10), state=()).step
+      20
+    """

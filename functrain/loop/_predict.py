@@ -1,0 +1,114 @@
+"""A pass over data that collects a model's outputs."""
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from functrain.common._types import PyTree, Step
+from functrain.data._loader import ArrayLoader
+from functrain.data._sources import Source
+from functrain.engine import _placement, _rows
+from functrain.engine._chunks import chunked
+from functrain.engine._driver import Driver
+from functrain.engine._plan import FuseArg, Plan, nbytes
+from functrain.engine._programs import Kind
+from functrain.loop._evaluate import require_some
+from functrain.loop._require import require_state, require_step
+from functrain.rewrites import Mode
+from functrain.step._step import MeteredStep
+
+PREDICTION = Kind(
+    "predict", lambda step: lambda nothing, batch, state: (nothing, step(state, batch)[1])
+)
+
+
+def predict(
+    state: PyTree,
+    step: Step[Any],
+    data: Any,
+    *,
+    fuse: FuseArg = "auto",
+    rewrites: Mode = "auto",
+    sharding: _placement.ShardingArg = None,
+    jit: bool = True,
+) -> PyTree:
+    """Returns the outputs for all of the data, in its order, in host memory.
+
+    Args:
+      state: The state; neither changed nor consumed.
+      step: From `predict_step`.
+      data: Batches of inputs alone: ``ArrayLoader(x, batch_size)`` without shuffling, or an
+        iterable.
+      fuse: Batches per program.
+      rewrites: As for `fuse`.
+      sharding: Of one batch, as for `run`.
+      jit: False for debugging, as in `run`.
+
+    Returns:
+      NumPy arrays `[N, ...]` in the outputs' structure.
+
+    Raises:
+      TypeError: The step carries metrics, or the state is none.
+      ValueError: The loader shuffles, or there are no batches, or they differ, or the devices do
+        not divide them.
+
+    Examples:
+      >>> import numpy as np
+      >>> from functrain import ArrayLoader
+      >>> def step(state, x):
+      ...     return state, x * state
+      >>> predict(2.0, step, ArrayLoader(np.arange(5.0), batch_size=2))
+      array([0., 2., 4., 6., 8.], dtype=float32)
+    """
+    _require_predict_step(step)
+    require_state(state)
+    _require_order(data)
+    where = _placement.batch_sharding(sharding)
+    source = Source(data)
+    _placement.require_divisible(source, where)
+    place = _placement.chunk_placement(where)
+    driver = Driver(step, PREDICTION, rewrites=rewrites, jit=jit, place=place)
+    driver.begin((), _placement.on_mesh(state, where))
+
+    def row_bytes(batch: PyTree) -> int:
+        return nbytes(jax.eval_shape(lambda s, b: step(s, b)[1], state, batch)) if jit else 0
+
+    plan = Plan(fuse, row_bytes=row_bytes)
+    parts: list[PyTree] = []
+    late: list[tuple[PyTree, int]] = []
+    for chunk in chunked(source.begin(0), plan, lambda _: None, where="the data"):
+        rows = driver.run(chunk)
+        parts += [_examples(*found) for found in late]  # while the device is busy with this one
+        late = [(rows, chunk.steps)]
+    parts += [_examples(*found) for found in late]
+    require_some(len(parts))
+    return jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
+
+
+def _examples(rows: PyTree, steps: int) -> PyTree:
+    return jax.tree.map(_join, _rows.on_host(rows, steps))
+
+
+def _join(x: np.ndarray) -> np.ndarray:
+    if x.ndim < 2:
+        raise ValueError("outputs: expected one per example, [B, ...], got a scalar per batch")
+    return x.reshape(-1, *x.shape[2:])
+
+
+def _require_predict_step(step: Any) -> None:
+    require_step(step)
+    if isinstance(step, MeteredStep):
+        raise TypeError(
+            "step: expected (state, inputs) -> (state, outputs), got a step that carries metrics. "
+            "Make one with functrain.predict_step(model)."
+        )
+
+
+def _require_order(data: Any) -> None:
+    if isinstance(data, ArrayLoader) and (data.shuffle or data.drop_remainder):
+        what = "shuffles" if data.shuffle else "drops the remainder"
+        raise ValueError(
+            f"data: expected all of the data in its order, got an ArrayLoader that {what}. "
+            "Make one with shuffle=False and drop_remainder=False."
+        )

@@ -1,0 +1,70 @@
+"""What every door asks of a state and of a step, before anything runs."""
+
+import inspect
+from typing import Any
+
+from functrain.common._process import require_own_jax
+from functrain.common._types import PyTree
+from functrain.model._model import Model
+from functrain.step._step import MeteredStep
+
+
+def require_state(state: PyTree) -> None:
+    """Refuses what is often taken for a state.
+
+    Raises:
+      TypeError: It is a model, or what `fit` returned.
+    """
+    require_own_jax()
+    if hasattr(state, "stateless_call"):
+        raise TypeError(
+            f"state: expected a pytree of arrays, got the Keras model {type(state).__name__}. Take "
+            "bridge.create_state(model, tx); or train it as it is, with bridge.fit(model, x, y)."
+        )
+    if isinstance(state, Model):
+        raise TypeError(
+            "state: expected a pytree of arrays, got a functrain.Model, which is functions. Make "
+            "one of what model.init returns: functrain.TrainState.create(params=..., tx=tx)."
+        )
+    if isinstance(state, tuple) and getattr(state, "_fields", ()) == ("state", "history"):
+        raise TypeError(
+            "state: expected a pytree of arrays, got what fit returned. Take its state: "
+            "state, history = functrain.fit(...)."
+        )
+
+
+def require_step(step: Any) -> None:
+    """Refuses what is no step.
+
+    Raises:
+      TypeError: It cannot be called, or is a loss.
+    """
+    if not callable(step) or isinstance(step, type):
+        raise TypeError(f"step: expected (state, batch) -> (state, logs), got {step!r}")
+    if not isinstance(step, MeteredStep) and {"rng", "training"} <= _keywords(step):
+        raise TypeError(
+            f"step: expected (state, batch) -> (state, logs), got the loss "
+            f"{getattr(step, '__name__', step)!r}. Make a step of it: "
+            "functrain.train_step(loss_fn, tx)."
+        )
+
+
+def require_eval_step(step: Any) -> None:
+    """Refuses a step without metrics, or one that trains.
+
+    Raises:
+      TypeError: As said.
+    """
+    if not isinstance(step, MeteredStep) or step.trains:
+        raise TypeError(
+            "eval_step: expected one from functrain.eval_step(loss_fn, metrics=...), got "
+            f"{'a step that trains' if isinstance(step, MeteredStep) else repr(step)}"
+        )
+
+
+def _keywords(step: Any) -> set[str]:
+    try:
+        parameters = inspect.signature(step).parameters.values()
+    except (TypeError, ValueError):  # a callable without a signature
+        return set()
+    return {p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty}

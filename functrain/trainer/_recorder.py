@@ -1,0 +1,122 @@
+"""Gathers what a run reports, without making the device wait."""
+
+import time
+from typing import Any
+
+import jax
+import numpy as np
+
+from functrain.common import _tree
+from functrain.loop._events import ChunkEnd, EpochEnd, Event, LogsReady
+from functrain.trainer._history import History
+
+
+class Recorder:
+    """Makes a History of a run's events.
+
+    Nothing waits for the device but the very first chunk, to know how long it took.
+    """
+
+    def __init__(self, first_step: int = 0) -> None:
+        self._first_step = first_step
+        self._steps: dict[str, _Column] = {}
+        self._epochs: list[tuple[int, dict[str, float]]] = []
+        self._points: dict[str, list[tuple[int, float]]] = {}
+        self._examples = _Column(np.dtype(np.float64))  # of each step of this epoch
+        self._began = self._epoch_began = time.perf_counter()
+        self.first_steps_seconds = float("nan")
+        self.latest: dict[str, float] = {}
+
+    def logs(self, event: LogsReady) -> None:
+        """Takes in a chunk's logs."""
+        for name, values in sorted(event.logs.items(), key=_rank):
+            if name not in self._steps:
+                self._steps[name] = _Column(values.dtype)
+            self._steps[name].extend(values)
+            self.latest[name] = float(values[-1])
+        self._examples.extend(np.full(event.steps, event.examples, np.float64))
+
+    def before(self, event: Event) -> None:
+        """Puts an epoch's means and metrics into its event, for hooks to see."""
+        if isinstance(event, EpochEnd):
+            event.values |= self._end_epoch(_tree.to_floats(event.metrics()))
+        elif isinstance(event, ChunkEnd) and np.isnan(self.first_steps_seconds):
+            jax.block_until_ready(event.rows)
+            self.first_steps_seconds = time.perf_counter() - self._began
+
+    def after(self, event: Event) -> None:
+        """Keeps the event's values, with what hooks have added."""
+        for name, value in event.values.items():
+            if np.ndim(value):
+                raise TypeError(
+                    f"event.values[{name!r}]: expected a number, got {_tree.spec(value)}. Arrays "
+                    "have no place in the history: keep them in the hook."
+                )
+        if isinstance(event, EpochEnd):
+            now = time.perf_counter()
+            values = {**event.values, "seconds": now - self._epoch_began}
+            self._epochs.append((event.step, values))
+            self._epoch_began = now
+        else:
+            for name, value in event.values.items():
+                self._points.setdefault(name, []).append((event.step, value))
+
+    def history(self, last_step: int | None = None) -> History:
+        """Returns everything so far, or up to a step."""
+        last = np.inf if last_step is None else last_step
+        epochs = [values for step, values in self._epochs if step <= last]
+        points = {
+            name: [(s, v) for s, v in pairs if s <= last] for name, pairs in self._points.items()
+        }
+        names = list(dict.fromkeys(name for values in epochs for name in values))
+        kept = None if last_step is None else max(0, last_step - self._first_step)
+        nan = float("nan")
+        return History(
+            steps={name: column.values()[:kept].copy() for name, column in self._steps.items()},
+            epochs={n: np.array([values.get(n, nan) for values in epochs]) for n in names},
+            points={
+                name: (np.array([s for s, _ in pairs]), np.array([v for _, v in pairs]))
+                for name, pairs in points.items()
+                if pairs
+            },
+            first_steps_seconds=self.first_steps_seconds,
+        )
+
+    def _end_epoch(self, metrics: dict[str, float]) -> dict[str, float]:
+        examples = self._examples.values()
+        means = dict(metrics)
+        for name, column in self._steps.items() if len(examples) else ():
+            values = column.values()[-len(examples) :].astype(np.float64)
+            # A rate is what it is at the end; its mean over a schedule says nothing.
+            last = name.split("/")[-1] == "learning_rate"
+            means[name] = float(values[-1] if last else np.average(values, weights=examples))
+        self._examples = _Column(np.dtype(np.float64))
+        return dict(sorted(means.items(), key=_rank))
+
+
+class _Column:
+    """Numbers that grow more: copies, so that no buffer of a device is kept alive by a view."""
+
+    def __init__(self, dtype: np.dtype[Any]) -> None:
+        self._numbers = np.empty(64, dtype)
+        self._n = 0
+
+    def extend(self, numbers: np.ndarray) -> None:
+        """Adds numbers at the end."""
+        end = self._n + len(numbers)
+        if end > len(self._numbers):
+            larger = np.empty(max(end, 3 * len(self._numbers) // 2), self._numbers.dtype)
+            larger[: self._n] = self.values()
+            self._numbers = larger
+        self._numbers[self._n : end] = numbers
+        self._n = end
+
+    def values(self) -> np.ndarray:
+        """Returns all numbers so far: a view."""
+        return self._numbers[: self._n]
+
+
+def _rank(item: tuple[str, Any]) -> tuple[int, str]:
+    """Sorts the loss first and the learning rate last."""
+    name = item[0].split("/")[-1]
+    return {"loss": 0, "learning_rate": 2}.get(name, 1), item[0]
