@@ -10,7 +10,7 @@ import numpy as np
 from functrain.common._types import PyTree
 from functrain.data._loader import ArrayLoader
 from functrain.data._stacks import Pass, Spec, Stack, filled
-from functrain.data._stream import StreamPass, batches_of
+from functrain.data._stream import stream
 
 
 class Source:
@@ -71,10 +71,10 @@ class Source:
             yield jax.tree.map(_spec, self.data[0])
 
     def begin(self, epoch: int, batch: int = 0) -> Pass:
-        """Begins a pass, at the given batch of it."""
+        """Begins a pass, at the given batch of it; those before it are left out."""
         if self.can_seek:
             return ArrayPass(self.data, epoch, batch)
-        return StreamPass(batches_of(self.data, self.name, epoch, batch))
+        return stream(self.data, self.name, epoch, batch)
 
 
 class ArrayPass:
@@ -86,6 +86,10 @@ class ArrayPass:
     def _examples(self) -> int:
         whole = self._next < self._loader.full_batches
         return self._loader.batch_size if whole else self._loader.remainder
+
+    def usual(self) -> tuple[Spec, PyTree] | None:
+        """Returns what batches of full size are like."""
+        return self._loader.batch_size, _specs_of(self._loader, self._loader.batch_size)
 
     def spec(self) -> Spec | None:
         """Returns the next batch's number of examples."""

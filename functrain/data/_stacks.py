@@ -31,6 +31,9 @@ class Stack(NamedTuple):
 class Pass(Protocol):
     """One pass over data. `spec` and `peek` look at the next batch, `take` hands out batches."""
 
+    def usual(self) -> tuple[Spec, PyTree] | None:
+        """Returns kind and batch of the epoch's first, if it is not the next; as `peek`."""
+
     def spec(self) -> Spec | None:
         """Returns the kind of the next batch; None at the end."""
 

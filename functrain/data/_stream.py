@@ -1,5 +1,6 @@
 """A pass over an iterator of batches."""
 
+import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple, Protocol
 
@@ -44,10 +45,14 @@ class StreamPass:
     If the iterator raises, what came before is handed out first.
     """
 
-    def __init__(self, items: Iterator[Item]) -> None:
-        self._items = items
+    def __init__(self, items: Iterator[Item], skipped: Item | None = None) -> None:
+        self._items, self._skipped = items, skipped
         self._waiting: Item | None = None
         self._failure: Exception | None = None
+
+    def usual(self) -> tuple[Spec, PyTree] | None:
+        """Returns the first of the batches that were left out."""
+        return None if self._skipped is None else (self._skipped.spec, self._skipped.arrays())
 
     def spec(self) -> Spec | None:
         """Returns the kind of the next batch, which is fetched for that."""
@@ -86,21 +91,26 @@ class StreamPass:
         return None
 
 
-def batches_of(data: Iterable[PyTree], name: str, epoch: int, start: int) -> Iterator["Made"]:
-    """Yields the batches of an iterable from a number on.
+def stream(data: Iterable[PyTree], name: str, epoch: int, start: int) -> StreamPass:
+    """Begins a pass over an iterable, at the given batch: those before it are left out.
 
     Raises:
       ValueError: There are not so many batches.
-      TypeError: A leaf is no array of numbers.
+      TypeError: (when met) a leaf is no array of numbers.
     """
-    iterator = iter(data)
-    for number in range(start):
-        if next(iterator, None) is None:
-            raise ValueError(
-                f"start: expected more than {start} batches in epoch {epoch} of {name}, got "
-                f"{number}. The data are not those of the first run."
-            )
-    for number, batch in enumerate(iterator, start):
+    items = _items(iter(data), name, epoch)
+    skipped = list(itertools.islice(items, min(start, 1)))
+    number = len(skipped) + sum(1 for _ in itertools.islice(items, max(0, start - 1)))
+    if number < start:
+        raise ValueError(
+            f"start: expected more than {start} batches in epoch {epoch} of {name}, got "
+            f"{number}. The data are not those of the first run."
+        )
+    return StreamPass(items, *skipped)
+
+
+def _items(batches: Iterator[PyTree], name: str, epoch: int) -> Iterator["Made"]:
+    for number, batch in enumerate(batches):
         yield Made.of(batch, f"batch {number} of epoch {epoch} of {name}")
 
 

@@ -59,7 +59,7 @@ def chunked(
     at, last = start, False
     while (spec := batches.spec()) is not None:
         if plan.first is None:
-            plan.settle(spec, batches.peek())
+            plan.settle(*(batches.usual() or (spec, batches.peek())))
         alike = spec == plan.first
         if ragged == "error":
             if last:

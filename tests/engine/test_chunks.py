@@ -1,16 +1,41 @@
+from typing import Any
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import functrain as ft
-from functrain.engine._feed import Feed
+from functrain.data._sources import Source
+from functrain.engine._chunks import chunked
+from functrain.engine._plan import Plan
+from functrain.engine._trigger import steps_until_due
 
 
-def sizes(feed, epoch=0):
-    return [(chunk.steps, chunk.examples) for chunk in feed.epoch(epoch)]
+class Feed:
+    """Passes over data in chunks, with one plan for all of them."""
+
+    def __init__(self, data: Any, fuse: Any, boundaries: Any = (), **how: Any) -> None:
+        self.source, self.boundaries, self.how = Source(data), boundaries, how
+        self.plan = Plan(
+            fuse,
+            stretches=lambda: [self.source.full_steps],
+            state_bytes=how.pop("state_bytes", 0),
+        )
+
+    def epoch(self, epoch: int = 0, step: int = 0, start: int = 0) -> Any:
+        def until(batch: int) -> int | None:
+            return steps_until_due(self.boundaries, step + batch)
+
+        batches = self.source.begin(epoch, start)
+        where = f"epoch {epoch}"
+        return chunked(batches, self.plan, until, where=where, start=start, **self.how)
 
 
-def batches(*lengths):
+def sizes(feed: Feed, *at: int) -> list[tuple[int, int]]:
+    return [(chunk.steps, chunk.examples) for chunk in feed.epoch(*at)]
+
+
+def batches(*lengths: int) -> list[np.ndarray]:
     starts = np.cumsum((0, *lengths))
     return [np.arange(a, a + n, dtype=np.float32) for a, n in zip(starts, lengths, strict=False)]
 
@@ -21,11 +46,20 @@ def test_k_steps_at_a_time_then_what_is_left_then_the_smaller_batch(as_loader) -
     assert sizes(Feed(data, 3)) == [(3, 3), (3, 3), (1, 3), (1, 2)]
 
 
-def test_loader_and_iterable_feed_the_same_chunks() -> None:
+@pytest.mark.parametrize("start", [0, 1, 5, 7])
+def test_loader_and_iterable_feed_the_same_chunks_from_any_batch_on(start) -> None:
     loader = ft.ArrayLoader((np.arange(23), np.ones((23, 2))), 3, shuffle=True, seed=5)
-    for a, b in zip(Feed(loader, 4).epoch(2), Feed(list(loader.epoch(2)), 4).epoch(2), strict=True):
+    ours = Feed(loader, 4).epoch(2, start=start)
+    theirs = Feed(list(loader.epoch(2)), 4).epoch(2, start=start)
+    for a, b in zip(ours, theirs, strict=True):
+        assert a.steps == b.steps
         for x, y in zip(a.batches, b.batches, strict=True):
             np.testing.assert_array_equal(x, y)
+
+
+def test_a_start_behind_the_last_batch_is_refused() -> None:
+    with pytest.raises(ValueError, match="expected more than 4 batches in epoch 0 of data, got 3"):
+        sizes(Feed(batches(2, 2, 2), 2), 0, 0, 4)
 
 
 def test_auto_takes_fewer_steps_for_short_epochs_and_large_batches() -> None:
@@ -75,6 +109,11 @@ def test_a_batch_unlike_the_first_is_refused_with_its_place(odd, message) -> Non
         sizes(feed)
 
 
+def test_where_they_may_go_alone_all_batches_are_taken() -> None:
+    feed = Feed(batches(4, 4, 3, 4, 4, 5), 2, ragged="alone")
+    assert sizes(feed) == [(2, 4), (1, 3), (2, 4), (1, 5)]
+
+
 def test_a_batch_unlike_the_first_epochs_is_refused() -> None:
     class Drifting:
         def __init__(self):
@@ -95,15 +134,49 @@ def test_smaller_batches_in_mid_epoch_are_refused() -> None:
         sizes(Feed(batches(4, 3, 4), 2))
 
 
+def test_what_came_before_an_error_of_the_source_is_handed_out_first() -> None:
+    def failing():
+        yield from batches(4, 4, 4)
+        raise OSError("disk on fire")
+
+    found = Feed(failing(), 2).epoch()
+    assert [next(found).steps, next(found).steps] == [2, 1]
+    with pytest.raises(OSError, match="disk on fire"):
+        next(found)
+
+
+def test_a_loader_makes_each_batch_once() -> None:
+    loader, made = ft.ArrayLoader(np.arange(24), 2), []
+    chunk, batch = loader.chunk, loader.batch
+    loader.chunk = lambda epoch, start, k: (
+        made.extend(range(start, start + k)) or chunk(epoch, start, k)
+    )
+    loader.batch = lambda epoch, index: made.append(index) or batch(epoch, index)
+    sizes(Feed(loader, 5))
+    assert made == list(range(12))
+
+
 @pytest.mark.parametrize("data", [np.zeros(4), (np.zeros(4), np.zeros(4)), {"x": np.zeros(4)}, 3])
 def test_bare_arrays_are_refused_with_the_way_to_batch_them(data) -> None:
     with pytest.raises(TypeError, match=r"functrain\.ArrayLoader\(\(x, y\), batch_size\)"):
-        Feed(data, 2)
+        Source(data)
 
 
-def test_an_empty_source_is_refused() -> None:
-    with pytest.raises(ValueError, match="at least one batch in epoch 0, got none"):
-        sizes(Feed([], 2))
+def test_a_list_of_numbers_is_refused_at_once() -> None:
+    with pytest.raises(TypeError, match="expected a list of batches, got one of floats"):
+        Source([0.5] * 1_000_000)
+
+
+def test_an_empty_list_is_refused_at_once() -> None:
+    with pytest.raises(ValueError, match="at least one batch, got an empty list"):
+        Source([])
+
+
+@pytest.mark.parametrize("leaf", [np.array(["a", "b"]), np.array([{}, {}]), "text"])
+def test_batches_of_other_things_than_numbers_are_refused_by_place(leaf) -> None:
+    feed = Feed([{"x": np.zeros(2), "y": leaf}], 1)
+    with pytest.raises(TypeError, match=r"got .* at y of batch 0 of epoch 0 of data. Convert it"):
+        sizes(feed)
 
 
 @pytest.mark.parametrize("fuse", [0, -1, 1.5, "never", True, None])
@@ -121,6 +194,13 @@ def test_a_source_may_fill_one_buffer_again_and_again() -> None:
 
     seen = [c.batches[: c.steps, 0].tolist() for c in Feed(batches(), 4).epoch(0)]
     assert seen == [[0, 1, 2, 3], [4]]
+
+
+def test_batches_in_foreign_byte_order_are_the_numbers_they_are() -> None:
+    (chunk,) = Feed([np.arange(3, dtype=">f4")] * 2, 2).epoch()
+    assert chunk.batches.dtype == np.float32
+    assert chunk.batches.dtype.isnative
+    assert chunk.batches.tolist() == [[0, 1, 2]] * 2
 
 
 def test_numpy_integers_are_numbers_of_steps() -> None:

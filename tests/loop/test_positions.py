@@ -1,0 +1,90 @@
+"""Steps count from the beginning of training, and a run begins at any position."""
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import functrain as ft
+from tests.conftest import digest
+
+X = np.random.default_rng(0).normal(size=(35, 3)).astype(np.float32)
+
+
+def step(state: Any, batch: Any) -> Any:
+    return {"w": state["w"] * 0.9 + batch.mean(0)}, {"norm": jnp.sum(state["w"] ** 2)}
+
+
+START = {"w": np.ones(3, np.float32)}
+LOADER = ft.ArrayLoader(X, 5, shuffle=True, seed=3)  # seven batches an epoch
+
+
+def states(**how: Any) -> dict[int, str]:
+    """A hash of the state after every step."""
+    events = ft.run(how.pop("state", START), step, how.pop("data", LOADER), fuse=1, **how)
+    return {e.step: digest(e.state) for e in events if isinstance(e, ft.ChunkEnd)}
+
+
+@pytest.mark.parametrize("at", [0, 1, 6, 7, 8, 16])
+@pytest.mark.parametrize("fuse", [1, 4])
+def test_the_rest_of_a_run_is_the_runs_rest(at, fuse) -> None:
+    whole = states(epochs=3)
+    middle = START if at == 0 else None
+    for event in ft.run(START, step, LOADER, epochs=3, fuse=1):
+        if isinstance(event, ft.ChunkEnd) and event.step == at:
+            middle = {"w": np.array(event.state["w"])}
+            break
+    start = ft.Position.of(step=at, steps_per_epoch=len(LOADER))
+    for event in ft.run(middle, step, LOADER, epochs=3, start=start, fuse=fuse):
+        assert digest(event.state) == whole[event.step]
+    assert event.position == (21, 2, 7)
+
+
+def test_an_iterable_that_is_no_loader_is_taken_up_in_mid_epoch_too() -> None:
+    data = [np.full((2, 3), i, np.float32) for i in range(4)]
+    whole = states(data=data, epochs=2)
+    half = list(ft.run(START, step, data[:3]))[-1].state
+    rest = states(data=data, epochs=2, state=half, start=ft.Position(3, 0, 3))
+    assert rest == {n: whole[n] for n in range(4, 9)}
+
+
+def test_hooks_go_on_counting_where_the_training_is() -> None:
+    seen: list[int] = []
+    hook = ft.every(steps=4)(lambda event: seen.append(event.step))
+    first = ft.fit(START, step, LOADER, hooks=[hook], verbose=0).state
+    start = ft.Position(step=7, epoch=1)
+    ft.fit(first, step, LOADER, epochs=2, start=start, hooks=[hook], verbose=0)
+    assert seen == [4, 8, 12]
+
+
+def test_a_csv_goes_on_with_the_steps_of_the_training(tmp_path) -> None:
+    state = START
+    for epoch in range(3):
+        log = ft.hooks.CSVLogger(tmp_path / "log.csv", append=True)
+        start = ft.Position(step=7 * epoch, epoch=epoch)
+        state, _ = ft.fit(
+            state, step, LOADER, epochs=epoch + 1, start=start, hooks=[log], verbose=0
+        )
+    rows = (tmp_path / "log.csv").read_text().splitlines()[1:]
+    assert [row.split(",")[:2] for row in rows] == [["0", "7"], ["1", "14"], ["2", "21"]]
+
+
+@pytest.mark.parametrize(
+    ("start", "error", "message"),
+    [
+        (3, TypeError, r"expected a functrain\.Position\(step, epoch, batch\), got 3"),
+        (ft.Position(-1), ValueError, "whole numbers from 0 on"),
+        (ft.Position(2, 0, 3), ValueError, "no more batches in the epoch than steps"),
+        (ft.Position(14, 2), ValueError, "epochs: expected more than the 2 that are over"),
+        (ft.Position(14, 1, 7), ValueError, "epochs: expected more than the 2 that are over"),
+    ],
+)
+def test_a_start_that_makes_no_sense_is_refused(start, error, message) -> None:
+    with pytest.raises(error, match=message):
+        ft.run(START, step, LOADER, epochs=2, start=start)
+
+
+def test_the_number_of_epochs_is_that_of_the_whole_training() -> None:
+    _, history = ft.fit(START, step, LOADER, epochs=3, start=ft.Position(7, 1), verbose=0)
+    assert len(history.epochs["norm"]) == 2
