@@ -1,7 +1,7 @@
 """Where batches and what a program carries lie on several devices."""
 
 from collections.abc import Callable, Iterator
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,6 @@ from functrain.common import _tree
 from functrain.common._types import PyTree
 from functrain.data._sources import Source
 
-Pins: TypeAlias = tuple[NamedSharding | None, ...]
 ShardingArg: TypeAlias = NamedSharding | Mesh | PartitionSpec | None
 
 
@@ -133,19 +132,36 @@ def _mesh(x: Any) -> Mesh | None:
     return sharding.mesh
 
 
+class Pins(NamedTuple):
+    """Where the leaves of a carry are to stay; hashable.
+
+    Attributes:
+      structure: The carry's.
+      places: For each leaf; None where that is no question.
+    """
+
+    structure: Any
+    places: tuple[NamedSharding | None, ...]
+
+    def tree(self) -> PyTree:
+        """Returns the places in the carry's structure, as `jax.jit` takes them."""
+        return jax.tree.unflatten(self.structure, self.places)
+
+
 def pins(carry: PyTree) -> Pins | None:
-    """Returns where the leaves of a carry are to stay; None where all are on one device.
+    """Returns where the leaves of a carry are; None where all are on one device.
 
     Left to itself the compiler chooses the layout of what a loop carries: biases were seen to
     drift from replicated to sharded.
     """
     if jax.device_count() == 1:
         return None
-    found = tuple(_pin(x) for x in jax.tree.leaves(carry))
-    return found if any(found) else None
+    leaves, structure = jax.tree.flatten(carry)
+    places = tuple(map(_place_of, leaves))
+    return Pins(structure, places) if any(places) else None
 
 
-def _pin(x: Any) -> NamedSharding | None:
+def _place_of(x: Any) -> NamedSharding | None:
     mesh = _mesh(x)
     if mesh is None:
         return None
@@ -159,10 +175,10 @@ def pinned(returned: Any, where: Pins | None) -> Any:
     if where is None or not isinstance(returned, tuple | list) or len(returned) != 2:
         return returned
     carry, rows = returned
-    leaves, structure = jax.tree.flatten(carry)
-    if len(leaves) != len(where):
+    if _tree.structure(carry) != where.structure:
         return returned  # which is refused elsewhere, leaf by leaf
-    return jax.tree.unflatten(structure, map(_stay, leaves, where)), rows
+    kept = map(_stay, jax.tree.leaves(carry), where.places)
+    return jax.tree.unflatten(where.structure, kept), rows
 
 
 def _stay(x: Any, where: NamedSharding | None) -> Any:

@@ -88,7 +88,10 @@ def _compiled(get: Callable[[], Any], kind: Kind, loop: Loop) -> Program:
                 carry, rows = repeat(once, carry, chunk, n)
         return carry, rows, n + 0
 
-    return jax.jit(run, donate_argnums=0 if loop.donate else ())
+    donated = 0 if loop.donate else ()
+    if loop.pins is None:
+        return jax.jit(run, donate_argnums=donated)
+    return jax.jit(run, donate_argnums=donated, out_shardings=(loop.pins.tree(), None, None))
 
 
 # id(step) -> (the step, weakly; its programs). Keyed by identity, and never by a strong reference:

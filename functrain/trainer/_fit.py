@@ -128,7 +128,9 @@ def fit(
             "functrain.eval_step(loss_fn, metrics=...)."
         )
     if eval_step is not None:
-        Source(eval_data, "eval_data").require_passes(epochs - begin.epoch)
+        held_out = Source(eval_data, "eval_data")
+        held_out.require_passes(epochs - begin.epoch)
+        _placement.require_divisible(held_out, _placement.batch_sharding(sharding))
         same: dict[str, Any] = {"rewrites": rewrites, "sharding": sharding, "jit": jit}
         due.put_first(Evaluate(eval_step, eval_data, **same))
     events = run(

@@ -1,0 +1,190 @@
+"""On several devices everything stays where it was, and what does not divide is found first."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import functrain as ft
+
+RNG = np.random.default_rng(0)
+X, Y = RNG.normal(size=(48, 8)).astype(np.float32), RNG.integers(0, 4, 48).astype(np.int32)
+TX = optax.adam(1e-2)
+SHAPES = {"w1": (8, 16), "b1": (16,), "w2": (16, 4), "b2": (4,)}
+
+
+def mesh(kind: AxisType = AxisType.Auto) -> Any:
+    return jax.make_mesh((2,), ("data",), axis_types=(kind,))
+
+
+def at(*spec: Any) -> NamedSharding:
+    return NamedSharding(mesh(), PartitionSpec(*spec))
+
+
+def apply(params: Any, model_state: Any, x: Any, *, rng: Any = None, training: bool = False) -> Any:
+    hidden = jax.nn.relu(x @ params["w1"] + params["b1"])
+    return ft.ModelOutput(hidden @ params["w2"] + params["b2"], model_state)
+
+
+MODEL = ft.Model(init=None, apply=apply)
+LOSS = ft.supervised(MODEL, optax.softmax_cross_entropy_with_integer_labels)
+STEP = ft.train_step(LOSS, TX, metrics={"accuracy": ft.metrics.accuracy()})
+EVAL = ft.eval_step(LOSS, metrics={"accuracy": ft.metrics.accuracy()})
+
+
+def create() -> Any:
+    rng = np.random.default_rng(1)
+    params = {n: rng.normal(size=s).astype(np.float32) / 4 for n, s in SHAPES.items()}
+    return ft.TrainState.create(params=params, tx=TX)
+
+
+def loader(batch: int = 8, **how: Any) -> ft.ArrayLoader:
+    return ft.ArrayLoader((X, Y), batch, **how)
+
+
+def specs(tree: Any) -> Any:
+    return jax.tree.map(lambda x: x.sharding.spec, tree)
+
+
+def tensor_parallel(state: Any) -> Any:
+    """Columns of the first layer and rows of the second on each device, as are their moments."""
+    places = {"w1": at(None, "data"), "w2": at("data", None)}
+
+    def place(path: Any, x: Any) -> Any:
+        return jax.device_put(x, places.get(getattr(path[-1], "key", None), at()))
+
+    return jax.tree_util.tree_map_with_path(place, state)
+
+
+@pytest.mark.parametrize("fuse", [1, 3])
+def test_a_tensor_parallel_state_stays_where_it_was_and_compiles_once(fuse) -> None:
+    traces = []
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        traces.append(0)
+        return LOSS(*args, **kwargs)
+
+    state = tensor_parallel(create())
+    step = ft.train_step(counted, TX)
+    trained, _ = ft.fit(state, step, loader(), epochs=3, fuse=fuse, sharding=at("data"), verbose=0)
+    assert specs(trained) == specs(state)
+    assert len(traces) == 1
+    alone, _ = ft.fit(create(), ft.train_step(LOSS, TX), loader(), epochs=3, fuse=fuse, verbose=0)
+    for a, b in zip(jax.tree.leaves(trained), jax.tree.leaves(alone), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-6)
+
+
+def test_a_fused_step_leaves_a_state_where_it_was() -> None:
+    state = tensor_parallel(create())
+    before = specs(state)
+    chunk = jax.device_put(loader().chunk(0, 0, 3), at(None, "data"))
+    state, _ = ft.fuse(ft.train_step(LOSS, TX), 3)(state, chunk)
+    assert specs(state) == before
+
+
+def test_a_state_that_lies_nowhere_in_particular_goes_to_all_devices_and_compiles_once() -> None:
+    traces = []
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        traces.append(0)
+        return LOSS(*args, **kwargs)
+
+    step = ft.train_step(counted, TX, metrics={"accuracy": ft.metrics.accuracy()})
+    how: Any = {"sharding": at("data"), "fuse": 3, "verbose": 0}
+    state, history = ft.fit(create(), step, loader(), epochs=3, **how)
+    assert len(traces) == 1
+    assert all(x.sharding.is_fully_replicated for x in jax.tree.leaves(state))
+    assert {len(x.devices()) for x in jax.tree.leaves(state)} == {2}
+    _, alone = ft.fit(create(), STEP, loader(), epochs=3, fuse=3, verbose=0)
+    np.testing.assert_allclose(history.epochs["loss"], alone.epochs["loss"], rtol=1e-5)
+    np.testing.assert_allclose(history.epochs["accuracy"], alone.epochs["accuracy"], rtol=1e-6)
+
+
+def test_evaluation_and_prediction_take_sharded_batches() -> None:
+    state = create()
+    found = ft.evaluate(state, EVAL, loader(), sharding=at("data"))
+    assert found == pytest.approx(ft.evaluate(state, EVAL, loader()), rel=1e-6)
+    step = ft.predict_step(MODEL)
+    ours = ft.predict(state, step, ft.ArrayLoader(X, 8), sharding=at("data"))
+    np.testing.assert_allclose(ours, ft.predict(state, step, ft.ArrayLoader(X, 8)), atol=1e-6)
+
+
+def test_what_fit_is_told_of_batches_its_evaluation_is_told() -> None:
+    seen = []
+
+    def watched(params: Any, model_state: Any, batch: Any, **how: Any) -> Any:
+        jax.debug.inspect_array_sharding(batch[0], callback=lambda s: seen.append(s.num_devices))
+        return LOSS(params, model_state, batch, **how)
+
+    how: Any = {"eval_data": loader(), "eval_step": ft.eval_step(watched), "verbose": 0}
+    ft.fit(create(), STEP, loader(), sharding=at("data"), **how)
+    assert set(seen) == {2}
+
+
+@pytest.mark.parametrize("which", ["data", "eval_data"])
+def test_a_last_batch_that_does_not_divide_is_found_before_anything_runs(which) -> None:
+    whole, odd = loader(8), ft.ArrayLoader((X[:43], Y[:43]), 8)
+    data = {"data": whole, "eval_data": whole, which: odd}
+    ran = []
+    step = ft.MeteredStep(lambda s, b: ran.append(0) or (s, jnp.zeros(()), ft.Aux()), STEP.metrics)
+    how: Any = {"eval_data": data["eval_data"], "eval_step": EVAL, "verbose": 0}
+    with pytest.raises(ValueError, match=rf"(?s)^{which}: sharding: .*0: float32\[3, 8\]"):
+        ft.fit(create(), step, data["data"], sharding=at("data"), **how)
+    assert not ran
+
+
+def test_a_mesh_of_one_axis_and_a_spec_within_a_mesh_say_enough() -> None:
+    how: Any = {"fuse": 2, "verbose": 0}
+    expected = ft.fit(create(), STEP, loader(), sharding=at("data"), **how).state
+    for sharding in (mesh(), PartitionSpec("data")):
+        with jax.set_mesh(mesh()):
+            found = ft.fit(create(), STEP, loader(), sharding=sharding, **how).state
+        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("sharding", "error", "message"),
+    [
+        (PartitionSpec("data"), ValueError, "expected a mesh to go with"),
+        ("data", TypeError, r"expected that of a batch, jax\.sharding\.NamedSharding"),
+        (jax.devices()[0], TypeError, "expected that of a batch"),
+    ],
+)
+@pytest.mark.parametrize("door", ["fit", "evaluate", "predict"])
+def test_a_sharding_that_says_too_little_is_refused_at_every_door(
+    door, sharding, error, message
+) -> None:
+    calls = {
+        "fit": lambda: ft.fit(create(), STEP, loader(), sharding=sharding),
+        "evaluate": lambda: ft.evaluate(create(), EVAL, loader(), sharding=sharding),
+        "predict": lambda: ft.predict(
+            create(), ft.predict_step(MODEL), ft.ArrayLoader(X, 8), sharding=sharding
+        ),
+    }
+    with pytest.raises(error, match=message):
+        calls[door]()
+
+
+def test_a_mesh_of_several_axes_is_to_say_which() -> None:
+    both = jax.make_mesh((2, 1), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    with pytest.raises(ValueError, match=r"over which of the axes \('data', 'model'\)"):
+        ft.run(create(), STEP, loader(), sharding=both)
+
+
+def test_arrays_may_be_shared_where_nothing_is_donated() -> None:
+    x = jnp.arange(6.0)
+
+    def step(state: Any, batch: Any) -> Any:
+        return {"a": state["a"] + batch[0], "b": state["b"] + batch[1]}, {}
+
+    shared = jnp.zeros(())
+    state, _ = ft.fuse(step, 6, donate=False)({"a": shared, "b": shared}, (x, x))
+    assert float(state["a"]) == float(state["b"]) == 15.0
+    own = {"a": jnp.zeros(()), "b": jnp.zeros(())}
+    state, _ = ft.fuse(step, 6)(own, (x, x))
+    assert float(state["b"]) == 15.0
