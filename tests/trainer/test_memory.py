@@ -1,0 +1,74 @@
+"""A fit needs the memory of a loop by hand, and its history that of its numbers."""
+
+import subprocess
+import sys
+
+import pytest
+
+HELPERS = """
+import sys, jax, jax.numpy as jnp, numpy as np, optax, functrain as ft
+
+def anonymous():  # bytes that are in no file
+    lines = open("/proc/self/smaps_rollup").read().splitlines()[1:]
+    return int(dict(line.split(":") for line in lines)["Anonymous"].split()[0]) * 1024
+
+def peak():
+    lines = open("/proc/self/status").read().splitlines()
+    return int(next(line.split()[1] for line in lines if line.startswith("VmHWM"))) * 1024
+"""
+
+HISTORY = """
+def step(state, batch):
+    return state + batch.sum(), {str(i): state + i for i in range(6)}
+
+loader = ft.ArrayLoader(np.ones(40_000, np.float32), 2)
+before = []
+
+@ft.at(4_000, 20_000)
+def measure(event):
+    before.append(anonymous())
+
+_, history = ft.fit(jnp.zeros(()), step, loader, fuse=1, hooks=[measure], verbose=0)
+assert all(len(x) == 20_000 for x in history.steps.values()), history
+print((before[1] - before[0]) / 16_000)
+"""
+
+# The spare of states up to 256 MiB is a copy more; this one is above that.
+STATE = """
+params = {"w": np.ones((5_000, 5_000), np.float32)}
+tx = optax.adam(1e-3)
+
+def loss_fn(params, model_state, batch, *, rng, training):
+    return jnp.mean((batch @ params["w"]) ** 2), ft.Aux(model_state)
+
+step = ft.train_step(loss_fn, tx)
+state = ft.TrainState.create(params=params, tx=tx)
+batches = np.ones((24, 4, 5_000), np.float32)
+size, before = sum(x.nbytes for x in jax.tree.leaves(state)), anonymous()
+if sys.argv[1] == "by hand":
+    jitted = jax.jit(step, donate_argnums=0)
+    for batch in batches:
+        state, logs = jitted(state, batch)
+    jax.block_until_ready(state)
+else:
+    loader = ft.ArrayLoader(batches.reshape(-1, 5_000), 4)
+    state, _ = ft.fit(state, step, loader, donate=True, verbose=0)
+assert int(state.step) == 24
+print((peak() - before) / size)
+"""
+
+
+def printed(program: str, *arguments: str) -> float:
+    command = [sys.executable, "-c", HELPERS + program, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return float(done.stdout)
+
+
+def test_history_of_a_million_single_steps_takes_megabytes() -> None:
+    assert printed(HISTORY) < 400  # bytes a step, of six logs; 24 are the numbers themselves
+
+
+@pytest.mark.long
+def test_a_state_handed_over_takes_the_memory_of_a_loop_by_hand() -> None:
+    assert printed(STATE, "fit") < printed(STATE, "by hand") + 0.6  # a copy is 1
