@@ -6,6 +6,7 @@ each, which says first when a new Keras release moves something.
 
 import contextlib
 import functools
+import inspect
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -17,6 +18,7 @@ from keras.src.backend.common import global_state
 from keras.src.backend.jax.trainer import JAXEpochIterator, JAXTrainer
 from keras.src.losses.loss import apply_mask, squeeze_or_expand_to_same_rank
 from keras.src.metrics import reduction_metrics
+from keras.src.models.functional import Functional
 from keras.src.trainers import compile_utils
 from keras.src.trainers.data_adapters import array_slicing
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
@@ -566,3 +568,37 @@ def layout(variable: Any) -> Any:
     variable would be replicated.
     """
     return getattr(variable, "_layout", None)
+
+
+def is_functional(layer: Any) -> bool:
+    """Whether a layer is Keras's own Functional model, and none of a subclass.
+
+    Compares with `keras.src.models.functional.Functional`, which has no public name; checked with
+    Keras 3.15.1. Without it a model made of inputs and outputs cannot be told from a user's class.
+    """
+    return type(layer) is Functional
+
+
+def jit_compile_asked(model: keras.Model) -> Any:
+    """Returns the `jit_compile` that the last `compile` was given; None where that is not known.
+
+    Wraps `Trainer.compile`, which keeps nothing but what it made of it: a False may have been
+    asked for, or be what "auto" came to. The wrapper writes the argument down and changes nothing
+    else; checked with Keras 3.15.1. Not known of models compiled before bridge was imported.
+    """
+    return vars(model).get("_bridge_jit_compile")
+
+
+def _writing_down_jit_compile(compile_model: Callable[..., None]) -> Callable[..., None]:
+    signature = inspect.signature(compile_model)
+
+    @functools.wraps(compile_model)
+    def compile_and_write_down(self: Any, *args: Any, **kwargs: Any) -> None:
+        compile_model(self, *args, **kwargs)
+        given = signature.bind(self, *args, **kwargs).arguments
+        vars(self)["_bridge_jit_compile"] = given.get("jit_compile", "auto")
+
+    return compile_and_write_down
+
+
+Trainer.compile = _writing_down_jit_compile(Trainer.compile)

@@ -9,6 +9,7 @@ import keras
 
 from bridge import keras_private
 from bridge.model import _scope, _variables
+from bridge.model._pure_layers import warn_of_frozen
 from functrain import Model, ModelOutput
 from functrain.internal import PyTree
 from functrain.internal import tree as _tree
@@ -57,6 +58,7 @@ def from_keras(model: keras.Layer) -> Model:
       (4, 2)
     """
     require_built(model)
+    warn_of_frozen(model)
 
     def init(key: jax.Array, inputs: PyTree, /) -> tuple[PyTree, PyTree]:
         del key, inputs

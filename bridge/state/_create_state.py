@@ -9,6 +9,7 @@ import optax
 
 from bridge.model import _variables
 from bridge.model._from_keras import require_built
+from bridge.model._pure_layers import warn_of_frozen
 from bridge.optim._constraints import keeps_constraints
 from bridge.optim._optimizers import made_of
 from bridge.state import _transfer
@@ -56,6 +57,7 @@ def create_state(
       (3, 2)
     """
     require_built(model)
+    warn_of_frozen(model)
     where = _variables.layout(model)
     params, model_state = _variables.values(where)
     state = TrainState.create(params=params, model_state=model_state, tx=tx, rng=rng)

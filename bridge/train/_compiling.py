@@ -1,12 +1,83 @@
-"""Whether a model's steps are compiled."""
+"""Whether a step of a Keras model is compiled, or run one operation at a time as Keras does."""
 
+import random
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import jax
 import keras
+import numpy as np
 
-from functrain.internal import Mode
+from bridge import keras_private
+from bridge.model._pure_layers import frozen_layers, unknown_layers
+
+_advised: weakref.WeakSet[keras.Model] = weakref.WeakSet()
+_STEPS = ("train_step", "test_step", "predict_step")
 
 
-def runs_uncompiled(model: keras.Model, rewrites: Mode) -> bool:
-    """Whether a step runs operation by operation, as in Keras."""
+def runs_uncompiled(model: keras.Model, rewrites: str, trace: Callable[[], Any]) -> bool:
+    """Whether a step runs operation by operation.
+
+    What Keras compiles is compiled. A model that it leaves uncompiled, because a layer such as
+    RandomRotation says that another backend could not, is compiled if nothing in it can differ:
+    all layers are known to be pure, and a trace draws no Python or NumPy randomness. It stays
+    uncompiled where ``compile(jit_compile=False)`` or ``rewrites="exact"`` asks for that, or a
+    model file does: Keras writes False there for all of these models.
+
+    Args:
+      model: The model.
+      rewrites: As for `functrain.fuse`.
+      trace: Traces a step.
+    """
     if model.run_eagerly or model.jit_compile:
         return bool(model.run_eagerly)
-    return True
+    if rewrites == "exact" or keras_private.supports_jit(model):
+        return True
+    if model.compiled and keras_private.jit_compile_asked(model) != "auto":
+        return True
+    if unknown := _unknown(model):
+        _advise(model, unknown)
+        return True
+    return not _traces_without_drawing(trace)
+
+
+def _unknown(model: keras.Model) -> list[Any]:
+    """Returns the layers that may run Python code in each step."""
+    own_steps = any(name in vars(model) for name in _STEPS)
+    return [model] if own_steps else unknown_layers(model)
+
+
+def _advise(model: keras.Model, unknown: list[Any]) -> None:
+    """Says once for a model how to have it compiled, where its author may well know better."""
+    if model in _advised or frozen_layers(model):
+        return
+    _advised.add(model)
+    names = ", ".join(sorted({type(layer).__name__ for layer in unknown}))
+    warnings.warn(
+        f"model {model.name!r} runs uncompiled, which is slow: as in Keras, because of layers with "
+        f"supports_jit=False. JAX could compile those, but {names} may do anything in Python, "
+        "which a program would do only once. If that is not so, say layer.supports_jit = True for "
+        "those layers and compile the model again; if it is, compile(jit_compile=False).",
+        stacklevel=2,
+    )
+
+
+def _traces_without_drawing(trace: Callable[[], Any]) -> bool:
+    """Whether a step can be traced, and leaves Python's and NumPy's randomness as it was."""
+    before = _randomness()
+    try:
+        trace()
+    except Exception:  # Keras makes others of jax's errors; the model's own comes once more
+        return False
+    else:
+        pairs = zip(jax.tree.leaves(before), jax.tree.leaves(_randomness()), strict=True)
+        return all(np.array_equal(one, other) for one, other in pairs)
+    finally:
+        random.setstate(before[0])
+        np.random.set_state(before[1])
+
+
+def _randomness() -> tuple[Any, Any]:
+    return random.getstate(), np.random.get_state(legacy=False)

@@ -1,6 +1,7 @@
 """What fit, evaluate and predict have in common: a model's state on its way through the engine."""
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -68,13 +69,7 @@ class Loop:
         self._signals = ways.signals
         self._step = compiled_step(model, kind)
         self._means = None if kind == "predict" else RunningMeans.of(model)
-        self._driver = Driver(
-            self._step,
-            rewrites=ways.rewrites,
-            jit=not runs_uncompiled(model, ways.rewrites),
-            uncompiled=contextlib.nullcontext,
-            place=_feed.place,
-        )
+        self._rewrites = ways.rewrites
         self._plan = Plan(
             self._fuse(ways.fuse),
             state_bytes=nbytes(self._originals()),
@@ -84,6 +79,21 @@ class Loop:
         self._state: KerasState | None = None
         self._last: tuple[Chunk, PyTree] | None = None
         self._read: dict[str, jax.Array] | None = None  # the metrics, on their way to the host
+
+    @functools.cached_property
+    def _driver(self) -> Driver:
+        """Takes chunks through programs, or uncompiled: made when the first batch is known."""
+
+        def trace() -> None:
+            jax.eval_shape(self._step, self._originals(), self._plan.batch)
+
+        return Driver(
+            self._step,
+            rewrites=self._rewrites,
+            jit=not runs_uncompiled(self._model, self._rewrites, trace),
+            uncompiled=contextlib.nullcontext,
+            place=_feed.place,
+        )
 
     def run(self) -> Iterator[tuple[Chunk, PyTree]]:
         """Runs an epoch; yields every chunk with what its steps reported, on the device."""

@@ -1,6 +1,7 @@
 """The private Keras names mean what the bridge takes them to mean (checked with Keras 3.15.1)."""
 
 import ast
+import inspect
 import itertools
 import pathlib
 from unittest import mock
@@ -380,3 +381,32 @@ def test_layout_of_a_variable_is_what_it_was_made_with():
     assert keras_private.layout(keras.Variable(0.0)) is None
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     assert keras_private.layout(keras.Variable(0.0, layout=sharding)) is sharding
+
+
+def test_functional_is_what_keras_makes_of_inputs_and_outputs():
+    x = keras.Input((3,))
+    assert keras_private.is_functional(keras.Model(x, layers.Dense(1)(x)))
+
+    class Own(keras.Model):
+        pass
+
+    assert not keras_private.is_functional(Own(x, layers.Dense(1)(x)))
+    assert not keras_private.is_functional(keras.Sequential())
+
+
+def test_compile_is_written_down_and_otherwise_as_it_was():
+    def rotating():
+        return keras.Sequential([layers.RandomRotation(0.1), layers.Dense(1)])
+
+    model = rotating()
+    assert keras_private.jit_compile_asked(model) is None
+    model.compile("sgd", "mse")
+    assert (model.jit_compile, keras_private.jit_compile_asked(model)) == (False, "auto")
+    model.compile("sgd", "mse", jit_compile=False)
+    assert (model.jit_compile, keras_private.jit_compile_asked(model)) == (False, False)
+    model.compile("sgd", "mse", None, None, None, False, 1, "auto")
+    assert keras_private.jit_compile_asked(model) == "auto"
+    with pytest.raises(TypeError, match="unexpected keyword argument 'nothing'"):
+        model.compile(nothing=1)
+    assert "jit_compile" in inspect.signature(model.compile).parameters
+    assert keras.Model.compile.__doc__.startswith("Configures the model for training")

@@ -1,0 +1,88 @@
+"""Which layers may be compiled although they say they may not: those that are known to be pure."""
+
+import warnings
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+from keras import layers
+
+from bridge import keras_private
+
+# Keras's layers with supports_jit=False that draw by a SeedGenerator they hold, whose counter is
+# in the state, and by nothing else. They say so for the sake of another backend; JAX compiles them
+# (RandomCrop only where it does not crop). Read in Keras 3.15.1, whose others with
+# supports_jit=False look words and numbers up in Python.
+_PURE = {
+    layers.RandomCrop,
+    layers.RandomPerspective,
+    layers.RandomRotation,
+    layers.RandomShear,
+    layers.RandomTranslation,
+    layers.RandomZoom,
+}
+# Keras's layers that draw by Python's `random`, or run code of the user's.
+_IMPURE = {layers.AugMix}
+_RUN_ANYTHING = {
+    layers.FlaxLayer,
+    layers.JaxLayer,
+    layers.Lambda,
+    layers.TFSMLayer,
+    layers.TorchModuleWrapper,
+}
+_KERASS = {keras.Sequential, *(c for c in vars(layers).values() if isinstance(c, type))}
+
+_warned: weakref.WeakSet[type] = weakref.WeakSet()
+
+
+def unknown_layers(model: keras.Layer) -> list[Any]:
+    """Returns those of a model's layers, itself included, that are not known to be pure.
+
+    A class is known by itself, and not by its name or what it inherits from.
+    """
+    return [layer for layer in _all(model, set()) if not _is_known(layer)]
+
+
+def frozen_layers(model: keras.Layer) -> list[Any]:
+    """Returns those of a model's layers of which a compiled step does something only once.
+
+    Either they say so by supports_jit=False, or they are Keras's own and draw in Python.
+    """
+    return [
+        layer for layer in unknown_layers(model) if type(layer) in _IMPURE or not layer.supports_jit
+    ]
+
+
+def warn_of_frozen(model: keras.Layer) -> None:
+    """Says once for a class of layers that what it draws in Python is drawn when it is traced."""
+    found = {type(layer) for layer in frozen_layers(model)} - set(_warned)
+    if not found:
+        return
+    _warned.update(found)
+    names = ", ".join(sorted(cls.__name__ for cls in found))
+    warnings.warn(
+        f"{names}: Keras leaves models with this layer uncompiled. In a compiled step, what it "
+        "does in Python (random, numpy.random, counters) is done once, when the step is traced, "
+        "and not every time. To draw anew each time: keras.random with a "
+        "keras.random.SeedGenerator held as an attribute, and supports_jit = True. To run the "
+        "model as Keras does: bridge.fit.",
+        stacklevel=3,
+    )
+
+
+def _is_known(layer: Any) -> bool:
+    cls = type(layer)
+    if keras_private.is_functional(layer):
+        return True
+    own = cls in _KERASS and cls not in _IMPURE and cls not in _RUN_ANYTHING
+    return own and (cls in _PURE or bool(layer.supports_jit))
+
+
+def _all(layer: Any, seen: set[int]) -> Iterator[Any]:
+    """Yields a layer and all below it, each once."""
+    seen.add(id(layer))
+    yield layer
+    for below in keras_private.sublayers(layer):
+        if id(below) not in seen:
+            yield from _all(below, seen)
