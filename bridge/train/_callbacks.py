@@ -68,9 +68,10 @@ class BatchCallbacks:
 
     @property
     def fusible(self) -> bool:
-        """Whether "auto" may fuse: no user's callback is there that might need every step."""
+        """Whether "auto" may fuse: no callback is there that might have to act on every step."""
         return all(
-            getattr(callback, "chunk_safe", False) or _is_kerass(callback, self._kind)
+            getattr(callback, "chunk_safe", False)
+            or (_is_kerass(callback, self._kind) and not _ends_batches(callback))
             for callback in self._acting
         )
 
@@ -119,6 +120,15 @@ class BatchCallbacks:
             logs = self._logs(row(rows, i), mark)
             if mark.end is not None:
                 self._call(self._end, mark.end, logs)
+                if self._is_the_end(logs):
+                    break
+
+    def _is_the_end(self, logs: PyTree) -> bool:
+        """Whether TerminateOnNaN ended training with this batch: none of the rest is reported."""
+        if self._kind != "train" or not any(map(_ends_batches, self._acting)):
+            return False
+        loss = keras_private.to_python(logs).get("loss")
+        return loss is not None and not np.isfinite(loss)
 
     def _logs(self, logs: PyTree, mark: Mark) -> PyTree:
         """Returns a step's logs; in `predict`, the outputs of all steps since the last end."""
@@ -164,9 +174,22 @@ def unasking(callbacks: Any, model: keras.Model) -> Iterator[None]:
             model.history = history
 
 
+def _ends_batches(callback: Any) -> bool:
+    """Whether a callback of Keras's may end training at any batch."""
+    return isinstance(callback, keras.callbacks.TerminateOnNaN)
+
+
 def _is_kerass(callback: Any, kind: str) -> bool:
     """Whether the batch methods are those of a callback that comes with Keras."""
     found = [getattr(callback, name) for name in _METHODS[kind]]
-    return all(
-        (getattr(f, "__module__", None) or "").startswith("keras.src.callbacks.") for f in found
-    )
+    return all(getattr(f, "__func__", f) in _KERASS for f in found)
+
+
+# Every batch method of Keras's own classes, as functions.
+_KERASS = {
+    getattr(cls, name)
+    for cls in vars(keras.callbacks).values()
+    if isinstance(cls, type) and issubclass(cls, keras.callbacks.Callback)
+    for names in _METHODS.values()
+    for name in names
+}

@@ -43,13 +43,18 @@ def fit(
     ``rewrites="exact"`` the results are those of `model.fit`, to the bit.
 
     What Keras compiles is compiled. So are models that it leaves uncompiled because of layers that
-    another backend could not compile, such as RandomRotation, where JAX can trace them and rewrites
-    are not "exact".
+    another backend could not compile, such as RandomRotation, if nothing can come of it but speed:
+    every layer is one of Keras's own that is known to draw by keras.random only, the steps are
+    Keras's, and neither ``compile(jit_compile=False)`` nor ``rewrites="exact"`` says otherwise. To
+    compile one with layers of yours: ``layer.supports_jit = True`` for those that say False, and
+    `compile` again.
 
     A callback of yours that overrides a train-batch method (`on_train_batch_end`, ...) makes
-    "auto" take one step at a time. Say ``chunk_safe = True`` in its class, or pass a number to
-    `fuse`, and it is called for every batch with that batch's logs, when the chunk is over; what
-    it changes (weights, learning rate, `stop_training`) then holds from the next chunk on. The loop
+    "auto" take one step at a time, as does TerminateOnNaN, which may end at any. Say
+    ``chunk_safe = True`` in its class, or pass a number to `fuse`, and it is called for every batch
+    with that batch's logs, when the chunk is over; what it changes (weights, learning rate,
+    `stop_training`) then holds from the next chunk on: with a number, TerminateOnNaN leaves the
+    weights of its chunk's end. The loop
     is this function's: overrides of `fit`, `evaluate`, `predict` or `make_train_function` in the
     model's class have no part in it; overrides of steps, losses and metrics have.
 

@@ -96,12 +96,6 @@ def test_functions_of_a_lambda_callback_see_and_set_the_weights_of_their_batch()
     assert not np.asarray(model.layers[0].bias.value).any()
 
 
-def test_terminate_on_nan_ends_the_fit() -> None:
-    model = fresh(optimizer=keras.optimizers.SGD(1e30))
-    history = fit(model, callbacks=[keras.callbacks.TerminateOnNaN()], epochs=5)
-    assert len(history.history["loss"]) == 1
-
-
 def test_stop_training_holds_from_the_next_chunk_on() -> None:
     class Stops(keras.callbacks.Callback):
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:

@@ -1,0 +1,95 @@
+"""TerminateOnNaN ends training at the batch at which it ends it under Keras, to the bit."""
+
+import bridge  # isort: skip  # before keras: it chooses the backend
+
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+from keras.callbacks import TerminateOnNaN
+
+from tests.bridge.fitting import assert_same
+
+
+class Subclass(TerminateOnNaN):
+    """A user's own."""
+
+
+class Batches(keras.callbacks.Callback):
+    """Writes down which batches ended."""
+
+    chunk_safe = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ended: list[int] = []
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.ended.append(batch)
+
+
+def run(way: Any, bad: float, callbacks: list[Any], steps: int = 1, **kwargs: Any) -> keras.Model:
+    """Fits 200 batches, of which the third has a loss that is not finite."""
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(0.01), "mae", steps_per_execution=steps)
+    x, y = np.ones((6400, 4), np.float32), np.ones((6400, 1), np.float32)
+    y[64] = bad
+    way(model, x, y, shuffle=False, verbose=0, callbacks=callbacks, **kwargs)
+    return model
+
+
+@pytest.mark.parametrize("bad", [np.inf, np.nan])
+@pytest.mark.parametrize("kind", [TerminateOnNaN, Subclass])
+@pytest.mark.parametrize("rewrites", ["auto", "exact"])
+def test_training_ends_at_its_batch(bad: float, kind: Any, rewrites: Any, capsys: Any) -> None:
+    theirs = run(keras.Model.fit, bad, [kind()])
+    said = capsys.readouterr().out
+    ours = run(bridge.fit, bad, [kind()], rewrites=rewrites)
+    assert capsys.readouterr().out == said == "Batch 2: Invalid loss, terminating training\n"
+    assert int(ours.optimizer.iterations.value) == 3
+    assert_same(ours, theirs)
+
+
+def test_steps_per_execution_end_where_they_do_under_keras() -> None:
+    ours, theirs = (
+        run(way, np.inf, [TerminateOnNaN()], 5) for way in (bridge.fit, keras.Model.fit)
+    )
+    assert int(ours.optimizer.iterations.value) == 5
+    assert_same(ours, theirs)
+
+
+def test_its_error_leaves_the_weights_of_its_batch() -> None:
+    models = []
+
+    def fit(way: Any) -> Any:
+        def watched(model: keras.Model, *args: Any, **kwargs: Any) -> None:
+            models.append(model)
+            with pytest.raises(RuntimeError, match="NaN or Inf loss encountered at batch 2"):
+                way(model, *args, **kwargs)
+
+        return watched
+
+    run(fit(bridge.fit), np.nan, [TerminateOnNaN(raise_error=True)])
+    run(fit(keras.Model.fit), np.nan, [TerminateOnNaN(raise_error=True)])
+    assert_same(*models)
+
+
+def test_an_explicit_k_reports_no_batch_after_it_and_trains_to_the_chunks_end(capsys: Any) -> None:
+    batches = Batches()
+    model = run(bridge.fit, np.inf, [TerminateOnNaN(), batches], fuse=50)
+    assert capsys.readouterr().out == "Batch 2: Invalid loss, terminating training\n"
+    assert batches.ended == [0, 1, 2]
+    assert int(model.optimizer.iterations.value) == 50
+
+
+def test_callbacks_of_keras_are_known_by_their_functions() -> None:
+    class Mine(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            self.seen = [*getattr(self, "seen", []), int(self.model.optimizer.iterations.value)]
+
+    Mine.on_train_batch_end.__module__ = "keras.src.callbacks.mine"  # as in Keras's own tests
+    mine = Mine()
+    run(bridge.fit, 1.0, [mine], steps_per_epoch=4)
+    assert mine.seen == [1, 2, 3, 4]
