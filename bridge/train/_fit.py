@@ -1,18 +1,24 @@
 """fit, evaluate and predict: drop-ins for the methods of a Keras model."""
 
 import warnings
-import weakref
 from typing import Any
 
 import keras
 
 from bridge import keras_private
+from bridge.train._checks import (
+    require_callbacks,
+    require_data,
+    require_model,
+    require_validation_arguments,
+    require_ways,
+    require_whole,
+)
 from bridge.train._feed import source as batches
 from bridge.train._loop import Ways
 from bridge.train._runs import Evaluation, Fit, run_evaluate, run_predict
-from functrain.internal import FuseArg, Mode, held_signals, mode, require_fuse
-
-_warned: weakref.WeakSet[type] = weakref.WeakSet()
+from bridge.train._validation import require_validation
+from functrain.internal import FuseArg, Mode, held_signals
 
 
 def fit(
@@ -85,7 +91,10 @@ def fit(
       ends: by an error, by a callback or by Ctrl-C.
 
     Raises:
-      ValueError: What `model.fit` raises; `fuse` is below 1; or a layer has ``stateful=True``.
+      TypeError: `model` is no Keras model, or a callback none of Keras's.
+      ValueError: What `model.fit` raises; an argument is out of its range; arrays in
+        `validation_data` cannot be evaluated; a layer has ``stateful=True``; or the model prepares
+        samples in a `fit` of its own, as tasks of keras_hub do.
 
     Examples:
       >>> import keras, numpy as np
@@ -95,7 +104,16 @@ def fit(
       >>> sorted(fit(model, *data, epochs=2, verbose=0).history)
       ['loss', 'mae']
     """
-    _require(model, "fit", fuse, rewrites)
+    require_model(model)
+    keras_private.require_compiled(model, "fit")
+    require_ways(fuse, rewrites, verbose)
+    require_data(x)
+    require_whole(0, epochs=epochs, initial_epoch=initial_epoch)
+    sizes = {"batch_size": batch_size, "validation_batch_size": validation_batch_size}
+    steps = {"steps_per_epoch": steps_per_epoch, "validation_steps": validation_steps}
+    require_whole(1, optional=True, **sizes, **steps)
+    require_validation_arguments(validation_split, validation_freq)
+    require_callbacks(callbacks)
     epochs = _capped(epochs)
     if validation_split and validation_data is None:
         (x, y, sample_weight), validation_data = keras_private.split(
@@ -106,16 +124,12 @@ def fit(
         model, data, batch_size, steps_per_epoch, shuffle=shuffle, class_weight=class_weight
     )
     keras_private.build_from(model, source)
-    callbacks = _callback_list(model, callbacks, verbose, epochs, source, add_history=True)
     evaluation: Evaluation | None = None
     if validation_data is not None:
-        evaluation = Evaluation(
-            model,
-            validation_data,
-            validation_batch_size or batch_size,
-            validation_steps,
-            validation_freq,
-        )
+        size = validation_batch_size or batch_size
+        require_validation(model, validation_data, data, size, validation_steps)
+        evaluation = Evaluation(model, validation_data, size, validation_steps, validation_freq)
+    callbacks = _callback_list(model, callbacks, verbose, epochs, source, add_history=True)
     with held_signals() as signals:
         run = Fit(model, source, callbacks, evaluation, Ways(fuse, rewrites, signals))
         return run(initial_epoch, epochs)
@@ -164,7 +178,12 @@ def evaluate(
       >>> evaluate(model, x, y, verbose=0, return_dict=True)
       {'loss': 1.0}
     """
-    _require(model, "evaluate", fuse, rewrites)
+    require_model(model)
+    keras_private.require_compiled(model, "evaluate")
+    require_ways(fuse, rewrites, verbose)
+    require_data(x)
+    require_whole(1, optional=True, batch_size=batch_size, steps=steps)
+    require_callbacks(callbacks)
     source = batches(model, (x, y, sample_weight), batch_size, steps)
     keras_private.build_from(model, source)
     callbacks = _callback_list(model, callbacks, verbose, 1, source)
@@ -208,7 +227,11 @@ def predict(
       >>> predict(model, np.ones((40, 3), np.float32), verbose=0).shape
       (40, 4)
     """
-    _require(model, None, fuse, rewrites)
+    require_model(model)
+    require_ways(fuse, rewrites, verbose)
+    require_data(x)
+    require_whole(1, optional=True, batch_size=batch_size, steps=steps)
+    require_callbacks(callbacks)
     source = batches(model, (x, None, None), batch_size, steps)
     if not keras_private.layers_built(model):
         _build_by_a_call(model, source)
@@ -236,12 +259,6 @@ def _callback_list(
 ) -> Any:
     if isinstance(callbacks, keras.callbacks.CallbackList):
         return callbacks
-    for callback in keras.tree.flatten(callbacks):
-        if callback is not None and not hasattr(callback, "on_epoch_end"):
-            raise TypeError(
-                f"callbacks: expected those of Keras, got {callback!r}. Hooks of functrain go into "
-                "functrain.fit(hooks=)."
-            )
     return keras.callbacks.CallbackList(
         callbacks,
         add_history=add_history,
@@ -260,28 +277,3 @@ def _capped(epochs: int) -> int:
         warnings.warn(f"Limiting epochs to {most}", stacklevel=3)
         return int(most)
     return epochs
-
-
-def _warn_of_overrides(model: keras.Model) -> None:
-    """Says once for a class that its own loops are not run."""
-    cls = type(model)
-    methods = ("fit", "evaluate", "predict", "make_train_function", "make_test_function")
-    found = [name for name in methods if getattr(cls, name) is not getattr(keras.Model, name, None)]
-    if found and isinstance(model, keras.Model) and cls not in _warned:
-        _warned.add(cls)
-        warnings.warn(
-            f"{cls.__name__} overrides {', '.join(found)}, which bridge.fit, evaluate and predict "
-            "do not call: the loop is theirs. Overrides of train_step, test_step, compute_loss and "
-            "the like are called. To run your own loop, call the model's method.",
-            stacklevel=4,
-        )
-
-
-def _require(model: Any, method: str | None, fuse: FuseArg, rewrites: str) -> None:
-    if not keras_private.is_trainer(model):
-        raise TypeError(f"model: expected a keras.Model, got {type(model).__name__}")
-    _warn_of_overrides(model)
-    if method:
-        keras_private.require_compiled(model, method)
-    require_fuse(fuse)
-    mode(rewrites)

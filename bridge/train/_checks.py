@@ -1,0 +1,138 @@
+"""What fit, evaluate and predict refuse at their doors."""
+
+import warnings
+import weakref
+from typing import Any
+
+import keras
+
+from bridge import keras_private
+from bridge.state._keras_state import KerasState
+from functrain import FitResult, Model, TrainState
+from functrain.internal import is_whole, mode, require_fuse
+
+_warned: weakref.WeakSet[type] = weakref.WeakSet()
+
+
+def require_model(model: Any) -> None:
+    """Refuses what is no Keras model, or prepares its data in loops of its own.
+
+    Raises:
+      TypeError: It is no Keras model.
+      ValueError: It has a preprocessor, as tasks of keras_hub do.
+    """
+    if not keras_private.is_trainer(model):
+        raise TypeError(
+            f"model: expected a keras.Model, got {type(model).__name__}{_instead_of(model)}"
+        )
+    _refuse_preprocessor(model)
+    _warn_of_overrides(model)
+
+
+def _instead_of(model: Any) -> str:
+    if isinstance(model, Model):
+        return (
+            ", a pair of functions. Pass the Keras model that it was made of; or train the pair by "
+            "functrain.fit(state, step, data)."
+        )
+    if isinstance(model, TrainState | KerasState | FitResult):
+        state = "result.state" if isinstance(model, FitResult) else "state"
+        return (
+            f". Pass the Keras model, into which bridge.to_keras({state}, model) writes it; or go "
+            f"on from it by functrain.fit({state}, step, data)."
+        )
+    return "."
+
+
+def _refuse_preprocessor(model: Any) -> None:
+    """Refuses models that prepare samples in their own fit, evaluate and predict.
+
+    As keras_hub.models.Task does, by `preprocess_samples`. Its data pipelines are those of grain
+    or tf.data, with an order of their own: doing as they do is theirs.
+    """
+    prepares = callable(getattr(model, "preprocess_samples", None))
+    if prepares and getattr(model, "preprocessor", model) is not None:
+        raise ValueError(
+            f"model: expected one that takes its data as they are, got {type(model).__name__}, "
+            "whose own fit, evaluate and predict prepare them by model.preprocess_samples. "
+            "Prepare all data first, those for validation too, and switch that off:\n"
+            "    data = model.preprocess_samples(x, y)\n"
+            "    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)\n"
+            "    model.preprocessor = None\n"
+            "    bridge.fit(model, x, y)"
+        )
+
+
+def _warn_of_overrides(model: keras.Model) -> None:
+    """Says once for a class that its own loops are not run."""
+    cls = type(model)
+    methods = ("fit", "evaluate", "predict", "make_train_function", "make_test_function")
+    found = [name for name in methods if getattr(cls, name) is not getattr(keras.Model, name, None)]
+    if found and isinstance(model, keras.Model) and cls not in _warned:
+        _warned.add(cls)
+        warnings.warn(
+            f"{cls.__name__} overrides {', '.join(found)}, which bridge.fit, evaluate and predict "
+            "do not call: the loop is theirs. Overrides of train_step, test_step, compute_loss and "
+            "the like are called. To run your own loop, call the model's method.",
+            stacklevel=4,
+        )
+
+
+def require_ways(fuse: Any, rewrites: Any, verbose: Any) -> None:
+    """Refuses what is no way to run steps, or to show them."""
+    require_fuse(fuse)
+    mode(rewrites)
+    if not isinstance(verbose, str | int) or verbose not in ("auto", 0, 1, 2):
+        raise ValueError(f"verbose: expected 'auto', 0, 1 or 2, got {verbose!r}")
+
+
+def require_whole(least: int, *, optional: bool = False, **numbers: Any) -> None:
+    """Refuses what is no whole number, by the names of the arguments."""
+    for name, value in numbers.items():
+        if not is_whole(value, least) and not (optional and value is None):
+            raise ValueError(
+                f"{name}: expected {'None or ' * optional}a whole number of at least {least}, "
+                f"got {value!r}"
+            )
+
+
+def require_data(x: Any) -> None:
+    """Refuses None for data."""
+    if x is None:
+        raise ValueError(
+            "x: expected arrays, a dataset, a loader or a generator, got None. A generator of "
+            "batches goes into x, and yields (inputs, targets)."
+        )
+
+
+def require_validation_arguments(split: Any, freq: Any) -> None:
+    """Refuses a share that is none, and what says no epochs."""
+    number = isinstance(split, int | float) and not isinstance(split, bool)
+    if split is not None and not (number and 0 <= split < 1):
+        raise ValueError(
+            f"validation_split: expected a share of the arrays, from 0 to below 1, got {split!r}"
+        )
+    if not isinstance(freq, list) and not (isinstance(freq, int) and freq >= 1):
+        raise ValueError(
+            "validation_freq: expected a whole number of epochs of at least 1, or a list of "
+            f"epochs, got {freq!r}"
+        )
+
+
+def require_callbacks(callbacks: Any) -> None:
+    """Refuses what is no callback of Keras's kind.
+
+    Raises:
+      TypeError: It tells hooks of functrain from classes that nobody made an object of.
+    """
+    for callback in keras.tree.flatten(callbacks):
+        if isinstance(callback, type) and issubclass(callback, keras.callbacks.Callback):
+            raise TypeError(
+                f"callbacks: expected callbacks, got the class {callback.__name__}. Pass one made "
+                f"of it: {callback.__name__}(...)."
+            )
+        if callback is not None and not hasattr(callback, "on_epoch_end"):
+            raise TypeError(
+                f"callbacks: expected those of Keras, got {callback!r}. Hooks of functrain go into "
+                "functrain.fit(hooks=)."
+            )

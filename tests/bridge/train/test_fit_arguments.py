@@ -1,0 +1,206 @@
+"""Arguments that bridge.fit, evaluate and predict refuse before anything is done, and how."""
+
+import bridge  # isort: skip  # before keras: it chooses the backend
+
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import optax
+import pytest
+from keras import layers
+
+import functrain as ft
+
+X, Y = np.ones((48, 3), np.float32), np.ones((48, 4), np.float32)
+
+
+def compiled(**kwargs: Any) -> keras.Model:
+    model = keras.Sequential([keras.Input((3,)), layers.Dense(4)])
+    model.compile(**{"optimizer": "sgd", "loss": "mse", **kwargs})
+    return model
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"epochs": "3"}, "epochs: expected a whole number of at least 0, got '3'"),
+        ({"epochs": 2.0}, "epochs: expected a whole number of at least 0, got 2.0"),
+        ({"initial_epoch": -1}, "initial_epoch: expected a whole number of at least 0, got -1"),
+        ({"batch_size": "32"}, "batch_size: expected None or a whole number of at least 1"),
+        ({"batch_size": 0}, "batch_size: expected None or a whole number of at least 1, got 0"),
+        ({"steps_per_epoch": 1.5}, "steps_per_epoch: expected None or a whole number"),
+        ({"validation_steps": "2"}, "validation_steps: expected None or a whole number"),
+        ({"validation_batch_size": 0}, "validation_batch_size: expected None or a whole number"),
+        ({"verbose": "loud"}, "verbose: expected 'auto', 0, 1 or 2, got 'loud'"),
+        ({"verbose": 3}, "verbose: expected 'auto', 0, 1 or 2, got 3"),
+        ({"verbose": None}, "verbose: expected 'auto', 0, 1 or 2, got None"),
+        ({"validation_split": "a"}, "validation_split: expected a share of the arrays"),
+        ({"validation_split": 1.5}, "validation_split: expected a share of the arrays"),
+        ({"validation_freq": "1"}, "validation_freq: expected a whole number of epochs"),
+        ({"validation_freq": 0}, "validation_freq: expected a whole number of epochs"),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
+)
+def test_an_argument_that_means_nothing(arguments: Any, words: str) -> None:
+    model = compiled()
+    with pytest.raises(ValueError, match=words):
+        bridge.fit(model, X, Y, **{"validation_data": (X, Y), "verbose": 0, **arguments})
+    assert int(model.optimizer.iterations.value) == 0
+
+
+@pytest.mark.parametrize("method", ["evaluate", "predict"])
+@pytest.mark.parametrize("arguments", [{"batch_size": "32"}, {"steps": 0}, {"verbose": "loud"}])
+def test_evaluate_and_predict_refuse_them_too(method: str, arguments: Any) -> None:
+    with pytest.raises(ValueError, match=f"{next(iter(arguments))}: expected"):
+        getattr(bridge, method)(compiled(), X, **arguments)
+
+
+@pytest.mark.parametrize("method", ["fit", "evaluate", "predict"])
+def test_no_data(method: str) -> None:
+    with pytest.raises(ValueError, match=r"x: expected arrays, a dataset.*got None"):
+        getattr(bridge, method)(compiled(), None)
+
+
+@pytest.mark.parametrize("method", ["fit", "evaluate", "predict"])
+def test_a_class_for_a_callback(method: str) -> None:
+    with pytest.raises(TypeError, match=r"got the class EarlyStopping.*EarlyStopping\(\.\.\.\)"):
+        getattr(bridge, method)(compiled(), X, callbacks=[keras.callbacks.EarlyStopping])
+
+
+@pytest.mark.parametrize("method", ["fit", "evaluate", "predict"])
+def test_what_is_functrains_for_a_model(method: str) -> None:
+    model = compiled()
+    state = bridge.create_state(model, optax.sgd(0.1))
+    run = getattr(bridge, method)
+    with pytest.raises(TypeError, match=r"got Model, a pair of functions.*functrain\.fit"):
+        run(bridge.from_keras(model), X)
+    with pytest.raises(TypeError, match=r"got TrainState\. .*bridge\.to_keras\(state, model\)"):
+        run(state, X)
+    with pytest.raises(TypeError, match=r"got KerasState\. .*bridge\.to_keras\(state, model\)"):
+        run(bridge.keras_state(model, (X, Y)), X)
+    result = ft.FitResult(state, None)
+    with pytest.raises(TypeError, match=r"got FitResult.*to_keras\(result\.state, model\)"):
+        run(result, X)
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        ((X, Y[:, :3]), r"training has x float32\[16, 3\], y float32\[16, 4\].*y float32\[16, 3\]"),
+        ((X[:, :2], Y), r"got x float32\[16, 2\]"),
+        ((X,), r"got x float32\[16, 3\], y None"),
+        (X, r"got x float32\[16, 3\], y None"),
+        ((X, []), r"y None"),
+        (([], []), r"expected \(x, y\) of arrays, got x=\[\]"),
+        ([], "of length 0"),
+        ((X, Y, X, Y), "a tuple of length 4"),
+        ((X, Y[:16]), "cardinality"),
+        ((X[:0], Y[:0]), "at least one batch"),
+    ],
+)
+def test_validation_data_that_cannot_be_evaluated_are_found_before_the_first_step(
+    data: Any, words: str
+) -> None:
+    model = compiled()
+    with pytest.raises(ValueError, match=f"(?s)validation_data: .*{words}"):
+        bridge.fit(model, X, Y, batch_size=16, validation_data=data, verbose=0)
+    assert int(model.optimizer.iterations.value) == 0
+    bridge.fit(model, X, Y, batch_size=16, validation_data=(X, Y), verbose=0)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        (X.astype(np.float64), Y),
+        (X[:5], Y[:5], np.ones(5)),
+        (X, Y.astype(int)),
+        (X, Y[:, :1]),  # broadcasts, as in Keras
+    ],
+)
+def test_validation_data_that_look_different_and_can_be_evaluated_are_taken(data: Any) -> None:
+    ours, theirs = compiled(), compiled()
+    theirs.set_weights(ours.get_weights())
+    arguments: dict[str, Any] = {"validation_data": data, "verbose": 0, "shuffle": False}
+    found = bridge.fit(ours, X, Y, rewrites="exact", **arguments).history["val_loss"]
+    assert found == theirs.fit(X, Y, **arguments).history["val_loss"]
+
+
+def test_a_test_step_gets_what_keras_gives_it() -> None:
+    class Own(keras.Sequential):
+        def _two(self, data: Any) -> Any:
+            x, y = data  # not three
+            return x, y
+
+        def test_step(self, state: Any, data: Any) -> Any:
+            return super().test_step(state, self._two(data))
+
+    model = Own([keras.Input((3,)), layers.Dense(4)])
+    model.compile("sgd", "mse")
+    bridge.fit(model, X, Y, validation_data=(X, Y[:, :1]), verbose=0)
+
+
+def test_a_generator_to_evaluate_on_is_asked_for_what_keras_asks_it() -> None:
+    def taken(way: Any) -> list[int]:
+        asked: list[int] = []
+
+        def batches() -> Iterator[Any]:
+            for i in range(9):
+                asked.append(i)
+                yield X[:16], Y[:16, :1]
+
+        way(compiled(), X, Y, verbose=0, validation_data=batches(), validation_steps=5)
+        return asked
+
+    assert taken(bridge.fit) == taken(keras.Model.fit)
+
+
+def test_a_model_that_runs_uncompiled_is_not_traced_to_find_out() -> None:
+    class Counted(keras.Sequential):
+        calls = 0
+
+        def test_step(self, state: Any, data: Any) -> Any:
+            self.calls += 1
+            return super().test_step(state, data)
+
+    model = Counted([keras.Input((3,)), layers.Dense(4)])
+    model.compile("sgd", "mse", run_eagerly=True)
+    bridge.fit(model, X, Y, validation_data=(X, Y[:, :1]), validation_batch_size=16, verbose=0)
+    assert model.calls == 3
+
+
+class Task(keras.Model):
+    """Prepares samples as the tasks of keras_hub do, in loops of its own."""
+
+    def __init__(self, preprocessor: Any) -> None:
+        x = keras.Input((3,))
+        super().__init__(x, layers.Dense(4)(x))
+        self.preprocessor = preprocessor
+        self.compile("sgd", "mse")
+
+    def preprocess_samples(self, x: Any, y: Any = None, sample_weight: Any = None) -> Any:
+        x = x if self.preprocessor is None else self.preprocessor(x)
+        return keras.utils.pack_x_y_sample_weight(x, y, sample_weight)
+
+
+@pytest.mark.parametrize("method", ["fit", "evaluate", "predict"])
+def test_a_model_that_prepares_samples_in_loops_of_its_own(method: str) -> None:
+    task = Task(layers.Rescaling(2.0))
+    with pytest.raises(
+        ValueError, match=r"(?s)got Task, whose own fit.*model\.preprocessor = None"
+    ):
+        getattr(bridge, method)(task, X)
+
+
+def test_samples_prepared_first_train_as_the_refusal_says() -> None:
+    model, twin = Task(layers.Rescaling(2.0)), Task(None)
+    twin.set_weights(model.get_weights())
+    data = model.preprocess_samples(X, Y)
+    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+    model.preprocessor = None
+    assert sample_weight is None
+    bridge.fit(model, x, y, verbose=0, rewrites="exact", shuffle=False)
+    twin.fit(2 * X, Y, verbose=0, shuffle=False)
+    for ours, theirs in zip(model.get_weights(), twin.get_weights(), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
