@@ -107,7 +107,14 @@ def test_validation_data_that_cannot_be_evaluated_are_found_before_the_first_ste
     with pytest.raises(ValueError, match=f"(?s)validation_data: .*{words}"):
         bridge.fit(model, X, Y, batch_size=16, validation_data=data, verbose=0)
     assert int(model.optimizer.iterations.value) == 0
-    bridge.fit(model, X, Y, batch_size=16, validation_data=(X, Y), verbose=0)
+
+
+def test_a_model_is_whole_after_a_refusal() -> None:
+    model = compiled()
+    with pytest.raises(ValueError, match="validation_data: "):
+        bridge.fit(model, X, Y, validation_data=(X, Y[:, :3]), verbose=0)
+    found = bridge.fit(model, X, Y, validation_data=(X, Y), verbose=0)
+    assert np.isfinite(found.history["val_loss"]).all()
 
 
 @pytest.mark.parametrize(
