@@ -25,7 +25,7 @@ from functrain.engine._rows import on_host as on_host
 from functrain.engine._rows import row as row
 from functrain.engine._signals import HeldSignals as HeldSignals
 from functrain.engine._signals import held_signals as held_signals
-from functrain.model._flax import SWITCHES as SWITCHES
+from functrain.model._switches import SWITCHES as SWITCHES
 from functrain.rewrites import Mode as Mode
 from functrain.rewrites import mode as mode
 from functrain.step._state import check_tx as check_tx

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 
 from functrain.common import _tree
 from functrain.common._types import PyTree, Step
-from functrain.engine import fuse
+from functrain.engine._fuse import fuse
 from functrain.rewrites import Mode
-from functrain.step._step import MeteredStep
+from functrain.step._metered import MeteredStep
 
 ROUNDS = 5
 ROUND_SECONDS = 0.1  # how long each way runs in a round, once it is known how fast it is

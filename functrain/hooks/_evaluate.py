@@ -10,7 +10,7 @@ from functrain.loop._evaluate import evaluate
 from functrain.loop._events import Event
 from functrain.loop._require import require_eval_step
 from functrain.rewrites import Mode
-from functrain.step._step import MeteredStep
+from functrain.step._metered import MeteredStep
 
 
 class Evaluate:

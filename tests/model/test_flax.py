@@ -9,8 +9,7 @@ import optax
 import pytest
 from flax import nnx
 
-from functrain import TrainState
-from functrain.model._flax import from_linen, from_nnx
+from functrain import TrainState, from_linen, from_nnx
 
 X = jnp.linspace(-1.0, 1.0, 24).reshape(8, 3)
 Y = jnp.sin(X @ jnp.ones((3, 2)))

@@ -1,0 +1,74 @@
+"""The steps that leave the state as it is: evaluation and prediction."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+from functrain.common._types import PyTree, Step
+from functrain.metrics._metric import Metric, collection, mean_loss
+from functrain.model._model import Model
+from functrain.step._loss import Aux, LossFn
+from functrain.step._metered import MeteredStep, check_names
+from functrain.step._state import TrainState
+from functrain.step._update import checked
+
+
+def eval_step(
+    loss_fn: LossFn,
+    *,
+    metrics: Mapping[str, Metric] | None = None,
+    of: Callable[[Any], TrainState] | None = None,
+) -> MeteredStep:
+    """Returns the step that evaluates: the loss with ``training=False``, the state untouched.
+
+    Args:
+      loss_fn: The loss; called with ``rng=None``.
+      metrics: Running metrics by name, beside ``"loss"``, the mean over all examples.
+      of: Where the training's state holds several networks, which of them to evaluate:
+        ``of=lambda states: states["student"]``. Anything with `params` and `model_state` will do.
+
+    Returns:
+      A step over `Metered(state, metrics)`, for `evaluate` or for a loop of one's own.
+
+    Examples:
+      >>> import jax.numpy as jnp, optax
+      >>> def loss_fn(params, model_state, batch, *, rng, training):
+      ...     return jnp.mean((batch - params["w"]) ** 2), Aux(model_state)
+      >>> state = TrainState.create(params={"w": jnp.zeros(())}, tx=optax.sgd(0.1))
+      >>> step = eval_step(loss_fn)
+      >>> metered, logs = step(step.start(state), jnp.ones(4))
+      >>> print(step.metrics.compute(metered.metrics)["loss"])
+      1.0
+    """
+
+    def measure(state: PyTree, batch: PyTree) -> tuple[PyTree, jax.Array, Aux]:
+        part: TrainState = state if of is None else of(state)
+        loss, aux = checked(loss_fn(part.params, part.model_state, batch, rng=None, training=False))
+        return state, loss, aux
+
+    check_names(metrics)
+    both = collection({"loss": mean_loss(), **(metrics or {})})
+    return MeteredStep(measure, both, trains=False)
+
+
+def predict_step(model: Model) -> Step[TrainState]:
+    """Returns the step that predicts: ``(state, inputs) -> (state, outputs)``, state untouched.
+
+    Examples:
+      >>> import jax.numpy as jnp, optax
+      >>> from functrain import ModelOutput
+      >>> model = Model(
+      ...     init=lambda key, x: ({"w": jnp.ones((3, 1))}, {}),
+      ...     apply=lambda p, s, x, *, rng=None, training=False: ModelOutput(x @ p["w"], s),
+      ... )
+      >>> state = TrainState.create(params={"w": jnp.ones((3, 1))}, tx=optax.sgd(0.1))
+      >>> state, outputs = predict_step(model)(state, jnp.ones((2, 3)))
+      >>> outputs.shape
+      (2, 1)
+    """
+
+    def step(state: TrainState, inputs: PyTree, /) -> tuple[TrainState, PyTree]:
+        return state, model.apply(state.params, state.model_state, inputs).outputs
+
+    return step

@@ -1,0 +1,73 @@
+"""One gradient step: the piece that steps are made of."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from functrain.common import _tree
+from functrain.common._types import PyTree
+from functrain.step._loss import Aux, LossFn
+from functrain.step._state import TrainState
+
+
+def update(
+    state: TrainState, loss_fn: LossFn, tx: optax.GradientTransformation, *args: PyTree
+) -> tuple[TrainState, jax.Array, Aux]:
+    """Takes one gradient step: the piece `train_step` is made of; a GAN is two of these.
+
+    Args:
+      state: Its `rng`, folded with its `step`, is the randomness of the loss.
+      loss_fn: ``loss_fn(params, model_state, *args, rng=, training=True) -> (f32[], Aux)``.
+      tx: The optimizer. One whose `update` takes `value`, `grad` or `value_fn` (line searches,
+        plateau schedules) gets them.
+      *args: Passed on to `loss_fn`, usually one batch.
+
+    Returns:
+      The new state (`model_state` from the aux, `step` one higher), the loss `f32[]` before the
+      update, and the aux.
+
+    Raises:
+      TypeError: (when traced) the loss is no scalar, or no pair of a scalar and an Aux.
+
+    Examples:
+      >>> import jax.numpy as jnp, optax
+      >>> def loss_fn(params, model_state, x, *, rng, training):
+      ...     return jnp.sum((params["w"] - x) ** 2), Aux(model_state)
+      >>> tx = optax.sgd(0.25)
+      >>> state = TrainState.create(params={"w": jnp.zeros(2)}, tx=tx)
+      >>> state, loss, aux = update(state, loss_fn, tx, jnp.ones(2))
+      >>> print(loss, state.params["w"])
+      2.0 [0.5 0.5]
+    """
+    rng = None if state.rng is None else jax.random.fold_in(state.rng, state.step)
+
+    def loss_of(params: PyTree) -> tuple[jax.Array, Aux]:
+        return checked(loss_fn(params, state.model_state, *args, rng=rng, training=True))
+
+    (loss, aux), grads = jax.value_and_grad(loss_of, has_aux=True)(state.params)
+    new = state.apply_gradients(
+        grads, tx, value=loss, grad=grads, value_fn=lambda params: loss_of(params)[0]
+    )
+    return new.replace(model_state=aux.model_state), loss, aux
+
+
+def checked(result: Any) -> tuple[jax.Array, Aux]:
+    """Returns what a loss returned, or says what is wrong with it."""
+    try:
+        loss, aux = result
+    except (TypeError, ValueError):
+        aux = loss = None
+    if not isinstance(aux, Aux):
+        raise TypeError(
+            "loss_fn: expected (loss, functrain.Aux(model_state, outputs, logs)), got "
+            f"{type(result).__name__}: {result}"
+        )
+    loss = jnp.asarray(loss)
+    if loss.shape != () or not jnp.issubdtype(loss.dtype, jnp.floating):
+        raise TypeError(
+            f"loss_fn: expected a scalar loss, float32[], got {_tree.spec(loss)}. Reduce it with "
+            "jnp.mean, or let functrain.supervised do that."
+        )
+    return loss, aux
