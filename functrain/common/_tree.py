@@ -144,5 +144,16 @@ def aliases(tree: PyTree) -> list[tuple[str, str]]:
 
 def to_floats(values: PyTree, prefix: str = "") -> dict[str, float]:
     """Fetches a tree of scalars as floats, under their paths."""
+    check_scalars(values)
     host = jax.device_get(values)
     return {prefix + path: float(value) for path, value in leaves_with_path(host)}
+
+
+def check_scalars(values: PyTree) -> None:
+    """Refuses metrics whose values are no scalars."""
+    wrong = [f"{path}: {spec(x)}" for path, x in leaves_with_path(values) if jnp.shape(x)]
+    if wrong:
+        raise TypeError(
+            "metrics: expected a scalar, f32[], from each metric's compute, or a dict of them, got"
+            f"\n{bullets(wrong)}\nReduce it there, or return its elements under names of their own."
+        )

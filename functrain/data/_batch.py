@@ -10,10 +10,12 @@ from functrain.common._types import PyTree
 def unpack(batch: PyTree) -> tuple[PyTree, PyTree, PyTree]:
     """Returns inputs, labels, and sample weights or None."""
     if not isinstance(batch, tuple | list) or len(batch) not in (2, 3):
-        got = f"{type(batch).__name__} of {len(batch)}" if hasattr(batch, "__len__") else batch
+        several = isinstance(batch, tuple | list | dict)
+        got = f"{type(batch).__name__} of {len(batch)}" if several else _tree.spec(batch)
         raise ValueError(
-            f"batch: expected (x, y) or (x, y, sample_weight), got {got}. Several inputs or "
-            "targets go into one pytree each: ({'image': a, 'text': b}, y)."
+            f"batch: expected (x, y) or (x, y, sample_weight), got {got}. Labels come with the "
+            "inputs: ArrayLoader((x, y), batch_size). Several inputs or targets go into one pytree "
+            "each: ({'image': a, 'text': b}, y)."
         )
     return batch[0], batch[1], batch[2] if len(batch) == 3 else None
 

@@ -12,7 +12,9 @@ import jax.numpy as jnp
 from functrain.common import _tree
 from functrain.common._types import PyTree, Step
 from functrain.engine._fuse import fuse
+from functrain.metrics._metric import Metered
 from functrain.rewrites import Mode
+from functrain.step._check import check_step
 from functrain.step._metered import MeteredStep
 
 ROUNDS = 5
@@ -85,7 +87,8 @@ def autotune(
 
     Args:
       step: ``(state, batch) -> (state, logs)``, as for `fit`.
-      state: The state to start from; neither changed nor consumed.
+      state: The state to start from; neither changed nor consumed. For a step with metrics, bare
+        or started.
       batch: One batch, of full size.
       ks: What to try, in rising order.
       seconds: After so much time no further K is tried. The first is always measured.
@@ -98,6 +101,7 @@ def autotune(
 
     Raises:
       ValueError: `ks` is empty, or does not rise from 1 or more.
+      TypeError: `step` is a loss, or no function.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -112,7 +116,10 @@ def autotune(
     ks = list(ks)
     if not ks or ks[0] < 1 or any(a >= b for a, b in itertools.pairwise(ks)):
         raise ValueError(f"ks: expected rising numbers of steps from 1 on, got {ks}")
-    carry = step.start(state) if isinstance(step, MeteredStep) else state
+    check_step(step)
+    carry = state
+    if isinstance(step, MeteredStep) and not isinstance(state, Metered):
+        carry = step.start(state)
     size = sum(int(jnp.asarray(x).nbytes) for x in jax.tree.leaves(batch))
     began = time.perf_counter()
     ways = [_Way(0, _jitted(step), carry, batch, size)]

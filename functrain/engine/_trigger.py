@@ -46,6 +46,10 @@ class Every:
     epochs: int | None = None
     seconds: float | None = None
 
+    def __repr__(self) -> str:
+        given = {n: x for n, x in dataclasses.asdict(self).items() if x is not None}
+        return f"every({', '.join(f'{name}={value}' for name, value in given.items())})"
+
     def next_step(self, step: int) -> int | None:
         """Returns the next multiple of `steps`."""
         return None if self.steps is None else (step // self.steps + 1) * self.steps
@@ -70,6 +74,9 @@ class At:
     """What `at` returns: a Trigger, and a decorator that makes a function a hook."""
 
     steps: frozenset[int]
+
+    def __repr__(self) -> str:
+        return f"at({', '.join(map(str, sorted(self.steps)))})"
 
     def next_step(self, step: int) -> int | None:
         """Returns the first of the steps after `step`."""
@@ -141,8 +148,19 @@ def at(*steps: int) -> At:
 
 def steps_until_due(triggers: Iterable[Trigger], step: int) -> int | None:
     """Returns how many steps may be taken before the first of the triggers is due."""
-    due = [s for trigger in triggers if (s := trigger.next_step(step)) is not None]
+    due = [s for trigger in triggers if (s := _next_step(trigger, step)) is not None]
     return min(due) - step if due else None
+
+
+def _next_step(trigger: Trigger, step: int) -> int | None:
+    """Asks a trigger, which may be anybody's."""
+    found = trigger.next_step(step)
+    if found is None or is_whole(found, step + 1):
+        return found
+    raise ValueError(
+        f"when: expected a step after {step}, or None, from next_step({step}) of {trigger!r}, got "
+        f"{found!r}."
+    )
 
 
 def _marked(function: F, trigger: Trigger) -> F:

@@ -29,7 +29,8 @@ def accuracy(*, weighted: bool = False) -> Metric:
 def top_k_accuracy(k: int = 5, *, weighted: bool = False) -> Metric:
     """Returns how often the label is among the `k` largest outputs; shapes as in `accuracy`.
 
-    Ties count for the label, as they do in Keras.
+    Ties count for the label, as they do in Keras. An output of NaN is larger than all others, as
+    it is to `argmax`, and never a hit; nor is a label that is no class.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -42,9 +43,11 @@ def top_k_accuracy(k: int = 5, *, weighted: bool = False) -> Metric:
 
     def hit(outputs: jax.Array, y: jax.Array) -> jax.Array:
         # Counting what is larger takes one pass; a sort is slow on CPU.
-        label = _classes(outputs, y)[..., None]
-        score = jnp.take_along_axis(outputs, label, axis=-1)
-        return jnp.sum((outputs > score).astype(jnp.int32), axis=-1) < k
+        label = _classes(outputs, y)
+        score = jnp.take_along_axis(outputs, label[..., None], axis=-1, mode="clip")
+        larger = jnp.sum((~(outputs <= score)).astype(jnp.int32), axis=-1)
+        a_class = (label >= 0) & (label < outputs.shape[-1])
+        return (larger < k) & a_class & ~jnp.isnan(score[..., 0])
 
     return mean(hit, weighted=weighted)
 

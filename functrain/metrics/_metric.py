@@ -7,6 +7,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
+from functrain.common import _repr
 from functrain.common._types import PyTree
 from functrain.data._batch import batch_size, expand_weight
 
@@ -22,6 +23,7 @@ class Metric(NamedTuple):
 
     Examples:
       >>> import jax.numpy as jnp
+      >>> from functrain.metrics import accuracy
       >>> metric = accuracy()
       >>> m = metric.init()
       >>> batch = jnp.ones((2, 3)), jnp.array([1, 0])
@@ -35,7 +37,7 @@ class Metric(NamedTuple):
     compute: Callable[[PyTree], Any]
 
 
-class Metered(flax.struct.PyTreeNode):
+class Metered(flax.struct.PyTreeNode, eq=False):
     """A state with running metrics beside it, the carry of a step that was given `metrics=`.
 
     Attributes:
@@ -50,6 +52,9 @@ class Metered(flax.struct.PyTreeNode):
 
     state: PyTree
     metrics: PyTree
+
+    def __repr__(self) -> str:
+        return f"Metered(state={self.state!r}, metrics={_repr.brief(self.metrics)})"
 
 
 class _Sum(NamedTuple):
@@ -104,6 +109,7 @@ def collection(metrics: Mapping[str, Metric]) -> Metric:
     """Returns one metric of many: its states and its values are dicts under their names.
 
     Examples:
+      >>> from functrain.metrics import accuracy
       >>> both = collection({"loss": mean_loss(), "accuracy": accuracy()})
       >>> sorted(both.init())
       ['accuracy', 'loss']

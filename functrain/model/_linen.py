@@ -33,8 +33,8 @@ def from_linen(module: nn.Module) -> Model:
 
     Raises:
       TypeError: `module` is no instance of a linen module. From ``apply``:
-      ValueError: The module draws random numbers and got no `rng`, or sows a loss that is no
-        scalar.
+      ValueError: The module draws random numbers and got no `rng`, sows a loss that is no
+        scalar, or was given a model_state without what it keeps.
 
     Examples:
       >>> import flax.linen as nn, jax, jax.numpy as jnp
@@ -81,6 +81,8 @@ def from_linen(module: nn.Module) -> Model:
             if rng is None:
                 raise ValueError(_no_rng(module, training)) from error
             raise
+        except flax.errors.ScopeCollectionNotFound as error:
+            raise ValueError(_missing(module, params, kept)) from error
         if training and kept:
             model_state = {name: changed.get(name, c) for name, c in kept.items()}
         return ModelOutput(outputs, model_state, _losses(changed.get("losses", {})))
@@ -98,6 +100,16 @@ def _no_rng(module: Any, training: bool) -> str:
         f"{type(module).__name__}: expected rng, one key key[], since the module draws random "
         f"numbers with training={training}; got rng=None. Create the state with "
         "rng=jax.random.key(seed), or pass rng= to apply."
+    )
+
+
+def _missing(module: nn.Module, params: PyTree, model_state: dict[str, PyTree]) -> str:
+    collections = ["params"] * bool(params) + sorted(model_state)
+    return (
+        f"{type(module).__name__}: expected params and model_state with the collections that init "
+        f"returned, got {collections}. With (params, model_state) = model.init(key, inputs), "
+        "create the state with both: TrainState.create(params=params, model_state=model_state, "
+        "tx=tx)."
     )
 
 

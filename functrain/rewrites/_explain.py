@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -97,6 +98,7 @@ def explain(
 
     Raises:
       ValueError: As `optimize`.
+      TypeError: The arguments are not those that `fn` takes.
 
     Examples:
       >>> import jax, jax.numpy as jnp
@@ -108,6 +110,7 @@ def explain(
       ('canonical_conv', 1, 'f32[2,3,8,8] f32[4,3,3,3] -> f32[2,4,8,8]')
     """
     chosen = _optimize.mode(rewrites)
+    _check_arguments(fn, args, kwargs)
     try:
         closed, _ = _optimize.traced(fn, *args, **kwargs)
     except Untraceable as error:
@@ -120,6 +123,21 @@ def explain(
     except Exception as error:
         rules, note = [], f"Runs as it was, for a rewrite failed. {error}"
     return _explanation(closed, rules, note)
+
+
+def _check_arguments(fn: Callable[..., Any], args: Any, kwargs: Any) -> None:
+    """Refuses to explain a function without the arguments it is to be traced with."""
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):  # a callable without a signature, or none: traced says so
+        return
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise TypeError(
+            f"explain: expected the arguments of fn after it, explain(fn, *args), fn{signature}; "
+            f"{error}. A step takes (state, batch): make one of a loss with train_step."
+        ) from None
 
 
 def _explanation(closed: Any, rules: Sequence[Rewrite], note: str) -> Explanation:

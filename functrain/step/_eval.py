@@ -11,7 +11,7 @@ from functrain.model._model import Model
 from functrain.step._loss import Aux, LossFn
 from functrain.step._metered import MeteredStep, check_names
 from functrain.step._state import TrainState
-from functrain.step._update import checked
+from functrain.step._update import value_of
 
 
 def eval_step(
@@ -44,7 +44,9 @@ def eval_step(
 
     def measure(state: PyTree, batch: PyTree) -> tuple[PyTree, jax.Array, Aux]:
         part: TrainState = state if of is None else of(state)
-        loss, aux = checked(loss_fn(part.params, part.model_state, batch, rng=None, training=False))
+        loss, aux = value_of(
+            loss_fn, part.params, part.model_state, batch, rng=None, training=False
+        )
         return state, loss, aux
 
     check_names(metrics)

@@ -4,14 +4,32 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from functrain.common import _tree
+from functrain.common._types import PyTree
 from functrain.step._state import TrainState
 
 
-def learning_rate_of(state: TrainState, schedule: optax.Schedule | None) -> dict[str, jax.Array]:
-    """Returns the rate as a log, nothing where it is not known."""
+def applied_rate(
+    old: TrainState, new: TrainState, schedule: optax.Schedule | None
+) -> dict[str, jax.Array]:
+    """Returns the rate of the update between two states as a log, nothing where it is unknown."""
     if schedule is not None:
-        return {"learning_rate": jnp.asarray(schedule(state.step), jnp.float32)}
-    found = optax.tree.get_all_with_path(state.opt_state, "learning_rate")
-    if len(found) == 1:
-        return {"learning_rate": jnp.asarray(found[0][1], jnp.float32)}
-    return {}
+        return {"learning_rate": jnp.asarray(schedule(_count(old)), jnp.float32)}
+    # inject_hyperparams writes down, with an update, the values it was made with.
+    injected = _named("learning_rate", new.opt_state)
+    return {"learning_rate": jnp.asarray(injected[0], jnp.float32)} if len(injected) == 1 else {}
+
+
+def _count(state: TrainState) -> jax.Array:
+    """The number that a schedule inside the optimizer is asked with."""
+
+    def counts(x: PyTree) -> bool:
+        return isinstance(x, optax.ScaleByScheduleState)
+
+    found = [x.count for x in jax.tree.leaves(state.opt_state, is_leaf=counts) if counts(x)]
+    found = found if len(found) == 1 else _named("gradient_step", state.opt_state)  # MultiSteps'
+    return found[0] if len(found) == 1 else state.step
+
+
+def _named(name: str, tree: PyTree) -> list[jax.Array]:
+    return [x for path, x in _tree.leaves_with_path(tree) if path.split("/")[-1] == name]

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from functrain.common import _tree
+from functrain.common import _repr, _tree
 from functrain.common._types import PyTree, Step
 from functrain.metrics._metric import Metered, Metric
 from functrain.step._loss import Aux
@@ -36,8 +36,13 @@ class MeteredStep:
     metrics: Metric
     trains: bool = True
 
+    def __repr__(self) -> str:
+        return _repr.call(self, base=self.base, trains=self.trains)
+
     def start(self, state: PyTree) -> Metered:
         """Returns the state with metrics that have seen nothing."""
+        if isinstance(state, Metered):
+            raise TypeError("state: expected a bare state, got Metered: it has been started")
         return Metered(state, _tree.copy(self.metrics.init()))
 
     def __call__(self, metered: Metered, batch: PyTree, /) -> tuple[Metered, PyTree]:
@@ -50,7 +55,11 @@ class MeteredStep:
             )
         state, loss, aux = self.base(metered.state, batch)
         metrics = self.metrics.update(metered.metrics, batch, aux.outputs, loss)
-        return Metered(state, metrics), {"loss": loss, **aux.logs}
+        values = {}  # those of an evaluation are reported without logs
+        if self.trains:
+            values = jax.eval_shape(self.metrics.compute, metrics)
+            _tree.check_scalars(values)
+        return Metered(state, metrics), _logs(loss, aux, values)
 
 
 def plain(base: Callable[[Any, PyTree], tuple[Any, jax.Array, Aux]]) -> Step[Any]:
@@ -58,11 +67,30 @@ def plain(base: Callable[[Any, PyTree], tuple[Any, jax.Array, Aux]]) -> Step[Any
 
     def step(state: PyTree, batch: PyTree, /) -> tuple[PyTree, PyTree]:
         if isinstance(state, Metered):
-            raise TypeError("expected a bare state, got Metered: give the step `metrics=` too")
+            raise TypeError(
+                "state: expected a bare state, got Metered. Take metered.state, or give train_step "
+                "the metrics= too."
+            )
         state, loss, aux = base(state, batch)
-        return state, {"loss": loss, **aux.logs}
+        return state, _logs(loss, aux)
 
     return step
+
+
+def _logs(loss: jax.Array, aux: Aux, values: PyTree = ()) -> dict[str, Any]:
+    """Returns what a step reports; refuses one name for two things, as one would hide the other."""
+    logs, metrics = ({path for path, _ in _tree.leaves_with_path(x)} for x in (aux.logs, values))
+    if own := {"loss", "seconds"} & logs:
+        raise ValueError(
+            f"logs: expected names other than {sorted(own)}, which the loop reports itself. Rename "
+            "them in Aux(logs=...)."
+        )
+    if both := logs & metrics:
+        raise ValueError(
+            f"logs: expected names other than those of the metrics, got {sorted(both)} as logs of "
+            "the loss and as metrics. Rename the log in Aux(logs=...), or the metric."
+        )
+    return {"loss": loss, **aux.logs}
 
 
 def check_names(metrics: Mapping[str, Metric] | None) -> None:

@@ -7,15 +7,16 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from functrain.common import _tree
+from functrain.common import _repr, _tree
 from functrain.common._types import PyTree
 
 
-class TrainState(flax.struct.PyTreeNode):
+class TrainState(flax.struct.PyTreeNode, eq=False):
     """Everything a step changes, and nothing else: a frozen pytree, every leaf an array.
 
     Functions (the model, the optimizer) are not in it; the step closes over them. So a state can
-    be copied, donated, vmapped, saved and compared as it stands.
+    be copied, donated, vmapped and saved as it stands. ``==`` asks whether two are one object;
+    values are compared leaf by leaf, with `chex.assert_trees_all_equal` or `jax.tree.map`.
 
     Attributes:
       step: `i32[]`, steps taken so far, strongly typed.
@@ -40,6 +41,11 @@ class TrainState(flax.struct.PyTreeNode):
     model_state: PyTree
     opt_state: PyTree
     rng: jax.Array | None
+
+    def __repr__(self) -> str:
+        parts = {name: _repr.brief(getattr(self, name)) for name in self.__dataclass_fields__}
+        parts["step"] = _repr.number(self.step)
+        return f"{type(self).__name__}({', '.join(f'{n}={text}' for n, text in parts.items())})"
 
     @classmethod
     def create(
@@ -98,7 +104,11 @@ class TrainState(flax.struct.PyTreeNode):
 
         Returns:
           The state with new `params` and `opt_state`, and `step` one higher.
+
+        Raises:
+          ValueError: `opt_state` is another optimizer's.
         """
+        _check_opt_state(self.opt_state, self.params, tx)
         update = optax.with_extra_args_support(tx).update
         updates, opt_state = update(grads, self.opt_state, self.params, **extra_args)
         return self.replace(
@@ -115,3 +125,32 @@ def check_tx(tx: Any) -> None:
         raise TypeError(
             f"tx: expected an optax transformation, such as optax.adam(1e-3), got {tx!r}.{hint}"
         )
+
+
+def _check_opt_state(opt_state: PyTree, params: PyTree, tx: optax.GradientTransformation) -> None:
+    """Refuses the state of another optimizer, by path, shape and kind of number of its leaves.
+
+    Not by dtype: moments may be wider than params that were cast. Not by type of container: they
+    may hold functions, which equal nothing.
+    """
+    try:
+        made = jax.eval_shape(tx.init, params)  # traced once for each tx and kind of params
+    except Exception:  # an init that reads values cannot be traced: nothing to compare with
+        return
+    lines = _tree.spec_differences(_kinds(made), _kinds(opt_state))
+    if lines:
+        raise ValueError(
+            f"opt_state: expected the leaves that this tx makes of params, got others:\n"
+            f"{_tree.bullets(lines)}\n"
+            "Give train_step or update the tx that the state was created with; to go on with "
+            "another, state.replace(opt_state=tx.init(state.params))."
+        )
+
+
+def _kinds(tree: PyTree) -> dict[str, str]:
+    kinds = {"b": "bool", "i": "int", "u": "int", "c": "complex"}
+    return {
+        path: f"{kinds.get(jnp.result_type(x).kind, 'float')}[{', '.join(map(str, jnp.shape(x)))}]"
+        for path, x in _tree.leaves_with_path(tree)
+        if not _tree.is_key(x)
+    }

@@ -3,6 +3,7 @@
 import math
 from typing import Any
 
+import jax
 from rich import box
 from rich.table import Table
 
@@ -25,6 +26,9 @@ def summary(state: PyTree) -> str:
       A row for each leaf: its path, dtype, shape, number of elements, and bytes on one copy
       (``1 KiB`` = 1024 bytes). Never cut to the width of a terminal.
 
+    Raises:
+      TypeError: `state` is no pytree but one object, such as a model.
+
     Examples:
       >>> import jax.numpy as jnp, optax
       >>> from functrain import TrainState
@@ -42,6 +46,12 @@ def summary(state: PyTree) -> str:
       | whole state        |         |         | 1,562 | 6.1 KiB |
       +--------------------+---------+---------+-------+---------+
     """
+    if jax.tree_util.all_leaves([state]) and not _is_array(state):
+        keras = hasattr(state, "stateless_call")
+        raise TypeError(
+            f"state: expected a TrainState or another pytree of arrays, got {type(state).__name__}."
+            + (" Its state is bridge.create_state(model, tx); or model.summary()." if keras else "")
+        )
     whole = not all(hasattr(state, part) for part in _PARTS)
     listed = state if whole else state.params
     table = Table(box=box.ASCII2)

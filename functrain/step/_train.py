@@ -8,7 +8,7 @@ import optax
 
 from functrain.common._types import PyTree, Step
 from functrain.metrics._metric import Metric, collection
-from functrain.step._learning_rate import learning_rate_of
+from functrain.step._learning_rate import applied_rate
 from functrain.step._loss import Aux, LossFn
 from functrain.step._metered import MeteredStep, check_names, plain
 from functrain.step._state import TrainState, check_tx
@@ -29,16 +29,19 @@ def train_step(
       tx: The optimizer the state was created with.
       metrics: Running metrics by name. With them the step runs over `Metered(state, metrics)`;
         `fit` and `run` wrap, reset at each epoch and unwrap.
-      learning_rate: The schedule inside `tx`, for the logs only: optax does not show it. A rate
-        injected by `optax.inject_hyperparams` is found without.
+      learning_rate: The schedule inside `tx`, for the logs only: optax does not show it. It is
+        asked with the optimizer's own count of updates, which under `optax.MultiSteps` is not that
+        of steps. A rate injected by `optax.inject_hyperparams` is found without.
 
     Returns:
       ``step(state, batch) -> (state, logs)`` with
       ``logs = {"loss": f32[], "learning_rate": f32[] (where known), **aux.logs}``.
 
     Raises:
-      TypeError: `tx` is no optax transformation, or `metrics` no dict of Metrics.
-      ValueError: A metric is called "loss", "learning_rate" or "seconds".
+      TypeError: `tx` is no optax transformation, `metrics` no dict of Metrics, or
+        `learning_rate` no function; or (when traced) a metric's value is no scalar.
+      ValueError: A metric is called "loss", "learning_rate" or "seconds"; or (when traced) a log
+        is called so, or as a metric is.
 
     Examples:
       >>> import jax, jax.numpy as jnp, optax
@@ -52,11 +55,22 @@ def train_step(
       1 1.0
     """
     check_tx(tx)
+    if not (learning_rate is None or callable(learning_rate)):
+        raise TypeError(
+            "learning_rate: expected the schedule inside tx, count -> rate, got "
+            f"{learning_rate!r}. A constant rate goes into tx alone, as in optax.adam(1e-3); to "
+            "see it in the logs, optax.inject_hyperparams(optax.adam)(learning_rate=1e-3)."
+        )
 
     def train(state: TrainState, batch: PyTree) -> tuple[TrainState, jax.Array, Aux]:
-        rate = learning_rate_of(state, learning_rate)
-        state, loss, aux = update(state, loss_fn, tx, batch)
-        return state, loss, aux._replace(logs={**rate, **aux.logs})
+        new, loss, aux = update(state, loss_fn, tx, batch)
+        rate = applied_rate(state, new, learning_rate)
+        if rate and "learning_rate" in aux.logs:
+            raise ValueError(
+                "logs: expected names other than 'learning_rate', which train_step logs itself, "
+                "got it from loss_fn as well. Rename that log."
+            )
+        return new, loss, aux._replace(logs={**rate, **aux.logs})
 
     check_names(metrics)
     return MeteredStep(train, collection(metrics)) if metrics else plain(train)

@@ -29,7 +29,9 @@ def update(
       update, and the aux.
 
     Raises:
-      TypeError: (when traced) the loss is no scalar, or no pair of a scalar and an Aux.
+      TypeError: (when traced) the loss is no scalar, or no pair of a scalar and an Aux; or it draws
+        random numbers and the state has no `rng`.
+      ValueError: (when traced) the state's `opt_state` is another optimizer's.
 
     Examples:
       >>> import jax.numpy as jnp, optax
@@ -44,7 +46,7 @@ def update(
     rng = None if state.rng is None else jax.random.fold_in(state.rng, state.step)
 
     def loss_of(params: PyTree) -> tuple[jax.Array, Aux]:
-        return checked(loss_fn(params, state.model_state, *args, rng=rng, training=True))
+        return value_of(loss_fn, params, state.model_state, *args, rng=rng, training=True)
 
     (loss, aux), grads = jax.value_and_grad(loss_of, has_aux=True)(state.params)
     new = state.apply_gradients(
@@ -53,7 +55,28 @@ def update(
     return new.replace(model_state=aux.model_state), loss, aux
 
 
-def checked(result: Any) -> tuple[jax.Array, Aux]:
+def value_of(
+    loss_fn: LossFn, *args: PyTree, rng: jax.Array | None, training: bool
+) -> tuple[jax.Array, Aux]:
+    """Calls a loss, and says what is wrong with what it wants or returns."""
+    try:
+        result = loss_fn(*args, rng=rng, training=training)
+    except TypeError as error:
+        if rng is None and "PRNG key" in str(error):
+            raise TypeError(f"loss_fn: {_NO_RNG[training]}") from error
+        raise
+    return _checked(result)
+
+
+_NO_RNG = {
+    True: "expected a state with an rng, since it draws random numbers, got rng=None. Create the "
+    "state with TrainState.create(..., rng=jax.random.key(seed)).",
+    False: "expected no drawing in evaluation, where rng is None. Draw only `if training:`, which "
+    "is a Python bool.",
+}
+
+
+def _checked(result: Any) -> tuple[jax.Array, Aux]:
     """Returns what a loss returned, or says what is wrong with it."""
     try:
         loss, aux = result

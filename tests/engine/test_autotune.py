@@ -42,8 +42,9 @@ def test_steps_with_metrics_can_be_tuned() -> None:
     metered = ft.train_step(loss_fn, tx, metrics={"mae": ft.metrics.mean_absolute_error()})
     state = ft.TrainState.create(params={"w": np.float32(1)}, tx=tx)
     x = np.ones((4, 1), np.float32)
-    tuning = ft.autotune(metered, state, (x, x), ks=(2,))
-    assert [row.k for row in tuning.rows] == [0, 2]
+    for begun in (state, metered.start(state)):
+        tuning = ft.autotune(metered, begun, (x, x), ks=(2,))
+        assert [row.k for row in tuning.rows] == [0, 2]
 
 
 @pytest.mark.parametrize(

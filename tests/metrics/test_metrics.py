@@ -32,14 +32,14 @@ def keras_running(metric, batches, weighted):
 
 
 CASES = {
-    "accuracy": (ft.accuracy, keras.metrics.SparseCategoricalAccuracy, lambda o, y: (o, y)),
+    "accuracy": (ft.metrics.accuracy, keras.metrics.SparseCategoricalAccuracy, lambda o, y: (o, y)),
     "accuracy, one-hot": (
-        ft.accuracy,
+        ft.metrics.accuracy,
         keras.metrics.CategoricalAccuracy,
         lambda o, y: (o, np.eye(6, dtype=np.float32)[y]),
     ),
     "accuracy, labels [B, 1]": (
-        ft.accuracy,
+        ft.metrics.accuracy,
         keras.metrics.SparseCategoricalAccuracy,
         lambda o, y: (o, y[:, None]),
     ),
@@ -49,17 +49,17 @@ CASES = {
         lambda o, y: (o, y),
     ),
     "binary accuracy": (
-        ft.binary_accuracy,
+        ft.metrics.binary_accuracy,
         keras.metrics.BinaryAccuracy,
         lambda o, y: (o[:, :1], (y[:, None] > 2).astype(np.int32)),
     ),
     "mse": (
-        ft.mean_squared_error,
+        ft.metrics.mean_squared_error,
         keras.metrics.MeanSquaredError,
         lambda o, y: (o, np.flip(o, 1).copy()),
     ),
     "mae": (
-        ft.mean_absolute_error,
+        ft.metrics.mean_absolute_error,
         keras.metrics.MeanAbsoluteError,
         lambda o, y: (o, np.flip(o, 1).copy()),
     ),
@@ -129,3 +129,37 @@ def test_labels_of_another_shape_are_refused() -> None:
     metric = ft.metrics.accuracy()
     with pytest.raises(ValueError, match=r"labels: expected the shape of outputs \(4,\)"):
         metric.update(metric.init(), (None, np.zeros(3, int)), np.zeros((4, 2)), None)
+
+
+def top_k_in_float64(k, outputs, labels):
+    """By counting: a hit if the label is a class, its score a number, and fewer than k beat it."""
+    hits = []
+    for row, label in zip(np.asarray(outputs, np.float64), labels, strict=True):
+        known = 0 <= label < len(row) and not np.isnan(row[label])
+        above = known and sum(other > row[label] or np.isnan(other) for other in row)
+        hits.append(known and above < k)
+    return np.mean(hits)
+
+
+@pytest.mark.parametrize("k", [1, 2, 5, 9])
+def test_no_label_that_is_no_class_and_no_nan_is_among_the_largest(k) -> None:
+    outputs, labels, _ = BATCHES[0]
+    metric = ft.metrics.top_k_accuracy(k)
+    everything = np.full_like(outputs, np.nan)
+    for no_class in (-1, 6, 100):
+        assert running(metric, [(outputs, np.full_like(labels, no_class), None)]) == 0.0
+    assert running(metric, [(everything, labels, None)]) == 0.0
+    rng = np.random.default_rng(k)
+    some = outputs.copy()
+    some[rng.uniform(size=some.shape) < 0.2] = np.nan
+    some[rng.uniform(size=some.shape) < 0.1] = np.inf
+    mixed = np.where(rng.uniform(size=labels.shape) < 0.2, -1, labels)
+    for scores, y in ((outputs, labels), (some, labels), (some, mixed)):
+        assert running(metric, [(scores, y, None)]) == top_k_in_float64(k, scores, y)
+
+
+def test_the_largest_alone_is_the_accuracy() -> None:
+    outputs, labels, _ = BATCHES[0]
+    batches = [(outputs, np.where(labels > 3, -1, labels), None)]
+    top, plain = ft.metrics.top_k_accuracy(1), ft.metrics.accuracy()
+    assert running(top, batches) == running(plain, batches)

@@ -374,3 +374,13 @@ def test_nnx_values_of_another_structure_are_refused_by_name(net):
 def test_from_nnx_refuses_what_is_no_nnx_module(thing):
     with pytest.raises(TypeError, match=r"expected an instance of flax\.nnx\.Module.*from_linen"):
         from_nnx(thing)
+
+
+def test_linen_statistics_that_the_state_was_not_given_are_missed_in_words() -> None:
+    model = from_linen(nn.BatchNorm(use_running_average=True))
+    params, model_state = model.init(jax.random.key(0), jnp.ones((4, 3)))
+    state = TrainState.create(params=params, tx=optax.sgd(0.1))
+    message = r"BatchNorm: expected params and model_state .*\['params'\].*model_state=model_state"
+    with pytest.raises(ValueError, match=message):
+        model.apply(state.params, state.model_state, jnp.ones((4, 3)))
+    assert model.apply(params, model_state, jnp.ones((4, 3))).outputs.shape == (4, 3)

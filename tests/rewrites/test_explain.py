@@ -180,3 +180,27 @@ def test_a_step_that_is_fused_can_be_explained() -> None:
     rules = {row.rule for row in explain(step, state, batch).rows}
     abstract = jax.eval_shape(lambda: (state, batch))
     assert rules == {row.rule for row in explain(step, *abstract).rows} == {"depthwise_conv"}
+
+
+def test_a_function_without_its_arguments_is_refused_with_what_it_takes() -> None:
+    def loss_fn(params, model_state, batch, *, rng, training):
+        raise AssertionError("never traced")
+
+    for arguments in ((), (1, 2), (1, 2, 3, 4)):
+        with pytest.raises(TypeError, match=r"explain: expected the arguments.*\(params, model_st"):
+            explain(loss_fn, *arguments)
+
+
+def test_steps_and_states_that_do_not_go_together_are_told_how_they_do() -> None:
+    def loss_fn(params, model_state, batch, *, rng, training):
+        return jnp.sum(params), ft.Aux(model_state, batch[0])
+
+    tx = optax.sgd(0.1)
+    state, batch = ft.TrainState.create(params=jnp.ones(3), tx=tx), (jnp.ones((2, 3)),) * 2
+    mae = {"mae": ft.metrics.mean_absolute_error()}
+    bare, metered = ft.train_step(loss_fn, tx), ft.train_step(loss_fn, tx, metrics=mae)
+    with pytest.raises(TypeError, match=r"begin with step\.start\(state\)"):
+        explain(metered, state, batch)
+    with pytest.raises(TypeError, match=r"state: expected a bare state, got Metered"):
+        explain(bare, metered.start(state), batch)
+    assert explain(metered, metered.start(state), batch).rows == ()

@@ -1,0 +1,51 @@
+"""Short texts for large things: what `repr` shows of states, results, loaders and hooks."""
+
+import math
+from typing import Any
+
+import jax
+
+from functrain.common import _tree
+from functrain.common._types import PyTree
+
+
+def call(thing: Any, /, **parts: Any) -> str:
+    """Returns ``Name(part=..., ...)`` of an object, each part as `brief` has it.
+
+    Examples:
+      >>> import numpy as np
+      >>> call("text", of=3, params={"w": np.ones((30, 40)), "b": np.ones(40)})
+      'str(of=3, params=1,240 in 2 arrays)'
+    """
+    return f"{type(thing).__name__}({', '.join(f'{n}={brief(x)}' for n, x in parts.items())})"
+
+
+def brief(value: Any) -> str:
+    """Returns what a value is, in a few words; it waits for no device, and shows no address."""
+    if _is_array(value):
+        return _tree.spec(value) + " (deleted)" * _tree.is_deleted(value)
+    if not jax.tree_util.all_leaves([value]):
+        return _arrays(value)
+    text = repr(value)
+    return getattr(value, "__name__", type(value).__name__) if " at 0x" in text else text
+
+
+def number(x: Any) -> str:
+    """Returns the value of a scalar, or what it is where the value cannot be read."""
+    there = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
+    if not there or x.shape or x.is_deleted() or not x.is_fully_addressable:
+        return brief(x)
+    return str(x)
+
+
+def _is_array(x: Any) -> bool:
+    return hasattr(x, "shape") and hasattr(x, "dtype")
+
+
+def _arrays(tree: PyTree) -> str:
+    arrays = [x for x in jax.tree.leaves(tree) if _is_array(x)]
+    if not arrays:
+        return repr(tree) if not jax.tree.leaves(tree) else type(tree).__name__
+    count = sum(math.prod(x.shape) for x in arrays)
+    gone = " (deleted)" if any(map(_tree.is_deleted, arrays)) else ""
+    return f"{count:,} in {len(arrays):,} array{'s' if len(arrays) > 1 else ''}{gone}"

@@ -1,0 +1,35 @@
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import functrain as ft
+
+
+class Standing:
+    """A trigger that says it is due where it stands."""
+
+    def __init__(self, found):
+        self.found = found
+
+    def next_step(self, step):
+        return self.found
+
+    def due(self, step, epoch, seconds):
+        return False
+
+    def __repr__(self):
+        return "Standing"
+
+
+@pytest.mark.parametrize("found", [0, -3, 1.5, "2"])
+def test_a_trigger_that_does_not_advance_is_refused(found) -> None:
+    loader = ft.ArrayLoader(np.ones((8, 1), np.float32), 2)
+    message = rf"when: expected a step after 0, or None, .*\(0\) of Standing, got {found!r}"
+    with pytest.raises(ValueError, match=message):
+        list(ft.run(jnp.zeros(()), lambda s, b: (s, {}), loader, boundaries=[Standing(found)]))
+
+
+def test_triggers_are_shown_as_they_are_written() -> None:
+    assert repr(ft.every(steps=3)) == "every(steps=3)"
+    assert repr(ft.every(seconds=0.5)) == "every(seconds=0.5)"
+    assert repr(ft.at(30, 1)) == "at(1, 30)"

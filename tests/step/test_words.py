@@ -1,0 +1,167 @@
+"""What a step refuses, and in which words, before anything is computed."""
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+import optax
+import pytest
+
+import functrain as ft
+from functrain.step._check import check_step
+
+X = np.ones((8, 3), np.float32)
+LOADER = ft.ArrayLoader((X, X), 4)
+TX = optax.adam(0.1)
+
+
+def start(tx=TX, **parts):
+    return ft.TrainState.create(params={"w": jnp.ones(3), "b": jnp.zeros(())}, tx=tx, **parts)
+
+
+def logging(**logs):
+    def loss_fn(params, model_state, batch, *, rng, training):
+        value = jnp.mean(params["w"] * batch[0]) + params["b"]
+        return value, ft.Aux(model_state, batch[0], {n: jnp.float32(x) for n, x in logs.items()})
+
+    return loss_fn
+
+
+MAE = {"mae": ft.metrics.mean_absolute_error()}
+
+
+def test_a_log_named_like_a_metric_is_refused() -> None:
+    step = ft.train_step(logging(mae=1.0), TX, metrics=MAE)
+    with pytest.raises(ValueError, match=r"logs: expected names other.*\['mae'\].*Rename the log"):
+        ft.fit(start(), step, LOADER, verbose=0)
+
+
+@pytest.mark.parametrize("name", ["loss", "seconds"])
+@pytest.mark.parametrize("metrics", [None, MAE])
+def test_a_log_named_as_the_loops_own_is_refused(name, metrics) -> None:
+    step = ft.train_step(logging(**{name: 1.0}), TX, metrics=metrics)
+    with pytest.raises(ValueError, match=rf"logs: expected names other than \['{name}'\]"):
+        ft.fit(start(), step, LOADER, verbose=0)
+
+
+def test_a_log_of_the_rate_is_refused_where_the_step_logs_it() -> None:
+    schedule = optax.constant_schedule(0.1)
+    twice = ft.train_step(logging(learning_rate=1.0), TX, learning_rate=schedule)
+    with pytest.raises(ValueError, match="logs: expected names other than 'learning_rate'"):
+        jax.eval_shape(twice, start(), (X, X))
+    once = ft.train_step(logging(learning_rate=0.5), TX)
+    assert once(start(), (X, X))[1]["learning_rate"] == 0.5
+
+
+def test_a_log_named_like_a_metric_of_the_evaluation_is_no_clash() -> None:
+    values = ft.evaluate(start(), ft.eval_step(logging(mae=7.0), metrics=MAE), LOADER)
+    assert values == {"loss": 1.0, "mae": 0.0}
+
+
+def test_a_metric_whose_value_is_no_scalar_is_refused_before_the_first_step() -> None:
+    counts = ft.Metric(lambda: jnp.zeros(3), lambda m, batch, outputs, loss: m + 1, lambda m: m)
+    step = ft.train_step(logging(), TX, metrics={"counts": counts})
+    with pytest.raises(TypeError, match=r"(?s)metrics: expected a scalar.*counts: float32\[3\]"):
+        jax.eval_shape(step, step.start(start()), (X, X))
+    with pytest.raises(TypeError, match=r"(?s)metrics: expected a scalar.*counts: float32\[3\]"):
+        ft.evaluate(start(), ft.eval_step(logging(), metrics={"counts": counts}), LOADER)
+
+
+@pytest.mark.parametrize(
+    ("made", "stepped", "found"),
+    [
+        (optax.adam(0.1), optax.sgd(0.1), r"0/mu/b: unexpected \(got float\[\]\)"),
+        (optax.sgd(0.1), optax.adam(0.1), r"0/mu/w: missing \(expected float\[3\]\)"),
+        (optax.adam(0.1), optax.chain(optax.clip(1.0), optax.adam(0.1)), "1/0/count: missing"),
+        (optax.sgd(0.1), optax.sgd(0.1, momentum=0.9), "0/trace/w: missing"),
+    ],
+)
+def test_the_state_of_another_optimizer_is_refused_by_leaf(made, stepped, found) -> None:
+    step = ft.train_step(logging(), stepped)
+    with pytest.raises(ValueError, match=rf"(?s)opt_state: expected the leaves.*{found}"):
+        ft.fit(start(made), step, LOADER, verbose=0)
+
+
+def test_moments_wider_than_the_params_they_belong_to_are_no_other_optimizers() -> None:
+    state = start()
+    halved = jax.tree.map(lambda x: x.astype(jnp.bfloat16), state.params)
+    new, _ = ft.train_step(logging(), TX)(state.replace(params=halved), (X, X))
+    assert new.opt_state[0].mu["w"].dtype == jnp.float32
+
+
+def test_an_optimizer_whose_init_cannot_be_traced_is_taken_as_it_is() -> None:
+    def init(params):
+        return {"norm": jnp.float32(np.linalg.norm(np.asarray(params["w"])))}
+
+    tx = optax.GradientTransformation(init, lambda grads, state, params=None: (grads, state))
+    assert jax.jit(ft.train_step(logging(), tx))(start(tx), (X, X))[0].step == 1
+
+
+def test_looking_at_the_optimizers_state_leaves_nothing_in_the_program() -> None:
+    step = ft.train_step(logging(), TX)
+    with_check = str(jax.make_jaxpr(step)(start(), (X, X)))
+    update = optax.with_extra_args_support(TX).update
+
+    def by_hand(state, batch):
+        def loss_of(params):
+            return logging()(params, (), batch, rng=None, training=True)
+
+        (loss, _), grads = jax.value_and_grad(loss_of, has_aux=True)(state.params)
+        updates, opt_state = update(grads, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+        return state.replace(step=state.step + 1, params=params, opt_state=opt_state), loss
+
+    without = str(jax.make_jaxpr(by_hand)(start(), (X, X)))
+    assert with_check.count("\n") == without.count("\n")
+
+
+def drawing(params, model_state, batch, *, rng, training):
+    return jnp.mean(params["w"] * jax.random.normal(rng, (3,))), ft.Aux(model_state)
+
+
+def test_a_loss_that_draws_without_a_key_is_told_where_keys_come_from() -> None:
+    with pytest.raises(TypeError, match=r"expected a state with an rng.*rng=jax\.random\.key"):
+        ft.update(start(), drawing, TX, (X, X))
+    step = ft.eval_step(drawing)
+    with pytest.raises(TypeError, match=r"expected no drawing in evaluation.*if training"):
+        step(step.start(start(rng=jax.random.key(0))), (X, X))
+
+
+def test_a_loader_of_inputs_alone_is_refused_with_its_shape() -> None:
+    model = ft.Model(
+        init=lambda key, x: ({}, {}),
+        apply=lambda p, s, x, *, rng=None, training=False: ft.ModelOutput(x * p["b"], s),
+    )
+    step = ft.train_step(ft.supervised(model, optax.squared_error), TX)
+    with pytest.raises(ValueError, match=r"got float32\[4, 3\]\. Labels come.*ArrayLoader\(\(x, y"):
+        ft.fit(start(), step, ft.ArrayLoader(X, 4), verbose=0)
+
+
+@pytest.mark.parametrize("loss", [logging(), ft.supervised(ft.Model(None, None), lambda o, y: o)])
+def test_a_loss_is_no_step(loss) -> None:
+    with pytest.raises(TypeError, match=r"step: expected \(state, batch\).*got the loss loss_fn"):
+        check_step(loss)
+    with pytest.raises(TypeError, match=r"step: expected .* got the loss loss_fn"):
+        ft.autotune(loss, start(), (X, X))
+
+
+@pytest.mark.parametrize("step", [ft.train_step(logging(), TX), lambda s, b: (s, {}), np.add])
+def test_a_step_is_a_step(step) -> None:
+    check_step(step)
+
+
+def test_a_state_is_started_once() -> None:
+    step = ft.train_step(logging(), TX, metrics=MAE)
+    with pytest.raises(TypeError, match="expected a bare state, got Metered"):
+        step.start(step.start(start()))
+    with pytest.raises(TypeError, match=r"expected a bare state, got Metered.*metered\.state"):
+        ft.train_step(logging(), TX)(step.start(start()), (X, X))
+
+
+@pytest.mark.parametrize(
+    ("thing", "hint"),
+    [(keras.Sequential([keras.Input((2,))]), "bridge.create_state"), (len, "got builtin_function")],
+)
+def test_a_summary_of_what_is_no_state_is_refused(thing, hint) -> None:
+    with pytest.raises(TypeError, match=rf"state: expected a TrainState.*{hint}"):
+        ft.summary(thing)
