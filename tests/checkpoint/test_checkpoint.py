@@ -183,26 +183,6 @@ def test_a_failed_overwrite_leaves_the_old_checkpoint(tmp_path, monkeypatch):
     assert load(tmp_path / "c", like={"x": jnp.zeros(1)})["x"] == 1
 
 
-def test_a_save_killed_in_the_exchange_leaves_the_old_checkpoint_and_says_where(
-    tmp_path, monkeypatch
-):
-    rename, calls = os.rename, []
-
-    def killed(source, target):
-        if str(source).endswith("functrain-new"):
-            raise KeyboardInterrupt
-        calls.append(rename(source, target))
-
-    save(tmp_path / "c", {"x": jnp.ones(1)})
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "rename", killed)
-        with pytest.raises(KeyboardInterrupt):
-            save(tmp_path / "c", {"x": jnp.zeros(1)}, overwrite=True)
-    with pytest.raises(FileNotFoundError, match=r"interrupted save kept .*c\.functrain-old"):
-        load(tmp_path / "c", like={"x": jnp.zeros(1)})
-    assert load(tmp_path / "c.functrain-old", like={"x": jnp.zeros(1)})["x"] == 1
-
-
 def test_a_relative_path_and_missing_parents_work(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     save("runs/first", {"x": jnp.ones(1)})
