@@ -11,8 +11,11 @@ ALIGNMENT = 64
 
 
 def empty(shape: Sequence[int], dtype: Any) -> np.ndarray:
-    """Returns fresh, aligned memory. It is never reused: a device may be reading it."""
-    dtype = np.dtype(dtype)
+    """Returns fresh, aligned memory. It is never reused: a device may be reading it.
+
+    In the machine's byte order, whatever the dtype's: jax reads no other, and does not say so.
+    """
+    dtype = np.dtype(dtype).newbyteorder("=")
     size = int(np.prod(shape)) * dtype.itemsize
     raw = np.empty(size + ALIGNMENT, np.uint8)
     start = -raw.ctypes.data % ALIGNMENT

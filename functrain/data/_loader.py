@@ -7,10 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from functrain.common import _tree
+from functrain.common import _repr, _tree
 from functrain.common._checks import is_whole
 from functrain.common._types import PyTree
 from functrain.data import _buffer
+from functrain.data._arrays import host_arrays
 
 
 class ArrayLoader:
@@ -21,7 +22,8 @@ class ArrayLoader:
 
     Args:
       data: Pytree of arrays, every leaf `[N, ...]` with the same N: NumPy arrays (memory-mapped
-        ones stay on disk) or anything `np.asarray` takes.
+        ones stay on disk) or anything `np.asarray` takes. Batches come in the byte order of the
+        machine.
       batch_size: Examples per batch, B.
       shuffle: Draw a new order each epoch, from ``Philox(key=[seed, epoch])``.
       seed: Of the order; at least 0.
@@ -35,7 +37,7 @@ class ArrayLoader:
 
     Raises:
       ValueError: No data, leaves of different lengths, or `batch_size` below 1 or above N.
-      TypeError: A leaf is no array.
+      TypeError: A leaf is no array of numbers that jax can take, or a list of numbers.
 
     Examples:
       >>> loader = ArrayLoader({"x": np.arange(10)}, batch_size=4)
@@ -59,7 +61,7 @@ class ArrayLoader:
     ) -> None:
         if placement not in ("host", "device"):
             raise ValueError(f"placement: expected 'host' or 'device', got {placement!r}")
-        self.data = _arrays(data)
+        self.data = host_arrays(data)
         self.examples = _common_length(self.data)
         if not is_whole(batch_size, 1) or batch_size > self.examples:
             raise ValueError(
@@ -74,8 +76,19 @@ class ArrayLoader:
         self.drop_remainder = drop_remainder
         self.placement = placement
         if placement == "device":
-            self.data = jax.tree.map(jnp.asarray, self.data)
+            self.data = jax.tree.map(lambda x: jnp.asarray(_native(x)), self.data)
         self._drawn: tuple[int, np.ndarray] | None = None
+
+    def __repr__(self) -> str:
+        return _repr.call(
+            self,
+            examples=self.examples,
+            batch_size=self.batch_size,
+            shuffle=self.shuffle,
+            seed=self.seed,
+            drop_remainder=self.drop_remainder,
+            placement=self.placement,
+        )
 
     def __len__(self) -> int:
         """Batches per epoch, a smaller last one included."""
@@ -142,22 +155,13 @@ class ArrayLoader:
         return jax.tree.map(lambda x: _buffer.take(x, rows), self.data)
 
 
+def _native(x: np.ndarray) -> np.ndarray:
+    return x.astype(x.dtype.newbyteorder("="), copy=False)
+
+
 @jax.jit
 def _gather(data: PyTree, rows: jax.Array) -> PyTree:
     return jax.tree.map(lambda x: x[rows], data)
-
-
-def _arrays(data: PyTree) -> PyTree:
-    def array(path: tuple[jax.tree_util.KeyEntry, ...], leaf: PyTree) -> np.ndarray:
-        x = np.asarray(leaf)
-        if x.dtype.kind in "OSUMm":
-            raise TypeError(
-                f"data: expected arrays of numbers, got {type(leaf).__name__} of {x.dtype} at "
-                f"{_tree.path_str(path)}. Convert it first."
-            )
-        return x
-
-    return jax.tree_util.tree_map_with_path(array, data)
 
 
 def _common_length(data: PyTree) -> int:

@@ -134,3 +134,60 @@ def test_data_on_the_device_gives_the_same_batches(shuffle) -> None:
     assert device.chunk(0, 2, 3)["y"].shape == (3, 10, 1)
     with pytest.raises(ValueError, match="placement: expected 'host' or 'device'"):
         ArrayLoader(data, 10, placement="disk")
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("placement", ["host", "device"])
+@pytest.mark.parametrize("dtype", [">f4", ">i2", ">c8"])
+def test_data_of_the_other_byte_order_comes_in_the_machines(shuffle, placement, dtype) -> None:
+    how = {"shuffle": shuffle, "placement": placement}
+    values = np.arange(20).reshape(10, 2)
+    theirs = ArrayLoader(values.astype(dtype), 4, **how)
+    ours = ArrayLoader(values.astype(np.dtype(dtype).newbyteorder("=")), 4, **how)
+    double = jax.jit(lambda x: 2 * x)
+    for a, b in zip(theirs.epoch(1), ours.epoch(1), strict=True):
+        assert np.dtype(a.dtype).isnative
+        np.testing.assert_array_equal(double(b), double(a))
+    assert np.dtype(theirs.chunk(0, 0, 2).dtype).isnative
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (np.array(["a", "b"]), r"got ndarray of <U1 at x\. Give each text numbers"),
+        (np.array([b"a", b"b"]), "Give each text numbers"),
+        (np.array([[1, 2], [3]], dtype=object), "object at x. Rows of unequal length"),
+        (np.zeros(2, np.longdouble), "float128 at x. Cast it first"),
+        (np.zeros(2, np.clongdouble), "complex256 at x. Cast it first"),
+        (np.zeros(2, "M8[s]"), "datetime64.* Make dates numbers"),
+        (np.zeros(2, [("a", int)]), "Cast it first"),
+        ([1, 2, 3, 4], r"got a list of 4 numbers, 1, 2, 3, \.\.\.\. Make it an array"),
+        ([[1.5, 2.5], [3.5, 4.5]], r"got a list of 2 numbers, 1\.5, 2\.5\. Make"),
+        ((["good", "bad"], np.zeros(2)), "got a list of 2 texts, 'good', 'bad'"),
+        (list(np.zeros(3)), "got a list of 3 numbers"),
+    ],
+)
+def test_data_that_jax_cannot_take_is_refused_in_words(data, message) -> None:
+    with pytest.raises(TypeError, match=rf"data: expected arrays.*{message}"):
+        ArrayLoader({"x": data}, 1)
+
+
+def test_a_long_list_of_numbers_is_refused_before_it_is_gone_through() -> None:
+    class Long(list):
+        """Long enough to be seen going through."""
+
+        def __iter__(self):
+            raise AssertionError("gone through")
+
+    data = Long(range(1_000_000))
+    with pytest.raises(TypeError, match=r"data: expected arrays, got a Long of 1,000,000 numbers"):
+        ArrayLoader(data, 32)
+    with pytest.raises(TypeError, match="1,000,000 numbers"):
+        ArrayLoader((list(range(1_000_000)), np.zeros(1_000_000)), 32)
+
+
+def test_a_loader_is_shown_with_its_settings() -> None:
+    assert repr(ArrayLoader(X, 10, shuffle=True, seed=3)) == (
+        "ArrayLoader(examples=103, batch_size=10, shuffle=True, seed=3, drop_remainder=False, "
+        "placement='host')"
+    )
