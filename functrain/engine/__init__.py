@@ -9,4 +9,13 @@ from functrain.engine._trigger import Trigger as Trigger
 from functrain.engine._trigger import at as at
 from functrain.engine._trigger import every as every
 
-__all__ = ["Fused", "Position", "Trigger", "at", "autotune", "enable_compilation_cache", "every", "fuse"]
+__all__ = [
+    "Fused",
+    "Position",
+    "Trigger",
+    "at",
+    "autotune",
+    "enable_compilation_cache",
+    "every",
+    "fuse",
+]

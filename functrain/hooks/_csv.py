@@ -5,6 +5,7 @@ import os
 import pathlib
 from typing import IO, Any
 
+from functrain.common import _repr
 from functrain.engine._trigger import Trigger, every
 from functrain.loop._events import ChunkEnd, Event
 
@@ -44,6 +45,9 @@ class CSVLogger:
         self.when = every(epochs=1) if when is None else when
         self._file: IO[str] | None = None
         self._writer: Any = None
+
+    def __repr__(self) -> str:
+        return _repr.call(self, path=str(self.path), append=self.append, when=self.when)
 
     def __call__(self, event: Event, /) -> None:
         """Writes a row."""

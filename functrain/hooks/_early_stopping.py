@@ -1,10 +1,15 @@
 """Stopping when it no longer gets better."""
 
 import math
-from typing import Literal
+import warnings
+from collections.abc import Iterable
+from typing import Any
 
-from functrain.common import _tree
+import numpy as np
+
+from functrain.common import _direction, _repr, _tree
 from functrain.common._types import PyTree
+from functrain.engine._trigger import Trigger
 from functrain.loop._events import EpochEnd, Event, RunEnd
 
 
@@ -18,7 +23,8 @@ class EarlyStopping:
       monitor: Name of the value, such as ``"val_loss"``.
       patience: How many times in a row it may fail to improve before the run stops.
       min_delta: An improvement by less than this is none.
-      mode: ``"min"`` or ``"max"``, which is better.
+      mode: ``"min"`` or ``"max"``, which is better; ``"auto"`` takes it from the name: `loss`,
+        `error`, `mse` and the like are better small, `accuracy`, `auc`, `f1` and the like large.
       restore_best: End the run, stopped or not, with the state that had the best value. Keeps a
         copy of it on the device.
 
@@ -27,8 +33,9 @@ class EarlyStopping:
       best_step: The step it was seen at, or None.
 
     Raises:
-      ValueError: An argument makes no sense; or (at the end of the first epoch) there is no value
-        of that name.
+      ValueError: An argument makes no sense, or the name does not tell what is better; or (at the
+        end of the first epoch after which no hook before it is still to be due for the first
+        time) there is no value of that name.
 
     Examples:
       >>> from functrain import EpochEnd, Position
@@ -49,42 +56,70 @@ class EarlyStopping:
         *,
         patience: int = 0,
         min_delta: float = 0.0,
-        mode: Literal["min", "max"] = "min",
+        mode: _direction.Mode = "auto",
         restore_best: bool = True,
     ) -> None:
-        if mode not in ("min", "max"):
-            raise ValueError(f"mode: expected 'min' or 'max', got {mode!r}")
         if patience < 0 or min_delta < 0:
             raise ValueError(
                 f"patience and min_delta: expected 0 or more, got {patience} and {min_delta}"
             )
+        self._sign = _direction.sign(monitor, mode)
         self.monitor = monitor
         self.patience = patience
         self.min_delta = min_delta
         self.restore_best = restore_best
-        self._sign = 1.0 if mode == "min" else -1.0
+        self._to_come: list[Trigger] = []
+        self._restored = False
         self.begin()
 
+    def __repr__(self) -> str:
+        mode = "min" if self._sign > 0 else "max"
+        return _repr.call(self, monitor=self.monitor, patience=self.patience, mode=mode)
+
     def begin(self) -> None:
-        """Forgets what an earlier run came to."""
+        """Forgets what an earlier run came to, unless that has just been restored."""
+        if self._restored:
+            self._restored = False
+            return
         self.best = self._sign * math.inf
         self.best_step: int | None = None
-        self._best_state: PyTree = None
+        self._best_state: PyTree = ()
         self._failures = 0
+
+    def meet(self, before: Iterable[Any]) -> None:
+        """Learns which hooks come before it: the value may be there once each has been due."""
+        triggers = (getattr(hook, "when", None) for hook in before)
+        self._to_come = [trigger for trigger in triggers if trigger is not None]
+
+    def state(self) -> dict[str, PyTree]:
+        """Returns what it has come to, to be saved: arrays only. `best_step` is -1 for None."""
+        return {
+            "best": np.float64(self.best),
+            "best_step": np.int64(-1 if self.best_step is None else self.best_step),
+            "failures": np.int64(self._failures),
+            "best_state": self._best_state,
+        }
+
+    def restore(self, state: dict[str, PyTree]) -> None:
+        """Puts back what `state` returned; the run that begins next goes on from there."""
+        self.best = float(state["best"])
+        self.best_step = None if state["best_step"] < 0 else int(state["best_step"])
+        self._failures = int(state["failures"])
+        self._best_state = state["best_state"]
+        self._restored = True
 
     def __call__(self, event: Event, /) -> None:
         """Looks at the value, if it is there."""
         if isinstance(event, RunEnd):
-            if self.restore_best and self.best_step is not None:
-                event.state = self._best_state
+            self._end(event)
         elif self.monitor in event.values:
             self._look(event, event.values[self.monitor])
-        elif isinstance(event, EpochEnd) and self.best_step is None and self._failures == 0:
-            raise ValueError(
-                f"monitor: expected one of {sorted(event.values)}, got {self.monitor!r}. "
-                "Values of an evaluation need eval_data and eval_step, or an Evaluate hook that "
-                "comes before this one."
-            )
+        elif not self._seen:
+            self._miss(event)
+
+    @property
+    def _seen(self) -> bool:
+        return self.best_step is not None or self._failures > 0
 
     def _look(self, event: Event, value: float) -> None:
         if self._sign * value < self._sign * self.best - self.min_delta:
@@ -95,3 +130,25 @@ class EarlyStopping:
         self._failures += 1
         if self._failures > self.patience:
             event.stop()
+
+    def _miss(self, event: Event) -> None:
+        """Refuses a value that nobody provides, once nobody is left who might."""
+        epochs = event.epoch + 1 if isinstance(event, EpochEnd) else None
+        # Seconds are never up here: such a hook may always be due later.
+        self._to_come = [when for when in self._to_come if not when.due(event.step, epochs, 0.0)]
+        if isinstance(event, EpochEnd) and not self._to_come:
+            raise ValueError(
+                f"monitor: expected one of {sorted(event.values)}, got {self.monitor!r}. "
+                "Values of an evaluation need eval_data and eval_step, or an Evaluate hook that "
+                "comes before this one. A function that adds it later says when: @every(epochs=2)."
+            )
+
+    def _end(self, event: RunEnd) -> None:
+        if self._to_come and not self._seen:
+            warnings.warn(
+                f"EarlyStopping: expected {self.monitor!r} during the run, and it never came. Of "
+                f"the hooks before it these were never due: {self._to_come}.",
+                stacklevel=2,
+            )
+        if self.restore_best and self.best_step is not None:
+            event.state = self._best_state

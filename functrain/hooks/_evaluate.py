@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from functrain.common import _repr
 from functrain.data._sources import Source
 from functrain.engine._placement import ShardingArg, batch_sharding, require_divisible
 from functrain.engine._plan import FuseArg
@@ -72,6 +73,9 @@ class Evaluate:
             "sharding": sharding,
             "jit": jit,
         }
+
+    def __repr__(self) -> str:
+        return _repr.call(self, data=self.data, when=self.when, prefix=self.prefix)
 
     def __call__(self, event: Event, /) -> None:
         """Evaluates the event's state."""

@@ -253,7 +253,7 @@ def test_csv_refuses_a_column_that_comes_later(tmp_path) -> None:
         (lambda: ft.every(seconds=-1), "a positive number of seconds, got -1"),
         (lambda: ft.at(), "one or more steps from 1 on"),
         (lambda: ft.at(0), "one or more steps from 1 on"),
-        (lambda: ft.hooks.EarlyStopping(mode="least"), "mode: expected 'min' or 'max'"),
+        (lambda: ft.hooks.EarlyStopping(mode="least"), "mode: expected 'auto', 'min' or"),
         (lambda: ft.hooks.EarlyStopping(patience=-1), "expected 0 or more"),
     ],
 )
@@ -294,7 +294,7 @@ def test_a_run_goes_on_from_an_edited_state_with_a_copy_of_it() -> None:
 
 
 def test_hooks_can_be_used_in_another_run(tmp_path) -> None:
-    stopping = ft.hooks.EarlyStopping("score", restore_best=True)
+    stopping = ft.hooks.EarlyStopping("score", mode="min", restore_best=True)
     log = ft.hooks.CSVLogger(tmp_path / "log.csv")
     fit(Scripted(1.0, 2.0), stopping, log)
     second, history = fit(Scripted(9.0, 8.0), stopping, log)

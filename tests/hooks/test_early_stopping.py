@@ -1,0 +1,159 @@
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import functrain as ft
+from functrain.hooks import EarlyStopping, Evaluate
+
+from ..conftest import digest
+
+X = np.linspace(-1, 1, 16, dtype=np.float32)[:, None]
+LOADER = ft.ArrayLoader((X, 3 * X), 4, shuffle=True)
+TX = optax.adam(0.1)
+
+
+def loss_fn(params, model_state, batch, *, rng, training):
+    x, y = batch
+    return jnp.mean((x * params["w"] - y) ** 2), ft.Aux(model_state)
+
+
+STEP, EVAL = ft.train_step(loss_fn, TX), ft.eval_step(loss_fn)
+
+
+def start():
+    return ft.TrainState.create(params={"w": np.float32(0)}, tx=TX)
+
+
+def fit(*hooks, state=None, **how):
+    return ft.fit(state or start(), STEP, LOADER, hooks=hooks, **{"verbose": 0, **how})
+
+
+class Scripted:
+    """Puts a given value into each epoch."""
+
+    def __init__(self, *values, name="score"):
+        self.values, self.name = iter(values), name
+
+    def __call__(self, event):
+        if isinstance(event, ft.EpochEnd):
+            event.values[self.name] = next(self.values)
+
+
+@pytest.mark.parametrize(
+    ("name", "worse", "better"),
+    [
+        ("val_accuracy", 0.5, 0.8),
+        ("val/top5_acc", 0.5, 0.8),
+        ("AUC", 0.5, 0.8),
+        ("mid_f1", 0.5, 0.8),
+        ("val_loss", 0.8, 0.5),
+        ("word_error", 0.8, 0.5),
+        ("val_accuracy_loss", 0.8, 0.5),
+        ("Val-MSE", 0.8, 0.5),
+    ],
+)
+def test_the_name_tells_what_is_better(name, worse, better) -> None:
+    hook = EarlyStopping(name, restore_best=False)
+    _, history = fit(Scripted(worse, better, better, name=name), hook, epochs=3)
+    assert hook.best == better
+    assert len(history.epochs[name]) == 3
+    hook = EarlyStopping(name, restore_best=False)
+    _, history = fit(Scripted(better, worse, name=name), hook, epochs=3)
+    assert len(history.epochs[name]) == 2
+
+
+def test_the_best_accuracy_is_brought_back() -> None:
+    hook = EarlyStopping("val_accuracy", patience=1)
+    state, _ = fit(Scripted(0.5, 0.8, 0.6, 0.55, name="val_accuracy"), hook, epochs=4)
+    assert (hook.best, hook.best_step, int(state.step)) == (0.8, 8, 8)
+
+
+@pytest.mark.parametrize("name", ["score", "val_width", "lossy"])
+def test_a_name_that_does_not_tell_is_refused(name) -> None:
+    with pytest.raises(ValueError, match=rf"mode: expected 'min' or 'max' for '{name}'"):
+        EarlyStopping(name)
+    EarlyStopping(name, mode="max")
+
+
+def stopping_before(*hooks, **how):
+    hook = EarlyStopping("val_loss", **how)
+    hook.meet(hooks)
+    return *hooks, hook
+
+
+def test_a_value_of_every_other_epoch_is_waited_for() -> None:
+    evaluating, stopping = stopping_before(Evaluate(EVAL, LOADER, when=ft.every(epochs=2)))
+    _, history = fit(evaluating, stopping, epochs=4)
+    assert np.isfinite(history.epochs["val_loss"]).tolist() == [False, True, False, True]
+    assert stopping.best == history.epochs["val_loss"][3]
+
+
+def test_a_value_that_nobody_is_left_to_provide_is_refused_at_that_epoch() -> None:
+    @ft.every(epochs=2)
+    def other(event):
+        event.values["val_other"] = 1.0
+
+    @ft.at(6)
+    def once(event):
+        pass
+
+    seen = []
+    hooks = stopping_before(other, once)
+    message = r"monitor: expected one of \['loss', 'val_other'\], got 'val_loss'"
+    with pytest.raises(ValueError, match=message):
+        fit(*hooks, lambda event: seen.append(event.epoch), epochs=4)
+    assert max(seen) == 1
+
+
+def test_a_value_that_never_came_is_told_at_the_end() -> None:
+    hooks = stopping_before(Evaluate(EVAL, LOADER, when=ft.every(epochs=5)))
+    with pytest.warns(UserWarning, match=r"'val_loss'.*never due: \[every\(epochs=5\)\]"):
+        fit(*hooks, epochs=2)
+
+
+@pytest.mark.parametrize("cut", [1, 2, 3, 4])
+def test_stopped_and_restored_it_decides_as_uninterrupted(cut) -> None:
+    scores = [0.9, 0.5, 0.7, 0.6, 0.8, 0.1]
+    whole = EarlyStopping("loss_of", mode="min", patience=2)
+    expected, history = fit(Scripted(*scores, name="loss_of"), whole, epochs=6)
+    assert len(history.epochs["loss_of"]) == 5
+
+    first = EarlyStopping("loss_of", mode="min", patience=2, restore_best=True)
+    for event in ft.run(start(), STEP, LOADER, epochs=cut):
+        if isinstance(event, ft.EpochEnd):
+            middle, position = event.state, event.position
+            event.values["loss_of"] = scores[event.epoch]
+            first(event)
+    again = EarlyStopping("loss_of", mode="min", patience=2)
+    again.restore(first.state())
+    rest = Scripted(*scores[cut:], name="loss_of")
+    state, history = fit(rest, again, state=middle, start=position, epochs=6)
+    assert len(history.epochs["loss_of"]) == 5 - cut
+    assert (again.best, again.best_step) == (whole.best, whole.best_step)
+    assert digest(state) == digest(expected)
+
+
+def test_its_state_can_be_saved_and_a_run_after_the_next_forgets_it(tmp_path) -> None:
+    hook = EarlyStopping("val_loss")
+    fit(Scripted(0.5, 0.4, name="val_loss"), hook, epochs=2)
+    ft.save(tmp_path / "hook", hook.state())
+    again = EarlyStopping("val_loss")
+    again.restore(ft.load(tmp_path / "hook", like=hook.state()))
+    again.begin()
+    assert (again.best, again.best_step) == (0.4, 8)
+    assert digest(again.state()) == digest(hook.state())
+    again.begin()
+    assert (again.best, again.best_step) == (np.inf, None)
+
+
+def test_hooks_are_shown_with_their_settings(tmp_path) -> None:
+    assert repr(EarlyStopping("auc", patience=3)) == (
+        "EarlyStopping(monitor='auc', patience=3, mode='max')"
+    )
+    shown = repr(Evaluate(EVAL, LOADER, when=ft.every(epochs=2)))
+    assert shown.startswith("Evaluate(data=ArrayLoader(examples=16, batch_size=4, ")
+    assert shown.endswith("when=every(epochs=2), prefix='val_')")
+    assert repr(ft.hooks.CSVLogger("log.csv")) == (
+        "CSVLogger(path='log.csv', append=False, when=every(epochs=1))"
+    )
