@@ -10,9 +10,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class History:
-    """What a fit reported.
+    """What a fit reported. ``==`` asks whether two are one object.
 
     Attributes:
       steps: Scalar logs of every step, by name: `f32[steps]` each (in the logs' own dtype).
@@ -21,6 +21,8 @@ class History:
         evaluations under ``val_``, and ``seconds``.
       points: Values that hooks added within epochs, by name: ``(steps i64[n], values f64[n])``.
       first_steps_seconds: Time until the first program had run: mostly that of compiling it.
+      first_step: Steps the training had taken before, where the fit went on with one; `points`
+        count them.
 
     Examples:
       >>> history = History(steps={"loss": np.array([3.0, 1.0])}, epochs={"loss": np.array([2.0])})
@@ -32,9 +34,24 @@ class History:
     epochs: dict[str, np.ndarray]
     points: dict[str, tuple[np.ndarray, np.ndarray]] = dataclasses.field(default_factory=dict)
     first_steps_seconds: float = float("nan")
+    first_step: int = 0
+
+    def __repr__(self) -> str:
+        parts = [
+            f"{kind}: {', '.join(values)}"
+            for kind, values in (
+                (f"{_length(self.steps)} steps", self.steps),
+                (f"{_length(self.epochs)} epochs", self.epochs),
+                ("points", self.points),
+            )
+            if values
+        ]
+        return f"History({'; '.join(parts)})"
 
     def plot(self, path: str | os.PathLike[str] | None = None) -> "Figure":
         """Draws the learning curves, one panel for each quantity; needs matplotlib.
+
+        Values of steps are thin, of epochs bold, of evaluations dashed, `points` at their steps.
 
         Args:
           path: Where to save the picture as well, such as ``curves.png``.
@@ -47,7 +64,11 @@ class History:
         """
         from functrain.trainer._plot import draw
 
-        figure = draw(self.steps, self.epochs)
+        figure = draw(self)
         if path is not None:
             figure.savefig(path, dpi=120)
         return figure
+
+
+def _length(values: dict[str, np.ndarray]) -> int:
+    return max(map(len, values.values()), default=0)

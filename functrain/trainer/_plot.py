@@ -1,6 +1,5 @@
 """Learning curves."""
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -8,10 +7,12 @@ import numpy as np
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-Series = Mapping[str, np.ndarray]
+    from functrain.trainer._history import History
+
+_BLUE, _ORANGE, _GREY = "#1f5fa8", "#d1602a", "#b8c4d6"
 
 
-def draw(steps: Series, epochs: Series) -> "Figure":
+def draw(history: "History") -> "Figure":
     """Draws one panel for each quantity: per step thin, per epoch bold, validation dashed."""
     try:
         from matplotlib.figure import Figure
@@ -20,42 +21,48 @@ def draw(steps: Series, epochs: Series) -> "Figure":
             "plotting needs matplotlib: pip install matplotlib (history.steps and history.epochs "
             "hold the numbers as NumPy arrays)"
         ) from error
-    names = [n for n in {**steps, **epochs} if _has_panel(n)]
+    known = {**history.steps, **history.epochs, **history.points}
+    names = list(dict.fromkeys(name.removeprefix("val_") for name in known if name != "seconds"))
     figure = Figure(figsize=(5.2 * max(1, len(names)), 3.6), layout="constrained")
-    for panel, name in zip(
-        np.atleast_1d(figure.subplots(1, max(1, len(names)))), names, strict=False
-    ):
-        _curves(panel, steps, epochs, name)
+    panels = np.atleast_1d(figure.subplots(1, max(1, len(names))))
+    for panel, name in zip(panels, names, strict=False):
+        _curves(panel, history, name)
     return figure
 
 
-def _has_panel(name: str) -> bool:
-    return name != "seconds" and not name.startswith("val_")
-
-
-def _curves(panel: Any, steps: Series, epochs: Series, name: str) -> None:
-    total = max((len(v) for v in steps.values()), default=0)
+def _curves(panel: Any, history: "History", name: str) -> None:
+    first, last = history.first_step, _last_step(history)
     panel.set_title(name.replace("_", " "))
-    panel.set_xlabel("step" if total else "epoch")
+    panel.set_xlabel("step" if last else "epoch")
     panel.grid(alpha=0.25)
-    per_step = steps.get(name)
-    if name.split("/")[-1] == "learning_rate" and per_step is not None:
-        panel.plot(np.arange(1, total + 1), per_step, color=_COLOR["training, epoch"], lw=1.5)
-        return
+    per_step = history.steps.get(name)
+    is_rate = name.split("/")[-1] == "learning_rate" and per_step is not None
     if per_step is not None:
-        panel.plot(np.arange(1, total + 1), per_step, color="#b8c4d6", lw=0.7, label="each step")
-        if np.isfinite(per_step).any():  # the first steps would flatten all the others
-            low, high = np.nanmin(per_step), np.nanpercentile(per_step, 99)
-            panel.set_ylim(low - 0.05 * (high - low), high + 0.1 * (high - low) + 1e-12)
-    for key, style, label in (
-        (name, "-o", "training, epoch"),
-        (f"val_{name}", "--s", "validation"),
+        at = np.arange(first + 1, first + len(per_step) + 1)
+        how = {"color": _BLUE, "lw": 1.5} if is_rate else {"color": _GREY, "lw": 0.7}
+        panel.plot(at, per_step, label="each step", **how)
+    if is_rate:
+        return
+    if per_step is not None and np.isfinite(per_step).any():
+        low, high = np.nanmin(per_step), np.nanpercentile(per_step, 99)
+        # The first steps would flatten all the others.
+        panel.set_ylim(low - 0.05 * (high - low), high + 0.1 * (high - low) + 1e-12)
+    for key, style, color, label in (
+        (name, "-o", _BLUE, "training"),
+        (f"val_{name}", "--s", _ORANGE, "validation"),
     ):
-        values = epochs.get(key)
-        if values is not None:
-            at = np.arange(1, len(values) + 1) * (total / len(values) if total else 1)
-            panel.plot(at, values, style, color=_COLOR[label], ms=3.5, lw=1.5, label=label)
+        how = {"color": color, "ms": 3.5, "lw": 1.5}
+        if (values := history.epochs.get(key)) is not None:
+            each = (last - first) / len(values) if last else 1
+            panel.plot(
+                first + np.arange(1, len(values) + 1) * each, values, style, label=label, **how
+            )
+        if key in history.points:
+            panel.plot(*history.points[key], style, label=f"{label}, within epochs", **how)
     panel.legend(fontsize=8)
 
 
-_COLOR = {"training, epoch": "#1f5fa8", "validation": "#d1602a"}
+def _last_step(history: "History") -> int:
+    """The last step there is anything of; 0 where all there is comes by epoch."""
+    ends = [history.first_step + len(values) for values in history.steps.values()]
+    return max(ends + [int(at[-1]) for at, _ in history.points.values()], default=0)
