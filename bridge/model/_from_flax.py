@@ -131,13 +131,13 @@ class FlaxLayer(keras.Layer):  # type: ignore[misc]  # keras has no types
 
     def build(self, input_shape: PyTree) -> None:
         """Makes the weights."""
-        if self._inputs is None:
+        if self._known_inputs is None:
             self._note(
                 keras.tree.map_shape_structure(
                     lambda shape: keras.KerasTensor(shape, self.compute_dtype), input_shape
                 )
             )
-        inputs = keras.tree.map_structure(self._example, self._inputs)
+        inputs = keras.tree.map_structure(self._example, self._known_inputs)
         seed = random.randint(1, 10**9) if self.seed is None else self.seed  # as Keras draws it
         first = _First(self._flax, seed, inputs)
         self._weights = _Weights(first.structure, self._make(first))
@@ -187,15 +187,17 @@ class FlaxLayer(keras.Layer):  # type: ignore[misc]  # keras has no types
 
     def get_build_config(self) -> dict[str, Any]:
         """Returns what `build` knew of the inputs."""
-        return {"inputs": keras.saving.serialize_keras_object(self._inputs)}
+        return {"inputs": keras.saving.serialize_keras_object(self._known_inputs)}
 
     def build_from_config(self, config: dict[str, Any]) -> None:
         """Builds a layer that is being loaded."""
         self._note(keras.saving.deserialize_keras_object(config["inputs"]))
-        self.build(keras.tree.map_structure(lambda x: tuple(x.shape), self._inputs))
+        self.build(keras.tree.map_structure(lambda x: tuple(x.shape), self._known_inputs))
 
     def _note(self, inputs: PyTree) -> None:
-        self.__dict__["_inputs"] = inputs  # past Keras's tracking, which makes dicts into its own
+        self.__dict__["_known_inputs"] = (
+            inputs  # past Keras's tracking, which makes dicts into its own
+        )
 
     def _example(self, x: Any) -> jax.ShapeDtypeStruct:
         dtype = self.compute_dtype if "float" in x.dtype else x.dtype

@@ -89,16 +89,16 @@ def _apply(
 ) -> ModelOutput:
     where = _variables.layout(model)  # each time: the model may have changed since
     pairs = _variables.pair(where, params, model_state)
-    kept = {} if rng is None else _variables.select(model_state, where.seeds)
+    seeds = {} if rng is None else _variables.select(model_state, where.seeds)
     reseeded = [] if rng is None else _reseeded(where, rng)
     # Not `stateless_call`: in Keras 3.15 it runs `call` in place of `__call__`. So nested layers
     # do not see `training`, a bare layer gets neither autocast nor its activity regularizer, and
     # a layer used twice keeps the add_loss of one use only.
-    with _scope.keep_whole(), _scope.Scope([*pairs, *reseeded]) as scope:
+    with _scope.initialize_new_variables(), _scope.Scope([*pairs, *reseeded]) as scope:
         outputs, losses = _call(model, inputs, training)
     _variables.require_same(where, _variables.layout(model))
-    scope.require_no_strays()
-    new = {path: scope.get_current_value(v) for path, v in where.model_state.items()} | kept
+    scope.require_all_tracked()
+    new = {path: scope.get_current_value(v) for path, v in where.model_state.items()} | seeds
     return ModelOutput(outputs, _variables.nest({p: _strong(x) for p, x in new.items()}), losses)
 
 

@@ -78,7 +78,7 @@ def _single(keras_loss: Any, where: str) -> Callable[..., jax.Array]:
             each = {key: keras_loss for key, _ in _items(outputs)}
             return _several(each, None)(outputs, y, sample_weight)
         found = keras_private.get_loss(keras_loss, y, outputs)
-        if found.reduction in _MEANS and not keras_private.calls_itself(found):
+        if found.reduction in _MEANS and not _calls_itself(found):
             values, weight = keras_private.losses_and_weight(found, y, outputs, sample_weight)
             if sample_weight is not None:
                 _check_weight(sample_weight, values)
@@ -88,6 +88,11 @@ def _single(keras_loss: Any, where: str) -> Callable[..., jax.Array]:
         return jnp.asarray(values)
 
     return loss_fn
+
+
+def _calls_itself(loss: Any) -> bool:
+    """Whether a loss has a `__call__` of its own, of which nothing but the result is known."""
+    return type(loss).__call__ is not keras.losses.Loss.__call__
 
 
 def _check_weight(sample_weight: PyTree, values: Any) -> None:

@@ -12,7 +12,6 @@ from bridge import keras_private
 from bridge.model import _names, _scope
 from functrain import Metric
 from functrain.internal import PyTree, unpack
-from functrain.internal import tree as _tree
 
 Example: TypeAlias = tuple[PyTree, PyTree]
 
@@ -74,7 +73,7 @@ def metric(
     _build(like, example, values)
 
     def init() -> list[jax.Array]:
-        with _scope.keep_whole(), _scope.Scope([]) as scope:
+        with _scope.initialize_new_variables(), _scope.Scope([]) as scope:
             like.reset_state()
         return _values(like.variables, scope)
 
@@ -111,14 +110,13 @@ def _of(tree: PyTree, output: str | int, name: str) -> Any:
 
 
 def _update(keras_metric: Any, m: list[jax.Array], *args: PyTree, **kwargs: PyTree) -> list[Any]:
-    with _scope.keep_whole(), _scope.Scope(_paired(keras_metric, m)) as scope:
+    with _scope.initialize_new_variables(), _scope.Scope(_paired(keras_metric, m)) as scope:
         keras_metric.update_state(*args, **kwargs)
     _paired(keras_metric, m)
-    if scope.strays:
-        lines = [f"{v.path}: {_tree.spec(v)}" for v in scope.strays.values()]
+    if scope.untracked:
         raise ValueError(
             f"{_name(keras_metric)}: expected updates of the metric's own variables, got those of"
-            f"\n{_tree.bullets(lines)}\n"
+            f"\n{scope.list_untracked()}\n"
             "which would be lost. Make them with self.add_variable."
         )
     return _values(keras_metric.variables, scope)
@@ -159,7 +157,7 @@ def _build(
             )
         outputs, y = example
         made = jax.eval_shape(values, outputs, y) if values else None
-        with _scope.keep_whole():
+        with _scope.initialize_new_variables():
             jax.eval_shape(
                 lambda *given: _discard(keras_metric, *given),
                 *((y, outputs) if made is None else (made,)),
@@ -185,7 +183,9 @@ def _chooser(keras_metric: Any) -> Callable[[PyTree, PyTree], Any]:
         def choose(y: PyTree, outputs: PyTree) -> Any:
             if y is None:
                 return kinds.setdefault(None, keras.metrics.BinaryAccuracy())
-            found = keras_private.get_metric(keras_metric, jnp.asarray(y), jnp.asarray(outputs))
+            shapes = [keras.KerasTensor(jnp.shape(x)) for x in (y, outputs)]
+            with _scope.outside_of_traces():  # it is kept, so that no value may be traced
+                found = keras_private.get_metric(keras_metric, *shapes)
             return kinds.setdefault(type(found), found)
 
         return choose

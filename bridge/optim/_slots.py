@@ -49,28 +49,15 @@ def sort(optimizer: Any, params: Sequence[Any]) -> list[Slot | str]:
     found: dict[int, Slot | str] = {}
     for prefix, part in _parts(optimizer):
         owners = [place[id(v)] for v in keras_private.trained(part)]
-        for attribute, values in vars(part).items():
-            if isinstance(values, list) and len(values) == len(owners) > 0:
-                _sort_list(attribute, values, owners, found)
-        attributes = {id(v): name.strip("_") for name, v in vars(part).items() if _is(v)}
+        for name, values in keras_private.slot_lists(part):
+            for owner, variable in zip(owners, values, strict=True):
+                if isinstance(variable, keras.Variable):
+                    found[id(variable)] = Slot(name, owner)
+        attributes = keras_private.variable_attributes(part)
         for variable in part.variables:
             if id(variable) not in found:
                 found[id(variable)] = prefix + attributes.get(id(variable), variable.name)
     return [found[id(v)] for v in optimizer.variables]
-
-
-def _sort_list(
-    attribute: str, values: list[Any], owners: list[int], found: dict[int, Slot | str]
-) -> None:
-    if attribute in ("_variables", "_trainable_variables"):
-        return
-    for owner, variable in zip(owners, values, strict=True):
-        if _is(variable):
-            found[id(variable)] = Slot(attribute.strip("_"), owner)
-
-
-def _is(x: Any) -> bool:
-    return isinstance(x, keras.Variable)
 
 
 def _parts(optimizer: Any) -> Iterator[tuple[str, Any]]:

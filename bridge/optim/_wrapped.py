@@ -143,7 +143,7 @@ class Wrapped:
             copy.build(in_order)
             values = [v.value for v in copy.variables]
         for variable in (*copy.variables, *stand_ins):
-            keras_private.lend(variable, None)
+            keras_private.swap_value(variable, None)
         return Built(copy, sort(copy, in_order), places, treedef), values
 
     def _twins(self, params: PyTree) -> tuple[list[Twin], list[int]]:

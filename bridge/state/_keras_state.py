@@ -116,9 +116,13 @@ def _specs(tree: PyTree) -> dict[str, str]:
     }
 
 
-def require_compiled(model: Any) -> None:
+def require_trainer(model: Any) -> None:
     if not keras_private.is_trainer(model):
         raise TypeError(f"model: expected a keras.Model, got {type(model).__name__}")
+
+
+def require_compiled(model: Any) -> None:
+    require_trainer(model)
     if not model.compiled:
         raise ValueError(
             f"model: expected {model.name!r} to be compiled. Call model.compile(optimizer=..., "

@@ -20,8 +20,8 @@ _METHODS = {
 }
 
 
-# None of them runs a function of the user's, which may have the model by another way.
-_ASKING = {
+# They read the model as `self.model` only, since none of them runs a function of the user's.
+_READ_MODEL_ATTRIBUTE = {
     keras.callbacks.BackupAndRestore,
     keras.callbacks.CSVLogger,
     keras.callbacks.EarlyStopping,
@@ -30,6 +30,16 @@ _ASKING = {
     keras.callbacks.ProgbarLogger,
     keras.callbacks.ReduceLROnPlateau,
     keras.callbacks.TerminateOnNaN,
+}
+
+
+# Not those of CallbackList: a list may hold anybody's callbacks.
+_KERAS_METHODS = {
+    method
+    for cls in vars(keras.callbacks).values()
+    if isinstance(cls, type) and cls is not keras.callbacks.CallbackList
+    for method in vars(cls).values()
+    if isinstance(method, types.FunctionType)
 }
 
 
@@ -62,16 +72,18 @@ class BatchCallbacks:
         self._late: tuple[Chunk, PyTree] | None = None
 
     def _acts(self, callback: Any) -> bool:
-        if not any(keras_private.overrides(callback, name) for name in _METHODS[self._kind]):
+        if not any(_overrides(callback, name) for name in _METHODS[self._kind]):
             return False
-        return not (_is_kerass(callback, self._kind) and keras_private.only_epochs(callback))
+        return not (
+            _acts_as_keras_does(callback, self._kind) and keras_private.only_epochs(callback)
+        )
 
     @property
     def fusible(self) -> bool:
         """Whether "auto" may fuse: no callback is there that might have to act on every step."""
         return all(
             getattr(callback, "chunk_safe", False)
-            or (_is_kerass(callback, self._kind) and not _ends_batches(callback))
+            or (_acts_as_keras_does(callback, self._kind) and not _ends_batches(callback))
             for callback in self._acting
         )
 
@@ -109,7 +121,7 @@ class BatchCallbacks:
             last = max((i for i, m in enumerate(chunk.marks) if m.end is not None), default=None)
             if last is not None:
                 logs = None if self._kind == "predict" else row(on_host(rows, chunk.steps), last)
-                logs = keras_private.to_python(logs)
+                logs = as_floats(logs)
                 for bar in self._bars:
                     getattr(bar, self._end)(chunk.marks[last].end, logs=logs)
 
@@ -120,15 +132,6 @@ class BatchCallbacks:
             logs = self._logs(row(rows, i), mark)
             if mark.end is not None:
                 self._call(self._end, mark.end, logs)
-                if self._is_the_end(logs):
-                    break
-
-    def _is_the_end(self, logs: PyTree) -> bool:
-        """Whether TerminateOnNaN ended training with this batch: none of the rest is reported."""
-        if self._kind != "train" or not any(map(_ends_batches, self._acting)):
-            return False
-        loss = keras_private.to_python(logs).get("loss")
-        return loss is not None and not np.isfinite(loss)
 
     def _logs(self, logs: PyTree, mark: Mark) -> PyTree:
         """Returns a step's logs; in `predict`, the outputs of all steps since the last end."""
@@ -140,25 +143,25 @@ class BatchCallbacks:
         return {"outputs": jax.tree.map(lambda *x: np.concatenate(x), *self._outputs)}
 
     def _call(self, method: str, batch: int, logs: PyTree) -> None:
-        logs = keras_private.to_python(logs)
+        logs = as_floats(logs)
         for callback in self._acting:
             if isinstance(callback, keras.callbacks.LambdaCallback):
                 _ = callback.model  # functions reach the model by themselves: bring it up to date
             getattr(callback, method)(batch, logs=logs)
 
 
-def asks_for_the_model(callbacks: Any) -> bool:
+def only_read_model_attribute(callbacks: Any) -> bool:
     """Whether all callbacks reach the model through their attribute `model` only.
 
-    That attribute brings the model up to date; so there is no need to, where nobody asks.
+    Reading it brings the model up to date; so there is no need to, where nobody reads it.
     """
     own = type(callbacks) is keras.callbacks.CallbackList
-    return own and all(type(callback) in _ASKING for callback in callbacks.callbacks)
+    return own and all(type(callback) in _READ_MODEL_ATTRIBUTE for callback in callbacks.callbacks)
 
 
 @contextlib.contextmanager
-def unasking(callbacks: Any, model: keras.Model) -> Iterator[None]:
-    """Keeps `History` from asking for the model, which it does after each epoch.
+def without_history_reading_model(callbacks: Any, model: keras.Model) -> Iterator[None]:
+    """Keeps `History` from reading its attribute `model`, which it does after each epoch.
 
     It only puts itself into `model.history`, where it is already. The model would be brought up
     to date for nobody, and its values copied again for the next epoch.
@@ -174,22 +177,39 @@ def unasking(callbacks: Any, model: keras.Model) -> Iterator[None]:
             model.history = history
 
 
+def as_floats(logs: Any) -> dict[str, Any]:
+    """Returns logs as callbacks get them: flat, sorted by name, and what is one number a float."""
+    found: dict[str, Any] = {}
+    for name, value in sorted((logs or {}).items()):
+        if isinstance(value, dict):
+            found |= as_floats(value)
+        else:
+            found[name] = _as_float(value)
+    return found
+
+
+def _as_float(value: Any) -> Any:
+    value = np.asarray(value) if isinstance(value, jax.Array) else value
+    try:
+        return float(value)
+    except Exception:  # whatever a step of the user's reports goes on as it is
+        return value
+
+
 def _ends_batches(callback: Any) -> bool:
     """Whether a callback of Keras's may end training at any batch."""
     return isinstance(callback, keras.callbacks.TerminateOnNaN)
 
 
-def _is_kerass(callback: Any, kind: str) -> bool:
-    """Whether the batch methods are those of a callback that comes with Keras."""
-    found = [getattr(callback, name) for name in _METHODS[kind]]
-    return all(getattr(f, "__func__", f) in _KERASS for f in found)
+def _overrides(callback: Any, method: str) -> bool:
+    """Whether a callback has its own version of a method of `keras.callbacks.Callback`."""
+    return _function(callback, method) is not getattr(keras.callbacks.Callback, method)
 
 
-# Every batch method of Keras's own classes, as functions.
-_KERASS = {
-    getattr(cls, name)
-    for cls in vars(keras.callbacks).values()
-    if isinstance(cls, type) and issubclass(cls, keras.callbacks.Callback)
-    for names in _METHODS.values()
-    for name in names
-}
+def _acts_as_keras_does(callback: Any, kind: str) -> bool:
+    """Whether all batch methods are those of classes in `keras.callbacks`."""
+    return all(_function(callback, method) in _KERAS_METHODS for method in _METHODS[kind])
+
+
+def _function(callback: Any, method: str) -> Any:
+    return getattr(getattr(callback, method), "__func__", None)

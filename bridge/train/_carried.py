@@ -29,7 +29,9 @@ def carried(model: keras.Model, metrics: Variables) -> Iterator[Merge]:
       ``merge(non_trainable, metrics) -> (non_trainable, metrics)``, for what the step returns.
     """
     known = model.metrics_variables
-    held = {id(v) for metric in _held(model) for v in metric.variables}
+    layers = keras_private.all_layers(model)
+    inside = [metric for layer in layers for metric in keras_private.own_metrics(layer)]
+    held = {id(v) for metric in inside for v in metric.variables}
     pairs = [(v, x) for v, x in zip(known, metrics, strict=True) if id(v) in held]
     if not pairs:
         yield lambda non_trainable, metrics: (non_trainable, metrics)
@@ -57,13 +59,13 @@ class _Updates:
         """The forward pass, which leaves new values of metrics behind the non-trainable ones."""
         rest, now = self._parted(non_trainable_variables)
         found: dict[int, Any] = {}
-        lent = list(zip(self._variables, now or self._values, strict=True))
-        with _lent(lent), _recorded(self._variables, found):
+        pairs = list(zip(self._variables, now or self._values, strict=True))
+        with _with_values(pairs), _recorded(self._variables, found):
             y, rest, *losses = self._call(trainable_variables, rest, *args, **kwargs)
         if not found and not now:
             return (y, rest, *losses)
         self._updated |= found.keys()
-        return (y, [*rest, *(found.get(id(v), x) for v, x in lent)], *losses)
+        return (y, [*rest, *(found.get(id(v), x) for v, x in pairs)], *losses)
 
     def compute_loss(
         self,
@@ -97,22 +99,15 @@ class _Updates:
         return values[: self._n], values[self._n :]
 
 
-def _held(layer: keras.Layer) -> Iterator[Any]:
-    """Yields the metrics that layers hold themselves."""
-    yield from keras_private.own_metrics(layer)
-    for below in keras_private.sublayers(layer):
-        yield from _held(below)
-
-
 @contextlib.contextmanager
-def _lent(pairs: list[tuple[Any, Any]]) -> Iterator[None]:
+def _with_values(pairs: list[tuple[Any, Any]]) -> Iterator[None]:
     """Gives variables other values for a while."""
-    before = [keras_private.lend(variable, value) for variable, value in pairs]
+    before = [keras_private.swap_value(variable, value) for variable, value in pairs]
     try:
         yield
     finally:
         for (variable, _), value in zip(pairs, before, strict=True):
-            keras_private.lend(variable, value)
+            keras_private.swap_value(variable, value)
 
 
 @contextlib.contextmanager

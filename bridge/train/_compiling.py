@@ -33,7 +33,7 @@ def runs_uncompiled(model: keras.Model, rewrites: str, trace: Callable[[], Any])
     """
     if model.run_eagerly or model.jit_compile:
         return bool(model.run_eagerly)
-    if rewrites == "exact" or keras_private.supports_jit(model):
+    if rewrites == "exact" or all(layer.supports_jit for layer in keras_private.all_layers(model)):
         return True
     if model.compiled and keras_private.jit_compile_asked(model) != "auto":
         return True

@@ -6,6 +6,7 @@ from typing import Any
 import keras
 
 from bridge import keras_private
+from bridge.state._keras_state import require_compiled
 from bridge.train._checks import (
     require_callbacks,
     require_data,
@@ -105,7 +106,7 @@ def fit(
       ['loss', 'mae']
     """
     require_model(model)
-    keras_private.require_compiled(model, "fit")
+    require_compiled(model)
     require_ways(fuse, rewrites, verbose)
     require_data(x)
     require_whole(0, epochs=epochs, initial_epoch=initial_epoch)
@@ -179,7 +180,7 @@ def evaluate(
       {'loss': 1.0}
     """
     require_model(model)
-    keras_private.require_compiled(model, "evaluate")
+    require_compiled(model)
     require_ways(fuse, rewrites, verbose)
     require_data(x)
     require_whole(1, optional=True, batch_size=batch_size, steps=steps)
@@ -233,7 +234,7 @@ def predict(
     require_whole(1, optional=True, batch_size=batch_size, steps=steps)
     require_callbacks(callbacks)
     source = batches(model, (x, None, None), batch_size, steps)
-    if not keras_private.layers_built(model):
+    if not all(layer.built for layer in keras_private.all_layers(model)):
         _build_by_a_call(model, source)
     callbacks = _callback_list(model, callbacks, verbose, 1, source)
     with held_signals() as signals:

@@ -11,9 +11,9 @@ import keras
 from bridge import keras_private
 from bridge.state._keras_state import KerasState
 from bridge.train import _feed
+from bridge.train._cached import cached_for
 from bridge.train._callbacks import BatchCallbacks
 from bridge.train._compiling import runs_uncompiled
-from bridge.train._kept import kept
 from bridge.train._running_means import RunningMeans
 from bridge.train._steps import KerasStep, PredictStep
 from functrain.internal import (
@@ -235,4 +235,4 @@ def compiled_step(model: keras.Model, kind: str) -> Any:
     def make() -> Any:
         return PredictStep(model) if kind == "predict" else KerasStep(model, trains=kind == "train")
 
-    return kept(model, kind, make)
+    return cached_for(model, kind, make)

@@ -6,7 +6,7 @@ import jax
 import keras
 
 from bridge import keras_private
-from bridge.train._kept import kept
+from bridge.train._cached import cached_for
 
 Values: TypeAlias = list[jax.Array]
 
@@ -33,7 +33,7 @@ class RunningMeans:
 
         if model.run_eagerly or keras.distribution.distribution() is not None:
             return None
-        return kept(model, "metrics", make)
+        return cached_for(model, "metrics", make)
 
     def values(self) -> Values:
         """Returns what is in the variables."""

@@ -10,7 +10,13 @@ import numpy as np
 
 from bridge import keras_private
 from bridge.train import _feed
-from bridge.train._callbacks import BatchCallbacks, asks_for_the_model, unasking
+from bridge.train._callbacks import (
+    BatchCallbacks,
+    as_floats,
+    only_read_model_attribute,
+    without_history_reading_model,
+)
+from bridge.train._epochs import is_due
 from bridge.train._loop import Loop, Ways
 from functrain.internal import Chunk, PyTree, on_host
 
@@ -27,7 +33,7 @@ class Evaluation:
 
     def is_due(self, epoch: int) -> bool:
         """Whether this epoch ends with it."""
-        return keras_private.is_due(self._model, epoch, self._freq)
+        return is_due(epoch, self._freq)
 
     def source(self) -> Any:
         """Returns the batches, by one iterator for all epochs, as Keras does."""
@@ -58,12 +64,14 @@ class Fit:
         """Runs all epochs; the model is whole at the end, whatever happens."""
         model, logs = self._model, {}
         model.stop_training = False
-        self._lazy = asks_for_the_model(self._callbacks)
+        self._lazy = only_read_model_attribute(self._callbacks)
         self._callbacks.on_train_begin()
         first = keras_private.initial_epoch(model) or initial_epoch
         calls = BatchCallbacks(self._callbacks, "train")
         self._loop = Loop(model, "train", self._source, calls, self._ways)
-        quiet = unasking(self._callbacks, model) if self._lazy else contextlib.nullcontext()
+        quiet: Any = contextlib.nullcontext()
+        if self._lazy:
+            quiet = without_history_reading_model(self._callbacks, model)
         with self._kept_whole(epochs), quiet:
             for epoch in range(first, epochs):
                 logs = self._epoch(epoch)
@@ -126,7 +134,7 @@ def run_evaluate(
     try:
         for _ in loop.run():
             pass
-        logs = keras_private.to_python(loop.logs())
+        logs = as_floats(loop.logs())
     finally:
         loop.sync()
     callbacks.on_test_end(logs)

@@ -72,7 +72,7 @@ class KerasStep:
                 f"state: expected a KerasState, from bridge.keras_state(model), got "
                 f"{type(state).__name__}. For a TrainState use functrain.train_step."
             )
-        _refuse_stateful(self.model)
+        _refuse_stateful_rnns(self.model)
         old = (state.trainable, state.non_trainable, state.optimizer, state.metrics)
         with carried(self.model, state.metrics) as merge:
             logs, (trainable, rest, optimizer, metrics) = self._step(old, batch)
@@ -106,12 +106,11 @@ def _as_before(old: Variables, new: Variables) -> Variables:
     return [jnp.asarray(x, dtype=v.dtype) for v, x in zip(old, new, strict=True)]
 
 
-def _refuse_stateful(layer: keras.Layer) -> None:
-    if isinstance(layer, keras.layers.RNN) and layer.stateful:
-        raise ValueError(
-            f"layer {layer.name!r}: expected stateful=False, got stateful=True. Its states are in "
-            "no list of variables, and would be lost from step to step, as they are in model.fit. "
-            "Pass them (return_state=True, initial_state=...)."
-        )
-    for below in keras_private.sublayers(layer):
-        _refuse_stateful(below)
+def _refuse_stateful_rnns(model: keras.Model) -> None:
+    for layer in keras_private.all_layers(model):
+        if isinstance(layer, keras.layers.RNN) and layer.stateful:
+            raise ValueError(
+                f"layer {layer.name!r}: expected stateful=False, got stateful=True. Its states are "
+                "in no list of variables, and would be lost from step to step, as they are in "
+                "model.fit. Pass them (return_state=True, initial_state=...)."
+            )

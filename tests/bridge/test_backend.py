@@ -42,6 +42,22 @@ def test_keras_already_on_jax_is_accepted():
     assert done.returncode == 0, done.stderr
 
 
+def test_bridge_imports_where_keras_has_failed_for_want_of_tensorflow():
+    # Nothing of ours runs before that failure: Keras takes TensorFlow where nobody says otherwise.
+    code = """
+import sys
+sys.modules["tensorflow"] = None  # not installed
+try:
+    import keras
+except ImportError:
+    import bridge, keras
+    print(keras.config.backend(), float(keras.Variable(1.0).value))
+"""
+    nowhere = os.devnull  # no keras.json there
+    done = python(code, KERAS_BACKEND=None, KERAS_HOME=nowhere)
+    assert done.stdout == "jax 1.0\n", done.stderr
+
+
 @pytest.mark.parametrize("found", [{}, {"__version__": "0.0.1", "__file__": "/old/functrain"}])
 def test_a_functrain_of_another_version_is_refused(found):
     functrain = ModuleType("functrain")

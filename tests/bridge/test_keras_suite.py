@@ -1,4 +1,4 @@
-"""Keras's own trainer tests pass with fit, evaluate and predict sent through the bridge.
+"""Keras's own tests of trainers and callbacks pass with fit and the like through the bridge.
 
 They come from the installed package. What fails for want of TensorFlow, torch or grain is not asked
 of the bridge; `make test-adapters` has them.
@@ -15,12 +15,13 @@ import keras
 import pytest
 
 HERE = pathlib.Path(__file__).parent
-SUITE = pathlib.Path(keras.__file__).parent / "src" / "trainers" / "trainer_test.py"
+SOURCE = pathlib.Path(keras.__file__).parent / "src"
+SUITE = [SOURCE / "trainers" / "trainer_test.py", SOURCE / "callbacks" / "callback_test.py"]
 SHARDS = 4
 MISSING = r"No module named '(tensorflow|torch|grain)'|requires the tensorflow module"
 
 pytestmark = pytest.mark.skipif(
-    not SUITE.exists(), reason="this build of Keras came without its tests"
+    not all(map(pathlib.Path.exists, SUITE)), reason="this build of Keras came without its tests"
 )
 
 
@@ -33,7 +34,7 @@ def outcomes(folder: pathlib.Path, *options: str, shard: str = "0/1") -> dict[st
     settings = folder / "pytest.ini"  # not this project's, which may be around the environment
     settings.write_text("[pytest]\n")
     where = [f"--rootdir={folder}", f"--config-file={settings}"]
-    command = [sys.executable, "-m", "pytest", str(SUITE), *quietly, *where]
+    command = [sys.executable, "-m", "pytest", *map(str, SUITE), *quietly, *where]
     result = subprocess.run(
         [*command, f"--junit-xml={report}", *options],
         cwd=folder,

@@ -157,6 +157,17 @@ def test_a_loss_equals_keras_for_every_reduction_and_shape(name: str, reduction:
         require_equal(loss, LOSSES[name], shape, seed=len(shape))
 
 
+def test_a_function_of_ones_own_counts_the_mask() -> None:
+    def mine(y_true: Any, y_pred: Any) -> Any:
+        return jnp.mean(abs(y_true - y_pred), -1)
+
+    outputs, y = data("numbers", B, T)
+    mask = np.arange(B * T).reshape(B, T) % 3 > 0
+    expected = float(theirs(keras.losses.MeanAbsoluteError(), outputs, y, mask=mask))
+    assert float(ours(mine, outputs, y, mask=mask)) == pytest.approx(expected, rel=1e-6)
+    assert float(ours(mine, outputs, y)) != pytest.approx(expected, rel=1e-3)
+
+
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_reductions_keep_their_meaning(reduction: Any) -> None:
     require_equal(keras.losses.LogCosh(reduction=reduction), "numbers", (B, T))

@@ -55,6 +55,17 @@ def test_auto_takes_one_step_at_a_time_for_a_users_batch_callback() -> None:
     assert sizes.seen == list(range(1, 14))
 
 
+def test_a_users_callback_is_one_wherever_its_class_lies() -> None:
+    class Lying(Sizes):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            super().on_train_batch_end(batch, logs)
+
+    Lying.on_train_batch_end.__module__ = "keras.src.callbacks.callback_test"
+    sizes = Lying()
+    fit(fresh(), callbacks=[sizes], epochs=1)
+    assert sizes.seen == list(range(1, 14))
+
+
 def test_a_chunk_safe_callback_is_called_for_every_batch_after_its_chunk() -> None:
     sizes = Sizes()
     sizes.chunk_safe = True

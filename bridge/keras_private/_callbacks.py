@@ -1,0 +1,50 @@
+"""When Keras's own callbacks act between two epochs."""
+
+from typing import Any
+
+import keras
+
+
+def batches_between(callback: Any) -> int | None:
+    """Returns how many batches lie between two at which a callback of Keras's does something.
+
+    Reads `update_freq` and `write_steps_per_second` of TensorBoard, which are public, and
+    `_batches_seen_since_last_saving` of ModelCheckpoint, BackupAndRestore and OrbaxCheckpoint,
+    which alone have a `save_freq` in batches; checked with Keras 3.15.1. None where it does
+    nothing with batches, or with each of them, from their logs alone.
+    """
+    if isinstance(callback, keras.callbacks.TensorBoard):
+        # It takes the time of single batches where it writes their number per second.
+        every: Any = 1 if callback.write_steps_per_second else callback.update_freq
+        return None if callback.update_freq == "epoch" else int(every)
+    every = getattr(callback, "save_freq", "epoch")
+    saves = hasattr(callback, "_batches_seen_since_last_saving")
+    return every if saves and isinstance(every, int) else None
+
+
+def batches_until_due(callback: Any) -> int | None:
+    """Returns how many batches from now a callback of Keras's does something; None if never.
+
+    Reads `_batches_seen_since_last_saving` as `batches_between` does, and `_global_train_batch`,
+    `_should_trace`, `_start_batch` and `_stop_batch` of TensorBoard; checked with Keras 3.15.1.
+    Without it they save, record and profile what the model was at the end of a chunk.
+    """
+    every = batches_between(callback)
+    if not isinstance(callback, keras.callbacks.TensorBoard):
+        return every and max(1, every - callback._batches_seen_since_last_saving)
+    begun = int(callback._global_train_batch)
+    due = [every - begun % every] if every else []
+    if callback._should_trace:  # the batch before the first one that is profiled, and the last
+        due += [n - begun for n in (callback._start_batch - 1, callback._stop_batch) if n > begun]
+    return min(due, default=None)
+
+
+def only_epochs(callback: Any) -> bool:
+    """Whether a callback of Keras's that overrides batch methods does nothing in them.
+
+    Reads `TensorBoard._should_trace`; checked with Keras 3.15.1. Without it logs are fetched
+    after each chunk for nobody.
+    """
+    if isinstance(callback, keras.callbacks.TensorBoard):
+        return bool(callback.update_freq == "epoch" and not callback._should_trace)
+    return getattr(callback, "save_freq", None) == "epoch"

@@ -1,0 +1,73 @@
+"""What a layer holds itself, and the layers inside it."""
+
+from typing import Any
+
+import keras
+from keras.src.models.functional import Functional
+
+
+def sublayers(layer: keras.Layer) -> list[Any]:
+    """Returns the layers a layer tracks itself, in Keras's own order.
+
+    Reads `Layer._layers`; checked with Keras 3.15.1. The public `Model.layers` exists on models
+    only, and in a Functional model leaves out layers attached as attributes. Without it no
+    variable of a sublayer is found.
+    """
+    return list(layer._layers)
+
+
+def own_variables(layer: keras.Layer) -> list[Any]:
+    """Returns the variables a layer holds itself: trainable ones, then the others.
+
+    Reads `Layer._trainable_variables` and `Layer._non_trainable_variables`; checked with Keras
+    3.15.1. The public lists are flat over the whole tree; without these two it is unknown which
+    layer holds which variable, and there are no stable paths.
+    """
+    return [*layer._trainable_variables, *layer._non_trainable_variables]
+
+
+def seed_generators(layer: keras.Layer) -> list[Any]:
+    """Returns the SeedGenerators a layer holds itself.
+
+    Reads `Layer._seed_generators`; checked with Keras 3.15.1. Without it a seed counter cannot be
+    told from any other variable, and nothing can be reseeded from a key.
+    """
+    return list(layer._seed_generators)
+
+
+def own_metrics(layer: keras.Layer) -> list[Any]:
+    """Returns the metrics a layer holds itself, without those of `compile`.
+
+    Reads `Layer._metrics`; checked with Keras 3.15.1. The public `Model.metrics` mixes in the
+    compiled ones and leaves out those of nested models. Without it a metric that is updated
+    inside `call` is an update that no list holds.
+    """
+    return list(layer._metrics)
+
+
+def all_layers(layer: keras.Layer) -> list[Any]:
+    """Returns a layer and all layers inside it, at any depth, each once.
+
+    Calls `Layer._flatten_layers`; checked with Keras 3.15.1. Without it each walk over a model is
+    a recursion of its own.
+    """
+    return list(layer._flatten_layers())
+
+
+def forget_losses(layer: keras.Layer) -> None:
+    """Drops the losses that a failed `fit` left behind.
+
+    Clears `Layer._losses_override`; checked with Keras 3.15.1, which fills it during a train step
+    and empties it only where the step succeeds. Without it `layer.losses` returns dead tracers
+    of that step in place of this call's losses.
+    """
+    layer._losses_override.clear()
+
+
+def is_functional(layer: Any) -> bool:
+    """Whether a layer is Keras's own Functional model, and none of a subclass.
+
+    Compares with `keras.src.models.functional.Functional`, which has no public name; checked with
+    Keras 3.15.1. Without it a model made of inputs and outputs cannot be told from a user's class.
+    """
+    return type(layer) is Functional

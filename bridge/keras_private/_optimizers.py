@@ -1,0 +1,90 @@
+"""What an optimizer was made with, and what it remembers."""
+
+from typing import Any
+
+import keras
+
+
+def learning_rate(optimizer: Any) -> Any:
+    """Returns the schedule or function that an optimizer asks for its learning rate, else None.
+
+    Reads `Optimizer._learning_rate`; checked with Keras 3.15.1. The public `learning_rate` calls
+    the schedule. Without it a schedule of one's own would have to be serializable to be used.
+    """
+    rate = getattr(optimizer, "_learning_rate", None)
+    return None if isinstance(rate, keras.Variable) or not callable(rate) else rate
+
+
+def optimizer_map(optimizer: Any) -> Any:
+    """Returns what a MultiOptimizer chooses by: an OptimizerMap, or a function.
+
+    Reads `MultiOptimizer._optimizer_map`; checked with Keras 3.15.1. Without it a MultiOptimizer
+    that holds a function cannot be copied.
+    """
+    return optimizer._optimizer_map
+
+
+def excluded_from_weight_decay(optimizer: Any) -> tuple[set[int], str]:
+    """Returns the ids of variables and the pattern of names that weight decay leaves out.
+
+    Reads `Optimizer._exclude_from_weight_decay` and `_exclude_from_weight_decay_pattern`; checked
+    with Keras 3.15.1, whose `get_config` leaves both out.
+    """
+    pattern = getattr(optimizer, "_exclude_from_weight_decay_pattern", None)
+    ids: set[int] = getattr(optimizer, "_exclude_from_weight_decay", set())
+    return set(ids), pattern.pattern if pattern else ""
+
+
+def trained(optimizer: Any) -> list[Any]:
+    """Returns the variables an optimizer was built for, in the order of its slots.
+
+    Reads `Optimizer._trainable_variables`; checked with Keras 3.15.1. Without it slots cannot be
+    told apart, nor can an optimizer that was built for another model.
+    """
+    return list(optimizer._trainable_variables)
+
+
+def slot_lists(optimizer: Any) -> list[tuple[str, list[Any]]]:
+    """Returns the lists that hold a slot, or something else, for each trained variable, by name.
+
+    Reads the lists among an optimizer's attributes but for `Optimizer._variables` and
+    `_trainable_variables`; a name has no underscores around it. Checked with Keras 3.15.1. Without
+    it slots could be told apart by the names of variables only, which the user chooses.
+    """
+    n = len(trained(optimizer))
+    return [
+        (name.strip("_"), values)
+        for name, values in vars(optimizer).items()
+        if isinstance(values, list)
+        and len(values) == n > 0
+        and name not in ("_variables", "_trainable_variables")
+    ]
+
+
+def variable_attributes(optimizer: Any) -> dict[int, str]:
+    """Returns the names of the attributes that are a variable, by the variable's id.
+
+    A name has no underscores around it, as in `Optimizer._learning_rate`; checked with Keras
+    3.15.1.
+    """
+    return {
+        id(value): name.strip("_")
+        for name, value in vars(optimizer).items()
+        if isinstance(value, keras.Variable)
+    }
+
+
+class GradientsOnly(keras.optimizers.Optimizer):  # type: ignore[misc]  # keras has no types
+    """An optimizer that updates all variables at once, by `update_all`.
+
+    Overrides `Optimizer._backend_apply_gradients`; checked with Keras 3.15.1. What `apply` does
+    around it stays Keras's: constraints, float8 scales, the count of iterations. Without it an
+    optimizer sees one variable at a time.
+    """
+
+    def update_all(self, grads: list[Any], variables: list[Any]) -> None:
+        """Assigns new values to variables, some of those it was built for."""
+        raise NotImplementedError
+
+    def _backend_apply_gradients(self, grads: list[Any], trainable_variables: list[Any]) -> None:
+        self.update_all(list(grads), list(trainable_variables))

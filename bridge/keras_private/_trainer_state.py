@@ -1,0 +1,43 @@
+"""Where a model's values are while it trains."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+
+
+def publish(model: keras.Model, lists: dict[str, Any]) -> None:
+    """Tells a model where its variables' new values are, without assigning them.
+
+    Sets `JAXTrainer._jax_state` and `_jax_state_synced`; checked with Keras 3.15.1. They are
+    assigned when a callback reads `callback.model`, which calls `jax_state_sync`. Without it the
+    values must be assigned before every callback, or callbacks see old ones.
+    """
+    vars(model).update(_jax_state=lists, _jax_state_synced=False)  # untracked, which takes longer
+
+
+def purge(model: keras.Model, fields: Sequence[str]) -> None:
+    """Takes the values out of the variables of a model that `publish` has told where they are.
+
+    Calls `JAXTrainer._purge_model_variables`; checked with Keras 3.15.1. Without it the model
+    keeps old values in memory while it trains, beside the new ones.
+    """
+    model._purge_model_variables(**{f"{name}_variables": True for name in fields})
+
+
+def is_synced(model: keras.Model) -> bool:
+    """Whether the model's variables have the values of `publish`, or newer ones.
+
+    Reads `JAXTrainer._jax_state_synced`; checked with Keras 3.15.1. Without it changes made by a
+    callback are overwritten.
+    """
+    return bool(model._jax_state_synced)
+
+
+def sync(model: keras.Model) -> None:
+    """Assigns the values of `publish`, unless that was done.
+
+    Calls `JAXTrainer.jax_state_sync` and clears `_jax_state`; checked with Keras 3.15.1.
+    """
+    model.jax_state_sync()
+    vars(model).update(_jax_state=None, _jax_state_synced=True)

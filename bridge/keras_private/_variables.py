@@ -1,0 +1,43 @@
+"""A variable's value and place, and the scopes in which none can be made."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from keras.src.backend.common import global_state
+
+
+def swap_value(variable: Any, value: Any) -> Any:
+    """Gives a variable another value, traced or not or None, and returns the one it had.
+
+    Sets `Variable._value`; checked with Keras 3.15.1. Without it a metric updated inside `call`
+    starts from what it was before the step was traced.
+    """
+    before = variable._value
+    variable._value = value
+    return before
+
+
+def layout(variable: Any) -> Any:
+    """Returns where `keras.distribution` puts a variable, or None.
+
+    Reads `Variable._layout`; checked with Keras 3.15.1. Without it the slots of a sharded
+    variable would be replicated.
+    """
+    return getattr(variable, "_layout", None)
+
+
+@contextlib.contextmanager
+def outside_scopes() -> Iterator[None]:
+    """Leaves every StatelessScope for a while: inside one no variable gets a value.
+
+    Sets the global attribute "stateless_scope"; checked with Keras 3.15.1. Without it a step that
+    uses an optimizer for the first time could not be traced under a guard against side effects,
+    and a layer first built under that guard would never get its weights.
+    """
+    scope = global_state.get_global_attribute("stateless_scope")
+    global_state.set_global_attribute("stateless_scope", None)
+    try:
+        yield
+    finally:
+        global_state.set_global_attribute("stateless_scope", scope)

@@ -1,0 +1,50 @@
+"""What Keras's private names for callbacks mean (checked with Keras 3.15.1)."""
+
+import bridge  # isort: skip  # before keras: it chooses the backend
+
+from unittest import mock
+
+import keras
+
+from bridge import keras_private
+from tests.bridge.keras_private.models import compiled
+
+del bridge
+
+
+def test_batches_seen_since_last_saving_counts_to_save_freq(tmp_path):
+    save = keras.callbacks.ModelCheckpoint(
+        tmp_path / "x.weights.h5", save_weights_only=True, save_freq=3
+    )
+    save.set_model(compiled())
+    save.on_epoch_begin(0)
+    found = []
+    for batch in range(4):
+        found.append(keras_private.batches_until_due(save))
+        save.on_train_batch_end(batch, {})
+    assert found == [3, 2, 1, 3]
+    epochly = keras.callbacks.BackupAndRestore(tmp_path / "backup")
+    assert keras_private.batches_until_due(epochly) is None
+    assert keras_private.batches_between(save) == 3
+    assert keras_private.batches_between(epochly) is None
+    assert [keras_private.only_epochs(callback) for callback in (save, epochly)] == [False, True]
+
+
+def test_tensorboard_counts_batches_and_knows_which_it_profiles(tmp_path):
+    board = keras.callbacks.TensorBoard(tmp_path, update_freq=4, write_graph=False)
+    board._summary_module = mock.MagicMock()
+    board.set_model(compiled())
+    board._start_batch, board._stop_batch, board._should_trace = 3, 6, True
+    board._start_trace = board._stop_trace = lambda: None
+    board.on_train_begin()
+    found = []
+    for batch in range(7):
+        found.append(keras_private.batches_until_due(board))
+        board.on_train_batch_begin(batch)
+        board.on_train_batch_end(batch, {})
+    assert found == [2, 1, 2, 1, 2, 1, 2]
+    epochly = keras.callbacks.TensorBoard(tmp_path)
+    assert keras_private.batches_until_due(epochly) is None
+    timing = keras.callbacks.TensorBoard(tmp_path, update_freq=4, write_steps_per_second=True)
+    assert [keras_private.batches_between(x) for x in (board, epochly, timing)] == [4, None, 1]
+    assert [keras_private.only_epochs(x) for x in (board, epochly, timing)] == [False, True, False]

@@ -1,0 +1,40 @@
+"""What Keras's private names for batches mean (checked with Keras 3.15.1)."""
+
+import bridge  # isort: skip  # before keras: it chooses the backend
+
+
+import numpy as np
+import pytest
+
+from bridge import keras_private
+from tests.bridge.keras_private.models import epochs
+
+del bridge
+
+
+def test_epoch_iterator_yields_steps_and_an_iterator_of_batches():
+    steps = [(begin, end, next(items).arrays()[0].shape) for begin, end, items in epochs()]
+    assert steps == [(0, 0, (4, 3)), (1, 1, (4, 3)), (2, 2, (2, 3))]
+
+
+@pytest.mark.parametrize("shuffle", [False, True, "batch"])
+def test_array_adapter_is_read_in_the_order_of_its_own_iterator(shuffle):
+    adapter = epochs(shuffle=shuffle).data_adapter
+    np.random.seed(0)
+    theirs = [x for x, _ in adapter.get_jax_iterator()]
+    np.random.seed(0)
+    arrays = keras_private.array_batches(adapter)
+    ours = [arrays.take(rows)[0] for rows, _ in arrays]
+    for a, b in zip(ours, theirs, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_whole_batches_leaves_a_smaller_last_one_out():
+    assert keras_private.whole_batches(epochs()) == 2
+    assert keras_private.whole_batches(epochs(batch_size=5)) == 2
+    assert keras_private.whole_batches(epochs(steps_per_epoch=2)) == 2
+
+
+def test_train_validation_split_takes_the_last_part():
+    kept, left = keras_private.split((np.arange(10), None), 0.3)
+    assert [len(kept[0]), len(left[0])] == [7, 3]

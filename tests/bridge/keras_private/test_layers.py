@@ -1,0 +1,92 @@
+"""What Keras's private names for a layer and what is inside it mean (checked with Keras 3.15.1)."""
+
+import bridge  # isort: skip  # before keras: it chooses the backend
+
+
+import keras
+import numpy as np
+from keras import layers
+
+from bridge import keras_private
+
+del bridge
+
+
+class Holder(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.first = layers.Dense(1)
+        self.seed = keras.random.SeedGenerator(0)
+        self.mean = keras.metrics.Mean()
+        self.rest = [layers.Dense(1)]
+
+    def build(self, input_shape):
+        self.frozen = self.add_weight(shape=(), trainable=False)
+        self.free = self.add_weight(shape=())
+
+    def call(self, x):
+        return self.rest[0](self.first(x))
+
+
+def test_layers_is_what_a_layer_tracks_in_order():
+    model = Holder()
+    assert keras_private.sublayers(model) == [model.first, model.rest[0]]
+
+
+def test_layers_of_a_functional_model_has_those_attached_as_attributes():
+    x = keras.Input((3,))
+    model = keras.Model(x, layers.Dense(2)(x))
+    model.extra = layers.Dense(3)
+    assert model.extra in keras_private.sublayers(model)
+    assert model.extra not in model.layers
+
+
+def test_trainable_variables_and_non_trainable_variables_are_a_layers_own():
+    model = Holder()
+    model(np.ones((1, 3)))
+    model.frozen.trainable = True  # the lists are those of the time of creation
+    assert [id(v) for v in keras_private.own_variables(model)] == [
+        id(model.free),
+        id(model.frozen),
+    ]
+
+
+def test_seed_generators_is_a_layers_own():
+    model = Holder()
+    assert keras_private.seed_generators(model) == [model.seed]
+
+
+def test_metrics_has_those_of_attributes_and_not_those_of_compile():
+    model = Holder()
+    model.compile("sgd", "mse", metrics=["mae"])
+    model.fit(np.ones((2, 3)), np.ones((2, 1)), verbose=0)
+    assert keras_private.own_metrics(model) == [model.mean]
+
+
+def test_losses_override_hides_the_losses_of_a_call():
+    layer = layers.Dense(1, kernel_regularizer="l2")
+    layer.build((None, 3))
+    layer._losses_override.append("left behind")
+    assert layer.losses == ["left behind"]
+    keras_private.forget_losses(layer)
+    assert float(layer.losses[0]) > 0
+
+
+def test_flatten_layers_has_each_layer_once_and_the_model_itself():
+    shared = layers.Dense(3)
+    model = keras.Sequential([keras.Input((3,)), keras.Sequential([shared]), shared])
+    found = keras_private.all_layers(model)
+    assert found[0] is model
+    assert found.count(shared) == 1
+    assert {id(layer) for layer in model.layers} < {id(layer) for layer in found}
+
+
+def test_functional_is_what_keras_makes_of_inputs_and_outputs():
+    x = keras.Input((3,))
+    assert keras_private.is_functional(keras.Model(x, layers.Dense(1)(x)))
+
+    class Own(keras.Model):
+        pass
+
+    assert not keras_private.is_functional(Own(x, layers.Dense(1)(x)))
+    assert not keras_private.is_functional(keras.Sequential())

@@ -1,0 +1,37 @@
+"""What Keras's private names for variables and scopes mean (checked with Keras 3.15.1)."""
+
+import bridge  # isort: skip  # before keras: it chooses the backend
+
+
+import jax
+import keras
+import numpy as np
+import pytest
+
+from bridge import keras_private
+
+del bridge
+
+
+def test_value_of_a_variable_can_be_swapped():
+    variable = keras.Variable(np.zeros(2))
+    before = keras_private.swap_value(variable, np.ones(2))
+    np.testing.assert_array_equal(variable.value, np.ones(2))
+    keras_private.swap_value(variable, before)
+    np.testing.assert_array_equal(variable.value, np.zeros(2))
+
+
+def test_layout_of_a_variable_is_what_it_was_made_with():
+    assert keras_private.layout(keras.Variable(0.0)) is None
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    assert keras_private.layout(keras.Variable(0.0, layout=sharding)) is sharding
+
+
+def test_a_variable_can_be_made_outside_of_scopes():
+    with keras.StatelessScope():
+        with pytest.raises(ValueError, match="stateless scope"):
+            keras.Variable(1.0)
+        with keras_private.outside_scopes():
+            variable = keras.Variable(1.0)
+        variable.assign(2.0)
+    assert float(variable.value) == 1.0
