@@ -19,6 +19,7 @@ from flax import nnx
 from keras import layers
 
 import functrain as ft
+from bridge.model._from_flax import FlaxLayer
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(40, 6)).astype(np.float32)
@@ -365,13 +366,13 @@ def test_what_cannot_be_written_down_says_what_to_do() -> None:
     config = bridge.from_flax(Net(), name="a").get_config()
     config["module"]["module"] = "my_package.nets:Missing"
     with pytest.raises(ValueError, match=r"class Missing of my_package.nets, found none. Import"):
-        bridge._flax.FlaxLayer.from_config(config)
+        FlaxLayer.from_config(config)
     config["module"] = {"public": "os.system"}
     with pytest.raises(ValueError, match=r"a public function of jax or flax, got os\.system"):
-        bridge._flax.FlaxLayer.from_config(config)
+        FlaxLayer.from_config(config)
     config["module"] = {"module": "subprocess:Popen", "fields": {}}
     with pytest.raises(ValueError, match="found none"):
-        bridge._flax.FlaxLayer.from_config(config)
+        FlaxLayer.from_config(config)
 
 
 class Nothing(nn.Module):
