@@ -13,7 +13,7 @@ from jax import lax
 
 import functrain as ft
 from functrain.rewrites._frame import equations, first_that_applies, is_entered
-from functrain.rewrites._optimize import chosen_rules
+from functrain.rewrites._optimize import REWRITES
 
 # XLA fuses these into their neighbours, where they cost little or nothing by themselves.
 FUSED = set(
@@ -56,7 +56,8 @@ class Operation(NamedTuple):
 
 def operations(step: ft.Step[Any], state: Any, batch: Any, rewrites: Any) -> list[Operation]:
     """Returns the operations of a step, but for those that are fused and those that are small."""
-    rules = chosen_rules(ft.rewrites.mode(rewrites))
+    mode = ft.rewrites.mode(rewrites)
+    rules = () if mode == "off" else REWRITES
     counts: collections.Counter[str] = collections.Counter()
     examples = {}
     for eqn, times in equations(jax.make_jaxpr(step)(state, batch)):
@@ -67,7 +68,7 @@ def operations(step: ft.Step[Any], state: Any, batch: Any, rewrites: Any) -> lis
             examples[key] = eqn
     found = []
     for key, eqn in examples.items():
-        rule = first_that_applies(rules, eqn)
+        rule = first_that_applies(rules, eqn, exact=mode == "exact")
         found.append(Operation(eqn, counts[key], rule.name if rule else ""))
     return [operation for operation in found if operation.nbytes >= SMALL]
 

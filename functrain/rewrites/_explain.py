@@ -1,27 +1,26 @@
 """What the pass does to a function, for people."""
 
-import contextlib
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-from jax.extend import core, source_info_util
+from jax.extend import core
 from rich import box
 from rich.table import Table
 
 from functrain.common import _table
 from functrain.rewrites import _optimize
 from functrain.rewrites._frame import (
-    Rewrite,
-    RewriteError,
     equations,
     first_that_applies,
     is_entered,
-    rewrite_jaxpr,
+    place,
+    types,
 )
 from functrain.rewrites._optimize import Mode, Untraceable
+from functrain.rewrites._rounding import perhaps_unrounded
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,14 +114,28 @@ def explain(
         closed, _ = _optimize.traced(fn, *args, **kwargs)
     except Untraceable as error:
         return Explanation((), 0, f"Runs as it was, for {error}")
-    rules, note = _optimize.chosen_rules(chosen), ""
     if chosen == "off":
         note = f"Runs as it was: rewrites are off (backend: {jax.default_backend()})."
-    try:
-        rewrite_jaxpr(closed, rules)
-    except Exception as error:
-        rules, note = [], f"Runs as it was, for a rewrite failed. {error}"
-    return _explanation(closed, rules, note)
+        return _explanation(closed, lambda eqn: ("", "rewrites are off"), note)
+    failures = _optimize.rewritten(closed, chosen)[1]
+    note = "\n".join(f"A rewrite failed and is left out: {failure}" for failure in failures)
+    failed = [getattr(failure, "rewrite", None) for failure in failures]
+    rules = [] if None in failed else [rule for rule in _optimize.REWRITES if rule not in failed]
+    unknown = _perhaps_unrounded(closed) if chosen == "exact" else set()
+
+    def verdict(eqn: core.JaxprEqn) -> tuple[str, str]:
+        """Returns the rule's name and reason, or why there is none."""
+        rule = first_that_applies(rules, eqn)
+        if rule is None:
+            return "", "none is known to pay here"
+        if chosen == "auto":
+            return rule.name, rule.reason
+        exact = first_that_applies(rules, eqn, exact=True)
+        if exact and not unknown.intersection(eqn.outvars):
+            return exact.name, exact.reason
+        return "", f'{rule.name} changes last bits; rewrites="auto" takes it'
+
+    return _explanation(closed, verdict, note)
 
 
 def _check_arguments(fn: Callable[..., Any], args: Any, kwargs: Any) -> None:
@@ -140,7 +153,9 @@ def _check_arguments(fn: Callable[..., Any], args: Any, kwargs: Any) -> None:
         ) from None
 
 
-def _explanation(closed: Any, rules: Sequence[Rewrite], note: str) -> Explanation:
+def _explanation(
+    closed: Any, verdict: Callable[[core.JaxprEqn], tuple[str, str]], note: str
+) -> Explanation:
     looked_at = {rule.primitive for rule in _optimize.REWRITES}
     rows: dict[tuple[str, ...], Row] = {}
     others = 0
@@ -148,26 +163,22 @@ def _explanation(closed: Any, rules: Sequence[Rewrite], note: str) -> Explanatio
         if eqn.primitive not in looked_at:
             others += 1
             continue
-        rule, reason = ("", inside) if inside or note else _verdict(eqn, rules)
-        key = (eqn.primitive.name, _shapes(eqn), rule, reason)
+        rule, reason = ("", inside) if inside else verdict(eqn)
+        key = (eqn.primitive.name, types(eqn), rule, reason)
         known = rows.get(key)
         rows[key] = (
             dataclasses.replace(known, count=known.count + 1)
             if known
-            else Row(*key[:2], count=1, rule=rule, reason=reason, where=_where(eqn))
+            else Row(*key[:2], count=1, rule=rule, reason=reason, where=place(eqn))
         )
     return Explanation(tuple(rows.values()), others, note)
 
 
-def _verdict(eqn: core.JaxprEqn, rules: Sequence[Rewrite]) -> tuple[str, str]:
-    """Returns the rule's name and reason, or why there is none."""
-    if rule := first_that_applies(rules, eqn):
-        return rule.name, rule.reason
-    inactive = [rule for rule in _optimize.REWRITES if rule not in rules]
-    with contextlib.suppress(RewriteError):  # of one that was not asked for
-        if rule := first_that_applies(inactive, eqn):
-            return "", f'{rule.name} changes last bits; rewrites="auto" takes it'
-    return "", "none is known to pay here"
+def _perhaps_unrounded(jaxpr: Any) -> set[Any]:
+    inner = [
+        each for eqn in jaxpr.eqns if is_entered(eqn) for each in core.jaxprs_in_params(eqn.params)
+    ]
+    return perhaps_unrounded(getattr(jaxpr, "jaxpr", jaxpr)).union(*map(_perhaps_unrounded, inner))
 
 
 def _all(jaxpr: Any) -> Iterator[tuple[core.JaxprEqn, str]]:
@@ -178,16 +189,3 @@ def _all(jaxpr: Any) -> Iterator[tuple[core.JaxprEqn, str]]:
             for inner in core.jaxprs_in_params(eqn.params):
                 for deeper, _ in _all(inner):
                     yield deeper, f"inside {eqn.primitive.name}, which no rewrite may enter"
-
-
-def _shapes(eqn: core.JaxprEqn) -> str:
-    ins, outs = (
-        " ".join(var.aval.str_short(short_dtypes=True) for var in side)
-        for side in (eqn.invars, eqn.outvars)
-    )
-    return f"{ins} -> {outs}"
-
-
-def _where(eqn: core.JaxprEqn) -> str:
-    line = source_info_util.summarize(eqn.source_info).rpartition("/")[2]
-    return "  ".join(filter(None, [str(eqn.source_info.name_stack), line]))

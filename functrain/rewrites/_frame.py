@@ -5,8 +5,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax.extend import core
+from jax import lax
+from jax.extend import core, source_info_util
 from jax.extend.core import primitives
+
+from functrain.rewrites._rounding import is_widening, perhaps_unrounded
 
 
 class Rewrite(NamedTuple):
@@ -15,23 +18,32 @@ class Rewrite(NamedTuple):
     Attributes:
       name: Names the rule in warnings.
       primitive: The primitive of the equations it looks at.
-      exact: Whether the result keeps every bit when both sides run under `jax.jit`.
       applies: ``(eqn) -> bool``. Decides from the equation's types and parameters.
       replace: ``(*inputs, **params) -> output``, or a sequence of outputs where the primitive has
         several. Plain `jax.lax` code; it may not capture arrays.
       reason: Why it pays, in a few words for `explain`.
+      exact: ``(eqn) -> bool``. Whether what replaces this equation keeps every bit, when both run
+        under `jax.jit`. Of no equation, unless said.
     """
 
     name: str
     primitive: core.Primitive
-    exact: bool
     applies: Callable[[core.JaxprEqn], bool]
     replace: Callable[..., Any]
     reason: str = ""
+    exact: Callable[[core.JaxprEqn], bool] = lambda eqn: False
 
 
 class RewriteError(Exception):
-    """A rewrite failed; the message names it."""
+    """A rewrite failed; the message names it and the equation.
+
+    Attributes:
+      rewrite: The one that failed.
+    """
+
+    def __init__(self, rewrite: Rewrite, eqn: core.JaxprEqn, error: Exception) -> None:
+        self.rewrite = rewrite
+        super().__init__(f"{rewrite.name}: {error!r}, at {types(eqn)} ({place(eqn)}).")
 
 
 # Those whose jaxprs are functions that are called, and may be replaced by equal ones. What another
@@ -54,18 +66,35 @@ def is_entered(eqn: core.JaxprEqn) -> bool:
     return eqn.primitive in _CALLS or eqn.primitive.name == "shard_map"
 
 
-def first_that_applies(rewrites: Sequence[Rewrite], eqn: core.JaxprEqn) -> Rewrite | None:
-    """Returns the rewrite that an equation gets.
+def first_that_applies(
+    rewrites: Sequence[Rewrite], eqn: core.JaxprEqn, exact: bool = False
+) -> Rewrite | None:
+    """Returns the rewrite that an equation gets; if `exact`, of those that keep every bit of it.
 
     Raises:
       RewriteError: A rewrite raised.
     """
     for rewrite in rewrites:
         if eqn.primitive is rewrite.primitive:
-            with _named(rewrite):
-                if rewrite.applies(eqn):
+            with _named(rewrite, eqn):
+                if rewrite.applies(eqn) and (rewrite.exact(eqn) or not exact):
                     return rewrite
     return None
+
+
+def types(eqn: core.JaxprEqn) -> str:
+    """Returns an equation's types, such as ``f32[8] -> f32[]``."""
+    ins, outs = (
+        " ".join(var.aval.str_short(short_dtypes=True) for var in side)
+        for side in (eqn.invars, eqn.outvars)
+    )
+    return f"{ins} -> {outs}"
+
+
+def place(eqn: core.JaxprEqn) -> str:
+    """Returns the layer an equation came from, if it has a name, and its source line."""
+    line = source_info_util.summarize(eqn.source_info).rpartition("/")[2]
+    return "  ".join(filter(None, [str(eqn.source_info.name_stack), line]))
 
 
 def equations(jaxpr: Any, times: int = 1) -> Iterator[tuple[core.JaxprEqn, int]]:
@@ -83,16 +112,18 @@ def equations(jaxpr: Any, times: int = 1) -> Iterator[tuple[core.JaxprEqn, int]]
 
 
 @contextlib.contextmanager
-def _named(rewrite: Rewrite) -> Iterator[None]:
+def _named(rewrite: Rewrite, eqn: core.JaxprEqn) -> Iterator[None]:
     """Names the rewrite in errors, and spares it how strict the user wants jax to be."""
     try:
         with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
             yield
+    except RewriteError:  # of a later rewrite, about what this one returned
+        raise
     except Exception as error:
-        raise RewriteError(f"{rewrite.name}: {error!r}") from error
+        raise RewriteError(rewrite, eqn, error) from error
 
 
-def rewrite_jaxpr(jaxpr: Any, rewrites: Sequence[Rewrite]) -> Any:
+def rewrite_jaxpr(jaxpr: Any, rewrites: Sequence[Rewrite], exact: bool = False) -> Any:
     """Returns a jaxpr with every equation replaced that one of the rewrites applies to.
 
     The jaxprs inside it are entered: those of jit, scan, while, cond, remat, custom derivatives and
@@ -102,6 +133,7 @@ def rewrite_jaxpr(jaxpr: Any, rewrites: Sequence[Rewrite]) -> Any:
     Args:
       jaxpr: A `jax.extend.core.Jaxpr` or `ClosedJaxpr`.
       rewrites: The first that applies is taken. What it returns is looked at by those after it.
+      exact: Whether to leave every equation of which a rewrite might change some bit.
 
     Returns:
       A jaxpr of the same kind and types, or the object itself where nothing applies.
@@ -115,21 +147,23 @@ def rewrite_jaxpr(jaxpr: Any, rewrites: Sequence[Rewrite]) -> Any:
       >>> from jax.extend.core import primitives
       >>> def replace(x, **params):
       ...     return lax.add(x, x)
-      >>> rule = Rewrite("twice", primitives.sin_p, False, lambda eqn: True, replace)
+      >>> rule = Rewrite("twice", primitives.sin_p, lambda eqn: True, replace)
       >>> rewrite_jaxpr(jax.make_jaxpr(lambda x: lax.exp(lax.sin(x)))(1.0), [rule])
       { lambda ; a:f32[]. let b:f32[] = add a a; c:f32[] = exp b in (c,) }
     """
-    return _Pass(rewrites).jaxpr(jaxpr)
+    return _Pass(rewrites, exact).jaxpr(jaxpr)
 
 
 class _Pass:
     """One run over a jaxpr and all inside it."""
 
-    def __init__(self, rewrites: Sequence[Rewrite]) -> None:
+    def __init__(self, rewrites: Sequence[Rewrite], exact: bool) -> None:
         self._rewrites = rewrites
+        self._exact = exact
         # A jaxpr met twice is rewritten once, and stays one object: jax lowers it once, too.
         # The old one is kept so that its id stays its own.
         self._done: dict[int, tuple[Any, Any]] = {}
+        self._turned: dict[Any, core.JaxprEqn] = {}  # results -> the transposes they end in
         self._replacements: dict[Any, Callable[..., list[Any]]] = {}
 
     def jaxpr(self, jaxpr: Any) -> Any:
@@ -141,20 +175,27 @@ class _Pass:
         if not isinstance(jaxpr, core.Jaxpr):  # closed; since jax 0.12 the two are one class
             inner = self.jaxpr(jaxpr.jaxpr)
             return jaxpr if inner is jaxpr.jaxpr else jaxpr.replace(jaxpr=inner)
+        left = perhaps_unrounded(jaxpr) if self._exact else ()
         env: dict[Any, Any] = {}  # outputs of replaced equations -> what stands for them
         eqns: list[core.JaxprEqn] = []
         for eqn in jaxpr.eqns:
-            read = eqn.replace(invars=_read(env, eqn.invars)) if env else eqn
-            eqns += self._eqn(read, env)
+            new = eqn.replace(invars=_read(env, eqn.invars)) if env else eqn
+            eqns += [new] if any(out in left for out in eqn.outvars) else self._eqn(new, env)
         if not env and all(new is old for new, old in zip(eqns, jaxpr.eqns, strict=True)):
             return jaxpr
         outvars = _read(env, jaxpr.outvars)
         return jaxpr.replace(eqns=eqns, outvars=outvars, debug_info=jaxpr.debug_info)
 
     def _eqn(self, eqn: core.JaxprEqn, env: dict[Any, Any]) -> list[core.JaxprEqn]:
-        if rewrite := first_that_applies(self._rewrites, eqn):
-            with _named(rewrite):
+        if rewrite := first_that_applies(self._rewrites, eqn, self._exact):
+            with _named(rewrite, eqn):
                 eqns, outs = self._replaced(rewrite, eqn)
+            env.update(zip(eqn.outvars, outs, strict=True))
+            if eqns and eqns[-1].primitive is primitives.transpose_p:
+                self._turned[eqns[-1].outvars[0]] = eqns[-1]
+            return eqns
+        if is_widening(eqn) and (turn := self._turned.get(eqn.invars[0])):  # see _rounding
+            eqns, outs = _inlined(_converted_first(turn, eqn), eqn, turn.invars)
             env.update(zip(eqn.outvars, outs, strict=True))
             return eqns
         if not is_entered(eqn):
@@ -169,17 +210,8 @@ class _Pass:
         with _context(eqn):
             if alike not in self._replacements:
                 later = self._rewrites[self._rewrites.index(rewrite) + 1 :]
-                self._replacements[alike] = _replacement(rewrite, eqn, later)
-            replacement = self._replacements[alike]
-            # A function of its own: of one that it knows, jax would return the same variables.
-            closed = jax.make_jaxpr(lambda *xs: replacement(*xs))(*(v.aval for v in eqn.invars))
-            inlined = closed.jaxpr
-        env = dict(zip(inlined.invars, eqn.invars, strict=True))
-        eqns = [
-            new.replace(invars=_read(env, new.invars), source_info=eqn.source_info, ctx=eqn.ctx)
-            for new in inlined.eqns
-        ]
-        return eqns, _read(env, inlined.outvars)
+                self._replacements[alike] = _replacement(rewrite, eqn, later, self._exact)
+        return _inlined(self._replacements[alike], eqn, eqn.invars)
 
     def _param(self, value: Any) -> Any:
         if isinstance(value, core.Jaxpr | core.ClosedJaxpr):
@@ -223,7 +255,7 @@ def retype(x: Any, aval: Any) -> Any:
 
 
 def _replacement(
-    rewrite: Rewrite, eqn: core.JaxprEqn, later: Sequence[Rewrite]
+    rewrite: Rewrite, eqn: core.JaxprEqn, later: Sequence[Rewrite], exact: bool
 ) -> Callable[..., list[Any]]:
     """Returns what a rewrite makes of an equation, with later ones applied, as a function.
 
@@ -241,8 +273,28 @@ def _replacement(
         raise TypeError("expected a rewrite that captures no arrays, got one that does")
     if [out.str_short() for out in closed.out_avals] != [aval.str_short() for aval in avals]:
         raise TypeError(f"expected outputs {avals}, got {closed.out_avals}")
-    run: Callable[..., list[Any]] = core.jaxpr_as_fun(rewrite_jaxpr(closed, later))
+    run: Callable[..., list[Any]] = core.jaxpr_as_fun(rewrite_jaxpr(closed, later, exact))
     return run
+
+
+def _converted_first(transpose: core.JaxprEqn, conversion: core.JaxprEqn) -> Callable[..., Any]:
+    aval, axes = conversion.outvars[0].aval, transpose.params["permutation"]
+    return lambda x: [lax.transpose(retype(x, aval), axes)]
+
+
+def _inlined(
+    fn: Callable[..., list[Any]], eqn: core.JaxprEqn, inputs: Sequence[Any]
+) -> tuple[list[Any], list[Any]]:
+    """Returns the equations of a function, with another equation's name and place, and outputs."""
+    with _context(eqn):
+        # A function of its own: of one that it knows, jax would return the same variables.
+        jaxpr = jax.make_jaxpr(lambda *xs: fn(*xs))(*(atom.aval for atom in inputs)).jaxpr
+    env = dict(zip(jaxpr.invars, inputs, strict=True))
+    eqns = [
+        new.replace(invars=_read(env, new.invars), source_info=eqn.source_info, ctx=eqn.ctx)
+        for new in jaxpr.eqns
+    ]
+    return eqns, _read(env, jaxpr.outvars)
 
 
 def _context(eqn: core.JaxprEqn) -> contextlib.AbstractContextManager[Any]:

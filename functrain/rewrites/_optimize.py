@@ -3,14 +3,14 @@
 import functools
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Literal, TypeAlias, TypeVar, cast, get_args
 
 import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from functrain.rewrites._frame import Rewrite, retype, rewrite_jaxpr
+from functrain.rewrites._frame import Rewrite, RewriteError, retype, rewrite_jaxpr
 from functrain.rewrites.canonical_conv import canonical_conv
 from functrain.rewrites.depthwise_conv import depthwise_conv
 from functrain.rewrites.dot_conv import dot_conv
@@ -61,7 +61,7 @@ def optimize(fn: F, rewrites: Mode = "auto") -> F:
 
     Returns:
       A function of the same arguments, keywords and results: structure, shapes, dtypes and weak
-      types. Where a rewrite fails it warns and computes what `fn` does.
+      types. A rewrite that fails is left out, with a warning.
 
     Raises:
       ValueError: `rewrites`, or FUNCTRAIN_REWRITES in the environment, is none of the three.
@@ -77,7 +77,6 @@ def optimize(fn: F, rewrites: Mode = "auto") -> F:
     chosen = mode(rewrites)
     if chosen == "off":
         return fn
-    rules = chosen_rules(chosen)
 
     @functools.wraps(fn)
     def optimized(*args: Any, **kwargs: Any) -> Any:
@@ -87,7 +86,14 @@ def optimize(fn: F, rewrites: Mode = "auto") -> F:
             outs = fn(*args, **kwargs)  # under jit it says itself what is wrong
             warnings.warn(f"Rewrites: the function runs as it was, for {error}", stacklevel=2)
             return outs
-        run: Any = core.jaxpr_as_fun(_rewritten(closed, rules))
+        closed, failures = rewritten(closed, chosen)
+        for failure in failures:
+            warnings.warn(
+                f"A rewrite failed and is left out: {failure} Please report it; "
+                "FUNCTRAIN_REWRITES=off in the environment turns rewrites off.",
+                stacklevel=2,
+            )
+        run: Any = core.jaxpr_as_fun(closed)
         outs = run(*map(jnp.asarray, jax.tree.leaves((args, kwargs))))
         outs = map(retype, map(jnp.asarray, outs), closed.out_avals)
         return jax.tree.unflatten(jax.tree.structure(shapes), outs)
@@ -118,9 +124,18 @@ def traced(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, Any]
     return result
 
 
-def chosen_rules(chosen: Mode) -> list[Rewrite]:
-    """Returns the rewrites of a mode, in the order they are asked."""
-    return [rule for rule in REWRITES if chosen == "auto" or (chosen == "exact" and rule.exact)]
+def rewritten(closed: Any, chosen: Mode) -> tuple[Any, list[Exception]]:
+    """Returns a jaxpr rewritten in a mode, and the failures of the rewrites that were left out."""
+    rules = REWRITES
+    failures: list[Exception] = []
+    while True:
+        try:
+            return rewrite_jaxpr(closed, rules, exact=chosen == "exact"), failures
+        except RewriteError as error:
+            rules = tuple(rule for rule in rules if rule is not error.rewrite)
+            failures.append(error)
+        except Exception as error:  # of the pass itself
+            return closed, [*failures, error]
 
 
 def mode(rewrites: str = "auto") -> Mode:
@@ -150,15 +165,3 @@ def _known(name: str, value: str) -> Mode:
     if value in get_args(Mode):
         return cast(Mode, value)
     raise ValueError(f"{name}: expected 'auto', 'exact' or 'off', got {value!r}")
-
-
-def _rewritten(closed: Any, rules: Sequence[Rewrite]) -> Any:
-    try:
-        return rewrite_jaxpr(closed, rules)
-    except Exception as error:
-        warnings.warn(
-            f"A rewrite failed, and the function runs as it was: {error} Please report it; "
-            "FUNCTRAIN_REWRITES=off in the environment turns rewrites off.",
-            stacklevel=3,
-        )
-        return closed

@@ -160,7 +160,6 @@ def _sums_per_image(xs: Sequence[jax.Array]) -> Sequence[jax.Array]:
 depthwise_conv = Rewrite(
     name="depthwise_conv",
     primitive=primitives.conv_general_dilated_p,
-    exact=False,
     applies=_applies,
     replace=_replace,
     reason="a sum of shifted products beats XLA's kernel",

@@ -105,7 +105,6 @@ def _spaced(
 dot_conv = Rewrite(
     name="dot_conv",
     primitive=primitives.conv_general_dilated_p,
-    exact=False,
     applies=_applies,
     replace=_replace,
     reason="one tap or one place: a matrix product",

@@ -58,7 +58,6 @@ def _lead(x: jax.Array, axis: int, count: int) -> jax.Array:
 grouped_conv = Rewrite(
     name="grouped_conv",
     primitive=primitives.conv_general_dilated_p,
-    exact=False,
     applies=_applies,
     replace=_replace,
     reason="a loop over the groups beats XLA's kernel",

@@ -58,7 +58,6 @@ def _replace(x: jax.Array, **params: Any) -> jax.Array:
 max_pool = Rewrite(
     name="max_pool",
     primitive=primitives.reduce_window_max_p,
-    exact=False,
     applies=_applies,
     replace=_replace,
     reason="a maximum of strided slices beats a walk through the windows",

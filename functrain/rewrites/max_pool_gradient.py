@@ -130,7 +130,6 @@ def _winner(
 max_pool_gradient = Rewrite(
     name="max_pool_gradient",
     primitive=primitives.select_and_scatter_add_p,
-    exact=False,
     applies=_applies,
     replace=_replace,
     reason="comparing in place beats a walk through the windows",

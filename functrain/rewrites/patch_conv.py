@@ -79,7 +79,6 @@ def _replace(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
 patch_conv = Rewrite(
     name="patch_conv",
     primitive=primitives.conv_general_dilated_p,
-    exact=False,
     applies=_applies,
     replace=_replace,
     reason="few small images: one matrix product of patches",

@@ -119,7 +119,6 @@ def _interleaved(
 phased_conv = Rewrite(
     name="phased_conv",
     primitive=primitives.conv_general_dilated_p,
-    exact=False,
     applies=_applies,
     replace=_replace,
     reason="ordinary convolutions with parts of the kernel multiply no holes",

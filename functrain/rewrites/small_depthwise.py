@@ -192,7 +192,6 @@ def _around(pixel: int, axis: tuple[int, int, tuple[int, int]]) -> tuple[int, in
 small_depthwise = Rewrite(
     name="small_depthwise",
     primitive=primitives.conv_general_dilated_p,
-    exact=False,
     applies=_applies,
     replace=_replace,
     reason="the image has fewer pixels than the kernel has taps",

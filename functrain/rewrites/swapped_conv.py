@@ -74,7 +74,6 @@ def _replace(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
 swapped_conv = Rewrite(
     name="swapped_conv",
     primitive=primitives.conv_general_dilated_p,
-    exact=False,
     applies=_applies,
     replace=_replace,
     reason="holes in the kernel cost less than holes in the image",

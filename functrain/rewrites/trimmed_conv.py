@@ -103,7 +103,6 @@ def _replace(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
 trimmed_conv = Rewrite(
     name="trimmed_conv",
     primitive=primitives.conv_general_dilated_p,
-    exact=False,
     applies=_applies,
     replace=_replace,
     reason="some taps or places see padding only",

@@ -83,7 +83,6 @@ def _as_channels(planes: jax.Array) -> jax.Array:
 volume_conv = Rewrite(
     name="volume_conv",
     primitive=primitives.conv_general_dilated_p,
-    exact=False,
     applies=_applies,
     replace=_replace,
     reason="2-D convolutions, summed, beat XLA's 3-D kernel",

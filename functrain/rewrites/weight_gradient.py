@@ -173,7 +173,6 @@ def _features_last(taps: Taps, x: jax.Array, g: jax.Array) -> bool:
 weight_gradient = Rewrite(
     name="weight_gradient",
     primitive=primitives.conv_general_dilated_p,
-    exact=False,
     applies=_applies,
     replace=_replace,
     reason="matrix products of patches that stay in the cache",
