@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from functrain.common import _tree
 from functrain.common._types import PyTree
@@ -52,9 +53,18 @@ def repeat(body: Body, carry: PyTree, stacked: PyTree, n: jax.Array) -> tuple[Py
         )
         return carry, rows
 
-    rows = jax.tree.map(lambda y: jnp.zeros((max(k, 2), *y.shape), y.dtype), outs)
+    rows = jax.tree.map(lambda y: _rows(y, max(k, 2)), outs)
     carry, rows = lax.fori_loop(0, n, once, (carry, rows))
     return carry, rows if k > 1 else jax.tree.map(lambda row: row[:1], rows)
+
+
+def _rows(y: Any, k: int) -> jax.Array:
+    """Returns zeros `[k, ...]` for what is like y: where a mesh has explicit axes, sharded so."""
+    sharding = y.sharding
+    if AxisType.Explicit not in sharding.mesh.axis_types:
+        return jnp.zeros((k, *y.shape), y.dtype)
+    where = NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec))
+    return jnp.zeros((k, *y.shape), y.dtype, out_sharding=where)
 
 
 def scan(body: Body, carry: PyTree, stacked: PyTree, unroll: int = 1) -> tuple[PyTree, PyTree]:
