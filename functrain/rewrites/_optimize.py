@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from functrain.rewrites._frame import Rewrite, RewriteError, retype, rewrite_jaxpr
+from functrain.rewrites.batch_groups import batch_groups
 from functrain.rewrites.canonical_conv import canonical_conv
 from functrain.rewrites.depthwise_conv import depthwise_conv
 from functrain.rewrites.dot_conv import dot_conv
@@ -40,6 +41,7 @@ REWRITES: tuple[Rewrite, ...] = (
     patch_conv,
     weight_gradient,
     phased_conv,
+    batch_groups,
     canonical_conv,
     max_pool,
     max_pool_gradient,

@@ -60,6 +60,33 @@ def channels_first(x: jax.Array, w: jax.Array) -> jax.Array:
     return lax.erf(y).transpose(0, 2, 3, 1)
 
 
+def grouped(x: jax.Array, w: jax.Array) -> jax.Array:
+    """The first in 3 groups of one channel, the second in 4 of two."""
+    groups = {3: 3, 8: 4}[x.shape[-1]]
+    inputs, outputs = x.shape[-1] // groups, 9 if groups == 3 else 8
+    w = jnp.tile(w, (1, 1, 1, 2))[:, :, :inputs, :outputs]
+    numbers = ("NHWC", "HWIO", "NHWC")
+    return jnp.tanh(
+        lax.conv_general_dilated(
+            x, w, (1, 1), "SAME", dimension_numbers=numbers, feature_group_count=groups
+        )[..., :8]
+    )
+
+
+def depthwise(x: jax.Array, w: jax.Array) -> jax.Array:
+    """One weight for each channel and place."""
+    count = x.shape[-1]
+    out = lax.conv_general_dilated(
+        x,
+        w[:, :, :1, :count],
+        (1, 1),
+        "SAME",
+        dimension_numbers=("NHWC", "HWIO", "NHWC"),
+        feature_group_count=count,
+    )
+    return jnp.tanh(out)
+
+
 LAYERS = (plain, strided, biased, normalised, called, recomputed, channels_first)
 
 
@@ -93,8 +120,11 @@ def fused(step: Step, params: Any, xs: jax.Array) -> str:
     return digest(jax.jit(lambda *args: repeat(step, *args))(params, xs, jnp.int32(len(xs))))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize(
+    ("layer", "dtype"),
+    [(layer, dtype) for layer in LAYERS for dtype in ("bfloat16", "float32")]
+    + [(layer, dtype) for layer in (plain, normalised) for dtype in ("float16", "float64")],
+)
 def test_exact_rewrites_keep_every_bit_of_the_jitted_step(layer: Any, dtype: str) -> None:
     with jax.enable_x64(dtype == "float64"):
         step, params, xs = training(layer, dtype)
@@ -102,6 +132,26 @@ def test_exact_rewrites_keep_every_bit_of_the_jitted_step(layer: Any, dtype: str
         assert one_by_one(better, params, xs) == want
         if dtype != "bfloat16" or layer in (plain, strided, biased, normalised):  # none is left
             assert fused(better, params, xs) == want
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layer", [grouped, depthwise])
+def test_exact_rewrites_keep_every_bit_of_groups(layer: Any, dtype: str) -> None:
+    with jax.enable_x64(dtype == "float64"):
+        step, params, xs = training(layer, dtype)
+        better = optimize(step, "exact")
+        assert one_by_one(better, params, xs) == one_by_one(step, params, xs)
+
+
+@pytest.mark.parametrize("layer", [grouped, depthwise])
+def test_the_loop_keeps_the_gradients_of_grouped_weights(layer: Any) -> None:
+    _, (w, *_), xs = training(layer, "float32")
+
+    def step(w: Any, x: jax.Array) -> tuple[Any, jax.Array]:
+        value, grad = jax.value_and_grad(lambda w: jnp.mean(jnp.square(layer(x, w))))(w)
+        return w - 0.1 * grad, value
+
+    assert fused(optimize(step, "exact"), w, xs) == one_by_one(step, w, xs)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
