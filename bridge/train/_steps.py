@@ -73,10 +73,12 @@ class KerasStep:
                 f"{type(state).__name__}. For a TrainState use functrain.train_step."
             )
         _refuse_stateful_rnns(self.model)
+        before = len(self.model.variables)
         old = (state.trainable, state.non_trainable, state.optimizer, state.metrics)
         with carried(self.model, state.metrics) as merge:
             logs, (trainable, rest, optimizer, metrics) = self._step(old, batch)
             rest, metrics = merge(rest, metrics)
+        _refuse_new_variables(self.model, before)
         new = (trainable, rest, optimizer, metrics)
         return KerasState(*map(_as_before, old, new)), logs
 
@@ -104,6 +106,17 @@ class PredictStep:
 def _as_before(old: Variables, new: Variables) -> Variables:
     """Gives values the dtypes they had, as a variable does when it is assigned to."""
     return [jnp.asarray(x, dtype=v.dtype) for v, x in zip(old, new, strict=True)]
+
+
+def _refuse_new_variables(model: keras.Model, before: int) -> None:
+    made = [v.path for v in model.variables[before:]]
+    if made:
+        raise ValueError(
+            f"model: expected {model.name!r} to have all its variables before a step, got one that "
+            f"made {', '.join(made)} in it: a layer is called for the first time where "
+            "training=True. Call the model once on a batch, model(x, training=True), and compile "
+            "it again."
+        )
 
 
 def _refuse_stateful_rnns(model: keras.Model) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 from functrain.common import _tree
 from functrain.common._types import PyTree
 from functrain.data import _buffer
+from functrain.data._arrays import is_takeable
 from functrain.data._batch import batch_size
 from functrain.data._stacks import Spec, Stack, fill
 
@@ -169,7 +170,7 @@ class ArrayStacker:
 
 def _numpy(leaf: Any, batch: PyTree, where: str) -> np.ndarray:
     x = np.asarray(leaf.numpy() if hasattr(leaf, "numpy") else leaf)
-    if x.dtype.kind in "OSUMmV" and not hasattr(jnp, x.dtype.name):
+    if not is_takeable(x.dtype):
         at = next(path for path, y in _tree.leaves_with_path(batch) if y is leaf)
         raise TypeError(
             f"data: expected batches of numbers, got {type(leaf).__name__} of {x.dtype} at {at} "

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from functrain.common import _tree
 from functrain.common._types import PyTree, Step
 from functrain.engine._fuse import fuse
+from functrain.engine._guards import guarded
 from functrain.metrics._metric import Metered
 from functrain.rewrites import Mode
 from functrain.step._check import check_step
@@ -144,8 +145,11 @@ def _choose(rows: Sequence[TuningRow]) -> int:
 
 
 def _jitted(step: Any) -> Callable[[PyTree, PyTree], Any]:
-    jitted = jax.jit(lambda state, batch: step(state, batch), donate_argnums=0)
-    return lambda state, batch: jitted(state, batch)
+    def once(state: PyTree, batch: PyTree) -> Any:
+        with guarded():
+            return step(state, batch)
+
+    return jax.jit(once, donate_argnums=0)
 
 
 class _Way:

@@ -86,7 +86,7 @@ class EarlyStopping:
         self._best_state: PyTree = ()
         self._failures = 0
 
-    def meet(self, before: Iterable[Any]) -> None:
+    def comes_after(self, before: Iterable[Any]) -> None:
         """Learns which hooks come before it: the value may be there once each has been due."""
         triggers = (getattr(hook, "when", None) for hook in before)
         self._to_come = [trigger for trigger in triggers if trigger is not None]

@@ -88,7 +88,9 @@ class HookRunner:
         for hook in reversed(self._hooks):  # the stack closes the last one first
             if (close := getattr(hook, "close", None)) is not None:
                 self._closing.callback(close)
-        for hook in self._hooks:
+        for i, hook in enumerate(self._hooks):
+            if (comes_after := getattr(hook, "comes_after", None)) is not None:
+                comes_after(self._hooks[:i])
             if (begin := getattr(hook, "begin", None)) is not None:
                 begin()
         return self

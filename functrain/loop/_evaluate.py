@@ -14,7 +14,7 @@ from functrain.loop._compute import computed
 from functrain.loop._require import require_eval_step, require_state
 from functrain.metrics._metric import Metered
 from functrain.rewrites import Mode
-from functrain.step._step import MeteredStep
+from functrain.step._metered import MeteredStep
 
 # The state is a constant beside the carry, not in it: nothing has to be copied or returned.
 EVALUATION = Kind(

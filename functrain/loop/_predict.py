@@ -11,12 +11,14 @@ from functrain.data._sources import Source
 from functrain.engine import _placement, _rows
 from functrain.engine._chunks import chunked
 from functrain.engine._driver import Driver
+from functrain.engine._guards import guarded
 from functrain.engine._plan import FuseArg, Plan, nbytes
 from functrain.engine._programs import Kind
 from functrain.loop._evaluate import require_some
-from functrain.loop._require import require_state, require_step
+from functrain.loop._require import require_state
 from functrain.rewrites import Mode
-from functrain.step._step import MeteredStep
+from functrain.step._check import check_step
+from functrain.step._metered import MeteredStep
 
 PREDICTION = Kind(
     "predict", lambda step: lambda nothing, batch, state: (nothing, step(state, batch)[1])
@@ -71,10 +73,7 @@ def predict(
     driver = Driver(step, PREDICTION, rewrites=rewrites, jit=jit, place=place)
     driver.begin((), _placement.on_mesh(state, where))
 
-    def row_bytes(batch: PyTree) -> int:
-        return nbytes(jax.eval_shape(lambda s, b: step(s, b)[1], state, batch)) if jit else 0
-
-    plan = Plan(fuse, row_bytes=row_bytes)
+    plan = Plan(fuse, row_bytes=lambda batch: _row_bytes(step, state, batch) if jit else 0)
     parts: list[PyTree] = []
     late: list[tuple[PyTree, int]] = []
     for chunk in chunked(source.begin(0), plan, lambda _: None, where="the data"):
@@ -84,6 +83,11 @@ def predict(
     parts += [_examples(*found) for found in late]
     require_some(len(parts))
     return jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
+
+
+def _row_bytes(step: Step[Any], state: PyTree, batch: PyTree) -> int:
+    with guarded():
+        return nbytes(jax.eval_shape(lambda state, batch: step(state, batch)[1], state, batch))
 
 
 def _examples(rows: PyTree, steps: int) -> PyTree:
@@ -97,7 +101,7 @@ def _join(x: np.ndarray) -> np.ndarray:
 
 
 def _require_predict_step(step: Any) -> None:
-    require_step(step)
+    check_step(step)
     if isinstance(step, MeteredStep):
         raise TypeError(
             "step: expected (state, inputs) -> (state, outputs), got a step that carries metrics. "

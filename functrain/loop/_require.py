@@ -1,12 +1,11 @@
 """What every door asks of a state and of a step, before anything runs."""
 
-import inspect
 from typing import Any
 
 from functrain.common._process import require_own_jax
 from functrain.common._types import PyTree
 from functrain.model._model import Model
-from functrain.step._step import MeteredStep
+from functrain.step._metered import MeteredStep
 
 
 def require_state(state: PyTree) -> None:
@@ -33,22 +32,6 @@ def require_state(state: PyTree) -> None:
         )
 
 
-def require_step(step: Any) -> None:
-    """Refuses what is no step.
-
-    Raises:
-      TypeError: It cannot be called, or is a loss.
-    """
-    if not callable(step) or isinstance(step, type):
-        raise TypeError(f"step: expected (state, batch) -> (state, logs), got {step!r}")
-    if not isinstance(step, MeteredStep) and {"rng", "training"} <= _keywords(step):
-        raise TypeError(
-            f"step: expected (state, batch) -> (state, logs), got the loss "
-            f"{getattr(step, '__name__', step)!r}. Make a step of it: "
-            "functrain.train_step(loss_fn, tx)."
-        )
-
-
 def require_eval_step(step: Any) -> None:
     """Refuses a step without metrics, or one that trains.
 
@@ -60,11 +43,3 @@ def require_eval_step(step: Any) -> None:
             "eval_step: expected one from functrain.eval_step(loss_fn, metrics=...), got "
             f"{'a step that trains' if isinstance(step, MeteredStep) else repr(step)}"
         )
-
-
-def _keywords(step: Any) -> set[str]:
-    try:
-        parameters = inspect.signature(step).parameters.values()
-    except (TypeError, ValueError):  # a callable without a signature
-        return set()
-    return {p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty}

@@ -18,10 +18,11 @@ from functrain.engine._position import Position, require_position
 from functrain.engine._trigger import Trigger, steps_until_due
 from functrain.loop._compute import computed
 from functrain.loop._events import ChunkEnd, EpochEnd, Event, LogsReady, RunEnd
-from functrain.loop._require import require_state, require_step
+from functrain.loop._require import require_state
 from functrain.metrics._metric import Metered
 from functrain.rewrites import Mode
-from functrain.step._step import MeteredStep
+from functrain.step._check import check_step
+from functrain.step._metered import MeteredStep
 
 
 def run(
@@ -99,7 +100,7 @@ def run(
       5 10.0
       epoch 0 is over
     """
-    require_step(step)
+    check_step(step)
     require_state(state)
     if not is_whole_number(epochs, 1):
         raise ValueError(f"epochs: expected a whole number from 1 on, got {epochs!r}")

@@ -16,7 +16,7 @@ from functrain.hooks._hook import HookLike, HookRunner
 from functrain.loop._events import LogsReady
 from functrain.loop._run import Run, run
 from functrain.rewrites import Mode
-from functrain.step._step import MeteredStep
+from functrain.step._metered import MeteredStep
 from functrain.trainer._history import History
 from functrain.trainer._progress import ProgressReport, Verbose
 from functrain.trainer._recorder import Recorder

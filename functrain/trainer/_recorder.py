@@ -80,6 +80,7 @@ class Recorder:
                 if pairs
             },
             first_steps_seconds=self.first_steps_seconds,
+            first_step=self._first_step,
         )
 
     def _end_epoch(self, metrics: dict[str, float]) -> dict[str, float]:

@@ -78,7 +78,7 @@ def test_a_name_that_does_not_tell_is_refused(name) -> None:
 
 def stopping_before(*hooks, **how):
     hook = EarlyStopping("val_loss", **how)
-    hook.meet(hooks)
+    hook.comes_after(hooks)
     return *hooks, hook
 
 

@@ -1,3 +1,0 @@
-"""MeteredStep's old place."""
-
-from functrain.step._metered import MeteredStep as MeteredStep

@@ -1,0 +1,110 @@
+"""One place for run-ahead, programs, and what is left when a program fails."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import functrain as ft
+from functrain.data._sources import Source
+from functrain.engine import _driver
+from functrain.engine._chunks import chunked
+from functrain.engine._driver import RUN_AHEAD, Driver
+from functrain.engine._plan import Plan
+
+X = np.arange(64, dtype=np.float32)
+
+
+def chunks(k: int = 2, batch: int = 2) -> Any:
+    return chunked(Source(ft.ArrayLoader(X, batch)).begin(0), Plan(k), lambda _: None)
+
+
+def silent(state: Any, batch: Any) -> Any:
+    return state + batch.sum(), {}
+
+
+def test_a_step_without_logs_is_not_run_ahead_of_either(monkeypatch) -> None:
+    waited = []
+    wait = jax.block_until_ready
+    monkeypatch.setattr(jax, "block_until_ready", lambda x: waited.append(0) or wait(x))
+    driver = Driver(silent)
+    driver.begin(jnp.zeros(()))
+    for number, chunk in enumerate(chunks(), start=1):
+        driver.run(chunk)
+        assert len(waited) == max(0, number - RUN_AHEAD)
+    assert float(driver.carry) == X.sum()
+
+
+def test_constants_are_left_alone() -> None:
+    kind = _driver.Kind("sum", lambda step: lambda carry, batch, const: (carry + const * batch, ()))
+    driver = Driver(silent, kind)
+    const = jnp.full(2, 3.0)
+    driver.begin(jnp.zeros(2), const)
+    for chunk in chunks():
+        driver.run(chunk)
+    np.testing.assert_array_equal(driver.carry, 3 * X.reshape(-1, 2).sum(0))
+    assert not const.is_deleted()
+
+
+def test_a_program_that_failed_is_gone_back_behind(monkeypatch) -> None:
+    monkeypatch.setattr(_driver, "SPARE_SECONDS", 0.0)
+
+    def check(x: Any) -> None:
+        if x == 40:
+            raise RuntimeError("from the host")
+
+    def failing(state: Any, batch: Any) -> Any:
+        jax.debug.callback(check, batch[0])
+        return state + batch.sum(), {}
+
+    driver, taken = Driver(failing), 0
+    driver.begin(jnp.zeros(()))
+
+    def run() -> None:
+        nonlocal taken
+        for chunk in chunks():
+            driver.run(chunk)
+            taken += chunk.steps
+            driver.keep_spare(taken)
+
+    with pytest.raises(Exception, match="from the host"):
+        run()
+    state, mark = driver.last_whole(taken)
+    assert mark == 20
+    assert float(state) == X[:40].sum()
+
+
+def test_the_last_state_is_the_last_whole_one_where_nothing_failed() -> None:
+    driver = Driver(silent)
+    driver.begin(jnp.zeros(()))
+    driver.run(next(chunks()))
+    assert driver.last_whole("now") == (driver.carry, "now")
+
+
+def test_large_outputs_make_for_shorter_programs() -> None:
+    sizes = []
+
+    def step(state: Any, x: Any) -> Any:
+        return state, jnp.zeros((x.shape[0], 2**19)) + x[:, None]  # 2 MiB an example
+
+    def seen(fuse: Any) -> int:
+        data = ft.ArrayLoader(X, 4)
+        found = chunked(Source(data).begin(0), plan := Plan(fuse, row_bytes=rows), lambda _: None)
+        next(found)
+        return plan.k
+
+    def rows(batch: Any) -> int:
+        sizes.append(_driver.nbytes(jax.eval_shape(step, 0.0, batch)[1]))
+        return sizes[-1]
+
+    assert seen("auto") == 7  # 64 MiB
+    assert sizes == [8 * 2**20]
+
+
+def test_a_program_outlives_the_name_of_its_step() -> None:
+    program = ft.fuse(lambda state, batch: (state + batch, state), 2).program
+    state, seen = program(jnp.zeros(()), jnp.ones(2), 2)
+    assert float(state) == 2.0
+    assert seen.tolist() == [0.0, 1.0]
