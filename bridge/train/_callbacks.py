@@ -132,6 +132,15 @@ class BatchCallbacks:
             logs = self._logs(row(rows, i), mark)
             if mark.end is not None:
                 self._call(self._end, mark.end, logs)
+                if self._is_the_end(logs):
+                    break
+
+    def _is_the_end(self, logs: PyTree) -> bool:
+        """Whether TerminateOnNaN ended training with this batch: none of the rest is reported."""
+        if self._kind != "train" or not any(map(_ends_batches, self._acting)):
+            return False
+        loss = as_floats(logs).get("loss")
+        return loss is not None and not np.isfinite(loss)
 
     def _logs(self, logs: PyTree, mark: Mark) -> PyTree:
         """Returns a step's logs; in `predict`, the outputs of all steps since the last end."""
