@@ -24,6 +24,7 @@ from functrain.trainer._recorder import Recorder
 Verbose: TypeAlias = Literal["auto", "bar", "lines"] | int
 
 REFRESH_SECONDS = 0.2
+NOTICEABLE_SECONDS = 1.0
 
 
 class ProgressReport:
@@ -47,12 +48,12 @@ class ProgressReport:
     ) -> None:
         self._console = console or Console()
         self._style = _style(verbose, self._console)
-        self._first = start.epoch
         self._epochs = epochs
         self._total = steps_per_epoch
         self._bar: Progress | None = None
         self._task = TaskID(0)
         self._metrics: PyTree = {}
+        self._compiled = False  # whether that was said
         self._shown = 0.0
         self._begin(start.epoch)
         self._steps = start.batch
@@ -74,12 +75,10 @@ class ProgressReport:
             case ChunkEnd():
                 self._chunk(event, recorder)
             case EpochEnd():
-                self._epoch(event)
+                self._epoch(event, recorder)
 
     def _chunk(self, event: ChunkEnd, recorder: Recorder) -> None:
-        if not self._seen and event.epoch == self._first and self._style == "lines":
-            seconds = recorder.first_steps_seconds
-            self._print(f"first {event.steps} steps after {seconds:.1f} s, compiling included")
+        self._say_how_long_compiling_took(recorder)
         self._steps += event.steps
         self._seen += event.steps * event.examples
         now = time.perf_counter()
@@ -90,8 +89,16 @@ class ProgressReport:
             self._metrics = event.metrics()
             self._bar.update(self._task, completed=self._steps, values=self._text(values))
 
-    def _epoch(self, event: EpochEnd) -> None:
+    def _say_how_long_compiling_took(self, recorder: Recorder) -> None:
+        seconds = recorder.first_steps_seconds
+        if self._style == "lines" and not self._compiled and seconds == seconds:
+            self._compiled = True
+            if seconds >= NOTICEABLE_SECONDS:
+                self._print(f"first steps after {seconds:.1f} s, compiling included")
+
+    def _epoch(self, event: EpochEnd, recorder: Recorder) -> None:
         """Leaves the epoch's values on the screen and begins the next."""
+        self._say_how_long_compiling_took(recorder)
         if self._bar is not None:
             text = self._text(event.values)
             self._bar.update(self._task, total=self._steps, completed=self._steps, values=text)

@@ -3,19 +3,15 @@
 import time
 from typing import Any
 
-import jax
 import numpy as np
 
 from functrain.common import _tree
-from functrain.loop._events import ChunkEnd, EpochEnd, Event, LogsReady
+from functrain.loop._events import EpochEnd, Event, LogsReady
 from functrain.trainer._history import History
 
 
 class Recorder:
-    """Makes a History of a run's events.
-
-    Nothing waits for the device but the very first chunk, to know how long it took.
-    """
+    """Makes a History of a run's events."""
 
     def __init__(self, first_step: int = 0) -> None:
         self._first_step = first_step
@@ -29,6 +25,8 @@ class Recorder:
 
     def logs(self, event: LogsReady) -> None:
         """Takes in a chunk's logs."""
+        if np.isnan(self.first_steps_seconds):
+            self.first_steps_seconds = time.perf_counter() - self._began
         for name, values in sorted(event.logs.items(), key=_rank):
             if name not in self._steps:
                 self._steps[name] = _Column(values.dtype)
@@ -40,9 +38,6 @@ class Recorder:
         """Puts an epoch's means and metrics into its event, for hooks to see."""
         if isinstance(event, EpochEnd):
             event.values |= self._end_epoch(_tree.to_floats(event.metrics()))
-        elif isinstance(event, ChunkEnd) and np.isnan(self.first_steps_seconds):
-            jax.block_until_ready(event.rows)
-            self.first_steps_seconds = time.perf_counter() - self._began
 
     def after(self, event: Event) -> None:
         """Keeps the event's values, with what hooks have added."""

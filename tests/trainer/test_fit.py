@@ -9,6 +9,7 @@ import pytest
 from rich.console import Console
 
 import functrain as ft
+from functrain.trainer import _progress
 from functrain.trainer._progress import ProgressReport
 from functrain.trainer._recorder import Recorder
 
@@ -131,7 +132,11 @@ def output(verbose, terminal):
     state, step = setup({"mae": ft.metrics.mean_absolute_error()})
     recorder = Recorder()
     with ProgressReport(2, 11, verbose, console=console) as progress:
-        for event in ft.run(state, step, ft.ArrayLoader((X, Y), 10), epochs=2, fuse=2):
+        loader = ft.ArrayLoader((X, Y), 10)
+        for event in ft.run(state, step, loader, epochs=2, fuse=2, late_logs=True):
+            if isinstance(event, ft.LogsReady):
+                recorder.logs(event)
+                continue
             recorder.before(event)
             if isinstance(event, ft.EpochEnd):
                 event.values = {"loss": 0.5, "mae": 0.25}
@@ -139,13 +144,19 @@ def output(verbose, terminal):
     return stream.getvalue()
 
 
-def test_progress_is_a_line_an_epoch_where_there_is_no_terminal() -> None:
+def test_progress_is_a_line_an_epoch_where_there_is_no_terminal(monkeypatch) -> None:
+    monkeypatch.setattr(_progress, "NOTICEABLE_SECONDS", 0.0)
     lines = output("auto", terminal=False).splitlines()
     assert len(lines) == 3
-    assert lines[0].startswith("first 2 steps after")
+    assert lines[0].startswith("first steps after")
     assert lines[1].startswith("epoch 1/2  11 steps")
     assert "examples/s" in lines[2]
     assert "loss 0.5  mae 0.25" in lines[2]
+
+
+def test_nothing_is_said_of_compiling_that_nobody_noticed(monkeypatch) -> None:
+    monkeypatch.setattr(_progress, "NOTICEABLE_SECONDS", 1e9)
+    assert "compiling" not in output("lines", terminal=False)
 
 
 def test_progress_is_a_bar_in_a_terminal() -> None:
