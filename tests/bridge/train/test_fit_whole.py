@@ -10,6 +10,8 @@ import keras
 import numpy as np
 import pytest
 
+from bridge.train import _loop
+from functrain.engine import _driver
 from tests.bridge.fitting import X, Y, assert_same, fit, fresh, values
 
 
@@ -75,14 +77,15 @@ def test_ctrl_c_leaves_the_model_whole(kind: str) -> None:
     assert int(model.optimizer.iterations.value) == taken + 13
 
 
-def test_a_program_that_fails_on_the_device_leaves_the_model_as_the_epoch_found_it() -> None:
-    def fails(loss: Any) -> Any:
-        if int(fails.calls) >= 20:
-            raise RuntimeError("from the host")
-        fails.calls += 1
-        return np.float32(loss)
+def failing_at(call: int) -> Any:
+    """A loss whose host callback raises from that call on."""
+    calls = []
 
-    fails.calls = 0
+    def fails(loss: Any) -> Any:
+        if len(calls) >= call:
+            raise RuntimeError("from the host")
+        calls.append(0)
+        return np.float32(loss)
 
     def loss(y: Any, p: Any) -> Any:
         found = keras.ops.mean(keras.ops.square(y - p), axis=-1)
@@ -90,11 +93,38 @@ def test_a_program_that_fails_on_the_device_leaves_the_model_as_the_epoch_found_
         extra = jax.pure_callback(fails, shape, jax.lax.stop_gradient(found).mean())
         return found + 0 * extra
 
-    model = fresh(loss=loss)
+    return loss
+
+
+def test_a_program_that_fails_on_the_device_leaves_the_model_as_the_epoch_found_it() -> None:
+    model = fresh(loss=failing_at(20))
     with pytest.raises(Exception, match="from the host"):
         fit(model, epochs=3, fuse=4)
     assert int(model.optimizer.iterations.value) == 13
     assert all(np.isfinite(x).all() for x in values(model))
+
+
+def test_of_a_model_too_large_to_copy_the_error_says_what_is_lost(monkeypatch) -> None:
+    monkeypatch.setattr(_driver, "SPARE_BYTES", 0)
+    monkeypatch.setattr(_loop, "SPARE_BYTES", 0)
+    trained, theirs = fresh(), fresh()
+    fit(trained, epochs=2, fuse=4)
+    fit(theirs, keras.Model.fit, epochs=2)
+    assert_same(trained, theirs)  # without a copy, too
+    model = fresh(loss=failing_at(20))
+    with pytest.raises(Exception, match="from the host") as caught:
+        fit(model, epochs=3, fuse=4)
+    assert any("Load its weights again" in note for note in caught.value.__notes__)
+
+
+def test_k_minds_the_slots_of_the_optimizer(monkeypatch) -> None:
+    seen = []
+    plan = _loop.Plan
+    monkeypatch.setattr(_loop, "Plan", lambda *a, **how: seen.append(how) or plan(*a, **how))
+    model = fresh()
+    fit(model, epochs=1)
+    held = [*model.variables, *model.optimizer.variables, *model.metrics_variables]
+    assert seen[0]["state_bytes"] == sum(v.value.nbytes for v in {id(v): v for v in held}.values())
 
 
 @pytest.mark.usefixtures("ctrl_c")
