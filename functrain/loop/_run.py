@@ -215,12 +215,15 @@ class Run(Iterator[Event]):
         self._require_some(taken)
         self._prepare_next_epoch()
         yield from self._due_logs()
-        end = EpochEnd(**self._moment())
-        yield end
-        self._go_on_from(end.state)
+        stopped = False
+        if taken:  # else the epoch was over where the run began
+            end = EpochEnd(**self._moment())
+            yield end
+            self._go_on_from(end.state)
+            stopped = end.stopped
         if not self._source.can_seek:
             self._chunks = self._begin_pass(Position(self.position.step, self.position.epoch + 1))
-        return end.stopped
+        return stopped
 
     def _due_logs(self) -> Iterator[LogsReady]:
         if (found := self.unread_logs()) is not None:
@@ -240,11 +243,7 @@ class Run(Iterator[Event]):
         def until(batch: int) -> int | None:
             return steps_until_due(self._boundaries, before + batch)
 
-        return self._lazily(at, until)
-
-    def _lazily(self, at: Position, until: Any) -> Iterator[Chunk]:
-        batches = self._source.begin(at.epoch, at.batch)
-        where = f"epoch {at.epoch}"
+        batches, where = self._source.begin(at.epoch, at.batch), f"epoch {at.epoch}"
         yield from chunked(batches, self._plan, until, where=where, start=at.batch)
 
     def _prepare_next_epoch(self) -> None:

@@ -49,6 +49,21 @@ def test_an_iterable_that_is_no_loader_is_taken_up_in_mid_epoch_too() -> None:
     assert rest == {n: whole[n] for n in range(4, 9)}
 
 
+def test_an_epoch_that_was_over_already_does_not_end_again() -> None:
+    def batches() -> Any:
+        yield from [np.full((2, 3), i, np.float32) for i in range(4)]
+
+    class Endless:
+        """An iterable without a length."""
+
+        def __iter__(self) -> Any:
+            return batches()
+
+    events = ft.run(START, step, Endless(), epochs=3, start=ft.Position(8, 1, 4))
+    ended = [event.epoch for event in events if isinstance(event, ft.EpochEnd)]
+    assert ended == [2]
+
+
 def test_hooks_go_on_counting_where_the_training_is() -> None:
     seen: list[int] = []
     hook = ft.every(steps=4)(lambda event: seen.append(event.step))
