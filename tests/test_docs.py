@@ -1,0 +1,197 @@
+"""What the pages say: their code runs as it stands, and all that they name is there."""
+
+import contextlib
+import itertools
+import os
+import pathlib
+import re
+import shlex
+import subprocess
+import sys
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import bridge
+import functrain
+
+ROOT = pathlib.Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+README = ROOT / "README.md"
+PAGES = [README, *sorted(DOCS.glob("*.md"))]
+WITH_CODE = [page for page in PAGES if "```python" in page.read_text()]
+NAMING = [*PAGES, ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("benchmarks/*.md"))]
+MADE_BY_RUNNING = ("examples/output", "benchmarks/output")
+
+
+def named(page: pathlib.Path) -> str:
+    return page.name
+
+
+def blocks(page: pathlib.Path) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+
+
+def run(page: pathlib.Path) -> dict[str, Any]:
+    """Runs the blocks of a page from top to bottom and returns the names they made."""
+    names: dict[str, Any] = {}
+    for block in blocks(page):
+        exec(compile(block, page.name, "exec"), names)
+    return names
+
+
+@pytest.fixture
+def folder(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
+    """An empty folder to run in, with the examples' data."""
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_the_first_block_of_the_readme_is_short_and_trains() -> None:
+    first = blocks(README)[0]
+    assert len(first.strip().splitlines()) <= 15
+    names: dict[str, Any] = {}
+    exec(compile(first, "README.md", "exec"), names)
+    assert int(names["model"].optimizer.iterations) == 5 * 282
+    assert names["history"].history["accuracy"][-1] > 0.9
+
+
+def test_the_readme_is_a_screen_and_asks_for_no_clone() -> None:
+    assert len(README.read_text().splitlines()) < 120
+    assert not [block for block in blocks(README) if "examples/" in block]
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("page", WITH_CODE, ids=named)
+def test_the_code_of_a_page_runs(page: pathlib.Path, folder: pathlib.Path) -> None:
+    run(page)
+
+
+def test_what_the_pages_show_is_code_that_is_run() -> None:
+    for page in PAGES:
+        kinds = re.findall(r"^```(\w*)$", page.read_text(), re.MULTILINE)[::2]
+        assert set(kinds) <= {"python"}, f"{page}: shell commands are indented, code is python"
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The names of the page on going on, whose functions read and write where they are called."""
+    with contextlib.chdir(tmp_path_factory.mktemp("going-on")):
+        return run(DOCS / "going-on.md")
+
+
+def test_the_recipe_for_going_on_survives_a_kill_in_the_moment_of_a_save(
+    recipe: dict[str, Any], folder: pathlib.Path
+) -> None:
+    interrupted(recipe, 70)
+    os.rename("run", "run.functrain-old")
+    with pytest.warns(UserWarning, match="was kept, and is loaded"):
+        assert_equal(recipe["begin_or_go_on"](), recipe["uninterrupted"])
+
+
+@pytest.mark.parametrize("step", [1, 49, 51, 199])
+def test_the_recipe_for_going_on_takes_a_run_up_anywhere(
+    step: int, recipe: dict[str, Any], folder: pathlib.Path
+) -> None:
+    interrupted(recipe, step)
+    assert_equal(recipe["begin_or_go_on"](), recipe["uninterrupted"])
+    lines = pathlib.Path("run.csv").read_text().splitlines()[1:]
+    assert [line.split(",")[:2] for line in lines] == [[str(e), str(50 * e + 50)] for e in range(4)]
+
+
+def interrupted(recipe: dict[str, Any], step: int) -> None:
+    """Begins, saves at a step, and is interrupted there."""
+
+    @functrain.at(step)
+    def power_cut(event: Any) -> None:
+        functrain.save("run", event.state, overwrite=True)
+        raise KeyboardInterrupt
+
+    with contextlib.suppress(KeyboardInterrupt):
+        recipe["begin_or_go_on"](power_cut)
+
+
+def assert_equal(state: Any, expected: Any) -> None:
+    for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(keyless(a), keyless(b))
+
+
+def keyless(x: Any) -> Any:
+    return jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+
+
+@pytest.mark.parametrize("page", NAMING, ids=named)
+def test_every_path_that_is_named_exists(page: pathlib.Path) -> None:
+    text = page.read_text()
+    folders = r"(?:functrain|bridge|tests|examples|benchmarks|docs|\.ci)"
+    paths = set(re.findall(rf"(?<![\w/.-]){folders}/[\w./-]*[\w/]", text))
+    links = {link.partition("#")[0] for link in re.findall(r"\]\(([^):]+)\)", text)}
+    missing = [path for path in sorted(paths) if not (ROOT / path).exists()]
+    missing += [link for link in sorted(links) if not (page.parent / link).exists()]
+    assert not [path for path in missing if not path.startswith(MADE_BY_RUNNING)]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_every_heading_that_is_linked_to_exists(page: pathlib.Path) -> None:
+    for link in re.findall(r"\]\(([^):]*#[^)]+)\)", page.read_text()):
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        headings = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE)
+        assert anchor in [re.sub(r"[^\w -]", "", h).lower().replace(" ", "-") for h in headings]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_every_public_name_that_is_written_exists(page: pathlib.Path) -> None:
+    for short, package in (("ft", functrain), ("bridge", bridge)):
+        for dotted in set(re.findall(rf"\b{short}\.(?!md\b)([A-Za-z_][\w.]*\w)", page.read_text())):
+            thing: Any = package
+            for name in dotted.split("."):
+                assert hasattr(thing, name), f"{page.name}: {short}.{dotted}"
+                thing = getattr(thing, name)
+
+
+def test_the_index_lists_every_page() -> None:
+    linked = set(re.findall(r"\]\(([\w-]+\.md)\)", (DOCS / "index.md").read_text()))
+    assert linked == {page.name for page in DOCS.glob("*.md")} - {"index.md"}
+
+
+def rows(page: pathlib.Path) -> list[list[str]]:
+    return [re.split(r"\s*\|\s*", line.strip("| ")) for line in page.read_text().splitlines()]
+
+
+def test_the_speeds_of_the_readme_are_those_of_the_measurements() -> None:
+    cells = {
+        cell.strip("*") for row in rows(ROOT / "benchmarks/results/results.md") for cell in row
+    }
+    for page, workload in itertools.product((README, DOCS / "speed.md"), ["(32)", "(16)", "(64)"]):
+        found = [row for row in rows(page) if row[0].endswith(workload)]
+        for row in found:
+            assert {cell.strip("*") for cell in row[1:] if cell} <= cells, row
+
+
+def test_a_block_that_fails_is_seen(tmp_path: pathlib.Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("```python\nx = 1\n```\n\n```python\nassert x == 2\n```\n")
+    with pytest.raises(AssertionError):
+        run(page)
+
+
+def commands() -> list[str]:
+    """The pytest commands of the pages, each once."""
+    text = " ".join(" ".join(page.read_text().split()) for page in PAGES)
+    return sorted({found.strip() for found in re.findall(r"`pytest ([^`]+)`", text)})
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("command", commands())
+def test_every_command_finds_tests(command: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "--collect-only", *shlex.split(command)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-500:]
