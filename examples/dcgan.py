@@ -137,15 +137,15 @@ def train(args):
     checkpoint = args.output / "checkpoint"
     if checkpoint.exists():
         states = ft.load(checkpoint, like=states)
-    done, rest = divmod(int(states["d"].step), len(loader))
-    if rest:
+    start = ft.Position.of(step=int(states["d"].step), steps_per_epoch=len(loader))
+    if start.batch:  # it is saved after whole epochs only
         sys.exit(
-            f"{checkpoint} has taken {int(states['d'].step)} steps, which are no whole epochs of "
+            f"{checkpoint} has taken {start.step} steps, which are no whole epochs of "
             f"{len(loader)}: take the --batch-size it was begun with, or another --output"
         )
-    if done:
-        print(f"goes on after epoch {done}, from {checkpoint}")
-    if done >= epochs:
+    if start.epoch:
+        print(f"goes on after epoch {start.epoch}, from {checkpoint}")
+    if start.epoch >= epochs:
         print(f"nothing left to do; delete {checkpoint} to begin again, or ask for more --epochs")
         return
 
@@ -166,8 +166,8 @@ def train(args):
         states,
         gan_step(nets, txs),
         loader,
-        epochs=epochs - done,
-        first_epoch=done,
+        epochs=epochs,
+        start=start,
         fuse=args.fuse,
         hooks=[report, keep],
     )
