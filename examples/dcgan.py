@@ -20,6 +20,7 @@ if __name__ == "__main__":
         fuse=(16, "steps per program"),
     )
 
+import contextlib
 import sys
 
 import bridge
@@ -135,7 +136,7 @@ def train(args):
 
     nets, txs, states = create(args.seed)
     checkpoint = args.output / "checkpoint"
-    if checkpoint.exists():
+    with contextlib.suppress(FileNotFoundError):
         states = ft.load(checkpoint, like=states)
     start = ft.Position.of(step=int(states["d"].step), steps_per_epoch=len(loader))
     if start.batch:  # it is saved after whole epochs only
