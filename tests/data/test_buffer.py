@@ -5,7 +5,9 @@ import pytest
 
 import functrain as ft
 from functrain.data import _buffer
-from functrain.engine._feed import Feed
+from functrain.data._sources import Source
+from functrain.engine._chunks import chunked
+from functrain.engine._plan import Plan
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.float32, np.float64, jnp.bfloat16, np.bool_])
@@ -30,7 +32,8 @@ def test_copies_gathers_and_stacks_are_what_numpy_makes() -> None:
 @pytest.mark.parametrize("as_loader", [True, False])
 def test_chunks_reach_a_cpu_device_without_a_copy(as_loader, shuffle) -> None:
     loader = ft.ArrayLoader(np.ones((50, 33), np.float32), 7, shuffle=shuffle)
-    for chunk in Feed(loader if as_loader else list(loader.epoch(0)), 3).epoch(0):
+    source = Source(loader if as_loader else list(loader.epoch(0)))
+    for chunk in chunked(source.begin(0), Plan(3), lambda _: None):
         if chunk.k == 3:
             pointer = jax.device_put(chunk.batches).unsafe_buffer_pointer()
             assert pointer == chunk.batches.ctypes.data
