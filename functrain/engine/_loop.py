@@ -61,10 +61,13 @@ def repeat(body: Body, carry: PyTree, stacked: PyTree, n: jax.Array) -> tuple[Py
 def _rows(y: Any, k: int) -> jax.Array:
     """Returns zeros `[k, ...]` for what is like y: where a mesh has explicit axes, sharded so."""
     sharding = y.sharding
+    zeros = jnp.zeros((k, *y.shape), y.dtype)
     if AxisType.Explicit not in sharding.mesh.axis_types:
-        return jnp.zeros((k, *y.shape), y.dtype)
+        return zeros
+    # Not by out_sharding=, from which jax 0.12 drops the mesh where nothing is divided.
     where = NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec))
-    return jnp.zeros((k, *y.shape), y.dtype, out_sharding=where)
+    resharded: jax.Array = jax.sharding.reshard(zeros, where)
+    return resharded
 
 
 def scan(body: Body, carry: PyTree, stacked: PyTree, unroll: int = 1) -> tuple[PyTree, PyTree]:
