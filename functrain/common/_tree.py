@@ -126,7 +126,9 @@ def aliases(tree: PyTree) -> list[tuple[str, str]]:
     first: dict[object, str] = {}
     pairs = []
     for path, leaf in leaves_with_path(tree):
-        if not isinstance(leaf, jax.Array) or is_deleted(leaf):
+        if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer):
+            continue
+        if is_deleted(leaf):
             continue
         array = jax.random.key_data(leaf) if is_key(leaf) else leaf
         shards = array.addressable_shards

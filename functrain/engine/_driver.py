@@ -133,12 +133,13 @@ class Driver:
         return self._programs[k, whole]
 
     def _run_uncompiled(self, chunk: Chunk) -> PyTree:
-        body, rows = self._kind.body(self._step), []
+        body, rows, carry = self._kind.body(self._step), [], self.carry
         for i in range(chunk.steps):
             batch = jax.tree.map(lambda x, i=i: jnp.asarray(x[i]), chunk.batches)
             with self._uncompiled():
-                self.carry, row = body(self.carry, batch, *self._const)
+                carry, row = body(carry, batch, *self._const)
             rows.append(row)
+        self.carry = carry  # after the whole chunk: an error leaves the carry that goes with it
         return jax.tree.map(lambda *leaves: jnp.stack(leaves), *rows)
 
 

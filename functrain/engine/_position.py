@@ -31,7 +31,14 @@ class Position(NamedTuple):
         Args:
           step: Steps taken, such as ``int(state.step)``.
           steps_per_epoch: Such as ``len(loader)``.
+
+        Raises:
+          ValueError: `steps_per_epoch` is below 1.
         """
+        if not is_whole(steps_per_epoch, 1):
+            raise ValueError(
+                f"steps_per_epoch: expected a whole number from 1 on, got {steps_per_epoch!r}"
+            )
         return cls(int(step), *divmod(int(step), int(steps_per_epoch)))
 
     def after(self, steps: int) -> "Position":

@@ -1,5 +1,7 @@
 """What the steps of a chunk reported, row by row."""
 
+from typing import Any
+
 import jax
 import numpy as np
 
@@ -22,6 +24,11 @@ def row(rows: PyTree, i: int) -> PyTree:
     return jax.tree.map(lambda x: x[i], rows)
 
 
+def is_number(rows: Any) -> bool:
+    """Whether each step reported one number: a key is none."""
+    return rows.ndim == 1 and not _tree.is_key(rows)
+
+
 def scalars(rows: PyTree) -> dict[str, np.ndarray]:
     """Returns the numbers among rows on the host, `[steps]` each, under their paths."""
-    return {path: x for path, x in _tree.leaves_with_path(rows) if x.ndim == 1}
+    return {path: x for path, x in _tree.leaves_with_path(rows) if is_number(x)}

@@ -84,15 +84,16 @@ class HookRunner:
 
     def __enter__(self) -> Self:
         """Lets hooks begin that want to know; closes, at the exit, those that can be closed."""
-        self._closing = contextlib.ExitStack()
-        for hook in reversed(self._hooks):  # the stack closes the last one first
-            if (close := getattr(hook, "close", None)) is not None:
-                self._closing.callback(close)
-        for i, hook in enumerate(self._hooks):
-            if (comes_after := getattr(hook, "comes_after", None)) is not None:
-                comes_after(self._hooks[:i])
-            if (begin := getattr(hook, "begin", None)) is not None:
-                begin()
+        with contextlib.ExitStack() as closing:
+            for hook in reversed(self._hooks):  # the stack closes the last one first
+                if (close := getattr(hook, "close", None)) is not None:
+                    closing.callback(close)
+            for i, hook in enumerate(self._hooks):
+                if (comes_after := getattr(hook, "comes_after", None)) is not None:
+                    comes_after(self._hooks[:i])
+                if (begin := getattr(hook, "begin", None)) is not None:
+                    begin()
+            self._closing = closing.pop_all()  # all have begun: they are closed at the exit
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from functrain.common._checks import is_whole
 from functrain.common._process import require_own_jax
 from functrain.common._types import PyTree
 from functrain.model._model import Model
@@ -30,6 +31,12 @@ def require_state(state: PyTree) -> None:
             "state: expected a pytree of arrays, got what fit returned. Take its state: "
             "state, history = functrain.fit(...)."
         )
+
+
+def require_epochs(epochs: Any) -> None:
+    """Refuses what is no number of epochs."""
+    if not is_whole(epochs, 1):
+        raise ValueError(f"epochs: expected a whole number from 1 on, got {epochs!r}")
 
 
 def require_eval_step(step: Any) -> None:

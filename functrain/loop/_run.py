@@ -1,13 +1,14 @@
 """The loop as a generator: it steps, the caller decides what happens in between."""
 
+import contextlib
 import itertools
 from collections.abc import Generator, Iterable, Iterator
 from typing import Any
 
 import jax
+from jax.sharding import NamedSharding
 
 from functrain.common import _tree
-from functrain.common._checks import is_whole as is_whole_number
 from functrain.common._types import PyTree, Step
 from functrain.data._sources import Source
 from functrain.engine import _placement, _rows
@@ -18,7 +19,7 @@ from functrain.engine._position import Position, require_position
 from functrain.engine._trigger import Trigger, steps_until_due
 from functrain.loop._compute import computed
 from functrain.loop._events import ChunkEnd, EpochEnd, Event, LogsReady, RunEnd
-from functrain.loop._require import require_state
+from functrain.loop._require import require_epochs, require_state
 from functrain.metrics._metric import Metered
 from functrain.rewrites import Mode
 from functrain.step._check import check_step
@@ -102,8 +103,7 @@ def run(
     """
     check_step(step)
     require_state(state)
-    if not is_whole_number(epochs, 1):
-        raise ValueError(f"epochs: expected a whole number from 1 on, got {epochs!r}")
+    require_epochs(epochs)
     source, at = Source(data), require_position(start)
     if source.steps and at.batch >= source.steps:
         at = Position(at.step, at.epoch + 1)
@@ -125,7 +125,7 @@ def run(
     place = _placement.chunk_placement(where)
     driver = Driver(step, rewrites=rewrites, jit=jit, place=place)
     carry = _placement.on_mesh(_tree.own(state) if donate else _tree.copy(state), where)
-    return Run(driver, step, carry, source, plan, triggers, at, epochs, late_logs)
+    return Run(driver, step, carry, source, plan, triggers, at, epochs, late_logs, where)
 
 
 class Run(Iterator[Event]):
@@ -154,16 +154,19 @@ class Run(Iterator[Event]):
         start: Position,
         epochs: int,
         late_logs: bool,
+        sharding: NamedSharding | None,
     ) -> None:
         self.position = start
         self._driver, self._step, self._source, self._plan = driver, step, source, plan
         self._boundaries, self._epochs, self._late_logs = boundaries, epochs, late_logs
+        self._sharding = sharding
         self._no_metrics = step.start(()).metrics if isinstance(step, MeteredStep) else None
         self._names: dict[Any, list[tuple[int, str]]] = {}
         driver.begin(self._metered(state))
         driver.keep_spare(start, now=True)
         self._chunks = self._begin_pass(start)
         self._late: tuple[Position, Chunk, PyTree] | None = None
+        self._open: Event | None = None  # its state may have been replaced
         self._events = self._run()
 
     def __next__(self) -> Event:
@@ -176,7 +179,11 @@ class Run(Iterator[Event]):
 
         A program that fails takes the state along that it was given. Then it is the last copy, of
         at most some seconds ago; there are copies of states up to 256 MiB. None if there is none.
+        A state that the last event was given counts, if it fits.
         """
+        if self._open is not None:
+            with contextlib.suppress(Exception):  # the error that came first is the one to see
+                self._go_on_from(self._open.state)
         found = self._driver.last_whole(self.position)
         return None if found is None else (_bare(found[0]), found[1])
 
@@ -191,23 +198,22 @@ class Run(Iterator[Event]):
             if stopped or self.position.epoch + 1 == self._epochs:
                 break
             self.position = Position(self.position.step, self.position.epoch + 1)
-            self._driver.begin(self._metered(self._state))
-        end = RunEnd(**self._moment())
-        yield end
-        self._go_on_from(end.state)  # refuses what is no state of this run
+            self._driver.begin(self._metered(self.state))
+        yield from self._told(RunEnd(**self._moment()))
 
     def _epoch(self) -> Generator[Any, None, bool]:
         taken = 0
         for chunk in self._chunks:
             rows = self._driver.run(chunk)
             self.position, taken = self.position.after(chunk.steps), taken + chunk.steps
-            yield from self._due_logs()
-            if self._late_logs:
+            late = self._late
+            if self._late_logs:  # before anybody is told anything: it may raise
                 self._late = self.position, chunk._replace(batches=None), rows
+            if late is not None:
+                yield self._logs(*late)
             moment = self._moment()
             event = ChunkEnd(**moment, steps=chunk.steps, examples=chunk.examples, rows=rows)
-            yield event
-            self._go_on_from(event.state)
+            yield from self._told(event)
             if event.stopped:
                 yield from self._due_logs()
                 return True
@@ -218,12 +224,18 @@ class Run(Iterator[Event]):
         stopped = False
         if taken:  # else the epoch was over where the run began
             end = EpochEnd(**self._moment())
-            yield end
-            self._go_on_from(end.state)
+            yield from self._told(end)
             stopped = end.stopped
         if not self._source.can_seek:
             self._chunks = self._begin_pass(Position(self.position.step, self.position.epoch + 1))
         return stopped
+
+    def _told(self, event: Event) -> Iterator[Event]:
+        """Yields an event, and goes on with the state it was left with."""
+        self._open = event
+        yield event
+        self._open = None
+        self._go_on_from(event.state)
 
     def _due_logs(self) -> Iterator[LogsReady]:
         if (found := self.unread_logs()) is not None:
@@ -254,7 +266,8 @@ class Run(Iterator[Event]):
             self._chunks = itertools.chain(list(itertools.islice(chunks, 1)), chunks)
 
     @property
-    def _state(self) -> PyTree:
+    def state(self) -> PyTree:
+        """The state as it is now; the next program consumes it."""
         return _bare(self._driver.carry)
 
     def _metered(self, state: PyTree) -> PyTree:
@@ -265,7 +278,7 @@ class Run(Iterator[Event]):
 
     def _moment(self) -> dict[str, Any]:
         """Returns what every event says."""
-        known = {"position": self.position, "state": self._state}
+        known = {"position": self.position, "state": self.state}
         if self._no_metrics is None:
             return known
         step, metrics = self._step, self._driver.carry.metrics
@@ -275,7 +288,8 @@ class Run(Iterator[Event]):
         leaves, structure = jax.tree.flatten(rows)
         if structure not in self._names:  # once: paths are slow, and the same each time
             paths = [path for path, _ in _tree.leaves_with_path(rows)]
-            self._names[structure] = [(i, p) for i, p in enumerate(paths) if leaves[i].ndim == 1]
+            found = zip(range(len(paths)), paths, map(_rows.is_number, leaves), strict=True)
+            self._names[structure] = [(i, path) for i, path, number in found if number]
         names = self._names[structure]
         values = _rows.on_host([leaves[i] for i, _ in names], chunk.steps)
         logs = {name: x for (_, name), x in zip(names, values, strict=True)}
@@ -283,15 +297,15 @@ class Run(Iterator[Event]):
 
     def _go_on_from(self, state: PyTree) -> None:
         """Goes on with the state an event was left with."""
-        if state is self._state:
+        if state is self.state:
             return
-        changed = _tree.differences(self._state, state)
+        changed = _tree.differences(self.state, state)
         if changed:
             raise ValueError(
                 "event.state: expected a state of the structure, shapes and dtypes it had, got\n"
                 f"{_tree.bullets(changed)}"
             )
-        new = _tree.copy(state)
+        new = _placement.on_mesh(_tree.copy(state), self._sharding)
         metered = isinstance(self._driver.carry, Metered)
         self._driver.begin(self._driver.carry.replace(state=new) if metered else new)
 

@@ -14,6 +14,7 @@ from functrain.engine._signals import held_signals
 from functrain.hooks._evaluate import Evaluate
 from functrain.hooks._hook import HookLike, HookRunner
 from functrain.loop._events import LogsReady
+from functrain.loop._require import require_epochs
 from functrain.loop._run import Run, run
 from functrain.rewrites import Mode
 from functrain.step._metered import MeteredStep
@@ -122,6 +123,7 @@ def fit(
     """
     due = HookRunner(hooks)
     begin = require_position(start)
+    require_epochs(epochs)
     if (eval_data is None) != (eval_step is None):
         raise ValueError(
             "eval_data and eval_step: expected both or neither. The step comes from "
@@ -163,12 +165,11 @@ def fit(
                 due(event)
                 recorder.after(event)
                 progress(event, recorder)
-                state = event.state
                 signals.act()
     except BaseException as error:
         _attach_result(error, events, recorder, begin)
         raise
-    return FitResult(state, recorder.history())
+    return FitResult(events.state, recorder.history())
 
 
 def _attach_result(error: BaseException, events: Run, recorder: Recorder, begin: Position) -> None:

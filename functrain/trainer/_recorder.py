@@ -80,12 +80,13 @@ class Recorder:
 
     def _end_epoch(self, metrics: dict[str, float]) -> dict[str, float]:
         examples = self._examples.values()
+        weights = examples if examples.any() else None  # batches of nothing weigh the same
         means = dict(metrics)
         for name, column in self._steps.items() if len(examples) else ():
             values = column.values()[-len(examples) :].astype(np.float64)
             # A rate is what it is at the end; its mean over a schedule says nothing.
             last = name.split("/")[-1] == "learning_rate"
-            means[name] = float(values[-1] if last else np.average(values, weights=examples))
+            means[name] = float(values[-1] if last else np.average(values, weights=weights))
         self._examples = _Column(np.dtype(np.float64))
         return dict(sorted(means.items(), key=_rank))
 

@@ -151,6 +151,15 @@ def test_a_fused_step_can_be_vmapped() -> None:
     np.testing.assert_array_equal(many, np.arange(4) * 8)
 
 
+@pytest.mark.parametrize("steps", [None, 2])
+def test_a_fused_step_can_be_part_of_another_program(steps) -> None:
+    fused = ft.fuse(lambda state, batch: (state + batch, {}), 3)
+    state, _ = jax.jit(lambda state, chunk: fused(state, chunk, steps))(jnp.zeros(()), jnp.ones(3))
+    assert float(state) == (steps or 3)
+    many, _ = jax.vmap(lambda state: fused(state, jnp.ones(3), steps))(jnp.arange(4.0))
+    np.testing.assert_array_equal(many, np.arange(4) + (steps or 3))
+
+
 def test_logs_of_plain_numbers_and_any_dtype_are_stacked() -> None:
     def step(state, batch):
         return state, {"one": 1, "half": 0.5, "flag": batch > 1, "byte": batch.astype(jnp.uint8)}

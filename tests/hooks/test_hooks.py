@@ -161,6 +161,29 @@ def test_a_hook_that_fails_closes_the_others() -> None:
     assert closed == [True]
 
 
+def test_a_hook_that_cannot_begin_closes_those_that_have_begun() -> None:
+    told = []
+
+    class Closing:
+        def __init__(self, fails):
+            self.fails = fails
+
+        def __call__(self, event):
+            pass
+
+        def begin(self):
+            if self.fails:
+                raise RuntimeError("on purpose")
+            told.append("begin")
+
+        def close(self):
+            told.append("close")
+
+    with pytest.raises(RuntimeError, match="on purpose"):
+        fit(Closing(fails=False), Closing(fails=True))
+    assert told[:2] == ["begin", "close"]
+
+
 class Scripted:
     """Puts a given value into each epoch."""
 

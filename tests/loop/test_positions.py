@@ -103,3 +103,8 @@ def test_a_start_that_makes_no_sense_is_refused(start, error, message) -> None:
 def test_the_number_of_epochs_is_that_of_the_whole_training() -> None:
     _, history = ft.fit(START, step, LOADER, epochs=3, start=ft.Position(7, 1), verbose=0)
     assert len(history.epochs["norm"]) == 2
+
+
+def test_a_position_needs_the_length_of_an_epoch() -> None:
+    with pytest.raises(ValueError, match="steps_per_epoch: expected a whole number from 1 on"):
+        ft.Position.of(step=3, steps_per_epoch=0)

@@ -188,3 +188,14 @@ def test_arrays_may_be_shared_where_nothing_is_donated() -> None:
     own = {"a": jnp.zeros(()), "b": jnp.zeros(())}
     state, _ = ft.fuse(step, 6)(own, (x, x))
     assert float(state["b"]) == 15.0
+
+
+def test_a_state_of_numpy_arrays_that_a_hook_puts_in_goes_to_all_devices_too() -> None:
+    def through_the_host(event: Any) -> None:
+        event.state = jax.device_get(event.state)
+
+    how: Any = {"sharding": at("data"), "fuse": 2, "verbose": 0}
+    state, _ = ft.fit(create(), STEP, loader(), hooks=[through_the_host], **how)
+    alone, _ = ft.fit(create(), STEP, loader(), **how)
+    assert jax.tree.leaves(specs(state)) == jax.tree.leaves(specs(alone))
+    jax.tree.map(np.testing.assert_array_equal, state, alone)

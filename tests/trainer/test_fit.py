@@ -73,6 +73,39 @@ def test_logs_that_are_no_scalars_stay_out_of_the_history() -> None:
     assert set(history.steps) == {"loss", "d/real"}
 
 
+@pytest.mark.parametrize("jit", [True, False])
+def test_keys_in_logs_stay_out_of_the_history(jit) -> None:
+    def step(state, batch):
+        return state, {"loss": jnp.sum(batch[1]), "key": jax.random.key(1)}
+
+    latest = []
+    _, history = ft.fit(
+        jnp.zeros(()),
+        step,
+        ft.ArrayLoader((X, Y), 10),
+        hooks=[lambda event: isinstance(event, ft.ChunkEnd) and latest.append(event.latest())],
+        jit=jit,
+        verbose=0,
+    )
+    assert set(history.steps) == set(latest[0]) == {"loss"}
+
+
+def test_batches_of_no_examples_weigh_the_same() -> None:
+    batches = [{"absent": np.zeros((0, 3)), "x": np.float32(i)} for i in range(4)]
+
+    def step(state, batch):
+        return state, {"x": batch["x"]}
+
+    _, history = ft.fit(jnp.zeros(()), step, batches, verbose=0)
+    assert history.epochs["x"] == [1.5]
+
+
+def test_a_number_of_epochs_that_is_none_is_refused_with_an_evaluation_too() -> None:
+    data = ft.ArrayLoader((X, Y), 10)
+    with pytest.raises(ValueError, match="epochs: expected a whole number from 1 on, got '3'"):
+        ft.fit(*setup(), data, epochs="3", eval_data=data, eval_step=ft.eval_step(LOSS), verbose=0)
+
+
 def test_the_learning_rate_of_an_epoch_is_its_last() -> None:
     schedule = optax.linear_schedule(1.0, 0.0, 11)
     tx = optax.sgd(schedule)
@@ -241,3 +274,29 @@ def test_names_of_metrics_are_no_markup(capsys) -> None:
     )
     ft.fit(state, step, ft.ArrayLoader((X, Y), 10), verbose=2)
     assert "acc[top]" in capsys.readouterr().out
+
+
+def test_what_fit_returns_is_nobody_elses() -> None:
+    kept = jnp.ones(())
+
+    def put(event):
+        event.state = kept
+
+    state, _ = ft.fit(
+        jnp.zeros(()), lambda s, x: (s + x, {}), [jnp.ones(())], hooks=[put], verbose=0
+    )
+    ft.fuse(lambda s, x: (s + x, {}), 1)(state, jnp.ones(1))
+    assert not kept.is_deleted()
+
+
+def test_an_interrupt_keeps_what_a_hook_has_put_in_at_that_very_step(ctrl_c) -> None:
+    def halve(event):
+        if isinstance(event, ft.ChunkEnd):
+            event.state = event.state / 2
+            if event.step == 3:
+                signal.raise_signal(signal.SIGINT)
+
+    how = {"hooks": [halve], "fuse": 1, "verbose": 0}
+    with pytest.raises(KeyboardInterrupt) as caught:
+        ft.fit(jnp.zeros(()), lambda s, x: (s + x, {}), [jnp.ones(())] * 8, **how)
+    assert float(caught.value.fit_result.state) == (0.5 + 1) / 4 + 0.5
