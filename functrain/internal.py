@@ -24,7 +24,6 @@ from functrain.engine._plan import require_fuse as require_fuse
 from functrain.engine._rows import on_host as on_host
 from functrain.engine._rows import row as row
 from functrain.engine._signals import HeldSignals as HeldSignals
-from functrain.engine._signals import held_signals as held_signals
 from functrain.model._switches import SWITCHES as SWITCHES
 from functrain.rewrites import Mode as Mode
 from functrain.rewrites import mode as mode
@@ -48,7 +47,6 @@ __all__ = [
     "chunked",
     "copied",
     "filled",
-    "held_signals",
     "is_whole",
     "mode",
     "nbytes",

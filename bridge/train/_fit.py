@@ -19,7 +19,7 @@ from bridge.train._feed import source as batches
 from bridge.train._loop import Ways
 from bridge.train._runs import Evaluation, Fit, run_evaluate, run_predict
 from bridge.train._validation import require_validation
-from functrain.internal import FuseArg, Mode, held_signals
+from functrain.internal import FuseArg, HeldSignals, Mode
 
 
 def fit(
@@ -131,7 +131,7 @@ def fit(
         require_validation(model, validation_data, data, size, validation_steps)
         evaluation = Evaluation(model, validation_data, size, validation_steps, validation_freq)
     callbacks = _callback_list(model, callbacks, verbose, epochs, source, add_history=True)
-    with held_signals() as signals:
+    with HeldSignals() as signals:
         run = Fit(model, source, callbacks, evaluation, Ways(fuse, rewrites, signals))
         return run(initial_epoch, epochs)
 
@@ -188,7 +188,7 @@ def evaluate(
     source = batches(model, (x, y, sample_weight), batch_size, steps)
     keras_private.build_from(model, source)
     callbacks = _callback_list(model, callbacks, verbose, 1, source)
-    with held_signals() as signals:
+    with HeldSignals() as signals:
         logs = run_evaluate(model, source, callbacks, Ways(fuse, rewrites, signals))
     return logs if return_dict else keras_private.in_order(model, logs)
 
@@ -237,7 +237,7 @@ def predict(
     if not all(layer.built for layer in keras_private.all_layers(model)):
         _build_by_a_call(model, source)
     callbacks = _callback_list(model, callbacks, verbose, 1, source)
-    with held_signals() as signals:
+    with HeldSignals() as signals:
         return run_predict(model, source, callbacks, Ways(fuse, rewrites, signals))
 
 
