@@ -1,9 +1,7 @@
 """What the steps of a chunk reported, row by row."""
 
 import jax
-import numpy as np
 
-from functrain.common import _tree
 from functrain.common._types import PyTree
 
 
@@ -20,8 +18,3 @@ def on_host(rows: PyTree, steps: int) -> PyTree:
 def row(rows: PyTree, i: int) -> PyTree:
     """Returns what the i-th step reported."""
     return jax.tree.map(lambda x: x[i], rows)
-
-
-def scalars(rows: PyTree) -> dict[str, np.ndarray]:
-    """Returns the numbers among rows on the host, `[steps]` each, under their paths."""
-    return {path: x for path, x in _tree.leaves_with_path(rows) if x.ndim == 1}
