@@ -205,7 +205,7 @@ def _check(where: Layout, params: PyTree, model_state: PyTree) -> None:
 
 def _spec(x: Any) -> Any:
     """Returns shape and dtype, and forgets a weak type: the variable's dtype wins anyway."""
-    if hasattr(x, "shape") and hasattr(x, "dtype") and not _tree.is_key(x):
+    if _tree.is_array(x) and not _tree.is_key(x):
         return jax.ShapeDtypeStruct(x.shape, jnp.dtype(x.dtype))
     return x
 

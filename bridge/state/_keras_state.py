@@ -73,10 +73,8 @@ def keras_state(model: keras.Model, batch: PyTree = None) -> KerasState:
 def write_keras_state(state: KerasState, model: keras.Model) -> keras.Model:
     """Copies a state into the variables of its model: all of them, or none if one does not fit."""
     require_compiled(model)
-    lists, got = (
-        variable_lists(model),
-        {name: getattr(state, name) for name in variable_lists(model)},
-    )
+    lists = variable_lists(model)
+    got = {name: getattr(state, name) for name in lists}
     for path, leaf in _tree.leaves_with_path(got):
         if isinstance(leaf, jax.core.Tracer):
             raise TypeError(
@@ -110,10 +108,7 @@ def variable_lists(model: keras.Model) -> dict[str, Variables]:
 
 
 def _specs(tree: PyTree) -> dict[str, str]:
-    return {
-        path: f"{x.dtype}[{', '.join(map(str, x.shape))}]"
-        for path, x in _tree.leaves_with_path(tree)
-    }
+    return {path: _tree.strong_spec(x) for path, x in _tree.leaves_with_path(tree)}
 
 
 def require_trainer(model: Any) -> None:

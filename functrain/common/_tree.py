@@ -31,12 +31,21 @@ def structure(tree: PyTree) -> Any:
     return jax.tree.structure(tree)
 
 
+def is_array(x: PyTree) -> bool:
+    """Whether a leaf has a shape and a dtype, abstract ones too."""
+    return hasattr(x, "shape") and hasattr(x, "dtype")
+
+
 def spec(x: PyTree) -> str:
     """Returns a leaf's dtype and shape as ``float32[8, 3]``, or its type if it is no array."""
-    if not hasattr(x, "shape") or not hasattr(x, "dtype"):
+    return strong_spec(x) + ", weak type" * bool(getattr(x, "weak_type", False))
+
+
+def strong_spec(x: PyTree) -> str:
+    """As `spec`, whether or not the type is weak."""
+    if not is_array(x):
         return type(x).__name__
-    weak = ", weak type" if getattr(x, "weak_type", False) else ""
-    return f"{x.dtype}[{', '.join(map(str, x.shape))}]{weak}"
+    return f"{x.dtype}[{', '.join(map(str, x.shape))}]"
 
 
 def differences(expected: PyTree, got: PyTree) -> list[str]:

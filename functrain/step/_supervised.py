@@ -125,7 +125,7 @@ def _met(outputs: PyTree, y: PyTree) -> str:
 
 def _advice(outputs: PyTree, y: PyTree) -> Iterator[str]:
     """Yields what is mostly the matter where labels do not fit."""
-    if not all(hasattr(x, "shape") and hasattr(x, "dtype") for x in (outputs, y)):
+    if not (_tree.is_array(outputs) and _tree.is_array(y)):
         return
     whole = jnp.issubdtype(y.dtype, jnp.integer)
     if outputs.ndim == y.ndim + 1 and outputs.shape[-1] == 1:
