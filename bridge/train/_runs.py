@@ -18,7 +18,7 @@ from bridge.train._callbacks import (
 )
 from bridge.train._epochs import is_due
 from bridge.train._loop import Loop, Ways
-from functrain.internal import Chunk, PyTree, on_host
+from functrain.internal import fetched
 
 
 class Evaluation:
@@ -148,25 +148,12 @@ def run_predict(model: keras.Model, source: Any, callbacks: Any, ways: Ways) -> 
     callbacks.on_predict_begin()
     calls = BatchCallbacks(callbacks, "predict")
     loop = Loop(model, "predict", source, calls, ways)
-    outputs: list[PyTree] = []
-    late: list[tuple[Chunk, PyTree]] = []
     try:
-        for found in loop.run():
-            outputs += _fetched(late)  # while the device is busy with what was found now
-            late = [found]
+        outputs = fetched((rows, chunk.steps) for chunk, rows in loop.run())
     finally:
         loop.sync()
-    outputs += _fetched(late)
     callbacks.on_predict_end()
     ways.signals.act()
     if not outputs:
         raise ValueError("x: expected at least one batch to predict from, got none")
     return jax.tree.map(lambda *leaves: np.concatenate(leaves), *outputs)
-
-
-def _fetched(late: list[tuple[Chunk, PyTree]]) -> list[PyTree]:
-    """Returns the outputs of chunks on the host: leaves `[steps * B, ...]`."""
-    return [
-        jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), on_host(rows, chunk.steps))
-        for chunk, rows in late
-    ]

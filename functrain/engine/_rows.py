@@ -1,6 +1,9 @@
 """What the steps of a chunk reported, row by row."""
 
+from collections.abc import Iterable
+
 import jax
+import numpy as np
 
 from functrain.common._types import PyTree
 
@@ -18,3 +21,28 @@ def on_host(rows: PyTree, steps: int) -> PyTree:
 def row(rows: PyTree, i: int) -> PyTree:
     """Returns what the i-th step reported."""
     return jax.tree.map(lambda x: x[i], rows)
+
+
+def fetched(dispatched: Iterable[tuple[PyTree, int]]) -> list[PyTree]:
+    """Returns the outputs of the steps of each chunk on the host: leaves `[steps * B, ...]`.
+
+    A chunk's are fetched when the next one is dispatched: the device is busy meanwhile.
+
+    Args:
+      dispatched: Rows of each chunk, and how many steps it took.
+
+    Raises:
+      ValueError: An output is a scalar.
+    """
+    parts: list[PyTree] = []
+    late: list[tuple[PyTree, int]] = []
+    for found in dispatched:
+        parts += [jax.tree.map(_join, on_host(*chunk)) for chunk in late]
+        late = [found]
+    return parts + [jax.tree.map(_join, on_host(*chunk)) for chunk in late]
+
+
+def _join(x: np.ndarray) -> np.ndarray:
+    if x.ndim < 2:
+        raise ValueError("outputs: expected one per example, [B, ...], got a scalar per batch")
+    return x.reshape(-1, *x.shape[2:])
