@@ -16,7 +16,6 @@ from bridge.train._callbacks import (
     only_read_model_attribute,
     without_history_reading_model,
 )
-from bridge.train._epochs import is_due
 from bridge.train._loop import Loop, Ways
 from functrain.internal import fetched
 
@@ -32,8 +31,10 @@ class Evaluation:
         self._source: Any = None
 
     def is_due(self, epoch: int) -> bool:
-        """Whether this epoch ends with it."""
-        return is_due(epoch, self._freq)
+        """Whether this epoch, counted from 0, ends with it."""
+        if isinstance(self._freq, list):  # of epochs counted from 1
+            return epoch + 1 in self._freq
+        return bool((epoch + 1) % self._freq == 0)
 
     def source(self) -> Any:
         """Returns the batches, by one iterator for all epochs, as Keras does."""
@@ -109,13 +110,13 @@ class Fit:
         self._callbacks.on_epoch_begin(epoch)
         for _ in self._loop.run():
             pass
-        evaluates = self._evaluation is not None and self._evaluation.is_due(epoch)
+        evaluation = self._evaluation
+        evaluates = evaluation is not None and evaluation.is_due(epoch)
         logs = self._loop.logs()
         if evaluates or not self._lazy:
             self._loop.sync()
-        if evaluates:
-            assert self._evaluation is not None
-            source = self._evaluation.source()
+        if evaluation is not None and evaluates:
+            source = evaluation.source()
             found = run_evaluate(model, source, self._callbacks, self._ways, within_fit=True)
             logs.update({f"val_{name}": value for name, value in found.items()})
         self._callbacks.on_epoch_end(epoch, logs)
