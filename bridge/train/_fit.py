@@ -8,11 +8,9 @@ import keras
 from bridge import keras_private
 from bridge.state._keras_state import require_compiled
 from bridge.train._checks import (
-    require_callbacks,
-    require_data,
+    require_arguments,
     require_model,
     require_validation_arguments,
-    require_ways,
     require_whole,
 )
 from bridge.train._feed import source as batches
@@ -107,14 +105,11 @@ def fit(
     """
     require_model(model)
     require_compiled(model)
-    require_ways(fuse, rewrites, verbose)
-    require_data(x)
-    require_whole(0, epochs=epochs, initial_epoch=initial_epoch)
     sizes = {"batch_size": batch_size, "validation_batch_size": validation_batch_size}
     steps = {"steps_per_epoch": steps_per_epoch, "validation_steps": validation_steps}
-    require_whole(1, optional=True, **sizes, **steps)
+    require_arguments(x, fuse, rewrites, verbose, callbacks, **sizes, **steps)
+    require_whole(0, epochs=epochs, initial_epoch=initial_epoch)
     require_validation_arguments(validation_split, validation_freq)
-    require_callbacks(callbacks)
     epochs = _capped(epochs)
     if validation_split and validation_data is None:
         (x, y, sample_weight), validation_data = keras_private.split(
@@ -181,10 +176,8 @@ def evaluate(
     """
     require_model(model)
     require_compiled(model)
-    require_ways(fuse, rewrites, verbose)
-    require_data(x)
-    require_whole(1, optional=True, batch_size=batch_size, steps=steps)
-    require_callbacks(callbacks)
+    numbers = {"batch_size": batch_size, "steps": steps}
+    require_arguments(x, fuse, rewrites, verbose, callbacks, **numbers)
     source = batches(model, (x, y, sample_weight), batch_size, steps)
     keras_private.build_from(model, source)
     callbacks = _callback_list(model, callbacks, verbose, 1, source)
@@ -229,10 +222,8 @@ def predict(
       (40, 4)
     """
     require_model(model)
-    require_ways(fuse, rewrites, verbose)
-    require_data(x)
-    require_whole(1, optional=True, batch_size=batch_size, steps=steps)
-    require_callbacks(callbacks)
+    numbers = {"batch_size": batch_size, "steps": steps}
+    require_arguments(x, fuse, rewrites, verbose, callbacks, **numbers)
     source = batches(model, (x, None, None), batch_size, steps)
     if not all(layer.built for layer in keras_private.all_layers(model)):
         _build_by_a_call(model, source)
