@@ -53,15 +53,18 @@ def _base(parent: Any, member: Any, held: dict[int, str]) -> str:
     return name.replace("/", ">")  # as Keras does in the paths of metric variables
 
 
-def hint(name: str, known: Iterable[str]) -> str:
-    """Returns a sentence with the known names that a wrong one is close to, or nothing.
+def require_known(name: str, module: Any, expected: str) -> None:
+    """Refuses a name that a module of Keras, such as `keras.losses`, does not know.
 
-    Examples:
-      >>> hint("mean_squared_eror", ["mean_squared_error", "hinge"])
-      " Did you mean 'mean_squared_error'?"
+    Raises:
+      ValueError: It says what was expected, and what is close.
     """
-    close = difflib.get_close_matches(name, list(known), n=3)
-    return f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
+    try:
+        module.get(name)
+    except ValueError:
+        close = difflib.get_close_matches(name, dir(module), n=3)
+        hint = f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
+        raise ValueError(f"{expected}, got {name!r}.{hint}") from None
 
 
 def snake(cls: type) -> str:
