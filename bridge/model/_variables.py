@@ -144,7 +144,7 @@ def merge(*trees: PyTree) -> PyTree:
     """Returns nested dicts with no leaf in common as one."""
     return nest(
         {
-            tuple(key.key for key in path): leaf
+            _tree.keys(path): leaf
             for tree in trees
             for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
         }
@@ -170,17 +170,18 @@ def pair(where: Layout, params: PyTree, model_state: PyTree) -> list[tuple[Any, 
     """
     _check(where, params, model_state)
     return [
-        *((v, _at(params, path)) for path, v in where.params.items()),
-        *((v, _at(model_state, path)) for path, v in where.model_state.items()),
+        *((v, at(params, path)) for path, v in where.params.items()),
+        *((v, at(model_state, path)) for path, v in where.model_state.items()),
     ]
 
 
 def select(tree: PyTree, paths: Iterable[Path]) -> dict[Path, Any]:
     """Returns some leaves of nested dicts, by path."""
-    return {path: _at(tree, path) for path in paths}
+    return {path: at(tree, path) for path in paths}
 
 
-def _at(tree: PyTree, path: Path) -> Any:
+def at(tree: PyTree, path: Path) -> Any:
+    """Returns what is at a path in nested dicts."""
     for key in path:
         tree = tree[key]
     return tree
