@@ -3,7 +3,7 @@
 The only door by which `bridge` takes what is not public; a test holds that.
 """
 
-from functrain.common import _tree as tree
+from functrain.common import _tree
 from functrain.common._checks import is_whole as is_whole
 from functrain.common._types import PyTree as PyTree
 from functrain.data._batch import unpack as unpack
@@ -30,31 +30,4 @@ from functrain.rewrites import Mode as Mode
 from functrain.rewrites import mode as mode
 from functrain.step._state import check_tx as check_tx
 
-__all__ = [
-    "SPARE_BYTES",
-    "SWITCHES",
-    "Chunk",
-    "Driver",
-    "FuseArg",
-    "HeldSignals",
-    "Made",
-    "Mode",
-    "Plan",
-    "PyTree",
-    "Stack",
-    "StreamPass",
-    "add_guard",
-    "check_tx",
-    "chunked",
-    "copied",
-    "fetched",
-    "filled",
-    "is_whole",
-    "mode",
-    "nbytes",
-    "on_host",
-    "require_fuse",
-    "row",
-    "tree",
-    "unpack",
-]
+tree = _tree
