@@ -76,8 +76,8 @@ class Wrapped:
         old = self.variables(built, state)
         leaves, grads = jax.tree.leaves(params), jax.tree.leaves(updates)
         in_order = [jnp.asarray(x) for x in _permuted(leaves, built.slots.places)]
-        slopes = self._scaled(built, old, _permuted(grads, built.slots.places), loss_scale)
-        new, variables = built.optimizer.stateless_apply(old, slopes, in_order)
+        scaled = self._scaled(built, old, _permuted(grads, built.slots.places), loss_scale)
+        new, variables = built.optimizer.stateless_apply(old, scaled, in_order)
         variables = [jnp.asarray(x, v.dtype) for x, v in zip(variables, old, strict=True)]
         deltas = [difference(n, p) for n, p in zip(new, in_order, strict=True)]
         return (

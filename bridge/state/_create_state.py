@@ -63,7 +63,7 @@ def create_state(
     state = TrainState.create(params=params, model_state=model_state, tx=tx, rng=rng)
     if optimizer == "require" or (optimizer == "auto" and _goes_on(tx, model)):
         try:
-            opt_state, step = _transfer.taken(state.opt_state, model)
+            opt_state, step = _transfer.from_optimizer(state.opt_state, model)
         except _transfer.UnfitError as error:
             raise ValueError(
                 f"model: expected an optimizer that tx can go on from: {error}.\n"

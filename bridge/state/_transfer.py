@@ -22,7 +22,7 @@ class UnfitError(ValueError):
     """The optimizer and the state have nothing to say to each other; the message says why."""
 
 
-def taken(opt_state: PyTree, model: Any) -> tuple[PyTree, jax.Array]:
+def from_optimizer(opt_state: PyTree, model: Any) -> tuple[PyTree, jax.Array]:
     """Returns a fresh state with copies of what the optimizer remembers, and its iterations.
 
     Raises:
@@ -43,7 +43,7 @@ def taken(opt_state: PyTree, model: Any) -> tuple[PyTree, jax.Array]:
     return new, iterations
 
 
-def given(opt_state: PyTree, model: Any, step: Any) -> list[tuple[Any, jax.Array]]:
+def to_optimizer(opt_state: PyTree, model: Any, step: Any) -> list[tuple[Any, jax.Array]]:
     """Returns new values for the variables of the model's optimizer, which is built if need be.
 
     Raises:
@@ -51,8 +51,8 @@ def given(opt_state: PyTree, model: Any, step: Any) -> list[tuple[Any, jax.Array
     """
     optimizer = _optimizer(model)
     known = slot_fields(optimizer, opt_state)
-    if not (isinstance(inner(optimizer), OptaxOptimizer) or _found(opt_state, known)):
-        raise UnfitError(_stranger(optimizer, opt_state))
+    if not (isinstance(inner(optimizer), OptaxOptimizer) or _slot_nodes(opt_state, known)):
+        raise UnfitError(_no_counterpart(optimizer, opt_state))
     if not optimizer.built:
         optimizer.build(model.trainable_variables)
     if isinstance(inner(optimizer), OptaxOptimizer):
@@ -76,7 +76,7 @@ def _optimizer(model: Any) -> Any:
     return optimizer
 
 
-def _stranger(optimizer: Any, opt_state: PyTree) -> str:
+def _no_counterpart(optimizer: Any, opt_state: PyTree) -> str:
     return (
         f"nothing is known that both {type(optimizer).__name__} and this state of optax hold: "
         f"{_kinds(opt_state)}. Known are bridge.optimizer(model.optimizer), with or "
@@ -112,7 +112,7 @@ def _layout(model: Any, optimizer: Any) -> SlotLayout:
     return SlotLayout(roles, jax.tree.leaves(numbered), jax.tree.structure(numbered))
 
 
-def _found(opt_state: PyTree, known: dict[type, Any]) -> list[Any]:
+def _slot_nodes(opt_state: PyTree, known: dict[type, Any]) -> list[Any]:
     """Returns the nodes of a state that hold slots of Keras."""
     kinds = (KerasOptState, *known)
     nodes = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, (*kinds, KerasCount)))
@@ -151,8 +151,8 @@ def _of_keras_in(opt_state: PyTree, model: Any, optimizer: Any) -> tuple[PyTree,
         return type(found)(**{**found._asdict(), **fields, **counts})
 
     new = _mapped(opt_state, known, filled)
-    if used != set(theirs.slots) or not _found(opt_state, known):
-        raise UnfitError(_stranger(optimizer, opt_state))
+    if used != set(theirs.slots) or not _slot_nodes(opt_state, known):
+        raise UnfitError(_no_counterpart(optimizer, opt_state))
     return new, iterations
 
 
@@ -169,12 +169,12 @@ def _to_keras(
     scalars, slots = dict(now.scalars), dict(now.slots)
     counts = [jnp.asarray(step, jnp.int32)]
     filled: set[str] = set()
-    for found in _found(opt_state, known):
+    for found in _slot_nodes(opt_state, known):
         if isinstance(found, KerasOptState):
             shared = {k: x for k, x in found.scalars.items() if k in scalars}
             odd = (set(scalars) ^ set(found.scalars)) - {"learning_rate"}
             if odd or set(slots) != set(found.slots):
-                raise UnfitError(_stranger(optimizer, opt_state))
+                raise UnfitError(_no_counterpart(optimizer, opt_state))
             whole = KerasOptState({**scalars, **shared}, found.slots)
             values = layout.scatter(whole)
             return list(zip(optimizer.variables, values, strict=True))
@@ -195,7 +195,7 @@ def _to_keras(
 
 
 def _of_optax(opt_state: PyTree, model: Any, optimizer: OptaxOptimizer) -> PyTree:
-    places = _places(opt_state, model, optimizer)
+    places = _optax_places(opt_state, model, optimizer)
     found = jax.tree.leaves(optimizer.opt_state)
     return jax.tree.unflatten(jax.tree.structure(opt_state), [found[i] for i in places])
 
@@ -203,7 +203,7 @@ def _of_optax(opt_state: PyTree, model: Any, optimizer: OptaxOptimizer) -> PyTre
 def _to_optax(
     opt_state: PyTree, model: Any, optimizer: OptaxOptimizer, step: Any
 ) -> list[tuple[Any, jax.Array]]:
-    places = _places(opt_state, model, optimizer)
+    places = _optax_places(opt_state, model, optimizer)
     pairs = [
         (optimizer.plan.slots[i], numbers(leaf))
         for i, leaf in zip(places, jax.tree.leaves(opt_state), strict=True)
@@ -211,7 +211,7 @@ def _to_optax(
     return [*pairs, (optimizer.variables[0], jnp.asarray(step, jnp.int32))]
 
 
-def _places(opt_state: PyTree, model: Any, optimizer: OptaxOptimizer) -> list[int]:
+def _optax_places(opt_state: PyTree, model: Any, optimizer: OptaxOptimizer) -> list[int]:
     """Returns for each leaf its place in the optimizer's state, whatever the params' keys are."""
     held = list(_variables.layout(model).params.items())
     number = {id(v): i for i, (_, v) in enumerate(held)}

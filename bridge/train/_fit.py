@@ -14,7 +14,7 @@ from bridge.train._checks import (
     require_whole,
 )
 from bridge.train._feed import source as batches
-from bridge.train._loop import Ways
+from bridge.train._loop import Options
 from bridge.train._runs import Evaluation, Fit, run_evaluate, run_predict
 from bridge.train._validation import require_validation
 from functrain.internal import FuseArg, HeldSignals, Mode
@@ -127,7 +127,7 @@ def fit(
         evaluation = Evaluation(model, validation_data, size, validation_steps, validation_freq)
     callbacks = _callback_list(model, callbacks, verbose, epochs, source, add_history=True)
     with HeldSignals() as signals:
-        run = Fit(model, source, callbacks, evaluation, Ways(fuse, rewrites, signals))
+        run = Fit(model, source, callbacks, evaluation, Options(fuse, rewrites, signals))
         return run(initial_epoch, epochs)
 
 
@@ -182,7 +182,7 @@ def evaluate(
     keras_private.build_from(model, source)
     callbacks = _callback_list(model, callbacks, verbose, 1, source)
     with HeldSignals() as signals:
-        logs = run_evaluate(model, source, callbacks, Ways(fuse, rewrites, signals))
+        logs = run_evaluate(model, source, callbacks, Options(fuse, rewrites, signals))
     return logs if return_dict else keras_private.in_order(model, logs)
 
 
@@ -229,7 +229,7 @@ def predict(
         _build_by_a_call(model, source)
     callbacks = _callback_list(model, callbacks, verbose, 1, source)
     with HeldSignals() as signals:
-        return run_predict(model, source, callbacks, Ways(fuse, rewrites, signals))
+        return run_predict(model, source, callbacks, Options(fuse, rewrites, signals))
 
 
 def _build_by_a_call(model: keras.Model, source: Any) -> None:

@@ -41,7 +41,7 @@ _FIELDS = {
 _STOP = {"train": "stop_training", "test": "stop_evaluating", "predict": "stop_predicting"}
 
 
-class Ways(NamedTuple):
+class Options(NamedTuple):
     """How to run: the same for a fit and its evaluations."""
 
     fuse: FuseArg
@@ -59,19 +59,19 @@ class Loop:
       kind: "train", "test" or "predict".
       source: Keras's EpochIterator.
       calls: The callbacks' batch methods.
-      ways: How to run.
+      options: How to run.
     """
 
     def __init__(
-        self, model: keras.Model, kind: str, source: Any, calls: BatchCallbacks, ways: Ways
+        self, model: keras.Model, kind: str, source: Any, calls: BatchCallbacks, options: Options
     ) -> None:
         self._model, self._kind, self._source, self._calls = model, kind, source, calls
-        self._signals = ways.signals
+        self._signals = options.signals
         self._step = cached_for(model, kind, self._make_step)  # programs live as long as it
         self._means = None if kind == "predict" else RunningMeans.of(model)
-        self._rewrites = ways.rewrites
+        self._rewrites = options.rewrites
         self._plan = Plan(
-            self._fuse(ways.fuse),
+            self._fuse(options.fuse),
             state_bytes=nbytes(self._originals()),
             row_bytes=self._row_bytes,
             stretches=lambda: [keras_private.whole_batches(source), calls.between()],

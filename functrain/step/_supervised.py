@@ -102,7 +102,7 @@ def supervised(
         try:
             found = loss(outputs, y, sample_weight=weight) if weighs else loss(outputs, y)
         except (TypeError, ValueError) as error:
-            error.add_note(_met(outputs, y))
+            error.add_note(_labels_note(outputs, y))
             raise
         values = jnp.asarray(found)
         if not weighs:
@@ -115,7 +115,7 @@ def supervised(
     return loss_fn
 
 
-def _met(outputs: PyTree, y: PyTree) -> str:
+def _labels_note(outputs: PyTree, y: PyTree) -> str:
     """Says what a loss was given when it failed."""
     had = [", ".join(map(_tree.spec, jax.tree.leaves(tree))) for tree in (outputs, y)]
     said = f"This came from loss(outputs, y), with outputs {had[0]} and labels {had[1]}."
