@@ -12,6 +12,7 @@ import optax
 from bridge import keras_private
 from bridge.optim._schedules import schedule
 from functrain.internal import PyTree
+from functrain.internal import tree as _tree
 
 K = keras.optimizers
 
@@ -203,7 +204,6 @@ def slot_fields(optimizer: Any, opt_state: PyTree) -> dict[type, tuple[SlotField
     A trace holds the learning rate, as Keras's momentum does, in chains of `native` only.
     """
     known = _SLOT_FIELDS.get(type(optimizer), {})
-    nodes = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, KerasCount))
-    if any(isinstance(x, KerasCount) for x in nodes):
+    if _tree.nodes(opt_state, KerasCount):
         return known
     return {cls: of for cls, of in known.items() if cls is not optax.TraceState}

@@ -114,9 +114,7 @@ def _layout(model: Any, optimizer: Any) -> SlotLayout:
 
 def _slot_nodes(opt_state: PyTree, known: dict[type, Any]) -> list[Any]:
     """Returns the nodes of a state that hold slots of Keras."""
-    kinds = (KerasOptState, *known)
-    nodes = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, (*kinds, KerasCount)))
-    return [x for x in nodes if isinstance(x, (*kinds, KerasCount))]
+    return _tree.nodes(opt_state, KerasOptState, KerasCount, *known)
 
 
 def _mapped(opt_state: PyTree, known: dict[type, Any], change: Callable[[Any], Any]) -> PyTree:

@@ -26,6 +26,12 @@ def leaves_with_path(tree: PyTree) -> Iterator[tuple[str, PyTree]]:
         yield path_str(path), leaf
 
 
+def nodes(tree: PyTree, *kinds: type) -> list[Any]:
+    """Returns the nodes of a tree that are of some classes, whole."""
+    found = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kinds))
+    return [x for x in found if isinstance(x, kinds)]
+
+
 def structure(tree: PyTree) -> Any:
     """Returns the treedef; jax gives its type no operators."""
     return jax.tree.structure(tree)
