@@ -1,8 +1,9 @@
 """What a variable is called: keys that read like the model, and are the same in every instance."""
 
 import difflib
+import itertools
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 
@@ -31,12 +32,7 @@ def keys(parent: Any, members: Iterable[Any]) -> list[str]:
     used: set[str] = set()
     for_each = []
     for member in members:
-        base = _base(parent, member, held)
-        key = base
-        number = 0
-        while key in used:
-            number += 1
-            key = f"{base}_{number}"
+        key = free(_base(parent, member, held), used)
         used.add(key)
         for_each.append(key)
     return for_each
@@ -65,6 +61,17 @@ def require_known(name: str, module: Any, expected: str) -> None:
         close = difflib.get_close_matches(name, dir(module), n=3)
         hint = f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
         raise ValueError(f"{expected}, got {name!r}.{hint}") from None
+
+
+def free(name: str, used: Collection[str]) -> str:
+    """Returns a name that is not used: itself, or with `_1`, `_2`, ... behind it.
+
+    Examples:
+      >>> free("dense", {"dense", "dense_1"})
+      'dense_2'
+    """
+    numbered = (f"{name}_{i}" for i in itertools.count(1))
+    return next(x for x in itertools.chain([name], numbered) if x not in used)
 
 
 def snake(cls: type) -> str:
