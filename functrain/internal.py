@@ -1,6 +1,6 @@
 """What functrain shares with `bridge`, and nobody else: it may change with any release.
 
-The only door by which `bridge` takes what is not public; a test holds that.
+`bridge` imports what is not public from here only; a test holds that.
 """
 
 from functrain.common import _tree

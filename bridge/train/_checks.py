@@ -1,4 +1,4 @@
-"""What fit, evaluate and predict refuse at their doors."""
+"""Which arguments fit, evaluate and predict refuse."""
 
 import warnings
 import weakref
@@ -132,7 +132,7 @@ def _require_callbacks(callbacks: Any) -> None:
     """Refuses what is no callback of Keras's kind.
 
     Raises:
-      TypeError: It tells hooks of functrain from classes that nobody made an object of.
+      TypeError: One is a class, not an object of it, or a hook of functrain.
     """
     for callback in keras.tree.flatten(callbacks):
         if isinstance(callback, type) and issubclass(callback, keras.callbacks.Callback):

@@ -217,7 +217,7 @@ class Loop:
         keras_private.purge(self._model, _FIELDS[self._kind])
 
     def _publish(self) -> None:
-        """Tells the model where its values are, should somebody ask for them."""
+        """Tells the model where its values are, for callbacks that read it."""
         lists = {f"{name}_variables": getattr(self._state, name) for name in _FIELDS[self._kind]}
         keras_private.publish(self._model, lists)
 

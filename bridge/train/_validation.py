@@ -55,11 +55,11 @@ def require_validation(
 
 
 def _are_arrays(data: Any) -> bool:
-    return all(x is None or _is_array(x) for x in keras.tree.flatten(data))
-
-
-def _is_array(x: Any) -> bool:
-    return isinstance(x, np.ndarray | jax.Array) and x.ndim > 0 and x.dtype.kind in "biufV"
+    leaves = [x for x in keras.tree.flatten(data) if x is not None]
+    return all(
+        isinstance(x, np.ndarray | jax.Array) and x.ndim > 0 and x.dtype.kind in "biufV"
+        for x in leaves
+    )
 
 
 def _batch(arrays: Any, size: int | None) -> PyTree:

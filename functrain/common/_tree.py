@@ -93,8 +93,8 @@ def is_key(x: PyTree) -> bool:
 def copy(tree: PyTree) -> PyTree:
     """Returns the tree with every leaf in a buffer of its own, strongly typed.
 
-    What a program may donate must be nobody else's, and a weak type that a step makes strong
-    would compile everything twice. Shardings are kept.
+    What a program may donate must not be referred to elsewhere, and a weak type that a step makes
+    strong would compile everything twice. Shardings are kept.
 
     Raises:
       TypeError: A leaf is neither an array nor a Python number; the message names it.

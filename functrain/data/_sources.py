@@ -32,7 +32,7 @@ class ArrayPass:
         return self._examples() if self._next < len(self._loader) else None
 
     def peek(self) -> PyTree:
-        """Returns the shapes of the next batch: making it would be for nobody."""
+        """Returns the shapes of the next batch, which is not made yet."""
         return _specs_of(self._loader, self._examples())
 
     def take(self, most: int, k: int) -> Stack:

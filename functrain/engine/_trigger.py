@@ -154,7 +154,7 @@ def steps_until_due(triggers: Iterable[Trigger], step: int) -> int | None:
 
 
 def _next_step(trigger: Trigger, step: int) -> int | None:
-    """Asks a trigger, which may be anybody's."""
+    """Asks a trigger, which may be a user's own class, and checks what it says."""
     found = trigger.next_step(step)
     if found is None or is_whole(found, step + 1):
         return found

@@ -96,7 +96,7 @@ class ChunkEnd(Event):
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class LogsReady(_Placed):
-    """The logs of a chunk, on the host, one chunk late: nobody waited for the device.
+    """The logs of a chunk, on the host, one chunk late: the loop does not wait for the device.
 
     For whoever writes: history, progress, files. It has no state; that is in the `ChunkEnd` of
     the same position, which came before it.
