@@ -13,25 +13,25 @@ from bridge._version import require_same  # noqa: E402
 
 require_same(functrain)  # before a stale functrain can fail on a name it does not have
 
-from bridge.model._from_flax import from_flax as from_flax  # noqa: E402
-from bridge.model._from_keras import from_keras as from_keras  # noqa: E402
+from bridge.model import from_flax as from_flax  # noqa: E402
+from bridge.model import from_keras as from_keras  # noqa: E402
+from bridge.model import to_linen as to_linen  # noqa: E402
 from bridge.model._scope import no_side_effects  # noqa: E402
-from bridge.model._to_linen import to_linen as to_linen  # noqa: E402
-from bridge.optim._constraints import constraints as constraints  # noqa: E402
-from bridge.optim._losses import loss as loss  # noqa: E402
-from bridge.optim._metrics import metric as metric  # noqa: E402
-from bridge.optim._optax_optimizer import OptaxOptimizer as OptaxOptimizer  # noqa: E402
-from bridge.optim._optimizers import optimizer as optimizer  # noqa: E402
-from bridge.optim._schedules import schedule as schedule  # noqa: E402
-from bridge.state._create_state import create_state as create_state  # noqa: E402
-from bridge.state._keras_state import KerasState as KerasState  # noqa: E402
-from bridge.state._keras_state import keras_state as keras_state  # noqa: E402
-from bridge.state._to_keras import to_keras as to_keras  # noqa: E402
-from bridge.train._fit import evaluate as evaluate  # noqa: E402
-from bridge.train._fit import fit as fit  # noqa: E402
-from bridge.train._fit import predict as predict  # noqa: E402
-from bridge.train._steps import test_step as test_step  # noqa: E402
-from bridge.train._steps import train_step as train_step  # noqa: E402
+from bridge.optim import OptaxOptimizer as OptaxOptimizer  # noqa: E402
+from bridge.optim import constraints as constraints  # noqa: E402
+from bridge.optim import loss as loss  # noqa: E402
+from bridge.optim import metric as metric  # noqa: E402
+from bridge.optim import optimizer as optimizer  # noqa: E402
+from bridge.optim import schedule as schedule  # noqa: E402
+from bridge.state import KerasState as KerasState  # noqa: E402
+from bridge.state import create_state as create_state  # noqa: E402
+from bridge.state import keras_state as keras_state  # noqa: E402
+from bridge.state import to_keras as to_keras  # noqa: E402
+from bridge.train import evaluate as evaluate  # noqa: E402
+from bridge.train import fit as fit  # noqa: E402
+from bridge.train import predict as predict  # noqa: E402
+from bridge.train import test_step as test_step  # noqa: E402
+from bridge.train import train_step as train_step  # noqa: E402
 from functrain.internal import add_guard  # noqa: E402
 
 add_guard(no_side_effects)

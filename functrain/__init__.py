@@ -19,14 +19,14 @@ from functrain.engine import autotune as autotune
 from functrain.engine import enable_compilation_cache as enable_compilation_cache
 from functrain.engine import every as every
 from functrain.engine import fuse as fuse
-from functrain.loop._evaluate import evaluate as evaluate
-from functrain.loop._events import ChunkEnd as ChunkEnd
-from functrain.loop._events import EpochEnd as EpochEnd
-from functrain.loop._events import Event as Event
-from functrain.loop._events import LogsReady as LogsReady
-from functrain.loop._events import RunEnd as RunEnd
-from functrain.loop._predict import predict as predict
-from functrain.loop._run import run as run
+from functrain.loop import ChunkEnd as ChunkEnd
+from functrain.loop import EpochEnd as EpochEnd
+from functrain.loop import Event as Event
+from functrain.loop import LogsReady as LogsReady
+from functrain.loop import RunEnd as RunEnd
+from functrain.loop import evaluate as evaluate
+from functrain.loop import predict as predict
+from functrain.loop import run as run
 from functrain.metrics._metric import Metered as Metered
 from functrain.metrics._metric import Metric as Metric
 from functrain.model import Model as Model
@@ -43,9 +43,9 @@ from functrain.step import summary as summary
 from functrain.step import supervised as supervised
 from functrain.step import train_step as train_step
 from functrain.step import update as update
-from functrain.trainer._fit import FitResult as FitResult
-from functrain.trainer._fit import fit as fit
-from functrain.trainer._history import History as History
+from functrain.trainer import FitResult as FitResult
+from functrain.trainer import History as History
+from functrain.trainer import fit as fit
 
 __all__ = [
     "ArrayLoader",

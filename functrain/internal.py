@@ -1,9 +1,9 @@
 """What functrain shares with `bridge`, and nobody else: it may change with any release.
 
-The only door by which `bridge` takes what is not public; a test holds that.
+`bridge` imports what is not public from here only; a test holds that.
 """
 
-from functrain.common import _tree as tree
+from functrain.common import _tree
 from functrain.common._checks import is_whole as is_whole
 from functrain.common._types import PyTree as PyTree
 from functrain.data._batch import unpack as unpack
@@ -21,40 +21,13 @@ from functrain.engine._plan import FuseArg as FuseArg
 from functrain.engine._plan import Plan as Plan
 from functrain.engine._plan import nbytes as nbytes
 from functrain.engine._plan import require_fuse as require_fuse
+from functrain.engine._rows import fetched as fetched
 from functrain.engine._rows import on_host as on_host
 from functrain.engine._rows import row as row
 from functrain.engine._signals import HeldSignals as HeldSignals
-from functrain.engine._signals import held_signals as held_signals
 from functrain.model._switches import SWITCHES as SWITCHES
 from functrain.rewrites import Mode as Mode
 from functrain.rewrites import mode as mode
 from functrain.step._state import check_tx as check_tx
 
-__all__ = [
-    "SPARE_BYTES",
-    "SWITCHES",
-    "Chunk",
-    "Driver",
-    "FuseArg",
-    "HeldSignals",
-    "Made",
-    "Mode",
-    "Plan",
-    "PyTree",
-    "Stack",
-    "StreamPass",
-    "add_guard",
-    "check_tx",
-    "chunked",
-    "copied",
-    "filled",
-    "held_signals",
-    "is_whole",
-    "mode",
-    "nbytes",
-    "on_host",
-    "require_fuse",
-    "row",
-    "tree",
-    "unpack",
-]
+tree = _tree

@@ -4,6 +4,7 @@ import ast
 import importlib
 import inspect
 import pathlib
+import re
 import subprocess
 import sys
 import tomllib
@@ -84,6 +85,21 @@ def test_the_bridge_takes_what_is_not_public_through_one_door(
         public = {f"functrain.{name}" for name in functrain.__all__} | {"functrain"}
         private = {n for n in names if not n.startswith("functrain.internal.")} - public
         assert not private, f"{module} takes {private} by another way than functrain.internal"
+
+
+ROOMS = [path for path in modules() if path[1].name == "__init__.py" and "." in path[0]]
+
+
+@pytest.mark.parametrize(("module", "path"), ROOMS, ids=[name for name, _ in ROOMS])
+def test_a_folder_says_which_files_are_in_it(module: str, path: pathlib.Path) -> None:
+    if module == "functrain.rewrites":  # its rules are listed where they are ordered
+        return
+    listed = re.findall(
+        r"^  (_\w+): \S", ast.get_docstring(ast.parse(path.read_text())) or "", re.M
+    )
+    there = {p.stem for p in path.parent.glob("_[a-z]*.py")}
+    assert len(listed) == len(there)
+    assert set(listed) == there
 
 
 @pytest.mark.parametrize(("module", "path"), modules(), ids=[name for name, _ in modules()])

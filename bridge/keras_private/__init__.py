@@ -2,6 +2,18 @@
 
 Nothing else in the package touches one; `tests/bridge/keras_private/` holds a test for each, which
 says first when a new Keras release moves something.
+
+Files:
+  _trainer: what `compile` made of a model, and what its epochs report
+  _trainer_state: where a model's values are while it trains
+  _compile: what `compile` was asked for
+  _data: the batches of whatever `fit` takes
+  _callbacks: when Keras's own callbacks act between two epochs
+  _layers: what a layer holds, and the layers inside it
+  _variables: a variable's value and place
+  _losses: what `compile` makes of a loss
+  _metrics: what `compile` makes of a metric
+  _optimizers: what an optimizer was made with, and what it remembers
 """
 
 from bridge.keras_private._callbacks import batches_between as batches_between
@@ -49,49 +61,3 @@ from bridge.keras_private._trainer_state import sync as sync
 from bridge.keras_private._variables import layout as layout
 from bridge.keras_private._variables import outside_scopes as outside_scopes
 from bridge.keras_private._variables import swap_value as swap_value
-
-__all__ = [
-    "ArrayBatches",
-    "GradientsOnly",
-    "all_layers",
-    "array_batches",
-    "batches_between",
-    "batches_until_due",
-    "build",
-    "build_from",
-    "compiled_parts",
-    "epoch_logs",
-    "epochs",
-    "excluded_from_weight_decay",
-    "forget_losses",
-    "get_loss",
-    "get_metric",
-    "in_order",
-    "initial_epoch",
-    "is_built",
-    "is_built_metric",
-    "is_functional",
-    "is_synced",
-    "is_trainer",
-    "jit_compile_asked",
-    "layout",
-    "learning_rate",
-    "losses_and_weight",
-    "only_epochs",
-    "only_running_means",
-    "optimizer_map",
-    "outside_scopes",
-    "own_metrics",
-    "own_variables",
-    "publish",
-    "purge",
-    "seed_generators",
-    "slot_lists",
-    "split",
-    "sublayers",
-    "swap_value",
-    "sync",
-    "trained",
-    "variable_attributes",
-    "whole_batches",
-]

@@ -42,8 +42,8 @@ def batches_until_due(callback: Any) -> int | None:
 def only_epochs(callback: Any) -> bool:
     """Whether a callback of Keras's that overrides batch methods does nothing in them.
 
-    Reads `TensorBoard._should_trace`; checked with Keras 3.15.1. Without it logs are fetched
-    after each chunk for nobody.
+    Reads `TensorBoard._should_trace`; checked with Keras 3.15.1. Without it logs that no
+    callback reads are fetched after each chunk.
     """
     if isinstance(callback, keras.callbacks.TensorBoard):
         return bool(callback.update_freq == "epoch" and not callback._should_trace)

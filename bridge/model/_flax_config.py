@@ -44,15 +44,6 @@ _WAY_OUT = (
 )
 
 
-def decode(config: dict[str, Any]) -> Any:
-    """Returns the module, or the function, that `encode` wrote down.
-
-    Raises:
-      ValueError: A class or function is not there; the message says how to provide it.
-    """
-    return _decode(config)
-
-
 def _module(module: nn.Module, where: str) -> dict[str, Any]:
     fields = {}
     for field in dataclasses.fields(module):
@@ -96,20 +87,25 @@ def _encode(value: Any, where: str) -> Any:
     raise ValueError(f"{where}: {_label(value)} cannot be written down. {_WAY_OUT}")
 
 
-def _decode(value: Any) -> Any:
+def decode(value: Any) -> Any:
+    """Returns the module, or the function, that `encode` wrote down.
+
+    Raises:
+      ValueError: A class or function is not there; the message says how to provide it.
+    """
     if isinstance(value, list | tuple):
-        return [_decode(x) for x in value]
+        return [decode(x) for x in value]
     if not isinstance(value, dict):
         return value
     if "module" in value:
-        fields = {name: _decode(x) for name, x in value["fields"].items()}
+        fields = {name: decode(x) for name, x in value["fields"].items()}
         return _class(value["module"])(**fields)
     ((kind, content),) = value.items()
     match kind:
         case "tuple":
-            return tuple(_decode(x) for x in content)
+            return tuple(decode(x) for x in content)
         case "dict":
-            return {key: _decode(x) for key, x in content.items()}
+            return {key: decode(x) for key, x in content.items()}
         case "keras":
             return keras.saving.deserialize_keras_object(content)
         case "precision":

@@ -59,7 +59,13 @@ def wrap(module: Any, variables: Mapping[str, PyTree] | None) -> FlaxModule:
       TypeError: It is no instance of a flax module, or its call takes what nobody will give it.
       ValueError: `variables` meet an nnx module, or hold no `params`.
     """
-    wrapped = Linen(module, variables) if isinstance(module, nn.Module) else _nnx(module, variables)
+    is_linen = isinstance(module, nn.Module)
+    if variables is not None and not is_linen:
+        raise ValueError(
+            "variables: expected None with an nnx module, which has its values. Change them with "
+            "flax.nnx.update(module, ...) before."
+        )
+    wrapped = Linen(module, variables) if is_linen else Nnx(module)
     _check_call(module)
     return wrapped
 
@@ -175,15 +181,6 @@ def _own(variables: Mapping[str, PyTree]) -> Values:
     transient = ("losses", "intermediates")
     copies: Values = _tree.copy({k: v for k, v in variables.items() if k not in transient})
     return copies
-
-
-def _nnx(module: Any, variables: Mapping[str, PyTree] | None) -> Nnx:
-    if variables is not None:
-        raise ValueError(
-            "variables: expected None with an nnx module, which has its values. Change them with "
-            "flax.nnx.update(module, ...) before."
-        )
-    return Nnx(module)
 
 
 def _per_leaf(state: PyTree) -> list[Any]:

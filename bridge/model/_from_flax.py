@@ -139,7 +139,7 @@ class FlaxLayer(keras.Layer):  # type: ignore[misc]  # keras has no types
             )
         inputs = keras.tree.map_structure(self._example, self._known_inputs)
         seed = random.randint(1, 10**9) if self.seed is None else self.seed  # as Keras draws it
-        first = _First(self._flax, seed, inputs)
+        first = _FirstValues(self._flax, seed, inputs)
         self._weights = _Weights(first.structure, self._make(first))
         self._flax.given = None  # the weights are copies
         self._draws = [
@@ -204,7 +204,7 @@ class FlaxLayer(keras.Layer):  # type: ignore[misc]  # keras has no types
         shape = [1 if n is None else n for n in x.shape]
         return jax.ShapeDtypeStruct(shape, jax.dtypes.canonicalize_dtype(dtype))
 
-    def _make(self, first: "_First") -> list[Any]:
+    def _make(self, first: "_FirstValues") -> list[Any]:
         made = []
         for i, (path, leaf) in enumerate(first.leaves):
             *levels, name = path
@@ -223,7 +223,7 @@ class FlaxLayer(keras.Layer):  # type: ignore[misc]  # keras has no types
         return made
 
 
-class _First:
+class _FirstValues:
     """The first values of a module: shapes at once, values when the first weight asks for one.
 
     So a layer can be built while something is traced, as Keras does with models that are built by

@@ -74,32 +74,23 @@ def from_keras(model: keras.Layer) -> Model:
         rng: jax.Array | None = None,
         training: bool = False,
     ) -> ModelOutput:
-        return _apply(model, params, model_state, inputs, rng, training)
+        where = _variables.layout(model)  # each time: the model may have changed since
+        pairs = _variables.pair(where, params, model_state)
+        seeds = {} if rng is None else _variables.select(model_state, where.seeds)
+        reseeded = [] if rng is None else _reseeded(where, rng)
+        # Not `stateless_call`: in Keras 3.15 it runs `call` in place of `__call__`. So nested
+        # layers do not see `training`, a bare layer gets neither autocast nor its activity
+        # regularizer, and a layer used twice keeps the add_loss of one use only.
+        with _scope.initialize_new_variables(), _scope.Scope([*pairs, *reseeded]) as scope:
+            outputs, losses = _call(model, inputs, training)
+        _variables.require_same(where, _variables.layout(model))
+        scope.require_all_tracked()
+        new = {path: scope.get_current_value(v) for path, v in where.model_state.items()} | seeds
+        # A weak type would not fit a scan's carry.
+        strong = {path: jnp.asarray(x, dtype=x.dtype) for path, x in new.items()}
+        return ModelOutput(outputs, _variables.nest(strong), losses)
 
     return Model(init, apply)
-
-
-def _apply(
-    model: keras.Layer,
-    params: PyTree,
-    model_state: PyTree,
-    inputs: PyTree,
-    rng: jax.Array | None,
-    training: bool,
-) -> ModelOutput:
-    where = _variables.layout(model)  # each time: the model may have changed since
-    pairs = _variables.pair(where, params, model_state)
-    seeds = {} if rng is None else _variables.select(model_state, where.seeds)
-    reseeded = [] if rng is None else _reseeded(where, rng)
-    # Not `stateless_call`: in Keras 3.15 it runs `call` in place of `__call__`. So nested layers
-    # do not see `training`, a bare layer gets neither autocast nor its activity regularizer, and
-    # a layer used twice keeps the add_loss of one use only.
-    with _scope.initialize_new_variables(), _scope.Scope([*pairs, *reseeded]) as scope:
-        outputs, losses = _call(model, inputs, training)
-    _variables.require_same(where, _variables.layout(model))
-    scope.require_all_tracked()
-    new = {path: scope.get_current_value(v) for path, v in where.model_state.items()} | seeds
-    return ModelOutput(outputs, _variables.nest({p: _strong(x) for p, x in new.items()}), losses)
 
 
 def _call(
@@ -117,10 +108,6 @@ def _scalar(loss: Any) -> jax.Array:
     return total.astype(jnp.promote_types(total.dtype, jnp.float32))
 
 
-def _strong(x: Any) -> jax.Array:
-    return jnp.asarray(x, dtype=x.dtype)  # a weak type would not fit a scan's carry
-
-
 def _reseeded(where: _variables.Layout, rng: jax.Array) -> list[tuple[Any, jax.Array]]:
     """Returns every seed counter with random bits of its own, `u32[2]`."""
     return [
@@ -130,6 +117,7 @@ def _reseeded(where: _variables.Layout, rng: jax.Array) -> list[tuple[Any, jax.A
 
 
 def require_built(model: Any) -> None:
+    """Refuses what is no layer, or has no variables yet."""
     if not isinstance(model, keras.Layer):
         raise TypeError(
             f"model: expected a keras.Model or keras.Layer, got {type(model).__name__}. For flax "

@@ -1,8 +1,9 @@
 """What a variable is called: keys that read like the model, and are the same in every instance."""
 
 import difflib
+import itertools
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 
@@ -31,12 +32,7 @@ def keys(parent: Any, members: Iterable[Any]) -> list[str]:
     used: set[str] = set()
     for_each = []
     for member in members:
-        base = _base(parent, member, held)
-        key = base
-        number = 0
-        while key in used:
-            number += 1
-            key = f"{base}_{number}"
+        key = free(_base(parent, member, held), used)
         used.add(key)
         for_each.append(key)
     return for_each
@@ -53,15 +49,29 @@ def _base(parent: Any, member: Any, held: dict[int, str]) -> str:
     return name.replace("/", ">")  # as Keras does in the paths of metric variables
 
 
-def hint(name: str, known: Iterable[str]) -> str:
-    """Returns a sentence with the known names that a wrong one is close to, or nothing.
+def require_known(name: str, module: Any, expected: str) -> None:
+    """Refuses a name that a module of Keras, such as `keras.losses`, does not know.
+
+    Raises:
+      ValueError: It says what was expected, and what is close.
+    """
+    try:
+        module.get(name)
+    except ValueError:
+        close = difflib.get_close_matches(name, dir(module), n=3)
+        hint = f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
+        raise ValueError(f"{expected}, got {name!r}.{hint}") from None
+
+
+def free(name: str, used: Collection[str]) -> str:
+    """Returns a name that is not used: itself, or with `_1`, `_2`, ... behind it.
 
     Examples:
-      >>> hint("mean_squared_eror", ["mean_squared_error", "hinge"])
-      " Did you mean 'mean_squared_error'?"
+      >>> free("dense", {"dense", "dense_1"})
+      'dense_2'
     """
-    close = difflib.get_close_matches(name, list(known), n=3)
-    return f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
+    numbered = (f"{name}_{i}" for i in itertools.count(1))
+    return next(x for x in itertools.chain([name], numbered) if x not in used)
 
 
 def snake(cls: type) -> str:

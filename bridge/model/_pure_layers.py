@@ -31,7 +31,7 @@ _RUN_ANYTHING = {
     layers.TFSMLayer,
     layers.TorchModuleWrapper,
 }
-_KERASS = {keras.Sequential, *(c for c in vars(layers).values() if isinstance(c, type))}
+_KERAS_CLASSES = {keras.Sequential, *(c for c in vars(layers).values() if isinstance(c, type))}
 
 _warned: weakref.WeakSet[type] = weakref.WeakSet()
 
@@ -75,7 +75,7 @@ def _is_known(layer: Any) -> bool:
     cls = type(layer)
     if keras_private.is_functional(layer):
         return True
-    own = cls in _KERASS and cls not in _IMPURE and cls not in _RUN_ANYTHING
+    own = cls in _KERAS_CLASSES and cls not in _IMPURE and cls not in _RUN_ANYTHING
     return own and (cls in _PURE or bool(layer.supports_jit))
 
 

@@ -93,12 +93,8 @@ def _copier(value: PyTree) -> Any:
 def _write(variable: Any, state: PyTree) -> None:
     """Writes the leaves of a linen variable that have changed, for which it must be mutable."""
     old = variable.value
-    new = jax.tree_util.tree_map_with_path(lambda path, _: _at(state[variable.name], path), old)
+    new = jax.tree_util.tree_map_with_path(
+        lambda path, _: _variables.at(state[variable.name], _tree.keys(path)), old
+    )
     if any(a is not b for a, b in zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True)):
         variable.value = new
-
-
-def _at(tree: PyTree, path: tuple[Any, ...]) -> Any:
-    for key in path:
-        tree = tree[key.key]
-    return tree

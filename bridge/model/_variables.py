@@ -144,7 +144,7 @@ def merge(*trees: PyTree) -> PyTree:
     """Returns nested dicts with no leaf in common as one."""
     return nest(
         {
-            tuple(key.key for key in path): leaf
+            _tree.keys(path): leaf
             for tree in trees
             for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
         }
@@ -170,17 +170,18 @@ def pair(where: Layout, params: PyTree, model_state: PyTree) -> list[tuple[Any, 
     """
     _check(where, params, model_state)
     return [
-        *((v, _at(params, path)) for path, v in where.params.items()),
-        *((v, _at(model_state, path)) for path, v in where.model_state.items()),
+        *((v, at(params, path)) for path, v in where.params.items()),
+        *((v, at(model_state, path)) for path, v in where.model_state.items()),
     ]
 
 
 def select(tree: PyTree, paths: Iterable[Path]) -> dict[Path, Any]:
     """Returns some leaves of nested dicts, by path."""
-    return {path: _at(tree, path) for path in paths}
+    return {path: at(tree, path) for path in paths}
 
 
-def _at(tree: PyTree, path: Path) -> Any:
+def at(tree: PyTree, path: Path) -> Any:
+    """Returns what is at a path in nested dicts."""
     for key in path:
         tree = tree[key]
     return tree
@@ -205,7 +206,7 @@ def _check(where: Layout, params: PyTree, model_state: PyTree) -> None:
 
 def _spec(x: Any) -> Any:
     """Returns shape and dtype, and forgets a weak type: the variable's dtype wins anyway."""
-    if hasattr(x, "shape") and hasattr(x, "dtype") and not _tree.is_key(x):
+    if _tree.is_array(x) and not _tree.is_key(x):
         return jax.ShapeDtypeStruct(x.shape, jnp.dtype(x.dtype))
     return x
 

@@ -1,1 +1,24 @@
-"""Optimizers, schedules, losses, metrics and constraints, both ways."""
+"""Optimizers, schedules, losses, metrics and constraints, both ways.
+
+Files:
+  _optimizers: a Keras optimizer as an optax transformation
+  _wrapped: the same by Keras's own code
+  _native: the same in optax's own pieces
+  _optimizer_copy: a second, unbuilt instance of a Keras optimizer
+  _slots: what a Keras optimizer remembers
+  _optax_optimizer: an optax transformation as a Keras optimizer
+  _labels: which leaf of an optax state belongs to which parameter
+  _factory: what a saved file says about an optax object
+  _schedules: learning rate schedules, both ways
+  _constraints: a Keras model's constraints, kept by optax
+  _losses: Keras losses in optax's argument order
+  _metrics: Keras metrics as functrain metrics
+  _arithmetic: updates that lead to given params
+"""
+
+from bridge.optim._constraints import constraints as constraints
+from bridge.optim._losses import loss as loss
+from bridge.optim._metrics import metric as metric
+from bridge.optim._optax_optimizer import OptaxOptimizer as OptaxOptimizer
+from bridge.optim._optimizers import optimizer as optimizer
+from bridge.optim._schedules import schedule as schedule

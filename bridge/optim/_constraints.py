@@ -67,5 +67,4 @@ def constraints(model: keras.Layer) -> optax.GradientTransformation:
 
 def keeps_constraints(opt_state: PyTree) -> bool:
     """Whether a transformation with this state keeps a model's constraints."""
-    marks = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, ConstraintState))
-    return any(isinstance(x, ConstraintState) for x in marks)
+    return bool(_tree.nodes(opt_state, ConstraintState))

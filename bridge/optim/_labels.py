@@ -65,7 +65,8 @@ def _renamed(path: Path, i: int, classes: set[str], renamed: dict[Path, Path]) -
         last = depth == len(path) - 1
         known = (*path[: depth + 1], *((f"#{i}",) if last else ()))  # variables are never the same
         if known not in renamed:
-            renamed[known] = _free((*parent, _base(name, classes)), renamed)
+            used = {path[-1] for path in renamed.values() if path[:-1] == parent}
+            renamed[known] = (*parent, _names.free(_base(name, classes), used))
         parent = renamed[known]
     return parent
 
@@ -73,14 +74,6 @@ def _renamed(path: Path, i: int, classes: set[str], renamed: dict[Path, Path]) -
 def _base(name: str, classes: set[str]) -> str:
     numbered = re.fullmatch(r"((?:forward_|backward_)?(.+))_\d+", name)  # as Bidirectional names
     return numbered[1] if numbered and numbered[2] in classes else name
-
-
-def _free(path: Path, renamed: Mapping[Path, Path]) -> Path:
-    used, number, free = set(renamed.values()), 0, path
-    while free in used:
-        number += 1
-        free = (*path[:-1], f"{path[-1]}_{number}")
-    return free
 
 
 def _subclasses(cls: type) -> set[type]:

@@ -67,11 +67,11 @@ def loss(keras_loss: Any, *, loss_weights: Any = None) -> Callable[..., jax.Arra
             f"loss_weights: expected None with a single loss, got {loss_weights!r}. It weighs "
             "several outputs; to weigh examples use batches (x, y, sample_weight)."
         )
-    return _single(keras_loss, "keras_loss")
+    return _single(keras_loss)
 
 
-def _single(keras_loss: Any, where: str) -> Callable[..., jax.Array]:
-    _check(keras_loss, where)
+def _single(keras_loss: Any) -> Callable[..., jax.Array]:
+    _check(keras_loss, "keras_loss")
 
     def loss_fn(outputs: PyTree, y: PyTree, sample_weight: PyTree = None) -> jax.Array:
         if isinstance(outputs, Mapping | list | tuple):  # as `compile` does it
@@ -179,7 +179,9 @@ def _at(tree: PyTree, key: Any, name: str) -> Any:
 def _check(keras_loss: Any, where: str) -> None:
     """Refuses what Keras would fail on later, or would call the wrong way round."""
     if isinstance(keras_loss, str):
-        _require_name(keras_loss, where)
+        if keras_loss.lower() not in ("crossentropy", "ce"):  # chosen by shapes, as `compile` does
+            expected = f"{where}: expected a name in keras.losses"
+            _names.require_known(keras_loss, keras.losses, expected)
     elif isinstance(keras_loss, keras.Metric | Metric) or not callable(keras_loss):
         raise TypeError(
             f"{where}: expected a keras.losses.Loss, a name or a function (y_true, y_pred), got "
@@ -193,15 +195,3 @@ def _check(keras_loss: Any, where: str) -> None:
                 f"{keras_loss.__name__}, whose first argument is {first!r}. A function that takes "
                 "the outputs first goes into functrain.supervised as it is."
             )
-
-
-def _require_name(name: str, where: str) -> None:
-    if name.lower() in ("crossentropy", "ce"):  # chosen by the shapes, as `compile` does
-        return
-    try:
-        keras.losses.get(name)
-    except ValueError:
-        raise ValueError(
-            f"{where}: expected a name in keras.losses, got {name!r}."
-            f"{_names.hint(name, dir(keras.losses))}"
-        ) from None

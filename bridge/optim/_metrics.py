@@ -202,7 +202,8 @@ def _resolve(keras_metric: Any) -> Any:
             "functrain's steps take a dict of them: metrics={'accuracy': bridge.metric(...)}."
         )
     if isinstance(keras_metric, str):
-        _require_name(keras_metric)
+        expected = "keras_metric: expected 'accuracy' or a name in keras.metrics"
+        _names.require_known(keras_metric, keras.metrics, expected)
     elif not (callable(keras_metric) or isinstance(keras_metric, keras.Metric)):
         raise TypeError(
             "keras_metric: expected a keras.metrics.Metric, a name or a function (y_true, "
@@ -210,16 +211,6 @@ def _resolve(keras_metric: Any) -> Any:
         )
     found = keras.metrics.get(keras_metric)
     return found if isinstance(found, keras.Metric) else keras.metrics.MeanMetricWrapper(found)
-
-
-def _require_name(name: str) -> None:
-    try:
-        keras.metrics.get(name)
-    except ValueError:
-        raise ValueError(
-            f"keras_metric: expected 'accuracy' or a name in keras.metrics, got {name!r}."
-            f"{_names.hint(name, dir(keras.metrics))}"
-        ) from None
 
 
 def _require_values(keras_metric: Any, values: Any) -> None:

@@ -12,6 +12,7 @@ import optax
 from bridge import keras_private
 from bridge.optim._schedules import schedule
 from functrain.internal import PyTree
+from functrain.internal import tree as _tree
 
 K = keras.optimizers
 
@@ -167,7 +168,7 @@ _MAKERS: dict[type, Callable[[Any], Core | None]] = {
 }
 
 
-class Twin(NamedTuple):
+class SlotField(NamedTuple):
     """A field of a state of optax that holds a slot of Keras, times a sign."""
 
     field: str
@@ -175,35 +176,34 @@ class Twin(NamedTuple):
     sign: int = 1
 
 
-_MOMENTS = (Twin("mu", "momentums"), Twin("nu", "velocities"))
-_TWINS: dict[type, dict[type, tuple[Twin, ...]]] = {
-    K.SGD: {optax.TraceState: (Twin("trace", "momentums"),)},
+_MOMENTS = (SlotField("mu", "momentums"), SlotField("nu", "velocities"))
+_SLOT_FIELDS: dict[type, dict[type, tuple[SlotField, ...]]] = {
+    K.SGD: {optax.TraceState: (SlotField("trace", "momentums"),)},
     K.Adam: {optax.ScaleByAdamState: _MOMENTS},
     K.AdamW: {optax.ScaleByAdamState: _MOMENTS},
     K.Lamb: {optax.ScaleByAdamState: _MOMENTS},
-    K.Adamax: {optax.ScaleByAdamState: (Twin("mu", "m"), Twin("nu", "u"))},
+    K.Adamax: {optax.ScaleByAdamState: (SlotField("mu", "m"), SlotField("nu", "u"))},
     K.RMSprop: {
-        optax.ScaleByRmsState: (Twin("nu", "velocities"),),
-        optax.TraceState: (Twin("trace", "momentums", -1),),
+        optax.ScaleByRmsState: (SlotField("nu", "velocities"),),
+        optax.TraceState: (SlotField("trace", "momentums", -1),),
     },
-    K.Adagrad: {optax.ScaleByRssState: (Twin("sum_of_squares", "accumulators"),)},
+    K.Adagrad: {optax.ScaleByRssState: (SlotField("sum_of_squares", "accumulators"),)},
     K.Adadelta: {
         optax.ScaleByAdaDeltaState: (
-            Twin("e_g", "accumulated_grads"),
-            Twin("e_x", "accumulated_delta_vars"),
+            SlotField("e_g", "accumulated_grads"),
+            SlotField("e_x", "accumulated_delta_vars"),
         )
     },
-    K.Lion: {optax.ScaleByLionState: (Twin("mu", "momentums"),)},
+    K.Lion: {optax.ScaleByLionState: (SlotField("mu", "momentums"),)},
 }
 
 
-def twins(optimizer: Any, opt_state: PyTree) -> dict[type, tuple[Twin, ...]]:
+def slot_fields(optimizer: Any, opt_state: PyTree) -> dict[type, tuple[SlotField, ...]]:
     """Returns which states of optax hold which slots of an optimizer.
 
     A trace holds the learning rate, as Keras's momentum does, in chains of `native` only.
     """
-    known = _TWINS.get(type(optimizer), {})
-    nodes = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, KerasCount))
-    if any(isinstance(x, KerasCount) for x in nodes):
+    known = _SLOT_FIELDS.get(type(optimizer), {})
+    if _tree.nodes(opt_state, KerasCount):
         return known
     return {cls: of for cls, of in known.items() if cls is not optax.TraceState}

@@ -181,10 +181,10 @@ class OptaxOptimizer(keras_private.GradientsOnly):
         """Takes one update, of all variables that have gradients."""
         plan = self.plan
         old = {id(v): v.value for v in plan.trained}
-        slopes = {i: jnp.zeros_like(x) for i, x in old.items()}
-        slopes |= {id(v): g for v, g in zip(variables, grads, strict=True)}
+        all_grads = {i: jnp.zeros_like(x) for i, x in old.items()}
+        all_grads |= {id(v): g for v, g in zip(variables, grads, strict=True)}
         params = plan.params(old)
-        updates, state = self.tx.update(plan.params(slopes), plan.state(), params)
+        updates, state = self.tx.update(plan.params(all_grads), plan.state(), params)
         found = select(optax.apply_updates(params, updates), plan.paths).values()
         new = dict(zip(map(id, plan.trained), found, strict=True))
         for variable in variables:

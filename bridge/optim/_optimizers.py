@@ -99,8 +99,8 @@ def optimizer(
             f"keras.optimizers.get('adam'), got {keras_optimizer!r}. {hint}"
         )
     kept = model is not None and any(v.constraint for v in model.trainable_variables)
-    if isinstance(_inner(keras_optimizer), OptaxOptimizer):
-        tx = _inner(keras_optimizer).tx
+    if isinstance(inner(keras_optimizer), OptaxOptimizer):
+        tx = inner(keras_optimizer).tx
         return _made(optax.chain(tx, constraints(model)) if kept else tx, keras_optimizer)
     wrapped = Wrapped(keras_optimizer, model)  # also where it is not used: it refuses bad input
     pieces = _native.native(keras_optimizer) if native else None
@@ -123,5 +123,6 @@ def _made(tx: Any, keras_optimizer: Any) -> optax.GradientTransformationExtraArg
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _inner(optimizer: Any) -> Any:
+def inner(optimizer: Any) -> Any:
+    """Returns the optimizer in a LossScaleOptimizer, or the optimizer itself."""
     return getattr(optimizer, "inner_optimizer", optimizer)

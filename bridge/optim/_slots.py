@@ -73,40 +73,41 @@ def _parts(optimizer: Any) -> Iterator[tuple[str, Any]]:
         yield "", optimizer
 
 
-def gather(
-    roles: Sequence[Slot | str], values: Sequence[Any], treedef: Any, places: Sequence[int]
-) -> tuple[dict[str, jax.Array], dict[str, PyTree]]:
-    """Returns values of `optimizer.variables` as the scalars and slots of a state.
+class SlotLayout(NamedTuple):
+    """How the variables of a Keras optimizer make up a `KerasOptState`.
 
-    Args:
-      roles: What each value is.
-      values: The values.
+    Attributes:
+      roles: What each of `optimizer.variables` is.
+      places: For each leaf of the params, its place in the optimizer's order.
       treedef: The structure of the params.
-      places: For each leaf of the params, its owner's number.
     """
-    scalars: dict[str, Any] = {}
-    slots: dict[str, dict[int, Any]] = {}
-    for role, value in zip(roles, values, strict=True):
-        if isinstance(role, Slot):
-            slots.setdefault(role.name, {})[role.owner] = value
-        else:
-            scalars[role] = value
-    trees = {
-        name: treedef.unflatten([by_owner.get(i, optax.MaskedNode()) for i in places])
-        for name, by_owner in slots.items()
-    }
-    return scalars, trees
 
+    roles: list[Slot | str]
+    places: list[int]
+    treedef: Any
 
-def scatter(
-    roles: Sequence[Slot | str], state: KerasOptState, treedef: Any, places: Sequence[int]
-) -> list[Any]:
-    """Returns a state as the values of `optimizer.variables`: `gather`, backwards."""
-    trees = {
-        name: dict(zip(places, treedef.flatten_up_to(tree), strict=True))
-        for name, tree in state.slots.items()
-    }
-    return [
-        trees[role.name][role.owner] if isinstance(role, Slot) else state.scalars[role]
-        for role in roles
-    ]
+    def gather(self, values: Sequence[Any], constraints: Any = None) -> KerasOptState:
+        """Returns values of `optimizer.variables` as a state."""
+        scalars: dict[str, Any] = {}
+        slots: dict[str, dict[int, Any]] = {}
+        for role, value in zip(self.roles, values, strict=True):
+            if isinstance(role, Slot):
+                slots.setdefault(role.name, {})[role.owner] = value
+            else:
+                scalars[role] = value
+        trees = {
+            name: self.treedef.unflatten([at.get(i, optax.MaskedNode()) for i in self.places])
+            for name, at in slots.items()
+        }
+        return KerasOptState(scalars, trees, constraints)
+
+    def scatter(self, state: KerasOptState) -> list[Any]:
+        """Returns a state as the values of `optimizer.variables`: `gather`, backwards."""
+        trees = {
+            name: dict(zip(self.places, self.treedef.flatten_up_to(tree), strict=True))
+            for name, tree in state.slots.items()
+        }
+        return [
+            trees[role.name][role.owner] if isinstance(role, Slot) else state.scalars[role]
+            for role in self.roles
+        ]

@@ -12,12 +12,12 @@ from bridge.model import _variables
 from bridge.optim._arithmetic import difference
 from bridge.optim._constraints import ConstraintState
 from bridge.optim._optimizer_copy import copied
-from bridge.optim._slots import KerasOptState, Slot, gather, scatter, sort
+from bridge.optim._slots import KerasOptState, Slot, SlotLayout, sort
 from functrain.internal import PyTree
 from functrain.internal import tree as _tree
 
 
-class Twin(NamedTuple):
+class Traits(NamedTuple):
     """What a Keras optimizer may ask of a variable."""
 
     path: tuple[str, ...]
@@ -31,15 +31,11 @@ class Built(NamedTuple):
 
     Attributes:
       optimizer: The optimizer.
-      roles: What each of its variables is.
-      places: For each leaf of the params, its place in the optimizer's order.
-      treedef: The structure of the params.
+      slots: How its variables make up a state.
     """
 
     optimizer: Any
-    roles: list[Slot | str]
-    places: list[int]
-    treedef: Any
+    slots: SlotLayout
 
 
 class Wrapped:
@@ -57,10 +53,10 @@ class Wrapped:
         """Returns the state before the first update, by the optimizer's own `build`."""
         built, values = self._build(params)
         leaves = jax.tree.leaves(params)
-        owner = dict(zip(built.places, leaves, strict=True))
+        owner = dict(zip(built.slots.places, leaves, strict=True))
         values = [
             _placed(value, owner[role.owner]) if isinstance(role, Slot) else value
-            for role, value in zip(built.roles, values, strict=True)
+            for role, value in zip(built.slots.roles, values, strict=True)
         ]
         return self._state(built, values)
 
@@ -79,13 +75,13 @@ class Wrapped:
         built = self.built_for(params)
         old = self.variables(built, state)
         leaves, grads = jax.tree.leaves(params), jax.tree.leaves(updates)
-        in_order = [jnp.asarray(x) for x in _permuted(leaves, built.places)]
-        slopes = self._scaled(built, old, _permuted(grads, built.places), loss_scale)
-        new, variables = built.optimizer.stateless_apply(old, slopes, in_order)
+        in_order = [jnp.asarray(x) for x in _permuted(leaves, built.slots.places)]
+        scaled = self._scaled(built, old, _permuted(grads, built.slots.places), loss_scale)
+        new, variables = built.optimizer.stateless_apply(old, scaled, in_order)
         variables = [jnp.asarray(x, v.dtype) for x, v in zip(variables, old, strict=True)]
         deltas = [difference(n, p) for n, p in zip(new, in_order, strict=True)]
         return (
-            built.treedef.unflatten(deltas[i] for i in built.places),
+            built.slots.treedef.unflatten(deltas[i] for i in built.slots.places),
             self._state(built, variables),
         )
 
@@ -94,20 +90,18 @@ class Wrapped:
         if loss_scale is not None:
             grads = [g / loss_scale for g in grads]
         if isinstance(self.optimizer, keras.optimizers.LossScaleOptimizer):
-            scale = old[built.roles.index("loss_scale/dynamic_scale")]
+            scale = old[built.slots.roles.index("loss_scale/dynamic_scale")]
             grads = [g * scale.astype(g.dtype) for g in grads]  # a power of 2: no bit is lost
         return grads
 
     def _state(self, built: Built, values: list[Any]) -> KerasOptState:
-        scalars, slots = gather(built.roles, values, built.treedef, built.places)
-        return KerasOptState(scalars, slots, None if self.model is None else ConstraintState())
+        return built.slots.gather(values, None if self.model is None else ConstraintState())
 
     def variables(self, built: Built, state: Any) -> list[Any]:
         if isinstance(state, KerasOptState):
             with contextlib.suppress(KeyError, ValueError):
-                values = scatter(built.roles, state, built.treedef, built.places)
-                return [jnp.asarray(x) for x in values]
-        slots = sorted({role.name for role in built.roles if isinstance(role, Slot)})
+                return [jnp.asarray(x) for x in built.slots.scatter(state)]
+        slots = sorted({role.name for role in built.slots.roles if isinstance(role, Slot)})
         raise ValueError(
             f"opt_state: expected one of bridge.optimizer({type(self.optimizer).__name__}) with "
             f"slots {slots} for these params, got {jax.tree.structure(state)}. Take the state "
@@ -133,31 +127,31 @@ class Wrapped:
     def _build(self, params: PyTree) -> tuple[Built, list[Any]]:
         """Returns a copy of the optimizer, built for params, and its variables' values."""
         leaves, treedef = jax.tree.flatten(params)
-        twins, places = self._twins(params)
+        traits, places = self._traits(params)
         with keras_private.outside_scopes():
-            stand_ins = [_stand_in(twin, leaf) for twin, leaf in zip(twins, leaves, strict=True)]
+            stand_ins = [_stand_in(of, leaf) for of, leaf in zip(traits, leaves, strict=True)]
             known: dict[Any, Any] = dict(self._own)  # what stays are those masked out
-            known.update((twin.id, v) for twin, v in zip(twins, stand_ins, strict=True))
+            known.update((of.id, v) for of, v in zip(traits, stand_ins, strict=True))
             copy = copied(self._template, known.get)
             in_order = _permuted(stand_ins, places)
             copy.build(in_order)
             values = [v.value for v in copy.variables]
         for variable in (*copy.variables, *stand_ins):
             keras_private.swap_value(variable, None)
-        return Built(copy, sort(copy, in_order), places, treedef), values
+        return Built(copy, SlotLayout(sort(copy, in_order), places, treedef)), values
 
-    def _twins(self, params: PyTree) -> tuple[list[Twin], list[int]]:
-        """Returns a twin for each leaf, and the leaf's place in the order of the optimizer."""
+    def _traits(self, params: PyTree) -> tuple[list[Traits], list[int]]:
+        """Returns the traits of each leaf, and the leaf's place in the order of the optimizer."""
         paths = [_tree.keys(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
         if self.model is None:
-            return [Twin(path or ("param",)) for path in paths], list(range(len(paths)))
+            return [Traits(path or ("param",)) for path in paths], list(range(len(paths)))
         held = _variables.fitting(_variables.layout(self.model).params, params, "params")
         order = {path: i for i, path in enumerate(held)}
-        return [_twin(held[path]) for path in paths], [order[path] for path in paths]
+        return [_traits_of(held[path]) for path in paths], [order[path] for path in paths]
 
 
-def _twin(variable: Any) -> Twin:
-    return Twin(
+def _traits_of(variable: Any) -> Traits:
+    return Traits(
         tuple(variable.path.split("/")),
         variable.constraint,
         variable.overwrite_with_gradient,
@@ -165,14 +159,14 @@ def _twin(variable: Any) -> Twin:
     )
 
 
-def _stand_in(twin: Twin, value: Any) -> Any:
+def _stand_in(of: Traits, value: Any) -> Any:
     with contextlib.ExitStack() as stack:
-        for name in twin.path[:-1]:
+        for name in of.path[:-1]:
             stack.enter_context(keras.name_scope(name.replace("/", ">") or "_"))
-        name = twin.path[-1].replace("/", ">") or "_"
+        name = of.path[-1].replace("/", ">") or "_"
         variable = keras.Variable(jnp.asarray(value), dtype=str(jnp.result_type(value)), name=name)
-    variable.constraint = twin.constraint
-    variable.overwrite_with_gradient = twin.overwrite
+    variable.constraint = of.constraint
+    variable.overwrite_with_gradient = of.overwrite
     return variable
 
 
@@ -183,14 +177,11 @@ def _permuted(items: list[Any], places: list[int]) -> list[Any]:
 
 def _placed(value: Any, param: Any) -> Any:
     """Puts a slot where its parameter is."""
-    arrays = all(isinstance(x, jax.Array) and not _is_tracer(x) for x in (value, param))
-    if not arrays or value.shape != param.shape or value.sharding == param.sharding:
+    traced = any(isinstance(x, jax.core.Tracer) for x in (value, param))
+    arrays = isinstance(value, jax.Array) and isinstance(param, jax.Array)
+    if traced or not arrays or value.shape != param.shape or value.sharding == param.sharding:
         return value
     return jax.device_put(value, param.sharding)
-
-
-def _is_tracer(x: Any) -> bool:
-    return isinstance(x, jax.core.Tracer)
 
 
 def _require_own(optimizer: Any, own: dict[int, Any], model: keras.Layer | None) -> None:

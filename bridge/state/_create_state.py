@@ -11,7 +11,7 @@ from bridge.model import _variables
 from bridge.model._from_keras import require_built
 from bridge.model._pure_layers import warn_of_frozen
 from bridge.optim._constraints import keeps_constraints
-from bridge.optim._optimizers import made_of
+from bridge.optim._optimizers import inner, made_of
 from bridge.state import _transfer
 from functrain import TrainState
 from functrain.internal import PyTree
@@ -63,7 +63,7 @@ def create_state(
     state = TrainState.create(params=params, model_state=model_state, tx=tx, rng=rng)
     if optimizer == "require" or (optimizer == "auto" and _goes_on(tx, model)):
         try:
-            opt_state, step = _transfer.taken(state.opt_state, model)
+            opt_state, step = _transfer.from_optimizer(state.opt_state, model)
         except _transfer.UnfitError as error:
             raise ValueError(
                 f"model: expected an optimizer that tx can go on from: {error}.\n"
@@ -79,8 +79,7 @@ def _goes_on(tx: Any, model: Any) -> bool:
     optimizer = getattr(model, "optimizer", None)
     if optimizer is None or not optimizer.built:
         return False
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
-    return made_of(tx) is optimizer or getattr(inner, "tx", None) is tx
+    return made_of(tx) is optimizer or getattr(inner(optimizer), "tx", None) is tx
 
 
 def _warn_of_constraints(where: _variables.Layout, opt_state: PyTree) -> None:

@@ -1,5 +1,6 @@
 """Keras's own state of a compiled model, as arrays."""
 
+from collections.abc import Collection
 from typing import Any, TypeAlias
 
 import flax.struct
@@ -7,10 +8,12 @@ import jax
 import keras
 
 from bridge import keras_private
+from bridge.model import _variables
 from functrain.internal import PyTree
 from functrain.internal import tree as _tree
 
 Variables: TypeAlias = list[Any]
+FIELDS = ("trainable", "non_trainable", "optimizer", "metrics")
 
 
 class KerasState(flax.struct.PyTreeNode):
@@ -66,25 +69,15 @@ def keras_state(model: keras.Model, batch: PyTree = None) -> KerasState:
             f"model: expected {model.name!r} to be built with its compiled loss and metrics, which "
             "Keras does at the first batch. Pass one: bridge.keras_state(model, batch=(x, y))."
         )
-    lists = variable_lists(model).values()
-    return KerasState(*_tree.copy([[v.value for v in variables] for variables in lists]))
+    state: KerasState = _tree.copy(originals(model))
+    return state
 
 
 def write_keras_state(state: KerasState, model: keras.Model) -> keras.Model:
     """Copies a state into the variables of its model: all of them, or none if one does not fit."""
     require_compiled(model)
-    lists, got = (
-        variable_lists(model),
-        {name: getattr(state, name) for name in variable_lists(model)},
-    )
-    for path, leaf in _tree.leaves_with_path(got):
-        if isinstance(leaf, jax.core.Tracer):
-            raise TypeError(
-                f"{path}: expected an array with a value, got a tracer, {_tree.spec(leaf)}. "
-                "Return the state from the traced function and call bridge.to_keras outside."
-            )
-    want = {name: [v.value for v in variables] for name, variables in lists.items()}
-    wrong = _tree.spec_differences(_specs(want), _specs(got))
+    _variables.require_values(state)
+    wrong = _tree.spec_differences(_specs(originals(model)), _specs(state))
     if wrong:
         raise ValueError(
             f"state: expected one of the compiled model {model.name!r}, got\n"
@@ -92,9 +85,9 @@ def write_keras_state(state: KerasState, model: keras.Model) -> keras.Model:
             "Freezing layers and compiling anew change the lists: take a new one from "
             "bridge.keras_state(model). The model is unchanged."
         )
-    copies = _tree.copy(got)
-    for name, variables in lists.items():
-        for variable, value in zip(variables, copies[name], strict=True):
+    copies = _tree.copy(state)
+    for name, variables in variable_lists(model).items():
+        for variable, value in zip(variables, getattr(copies, name), strict=True):
             variable.assign(value)
     return model
 
@@ -109,20 +102,20 @@ def variable_lists(model: keras.Model) -> dict[str, Variables]:
     }
 
 
+def originals(model: keras.Model, fields: Collection[str] = FIELDS) -> KerasState:
+    """Returns the values that a model's variables have, not copies; of some lists if asked."""
+    lists = variable_lists(model).items()
+    return KerasState(**{n: [v.value for v in found] if n in fields else [] for n, found in lists})
+
+
 def _specs(tree: PyTree) -> dict[str, str]:
-    return {
-        path: f"{x.dtype}[{', '.join(map(str, x.shape))}]"
-        for path, x in _tree.leaves_with_path(tree)
-    }
-
-
-def require_trainer(model: Any) -> None:
-    if not keras_private.is_trainer(model):
-        raise TypeError(f"model: expected a keras.Model, got {type(model).__name__}")
+    return {path: _tree.strong_spec(x) for path, x in _tree.leaves_with_path(tree)}
 
 
 def require_compiled(model: Any) -> None:
-    require_trainer(model)
+    """Refuses what is no Keras model, or was not compiled."""
+    if not keras_private.is_trainer(model):
+        raise TypeError(f"model: expected a keras.Model, got {type(model).__name__}")
     if not model.compiled:
         raise ValueError(
             f"model: expected {model.name!r} to be compiled. Call model.compile(optimizer=..., "

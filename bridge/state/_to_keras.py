@@ -104,7 +104,7 @@ def _slots(state: Any, model: keras.Layer, required: bool) -> list[tuple[Any, ja
     """Returns copies to write into the variables of the model's optimizer."""
     try:
         opt_state, step = getattr(state, "opt_state", ()), getattr(state, "step", 0)
-        pairs = _transfer.given(opt_state, model, step)
+        pairs = _transfer.to_optimizer(opt_state, model, step)
         return list(zip([v for v, _ in pairs], _tree.copy([x for _, x in pairs]), strict=True))
     except _transfer.UnfitError as error:
         if required:

@@ -10,9 +10,10 @@ import optax
 
 from bridge.model import _variables
 from bridge.optim._labels import labels
-from bridge.optim._native import KerasCount, twins
+from bridge.optim._native import KerasCount, slot_fields
 from bridge.optim._optax_optimizer import OptaxOptimizer, numbers
-from bridge.optim._slots import KerasOptState, Slot, gather, scatter, sort
+from bridge.optim._optimizers import inner
+from bridge.optim._slots import KerasOptState, SlotLayout, sort
 from functrain.internal import PyTree
 from functrain.internal import tree as _tree
 
@@ -21,7 +22,7 @@ class UnfitError(ValueError):
     """The optimizer and the state have nothing to say to each other; the message says why."""
 
 
-def taken(opt_state: PyTree, model: Any) -> tuple[PyTree, jax.Array]:
+def from_optimizer(opt_state: PyTree, model: Any) -> tuple[PyTree, jax.Array]:
     """Returns a fresh state with copies of what the optimizer remembers, and its iterations.
 
     Raises:
@@ -30,9 +31,9 @@ def taken(opt_state: PyTree, model: Any) -> tuple[PyTree, jax.Array]:
     optimizer = _optimizer(model)
     if not optimizer.built:
         raise UnfitError(f"the optimizer {optimizer.name!r} has not been built, and has no slots")
-    if isinstance(_inner(optimizer), OptaxOptimizer):
-        iterations = _inner(optimizer).iterations.value
-        new = _of_optax(opt_state, model, _inner(optimizer))
+    if isinstance(inner(optimizer), OptaxOptimizer):
+        iterations = inner(optimizer).iterations.value
+        new = _of_optax(opt_state, model, inner(optimizer))
     else:
         new, iterations = _of_keras_in(opt_state, model, optimizer)
     new = _tree.copy(new)
@@ -42,20 +43,20 @@ def taken(opt_state: PyTree, model: Any) -> tuple[PyTree, jax.Array]:
     return new, iterations
 
 
-def given(opt_state: PyTree, model: Any, step: Any) -> list[tuple[Any, jax.Array]]:
+def to_optimizer(opt_state: PyTree, model: Any, step: Any) -> list[tuple[Any, jax.Array]]:
     """Returns new values for the variables of the model's optimizer, which is built if need be.
 
     Raises:
       UnfitError: The state does not say what the optimizer remembers.
     """
     optimizer = _optimizer(model)
-    known = twins(optimizer, opt_state)
-    if not (isinstance(_inner(optimizer), OptaxOptimizer) or _found(opt_state, known)):
-        raise UnfitError(_stranger(optimizer, opt_state))
+    known = slot_fields(optimizer, opt_state)
+    if not (isinstance(inner(optimizer), OptaxOptimizer) or _slot_nodes(opt_state, known)):
+        raise UnfitError(_no_counterpart(optimizer, opt_state))
     if not optimizer.built:
         optimizer.build(model.trainable_variables)
-    if isinstance(_inner(optimizer), OptaxOptimizer):
-        pairs = _to_optax(opt_state, model, _inner(optimizer), step)
+    if isinstance(inner(optimizer), OptaxOptimizer):
+        pairs = _to_optax(opt_state, model, inner(optimizer), step)
     else:
         pairs = _to_keras(opt_state, model, optimizer, step)
     lines = [
@@ -75,11 +76,7 @@ def _optimizer(model: Any) -> Any:
     return optimizer
 
 
-def _inner(optimizer: Any) -> Any:
-    return getattr(optimizer, "inner_optimizer", optimizer)
-
-
-def _stranger(optimizer: Any, opt_state: PyTree) -> str:
+def _no_counterpart(optimizer: Any, opt_state: PyTree) -> str:
     return (
         f"nothing is known that both {type(optimizer).__name__} and this state of optax hold: "
         f"{_kinds(opt_state)}. Known are bridge.optimizer(model.optimizer), with or "
@@ -99,12 +96,10 @@ def _kinds(state: Any) -> str:
 
 def _of_keras(model: Any, optimizer: Any) -> KerasOptState:
     """Returns what an optimizer remembers, with slots keyed like `bridge.create_state`."""
-    roles, places, treedef = _order(model, optimizer)
-    values = [v.value for v in optimizer.variables]
-    return KerasOptState(*gather(roles, values, treedef, places))
+    return _layout(model, optimizer).gather([v.value for v in optimizer.variables])
 
 
-def _order(model: Any, optimizer: Any) -> tuple[list[Slot | str], list[int], Any]:
+def _layout(model: Any, optimizer: Any) -> SlotLayout:
     held = _variables.layout(model).params
     numbered = _variables.nest({path: i for i, path in enumerate(held)})
     try:
@@ -114,14 +109,12 @@ def _order(model: Any, optimizer: Any) -> tuple[list[Slot | str], list[int], Any
             f"the optimizer {optimizer.name!r} was built for other variables than the model "
             "trains now. If layers were frozen or unfrozen, compile the model again"
         ) from error
-    return roles, jax.tree.leaves(numbered), jax.tree.structure(numbered)
+    return SlotLayout(roles, jax.tree.leaves(numbered), jax.tree.structure(numbered))
 
 
-def _found(opt_state: PyTree, known: dict[type, Any]) -> list[Any]:
+def _slot_nodes(opt_state: PyTree, known: dict[type, Any]) -> list[Any]:
     """Returns the nodes of a state that hold slots of Keras."""
-    kinds = (KerasOptState, *known)
-    nodes = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, (*kinds, KerasCount)))
-    return [x for x in nodes if isinstance(x, (*kinds, KerasCount))]
+    return _tree.nodes(opt_state, KerasOptState, KerasCount, *known)
 
 
 def _mapped(opt_state: PyTree, known: dict[type, Any], change: Callable[[Any], Any]) -> PyTree:
@@ -136,7 +129,7 @@ def _mapped(opt_state: PyTree, known: dict[type, Any], change: Callable[[Any], A
 
 def _of_keras_in(opt_state: PyTree, model: Any, optimizer: Any) -> tuple[PyTree, jax.Array]:
     """Returns a state with Keras's slots where they belong, and the iterations."""
-    theirs, known = _of_keras(model, optimizer), twins(optimizer, opt_state)
+    theirs, known = _of_keras(model, optimizer), slot_fields(optimizer, opt_state)
     scalars = theirs.scalars
     iterations = scalars["iterations" if "iterations" in scalars else "multi/iterations"]
     used: set[str] = set()
@@ -148,16 +141,16 @@ def _of_keras_in(opt_state: PyTree, model: Any, optimizer: Any) -> tuple[PyTree,
             shared = {k: x for k, x in scalars.items() if k != "learning_rate" or rate}
             return KerasOptState({**rate, **shared}, theirs.slots, found.constraints)
         fields = {}
-        for twin in known.get(type(found), ()):
-            if twin.slot in theirs.slots:
-                fields[twin.field] = _signed(theirs.slots[twin.slot], twin.sign)
-                used.add(twin.slot)
+        for held in known.get(type(found), ()):
+            if held.slot in theirs.slots:
+                fields[held.field] = _signed(theirs.slots[held.slot], held.sign)
+                used.add(held.slot)
         counts = {name: iterations for name in ("count", "iterations") if name in found._fields}
         return type(found)(**{**found._asdict(), **fields, **counts})
 
     new = _mapped(opt_state, known, filled)
-    if used != set(theirs.slots) or not _found(opt_state, known):
-        raise UnfitError(_stranger(optimizer, opt_state))
+    if used != set(theirs.slots) or not _slot_nodes(opt_state, known):
+        raise UnfitError(_no_counterpart(optimizer, opt_state))
     return new, iterations
 
 
@@ -168,33 +161,31 @@ def _signed(tree: PyTree, sign: int) -> PyTree:
 def _to_keras(
     opt_state: PyTree, model: Any, optimizer: Any, step: Any
 ) -> list[tuple[Any, jax.Array]]:
-    roles, places, treedef = _order(model, optimizer)
+    layout = _layout(model, optimizer)
     now = _of_keras(model, optimizer)
-    known = twins(optimizer, opt_state)
+    known = slot_fields(optimizer, opt_state)
     scalars, slots = dict(now.scalars), dict(now.slots)
     counts = [jnp.asarray(step, jnp.int32)]
     filled: set[str] = set()
-    for found in _found(opt_state, known):
+    for found in _slot_nodes(opt_state, known):
         if isinstance(found, KerasOptState):
             shared = {k: x for k, x in found.scalars.items() if k in scalars}
             odd = (set(scalars) ^ set(found.scalars)) - {"learning_rate"}
             if odd or set(slots) != set(found.slots):
-                raise UnfitError(_stranger(optimizer, opt_state))
+                raise UnfitError(_no_counterpart(optimizer, opt_state))
             whole = KerasOptState({**scalars, **shared}, found.slots)
-            values = scatter(roles, whole, treedef, places)
+            values = layout.scatter(whole)
             return list(zip(optimizer.variables, values, strict=True))
         counts += [
             getattr(found, name) for name in ("count", "iterations") if name in found._fields
         ]
-        for twin in known.get(type(found), ()):
-            slots[twin.slot] = jax.tree.map(
-                lambda x, s=twin.sign: s * x, getattr(found, twin.field)
-            )
-            filled.add(twin.slot)
+        for held in known.get(type(found), ()):
+            slots[held.slot] = _signed(getattr(found, held.field), held.sign)
+            filled.add(held.slot)
     if filled != set(slots):
         raise UnfitError(f"it has no {sorted(set(slots) - filled)}")
     scalars["iterations"] = counts[-1]
-    values = scatter(roles, KerasOptState(scalars, slots), treedef, places)
+    values = layout.scatter(KerasOptState(scalars, slots))
     return list(zip(optimizer.variables, values, strict=True))
 
 
@@ -202,7 +193,7 @@ def _to_keras(
 
 
 def _of_optax(opt_state: PyTree, model: Any, optimizer: OptaxOptimizer) -> PyTree:
-    places = _places(opt_state, model, optimizer)
+    places = _optax_places(opt_state, model, optimizer)
     found = jax.tree.leaves(optimizer.opt_state)
     return jax.tree.unflatten(jax.tree.structure(opt_state), [found[i] for i in places])
 
@@ -210,7 +201,7 @@ def _of_optax(opt_state: PyTree, model: Any, optimizer: OptaxOptimizer) -> PyTre
 def _to_optax(
     opt_state: PyTree, model: Any, optimizer: OptaxOptimizer, step: Any
 ) -> list[tuple[Any, jax.Array]]:
-    places = _places(opt_state, model, optimizer)
+    places = _optax_places(opt_state, model, optimizer)
     pairs = [
         (optimizer.plan.slots[i], numbers(leaf))
         for i, leaf in zip(places, jax.tree.leaves(opt_state), strict=True)
@@ -218,7 +209,7 @@ def _to_optax(
     return [*pairs, (optimizer.variables[0], jnp.asarray(step, jnp.int32))]
 
 
-def _places(opt_state: PyTree, model: Any, optimizer: OptaxOptimizer) -> list[int]:
+def _optax_places(opt_state: PyTree, model: Any, optimizer: OptaxOptimizer) -> list[int]:
     """Returns for each leaf its place in the optimizer's state, whatever the params' keys are."""
     held = list(_variables.layout(model).params.items())
     number = {id(v): i for i, (_, v) in enumerate(held)}

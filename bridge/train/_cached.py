@@ -19,7 +19,7 @@ def cached_for(model: keras.Model, name: str, make: Callable[[], T]) -> T:
     optimizer, say, that it was compiled for is no longer in use.
     """
     cache = vars(model).setdefault("_bridge_cache", {})
-    now = _looked_at(model)
+    now = _dependencies(model)
     known = cache.get(name)
     if known is None or not _same(known[0], now):
 
@@ -32,7 +32,7 @@ def cached_for(model: keras.Model, name: str, make: Callable[[], T]) -> T:
     return found
 
 
-def _looked_at(model: keras.Model) -> list[Any]:
+def _dependencies(model: keras.Model) -> list[Any]:
     """Everything that a compiled step has looked at, but for the values of variables."""
     chosen = getattr(model, "optimizer", None)  # a model that was not compiled may lack it
     lists = (

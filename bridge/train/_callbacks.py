@@ -33,7 +33,7 @@ _READ_MODEL_ATTRIBUTE = {
 }
 
 
-# Not those of CallbackList: a list may hold anybody's callbacks.
+# Not those of CallbackList: a list may hold callbacks of any class.
 _KERAS_METHODS = {
     method
     for cls in vars(keras.callbacks).values()
@@ -61,7 +61,7 @@ class BatchCallbacks:
         self._kind = kind
         self._bars: list[Any] = []
         self._acting: list[Any] = []
-        # A list of somebody else's kind may do anything: it counts as one callback.
+        # A list of another class may do anything: it counts as one callback.
         own = type(callbacks) is keras.callbacks.CallbackList
         for callback in callbacks.callbacks if own else [callbacks]:
             if type(callback) is keras.callbacks.ProgbarLogger:
@@ -173,7 +173,7 @@ def without_history_reading_model(callbacks: Any, model: keras.Model) -> Iterato
     """Keeps `History` from reading its attribute `model`, which it does after each epoch.
 
     It only puts itself into `model.history`, where it is already. The model would be brought up
-    to date for nobody, and its values copied again for the next epoch.
+    to date without need, and its values copied again for the next epoch.
     """
     found = [x for x in callbacks.callbacks if type(x) is keras.callbacks.History]
     for history in found:

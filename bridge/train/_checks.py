@@ -1,4 +1,4 @@
-"""What fit, evaluate and predict refuse at their doors."""
+"""Which arguments fit, evaluate and predict refuse."""
 
 import warnings
 import weakref
@@ -78,12 +78,30 @@ def _warn_of_overrides(model: keras.Model) -> None:
         )
 
 
-def require_ways(fuse: Any, rewrites: Any, verbose: Any) -> None:
-    """Refuses what is no way to run steps, or to show them."""
+def require_arguments(
+    x: Any, fuse: Any, rewrites: Any, verbose: Any, callbacks: Any, **numbers: Any
+) -> None:
+    """Refuses what none of fit, evaluate and predict takes.
+
+    Args:
+      x: The data.
+      fuse: Steps per program.
+      rewrites: Which operations to rewrite.
+      verbose: How to show the progress.
+      callbacks: Those of Keras.
+      **numbers: None or whole numbers from 1 on, by the names of the arguments.
+    """
     require_fuse(fuse)
     mode(rewrites)
     if not isinstance(verbose, str | int) or verbose not in ("auto", 0, 1, 2):
         raise ValueError(f"verbose: expected 'auto', 0, 1 or 2, got {verbose!r}")
+    if x is None:
+        raise ValueError(
+            "x: expected arrays, a dataset, a loader or a generator, got None. A generator of "
+            "batches goes into x, and yields (inputs, targets)."
+        )
+    require_whole(1, optional=True, **numbers)
+    _require_callbacks(callbacks)
 
 
 def require_whole(least: int, *, optional: bool = False, **numbers: Any) -> None:
@@ -94,15 +112,6 @@ def require_whole(least: int, *, optional: bool = False, **numbers: Any) -> None
                 f"{name}: expected {'None or ' * optional}a whole number of at least {least}, "
                 f"got {value!r}"
             )
-
-
-def require_data(x: Any) -> None:
-    """Refuses None for data."""
-    if x is None:
-        raise ValueError(
-            "x: expected arrays, a dataset, a loader or a generator, got None. A generator of "
-            "batches goes into x, and yields (inputs, targets)."
-        )
 
 
 def require_validation_arguments(split: Any, freq: Any) -> None:
@@ -119,11 +128,11 @@ def require_validation_arguments(split: Any, freq: Any) -> None:
         )
 
 
-def require_callbacks(callbacks: Any) -> None:
+def _require_callbacks(callbacks: Any) -> None:
     """Refuses what is no callback of Keras's kind.
 
     Raises:
-      TypeError: It tells hooks of functrain from classes that nobody made an object of.
+      TypeError: One is a class, not an object of it, or a hook of functrain.
     """
     for callback in keras.tree.flatten(callbacks):
         if isinstance(callback, type) and issubclass(callback, keras.callbacks.Callback):

@@ -30,34 +30,18 @@ class Rows(NamedTuple):
         """Returns the batch."""
         return self.source.take(self.index)
 
-    def stack(self, k: int) -> "RowsStacker":
-        """Returns room for k batches of its kind."""
-        return RowsStacker(k)
-
-
-class RowsStacker:
-    """Takes all rows of a chunk at once; rows next to one another are not copied."""
-
-    def __init__(self, k: int) -> None:
-        self._k = k
-        self._items: list[Rows] = []
-
-    def add(self, item: Rows) -> None:
-        """Takes in a batch."""
-        self._items.append(item)
-
-    def whole(self) -> Stack:
-        """Returns them all, filled up with zeros."""
-        items, n = self._items, len(self._items)
-        indices = [item.index for item in items]
+    def stack(self, items: Iterator["Rows"], k: int) -> Stack:
+        """Takes all rows of a chunk at once; rows next to one another are not copied."""
+        found = list(items)
+        n, indices = len(found), [item.index for item in found]
         whole: Any
-        if isinstance(indices[0], slice):
-            whole = slice(indices[0].start, indices[-1].stop)
+        if isinstance(self.index, slice):
+            whole = slice(self.index.start, indices[-1].stop)
         else:
             whole = np.concatenate(indices)
-        taken = items[0].source.take(whole)
+        taken = self.source.take(whole)
         stacked = jax.tree.map(lambda x: x.reshape(n, x.shape[0] // n, *x.shape[1:]), taken)
-        return Stack(filled(stacked, self._k, n), n, 0, [item.mark for item in items])
+        return Stack(filled(stacked, k, n), n, 0, [item.mark for item in found])
 
 
 class Missing(NamedTuple):
@@ -70,16 +54,9 @@ class Missing(NamedTuple):
         """Returns nothing."""
         return None
 
-    def stack(self, k: int) -> "Missing":
-        """Returns itself: there is never another."""
-        return self
-
-    def add(self, item: Any) -> None:
-        """Does nothing."""
-
-    def whole(self) -> Stack:
-        """Returns the mark alone."""
-        return Stack(None, 0, 0, [self.mark])
+    def stack(self, items: Iterator["Missing"], k: int) -> Stack:
+        """Returns the mark alone: there is never another."""
+        return Stack(None, 0, 0, [item.mark for item in items])
 
 
 def source(model: keras.Model, data: Any, batch_size: Any, steps: Any, **more: Any) -> Any:

@@ -8,18 +8,16 @@ import keras
 from bridge import keras_private
 from bridge.state._keras_state import require_compiled
 from bridge.train._checks import (
-    require_callbacks,
-    require_data,
+    require_arguments,
     require_model,
     require_validation_arguments,
-    require_ways,
     require_whole,
 )
 from bridge.train._feed import source as batches
-from bridge.train._loop import Ways
+from bridge.train._loop import Options
 from bridge.train._runs import Evaluation, Fit, run_evaluate, run_predict
 from bridge.train._validation import require_validation
-from functrain.internal import FuseArg, Mode, held_signals
+from functrain.internal import FuseArg, HeldSignals, Mode
 
 
 def fit(
@@ -107,14 +105,11 @@ def fit(
     """
     require_model(model)
     require_compiled(model)
-    require_ways(fuse, rewrites, verbose)
-    require_data(x)
-    require_whole(0, epochs=epochs, initial_epoch=initial_epoch)
     sizes = {"batch_size": batch_size, "validation_batch_size": validation_batch_size}
     steps = {"steps_per_epoch": steps_per_epoch, "validation_steps": validation_steps}
-    require_whole(1, optional=True, **sizes, **steps)
+    require_arguments(x, fuse, rewrites, verbose, callbacks, **sizes, **steps)
+    require_whole(0, epochs=epochs, initial_epoch=initial_epoch)
     require_validation_arguments(validation_split, validation_freq)
-    require_callbacks(callbacks)
     epochs = _capped(epochs)
     if validation_split and validation_data is None:
         (x, y, sample_weight), validation_data = keras_private.split(
@@ -131,8 +126,8 @@ def fit(
         require_validation(model, validation_data, data, size, validation_steps)
         evaluation = Evaluation(model, validation_data, size, validation_steps, validation_freq)
     callbacks = _callback_list(model, callbacks, verbose, epochs, source, add_history=True)
-    with held_signals() as signals:
-        run = Fit(model, source, callbacks, evaluation, Ways(fuse, rewrites, signals))
+    with HeldSignals() as signals:
+        run = Fit(model, source, callbacks, evaluation, Options(fuse, rewrites, signals))
         return run(initial_epoch, epochs)
 
 
@@ -181,15 +176,13 @@ def evaluate(
     """
     require_model(model)
     require_compiled(model)
-    require_ways(fuse, rewrites, verbose)
-    require_data(x)
-    require_whole(1, optional=True, batch_size=batch_size, steps=steps)
-    require_callbacks(callbacks)
+    numbers = {"batch_size": batch_size, "steps": steps}
+    require_arguments(x, fuse, rewrites, verbose, callbacks, **numbers)
     source = batches(model, (x, y, sample_weight), batch_size, steps)
     keras_private.build_from(model, source)
     callbacks = _callback_list(model, callbacks, verbose, 1, source)
-    with held_signals() as signals:
-        logs = run_evaluate(model, source, callbacks, Ways(fuse, rewrites, signals))
+    with HeldSignals() as signals:
+        logs = run_evaluate(model, source, callbacks, Options(fuse, rewrites, signals))
     return logs if return_dict else keras_private.in_order(model, logs)
 
 
@@ -229,16 +222,14 @@ def predict(
       (40, 4)
     """
     require_model(model)
-    require_ways(fuse, rewrites, verbose)
-    require_data(x)
-    require_whole(1, optional=True, batch_size=batch_size, steps=steps)
-    require_callbacks(callbacks)
+    numbers = {"batch_size": batch_size, "steps": steps}
+    require_arguments(x, fuse, rewrites, verbose, callbacks, **numbers)
     source = batches(model, (x, None, None), batch_size, steps)
     if not all(layer.built for layer in keras_private.all_layers(model)):
         _build_by_a_call(model, source)
     callbacks = _callback_list(model, callbacks, verbose, 1, source)
-    with held_signals() as signals:
-        return run_predict(model, source, callbacks, Ways(fuse, rewrites, signals))
+    with HeldSignals() as signals:
+        return run_predict(model, source, callbacks, Options(fuse, rewrites, signals))
 
 
 def _build_by_a_call(model: keras.Model, source: Any) -> None:

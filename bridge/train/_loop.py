@@ -9,7 +9,7 @@ import jax
 import keras
 
 from bridge import keras_private
-from bridge.state._keras_state import KerasState
+from bridge.state._keras_state import FIELDS, KerasState, originals
 from bridge.train import _feed
 from bridge.train._cached import cached_for
 from bridge.train._callbacks import BatchCallbacks
@@ -34,14 +34,14 @@ from functrain.internal import (
 from functrain.internal import tree as _tree
 
 _FIELDS = {
-    "train": ("trainable", "non_trainable", "optimizer", "metrics"),
+    "train": FIELDS,
     "test": ("trainable", "non_trainable", "metrics"),
     "predict": ("trainable", "non_trainable"),
 }
 _STOP = {"train": "stop_training", "test": "stop_evaluating", "predict": "stop_predicting"}
 
 
-class Ways(NamedTuple):
+class Options(NamedTuple):
     """How to run: the same for a fit and its evaluations."""
 
     fuse: FuseArg
@@ -59,19 +59,19 @@ class Loop:
       kind: "train", "test" or "predict".
       source: Keras's EpochIterator.
       calls: The callbacks' batch methods.
-      ways: How to run.
+      options: How to run.
     """
 
     def __init__(
-        self, model: keras.Model, kind: str, source: Any, calls: BatchCallbacks, ways: Ways
+        self, model: keras.Model, kind: str, source: Any, calls: BatchCallbacks, options: Options
     ) -> None:
         self._model, self._kind, self._source, self._calls = model, kind, source, calls
-        self._signals = ways.signals
-        self._step = compiled_step(model, kind)
+        self._signals = options.signals
+        self._step = cached_for(model, kind, self._make_step)  # programs live as long as it
         self._means = None if kind == "predict" else RunningMeans.of(model)
-        self._rewrites = ways.rewrites
+        self._rewrites = options.rewrites
         self._plan = Plan(
-            self._fuse(ways.fuse),
+            self._fuse(options.fuse),
             state_bytes=nbytes(self._originals()),
             row_bytes=self._row_bytes,
             stretches=lambda: [keras_private.whole_batches(source), calls.between()],
@@ -79,6 +79,11 @@ class Loop:
         self._state: KerasState | None = None
         self._last: tuple[Chunk, PyTree] | None = None
         self._read: dict[str, jax.Array] | None = None  # the metrics, on their way to the host
+
+    def _make_step(self) -> Any:
+        if self._kind == "predict":
+            return PredictStep(self._model)
+        return KerasStep(self._model, trains=self._kind == "train")
 
     @functools.cached_property
     def _driver(self) -> Driver:
@@ -121,7 +126,9 @@ class Loop:
         elif held := self._held():
             self._begin(held.replace(metrics=self._means.reset(held.metrics)))
         else:
-            _assign(self._model.metrics_variables, self._means.reset(self._means.values()))
+            values = self._means.reset(self._means.values())
+            for variable, value in zip(self._model.metrics_variables, values, strict=True):
+                variable.assign(value)
 
     def logs(self) -> dict[str, Any]:
         """Returns the metrics, or what the last step reported where that is something else.
@@ -152,9 +159,11 @@ class Loop:
         return found is not None
 
     def _fuse(self, fuse: FuseArg) -> FuseArg:
-        if fuse != "auto" or self._model.steps_per_execution == 1:
-            return fuse if fuse != "auto" or self._calls.fusible else 1
-        return int(self._model.steps_per_execution)
+        if fuse != "auto":
+            return fuse
+        if self._model.steps_per_execution > 1:
+            return int(self._model.steps_per_execution)
+        return "auto" if self._calls.fusible else 1
 
     def _row_bytes(self, batch: PyTree) -> int:
         """Returns the bytes of a batch's outputs: those of a chunk are in memory together."""
@@ -208,31 +217,10 @@ class Loop:
         keras_private.purge(self._model, _FIELDS[self._kind])
 
     def _publish(self) -> None:
-        """Tells the model where its values are, should somebody ask for them."""
+        """Tells the model where its values are, for callbacks that read it."""
         lists = {f"{name}_variables": getattr(self._state, name) for name in _FIELDS[self._kind]}
         keras_private.publish(self._model, lists)
 
     def _originals(self) -> KerasState:
         """Returns the variables that a step of this kind takes, as they are."""
-        model, held = self._model, _FIELDS[self._kind]
-        lists = {
-            "trainable": model.trainable_variables,
-            "non_trainable": model.non_trainable_variables,
-            "optimizer": model.optimizer.variables if "optimizer" in held else [],
-            "metrics": model.metrics_variables if "metrics" in held else [],
-        }
-        return KerasState(**{name: [v.value for v in found] for name, found in lists.items()})
-
-
-def _assign(variables: list[Any], values: list[jax.Array]) -> None:
-    for variable, value in zip(variables, values, strict=True):
-        variable.assign(value)
-
-
-def compiled_step(model: keras.Model, kind: str) -> Any:
-    """Returns the model's step. Programs live as long as their step."""
-
-    def make() -> Any:
-        return PredictStep(model) if kind == "predict" else KerasStep(model, trains=kind == "train")
-
-    return cached_for(model, kind, make)
+        return originals(self._model, _FIELDS[self._kind])

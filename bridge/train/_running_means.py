@@ -27,13 +27,10 @@ class RunningMeans:
     @staticmethod
     def of(model: keras.Model) -> "RunningMeans | None":
         """Returns those of a model; None where it has others, or variables on several devices."""
-
-        def make() -> RunningMeans | None:
-            return RunningMeans(model) if keras_private.only_running_means(model) else None
-
         if model.run_eagerly or keras.distribution.distribution() is not None:
             return None
-        return cached_for(model, "metrics", make)
+        plain = keras_private.only_running_means
+        return cached_for(model, "metrics", lambda: RunningMeans(model) if plain(model) else None)
 
     def values(self) -> Values:
         """Returns what is in the variables."""

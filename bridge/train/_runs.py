@@ -16,9 +16,8 @@ from bridge.train._callbacks import (
     only_read_model_attribute,
     without_history_reading_model,
 )
-from bridge.train._epochs import is_due
-from bridge.train._loop import Loop, Ways
-from functrain.internal import Chunk, PyTree, on_host
+from bridge.train._loop import Loop, Options
+from functrain.internal import fetched
 
 
 class Evaluation:
@@ -32,8 +31,10 @@ class Evaluation:
         self._source: Any = None
 
     def is_due(self, epoch: int) -> bool:
-        """Whether this epoch ends with it."""
-        return is_due(epoch, self._freq)
+        """Whether this epoch, counted from 0, ends with it."""
+        if isinstance(self._freq, list):  # of epochs counted from 1
+            return epoch + 1 in self._freq
+        return bool((epoch + 1) % self._freq == 0)
 
     def source(self) -> Any:
         """Returns the batches, by one iterator for all epochs, as Keras does."""
@@ -52,13 +53,13 @@ class Fit:
         source: Any,
         callbacks: Any,
         evaluation: Evaluation | None,
-        ways: Ways,
+        options: Options,
     ) -> None:
         self._model = model
         self._source = source
         self._callbacks = callbacks
         self._evaluation = evaluation
-        self._ways = ways
+        self._options = options
 
     def __call__(self, initial_epoch: int, epochs: int) -> Any:
         """Runs all epochs; the model is whole at the end, whatever happens."""
@@ -68,14 +69,14 @@ class Fit:
         self._callbacks.on_train_begin()
         first = keras_private.initial_epoch(model) or initial_epoch
         calls = BatchCallbacks(self._callbacks, "train")
-        self._loop = Loop(model, "train", self._source, calls, self._ways)
+        self._loop = Loop(model, "train", self._source, calls, self._options)
         quiet: Any = contextlib.nullcontext()
         if self._lazy:
             quiet = without_history_reading_model(self._callbacks, model)
         with self._kept_whole(epochs), quiet:
             for epoch in range(first, epochs):
                 logs = self._epoch(epoch)
-                self._ways.signals.act()
+                self._options.signals.act()
                 if model.stop_training:
                     break
         self._callbacks.on_train_end(logs=logs)
@@ -109,27 +110,27 @@ class Fit:
         self._callbacks.on_epoch_begin(epoch)
         for _ in self._loop.run():
             pass
-        evaluates = self._evaluation is not None and self._evaluation.is_due(epoch)
+        evaluation = self._evaluation
+        evaluates = evaluation is not None and evaluation.is_due(epoch)
         logs = self._loop.logs()
         if evaluates or not self._lazy:
             self._loop.sync()
-        if evaluates:
-            assert self._evaluation is not None
-            source = self._evaluation.source()
-            found = run_evaluate(model, source, self._callbacks, self._ways, within_fit=True)
+        if evaluation is not None and evaluates:
+            source = evaluation.source()
+            found = run_evaluate(model, source, self._callbacks, self._options, within_fit=True)
             logs.update({f"val_{name}": value for name, value in found.items()})
         self._callbacks.on_epoch_end(epoch, logs)
         return logs
 
 
 def run_evaluate(
-    model: keras.Model, source: Any, callbacks: Any, ways: Ways, *, within_fit: bool = False
+    model: keras.Model, source: Any, callbacks: Any, options: Options, *, within_fit: bool = False
 ) -> dict[str, Any]:
     """Evaluates a built model on batches; returns its metrics."""
     model.stop_evaluating = False
     callbacks.on_test_begin()
     calls = BatchCallbacks(callbacks, "test", quiet=within_fit)
-    loop = Loop(model, "test", source, calls, ways)
+    loop = Loop(model, "test", source, calls, options)
     loop.reset_metrics()
     try:
         for _ in loop.run():
@@ -138,35 +139,22 @@ def run_evaluate(
     finally:
         loop.sync()
     callbacks.on_test_end(logs)
-    ways.signals.act()
+    options.signals.act()
     return logs
 
 
-def run_predict(model: keras.Model, source: Any, callbacks: Any, ways: Ways) -> Any:
+def run_predict(model: keras.Model, source: Any, callbacks: Any, options: Options) -> Any:
     """Predicts with a built model; returns NumPy arrays."""
     model.stop_predicting = False
     callbacks.on_predict_begin()
     calls = BatchCallbacks(callbacks, "predict")
-    loop = Loop(model, "predict", source, calls, ways)
-    outputs: list[PyTree] = []
-    late: list[tuple[Chunk, PyTree]] = []
+    loop = Loop(model, "predict", source, calls, options)
     try:
-        for found in loop.run():
-            outputs += _fetched(late)  # while the device is busy with what was found now
-            late = [found]
+        outputs = fetched((rows, chunk.steps) for chunk, rows in loop.run())
     finally:
         loop.sync()
-    outputs += _fetched(late)
     callbacks.on_predict_end()
-    ways.signals.act()
+    options.signals.act()
     if not outputs:
         raise ValueError("x: expected at least one batch to predict from, got none")
     return jax.tree.map(lambda *leaves: np.concatenate(leaves), *outputs)
-
-
-def _fetched(late: list[tuple[Chunk, PyTree]]) -> list[PyTree]:
-    """Returns the outputs of chunks on the host: leaves `[steps * B, ...]`."""
-    return [
-        jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), on_host(rows, chunk.steps))
-        for chunk, rows in late
-    ]

@@ -7,7 +7,7 @@ import keras
 import numpy as np
 
 from bridge import keras_private
-from bridge.state._keras_state import KerasState, variable_lists
+from bridge.state._keras_state import originals
 from bridge.train._feed import source
 from bridge.train._steps import KerasStep
 from functrain.internal import PyTree
@@ -55,11 +55,11 @@ def require_validation(
 
 
 def _are_arrays(data: Any) -> bool:
-    return all(x is None or _is_array(x) for x in keras.tree.flatten(data))
-
-
-def _is_array(x: Any) -> bool:
-    return isinstance(x, np.ndarray | jax.Array) and x.ndim > 0 and x.dtype.kind in "biufV"
+    leaves = [x for x in keras.tree.flatten(data) if x is not None]
+    return all(
+        isinstance(x, np.ndarray | jax.Array) and x.ndim > 0 and x.dtype.kind in "biufV"
+        for x in leaves
+    )
 
 
 def _batch(arrays: Any, size: int | None) -> PyTree:
@@ -79,11 +79,9 @@ def _looks(batch: PyTree) -> Any:
 
 
 def _require_traced(model: keras.Model, batch: PyTree, expected: PyTree) -> None:
-    lists = variable_lists(model)
-    values: dict[str, Any] = {n: [_spec(v.value) for v in found] for n, found in lists.items()}
     data = keras.utils.pack_x_y_sample_weight(*batch)
     try:
-        jax.eval_shape(KerasStep(model, trains=False), KerasState(**values), data)
+        jax.eval_shape(KerasStep(model, trains=False), originals(model), data)
     except Exception as error:
         known = f", as training has {_words(expected)}" if expected is not None else ""
         raise ValueError(
@@ -92,10 +90,6 @@ def _require_traced(model: keras.Model, batch: PyTree, expected: PyTree) -> None
         ) from error
     finally:
         keras_private.forget_losses(model)
-
-
-def _spec(value: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(value.shape, value.dtype)
 
 
 def _words(batch: PyTree) -> str:

@@ -10,8 +10,9 @@ import os
 import jax
 import numpy as np
 
-from functrain.checkpoint._leaves import by_path, check, data, restore, spec, target_of
+from functrain.checkpoint._leaves import by_path, check, data, restore, target_of
 from functrain.checkpoint._place import exchange, find, saved_specs, staged, take_back, what
+from functrain.common import _tree
 from functrain.common._types import PyTree
 
 
@@ -46,7 +47,7 @@ def save(path: str | os.PathLike[str], state: PyTree, *, overwrite: bool = False
 
     leaves = by_path(state)
     arrays = {name: data(name, leaf) for name, leaf in leaves.items()}
-    specs = {name: spec(leaf) for name, leaf in leaves.items()}
+    specs = {name: _tree.strong_spec(leaf) for name, leaf in leaves.items()}
     target = os.path.realpath(path)
     if overwrite:
         take_back(target)
@@ -117,7 +118,7 @@ def load(path: str | os.PathLike[str], like: PyTree) -> PyTree:
             "functrain.save wrote."
         )
     leaves = by_path(like)
-    check(directory, {name: spec(leaf) for name, leaf in leaves.items()}, specs)
+    check(directory, {name: _tree.strong_spec(leaf) for name, leaf in leaves.items()}, specs)
     targets = {name: target_of(leaf) for name, leaf in leaves.items()}
     stored = {name: target for name, target in targets.items() if np.prod(target.shape)}
     arrays = ocp.load(directory, stored) if stored else {}

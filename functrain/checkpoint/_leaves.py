@@ -26,8 +26,8 @@ def data(name: str, leaf: Any) -> jax.Array | np.ndarray[Any, Any]:
     if isinstance(leaf, jax.Array):
         if leaf.is_deleted():
             raise ValueError(
-                f"{name}: expected a live array, got {spec(leaf)} that was donated to a program. "
-                "Save the state that the step returned, not the one it was given."
+                f"{name}: expected a live array, got {_tree.strong_spec(leaf)} that was donated to "
+                "a program. Save the state that the step returned, not the one it was given."
             )
         return jax.random.key_data(leaf) if _tree.is_key(leaf) else leaf
     if isinstance(leaf, np.ndarray | np.generic) and leaf.dtype.kind not in "OSUMm":
@@ -36,13 +36,6 @@ def data(name: str, leaf: Any) -> jax.Array | np.ndarray[Any, Any]:
         f"{name}: expected an array of numbers, got {_tree.spec(leaf)}. Make it one with "
         "jnp.asarray, or keep it out of the state."
     )
-
-
-def spec(leaf: Any) -> str:
-    """``float32[8, 3]``, without the weak type, which is not kept."""
-    if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
-        return type(leaf).__name__
-    return f"{leaf.dtype}[{', '.join(map(str, leaf.shape))}]"
 
 
 def check(directory: str, expected: dict[str, str], got: dict[str, str]) -> None:

@@ -1,1 +1,12 @@
-"""Helpers that everything else stands on: trees, checks, tables, types."""
+"""Helpers that everything else stands on.
+
+Files:
+  _tree: paths and specs for error messages, copies that nothing else can see
+  _types: PyTree, Logs and Step
+  _checks: whole numbers
+  _arguments: what functions take, and words for arguments of other libraries
+  _direction: whether more is better, told by a value's name
+  _repr: short texts for large things
+  _table: tables as text
+  _process: JAX does not survive a fork
+"""

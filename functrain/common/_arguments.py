@@ -1,12 +1,20 @@
-"""Words for arguments that people bring along from other libraries."""
+"""What functions take, and words for arguments that people bring from other libraries."""
 
 import functools
 import inspect
-from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+
+def parameters(function: Any) -> Mapping[str, inspect.Parameter]:
+    """Returns what a function takes, by name; nothing where it has no signature."""
+    try:
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return {}
 
 
 def advised(positional: str, **advice: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
@@ -18,8 +26,8 @@ def advised(positional: str, **advice: str) -> Callable[[Callable[P, T]], Callab
     """
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
-        parameters = inspect.signature(function).parameters.values()
-        most = sum(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters)
+        taken = parameters(function).values()
+        most = sum(p.kind is p.POSITIONAL_OR_KEYWORD for p in taken)
         name = function.__name__
 
         @functools.wraps(function)

@@ -22,7 +22,7 @@ def call(thing: Any, /, **parts: Any) -> str:
 
 def brief(value: Any) -> str:
     """Returns what a value is, in a few words; it waits for no device, and shows no address."""
-    if _is_array(value):
+    if _tree.is_array(value):
         return _tree.spec(value) + " (deleted)" * _tree.is_deleted(value)
     if not jax.tree_util.all_leaves([value]):
         return _arrays(value)
@@ -38,12 +38,8 @@ def number(x: Any) -> str:
     return str(x)
 
 
-def _is_array(x: Any) -> bool:
-    return hasattr(x, "shape") and hasattr(x, "dtype")
-
-
 def _arrays(tree: PyTree) -> str:
-    arrays = [x for x in jax.tree.leaves(tree) if _is_array(x)]
+    arrays = [x for x in jax.tree.leaves(tree) if _tree.is_array(x)]
     if not arrays:
         return repr(tree) if not jax.tree.leaves(tree) else type(tree).__name__
     count = sum(math.prod(x.shape) for x in arrays)

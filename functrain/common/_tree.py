@@ -26,17 +26,32 @@ def leaves_with_path(tree: PyTree) -> Iterator[tuple[str, PyTree]]:
         yield path_str(path), leaf
 
 
+def nodes(tree: PyTree, *kinds: type) -> list[Any]:
+    """Returns the nodes of a tree that are of some classes, whole."""
+    found = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kinds))
+    return [x for x in found if isinstance(x, kinds)]
+
+
 def structure(tree: PyTree) -> Any:
     """Returns the treedef; jax gives its type no operators."""
     return jax.tree.structure(tree)
 
 
+def is_array(x: PyTree) -> bool:
+    """Whether a leaf has a shape and a dtype, abstract ones too."""
+    return hasattr(x, "shape") and hasattr(x, "dtype")
+
+
 def spec(x: PyTree) -> str:
     """Returns a leaf's dtype and shape as ``float32[8, 3]``, or its type if it is no array."""
-    if not hasattr(x, "shape") or not hasattr(x, "dtype"):
+    return strong_spec(x) + ", weak type" * bool(getattr(x, "weak_type", False))
+
+
+def strong_spec(x: PyTree) -> str:
+    """As `spec`, whether or not the type is weak."""
+    if not is_array(x):
         return type(x).__name__
-    weak = ", weak type" if getattr(x, "weak_type", False) else ""
-    return f"{x.dtype}[{', '.join(map(str, x.shape))}]{weak}"
+    return f"{x.dtype}[{', '.join(map(str, x.shape))}]"
 
 
 def differences(expected: PyTree, got: PyTree) -> list[str]:
@@ -78,8 +93,8 @@ def is_key(x: PyTree) -> bool:
 def copy(tree: PyTree) -> PyTree:
     """Returns the tree with every leaf in a buffer of its own, strongly typed.
 
-    What a program may donate must be nobody else's, and a weak type that a step makes strong
-    would compile everything twice. Shardings are kept.
+    What a program may donate must not be referred to elsewhere, and a weak type that a step makes
+    strong would compile everything twice. Shardings are kept.
 
     Raises:
       TypeError: A leaf is neither an array nor a Python number; the message names it.

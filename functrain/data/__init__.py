@@ -1,5 +1,13 @@
-"""Where batches come from."""
+"""Where batches come from.
+
+Files:
+  _loader: ArrayLoader, batches of arrays in memory
+  _sources: passes over any data
+  _stream: a pass over an iterator of batches
+  _stacks: batches alike, stacked, as every pass hands them out
+  _batch: inputs, labels and weights of a batch, and how many examples
+  _arrays: which arrays jax can take
+  _buffer: host memory that a CPU device takes without a copy
+"""
 
 from functrain.data._loader import ArrayLoader as ArrayLoader
-
-__all__ = ["ArrayLoader"]

@@ -2,15 +2,53 @@
 
 import inspect
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
 
 from functrain.common._types import PyTree
 from functrain.data._loader import ArrayLoader
-from functrain.data._stacks import Pass, Spec, Stack, filled
-from functrain.data._stream import stream
+from functrain.data._stacks import Spec, Stack, filled
+from functrain.data._stream import StreamPass, stream
+
+
+class ArrayPass:
+    """A pass over an `ArrayLoader`: full batches are gathered K at a time."""
+
+    def __init__(self, loader: ArrayLoader, epoch: int, batch: int) -> None:
+        self._loader, self._epoch, self._next = loader, epoch, batch
+
+    def _examples(self) -> int:
+        whole = self._next < self._loader.full_batches
+        return self._loader.batch_size if whole else self._loader.remainder
+
+    def usual(self) -> tuple[Spec, PyTree] | None:
+        """Returns what batches of full size are like."""
+        return self._loader.batch_size, _specs_of(self._loader, self._loader.batch_size)
+
+    def spec(self) -> Spec | None:
+        """Returns the next batch's number of examples."""
+        return self._examples() if self._next < len(self._loader) else None
+
+    def peek(self) -> PyTree:
+        """Returns the shapes of the next batch, which is not made yet."""
+        return _specs_of(self._loader, self._examples())
+
+    def take(self, most: int, k: int) -> Stack:
+        """Gathers the next batches."""
+        loader, start, examples = self._loader, self._next, self._examples()
+        steps = max(1, min(most, loader.full_batches - start))
+        self._next += steps
+        if start < loader.full_batches:
+            batches = filled(loader.chunk(self._epoch, start, steps), k, steps)
+        else:
+            batches = jax.tree.map(lambda x: x[None], loader.batch(self._epoch, start))
+        return Stack(batches, steps, examples)
+
+
+Pass: TypeAlias = ArrayPass | StreamPass
+"""`spec` and `peek` look at the next batch of a pass, `take` hands out batches."""
 
 
 class Source:
@@ -66,7 +104,9 @@ class Source:
     def specs(self) -> Iterator[PyTree]:
         """Yields the shapes of the batches, of each kind once, as far as they are known now."""
         if self.can_seek:
-            yield from _specs(self.data)
+            yield _specs_of(self.data, self.data.batch_size)
+            if len(self.data) > self.data.full_batches:
+                yield _specs_of(self.data, self.data.remainder)
         elif isinstance(self.data, list | tuple):
             yield jax.tree.map(_spec, self.data[0])
 
@@ -75,46 +115,6 @@ class Source:
         if self.can_seek:
             return ArrayPass(self.data, epoch, batch)
         return stream(self.data, self.name, epoch, batch)
-
-
-class ArrayPass:
-    """A pass over an `ArrayLoader`: full batches are gathered K at a time."""
-
-    def __init__(self, loader: ArrayLoader, epoch: int, batch: int) -> None:
-        self._loader, self._epoch, self._next = loader, epoch, batch
-
-    def _examples(self) -> int:
-        whole = self._next < self._loader.full_batches
-        return self._loader.batch_size if whole else self._loader.remainder
-
-    def usual(self) -> tuple[Spec, PyTree] | None:
-        """Returns what batches of full size are like."""
-        return self._loader.batch_size, _specs_of(self._loader, self._loader.batch_size)
-
-    def spec(self) -> Spec | None:
-        """Returns the next batch's number of examples."""
-        return self._examples() if self._next < len(self._loader) else None
-
-    def peek(self) -> PyTree:
-        """Returns the shapes of the next batch: making it would be for nobody."""
-        return _specs_of(self._loader, self._examples())
-
-    def take(self, most: int, k: int) -> Stack:
-        """Gathers the next batches."""
-        loader, start, examples = self._loader, self._next, self._examples()
-        steps = max(1, min(most, loader.full_batches - start))
-        self._next += steps
-        if start < loader.full_batches:
-            batches = filled(loader.chunk(self._epoch, start, steps), k, steps)
-        else:
-            batches = jax.tree.map(lambda x: x[None], loader.batch(self._epoch, start))
-        return Stack(batches, steps, examples)
-
-
-def _specs(loader: ArrayLoader) -> Iterator[PyTree]:
-    yield _specs_of(loader, loader.batch_size)
-    if len(loader) > loader.full_batches:
-        yield _specs_of(loader, loader.remainder)
 
 
 def _specs_of(loader: ArrayLoader, examples: int) -> PyTree:

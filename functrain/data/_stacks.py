@@ -1,6 +1,6 @@
 """Batches alike, stacked: what every pass over data hands out."""
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,22 +26,6 @@ class Stack(NamedTuple):
     steps: int
     examples: int
     marks: Any = None
-
-
-class Pass(Protocol):
-    """One pass over data. `spec` and `peek` look at the next batch, `take` hands out batches."""
-
-    def usual(self) -> tuple[Spec, PyTree] | None:
-        """Returns kind and batch of the epoch's first, if it is not the next; as `peek`."""
-
-    def spec(self) -> Spec | None:
-        """Returns the kind of the next batch; None at the end."""
-
-    def peek(self) -> PyTree:
-        """Returns the next batch: arrays, or their `jax.ShapeDtypeStruct`s."""
-
-    def take(self, most: int, k: int) -> Stack:
-        """Returns the next batches that are alike, at most so many, with room for k of them."""
 
 
 def filled(batches: PyTree, k: int, steps: int) -> PyTree:

@@ -26,18 +26,11 @@ class Item(Protocol):
     def arrays(self) -> PyTree:
         """Returns the batch."""
 
-    def stack(self, k: int) -> "Stacker":
-        """Returns room for k batches of its kind."""
+    def stack(self, items: Iterator[Any], k: int) -> Stack:
+        """Stacks batches of its kind, itself the first of them, with room for k.
 
-
-class Stacker(Protocol):
-    """Takes in batches alike, one by one."""
-
-    def add(self, item: Any) -> None:
-        """Takes in a batch. Its source may use the memory again afterwards."""
-
-    def whole(self) -> Stack:
-        """Returns them all."""
+        Each is copied before the next is fetched: its source may use the memory again then.
+        """
 
 
 class StreamPass:
@@ -72,24 +65,19 @@ class StreamPass:
         """Stacks the next batches."""
         item, self._waiting = self._waiting, None
         assert item is not None, "spec() comes first"
-        stack, steps = item.stack(k), 1
-        stack.add(item)
-        while steps < most and (found := self._next_like(item)) is not None:
-            stack.add(found)
-            steps += 1
-        return stack.whole()
+        return item.stack(itertools.islice(self._from(item), most), k)
 
-    def _next_like(self, item: Item) -> Item | None:
-        """Fetches the next batch and returns it, if it is there and of the same kind."""
+    def _from(self, item: Item) -> Iterator[Item]:
+        """Yields a batch and those after it that are of the same kind."""
+        yield item
         try:
-            found = next(self._items, None)
+            for found in self._items:
+                if found.spec != item.spec:
+                    self._waiting = found
+                    return
+                yield found
         except Exception as error:
             self._failure = error
-            return None
-        if found is None or found.spec == item.spec:
-            return found
-        self._waiting = found
-        return None
 
 
 def stream(data: Iterable[PyTree], name: str, epoch: int, start: int) -> StreamPass:
@@ -140,32 +128,28 @@ class Made(NamedTuple):
         """Returns the batch."""
         return self.batch
 
-    def stack(self, k: int) -> "ArrayStacker":
-        """Returns room for k batches of its kind."""
-        return ArrayStacker(self.batch, k)
-
-
-class ArrayStacker:
-    """Room for k batches of one kind."""
-
-    def __init__(self, like: PyTree, k: int) -> None:
-        leaves, self._structure = jax.tree.flatten(like)
-        self._leaves = [
-            _JaxStack(k) if isinstance(x, jax.Array) else _NumPyStack(x, k) for x in leaves
+    def stack(self, items: Iterator["Made"], k: int) -> Stack:
+        """Copies batches into fresh memory; jax arrays are stacked on their device."""
+        leaves, structure = jax.tree.flatten(self.batch)
+        rows: list[Any] = [
+            [] if isinstance(x, jax.Array) else _buffer.empty((k, *x.shape), x.dtype)
+            for x in leaves
         ]
-        self._examples = batch_size(like)
-        self._marks: list[Any] = []
-
-    def add(self, item: Made) -> None:
-        """Copies a batch."""
-        for stack, leaf in zip(self._leaves, jax.tree.leaves(item.batch), strict=True):
-            stack.add(leaf)
-        self._marks.append(item.mark)
-
-    def whole(self) -> Stack:
-        """Returns them all, filled up with zeros."""
-        batches = jax.tree.unflatten(self._structure, [stack.whole() for stack in self._leaves])
-        return Stack(batches, len(self._marks), self._examples, self._marks)
+        marks: list[Any] = []
+        for item in items:
+            for row, x in zip(rows, jax.tree.leaves(item.batch), strict=True):
+                if isinstance(row, list):
+                    row.append(x)
+                else:
+                    row[len(marks)] = x
+            marks.append(item.mark)
+        for i, row in enumerate(rows):
+            if isinstance(row, list):
+                rows[i] = fill(jnp.stack(row), k)
+            else:
+                row[len(marks) :] = 0
+        batches = jax.tree.unflatten(structure, rows)
+        return Stack(batches, len(marks), batch_size(self.batch), marks)
 
 
 def _numpy(leaf: Any, batch: PyTree, where: str) -> np.ndarray:
@@ -177,33 +161,3 @@ def _numpy(leaf: Any, batch: PyTree, where: str) -> np.ndarray:
             f"of {where}. Convert it first."
         )
     return x
-
-
-class _NumPyStack:
-    """Room for K arrays of one shape; what is not used stays zero."""
-
-    def __init__(self, like: np.ndarray, k: int) -> None:
-        self._rows = _buffer.empty((k, *like.shape), like.dtype.newbyteorder("="))
-        self._n = 0
-
-    def add(self, x: np.ndarray) -> None:
-        self._rows[self._n] = x
-        self._n += 1
-
-    def whole(self) -> np.ndarray:
-        self._rows[self._n :] = 0
-        return self._rows
-
-
-class _JaxStack:
-    """As `_NumPyStack`, for arrays that are on a device and stay there."""
-
-    def __init__(self, k: int) -> None:
-        self._rows: list[jax.Array] = []
-        self._k = k
-
-    def add(self, x: jax.Array) -> None:
-        self._rows.append(x)
-
-    def whole(self) -> jax.Array:
-        return fill(jnp.stack(self._rows), self._k)

@@ -123,16 +123,16 @@ def autotune(
         carry = step.start(state)
     size = sum(int(jnp.asarray(x).nbytes) for x in jax.tree.leaves(batch))
     began = time.perf_counter()
-    ways = [_Way(0, _jitted(step), carry, batch, size)]
+    candidates = [_Candidate(0, _jitted(step), carry, batch, size)]
     for k in ks:
         if k != ks[0] and (k * size > memory or time.perf_counter() - began > seconds):
             break
         chunk = jax.tree.map(lambda x, k=k: jnp.stack([jnp.asarray(x)] * k), batch)
-        ways.append(_Way(k, fuse(step, k, rewrites=rewrites), carry, chunk, k * size))
+        candidates.append(_Candidate(k, fuse(step, k, rewrites=rewrites), carry, chunk, k * size))
     for _ in range(ROUNDS):  # in turn, so that a slow moment of the machine meets all of them
-        for way in ways:
-            way.measure()
-    rows = tuple(way.row() for way in ways)
+        for candidate in candidates:
+            candidate.measure()
+    rows = tuple(candidate.row() for candidate in candidates)
     return Tuning(_choose(rows), rows)
 
 
@@ -152,7 +152,7 @@ def _jitted(step: Any) -> Callable[[PyTree, PyTree], Any]:
     return jax.jit(once, donate_argnums=0)
 
 
-class _Way:
+class _Candidate:
     """One way of taking steps, compiled, with a state of its own."""
 
     def __init__(self, k: int, program: Any, state: PyTree, batches: PyTree, size: int) -> None:

@@ -7,7 +7,7 @@ import jax
 
 from functrain.common import _tree
 from functrain.common._types import PyTree
-from functrain.data._stacks import Pass
+from functrain.data._sources import Pass
 from functrain.engine._plan import Plan
 
 

@@ -70,7 +70,7 @@ class Driver:
         self.carry: PyTree = ()
 
     def begin(self, carry: PyTree, *const: PyTree) -> None:
-        """Takes over a carry, which has to be nobody else's; leaves the constants alone."""
+        """Takes over a carry that nothing else refers to; leaves the constants alone."""
         self.carry, self._const = carry, const
         found = _placement.pins(carry)
         if found != self._pins:
@@ -114,7 +114,7 @@ class Driver:
             self._spare_made = time.perf_counter()
 
     def adopt_spare(self, carry: PyTree, mark: Any) -> None:
-        """Takes somebody else's copy of the carry as the one to go back to."""
+        """Takes a copy of the carry that the caller made as the one to go back to."""
         self._spare, self._spare_made = (carry, mark), time.perf_counter()
 
     def last_whole(self, mark: Any) -> tuple[PyTree, Any] | None:

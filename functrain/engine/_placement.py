@@ -1,6 +1,6 @@
 """Where batches and what a program carries lie on several devices."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -57,9 +57,7 @@ def chunk_placement(sharding: NamedSharding | None) -> Callable[[PyTree], PyTree
     chunked = NamedSharding(sharding.mesh, spec)
 
     def place(batches: PyTree) -> PyTree:
-        lines = list(_indivisible(batches, chunked))
-        if lines:
-            raise ValueError(_INDIVISIBLE.format(spec=sharding.spec, lines=_tree.bullets(lines)))
+        _refuse_indivisible(batches, chunked, sharding.spec)
         try:
             return jax.device_put(batches, chunked)
         except AssertionError as error:  # jax compares what the processes have
@@ -77,25 +75,24 @@ def require_divisible(source: Source, sharding: NamedSharding | None) -> None:
     if sharding is None:
         return
     for specs in source.specs():
-        lines = list(_indivisible(specs, sharding))
-        if lines:
-            text = _INDIVISIBLE.format(spec=sharding.spec, lines=_tree.bullets(lines))
-            raise ValueError(f"{source.name}: {text}")
+        _refuse_indivisible(specs, sharding, sharding.spec, f"{source.name}: ")
 
 
-def _indivisible(batches: PyTree, sharding: NamedSharding) -> Iterator[str]:
+def _refuse_indivisible(
+    batches: PyTree, where: NamedSharding, spec: PartitionSpec, name: str = ""
+) -> None:
+    lines = []
     for path, x in _tree.leaves_with_path(batches):
         try:
-            sharding.shard_shape(x.shape)
+            where.shard_shape(x.shape)
         except ValueError:
-            yield f"{path}: {_tree.spec(x)}"
-
-
-_INDIVISIBLE = (
-    "sharding: expected batches that divide over {spec} of the mesh, got\n{lines}\n"
-    "Take a batch size that the devices divide, and drop_remainder=True where the last batch is "
-    "smaller."
-)
+            lines.append(f"{path}: {_tree.spec(x)}")
+    if lines:
+        raise ValueError(
+            f"{name}sharding: expected batches that divide over {spec} of the mesh, got\n"
+            f"{_tree.bullets(lines)}\nTake a batch size that the devices divide, and "
+            "drop_remainder=True where the last batch is smaller."
+        )
 
 
 def on_mesh(carry: PyTree, sharding: NamedSharding | None) -> PyTree:

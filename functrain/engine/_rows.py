@@ -1,5 +1,6 @@
 """What the steps of a chunk reported, row by row."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -29,6 +30,26 @@ def is_number(rows: Any) -> bool:
     return rows.ndim == 1 and not _tree.is_key(rows)
 
 
-def scalars(rows: PyTree) -> dict[str, np.ndarray]:
-    """Returns the numbers among rows on the host, `[steps]` each, under their paths."""
-    return {path: x for path, x in _tree.leaves_with_path(rows) if is_number(x)}
+def fetched(dispatched: Iterable[tuple[PyTree, int]]) -> list[PyTree]:
+    """Returns the outputs of the steps of each chunk on the host: leaves `[steps * B, ...]`.
+
+    A chunk's are fetched when the next one is dispatched: the device is busy meanwhile.
+
+    Args:
+      dispatched: Rows of each chunk, and how many steps it took.
+
+    Raises:
+      ValueError: An output is a scalar.
+    """
+    parts: list[PyTree] = []
+    late: list[tuple[PyTree, int]] = []
+    for found in dispatched:
+        parts += [jax.tree.map(_join, on_host(*chunk)) for chunk in late]
+        late = [found]
+    return parts + [jax.tree.map(_join, on_host(*chunk)) for chunk in late]
+
+
+def _join(x: np.ndarray) -> np.ndarray:
+    if x.ndim < 2:
+        raise ValueError("outputs: expected one per example, [B, ...], got a scalar per batch")
+    return x.reshape(-1, *x.shape[2:])

@@ -4,43 +4,48 @@ import contextlib
 import signal
 import sys
 import threading
-from collections.abc import Iterator
 from types import FrameType
-from typing import Any
+from typing import Any, Self
 
 
 class HeldSignals:
-    """Signals that came, and wait for a good moment."""
+    """Holds back the first Ctrl-C, and a SIGTERM that Python code handles, within its context.
+
+    A signal may come between a program taking over the state's buffers and the new state having a
+    name, and then both are lost. A second one acts at once. Does nothing outside the main thread,
+    where Ctrl-C is handled by somebody else, or where SIGTERM ends the process by itself.
+
+    An error while one waits is taken for its consequence: Ctrl-C ends the workers of a loader too.
+    """
 
     def __init__(self) -> None:
         self._handlers: dict[int, Any] = {}
         self._came: list[tuple[int, FrameType | None]] = []
 
-    def hold(self) -> None:
-        """Begins to hold back what Python handles; see `held_signals`."""
+    def __enter__(self) -> Self:
+        """Begins to hold back what Python handles."""
         if threading.current_thread() is not threading.main_thread():
-            return
+            return self
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             self._handlers[signal.SIGINT] = signal.default_int_handler
         if callable(found := signal.getsignal(signal.SIGTERM)):
             self._handlers[signal.SIGTERM] = found
         for number in self._handlers:
             signal.signal(number, self._note)
+        return self
 
-    def release(self) -> None:
-        """Gives the signals back to those who handled them."""
+    def __exit__(self, _: object, error: BaseException | None, traceback: object) -> None:
+        """Gives the signals back to those who handled them; one that waits is handled now."""
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
+        if error is None or isinstance(error, Exception):
+            self.act()
 
     def act(self) -> None:
         """Lets a signal that came be handled now: it mostly raises."""
         if self._came:
             number, frame = self._came.pop(0)
             self._handlers[number](number, frame)
-
-    def __bool__(self) -> bool:
-        """Whether one has come."""
-        return bool(self._came)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self._came:
@@ -53,26 +58,3 @@ class HeldSignals:
                     "\nStopping when this program is over; Ctrl-C once more stops at once.",
                     file=sys.stderr,
                 )
-
-
-@contextlib.contextmanager
-def held_signals() -> Iterator[HeldSignals]:
-    """Holds back the first Ctrl-C, and a SIGTERM that Python code handles.
-
-    A signal may come between a program taking over the state's buffers and the new state having a
-    name, and then both are lost. A second one acts at once. Does nothing outside the main thread,
-    where Ctrl-C is handled by somebody else, or where SIGTERM ends the process by itself.
-
-    An error while one waits is taken for its consequence: Ctrl-C ends the workers of a loader too.
-    """
-    signals = HeldSignals()
-    signals.hold()
-    try:
-        yield signals
-    except Exception:
-        signals.release()
-        signals.act()
-        raise
-    finally:
-        signals.release()
-    signals.act()  # it came after the last time anybody asked

@@ -38,8 +38,17 @@ class Trigger(Protocol):
         ...
 
 
+class _Decorator:
+    """A trigger that makes a function a hook, ``@every(steps=100)``."""
+
+    def __call__(self, function: F) -> F:
+        """Makes a function a hook that is called when due."""
+        function.when = self  # type: ignore[attr-defined]  # a function is an object like others
+        return function
+
+
 @dataclasses.dataclass(frozen=True)
-class Every:
+class Every(_Decorator):
     """What `every` returns: a Trigger, and a decorator that makes a function a hook."""
 
     steps: int | None = None
@@ -64,13 +73,9 @@ class Every:
             return step % self.steps == 0
         return self.seconds is not None and seconds >= self.seconds
 
-    def __call__(self, function: F) -> F:
-        """Makes a function a hook that is called when due."""
-        return _marked(function, self)
-
 
 @dataclasses.dataclass(frozen=True)
-class At:
+class At(_Decorator):
     """What `at` returns: a Trigger, and a decorator that makes a function a hook."""
 
     steps: frozenset[int]
@@ -85,10 +90,6 @@ class At:
     def due(self, step: int, epoch: int | None, seconds: float) -> bool:
         """Whether this is one of the steps."""
         return epoch is None and step in self.steps
-
-    def __call__(self, function: F) -> F:
-        """Makes a function a hook that is called when due."""
-        return _marked(function, self)
 
 
 def every(
@@ -153,7 +154,7 @@ def steps_until_due(triggers: Iterable[Trigger], step: int) -> int | None:
 
 
 def _next_step(trigger: Trigger, step: int) -> int | None:
-    """Asks a trigger, which may be anybody's."""
+    """Asks a trigger, which may be a user's own class, and checks what it says."""
     found = trigger.next_step(step)
     if found is None or is_whole(found, step + 1):
         return found
@@ -161,8 +162,3 @@ def _next_step(trigger: Trigger, step: int) -> int | None:
         f"when: expected a step after {step}, or None, from next_step({step}) of {trigger!r}, got "
         f"{found!r}."
     )
-
-
-def _marked(function: F, trigger: Trigger) -> F:
-    function.when = trigger  # type: ignore[attr-defined]  # a function is an object like others
-    return function

@@ -1,4 +1,11 @@
-"""What may happen around a loop: evaluation, early stopping, logs, and functions of your own."""
+"""What may happen around a loop: evaluation, early stopping, logs, and functions of your own.
+
+Files:
+  _hook: what a hook is, and who calls them
+  _evaluate: evaluation in the midst of training
+  _early_stopping: stopping when it no longer gets better
+  _csv: values as a CSV file
+"""
 
 from functrain.hooks._csv import CSVLogger as CSVLogger
 from functrain.hooks._early_stopping import EarlyStopping as EarlyStopping

@@ -132,7 +132,7 @@ class EarlyStopping:
             event.stop()
 
     def _miss(self, event: Event) -> None:
-        """Refuses a value that nobody provides, once nobody is left who might."""
+        """Refuses a value that no hook has added, once none is left that might."""
         epochs = event.epoch + 1 if isinstance(event, EpochEnd) else None
         # Seconds are never up here: such a hook may always be due later.
         self._to_come = [when for when in self._to_come if not when.due(event.step, epochs, 0.0)]

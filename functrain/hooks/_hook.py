@@ -17,7 +17,7 @@ class Hook(Protocol):
 
     These methods are called if it has them: `begin()` when a run begins, `close()` when it ends,
     however it ends, and `logs(event)` with every `functrain.LogsReady`, which brings what each step
-    reported to the host without anybody's waiting. With `state()` and `restore(state)` a hook can
+    reported to the host while the device goes on. With `state()` and `restore(state)` a hook can
     go on in another process: a pytree of arrays and numbers, to be saved beside the state.
 
     Examples:

@@ -11,7 +11,7 @@ from functrain.engine._driver import Driver
 from functrain.engine._plan import FuseArg, Plan
 from functrain.engine._programs import Kind
 from functrain.loop._compute import computed
-from functrain.loop._require import require_eval_step, require_state
+from functrain.loop._require import require_batches, require_eval_step, require_state
 from functrain.metrics._metric import Metered
 from functrain.rewrites import Mode
 from functrain.step._metered import MeteredStep
@@ -74,23 +74,9 @@ def evaluate(
     driver = Driver(step, EVALUATION, rewrites=rewrites, jit=jit, place=place)
     metrics = _tree.copy(step.metrics.init())
     driver.begin(_placement.on_mesh(metrics, where), _placement.on_mesh(state, where))
-    run_over(source, Plan(fuse), driver)
-    return _tree.to_floats(computed(step, driver.carry))
-
-
-def run_over(source: Source, plan: Plan, driver: Driver) -> None:
-    """Takes one pass over data."""
-    taken = 0
-    for chunk in chunked(source.begin(0), plan, lambda _: None, where="the data"):
+    steps = 0
+    for chunk in chunked(source.begin(0), Plan(fuse), lambda _: None, where="the data"):
         driver.run(chunk)
-        taken += chunk.steps
-    require_some(taken)
-
-
-def require_some(taken: int) -> None:
-    """Refuses a pass that met no batch."""
-    if not taken:
-        raise ValueError(
-            "data: expected at least one batch, got none. An iterator or generator is exhausted "
-            "after one pass: pass something that can be iterated again."
-        )
+        steps += chunk.steps
+    require_batches(steps)
+    return _tree.to_floats(computed(step, driver.carry))

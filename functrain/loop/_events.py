@@ -6,13 +6,31 @@ from typing import Any
 
 import numpy as np
 
+from functrain.common import _tree
 from functrain.common._types import PyTree
 from functrain.engine import _rows
 from functrain.engine._position import Position
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
-class Event:
+class _Placed:
+    """What has a position in the training."""
+
+    position: Position
+
+    @property
+    def step(self) -> int:
+        """Steps taken since the training began."""
+        return self.position.step
+
+    @property
+    def epoch(self) -> int:
+        """Number of the epoch, from 0."""
+        return self.position.epoch
+
+
+@dataclasses.dataclass(eq=False, kw_only=True)
+class Event(_Placed):
     """Something that happened in a run.
 
     Attributes:
@@ -29,21 +47,10 @@ class Event:
       (3, 0)
     """
 
-    position: Position
     state: PyTree = dataclasses.field(repr=False)
     values: dict[str, float] = dataclasses.field(default_factory=dict)
     stopped: bool = False
     _metrics: Callable[[], dict[str, Any]] = dataclasses.field(default=dict, repr=False)
-
-    @property
-    def step(self) -> int:
-        """Steps taken since the training began."""
-        return self.position.step
-
-    @property
-    def epoch(self) -> int:
-        """Number of the epoch, from 0."""
-        return self.position.epoch
 
     def metrics(self) -> dict[str, Any]:
         """Returns the running metrics of the epoch so far, as arrays on the device."""
@@ -83,13 +90,14 @@ class ChunkEnd(Event):
 
     def latest(self) -> dict[str, float]:
         """Returns the scalars the last step reported. Waits for the device."""
-        found = _rows.scalars(_rows.on_host(self.rows, self.steps))
-        return {name: float(x[-1]) for name, x in found.items()}
+        rows = _rows.on_host(self.rows, self.steps)
+        found = _tree.leaves_with_path(rows)
+        return {path: float(x[-1]) for path, x in found if _rows.is_number(x)}
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
-class LogsReady:
-    """The logs of a chunk, on the host, one chunk late: nobody waited for the device.
+class LogsReady(_Placed):
+    """The logs of a chunk, on the host, one chunk late: the loop does not wait for the device.
 
     For whoever writes: history, progress, files. It has no state; that is in the `ChunkEnd` of
     the same position, which came before it.
@@ -108,20 +116,9 @@ class LogsReady:
       [(11, {'loss': 0.5}), (12, {'loss': 0.25})]
     """
 
-    position: Position
     steps: int
     examples: int
     logs: dict[str, np.ndarray]
-
-    @property
-    def step(self) -> int:
-        """Steps taken at the end of the chunk, since the training began."""
-        return self.position.step
-
-    @property
-    def epoch(self) -> int:
-        """Number of the epoch, from 0."""
-        return self.position.epoch
 
     def rows(self) -> list[tuple[int, dict[str, float]]]:
         """Returns for each step its number and what it reported."""

@@ -14,8 +14,7 @@ from functrain.engine._driver import Driver
 from functrain.engine._guards import guarded
 from functrain.engine._plan import FuseArg, Plan, nbytes
 from functrain.engine._programs import Kind
-from functrain.loop._evaluate import require_some
-from functrain.loop._require import require_state
+from functrain.loop._require import require_batches, require_state
 from functrain.rewrites import Mode
 from functrain.step._check import check_step
 from functrain.step._metered import MeteredStep
@@ -74,30 +73,15 @@ def predict(
     driver.begin((), _placement.on_mesh(state, where))
 
     plan = Plan(fuse, row_bytes=lambda batch: _row_bytes(step, state, batch) if jit else 0)
-    parts: list[PyTree] = []
-    late: list[tuple[PyTree, int]] = []
-    for chunk in chunked(source.begin(0), plan, lambda _: None, where="the data"):
-        rows = driver.run(chunk)
-        parts += [_examples(*found) for found in late]  # while the device is busy with this one
-        late = [(rows, chunk.steps)]
-    parts += [_examples(*found) for found in late]
-    require_some(len(parts))
+    chunks = chunked(source.begin(0), plan, lambda _: None, where="the data")
+    parts = _rows.fetched((driver.run(chunk), chunk.steps) for chunk in chunks)
+    require_batches(len(parts))
     return jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
 
 
 def _row_bytes(step: Step[Any], state: PyTree, batch: PyTree) -> int:
     with guarded():
         return nbytes(jax.eval_shape(lambda state, batch: step(state, batch)[1], state, batch))
-
-
-def _examples(rows: PyTree, steps: int) -> PyTree:
-    return jax.tree.map(_join, _rows.on_host(rows, steps))
-
-
-def _join(x: np.ndarray) -> np.ndarray:
-    if x.ndim < 2:
-        raise ValueError("outputs: expected one per example, [B, ...], got a scalar per batch")
-    return x.reshape(-1, *x.shape[2:])
 
 
 def _require_predict_step(step: Any) -> None:

@@ -1,4 +1,4 @@
-"""What every door asks of a state and of a step, before anything runs."""
+"""What run, evaluate and predict ask of a state, of a step and of the data."""
 
 from typing import Any
 
@@ -49,4 +49,13 @@ def require_eval_step(step: Any) -> None:
         raise TypeError(
             "eval_step: expected one from functrain.eval_step(loss_fn, metrics=...), got "
             f"{'a step that trains' if isinstance(step, MeteredStep) else repr(step)}"
+        )
+
+
+def require_batches(taken: int, where: str = "") -> None:
+    """Refuses a pass that met no batch."""
+    if not taken:
+        raise ValueError(
+            f"data: expected at least one batch{where}, got none. An iterator or generator is "
+            "exhausted after one pass: pass something that can be iterated again."
         )

@@ -19,7 +19,7 @@ from functrain.engine._position import Position, require_position
 from functrain.engine._trigger import Trigger, steps_until_due
 from functrain.loop._compute import computed
 from functrain.loop._events import ChunkEnd, EpochEnd, Event, LogsReady, RunEnd
-from functrain.loop._require import require_epochs, require_state
+from functrain.loop._require import require_batches, require_epochs, require_state
 from functrain.metrics._metric import Metered
 from functrain.rewrites import Mode
 from functrain.step._check import check_step
@@ -218,7 +218,7 @@ class Run(Iterator[Event]):
                 yield from self._due_logs()
                 return True
             self._driver.keep_spare(self.position)
-        self._require_some(taken)
+        require_batches(taken or self.position.batch, f" in epoch {self.position.epoch}")
         self._prepare_next_epoch()
         yield from self._due_logs()
         stopped = False
@@ -240,14 +240,6 @@ class Run(Iterator[Event]):
     def _due_logs(self) -> Iterator[LogsReady]:
         if (found := self.unread_logs()) is not None:
             yield found
-
-    def _require_some(self, taken: int) -> None:
-        if not (taken or self.position.batch):
-            raise ValueError(
-                f"data: expected at least one batch in epoch {self.position.epoch}, got none. An "
-                "iterator or generator is exhausted after one pass: pass something that can be "
-                "iterated again."
-            )
 
     def _begin_pass(self, at: Position) -> Iterator[Chunk]:
         before = at.step - at.batch  # steps taken before this epoch

@@ -1,4 +1,11 @@
-"""The common running metrics, for `metrics={...}` of a step. Keras's come through the bridge."""
+"""The common running metrics, for `metrics={...}` of a step. Keras's come through the bridge.
+
+Files:
+  _metric: Metric, means, and many metrics as one
+  _classification: how often the outputs name the right class
+  _regression: how far the outputs are from numbers
+  _shapes: labels in the shape of the outputs
+"""
 
 from functrain.metrics._classification import accuracy as accuracy
 from functrain.metrics._classification import binary_accuracy as binary_accuracy

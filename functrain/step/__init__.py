@@ -1,4 +1,17 @@
-"""States, losses, and steps: what one batch does to a state."""
+"""States, losses, and steps: what one batch does to a state.
+
+Files:
+  _state: TrainState
+  _loss: LossFn, and Aux, what a loss returns beside its value
+  _supervised: the loss of a model on inputs and labels
+  _update: one gradient step
+  _train: the step that trains
+  _eval: the steps that evaluate and predict
+  _metered: steps that carry running metrics
+  _learning_rate: the rate at which a step trained, for the logs
+  _check: what a step is asked before it is taken
+  _summary: a state as a table
+"""
 
 from functrain.step._eval import eval_step as eval_step
 from functrain.step._eval import predict_step as predict_step
@@ -10,16 +23,3 @@ from functrain.step._summary import summary as summary
 from functrain.step._supervised import supervised as supervised
 from functrain.step._train import train_step as train_step
 from functrain.step._update import update as update
-
-__all__ = [
-    "Aux",
-    "LossFn",
-    "MeteredStep",
-    "TrainState",
-    "eval_step",
-    "predict_step",
-    "summary",
-    "supervised",
-    "train_step",
-    "update",
-]

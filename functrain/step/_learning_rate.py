@@ -22,11 +22,7 @@ def applied_rate(
 
 def _count(state: TrainState) -> jax.Array:
     """The number that a schedule inside the optimizer is asked with."""
-
-    def counts(x: PyTree) -> bool:
-        return isinstance(x, optax.ScaleByScheduleState)
-
-    found = [x.count for x in jax.tree.leaves(state.opt_state, is_leaf=counts) if counts(x)]
+    found = [x.count for x in _tree.nodes(state.opt_state, optax.ScaleByScheduleState)]
     found = found if len(found) == 1 else _named("gradient_step", state.opt_state)  # MultiSteps'
     return found[0] if len(found) == 1 else state.step
 

@@ -46,7 +46,7 @@ def summary(state: PyTree) -> str:
       | whole state        |         |         | 1,562 | 6.1 KiB |
       +--------------------+---------+---------+-------+---------+
     """
-    if jax.tree_util.all_leaves([state]) and not _is_array(state):
+    if jax.tree_util.all_leaves([state]) and not _tree.is_array(state):
         keras = hasattr(state, "stateless_call")
         raise TypeError(
             f"state: expected a TrainState or another pytree of arrays, got {type(state).__name__}."
@@ -68,12 +68,8 @@ def summary(state: PyTree) -> str:
     return _table.text(table)
 
 
-def _is_array(leaf: Any) -> bool:
-    return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
-
-
 def _kind(leaf: Any) -> tuple[str, str]:
-    if not _is_array(leaf):
+    if not _tree.is_array(leaf):
         return type(leaf).__name__, "-"
     return str(leaf.dtype), str(list(leaf.shape))
 
@@ -82,7 +78,7 @@ def _size(tree: PyTree) -> tuple[str, str]:
     """The number of elements in a tree, and its bytes for people."""
     count = size = 0
     for _, leaf in _tree.leaves_with_path(tree):
-        if _is_array(leaf):
+        if _tree.is_array(leaf):
             count += math.prod(leaf.shape)
             size += math.prod(leaf.shape) * leaf.dtype.itemsize
     return f"{count:,}", _human(size)

@@ -1,6 +1,5 @@
 """The loss of a model on inputs and labels."""
 
-import inspect
 from collections.abc import Callable, Iterator
 from typing import Literal, TypeAlias
 
@@ -8,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from functrain.common import _tree
+from functrain.common._arguments import parameters
 from functrain.common._types import PyTree
 from functrain.data._batch import expand_weight, unpack
 from functrain.model._model import Model
@@ -71,14 +71,15 @@ def supervised(
             f"loss: expected loss(outputs, y), got {loss!r}. For what Keras's compile takes: "
             f"bridge.loss({loss!r})."
         )
-    if hasattr(loss, "get_config") or _labels_first(loss):
+    taken = list(parameters(loss))
+    if hasattr(loss, "get_config") or taken[:1] == ["y_true"]:
         name = getattr(loss, "__name__", type(loss).__name__)
         raise TypeError(
             f"loss: expected loss(outputs, y), got {name}, which takes the labels first, as "
             "Keras's losses do. Take bridge.loss(loss), which also knows sample weights and "
             "masks; or swap them: lambda outputs, y: loss(y, outputs)."
         )
-    weighs = _weighs(loss)
+    weighs = "sample_weight" in taken
     if weighs and reduction != "mean":
         raise ValueError(
             "reduction: expected 'mean' with a loss that takes sample_weight and weighs by "
@@ -101,14 +102,12 @@ def supervised(
         try:
             found = loss(outputs, y, sample_weight=weight) if weighs else loss(outputs, y)
         except (TypeError, ValueError) as error:
-            error.add_note(_met(outputs, y))
+            error.add_note(_labels_note(outputs, y))
             raise
         values = jnp.asarray(found)
-        if weighs:
-            value = _reduce(values, None, reduction)
-        else:
+        if not weighs:
             _check_shape(values, outputs)
-            value = _reduce(values, weight, reduction)
+        value = _reduce(values, None if weighs else weight, reduction)
         for term in added:
             value = value + jnp.asarray(term, value.dtype)
         return value, Aux(model_state, outputs)
@@ -116,7 +115,7 @@ def supervised(
     return loss_fn
 
 
-def _met(outputs: PyTree, y: PyTree) -> str:
+def _labels_note(outputs: PyTree, y: PyTree) -> str:
     """Says what a loss was given when it failed."""
     had = [", ".join(map(_tree.spec, jax.tree.leaves(tree))) for tree in (outputs, y)]
     said = f"This came from loss(outputs, y), with outputs {had[0]} and labels {had[1]}."
@@ -125,7 +124,7 @@ def _met(outputs: PyTree, y: PyTree) -> str:
 
 def _advice(outputs: PyTree, y: PyTree) -> Iterator[str]:
     """Yields what is mostly the matter where labels do not fit."""
-    if not all(hasattr(x, "shape") and hasattr(x, "dtype") for x in (outputs, y)):
+    if not (_tree.is_array(outputs) and _tree.is_array(y)):
         return
     whole = jnp.issubdtype(y.dtype, jnp.integer)
     if outputs.ndim == y.ndim + 1 and outputs.shape[-1] == 1:
@@ -139,21 +138,6 @@ def _advice(outputs: PyTree, y: PyTree) -> Iterator[str]:
         )
     elif outputs.shape == y.shape and outputs.shape[-1:] > (1,) and not whole:
         yield "Labels of the outputs' shape go with a loss such as optax.softmax_cross_entropy."
-
-
-def _labels_first(loss: Callable[..., jax.Array]) -> bool:
-    return next(iter(_parameters(loss)), None) == "y_true"
-
-
-def _weighs(loss: Callable[..., jax.Array]) -> bool:
-    return "sample_weight" in _parameters(loss)
-
-
-def _parameters(loss: Callable[..., jax.Array]) -> list[str]:
-    try:
-        return list(inspect.signature(loss).parameters)
-    except (TypeError, ValueError):  # a callable without a signature
-        return []
 
 
 def _reduce(values: jax.Array, weight: jax.Array | None, reduction: Reduction) -> jax.Array:

@@ -1,1 +1,13 @@
-"""fit: a run with hooks, evaluation, progress and history."""
+"""fit: a run with hooks, evaluation, progress and history.
+
+Files:
+  _fit: the loop most people want
+  _history: what a fit reported
+  _recorder: gathers it while the run goes on
+  _progress: a bar in a terminal or notebook, lines elsewhere
+  _plot: learning curves
+"""
+
+from functrain.trainer._fit import FitResult as FitResult
+from functrain.trainer._fit import fit as fit
+from functrain.trainer._history import History as History

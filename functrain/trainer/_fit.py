@@ -10,7 +10,7 @@ from functrain.data._sources import Source
 from functrain.engine import _placement
 from functrain.engine._plan import FuseArg
 from functrain.engine._position import Position, require_position
-from functrain.engine._signals import held_signals
+from functrain.engine._signals import HeldSignals
 from functrain.hooks._evaluate import Evaluate
 from functrain.hooks._hook import HookLike, HookRunner
 from functrain.loop._events import LogsReady
@@ -152,7 +152,7 @@ def fit(
     recorder = Recorder(begin.step)
     try:
         with (
-            held_signals() as signals,
+            HeldSignals() as signals,
             due,
             ProgressReport(epochs, Source(data).steps, verbose, events.position) as progress,
         ):

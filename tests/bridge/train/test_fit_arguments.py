@@ -40,6 +40,8 @@ def compiled(**kwargs: Any) -> keras.Model:
         ({"validation_split": 1.5}, "validation_split: expected a share of the arrays"),
         ({"validation_freq": "1"}, "validation_freq: expected a whole number of epochs"),
         ({"validation_freq": 0}, "validation_freq: expected a whole number of epochs"),
+        ({"validation_freq": 2.0}, "validation_freq: expected a whole number of epochs"),
+        ({"validation_freq": None}, "validation_freq: expected a whole number of epochs"),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )
