@@ -3,7 +3,7 @@
 import collections
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -15,6 +15,8 @@ from functrain.common import _tree
 from functrain.common._types import PyTree
 from functrain.engine import _placement
 from functrain.engine._chunks import Chunk
+from functrain.engine._guards import guarded
+from functrain.engine._loop import check_carry, require_pair
 from functrain.engine._plan import nbytes
 from functrain.engine._programs import TRAINING, Kind, Loop, Program, known_length, program
 from functrain.rewrites import Mode
@@ -27,6 +29,13 @@ RUN_AHEAD = 2
 SPARE_BYTES = 256 * 2**20
 # How often, at the most: such a copy takes some 50 ms of 256 MiB.
 SPARE_SECONDS = 2.0
+
+
+@contextlib.contextmanager
+def _debugging() -> Iterator[None]:
+    """Runs a step operation by operation, held to what it would be held to in a program."""
+    with guarded(), jax.disable_jit():
+        yield
 
 
 class Driver:
@@ -55,7 +64,7 @@ class Driver:
         *,
         rewrites: Mode = "auto",
         jit: bool = True,
-        uncompiled: Callable[[], contextlib.AbstractContextManager[Any]] = jax.disable_jit,
+        uncompiled: Callable[[], contextlib.AbstractContextManager[Any]] = _debugging,
         place: Callable[[PyTree], PyTree] = lambda batches: batches,
     ) -> None:
         self._step, self._kind = step, kind
@@ -137,7 +146,9 @@ class Driver:
         for i in range(chunk.steps):
             batch = jax.tree.map(lambda x, i=i: jnp.asarray(x[i]), chunk.batches)
             with self._uncompiled():
-                carry, row = body(carry, batch, *self._const)
+                new, row = require_pair(body(carry, batch, *self._const))
+            check_carry(carry, new)
+            carry = new
             rows.append(row)
         self.carry = carry  # after the whole chunk: an error leaves the carry that goes with it
         return jax.tree.map(lambda *leaves: jnp.stack(leaves), *rows)

@@ -118,8 +118,8 @@ class Fused(Generic[StateT]):
     ) -> tuple[StateT, PyTree]:
         """Takes K steps, or the first `steps` of them; see `fuse`."""
         n = self.k if steps is None else steps
-        if not 1 <= n <= self.k:
-            raise ValueError(f"steps: expected 1 to {self.k}, got {n}")
+        if not is_whole(n, 1) or n > self.k:
+            raise ValueError(f"steps: expected a whole number from 1 to {self.k}, got {n!r}")
         _refuse_consumed(state)
         loop = self._loop if n == self.k else self._loop._replace(whole=False, unroll=1)
         if jax.device_count() > 1:

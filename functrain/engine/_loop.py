@@ -34,7 +34,7 @@ def repeat(body: Body, carry: PyTree, stacked: PyTree, n: jax.Array) -> tuple[Py
     leaves = jax.tree.leaves(stacked)
     first = jax.eval_shape(lambda tree: jax.tree.map(lambda x: x[0], tree), stacked)
     run, returned = _stage(body, carry, first)
-    new, outs = _pair(returned)
+    new, outs = require_pair(returned)
     check_carry(carry, new)
     k = leaves[0].shape[0] if leaves else 1
     if k == 1:
@@ -74,7 +74,7 @@ def scan(body: Body, carry: PyTree, stacked: PyTree, unroll: int = 1) -> tuple[P
     """As `repeat`, of all inputs, with `lax.scan`: for devices that want to know the length."""
 
     def checked(old: PyTree, x: PyTree) -> tuple[PyTree, PyTree]:
-        new, y = _pair(body(old, x))
+        new, y = require_pair(body(old, x))
         check_carry(old, new)
         return new, y
 
@@ -82,7 +82,8 @@ def scan(body: Body, carry: PyTree, stacked: PyTree, unroll: int = 1) -> tuple[P
     return result
 
 
-def _pair(returned: Any) -> tuple[PyTree, PyTree]:
+def require_pair(returned: Any) -> tuple[PyTree, PyTree]:
+    """Refuses what is not (state, logs)."""
     several = type(returned) in (tuple, list)
     if several and len(returned) == 2:
         return returned[0], returned[1]

@@ -52,4 +52,4 @@ def fetched(dispatched: Iterable[tuple[PyTree, int]]) -> list[PyTree]:
 def _join(x: np.ndarray) -> np.ndarray:
     if x.ndim < 2:
         raise ValueError("outputs: expected one per example, [B, ...], got a scalar per batch")
-    return x.reshape(-1, *x.shape[2:])
+    return x.reshape(len(x) * x.shape[1], *x.shape[2:])

@@ -3,11 +3,14 @@
 import time
 from typing import Any
 
+import jax
 import numpy as np
 
 from functrain.common import _tree
 from functrain.loop._events import EpochEnd, Event, LogsReady
 from functrain.trainer._history import History
+
+_NUMBERS = bool | int | float | np.number | np.bool_ | np.ndarray | jax.Array
 
 
 class Recorder:
@@ -42,10 +45,10 @@ class Recorder:
     def after(self, event: Event) -> None:
         """Keeps the event's values, with what hooks have added."""
         for name, value in event.values.items():
-            if np.ndim(value):
+            if np.ndim(value) or not isinstance(value, _NUMBERS):
                 raise TypeError(
                     f"event.values[{name!r}]: expected a number, got {_tree.spec(value)}. Arrays "
-                    "have no place in the history: keep them in the hook."
+                    "and texts have no place in the history: keep them in the hook."
                 )
         if isinstance(event, EpochEnd):
             now = time.perf_counter()

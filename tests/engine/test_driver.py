@@ -108,3 +108,16 @@ def test_a_program_outlives_the_name_of_its_step() -> None:
     state, seen = program(jnp.zeros(()), jnp.ones(2), 2)
     assert float(state) == 2.0
     assert seen.tolist() == [0.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("step", "message"),
+    [
+        (lambda state, batch: state, r"step: expected \(state, logs\) from it, got float32\[\]"),
+        (lambda state, batch: (jnp.int32(0), {}), r"expected float32\[\], got int32\[\]"),
+    ],
+)
+@pytest.mark.parametrize("jit", [True, False])
+def test_a_step_is_held_to_its_kind_uncompiled_too(step, message, jit) -> None:
+    with pytest.raises(TypeError, match=message):
+        list(ft.run(jnp.zeros(()), step, [X], jit=jit))

@@ -131,8 +131,15 @@ def test_fewer_steps_use_the_first_batches_and_the_same_program() -> None:
     np.testing.assert_array_equal(logs["state"], [0, 3, 0, 0])
     fused(jnp.zeros(()), chunk)
     assert len(traces) == 1
-    with pytest.raises(ValueError, match="steps: expected 1 to 4, got 5"):
+    with pytest.raises(ValueError, match="steps: expected a whole number from 1 to 4, got 5"):
         fused(jnp.zeros(()), chunk, steps=5)
+
+
+@pytest.mark.parametrize("steps", [1.5, True, 0])
+def test_a_number_of_steps_that_is_none_is_refused(steps) -> None:
+    fused = ft.fuse(lambda state, batch: (state + batch, {}), 2)
+    with pytest.raises(ValueError, match="steps: expected a whole number from 1 to 2, got"):
+        fused(jnp.zeros(()), jnp.ones(2), steps)
 
 
 def test_unrolled_steps_are_the_steps() -> None:

@@ -364,6 +364,15 @@ def test_values_that_are_no_numbers_are_refused_by_name() -> None:
         fit(arrays, epochs=1)
 
 
+@pytest.mark.parametrize("value", ["good", None])
+def test_values_that_are_texts_or_nothing_are_refused_by_name(value) -> None:
+    def words(event):
+        event.values["word"] = value
+
+    with pytest.raises(TypeError, match=r"event\.values\['word'\]: expected a number, got "):
+        fit(words, epochs=1)
+
+
 def test_numpy_integers_are_numbers_of_steps() -> None:
     assert ft.every(steps=np.int64(5)).next_step(5) == 10
     assert ft.at(*np.arange(1, 3)).next_step(1) == 2

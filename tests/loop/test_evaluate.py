@@ -87,3 +87,10 @@ def test_a_loader_that_shuffles_is_refused() -> None:
 def test_outputs_that_are_not_per_example_are_refused() -> None:
     with pytest.raises(ValueError, match=r"outputs: expected one per example, \[B, \.\.\.\]"):
         ft.predict((), lambda s, x: (s, jnp.sum(x)), ft.ArrayLoader(X, 10))
+
+
+def test_outputs_of_no_width_are_outputs() -> None:
+    def step(state, x):
+        return state, jnp.zeros((len(x), 0))
+
+    assert ft.predict(0.0, step, ft.ArrayLoader(np.arange(5.0), 2)).shape == (5, 0)
