@@ -84,7 +84,7 @@ class Source:
         """Batches in a pass; None where the data do not know."""
         try:
             return len(self.data)
-        except TypeError:
+        except (TypeError, NotImplementedError):
             return None
 
     @property

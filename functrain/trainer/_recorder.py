@@ -30,6 +30,12 @@ class Recorder:
         """Takes in a chunk's logs."""
         if np.isnan(self.first_steps_seconds):
             self.first_steps_seconds = time.perf_counter() - self._began
+        elif event.logs.keys() != self._steps.keys():
+            raise ValueError(
+                f"logs: expected the names of the first step, {sorted(self._steps)}, from every "
+                f"step, got {sorted(event.logs)} at step {event.step}. Report a value that a batch "
+                "does not have as jnp.nan."
+            )
         for name, values in sorted(event.logs.items(), key=_rank):
             if name not in self._steps:
                 self._steps[name] = _Column(values.dtype)

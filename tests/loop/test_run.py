@@ -159,3 +159,15 @@ def test_batches_can_be_sharded() -> None:
     assert float(event.state) == X[:20].sum()
     with pytest.raises(ValueError, match="sharding: expected batches that divide"):
         list(ft.run(state, step, ft.ArrayLoader(X[:21], 3), fuse=2, sharding=sharding))
+
+
+def test_data_that_refuse_to_say_how_long_they_are_are_data() -> None:
+    class Endless:
+        def __len__(self):
+            raise NotImplementedError
+
+        def __iter__(self):
+            return iter([np.ones(2, np.float32)] * 3)
+
+    step, _ = counting()
+    assert [event.step for event in ft.run(jnp.zeros(()), step, Endless())][-1] == 3

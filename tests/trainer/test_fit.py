@@ -300,3 +300,13 @@ def test_an_interrupt_keeps_what_a_hook_has_put_in_at_that_very_step(ctrl_c) -> 
     with pytest.raises(KeyboardInterrupt) as caught:
         ft.fit(jnp.zeros(()), lambda s, x: (s + x, {}), [jnp.ones(())] * 8, **how)
     assert float(caught.value.fit_result.state) == (0.5 + 1) / 4 + 0.5
+
+
+@pytest.mark.parametrize("only_whole", [True, False])
+def test_logs_that_come_with_some_batches_only_are_refused_by_name(only_whole) -> None:
+    def step(state, batch):
+        extra = {"extra": state} if (len(batch) == 10) == only_whole else {}
+        return state, {"l": state, **extra}
+
+    with pytest.raises(ValueError, match=r"(?s)logs: .*'extra', 'l'.* at step 11\. Report"):
+        ft.fit(jnp.zeros(()), step, ft.ArrayLoader(X, 10), verbose=0)
