@@ -104,7 +104,7 @@ class Loop:
         """Runs an epoch; yields every chunk with what its steps reported, on the device."""
         self._begin_epoch()
         batches = _feed.epoch(self._source)
-        for chunk in chunked(batches, self._plan, lambda _: self._calls.until(), ragged="alone"):
+        for chunk in chunked(batches, self._plan, self._until, ragged="alone"):
             self._calls.before(chunk)
             if not chunk.steps:
                 continue
@@ -113,7 +113,7 @@ class Loop:
             self._last = chunk, rows
             yield chunk, rows
             self._signals.act()
-            if getattr(self._model, _STOP[self._kind]):
+            if self._stopped:
                 break
         if self._means is not None and (held := self._held()):
             self._read = self._means.read(held.metrics)
@@ -157,6 +157,16 @@ class Loop:
         keras_private.sync(self._model)
         keras_private.forget_losses(self._model)
         return found is not None
+
+    @property
+    def _stopped(self) -> bool:
+        return bool(getattr(self._model, _STOP[self._kind]))
+
+    def _until(self, _: int) -> int | None:
+        """Returns how many steps the next chunk may take; see `chunked`."""
+        if self._stopped:  # before an epoch's first batch: Keras looks after its first program
+            return int(self._model.steps_per_execution)
+        return self._calls.until()
 
     def _fuse(self, fuse: FuseArg) -> FuseArg:
         if fuse != "auto":

@@ -172,3 +172,19 @@ def test_fit_compiles_once_for_whole_batches_and_once_for_the_last() -> None:
     for _ in range(3):
         bridge.fit(model, X[:100], Y[:100], batch_size=8, epochs=3, verbose=0, fuse=5)
     assert sorted(traces) == [(4, 8), (8, 8)]
+
+
+@pytest.mark.parametrize("steps_per_execution", [1, 3])
+@pytest.mark.parametrize("when", ["on_train_begin", "on_epoch_begin"])
+def test_a_stop_before_the_first_batch_leaves_as_many_steps_as_keras_takes(
+    when: str, steps_per_execution: int
+) -> None:
+    class Stop(keras.callbacks.Callback):
+        pass
+
+    setattr(Stop, when, lambda self, *_, **__: setattr(self.model, "stop_training", True))
+    ours, theirs = (fresh(steps_per_execution=steps_per_execution) for _ in range(2))
+    fit(theirs, keras.Model.fit, callbacks=[Stop()])
+    fit(ours, callbacks=[Stop()])
+    assert_same(ours, theirs)
+    assert int(ours.optimizer.iterations.value) == steps_per_execution
