@@ -26,6 +26,7 @@ class KerasState(flax.struct.PyTreeNode):
       metrics: Values of `model.metrics_variables`.
 
     Examples:
+      >>> import jax.numpy as jnp
       >>> state = KerasState(trainable=[jnp.ones(3)], non_trainable=[], optimizer=[], metrics=[])
       >>> jax.tree.map(jnp.shape, state).trainable
       [(3,)]

@@ -58,9 +58,9 @@ def to_keras(
         names the leaves; or the optimizer is required, and `opt_state` does not fit it.
 
     Examples:
-      >>> import jax, keras, numpy as np, optax
+      >>> import bridge, jax, keras, numpy as np, optax
       >>> model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
-      >>> state = create_state(model, optax.sgd(0.1))
+      >>> state = bridge.create_state(model, optax.sgd(0.1))
       >>> state = state.replace(params=jax.tree.map(lambda p: 0 * p, state.params))
       >>> float(np.sum(to_keras(state, model)(np.ones((1, 3)))))
       0.0

@@ -163,7 +163,25 @@ def is_whole(tree: PyTree) -> bool:
     return not any(map(_tree.is_deleted, jax.tree.leaves(tree)))
 
 
-@jax.jit
 def copied(tree: PyTree) -> PyTree:
-    """Returns a tree of jax arrays with every leaf in a buffer of its own, in one program."""
-    return jax.tree.map(jnp.copy, tree)
+    """Returns a tree of jax arrays with every leaf in a buffer of its own, strongly typed.
+
+    In one program, and where the leaves were; `functrain.common._tree.copy` takes what is no jax
+    array, too.
+    """
+    copies = _copied(tree)
+    return jax.tree.map(_as_placed, copies, tree) if jax.device_count() > 1 else copies
+
+
+@jax.jit
+def _copied(tree: PyTree) -> PyTree:
+    return jax.tree.map(
+        lambda x: jnp.copy(x) if _tree.is_key(x) else jnp.array(x, dtype=x.dtype, copy=True), tree
+    )
+
+
+def _as_placed(copy: jax.Array, original: jax.Array) -> jax.Array:
+    """Says of a copy where it is in the words of the original: P(None) for P()."""
+    named = isinstance(original.sharding, jax.sharding.NamedSharding)
+    placed: jax.Array = jax.device_put(copy, original.sharding) if named else copy
+    return placed

@@ -21,16 +21,16 @@ HISTORY = """
 def step(state, batch):
     return state + batch.sum(), {str(i): state + i for i in range(6)}
 
-loader = ft.ArrayLoader(np.ones(40_000, np.float32), 2)
+loader = ft.ArrayLoader(np.ones(16_000, np.float32), 2)
 before = []
 
-@ft.at(4_000, 20_000)
+@ft.at(2_000, 8_000)
 def measure(event):
     before.append(anonymous())
 
 _, history = ft.fit(jnp.zeros(()), step, loader, fuse=1, hooks=[measure], verbose=0)
-assert all(len(x) == 20_000 for x in history.steps.values()), history
-print((before[1] - before[0]) / 16_000)
+assert all(len(x) == 8_000 for x in history.steps.values()), history
+print((before[1] - before[0]) / 6_000)
 """
 
 # The spare of states up to 256 MiB is a copy more; this one is above that.
