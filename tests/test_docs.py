@@ -59,13 +59,18 @@ def test_the_first_block_of_the_readme_is_short_and_trains() -> None:
     assert names["history"].history["accuracy"][-1] > 0.9
 
 
+def marked(page: pathlib.Path) -> Any:
+    """Those pages that every interpreter has to run."""
+    everywhere = page.name in ("README.md", "core.md", "sharding.md")
+    return pytest.param(page, id=named(page), marks=[pytest.mark.smoke] * everywhere)
+
+
 def test_the_readme_is_a_screen_and_asks_for_no_clone() -> None:
     assert len(README.read_text().splitlines()) < 120
     assert not [block for block in blocks(README) if "examples/" in block]
 
 
-@pytest.mark.smoke
-@pytest.mark.parametrize("page", WITH_CODE, ids=named)
+@pytest.mark.parametrize("page", [marked(page) for page in WITH_CODE])
 def test_the_code_of_a_page_runs(page: pathlib.Path, folder: pathlib.Path) -> None:
     run(page)
 

@@ -123,8 +123,9 @@ class Driver:
             self._spare_made = time.perf_counter()
 
     def adopt_spare(self, carry: PyTree, mark: Any) -> None:
-        """Takes a copy of the carry that the caller made as the one to go back to."""
-        self._spare, self._spare_made = (carry, mark), time.perf_counter()
+        """Takes another copy of the carry as the one to go back to, if it is small."""
+        if nbytes(carry) <= SPARE_BYTES:
+            self._spare, self._spare_made = (carry, mark), time.perf_counter()
 
     def last_whole(self, mark: Any) -> tuple[PyTree, Any] | None:
         """Returns the carry and the mark, or if a program failed the last copy and its own mark.

@@ -125,7 +125,12 @@ def run(
     place = _placement.chunk_placement(where)
     driver = Driver(step, rewrites=rewrites, jit=jit, place=place)
     carry = _placement.on_mesh(_tree.own(state) if donate else _tree.copy(state), where)
-    return Run(driver, step, carry, source, plan, triggers, at, epochs, late_logs, where)
+    found = Run(driver, step, carry, source, plan, triggers, at, epochs, late_logs, where)
+    if donate:
+        driver.keep_spare(at, now=True)
+    else:
+        driver.adopt_spare(state, at)  # the caller's, which is left alone
+    return found
 
 
 class Run(Iterator[Event]):
@@ -163,7 +168,6 @@ class Run(Iterator[Event]):
         self._no_metrics = step.start(()).metrics if isinstance(step, MeteredStep) else None
         self._names: dict[Any, list[tuple[int, str]]] = {}
         driver.begin(self._metered(state))
-        driver.keep_spare(start, now=True)
         self._chunks = self._begin_pass(start)
         self._late: tuple[Position, Chunk, PyTree] | None = None
         self._open: Event | None = None  # its state may have been replaced
