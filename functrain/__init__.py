@@ -23,6 +23,7 @@ from functrain.loop import ChunkEnd as ChunkEnd
 from functrain.loop import EpochEnd as EpochEnd
 from functrain.loop import Event as Event
 from functrain.loop import LogsReady as LogsReady
+from functrain.loop import Run as Run
 from functrain.loop import RunEnd as RunEnd
 from functrain.loop import evaluate as evaluate
 from functrain.loop import predict as predict
@@ -64,6 +65,7 @@ __all__ = [
     "Model",
     "ModelOutput",
     "Position",
+    "Run",
     "RunEnd",
     "Step",
     "TrainState",

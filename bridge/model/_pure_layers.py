@@ -2,7 +2,6 @@
 
 import warnings
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -41,7 +40,7 @@ def unknown_layers(model: keras.Layer) -> list[Any]:
 
     A class is known by itself, and not by its name or what it inherits from.
     """
-    return [layer for layer in _all(model, set()) if not _is_known(layer)]
+    return [layer for layer in keras_private.all_layers(model) if not _is_known(layer)]
 
 
 def frozen_layers(model: keras.Layer) -> list[Any]:
@@ -77,12 +76,3 @@ def _is_known(layer: Any) -> bool:
         return True
     own = cls in _KERAS_CLASSES and cls not in _IMPURE and cls not in _RUN_ANYTHING
     return own and (cls in _PURE or bool(layer.supports_jit))
-
-
-def _all(layer: Any, seen: set[int]) -> Iterator[Any]:
-    """Yields a layer and all below it, each once."""
-    seen.add(id(layer))
-    yield layer
-    for below in keras_private.sublayers(layer):
-        if id(below) not in seen:
-            yield from _all(below, seen)

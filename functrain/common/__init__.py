@@ -2,7 +2,7 @@
 
 Files:
   _tree: paths and specs for error messages, copies that nothing else can see
-  _types: PyTree, Logs and Step
+  _types: PyTree and Step
   _checks: whole numbers
   _arguments: what functions take, and words for arguments of other libraries
   _direction: whether more is better, told by a value's name

@@ -1,13 +1,9 @@
 """The words of the library as types."""
 
-from collections.abc import Mapping
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 PyTree: TypeAlias = Any
 """Any nesting of containers that `jax.tree` knows, with arrays as leaves."""
-
-Logs: TypeAlias = Mapping[str, Any]
-"""What a step reports: scalars under their names; nested mappings are allowed."""
 
 StateT = TypeVar("StateT")
 

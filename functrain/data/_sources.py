@@ -65,7 +65,7 @@ class Source:
 
     def __init__(self, data: Any, name: str = "data") -> None:
         if not isinstance(data, ArrayLoader):
-            _require_batches(data, name)
+            _require_iterable(data, name)
         self.data = data
         self.name = name
 
@@ -102,13 +102,14 @@ class Source:
             )
 
     def specs(self) -> Iterator[PyTree]:
-        """Yields the shapes of the batches, of each kind once, as far as they are known now."""
+        """Yields the shapes of the batches, of each kind, as far as they are known now."""
         if self.can_seek:
             yield _specs_of(self.data, self.data.batch_size)
             if len(self.data) > self.data.full_batches:
                 yield _specs_of(self.data, self.data.remainder)
         elif isinstance(self.data, list | tuple):
-            yield jax.tree.map(_spec, self.data[0])
+            for batch in (self.data[0], self.data[-1]):
+                yield jax.tree.map(lambda x: x if hasattr(x, "shape") else np.asarray(x), batch)
 
     def begin(self, epoch: int, batch: int = 0) -> Pass:
         """Begins a pass, at the given batch of it; those before it are left out."""
@@ -123,11 +124,7 @@ def _specs_of(loader: ArrayLoader, examples: int) -> PyTree:
     )
 
 
-def _spec(x: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(np.shape(x), x.dtype if hasattr(x, "dtype") else np.result_type(x))
-
-
-def _require_batches(data: Any, name: str) -> None:
+def _require_iterable(data: Any, name: str) -> None:
     """Refuses what is no iterable of batches, and arrays, which have to be cut into batches."""
     if inspect.isgeneratorfunction(data):
         raise TypeError(

@@ -117,12 +117,12 @@ class Made(NamedTuple):
     mark: Any = None
 
     @classmethod
-    def of(cls, batch: PyTree, where: str = "data", mark: Any = None) -> "Made":
+    def of(cls, batch: PyTree, where: str = "data") -> "Made":
         """Takes tensors of other libraries as NumPy; jax arrays stay where they are."""
         leaves, structure = jax.tree.flatten(batch)
         found = [x if isinstance(x, jax.Array) else _numpy(x, batch, where) for x in leaves]
         spec = structure, [(x.shape, x.dtype) for x in found]
-        return cls(jax.tree.unflatten(structure, found), spec, mark)
+        return cls(jax.tree.unflatten(structure, found), spec)
 
     def arrays(self) -> PyTree:
         """Returns the batch."""

@@ -12,6 +12,7 @@ from functrain.common._types import PyTree, StateT, Step
 from functrain.engine._placement import pins
 from functrain.engine._programs import TRAINING, Loop, Program, known_length, program
 from functrain.rewrites import Mode
+from functrain.step._check import check_step
 
 
 def fuse(
@@ -48,8 +49,8 @@ def fuse(
       ValueError: `k` or `unroll` is below 1; or (when called) the chunk's leading axis is not K,
         `steps` is not within 1 to K, or two leaves of a donated state share a buffer, or the
         state has been consumed already.
-      TypeError: (when called) the step changes its state's structure, shapes, dtypes or weak
-        types.
+      TypeError: `step` is no function, or a loss; or (when called) the step changes its state's
+        structure, shapes, dtypes or weak types.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -66,8 +67,7 @@ def fuse(
     for name, value in (("k", k), ("unroll", unroll)):
         if not is_whole(value, 1):
             raise ValueError(f"{name}: expected a whole number, at least 1, got {value!r}")
-    if not callable(step):
-        raise TypeError(f"step: expected (state, batch) -> (state, logs), got {step!r}")
+    check_step(step)
     chosen = _rewrites.mode(rewrites)
     whole = unroll > 1 or known_length()
     return Fused(step, k, Loop(k, chosen, whole=whole, unroll=unroll, donate=donate))

@@ -16,4 +16,5 @@ from functrain.loop._events import Event as Event
 from functrain.loop._events import LogsReady as LogsReady
 from functrain.loop._events import RunEnd as RunEnd
 from functrain.loop._predict import predict as predict
+from functrain.loop._run import Run as Run
 from functrain.loop._run import run as run

@@ -1,6 +1,7 @@
 """A progress bar in a terminal or notebook, plain lines elsewhere."""
 
 import importlib.util
+import math
 import time
 from collections.abc import Mapping
 from typing import Any, Literal, Self, TypeAlias
@@ -35,6 +36,7 @@ class ProgressReport:
       steps_per_epoch: If known.
       verbose: ``"auto"`` takes the bar in a terminal or notebook and lines elsewhere; ``"bar"``
         or 1, ``"lines"`` or 2, and 0 for silence choose.
+      start: Where the training begins or goes on.
       console: Where to write; standard output by default.
     """
 
@@ -91,7 +93,7 @@ class ProgressReport:
 
     def _say_how_long_compiling_took(self, recorder: Recorder) -> None:
         seconds = recorder.first_steps_seconds
-        if self._style == "lines" and not self._compiled and seconds == seconds:
+        if self._style == "lines" and not self._compiled and not math.isnan(seconds):
             self._compiled = True
             if seconds >= NOTICEABLE_SECONDS:
                 self._print(f"first steps after {seconds:.1f} s, compiling included")

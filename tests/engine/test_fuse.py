@@ -226,3 +226,11 @@ def test_aliases_of_replicated_leaves_are_named() -> None:
     fused = ft.fuse(lambda s, batch: (s, {}), 2)
     with pytest.raises(ValueError, match="state/a and state/b"):
         fused({"a": w, "b": w}, jnp.ones(2))
+
+
+def test_a_loss_is_no_step_here_either() -> None:
+    def loss_fn(params, model_state, batch, *, rng, training):
+        return 0.0, ft.Aux(model_state)
+
+    with pytest.raises(TypeError, match="got the loss loss_fn"):
+        ft.fuse(loss_fn, 2)

@@ -171,3 +171,13 @@ def test_data_that_refuse_to_say_how_long_they_are_are_data() -> None:
 
     step, _ = counting()
     assert [event.step for event in ft.run(jnp.zeros(()), step, Endless())][-1] == 3
+
+
+def test_the_latest_numbers_do_not_bring_pictures_along(monkeypatch) -> None:
+    fetched = []
+    get = jax.device_get
+    monkeypatch.setattr(jax, "device_get", lambda tree: fetched.append(tree) or get(tree))
+    rows = {"loss": jnp.arange(3.0), "picture": jnp.zeros((3, 28, 28))}
+    event = ft.ChunkEnd(position=ft.Position(3), state=(), steps=2, examples=1, rows=rows)
+    assert event.latest() == {"loss": 1.0}
+    assert [sorted(tree) for tree in fetched] == [["loss"]]

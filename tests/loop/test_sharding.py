@@ -137,6 +137,13 @@ def test_a_last_batch_that_does_not_divide_is_found_before_anything_runs(which) 
     assert not ran
 
 
+def test_the_last_of_a_list_of_batches_is_looked_at_as_well() -> None:
+    batches = [(X[i : i + 8], Y[i : i + 8]) for i in range(0, 43, 8)]
+    batches[-1] = tuple(x[:3] for x in batches[-1])
+    with pytest.raises(ValueError, match=r"^data: sharding: (.|\n)*0: float32\[3, 8\]"):
+        ft.run(create(), STEP, batches, sharding=at("data"))
+
+
 def test_a_mesh_of_one_axis_and_a_spec_within_a_mesh_say_enough() -> None:
     how: Any = {"fuse": 2, "verbose": 0}
     expected = ft.fit(create(), STEP, loader(), sharding=at("data"), **how).state

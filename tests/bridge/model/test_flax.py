@@ -1,10 +1,7 @@
-"""Flax modules as Keras layers: they train, save and read like layers, and keep flax's values."""
+"""Flax modules as Keras layers: they train and read like layers, and keep flax's values."""
 
 import bridge  # isort: skip  # before keras: it chooses the backend
 
-import subprocess
-import sys
-import textwrap
 from collections.abc import Callable
 from typing import Any
 
@@ -19,56 +16,16 @@ from flax import nnx
 from keras import layers
 
 import functrain as ft
-from bridge.model._from_flax import FlaxLayer
-
-RNG = np.random.default_rng(0)
-X = RNG.normal(size=(40, 6)).astype(np.float32)
-Y = RNG.normal(size=(40, 2)).astype(np.float32)
-
-
-class Net(nn.Module):
-    """Parameters, statistics, dropout, a loss of its own."""
-
-    width: int = 8
-    act: Callable[[Any], Any] = nn.relu
-    dtype: Any = None
-
-    @nn.compact
-    def __call__(self, x: Any, train: bool) -> Any:
-        x = self.act(nn.Dense(self.width, dtype=self.dtype)(x))
-        x = nn.BatchNorm(use_running_average=not train, momentum=0.9)(x)
-        self.sow("losses", "size", 0.01 * jnp.mean(x**2))
-        return nn.Dropout(0.3, deterministic=not train)(x)
-
-
-class Convolutional(nn.Module):
-    @nn.compact
-    def __call__(self, x: Any) -> Any:
-        return nn.Conv(3, (3,))(x[..., None]).mean(-1)
-
-
-class NnxNet(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs) -> None:
-        self.blocks = nnx.List([nnx.Linear(6, 8, rngs=rngs), nnx.Linear(8, 8, rngs=rngs)])
-        self.norm = nnx.BatchNorm(8, rngs=rngs)
-        self.drop = nnx.Dropout(0.3, rngs=rngs)
-
-    def __call__(self, x: Any) -> Any:
-        for block in self.blocks:
-            x = nnx.relu(block(x))
-        return self.drop(self.norm(x))
-
-
-@keras.saving.register_keras_serializable("tests")
-def make_nnx() -> NnxNet:
-    return NnxNet(nnx.Rngs(3))
-
-
-MAKE: dict[str, Callable[[], Any]] = {
-    "linen": Net,
-    "linen without switches": Convolutional,
-    "nnx": make_nnx,
-}
+from tests.bridge.flax_cases import (
+    MAKE,
+    Convolutional,
+    Net,
+    X,
+    Y,
+    make_nnx,
+    model_of,
+    require_same,
+)
 
 
 @pytest.fixture(
@@ -79,17 +36,6 @@ MAKE: dict[str, Callable[[], Any]] = {
 )
 def make(request: pytest.FixtureRequest) -> Callable[[], Any]:
     return MAKE[request.param]
-
-
-def model_of(module: Any, **kwargs: Any) -> keras.Model:
-    keras.utils.set_random_seed(0)
-    layer = bridge.from_flax(module, name="flax", **kwargs)
-    return keras.Sequential([keras.Input((6,)), layers.Dense(6), layer, layers.Dense(2)])
-
-
-def require_same(a: keras.Model, b: keras.Model) -> None:
-    for x, y in zip(a.variables, b.variables, strict=True):
-        np.testing.assert_array_equal(x, y, err_msg=x.path)
 
 
 @pytest.mark.smoke
@@ -289,90 +235,6 @@ def test_a_frozen_layer_keeps_its_parameters() -> None:
     model.fit(X, Y, verbose=0)
     jax.tree.map(np.testing.assert_array_equal, model.layers[1].to_flax()["params"], before)
     assert len(model.trainable_variables) == 4
-
-
-CONFIGURED = {
-    "fields": lambda: Net(width=3, act=nn.gelu, dtype=jnp.bfloat16),
-    "defaults": Net,
-    "submodules": lambda: nn.Sequential([nn.Dense(4, kernel_init=nn.initializers.zeros), nn.relu]),
-    "of flax itself": lambda: nn.Dense(3, precision=jax.lax.Precision.HIGHEST, name="out"),
-    "a function": lambda: make_nnx,
-    "a Keras model": lambda: bridge.to_linen(
-        keras.Sequential([keras.Input((6,)), layers.Dense(2)])
-    ),
-}
-
-
-QUICK = ("fields", "a function", "a Keras model")
-
-
-@pytest.mark.parametrize(
-    "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.long) for n in CONFIGURED]
-)
-def test_a_saved_model_comes_back(name: str, tmp_path: Any) -> None:
-    model = model_of(CONFIGURED[name]())
-    model.compile("adam", "mse")
-    model.fit(X, Y, verbose=0)
-    model.save(tmp_path / "model.keras")
-    back = keras.models.load_model(tmp_path / "model.keras")
-    for a, b in zip(model.weights, back.weights, strict=True):  # Keras saves no seed counters
-        np.testing.assert_array_equal(a, b, err_msg=a.path)
-    np.testing.assert_array_equal(model.predict(X, verbose=0), back.predict(X, verbose=0))
-    assert type(back.layers[1].module) is type(model.layers[1].module)
-    clone = keras.models.clone_model(model)
-    clone.set_weights(model.get_weights())
-    np.testing.assert_array_equal(model.predict(X, verbose=0), clone.predict(X, verbose=0))
-
-
-def test_weights_alone_are_saved_and_loaded_whatever_the_module(tmp_path: Any) -> None:
-    model, other = model_of(make_nnx()), model_of(NnxNet(nnx.Rngs(9)))
-    model.save_weights(tmp_path / "x.weights.h5")
-    other.load_weights(tmp_path / "x.weights.h5")
-    np.testing.assert_array_equal(model.predict(X, verbose=0), other.predict(X, verbose=0))
-
-
-def test_a_saved_model_comes_back_in_a_fresh_process_without_tensorflow(tmp_path: Any) -> None:
-    model = model_of(nn.Sequential([nn.Dense(4), nn.tanh, nn.BatchNorm(use_running_average=True)]))
-    model.save(tmp_path / "model.keras")
-    np.save(tmp_path / "x.npy", X)
-    code = """
-        import sys
-        sys.modules["tensorflow"] = None  # importing it is an error
-        import bridge, keras, numpy as np
-        model = keras.models.load_model("model.keras")
-        np.save("y.npy", model.predict(np.load("x.npy"), verbose=0))
-        """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        cwd=tmp_path,
-        env={**__import__("os").environ, "PYTHONPATH": str(ft.__path__[0]) + "/.."},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    np.testing.assert_array_equal(np.load(tmp_path / "y.npy"), model.predict(X, verbose=0))
-
-
-def test_what_cannot_be_written_down_says_what_to_do() -> None:
-    for module in (
-        make_nnx(),
-        Net(act=lambda x: x),
-        nn.Dense(2, kernel_init=nn.initializers.he_normal()),
-    ):
-        with pytest.raises(
-            ValueError, match=r"cannot be written down[^$]*register_keras[^$]*save_weights"
-        ):
-            model_of(module).get_config()
-    config = bridge.from_flax(Net(), name="a").get_config()
-    config["module"]["module"] = "my_package.nets:Missing"
-    with pytest.raises(ValueError, match=r"class Missing of my_package.nets, found none. Import"):
-        FlaxLayer.from_config(config)
-    config["module"] = {"public": "os.system"}
-    with pytest.raises(ValueError, match=r"a public function of jax or flax, got os\.system"):
-        FlaxLayer.from_config(config)
-    config["module"] = {"module": "subprocess:Popen", "fields": {}}
-    with pytest.raises(ValueError, match="found none"):
-        FlaxLayer.from_config(config)
 
 
 class Nothing(nn.Module):
