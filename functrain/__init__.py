@@ -7,6 +7,9 @@ from functrain import hooks as hooks
 from functrain import metrics as metrics
 from functrain import rewrites as rewrites
 from functrain._version import __version__ as __version__
+from functrain.checkpoint import CheckpointCorruptError as CheckpointCorruptError
+from functrain.checkpoint import Checkpointer as Checkpointer
+from functrain.checkpoint import CheckpointMismatchError as CheckpointMismatchError
 from functrain.checkpoint import load as load
 from functrain.checkpoint import save as save
 from functrain.common._types import Step as Step
@@ -51,6 +54,9 @@ from functrain.trainer import fit as fit
 __all__ = [
     "ArrayLoader",
     "Aux",
+    "CheckpointCorruptError",
+    "CheckpointMismatchError",
+    "Checkpointer",
     "ChunkEnd",
     "EpochEnd",
     "Event",

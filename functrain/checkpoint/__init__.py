@@ -1,10 +1,20 @@
-"""Saving a state and loading it back, bit for bit.
+"""States on disk: whole, or not at all, and the bytes that were saved.
 
 Files:
-  _io: save and load
-  _leaves: the leaves of a state as a file knows them
-  _place: how a new checkpoint takes the place of an old one
+  _checkpointer: saving a training now and then, and finding out where to go on
+  _single: save and load, one state in one directory
+  _directory: the checkpoints of one training, and their one writer
+  _store: one checkpoint, its arrays and what it says of itself
+  _place: how a checkpoint comes to stand in its place
+  _leaves: the leaves of a state as a file knows them, and their digests
+  _documents: what goes with a state, as JSON beside the arrays
+  _fingerprint: what equal bits depend on, apart from the program
+  _errors: what is wrong with a checkpoint
 """
 
-from functrain.checkpoint._io import load as load
-from functrain.checkpoint._io import save as save
+from functrain.checkpoint._checkpointer import Checkpointer as Checkpointer
+from functrain.checkpoint._checkpointer import Restored as Restored
+from functrain.checkpoint._errors import CheckpointCorruptError as CheckpointCorruptError
+from functrain.checkpoint._errors import CheckpointMismatchError as CheckpointMismatchError
+from functrain.checkpoint._single import load as load
+from functrain.checkpoint._single import save as save

@@ -1,85 +1,163 @@
 """The leaves of a state as a file knows them: by path, with a spec, as plain arrays."""
 
-from typing import Any
+import zlib
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from functrain.checkpoint._errors import CheckpointMismatchError
 from functrain.common import _tree
 from functrain.common._types import PyTree
 
 
-def by_path(tree: PyTree) -> dict[str, Any]:
+class Leaf(NamedTuple):
+    """A leaf in the memory of the host, where no program writes.
+
+    Attributes:
+      spec: Its dtype and shape, as messages have them.
+      array: What Orbax writes.
+      numpy: The same memory, for its digest.
+    """
+
+    spec: str
+    array: Any
+    numpy: np.ndarray
+
+
+def by_path(tree: PyTree, root: str) -> dict[str, Any]:
+    """Returns the leaves of a tree under their paths, below a name for the whole."""
     leaves: dict[str, Any] = {}
-    for name, leaf in _tree.leaves_with_path(tree):
+    for path, leaf in _tree.leaves_with_path(tree):
+        name = below(root, path)
         if name in leaves:
             raise ValueError(
-                f"{name}: expected one leaf of this path, got two. Rename a key that has '/' in it."
+                f"{path}: expected one leaf of this path, got two. Rename a key that has '/' in it."
             )
         leaves[name] = leaf
     return leaves
 
 
-def data(name: str, leaf: Any) -> jax.Array | np.ndarray[Any, Any]:
+def below(root: str, path: str) -> str:
+    """Returns the name of a leaf in the file."""
+    return root if path == "(root)" else f"{root}/{path}"
+
+
+def path_of(name: str) -> str:
+    """Returns a leaf's path in its tree."""
+    return name.partition("/")[2] or "(root)"
+
+
+def on_host(leaves: Mapping[str, Any]) -> dict[str, Leaf]:
+    """Fetches leaves; waits for the programs that compute them, but for no disk.
+
+    On CPU nothing is copied: XLA leaves memory alone that NumPy looks at, also when the array is
+    donated to the next program, which then takes memory of its own.
+
+    Raises:
+      TypeError: A leaf is no array of numbers.
+      ValueError: A leaf was donated to a program.
+    """
+    plain = {name: _plain(path_of(name), leaf) for name, leaf in leaves.items()}
+    near = jax.device_put(
+        {name: x for name, x in plain.items() if isinstance(x, jax.Array) and x.size}, _host()
+    )
+    found: dict[str, Leaf] = {}
+    for name, x in plain.items():
+        array = near.get(name, x)
+        view = np.array(array) if array is x and not isinstance(x, jax.Array) else np.asarray(array)
+        spec = _tree.strong_spec(leaves[name])
+        found[name] = Leaf(spec, array if isinstance(array, jax.Array) else view, view)
+    return found
+
+
+def _host() -> jax.Device | None:
+    """The host as a device; None where jax was told to do without."""
+    try:
+        return jax.local_devices(backend="cpu")[0]
+    except RuntimeError:
+        return None
+
+
+def _plain(path: str, leaf: Any) -> jax.Array | np.ndarray[Any, Any]:
     """The plain array that stands for a leaf in the file."""
     if isinstance(leaf, jax.Array):
         if leaf.is_deleted():
             raise ValueError(
-                f"{name}: expected a live array, got {_tree.strong_spec(leaf)} that was donated to "
+                f"{path}: expected a live array, got {_tree.strong_spec(leaf)} that was donated to "
                 "a program. Save the state that the step returned, not the one it was given."
             )
         return jax.random.key_data(leaf) if _tree.is_key(leaf) else leaf
     if isinstance(leaf, np.ndarray | np.generic) and leaf.dtype.kind not in "OSUMm":
         return np.asarray(leaf)
     raise TypeError(
-        f"{name}: expected an array of numbers, got {_tree.spec(leaf)}. Make it one with "
+        f"{path}: expected an array of numbers, got {_tree.spec(leaf)}. Make it one with "
         "jnp.asarray, or keep it out of the state."
     )
 
 
-def check(directory: str, expected: dict[str, str], got: dict[str, str]) -> None:
-    lines = _tree.spec_differences(expected, got)
+def digest(array: np.ndarray) -> str:
+    """Returns the CRC-32 of an array's bytes, in C order."""
+    data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    return f"{zlib.crc32(data.data):08x}"
+
+
+def require_same(directory: str, expected: Mapping[str, str], saved: Mapping[str, str]) -> None:
+    """Compares specs, by name in the file, before anything is read.
+
+    Raises:
+      CheckpointMismatchError: Names each leaf that differs.
+    """
+    lines = [
+        f"{path_of(n)}: not in the checkpoint (expected {expected[n]})"
+        for n in expected
+        if n not in saved
+    ]
+    lines += [f"{path_of(n)}: not expected (saved {saved[n]})" for n in saved if n not in expected]
+    lines += [
+        f"{path_of(n)}: saved {saved[n]}, expected {expected[n]}"
+        for n in expected
+        if n in saved and saved[n] != expected[n]
+    ]
     if lines:
-        raise ValueError(
-            f"{directory}: expected the leaves of `like`, got others:\n{_tree.bullets(lines)}\n"
-            "Nothing was loaded. Build `like` with the model, the optimizer and the rng (or "
-            "rng=None) that were saved."
+        raise CheckpointMismatchError(
+            f"{directory}: its leaves are not those expected:\n{_tree.bullets(lines)}\n"
+            "Nothing was loaded. Build the state with the model, the optimizer and the rng (or "
+            "rng=None) that were saved; for a part of it: functrain.warm_start."
         )
+
+
+def specs(leaves: Mapping[str, Any]) -> dict[str, str]:
+    """Returns each leaf's dtype and shape."""
+    return {name: _tree.strong_spec(leaf) for name, leaf in leaves.items()}
+
+
+def blank(leaf: Any) -> np.ndarray:
+    """Returns an array in host memory of the kind that stands for a leaf in the file."""
+    like = jax.eval_shape(jax.random.key_data, leaf) if _tree.is_key(leaf) else leaf
+    return np.empty(like.shape, like.dtype)
+
+
+def restored(path: str, like: Any, data: np.ndarray) -> Any:
+    """Makes a leaf like another of what was read: in its place, of its kind."""
+    if isinstance(like, np.ndarray | np.generic):
+        return data if isinstance(like, np.ndarray) else data[()]
+    sharding = _sharding(like)
+    array = jnp.array(data) if sharding is None else jax.device_put(data, sharding)
+    if array.dtype != data.dtype:
+        raise ValueError(
+            f"{path}: expected {data.dtype}, which jax cannot hold now, got {array.dtype}. "
+            "Set jax.config.update('jax_enable_x64', True) before loading."
+        )
+    if not _tree.is_key(like):
+        return array
+    impl: list[Any] = []  # key_impl takes no abstract key from outside, but a traced one
+    jax.eval_shape(lambda key: impl.append(jax.random.key_impl(key)), like)
+    return jax.random.wrap_key_data(array, impl=impl[0])
 
 
 def _sharding(leaf: Any) -> jax.sharding.Sharding | None:
     """Where a restored leaf is put; None lets it move freely, as a fresh array does."""
     return getattr(leaf, "sharding", None) if getattr(leaf, "committed", True) else None
-
-
-def target_of(leaf: Any) -> Any:
-    """What Orbax is asked for: an array in its place, or host memory."""
-    if _tree.is_key(leaf):
-        data = jax.eval_shape(jax.random.key_data, leaf)
-    else:
-        data = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-    sharding = _sharding(leaf)
-    if sharding is None:
-        return np.empty(data.shape, data.dtype)
-    return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=sharding)
-
-
-def restore(name: str, leaf: Any, data: Any) -> Any:
-    """Makes a leaf like `leaf` of what was read, or of a target where nothing was stored."""
-    if isinstance(leaf, np.ndarray | np.generic):
-        return data if isinstance(leaf, np.ndarray) else data[()]
-    if isinstance(data, jax.ShapeDtypeStruct):
-        data = np.zeros(data.shape, data.dtype)  # size zero
-    sharding = _sharding(leaf)
-    array = jnp.array(data) if sharding is None else jax.device_put(data, sharding)
-    if array.dtype != data.dtype:
-        raise ValueError(
-            f"{name}: expected {data.dtype}, which jax cannot hold now, got {array.dtype}. "
-            "Set jax.config.update('jax_enable_x64', True) before loading."
-        )
-    if not _tree.is_key(leaf):
-        return array
-    impl: list[Any] = []  # key_impl takes no abstract key from outside, but a traced one
-    jax.eval_shape(lambda key: impl.append(jax.random.key_impl(key)), leaf)
-    return jax.random.wrap_key_data(array, impl=impl[0])

@@ -108,7 +108,10 @@ def own(tree: PyTree) -> PyTree:
     shared = {path for _, path in aliases(tree)}
 
     def take(path: tuple[jax.tree_util.KeyEntry, ...], leaf: PyTree) -> jax.Array:
-        as_it_is = isinstance(leaf, jax.Array) and not leaf.weak_type and not is_deleted(leaf)
+        strong = isinstance(leaf, jax.Array) and not getattr(
+            leaf, "weak_type", False
+        )  # keys have none
+        as_it_is = strong and not is_deleted(leaf)
         return leaf if as_it_is and path_str(path) not in shared else _copy(path, leaf)
 
     return jax.tree_util.tree_map_with_path(take, tree)

@@ -1,14 +1,17 @@
 """Where batches come from: passes over any data."""
 
 import inspect
+import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeAlias
 
 import jax
 import numpy as np
 
+from functrain.common import _tree
 from functrain.common._types import PyTree
 from functrain.data._loader import ArrayLoader
+from functrain.data._resuming import Place
 from functrain.data._stacks import Spec, Stack, filled
 from functrain.data._stream import StreamPass, stream
 
@@ -68,6 +71,9 @@ class Source:
             _require_iterable(data, name)
         self.data = data
         self.name = name
+        self._place: Place | None = None
+        self._pass: Pass | None = None
+        self._saved: dict[str, Any] | None = None
 
     @property
     def is_iterator(self) -> bool:
@@ -115,13 +121,60 @@ class Source:
         """Begins a pass, at the given batch of it; those before it are left out."""
         if self.can_seek:
             return ArrayPass(self.data, epoch, batch)
-        return stream(self.data, self.name, epoch, batch)
+        saved, self._saved = self._saved, None
+        self._pass = stream(self.data, self.name, epoch, batch, self._place, saved)
+        return self._pass
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Returns what tells these data from others, as far as they say."""
+        if self.can_seek:
+            names = ("examples", "batch_size", "shuffle", "seed", "drop_remainder")
+            known = {name: getattr(self.data, name) for name in names}
+            return {"data": "ArrayLoader", **known, "batch": _words(_specs_of(self.data, 1))}
+        return {"data": type(self.data).__name__, "batches": self.steps}
+
+    def watch(self) -> None:
+        """Has the data asked where they are from now on, for `state`."""
+        self._place = None if self.can_seek else Place(self.data)
+
+    def state(self, over: bool) -> dict[str, Any] | None:
+        """Returns where the data are, if they have to be asked; None where that is known.
+
+        Args:
+          over: Whether the pass is over.
+        """
+        return self._pass.state(over) if isinstance(self._pass, StreamPass) else None
+
+    def restore(self, state: dict[str, Any] | None, batch: int) -> None:
+        """Has the next pass go on where `state` was returned.
+
+        Args:
+          state: What it returned.
+          batch: Number of the batch the pass will begin at.
+        """
+        self._saved = state
+        if (
+            state is None
+            and batch
+            and not self.can_seek
+            and not isinstance(self.data, list | tuple)
+        ):
+            warnings.warn(
+                f"{self.name}: a {type(self.data).__name__} does not say where it is. Its first "
+                f"{batch} batches are fetched again and left out; those after them are the same "
+                "only if it gives the same batches each time.",
+                stacklevel=2,
+            )
 
 
 def _specs_of(loader: ArrayLoader, examples: int) -> PyTree:
     return jax.tree.map(
         lambda x: jax.ShapeDtypeStruct((examples, *x.shape[1:]), x.dtype), loader.data
     )
+
+
+def _words(batch: PyTree) -> dict[str, str]:
+    return {path: _tree.strong_spec(x) for path, x in _tree.leaves_with_path(batch)}
 
 
 def _require_iterable(data: Any, name: str) -> None:

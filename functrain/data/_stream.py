@@ -13,6 +13,7 @@ from functrain.common._types import PyTree
 from functrain.data import _buffer
 from functrain.data._arrays import is_takeable
 from functrain.data._batch import batch_size
+from functrain.data._resuming import Place
 from functrain.data._stacks import Spec, Stack, fill
 
 
@@ -39,8 +40,10 @@ class StreamPass:
     If the iterator raises, what came before is handed out first.
     """
 
-    def __init__(self, items: Iterator[Item], skipped: Item | None = None) -> None:
-        self._items, self._skipped = items, skipped
+    def __init__(
+        self, items: Iterator[Item], skipped: Item | None = None, place: Place | None = None
+    ) -> None:
+        self._items, self._skipped, self._place = items, skipped, place
         self._waiting: Item | None = None
         self._failure: Exception | None = None
 
@@ -65,7 +68,20 @@ class StreamPass:
         """Stacks the next batches."""
         item, self._waiting = self._waiting, None
         assert item is not None, "spec() comes first"
-        return item.stack(itertools.islice(self._from(item), most), k)
+        found = item.stack(itertools.islice(self._from(item), most), k)
+        if self._place is not None:
+            self._place.taken += found.steps
+        return found
+
+    def state(self, over: bool) -> dict[str, Any] | None:
+        """Returns where the pass is, if its place is known; of one that is over, the next one's."""
+        if self._place is None:
+            return None
+        if over:
+            return self._place.at_the_end()
+        if self._waiting is None and self._failure is None:
+            self._place.mark()
+        return self._place.marked()
 
     def _from(self, item: Item) -> Iterator[Item]:
         """Yields a batch and those after it that are of the same kind."""
@@ -80,22 +96,41 @@ class StreamPass:
             self._failure = error
 
 
-def stream(data: Iterable[PyTree], name: str, epoch: int, start: int) -> StreamPass:
+def stream(
+    data: Iterable[PyTree],
+    name: str,
+    epoch: int,
+    start: int,
+    place: Place | None = None,
+    saved: dict[str, Any] | None = None,
+) -> StreamPass:
     """Begins a pass over an iterable, at the given batch: those before it are left out.
+
+    Args:
+      data: The iterable.
+      name: Of the argument, for errors.
+      epoch: Number of the epoch, for errors.
+      start: Number of the batch.
+      place: Told where the pass is.
+      saved: What it said of a pass over the same data: what came before is not fetched then.
 
     Raises:
       ValueError: There are not so many batches.
       TypeError: (when met) a leaf is no array of numbers.
     """
-    items = _items(iter(data), name, epoch)
-    skipped = list(itertools.islice(items, min(start, 1)))
-    number = len(skipped) + sum(1 for _ in itertools.islice(items, max(0, start - 1)))
-    if number < start:
+    iterator, first = (iter(data), 0) if place is None else place.begin(saved)
+    items, left_out = _items(iterator, name, epoch), start - first
+    skipped = list(itertools.islice(items, min(left_out, 1)))
+    number = len(skipped) + sum(1 for _ in itertools.islice(items, max(0, left_out - 1)))
+    if number < left_out:
         raise ValueError(
             f"start: expected more than {start} batches in epoch {epoch} of {name}, got "
-            f"{number}. The data are not those of the first run."
+            f"{first + number}. The data are not those of the first run."
         )
-    return StreamPass(items, *skipped)
+    if place is not None:
+        place.taken = start
+        place.mark()
+    return StreamPass(items, skipped[0] if skipped else None, place)
 
 
 def _items(batches: Iterator[PyTree], name: str, epoch: int) -> Iterator["Made"]:

@@ -9,26 +9,39 @@ from typing import Any, Self
 
 
 class HeldSignals:
-    """Holds back the first Ctrl-C, and a SIGTERM that Python code handles, within its context.
+    """Holds back the first signal, of some kinds, within its context.
 
     A signal may come between a program taking over the state's buffers and the new state having a
     name, and then both are lost. A second one acts at once. Does nothing outside the main thread,
     where Ctrl-C is handled by somebody else, or where SIGTERM ends the process by itself.
 
     An error while one waits is taken for its consequence: Ctrl-C ends the workers of a loader too.
+
+    Args:
+      interrupt: Whether to hold back Ctrl-C, and a SIGTERM that Python code handles.
+      terminate: Whether to hold back every SIGTERM: one that would end the process ends it with
+        SystemExit(143) when it is acted on.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, interrupt: bool = True, terminate: bool = False) -> None:
+        self._interrupt, self._terminate = interrupt, terminate
         self._handlers: dict[int, Any] = {}
         self._came: list[tuple[int, FrameType | None]] = []
 
+    @property
+    def came(self) -> bool:
+        """Whether a signal waits."""
+        return bool(self._came)
+
     def __enter__(self) -> Self:
-        """Begins to hold back what Python handles."""
+        """Begins to hold them back."""
         if threading.current_thread() is not threading.main_thread():
             return self
-        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        interrupts = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        if self._interrupt and interrupts:
             self._handlers[signal.SIGINT] = signal.default_int_handler
-        if callable(found := signal.getsignal(signal.SIGTERM)):
+        found = signal.getsignal(signal.SIGTERM)
+        if callable(found) or (self._terminate and found is signal.SIG_DFL):
             self._handlers[signal.SIGTERM] = found
         for number in self._handlers:
             signal.signal(number, self._note)
@@ -44,12 +57,17 @@ class HeldSignals:
     def act(self) -> None:
         """Lets a signal that came be handled now: it mostly raises."""
         if self._came:
-            number, frame = self._came.pop(0)
-            self._handlers[number](number, frame)
+            self._handle(*self._came.pop(0))
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        handler = self._handlers[number]
+        if not callable(handler):
+            raise SystemExit(128 + number)
+        handler(number, frame)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self._came:
-            self._handlers[number](number, frame)
+            self._handle(number, frame)
             return
         self._came.append((number, frame))
         if number == signal.SIGINT:

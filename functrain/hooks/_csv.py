@@ -3,6 +3,7 @@
 import csv
 import os
 import pathlib
+import warnings
 from typing import IO, Any
 
 from functrain.common import _repr
@@ -18,8 +19,8 @@ class CSVLogger:
 
     Args:
       path: The file. Missing folders are made.
-      append: Whether to go on below what the file holds, where it exists, as for a run that is
-        resumed; else it is replaced.
+      append: Whether to go on below what the file holds, where it exists; else it is replaced.
+        A run that a `functrain.Checkpointer` resumes goes on by itself, without a row too many.
       when: A trigger; each epoch by default.
 
     Raises:
@@ -45,6 +46,7 @@ class CSVLogger:
         self.when = every(epochs=1) if when is None else when
         self._file: IO[str] | None = None
         self._writer: Any = None
+        self._goes_on = False  # where a run that is resumed left it
 
     def __repr__(self) -> str:
         return _repr.call(self, path=str(self.path), append=self.append, when=self.when)
@@ -66,7 +68,7 @@ class CSVLogger:
 
     def _open(self, columns: list[str]) -> IO[str]:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        known = _columns(self.path) if self.append else None
+        known = _columns(self.path) if self.append or self._goes_on else None
         if known and set(known) != set(columns):
             raise ValueError(
                 f"{self.path}: expected the columns {columns} of this run, got a file that has "
@@ -77,6 +79,24 @@ class CSVLogger:
         if not known:
             self._writer.writeheader()
         return self._file
+
+    def state(self) -> dict[str, Any]:
+        """Returns how long the file is, to be saved."""
+        there = self.path.exists() and (self._file is not None or self._goes_on)
+        return {"bytes": self.path.stat().st_size if there else 0}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Cuts off the rows that came after the checkpoint: they come again."""
+        size, there = state["bytes"], self.path.stat().st_size if self.path.exists() else 0
+        if there < size:
+            warnings.warn(
+                f"{self.path}: expected the {size} bytes it had at the checkpoint, got {there}. "
+                "Rows are missing.",
+                stacklevel=2,
+            )
+        elif size:
+            os.truncate(self.path, size)
+        self._goes_on = size > 0
 
     def close(self) -> None:
         """Closes the file."""

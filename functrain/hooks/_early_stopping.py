@@ -5,10 +5,9 @@ import warnings
 from collections.abc import Iterable
 from typing import Any
 
-import numpy as np
+import jax
 
 from functrain.common import _direction, _repr, _tree
-from functrain.common._types import PyTree
 from functrain.engine._trigger import Trigger
 from functrain.loop._events import EpochEnd, Event, RunEnd
 
@@ -83,7 +82,7 @@ class EarlyStopping:
             return
         self.best = self._sign * math.inf
         self.best_step: int | None = None
-        self._best_state: PyTree = ()
+        self._best_leaves: list[Any] = []
         self._failures = 0
 
     def comes_after(self, before: Iterable[Any]) -> None:
@@ -91,21 +90,19 @@ class EarlyStopping:
         triggers = (getattr(hook, "when", None) for hook in before)
         self._to_come = [trigger for trigger in triggers if trigger is not None]
 
-    def state(self) -> dict[str, PyTree]:
-        """Returns what it has come to, to be saved: arrays only. `best_step` is -1 for None."""
+    def state(self) -> dict[str, Any]:
+        """Returns what it has come to, to be saved; of the best state the leaves."""
         return {
-            "best": np.float64(self.best),
-            "best_step": np.int64(-1 if self.best_step is None else self.best_step),
-            "failures": np.int64(self._failures),
-            "best_state": self._best_state,
+            "best": float(self.best),
+            "best_step": self.best_step,
+            "failures": self._failures,
+            "best_state": self._best_leaves,
         }
 
-    def restore(self, state: dict[str, PyTree]) -> None:
+    def restore(self, state: dict[str, Any]) -> None:
         """Puts back what `state` returned; the run that begins next goes on from there."""
-        self.best = float(state["best"])
-        self.best_step = None if state["best_step"] < 0 else int(state["best_step"])
-        self._failures = int(state["failures"])
-        self._best_state = state["best_state"]
+        self.best, self.best_step = state["best"], state["best_step"]
+        self._failures, self._best_leaves = state["failures"], state["best_state"]
         self._restored = True
 
     def __call__(self, event: Event, /) -> None:
@@ -125,7 +122,7 @@ class EarlyStopping:
         if self._sign * value < self._sign * self.best - self.min_delta:
             self.best, self.best_step, self._failures = value, event.step, 0
             if self.restore_best:
-                self._best_state = _tree.copy(event.state)
+                self._best_leaves = jax.tree.leaves(_tree.copy(event.state))
             return
         self._failures += 1
         if self._failures > self.patience:
@@ -151,4 +148,11 @@ class EarlyStopping:
                 stacklevel=2,
             )
         if self.restore_best and self.best_step is not None:
-            event.state = self._best_state
+            now, structure = jax.tree.flatten(event.state)
+            placed = [_like(x, y) for x, y in zip(self._best_leaves, now, strict=True)]
+            event.state = jax.tree.unflatten(structure, placed)
+
+
+def _like(leaf: Any, other: jax.Array) -> Any:
+    """Puts a leaf that comes from a checkpoint where another is."""
+    return leaf if isinstance(leaf, jax.Array) else jax.device_put(leaf, other.sharding)

@@ -2,6 +2,7 @@
 
 import contextlib
 import time
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, Self, TypeAlias
 
@@ -17,8 +18,10 @@ class Hook(Protocol):
 
     These methods are called if it has them: `begin()` when a run begins, `close()` when it ends,
     however it ends, and `logs(event)` with every `functrain.LogsReady`, which brings what each step
-    reported to the host while the device goes on. With `state()` and `restore(state)` a hook can
-    go on in another process: a pytree of arrays and numbers, to be saved beside the state.
+    reported to the host while the device goes on. With `state()` and `restore(state)` a hook goes
+    on in another process where a `functrain.Checkpointer` is: dicts, lists and tuples of numbers,
+    texts and arrays, saved beside the state. They come back as they were, but for arrays, which
+    are NumPy's then; `restore` is called before `begin`.
 
     Examples:
       >>> import functrain as ft
@@ -76,6 +79,36 @@ class HookRunner:
             if self._due(i, event):
                 self._fired[i] = time.perf_counter()
                 hook(event)
+
+    def state(self) -> dict[str, Any]:
+        """Returns what hooks have come to, by name, to be saved."""
+        return {name: hook.state() for name, hook in self._resumable().items()}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Puts back what `state` returned, hook by hook."""
+        hooks = self._resumable()
+        for name in hooks.keys() - state.keys():
+            warnings.warn(
+                f"hooks: {name} begins afresh: the checkpoint has {sorted(state) or 'no hooks'}.",
+                stacklevel=2,
+            )
+        for name in state.keys() - hooks.keys():
+            warnings.warn(
+                f"hooks: the checkpoint has {name}, which is not among the hooks of this run.",
+                stacklevel=2,
+            )
+        for name in hooks.keys() & state.keys():
+            hooks[name].restore(state[name])
+
+    def _resumable(self) -> dict[str, Any]:
+        """Returns the hooks that can go on, by class; several of a class with their number."""
+        found: dict[str, Any] = {}
+        for hook in self._hooks:
+            if callable(getattr(hook, "state", None)) and callable(getattr(hook, "restore", None)):
+                kind = type(hook).__name__
+                n = sum(name.partition("#")[0] == kind for name in found)
+                found[f"{kind}#{n + 1}" if n else kind] = hook
+        return found
 
     def logs(self, event: LogsReady) -> None:
         """Hands the logs of a chunk to the hooks that want them."""

@@ -3,6 +3,7 @@
 Files:
   _run: the loop as a generator of events
   _events: what happens in a run
+  _saving: a run that saves itself, and where it goes on
   _evaluate: a pass over data that measures a state
   _predict: a pass over data that collects a model's outputs
   _compute: the values of running metrics

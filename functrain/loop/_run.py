@@ -2,12 +2,13 @@
 
 import contextlib
 import itertools
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
 from jax.sharding import NamedSharding
 
+from functrain.checkpoint._checkpointer import Checkpointer
 from functrain.common import _tree
 from functrain.common._types import PyTree, Step
 from functrain.data._sources import Source
@@ -20,6 +21,7 @@ from functrain.engine._trigger import Trigger, steps_until_due
 from functrain.loop._compute import computed
 from functrain.loop._events import ChunkEnd, EpochEnd, Event, LogsReady, RunEnd
 from functrain.loop._require import require_batches, require_epochs, require_state
+from functrain.loop._saving import Part, Resumed, Saving
 from functrain.metrics._metric import Metered
 from functrain.rewrites import Mode
 from functrain.step._check import check_step
@@ -40,6 +42,7 @@ def run(
     jit: bool = True,
     donate: bool = False,
     late_logs: bool = False,
+    checkpointer: Checkpointer | None = None,
 ) -> "Run":
     """Yields an event after every program and every epoch: the loop, for those who own theirs.
 
@@ -73,6 +76,9 @@ def run(
         once. The one passed in is CONSUMED.
       late_logs: Whether to yield `LogsReady` as well: each chunk's logs on the host, one chunk
         later, for whoever writes them down.
+      checkpointer: A `Checkpointer`. The run goes on from its last checkpoint, if there is one, in
+        mid-epoch too; it saves itself whenever that is due, at its end, and when SIGTERM comes,
+        after which the process ends with 143. What is saved is what an event was left with.
 
     Returns:
       An iterator: `ChunkEnd` after every program, `EpochEnd` after every epoch, `RunEnd` at last.
@@ -101,32 +107,94 @@ def run(
       5 10.0
       epoch 0 is over
     """
+    return begin(
+        state,
+        step,
+        data,
+        epochs=epochs,
+        start=start,
+        fuse=fuse,
+        boundaries=boundaries,
+        rewrites=rewrites,
+        sharding=sharding,
+        jit=jit,
+        donate=donate,
+        late_logs=late_logs,
+        checkpointer=checkpointer,
+    )
+
+
+def begin(
+    state: PyTree,
+    step: Step[Any],
+    data: Any,
+    *,
+    epochs: int,
+    start: Position | None,
+    fuse: FuseArg,
+    boundaries: Iterable[Trigger],
+    rewrites: Mode,
+    sharding: _placement.ShardingArg,
+    jit: bool,
+    donate: bool,
+    late_logs: bool,
+    checkpointer: Checkpointer | None,
+    parts: Mapping[str, Part] | None = None,
+) -> "Run":
+    """As `run`, with what else is to be saved and restored with it."""
     check_step(step)
     require_state(state)
     require_epochs(epochs)
     source, at = Source(data), require_position(start)
     if source.steps and at.batch >= source.steps:
         at = Position(at.step, at.epoch + 1)
-    if at.epoch >= epochs:
-        raise ValueError(
-            f"epochs: expected more than the {at.epoch} that are over at start={tuple(at)}, got "
-            f"{epochs}. It is the number of epochs of the whole training, counted from its "
-            "beginning."
-        )
-    source.require_passes(epochs - at.epoch)
     where = _placement.batch_sharding(sharding)
     _placement.require_divisible(source, where)
-    triggers = tuple(boundaries)
-    plan = Plan(
-        fuse,
-        state_bytes=nbytes(state),
-        stretches=lambda: [source.full_steps, steps_until_due(triggers, 0)],
-    )
-    place = _placement.chunk_placement(where)
-    driver = Driver(step, rewrites=rewrites, jit=jit, place=place)
+    no_metrics = step.start(()).metrics if isinstance(step, MeteredStep) else None
     carry = _placement.on_mesh(_tree.own(state) if donate else _tree.copy(state), where)
-    found = Run(driver, step, carry, source, plan, triggers, at, epochs, late_logs, where)
-    if donate:
+    resumed: Resumed | None = None
+    saving = None if checkpointer is None else Saving(checkpointer, source, parts or {})
+    with contextlib.ExitStack() as undo:
+        if saving is not None:
+            undo.callback(saving.close)
+            source.watch()
+            resumed = saving.resume(carry, no_metrics, epochs)
+            at = at if resumed is None else resumed.position
+        finished = resumed is not None and resumed.finished
+        if at.epoch >= epochs and not finished:
+            raise ValueError(
+                f"epochs: expected more than the {at.epoch} that are over at start={tuple(at)}, "
+                f"got {epochs}. It is the number of epochs of the whole training, counted from "
+                "its beginning."
+            )
+        source.require_passes(epochs - at.epoch)
+        triggers = (*boundaries, *([] if saving is None else [saving.when]))
+        plan = Plan(
+            fuse,
+            state_bytes=nbytes(carry),
+            stretches=lambda: [source.full_steps, steps_until_due(triggers, 0)],
+        )
+        place = _placement.chunk_placement(where)
+        driver = Driver(step, rewrites=rewrites, jit=jit, place=place)
+        if resumed is not None:
+            carry = _tree.own(resumed.state)
+        found = Run(
+            driver,
+            step,
+            carry,
+            source,
+            plan,
+            triggers,
+            at,
+            epochs,
+            late_logs,
+            where,
+            no_metrics,
+            saving,
+            resumed,
+        )
+        undo.pop_all()
+    if donate or resumed is not None:
         driver.keep_spare(at, now=True)
     else:
         driver.adopt_spare(state, at)  # the caller's, which is left alone
@@ -138,6 +206,7 @@ class Run(Iterator[Event]):
 
     Attributes:
       position: How far the training has come.
+      resumed: Where it went on, if it did: its `position`, and whether it was `finished` already.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -160,14 +229,21 @@ class Run(Iterator[Event]):
         epochs: int,
         late_logs: bool,
         sharding: NamedSharding | None,
+        no_metrics: PyTree,
+        saving: Saving | None,
+        resumed: Resumed | None,
     ) -> None:
         self.position = start
+        self.resumed = resumed
         self._driver, self._step, self._source, self._plan = driver, step, source, plan
         self._boundaries, self._epochs, self._late_logs = boundaries, epochs, late_logs
         self._sharding = sharding
-        self._no_metrics = step.start(()).metrics if isinstance(step, MeteredStep) else None
+        self._no_metrics, self._saving = no_metrics, saving
+        self._owes_epoch_end = resumed is not None and resumed.owes_epoch_end
+        self._is_finished = resumed is not None and resumed.finished
+        self._epoch_over = False
         self._names: dict[Any, list[tuple[int, str]]] = {}
-        driver.begin(self._metered(state))
+        driver.begin(self._metered(state, None if resumed is None else resumed.metrics))
         self._chunks = self._begin_pass(start)
         self._late: tuple[Position, Chunk, PyTree] | None = None
         self._open: Event | None = None  # its state may have been replaced
@@ -196,17 +272,49 @@ class Run(Iterator[Event]):
         late, self._late = self._late, None
         return None if late is None else self._logs(*late)
 
-    def _run(self) -> Iterator[Any]:
-        while True:
-            stopped = yield from self._epoch()
-            if stopped or self.position.epoch + 1 == self._epochs:
-                break
-            self.position = Position(self.position.step, self.position.epoch + 1)
-            self._driver.begin(self._metered(self.state))
-        yield from self._told(RunEnd(**self._moment()))
+    def save(self) -> None:
+        """Saves the run as the last event was left, due or not.
+
+        Logs that have not come yet are to be taken first, with `unread_logs`, where what is saved
+        beside the state depends on them.
+
+        Raises:
+          ValueError: The run has no checkpointer, or no event has come yet.
+        """
+        event = self._open
+        if self._saving is None or event is None:
+            raise ValueError("save: expected a run with a checkpointer, and an event, got none")
+        self._go_on_from(event.state)
+        self._saving.save(event, self._trees(), epoch_over=self._epoch_over)
+
+    def close(self) -> None:
+        """Ends the run here; what is being written is waited for."""
+        self._events.close()
+        if self._saving is not None:
+            self._saving.close()
+
+    def _run(self) -> Generator[Any, None, None]:
+        with contextlib.nullcontext() if self._saving is None else self._saving:
+            stopped = False
+            while not self._is_finished:
+                stopped = yield from self._epoch()
+                if stopped or self.position.epoch + 1 == self._epochs:
+                    break
+                self.position = Position(self.position.step, self.position.epoch + 1)
+                self._driver.begin(self._metered(self.state))
+            yield from self._end(stopped)
+
+    def _end(self, stopped: bool) -> Iterator[Event]:
+        """Tells that the run is over; the last state is saved, and the one hooks chose instead."""
+        event, last = RunEnd(**self._moment()), self._trees()
+        yield from self._told(event)
+        if self._saving is not None and not self._is_finished:
+            chosen = {} if event.state is last["state"] else {"final": event.state}
+            done = {"epochs": self._epochs, "stopped": stopped}
+            self._saving.save(event, {**last, **chosen}, epoch_over=self._epoch_over, done=done)
 
     def _epoch(self) -> Generator[Any, None, bool]:
-        taken = 0
+        self._epoch_over, taken = False, 0
         for chunk in self._chunks:
             rows = self._driver.run(chunk)
             self.position, taken = self.position.after(chunk.steps), taken + chunk.steps
@@ -221,18 +329,37 @@ class Run(Iterator[Event]):
             if event.stopped:
                 yield from self._due_logs()
                 return True
+            yield from self._saved(event)
             self._driver.keep_spare(self.position)
         require_batches(taken or self.position.batch, f" in epoch {self.position.epoch}")
         self._prepare_next_epoch()
         yield from self._due_logs()
         stopped = False
-        if taken:  # else the epoch was over where the run began
+        if taken or self._owes_epoch_end:  # else the epoch was over where the run began
+            self._owes_epoch_end, self._epoch_over = False, True
             end = EpochEnd(**self._moment())
             yield from self._told(end)
             stopped = end.stopped
+            if not stopped and self.position.epoch + 1 < self._epochs:
+                yield from self._saved(end)
         if not self._source.can_seek:
             self._chunks = self._begin_pass(Position(self.position.step, self.position.epoch + 1))
         return stopped
+
+    def _saved(self, event: Event) -> Iterator[LogsReady]:
+        """Saves the run, if that is due or the process is to end."""
+        saving = self._saving
+        if saving is None or not (saving.is_asked_to_end or saving.is_due(event)):
+            return
+        yield from self._due_logs()
+        saving.save(event, self._trees(), epoch_over=self._epoch_over)
+        if saving.is_asked_to_end:
+            saving.act()
+
+    def _trees(self) -> dict[str, PyTree]:
+        """Returns what is to be saved: in mid-epoch the metrics, too."""
+        metered = self._no_metrics is not None and not self._epoch_over
+        return {"state": self.state, **({"metrics": self._driver.carry.metrics} if metered else {})}
 
     def _told(self, event: Event) -> Iterator[Event]:
         """Yields an event, and goes on with the state it was left with."""
@@ -266,11 +393,12 @@ class Run(Iterator[Event]):
         """The state as it is now; the next program consumes it."""
         return _bare(self._driver.carry)
 
-    def _metered(self, state: PyTree) -> PyTree:
-        """Puts metrics that have seen nothing beside a state, where the step has some."""
+    def _metered(self, state: PyTree, metrics: PyTree = None) -> PyTree:
+        """Puts metrics beside a state, where the step has some: by default such as saw nothing."""
         if self._no_metrics is None:
             return state
-        return Metered(state, _placement.beside(copied(self._no_metrics), state))
+        metrics = self._no_metrics if metrics is None else metrics
+        return Metered(state, _placement.beside(copied(metrics), state))
 
     def _moment(self) -> dict[str, Any]:
         """Returns what every event says."""

@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import Sequence
 from typing import Any, Generic, NamedTuple
 
+from functrain.checkpoint import Checkpointer
 from functrain.common._arguments import advised
 from functrain.common._types import StateT, Step
 from functrain.data._sources import Source
@@ -13,9 +14,10 @@ from functrain.engine._position import Position, require_position
 from functrain.engine._signals import HeldSignals
 from functrain.hooks._evaluate import Evaluate
 from functrain.hooks._hook import HookLike, HookRunner
-from functrain.loop._events import LogsReady
+from functrain.loop._events import LogsReady, RunEnd
 from functrain.loop._require import require_epochs
-from functrain.loop._run import Run, run
+from functrain.loop._run import Run
+from functrain.loop._run import begin as begin_run
 from functrain.rewrites import Mode
 from functrain.step._metered import MeteredStep
 from functrain.trainer._history import History
@@ -62,6 +64,7 @@ def fit(
     start: Position | None = None,
     eval_data: Any = None,
     eval_step: MeteredStep | None = None,
+    checkpointer: Checkpointer | None = None,
     hooks: Sequence[HookLike] = (),
     fuse: FuseArg = "auto",
     rewrites: Mode = "auto",
@@ -80,6 +83,11 @@ def fit(
       start: Where to begin, to go on where another fit ended; see `run`.
       eval_data: Evaluated at the end of each epoch; its values appear under ``val_``.
       eval_step: From `functrain.eval_step`; needed with `eval_data`.
+      checkpointer: A `Checkpointer`. The fit goes on from its last checkpoint, if there is one, in
+        mid-epoch too: with the same batches, randomness and logs, as if it had never ended; a
+        history, early stopping and files of logs go on as well. It saves itself whenever that is
+        due, at its end, on Ctrl-C, and on SIGTERM, after which the process ends with 143. Of a fit
+        that is over already, state and history are returned.
       hooks: Called with the run's events, in their order; see `functrain.hooks.Hook`. Chunks end
         exactly where one is due. Evaluation comes before them, the progress report after.
       fuse: Steps per program, or ``"auto"``; see `run`. Results do not depend on it.
@@ -135,7 +143,8 @@ def fit(
         _placement.require_divisible(held_out, _placement.batch_sharding(sharding))
         same: dict[str, Any] = {"rewrites": rewrites, "sharding": sharding, "jit": jit}
         due.put_first(Evaluate(eval_step, eval_data, **same))
-    events = run(
+    recorder = Recorder(begin.step)
+    events = begin_run(
         state,
         step,
         data,
@@ -148,14 +157,19 @@ def fit(
         jit=jit,
         donate=donate,
         late_logs=True,
+        checkpointer=checkpointer,
+        parts={"history": recorder, "hooks": due},
     )
-    recorder = Recorder(begin.step)
+    first = events.position
     try:
         with (
+            contextlib.closing(events),
             HeldSignals() as signals,
             due,
-            ProgressReport(epochs, Source(data).steps, verbose, events.position) as progress,
+            ProgressReport(epochs, Source(data).steps, verbose, first) as progress,
         ):
+            if events.resumed is not None:
+                progress.say(_where_it_goes_on(events, checkpointer))
             for event in events:
                 if isinstance(event, LogsReady):
                     recorder.logs(event)
@@ -165,11 +179,31 @@ def fit(
                 due(event)
                 recorder.after(event)
                 progress(event, recorder)
+                if isinstance(event, RunEnd):
+                    continue
+                if signals.came and checkpointer is not None:
+                    _take_logs(events, recorder)
+                    events.save()
                 signals.act()
     except BaseException as error:
-        _attach_result(error, events, recorder, begin)
+        _attach_result(error, events, recorder, first)
         raise
     return FitResult(events.state, recorder.history())
+
+
+def _take_logs(events: Run, recorder: Recorder) -> None:
+    if (late := events.unread_logs()) is not None:
+        recorder.logs(late)
+
+
+def _where_it_goes_on(events: Run, checkpointer: Any) -> str:
+    position, where = events.position, checkpointer.directory
+    if events.resumed is not None and events.resumed.finished:
+        return (
+            f"over already, after {position.step:,} steps: {where}. More epochs go on from there; "
+            "to begin anew, take another directory."
+        )
+    return f"going on after {position.step:,} steps, in epoch {position.epoch + 1}: {where}"
 
 
 def _attach_result(error: BaseException, events: Run, recorder: Recorder, begin: Position) -> None:
@@ -177,8 +211,7 @@ def _attach_result(error: BaseException, events: Run, recorder: Recorder, begin:
     if events.position == begin:
         return
     with contextlib.suppress(Exception):  # of a program that failed there are none
-        if (late := events.unread_logs()) is not None:
-            recorder.logs(late)
+        _take_logs(events, recorder)
     found = events.last_whole()
     if found is None:
         error.add_note(

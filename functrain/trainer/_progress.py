@@ -111,6 +111,11 @@ class ProgressReport:
         if self._style == "bar" and event.epoch + 1 < self._epochs and not event.stopped:
             self._show()
 
+    def say(self, line: str) -> None:
+        """Prints a line, unless all is to be silent."""
+        if self._style != "none":
+            self._print(line)
+
     def _print(self, line: str) -> None:
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 

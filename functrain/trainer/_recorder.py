@@ -65,6 +65,38 @@ class Recorder:
             for name, value in event.values.items():
                 self._points.setdefault(name, []).append((event.step, value))
 
+    def state(self) -> dict[str, Any]:
+        """Returns everything so far, and what the epoch has come to, to be saved."""
+        now = time.perf_counter()
+        return {
+            "first_step": self._first_step,
+            "steps": {name: column.values().copy() for name, column in self._steps.items()},
+            "epochs": [{"step": step, "values": values} for step, values in self._epochs],
+            "points": {
+                name: {"steps": [s for s, _ in pairs], "values": [v for _, v in pairs]}
+                for name, pairs in self._points.items()
+            },
+            "examples": self._examples.values().copy(),
+            "seconds": now - self._began,
+            "epoch_seconds": now - self._epoch_began,
+            "first_steps_seconds": self.first_steps_seconds,
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Puts back what `state` returned: the history goes on from there."""
+        now = time.perf_counter()
+        self._first_step = state["first_step"]
+        self._steps = {name: _Column.of(values) for name, values in state["steps"].items()}
+        self._epochs = [(epoch["step"], epoch["values"]) for epoch in state["epochs"]]
+        self._points = {
+            name: list(zip(found["steps"], found["values"], strict=True))
+            for name, found in state["points"].items()
+        }
+        self._examples = _Column.of(state["examples"])
+        self._began, self._epoch_began = now - state["seconds"], now - state["epoch_seconds"]
+        self.first_steps_seconds = state["first_steps_seconds"]
+        self.latest = {name: float(x.values()[-1]) for name, x in self._steps.items()}
+
     def history(self, last_step: int | None = None) -> History:
         """Returns everything so far, or up to a step."""
         last = np.inf if last_step is None else last_step
@@ -106,6 +138,13 @@ class _Column:
     def __init__(self, dtype: np.dtype[Any]) -> None:
         self._numbers = np.empty(64, dtype)
         self._n = 0
+
+    @classmethod
+    def of(cls, numbers: np.ndarray) -> "_Column":
+        """Returns one that holds some numbers already."""
+        column = cls(numbers.dtype)
+        column.extend(numbers)
+        return column
 
     def extend(self, numbers: np.ndarray) -> None:
         """Adds numbers at the end."""

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from functrain import TrainState
-from functrain.checkpoint import load, save
+from functrain.checkpoint import CheckpointMismatchError, load, save
 
 TX = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2))
 
@@ -121,22 +121,30 @@ def test_the_loaded_state_may_be_donated(tmp_path):
 @pytest.mark.parametrize(
     ("like", "message"),
     [
-        (lambda: create(width=5), r"dense/kernel: expected float32\[3, 5\], got float32\[3, 4\]"),
-        (lambda: create(jnp.bfloat16), r"dense/bias: expected bfloat16\[4\], got float32\[4\]"),
-        (lambda: create(tx=optax.sgd(0.1)), r"opt_state/1/0/count: unexpected \(got int32\[\]\)"),
-        (lambda: create(rng=False), r"rng: unexpected \(got key<fry>\[\]\)"),
+        (lambda: create(width=5), r"dense/kernel: saved float32\[3, 4\], expected float32\[3, 5\]"),
+        (lambda: create(jnp.bfloat16), r"dense/bias: saved float32\[4\], expected bfloat16\[4\]"),
+        (
+            lambda: create(tx=optax.sgd(0.1)),
+            r"opt_state/1/0/count: not expected \(saved int32\[\]\)",
+        ),
+        (lambda: create(rng=False), r"rng: not expected \(saved key<fry>\[\]\)"),
         (
             lambda: create().replace(rng=jax.random.key(0, impl="rbg")),
-            r"rng: expected key<rbg>\[\], got key<fry>\[\]",
+            r"rng: saved key<fry>\[\], expected key<rbg>\[\]",
         ),
-        (lambda: create().replace(model_state={"var": jnp.ones(3)}), r"model_state/var: missing"),
-        (lambda: create().replace(step=jnp.zeros(())), r"step: expected float32\[\], got int32"),
-        (lambda: create().replace(step=0), r"step: expected int, got int32\[\]"),
+        (
+            lambda: create().replace(model_state={"var": jnp.ones(3)}),
+            r"model_state/var: not in the checkpoint \(expected float32\[3\]\)",
+        ),
+        (lambda: create().replace(step=jnp.zeros(())), r"step: saved int32\[\], expected float32"),
+        (lambda: create().replace(step=0), r"step: saved int32\[\], expected int"),
     ],
 )
 def test_another_state_is_refused_before_loading_and_the_leaf_is_named(tmp_path, like, message):
     save(tmp_path / "c", create())
-    with pytest.raises(ValueError, match=rf"(?s)got others:.*{message}.*Nothing was loaded"):
+    with pytest.raises(
+        CheckpointMismatchError, match=rf"(?s)not those expected:.*{message}.*Nothing was loaded"
+    ):
         load(tmp_path / "c", like=like())
 
 

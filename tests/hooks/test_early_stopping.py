@@ -137,12 +137,14 @@ def test_stopped_and_restored_it_decides_as_uninterrupted(cut) -> None:
 def test_its_state_can_be_saved_and_a_run_after_the_next_forgets_it(tmp_path) -> None:
     hook = EarlyStopping("val_loss")
     fit(Scripted(0.5, 0.4, name="val_loss"), hook, epochs=2)
-    ft.save(tmp_path / "hook", hook.state())
+    with ft.Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save((), 8, documents={"hook": hook.state()})
+        found = checkpoints.restore(like=()).documents["hook"]
     again = EarlyStopping("val_loss")
-    again.restore(ft.load(tmp_path / "hook", like=hook.state()))
+    again.restore(found)
     again.begin()
     assert (again.best, again.best_step) == (0.4, 8)
-    assert digest(again.state()) == digest(hook.state())
+    assert digest(again.state()["best_state"]) == digest(hook.state()["best_state"])
     again.begin()
     assert (again.best, again.best_step) == (np.inf, None)
 

@@ -1,19 +1,26 @@
-"""One state in one directory, written by Orbax.
-
-The leaves are stored flat, under the paths that error messages use, beside a list of their specs.
-So loading can compare specs first (Orbax itself casts and leaves leaves unfilled in silence), and
-no container type needs to be known to the file.
-"""
+"""One state in one directory: save and load."""
 
 import os
+from typing import Any
 
 import jax
-import numpy as np
 
-from functrain.checkpoint._leaves import by_path, check, data, restore, target_of
-from functrain.checkpoint._place import exchange, find, saved_specs, staged, take_back, what
-from functrain.common import _tree
+from functrain.checkpoint._fingerprint import of_run
+from functrain.checkpoint._leaves import (
+    blank,
+    by_path,
+    on_host,
+    path_of,
+    require_same,
+    restored,
+    specs,
+)
+from functrain.checkpoint._place import find, is_checkpoint, put, staged, take_back
+from functrain.checkpoint._store import read_about, read_arrays, what, write
+from functrain.checkpoint._store import specs as specs_of
 from functrain.common._types import PyTree
+
+STATE = "state"
 
 
 def save(path: str | os.PathLike[str], state: PyTree, *, overwrite: bool = False) -> None:
@@ -22,7 +29,7 @@ def save(path: str | os.PathLike[str], state: PyTree, *, overwrite: bool = False
     The directory appears under its name only once it is whole. With `overwrite`, the new one is
     written beside the old one first; a kill in the moment of the exchange leaves the old one as
     ``<path>.functrain-old``, where `load` finds it. Through a symbolic link it is the directory
-    behind it that is written or replaced.
+    behind it that is written or replaced. To save a training now and then: `Checkpointer`.
 
     Args:
       path: A local directory that does not exist yet. Missing parents are made.
@@ -43,37 +50,25 @@ def save(path: str | os.PathLike[str], state: PyTree, *, overwrite: bool = False
       ...     print(load(f"{directory}/checkpoint", like=state)["w"])
       [0. 1. 2.]
     """
-    from orbax.checkpoint import v1 as ocp
-
-    leaves = by_path(state)
-    arrays = {name: data(name, leaf) for name, leaf in leaves.items()}
-    specs = {name: _tree.strong_spec(leaf) for name, leaf in leaves.items()}
+    leaves = on_host(by_path(state, STATE))
     target = os.path.realpath(path)
     if overwrite:
         take_back(target)
-    replace = os.path.lexists(target)
-    if replace and not (overwrite and saved_specs(target) is not None):
+    if os.path.lexists(target) and not (overwrite and is_checkpoint(target)):
         raise FileExistsError(
             f"{target}: expected no such path, got {what(target)}. Choose another path"
             + (", or remove it." if overwrite else ", or pass overwrite=True for a checkpoint.")
         )
-    # Orbax rejects arrays of size zero and trees without leaves; the specs say all of the former.
-    stored = {name: array for name, array in arrays.items() if array.size}
-    ocp.save(
-        staged(target) if replace else target,
-        stored or {"(empty)": np.zeros(1)},
-        custom_metadata={"functrain": {"leaves": specs}},
-        overwrite=replace,
-    )
-    if replace:
-        exchange(target)  # Orbax's own overwrite deletes first, and a kill then would leave nothing
+    os.makedirs(os.path.dirname(target), exist_ok=True)
+    write(staged(target), leaves, {"trees": [STATE], "run": of_run(state)})
+    put(target)
 
 
 def load(path: str | os.PathLike[str], like: PyTree) -> PyTree:
-    """Loads what `save` wrote, bit for bit, into the structure of `like`.
+    """Loads what `save` or a `Checkpointer` wrote, bit for bit, into the structure of `like`.
 
     Args:
-      path: The directory.
+      path: The directory: what `save` got, or that of one step of a `Checkpointer`.
       like: A state of the structure, shapes and dtypes that were saved; its values are not used.
         Either a concrete one, or an abstract one, which costs no memory:
         ``jax.eval_shape(lambda: TrainState.create(...))``.
@@ -91,8 +86,9 @@ def load(path: str | os.PathLike[str], like: PyTree) -> PyTree:
 
     Raises:
       FileNotFoundError: Nothing is at `path`, and nothing was kept beside it.
-      ValueError: What is there is no checkpoint, or its leaves are not those of `like`; the
-        message names them, and nothing has been loaded.
+      CheckpointMismatchError: What is there is no checkpoint, or its leaves are not those of
+        `like`; the message names them, and nothing has been loaded. It is a ValueError.
+      CheckpointCorruptError: What is there is damaged: every leaf is compared with its digest.
 
     Examples:
       >>> import jax, jax.numpy as jnp, optax, tempfile
@@ -105,24 +101,37 @@ def load(path: str | os.PathLike[str], like: PyTree) -> PyTree:
       >>> print(state.step, state.params["w"])
       0 [1. 1. 1.]
     """
-    from orbax.checkpoint import v1 as ocp
-
     target = os.path.realpath(path)
     directory = find(target)
     if directory is None:
         raise FileNotFoundError(f"{target}: expected a checkpoint, got nothing. Check the path.")
-    specs = saved_specs(directory)
-    if specs is None:
-        raise ValueError(
-            f"{directory}: expected a checkpoint, got {what(directory)}. Load what "
-            "functrain.save wrote."
+    about = read_about(directory)
+    return read_trees(directory, about, {STATE: like})[STATE]
+
+
+def read_trees(
+    directory: str, about: dict[str, Any], likes: dict[str, PyTree]
+) -> dict[str, PyTree]:
+    """Reads trees into the structures of others.
+
+    Args:
+      directory: A checkpoint.
+      about: What it says of itself.
+      likes: By name in the file.
+
+    Raises:
+      CheckpointMismatchError: Its leaves are not those of the trees.
+      CheckpointCorruptError: It is damaged.
+    """
+    leaves = {n: x for root, like in likes.items() for n, x in by_path(like, root).items()}
+    saved = {n: spec for n, spec in specs_of(about).items() if n.partition("/")[0] in likes}
+    require_same(directory, specs(leaves), saved)
+    arrays = read_arrays(directory, about, {name: blank(x) for name, x in leaves.items()})
+    # Leaf by leaf, so that at the most one of them is in memory twice.
+    found = {name: restored(path_of(name), like, arrays.pop(name)) for name, like in leaves.items()}
+    return {
+        root: jax.tree.unflatten(
+            jax.tree.structure(like), [found[name] for name in by_path(like, root)]
         )
-    leaves = by_path(like)
-    check(directory, {name: _tree.strong_spec(leaf) for name, leaf in leaves.items()}, specs)
-    targets = {name: target_of(leaf) for name, leaf in leaves.items()}
-    stored = {name: target for name, target in targets.items() if np.prod(target.shape)}
-    arrays = ocp.load(directory, stored) if stored else {}
-    restored = [
-        restore(name, leaf, arrays.get(name, targets[name])) for name, leaf in leaves.items()
-    ]
-    return jax.tree.unflatten(jax.tree.structure(like), restored)
+        for root, like in likes.items()
+    }

@@ -1,0 +1,221 @@
+"""A run that saves itself: what, when, and where it goes on."""
+
+import dataclasses
+import time
+import warnings
+from collections.abc import Mapping
+from typing import Any, Protocol, Self
+
+from functrain.checkpoint._checkpointer import Checkpointer
+from functrain.checkpoint._errors import CheckpointMismatchError
+from functrain.checkpoint._fingerprint import differences, of_run
+from functrain.common import _tree
+from functrain.common._types import PyTree
+from functrain.data._sources import Source
+from functrain.engine._position import Position
+from functrain.engine._signals import HeldSignals
+from functrain.engine._trigger import Trigger
+from functrain.loop._events import EpochEnd, Event
+
+
+class Part(Protocol):
+    """What goes on with a run: a history, hooks."""
+
+    def state(self) -> Any:
+        """Returns what to save: nested numbers, texts and arrays."""
+
+    def restore(self, state: Any) -> None:
+        """Puts it back."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Resumed:
+    """Where a run goes on.
+
+    Attributes:
+      state: The state to go on with; of a training that is over, its result.
+      metrics: In mid-epoch, those of the epoch so far; else None.
+      position: Where that is.
+      owes_epoch_end: Whether all batches of the epoch were taken, and its end was not told.
+      finished: Whether there is nothing left to do.
+    """
+
+    state: PyTree
+    metrics: PyTree
+    position: Position
+    owes_epoch_end: bool
+    finished: bool
+
+
+class Saving:
+    """Saves a run when its checkpointer is due, at its end, and when SIGTERM comes.
+
+    Args:
+      checkpointer: Where, and when.
+      source: The data.
+      parts: What else goes on with the run, by name.
+    """
+
+    def __init__(
+        self, checkpointer: Checkpointer, source: Source, parts: Mapping[str, Part]
+    ) -> None:
+        self._checkpointer, self._source, self._parts = checkpointer, source, parts
+        self._signals = HeldSignals(interrupt=False, terminate=True)
+        self._fired = time.perf_counter()
+        self._seen_best = checkpointer.monitor is None
+
+    @property
+    def when(self) -> Trigger:
+        """When chunks must end."""
+        return self._checkpointer.when
+
+    def resume(self, state: PyTree, metrics: PyTree, epochs: int) -> Resumed | None:
+        """Finds out where to go on; None for a beginning.
+
+        Args:
+          state: Structure, dtypes and shardings of the run's state.
+          metrics: Those of its metrics, or None.
+          epochs: How many the run is to have.
+        """
+        checkpointer = self._checkpointer
+        checkpointer.begin()
+        if not checkpointer.steps():
+            return None
+
+        def likes(about: dict[str, Any]) -> dict[str, PyTree]:
+            self._require_same_run(about)
+            if "metrics" in about["trees"] and metrics is None:
+                raise CheckpointMismatchError(
+                    f"{checkpointer.directory}: expected a checkpoint of a step without metrics, "
+                    "got one of a step that has some. Nothing was loaded."
+                )
+            over = _is_finished(about, epochs) and "final" in about["trees"]
+            in_midst = {"metrics": metrics} if "metrics" in about["trees"] else {}
+            return {"final" if over else "state": state, **in_midst}
+
+        restored, trees, about = checkpointer.read(likes)
+        checkpointer.set_aside_after(restored.position.step)
+        self._say_what_differs(about, state)
+        for name, part in self._parts.items():
+            if name in restored.documents:
+                part.restore(restored.documents[name])
+        position, finished = restored.position, _is_finished(about, epochs)
+        if about["epoch_over"] and not finished:
+            position = Position(position.step, position.epoch + 1)
+        self._source.restore(restored.documents.get("data"), position.batch)
+        return Resumed(
+            trees.get("final", trees.get("state")),
+            trees.get("metrics"),
+            position,
+            owes_epoch_end=not about["epoch_over"],
+            finished=finished,
+        )
+
+    def is_due(self, event: Event) -> bool:
+        """Whether to save after an event."""
+        epochs = event.epoch + 1 if isinstance(event, EpochEnd) else None
+        due = self.when.due(event.step, epochs, time.perf_counter() - self._fired)
+        if epochs is not None:
+            self._look_for_best(event)
+            due = due or self._checkpointer.is_improved(event.values)
+        return due and self._checkpointer.is_affordable()
+
+    def save(
+        self,
+        event: Event,
+        trees: Mapping[str, PyTree],
+        *,
+        epoch_over: bool,
+        done: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Saves the run as it is after an event.
+
+        Args:
+          event: The event.
+          trees: The state, in mid-epoch the metrics too.
+          epoch_over: Whether the end of the epoch has been told.
+          done: What to say of a run that is over.
+        """
+        self._fired = time.perf_counter()
+        documents = {name: part.state() for name, part in self._parts.items()}
+        self._checkpointer.write(
+            trees,
+            event.position,
+            event.values,
+            {**documents, "data": self._source.state(over=epoch_over)},
+            epoch_over=epoch_over,
+            done=done,
+            data=self._source.fingerprint(),
+        )
+
+    @property
+    def is_asked_to_end(self) -> bool:
+        """Whether SIGTERM has come."""
+        return self._signals.came
+
+    def act(self) -> None:
+        """Ends the process with 143, or hands the signal to whoever handled it before."""
+        self._checkpointer.wait()
+        self._signals.act()
+
+    def __enter__(self) -> Self:
+        """Begins to hold back SIGTERM."""
+        self._signals.__enter__()
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        """Waits for what is being written; lets others write, and handle signals."""
+        try:
+            self._checkpointer.close()
+        finally:
+            self._signals.__exit__(kind, error, traceback)
+
+    def close(self) -> None:
+        """Lets others write, where the run did not begin."""
+        self._checkpointer.close()
+
+    def _require_same_run(self, about: dict[str, Any]) -> None:
+        where = self._checkpointer.directory
+        if "epoch_over" not in about:
+            raise CheckpointMismatchError(
+                f"{where}: expected checkpoints of a run, got those of "
+                "Checkpointer.save. Restore the state by hand, and pass start=, or take another "
+                "directory."
+            )
+        saved, now = about["data"], self._source.fingerprint()
+        lines = [
+            f"{n}: saved {saved.get(n)}, expected {now.get(n)}"
+            for n in {**saved, **now}
+            if saved.get(n) != now.get(n)
+        ]
+        if lines:
+            raise CheckpointMismatchError(
+                f"{where}: the data are not those of the run that was saved:\n"
+                f"{_tree.bullets(lines)}\nNothing was loaded. To go on with other data, restore "
+                "the state with Checkpointer.restore and begin a run of its own: another "
+                "directory, start=."
+            )
+
+    def _say_what_differs(self, about: dict[str, Any], state: PyTree) -> None:
+        lines = differences(about["run"], of_run(state))
+        if lines:
+            warnings.warn(
+                f"{self._checkpointer.directory}: the run goes on elsewhere than it was saved, so "
+                f"that last bits may differ from those of one run:\n{_tree.bullets(lines)}",
+                stacklevel=2,
+            )
+
+    def _look_for_best(self, event: Event) -> None:
+        name = self._checkpointer.monitor
+        if not self._seen_best and name not in event.values:
+            warnings.warn(
+                f"best: expected one of {sorted(event.values)}, got {name!r}. Values of an "
+                "evaluation need eval_data and eval_step, or an Evaluate hook.",
+                stacklevel=2,
+            )
+        self._seen_best = True
+
+
+def _is_finished(about: Mapping[str, Any], epochs: int) -> bool:
+    done = about["done"]
+    return done is not None and (done["stopped"] or epochs <= done["epochs"])
