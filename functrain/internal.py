@@ -25,6 +25,9 @@ from functrain.engine._rows import fetched as fetched
 from functrain.engine._rows import on_host as on_host
 from functrain.engine._rows import row as row
 from functrain.engine._signals import HeldSignals as HeldSignals
+from functrain.engine._trigger import steps_until_due as steps_until_due
+from functrain.loop._saving import Resumed as Resumed
+from functrain.loop._saving import Saving as Saving
 from functrain.model._switches import SWITCHES as SWITCHES
 from functrain.rewrites import Mode as Mode
 from functrain.rewrites import mode as mode

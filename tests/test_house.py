@@ -30,7 +30,7 @@ FLOORS = [
     ["functrain.hooks"],
     ["functrain.trainer"],
     ["functrain"],
-    ["bridge._backend", "bridge._version"],
+    ["bridge._backend", "bridge._version", "bridge._randomness"],
     ["bridge.keras_private"],
     ["bridge.model"],
     ["bridge.optim"],

@@ -18,11 +18,16 @@ Files:
 
 from bridge.keras_private._callbacks import batches_between as batches_between
 from bridge.keras_private._callbacks import batches_until_due as batches_until_due
+from bridge.keras_private._callbacks import memory as memory
 from bridge.keras_private._callbacks import only_epochs as only_epochs
+from bridge.keras_private._callbacks import put_memory as put_memory
 from bridge.keras_private._compile import jit_compile_asked as jit_compile_asked
 from bridge.keras_private._data import ArrayBatches as ArrayBatches
 from bridge.keras_private._data import array_batches as array_batches
+from bridge.keras_private._data import described as described
 from bridge.keras_private._data import epochs as epochs
+from bridge.keras_private._data import go_to as go_to
+from bridge.keras_private._data import place as place
 from bridge.keras_private._data import split as split
 from bridge.keras_private._data import whole_batches as whole_batches
 from bridge.keras_private._layers import all_layers as all_layers

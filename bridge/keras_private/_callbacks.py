@@ -4,6 +4,47 @@ from typing import Any
 
 import keras
 
+# What Keras's own callbacks remember from epoch to epoch, and from batch to batch.
+_MEMORY = {
+    keras.callbacks.EarlyStopping: ("wait", "stopped_epoch", "best", "best_weights", "best_epoch"),
+    keras.callbacks.ReduceLROnPlateau: ("wait", "best", "cooldown_counter"),
+    keras.callbacks.ModelCheckpoint: (
+        "best",
+        "_batches_seen_since_last_saving",
+        "_last_batch_seen",
+    ),
+    keras.callbacks.OrbaxCheckpoint: (
+        "best",
+        "_batches_seen_since_last_saving",
+        "_last_batch_seen",
+        "_total_batches_seen",
+    ),
+    keras.callbacks.TensorBoard: ("_global_train_batch", "_global_test_batch"),
+    keras.callbacks.SwapEMAWeights: ("_ema_weights_in_model",),
+    keras.callbacks.History: ("history", "epoch"),
+}
+
+
+def memory(callback: Any) -> dict[str, Any]:
+    """Returns what a callback of one of Keras's classes, or derived from it, remembers.
+
+    Reads the attributes of `_MEMORY`, of which those of ModelCheckpoint, OrbaxCheckpoint,
+    TensorBoard and SwapEMAWeights are private; checked with Keras 3.15.1. Without them a run that
+    is resumed saves, records and stops at other steps than one that is not.
+    """
+    return {name: getattr(callback, name) for name in _names(callback) if hasattr(callback, name)}
+
+
+def put_memory(callback: Any, found: dict[str, Any]) -> None:
+    """Puts back what `memory` returned."""
+    for name in _names(callback):
+        if name in found:
+            setattr(callback, name, found[name])
+
+
+def _names(callback: Any) -> list[str]:
+    return [n for cls, names in _MEMORY.items() if isinstance(callback, cls) for n in names]
+
 
 def batches_between(callback: Any) -> int | None:
     """Returns how many batches lie between two at which a callback of Keras's does something.

@@ -9,18 +9,31 @@ from keras.src.backend.jax.trainer import JAXEpochIterator
 from keras.src.trainers.data_adapters import array_slicing
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 
+from bridge._randomness import put_randomness, randomness
+
 
 class _Epochs(JAXEpochIterator):  # type: ignore[misc]  # keras has no types
     """Keras's iterator over the steps of epochs, with batches left on the host.
 
     Attributes:
       begin: Makes the iterator over the batches of one pass.
+      fetched: How many batches were fetched from the iterator there is.
+      randomness: What `randomness` returned when the first of them was.
     """
 
     begin: Callable[[], Iterator[Any]]
+    fetched = 0
+    randomness: Any = None
 
     def _get_iterator(self) -> Iterator[Any]:
-        return self.begin()
+        self.fetched = 0
+        return self._counted(self.begin())
+
+    def _counted(self, batches: Iterator[Any]) -> Iterator[Any]:
+        self.randomness = randomness()
+        for batch in batches:
+            self.fetched += 1
+            yield batch
 
 
 def epochs(passes: Callable[[Any], Callable[[], Iterator[Any]]], **arguments: Any) -> Any:
@@ -37,6 +50,58 @@ def epochs(passes: Callable[[Any], Callable[[], Iterator[Any]]], **arguments: An
     found = _Epochs(**arguments)
     found.begin = passes(found.data_adapter)
     return found
+
+
+def place(epochs: Any) -> dict[str, Any]:
+    """Returns where what `epochs` returned is between two epochs, for `go_to`.
+
+    Reads `EpochIterator._current_iterator` and `_steps_seen`; checked with Keras 3.15.1. With
+    `steps_per_epoch` one iterator lasts for several epochs.
+    """
+    lasts = epochs.steps_per_epoch is not None and epochs._current_iterator is not None
+    if not lasts or not epochs.fetched:
+        return {"fetched": 0}
+    return {
+        "fetched": epochs.fetched,
+        "steps_seen": epochs._steps_seen,
+        "randomness": epochs.randomness,
+    }
+
+
+def go_to(epochs: Any, found: dict[str, Any]) -> None:
+    """Takes new epochs to a place, by fetching all batches before it again.
+
+    Sets `EpochIterator._current_iterator` and `_steps_seen`; checked with Keras 3.15.1. Without
+    it a run with `steps_per_epoch` goes on with the first batches of its data.
+    """
+    if found["fetched"]:
+        put_randomness(found["randomness"])
+        epochs._current_iterator = epochs._get_iterator()
+        epochs._steps_seen = found["steps_seen"]
+        for _ in range(found["fetched"]):
+            next(epochs._current_iterator)
+
+
+def described(epochs: Any) -> dict[str, Any]:
+    """Returns what tells the data of `epochs` from others, as far as they say.
+
+    Reads `ArrayDataAdapter._num_samples`, `_batch_size`, `_shuffle` and `_inputs`; checked with
+    Keras 3.15.1. Without it a run goes on with other data without a word.
+    """
+    adapter = epochs.data_adapter
+    known = {"data": type(adapter).__name__, "batches": epochs.num_batches}
+    if epochs.steps_per_epoch is not None:
+        known["steps_per_epoch"] = epochs.steps_per_epoch
+    if type(adapter) is not ArrayDataAdapter:
+        return known
+    leaves = [x for x in keras.tree.flatten(adapter._inputs) if x is not None]
+    return {
+        **known,
+        "examples": int(adapter._num_samples),
+        "batch_size": int(adapter._batch_size),
+        "shuffle": str(adapter._shuffle),
+        "arrays": [f"{x.dtype}[{', '.join(map(str, x.shape[1:]))}]" for x in leaves],
+    }
 
 
 def array_batches(adapter: Any) -> "ArrayBatches | None":

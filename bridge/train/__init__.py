@@ -5,6 +5,7 @@ Files:
   _checks: what they refuse
   _validation: data that no evaluation can take, found before training
   _runs: one call of them, the loop over epochs
+  _saving: a fit that saves itself, and goes on
   _loop: one pass, a model's state on its way through the engine
   _steps: a compiled model's own steps
   _feed: batches of whatever `fit` takes

@@ -78,6 +78,16 @@ def _warn_of_overrides(model: keras.Model) -> None:
         )
 
 
+def require_no_other_backup(callbacks: Any) -> None:
+    """Refuses to save a fit that Keras's own callback saves, too: only one can be gone on from."""
+    for callback in getattr(callbacks, "callbacks", []):
+        if isinstance(callback, keras.callbacks.BackupAndRestore):
+            raise ValueError(
+                "callbacks: expected no BackupAndRestore beside checkpointer=, got one. Both bring "
+                "back where a fit was: leave it out."
+            )
+
+
 def require_arguments(
     x: Any, fuse: Any, rewrites: Any, verbose: Any, callbacks: Any, **numbers: Any
 ) -> None:

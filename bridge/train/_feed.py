@@ -1,5 +1,6 @@
 """Batches of whatever `fit` takes as data, as a pass that functrain's engine stacks."""
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -8,6 +9,7 @@ import keras
 import numpy as np
 
 from bridge import keras_private
+from bridge._randomness import put_randomness
 from functrain.internal import Made, PyTree, Stack, StreamPass, filled
 
 
@@ -104,12 +106,44 @@ def passes(adapter: Any) -> Callable[[], Iterator[Any]]:
     return lambda: (Rows(arrays, rows, size) for rows, size in arrays)
 
 
-def epoch(epochs: Any) -> StreamPass:
-    """Begins the next epoch of what `source` returned.
+class Resume(NamedTuple):
+    """Where an epoch goes on.
+
+    Attributes:
+      batch: Batches that were taken.
+      ahead: Batches that were fetched beyond those.
+      first: Randomness when its first batch was fetched.
+      now: Randomness afterwards.
+    """
+
+    batch: int
+    ahead: int
+    first: Any
+    now: Any
+
+
+def epoch(epochs: Any, resume: Resume | None = None) -> StreamPass:
+    """Begins the next epoch of what `source` returned, or goes on in it.
 
     The last batch may be a missing one: Keras begins a batch, and finds that there is none.
+
+    Raises:
+      ValueError: There are fewer batches than were taken.
     """
-    return StreamPass(_marked(epochs))
+    items = _marked(epochs)
+    if resume is None:
+        return StreamPass(items)
+    if resume.first is not None:
+        put_randomness(resume.first)
+    left_out = sum(1 for _ in itertools.islice(items, resume.batch))
+    if left_out < resume.batch:
+        raise ValueError(
+            f"x: expected the {resume.batch} batches of the epoch that were taken before the "
+            f"checkpoint, got {left_out}. The data are not those that were saved."
+        )
+    ahead = list(itertools.islice(items, resume.ahead))
+    put_randomness(resume.now)
+    return StreamPass(itertools.chain(ahead, items))
 
 
 def _marked(epochs: Any) -> Iterator[Any]:

@@ -1,5 +1,6 @@
 """fit, evaluate and predict: drop-ins for the methods of a Keras model."""
 
+import contextlib
 import warnings
 from typing import Any
 
@@ -10,13 +11,16 @@ from bridge.state._keras_state import require_compiled
 from bridge.train._checks import (
     require_arguments,
     require_model,
+    require_no_other_backup,
     require_validation_arguments,
     require_whole,
 )
 from bridge.train._feed import source as batches
 from bridge.train._loop import Options
 from bridge.train._runs import Evaluation, Fit, run_evaluate, run_predict
+from bridge.train._saving import KerasSaving
 from bridge.train._validation import require_validation
+from functrain import Checkpointer
 from functrain.internal import FuseArg, HeldSignals, Mode
 
 
@@ -41,6 +45,7 @@ def fit(
     *,
     fuse: FuseArg = "auto",
     rewrites: Mode = "auto",
+    checkpointer: Checkpointer | None = None,
 ) -> Any:
     """Trains as ``model.fit(x, y, ...)`` does, many steps in one program.
 
@@ -84,6 +89,12 @@ def fit(
       fuse: Steps per program. "auto" takes `model.steps_per_execution` where that is above 1,
         else at most 128, by the sizes of batches and state. Results do not depend on it.
       rewrites: Which slow operations to rewrite on CPU; see `functrain.fuse`.
+      checkpointer: A `functrain.Checkpointer`. The fit goes on from its last checkpoint, if there
+        is one, in mid-epoch too, as if it had never ended: variables, seeds, metrics, history,
+        NumPy's and Python's global randomness, and what Keras's callbacks remember are brought
+        back; callbacks of yours, too, if they have `state()` and `restore(state)`. It saves itself
+        whenever that is due, at its end, on Ctrl-C, and on SIGTERM, after which the process ends
+        with 143. Exact for arrays; other data are begun anew, and what was taken is left out.
 
     Returns:
       `model.history`. The weights, optimizer and metrics are in the model, as they are however it
@@ -126,9 +137,16 @@ def fit(
         require_validation(model, validation_data, data, size, validation_steps)
         evaluation = Evaluation(model, validation_data, size, validation_steps, validation_freq)
     callbacks = _callback_list(model, callbacks, verbose, epochs, source, add_history=True)
-    with HeldSignals() as signals:
-        run = Fit(model, source, callbacks, evaluation, Options(fuse, rewrites, signals))
-        return run(initial_epoch, epochs)
+    with contextlib.ExitStack() as stack:
+        saving: KerasSaving | None = None
+        if checkpointer is not None:
+            require_no_other_backup(callbacks)
+            saving = KerasSaving(checkpointer, model, callbacks, source)
+            stack.callback(saving.close)
+        signals = stack.enter_context(HeldSignals(terminate=saving is not None))
+        told = () if saving is None else (saving.until, saving.save)
+        options = Options(fuse, rewrites, signals, *told)
+        return Fit(model, source, callbacks, evaluation, options, saving)(initial_epoch, epochs)
 
 
 def evaluate(

@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -47,6 +47,16 @@ class Options(NamedTuple):
     fuse: FuseArg
     rewrites: Mode
     signals: HeldSignals
+    until: Callable[[], int | None] = lambda: None
+    """How many steps a chunk may take, apart from what callbacks say."""
+    before_signal: Callable[[], None] = lambda: None
+    """Called before a signal is acted on that came while a program ran."""
+
+    def act(self) -> None:
+        """Acts on a signal, if one came."""
+        if self.signals.came:
+            self.before_signal()
+            self.signals.act()
 
 
 class Loop:
@@ -66,7 +76,7 @@ class Loop:
         self, model: keras.Model, kind: str, source: Any, calls: BatchCallbacks, options: Options
     ) -> None:
         self._model, self._kind, self._source, self._calls = model, kind, source, calls
-        self._signals = options.signals
+        self._options = options
         self._step = cached_for(model, kind, self._make_step)  # programs live as long as it
         self._means = None if kind == "predict" else RunningMeans.of(model)
         self._rewrites = options.rewrites
@@ -74,10 +84,16 @@ class Loop:
             self._fuse(options.fuse),
             state_bytes=nbytes(self._originals()),
             row_bytes=self._row_bytes,
-            stretches=lambda: [keras_private.whole_batches(source), calls.between()],
+            stretches=lambda: [
+                keras_private.whole_batches(source),
+                calls.between(),
+                options.until(),
+            ],
         )
         self._state: KerasState | None = None
         self._last: tuple[Chunk, PyTree] | None = None
+        self.reported_before: PyTree = {}  # by the last step before a checkpoint
+        self._pass: Any = None
         self._read: dict[str, jax.Array] | None = None  # the metrics, on their way to the host
 
     def _make_step(self) -> Any:
@@ -100,11 +116,11 @@ class Loop:
             place=_feed.place,
         )
 
-    def run(self) -> Iterator[tuple[Chunk, PyTree]]:
-        """Runs an epoch; yields every chunk with what its steps reported, on the device."""
+    def run(self, resume: _feed.Resume | None = None) -> Iterator[tuple[Chunk, PyTree]]:
+        """Runs an epoch, or its rest; yields every chunk with what its steps reported."""
         self._begin_epoch()
-        batches = _feed.epoch(self._source)
-        for chunk in chunked(batches, self._plan, self._until, ragged="alone"):
+        self._pass = _feed.epoch(self._source, resume)
+        for chunk in chunked(self._pass, self._plan, self._until, ragged="alone"):
             self._calls.before(chunk)
             if not chunk.steps:
                 continue
@@ -112,7 +128,7 @@ class Loop:
             self._calls.after(chunk, rows)
             self._last = chunk, rows
             yield chunk, rows
-            self._signals.act()
+            self._options.act()
             if self._stopped:
                 break
         if self._means is not None and (held := self._held()):
@@ -137,10 +153,27 @@ class Loop:
         """
         if self._read is None or self._held() is None:
             self.sync()
-            return keras_private.epoch_logs(self._model, self._reported())
+            return keras_private.epoch_logs(self._model, self.reported())
         rows = self._last[1] if self._last else {}
         same = isinstance(rows, dict) and rows.keys() == self._read.keys()
-        return dict(jax.device_get(self._read) if same else self._reported())
+        return dict(jax.device_get(self._read) if same else self.reported())
+
+    def reported(self) -> PyTree:
+        """Returns what the last step reported."""
+        if self._last is None:
+            return self.reported_before
+        chunk, rows = self._last
+        return row(on_host(rows, chunk.steps), chunk.steps - 1)
+
+    def values(self) -> KerasState:
+        """Returns the model's values, wherever they are; the next program takes them over."""
+        held = self._held()
+        return self._originals() if held is None else held
+
+    @property
+    def ahead(self) -> int:
+        """How many batches were fetched to look at, and not taken yet."""
+        return int(self._pass.ahead)
 
     def sync(self) -> bool:
         """Brings the model up to date; whether it is whole.
@@ -166,7 +199,7 @@ class Loop:
         """Returns how many steps the next chunk may take; see `chunked`."""
         if self._stopped:  # before an epoch's first batch: Keras looks after its first program
             return int(self._model.steps_per_execution)
-        return self._calls.until()
+        return min((n for n in (self._calls.until(), self._options.until()) if n), default=None)
 
     def _fuse(self, fuse: FuseArg) -> FuseArg:
         if fuse != "auto":
@@ -192,13 +225,6 @@ class Loop:
     def _held(self) -> KerasState | None:
         """Returns the model's values where no callback has seen or changed them since."""
         return None if keras_private.is_synced(self._model) else self._state
-
-    def _reported(self) -> PyTree:
-        """Returns what the last step reported."""
-        if self._last is None:
-            return {}
-        chunk, rows = self._last
-        return row(on_host(rows, chunk.steps), chunk.steps - 1)
 
     def _run(self, chunk: Chunk) -> PyTree:
         if self._held() is None:

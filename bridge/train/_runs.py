@@ -17,6 +17,7 @@ from bridge.train._callbacks import (
     without_history_reading_model,
 )
 from bridge.train._loop import Loop, Options
+from bridge.train._saving import KerasSaving
 from functrain.internal import fetched
 
 
@@ -54,9 +55,11 @@ class Fit:
         callbacks: Any,
         evaluation: Evaluation | None,
         options: Options,
+        saving: KerasSaving | None = None,
     ) -> None:
         self._model = model
         self._source = source
+        self._saving = saving
         self._callbacks = callbacks
         self._evaluation = evaluation
         self._options = options
@@ -64,22 +67,36 @@ class Fit:
     def __call__(self, initial_epoch: int, epochs: int) -> Any:
         """Runs all epochs; the model is whole at the end, whatever happens."""
         model, logs = self._model, {}
+        if self._saving is not None and not self._saving.begin(epochs):
+            return model.history
         model.stop_training = False
         self._lazy = only_read_model_attribute(self._callbacks)
         self._callbacks.on_train_begin()
         first = keras_private.initial_epoch(model) or initial_epoch
+        if self._saving is not None and self._saving.is_to_bring_back:
+            first = self._saving.position.epoch
         calls = BatchCallbacks(self._callbacks, "train")
         self._loop = Loop(model, "train", self._source, calls, self._options)
         quiet: Any = contextlib.nullcontext()
         if self._lazy:
             quiet = without_history_reading_model(self._callbacks, model)
+        last: Any = None
         with self._kept_whole(epochs), quiet:
+            if self._saving is not None and self._saving.nothing_left:
+                self._saving.bring_back()
+                first, last = epochs, self._loop.values()
             for epoch in range(first, epochs):
                 logs = self._epoch(epoch)
-                self._options.signals.act()
+                last = self._loop.values()
+                if self._saving is not None:
+                    is_last = model.stop_training or epoch + 1 == epochs
+                    self._saving.after_epoch(logs, is_last=is_last)
+                self._options.act()
                 if model.stop_training:
                     break
         self._callbacks.on_train_end(logs=logs)
+        if self._saving is not None and last is not None:
+            self._saving.after_all(last, epochs, stopped=model.stop_training)
         return model.history
 
     @contextlib.contextmanager
@@ -105,11 +122,11 @@ class Fit:
         return whole
 
     def _epoch(self, epoch: int) -> dict[str, Any]:
-        model = self._model
-        self._loop.reset_metrics()
-        self._callbacks.on_epoch_begin(epoch)
-        for _ in self._loop.run():
-            pass
+        model, saving = self._model, self._saving
+        resume = self._begin_epoch(epoch)
+        for chunk, _ in self._loop.run(resume):
+            if saving is not None:
+                saving.after(chunk.steps)
         evaluation = self._evaluation
         evaluates = evaluation is not None and evaluation.is_due(epoch)
         logs = self._loop.logs()
@@ -121,6 +138,25 @@ class Fit:
             logs.update({f"val_{name}": value for name, value in found.items()})
         self._callbacks.on_epoch_end(epoch, logs)
         return logs
+
+    def _begin_epoch(self, epoch: int) -> _feed.Resume | None:
+        """Tells callbacks; returns where in the epoch to go on, if a checkpoint says so."""
+        saving = self._saving
+        if saving is None or not saving.is_to_bring_back:
+            self._loop.reset_metrics()
+            self._callbacks.on_epoch_begin(epoch)
+            resume = None
+        elif saving.position.batch:  # callbacks have done what they do here: it is undone
+            self._callbacks.on_epoch_begin(epoch)
+            resume = saving.bring_back()
+            self._loop.reported_before = saving.reported
+        else:
+            resume = saving.bring_back()
+            self._loop.reset_metrics()
+            self._callbacks.on_epoch_begin(epoch)
+        if saving is not None:
+            saving.begin_epoch(epoch, self._loop)
+        return resume
 
 
 def run_evaluate(
@@ -139,7 +175,7 @@ def run_evaluate(
     finally:
         loop.sync()
     callbacks.on_test_end(logs)
-    options.signals.act()
+    options.act()
     return logs
 
 
@@ -154,7 +190,7 @@ def run_predict(model: keras.Model, source: Any, callbacks: Any, options: Option
     finally:
         loop.sync()
     callbacks.on_predict_end()
-    options.signals.act()
+    options.act()
     if not outputs:
         raise ValueError("x: expected at least one batch to predict from, got none")
     return jax.tree.map(lambda *leaves: np.concatenate(leaves), *outputs)

@@ -73,6 +73,11 @@ class StreamPass:
             self._place.taken += found.steps
         return found
 
+    @property
+    def ahead(self) -> int:
+        """How many batches were fetched to look at, and not handed out yet: 0 or 1."""
+        return int(self._waiting is not None)
+
     def state(self, over: bool) -> dict[str, Any] | None:
         """Returns where the pass is, if its place is known; of one that is over, the next one's."""
         if self._place is None:

@@ -241,7 +241,7 @@ class Run(Iterator[Event]):
         self._no_metrics, self._saving = no_metrics, saving
         self._owes_epoch_end = resumed is not None and resumed.owes_epoch_end
         self._is_finished = resumed is not None and resumed.finished
-        self._epoch_over = False
+        self._epoch_over = resumed is not None and resumed.nothing_left
         self._names: dict[Any, list[tuple[int, str]]] = {}
         driver.begin(self._metered(state, None if resumed is None else resumed.metrics))
         self._chunks = self._begin_pass(start)
@@ -296,7 +296,7 @@ class Run(Iterator[Event]):
     def _run(self) -> Generator[Any, None, None]:
         with contextlib.nullcontext() if self._saving is None else self._saving:
             stopped = False
-            while not self._is_finished:
+            while not (self.resumed is not None and self.resumed.nothing_left):
                 stopped = yield from self._epoch()
                 if stopped or self.position.epoch + 1 == self._epochs:
                     break

@@ -11,7 +11,6 @@ from functrain.checkpoint._errors import CheckpointMismatchError
 from functrain.checkpoint._fingerprint import differences, of_run
 from functrain.common import _tree
 from functrain.common._types import PyTree
-from functrain.data._sources import Source
 from functrain.engine._position import Position
 from functrain.engine._signals import HeldSignals
 from functrain.engine._trigger import Trigger
@@ -28,6 +27,19 @@ class Part(Protocol):
         """Puts it back."""
 
 
+class Data(Protocol):
+    """Where batches come from, such as a `Source`."""
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Returns what tells the data from others."""
+
+    def state(self, over: bool) -> Any:
+        """Returns where they are; at the end of an epoch, where the next one begins."""
+
+    def restore(self, state: Any, batch: int) -> None:
+        """Has the next pass begin there, at a batch of it."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Resumed:
     """Where a run goes on.
@@ -36,14 +48,16 @@ class Resumed:
       state: The state to go on with; of a training that is over, its result.
       metrics: In mid-epoch, those of the epoch so far; else None.
       position: Where that is.
-      owes_epoch_end: Whether all batches of the epoch were taken, and its end was not told.
-      finished: Whether there is nothing left to do.
+      owes_epoch_end: Whether the end of its epoch has not been told.
+      nothing_left: Whether that was the end of the last epoch: but the end of the run is left.
+      finished: Whether the run is over.
     """
 
     state: PyTree
     metrics: PyTree
     position: Position
     owes_epoch_end: bool
+    nothing_left: bool
     finished: bool
 
 
@@ -56,9 +70,7 @@ class Saving:
       parts: What else goes on with the run, by name.
     """
 
-    def __init__(
-        self, checkpointer: Checkpointer, source: Source, parts: Mapping[str, Part]
-    ) -> None:
+    def __init__(self, checkpointer: Checkpointer, source: Data, parts: Mapping[str, Part]) -> None:
         self._checkpointer, self._source, self._parts = checkpointer, source, parts
         self._signals = HeldSignals(interrupt=False, terminate=True)
         self._fired = time.perf_counter()
@@ -100,14 +112,16 @@ class Saving:
             if name in restored.documents:
                 part.restore(restored.documents[name])
         position, finished = restored.position, _is_finished(about, epochs)
-        if about["epoch_over"] and not finished:
+        over = about["epoch_over"]
+        if over and position.epoch + 1 < epochs and not finished:
             position = Position(position.step, position.epoch + 1)
         self._source.restore(restored.documents.get("data"), position.batch)
         return Resumed(
             trees.get("final", trees.get("state")),
             trees.get("metrics"),
             position,
-            owes_epoch_end=not about["epoch_over"],
+            owes_epoch_end=not over,
+            nothing_left=finished or (over and restored.position.epoch + 1 == epochs),
             finished=finished,
         )
 

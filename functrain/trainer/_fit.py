@@ -181,10 +181,11 @@ def fit(
                 progress(event, recorder)
                 if isinstance(event, RunEnd):
                     continue
-                if signals.came and checkpointer is not None:
-                    _take_logs(events, recorder)
-                    events.save()
-                signals.act()
+                if signals.came:
+                    if checkpointer is not None:
+                        _take_logs(events, recorder)
+                        events.save()
+                    signals.act()
     except BaseException as error:
         _attach_result(error, events, recorder, first)
         raise

@@ -48,3 +48,32 @@ def test_tensorboard_counts_batches_and_knows_which_it_profiles(tmp_path):
     timing = keras.callbacks.TensorBoard(tmp_path, update_freq=4, write_steps_per_second=True)
     assert [keras_private.batches_between(x) for x in (board, epochly, timing)] == [4, None, 1]
     assert [keras_private.only_epochs(x) for x in (board, epochly, timing)] == [False, True, False]
+
+
+def test_what_keras_callbacks_remember_is_named_in_the_table(tmp_path):
+    made = [
+        keras.callbacks.EarlyStopping(),
+        keras.callbacks.ReduceLROnPlateau(),
+        keras.callbacks.ModelCheckpoint(tmp_path / "x.keras"),
+        keras.callbacks.OrbaxCheckpoint(tmp_path / "orbax"),
+        keras.callbacks.SwapEMAWeights(),
+        keras.callbacks.History(),
+    ]
+    for callback in made:
+        callback.set_model(compiled())
+        if not isinstance(callback, keras.callbacks.OrbaxCheckpoint):
+            callback.on_train_begin()
+        found = keras_private.memory(callback)
+        assert len(found) >= 1
+        keras_private.put_memory(callback, dict.fromkeys(found, 7))
+        assert set(keras_private.memory(callback).values()) == {7}
+        assert found.keys() == keras_private.memory(callback).keys()
+    assert keras_private.memory(keras.callbacks.TerminateOnNaN()) == {}
+
+
+def test_tensorboard_goes_on_counting(tmp_path):
+    board = keras.callbacks.TensorBoard(tmp_path)
+    board._global_train_batch = 5
+    again = keras.callbacks.TensorBoard(tmp_path)
+    keras_private.put_memory(again, keras_private.memory(board))
+    assert again._global_train_batch == 5

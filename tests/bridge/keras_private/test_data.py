@@ -38,3 +38,37 @@ def test_whole_batches_leaves_a_smaller_last_one_out():
 def test_train_validation_split_takes_the_last_part():
     kept, left = keras_private.split((np.arange(10), None), 0.3)
     assert [len(kept[0]), len(left[0])] == [7, 3]
+
+
+def batches_of(found, number):
+    return [np.asarray(next(found).arrays()[0]) for _ in range(number)]
+
+
+@pytest.mark.parametrize("shuffle", [False, True, "batch"])
+def test_an_iterator_that_lasts_for_epochs_is_found_again(shuffle):
+    np.random.seed(0)
+    straight = epochs(steps_per_epoch=1, shuffle=shuffle)
+    for _ in range(2):
+        for _, _, iterator in straight:
+            batches_of(iterator, 1)
+    place = keras_private.place(straight)
+    rest = [x for _, _, iterator in straight for x in batches_of(iterator, 1)]
+    np.random.seed(7)
+    again = epochs(steps_per_epoch=1, shuffle=shuffle)
+    keras_private.go_to(again, place)
+    found = [x for _, _, iterator in again for x in batches_of(iterator, 1)]
+    np.testing.assert_array_equal(found, rest)
+
+
+def test_an_epoch_of_its_own_has_no_place():
+    found = epochs()
+    for _, _, iterator in found:
+        batches_of(iterator, 1)
+    assert keras_private.place(found) == {"fetched": 0}
+
+
+def test_arrays_are_described_by_what_makes_their_batches():
+    found = keras_private.described(epochs(shuffle="batch"))
+    assert found["data"] == "ArrayDataAdapter"
+    assert (found["examples"], found["batch_size"], found["shuffle"]) == (10, 4, "batch")
+    assert found["arrays"][0] == "float32[3]"

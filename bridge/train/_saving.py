@@ -1,0 +1,300 @@
+"""A fit that saves itself, and goes on where a checkpoint was: functrain's, for Keras's parts."""
+
+import os
+import re
+import warnings
+from typing import Any
+
+import jax
+import keras
+import numpy as np
+
+from bridge import keras_private
+from bridge._randomness import put_randomness, randomness
+from bridge.state._keras_state import (
+    FIELDS,
+    KerasState,
+    originals,
+    variable_lists,
+    write_keras_state,
+)
+from bridge.train._feed import Resume
+from functrain import CheckpointMismatchError, EpochEnd, Event, Position
+from functrain.internal import PyTree, Resumed, Saving, steps_until_due
+from functrain.internal import tree as _tree
+
+
+class KerasSaving:
+    """Saves a model, its callbacks and its history now and then, and brings them back.
+
+    Args:
+      checkpointer: A functrain.Checkpointer.
+      model: The model; built, as is everything that `compile` made.
+      callbacks: Keras's list.
+      source: Keras's EpochIterator.
+
+    Attributes:
+      position: How far the training has come.
+    """
+
+    def __init__(self, checkpointer: Any, model: keras.Model, callbacks: Any, source: Any) -> None:
+        self._checkpointer, self._model = checkpointer, model
+        self._callbacks, self.source = _by_name(callbacks), source
+        self._saving = Saving(checkpointer, _Data(self), {"keras": _Others(self)})
+        self._began: dict[str, Any] = {"fetched": 0}  # where the data were when the epoch began
+        self._loop: Any = None
+        self._event: Event | None = None
+        self._over = self._is_saved = False
+        self.data: dict[str, Any] = {}
+        self.others: dict[str, Any] = {}
+        self._resumed: Resumed | None = None
+        self.position = Position()
+
+    def begin(self, epochs: int) -> bool:
+        """Finds out where to go on; returns whether there is anything left to do.
+
+        Raises:
+          CheckpointMismatchError: The checkpoint is of another model or of other data.
+        """
+        like = originals(self._model, FIELDS)
+        try:
+            self._resumed = self._saving.resume(like, None, epochs)
+            if self._resumed is None:
+                return True
+            self._require_same_names()
+        except CheckpointMismatchError as error:
+            if lines := _named_in(str(error), self._model):
+                error.add_note(f"Of the model here:\n{_tree.bullets(lines)}")
+            raise
+        self.position = self._resumed.position
+        memory = self.others["callbacks"]
+        if self._resumed.finished:
+            self._assign()
+            for name, callback in self._callbacks.items():
+                if type(callback) is keras.callbacks.History:
+                    keras_private.put_memory(callback, memory[name])
+                    self._model.history = callback
+            return False
+        for name, callback in self._callbacks.items():
+            if isinstance(callback, keras.callbacks.CSVLogger) and name in memory:
+                _go_on_below(callback, memory[name]["bytes"])
+        self._warn()
+        return True
+
+    def bring_back(self) -> Resume | None:
+        """Puts values, callbacks and randomness back; returns where to go on in the epoch."""
+        self._assign()
+        memory = self.others["callbacks"]
+        for name, callback in self._callbacks.items():
+            if name in memory:
+                _restore(callback, memory[name])
+        self._resumed = None
+        keras_private.go_to(self.source, self.data["place"])
+        if not self.position.batch:
+            put_randomness(self.others["randomness"])
+            return None
+        now = self.others["randomness"]
+        return Resume(self.position.batch, self.data["ahead"], self.data["first"], now)
+
+    @property
+    def is_to_bring_back(self) -> bool:
+        """Whether the next epoch is one that goes on from a checkpoint."""
+        return self._resumed is not None
+
+    def begin_epoch(self, epoch: int, loop: Any) -> None:
+        """Notes where the data are."""
+        self._loop = loop
+        self._began = keras_private.place(self.source)
+        if self.position.epoch != epoch:
+            self.position = Position(self.position.step, epoch)
+
+    def until(self) -> int | None:
+        """Returns how many steps there are until the next one to save after."""
+        return steps_until_due([self._saving.when], self.position.step)
+
+    def after(self, steps: int) -> None:
+        """Notes that a chunk was taken, and saves if that is due."""
+        self.position = self.position.after(steps)
+        self._event = Event(position=self.position, state=())
+        self._over, self._is_saved = False, False
+        if self._saving.is_due(self._event):
+            self.save()
+
+    def after_epoch(self, logs: dict[str, Any], *, is_last: bool) -> None:
+        """Notes that an epoch is over, and saves if that is due; the last one is saved later."""
+        values = {name: x for name, x in logs.items() if isinstance(x, int | float)}
+        self._event = EpochEnd(position=self.position, state=(), values=values)
+        self._over, self._is_saved = True, False
+        if self._saving.is_due(self._event) and not is_last:
+            self.save()
+
+    def save(self) -> None:
+        """Saves the fit as it is, unless that was done."""
+        if not self._is_saved and self._event is not None:
+            trees = {"state": self._loop.values()}
+            self._saving.save(self._event, trees, epoch_over=self._over)
+            self._is_saved = True
+
+    def after_all(self, state: KerasState, epochs: int, stopped: bool) -> None:
+        """Saves what came of the whole training.
+
+        Args:
+          state: The model's values when it was over.
+          epochs: How many it was to have.
+          stopped: Whether it ended before that.
+        """
+        final = originals(self._model, FIELDS)
+        same = all(map(_is_same, jax.tree.leaves(state), jax.tree.leaves(final)))
+        event = self._event or EpochEnd(position=self.position, state=())
+        done = {"epochs": epochs, "stopped": stopped}
+        trees = {"state": state, **({} if same else {"final": final})}
+        self._saving.save(event, trees, epoch_over=True, done=done)
+
+    def close(self) -> None:
+        """Waits for what is being written."""
+        self._saving.close()
+
+    @property
+    def nothing_left(self) -> bool:
+        """Whether all epochs were over at the checkpoint, but not the fit."""
+        return self._resumed is not None and self._resumed.nothing_left
+
+    def data_state(self, over: bool) -> dict[str, Any]:
+        """Returns where the data are."""
+        if over:
+            return {"place": keras_private.place(self.source)}
+        return {
+            "place": self._began,
+            "first": self.source.randomness,
+            "ahead": self._loop.ahead,
+            "reported": self._loop.reported(),
+        }
+
+    def others_state(self) -> dict[str, Any]:
+        """Returns what else there is: callbacks, randomness."""
+        return {
+            "names": _names(self._model),
+            "callbacks": {n: found for n, x in self._callbacks.items() if (found := _state(x))},
+            "randomness": randomness(),
+        }
+
+    @property
+    def reported(self) -> PyTree:
+        """What the last step before the checkpoint reported."""
+        return self.data.get("reported")
+
+    def _assign(self) -> None:
+        assert self._resumed is not None, "begin() comes first"
+        write_keras_state(self._resumed.state, self._model)
+
+    def _require_same_names(self) -> None:
+        saved, now = self.others["names"], _names(self._model)
+        pairs = zip(saved, now, strict=True)
+        lines = [f"saved {a}, expected {b}" for a, b in pairs if a != b]
+        if lines:
+            raise CheckpointMismatchError(
+                f"{self._checkpointer.directory}: its variables are not those of the model:\n"
+                f"{_tree.bullets(lines)}\nThe model is unchanged."
+            )
+
+    def _warn(self) -> None:
+        repeatable = "examples" in keras_private.described(self.source)
+        if self.position.step and not repeatable:
+            warnings.warn(
+                "x: only arrays are known to give the same batches again. These data are begun "
+                "anew, and the batches of the epoch before the checkpoint left out.",
+                stacklevel=4,
+            )
+        missing = sorted(self.others["callbacks"].keys() - self._callbacks.keys())
+        if missing:
+            warnings.warn(
+                f"callbacks: the checkpoint has {missing}, which are not among those of this fit.",
+                stacklevel=4,
+            )
+
+
+class _Data:
+    """The data, as `Saving` asks after them."""
+
+    def __init__(self, owner: KerasSaving) -> None:
+        self._owner = owner
+
+    def fingerprint(self) -> dict[str, Any]:
+        return keras_private.described(self._owner.source)
+
+    def state(self, over: bool) -> dict[str, Any]:
+        return self._owner.data_state(over)
+
+    def restore(self, state: dict[str, Any], batch: int) -> None:
+        self._owner.data = state
+
+
+class _Others:
+    """All else that goes on with a fit, as `Saving` asks after it."""
+
+    def __init__(self, owner: KerasSaving) -> None:
+        self._owner = owner
+
+    def state(self) -> dict[str, Any]:
+        return self._owner.others_state()
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self._owner.others = state
+
+
+def _by_name(callbacks: Any) -> dict[str, Any]:
+    """Returns callbacks by class; several of a class with their number."""
+    found: dict[str, Any] = {}
+    for callback in getattr(callbacks, "callbacks", []):
+        kind = type(callback).__name__
+        n = sum(name.partition("#")[0] == kind for name in found)
+        found[f"{kind}#{n + 1}" if n else kind] = callback
+    return found
+
+
+def _state(callback: Any) -> dict[str, Any]:
+    """Returns what a callback remembers: one of Keras's, or a user's that says so."""
+    own = {"own": callback.state()} if _resumes_itself(callback) else {}
+    if isinstance(callback, keras.callbacks.CSVLogger):
+        path = os.fspath(callback.filename)
+        own["bytes"] = os.path.getsize(path) if os.path.exists(path) else 0
+    return {**keras_private.memory(callback), **own}
+
+
+def _restore(callback: Any, state: dict[str, Any]) -> None:
+    keras_private.put_memory(callback, state)
+    if _resumes_itself(callback) and "own" in state:
+        callback.restore(state["own"])
+
+
+def _resumes_itself(callback: Any) -> bool:
+    return all(callable(getattr(callback, name, None)) for name in ("state", "restore"))
+
+
+def _go_on_below(logger: Any, size: int) -> None:
+    """Cuts off the rows that come again, and has the logger write below the others."""
+    path = os.fspath(logger.filename)
+    if size and os.path.exists(path) and os.path.getsize(path) >= size:
+        os.truncate(path, size)
+        logger.append = True
+
+
+def _names(model: keras.Model) -> list[str]:
+    """Returns the paths of all variables, without the numbers that Keras counts objects with."""
+    lists = variable_lists(model).values()
+    return [re.sub(r"_\d+(?=_|/|$)", "", v.path) for variables in lists for v in variables]
+
+
+def _named_in(text: str, model: keras.Model) -> list[str]:
+    """Returns the paths of the variables that a message calls by their numbers."""
+    paths = {
+        f"{name}/{i}": v.path
+        for name, variables in variable_lists(model).items()
+        for i, v in enumerate(variables)
+    }
+    found = re.findall(rf"\b(?:{'|'.join(FIELDS)})/\d+", text)
+    return [f"{name} is {paths[name]}" for name in found if name in paths]
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    return a is b or bool(np.array_equal(a, b, equal_nan=a.dtype.kind == "f"))

@@ -1,0 +1,330 @@
+"""bridge.fit with a checkpointer: killed and gone on with, it is Keras's own fit in one go."""
+
+import bridge  # isort: skip  # before keras: it chooses the backend
+
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+import functrain as ft
+from tests.bridge.fitting import assert_same
+
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(83, 6)).astype(np.float32)
+Y = (X[:, :1] > 0).astype(np.float32)
+IMAGES = RNG.normal(size=(43, 6, 6, 2)).astype(np.float32)
+LABELS = RNG.integers(0, 3, 43).astype(np.int32)
+EPOCHS = 4
+
+
+class Interrupted(Exception):  # noqa: N818  # it is none of the errors that are meant
+    """Stands for whatever ends a process."""
+
+
+class Interrupt(keras.callbacks.Callback):
+    """Ends a fit in the midst of an epoch."""
+
+    chunk_safe = True
+
+    def __init__(self, batches: int) -> None:
+        super().__init__()
+        self.left = batches
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.left -= 1
+        if not self.left:
+            raise Interrupted
+
+
+def dense(width: int = 8, **compiled: Any) -> keras.Model:
+    net = [layers.Dense(width, "relu"), layers.Dropout(0.3), layers.BatchNormalization()]
+    model = keras.Sequential([keras.Input((6,)), *net, layers.Dense(1, "sigmoid")])
+    metrics = ["accuracy", keras.metrics.AUC(name="auc")]
+    how = {"optimizer": keras.optimizers.Adam(1e-2), "loss": "binary_crossentropy"}
+    model.compile(**{**how, "metrics": metrics, **compiled})
+    return model
+
+
+def augmented() -> keras.Model:
+    net = [layers.RandomFlip(), layers.GaussianNoise(0.1), layers.Conv2D(4, 3)]
+    rest = [layers.BatchNormalization(), layers.Flatten(), layers.Dense(3)]
+    model = keras.Sequential([keras.Input((6, 6, 2)), *net, *rest])
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile("adam", loss, metrics=["accuracy"])
+    return model
+
+
+def with_ema() -> keras.Model:
+    return dense(optimizer=keras.optimizers.SGD(0.1, momentum=0.9, use_ema=True))
+
+
+def half() -> keras.Model:
+    model = keras.Sequential(
+        [keras.Input((6,)), layers.Dense(8, "gelu", dtype="mixed_bfloat16"), layers.Dense(1)]
+    )
+    model.compile("adamw", "mse", metrics=["mae"])
+    return model
+
+
+def plain() -> dict[str, Any]:
+    return {}
+
+
+def evaluated() -> dict[str, Any]:
+    return {"validation_split": 0.25}
+
+
+def stopping() -> dict[str, Any]:
+    """Callbacks that remember, and stop before the end."""
+    callbacks = [
+        keras.callbacks.ReduceLROnPlateau("val_loss", patience=1, min_delta=0.1),
+        keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.8),
+        keras.callbacks.EarlyStopping(
+            "val_loss", patience=1, min_delta=0.05, restore_best_weights=True
+        ),
+    ]
+    return {"validation_split": 0.25, "callbacks": callbacks}
+
+
+def in_batches() -> dict[str, Any]:
+    return {"shuffle": "batch"}
+
+
+def unshuffled() -> dict[str, Any]:
+    return {"shuffle": False, "class_weight": {0: 1.0, 1: 2.0}}
+
+
+def over_epochs() -> dict[str, Any]:
+    """One iterator for all epochs: nine batches in the data, two of them in an epoch."""
+    return {"steps_per_epoch": 2}
+
+
+CASES = [
+    (dense, evaluated),
+    (dense, stopping),
+    (dense, in_batches),
+    (dense, unshuffled),
+    (dense, over_epochs),
+    (augmented, plain),
+    (with_ema, evaluated),
+    (half, plain),
+]
+Build, Arguments = Callable[[], keras.Model], Callable[[], dict[str, Any]]
+
+
+def fit(make: Build, arguments: Arguments, way: Any = bridge.fit, **more: Any) -> Any:
+    keras.utils.set_random_seed(0)
+    model = make()
+    keras.utils.set_random_seed(1)
+    x, y = (IMAGES, LABELS) if make is augmented else (X, Y)
+    how = {"batch_size": 10, "epochs": EPOCHS, "verbose": 0, **arguments()}
+    how["callbacks"] = [*how.get("callbacks", []), *more.pop("callbacks", [])]
+    if way is bridge.fit:
+        how["rewrites"] = "exact"
+    return model, way(model, x, y, **how, **more)
+
+
+def fit_in_pieces(
+    make: Build, arguments: Arguments, directory: pathlib.Path, when: Any, pieces: list[Any]
+) -> Any:
+    """Fits until it is interrupted, and again, with other steps per program each time."""
+    for batches, fuse in pieces:
+        checkpoints = ft.Checkpointer(directory, every=when)
+        callbacks = [Interrupt(batches)] if batches else []
+        try:
+            found = fit(make, arguments, fuse=fuse, checkpointer=checkpoints, callbacks=callbacks)
+        except Interrupted:
+            assert batches
+        else:
+            assert not batches, "it was over before the interruption"
+    return found
+
+
+@pytest.mark.parametrize(("make", "arguments"), CASES, ids=lambda f: f.__name__)
+def test_interrupted_twice_it_equals_keras_fit_to_the_bit(make, arguments, tmp_path) -> None:
+    model, history = fit(make, arguments, keras.Model.fit)
+    pieces = (
+        [(5, 2), (2, 3), (None, 4)] if arguments is over_epochs else [(9, 2), (6, 3), (None, 4)]
+    )
+    again, found = fit_in_pieces(make, arguments, tmp_path, ft.every(steps=2), pieces)
+    assert_same(again, model)
+    assert (found.history, found.epoch) == (history.history, history.epoch)
+
+
+@pytest.mark.parametrize("steps", [1, 5])
+def test_it_goes_on_from_the_end_of_an_epoch_too(steps, tmp_path) -> None:
+    model, history = fit(augmented, plain, keras.Model.fit)  # five batches an epoch
+    pieces = [(11, 5), (None, 2)]
+    again, found = fit_in_pieces(augmented, plain, tmp_path, ft.every(steps=steps), pieces)
+    assert_same(again, model)
+    assert found.history == history.history
+
+
+def test_saved_at_the_ends_of_epochs_it_repeats_the_rest_of_one(tmp_path) -> None:
+    model, history = fit(dense, evaluated, keras.Model.fit)
+    pieces = [(10, 3), (None, 2)]
+    again, found = fit_in_pieces(dense, evaluated, tmp_path, None, pieces)
+    assert_same(again, model)
+    assert found.history == history.history
+
+
+def test_a_fit_that_is_over_gives_its_model_and_history_back(tmp_path) -> None:
+    checkpoints = ft.Checkpointer(tmp_path)
+    model, history = fit(dense, stopping, checkpointer=checkpoints)
+    assert len(history.epoch) < EPOCHS  # it was stopped, and the best weights are in the model
+    again, found = fit(dense, stopping, checkpointer=checkpoints)
+    assert_same(again, model)
+    assert (found.history, found.epoch) == (history.history, history.epoch)
+    assert again.history is found
+
+
+def test_more_epochs_go_on_from_a_fit_that_is_over(tmp_path) -> None:
+    checkpoints = ft.Checkpointer(tmp_path)
+    fit(with_ema, lambda: {"epochs": 2}, checkpointer=checkpoints)
+    again, found = fit(with_ema, lambda: {"epochs": 5}, checkpointer=checkpoints)
+    model, history = fit(with_ema, lambda: {"epochs": 5}, keras.Model.fit)
+    assert_same(again, model)
+    assert found.history == history.history
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # left open
+def test_a_csv_file_goes_on_without_a_row_too_many(tmp_path) -> None:
+    def logged(name: str) -> Arguments:
+        path = str(tmp_path / name)
+        return lambda: {**evaluated(), "callbacks": [keras.callbacks.CSVLogger(path)]}
+
+    fit(dense, logged("straight.csv"), keras.Model.fit)
+    fit_in_pieces(
+        dense, logged("pieces.csv"), tmp_path / "c", ft.every(steps=3), [(17, 2), (9, 3), (None, 5)]
+    )
+    assert (tmp_path / "pieces.csv").read_text() == (tmp_path / "straight.csv").read_text()
+
+
+class Counter(keras.callbacks.Callback):
+    """A user's callback that goes on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.epochs, self.means = 0, []
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.epochs += 1
+        self.means.append(np.float32(logs["loss"]))
+
+    def state(self) -> dict[str, Any]:
+        return {"epochs": self.epochs, "means": np.array(self.means)}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.epochs, self.means = state["epochs"], list(state["means"])
+
+
+def test_callbacks_of_users_go_on_where_they_say_how(tmp_path) -> None:
+    counters: list[Counter] = []
+
+    def counted() -> dict[str, Any]:
+        counters.append(Counter())
+        return {"callbacks": [counters[-1]]}
+
+    fit(dense, counted, keras.Model.fit)
+    fit_in_pieces(dense, counted, tmp_path, ft.every(steps=4), [(15, 3), (None, 2)])
+    assert counters[-1].epochs == counters[0].epochs == EPOCHS
+    assert counters[-1].means == counters[0].means
+
+
+def test_generators_are_begun_anew_with_a_warning(tmp_path) -> None:
+    def batches() -> Any:
+        while True:
+            for i in range(0, 80, 10):
+                yield X[i : i + 10], Y[i : i + 10]
+
+    def run(way: Any = bridge.fit, **more: Any) -> Any:
+        keras.utils.set_random_seed(0)
+        model = dense()
+        how = {"steps_per_epoch": 5, "epochs": EPOCHS, "verbose": 0, "shuffle": False}
+        return model, way(model, batches(), **how, **more)
+
+    model, history = run(keras.Model.fit)
+    checkpoints = ft.Checkpointer(tmp_path, every=ft.every(steps=3))
+    how = {"rewrites": "exact", "checkpointer": checkpoints}
+    with pytest.raises(Interrupted):
+        run(fuse=2, callbacks=[Interrupt(13)], **how)
+    with pytest.warns(UserWarning, match="only arrays are known to give the same batches"):
+        again, found = run(**how)
+    assert_same(again, model)
+    assert found.history == history.history
+
+
+def other_width() -> keras.Model:
+    return dense(width=9)
+
+
+def other_optimizer() -> keras.Model:
+    return dense(optimizer="sgd")
+
+
+@pytest.mark.parametrize(
+    ("make", "arguments", "message"),
+    [
+        (other_width, plain, r"(?s)trainable/0: saved float32\[6, 8\], expected float32\[6, 9\]"),
+        (other_optimizer, plain, r"optimizer/10: not expected \(saved float32"),
+        (dense, lambda: {"batch_size": 11}, r"batch_size: saved 10, expected 11"),
+        (dense, lambda: {"shuffle": False}, r"shuffle: saved True, expected False"),
+        (dense, evaluated, r"examples: saved 83, expected 62"),
+    ],
+)
+def test_another_model_or_other_data_are_refused(make, arguments, message, tmp_path) -> None:
+    checkpoints = ft.Checkpointer(tmp_path)
+    fit(dense, plain, checkpointer=checkpoints)
+    with pytest.raises(ft.CheckpointMismatchError, match=message):
+        fit(make, arguments, checkpointer=checkpoints)
+    model, _ = fit(dense, plain, checkpointer=checkpoints)  # nothing was overwritten
+    assert model.optimizer.iterations == 36
+
+
+def test_it_refuses_a_second_backup(tmp_path) -> None:
+    def both() -> dict[str, Any]:
+        return {"callbacks": [keras.callbacks.BackupAndRestore(tmp_path / "b")]}
+
+    with pytest.raises(ValueError, match="expected no BackupAndRestore beside checkpointer="):
+        fit(dense, both, checkpointer=ft.Checkpointer(tmp_path / "c"))
+
+
+SCRIPT = """
+import bridge, functrain as ft, keras, numpy as np, pathlib, sys
+x = np.ones((640, 6), np.float32)
+model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1)])
+model.compile("sgd", "mse")
+
+class Ready(keras.callbacks.Callback):
+    def on_epoch_end(self, epoch, logs=None):
+        pathlib.Path(sys.argv[2]).touch()
+
+checkpoints = ft.Checkpointer(sys.argv[1], every=ft.every(steps=10**6))
+bridge.fit(model, x, x[:, :1], batch_size=8, epochs=10**6, fuse=4, verbose=0,
+           callbacks=[Ready()], checkpointer=checkpoints)
+"""
+
+
+def test_sigterm_saves_and_ends_with_143(tmp_path) -> None:
+    ready = tmp_path / "ready"
+    command = [sys.executable, "-c", SCRIPT, str(tmp_path / "c"), str(ready)]
+    environment = {**os.environ, "KERAS_BACKEND": "jax"}
+    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as process:
+        while not ready.exists() and process.poll() is None:
+            time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 143, errors
+    checkpoints = ft.Checkpointer(tmp_path / "c")
+    assert checkpoints.latest() is not None
+    assert checkpoints.verify() == {}
