@@ -10,8 +10,10 @@ from functrain._version import __version__ as __version__
 from functrain.checkpoint import CheckpointCorruptError as CheckpointCorruptError
 from functrain.checkpoint import Checkpointer as Checkpointer
 from functrain.checkpoint import CheckpointMismatchError as CheckpointMismatchError
+from functrain.checkpoint import WarmStart as WarmStart
 from functrain.checkpoint import load as load
 from functrain.checkpoint import save as save
+from functrain.checkpoint import warm_start as warm_start
 from functrain.common._types import Step as Step
 from functrain.data import ArrayLoader as ArrayLoader
 from functrain.engine import Fused as Fused
@@ -76,6 +78,7 @@ __all__ = [
     "Step",
     "TrainState",
     "Trigger",
+    "WarmStart",
     "__version__",
     "at",
     "autotune",
@@ -99,4 +102,5 @@ __all__ = [
     "supervised",
     "train_step",
     "update",
+    "warm_start",
 ]

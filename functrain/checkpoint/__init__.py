@@ -3,6 +3,9 @@
 Files:
   _checkpointer: saving a training now and then, and finding out where to go on
   _single: save and load, one state in one directory
+  _warm_start: a part of a state out of a file
+  _patterns: leaves chosen by patterns over their paths
+  _files: arrays out of files of others: safetensors, HDF5, Keras's archives
   _directory: the checkpoints of one training, and their one writer
   _store: one checkpoint, its arrays and what it says of itself
   _place: how a checkpoint comes to stand in its place
@@ -18,3 +21,5 @@ from functrain.checkpoint._errors import CheckpointCorruptError as CheckpointCor
 from functrain.checkpoint._errors import CheckpointMismatchError as CheckpointMismatchError
 from functrain.checkpoint._single import load as load
 from functrain.checkpoint._single import save as save
+from functrain.checkpoint._warm_start import WarmStart as WarmStart
+from functrain.checkpoint._warm_start import warm_start as warm_start
