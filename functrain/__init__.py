@@ -24,6 +24,8 @@ from functrain.engine import autotune as autotune
 from functrain.engine import enable_compilation_cache as enable_compilation_cache
 from functrain.engine import every as every
 from functrain.engine import fuse as fuse
+from functrain.export import export_params as export_params
+from functrain.export import export_predict as export_predict
 from functrain.loop import ChunkEnd as ChunkEnd
 from functrain.loop import EpochEnd as EpochEnd
 from functrain.loop import Event as Event
@@ -86,6 +88,8 @@ __all__ = [
     "eval_step",
     "evaluate",
     "every",
+    "export_params",
+    "export_predict",
     "fit",
     "from_linen",
     "from_nnx",
