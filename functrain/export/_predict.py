@@ -8,9 +8,10 @@ import jax
 
 from functrain import rewrites as rewriting
 from functrain.checkpoint._leaves import host
-from functrain.common import _tree
+from functrain.common import _repr, _tree
 from functrain.common._types import PyTree, Step
 from functrain.engine._guards import guarded
+from functrain.engine._plan import nbytes
 from functrain.export._whole import require_free, written
 from functrain.rewrites import Mode
 from functrain.step._eval import check_predict_step
@@ -82,6 +83,8 @@ def export_predict(
     check_predict_step(step)
     require_free(path, overwrite=overwrite)
     where = (jax.default_backend(),) if platforms is None else _known(platforms)
+    # Before memory is taken; what a file holds is known afterwards.
+    _require_small(nbytes(getattr(state, "params", ())))
     arrays = jax.device_put(state, host())  # from all devices of a mesh, in one piece
 
     def predict(inputs: PyTree) -> PyTree:
@@ -140,13 +143,16 @@ def _dtype(x: Any) -> Any:
 _MOST = 2**31 - 1  # bytes in a flatbuffer
 
 
-def _serialized(program: Any) -> bytearray:
-    size = len(program.mlir_module_serialized)
-    if size >= _MOST:
+def _require_small(size: int) -> None:
+    if size > _MOST:
         raise ValueError(
-            f"state: expected arrays of less than 2 GiB, which is what such a file can hold, got a "
-            f"program of {size:,} bytes. Export params and the function apart."
+            f"state: expected arrays of less than 2 GiB, which is what such a file can hold, got "
+            f"{_repr.size(size)}. Export params by export_params, and the function as code."
         )
+
+
+def _serialized(program: Any) -> bytearray:
+    _require_small(len(program.mlir_module_serialized))
     try:
         data: bytearray = program.serialize()
     except ValueError as error:
