@@ -1,5 +1,7 @@
 """States on disk: whole, or not at all, and the bytes that were saved.
 
+``python -m functrain.checkpoint DIRECTORY`` lists, verifies and compares them.
+
 Files:
   _checkpointer: saving a training now and then, and finding out where to go on
   _single: save and load, one state in one directory
@@ -10,6 +12,8 @@ Files:
   _store: one checkpoint, its arrays and what it says of itself
   _place: how a checkpoint comes to stand in its place
   _leaves: the leaves of a state as a file knows them, and their digests
+  _listing: what checkpoints there are, as tables that fit a terminal
+  _compare: two checkpoints side by side
   _documents: what goes with a state, as JSON beside the arrays
   _fingerprint: what equal bits depend on, apart from the program
   _errors: what is wrong with a checkpoint

@@ -18,7 +18,7 @@ from functrain.checkpoint._errors import CheckpointCorruptError, CheckpointMisma
 from functrain.checkpoint._place import find
 from functrain.checkpoint._single import STATE
 from functrain.checkpoint._store import blanks, read_about, read_arrays, specs
-from functrain.common import _tree
+from functrain.common import _repr, _tree
 from functrain.common._types import PyTree
 from functrain.step._state import TrainState
 
@@ -63,8 +63,7 @@ class WarmStart(NamedTuple):
             ("kept", self.kept, "of the state" + ", not asked for" * bool(self.kept)),
         ]
         lines = [_row(f"  {name:<8}{len(x):>5,} {what}", list(x)) for name, x, what in rows]
-        where = self.source if len(self.source) <= 64 else f"...{self.source[-61:]}"
-        return "\n".join([f"Warm start from {where}", *lines])
+        return "\n".join([f"Warm start from {_repr.ending(self.source, 64)}", *lines])
 
 
 def warm_start(
@@ -146,9 +145,10 @@ def _row(head: str, paths: Sequence[str], width: int = 80) -> str:
     groups = _grouped(paths)
     for shown in range(len(groups), 0, -1):
         more = f", {len(groups) - shown:,} more" if shown < len(groups) else ""
-        line = f"{head}: {', '.join(groups[:shown])}{more}"
-        if len(line) <= width:
-            return line
+        listed = ", ".join(groups[:shown])
+        room = width - len(head) - len(more) - 2
+        if len(listed) <= room or shown == 1:
+            return f"{head}: {_repr.ending(listed, room)}{more}"
     return head
 
 

@@ -54,6 +54,16 @@ def size(count: float) -> str:
     return f"{count:.1f} {unit}"
 
 
+def ending(text: str, width: int) -> str:
+    """Returns a text, such as a path, without its beginning where it is too long.
+
+    Examples:
+      >>> ending("params/encoder/layer_0/kernel", 20)
+      '...er/layer_0/kernel'
+    """
+    return text if len(text) <= width else f"...{text[len(text) - width + 3 :]}"
+
+
 def _arrays(tree: PyTree) -> str:
     arrays = [x for x in jax.tree.leaves(tree) if _tree.is_array(x)]
     if not arrays:
