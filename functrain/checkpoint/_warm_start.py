@@ -141,27 +141,25 @@ def warm_start(
 
 
 def _row(head: str, paths: Sequence[str], width: int = 80) -> str:
-    """Returns a line about paths, by their folders: as many as there is room for."""
-    groups = _grouped(paths)
+    """Returns a line about paths, by their folders: the deepest for which there is room."""
+    if not paths:
+        return head
+    room = width - len(head) - 2
+    groups, depth = _folders(paths, 1), 1
+    while len(", ".join(deeper := _folders(paths, depth + 1))) <= room and deeper != groups:
+        groups, depth = deeper, depth + 1
     for shown in range(len(groups), 0, -1):
         more = f", {len(groups) - shown:,} more" if shown < len(groups) else ""
         listed = ", ".join(groups[:shown])
-        room = width - len(head) - len(more) - 2
-        if len(listed) <= room or shown == 1:
-            return f"{head}: {_repr.ending(listed, room)}{more}"
-    return head
+        if len(listed) + len(more) <= room or shown == 1:
+            break
+    return f"{head}: {_repr.ending(listed, room - len(more))}{more}"
 
 
-def _grouped(paths: Sequence[str], most: int = 8) -> list[str]:
-    """Returns folders of paths with how many there are in each: the deepest that are few."""
-    depth, found = 1, _folders(paths, 1)
-    while len(deeper := _folders(paths, depth + 1)) <= most and deeper != found:
-        depth, found = depth + 1, deeper
-    return [x if x in paths else f"{x} ({n:,})" for x, n in found.items()]
-
-
-def _folders(paths: Sequence[str], depth: int) -> dict[str, int]:
-    return dict(collections.Counter("/".join(path.split("/")[:depth]) for path in paths))
+def _folders(paths: Sequence[str], depth: int) -> list[str]:
+    """Returns the beginnings of paths, and of how many each is the beginning."""
+    found = collections.Counter("/".join(path.split("/")[:depth]) for path in paths)
+    return [name if name in paths else f"{name} ({n:,})" for name, n in found.items()]
 
 
 class _Choice:
