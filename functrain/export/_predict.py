@@ -54,6 +54,7 @@ def export_predict(
         the shapes of `inputs` and no others.
       platforms: Where it is to run: "cpu", "cuda", "rocm", "tpu". Where it is made, by default.
       rewrites: As for `fuse`, where "cpu" is the only platform; with others nothing is rewritten.
+        Most rewrites want to know all lengths: ``shapes=None``.
       overwrite: Replace a file.
 
     Raises:

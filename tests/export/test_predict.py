@@ -88,7 +88,7 @@ def test_what_the_optimizer_remembers_is_not_in_the_file(tmp_path) -> None:
 
 
 def test_a_rewrite_for_cpu_is_in_no_file_for_another_platform(tmp_path) -> None:
-    """A convolution of each channel alone is another program on CPU, and the plain one elsewhere."""
+    """A convolution of each channel alone is another program on CPU, and this one elsewhere."""
 
     def step(state, x):
         return state, jax.lax.conv_general_dilated(
@@ -104,7 +104,7 @@ def test_a_rewrite_for_cpu_is_in_no_file_for_another_platform(tmp_path) -> None:
         "all": {"platforms": ("cpu", "cuda", "tpu")},
         "cuda": {"platforms": ["cuda"]},
     }.items():
-        ft.export_predict(tmp_path / name, {}, step, x, **how)
+        ft.export_predict(tmp_path / name, {}, step, x, shapes=None, **how)
         plain[name] = "feature_group_count = 8" in exported(tmp_path / name).mlir_module()
     assert plain == {"cpu": False, "plain": True, "all": True, "cuda": True}
     assert exported(tmp_path / "all").platforms == ("cpu", "cuda", "tpu")
