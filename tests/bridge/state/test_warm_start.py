@@ -97,7 +97,11 @@ def values(model):
 def test_a_state_gets_what_load_weights_would_give_the_model(
     tmp_path, architecture, suffix
 ) -> None:
-    path, old, model = tmp_path / f"old{suffix}", randomized(architecture(), 1), randomized(architecture(), 2)
+    path, old, model = (
+        tmp_path / f"old{suffix}",
+        randomized(architecture(), 1),
+        randomized(architecture(), 2),
+    )
     (old.save if suffix == ".keras" else old.save_weights)(path)
     untouched = values(model)
     warm = bridge.warm_start(bridge.create_state(model, optax.identity()), path, model)
