@@ -27,6 +27,7 @@ from bridge.state import KerasState as KerasState  # noqa: E402
 from bridge.state import create_state as create_state  # noqa: E402
 from bridge.state import keras_state as keras_state  # noqa: E402
 from bridge.state import to_keras as to_keras  # noqa: E402
+from bridge.state import warm_start as warm_start  # noqa: E402
 from bridge.train import evaluate as evaluate  # noqa: E402
 from bridge.train import fit as fit  # noqa: E402
 from bridge.train import predict as predict  # noqa: E402
@@ -58,4 +59,5 @@ __all__ = [
     "to_keras",
     "to_linen",
     "train_step",
+    "warm_start",
 ]

@@ -10,8 +10,10 @@ from functrain._version import __version__ as __version__
 from functrain.checkpoint import CheckpointCorruptError as CheckpointCorruptError
 from functrain.checkpoint import Checkpointer as Checkpointer
 from functrain.checkpoint import CheckpointMismatchError as CheckpointMismatchError
+from functrain.checkpoint import WarmStart as WarmStart
 from functrain.checkpoint import load as load
 from functrain.checkpoint import save as save
+from functrain.checkpoint import warm_start as warm_start
 from functrain.common._types import Step as Step
 from functrain.data import ArrayLoader as ArrayLoader
 from functrain.engine import Fused as Fused
@@ -22,6 +24,8 @@ from functrain.engine import autotune as autotune
 from functrain.engine import enable_compilation_cache as enable_compilation_cache
 from functrain.engine import every as every
 from functrain.engine import fuse as fuse
+from functrain.export import export_params as export_params
+from functrain.export import export_predict as export_predict
 from functrain.loop import ChunkEnd as ChunkEnd
 from functrain.loop import EpochEnd as EpochEnd
 from functrain.loop import Event as Event
@@ -76,6 +80,7 @@ __all__ = [
     "Step",
     "TrainState",
     "Trigger",
+    "WarmStart",
     "__version__",
     "at",
     "autotune",
@@ -83,6 +88,8 @@ __all__ = [
     "eval_step",
     "evaluate",
     "every",
+    "export_params",
+    "export_predict",
     "fit",
     "from_linen",
     "from_nnx",
@@ -99,4 +106,5 @@ __all__ = [
     "supervised",
     "train_step",
     "update",
+    "warm_start",
 ]

@@ -3,6 +3,7 @@
 `bridge` imports what is not public from here only; a test holds that.
 """
 
+from functrain.checkpoint._files import opened as _opened
 from functrain.common import _tree
 from functrain.common._checks import is_whole as is_whole
 from functrain.common._types import PyTree as PyTree
@@ -33,4 +34,4 @@ from functrain.rewrites import Mode as Mode
 from functrain.rewrites import mode as mode
 from functrain.step._state import check_tx as check_tx
 
-tree = _tree
+tree, arrays_in = _tree, _opened

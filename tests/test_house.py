@@ -26,6 +26,7 @@ FLOORS = [
     ["functrain.step"],
     ["functrain.engine"],
     ["functrain.checkpoint"],
+    ["functrain.export"],
     ["functrain.loop"],
     ["functrain.hooks"],
     ["functrain.trainer"],

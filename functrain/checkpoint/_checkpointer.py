@@ -15,7 +15,7 @@ from functrain.checkpoint._errors import CheckpointCorruptError
 from functrain.checkpoint._leaves import by_path, on_host
 from functrain.checkpoint._single import STATE, read_trees
 from functrain.checkpoint._store import blanks, read_about, read_arrays, write
-from functrain.common import _direction, _repr
+from functrain.common import _direction, _repr, _tree
 from functrain.common._checks import is_whole
 from functrain.common._types import PyTree
 from functrain.engine._position import Position, require_position
@@ -405,14 +405,19 @@ def verify(directory: str) -> None:
     Raises:
       CheckpointCorruptError: Names what is wrong.
     """
-    about, faults = read_about(directory), []
-    for name in about["leaves"]:
+    about, lines = read_about(directory), []
+    for name in about["leaves"]:  # one by one: a checkpoint may be larger than the memory
         try:
             read_arrays(directory, about, blanks(about, [name]))
         except CheckpointCorruptError as error:
-            faults.append(str(error))
-    if faults:
-        raise CheckpointCorruptError("\n".join(faults))
+            cause = error.__cause__
+            why = "other bytes than were saved" if cause is None else type(cause).__name__
+            lines.append(f"{name}: {why}")
+    if lines:
+        raise CheckpointCorruptError(
+            f"{directory}: these leaves are not what was saved:\n{_tree.bullets(lines)}\n"
+            "The checkpoint is damaged: take another."
+        )
 
 
 def _position(state: PyTree, position: Position | int | None) -> Position:

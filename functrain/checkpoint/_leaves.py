@@ -62,7 +62,7 @@ def on_host(leaves: Mapping[str, Any]) -> dict[str, Leaf]:
     """
     plain = {name: _plain(path_of(name), leaf) for name, leaf in leaves.items()}
     near = jax.device_put(
-        {name: x for name, x in plain.items() if isinstance(x, jax.Array) and x.size}, _host()
+        {name: x for name, x in plain.items() if isinstance(x, jax.Array) and x.size}, host()
     )
     found: dict[str, Leaf] = {}
     for name, x in plain.items():
@@ -73,7 +73,7 @@ def on_host(leaves: Mapping[str, Any]) -> dict[str, Leaf]:
     return found
 
 
-def _host() -> jax.Device | None:
+def host() -> jax.Device | None:
     """The host as a device; None where jax was told to do without."""
     try:
         return jax.local_devices(backend="cpu")[0]

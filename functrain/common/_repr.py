@@ -38,6 +38,32 @@ def number(x: Any) -> str:
     return str(x)
 
 
+def size(count: float) -> str:
+    """Returns a number of bytes in the unit that suits it.
+
+    Examples:
+      >>> size(1000), size(3_000_000)
+      ('1000 B', '2.9 MiB')
+    """
+    if count < 1024:
+        return f"{count:.0f} B"
+    for unit in ("KiB", "MiB", "GiB", "TiB"):
+        count /= 1024
+        if count < 1024 or unit == "TiB":
+            break
+    return f"{count:.1f} {unit}"
+
+
+def ending(text: str, width: int) -> str:
+    """Returns a text, such as a path, without its beginning where it is too long.
+
+    Examples:
+      >>> ending("params/encoder/layer_0/kernel", 20)
+      '...er/layer_0/kernel'
+    """
+    return text if len(text) <= width else f"...{text[len(text) - width + 3 :]}"
+
+
 def _arrays(tree: PyTree) -> str:
     arrays = [x for x in jax.tree.leaves(tree) if _tree.is_array(x)]
     if not arrays:

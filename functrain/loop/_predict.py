@@ -16,8 +16,7 @@ from functrain.engine._plan import FuseArg, Plan, nbytes
 from functrain.engine._programs import Kind
 from functrain.loop._require import require_batches, require_state
 from functrain.rewrites import Mode
-from functrain.step._check import check_step
-from functrain.step._metered import MeteredStep
+from functrain.step._eval import check_predict_step
 
 PREDICTION = Kind(
     "predict", lambda step: lambda nothing, batch, state: (nothing, step(state, batch)[1])
@@ -62,7 +61,7 @@ def predict(
       >>> predict(2.0, step, ArrayLoader(np.arange(5.0), batch_size=2))
       array([0., 2., 4., 6., 8.], dtype=float32)
     """
-    _require_predict_step(step)
+    check_predict_step(step)
     require_state(state)
     _require_order(data)
     where = _placement.batch_sharding(sharding)
@@ -82,15 +81,6 @@ def predict(
 def _row_bytes(step: Step[Any], state: PyTree, batch: PyTree) -> int:
     with guarded():
         return nbytes(jax.eval_shape(lambda state, batch: step(state, batch)[1], state, batch))
-
-
-def _require_predict_step(step: Any) -> None:
-    check_step(step)
-    if isinstance(step, MeteredStep):
-        raise TypeError(
-            "step: expected (state, inputs) -> (state, outputs), got a step that carries metrics. "
-            "Make one with functrain.predict_step(model)."
-        )
 
 
 def _require_order(data: Any) -> None:

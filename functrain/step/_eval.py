@@ -8,6 +8,7 @@ import jax
 from functrain.common._types import PyTree, Step
 from functrain.metrics._metric import Metric, collection, mean_loss
 from functrain.model._model import Model
+from functrain.step._check import check_step
 from functrain.step._loss import Aux, LossFn
 from functrain.step._metered import MeteredStep, check_names
 from functrain.step._state import TrainState
@@ -74,3 +75,13 @@ def predict_step(model: Model) -> Step[TrainState]:
         return state, model.apply(state.params, state.model_state, inputs).outputs
 
     return step
+
+
+def check_predict_step(step: Any) -> None:
+    """Refuses what is no function of a state and inputs, and steps that measure."""
+    check_step(step)
+    if isinstance(step, MeteredStep):
+        raise TypeError(
+            "step: expected (state, inputs) -> (state, outputs), got a step that carries metrics. "
+            "Make one with functrain.predict_step(model)."
+        )

@@ -7,7 +7,7 @@ import jax
 from rich import box
 from rich.table import Table
 
-from functrain.common import _table, _tree
+from functrain.common import _repr, _table, _tree
 from functrain.common._types import PyTree
 
 _PARTS = ("params", "model_state", "opt_state")
@@ -81,14 +81,4 @@ def _size(tree: PyTree) -> tuple[str, str]:
         if _tree.is_array(leaf):
             count += math.prod(leaf.shape)
             size += math.prod(leaf.shape) * leaf.dtype.itemsize
-    return f"{count:,}", _human(size)
-
-
-def _human(size: float) -> str:
-    if size < 1024:
-        return f"{size:.0f} B"
-    for unit in ("KiB", "MiB", "GiB", "TiB"):
-        size /= 1024
-        if size < 1024 or unit == "TiB":
-            break
-    return f"{size:.1f} {unit}"
+    return f"{count:,}", _repr.size(size)

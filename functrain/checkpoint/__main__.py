@@ -1,0 +1,100 @@
+"""``python -m functrain.checkpoint``: lists checkpoints, verifies them, compares two."""
+
+import argparse
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+
+import jax
+
+from functrain.checkpoint._checkpointer import verify
+from functrain.checkpoint._compare import compared
+from functrain.checkpoint._directory import Directory
+from functrain.checkpoint._errors import CheckpointCorruptError
+from functrain.checkpoint._listing import bytes_of, described, listed
+from functrain.checkpoint._place import find
+from functrain.common import _repr
+
+_ABOUT = """\
+examples:
+  python -m functrain.checkpoint run                     the checkpoints in a directory
+  python -m functrain.checkpoint run/000000001200        what one says of itself
+  python -m functrain.checkpoint run --verify            reads every byte
+  python -m functrain.checkpoint run other               compares their last ones
+
+Ends with 0; with 1 if something is damaged, or two differ; with 2 if there is nothing to look at.
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Does what the command line asks for, and returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m functrain.checkpoint",
+        description="Lists the checkpoints of a directory, verifies them, compares two.",
+        epilog=_ABOUT,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("directory", help="of a Checkpointer, of one step, or from functrain.save")
+    parser.add_argument("other", nargs="?", help="another, to compare with")
+    parser.add_argument("--verify", action="store_true", help="compare every leaf with its digest")
+    asked = parser.parse_args(arguments)
+    if asked.verify and asked.other is not None:
+        parser.error("--verify takes one directory")
+    try:
+        with warnings.catch_warnings():
+            warnings.showwarning = lambda message, *_, **__: print(f"Note: {message}")
+            if asked.other is not None:
+                text, same = compared(_one(asked.directory), _one(asked.other))
+                print(text)
+                return 0 if same else 1
+            if asked.verify:
+                return _verified(asked.directory)
+            directory = _existing(asked.directory)
+            steps = Directory(directory)
+            print(listed(steps) if steps.steps() else described(directory))
+    except (OSError, ValueError) as error:  # a CheckpointMismatchError is a ValueError
+        print(error, file=sys.stderr)
+        return 2
+    except CheckpointCorruptError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+def _existing(path: str) -> str:
+    place = find(os.path.realpath(path))
+    if place is None:
+        raise FileNotFoundError(f"{path}: expected a directory of checkpoints, got nothing.")
+    return place
+
+
+def _one(path: str) -> str:
+    """Returns the directory of one checkpoint: itself, or its last."""
+    place = _existing(path)
+    steps = Directory(place)
+    return steps.at(max(steps.steps())) if steps.steps() else place
+
+
+def _verified(path: str) -> int:
+    place = _existing(path)
+    steps = Directory(place)
+    places = [steps.at(step) for step in steps.steps()] or [place]
+    damaged = 0
+    for each in places:
+        name = _repr.ending(os.path.basename(each), 40)
+        try:
+            verify(each)
+        except CheckpointCorruptError as error:
+            damaged += 1
+            print(f"{name}  damaged\n{error}")
+        else:
+            print(f"{name}  whole, {_repr.size(bytes_of(each))}")
+    if damaged:
+        print(f"{damaged} of {len(places)} damaged.")
+    return 1 if damaged else 0
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_platforms", "cpu")  # an accelerator may be somebody's
+    sys.exit(main())

@@ -1,0 +1,116 @@
+"""Two checkpoints side by side: which leaves differ, and by how much."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from functrain.checkpoint._leaves import path_of
+from functrain.checkpoint._listing import WIDTH, table
+from functrain.checkpoint._single import STATE
+from functrain.checkpoint._store import blanks, read_about, read_arrays
+from functrain.common import _repr
+
+
+class Difference(NamedTuple):
+    """A leaf that is not the same in two checkpoints.
+
+    Attributes:
+      name: Its path; below the name of its tree, where that is not the state.
+      what: What differs, in words.
+      most: The largest difference of two elements; None where there is none to tell.
+    """
+
+    name: str
+    what: str
+    most: float | None
+
+
+def differences(first: str, second: str) -> tuple[list[Difference], int]:
+    """Compares two checkpoints.
+
+    Leaves of one digest are the same, and are not read.
+
+    Args:
+      first: The directory of a checkpoint.
+      second: That of another.
+
+    Returns:
+      The leaves that differ, in the order of the first; and how many there are in all.
+
+    Raises:
+      CheckpointCorruptError: A leaf that has to be read is damaged.
+    """
+    abouts = read_about(first), read_about(second)
+    one, two = (about["leaves"] for about in abouts)
+    found = []
+    for name in {**one, **two}:
+        if name not in one or name not in two:
+            where, said = ("first", one) if name in one else ("second", two)
+            found.append(Difference(_shown(name), f"{said[name]['spec']}, {where} only", None))
+        elif one[name]["spec"] != two[name]["spec"]:
+            what = f"{one[name]['spec']} and {two[name]['spec']}"
+            found.append(Difference(_shown(name), what, None))
+        elif one[name] != two[name]:
+            pair = (_read(d, about, name) for d, about in zip((first, second), abouts, strict=True))
+            found.append(_difference(name, one[name]["spec"], *pair))
+    return found, len({**one, **two})
+
+
+def compared(first: str, second: str, most: int = 40) -> tuple[str, bool]:
+    """Returns a report on two checkpoints, and whether they are the same."""
+    found, count = differences(first, second)
+    heads = [f"  {name:<7}{_repr.ending(path, WIDTH - 9)}" for name, path in
+             (("first", first), ("second", second))]  # fmt: skip
+    said = _said(read_about(first), read_about(second))
+    if not found:
+        return "\n".join(
+            [*heads, *said, f"All of {count:,} leaves are the same, bit for bit."]
+        ), True
+    rows = found[:most]
+    amounts = ["" if x.most is None else f"{x.most:.3g}" for x in rows]
+    whats = [_repr.ending(x.what, 36) for x in rows]
+    room = WIDTH - 6 - max(map(len, whats)) - max(len("most"), *map(len, amounts))
+    columns = [
+        ("leaf", [_repr.ending(x.name, room) for x in rows]),
+        ("differs", whats),
+        ("most", amounts),
+    ]
+    more = [f"  ... and {len(found) - most:,} more"] if len(found) > most else []
+    end = f"{len(found):,} of {count:,} leaves differ."
+    return "\n".join([*heads, *said, table(columns, left=("leaf", "differs")), *more, end]), False
+
+
+def _said(one: Mapping[str, Any], two: Mapping[str, Any]) -> list[str]:
+    """Returns what else differs: where the runs were, what they ran on."""
+    pairs = [("step", one.get("step"), two.get("step"))]
+    runs = one.get("run", {}), two.get("run", {})
+    pairs += [(name, runs[0].get(name), runs[1].get(name)) for name in {**runs[0], **runs[1]}]
+    return [f"  {name}: {a} and {b}" for name, a, b in pairs if a != b]
+
+
+def _shown(name: str) -> str:
+    return path_of(name) if name.partition("/")[0] == STATE else name
+
+
+def _read(directory: str, about: Mapping[str, Any], name: str) -> np.ndarray:
+    return read_arrays(directory, about, blanks(about, [name]))[name]
+
+
+def _difference(name: str, spec: str, a: np.ndarray, b: np.ndarray) -> Difference:
+    if spec.startswith("key<"):
+        return Difference(_shown(name), f"{spec}, other keys", None)
+    other = _bits(a) != _bits(b)
+    what = f"{np.count_nonzero(other):,} of {a.size:,} elements"
+    if not jnp.issubdtype(a.dtype, jnp.number):
+        return Difference(_shown(name), what, None)
+    wide = np.complex128 if jnp.issubdtype(a.dtype, jnp.complexfloating) else np.float64
+    with np.errstate(invalid="ignore"):  # inf - inf
+        gaps = np.abs(a.reshape(-1)[other].astype(wide) - b.reshape(-1)[other].astype(wide))
+    return Difference(_shown(name), what, float(gaps.max()))
+
+
+def _bits(array: np.ndarray) -> np.ndarray:
+    """Returns each element's bytes as one thing, so that NaNs are equal to themselves."""
+    return np.ascontiguousarray(array).reshape(-1).view(f"V{array.dtype.itemsize}")

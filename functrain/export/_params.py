@@ -1,0 +1,66 @@
+"""Arrays, for whatever reads safetensors."""
+
+import os
+
+import numpy as np
+
+from functrain.checkpoint._files import import_safetensors
+from functrain.checkpoint._leaves import by_path, on_host, path_of
+from functrain.common import _tree
+from functrain.common._types import PyTree
+from functrain.export._whole import require_free, written
+
+_ROOT = "params"
+
+
+def export_params(path: str | os.PathLike[str], params: PyTree, *, overwrite: bool = False) -> None:
+    """Writes arrays into a safetensors file, each under its path.
+
+    `functrain.warm_start` reads it back, and so does everything that reads such files:
+    ``safetensors.numpy.load_file(path)`` returns a dict by path, ``dense/kernel``. Bits and dtypes
+    are kept. There is no structure in the file, and nothing in it can run code.
+
+    Args:
+      path: A file `.safetensors`. Missing folders are made.
+      params: Any pytree of arrays: ``state.params``; or a dict of parts of a state.
+      overwrite: Replace a file.
+
+    Raises:
+      FileExistsError: There is a file, and `overwrite` is False.
+      ImportError: safetensors is not installed.
+      TypeError: A leaf is no array of numbers, or of a dtype that such files do not have.
+      ValueError: `path` has another suffix, or there are no arrays.
+
+    Examples:
+      >>> import functrain as ft, jax.numpy as jnp, safetensors.numpy, tempfile
+      >>> params = {"dense": {"kernel": jnp.ones((3, 2)), "bias": jnp.zeros(2)}}
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     export_params(f"{folder}/params.safetensors", params)
+      ...     found = safetensors.numpy.load_file(f"{folder}/params.safetensors")
+      ...     warm = ft.warm_start(params, f"{folder}/params.safetensors")
+      >>> sorted(found), len(warm.taken)
+      (['dense/bias', 'dense/kernel'], 2)
+    """
+    library = import_safetensors()
+    if not os.fspath(path).endswith(".safetensors"):
+        raise ValueError(f"path: expected a name that ends in .safetensors, got {path}")
+    require_free(path, overwrite=overwrite)
+    leaves = by_path(params, _ROOT)
+    if not leaves:
+        raise ValueError("params: expected arrays, got none.")
+    for name, leaf in leaves.items():
+        if _tree.is_key(leaf):
+            raise TypeError(
+                f"{path_of(name)}: expected an array of numbers, got {_tree.spec(leaf)}. Such "
+                "files know no keys: export state.params, or a dict of parts without rng."
+            )
+    # The library takes memory as it lies, so it has to lie in order.
+    arrays = {path_of(n): np.require(x.numpy, requirements="C") for n, x in on_host(leaves).items()}
+    with written(path) as file:
+        try:
+            library.numpy.save_file(arrays, file)
+        except library.SafetensorError as error:
+            dtypes = sorted({str(x.dtype) for x in arrays.values()})
+            raise TypeError(
+                f"params: expected dtypes that safetensors has, got {', '.join(dtypes)}: {error}"
+            ) from error

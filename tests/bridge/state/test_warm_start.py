@@ -1,0 +1,222 @@
+"""Files of Keras into states: as Keras's own load_weights would have it, and part by part."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+import optax
+import pytest
+
+import bridge
+import functrain as ft
+
+layers = keras.layers
+
+
+class Subclassed(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.blocks = [layers.Dense(4), layers.Dense(4)]
+        self.by_name = {"a": layers.Dense(4)}
+        self.norm = layers.BatchNormalization()
+        self.scale = self.add_weight(shape=(4,), initializer="uniform", name="scale")
+
+    def call(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.norm(self.by_name["a"](x)) * self.scale
+
+
+def subclassed():
+    model = Subclassed()
+    model(np.ones((2, 4)))
+    return model
+
+
+def shared_and_nested():
+    inner = keras.Sequential([keras.Input((4,)), layers.Dense(4, name="query")])
+    shared, inputs = layers.Dense(4), keras.Input((4,))
+    hidden = shared(inner(inputs))
+    return keras.Model(inputs, layers.Dense(2)(shared(hidden) + inner(hidden)))
+
+
+def attention():
+    inputs = keras.Input((16,), dtype="int32")
+    hidden = layers.Embedding(50, 8)(inputs)
+    hidden = hidden + layers.MultiHeadAttention(2, 4)(hidden, hidden)
+    hidden = layers.Bidirectional(layers.LSTM(3))(layers.LayerNormalization()(hidden))
+    return keras.Model(inputs, layers.Dense(3)(hidden))
+
+
+def written_twice():
+    return keras.Sequential(
+        [keras.Input((4,)), layers.Normalization(), layers.SpectralNormalization(layers.Dense(3))]
+    )
+
+
+def half_precision():
+    return keras.Sequential([keras.Input((4,)), layers.Dense(3, dtype="bfloat16"), layers.Dense(2)])
+
+
+def with_flax():
+    return keras.Sequential([keras.Input((4,)), bridge.from_flax(nn.Dense(3), name="flax")])
+
+
+def compiled():
+    model = shared_and_nested()
+    model.compile("adam", "mse", metrics=["mae"])
+    model.fit(np.ones((8, 4)), np.ones((8, 2)), verbose=0)
+    return model
+
+
+def mobilenet():
+    return keras.applications.MobileNetV2(input_shape=(96, 96, 3), weights=None, classes=10)
+
+
+def randomized(model, seed):
+    rng = np.random.default_rng(seed)
+    for variable in model.variables:
+        if "float" in variable.dtype:
+            variable.assign(rng.normal(size=variable.shape).astype(np.float32))
+    return model
+
+
+def values(model):
+    return [np.array(v.value) for v in model.variables if "float" in v.dtype]
+
+
+@pytest.mark.parametrize("suffix", [".keras", ".weights.h5"])
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        *(subclassed, shared_and_nested, attention, written_twice),
+        *(half_precision, with_flax, compiled, mobilenet),
+    ],
+)
+def test_a_state_gets_what_load_weights_would_give_the_model(
+    tmp_path, architecture, suffix
+) -> None:
+    path, old, model = (
+        tmp_path / f"old{suffix}",
+        randomized(architecture(), 1),
+        randomized(architecture(), 2),
+    )
+    (old.save if suffix == ".keras" else old.save_weights)(path)
+    untouched = values(model)
+    warm = bridge.warm_start(bridge.create_state(model, optax.identity()), path, model)
+    for before, after in zip(untouched, values(model), strict=True):
+        np.testing.assert_array_equal(before, after)
+    bridge.to_keras(warm.state, model)
+    reference = randomized(architecture(), 3)
+    reference.load_weights(path)
+    for expected, found in zip(values(reference), values(model), strict=True):
+        np.testing.assert_array_equal(expected, found)
+    assert all("seed_generator" in name for name in warm.missing)
+    assert all(name.startswith(("optimizer/", "layers/spectral")) for name in warm.left)
+
+
+def classifier(classes):
+    return keras.Sequential(
+        [keras.Input((4,)), layers.Dense(8, name="body"), layers.Dense(classes, name="head")]
+    )
+
+
+def test_a_head_of_another_width_is_named_as_the_state_names_it(tmp_path) -> None:
+    old, model = classifier(10), classifier(2)
+    old.save(tmp_path / "old.keras")
+    state = bridge.create_state(model, optax.adam(1e-3))
+    with pytest.raises(
+        ft.CheckpointMismatchError, match=r"params/head/kernel: .*\[8, 10\].*\[8, 2\]"
+    ):
+        bridge.warm_start(state, tmp_path / "old.keras", model)
+    warm = bridge.warm_start(state, tmp_path / "old.keras", model, skip="params/head/*")
+    np.testing.assert_array_equal(warm.state.params["body"]["kernel"], old.weights[0].value)
+    np.testing.assert_array_equal(warm.state.params["head"]["kernel"], model.weights[2].value)
+    assert sorted(warm.left) == ["layers/dense_1/vars/0", "layers/dense_1/vars/1"]
+
+
+def test_a_file_of_a_part_goes_into_a_state_of_the_whole(tmp_path) -> None:
+    part = keras.Sequential([keras.Input((4,)), layers.Dense(8)], name="encoder")
+    part.save_weights(tmp_path / "part.weights.h5")
+    kernel = np.array(part.weights[0].value)
+    randomized(part, 5)
+    whole = keras.Sequential([keras.Input((4,)), part, layers.Dense(2)])
+    warm = bridge.warm_start(
+        bridge.create_state(whole, optax.identity()),
+        tmp_path / "part.weights.h5",
+        part,
+        rename=lambda path: path.replace("params/", "params/encoder/"),
+    )
+    np.testing.assert_array_equal(warm.state.params["encoder"]["dense"]["kernel"], kernel)
+    assert warm.missing == ("params/dense/bias", "params/dense/kernel")
+
+
+def test_lora_goes_on_from_the_file_of_the_model_without_it(tmp_path) -> None:
+    old, model = classifier(2), classifier(2)
+    old.save(tmp_path / "old.keras")
+    model.layers[0].enable_lora(3)
+    randomized(model, 1)
+    state = bridge.create_state(model, optax.adam(1e-3))
+    warm = bridge.warm_start(state, tmp_path / "old.keras", model)
+    kernel = warm.state.model_state["body"]["kernel"]  # frozen by LoRA
+    np.testing.assert_array_equal(kernel, old.weights[0].value)
+    assert sorted(warm.missing) == ["params/body/lora_kernel_a", "params/body/lora_kernel_b"]
+
+
+def test_a_file_with_a_lambda_is_read_and_its_code_is_not(tmp_path) -> None:
+    def build(fn):
+        return keras.Sequential([keras.Input((4,)), layers.Dense(3), layers.Lambda(fn)])
+
+    old = build(lambda x: x + 1)
+    old.save(tmp_path / "old.keras")
+    with pytest.raises(ValueError, match="Lambda"):
+        keras.saving.load_model(tmp_path / "old.keras")
+    model = build(lambda x: x * 2)
+    state = bridge.create_state(model, optax.identity())
+    warm = bridge.warm_start(state, tmp_path / "old.keras", model)
+    np.testing.assert_array_equal(warm.state.params["dense"]["kernel"], old.weights[0].value)
+    x = jnp.ones((1, 4))
+    out = bridge.from_keras(model).apply(warm.state.params, warm.state.model_state, x).outputs
+    np.testing.assert_allclose(out, 2 * (np.array(old(x)) - 1), rtol=1e-6)
+
+
+def test_a_file_of_another_architecture_says_what_each_side_has(tmp_path) -> None:
+    keras.Sequential([keras.Input((8, 3)), layers.Conv1D(2, 3)]).save(tmp_path / "conv.keras")
+    model = classifier(2)
+    state = bridge.create_state(model, optax.identity())
+    with pytest.raises(
+        ValueError, match=r"for one, layers/conv1d/vars/0; the state has params/body"
+    ):
+        bridge.warm_start(state, tmp_path / "conv.keras", model)
+
+
+@pytest.mark.parametrize(
+    ("model", "error", "message"),
+    [
+        (lambda: layers.Dense(2), TypeError, r"expected a keras\.Model, got Dense"),
+        (lambda: keras.Sequential([layers.Dense(2)]), ValueError, "expected a built model"),
+    ],
+)
+def test_what_is_no_built_model_is_refused(tmp_path, model, error, message) -> None:
+    classifier(2).save(tmp_path / "old.keras")
+    state = bridge.create_state(classifier(2), optax.identity())
+    with pytest.raises(error, match=message):
+        bridge.warm_start(state, tmp_path / "old.keras", model())
+
+
+def test_a_model_that_cannot_be_saved_has_its_values_again(tmp_path) -> None:
+    class Computes(layers.Dense):
+        def save_own_variables(self, store):
+            raise RuntimeError("not this one")
+
+    model = keras.Sequential([keras.Input((4,)), layers.Dense(3), Computes(2)])
+    before = values(model)
+    classifier(2).save(tmp_path / "old.keras")
+    with pytest.raises(ValueError, match=r"not this one\. Load the file by model\.load_weights"):
+        bridge.warm_start(
+            bridge.create_state(model, optax.identity()), tmp_path / "old.keras", model
+        )
+    for a, b in zip(before, values(model), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert isinstance(model.weights[0].value, jax.Array)

@@ -1,0 +1,234 @@
+"""A part of a state out of a checkpoint: what is taken, what stays, and what is said of it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import functrain as ft
+from tests.conftest import digest
+
+
+def create(value=0.0, classes=3, dtype=jnp.float32, extra=None):
+    params = {
+        "encoder": {f"layer_{i}": {"kernel": jnp.full((4, 4), value + i, dtype)} for i in range(2)},
+        "head": {"kernel": jnp.full((4, classes), value, dtype), "bias": jnp.zeros(classes, dtype)},
+    }
+    return ft.TrainState.create(
+        params=params | (extra or {}),
+        model_state={"mean": jnp.full(4, value)},
+        tx=optax.adam(1e-3),
+        rng=jax.random.key(int(value)),
+    )
+
+
+@pytest.fixture
+def old(tmp_path):
+    """A checkpoint of a training that came far: all of its values are above 7."""
+    state = create(8.0).replace(step=jnp.int32(1000))
+    ft.save(tmp_path / "old", state)
+    return tmp_path / "old"
+
+
+def test_a_training_begins_anew_with_the_params_and_statistics_of_another(old) -> None:
+    state = create()
+    warm = ft.warm_start(state, old)
+    for part in ("params", "model_state"):
+        assert digest(getattr(warm.state, part)) == digest(getattr(create(8.0), part))
+    for part in ("step", "opt_state", "rng"):
+        assert digest(getattr(warm.state, part)) == digest(getattr(state, part))
+    assert warm.missing == ()
+    assert {path.split("/")[0] for path in warm.kept} == {"step", "opt_state", "rng"}
+    assert set(warm.left) == set(warm.kept)
+
+
+def test_patterns_take_whatever_they_name(old) -> None:
+    warm = ft.warm_start(create(), old, take=["params/encoder/*/kernel", "step"])
+    assert list(warm.taken) == [
+        "step",
+        "params/encoder/layer_0/kernel",
+        "params/encoder/layer_1/kernel",
+    ]
+    assert warm.state.step == 1000
+    assert warm.state.params["encoder"]["layer_1"]["kernel"][0, 0] == 9
+    assert warm.state.params["head"]["kernel"][0, 0] == 0
+    whole = ft.warm_start(create(), old, take="**").state
+    assert digest(whole) == digest(ft.load(old, like=create()))
+
+
+def test_a_head_of_another_width_is_an_error_until_it_is_skipped(old) -> None:
+    state = create(classes=5)
+    with pytest.raises(ft.CheckpointMismatchError) as caught:
+        ft.warm_start(state, old)
+    message = str(caught.value)
+    assert "params/head/kernel: the file has float32[4, 3], the state float32[4, 5]" in message
+    assert "params/head/bias: the file has float32[3], the state float32[5]" in message
+    assert "skip='params/head/bias'" in message
+    assert "cast=True" not in message
+    warm = ft.warm_start(state, old, skip="params/head/**")
+    assert warm.state.params["head"] is not None
+    assert digest(warm.state.params["head"]) == digest(state.params["head"])
+    assert warm.state.params["encoder"]["layer_0"]["kernel"][0, 0] == 8
+    assert "params/head/kernel" in warm.kept
+    assert "params/head/kernel" in warm.left
+
+
+def test_what_was_added_to_a_model_stays_as_it_is_and_is_called_missing(old) -> None:
+    lora = {"lora": {"a": jnp.ones((4, 2)), "b": jnp.zeros((2, 4))}}
+    warm = ft.warm_start(create(extra=lora), old)
+    assert warm.missing == ("params/lora/a", "params/lora/b")
+    assert digest(warm.state.params["lora"]) == digest(lora["lora"])
+    assert warm.state.params["head"]["kernel"][0, 0] == 8
+
+
+def test_a_part_of_a_file_goes_where_rename_says(old) -> None:
+    params = {"teacher": create().params, "scale": jnp.ones(())}
+    warm = ft.warm_start(params, old, rename=lambda p: p.replace("params/", "teacher/"))
+    assert digest(warm.state["teacher"]) == digest(create(8.0).params)
+    assert warm.missing == ("scale",)
+    assert warm.taken["teacher/head/bias"] == "params/head/bias"
+
+
+def test_dtypes_are_converted_only_when_asked(old) -> None:
+    state = create(dtype=jnp.bfloat16)
+    with pytest.raises(ft.CheckpointMismatchError, match="cast=True") as caught:
+        ft.warm_start(state, old)
+    assert "params/head/bias: the file has float32[3], the state bfloat16[3]" in str(caught.value)
+    warm = ft.warm_start(state, old, cast=True)
+    assert digest(warm.state.params) == digest(create(8.0, dtype=jnp.bfloat16).params)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.float8_e4m3fn])
+def test_a_number_that_a_dtype_cannot_hold_is_not_made_infinite(tmp_path, dtype) -> None:
+    ft.save(tmp_path / "c", {"w": jnp.array([1.0, 1e30]), "b": jnp.array([jnp.nan, jnp.inf])})
+    with pytest.raises(ValueError, match=f"numbers that {jnp.dtype(dtype)} can hold.*in w"):
+        ft.warm_start({"w": jnp.zeros(2, dtype)}, tmp_path / "c", cast=True)
+    warm = ft.warm_start({"b": jnp.zeros(2, jnp.bfloat16)}, tmp_path / "c", cast=True)
+    assert np.isnan(warm.state["b"][0])
+    assert np.isinf(warm.state["b"][1])
+
+
+def test_whole_numbers_and_keys_are_never_converted(tmp_path) -> None:
+    ft.save(tmp_path / "c", {"n": jnp.arange(3), "key": jax.random.key(0)})
+    with pytest.raises(ft.CheckpointMismatchError, match=r"int32\[3\], the state float32\[3\]"):
+        ft.warm_start({"n": jnp.zeros(3)}, tmp_path / "c", cast=True)
+    with pytest.raises(ft.CheckpointMismatchError, match=r"key<fry>\[\], the state key<rbg>\[\]"):
+        ft.warm_start({"key": jax.random.key(0, impl="rbg")}, tmp_path / "c", cast=True)
+    warm = ft.warm_start({"key": jax.random.key(7)}, tmp_path / "c")
+    assert digest(warm.state) == digest({"key": jax.random.key(0)})
+
+
+def test_what_is_taken_lies_where_what_it_replaces_lay(old) -> None:
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    sharding = NamedSharding(mesh, PartitionSpec("data"))
+    state = create()
+    state = state.replace(params=jax.device_put(state.params, NamedSharding(mesh, PartitionSpec())))
+    state.params["encoder"]["layer_0"]["kernel"] = jax.device_put(jnp.zeros((4, 4)), sharding)
+    warm = ft.warm_start(state, old)
+    before, after = jax.tree.leaves(state), jax.tree.leaves(warm.state)
+    assert [x.sharding for x in before] == [x.sharding for x in after]
+    assert not any(getattr(x, "weak_type", False) for x in after)
+    assert warm.state.params["encoder"]["layer_0"]["kernel"][3, 3] == 8
+
+
+def test_a_state_without_values_has_to_be_taken_whole(old) -> None:
+    abstract = jax.eval_shape(create)
+    assert digest(ft.warm_start(abstract, old, take="**").state) == digest(
+        ft.load(old, like=abstract)
+    )
+    with pytest.raises(ValueError, match="shapes without values:\n  step"):
+        ft.warm_start(abstract, old)
+
+
+def test_the_last_good_checkpoint_of_a_training_is_taken(tmp_path) -> None:
+    with ft.Checkpointer(tmp_path / "run") as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(create(float(step)), step)
+    assert ft.warm_start(create(), tmp_path / "run").state.params["head"]["kernel"][0, 0] == 2
+    step = tmp_path / "run" / f"{1:012d}"
+    assert ft.warm_start(create(), step).state.params["head"]["kernel"][0, 0] == 1
+    (tmp_path / "run" / f"{2:012d}" / "checkpoint.json").write_text("{}")
+    with pytest.warns(UserWarning, match="Passed over, for .*000000000001: .*damaged") as found:
+        warm = ft.warm_start(create(), tmp_path / "run")
+    assert found[0].filename == __file__
+    assert warm.state.params["head"]["kernel"][0, 0] == 1
+    (step / "checkpoint.json").write_text("{}")
+    with pytest.raises(ft.CheckpointCorruptError, match=r"000000000002(.|\n)*000000000001"):
+        ft.warm_start(create(), tmp_path / "run")
+
+
+def test_what_a_run_chose_as_its_result_is_taken_rather_than_its_last_state(tmp_path) -> None:
+    """EarlyStopping gives back the best state, which is another than the last."""
+
+    def loss_fn(params, model_state, batch, *, rng, training):
+        return jnp.mean((params["w"] - batch) ** 2), ft.Aux(model_state)
+
+    tx = optax.sgd(3.0)  # far too fast: each epoch is worse than the one before
+    state = ft.TrainState.create(params={"w": jnp.ones(())}, tx=tx)
+    result, _ = ft.fit(
+        state,
+        ft.train_step(loss_fn, tx),
+        ft.ArrayLoader(np.zeros((8,), np.float32), 4),
+        epochs=6,
+        hooks=[ft.hooks.EarlyStopping("loss", patience=2)],
+        checkpointer=ft.Checkpointer(tmp_path / "run"),
+        verbose=0,
+    )
+    warm = ft.warm_start(state, tmp_path / "run")
+    assert digest(warm.state.params) == digest(result.params)
+    last = ft.load(tmp_path / "run" / sorted(p.name for p in (tmp_path / "run").glob("0*"))[-1],
+                   like=state)  # fmt: skip
+    assert digest(warm.state.params) != digest(last.params)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"take": "param/**"}, r"take: .* the state, got 'param/\*\*'.*Nearest: 'params/\*\*'"),
+        ({"take": "params/encoder"}, r"Nearest: 'params/encoder/\*\*'\."),
+        ({"take": ["params/**", "params/hed/*"]}, r"got 'params/hed/\*'.*params/head"),
+        ({"skip": "params/hed/**"}, r"skip: .*Nearest: 'params/head/\*\*'"),
+        ({"rename": lambda path: f"x/{path}"}, r"none that is asked.*x/model_state/mean.*rename"),
+        ({"rename": lambda path: "same"}, "rename: .*'same' for 'step' and for 'params/encoder"),
+    ],
+)  # fmt: skip
+def test_patterns_and_names_that_mean_nothing_are_refused(old, given, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        ft.warm_start(create(), old, **given)
+
+
+def test_a_pattern_that_the_state_has_and_the_file_lacks_is_refused(old) -> None:
+    state = create(extra={"lora": {"a": jnp.ones(2)}})
+    with pytest.raises(ValueError, match=r"in .*/old, got 'params/lora/\*\*', which means none"):
+        ft.warm_start(state, old, take=["params/**", "params/lora/**"])
+
+
+def test_arguments_of_another_kind_are_named(old) -> None:
+    with pytest.raises(TypeError, match="take: expected patterns"):
+        ft.warm_start(create(), old, take=[1])
+    with pytest.raises(TypeError, match=r"rename: expected a function of paths.*NoneType"):
+        ft.warm_start(create(), old, rename=lambda path: None)
+
+
+def test_the_report_is_a_table_of_a_few_lines(old) -> None:
+    warm = ft.warm_start(create(classes=5), old, skip="params/head/**")
+    lines = repr(warm).splitlines()
+    assert len(lines) == 5
+    assert max(map(len, lines)) <= 80
+    assert lines[1:3] == [
+        "  taken       3 leaves: params/encoder (2), model_state/mean",
+        "  left       13 of the file: step, params/head (2), opt_state/0 (9), rng",
+    ]
+    assert lines[3] == "  missing     0 of the state"
+
+
+def test_the_report_of_a_large_state_is_as_short(tmp_path) -> None:
+    big = {
+        f"block_{i}": {f"layer_{'x' * 60}_{k}": jnp.ones(1) for k in range(3)} for i in range(40)
+    }
+    ft.save(tmp_path / "c", {"a": big})
+    lines = repr(ft.warm_start({"a": big}, tmp_path / "c")).splitlines()
+    assert lines[1] == "  taken     120 leaves: a (120)"
+    assert max(map(len, lines[1:])) <= 80

@@ -1,0 +1,259 @@
+"""Arrays out of files that others wrote: what is read, and what is refused in words."""
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+import zipfile
+
+import h5py
+import jax.numpy as jnp
+import keras
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors.numpy
+
+import functrain as ft
+from functrain.checkpoint._files import opened
+
+
+def write_safetensors(path, arrays):
+    safetensors.numpy.save_file(arrays, path)
+    return path
+
+
+def small(dtype=np.float32):
+    return {"dense/kernel": np.arange(6).reshape(3, 2).astype(dtype), "dense/bias": np.ones(2)}
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        "bool",
+        "int8",
+        "int64",
+        "uint16",
+        "float16",
+        "float64",
+        "complex64",
+        "bfloat16",
+        "float8_e4m3fn",
+        "float8_e5m2",
+        "float8_e8m0fnu",
+    ],
+)
+def test_safetensors_of_every_dtype_come_as_they_were_written(tmp_path, dtype) -> None:
+    array = np.arange(6).reshape(3, 2).astype(getattr(ml_dtypes, dtype, None) or dtype)
+    path = write_safetensors(tmp_path / "a.safetensors", {"x": array, "none": np.zeros((0, 4))})
+    warm = ft.warm_start({"x": np.zeros_like(array), "none": np.ones((0, 4))}, path)
+    assert warm.state["x"].dtype == array.dtype
+    assert warm.state["x"].tobytes() == array.tobytes()
+    assert warm.state["none"].shape == (0, 4)
+
+
+def test_names_of_torch_go_where_rename_says(tmp_path) -> None:
+    arrays = {"encoder.0.weight": np.ones((2, 3), np.float32), "encoder.0.bias": np.zeros(2)}
+    path = write_safetensors(tmp_path / "torch.safetensors", arrays)
+    state = {"params": {"encoder": [{"weight": jnp.zeros((2, 3))}]}}
+    warm = ft.warm_start(state, path, rename=lambda name: "params/" + name.replace(".", "/"))
+    assert warm.taken == {"params/encoder/0/weight": "encoder.0.weight"}
+    assert warm.left == ("encoder.0.bias",)
+    assert warm.state["params"]["encoder"][0]["weight"][0, 0] == 1
+
+
+def test_a_path_without_any_in_common_says_what_each_side_has(tmp_path) -> None:
+    path = write_safetensors(tmp_path / "a.safetensors", {"a.weight": np.ones(2)})
+    with pytest.raises(ValueError, match=r"It has, for one, a\.weight; the state has b/w"):
+        ft.warm_start({"b": {"w": jnp.ones(2)}}, path)
+
+
+@pytest.mark.parametrize("share", [0, 1, 7, 8, 40, -1, -30])
+def test_a_safetensors_file_that_is_cut_short_is_called_damaged(tmp_path, share) -> None:
+    path = write_safetensors(tmp_path / "a.safetensors", small())
+    path.write_bytes(path.read_bytes()[:share])
+    with pytest.raises(ft.CheckpointCorruptError, match=r"a\.safetensors: expected a whole"):
+        ft.warm_start({"dense": {"bias": np.zeros(2)}}, path)
+
+
+def test_a_header_that_promises_more_than_the_file_has_takes_no_memory(tmp_path) -> None:
+    said = {"x": {"dtype": "F32", "shape": [2**40], "data_offsets": [0, 2**42]}}
+    header = json.dumps(said).encode()
+    path = tmp_path / "bomb.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(16))
+    with pytest.raises(ft.CheckpointCorruptError, match="expected a whole"):
+        ft.warm_start({"x": np.zeros(4, np.float32)}, path)
+
+
+class Runs:
+    """Says so when it is unpickled."""
+
+    def __reduce__(self):
+        return os.mkdir, ("it-ran",)
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".h5", ".keras", ".weights.h5"])
+@pytest.mark.parametrize("protocol", [0, 2, 5])
+def test_a_pickle_is_never_opened_under_any_name(tmp_path, monkeypatch, suffix, protocol) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / f"a{suffix}").write_bytes(pickle.dumps(Runs(), protocol))
+    with pytest.raises((ft.CheckpointMismatchError, ft.CheckpointCorruptError)) as caught:
+        ft.warm_start({"x": jnp.ones(2)}, f"a{suffix}")
+    if protocol:
+        assert "got a pickle. Nothing is unpickled" in str(caught.value)
+    assert not os.path.exists("it-ran")
+
+
+def test_an_archive_of_torch_under_another_name_is_called_that(tmp_path) -> None:
+    with zipfile.ZipFile(tmp_path / "model.safetensors", "w") as archive:
+        archive.writestr("archive/data.pkl", pickle.dumps(Runs()))
+    with pytest.raises(ft.CheckpointMismatchError, match=r"as torch\.save writes it"):
+        ft.warm_start({"x": jnp.ones(2)}, tmp_path / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "message"),
+    [
+        ("nothing", FileNotFoundError, "expected a checkpoint, or a file of arrays, got nothing"),
+        ("folder", ft.CheckpointMismatchError, "got something else"),
+        ("text.txt", ft.CheckpointMismatchError, r"named \.safetensors, .*got one named \.txt"),
+        ("text", ft.CheckpointMismatchError, "a file without a suffix"),
+        ("text.safetensors", ft.CheckpointCorruptError, "whole .safetensors file"),
+        ("text.h5", ft.CheckpointCorruptError, "whole .h5 file"),
+        ("text.keras", ft.CheckpointCorruptError, "whole .keras file"),
+        ("empty.keras", ft.CheckpointMismatchError, r"an archive with model\.weights\.h5"),
+    ],
+)
+def test_what_is_no_such_file_is_called_by_its_name(tmp_path, name, error, message) -> None:
+    (tmp_path / "folder").mkdir()
+    for each in ("text.txt", "text", "text.safetensors", "text.h5", "text.keras"):
+        (tmp_path / each).write_text("some text of the length that a header has")
+    with zipfile.ZipFile(tmp_path / "empty.keras", "w") as archive:
+        archive.writestr("config.json", "{}")
+    with pytest.raises(error, match=message):
+        ft.warm_start({"x": jnp.ones(2)}, tmp_path / name)
+
+
+def build(width=3):
+    return keras.Sequential([keras.Input((2,)), keras.layers.Dense(width)])
+
+
+@pytest.mark.parametrize("suffix", [".keras", ".weights.h5"])
+def test_files_of_keras_are_read_under_the_names_they_have(tmp_path, suffix) -> None:
+    model = build()
+    path = tmp_path / f"model{suffix}"
+    (model.save if suffix == ".keras" else model.save_weights)(path)
+    state = {"layers": {"dense": {"vars": [jnp.zeros((2, 3)), jnp.ones(3)]}}}
+    warm = ft.warm_start(state, path)
+    np.testing.assert_array_equal(warm.state["layers"]["dense"]["vars"][0], model.get_weights()[0])
+    with pytest.raises(
+        ft.CheckpointMismatchError, match=r"has float32\[2, 3\], the state float32\["
+    ):
+        ft.warm_start({"layers": {"dense": {"vars": [jnp.zeros((2, 9))]}}}, path)
+
+
+def test_bfloat16_of_keras_comes_as_bfloat16(tmp_path) -> None:
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(3, dtype="bfloat16")])
+    model.save_weights(tmp_path / "b.weights.h5")
+    state = {"layers": {"dense": {"vars": [jnp.zeros((2, 3), jnp.bfloat16)]}}}
+    found = ft.warm_start(state, tmp_path / "b.weights.h5").state["layers"]["dense"]["vars"][0]
+    np.testing.assert_array_equal(found, model.weights[0].value)
+
+
+def test_a_flipped_bit_in_the_weights_of_an_archive_is_found(tmp_path) -> None:
+    path = tmp_path / "model.keras"
+    build().save(path)
+    whole = path.read_bytes()
+    with zipfile.ZipFile(path) as archive:
+        start = archive.getinfo("model.weights.h5").header_offset + 200
+    for at in range(start, start + 8000, 997):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 16]) + whole[at + 1 :])
+        with pytest.raises(ft.CheckpointCorruptError, match=r"model\.keras: .*CRC"):
+            ft.warm_start({"layers": {"dense": {"vars": [jnp.zeros((2, 3))]}}}, path)
+
+
+def test_an_hdf5_file_cut_short_anywhere_is_called_damaged(tmp_path) -> None:
+    build().save_weights(tmp_path / "m.weights.h5")
+    whole = (tmp_path / "m.weights.h5").read_bytes()
+    for length in range(0, len(whole), max(1, len(whole) // 20)):
+        (tmp_path / "m.weights.h5").write_bytes(whole[:length])
+        with pytest.raises(ft.CheckpointCorruptError, match=r"whole \.h5 file"):
+            ft.warm_start(
+                {"layers": {"dense": {"vars": [jnp.zeros((2, 3))]}}}, tmp_path / "m.weights.h5"
+            )
+
+
+def test_an_archive_with_a_lambda_is_read_for_its_weights_and_runs_nothing(
+    tmp_path, monkeypatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    evil = keras.layers.Lambda(lambda x: (__import__("os").makedirs("it-ran", exist_ok=True), x)[1])
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(3), evil])
+    os.rmdir("it-ran")  # Keras ran it to build the model
+    model.save("model.keras")
+    with pytest.raises(ValueError, match=r"[Ll]ambda"):
+        keras.saving.load_model("model.keras")
+    state = {"layers": {"dense": {"vars": [jnp.zeros((2, 3))]}}}
+    warm = ft.warm_start(state, "model.keras")
+    np.testing.assert_array_equal(warm.state["layers"]["dense"]["vars"][0], model.get_weights()[0])
+    assert not os.path.exists("it-ran")
+
+
+def test_an_archive_that_unpacks_to_a_thousand_times_its_size_is_refused(tmp_path) -> None:
+    with (
+        zipfile.ZipFile(tmp_path / "bomb.keras", "w", zipfile.ZIP_DEFLATED) as archive,
+        archive.open("model.weights.h5", "w") as file,
+    ):
+        for _ in range(300):
+            file.write(bytes(2**20))
+    with pytest.raises(ft.CheckpointMismatchError, match="bytes that stand for 314572800"):
+        ft.warm_start({"x": jnp.ones(2)}, tmp_path / "bomb.keras")
+
+
+def test_hdf5_links_and_datasets_that_lead_out_of_the_file_are_not_followed(tmp_path) -> None:
+    (tmp_path / "secret").write_bytes(bytes(range(64)))
+    with h5py.File(tmp_path / "other.h5", "w") as file:
+        file["x"] = np.ones(2, np.float32)
+    with h5py.File(tmp_path / "link.h5", "w") as file:
+        file["x"] = h5py.ExternalLink("other.h5", "x")
+        file["y"] = np.ones(2, np.float32)
+    with opened(str(tmp_path / "link.h5")) as arrays:
+        assert list(arrays.specs) == ["y"]
+    with h5py.File(tmp_path / "raw.h5", "w") as file:
+        file.create_dataset("x", (8,), "f4", external=[(str(tmp_path / "secret"), 0, 32)])
+    with h5py.File(tmp_path / "virtual.h5", "w") as file:
+        layout = h5py.VirtualLayout((2,), "f4")
+        layout[:] = h5py.VirtualSource(tmp_path / "other.h5", "x", shape=(2,))
+        file.create_virtual_dataset("x", layout)
+    for name in ("raw.h5", "virtual.h5"):
+        with pytest.raises(
+            ft.CheckpointMismatchError, match="expected arrays within the file, got x"
+        ):
+            ft.warm_start({"x": np.zeros(8, np.float32)}, tmp_path / name)
+
+
+def test_an_hdf5_array_that_is_said_to_be_huge_takes_no_memory(tmp_path) -> None:
+    with h5py.File(tmp_path / "bomb.h5", "w") as file:
+        file.create_dataset("x", (2**40,), "f4", chunks=(1024,))
+    with pytest.raises(ft.CheckpointMismatchError, match=r"float32\[1099511627776\]"):
+        ft.warm_start({"x": jnp.zeros(2)}, tmp_path / "bomb.h5")
+
+
+def test_without_safetensors_the_error_says_what_to_install(tmp_path) -> None:
+    code = (
+        "import sys; sys.modules['safetensors'] = None\n"
+        "import functrain as ft, numpy as np\n"
+        "for act in (lambda: ft.warm_start({'x': np.ones(2)}, 'a.safetensors'),\n"
+        "            lambda: ft.export_params('b.safetensors', {'x': np.ones(2)})):\n"
+        "    try: act()\n"
+        "    except ImportError as error: print(error)\n"
+    )
+    write_safetensors(tmp_path / "a.safetensors", {"x": np.ones(2)})
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert (
+        done.stdout.splitlines()
+        == ["safetensors files need the library: pip install 'functrain[safetensors]'"] * 2
+    ), done.stderr
