@@ -4,7 +4,8 @@ Files:
   _checkpointer: saving a training now and then, and finding out where to go on
   _single: save and load, one state in one directory
   _directory: the checkpoints of one training, and their one writer
-  _store: one checkpoint, its arrays and what it says of itself
+  _store: one checkpoint, its arrays and their digests
+  _about: what a checkpoint says of itself
   _place: how a checkpoint comes to stand in its place
   _leaves: the leaves of a state as a file knows them, and their digests
   _documents: what goes with a state, as JSON beside the arrays

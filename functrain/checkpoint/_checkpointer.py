@@ -9,12 +9,13 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Self
 
 from functrain.checkpoint import _fingerprint
+from functrain.checkpoint._about import read_about
 from functrain.checkpoint._directory import Directory, best_of
 from functrain.checkpoint._documents import decode, encode
 from functrain.checkpoint._errors import CheckpointCorruptError
 from functrain.checkpoint._leaves import by_path, on_host
 from functrain.checkpoint._single import STATE, read_trees
-from functrain.checkpoint._store import blanks, read_about, read_arrays, write
+from functrain.checkpoint._store import blanks, read_arrays, verify_arrays, write
 from functrain.common import _direction, _repr
 from functrain.common._checks import is_whole
 from functrain.common._types import PyTree
@@ -400,19 +401,12 @@ class Checkpointer:
 
 
 def verify(directory: str) -> None:
-    """Reads a checkpoint, leaf by leaf, and compares every digest.
+    """Reads a checkpoint, and compares every digest.
 
     Raises:
       CheckpointCorruptError: Names what is wrong.
     """
-    about, faults = read_about(directory), []
-    for name in about["leaves"]:
-        try:
-            read_arrays(directory, about, blanks(about, [name]))
-        except CheckpointCorruptError as error:
-            faults.append(str(error))
-    if faults:
-        raise CheckpointCorruptError("\n".join(faults))
+    verify_arrays(directory, read_about(directory))
 
 
 def _position(state: PyTree, position: Position | int | None) -> Position:

@@ -6,9 +6,9 @@ import os
 from collections.abc import Iterator
 from typing import IO, Any
 
+from functrain.checkpoint._about import is_step, read_about
 from functrain.checkpoint._errors import CheckpointCorruptError
 from functrain.checkpoint._place import find, put, remove, staged, take_back, tidy
-from functrain.checkpoint._store import is_step, read_about
 
 try:
     import fcntl

@@ -9,7 +9,8 @@ import os
 import shutil
 import warnings
 
-from functrain.checkpoint._store import ABOUT, sync_directory
+from functrain.checkpoint._about import ABOUT
+from functrain.checkpoint._store import sync_directory
 
 _NEW, _OLD, _GONE = ".functrain-new", ".functrain-old", ".functrain-gone"
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 
+from functrain.checkpoint._about import read_about, what
 from functrain.checkpoint._fingerprint import of_run
 from functrain.checkpoint._leaves import (
     blank,
@@ -16,7 +17,7 @@ from functrain.checkpoint._leaves import (
     specs,
 )
 from functrain.checkpoint._place import find, is_checkpoint, put, staged, take_back
-from functrain.checkpoint._store import read_about, read_arrays, what, write
+from functrain.checkpoint._store import read_arrays, write
 from functrain.checkpoint._store import specs as specs_of
 from functrain.common._types import PyTree
 
