@@ -6,6 +6,8 @@ Files:
   _directory: the checkpoints of one training, and their one writer
   _store: one checkpoint, its arrays and their digests
   _about: what a checkpoint says of itself
+  _lock: the lock of that writer
+  _background: work in the background, of which nothing is lost in silence
   _place: how a checkpoint comes to stand in its place
   _leaves: the leaves of a state as a file knows them, and their digests
   _documents: what goes with a state, as JSON beside the arrays
