@@ -43,9 +43,7 @@ class Lives:
         return saved
 
     def close(self) -> None:
-        assert self._parent.stdin is not None
-        self._parent.stdin.close()
-        self._parent.wait(60)
+        self._parent.communicate(timeout=60)
 
 
 @pytest.fixture
