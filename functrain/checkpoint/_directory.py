@@ -52,7 +52,7 @@ class Directory:
         if not os.path.isdir(self.path):
             return []
         found = set()
-        for entry in os.scandir(self.path):
+        for entry in list(os.scandir(self.path)):
             name = entry.name.removesuffix(".functrain-old")
             plain = is_step(name) and entry.is_dir(follow_symlinks=False)
             if plain and is_ours(entry.path):
@@ -84,7 +84,7 @@ class Directory:
 
     def _require_steps(self) -> None:
         """Refuses names of steps that are no checkpoints: links, files, another program's."""
-        for entry in os.scandir(self.path):
+        for entry in list(os.scandir(self.path)):
             if not is_step(entry.name):
                 continue
             if entry.is_symlink():
