@@ -14,13 +14,14 @@ class Background:
     """
 
     def __init__(self) -> None:
-        self._thread: threading.Thread | None = None
+        self._done = threading.Event()
+        self._done.set()
         self._failure: BaseException | None = None
 
     @property
     def is_busy(self) -> bool:
         """Whether work is under way."""
-        return self._thread is not None and self._thread.is_alive()
+        return not self._done.is_set()
 
     def start(self, work: Callable[[], None]) -> None:
         """Begins a piece of work; the one before it has been waited for."""
@@ -30,16 +31,17 @@ class Background:
                 work()
             except BaseException as error:
                 self._failure = error
+            finally:
+                self._done.set()
 
-        self._thread = threading.Thread(target=act, name="functrain checkpoint")
+        self._done.clear()
         _unfinished.add(self)
-        self._thread.start()
+        threading.Thread(target=act, name="functrain checkpoint").start()
 
     def wait(self) -> None:
         """Waits for the work under way, and raises what went wrong."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        # Not by `Thread.join`: after Ctrl-C in it a thread counts as ended (Python 3.11, 3.12).
+        self._done.wait()
         _unfinished.discard(self)
         failure, self._failure = self._failure, None
         if failure is not None:

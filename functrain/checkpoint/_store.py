@@ -36,9 +36,10 @@ def write(directory: str, leaves: Mapping[str, Leaf], about: Mapping[str, Any]) 
       directory: A new one.
       leaves: By name.
       about: What goes with them, as JSON has it.
-    """
-    from orbax.checkpoint import v1 as ocp
 
+    Raises:
+      OSError: It cannot be written; nothing of it is left.
+    """
     os.makedirs(directory)
     try:
         # Orbax rejects arrays of size zero, of which the specs say all, and trees without leaves.
@@ -47,12 +48,25 @@ def write(directory: str, leaves: Mapping[str, Leaf], about: Mapping[str, Any]) 
             for name, leaf in leaves.items()
             if leaf.numpy.size
         }
-        ocp.save(os.path.join(directory, ARRAYS), arrays or {"(empty)": np.zeros(1)})
+        _save_arrays(os.path.join(directory, ARRAYS), arrays or {"(empty)": np.zeros(1)})
         write_about(directory, about, {name: _said(leaf) for name, leaf in leaves.items()})
         sync_directory(directory)
     except BaseException:
         shutil.rmtree(directory, ignore_errors=True)  # a full disk needs the room
         raise
+
+
+def _save_arrays(directory: str, arrays: Mapping[str, Any]) -> None:
+    from orbax.checkpoint import v1 as ocp
+
+    try:
+        ocp.save(directory, arrays)
+    except OSError:
+        raise
+    except Exception as error:  # tensorstore has a full disk as a ValueError
+        raise OSError(
+            f"{directory}: expected to write arrays, got {type(error).__name__}: {error}"
+        ) from error
 
 
 def read_arrays(
