@@ -32,7 +32,6 @@ ENDS = {
     "sys.exit": ("sys.exit(3)", 3, ""),
     "an error": ("raise KeyError('mine')", 1, "mine"),
     "it is forgotten": ("del checkpoints", 0, ""),
-    "another thread ends": ("import threading; threading.Thread(target=print).start()", 0, ""),
 }
 
 
@@ -122,7 +121,7 @@ def test_ctrl_c_in_the_midst_of_save_leaves_the_one_before_and_nothing_else(
 
 def states(step: int) -> dict[str, Any]:
     mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    n = 10_000 * (1 + step)
+    n = 100_000
     return {
         "plain": jnp.full((n,), step, jnp.float32),
         "divided": jax.device_put(jnp.arange(n) + step, NamedSharding(mesh, PartitionSpec("data"))),
@@ -147,7 +146,7 @@ def test_arrays_donated_right_after_save_are_saved_as_they_were(tmp_path) -> Non
     program = jax.jit(advance, donate_argnums=0)
     checkpoints = ft.Checkpointer(tmp_path, keep=None)
     expected = {}
-    for step in range(8):
+    for step in range(5):
         state = states(step)
         expected[step] = digest(states(step))
         checkpoints.save(state, step, documents={"x": jnp.full(9, step)}, wait=False)
