@@ -9,7 +9,10 @@ Files:
   _patterns: leaves chosen by patterns over their paths
   _files: arrays out of files of others: safetensors, HDF5, Keras's archives
   _directory: the checkpoints of one training, and their one writer
-  _store: one checkpoint, its arrays and what it says of itself
+  _store: one checkpoint, its arrays and their digests
+  _about: what a checkpoint says of itself
+  _lock: the lock of that writer
+  _background: work in the background, of which nothing is lost in silence
   _place: how a checkpoint comes to stand in its place
   _leaves: the leaves of a state as a file knows them, and their digests
   _listing: what checkpoints there are, as tables that fit a terminal

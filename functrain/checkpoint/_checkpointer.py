@@ -9,13 +9,15 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Self
 
 from functrain.checkpoint import _fingerprint
+from functrain.checkpoint._about import read_about
+from functrain.checkpoint._background import Background
 from functrain.checkpoint._directory import Directory, best_of
-from functrain.checkpoint._documents import decode, encode
-from functrain.checkpoint._errors import CheckpointCorruptError
+from functrain.checkpoint._documents import DOCUMENTS, decode, encode
+from functrain.checkpoint._errors import CheckpointCorruptError, CheckpointMismatchError
 from functrain.checkpoint._leaves import by_path, on_host
 from functrain.checkpoint._single import STATE, read_trees
-from functrain.checkpoint._store import blanks, read_about, read_arrays, write
-from functrain.common import _direction, _repr, _tree
+from functrain.checkpoint._store import blanks, read_arrays, verify_arrays, write
+from functrain.common import _direction, _repr
 from functrain.common._checks import is_whole
 from functrain.common._types import PyTree
 from functrain.engine._position import Position, require_position
@@ -104,9 +106,9 @@ class Checkpointer:
         self._sign = 1.0 if best is None else _direction.sign(best, mode)
         self._keep, self._budget = keep, budget
         self._directory = Directory(directory)
-        self._writing: threading.Thread | None = None
-        self._failure: BaseException | None = None
+        self._writing = Background()
         self._known: dict[int, float] | None = None  # values of the monitor, by step
+        self._knowing = threading.Lock()
         self._ended, self._took = -float("inf"), 0.0
         self.left_out = 0
 
@@ -226,11 +228,12 @@ class Checkpointer:
 
         Raises:
           FileNotFoundError: There is no checkpoint of this step.
+          CheckpointCorruptError: It is damaged; nothing was removed.
           RuntimeError: Somebody else writes to the directory.
         """
         self.wait()
         self._directory.require_writable()
-        self._directory.at(step)
+        verify(self._directory.at(step))  # or nothing whole might be left
         for later in reversed(self.steps()):
             if later > step:
                 self._directory.remove(later)
@@ -238,19 +241,15 @@ class Checkpointer:
 
     def wait(self) -> None:
         """Waits for what is being written, and raises what went wrong."""
-        if self._writing is not None:
-            self._writing.join()
-            self._writing = None
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
+        self._writing.wait()
 
     def close(self) -> None:
         """Waits for what is being written, and lets others write. It may be used again."""
         try:
             self.wait()
         finally:
-            self._directory.release()
+            if not self._writing.is_busy:  # Ctrl-C, twice: the lock goes when the process does
+                self._directory.release()
 
     # What runs use.
 
@@ -263,14 +262,14 @@ class Checkpointer:
         if self.monitor is None or self.monitor not in values:
             return False
         found = self._values()
-        return best_of({**found, -1: values[self.monitor]}, self._sign) == -1 or not found
+        now = max(found, default=0) + 1
+        return best_of({**found, now: float(values[self.monitor])}, self._sign) == now
 
     def is_affordable(self) -> bool:
         """Whether the budget allows to save now; else it is counted as left out."""
         if self._budget is None:
             return True
-        busy = self._writing is not None and self._writing.is_alive()
-        if busy or time.perf_counter() - self._ended < self._took / self._budget:
+        if self._writing.is_busy or time.perf_counter() - self._ended < self._took / self._budget:
             self.left_out += 1
             return False
         return True
@@ -294,16 +293,17 @@ class Checkpointer:
         """
         self.wait()
         self._directory.require_writable()
+        known = {name: float(x) for name, x in values.items()}
         began = time.perf_counter()
         arrays = {n: x for name, tree in trees.items() for n, x in by_path(tree, name).items()}
-        encoded = {name: encode(x, name, arrays) for name, x in documents.items()}
+        encoded = {n: encode(x, f"{DOCUMENTS}/{n}", arrays) for n, x in documents.items()}
         leaves = on_host(arrays)
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         said = {
             "step": position.step,
             "position": position._asdict(),
             "saved_at": now,
-            "values": encode(dict(values), "values", {}),
+            "values": encode(known, "values", {}),
             **about,
             "trees": list(trees),
             "run": _fingerprint.of_run(trees.get(STATE)),
@@ -314,15 +314,13 @@ class Checkpointer:
             try:
                 write(self._directory.staged(position.step), leaves, said)
                 self._directory.put(position.step)
-                self._note(position.step, values)
+                self._note(position.step, known)
                 self._remove_old()
-            except BaseException as error:
-                self._failure = error
-            self._ended = time.perf_counter()
-            self._took = self._ended - began
+            finally:
+                self._ended = time.perf_counter()
+                self._took = self._ended - began
 
-        self._writing = threading.Thread(target=work, name="functrain checkpoint")
-        self._writing.start()
+        self._writing.start(work)
 
     def read(
         self, likes: Callable[[dict[str, Any]], Mapping[str, PyTree]], step: int | None = None
@@ -342,10 +340,14 @@ class Checkpointer:
             raise FileNotFoundError(f"{self.directory}: expected a checkpoint, got none.")
         reasons: list[str] = []
         for n in wanted:
+            before = self._directory.identity(n)
             try:
                 found = self._read(self._directory.at(n), likes)
-            except CheckpointCorruptError as error:
-                if step is not None:
+            except (CheckpointCorruptError, CheckpointMismatchError, FileNotFoundError) as error:
+                now = self._directory.identity(n)
+                if now != before or (step is None and not now):
+                    return self.read(likes, step)  # its writer has removed or replaced it
+                if step is not None or not isinstance(error, CheckpointCorruptError):
                     raise
                 reasons.append(str(error))
                 continue
@@ -368,7 +370,7 @@ class Checkpointer:
     ) -> tuple[Restored, dict[str, PyTree], dict[str, Any]]:
         about = read_about(directory)
         wanted = dict(likes(about))
-        names = [n for n in about["leaves"] if n.partition("/")[0] in about.get("documents", {})]
+        names = [n for n in about["leaves"] if n.partition("/")[0] == DOCUMENTS]
         arrays = read_arrays(directory, about, blanks(about, names))
         documents = {n: decode(x, arrays) for n, x in about.get("documents", {}).items()}
         trees = read_trees(directory, about, wanted)
@@ -377,16 +379,19 @@ class Checkpointer:
         return Restored(trees.get(STATE), position, values, documents), trees, about
 
     def _values(self) -> dict[int, float]:
-        if self._known is None:
-            self._known = {}
-            for step, about in self._directory.abouts():
-                self._note(step, decode(about.get("values", {}), {}))
-        there = set(self.steps())
-        return {step: x for step, x in self._known.items() if step in there}
+        with self._knowing:
+            if self._known is None:
+                found = ((n, decode(x.get("values", {}), {})) for n, x in self._directory.abouts())
+                self._known = {n: x[self.monitor] for n, x in found if self.monitor in x}
+            there = set(self.steps())
+            return {step: x for step, x in self._known.items() if step in there}
 
     def _note(self, step: int, values: Mapping[str, float]) -> None:
-        if self._known is not None and self.monitor is not None and self.monitor in values:
-            self._known = {**self._known, step: float(values[self.monitor])}
+        with self._knowing:
+            if self._known is not None:
+                self._known.pop(step, None)
+                if self.monitor is not None and self.monitor in values:
+                    self._known[step] = values[self.monitor]
 
     def _remove_old(self) -> None:
         if self._keep is None:
@@ -400,24 +405,12 @@ class Checkpointer:
 
 
 def verify(directory: str) -> None:
-    """Reads a checkpoint, leaf by leaf, and compares every digest.
+    """Reads a checkpoint, and compares every digest.
 
     Raises:
       CheckpointCorruptError: Names what is wrong.
     """
-    about, lines = read_about(directory), []
-    for name in about["leaves"]:  # one by one: a checkpoint may be larger than the memory
-        try:
-            read_arrays(directory, about, blanks(about, [name]))
-        except CheckpointCorruptError as error:
-            cause = error.__cause__
-            why = "other bytes than were saved" if cause is None else type(cause).__name__
-            lines.append(f"{name}: {why}")
-    if lines:
-        raise CheckpointCorruptError(
-            f"{directory}: these leaves are not what was saved:\n{_tree.bullets(lines)}\n"
-            "The checkpoint is damaged: take another."
-        )
+    verify_arrays(directory, read_about(directory))
 
 
 def _position(state: PyTree, position: Position | int | None) -> Position:

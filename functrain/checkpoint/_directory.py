@@ -4,18 +4,14 @@ import contextlib
 import math
 import os
 from collections.abc import Iterator
-from typing import IO, Any
+from typing import Any
 
-from functrain.checkpoint._errors import CheckpointCorruptError
-from functrain.checkpoint._place import find, put, remove, staged, take_back, tidy
-from functrain.checkpoint._store import is_step, read_about
+from functrain.checkpoint._about import is_ours, is_step, read_about
+from functrain.checkpoint._errors import CheckpointCorruptError, CheckpointMismatchError
+from functrain.checkpoint._lock import Lock
+from functrain.checkpoint._place import find, identity, local, put, remove, staged, take_back, tidy
 
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
-
-_LOCK, _DAMAGED = ".lock", "damaged-"
+_LOCK, _DAMAGED = ".functrain-lock", "damaged-"
 
 
 class Directory:
@@ -26,12 +22,12 @@ class Directory:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = os.path.realpath(path)
+        self.path = local(path)
         if os.path.lexists(self.path) and not os.path.isdir(self.path):
             raise FileExistsError(
                 f"{self.path}: expected a directory for checkpoints, got a file. Choose another."
             )
-        self._lock: IO[str] | None = None
+        self._lock = Lock(os.path.join(self.path, _LOCK))
 
     def place(self, step: int) -> str:
         """Returns where a step's checkpoint stands."""
@@ -56,11 +52,17 @@ class Directory:
         if not os.path.isdir(self.path):
             return []
         found = set()
-        for entry in os.scandir(self.path):
+        for entry in list(os.scandir(self.path)):
             name = entry.name.removesuffix(".functrain-old")
-            if is_step(name) and entry.is_dir(follow_symlinks=False):
+            plain = is_step(name) and entry.is_dir(follow_symlinks=False)
+            if plain and is_ours(entry.path):
                 found.add(int(name))
         return sorted(found)
+
+    def identity(self, step: int) -> tuple[object, ...]:
+        """Returns what changes when a step's checkpoint is removed or replaced; empty if gone."""
+        found = identity(self.place(step))
+        return found if any(found) else ()
 
     def require_writable(self) -> None:
         """Makes sure that nobody else writes here, and puts in order what a kill left.
@@ -69,44 +71,38 @@ class Directory:
           RuntimeError: Somebody does.
           OSError: The directory cannot be made, or written to.
         """
-        if self._lock is not None:
+        if self._lock.is_held():
             return
         os.makedirs(self.path, exist_ok=True)
-        file = open(os.path.join(self.path, _LOCK), "a+", encoding="utf-8")  # noqa: SIM115
-        if fcntl is not None:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                file.seek(0)
-                writer = file.read().strip() or "another process"
-                file.close()
-                raise RuntimeError(
-                    f"{self.path}: expected to be the only one who writes here, but {writer} does. "
-                    "Wait for its end, or take another directory."
-                ) from None
-        file.truncate(0)
-        file.write(f"process {os.getpid()}")
-        file.flush()
-        self._lock = file
-        self._require_steps()
-        tidy(self.path)
+        self._lock.acquire()
+        try:
+            self._require_steps()
+            tidy(self.path)
+        except BaseException:
+            self.release()
+            raise
 
     def _require_steps(self) -> None:
-        """Refuses names of steps that are no checkpoints' directories: links, files."""
-        for entry in os.scandir(self.path):
-            if is_step(entry.name) and not entry.is_dir(follow_symlinks=False):
-                self.release()
-                raise FileExistsError(
-                    f"{entry.path}: expected a directory, got a "
-                    f"{'symbolic link' if entry.is_symlink() else 'file'} under the name of a "
-                    "step. Move it away."
-                )
+        """Refuses names of steps that are no checkpoints: links, files, another program's."""
+        for entry in list(os.scandir(self.path)):
+            if not is_step(entry.name):
+                continue
+            if entry.is_symlink():
+                kind = "symbolic link"
+            elif not entry.is_dir():
+                kind = "file"
+            elif not is_ours(entry.path) and os.listdir(entry.path):
+                kind = "directory of something else"
+            else:
+                continue
+            raise FileExistsError(
+                f"{entry.path}: expected a checkpoint, got a {kind} under the name of a "
+                "step. Move it away."
+            )
 
     def release(self) -> None:
         """Lets others write."""
-        if self._lock is not None:
-            self._lock.close()
-            self._lock = None
+        self._lock.release()
 
     def staged(self, step: int) -> str:
         """Returns where a step's checkpoint is written until it is whole."""
@@ -131,7 +127,7 @@ class Directory:
     def abouts(self) -> Iterator[tuple[int, dict[str, Any]]]:
         """Yields what the checkpoints say of themselves, but for damaged ones."""
         for step in self.steps():
-            with contextlib.suppress(CheckpointCorruptError, OSError):
+            with contextlib.suppress(CheckpointCorruptError, CheckpointMismatchError, OSError):
                 yield step, read_about(find(self.place(step)) or self.place(step))
 
 

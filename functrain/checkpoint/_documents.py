@@ -13,7 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from functrain.checkpoint._errors import CheckpointCorruptError
 from functrain.common import _tree
+
+DOCUMENTS = "documents"  # in front of the names of their arrays in a file
 
 
 def encode(value: Any, name: str, arrays: dict[str, Any]) -> Any:
@@ -53,6 +56,8 @@ def encode(value: Any, name: str, arrays: dict[str, Any]) -> Any:
         items = [encode(x, f"{name}/{i}", arrays) for i, x in enumerate(value)]
         return items if isinstance(value, list) else {"$tuple": items}
     if isinstance(value, np.ndarray | jax.Array):
+        while name in arrays:  # {"a/b": x, "a": {"b": y}}, {1: x, "1": y}
+            name += "'"
         arrays[name] = value
         key = {"$key": str(jax.random.key_impl(value))} if _tree.is_key(value) else {}
         return {"$array": name, **key}
@@ -65,9 +70,23 @@ def encode(value: Any, name: str, arrays: dict[str, Any]) -> Any:
 
 
 def decode(document: Any, arrays: Mapping[str, np.ndarray]) -> Any:
-    """Returns what `encode` was given; arrays are NumPy's, numbers Python's."""
+    """Returns what `encode` was given; arrays are NumPy's, numbers Python's.
+
+    Raises:
+      CheckpointCorruptError: Nothing is encoded like this.
+    """
+    try:
+        return _decode(document, arrays)
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
+        raise CheckpointCorruptError(
+            f"expected a document of a checkpoint, got what cannot be read: {type(error).__name__} "
+            f"{error}. It was edited: take another checkpoint."
+        ) from error
+
+
+def _decode(document: Any, arrays: Mapping[str, np.ndarray]) -> Any:
     if isinstance(document, list):
-        return [decode(x, arrays) for x in document]
+        return [_decode(x, arrays) for x in document]
     if not isinstance(document, dict):
         return document
     match document:
@@ -76,9 +95,9 @@ def decode(document: Any, arrays: Mapping[str, np.ndarray]) -> Any:
         case {"$bytes": text}:
             return base64.b64decode(text)
         case {"$tuple": items}:
-            return tuple(decode(x, arrays) for x in items)
+            return tuple(_decode(x, arrays) for x in items)
         case {"$items": pairs}:
-            return {decode(k, arrays): decode(x, arrays) for k, x in pairs}
+            return {_decode(k, arrays): _decode(x, arrays) for k, x in pairs}
         case {"$array": name, "$key": kind}:
             return jax.random.wrap_key_data(jnp.asarray(arrays[name]), impl=kind)
         case {"$array": name}:
@@ -86,5 +105,5 @@ def decode(document: Any, arrays: Mapping[str, np.ndarray]) -> Any:
         case {"$tensor": inner}:
             import torch
 
-            return torch.from_numpy(decode(inner, arrays).copy())
-    return {key: decode(x, arrays) for key, x in document.items()}
+            return torch.from_numpy(_decode(inner, arrays).copy())
+    return {key: _decode(x, arrays) for key, x in document.items()}

@@ -90,12 +90,18 @@ def _plain(path: str, leaf: Any) -> jax.Array | np.ndarray[Any, Any]:
                 "a program. Save the state that the step returned, not the one it was given."
             )
         return jax.random.key_data(leaf) if _tree.is_key(leaf) else leaf
-    if isinstance(leaf, np.ndarray | np.generic) and leaf.dtype.kind not in "OSUMm":
+    if isinstance(leaf, np.ndarray | np.generic) and _is_numeric(leaf):
         return np.asarray(leaf)
     raise TypeError(
         f"{path}: expected an array of numbers, got {_tree.spec(leaf)}. Make it one with "
         "jnp.asarray, or keep it out of the state."
     )
+
+
+def _is_numeric(leaf: np.ndarray | np.generic) -> bool:
+    """Whether a leaf is numbers and nothing else: no texts, objects, records, and no mask."""
+    known = leaf.dtype.kind in "biufc" or leaf.dtype.type.__module__ == "ml_dtypes"
+    return known and not isinstance(leaf, np.ma.MaskedArray)
 
 
 def digest(array: np.ndarray) -> str:

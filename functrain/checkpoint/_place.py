@@ -5,13 +5,62 @@ A directory cannot be exchanged for another in one operation everywhere: the old
 its place until the new one stands there, and found there if the exchange was interrupted.
 """
 
+import contextlib
 import os
 import shutil
 import warnings
+from collections.abc import Iterator
 
-from functrain.checkpoint._store import ABOUT, sync_directory
+from functrain.checkpoint._about import ABOUT, is_step
+from functrain.checkpoint._store import sync_directory
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
 
 _NEW, _OLD, _GONE = ".functrain-new", ".functrain-old", ".functrain-gone"
+
+
+def local(path: str | os.PathLike[str]) -> str:
+    """Returns a path that stays, wherever the process goes and whatever links change.
+
+    Raises:
+      ValueError: It is an address.
+    """
+    if "://" in os.fspath(path):
+        raise ValueError(
+            f"{path}: expected a path of this machine, got an address. Save into a directory that "
+            "is mounted, or copy what was saved."
+        )
+    return os.path.realpath(path)
+
+
+@contextlib.contextmanager
+def alone(directory: str) -> Iterator[None]:
+    """Waits until no other process of this machine puts anything into a directory."""
+    if fcntl is None:
+        yield
+        return
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # not every file system locks directories
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+def identity(target: str) -> tuple[tuple[int, int] | None, ...]:
+    """Returns what changes when what stands at a place is removed, or replaced by another."""
+    found: list[tuple[int, int] | None] = []
+    for path in (target, target + _OLD):
+        try:
+            about = os.stat(path)
+            found.append((about.st_dev, about.st_ino))
+        except OSError:
+            found.append(None)
+    return tuple(found)
 
 
 def staged(target: str) -> str:
@@ -53,9 +102,11 @@ def find(target: str) -> str | None:
 
 
 def tidy(directory: str) -> None:
-    """Removes what interrupted saves left in a directory, and takes back what they took away."""
+    """Removes what interrupted saves of steps left, and takes back what they took away."""
     for name in sorted(os.listdir(directory)):
         path = os.path.join(directory, name)
+        if not is_step(name.partition(".")[0]):
+            continue
         if name.endswith(_OLD):
             take_back(path.removesuffix(_OLD))
             remove(path)

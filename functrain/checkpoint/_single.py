@@ -5,6 +5,8 @@ from typing import Any
 
 import jax
 
+from functrain.checkpoint._about import read_about, what
+from functrain.checkpoint._errors import CheckpointCorruptError, CheckpointMismatchError
 from functrain.checkpoint._fingerprint import of_run
 from functrain.checkpoint._leaves import (
     blank,
@@ -15,8 +17,17 @@ from functrain.checkpoint._leaves import (
     restored,
     specs,
 )
-from functrain.checkpoint._place import find, is_checkpoint, put, staged, take_back
-from functrain.checkpoint._store import read_about, read_arrays, what, write
+from functrain.checkpoint._place import (
+    alone,
+    find,
+    identity,
+    is_checkpoint,
+    local,
+    put,
+    staged,
+    take_back,
+)
+from functrain.checkpoint._store import read_arrays, write
 from functrain.checkpoint._store import specs as specs_of
 from functrain.common._types import PyTree
 
@@ -40,7 +51,7 @@ def save(path: str | os.PathLike[str], state: PyTree, *, overwrite: bool = False
     Raises:
       FileExistsError: `path` exists, and `overwrite` is False or it holds something else.
       TypeError: A leaf is no array.
-      ValueError: An array was donated, or two leaves have one path.
+      ValueError: An array was donated, two leaves have one path, or `path` is an address.
 
     Examples:
       >>> import jax, jax.numpy as jnp, tempfile
@@ -51,17 +62,18 @@ def save(path: str | os.PathLike[str], state: PyTree, *, overwrite: bool = False
       [0. 1. 2.]
     """
     leaves = on_host(by_path(state, STATE))
-    target = os.path.realpath(path)
-    if overwrite:
-        take_back(target)
-    if os.path.lexists(target) and not (overwrite and is_checkpoint(target)):
-        raise FileExistsError(
-            f"{target}: expected no such path, got {what(target)}. Choose another path"
-            + (", or remove it." if overwrite else ", or pass overwrite=True for a checkpoint.")
-        )
+    target = local(path)
     os.makedirs(os.path.dirname(target), exist_ok=True)
-    write(staged(target), leaves, {"trees": [STATE], "run": of_run(state)})
-    put(target)
+    with alone(os.path.dirname(target)):
+        if overwrite:
+            take_back(target)
+        if os.path.lexists(target) and not (overwrite and is_checkpoint(target)):
+            raise FileExistsError(
+                f"{target}: expected no such path, got {what(target)}. Choose another path"
+                + (", or remove it." if overwrite else ", or pass overwrite=True for a checkpoint.")
+            )
+        write(staged(target), leaves, {"trees": [STATE], "run": of_run(state)})
+        put(target)
 
 
 def load(path: str | os.PathLike[str], like: PyTree) -> PyTree:
@@ -101,12 +113,19 @@ def load(path: str | os.PathLike[str], like: PyTree) -> PyTree:
       >>> print(state.step, state.params["w"])
       0 [1. 1. 1.]
     """
-    target = os.path.realpath(path)
-    directory = find(target)
-    if directory is None:
-        raise FileNotFoundError(f"{target}: expected a checkpoint, got nothing. Check the path.")
-    about = read_about(directory)
-    return read_trees(directory, about, {STATE: like})[STATE]
+    target = local(path)
+    while True:
+        before = identity(target)
+        directory = find(target)
+        if directory is None:
+            raise FileNotFoundError(
+                f"{target}: expected a checkpoint, got nothing. Check the path."
+            )
+        try:
+            return read_trees(directory, read_about(directory), {STATE: like})[STATE]
+        except (CheckpointCorruptError, CheckpointMismatchError):
+            if identity(target) == before:
+                raise  # else another process has replaced it meanwhile: that one is read
 
 
 def read_trees(

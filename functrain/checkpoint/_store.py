@@ -8,21 +8,25 @@ So every leaf has a digest, and what is read is returned only if it has that dig
 CRC finds accidents, not attackers.
 """
 
-import json
 import os
-import zlib
-from collections.abc import Iterable, Mapping
+import shutil
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
-from functrain.checkpoint._errors import CheckpointCorruptError, CheckpointMismatchError
+from functrain.checkpoint._about import ARRAYS, parsed, write_about
+from functrain.checkpoint._errors import CheckpointCorruptError
 from functrain.checkpoint._leaves import Leaf, digest, path_of
 from functrain.common import _tree
 
-FORMAT = 1
-ABOUT, ARRAYS = "checkpoint.json", "arrays"
+# What Orbax stores as it is, in each of its versions; of other dtypes it gets the bytes.
+_STORED = {
+    *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
+    *("float16", "bfloat16", "float32", "float64", "complex64", "complex128"),
+}
+# How much is read at once where all of a checkpoint is, to compare digests.
+_AT_ONCE = 64 * 2**20
 
 
 def write(directory: str, leaves: Mapping[str, Leaf], about: Mapping[str, Any]) -> None:
@@ -32,58 +36,37 @@ def write(directory: str, leaves: Mapping[str, Leaf], about: Mapping[str, Any]) 
       directory: A new one.
       leaves: By name.
       about: What goes with them, as JSON has it.
-    """
-    from orbax.checkpoint import v1 as ocp
-
-    os.makedirs(directory)
-    # Orbax rejects arrays of size zero and trees without leaves; the specs say all of the former.
-    arrays = {name: leaf.array for name, leaf in leaves.items() if leaf.numpy.size}
-    ocp.save(os.path.join(directory, ARRAYS), arrays or {"(empty)": np.zeros(1)})
-    said = {name: _said(leaf) for name, leaf in leaves.items()}
-    body = {"format": FORMAT, **about, "leaves": said}
-    with open(os.path.join(directory, ABOUT), "w", encoding="utf-8") as file:
-        file.write(_text(body))
-        file.flush()
-        os.fsync(file.fileno())
-    sync_directory(directory)
-
-
-def read_about(directory: str) -> dict[str, Any]:
-    """Returns what a checkpoint says of itself.
 
     Raises:
-      CheckpointMismatchError: There is no checkpoint, or one of a newer functrain.
-      CheckpointCorruptError: There is one, which says nothing that could be read.
+      OSError: It cannot be written; nothing of it is left.
     """
-    path = os.path.join(directory, ABOUT)
-    if not os.path.isfile(path) and not os.path.isdir(os.path.join(directory, ARRAYS)):
-        raise CheckpointMismatchError(
-            f"{directory}: expected a checkpoint, got {what(directory)}. Load what functrain.save "
-            "or a functrain.Checkpointer wrote."
-        )
+    os.makedirs(directory)
     try:
-        with open(path, encoding="utf-8") as file:
-            whole = json.load(file)
-        body: dict[str, Any] = whole["checkpoint"]
-        good = whole["crc32"] == _seal(body)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointCorruptError(
-            f"{path}: expected what a checkpoint says of itself, got "
-            f"{'no such file' if isinstance(error, FileNotFoundError) else 'what cannot be read'}. "
-            "The checkpoint is damaged: take another."
+        # Orbax rejects arrays of size zero, of which the specs say all, and trees without leaves.
+        arrays = {
+            name: leaf.array if _is_stored(leaf.numpy.dtype) else _as_stored(leaf.numpy)
+            for name, leaf in leaves.items()
+            if leaf.numpy.size
+        }
+        _save_arrays(os.path.join(directory, ARRAYS), arrays or {"(empty)": np.zeros(1)})
+        write_about(directory, about, {name: _said(leaf) for name, leaf in leaves.items()})
+        sync_directory(directory)
+    except BaseException:
+        shutil.rmtree(directory, ignore_errors=True)  # a full disk needs the room
+        raise
+
+
+def _save_arrays(directory: str, arrays: Mapping[str, Any]) -> None:
+    from orbax.checkpoint import v1 as ocp
+
+    try:
+        ocp.save(directory, arrays)
+    except OSError:
+        raise
+    except Exception as error:  # tensorstore has a full disk as a ValueError
+        raise OSError(
+            f"{directory}: expected to write arrays, got {type(error).__name__}: {error}"
         ) from error
-    if not good:
-        raise CheckpointCorruptError(
-            f"{path}: its digest is not that of its text. It is damaged, or was edited: take "
-            "another checkpoint."
-        )
-    if body["format"] > FORMAT:
-        raise CheckpointMismatchError(
-            f"{directory}: expected a checkpoint of format {FORMAT} at most, got one of format "
-            f"{body['format']}, written by functrain {body.get('run', {}).get('functrain', '?')}. "
-            "Load it with that version."
-        )
-    return body
 
 
 def read_arrays(
@@ -102,7 +85,12 @@ def read_arrays(
     leaves = about["leaves"]
     wanted = {name: blank for name, blank in blanks.items() if blank.size}
     found = _read(directory, [n for n, said in leaves.items() if "crc32" in said], wanted)
-    wrong = [name for name in wanted if digest(found[name]) != leaves[name]["crc32"]]
+    wrong = [
+        name
+        for name, blank in wanted.items()
+        if (found[name].shape, found[name].dtype) != (blank.shape, blank.dtype)
+        or digest(found[name]) != leaves[name]["crc32"]
+    ]
     if wrong:
         lines = [f"{path_of(name)}: {leaves[name]['spec']}" for name in wrong]
         raise CheckpointCorruptError(
@@ -112,6 +100,29 @@ def read_arrays(
     return {name: found.get(name, blank) for name, blank in blanks.items()}
 
 
+def verify_arrays(directory: str, about: Mapping[str, Any]) -> None:
+    """Reads all leaves, some at a time, and compares their digests.
+
+    Raises:
+      CheckpointCorruptError: Names the leaves that cannot be read, or have other bytes.
+    """
+    faults, group, size = [], dict[str, np.ndarray](), 0
+    left = list(about["leaves"])
+    while left:
+        name = left.pop()
+        group.update(blanks(about, [name]))
+        size += group[name].nbytes
+        if left and size < _AT_ONCE:
+            continue
+        try:
+            read_arrays(directory, about, group)
+        except CheckpointCorruptError as error:
+            faults.append(str(error))
+        group, size = {}, 0
+    if faults:
+        raise CheckpointCorruptError("\n".join(faults))
+
+
 def _read(
     directory: str, stored: Iterable[str], blanks: Mapping[str, np.ndarray]
 ) -> Mapping[str, np.ndarray]:
@@ -119,25 +130,55 @@ def _read(
     from orbax.checkpoint import v1 as ocp
 
     def load(names: Iterable[str]) -> Mapping[str, np.ndarray]:
-        wanted = {name: blanks[name] if name in names else ocp.PLACEHOLDER for name in stored}
-        found: Mapping[str, np.ndarray] = ocp.load(os.path.join(directory, ARRAYS), wanted)
-        return found
+        known = {name: _as_stored(blanks[name]) for name in names}
+        wanted = {name: known.get(name, ocp.PLACEHOLDER) for name in stored}
+        found = ocp.load(os.path.join(directory, ARRAYS), wanted)
+        return {name: _as_it_was(found[name], blanks[name]) for name in known}
 
     if not blanks:
         return {}
     try:
         return load(blanks)
     except Exception as error:
-        lines = []
-        for name in blanks:
-            try:
-                load([name])
-            except Exception as cause:
-                lines.append(f"{path_of(name)}: {type(cause).__name__}")
+        lines = _reasons(load, list(blanks)) or [f"{type(error).__name__}: {error}"]
         raise CheckpointCorruptError(
-            f"{directory}: these leaves cannot be read:\n{_tree.bullets(lines or [str(error)])}\n"
+            f"{directory}: these leaves cannot be read:\n{_tree.bullets(lines)}\n"
             "The checkpoint is damaged: take another."
         ) from error
+
+
+def _reasons(load: Callable[[list[str]], Any], names: list[str], most: int = 12) -> list[str]:
+    """Names leaves that cannot be read, and why: parts that fail are halved, down to a leaf."""
+    lines: list[str] = []
+    parts = [names]
+    while parts and len(lines) < most:
+        part = parts.pop()
+        try:
+            load(part)
+        except Exception as error:
+            if len(part) == 1:
+                lines.append(f"{path_of(part[0])}: {type(error).__name__}")
+            else:
+                half = len(part) // 2
+                parts += [part[half:], part[:half]]
+    return lines
+
+
+def _is_stored(dtype: np.dtype[Any]) -> bool:
+    return dtype.name in _STORED and dtype.isnative
+
+
+def _as_stored(array: np.ndarray) -> np.ndarray:
+    """Returns what stands for an array in the file: itself, or its bytes in a last axis."""
+    if _is_stored(array.dtype):
+        return array
+    return np.ascontiguousarray(array).reshape(*array.shape, 1).view(np.uint8)
+
+
+def _as_it_was(stored: Any, like: np.ndarray) -> np.ndarray:
+    """Undoes `_as_stored`."""
+    found = np.asarray(stored)
+    return found if _is_stored(like.dtype) else found.view(like.dtype).reshape(like.shape)
 
 
 def specs(about: Mapping[str, Any]) -> dict[str, str]:
@@ -146,9 +187,22 @@ def specs(about: Mapping[str, Any]) -> dict[str, str]:
 
 
 def blanks(about: Mapping[str, Any], names: Iterable[str]) -> dict[str, np.ndarray]:
-    """Returns arrays like those that stand for leaves in the file, to read without a state."""
-    found = {name: about["leaves"][name] for name in names}
-    return {name: _blank(said.get("stored", said["spec"])) for name, said in found.items()}
+    """Returns arrays like those that stand for leaves in the file, to read without a state.
+
+    Raises:
+      CheckpointCorruptError: One is said to be larger than the memory.
+    """
+    found = {}
+    for name in names:
+        said = about["leaves"][name]
+        dtype, shape = parsed(said.get("stored", said["spec"]))
+        try:
+            found[name] = np.empty(shape, dtype)
+        except (MemoryError, ValueError) as error:
+            raise CheckpointCorruptError(
+                f"{path_of(name)}: expected an array that fits into memory, got {said['spec']}"
+            ) from error
+    return found
 
 
 def _said(leaf: Leaf) -> dict[str, str]:
@@ -156,30 +210,6 @@ def _said(leaf: Leaf) -> dict[str, str]:
     stored = _tree.strong_spec(leaf.numpy)
     found = {"spec": leaf.spec, **({"stored": stored} if stored != leaf.spec else {})}
     return {**found, "crc32": digest(leaf.numpy)} if leaf.numpy.size else found
-
-
-def _blank(spec: str) -> np.ndarray:
-    dtype, _, shape = spec.removesuffix("]").partition("[")
-    return np.empty([int(n) for n in shape.split(", ") if n], jnp.dtype(dtype))
-
-
-def what(path: str) -> str:
-    """Names what stands at a path, for error messages."""
-    if not os.path.lexists(path):
-        return "nothing"
-    if not os.path.isdir(path):
-        return "a file"
-    if os.path.lexists(os.path.join(path, ABOUT)):
-        return "a checkpoint"
-    steps = sorted(name for name in os.listdir(path) if is_step(name))
-    if steps:
-        return f"a directory of checkpoints, the last of which is {steps[-1]}"
-    return "something else"
-
-
-def is_step(name: str) -> bool:
-    """Whether a name is that of a step's checkpoint: twelve digits."""
-    return len(name) == 12 and name.isascii() and name.isdigit()
 
 
 def sync_directory(path: str) -> None:
@@ -191,24 +221,3 @@ def sync_directory(path: str) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def _text(body: Mapping[str, Any]) -> str:
-    """Returns a file's text, one line for each thing that is said, and for each leaf."""
-
-    def lines(found: Mapping[str, Any], indent: str) -> str:
-        each = (f"{indent}{json.dumps(n)}: {_json(x)}" for n, x in found.items())
-        return ",\n".join(each)
-
-    head = lines({name: x for name, x in body.items() if name != "leaves"}, "  ")
-    leaves = f'  "leaves": {{\n{lines(body["leaves"], "    ")}\n  }}'
-    return f'{{"checkpoint": {{\n{head},\n{leaves}\n}}, "crc32": "{_seal(body)}"}}\n'
-
-
-def _json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, allow_nan=False)
-
-
-def _seal(body: Mapping[str, Any]) -> str:
-    text = json.dumps(body, sort_keys=True, ensure_ascii=False, allow_nan=False)
-    return f"{zlib.crc32(text.encode()):08x}"

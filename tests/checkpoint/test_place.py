@@ -36,7 +36,7 @@ def kill_at(monkeypatch, moment):
 
         return act
 
-    names = types.SimpleNamespace(rename=mortal(os.rename), path=os.path)
+    names = types.SimpleNamespace(**{**vars(os), "rename": mortal(os.rename)})
     monkeypatch.setattr(_place, "os", names)
     monkeypatch.setattr(_place, "shutil", types.SimpleNamespace(rmtree=mortal(shutil.rmtree)))
 

@@ -1,0 +1,233 @@
+"""What a checkpoint says of itself: one file of JSON, sealed by a digest, that people can read.
+
+What is in the file is believed only as far as it makes sense: whoever reads it further on meets
+names, numbers and texts where they are to be, and nothing else.
+"""
+
+import json
+import math
+import os
+import re
+import stat
+import zlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+
+from functrain.checkpoint._errors import CheckpointCorruptError, CheckpointMismatchError
+from functrain.common._checks import is_whole
+
+FORMAT = 1
+ABOUT, ARRAYS = "checkpoint.json", "arrays"
+_HALVES = "surrogatepass"  # half of a surrogate pair is a text for Python
+
+
+def write_about(directory: str, about: Mapping[str, Any], leaves: Mapping[str, Any]) -> None:
+    """Writes it; its bytes are on the disk when it returns."""
+    with open(os.path.join(directory, ABOUT), "w", encoding="utf-8", errors=_HALVES) as file:
+        file.write(_text({"format": FORMAT, **about, "leaves": leaves}))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_about(directory: str) -> dict[str, Any]:
+    """Returns what a checkpoint says of itself.
+
+    Raises:
+      CheckpointMismatchError: There is no checkpoint, or one of a newer functrain.
+      CheckpointCorruptError: There is one, which says nothing that could be read, or nonsense.
+    """
+    path = os.path.join(directory, ABOUT)
+    if not is_ours(directory):
+        raise CheckpointMismatchError(
+            f"{directory}: expected a checkpoint, got {what(directory)}. Load what functrain.save "
+            "or a functrain.Checkpointer wrote."
+        )
+    _require_plain_files(directory)
+    try:
+        with open(path, encoding="utf-8", errors=_HALVES) as file:
+            whole = json.load(file)
+        body: dict[str, Any] = whole["checkpoint"]
+        good = whole["crc32"] == _seal(body)
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CheckpointCorruptError(
+            f"{path}: expected what a checkpoint says of itself, got "
+            f"{'no such file' if isinstance(error, FileNotFoundError) else 'what cannot be read'}. "
+            "The checkpoint is damaged: take another."
+        ) from error
+    if not good:
+        raise CheckpointCorruptError(
+            f"{path}: its digest is not that of its text. It is damaged, or was edited: take "
+            "another checkpoint."
+        )
+    _require_format(directory, body)
+    _require_sense(path, body)
+    return body
+
+
+def is_ours(directory: str) -> bool:
+    """Whether a directory is a checkpoint, damaged or not."""
+    about, arrays = (os.path.join(directory, name) for name in (ABOUT, ARRAYS))
+    return os.path.isdir(directory) and (os.path.lexists(about) or os.path.isdir(arrays))
+
+
+def what(path: str) -> str:
+    """Names what stands at a path, for error messages."""
+    if not os.path.lexists(path):
+        return "nothing"
+    if not os.path.isdir(path):
+        return "a file"
+    if os.path.lexists(os.path.join(path, ABOUT)):
+        return "a checkpoint"
+    steps = sorted(name for name in os.listdir(path) if is_step(name))
+    if steps:
+        return f"a directory of checkpoints, the last of which is {steps[-1]}"
+    return "something else"
+
+
+def is_step(name: str) -> bool:
+    """Whether a name is that of a step's checkpoint: twelve digits."""
+    return len(name) == 12 and name.isascii() and name.isdigit()
+
+
+def _require_plain_files(directory: str) -> None:
+    """Refuses links, which lead elsewhere, and pipes and devices, which may never end."""
+    for folder, folders, files in os.walk(directory):
+        for name in (*folders, *files):
+            path = os.path.join(folder, name)
+            try:
+                mode = os.lstat(path).st_mode
+            except FileNotFoundError:  # it is being removed
+                continue
+            if not (stat.S_ISDIR(mode) or stat.S_ISREG(mode)):
+                kind = "a symbolic link" if stat.S_ISLNK(mode) else "another thing"
+                raise CheckpointCorruptError(
+                    f"{path}: expected a file or a directory, got {kind}. Nobody who saves a "
+                    "checkpoint puts such into it: take another."
+                )
+
+
+def _require_format(directory: str, body: Any) -> None:
+    found = body.get("format") if isinstance(body, dict) else None
+    if is_whole(found, FORMAT + 1):
+        run = body.get("run")
+        version = run.get("functrain", "?") if isinstance(run, dict) else "?"
+        raise CheckpointMismatchError(
+            f"{directory}: expected a checkpoint of format {FORMAT} at most, got one of format "
+            f"{found}, written by functrain {version}. Load it with that version."
+        )
+
+
+def _require_sense(path: str, body: Any) -> None:
+    """Refuses what no functrain writes: the digest was made for other words than ours."""
+    wrong = [] if isinstance(body, dict) else ["checkpoint"]
+    if not wrong:
+        missing = [name for name in ("format", "trees", "leaves") if name not in body]
+        wrong = missing or [n for n, x in body.items() if not _SENSE.get(n, _is_anything)(x)]
+    if wrong:
+        raise CheckpointCorruptError(
+            f"{path}: expected what a checkpoint says of itself, got what makes no sense at "
+            f"{', '.join(map(repr, wrong[:3]))[:200]}. It is damaged, or was edited: take another "
+            "checkpoint."
+        )
+
+
+def _is_anything(found: Any) -> bool:
+    return True
+
+
+def _is_dict(found: Any) -> bool:
+    return isinstance(found, dict)
+
+
+def _is_position(found: Any) -> bool:
+    known = {"step", "epoch", "batch"}
+    return _is_dict(found) and found.keys() <= known and all(is_whole(n, 0) for n in found.values())
+
+
+def _is_names(found: Any) -> bool:
+    return isinstance(found, list) and all(isinstance(name, str) for name in found)
+
+
+def _is_values(found: Any) -> bool:
+    def is_number(x: Any) -> bool:
+        if isinstance(x, dict):
+            return x.keys() == {"$float"} and x["$float"] in ("nan", "inf", "-inf")
+        return isinstance(x, int | float)
+
+    return _is_dict(found) and all(map(is_number, found.values()))
+
+
+def _is_end(found: Any) -> bool:
+    if not _is_dict(found):
+        return found is None
+    return is_whole(found.get("epochs"), 0) and isinstance(found.get("stopped"), bool)
+
+
+def _are_leaves(found: Any) -> bool:
+    return _is_dict(found) and all(map(_is_leaf, found.values()))
+
+
+def _is_leaf(found: Any) -> bool:
+    texts = _is_dict(found) and all(isinstance(x, str) for x in found.values())
+    if not texts or "spec" not in found:
+        return False
+    try:
+        dtype, shape = parsed(found.get("stored", found["spec"]))
+    except (TypeError, ValueError):
+        return False
+    return not dtype.hasobject and (math.prod(shape) == 0 or "crc32" in found)
+
+
+def parsed(spec: str) -> tuple[jnp.dtype, tuple[int, ...]]:
+    """Returns the dtype and the shape that a spec names, such as ``float32[8, 3]``.
+
+    Raises:
+      ValueError: It names none.
+      TypeError: There is no such dtype.
+    """
+    found = re.fullmatch(r"([<>]?\w+)\[((?:\d+(?:, \d+)*)?)\]", spec)
+    if found is None:
+        raise ValueError(f"expected a spec such as float32[8, 3], got {spec[:100]!r}")
+    return jnp.dtype(found[1]), tuple(int(n) for n in found[2].split(", ") if n)
+
+
+_SENSE: dict[str, Callable[[Any], bool]] = {
+    "format": lambda found: is_whole(found, 1),
+    "step": lambda found: is_whole(found, 0),
+    "position": _is_position,
+    "values": _is_values,
+    "trees": _is_names,
+    "run": _is_dict,
+    "documents": _is_dict,
+    "leaves": _are_leaves,
+    "epoch_over": lambda found: isinstance(found, bool),
+    "done": _is_end,
+    "data": _is_dict,
+}
+
+
+def _text(body: Mapping[str, Any]) -> str:
+    """Returns a file's text, one line for each thing that is said, and for each leaf."""
+
+    def lines(found: Mapping[str, Any], indent: str) -> str:
+        each = (f"{indent}{_json(n)}: {_json(x)}" for n, x in found.items())
+        return ",\n".join(each)
+
+    head = lines({name: x for name, x in body.items() if name != "leaves"}, "  ")
+    leaves = f'  "leaves": {{\n{lines(body["leaves"], "    ")}\n  }}'
+    return f'{{"checkpoint": {{\n{head},\n{leaves}\n}}, "crc32": "{_seal(body)}"}}\n'
+
+
+def _json(value: Any, **how: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, default=_number, **how)
+
+
+def _number(value: Any) -> Any:
+    """What JSON has for a number of NumPy's."""
+    return value.item()
+
+
+def _seal(body: Any) -> str:
+    return f"{zlib.crc32(_json(body, sort_keys=True).encode(errors=_HALVES)):08x}"

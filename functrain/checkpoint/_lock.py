@@ -1,0 +1,96 @@
+"""A file that one writer holds: who ends, however that is, lets go of it."""
+
+import contextlib
+import os
+import weakref
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+_NO_LINK = getattr(os, "O_NOFOLLOW", 0)
+
+
+class Lock:
+    """A lock on a directory, by a file in it.
+
+    It is the open file that holds the lock: a process that is killed, and a lock that nobody
+    refers to any more, let go. A forked child has no part in it.
+
+    Args:
+      path: Of the file. It stays when the lock is let go: to remove it would let two writers in.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._close: weakref.finalize[[int], Lock] | None = None
+        self._file: tuple[int, int] | None = None
+
+    def is_held(self) -> bool:
+        """Whether it is held here, and the file is still there that others would ask."""
+        return self._close is not None and _identity(self._path) == self._file
+
+    def acquire(self) -> None:
+        """Takes the lock.
+
+        Raises:
+          RuntimeError: Somebody else holds it.
+          OSError: The file cannot be written.
+        """
+        self.release()
+        handle = os.open(self._path, os.O_RDWR | os.O_CREAT | _NO_LINK, 0o666)
+        try:
+            _take(handle, os.path.dirname(self._path))
+        except BaseException:
+            os.close(handle)
+            raise
+        self._file = _identity(handle)
+        self._close = weakref.finalize(self, os.close, handle)
+        _held.add(self)
+        with contextlib.suppress(OSError):  # on a full disk it has no name to tell
+            os.ftruncate(handle, 0)
+            os.write(handle, f"process {os.getpid()}".encode())
+
+    def release(self) -> None:
+        """Lets it go."""
+        _held.discard(self)
+        if self._close is not None:
+            self._close()
+        self._close = None
+
+
+def _take(handle: int, directory: str) -> None:
+    if fcntl is None:
+        return
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        writer = os.pread(handle, 100, 0).decode(errors="replace") or "another process"
+        if writer == f"process {os.getpid()}":
+            writer = "another Checkpointer of this process, which close() would end,"
+        raise RuntimeError(
+            f"{directory}: expected to be the only one who writes here, but {writer} does. "
+            "Wait for its end, or take another directory."
+        ) from None
+
+
+def _identity(file: int | str) -> tuple[int, int] | None:
+    try:
+        found = os.stat(file)
+    except FileNotFoundError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+_held: "weakref.WeakSet[Lock]" = weakref.WeakSet()
+
+
+def _let_go_in_a_child() -> None:
+    """Closes what a child got of its parent, whose lock would else outlive the parent in it."""
+    for lock in list(_held):
+        lock.release()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_let_go_in_a_child)

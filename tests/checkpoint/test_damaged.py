@@ -1,0 +1,180 @@
+"""Damaged bytes never come back as weights: the original does, an older step, or an error."""
+
+import contextlib
+import os
+import pathlib
+import random
+import shutil
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+
+import functrain as ft
+from functrain.checkpoint import CheckpointCorruptError
+from tests.conftest import digest
+
+
+def state_of(step: int) -> dict[str, Any]:
+    return {
+        "w": jnp.arange(600, dtype=jnp.float32).reshape(20, 30) + step,
+        "half": jnp.full((7, 5), step, jnp.bfloat16),
+        "nibbles": np.full(9, step, ml_dtypes.uint4),
+        "key": jax.random.key(step),
+        "step": np.int64(step),
+        "large": np.random.default_rng(step).standard_normal(5000),
+    }
+
+
+# Where a file cannot be read, Orbax closes an event loop before all that it had begun has ended.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+DIGESTS = {step: digest(state_of(step)) for step in (1, 2)}
+LIKE = state_of(0)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> ft.Checkpointer:
+    checkpoints = ft.Checkpointer(tmp_path_factory.mktemp("saved"))
+    for step in (1, 2):
+        documents = {"here": {"x": np.full(50, step), "n": step}}
+        checkpoints.save(state_of(step), step, values={"loss": 1 / step}, documents=documents)
+    checkpoints.close()
+    return checkpoints
+
+
+def files_of(checkpoints: ft.Checkpointer, step: int) -> list[pathlib.Path]:
+    folder = pathlib.Path(checkpoints.directory, f"{step:012d}")
+    found = sorted(path for path in folder.rglob("*") if path.is_file())
+    assert len(found) > 10
+    return found
+
+
+def flip(content: bytes, at: int, bit: int) -> bytes:
+    return content[:at] + bytes([content[at] ^ 1 << bit]) + content[at + 1 :]
+
+
+def damages_to(content: bytes, flips: int) -> Iterator[bytes | None]:
+    """Bits flipped at the ends and in between; cut off; nothing but zeros; gone."""
+    chance = random.Random(len(content))
+    places = [0, len(content) - 1, *(chance.randrange(len(content)) for _ in range(flips - 2))]
+    yield from (flip(content, at, chance.randrange(8)) for at in places)
+    yield from (content[: len(content) // 2], b"", bytes(len(content)), None)
+
+
+@contextlib.contextmanager
+def damaged(path: pathlib.Path, content: bytes | None) -> Iterator[None]:
+    before = path.read_bytes()
+    try:
+        path.unlink() if content is None else path.write_bytes(content)
+        yield
+    finally:
+        path.write_bytes(before)
+
+
+def require_never_wrong(checkpoints: ft.Checkpointer, path: pathlib.Path) -> bool:
+    """Returns whether the damage was met."""
+    folder = os.path.join(checkpoints.directory, f"{2:012d}")
+    reason = ""
+    try:
+        assert digest(ft.load(folder, LIKE)) == DIGESTS[2]
+    except CheckpointCorruptError as error:
+        reason = str(error)
+    named = [name for name in LIKE if f"  {name}: " in reason]
+    assert named or not reason or path.name in reason, reason
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        state, position, values, documents = checkpoints.restore(LIKE)
+    step = position.step
+    assert digest(state) == DIGESTS[step]
+    assert values == {"loss": 1 / step}
+    assert documents["here"]["n"] == step
+    np.testing.assert_array_equal(documents["here"]["x"], np.full(50, step))
+    assert (step == 1) == any("Passed over" in str(w.message) for w in said)
+    assert step == 2 or 2 in checkpoints.verify(2)
+    assert step == 1 or not reason
+    return step == 1
+
+
+@pytest.mark.parametrize("part", [0, 1])
+@pytest.mark.parametrize("flips", [3, pytest.param(60, marks=pytest.mark.long)])
+def test_no_damage_to_any_file_brings_a_wrong_byte(
+    saved: ft.Checkpointer, flips: int, part: int
+) -> None:
+    met = 0
+    for path in files_of(saved, 2)[part::2]:
+        content = path.read_bytes()
+        for damage in damages_to(content, flips) if content else [None]:
+            if damage != content:
+                with damaged(path, damage):
+                    met += require_never_wrong(saved, path)
+    assert met > 10
+    assert saved.verify() == {}
+
+
+def test_every_bit_of_what_a_checkpoint_says_of_itself_counts(saved: ft.Checkpointer) -> None:
+    path = pathlib.Path(saved.directory, f"{2:012d}", "checkpoint.json")
+    content = path.read_bytes()
+    for at in range(0, len(content), 23):
+        with damaged(path, flip(content, at, at % 8)):
+            found = saved.verify(2)
+            assert not found or "checkpoint.json" in found[2]
+            if not found:  # white space
+                assert digest(ft.load(path.parent, LIKE)) == DIGESTS[2]
+    with damaged(path, content.replace(b'"loss": 0.5', b'"loss": 0.4')):
+        assert "digest" in saved.verify(2)[2]
+
+
+def test_all_damaged_is_an_error_that_says_of_each_what_is_wrong(saved: ft.Checkpointer) -> None:
+    with contextlib.ExitStack() as stack:
+        for step in (1, 2):
+            stack.enter_context(damaged(files_of(saved, step)[-1], b"lorem ipsum"))
+        with pytest.raises(CheckpointCorruptError, match=r"(?s)all are damaged.*0002.*0001"):
+            saved.restore(LIKE)
+        assert sorted(saved.verify()) == [1, 2]
+
+
+TX = optax.sgd(0.1, momentum=0.9)
+DATA = np.random.default_rng(0).standard_normal((12, 4)).astype(np.float32)
+
+
+def loss_fn(params: Any, model_state: Any, batch: Any, *, rng: Any, training: bool) -> Any:
+    return jnp.mean((batch @ params["w"]) ** 2), ft.Aux(model_state)
+
+
+def fit(directory: pathlib.Path, epochs: int) -> ft.FitResult:
+    return ft.fit(
+        ft.TrainState.create(params={"w": jnp.ones((4, 3))}, tx=TX, rng=jax.random.key(0)),
+        ft.train_step(loss_fn, TX),
+        ft.ArrayLoader(DATA, batch_size=4, shuffle=True),
+        epochs=epochs,
+        checkpointer=ft.Checkpointer(directory, keep=None),
+        verbose=0,
+    )
+
+
+def test_a_fit_goes_on_from_the_last_whole_checkpoint_and_comes_to_the_same(tmp_path) -> None:
+    straight = fit(tmp_path / "straight", 3)
+    fit(tmp_path / "begun", 2)
+    files = [
+        path.relative_to(tmp_path / "begun")
+        for path in files_of(ft.Checkpointer(tmp_path / "begun"), 6)
+    ]
+    for i, name in enumerate(files):
+        folder = tmp_path / str(i)
+        shutil.copytree(tmp_path / "begun", folder)
+        content = (folder / name).read_bytes() or b"lorem"
+        (folder / name).write_bytes(flip(content, len(content) // 2, 3))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            state, history = fit(folder, 3)
+        assert digest(state) == digest(straight.state)
+        assert digest(history.steps) == digest(straight.history.steps)
+        assert ft.Checkpointer(folder).steps() == [3, 6, 9]
+        assert ft.Checkpointer(folder).verify() == {}

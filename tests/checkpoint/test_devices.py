@@ -1,0 +1,93 @@
+"""Saved on eight devices, loaded on four, three, two and one: the same bits, where they belong."""
+
+import os
+import subprocess
+import sys
+
+import jax
+import pytest
+
+import functrain as ft
+
+PROGRAM = """
+import sys, warnings, jax, jax.numpy as jnp, optax, functrain as ft
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from tests.conftest import digest
+
+directory, devices = sys.argv[1], int(sys.argv[2])
+jax.config.update("jax_num_cpu_devices", devices)
+assert jax.device_count() == devices
+mesh = jax.make_mesh((devices,), ("data",), axis_types=(AxisType.Auto,))
+tx = optax.adam(1e-3)
+
+def create(key):
+    params = {
+        "w": jax.random.normal(key, (24, 40)),
+        "half": jax.random.normal(key, (48,), jnp.bfloat16),
+        "bias": jax.random.normal(key, (5,)),
+    }
+    return ft.TrainState.create(params=params, tx=tx, rng=key)
+
+def place(x):
+    divided = x.ndim and x.shape[0] % 24 == 0
+    return NamedSharding(mesh, P("data") if divided else P())
+
+shapes = jax.eval_shape(create, jax.random.key(0))
+shardings = jax.tree.map(place, shapes)
+if devices == 8:
+    state = jax.jit(create, out_shardings=shardings)(jax.random.key(0))
+    state = state.replace(opt_state=jax.tree.map(lambda x: x + 1, state.opt_state))
+    ft.Checkpointer(directory).save(state, 7)
+    ft.save(directory + "/alone", state)
+else:
+    like = jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings
+    )
+    found = ft.Checkpointer(directory).restore(like)
+    state = found.state
+    assert digest(ft.load(directory + "/alone", like)) == digest(state)
+    assert found.position.step == 7
+assert len(state.params["w"].addressable_shards) == devices
+assert state.params["w"].addressable_shards[0].data.shape == (24 // devices, 40)
+same = jax.tree.map(lambda x, s: x.sharding.is_equivalent_to(s, x.ndim), state, shardings)
+assert jax.tree.all(same)
+print(digest(state))
+"""
+
+
+def begin(directory: object, devices: int) -> subprocess.Popen[str]:
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    return subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, str(directory), str(devices)],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def digest_in(process: subprocess.Popen[str]) -> str:
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err[-2000:]
+    return out.strip()
+
+
+def test_eight_devices_to_fewer_keep_every_bit(tmp_path) -> None:
+    expected = digest_in(begin(tmp_path, 8))
+    assert len(expected) == 64
+    loads = [begin(tmp_path, devices) for devices in (4, 3, 2, 1)]
+    assert [digest_in(load) for load in loads] == [expected] * 4
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_whole_array_may_be_divided_when_it_is_loaded_and_back(tmp_path, devices) -> None:
+    sharding = jax.sharding.NamedSharding(
+        jax.make_mesh((devices,), ("d",), axis_types=(jax.sharding.AxisType.Auto,)),
+        jax.sharding.PartitionSpec(None, "d"),
+    )
+    whole = {"x": jax.random.normal(jax.random.key(0), (3, 8))}
+    ft.save(tmp_path / "whole", whole)
+    divided = ft.load(tmp_path / "whole", jax.device_put(whole, sharding))
+    assert divided["x"].sharding.is_equivalent_to(sharding, 2)
+    ft.save(tmp_path / "divided", divided)
+    assert (ft.load(tmp_path / "divided", whole)["x"] == whole["x"]).all()

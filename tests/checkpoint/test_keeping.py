@@ -1,0 +1,162 @@
+"""What is kept: always the newest and the best; NaN is never best; a rollback is explicit."""
+
+import itertools
+import math
+import pathlib
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import functrain as ft
+
+LIKE = {"x": np.zeros(3)}
+
+
+def saved(directory: Any, losses: list[float], **how: Any) -> ft.Checkpointer:
+    checkpoints = ft.Checkpointer(directory, best="loss", **how)
+    for step, loss in enumerate(losses):
+        checkpoints.save({"x": np.full(3, step)}, step, values={"loss": loss})
+    return checkpoints
+
+
+NAN = math.nan
+HISTORIES = {
+    "with a nan": [1, NAN, 2, 3],
+    "worsening": [1, 2, 3, 4, 5],
+    "bettering": [5, 4, 3, 2, 1],
+    "nan first": [NAN, NAN, 3, 2, 4],
+    "nan alone": [NAN, NAN, NAN, NAN],
+    "equal": [2, 1, 1, 1, 1],
+    "infinite": [math.inf, 1, -math.inf, 0, 0],
+}
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+@pytest.mark.parametrize("mode", ["min", "max"])
+@pytest.mark.parametrize("name", HISTORIES)
+def test_the_newest_and_the_best_are_kept_in_this_life_and_the_next(
+    tmp_path, name, mode, keep
+) -> None:
+    losses = [float(x) for x in HISTORIES[name]]
+    for n in range(1, len(losses) + 1):
+        with saved(tmp_path / str(n), losses[: n - 1], mode=mode, keep=keep):
+            pass
+        with ft.Checkpointer(tmp_path / str(n), best="loss", mode=mode, keep=keep) as checkpoints:
+            checkpoints.save({"x": np.full(3, n - 1)}, n - 1, values={"loss": losses[n - 1]})
+            known = {i: x for i, x in enumerate(losses[:n]) if not math.isnan(x)}
+            choose = min if mode == "min" else max
+            best = choose(known, key=known.__getitem__) if known else None
+            newest = list(range(n))[-keep:]
+            assert checkpoints.best() == best
+            assert checkpoints.steps() == sorted({*newest, *({best} - {None})})
+            for step in checkpoints.steps():
+                assert np.all(
+                    checkpoints.restore(LIKE | {"x": np.zeros(3, int)}, step).state["x"] == step
+                )
+
+
+def test_a_value_that_only_equals_the_best_or_is_nan_is_no_improvement(tmp_path) -> None:
+    checkpoints = ft.Checkpointer(tmp_path, best="loss")
+    assert not checkpoints.is_improved({"loss": NAN})
+    assert checkpoints.is_improved({"loss": 2.0})
+    checkpoints.save(LIKE, 1, values={"loss": 2.0})
+    assert not checkpoints.is_improved({"loss": 2.0})
+    assert not checkpoints.is_improved({"loss": NAN})
+    assert not checkpoints.is_improved({"other": 0.0})
+    assert checkpoints.is_improved({"loss": 1.0})
+    checkpoints.close()
+
+
+def test_values_may_be_arrays_of_one_number(tmp_path) -> None:
+    with ft.Checkpointer(tmp_path, best="loss") as checkpoints:
+        checkpoints.save(LIKE, np.int64(1), values={"loss": jnp.float32(0.5), "n": np.int32(3)})
+        assert checkpoints.restore(LIKE).values == {"loss": 0.5, "n": 3.0}
+        assert checkpoints.best() == 1
+
+
+def test_documents_with_arrays_of_like_names_and_any_name_come_back(tmp_path) -> None:
+    one, two = np.ones(2), np.full(3, 2)
+    documents = {
+        "state": {"x": one},
+        "a/b": {"x": two, "x/y": one, "": two},
+        "hook": {"a/b": one, "a": {"b": two}, "numbers": {1: one, "1": two, (1, "2"): one}},
+        "text": ["\ud800", "\0", "é", 2**70, -0.0, math.inf, b"\xff", None, True, (1, [2])],
+    }
+    with ft.Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save({"x": np.zeros(5)}, 1, documents=documents)
+        found = checkpoints.restore({"x": np.ones(5)})
+        assert np.all(found.state["x"] == 0)
+        np.testing.assert_equal(found.documents, documents)
+        assert checkpoints.verify() == {}
+
+
+def test_an_earlier_step_is_refused_until_a_rollback_says_so(tmp_path) -> None:
+    checkpoints = saved(tmp_path, [3.0, 2.0, 1.0, 4.0], keep=None)
+    with pytest.raises(ValueError, match=r"a step after 3.*got 1.*rollback\(1\)"):
+        checkpoints.save(LIKE, 1)
+    assert checkpoints.steps() == [0, 1, 2, 3]
+    with pytest.raises(FileNotFoundError, match=r"expected a checkpoint of step 9, got .*\[0, 1"):
+        checkpoints.rollback(9)
+    checkpoints.rollback(1)
+    assert (checkpoints.steps(), checkpoints.latest(), checkpoints.best()) == ([0, 1], 1, 1)
+    checkpoints.save(LIKE, 2, values={"loss": 5.0})
+    assert checkpoints.restore(LIKE).values == {"loss": 5.0}
+    assert checkpoints.best() == 1
+    checkpoints.close()
+
+
+def test_a_rollback_to_a_damaged_checkpoint_removes_nothing(tmp_path) -> None:
+    checkpoints = saved(tmp_path, [3.0, 2.0, 1.0], keep=None)
+    for path in pathlib.Path(tmp_path, f"{1:012d}").rglob("*"):
+        if path.is_file() and path.name != "checkpoint.json":
+            path.write_bytes(b"")
+    with pytest.raises(ft.CheckpointCorruptError):
+        checkpoints.rollback(1)
+    assert checkpoints.steps() == [0, 1, 2]
+    checkpoints.close()
+
+
+def test_a_step_that_is_saved_again_is_replaced(tmp_path) -> None:
+    with ft.Checkpointer(tmp_path, best="loss") as checkpoints:
+        for version, loss in enumerate([1.0, NAN, 2.0]):
+            checkpoints.save({"x": np.full(3, version)}, 5, values={"loss": loss})
+            assert checkpoints.best() == (None if math.isnan(loss) else 5)
+        found = checkpoints.restore({"x": np.zeros(3, int)})
+        assert (checkpoints.steps(), found.values) == ([5], {"loss": 2.0})
+        assert np.all(found.state["x"] == 2)
+
+
+def test_a_damaged_checkpoint_is_never_the_best(tmp_path) -> None:
+    checkpoints = saved(tmp_path, [3.0, 1.0, 2.0], keep=None)
+    checkpoints.close()
+    pathlib.Path(tmp_path, f"{1:012d}", "checkpoint.json").write_text("{}")
+    again = ft.Checkpointer(tmp_path, best="loss", keep=None)
+    assert again.best() == 2
+    assert again.steps() == [0, 1, 2]
+    assert list(again.verify()) == [1]
+
+
+def test_a_leaf_of_another_kind_is_named_before_anything_is_loaded(tmp_path) -> None:
+    with ft.Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save({"a": {"x": jnp.ones(3)}, "b": jnp.ones((), jnp.int32)}, 1)
+        wrong = {
+            r"a/x: saved float32\[3\], expected float32\[4\]": {
+                "a": {"x": jnp.ones(4)},
+                "b": jnp.int32(0),
+            },
+            r"a/x: saved float32\[3\], expected bfloat16\[3\]": {
+                "a": {"x": jnp.ones(3, jnp.bfloat16)},
+                "b": jnp.int32(0),
+            },
+            r"b: not expected \(saved int32\[\]\)": {"a": {"x": jnp.ones(3)}},
+            r"c: not in the checkpoint \(expected float32\[2\]\)": {
+                "a": {"x": jnp.ones(3)},
+                "b": jnp.int32(0),
+                "c": jnp.ones(2),
+            },
+        }
+        for (message, like), step in itertools.product(wrong.items(), (None, 1)):
+            with pytest.raises(ft.CheckpointMismatchError, match=message):
+                checkpoints.restore(like, step)

@@ -1,0 +1,284 @@
+"""One writer to a directory; what others put there is neither overwritten nor followed."""
+
+import gc
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import warnings
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import functrain as ft
+
+LIKE = {"x": np.zeros(3)}
+
+
+def fill(directory: Any, *steps: int) -> None:
+    with ft.Checkpointer(directory, keep=None) as checkpoints:
+        for step in steps:
+            checkpoints.save({"x": np.full(3, float(step))}, step)
+
+
+WRITER = """
+import sys, numpy as np, functrain as ft
+checkpoints = ft.Checkpointer(sys.argv[1])
+checkpoints.save({"x": np.ones(3)}, 1)
+print("writes", flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_a_second_process_that_writes_is_refused_and_one_that_reads_is_not(tmp_path) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", WRITER, tmp_path],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "writes\n"
+        mine = ft.Checkpointer(tmp_path)
+        assert mine.restore(LIKE).position.step == 1
+        assert mine.verify() == {}
+        refused = rf"only one who writes here, but process {other.pid} does"
+        with pytest.raises(RuntimeError, match=refused):
+            mine.save(LIKE, 2)
+        with pytest.raises(RuntimeError, match=refused):
+            mine.rollback(1)
+        with pytest.raises(RuntimeError, match=refused):
+            ft.fit(jnp.zeros(()), lambda s, b: (s, {}), [np.ones(2)], checkpointer=mine, verbose=0)
+        other.kill()
+    mine.save(LIKE, 2)
+    assert mine.steps() == [1, 2]
+    mine.close()
+
+
+def test_a_second_one_in_the_same_process_is_refused_until_the_first_is_closed_or_gone(
+    tmp_path,
+) -> None:
+    first, second = ft.Checkpointer(tmp_path), ft.Checkpointer(tmp_path)
+    first.save(LIKE, 1)
+    with pytest.raises(RuntimeError, match=r"another Checkpointer of this process.*close\(\)"):
+        second.save(LIKE, 2)
+    first.close()
+    second.save(LIKE, 2)
+    with pytest.raises(RuntimeError, match="only one who writes here"):
+        first.save(LIKE, 3)
+    del second
+    gc.collect()
+    first.save(LIKE, 3)
+    assert first.steps() == [1, 2, 3]
+    first.close()
+
+
+def test_it_may_be_used_again_after_it_was_closed(tmp_path) -> None:
+    checkpoints = ft.Checkpointer(tmp_path)
+    for step in range(3):
+        checkpoints.save(LIKE, step)
+        checkpoints.close()
+        checkpoints.close()
+        assert checkpoints.restore(LIKE).position.step == step
+
+
+def test_a_forked_child_does_not_hold_the_lock_of_its_parent(tmp_path) -> None:
+    program = f"""
+import os, signal, sys, time, warnings, numpy as np
+warnings.simplefilter("ignore")
+import functrain as ft
+checkpoints = ft.Checkpointer({str(tmp_path)!r})
+checkpoints.save({{"x": np.zeros(3)}}, 1)
+if (child := os.fork()) == 0:
+    os.close(1)
+    time.sleep(100)
+print(child, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    done = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, check=False)
+    child = int(done.stdout)
+    try:
+        fill(tmp_path, 2)
+        assert ft.Checkpointer(tmp_path).steps() == [1, 2]
+    finally:
+        os.kill(child, 9)
+
+
+@pytest.mark.parametrize("kind", ["link", "dangling", "file", "other"])
+def test_what_stands_under_the_name_of_a_step_is_neither_followed_nor_overwritten(
+    tmp_path, kind
+) -> None:
+    fill(tmp_path / "elsewhere", 7)
+    fill(tmp_path / "here", 1)
+    target, place = tmp_path / "elsewhere" / f"{7:012d}", tmp_path / "here" / f"{2:012d}"
+    if kind in ("link", "dangling"):
+        place.symlink_to(target if kind == "link" else tmp_path / "nowhere")
+    elif kind == "file":
+        place.write_text("mine")
+    else:
+        place.mkdir()
+        (place / "notes").write_text("mine")
+    before = sorted(map(str, tmp_path.rglob("*")))
+    checkpoints = ft.Checkpointer(tmp_path / "here", keep=1)
+    assert checkpoints.steps() == [1]
+    assert checkpoints.restore(LIKE).position.step == 1
+    with pytest.raises(FileExistsError, match=rf"{place.name}: expected .*, got a .*Move it away"):
+        checkpoints.save(LIKE, 2)
+    after = sorted(str(path) for path in tmp_path.rglob("*"))
+    assert after == before
+    os.rename(place, tmp_path / "away")
+    checkpoints.save(LIKE, 2)
+    assert checkpoints.steps() == [2]
+    checkpoints.close()
+
+
+def test_a_directory_that_others_use_too_keeps_what_is_theirs(tmp_path) -> None:
+    names = ["data.csv", "12", "0000000001", "model.functrain-new", "run.functrain-old", ".lock"]
+    for name in names:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "theirs").write_text(name)
+    ft.save(tmp_path / "alone.functrain-old", LIKE)
+    fill(tmp_path, 1, 2, 3)
+    for name in names:
+        assert (tmp_path / name / "theirs").read_text() == name
+    assert ft.load(tmp_path / "alone.functrain-old", LIKE)
+    assert ft.Checkpointer(tmp_path).steps() == [1, 2, 3]
+
+
+def test_a_link_in_place_of_the_lock_is_not_written_through(tmp_path) -> None:
+    (tmp_path / "precious").write_text("mine")
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / ".functrain-lock").symlink_to(tmp_path / "precious")
+    with pytest.raises(OSError, match="functrain-lock"):
+        ft.Checkpointer(tmp_path / "d").save(LIKE, 1)
+    assert (tmp_path / "precious").read_text() == "mine"
+
+
+def test_a_file_in_the_way_is_refused_at_once(tmp_path) -> None:
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(FileExistsError, match=r"expected a directory for checkpoints, got a file"):
+        ft.Checkpointer(tmp_path / "file")
+    with pytest.raises(OSError, match="file"):
+        ft.Checkpointer(tmp_path / "file" / "below").save(LIKE, 1)
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_an_address_is_refused(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for use in (
+        ft.Checkpointer,
+        lambda path: ft.save(path, LIKE),
+        lambda path: ft.load(path, LIKE),
+    ):
+        with pytest.raises(ValueError, match=r"gs://bucket/run: expected a path of this machine"):
+            use("gs://bucket/run")
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_relative_path_stays_where_it_was_when_the_process_goes_elsewhere(
+    tmp_path, monkeypatch
+) -> None:
+    (tmp_path / "away").mkdir()
+    monkeypatch.chdir(tmp_path)
+    checkpoints = ft.Checkpointer("runs/first")
+    checkpoints.save(LIKE, 1)
+    monkeypatch.chdir(tmp_path / "away")
+    checkpoints.save(LIKE, 2)
+    assert checkpoints.restore(LIKE).position.step == 2
+    assert ft.Checkpointer(tmp_path / "runs" / "first").steps() == [1, 2]
+    checkpoints.close()
+
+
+def test_a_directory_that_is_removed_meanwhile_is_made_again_with_a_lock(tmp_path) -> None:
+    checkpoints = ft.Checkpointer(tmp_path / "d")
+    checkpoints.save(LIKE, 1)
+    shutil.rmtree(tmp_path / "d")
+    assert checkpoints.steps() == []
+    checkpoints.save(LIKE, 2)
+    assert checkpoints.steps() == [2]
+    with pytest.raises(RuntimeError, match="only one who writes here"):
+        ft.Checkpointer(tmp_path / "d").save(LIKE, 3)
+    checkpoints.close()
+
+
+def test_a_directory_behind_a_link_is_the_same_directory(tmp_path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "runs").symlink_to(tmp_path / "disk")
+    first = ft.Checkpointer(tmp_path / "runs")
+    first.save(LIKE, 1)
+    with pytest.raises(RuntimeError, match="only one who writes here"):
+        ft.Checkpointer(tmp_path / "disk").save(LIKE, 2)
+    first.close()
+    assert (tmp_path / "runs").is_symlink()
+    assert ft.Checkpointer(tmp_path / "disk").steps() == [1]
+
+
+SAVER = """
+import sys, numpy as np, functrain as ft
+path, number = sys.argv[1], int(sys.argv[2])
+print("ready", flush=True)
+sys.stdin.readline()
+for _ in range(25):
+    ft.save(path, {"x": np.full(20_000, number), "y": np.full(3, number)}, overwrite=True)
+"""
+
+
+def test_two_processes_that_save_to_one_path_leave_a_whole_one_and_readers_never_fail(
+    tmp_path,
+) -> None:
+    like = {"x": np.zeros(20_000, int), "y": np.zeros(3, int)}
+    path = tmp_path / "c"
+    ft.save(path, like)
+    savers = [
+        subprocess.Popen(
+            [sys.executable, "-c", SAVER, path, str(number)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for number in (1, 2)
+    ]
+    for saver in savers:
+        assert saver.stdout is not None
+        assert saver.stdout.readline() == "ready\n"
+    for saver in savers:
+        assert saver.stdin is not None
+        print(file=saver.stdin, flush=True)
+    reads = 0
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*a save was interrupted")
+        while any(saver.poll() is None for saver in savers):
+            found = ft.load(path, like)
+            assert {*np.unique(found["x"]), *np.unique(found["y"])} in ({0}, {1}, {2})
+            reads += 1
+    for saver in savers:
+        assert saver.communicate()[1] == ""
+        assert saver.returncode == 0
+    assert reads > 5
+    assert ft.load(path, like)["y"][0] in (1, 2)
+    assert os.listdir(tmp_path) == ["c"]
+
+
+def test_a_process_that_reads_is_not_disturbed_by_retention(tmp_path) -> None:
+    program = f"""
+import sys, numpy as np, functrain as ft
+checkpoints = ft.Checkpointer({str(tmp_path)!r}, keep=1)
+for step in range(1, 80):
+    checkpoints.save({{"x": np.full(20_000, step)}}, step)
+"""
+    like = {"x": np.zeros(20_000, int)}
+    with subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE) as writer:
+        checkpoints, seen = ft.Checkpointer(tmp_path), []
+        while writer.poll() is None:
+            if checkpoints.steps():
+                state, position, *_ = checkpoints.restore(like)
+                assert np.all(state["x"] == position.step)
+                seen.append(position.step)
+        assert writer.communicate()[1] == b""
+    assert seen == sorted(seen)
+    assert len(set(seen)) > 5
+    assert pathlib.Path(tmp_path, f"{79:012d}").is_dir()
