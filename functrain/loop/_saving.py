@@ -94,15 +94,17 @@ class Saving:
             return {"final" if over else "state": state, **in_midst}
 
         restored, trees, about = checkpointer.read(likes)
+        position, finished = restored.position, _is_finished(about, epochs)
+        if about["epoch_over"] and not finished:
+            position = Position(position.step, position.epoch + 1)
+        if not finished:
+            data = restored.documents["data"]
+            self._require_same_data(self._source.restore(data, position.epoch, position.batch))
         checkpointer.set_aside_after(restored.position.step)
         self._say_what_differs(about, state)
         for name, part in self._parts.items():
             if name in restored.documents:
                 part.restore(restored.documents[name])
-        position, finished = restored.position, _is_finished(about, epochs)
-        if about["epoch_over"] and not finished:
-            position = Position(position.step, position.epoch + 1)
-        self._source.restore(restored.documents.get("data"), position.batch)
         return Resumed(
             trees.get("final", trees.get("state")),
             trees.get("metrics"),
@@ -183,17 +185,21 @@ class Saving:
                 "directory."
             )
         saved, now = about["data"], self._source.fingerprint()
-        lines = [
-            f"{n}: saved {saved.get(n)}, expected {now.get(n)}"
-            for n in {**saved, **now}
-            if saved.get(n) != now.get(n)
-        ]
-        if lines:
+        self._require_same_data(
+            [
+                f"{n}: saved {saved.get(n)}, expected {now.get(n)}"
+                for n in {**saved, **now}
+                if saved.get(n) != now.get(n)
+            ]
+        )
+
+    def _require_same_data(self, differences: list[str]) -> None:
+        if differences:
             raise CheckpointMismatchError(
-                f"{where}: the data are not those of the run that was saved:\n"
-                f"{_tree.bullets(lines)}\nNothing was loaded. To go on with other data, restore "
-                "the state with Checkpointer.restore and begin a run of its own: another "
-                "directory, start=."
+                f"{self._checkpointer.directory}: the data are not those of the run that was "
+                f"saved:\n{_tree.bullets(differences)}\nNothing was loaded. To go on with other "
+                "data, restore the state with Checkpointer.restore, and begin a run of its own: "
+                "start=, and a checkpointer with another directory."
             )
 
     def _say_what_differs(self, about: dict[str, Any], state: PyTree) -> None:
