@@ -16,6 +16,17 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 _LOCK, _DAMAGED = ".lock", "damaged-"
+_held: set[IO[str]] = set()
+
+
+def _let_go() -> None:
+    """Closes the locks in a child: a loader's worker would keep them after this process."""
+    while _held:
+        _held.pop().close()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_let_go)
 
 
 class Directory:
@@ -88,6 +99,7 @@ class Directory:
         file.write(f"process {os.getpid()}")
         file.flush()
         self._lock = file
+        _held.add(file)
         self._require_steps()
         tidy(self.path)
 
@@ -105,6 +117,7 @@ class Directory:
     def release(self) -> None:
         """Lets others write."""
         if self._lock is not None:
+            _held.discard(self._lock)
             self._lock.close()
             self._lock = None
 
