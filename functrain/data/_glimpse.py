@@ -29,24 +29,29 @@ def glimpse(batch: PyTree) -> Glimpse:
     }
 
 
-def other_specs(saved: Glimpse, now: Glimpse) -> list[str]:
-    """Says where two batches have other leaves, dtypes or shapes."""
-    return [
-        f"{path} of a batch: saved {_spec(saved, path)}, expected {_spec(now, path)}"
-        for path in {**saved, **now}
-        if _spec(saved, path) != _spec(now, path)
-    ]
-
-
-def other_numbers(saved: Glimpse, now: Glimpse) -> list[str]:
-    """Says where two batches of the same specs hold other numbers.
+def compared(saved: Glimpse, now: Glimpse, which: str, *, numbers: bool = True) -> list[str]:
+    """Says where two batches differ: in a spec, else in their numbers.
 
     Another machine may round otherwise what a loader computes: a hundredth of how far the numbers
     are apart is no difference.
+
+    Args:
+      saved: A batch as it was.
+      now: As it is.
+      which: Which batch of the data, for messages.
+      numbers: Whether to look at the numbers, too.
     """
+    paths = {**saved, **now}
+    found = [
+        f"{path} of the {which} batch: saved {_spec(saved, path)}, expected {_spec(now, path)}"
+        for path in paths
+        if _spec(saved, path) != _spec(now, path)
+    ]
+    if found or not numbers:
+        return found
     return [
-        f"{path} of the first batch: saved {_few(saved, path)}, expected {_few(now, path)}"
-        for path in saved
+        f"{path} of the {which} batch: saved {_few(saved, path)}, expected {_few(now, path)}"
+        for path in paths
         if not _near(saved[path]["numbers"], now[path]["numbers"])
     ]
 

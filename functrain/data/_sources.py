@@ -1,5 +1,6 @@
 """Where batches come from: passes over any data."""
 
+import contextlib
 import inspect
 import warnings
 from collections.abc import Iterable, Iterator
@@ -10,7 +11,7 @@ import numpy as np
 
 from functrain.common import _tree
 from functrain.common._types import PyTree
-from functrain.data._glimpse import Glimpse, other_numbers, other_specs
+from functrain.data._glimpse import Glimpse, compared, glimpse
 from functrain.data._loader import ArrayLoader
 from functrain.data._resuming import Mark, Place
 from functrain.data._stacks import Spec, Stack, filled
@@ -74,6 +75,7 @@ class Source:
         self.name = name
         self._place: Place | None = None
         self._pass: Pass | None = None
+        self._last: Glimpse | None = None  # of the last batch, where any can be asked for
         self._begun: StreamPass | None = None
         self._first: Made | None = None  # of the run's batches, if it was fetched once more
         self._mark: Mark | None = None  # where the next pass begins
@@ -141,7 +143,11 @@ class Source:
 
     def watch(self) -> None:
         """Has the data asked where they are from now on, for `state`."""
-        self._place = None if self.can_seek else Place(self.data)
+        if not self.can_seek:
+            self._place = Place(self.data)
+            # grain's infinite ones have a length, too, and may have no batch there.
+            with contextlib.suppress(Exception):
+                self._last = glimpse(Made.of(self.data[len(self.data) - 1]).batch)
 
     def state(self, over: bool) -> dict[str, Any] | None:
         """Returns where the data are, if that has to be noted; None where it is arithmetic.
@@ -151,7 +157,8 @@ class Source:
         """
         if not isinstance(self._pass, StreamPass) or self._place is None:
             return None
-        return {"mark": self._pass.mark(over), "first": self._place.first}
+        mark = self._pass.mark(over)
+        return {"mark": mark, "first": self._place.first, "last": self._last}
 
     def restore(self, state: dict[str, Any] | None, epoch: int, batch: int) -> list[str]:
         """Has the next pass go on where `state` was returned.
@@ -166,7 +173,9 @@ class Source:
         """
         if state is None or self._place is None:
             return []
-        self._mark, first = state["mark"], state["first"]
+        self._mark, first, last = state["mark"], state["first"], state["last"]
+        if last and self._last and (found := compared(last, self._last, "last")):
+            return found
         self._place.first = first
         if first["state"] is None:
             return self._replay(first["batch"], epoch, batch)
@@ -182,9 +191,7 @@ class Source:
         if now is None:
             return ["batches: saved some, expected none"]
         self._first = Made.of(begun.peek())
-        if found := other_specs(saved, now):
-            return found
-        found = other_numbers(saved, now)
+        found = compared(saved, now, "first")
         if found and now != self._seen(self._stream(0, 0, mark)):
             warnings.warn(
                 f"{self.name}: a {type(self.data).__name__} gives other numbers each time, from "
@@ -209,7 +216,7 @@ class Source:
         now = self._seen(self._begun)
         if now is None:  # the pass had ended: there is nothing to fetch
             return []
-        return other_specs(saved, now) or (other_numbers(saved, now) if is_list else [])
+        return compared(saved, now, "first", numbers=is_list)
 
     def _seen(self, begun: StreamPass) -> Glimpse | None:
         """Fetches a first batch, and returns a glimpse of the first that was fetched."""
