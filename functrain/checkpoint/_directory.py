@@ -20,7 +20,7 @@ _held: set[IO[str]] = set()
 
 
 def _let_go() -> None:
-    """Closes the locks in a child: a loader's worker would keep them after this process."""
+    """Closes the locks in a child: a loader's worker may live on after this process is killed."""
     while _held:
         _held.pop().close()
 
@@ -118,6 +118,8 @@ class Directory:
         """Lets others write."""
         if self._lock is not None:
             _held.discard(self._lock)
+            if fcntl is not None:  # a child may not have let go yet
+                fcntl.flock(self._lock, fcntl.LOCK_UN)
             self._lock.close()
             self._lock = None
 
