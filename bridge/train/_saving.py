@@ -89,7 +89,7 @@ class KerasSaving:
             if name in memory:
                 _restore(callback, memory[name])
         self._resumed = None
-        keras_private.go_to(self.source, self.data["place"])
+        keras_private.go_to(self.source, self.data.get("place", {"fetched": 0}))
         if not self.position.batch:
             put_randomness(self.others["randomness"])
             return None
@@ -225,8 +225,9 @@ class _Data:
     def state(self, over: bool) -> dict[str, Any]:
         return self._owner.data_state(over)
 
-    def restore(self, state: dict[str, Any], batch: int) -> None:
+    def restore(self, state: dict[str, Any], epoch: int, batch: int) -> list[str]:
         self._owner.data = state
+        return []
 
 
 class _Others:

@@ -6,10 +6,11 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from functrain.checkpoint._about import read_about
 from functrain.checkpoint._leaves import path_of
 from functrain.checkpoint._listing import WIDTH, table
 from functrain.checkpoint._single import STATE
-from functrain.checkpoint._store import blanks, read_about, read_arrays
+from functrain.checkpoint._store import blanks, read_arrays
 from functrain.common import _repr
 
 

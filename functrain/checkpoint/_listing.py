@@ -6,10 +6,11 @@ from typing import Any
 
 from rich.table import Table
 
+from functrain.checkpoint._about import read_about
 from functrain.checkpoint._directory import Directory, best_of
 from functrain.checkpoint._documents import decode
 from functrain.checkpoint._errors import CheckpointCorruptError
-from functrain.checkpoint._store import read_about, specs
+from functrain.checkpoint._store import specs
 from functrain.common import _direction, _repr, _table
 
 WIDTH = 80

@@ -52,10 +52,13 @@ class Lock:
             os.ftruncate(handle, 0)
             os.write(handle, f"process {os.getpid()}".encode())
 
-    def release(self) -> None:
-        """Lets it go."""
+    def release(self, *, for_all: bool = True) -> None:
+        """Lets it go; a child that only closes what it got leaves it to its parent."""
         _held.discard(self)
         if self._close is not None:
+            found = self._close.peek()
+            if for_all and fcntl is not None and found is not None:
+                fcntl.flock(found[2][0], fcntl.LOCK_UN)  # a child may not have let go yet
             self._close()
         self._close = None
 
@@ -89,7 +92,7 @@ _held: "weakref.WeakSet[Lock]" = weakref.WeakSet()
 def _let_go_in_a_child() -> None:
     """Closes what a child got of its parent, whose lock would else outlive the parent in it."""
     for lock in list(_held):
-        lock.release()
+        lock.release(for_all=False)
 
 
 if hasattr(os, "register_at_fork"):

@@ -4,7 +4,8 @@ Files:
   _loader: ArrayLoader, batches of arrays in memory
   _sources: passes over any data
   _stream: a pass over an iterator of batches
-  _resuming: where an iterator is, if it says so itself
+  _resuming: where a pass is, to be saved and sought again
+  _glimpse: a batch in a few words and numbers
   _stacks: batches alike, stacked, as every pass hands them out
   _batch: inputs, labels and weights of a batch, and how many examples
   _arrays: which arrays jax can take

@@ -1,5 +1,6 @@
 """Where batches come from: passes over any data."""
 
+import contextlib
 import inspect
 import warnings
 from collections.abc import Iterable, Iterator
@@ -10,10 +11,11 @@ import numpy as np
 
 from functrain.common import _tree
 from functrain.common._types import PyTree
+from functrain.data._glimpse import Glimpse, compared, glimpse
 from functrain.data._loader import ArrayLoader
-from functrain.data._resuming import Place
+from functrain.data._resuming import Mark, Place
 from functrain.data._stacks import Spec, Stack, filled
-from functrain.data._stream import StreamPass, stream
+from functrain.data._stream import Made, StreamPass, stream
 
 
 class ArrayPass:
@@ -73,7 +75,10 @@ class Source:
         self.name = name
         self._place: Place | None = None
         self._pass: Pass | None = None
-        self._saved: dict[str, Any] | None = None
+        self._last: Glimpse | None = None  # of the last batch, where any can be asked for
+        self._begun: StreamPass | None = None
+        self._first: Made | None = None  # of the run's batches, if it was fetched once more
+        self._mark: Mark | None = None  # where the next pass begins
 
     @property
     def is_iterator(self) -> bool:
@@ -121,9 +126,12 @@ class Source:
         """Begins a pass, at the given batch of it; those before it are left out."""
         if self.can_seek:
             return ArrayPass(self.data, epoch, batch)
-        saved, self._saved = self._saved, None
-        self._pass = stream(self.data, self.name, epoch, batch, self._place, saved)
+        begun, mark, self._begun, self._mark = self._begun, self._mark, None, None
+        self._pass = begun or self._stream(epoch, batch, mark)
         return self._pass
+
+    def _stream(self, epoch: int, batch: int, mark: Mark | None) -> StreamPass:
+        return stream(self.data, self.name, epoch, batch, self._place, mark, self._first)
 
     def fingerprint(self) -> dict[str, Any]:
         """Returns what tells these data from others, as far as they say."""
@@ -135,36 +143,85 @@ class Source:
 
     def watch(self) -> None:
         """Has the data asked where they are from now on, for `state`."""
-        self._place = None if self.can_seek else Place(self.data)
+        if not self.can_seek:
+            self._place = Place(self.data)
+            # grain's infinite ones have a length, too, and may have no batch there.
+            with contextlib.suppress(Exception):
+                self._last = glimpse(Made.of(self.data[len(self.data) - 1]).batch)
 
     def state(self, over: bool) -> dict[str, Any] | None:
-        """Returns where the data are, if they have to be asked; None where that is known.
+        """Returns where the data are, if that has to be noted; None where it is arithmetic.
 
         Args:
           over: Whether the pass is over.
         """
-        return self._pass.state(over) if isinstance(self._pass, StreamPass) else None
+        if not isinstance(self._pass, StreamPass) or self._place is None:
+            return None
+        mark = self._pass.mark(over)
+        return {"mark": mark, "first": self._place.first, "last": self._last}
 
-    def restore(self, state: dict[str, Any] | None, batch: int) -> None:
+    def restore(self, state: dict[str, Any] | None, epoch: int, batch: int) -> list[str]:
         """Has the next pass go on where `state` was returned.
 
         Args:
           state: What it returned.
-          batch: Number of the batch the pass will begin at.
+          epoch: Number of the epoch of that pass.
+          batch: Number of the batch it will begin at.
+
+        Returns:
+          How the data differ from those of that run; nothing where they are the same.
         """
-        self._saved = state
-        if (
-            state is None
-            and batch
-            and not self.can_seek
-            and not isinstance(self.data, list | tuple)
-        ):
+        if state is None or self._place is None:
+            return []
+        self._mark, first, last = state["mark"], state["first"], state["last"]
+        if last and self._last and (found := compared(last, self._last, "last")):
+            return found
+        self._place.first = first
+        if first["state"] is None:
+            return self._replay(first["batch"], epoch, batch)
+        return self._look(first["batch"], {"state": first["state"], "batch": 0, "ended": False})
+
+    def _look(self, saved: Glimpse, mark: Mark) -> list[str]:
+        """Compares the first batch of the run with the one that comes now from the same state."""
+        try:
+            begun = self._stream(0, 0, mark)
+        except Exception as error:
+            return [f"the state that was saved is not taken: {type(error).__name__}: {error}"]
+        now = self._seen(begun)
+        if now is None:
+            return ["batches: saved some, expected none"]
+        self._first = Made.of(begun.peek())
+        found = compared(saved, now, "first")
+        if found and now != self._seen(self._stream(0, 0, mark)):
+            warnings.warn(
+                f"{self.name}: a {type(self.data).__name__} gives other numbers each time, from "
+                "the same state too: something in it draws random numbers that are no part of "
+                "its state. The run goes on, but not to the bit.",
+                stacklevel=2,
+            )
+            return []
+        return found
+
+    def _replay(self, saved: Glimpse, epoch: int, batch: int) -> list[str]:
+        """Begins the pass now, and compares the first of the batches that are fetched again."""
+        is_list = isinstance(self.data, list | tuple)
+        if batch and not is_list and self._mark and not self._mark["ended"]:
             warnings.warn(
                 f"{self.name}: a {type(self.data).__name__} does not say where it is. Its first "
                 f"{batch} batches are fetched again and left out; those after them are the same "
                 "only if it gives the same batches each time.",
                 stacklevel=2,
             )
+        self._begun = self._stream(epoch, batch, self._mark)
+        now = self._seen(self._begun)
+        if now is None:  # the pass had ended: there is nothing to fetch
+            return []
+        return compared(saved, now, "first", numbers=is_list)
+
+    def _seen(self, begun: StreamPass) -> Glimpse | None:
+        """Fetches a first batch, and returns a glimpse of the first that was fetched."""
+        begun.spec()
+        return None if self._place is None else self._place.seen
 
 
 def _specs_of(loader: ArrayLoader, examples: int) -> PyTree:

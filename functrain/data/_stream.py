@@ -13,7 +13,7 @@ from functrain.common._types import PyTree
 from functrain.data import _buffer
 from functrain.data._arrays import is_takeable
 from functrain.data._batch import batch_size
-from functrain.data._resuming import Place
+from functrain.data._resuming import Mark, Place
 from functrain.data._stacks import Spec, Stack, fill
 
 
@@ -41,15 +41,15 @@ class StreamPass:
     """
 
     def __init__(
-        self, items: Iterator[Item], skipped: Item | None = None, place: Place | None = None
+        self, items: Iterator[Item], first: Item | None = None, place: Place | None = None
     ) -> None:
-        self._items, self._skipped, self._place = items, skipped, place
+        self._items, self._first, self._place = items, first, place
         self._waiting: Item | None = None
         self._failure: Exception | None = None
 
     def usual(self) -> tuple[Spec, PyTree] | None:
-        """Returns the first of the batches that were left out."""
-        return None if self._skipped is None else (self._skipped.spec, self._skipped.arrays())
+        """Returns the first of the batches, if it is known and none of those to come."""
+        return None if self._first is None else (self._first.spec, self._first.arrays())
 
     def spec(self) -> Spec | None:
         """Returns the kind of the next batch, which is fetched for that."""
@@ -78,8 +78,8 @@ class StreamPass:
         """How many batches were fetched to look at, and not handed out yet: 0 or 1."""
         return int(self._waiting is not None)
 
-    def state(self, over: bool) -> dict[str, Any] | None:
-        """Returns where the pass is, if its place is known; of one that is over, the next one's."""
+    def mark(self, over: bool) -> Mark | None:
+        """Returns where the pass is, if that is noted; of one that is over, the next one's."""
         if self._place is None:
             return None
         if over:
@@ -107,7 +107,8 @@ def stream(
     epoch: int,
     start: int,
     place: Place | None = None,
-    saved: dict[str, Any] | None = None,
+    mark: Mark | None = None,
+    usual: Item | None = None,
 ) -> StreamPass:
     """Begins a pass over an iterable, at the given batch: those before it are left out.
 
@@ -117,14 +118,15 @@ def stream(
       epoch: Number of the epoch, for errors.
       start: Number of the batch.
       place: Told where the pass is.
-      saved: What it said of a pass over the same data: what came before is not fetched then.
+      mark: Its mark in a pass over the same data: what came before is not fetched then.
+      usual: A batch of full size, if one is known: the pass may begin with a smaller one.
 
     Raises:
       ValueError: There are not so many batches.
       TypeError: (when met) a leaf is no array of numbers.
     """
-    iterator, first = (iter(data), 0) if place is None else place.begin(saved)
-    items, left_out = _items(iterator, name, epoch), start - first
+    iterator, first = (iter(data), 0) if place is None else place.begin(mark)
+    items, left_out = _items(iterator, name, epoch, first, place), start - first
     skipped = list(itertools.islice(items, min(left_out, 1)))
     number = len(skipped) + sum(1 for _ in itertools.islice(items, max(0, left_out - 1)))
     if number < left_out:
@@ -132,15 +134,22 @@ def stream(
             f"start: expected more than {start} batches in epoch {epoch} of {name}, got "
             f"{first + number}. The data are not those of the first run."
         )
-    if place is not None:
+    if place is not None and left_out:
         place.taken = start
         place.mark()
-    return StreamPass(items, skipped[0] if skipped else None, place)
+    return StreamPass(items, skipped[0] if skipped else usual, place)
 
 
-def _items(batches: Iterator[PyTree], name: str, epoch: int) -> Iterator["Made"]:
-    for number, batch in enumerate(batches):
-        yield Made.of(batch, f"batch {number} of epoch {epoch} of {name}")
+def _items(
+    batches: Iterator[PyTree], name: str, epoch: int, first: int, place: Place | None
+) -> Iterator["Made"]:
+    for number, batch in enumerate(batches, first):
+        made = Made.of(batch, f"batch {number} of epoch {epoch} of {name}")
+        if place is not None and number == first:
+            place.saw(made.batch)
+        yield made
+    if place is not None:
+        place.ended = True
 
 
 class Made(NamedTuple):

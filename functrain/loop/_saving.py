@@ -36,8 +36,8 @@ class Data(Protocol):
     def state(self, over: bool) -> Any:
         """Returns where they are; at the end of an epoch, where the next one begins."""
 
-    def restore(self, state: Any, batch: int) -> None:
-        """Has the next pass begin there, at a batch of it."""
+    def restore(self, state: Any, epoch: int, batch: int) -> list[str]:
+        """Has the next pass begin there, at a batch of it; returns how the data differ."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,22 +106,25 @@ class Saving:
             return {"final" if over else "state": state, **in_midst}
 
         restored, trees, about = checkpointer.read(likes)
+        position, over = restored.position, about["epoch_over"]
+        finished = _is_finished(about, epochs)
+        nothing_left = finished or (over and position.epoch + 1 == epochs)
+        if over and not nothing_left:
+            position = Position(position.step, position.epoch + 1)
+        if not nothing_left:
+            data = restored.documents["data"]
+            self._require_same_data(self._source.restore(data, position.epoch, position.batch))
         checkpointer.set_aside_after(restored.position.step)
         self._say_what_differs(about, state)
         for name, part in self._parts.items():
             if name in restored.documents:
                 part.restore(restored.documents[name])
-        position, finished = restored.position, _is_finished(about, epochs)
-        over = about["epoch_over"]
-        if over and position.epoch + 1 < epochs and not finished:
-            position = Position(position.step, position.epoch + 1)
-        self._source.restore(restored.documents.get("data"), position.batch)
         return Resumed(
             trees.get("final", trees.get("state")),
             trees.get("metrics"),
             position,
             owes_epoch_end=not over,
-            nothing_left=finished or (over and restored.position.epoch + 1 == epochs),
+            nothing_left=nothing_left,
             finished=finished,
         )
 
@@ -197,17 +200,21 @@ class Saving:
                 "directory."
             )
         saved, now = about["data"], self._source.fingerprint()
-        lines = [
-            f"{n}: saved {saved.get(n)}, expected {now.get(n)}"
-            for n in {**saved, **now}
-            if saved.get(n) != now.get(n)
-        ]
-        if lines:
+        self._require_same_data(
+            [
+                f"{n}: saved {saved.get(n)}, expected {now.get(n)}"
+                for n in {**saved, **now}
+                if saved.get(n) != now.get(n)
+            ]
+        )
+
+    def _require_same_data(self, differences: list[str]) -> None:
+        if differences:
             raise CheckpointMismatchError(
-                f"{where}: the data are not those of the run that was saved:\n"
-                f"{_tree.bullets(lines)}\nNothing was loaded. To go on with other data, restore "
-                "the state with Checkpointer.restore and begin a run of its own: another "
-                "directory, start=."
+                f"{self._checkpointer.directory}: the data are not those of the run that was "
+                f"saved:\n{_tree.bullets(differences)}\nNothing was loaded. To go on with other "
+                "data, restore the state with Checkpointer.restore, and begin a run of its own: "
+                "start=, and a checkpointer with another directory."
             )
 
     def _say_what_differs(self, about: dict[str, Any], state: PyTree) -> None:
