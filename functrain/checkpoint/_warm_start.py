@@ -124,8 +124,11 @@ def warm_start(
         missing     0 of the state
         kept        ...
     """
+    if isinstance(state, str | os.PathLike):
+        raise TypeError("the order is functrain.warm_start(state, source), got a path first")
     chosen = _Choice(take, skip, state)
     leaves = {_leaves.path_of(n): x for n, x in _leaves.by_path(state, STATE).items()}
+    _require_arrays(leaves)
     reasons: list[str] = []
     for name, opener in _candidates(os.path.realpath(source)):
         try:
@@ -198,11 +201,16 @@ class _Choice:
             if not any(_patterns.matches(pattern, path) for path in {*names, *leaves}):
                 raise ValueError(_no_match("skip", pattern, "the state", leaves))
         if not any(map(self.means, both)):
+            asked = next(filter(self.means, leaves), "nothing that is asked for")
             raise ValueError(
                 f"{source}: expected paths of the state in it, got none that is asked for. "
-                f"It has, for one, {min(names, default='nothing at all')}; the state has "
-                f"{min(leaves, default='nothing at all')}. "
-                "Give rename= a function from paths in the file to paths in the state."
+                f"It has, for one, {next(iter(names), 'nothing at all')}; the state has {asked}. "
+                "Give rename= a function from paths in the file to paths in the state"
+                + (
+                    ", or take bridge.warm_start(state, file, model) for a file of Keras."
+                    if source.endswith((".keras", ".h5"))
+                    else "."
+                )
             )
 
 
@@ -235,11 +243,12 @@ def _taken(
     asked = [path for path in leaves if choice.means(path)]
     taken = {path: names[path] for path in asked if path in names}
     _require_specs(source, {path: arrays.specs[n] for path, n in taken.items()}, leaves, cast)
-    abstract = [p for p, x in leaves.items() if _is_abstract(x) and p not in taken]
-    if abstract:
+    empty = [p for p, x in leaves.items() if _is_without_values(x) and p not in taken]
+    if empty:
         raise ValueError(
-            f"state: expected arrays where nothing is taken, got shapes without values:\n"
-            f"{_tree.bullets(abstract)}\nNothing was taken. Make the state with values."
+            "state: expected arrays where nothing is taken, got shapes without values, or arrays "
+            f"that were donated to a program:\n{_tree.bullets(empty)}\nNothing was taken. Make "
+            "the state with values, or take the one that the program returned."
         )
     found, paths = {}, {name: path for path, name in taken.items()}
     for name, data in arrays.read(paths):  # one by one, so that not all of them are there twice
@@ -275,8 +284,17 @@ def _renamed(source: str, names: Collection[str], rename: Rename | None) -> dict
     return found
 
 
-def _is_abstract(leaf: Any) -> bool:
-    return isinstance(leaf, jax.ShapeDtypeStruct)
+def _is_without_values(leaf: Any) -> bool:
+    return isinstance(leaf, jax.ShapeDtypeStruct) or _tree.is_deleted(leaf)
+
+
+def _require_arrays(leaves: Mapping[str, Any]) -> None:
+    for path, leaf in leaves.items():
+        if not _tree.is_array(leaf):
+            hint = ""
+            if hasattr(leaf, "stateless_call"):
+                hint = " Its state is bridge.create_state(model, tx)."
+            raise TypeError(f"state: expected an array at {path}, got {_tree.spec(leaf)}.{hint}")
 
 
 def _require_specs(

@@ -42,6 +42,8 @@ def export_params(path: str | os.PathLike[str], params: PyTree, *, overwrite: bo
       (['dense/bias', 'dense/kernel'], 2)
     """
     library = import_safetensors()
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError("the order is functrain.export_params(path, params), got no path first")
     if not os.fspath(path).endswith(".safetensors"):
         raise ValueError(f"path: expected a name that ends in .safetensors, got {path}")
     require_free(path, overwrite=overwrite)

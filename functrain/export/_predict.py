@@ -84,12 +84,24 @@ def export_predict(
     check_predict_step(step)
     require_free(path, overwrite=overwrite)
     where = (jax.default_backend(),) if platforms is None else _known(platforms)
+    gone = [path for path, leaf in _tree.leaves_with_path(state) if _tree.is_deleted(leaf)]
+    if gone:
+        raise ValueError(
+            f"{gone[0]}: expected a live array, got one that was donated to a program. Take the "
+            "state that the program returned."
+        )
     # Before memory is taken; what a file holds is known afterwards.
     _require_small(nbytes(getattr(state, "params", ())))
     arrays = jax.device_put(state, host())  # from all devices of a mesh, in one piece
 
     def predict(inputs: PyTree) -> PyTree:
-        return step(arrays, inputs)[1]
+        result = step(arrays, inputs)
+        if not (isinstance(result, tuple) and len(result) == 2):
+            raise TypeError(
+                f"step: expected one that returns (state, outputs), got {type(result).__name__} "
+                "from it. Make one with functrain.predict_step(model)."
+            )
+        return result[1]
 
     chosen = rewrites if set(where) == {"cpu"} else "off"
     with guarded():

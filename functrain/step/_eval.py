@@ -78,7 +78,13 @@ def predict_step(model: Model) -> Step[TrainState]:
 
 
 def check_predict_step(step: Any) -> None:
-    """Refuses what is no function of a state and inputs, and steps that measure."""
+    """Refuses what is no function of a state and inputs: models, and steps that measure."""
+    if isinstance(step, Model) or hasattr(step, "stateless_call"):
+        model = "model" if isinstance(step, Model) else "bridge.from_keras(model)"
+        raise TypeError(
+            "step: expected (state, inputs) -> (state, outputs), got a model. Make one with "
+            f"functrain.predict_step({model})."
+        )
     check_step(step)
     if isinstance(step, MeteredStep):
         raise TypeError(

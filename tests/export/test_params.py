@@ -92,6 +92,8 @@ def test_what_such_files_cannot_hold_is_refused(tmp_path, params, error, message
 def test_the_name_has_to_say_what_it_is(tmp_path) -> None:
     with pytest.raises(ValueError, match=r"ends in \.safetensors, got .*params\.bin"):
         ft.export_params(tmp_path / "params.bin", {"w": jnp.ones(2)})
+    with pytest.raises(TypeError, match="the order is"):
+        ft.export_params({"w": jnp.ones(2)}, tmp_path / "params.safetensors")
     (tmp_path / "a.safetensors").mkdir()
     with pytest.raises(FileExistsError, match="got a directory"):
         ft.export_params(tmp_path / "a.safetensors", {"w": jnp.ones(2)}, overwrite=True)

@@ -157,6 +157,8 @@ class Outputs(NamedTuple):
         ({"shapes": "b, 9"}, ValueError, "shapes: expected texts .* that fit inputs, got 'b, 9'"),
         ({"step": lambda s, x: (s, Outputs(x))}, TypeError, "which jax knows without functrain"),
         ({"step": "no"}, TypeError, "step: expected"),
+        ({"step": convnet()}, TypeError, r"predict_step\(bridge\.from_keras\(model\)\)"),
+        ({"step": lambda s, x: x}, TypeError, r"returns \(state, outputs\), got .*Tracer"),
         ({"rewrites": "all"}, ValueError, "rewrites: expected"),
     ],
 )  # fmt: skip
@@ -175,6 +177,13 @@ def test_a_step_that_measures_is_no_step_that_predicts(tmp_path) -> None:
     state, _ = linear()
     with pytest.raises(TypeError, match=r"carries metrics.*predict_step"):
         ft.export_predict(tmp_path / "model", state, ft.eval_step(loss_fn), jnp.ones((1, 3)))
+
+
+def test_a_state_that_a_program_took_over_is_named(tmp_path) -> None:
+    state, step = linear()
+    state.params["w"].delete()
+    with pytest.raises(ValueError, match="params/w: expected a live array"):
+        ft.export_predict(tmp_path / "model", state, step, jnp.ones((1, 3)))
 
 
 def test_params_too_large_for_such_a_file_are_refused_before_memory_is_taken(tmp_path) -> None:

@@ -91,7 +91,7 @@ def values(model):
     "architecture",
     [
         *(subclassed, shared_and_nested, attention, written_twice),
-        *(half_precision, with_flax, compiled, mobilenet),
+        *(half_precision, with_flax, compiled, pytest.param(mobilenet, marks=pytest.mark.long)),
     ],
 )
 def test_a_state_gets_what_load_weights_would_give_the_model(
