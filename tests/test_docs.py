@@ -92,9 +92,8 @@ def test_the_recipe_for_going_on_survives_a_kill_in_the_moment_of_a_save(
     recipe: dict[str, Any], folder: pathlib.Path
 ) -> None:
     interrupted(recipe, 70)
-    os.rename("run", "run.functrain-old")
-    with pytest.warns(UserWarning, match="was kept, and is loaded"):
-        assert_equal(recipe["begin_or_go_on"](), recipe["uninterrupted"])
+    os.rename("run/000000000060", "run/000000000060.functrain-old")
+    assert_equal(recipe["train_it"]().state, recipe["straight"].state)
 
 
 @pytest.mark.parametrize("step", [1, 49, 51, 199])
@@ -102,21 +101,20 @@ def test_the_recipe_for_going_on_takes_a_run_up_anywhere(
     step: int, recipe: dict[str, Any], folder: pathlib.Path
 ) -> None:
     interrupted(recipe, step)
-    assert_equal(recipe["begin_or_go_on"](), recipe["uninterrupted"])
+    assert_equal(recipe["train_it"]().state, recipe["straight"].state)
     lines = pathlib.Path("run.csv").read_text().splitlines()[1:]
     assert [line.split(",")[:2] for line in lines] == [[str(e), str(50 * e + 50)] for e in range(4)]
 
 
 def interrupted(recipe: dict[str, Any], step: int) -> None:
-    """Begins, saves at a step, and is interrupted there."""
+    """Begins, and ends at a step."""
 
     @functrain.at(step)
     def power_cut(event: Any) -> None:
-        functrain.save("run", event.state, overwrite=True)
-        raise KeyboardInterrupt
+        raise SystemExit
 
-    with contextlib.suppress(KeyboardInterrupt):
-        recipe["begin_or_go_on"](power_cut)
+    with contextlib.suppress(SystemExit):
+        recipe["train_it"](power_cut)
 
 
 def assert_equal(state: Any, expected: Any) -> None:
