@@ -12,6 +12,18 @@ from functrain.checkpoint._errors import CheckpointMismatchError
 from functrain.common import _tree
 from functrain.common._types import PyTree
 
+# What Orbax stores as it is, in each of its versions; of other dtypes it gets the bytes.
+_STORED = {
+    *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
+    *("float16", "bfloat16", "float32", "float64", "complex64", "complex128"),
+}
+_ALIGNED = 64  # at such addresses XLA takes memory of NumPy's as it is
+
+
+def is_stored(dtype: np.dtype[Any]) -> bool:
+    """Whether Orbax stores a dtype as it is."""
+    return dtype.name in _STORED and dtype.isnative
+
 
 class Leaf(NamedTuple):
     """A leaf in the memory of the host, where no program writes.
@@ -67,10 +79,23 @@ def on_host(leaves: Mapping[str, Any]) -> dict[str, Leaf]:
     found: dict[str, Leaf] = {}
     for name, x in plain.items():
         array = near.get(name, x)
-        view = np.array(array) if array is x and not isinstance(x, jax.Array) else np.asarray(array)
-        spec = _tree.strong_spec(leaves[name])
-        found[name] = Leaf(spec, array if isinstance(array, jax.Array) else view, view)
+        if not isinstance(array, jax.Array):
+            array = _own(array)
+        found[name] = Leaf(_tree.strong_spec(leaves[name]), array, np.asarray(array))
     return found
+
+
+def _own(array: np.ndarray) -> jax.Array | np.ndarray:
+    """Copies an array of NumPy's, once: what Orbax gets from NumPy it would copy once more."""
+    raw = np.empty(array.nbytes + _ALIGNED, np.uint8)
+    begin = -raw.ctypes.data % _ALIGNED
+    copy = raw[begin : begin + array.nbytes].view(array.dtype).reshape(array.shape)
+    copy[...] = array
+    if not is_stored(array.dtype) or not array.size or host() is None:
+        return copy
+    with jax.enable_x64(True):
+        near: jax.Array = jax.device_put(copy, host())
+    return near
 
 
 def host() -> jax.Device | None:

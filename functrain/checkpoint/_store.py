@@ -17,14 +17,9 @@ import numpy as np
 
 from functrain.checkpoint._about import ARRAYS, parsed, write_about
 from functrain.checkpoint._errors import CheckpointCorruptError
-from functrain.checkpoint._leaves import Leaf, digest, path_of
+from functrain.checkpoint._leaves import Leaf, digest, is_stored, path_of
 from functrain.common import _tree
 
-# What Orbax stores as it is, in each of its versions; of other dtypes it gets the bytes.
-_STORED = {
-    *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
-    *("float16", "bfloat16", "float32", "float64", "complex64", "complex128"),
-}
 # How much is read at once where all of a checkpoint is, to compare digests.
 _AT_ONCE = 64 * 2**20
 
@@ -44,14 +39,14 @@ def write(directory: str, leaves: Mapping[str, Leaf], about: Mapping[str, Any]) 
     try:
         # Orbax rejects arrays of size zero, of which the specs say all, and trees without leaves.
         arrays = {
-            name: leaf.array if _is_stored(leaf.numpy.dtype) else _as_stored(leaf.numpy)
+            name: leaf.array if is_stored(leaf.numpy.dtype) else _as_stored(leaf.numpy)
             for name, leaf in leaves.items()
             if leaf.numpy.size
         }
         _save_arrays(os.path.join(directory, ARRAYS), arrays or {"(empty)": np.zeros(1)})
         write_about(directory, about, {name: _said(leaf) for name, leaf in leaves.items()})
         sync_directory(directory)
-    except BaseException:
+    except Exception:  # after Ctrl-C Orbax is still writing: the next save removes what is left
         shutil.rmtree(directory, ignore_errors=True)  # a full disk needs the room
         raise
 
@@ -164,13 +159,9 @@ def _reasons(load: Callable[[list[str]], Any], names: list[str], most: int = 12)
     return lines
 
 
-def _is_stored(dtype: np.dtype[Any]) -> bool:
-    return dtype.name in _STORED and dtype.isnative
-
-
 def _as_stored(array: np.ndarray) -> np.ndarray:
     """Returns what stands for an array in the file: itself, or its bytes in a last axis."""
-    if _is_stored(array.dtype):
+    if is_stored(array.dtype):
         return array
     return np.ascontiguousarray(array).reshape(*array.shape, 1).view(np.uint8)
 
@@ -178,7 +169,7 @@ def _as_stored(array: np.ndarray) -> np.ndarray:
 def _as_it_was(stored: Any, like: np.ndarray) -> np.ndarray:
     """Undoes `_as_stored`."""
     found = np.asarray(stored)
-    return found if _is_stored(like.dtype) else found.view(like.dtype).reshape(like.shape)
+    return found if is_stored(like.dtype) else found.view(like.dtype).reshape(like.shape)
 
 
 def specs(about: Mapping[str, Any]) -> dict[str, str]:

@@ -33,7 +33,10 @@ def state_of(step: int) -> dict[str, Any]:
 
 
 # Where a file cannot be read, Orbax closes an event loop before all that it had begun has ended.
-pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+    pytest.mark.usefixtures("complaints_come_here"),
+]
 
 DIGESTS = {step: digest(state_of(step)) for step in (1, 2)}
 LIKE = state_of(0)

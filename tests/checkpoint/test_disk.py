@@ -19,7 +19,10 @@ LIKE = {"x": np.zeros(200_000)}
 NOISE = np.random.default_rng(0)
 
 # Where a file cannot be written, Orbax closes an event loop before all that it had begun has ended.
-pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+    pytest.mark.usefixtures("complaints_come_here"),
+]
 
 
 def state_of(step: int) -> dict[str, Any]:

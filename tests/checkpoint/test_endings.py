@@ -17,6 +17,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 import functrain as ft
 from tests.conftest import digest
 
+# Orbax leaves coroutines of its own behind where it is interrupted.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+    pytest.mark.usefixtures("complaints_come_here"),
+]
+
 START = """
 import sys, os, numpy as np, functrain as ft
 def state_of(n):

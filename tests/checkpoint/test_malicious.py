@@ -21,7 +21,10 @@ import functrain as ft
 LIKE = {"x": np.zeros((3, 4)), "y": jnp.zeros(5)}
 ERRORS = (ft.CheckpointCorruptError, ft.CheckpointMismatchError)
 # Where a file cannot be read, Orbax closes an event loop before all that it had begun has ended.
-pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+    pytest.mark.usefixtures("complaints_come_here"),
+]
 
 Edit = Callable[[dict[str, Any]], Any]
 
