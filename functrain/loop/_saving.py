@@ -72,7 +72,7 @@ class Saving:
 
     def __init__(self, checkpointer: Checkpointer, source: Data, parts: Mapping[str, Part]) -> None:
         self._checkpointer, self._source, self._parts = checkpointer, source, parts
-        self._signals = HeldSignals(interrupt=False, terminate=True)
+        self._signals = HeldSignals(interrupt=False, terminate="any")
         self._fired = time.perf_counter()
         self._seen_best = checkpointer.monitor is None
 

@@ -164,7 +164,8 @@ def fit(
     try:
         with (
             contextlib.closing(events),
-            HeldSignals() as signals,
+            # A run that saves itself holds back SIGTERM: it saves before that is acted on.
+            HeldSignals(terminate="handled" if checkpointer is None else "none") as signals,
             due,
             ProgressReport(epochs, Source(data).steps, verbose, first) as progress,
         ):
