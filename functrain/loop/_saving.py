@@ -51,6 +51,7 @@ class Resumed:
       owes_epoch_end: Whether the end of its epoch has not been told.
       nothing_left: Whether that was the end of the last epoch: but the end of the run is left.
       finished: Whether the run is over.
+      stopped: Whether a hook has stopped it.
     """
 
     state: PyTree
@@ -59,6 +60,7 @@ class Resumed:
     owes_epoch_end: bool
     nothing_left: bool
     finished: bool
+    stopped: bool
 
 
 class Saving:
@@ -126,6 +128,7 @@ class Saving:
             owes_epoch_end=not over,
             nothing_left=nothing_left,
             finished=finished,
+            stopped=finished and about["done"]["stopped"],
         )
 
     def is_due(self, event: Event) -> bool:
