@@ -248,7 +248,7 @@ class Run(Iterator[Event]):
         self._chunks = self._begin_pass(start)
         self._late: tuple[Position, Chunk, PyTree] | None = None
         self._open: Event | None = None  # its state may have been replaced
-        self._values: dict[str, float] = {}  # of the last event
+        self._values = {} if resumed is None else resumed.values  # of the last event
         self._events = self._run()
 
     def __next__(self) -> Event:

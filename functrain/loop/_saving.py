@@ -48,6 +48,7 @@ class Resumed:
       state: The state to go on with; of a training that is over, its result.
       metrics: In mid-epoch, those of the epoch so far; else None.
       position: Where that is.
+      values: What was known of that moment.
       owes_epoch_end: Whether the end of its epoch has not been told.
       nothing_left: Whether that was the end of the last epoch: but the end of the run is left.
       finished: Whether the run is over.
@@ -57,6 +58,7 @@ class Resumed:
     state: PyTree
     metrics: PyTree
     position: Position
+    values: dict[str, float]
     owes_epoch_end: bool
     nothing_left: bool
     finished: bool
@@ -125,6 +127,7 @@ class Saving:
             trees.get("final", trees.get("state")),
             trees.get("metrics"),
             position,
+            restored.values,
             owes_epoch_end=not over,
             nothing_left=nothing_left,
             finished=finished,

@@ -1,6 +1,8 @@
 """When a run saves itself, what it says of that, and what it is when it is over."""
 
+import os
 import pathlib
+import signal
 import warnings
 from typing import Any
 
@@ -92,6 +94,22 @@ def test_the_best_of_two_lives_is_the_best(tmp_path: pathlib.Path) -> None:
     checkpointer = ft.Checkpointer(tmp_path, keep=1, best="val_loss")
     trained(checkpointer, scored(0.1, 0.3, 0.2))
     assert (checkpointer.best(), checkpointer.steps()) == (10, [10, 30])
+
+
+@pytest.mark.usefixtures("ctrl_c")
+def test_a_run_that_was_interrupted_at_its_last_epochs_end_keeps_the_values(
+    tmp_path: pathlib.Path,
+) -> None:
+    @ft.every(epochs=3)
+    def interrupt(event: Any) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        trained(ft.Checkpointer(tmp_path, best="val_loss"), scored(0.3, 0.2, 0.1), interrupt)
+    checkpointer = ft.Checkpointer(tmp_path, best="val_loss")
+    result = trained(checkpointer, scored(0.3, 0.2, 0.1))
+    assert checkpointer.best() == 30
+    assert result.history.epochs["val_loss"].tolist() == [0.3, 0.2, 0.1]
 
 
 def test_a_best_value_that_no_epoch_has_is_named(tmp_path: pathlib.Path) -> None:
