@@ -5,7 +5,7 @@ import signal
 import sys
 import threading
 from types import FrameType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 
 class HeldSignals:
@@ -18,12 +18,14 @@ class HeldSignals:
     An error while one waits is taken for its consequence: Ctrl-C ends the workers of a loader too.
 
     Args:
-      interrupt: Whether to hold back Ctrl-C, and a SIGTERM that Python code handles.
-      terminate: Whether to hold back every SIGTERM: one that would end the process ends it with
-        SystemExit(143) when it is acted on.
+      interrupt: Whether to hold back Ctrl-C.
+      terminate: Which SIGTERM to hold back: none, one that Python code handles, or any. One that
+        would end the process ends it with SystemExit(143) when it is acted on.
     """
 
-    def __init__(self, *, interrupt: bool = True, terminate: bool = False) -> None:
+    def __init__(
+        self, *, interrupt: bool = True, terminate: Literal["none", "handled", "any"] = "handled"
+    ) -> None:
         self._interrupt, self._terminate = interrupt, terminate
         self._handlers: dict[int, Any] = {}
         self._came: list[tuple[int, FrameType | None]] = []
@@ -41,18 +43,22 @@ class HeldSignals:
         if self._interrupt and interrupts:
             self._handlers[signal.SIGINT] = signal.default_int_handler
         found = signal.getsignal(signal.SIGTERM)
-        if callable(found) or (self._terminate and found is signal.SIG_DFL):
+        held = {"handled": callable(found), "any": callable(found) or found is signal.SIG_DFL}
+        if held.get(self._terminate, False):
             self._handlers[signal.SIGTERM] = found
         for number in self._handlers:
             signal.signal(number, self._note)
         return self
 
-    def __exit__(self, _: object, error: BaseException | None, traceback: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         """Gives the signals back to those who handled them; one that waits is handled now."""
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
         if error is None or isinstance(error, Exception):
             self.act()
+        elif isinstance(error, GeneratorExit):  # what is raised in a loop left early is lost
+            for number, _ in self._came:
+                signal.raise_signal(number)
 
     def act(self) -> None:
         """Lets a signal that came be handled now: it mostly raises."""

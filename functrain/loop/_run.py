@@ -1,6 +1,7 @@
 """The loop as a generator: it steps, the caller decides what happens in between."""
 
 import contextlib
+import dataclasses
 import itertools
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from typing import Any
@@ -247,6 +248,7 @@ class Run(Iterator[Event]):
         self._chunks = self._begin_pass(start)
         self._late: tuple[Position, Chunk, PyTree] | None = None
         self._open: Event | None = None  # its state may have been replaced
+        self._values = {} if resumed is None else resumed.values  # of the last event
         self._events = self._run()
 
     def __next__(self) -> Event:
@@ -306,12 +308,13 @@ class Run(Iterator[Event]):
 
     def _end(self, stopped: bool) -> Iterator[Event]:
         """Tells that the run is over; the last state is saved, and the one hooks chose instead."""
-        event, last = RunEnd(**self._moment()), self._trees()
+        event, last, values = RunEnd(**self._moment()), self._trees(), self._values
         yield from self._told(event)
         if self._saving is not None and not self._is_finished:
             chosen = {} if event.state is last["state"] else {"final": event.state}
             done = {"epochs": self._epochs, "stopped": stopped}
-            self._saving.save(event, {**last, **chosen}, epoch_over=self._epoch_over, done=done)
+            end = dataclasses.replace(event, values={**values, **event.values})
+            self._saving.save(end, {**last, **chosen}, epoch_over=self._epoch_over, done=done)
 
     def _epoch(self) -> Generator[Any, None, bool]:
         self._epoch_over, taken = False, 0
@@ -365,7 +368,7 @@ class Run(Iterator[Event]):
         """Yields an event, and goes on with the state it was left with."""
         self._open = event
         yield event
-        self._open = None
+        self._open, self._values = None, event.values
         self._go_on_from(event.state)
 
     def _due_logs(self) -> Iterator[LogsReady]:

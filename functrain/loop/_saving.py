@@ -48,17 +48,21 @@ class Resumed:
       state: The state to go on with; of a training that is over, its result.
       metrics: In mid-epoch, those of the epoch so far; else None.
       position: Where that is.
+      values: What was known of that moment.
       owes_epoch_end: Whether the end of its epoch has not been told.
       nothing_left: Whether that was the end of the last epoch: but the end of the run is left.
       finished: Whether the run is over.
+      stopped: Whether a hook has stopped it.
     """
 
     state: PyTree
     metrics: PyTree
     position: Position
+    values: dict[str, float]
     owes_epoch_end: bool
     nothing_left: bool
     finished: bool
+    stopped: bool
 
 
 class Saving:
@@ -72,7 +76,7 @@ class Saving:
 
     def __init__(self, checkpointer: Checkpointer, source: Data, parts: Mapping[str, Part]) -> None:
         self._checkpointer, self._source, self._parts = checkpointer, source, parts
-        self._signals = HeldSignals(interrupt=False, terminate=True)
+        self._signals = HeldSignals(interrupt=False, terminate="any")
         self._fired = time.perf_counter()
         self._seen_best = checkpointer.monitor is None
 
@@ -123,9 +127,11 @@ class Saving:
             trees.get("final", trees.get("state")),
             trees.get("metrics"),
             position,
+            restored.values,
             owes_epoch_end=not over,
             nothing_left=nothing_left,
             finished=finished,
+            stopped=finished and about["done"]["stopped"],
         )
 
     def is_due(self, event: Event) -> bool:

@@ -164,12 +164,18 @@ def fit(
     try:
         with (
             contextlib.closing(events),
-            HeldSignals() as signals,
+            # A run that saves itself holds back SIGTERM: it saves before that is acted on.
+            HeldSignals(terminate="handled" if checkpointer is None else "none") as signals,
             due,
-            ProgressReport(epochs, Source(data).steps, verbose, first) as progress,
+            ProgressReport(
+                epochs,
+                Source(data).steps,
+                verbose,
+                first,
+                resumed="" if events.resumed is None else _where_it_goes_on(events, checkpointer),
+                over=events.resumed is not None and events.resumed.finished,
+            ) as progress,
         ):
-            if events.resumed is not None:
-                progress.say(_where_it_goes_on(events, checkpointer))
             for event in events:
                 if isinstance(event, LogsReady):
                     recorder.logs(event)
@@ -198,13 +204,18 @@ def _take_logs(events: Run, recorder: Recorder) -> None:
 
 
 def _where_it_goes_on(events: Run, checkpointer: Any) -> str:
-    position, where = events.position, checkpointer.directory
-    if events.resumed is not None and events.resumed.finished:
+    position, where, resumed = events.position, checkpointer.directory, events.resumed
+    if resumed is None or not resumed.finished:
+        return f"going on after {position.step:,} steps, in epoch {position.epoch + 1}: {where}"
+    if resumed.stopped:
         return (
-            f"over already, after {position.step:,} steps: {where}. More epochs go on from there; "
-            "to begin anew, take another directory."
+            f"over already, stopped by a hook after {position.step:,} steps: {where}. To begin "
+            "anew, take another directory."
         )
-    return f"going on after {position.step:,} steps, in epoch {position.epoch + 1}: {where}"
+    return (
+        f"over already, after {position.step:,} steps: {where}. More epochs go on from there; to "
+        "begin anew, take another directory."
+    )
 
 
 def _attach_result(error: BaseException, events: Run, recorder: Recorder, begin: Position) -> None:

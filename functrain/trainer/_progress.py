@@ -38,6 +38,8 @@ class ProgressReport:
         or 1, ``"lines"`` or 2, and 0 for silence choose.
       start: Where the training begins or goes on.
       console: Where to write; standard output by default.
+      resumed: What to say first.
+      over: Whether nothing else is to come.
     """
 
     def __init__(
@@ -47,7 +49,11 @@ class ProgressReport:
         verbose: Verbose = "auto",
         start: Position = Position(),  # noqa: B008  # a tuple
         console: Console | None = None,
+        *,
+        resumed: str = "",
+        over: bool = False,
     ) -> None:
+        self._resumed, self._over = resumed, over
         self._console = console or Console()
         self._style = _style(verbose, self._console)
         self._epochs = epochs
@@ -61,8 +67,10 @@ class ProgressReport:
         self._steps = start.batch
 
     def __enter__(self) -> Self:
-        """Shows the bar, where there is one."""
-        if self._style == "bar":
+        """Says where the run goes on, and shows the bar, where there is one."""
+        if self._resumed and self._style != "none":
+            self._print(self._resumed)
+        if self._style == "bar" and not self._over:
             self._show()
         return self
 
@@ -111,11 +119,6 @@ class ProgressReport:
         if self._style == "bar" and event.epoch + 1 < self._epochs and not event.stopped:
             self._show()
 
-    def say(self, line: str) -> None:
-        """Prints a line, unless all is to be silent."""
-        if self._style != "none":
-            self._print(line)
-
     def _print(self, line: str) -> None:
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
@@ -127,7 +130,9 @@ class ProgressReport:
 
     def _show(self) -> None:
         self._bar = _bar(self._console)
-        self._task = self._bar.add_task(self._title, total=self._total, values="")
+        self._task = self._bar.add_task(
+            self._title, total=self._total, completed=self._steps, values=""
+        )
         self._bar.start()
 
     def _text(self, values: Mapping[str, float]) -> str:

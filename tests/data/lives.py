@@ -4,13 +4,11 @@ import shutil
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 
 import functrain as ft
 
 from ..conftest import digest
 
-X = np.random.default_rng(0).normal(size=(17, 3)).astype(np.float32)
 EPOCHS = 2
 NEVER = ft.at(10**9)
 START = {"w": jnp.ones(3), "n": jnp.zeros((), jnp.int32)}

@@ -13,20 +13,8 @@ from absl import flags
 import functrain as ft
 from functrain.checkpoint import CheckpointMismatchError
 
-from .lives import NEVER, START, X, bits, resumed_from_every_checkpoint, step, trained
-
-
-class Rows:
-    """A source as grain wants it."""
-
-    def __len__(self) -> int:
-        return len(X)
-
-    def __getitem__(self, i: Any) -> Any:
-        return X[i]
-
-    def __repr__(self) -> str:
-        return "Rows()"
+from .lives import NEVER, START, bits, resumed_from_every_checkpoint, step, trained
+from .rows import Rows, X
 
 
 class Resumable:

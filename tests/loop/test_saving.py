@@ -1,0 +1,189 @@
+"""When a run saves itself, what it says of that, and what it is when it is over."""
+
+import os
+import pathlib
+import signal
+import warnings
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import functrain as ft
+from tests.conftest import digest
+
+DATA = ft.ArrayLoader(np.arange(20, dtype=np.float32), 2, shuffle=True)  # ten steps an epoch
+
+
+def step(state: Any, batch: Any) -> Any:
+    return {"w": 0.9 * state["w"] + batch.mean()}, {"mean": batch.mean()}
+
+
+def trained(
+    checkpointer: Any, *hooks: Any, epochs: int = 3, fuse: int = 4, verbose: Any = 0
+) -> Any:
+    return ft.fit(
+        {"w": jnp.zeros(2)},
+        step,
+        DATA,
+        epochs=epochs,
+        checkpointer=checkpointer,
+        hooks=hooks,
+        fuse=4,
+        verbose=verbose,
+    )
+
+
+def scored(*values: float) -> Any:
+    """A hook that gives each epoch a value."""
+
+    @ft.every(epochs=1)
+    def score(event: Any) -> None:
+        event.values["val_loss"] = values[event.epoch]
+
+    return score
+
+
+@pytest.mark.parametrize(
+    ("when", "saved"),
+    [
+        (ft.every(epochs=1), [10, 20, 30]),
+        (ft.every(epochs=2), [20, 30]),
+        (ft.every(steps=7), [7, 14, 21, 28, 30]),
+        (ft.at(3, 10, 11), [3, 10, 11, 30]),
+        (ft.every(seconds=1e-9), [4, 8, 10, 14, 18, 20, 24, 28, 30]),
+        (ft.every(seconds=1e9), [30]),
+    ],
+    ids=str,
+)
+def test_a_run_saves_itself_when_that_is_due_and_at_its_end(
+    when: Any, saved: list[int], tmp_path: pathlib.Path
+) -> None:
+    checkpointer = ft.Checkpointer(tmp_path, every=when, keep=None)
+    trained(checkpointer)
+    assert checkpointer.steps() == saved
+
+
+def test_what_the_budget_does_not_allow_is_left_out_and_counted(tmp_path: pathlib.Path) -> None:
+    checkpointer = ft.Checkpointer(tmp_path, every=ft.every(steps=5), budget=1e-9)
+    trained(checkpointer)
+    assert checkpointer.steps() == [5, 30]
+    assert checkpointer.left_out == 5  # after 10, 15, 20, 25 and 30 steps; the end is saved
+
+
+@pytest.mark.parametrize(
+    ("values", "best"),
+    [((0.3, 0.2, 0.1), 30), ((0.1, 0.2, 0.3), 10), ((float("nan"), 0.2, float("nan")), 20)],
+    ids=str,
+)
+@pytest.mark.parametrize("when", [ft.every(epochs=1), ft.every(seconds=1e9)], ids=str)
+def test_the_best_epoch_is_kept_due_or_not(
+    values: Any, best: int, when: Any, tmp_path: pathlib.Path
+) -> None:
+    checkpointer = ft.Checkpointer(tmp_path, every=when, keep=1, best="val_loss")
+    trained(checkpointer, scored(*values))
+    assert checkpointer.best() == best
+    assert checkpointer.steps() == sorted({best, 30})
+    like = {"w": np.zeros(2, np.float32)}
+    assert checkpointer.restore(like, best).values["val_loss"] == values[best // 10 - 1]
+
+
+def test_the_best_of_two_lives_is_the_best(tmp_path: pathlib.Path) -> None:
+    trained(ft.Checkpointer(tmp_path, keep=1, best="val_loss"), scored(0.1), epochs=1)
+    checkpointer = ft.Checkpointer(tmp_path, keep=1, best="val_loss")
+    trained(checkpointer, scored(0.1, 0.3, 0.2))
+    assert (checkpointer.best(), checkpointer.steps()) == (10, [10, 30])
+
+
+@pytest.mark.usefixtures("ctrl_c")
+def test_a_run_that_was_interrupted_at_its_last_epochs_end_keeps_the_values(
+    tmp_path: pathlib.Path,
+) -> None:
+    @ft.every(epochs=3)
+    def interrupt(event: Any) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        trained(ft.Checkpointer(tmp_path, best="val_loss"), scored(0.3, 0.2, 0.1), interrupt)
+    checkpointer = ft.Checkpointer(tmp_path, best="val_loss")
+    result = trained(checkpointer, scored(0.3, 0.2, 0.1))
+    assert checkpointer.best() == 30
+    assert result.history.epochs["val_loss"].tolist() == [0.3, 0.2, 0.1]
+
+
+def test_a_best_value_that_no_epoch_has_is_named(tmp_path: pathlib.Path) -> None:
+    checkpointer = ft.Checkpointer(tmp_path, best="val_loss")
+    with pytest.warns(UserWarning, match=r"best: expected one of \['mean'\], got 'val_loss'"):
+        trained(checkpointer)
+    assert checkpointer.best() is None
+    assert checkpointer.steps() == [10, 20, 30]
+
+
+def test_a_training_that_is_over_says_so_and_returns_what_it_came_to(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = trained(ft.Checkpointer(tmp_path), verbose="lines")
+    shown = capsys.readouterr().out
+    again = trained(ft.Checkpointer(tmp_path), verbose="lines")
+    assert [line.split("  ")[0] for line in shown.splitlines()] == [
+        "epoch 1/3",
+        "epoch 2/3",
+        "epoch 3/3",
+    ]
+    assert capsys.readouterr().out == (
+        f"over already, after 30 steps: {tmp_path}. More epochs go on from there; to begin anew, "
+        "take another directory.\n"
+    )
+    assert digest((again.state, again.history.steps, again.history.epochs)) == digest(
+        (first.state, first.history.steps, first.history.epochs)
+    )
+
+
+def test_more_epochs_are_those_of_one_training(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    straight = trained(None)
+    for epochs in (1, 2):
+        trained(ft.Checkpointer(tmp_path), epochs=epochs)
+    capsys.readouterr()
+    more = trained(ft.Checkpointer(tmp_path), verbose="lines")
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == f"going on after 20 steps, in epoch 3: {tmp_path}"
+    assert said[1].startswith("epoch 3/3  10 steps")
+    assert digest((more.state, more.history.steps)) == digest(
+        (straight.state, straight.history.steps)
+    )
+
+
+def test_a_run_that_was_stopped_stays_so_and_says_how_to_begin_anew(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    @ft.at(14)
+    def stop(event: Any) -> None:
+        event.stop()
+
+    first = trained(ft.Checkpointer(tmp_path), stop)
+    again = trained(ft.Checkpointer(tmp_path), epochs=9, verbose="lines")
+    assert capsys.readouterr().out.startswith("over already, stopped by a hook after 14 steps: ")
+    assert digest((again.state, again.history.steps)) == digest((first.state, first.history.steps))
+
+
+def test_events_of_a_run_that_is_over_are_its_end(tmp_path: pathlib.Path) -> None:
+    def run() -> Any:
+        state = {"w": jnp.zeros(2)}
+        return ft.run(state, step, DATA, epochs=2, checkpointer=ft.Checkpointer(tmp_path))
+
+    *_, last = run()
+    events = run()
+    assert events.resumed.finished
+    (end,) = events
+    assert isinstance(end, ft.RunEnd)
+    assert (end.position, digest(end.state)) == (last.position, digest(last.state))
+
+
+def test_nothing_is_said_of_a_life_like_any_other(tmp_path: pathlib.Path) -> None:
+    trained(ft.Checkpointer(tmp_path), epochs=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trained(ft.Checkpointer(tmp_path))
