@@ -6,9 +6,11 @@ from typing import Any
 import jax
 
 from functrain.checkpoint._about import read_about, what
+from functrain.checkpoint._background import Background
 from functrain.checkpoint._errors import CheckpointCorruptError, CheckpointMismatchError
 from functrain.checkpoint._fingerprint import of_run
 from functrain.checkpoint._leaves import (
+    Leaf,
     blank,
     by_path,
     on_host,
@@ -40,7 +42,8 @@ def save(path: str | os.PathLike[str], state: PyTree, *, overwrite: bool = False
     The directory appears under its name only once it is whole. With `overwrite`, the new one is
     written beside the old one first; a kill in the moment of the exchange leaves the old one as
     ``<path>.functrain-old``, where `load` finds it. Through a symbolic link it is the directory
-    behind it that is written or replaced. To save a training now and then: `Checkpointer`.
+    behind it that is written or replaced. What Ctrl-C interrupts is finished all the same. To save
+    a training now and then: `Checkpointer`.
 
     Args:
       path: A local directory that does not exist yet. Missing parents are made.
@@ -64,6 +67,14 @@ def save(path: str | os.PathLike[str], state: PyTree, *, overwrite: bool = False
     leaves = on_host(by_path(state, STATE))
     target = local(path)
     os.makedirs(os.path.dirname(target), exist_ok=True)
+    about = {"trees": [STATE], "run": of_run(state)}
+    background = Background()
+    background.start(lambda: _write(target, leaves, about, overwrite))
+    background.wait()  # Orbax that Ctrl-C interrupts hangs for minutes: it is left to finish
+
+
+def _write(target: str, leaves: dict[str, Leaf], about: dict[str, Any], overwrite: bool) -> None:
+    """Writes a checkpoint to its place, while nobody else does."""
     with alone(os.path.dirname(target)):
         if overwrite:
             take_back(target)
@@ -72,7 +83,7 @@ def save(path: str | os.PathLike[str], state: PyTree, *, overwrite: bool = False
                 f"{target}: expected no such path, got {what(target)}. Choose another path"
                 + (", or remove it." if overwrite else ", or pass overwrite=True for a checkpoint.")
             )
-        write(staged(target), leaves, {"trees": [STATE], "run": of_run(state)})
+        write(staged(target), leaves, about)
         put(target)
 
 
