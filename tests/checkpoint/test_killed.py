@@ -1,5 +1,6 @@
 """Killed at any moment: every checkpoint that is listed is whole, and what was saved is there."""
 
+import functools
 import math
 import os
 import random
@@ -7,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import jax
 import numpy as np
@@ -28,15 +29,15 @@ class Lives:
             text=True,
         )
 
-    def kill_one(self, directory: str, after: float) -> int:
-        """Begins one, kills it so many seconds after its first save; returns the last it told."""
+    def kill_one(self, directory: str, aim: Callable[[str], None]) -> int:
+        """Begins one, kills it some time after its first save; returns the last it told of."""
         parent = self._parent
         assert parent.stdin is not None
         assert parent.stdout is not None
         print(directory, file=parent.stdin, flush=True)
         life = int(parent.stdout.readline().removeprefix("life "))
         saved = int(parent.stdout.readline().removeprefix("saved "))
-        time.sleep(after)
+        aim(directory)
         os.kill(life, signal.SIGKILL)
         while (line := parent.stdout.readline()) != "killed\n":
             saved = int(line.removeprefix("saved "))
@@ -44,6 +45,36 @@ class Lives:
 
     def close(self) -> None:
         self._parent.communicate(timeout=60)
+
+
+def steps_in(directory: str) -> dict[str, int]:
+    """Names of checkpoints, each with what tells it from another of this name."""
+    with os.scandir(directory) as found:
+        return {entry.name: entry.inode() for entry in found if len(entry.name) == 12}
+
+
+def any_time(chance: random.Random, directory: str) -> None:
+    time.sleep(chance.uniform(0, 0.4))
+
+
+def when_one_is_removed(chance: random.Random, directory: str) -> None:
+    """There is a new one: the next thing that happens is that an old one goes."""
+    before = len(steps_in(directory))
+    until = time.monotonic() + 2
+    while time.monotonic() < until and len(now := steps_in(directory)) <= before:
+        before = len(now)
+    time.sleep(chance.uniform(0, 0.002))
+
+
+def when_one_is_replaced(chance: random.Random, directory: str) -> None:
+    """One is gone that was the newest, or is another."""
+    newest = max(before := steps_in(directory))
+    until = time.monotonic() + 2
+    while time.monotonic() < until and (now := steps_in(directory)).get(newest) == before[newest]:
+        newest = max(before := now)
+
+
+AIMS = (any_time, when_one_is_removed, when_one_is_replaced)
 
 
 @pytest.fixture
@@ -82,7 +113,8 @@ def require_whole(directory: str, saved: int) -> None:
 def test_every_checkpoint_is_whole_whenever_its_process_is_killed(
     tmp_path, some_lives, seed, kills
 ) -> None:
-    moments = random.Random(seed)
-    for _ in range(kills):
-        saved = some_lives.kill_one(str(tmp_path), moments.uniform(0, 0.4))
+    chance = random.Random(seed)
+    for i in range(kills):
+        aim = functools.partial(AIMS[i % len(AIMS)], chance)
+        saved = some_lives.kill_one(str(tmp_path), aim)
         require_whole(str(tmp_path), saved)
