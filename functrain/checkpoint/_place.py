@@ -51,13 +51,13 @@ def alone(directory: str) -> Iterator[None]:
         os.close(handle)
 
 
-def identity(target: str) -> tuple[tuple[int, int] | None, ...]:
+def identity(target: str) -> tuple[tuple[int, ...] | None, ...]:
     """Returns what changes when what stands at a place is removed, or replaced by another."""
-    found: list[tuple[int, int] | None] = []
+    found: list[tuple[int, ...] | None] = []
     for path in (target, target + _OLD):
         try:
             about = os.stat(path)
-            found.append((about.st_dev, about.st_ino))
+            found.append((about.st_dev, about.st_ino, about.st_mtime_ns))  # numbers come again
         except OSError:
             found.append(None)
     return tuple(found)

@@ -110,8 +110,8 @@ def test_ctrl_c_in_the_midst_of_save_leaves_the_one_before_and_nothing_else(
     interrupted = 0
     for delay in (0.001, 0.005, 0.01, 0.02, 0.03, 0.05):
         timer = threading.Timer(delay, os.kill, [os.getpid(), signal.SIGINT])
-        timer.start()
         try:
+            timer.start()
             ft.save(tmp_path / "c", {"x": np.ones(3_000_000)}, overwrite=True)
             timer.join()
             time.sleep(0.1)
