@@ -17,6 +17,7 @@ class Background:
         self._done = threading.Event()
         self._done.set()
         self._failure: BaseException | None = None
+        self._thread: threading.Thread | None = None
 
     @property
     def is_busy(self) -> bool:
@@ -36,10 +37,13 @@ class Background:
 
         self._done.clear()
         _unfinished.add(self)
-        threading.Thread(target=act, name="functrain checkpoint").start()
+        self._thread = threading.Thread(target=act, name="functrain checkpoint")
+        self._thread.start()
 
     def wait(self) -> None:
         """Waits for the work under way, and raises what went wrong."""
+        if threading.current_thread() is self._thread:  # the garbage collector came by in it
+            return
         # Not by `Thread.join`: after Ctrl-C in it a thread counts as ended (Python 3.11, 3.12).
         self._done.wait()
         _unfinished.discard(self)

@@ -52,6 +52,8 @@ class HeldSignals:
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         """Gives the signals back to those who handled them; one that waits is handled now."""
+        if threading.current_thread() is not threading.main_thread():
+            return
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
         if error is None or isinstance(error, Exception):

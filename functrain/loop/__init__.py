@@ -1,7 +1,8 @@
 """The loops: run, evaluate, predict.
 
 Files:
-  _run: the loop as a generator of events
+  _run: a run, event by event
+  _loop: the loop itself: chunks, what is told of them, and what is saved
   _events: what happens in a run
   _saving: a run that saves itself, and where it goes on
   _evaluate: a pass over data that measures a state

@@ -138,7 +138,7 @@ def test_a_second_sigterm_ends_the_process_at_once(tmp_path: pathlib.Path) -> No
 def test_sigterm_is_not_lost_in_a_loop_that_is_left(tmp_path: pathlib.Path) -> None:
     child = begun("left", tmp_path, 0.0)
     out, err = child.communicate(timeout=60)
-    assert child.returncode == -signal.SIGTERM, (out, err)
+    assert (child.returncode, out) == (-signal.SIGTERM, "under way\n"), err
 
 
 def trained(checkpointer: Any, *hooks: Any, epochs: int = 2) -> Any:
@@ -207,6 +207,19 @@ def test_ctrl_c_saves_before_it_goes_on(tmp_path: pathlib.Path) -> None:
     assert digest((again.state, again.history.steps)) == digest(
         (straight.state, straight.history.steps)
     )
+
+
+def test_a_loop_that_is_left_lets_go_of_signals_and_of_the_directory(
+    tmp_path: pathlib.Path,
+) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    for _ in range(2):
+        data = ft.ArrayLoader(np.ones((40, 3), np.float32), 2)
+        for event in ft.run(START, step, data, checkpointer=ft.Checkpointer(tmp_path), fuse=4):
+            assert signal.getsignal(signal.SIGTERM) is not before
+            break
+        assert signal.getsignal(signal.SIGTERM) is before
+        assert event.step == 4
 
 
 def test_a_thread_saves_without_signals(tmp_path: pathlib.Path) -> None:

@@ -1,0 +1,238 @@
+"""The loop itself: chunks, what is told of them, and what is saved."""
+
+import contextlib
+import dataclasses
+import itertools
+from collections.abc import Generator, Iterator
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding
+
+from functrain.common import _tree
+from functrain.common._types import PyTree
+from functrain.data._sources import Source
+from functrain.engine import _placement, _rows
+from functrain.engine._chunks import Chunk, chunked
+from functrain.engine._driver import Driver, copied
+from functrain.engine._plan import Plan
+from functrain.engine._position import Position
+from functrain.engine._trigger import Trigger, steps_until_due
+from functrain.loop._compute import computed
+from functrain.loop._events import ChunkEnd, EpochEnd, Event, LogsReady, RunEnd
+from functrain.loop._require import require_batches
+from functrain.loop._saving import Resumed, Saving
+from functrain.metrics._metric import Metered
+
+
+class Loop:
+    """Takes a state through the chunks of all epochs.
+
+    Attributes:
+      position: How far the training has come.
+      resumed: Where it went on, if it did.
+    """
+
+    def __init__(
+        self,
+        driver: Driver,
+        step: Any,
+        state: PyTree,
+        source: Source,
+        plan: Plan,
+        boundaries: tuple[Trigger, ...],
+        start: Position,
+        epochs: int,
+        late_logs: bool,
+        sharding: NamedSharding | None,
+        no_metrics: PyTree,
+        saving: Saving | None,
+        resumed: Resumed | None,
+    ) -> None:
+        self.position = start
+        self.resumed = resumed
+        self._driver, self._step, self._source, self._plan = driver, step, source, plan
+        self._boundaries, self._epochs, self._late_logs = boundaries, epochs, late_logs
+        self._sharding = sharding
+        self._no_metrics, self._saving = no_metrics, saving
+        self._owes_epoch_end = resumed is not None and resumed.owes_epoch_end
+        self._is_finished = resumed is not None and resumed.finished
+        self._epoch_over = resumed is not None and resumed.nothing_left
+        self._names: dict[Any, list[tuple[int, str]]] = {}
+        driver.begin(self._metered(state, None if resumed is None else resumed.metrics))
+        self._chunks = self._begin_pass(start)
+        self._late: tuple[Position, Chunk, PyTree] | None = None
+        self._open: Event | None = None  # its state may have been replaced
+        self._values = {} if resumed is None else resumed.values  # of the last event
+
+    def last_whole(self) -> tuple[PyTree, Position] | None:
+        """Returns the last whole state and its position; see `Run`."""
+        if self._open is not None:
+            with contextlib.suppress(Exception):  # the error that came first is the one to see
+                self._go_on_from(self._open.state)
+        found = self._driver.last_whole(self.position)
+        return None if found is None else (_bare(found[0]), found[1])
+
+    def unread_logs(self) -> LogsReady | None:
+        """Returns the logs of the last chunk, after an error, if their event has not come yet."""
+        late, self._late = self._late, None
+        return None if late is None else self._logs(*late)
+
+    def save(self) -> None:
+        """Saves the run as the last event was left, due or not."""
+        event = self._open
+        if self._saving is None or event is None:
+            raise ValueError("save: expected a run with a checkpointer, and an event, got none")
+        self._go_on_from(event.state)
+        self._saving.save(event, self._trees(), epoch_over=self._epoch_over)
+
+    def close(self) -> None:
+        """Waits for what is being written, and lets others write."""
+        if self._saving is not None:
+            self._saving.close()
+
+    def events(self) -> Generator[Any, None, None]:
+        """Yields the events of the run, once."""
+        with contextlib.nullcontext() if self._saving is None else self._saving:
+            stopped = False
+            while not (self.resumed is not None and self.resumed.nothing_left):
+                stopped = yield from self._epoch()
+                if stopped or self.position.epoch + 1 == self._epochs:
+                    break
+                self.position = Position(self.position.step, self.position.epoch + 1)
+                self._driver.begin(self._metered(self.state))
+            yield from self._end(stopped)
+
+    def _end(self, stopped: bool) -> Iterator[Event]:
+        """Tells that the run is over; the last state is saved, and the one hooks chose instead."""
+        event, last, values = RunEnd(**self._moment()), self._trees(), self._values
+        yield from self._told(event)
+        if self._saving is not None and not self._is_finished:
+            chosen = {} if event.state is last["state"] else {"final": event.state}
+            done = {"epochs": self._epochs, "stopped": stopped}
+            end = dataclasses.replace(event, values={**values, **event.values})
+            self._saving.save(end, {**last, **chosen}, epoch_over=self._epoch_over, done=done)
+
+    def _epoch(self) -> Generator[Any, None, bool]:
+        self._epoch_over, taken = False, 0
+        for chunk in self._chunks:
+            rows = self._driver.run(chunk)
+            self.position, taken = self.position.after(chunk.steps), taken + chunk.steps
+            late = self._late
+            if self._late_logs:  # before anybody is told anything: it may raise
+                self._late = self.position, chunk._replace(batches=None), rows
+            if late is not None:
+                yield self._logs(*late)
+            moment = self._moment()
+            event = ChunkEnd(**moment, steps=chunk.steps, examples=chunk.examples, rows=rows)
+            yield from self._told(event)
+            if event.stopped:
+                yield from self._due_logs()
+                return True
+            yield from self._saved(event)
+            self._driver.keep_spare(self.position)
+        require_batches(taken or self.position.batch, f" in epoch {self.position.epoch}")
+        self._prepare_next_epoch()
+        yield from self._due_logs()
+        stopped = False
+        if taken or self._owes_epoch_end:  # else the epoch was over where the run began
+            self._owes_epoch_end, self._epoch_over = False, True
+            end = EpochEnd(**self._moment())
+            yield from self._told(end)
+            stopped = end.stopped
+            if not stopped and self.position.epoch + 1 < self._epochs:
+                yield from self._saved(end)
+        if not self._source.can_seek:
+            self._chunks = self._begin_pass(Position(self.position.step, self.position.epoch + 1))
+        return stopped
+
+    def _saved(self, event: Event) -> Iterator[LogsReady]:
+        """Saves the run, if that is due or the process is to end."""
+        saving = self._saving
+        if saving is None or not (saving.is_asked_to_end or saving.is_due(event)):
+            return
+        yield from self._due_logs()
+        saving.save(event, self._trees(), epoch_over=self._epoch_over)
+        if saving.is_asked_to_end:
+            saving.act()
+
+    def _trees(self) -> dict[str, PyTree]:
+        """Returns what is to be saved: in mid-epoch the metrics, too."""
+        metered = self._no_metrics is not None and not self._epoch_over
+        return {"state": self.state, **({"metrics": self._driver.carry.metrics} if metered else {})}
+
+    def _told(self, event: Event) -> Iterator[Event]:
+        """Yields an event, and goes on with the state it was left with."""
+        self._open = event
+        yield event
+        self._open, self._values = None, event.values
+        self._go_on_from(event.state)
+
+    def _due_logs(self) -> Iterator[LogsReady]:
+        if (found := self.unread_logs()) is not None:
+            yield found
+
+    def _begin_pass(self, at: Position) -> Iterator[Chunk]:
+        before = at.step - at.batch  # steps taken before this epoch
+
+        def until(batch: int) -> int | None:
+            return steps_until_due(self._boundaries, before + batch)
+
+        batches, where = self._source.begin(at.epoch, at.batch), f"epoch {at.epoch}"
+        yield from chunked(batches, self._plan, until, where=where, start=at.batch)
+
+    def _prepare_next_epoch(self) -> None:
+        """Makes the next epoch's first chunk while the device is busy with the last of this."""
+        at = Position(self.position.step, self.position.epoch + 1)
+        if self._source.can_seek and at.epoch < self._epochs:
+            chunks = self._begin_pass(at)
+            self._chunks = itertools.chain(list(itertools.islice(chunks, 1)), chunks)
+
+    @property
+    def state(self) -> PyTree:
+        """The state as it is now; the next program consumes it."""
+        return _bare(self._driver.carry)
+
+    def _metered(self, state: PyTree, metrics: PyTree = None) -> PyTree:
+        """Puts metrics beside a state, where the step has some: by default such as saw nothing."""
+        if self._no_metrics is None:
+            return state
+        metrics = self._no_metrics if metrics is None else metrics
+        return Metered(state, _placement.beside(copied(metrics), state))
+
+    def _moment(self) -> dict[str, Any]:
+        """Returns what every event says."""
+        known = {"position": self.position, "state": self.state}
+        if self._no_metrics is None:
+            return known
+        step, metrics = self._step, self._driver.carry.metrics
+        return {**known, "_metrics": lambda: computed(step, metrics)}
+
+    def _logs(self, position: Position, chunk: Chunk, rows: PyTree) -> LogsReady:
+        leaves, structure = jax.tree.flatten(rows)
+        if structure not in self._names:  # once: paths are slow, and the same each time
+            paths = [path for path, _ in _tree.leaves_with_path(rows)]
+            found = zip(range(len(paths)), paths, map(_rows.is_number, leaves), strict=True)
+            self._names[structure] = [(i, path) for i, path, number in found if number]
+        names = self._names[structure]
+        values = _rows.on_host([leaves[i] for i, _ in names], chunk.steps)
+        logs = {name: x for (_, name), x in zip(names, values, strict=True)}
+        return LogsReady(position=position, steps=chunk.steps, examples=chunk.examples, logs=logs)
+
+    def _go_on_from(self, state: PyTree) -> None:
+        """Goes on with the state an event was left with."""
+        if state is self.state:
+            return
+        changed = _tree.differences(self.state, state)
+        if changed:
+            raise ValueError(
+                "event.state: expected a state of the structure, shapes and dtypes it had, got\n"
+                f"{_tree.bullets(changed)}"
+            )
+        new = _placement.on_mesh(_tree.copy(state), self._sharding)
+        metered = isinstance(self._driver.carry, Metered)
+        self._driver.begin(self._driver.carry.replace(state=new) if metered else new)
+
+
+def _bare(carry: PyTree) -> PyTree:
+    return carry.state if isinstance(carry, Metered) else carry
