@@ -216,10 +216,10 @@ def test_a_loop_that_is_left_lets_go_of_signals_and_of_the_directory(
     for _ in range(2):
         data = ft.ArrayLoader(np.ones((40, 3), np.float32), 2)
         for event in ft.run(START, step, data, checkpointer=ft.Checkpointer(tmp_path), fuse=4):
+            assert event.step == 4
             assert signal.getsignal(signal.SIGTERM) is not before
             break
         assert signal.getsignal(signal.SIGTERM) is before
-        assert event.step == 4
 
 
 def test_a_thread_saves_without_signals(tmp_path: pathlib.Path) -> None:
