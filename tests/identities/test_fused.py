@@ -86,12 +86,19 @@ def setup(kind, dtype, rng=None, clip=True):
     return model, tx, state, step, models.batches(model, STEPS)
 
 
+SLOW = ("lstm", "attention")  # to compile
+DENSE = [
+    pytest.param(kind, dtype, marks=[pytest.mark.long] * (kind in SLOW and dtype == "bfloat16"))
+    for kind in models.DENSE_KINDS
+    for dtype in ("float32", "bfloat16")
+]
+
+
 def copy(state):
     return jax.tree.map(jnp.copy, state)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("kind", models.DENSE_KINDS)
+@pytest.mark.parametrize(("kind", "dtype"), DENSE)
 def test_fused_is_single_is_plain_jit(kind, dtype) -> None:
     _, _, state, step, chunk = setup(kind, dtype)
     plain = one_by_one(step, state, chunk)
@@ -120,8 +127,7 @@ def test_fused_is_single_with_a_key(kind) -> None:
     assert in_chunks(step, copy(state), chunk, 7) == plain
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("kind", models.DENSE_KINDS)
+@pytest.mark.parametrize(("kind", "dtype"), DENSE)
 def test_a_step_is_the_loop_written_by_hand(kind, dtype) -> None:
     model, tx, state, step, chunk = setup(kind, dtype, clip=False)
     params, model_state, losses = by_hand(model, tx, state, chunk)
