@@ -194,6 +194,8 @@ def fit(
                     signals.act()
     except BaseException as error:
         _attach_result(error, events, recorder, first)
+        if checkpointer is not None and (saved := checkpointer.latest()) is not None:
+            error.add_note(f"The same fit goes on after step {saved}: {checkpointer.directory}")
         raise
     return FitResult(events.state, recorder.history())
 
@@ -209,8 +211,8 @@ def _where_it_goes_on(events: Run, checkpointer: Any) -> str:
         return f"going on after {position.step:,} steps, in epoch {position.epoch + 1}: {where}"
     if resumed.stopped:
         return (
-            f"over already, stopped by a hook after {position.step:,} steps: {where}. To begin "
-            "anew, take another directory."
+            f"over already, stopped by a hook after {position.step:,} steps: {where}. To train on "
+            "from an earlier step: Checkpointer.rollback; to begin anew, take another directory."
         )
     return (
         f"over already, after {position.step:,} steps: {where}. More epochs go on from there; to "
@@ -229,7 +231,7 @@ def _attach_result(error: BaseException, events: Run, recorder: Recorder, begin:
         error.add_note(
             f"A program failed in the steps up to {events.position.step} of epoch "
             f"{events.position.epoch}, and took the state along: there is no copy of a state of "
-            "this size. Save it now and then from a hook, as with functrain.save."
+            "this size. A checkpointer saves it now and then: fit(checkpointer=)."
         )
         return
     state, at = found
