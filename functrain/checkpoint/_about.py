@@ -42,7 +42,7 @@ def read_about(directory: str) -> dict[str, Any]:
     if not is_ours(directory):
         raise CheckpointMismatchError(
             f"{directory}: expected a checkpoint, got {what(directory)}. Load what functrain.save "
-            "or a functrain.Checkpointer wrote."
+            "wrote, or the directory of one step of a functrain.Checkpointer."
         )
     _require_plain_files(directory)
     try:

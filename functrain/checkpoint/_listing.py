@@ -87,10 +87,13 @@ def _about(directory: str) -> dict[str, Any] | None:
 
 
 def _epoch(about: Mapping[str, Any] | None) -> str:
-    """Returns the epoch, and in its midst the batch."""
-    position = (about or {}).get("position", {})
+    """Returns how many epochs are over, and in the midst of one the batch."""
+    about = about or {}
+    position = about.get("position", {})
     if "epoch" not in position:
         return "?"
+    if about.get("epoch_over"):
+        return f"{position['epoch'] + 1}"
     batch = position.get("batch")
     return f"{position['epoch']}" + (f", batch {batch:,}" if batch else "")
 

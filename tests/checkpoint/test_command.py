@@ -53,6 +53,24 @@ def test_a_directory_is_listed_as_a_table_that_fits_a_terminal(run, capsys) -> N
     assert len({len(row.rstrip()) for row in rows} | {len(titles.rstrip())}) == 1  # aligned
 
 
+def test_epochs_that_are_over_are_counted(tmp_path, capsys) -> None:
+    data = [np.ones(2, np.float32)] * 4
+    checkpointer = ft.Checkpointer(tmp_path, every=ft.every(steps=3))
+
+    def step(state, batch):
+        return {"w": state["w"] + batch.sum()}, {}
+
+    ft.fit({"w": jnp.zeros(())}, step, data, epochs=2, checkpointer=checkpointer, verbose=0)
+    assert main([str(tmp_path)]) == 0
+    rows = capsys.readouterr().out.splitlines()[2:]
+    found = [row.split("  20")[0].split(maxsplit=1) for row in rows]
+    assert [[each.strip() for each in row] for row in found] == [
+        ["3", "0, batch 3"],
+        ["6", "1, batch 2"],
+        ["8", "2"],
+    ]
+
+
 def test_values_for_which_there_is_no_room_are_named(tmp_path, capsys) -> None:
     values = {f"val_some_long_name_{i}": 0.5 for i in range(9)}
     with ft.Checkpointer(tmp_path / "run") as checkpoints:
