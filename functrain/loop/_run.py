@@ -156,8 +156,11 @@ def begin(
             at = at if resumed is None else resumed.position
         finished = resumed is not None and resumed.finished
         if at.epoch >= epochs and not finished:
+            at_what = f"start={tuple(at)}"
+            if checkpointer is not None and resumed is not None:
+                at_what = f"step {at.step}, where {checkpointer.directory} goes on"
             raise ValueError(
-                f"epochs: expected more than the {at.epoch} that are over at start={tuple(at)}, "
+                f"epochs: expected more than the {at.epoch} that are over at {at_what}, "
                 f"got {epochs}. It is the number of epochs of the whole training, counted from "
                 "its beginning."
             )

@@ -72,9 +72,17 @@ class Saving:
       checkpointer: Where, and when.
       source: The data.
       parts: What else goes on with the run, by name.
+
+    Raises:
+      TypeError: `checkpointer` is none.
     """
 
     def __init__(self, checkpointer: Checkpointer, source: Data, parts: Mapping[str, Part]) -> None:
+        if not isinstance(checkpointer, Checkpointer):
+            raise TypeError(
+                "checkpointer: expected a functrain.Checkpointer, such as "
+                f"functrain.Checkpointer('run'), got {checkpointer!r}"
+            )
         self._checkpointer, self._source, self._parts = checkpointer, source, parts
         self._signals = HeldSignals(interrupt=False, terminate="any")
         self._fired = time.perf_counter()
@@ -160,6 +168,9 @@ class Saving:
           done: What to say of a run that is over.
         """
         self._fired = time.perf_counter()
+        self._seen_best = self._seen_best or self._checkpointer.monitor in event.values
+        if done is not None and epoch_over:  # of one epoch, this is the first that is seen
+            self._look_for_best(event)
         documents = {name: part.state() for name, part in self._parts.items()}
         self._checkpointer.write(
             trees,

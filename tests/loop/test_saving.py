@@ -45,6 +45,16 @@ def scored(*values: float) -> Any:
     return score
 
 
+def leave_at(step: int) -> Any:
+    """A hook that leaves in the midst of a run."""
+
+    @ft.at(step)
+    def leave(event: Any) -> None:
+        raise SystemExit
+
+    return leave
+
+
 @pytest.mark.parametrize(
     ("when", "saved"),
     [
@@ -120,6 +130,48 @@ def test_a_best_value_that_no_epoch_has_is_named(tmp_path: pathlib.Path) -> None
     assert checkpointer.steps() == [10, 20, 30]
 
 
+def test_a_best_value_that_the_only_epoch_has_not_is_named(tmp_path: pathlib.Path) -> None:
+    with pytest.warns(UserWarning, match=r"best: expected one of \['mean'\], got 'val_loss'"):
+        trained(ft.Checkpointer(tmp_path, best="val_loss"), epochs=1)
+
+
+def test_a_best_value_that_was_saved_in_mid_epoch_is_not_missed(tmp_path: pathlib.Path) -> None:
+    @ft.every(steps=4)
+    def score(event: Any) -> None:
+        event.values["val_loss"] = 1 / event.step
+
+    checkpointer = ft.Checkpointer(tmp_path, every=ft.every(steps=4), best="val_loss")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trained(checkpointer, score)
+    assert checkpointer.best() == 28
+
+
+def test_a_directory_alone_is_no_checkpointer(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(TypeError, match=r"checkpointer: expected a functrain.Checkpointer, such"):
+        trained(str(tmp_path))
+
+
+def test_too_few_epochs_are_refused_with_the_directory_that_goes_on(
+    tmp_path: pathlib.Path,
+) -> None:
+    with pytest.raises(SystemExit):
+        trained(ft.Checkpointer(tmp_path), leave_at(25))
+    expected = f"epochs: expected more than the 2 that are over at step 20, where {tmp_path} goes"
+    with pytest.raises(ValueError, match=expected):
+        trained(ft.Checkpointer(tmp_path), epochs=2 - 1)
+
+
+def test_an_error_names_the_directory_that_goes_on(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(SystemExit) as caught:
+        trained(ft.Checkpointer(tmp_path), leave_at(25))
+    assert caught.value.__notes__[-1] == f"The same fit goes on after step 20: {tmp_path}"
+
+    with pytest.raises(SystemExit) as caught:
+        trained(ft.Checkpointer(tmp_path / "other"), leave_at(8))
+    assert not any("goes on" in note for note in caught.value.__notes__)
+
+
 def test_a_training_that_is_over_says_so_and_returns_what_it_came_to(
     tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -165,7 +217,9 @@ def test_a_run_that_was_stopped_stays_so_and_says_how_to_begin_anew(
 
     first = trained(ft.Checkpointer(tmp_path), stop)
     again = trained(ft.Checkpointer(tmp_path), epochs=9, verbose="lines")
-    assert capsys.readouterr().out.startswith("over already, stopped by a hook after 14 steps: ")
+    said = capsys.readouterr().out
+    assert said.startswith("over already, stopped by a hook after 14 steps: ")
+    assert "rollback" in said
     assert digest((again.state, again.history.steps)) == digest((first.state, first.history.steps))
 
 
