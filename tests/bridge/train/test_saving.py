@@ -210,6 +210,22 @@ def test_a_csv_file_goes_on_without_a_row_too_many(tmp_path) -> None:
     assert (tmp_path / "pieces.csv").read_text() == (tmp_path / "straight.csv").read_text()
 
 
+def test_a_csv_file_keeps_its_columns_where_later_rows_have_others(tmp_path) -> None:
+    def logged(name: str, epochs: int) -> Arguments:
+        def arguments() -> dict[str, Any]:
+            plateau = keras.callbacks.ReduceLROnPlateau("loss")
+            logger = keras.callbacks.CSVLogger(tmp_path / name)
+            how = {"validation_freq": 2, "callbacks": [plateau, logger]}  # val_loss comes later
+            return {**evaluated(), **how, "epochs": epochs}
+
+        return arguments
+
+    fit(dense, logged("straight.csv", 2), keras.Model.fit)
+    for epochs in (1, 2):
+        fit(dense, logged("pieces.csv", epochs), checkpointer=ft.Checkpointer(tmp_path / "c"))
+    assert (tmp_path / "pieces.csv").read_text() == (tmp_path / "straight.csv").read_text()
+
+
 class Counter(keras.callbacks.Callback):
     """A user's callback that goes on."""
 
