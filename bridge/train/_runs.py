@@ -134,6 +134,8 @@ class Fit:
             self._loop.sync()
         if evaluation is not None and evaluates:
             source = evaluation.source()
+            if saving is not None:
+                saving.begin_evaluation()
             found = run_evaluate(model, source, self._callbacks, self._options, within_fit=True)
             logs.update({f"val_{name}": value for name, value in found.items()})
         self._callbacks.on_epoch_end(epoch, logs)
@@ -175,7 +177,8 @@ def run_evaluate(
     finally:
         loop.sync()
     callbacks.on_test_end(logs)
-    options.act()
+    if not within_fit:  # which acts at the end of the epoch
+        options.act()
     return logs
 
 

@@ -45,6 +45,7 @@ class KerasSaving:
         self._loop: Any = None
         self._event: Event | None = None
         self._over = self._is_saved = False
+        self._before: KerasState | None = None  # the values, while an evaluation changes metrics
         self.data: dict[str, Any] = {}
         self.others: dict[str, Any] = {}
         self._resumed: Resumed | None = None
@@ -125,13 +126,22 @@ class KerasSaving:
         values = {name: x for name, x in logs.items() if isinstance(x, int | float)}
         self._event = EpochEnd(position=self.position, state=(), values=values)
         self._over, self._is_saved = True, False
+        self._before = None
         if self._saving.is_due(self._event) and not is_last:
             self.save()
+
+    def begin_evaluation(self) -> None:
+        """Notes the values to save until the epoch is over: evaluations have other metrics."""
+        self._before = self._loop.values()
+
+    def is_able(self) -> bool:
+        """Whether there are values to save: an evaluation of a large model has the only ones."""
+        return not any(x.is_deleted() for x in jax.tree.leaves(self._values()))
 
     def save(self) -> None:
         """Saves the fit as it is, unless that was done."""
         if not self._is_saved and self._event is not None:
-            trees = {"state": self._loop.values()}
+            trees = {"state": self._values()}
             self._saving.save(self._event, trees, epoch_over=self._over)
             self._is_saved = True
 
@@ -182,6 +192,9 @@ class KerasSaving:
     def reported(self) -> PyTree:
         """What the last step before the checkpoint reported."""
         return self.data.get("reported")
+
+    def _values(self) -> KerasState:
+        return self._loop.values() if self._before is None else self._before
 
     def _assign(self) -> None:
         assert self._resumed is not None, "begin() comes first"

@@ -226,6 +226,43 @@ def test_a_csv_file_keeps_its_columns_where_later_rows_have_others(tmp_path) -> 
     assert (tmp_path / "pieces.csv").read_text() == (tmp_path / "straight.csv").read_text()
 
 
+class Signalled(keras.callbacks.Callback):
+    """Has Ctrl-C come in an evaluation, with the model brought up to date by a callback."""
+
+    chunk_safe = True
+
+    def __init__(self, method: str) -> None:
+        super().__init__()
+        self.came = False
+        setattr(self, method, self._raise_once)
+
+    def _raise_once(self, *_: Any, logs: Any = None) -> None:
+        assert self.model.metrics_variables
+        if not self.came:
+            self.came = True
+            signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.parametrize("method", ["on_test_batch_end", "on_test_end"])
+@pytest.mark.parametrize("is_large", [False, True])
+def test_ctrl_c_in_an_evaluation_saves_what_training_had(
+    method, is_large, tmp_path, monkeypatch
+) -> None:
+    def two_epochs() -> dict[str, Any]:
+        return {**evaluated(), "epochs": 2}
+
+    model, history = fit(dense, two_epochs, keras.Model.fit)
+    if is_large:
+        monkeypatch.setattr("bridge.train._loop.SPARE_BYTES", 0)
+    checkpoints = ft.Checkpointer(tmp_path, every=ft.every(steps=1000))
+    with pytest.raises(KeyboardInterrupt):
+        fit(dense, two_epochs, checkpointer=checkpoints, callbacks=[Signalled(method)])
+    assert checkpoints.latest() == 7
+    again, found = fit(dense, two_epochs, checkpointer=checkpoints)
+    assert_same(again, model)
+    assert found.history == history.history
+
+
 class Counter(keras.callbacks.Callback):
     """A user's callback that goes on."""
 
