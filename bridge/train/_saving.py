@@ -51,8 +51,12 @@ class KerasSaving:
         self._resumed: Resumed | None = None
         self.position = Position()
 
-    def begin(self, epochs: int) -> bool:
+    def begin(self, epochs: int, evaluation: Any = None) -> bool:
         """Finds out where to go on; returns whether there is anything left to do.
+
+        Args:
+          epochs: How many there are to be.
+          evaluation: What they are evaluated on, or None.
 
         Raises:
           CheckpointMismatchError: The checkpoint is of another model or of other data.
@@ -79,7 +83,7 @@ class KerasSaving:
         for name, callback in self._callbacks.items():
             if isinstance(callback, keras.callbacks.CSVLogger) and name in memory:
                 _go_on_below(callback, memory[name]["bytes"])
-        self._warn()
+        self._warn(evaluation)
         return True
 
     def bring_back(self) -> Resume | None:
@@ -210,12 +214,18 @@ class KerasSaving:
                 f"{_tree.bullets(lines)}\nThe model is unchanged."
             )
 
-    def _warn(self) -> None:
+    def _warn(self, evaluation: Any) -> None:
         repeatable = "examples" in keras_private.described(self.source)
         if self.position.step and not repeatable:
             warnings.warn(
                 "x: only arrays are known to give the same batches again. These data are begun "
                 "anew, and the batches of the epoch before the checkpoint left out.",
+                stacklevel=4,
+            )
+        if self.position.epoch and evaluation is not None and evaluation.is_iterator:
+            warnings.warn(
+                "validation_data: expected arrays, or what can be begun again, got an iterator. It "
+                "is begun anew: the evaluations to come may have other batches.",
                 stacklevel=4,
             )
         missing = sorted(self.others["callbacks"].keys() - self._callbacks.keys())

@@ -317,6 +317,16 @@ def test_generators_are_begun_anew_with_a_warning(tmp_path) -> None:
     assert found.history == history.history
 
 
+def test_an_iterator_to_evaluate_on_is_begun_anew_with_a_warning(tmp_path) -> None:
+    def evaluated_on(epochs: int) -> Arguments:
+        batches = ((X[i : i + 10], Y[i : i + 10]) for i in range(0, 80, 10))
+        return lambda: {"validation_data": batches, "validation_steps": 2, "epochs": epochs}
+
+    fit(dense, evaluated_on(1), checkpointer=ft.Checkpointer(tmp_path))
+    with pytest.warns(UserWarning, match="validation_data: expected arrays.* got an iterator"):
+        fit(dense, evaluated_on(2), checkpointer=ft.Checkpointer(tmp_path))
+
+
 def other_width() -> keras.Model:
     return dense(width=9)
 
