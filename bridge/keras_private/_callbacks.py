@@ -22,6 +22,7 @@ _MEMORY = {
     keras.callbacks.TensorBoard: ("_global_train_batch", "_global_test_batch"),
     keras.callbacks.SwapEMAWeights: ("_ema_weights_in_model",),
     keras.callbacks.History: ("history", "epoch"),
+    keras.callbacks.CSVLogger: ("keys",),  # from its first row on, whose logs alone they come from
 }
 
 

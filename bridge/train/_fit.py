@@ -145,7 +145,7 @@ def fit(
             stack.callback(saving.close)
         held = HeldSignals(terminate="handled" if saving is None else "any")
         signals = stack.enter_context(held)
-        told = () if saving is None else (saving.until, saving.save)
+        told = () if saving is None else (saving.until, saving.save, saving.is_able)
         options = Options(fuse, rewrites, signals, *told)
         return Fit(model, source, callbacks, evaluation, options, saving)(initial_epoch, epochs)
 

@@ -52,9 +52,12 @@ class Options(NamedTuple):
     before_signal: Callable[[], None] = lambda: None
     """Called before a signal is acted on that came while a program ran."""
 
+    may_act: Callable[[], bool] = lambda: True
+    """Whether a signal can be acted on now; else it waits for the next time."""
+
     def act(self) -> None:
         """Acts on a signal, if one came."""
-        if self.signals.came:
+        if self.signals.came and self.may_act():
             self.before_signal()
             self.signals.act()
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -22,11 +23,16 @@ from functrain.internal import fetched
 
 
 class Evaluation:
-    """What fit evaluates on, and when."""
+    """What fit evaluates on, and when.
+
+    Attributes:
+      is_iterator: Whether every evaluation has the batches that follow the last one's.
+    """
 
     def __init__(self, model: keras.Model, data: Any, size: Any, steps: Any, freq: Any) -> None:
         self._model = model
         data = keras.utils.unpack_x_y_sample_weight(data)
+        self.is_iterator = isinstance(data[0], Iterator)
         self._make = functools.partial(_feed.source, model, data, size, steps)
         self._freq = freq
         self._source: Any = None
@@ -67,7 +73,7 @@ class Fit:
     def __call__(self, initial_epoch: int, epochs: int) -> Any:
         """Runs all epochs; the model is whole at the end, whatever happens."""
         model, logs = self._model, {}
-        if self._saving is not None and not self._saving.begin(epochs):
+        if self._saving is not None and not self._saving.begin(epochs, self._evaluation):
             return model.history
         model.stop_training = False
         self._lazy = only_read_model_attribute(self._callbacks)
@@ -134,6 +140,8 @@ class Fit:
             self._loop.sync()
         if evaluation is not None and evaluates:
             source = evaluation.source()
+            if saving is not None:
+                saving.begin_evaluation()
             found = run_evaluate(model, source, self._callbacks, self._options, within_fit=True)
             logs.update({f"val_{name}": value for name, value in found.items()})
         self._callbacks.on_epoch_end(epoch, logs)
@@ -175,7 +183,8 @@ def run_evaluate(
     finally:
         loop.sync()
     callbacks.on_test_end(logs)
-    options.act()
+    if not within_fit:  # which acts at the end of the epoch
+        options.act()
     return logs
 
 

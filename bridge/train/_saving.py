@@ -45,13 +45,18 @@ class KerasSaving:
         self._loop: Any = None
         self._event: Event | None = None
         self._over = self._is_saved = False
+        self._before: KerasState | None = None  # the values, while an evaluation changes metrics
         self.data: dict[str, Any] = {}
         self.others: dict[str, Any] = {}
         self._resumed: Resumed | None = None
         self.position = Position()
 
-    def begin(self, epochs: int) -> bool:
+    def begin(self, epochs: int, evaluation: Any = None) -> bool:
         """Finds out where to go on; returns whether there is anything left to do.
+
+        Args:
+          epochs: How many there are to be.
+          evaluation: What they are evaluated on, or None.
 
         Raises:
           CheckpointMismatchError: The checkpoint is of another model or of other data.
@@ -78,7 +83,7 @@ class KerasSaving:
         for name, callback in self._callbacks.items():
             if isinstance(callback, keras.callbacks.CSVLogger) and name in memory:
                 _go_on_below(callback, memory[name]["bytes"])
-        self._warn()
+        self._warn(evaluation)
         return True
 
     def bring_back(self) -> Resume | None:
@@ -125,13 +130,22 @@ class KerasSaving:
         values = {name: x for name, x in logs.items() if isinstance(x, int | float)}
         self._event = EpochEnd(position=self.position, state=(), values=values)
         self._over, self._is_saved = True, False
+        self._before = None
         if self._saving.is_due(self._event) and not is_last:
             self.save()
+
+    def begin_evaluation(self) -> None:
+        """Notes the values to save until the epoch is over: evaluations have other metrics."""
+        self._before = self._loop.values()
+
+    def is_able(self) -> bool:
+        """Whether there are values to save: an evaluation of a large model has the only ones."""
+        return not any(x.is_deleted() for x in jax.tree.leaves(self._values()))
 
     def save(self) -> None:
         """Saves the fit as it is, unless that was done."""
         if not self._is_saved and self._event is not None:
-            trees = {"state": self._loop.values()}
+            trees = {"state": self._values()}
             self._saving.save(self._event, trees, epoch_over=self._over)
             self._is_saved = True
 
@@ -183,6 +197,9 @@ class KerasSaving:
         """What the last step before the checkpoint reported."""
         return self.data.get("reported")
 
+    def _values(self) -> KerasState:
+        return self._loop.values() if self._before is None else self._before
+
     def _assign(self) -> None:
         assert self._resumed is not None, "begin() comes first"
         write_keras_state(self._resumed.state, self._model)
@@ -197,12 +214,18 @@ class KerasSaving:
                 f"{_tree.bullets(lines)}\nThe model is unchanged."
             )
 
-    def _warn(self) -> None:
+    def _warn(self, evaluation: Any) -> None:
         repeatable = "examples" in keras_private.described(self.source)
         if self.position.step and not repeatable:
             warnings.warn(
                 "x: only arrays are known to give the same batches again. These data are begun "
                 "anew, and the batches of the epoch before the checkpoint left out.",
+                stacklevel=4,
+            )
+        if self.position.epoch and evaluation is not None and evaluation.is_iterator:
+            warnings.warn(
+                "validation_data: expected arrays, or what can be begun again, got an iterator. It "
+                "is begun anew: the evaluations to come may have other batches.",
                 stacklevel=4,
             )
         missing = sorted(self.others["callbacks"].keys() - self._callbacks.keys())

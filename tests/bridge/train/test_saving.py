@@ -210,6 +210,59 @@ def test_a_csv_file_goes_on_without_a_row_too_many(tmp_path) -> None:
     assert (tmp_path / "pieces.csv").read_text() == (tmp_path / "straight.csv").read_text()
 
 
+def test_a_csv_file_keeps_its_columns_where_later_rows_have_others(tmp_path) -> None:
+    def logged(name: str, epochs: int) -> Arguments:
+        def arguments() -> dict[str, Any]:
+            plateau = keras.callbacks.ReduceLROnPlateau("loss")
+            logger = keras.callbacks.CSVLogger(tmp_path / name)
+            how = {"validation_freq": 2, "callbacks": [plateau, logger]}  # val_loss comes later
+            return {**evaluated(), **how, "epochs": epochs}
+
+        return arguments
+
+    fit(dense, logged("straight.csv", 2), keras.Model.fit)
+    for epochs in (1, 2):
+        fit(dense, logged("pieces.csv", epochs), checkpointer=ft.Checkpointer(tmp_path / "c"))
+    assert (tmp_path / "pieces.csv").read_text() == (tmp_path / "straight.csv").read_text()
+
+
+class Signalled(keras.callbacks.Callback):
+    """Has Ctrl-C come in an evaluation, with the model brought up to date by a callback."""
+
+    chunk_safe = True
+
+    def __init__(self, method: str) -> None:
+        super().__init__()
+        self.came = False
+        setattr(self, method, self._raise_once)
+
+    def _raise_once(self, *_: Any, logs: Any = None) -> None:
+        assert self.model.metrics_variables
+        if not self.came:
+            self.came = True
+            signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.parametrize("method", ["on_test_batch_end", "on_test_end"])
+@pytest.mark.parametrize("is_large", [False, True])
+def test_ctrl_c_in_an_evaluation_saves_what_training_had(
+    method, is_large, tmp_path, monkeypatch
+) -> None:
+    def two_epochs() -> dict[str, Any]:
+        return {**evaluated(), "epochs": 2}
+
+    model, history = fit(dense, two_epochs, keras.Model.fit)
+    if is_large:
+        monkeypatch.setattr("bridge.train._loop.SPARE_BYTES", 0)
+    checkpoints = ft.Checkpointer(tmp_path, every=ft.every(steps=1000))
+    with pytest.raises(KeyboardInterrupt):
+        fit(dense, two_epochs, checkpointer=checkpoints, callbacks=[Signalled(method)])
+    assert checkpoints.latest() == 7
+    again, found = fit(dense, two_epochs, checkpointer=checkpoints)
+    assert_same(again, model)
+    assert found.history == history.history
+
+
 class Counter(keras.callbacks.Callback):
     """A user's callback that goes on."""
 
@@ -262,6 +315,16 @@ def test_generators_are_begun_anew_with_a_warning(tmp_path) -> None:
         again, found = run(**how)
     assert_same(again, model)
     assert found.history == history.history
+
+
+def test_an_iterator_to_evaluate_on_is_begun_anew_with_a_warning(tmp_path) -> None:
+    def evaluated_on(epochs: int) -> Arguments:
+        batches = ((X[i : i + 10], Y[i : i + 10]) for i in range(0, 80, 10))
+        return lambda: {"validation_data": batches, "validation_steps": 2, "epochs": epochs}
+
+    fit(dense, evaluated_on(1), checkpointer=ft.Checkpointer(tmp_path))
+    with pytest.warns(UserWarning, match="validation_data: expected arrays.* got an iterator"):
+        fit(dense, evaluated_on(2), checkpointer=ft.Checkpointer(tmp_path))
 
 
 def other_width() -> keras.Model:
