@@ -26,7 +26,8 @@ def listed(directory: Directory) -> str:
         ("saved (UTC)", [_when(about) for about in abouts.values()]),
         ("size", [_repr.size(bytes_of(directory.at(step))) for step in abouts]),
     ]
-    names = list(dict.fromkeys(name for found in values.values() for name in found))
+    found = dict.fromkeys(name for known in values.values() for name in known)
+    names = sorted(found, key=lambda name: not name.startswith("val_"))  # there may be no room
     columns = [(name, _marked(name, list(abouts), values)) for name in names]
     shown = len(columns)
     while _width(fixed + columns[:shown]) > WIDTH and shown:
