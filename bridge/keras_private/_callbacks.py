@@ -30,14 +30,23 @@ def memory(callback: Any) -> dict[str, Any]:
     """Returns what a callback of one of Keras's classes, or derived from it, remembers.
 
     Reads the attributes of `_MEMORY`, of which those of ModelCheckpoint, OrbaxCheckpoint,
-    TensorBoard and SwapEMAWeights are private; checked with Keras 3.15.1. Without them a run that
-    is resumed saves, records and stops at other steps than one that is not.
+    TensorBoard and SwapEMAWeights are private, and `monitor_op`; checked with Keras 3.15.1. Without
+    them a run that is resumed saves, records and stops at other steps than one that is not.
     """
-    return {name: getattr(callback, name) for name in _names(callback) if hasattr(callback, name)}
+    names = _names(callback)
+    found = {name: getattr(callback, name) for name in names if hasattr(callback, name)}
+    return {**found, "compares": True} if getattr(callback, "monitor_op", None) else found
 
 
 def put_memory(callback: Any, found: dict[str, Any]) -> None:
-    """Puts back what `memory` returned."""
+    """Puts back what `memory` returned.
+
+    Calls `MonitorCallback._set_monitor_op`, as Keras does at the first epoch's end; checked with
+    Keras 3.15.1. Without it a ModelCheckpoint that saves the best of some batches has nothing to
+    compare with in the epoch that goes on.
+    """
+    if "compares" in found and callback.monitor_op is None:
+        callback._set_monitor_op()
     for name in _names(callback):
         if name in found:
             setattr(callback, name, found[name])

@@ -2,12 +2,8 @@
 
 import bridge  # isort: skip  # before keras: it chooses the backend
 
-import os
 import pathlib
 import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -300,6 +296,23 @@ def test_callbacks_of_users_go_on_where_they_say_how(tmp_path) -> None:
     assert counters[-1].means == counters[0].means
 
 
+def test_the_best_of_some_batches_is_still_known(tmp_path) -> None:
+    def saved(name: str) -> Arguments:
+        def arguments() -> dict[str, Any]:
+            path = tmp_path / name / "{epoch}-{batch}.weights.h5"
+            how = {"save_freq": 6, "save_best_only": True, "save_weights_only": True}
+            return {"callbacks": [keras.callbacks.ModelCheckpoint(path, "loss", **how)]}
+
+        return arguments
+
+    fit(dense, saved("straight"), keras.Model.fit)  # saves once before it can compare
+    fit_in_pieces(dense, saved("pieces"), tmp_path / "c", ft.every(steps=10), [(11, 2), (None, 3)])
+    straight, pieces = (
+        sorted(path.name for path in (tmp_path / name).iterdir()) for name in ("straight", "pieces")
+    )
+    assert pieces == straight
+
+
 def test_generators_are_begun_anew_with_a_warning(tmp_path) -> None:
     def batches() -> Any:
         while True:
@@ -366,34 +379,3 @@ def test_it_refuses_a_second_backup(tmp_path) -> None:
 
     with pytest.raises(ValueError, match="expected no BackupAndRestore beside checkpointer="):
         fit(dense, both, checkpointer=ft.Checkpointer(tmp_path / "c"))
-
-
-SCRIPT = """
-import bridge, functrain as ft, keras, numpy as np, pathlib, sys
-x = np.ones((640, 6), np.float32)
-model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1)])
-model.compile("sgd", "mse")
-
-class Ready(keras.callbacks.Callback):
-    def on_epoch_end(self, epoch, logs=None):
-        pathlib.Path(sys.argv[2]).touch()
-
-checkpoints = ft.Checkpointer(sys.argv[1], every=ft.every(steps=10**6))
-bridge.fit(model, x, x[:, :1], batch_size=8, epochs=10**6, fuse=4, verbose=0,
-           callbacks=[Ready()], checkpointer=checkpoints)
-"""
-
-
-def test_sigterm_saves_and_ends_with_143(tmp_path) -> None:
-    ready = tmp_path / "ready"
-    command = [sys.executable, "-c", SCRIPT, str(tmp_path / "c"), str(ready)]
-    environment = {**os.environ, "KERAS_BACKEND": "jax"}
-    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as process:
-        while not ready.exists() and process.poll() is None:
-            time.sleep(0.05)
-        process.send_signal(signal.SIGTERM)
-        _, errors = process.communicate(timeout=60)
-    assert process.returncode == 143, errors
-    checkpoints = ft.Checkpointer(tmp_path / "c")
-    assert checkpoints.latest() is not None
-    assert checkpoints.verify() == {}
