@@ -4,7 +4,9 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 from keras.src.backend.common import global_state
+from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR, global_seed_generator
 
 
 def swap_value(variable: Any, value: Any) -> Any:
@@ -25,6 +27,26 @@ def layout(variable: Any) -> Any:
     variable would be replicated.
     """
     return getattr(variable, "_layout", None)
+
+
+def global_seed() -> np.ndarray | None:
+    """Returns the state of the generator that draws where no seed is given; None if there is none.
+
+    Reads the global attribute GLOBAL_SEED_GENERATOR; checked with Keras 3.15.1. Without it what
+    callbacks draw by keras.random is something else after a resume.
+    """
+    found = global_state.get_global_attribute(GLOBAL_SEED_GENERATOR)
+    return None if found is None else np.asarray(found.state.value)
+
+
+def put_global_seed(state: np.ndarray | None) -> None:
+    """Puts back what `global_seed` returned.
+
+    Calls `global_seed_generator`, which makes one of Python's randomness where there is none;
+    checked with Keras 3.15.1.
+    """
+    if state is not None:
+        global_seed_generator().state.assign(state)
 
 
 @contextlib.contextmanager

@@ -141,7 +141,7 @@ def fit(
         saving: KerasSaving | None = None
         if checkpointer is not None:
             require_no_other_backup(callbacks)
-            saving = KerasSaving(checkpointer, model, callbacks, source)
+            saving = KerasSaving(checkpointer, model, callbacks, source, quiet=verbose == 0)
             stack.callback(saving.close)
         held = HeldSignals(terminate="handled" if saving is None else "any")
         signals = stack.enter_context(held)

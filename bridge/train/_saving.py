@@ -32,13 +32,16 @@ class KerasSaving:
       model: The model; built, as is everything that `compile` made.
       callbacks: Keras's list.
       source: Keras's EpochIterator.
+      quiet: Whether not to say where the fit goes on.
 
     Attributes:
       position: How far the training has come.
     """
 
-    def __init__(self, checkpointer: Any, model: keras.Model, callbacks: Any, source: Any) -> None:
-        self._checkpointer, self._model = checkpointer, model
+    def __init__(
+        self, checkpointer: Any, model: keras.Model, callbacks: Any, source: Any, *, quiet: bool
+    ) -> None:
+        self._checkpointer, self._model, self._quiet = checkpointer, model, quiet
         self._callbacks, self.source = _by_name(callbacks), source
         self._saving = Saving(checkpointer, _Data(self), {"keras": _Others(self)})
         self._began: dict[str, Any] = {"fetched": 0}  # where the data were when the epoch began
@@ -72,6 +75,8 @@ class KerasSaving:
                 error.add_note(f"Of the model here:\n{_tree.bullets(lines)}")
             raise
         self.position = self._resumed.position
+        if not self._quiet:
+            print(self._resumed.said())
         memory = self.others["callbacks"]
         if self._resumed.finished:
             self._assign()
@@ -94,6 +99,7 @@ class KerasSaving:
             if name in memory:
                 _restore(callback, memory[name])
         self._resumed = None
+        keras_private.put_global_seed(self.others["seed"])
         keras_private.go_to(self.source, self.data.get("place", {"fetched": 0}))
         if not self.position.batch:
             put_randomness(self.others["randomness"])
@@ -189,6 +195,7 @@ class KerasSaving:
         return {
             "names": _names(self._model),
             "callbacks": {n: found for n, x in self._callbacks.items() if (found := _state(x))},
+            "seed": keras_private.global_seed(),
             "randomness": randomness(),
         }
 
@@ -220,19 +227,19 @@ class KerasSaving:
             warnings.warn(
                 "x: only arrays are known to give the same batches again. These data are begun "
                 "anew, and the batches of the epoch before the checkpoint left out.",
-                stacklevel=4,
+                stacklevel=5,
             )
         if self.position.epoch and evaluation is not None and evaluation.is_iterator:
             warnings.warn(
                 "validation_data: expected arrays, or what can be begun again, got an iterator. It "
                 "is begun anew: the evaluations to come may have other batches.",
-                stacklevel=4,
+                stacklevel=5,
             )
         missing = sorted(self.others["callbacks"].keys() - self._callbacks.keys())
         if missing:
             warnings.warn(
                 f"callbacks: the checkpoint has {missing}, which are not among those of this fit.",
-                stacklevel=4,
+                stacklevel=5,
             )
 
 

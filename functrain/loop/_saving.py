@@ -63,6 +63,22 @@ class Resumed:
     nothing_left: bool
     finished: bool
     stopped: bool
+    directory: str
+
+    def said(self) -> str:
+        """Returns where it goes on, in words."""
+        steps, where = f"{self.position.step:,} steps", self.directory
+        if not self.finished:
+            return f"going on after {steps}, in epoch {self.position.epoch + 1}: {where}"
+        if self.stopped:
+            return (
+                f"over already, stopped early after {steps}: {where}. To train on from an earlier "
+                "step: Checkpointer.rollback; to begin anew, take another directory."
+            )
+        return (
+            f"over already, after {steps}: {where}. More epochs go on from there; to begin anew, "
+            "take another directory."
+        )
 
 
 class Saving:
@@ -140,6 +156,7 @@ class Saving:
             nothing_left=nothing_left,
             finished=finished,
             stopped=finished and about["done"]["stopped"],
+            directory=checkpointer.directory,
         )
 
     def is_due(self, event: Event) -> bool:

@@ -172,7 +172,7 @@ def fit(
                 Source(data).steps,
                 verbose,
                 first,
-                resumed="" if events.resumed is None else _where_it_goes_on(events, checkpointer),
+                resumed="" if events.resumed is None else events.resumed.said(),
                 over=events.resumed is not None and events.resumed.finished,
             ) as progress,
         ):
@@ -203,21 +203,6 @@ def fit(
 def _take_logs(events: Run, recorder: Recorder) -> None:
     if (late := events.unread_logs()) is not None:
         recorder.logs(late)
-
-
-def _where_it_goes_on(events: Run, checkpointer: Any) -> str:
-    position, where, resumed = events.position, checkpointer.directory, events.resumed
-    if resumed is None or not resumed.finished:
-        return f"going on after {position.step:,} steps, in epoch {position.epoch + 1}: {where}"
-    if resumed.stopped:
-        return (
-            f"over already, stopped by a hook after {position.step:,} steps: {where}. To train on "
-            "from an earlier step: Checkpointer.rollback; to begin anew, take another directory."
-        )
-    return (
-        f"over already, after {position.step:,} steps: {where}. More epochs go on from there; to "
-        "begin anew, take another directory."
-    )
 
 
 def _attach_result(error: BaseException, events: Run, recorder: Recorder, begin: Position) -> None:

@@ -218,7 +218,7 @@ def test_a_run_that_was_stopped_stays_so_and_says_how_to_begin_anew(
     first = trained(ft.Checkpointer(tmp_path), stop)
     again = trained(ft.Checkpointer(tmp_path), epochs=9, verbose="lines")
     said = capsys.readouterr().out
-    assert said.startswith("over already, stopped by a hook after 14 steps: ")
+    assert said.startswith("over already, stopped early after 14 steps: ")
     assert "rollback" in said
     assert digest((again.state, again.history.steps)) == digest((first.state, first.history.steps))
 

@@ -35,3 +35,14 @@ def test_a_variable_can_be_made_outside_of_scopes():
             variable = keras.Variable(1.0)
         variable.assign(2.0)
     assert float(variable.value) == 1.0
+
+
+def test_the_global_seed_is_brought_back():
+    keras.utils.set_random_seed(1)
+    keras.random.normal((2,))
+    state = keras_private.global_seed()
+    expected = np.asarray(keras.random.normal((2,)))
+    keras.random.normal((2,))
+    keras_private.put_global_seed(state)
+    np.testing.assert_array_equal(keras.random.normal((2,)), expected)
+    keras_private.put_global_seed(None)

@@ -174,11 +174,14 @@ def test_saved_at_the_ends_of_epochs_it_repeats_the_rest_of_one(tmp_path) -> Non
     assert found.history == history.history
 
 
-def test_a_fit_that_is_over_gives_its_model_and_history_back(tmp_path) -> None:
+def test_a_fit_that_is_over_says_so_and_gives_its_model_and_history_back(tmp_path, capsys) -> None:
     checkpoints = ft.Checkpointer(tmp_path)
     model, history = fit(dense, stopping, checkpointer=checkpoints)
     assert len(history.epoch) < EPOCHS  # it was stopped, and the best weights are in the model
-    again, found = fit(dense, stopping, checkpointer=checkpoints)
+    assert capsys.readouterr().out == ""
+    loudly = lambda: {**stopping(), "verbose": 2}  # noqa: E731
+    again, found = fit(dense, loudly, checkpointer=checkpoints)
+    assert capsys.readouterr().out.startswith("over already, stopped early after ")
     assert_same(again, model)
     assert (found.history, found.epoch) == (history.history, history.epoch)
     assert again.history is found
