@@ -50,7 +50,8 @@ def test_saving_and_loading_take_no_more_than_they_say(tmp_path, kind) -> None:
     )
     assert done.returncode == 0, done.stderr
     saving, loading, verifying = map(float, done.stdout.split())
-    # A state of 200 MiB; Orbax's own buffers are bounded, and here up to a state.
+    # A state of 200 MiB; Orbax's own buffers are bounded, and here up to a state: of 1 GiB, saving
+    # takes 0.63 states of jax arrays and 1.93 of NumPy's, loading 1.18.
     assert saving < (2.6 if kind == "numpy" else 1.6)
-    assert loading < 1.9
+    assert loading < 2.1
     assert verifying < 1.5

@@ -71,4 +71,4 @@ def test_arrays_are_described_by_what_makes_their_batches():
     found = keras_private.described(epochs(shuffle="batch"))
     assert found["data"] == "ArrayDataAdapter"
     assert (found["examples"], found["batch_size"], found["shuffle"]) == (10, 4, "batch")
-    assert found["arrays"][0] == "float32[3]"
+    assert found["arrays"][0] == "float64[3]"

@@ -251,7 +251,7 @@ class Signalled(keras.callbacks.Callback):
 @pytest.mark.parametrize("method", ["on_test_batch_end", "on_test_end"])
 @pytest.mark.parametrize("is_large", [False, True])
 def test_ctrl_c_in_an_evaluation_saves_what_training_had(
-    method, is_large, tmp_path, monkeypatch
+    method, is_large, tmp_path, monkeypatch, ctrl_c
 ) -> None:
     def two_epochs() -> dict[str, Any]:
         return {**evaluated(), "epochs": 2}
