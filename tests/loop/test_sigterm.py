@@ -34,6 +34,8 @@ class Slow:
 
     def __iter__(self) -> Any:
         for i in range(PER_EPOCH):
+            if i == 21 and self.seconds > 60:
+                print("asleep", flush=True)
             if i > 20:
                 time.sleep(self.seconds)
             yield self[i]
@@ -126,6 +128,8 @@ def test_sigterm_saves_at_the_end_of_the_chunk_and_ends_with_143(
 
 def test_a_second_sigterm_ends_the_process_at_once(tmp_path: pathlib.Path) -> None:
     child = begun("fit", tmp_path, 3600.0)  # the chunk will never be over
+    assert child.stdout is not None
+    assert child.stdout.readline() == "asleep\n"
     child.send_signal(signal.SIGTERM)
     time.sleep(0.5)
     assert child.poll() is None
