@@ -93,15 +93,15 @@ class Fit:
                 first, last = epochs, self._loop.values()
             for epoch in range(first, epochs):
                 logs = self._epoch(epoch)
-                last = self._loop.values()
                 if self._saving is not None:
+                    last = self._loop.values()
                     is_last = model.stop_training or epoch + 1 == epochs
                     self._saving.after_epoch(logs, is_last=is_last)
                 self._options.act()
                 if model.stop_training:
                     break
         self._callbacks.on_train_end(logs=logs)
-        if self._saving is not None and last is not None:
+        if self._saving is not None and last is not None:  # else no epoch was left
             self._saving.after_all(last, epochs, stopped=model.stop_training)
         return model.history
 

@@ -20,7 +20,7 @@ from bridge.state._keras_state import (
 )
 from bridge.train._feed import Resume
 from functrain import CheckpointMismatchError, EpochEnd, Event, Position
-from functrain.internal import PyTree, Resumed, Saving, steps_until_due
+from functrain.internal import PyTree, Resumed, Saving, by_class, goes_on, steps_until_due
 from functrain.internal import tree as _tree
 
 
@@ -42,7 +42,7 @@ class KerasSaving:
         self, checkpointer: Any, model: keras.Model, callbacks: Any, source: Any, *, quiet: bool
     ) -> None:
         self._checkpointer, self._model, self._quiet = checkpointer, model, quiet
-        self._callbacks, self.source = _by_name(callbacks), source
+        self._callbacks, self.source = by_class(getattr(callbacks, "callbacks", [])), source
         self._saving = Saving(checkpointer, _Data(self), {"keras": _Others(self)})
         self._began: dict[str, Any] = {"fetched": 0}  # where the data were when the epoch began
         self._loop: Any = None
@@ -273,19 +273,9 @@ class _Others:
         self._owner.others = state
 
 
-def _by_name(callbacks: Any) -> dict[str, Any]:
-    """Returns callbacks by class; several of a class with their number."""
-    found: dict[str, Any] = {}
-    for callback in getattr(callbacks, "callbacks", []):
-        kind = type(callback).__name__
-        n = sum(name.partition("#")[0] == kind for name in found)
-        found[f"{kind}#{n + 1}" if n else kind] = callback
-    return found
-
-
 def _state(callback: Any) -> dict[str, Any]:
     """Returns what a callback remembers: one of Keras's, or a user's that says so."""
-    own = {"own": callback.state()} if _resumes_itself(callback) else {}
+    own = {"own": callback.state()} if goes_on(callback) else {}
     if isinstance(callback, keras.callbacks.CSVLogger):
         path = os.fspath(callback.filename)
         own["bytes"] = os.path.getsize(path) if os.path.exists(path) else 0
@@ -294,12 +284,8 @@ def _state(callback: Any) -> dict[str, Any]:
 
 def _restore(callback: Any, state: dict[str, Any]) -> None:
     keras_private.put_memory(callback, state)
-    if _resumes_itself(callback) and "own" in state:
+    if goes_on(callback) and "own" in state:
         callback.restore(state["own"])
-
-
-def _resumes_itself(callback: Any) -> bool:
-    return all(callable(getattr(callback, name, None)) for name in ("state", "restore"))
 
 
 def _go_on_below(logger: Any, size: int) -> None:

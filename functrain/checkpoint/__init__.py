@@ -4,6 +4,7 @@
 
 Files:
   _checkpointer: saving a training now and then, and finding out where to go on
+  _series: its checkpoints, written behind a run's back, and read again
   _single: save and load, one state in one directory
   _warm_start: a part of a state out of a file
   _patterns: leaves chosen by patterns over their paths
@@ -23,9 +24,9 @@ Files:
 """
 
 from functrain.checkpoint._checkpointer import Checkpointer as Checkpointer
-from functrain.checkpoint._checkpointer import Restored as Restored
 from functrain.checkpoint._errors import CheckpointCorruptError as CheckpointCorruptError
 from functrain.checkpoint._errors import CheckpointMismatchError as CheckpointMismatchError
+from functrain.checkpoint._series import Restored as Restored
 from functrain.checkpoint._single import load as load
 from functrain.checkpoint._single import save as save
 from functrain.checkpoint._warm_start import WarmStart as WarmStart

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 
 import jax
 
-from functrain.checkpoint._checkpointer import verify
 from functrain.checkpoint._compare import compared
 from functrain.checkpoint._directory import Directory
 from functrain.checkpoint._errors import CheckpointCorruptError
 from functrain.checkpoint._listing import bytes_of, described, listed
 from functrain.checkpoint._place import find
+from functrain.checkpoint._series import verify
 from functrain.common import _repr
 
 _ABOUT = """\

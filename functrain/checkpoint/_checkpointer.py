@@ -1,48 +1,18 @@
 """Saving a training now and then, and finding out where to go on."""
 
-import datetime
 import os
-import threading
-import time
-import warnings
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Self
+from collections.abc import Mapping
+from typing import Any, Self
 
-from functrain.checkpoint import _fingerprint
-from functrain.checkpoint._about import read_about
-from functrain.checkpoint._background import Background
-from functrain.checkpoint._directory import Directory, best_of
-from functrain.checkpoint._documents import DOCUMENTS, decode, encode
-from functrain.checkpoint._errors import CheckpointCorruptError, CheckpointMismatchError
-from functrain.checkpoint._leaves import by_path, on_host
-from functrain.checkpoint._single import STATE, read_trees
-from functrain.checkpoint._store import blanks, read_arrays, verify_arrays, write
+from functrain.checkpoint._errors import CheckpointCorruptError
+from functrain.checkpoint._series import Restored, Series, verify
+from functrain.checkpoint._single import STATE
 from functrain.common import _direction, _repr
 from functrain.common._checks import is_whole
 from functrain.common._types import PyTree
 from functrain.engine._position import Position, require_position
 from functrain.engine._trigger import Trigger
 from functrain.engine._trigger import every as every_
-
-
-class Restored(NamedTuple):
-    """What `Checkpointer.restore` returns.
-
-    Attributes:
-      state: In the structure of what it was given.
-      position: How far the training had come.
-      values: What was known of that moment, such as ``{"val_loss": 0.3}``.
-      documents: What was saved beside it: by a run the history, and what hooks and loader said.
-
-    Examples:
-      >>> Restored(state=(), position=Position(step=3), values={}, documents={}).position.step
-      3
-    """
-
-    state: PyTree
-    position: Position
-    values: dict[str, float]
-    documents: dict[str, Any]
 
 
 class Checkpointer:
@@ -56,7 +26,7 @@ class Checkpointer:
     only when it is whole, and every leaf has a digest: damaged bytes are never returned.
 
     Args:
-      directory: A local one, or one that all processes share. Made when something is saved.
+      directory: A local one. Made when something is saved.
       every: A trigger; at the end of each epoch by default.
       keep: How many to keep, the newest; None for all. The best one is kept beside them.
       best: Name of a value, such as ``"val_loss"``, whose best checkpoint is kept. An epoch that
@@ -64,9 +34,6 @@ class Checkpointer:
       mode: ``"min"`` or ``"max"``, which is better; ``"auto"`` takes it from the name.
       budget: Share of the time that saving may take, such as 0.1: what is due earlier is left out
         and counted in `left_out`; the end of a run never is. None saves whatever is due.
-
-    Attributes:
-      left_out: How many were due, and not saved.
 
     Raises:
       ValueError: An argument makes no sense.
@@ -103,19 +70,19 @@ class Checkpointer:
                 f"every: expected a trigger, such as functrain.every(steps=1000), got {every!r}"
             )
         self.monitor = best
-        self._sign = 1.0 if best is None else _direction.sign(best, mode)
-        self._keep, self._budget = keep, budget
-        self._directory = Directory(directory)
-        self._writing = Background()
-        self._known: dict[int, float] | None = None  # values of the monitor, by step
-        self._knowing = threading.Lock()
-        self._ended, self._took = -float("inf"), 0.0
-        self.left_out = 0
+        sign = 1.0 if best is None else _direction.sign(best, mode)
+        self._keep = keep
+        self.series = Series(directory, keep=keep, monitor=best, sign=sign, budget=budget)
+
+    @property
+    def left_out(self) -> int:
+        """How many were due, and not saved: the budget did not allow it."""
+        return self.series.left_out
 
     @property
     def directory(self) -> str:
         """Where the checkpoints are."""
-        return self._directory.path
+        return self.series.directory.path
 
     def __repr__(self) -> str:
         parts = {"directory": self.directory, "every": self.when, "keep": self._keep}
@@ -132,7 +99,7 @@ class Checkpointer:
 
     def steps(self) -> list[int]:
         """Returns the steps of which there are checkpoints, in order."""
-        return self._directory.steps()
+        return self.series.directory.steps()
 
     def latest(self) -> int | None:
         """Returns the last step of which there is a checkpoint; None if there is none."""
@@ -148,7 +115,7 @@ class Checkpointer:
             raise ValueError(
                 "best: expected the name of a value, Checkpointer(..., best='val_loss'), got None."
             )
-        return best_of(self._values(), self._sign)
+        return self.series.best()
 
     def save(
         self,
@@ -171,6 +138,7 @@ class Checkpointer:
             that is raised by the next `save`, `wait` or `close`.
 
         Raises:
+          NotImplementedError: There are several processes.
           RuntimeError: Somebody else writes to the directory.
           ValueError: There are checkpoints of later steps: `rollback` says that they are to go.
           TypeError: A leaf is no array, or a document holds something else.
@@ -183,7 +151,7 @@ class Checkpointer:
                 f"{self.directory}: expected to save a step after {self.latest()}, the last "
                 f"there is, got {at.step}. To go on from an earlier one: rollback({at.step})."
             )
-        self.write({STATE: state}, at, dict(values or {}), dict(documents or {}))
+        self.series.write({STATE: state}, at, dict(values or {}), dict(documents or {}))
         if wait:
             self.wait()
 
@@ -203,7 +171,7 @@ class Checkpointer:
           CheckpointMismatchError: It is of another model, optimizer or dtype; each leaf is named.
           CheckpointCorruptError: It is damaged; with `step=None`, all of them are.
         """
-        return self.read(lambda about: {STATE: like}, step)[0]
+        return self.series.read(lambda about: {STATE: like}, step)[0]
 
     def verify(self, step: int | None = None) -> dict[int, str]:
         """Reads checkpoints, and compares every leaf with its digest.
@@ -218,7 +186,7 @@ class Checkpointer:
         found: dict[int, str] = {}
         for n in self.steps() if step is None else [step]:
             try:
-                verify(self._directory.at(n))
+                verify(self.series.directory.at(n))
             except CheckpointCorruptError as error:
                 found[n] = str(error)
         return found
@@ -231,186 +199,15 @@ class Checkpointer:
           CheckpointCorruptError: It is damaged; nothing was removed.
           RuntimeError: Somebody else writes to the directory.
         """
-        self.wait()
-        self._directory.require_writable()
-        verify(self._directory.at(step))  # or nothing whole might be left
-        for later in reversed(self.steps()):
-            if later > step:
-                self._directory.remove(later)
-        self._known = None
+        self.series.rollback(step)
 
     def wait(self) -> None:
         """Waits for what is being written, and raises what went wrong."""
-        self._writing.wait()
+        self.series.wait()
 
     def close(self) -> None:
         """Waits for what is being written, and lets others write. It may be used again."""
-        try:
-            self.wait()
-        finally:
-            if not self._writing.is_busy:  # Ctrl-C, twice: the lock goes when the process does
-                self._directory.release()
-
-    # What runs use.
-
-    def begin(self) -> None:
-        """Makes sure before a run that checkpoints can be written."""
-        self._directory.require_writable()
-
-    def is_improved(self, values: Mapping[str, float]) -> bool:
-        """Whether the value of `best=` is better than any saved."""
-        if self.monitor is None or self.monitor not in values:
-            return False
-        found = self._values()
-        now = max(found, default=0) + 1
-        return best_of({**found, now: float(values[self.monitor])}, self._sign) == now
-
-    def is_affordable(self) -> bool:
-        """Whether the budget allows to save now; else it is counted as left out."""
-        if self._budget is None:
-            return True
-        if self._writing.is_busy or time.perf_counter() - self._ended < self._took / self._budget:
-            self.left_out += 1
-            return False
-        return True
-
-    def write(
-        self,
-        trees: Mapping[str, PyTree],
-        position: Position,
-        values: Mapping[str, float],
-        documents: Mapping[str, Any],
-        **about: Any,
-    ) -> None:
-        """Begins to write a checkpoint; waits for its arrays to be in the memory of the host.
-
-        Args:
-          trees: By name in the file: `state`, and what else is of a structure known later.
-          position: How far the training has come.
-          values: What is known of this moment.
-          documents: What else there is, of any structure.
-          **about: What to say of it in words.
-        """
-        self.wait()
-        self._directory.require_writable()
-        known = {name: float(x) for name, x in values.items()}
-        began = time.perf_counter()
-        arrays = {n: x for name, tree in trees.items() for n, x in by_path(tree, name).items()}
-        encoded = {n: encode(x, f"{DOCUMENTS}/{n}", arrays) for n, x in documents.items()}
-        leaves = on_host(arrays)
-        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        said = {
-            "step": position.step,
-            "position": position._asdict(),
-            "saved_at": now,
-            "values": encode(known, "values", {}),
-            **about,
-            "trees": list(trees),
-            "run": _fingerprint.of_run(trees.get(STATE)),
-            "documents": encoded,
-        }
-
-        def work() -> None:
-            try:
-                write(self._directory.staged(position.step), leaves, said)
-                self._directory.put(position.step)
-                self._note(position.step, known)
-                self._remove_old()
-            finally:
-                self._ended = time.perf_counter()
-                self._took = self._ended - began
-
-        self._writing.start(work)
-
-    def read(
-        self, likes: Callable[[dict[str, Any]], Mapping[str, PyTree]], step: int | None = None
-    ) -> tuple[Restored, dict[str, PyTree], dict[str, Any]]:
-        """Loads a checkpoint.
-
-        Args:
-          likes: Given what it says of itself, returns the structures to load into, by name.
-          step: Which; None for the last one that is not damaged.
-
-        Returns:
-          What was saved, the trees by name, and what the checkpoint says of itself.
-        """
-        self.wait()
-        wanted = [step] if step is not None else self.steps()[::-1]
-        if not wanted:
-            raise FileNotFoundError(f"{self.directory}: expected a checkpoint, got none.")
-        reasons: list[str] = []
-        for n in wanted:
-            before = self._directory.identity(n)
-            try:
-                found = self._read(self._directory.at(n), likes)
-            except (CheckpointCorruptError, CheckpointMismatchError, FileNotFoundError) as error:
-                now = self._directory.identity(n)
-                if now != before or (step is None and not now):
-                    return self.read(likes, step)  # its writer has removed or replaced it
-                if step is not None or not isinstance(error, CheckpointCorruptError):
-                    raise
-                reasons.append(str(error))
-                continue
-            for reason in reasons:
-                warnings.warn(f"Passed over, for step {n}: {reason}", stacklevel=3)
-            return found
-        raise CheckpointCorruptError(
-            f"{self.directory}: expected a checkpoint that is whole, but all are damaged:\n"
-            + "\n".join(reasons)
-        )
-
-    def set_aside_after(self, step: int) -> None:
-        """Takes checkpoints of later steps, which are damaged, off the list."""
-        for later in self.steps():
-            if later > step:
-                self._directory.set_aside(later)
-
-    def _read(
-        self, directory: str, likes: Callable[[dict[str, Any]], Mapping[str, PyTree]]
-    ) -> tuple[Restored, dict[str, PyTree], dict[str, Any]]:
-        about = read_about(directory)
-        wanted = dict(likes(about))
-        names = [n for n in about["leaves"] if n.partition("/")[0] == DOCUMENTS]
-        arrays = read_arrays(directory, about, blanks(about, names))
-        documents = {n: decode(x, arrays) for n, x in about.get("documents", {}).items()}
-        trees = read_trees(directory, about, wanted)
-        position = Position(**about.get("position", {"step": about.get("step", 0)}))
-        values = decode(about.get("values", {}), {})
-        return Restored(trees.get(STATE), position, values, documents), trees, about
-
-    def _values(self) -> dict[int, float]:
-        with self._knowing:
-            if self._known is None:
-                found = ((n, decode(x.get("values", {}), {})) for n, x in self._directory.abouts())
-                self._known = {n: x[self.monitor] for n, x in found if self.monitor in x}
-            there = set(self.steps())
-            return {step: x for step, x in self._known.items() if step in there}
-
-    def _note(self, step: int, values: Mapping[str, float]) -> None:
-        with self._knowing:
-            if self._known is not None:
-                self._known.pop(step, None)
-                if self.monitor is not None and self.monitor in values:
-                    self._known[step] = values[self.monitor]
-
-    def _remove_old(self) -> None:
-        if self._keep is None:
-            return
-        kept = set(self.steps()[-self._keep :])
-        if self.monitor is not None and (best := self.best()) is not None:
-            kept.add(best)
-        for step in self.steps():
-            if step not in kept:
-                self._directory.remove(step)
-
-
-def verify(directory: str) -> None:
-    """Reads a checkpoint, and compares every digest.
-
-    Raises:
-      CheckpointCorruptError: Names what is wrong.
-    """
-    verify_arrays(directory, read_about(directory))
+        self.series.close()
 
 
 def _position(state: PyTree, position: Position | int | None) -> Position:

@@ -69,9 +69,11 @@ def on_host(leaves: Mapping[str, Any]) -> dict[str, Leaf]:
     donated to the next program, which then takes memory of its own.
 
     Raises:
+      NotImplementedError: There are several processes.
       TypeError: A leaf is no array of numbers.
       ValueError: A leaf was donated to a program.
     """
+    require_one_process()
     plain = {name: _plain(path_of(name), leaf) for name, leaf in leaves.items()}
     near = jax.device_put(
         {name: x for name, x in plain.items() if isinstance(x, jax.Array) and x.size}, host()
@@ -83,6 +85,19 @@ def on_host(leaves: Mapping[str, Any]) -> dict[str, Leaf]:
             array = _own(array)
         found[name] = Leaf(_tree.strong_spec(leaves[name]), array, np.asarray(array))
     return found
+
+
+def require_one_process() -> None:
+    """Refuses to save from several processes, none of which has all of a state.
+
+    Raises:
+      NotImplementedError: There are several.
+    """
+    if jax.process_count() > 1:
+        raise NotImplementedError(
+            f"expected to save from one process, got {jax.process_count()}: functrain does not put "
+            "the parts of several together yet. Save with orbax.checkpoint, which does."
+        )
 
 
 def _own(array: np.ndarray) -> jax.Array | np.ndarray:

@@ -53,6 +53,7 @@ def save(path: str | os.PathLike[str], state: PyTree, *, overwrite: bool = False
 
     Raises:
       FileExistsError: `path` exists, and `overwrite` is False or it holds something else.
+      NotImplementedError: There are several processes.
       TypeError: A leaf is no array.
       ValueError: An array was donated, two leaves have one path, or `path` is an address.
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import secrets
 from collections.abc import Iterator
 
 
@@ -25,7 +24,7 @@ def written(path: str | os.PathLike[str]) -> Iterator[str]:
     """Yields where to write a file, which gets its name at the end; an error leaves nothing."""
     target = os.path.realpath(path)
     os.makedirs(os.path.dirname(target), exist_ok=True)
-    new = f"{target}.{secrets.token_hex(4)}.functrain-new"
+    new = f"{target}.{os.urandom(4).hex()}.functrain-new"
     try:
         yield new
         with open(new, "rb+") as file:

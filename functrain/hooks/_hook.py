@@ -42,6 +42,21 @@ class Hook(Protocol):
 HookLike: TypeAlias = Hook | Callable[[Any], None]
 
 
+def by_class(things: Iterable[Any]) -> dict[str, Any]:
+    """Returns things by the name of their class; the second of a class as ``Name#2``."""
+    found: dict[str, Any] = {}
+    for thing in things:
+        kind = type(thing).__name__
+        n = sum(name.partition("#")[0] == kind for name in found)
+        found[f"{kind}#{n + 1}" if n else kind] = thing
+    return found
+
+
+def goes_on(thing: Any) -> bool:
+    """Whether a hook can go on in another process: it has `state()` and `restore(state)`."""
+    return all(callable(getattr(thing, name, None)) for name in ("state", "restore"))
+
+
 class HookRunner:
     """Calls hooks when they are due, in their order."""
 
@@ -101,14 +116,7 @@ class HookRunner:
             hooks[name].restore(state[name])
 
     def _resumable(self) -> dict[str, Any]:
-        """Returns the hooks that can go on, by class; several of a class with their number."""
-        found: dict[str, Any] = {}
-        for hook in self._hooks:
-            if callable(getattr(hook, "state", None)) and callable(getattr(hook, "restore", None)):
-                kind = type(hook).__name__
-                n = sum(name.partition("#")[0] == kind for name in found)
-                found[f"{kind}#{n + 1}" if n else kind] = hook
-        return found
+        return {name: hook for name, hook in by_class(self._hooks).items() if goes_on(hook)}
 
     def logs(self, event: LogsReady) -> None:
         """Hands the logs of a chunk to the hooks that want them."""

@@ -30,7 +30,7 @@ class Loop:
 
     Attributes:
       position: How far the training has come.
-      resumed: Where it went on, if it did.
+      resumed: Where it went on, if it did; without what was read there.
     """
 
     def __init__(
@@ -50,7 +50,8 @@ class Loop:
         resumed: Resumed | None,
     ) -> None:
         self.position = start
-        self.resumed = resumed
+        # Not what was read: it is the driver's now.
+        self.resumed = resumed and dataclasses.replace(resumed, state=(), metrics=None)
         self._driver, self._step, self._source, self._plan = driver, step, source, plan
         self._boundaries, self._epochs, self._late_logs = boundaries, epochs, late_logs
         self._sharding = sharding

@@ -118,7 +118,7 @@ class Saving:
           epochs: How many the run is to have.
         """
         checkpointer = self._checkpointer
-        checkpointer.begin()
+        checkpointer.series.begin()
         if not checkpointer.steps():
             return None
 
@@ -133,7 +133,7 @@ class Saving:
             in_midst = {"metrics": metrics} if "metrics" in about["trees"] else {}
             return {"final" if over else "state": state, **in_midst}
 
-        restored, trees, about = checkpointer.read(likes)
+        restored, trees, about = checkpointer.series.read(likes)
         position, over = restored.position, about["epoch_over"]
         finished = _is_finished(about, epochs)
         nothing_left = finished or (over and position.epoch + 1 == epochs)
@@ -142,7 +142,7 @@ class Saving:
         if not nothing_left:
             data = restored.documents["data"]
             self._require_same_data(self._source.restore(data, position.epoch, position.batch))
-        checkpointer.set_aside_after(restored.position.step)
+        checkpointer.series.set_aside_after(restored.position.step)
         self._say_what_differs(about, state)
         for name, part in self._parts.items():
             if name in restored.documents:
@@ -165,8 +165,8 @@ class Saving:
         due = self.when.due(event.step, epochs, time.perf_counter() - self._fired)
         if epochs is not None:
             self._look_for_best(event)
-            due = due or self._checkpointer.is_improved(event.values)
-        return due and self._checkpointer.is_affordable()
+            due = due or self._checkpointer.series.is_improved(event.values)
+        return due and self._checkpointer.series.is_affordable()
 
     def save(
         self,
@@ -189,7 +189,7 @@ class Saving:
         if done is not None and epoch_over:  # of one epoch, this is the first that is seen
             self._look_for_best(event)
         documents = {name: part.state() for name, part in self._parts.items()}
-        self._checkpointer.write(
+        self._checkpointer.series.write(
             trees,
             event.position,
             event.values,

@@ -1,0 +1,260 @@
+"""The checkpoints of one training, as a run uses them: written behind its back, read again."""
+
+import datetime
+import os
+import threading
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from functrain.checkpoint import _fingerprint
+from functrain.checkpoint._about import read_about
+from functrain.checkpoint._background import Background
+from functrain.checkpoint._directory import Directory, best_of
+from functrain.checkpoint._documents import DOCUMENTS, decode, encode
+from functrain.checkpoint._errors import CheckpointCorruptError, CheckpointMismatchError
+from functrain.checkpoint._leaves import by_path, on_host, require_one_process
+from functrain.checkpoint._single import STATE, read_trees
+from functrain.checkpoint._store import blanks, read_arrays, verify_arrays, write
+from functrain.common._types import PyTree
+from functrain.engine._position import Position
+
+
+class Restored(NamedTuple):
+    """What `Checkpointer.restore` returns.
+
+    Attributes:
+      state: In the structure of what it was given.
+      position: How far the training had come.
+      values: What was known of that moment, such as ``{"val_loss": 0.3}``.
+      documents: What was saved beside it: by a run the history, and what hooks and loader said.
+
+    Examples:
+      >>> Restored(state=(), position=Position(step=3), values={}, documents={}).position.step
+      3
+    """
+
+    state: PyTree
+    position: Position
+    values: dict[str, float]
+    documents: dict[str, Any]
+
+
+class Series:
+    """One checkpoint for each step: one writer, a thread that writes, and what is kept.
+
+    Args:
+      directory: Where they are.
+      keep: How many to keep, the newest; None for all.
+      monitor: Name of the value whose best checkpoint is kept beside them, or None.
+      sign: 1.0 where less of it is better, -1.0 where more is.
+      budget: Share of the time that saving may take; None for any.
+
+    Attributes:
+      directory: Where they are.
+      left_out: How many were due, and not saved.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        keep: int | None,
+        monitor: str | None,
+        sign: float,
+        budget: float | None,
+    ) -> None:
+        self.directory = Directory(directory)
+        self._keep, self._monitor, self._sign, self._budget = keep, monitor, sign, budget
+        self._writing = Background()
+        self._known: dict[int, float] | None = None  # values of the monitor, by step
+        self._knowing = threading.Lock()
+        self._ended, self._took = -float("inf"), 0.0
+        self.left_out = 0
+
+    def best(self) -> int | None:
+        """Returns the step whose value is the best; None if none has one."""
+        return best_of(self._values(), self._sign)
+
+    def rollback(self, step: int) -> None:
+        """Removes all checkpoints of later steps; see `Checkpointer.rollback`."""
+        self.wait()
+        self.directory.require_writable()
+        verify(self.directory.at(step))  # or nothing whole might be left
+        for later in reversed(self.directory.steps()):
+            if later > step:
+                self.directory.remove(later)
+        self._known = None
+
+    def wait(self) -> None:
+        """Waits for what is being written, and raises what went wrong."""
+        self._writing.wait()
+
+    def close(self) -> None:
+        """Waits for what is being written, and lets others write."""
+        try:
+            self.wait()
+        finally:
+            if not self._writing.is_busy:  # Ctrl-C, twice: the lock goes when the process does
+                self.directory.release()
+
+    def begin(self) -> None:
+        """Makes sure before a run that checkpoints can be written."""
+        require_one_process()
+        self.directory.require_writable()
+
+    def is_improved(self, values: Mapping[str, float]) -> bool:
+        """Whether the value of `best=` is better than any saved."""
+        if self._monitor is None or self._monitor not in values:
+            return False
+        found = self._values()
+        now = max(found, default=0) + 1
+        return best_of({**found, now: float(values[self._monitor])}, self._sign) == now
+
+    def is_affordable(self) -> bool:
+        """Whether the budget allows to save now; else it is counted as left out."""
+        if self._budget is None:
+            return True
+        if self._writing.is_busy or time.perf_counter() - self._ended < self._took / self._budget:
+            self.left_out += 1
+            return False
+        return True
+
+    def write(
+        self,
+        trees: Mapping[str, PyTree],
+        position: Position,
+        values: Mapping[str, float],
+        documents: Mapping[str, Any],
+        **about: Any,
+    ) -> None:
+        """Begins to write a checkpoint; waits for its arrays to be in the memory of the host.
+
+        Args:
+          trees: By name in the file: `state`, and what else is of a structure known later.
+          position: How far the training has come.
+          values: What is known of this moment.
+          documents: What else there is, of any structure.
+          **about: What to say of it in words.
+        """
+        self.wait()
+        self.directory.require_writable()
+        known = {name: float(x) for name, x in values.items()}
+        began = time.perf_counter()
+        arrays = {n: x for name, tree in trees.items() for n, x in by_path(tree, name).items()}
+        encoded = {n: encode(x, f"{DOCUMENTS}/{n}", arrays) for n, x in documents.items()}
+        leaves = on_host(arrays)
+        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        said = {
+            "step": position.step,
+            "position": position._asdict(),
+            "saved_at": now,
+            "values": encode(known, "values", {}),
+            **about,
+            "trees": list(trees),
+            "run": _fingerprint.of_run(trees.get(STATE)),
+            "documents": encoded,
+        }
+
+        def work() -> None:
+            try:
+                write(self.directory.staged(position.step), leaves, said)
+                self.directory.put(position.step)
+                self._note(position.step, known)
+                self._remove_old()
+            finally:
+                self._ended = time.perf_counter()
+                self._took = self._ended - began
+
+        self._writing.start(work)
+
+    def read(
+        self, likes: Callable[[dict[str, Any]], Mapping[str, PyTree]], step: int | None = None
+    ) -> tuple[Restored, dict[str, PyTree], dict[str, Any]]:
+        """Loads a checkpoint.
+
+        Args:
+          likes: Given what it says of itself, returns the structures to load into, by name.
+          step: Which; None for the last one that is not damaged.
+
+        Returns:
+          What was saved, the trees by name, and what the checkpoint says of itself.
+        """
+        self.wait()
+        wanted = [step] if step is not None else self.directory.steps()[::-1]
+        if not wanted:
+            raise FileNotFoundError(f"{self.directory.path}: expected a checkpoint, got none.")
+        reasons: list[str] = []
+        for n in wanted:
+            before = self.directory.identity(n)
+            try:
+                found = self._read(self.directory.at(n), likes)
+            except (CheckpointCorruptError, CheckpointMismatchError, FileNotFoundError) as error:
+                now = self.directory.identity(n)
+                if now != before or (step is None and not now):
+                    return self.read(likes, step)  # its writer has removed or replaced it
+                if step is not None or not isinstance(error, CheckpointCorruptError):
+                    raise
+                reasons.append(str(error))
+                continue
+            for reason in reasons:
+                warnings.warn(f"Passed over, for step {n}: {reason}", stacklevel=3)
+            return found
+        raise CheckpointCorruptError(
+            f"{self.directory.path}: expected a checkpoint that is whole, but all are damaged:\n"
+            + "\n".join(reasons)
+        )
+
+    def set_aside_after(self, step: int) -> None:
+        """Takes checkpoints of later steps, which are damaged, off the list."""
+        for later in self.directory.steps():
+            if later > step:
+                self.directory.set_aside(later)
+
+    def _read(
+        self, directory: str, likes: Callable[[dict[str, Any]], Mapping[str, PyTree]]
+    ) -> tuple[Restored, dict[str, PyTree], dict[str, Any]]:
+        about = read_about(directory)
+        wanted = dict(likes(about))
+        names = [n for n in about["leaves"] if n.partition("/")[0] == DOCUMENTS]
+        arrays = read_arrays(directory, about, blanks(about, names))
+        documents = {n: decode(x, arrays) for n, x in about.get("documents", {}).items()}
+        trees = read_trees(directory, about, wanted)
+        position = Position(**about.get("position", {"step": about.get("step", 0)}))
+        values = decode(about.get("values", {}), {})
+        return Restored(trees.get(STATE), position, values, documents), trees, about
+
+    def _values(self) -> dict[int, float]:
+        with self._knowing:
+            if self._known is None:
+                found = ((n, decode(x.get("values", {}), {})) for n, x in self.directory.abouts())
+                self._known = {n: x[self._monitor] for n, x in found if self._monitor in x}
+            there = set(self.directory.steps())
+            return {step: x for step, x in self._known.items() if step in there}
+
+    def _note(self, step: int, values: Mapping[str, float]) -> None:
+        with self._knowing:
+            if self._known is not None:
+                self._known.pop(step, None)
+                if self._monitor is not None and self._monitor in values:
+                    self._known[step] = values[self._monitor]
+
+    def _remove_old(self) -> None:
+        if self._keep is None:
+            return
+        kept = set(self.directory.steps()[-self._keep :])
+        if self._monitor is not None and (best := self.best()) is not None:
+            kept.add(best)
+        for step in self.directory.steps():
+            if step not in kept:
+                self.directory.remove(step)
+
+
+def verify(directory: str) -> None:
+    """Reads a checkpoint, and compares every digest.
+
+    Raises:
+      CheckpointCorruptError: Names what is wrong.
+    """
+    verify_arrays(directory, read_about(directory))
