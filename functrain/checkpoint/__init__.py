@@ -10,6 +10,8 @@ Files:
   _patterns: leaves chosen by patterns over their paths
   _files: arrays out of files of others: safetensors, HDF5, Keras's archives
   _directory: the checkpoints of one training, and their one writer
+  _together: a checkpoint that several processes write
+  _processes: what several processes agree on
   _store: one checkpoint, its arrays and their digests
   _about: what a checkpoint says of itself
   _lock: the lock of that writer

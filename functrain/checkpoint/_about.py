@@ -170,14 +170,24 @@ def _are_leaves(found: Any) -> bool:
 
 
 def _is_leaf(found: Any) -> bool:
-    texts = _is_dict(found) and all(isinstance(x, str) for x in found.values())
-    if not texts or "spec" not in found:
+    if not _is_dict(found):
+        return False
+    crc32 = found.get("crc32", "")
+    texts = [x for n, x in found.items() if n != "crc32"]
+    if not all(isinstance(x, str) for x in texts) or "spec" not in found:
         return False
     try:
         dtype, shape = parsed(found.get("stored", found["spec"]))
     except (TypeError, ValueError):
         return False
-    return not dtype.hasobject and (math.prod(shape) == 0 or "crc32" in found)
+    known = _are_parts(crc32, len(shape)) if _is_dict(crc32) else isinstance(crc32, str)
+    return known and not dtype.hasobject and (math.prod(shape) == 0 or bool(crc32))
+
+
+def _are_parts(found: dict[str, Any], axes: int) -> bool:
+    """Whether digests are those of parts of an array, by places such as ``0:4,8:16``."""
+    where = re.compile(r"\d+:\d+" + r",\d+:\d+" * (axes - 1))
+    return all(where.fullmatch(n) and isinstance(x, str) for n, x in found.items())
 
 
 def parsed(spec: str) -> tuple[jnp.dtype, tuple[int, ...]]:

@@ -25,6 +25,9 @@ class Checkpointer:
     the host, and, if the one before it is still being written, for that. A checkpoint has its name
     only when it is whole, and every leaf has a digest: damaged bytes are never returned.
 
+    Where there are several processes (`jax.distributed`), all of them make one, with a directory
+    that all of them see, and call its methods alike: each writes its parts of the arrays.
+
     Args:
       directory: A local one. Made when something is saved.
       every: A trigger; at the end of each epoch by default.
@@ -71,7 +74,7 @@ class Checkpointer:
             )
         self.monitor = best
         sign = 1.0 if best is None else _direction.sign(best, mode)
-        self._keep = keep
+        self._keep, self.budget = keep, budget
         self.series = Series(directory, keep=keep, monitor=best, sign=sign, budget=budget)
 
     @property
@@ -138,7 +141,6 @@ class Checkpointer:
             that is raised by the next `save`, `wait` or `close`.
 
         Raises:
-          NotImplementedError: There are several processes.
           RuntimeError: Somebody else writes to the directory.
           ValueError: There are checkpoints of later steps: `rollback` says that they are to go.
           TypeError: A leaf is no array, or a document holds something else.

@@ -31,12 +31,13 @@ class Leaf(NamedTuple):
     Attributes:
       spec: Its dtype and shape, as messages have them.
       array: What Orbax writes.
-      numpy: The same memory, for its digest.
+      parts: The same memory, for digests, by where it is in the array; "" is all of it. Of an
+        array that several processes have, those parts that this one writes.
     """
 
     spec: str
     array: Any
-    numpy: np.ndarray
+    parts: Mapping[str, np.ndarray]
 
 
 def by_path(tree: PyTree, root: str) -> dict[str, Any]:
@@ -68,45 +69,78 @@ def on_host(leaves: Mapping[str, Any]) -> dict[str, Leaf]:
     On CPU nothing is copied: XLA leaves memory alone that NumPy looks at, also when the array is
     donated to the next program, which then takes memory of its own.
 
+    Of arrays that several processes have, each one fetches its parts. What only it has is taken
+    to be the same in all of them, and written by the first.
+
     Raises:
-      NotImplementedError: There are several processes.
       TypeError: A leaf is no array of numbers.
       ValueError: A leaf was donated to a program.
     """
-    require_one_process()
     plain = {name: _plain(path_of(name), leaf) for name, leaf in leaves.items()}
     near = jax.device_put(
-        {name: x for name, x in plain.items() if isinstance(x, jax.Array) and x.size}, host()
+        {n: x for n, x in plain.items() if isinstance(x, jax.Array) and x.size and not _shared(x)},
+        host(),
     )
+    several = jax.process_count() > 1
     found: dict[str, Leaf] = {}
     for name, x in plain.items():
-        array = near.get(name, x)
-        if not isinstance(array, jax.Array):
-            array = _own(array)
-        found[name] = Leaf(_tree.strong_spec(leaves[name]), array, np.asarray(array))
+        spec, array = _tree.strong_spec(leaves[name]), near.get(name, x)
+        if _shared(array):
+            found[name] = Leaf(spec, array, _own_parts(path_of(name), array))
+            continue
+        if not isinstance(array, jax.Array) or several:  # Orbax takes from several what is NumPy's
+            array = _own(np.asarray(array), move=not several)
+        memory = np.asarray(array)
+        mine = not several or jax.process_index() == 0
+        found[name] = Leaf(
+            spec, array if is_stored(memory.dtype) else memory, {"": memory} if mine else {}
+        )
     return found
 
 
-def require_one_process() -> None:
-    """Refuses to save from several processes, none of which has all of a state.
+def _shared(x: Any) -> bool:
+    """Whether other processes have parts of an array."""
+    return isinstance(x, jax.Array) and not x.is_fully_addressable
 
-    Raises:
-      NotImplementedError: There are several.
-    """
-    if jax.process_count() > 1:
-        raise NotImplementedError(
-            f"expected to save from one process, got {jax.process_count()}: functrain does not put "
-            "the parts of several together yet. Save with orbax.checkpoint, which does."
+
+def _own_parts(path: str, array: jax.Array) -> dict[str, np.ndarray]:
+    """Returns the parts that this process writes, one of each that several devices have."""
+    if not is_stored(array.dtype):
+        raise TypeError(
+            f"{path}: expected a dtype that Orbax stores where several processes have parts of an "
+            f"array, got {_tree.strong_spec(array)}. Cast it, or replicate it."
         )
+    return {
+        place(shard.index, array.shape): np.asarray(shard.data)
+        for shard in array.addressable_shards
+        if shard.replica_id == 0
+    }
 
 
-def _own(array: np.ndarray) -> jax.Array | np.ndarray:
+def place(index: tuple[slice, ...], shape: tuple[int, ...]) -> str:
+    """Returns where a part is, such as ``0:4,8:16``; "" for all of an array."""
+    bounds = [part.indices(n)[:2] for part, n in zip(index, shape, strict=True)]
+    if bounds == [(0, n) for n in shape]:
+        return ""
+    return ",".join(f"{begin}:{end}" for begin, end in bounds)
+
+
+def part(array: np.ndarray, place: str) -> np.ndarray:
+    """Returns the part of an array that is at a place."""
+    if not place:
+        return array
+    bounds = (bound.split(":") for bound in place.split(","))
+    found: np.ndarray = array[tuple(slice(int(begin), int(end)) for begin, end in bounds)]
+    return found
+
+
+def _own(array: np.ndarray, move: bool) -> jax.Array | np.ndarray:
     """Copies an array of NumPy's, once: what Orbax gets from NumPy it would copy once more."""
     raw = np.empty(array.nbytes + _ALIGNED, np.uint8)
     begin = -raw.ctypes.data % _ALIGNED
     copy = raw[begin : begin + array.nbytes].view(array.dtype).reshape(array.shape)
     copy[...] = array
-    if not is_stored(array.dtype) or not array.size or host() is None:
+    if not move or not is_stored(array.dtype) or not array.size or host() is None:
         return copy
     with jax.enable_x64(True):
         near: jax.Array = jax.device_put(copy, host())
@@ -191,7 +225,12 @@ def restored(path: str, like: Any, data: np.ndarray) -> Any:
     if isinstance(like, np.ndarray | np.generic):
         return data if isinstance(like, np.ndarray) else data[()]
     sharding = _sharding(like)
-    array = jnp.array(data) if sharding is None else jax.device_put(data, sharding)
+    if sharding is None:
+        array = jnp.array(data)
+    elif sharding.is_fully_addressable:
+        array = jax.device_put(data, sharding)
+    else:
+        array = jax.make_array_from_callback(data.shape, sharding, lambda index: data[index])
     if array.dtype != data.dtype:
         raise ValueError(
             f"{path}: expected {data.dtype}, which jax cannot hold now, got {array.dtype}. "

@@ -8,13 +8,14 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from functrain.checkpoint import _fingerprint
+from functrain.checkpoint import _fingerprint, _together
 from functrain.checkpoint._about import read_about
 from functrain.checkpoint._background import Background
 from functrain.checkpoint._directory import Directory, best_of
 from functrain.checkpoint._documents import DOCUMENTS, decode, encode
 from functrain.checkpoint._errors import CheckpointCorruptError, CheckpointMismatchError
-from functrain.checkpoint._leaves import by_path, on_host, require_one_process
+from functrain.checkpoint._leaves import Leaf, by_path, on_host
+from functrain.checkpoint._processes import are_several, is_first, on_first, those_with
 from functrain.checkpoint._single import STATE, read_trees
 from functrain.checkpoint._store import blanks, read_arrays, verify_arrays, write
 from functrain.common._types import PyTree
@@ -80,11 +81,15 @@ class Series:
     def rollback(self, step: int) -> None:
         """Removes all checkpoints of later steps; see `Checkpointer.rollback`."""
         self.wait()
-        self.directory.require_writable()
+        on_first(self.directory.require_writable)
         verify(self.directory.at(step))  # or nothing whole might be left
-        for later in reversed(self.directory.steps()):
-            if later > step:
-                self.directory.remove(later)
+
+        def remove() -> None:
+            for later in reversed(self.directory.steps()):
+                if later > step:
+                    self.directory.remove(later)
+
+        on_first(remove)
         self._known = None
 
     def wait(self) -> None:
@@ -101,13 +106,14 @@ class Series:
 
     def begin(self) -> None:
         """Makes sure before a run that checkpoints can be written."""
-        require_one_process()
-        self.directory.require_writable()
+        on_first(self.directory.require_writable)
 
     def is_improved(self, values: Mapping[str, float]) -> bool:
         """Whether the value of `best=` is better than any saved."""
         if self._monitor is None or self._monitor not in values:
             return False
+        if are_several():  # or some might know of what is being written, and others not
+            self.wait()
         found = self._values()
         now = max(found, default=0) + 1
         return best_of({**found, now: float(values[self._monitor])}, self._sign) == now
@@ -139,7 +145,6 @@ class Series:
           **about: What to say of it in words.
         """
         self.wait()
-        self.directory.require_writable()
         known = {name: float(x) for name, x in values.items()}
         began = time.perf_counter()
         arrays = {n: x for name, tree in trees.items() for n, x in by_path(tree, name).items()}
@@ -157,17 +162,34 @@ class Series:
             "documents": encoded,
         }
 
+        end = self._begin_to_write(position.step, leaves)
+
         def work() -> None:
             try:
-                write(self.directory.staged(position.step), leaves, said)
-                self.directory.put(position.step)
+                end(said)
                 self._note(position.step, known)
-                self._remove_old()
+                if is_first():
+                    self._remove_old()
             finally:
                 self._ended = time.perf_counter()
                 self._took = self._ended - began
 
         self._writing.start(work)
+
+    def _begin_to_write(
+        self, step: int, leaves: Mapping[str, Leaf]
+    ) -> Callable[[Mapping[str, Any]], None]:
+        """Returns what writes a checkpoint, in the background, given what it says of itself."""
+        if are_several():
+            target = self.directory.place(step)
+            return _together.begin(target, leaves, self.directory.require_writable)
+        self.directory.require_writable()
+
+        def end(about: Mapping[str, Any]) -> None:
+            write(self.directory.staged(step), leaves, about)
+            self.directory.put(step)
+
+        return end
 
     def read(
         self, likes: Callable[[dict[str, Any]], Mapping[str, PyTree]], step: int | None = None
@@ -182,25 +204,30 @@ class Series:
           What was saved, the trees by name, and what the checkpoint says of itself.
         """
         self.wait()
-        wanted = [step] if step is not None else self.directory.steps()[::-1]
+        wanted = [step] if step is not None else on_first(self.directory.steps)[::-1]
         if not wanted:
             raise FileNotFoundError(f"{self.directory.path}: expected a checkpoint, got none.")
         reasons: list[str] = []
         for n in wanted:
             before = self.directory.identity(n)
+            failure: Exception | None = None
             try:
                 found = self._read(self.directory.at(n), likes)
             except (CheckpointCorruptError, CheckpointMismatchError, FileNotFoundError) as error:
-                now = self.directory.identity(n)
-                if now != before or (step is None and not now):
-                    return self.read(likes, step)  # its writer has removed or replaced it
-                if step is not None or not isinstance(error, CheckpointCorruptError):
-                    raise
-                reasons.append(str(error))
-                continue
-            for reason in reasons:
-                warnings.warn(f"Passed over, for step {n}: {reason}", stacklevel=3)
-            return found
+                failure = error
+            now = self.directory.identity(n)
+            gone = now != before or (step is None and not now)
+            if failure is not None and gone and not are_several():
+                return self.read(likes, step)  # its writer has removed or replaced it
+            if (elsewhere := those_with(failure is not None)) and failure is None:
+                failure = CheckpointCorruptError(f"process {elsewhere[0]} could not read step {n}")
+            if failure is None:
+                for reason in reasons:
+                    warnings.warn(f"Passed over, for step {n}: {reason}", stacklevel=3)
+                return found
+            if step is not None or not isinstance(failure, CheckpointCorruptError):
+                raise failure
+            reasons.append(str(failure))
         raise CheckpointCorruptError(
             f"{self.directory.path}: expected a checkpoint that is whole, but all are damaged:\n"
             + "\n".join(reasons)
@@ -208,9 +235,13 @@ class Series:
 
     def set_aside_after(self, step: int) -> None:
         """Takes checkpoints of later steps, which are damaged, off the list."""
-        for later in self.directory.steps():
-            if later > step:
-                self.directory.set_aside(later)
+
+        def set_aside() -> None:
+            for later in self.directory.steps():
+                if later > step:
+                    self.directory.set_aside(later)
+
+        on_first(set_aside)
 
     def _read(
         self, directory: str, likes: Callable[[dict[str, Any]], Mapping[str, PyTree]]

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 
+from functrain.checkpoint import _together
 from functrain.checkpoint._about import read_about, what
 from functrain.checkpoint._background import Background
 from functrain.checkpoint._errors import CheckpointCorruptError, CheckpointMismatchError
@@ -29,6 +30,7 @@ from functrain.checkpoint._place import (
     staged,
     take_back,
 )
+from functrain.checkpoint._processes import are_several
 from functrain.checkpoint._store import read_arrays, write
 from functrain.checkpoint._store import specs as specs_of
 from functrain.common._types import PyTree
@@ -43,7 +45,8 @@ def save(path: str | os.PathLike[str], state: PyTree, *, overwrite: bool = False
     written beside the old one first; a kill in the moment of the exchange leaves the old one as
     ``<path>.functrain-old``, where `load` finds it. Through a symbolic link it is the directory
     behind it that is written or replaced. What Ctrl-C interrupts is finished all the same. To save
-    a training now and then: `Checkpointer`.
+    a training now and then: `Checkpointer`. Several processes (`jax.distributed`) call it all, with
+    a path that all of them see.
 
     Args:
       path: A local directory that does not exist yet. Missing parents are made.
@@ -53,7 +56,6 @@ def save(path: str | os.PathLike[str], state: PyTree, *, overwrite: bool = False
 
     Raises:
       FileExistsError: `path` exists, and `overwrite` is False or it holds something else.
-      NotImplementedError: There are several processes.
       TypeError: A leaf is no array.
       ValueError: An array was donated, two leaves have one path, or `path` is an address.
 
@@ -70,22 +72,31 @@ def save(path: str | os.PathLike[str], state: PyTree, *, overwrite: bool = False
     os.makedirs(os.path.dirname(target), exist_ok=True)
     about = {"trees": [STATE], "run": of_run(state)}
     background = Background()
-    background.start(lambda: _write(target, leaves, about, overwrite))
+    if are_several():
+        end = _together.begin(target, leaves, lambda: _require_free(target, overwrite))
+        background.start(lambda: end(about))
+    else:
+        background.start(lambda: _write(target, leaves, about, overwrite))
     background.wait()  # Orbax that Ctrl-C interrupts hangs for minutes: it is left to finish
 
 
 def _write(target: str, leaves: dict[str, Leaf], about: dict[str, Any], overwrite: bool) -> None:
     """Writes a checkpoint to its place, while nobody else does."""
     with alone(os.path.dirname(target)):
-        if overwrite:
-            take_back(target)
-        if os.path.lexists(target) and not (overwrite and is_checkpoint(target)):
-            raise FileExistsError(
-                f"{target}: expected no such path, got {what(target)}. Choose another path"
-                + (", or remove it." if overwrite else ", or pass overwrite=True for a checkpoint.")
-            )
+        _require_free(target, overwrite)
         write(staged(target), leaves, about)
         put(target)
+
+
+def _require_free(target: str, overwrite: bool) -> None:
+    """Refuses to take the place of something; undoes what an interrupted exchange left."""
+    if overwrite:
+        take_back(target)
+    if os.path.lexists(target) and not (overwrite and is_checkpoint(target)):
+        raise FileExistsError(
+            f"{target}: expected no such path, got {what(target)}. Choose another path"
+            + (", or remove it." if overwrite else ", or pass overwrite=True for a checkpoint.")
+        )
 
 
 def load(path: str | os.PathLike[str], like: PyTree) -> PyTree:

@@ -17,7 +17,7 @@ import numpy as np
 
 from functrain.checkpoint._about import ARRAYS, parsed, write_about
 from functrain.checkpoint._errors import CheckpointCorruptError
-from functrain.checkpoint._leaves import Leaf, digest, is_stored, path_of
+from functrain.checkpoint._leaves import Leaf, digest, is_stored, part, path_of
 from functrain.common import _tree
 
 # How much is read at once where all of a checkpoint is, to compare digests.
@@ -37,18 +37,24 @@ def write(directory: str, leaves: Mapping[str, Leaf], about: Mapping[str, Any]) 
     """
     os.makedirs(directory)
     try:
-        # Orbax rejects arrays of size zero, of which the specs say all, and trees without leaves.
-        arrays = {
-            name: leaf.array if is_stored(leaf.numpy.dtype) else _as_stored(leaf.numpy)
-            for name, leaf in leaves.items()
-            if leaf.numpy.size
-        }
-        _save_arrays(os.path.join(directory, ARRAYS), arrays or {"(empty)": np.zeros(1)})
-        write_about(directory, about, {name: _said(leaf) for name, leaf in leaves.items()})
+        _save_arrays(os.path.join(directory, ARRAYS), arrays_of(leaves))
+        said = {n: said_of(leaf, digests(leaf)) for n, leaf in leaves.items()}
+        write_about(directory, about, said)
         sync_directory(directory)
     except Exception:  # after Ctrl-C Orbax is still writing: the next save removes what is left
         shutil.rmtree(directory, ignore_errors=True)  # a full disk needs the room
         raise
+
+
+def arrays_of(leaves: Mapping[str, Leaf]) -> dict[str, Any]:
+    """Returns what Orbax is to write, by name."""
+    # It rejects arrays of size zero, of which the specs say all, and trees without leaves.
+    arrays = {
+        name: leaf.array if is_stored(leaf.array.dtype) else _as_stored(leaf.array)
+        for name, leaf in leaves.items()
+        if leaf.array.size
+    }
+    return arrays or {"(empty)": np.zeros(1)}
 
 
 def _save_arrays(directory: str, arrays: Mapping[str, Any]) -> None:
@@ -84,7 +90,7 @@ def read_arrays(
         name
         for name, blank in wanted.items()
         if (found[name].shape, found[name].dtype) != (blank.shape, blank.dtype)
-        or digest(found[name]) != leaves[name]["crc32"]
+        or not is_as_saved(found[name], leaves[name]["crc32"])
     ]
     if wrong:
         lines = [f"{path_of(name)}: {leaves[name]['spec']}" for name in wrong]
@@ -196,11 +202,27 @@ def blanks(about: Mapping[str, Any], names: Iterable[str]) -> dict[str, np.ndarr
     return found
 
 
-def _said(leaf: Leaf) -> dict[str, str]:
-    """Returns what is said of a leaf: what stands for it, if that is another; its digest."""
-    stored = _tree.strong_spec(leaf.numpy)
+def digests(leaf: Leaf) -> dict[str, str]:
+    """Returns the digests of a leaf's parts, by where they are."""
+    return {place: digest(x) for place, x in leaf.parts.items() if x.size}
+
+
+def said_of(leaf: Leaf, digests: Mapping[str, str]) -> dict[str, Any]:
+    """Returns what is said of a leaf: what stands for it, if that is another; its digests."""
+    stored = _tree.strong_spec(leaf.array)
     found = {"spec": leaf.spec, **({"stored": stored} if stored != leaf.spec else {})}
-    return {**found, "crc32": digest(leaf.numpy)} if leaf.numpy.size else found
+    if not digests:
+        return found
+    return {**found, "crc32": digests[""] if "" in digests else dict(sorted(digests.items()))}
+
+
+def is_as_saved(array: np.ndarray, crc32: str | Mapping[str, str]) -> bool:
+    """Compares an array with its digest, or with those of all its parts."""
+    if isinstance(crc32, str):
+        return digest(array) == crc32
+    parts = [(part(array, place), said) for place, said in crc32.items()]
+    whole = sum(found.size for found, _ in parts) == array.size
+    return whole and all(digest(found) == said for found, said in parts)
 
 
 def sync_directory(path: str) -> None:

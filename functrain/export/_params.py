@@ -2,6 +2,7 @@
 
 import os
 
+import jax
 import numpy as np
 
 from functrain.checkpoint._files import import_safetensors
@@ -56,8 +57,15 @@ def export_params(path: str | os.PathLike[str], params: PyTree, *, overwrite: bo
                 f"{path_of(name)}: expected an array of numbers, got {_tree.spec(leaf)}. Such "
                 "files know no keys: export state.params, or a dict of parts without rng."
             )
+    if jax.process_count() > 1:
+        raise NotImplementedError(
+            f"expected to export from one process, got {jax.process_count()}, of which none has "
+            "all. Save with functrain.save, and export from one process that loads it."
+        )
     # The library takes memory as it lies, so it has to lie in order.
-    arrays = {path_of(n): np.require(x.numpy, requirements="C") for n, x in on_host(leaves).items()}
+    arrays = {
+        path_of(n): np.require(x.parts[""], requirements="C") for n, x in on_host(leaves).items()
+    }
     with written(path) as file:
         try:
             library.numpy.save_file(arrays, file)

@@ -150,11 +150,14 @@ class Loop:
     def _saved(self, event: Event) -> Iterator[LogsReady]:
         """Saves the run, if that is due or the process is to end."""
         saving = self._saving
-        if saving is None or not (saving.is_asked_to_end or saving.is_due(event)):
+        if saving is None:
+            return
+        to_end = saving.is_asked_to_end()
+        if not (to_end or saving.is_due(event)):
             return
         yield from self._due_logs()
         saving.save(event, self._trees(), epoch_over=self._epoch_over)
-        if saving.is_asked_to_end:
+        if to_end:
             saving.act()
 
     def _trees(self) -> dict[str, PyTree]:

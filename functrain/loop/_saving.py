@@ -1,19 +1,22 @@
 """A run that saves itself: what, when, and where it goes on."""
 
 import dataclasses
+import signal
 import time
 import warnings
 from collections.abc import Mapping
-from typing import Any, Protocol, Self
+from typing import Any, Literal, Protocol, Self
 
 from functrain.checkpoint._checkpointer import Checkpointer
 from functrain.checkpoint._errors import CheckpointMismatchError
 from functrain.checkpoint._fingerprint import differences, of_run
+from functrain.checkpoint._processes import are_several
 from functrain.common import _tree
 from functrain.common._types import PyTree
 from functrain.engine._position import Position
 from functrain.engine._signals import HeldSignals
 from functrain.engine._trigger import Trigger
+from functrain.loop import _preemption
 from functrain.loop._events import EpochEnd, Event
 
 
@@ -91,6 +94,7 @@ class Saving:
 
     Raises:
       TypeError: `checkpointer` is none.
+      ValueError: It asks the clock, of which several processes have several.
     """
 
     def __init__(self, checkpointer: Checkpointer, source: Data, parts: Mapping[str, Part]) -> None:
@@ -100,7 +104,10 @@ class Saving:
                 f"functrain.Checkpointer('run'), got {checkpointer!r}"
             )
         self._checkpointer, self._source, self._parts = checkpointer, source, parts
-        self._signals = HeldSignals(interrupt=False, terminate="any")
+        _require_no_clock(checkpointer)
+        self._together = _preemption.is_heard()
+        terminate: Literal["none", "any"] = "none" if self._together else "any"
+        self._signals = HeldSignals(interrupt=False, terminate=terminate)
         self._fired = time.perf_counter()
         self._seen_best = checkpointer.monitor is None
 
@@ -199,14 +206,15 @@ class Saving:
             data=self._source.fingerprint(),
         )
 
-    @property
     def is_asked_to_end(self) -> bool:
-        """Whether SIGTERM has come."""
-        return self._signals.came
+        """Whether SIGTERM has come, and this is the moment to end; asked once after each event."""
+        return _preemption.is_time_to_end() if self._together else self._signals.came
 
     def act(self) -> None:
         """Ends the process with 143, or hands the signal to whoever handled it before."""
         self._checkpointer.wait()
+        if self._together:
+            raise SystemExit(128 + signal.SIGTERM)
         self._signals.act()
 
     def __enter__(self) -> Self:
@@ -269,6 +277,22 @@ class Saving:
                 stacklevel=2,
             )
         self._seen_best = True
+
+
+def _require_no_clock(checkpointer: Checkpointer) -> None:
+    """Refuses what depends on the time, where several processes are to do the same."""
+    if not are_several():
+        return
+    if getattr(checkpointer.when, "seconds", None) is not None:
+        raise ValueError(
+            "checkpointer: expected every=functrain.every(steps=...) or epochs= where there are "
+            f"several processes, whose clocks differ, got {checkpointer.when!r}"
+        )
+    if checkpointer.budget is not None:
+        raise ValueError(
+            "checkpointer: expected budget=None where there are several processes, whose clocks "
+            f"differ, got {checkpointer.budget}"
+        )
 
 
 def _is_finished(about: Mapping[str, Any], epochs: int) -> bool:

@@ -174,17 +174,3 @@ def test_arrays_of_numpy_changed_right_after_save_are_saved_as_they_were(tmp_pat
             found = checkpoints.restore(state, step)
             leaves = [*found.state.values(), found.documents["d"]["x"]]
             assert all(np.all(x == step) for x in leaves)
-
-
-def test_several_processes_are_refused_before_anything_is_written(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-    with pytest.raises(NotImplementedError, match="expected to save from one process, got 2"):
-        ft.save(tmp_path / "state", {"x": np.ones(2)})
-    with pytest.raises(NotImplementedError, match="expected to save from one process, got 2"):
-        ft.run(
-            jnp.zeros(()),
-            lambda s, x: (s, {}),
-            [jnp.ones(())],
-            checkpointer=ft.Checkpointer(tmp_path),
-        )
-    assert list(tmp_path.iterdir()) == []

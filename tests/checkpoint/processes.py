@@ -1,0 +1,78 @@
+"""A training over several processes with four devices in all; see test_processes.py.
+
+python processes.py RANK PROCESSES PORT DIRECTORY EPOCHS
+"""
+
+import os
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import functrain as ft
+from tests.conftest import digest
+
+
+def create(tx: optax.GradientTransformation) -> ft.TrainState:
+    key = jax.random.key(0)
+    params = {"w": jax.random.normal(key, (8, 16)), "v": jax.random.normal(key, (16, 1))}
+    return ft.TrainState.create(params=params, tx=tx, rng=jax.random.key(1))
+
+
+def loss_fn(params, model_state, batch, *, rng, training):  # type: ignore[no-untyped-def]
+    x, y = batch
+    hidden = jnp.tanh(x @ params["w"])
+    hidden = hidden * jax.random.bernoulli(rng, 0.8, hidden.shape)
+    return jnp.mean((hidden @ params["v"] - y) ** 2), ft.Aux(model_state)
+
+
+def main(rank: int, processes: int, port: str, directory: str, epochs: int) -> None:
+    os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={4 // processes}"
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    if processes > 1:
+        address = f"127.0.0.1:{port}"
+        jax.distributed.initialize(address, processes, rank, coordinator_bind_address=address)
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows, everywhere = (jax.NamedSharding(mesh, jax.P(*axes)) for axes in (["data"], []))
+
+    def digest_of(state: ft.TrainState) -> str:
+        def whole(x: jax.Array) -> np.ndarray:
+            x = jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+            return np.asarray(jax.jit(lambda x: x, out_shardings=everywhere)(x))
+
+        return digest(jax.tree.map(whole, state))
+
+    def report(event: ft.Event) -> None:
+        if isinstance(event, ft.ChunkEnd):
+            print("step", event.step, flush=True)
+            time.sleep(0.02)
+
+    tx = optax.adam(0.01)
+    like = jax.eval_shape(lambda: create(tx))
+    places = jax.tree.map(lambda x: rows if x.ndim and x.shape[0] % 4 == 0 else everywhere, like)
+    state = jax.jit(lambda: create(tx), out_shardings=places)()
+    x = np.random.default_rng(0).standard_normal((64, 8)).astype(np.float32)
+    loader = ft.ArrayLoader((x, x[:, :1]), 8, shuffle=True, seed=3)
+    checkpoints = ft.Checkpointer(directory, every=ft.every(steps=5), keep=2)
+    if (last := checkpoints.latest()) is not None:
+        print("begins", last, digest_of(checkpoints.restore(state).state))
+        checkpoints.close()
+    state, history = ft.fit(
+        state,
+        ft.train_step(loss_fn, tx),
+        loader,
+        epochs=epochs,
+        checkpointer=checkpoints,
+        sharding=rows,
+        hooks=[report],
+        fuse=2,
+        verbose=0,
+    )
+    print("ends", digest_of(state), [float(x) for x in history.steps["loss"]])
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4], int(sys.argv[5]))

@@ -1,0 +1,149 @@
+"""Two processes with two devices each: they save together, end together, and go on as they like."""
+
+import os
+import pathlib
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+
+HERE = pathlib.Path(__file__).parent
+ROOT = str(HERE.parent.parent)
+
+
+def start(processes: int, program: list[str], *arguments: str) -> list[subprocess.Popen[str]]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    return [
+        subprocess.Popen(
+            [sys.executable, *program, str(rank), str(processes), port, *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+        )
+        for rank in range(processes)
+    ]
+
+
+def ended(started: list[subprocess.Popen[str]], code: int = 0) -> list[list[str]]:
+    """Returns what each process printed, line by line."""
+    done = [(process.communicate(timeout=180), process.returncode) for process in started]
+    assert [found for _, found in done] == [code] * len(done), [err[-3000:] for (_, err), _ in done]
+    printed = (out.splitlines() for (out, _), _ in done)
+    return [[line for line in lines if not line.startswith("[Gloo]")] for lines in printed]
+
+
+def train(processes: int, directory: pathlib.Path, epochs: int) -> list[list[str]]:
+    program = [str(HERE / "processes.py")]
+    return ended(start(processes, program, str(directory), str(epochs)))
+
+
+def test_sigterm_to_one_process_ends_all_at_one_step_and_they_go_on_to_the_same_bits(
+    tmp_path: pathlib.Path,
+) -> None:
+    straight = train(2, tmp_path / "straight", 12)
+    assert straight[0][-1] == straight[1][-1]
+
+    killed = start(2, [str(HERE / "processes.py")], str(tmp_path / "killed"), "12")
+    assert killed[0].stdout is not None
+    for line in killed[0].stdout:
+        if line == "step 12\n":
+            killed[1].send_signal(signal.SIGTERM)
+            break
+    steps = [lines[-1] for lines in ended(killed, code=143)]
+    assert steps[0] == steps[1]
+    last = int(steps[0].removeprefix("step "))
+    assert 12 < last < 96
+    assert (tmp_path / "killed" / f"{last:012d}").is_dir()
+
+    # One process with four devices has the same state; epochs that are over leave it as it is.
+    one = start(1, [str(HERE / "processes.py")], str(tmp_path / "killed"), "1")
+    ((begins,),) = ended(one, code=1)
+    resumed = train(2, tmp_path / "killed", 12)
+    assert resumed[0][0] == resumed[1][0] == begins
+    assert begins.startswith(f"begins {last} ")
+    assert resumed[0][-1] == resumed[1][-1] == straight[0][-1]
+
+
+TOGETHER = """
+    import os, pathlib, sys, warnings
+    rank, processes, port, folder = int(sys.argv[1]), 2, sys.argv[3], sys.argv[4]
+    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
+    import jax, jax.numpy as jnp, numpy as np, functrain as ft
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    address = f"127.0.0.1:{port}"
+    jax.distributed.initialize(address, 2, rank, coordinator_bind_address=address)
+    from jax.experimental import multihost_utils
+
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows = jax.NamedSharding(mesh, jax.P("data"))
+
+    def make(value, dtype=jnp.bfloat16):
+        return {
+            "w": jax.jit(lambda: jnp.full((8, 3), value, dtype), out_shardings=rows)(),
+            "local": np.full(3, value),
+        }
+
+    def said(what):
+        def say(*args, **kwargs):
+            try:
+                found = what(*args, **kwargs)
+            except Exception as error:
+                print(type(error).__name__, str(error).splitlines()[0].replace(folder, "."))
+            else:
+                print("done", found)
+        return say
+
+    def values(state):
+        own = [np.asarray(s.data, np.float32) for s in state["w"].addressable_shards]
+        return np.unique(own).tolist(), state["local"].tolist(), state["w"].sharding == rows
+
+    said(ft.save)(f"{folder}/one", make(1))
+    print(values(ft.load(f"{folder}/one", make(0))))
+    said(ft.save)(f"{folder}/one", make(2))
+    said(ft.save)(f"{folder}/one", make(3), overwrite=True)
+    print(values(ft.load(f"{folder}/one", make(0))))
+    said(ft.save)(f"{folder}/small", make(1, jnp.float8_e4m3fn))
+
+    with ft.Checkpointer(f"{folder}/run", best="loss") as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(make(step), step, values={"loss": step})
+        assert checkpoints.verify() == {}
+        multihost_utils.sync_global_devices("looked")
+        if rank == 0:
+            for path in pathlib.Path(folder, "run", f"{2:012d}").rglob("*"):
+                if path.is_file() and path.parent.name == "d":
+                    path.write_bytes(path.read_bytes()[::-1])
+        multihost_utils.sync_global_devices("damaged")
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            restored = checkpoints.restore(make(0))
+        print(values(restored.state), restored.position.step, len(found))
+        checkpoints.rollback(1)
+        print(checkpoints.steps(), checkpoints.best())
+
+    def fit(**when):
+        checkpoints = ft.Checkpointer(f"{folder}/clock", **when)
+        ft.fit(make(0), lambda s, x: (s, {}), [jnp.ones(4)], checkpointer=checkpoints, verbose=0)
+
+    said(fit)(every=ft.every(seconds=1))
+    said(fit)(budget=0.1)
+"""
+
+
+def test_what_one_process_can_do_with_checkpoints_several_can(tmp_path: pathlib.Path) -> None:
+    program = ["-c", textwrap.dedent(TOGETHER)]
+    first, second = ended(start(2, program, str(tmp_path)))
+    assert first[:2] == ["done None", "([1.0], [1, 1, 1], True)"]
+    assert first[2].startswith("FileExistsError ./one: expected no such path, got a checkpoint")
+    assert second[2].startswith("RuntimeError the first of the processes failed: FileExistsError")
+    assert first[3:5] == ["done None", "([3.0], [3, 3, 3], True)"]
+    assert first[5].startswith("TypeError w: expected a dtype that Orbax stores")
+    assert first[6:8] == ["([1.0], [1, 1, 1], True) 1 1", "[1] 1"]
+    assert first[8].startswith("ValueError checkpointer: expected every=functrain.every(steps=")
+    assert first[9].startswith("ValueError checkpointer: expected budget=None")
+    assert second[:2] + second[3:] == first[:2] + first[3:]
+    assert sorted(os.listdir(tmp_path)) == ["one", "run"]
