@@ -7,7 +7,6 @@ Files:
   _series: its checkpoints, written behind a run's back, and read again
   _single: save and load, one state in one directory
   _warm_start: a part of a state out of a file
-  _patterns: leaves chosen by patterns over their paths
   _files: arrays out of files of others: safetensors, HDF5, Keras's archives
   _directory: the checkpoints of one training, and their one writer
   _together: a checkpoint that several processes write

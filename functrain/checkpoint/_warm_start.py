@@ -12,14 +12,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from functrain.checkpoint import _files, _leaves, _patterns
+from functrain.checkpoint import _files, _leaves
 from functrain.checkpoint._about import read_about
 from functrain.checkpoint._directory import Directory
 from functrain.checkpoint._errors import CheckpointCorruptError, CheckpointMismatchError
 from functrain.checkpoint._place import find
 from functrain.checkpoint._single import STATE
 from functrain.checkpoint._store import blanks, read_arrays, specs
-from functrain.common import _repr, _tree
+from functrain.common import _patterns, _repr, _tree
 from functrain.common._types import PyTree
 from functrain.step._state import TrainState
 

@@ -7,6 +7,7 @@ Files:
   _arguments: what functions take, and words for arguments of other libraries
   _direction: whether more is better, told by a value's name
   _repr: short texts for large things
+  _patterns: leaves chosen by patterns over their paths
   _table: tables as text
   _process: JAX does not survive a fork
 """
