@@ -54,6 +54,14 @@ from functrain.step import update as update
 from functrain.trainer import FitResult as FitResult
 from functrain.trainer import History as History
 from functrain.trainer import fit as fit
+from functrain.tx import ema_params as ema_params
+from functrain.tx import groups as groups
+from functrain.tx import log_norm as log_norm
+from functrain.tx import logged as logged
+from functrain.tx import loss_scale as loss_scale
+from functrain.tx import params_ema as params_ema
+from functrain.tx import skip_non_finite as skip_non_finite
+from functrain.tx import with_ema as with_ema
 
 __all__ = [
     "ArrayLoader",
@@ -84,6 +92,7 @@ __all__ = [
     "__version__",
     "at",
     "autotune",
+    "ema_params",
     "enable_compilation_cache",
     "eval_step",
     "evaluate",
@@ -94,17 +103,24 @@ __all__ = [
     "from_linen",
     "from_nnx",
     "fuse",
+    "groups",
     "hooks",
     "load",
+    "log_norm",
+    "logged",
+    "loss_scale",
     "metrics",
+    "params_ema",
     "predict",
     "predict_step",
     "rewrites",
     "run",
     "save",
+    "skip_non_finite",
     "summary",
     "supervised",
     "train_step",
     "update",
     "warm_start",
+    "with_ema",
 ]

@@ -23,6 +23,7 @@ FLOORS = [
     ["functrain.data"],
     ["functrain.model"],
     ["functrain.metrics"],
+    ["functrain.tx"],
     ["functrain.step"],
     ["functrain.engine"],
     ["functrain.checkpoint"],

@@ -32,6 +32,14 @@ def nodes(tree: PyTree, *kinds: type) -> list[Any]:
     return [x for x in found if isinstance(x, kinds)]
 
 
+def select(which: jax.Array, there: PyTree, otherwise: PyTree) -> PyTree:
+    """Returns one of two trees of the same leaves, with the bits it has alone.
+
+    By `cond`: `where` would become part of the sums before it, and round them otherwise.
+    """
+    return jax.lax.cond(which, lambda a, b: a, lambda a, b: b, there, otherwise)
+
+
 def structure(tree: PyTree) -> Any:
     """Returns the treedef; jax gives its type no operators."""
     return jax.tree.structure(tree)

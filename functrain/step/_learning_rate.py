@@ -1,5 +1,7 @@
 """The rate at which a step trained, for the logs."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -16,16 +18,29 @@ def applied_rate(
     if schedule is not None:
         return {"learning_rate": jnp.asarray(schedule(_count(old)), jnp.float32)}
     # inject_hyperparams writes down, with an update, the values it was made with.
-    injected = _named("learning_rate", new.opt_state)
-    return {"learning_rate": jnp.asarray(injected[0], jnp.float32)} if len(injected) == 1 else {}
+    injected: dict[str, list[jax.Array]] = {}
+    for path, rate in _named("learning_rate", new.opt_state):
+        injected.setdefault(_name(path), []).append(rate)
+    return {
+        name: jnp.asarray(rates[0], jnp.float32)
+        for name, rates in injected.items()
+        if len(rates) == 1
+    }
+
+
+def _name(path: list[str]) -> str:
+    """Calls a rate after the groups it is in: optax.partition keeps their states by name."""
+    groups = [b for a, b in itertools.pairwise(path) if a == "inner_states"]
+    return "/".join([*groups, "learning_rate"])
 
 
 def _count(state: TrainState) -> jax.Array:
     """The number that a schedule inside the optimizer is asked with."""
     found = [x.count for x in _tree.nodes(state.opt_state, optax.ScaleByScheduleState)]
-    found = found if len(found) == 1 else _named("gradient_step", state.opt_state)  # MultiSteps'
-    return found[0] if len(found) == 1 else state.step
+    found = found or [x for _, x in _named("gradient_step", state.opt_state)]  # MultiSteps'
+    return found[0] if found else state.step
 
 
-def _named(name: str, tree: PyTree) -> list[jax.Array]:
-    return [x for path, x in _tree.leaves_with_path(tree) if path.split("/")[-1] == name]
+def _named(name: str, tree: PyTree) -> list[tuple[list[str], jax.Array]]:
+    found = [(path.split("/"), x) for path, x in _tree.leaves_with_path(tree)]
+    return [(path, x) for path, x in found if path[-1] == name]

@@ -13,6 +13,7 @@ from functrain.step._loss import Aux, LossFn
 from functrain.step._metered import MeteredStep, check_names, plain
 from functrain.step._state import TrainState, check_tx
 from functrain.step._update import update
+from functrain.tx._logs import logged
 
 
 def train_step(
@@ -31,11 +32,14 @@ def train_step(
         `fit` and `run` wrap, reset at each epoch and unwrap.
       learning_rate: The schedule inside `tx`, for the logs only: optax does not show it. It is
         asked with the optimizer's own count of updates, which under `optax.MultiSteps` is not that
-        of steps. A rate injected by `optax.inject_hyperparams` is found without.
+        of steps. Rates injected by `optax.inject_hyperparams` are found without, those of `groups`
+        as ``<group>/learning_rate``; inside `optax.MultiSteps` it is, between two updates, that of
+        the last one.
 
     Returns:
       ``step(state, batch) -> (state, logs)`` with
-      ``logs = {"loss": f32[], "learning_rate": f32[] (where known), **aux.logs}``.
+      ``logs = {"loss": f32[], "learning_rate": f32[] (where known), **aux.logs}``, and what `tx`
+      says of itself (`logged`).
 
     Raises:
       TypeError: `tx` is no optax transformation, `metrics` no dict of Metrics, or
@@ -64,13 +68,13 @@ def train_step(
 
     def train(state: TrainState, batch: PyTree) -> tuple[TrainState, jax.Array, Aux]:
         new, loss, aux = update(state, loss_fn, tx, batch)
-        rate = applied_rate(state, new, learning_rate)
-        if rate and "learning_rate" in aux.logs:
+        own = {**applied_rate(state, new, learning_rate), **logged(new.opt_state)}
+        if both := sorted(own.keys() & aux.logs):
             raise ValueError(
-                "logs: expected names other than 'learning_rate', which train_step logs itself, "
-                "got it from loss_fn as well. Rename that log."
+                f"logs: expected names other than {', '.join(map(repr, both))}, which train_step "
+                "logs itself of tx, got it from loss_fn as well. Rename that log."
             )
-        return new, loss, aux._replace(logs={**rate, **aux.logs})
+        return new, loss, aux._replace(logs={**own, **aux.logs})
 
     check_names(metrics)
     return MeteredStep(train, collection(metrics)) if metrics else plain(train)

@@ -10,6 +10,7 @@ from functrain.common import _tree
 from functrain.common._types import PyTree
 from functrain.step._loss import Aux, LossFn
 from functrain.step._state import TrainState
+from functrain.tx._loss_scale import guards, scaled, unscaled
 
 
 def update(
@@ -21,7 +22,7 @@ def update(
       state: Its `rng`, folded with its `step`, is the randomness of the loss.
       loss_fn: ``loss_fn(params, model_state, *args, rng=, training=True) -> (f32[], Aux)``.
       tx: The optimizer. One whose `update` takes `value`, `grad` or `value_fn` (line searches,
-        plateau schedules) gets them.
+        plateau schedules) gets them; what `skip_non_finite` and `loss_scale` need is done.
       *args: Passed on to `loss_fn`, usually one batch.
 
     Returns:
@@ -31,7 +32,8 @@ def update(
     Raises:
       TypeError: (when traced) the loss is no scalar, or no pair of a scalar and an Aux; or it draws
         random numbers and the state has no `rng`.
-      ValueError: (when traced) the state's `opt_state` is another optimizer's.
+      ValueError: (when traced) the state's `opt_state` is another optimizer's, or guarded in part
+        by `skip_non_finite`.
 
     Examples:
       >>> import jax.numpy as jnp, optax
@@ -48,11 +50,21 @@ def update(
     def loss_of(params: PyTree) -> tuple[jax.Array, Aux]:
         return value_of(loss_fn, params, state.model_state, *args, rng=rng, training=True)
 
-    (loss, aux), grads = jax.value_and_grad(loss_of, has_aux=True)(state.params)
+    def scaled_loss(params: PyTree) -> tuple[jax.Array, tuple[jax.Array, Aux]]:
+        loss, aux = loss_of(params)
+        return scaled(loss, scale), (loss, aux)
+
+    _, scale = guards(state.opt_state)
+    (_, (loss, aux)), grads = jax.value_and_grad(scaled_loss, has_aux=True)(state.params)
+    grads = unscaled(grads, scale)
     new = state.apply_gradients(
         grads, tx, value=loss, grad=grads, value_fn=lambda params: loss_of(params)[0]
     )
-    return new.replace(model_state=aux.model_state), loss, aux
+    finite, _ = guards(new.opt_state)
+    model_state = aux.model_state
+    if finite is not None:
+        model_state = _tree.select(finite, model_state, state.model_state)
+    return new.replace(model_state=model_state), loss, aux
 
 
 def value_of(

@@ -12,6 +12,9 @@ from functrain.trainer._history import History
 
 _NUMBERS = bool | int | float | np.number | np.bool_ | np.ndarray | jax.Array
 
+# What is what it is at the end: the mean over a schedule, or of a count, says nothing.
+_AT_THE_END = ("learning_rate", "loss_scale", "skipped", "skipped_in_a_row")
+
 
 class Recorder:
     """Makes a History of a run's events."""
@@ -125,8 +128,7 @@ class Recorder:
         means = dict(metrics)
         for name, column in self._steps.items() if len(examples) else ():
             values = column.values()[-len(examples) :].astype(np.float64)
-            # A rate is what it is at the end; its mean over a schedule says nothing.
-            last = name.split("/")[-1] == "learning_rate"
+            last = name.split("/")[-1] in _AT_THE_END
             means[name] = float(values[-1] if last else np.average(values, weights=weights))
         self._examples = _Column(np.dtype(np.float64))
         return dict(sorted(means.items(), key=_rank))

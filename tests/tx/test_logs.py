@@ -1,0 +1,68 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import functrain as ft
+
+PARAMS = {"w": np.array([3.0, 4.0], np.float32)}
+
+
+def loss_fn(params, model_state, batch, *, rng, training):
+    return jnp.sum(params["w"] ** 2), ft.Aux(model_state)
+
+
+def logs_of(tx, steps=1):
+    step = jax.jit(ft.train_step(loss_fn, tx))
+    state = ft.TrainState.create(params=PARAMS, tx=tx)
+    rows = []
+    for _ in range(steps):
+        state, logs = step(state, None)
+        rows.append(logs)
+    return rows
+
+
+def test_norms_are_logged_where_they_stand_in_the_chain() -> None:
+    tx = optax.chain(
+        ft.log_norm(),
+        optax.clip_by_global_norm(1.0),
+        ft.log_norm("clipped"),
+        optax.sgd(0.5),
+        ft.log_norm("update_norm"),
+    )
+    (logs,) = logs_of(tx)
+    assert {name: round(float(x), 5) for name, x in logs.items()} == {
+        "loss": 25.0,
+        "gradient_norm": 10.0,
+        "clipped": 1.0,
+        "update_norm": 0.5,
+    }
+
+
+def test_a_norm_that_nothing_has_passed_is_not_a_number() -> None:
+    rows = logs_of(optax.MultiSteps(optax.chain(ft.log_norm(), optax.sgd(0.0)), 2), 3)
+    assert [float(row["gradient_norm"]) for row in rows[1:]] == [10.0, 10.0]
+    assert np.isnan(rows[0]["gradient_norm"])
+
+
+def test_what_optax_snapshots_is_logged_if_it_is_a_scalar() -> None:
+    tx = optax.chain(
+        optax.snapshot("largest", lambda g: jnp.max(g["w"])),
+        optax.snapshot("all", lambda g: g["w"]),
+        optax.sgd(0.1),
+    )
+    (logs,) = logs_of(tx)
+    assert set(logs) == {"loss", "largest"}
+    assert logs["largest"] == 8.0
+
+
+def test_one_name_for_two_numbers_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"got 'gradient_norm' twice.*log_norm"):
+        logs_of(optax.chain(ft.log_norm(), optax.sgd(0.1), ft.log_norm()))
+
+
+@pytest.mark.parametrize("name", ["loss", "seconds"])
+def test_names_of_the_loop_are_refused(name) -> None:
+    with pytest.raises(ValueError, match=rf"names other than \['{name}'\]"):
+        logs_of(optax.chain(ft.log_norm(name), optax.sgd(0.1)))

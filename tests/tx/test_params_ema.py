@@ -1,0 +1,134 @@
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+import optax
+import pytest
+
+import bridge
+import functrain as ft
+
+from ..conftest import digest
+
+RNG = np.random.default_rng(2)
+X = RNG.normal(size=(40, 3)).astype(np.float32)
+Y = (X @ np.array([[1.0], [-2.0], [0.5]])).astype(np.float32)
+DATA = ft.ArrayLoader((X, Y), 4)
+BEGIN = {"w": RNG.normal(size=(3, 1)).astype(np.float32)}
+
+
+def loss_fn(params, model_state, batch, *, rng, training):
+    x, y = batch
+    return jnp.mean((x @ params["w"].astype(jnp.float32) - y) ** 2), ft.Aux(model_state)
+
+
+def walked(tx, steps=10, params=BEGIN):
+    """The state after some steps, and all params on the way."""
+    state = ft.TrainState.create(params=params, tx=tx)
+    step = jax.jit(ft.train_step(loss_fn, tx))
+    seen = [np.asarray(state.params["w"], np.float64)]
+    for batch in list(DATA.epoch(0))[:steps]:
+        state, _ = step(state, batch)
+        seen.append(np.asarray(state.params["w"], np.float64))
+    return state, seen
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("debias", [False, True])
+def test_the_average_is_that_of_its_formula_in_float64(dtype, debias) -> None:
+    params = {"w": jnp.asarray(BEGIN["w"], dtype)}
+    tx = optax.chain(optax.sgd(0.05), ft.params_ema(0.8, debias=debias))
+    state, seen = walked(tx, params=params)
+    average, weight = (0.0, 0.0) if debias else (seen[0], 1.0)
+    for w in seen[1:]:
+        average = 0.8 * average + 0.2 * w
+        weight = 0.8 * weight + 0.2 if debias else 1.0
+    kept = state.opt_state[1]
+    assert kept.ema["w"].dtype == jnp.float32
+    expected = average / weight
+    ema = kept.ema["w"] / (1 if kept.weight is None else kept.weight)
+    np.testing.assert_allclose(ema, expected, rtol=2e-6)
+    found = ft.ema_params(state)["w"]
+    assert found.dtype == dtype
+    np.testing.assert_array_equal(found, ema.astype(dtype))
+
+
+def test_training_is_the_same_with_it_and_without() -> None:
+    with_it, _ = walked(optax.chain(optax.adam(0.1), ft.params_ema(0.9)))
+    assert digest(with_it.params) == digest(walked(optax.adam(0.1))[0].params)
+
+
+def test_under_multi_steps_it_takes_a_step_with_each_update() -> None:
+    inside = optax.MultiSteps(optax.chain(optax.sgd(0.1), ft.params_ema(0.5)), 5)
+    state, seen = walked(inside)
+    expected = 0.25 * seen[0] + 0.25 * seen[5] + 0.5 * seen[10]
+    np.testing.assert_allclose(ft.ema_params(state)["w"], expected, rtol=1e-6)
+    behind = optax.chain(optax.MultiSteps(optax.sgd(0.1), 5), ft.params_ema(0.5))
+    state, seen = walked(behind)
+    average = seen[0]
+    for w in seen[1:]:
+        average = 0.5 * average + 0.5 * w
+    np.testing.assert_allclose(ft.ema_params(state)["w"], average, rtol=1e-6)
+
+
+def test_a_skipped_step_is_no_step_of_it() -> None:
+    tx = ft.skip_non_finite(optax.chain(optax.sgd(0.1), ft.params_ema(0.5, debias=True)))
+    state, _ = walked(tx, 3)
+    before = digest(ft.ema_params(state))
+    state = state.apply_gradients({"w": jnp.full((3, 1), jnp.nan)}, tx)
+    assert digest(ft.ema_params(state)) == before
+
+
+def test_it_is_saved_and_does_not_depend_on_k(tmp_path) -> None:
+    tx = optax.chain(optax.sgd(0.1), ft.params_ema(0.9))
+    step = ft.train_step(loss_fn, tx)
+    begin = ft.TrainState.create(params=BEGIN, tx=tx)
+    one, many = (ft.fit(begin, step, DATA, fuse=k, verbose=0).state for k in (1, 7))
+    assert digest(one) == digest(many)
+    ft.save(tmp_path / "state", many)
+    loaded = ft.load(tmp_path / "state", like=begin)
+    assert digest(ft.ema_params(loaded)) == digest(ft.ema_params(many))
+
+
+def test_a_fit_evaluates_with_the_average() -> None:
+    tx = optax.chain(optax.sgd(0.1), ft.params_ema(0.9))
+    step = ft.train_step(loss_fn, tx)
+    judged = ft.eval_step(loss_fn, of=ft.with_ema)
+    state, history = ft.fit(
+        ft.TrainState.create(params=BEGIN, tx=tx),
+        step,
+        DATA,
+        eval_data=DATA,
+        eval_step=judged,
+        verbose=0,
+    )
+    w = np.asarray(ft.ema_params(state)["w"], np.float64)
+    assert history.epochs["val_loss"][-1] == pytest.approx(np.mean((X @ w - Y) ** 2), rel=1e-5)
+
+
+def test_a_keras_model_takes_the_average_home() -> None:
+    net = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1, use_bias=False, name="out")])
+    tx = optax.chain(optax.sgd(0.1), ft.params_ema(0.9))
+    state = bridge.create_state(net, tx)
+    step = ft.train_step(ft.supervised(bridge.from_keras(net), optax.squared_error), tx)
+    state, _ = ft.fit(state, step, DATA, verbose=0)
+    bridge.to_keras(ft.with_ema(state), net)
+    average = ft.ema_params(state)["out"]["kernel"]
+    np.testing.assert_array_equal(net.get_weights()[0], average)
+    assert not np.array_equal(average, state.params["out"]["kernel"])
+
+
+def test_what_cannot_be_averaged_is_refused_in_words() -> None:
+    with pytest.raises(ValueError, match=r"decay: expected a number from 0 up to 1.*got 1"):
+        ft.params_ema(1.0)
+    tx = ft.params_ema(0.9)
+    with pytest.raises(ValueError, match="params_ema: expected params"):
+        tx.update(BEGIN, tx.init(BEGIN))
+    for tx, found in (
+        (optax.sgd(0.1), "got 0"),
+        (optax.chain(ft.params_ema(0.9), ft.params_ema(0.99)), "got 2"),
+        (optax.masked(ft.params_ema(0.9), {"w": False}), "got one of some"),
+    ):
+        state = ft.TrainState.create(params=BEGIN, tx=tx)
+        with pytest.raises(ValueError, match=f"one average of all params, {found}"):
+            ft.with_ema(state)

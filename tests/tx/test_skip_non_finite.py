@@ -1,0 +1,159 @@
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import functrain as ft
+
+from ..conftest import digest
+
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(12, 8, 6)).astype(np.float32)
+Y = RNG.integers(0, 3, (12, 8)).astype(np.int32)
+LOSS = optax.softmax_cross_entropy_with_integer_labels
+
+
+class Net(nn.Module):
+    @nn.compact
+    def __call__(self, x, train):
+        x = nn.BatchNorm(use_running_average=not train)(nn.Dense(8)(x))
+        return nn.Dense(3)(nn.Dropout(0.2, deterministic=not train)(nn.relu(x)))
+
+
+MODEL = ft.from_linen(Net())
+LOSS_FN = ft.supervised(MODEL, LOSS)
+# Much that remembers: moments, a schedule, accumulated gradients, an average.
+TX = optax.MultiSteps(
+    optax.chain(
+        ft.log_norm(), optax.adam(optax.linear_schedule(1e-2, 0.0, 100)), ft.params_ema(0.9)
+    ),
+    2,
+)
+
+
+def begin(tx, rng=0):
+    params, model_state = MODEL.init(jax.random.key(0), X[0])
+    return ft.TrainState.create(
+        params=params, model_state=model_state, tx=tx, rng=jax.random.key(rng)
+    )
+
+
+def parts(state):
+    """What a skipped step must not touch."""
+    return digest((state.params, state.model_state, state.opt_state.inner))
+
+
+def spoiled(at, x=X):
+    x = x.copy()
+    x[at, 0, 0] = np.nan
+    return x
+
+
+def test_a_batch_with_nan_changes_no_bit_of_params_batch_statistics_and_optimizer() -> None:
+    tx = ft.skip_non_finite(TX)
+    step = jax.jit(ft.train_step(LOSS_FN, tx))
+    state = begin(tx)
+    for i in range(3):
+        state, _ = step(state, (X[i], Y[i]))
+    before = parts(state)
+    state, logs = step(state, (spoiled(3)[3], Y[3]))
+    assert parts(state) == before
+    assert np.isnan(logs["loss"])
+    assert (int(logs["skipped"]), int(logs["skipped_in_a_row"]), int(state.step)) == (1, 1, 4)
+    state, logs = step(state, (X[4], Y[4]))
+    assert parts(state) != before
+    assert (int(logs["skipped"]), int(logs["skipped_in_a_row"])) == (1, 0)
+
+
+def test_a_negative_zero_stays_one() -> None:
+    tx = ft.skip_non_finite(optax.sgd(0.1))
+    state = ft.TrainState.create(params={"w": jnp.array([-0.0, 0.0])}, tx=tx)
+    state = jax.jit(lambda s, g: s.apply_gradients(g, tx))(state, {"w": jnp.array([1.0, jnp.inf])})
+    assert np.signbit(state.params["w"]).tolist() == [True, False]
+
+
+def test_the_loss_counts_even_where_its_gradient_is_finite() -> None:
+    def loss_fn(params, model_state, batch, *, rng, training):
+        return params["w"] + batch, ft.Aux({"seen": model_state["seen"] + 1.0})
+
+    tx = ft.skip_non_finite(optax.sgd(0.1))
+    state = ft.TrainState.create(params={"w": 1.0}, model_state={"seen": 0.0}, tx=tx)
+    new, _ = jax.jit(ft.train_step(loss_fn, tx))(state, jnp.inf)
+    assert (float(new.params["w"]), float(new.model_state["seen"])) == (1.0, 0.0)
+
+
+def test_a_run_with_skipped_steps_is_the_run_without_their_batches() -> None:
+    # Without a key, so that nothing but the batches tells the steps apart.
+    def loss_fn(params, model_state, batch, *, rng, training):
+        return LOSS_FN(params, model_state, batch, rng=jax.random.key(9), training=training)
+
+    tx = ft.skip_non_finite(TX)
+    step = ft.train_step(loss_fn, tx)
+    bad = [2, 3, 7]
+    run, _ = ft.fuse(step, 12)(begin(tx), (spoiled(bad), Y))
+    good = [i for i in range(12) if i not in bad]
+    clean, _ = ft.fuse(step, len(good))(begin(tx), (X[good], Y[good]))
+    assert parts(run) == parts(clean)
+    assert ft.logged(run)["skipped"] == 3
+
+
+def test_a_key_that_the_optimizer_holds_stays_as_well() -> None:
+    tx = ft.skip_non_finite(optax.chain(optax.add_noise(0.01, 0.5, jax.random.key(3))))
+    state = ft.TrainState.create(params={"w": jnp.zeros(2)}, tx=tx)
+    new = state.apply_gradients({"w": jnp.array([1.0, jnp.inf])}, tx)
+    assert digest(new.opt_state.inner) == digest(state.opt_state.inner)
+
+
+def test_skipping_does_not_depend_on_k() -> None:
+    tx = ft.skip_non_finite(TX)
+    step = ft.train_step(LOSS_FN, tx)
+    data = ft.ArrayLoader((spoiled([2, 3, 7]).reshape(-1, 6), Y.reshape(-1)), 8)
+    runs = [ft.fit(begin(tx), step, data, epochs=2, fuse=n, verbose=0) for n in (1, 5)]
+    assert digest(runs[0].state) == digest(runs[1].state)
+    in_a_row = runs[1].history.steps["skipped_in_a_row"][:12]
+    assert in_a_row.tolist() == [0, 0, 1, 2, 0, 0, 0, 1, 0, 0, 0, 0]
+    assert runs[1].history.epochs["skipped"].tolist() == [3, 6]
+
+
+def test_a_network_among_several_is_skipped_alone() -> None:
+    tx = ft.skip_non_finite(optax.adam(0.1))
+
+    def pull(params, model_state, target, *, rng, training):
+        return jnp.sum((params["w"] - target) ** 2), ft.Aux(model_state)
+
+    def step(states, batch):
+        a, _, _ = ft.update(states["a"], pull, tx, batch)
+        b, _, _ = ft.update(states["b"], pull, tx, 1.0)
+        return {"a": a, "b": b}, {"a": ft.logged(a), "b": ft.logged(b)}
+
+    state = ft.TrainState.create(params={"w": np.zeros(2, np.float32)}, tx=tx)
+    states, logs = jax.jit(step)({"a": state, "b": state}, jnp.nan)
+    assert (logs["a"]["skipped"], logs["b"]["skipped"]) == (1, 0)
+    assert (float(states["a"].params["w"][0]), float(states["b"].params["w"][0] > 0)) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        optax.chain(optax.clip(1.0), ft.skip_non_finite(optax.sgd(0.1))),
+        optax.MultiSteps(ft.skip_non_finite(optax.sgd(0.1)), 2),
+        ft.skip_non_finite(ft.loss_scale(optax.sgd(0.1))),
+        ft.loss_scale(ft.skip_non_finite(optax.sgd(0.1))),
+        optax.inject_hyperparams(lambda rate: ft.skip_non_finite(optax.sgd(rate)))(rate=0.1),
+    ],
+)
+def test_a_guard_around_a_part_of_the_optimizer_is_refused(tx) -> None:
+    with pytest.raises(ValueError, match=r"around all of the optimizer.*got one within another"):
+        ft.train_step(LOSS_FN, tx)(begin(tx), (X[0], Y[0]))
+
+
+def test_names_that_the_guard_logs_are_refused_in_the_loss() -> None:
+    def loss_fn(params, model_state, batch, *, rng, training):
+        return params["w"] ** 2, ft.Aux(model_state, logs={"skipped": 1.0})
+
+    tx = ft.skip_non_finite(optax.sgd(0.1))
+    state = ft.TrainState.create(params={"w": 1.0}, tx=tx)
+    with pytest.raises(ValueError, match="names other than 'skipped', which train_step logs"):
+        ft.train_step(loss_fn, tx)(state, None)
