@@ -6,6 +6,7 @@ A state is a pytree, a step is a pure function, and a program takes many steps a
 from functrain import hooks as hooks
 from functrain import metrics as metrics
 from functrain import rewrites as rewrites
+from functrain import sharding as sharding
 from functrain._version import __version__ as __version__
 from functrain.checkpoint import CheckpointCorruptError as CheckpointCorruptError
 from functrain.checkpoint import Checkpointer as Checkpointer
@@ -116,6 +117,7 @@ __all__ = [
     "rewrites",
     "run",
     "save",
+    "sharding",
     "skip_non_finite",
     "summary",
     "supervised",

@@ -24,6 +24,7 @@ FLOORS = [
     ["functrain.model"],
     ["functrain.metrics"],
     ["functrain.tx"],
+    ["functrain.sharding"],
     ["functrain.step"],
     ["functrain.engine"],
     ["functrain.checkpoint"],
@@ -125,18 +126,18 @@ def test_versions_agree() -> None:
     assert functrain.__version__ == bridge.__version__ == project["version"]
 
 
-NO_DOCSTRING = ("__version__", "hooks", "metrics", "rewrites", "Mode")
+NO_DOCSTRING = ("__version__", "hooks", "metrics", "rewrites", "sharding", "Mode")
+NAMESPACES = [functrain, functrain.hooks, functrain.metrics, functrain.rewrites]
+NAMESPACES += [functrain.sharding, bridge]
 PUBLIC = [
     (package.__name__, name)
-    for package in (functrain, functrain.hooks, functrain.metrics, functrain.rewrites, bridge)
+    for package in NAMESPACES
     for name in package.__all__
     if name not in NO_DOCSTRING
 ]
 
 
-@pytest.mark.parametrize(
-    "package", [functrain, functrain.hooks, functrain.metrics, functrain.rewrites, bridge]
-)
+@pytest.mark.parametrize("package", NAMESPACES)
 def test_all_lists_every_export(package) -> None:
     exported = {
         alias.asname

@@ -1,0 +1,18 @@
+"""Where a state lies on many devices: meshes, rules, whole states.
+
+Files:
+  _mesh: a mesh from the sizes of its axes
+  _rules: rules that say how an array is divided
+  _state: the shardings of a whole state, from those of its params
+"""
+
+from functrain.sharding._mesh import mesh as mesh
+from functrain.sharding._rules import Rule as Rule
+from functrain.sharding._rules import fsdp as fsdp
+from functrain.sharding._rules import replicated as replicated
+from functrain.sharding._rules import rules as rules
+from functrain.sharding._state import create as create
+from functrain.sharding._state import put as put
+from functrain.sharding._state import shardings as shardings
+
+__all__ = ["Rule", "create", "fsdp", "mesh", "put", "replicated", "rules", "shardings"]

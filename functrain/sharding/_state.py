@@ -1,0 +1,146 @@
+"""The shardings of a whole state, from those of its params."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from functrain.common import _tree
+from functrain.common._types import PyTree
+from functrain.sharding._rules import Rule, require_divided
+
+
+def shardings(state: PyTree, mesh: Mesh | AbstractMesh, rule: Rule) -> PyTree:
+    """Returns where each leaf of a state is to lie, in the structure of the state.
+
+    The rule is asked about params and model_state. What an optimizer keeps for a parameter
+    follows it, found by the end of its path and by its shape, whatever the optimizer: moments,
+    averages, accumulated gradients, stacks of those. All else, as counts and factored moments, is
+    on all devices.
+
+    Args:
+      state: A `TrainState`, or any pytree that holds some; concrete, or abstract as from
+        ``jax.eval_shape``. A pytree that holds none counts as params.
+      mesh: From `mesh`, or from jax.
+      rule: How a leaf is divided: `rules`, `fsdp`, `replicated`, or a function.
+
+    Returns:
+      NamedShardings, for ``jax.jit(..., out_shardings=...)`` or ``jax.device_put``.
+
+    Raises:
+      ValueError: A rule's pattern fits no leaf, no rule fits a leaf, or a spec does not divide it.
+
+    Examples:
+      >>> import functrain as ft, jax, jax.numpy as jnp, optax
+      >>> from jax.sharding import AbstractMesh
+      >>> params = {"kernel": jnp.zeros((256, 512)), "bias": jnp.zeros(512)}
+      >>> state = ft.TrainState.create(params=params, tx=optax.adam(1e-3))
+      >>> found = shardings(state, AbstractMesh((8,), ("data",)), ft.sharding.fsdp())
+      >>> tuple(found.opt_state[0].mu["kernel"].spec), tuple(found.opt_state[0].count.spec)
+      ((None, 'data'), ())
+    """
+    asked: list[str] = []
+
+    def ask(path: str, x: Any) -> NamedSharding:
+        asked.append(path)
+        found = rule(path, jax.ShapeDtypeStruct(x.shape, x.dtype), mesh)
+        require_divided(path, x, found, mesh)
+        return NamedSharding(mesh, found)
+
+    def place(part: PyTree) -> PyTree:
+        return _of_state(part, ask, mesh) if _is_state(part) else _of_tree(part, ask)
+
+    if any(map(_is_state, jax.tree.leaves(state, is_leaf=_is_state))):
+        found = jax.tree.map(place, state, is_leaf=_is_state)
+    else:
+        found = _of_tree(state, ask)
+    require_use = getattr(rule, "require_use", None)
+    if require_use is not None:
+        require_use(asked)
+    return found
+
+
+def create(make: Callable[[], PyTree], mesh: Mesh, rule: Rule) -> PyTree:
+    """Makes a state in its places: at no time it is whole on one device.
+
+    Args:
+      make: Makes the state; traced. The same values come out as without a mesh.
+      mesh: From `mesh`, or from jax.
+      rule: As for `shardings`.
+
+    Returns:
+      What `make` returns, divided.
+
+    Examples:
+      >>> import functrain as ft, jax, jax.numpy as jnp, optax
+      >>> def make():
+      ...     params = {"kernel": jax.random.normal(jax.random.key(0), (256, 512))}
+      ...     return ft.TrainState.create(params=params, tx=optax.adam(1e-3))
+      >>> state = create(make, ft.sharding.mesh({"data": -1}), ft.sharding.fsdp())
+      >>> tuple(state.params["kernel"].sharding.spec)
+      (None, 'data')
+    """
+    return jax.jit(make, out_shardings=shardings(jax.eval_shape(make), mesh, rule))()
+
+
+def put(state: PyTree, mesh: Mesh, rule: Rule) -> PyTree:
+    """Copies a state that is there to its places, as one that came of a Keras model.
+
+    Args:
+      state: As for `shardings`; its arrays stay alive.
+      mesh: From `mesh`, or from jax.
+      rule: As for `shardings`.
+
+    Returns:
+      The state, divided.
+
+    Examples:
+      >>> import functrain as ft, jax.numpy as jnp
+      >>> mesh = ft.sharding.mesh({"data": -1})
+      >>> state = put({"kernel": jnp.zeros((256, 512))}, mesh, ft.sharding.fsdp())
+      >>> tuple(state["kernel"].sharding.spec)
+      (None, 'data')
+    """
+    return jax.device_put(_tree.copy(state), shardings(state, mesh, rule))
+
+
+def _is_state(x: Any) -> bool:
+    return all(hasattr(x, part) for part in ("params", "model_state", "opt_state", "replace"))
+
+
+def _of_tree(tree: PyTree, ask: Callable[[str, Any], NamedSharding]) -> PyTree:
+    paths = [path for path, _ in _tree.leaves_with_path(tree)]
+    leaves, structure = jax.tree.flatten(tree)
+    return jax.tree.unflatten(structure, list(map(ask, paths, leaves)))
+
+
+def _of_state(
+    state: Any, ask: Callable[[str, Any], NamedSharding], mesh: Mesh | AbstractMesh
+) -> Any:
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    params = _of_tree(state.params, ask)
+    shapes = [x.shape for x in jax.tree.leaves(state.params)]
+    known: dict[str, tuple[tuple[int, ...], NamedSharding]] = {
+        path: (shape, where)
+        for (path, where), shape in zip(_tree.leaves_with_path(params), shapes, strict=True)
+    }
+
+    def follow(path: str, x: Any) -> NamedSharding:
+        parts = path.split("/")
+        for end in [*("/".join(parts[i:]) for i in range(len(parts))), "(root)"]:
+            if end not in known:
+                continue
+            shape, where = known[end]
+            if x.shape == shape:
+                return where
+            if x.ndim and x.shape[1:] == shape and where.spec:  # some of them, stacked
+                return NamedSharding(mesh, PartitionSpec(None, *where.spec))
+        return everywhere
+
+    rest = jax.tree.map(lambda x: everywhere, state)
+    return rest.replace(
+        params=params,
+        model_state=_of_tree(state.model_state, ask),
+        opt_state=_of_tree(state.opt_state, follow),
+    )
