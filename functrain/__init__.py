@@ -3,6 +3,7 @@
 A state is a pytree, a step is a pure function, and a program takes many steps at once.
 """
 
+from functrain import distributed as distributed
 from functrain import hooks as hooks
 from functrain import metrics as metrics
 from functrain import rewrites as rewrites
@@ -93,6 +94,7 @@ __all__ = [
     "__version__",
     "at",
     "autotune",
+    "distributed",
     "ema_params",
     "enable_compilation_cache",
     "eval_step",

@@ -25,6 +25,7 @@ FLOORS = [
     ["functrain.metrics"],
     ["functrain.tx"],
     ["functrain.sharding"],
+    ["functrain.distributed"],
     ["functrain.step"],
     ["functrain.engine"],
     ["functrain.checkpoint"],
@@ -126,9 +127,9 @@ def test_versions_agree() -> None:
     assert functrain.__version__ == bridge.__version__ == project["version"]
 
 
-NO_DOCSTRING = ("__version__", "hooks", "metrics", "rewrites", "sharding", "Mode")
+NO_DOCSTRING = ("__version__", "hooks", "metrics", "rewrites", "sharding", "distributed", "Mode")
 NAMESPACES = [functrain, functrain.hooks, functrain.metrics, functrain.rewrites]
-NAMESPACES += [functrain.sharding, bridge]
+NAMESPACES += [functrain.distributed, functrain.sharding, bridge]
 PUBLIC = [
     (package.__name__, name)
     for package in NAMESPACES

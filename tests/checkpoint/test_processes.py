@@ -15,16 +15,18 @@ ROOT = str(HERE.parent.parent)
 def start(processes: int, program: list[str], *arguments: str) -> list[subprocess.Popen[str]]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    known = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": str(processes)}
     return [
         subprocess.Popen(
-            [sys.executable, *program, str(rank), str(processes), port, *arguments],
+            [sys.executable, *program, *arguments],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
             cwd=ROOT,
+            env={**os.environ, **known, "JAX_PROCESS_ID": str(number), "PYTHONPATH": ROOT},
         )
-        for rank in range(processes)
+        for number in range(processes)
     ]
 
 
@@ -70,15 +72,13 @@ def test_sigterm_to_one_process_ends_all_at_one_step_and_they_go_on_to_the_same_
 
 TOGETHER = """
     import os, pathlib, sys, warnings
-    rank, processes, port, folder = int(sys.argv[1]), 2, sys.argv[3], sys.argv[4]
+    folder = sys.argv[1]
     os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
     import jax, jax.numpy as jnp, numpy as np, functrain as ft
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    address = f"127.0.0.1:{port}"
-    jax.distributed.initialize(address, 2, rank, coordinator_bind_address=address)
     from jax.experimental import multihost_utils
 
-    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    ft.distributed.initialize()
+    mesh = ft.sharding.mesh({"data": 4})
     rows = jax.NamedSharding(mesh, jax.P("data"))
 
     def make(value, dtype=jnp.bfloat16):
@@ -113,7 +113,7 @@ TOGETHER = """
             checkpoints.save(make(step), step, values={"loss": step})
         assert checkpoints.verify() == {}
         multihost_utils.sync_global_devices("looked")
-        if rank == 0:
+        if jax.process_index() == 0:
             for path in pathlib.Path(folder, "run", f"{2:012d}").rglob("*"):
                 if path.is_file() and path.parent.name == "d":
                     path.write_bytes(path.read_bytes()[::-1])

@@ -1,0 +1,100 @@
+"""Processes on one machine: started, started again when one dies, ended together."""
+
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+
+import pytest
+
+import functrain as ft
+
+ROOT = pathlib.Path(__file__).parent.parent.parent
+TRAINING = ROOT / "tests" / "checkpoint" / "processes.py"
+
+
+READY = "sys.stdout.write('ready\\n'); sys.stdout.flush()"  # at once: the others write, too
+
+
+def launched(*arguments: object) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "functrain.launch", "-n", "2", *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+
+
+def script(folder: pathlib.Path, text: str) -> pathlib.Path:
+    path = folder / "script.py"
+    path.write_text(f"import os, sys, time\nown = os.environ['JAX_PROCESS_ID']\n{text}\n")
+    return path
+
+
+def test_when_one_dies_all_are_started_again_and_end_as_if_none_had(tmp_path) -> None:
+    straight = launched(TRAINING, tmp_path / "straight", 3)
+    killed = launched(TRAINING, tmp_path / "killed", 3, 12)
+    ends = []
+    for process in (straight, killed):
+        out, err = process.communicate(timeout=240)
+        assert process.returncode == 0, err[-3000:]
+        lines = out.splitlines()
+        ends += [line.removeprefix("[1] ") for line in lines if "ends" in line]
+    assert len(ends) == 4
+    assert len(set(ends)) == 1
+    assert "process 1 ended with 137" in err
+    assert "starting all of them again (1 of 3)" in err
+    assert any(line.startswith("begins ") for line in lines)
+
+
+def test_it_gives_up_after_so_many_restarts_with_the_status_of_who_failed(tmp_path) -> None:
+    path = script(tmp_path, "print('life', flush=True)\nif own == '1': sys.exit(3)\ntime.sleep(60)")
+    process = launched("--restarts", 1, path)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 3
+    assert out.count("[1] life") == 2
+    assert "gave up after 1 restarts" in err
+
+
+def test_sigterm_is_passed_on_and_waited_for(tmp_path) -> None:
+    wait = "signal.signal(signal.SIGTERM, lambda *_: (sys.stdout.write('saved\\n'), sys.exit(143)))"
+    path = script(
+        tmp_path,
+        f"import signal\n{wait}\nsys.stdout.write('ready\\n'); sys.stdout.flush()\ntime.sleep(60)",
+    )
+    process = launched(path)
+    assert process.stdout is not None
+    ready = [process.stdout.readline().strip(), process.stdout.readline().strip()]
+    assert sorted(ready) == ["[1] ready", "ready"]
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 143
+    assert sorted(out.split("\n")) == ["", "[1] saved", "saved"]
+    assert err == ""
+
+
+def test_who_does_not_end_after_sigterm_is_killed(tmp_path) -> None:
+    path = script(
+        tmp_path,
+        f"import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n{READY}\ntime.sleep(60)",
+    )
+    process = launched("--grace", 0.2, path)
+    assert process.stdout is not None
+    for _ in range(2):
+        process.stdout.readline()
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 143
+    assert "not ended within 0.2 s of SIGTERM" in err
+
+
+def test_what_is_known_in_part_is_refused_with_what_is_missing(monkeypatch) -> None:
+    monkeypatch.setenv("JAX_PROCESS_ID", "0")
+    with pytest.raises(ValueError, match=r"expected coordinator_address, num_processes and"):
+        ft.distributed.initialize()
+    monkeypatch.setenv("JAX_PROCESS_ID", "first")
+    with pytest.raises(ValueError, match="JAX_PROCESS_ID: expected a whole number, got 'first'"):
+        ft.distributed.initialize()
