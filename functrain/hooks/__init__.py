@@ -5,6 +5,7 @@ Files:
   _evaluate: evaluation in the midst of training
   _early_stopping: stopping when it no longer gets better
   _csv: values as a CSV file
+  _text_file: a file of lines, which goes on where a checkpoint left it
 """
 
 from functrain.hooks._csv import CSVLogger as CSVLogger

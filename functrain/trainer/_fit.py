@@ -1,7 +1,7 @@
 """The loop most people want: epochs, evaluation, progress, history."""
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Generic, NamedTuple
 
 from functrain.checkpoint import Checkpointer
@@ -175,6 +175,7 @@ def fit(
                 resumed="" if events.resumed is None else events.resumed.said(),
                 over=events.resumed is not None and events.resumed.finished,
             ) as progress,
+            _last_logs_taken(events, recorder, due),
         ):
             for event in events:
                 if isinstance(event, LogsReady):
@@ -189,7 +190,7 @@ def fit(
                     continue
                 if signals.came:
                     if checkpointer is not None:
-                        _take_logs(events, recorder)
+                        _take_logs(events, recorder, due)
                         events.save()
                     signals.act()
     except BaseException as error:
@@ -200,17 +201,27 @@ def fit(
     return FitResult(events.state, recorder.history())
 
 
-def _take_logs(events: Run, recorder: Recorder) -> None:
+def _take_logs(events: Run, recorder: Recorder, due: HookRunner) -> None:
     if (late := events.unread_logs()) is not None:
         recorder.logs(late)
+        due.logs(late)
+
+
+@contextlib.contextmanager
+def _last_logs_taken(events: Run, recorder: Recorder, due: HookRunner) -> Iterator[None]:
+    """Hands on what the last steps before an error reported, while hooks are still open."""
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(Exception):  # of a program that failed there are none
+            _take_logs(events, recorder, due)
+        raise
 
 
 def _attach_result(error: BaseException, events: Run, recorder: Recorder, begin: Position) -> None:
     """Lets an error carry what was trained until it came."""
     if events.position == begin:
         return
-    with contextlib.suppress(Exception):  # of a program that failed there are none
-        _take_logs(events, recorder)
     found = events.last_whole()
     if found is None:
         error.add_note(
