@@ -1,6 +1,7 @@
 """Values as a CSV file."""
 
 import csv
+import dataclasses
 import os
 import pathlib
 from typing import Any
@@ -64,7 +65,7 @@ class CSVLogger:
         """Writes a row; at a step when its numbers have come."""
         self._write_late()
         if isinstance(event, ChunkEnd):
-            self._late = event
+            self._late = dataclasses.replace(event, values=dict(event.values))
         else:
             self._write({"epoch": event.epoch, "step": event.step, **event.values})
 
