@@ -12,7 +12,7 @@ from functrain.engine import _placement
 from functrain.engine._driver import Driver
 from functrain.engine._plan import FuseArg, Plan, nbytes
 from functrain.engine._position import Position, require_position
-from functrain.engine._trigger import Trigger, steps_until_due
+from functrain.engine._trigger import Trigger, longest_stretch
 from functrain.loop._events import Event, LogsReady
 from functrain.loop._loop import Loop
 from functrain.loop._require import require_epochs, require_state
@@ -169,7 +169,7 @@ def begin(
         plan = Plan(
             fuse,
             state_bytes=nbytes(carry),
-            stretches=lambda: [source.full_steps, steps_until_due(triggers, 0)],
+            stretches=lambda: [source.full_steps, longest_stretch(triggers)],
         )
         place = _placement.chunk_placement(where)
         driver = Driver(step, rewrites=rewrites, jit=jit, place=place)
