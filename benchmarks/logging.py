@@ -1,6 +1,6 @@
 """What logging costs: the MNIST MLP with and without hooks that write down what it does.
 
-python -m benchmarks.logging                # some two minutes on two CPU cores
+python -m benchmarks.logging                # some three minutes on two CPU cores
 """
 
 import argparse
@@ -23,7 +23,7 @@ import functrain as ft
 from benchmarks.jax_ways import functrain_parts
 from benchmarks.workloads import WORKLOADS
 
-EPOCHS = 20  # of a round
+EPOCHS = 4  # of a round
 ROUNDS = 15
 
 Hooks = Callable[[pathlib.Path], list[Any]]

@@ -26,9 +26,7 @@ def train(bad, folder=None, last=None, fuse=4, value=np.nan, **how):
             hooks=[hook, *([] if last is None else [last])],
             fuse=fuse,
             verbose=0,
-            checkpointer=None
-            if folder is None
-            else ft.Checkpointer(folder, every=ft.every(steps=3)),
+            checkpointer=saves,
         )
     assert len(history.steps["loss"]) == int(state)
     return int(state), hook.step, [str(warning.message) for warning in said]
