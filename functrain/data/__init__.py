@@ -3,6 +3,7 @@
 Files:
   _loader: ArrayLoader, batches of arrays in memory
   _sources: passes over any data
+  _repeated: data without end, cut into stretches
   _stream: a pass over an iterator of batches
   _resuming: where a pass is, to be saved and sought again
   _glimpse: a batch in a few words and numbers

@@ -4,7 +4,7 @@ import contextlib
 import inspect
 import warnings
 from collections.abc import Iterable, Iterator
-from typing import Any, TypeAlias
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -52,8 +52,20 @@ class ArrayPass:
         return Stack(batches, steps, examples)
 
 
-Pass: TypeAlias = ArrayPass | StreamPass
-"""`spec` and `peek` look at the next batch of a pass, `take` hands out batches."""
+class Pass(Protocol):
+    """A pass over data: `spec` and `peek` look at the next batch, `take` hands out batches."""
+
+    def usual(self) -> tuple[Spec, PyTree] | None:
+        """Returns what batches of full size are like, if that is known."""
+
+    def spec(self) -> Spec | None:
+        """Returns the kind of the next batch; None if there is none."""
+
+    def peek(self) -> PyTree:
+        """Returns the next batch, or its shapes."""
+
+    def take(self, most: int, k: int) -> Stack:
+        """Hands out the next batches, with room for k."""
 
 
 class Source:
@@ -129,6 +141,10 @@ class Source:
         begun, mark, self._begun, self._mark = self._begun, self._mark, None, None
         self._pass = begun or self._stream(epoch, batch, mark)
         return self._pass
+
+    def passes(self, epoch: int, batch: int = 0) -> Iterator[Pass]:
+        """Yields the passes that make up an epoch, from the given batch of it on: one."""
+        yield self.begin(epoch, batch)
 
     def _stream(self, epoch: int, batch: int, mark: Mark | None) -> StreamPass:
         return stream(self.data, self.name, epoch, batch, self._place, mark, self._first)

@@ -36,8 +36,9 @@ def initialize(
       RuntimeError: From JAX: something was computed before, or the others were not found.
 
     Examples:
-      >>> initialize()  # nobody else is there
-      >>> import jax
+      >>> import contextlib, jax
+      >>> with contextlib.suppress(RuntimeError):  # too late here: something was computed
+      ...     initialize()
       >>> jax.process_count()
       1
     """

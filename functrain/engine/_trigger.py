@@ -1,7 +1,7 @@
 """When something is due: at steps, every so many steps, epochs or seconds."""
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, TypeVar
 
 from functrain.common._checks import is_whole
@@ -151,6 +151,28 @@ def steps_until_due(triggers: Iterable[Trigger], step: int) -> int | None:
     """Returns how many steps may be taken before the first of the triggers is due."""
     due = [s for trigger in triggers if (s := _next_step(trigger, step)) is not None]
     return min(due) - step if due else None
+
+
+def longest_stretch(triggers: Sequence[Trigger]) -> int | None:
+    """Returns the most steps that are taken without a pause, looking at the first pauses.
+
+    Examples:
+      >>> longest_stretch([every(steps=100), at(10)])
+      100
+      >>> print(longest_stretch([at(1, 10)]))
+      None
+    """
+    step = longest = 0
+    for _ in range(_PAUSES):
+        stretch = steps_until_due(triggers, step)
+        if stretch is None:
+            return None
+        step, longest = step + stretch, max(longest, stretch)
+    return longest
+
+
+# Of one that is due every 100 steps and others that are due at first, as many are passed by.
+_PAUSES = 32
 
 
 def _next_step(trigger: Trigger, step: int) -> int | None:

@@ -1,21 +1,23 @@
 """Values as a CSV file."""
 
 import csv
+import dataclasses
 import os
 import pathlib
-import warnings
-from typing import IO, Any
+from typing import Any
 
 from functrain.common import _repr
 from functrain.engine._trigger import Trigger, every
-from functrain.loop._events import ChunkEnd, Event
+from functrain.hooks._text_file import TextFile
+from functrain.loop._events import ChunkEnd, Event, LogsReady
 
 
 class CSVLogger:
     """A hook that writes a row each time it is due: epoch, step, and the values of that moment.
 
     At the end of an epoch those are its means, metrics and evaluations; at a step, what the step
-    reported, and what hooks before this one have added. The columns are those of the first row.
+    reported, and what hooks before this one have added; that row is written one program late, when
+    its numbers are there, so that nobody waits. The columns are those of the first row.
 
     Args:
       path: The file. Missing folders are made.
@@ -41,21 +43,45 @@ class CSVLogger:
     def __init__(
         self, path: str | os.PathLike[str], *, append: bool = False, when: Trigger | None = None
     ) -> None:
-        self.path = pathlib.Path(path)
         self.append = append
         self.when = every(epochs=1) if when is None else when
-        self._file: IO[str] | None = None
+        self._file = TextFile(path, append)
         self._writer: Any = None
-        self._goes_on = False  # where a run that is resumed left it
+        self._late: ChunkEnd | None = None  # whose numbers are still under way
+
+    @property
+    def path(self) -> pathlib.Path:
+        """The file."""
+        return self._file.path
 
     def __repr__(self) -> str:
         return _repr.call(self, path=str(self.path), append=self.append, when=self.when)
 
+    def begin(self) -> None:
+        """Opens the file."""
+        self._file.begin()
+
     def __call__(self, event: Event, /) -> None:
-        """Writes a row."""
-        known = event.latest() if isinstance(event, ChunkEnd) else {}
-        row = {"epoch": event.epoch, "step": event.step, **known, **event.values}
-        file = self._file or self._open(list(row))
+        """Writes a row; at a step when its numbers have come."""
+        self._write_late()
+        if isinstance(event, ChunkEnd):
+            self._late = dataclasses.replace(event, values=dict(event.values))
+        else:
+            self._write({"epoch": event.epoch, "step": event.step, **event.values})
+
+    def logs(self, event: LogsReady, /) -> None:
+        """Writes the row that waits: its numbers are on the host by now."""
+        self._write_late()
+
+    def _write_late(self) -> None:
+        event, self._late = self._late, None
+        if event is not None:
+            head = {"epoch": event.epoch, "step": event.step}
+            self._write({**head, **event.latest(), **event.values})
+
+    def _write(self, row: dict[str, Any]) -> None:
+        if self._writer is None:
+            self._begin_with(list(row))
         new = [name for name in row if name not in self._writer.fieldnames]
         if new:
             raise ValueError(
@@ -64,50 +90,34 @@ class CSVLogger:
                 "CSVLogger(path, when=...)."
             )
         self._writer.writerow(row)
-        file.flush()
 
-    def _open(self, columns: list[str]) -> IO[str]:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        known = _columns(self.path) if self.append or self._goes_on else None
+    def _begin_with(self, columns: list[str]) -> None:
+        known = _columns(self.path) if self._file.size() else None
         if known and set(known) != set(columns):
             raise ValueError(
                 f"{self.path}: expected the columns {columns} of this run, got a file that has "
                 f"{known}. Take another file, or append=False to replace it."
             )
-        self._file = self.path.open("a" if known else "w", newline="")
         self._writer = csv.DictWriter(self._file, known or columns, lineterminator="\n")
         if not known:
             self._writer.writeheader()
-        return self._file
 
     def state(self) -> dict[str, Any]:
         """Returns how long the file is, to be saved."""
-        there = self.path.exists() and (self._file is not None or self._goes_on)
-        return {"bytes": self.path.stat().st_size if there else 0}
+        return self._file.state()
 
     def restore(self, state: dict[str, Any]) -> None:
         """Cuts off the rows that came after the checkpoint: they come again."""
-        size, there = state["bytes"], self.path.stat().st_size if self.path.exists() else 0
-        if there < size:
-            warnings.warn(
-                f"{self.path}: expected the {size} bytes it had at the checkpoint, got {there}. "
-                "Rows are missing.",
-                stacklevel=2,
-            )
-        elif size:
-            os.truncate(self.path, size)
-        self._goes_on = size > 0
+        self._file.restore(state)
 
     def close(self) -> None:
         """Closes the file."""
-        if self._file is not None:
-            self._file.close()
-            self._file = self._writer = None
+        self._write_late()
+        self._file.close()
+        self._writer = None
 
 
 def _columns(path: pathlib.Path) -> list[str] | None:
     """Returns the first row of a file, None if there is none."""
-    if not path.exists():
-        return None
     with path.open(newline="") as file:
         return next(csv.reader(file), None)

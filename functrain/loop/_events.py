@@ -41,6 +41,8 @@ class Event(_Placed):
         shapes and dtypes, and the run goes on with a copy of that.
       values: What is known of this moment by name, such as ``{"val_loss": 0.3}``. `fit` puts an
         epoch's means and metrics in before its hooks run; what hooks add goes into the history.
+      samples: Pictures, `u8[H, W, C]`, and texts of this moment by name, for the loggers among the
+        hooks to come; `functrain.hooks.Sample` puts them there.
 
     Examples:
       >>> event = Event(position=Position(step=3), state=())
@@ -50,6 +52,7 @@ class Event(_Placed):
 
     state: PyTree = dataclasses.field(repr=False)
     values: dict[str, float] = dataclasses.field(default_factory=dict)
+    samples: dict[str, np.ndarray | str] = dataclasses.field(default_factory=dict, repr=False)
     stopped: bool = False
     _metrics: Callable[[], dict[str, Any]] = dataclasses.field(default=dict, repr=False)
 

@@ -182,8 +182,11 @@ class Loop:
         def until(batch: int) -> int | None:
             return steps_until_due(self._boundaries, before + batch)
 
-        batches, where = self._source.begin(at.epoch, at.batch), f"epoch {at.epoch}"
-        yield from chunked(batches, self._plan, until, where=where, start=at.batch)
+        start, where = at.batch, f"epoch {at.epoch}"
+        for batches in self._source.passes(at.epoch, at.batch):
+            for chunk in chunked(batches, self._plan, until, where=where, start=start):
+                start += chunk.steps
+                yield chunk
 
     def _prepare_next_epoch(self) -> None:
         """Makes the next epoch's first chunk while the device is busy with the last of this."""

@@ -7,12 +7,13 @@ from typing import Any
 from functrain.checkpoint._checkpointer import Checkpointer
 from functrain.common import _tree
 from functrain.common._types import PyTree, Step
+from functrain.data._repeated import Repeated
 from functrain.data._sources import Source
 from functrain.engine import _placement
 from functrain.engine._driver import Driver
 from functrain.engine._plan import FuseArg, Plan, nbytes
 from functrain.engine._position import Position, require_position
-from functrain.engine._trigger import Trigger, steps_until_due
+from functrain.engine._trigger import Trigger, longest_stretch
 from functrain.loop._events import Event, LogsReady
 from functrain.loop._loop import Loop
 from functrain.loop._require import require_epochs, require_state
@@ -139,7 +140,8 @@ def begin(
     check_step(step)
     require_state(state)
     require_epochs(epochs)
-    source, at = Source(data), require_position(start)
+    source = data if isinstance(data, Source) else Source(data)
+    at = require_position(start)
     if source.steps and at.batch >= source.steps:
         at = Position(at.step, at.epoch + 1)
     where = _placement.batch_sharding(sharding)
@@ -159,9 +161,12 @@ def begin(
             at_what = f"start={tuple(at)}"
             if checkpointer is not None and resumed is not None:
                 at_what = f"step {at.step}, where {checkpointer.directory} goes on"
+            unit, over, asked = "epochs", at.epoch, epochs
+            if isinstance(source, Repeated):
+                unit, over, asked = "steps", at.step, epochs * source.steps
             raise ValueError(
-                f"epochs: expected more than the {at.epoch} that are over at {at_what}, "
-                f"got {epochs}. It is the number of epochs of the whole training, counted from "
+                f"{unit}: expected more than the {over} that are over at {at_what}, "
+                f"got {asked}. It is the number of {unit} of the whole training, counted from "
                 "its beginning."
             )
         source.require_passes(epochs - at.epoch)
@@ -169,7 +174,7 @@ def begin(
         plan = Plan(
             fuse,
             state_bytes=nbytes(carry),
-            stretches=lambda: [source.full_steps, steps_until_due(triggers, 0)],
+            stretches=lambda: [source.full_steps, longest_stretch(triggers)],
         )
         place = _placement.chunk_placement(where)
         driver = Driver(step, rewrites=rewrites, jit=jit, place=place)

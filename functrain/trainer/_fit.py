@@ -1,12 +1,14 @@
 """The loop most people want: epochs, evaluation, progress, history."""
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Generic, NamedTuple
 
 from functrain.checkpoint import Checkpointer
 from functrain.common._arguments import advised
+from functrain.common._checks import is_whole
 from functrain.common._types import StateT, Step
+from functrain.data._repeated import Repeated
 from functrain.data._sources import Source
 from functrain.engine import _placement
 from functrain.engine._plan import FuseArg
@@ -50,6 +52,7 @@ class FitResult(NamedTuple, Generic[StateT]):
     validation_data="Pass eval_data=functrain.ArrayLoader((x, y), batch_size) and "
     "eval_step=functrain.eval_step(loss_fn).",
     callbacks="Pass hooks=[...], functions of an event; Keras's callbacks go into bridge.fit.",
+    steps_per_epoch="Pass steps=, the number of all steps, and eval_every=.",
     first_epoch="Pass start=functrain.Position(step, epoch), and as epochs the number of the whole "
     "training.",
     initial_epoch="Pass start=functrain.Position(step, epoch).",
@@ -60,7 +63,9 @@ def fit(
     step: Step[Any],
     data: Any,
     *,
-    epochs: int = 1,
+    epochs: int | None = None,
+    steps: int | None = None,
+    eval_every: int | None = None,
     start: Position | None = None,
     eval_data: Any = None,
     eval_step: MeteredStep | None = None,
@@ -73,14 +78,21 @@ def fit(
     donate: bool = False,
     verbose: Verbose = "auto",
 ) -> FitResult[StateT]:
-    """Trains a state for some epochs.
+    """Trains a state for some epochs, or some steps.
 
     Args:
       state: Any pytree of arrays, usually a `TrainState`. Copied once: the caller's stays alive.
       step: ``(state, batch) -> (state, logs)``, not jitted, usually from `train_step`.
       data: An `ArrayLoader` or an iterable of batches, as for `run`.
-      epochs: How many there are in the whole training: the number of the epoch to stop before.
-      start: Where to begin, to go on where another fit ended; see `run`.
+      epochs: How many there are in the whole training: the number of the epoch to stop before. 1
+        where neither `epochs` nor `steps` is given.
+      steps: Instead of `epochs`, how many steps there are in the whole training. The data may have
+        no end; others are passed over as often as it takes.
+      eval_every: With `steps`, how many of them make up what is an epoch everywhere else: for
+        evaluation, means, metrics, lines, the history, hooks and checkpoints. It divides `steps`;
+        all of them by default.
+      start: Where to begin, to go on where another fit ended; see `run`. With `steps`, the step of
+        it says all.
       eval_data: Evaluated at the end of each epoch; its values appear under ``val_``.
       eval_step: From `functrain.eval_step`; needed with `eval_data`.
       checkpointer: A `Checkpointer`. The fit goes on from its last checkpoint, if there is one, in
@@ -102,7 +114,8 @@ def fit(
       FitResult(state, history).
 
     Raises:
-      ValueError: As `run`; or one of `eval_data` and `eval_step` comes without the other.
+      ValueError: As `run`; or one of `eval_data` and `eval_step` comes without the other; `epochs`
+        and `steps` are both given, or `eval_every` does not divide `steps`.
       TypeError: As `run`; or `eval_step` carries no metrics, or trains.
 
     Whatever is raised once something has been trained, Ctrl-C included, carries the last whole
@@ -130,8 +143,7 @@ def fit(
       200 3.0 200
     """
     due = HookRunner(hooks)
-    begin = require_position(start)
-    require_epochs(epochs)
+    source, epochs, begin = _counted(data, epochs, steps, eval_every, require_position(start))
     if (eval_data is None) != (eval_step is None):
         raise ValueError(
             "eval_data and eval_step: expected both or neither. The step comes from "
@@ -147,7 +159,7 @@ def fit(
     events = begin_run(
         state,
         step,
-        data,
+        source,
         epochs=epochs,
         start=begin,
         fuse=fuse,
@@ -169,12 +181,13 @@ def fit(
             due,
             ProgressReport(
                 epochs,
-                Source(data).steps,
+                source.steps,
                 verbose,
                 first,
                 resumed="" if events.resumed is None else events.resumed.said(),
                 over=events.resumed is not None and events.resumed.finished,
             ) as progress,
+            _last_logs_taken(events, recorder, due),
         ):
             for event in events:
                 if isinstance(event, LogsReady):
@@ -189,7 +202,7 @@ def fit(
                     continue
                 if signals.came:
                     if checkpointer is not None:
-                        _take_logs(events, recorder)
+                        _take_logs(events, recorder, due)
                         events.save()
                     signals.act()
     except BaseException as error:
@@ -200,17 +213,54 @@ def fit(
     return FitResult(events.state, recorder.history())
 
 
-def _take_logs(events: Run, recorder: Recorder) -> None:
+def _counted(
+    data: Any, epochs: int | None, steps: int | None, eval_every: int | None, start: Position
+) -> tuple[Source, int, Position]:
+    """Returns data, the number of epochs and where they begin, for a fit by steps as well."""
+    if steps is None:
+        if eval_every is not None:
+            raise ValueError(
+                f"eval_every: expected it together with steps, got {eval_every!r} alone. A fit by "
+                "epochs evaluates at the end of each; for other steps, functrain.hooks.Evaluate."
+            )
+        epochs = 1 if epochs is None else epochs
+        require_epochs(epochs)
+        return Source(data), epochs, start
+    if epochs is not None:
+        raise ValueError(
+            f"epochs and steps: expected one of them, got {epochs!r} and {steps!r}. Both are "
+            "numbers of the whole training; to evaluate now and then, fit(steps=, eval_every=)."
+        )
+    stretch = steps if eval_every is None else eval_every
+    if not is_whole(steps, 1) or not is_whole(stretch, 1) or steps % stretch:
+        raise ValueError(
+            "steps and eval_every: expected a whole number from 1 on, and one that divides it, got "
+            f"{steps!r} and {eval_every!r}"
+        )
+    return Repeated(data, stretch), steps // stretch, Position.of(start.step, stretch)
+
+
+def _take_logs(events: Run, recorder: Recorder, due: HookRunner) -> None:
     if (late := events.unread_logs()) is not None:
         recorder.logs(late)
+        due.logs(late)
+
+
+@contextlib.contextmanager
+def _last_logs_taken(events: Run, recorder: Recorder, due: HookRunner) -> Iterator[None]:
+    """Hands on what the last steps before an error reported, while hooks are still open."""
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(Exception):  # of a program that failed there are none
+            _take_logs(events, recorder, due)
+        raise
 
 
 def _attach_result(error: BaseException, events: Run, recorder: Recorder, begin: Position) -> None:
     """Lets an error carry what was trained until it came."""
     if events.position == begin:
         return
-    with contextlib.suppress(Exception):  # of a program that failed there are none
-        _take_logs(events, recorder)
     found = events.last_whole()
     if found is None:
         error.add_note(

@@ -3,14 +3,12 @@
 import time
 from typing import Any
 
-import jax
 import numpy as np
 
 from functrain.common import _tree
+from functrain.common._checks import is_number
 from functrain.loop._events import EpochEnd, Event, LogsReady
 from functrain.trainer._history import History
-
-_NUMBERS = bool | int | float | np.number | np.bool_ | np.ndarray | jax.Array
 
 # What is what it is at the end: the mean over a schedule, or of a count, says nothing.
 _AT_THE_END = ("learning_rate", "loss_scale", "skipped", "skipped_in_a_row")
@@ -54,7 +52,7 @@ class Recorder:
     def after(self, event: Event) -> None:
         """Keeps the event's values, with what hooks have added."""
         for name, value in event.values.items():
-            if np.ndim(value) or not isinstance(value, _NUMBERS):
+            if not is_number(value):
                 raise TypeError(
                     f"event.values[{name!r}]: expected a number, got {_tree.spec(value)}. Arrays "
                     "and texts have no place in the history: keep them in the hook."

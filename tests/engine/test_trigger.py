@@ -33,3 +33,18 @@ def test_triggers_are_shown_as_they_are_written() -> None:
     assert repr(ft.every(steps=3)) == "every(steps=3)"
     assert repr(ft.every(seconds=0.5)) == "every(seconds=0.5)"
     assert repr(ft.at(30, 1)) == "at(1, 30)"
+
+
+@pytest.mark.parametrize(
+    ("due", "longest"),
+    [
+        ([ft.at(1)], 25),
+        ([ft.at(1, 5), ft.every(steps=9)], 9),
+        ([ft.every(steps=4), ft.every(steps=9)], 4),
+        ([ft.every(epochs=1)], 25),
+    ],
+)
+def test_programs_are_as_long_as_the_longest_stretch_without_a_pause(due, longest) -> None:
+    loader = ft.ArrayLoader(np.ones((50, 1), np.float32), 2)
+    events = ft.run(jnp.zeros(()), lambda s, b: (s, {"s": s}), loader, boundaries=due)
+    assert {len(e.rows["s"]) for e in events if isinstance(e, ft.ChunkEnd)} == {longest}

@@ -378,3 +378,36 @@ def test_numpy_integers_are_numbers_of_steps() -> None:
     assert ft.at(*np.arange(1, 3)).next_step(1) == 2
     with pytest.raises(ValueError, match="whole number of steps, got True"):
         ft.every(steps=True)
+
+
+def test_a_csv_of_steps_does_not_wait_for_the_device_and_has_its_row_when_the_logs_come(
+    tmp_path,
+) -> None:
+    log = ft.hooks.CSVLogger(tmp_path / "log.csv", when=ft.every(steps=2))
+    rows = {"loss": jnp.array([0.5, 0.25])}
+    at_two = ft.Position(step=2)
+    log(ft.ChunkEnd(position=at_two, state=(), values={"v": 1.0}, steps=2, examples=1, rows=rows))
+    assert not (tmp_path / "log.csv").exists()
+    log.logs(ft.LogsReady(position=at_two, steps=2, examples=1, logs={}))
+    assert (tmp_path / "log.csv").read_text().splitlines()[1:] == ["0,2,0.25,1.0"]
+    log.close()
+
+
+def test_what_steps_before_an_error_reported_reaches_hooks_before_they_are_closed() -> None:
+    told = []
+
+    class Late:
+        def __call__(self, event):
+            if event.step == 64:
+                raise RuntimeError("on purpose")
+
+        def logs(self, event):
+            told.append(event.step)
+
+        def close(self):
+            told.append("close")
+
+    with pytest.raises(RuntimeError, match="on purpose") as caught:
+        fit(Late())
+    assert told == [32, 64, "close"]
+    assert len(caught.value.fit_result.history.steps["loss"]) == 64

@@ -1,0 +1,96 @@
+"""What logging costs: the MNIST MLP with and without hooks that write down what it does.
+
+python -m benchmarks.logging                # some three minutes on two CPU cores
+"""
+
+import argparse
+import importlib.util
+import os
+import pathlib
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+os.environ.setdefault("KERAS_BACKEND", "jax")  # the workloads import keras
+
+import functrain as ft
+from benchmarks.jax_ways import functrain_parts
+from benchmarks.workloads import WORKLOADS
+
+EPOCHS = 4  # of a round
+ROUNDS = 15
+
+Hooks = Callable[[pathlib.Path], list[Any]]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--epochs", type=int, default=EPOCHS, help="of a round")
+    args = parser.parse_args(arguments)
+    with tempfile.TemporaryDirectory() as folder:
+        Console().print(measured(pathlib.Path(folder), args.rounds, args.epochs))
+    return 0
+
+
+def ways() -> dict[str, Hooks]:
+    """What is measured, by name: the hooks of a run, given a folder for it."""
+    of_hooks: dict[str, Hooks] = {
+        "TensorBoard": lambda to: [ft.hooks.TensorBoard(to)],
+        "JSONLines": lambda to: [ft.hooks.JSONLines(to / "log.jsonl")],
+        "CSVLogger": lambda to: [ft.hooks.CSVLogger(to / "log.csv")],
+        "TerminateOnNaN, Memory": lambda to: [ft.hooks.TerminateOnNaN(), ft.hooks.Memory()],
+    }
+
+    def together(to: pathlib.Path) -> list[Any]:
+        return [hook for make in of_hooks.values() for hook in make(to)]
+
+    more: dict[str, Hooks] = {
+        "TensorBoard(steps=1)": lambda to: [ft.hooks.TensorBoard(to, steps=1)],
+        "JSONLines(steps=1)": lambda to: [ft.hooks.JSONLines(to / "log.jsonl", steps=1)],
+    }
+    if importlib.util.find_spec("wandb"):
+        more["WandB, offline"] = lambda to: [ft.hooks.WandB(mode="offline", dir=str(to))]
+    return {"none": lambda to: [], **of_hooks, "all of these": together, **more}
+
+
+def measured(folder: pathlib.Path, rounds: int, epochs: int) -> Table:
+    """Times fits with each way's hooks, in turns, files opened and closed included."""
+    workload = WORKLOADS["mnist-mlp"]
+    state, step = functrain_parts(workload)
+    loader = ft.ArrayLoader(workload.data(), workload.batch)
+
+    def seconds(make: Hooks, to: pathlib.Path) -> float:
+        hooks = make(to)
+        began = time.perf_counter()
+        ft.fit(state, step, loader, epochs=epochs, hooks=hooks, verbose=0)
+        return time.perf_counter() - began
+
+    found: dict[str, list[float]] = {name: [] for name in ways()}
+    for i in range(rounds + 1):  # the first one compiles
+        for name, make in ways().items():
+            taken = seconds(make, folder / f"{name}{i}")
+            found[name] += [taken] * (i > 0)
+    steps = epochs * workload.steps
+    table = Table("hooks", "µs / step", "relative", "of rounds")
+    for name, taken in found.items():
+        ratios = [a / b for a, b in zip(taken, found["none"], strict=True)]
+        low, _, high = statistics.quantiles(ratios, n=4)
+        table.add_row(
+            name,
+            f"{1e6 * statistics.median(taken) / steps:.1f}",
+            f"{statistics.median(ratios):.3f}",
+            f"{low:.3f} to {high:.3f}",
+        )
+    return table
+
+
+if __name__ == "__main__":
+    sys.exit(main())

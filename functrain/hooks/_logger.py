@@ -1,0 +1,105 @@
+"""What loggers have in common: lines in order, without waiting for the device."""
+
+import abc
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from functrain.common import _repr
+from functrain.common._checks import is_number, is_whole
+from functrain.loop._events import ChunkEnd, EpochEnd, Event, LogsReady
+
+
+class Line(NamedTuple):
+    """What there is to write of one moment.
+
+    Attributes:
+      step: Steps taken since the training began.
+      epoch: Number of the epoch.
+      values: Numbers by name; those of an epoch as a whole under ``epoch/``.
+      samples: Pictures `u8[H, W, C]` and texts by name.
+    """
+
+    step: int
+    epoch: int
+    values: dict[str, float]
+    samples: dict[str, np.ndarray | str]
+
+
+class Logger(abc.ABC):
+    """A hook that writes down what steps report, one program late, and what hooks have added.
+
+    Args:
+      steps: Write what every so many steps report; of other steps only what hooks have added.
+    """
+
+    def __init__(self, steps: int) -> None:
+        if not is_whole(steps, 1):
+            raise ValueError(f"steps: expected a whole number from 1 on, got {steps!r}")
+        self.steps = steps
+        self._waiting: list[Line] = []  # for what their step reported
+
+    def __repr__(self) -> str:
+        return _repr.call(self, **self._shown(), steps=self.steps)
+
+    def __call__(self, event: Event, /) -> None:
+        """Takes in what hooks have added, and what an epoch came to."""
+        prefix = "epoch/" if isinstance(event, EpochEnd) else ""
+        # What is no number is refused in words after all hooks have been called.
+        values = {f"{prefix}{n}": float(x) for n, x in event.values.items() if is_number(x)}
+        if values or event.samples:
+            self._waiting.append(Line(event.step, event.epoch, values, dict(event.samples)))
+        if not isinstance(event, ChunkEnd):
+            self._write_waiting()
+
+    def logs(self, event: LogsReady, /) -> None:
+        """Takes in what the steps of a chunk reported."""
+        skipped = -(event.step - event.steps + 1) % self.steps
+        columns = [values[skipped :: self.steps].tolist() for values in event.logs.values()]
+        steps = range(event.step - event.steps + 1 + skipped, event.step + 1, self.steps)
+        lines = [
+            Line(step, event.epoch, dict(zip(event.logs, row, strict=True)), {})
+            for step, row in zip(steps, zip(*columns, strict=True), strict=False)
+        ]
+        for line in self._waiting:
+            if lines and lines[-1].step == line.step:
+                line = line._replace(values={**lines.pop().values, **line.values})
+            lines.append(line)
+        self._waiting = []
+        if lines:
+            self.write(lines)
+
+    def _write_waiting(self) -> None:
+        lines, self._waiting = self._waiting, []
+        if lines:
+            self.write(lines)
+
+    def close(self) -> None:
+        """Writes what is left, and ends."""
+        self._write_waiting()
+        self.end()
+
+    def restore(self, state: dict[str, Any], /) -> None:
+        """Goes on where `state` was returned."""
+        del state
+
+    @abc.abstractmethod
+    def state(self) -> dict[str, Any]:
+        """Makes sure that what was written is kept; returns what to save."""
+
+    @abc.abstractmethod
+    def begin(self) -> None:
+        """Begins, or fails before a step is taken."""
+
+    @abc.abstractmethod
+    def write(self, lines: Sequence[Line]) -> None:
+        """Writes lines, in the order of their steps."""
+
+    @abc.abstractmethod
+    def end(self) -> None:
+        """Ends: nothing else is to come."""
+
+    @abc.abstractmethod
+    def _shown(self) -> dict[str, Any]:
+        """Returns the arguments to show."""

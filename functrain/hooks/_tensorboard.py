@@ -1,0 +1,130 @@
+"""Values, pictures and texts for TensorBoard."""
+
+import os
+import pathlib
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from functrain.hooks._logger import Line, Logger
+
+
+class TensorBoard(Logger):
+    """A hook that writes event files for TensorBoard, with tensorboardX.
+
+    What a step reports is there under its name, such as ``loss``, what hooks before this one have
+    added at a step as well, such as ``val_loss``, and what an epoch came to under ``epoch/``:
+    ``epoch/loss``, ``epoch/val_loss``; pictures and texts of a `Sample`, too. The axis counts the
+    steps of the training. The numbers of a step are those of that very step. They come one program
+    late, so that nobody waits.
+
+    A run that a `functrain.Checkpointer` resumes goes on without a gap. Each run writes a file of
+    its own. It tells TensorBoard to leave out what earlier files of the directory say of its first
+    step and of those after it: what a run that was killed had written after its checkpoint, and a
+    run that was begun anew. To see runs side by side, give each a directory.
+
+    Args:
+      directory: Where to write. It is made if it is missing.
+      steps: Write what every so many steps report; 1 for every step, at some 10 µs each.
+
+    Raises:
+      ValueError: `steps` is no whole number from 1 on.
+      ImportError: tensorboardX is not installed.
+
+    Examples:
+      >>> import pathlib, tempfile
+      >>> from functrain import EpochEnd, Position
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     log = TensorBoard(folder)
+      ...     log(EpochEnd(position=Position(step=10), state=(), values={"loss": 0.5}))
+      ...     log.close()
+      ...     print(next(pathlib.Path(folder).iterdir()).name.startswith("events.out.tfevents."))
+      True
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], *, steps: int = 10) -> None:
+        super().__init__(steps)
+        self.directory = pathlib.Path(directory)
+        self._x = _import_tensorboard_x()
+        self._writer: Any = None
+
+    def begin(self) -> None:
+        """Makes the directory."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+
+    def write(self, lines: Sequence[Line]) -> None:
+        """Writes an event a line."""
+        if self._writer is None:
+            self._writer = self._open(lines[0].step)
+        for line in lines:
+            self._event(line.step, summary=self._summary(line))
+
+    def _open(self, first_step: int) -> Any:
+        self.begin()
+        # The time in a file's name is in seconds; files are read in the order of their names.
+        self._writer = self._x.EventsWriter(str(self.directory / "events"), f".{time.time_ns()}")
+        # Readers leave out what they have read of this step and of later ones.
+        self._event(first_step, session_log=self._x.SessionLog(status=self._x.SessionLog.START))
+        return self._writer
+
+    def _event(self, step: int, **content: Any) -> None:
+        self._writer.write_event(self._x.Event(wall_time=time.time(), step=step, **content))
+
+    def _summary(self, line: Line) -> Any:
+        value = self._x.Summary.Value
+        summary = self._x.Summary(
+            value=[value(tag=name, simple_value=x) for name, x in line.values.items()]
+        )
+        for name, sample in line.samples.items():
+            is_picture = isinstance(sample, np.ndarray)
+            summary.MergeFrom(
+                self._x.image(name, sample, dataformats="HWC")
+                if is_picture
+                else self._x.text(name, sample)
+            )
+        return summary
+
+    def state(self) -> dict[str, Any]:
+        """Writes to the disk what was logged; there is nothing to save."""
+        if self._writer is not None:
+            self._writer.flush()
+        return {}
+
+    def end(self) -> None:
+        """Closes the file."""
+        if self._writer is not None:
+            self._writer.close()
+        self._writer = None
+
+    def _shown(self) -> dict[str, Any]:
+        return {"directory": str(self.directory)}
+
+
+class _Library(NamedTuple):
+    """What is needed of tensorboardX.
+
+    Its SummaryWriter hands events to a thread through a pipe, and cannot say when they are on the
+    disk; the EventsWriter beneath it writes them.
+    """
+
+    EventsWriter: Any
+    Event: Any
+    SessionLog: Any
+    Summary: Any
+    image: Any
+    text: Any
+
+
+def _import_tensorboard_x() -> _Library:
+    """Returns the library, or says how to install it."""
+    try:
+        from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX.proto.event_pb2 import Event, SessionLog
+        from tensorboardX.summary import Summary, image, text
+    except ImportError as error:
+        raise ImportError(
+            "TensorBoard's files need the library: pip install 'functrain[tensorboard]'"
+        ) from error
+    return _Library(EventsWriter, Event, SessionLog, Summary, image, text)

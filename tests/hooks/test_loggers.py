@@ -1,0 +1,262 @@
+"""Loggers: what they wrote, read by whoever reads such files."""
+
+import io
+import json
+import signal
+import sys
+from typing import Any
+
+import numpy as np
+import pandas
+import PIL.Image
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+import functrain as ft
+
+from .fits import EVAL, LOADER, fit, lives
+
+
+def evaluation() -> Any:
+    return ft.hooks.Evaluate(EVAL, LOADER, when=ft.every(steps=7))
+
+
+def events(directory: Any) -> EventAccumulator:
+    found = EventAccumulator(
+        str(directory), size_guidance={"scalars": 0, "images": 0, "tensors": 0}
+    )
+    return found.Reload()
+
+
+def scalars(directory: Any) -> dict[str, list[tuple[int, float]]]:
+    found = events(directory)
+    return {
+        tag: [(event.step, event.value) for event in found.Scalars(tag)]
+        for tag in found.Tags()["scalars"]
+    }
+
+
+def lines(path: Any) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_event_files_hold_what_the_history_holds_at_the_same_steps(tmp_path) -> None:
+    log = ft.hooks.TensorBoard(tmp_path / "run", steps=1)
+    _, history = fit(evaluation(), log, eval_data=LOADER, eval_step=EVAL)
+    found = scalars(tmp_path / "run")
+    numbers = range(1, 61)
+    assert found["loss"] == list(zip(numbers, history.steps["loss"].tolist(), strict=True))
+    rates = history.steps["learning_rate"].tolist()
+    assert found["learning_rate"] == list(zip(numbers, rates, strict=True))
+    steps, values = history.points["val_loss"]
+    assert found["val_loss"] == list(zip(steps, values.astype(np.float32), strict=True))
+    for name in ("loss", "val_loss", "learning_rate"):
+        epochs = history.epochs[name].astype(np.float32)
+        assert found[f"epoch/{name}"] == list(zip([20, 40, 60], epochs, strict=True))
+    assert set(found) == {
+        *("loss", "learning_rate", "val_loss"),
+        *("epoch/loss", "epoch/learning_rate", "epoch/val_loss"),
+    }
+
+
+def test_json_lines_hold_what_the_history_holds_in_the_order_of_the_steps(tmp_path) -> None:
+    log = ft.hooks.JSONLines(tmp_path / "made" / "log.jsonl", steps=1)
+    _, history = fit(evaluation(), log)
+    table = pandas.read_json(tmp_path / "made" / "log.jsonl", lines=True, precise_float=True)
+    steps = table[table["loss"].notna()]
+    assert steps["step"].tolist() == list(range(1, 61))
+    assert steps["epoch"].tolist() == [0] * 20 + [1] * 20 + [2] * 20
+    np.testing.assert_array_equal(steps["loss"].astype(np.float32), history.steps["loss"])
+    evaluated = table[table["val_loss"].notna()]
+    assert evaluated["step"].tolist() == history.points["val_loss"][0].tolist()
+    assert evaluated["val_loss"].tolist() == history.points["val_loss"][1].tolist()
+    epochs = table[table["epoch/loss"].notna()]
+    assert epochs["epoch/loss"].tolist() == history.epochs["loss"].tolist()
+    assert table["step"].is_monotonic_increasing
+    assert len(table) == 60 + 3
+
+
+@pytest.mark.parametrize("fuse", [1, 4, 9])
+def test_every_so_many_steps_are_those_steps_however_they_are_fused(fuse, tmp_path) -> None:
+    _, history = fit(ft.hooks.JSONLines(tmp_path / "log.jsonl", steps=7), fuse=fuse)
+    found = {line["step"]: line["loss"] for line in lines(tmp_path / "log.jsonl") if "loss" in line}
+    assert list(found) == list(range(7, 61, 7))
+    assert list(found.values()) == history.steps["loss"][6::7].tolist()
+
+
+def test_a_number_of_steps_that_makes_no_sense_is_refused(tmp_path) -> None:
+    with pytest.raises(ValueError, match="steps: expected a whole number from 1 on, got 0"):
+        ft.hooks.TensorBoard(tmp_path, steps=0)
+
+
+def test_numbers_that_are_not_finite_are_null_in_json_and_themselves_in_event_files(
+    tmp_path,
+) -> None:
+    def late(event):
+        if isinstance(event, ft.EpochEnd):
+            event.values |= {"up": float("inf"), "bad": float("nan"), "fine": np.float32(1)}
+
+    fit(late, ft.hooks.JSONLines(tmp_path / "x.jsonl"), ft.hooks.TensorBoard(tmp_path), epochs=1)
+    last = lines(tmp_path / "x.jsonl")[-1]
+    assert [last[f"epoch/{name}"] for name in ("up", "bad", "fine")] == [None, None, 1.0]
+    found = {tag: values[0][1] for tag, values in scalars(tmp_path).items()}
+    assert found["epoch/up"] == np.inf
+    assert np.isnan(found["epoch/bad"])
+
+
+def weights(state: Any) -> np.ndarray:
+    return np.abs(state.params["w"])[None] / 3
+
+
+class Logs:
+    """Loggers of all kinds in a folder."""
+
+    def __init__(self, folder: Any) -> None:
+        self.folder = folder
+
+    def hooks(self) -> list[Any]:
+        return [
+            evaluation(),
+            ft.hooks.Sample(
+                lambda state: np.abs(state.params["w"])[None] / 3, when=ft.every(steps=9)
+            ),
+            ft.hooks.TensorBoard(self.folder / "events", steps=1),
+            ft.hooks.JSONLines(self.folder / "all.jsonl", steps=1),
+            ft.hooks.JSONLines(self.folder / "some.jsonl", steps=4),
+            ft.hooks.CSVLogger(self.folder / "epochs.csv"),
+        ]
+
+    def read(self) -> dict[str, Any]:
+        texts = [*self.folder.glob("*.jsonl"), *self.folder.glob("*.csv")]
+        found = events(self.folder / "events")
+        pictures = [(image.step, image.encoded_image_string) for image in found.Images("sample")]
+        return {
+            **{path.name: path.read_text() for path in texts},
+            **scalars(self.folder / "events"),
+            "pictures": pictures,
+        }
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory) -> dict[str, Any]:
+    logs = Logs(tmp_path_factory.mktemp("straight"))
+    fit(*logs.hooks())
+    return logs.read()
+
+
+@pytest.mark.parametrize("cuts", [[3], [37], [20, 33, 34, 59], [60]], ids=str)
+def test_files_of_a_run_that_was_killed_are_those_of_one_that_never_was(
+    cuts, straight, tmp_path
+) -> None:
+    logs = Logs(tmp_path)
+    lives(lambda: logs.hooks(), tmp_path / "checkpoints", cuts)
+    found = logs.read()
+    assert found.keys() == straight.keys()
+    for name in straight:
+        assert found[name] == straight[name], name
+
+
+def test_a_run_that_is_stopped_by_ctrl_c_goes_on_without_a_gap(straight, tmp_path, ctrl_c) -> None:
+    @ft.at(37)
+    def interrupt(event):
+        signal.raise_signal(signal.SIGINT)
+
+    logs = Logs(tmp_path)
+    checkpointer = ft.Checkpointer(tmp_path / "checkpoints")
+    with pytest.raises(KeyboardInterrupt):
+        fit(*logs.hooks(), interrupt, checkpointer=checkpointer)
+    assert checkpointer.latest() == 37
+    fit(*logs.hooks(), checkpointer=ft.Checkpointer(tmp_path / "checkpoints"))
+    assert logs.read() == straight
+
+
+def test_what_a_checkpoint_counts_on_is_on_the_disk(tmp_path) -> None:
+    log = ft.hooks.TensorBoard(tmp_path, steps=1)
+    log.begin()
+    rows = {"loss": np.array([0.5, 0.25], np.float32)}
+    log.logs(ft.LogsReady(position=ft.Position(step=2), steps=2, examples=1, logs=rows))
+    log.state()
+    assert scalars(tmp_path)["loss"] == [(1, 0.5), (2, 0.25)]
+    log.close()
+
+
+def test_a_run_that_is_begun_anew_takes_the_place_of_the_one_before(tmp_path) -> None:
+    def hooks() -> list[Any]:
+        paths = tmp_path / "events", tmp_path / "log.jsonl"
+        return [ft.hooks.TensorBoard(paths[0], steps=1), ft.hooks.JSONLines(paths[1], steps=1)]
+
+    fit(*hooks())
+    fit(*hooks(), epochs=1)
+    assert [step for step, _ in scalars(tmp_path / "events")["loss"]] == list(range(1, 21))
+    assert [line["step"] for line in lines(tmp_path / "log.jsonl")] == [*range(1, 21), 20]
+
+
+def test_json_lines_go_on_below_what_is_there_if_they_append(tmp_path) -> None:
+    for end in (1, 2):
+        at = ft.Position(step=20 * (end - 1), epoch=end - 1)
+        log = ft.hooks.JSONLines(tmp_path / "log.jsonl", append=True)
+        fit(log, epochs=end, start=at)
+    assert [line["step"] for line in lines(tmp_path / "log.jsonl")] == [10, 20, 20, 30, 40, 40]
+
+
+@pytest.mark.parametrize("kind", [ft.hooks.JSONLines, ft.hooks.CSVLogger])
+def test_a_file_that_cannot_be_written_is_met_before_a_step_is_taken(kind, tmp_path) -> None:
+    steps = []
+    with pytest.raises(IsADirectoryError):
+        fit(kind(tmp_path), lambda event: steps.append(event.step))
+    assert not steps
+
+
+def test_a_run_that_takes_no_step_leaves_a_file_as_it_was(tmp_path) -> None:
+    (tmp_path / "log.jsonl").write_text("{}\n")
+    log = ft.hooks.JSONLines(tmp_path / "log.jsonl")
+    log.begin()
+    log.close()
+    assert (tmp_path / "log.jsonl").read_text() == "{}\n"
+
+
+def test_pictures_and_texts_reach_event_files_and_texts_json(tmp_path) -> None:
+    bar = np.zeros((2, 3, 3), np.uint8)
+    bar[:, 1] = 200
+
+    def make(state: Any) -> dict[str, Any]:
+        return {"picture": bar, "words": f"step {int(state.step)} <b>"}
+
+    log = ft.hooks.JSONLines(tmp_path / "log.jsonl")
+    when = ft.every(steps=30)
+    fit(ft.hooks.Sample(make, when=when), ft.hooks.TensorBoard(tmp_path), log)
+    found = events(tmp_path)
+    assert [image.step for image in found.Images("picture")] == [30, 60]
+    png = PIL.Image.open(io.BytesIO(found.Images("picture")[0].encoded_image_string))
+    np.testing.assert_array_equal(np.asarray(png), bar)
+    texts = [t.tensor_proto.string_val[0] for t in found.Tensors("words/text_summary")]
+    assert texts == [b"step 30 <b>", b"step 60 <b>"]
+    named = {
+        line["step"]: line["words"] for line in lines(tmp_path / "log.jsonl") if "words" in line
+    }
+    assert named == {30: "step 30 <b>", 60: "step 60 <b>"}
+
+
+@pytest.mark.parametrize(
+    ("module", "make", "message"),
+    [
+        ("tensorboardX", lambda: ft.hooks.TensorBoard("x"), r"'functrain\[tensorboard\]'"),
+        ("wandb", lambda: ft.hooks.WandB(), r"'functrain\[wandb\]'"),
+        ("PIL", lambda: ft.hooks.Sample(abs, directory="x"), r"'functrain\[pictures\]'"),
+    ],
+)
+def test_a_missing_library_is_named_with_the_line_that_installs_it(
+    module, make, message, monkeypatch
+) -> None:
+    for name in [n for n in sys.modules if n.split(".")[0] == module]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ImportError, match=f"pip install {message}"):
+        make()
+
+
+def test_loggers_are_shown_in_a_line() -> None:
+    assert repr(ft.hooks.JSONLines("log.jsonl")) == (
+        "JSONLines(path='log.jsonl', append=False, steps=10)"
+    )
+    assert repr(ft.hooks.TensorBoard("runs", steps=1)) == "TensorBoard(directory='runs', steps=1)"

@@ -1,0 +1,89 @@
+import contextlib
+import warnings
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import functrain as ft
+
+
+def step(state, batch):
+    return state + 1, {"loss": jnp.sum(batch)}
+
+
+def train(bad, folder=None, last=None, fuse=4, value=np.nan, **how):
+    data = np.zeros(40, np.float32)
+    data[[n - 1 for n in bad]] = value
+    hook = ft.hooks.TerminateOnNaN(**how)
+    saves = None if folder is None else ft.Checkpointer(folder, every=ft.every(steps=3))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        state, history = ft.fit(
+            jnp.zeros((), jnp.int32),
+            step,
+            ft.ArrayLoader(data, 1),
+            hooks=[hook, *([] if last is None else [last])],
+            fuse=fuse,
+            verbose=0,
+            checkpointer=saves,
+        )
+    assert len(history.steps["loss"]) == int(state)
+    return int(state), hook.step, [str(warning.message) for warning in said]
+
+
+def test_a_run_ends_in_the_program_after_the_one_whose_loss_was_not_finite() -> None:
+    state, found, said = train([6], fuse=4)
+    assert (state, found) == (12, 6)
+    assert said == [
+        "TerminateOnNaN: 'loss' was not finite in step 6. The run was ended after step 12: what "
+        "steps report comes one program late."
+    ]
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("fuse", [1, 3, 40])
+def test_so_many_steps_in_a_row_are_counted_across_programs(fuse, value) -> None:
+    bad = [2, 3, 5, 6, 9, 10, 11, 30, 31, 32]
+    state, found, said = train(bad, after=3, fuse=fuse, value=value)
+    assert found == 11
+    assert 11 <= state <= 11 + 2 * fuse
+    assert "in 3 steps up to 11." in said[0]
+
+
+def test_a_run_without_them_is_left_alone() -> None:
+    assert train([], after=1) == (40, None, [])
+    assert train([2, 4, 6], after=2) == (40, None, [])
+
+
+def test_the_last_step_of_all_is_looked_at() -> None:
+    state, found, said = train([40])
+    assert (state, found, len(said)) == (40, 40, 1)
+
+
+def test_counting_goes_on_where_a_run_was(tmp_path) -> None:
+    @ft.at(7)
+    def cut(event):
+        raise KeyError
+
+    with pytest.raises(KeyError):
+        train([6, 7, 8], tmp_path, cut, after=3)
+    assert ft.Checkpointer(tmp_path).latest() == 6
+    assert train([6, 7, 8], tmp_path, after=3)[1] == 8
+
+
+def test_a_hook_can_be_used_again() -> None:
+    hook = ft.hooks.TerminateOnNaN()
+    for bad in (True, False):
+        data = np.full(4, np.nan if bad else 0.0, np.float32)
+        loader = ft.ArrayLoader(data, 1)
+        with pytest.warns(UserWarning, match="step 1") if bad else contextlib.nullcontext():
+            ft.fit(jnp.zeros((), jnp.int32), step, loader, hooks=[hook], verbose=0)
+        assert hook.step == (1 if bad else None)
+
+
+def test_a_name_that_no_step_reports_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"monitor: expected one of \['loss'\], got 'rec'"):
+        train([], monitor="rec")
+    with pytest.raises(ValueError, match="after: expected a whole number from 1 on, got 0"):
+        ft.hooks.TerminateOnNaN(after=0)

@@ -1,0 +1,90 @@
+"""What wandb has kept, offline. `make test-adapters` has it; elsewhere this is skipped."""
+
+import json
+import pathlib
+import struct
+from typing import Any
+
+import pytest
+
+import functrain as ft
+
+from .fits import EVAL, LOADER, fit, lives
+
+wandb = pytest.importorskip("wandb")
+pytestmark = [
+    pytest.mark.adapters,
+    # wandb 0.31, of what it imports and how it talks to its service.
+    pytest.mark.filterwarnings("default"),
+]
+
+
+def records(folder: pathlib.Path) -> list[tuple[str, list[dict[str, Any]]]]:
+    """Reads each run of a folder: its id, and what it logged, in wandb's own messages."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    found = []
+    for path in sorted(folder.glob("wandb/offline-run-*/*.wandb"), key=lambda p: p.stat().st_mtime):
+        rows = []
+        for text in leveldb_log(path.read_bytes()[7:]):
+            record = Record.FromString(text)
+            if record.HasField("history"):
+                items = record.history.item
+                rows.append({item.key or "/".join(item.nested_key): item for item in items})
+        found.append((path.stem.removeprefix("run-"), [numbers(row) for row in rows]))
+    return found
+
+
+def numbers(row: dict[str, Any]) -> dict[str, Any]:
+    return {name: json.loads(item.value_json) for name, item in row.items()}
+
+
+def leveldb_log(data: bytes) -> list[bytes]:
+    """Splits a file in LevelDB's log format, in which wandb keeps its records."""
+    found, at, parts = [], 0, []
+    while at + 7 <= len(data):
+        room = 32768 - (at + 7) % 32768  # the file's own header counts
+        if room < 7:
+            at += room
+            continue
+        length, kind = struct.unpack("<HB", data[at + 4 : at + 7])
+        parts.append(data[at + 7 : at + 7 + length])
+        at += 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            found.append(b"".join(parts))
+            parts = []
+    return found
+
+
+def logger(folder: pathlib.Path) -> Any:
+    settings = wandb.Settings(silent=True, console="off")
+    return ft.hooks.WandB(
+        steps=4, project="p", mode="offline", dir=str(folder), settings=settings, config={"k": 3}
+    )
+
+
+def test_a_run_of_wandb_holds_what_the_history_holds(tmp_path) -> None:
+    evaluation = ft.hooks.Evaluate(EVAL, LOADER, when=ft.every(steps=10))
+    sample = ft.hooks.Sample(lambda state: {"words": "a < b"}, when=ft.at(20))
+    _, history = fit(evaluation, sample, logger(tmp_path))
+    [(_, rows)] = records(tmp_path)
+    losses = {row["_step"]: row["loss"] for row in rows if "loss" in row}
+    assert list(losses) == list(range(4, 61, 4))
+    assert list(losses.values()) == history.steps["loss"][3::4].tolist()
+    values = {row["_step"]: row["val_loss"] for row in rows if "val_loss" in row}
+    steps, expected = history.points["val_loss"]
+    assert values == dict(zip(steps.tolist(), expected.tolist(), strict=True))
+    epochs = {row["_step"]: row["epoch/loss"] for row in rows if "epoch/loss" in row}
+    assert epochs == dict(zip([20, 40, 60], history.epochs["loss"].tolist(), strict=True))
+    assert [row["_step"] for row in rows if any("words" in name for name in row)] == [20]
+
+
+def test_a_run_that_was_killed_goes_on_under_its_id_with_the_same_numbers(tmp_path) -> None:
+    lives(lambda: [logger(tmp_path / "a")], tmp_path / "checkpoints", [37])
+    fit(logger(tmp_path / "b"))
+    (first, before), (second, after) = records(tmp_path / "a")
+    [(_, straight)] = records(tmp_path / "b")
+    assert first == second
+    merged = {row["_step"]: row.get("loss") for row in [*before, *after]}
+    assert (before[-1]["_step"], after[0]["_step"]) == (36, 32)
+    assert merged == {row["_step"]: row.get("loss") for row in straight}
