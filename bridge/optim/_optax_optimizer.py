@@ -16,7 +16,7 @@ from bridge.model._variables import nest, select
 from bridge.optim import _factory
 from bridge.optim._labels import Label, labels, paths
 from bridge.optim._schedules import schedule
-from functrain.internal import PyTree, check_tx
+from functrain.internal import PyTree, advised, brief, check_tx
 from functrain.internal import tree as _tree
 
 _OWNER = "bridge.OptaxOptimizer"
@@ -107,6 +107,7 @@ class OptaxOptimizer(keras_private.GradientsOnly):
       0.5
     """
 
+    @advised("Arguments of a function go by name: OptaxOptimizer(optax.adam, learning_rate=1e-3).")
     def __init__(
         self,
         tx: optax.GradientTransformation | Callable[..., optax.GradientTransformation],
@@ -272,9 +273,12 @@ def _made(tx: Any, arguments: Mapping[str, Any]) -> optax.GradientTransformation
             )
         return tx
     if not callable(tx):
+        keras_s = isinstance(tx, keras.optimizers.Optimizer)
         raise TypeError(
             f"{_OWNER}: expected an optax transformation, such as optax.adam(1e-3), or a function "
-            f"that makes one and its arguments, got {tx!r}."
+            f"that makes one and its arguments, got {brief(tx)}."
+            + " Keras takes it as it is: model.compile(optimizer)."
+            * keras_s
         )
     given = {key: _as_optax(value) for key, value in arguments.items()}
     _factory.require_takes(tx, _TAKES, **given)

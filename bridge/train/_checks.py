@@ -9,7 +9,7 @@ import keras
 from bridge import keras_private
 from bridge.state._keras_state import KerasState
 from functrain import FitResult, Model, TrainState
-from functrain.internal import is_whole, mode, require_fuse
+from functrain.internal import is_whole, mode, refuse_numbers, require_fuse
 
 _warned: weakref.WeakSet[type] = weakref.WeakSet()
 
@@ -89,12 +89,13 @@ def require_no_other_backup(callbacks: Any) -> None:
 
 
 def require_arguments(
-    x: Any, fuse: Any, rewrites: Any, verbose: Any, callbacks: Any, **numbers: Any
+    x: Any, y: Any, fuse: Any, rewrites: Any, verbose: Any, callbacks: Any, **numbers: Any
 ) -> None:
     """Refuses what none of fit, evaluate and predict takes.
 
     Args:
       x: The data.
+      y: Their labels, or None.
       fuse: Steps per program.
       rewrites: Which operations to rewrite.
       verbose: How to show the progress.
@@ -110,6 +111,8 @@ def require_arguments(
             "x: expected arrays, a dataset, a loader or a generator, got None. A generator of "
             "batches goes into x, and yields (inputs, targets)."
         )
+    for name, data in (("x", x), ("y", y)):
+        refuse_numbers(data, name)  # Keras refuses them too, with all the numbers in its message
     require_whole(1, optional=True, **numbers)
     _require_callbacks(callbacks)
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from functrain.common import _tree
 from functrain.common._types import PyTree
+from functrain.data._arrays import refuse_numbers
 from functrain.data._glimpse import Glimpse, compared, glimpse
 from functrain.data._loader import ArrayLoader
 from functrain.data._resuming import Mark, Place
@@ -258,3 +259,4 @@ def _require_iterable(data: Any, name: str) -> None:
                 f"{name}: expected a list of batches, got one of {type(data[0]).__name__}s. For "
                 "numbers: functrain.ArrayLoader(np.asarray(data), batch_size)."
             )
+        refuse_numbers(data[0], f"{name}: batch 0", (list,))

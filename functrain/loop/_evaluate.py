@@ -65,8 +65,8 @@ def evaluate(
       >>> evaluate(state, eval_step(loss_fn), ArrayLoader(np.arange(5.0), batch_size=2))
       {'loss': 2.0}
     """
-    require_eval_step(step)
     require_state(state)
+    require_eval_step(step)
     where = _placement.batch_sharding(sharding)
     source = Source(data)
     _placement.require_divisible(source, where)

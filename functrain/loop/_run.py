@@ -15,10 +15,9 @@ from functrain.engine._position import Position, require_position
 from functrain.engine._trigger import Trigger, steps_until_due
 from functrain.loop._events import Event, LogsReady
 from functrain.loop._loop import Loop
-from functrain.loop._require import require_epochs, require_state
+from functrain.loop._require import require_epochs, require_state, require_training_step
 from functrain.loop._saving import Part, Resumed, Saving
 from functrain.rewrites import Mode
-from functrain.step._check import check_step
 from functrain.step._metered import MeteredStep
 
 
@@ -136,8 +135,8 @@ def begin(
     parts: Mapping[str, Part] | None = None,
 ) -> "Run":
     """As `run`, with what else is to be saved and restored with it."""
-    check_step(step)
     require_state(state)
+    require_training_step(step)
     require_epochs(epochs)
     source, at = Source(data), require_position(start)
     if source.steps and at.batch >= source.steps:

@@ -15,7 +15,7 @@ from functrain.engine._signals import HeldSignals
 from functrain.hooks._evaluate import Evaluate
 from functrain.hooks._hook import HookLike, HookRunner
 from functrain.loop._events import LogsReady, RunEnd
-from functrain.loop._require import require_epochs
+from functrain.loop._require import require_epochs, require_state
 from functrain.loop._run import Run
 from functrain.loop._run import begin as begin_run
 from functrain.rewrites import Mode
@@ -45,10 +45,15 @@ class FitResult(NamedTuple, Generic[StateT]):
 @advised(
     "It is fit(state, step, data): inputs and labels go into one loader, "
     "functrain.ArrayLoader((x, y), batch_size).",
+    first=require_state,
     batch_size="It belongs to the data: functrain.ArrayLoader((x, y), batch_size).",
     shuffle="It belongs to the data: functrain.ArrayLoader((x, y), batch_size, shuffle=True).",
     validation_data="Pass eval_data=functrain.ArrayLoader((x, y), batch_size) and "
     "eval_step=functrain.eval_step(loss_fn).",
+    validation_split="Cut the arrays in two, and pass one part as eval_data=functrain.ArrayLoader("
+    "(x, y), batch_size) and eval_step=functrain.eval_step(loss_fn).",
+    steps_per_epoch="An epoch is one pass over the data: pass data of so many batches.",
+    sample_weight="It belongs to the data: functrain.ArrayLoader((x, y, weight), batch_size).",
     callbacks="Pass hooks=[...], functions of an event; Keras's callbacks go into bridge.fit.",
     first_epoch="Pass start=functrain.Position(step, epoch), and as epochs the number of the whole "
     "training.",

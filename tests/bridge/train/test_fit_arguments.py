@@ -213,3 +213,26 @@ def test_samples_prepared_first_train_as_the_refusal_says() -> None:
     twin.fit(2 * X, Y, verbose=0, shuffle=False)
     for ours, theirs in zip(model.get_weights(), twin.get_weights(), strict=True):
         np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("eval_data", r"validation_data=\(x, y\)"),
+        ("hooks", r"callbacks=\[\.\.\.\]"),
+        ("metrics", r"model\.compile"),
+        ("steps", "steps_per_epoch="),
+    ],
+)
+def test_arguments_of_functrain_are_told_what_keras_calls_them(name: str, hint: str) -> None:
+    with pytest.raises(TypeError, match=f"fit: expected no {name}=.*{hint}"):
+        bridge.fit(compiled(), X, Y, **{name: 1})
+
+
+@pytest.mark.parametrize("name", ["x", "y"])
+def test_lists_of_numbers_are_refused_in_a_line(name: str) -> None:
+    data: dict[str, Any] = {"x": X, "y": Y}
+    data[name] = data[name].tolist() * 2000
+    with pytest.raises(TypeError, match=rf"{name}: .* a list of \d numbers.*np\.asarray") as error:
+        bridge.fit(compiled(), **data)
+    assert len(str(error.value)) < 200
