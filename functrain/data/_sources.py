@@ -123,6 +123,18 @@ class Source:
             for batch in (self.data[0], self.data[-1]):
                 yield jax.tree.map(lambda x: x if hasattr(x, "shape") else np.asarray(x), batch)
 
+    def look(self) -> PyTree | None:
+        """Returns the first batch, or its shapes; None where there is none.
+
+        Where any batch can be asked for, nothing is fetched. Else a pass is begun for it, and the
+        next `begin` goes on with that.
+        """
+        if self.can_seek:
+            return next(self.specs())
+        if self._begun is None:
+            self._begun = self._stream(0, 0, None)
+        return None if self._begun.spec() is None else self._begun.peek()
+
     def begin(self, epoch: int, batch: int = 0) -> Pass:
         """Begins a pass, at the given batch of it; those before it are left out."""
         if self.can_seek:
@@ -223,6 +235,11 @@ class Source:
         """Fetches a first batch, and returns a glimpse of the first that was fetched."""
         begun.spec()
         return None if self._place is None else self._place.seen
+
+
+def as_source(data: Any, name: str = "data") -> Source:
+    """Returns a source of what `Source` takes, or the one that is given."""
+    return data if isinstance(data, Source) else Source(data, name)
 
 
 def _specs_of(loader: ArrayLoader, examples: int) -> PyTree:

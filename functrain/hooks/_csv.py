@@ -24,6 +24,7 @@ class CSVLogger:
       when: A trigger; each epoch by default.
 
     Raises:
+      OSError: (when a run begins) the file cannot be written.
       ValueError: (when called) a row has a value for which there is no column, or the file to
         append to has other columns.
 
@@ -50,6 +51,21 @@ class CSVLogger:
 
     def __repr__(self) -> str:
         return _repr.call(self, path=str(self.path), append=self.append, when=self.when)
+
+    def begin(self) -> None:
+        """Finds out before the first step whether the file can be written; leaves it as it is.
+
+        Raises:
+          OSError: It cannot.
+        """
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.open("a").close()
+        except OSError as error:
+            raise type(error)(
+                f"path: expected a file that can be written, got {self.path}: {error}. Choose "
+                "another path. No step was taken."
+            ) from error
 
     def __call__(self, event: Event, /) -> None:
         """Writes a row."""

@@ -81,10 +81,10 @@ def require_eval_step(step: Any) -> None:
         )
 
 
-def require_batches(taken: int, where: str = "") -> None:
+def require_batches(taken: int, where: str = "", *, name: str = "data") -> None:
     """Refuses a pass that met no batch."""
     if not taken:
         raise ValueError(
-            f"data: expected at least one batch{where}, got none. An iterator or generator is "
+            f"{name}: expected at least one batch{where}, got none. An iterator or generator is "
             "exhausted after one pass: pass something that can be iterated again."
         )

@@ -2,6 +2,7 @@
 
 Files:
   _fit: the loop most people want
+  _ahead: what is found before the first step
   _history: what a fit reported
   _recorder: gathers it while the run goes on
   _progress: a bar in a terminal or notebook, lines elsewhere

@@ -15,11 +15,12 @@ from functrain.engine._signals import HeldSignals
 from functrain.hooks._evaluate import Evaluate
 from functrain.hooks._hook import HookLike, HookRunner
 from functrain.loop._events import LogsReady, RunEnd
-from functrain.loop._require import require_epochs, require_state
+from functrain.loop._require import require_epochs, require_state, require_training_step
 from functrain.loop._run import Run
 from functrain.loop._run import begin as begin_run
 from functrain.rewrites import Mode
 from functrain.step._metered import MeteredStep
+from functrain.trainer._ahead import look_ahead
 from functrain.trainer._history import History
 from functrain.trainer._progress import ProgressReport, Verbose
 from functrain.trainer._recorder import Recorder
@@ -142,12 +143,16 @@ def fit(
             "eval_data and eval_step: expected both or neither. The step comes from "
             "functrain.eval_step(loss_fn, metrics=...)."
         )
+    require_training_step(step)
+    all_hooks = list(hooks)
     if eval_step is not None:
         held_out = Source(eval_data, "eval_data")
         held_out.require_passes(epochs - begin.epoch)
-        _placement.require_divisible(held_out, _placement.batch_sharding(sharding))
         same: dict[str, Any] = {"rewrites": rewrites, "sharding": sharding, "jit": jit}
-        due.put_first(Evaluate(eval_step, eval_data, **same))
+        all_hooks = [Evaluate(eval_step, held_out, **same), *all_hooks]
+        due.put_first(all_hooks[0])
+    traces = jit and not _placement.is_explicit(_placement.batch_sharding(sharding))
+    look_ahead(state, step, data, all_hooks, checkpointer, traces=traces)
     recorder = Recorder(begin.step)
     events = begin_run(
         state,
