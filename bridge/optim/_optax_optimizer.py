@@ -120,6 +120,10 @@ class OptaxOptimizer(keras_private.GradientsOnly):
         # Past Keras's tracking of attributes, which would put its own containers in their place.
         self.__dict__.update(_made_by=tx, _arguments=arguments, tx=made, _saved_paths=[])
 
+    def __repr__(self) -> str:
+        given = ", ".join(f"{name}={brief(x)}" for name, x in self._arguments.items())
+        return f"OptaxOptimizer({', '.join(filter(None, [brief(self._made_by), given]))})"
+
     def build(self, variables: list[Any]) -> None:
         """Makes variables for the state of the transformation."""
         if self.built:

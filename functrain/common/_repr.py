@@ -30,6 +30,12 @@ def brief(value: Any) -> str:
     return name(value) if " at 0x" in text else text
 
 
+def state(tree: PyTree) -> str:
+    """Returns the repr of a state that has a short one, of any other pytree what `brief` has."""
+    ours = type(tree).__module__.partition(".")[0] in ("functrain", "bridge")
+    return repr(tree) if ours else brief(tree)
+
+
 def name(thing: Any) -> str:
     """Returns the name of a function, or of the class of anything else."""
     return str(getattr(thing, "__name__", type(thing).__name__))

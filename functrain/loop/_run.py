@@ -218,6 +218,9 @@ class Run(Iterator[Event]):
         # come late and in any thread, has to find out that it is left.
         self._events = loop.events()
 
+    def __repr__(self) -> str:
+        return f"Run({self.position})"
+
     def __next__(self) -> Event:
         """Takes the next chunk, where it is time for one, and returns what happened."""
         event: Event = next(self._events)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any, Generic, NamedTuple
 
 from functrain.checkpoint import Checkpointer
+from functrain.common import _repr
 from functrain.common._arguments import advised
 from functrain.common._types import StateT, Step
 from functrain.data._sources import Source
@@ -41,6 +42,9 @@ class FitResult(NamedTuple, Generic[StateT]):
 
     state: StateT
     history: History
+
+    def __repr__(self) -> str:
+        return f"FitResult(state={_repr.state(self.state)}, history={self.history!r})"
 
 
 @advised(
