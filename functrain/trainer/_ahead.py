@@ -49,17 +49,17 @@ def look_ahead(
     like = jax.eval_shape(_tree.copy, state)
     names = {"loss", *(_metric_names(step) if isinstance(step, MeteredStep) else ())}
     known = True  # that hooks add nothing else
-    missing: list[str] = []
+    missing: list[tuple[str, str]] = []
     for hook in hooks:
         if isinstance(hook, Evaluate):
             _require_evaluation(like, hook, traces)
             names |= {hook.prefix + name for name in _metric_names(hook.step)}
         known &= isinstance(hook, (Evaluate, *_ADD_NOTHING))
         if isinstance(hook, EarlyStopping) and known and hook.monitor not in names:
-            missing.append(hook.monitor)
-    best = None if checkpointer is None else checkpointer.monitor
+            missing.append(("monitor", hook.monitor))
+    best = getattr(checkpointer, "monitor", None)  # what is no checkpointer is refused elsewhere
     if best is not None and known and best not in names:
-        missing.append(best)
+        missing.append(("best", best))
     if missing and traces:
         _require_logs(missing, names, like, step, data)
 
@@ -85,7 +85,9 @@ def _require_evaluation(like: PyTree, hook: Evaluate, traces: bool) -> None:
         raise
 
 
-def _require_logs(missing: list[str], names: set[str], like: PyTree, step: Any, data: Any) -> None:
+def _require_logs(
+    missing: list[tuple[str, str]], names: set[str], like: PyTree, step: Any, data: Any
+) -> None:
     """Looks for values among the logs of the step, where its first batch is known."""
     batch = next(Source(data).specs(), None)
     if batch is None:
@@ -95,11 +97,12 @@ def _require_logs(missing: list[str], names: set[str], like: PyTree, step: Any, 
     with guarded():
         logs = jax.eval_shape(step, like, _shapes(batch))[1]
     found = names | {path for path, _ in _tree.leaves_with_path(logs)}
-    if lost := [name for name in missing if name not in found]:
-        raise ValueError(
-            f"monitor, best: expected names among {sorted(found)}, got {lost}. Values of an "
-            "evaluation need eval_data and eval_step, or an Evaluate hook that comes before."
-        )
+    for argument, name in missing:
+        if name not in found:
+            raise ValueError(
+                f"{argument}: expected one of {sorted(found)}, got {name!r}. Values of an "
+                "evaluation need eval_data and eval_step, or an Evaluate hook that comes before."
+            )
 
 
 def _shapes(batch: PyTree) -> PyTree:
