@@ -197,6 +197,11 @@ class OptaxOptimizer(keras_private.GradientsOnly):
         plan.assign(state)
 
     @property
+    def follows_schedule(self) -> bool:
+        """Whether `learning_rate` is a schedule's, and cannot be set."""
+        return callable(self._arguments.get("learning_rate"))
+
+    @property
     def learning_rate(self) -> Any:
         """The variable with the injected learning rate, or what a schedule says now."""
         given = self._arguments.get("learning_rate")
@@ -208,7 +213,7 @@ class OptaxOptimizer(keras_private.GradientsOnly):
 
     @learning_rate.setter
     def learning_rate(self, value: Any) -> None:
-        if callable(value) or callable(self._arguments.get("learning_rate")):
+        if callable(value) or self.follows_schedule:
             raise TypeError(
                 f"{_OWNER}: learning_rate can be set from a number to a number, not from or to a "
                 f"schedule; got {value!r}. Compile with a new optimizer instead."

@@ -7,6 +7,7 @@ from typing import Any
 import keras
 
 from bridge import keras_private
+from bridge.optim import OptaxOptimizer
 from bridge.state._keras_state import KerasState
 from functrain import FitResult, Model, TrainState
 from functrain.internal import is_whole, mode, refuse_numbers, require_fuse
@@ -86,6 +87,40 @@ def require_no_other_backup(callbacks: Any) -> None:
                 "callbacks: expected no BackupAndRestore beside checkpointer=, got one. Both bring "
                 "back where a fit was: leave it out."
             )
+
+
+def require_rate(model: keras.Model, callbacks: Any) -> None:
+    """Refuses callbacks that want the one rate of an optimizer which has none to show or to set.
+
+    Keras finds out at the end of the first epoch, or later.
+
+    Raises:
+      ValueError: As said.
+    """
+    optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)  # of a loss scale's
+    if not isinstance(optimizer, OptaxOptimizer):
+        return
+    for callback in keras.tree.flatten(getattr(callbacks, "callbacks", callbacks)):
+        sets = isinstance(callback, _SET_RATES)
+        if not sets and not isinstance(callback, keras.callbacks.TensorBoard):
+            continue
+        name = type(callback).__name__
+        try:
+            _ = optimizer.learning_rate
+        except AttributeError as error:
+            raise ValueError(
+                f"callbacks: {name} asks the optimizer for its learning rate. {error} Or leave "
+                f"{name} out. No step was taken."
+            ) from error
+        if sets and optimizer.follows_schedule:
+            raise ValueError(
+                f"callbacks: expected an optimizer with one learning rate for {name} to set, got "
+                "one that follows a schedule. Pass a number, bridge.OptaxOptimizer(optax.adam, "
+                f"learning_rate=1e-3), or leave {name} out. No step was taken."
+            )
+
+
+_SET_RATES = (keras.callbacks.ReduceLROnPlateau, keras.callbacks.LearningRateScheduler)
 
 
 def require_arguments(

@@ -12,6 +12,7 @@ from bridge.train._checks import (
     require_arguments,
     require_model,
     require_no_other_backup,
+    require_rate,
     require_validation_arguments,
     require_whole,
 )
@@ -144,6 +145,7 @@ def fit(
         size = validation_batch_size or batch_size
         require_validation(model, validation_data, data, size, validation_steps)
         evaluation = Evaluation(model, validation_data, size, validation_steps, validation_freq)
+    require_rate(model, callbacks)
     callbacks = _callback_list(model, callbacks, verbose, epochs, source, add_history=True)
     with contextlib.ExitStack() as stack:
         saving: KerasSaving | None = None

@@ -236,3 +236,39 @@ def test_lists_of_numbers_are_refused_in_a_line(name: str) -> None:
     with pytest.raises(TypeError, match=rf"{name}: .* a list of \d numbers.*np\.asarray") as error:
         bridge.fit(compiled(), **data)
     assert len(str(error.value)) < 200
+
+
+SCHEDULE = optax.cosine_decay_schedule(0.1, 100)
+PLATEAU = keras.callbacks.ReduceLROnPlateau("loss", patience=0, min_delta=9.0)
+SCHEDULER = keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate / 2)
+
+
+@pytest.mark.parametrize("tx", [optax.adam(SCHEDULE), optax.adam(0.1)], ids=["schedule", "number"])
+@pytest.mark.parametrize("callback", [PLATEAU, SCHEDULER, keras.callbacks.TensorBoard("nowhere")])
+def test_a_rate_that_nobody_can_see_is_missed_before_the_first_step(tx: Any, callback: Any) -> None:
+    model = compiled(optimizer=bridge.OptaxOptimizer(tx))
+    words = rf"{type(callback).__name__} asks .*OptaxOptimizer\(optax\.adam, learning_rate=1e-3\)"
+    with pytest.raises(ValueError, match=words):
+        bridge.fit(model, X, Y, verbose=0, callbacks=[callback])
+    assert int(model.optimizer.iterations.value) == 0
+
+
+@pytest.mark.parametrize("callback", [PLATEAU, SCHEDULER])
+def test_a_schedule_s_rate_cannot_be_set(callback: Any) -> None:
+    model = compiled(optimizer=bridge.OptaxOptimizer(optax.adam, learning_rate=SCHEDULE))
+    with pytest.raises(ValueError, match=r"expected an optimizer with one learning rate.*schedule"):
+        bridge.fit(model, X, Y, verbose=0, callbacks=[callback])
+    assert int(model.optimizer.iterations.value) == 0
+
+
+@pytest.mark.parametrize("callback", [PLATEAU, SCHEDULER])
+def test_a_rate_that_is_a_number_can_be_set(callback: Any) -> None:
+    model = compiled(optimizer=bridge.OptaxOptimizer(optax.adam, learning_rate=0.1))
+    bridge.fit(model, X, Y, epochs=3, verbose=0, callbacks=[callback])
+    assert float(model.optimizer.learning_rate) < 0.1
+
+
+def test_optimizers_are_shown_in_a_line() -> None:
+    shown = repr(bridge.OptaxOptimizer(optax.adam, learning_rate=0.1))
+    assert shown == "OptaxOptimizer(adam, learning_rate=0.1)"
+    assert "0x" not in repr(bridge.OptaxOptimizer(optax.adam(SCHEDULE)))
