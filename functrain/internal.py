@@ -5,8 +5,12 @@
 
 from functrain.checkpoint._files import opened as _opened
 from functrain.common import _tree
+from functrain.common._arguments import advised as advised
 from functrain.common._checks import is_whole as is_whole
+from functrain.common._repr import brief as brief
+from functrain.common._repr import call as call
 from functrain.common._types import PyTree as PyTree
+from functrain.data._arrays import refuse_numbers as refuse_numbers
 from functrain.data._batch import unpack as unpack
 from functrain.data._stacks import Stack as Stack
 from functrain.data._stacks import filled as filled

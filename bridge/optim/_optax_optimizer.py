@@ -16,7 +16,7 @@ from bridge.model._variables import nest, select
 from bridge.optim import _factory
 from bridge.optim._labels import Label, labels, paths
 from bridge.optim._schedules import schedule
-from functrain.internal import PyTree, check_tx
+from functrain.internal import PyTree, advised, brief, check_tx
 from functrain.internal import tree as _tree
 
 _OWNER = "bridge.OptaxOptimizer"
@@ -107,6 +107,7 @@ class OptaxOptimizer(keras_private.GradientsOnly):
       0.5
     """
 
+    @advised("Arguments of a function go by name: OptaxOptimizer(optax.adam, learning_rate=1e-3).")
     def __init__(
         self,
         tx: optax.GradientTransformation | Callable[..., optax.GradientTransformation],
@@ -118,6 +119,10 @@ class OptaxOptimizer(keras_private.GradientsOnly):
         made = _made(tx, arguments)
         # Past Keras's tracking of attributes, which would put its own containers in their place.
         self.__dict__.update(_made_by=tx, _arguments=arguments, tx=made, _saved_paths=[])
+
+    def __repr__(self) -> str:
+        given = ", ".join(f"{name}={brief(x)}" for name, x in self._arguments.items())
+        return f"OptaxOptimizer({', '.join(filter(None, [brief(self._made_by), given]))})"
 
     def build(self, variables: list[Any]) -> None:
         """Makes variables for the state of the transformation."""
@@ -192,6 +197,11 @@ class OptaxOptimizer(keras_private.GradientsOnly):
         plan.assign(state)
 
     @property
+    def follows_schedule(self) -> bool:
+        """Whether `learning_rate` is a schedule's, and cannot be set."""
+        return callable(self._arguments.get("learning_rate"))
+
+    @property
     def learning_rate(self) -> Any:
         """The variable with the injected learning rate, or what a schedule says now."""
         given = self._arguments.get("learning_rate")
@@ -203,7 +213,7 @@ class OptaxOptimizer(keras_private.GradientsOnly):
 
     @learning_rate.setter
     def learning_rate(self, value: Any) -> None:
-        if callable(value) or callable(self._arguments.get("learning_rate")):
+        if callable(value) or self.follows_schedule:
             raise TypeError(
                 f"{_OWNER}: learning_rate can be set from a number to a number, not from or to a "
                 f"schedule; got {value!r}. Compile with a new optimizer instead."
@@ -272,9 +282,12 @@ def _made(tx: Any, arguments: Mapping[str, Any]) -> optax.GradientTransformation
             )
         return tx
     if not callable(tx):
+        keras_s = isinstance(tx, keras.optimizers.Optimizer)
         raise TypeError(
             f"{_OWNER}: expected an optax transformation, such as optax.adam(1e-3), or a function "
-            f"that makes one and its arguments, got {tx!r}."
+            f"that makes one and its arguments, got {brief(tx)}."
+            + " Keras takes it as it is: model.compile(optimizer)."
+            * keras_s
         )
     given = {key: _as_optax(value) for key, value in arguments.items()}
     _factory.require_takes(tx, _TAKES, **given)

@@ -9,7 +9,7 @@ import keras
 
 from bridge import keras_private
 from bridge.model import _variables
-from functrain.internal import PyTree
+from functrain.internal import PyTree, call
 from functrain.internal import tree as _tree
 
 Variables: TypeAlias = list[Any]
@@ -36,6 +36,9 @@ class KerasState(flax.struct.PyTreeNode):
     non_trainable: list[jax.Array]
     optimizer: list[jax.Array]
     metrics: list[jax.Array]
+
+    def __repr__(self) -> str:
+        return call(self, **{name: getattr(self, name) for name in self.__dataclass_fields__})
 
 
 def keras_state(model: keras.Model, batch: PyTree = None) -> KerasState:

@@ -7,9 +7,10 @@ from typing import Any
 import keras
 
 from bridge import keras_private
+from bridge.optim import OptaxOptimizer
 from bridge.state._keras_state import KerasState
 from functrain import FitResult, Model, TrainState
-from functrain.internal import is_whole, mode, require_fuse
+from functrain.internal import is_whole, mode, refuse_numbers, require_fuse
 
 _warned: weakref.WeakSet[type] = weakref.WeakSet()
 
@@ -88,13 +89,48 @@ def require_no_other_backup(callbacks: Any) -> None:
             )
 
 
+def require_rate(model: keras.Model, callbacks: Any) -> None:
+    """Refuses callbacks that want the one rate of an optimizer which has none to show or to set.
+
+    Keras finds out at the end of the first epoch, or later.
+
+    Raises:
+      ValueError: As said.
+    """
+    optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)  # of a loss scale's
+    if not isinstance(optimizer, OptaxOptimizer):
+        return
+    for callback in keras.tree.flatten(getattr(callbacks, "callbacks", callbacks)):
+        sets = isinstance(callback, _SET_RATES)
+        if not sets and not isinstance(callback, keras.callbacks.TensorBoard):
+            continue
+        name = type(callback).__name__
+        try:
+            _ = optimizer.learning_rate
+        except AttributeError as error:
+            raise ValueError(
+                f"callbacks: {name} asks the optimizer for its learning rate. {error} Or leave "
+                f"{name} out. No step was taken."
+            ) from error
+        if sets and optimizer.follows_schedule:
+            raise ValueError(
+                f"callbacks: expected an optimizer with one learning rate for {name} to set, got "
+                "one that follows a schedule. Pass a number, bridge.OptaxOptimizer(optax.adam, "
+                f"learning_rate=1e-3), or leave {name} out. No step was taken."
+            )
+
+
+_SET_RATES = (keras.callbacks.ReduceLROnPlateau, keras.callbacks.LearningRateScheduler)
+
+
 def require_arguments(
-    x: Any, fuse: Any, rewrites: Any, verbose: Any, callbacks: Any, **numbers: Any
+    x: Any, y: Any, fuse: Any, rewrites: Any, verbose: Any, callbacks: Any, **numbers: Any
 ) -> None:
     """Refuses what none of fit, evaluate and predict takes.
 
     Args:
       x: The data.
+      y: Their labels, or None.
       fuse: Steps per program.
       rewrites: Which operations to rewrite.
       verbose: How to show the progress.
@@ -110,6 +146,8 @@ def require_arguments(
             "x: expected arrays, a dataset, a loader or a generator, got None. A generator of "
             "batches goes into x, and yields (inputs, targets)."
         )
+    for name, data in (("x", x), ("y", y)):
+        refuse_numbers(data, name)  # Keras refuses them too, with all the numbers in its message
     require_whole(1, optional=True, **numbers)
     _require_callbacks(callbacks)
 

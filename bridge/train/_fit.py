@@ -12,6 +12,7 @@ from bridge.train._checks import (
     require_arguments,
     require_model,
     require_no_other_backup,
+    require_rate,
     require_validation_arguments,
     require_whole,
 )
@@ -21,9 +22,17 @@ from bridge.train._runs import Evaluation, Fit, run_evaluate, run_predict
 from bridge.train._saving import KerasSaving
 from bridge.train._validation import require_validation
 from functrain import Checkpointer
-from functrain.internal import FuseArg, HeldSignals, Mode
+from functrain.internal import FuseArg, HeldSignals, Mode, advised
 
 
+@advised(
+    "",
+    eval_data="Pass validation_data=(x, y), as in Keras.",
+    hooks="Pass callbacks=[...], those of Keras.",
+    metrics="They belong to the model: model.compile(optimizer, loss, metrics=[...]).",
+    optimizer="It belongs to the model: model.compile(optimizer, loss).",
+    steps="It is steps_per_epoch=, as in Keras.",
+)
 def fit(
     model: keras.Model,
     x: Any = None,
@@ -118,7 +127,7 @@ def fit(
     require_compiled(model)
     sizes = {"batch_size": batch_size, "validation_batch_size": validation_batch_size}
     steps = {"steps_per_epoch": steps_per_epoch, "validation_steps": validation_steps}
-    require_arguments(x, fuse, rewrites, verbose, callbacks, **sizes, **steps)
+    require_arguments(x, y, fuse, rewrites, verbose, callbacks, **sizes, **steps)
     require_whole(0, epochs=epochs, initial_epoch=initial_epoch)
     require_validation_arguments(validation_split, validation_freq)
     epochs = _capped(epochs)
@@ -136,6 +145,7 @@ def fit(
         size = validation_batch_size or batch_size
         require_validation(model, validation_data, data, size, validation_steps)
         evaluation = Evaluation(model, validation_data, size, validation_steps, validation_freq)
+    require_rate(model, callbacks)
     callbacks = _callback_list(model, callbacks, verbose, epochs, source, add_history=True)
     with contextlib.ExitStack() as stack:
         saving: KerasSaving | None = None
@@ -196,7 +206,7 @@ def evaluate(
     require_model(model)
     require_compiled(model)
     numbers = {"batch_size": batch_size, "steps": steps}
-    require_arguments(x, fuse, rewrites, verbose, callbacks, **numbers)
+    require_arguments(x, y, fuse, rewrites, verbose, callbacks, **numbers)
     source = batches(model, (x, y, sample_weight), batch_size, steps)
     keras_private.build_from(model, source)
     callbacks = _callback_list(model, callbacks, verbose, 1, source)
@@ -242,7 +252,7 @@ def predict(
     """
     require_model(model)
     numbers = {"batch_size": batch_size, "steps": steps}
-    require_arguments(x, fuse, rewrites, verbose, callbacks, **numbers)
+    require_arguments(x, None, fuse, rewrites, verbose, callbacks, **numbers)
     source = batches(model, (x, None, None), batch_size, steps)
     if not all(layer.built for layer in keras_private.all_layers(model)):
         _build_by_a_call(model, source)

@@ -18,6 +18,7 @@ from functrain.checkpoint._leaves import Leaf, by_path, on_host
 from functrain.checkpoint._processes import are_several, is_first, on_first, those_with
 from functrain.checkpoint._single import STATE, read_trees
 from functrain.checkpoint._store import blanks, read_arrays, verify_arrays, write
+from functrain.common import _repr
 from functrain.common._types import PyTree
 from functrain.engine._position import Position
 
@@ -40,6 +41,10 @@ class Restored(NamedTuple):
     position: Position
     values: dict[str, float]
     documents: dict[str, Any]
+
+    def __repr__(self) -> str:
+        known = f"values={self.values}, documents of {', '.join(self.documents) or 'nothing'}"
+        return f"Restored(state={_repr.state(self.state)}, position={self.position}, {known})"
 
 
 class Series:

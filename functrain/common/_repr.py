@@ -27,7 +27,18 @@ def brief(value: Any) -> str:
     if not jax.tree_util.all_leaves([value]):
         return _arrays(value)
     text = repr(value)
-    return getattr(value, "__name__", type(value).__name__) if " at 0x" in text else text
+    return name(value) if " at 0x" in text else text
+
+
+def state(tree: PyTree) -> str:
+    """Returns the repr of a state that has a short one, of any other pytree what `brief` has."""
+    ours = type(tree).__module__.partition(".")[0] in ("functrain", "bridge")
+    return repr(tree) if ours else brief(tree)
+
+
+def name(thing: Any) -> str:
+    """Returns the name of a function, or of the class of anything else."""
+    return str(getattr(thing, "__name__", type(thing).__name__))
 
 
 def number(x: Any) -> str:

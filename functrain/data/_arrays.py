@@ -18,7 +18,7 @@ def host_arrays(data: PyTree, name: str = "data") -> PyTree:
     Raises:
       TypeError: There are lists of numbers, or a leaf is no array of numbers that jax can take.
     """
-    jax.tree.leaves(data, is_leaf=functools.partial(_refuse_numbers, name=name))
+    refuse_numbers(data, name)
 
     def array(path: tuple[jax.tree_util.KeyEntry, ...], leaf: PyTree) -> np.ndarray:
         x = np.asarray(leaf)
@@ -52,14 +52,24 @@ def is_takeable(dtype: np.dtype[Any]) -> bool:
     return True
 
 
-def _refuse_numbers(x: PyTree, name: str) -> bool:
-    """Refuses lists of numbers at the first one: each number would be a leaf of its own."""
-    several = isinstance(x, list | tuple) and len(x) > 0
-    if several and isinstance(x[0], numbers.Number | np.generic | str | bytes):
-        what = "texts" if isinstance(x[0], str | bytes) else "numbers"
-        raise TypeError(
-            f"{name}: expected arrays, got a {type(x).__name__} of {len(x):,} {what}, "
-            f"{', '.join(map(repr, x[:3]))}{', ...' * (len(x) > 3)}. Make it an array: "
-            "np.asarray(x)."
-        )
-    return False
+def refuse_numbers(data: PyTree, name: str, kinds: tuple[type[Any], ...] = (list, tuple)) -> None:
+    """Refuses lists of numbers at the first one: each number would be a leaf of its own.
+
+    Args:
+      data: Any pytree.
+      name: Of the argument, for the error.
+      kinds: What to take for a list.
+    """
+
+    def look(x: PyTree) -> bool:
+        several = isinstance(x, kinds) and len(x) > 0
+        if several and isinstance(x[0], numbers.Number | np.generic | str | bytes):
+            what = "texts" if isinstance(x[0], str | bytes) else "numbers"
+            raise TypeError(
+                f"{name}: expected arrays, got a {type(x).__name__} of {len(x):,} {what}, "
+                f"{', '.join(map(repr, x[:3]))}{', ...' * (len(x) > 3)}. Make it an array: "
+                "np.asarray(x)."
+            )
+        return False
+
+    jax.tree.leaves(data, is_leaf=look)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from functrain.common import _repr, _tree
+from functrain.common._arguments import advised
 from functrain.common._checks import is_whole
 from functrain.common._types import PyTree
 from functrain.data import _buffer
@@ -49,6 +50,7 @@ class ArrayLoader:
       (2, 4)
     """
 
+    @advised("It is ArrayLoader((x, y), batch_size): all arrays go into one pytree.")
     def __init__(
         self,
         data: PyTree,
@@ -66,7 +68,9 @@ class ArrayLoader:
         if not is_whole(batch_size, 1) or batch_size > self.examples:
             raise ValueError(
                 f"batch_size: expected 1 to {self.examples}, the number of examples, got "
-                f"{batch_size!r}"
+                f"{_repr.brief(batch_size)}."
+                + " It is ArrayLoader((x, y), batch_size)."
+                * _tree.is_array(batch_size)
             )
         if not is_whole(seed, 0):
             raise ValueError(f"seed: expected a whole number from 0 on, got {seed!r}")

@@ -11,6 +11,7 @@ import numpy as np
 
 from functrain.common import _tree
 from functrain.common._types import PyTree
+from functrain.data._arrays import refuse_numbers
 from functrain.data._glimpse import Glimpse, compared, glimpse
 from functrain.data._loader import ArrayLoader
 from functrain.data._resuming import Mark, Place
@@ -134,6 +135,18 @@ class Source:
             for batch in (self.data[0], self.data[-1]):
                 yield jax.tree.map(lambda x: x if hasattr(x, "shape") else np.asarray(x), batch)
 
+    def look(self) -> PyTree | None:
+        """Returns the first batch, or its shapes; None where there is none.
+
+        Where any batch can be asked for, nothing is fetched. Else a pass is begun for it, and the
+        next `begin` goes on with that.
+        """
+        if self.can_seek:
+            return next(self.specs())
+        if self._begun is None:
+            self._begun = self._stream(0, 0, None)
+        return None if self._begun.spec() is None else self._begun.peek()
+
     def begin(self, epoch: int, batch: int = 0) -> Pass:
         """Begins a pass, at the given batch of it; those before it are left out."""
         if self.can_seek:
@@ -240,6 +253,11 @@ class Source:
         return None if self._place is None else self._place.seen
 
 
+def as_source(data: Any, name: str = "data") -> Source:
+    """Returns a source of what `Source` takes, or the one that is given."""
+    return data if isinstance(data, Source) else Source(data, name)
+
+
 def _specs_of(loader: ArrayLoader, examples: int) -> PyTree:
     return jax.tree.map(
         lambda x: jax.ShapeDtypeStruct((examples, *x.shape[1:]), x.dtype), loader.data
@@ -274,3 +292,4 @@ def _require_iterable(data: Any, name: str) -> None:
                 f"{name}: expected a list of batches, got one of {type(data[0]).__name__}s. For "
                 "numbers: functrain.ArrayLoader(np.asarray(data), batch_size)."
             )
+        refuse_numbers(data[0], f"{name}: batch 0", (list,))

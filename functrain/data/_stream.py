@@ -11,7 +11,7 @@ import numpy as np
 from functrain.common import _tree
 from functrain.common._types import PyTree
 from functrain.data import _buffer
-from functrain.data._arrays import is_takeable
+from functrain.data._arrays import is_takeable, refuse_numbers
 from functrain.data._batch import batch_size
 from functrain.data._resuming import Mark, Place
 from functrain.data._stacks import Spec, Stack, fill
@@ -144,6 +144,8 @@ def _items(
     batches: Iterator[PyTree], name: str, epoch: int, first: int, place: Place | None
 ) -> Iterator["Made"]:
     for number, batch in enumerate(batches, first):
+        if number == first:
+            refuse_numbers(batch, f"{name}: batch {number}", (list,))  # a tuple may be of scalars
         made = Made.of(batch, f"batch {number} of epoch {epoch} of {name}")
         if place is not None and number == first:
             place.saw(made.batch)

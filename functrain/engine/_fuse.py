@@ -6,7 +6,7 @@ import jax
 import numpy as np
 
 from functrain import rewrites as _rewrites
-from functrain.common import _tree
+from functrain.common import _repr, _tree
 from functrain.common._checks import is_whole
 from functrain.common._types import PyTree, StateT, Step
 from functrain.engine._placement import pins
@@ -97,7 +97,7 @@ class Fused(Generic[StateT]):
 
     def __repr__(self) -> str:
         """Names the step."""
-        return f"Fused({getattr(self.step, '__name__', type(self.step).__name__)}, k={self.k})"
+        return f"Fused({_repr.name(self.step)}, k={self.k})"
 
     @property
     def program(self) -> "HeldProgram":
@@ -152,6 +152,9 @@ class HeldProgram:
 
     def __init__(self, program: Any, step: Any) -> None:
         self._program, self._step = program, step
+
+    def __repr__(self) -> str:
+        return _repr.call(self, step=self._step)
 
     def __call__(self, *args: Any) -> Any:
         """Runs it."""

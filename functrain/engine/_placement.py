@@ -49,6 +49,11 @@ def batch_sharding(sharding: Any) -> NamedSharding | None:
     )
 
 
+def is_explicit(sharding: NamedSharding | None) -> bool:
+    """Whether shardings are part of arrays' types: a step can be traced on such a mesh only."""
+    return sharding is not None and jax.sharding.AxisType.Explicit in sharding.mesh.axis_types
+
+
 def chunk_placement(sharding: NamedSharding | None) -> Callable[[PyTree], PyTree]:
     """Returns what puts a chunk on the devices: a batch's sharding, with K in front."""
     if sharding is None:

@@ -51,5 +51,8 @@ def fetched(dispatched: Iterable[tuple[PyTree, int]]) -> list[PyTree]:
 
 def _join(x: np.ndarray) -> np.ndarray:
     if x.ndim < 2:
-        raise ValueError("outputs: expected one per example, [B, ...], got a scalar per batch")
+        raise ValueError(
+            "outputs: expected one per example, [B, ...], got a scalar per batch. A step that "
+            "trains returns logs: predict takes one from functrain.predict_step(model)."
+        )
     return x.reshape(len(x) * x.shape[1], *x.shape[2:])

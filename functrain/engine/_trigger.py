@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, TypeVar
 
+from functrain.common import _repr
 from functrain.common._checks import is_whole
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -181,6 +182,6 @@ def _next_step(trigger: Trigger, step: int) -> int | None:
     if found is None or is_whole(found, step + 1):
         return found
     raise ValueError(
-        f"when: expected a step after {step}, or None, from next_step({step}) of {trigger!r}, got "
-        f"{found!r}."
+        f"when: expected a step after {step}, or None, from next_step({step}) of "
+        f"{_repr.brief(trigger)}, got {found!r}."
     )

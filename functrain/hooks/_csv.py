@@ -26,6 +26,7 @@ class CSVLogger:
       when: A trigger; each epoch by default.
 
     Raises:
+      OSError: (when a run begins) the file cannot be written.
       ValueError: (when called) a row has a value for which there is no column, or the file to
         append to has other columns.
 

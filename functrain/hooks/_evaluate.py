@@ -3,7 +3,7 @@
 from typing import Any
 
 from functrain.common import _repr
-from functrain.data._sources import Source
+from functrain.data._sources import as_source
 from functrain.engine._placement import ShardingArg, batch_sharding, require_divisible
 from functrain.engine._plan import FuseArg
 from functrain.engine._trigger import Trigger, every
@@ -62,9 +62,10 @@ class Evaluate:
         jit: bool = True,
     ) -> None:
         require_eval_step(step)
-        require_divisible(Source(data), batch_sharding(sharding))
+        self.source = as_source(data)
+        require_divisible(self.source, batch_sharding(sharding))
         self.step = step
-        self.data = data
+        self.data = self.source.data
         self.when = every(epochs=1) if when is None else when
         self.prefix = prefix
         self.how: dict[str, Any] = {
@@ -79,5 +80,5 @@ class Evaluate:
 
     def __call__(self, event: Event, /) -> None:
         """Evaluates the event's state."""
-        values = evaluate(event.state, self.step, self.data, **self.how)
+        values = evaluate(event.state, self.step, self.source, **self.how)
         event.values |= {f"{self.prefix}{name}": value for name, value in values.items()}

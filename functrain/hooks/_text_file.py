@@ -21,10 +21,21 @@ class TextFile:
         self._file: IO[str] | None = None
 
     def begin(self) -> None:
-        """Opens the file, so that one that cannot be written is met before a step is taken."""
-        if self._file is None:
+        """Opens the file, so that one that cannot be written is met before a step is taken.
+
+        Raises:
+          OSError: It cannot.
+        """
+        if self._file is not None:
+            return
+        try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self.path.open("a", newline="")
+        except OSError as error:
+            raise type(error)(
+                f"path: expected a file that can be written, got {self.path}: {error}. Choose "
+                "another path. No step was taken."
+            ) from error
 
     def size(self) -> int:
         """Returns the bytes of the lines that stay."""

@@ -4,7 +4,7 @@ from typing import Any
 
 from functrain.common import _tree
 from functrain.common._types import PyTree
-from functrain.data._sources import Source
+from functrain.data._sources import as_source
 from functrain.engine import _placement
 from functrain.engine._chunks import chunked
 from functrain.engine._driver import Driver
@@ -65,10 +65,10 @@ def evaluate(
       >>> evaluate(state, eval_step(loss_fn), ArrayLoader(np.arange(5.0), batch_size=2))
       {'loss': 2.0}
     """
-    require_eval_step(step)
     require_state(state)
+    require_eval_step(step)
     where = _placement.batch_sharding(sharding)
-    source = Source(data)
+    source = as_source(data)
     _placement.require_divisible(source, where)
     place = _placement.chunk_placement(where)
     driver = Driver(step, EVALUATION, rewrites=rewrites, jit=jit, place=place)
@@ -78,5 +78,5 @@ def evaluate(
     for chunk in chunked(source.begin(0), Plan(fuse), lambda _: None, where="the data"):
         driver.run(chunk)
         steps += chunk.steps
-    require_batches(steps)
+    require_batches(steps, name=source.name)
     return _tree.to_floats(computed(step, driver.carry))

@@ -98,7 +98,7 @@ class ChunkEnd(Event):
         return {p: float(x[self.steps - 1]) for p, x in jax.device_get(found).items()}
 
 
-@dataclasses.dataclass(eq=False, kw_only=True)
+@dataclasses.dataclass(eq=False, kw_only=True, repr=False)
 class LogsReady(_Placed):
     """The logs of a chunk, on the host, one chunk late: the loop does not wait for the device.
 
@@ -122,6 +122,11 @@ class LogsReady(_Placed):
     steps: int
     examples: int
     logs: dict[str, np.ndarray]
+
+    def __repr__(self) -> str:
+        """Names the logs; their numbers are many."""
+        at = f"position={self.position}, steps={self.steps}, examples={self.examples}"
+        return f"LogsReady({at}, logs of {', '.join(self.logs) or 'nothing'})"
 
     def rows(self) -> list[tuple[int, dict[str, float]]]:
         """Returns for each step its number and what it reported."""

@@ -61,8 +61,8 @@ def predict(
       >>> predict(2.0, step, ArrayLoader(np.arange(5.0), batch_size=2))
       array([0., 2., 4., 6., 8.], dtype=float32)
     """
-    check_predict_step(step)
     require_state(state)
+    check_predict_step(step)
     _require_order(data)
     where = _placement.batch_sharding(sharding)
     source = Source(data)

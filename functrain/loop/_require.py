@@ -2,10 +2,13 @@
 
 from typing import Any
 
+from functrain.common import _repr
 from functrain.common._checks import is_whole
 from functrain.common._process import require_own_jax
 from functrain.common._types import PyTree
+from functrain.engine._fuse import Fused
 from functrain.model._model import Model
+from functrain.step._check import check_step
 from functrain.step._metered import MeteredStep
 
 
@@ -13,13 +16,19 @@ def require_state(state: PyTree) -> None:
     """Refuses what is often taken for a state.
 
     Raises:
-      TypeError: It is a model, or what `fit` returned.
+      TypeError: It is a model, a module, or what `fit` returned.
     """
     require_own_jax()
     if hasattr(state, "stateless_call"):
         raise TypeError(
             f"state: expected a pytree of arrays, got the Keras model {type(state).__name__}. Take "
             "bridge.create_state(model, tx); or train it as it is, with bridge.fit(model, x, y)."
+        )
+    if all(callable(getattr(state, name, None)) for name in ("init", "apply", "bind")):
+        raise TypeError(
+            f"state: expected a pytree of arrays, got the module {type(state).__name__}. With "
+            "model = functrain.from_linen(module), make one of what model.init returns: "
+            "functrain.TrainState.create(params=..., model_state=..., tx=tx)."
         )
     if isinstance(state, Model):
         raise TypeError(
@@ -30,6 +39,26 @@ def require_state(state: PyTree) -> None:
         raise TypeError(
             "state: expected a pytree of arrays, got what fit returned. Take its state: "
             "state, history = functrain.fit(...)."
+        )
+
+
+def require_training_step(step: Any) -> None:
+    """Refuses steps that a run would take in vain, or cannot take.
+
+    Raises:
+      TypeError: It is no function of a state and a batch, evaluates only, or is fused already.
+    """
+    check_step(step)
+    if isinstance(step, MeteredStep) and not step.trains:
+        raise TypeError(
+            "step: expected one that trains, got one from functrain.eval_step, which leaves the "
+            "state as it is. Make one with functrain.train_step(loss_fn, tx); measure with "
+            "functrain.evaluate(state, step, data)."
+        )
+    if isinstance(step, Fused):
+        raise TypeError(
+            f"step: expected (state, batch) -> (state, logs), got {step!r}, which takes {step.k} "
+            f"batches at once. Pass the step itself, and fuse={step.k}: loops fuse."
         )
 
 
@@ -46,16 +75,16 @@ def require_eval_step(step: Any) -> None:
       TypeError: As said.
     """
     if not isinstance(step, MeteredStep) or step.trains:
+        got = "a step that trains" if isinstance(step, MeteredStep) else _repr.brief(step)
         raise TypeError(
-            "eval_step: expected one from functrain.eval_step(loss_fn, metrics=...), got "
-            f"{'a step that trains' if isinstance(step, MeteredStep) else repr(step)}"
+            f"eval_step: expected one from functrain.eval_step(loss_fn, metrics=...), got {got}."
         )
 
 
-def require_batches(taken: int, where: str = "") -> None:
+def require_batches(taken: int, where: str = "", *, name: str = "data") -> None:
     """Refuses a pass that met no batch."""
     if not taken:
         raise ValueError(
-            f"data: expected at least one batch{where}, got none. An iterator or generator is "
+            f"{name}: expected at least one batch{where}, got none. An iterator or generator is "
             "exhausted after one pass: pass something that can be iterated again."
         )

@@ -16,10 +16,9 @@ from functrain.engine._position import Position, require_position
 from functrain.engine._trigger import Trigger, longest_stretch
 from functrain.loop._events import Event, LogsReady
 from functrain.loop._loop import Loop
-from functrain.loop._require import require_epochs, require_state
+from functrain.loop._require import require_epochs, require_state, require_training_step
 from functrain.loop._saving import Part, Resumed, Saving
 from functrain.rewrites import Mode
-from functrain.step._check import check_step
 from functrain.step._metered import MeteredStep
 
 
@@ -137,8 +136,8 @@ def begin(
     parts: Mapping[str, Part] | None = None,
 ) -> "Run":
     """As `run`, with what else is to be saved and restored with it."""
-    check_step(step)
     require_state(state)
+    require_training_step(step)
     require_epochs(epochs)
     source = data if isinstance(data, Source) else Source(data)
     at = require_position(start)
@@ -223,6 +222,9 @@ class Run(Iterator[Event]):
         # It refers to the loop, and to nothing that refers to it: no garbage collector, who may
         # come late and in any thread, has to find out that it is left.
         self._events = loop.events()
+
+    def __repr__(self) -> str:
+        return f"Run({self.position})"
 
     def __next__(self) -> Event:
         """Takes the next chunk, where it is time for one, and returns what happened."""

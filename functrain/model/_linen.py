@@ -81,7 +81,10 @@ def from_linen(module: nn.Module) -> Model:
             if rng is None:
                 raise ValueError(_no_rng(module, training)) from error
             raise
-        except flax.errors.ScopeCollectionNotFound as error:
+        except (
+            flax.errors.ScopeCollectionNotFound,
+            flax.errors.ApplyScopeInvalidVariablesStructureError,
+        ) as error:
             raise ValueError(_missing(module, params, kept)) from error
         if training and kept:
             model_state = {name: changed.get(name, c) for name, c in kept.items()}
@@ -96,18 +99,23 @@ def _linen_switches(module: Any, training: bool) -> dict[str, Any]:
 
 
 def _no_rng(module: Any, training: bool) -> str:
+    how = {
+        True: "Create the state with rng=jax.random.key(seed)",
+        False: "For an evaluation, eval_step(loss_fn, rng=jax.random.key(seed))",
+    }
     return (
         f"{type(module).__name__}: expected rng, one key key[], since the module draws random "
-        f"numbers with training={training}; got rng=None. Create the state with "
-        "rng=jax.random.key(seed), or pass rng= to apply."
+        f"numbers with training={training}; got rng=None. {how[training]}; or pass rng= to apply."
     )
 
 
 def _missing(module: nn.Module, params: PyTree, model_state: dict[str, PyTree]) -> str:
-    collections = ["params"] * bool(params) + sorted(model_state)
+    got = str(["params"] * bool(params) + sorted(model_state))
+    if "params" in params:
+        got = f"params that hold collections themselves, {sorted(params)}"
     return (
         f"{type(module).__name__}: expected params and model_state with the collections that init "
-        f"returned, got {collections}. With (params, model_state) = model.init(key, inputs), "
+        f"returned, got {got}. With (params, model_state) = model.init(key, inputs), "
         "create the state with both: TrainState.create(params=params, model_state=model_state, "
         "tx=tx)."
     )

@@ -85,7 +85,7 @@ def explain(
 
     Args:
       fn: As for `optimize`: any function, or the step you fuse or fit (not the fused program). One
-        with metrics takes ``step.start(state)`` for a state.
+        with metrics takes a state, bare or started.
       *args: Its arguments. Shapes will do (`jax.ShapeDtypeStruct`): nothing is computed.
       rewrites: As for `optimize`.
       **kwargs: Its arguments by keyword.
@@ -110,6 +110,7 @@ def explain(
     """
     chosen = _optimize.mode(rewrites)
     _check_arguments(fn, args, kwargs)
+    args = getattr(fn, "traced_with", lambda *args: args)(*args)
     try:
         closed, _ = _optimize.traced(fn, *args, **kwargs)
     except Untraceable as error:

@@ -8,10 +8,10 @@ import jax
 from functrain.common._types import PyTree, Step
 from functrain.metrics._metric import Metric, collection, mean_loss
 from functrain.model._model import Model
-from functrain.step._check import check_step
+from functrain.step._check import check_loss, check_step
 from functrain.step._loss import Aux, LossFn
 from functrain.step._metered import MeteredStep, check_names
-from functrain.step._state import TrainState
+from functrain.step._state import TrainState, check_rng
 from functrain.step._update import value_of
 
 
@@ -20,17 +20,25 @@ def eval_step(
     *,
     metrics: Mapping[str, Metric] | None = None,
     of: Callable[[Any], TrainState] | None = None,
+    rng: jax.Array | None = None,
 ) -> MeteredStep:
     """Returns the step that evaluates: the loss with ``training=False``, the state untouched.
 
     Args:
-      loss_fn: The loss; called with ``rng=None``.
+      loss_fn: The loss.
       metrics: Running metrics by name, beside ``"loss"``, the mean over all examples.
       of: Where the training's state holds several networks, which of them to evaluate:
         ``of=lambda states: states["student"]``. Anything with `params` and `model_state` will do.
+      rng: A typed key `key[]`, for a loss that draws in evaluation too, such as that of a
+        variational autoencoder: batch number i is given ``fold_in(rng, i)``, the same in every
+        evaluation, so that epochs can be compared. With None the loss is called with ``rng=None``.
 
     Returns:
       A step over `Metered(state, metrics)`, for `evaluate` or for a loop of one's own.
+
+    Raises:
+      TypeError: `loss_fn` is no loss, `metrics` no dict of Metrics, or `rng` no single typed key;
+        or (when traced) the loss draws and there is no `rng`.
 
     Examples:
       >>> import jax.numpy as jnp, optax
@@ -43,16 +51,18 @@ def eval_step(
       1.0
     """
 
-    def measure(state: PyTree, batch: PyTree) -> tuple[PyTree, jax.Array, Aux]:
+    def measure(
+        state: PyTree, batch: PyTree, key: jax.Array | None = None
+    ) -> tuple[PyTree, jax.Array, Aux]:
         part: TrainState = state if of is None else of(state)
-        loss, aux = value_of(
-            loss_fn, part.params, part.model_state, batch, rng=None, training=False
-        )
+        loss, aux = value_of(loss_fn, part.params, part.model_state, batch, rng=key, training=False)
         return state, loss, aux
 
+    check_loss(loss_fn)
     check_names(metrics)
+    check_rng(rng)
     both = collection({"loss": mean_loss(), **(metrics or {})})
-    return MeteredStep(measure, both, trains=False)
+    return MeteredStep(measure, both, trains=False, rng=rng)
 
 
 def predict_step(model: Model) -> Step[TrainState]:
@@ -72,7 +82,15 @@ def predict_step(model: Model) -> Step[TrainState]:
     """
 
     def step(state: TrainState, inputs: PyTree, /) -> tuple[TrainState, PyTree]:
-        return state, model.apply(state.params, state.model_state, inputs).outputs
+        try:
+            return state, model.apply(state.params, state.model_state, inputs).outputs
+        except Exception as error:
+            if isinstance(inputs, tuple | list):
+                error.add_note(
+                    f"The model was given a {type(inputs).__name__} of {len(inputs)} as inputs. "
+                    "predict takes batches of inputs alone: ArrayLoader(x, batch_size)."
+                )
+            raise
 
     return step
 

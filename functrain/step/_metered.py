@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from functrain.common import _repr, _tree
 from functrain.common._types import PyTree, Step
@@ -17,9 +18,11 @@ class MeteredStep:
     """A step over `Metered(state, metrics)` that knows its metrics.
 
     Attributes:
-      base: ``(state, batch) -> (state, loss f32[], Aux)``.
+      base: ``(state, batch) -> (state, loss f32[], Aux)``; with an `rng`, ``(state, batch, key)``.
       metrics: The metrics as one `Metric`; its `compute` returns a dict.
       trains: Whether it changes the state; `evaluate` takes those only that do not.
+      rng: A key `key[]` for a base that draws, or None. Batch number i, counted beside the
+        metrics, gets ``fold_in(rng, i)``.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -32,12 +35,21 @@ class MeteredStep:
       1.0
     """
 
-    base: Callable[[Any, PyTree], tuple[Any, jax.Array, Aux]]
+    base: Callable[..., tuple[Any, jax.Array, Aux]]
     metrics: Metric
     trains: bool = True
+    rng: jax.Array | None = None
+
+    def __post_init__(self) -> None:
+        if self.rng is not None:
+            object.__setattr__(self, "metrics", _counted(self.metrics))
 
     def __repr__(self) -> str:
         return _repr.call(self, base=self.base, trains=self.trains)
+
+    def traced_with(self, state: PyTree, *args: Any) -> tuple[Any, ...]:
+        """Returns the arguments to trace it with: a bare state is started."""
+        return state if isinstance(state, Metered) else self.start(state), *args
 
     def start(self, state: PyTree) -> Metered:
         """Returns the state with metrics that have seen nothing."""
@@ -53,13 +65,26 @@ class MeteredStep:
                 "carries metrics: begin with step.start(state). fit and run do that for a step "
                 "as train_step returns it; jit, vmap or partial around it hide its metrics."
             )
-        state, loss, aux = self.base(metered.state, batch)
+        key = () if self.rng is None else (jax.random.fold_in(self.rng, metered.metrics[_BATCHES]),)
+        state, loss, aux = self.base(metered.state, batch, *key)
         metrics = self.metrics.update(metered.metrics, batch, aux.outputs, loss)
         values = {}  # those of an evaluation are reported without logs
         if self.trains:
             values = jax.eval_shape(self.metrics.compute, metrics)
             _tree.check_scalars(values)
         return Metered(state, metrics), _logs(loss, aux, values)
+
+
+_BATCHES = "(batches)"  # no name for a metric
+
+
+def _counted(metric: Metric) -> Metric:
+    """Counts batches beside the states of a dict of metrics, which is no value of theirs."""
+
+    def update(m: PyTree, batch: PyTree, outputs: PyTree, loss: jax.Array) -> PyTree:
+        return {**metric.update(m, batch, outputs, loss), _BATCHES: m[_BATCHES] + 1}
+
+    return Metric(lambda: {**metric.init(), _BATCHES: jnp.int32(0)}, update, metric.compute)
 
 
 def plain(base: Callable[[Any, PyTree], tuple[Any, jax.Array, Aux]]) -> Step[Any]:

@@ -69,12 +69,7 @@ class TrainState(flax.struct.PyTreeNode, eq=False):
           TypeError: `tx` is no optax transformation, `rng` is not a single typed key, `params`
             holds something that cannot be trained, or a leaf is no array.
         """
-        if rng is not None and not (_tree.is_key(rng) and rng.shape == ()):
-            raise TypeError(
-                f"rng: expected one typed key, key[], got {_tree.spec(rng)}. "
-                "Make it with jax.random.key(seed); jax.random.wrap_key_data converts an old "
-                "uint32[2] key."
-            )
+        check_rng(rng)
         check_tx(tx)
         params = _tree.copy(params)
         for path, leaf in _tree.leaves_with_path(params):
@@ -118,12 +113,33 @@ class TrainState(flax.struct.PyTreeNode, eq=False):
         )
 
 
+def check_rng(rng: Any) -> None:
+    """Refuses what is neither a key nor None."""
+    if rng is not None and not (_tree.is_key(rng) and rng.shape == ()):
+        raise TypeError(
+            f"rng: expected one typed key, key[], got {_tree.spec(rng)}. "
+            "Make it with jax.random.key(seed); jax.random.wrap_key_data converts an old "
+            "uint32[2] key."
+        )
+
+
+def check_state(state: Any) -> None:
+    """Refuses what an optimizer step cannot be taken with, such as params alone."""
+    if not hasattr(state, "apply_gradients"):
+        raise TypeError(
+            f"state: expected a TrainState, got {type(state).__name__}. Make one with "
+            "functrain.TrainState.create(params=params, model_state=model_state, tx=tx)."
+        )
+
+
 def check_tx(tx: Any) -> None:
     """Refuses what is no optax transformation."""
     if not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
-        hint = " Take bridge.optimizer(tx)." if hasattr(tx, "stateless_apply") else ""
+        hint = f" Call it: {_repr.name(tx)}(...)." if callable(tx) else ""
+        hint = " Take bridge.optimizer(tx)." if hasattr(tx, "stateless_apply") else hint
         raise TypeError(
-            f"tx: expected an optax transformation, such as optax.adam(1e-3), got {tx!r}.{hint}"
+            "tx: expected an optax transformation, such as optax.adam(1e-3), got "
+            f"{_repr.brief(tx)}.{hint}"
         )
 
 

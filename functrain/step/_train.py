@@ -8,6 +8,7 @@ import optax
 
 from functrain.common._types import PyTree, Step
 from functrain.metrics._metric import Metric, collection
+from functrain.step._check import check_loss
 from functrain.step._learning_rate import applied_rate
 from functrain.step._loss import Aux, LossFn
 from functrain.step._metered import MeteredStep, check_names, plain
@@ -42,8 +43,8 @@ def train_step(
       says of itself (`logged`).
 
     Raises:
-      TypeError: `tx` is no optax transformation, `metrics` no dict of Metrics, or
-        `learning_rate` no function; or (when traced) a metric's value is no scalar.
+      TypeError: `loss_fn` is no loss, `tx` no optax transformation, `metrics` no dict of Metrics,
+        or `learning_rate` no function; or (when traced) a metric's value is no scalar.
       ValueError: A metric is called "loss", "learning_rate" or "seconds"; or (when traced) a log
         is called so, or as a metric is.
 
@@ -58,6 +59,7 @@ def train_step(
       >>> print(state.step, logs["loss"])
       1 1.0
     """
+    check_loss(loss_fn)
     check_tx(tx)
     if not (learning_rate is None or callable(learning_rate)):
         raise TypeError(

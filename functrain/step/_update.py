@@ -9,7 +9,7 @@ import optax
 from functrain.common import _tree
 from functrain.common._types import PyTree
 from functrain.step._loss import Aux, LossFn
-from functrain.step._state import TrainState
+from functrain.step._state import TrainState, check_state
 from functrain.tx._loss_scale import guards, scaled, unscaled
 
 
@@ -30,8 +30,8 @@ def update(
       update, and the aux.
 
     Raises:
-      TypeError: (when traced) the loss is no scalar, or no pair of a scalar and an Aux; or it draws
-        random numbers and the state has no `rng`.
+      TypeError: (when traced) the state is no TrainState; the loss is no scalar, or no pair of a
+        scalar and an Aux; or it draws random numbers and the state has no `rng`.
       ValueError: (when traced) the state's `opt_state` is another optimizer's, or guarded in part
         by `skip_non_finite`.
 
@@ -45,6 +45,7 @@ def update(
       >>> print(loss, state.params["w"])
       2.0 [0.5 0.5]
     """
+    check_state(state)
     rng = None if state.rng is None else jax.random.fold_in(state.rng, state.step)
 
     def loss_of(params: PyTree) -> tuple[jax.Array, Aux]:
@@ -84,7 +85,8 @@ _NO_RNG = {
     True: "expected a state with an rng, since it draws random numbers, got rng=None. Create the "
     "state with TrainState.create(..., rng=jax.random.key(seed)).",
     False: "expected no drawing in evaluation, where rng is None. Draw only `if training:`, which "
-    "is a Python bool.",
+    "is a Python bool; or give keys to evaluation too: "
+    "eval_step(loss_fn, rng=jax.random.key(seed)).",
 }
 
 

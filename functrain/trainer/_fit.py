@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Generic, NamedTuple
 
 from functrain.checkpoint import Checkpointer
+from functrain.common import _repr
 from functrain.common._arguments import advised
 from functrain.common._checks import is_whole
 from functrain.common._types import StateT, Step
@@ -17,11 +18,12 @@ from functrain.engine._signals import HeldSignals
 from functrain.hooks._evaluate import Evaluate
 from functrain.hooks._hook import HookLike, HookRunner
 from functrain.loop._events import LogsReady, RunEnd
-from functrain.loop._require import require_epochs
+from functrain.loop._require import require_epochs, require_state, require_training_step
 from functrain.loop._run import Run
 from functrain.loop._run import begin as begin_run
 from functrain.rewrites import Mode
 from functrain.step._metered import MeteredStep
+from functrain.trainer._ahead import look_ahead
 from functrain.trainer._history import History
 from functrain.trainer._progress import ProgressReport, Verbose
 from functrain.trainer._recorder import Recorder
@@ -43,14 +45,22 @@ class FitResult(NamedTuple, Generic[StateT]):
     state: StateT
     history: History
 
+    def __repr__(self) -> str:
+        return f"FitResult(state={_repr.state(self.state)}, history={self.history!r})"
+
 
 @advised(
     "It is fit(state, step, data): inputs and labels go into one loader, "
     "functrain.ArrayLoader((x, y), batch_size).",
+    first=require_state,
     batch_size="It belongs to the data: functrain.ArrayLoader((x, y), batch_size).",
     shuffle="It belongs to the data: functrain.ArrayLoader((x, y), batch_size, shuffle=True).",
     validation_data="Pass eval_data=functrain.ArrayLoader((x, y), batch_size) and "
     "eval_step=functrain.eval_step(loss_fn).",
+    validation_split="Cut the arrays in two, and pass one part as eval_data=functrain.ArrayLoader("
+    "(x, y), batch_size) and eval_step=functrain.eval_step(loss_fn).",
+    steps_per_epoch="An epoch is one pass over the data: pass data of so many batches.",
+    sample_weight="It belongs to the data: functrain.ArrayLoader((x, y, weight), batch_size).",
     callbacks="Pass hooks=[...], functions of an event; Keras's callbacks go into bridge.fit.",
     steps_per_epoch="Pass steps=, the number of all steps, and eval_every=.",
     first_epoch="Pass start=functrain.Position(step, epoch), and as epochs the number of the whole "
@@ -149,12 +159,16 @@ def fit(
             "eval_data and eval_step: expected both or neither. The step comes from "
             "functrain.eval_step(loss_fn, metrics=...)."
         )
+    require_training_step(step)
+    all_hooks = list(hooks)
     if eval_step is not None:
         held_out = Source(eval_data, "eval_data")
         held_out.require_passes(epochs - begin.epoch)
-        _placement.require_divisible(held_out, _placement.batch_sharding(sharding))
         same: dict[str, Any] = {"rewrites": rewrites, "sharding": sharding, "jit": jit}
-        due.put_first(Evaluate(eval_step, eval_data, **same))
+        all_hooks = [Evaluate(eval_step, held_out, **same), *all_hooks]
+        due.put_first(all_hooks[0])
+    traces = jit and not _placement.is_explicit(_placement.batch_sharding(sharding))
+    look_ahead(state, step, data, all_hooks, checkpointer, traces=traces)
     recorder = Recorder(begin.step)
     events = begin_run(
         state,

@@ -48,6 +48,11 @@ class History:
         ]
         return f"History({'; '.join(parts)})"
 
+    def _repr_html_(self) -> str:
+        from functrain.trainer._html import page
+
+        return page(self)
+
     def plot(self, path: str | os.PathLike[str] | None = None) -> "Figure":
         """Draws the learning curves, one panel for each quantity; needs matplotlib.
 
@@ -57,7 +62,7 @@ class History:
           path: Where to save the picture as well, such as ``curves.png``.
 
         Returns:
-          The matplotlib Figure.
+          The matplotlib Figure, which a notebook shows as a picture.
 
         Raises:
           ImportError: matplotlib is not installed.

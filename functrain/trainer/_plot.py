@@ -1,5 +1,6 @@
 """Learning curves."""
 
+import io
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,9 +22,18 @@ def draw(history: "History") -> "Figure":
             "plotting needs matplotlib: pip install matplotlib (history.steps and history.epochs "
             "hold the numbers as NumPy arrays)"
         ) from error
+
+    class Curves(Figure):
+        """A figure that a notebook shows, whether or not pyplot has been imported."""
+
+        def _repr_png_(self) -> bytes:
+            picture = io.BytesIO()
+            self.savefig(picture, format="png", dpi=100)
+            return picture.getvalue()
+
     known = {**history.steps, **history.epochs, **history.points}
     names = list(dict.fromkeys(name.removeprefix("val_") for name in known if name != "seconds"))
-    figure = Figure(figsize=(5.2 * max(1, len(names)), 3.6), layout="constrained")
+    figure = Curves(figsize=(5.2 * max(1, len(names)), 3.6), layout="constrained")
     panels = np.atleast_1d(figure.subplots(1, max(1, len(names))))
     for panel, name in zip(panels, names, strict=False):
         _curves(panel, history, name)
@@ -58,7 +68,8 @@ def _curves(panel: Any, history: "History", name: str) -> None:
                 first + np.arange(1, len(values) + 1) * each, values, style, label=label, **how
             )
         if key in history.points:
-            panel.plot(*history.points[key], style, label=f"{label}, within epochs", **how)
+            thin = {"color": color, "marker": style[-1], "ms": 2.5, "ls": ":", "lw": 1}
+            panel.plot(*history.points[key], label=f"{label}, within epochs", **thin)
     panel.legend(fontsize=8)
 
 

@@ -1,25 +1,17 @@
 """A progress bar in a terminal or notebook, plain lines elsewhere."""
 
-import importlib.util
 import math
 import time
 from collections.abc import Mapping
-from typing import Any, Literal, Self, TypeAlias
+from typing import Literal, Self, TypeAlias
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeRemainingColumn,
-)
 
 from functrain.common import _tree
 from functrain.common._types import PyTree
 from functrain.engine._position import Position
 from functrain.loop._events import ChunkEnd, EpochEnd, Event
+from functrain.trainer._bar import Bar
 from functrain.trainer._recorder import Recorder
 
 Verbose: TypeAlias = Literal["auto", "bar", "lines"] | int
@@ -58,8 +50,7 @@ class ProgressReport:
         self._style = _style(verbose, self._console)
         self._epochs = epochs
         self._total = steps_per_epoch
-        self._bar: Progress | None = None
-        self._task = TaskID(0)
+        self._bar: Bar | None = None
         self._metrics: PyTree = {}
         self._compiled = False  # whether that was said
         self._shown = 0.0
@@ -97,7 +88,7 @@ class ProgressReport:
             # The metrics asked for at the last refresh are there by now: no waiting.
             values = {**recorder.latest, **_tree.to_floats(self._metrics)}
             self._metrics = event.metrics()
-            self._bar.update(self._task, completed=self._steps, values=self._text(values))
+            self._bar.update(completed=self._steps, values=self._text(values))
 
     def _say_how_long_compiling_took(self, recorder: Recorder) -> None:
         seconds = recorder.first_steps_seconds
@@ -111,7 +102,7 @@ class ProgressReport:
         self._say_how_long_compiling_took(recorder)
         if self._bar is not None:
             text = self._text(event.values)
-            self._bar.update(self._task, total=self._steps, completed=self._steps, values=text)
+            self._bar.update(total=self._steps, completed=self._steps, values=text)
             self._bar.stop()
         elif self._style == "lines":
             self._print(f"{self._title}  {self._steps} steps  {self._text(event.values)}")
@@ -129,11 +120,7 @@ class ProgressReport:
         self._began = self._shown = time.perf_counter()
 
     def _show(self) -> None:
-        self._bar = _bar(self._console)
-        self._task = self._bar.add_task(
-            self._title, total=self._total, completed=self._steps, values=""
-        )
-        self._bar.start()
+        self._bar = Bar(self._console, self._title, self._total, self._steps)
 
     def _text(self, values: Mapping[str, float]) -> str:
         rate = f"{self._seen / max(time.perf_counter() - self._began, 1e-9):,.0f} examples/s"
@@ -143,20 +130,7 @@ class ProgressReport:
 def _style(verbose: Verbose, console: Console) -> str:
     styles = {0: "none", 1: "bar", 2: "lines", "bar": "bar", "lines": "lines"}
     if verbose == "auto":
-        # In a notebook rich draws its bar with ipywidgets, which not everybody has.
-        widgets = importlib.util.find_spec("ipywidgets") is not None
-        return "bar" if console.is_terminal or (console.is_jupyter and widgets) else "lines"
+        return "bar" if console.is_terminal or console.is_jupyter else "lines"
     if verbose not in styles:
         raise ValueError(f"verbose: expected 'auto', 'bar', 'lines', 0, 1 or 2, got {verbose!r}")
     return styles[verbose]
-
-
-def _bar(console: Console) -> Progress:
-    columns: tuple[Any, ...] = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(bar_width=24),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(elapsed_when_finished=True),
-        TextColumn("{task.fields[values]}", markup=False),
-    )
-    return Progress(*columns, console=console, refresh_per_second=5)

@@ -122,17 +122,21 @@ def test_a_run_that_was_interrupted_at_its_last_epochs_end_keeps_the_values(
     assert result.history.epochs["val_loss"].tolist() == [0.3, 0.2, 0.1]
 
 
+def may_add_values(event: Any) -> None:
+    """A function, of which nobody knows beforehand that it does not."""
+
+
 def test_a_best_value_that_no_epoch_has_is_named(tmp_path: pathlib.Path) -> None:
     checkpointer = ft.Checkpointer(tmp_path, best="val_loss")
     with pytest.warns(UserWarning, match=r"best: expected one of \['mean'\], got 'val_loss'"):
-        trained(checkpointer)
+        trained(checkpointer, may_add_values)
     assert checkpointer.best() is None
     assert checkpointer.steps() == [10, 20, 30]
 
 
 def test_a_best_value_that_the_only_epoch_has_not_is_named(tmp_path: pathlib.Path) -> None:
     with pytest.warns(UserWarning, match=r"best: expected one of \['mean'\], got 'val_loss'"):
-        trained(ft.Checkpointer(tmp_path, best="val_loss"), epochs=1)
+        trained(ft.Checkpointer(tmp_path, best="val_loss"), may_add_values, epochs=1)
 
 
 def test_a_best_value_that_was_saved_in_mid_epoch_is_not_missed(tmp_path: pathlib.Path) -> None:

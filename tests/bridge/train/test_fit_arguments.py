@@ -213,3 +213,62 @@ def test_samples_prepared_first_train_as_the_refusal_says() -> None:
     twin.fit(2 * X, Y, verbose=0, shuffle=False)
     for ours, theirs in zip(model.get_weights(), twin.get_weights(), strict=True):
         np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("eval_data", r"validation_data=\(x, y\)"),
+        ("hooks", r"callbacks=\[\.\.\.\]"),
+        ("metrics", r"model\.compile"),
+        ("steps", "steps_per_epoch="),
+    ],
+)
+def test_arguments_of_functrain_are_told_what_keras_calls_them(name: str, hint: str) -> None:
+    with pytest.raises(TypeError, match=f"fit: expected no {name}=.*{hint}"):
+        bridge.fit(compiled(), X, Y, **{name: 1})
+
+
+@pytest.mark.parametrize("name", ["x", "y"])
+def test_lists_of_numbers_are_refused_in_a_line(name: str) -> None:
+    data: dict[str, Any] = {"x": X, "y": Y}
+    data[name] = data[name].tolist() * 2000
+    with pytest.raises(TypeError, match=rf"{name}: .* a list of \d numbers.*np\.asarray") as error:
+        bridge.fit(compiled(), **data)
+    assert len(str(error.value)) < 200
+
+
+SCHEDULE = optax.cosine_decay_schedule(0.1, 100)
+PLATEAU = keras.callbacks.ReduceLROnPlateau("loss", patience=0, min_delta=9.0)
+SCHEDULER = keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate / 2)
+
+
+@pytest.mark.parametrize("tx", [optax.adam(SCHEDULE), optax.adam(0.1)], ids=["schedule", "number"])
+@pytest.mark.parametrize("callback", [PLATEAU, SCHEDULER, keras.callbacks.TensorBoard("nowhere")])
+def test_a_rate_that_nobody_can_see_is_missed_before_the_first_step(tx: Any, callback: Any) -> None:
+    model = compiled(optimizer=bridge.OptaxOptimizer(tx))
+    words = rf"{type(callback).__name__} asks .*OptaxOptimizer\(optax\.adam, learning_rate=1e-3\)"
+    with pytest.raises(ValueError, match=words):
+        bridge.fit(model, X, Y, verbose=0, callbacks=[callback])
+    assert int(model.optimizer.iterations.value) == 0
+
+
+@pytest.mark.parametrize("callback", [PLATEAU, SCHEDULER])
+def test_a_schedule_s_rate_cannot_be_set(callback: Any) -> None:
+    model = compiled(optimizer=bridge.OptaxOptimizer(optax.adam, learning_rate=SCHEDULE))
+    with pytest.raises(ValueError, match=r"expected an optimizer with one learning rate.*schedule"):
+        bridge.fit(model, X, Y, verbose=0, callbacks=[callback])
+    assert int(model.optimizer.iterations.value) == 0
+
+
+@pytest.mark.parametrize("callback", [PLATEAU, SCHEDULER])
+def test_a_rate_that_is_a_number_can_be_set(callback: Any) -> None:
+    model = compiled(optimizer=bridge.OptaxOptimizer(optax.adam, learning_rate=0.1))
+    bridge.fit(model, X, Y, epochs=3, verbose=0, callbacks=[callback])
+    assert float(model.optimizer.learning_rate) < 0.1
+
+
+def test_optimizers_are_shown_in_a_line() -> None:
+    shown = repr(bridge.OptaxOptimizer(optax.adam, learning_rate=0.1))
+    assert shown == "OptaxOptimizer(adam, learning_rate=0.1)"
+    assert "0x" not in repr(bridge.OptaxOptimizer(optax.adam(SCHEDULE)))

@@ -1,0 +1,116 @@
+"""What is looked at before the first step, so that no epoch is trained in vain."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from functrain.checkpoint import Checkpointer
+from functrain.common import _tree
+from functrain.common._types import PyTree
+from functrain.data._sources import Source
+from functrain.engine._guards import guarded
+from functrain.hooks._csv import CSVLogger
+from functrain.hooks._early_stopping import EarlyStopping
+from functrain.hooks._evaluate import Evaluate
+from functrain.loop._require import require_batches
+from functrain.step._metered import MeteredStep
+
+_ADD_NOTHING = (CSVLogger, EarlyStopping)
+
+
+def look_ahead(
+    state: PyTree,
+    step: Any,
+    data: Any,
+    hooks: Sequence[Any],
+    checkpointer: Checkpointer | None,
+    *,
+    traces: bool,
+) -> None:
+    """Traces each evaluation with its first batch, and asks for the values that are monitored.
+
+    Nothing is computed. Of a pass over data that cannot be sought the first batch is fetched, and
+    the first evaluation goes on with that pass.
+
+    Args:
+      state: What is to be trained.
+      step: The step that trains.
+      data: What it is trained on.
+      hooks: All of them, in their order.
+      checkpointer: That of the run.
+      traces: Whether steps may be traced: they are compiled, and lie on no mesh with explicit axes.
+
+    Raises:
+      ValueError: There is nothing to evaluate on; or nobody provides a value that is monitored,
+        as far as that is known: a function among the hooks may add any.
+      TypeError: A metric's value is no scalar. And whatever tracing an evaluation raises.
+    """
+    like = jax.eval_shape(_tree.copy, state)
+    names = {"loss", *(_metric_names(step) if isinstance(step, MeteredStep) else ())}
+    known = True  # that hooks add nothing else
+    missing: list[tuple[str, str]] = []
+    for hook in hooks:
+        if isinstance(hook, Evaluate):
+            _require_evaluation(like, hook, traces)
+            names |= {hook.prefix + name for name in _metric_names(hook.step)}
+        known &= isinstance(hook, (Evaluate, *_ADD_NOTHING))
+        if isinstance(hook, EarlyStopping) and known and hook.monitor not in names:
+            missing.append(("monitor", hook.monitor))
+    best = getattr(checkpointer, "monitor", None)  # what is no checkpointer is refused elsewhere
+    if best is not None and known and best not in names:
+        missing.append(("best", best))
+    if missing and traces:
+        _require_logs(missing, names, like, step, data)
+
+
+def _metric_names(step: MeteredStep) -> set[str]:
+    with guarded():
+        values = jax.eval_shape(step.metrics.compute, step.metrics.init())
+    _tree.check_scalars(values)
+    return {path for path, _ in _tree.leaves_with_path(values)}
+
+
+def _require_evaluation(like: PyTree, hook: Evaluate, traces: bool) -> None:
+    """Raises now what the evaluation would raise after an epoch."""
+    batch = hook.source.look()
+    require_batches(int(batch is not None), name=hook.source.name)
+    if not traces or not hook.how["jit"]:
+        return
+    try:
+        with guarded():
+            jax.eval_shape(hook.step, jax.eval_shape(hook.step.start, like), _shapes(batch))
+    except Exception as error:
+        error.add_note(f"This came from evaluating {hook.source.name}, before the first step.")
+        raise
+
+
+def _require_logs(
+    missing: list[tuple[str, str]], names: set[str], like: PyTree, step: Any, data: Any
+) -> None:
+    """Looks for values among the logs of the step, where its first batch is known."""
+    batch = next(Source(data).specs(), None)
+    if batch is None:
+        return
+    if isinstance(step, MeteredStep):
+        like = jax.eval_shape(step.start, like)
+    with guarded():
+        logs = jax.eval_shape(step, like, _shapes(batch))[1]
+    found = names | {path for path, _ in _tree.leaves_with_path(logs)}
+    for argument, name in missing:
+        if name not in found:
+            raise ValueError(
+                f"{argument}: expected one of {sorted(found)}, got {name!r}. Values of an "
+                "evaluation need eval_data and eval_step, or an Evaluate hook that comes before."
+            )
+
+
+def _shapes(batch: PyTree) -> PyTree:
+    """Returns what a batch looks like to a step."""
+
+    def shape(x: Any) -> jax.ShapeDtypeStruct:
+        dtype = x.dtype if _tree.is_key(x) else x.dtype.newbyteorder("=")
+        dtype = jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True)
+        return jax.ShapeDtypeStruct(x.shape, dtype)
+
+    return jax.tree.map(shape, batch)

@@ -1,0 +1,169 @@
+"""What is wrong with an evaluation, or with a value to watch, is found before the first step."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import functrain as ft
+
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(20, 3)).astype(np.float32)
+Y = RNG.integers(0, 2, 20)
+ONE_HOT = np.eye(2, dtype=np.float32)[Y]
+LOADER = ft.ArrayLoader((X, Y), 8)
+TX = optax.sgd(0.1)
+MODEL = ft.Model(
+    init=lambda key, x: ({"w": jnp.zeros((3, 2))}, {}),
+    apply=lambda p, s, x, *, rng=None, training=False: ft.ModelOutput(x @ p["w"], s),
+)
+LOSS = ft.supervised(MODEL, optax.softmax_cross_entropy_with_integer_labels)
+EVAL = ft.eval_step(LOSS, metrics={"accuracy": ft.metrics.accuracy()})
+
+
+def logging(params, model_state, batch, *, rng, training):
+    loss, aux = LOSS(params, model_state, batch, rng=rng, training=training)
+    return loss, aux._replace(logs={"extra": loss})
+
+
+class Fit:
+    """A fit that notes how many steps were dispatched."""
+
+    def __init__(self, loss=LOSS, **metrics):
+        self.steps = 0
+        train = ft.train_step(loss, TX, metrics=metrics or None)
+
+        def step(state, batch):
+            jax.debug.callback(self.count)
+            return train(state, batch)
+
+        self.step = train if metrics else step
+
+    def count(self):
+        self.steps += 1
+
+    def __call__(self, **how):
+        state = ft.TrainState.create(params={"w": jnp.zeros((3, 2))}, tx=TX)
+        return ft.fit(state, self.step, LOADER, **{"epochs": 2, "verbose": 0, **how})
+
+
+class Passes:
+    """A re-iterable that is no list, and counts its passes."""
+
+    def __init__(self, *batches):
+        self.batches, self.passes = batches, 0
+
+    def __iter__(self):
+        self.passes += 1
+        return iter(self.batches)
+
+
+@pytest.mark.parametrize(
+    ("data", "kind", "words"),
+    [
+        ((X, Y), TypeError, r"eval_data: expected an ArrayLoader.*got tuple\. For arrays"),
+        ([], ValueError, "eval_data: expected at least one batch, got an empty list"),
+        (Passes(), ValueError, "eval_data: expected at least one batch, got none"),
+        (ft.ArrayLoader(X, 8), ValueError, r"expected \(x, y\).*got float32\[8, 3\]"),
+        (ft.ArrayLoader((X, ONE_HOT), 8), TypeError, "numpy.integer"),
+        ([(X, ONE_HOT)], TypeError, "numpy.integer"),
+        (Passes((X, ONE_HOT)), TypeError, "numpy.integer"),
+        (ft.ArrayLoader((X[:, :2], Y), 8), TypeError, "dot_general"),
+    ],
+)
+def test_what_cannot_be_evaluated_is_found_before_the_first_step(data, kind, words) -> None:
+    fit = Fit()
+    with pytest.raises(kind, match=words) as error:
+        fit(eval_data=data, eval_step=EVAL)
+    assert fit.steps == 0
+    assert not hasattr(error.value, "fit_result")
+
+
+def test_so_is_what_a_hook_cannot_evaluate() -> None:
+    fit = Fit()
+    hook = ft.hooks.Evaluate(EVAL, ft.ArrayLoader((X, ONE_HOT), 8), when=ft.every(epochs=2))
+    with pytest.raises(TypeError) as error:
+        fit(hooks=[hook])
+    assert fit.steps == 0
+    assert "outputs float32[8, 2] and labels float32[8, 2]" in error.value.__notes__[0]
+    assert "This came from evaluating data, before the first step." in error.value.__notes__
+
+
+def test_a_metric_whose_value_is_no_scalar_is_found() -> None:
+    counts = ft.Metric(lambda: jnp.zeros(3), lambda m, batch, outputs, loss: m + 1, lambda m: m)
+    fit = Fit()
+    with pytest.raises(TypeError, match=r"(?s)metrics: expected a scalar.*counts: float32\[3\]"):
+        fit(eval_data=LOADER, eval_step=ft.eval_step(LOSS, metrics={"counts": counts}))
+    assert fit.steps == 0
+
+
+def test_looking_ahead_takes_no_batch_and_no_pass_from_the_evaluation() -> None:
+    fit = Fit()
+    whole = fit(eval_data=LOADER, eval_step=EVAL).history.epochs["val_loss"].tolist()
+    data = Passes((X[:12], Y[:12]), (X[12:], Y[12:]))
+    again = fit(eval_data=data, eval_step=EVAL).history.epochs["val_loss"]
+    assert again == pytest.approx(whole)
+    assert data.passes == 2
+    once = fit(epochs=1, eval_data=iter(data), eval_step=EVAL).history.epochs["val_loss"]
+    assert once == pytest.approx(whole[:1])
+
+
+@pytest.mark.parametrize("how", [{}, {"eval_data": LOADER, "eval_step": ft.eval_step(LOSS)}])
+def test_a_value_nobody_provides_is_found_before_the_first_step(how, tmp_path) -> None:
+    stopping = ft.hooks.EarlyStopping("val_accuracy")
+    keeping = ft.Checkpointer(tmp_path, best="val_accuracy")
+    log = ft.hooks.CSVLogger(tmp_path / "log.csv")
+    for watching in ({"hooks": [log, stopping]}, {"checkpointer": keeping}):
+        fit = Fit(logging)
+        with pytest.raises(ValueError, match=r"\['extra', 'loss'.*got 'val_accuracy'\..*eval_d"):
+            fit(**how, **watching)
+        assert fit.steps == 0
+
+
+def test_a_value_that_somebody_provides_can_be_watched(tmp_path) -> None:
+    late = ft.hooks.Evaluate(EVAL, LOADER, prefix="late_")
+    names = ["loss", "extra", "accuracy", "val_accuracy", "late_accuracy"]
+    watching = [ft.hooks.EarlyStopping(name, mode="max", patience=9) for name in names]
+    fit = Fit(logging, accuracy=ft.metrics.accuracy())
+    keeping = ft.Checkpointer(tmp_path, best="extra", mode="max")
+    fit(eval_data=LOADER, eval_step=EVAL, hooks=[late, *watching], checkpointer=keeping)
+    assert all(hook.best_step is not None for hook in watching)
+
+
+def test_a_value_may_come_from_a_function_of_the_user_s() -> None:
+    def add(event):
+        event.values["score"] = 1.0
+
+    stopping = ft.hooks.EarlyStopping("score", mode="max", patience=9)
+    Fit()(hooks=[add, stopping])
+    assert stopping.best == 1.0
+
+
+def test_an_uncompiled_step_is_not_traced_to_find_out() -> None:
+    def loss(params, model_state, batch, *, rng, training):
+        value = jnp.sum(params["w"]) * batch[0, 0]
+        return value * (1 if training else bool(value >= 0)), ft.Aux(model_state)  # no tracing
+
+    state = ft.TrainState.create(params={"w": jnp.zeros((3, 2))}, tx=TX)
+    one = [X[:8]]
+    how = {"eval_data": one, "eval_step": ft.eval_step(loss), "jit": False, "verbose": 0}
+    assert "val_loss" in ft.fit(state, ft.train_step(loss, TX), one, **how).history.epochs
+
+
+@pytest.mark.parametrize("below", ["", "file/log.csv"])
+def test_a_csv_file_that_cannot_be_written_is_found_before_the_first_step(below, tmp_path) -> None:
+    (tmp_path / "file").touch()
+    fit = Fit()
+    with pytest.raises(OSError, match=r"path: expected a file that can be written, got .*No step"):
+        fit(hooks=[ft.hooks.CSVLogger(tmp_path / below)])
+    assert fit.steps == 0
+
+
+def test_a_file_that_stands_is_left_until_the_first_row(tmp_path) -> None:
+    path = tmp_path / "log.csv"
+    path.write_text("kept\n")
+    with pytest.raises(TypeError):
+        Fit()(hooks=[ft.hooks.CSVLogger(path)], eval_data=(X, Y), eval_step=EVAL)
+    ft.hooks.CSVLogger(path).begin()
+    assert path.read_text() == "kept\n"

@@ -1,0 +1,189 @@
+"""What a terminal and a notebook show of a fit: the bar, the history, objects in a line."""
+
+import base64
+import io
+import re
+import sys
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from PIL import Image
+from rich.console import Console
+
+import functrain as ft
+from functrain.trainer._bar import Bar
+from functrain.trainer._progress import ProgressReport
+from functrain.trainer._recorder import Recorder
+
+VALUES = {"loss": 0.123456, "accuracy": 0.98765, "learning_rate": 1e-3, "val_accuracy": 0.9}
+
+
+def run(console):
+    """A report of two epochs of 30 steps, of which the bar is too late to be told the last."""
+    position, recorder = ft.Position(), Recorder()
+    with ProgressReport(2, 30, "auto", console=console) as progress:
+        for epoch in range(2):
+            for _ in range(3):
+                position = position.after(10)
+                progress(
+                    ft.ChunkEnd(position=position, state=(), steps=10, examples=8, rows={}),
+                    recorder,
+                )
+            progress(ft.EpochEnd(position=position, state=(), values=VALUES), recorder)
+            position = ft.Position(position.step, epoch + 1)
+
+
+@pytest.mark.parametrize("width", [60, 80, 160])
+def test_the_bar_ends_at_its_last_step_with_all_values_in_any_width(width) -> None:
+    stream = io.StringIO()
+    run(Console(file=stream, force_terminal=True, width=width, color_system=None))
+    lines = [re.sub(r"\x1b\[[0-9?]*[a-zA-Z]", "", line) for line in stream.getvalue().split("\n")]
+    drawn = [i for i, line in enumerate(lines) if "epoch 1/2" in line][-1]
+    last = [i for i, line in enumerate(lines) if "epoch 2/2" in line]
+    finished = " ".join(" ".join(lines[drawn : last[0]]).split())
+    for expected in ("30/30", "loss 0.1235", "accuracy 0.9877", "val_accuracy 0.9"):
+        assert expected in finished
+    assert "…" not in stream.getvalue()
+    assert all(len(line.split("\r")[-1]) <= width for line in lines)
+
+
+class Cell:
+    """What IPython.display does for the bar: keeps what a cell shows in the end."""
+
+    def __init__(self):
+        self.shown = []
+
+    def display(self, thing, *, display_id):
+        assert display_id
+        self.shown.append(self.text(thing))
+        place = len(self.shown) - 1
+        return types.SimpleNamespace(
+            update=lambda new: self.shown.__setitem__(place, self.text(new))
+        )
+
+    @staticmethod
+    def text(thing):
+        html = thing._repr_mimebundle_(include=[], exclude=[])["text/html"]
+        return " ".join(re.sub("<[^>]*>", "", html).split())
+
+
+def test_a_notebook_s_cell_keeps_the_finished_bar(monkeypatch) -> None:
+    cell = Cell()
+    monkeypatch.setitem(sys.modules, "IPython", types.ModuleType("IPython"))
+    monkeypatch.setitem(sys.modules, "IPython.display", cell)
+    run(Console(force_jupyter=True))
+    assert len(cell.shown) == 2
+    for i, line in enumerate(cell.shown):
+        assert line.startswith(f"epoch {i + 1}/2 ")
+        assert "30/30" in line
+        assert "val_accuracy 0.9" in line
+
+
+def test_a_bar_may_not_know_how_long_it_is() -> None:
+    stream = io.StringIO()
+    bar = Bar(Console(file=stream, force_terminal=True, width=80), "epoch 1/1", None, 0)
+    bar.update(completed=3, values="loss 1")
+    bar.stop()
+    assert "3/?" in stream.getvalue()
+
+
+def history(epochs=2):
+    return ft.History(
+        steps={"loss": np.arange(8.0)},
+        epochs={"loss": np.arange(epochs) + 0.5, "val_<b>": np.full(epochs, np.nan)},
+        points={"val_loss": (np.array([2, 6]), np.array([2.5, 6.5]))},
+    )
+
+
+def rows(html):
+    return [re.findall("<t[dh]>(.*?)</t[dh]>", row) for row in re.findall("<tr>(.*?)</tr>", html)]
+
+
+def test_a_history_is_a_table_and_a_picture_in_a_notebook() -> None:
+    html = history()._repr_html_()
+    assert rows(html) == [
+        ["epoch", "loss", "val_&lt;b&gt;"],
+        ["1", "0.5", "nan"],
+        ["2", "1.5", "nan"],
+    ]
+    (data,) = re.findall('src="data:image/png;base64,([^"]+)"', html)
+    assert Image.open(io.BytesIO(base64.b64decode(data))).width > 400
+
+
+def test_of_many_epochs_the_first_and_the_last_are_shown() -> None:
+    first = [row[0] for row in rows(history(epochs=200)._repr_html_())]
+    assert first == ["epoch", "1", "2", "3", "...", *map(str, range(189, 201))]
+
+
+def test_without_matplotlib_there_is_the_table(monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    html = history()._repr_html_()
+    assert len(rows(html)) == 3
+    assert "<img" not in html
+
+
+def test_a_fit_of_no_epoch_is_shown_by_its_name() -> None:
+    assert "History()" in ft.History({}, {})._repr_html_()
+
+
+def test_a_plot_is_a_picture_in_a_cell_by_itself() -> None:
+    picture = Image.open(io.BytesIO(history().plot()._repr_png_()))
+    assert picture.format == "PNG"
+
+
+TX = optax.sgd(0.1)
+STATE = ft.TrainState.create(params={"w": jnp.ones((300, 400))}, tx=TX)
+
+
+def step(state, batch):
+    return state, {"loss": jnp.sum(batch)}
+
+
+@pytest.mark.parametrize(
+    ("thing", "shown"),
+    [
+        (ft.fuse(step, 8), "Fused(step, k=8)"),
+        (ft.fuse(step, 8).program, "HeldProgram(step=step)"),
+        (ft.run(STATE, step, [np.ones(2)]), "Run(Position(step=0, epoch=0, batch=0))"),
+        (
+            ft.LogsReady(position=ft.Position(4), steps=4, examples=2, logs={"a": np.ones(4)}),
+            "LogsReady(position=Position(step=4, epoch=0, batch=0), steps=4, examples=2, "
+            "logs of a)",
+        ),
+        (
+            ft.FitResult({"w": jnp.ones((300, 400))}, ft.History({}, {})),
+            "FitResult(state=120,000 in 1 array, history=History())",
+        ),
+        (
+            ft.FitResult(STATE, ft.History({}, {})),
+            "FitResult(state=TrainState(step=0, params=120,000 in 1 array, model_state=(), "
+            "opt_state=(EmptyState(), EmptyState()), rng=None), history=History())",
+        ),
+    ],
+    ids=lambda value: value[:11] if isinstance(value, str) else "",
+)
+def test_things_are_shown_in_a_line(thing, shown) -> None:
+    assert repr(thing) == shown
+
+
+def test_what_a_checkpoint_holds_is_shown_in_a_line(tmp_path) -> None:
+    with ft.Checkpointer(tmp_path) as keeping:
+        keeping.save(STATE, ft.Position(3), documents={"mine": list(range(1000))})
+        keeping.wait()
+        shown = repr(keeping.restore(jax.eval_shape(lambda: STATE)))
+    assert shown.startswith("Restored(state=TrainState(step=0, params=120,000 in 1 array, ")
+    assert shown.endswith(
+        "position=Position(step=3, epoch=0, batch=0), values={}, documents of mine)"
+    )
+
+
+def test_histories_and_states_say_whether_they_are_one() -> None:
+    one, other = history(), history()
+    assert one == one
+    assert one != other
+    assert ft.FitResult(STATE, one) == ft.FitResult(STATE, one)
+    assert ft.FitResult(STATE, one) != ft.FitResult(STATE, other)

@@ -1,0 +1,147 @@
+"""What people bring from other libraries, or mix up, and what fit, evaluate and predict say."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+import optax
+import pytest
+
+import functrain as ft
+
+X, Y = np.ones((8, 3), np.float32), np.zeros(8, np.int32)
+LOADER = ft.ArrayLoader((X, Y), 4)
+TX = optax.sgd(0.1)
+MODULE = nn.Dense(2)
+MODEL = ft.from_linen(MODULE)
+PARAMS, MODEL_STATE = MODEL.init(jax.random.key(0), X)
+LOSS = ft.supervised(MODEL, optax.softmax_cross_entropy_with_integer_labels)
+STEP = ft.train_step(LOSS, TX)
+STATE = ft.TrainState.create(params=PARAMS, model_state=MODEL_STATE, tx=TX)
+KERAS = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs"), [((STEP, LOADER), {}), ((X, Y), {"batch_size": 4}), ((LOADER,), {})]
+)
+def test_a_keras_model_is_sent_to_the_bridge_whatever_comes_with_it(args, kwargs) -> None:
+    with pytest.raises(TypeError, match=r"got the Keras model Seq.*bridge\.fit\(model, x, y\)"):
+        ft.fit(KERAS, *args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("batch_size", r"ArrayLoader\(\(x, y\), batch_size\)"),
+        ("validation_data", r"eval_data=functrain\.ArrayLoader.*eval_step="),
+        ("validation_split", r"eval_data=functrain\.ArrayLoader"),
+        ("steps_per_epoch", "An epoch is one pass over the data"),
+        ("sample_weight", r"ArrayLoader\(\(x, y, weight\), batch_size\)"),
+        ("callbacks", r"hooks=\[\.\.\.\].*bridge\.fit"),
+    ],
+)
+def test_an_argument_of_keras_is_told_where_it_belongs(name, hint) -> None:
+    with pytest.raises(TypeError, match=f"fit: expected no {name}=.*{hint}"):
+        ft.fit(STATE, STEP, LOADER, **{name: 1})
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        ((STATE, STEP, X, Y), r"fit: expected 3 arguments without a name, got 4.*ArrayLoader"),
+        ((STATE, STEP, (X, Y)), r"data: expected an ArrayLoader .* got tuple\. For arrays"),
+        ((STATE, STEP, [[1.0, 2.0], [3.0, 4.0]]), "data: batch 0: .*list of 2 numbers, 1.0, 2.0"),
+        ((STATE, STEP, iter([(X.tolist(), Y)])), "data: batch 0: .*list of 3 numbers"),
+        ((STATE, STEP, list(range(10**6))), "data: expected a list of batches, got one of ints"),
+        ((MODULE, STEP, LOADER), r"state: .* got the module Dense.*functrain\.from_linen"),
+        ((MODEL, STEP, LOADER), r"state: .* got a functrain\.Model"),
+        ((PARAMS, STEP, LOADER), r"state: expected a TrainState, got dict.*TrainState\.create"),
+        ((STEP, STATE, LOADER), r"step: expected \(state, batch\).*got TrainState"),
+        ((STATE, LOSS, LOADER), r"step: expected .* got the loss loss_fn.*train_step"),
+        ((STATE, optax.huber_loss, LOADER), r"got huber_loss, a loss of outputs.*supervised\(mod"),
+        ((STATE, ft.eval_step(LOSS), LOADER), r"step: expected one that trains.*eval_step"),
+        ((STATE, ft.fuse(STEP, 2), LOADER), r"got Fused\(step, k=2\).* fuse=2"),
+    ],
+    ids=lambda value: value[:40] if isinstance(value, str) else "",
+)
+def test_what_is_mixed_up_is_named(args, words) -> None:
+    with pytest.raises(TypeError, match=words):
+        ft.fit(*args, verbose=0)
+
+
+@pytest.mark.parametrize(
+    ("loss", "words"),
+    [
+        (MODEL, r"got a model\. .*supervised\(model, loss\)"),
+        (KERAS, r"got a model\. .*supervised\(bridge\.from_keras\(model\), loss\)"),
+        (optax.softmax_cross_entropy, "got softmax_cross_entropy, a loss of outputs and labels"),
+        (STEP, r"got step\(state, batch\) without rng and training"),
+        (lambda params, state, batch, *, rng: 0, "without training"),
+        ("mse", "got str"),
+    ],
+)
+@pytest.mark.parametrize("make", [lambda loss: ft.train_step(loss, TX), ft.eval_step])
+def test_what_is_no_loss_of_params_is_refused_where_a_step_is_made(make, loss, words) -> None:
+    with pytest.raises(TypeError, match=rf"loss_fn: expected .*{words}"):
+        make(loss)
+
+
+@pytest.mark.parametrize("loss", [LOSS, lambda *args, **kwargs: None])
+def test_a_loss_is_a_loss(loss) -> None:
+    assert ft.eval_step(loss).trains is False
+
+
+def test_a_function_that_makes_an_optimizer_is_to_be_called() -> None:
+    with pytest.raises(TypeError, match=r"tx: expected .* got adam\. Call it: adam\(\.\.\.\)"):
+        ft.train_step(LOSS, optax.adam)
+
+
+def test_what_fit_returned_is_no_state() -> None:
+    result = ft.fit(STATE, STEP, LOADER, verbose=0)
+    with pytest.raises(TypeError, match=r"got what fit returned\. Take its state"):
+        ft.evaluate(result, ft.eval_step(LOSS), LOADER)
+    with pytest.raises(TypeError, match=r"got what fit returned\. Take its state"):
+        ft.predict(result, ft.predict_step(MODEL), ft.ArrayLoader(X, 4))
+
+
+def test_predict_says_what_it_takes() -> None:
+    with pytest.raises(TypeError, match=r"got a step that carries metrics.*predict_step\(model\)"):
+        ft.predict(STATE, ft.eval_step(LOSS), LOADER)
+    with pytest.raises(ValueError, match=r"got a scalar per batch.*predict_step\(model\)"):
+        ft.predict(STATE, STEP, LOADER)
+    with pytest.raises(Exception) as error:  # noqa: PT011  # flax's own
+        ft.predict(STATE, ft.predict_step(MODEL), LOADER)
+    assert "batches of inputs alone: ArrayLoader(x, batch_size)" in error.value.__notes__[0]
+
+
+def test_all_variables_of_a_module_are_no_params() -> None:
+    class Normed(nn.Module):
+        @nn.compact
+        def __call__(self, x, train):
+            return nn.BatchNorm(use_running_average=not train)(x)
+
+    model, variables = ft.from_linen(Normed()), Normed().init(jax.random.key(0), X, train=False)
+    step = ft.train_step(ft.supervised(model, optax.squared_error), TX)
+    whole = ft.TrainState.create(params=variables, tx=TX)
+    with pytest.raises(ValueError, match=r"params that hold collections.*\['batch_stats', 'par"):
+        ft.fit(whole, step, ft.ArrayLoader((X, X), 4), verbose=0)
+    forgotten = ft.TrainState.create(params=variables["params"], tx=TX)
+    with pytest.raises(ValueError, match=r"with the collections that init returned, got \['params"):
+        ft.fit(forgotten, step, ft.ArrayLoader((X, X), 4), verbose=0)
+
+
+def test_autotune_and_explain_take_steps_with_metrics_and_without() -> None:
+    def convolve(params, model_state, batch, *, rng, training):
+        out = jax.lax.conv(batch, params["k"], (1, 1), "SAME")
+        return jnp.mean(out**2), ft.Aux(model_state, out)
+
+    images = np.ones((2, 3, 8, 8), np.float32)
+    state = ft.TrainState.create(params={"k": jnp.ones((4, 3, 3, 3))}, tx=TX)
+    metrics = {"mean": ft.metrics.mean_loss()}
+    bare, metered = ft.train_step(convolve, TX), ft.train_step(convolve, TX, metrics=metrics)
+    rows = ft.rewrites.explain(bare, state, images).rows
+    assert rows
+    for carry in (state, metered.start(state)):
+        assert ft.rewrites.explain(metered, carry, images).rows == rows
+    assert ft.autotune(metered, state, images, ks=(1,), seconds=0.0).k == 1
