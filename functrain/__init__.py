@@ -47,6 +47,7 @@ from functrain.step import LossFn as LossFn
 from functrain.step import MeteredStep as MeteredStep
 from functrain.step import TrainState as TrainState
 from functrain.step import eval_step as eval_step
+from functrain.step import micro_batches as micro_batches
 from functrain.step import predict_step as predict_step
 from functrain.step import summary as summary
 from functrain.step import supervised as supervised
@@ -111,6 +112,7 @@ __all__ = [
     "logged",
     "loss_scale",
     "metrics",
+    "micro_batches",
     "params_ema",
     "predict",
     "predict_step",
