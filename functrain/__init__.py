@@ -40,8 +40,12 @@ from functrain.metrics._metric import Metered as Metered
 from functrain.metrics._metric import Metric as Metric
 from functrain.model import Model as Model
 from functrain.model import ModelOutput as ModelOutput
+from functrain.model import cast as cast
+from functrain.model import freeze as freeze
 from functrain.model import from_linen as from_linen
 from functrain.model import from_nnx as from_nnx
+from functrain.model import remat as remat
+from functrain.model import unfreeze as unfreeze
 from functrain.step import Aux as Aux
 from functrain.step import LossFn as LossFn
 from functrain.step import MeteredStep as MeteredStep
@@ -94,6 +98,7 @@ __all__ = [
     "__version__",
     "at",
     "autotune",
+    "cast",
     "ema_params",
     "enable_compilation_cache",
     "eval_step",
@@ -102,6 +107,7 @@ __all__ = [
     "export_params",
     "export_predict",
     "fit",
+    "freeze",
     "from_linen",
     "from_nnx",
     "fuse",
@@ -116,6 +122,7 @@ __all__ = [
     "params_ema",
     "predict",
     "predict_step",
+    "remat",
     "rewrites",
     "run",
     "save",
@@ -124,6 +131,7 @@ __all__ = [
     "summary",
     "supervised",
     "train_step",
+    "unfreeze",
     "update",
     "warm_start",
     "with_ema",

@@ -184,7 +184,7 @@ def _total(
 def _weighted(loss: jax.Array, aux: Aux, grads: PyTree, *, count: int) -> _Sums:
     weight = _wide(jnp.asarray(count if aux.weight is None else aux.weight, jnp.float32))
 
-    def times(x: Any) -> jax.Array:
+    def times(x: Any) -> Any:
         x = _wide(jnp.asarray(x))
         return x * weight.astype(x.dtype)
 
