@@ -41,13 +41,18 @@ from functrain.metrics._metric import Metered as Metered
 from functrain.metrics._metric import Metric as Metric
 from functrain.model import Model as Model
 from functrain.model import ModelOutput as ModelOutput
+from functrain.model import cast as cast
+from functrain.model import freeze as freeze
 from functrain.model import from_linen as from_linen
 from functrain.model import from_nnx as from_nnx
+from functrain.model import remat as remat
+from functrain.model import unfreeze as unfreeze
 from functrain.step import Aux as Aux
 from functrain.step import LossFn as LossFn
 from functrain.step import MeteredStep as MeteredStep
 from functrain.step import TrainState as TrainState
 from functrain.step import eval_step as eval_step
+from functrain.step import micro_batches as micro_batches
 from functrain.step import predict_step as predict_step
 from functrain.step import summary as summary
 from functrain.step import supervised as supervised
@@ -94,6 +99,7 @@ __all__ = [
     "__version__",
     "at",
     "autotune",
+    "cast",
     "distributed",
     "ema_params",
     "enable_compilation_cache",
@@ -103,6 +109,7 @@ __all__ = [
     "export_params",
     "export_predict",
     "fit",
+    "freeze",
     "from_linen",
     "from_nnx",
     "fuse",
@@ -113,9 +120,11 @@ __all__ = [
     "logged",
     "loss_scale",
     "metrics",
+    "micro_batches",
     "params_ema",
     "predict",
     "predict_step",
+    "remat",
     "rewrites",
     "run",
     "save",
@@ -124,6 +133,7 @@ __all__ = [
     "summary",
     "supervised",
     "train_step",
+    "unfreeze",
     "update",
     "warm_start",
     "with_ema",

@@ -5,6 +5,7 @@ Files:
   _loss: LossFn, and Aux, what a loss returns beside its value
   _supervised: the loss of a model on inputs and labels
   _update: one gradient step
+  _micro_batches: large batches in little memory
   _train: the step that trains
   _eval: the steps that evaluate and predict
   _metered: steps that carry running metrics
@@ -18,6 +19,7 @@ from functrain.step._eval import predict_step as predict_step
 from functrain.step._loss import Aux as Aux
 from functrain.step._loss import LossFn as LossFn
 from functrain.step._metered import MeteredStep as MeteredStep
+from functrain.step._micro_batches import micro_batches as micro_batches
 from functrain.step._state import TrainState as TrainState
 from functrain.step._summary import summary as summary
 from functrain.step._supervised import supervised as supervised

@@ -1,9 +1,10 @@
 """The steps that leave the state as it is: evaluation and prediction."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from functrain.common._types import PyTree, Step
 from functrain.metrics._metric import Metric, collection, mean_loss
@@ -19,6 +20,7 @@ def eval_step(
     loss_fn: LossFn,
     *,
     metrics: Mapping[str, Metric] | None = None,
+    logs: Collection[str] = (),
     of: Callable[[Any], TrainState] | None = None,
     rng: jax.Array | None = None,
 ) -> MeteredStep:
@@ -27,6 +29,8 @@ def eval_step(
     Args:
       loss_fn: The loss.
       metrics: Running metrics by name, beside ``"loss"``, the mean over all examples.
+      logs: Names in the loss's ``Aux.logs`` whose means over all examples are reported, too, as
+        of several losses that are added up.
       of: Where the training's state holds several networks, which of them to evaluate:
         ``of=lambda states: states["student"]``. Anything with `params` and `model_state` will do.
       rng: A typed key `key[]`, for a loss that draws in evaluation too, such as that of a
@@ -39,6 +43,8 @@ def eval_step(
     Raises:
       TypeError: `loss_fn` is no loss, `metrics` no dict of Metrics, or `rng` no single typed key;
         or (when traced) the loss draws and there is no `rng`.
+      ValueError: A metric or a log is called as another, or "loss"; or (when traced) the loss has
+        no such log.
 
     Examples:
       >>> import jax.numpy as jnp, optax
@@ -56,13 +62,44 @@ def eval_step(
     ) -> tuple[PyTree, jax.Array, Aux]:
         part: TrainState = state if of is None else of(state)
         loss, aux = value_of(loss_fn, part.params, part.model_state, batch, rng=key, training=False)
-        return state, loss, aux
+        if missing := set(logs) - set(aux.logs):
+            raise ValueError(
+                f"logs: expected names that the loss logs, {sorted(aux.logs)}, got "
+                f"{sorted(missing)}. Return them in Aux(logs=...)."
+            )
+        # Metrics see outputs, and nothing else of an Aux.
+        return state, loss, aux._replace(outputs=(aux.outputs, aux.logs))
 
     check_loss(loss_fn)
     check_names(metrics)
     check_rng(rng)
-    both = collection({"loss": mean_loss(), **(metrics or {})})
+    if taken := sorted({"loss", *(metrics or {})} & set(logs)):
+        raise ValueError(
+            f"logs: expected names other than 'loss' and those of the metrics, got {taken}"
+        )
+    judged = collection({"loss": mean_loss(), **(metrics or {})})
+    means = collection({name: _mean_log(name) for name in logs})
+
+    def update(m: PyTree, batch: PyTree, outputs: PyTree, loss: jax.Array) -> PyTree:
+        outputs, logged = outputs
+        return judged.update(m, batch, outputs, loss) | means.update(m, batch, logged, loss)
+
+    both = Metric(
+        init=lambda: judged.init() | means.init(),
+        update=update,
+        compute=lambda m: judged.compute(m) | means.compute(m),
+    )
     return MeteredStep(measure, both, trains=False, rng=rng)
+
+
+def _mean_log(name: str) -> Metric:
+    """As `mean_loss`, of a log; it is given the logs for outputs."""
+    mean = mean_loss()
+
+    def update(m: PyTree, batch: PyTree, outputs: PyTree, loss: jax.Array) -> PyTree:
+        return mean.update(m, batch, None, jnp.asarray(outputs[name]))
+
+    return mean._replace(update=update)
 
 
 def predict_step(model: Model) -> Step[TrainState]:

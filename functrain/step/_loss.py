@@ -15,6 +15,8 @@ class Aux(NamedTuple):
       model_state: The model state after the forward pass; same structure as the one given.
       outputs: The model's outputs, for metrics. None if there is nothing to show.
       logs: Scalars to report beside the loss, under their names.
+      weight: `f32[]`, what the mean over examples was divided by, where that is not their number:
+        the sum of their weights. `micro_batches` weighs by it.
 
     Examples:
       >>> Aux(model_state={}).logs
@@ -24,6 +26,7 @@ class Aux(NamedTuple):
     model_state: PyTree = ()
     outputs: PyTree = None
     logs: Mapping[str, Any] = {}
+    weight: jax.Array | None = None
 
 
 class LossFn(Protocol):

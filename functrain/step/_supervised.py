@@ -107,10 +107,10 @@ def supervised(
         values = jnp.asarray(found)
         if not weighs:
             _check_shape(values, outputs)
-        value = _reduce(values, None if weighs else weight, reduction)
+        value, divisor = _reduce(values, None if weighs else weight, reduction)
         for term in added:
             value = value + jnp.asarray(term, value.dtype)
-        return value, Aux(model_state, outputs)
+        return value, Aux(model_state, outputs, weight=divisor)
 
     return loss_fn
 
@@ -140,18 +140,21 @@ def _advice(outputs: PyTree, y: PyTree) -> Iterator[str]:
         yield "Labels of the outputs' shape go with a loss such as optax.softmax_cross_entropy."
 
 
-def _reduce(values: jax.Array, weight: jax.Array | None, reduction: Reduction) -> jax.Array:
+def _reduce(
+    values: jax.Array, weight: jax.Array | None, reduction: Reduction
+) -> tuple[jax.Array, jax.Array | None]:
+    """Returns the mean, and what it was divided by if that is not the number of values."""
     dtype = values.dtype if values.dtype == jnp.float64 else jnp.float32
     values = values.astype(dtype)
     if weight is None:
-        return jnp.mean(values)
+        return jnp.mean(values), None
     weight = expand_weight(jnp.asarray(weight).astype(dtype), values)
     total = jnp.sum(values * weight)
     if reduction == "mean":
-        return total / jnp.asarray(values.size, dtype)
+        return total / jnp.asarray(values.size, dtype), None
     weights = jnp.sum(jnp.broadcast_to(weight, values.shape))
     # A batch of zero weights has no loss, and a NaN would end the training.
-    return total / jnp.where(weights == 0, jnp.ones((), dtype), weights)
+    return total / jnp.where(weights == 0, jnp.ones((), dtype), weights), weights
 
 
 def _check_shape(values: jax.Array, outputs: PyTree) -> None:

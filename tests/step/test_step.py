@@ -122,6 +122,38 @@ def test_an_eval_step_changes_nothing_but_its_metrics() -> None:
     np.testing.assert_allclose([values["loss"], values["mse"]], [expected] * 2, rtol=1e-5)
 
 
+def test_the_parts_of_a_loss_are_means_over_examples_in_evaluation() -> None:
+    def vae(params, model_state, batch, *, rng, training):
+        x, _ = batch
+        rec, kl = jnp.mean(x @ params["w"]), jnp.mean(x**2)
+        return rec + 0.5 * kl, ft.Aux(model_state, x @ params["w"], {"rec": rec, "kl": kl})
+
+    tx = optax.sgd(0.0)
+    step = ft.eval_step(vae, logs=("rec", "kl"), metrics={"mae": ft.metrics.mean_absolute_error()})
+    state = ft.TrainState.create(params={"w": np.ones((4, 1), np.float32)}, tx=tx)
+    data = ft.ArrayLoader((X, Y), 20)  # 20 and 12 examples
+    values = ft.evaluate(state, step, data)
+    rec, kl = X.sum(1).mean(), (X**2).mean()
+    assert values["rec"] == pytest.approx(rec, rel=1e-4)
+    assert values["kl"] == pytest.approx(kl, rel=1e-5)
+    assert values["loss"] == pytest.approx(rec + 0.5 * kl, rel=1e-5)
+    assert values["mae"] == pytest.approx(np.abs(X.sum(1, keepdims=True) - Y).mean(), rel=1e-5)
+    _, history = ft.fit(
+        state, ft.train_step(vae, tx), data, eval_data=data, eval_step=step, verbose=0
+    )
+    assert history.epochs["val_kl"][0] == history.epochs["kl"][0] == pytest.approx(values["kl"])
+
+
+def test_names_of_logs_that_are_taken_or_missing_are_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"other than 'loss' and those of the metrics, got \['loss'"
+    ):
+        ft.eval_step(loss_fn, logs=["loss"])
+    step = ft.eval_step(loss_fn, logs=["kl"])
+    with pytest.raises(ValueError, match=r"that the loss logs, \['scale'\], got \['kl'\]"):
+        step(step.start(make_state(optax.sgd(0.1))), (X, Y))
+
+
 def test_two_updates_make_a_step_of_two_optimizers() -> None:
     tx_a, tx_b = optax.sgd(0.1), optax.adam(0.1)
 

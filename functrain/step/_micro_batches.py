@@ -1,0 +1,223 @@
+"""Large batches in little memory: cut up, and their gradients added."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
+
+from functrain.common import _tree
+from functrain.common._checks import is_whole
+from functrain.common._types import PyTree
+from functrain.step._loss import Aux, LossFn
+from functrain.step._update import value_of
+
+# (model_state, number of the micro-batch, its arguments) -> (loss, aux, gradients or ())
+Measure: TypeAlias = Callable[[PyTree, Any, PyTree], tuple[jax.Array, Aux, PyTree]]
+
+
+def micro_batches(loss_fn: LossFn, size: int) -> LossFn:
+    """Returns the loss of a large batch, computed on a few examples at a time.
+
+    The gradient is that of the large batch up to rounding, ``sum(w_i * g_i) / sum(w_i)`` over the
+    micro-batches, with weighted examples and a smaller last one, too. It is computed together with
+    the loss: no forward pass is run twice, and memory holds what one micro-batch needs. Being a
+    loss it goes where losses go: `train_step`, `update`, `eval_step`, `jax.grad`.
+
+    What looks at a whole batch looks at a micro-batch: batch statistics, which are carried on from
+    one to the next, and random numbers, drawn from ``fold_in(rng, i)``.
+
+    Args:
+      loss_fn: The loss, a mean over examples. Where it is divided by something else than their
+        number, it says so in ``Aux.weight``, as `supervised` does for
+        ``reduction="weighted_mean"``. (Those of `bridge.loss` do not: masks and
+        `mean_with_sample_weight` are averaged within each micro-batch.)
+      size: Examples in a micro-batch. All arguments behind `model_state` are cut along their first
+        axis, in order; what is not to be cut is closed over. Up to `size` of them, the loss is
+        `loss_fn` as it is.
+
+    Returns:
+      The loss, with an Aux of all examples: `outputs` are concatenated, `logs` averaged by weight.
+      It adds up in float32 or wider. Its gradient is that of the value with respect to params.
+
+    Raises:
+      ValueError: `size` is below 1. (When traced) the arguments, or the outputs, have no first axis
+        in common.
+      TypeError: (when traced) a gradient is asked for with respect to something else than params.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp
+      >>> def loss_fn(params, model_state, x, *, rng, training):
+      ...     return jnp.mean(params * x), Aux(model_state)
+      >>> whole = micro_batches(loss_fn, size=2)
+      >>> grad = jax.grad(lambda p: whole(p, {}, jnp.arange(5.0), rng=None, training=True)[0])
+      >>> print(grad(1.0))
+      2.0
+    """
+    if not is_whole(size, 1):
+        raise ValueError(f"size: expected a number of examples, 1 or more, got {size!r}")
+
+    def whole(
+        params: PyTree,
+        model_state: PyTree,
+        /,
+        *args: PyTree,
+        rng: jax.Array | None,
+        training: bool,
+    ) -> tuple[jax.Array, Aux]:
+        if _examples(args) <= size:
+            return value_of(loss_fn, params, model_state, *args, rng=rng, training=training)
+
+        def value(
+            params: PyTree, model_state: PyTree, rng: jax.Array | None, i: Any, args: PyTree
+        ) -> tuple[jax.Array, Aux]:
+            key = None if rng is None else jax.random.fold_in(rng, i)
+            return value_of(loss_fn, params, model_state, *args, rng=key, training=training)
+
+        return _with_gradient(value, size)(params, model_state, rng, args)
+
+    return whole
+
+
+def _with_gradient(
+    value: Callable[..., tuple[jax.Array, Aux]], size: int
+) -> Callable[..., tuple[jax.Array, Aux]]:
+    """Returns ``(params, model_state, rng, args) -> (loss, Aux)``, whose gradient comes with it."""
+
+    @jax.custom_vjp
+    def whole(
+        params: PyTree, model_state: PyTree, rng: jax.Array | None, args: PyTree
+    ) -> tuple[jax.Array, Aux]:
+        def measure(*at: Any) -> tuple[jax.Array, Aux, PyTree]:
+            return *value(params, at[0], rng, *at[1:]), ()
+
+        loss, aux, _ = _total(measure, size, model_state, args)
+        return loss, aux
+
+    def forward(*primals: PyTree) -> tuple[tuple[jax.Array, Aux], PyTree]:
+        if any(x.perturbed for x in jax.tree.leaves(primals[1:], is_leaf=_is_primal)):
+            raise TypeError(_PARAMS_ONLY.format("model_state, the batch or rng"))
+        params, model_state, rng, args = jax.tree.map(
+            lambda x: x.value, primals, is_leaf=_is_primal
+        )
+
+        def measure(*at: Any) -> tuple[jax.Array, Aux, PyTree]:
+            def of(params: PyTree) -> tuple[jax.Array, Aux]:
+                return value(params, at[0], rng, *at[1:])
+
+            (loss, aux), grads = jax.value_and_grad(of, has_aux=True)(params)
+            return loss, aux, grads
+
+        loss, aux, grads = _total(measure, size, model_state, args)
+        return (loss, aux), grads
+
+    def backward(grads: PyTree, cotangents: tuple[Any, Any]) -> tuple[PyTree, None, None, None]:
+        of_loss, of_aux = cotangents
+        if not all(isinstance(x, SymbolicZero) for x in jax.tree.leaves(of_aux)):
+            raise TypeError(_PARAMS_ONLY.format("what is in Aux"))
+        if isinstance(of_loss, SymbolicZero):
+            return jax.tree.map(jnp.zeros_like, grads), None, None, None
+        return jax.tree.map(lambda g: (g * of_loss).astype(g.dtype), grads), None, None, None
+
+    whole.defvjp(forward, backward, symbolic_zeros=True)
+    return whole
+
+
+_PARAMS_ONLY = (
+    "micro_batches: expected the gradient of the loss with respect to params, which is all that it "
+    "adds up; got one that goes through {}. Take that of loss_fn itself."
+)
+
+
+def _is_primal(x: Any) -> bool:
+    return hasattr(x, "perturbed")
+
+
+class _Sums(NamedTuple):
+    """What is added up: of each micro-batch its weight, and what it says times its weight."""
+
+    weight: jax.Array
+    loss: jax.Array
+    logs: PyTree
+    grads: PyTree
+
+
+def _total(
+    measure: Measure, size: int, model_state: PyTree, args: PyTree
+) -> tuple[jax.Array, Aux, PyTree]:
+    """Runs the micro-batches one after the other; returns the loss, the Aux and the gradients."""
+    count = _examples(args)
+    full = count // size
+    stacked = jax.tree.map(lambda x: x[: full * size].reshape(full, size, *x.shape[1:]), args)
+
+    def step(carry: tuple[PyTree, _Sums], at: tuple[Any, PyTree]) -> Any:
+        model_state, sums = carry
+        loss, aux, grads = measure(model_state, *at)
+        terms = _weighted(loss, aux, grads, count=_examples(at[1]))
+        return (aux.model_state, jax.tree.map(jnp.add, sums, terms)), aux.outputs
+
+    first = jax.tree.map(lambda x: x[0], stacked)
+    loss, aux, grads = jax.eval_shape(measure, model_state, 0, first)
+    _check_outputs(aux.outputs, size)
+    none = jax.eval_shape(lambda *x: _weighted(*x, count=size), loss, aux, grads)
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), none)
+    carry, outputs = jax.lax.scan(step, (model_state, zeros), (jnp.arange(full), stacked))
+    outputs = jax.tree.map(lambda x: x.reshape(full * size, *x.shape[2:]), outputs)
+    if count % size:
+        rest = jax.tree.map(lambda x: x[full * size :], args)
+        carry, last = step(carry, (full, rest))
+        outputs = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), outputs, last)
+    model_state, sums = carry
+    # A batch of zero weights has no loss, as in `supervised`.
+    total = jnp.where(sums.weight == 0, jnp.ones_like(sums.weight), sums.weight)
+
+    def mean(x: jax.Array, dtype: Any) -> jax.Array:
+        return (x / total.astype(x.dtype)).astype(dtype)
+
+    logs = jax.tree.map(lambda x: mean(x, x.dtype), sums.logs)
+    weight = None if aux.weight is None else sums.weight
+    grads = jax.tree.map(lambda x, like: mean(x, like.dtype), sums.grads, grads)
+    return mean(sums.loss, loss.dtype), Aux(model_state, outputs, logs, weight), grads
+
+
+def _weighted(loss: jax.Array, aux: Aux, grads: PyTree, *, count: int) -> _Sums:
+    weight = _wide(jnp.asarray(count if aux.weight is None else aux.weight, jnp.float32))
+
+    def times(x: Any) -> Any:
+        x = _wide(jnp.asarray(x))
+        return x * weight.astype(x.dtype)
+
+    return _Sums(weight, times(loss), *jax.tree.map(times, (aux.logs, grads)))
+
+
+def _wide(x: jax.Array) -> jax.Array:
+    wide: jax.Array = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return wide
+
+
+def _examples(args: PyTree) -> int:
+    """Returns how many examples all leaves have."""
+    found = {path: _tree.spec(x) for path, x in _tree.leaves_with_path(args)}
+    sizes = {jnp.shape(x)[:1] for x in jax.tree.leaves(args)}
+    if len(sizes) != 1 or () in sizes:
+        lines = _tree.bullets([f"{path}: {spec}" for path, spec in found.items()])
+        raise ValueError(
+            "micro_batches: expected arrays with a first axis in common, that of the examples, got"
+            f"\n{lines or '  no arrays'}\nWhat is not to be cut is closed over by the loss."
+        )
+    ((count,),) = sizes
+    return int(count)
+
+
+def _check_outputs(outputs: PyTree, size: int) -> None:
+    lines = [
+        f"{path}: {_tree.spec(x)}"
+        for path, x in _tree.leaves_with_path(outputs)
+        if x.shape[:1] != (size,)
+    ]
+    if lines:
+        raise ValueError(
+            f"micro_batches: expected outputs with the first axis of a micro-batch, {size}, to be "
+            f"concatenated, got\n{_tree.bullets(lines)}\nScalars belong into Aux(logs=...)."
+        )
