@@ -59,7 +59,6 @@ class FitResult(NamedTuple, Generic[StateT]):
     "eval_step=functrain.eval_step(loss_fn).",
     validation_split="Cut the arrays in two, and pass one part as eval_data=functrain.ArrayLoader("
     "(x, y), batch_size) and eval_step=functrain.eval_step(loss_fn).",
-    steps_per_epoch="An epoch is one pass over the data: pass data of so many batches.",
     sample_weight="It belongs to the data: functrain.ArrayLoader((x, y, weight), batch_size).",
     callbacks="Pass hooks=[...], functions of an event; Keras's callbacks go into bridge.fit.",
     steps_per_epoch="Pass steps=, the number of all steps, and eval_every=.",
