@@ -41,6 +41,8 @@ class CSVLogger:
       ['epoch,step,loss', '0,10,0.5']
     """
 
+    only_first = True  # of several processes
+
     def __init__(
         self, path: str | os.PathLike[str], *, append: bool = False, when: Trigger | None = None
     ) -> None:

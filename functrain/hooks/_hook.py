@@ -6,6 +6,8 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, Self, TypeAlias
 
+import jax
+
 from functrain.engine._trigger import Trigger
 from functrain.loop._events import ChunkEnd, EpochEnd, Event, LogsReady
 
@@ -22,6 +24,9 @@ class Hook(Protocol):
     on in another process where a `functrain.Checkpointer` is: dicts, lists and tuples of numbers,
     texts and arrays, saved beside the state. They come back as they were, but for arrays, which
     are NumPy's then; `restore` is called before `begin`.
+
+    Where there are several processes, hooks are called in all of them, so that they may compute;
+    one with an attribute `only_first = True`, as loggers have it, is called in the first alone.
 
     Examples:
       >>> import functrain as ft
@@ -72,10 +77,14 @@ class HookRunner:
                     f"hooks[{i}]: expected a function of one event, or an object that is called "
                     f"with one, got {hook!r}. Callbacks of Keras go into bridge.fit(callbacks=)."
                 )
+        self._silent = jax.process_index() > 0
         now = time.perf_counter()
         self._fired = [now] * len(self._hooks)
-        found = (getattr(hook, "logs", None) for hook in self._hooks)
+        found = (getattr(hook, "logs", None) for hook in self._hooks if self._is_called(hook))
         self._taking_logs = [take for take in found if callable(take)]
+
+    def _is_called(self, hook: HookLike) -> bool:
+        return not (self._silent and getattr(hook, "only_first", False))
 
     def put_first(self, hook: HookLike) -> None:
         """Adds a hook that comes before the others."""
@@ -126,12 +135,13 @@ class HookRunner:
     def __enter__(self) -> Self:
         """Lets hooks begin that want to know; closes, at the exit, those that can be closed."""
         with contextlib.ExitStack() as closing:
-            for hook in reversed(self._hooks):  # the stack closes the last one first
+            called = [hook for hook in self._hooks if self._is_called(hook)]
+            for hook in reversed(called):  # the stack closes the last one first
                 if (close := getattr(hook, "close", None)) is not None:
                     closing.callback(close)
-            for i, hook in enumerate(self._hooks):
+            for i, hook in enumerate(called):
                 if (comes_after := getattr(hook, "comes_after", None)) is not None:
-                    comes_after(self._hooks[:i])
+                    comes_after(called[:i])
                 if (begin := getattr(hook, "begin", None)) is not None:
                     begin()
             self._closing = closing.pop_all()  # all have begun: they are closed at the exit
@@ -143,6 +153,8 @@ class HookRunner:
 
     def _due(self, i: int, event: Event) -> bool:
         when: Trigger | None = getattr(self._hooks[i], "when", None)
+        if not self._is_called(self._hooks[i]):
+            return False
         if when is None:
             return True
         if not isinstance(event, ChunkEnd | EpochEnd):

@@ -34,6 +34,8 @@ class Logger(abc.ABC):
       steps: Write what every so many steps report; of other steps only what hooks have added.
     """
 
+    only_first = True  # of several processes
+
     def __init__(self, steps: int) -> None:
         if not is_whole(steps, 1):
             raise ValueError(f"steps: expected a whole number from 1 on, got {steps!r}")

@@ -5,6 +5,7 @@ import pathlib
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import numpy as np
 
 from functrain.common import _repr, _tree
@@ -69,7 +70,7 @@ class Sample:
         named = made if isinstance(made, dict) else {self.name: made}
         self.latest = {name: _sample(x, name) for name, x in named.items()}
         event.samples |= self.latest
-        if self.directory is not None:
+        if self.directory is not None and jax.process_index() == 0:
             for name, sample in self.latest.items():
                 _save(sample, self.directory / f"{name}-{event.step:08d}")
 

@@ -4,6 +4,8 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any, Generic, NamedTuple
 
+import jax
+
 from functrain.checkpoint import Checkpointer
 from functrain.common import _repr
 from functrain.common._arguments import advised
@@ -195,7 +197,7 @@ def fit(
             ProgressReport(
                 epochs,
                 source.steps,
-                verbose,
+                verbose if jax.process_index() == 0 else 0,
                 first,
                 resumed="" if events.resumed is None else events.resumed.said(),
                 over=events.resumed is not None and events.resumed.finished,

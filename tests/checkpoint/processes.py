@@ -67,9 +67,9 @@ def main(directory: str, epochs: int, fatal: int | None = None) -> None:
         epochs=epochs,
         checkpointer=checkpoints,
         sharding=rows,
-        hooks=[report],
+        hooks=[report, ft.hooks.CSVLogger(f"{directory}.csv", when=ft.every(steps=3))],
         fuse=2,
-        verbose=0,
+        verbose="lines",
     )
     print("ends", digest_of(state), [float(x) for x in history.steps["loss"]])
 

@@ -48,6 +48,8 @@ def test_sigterm_to_one_process_ends_all_at_one_step_and_they_go_on_to_the_same_
 ) -> None:
     straight = train(2, tmp_path / "straight", 12)
     assert straight[0][-1] == straight[1][-1]
+    epochs = [sum(line.startswith("epoch") for line in lines) for lines in straight]
+    assert epochs == [12, 0]  # the first tells
 
     killed = start(2, [str(HERE / "processes.py")], str(tmp_path / "killed"), "12")
     assert killed[0].stdout is not None
@@ -68,6 +70,9 @@ def test_sigterm_to_one_process_ends_all_at_one_step_and_they_go_on_to_the_same_
     assert resumed[0][0] == resumed[1][0] == begins
     assert begins.startswith(f"begins {last} ")
     assert resumed[0][-1] == resumed[1][-1] == straight[0][-1]
+    rows = [(tmp_path / f"{name}.csv").read_text() for name in ("straight", "killed")]
+    assert rows[0] == rows[1]
+    assert rows[0].count("\n") == 33
 
 
 TOGETHER = """
