@@ -1,10 +1,12 @@
 """Where batches and what a program carries lie on several devices."""
 
+import zlib
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from functrain.common import _tree
@@ -61,18 +63,48 @@ def chunk_placement(sharding: NamedSharding | None) -> Callable[[PyTree], PyTree
     spec = PartitionSpec(None, *sharding.spec)
     chunked = NamedSharding(sharding.mesh, spec)
 
+    compared = False
+
     def place(batches: PyTree) -> PyTree:
+        nonlocal compared
         _refuse_indivisible(batches, chunked, sharding.spec)
-        try:
+        if chunked.is_fully_addressable:
             return jax.device_put(batches, chunked)
-        except AssertionError as error:  # jax compares what the processes have
-            raise ValueError(
-                "data: expected the same batches in every process, of which jax takes each "
-                "device's part, got others in this one. Give every process the whole data in the "
-                "same order, or arrays made by jax.make_array_from_process_local_data."
-            ) from error
+        if not compared:  # the first chunk: to compare all of them would take longer than a step
+            _require_same_everywhere(batches)
+            compared = True
+        return jax.tree.map(lambda x: _own_part(x, chunked), batches)
 
     return place
+
+
+def _own_part(x: Any, where: NamedSharding) -> jax.Array:
+    """Takes this process's part of an array that every process has."""
+    if _is_shared(x):
+        moved: jax.Array = jax.device_put(x, where)
+        return moved
+    whole = np.asarray(x)
+    part: jax.Array = jax.make_array_from_callback(whole.shape, where, lambda i: whole[i])
+    return part
+
+
+def _is_shared(x: Any) -> bool:
+    return isinstance(x, jax.Array) and not x.is_fully_addressable
+
+
+def _require_same_everywhere(batches: PyTree) -> None:
+    """Compares what the processes have, by its bytes."""
+    from jax.experimental import multihost_utils
+
+    own = [np.asarray(x) for x in jax.tree.leaves(batches) if not _is_shared(x)]
+    digests = [zlib.crc32(np.ascontiguousarray(x).view(np.uint8).data) for x in own]
+    found = multihost_utils.process_allgather(np.asarray(digests, np.uint32))
+    if not (found == found[0]).all():
+        raise ValueError(
+            "data: expected the same batches in every process, of which jax takes each "
+            "device's part, got others in this one. Give every process the whole data in the "
+            "same order, or arrays made by jax.make_array_from_process_local_data."
+        )
 
 
 def require_divisible(source: Source, sharding: NamedSharding | None) -> None:
