@@ -26,6 +26,7 @@ from functrain.engine import autotune as autotune
 from functrain.engine import enable_compilation_cache as enable_compilation_cache
 from functrain.engine import every as every
 from functrain.engine import fuse as fuse
+from functrain.engine import summary as summary
 from functrain.export import export_params as export_params
 from functrain.export import export_predict as export_predict
 from functrain.loop import ChunkEnd as ChunkEnd
@@ -54,7 +55,6 @@ from functrain.step import TrainState as TrainState
 from functrain.step import eval_step as eval_step
 from functrain.step import micro_batches as micro_batches
 from functrain.step import predict_step as predict_step
-from functrain.step import summary as summary
 from functrain.step import supervised as supervised
 from functrain.step import train_step as train_step
 from functrain.step import update as update

@@ -7,6 +7,7 @@ Files:
   _fuse: the same for users, as a function of a state and a chunk
   _chunks: from batches to chunks, fewer steps where something is due
   _plan: how many steps a program takes, by a rule
+  _summary: a state or a model as a table, and what a step costs
   _autotune: how many steps a program takes, measured
   _placement: where things lie on several devices
   _rows: what the steps of a chunk reported
@@ -22,6 +23,7 @@ from functrain.engine._cache import enable_compilation_cache as enable_compilati
 from functrain.engine._fuse import Fused as Fused
 from functrain.engine._fuse import fuse as fuse
 from functrain.engine._position import Position as Position
+from functrain.engine._summary import summary as summary
 from functrain.engine._trigger import Trigger as Trigger
 from functrain.engine._trigger import at as at
 from functrain.engine._trigger import every as every

@@ -70,6 +70,9 @@ class Tuning(NamedTuple):
             )
         return "\n".join(lines)
 
+    def __repr__(self) -> str:
+        return str(self)
+
 
 def autotune(
     step: Step[Any],

@@ -11,7 +11,6 @@ Files:
   _metered: steps that carry running metrics
   _learning_rate: the rate at which a step trained, for the logs
   _check: what a step is asked before it is taken
-  _summary: a state as a table
 """
 
 from functrain.step._eval import eval_step as eval_step
@@ -21,7 +20,6 @@ from functrain.step._loss import LossFn as LossFn
 from functrain.step._metered import MeteredStep as MeteredStep
 from functrain.step._micro_batches import micro_batches as micro_batches
 from functrain.step._state import TrainState as TrainState
-from functrain.step._summary import summary as summary
 from functrain.step._supervised import supervised as supervised
 from functrain.step._train import train_step as train_step
 from functrain.step._update import update as update

@@ -126,8 +126,11 @@ def fit(
 
     Raises:
       ValueError: As `run`; or one of `eval_data` and `eval_step` comes without the other; `epochs`
-        and `steps` are both given, or `eval_every` does not divide `steps`.
+        and `steps` are both given, or `eval_every` does not divide `steps`; there is nothing to
+        evaluate on, or a value is watched that nobody provides.
       TypeError: As `run`; or `eval_step` carries no metrics, or trains.
+
+    What tracing an evaluation with its first batch raises is raised before the first step.
 
     Whatever is raised once something has been trained, Ctrl-C included, carries the last whole
     state and the history up to it as an attribute `fit_result` (in a notebook:

@@ -66,8 +66,9 @@ class ProgressReport:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Takes down the bar, whatever happened."""
+        """Leaves the bar where the run has come to, whatever happened."""
         if self._bar is not None:
+            self._bar.update(completed=self._steps)
             self._bar.stop()
 
     def __call__(self, event: Event, recorder: Recorder) -> None:
@@ -104,6 +105,7 @@ class ProgressReport:
             text = self._text(event.values)
             self._bar.update(total=self._steps, completed=self._steps, values=text)
             self._bar.stop()
+            self._bar = None
         elif self._style == "lines":
             self._print(f"{self._title}  {self._steps} steps  {self._text(event.values)}")
         self._begin(event.epoch + 1)

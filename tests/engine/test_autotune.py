@@ -22,6 +22,7 @@ def test_the_state_is_neither_changed_nor_consumed() -> None:
     assert [row.chunk_bytes for row in tuning.rows] == [32, 32, 128]
     assert all(row.microseconds > 0 for row in tuning.rows)
     assert re.search(r"\n +(1|4)\*", str(tuning))
+    assert repr(tuning) == str(tuning)
 
 
 def test_a_chunk_beyond_the_memory_is_not_tried() -> None:

@@ -2,7 +2,6 @@
 
 import jax
 import jax.numpy as jnp
-import keras
 import numpy as np
 import optax
 import pytest
@@ -156,12 +155,3 @@ def test_a_state_is_started_once() -> None:
         step.start(step.start(start()))
     with pytest.raises(TypeError, match=r"expected a bare state, got Metered.*metered\.state"):
         ft.train_step(logging(), TX)(step.start(start()), (X, X))
-
-
-@pytest.mark.parametrize(
-    ("thing", "hint"),
-    [(keras.Sequential([keras.Input((2,))]), "bridge.create_state"), (len, "got builtin_function")],
-)
-def test_a_summary_of_what_is_no_state_is_refused(thing, hint) -> None:
-    with pytest.raises(TypeError, match=rf"state: expected a TrainState.*{hint}"):
-        ft.summary(thing)

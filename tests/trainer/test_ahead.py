@@ -114,7 +114,8 @@ def test_a_value_nobody_provides_is_found_before_the_first_step(how, tmp_path) -
     stopping = ft.hooks.EarlyStopping("val_accuracy")
     keeping = ft.Checkpointer(tmp_path, best="val_accuracy")
     log = ft.hooks.CSVLogger(tmp_path / "log.csv")
-    for watching in ({"hooks": [log, stopping]}, {"checkpointer": keeping}):
+    others = [log, ft.hooks.JSONLines(tmp_path / "log.jsonl"), ft.hooks.TerminateOnNaN()]
+    for watching in ({"hooks": [*others, stopping]}, {"checkpointer": keeping}):
         fit = Fit(logging)
         with pytest.raises(ValueError, match=r"\['extra', 'loss'.*got 'val_accuracy'\..*eval_d"):
             fit(**how, **watching)
@@ -165,5 +166,7 @@ def test_a_file_that_stands_is_left_until_the_first_row(tmp_path) -> None:
     path.write_text("kept\n")
     with pytest.raises(TypeError):
         Fit()(hooks=[ft.hooks.CSVLogger(path)], eval_data=(X, Y), eval_step=EVAL)
-    ft.hooks.CSVLogger(path).begin()
+    hook = ft.hooks.CSVLogger(path)
+    hook.begin()
+    hook.close()
     assert path.read_text() == "kept\n"

@@ -51,6 +51,16 @@ def test_the_bar_ends_at_its_last_step_with_all_values_in_any_width(width) -> No
     assert all(len(line.split("\r")[-1]) <= width for line in lines)
 
 
+def test_a_run_that_ends_early_leaves_the_bar_where_it_was() -> None:
+    stream = io.StringIO()
+    console = Console(file=stream, force_terminal=True, width=80, color_system=None)
+    with ProgressReport(1, 30, console=console) as progress:
+        for step in (7, 17):
+            end = ft.ChunkEnd(position=ft.Position(step), state=(), steps=7, examples=1, rows={})
+            progress(end, Recorder())
+    assert re.findall(r"(\d+)/30", stream.getvalue())[-1] == "14"
+
+
 class Cell:
     """What IPython.display does for the bar: keeps what a cell shows in the end."""
 
