@@ -34,8 +34,9 @@ def micro_batches(loss_fn: LossFn, size: int) -> LossFn:
         ``reduction="weighted_mean"``. (Those of `bridge.loss` do not: masks and
         `mean_with_sample_weight` are averaged within each micro-batch.)
       size: Examples in a micro-batch. All arguments behind `model_state` are cut along their first
-        axis, in order; what is not to be cut is closed over. Up to `size` of them, the loss is
-        `loss_fn` as it is.
+        axis; what is not to be cut is closed over. Of n micro-batches the i-th has every n-th
+        example from i on, and so lies on as many devices as the batch; a smaller one at the end
+        has those that are left. Up to `size` examples, the loss is `loss_fn` as it is.
 
     Returns:
       The loss, with an Aux of all examples: `outputs` are concatenated, `logs` averaged by weight.
@@ -134,6 +135,15 @@ def _is_primal(x: Any) -> bool:
     return hasattr(x, "perturbed")
 
 
+def _cut(x: jax.Array, parts: int) -> jax.Array:
+    """Returns every so-manieth example in a part, so that each lies on all devices as all do."""
+    return x.reshape(x.shape[0] // parts, parts, *x.shape[1:]).swapaxes(0, 1)
+
+
+def _uncut(x: jax.Array) -> jax.Array:
+    return x.swapaxes(0, 1).reshape(x.shape[0] * x.shape[1], *x.shape[2:])
+
+
 class _Sums(NamedTuple):
     """What is added up: of each micro-batch its weight, and what it says times its weight."""
 
@@ -149,7 +159,8 @@ def _total(
     """Runs the micro-batches one after the other; returns the loss, the Aux and the gradients."""
     count = _examples(args)
     full = count // size
-    stacked = jax.tree.map(lambda x: x[: full * size].reshape(full, size, *x.shape[1:]), args)
+    whole = args if count == full * size else jax.tree.map(lambda x: x[: full * size], args)
+    stacked = jax.tree.map(lambda x: _cut(x, full), whole)
 
     def step(carry: tuple[PyTree, _Sums], at: tuple[Any, PyTree]) -> Any:
         model_state, sums = carry
@@ -163,7 +174,7 @@ def _total(
     none = jax.eval_shape(lambda *x: _weighted(*x, count=size), loss, aux, grads)
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), none)
     carry, outputs = jax.lax.scan(step, (model_state, zeros), (jnp.arange(full), stacked))
-    outputs = jax.tree.map(lambda x: x.reshape(full * size, *x.shape[2:]), outputs)
+    outputs = jax.tree.map(_uncut, outputs)
     if count % size:
         rest = jax.tree.map(lambda x: x[full * size :], args)
         carry, last = step(carry, (full, rest))

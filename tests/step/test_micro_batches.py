@@ -69,7 +69,7 @@ def test_batch_statistics_and_keys_go_from_one_micro_batch_to_the_next() -> None
     key = jax.random.key(7)
     loss, aux, grads = gradient(ft.micro_batches(loss_fn, 4), params, model_state, (X, Y), rng=key)
     total, summed, state = 0.0, jax.tree.map(np.zeros_like, params), model_state
-    for i, part in enumerate((slice(0, 4), slice(4, 8), slice(8, 10))):
+    for i, part in enumerate((slice(0, 8, 2), slice(1, 8, 2), slice(8, 10))):
         n = len(X[part])
         value, found, g = gradient(
             loss_fn, params, state, (X[part], Y[part]), rng=jax.random.fold_in(key, i)
@@ -196,6 +196,39 @@ def test_members_of_a_population_are_cut_alike() -> None:
         strict=True,
     ):  # fmt: skip
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
+
+
+def two_devices(kind):
+    types = (jax.sharding.AxisType[kind],)
+    return jax.make_mesh((2,), ("data",), axis_types=types, devices=jax.devices()[:2])
+
+
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_batches_on_several_devices_are_cut_alike(kind) -> None:
+    tx = ft.skip_non_finite(optax.sgd(0.1))
+    state = ft.TrainState.create(params=PARAMS, model_state=STATE, tx=tx)
+    step = ft.train_step(ft.micro_batches(ft.supervised(MODEL, LOSS), 2), tx)
+    data = ft.ArrayLoader((X[:6], Y[:6]), 6)  # three: an odd number for two devices
+    alone, spread = (
+        ft.fit(state, step, data, epochs=2, sharding=where, verbose=0).state
+        for where in (None, two_devices(kind))
+    )
+    for a, b in zip(jax.tree.leaves(alone), jax.tree.leaves(spread), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
+
+
+def test_each_micro_batch_lies_on_all_devices() -> None:
+    seen = set()
+
+    def looking(params, model_state, x, *, rng, training):
+        seen.add(tuple(jax.typeof(x).sharding.spec))
+        return jnp.mean(params * x), ft.Aux(model_state)
+
+    mesh = two_devices("Explicit")
+    with jax.set_mesh(mesh):
+        x = jax.device_put(X[:6], jax.sharding.NamedSharding(mesh, jax.P("data")))
+        gradient(ft.micro_batches(looking, 2), jnp.ones(6), (), x)
+    assert seen == {("data", None)}
 
 
 def closed(params, model_state, x, *, rng, training):
