@@ -55,8 +55,8 @@ class Repeated(Source):
             if self.is_iterator or not self._batch:
                 raise ValueError(
                     f"{self.name}: expected {left} more batches in epoch {epoch}, got the end "
-                    f"after {self._batch}. An iterator is exhausted after one pass: pass something that "
-                    "can be iterated again, or that has no end."
+                    f"after {self._batch}. An iterator is exhausted after one pass: pass something "
+                    "that can be iterated again, or that has no end."
                 )
             self._number, self._batch = self._number + 1, 0
             now = self._once.begin(self._number)

@@ -13,10 +13,14 @@ from functrain.engine._guards import guarded
 from functrain.hooks._csv import CSVLogger
 from functrain.hooks._early_stopping import EarlyStopping
 from functrain.hooks._evaluate import Evaluate
+from functrain.hooks._logger import Logger
+from functrain.hooks._profile import Profile
+from functrain.hooks._sample import Sample
+from functrain.hooks._terminate_on_nan import TerminateOnNaN
 from functrain.loop._require import require_batches
 from functrain.step._metered import MeteredStep
 
-_ADD_NOTHING = (CSVLogger, EarlyStopping)
+_ADD_NOTHING = (CSVLogger, EarlyStopping, Logger, Profile, Sample, TerminateOnNaN)
 
 
 def look_ahead(
