@@ -44,6 +44,7 @@ test-wheel: $(READY)
 bench: $(READY)
 	$(BIN)/python -m benchmarks $(ARGS)
 	$(BIN)/python -m benchmarks.saving
+	$(BIN)/python -m benchmarks.logging
 
 # Keras on TensorFlow and on torch, in environments of their own.
 bench-peers: $(READY) .venv-tensorflow/.ready .venv-torch/.ready

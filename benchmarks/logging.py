@@ -62,33 +62,33 @@ def ways() -> dict[str, Hooks]:
 
 
 def measured(folder: pathlib.Path, rounds: int, epochs: int) -> Table:
-    """Times fits with each way's hooks, in turns, files opened and closed included."""
+    """Times fits with each way's hooks, in turns: on the clock, and in processor time."""
     workload = WORKLOADS["mnist-mlp"]
     state, step = functrain_parts(workload)
     loader = ft.ArrayLoader(workload.data(), workload.batch)
 
-    def seconds(make: Hooks, to: pathlib.Path) -> float:
+    def seconds(make: Hooks, to: pathlib.Path) -> tuple[float, float]:
         hooks = make(to)
-        began = time.perf_counter()
+        for hook in hooks:
+            getattr(hook, "begin", lambda: None)()  # files are opened, and wandb's service started
+        clock, processor = time.perf_counter(), time.process_time()
         ft.fit(state, step, loader, epochs=epochs, hooks=hooks, verbose=0)
-        return time.perf_counter() - began
+        return time.perf_counter() - clock, time.process_time() - processor
 
-    found: dict[str, list[float]] = {name: [] for name in ways()}
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in ways()}
     for i in range(rounds + 1):  # the first one compiles
         for name, make in ways().items():
             taken = seconds(make, folder / f"{name}{i}")
             found[name] += [taken] * (i > 0)
     steps = epochs * workload.steps
-    table = Table("hooks", "µs / step", "relative", "of rounds")
-    for name, taken in found.items():
-        ratios = [a / b for a, b in zip(taken, found["none"], strict=True)]
-        low, _, high = statistics.quantiles(ratios, n=4)
-        table.add_row(
-            name,
-            f"{1e6 * statistics.median(taken) / steps:.1f}",
-            f"{statistics.median(ratios):.3f}",
-            f"{low:.3f} to {high:.3f}",
-        )
+    table = Table("hooks", "µs / step", "relative", "processor, µs / step", "relative")
+    for name, both in found.items():
+        cells = []
+        for kind in (0, 1):
+            taken, without = ([round[kind] for round in of] for of in (both, found["none"]))
+            ratio = statistics.median(a / b for a, b in zip(taken, without, strict=True))
+            cells += [f"{1e6 * statistics.median(taken) / steps:.1f}", f"{ratio:.3f}"]
+        table.add_row(name, *cells)
     return table
 
 

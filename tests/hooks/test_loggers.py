@@ -260,3 +260,12 @@ def test_loggers_are_shown_in_a_line() -> None:
         "JSONLines(path='log.jsonl', append=False, steps=10)"
     )
     assert repr(ft.hooks.TensorBoard("runs", steps=1)) == "TensorBoard(directory='runs', steps=1)"
+
+
+def test_loggers_do_not_hide_that_nobody_provides_a_value(tmp_path) -> None:
+    sample = ft.hooks.Sample(lambda state: "", when=ft.at(1))
+    watching = [sample, ft.hooks.TerminateOnNaN(), ft.hooks.Profile(tmp_path, start=1)]
+    loggers = [ft.hooks.TensorBoard(tmp_path / "x"), ft.hooks.JSONLines(tmp_path / "x.jsonl")]
+    with pytest.raises(ValueError, match=r"monitor: expected one of .* got 'val_los'") as caught:
+        fit(*watching, *loggers, ft.hooks.EarlyStopping("val_los", mode="min"))
+    assert not hasattr(caught.value, "fit_result")
