@@ -95,6 +95,14 @@ def test_text_is_learned_and_written(tmp_path) -> None:
     assert (tmp_path / "text.png").exists()
 
 
+def test_a_variational_autoencoder_learns_both_its_losses(tmp_path) -> None:
+    output = quick("vae.py", tmp_path)
+    rec = number(output, "rec:", "validation"), number(output, "rec:", "image,")
+    assert rec[0] < rec[1] < 400  # nats: every pixel at one half costs 543
+    assert number(output, "kl:", "validation") > 1
+    assert (tmp_path / "vae.png").exists()
+
+
 @pytest.mark.long
 def test_text_beats_the_bigram_model(tmp_path) -> None:
     output = run(EXAMPLES / "text.py", "--steps", 300, "--output", tmp_path).splitlines()

@@ -1,0 +1,89 @@
+"""A variational autoencoder: two losses that are added, each with its curve; averaged weights.
+
+The loss is one function. It returns its two parts under their names; `train_step` logs them, and
+`eval_step(logs=...)` averages them over the examples that are held out, with the averaged weights.
+
+    python examples/vae.py            # ten epochs, some minutes on two CPU cores
+    python examples/vae.py --quick    # some seconds
+"""
+
+# %% The options
+from _example import arguments
+
+args = arguments(__doc__, quick="two epochs of 3 200 digits", epochs=10, batch_size=64, latents=20)
+
+import flax.linen as nn
+import functrain as ft
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from matplotlib import image
+
+# %% The data: bytes; the loss scales them on the device
+with np.load(args.data / "mnist.npz") as file:
+    images, held_out = file["x_train"], file["x_test"]
+if args.quick:
+    images, held_out = images[:3_200], held_out[:1_000]
+train = ft.ArrayLoader(images, args.batch_size, shuffle=True, seed=args.seed)
+validation = ft.ArrayLoader(held_out, 250)
+
+
+# %% The model: an encoder to means and variances, a decoder to the logits of pixels
+class Encoder(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.relu(nn.Dense(500)(x.reshape(len(x), -1)))
+        return nn.Dense(args.latents)(x), nn.Dense(args.latents)(x)
+
+
+class Decoder(nn.Module):
+    @nn.compact
+    def __call__(self, z):
+        return nn.Dense(28 * 28)(nn.relu(nn.Dense(500)(z))).reshape(-1, 28, 28)
+
+
+encoder, decoder = ft.from_linen(Encoder()), ft.from_linen(Decoder())
+
+
+# %% The loss: what it costs to write an image, and to say which latents. Drawn in training only
+def loss_fn(params, model_state, images, *, rng, training):
+    x = images.astype(jnp.float32) / 255
+    mean, log_variance = encoder.apply(params["encoder"], {}, x).outputs
+    z = mean
+    if training:
+        z += jnp.exp(log_variance / 2) * jax.random.normal(rng, mean.shape)
+    logits = decoder.apply(params["decoder"], {}, z).outputs
+    rec = optax.sigmoid_binary_cross_entropy(logits, x).sum((1, 2)).mean()
+    kl = (jnp.exp(log_variance) + mean**2 - 1 - log_variance).sum(1).mean() / 2
+    return rec + kl, ft.Aux(model_state, logits, {"rec": rec, "kl": kl})
+
+
+# %% The state, the step, and what evaluates: the average of the weights
+keys = jax.random.split(jax.random.key(args.seed), 3)
+params = {
+    "encoder": encoder.init(keys[0], jnp.zeros((1, 28, 28)))[0],
+    "decoder": decoder.init(keys[1], jnp.zeros((1, args.latents)))[0],
+}
+tx = ft.skip_non_finite(
+    optax.chain(ft.log_norm(), optax.adam(1e-3), ft.params_ema(0.99, debias=True))
+)
+state = ft.TrainState.create(params=params, tx=tx, rng=keys[2])
+state, history = ft.fit(
+    state,
+    ft.train_step(loss_fn, tx),
+    train,
+    epochs=2 if args.quick else args.epochs,
+    eval_data=validation,
+    eval_step=ft.eval_step(loss_fn, logs=("rec", "kl"), of=ft.with_ema),
+)
+for name in ("rec", "kl"):
+    first, *_, last = history.epochs[f"val_{name}"]
+    print(f"{name}: validation {last:.2f} nats an image, {first:.2f} after the first epoch")
+
+# %% A picture: digits of nothing but latents
+z = jax.random.normal(jax.random.key(args.seed), (64, args.latents))
+logits = decoder.apply(ft.ema_params(state)["decoder"], {}, z).outputs
+sheet = jax.nn.sigmoid(logits).reshape(8, 8, 28, 28).swapaxes(1, 2).reshape(8 * 28, 8 * 28)
+image.imsave(args.output / "vae.png", np.asarray(sheet), cmap="gray", vmin=0, vmax=1)
+print(f"wrote {args.output / 'vae.png'}")
