@@ -194,6 +194,12 @@ def _check(where: Layout, params: PyTree, model_state: PyTree) -> None:
     }
     got = jax.tree.map(_spec, {"params": params, "model_state": model_state})
     lines = _tree.differences(expected, got)
+    if lines and all("got bfloat16[" in line or "got float16[" in line for line in lines):
+        raise ValueError(
+            f"params: expected them as the Keras model keeps them, got\n{_tree.bullets(lines)}\n"
+            "functrain.cast does not reach into Keras's layers. For mixed precision call "
+            "keras.config.set_dtype_policy('mixed_bfloat16') before the model is built."
+        )
     if lines:
         raise ValueError(
             "the state does not fit the model. Leaves that differ from the model's variables as "

@@ -141,3 +141,10 @@ def test_a_step_that_changes_keras_variables_is_refused_and_the_model_stays_whol
     assert not state.is_deleted()
     for a, b in zip(before, snapshot(model), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+def test_a_cast_around_a_keras_model_names_keras_own_way():
+    net = keras.Sequential([keras.Input((3,)), layers.Dense(2)])
+    model = functrain.cast(bridge.from_keras(net))
+    with pytest.raises(ValueError, match=r"(?s)kernel: expected float32.*set_dtype_policy"):
+        model.apply(*model.init(jax.random.key(0), None), np.ones((1, 3), np.float32))
