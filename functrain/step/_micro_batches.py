@@ -136,7 +136,7 @@ def _is_primal(x: Any) -> bool:
 
 
 def _cut(x: jax.Array, parts: int) -> jax.Array:
-    """Returns every so-manieth example in a part, so that each lies on all devices as all do."""
+    """Puts every n-th example into a part, so that each part lies on all devices, as all do."""
     return x.reshape(x.shape[0] // parts, parts, *x.shape[1:]).swapaxes(0, 1)
 
 
