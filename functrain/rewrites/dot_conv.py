@@ -93,7 +93,7 @@ def _dot(
 def _spaced(
     x: jax.Array, spec: Sequence[int], params: dict[str, Any], steps: Sequence[int]
 ) -> jax.Array:
-    """Pads the spatial axes, and takes every so manieth element."""
+    """Pads the spatial axes, and takes one element in so many."""
     around, strides = [(0, 0, 0)] * x.ndim, [1] * x.ndim
     spatial = zip(spec[2:], params["padding"], params["lhs_dilation"], steps, strict=True)
     for axis, (low, high), holes, step in spatial:
