@@ -147,7 +147,8 @@ def require_arguments(
             "batches goes into x, and yields (inputs, targets)."
         )
     for name, data in (("x", x), ("y", y)):
-        refuse_numbers(data, name)  # Keras refuses them too, with all the numbers in its message
+        if isinstance(data, list | tuple | dict):
+            refuse_numbers(data, name)  # Keras does too, with all the numbers in its message
     require_whole(1, optional=True, **numbers)
     _require_callbacks(callbacks)
 
