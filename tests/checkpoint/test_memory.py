@@ -8,8 +8,8 @@ import pytest
 PROGRAM = """
 import gc, pathlib, sys, jax, numpy as np, functrain as ft
 
-kind, directory, leaves = sys.argv[1], sys.argv[2], 10
-each = 50 * 2**20 // leaves
+kind, directory, size, leaves = sys.argv[1], sys.argv[2], int(sys.argv[3]), 10
+each = size * 2**20 // 4 // leaves
 status = pathlib.Path("/proc/self/status")
 
 def mib(name):
@@ -27,7 +27,7 @@ def peak(act):
     before = mib("VmRSS")
     pathlib.Path("/proc/self/clear_refs").write_text("5")
     act()
-    return (mib("VmHWM") - before) / 200
+    return (mib("VmHWM") - before) / size
 
 checkpoints = ft.Checkpointer(directory)
 warm = {"x": np.ones(3), "y": jax.numpy.ones(3)}
@@ -44,14 +44,15 @@ print(peak(lambda: checkpoints.verify(1)))
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the peak is read from /proc")
 @pytest.mark.parametrize("kind", ["jax", "numpy"])
-def test_saving_and_loading_take_no_more_than_they_say(tmp_path, kind) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, kind, tmp_path], capture_output=True, text=True, check=False
-    )
+@pytest.mark.parametrize("size", [200, pytest.param(1024, marks=pytest.mark.long)])
+def test_saving_and_loading_take_no_more_than_they_say(tmp_path, kind, size) -> None:
+    program = [sys.executable, "-c", PROGRAM, kind, tmp_path, str(size)]
+    done = subprocess.run(program, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     saving, loading, verifying = map(float, done.stdout.split())
-    # A state of 200 MiB; Orbax's own buffers are bounded, and here up to a state: of 1 GiB, saving
-    # takes 0.63 states of jax arrays and 1.93 of NumPy's, loading 1.18.
-    assert saving < (2.6 if kind == "numpy" else 1.6)
-    assert loading < 2.1
-    assert verifying < 1.5
+    # In states. Orbax's own buffers do not grow with the state; how much of them is in use at once
+    # is a matter of chance.
+    buffers = 260 / size
+    assert saving < (2.0 if kind == "numpy" else 1.0) + buffers
+    assert loading < 1.25 + buffers
+    assert verifying < 0.3 + buffers

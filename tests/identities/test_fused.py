@@ -120,7 +120,7 @@ def test_fused_with_exact_rewrites_is_plain_jit_for_convolutions() -> None:
     assert in_chunks(step, copy(state), chunk, 7, rewrites="exact") == plain
 
 
-@pytest.mark.parametrize("kind", ["dropout", "attention"])
+@pytest.mark.parametrize("kind", ["dropout", pytest.param("attention", marks=pytest.mark.long)])
 def test_fused_is_single_with_a_key(kind) -> None:
     _, _, state, step, chunk = setup(kind, "float32", rng=jax.random.key(5))
     plain = one_by_one(step, state, chunk)
@@ -152,8 +152,17 @@ def test_a_fit_does_not_depend_on_k() -> None:
     assert len(digests) == 1
 
 
-@pytest.mark.parametrize("widths", [(1,), (3, 1), (5, 3)])
-@pytest.mark.parametrize("size", [2, 16])
+@pytest.mark.parametrize(
+    ("widths", "size"),
+    [
+        ((1,), 2),
+        ((5, 3), 16),
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in [((1,), 16), ((3, 1), 2), ((3, 1), 16), ((5, 3), 2)]
+        ),
+    ],
+)
 def test_fused_is_single_for_the_smallest_models(widths, size) -> None:
     keras.utils.set_random_seed(0)
     hidden = [layer for n in widths for layer in (keras.layers.Dense(n, "relu"), NORM())]

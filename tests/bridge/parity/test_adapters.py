@@ -37,7 +37,7 @@ def of(x: Any, **more: Any) -> Case:
     return dense(x=x, y=None, **more)
 
 
-@CASES.every_run
+@CASES
 def pandas_frames() -> Case:
     pandas = library("pandas")
     return dense(x=pandas.DataFrame(X), y=pandas.DataFrame(Y), batch_size=BATCH, shuffle=True)
@@ -51,7 +51,7 @@ def pandas_frame_and_series() -> Case:
     return model, {**arguments, **series, "x": pandas.DataFrame(X)}
 
 
-@CASES.every_run
+@CASES
 def pandas_columns_by_name() -> Case:
     pandas = library("pandas")
     inputs = {name: keras.Input((1,), name=name) for name in "ab"}
@@ -79,14 +79,14 @@ def grain_map_dataset() -> Case:
     return of(grain.MapDataset.source(rows(grain)).shuffle(seed=3).batch(BATCH))
 
 
-@CASES.every_run
+@CASES
 def grain_iter_dataset() -> Case:
     grain = library("grain")
     endless = grain.MapDataset.source(rows(grain)).repeat().to_iter_dataset()
     return of(endless.batch(BATCH), steps_per_epoch=5)
 
 
-@CASES.every_run
+@CASES
 def grain_data_loader() -> Case:
     grain = library("grain")
     whole = grain.sharding.NoSharding()
@@ -161,7 +161,7 @@ def tensorflow_tensors() -> Case:
     return dense(x=tf.constant(X), y=tf.constant(Y), batch_size=BATCH, shuffle=True)
 
 
-@CASES.every_run
+@CASES
 def sparse_matrices() -> Case:
     scipy = library("scipy.sparse")
     sparse = scipy.coo_matrix(np.where(X > 0.5, X, 0))

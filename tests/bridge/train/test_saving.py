@@ -108,7 +108,7 @@ def over_epochs() -> dict[str, Any]:
 CASES = [
     (dense, evaluated),
     (dense, stopping),
-    (dense, in_batches),
+    pytest.param(dense, in_batches, marks=pytest.mark.long),
     (dense, unshuffled),
     (dense, over_epochs),
     (augmented, plain),
@@ -248,8 +248,15 @@ class Signalled(keras.callbacks.Callback):
             signal.raise_signal(signal.SIGINT)
 
 
-@pytest.mark.parametrize("method", ["on_test_batch_end", "on_test_end"])
-@pytest.mark.parametrize("is_large", [False, True])
+@pytest.mark.parametrize(
+    ("method", "is_large"),
+    [
+        ("on_test_batch_end", True),
+        ("on_test_end", False),
+        pytest.param("on_test_batch_end", False, marks=pytest.mark.long),
+        pytest.param("on_test_end", True, marks=pytest.mark.long),
+    ],
+)
 def test_ctrl_c_in_an_evaluation_saves_what_training_had(
     method, is_large, tmp_path, monkeypatch, ctrl_c
 ) -> None:
