@@ -56,20 +56,20 @@ def begin(
         try:
             response.result()
             _leave(where, "digests", {name: digests(leaf) for name, leaf in leaves.items()})
-        except Exception as error:
-            _leave(where, "failure", f"{type(error).__name__}: {error}")
-            raise
-        if not is_first():
-            _wait_for(target, where, mark)
-            return
-        try:
+            if not is_first():
+                _wait_for(target, where, mark)
+                return
             found = _digests_of_all(where)
             said = {n: said_of(leaf, found.get(n, {})) for n, leaf in leaves.items()}
             write_about(where, {**about, "mark": mark}, said)
             sync_directory(where)
             put(target)
-        except Exception:
-            shutil.rmtree(where, ignore_errors=True)
+        except Exception as error:
+            if is_first():  # that it is gone tells the others
+                shutil.rmtree(where, ignore_errors=True)
+            else:
+                with contextlib.suppress(OSError):
+                    _leave(where, "failure", f"{type(error).__name__}: {error}")
             raise
 
     return end

@@ -130,6 +130,20 @@ TOGETHER = """
         checkpoints.rollback(1)
         print(checkpoints.steps(), checkpoints.best())
 
+    def full(leaf):
+        raise OSError("the disk is full")
+
+    from functrain.checkpoint import _together
+
+    real = _together.digests
+    with ft.Checkpointer(f"{folder}/run") as checkpoints:
+        for failing in (0, 1):
+            _together.digests = full if jax.process_index() == failing else real
+            said(checkpoints.save)(make(3), 3)
+        _together.digests = real
+        said(checkpoints.save)(make(4), 4)
+        print(checkpoints.steps())
+
     def fit(**when):
         checkpoints = ft.Checkpointer(f"{folder}/clock", **when)
         ft.fit(make(0), lambda s, x: (s, {}), [jnp.ones(4)], checkpointer=checkpoints, verbose=0)
@@ -148,7 +162,13 @@ def test_what_one_process_can_do_with_checkpoints_several_can(tmp_path: pathlib.
     assert first[3:5] == ["done None", "([3.0], [3, 3, 3], True)"]
     assert first[5].startswith("TypeError w: expected a dtype that Orbax stores")
     assert first[6:8] == ["([1.0], [1, 1, 1], True) 1 1", "[1] 1"]
-    assert first[8].startswith("ValueError checkpointer: expected every=functrain.every(steps=")
-    assert first[9].startswith("ValueError checkpointer: expected budget=None")
-    assert second[:2] + second[3:] == first[:2] + first[3:]
+    assert first[8] == second[9] == "OSError the disk is full"
+    assert second[8].startswith("OSError ./run/000000000003: another process failed to write")
+    assert "process 1 failed to write: OSError: the disk is full" in first[9]
+    assert first[10:12] == ["done None", "[1, 4]"]
+    assert first[12].startswith("ValueError checkpointer: expected every=functrain.every(steps=")
+    assert first[13].startswith("ValueError checkpointer: expected budget=None")
+    differing = (2, 8, 9)  # who failed, and who was told
+    same = [[line for i, line in enumerate(x) if i not in differing] for x in (first, second)]
+    assert same[0] == same[1]
     assert sorted(os.listdir(tmp_path)) == ["one", "run"]
