@@ -25,6 +25,7 @@ from functrain.engine import at as at
 from functrain.engine import autotune as autotune
 from functrain.engine import enable_compilation_cache as enable_compilation_cache
 from functrain.engine import every as every
+from functrain.engine import explain_nan as explain_nan
 from functrain.engine import fuse as fuse
 from functrain.engine import summary as summary
 from functrain.export import export_params as export_params
@@ -106,6 +107,7 @@ __all__ = [
     "eval_step",
     "evaluate",
     "every",
+    "explain_nan",
     "export_params",
     "export_predict",
     "fit",

@@ -1,0 +1,267 @@
+"""Where the first number that is not finite came from."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core, source_info_util
+from jax.extend.core import primitives
+
+from functrain.common import _tree
+from functrain.common._types import PyTree
+from functrain.engine._guards import guarded
+from functrain.step._check import check_step
+from functrain.step._metered import MeteredStep
+
+
+@dataclasses.dataclass(frozen=True)
+class NotFinite:
+    """An operation whose inputs were in order, and whose output was not.
+
+    Attributes:
+      operation: Its name in JAX, such as ``log``; ``input`` for what came in with NaN or infinity.
+      found: What its output has, such as ``NaN in 3 of 8``.
+      where: The layer, if it has a name, and the source line; of an input its path.
+      inputs: The type of each input, and its range.
+      within: What it was found in, from outside in, such as ``scan, round 7``.
+      reaches: Whether what the step returns is not finite because of it.
+      cause: Where an infinity among its inputs came from.
+
+    Examples:
+      >>> print(NotFinite("log", "-inf in 1 of 2", "net.py:3", ("float32[2]: 0 to 1",)))
+      log: -inf in 1 of 2
+        at net.py:3
+        of float32[2]: 0 to 1
+    """
+
+    operation: str
+    found: str
+    where: str
+    inputs: tuple[str, ...] = ()
+    within: tuple[str, ...] = ()
+    reaches: bool = True
+    cause: "NotFinite | None" = None
+
+    def __str__(self) -> str:
+        lines = [f"{self.operation}: {self.found}"]
+        lines += [f"  at {self.where}"] * bool(self.where)
+        lines += [f"  within {step}" for step in self.within]
+        lines += [f"  of {text}" for text in self.inputs]
+        if not self.reaches:
+            lines.append("  Nothing of it reaches what the step returns.")
+        if self.cause is not None:
+            lines += ["The infinity came from", str(self.cause)]
+        return "\n".join(lines)
+
+
+def explain_nan(step: Any, state: PyTree, batch: PyTree) -> NotFinite | None:
+    """Takes a step operation by operation, and finds the first that made NaN or an infinity.
+
+    The step is run uncompiled, so that it takes its time; what is fused in a compiled program may
+    round otherwise. A mask of infinities that does no harm is passed by: it is the operation that
+    is looked for whose output has NaN while its inputs have none, and from which that of the result
+    comes; and where an infinity made it, the operation that made the infinity.
+
+    Args:
+      step: ``(state, batch) -> (state, logs)``, with metrics or without; not jitted.
+      state: The state before the step, bare. Not changed.
+      batch: The batch.
+
+    Returns:
+      The operation; None if all is finite.
+
+    Raises:
+      TypeError: `step` is no step.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> def step(w, x):
+      ...     return w - jnp.log(x - 1.0).sum(), {}
+      >>> found = explain_nan(step, jnp.zeros(()), jnp.array([2.0, 1.0]))
+      >>> print(found.operation, "|", found.found, "|", found.inputs[0])
+      log | -inf in 1 of 2 | float32[2]: 0 to 1
+    """
+    check_step(step)
+    if isinstance(step, MeteredStep):
+        state = step.start(state)
+    named = [
+        *((f"state/{path}", x) for path, x in _tree.leaves_with_path(state)),
+        *((f"batch/{path}", x) for path, x in _tree.leaves_with_path(batch)),
+    ]
+    for path, x in named:
+        if kind := _kind(x):
+            return NotFinite("input", _share(x, kind), path)
+    with guarded():
+        closed: Any = jax.make_jaxpr(step)(state, batch)
+    return _search(closed, [x for _, x in named], ())
+
+
+def _search(closed: Any, inputs: Sequence[Any], within: tuple[str, ...]) -> NotFinite | None:
+    """Finds the operation inside a jaxpr that made the first of what its outputs suffer from."""
+    jaxpr = closed.jaxpr
+    values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*closed.consts, *inputs), strict=True))
+
+    def read(atom: Any) -> Any:
+        return atom.val if isinstance(atom, core.Literal) else values[atom]
+
+    made = {var: i for i, eqn in enumerate(jaxpr.eqns) for var in eqn.outvars}
+    values.update(zip(made, _evaluated(closed, list(made), inputs), strict=True))
+
+    def first(atoms: Sequence[Any], kinds: tuple[str, ...]) -> int | None:
+        """Goes back from some values to the first operation that made what they suffer from."""
+        found, left, seen = set(), [a for a in atoms if _kind(read(a)) in kinds], set()
+        while left:
+            atom = left.pop()
+            if isinstance(atom, core.Literal) or atom in seen or atom not in made:
+                continue
+            seen.add(atom)
+            before = [a for a in jaxpr.eqns[made[atom]].invars if _kind(read(a)) in kinds]
+            left += before
+            if not before:
+                found.add(made[atom])
+        return min(found, default=None)
+
+    def described(i: int, reaches: bool = True) -> NotFinite:
+        eqn = jaxpr.eqns[i]
+        own = [read(atom) for atom in eqn.invars]
+        inside = _inside(eqn, own, within)
+        if inside is not None:
+            return dataclasses.replace(inside, reaches=reaches)
+        bad = next(x for x in map(values.__getitem__, eqn.outvars) if _kind(x))
+        origin = None
+        if any(_kind(x) == "inf" for x in own):
+            origin = first(eqn.invars, ("inf",))
+        return NotFinite(
+            eqn.primitive.name,
+            _share(bad, _kind(bad)),
+            _place(eqn),
+            tuple(map(_range, own)),
+            within,
+            reaches,
+            None if origin is None else described(origin),
+        )
+
+    for kinds in (("nan",), ("nan", "inf")):
+        if (i := first(jaxpr.outvars, kinds)) is not None:
+            return described(i)
+    if within:  # an infinity, or NaN, that came in
+        return None
+    hidden = [var for var in made if _kind(values[var]) == "nan"]
+    i = first(hidden, ("nan",))
+    return None if i is None else described(i, reaches=False)
+
+
+def _evaluated(closed: Any, wanted: list[Any], inputs: Sequence[Any]) -> list[Any]:
+    """Returns what all equations of a jaxpr come to, one after the other."""
+    # For the names that jax wants of as many inputs and outputs.
+    like: Any = jax.make_jaxpr(lambda *_: [0.0] * len(wanted))(*inputs)
+    every = closed.jaxpr.replace(outvars=wanted, debug_info=like.jaxpr.debug_info)
+    return list(core.jaxpr_as_fun(closed.replace(jaxpr=every))(*inputs))
+
+
+def _inside(eqn: core.JaxprEqn, inputs: list[Any], within: tuple[str, ...]) -> NotFinite | None:
+    """Looks into what an operation calls; None for those that call nothing, or show nothing."""
+    look = _INSIDE.get(eqn.primitive)
+    return None if look is None else look(eqn, inputs, within)
+
+
+def _in_call(eqn: core.JaxprEqn, inputs: list[Any], within: tuple[str, ...]) -> NotFinite | None:
+    bodies = [eqn.params[n] for n in ("jaxpr", "call_jaxpr") if n in eqn.params]
+    return _search(_closed(bodies[0]), inputs, within) if bodies else None
+
+
+def _in_cond(eqn: core.JaxprEqn, inputs: list[Any], within: tuple[str, ...]) -> NotFinite | None:
+    number = int(inputs[0])
+    branch = eqn.params["branches"][number]
+    return _search(branch, inputs[1:], (*within, f"cond, branch {number}"))
+
+
+def _in_scan(eqn: core.JaxprEqn, inputs: list[Any], within: tuple[str, ...]) -> NotFinite | None:
+    length, body = eqn.params["length"], eqn.params["jaxpr"]
+    # Their numbers have other names in each version of jax; a stacked array has one axis more.
+    stacked = _stacked(eqn.invars, body.jaxpr.invars)
+    carried = len(eqn.outvars) - _stacked(eqn.outvars, body.jaxpr.outvars)
+    known = len(inputs) - stacked - carried
+    consts, carry = inputs[:known], inputs[known : known + carried]
+    run = core.jaxpr_as_fun(body)
+    rounds = range(length - 1, -1, -1) if eqn.params["reverse"] else range(length)
+    for i in rounds:
+        now = [*consts, *carry, *(x[i] for x in inputs[known + carried :])]
+        out = run(*now)
+        if any(map(_kind, out)) and (found := _search(body, now, (*within, f"scan, round {i}"))):
+            return found
+        carry = out[:carried]
+    return None
+
+
+def _stacked(outer: Sequence[Any], inner: Sequence[Any]) -> int:
+    pairs = zip(outer, inner, strict=True)
+    return sum(len(a.aval.shape) != len(b.aval.shape) for a, b in pairs)
+
+
+def _in_while(eqn: core.JaxprEqn, inputs: list[Any], within: tuple[str, ...]) -> NotFinite | None:
+    params = eqn.params
+    of_test, of_body = params["cond_nconsts"], params["body_nconsts"]
+    tested, consts = inputs[:of_test], inputs[of_test : of_test + of_body]
+    carry, i = inputs[of_test + of_body :], 0
+    test, run = core.jaxpr_as_fun(params["cond_jaxpr"]), core.jaxpr_as_fun(params["body_jaxpr"])
+    while test(*tested, *carry)[0]:
+        now = [*consts, *carry]
+        carry = run(*now)
+        if any(map(_kind, carry)):
+            found = _search(params["body_jaxpr"], now, (*within, f"while, round {i}"))
+            if found is not None:
+                return found
+        i += 1
+    return None
+
+
+_INSIDE: dict[Any, Callable[[core.JaxprEqn, list[Any], tuple[str, ...]], NotFinite | None]] = {
+    primitives.jit_p: _in_call,
+    primitives.call_p: _in_call,
+    primitives.closed_call_p: _in_call,
+    primitives.remat_p: _in_call,
+    primitives.custom_jvp_call_p: _in_call,
+    primitives.custom_vjp_call_p: _in_call,
+    primitives.cond_p: _in_cond,
+    primitives.scan_p: _in_scan,
+    primitives.while_p: _in_while,
+}
+
+
+def _closed(jaxpr: Any) -> Any:
+    return jaxpr if hasattr(jaxpr, "consts") else core.ClosedJaxpr(jaxpr, [])
+
+
+def _kind(x: Any) -> str:
+    """Returns "nan", or "inf", or "" for what is finite, or no number."""
+    if not hasattr(x, "dtype") or not jnp.issubdtype(x.dtype, jnp.inexact):
+        return ""
+    array = np.asarray(x, np.complex128 if np.iscomplexobj(x) else np.float64)
+    if np.isnan(array).any():
+        return "nan"
+    return "inf" if np.isinf(array).any() else ""
+
+
+def _share(x: Any, kind: str) -> str:
+    array = np.asarray(x, np.float64)
+    bad = np.isnan(array) if kind == "nan" else np.isinf(array)
+    name = "NaN" if kind == "nan" else ("-inf" if (array[bad] < 0).all() else "inf")
+    return f"{name} in {bad.sum():,} of {array.size:,}"
+
+
+def _range(x: Any) -> str:
+    spec = _tree.spec(x)
+    if not hasattr(x, "dtype") or not jnp.issubdtype(x.dtype, jnp.number) or not x.size:
+        return spec
+    array = np.asarray(x, np.float64).ravel()
+    low, high = (f"{of(array):.6g}" for of in (np.fmin.reduce, np.fmax.reduce))
+    return f"{spec}: {low}" + (f" to {high}" if high != low else "")
+
+
+def _place(eqn: core.JaxprEqn) -> str:
+    line = source_info_util.summarize(eqn.source_info).rpartition("/")[2]
+    return "  ".join(filter(None, [str(eqn.source_info.name_stack), line]))

@@ -1,0 +1,152 @@
+"""The operation that made the first number that is not finite is named, with its place."""
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import functrain as ft
+
+TX = optax.sgd(0.1)
+
+
+def of_loss(value: Any) -> tuple[Any, ft.TrainState]:
+    def loss_fn(params: Any, model_state: Any, batch: Any, *, rng: Any, training: bool) -> Any:
+        return value(params, batch), ft.Aux(model_state)
+
+    return ft.train_step(loss_fn, TX), ft.TrainState.create(params=jnp.ones(3), tx=TX)
+
+
+def explained(value: Any, batch: Any) -> Any:
+    step, state = of_loss(value)
+    found = ft.explain_nan(step, state, batch)
+    is_bad = any(bool(jnp.any(~jnp.isfinite(x))) for x in jax.tree.leaves(step(state, batch)))
+    assert found is None or found.reaches == is_bad
+    return found
+
+
+def line_of(function: Any, offset: int = 1) -> str:
+    return f"test_explain_nan.py:{function.__code__.co_firstlineno + offset}:"
+
+
+def test_all_that_is_finite_is_nothing_to_explain() -> None:
+    assert explained(lambda p, x: jnp.sum(p * x), jnp.ones(3)) is None
+
+
+def test_the_first_operation_is_named_with_its_line_and_the_range_of_its_inputs() -> None:
+    def value(p: Any, x: Any) -> Any:
+        return jnp.sum(jnp.exp(jnp.log(x - 1.0) * p))
+
+    found = explained(value, jnp.array([2.0, 0.5, 3.0]))
+    assert (found.operation, found.found) == ("log", "NaN in 1 of 3")
+    assert line_of(value) in found.where
+    assert found.inputs == ("float32[3]: -0.5 to 2",)
+
+
+def test_an_infinity_that_became_nan_is_followed_to_where_it_was_made() -> None:
+    def value(p: Any, x: Any) -> Any:
+        large = jnp.exp(x * p)
+        return jnp.sum(large - large)
+
+    found = explained(value, jnp.array([1.0, 100.0, 2.0]))
+    assert (found.operation, found.cause.operation) == ("sub", "exp")
+    assert found.cause.found == "inf in 1 of 3"
+    assert "The infinity came from\nexp: inf in 1 of 3" in str(found)
+
+
+def test_a_mask_of_infinities_is_passed_by_until_it_does_harm() -> None:
+    def value(p: Any, x: Any) -> Any:
+        return jnp.sum(jax.nn.softmax(jnp.where(x > 0, x * p, -jnp.inf))[:, 0])
+
+    assert explained(value, jnp.array([[1.0, 2, 0], [3, 0, 0]])) is None
+    found = explained(value, jnp.array([[1.0, 2, 0], [0, 0, 0]]))  # nothing is left of a row
+    assert (found.operation, found.found) == ("sub", "NaN in 3 of 6")
+
+
+def test_what_only_the_gradient_suffers_from_is_found_there() -> None:
+    def value(p: Any, x: Any) -> Any:
+        return jnp.sqrt(jnp.sum((p - x) ** 2))
+
+    found = explained(value, jnp.ones(3))
+    assert (found.operation, found.cause.operation) == ("mul", "div")
+    assert "transpose" in found.where
+    assert line_of(value) in found.cause.where
+
+
+def test_loops_are_entered_to_the_round() -> None:
+    def scanned(p: Any, x: Any) -> Any:
+        return jax.lax.scan(lambda c, x: (c * 10.0 + x, ()), jnp.sum(p), x)[0]
+
+    def walked(p: Any, x: Any) -> Any:
+        def body(c: Any) -> Any:
+            return c[0] + 1, jnp.log(c[1]) * x[0]
+
+        return jax.lax.stop_gradient(
+            jax.lax.while_loop(lambda c: c[0] < 4, body, (0, jnp.sum(p)))[1]
+        )
+
+    assert explained(scanned, jnp.ones(60)).within == ("scan, round 38",)
+    found = explained(walked, jnp.ones(1))
+    assert (found.operation, found.within) == ("log", ("while, round 3",))
+
+
+def test_of_a_cond_the_branch_is_named() -> None:
+    def value(p: Any, x: Any) -> Any:
+        return jnp.sum(jax.lax.cond(x[0] > 0, lambda p: p / 0.0, lambda p: p, p))
+
+    found = explained(value, jnp.ones(3))
+    assert (found.operation, found.within) == ("div", ("cond, branch 1",))
+    assert explained(value, -jnp.ones(3)) is None
+
+
+def test_what_came_in_is_named_by_its_path() -> None:
+    step, state = of_loss(lambda p, x: jnp.sum(p * x["image"]))
+    found = ft.explain_nan(step, state, {"image": jnp.array([1.0, np.nan])})
+    assert (found.operation, found.where) == ("input", "batch/image")
+    state = state.replace(params=state.params.at[1].set(-jnp.inf))
+    found = ft.explain_nan(step, state, {"image": jnp.ones(3)})
+    assert (found.found, found.where) == ("-inf in 1 of 3", "state/params")
+
+
+def test_what_does_not_reach_the_result_is_said_to() -> None:
+    def value(p: Any, x: Any) -> Any:
+        bad = jnp.sum(jax.lax.stop_gradient(p)) / x[0] * x[0]  # inf * 0
+        return jnp.sum(p) + 0.0 * jnp.where(jnp.isfinite(bad), bad, 0.0)
+
+    found = explained(value, jnp.zeros(1))
+    assert (found.operation, found.reaches) == ("mul", False)
+    assert "Nothing of it reaches" in str(found)
+
+
+class Net(nn.Module):
+    @nn.compact
+    def __call__(self, x: Any, train: bool) -> Any:
+        x = nn.BatchNorm(use_running_average=not train)(nn.Dense(8, name="first")(x))
+        return nn.Dense(2, name="head")(jnp.sqrt(x - 100.0).astype(jnp.bfloat16))
+
+
+def test_a_step_with_metrics_and_a_guard_is_taken_with_its_layers_names() -> None:
+    model, tx = ft.from_linen(Net()), ft.skip_non_finite(optax.adam(1e-3))
+    x, y = jnp.ones((4, 5)), jnp.zeros(4, jnp.int32)
+    params, model_state = model.init(jax.random.key(0), x)
+    state = ft.TrainState.create(
+        params=params, model_state=model_state, tx=tx, rng=jax.random.key(1)
+    )
+    loss_fn = ft.supervised(model, optax.softmax_cross_entropy_with_integer_labels)
+    step = ft.train_step(loss_fn, tx, metrics={"accuracy": ft.metrics.accuracy()})
+    found = ft.explain_nan(step, state, (x, y))
+    assert found is not None
+    assert (found.operation, found.found) == ("sqrt", "NaN in 32 of 32")
+    assert "Net" in found.where
+
+
+def test_a_loss_is_no_step() -> None:
+    def loss_fn(params: Any, model_state: Any, batch: Any, *, rng: Any, training: bool) -> Any:
+        return 0.0, ft.Aux(model_state)
+
+    with pytest.raises(TypeError, match=r"step: expected \(state, batch\).*got the loss loss_fn"):
+        ft.explain_nan(loss_fn, {}, {})
