@@ -47,7 +47,9 @@ def begin(
         check()
         where = staged(target)
         os.makedirs(where)
-        return [where, secrets.token_hex(8)]
+        mark = secrets.token_hex(8)
+        with open(os.path.join(where, mark), "w", encoding="utf-8"):
+            return [where, mark]
 
     where, mark = on_first(make)
     response = ocp.save_async(os.path.join(where, ARRAYS), arrays_of(leaves))
@@ -64,6 +66,8 @@ def begin(
             write_about(where, {**about, "mark": mark}, said)
             sync_directory(where)
             put(target)
+            with contextlib.suppress(OSError):
+                os.remove(os.path.join(target, mark))
         except Exception as error:
             if is_first():  # that it is gone tells the others
                 shutil.rmtree(where, ignore_errors=True)
@@ -114,11 +118,13 @@ def _digests_of_all(where: str) -> dict[str, dict[str, str]]:
 def _wait_for(target: str, where: str, mark: str) -> None:
     """Waits for the checkpoint to have its name.
 
+    The next one may be begun in the same place at once: it has another mark.
+
     Raises:
       OSError: It got none.
     """
     until = time.monotonic() + _PATIENCE
-    while os.path.exists(where) and time.monotonic() < until:
+    while os.path.exists(os.path.join(where, mark)) and time.monotonic() < until:
         time.sleep(_LOOK)
     with contextlib.suppress(CheckpointCorruptError, CheckpointMismatchError):
         if read_about(target).get("mark") == mark:

@@ -46,12 +46,12 @@ def train(processes: int, directory: pathlib.Path, epochs: int) -> list[list[str
 def test_sigterm_to_one_process_ends_all_at_one_step_and_they_go_on_to_the_same_bits(
     tmp_path: pathlib.Path,
 ) -> None:
-    straight = train(2, tmp_path / "straight", 12)
+    straight = train(2, tmp_path / "straight", 30)
     assert straight[0][-1] == straight[1][-1]
     epochs = [sum(line.startswith("epoch") for line in lines) for lines in straight]
-    assert epochs == [12, 0]  # the first tells
+    assert epochs == [30, 0]  # the first tells
 
-    killed = start(2, [str(HERE / "processes.py")], str(tmp_path / "killed"), "12")
+    killed = start(2, [str(HERE / "processes.py")], str(tmp_path / "killed"), "30")
     assert killed[0].stdout is not None
     for line in killed[0].stdout:
         if line == "step 12\n":
@@ -60,19 +60,19 @@ def test_sigterm_to_one_process_ends_all_at_one_step_and_they_go_on_to_the_same_
     steps = [lines[-1] for lines in ended(killed, code=143)]
     assert steps[0] == steps[1]
     last = int(steps[0].removeprefix("step "))
-    assert 12 < last < 96
+    assert 12 < last < 240
     assert (tmp_path / "killed" / f"{last:012d}").is_dir()
 
     # One process with four devices has the same state; epochs that are over leave it as it is.
     one = start(1, [str(HERE / "processes.py")], str(tmp_path / "killed"), "1")
     ((begins,),) = ended(one, code=1)
-    resumed = train(2, tmp_path / "killed", 12)
+    resumed = train(2, tmp_path / "killed", 30)
     assert resumed[0][0] == resumed[1][0] == begins
     assert begins.startswith(f"begins {last} ")
     assert resumed[0][-1] == resumed[1][-1] == straight[0][-1]
     rows = [(tmp_path / f"{name}.csv").read_text() for name in ("straight", "killed")]
     assert rows[0] == rows[1]
-    assert rows[0].count("\n") == 33
+    assert rows[0].count("\n") == 81
 
 
 TOGETHER = """
