@@ -246,10 +246,15 @@ def _kind(x: Any) -> str:
     return "inf" if np.isinf(array).any() else ""
 
 
+def _wide(x: Any) -> np.ndarray[Any, Any]:
+    of_complex = jnp.issubdtype(x.dtype, jnp.complexfloating)
+    return np.asarray(x, np.complex128 if of_complex else np.float64)
+
+
 def _share(x: Any, kind: str) -> str:
-    array = np.asarray(x, np.float64)
+    array = _wide(x)
     bad = np.isnan(array) if kind == "nan" else np.isinf(array)
-    name = "NaN" if kind == "nan" else ("-inf" if (array[bad] < 0).all() else "inf")
+    name = "NaN" if kind == "nan" else ("-inf" if (array[bad].real < 0).all() else "inf")
     return f"{name} in {bad.sum():,} of {array.size:,}"
 
 
@@ -257,7 +262,9 @@ def _range(x: Any) -> str:
     spec = _tree.spec(x)
     if not hasattr(x, "dtype") or not jnp.issubdtype(x.dtype, jnp.number) or not x.size:
         return spec
-    array = np.asarray(x, np.float64).ravel()
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        spec, x = f"|{spec}|", jnp.abs(x)
+    array = _wide(x).ravel()
     low, high = (f"{of(array):.6g}" for of in (np.fmin.reduce, np.fmax.reduce))
     return f"{spec}: {low}" + (f" to {high}" if high != low else "")
 

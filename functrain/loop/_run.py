@@ -8,7 +8,7 @@ from functrain.checkpoint._checkpointer import Checkpointer
 from functrain.common import _tree
 from functrain.common._types import PyTree, Step
 from functrain.data._repeated import Repeated
-from functrain.data._sources import Source
+from functrain.data._sources import as_source
 from functrain.engine import _placement
 from functrain.engine._driver import Driver
 from functrain.engine._plan import FuseArg, Plan, nbytes
@@ -139,7 +139,7 @@ def begin(
     require_state(state)
     require_training_step(step)
     require_epochs(epochs)
-    source = data if isinstance(data, Source) else Source(data)
+    source = as_source(data)
     at = require_position(start)
     if source.steps and at.batch >= source.steps:
         at = Position(at.step, at.epoch + 1)

@@ -103,6 +103,14 @@ def test_of_a_cond_the_branch_is_named() -> None:
     assert explained(value, -jnp.ones(3)) is None
 
 
+def test_complex_numbers_are_told_by_their_sizes() -> None:
+    def step(state, batch):
+        return state, {"loss": (jnp.log(state * 0) * 0).real.sum()}
+
+    found = ft.explain_nan(step, jnp.array([3 + 4j, 0.0]), 0)
+    assert "|complex64[2]|: 0" in str(found)
+
+
 def test_what_came_in_is_named_by_its_path() -> None:
     step, state = of_loss(lambda p, x: jnp.sum(p * x["image"]))
     found = ft.explain_nan(step, state, {"image": jnp.array([1.0, np.nan])})

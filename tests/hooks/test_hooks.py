@@ -1,4 +1,3 @@
-import csv
 import itertools
 
 import jax
@@ -224,48 +223,6 @@ def test_early_stopping_names_the_values_there_are() -> None:
         fit(ft.hooks.EarlyStopping("val_loss"))
 
 
-def test_csv_has_a_row_each_time_it_is_due(tmp_path) -> None:
-    by_epoch = ft.hooks.CSVLogger(tmp_path / "logs" / "epochs.csv")
-    by_step = ft.hooks.CSVLogger(tmp_path / "steps.csv", when=ft.every(steps=50))
-    _, history = fit(by_epoch, by_step, eval_data=LOADER, eval_step=EVAL)
-    with (tmp_path / "logs" / "epochs.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    assert [float(row["val_loss"]) for row in rows] == history.epochs["val_loss"].tolist()
-    with (tmp_path / "steps.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    assert [int(row["step"]) for row in rows] == [50, 100, 150, 200, 250, 300, 350]
-    expected = history.steps["loss"][49::50]
-    np.testing.assert_array_equal(np.array([float(r["loss"]) for r in rows], np.float32), expected)
-
-
-def test_csv_goes_on_below_what_a_run_before_it_wrote(tmp_path) -> None:
-    def log(epoch: int, append: bool, **values: float) -> None:
-        hook = ft.hooks.CSVLogger(tmp_path / "log.csv", append=append)
-        hook(ft.EpochEnd(position=ft.Position(step=4, epoch=epoch), state=(), values=values))
-        hook.close()
-
-    log(0, append=True, loss=3.0, accuracy=0.25)  # there is no file yet
-    log(1, append=True, accuracy=0.5, loss=2.0)
-    written = (tmp_path / "log.csv").read_text().splitlines()
-    assert written == ["epoch,step,loss,accuracy", "0,4,3.0,0.25", "1,4,2.0,0.5"]
-    with pytest.raises(ValueError, match=r"log.csv: expected the columns .*'mae'.* got a file"):
-        log(2, append=True, mae=1.0)
-    assert (tmp_path / "log.csv").read_text().splitlines() == written
-    log(2, append=False, mae=1.0)
-    assert (tmp_path / "log.csv").read_text().splitlines() == ["epoch,step,mae", "2,4,1.0"]
-
-
-def test_csv_refuses_a_column_that_comes_later(tmp_path) -> None:
-    hook = ft.hooks.CSVLogger(tmp_path / "log.csv")
-
-    def late(event):
-        if isinstance(event, ft.EpochEnd) and event.epoch == 1:
-            event.values["late"] = 1.0
-
-    with pytest.raises(ValueError, match=r"expected the columns .* got \['late'\] as well"):
-        fit(late, hook)
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -378,19 +335,6 @@ def test_numpy_integers_are_numbers_of_steps() -> None:
     assert ft.at(*np.arange(1, 3)).next_step(1) == 2
     with pytest.raises(ValueError, match="whole number of steps, got True"):
         ft.every(steps=True)
-
-
-def test_a_csv_of_steps_does_not_wait_for_the_device_and_has_its_row_when_the_logs_come(
-    tmp_path,
-) -> None:
-    log = ft.hooks.CSVLogger(tmp_path / "log.csv", when=ft.every(steps=2))
-    rows = {"loss": jnp.array([0.5, 0.25])}
-    at_two = ft.Position(step=2)
-    log(ft.ChunkEnd(position=at_two, state=(), values={"v": 1.0}, steps=2, examples=1, rows=rows))
-    assert not (tmp_path / "log.csv").exists()
-    log.logs(ft.LogsReady(position=at_two, steps=2, examples=1, logs={}))
-    assert (tmp_path / "log.csv").read_text().splitlines()[1:] == ["0,2,0.25,1.0"]
-    log.close()
 
 
 def test_what_steps_before_an_error_reported_reaches_hooks_before_they_are_closed() -> None:
