@@ -1,11 +1,20 @@
-"""Two CPU devices, Keras on JAX: set before either is imported."""
+"""Two CPU devices, Keras on JAX, compiled programs shared: set before either is imported."""
 
+import atexit
 import os
+import shutil
+import tempfile
 
 os.environ["KERAS_BACKEND"] = "jax"
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=2"
 ).strip()
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # what one process compiled serves the others
+    programs = tempfile.mkdtemp(prefix="functrain-programs-")
+    atexit.register(shutil.rmtree, programs, ignore_errors=True)
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = programs
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
 import hashlib
 import signal
