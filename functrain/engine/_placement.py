@@ -138,7 +138,7 @@ def on_mesh(carry: PyTree, sharding: NamedSharding | None) -> PyTree:
     Left where it is, the first program would move it, and the second find it elsewhere than it
     was compiled for.
     """
-    if sharding is None or sharding.mesh.size == 1:
+    if sharding is None or not _counts(sharding.mesh):
         return carry
     everywhere = NamedSharding(sharding.mesh, PartitionSpec())
 
@@ -158,12 +158,17 @@ def beside(small: PyTree, carry: PyTree) -> PyTree:
 
 
 def _mesh(x: Any) -> Mesh | None:
-    """Returns the mesh of several devices that an array lies on."""
+    """Returns the mesh that an array lies on, where that is one that counts."""
     sharding = None if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
-    if not isinstance(sharding, NamedSharding) or sharding.mesh.size == 1:
+    if not isinstance(sharding, NamedSharding) or not _counts(sharding.mesh):
         return None
     assert isinstance(sharding.mesh, Mesh)
     return sharding.mesh
+
+
+def _counts(mesh: Any) -> bool:
+    """Whether lying on a mesh is more than lying on a device: several devices, or part of a type."""
+    return mesh.size > 1 or jax.sharding.AxisType.Explicit in mesh.axis_types
 
 
 class Pins(NamedTuple):

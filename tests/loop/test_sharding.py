@@ -104,6 +104,17 @@ def test_a_state_that_lies_nowhere_in_particular_goes_to_all_devices_and_compile
     np.testing.assert_allclose(history.epochs["accuracy"], alone.epochs["accuracy"], rtol=1e-6)
 
 
+def test_a_mesh_of_one_device_with_explicit_axes_trains_to_the_bits_of_no_mesh() -> None:
+    one = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:1])
+    how: Any = {"eval_data": loader(), "eval_step": EVAL, "epochs": 2, "verbose": 0}
+    state, history = ft.fit(create(), STEP, loader(), sharding=one, **how)
+    alone, expected = ft.fit(create(), STEP, loader(), **how)
+    jax.tree.map(np.testing.assert_array_equal, state, alone)
+    for name in ("loss", "accuracy", "val_loss", "val_accuracy"):
+        np.testing.assert_array_equal(history.epochs[name], expected.epochs[name])
+    assert len(jax.tree.leaves(ft.predict(state, ft.predict_step(MODEL), [X[:8]], sharding=one)))
+
+
 def test_evaluation_and_prediction_take_sharded_batches() -> None:
     state = create()
     found = ft.evaluate(state, EVAL, loader(), sharding=at("data"))
