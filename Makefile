@@ -15,7 +15,7 @@ READY := $(VENV)/.ready-$(WANTED)-$(or $(CONSTRAINTS),newest)
 
 export KERAS_BACKEND := jax
 
-.PHONY: train test test-all test-adapters test-wheel smoke bench bench-peers lint clean
+.PHONY: train test test-all test-adapters test-wheel smoke docs bench bench-peers lint clean
 
 train: $(READY)
 	$(BIN)/python examples/mnist.py
@@ -40,6 +40,10 @@ test-wheel: $(READY)
 	$(PYTHON) -m venv .venv-wheel
 	.venv-wheel/bin/python -m pip install --quiet $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS)) dist/*.whl
 	away=$$(mktemp -d) && cd "$$away" && "$(CURDIR)/.venv-wheel/bin/python" -I "$(CURDIR)/.ci/smoke.py" && rm -r "$$away"
+
+# The site, into docs/_build/html: every block of every page is run, every example for a short time.
+docs: $(READY)
+	$(BIN)/python -m sphinx -b html -W --keep-going -j 2 docs docs/_build/html $(ARGS)
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks $(ARGS)
