@@ -4,7 +4,8 @@ import os
 from collections.abc import Mapping
 from typing import Any, Self
 
-from functrain.checkpoint._errors import CheckpointCorruptError
+from functrain.checkpoint._errors import CheckpointCorruptError, CheckpointMismatchError
+from functrain.checkpoint._processes import all_or_none
 from functrain.checkpoint._series import Restored, Series, verify
 from functrain.checkpoint._single import STATE
 from functrain.common import _direction, _repr
@@ -146,13 +147,14 @@ class Checkpointer:
           TypeError: A leaf is no array, or a document holds something else.
           OSError: It cannot be written.
         """
-        at = _position(state, position)
-        later = [step for step in self.steps() if step > at.step]
-        if later:
-            raise ValueError(
-                f"{self.directory}: expected to save a step after {self.latest()}, the last "
-                f"there is, got {at.step}. To go on from an earlier one: rollback({at.step})."
-            )
+        with all_or_none():
+            at = _position(state, position)
+            later = [step for step in self.steps() if step > at.step]
+            if later:
+                raise ValueError(
+                    f"{self.directory}: expected to save a step after {later[-1]}, the last "
+                    f"there is, got {at.step}. To go on from an earlier one: rollback({at.step})."
+                )
         self.series.write({STATE: state}, at, dict(values or {}), dict(documents or {}))
         if wait:
             self.wait()
@@ -189,7 +191,11 @@ class Checkpointer:
         for n in self.steps() if step is None else [step]:
             try:
                 verify(self.series.directory.at(n))
-            except CheckpointCorruptError as error:
+            except (CheckpointCorruptError, CheckpointMismatchError, FileNotFoundError) as error:
+                if step is None and n not in self.steps():
+                    continue  # its writer has removed it meanwhile
+                if not isinstance(error, CheckpointCorruptError):
+                    raise
                 found[n] = str(error)
         return found
 

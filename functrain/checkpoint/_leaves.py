@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from functrain.checkpoint._errors import CheckpointMismatchError
+from functrain.checkpoint._processes import are_several, is_first
 from functrain.common import _tree
 from functrain.common._types import PyTree
 
@@ -81,7 +82,7 @@ def on_host(leaves: Mapping[str, Any]) -> dict[str, Leaf]:
         {n: x for n, x in plain.items() if isinstance(x, jax.Array) and x.size and not _shared(x)},
         host(),
     )
-    several = jax.process_count() > 1
+    several = are_several()
     found: dict[str, Leaf] = {}
     for name, x in plain.items():
         spec, array = _tree.strong_spec(leaves[name]), near.get(name, x)
@@ -91,7 +92,7 @@ def on_host(leaves: Mapping[str, Any]) -> dict[str, Leaf]:
         if not isinstance(array, jax.Array) or several:  # Orbax takes from several what is NumPy's
             array = _own(np.asarray(array), move=not several)
         memory = np.asarray(array)
-        mine = not several or jax.process_index() == 0
+        mine = is_first()
         found[name] = Leaf(
             spec, array if is_stored(memory.dtype) else memory, {"": memory} if mine else {}
         )

@@ -63,10 +63,15 @@ def identity(target: str) -> tuple[tuple[int, ...] | None, ...]:
     return tuple(found)
 
 
-def staged(target: str) -> str:
-    """Returns where what will stand at `target` is written first; nothing is there."""
-    remove(target + _NEW)
+def staging(target: str) -> str:
+    """Returns where what will stand at `target` is written first."""
     return target + _NEW
+
+
+def staged(target: str) -> str:
+    """Returns the same, where nothing is now."""
+    remove(staging(target))
+    return staging(target)
 
 
 def put(target: str) -> None:
@@ -74,7 +79,7 @@ def put(target: str) -> None:
     if os.path.lexists(target):
         remove(target + _OLD)
         os.rename(target, target + _OLD)
-    os.rename(target + _NEW, target)
+    os.rename(staging(target), target)
     sync_directory(os.path.dirname(target))
     remove(target + _OLD)
 

@@ -4,8 +4,9 @@ Everything here is a collective: all processes call it in the same order, in the
 their programs. With one process it is a plain call.
 """
 
+import contextlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -46,6 +47,25 @@ def on_first(work: Callable[[], Any]) -> Any:
     if "error" in result:
         raise RuntimeError(f"the first of the processes failed: {result['error']}")
     return result["found"]
+
+
+@contextlib.contextmanager
+def all_or_none() -> Iterator[None]:
+    """Has what fails in one process within it fail in all: nobody goes on to wait for that one.
+
+    Raises:
+      Exception: What was raised within; in the other processes a RuntimeError that says so.
+    """
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        failure = error
+    failed = those_with(failure is not None)
+    if failure is not None:
+        raise failure
+    if failed:
+        raise RuntimeError(f"process {failed[0]} failed: see what it says")
 
 
 def those_with(own: bool) -> list[int]:

@@ -13,10 +13,16 @@ from functrain.checkpoint._about import read_about
 from functrain.checkpoint._background import Background
 from functrain.checkpoint._directory import Directory, best_of
 from functrain.checkpoint._documents import DOCUMENTS, decode, encode
-from functrain.checkpoint._errors import CheckpointCorruptError, CheckpointMismatchError
+from functrain.checkpoint._errors import CheckpointCorruptError
 from functrain.checkpoint._leaves import Leaf, by_path, on_host
-from functrain.checkpoint._processes import are_several, is_first, on_first, those_with
-from functrain.checkpoint._single import STATE, read_trees
+from functrain.checkpoint._processes import (
+    all_or_none,
+    are_several,
+    is_first,
+    on_first,
+    those_with,
+)
+from functrain.checkpoint._single import STATE, leaves_to_read, read_trees
 from functrain.checkpoint._store import blanks, read_arrays, verify_arrays, write
 from functrain.common import _repr
 from functrain.common._types import PyTree
@@ -87,7 +93,8 @@ class Series:
         """Removes all checkpoints of later steps; see `Checkpointer.rollback`."""
         self.wait()
         on_first(self.directory.require_writable)
-        verify(self.directory.at(step))  # or nothing whole might be left
+        with all_or_none():
+            verify(self.directory.at(step))  # or nothing whole might be left
 
         def remove() -> None:
             for later in reversed(self.directory.steps()):
@@ -110,8 +117,10 @@ class Series:
                 self.directory.release()
 
     def begin(self) -> None:
-        """Makes sure before a run that checkpoints can be written."""
+        """Makes sure before a run that checkpoints can be written, to where all processes see."""
         on_first(self.directory.require_writable)
+        if are_several():
+            _together.require_same_steps(self.directory)
 
     def is_improved(self, values: Mapping[str, float]) -> bool:
         """Whether the value of `best=` is better than any saved."""
@@ -152,9 +161,10 @@ class Series:
         self.wait()
         known = {name: float(x) for name, x in values.items()}
         began = time.perf_counter()
-        arrays = {n: x for name, tree in trees.items() for n, x in by_path(tree, name).items()}
-        encoded = {n: encode(x, f"{DOCUMENTS}/{n}", arrays) for n, x in documents.items()}
-        leaves = on_host(arrays)
+        with all_or_none():
+            arrays = {n: x for name, tree in trees.items() for n, x in by_path(tree, name).items()}
+            encoded = {n: encode(x, f"{DOCUMENTS}/{n}", arrays) for n, x in documents.items()}
+            leaves = on_host(arrays)
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         said = {
             "step": position.step,
@@ -217,8 +227,8 @@ class Series:
             before = self.directory.identity(n)
             failure: Exception | None = None
             try:
-                found = self._read(self.directory.at(n), likes)
-            except (CheckpointCorruptError, CheckpointMismatchError, FileNotFoundError) as error:
+                found = self._read(n, likes)
+            except Exception as error:
                 failure = error
             now = self.directory.identity(n)
             gone = now != before or (step is None and not now)
@@ -230,7 +240,7 @@ class Series:
                 for reason in reasons:
                     warnings.warn(f"Passed over, for step {n}: {reason}", stacklevel=3)
                 return found
-            if step is not None or not isinstance(failure, CheckpointCorruptError):
+            if step is not None or those_with(not isinstance(failure, CheckpointCorruptError)):
                 raise failure
             reasons.append(str(failure))
         raise CheckpointCorruptError(
@@ -249,10 +259,13 @@ class Series:
         on_first(set_aside)
 
     def _read(
-        self, directory: str, likes: Callable[[dict[str, Any]], Mapping[str, PyTree]]
+        self, step: int, likes: Callable[[dict[str, Any]], Mapping[str, PyTree]]
     ) -> tuple[Restored, dict[str, PyTree], dict[str, Any]]:
-        about = read_about(directory)
-        wanted = dict(likes(about))
+        with all_or_none():  # Orbax reads together
+            directory = self.directory.at(step)
+            about = read_about(directory)
+            wanted = dict(likes(about))
+            leaves_to_read(directory, about, wanted)
         names = [n for n in about["leaves"] if n.partition("/")[0] == DOCUMENTS]
         arrays = read_arrays(directory, about, blanks(about, names))
         documents = {n: decode(x, arrays) for n, x in about.get("documents", {}).items()}

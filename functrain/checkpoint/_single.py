@@ -30,7 +30,7 @@ from functrain.checkpoint._place import (
     staged,
     take_back,
 )
-from functrain.checkpoint._processes import are_several
+from functrain.checkpoint._processes import all_or_none, are_several
 from functrain.checkpoint._store import read_arrays, write
 from functrain.checkpoint._store import specs as specs_of
 from functrain.common._types import PyTree
@@ -67,9 +67,10 @@ def save(path: str | os.PathLike[str], state: PyTree, *, overwrite: bool = False
       ...     print(load(f"{directory}/checkpoint", like=state)["w"])
       [0. 1. 2.]
     """
-    leaves = on_host(by_path(state, STATE))
-    target = local(path)
-    os.makedirs(os.path.dirname(target), exist_ok=True)
+    with all_or_none():
+        leaves = on_host(by_path(state, STATE))
+        target = local(path)
+        os.makedirs(os.path.dirname(target), exist_ok=True)
     about = {"trees": [STATE], "run": of_run(state)}
     background = Background()
     if are_several():
@@ -139,16 +140,36 @@ def load(path: str | os.PathLike[str], like: PyTree) -> PyTree:
     target = local(path)
     while True:
         before = identity(target)
-        directory = find(target)
-        if directory is None:
-            raise FileNotFoundError(
-                f"{target}: expected a checkpoint, got nothing. Check the path."
-            )
         try:
-            return read_trees(directory, read_about(directory), {STATE: like})[STATE]
+            with all_or_none():  # Orbax reads together
+                directory, about = _found(target)
+                leaves_to_read(directory, about, {STATE: like})
+            return read_trees(directory, about, {STATE: like})[STATE]
         except (CheckpointCorruptError, CheckpointMismatchError):
-            if identity(target) == before:
+            if are_several() or identity(target) == before:
                 raise  # else another process has replaced it meanwhile: that one is read
+
+
+def _found(target: str) -> tuple[str, dict[str, Any]]:
+    """Returns where the checkpoint of a place is, and what it says of itself."""
+    directory = find(target)
+    if directory is None:
+        raise FileNotFoundError(f"{target}: expected a checkpoint, got nothing. Check the path.")
+    return directory, read_about(directory)
+
+
+def leaves_to_read(
+    directory: str, about: dict[str, Any], likes: dict[str, PyTree]
+) -> dict[str, Any]:
+    """Returns the leaves of trees by name, which are those of a checkpoint.
+
+    Raises:
+      CheckpointMismatchError: They are not; nothing was read.
+    """
+    leaves = {n: x for root, like in likes.items() for n, x in by_path(like, root).items()}
+    saved = {n: spec for n, spec in specs_of(about).items() if n.partition("/")[0] in likes}
+    require_same(directory, specs(leaves), saved)
+    return leaves
 
 
 def read_trees(
@@ -165,9 +186,7 @@ def read_trees(
       CheckpointMismatchError: Its leaves are not those of the trees.
       CheckpointCorruptError: It is damaged.
     """
-    leaves = {n: x for root, like in likes.items() for n, x in by_path(like, root).items()}
-    saved = {n: spec for n, spec in specs_of(about).items() if n.partition("/")[0] in likes}
-    require_same(directory, specs(leaves), saved)
+    leaves = leaves_to_read(directory, about, likes)
     arrays = read_arrays(directory, about, {name: blank(x) for name, x in leaves.items()})
     # Leaf by leaf, so that at the most one of them is in memory twice.
     found = {name: restored(path_of(name), like, arrays.pop(name)) for name, like in leaves.items()}

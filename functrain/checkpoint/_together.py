@@ -2,29 +2,34 @@
 
 Orbax writes each process's parts of the arrays. Each process writes down the digests of its own
 parts; when all have, the first one says what the checkpoint is, and gives it its name. The others
-wait for that, so that all of them know whether a save went well.
+wait for that, so that all of them know whether a save went well. Whoever fails leaves word of it,
+or, if it is the first, takes everything away: while they wait, all of them look for that.
 """
 
 import contextlib
 import json
 import os
-import secrets
 import shutil
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent import futures
 from typing import Any
 
 import jax
 
 from functrain.checkpoint._about import ARRAYS, read_about, write_about
+from functrain.checkpoint._directory import Directory
 from functrain.checkpoint._errors import CheckpointCorruptError, CheckpointMismatchError
-from functrain.checkpoint._leaves import Leaf
-from functrain.checkpoint._place import put, staged
-from functrain.checkpoint._processes import is_first, on_first
+from functrain.checkpoint._leaves import Leaf, path_of
+from functrain.checkpoint._place import put, staged, staging
+from functrain.checkpoint._processes import all_or_none, is_first, on_first
 from functrain.checkpoint._store import arrays_of, digests, said_of, sync_directory
+from functrain.common import _tree
 
 _LOOK = 0.01  # seconds between two looks at the directory
 _PATIENCE = 600.0  # seconds to wait for the others, whose disks may be slower
+_SEEN = 60.0  # seconds after which a disk on a network shows to one machine what another wrote
 
 
 def begin(
@@ -40,23 +45,34 @@ def begin(
     Returns:
       What ends it, in any thread: it takes what goes with the arrays, and raises an OSError in all
       processes where it went wrong in one.
+
+    Raises:
+      ValueError: The processes do not save the same to the same place; all of them raise.
     """
     from orbax.checkpoint import v1 as ocp
+
+    specs = {name: leaf.spec for name, leaf in leaves.items()}
 
     def make() -> list[str]:
         check()
         where = staged(target)
         os.makedirs(where)
-        mark = secrets.token_hex(8)
-        with open(os.path.join(where, mark), "w", encoding="utf-8"):
-            return [where, mark]
+        mark = os.urandom(8).hex()
+        with open(os.path.join(where, mark), "w", encoding="utf-8") as file:
+            json.dump(specs, file)
+        return [where, mark]
 
     where, mark = on_first(make)
-    response = ocp.save_async(os.path.join(where, ARRAYS), arrays_of(leaves))
+    with _undone(where):
+        with all_or_none():
+            _require_same_place(target, where, mark)
+            _require_same_leaves(target, os.path.join(where, mark), specs)
+        with all_or_none():
+            response = ocp.save_async(os.path.join(where, ARRAYS), arrays_of(leaves))
 
     def end(about: Mapping[str, Any]) -> None:
-        try:
-            response.result()
+        with _undone(where):
+            _wait_for_orbax(response, where, mark)
             _leave(where, "digests", {name: digests(leaf) for name, leaf in leaves.items()})
             if not is_first():
                 _wait_for(target, where, mark)
@@ -68,15 +84,111 @@ def begin(
             put(target)
             with contextlib.suppress(OSError):
                 os.remove(os.path.join(target, mark))
-        except Exception as error:
-            if is_first():  # that it is gone tells the others
-                shutil.rmtree(where, ignore_errors=True)
-            else:
-                with contextlib.suppress(OSError):
-                    _leave(where, "failure", f"{type(error).__name__}: {error}")
-            raise
 
     return end
+
+
+@contextlib.contextmanager
+def _undone(where: str) -> Iterator[None]:
+    """Lets the others know of what goes wrong within it."""
+    try:
+        yield
+    except Exception as error:
+        if is_first():  # that it is gone tells the others
+            shutil.rmtree(where, ignore_errors=True)
+        else:
+            with contextlib.suppress(OSError):
+                _leave(where, "failure", f"{type(error).__name__}: {error}")
+        raise
+
+
+def _require_same_leaves(target: str, path: str, own: Mapping[str, str]) -> None:
+    """Refuses leaves that not all processes have: of those, parts would be lost in silence."""
+    with open(path, encoding="utf-8") as file:
+        first = json.load(file)
+    lines = [
+        f"{path_of(n)}: {own.get(n, 'none')} in this one, {first.get(n, 'none')} in the first"
+        for n in sorted({**own, **first})
+        if own.get(n) != first.get(n)
+    ]
+    if lines:
+        raise ValueError(
+            f"{target}: expected a state of the same leaves in all processes, got\n"
+            f"{_tree.bullets(lines)}\nNothing was saved."
+        )
+
+
+def _require_same_place(target: str, where: str, mark: str) -> None:
+    """Refuses a place that is another for this process than for the first."""
+    if staging(target) != where:
+        raise ValueError(
+            f"{target}: expected the same path and the same step in all processes, got another in "
+            f"the first, which was to write to {where}. Nothing was saved."
+        )
+    if not _until(lambda: os.path.exists(os.path.join(where, mark)), _SEEN):
+        raise ValueError(
+            f"{target}: expected a directory that all processes see, got one in which process "
+            f"{jax.process_index()} does not find what the first wrote. Nothing was saved."
+        )
+
+
+def require_same_steps(directory: Directory) -> None:
+    """Refuses a directory that not all processes see: some would go on, and others begin.
+
+    Raises:
+      ValueError: It is another for this process than for the first, or one of another machine.
+    """
+    path, steps = on_first(lambda: [directory.path, directory.steps()])
+    with all_or_none():
+        if directory.path != path or not _until(lambda: directory.steps() == steps, _SEEN):
+            raise ValueError(
+                f"{directory.path}: expected a directory that all processes see, got "
+                f"{path} in the first, with checkpoints of the steps {steps or 'none'}, and "
+                f"{directory.steps() or 'none'} in process {jax.process_index()}."
+            )
+
+
+def _until(is_so: Callable[[], bool], seconds: float) -> bool:
+    """Waits until something is so; returns whether it came to be."""
+    end = time.monotonic() + seconds
+    while not (found := is_so()) and time.monotonic() < end:
+        time.sleep(_LOOK)
+    return found
+
+
+def _wait_for_orbax(response: Any, where: str, mark: str) -> None:
+    """Waits for the arrays to be written, or for another process to fail.
+
+    Orbax itself would wait for that one, for twenty minutes.
+    """
+    done = futures.Future[None]()
+
+    def wait() -> None:
+        try:
+            done.set_result(response.result())
+        except BaseException as error:
+            done.set_exception(error)
+
+    threading.Thread(target=wait, daemon=True).start()
+    while not futures.wait([done], _LOOK).done:
+        for process in range(jax.process_count()):
+            _require_no_failure(where, process)
+        if not os.path.exists(os.path.join(where, mark)) and not done.done():
+            raise OSError(f"{where}: the first process failed to write: see what it says")
+    try:
+        done.result()
+    except OSError:
+        raise
+    except Exception as error:  # tensorstore has a full disk as a ValueError
+        raise OSError(f"{where}: failed to write: {type(error).__name__}: {error}") from error
+
+
+def _require_no_failure(where: str, process: int) -> None:
+    """Raises an OSError if a process has left word that it failed."""
+    path = _of(where, "failure", process)
+    if os.path.exists(path):
+        with open(path, encoding="utf-8") as file:
+            raise OSError(f"process {process} failed to write: {json.load(file)}")
 
 
 def _leave(where: str, kind: str, what: Any) -> None:
@@ -100,11 +212,9 @@ def _digests_of_all(where: str) -> dict[str, dict[str, str]]:
     found: dict[str, dict[str, str]] = {}
     until = time.monotonic() + _PATIENCE
     for process in range(jax.process_count()):
-        path, failure = (_of(where, kind, process) for kind in ("digests", "failure"))
+        path = _of(where, "digests", process)
         while not os.path.exists(path):
-            if os.path.exists(failure):
-                with open(failure, encoding="utf-8") as file:
-                    raise OSError(f"{where}: process {process} failed to write: {json.load(file)}")
+            _require_no_failure(where, process)
             if time.monotonic() > until:
                 raise OSError(f"{where}: process {process} has written nothing for {_PATIENCE} s")
             time.sleep(_LOOK)
@@ -123,9 +233,7 @@ def _wait_for(target: str, where: str, mark: str) -> None:
     Raises:
       OSError: It got none.
     """
-    until = time.monotonic() + _PATIENCE
-    while os.path.exists(os.path.join(where, mark)) and time.monotonic() < until:
-        time.sleep(_LOOK)
+    _until(lambda: not os.path.exists(os.path.join(where, mark)), _PATIENCE)
     with contextlib.suppress(CheckpointCorruptError, CheckpointMismatchError):
         if read_about(target).get("mark") == mark:
             return

@@ -2,6 +2,7 @@
 
 Files:
   _initialize: connects this process with the others, if there are others
+  _ending: how a process ends that failed
   _launch: starts processes on this machine, and starts them again
 """
 

@@ -5,6 +5,8 @@ from typing import Any
 
 import jax
 
+from functrain.distributed._ending import end_at_once_after_an_error
+
 
 def initialize(
     coordinator_address: str | None = None,
@@ -23,6 +25,8 @@ def initialize(
     - Where nothing says that there are others, there are none.
     - On one machine, at a loopback address, the coordinator listens to that address alone; by
       itself JAX listens to all that reach the machine.
+    - A process that an exception ends is gone at once: by itself JAX waits five minutes for the
+      others, who wait for it.
 
     Args:
       coordinator_address: Of the first process, such as ``"10.0.0.1:1234"``.
@@ -61,6 +65,8 @@ def initialize(
                 f"cluster that JAX detects, got {known}. Set JAX_COORDINATOR_ADDRESS, "
                 "JAX_NUM_PROCESSES and JAX_PROCESS_ID, or pass all three."
             ) from error
+    else:
+        end_at_once_after_an_error()
 
 
 def _whole(name: str) -> int | None:

@@ -96,9 +96,12 @@ def _require_same_everywhere(batches: PyTree) -> None:
     """Compares what the processes have, by its bytes."""
     from jax.experimental import multihost_utils
 
-    own = [np.asarray(x) for x in jax.tree.leaves(batches) if not _is_shared(x)]
-    digests = [zlib.crc32(np.ascontiguousarray(x).view(np.uint8).data) for x in own]
-    found = multihost_utils.process_allgather(np.asarray(digests, np.uint32))
+    digest = 0
+    for path, x in _tree.leaves_with_path(batches):
+        digest = zlib.crc32(f"{path} {_tree.strong_spec(x)}".encode(), digest)
+        if not _is_shared(x):
+            digest = zlib.crc32(np.ascontiguousarray(x).reshape(-1).view(np.uint8).data, digest)
+    found = multihost_utils.process_allgather(np.asarray(digest, np.uint32))
     if not (found == found[0]).all():
         raise ValueError(
             "data: expected the same batches in every process, of which jax takes each "

@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol, Self
 from functrain.checkpoint._checkpointer import Checkpointer
 from functrain.checkpoint._errors import CheckpointMismatchError
 from functrain.checkpoint._fingerprint import differences, of_run
-from functrain.checkpoint._processes import are_several
+from functrain.checkpoint._processes import all_or_none, are_several, those_with
 from functrain.common import _tree
 from functrain.common._types import PyTree
 from functrain.engine._position import Position
@@ -148,7 +148,8 @@ class Saving:
             position = Position(position.step, position.epoch + 1)
         if not nothing_left:
             data = restored.documents["data"]
-            self._require_same_data(self._source.restore(data, position.epoch, position.batch))
+            with all_or_none():
+                self._require_same_data(self._source.restore(data, position.epoch, position.batch))
         checkpointer.series.set_aside_after(restored.position.step)
         self._say_what_differs(about, state)
         for name, part in self._parts.items():
@@ -208,12 +209,14 @@ class Saving:
 
     def is_asked_to_end(self) -> bool:
         """Whether SIGTERM has come, and this is the moment to end; asked once after each event."""
-        return _preemption.is_time_to_end() if self._together else self._signals.came
+        if self._together:
+            return _preemption.is_time_to_end()
+        return bool(those_with(self._signals.came))
 
     def act(self) -> None:
         """Ends the process with 143, or hands the signal to whoever handled it before."""
         self._checkpointer.wait()
-        if self._together:
+        if are_several():
             raise SystemExit(128 + signal.SIGTERM)
         self._signals.act()
 

@@ -84,7 +84,7 @@ def test_sigterm_to_one_process_ends_all_at_one_step_and_they_go_on_to_the_same_
 
 
 TOGETHER = """
-    import os, pathlib, sys, warnings
+    import os, pathlib, sys, time, warnings
     folder = sys.argv[1]
     os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
     import jax, jax.numpy as jnp, numpy as np, functrain as ft
@@ -138,10 +138,40 @@ TOGETHER = """
         checkpoints.rollback(1)
         print(checkpoints.steps(), checkpoints.best())
 
-    def full(leaf):
-        raise OSError("the disk is full")
+    own = jax.process_index()
+    with ft.Checkpointer(f"{folder}/run") as checkpoints:
+        said(checkpoints.save)(make(9), 9 + own)
+        said(checkpoints.save)({**make(9), "more": np.ones(2 + own)}, 9)
+        said(checkpoints.save)({**make(9), "text": "some" if own else np.ones(2)}, 9)
+        said(checkpoints.save)(make(9), 9, documents={"odd": object() if own else 1})
+        said(checkpoints.save)(make(9), 1 - own)
+        said(checkpoints.restore)(make(0, jnp.float32 if own else jnp.bfloat16))
+        said(checkpoints.restore)(make(0), 1 + own)
+        said(ft.load)(f"{folder}/one{own or ''}", make(0))
+        print(checkpoints.steps())
+    with ft.Checkpointer(f"{folder}/run{own}") as checkpoints:
+        said(checkpoints.save)(make(9), 9)
+        said(checkpoints.series.begin)()
+
+    class Never:
+        def __init__(self, *args):
+            pass
+
+        def result(self):
+            if own == 0:
+                raise ValueError("the disk is full")  # in words of tensorstore's
+            time.sleep(100)
 
     from functrain.checkpoint import _together
+
+    with ft.Checkpointer(f"{folder}/never") as checkpoints:
+        from orbax.checkpoint import v1
+        saving, v1.save_async = v1.save_async, Never
+        said(checkpoints.save)(make(9), 9)
+        v1.save_async = saving
+
+    def full(leaf):
+        raise OSError("the disk is full")
 
     real = _together.digests
     with ft.Checkpointer(f"{folder}/run") as checkpoints:
@@ -158,7 +188,24 @@ TOGETHER = """
 
     said(fit)(every=ft.every(seconds=1))
     said(fit)(budget=0.1)
+    batch = (np.ones((4, 3)),) * (1 + own)
+    said(ft.fit)(make(0), lambda s, x: (s, {}), [batch], sharding=rows, verbose=0)
 """
+
+
+DISAGREEING = [  # what process 1 says, which does another thing than the first
+    "ValueError ./run/000000000010: expected the same path and the same step in all processes",
+    "ValueError ./run/000000000009: expected a state of the same leaves in all processes",
+    "TypeError text: expected an array of numbers, got str.",
+    "TypeError documents/odd: expected dicts, lists and tuples of numbers",
+    "ValueError ./run: expected to save a step after 1, the last there is, got 0.",
+    "CheckpointMismatchError ./run/000000000001: its leaves are not those expected:",
+    "FileNotFoundError ./run: expected a checkpoint of step 2, got those of steps [1].",
+    "FileNotFoundError ./one1: expected a checkpoint, got nothing.",
+    "[1]",
+    "ValueError ./run1/000000000009: expected the same path and the same step in all processes",
+    "ValueError ./run1: expected a directory that all processes see, got ./run0 in the first",
+]
 
 
 def test_what_one_process_can_do_with_checkpoints_several_can(tmp_path: pathlib.Path) -> None:
@@ -170,13 +217,21 @@ def test_what_one_process_can_do_with_checkpoints_several_can(tmp_path: pathlib.
     assert first[3:5] == ["done None", "([3.0], [3, 3, 3], True)"]
     assert first[5].startswith("TypeError w: expected a dtype that Orbax stores")
     assert first[6:8] == ["([1.0], [1, 1, 1], True) 1 1", "[1] 1"]
-    assert first[8] == second[9] == "OSError the disk is full"
-    assert second[8].startswith("OSError ./run/000000000003: another process failed to write")
-    assert "process 1 failed to write: OSError: the disk is full" in first[9]
-    assert first[10:12] == ["done None", "[1, 4]"]
-    assert first[12].startswith("ValueError checkpointer: expected every=functrain.every(steps=")
-    assert first[13].startswith("ValueError checkpointer: expected budget=None")
-    differing = (2, 8, 9)  # who failed, and who was told
+    for line, (told, failed) in zip(
+        DISAGREEING, zip(first[8:19], second[8:19], strict=True), strict=True
+    ):
+        assert failed.startswith(line)
+        assert told == line or told.startswith("RuntimeError process 1 failed: see what it says")
+    assert first[19].endswith("failed to write: ValueError: the disk is full")
+    assert second[19].endswith("the first process failed to write: see what it says")
+    assert first[20] == second[21] == "OSError the disk is full"
+    assert second[20].startswith("OSError ./run/000000000003: another process failed to write")
+    assert "process 1 failed to write: OSError: the disk is full" in first[21]
+    assert first[22:24] == ["done None", "[1, 4]"]
+    assert first[24].startswith("ValueError checkpointer: expected every=functrain.every(steps=")
+    assert first[25].startswith("ValueError checkpointer: expected budget=None")
+    assert first[26].startswith("ValueError data: expected the same batches in every process")
+    differing = (2, *range(8, 22))  # who failed, and who was told
     same = [[line for i, line in enumerate(x) if i not in differing] for x in (first, second)]
     assert same[0] == same[1]
-    assert sorted(os.listdir(tmp_path)) == ["one", "run"]
+    assert sorted(os.listdir(tmp_path)) == ["never", "one", "run", "run0"]

@@ -45,6 +45,22 @@ def test_when_one_dies_all_are_started_again_and_go_on(tmp_path) -> None:
     assert any(line.startswith("begins ") for line in lines)
 
 
+def test_a_process_that_an_exception_ends_does_not_wait_for_the_others(tmp_path) -> None:
+    path = script(
+        tmp_path,
+        "import functrain as ft\nft.distributed.initialize()\n"
+        "from jax.experimental import multihost_utils\n"
+        "multihost_utils.sync_global_devices('all are here')\n"
+        "if own == '1': raise ValueError('mine')\n"
+        "multihost_utils.sync_global_devices('one is gone')",
+    )
+    process = launched("--restarts", 0, path)
+    out, err = process.communicate(timeout=100)  # by itself JAX waits for 300 seconds
+    assert process.returncode == 1
+    assert "[1] ValueError: mine" in out
+    assert "ended with 1" in err  # it, or the other, whose connection it closed
+
+
 def test_it_gives_up_after_so_many_restarts_with_the_status_of_who_failed(tmp_path) -> None:
     path = script(tmp_path, "print('life', flush=True)\nif own == '1': sys.exit(3)\ntime.sleep(60)")
     process = launched("--restarts", 1, path)
