@@ -81,9 +81,17 @@ for name in ("rec", "kl"):
     first, *_, last = history.epochs[f"val_{name}"]
     print(f"{name}: validation {last:.2f} nats an image, {first:.2f} after the first epoch")
 
-# %% A picture: digits of nothing but latents
-z = jax.random.normal(jax.random.key(args.seed), (64, args.latents))
-logits = decoder.apply(ft.ema_params(state)["decoder"], {}, z).outputs
-sheet = jax.nn.sigmoid(logits).reshape(8, 8, 28, 28).swapaxes(1, 2).reshape(8 * 28, 8 * 28)
-image.imsave(args.output / "vae.png", np.asarray(sheet), cmap="gray", vmin=0, vmax=1)
+# %% A picture: digits held out above their reconstructions, then digits of nothing but latents
+averaged, shown = ft.ema_params(state), held_out[:16].astype(np.float32) / 255
+
+
+def decoded(z):
+    return jax.nn.sigmoid(decoder.apply(averaged["decoder"], {}, z).outputs)
+
+
+again = decoded(encoder.apply(averaged["encoder"], {}, shown).outputs[0])
+drawn = decoded(jax.random.normal(jax.random.key(args.seed), (64, args.latents)))
+sheet = np.concatenate([shown, again, drawn]).reshape(-1, 16, 28, 28)
+sheet = np.pad(sheet.swapaxes(1, 2).reshape(-1, 28, 16 * 28), ((0, 0), (2, 2), (0, 0)))
+image.imsave(args.output / "vae.png", sheet.reshape(-1, 16 * 28), cmap="gray", vmin=0, vmax=1)
 print(f"wrote {args.output / 'vae.png'}")

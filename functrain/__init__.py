@@ -27,6 +27,7 @@ from functrain.engine import enable_compilation_cache as enable_compilation_cach
 from functrain.engine import every as every
 from functrain.engine import explain_nan as explain_nan
 from functrain.engine import fuse as fuse
+from functrain.engine import memory as memory
 from functrain.engine import summary as summary
 from functrain.export import export_params as export_params
 from functrain.export import export_predict as export_predict
@@ -121,6 +122,7 @@ __all__ = [
     "log_norm",
     "logged",
     "loss_scale",
+    "memory",
     "metrics",
     "micro_batches",
     "params_ema",

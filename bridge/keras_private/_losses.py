@@ -19,8 +19,10 @@ def get_loss(identifier: Any, y: Any, outputs: Any) -> Any:
     return compile_utils.get_loss(identifier, y, outputs)
 
 
-def losses_and_weight(loss: Any, y: Any, outputs: Any, sample_weight: Any) -> tuple[Any, Any]:
-    """Returns what `Loss.__call__` multiplies and takes the mean of; a weight may be None.
+def losses_and_weight(loss: Any, y: Any, outputs: Any, sample_weight: Any) -> tuple[Any, Any, Any]:
+    """Returns what `Loss.__call__` multiplies and takes the mean of, and how many values are valid.
+
+    The weight is None where there is none, and the number where there is no mask.
 
     Calls `losses.loss.apply_mask`, `squeeze_or_expand_to_same_rank` and `get_keras_mask`; checked
     with Keras 3.15.1. With `reduction=None` Keras leaves out the factor that makes the mean one
@@ -35,12 +37,14 @@ def losses_and_weight(loss: Any, y: Any, outputs: Any, sample_weight: Any) -> tu
         masks = [mask for mask in (before, get_keras_mask(values)) if mask is not None]
         values = keras.ops.convert_to_tensor(values, dtype=loss.dtype)
         mask = functools.reduce(operator.and_, masks) if masks else None
+        valid = None
         if mask is not None:
             mask = keras.ops.convert_to_tensor(mask, dtype=loss.dtype)
+            valid = keras.ops.sum(mask)
         if sample_weight is not None:
             sample_weight = keras.ops.convert_to_tensor(sample_weight, dtype=loss.dtype)
         weight = apply_mask(sample_weight, mask, values.dtype, loss.reduction)
         if weight is None:
-            return values, None
+            return values, None, valid
         weight = keras.ops.cast(weight, values.dtype)
-        return tuple(squeeze_or_expand_to_same_rank(values, weight))
+        return *squeeze_or_expand_to_same_rank(values, weight), valid

@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,21 @@ from functrain.internal import tree as _tree
 
 # What reduces to a plain mean, so that there is a value for each example.
 _MEANS = ("sum_over_batch_size", "mean")
+
+
+# (outputs, labels, weights) -> the loss, and what its mean was divided by, as `Aux.weight` has it
+_Measure: TypeAlias = Callable[[PyTree, PyTree, PyTree], tuple[jax.Array, Any]]
+_NO_MEAN = ()
+
+
+class _Loss:
+    """What `loss` returns."""
+
+    def __init__(self, measure: _Measure) -> None:
+        self.with_weight = measure
+
+    def __call__(self, outputs: PyTree, y: PyTree, sample_weight: PyTree = None) -> jax.Array:
+        return self.with_weight(outputs, y, sample_weight)[0]
 
 
 def loss(keras_loss: Any, *, loss_weights: Any = None) -> Callable[..., jax.Array]:
@@ -35,6 +50,10 @@ def loss(keras_loss: Any, *, loss_weights: Any = None) -> Callable[..., jax.Arra
     - `"sum"` and `"mean_with_sample_weight"`: Keras's scalar, `f32[]`.
 
     Of several outputs, in a dict or list, the losses are added up, which gives a scalar.
+
+    `functrain.micro_batches` around `supervised` divides by what Keras's loss of the large batch
+    divides by: examples, valid elements or weights. It refuses what is no such mean: `"sum"`, and
+    several outputs with masks or weights of their own to divide by.
 
     Args:
       keras_loss: What `compile` takes: a `keras.losses.Loss`, a name, a function
@@ -61,33 +80,46 @@ def loss(keras_loss: Any, *, loss_weights: Any = None) -> Callable[..., jax.Arra
       [0.5 0. ]
     """
     if isinstance(keras_loss, Mapping | list | tuple) and not isinstance(keras_loss, Metric):
-        return _several(keras_loss, loss_weights)
+        return _Loss(_several(keras_loss, loss_weights))
     if loss_weights is not None:
         raise ValueError(
             f"loss_weights: expected None with a single loss, got {loss_weights!r}. It weighs "
             "several outputs; to weigh examples use batches (x, y, sample_weight)."
         )
-    return _single(keras_loss)
+    return _Loss(_single(keras_loss))
 
 
-def _single(keras_loss: Any) -> Callable[..., jax.Array]:
+def _single(keras_loss: Any) -> _Measure:
     _check(keras_loss, "keras_loss")
 
-    def loss_fn(outputs: PyTree, y: PyTree, sample_weight: PyTree = None) -> jax.Array:
+    def measure(outputs: PyTree, y: PyTree, sample_weight: PyTree) -> tuple[jax.Array, Any]:
         if isinstance(outputs, Mapping | list | tuple):  # as `compile` does it
             each = {key: keras_loss for key, _ in _items(outputs)}
             return _several(each, None)(outputs, y, sample_weight)
         found = keras_private.get_loss(keras_loss, y, outputs)
         if found.reduction in _MEANS and not _calls_itself(found):
-            values, weight = keras_private.losses_and_weight(found, y, outputs, sample_weight)
+            values, weight, valid = keras_private.losses_and_weight(
+                found, y, outputs, sample_weight
+            )
             if sample_weight is not None:
                 _check_weight(sample_weight, values)
-            values = values if weight is None else values * weight
-        else:
-            values = found(y, outputs, sample_weight)
-        return jnp.asarray(values)
+            return jnp.asarray(values if weight is None else values * weight), valid
+        value = jnp.asarray(found(y, outputs, sample_weight))
+        return value, _divisor(found, y, outputs, sample_weight)
 
-    return loss_fn
+    return measure
+
+
+def _divisor(found: Any, y: PyTree, outputs: PyTree, sample_weight: PyTree) -> Any:
+    """Returns what a loss is divided by, as `Aux.weight` has it."""
+    if _calls_itself(found) or found.reduction in (None, "none"):
+        return None
+    if found.reduction == "sum":
+        return _NO_MEAN
+    _, weight, valid = keras_private.losses_and_weight(found, y, outputs, sample_weight)
+    if found.reduction in _MEANS:
+        return valid
+    return None if weight is None else jnp.sum(weight)
 
 
 def _calls_itself(loss: Any) -> bool:
@@ -110,7 +142,7 @@ def _check_weight(sample_weight: PyTree, values: Any) -> None:
         )
 
 
-def _several(losses: Any, weights: Any) -> Callable[..., jax.Array]:
+def _several(losses: Any, weights: Any) -> _Measure:
     parts = {
         key: (_compiled(one, f"keras_loss[{key!r}]"), weight)
         for key, one, weight in _weighted(losses, weights)
@@ -119,34 +151,37 @@ def _several(losses: Any, weights: Any) -> Callable[..., jax.Array]:
     if not parts:
         raise ValueError(f"keras_loss: expected at least one loss, got {losses!r}")
 
-    def loss_fn(outputs: PyTree, y: PyTree, sample_weight: PyTree = None) -> jax.Array:
+    def measure(outputs: PyTree, y: PyTree, sample_weight: PyTree) -> tuple[jax.Array, Any]:
         total: Any = 0
+        divisors = []
         for key, (one, weight) in parts.items():
             weights = sample_weight
             if isinstance(sample_weight, Mapping | list | tuple):
                 weights = _at(sample_weight, key, "sample_weight")
-            value = one(_at(y, key, "y"), _at(outputs, key, "outputs"), weights)
+            value, divisor = one(_at(outputs, key, "outputs"), _at(y, key, "y"), weights)
             total = total + (value if weight is None else value * weight)
-        result: jax.Array = total
-        return result
+            divisors.append(divisor)
+        alike = len(divisors) == 1 or all(divisor is None for divisor in divisors)
+        return total, divisors[0] if alike else _NO_MEAN
 
-    return loss_fn
+    return measure
 
 
-def _compiled(keras_loss: Any, where: str) -> Callable[..., Any]:
-    """Returns one of several losses in Keras's own argument order."""
+def _compiled(keras_loss: Any, where: str) -> _Measure:
+    """Returns one of several losses, as Keras reduces it."""
     _check(keras_loss, where)
 
-    def call(y: PyTree, outputs: PyTree, sample_weight: PyTree) -> Any:
-        value = keras_private.get_loss(keras_loss, y, outputs)(y, outputs, sample_weight)
+    def measure(outputs: PyTree, y: PyTree, sample_weight: PyTree) -> tuple[jax.Array, Any]:
+        found = keras_private.get_loss(keras_loss, y, outputs)
+        value = found(y, outputs, sample_weight)
         if value.ndim:
             raise ValueError(
                 f"{where}: expected a loss that reduces to a scalar, got values of shape "
                 f"{value.shape}. With several losses take reduction='sum_over_batch_size'."
             )
-        return value
+        return value, _divisor(found, y, outputs, sample_weight)
 
-    return call
+    return measure
 
 
 def _weighted(losses: Any, weights: Any) -> list[tuple[Any, Any, Any]]:

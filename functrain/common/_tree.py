@@ -98,6 +98,17 @@ def is_key(x: PyTree) -> bool:
     return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
+def shapes(tree: PyTree) -> PyTree:
+    """Returns what the arrays of a tree look like to a step: their shapes and dtypes in jax."""
+
+    def shape(x: Any) -> jax.ShapeDtypeStruct:
+        dtype = x.dtype if is_key(x) else x.dtype.newbyteorder("=")
+        dtype = jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True)
+        return jax.ShapeDtypeStruct(x.shape, dtype)
+
+    return jax.tree.map(shape, tree)
+
+
 def copy(tree: PyTree) -> PyTree:
     """Returns the tree with every leaf in a buffer of its own, strongly typed.
 

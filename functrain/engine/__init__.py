@@ -8,6 +8,7 @@ Files:
   _chunks: from batches to chunks, fewer steps where something is due
   _plan: how many steps a program takes, by a rule
   _summary: a state or a model as a table, and what a step costs
+  _memory: what a fit will need of memory
   _explain_nan: where the first number that is not finite came from
   _autotune: how many steps a program takes, measured
   _placement: where things lie on several devices
@@ -24,6 +25,8 @@ from functrain.engine._cache import enable_compilation_cache as enable_compilati
 from functrain.engine._explain_nan import explain_nan as explain_nan
 from functrain.engine._fuse import Fused as Fused
 from functrain.engine._fuse import fuse as fuse
+from functrain.engine._memory import Memory as Memory
+from functrain.engine._memory import memory as memory
 from functrain.engine._position import Position as Position
 from functrain.engine._summary import summary as summary
 from functrain.engine._trigger import Trigger as Trigger

@@ -119,6 +119,7 @@ class Driver:
             return
         if nbytes(self.carry) <= SPARE_BYTES:
             self.wait()  # the copy of what a failed program returned would be worth nothing
+            self._spare = None  # the carry is whole: two copies at once would be one too many
             self._spare = copied(self.carry), mark
             self._spare_made = time.perf_counter()
 

@@ -1,6 +1,8 @@
 """Where the first number that is not finite came from."""
 
 import dataclasses
+import itertools
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,7 +26,8 @@ class NotFinite:
     Attributes:
       operation: Its name in JAX, such as ``log``; ``input`` for what came in with NaN or infinity.
       found: What its output has, such as ``NaN in 3 of 8``.
-      where: The layer, if it has a name, and the source line; of an input its path.
+      where: The layer, if it has a name, and the source line; behind it that of a library which it
+        calls. Of an input its path.
       inputs: The type of each input, and its range.
       within: What it was found in, from outside in, such as ``scan, round 7``.
       reaches: Whether what the step returns is not finite because of it.
@@ -270,5 +273,20 @@ def _range(x: Any) -> str:
 
 
 def _place(eqn: core.JaxprEqn) -> str:
-    line = source_info_util.summarize(eqn.source_info).rpartition("/")[2]
-    return "  ".join(filter(None, [str(eqn.source_info.name_stack), line]))
+    """Names the layer, the line that a user wrote, and that of the library which it calls."""
+    frames = source_info_util.summarize(eqn.source_info, num_frames=_DEPTH).splitlines()[::-1]
+    frames = list(itertools.takewhile(lambda frame: not frame.startswith(__file__), frames))
+    libraries = tuple(f"{folder}/" for name in _LIBRARIES for folder in _folders(name))
+    own = next((frame for frame in frames if not frame.startswith(libraries)), None)
+    shown = [frame.rpartition("/")[2] for frame in dict.fromkeys([own or "", *frames[:1]])]
+    return "  ".join(
+        filter(None, [str(eqn.source_info.name_stack), ", in ".join(filter(None, shown))])
+    )
+
+
+def _folders(name: str) -> list[str]:
+    return list(getattr(sys.modules.get(name), "__path__", ()))
+
+
+_DEPTH = 200  # of calls; those of a step within a deep model are some tens
+_LIBRARIES = ("bridge", "flax", "functrain", "keras", "optax")

@@ -60,10 +60,7 @@ def chunk_placement(sharding: NamedSharding | None) -> Callable[[PyTree], PyTree
     """Returns what puts a chunk on the devices: a batch's sharding, with K in front."""
     if sharding is None:
         return lambda batches: batches
-    spec = PartitionSpec(None, *sharding.spec)
-    chunked = NamedSharding(sharding.mesh, spec)
-
-    compared = False
+    chunked, compared = _chunked(sharding), False
 
     def place(batches: PyTree) -> PyTree:
         nonlocal compared
@@ -76,6 +73,21 @@ def chunk_placement(sharding: NamedSharding | None) -> Callable[[PyTree], PyTree
         return jax.tree.map(lambda x: _own_part(x, chunked), batches)
 
     return place
+
+
+def chunk_shapes(batch: PyTree, k: int, sharding: NamedSharding | None) -> PyTree:
+    """Returns what k batches look like as a chunk in its place."""
+    where = None if sharding is None else _chunked(sharding)
+    found = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct((k, *x.shape), x.dtype, sharding=where), _tree.shapes(batch)
+    )
+    if sharding is not None and where is not None:
+        _refuse_indivisible(found, where, sharding.spec)
+    return found
+
+
+def _chunked(sharding: NamedSharding) -> NamedSharding:
+    return NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec))
 
 
 def _own_part(x: Any, where: NamedSharding) -> jax.Array:

@@ -16,7 +16,8 @@ class Aux(NamedTuple):
       outputs: The model's outputs, for metrics. None if there is nothing to show.
       logs: Scalars to report beside the loss, under their names.
       weight: `f32[]`, what the mean over examples was divided by, where that is not their number:
-        the sum of their weights. `micro_batches` weighs by it.
+        the sum of their weights. `micro_batches` weighs by it. ``()`` where the loss is no such
+        mean, as a sum is; `micro_batches` refuses it then.
 
     Examples:
       >>> Aux(model_state={}).logs
@@ -26,7 +27,7 @@ class Aux(NamedTuple):
     model_state: PyTree = ()
     outputs: PyTree = None
     logs: Mapping[str, Any] = {}
-    weight: jax.Array | None = None
+    weight: jax.Array | tuple[()] | None = None
 
 
 class LossFn(Protocol):

@@ -11,6 +11,8 @@ from functrain.common import _repr, _tree
 from functrain.common._types import PyTree, Step
 from functrain.metrics._metric import Metered, Metric
 from functrain.step._loss import Aux
+from functrain.step._state import TrainState
+from functrain.tx._loss_scale import guards
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -68,6 +70,10 @@ class MeteredStep:
         key = () if self.rng is None else (jax.random.fold_in(self.rng, metered.metrics[_BATCHES]),)
         state, loss, aux = self.base(metered.state, batch, *key)
         metrics = self.metrics.update(metered.metrics, batch, aux.outputs, loss)
+        if self.trains and isinstance(state, TrainState):
+            finite, _ = guards(state.opt_state)
+            if finite is not None:  # what a skipped step says is no part of a mean
+                metrics = _tree.select(finite, metrics, metered.metrics)
         values = {}  # those of an evaluation are reported without logs
         if self.trains:
             values = jax.eval_shape(self.metrics.compute, metrics)

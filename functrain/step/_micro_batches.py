@@ -31,8 +31,7 @@ def micro_batches(loss_fn: LossFn, size: int) -> LossFn:
     Args:
       loss_fn: The loss, a mean over examples. Where it is divided by something else than their
         number, it says so in ``Aux.weight``, as `supervised` does for
-        ``reduction="weighted_mean"``. (Those of `bridge.loss` do not: masks and
-        `mean_with_sample_weight` are averaged within each micro-batch.)
+        ``reduction="weighted_mean"`` and for the masks and weights of `bridge.loss`.
       size: Examples in a micro-batch. All arguments behind `model_state` are cut along their first
         axis; what is not to be cut is closed over. Of n micro-batches the i-th has every n-th
         example from i on, and so lies on as many devices as the batch; a smaller one at the end
@@ -44,7 +43,7 @@ def micro_batches(loss_fn: LossFn, size: int) -> LossFn:
 
     Raises:
       ValueError: `size` is below 1. (When traced) the arguments, or the outputs, have no first axis
-        in common.
+        in common, or the loss says that it is no mean.
       TypeError: (when traced) a gradient is asked for with respect to something else than params.
 
     Examples:
@@ -170,6 +169,7 @@ def _total(
 
     first = jax.tree.map(lambda x: x[0], stacked)
     loss, aux, grads = jax.eval_shape(measure, model_state, 0, first)
+    _check_mean(aux)
     _check_outputs(aux.outputs, size)
     none = jax.eval_shape(lambda *x: _weighted(*x, count=size), loss, aux, grads)
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), none)
@@ -219,6 +219,16 @@ def _examples(args: PyTree) -> int:
         )
     ((count,),) = sizes
     return int(count)
+
+
+def _check_mean(aux: Aux) -> None:
+    if isinstance(aux.weight, tuple):
+        raise ValueError(
+            "micro_batches: expected a loss that is one mean over examples, got one that is none, "
+            "such as a sum, or several means that are divided by masks or weights of their own. "
+            "Take a mean, with Keras reduction='sum_over_batch_size'; of several outputs cut the "
+            "batches themselves, with optax.MultiSteps."
+        )
 
 
 def _check_outputs(outputs: PyTree, size: int) -> None:

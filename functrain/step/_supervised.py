@@ -1,7 +1,7 @@
 """The loss of a model on inputs and labels."""
 
 from collections.abc import Callable, Iterator
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -80,6 +80,7 @@ def supervised(
             "masks; or swap them: lambda outputs, y: loss(y, outputs)."
         )
     weighs = "sample_weight" in taken
+    says = getattr(loss, "with_weight", None)  # those of bridge: the divisor of their mean as well
     if weighs and reduction != "mean":
         raise ValueError(
             "reduction: expected 'mean' with a loss that takes sample_weight and weighs by "
@@ -99,8 +100,12 @@ def supervised(
         outputs, model_state, added = model.apply(
             params, model_state, x, rng=rng, training=training
         )
+        own: Any = None
         try:
-            found = loss(outputs, y, sample_weight=weight) if weighs else loss(outputs, y)
+            if says is not None:
+                found, own = says(outputs, y, weight)
+            else:
+                found = loss(outputs, y, sample_weight=weight) if weighs else loss(outputs, y)
         except (TypeError, ValueError) as error:
             error.add_note(_labels_note(outputs, y))
             raise
@@ -110,7 +115,7 @@ def supervised(
         value, divisor = _reduce(values, None if weighs else weight, reduction)
         for term in added:
             value = value + jnp.asarray(term, value.dtype)
-        return value, Aux(model_state, outputs, weight=divisor)
+        return value, Aux(model_state, outputs, weight=own if weighs else divisor)
 
     return loss_fn
 

@@ -83,7 +83,7 @@ def _require_evaluation(like: PyTree, hook: Evaluate, traces: bool) -> None:
         return
     try:
         with guarded():
-            jax.eval_shape(hook.step, jax.eval_shape(hook.step.start, like), _shapes(batch))
+            jax.eval_shape(hook.step, jax.eval_shape(hook.step.start, like), _tree.shapes(batch))
     except Exception as error:
         error.add_note(f"This came from evaluating {hook.source.name}, before the first step.")
         raise
@@ -99,7 +99,7 @@ def _require_logs(
     if isinstance(step, MeteredStep):
         like = jax.eval_shape(step.start, like)
     with guarded():
-        logs = jax.eval_shape(step, like, _shapes(batch))[1]
+        logs = jax.eval_shape(step, like, _tree.shapes(batch))[1]
     found = names | {path for path, _ in _tree.leaves_with_path(logs)}
     for argument, name in missing:
         if name not in found:
@@ -107,14 +107,3 @@ def _require_logs(
                 f"{argument}: expected one of {sorted(found)}, got {name!r}. Values of an "
                 "evaluation need eval_data and eval_step, or an Evaluate hook that comes before."
             )
-
-
-def _shapes(batch: PyTree) -> PyTree:
-    """Returns what a batch looks like to a step."""
-
-    def shape(x: Any) -> jax.ShapeDtypeStruct:
-        dtype = x.dtype if _tree.is_key(x) else x.dtype.newbyteorder("=")
-        dtype = jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True)
-        return jax.ShapeDtypeStruct(x.shape, dtype)
-
-    return jax.tree.map(shape, batch)

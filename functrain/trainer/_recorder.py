@@ -11,7 +11,8 @@ from functrain.loop._events import EpochEnd, Event, LogsReady
 from functrain.trainer._history import History
 
 # What is what it is at the end: the mean over a schedule, or of a count, says nothing.
-_AT_THE_END = ("learning_rate", "loss_scale", "skipped", "skipped_in_a_row")
+_SKIPPED = "skipped_in_a_row"
+_AT_THE_END = ("learning_rate", "loss_scale", "skipped", _SKIPPED)
 
 
 class Recorder:
@@ -121,15 +122,22 @@ class Recorder:
         )
 
     def _end_epoch(self, metrics: dict[str, float]) -> dict[str, float]:
-        examples = self._examples.values()
-        weights = examples if examples.any() else None  # batches of nothing weigh the same
-        means = dict(metrics)
+        examples, means = self._examples.values(), dict(metrics)
+        taken = self._taken(len(examples))
+        weights = examples[taken] if examples[taken].any() else None  # of nothing: all the same
         for name, column in self._steps.items() if len(examples) else ():
             values = column.values()[-len(examples) :].astype(np.float64)
             last = name.split("/")[-1] in _AT_THE_END
-            means[name] = float(values[-1] if last else np.average(values, weights=weights))
+            means[name] = float(values[-1] if last else np.average(values[taken], weights=weights))
         self._examples = _Column(np.dtype(np.float64))
         return dict(sorted(means.items(), key=_rank))
+
+    def _taken(self, steps: int) -> Any:
+        """Returns which of the last steps make up means: those that were not skipped, if any."""
+        if _SKIPPED not in self._steps or not steps:
+            return slice(None)
+        taken = self._steps[_SKIPPED].values()[-steps:] == 0
+        return taken if taken.any() else slice(None)
 
 
 class _Column:

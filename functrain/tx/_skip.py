@@ -30,8 +30,9 @@ def skip_non_finite(tx: optax.GradientTransformation) -> optax.GradientTransform
     A step whose loss or gradients hold NaN or infinity is taken, but changes neither `params` nor
     `model_state` nor what `tx` remembers, not a bit of them: `update` and `train_step` see to the
     model state. `step` and randomness go on, so that the next batch is met as ever. `train_step`
-    logs the counts ``skipped`` and ``skipped_in_a_row``, and the loss as it was. (Running metrics
-    see the batch, too.) A run in which all is finite is the same to the bit with it and without.
+    logs the counts ``skipped`` and ``skipped_in_a_row``, and the loss as it was; its metrics, and
+    the means over an epoch in a history, are those of the other steps. A run in which all is finite
+    is the same to the bit with it and without.
 
     `optax.apply_if_finite` does less: it knows of no model state, such as batch statistics, and
     lets NaN pass after some errors in a row.

@@ -76,6 +76,21 @@ def test_a_program_that_failed_is_gone_back_behind(monkeypatch) -> None:
     assert float(state) == X[:40].sum()
 
 
+def test_the_old_copy_goes_before_the_new_one_is_made(monkeypatch: Any) -> None:
+    alive, copied, shape = [], _driver.copied, (7, 13)
+
+    def counting(tree: Any) -> Any:
+        alive.append(sum(x.shape == shape for x in jax.live_arrays()))
+        return copied(tree)
+
+    monkeypatch.setattr(_driver, "copied", counting)
+    driver = Driver(silent)
+    driver.begin(jnp.zeros(shape))
+    for mark in range(3):
+        driver.keep_spare(mark, now=True)
+    assert alive == [1, 1, 1]
+
+
 def test_the_last_state_is_the_last_whole_one_where_nothing_failed() -> None:
     driver = Driver(silent)
     driver.begin(jnp.zeros(()))

@@ -5,10 +5,13 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import keras
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
+import bridge
 import functrain as ft
 
 TX = optax.sgd(0.1)
@@ -158,3 +161,83 @@ def test_a_loss_is_no_step() -> None:
 
     with pytest.raises(TypeError, match=r"step: expected \(state, batch\).*got the loss loss_fn"):
         ft.explain_nan(loss_fn, {}, {})
+
+
+class Log(keras.layers.Layer):
+    def call(self, x: Any) -> Any:
+        return keras.ops.log(x - 100.0)
+
+
+def keras_model(spoil: Any) -> keras.Model:
+    dense = [keras.layers.Dense(4, name=name) for name in ("first", "head")]
+    return keras.Sequential([keras.Input((4,)), dense[0], spoil, dense[1]])
+
+
+X, Y = jnp.ones((2, 4)), jnp.zeros((2, 4))
+
+
+def test_layers_of_keras_are_named_with_the_line_that_was_written() -> None:
+    model = keras_model(Log(name="spoils"))
+    step = ft.train_step(ft.supervised(bridge.from_keras(model), optax.squared_error), TX)
+    found = ft.explain_nan(step, bridge.create_state(model, TX), (X, Y))
+    assert found is not None
+    assert found.operation == "log"
+    assert "/spoils" in found.where
+    assert f"{line_of(Log.call)}" in found.where
+
+    model.compile("sgd", "mse")
+    batch = np.asarray(X), np.asarray(Y)
+    found = ft.explain_nan(bridge.train_step(model), bridge.keras_state(model, batch), batch)
+    assert found is not None
+    assert "spoils" in found.where
+    assert f"{line_of(Log.call)}" in found.where
+
+
+def test_keras_own_layers_are_named() -> None:
+    model = keras_model(keras.layers.Dense(4, "exponential", name="explodes"))
+    model.get_layer("explodes").bias.assign(jnp.full(4, 1e4))
+    step = ft.train_step(ft.supervised(bridge.from_keras(model), optax.squared_error), TX)
+    found = ft.explain_nan(step, bridge.create_state(model, TX), (X, Y))
+    assert found is not None
+    assert found.cause is not None
+    assert (found.cause.operation, found.cause.found) == ("exp", "inf in 8 of 8")
+    assert "/explodes" in found.cause.where
+    assert "/head" in found.where
+
+
+class Inner(nnx.Module):
+    def __init__(self) -> None:
+        self.head = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+
+    def __call__(self, x: Any) -> Any:
+        return self.head(jnp.log(x - 100.0))
+
+
+class Outer(nnx.Module):
+    def __init__(self) -> None:
+        self.first, self.inner = nnx.Linear(4, 4, rngs=nnx.Rngs(0)), Inner()
+
+    def __call__(self, x: Any) -> Any:
+        return self.inner(self.first(x))
+
+
+def test_layers_of_nnx_are_named_by_their_class_and_the_line_that_was_written() -> None:
+    def explained(module: Any) -> Any:
+        model = ft.from_nnx(module)
+        params, model_state = model.init(jax.random.key(0), X)
+        state = ft.TrainState.create(params=params, model_state=model_state, tx=TX)
+        step = ft.train_step(ft.supervised(model, optax.squared_error), TX)
+        return ft.explain_nan(step, state, (X, Y))
+
+    found = explained(Outer())
+    assert found.operation == "log"
+    assert f"{line_of(Inner.__call__)}" in found.where
+    assert "(Inner.__call__)" in found.where
+
+    module = Outer()
+    module.first.kernel[...] = jnp.full((4, 4), 3e38)  # the layer's own code is in flax
+    found = explained(module).cause
+    assert (found.operation, found.found) == ("dot_general", "inf in 8 of 8")
+    assert f"{line_of(Outer.__call__)}" in found.where
+    assert "(Outer.__call__), in linear.py:" in found.where
+    assert "(Linear.__call__)" in found.where

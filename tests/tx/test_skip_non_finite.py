@@ -99,6 +99,31 @@ def test_a_run_with_skipped_steps_is_the_run_without_their_batches() -> None:
     assert ft.logged(run)["skipped"] == 3
 
 
+@pytest.mark.parametrize("guard", [ft.skip_non_finite, ft.loss_scale])
+def test_metrics_and_means_are_those_of_a_run_without_the_skipped_batches(guard) -> None:
+    tx = guard(optax.sgd(0.1))
+    metrics = {"accuracy": ft.metrics.accuracy(), "mean": ft.metrics.mean_loss()}
+
+    def loss_fn(params, model_state, batch, *, rng, training):
+        return LOSS_FN(params, model_state, batch, rng=jax.random.key(9), training=training)
+
+    def fitted(x, y):
+        batches = [(a, b) for a, b in zip(x, y, strict=True)]
+        step = ft.train_step(loss_fn, tx, metrics=metrics)
+        return ft.fit(begin(tx), step, batches, fuse=5, verbose=0).history
+
+    bad = [2, 3, 7]
+    good = [i for i in range(12) if i not in bad]
+    run, clean = fitted(spoiled(bad), Y), fitted(X[good], Y[good])
+    assert np.isnan(run.steps["loss"][bad]).all()
+    for name in ("accuracy", "mean", "loss"):
+        assert np.isfinite(run.epochs[name]).all()
+        np.testing.assert_array_equal(run.epochs[name], clean.epochs[name])
+    nothing = fitted(spoiled(range(12)), Y)
+    assert np.isnan(nothing.epochs["loss"]).all()
+    assert nothing.epochs["skipped"] == 12
+
+
 def test_a_key_that_the_optimizer_holds_stays_as_well() -> None:
     tx = ft.skip_non_finite(optax.chain(optax.add_noise(0.01, 0.5, jax.random.key(3))))
     state = ft.TrainState.create(params={"w": jnp.zeros(2)}, tx=tx)

@@ -21,6 +21,7 @@ def test_get_loss_is_what_compile_makes():
 def test_losses_times_weights_add_up_to_the_loss():
     y, outputs, weight = np.zeros((4, 1)), np.arange(4.0)[:, None], np.array([1.0, 2.0, 3.0, 0.0])
     loss = keras.losses.MeanSquaredError()
-    values, factor = keras_private.losses_and_weight(loss, y, outputs, weight)
+    values, factor, valid = keras_private.losses_and_weight(loss, y, outputs, weight)
+    assert valid is None  # nothing is masked
     np.testing.assert_array_equal(values * factor, [0.0, 2.0, 12.0, 0.0])
     assert loss(y, outputs, sample_weight=weight) == np.mean(values * factor)
