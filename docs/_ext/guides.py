@@ -4,6 +4,7 @@ A run is kept in `_build/guides` for as long as neither the example nor the pack
 """
 
 import ast
+import concurrent.futures
 import hashlib
 import pathlib
 import re
@@ -14,12 +15,10 @@ import sys
 from pages import DOCS, ROOT, digest, write
 from sphinx.application import Sphinx
 from sphinx.errors import ExtensionError
-from sphinx.util import logging
 from sphinx.util.display import status_iterator
 
 EXAMPLES = ROOT / "examples"
 RUNS = DOCS / "_build" / "guides"
-logger = logging.getLogger(__name__)
 
 
 def scripts() -> list[pathlib.Path]:
@@ -75,8 +74,10 @@ def _page(script: pathlib.Path) -> str:
 
 
 def _write(app: Sphinx) -> None:
-    for script in status_iterator(scripts(), "running examples... ", length=len(scripts())):
-        write(DOCS / "guides" / f"{script.stem}.md", _page(script))
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        pages = zip(scripts(), pool.map(_page, scripts()), strict=True)
+        for script, page in status_iterator(pages, "running examples... ", length=len(scripts())):
+            write(DOCS / "guides" / f"{script.stem}.md", page)
 
 
 def setup(app: Sphinx) -> dict[str, bool]:

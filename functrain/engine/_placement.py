@@ -182,7 +182,7 @@ def _mesh(x: Any) -> Mesh | None:
 
 
 def _counts(mesh: Any) -> bool:
-    """Whether lying on a mesh is more than lying on a device: several devices, or part of a type."""
+    """Whether lying on a mesh is more than lying on a device."""
     return mesh.size > 1 or jax.sharding.AxisType.Explicit in mesh.axis_types
 
 
