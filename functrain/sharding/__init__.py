@@ -1,11 +1,13 @@
 """Where a state lies on many devices: meshes, rules, whole states.
 
 Files:
+  _describe: what lies where, as a table
   _mesh: a mesh from the sizes of its axes
   _rules: rules that say how an array is divided
   _state: the shardings of a whole state, from those of its params
 """
 
+from functrain.sharding._describe import describe as describe
 from functrain.sharding._mesh import mesh as mesh
 from functrain.sharding._rules import Rule as Rule
 from functrain.sharding._rules import fsdp as fsdp
@@ -15,4 +17,14 @@ from functrain.sharding._state import create as create
 from functrain.sharding._state import put as put
 from functrain.sharding._state import shardings as shardings
 
-__all__ = ["Rule", "create", "fsdp", "mesh", "put", "replicated", "rules", "shardings"]
+__all__ = [
+    "Rule",
+    "create",
+    "describe",
+    "fsdp",
+    "mesh",
+    "put",
+    "replicated",
+    "rules",
+    "shardings",
+]
