@@ -25,7 +25,9 @@ from bridge.optim import optimizer as optimizer  # noqa: E402
 from bridge.optim import schedule as schedule  # noqa: E402
 from bridge.state import KerasState as KerasState  # noqa: E402
 from bridge.state import create_state as create_state  # noqa: E402
+from bridge.state import from_distribution as from_distribution  # noqa: E402
 from bridge.state import keras_state as keras_state  # noqa: E402
+from bridge.state import to_distribution as to_distribution  # noqa: E402
 from bridge.state import to_keras as to_keras  # noqa: E402
 from bridge.state import warm_start as warm_start  # noqa: E402
 from bridge.train import evaluate as evaluate  # noqa: E402
@@ -47,6 +49,7 @@ __all__ = [
     "create_state",
     "evaluate",
     "fit",
+    "from_distribution",
     "from_flax",
     "from_keras",
     "keras_state",
@@ -56,6 +59,7 @@ __all__ = [
     "predict",
     "schedule",
     "test_step",
+    "to_distribution",
     "to_keras",
     "to_linen",
     "train_step",

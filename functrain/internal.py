@@ -7,6 +7,7 @@ from functrain.checkpoint._files import opened as _opened
 from functrain.common import _tree
 from functrain.common._arguments import advised as advised
 from functrain.common._checks import is_whole as is_whole
+from functrain.common._gather import whole_on_host as whole_on_host
 from functrain.common._repr import brief as brief
 from functrain.common._repr import call as call
 from functrain.common._types import PyTree as PyTree
@@ -22,6 +23,7 @@ from functrain.engine._driver import SPARE_BYTES as SPARE_BYTES
 from functrain.engine._driver import Driver as Driver
 from functrain.engine._driver import copied as copied
 from functrain.engine._guards import add_guard as add_guard
+from functrain.engine._placement import chunk_placement as chunk_placement
 from functrain.engine._plan import FuseArg as FuseArg
 from functrain.engine._plan import Plan as Plan
 from functrain.engine._plan import nbytes as nbytes
@@ -38,6 +40,7 @@ from functrain.loop._saving import Saving as Saving
 from functrain.model._switches import SWITCHES as SWITCHES
 from functrain.rewrites import Mode as Mode
 from functrain.rewrites import mode as mode
+from functrain.sharding._rules import require_divided as require_divided
 from functrain.step._state import check_tx as check_tx
 
 tree, arrays_in = _tree, _opened

@@ -1,5 +1,6 @@
 """The batches of whatever `fit` takes."""
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -47,9 +48,24 @@ def epochs(passes: Callable[[Any], Callable[[], Iterator[Any]]], **arguments: An
       passes: Called with the data adapter, returns what begins a pass over its batches.
       **arguments: Of `EpochIterator`: x, y, sample_weight, batch_size, ...
     """
-    found = _Epochs(**arguments)
+    with _whole():
+        found = _Epochs(**arguments)
     found.begin = passes(found.data_adapter)
     return found
+
+
+@contextlib.contextmanager
+def _whole() -> Iterator[None]:
+    """Switches off that Keras divides data over processes, which it does for tf.data alone."""
+    distribution = keras.distribution.distribution()
+    before = getattr(distribution, "auto_shard_dataset", False)
+    if before:
+        distribution.auto_shard_dataset = False
+    try:
+        yield
+    finally:
+        if before:
+            distribution.auto_shard_dataset = True
 
 
 def place(epochs: Any) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import optax
 
 from bridge import keras_private
 from bridge.model import _names
-from functrain.internal import PyTree
+from functrain.internal import PyTree, whole_on_host
 from functrain.internal import tree as _tree
 
 Path: TypeAlias = tuple[str, ...]
@@ -261,7 +261,14 @@ def assign(where: Layout, params: PyTree, model_state: PyTree) -> None:
     require_values({"params": params, "model_state": model_state})
     copies = _tree.copy([array for _, array in pairs])
     for (variable, _), array in zip(pairs, copies, strict=True):
-        variable.assign(array)
+        put(variable, array)
+
+
+def put(variable: Any, array: Any) -> None:
+    """Assigns to a variable; to one that is this process's own, the whole of a divided array."""
+    divided = isinstance(array, jax.Array) and not array.is_fully_addressable
+    home = divided and keras_private.layout(variable) is None
+    variable.assign(whole_on_host(array) if home else array)
 
 
 def require_values(tree: PyTree) -> None:

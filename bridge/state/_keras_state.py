@@ -92,7 +92,7 @@ def write_keras_state(state: KerasState, model: keras.Model) -> keras.Model:
     copies = _tree.copy(state)
     for name, variables in variable_lists(model).items():
         for variable, value in zip(variables, getattr(copies, name), strict=True):
-            variable.assign(value)
+            _variables.put(variable, value)
     return model
 
 

@@ -90,7 +90,7 @@ def to_keras(
     slots = [] if optimizer == "leave" else _slots(state, model, optimizer == "require")
     _variables.assign(where, state.params, state.model_state)
     for variable, value in slots:
-        variable.assign(value)
+        _variables.put(variable, value)
     return model
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from bridge import keras_private
 from bridge._randomness import put_randomness
-from functrain.internal import Made, PyTree, Stack, StreamPass, filled
+from functrain.internal import Made, PyTree, Stack, StreamPass, chunk_placement, filled
 
 
 class Mark(NamedTuple):
@@ -90,7 +90,26 @@ def source(model: keras.Model, data: Any, batch_size: Any, steps: Any, **more: A
             f"x: expected at least one batch, got {type(x).__name__} without any "
             f"({_shapes(x)}). The model is unchanged."
         )
+    _require_divisible(found.data_adapter)
     return found
+
+
+def _require_divisible(adapter: Any) -> None:
+    """Refuses batches of arrays that the devices of `keras.distribution` do not divide."""
+    distribution = keras.distribution.distribution()
+    if distribution is None or keras_private.array_batches(adapter) is None:
+        return
+    for what, size in (("", adapter.batch_size), ("last ", adapter.partial_batch_size)):
+        if size:
+            where = distribution.get_data_layout((size,)).backend_layout
+            try:
+                where.shard_shape((size,))
+            except ValueError as error:
+                raise ValueError(
+                    f"x: expected batches that divide over {where.spec} of the mesh "
+                    f"{dict(where.mesh.shape)}, got a {what}batch of {size}. Take another "
+                    "batch_size, or leave some examples out. The model is unchanged."
+                ) from error
 
 
 def _shapes(x: Any) -> str:
@@ -164,25 +183,16 @@ def _marked(epochs: Any) -> Iterator[Any]:
                 raise StopIteration  # which Keras's own warning waits for
 
 
-def place(batches: PyTree) -> PyTree:
-    """Puts stacked batches where `keras.distribution` wants them.
+def placement() -> Callable[[PyTree], PyTree]:
+    """Returns what puts stacked batches where `keras.distribution` wants them.
 
-    Raises:
-      NotImplementedError: The distribution spans several processes.
+    Over several processes each of them has the same batches, and takes its own devices' part.
     """
     distribution = keras.distribution.distribution()
-    if distribution is None:
-        return batches
-    if jax.process_count() > 1:
-        raise NotImplementedError(
-            f"expected keras.distribution within one process, got {jax.process_count()} processes. "
-            "Use model.fit, or bridge.train_step with functrain.run and arrays you shard yourself."
-        )
+    places: dict[Any, Callable[[PyTree], PyTree]] = {}
 
-    def put(x: Any) -> jax.Array:
-        layout = distribution.get_data_layout(x.shape[1:]).backend_layout
-        spec = jax.sharding.PartitionSpec(None, *layout.spec)
-        placed: jax.Array = jax.device_put(x, jax.sharding.NamedSharding(layout.mesh, spec))
-        return placed
+    def put(x: Any) -> Any:
+        where = distribution.get_data_layout(x.shape[1:]).backend_layout
+        return places.setdefault(where.spec, chunk_placement(where))(x)
 
-    return jax.tree.map(put, batches)
+    return lambda batches: batches if distribution is None else jax.tree.map(put, batches)

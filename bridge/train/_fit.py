@@ -4,9 +4,11 @@ import contextlib
 import warnings
 from typing import Any
 
+import jax
 import keras
 
 from bridge import keras_private
+from bridge.state._distribution import require_use
 from bridge.state._keras_state import require_compiled
 from bridge.train._checks import (
     require_arguments,
@@ -18,6 +20,7 @@ from bridge.train._checks import (
 )
 from bridge.train._feed import source as batches
 from bridge.train._loop import Options
+from bridge.train._processes import EndedTogether, files_of_the_first, require_together
 from bridge.train._runs import Evaluation, Fit, run_evaluate, run_predict
 from bridge.train._saving import KerasSaving
 from bridge.train._validation import require_validation
@@ -146,18 +149,30 @@ def fit(
         require_validation(model, validation_data, data, size, validation_steps)
         evaluation = Evaluation(model, validation_data, size, validation_steps, validation_freq)
     require_rate(model, callbacks)
-    callbacks = _callback_list(model, callbacks, verbose, epochs, source, add_history=True)
+    require_use()
+    require_together(model, callbacks)
     with contextlib.ExitStack() as stack:
+        stack.enter_context(files_of_the_first(callbacks))
+        callbacks = _callback_list(model, callbacks, verbose, epochs, source, add_history=True)
         saving: KerasSaving | None = None
         if checkpointer is not None:
             require_no_other_backup(callbacks)
-            saving = KerasSaving(checkpointer, model, callbacks, source, quiet=verbose == 0)
+            quiet = verbose == 0 or jax.process_index() > 0
+            saving = KerasSaving(checkpointer, model, callbacks, source, quiet=quiet)
             stack.callback(saving.close)
-        held = HeldSignals(terminate="handled" if saving is None else "any")
-        signals = stack.enter_context(held)
-        told = () if saving is None else (saving.until, saving.save, saving.is_able)
+        signals = stack.enter_context(_signals(saving))
+        told: tuple[Any, ...] = ()
+        if saving is not None:
+            save = saving.save if not saving.is_together else lambda: None
+            told = saving.until, save, saving.is_able
         options = Options(fuse, rewrites, signals, *told)
         return Fit(model, source, callbacks, evaluation, options, saving)(initial_epoch, epochs)
+
+
+def _signals(saving: KerasSaving | None) -> HeldSignals:
+    if saving is not None and saving.is_together:
+        return EndedTogether(saving)
+    return HeldSignals(terminate="handled" if saving is None else "any")
 
 
 def evaluate(
@@ -283,7 +298,7 @@ def _callback_list(
     return keras.callbacks.CallbackList(
         callbacks,
         add_history=add_history,
-        add_progbar=verbose != 0,
+        add_progbar=verbose != 0 and jax.process_index() == 0,
         verbose=verbose,
         epochs=epochs,
         steps=source.num_batches,

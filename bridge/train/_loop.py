@@ -116,7 +116,7 @@ class Loop:
             rewrites=self._rewrites,
             jit=not runs_uncompiled(self._model, self._rewrites, trace),
             uncompiled=contextlib.nullcontext,
-            place=_feed.place,
+            place=_feed.placement(),
         )
 
     def run(self, resume: _feed.Resume | None = None) -> Iterator[tuple[Chunk, PyTree]]:

@@ -170,6 +170,19 @@ class KerasSaving:
         trees = {"state": state, **({} if same else {"final": final})}
         self._saving.save(event, trees, epoch_over=True, done=done)
 
+    @property
+    def is_together(self) -> bool:
+        """Whether there are several processes, which end together."""
+        return self._saving.is_together
+
+    def is_asked_to_end(self) -> bool:
+        """Whether SIGTERM came to one of them, and this is where all end."""
+        return self._saving.is_asked_to_end()
+
+    def end(self) -> None:
+        """Ends the process when everything is written."""
+        self._saving.act()
+
     def close(self) -> None:
         """Waits for what is being written."""
         self._saving.close()

@@ -33,6 +33,7 @@ CONTENTS = {
     "Promises": "promises more/changelog more/contributing",
     "API": "api/*",
 }
+DEVICES = {"sharding": 8, "scaling": 8}  # that a page is run on, where not one
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"(!?)\[([^\]]*)\]\((?!https?:|#)([^)#]+)(#[^)]*)?\)")
 HEAD = """\
@@ -47,6 +48,7 @@ language_info: {{name: python, pygments_lexer: ipython3}}
 # {digest}
 import os, pathlib, tempfile
 os.environ.setdefault("KERAS_BACKEND", "jax")
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count={devices}"
 os.chdir(tempfile.mkdtemp())
 pathlib.Path("examples").symlink_to({examples!r})
 ```
@@ -68,7 +70,8 @@ def _read(app: Sphinx, page: str, source: list[str]) -> None:
     folder = (origin or pathlib.Path(app.env.doc2path(page))).parent
     text = LINK.sub(lambda found: _link(found, folder, page), source[0])
     if BLOCK.search(text) and origin is None:
-        head = HEAD.format(digest=digest(), examples=str(ROOT / "examples"))
+        devices = DEVICES.get(page, 1)
+        head = HEAD.format(digest=digest(), examples=str(ROOT / "examples"), devices=devices)
         text = head + BLOCK.sub(r"```{code-cell} python\n\1```", text)
     source[0] = text + _contents() if page == "index" else text
 

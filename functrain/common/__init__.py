@@ -3,6 +3,7 @@
 Files:
   _tree: paths and specs for error messages, copies that nothing else can see
   _types: PyTree and Step
+  _gather: values on the host, of several processes too
   _checks: whole numbers
   _arguments: what functions take, and words for arguments of other libraries
   _direction: whether more is better, told by a value's name

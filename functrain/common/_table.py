@@ -6,12 +6,12 @@ from rich.console import Console
 from rich.table import Table
 
 
-def text(table: Table) -> str:
-    """Returns a rich table as plain text, never cut to the width of a terminal."""
+def text(table: Table, width: int = 100_000) -> str:
+    """Returns a rich table as plain text of so many columns at most, whatever the terminal's."""
     # Cells may hold brackets, which are markup to rich, and notebooks have a console of their own.
     console = Console(
         file=io.StringIO(),
-        width=100_000,  # no terminal's: nothing is cut
+        width=width,
         markup=False,
         emoji=False,
         highlight=False,

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from functrain.common import _tree
+from functrain.common import _gather, _tree
 from functrain.common._types import PyTree
 
 
@@ -17,7 +17,7 @@ def first(rows: PyTree, steps: int) -> PyTree:
 
 def on_host(rows: PyTree, steps: int) -> PyTree:
     """Fetches the rows of the steps that were taken: NumPy arrays `[steps, ...]`. Waits."""
-    return first(jax.device_get(rows), steps)
+    return first(_gather.whole_on_host(rows), steps)
 
 
 def row(rows: PyTree, i: int) -> PyTree:

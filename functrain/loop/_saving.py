@@ -116,6 +116,11 @@ class Saving:
         """When chunks must end."""
         return self._checkpointer.when
 
+    @property
+    def is_together(self) -> bool:
+        """Whether several processes end together, when `is_asked_to_end` says so."""
+        return self._together
+
     def resume(self, state: PyTree, metrics: PyTree, epochs: int) -> Resumed | None:
         """Finds out where to go on; None for a beginning.
 

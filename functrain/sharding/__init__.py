@@ -1,11 +1,16 @@
 """Where a state lies on many devices: meshes, rules, whole states.
 
 Files:
+  _collectives: what a compiled program sends from device to device
+  _describe: what lies where, as a table
   _mesh: a mesh from the sizes of its axes
   _rules: rules that say how an array is divided
   _state: the shardings of a whole state, from those of its params
 """
 
+from functrain.sharding._collectives import Moved as Moved
+from functrain.sharding._collectives import collectives as collectives
+from functrain.sharding._describe import describe as describe
 from functrain.sharding._mesh import mesh as mesh
 from functrain.sharding._rules import Rule as Rule
 from functrain.sharding._rules import fsdp as fsdp
@@ -15,4 +20,16 @@ from functrain.sharding._state import create as create
 from functrain.sharding._state import put as put
 from functrain.sharding._state import shardings as shardings
 
-__all__ = ["Rule", "create", "fsdp", "mesh", "put", "replicated", "rules", "shardings"]
+__all__ = [
+    "Moved",
+    "Rule",
+    "collectives",
+    "create",
+    "describe",
+    "fsdp",
+    "mesh",
+    "put",
+    "replicated",
+    "rules",
+    "shardings",
+]

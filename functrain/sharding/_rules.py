@@ -42,8 +42,10 @@ def fsdp(axis: str | tuple[str, ...] = "data", *, min_size: int = 2**16) -> Rule
 
     The largest axis of a leaf that the mesh's axis divides is divided, the last one of equals.
     Leaves that no axis divides, and small ones, are on all devices. With batches divided over the
-    same axis the compiler gathers what a step needs, and scatters its gradients (ZeRO stage 3,
-    Rajbhandari et al., 2020, https://arxiv.org/abs/1910.02054).
+    same axis the compiler gathers what a step needs, and sums its gradients (ZeRO stage 3,
+    Rajbhandari et al., 2020, https://arxiv.org/abs/1910.02054): layer by layer where equal layers
+    are a `jax.lax.scan`. Where activations are smaller than weights it may gather those instead;
+    ``jax.lax.with_sharding_constraint(x, PartitionSpec("data"))`` in a layer keeps them divided.
 
     Args:
       axis: Of the mesh; several for their product.

@@ -1,0 +1,80 @@
+"""bridge.fit over several processes: the numbers of one process of as many devices."""
+
+import json
+import pathlib
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.checkpoint.test_processes import ended, said, start
+
+PROGRAM = str(pathlib.Path(__file__).parent / "processes.py")
+
+
+def told(processes: int, what: str, *arguments: object, code: int = 0) -> list[list[str]]:
+    return ended(start(processes, [PROGRAM, what], *map(str, arguments)), code)
+
+
+def values(printed: list[list[str]], name: str) -> list[Any]:
+    return [json.loads(line.removeprefix(f"{name} ")) for line in said(printed, f"{name} ")]
+
+
+PARTS = {"data_parallel": 1, "model_parallel": 2, "by_rule": 4}
+CASES = [("model_parallel",), pytest.param(("data_parallel", "by_rule"), marks=pytest.mark.long)]
+
+
+@pytest.mark.parametrize("names", CASES)
+def test_fits_evaluations_and_predictions_are_those_of_one_process(
+    tmp_path: pathlib.Path, names: tuple[str, ...]
+) -> None:
+    (one_folder := tmp_path / "one").mkdir()
+    (two_folder := tmp_path / "two").mkdir()
+    one, two = told(1, "numbers", one_folder, *names), told(2, "numbers", two_folder, *names)
+    for name in names:
+        (expected, size), *others = values(one, name) + values(two, name)
+        assert size * PARTS[name] == 8 * 8 * 4  # of a kernel, on one device
+        assert others[0] == others[1]
+        for a, b in zip(expected, others[0][0], strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5)
+        assert others[0][1] == size
+        rows = [(folder / f"{name}.csv").read_text() for folder in (one_folder, two_folder)]
+        a, b = (np.genfromtxt(text.splitlines()[1:], delimiter=",") for text in rows)
+        np.testing.assert_allclose(a, b, rtol=1e-5)
+    shown = [sum(line.startswith("Epoch ") for line in lines) for lines in (*one, *two)]
+    assert shown == [2 * len(names), 2 * len(names), 0]  # the first tells
+
+
+@pytest.mark.long
+def test_sigterm_to_one_ends_both_at_one_step_and_they_go_on_to_the_same_bits(
+    tmp_path: pathlib.Path,
+) -> None:
+    straight = told(2, "going_on", tmp_path / "straight")
+    told(2, "going_on", tmp_path / "killed", 20, code=143)
+    steps = [int(path.name) for path in (tmp_path / "killed").iterdir() if path.name.isdecimal()]
+    assert 20 < max(steps) < 96
+    assert max(steps) % 5
+    resumed = told(2, "going_on", tmp_path / "killed")
+    assert len(set(said(straight, "ends"))) == 1
+    assert said(resumed, "ends") == said(straight, "ends")
+    rows = [(tmp_path / f"{name}.csv").read_text() for name in ("straight", "killed")]
+    assert rows[0] == rows[1]
+
+
+def test_what_processes_cannot_do_together_is_refused_in_each_of_them(
+    tmp_path: pathlib.Path,
+) -> None:
+    for printed in told(2, "refusals", tmp_path):
+        lines = [json.loads(x.removeprefix("refused ")) for x in printed if "refused " in x]
+        assert len(lines) == 6
+        begins = (
+            "model: expected one that lies on the devices of all 2 processes",
+            "callbacks: expected no BackupAndRestore where several processes fit",
+            "callbacks: expected no ModelCheckpoint where several processes fit a model, of which",
+            "x: expected batches that divide over P('batch',) of the mesh {'batch': 2, "
+            "'model': 2}, got a last batch of 5.",
+            "data: expected the same batches in every process",
+            "data: expected the same batches in every process",
+        )
+        for line, begin in zip(lines, begins, strict=True):
+            assert line.startswith(begin), line
