@@ -20,6 +20,7 @@ from functrain.checkpoint._single import STATE, read_trees
 from functrain.checkpoint._store import blanks, read_arrays, verify_arrays, write
 from functrain.common import _repr
 from functrain.common._types import PyTree
+from functrain.common._values import spread
 from functrain.engine._position import Position
 
 
@@ -113,15 +114,16 @@ class Series:
         """Makes sure before a run that checkpoints can be written."""
         on_first(self.directory.require_writable)
 
-    def is_improved(self, values: Mapping[str, float]) -> bool:
+    def is_improved(self, values: Mapping[str, Any]) -> bool:
         """Whether the value of `best=` is better than any saved."""
-        if self._monitor is None or self._monitor not in values:
+        known = spread(values)
+        if self._monitor is None or self._monitor not in known:
             return False
         if are_several():  # or some might know of what is being written, and others not
             self.wait()
         found = self._values()
         now = max(found, default=0) + 1
-        return best_of({**found, now: float(values[self._monitor])}, self._sign) == now
+        return best_of({**found, now: known[self._monitor]}, self._sign) == now
 
     def is_affordable(self) -> bool:
         """Whether the budget allows to save now; else it is counted as left out."""
@@ -136,7 +138,7 @@ class Series:
         self,
         trees: Mapping[str, PyTree],
         position: Position,
-        values: Mapping[str, float],
+        values: Mapping[str, Any],
         documents: Mapping[str, Any],
         **about: Any,
     ) -> None:
@@ -150,7 +152,7 @@ class Series:
           **about: What to say of it in words.
         """
         self.wait()
-        known = {name: float(x) for name, x in values.items()}
+        known = spread(values)
         began = time.perf_counter()
         arrays = {n: x for name, tree in trees.items() for n, x in by_path(tree, name).items()}
         encoded = {n: encode(x, f"{DOCUMENTS}/{n}", arrays) for n, x in documents.items()}

@@ -4,6 +4,7 @@ Files:
   _tree: paths and specs for error messages, copies that nothing else can see
   _types: PyTree and Step
   _checks: whole numbers
+  _values: numbers by name, of a population one for each member
   _arguments: what functions take, and words for arguments of other libraries
   _direction: whether more is better, told by a value's name
   _repr: short texts for large things

@@ -61,7 +61,7 @@ class Resumed:
     state: PyTree
     metrics: PyTree
     position: Position
-    values: dict[str, float]
+    values: dict[str, Any]
     owes_epoch_end: bool
     nothing_left: bool
     finished: bool
