@@ -164,7 +164,8 @@ def _reported(
         if not jnp.issubdtype(x.dtype, jnp.inexact):
             return x
         # Of the step at which a member stops, the loss is reported as it was.
-        return where_active(old.active, x, jnp.full_like(x, jnp.nan))
+        hidden: jax.Array = where_active(old.active, x, jnp.full_like(x, jnp.nan))
+        return hidden
 
     return active, jax.tree.map(hide, logs)
 

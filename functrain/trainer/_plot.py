@@ -69,11 +69,11 @@ def _curves(panel: Any, history: "History", name: str) -> None:
         how = {"color": color, "ms": 3.5, "lw": 1.5}
         if (values := history.epochs.get(key)) is not None:
             each = (last - first) / len(values) if last else 1
-            at = first + np.arange(1, len(values) + 1) * each
+            ends = first + np.arange(1, len(values) + 1) * each
             if values.ndim == 1:
-                panel.plot(at, values, style, label=label, **how)
-            elif per_step is None:  # else they are there step by step
-                _members(panel, at, values, color, label)
+                panel.plot(ends, values, style, label=label, **how)
+            elif key != name or per_step is None:  # else they are there step by step
+                _members(panel, ends, values, color, label)
         if key in history.points:
             thin = {"color": color, "marker": style[-1], "ms": 2.5, "ls": ":", "lw": 1}
             steps, values = history.points[key]
