@@ -6,6 +6,7 @@ A state is a pytree, a step is a pure function, and a program takes many steps a
 from functrain import distributed as distributed
 from functrain import hooks as hooks
 from functrain import metrics as metrics
+from functrain import population as population
 from functrain import rewrites as rewrites
 from functrain import sharding as sharding
 from functrain._version import __version__ as __version__
@@ -126,6 +127,7 @@ __all__ = [
     "metrics",
     "micro_batches",
     "params_ema",
+    "population",
     "predict",
     "predict_step",
     "remat",

@@ -32,6 +32,7 @@ FLOORS = [
     ["functrain.export"],
     ["functrain.loop"],
     ["functrain.hooks"],
+    ["functrain.population"],
     ["functrain.trainer"],
     ["functrain"],
     ["bridge._backend", "bridge._version", "bridge._randomness"],
@@ -127,9 +128,10 @@ def test_versions_agree() -> None:
     assert functrain.__version__ == bridge.__version__ == project["version"]
 
 
-NO_DOCSTRING = ("__version__", "hooks", "metrics", "rewrites", "sharding", "distributed", "Mode")
-NAMESPACES = [functrain, functrain.hooks, functrain.metrics, functrain.rewrites]
-NAMESPACES += [functrain.distributed, functrain.sharding, bridge]
+NO_DOCSTRING = ("__version__", "hooks", "metrics", "population", "rewrites", "sharding")
+NO_DOCSTRING += ("distributed", "Mode")
+NAMESPACES = [functrain, functrain.hooks, functrain.metrics, functrain.population]
+NAMESPACES += [functrain.rewrites, functrain.distributed, functrain.sharding, bridge]
 PUBLIC = [
     (package.__name__, name)
     for package in NAMESPACES

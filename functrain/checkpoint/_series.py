@@ -26,6 +26,7 @@ from functrain.checkpoint._single import STATE, leaves_to_read, read_trees
 from functrain.checkpoint._store import blanks, read_arrays, verify_arrays, write
 from functrain.common import _repr
 from functrain.common._types import PyTree
+from functrain.common._values import spread
 from functrain.engine._position import Position
 
 
@@ -122,15 +123,16 @@ class Series:
         if are_several():
             _together.require_same_steps(self.directory)
 
-    def is_improved(self, values: Mapping[str, float]) -> bool:
+    def is_improved(self, values: Mapping[str, Any]) -> bool:
         """Whether the value of `best=` is better than any saved."""
-        if self._monitor is None or self._monitor not in values:
+        known = spread(values)
+        if self._monitor is None or self._monitor not in known:
             return False
         if are_several():  # or some might know of what is being written, and others not
             self.wait()
         found = self._values()
         now = max(found, default=0) + 1
-        return best_of({**found, now: float(values[self._monitor])}, self._sign) == now
+        return best_of({**found, now: known[self._monitor]}, self._sign) == now
 
     def is_affordable(self) -> bool:
         """Whether the budget allows to save now; else it is counted as left out."""
@@ -145,7 +147,7 @@ class Series:
         self,
         trees: Mapping[str, PyTree],
         position: Position,
-        values: Mapping[str, float],
+        values: Mapping[str, Any],
         documents: Mapping[str, Any],
         **about: Any,
     ) -> None:
@@ -159,7 +161,7 @@ class Series:
           **about: What to say of it in words.
         """
         self.wait()
-        known = {name: float(x) for name, x in values.items()}
+        known = spread(values)
         began = time.perf_counter()
         with all_or_none():
             arrays = {n: x for name, tree in trees.items() for n, x in by_path(tree, name).items()}

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from functrain.common import _values
 from functrain.common._types import PyTree
 
 
@@ -181,11 +182,10 @@ def aliases(tree: PyTree) -> list[tuple[str, str]]:
     return pairs
 
 
-def to_floats(values: PyTree, prefix: str = "") -> dict[str, float]:
-    """Fetches a tree of scalars as floats, under their paths."""
-    check_scalars(values)
+def to_values(values: PyTree) -> dict[str, Any]:
+    """Fetches a tree of scalars as floats, of `[N]` of a population as arrays, by their paths."""
     host = jax.device_get(values)
-    return {prefix + path: float(value) for path, value in leaves_with_path(host)}
+    return {path: _values.on_host(value) for path, value in leaves_with_path(host)}
 
 
 def check_scalars(values: PyTree) -> None:

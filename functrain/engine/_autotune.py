@@ -126,12 +126,12 @@ def autotune(
         carry = step.start(state)
     size = sum(int(jnp.asarray(x).nbytes) for x in jax.tree.leaves(batch))
     began = time.perf_counter()
-    candidates = [_Candidate(0, _jitted(step), carry, batch, size)]
+    candidates = [Candidate(0, _jitted(step), carry, batch, size)]
     for k in ks:
         if k != ks[0] and (k * size > memory or time.perf_counter() - began > seconds):
             break
         chunk = jax.tree.map(lambda x, k=k: jnp.stack([jnp.asarray(x)] * k), batch)
-        candidates.append(_Candidate(k, fuse(step, k, rewrites=rewrites), carry, chunk, k * size))
+        candidates.append(Candidate(k, fuse(step, k, rewrites=rewrites), carry, chunk, k * size))
     for _ in range(ROUNDS):  # in turn, so that a slow moment of the machine meets all of them
         for candidate in candidates:
             candidate.measure()
@@ -155,7 +155,7 @@ def _jitted(step: Any) -> Callable[[PyTree, PyTree], Any]:
     return jax.jit(once, donate_argnums=0)
 
 
-class _Candidate:
+class Candidate:
     """One way of taking steps, compiled, with a state of its own."""
 
     def __init__(self, k: int, program: Any, state: PyTree, batches: PyTree, size: int) -> None:

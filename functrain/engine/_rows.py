@@ -25,9 +25,9 @@ def row(rows: PyTree, i: int) -> PyTree:
     return jax.tree.map(lambda x: x[i], rows)
 
 
-def is_number(rows: Any) -> bool:
-    """Whether each step reported one number: a key is none."""
-    return rows.ndim == 1 and not _tree.is_key(rows)
+def is_number(rows: Any, of_members: bool = False) -> bool:
+    """Whether each step reported one number, of a population one a member: a key is none."""
+    return rows.ndim == (2 if of_members else 1) and not _tree.is_key(rows)
 
 
 def fetched(dispatched: Iterable[tuple[PyTree, int]]) -> list[PyTree]:

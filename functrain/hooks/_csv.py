@@ -6,7 +6,10 @@ import os
 import pathlib
 from typing import Any
 
+import numpy as np
+
 from functrain.common import _repr
+from functrain.common._values import spread
 from functrain.engine._trigger import Trigger, every
 from functrain.hooks._text_file import TextFile
 from functrain.loop._events import ChunkEnd, Event, LogsReady
@@ -17,7 +20,8 @@ class CSVLogger:
 
     At the end of an epoch those are its means, metrics and evaluations; at a step, what the step
     reported, and what hooks before this one have added; that row is written one program late, when
-    its numbers are there, so that nobody waits. The columns are those of the first row.
+    its numbers are there, so that nobody waits. The columns are those of the first row; of a
+    population each member has some of its own, ``loss/0``, ``loss/1``, ...
 
     Args:
       path: The file. Missing folders are made.
@@ -70,7 +74,7 @@ class CSVLogger:
         if isinstance(event, ChunkEnd):
             self._late = dataclasses.replace(event, values=dict(event.values))
         else:
-            self._write({"epoch": event.epoch, "step": event.step, **event.values})
+            self._write({"epoch": event.epoch, "step": event.step, **_spread(event.values)})
 
     def logs(self, event: LogsReady, /) -> None:
         """Writes the row that waits: its numbers are on the host by now."""
@@ -80,7 +84,7 @@ class CSVLogger:
         event, self._late = self._late, None
         if event is not None:
             head = {"epoch": event.epoch, "step": event.step}
-            self._write({**head, **event.latest(), **event.values})
+            self._write({**head, **_spread(event.latest()), **_spread(event.values)})
 
     def _write(self, row: dict[str, Any]) -> None:
         if self._writer is None:
@@ -118,6 +122,15 @@ class CSVLogger:
         self._write_late()
         self._file.close()
         self._writer = None
+
+
+def _spread(values: dict[str, Any]) -> dict[str, Any]:
+    """Spreads what are numbers; anything else is refused in words after all hooks."""
+    return {
+        k: v
+        for n, x in values.items()
+        for k, v in (spread({n: x}) if np.ndim(x) == 1 else {n: x}).items()
+    }
 
 
 def _columns(path: pathlib.Path) -> list[str] | None:

@@ -49,6 +49,8 @@ class EarlyStopping:
       0.6 True
     """
 
+    of_members = False  # of a population
+
     def __init__(
         self,
         monitor: str = "val_loss",
@@ -140,13 +142,16 @@ class EarlyStopping:
                 "comes before this one. A function that adds it later says when: @every(epochs=2)."
             )
 
-    def _end(self, event: RunEnd) -> None:
+    def _warn_of_what_never_came(self) -> None:
         if self._to_come and not self._seen:
             warnings.warn(
                 f"EarlyStopping: expected {self.monitor!r} during the run, and it never came. Of "
                 f"the hooks before it these were never due: {self._to_come}.",
                 stacklevel=2,
             )
+
+    def _end(self, event: RunEnd) -> None:
+        self._warn_of_what_never_came()
         if self.restore_best and self.best_step is not None:
             now, structure = jax.tree.flatten(event.state)
             placed = [_like(x, y) for x, y in zip(self._best_leaves, now, strict=True)]

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from functrain.common import _repr
-from functrain.common._checks import is_number, is_whole
+from functrain.common._checks import is_whole
+from functrain.common._values import is_value, spread
 from functrain.loop._events import ChunkEnd, EpochEnd, Event, LogsReady
 
 
@@ -17,7 +18,8 @@ class Line(NamedTuple):
     Attributes:
       step: Steps taken since the training began.
       epoch: Number of the epoch.
-      values: Numbers by name; those of an epoch as a whole under ``epoch/``.
+      values: Numbers by name; those of an epoch as a whole under ``epoch/``, those of a
+        population's members under ``name/0``, ``name/1``, ...
       samples: Pictures `u8[H, W, C]` and texts by name.
     """
 
@@ -49,7 +51,8 @@ class Logger(abc.ABC):
         """Takes in what hooks have added, and what an epoch came to."""
         prefix = "epoch/" if isinstance(event, EpochEnd) else ""
         # What is no number is refused in words after all hooks have been called.
-        values = {f"{prefix}{n}": float(x) for n, x in event.values.items() if is_number(x)}
+        found = {n: x for n, x in event.values.items() if is_value(x, event._of_members)}
+        values = {f"{prefix}{n}": x for n, x in spread(found).items()}
         if values or event.samples:
             self._waiting.append(Line(event.step, event.epoch, values, dict(event.samples)))
         if not isinstance(event, ChunkEnd):
@@ -58,10 +61,11 @@ class Logger(abc.ABC):
     def logs(self, event: LogsReady, /) -> None:
         """Takes in what the steps of a chunk reported."""
         skipped = -(event.step - event.steps + 1) % self.steps
-        columns = [values[skipped :: self.steps].tolist() for values in event.logs.values()]
+        logs = {n: x for name, x in event.logs.items() for n, x in _columns(name, x)}
+        columns = [values[skipped :: self.steps].tolist() for values in logs.values()]
         steps = range(event.step - event.steps + 1 + skipped, event.step + 1, self.steps)
         lines = [
-            Line(step, event.epoch, dict(zip(event.logs, row, strict=True)), {})
+            Line(step, event.epoch, dict(zip(logs, row, strict=True)), {})
             for step, row in zip(steps, zip(*columns, strict=True), strict=False)
         ]
         for line in self._waiting:
@@ -105,3 +109,8 @@ class Logger(abc.ABC):
     @abc.abstractmethod
     def _shown(self) -> dict[str, Any]:
         """Returns the arguments to show."""
+
+
+def _columns(name: str, x: np.ndarray) -> list[tuple[str, np.ndarray]]:
+    """Returns `[steps]` as it is, and the columns of `[steps, N]` under names of their own."""
+    return [(name, x)] if x.ndim == 1 else [(f"{name}/{i}", y) for i, y in enumerate(x.T)]

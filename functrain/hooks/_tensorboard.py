@@ -18,7 +18,7 @@ class TensorBoard(Logger):
     added at a step as well, such as ``val_loss``, and what an epoch came to under ``epoch/``:
     ``epoch/loss``, ``epoch/val_loss``; pictures and texts of a `Sample`, too. The axis counts the
     steps of the training. The numbers of a step are those of that very step. They come one program
-    late, so that nobody waits.
+    late, so that nobody waits. Of a population each member has tags of its own, ``loss/0``.
 
     A run that a `functrain.Checkpointer` resumes goes on without a gap. Each run writes a file of
     its own. It tells TensorBoard to leave out what earlier files of the directory say of its first

@@ -17,6 +17,8 @@ class TerminateOnNaN:
     run ends up to two programs after the step that is named. Checkpoints from before it are there:
     `functrain.Checkpointer.rollback`.
 
+    A population goes on while the loss of one member is finite.
+
     Args:
       after: How many steps in a row.
       monitor: Name of the number among the logs.
@@ -60,6 +62,8 @@ class TerminateOnNaN:
                 "numbers that every step reports are looked at."
             )
         finite = np.isfinite(event.logs[self.monitor].astype(np.float64))
+        if finite.ndim > 1:  # of a population
+            finite = np.any(finite, axis=1, keepdims=True)[:, 0]
         if self.step is not None or finite.all():
             self._in_a_row = 0
             return

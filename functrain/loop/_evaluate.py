@@ -34,7 +34,7 @@ def evaluate(
     rewrites: Mode = "auto",
     sharding: _placement.ShardingArg = None,
     jit: bool = True,
-) -> dict[str, float]:
+) -> dict[str, Any]:
     """Returns the loss and metrics of a state over all of the data.
 
     Exact for a smaller last batch: every example counts once.
@@ -49,8 +49,8 @@ def evaluate(
       jit: False for debugging, as in `run`.
 
     Returns:
-      ``{"loss": ..., "accuracy": ...}``, the values of the step's metrics; nested ones are
-      joined by ``/``.
+      ``{"loss": ..., "accuracy": ...}``, the values of the step's metrics: floats, of a population
+      `f64[N]`; nested ones are joined by ``/``.
 
     Raises:
       TypeError: The step carries no metrics, or trains, or the state is none.
@@ -72,11 +72,14 @@ def evaluate(
     _placement.require_divisible(source, where)
     place = _placement.chunk_placement(where)
     driver = Driver(step, EVALUATION, rewrites=rewrites, jit=jit, place=place)
-    metrics = _tree.copy(step.metrics.init())
+    metrics = step.start(state).metrics
     driver.begin(_placement.on_mesh(metrics, where), _placement.on_mesh(state, where))
     steps = 0
     for chunk in chunked(source.begin(0), Plan(fuse), lambda _: None, where="the data"):
         driver.run(chunk)
         steps += chunk.steps
     require_batches(steps, name=source.name)
-    return _tree.to_floats(computed(step, driver.carry))
+    found = computed(step, driver.carry)
+    if not step.is_population:
+        _tree.check_scalars(found)
+    return _tree.to_values(found)

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from functrain.common import _tree
+from functrain.common import _tree, _values
 from functrain.common._types import PyTree
 from functrain.engine import _rows
 from functrain.engine._position import Position
@@ -39,8 +39,9 @@ class Event(_Placed):
       state: The state after that. The next program consumes it (donation): use it before you
         let the loop go on, and copy what you keep. Assign another one, of the same structure,
         shapes and dtypes, and the run goes on with a copy of that.
-      values: What is known of this moment by name, such as ``{"val_loss": 0.3}``. `fit` puts an
-        epoch's means and metrics in before its hooks run; what hooks add goes into the history.
+      values: What is known of this moment by name, such as ``{"val_loss": 0.3}``; of a population
+        one for each member, `f64[N]`. `fit` puts an epoch's means and metrics in before its hooks
+        run; what hooks add goes into the history.
       samples: Pictures, `u8[H, W, C]`, and texts of this moment by name, for the loggers among the
         hooks to come; `functrain.hooks.Sample` puts them there.
 
@@ -51,10 +52,11 @@ class Event(_Placed):
     """
 
     state: PyTree = dataclasses.field(repr=False)
-    values: dict[str, float] = dataclasses.field(default_factory=dict)
+    values: dict[str, Any] = dataclasses.field(default_factory=dict)
     samples: dict[str, np.ndarray | str] = dataclasses.field(default_factory=dict, repr=False)
     stopped: bool = False
     _metrics: Callable[[], dict[str, Any]] = dataclasses.field(default=dict, repr=False)
+    _of_members: bool = dataclasses.field(default=False, repr=False)  # of a population
 
     def metrics(self) -> dict[str, Any]:
         """Returns the running metrics of the epoch so far, as arrays on the device."""
@@ -92,10 +94,11 @@ class ChunkEnd(Event):
         """What each step reported: every leaf `[steps, ...]`, on the device."""
         return _rows.first(self.rows, self.steps)
 
-    def latest(self) -> dict[str, float]:
-        """Returns the scalars the last step reported. Waits for the device."""
-        found = {p: x for p, x in _tree.leaves_with_path(self.rows) if _rows.is_number(x)}
-        return {p: float(x[self.steps - 1]) for p, x in jax.device_get(found).items()}
+    def latest(self) -> dict[str, Any]:
+        """Returns the scalars the last step reported, of a population `f64[N]` each. Waits."""
+        rows = _tree.leaves_with_path(self.rows)
+        found = {path: x for path, x in rows if _rows.is_number(x, self._of_members)}
+        return _tree.to_values(_rows.row(jax.device_get(found), self.steps - 1))
 
 
 @dataclasses.dataclass(eq=False, kw_only=True, repr=False)
@@ -109,8 +112,8 @@ class LogsReady(_Placed):
       position: At the end of the chunk.
       steps: Steps in it.
       examples: Examples per step.
-      logs: The numbers each step reported, `[steps]` each, under their paths. They are views of
-        what the program returned: copy what you keep.
+      logs: The numbers each step reported, `[steps]` each, of a population `[steps, N]`, under
+        their paths. They are views of what the program returned: copy what you keep.
 
     Examples:
       >>> logs = {"loss": np.array([0.5, 0.25])}
@@ -128,11 +131,11 @@ class LogsReady(_Placed):
         at = f"position={self.position}, steps={self.steps}, examples={self.examples}"
         return f"LogsReady({at}, logs of {', '.join(self.logs) or 'nothing'})"
 
-    def rows(self) -> list[tuple[int, dict[str, float]]]:
+    def rows(self) -> list[tuple[int, dict[str, Any]]]:
         """Returns for each step its number and what it reported."""
         first = self.step - self.steps + 1
         return [
-            (first + i, {name: float(x[i]) for name, x in self.logs.items()})
+            (first + i, {name: _values.on_host(x[i]) for name, x in self.logs.items()})
             for i in range(self.steps)
         ]
 

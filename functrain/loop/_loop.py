@@ -55,6 +55,7 @@ class Loop:
         self._driver, self._step, self._source, self._plan = driver, step, source, plan
         self._boundaries, self._epochs, self._late_logs = boundaries, epochs, late_logs
         self._sharding = sharding
+        self._of_members = getattr(step, "is_population", False)
         self._no_metrics, self._saving = no_metrics, saving
         self._owes_epoch_end = resumed is not None and resumed.owes_epoch_end
         self._is_finished = resumed is not None and resumed.finished
@@ -209,7 +210,7 @@ class Loop:
 
     def _moment(self) -> dict[str, Any]:
         """Returns what every event says."""
-        known = {"position": self.position, "state": self.state}
+        known = {"position": self.position, "state": self.state, "_of_members": self._of_members}
         if self._no_metrics is None:
             return known
         step, metrics = self._step, self._driver.carry.metrics
@@ -219,8 +220,9 @@ class Loop:
         leaves, structure = jax.tree.flatten(rows)
         if structure not in self._names:  # once: paths are slow, and the same each time
             paths = [path for path, _ in _tree.leaves_with_path(rows)]
-            found = zip(range(len(paths)), paths, map(_rows.is_number, leaves), strict=True)
-            self._names[structure] = [(i, path) for i, path, number in found if number]
+            found = enumerate(zip(paths, leaves, strict=True))
+            of = self._of_members
+            self._names[structure] = [(i, p) for i, (p, x) in found if _rows.is_number(x, of)]
         names = self._names[structure]
         values = _rows.on_host([leaves[i] for i, _ in names], chunk.steps)
         logs = {name: x for (_, name), x in zip(names, values, strict=True)}

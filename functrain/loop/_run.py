@@ -145,7 +145,7 @@ def begin(
         at = Position(at.step, at.epoch + 1)
     where = _placement.batch_sharding(sharding)
     _placement.require_divisible(source, where)
-    no_metrics = step.start(()).metrics if isinstance(step, MeteredStep) else None
+    no_metrics = step.start(state).metrics if isinstance(step, MeteredStep) else None
     carry = _placement.on_mesh(_tree.own(state) if donate else _tree.copy(state), where)
     resumed: Resumed | None = None
     saving = None if checkpointer is None else Saving(checkpointer, source, parts or {})

@@ -13,6 +13,7 @@ from functrain.checkpoint._fingerprint import differences, of_run
 from functrain.checkpoint._processes import all_or_none, are_several, those_with
 from functrain.common import _tree
 from functrain.common._types import PyTree
+from functrain.common._values import spread
 from functrain.engine._position import Position
 from functrain.engine._signals import HeldSignals
 from functrain.engine._trigger import Trigger
@@ -61,7 +62,7 @@ class Resumed:
     state: PyTree
     metrics: PyTree
     position: Position
-    values: dict[str, float]
+    values: dict[str, Any]
     owes_epoch_end: bool
     nothing_left: bool
     finished: bool
@@ -198,7 +199,7 @@ class Saving:
           done: What to say of a run that is over.
         """
         self._fired = time.perf_counter()
-        self._seen_best = self._seen_best or self._checkpointer.monitor in event.values
+        self._seen_best = self._seen_best or self._checkpointer.monitor in spread(event.values)
         if done is not None and epoch_over:  # of one epoch, this is the first that is seen
             self._look_for_best(event)
         documents = {name: part.state() for name, part in self._parts.items()}
@@ -278,7 +279,7 @@ class Saving:
 
     def _look_for_best(self, event: Event) -> None:
         name = self._checkpointer.monitor
-        if not self._seen_best and name not in event.values:
+        if not self._seen_best and name not in spread(event.values):
             warnings.warn(
                 f"best: expected one of {sorted(event.values)}, got {name!r}. Values of an "
                 "evaluation need eval_data and eval_step, or an Evaluate hook.",

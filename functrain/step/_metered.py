@@ -41,6 +41,8 @@ class MeteredStep:
     metrics: Metric
     trains: bool = True
     rng: jax.Array | None = None
+    # Whether states are of many members, and what is reported one value a member.
+    is_population = False
 
     def __post_init__(self) -> None:
         if self.rng is not None:
@@ -58,6 +60,10 @@ class MeteredStep:
         if isinstance(state, Metered):
             raise TypeError("state: expected a bare state, got Metered: it has been started")
         return Metered(state, _tree.copy(self.metrics.init()))
+
+    def values(self, metrics: PyTree) -> PyTree:
+        """Returns what its metrics come to."""
+        return self.metrics.compute(metrics)
 
     def __call__(self, metered: Metered, batch: PyTree, /) -> tuple[Metered, PyTree]:
         """Takes one step and updates the metrics with it."""

@@ -20,6 +20,12 @@ from functrain.hooks._terminate_on_nan import TerminateOnNaN
 from functrain.loop._require import require_batches
 from functrain.step._metered import MeteredStep
 
+_OF_MEMBERS = {
+    True: "hooks: expected functrain.population.EarlyStopping, which stops each member by itself, "
+    "got functrain.hooks.EarlyStopping, which watches one value.",
+    False: "hooks: expected functrain.hooks.EarlyStopping, got that of a population. The step of "
+    "one is functrain.population.step(step).",
+}
 _ADD_NOTHING = (CSVLogger, EarlyStopping, Logger, Profile, Sample, TerminateOnNaN)
 
 
@@ -54,6 +60,7 @@ def look_ahead(
     names = {"loss", *(_metric_names(step) if isinstance(step, MeteredStep) else ())}
     known = True  # that hooks add nothing else
     missing: list[tuple[str, str]] = []
+    is_population = getattr(step, "is_population", False)
     for hook in hooks:
         if isinstance(hook, Evaluate):
             _require_evaluation(like, hook, traces)
@@ -61,11 +68,26 @@ def look_ahead(
         known &= isinstance(hook, (Evaluate, *_ADD_NOTHING))
         if isinstance(hook, EarlyStopping) and known and hook.monitor not in names:
             missing.append(("monitor", hook.monitor))
+        if isinstance(hook, EarlyStopping) and hook.of_members != is_population and known:
+            raise ValueError(_OF_MEMBERS[is_population])
     best = getattr(checkpointer, "monitor", None)  # what is no checkpointer is refused elsewhere
+    if best in names and is_population:
+        raise ValueError(
+            f"best: expected None, or the value of one member, such as '{best}/0', got {best!r}, "
+            "of which each member of a population has one. functrain.population.select takes the "
+            "best member of any checkpoint."
+        )
+    best = _of_one(best) if is_population and best is not None else best
     if best is not None and known and best not in names:
         missing.append(("best", best))
     if missing and traces:
         _require_logs(missing, names, like, step, data)
+
+
+def _of_one(name: str) -> str:
+    """Returns the name of a value whose member is named as well: loss of loss/3."""
+    whole, _, number = name.rpartition("/")
+    return whole if number.isdecimal() else name
 
 
 def _metric_names(step: MeteredStep) -> set[str]:

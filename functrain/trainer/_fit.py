@@ -173,7 +173,7 @@ def fit(
         due.put_first(all_hooks[0])
     traces = jit and not _placement.is_explicit(_placement.batch_sharding(sharding))
     look_ahead(state, step, data, all_hooks, checkpointer, traces=traces)
-    recorder = Recorder(begin.step)
+    recorder = Recorder(begin.step, getattr(step, "is_population", False))
     events = begin_run(
         state,
         step,

@@ -15,7 +15,8 @@ class History:
     """What a fit reported. ``==`` asks whether two are one object.
 
     Attributes:
-      steps: Scalar logs of every step, by name: `f32[steps]` each (in the logs' own dtype).
+      steps: Scalar logs of every step, by name: `f32[steps]` each (in the logs' own dtype); of a
+        population `[steps, N]`, one a member, in `epochs` and `points` as well.
       epochs: Values of every epoch, by name: `f64[epochs]` each, NaN where an epoch has none.
         Logs as means over the epoch's examples (the learning rate as it was last), metrics,
         evaluations under ``val_``, and ``seconds``.
@@ -57,6 +58,7 @@ class History:
         """Draws the learning curves, one panel for each quantity; needs matplotlib.
 
         Values of steps are thin, of epochs bold, of evaluations dashed, `points` at their steps.
+        Of a population the median is bold, half of the members lie in a band, each is a thin line.
 
         Args:
           path: Where to save the picture as well, such as ``curves.png``.

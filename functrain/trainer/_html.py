@@ -5,6 +5,8 @@ import html
 import io
 from typing import TYPE_CHECKING
 
+from functrain.common import _values
+
 if TYPE_CHECKING:
     from functrain.trainer._history import History
 
@@ -27,7 +29,7 @@ def _table(history: "History") -> str:
         shown = shown[:_FIRST] + shown[-_LAST:]
     rows = [
         f"<tr><td>{i + 1}</td>"
-        + "".join(f"<td>{values[i]:.4g}</td>" for values in history.epochs.values())
+        + "".join(f"<td>{_values.shown(values[i])}</td>" for values in history.epochs.values())
         + "</tr>"
         for i in shown
     ]

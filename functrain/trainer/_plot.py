@@ -14,7 +14,10 @@ _BLUE, _ORANGE, _GREY = "#1f5fa8", "#d1602a", "#b8c4d6"
 
 
 def draw(history: "History") -> "Figure":
-    """Draws one panel for each quantity: per step thin, per epoch bold, validation dashed."""
+    """Draws one panel for each quantity: per step thin, per epoch bold, validation dashed.
+
+    Of a population the median is bold, half of the members lie in a band, each is a thin line.
+    """
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -47,11 +50,13 @@ def _curves(panel: Any, history: "History", name: str) -> None:
     panel.grid(alpha=0.25)
     per_step = history.steps.get(name)
     is_rate = name.split("/")[-1] == "learning_rate" and per_step is not None
-    if per_step is not None:
+    if per_step is not None and per_step.ndim > 1:
+        _members(panel, np.arange(first + 1, first + len(per_step) + 1), per_step, _BLUE, thin=0.4)
+    elif per_step is not None:
         at = np.arange(first + 1, first + len(per_step) + 1)
         how = {"color": _BLUE, "lw": 1.5} if is_rate else {"color": _GREY, "lw": 0.7}
         panel.plot(at, per_step, label="each step", **how)
-    if is_rate:
+    if is_rate and per_step is not None:
         return
     if per_step is not None and np.isfinite(per_step).any():
         low, high = np.nanmin(per_step), np.nanpercentile(per_step, 99)
@@ -64,13 +69,35 @@ def _curves(panel: Any, history: "History", name: str) -> None:
         how = {"color": color, "ms": 3.5, "lw": 1.5}
         if (values := history.epochs.get(key)) is not None:
             each = (last - first) / len(values) if last else 1
-            panel.plot(
-                first + np.arange(1, len(values) + 1) * each, values, style, label=label, **how
-            )
+            ends = first + np.arange(1, len(values) + 1) * each
+            if values.ndim == 1:
+                panel.plot(ends, values, style, label=label, **how)
+            elif key != name or per_step is None:  # else they are there step by step
+                _members(panel, ends, values, color, label)
         if key in history.points:
             thin = {"color": color, "marker": style[-1], "ms": 2.5, "ls": ":", "lw": 1}
-            panel.plot(*history.points[key], label=f"{label}, within epochs", **thin)
+            steps, values = history.points[key]
+            if values.ndim == 1:
+                panel.plot(steps, values, label=f"{label}, within epochs", **thin)
+            else:
+                _members(panel, steps, values, color, f"{label}, within epochs")
     panel.legend(fontsize=8)
+
+
+def _members(
+    panel: Any, at: np.ndarray, values: np.ndarray, color: str, label: str = "", thin: float = 0.6
+) -> None:
+    """Draws a thin line for each member of a population, their median, and where half of them are.
+
+    Of a step of which no member has a value nothing is drawn.
+    """
+    some = ~np.isnan(values).all(axis=1)
+    at, values = at[some], values[some]
+    panel.plot(at, values, color=color, lw=thin, alpha=min(0.5, 8 / values.shape[1]))
+    low, middle, high = np.nanpercentile(values, [25, 50, 75], axis=1)
+    panel.fill_between(at, low, high, color=color, alpha=0.25, lw=0)
+    name = f"{label}, median of {values.shape[1]}" if label else f"median of {values.shape[1]}"
+    panel.plot(at, middle, color=color, lw=1.8, label=name)
 
 
 def _last_step(history: "History") -> int:

@@ -3,12 +3,13 @@
 import math
 import time
 from collections.abc import Mapping
-from typing import Literal, Self, TypeAlias
+from typing import Any, Literal, Self, TypeAlias
 
 from rich.console import Console
 
 from functrain.common import _tree
 from functrain.common._types import PyTree
+from functrain.common._values import shown
 from functrain.engine._position import Position
 from functrain.loop._events import ChunkEnd, EpochEnd, Event
 from functrain.trainer._bar import Bar
@@ -87,7 +88,7 @@ class ProgressReport:
         if self._bar is not None and now - self._shown > REFRESH_SECONDS:
             self._shown = now
             # The metrics asked for at the last refresh are there by now: no waiting.
-            values = {**recorder.latest, **_tree.to_floats(self._metrics)}
+            values = {**recorder.latest, **_tree.to_values(self._metrics)}
             self._metrics = event.metrics()
             self._bar.update(completed=self._steps, values=self._text(values))
 
@@ -124,9 +125,9 @@ class ProgressReport:
     def _show(self) -> None:
         self._bar = Bar(self._console, self._title, self._total, self._steps)
 
-    def _text(self, values: Mapping[str, float]) -> str:
+    def _text(self, values: Mapping[str, Any]) -> str:
         rate = f"{self._seen / max(time.perf_counter() - self._began, 1e-9):,.0f} examples/s"
-        return "  ".join([rate, *(f"{name} {value:.4g}" for name, value in values.items())])
+        return "  ".join([rate, *(f"{name} {shown(value)}" for name, value in values.items())])
 
 
 def _style(verbose: Verbose, console: Console) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from functrain.common import _tree
-from functrain.common._checks import is_number
+from functrain.common._values import is_value, on_host
 from functrain.loop._events import EpochEnd, Event, LogsReady
 from functrain.trainer._history import History
 
@@ -16,17 +16,22 @@ _AT_THE_END = ("learning_rate", "loss_scale", "skipped", _SKIPPED)
 
 
 class Recorder:
-    """Makes a History of a run's events."""
+    """Makes a History of a run's events.
 
-    def __init__(self, first_step: int = 0) -> None:
-        self._first_step = first_step
+    Args:
+      first_step: Steps taken before.
+      of_members: Whether the values are those of a population: `[N]`, one a member.
+    """
+
+    def __init__(self, first_step: int = 0, of_members: bool = False) -> None:
+        self._first_step, self._of_members = first_step, of_members
         self._steps: dict[str, _Column] = {}
-        self._epochs: list[tuple[int, dict[str, float]]] = []
-        self._points: dict[str, list[tuple[int, float]]] = {}
+        self._epochs: list[tuple[int, dict[str, Any]]] = []
+        self._points: dict[str, list[tuple[int, Any]]] = {}
         self._examples = _Column(np.dtype(np.float64))  # of each step of this epoch
         self._began = self._epoch_began = time.perf_counter()
         self.first_steps_seconds = float("nan")
-        self.latest: dict[str, float] = {}
+        self.latest: dict[str, Any] = {}
 
     def logs(self, event: LogsReady) -> None:
         """Takes in a chunk's logs."""
@@ -40,20 +45,20 @@ class Recorder:
             )
         for name, values in sorted(event.logs.items(), key=_rank):
             if name not in self._steps:
-                self._steps[name] = _Column(values.dtype)
+                self._steps[name] = _Column(values.dtype, values.shape[1:])
             self._steps[name].extend(values)
-            self.latest[name] = float(values[-1])
+            self.latest[name] = on_host(values[-1])
         self._examples.extend(np.full(event.steps, event.examples, np.float64))
 
     def before(self, event: Event) -> None:
         """Puts an epoch's means and metrics into its event, for hooks to see."""
         if isinstance(event, EpochEnd):
-            event.values |= self._end_epoch(_tree.to_floats(event.metrics()))
+            event.values |= self._end_epoch(_tree.to_values(event.metrics()))
 
     def after(self, event: Event) -> None:
         """Keeps the event's values, with what hooks have added."""
         for name, value in event.values.items():
-            if not is_number(value):
+            if not is_value(value, self._of_members):
                 raise TypeError(
                     f"event.values[{name!r}]: expected a number, got {_tree.spec(value)}. Arrays "
                     "and texts have no place in the history: keep them in the hook."
@@ -97,7 +102,7 @@ class Recorder:
         self._examples = _Column.of(state["examples"])
         self._began, self._epoch_began = now - state["seconds"], now - state["epoch_seconds"]
         self.first_steps_seconds = state["first_steps_seconds"]
-        self.latest = {name: float(x.values()[-1]) for name, x in self._steps.items()}
+        self.latest = {name: on_host(x.values()[-1]) for name, x in self._steps.items()}
 
     def history(self, last_step: int | None = None) -> History:
         """Returns everything so far, or up to a step."""
@@ -111,9 +116,9 @@ class Recorder:
         nan = float("nan")
         return History(
             steps={name: column.values()[:kept].copy() for name, column in self._steps.items()},
-            epochs={n: np.array([values.get(n, nan) for values in epochs]) for n in names},
+            epochs={n: _stacked([values.get(n, nan) for values in epochs]) for n in names},
             points={
-                name: (np.array([s for s, _ in pairs]), np.array([v for _, v in pairs]))
+                name: (np.array([s for s, _ in pairs]), _stacked([v for _, v in pairs]))
                 for name, pairs in points.items()
                 if pairs
             },
@@ -121,36 +126,49 @@ class Recorder:
             first_step=self._first_step,
         )
 
-    def _end_epoch(self, metrics: dict[str, float]) -> dict[str, float]:
+    def _end_epoch(self, metrics: dict[str, Any]) -> dict[str, Any]:
         examples, means = self._examples.values(), dict(metrics)
-        taken = self._taken(len(examples))
-        weights = examples[taken] if examples[taken].any() else None  # of nothing: all the same
+        weights = self._weights(examples)
         for name, column in self._steps.items() if len(examples) else ():
             values = column.values()[-len(examples) :].astype(np.float64)
             last = name.split("/")[-1] in _AT_THE_END
-            means[name] = float(values[-1] if last else np.average(values[taken], weights=weights))
+            means[name] = on_host(values[-1] if last else _mean(values, weights))
         self._examples = _Column(np.dtype(np.float64))
         return dict(sorted(means.items(), key=_rank))
 
-    def _taken(self, steps: int) -> Any:
-        """Returns which of the last steps make up means: those that were not skipped, if any."""
-        if _SKIPPED not in self._steps or not steps:
-            return slice(None)
-        taken = self._steps[_SKIPPED].values()[-steps:] == 0
-        return taken if taken.any() else slice(None)
+    def _weights(self, examples: np.ndarray) -> np.ndarray:
+        """Returns what each step counts in means, `[steps]` or `[steps, members]`.
+
+        That is its examples, and nothing where it was skipped, unless all were.
+        """
+        taken: np.ndarray = np.ones(len(examples))
+        if _SKIPPED in self._steps and len(examples):
+            taken = 1.0 - (self._steps[_SKIPPED].values()[-len(examples) :] > 0)
+            taken = np.where(taken.any(0), taken, 1)
+        weights = taken * examples.reshape(-1, *(1,) * (taken.ndim - 1))
+        return np.where(weights.any(0), weights, taken)
+
+
+def _mean(values: np.ndarray, weights: np.ndarray) -> Any:
+    """Averages over steps; what counts for nothing may be NaN."""
+    if weights.ndim > 1:
+        members = zip(values.T, weights.T, strict=True)
+        return np.array([_mean(*member) for member in members])
+    counts = weights > 0
+    return np.average(values[counts], 0, weights[counts])
 
 
 class _Column:
     """Numbers that grow more: copies, so that no buffer of a device is kept alive by a view."""
 
-    def __init__(self, dtype: np.dtype[Any]) -> None:
-        self._numbers = np.empty(64, dtype)
+    def __init__(self, dtype: np.dtype[Any], each: tuple[int, ...] = ()) -> None:
+        self._numbers = np.empty((64, *each), dtype)
         self._n = 0
 
     @classmethod
     def of(cls, numbers: np.ndarray) -> "_Column":
         """Returns one that holds some numbers already."""
-        column = cls(numbers.dtype)
+        column = cls(numbers.dtype, numbers.shape[1:])
         column.extend(numbers)
         return column
 
@@ -158,7 +176,8 @@ class _Column:
         """Adds numbers at the end."""
         end = self._n + len(numbers)
         if end > len(self._numbers):
-            larger = np.empty(max(end, 3 * len(self._numbers) // 2), self._numbers.dtype)
+            size = max(end, 3 * len(self._numbers) // 2)
+            larger = np.empty((size, *numbers.shape[1:]), self._numbers.dtype)
             larger[: self._n] = self.values()
             self._numbers = larger
         self._numbers[self._n : end] = numbers
@@ -167,6 +186,12 @@ class _Column:
     def values(self) -> np.ndarray:
         """Returns all numbers so far: a view."""
         return self._numbers[: self._n]
+
+
+def _stacked(values: list[Any]) -> np.ndarray:
+    """Stacks numbers, or those of members: a missing one is missing for all of them."""
+    each = next((np.shape(x) for x in values if np.ndim(x)), ())
+    return np.array([np.broadcast_to(x, each) for x in values])
 
 
 def _rank(item: tuple[str, Any]) -> tuple[int, str]:

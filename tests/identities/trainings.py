@@ -162,6 +162,21 @@ def gan_of_two_states() -> Parts:
     return states, step, {}
 
 
+@functools.cache
+def population_of_mlps() -> Parts:
+    model = ft.from_linen(Dropout())
+    tx = optax.inject_hyperparams(optax.adam)(learning_rate=1e-2)
+
+    def make(key: Any) -> ft.TrainState:
+        params, model_state = model.init(key, IMAGES[:1])
+        return ft.TrainState.create(params=params, model_state=model_state, tx=tx, rng=key)
+
+    rates = {"learning_rate": np.geomspace(1e-3, 1e-1, 4)}
+    states = ft.population.create(make, jax.random.key(0), hyperparameters=rates)
+    step = ft.train_step(ft.supervised(model, LOSS), tx, metrics=METRICS)
+    return states, ft.population.step(step), {}
+
+
 TRAININGS: dict[str, Callable[[], Parts]] = {
     f.__name__: f
     for f in (
@@ -170,6 +185,7 @@ TRAININGS: dict[str, Callable[[], Parts]] = {
         bfloat16_transformer,
         nnx_module,
         gan_of_two_states,
+        population_of_mlps,
     )
 }
 

@@ -1,0 +1,140 @@
+"""Stopping each member when it no longer gets better."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from functrain.common import _direction, _tree
+from functrain.hooks._early_stopping import EarlyStopping as _EarlyStopping
+from functrain.loop._events import Event, RunEnd
+from functrain.population._over_members import where_active
+from functrain.population._state import require_population
+
+
+class EarlyStopping(_EarlyStopping):
+    """A hook that stops each member when its value no longer improves, and the run after the last.
+
+    A member that is stopped keeps its state, bit for bit, while the others go on; a checkpoint
+    knows it. The time of a step stays what it was until all have stopped.
+
+    Args:
+      monitor: Name of the value, one a member, such as ``"val_loss"``.
+      patience: How many times in a row it may fail to improve before the member stops.
+      min_delta: An improvement by less than this is none.
+      mode: ``"min"`` or ``"max"``, which is better; ``"auto"`` takes it from the name.
+      restore_best: Give each member, at the end of the run, the state that had its best value.
+        Keeps a copy of these on the device.
+
+    Attributes:
+      best: The best value of each member so far, `f64[N]`. NaN is never best.
+      best_step: The steps they were seen at, `i64[N]`; -1 for none.
+
+    Raises:
+      ValueError: As `functrain.hooks.EarlyStopping`.
+      TypeError: (when called) the value is not one a member, or the state no population.
+
+    Examples:
+      >>> import functrain as ft, jax.numpy as jnp
+      >>> population = ft.population.stack([{"w": jnp.zeros(())}] * 2)
+      >>> hook = EarlyStopping("val_loss", restore_best=False)
+      >>> for losses in ([0.5, 0.5], [0.4, 0.6], [0.45, 0.1]):
+      ...     values = {"val_loss": np.array(losses)}
+      ...     event = ft.EpochEnd(position=ft.Position(step=1), state=population, values=values)
+      ...     hook(event)
+      ...     population = event.state
+      ...     print(population.active, event.stopped)
+      [ True  True] False
+      [ True False] False
+      [False False] True
+    """
+
+    of_members = True
+    best: Any
+    best_step: Any
+    _failures: Any
+
+    def __init__(
+        self,
+        monitor: str = "val_loss",
+        *,
+        patience: int = 0,
+        min_delta: float = 0.0,
+        mode: _direction.Mode = "auto",
+        restore_best: bool = True,
+    ) -> None:
+        super().__init__(
+            monitor, patience=patience, min_delta=min_delta, mode=mode, restore_best=restore_best
+        )
+
+    def begin(self) -> None:
+        """Forgets what an earlier run came to, unless that has just been restored."""
+        if self._restored:
+            self._restored = False
+            return
+        self.best = self.best_step = np.zeros(0)
+        self._failures = np.zeros(0)
+        self._best_leaves = []
+
+    def state(self) -> dict[str, Any]:
+        """Returns what it has come to, to be saved; of the best states the leaves."""
+        return {
+            "best": self.best,
+            "best_step": self.best_step,
+            "failures": self._failures,
+            "best_state": self._best_leaves,
+        }
+
+    @property
+    def _seen(self) -> bool:
+        return len(self.best) > 0
+
+    def _look(self, event: Event, value: Any) -> None:
+        require_population(event.state)
+        values = np.asarray(value, np.float64)
+        was_active = np.asarray(event.state.active)
+        if values.shape != was_active.shape:
+            raise TypeError(
+                f"{self.monitor}: expected a value for each of the {len(was_active)} members, "
+                f"[{len(was_active)}], got {_tree.spec(value)}"
+            )
+        if not self._seen:
+            self.best = np.full(values.shape, self._sign * math.inf)
+            self.best_step = np.full(values.shape, -1)
+            self._failures = np.zeros(values.shape, np.int64)
+        better = was_active & (self._sign * values < self._sign * self.best - self.min_delta)
+        self.best = np.where(better, values, self.best)
+        self.best_step = np.where(better, event.step, self.best_step)
+        self._failures = np.where(better, 0, self._failures + was_active)
+        if self.restore_best and better.any():
+            self._keep(event.state.states, better)
+        active = was_active & (self._failures <= self.patience)
+        if (active != was_active).any():
+            placed = jax.device_put(active, event.state.active.sharding)
+            event.state = event.state.replace(active=placed)
+        if not active.any():
+            event.stop()
+
+    def _keep(self, states: Any, better: np.ndarray) -> None:
+        leaves = jax.tree.leaves(states)
+        self._best_leaves = where_active(
+            jnp.asarray(better), leaves, self._placed(leaves) or leaves
+        )
+
+    def _placed(self, leaves: list[Any]) -> list[Any]:
+        """Returns the leaves that are kept where those of a state are: a checkpoint's are not."""
+        return [
+            kept if isinstance(kept, jax.Array) else jax.device_put(kept, leaf.sharding)
+            for kept, leaf in zip(self._best_leaves, leaves, strict=False)
+        ]
+
+    def _end(self, event: RunEnd) -> None:
+        self._warn_of_what_never_came()
+        if not (self.restore_best and self._best_leaves):
+            return
+        leaves, structure = jax.tree.flatten(event.state.states)
+        had_one = jnp.asarray(self.best_step >= 0)
+        best = where_active(had_one, self._placed(leaves), leaves)
+        event.state = event.state.replace(states=jax.tree.unflatten(structure, best))

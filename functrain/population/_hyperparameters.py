@@ -1,0 +1,144 @@
+"""Learning rates and the like, one a member: leaves of the state."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from functrain.common import _patterns, _tree
+from functrain.population._state import PopulationState, require_population
+
+_INJECTED = "hyperparams"  # where optax.inject_hyperparams keeps them
+
+
+def hyperparameters(population: PopulationState) -> dict[str, np.ndarray]:
+    """Returns what `optax.inject_hyperparams` has made parts of the state, `[N]` each.
+
+    Args:
+      population: The population.
+
+    Returns:
+      By name, such as ``learning_rate``; where two optimizers have one of that name, by path.
+
+    Examples:
+      >>> import functrain as ft, jax.numpy as jnp, optax
+      >>> tx = optax.inject_hyperparams(optax.sgd)(learning_rate=0.5)
+      >>> state = ft.TrainState.create(params={"w": jnp.zeros(3)}, tx=tx)
+      >>> print(hyperparameters(ft.population.stack([state, state])))
+      {'learning_rate': array([0.5, 0.5], dtype=float32)}
+    """
+    require_population(population, "population")
+    found = {p: x for p, x in _tree.leaves_with_path(population.states) if _is_injected(p)}
+    names = [_name(path) for path in found]
+    return {
+        _name(path) if names.count(_name(path)) == 1 else path: np.asarray(x)
+        for path, x in found.items()
+    }
+
+
+def with_hyperparameters(population: PopulationState, values: Mapping[str, Any]) -> PopulationState:
+    """Returns the population with other hyperparameters, one a member.
+
+    Args:
+      population: The population.
+      values: Arrays `[N]`, or `[N, ...]` for leaves that are no scalars, by name: of what
+        `optax.inject_hyperparams` has made part of the state, such as ``learning_rate``; or by a
+        pattern over paths in a member's state, such as ``model_state/loss_weight`` or
+        ``**/hyperparams/learning_rate``.
+
+    Returns:
+      The population; the leaves keep their dtypes.
+
+    Raises:
+      ValueError: A name has no place in the state (those there are are listed), or several, or
+        belongs to a schedule; or the values are not one a member.
+
+    Examples:
+      >>> import functrain as ft, jax.numpy as jnp, optax
+      >>> tx = optax.inject_hyperparams(optax.sgd)(learning_rate=0.5)
+      >>> state = ft.TrainState.create(params={"w": jnp.zeros(3)}, tx=tx)
+      >>> population = ft.population.stack([state, state])
+      >>> population = with_hyperparameters(population, {"learning_rate": [0.1, 0.2]})
+      >>> print(hyperparameters(population)["learning_rate"])
+      [0.1 0.2]
+    """
+    require_population(population, "population")
+    new: dict[str, jax.Array] = {}
+    leaves = dict(_tree.leaves_with_path(population.states))
+    for name, paths in places(population, values).items():
+        for path in paths:
+            new[path] = _fitting(name, values[name], leaves[path])
+    states = jax.tree_util.tree_map_with_path(
+        lambda path, x: new.get(_tree.path_str(path), x), population.states
+    )
+    return population.replace(states=states)
+
+
+def places(population: PopulationState, names: Iterable[str]) -> dict[str, list[str]]:
+    """Returns the paths of the leaves that each name means; see `with_hyperparameters`."""
+    paths = [path for path, _ in _tree.leaves_with_path(population.states)]
+    return {name: _places(name, paths) for name in names}
+
+
+def _places(name: str, paths: list[str]) -> list[str]:
+    if "/" in name:
+        found = [path for path in paths if _patterns.matches(name, path)]
+    else:
+        found = [path for path in paths if _is_injected(path) and _name(path) == name]
+        found = found or [path for path in paths if path == name]
+        if len(found) > 1:
+            raise ValueError(
+                f"hyperparameters: expected one place in the state for {name!r}, got\n"
+                f"{_tree.bullets(found)}\nName it by its path, or all of them by a pattern: "
+                f"'**/{_INJECTED}/{name}'."
+            )
+    if not found:
+        there = [_name(p) for p in paths if _is_injected(p)]
+        near = _patterns.nearest(name, paths) if "/" in name else []
+        raise ValueError(
+            f"hyperparameters: expected a name that has a place in the state, got {name!r}. "
+            f"Injected there are {', '.join(there) or 'none'}: "
+            "tx = optax.inject_hyperparams(optax.adam)(learning_rate=1e-3) makes them part of the "
+            f"state. Other leaves are named by their path, such as {', '.join(near or paths[:3])}."
+        )
+    for path in found:
+        _refuse_scheduled(path, paths)
+    return found
+
+
+def _refuse_scheduled(path: str, paths: list[str]) -> None:
+    """Refuses what a schedule overwrites at the next step."""
+    if not _is_injected(path):
+        return
+    before = path.split("/")[:-2]
+    schedule = "/".join([*before, f"{_INJECTED}_states", _name(path)])
+    if any(other.startswith(f"{schedule}/") for other in paths):
+        raise ValueError(
+            f"hyperparameters: expected a number at {path}, got a schedule, which would overwrite "
+            "it at the next step. Inject a factor instead, as in optax.chain(optax.adam(schedule), "
+            "optax.inject_hyperparams(optax.scale)(step_size=1.0))."
+        )
+
+
+def _fitting(name: str, values: Any, leaf: jax.Array) -> jax.Array:
+    got = jnp.asarray(values)
+    number = jnp.issubdtype(leaf.dtype, jnp.inexact) or got.dtype == leaf.dtype
+    if got.shape != leaf.shape or not number:
+        raise ValueError(
+            f"hyperparameters[{name!r}]: expected one a member, {_tree.strong_spec(leaf)}, got "
+            f"{_tree.strong_spec(got)}"
+        )
+    # Beside the leaf it replaces: a population may lie on several devices.
+    fitting = got.astype(leaf.dtype)
+    placed: jax.Array = jax.device_put(fitting, leaf.sharding) if leaf.committed else fitting
+    return placed
+
+
+def _is_injected(path: str) -> bool:
+    return path.split("/")[-2:-1] == [_INJECTED]
+
+
+def _name(path: str) -> str:
+    return path.split("/")[-1]

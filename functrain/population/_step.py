@@ -1,0 +1,180 @@
+"""The step over all members."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from functrain.common import _repr, _tree
+from functrain.common._types import PyTree, Step
+from functrain.metrics._metric import Metered
+from functrain.population._over_members import (
+    Data,
+    over_members,
+    require_block,
+    require_data,
+    where_active,
+)
+from functrain.population._state import PopulationState, require_population
+from functrain.step._check import check_step
+from functrain.step._metered import MeteredStep
+
+
+def step(
+    step: Step[Any],
+    *,
+    data: Data = "shared",
+    block: int | None = None,
+    stop_non_finite: bool = False,
+) -> Step[Any]:
+    """Returns the step of a population: that of one member, taken by all.
+
+    A step like any other: `fuse`, `run`, `fit`, `evaluate` and `Checkpointer` take it. What it
+    logs, and its metrics, are one value a member: `[N]` a step, in the history `[steps, N]`, in
+    files a column or tag ``loss/0``, ``loss/1``, ... a member. Of members that are stopped, logs
+    are NaN.
+
+    A member's values are those it would have alone, but for last bits where the compiler orders
+    sums otherwise for many members than for one. They do not depend on how steps are fused.
+
+    Args:
+      step: ``(state, batch) -> (state, logs)`` of one member: from `train_step`, with metrics or
+        without, from `eval_step`, or any of your own.
+      data: ``"shared"``: all members see each batch. ``"own"``: the leaves of a batch are
+        `[N, B, ...]`, a part for each member.
+      block: How many members at once. With None all of them, by `jax.vmap`; with 1 one after the
+        other, each as it is alone. In between in blocks. `autotune` measures which is fastest.
+      stop_non_finite: Stop a member for good at the step after which its loss or its state would
+        not be finite; it keeps the state from before that step.
+
+    Returns:
+      A step over `PopulationState`, with metrics where `step` has some.
+
+    Raises:
+      TypeError: `step` is no step; or (when traced) the state is no population.
+      ValueError: `data` or `block` is none of those; or (when traced) the batch has no part for
+        each member.
+
+    Examples:
+      >>> import functrain as ft, jax.numpy as jnp, optax
+      >>> def loss_fn(params, model_state, batch, *, rng, training):
+      ...     return jnp.mean((batch * params["w"] - 1) ** 2), ft.Aux(model_state)
+      >>> tx = optax.inject_hyperparams(optax.sgd)(learning_rate=0.0)
+      >>> state = ft.TrainState.create(params={"w": jnp.zeros(())}, tx=tx)
+      >>> rates = {"learning_rate": [0.1, 0.2, 0.5]}
+      >>> population = ft.population.with_hyperparameters(ft.population.stack([state] * 3), rates)
+      >>> over_all = ft.population.step(ft.train_step(loss_fn, tx))
+      >>> population, logs = over_all(population, jnp.ones(8))
+      >>> print(logs["loss"], population.states.params["w"])
+      [1. 1. 1.] [0.2 0.4 1. ]
+    """
+    check_step(step)
+    require_data(data)
+    require_block(block)
+    if getattr(step, "is_population", False):
+        raise TypeError(f"step: expected that of one member, got {step!r}, which is of all")
+    how = _How(data, block, stop_non_finite)
+    if isinstance(step, MeteredStep):
+        return MeteredPopulationStep(
+            base=step.base, metrics=step.metrics, trains=step.trains, member=step, how=how
+        )
+    return PopulationStep(step, how)
+
+
+@dataclasses.dataclass(frozen=True)
+class _How:
+    data: Data
+    block: int | None
+    stop_non_finite: bool
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PopulationStep:
+    """A step without metrics over a population; see `step`."""
+
+    member: Step[Any]
+    how: _How
+    is_population = True
+
+    def __repr__(self) -> str:
+        return _repr.call(self, member=self.member, data=self.how.data, block=self.how.block)
+
+    def __call__(self, state: PopulationState, batch: PyTree, /) -> tuple[PopulationState, PyTree]:
+        """Takes one step with all members that are active."""
+        require_population(state)
+        how = self.how
+        new, logs = over_members(self.member, state.states, batch, how.data, how.block)
+        active, logs = _reported(state, new, logs, how.stop_non_finite)
+        return PopulationState(where_active(active, new, state.states), active), logs
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class MeteredPopulationStep(MeteredStep):
+    """A step with metrics over a population, which are `[N]` each; see `step`."""
+
+    member: MeteredStep = None  # type: ignore[assignment]  # fields after those with defaults
+    how: _How = _How("shared", None, False)
+    is_population = True
+
+    def __post_init__(self) -> None:
+        """Leaves the metrics as the member's step has made them."""
+
+    def __repr__(self) -> str:
+        return _repr.call(self, member=self.member, data=self.how.data, block=self.how.block)
+
+    def start(self, state: PyTree) -> Metered:
+        """Returns the population with metrics that have seen nothing, `[N, ...]` each."""
+        require_population(state)
+        members = len(state)
+        return Metered(
+            state,
+            jax.tree.map(
+                lambda x: jnp.array(jnp.broadcast_to(x, (members, *jnp.shape(x)))),
+                _tree.copy(self.metrics.init()),
+            ),
+        )
+
+    def values(self, metrics: PyTree) -> PyTree:
+        """Returns what the metrics come to, `f32[N]` each."""
+        return jax.vmap(self.metrics.compute)(metrics)
+
+    def __call__(self, metered: Metered, batch: PyTree, /) -> tuple[Metered, PyTree]:
+        """Takes one step with all members that are active; evaluates all of them."""
+        state, how = metered.state, self.how
+        require_population(state)
+        stacked = Metered(state.states, metered.metrics)
+        new, logs = over_members(self.member, stacked, batch, how.data, how.block)
+        if not self.trains:
+            return Metered(state, new.metrics), logs
+        active, logs = _reported(state, new.state, logs, how.stop_non_finite)
+        new = where_active(active, new, stacked)
+        return Metered(PopulationState(new.state, active), new.metrics), logs
+
+
+def _reported(
+    old: PopulationState, new: PyTree, logs: PyTree, stop_non_finite: bool
+) -> tuple[jax.Array, PyTree]:
+    """Returns which members go on, and what is reported of them."""
+    active = old.active
+    if stop_non_finite:
+        active &= _stay_finite(old.states, new, logs)
+
+    def hide(x: jax.Array) -> jax.Array:
+        if not jnp.issubdtype(x.dtype, jnp.inexact):
+            return x
+        # Of the step at which a member stops, the loss is reported as it was.
+        hidden: jax.Array = where_active(old.active, x, jnp.full_like(x, jnp.nan))
+        return hidden
+
+    return active, jax.tree.map(hide, logs)
+
+
+def _stay_finite(old: PyTree, new: PyTree, logs: PyTree) -> jax.Array:
+    """Returns `bool[N]`: whether loss and state are finite; what was not before need not be."""
+    ok = jnp.isfinite(logs["loss"])
+    for was, is_now in zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True):
+        if jnp.issubdtype(is_now.dtype, jnp.inexact):
+            fine = jnp.isfinite(is_now) | ~jnp.isfinite(was)
+            ok &= jnp.all(fine, axis=tuple(range(1, is_now.ndim)))
+    return jnp.asarray(ok)

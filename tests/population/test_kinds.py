@@ -1,0 +1,143 @@
+"""Populations of what functrain trains: linen and nnx modules, Keras models, a GAN."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import bridge
+import functrain as ft
+
+from .setting import X, Y, assert_close, loader
+
+P = ft.population
+KEY = jax.random.key(3)
+LOSS = optax.softmax_cross_entropy_with_integer_labels
+TX = optax.sgd(0.1, momentum=0.9)
+
+
+class Linen(nn.Module):
+    @nn.compact
+    def __call__(self, x, training):
+        x = nn.BatchNorm(use_running_average=not training)(nn.Dense(6)(x))
+        return nn.Dense(2)(nn.Dropout(0.2, deterministic=not training)(nn.relu(x)))
+
+
+class Nnx(nnx.Module):
+    def __init__(self, rngs):
+        self.first = nnx.Linear(8, 6, rngs=rngs)
+        self.norm = nnx.BatchNorm(6, rngs=rngs)
+        self.drop = nnx.Dropout(0.2, rngs=rngs)
+        self.last = nnx.Linear(6, 2, rngs=rngs)
+
+    def __call__(self, x):
+        return self.last(self.drop(nnx.relu(self.norm(self.first(x)))))
+
+
+def keras_model():
+    return keras.Sequential(
+        [
+            keras.Input((8,)),
+            keras.layers.Dense(6, "relu"),
+            keras.layers.BatchNormalization(),
+            keras.layers.Dropout(0.2),
+            keras.layers.Dense(2),
+        ]
+    )
+
+
+def parts(kind):
+    """Returns the loss, and what makes a state of a key."""
+    if kind == "keras":
+        net = keras_model()
+        model = bridge.from_keras(net)
+
+        def make(key):
+            seed = int(jax.random.randint(key, (), 0, 2**20))
+            keras.utils.set_random_seed(seed)
+            for layer in net.layers:
+                if hasattr(layer, "kernel"):
+                    layer.kernel.assign(layer.kernel_initializer(layer.kernel.shape))
+            return bridge.create_state(net, TX, rng=key)
+
+        return ft.supervised(model, LOSS), make, net
+    model = ft.from_linen(Linen()) if kind == "linen" else ft.from_nnx(Nnx(nnx.Rngs(0)))
+
+    def make(key):
+        params, model_state = model.init(key, X[:1])
+        return ft.TrainState.create(params=params, model_state=model_state, tx=TX, rng=key)
+
+    return ft.supervised(model, LOSS), make, None
+
+
+@pytest.mark.parametrize("kind", ["linen", "nnx", "keras"])
+def test_members_of_any_kind_of_model_train_as_they_would_alone(kind) -> None:
+    loss, make, net = parts(kind)
+    step = ft.train_step(loss, TX, metrics={"accuracy": ft.metrics.accuracy()})
+    begin = P.create(make, KEY, members=2)
+    states = [make(jax.random.fold_in(KEY, i)) for i in range(2)]
+    together, history = ft.fit(begin, P.step(step), loader(), epochs=2, verbose=0)
+    for i, state in enumerate(states):
+        alone, of_one = ft.fit(state, step, loader(), epochs=2, verbose=0)
+        assert_close(together[i], alone, rtol=1e-3, atol=1e-5)
+        np.testing.assert_allclose(
+            history.epochs["accuracy"][:, i], of_one.epochs["accuracy"], atol=1e-6
+        )
+    first, second = (together[i].params for i in range(2))
+    assert not np.array_equal(jax.tree.leaves(first)[-1], jax.tree.leaves(second)[-1])
+    if net is not None:
+        values = ft.evaluate(together, P.step(ft.eval_step(loss)), loader(shuffle=False))["loss"]
+        bridge.to_keras(P.select(together, values, mode="min"), net)
+        net.compile(loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        assert np.isclose(net.evaluate(X, Y, verbose=0), values.min(), rtol=1e-5)
+
+
+def dense(params, x):
+    return jnp.tanh(x @ params["in"]) @ params["out"]
+
+
+def player(key, inputs, outputs, rate):
+    a, b = jax.random.split(key)
+    params = {"in": jax.random.normal(a, (inputs, 6)), "out": jax.random.normal(b, (6, outputs))}
+    tx = optax.inject_hyperparams(optax.sgd)(learning_rate=rate)
+    return ft.TrainState.create(params=params, tx=tx, rng=key)
+
+
+def gan_step(states, batch):
+    real = batch[0]
+    tx = optax.inject_hyperparams(optax.sgd)(learning_rate=0.0)
+
+    def judged(params, model_state, x, is_real, *, rng, training):
+        return optax.sigmoid_binary_cross_entropy(dense(params, x), is_real).mean(), ft.Aux(())
+
+    def deceive(params, model_state, *, rng, training):
+        made = dense(params, jax.random.normal(rng, (len(real), 3)))
+        return judged(states["d"].params, (), made, 1.0, rng=None, training=True)[0], ft.Aux(
+            (), made
+        )
+
+    g, g_loss, aux = ft.update(states["g"], deceive, tx)
+    both = jnp.concatenate([aux.outputs, real])
+    labels = jnp.repeat(jnp.array([[0.0], [1.0]]), len(real), 0)
+    d, d_loss, _ = ft.update(states["d"], judged, tx, both, labels)
+    return {"g": g, "d": d}, {"loss": d_loss, "g": {"loss": g_loss}}
+
+
+def test_a_population_of_gans_has_rates_for_each_of_the_two() -> None:
+    def make(key):
+        g, d = jax.random.split(key)
+        return {"g": player(g, 3, 8, 0.1), "d": player(d, 8, 1, 0.1)}
+
+    rates = {"g/opt_state/hyperparams/learning_rate": [0.1, 0.01, 0.0]}
+    begin = P.create(make, KEY, hyperparameters=rates)
+    state, history = ft.fit(begin, P.step(gan_step), loader(), epochs=2, verbose=0)
+    assert history.steps["loss"].shape == history.steps["g/loss"].shape == (12, 3)
+    for i in range(3):
+        alone, of_one = ft.fit(begin[i], gan_step, loader(), epochs=2, verbose=0)
+        assert_close(state[i], alone, rtol=1e-3, atol=1e-5)
+        np.testing.assert_allclose(history.steps["g/loss"][:, i], of_one.steps["g/loss"], rtol=1e-4)
+    np.testing.assert_array_equal(state[2]["g"].params["in"], begin[2]["g"].params["in"])

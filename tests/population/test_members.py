@@ -1,0 +1,114 @@
+"""A member of a population is what it would be alone."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import functrain as ft
+
+from .setting import (
+    EVAL,
+    MEMBERS,
+    METERED,
+    PLAIN,
+    X,
+    Y,
+    alone,
+    assert_close,
+    bits,
+    loader,
+    of_all,
+    population,
+)
+
+
+def test_members_begin_as_they_would_alone_to_the_bit() -> None:
+    made = population()
+    for i in range(MEMBERS):
+        assert bits(made[i]) == bits(alone(i))
+
+
+@pytest.mark.parametrize("block", [None, 1, 2])
+def test_a_member_trains_as_it_would_alone(block: int | None) -> None:
+    step = of_all(METERED, block=block)
+    together = ft.fit(population(), step, loader(), epochs=3, verbose=0)
+    for i in range(MEMBERS):
+        state, history = ft.fit(alone(i), METERED, loader(), epochs=3, verbose=0)
+        assert_close(together.state[i], state)
+        for kind in ("steps", "epochs"):
+            members, of_one = getattr(together.history, kind), getattr(history, kind)
+            assert members.keys() == of_one.keys()
+            for name in of_one.keys() - {"seconds"}:
+                np.testing.assert_allclose(members[name][:, i], of_one[name], rtol=1e-4, atol=1e-6)
+                assert members[name].dtype == of_one[name].dtype
+
+
+@pytest.mark.parametrize("block", [None, 2])
+def test_how_steps_are_fused_changes_no_bit(block: int | None) -> None:
+    step = of_all(METERED, block=block)
+    ks = (1, 4, 6) if block is None else (2, 6)
+    results = [ft.fit(population(), step, loader(), epochs=2, fuse=k, verbose=0) for k in ks]
+    for result in results[1:]:
+        assert bits(result.state) == bits(results[0].state)
+        np.testing.assert_array_equal(
+            result.history.steps["loss"], results[0].history.steps["loss"]
+        )
+
+
+def test_the_step_is_a_pure_function_for_plain_jit() -> None:
+    step = of_all(PLAIN)
+    start = population()
+    new, logs = jax.jit(step)(start, (X[:16], Y[:16]))
+    fused, rows = ft.fuse(step, 1)(jax.tree.map(jnp.copy, start), (X[None, :16], Y[None, :16]))
+    assert logs["loss"].shape == (MEMBERS,)
+    assert_close(fused, new)
+    np.testing.assert_allclose(rows["loss"][0], logs["loss"], rtol=1e-5)
+
+
+def test_own_data_are_a_part_for_each_member() -> None:
+    order = np.stack([np.random.default_rng(i).permutation(96)[:48] for i in range(MEMBERS)], 1)
+    batches = [(X[rows].swapaxes(0, 1), Y[rows].T) for rows in order.reshape(3, 16, MEMBERS)]
+    step = of_all(PLAIN, data="own")
+    together, history = ft.fit(population(), step, batches, verbose=0)
+    blocked = ft.fit(population(), of_all(PLAIN, data="own", block=2), batches, verbose=0)
+    assert_close(blocked.state, together)
+    for i in range(MEMBERS):
+        own = [(x[i], y[i]) for x, y in batches]
+        state, alone_history = ft.fit(alone(i), PLAIN, own, verbose=0)
+        assert_close(together[i], state)
+        np.testing.assert_allclose(
+            history.steps["loss"][:, i], alone_history.steps["loss"], rtol=1e-5
+        )
+
+
+def test_each_member_is_evaluated_as_it_would_be_alone() -> None:
+    data = loader(batch_size=20, shuffle=False)
+    values = ft.evaluate(population(), of_all(EVAL), data)
+    assert values.keys() == {"loss", "accuracy"}
+    for i in range(MEMBERS):
+        for name, value in ft.evaluate(alone(i), EVAL, data).items():
+            assert values[name].shape == (MEMBERS,)
+            np.testing.assert_allclose(values[name][i], value, rtol=1e-5)
+
+
+def test_a_population_of_one_is_a_population() -> None:
+    one = ft.population.stack([alone(2)])
+    result = ft.fit(one, of_all(PLAIN), loader(), verbose=0)
+    assert result.history.steps["loss"].shape == (6, 1)
+    assert_close(result.state[0], ft.fit(alone(2), PLAIN, loader(), verbose=0).state)
+
+
+def test_members_lie_on_several_devices_and_stay_there() -> None:
+    mesh = ft.sharding.mesh({"members": -1})
+    where = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("members"))
+    two = ft.population.stack([alone(0), alone(1)])
+    step = of_all(METERED)
+    divided = ft.fit(jax.device_put(two, where), step, loader(), epochs=2, verbose=0)
+    straight = ft.fit(two, step, loader(), epochs=2, verbose=0)
+    for leaf in jax.tree.leaves(divided.state):
+        assert leaf.sharding.spec[0] == "members"
+    assert_close(divided.state, straight.state)
+    np.testing.assert_allclose(
+        divided.history.epochs["accuracy"], straight.history.epochs["accuracy"], rtol=1e-5
+    )

@@ -1,0 +1,144 @@
+"""Members that are stopped: not a bit of them changes, and the run ends with the last."""
+
+import pathlib
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import functrain as ft
+
+from .setting import EVAL, MEMBERS, METERED, PLAIN, bits, loader, of_all, population
+
+OF_ALL = of_all(PLAIN)
+
+
+@pytest.mark.parametrize(("member", "block"), [(PLAIN, None), (METERED, 2)])
+def test_a_stopped_member_keeps_every_bit_and_the_others_go_on(member, block) -> None:
+    start = population()
+    start = start.replace(active=jnp.asarray([True, False, True]))
+    step = of_all(member, block=block)
+    state, history = ft.fit(start, step, loader(), epochs=2, verbose=0)
+    straight = ft.fit(population(), step, loader(), epochs=2, verbose=0).state
+    for i, active in enumerate(start.active):
+        assert bits(state[i]) == bits(straight[i] if active else start[i])
+    stopped = np.isnan(history.steps["loss"]).all(axis=0)
+    np.testing.assert_array_equal(stopped, ~np.asarray(start.active))
+    assert np.isnan(history.epochs["loss"][:, 1]).all()
+
+
+def test_a_member_that_diverges_is_stopped_with_its_last_finite_state() -> None:
+    rates = {"learning_rate": [0.01, 3e38, np.inf]}
+    start = ft.population.with_hyperparameters(population(), rates)
+    step = of_all(PLAIN, stop_non_finite=True)
+    state, history = ft.fit(start, step, loader(), epochs=2, verbose=0)
+    np.testing.assert_array_equal(state.active, [True, False, False])
+    assert np.isfinite(state.states.params["a"]).all()
+    assert bits(state[2].params) == bits(start[2].params)  # its first step was one too many
+    losses = history.steps["loss"]
+    assert np.isfinite(losses[:, 0]).all()
+    assert np.isfinite(losses[0]).all()  # reported as it was
+    assert np.isnan(losses[-1, 1:]).all()
+
+
+def test_what_was_not_finite_from_the_beginning_stops_nobody() -> None:
+    state = {"best": jnp.asarray(jnp.inf), "w": jnp.zeros(())}
+    step = ft.population.step(
+        lambda state, x: ({**state, "w": state["w"] + x}, {"loss": x}), stop_non_finite=True
+    )
+    new, _ = step(ft.population.stack([state] * 2), jnp.ones(()))
+    assert new.active.all()
+
+
+def early(**how) -> ft.population.EarlyStopping:
+    return ft.population.EarlyStopping("val_loss", **{"patience": 1, **how})
+
+
+def fitted(hooks, epochs=12, **how):
+    rates = {"learning_rate": [2.0, 1.0, 0.01]}  # two of which are too large
+    return ft.fit(
+        ft.population.with_hyperparameters(population(), rates),
+        OF_ALL,
+        loader(),
+        epochs=epochs,
+        eval_data=loader(batch_size=96, shuffle=False),
+        eval_step=of_all(EVAL),
+        hooks=hooks,
+        verbose=0,
+        **how,
+    )
+
+
+def test_each_member_stops_by_itself_and_gets_its_best_state_back() -> None:
+    hook = early()
+    state, history = fitted([hook])
+    losses = history.epochs["val_loss"]
+    assert losses.shape[1] == MEMBERS
+    stopped_at = []
+    for i, of_one in enumerate(losses.T):
+        best, failures, end = np.inf, 0, None
+        for epoch, loss in enumerate(of_one):
+            failures = 0 if loss < best else failures + 1
+            best = min(best, loss)
+            if failures > 1:
+                end = epoch
+                break
+        stopped_at.append(end)
+        assert hook.best[i] == best
+        assert bool(state.active[i]) == (end is None)
+        assert (np.isnan(history.epochs["loss"][:, i]).sum() > 0) == (
+            end is not None and end + 1 < len(losses)
+        )
+    assert len({end for end in stopped_at if end is not None}) > 1  # not all in one epoch
+    now = ft.evaluate(state, of_all(EVAL), loader(batch_size=96, shuffle=False))
+    np.testing.assert_allclose(now["loss"], hook.best, rtol=1e-6)
+
+
+def test_the_run_ends_when_all_members_have_stopped() -> None:
+    state, history = fitted([early(patience=0, min_delta=10.0)], epochs=9)
+    assert len(history.epochs["loss"]) == 2
+    assert not state.active.any()
+
+
+def test_a_run_whose_members_have_all_diverged_is_ended() -> None:
+    start = ft.population.with_hyperparameters(population(), {"learning_rate": np.full(3, np.inf)})
+    step = of_all(PLAIN, stop_non_finite=True)
+    with pytest.warns(UserWarning, match="TerminateOnNaN"):
+        _, history = ft.fit(
+            start, step, loader(), epochs=9, hooks=[ft.hooks.TerminateOnNaN()], fuse=2, verbose=0
+        )
+    assert len(history.steps["loss"]) < 20
+
+
+def test_terminate_on_nan_lets_a_population_go_on_while_one_member_trains() -> None:
+    rates = {"learning_rate": [0.01, np.inf, np.inf]}
+    start = ft.population.with_hyperparameters(population(), rates)
+    _, history = ft.fit(
+        start,
+        of_all(PLAIN),
+        loader(),
+        epochs=3,
+        hooks=[ft.hooks.TerminateOnNaN()],
+        verbose=0,
+    )
+    assert len(history.steps["loss"]) == 18
+
+
+def test_an_early_stopping_goes_on_after_a_kill(tmp_path: pathlib.Path) -> None:
+    hook, killed = early(), early()
+    straight = fitted([hook])
+
+    def kill(event: ft.Event) -> None:
+        if isinstance(event, ft.EpochEnd) and event.epoch == 3:
+            raise KeyboardInterrupt
+
+    def checkpointer() -> ft.Checkpointer:
+        return ft.Checkpointer(tmp_path / "run", every=ft.every(epochs=1))
+
+    with pytest.raises(KeyboardInterrupt):
+        fitted([killed, kill], checkpointer=checkpointer())
+    again = early()
+    resumed = fitted([again], checkpointer=checkpointer())
+    assert bits(resumed.state) == bits(straight.state)
+    np.testing.assert_array_equal(again.best, hook.best)
+    np.testing.assert_array_equal(again.best_step, hook.best_step)

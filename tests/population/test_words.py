@@ -1,0 +1,170 @@
+"""What is refused, in words and before a step is taken."""
+
+import re
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import functrain as ft
+
+from .setting import EVAL, KEY, LOSS, MODEL, PLAIN, RATES, X, Y, loader, make_state, of_all
+from .setting import population as make
+
+P = ft.population
+
+
+def with_width(width):
+    params = {"a": jnp.zeros((8, width)), "b": jnp.zeros((width, 2))}
+    return ft.TrainState.create(params=params, tx=optax.sgd(0.1))
+
+
+def test_members_of_another_structure_are_named_with_the_first_leaf_that_differs() -> None:
+    with pytest.raises(ValueError, match=r"member 1 .*\n  params/a: expected float32\[8, 4\], got"):
+        P.stack([with_width(4), with_width(5)])
+    with pytest.raises(ValueError, match="missing"):
+        P.stack([{"a": jnp.zeros(2), "b": jnp.zeros(2)}, {"a": jnp.zeros(2)}])
+    with pytest.raises(ValueError, match="at least one"):
+        P.stack([])
+
+
+def test_hyperparameters_of_different_lengths_are_refused_before_a_state_is_made() -> None:
+    def never(key):
+        raise AssertionError
+
+    rates = {"learning_rate": RATES, "momentum": [0.9]}
+    with pytest.raises(ValueError, match="learning_rate: 3, momentum: 1"):
+        P.create(never, KEY, hyperparameters=rates)
+    with pytest.raises(ValueError, match="members: 4, learning_rate: 3"):
+        P.create(never, KEY, members=4, hyperparameters={"learning_rate": RATES})
+    with pytest.raises(ValueError, match="neither"):
+        P.create(never, KEY)
+
+
+def test_a_hyperparameter_without_a_place_lists_those_there_are() -> None:
+    made = []
+
+    def make_one(key):
+        made.append(key)
+        return make_state(key)
+
+    with pytest.raises(ValueError, match=r"got 'lr'. Injected there are learning_rate, momentum"):
+        P.create(make_one, KEY, hyperparameters={"lr": RATES})
+    assert len(made) == 1
+    with pytest.raises(ValueError, match=r"params/a"):
+        P.with_hyperparameters(make(), {"params/x": RATES})
+    with pytest.raises(ValueError, match=r"Injected there are none: .*inject_hyperparams"):
+        P.with_hyperparameters(P.stack([with_width(4)]), {"learning_rate": [0.1]})
+
+
+def test_a_hyperparameter_with_two_places_is_named_by_its_path() -> None:
+    gan = P.stack([{"g": make_state(KEY), "d": make_state(KEY)}])
+    with pytest.raises(ValueError, match=r"(?s)d/opt_state/hyper.*g/opt_state/hyperparams"):
+        P.with_hyperparameters(gan, {"learning_rate": [0.5]})
+    one = P.with_hyperparameters(gan, {"g/opt_state/hyperparams/learning_rate": [0.5]})
+    found = P.hyperparameters(one)
+    assert found["g/opt_state/hyperparams/learning_rate"] == 0.5
+    np.testing.assert_allclose(found["d/opt_state/hyperparams/learning_rate"], 0.1)
+    both = P.with_hyperparameters(gan, {"**/hyperparams/learning_rate": [0.25]})
+    assert [x.item() for name, x in P.hyperparameters(both).items() if "rate" in name] == [0.25] * 2
+
+
+def test_a_schedule_is_no_place_for_a_hyperparameter() -> None:
+    tx = optax.inject_hyperparams(optax.sgd)(learning_rate=optax.linear_schedule(1.0, 0.0, 10))
+    state = ft.TrainState.create(params={"w": jnp.zeros(2)}, tx=tx)
+    with pytest.raises(ValueError, match="schedule"):
+        P.with_hyperparameters(P.stack([state]), {"learning_rate": [0.5]})
+
+
+@pytest.mark.parametrize("values", [[0.1, 0.2], np.ones((3, 2)), 0.1])
+def test_values_that_are_not_one_a_member_are_refused(values) -> None:
+    with pytest.raises(ValueError, match=r"float32\[3\]"):
+        P.with_hyperparameters(make(), {"learning_rate": values})
+
+
+def test_counts_take_no_fractions() -> None:
+    with pytest.raises(ValueError, match=r"int32\[3\], got float32\[3\]"):
+        P.with_hyperparameters(make(), {"model_state/seen": [0.5, 1.0, 1.5]})
+
+
+def test_a_state_that_is_no_population_is_refused_with_the_way_to_one() -> None:
+    step = of_all(PLAIN)
+    for state in (make_state(KEY), make().states):
+        with pytest.raises(TypeError, match=r"PopulationState, got TrainState. Make one"):
+            ft.fit(state, step, loader(), verbose=0)
+    with pytest.raises(TypeError, match="PopulationState"):
+        ft.evaluate(make_state(KEY), of_all(EVAL), loader())
+    with pytest.raises(ValueError, match=r"b: \(3,\)"):
+        P.PopulationState.of({"a": jnp.zeros((2, 3)), "b": jnp.zeros(3)})
+
+
+def test_steps_that_are_none_are_refused() -> None:
+    with pytest.raises(TypeError, match="loss"):
+        P.step(LOSS)
+    with pytest.raises(TypeError, match="of one member"):
+        P.step(P.step(PLAIN))
+    with pytest.raises(ValueError, match="'shared'"):
+        P.step(PLAIN, data="mine")
+    with pytest.raises(ValueError, match="block"):
+        P.step(PLAIN, block=0)
+    with pytest.raises(ValueError, match="combine"):
+        P.predict_step(ft.predict_step(MODEL), combine="median")
+
+
+def test_a_shared_batch_for_own_data_is_refused_before_a_step() -> None:
+    with pytest.raises(ValueError, match=r"each of the 3 members(?s:.*)float32\[16, 8\]"):
+        ft.fit(make(), of_all(PLAIN, data="own"), loader(), verbose=0)
+
+
+def test_values_to_select_by_are_one_a_member() -> None:
+    with pytest.raises(ValueError, match=r"each of the 3 members"):
+        P.select(make(), by=np.ones((4, 3)), mode="min")
+    with pytest.raises(ValueError, match="mode"):
+        P.select(make(), by=np.ones(3), mode="auto")
+    with pytest.raises(ValueError, match="nothing but NaN"):
+        P.select(make(), by=np.full(3, np.nan), mode="min")
+    with pytest.raises(ValueError, match="fraction"):
+        P.resample(make(), np.ones(3), KEY, mode="min", fraction=0.75)
+    with pytest.raises(ValueError, match="has a place"):
+        P.resample(make(), np.ones(3), KEY, mode="min", perturb={"decay": (0.5, 2)})
+
+
+def watched(**how):
+    return ft.fit(
+        make(),
+        of_all(PLAIN),
+        loader(),
+        eval_data=loader(shuffle=False),
+        eval_step=of_all(EVAL),
+        epochs=2,
+        verbose=0,
+        **how,
+    )
+
+
+def test_a_metric_that_nobody_computes_is_refused_before_the_first_step(tmp_path) -> None:
+    with pytest.raises(ValueError, match="val_f1"):
+        watched(hooks=[P.EarlyStopping("val_f1")])
+    with pytest.raises(ValueError, match="val_f1"):
+        watched(checkpointer=ft.Checkpointer(tmp_path / "run", best="val_f1"))
+
+
+def test_a_value_a_member_is_not_one_value(tmp_path) -> None:
+    with pytest.raises(ValueError, match=re.escape("functrain.population.EarlyStopping")):
+        watched(hooks=[ft.hooks.EarlyStopping("val_loss")])
+    with pytest.raises(ValueError, match="'val_loss/0'"):
+        watched(checkpointer=ft.Checkpointer(tmp_path / "run", best="val_loss"))
+    with pytest.raises(ValueError, match=re.escape("is functrain.population.step")):
+        ft.fit(make_state(KEY), PLAIN, loader(), hooks=[P.EarlyStopping("loss")], verbose=0)
+    checkpointer = ft.Checkpointer(tmp_path / "of one", best="val_loss/1", every=ft.every(epochs=1))
+    _, history = watched(checkpointer=checkpointer)
+    assert checkpointer.best() == 6 * (1 + np.argmin(history.epochs["val_loss"][:, 1]))
+
+
+def test_arrays_in_the_logs_of_a_step_alone_are_still_left_out() -> None:
+    def step(state, batch):
+        return state, {"loss": jnp.float32(1), "each": jnp.ones(16)}
+
+    _, history = ft.fit(jnp.zeros(()), step, [(X[:16], Y[:16])] * 2, verbose=0)
+    assert set(history.steps) == {"loss"}
