@@ -11,7 +11,7 @@ import keras
 from bridge import keras_private
 from bridge.model import _names
 from functrain import Metric
-from functrain.internal import PyTree
+from functrain.internal import PyTree, brief
 from functrain.internal import tree as _tree
 
 # What reduces to a plain mean, so that there is a value for each example.
@@ -26,8 +26,11 @@ _NO_MEAN = ()
 class _Loss:
     """What `loss` returns."""
 
-    def __init__(self, measure: _Measure) -> None:
-        self.with_weight = measure
+    def __init__(self, keras_loss: Any, measure: _Measure) -> None:
+        self.keras_loss, self.with_weight = keras_loss, measure
+
+    def __repr__(self) -> str:
+        return f"bridge.loss({brief(self.keras_loss)})"
 
     def __call__(self, outputs: PyTree, y: PyTree, sample_weight: PyTree = None) -> jax.Array:
         return self.with_weight(outputs, y, sample_weight)[0]
@@ -80,13 +83,13 @@ def loss(keras_loss: Any, *, loss_weights: Any = None) -> Callable[..., jax.Arra
       [0.5 0. ]
     """
     if isinstance(keras_loss, Mapping | list | tuple) and not isinstance(keras_loss, Metric):
-        return _Loss(_several(keras_loss, loss_weights))
+        return _Loss(keras_loss, _several(keras_loss, loss_weights))
     if loss_weights is not None:
         raise ValueError(
             f"loss_weights: expected None with a single loss, got {loss_weights!r}. It weighs "
             "several outputs; to weigh examples use batches (x, y, sample_weight)."
         )
-    return _Loss(_single(keras_loss))
+    return _Loss(keras_loss, _single(keras_loss))
 
 
 def _single(keras_loss: Any) -> _Measure:
