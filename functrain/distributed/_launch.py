@@ -95,7 +95,10 @@ def _run(asked: argparse.Namespace, came: list[int]) -> int:
             reader.join(_LAST_WORDS)
     if signal.SIGTERM in came:
         return _TERMINATED
-    return first or next((code for code in codes if code), 0)
+    if not first and any(codes):  # all of them ended between two looks
+        first = next(filter(None, codes))
+        _say(f"process {codes.index(first)} ended with {first}")
+    return first
 
 
 def _start(asked: argparse.Namespace, address: str, number: int) -> subprocess.Popen[str]:
