@@ -49,6 +49,7 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks $(ARGS)
 	$(BIN)/python -m benchmarks.saving
 	$(BIN)/python -m benchmarks.logging
+	$(BIN)/python -m benchmarks.population
 
 # Keras on TensorFlow and on torch, in environments of their own.
 bench-peers: $(READY) .venv-tensorflow/.ready .venv-torch/.ready
