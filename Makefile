@@ -63,7 +63,7 @@ bench-peers: $(READY) .venv-tensorflow/.ready .venv-torch/.ready
 
 IN_tensorflow := keras tensorflow-cpu
 IN_torch := keras torch
-IN_adapters := --editable '.[test,wandb]' tensorflow-cpu torch torchdata nbclient ipykernel
+IN_adapters := --editable '.[test,wandb,optuna]' tensorflow-cpu torch torchdata nbclient ipykernel
 
 lint: $(READY)
 	$(BIN)/ruff check .
