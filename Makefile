@@ -49,6 +49,7 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks $(ARGS)
 	$(BIN)/python -m benchmarks.saving
 	$(BIN)/python -m benchmarks.logging
+	$(BIN)/python -m benchmarks.population
 
 # Keras on TensorFlow and on torch, in environments of their own.
 bench-peers: $(READY) .venv-tensorflow/.ready .venv-torch/.ready
@@ -62,7 +63,7 @@ bench-peers: $(READY) .venv-tensorflow/.ready .venv-torch/.ready
 
 IN_tensorflow := keras tensorflow-cpu
 IN_torch := keras torch
-IN_adapters := --editable '.[test,wandb]' tensorflow-cpu torch torchdata nbclient ipykernel
+IN_adapters := --editable '.[test,wandb,optuna]' tensorflow-cpu torch torchdata nbclient ipykernel
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -172,3 +172,17 @@ def test_a_folder_that_cannot_be_written_is_named_in_a_line(script, tmp_path) ->
 def test_a_missing_package_is_named_in_a_line() -> None:
     done = start("-c", WITHOUT_MATPLOTLIB, EXAMPLES / "mnist.py", "--quick")
     assert_one_line(done, "matplotlib", "pip install")
+
+
+def test_a_sweep_finds_a_rate_that_learns(tmp_path) -> None:
+    output = quick("sweep.py", tmp_path)
+    assert number(output, "best:", "accuracy") > 0.7
+    assert 0.003 < number(output, "best:", "rate") < 3
+    assert (tmp_path / "sweep.png").exists()
+
+
+def test_an_ensemble_is_more_likely_than_its_members(tmp_path) -> None:
+    output = quick("ensemble.py", tmp_path)
+    assert number(output, "nll:", "ensemble") < number(output, "nll:", "single")
+    assert number(output, "accuracy:", "ensemble") > 0.8
+    assert (tmp_path / "ensemble.png").exists()

@@ -98,7 +98,8 @@ class ChunkEnd(Event):
         """Returns the scalars the last step reported, of a population `f64[N]` each. Waits."""
         rows = _tree.leaves_with_path(self.rows)
         found = {path: x for path, x in rows if _rows.is_number(x, self._of_members)}
-        return _tree.to_values(_rows.row(jax.device_get(found), self.steps - 1))
+        fetched = jax.device_get(found)
+        return {path: _values.on_host(x[self.steps - 1]) for path, x in fetched.items()}
 
 
 @dataclasses.dataclass(eq=False, kw_only=True, repr=False)

@@ -18,7 +18,8 @@ class EarlyStopping(_EarlyStopping):
     """A hook that stops each member when its value no longer improves, and the run after the last.
 
     A member that is stopped keeps its state, bit for bit, while the others go on; a checkpoint
-    knows it. The time of a step stays what it was until all have stopped.
+    knows it. Where members are computed one after another (`functrain.population.step`, block=1) it
+    costs no time from there on; where all are computed at once, the time of a step stays.
 
     Args:
       monitor: Name of the value, one a member, such as ``"val_loss"``.

@@ -7,16 +7,14 @@ import jax
 import jax.numpy as jnp
 
 from functrain.common._types import PyTree, Step
-from functrain.population._over_members import over_members, require_block
+from functrain.population._over_members import Block, over_members, require_block
 from functrain.population._state import PopulationState, require_population
 from functrain.step._eval import check_predict_step
 
 Combine: TypeAlias = Literal["mean", "vote", "each"] | Callable[[PyTree], PyTree]
 
 
-def predict_step(
-    step: Step[Any], *, combine: Combine = "mean", block: int | None = None
-) -> Step[Any]:
+def predict_step(step: Step[Any], *, combine: Combine = "mean", block: Block = "auto") -> Step[Any]:
     """Returns the step by which a population predicts, for `predict`.
 
     Args:

@@ -10,6 +10,7 @@ from functrain.common import _repr, _tree
 from functrain.common._types import PyTree, Step
 from functrain.metrics._metric import Metered
 from functrain.population._over_members import (
+    Block,
     Data,
     over_members,
     require_block,
@@ -25,7 +26,7 @@ def step(
     step: Step[Any],
     *,
     data: Data = "shared",
-    block: int | None = None,
+    block: Block = "auto",
     stop_non_finite: bool = False,
 ) -> Step[Any]:
     """Returns the step of a population: that of one member, taken by all.
@@ -44,7 +45,9 @@ def step(
       data: ``"shared"``: all members see each batch. ``"own"``: the leaves of a batch are
         `[N, B, ...]`, a part for each member.
       block: How many members at once. With None all of them, by `jax.vmap`; with 1 one after the
-        other, each as it is alone. In between in blocks. `autotune` measures which is fastest.
+        other in the same program, where one that is stopped costs nothing. In between in blocks.
+        ``"auto"`` takes 1 on CPU where a member has convolutions, and None elsewhere; `autotune`
+        measures which is fastest.
       stop_non_finite: Stop a member for good at the step after which its loss or its state would
         not be finite; it keeps the state from before that step.
 
@@ -85,7 +88,7 @@ def step(
 @dataclasses.dataclass(frozen=True)
 class _How:
     data: Data
-    block: int | None
+    block: Block
     stop_non_finite: bool
 
 
@@ -104,7 +107,9 @@ class PopulationStep:
         """Takes one step with all members that are active."""
         require_population(state)
         how = self.how
-        new, logs = over_members(self.member, state.states, batch, how.data, how.block)
+        new, logs = over_members(
+            self.member, state.states, batch, how.data, how.block, state.active
+        )
         active, logs = _reported(state, new, logs, how.stop_non_finite)
         return PopulationState(where_active(active, new, state.states), active), logs
 
@@ -114,7 +119,7 @@ class MeteredPopulationStep(MeteredStep):
     """A step with metrics over a population, which are `[N]` each; see `step`."""
 
     member: MeteredStep = None  # type: ignore[assignment]  # fields after those with defaults
-    how: _How = _How("shared", None, False)
+    how: _How = _How("shared", "auto", False)
     is_population = True
 
     def __post_init__(self) -> None:
@@ -144,7 +149,8 @@ class MeteredPopulationStep(MeteredStep):
         state, how = metered.state, self.how
         require_population(state)
         stacked = Metered(state.states, metered.metrics)
-        new, logs = over_members(self.member, stacked, batch, how.data, how.block)
+        wanted = state.active if self.trains else None
+        new, logs = over_members(self.member, stacked, batch, how.data, how.block, wanted)
         if not self.trains:
             return Metered(state, new.metrics), logs
         active, logs = _reported(state, new.state, logs, how.stop_non_finite)

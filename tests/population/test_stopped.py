@@ -2,6 +2,7 @@
 
 import pathlib
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -25,6 +26,21 @@ def test_a_stopped_member_keeps_every_bit_and_the_others_go_on(member, block) ->
     stopped = np.isnan(history.steps["loss"]).all(axis=0)
     np.testing.assert_array_equal(stopped, ~np.asarray(start.active))
     assert np.isnan(history.epochs["loss"][:, 1]).all()
+
+
+def test_a_member_that_is_stopped_costs_nothing_where_it_would_come_by_itself() -> None:
+    counts = []
+
+    def member(state, batch):
+        jax.debug.callback(lambda _: counts.append(1), state)
+        return state + 1, {"loss": state}
+
+    state = ft.population.stack([jnp.float32(i) for i in range(3)])
+    state = state.replace(active=jnp.asarray([True, False, True]))
+    new, _ = jax.jit(ft.population.step(member, block=1))(state, jnp.ones(()))
+    jax.effects_barrier()
+    assert new.states.tolist() == [1, 1, 3]
+    assert len(counts) == 2
 
 
 def test_a_member_that_diverges_is_stopped_with_its_last_finite_state() -> None:

@@ -128,3 +128,17 @@ def test_autotune_chooses_the_fastest_of_what_it_measured() -> None:
     assert not begin.active.is_deleted()
     with pytest.raises(ValueError, match="at least one"):
         P.autotune(PLAIN, begin, (X, X), blocks=())
+
+
+def test_members_with_convolutions_come_one_after_another_on_cpu() -> None:
+    def dense(state, x):
+        return state, x @ state
+
+    def convolving(state, x):
+        return state, jax.lax.conv(x[None, None], state[None, None], (1, 1), "SAME")
+
+    population, x = P.stack([jnp.ones((3, 3))] * 4), jnp.ones((3, 3))
+    for step, loops in ((dense, False), (convolving, True)):
+        text = str(jax.make_jaxpr(P.step(step))(population, x))
+        assert ("scan[" in text) == loops
+        assert "scan[" not in str(jax.make_jaxpr(P.step(step, block=None))(population, x))

@@ -1,0 +1,159 @@
+"""Many models: a population beside models one after another, by hand, by Keras, by processes.
+
+python -m benchmarks.population                # some five minutes on two CPU cores
+python -m benchmarks.population --quick
+"""
+
+import argparse
+import concurrent.futures
+import multiprocessing
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+os.environ.setdefault("KERAS_BACKEND", "jax")  # the workloads import keras
+
+import bridge
+import functrain as ft
+import jax
+import jax.numpy as jnp
+import keras
+import optax
+from benchmarks.jax_ways import adam
+from benchmarks.workloads import WORKLOADS, Workload
+
+Way = Callable[[], None]
+
+# Workload, members, steps of a round.
+CASES = (("digits-mlp", 32, 1024), ("mnist-mlp", 32, 256), ("mnist-convnet", 16, 8))
+QUICK = (("digits-mlp", 8, 128), ("mnist-convnet", 4, 4))
+PROCESSES = 2
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--quick", action="store_true", help="fewer and smaller, for a look")
+    args = parser.parse_args(arguments)
+    table = Table("members", "way", "µs / member-step", "relative")
+    for name, members, steps in QUICK if args.quick else CASES:
+        rows = measured(WORKLOADS[name], members, steps, 2 if args.quick else args.rounds)
+        for way, (taken, ratio) in rows.items():
+            table.add_row(f"{members} × {name}", way, f"{taken:.1f}", f"{ratio:.2f}")
+    Console().print(table)
+    return 0
+
+
+def measured(
+    workload: Workload, members: int, steps: int, rounds: int
+) -> dict[str, tuple[float, float]]:
+    """Returns µs a member-step, and relative to one after another, each fused: medians.
+
+    Way after way in each round, so that a slow moment of the machine meets all of them.
+    """
+    count = members * steps
+    found: dict[str, list[float]] = {}
+    everything = ways(workload, members, steps)
+    for i in range(rounds + 1):  # the first one compiles
+        for name, run in everything.items():
+            began = time.perf_counter()
+            run()
+            if i:
+                found.setdefault(name, []).append((time.perf_counter() - began) / count * 1e6)
+    first = next(iter(found.values()))
+    return {
+        name: (
+            statistics.median(taken),
+            statistics.median(a / b for a, b in zip(taken, first, strict=True)),
+        )
+        for name, taken in found.items()
+    }
+
+
+def ways(workload: Workload, members: int, steps: int) -> dict[str, Way]:
+    """Returns what is measured, by name: each trains all members for so many steps."""
+    net, state, step, batches = parts(workload, steps)
+    stacked = ft.population.stack([state] * members)
+    over_all = ft.population.step(step)
+    other = None if "conv" in workload.name else 1  # than what "auto" takes
+    x, y = workload.make_data(steps * workload.batch)
+    loader = ft.ArrayLoader((x, y), workload.batch)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    net.compile("adam", loss, jit_compile=True)
+    pool = started_pool(workload.name, steps)
+    alone = ft.fuse(step, steps)
+
+    def one_after_another() -> None:
+        for _ in range(members):
+            train(alone, state, batches)
+
+    def keras_fit() -> None:
+        for _ in range(members):
+            net.fit(x, y, batch_size=workload.batch, shuffle=False, verbose=0)
+
+    def fused(over_all: Any) -> Way:
+        program = ft.fuse(over_all, steps)
+        return lambda: train(program, stacked, batches)
+
+    @jax.jit
+    def by_hand(states: Any, batches: Any) -> Any:
+        return jax.lax.scan(jax.vmap(step, in_axes=(0, None)), states, batches)
+
+    return {
+        "one after another, each fused": one_after_another,
+        "population, fused": fused(over_all),
+        f"population, block={other}": fused(ft.population.step(step, block=other)),
+        "population, ft.fit": lambda: ft.fit(stacked, over_all, loader, verbose=0),
+        "by hand: jit(scan(vmap))": lambda: train(by_hand, stacked.states, batches),
+        "Keras fit in a loop": keras_fit,
+        f"{PROCESSES} processes, each fused": lambda: list(pool.map(_train, range(members))),
+    }
+
+
+def parts(workload: Workload, steps: int) -> tuple[Any, Any, Any, Any]:
+    """Returns the Keras model, its state, its step, and the batches of a round."""
+    data = workload.make_data(steps * workload.batch)
+    batches = jax.tree.map(
+        lambda a: jnp.asarray(a).reshape(steps, workload.batch, *a.shape[1:]), data
+    )
+    net = workload.model()
+    loss = optax.softmax_cross_entropy_with_integer_labels
+    step = ft.train_step(ft.supervised(bridge.from_keras(net), loss), adam())
+    return net, bridge.create_state(net, adam()), step, batches
+
+
+def train(program: Any, state: Any, batches: Any) -> None:
+    """Runs a program, which may consume its state."""
+    jax.block_until_ready(program(jax.tree.map(jnp.copy, state), batches))
+
+
+_of_process: tuple[Any, Any, Any] = (None, None, None)
+
+
+def started_pool(name: str, steps: int) -> concurrent.futures.ProcessPoolExecutor:
+    """Returns processes that hold the workload; each compiles it at its first member."""
+    context = multiprocessing.get_context("spawn")
+    return concurrent.futures.ProcessPoolExecutor(
+        PROCESSES, mp_context=context, initializer=_prepare, initargs=(name, steps)
+    )
+
+
+def _prepare(name: str, steps: int) -> None:
+    global _of_process
+    _, state, step, batches = parts(WORKLOADS[name], steps)
+    _of_process = ft.fuse(step, steps), state, batches
+
+
+def _train(member: int) -> None:
+    train(*_of_process)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
