@@ -20,7 +20,7 @@ from keras import layers
 
 import functrain as ft
 
-PROCESSES = int(os.environ["JAX_NUM_PROCESSES"])
+PROCESSES = int(os.environ.get("JAX_NUM_PROCESSES", 1))
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(64, 8)).astype(np.float32)
 Y = RNG.normal(size=(64, 4)).astype(np.float32)
