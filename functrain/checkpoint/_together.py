@@ -27,7 +27,7 @@ from functrain.checkpoint._processes import all_or_none, is_first, on_first
 from functrain.checkpoint._store import arrays_of, digests, said_of, sync_directory
 from functrain.common import _tree
 
-_LOOK = 0.01  # seconds between two looks at the directory
+_LOOK = 0.01, 1.0  # seconds between two looks at the directory: at first, and after long
 _PATIENCE = 600.0  # seconds to wait for the others, whose disks may be slower
 _SEEN = 60.0  # seconds after which a disk on a network shows to one machine what another wrote
 
@@ -150,10 +150,15 @@ def require_same_steps(directory: Directory) -> None:
 
 def _until(is_so: Callable[[], bool], seconds: float) -> bool:
     """Waits until something is so; returns whether it came to be."""
-    end = time.monotonic() + seconds
-    while not (found := is_so()) and time.monotonic() < end:
-        time.sleep(_LOOK)
+    begun = time.monotonic()
+    while not (found := is_so()) and (waited := time.monotonic() - begun) < seconds:
+        time.sleep(_pause(waited))
     return found
+
+
+def _pause(waited: float) -> float:
+    """Returns how long not to look, so that many processes do not keep a disk busy by looking."""
+    return min(max(_LOOK[0], waited / 10), _LOOK[1])
 
 
 def _wait_for_orbax(response: Any, where: str, mark: str) -> None:
@@ -170,9 +175,8 @@ def _wait_for_orbax(response: Any, where: str, mark: str) -> None:
             done.set_exception(error)
 
     threading.Thread(target=wait, daemon=True).start()
-    while not futures.wait([done], _LOOK).done:
-        for process in range(jax.process_count()):
-            _require_no_failure(where, process)
+    while not futures.wait([done], _LOOK[1]).done:
+        _require_no_failure(where)
         if not os.path.exists(os.path.join(where, mark)) and not done.done():
             raise OSError(f"{where}: the first process failed to write: see what it says")
     try:
@@ -183,12 +187,14 @@ def _wait_for_orbax(response: Any, where: str, mark: str) -> None:
         raise OSError(f"{where}: failed to write: {type(error).__name__}: {error}") from error
 
 
-def _require_no_failure(where: str, process: int) -> None:
+def _require_no_failure(where: str) -> None:
     """Raises an OSError if a process has left word that it failed."""
-    path = _of(where, "failure", process)
-    if os.path.exists(path):
-        with open(path, encoding="utf-8") as file:
-            raise OSError(f"process {process} failed to write: {json.load(file)}")
+    names = os.listdir(where) if os.path.isdir(where) else []
+    for name in names:
+        if name.startswith("failure-") and name.endswith(".json"):
+            with open(os.path.join(where, name), encoding="utf-8") as file:
+                process = name.removeprefix("failure-").removesuffix(".json")
+                raise OSError(f"process {process} failed to write: {json.load(file)}")
 
 
 def _leave(where: str, kind: str, what: Any) -> None:
@@ -210,14 +216,15 @@ def _digests_of_all(where: str) -> dict[str, dict[str, str]]:
       OSError: One of them failed, or nothing was heard of it.
     """
     found: dict[str, dict[str, str]] = {}
-    until = time.monotonic() + _PATIENCE
     for process in range(jax.process_count()):
         path = _of(where, "digests", process)
-        while not os.path.exists(path):
-            _require_no_failure(where, process)
-            if time.monotonic() > until:
-                raise OSError(f"{where}: process {process} has written nothing for {_PATIENCE} s")
-            time.sleep(_LOOK)
+
+        def is_here(path: str = path) -> bool:
+            _require_no_failure(where)
+            return os.path.exists(path)
+
+        if not _until(is_here, _PATIENCE):
+            raise OSError(f"{where}: process {process} has written nothing for {_PATIENCE:g} s")
         with open(path, encoding="utf-8") as file:
             for name, own in json.load(file).items():
                 found.setdefault(name, {}).update(own)
