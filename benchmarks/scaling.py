@@ -140,8 +140,8 @@ def main() -> None:
         print(row(asked.row[0], int(asked.row[1]), asked.row[2]), flush=True)
         return
     print(
-        "| model (10⁹ parameters) | devices | rule | state a device by the rule, GiB | arguments, "
-        "GiB | beside them, GiB | a step sends (GiB a device) |\n|---|---|---|---|---|---|---|",
+        "| model (10⁹ parameters) | devices | rule | state a device by the rule, GiB | by the "
+        "compiler | beside it, GiB | a step sends (GiB a device) |\n|---|---|---|---|---|---|---|",
         flush=True,
     )
     for name in SIZES:
