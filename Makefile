@@ -15,7 +15,7 @@ READY := $(VENV)/.ready-$(WANTED)-$(or $(CONSTRAINTS),newest)
 
 export KERAS_BACKEND := jax
 
-.PHONY: train test test-all test-adapters test-wheel smoke docs bench bench-peers lint clean
+.PHONY: train test test-all test-adapters test-ray test-wheel smoke docs bench bench-peers lint clean
 
 train: $(READY)
 	$(BIN)/python examples/mnist.py
@@ -29,6 +29,10 @@ test-all: lint
 # Data and callbacks of other libraries, in an environment that has them.
 test-adapters: .venv-adapters/.ready
 	.venv-adapters/bin/python -m pytest -n $(WORKERS) -m adapters tests
+
+# A run within Ray, in an environment that has it.
+test-ray: .venv-ray/.ready
+	.venv-ray/bin/python -m pytest -m ray tests/distributed/test_ray.py
 
 smoke: $(READY)
 	$(BIN)/python -m pytest -n $(WORKERS) -m smoke tests
@@ -56,7 +60,7 @@ bench-peers: $(READY) .venv-tensorflow/.ready .venv-torch/.ready
 	$(BIN)/python -m benchmarks --python tensorflow=.venv-tensorflow/bin/python \
 	  --python torch=.venv-torch/bin/python --output benchmarks/output/peers $(ARGS)
 
-.venv-tensorflow/.ready .venv-torch/.ready .venv-adapters/.ready: .venv-%/.ready:
+.venv-tensorflow/.ready .venv-torch/.ready .venv-adapters/.ready .venv-ray/.ready: .venv-%/.ready:
 	$(PYTHON) -m venv --clear .venv-$*
 	.venv-$*/bin/python -m pip install --quiet --constraint constraints.txt $(IN_$*)
 	@touch $@
@@ -64,6 +68,7 @@ bench-peers: $(READY) .venv-tensorflow/.ready .venv-torch/.ready
 IN_tensorflow := keras tensorflow-cpu
 IN_torch := keras torch
 IN_adapters := --editable '.[test,wandb,optuna]' tensorflow-cpu torch torchdata nbclient ipykernel
+IN_ray := --editable '.[test]' 'ray[train]'
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -186,3 +186,15 @@ def test_an_ensemble_is_more_likely_than_its_members(tmp_path) -> None:
     assert number(output, "nll:", "ensemble") < number(output, "nll:", "single")
     assert number(output, "accuracy:", "ensemble") > 0.8
     assert (tmp_path / "ensemble.png").exists()
+
+
+@pytest.mark.long
+def test_one_script_trains_alike_on_one_device_on_eight_and_on_two_processes(tmp_path) -> None:
+    output = quick("several_hosts.py", tmp_path)
+    for name in ("one device", "eight devices", "two processes of four"):
+        assert number(output, f"{name}: accuracy", "accuracy") > 0.8
+        assert number(output, f"{name}: accuracy", "within") < 0.01
+    held = [line for line in output if "of 1.2 MiB" in line]
+    assert len(held) == 3
+    assert sum("each of 8 devices: 153.8 KiB" in line for line in held) == 2
+    assert (tmp_path / "several_hosts.png").exists()

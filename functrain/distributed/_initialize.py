@@ -1,6 +1,12 @@
 """Connects this process with the others, if there are others."""
 
+import contextlib
 import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -37,7 +43,10 @@ def initialize(
 
     Raises:
       ValueError: Some of the three are known and others are not.
-      RuntimeError: From JAX: something was computed before, or the others were not found.
+      TimeoutError: Nobody answers at the address, within ``initialization_timeout=`` seconds, 300
+        by default. Where the first process answers and others do not come, JAX ends the process;
+        what it was is printed before.
+      RuntimeError: From JAX: something was computed before.
 
     Examples:
       >>> import contextlib, jax
@@ -54,7 +63,8 @@ def initialize(
     if address is not None and address.rpartition(":")[0] in ("127.0.0.1", "localhost", "[::1]"):
         more = {"coordinator_bind_address": address, **more}
     try:
-        jax.distributed.initialize(address, count, own, **more)
+        with _in_words(address, count, own, more.get("initialization_timeout", 300)):
+            jax.distributed.initialize(address, count, own, **more)
     except ValueError as error:
         known = {"coordinator_address": address, "num_processes": count, "process_id": own}
         if "defined" not in str(error):  # JAX knows enough, and refuses it
@@ -67,6 +77,62 @@ def initialize(
             ) from error
     else:
         end_at_once_after_an_error()
+
+
+@contextlib.contextmanager
+def _in_words(
+    address: str | None, count: int | None, own: int | None, seconds: float
+) -> Iterator[None]:
+    """Says what is wrong where JAX would end the process without a name or an address."""
+    if address is None or count is None or own is None:  # JAX detects them, or refuses
+        yield
+        return
+    if not 0 <= own < count:
+        raise ValueError(
+            f"process_id: expected a number from 0 to {count - 1}, since num_processes is {count}, "
+            f"got {own}"
+        )
+    if not address.rpartition(":")[2].isdecimal():
+        raise ValueError(f"coordinator_address: expected host:port, got {address!r}")
+    who = f"process {own} of {count}, coordinator {address}"
+    if own:
+        seconds -= _reached(address, seconds, who)
+    late = threading.Timer(0.9 * seconds, _say_who_is_missing, [who, seconds])
+    late.daemon = True
+    late.start()
+    try:
+        yield
+    finally:
+        late.cancel()
+
+
+def _reached(address: str, seconds: float, who: str) -> float:
+    """Waits until somebody answers at an address; returns for how long."""
+    host, _, port = address.rpartition(":")
+    began = time.monotonic()
+    while True:
+        left = seconds - (time.monotonic() - began)
+        try:
+            with socket.create_connection((host.strip("[]"), int(port)), max(left, 0.1)):
+                return time.monotonic() - began
+        except OSError as error:
+            if left <= 0:
+                raise TimeoutError(
+                    f"initialize: {who}: expected an answer within {seconds:g} s, got {error}. Is "
+                    "process 0 started, is that its host, and is the port open from here? "
+                    "initialization_timeout= waits for longer."
+                ) from error
+            time.sleep(min(0.2, left))
+
+
+def _say_who_is_missing(who: str, seconds: float) -> None:
+    print(
+        f"functrain: {who}: not all processes came; JAX ends this one after {seconds:.0f} s. "
+        "Expected as many as that, all with the same address and number of processes, and each "
+        "with its own number.",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def _whole(name: str) -> int | None:

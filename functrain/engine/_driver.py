@@ -71,6 +71,7 @@ class Driver:
         self._rewrites = _rewrites.mode(rewrites)
         self._jit, self._uncompiled, self._place = jit, uncompiled, place
         self._programs: dict[tuple[int, bool], Program] = {}
+        self._compared: list[Program] = []  # with those of the other processes
         self._const: tuple[PyTree, ...] = ()
         self._in_flight: collections.deque[PyTree] = collections.deque()
         self._spare: tuple[PyTree, Any] | None = None
@@ -93,9 +94,11 @@ class Driver:
         chunk = chunk._replace(batches=self._place(chunk.batches))
         if self._jit:
             run = self._program(chunk.k, chunk.steps == chunk.k)
-            self.carry, rows, done = run(
-                self.carry, chunk.batches, np.int32(chunk.steps), *self._const
-            )
+            args = (self.carry, chunk.batches, np.int32(chunk.steps), *self._const)
+            if jax.process_count() > 1 and run not in self._compared:
+                _placement.require_same_program(run, args)
+                self._compared.append(run)
+            self.carry, rows, done = run(*args)
         else:
             rows = done = self._run_uncompiled(chunk)
         self._in_flight.append(done)

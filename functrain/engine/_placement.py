@@ -1,5 +1,6 @@
 """Where batches and what a program carries lie on several devices."""
 
+import re
 import zlib
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
@@ -119,6 +120,26 @@ def _require_same_everywhere(batches: PyTree) -> None:
             "data: expected the same batches in every process, of which jax takes each "
             "device's part, got others in this one. Give every process the whole data in the "
             "same order, or arrays made by jax.make_array_from_process_local_data."
+        )
+
+
+def require_same_program(program: Any, args: tuple[PyTree, ...]) -> None:
+    """Refuses to run what is not the same program in every process: they would wait for ever.
+
+    Raises:
+      ValueError: In each process: the code, the shapes, or the number of steps are others.
+    """
+    from jax.experimental import multihost_utils
+
+    text = re.sub(r"0x[0-9a-f]+", "", program.lower(*args).as_text())  # callbacks have addresses
+    found = multihost_utils.process_allgather(np.uint32(zlib.crc32(text.encode())))
+    others = [int(i) for i in np.flatnonzero(found != found[0])]
+    if others:
+        raise ValueError(
+            "step: expected the same program in every process, got another in "
+            f"{', '.join(map(str, others))} than in process 0. Run the same code, of the same "
+            "versions, with the same arguments everywhere; what only one process does belongs into "
+            "a hook."
         )
 
 

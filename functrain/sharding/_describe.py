@@ -43,16 +43,15 @@ def describe(state: PyTree, shardings: PyTree = None) -> str:
       >>> rule = ft.sharding.rules({"**/kernel": P("data", "model"), "**": ft.sharding.replicated})
       >>> print(describe(params, ft.sharding.shardings(params, mesh, rule)))
       mesh: data=4 model=2
-      leaves          array               over         part       bytes
-      layer_*/bias    2 float32[512]      all alike    whole    2.0 KiB
-      layer_*/kernel  2 float32[256,512]  data, model  64x256  64.0 KiB
+      leaves          array           over         part       bytes
+      layer_*/bias    2 f32[512]      all alike    whole    2.0 KiB
+      layer_*/kernel  2 f32[256,512]  data, model  64x256  64.0 KiB
       each of 8 devices: 132.0 KiB of 1.0 MiB
     """
     leaves = list(_placed(state, shardings))
     kinds: dict[Any, list[str]] = {}
     for path, leaf, where in leaves:
-        spec = _tree.strong_spec(leaf).replace(", ", ",")
-        kind = re.sub(r"\d+", "*", path), spec, _over(leaf, where), _part(leaf, where)
+        kind = re.sub(r"\d+", "*", path), _short(leaf), _over(leaf, where), _part(leaf, where)
         kinds.setdefault(kind, []).append(path)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("leaves", no_wrap=True)
@@ -70,6 +69,14 @@ def _common(paths: list[str]) -> str:
     """Returns paths that differ in numbers only as one, with `*` for those that differ."""
     parts = zip(*(re.split(r"(\d+)", path) for path in paths), strict=True)
     return "".join(found[0] if len(set(found)) == 1 else "*" for found in parts)
+
+
+def _short(leaf: Any) -> str:
+    """Returns dtype and shape as jax shortens them, ``f32[8,3]``."""
+    text = _tree.strong_spec(leaf).replace(", ", ",")
+    for long, short in (("float", "f"), ("uint", "u"), ("int", "i")):
+        text = text.replace(long, short)
+    return text
 
 
 def _broken(path: str) -> str:

@@ -83,7 +83,8 @@ def rules(patterns: Mapping[str, PartitionSpec | Rule]) -> Rule:
         A PartitionSpec, or a rule.
 
     Returns:
-      A rule. Where it is used, a pattern that fits no leaf is refused, and so is a leaf that no
+      A rule. Where it is used, a pattern that fits no leaf is refused, and one whose leaves all
+      go to patterns before it (but for `**`, which takes what is left); so is a leaf that no
       pattern fits, or whose axes the mesh does not divide.
 
     Examples:
@@ -123,11 +124,25 @@ class _Rules:
         )
 
     def require_use(self, paths: Collection[str]) -> None:
-        """Refuses patterns that fit no leaf."""
-        unused = [p for p in self._patterns if not any(matches(p, path) for path in paths)]
-        lines = [f"{p}: perhaps {', '.join(nearest(p, paths))}" for p in unused]
+        """Refuses patterns that fit no leaf, or none that is left; `**` may find nothing left."""
+        lines, left = [], set(paths)
+        for pattern in self._patterns:
+            fitting = {path for path in paths if matches(pattern, path)}
+            if not fitting:
+                lines.append(f"{pattern}: perhaps {', '.join(nearest(pattern, paths))}")
+            elif not fitting & left and pattern != "**":
+                others = [p for p in self._before(pattern) if any(matches(p, x) for x in fitting)]
+                lines.append(f"{pattern}: {', '.join(others)} came first, and fits all of its")
+            left -= fitting
         if lines:
-            raise ValueError(f"rules: expected patterns that fit a leaf, got\n{bullets(lines)}")
+            raise ValueError(
+                f"rules: expected patterns that fit a leaf, each at least one of its own, got\n"
+                f"{bullets(lines)}\nThe first pattern that fits counts: put the narrower first."
+            )
+
+    def _before(self, pattern: str) -> list[str]:
+        patterns = list(self._patterns)
+        return patterns[: patterns.index(pattern)]
 
 
 def require_divided(path: str, x: Any, found: PartitionSpec, mesh: Mesh | AbstractMesh) -> None:

@@ -45,7 +45,9 @@ def test_a_process_killed_at_twenty_random_moments_costs_no_bit(tmp_path: pathli
                 kills += kill_one_after(chance.uniform(0, takes), launcher, chance)
             out, err = printed.result()
         assert launcher.returncode == 0, err[-3000:]
-        assert ends(out) == [*straight] * 2
+        said = ends(out)  # more than twice, where one was killed when all was over
+        assert len(said) >= 2, (out[-3000:], err[-3000:])
+        assert set(said) == straight
         restarts += err.count("starting all of them again")
         went_on += sum(line.startswith("begins ") for line in out.splitlines())
     print(f"{kills} kills, {restarts} restarts, {went_on} of them from a checkpoint")

@@ -188,6 +188,20 @@ def test_rules_that_do_not_fit_are_refused_by_leaf(rule: ft.sharding.Rule, said:
         ft.sharding.shardings(abstract(optax.sgd(0.1)), MESH, rule)
 
 
+def test_a_pattern_whose_leaves_all_go_to_others_is_refused_with_those() -> None:
+    rule = ft.sharding.rules({"block/**": P(), "**/up/*": P("data"), "**": P(), "embed/*": P()})
+    with pytest.raises(ValueError, match="each at least one of its own") as error:
+        ft.sharding.shardings(abstract(optax.sgd(0.1)), MESH, rule)
+    lines = str(error.value).splitlines()
+    assert [line.lstrip("- ") for line in lines[1:3]] == [
+        "**/up/*: block/** came first, and fits all of its",
+        "embed/*: ** came first, and fits all of its",
+    ]
+    rest = ft.sharding.rules({"block/**": P(), "embed/*": P(), "**": P("data")})
+    found = ft.sharding.shardings(abstract(optax.sgd(0.1)), MESH, rest)
+    assert set(jax.tree.leaves(specs(found.params))) == {P()}
+
+
 def test_what_a_mesh_does_not_divide_is_refused_with_what_to_do() -> None:
     params = {"w": jax.ShapeDtypeStruct((6, 5), jnp.float32)}
     with pytest.raises(ValueError, match=r"w: expected float32\[6, 5\] to be divided .* 6 is no"):

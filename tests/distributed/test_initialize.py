@@ -1,0 +1,63 @@
+"""What keeps processes from finding each other is said, with the address and the deadline."""
+
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def initialize(own: object, count: object, address: str) -> subprocess.CompletedProcess[str]:
+    known = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": str(count)}
+    return subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "import functrain as ft; ft.distributed.initialize(initialization_timeout=2)",
+        ],
+        env={**os.environ, **known, "JAX_PROCESS_ID": str(own), "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+
+
+def free_address() -> str:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{free.getsockname()[1]}"
+
+
+def test_a_coordinator_that_nobody_reaches_is_named_with_the_deadline() -> None:
+    address = free_address()
+    done = initialize(1, 2, address)
+    assert done.returncode == 1
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith(f"TimeoutError: initialize: process 1 of 2, coordinator {address}: ")
+    assert "expected an answer within 2 s, got [Errno 111] Connection refused" in last
+
+
+def test_processes_that_do_not_come_are_spoken_of_before_jax_ends_the_one_that_waits() -> None:
+    address = free_address()
+    done = initialize(0, 2, address)
+    assert done.returncode == -6  # from C++, where nobody can catch it
+    first = done.stderr.splitlines()[0]
+    assert first.startswith(f"functrain: process 0 of 2, coordinator {address}: not all processes")
+
+
+@pytest.mark.parametrize(
+    ("own", "count", "address", "said"),
+    [
+        (2, 2, "127.0.0.1:1", "process_id: expected a number from 0 to 1, since num_processes is"),
+        (1, 2, "127.0.0.1", "coordinator_address: expected host:port, got '127.0.0.1'"),
+    ],
+)
+def test_numbers_and_addresses_that_cannot_be_are_refused(own, count, address, said) -> None:
+    done = initialize(own, count, address)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith(f"ValueError: {said}")

@@ -1,0 +1,24 @@
+"""Four devices in one process, in two processes, in four: the same training."""
+
+import ast
+import pathlib
+
+import numpy as np
+import pytest
+
+from tests.checkpoint.test_processes import said, train
+
+
+def losses(processes: int, folder: pathlib.Path) -> list[float]:
+    lines = said(train(processes, folder / str(processes), 2), "ends ")
+    assert len(set(lines)) == 1, "a digest of the state, and all losses"
+    return ast.literal_eval(lines[0].split(maxsplit=2)[2])  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.long)])
+def test_several_processes_have_the_losses_of_one_with_as_many_devices(
+    processes: int, tmp_path: pathlib.Path
+) -> None:
+    one, several = losses(1, tmp_path), losses(processes, tmp_path)
+    assert len(one) == 16
+    np.testing.assert_allclose(several, one, rtol=1e-6)
