@@ -76,7 +76,8 @@ def _page(script: pathlib.Path) -> str:
 def _write(app: Sphinx) -> None:
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         pages = zip(scripts(), pool.map(_page, scripts()), strict=True)
-        for script, page in status_iterator(pages, "running examples... ", length=len(scripts())):
+        told = {"length": len(scripts()), "stringify_func": lambda pair: pair[0].name}
+        for script, page in status_iterator(pages, "running examples... ", **told):
             write(DOCS / "guides" / f"{script.stem}.md", page)
 
 
