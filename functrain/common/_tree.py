@@ -137,6 +137,16 @@ def own(tree: PyTree) -> PyTree:
     return jax.tree_util.tree_map_with_path(take, tree)
 
 
+def placed_like(x: Any, other: jax.Array) -> jax.Array:
+    """Puts an array where another is, and nowhere in particular where the other is not.
+
+    A device that was chosen is part of what a program is compiled for: one such leaf in a state,
+    and all programs would be compiled again.
+    """
+    placed: jax.Array = jax.device_put(x, other.sharding) if other.committed else jnp.asarray(x)
+    return placed
+
+
 def _copy(path: tuple[jax.tree_util.KeyEntry, ...], leaf: PyTree) -> jax.Array:
     if not isinstance(leaf, jax.Array | np.ndarray | np.generic | bool | int | float | complex):
         raise TypeError(

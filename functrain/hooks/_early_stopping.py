@@ -160,4 +160,4 @@ class EarlyStopping:
 
 def _like(leaf: Any, other: jax.Array) -> Any:
     """Puts a leaf that comes from a checkpoint where another is."""
-    return leaf if isinstance(leaf, jax.Array) else jax.device_put(leaf, other.sharding)
+    return leaf if isinstance(leaf, jax.Array) else _tree.placed_like(leaf, other)

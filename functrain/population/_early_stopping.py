@@ -113,7 +113,7 @@ class EarlyStopping(_EarlyStopping):
             self._keep(event.state.states, better)
         active = was_active & (self._failures <= self.patience)
         if (active != was_active).any():
-            placed = jax.device_put(active, event.state.active.sharding)
+            placed = _tree.placed_like(active, event.state.active)
             event.state = event.state.replace(active=placed)
         if not active.any():
             event.stop()
@@ -127,7 +127,7 @@ class EarlyStopping(_EarlyStopping):
     def _placed(self, leaves: list[Any]) -> list[Any]:
         """Returns the leaves that are kept where those of a state are: a checkpoint's are not."""
         return [
-            kept if isinstance(kept, jax.Array) else jax.device_put(kept, leaf.sharding)
+            kept if isinstance(kept, jax.Array) else _tree.placed_like(kept, leaf)
             for kept, leaf in zip(self._best_leaves, leaves, strict=False)
         ]
 

@@ -131,9 +131,7 @@ def _fitting(name: str, values: Any, leaf: jax.Array) -> jax.Array:
             f"{_tree.strong_spec(got)}"
         )
     # Beside the leaf it replaces: a population may lie on several devices.
-    fitting = got.astype(leaf.dtype)
-    placed: jax.Array = jax.device_put(fitting, leaf.sharding) if leaf.committed else fitting
-    return placed
+    return _tree.placed_like(got.astype(leaf.dtype), leaf)
 
 
 def _is_injected(path: str) -> bool:

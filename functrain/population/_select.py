@@ -95,8 +95,7 @@ def resample(
 
 
 def _taken(x: jax.Array, sources: np.ndarray) -> jax.Array:
-    placed: jax.Array = jax.device_put(x[sources], x.sharding)
-    return placed
+    return _tree.placed_like(x[sources], x)
 
 
 def _perturbed(

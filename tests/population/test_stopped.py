@@ -1,5 +1,6 @@
 """Members that are stopped: not a bit of them changes, and the run ends with the last."""
 
+import logging
 import pathlib
 
 import jax
@@ -83,6 +84,15 @@ def fitted(hooks, epochs=12, **how):
         verbose=0,
         **how,
     )
+
+
+def test_members_that_stop_have_no_program_compiled_again(caplog) -> None:
+    fitted([early()])  # whatever is compiled for the first time
+    with jax.log_compiles(), caplog.at_level(logging.WARNING):
+        state, _ = fitted([early()])
+    assert not state.active.all()
+    assert not any(x.committed for x in jax.tree.leaves(state))
+    assert "jit(run)" not in caplog.text
 
 
 def test_each_member_stops_by_itself_and_gets_its_best_state_back() -> None:
