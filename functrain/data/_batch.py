@@ -3,7 +3,8 @@
 import jax
 import jax.numpy as jnp
 
-from functrain.common import _tree
+from functrain.common import _repr, _tree
+from functrain.common._checks import is_number
 from functrain.common._types import PyTree
 
 
@@ -18,6 +19,20 @@ def unpack(batch: PyTree) -> tuple[PyTree, PyTree, PyTree]:
             "each: ({'image': a, 'text': b}, y)."
         )
     return batch[0], batch[1], batch[2] if len(batch) == 3 else None
+
+
+def require_batch(batch: PyTree) -> None:
+    """Refuses what is no batch but makes some.
+
+    Raises:
+      TypeError: A leaf is neither an array, nor the shape of one, nor a number.
+    """
+    for leaf in jax.tree.leaves(batch):
+        if not (_tree.is_array(leaf) or is_number(leaf)):
+            raise TypeError(
+                f"batch: expected one batch, a pytree of arrays, got {_repr.brief(leaf)}. Of an "
+                "ArrayLoader it is loader.batch(0, 0); of other data, next(iter(data))."
+            )
 
 
 def expand_weight(weight: jax.Array, values: jax.Array) -> jax.Array:

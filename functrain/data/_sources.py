@@ -282,7 +282,8 @@ def _require_iterable(data: Any, name: str) -> None:
     if arrays or not isinstance(data, Iterable):
         raise TypeError(
             f"{name}: expected an ArrayLoader or an iterable of batches, got "
-            f"{type(data).__name__}. For arrays: functrain.ArrayLoader((x, y), batch_size)."
+            f"{type(data).__name__}. For arrays: functrain.ArrayLoader((x, y), batch_size); "
+            "to predict, ArrayLoader(x, batch_size)."
         )
     if isinstance(data, list | tuple):
         if not data:

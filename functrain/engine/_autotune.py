@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from functrain.common import _tree
 from functrain.common._types import PyTree, Step
+from functrain.data._batch import require_batch
 from functrain.engine._fuse import fuse
 from functrain.engine._guards import guarded
 from functrain.metrics._metric import Metered
@@ -121,6 +122,7 @@ def autotune(
     if not ks or ks[0] < 1 or any(a >= b for a, b in itertools.pairwise(ks)):
         raise ValueError(f"ks: expected rising numbers of steps from 1 on, got {ks}")
     check_step(step)
+    require_batch(batch)
     carry = state
     if isinstance(step, MeteredStep) and not isinstance(state, Metered):
         carry = step.start(state)

@@ -14,6 +14,7 @@ from jax.extend.core import primitives
 
 from functrain.common import _tree
 from functrain.common._types import PyTree
+from functrain.data._batch import require_batch
 from functrain.engine._guards import guarded
 from functrain.step._check import check_step
 from functrain.step._metered import MeteredStep
@@ -88,6 +89,7 @@ def explain_nan(step: Any, state: PyTree, batch: PyTree) -> NotFinite | None:
       log | -inf in 1 of 2 | float32[2]: 0 to 1
     """
     check_step(step)
+    require_batch(batch)
     if isinstance(step, MeteredStep):
         state = step.start(state)
     named = [

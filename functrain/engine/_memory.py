@@ -15,6 +15,7 @@ from functrain import rewrites as _rewrites
 from functrain.common import _repr, _table, _tree
 from functrain.common._checks import is_number, is_whole
 from functrain.common._types import PyTree, Step
+from functrain.data._batch import require_batch
 from functrain.engine import _placement
 from functrain.engine._driver import RUN_AHEAD, SPARE_BYTES
 from functrain.engine._plan import auto_steps, nbytes
@@ -147,6 +148,7 @@ def memory(
       (8, True, True)
     """
     check_step(step)
+    require_batch(batch)
     if k is not None and not is_whole(k, 1):
         raise ValueError(f"k: expected a whole number of steps, at least 1, or None, got {k!r}")
     k = k or auto_steps(nbytes(batch), nbytes(state))

@@ -8,6 +8,7 @@ from typing import Any, Protocol, Self, TypeAlias
 
 import jax
 
+from functrain.common import _repr
 from functrain.engine._trigger import Trigger
 from functrain.loop._events import ChunkEnd, EpochEnd, Event, LogsReady
 
@@ -62,6 +63,22 @@ def goes_on(thing: Any) -> bool:
     return all(callable(getattr(thing, name, None)) for name in ("state", "restore"))
 
 
+def _require_hook(hook: Any, name: str) -> None:
+    if not callable(hook) or isinstance(hook, type):
+        got = f"the class {hook.__name__}" if isinstance(hook, type) else _repr.brief(hook)
+        raise TypeError(
+            f"{name}: expected a function of one event, or an object that is called with one, got "
+            f"{got}. Of a class pass an object, EarlyStopping(...). Callbacks of Keras go into "
+            "bridge.fit(callbacks=)."
+        )
+    when = getattr(hook, "when", None)
+    if when is not None and not (hasattr(when, "next_step") and hasattr(when, "due")):
+        raise TypeError(
+            f"{name}: expected its `when` to be a trigger, such as functrain.every(steps=100), "
+            f"got {when!r}, in {_repr.brief(hook)}"
+        )
+
+
 class HookRunner:
     """Calls hooks when they are due, in their order."""
 
@@ -72,11 +89,7 @@ class HookRunner:
             )
         self._hooks = list(hooks)
         for i, hook in enumerate(self._hooks):
-            if not callable(hook) or isinstance(hook, type):
-                raise TypeError(
-                    f"hooks[{i}]: expected a function of one event, or an object that is called "
-                    f"with one, got {hook!r}. Callbacks of Keras go into bridge.fit(callbacks=)."
-                )
+            _require_hook(hook, f"hooks[{i}]")
         self._silent = jax.process_index() > 0
         now = time.perf_counter()
         self._fired = [now] * len(self._hooks)

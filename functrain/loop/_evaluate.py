@@ -3,6 +3,7 @@
 from typing import Any
 
 from functrain.common import _tree
+from functrain.common._arguments import advised
 from functrain.common._types import PyTree
 from functrain.data._sources import as_source
 from functrain.engine import _placement
@@ -25,6 +26,11 @@ EVALUATION = Kind(
 )
 
 
+@advised(
+    "It is evaluate(state, step, data): inputs and labels go into one loader, "
+    "functrain.ArrayLoader((x, y), batch_size).",
+    batch_size="It belongs to the data: functrain.ArrayLoader((x, y), batch_size).",
+)
 def evaluate(
     state: PyTree,
     step: MeteredStep,

@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from functrain.common._arguments import advised
 from functrain.common._types import PyTree, Step
 from functrain.data._loader import ArrayLoader
 from functrain.data._sources import Source
@@ -23,6 +24,11 @@ PREDICTION = Kind(
 )
 
 
+@advised(
+    "It is predict(state, step, data): inputs go into a loader, "
+    "functrain.ArrayLoader(x, batch_size).",
+    batch_size="It belongs to the data: functrain.ArrayLoader(x, batch_size).",
+)
 def predict(
     state: PyTree,
     step: Step[Any],

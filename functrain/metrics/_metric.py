@@ -1,5 +1,6 @@
 """Metrics as triples of pure functions, carried beside the state."""
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -10,6 +11,11 @@ import jax.numpy as jnp
 from functrain.common import _repr
 from functrain.common._types import PyTree
 from functrain.data._batch import batch_size, expand_weight
+
+_MAKE = (
+    "Make one with functrain.metrics.accuracy() and the like, of Keras's with bridge.metric(...), "
+    "or with Metric(init, update, compute)."
+)
 
 
 class Metric(NamedTuple):
@@ -122,9 +128,9 @@ def collection(metrics: Mapping[str, Metric]) -> Metric:
     metrics = dict(metrics)
     for name, metric in metrics.items():
         if not isinstance(metric, Metric):
+            hint = f"Call it: {_repr.name(metric)}(...)." if inspect.isfunction(metric) else _MAKE
             raise TypeError(
-                f"metrics[{name!r}]: expected a Metric, got {type(metric).__name__}. Make one "
-                "with functrain.metrics.accuracy() and the like, or Metric(init, update, compute)."
+                f"metrics[{name!r}]: expected a Metric, got {type(metric).__name__}. {hint}"
             )
 
     def update(m: PyTree, batch: PyTree, outputs: PyTree, loss: jax.Array) -> PyTree:

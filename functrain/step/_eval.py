@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from functrain.common import _repr
 from functrain.common._types import PyTree, Step
 from functrain.metrics._metric import Metric, collection, mean_loss
 from functrain.model._model import Model
@@ -61,6 +62,7 @@ def eval_step(
         state: PyTree, batch: PyTree, key: jax.Array | None = None
     ) -> tuple[PyTree, jax.Array, Aux]:
         part: TrainState = state if of is None else of(state)
+        _require_params(part)
         loss, aux = value_of(loss_fn, part.params, part.model_state, batch, rng=key, training=False)
         if missing := set(logs) - set(aux.logs):
             raise ValueError(
@@ -90,6 +92,16 @@ def eval_step(
         compute=lambda m: judged.compute(m) | means.compute(m),
     )
     return MeteredStep(measure, both, trains=False, rng=rng)
+
+
+def _require_params(state: Any) -> None:
+    """Refuses several networks where one is to be evaluated."""
+    if not (hasattr(state, "params") and hasattr(state, "model_state")):
+        raise TypeError(
+            f"state: expected one with params and model_state, got {_repr.state(state)}. Of "
+            "several networks say which: eval_step(loss_fn, of=lambda states: states['student']). "
+            "Of a population: functrain.population.step(eval_step)."
+        )
 
 
 def _mean_log(name: str) -> Metric:

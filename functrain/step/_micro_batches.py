@@ -10,6 +10,7 @@ from jax.custom_derivatives import SymbolicZero
 from functrain.common import _tree
 from functrain.common._checks import is_whole
 from functrain.common._types import PyTree
+from functrain.step._check import check_loss
 from functrain.step._loss import Aux, LossFn
 from functrain.step._update import value_of
 
@@ -55,6 +56,7 @@ def micro_batches(loss_fn: LossFn, size: int) -> LossFn:
       >>> print(grad(1.0))
       2.0
     """
+    check_loss(loss_fn)
     if not is_whole(size, 1):
         raise ValueError(f"size: expected a number of examples, 1 or more, got {size!r}")
 

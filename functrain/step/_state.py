@@ -128,7 +128,8 @@ def check_state(state: Any) -> None:
     if not hasattr(state, "apply_gradients"):
         raise TypeError(
             f"state: expected a TrainState, got {type(state).__name__}. Make one with "
-            "functrain.TrainState.create(params=params, model_state=model_state, tx=tx)."
+            "functrain.TrainState.create(params=params, model_state=model_state, tx=tx). The step "
+            "of a population is functrain.population.step(step)."
         )
 
 

@@ -141,6 +141,8 @@ def _advice(outputs: PyTree, y: PyTree) -> Iterator[str]:
             if whole
             else f"Numbers of classes are integers, y.astype(int), and go with {classes}."
         )
+    elif outputs.ndim == y.ndim and y.shape[-1] == 1 < outputs.shape[-1]:
+        yield "A number an example is y[:, 0]."
     elif outputs.shape == y.shape and outputs.shape[-1:] > (1,) and not whole:
         yield "Labels of the outputs' shape go with a loss such as optax.softmax_cross_entropy."
 

@@ -248,6 +248,14 @@ def test_what_is_no_hook_is_refused_by_place(hook) -> None:
         fit(hook)
 
 
+def test_a_number_for_a_trigger_is_refused_with_the_hook_that_has_it(tmp_path) -> None:
+    hook = ft.hooks.CSVLogger(tmp_path / "log.csv", when=100)
+    with pytest.raises(
+        TypeError, match=r"hooks\[0\]: expected its `when` .* got 100, in CSVLogger"
+    ):
+        fit(hook)
+
+
 def test_a_bare_function_for_hooks_is_refused_with_the_list_it_wants() -> None:
     def hook(event):
         raise AssertionError("never called")

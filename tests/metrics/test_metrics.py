@@ -118,6 +118,8 @@ def test_before_any_batch_the_value_is_nan() -> None:
 def test_what_is_no_metric_is_refused_by_name() -> None:
     with pytest.raises(TypeError, match=r"metrics\['acc'\]: expected a Metric, got str"):
         ft.metrics.collection({"acc": "accuracy"})
+    with pytest.raises(TypeError, match=r"got function\. Call it: accuracy\(\.\.\.\)"):
+        ft.metrics.collection({"acc": ft.metrics.accuracy})
 
 
 def test_a_list_of_metrics_is_refused_with_the_way_to_write_it() -> None:

@@ -105,6 +105,39 @@ def test_what_fit_returned_is_no_state() -> None:
         ft.predict(result, ft.predict_step(MODEL), ft.ArrayLoader(X, 4))
 
 
+def test_arrays_for_a_loader_are_refused_where_a_state_is_measured() -> None:
+    with pytest.raises(
+        TypeError, match=r"evaluate: expected 3 arguments.*\(\(x, y\), batch_size\)"
+    ):
+        ft.evaluate(STATE, ft.eval_step(LOSS), X, Y)
+    with pytest.raises(TypeError, match=r"predict: expected no batch_size=.*\(x, batch_size\)"):
+        ft.predict(STATE, ft.predict_step(MODEL), X, batch_size=4)
+
+
+@pytest.mark.parametrize("states", [{"a": STATE, "b": STATE}, ft.population.stack([STATE] * 2)])
+def test_several_states_are_not_evaluated_as_one(states) -> None:
+    with pytest.raises(TypeError, match=r"state: expected one with params.*of=.*population\.step"):
+        ft.evaluate(states, ft.eval_step(LOSS), LOADER)
+
+
+def test_a_population_is_trained_by_the_step_of_one() -> None:
+    with pytest.raises(
+        TypeError, match=r"got PopulationState\..*functrain\.population\.step\(step\)"
+    ):
+        ft.fit(ft.population.stack([STATE] * 2), STEP, LOADER, verbose=0)
+
+
+@pytest.mark.parametrize("ask", [ft.memory, ft.autotune, ft.explain_nan])
+def test_a_loader_is_no_batch(ask) -> None:
+    with pytest.raises(TypeError, match=r"batch: expected one batch.*loader\.batch\(0, 0\)"):
+        ask(STEP, STATE, LOADER)
+
+
+def test_a_step_is_not_cut_into_micro_batches() -> None:
+    with pytest.raises(TypeError, match=r"loss_fn: expected .*got step\(state, batch\)"):
+        ft.micro_batches(STEP, 2)
+
+
 def test_predict_says_what_it_takes() -> None:
     with pytest.raises(TypeError, match=r"got a step that carries metrics.*predict_step\(model\)"):
         ft.predict(STATE, ft.eval_step(LOSS), LOADER)
