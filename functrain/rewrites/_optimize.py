@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from functrain.rewrites._frame import Rewrite, RewriteError, retype, rewrite_jaxpr
+from functrain.rewrites.argmax import argmax, argmin
 from functrain.rewrites.batch_groups import batch_groups
 from functrain.rewrites.canonical_conv import canonical_conv
 from functrain.rewrites.depthwise_conv import depthwise_conv
@@ -45,6 +46,8 @@ REWRITES: tuple[Rewrite, ...] = (
     canonical_conv,
     max_pool,
     max_pool_gradient,
+    argmax,
+    argmin,
 )
 
 
