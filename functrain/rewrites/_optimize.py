@@ -22,6 +22,7 @@ from functrain.rewrites.max_pool_gradient import max_pool_gradient
 from functrain.rewrites.patch_conv import patch_conv
 from functrain.rewrites.phased_conv import phased_conv
 from functrain.rewrites.small_depthwise import small_depthwise
+from functrain.rewrites.summed_after import summed_after
 from functrain.rewrites.swapped_conv import swapped_conv
 from functrain.rewrites.trimmed_conv import trimmed_conv
 from functrain.rewrites.volume_conv import volume_conv
@@ -32,6 +33,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 # In the order they are asked: what one returns is looked at by those after it.
 REWRITES: tuple[Rewrite, ...] = (
+    summed_after,
     trimmed_conv,
     small_depthwise,
     depthwise_conv,
