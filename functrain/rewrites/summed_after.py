@@ -55,6 +55,8 @@ class _Sum(NamedTuple):
 
 def _applies(eqn: core.JaxprEqn) -> bool:
     params = eqn.params
+    if "num_carry" not in params:  # jax 0.12 has them in a tree of its own, which is not public
+        return False
     simple = params["length"] > 1 and not params.get("_split_transpose")
     return simple and not params["jaxpr"].effects and bool(_sums(params))
 
