@@ -58,6 +58,20 @@ def test_links_lead_to_where_the_site_shows_a_file(extension) -> None:
     assert seen("[away](https://example.org/x)") == "[away](https://example.org/x)"
 
 
+def test_a_word_alone_is_linked_for_a_class_only_unless_it_is_beside_it(extension) -> None:
+    api = extension("api")
+    names = api._public(api._names())
+    assert names["TrainState"] == "functrain.TrainState"
+    assert not {"step", "loss", "mode", "mean"} & names.keys()  # mostly arguments
+    assert {"functrain.population.step", "bridge.loss"} <= names.keys()
+
+
+def test_what_a_page_says_a_block_prints_gives_way_to_what_it_prints(extension) -> None:
+    block, shell = "```python\nprint(1)\n```\n", "\nand\n\n    make test\n"
+    written = extension("pages").WRITTEN_OUTPUT
+    assert written.sub("", f"{block}\n    1\n{shell}") == f"{block}{shell}"
+
+
 def test_a_block_that_fails_stops_the_build_with_page_and_line(tmp_path: pathlib.Path) -> None:
     (tmp_path / "conf.py").write_text(
         f"import sys\nsys.path.append({str(EXTENSIONS)!r})\n"

@@ -88,8 +88,9 @@ def _public(names: dict[str, list[str]]) -> dict[str, str]:
     """Returns the public name of each word by which docstrings and annotations call it."""
     found = {}
     for name in itertools.chain(*names.values()):
-        value = _get(name)
-        found.setdefault(name.rpartition(".")[2], name)
+        value, last = _get(name), name.rpartition(".")[2]
+        if inspect.isclass(value):
+            found.setdefault(last, name)
         found[name] = name
         if hasattr(value, "__qualname__"):
             found[f"{value.__module__}.{value.__qualname__}"] = name
@@ -107,8 +108,10 @@ def _resolve(
     if node.get("refdomain") != "py":
         return None
     target, names = node["reftarget"], env.functrain_public
-    beside = f"{(node.get('py:module') or '').partition('.')[0]}.{target}"  # of the same package
-    public = names.get(beside) or names.get(target)
+    module = node.get("py:module") or ""
+    beside = (f"{module}.{target}", f"{module.partition('.')[0]}.{target}")
+    # A bare `step` or `loss` is mostly an argument: only what is beside it is meant by its name.
+    public = next((names[name] for name in (*beside, target) if name in names), None)
     if public not in (None, target):
         python = env.domains.python_domain
         where = node["refdoc"]

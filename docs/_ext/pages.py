@@ -35,6 +35,7 @@ CONTENTS = {
 }
 DEVICES = {"sharding": 8, "scaling": 8}  # that a page is run on, where not one
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+WRITTEN_OUTPUT = re.compile(r"(?<=^```\n)\n(?: {4}.*\n)+", re.MULTILINE)  # right below a block
 LINK = re.compile(r"(!?)\[([^\]]*)\]\((?!https?:|#)([^)#]+)(#[^)]*)?\)")
 HEAD = """\
 ---
@@ -48,6 +49,7 @@ language_info: {{name: python, pygments_lexer: ipython3}}
 # {digest}
 import os, pathlib, tempfile
 os.environ.setdefault("KERAS_BACKEND", "jax")
+os.environ["JUPYTER_COLUMNS"] = "100"  # of rich's bars
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count={devices}"
 os.chdir(tempfile.mkdtemp())
 pathlib.Path("examples").symlink_to({examples!r})
@@ -72,6 +74,7 @@ def _read(app: Sphinx, page: str, source: list[str]) -> None:
     if BLOCK.search(text) and origin is None:
         devices = DEVICES.get(page, 1)
         head = HEAD.format(digest=digest(), examples=str(ROOT / "examples"), devices=devices)
+        text = WRITTEN_OUTPUT.sub("", text)  # the site shows what the block prints
         text = head + BLOCK.sub(r"```{code-cell} python\n\1```", text)
     source[0] = text + _contents() if page == "index" else text
 
