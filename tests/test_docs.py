@@ -23,7 +23,7 @@ README = ROOT / "README.md"
 PAGES = [README, *sorted(DOCS.glob("*.md"))]
 WITH_CODE = [page for page in PAGES if "```python" in page.read_text()]
 NAMING = [*PAGES, ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("benchmarks/*.md"))]
-MADE_BY_RUNNING = ("examples/output", "benchmarks/output")
+MADE_BY_RUNNING = ("examples/output", "benchmarks/output", "docs/_build")
 
 
 def named(page: pathlib.Path) -> str:
