@@ -113,12 +113,14 @@ def check_carry(old: PyTree, new: PyTree) -> None:
     """Refuses a step whose new state does not fit where the old one was."""
     changed = _tree.differences(old, new)
     if changed:
+        lost = any("model_state" in line and ": missing" in line for line in changed)
+        hint = " A loss hands the model state on: Aux(model_state, ...)." if lost else ""
         raise TypeError(
             "step: expected a new state of the old one's structure, shapes and dtypes, got\n"
             f"{_tree.bullets(changed)}\n"
             "A program that repeats the step needs them constant. Cast with "
             "x.astype(old.dtype), and make numbers in the state arrays of a given dtype, such as "
-            "jnp.zeros((), jnp.float32)."
+            f"jnp.zeros((), jnp.float32).{hint}"
         )
 
 

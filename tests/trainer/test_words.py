@@ -133,6 +133,17 @@ def test_a_loader_is_no_batch(ask) -> None:
         ask(STEP, STATE, LOADER)
 
 
+def test_a_loss_that_drops_the_model_state_is_told_to_hand_it_on() -> None:
+    def loss_fn(params, model_state, batch, *, rng, training):
+        return jnp.sum(params["kernel"]), ft.Aux()
+
+    state = STATE.replace(model_state={"seen": jnp.zeros(2)})
+    with pytest.raises(
+        TypeError, match=r"model_state/seen: missing(.|\n)*Aux\(model_state, \.\.\."
+    ):
+        ft.fit(state, ft.train_step(loss_fn, TX), LOADER, verbose=0)
+
+
 def test_a_step_is_not_cut_into_micro_batches() -> None:
     with pytest.raises(TypeError, match=r"loss_fn: expected .*got step\(state, batch\)"):
         ft.micro_batches(STEP, 2)
