@@ -142,20 +142,17 @@ def load(path: str | os.PathLike[str], like: PyTree) -> PyTree:
         before = identity(target)
         try:
             with all_or_none():  # Orbax reads together
-                directory, about = _found(target)
+                directory = find(target)
+                if directory is None:
+                    raise FileNotFoundError(
+                        f"{target}: expected a checkpoint, got nothing. Check the path."
+                    )
+                about = read_about(directory)
                 leaves_to_read(directory, about, {STATE: like})
             return read_trees(directory, about, {STATE: like})[STATE]
         except (CheckpointCorruptError, CheckpointMismatchError):
             if are_several() or identity(target) == before:
                 raise  # else another process has replaced it meanwhile: that one is read
-
-
-def _found(target: str) -> tuple[str, dict[str, Any]]:
-    """Returns where the checkpoint of a place is, and what it says of itself."""
-    directory = find(target)
-    if directory is None:
-        raise FileNotFoundError(f"{target}: expected a checkpoint, got nothing. Check the path.")
-    return directory, read_about(directory)
 
 
 def leaves_to_read(
