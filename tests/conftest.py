@@ -23,6 +23,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 
 def digest(tree: Any) -> str:
@@ -35,6 +36,17 @@ def digest(tree: Any) -> str:
         sha.update(f"{jax.tree_util.keystr(path)} {x.dtype} {x.shape}".encode())
         sha.update(x.tobytes())
     return sha.hexdigest()
+
+
+@pytest.fixture
+def compiled_anew(monkeypatch: pytest.MonkeyPatch):
+    """Every process compiles its programs itself."""
+    monkeypatch.setenv("JAX_ENABLE_COMPILATION_CACHE", "0")
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()
+    yield
+    jax.config.update("jax_enable_compilation_cache", True)
+    compilation_cache.reset_cache()
 
 
 @pytest.fixture
