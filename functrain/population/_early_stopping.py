@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from functrain.common import _direction, _tree
+from functrain.common import _tree
 from functrain.hooks._early_stopping import EarlyStopping as _EarlyStopping
 from functrain.loop._events import Event, RunEnd
 from functrain.population._over_members import where_active
@@ -56,19 +56,6 @@ class EarlyStopping(_EarlyStopping):
     best: Any
     best_step: Any
     _failures: Any
-
-    def __init__(
-        self,
-        monitor: str = "val_loss",
-        *,
-        patience: int = 0,
-        min_delta: float = 0.0,
-        mode: _direction.Mode = "auto",
-        restore_best: bool = True,
-    ) -> None:
-        super().__init__(
-            monitor, patience=patience, min_delta=min_delta, mode=mode, restore_best=restore_best
-        )
 
     def begin(self) -> None:
         """Forgets what an earlier run came to, unless that has just been restored."""
