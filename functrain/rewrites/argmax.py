@@ -29,7 +29,8 @@ k such rounds do not reach: 32 1000, k = 5: 68/58 -> 310/142.
 
 The index is the same: of equals the first, of NaN the first, and a NaN before all others. Only of
 bfloat16 it may be another: XLA compares it unrounded where it is computed just before, and so what
-is equal when rounded may go to either.
+is equal when rounded may go to either. That the others keep the index rests on XLA's giving both
+passes the same operand; `tests/rewrites/test_argmax.py` looks whether it does.
 """
 
 import functools
