@@ -102,6 +102,7 @@ def variables(model: keras.Model) -> list[Any]:
 
 def assert_fits_as_keras(make: Callable[[], Case]) -> None:
     """Fits with Keras, and with the bridge, whatever is fused: all bits are the same."""
+    assert keras.Model.fit.__module__ == "keras.src.backend.jax.trainer", "is not Keras's own"
     keras_model, keras_history = run(make, keras.Model.fit)
     for fuse in (1, 5, "auto"):
         model, history = run(make, bridge.fit, fuse=fuse, rewrites="exact")
