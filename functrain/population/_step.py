@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from functrain.common import _repr, _tree
 from functrain.common._types import PyTree, Step
 from functrain.metrics._metric import Metered
+from functrain.population._kept import step_active
 from functrain.population._over_members import (
     Block,
     Data,
@@ -106,12 +107,8 @@ class PopulationStep:
     def __call__(self, state: PopulationState, batch: PyTree, /) -> tuple[PopulationState, PyTree]:
         """Takes one step with all members that are active."""
         require_population(state)
-        how = self.how
-        new, logs = over_members(
-            self.member, state.states, batch, how.data, how.block, state.active
-        )
-        active, logs = _reported(state, new, logs, how.stop_non_finite)
-        return PopulationState(where_active(active, new, state.states), active), logs
+        new, active, logs = _stepped(self.member, state, state.states, batch, self.how)
+        return PopulationState(new, active), logs
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -149,31 +146,33 @@ class MeteredPopulationStep(MeteredStep):
         state, how = metered.state, self.how
         require_population(state)
         stacked = Metered(state.states, metered.metrics)
-        wanted = state.active if self.trains else None
-        new, logs = over_members(self.member, stacked, batch, how.data, how.block, wanted)
         if not self.trains:
+            new, logs = over_members(self.member, stacked, batch, how.data, how.block)
             return Metered(state, new.metrics), logs
-        active, logs = _reported(state, new.state, logs, how.stop_non_finite)
-        new = where_active(active, new, stacked)
+        new, active, logs = _stepped(self.member, state, stacked, batch, how)
         return Metered(PopulationState(new.state, active), new.metrics), logs
 
 
-def _reported(
-    old: PopulationState, new: PyTree, logs: PyTree, stop_non_finite: bool
-) -> tuple[jax.Array, PyTree]:
-    """Returns which members go on, and what is reported of them."""
-    active = old.active
-    if stop_non_finite:
-        active &= _stay_finite(old.states, new, logs)
+def _stepped(
+    member: Step[Any], population: PopulationState, stacked: PyTree, batch: PyTree, how: _How
+) -> tuple[Any, jax.Array, PyTree]:
+    """Returns what is carried, stacked, which members go on, and what is reported of them."""
+    was_active = population.active
+    new, logs = step_active(member, stacked, batch, how.data, how.block, was_active)
+    active = was_active
+    if how.stop_non_finite:
+        states = new.state if isinstance(new, Metered) else new
+        active &= _stay_finite(population.states, states, logs)
+        new = where_active(active, new, stacked)
 
     def hide(x: jax.Array) -> jax.Array:
         if not jnp.issubdtype(x.dtype, jnp.inexact):
             return x
         # Of the step at which a member stops, the loss is reported as it was.
-        hidden: jax.Array = where_active(old.active, x, jnp.full_like(x, jnp.nan))
+        hidden: jax.Array = where_active(was_active, x, jnp.full_like(x, jnp.nan))
         return hidden
 
-    return active, jax.tree.map(hide, logs)
+    return new, active, jax.tree.map(hide, logs)
 
 
 def _stay_finite(old: PyTree, new: PyTree, logs: PyTree) -> jax.Array:

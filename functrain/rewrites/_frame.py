@@ -179,11 +179,11 @@ class _Pass:
         env: dict[Any, Any] = {}  # outputs of replaced equations -> what stands for them
         eqns: list[core.JaxprEqn] = []
         for eqn in jaxpr.eqns:
-            new = eqn.replace(invars=_read(env, eqn.invars)) if env else eqn
+            new = eqn.replace(invars=read(env, eqn.invars)) if env else eqn
             eqns += [new] if any(out in left for out in eqn.outvars) else self._eqn(new, env)
         if not env and all(new is old for new, old in zip(eqns, jaxpr.eqns, strict=True)):
             return jaxpr
-        outvars = _read(env, jaxpr.outvars)
+        outvars = read(env, jaxpr.outvars)
         return jaxpr.replace(eqns=eqns, outvars=outvars, debug_info=jaxpr.debug_info)
 
     def _eqn(self, eqn: core.JaxprEqn, env: dict[Any, Any]) -> list[core.JaxprEqn]:
@@ -195,7 +195,7 @@ class _Pass:
                 self._turned[eqns[-1].outvars[0]] = eqns[-1]
             return eqns
         if is_widening(eqn) and (turn := self._turned.get(eqn.invars[0])):  # see _rounding
-            eqns, outs = _inlined(_converted_first(turn, eqn), eqn, turn.invars)
+            eqns, outs = inlined(_converted_first(turn, eqn), eqn, turn.invars)
             env.update(zip(eqn.outvars, outs, strict=True))
             return eqns
         if not is_entered(eqn):
@@ -211,7 +211,7 @@ class _Pass:
             if alike not in self._replacements:
                 later = self._rewrites[self._rewrites.index(rewrite) + 1 :]
                 self._replacements[alike] = _replacement(rewrite, eqn, later, self._exact)
-        return _inlined(self._replacements[alike], eqn, eqn.invars)
+        return inlined(self._replacements[alike], eqn, eqn.invars)
 
     def _param(self, value: Any) -> Any:
         if isinstance(value, core.Jaxpr | core.ClosedJaxpr):
@@ -282,7 +282,7 @@ def _converted_first(transpose: core.JaxprEqn, conversion: core.JaxprEqn) -> Cal
     return lambda x: [lax.transpose(retype(x, aval), axes)]
 
 
-def _inlined(
+def inlined(
     fn: Callable[..., list[Any]], eqn: core.JaxprEqn, inputs: Sequence[Any]
 ) -> tuple[list[Any], list[Any]]:
     """Returns the equations of a function, with another equation's name and place, and outputs."""
@@ -291,10 +291,10 @@ def _inlined(
         jaxpr = jax.make_jaxpr(lambda *xs: fn(*xs))(*(atom.aval for atom in inputs)).jaxpr
     env = dict(zip(jaxpr.invars, inputs, strict=True))
     eqns = [
-        new.replace(invars=_read(env, new.invars), source_info=eqn.source_info, ctx=eqn.ctx)
+        new.replace(invars=read(env, new.invars), source_info=eqn.source_info, ctx=eqn.ctx)
         for new in jaxpr.eqns
     ]
-    return eqns, _read(env, jaxpr.outvars)
+    return eqns, read(env, jaxpr.outvars)
 
 
 def _context(eqn: core.JaxprEqn) -> contextlib.AbstractContextManager[Any]:
@@ -303,5 +303,5 @@ def _context(eqn: core.JaxprEqn) -> contextlib.AbstractContextManager[Any]:
     return manager
 
 
-def _read(env: dict[Any, Any], atoms: Sequence[Any]) -> list[Any]:
+def read(env: dict[Any, Any], atoms: Sequence[Any]) -> list[Any]:
     return [atom if isinstance(atom, core.Literal) else env.get(atom, atom) for atom in atoms]
