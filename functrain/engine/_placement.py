@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from functrain.common import _tree
+from functrain.common._gather import of_each_process
 from functrain.common._types import PyTree
 from functrain.data._sources import Source
 
@@ -131,7 +132,7 @@ def require_same_program(program: Any, args: tuple[PyTree, ...]) -> None:
     """
     from jax.experimental import multihost_utils
 
-    text = re.sub(r"0x[0-9a-f]+", "", program.lower(*args).as_text())  # callbacks have addresses
+    text = _without_addresses(program.lower(*args).as_text())  # callbacks have some
     found = multihost_utils.process_allgather(np.uint32(zlib.crc32(text.encode())))
     others = [int(i) for i in np.flatnonzero(found != found[0])]
     if others:
@@ -141,6 +142,36 @@ def require_same_program(program: Any, args: tuple[PyTree, ...]) -> None:
             "versions, with the same arguments everywhere; what only one process does belongs into "
             "a hook."
         )
+
+
+def require_same_run(source: Source, where: NamedSharding | None, **asked: Any) -> None:
+    """Refuses to begin where processes have other data, or are asked for something else.
+
+    Raises:
+      ValueError: In each process, with what differs.
+    """
+    if where is None or where.is_fully_addressable:
+        return
+    said = {**source.fingerprint(), "sharding": f"{where.spec} over {dict(where.mesh.shape)}"}
+    each = of_each_process(
+        {**said, **{name: _without_addresses(repr(x)) for name, x in asked.items()}}
+    )
+    lines = [
+        f"{name}: {first} in process 0, {other.get(name, 'nothing')} in process {i}"
+        for name, first in each[0].items()
+        for i, other in enumerate(each)
+        if other.get(name, "nothing") != first
+    ]
+    if lines:
+        raise ValueError(
+            f"{source.name}: expected the same in every process, got\n{_tree.bullets(lines)}\n"
+            "Nothing was run. Give every process the same data and arguments; of data of which "
+            "each has a part, functrain.distributed.local, as many batches."
+        )
+
+
+def _without_addresses(text: str) -> str:
+    return re.sub(r"0x[0-9a-f]+", "", text)
 
 
 def require_divisible(source: Source, sharding: NamedSharding | None) -> None:
