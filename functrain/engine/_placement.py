@@ -120,7 +120,7 @@ def _require_same_everywhere(batches: PyTree) -> None:
         raise ValueError(
             "data: expected the same batches in every process, of which jax takes each "
             "device's part, got others in this one. Give every process the whole data in the "
-            "same order, or arrays made by jax.make_array_from_process_local_data."
+            "same order; data of which each has a part go into functrain.distributed.local."
         )
 
 
