@@ -77,6 +77,14 @@ def chunk_placement(sharding: NamedSharding | None) -> Callable[[PyTree], PyTree
     return place
 
 
+def placed(batch: PyTree, sharding: NamedSharding | None) -> PyTree:
+    """Puts one batch on the devices, of which every process has all."""
+    if sharding is None:
+        return batch
+    _refuse_indivisible(batch, sharding, sharding.spec)
+    return jax.tree.map(lambda x: _own_part(x, sharding), batch)
+
+
 def chunk_shapes(batch: PyTree, k: int, sharding: NamedSharding | None) -> PyTree:
     """Returns what k batches look like as a chunk in its place."""
     where = None if sharding is None else _chunked(sharding)
@@ -94,7 +102,7 @@ def _chunked(sharding: NamedSharding) -> NamedSharding:
 
 def _own_part(x: Any, where: NamedSharding) -> jax.Array:
     """Takes this process's part of an array that every process has."""
-    if _is_shared(x):
+    if _is_shared(x) or where.is_fully_addressable:
         moved: jax.Array = jax.device_put(x, where)
         return moved
     whole = np.asarray(x)

@@ -18,6 +18,10 @@ data = np.arange(16, dtype=np.float32) + (rank if other == "data" else 0)
 def step(total, batch):
     return total + jnp.sum(batch) * (1 + rank if other == "code" else 1), {}
 
+if other == "autotune":
+    tuning = ft.autotune(step, jnp.zeros(()), data[:4], ks=(1, 3), sharding=mesh)
+    print(tuning.k, [row.microseconds for row in tuning.rows])
+    sys.exit()
 try:
     fuse = 2 if other == "fuse" and rank else "auto"
     loader = ft.ArrayLoader(data, 4)
@@ -50,6 +54,12 @@ def run_both(other: str) -> list[str]:
 
 def test_the_same_batches_everywhere_are_divided_over_the_processes() -> None:
     assert run_both("nothing") == ["120.0", "120.0"]
+
+
+def test_autotune_measures_in_all_of_them_and_they_choose_the_same() -> None:
+    first, second = run_both("autotune")
+    assert first == second
+    assert first[:2] in ("1 ", "3 ")
 
 
 def test_batches_of_each_process_its_own_are_refused_in_words() -> None:
