@@ -116,6 +116,11 @@ class LocalPass:
         """Returns the shapes of the next batch."""
         return self._local.shapes(self._inner.peek())
 
+    @property
+    def ahead(self) -> int:
+        """How many batches were fetched to look at, and not handed out yet."""
+        return int(self._inner.ahead)
+
     def take(self, most: int, k: int) -> Stack:
         """Hands out the next batches, with room for k."""
         stack = self._inner.take(most, k)

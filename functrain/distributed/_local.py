@@ -27,8 +27,8 @@ def local(data: Any, sharding: NamedSharding) -> Local:
         that `fit` is given. It divides examples over all processes.
 
     Returns:
-      Data for `fit`, `run` (there also ``eval_data=``), `evaluate` and `predict`, whose outputs
-      come batch by batch, in each in the order of the mesh.
+      Data for `fit` (``eval_data=``, too), `run`, `evaluate` and `predict`, whose outputs come by
+      batches, in each in the order of the mesh; and for those of `bridge`, in the place of x.
 
     Raises:
       TypeError: `sharding` is none.
