@@ -42,7 +42,7 @@ def test_when_one_dies_all_are_started_again_and_go_on(tmp_path) -> None:
     assert ends[0] == ends[1]
     assert "process 1 ended with 137" in err
     assert "starting all of them again (1 of 3)" in err
-    assert any(line.startswith("begins ") for line in lines)
+    assert any("begins " in line for line in lines)  # C++ libraries print into lines
 
 
 def test_a_process_that_an_exception_ends_does_not_wait_for_the_others(tmp_path) -> None:
