@@ -13,6 +13,8 @@ from functrain.common._repr import call as call
 from functrain.common._types import PyTree as PyTree
 from functrain.data._arrays import refuse_numbers as refuse_numbers
 from functrain.data._batch import unpack as unpack
+from functrain.data._local import Local as Local
+from functrain.data._local import LocalPass as LocalPass
 from functrain.data._stacks import Stack as Stack
 from functrain.data._stacks import filled as filled
 from functrain.data._stream import Made as Made

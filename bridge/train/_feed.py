@@ -10,7 +10,16 @@ import numpy as np
 
 from bridge import keras_private
 from bridge._randomness import put_randomness
-from functrain.internal import Made, PyTree, Stack, StreamPass, chunk_placement, filled
+from functrain.internal import (
+    Local,
+    LocalPass,
+    Made,
+    PyTree,
+    Stack,
+    StreamPass,
+    chunk_placement,
+    filled,
+)
 
 
 class Mark(NamedTuple):
@@ -66,7 +75,8 @@ def source(model: keras.Model, data: Any, batch_size: Any, steps: Any, **more: A
 
     Args:
       model: The model, for its `steps_per_execution`.
-      data: x, y and sample_weight; all but the first may be None.
+      data: x, y and sample_weight; all but the first may be None. Of `Local`, each process has
+        its part of all three.
       batch_size: Examples per step, or None.
       steps: Steps per epoch, or None.
       **more: shuffle and class_weight.
@@ -75,6 +85,8 @@ def source(model: keras.Model, data: Any, batch_size: Any, steps: Any, **more: A
       ValueError: What Keras raises, or there is no batch at all.
     """
     x, y, sample_weight = data
+    local = x if isinstance(x, Local) else None
+    x = x.data if isinstance(x, Local) else x
     found = keras_private.epochs(
         passes,
         x=x,
@@ -90,17 +102,18 @@ def source(model: keras.Model, data: Any, batch_size: Any, steps: Any, **more: A
             f"x: expected at least one batch, got {type(x).__name__} without any "
             f"({_shapes(x)}). The model is unchanged."
         )
-    _require_divisible(found.data_adapter)
+    _require_divisible(found.data_adapter, 1 if local is None else local.processes)
+    found.local = local
     return found
 
 
-def _require_divisible(adapter: Any) -> None:
+def _require_divisible(adapter: Any, parts: int) -> None:
     """Refuses batches of arrays that the devices of `keras.distribution` do not divide."""
     distribution = keras.distribution.distribution()
     if distribution is None or keras_private.array_batches(adapter) is None:
         return
-    for what, size in (("", adapter.batch_size), ("last ", adapter.partial_batch_size)):
-        if size:
+    for what, own in (("", adapter.batch_size), ("last ", adapter.partial_batch_size)):
+        if size := (own or 0) * parts:
             where = distribution.get_data_layout((size,)).backend_layout
             try:
                 where.shard_shape((size,))
@@ -141,7 +154,7 @@ class Resume(NamedTuple):
     now: Any
 
 
-def epoch(epochs: Any, resume: Resume | None = None) -> StreamPass:
+def epoch(epochs: Any, resume: Resume | None = None) -> StreamPass | LocalPass:
     """Begins the next epoch of what `source` returned, or goes on in it.
 
     The last batch may be a missing one: Keras begins a batch, and finds that there is none.
@@ -149,6 +162,11 @@ def epoch(epochs: Any, resume: Resume | None = None) -> StreamPass:
     Raises:
       ValueError: There are fewer batches than were taken.
     """
+    own = _own_epoch(epochs, resume)
+    return own if epochs.local is None else LocalPass(own, epochs.local, "x")
+
+
+def _own_epoch(epochs: Any, resume: Resume | None) -> StreamPass:
     items = _marked(epochs)
     if resume is None:
         return StreamPass(items)

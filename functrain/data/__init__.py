@@ -7,6 +7,7 @@ Files:
   _stream: a pass over an iterator of batches
   _resuming: where a pass is, to be saved and sought again
   _glimpse: a batch in a few words and numbers
+  _local: data of which each process has a part
   _stacks: batches alike, stacked, as every pass hands them out
   _batch: inputs, labels and weights of a batch, and how many examples
   _arrays: which arrays jax can take

@@ -10,10 +10,12 @@ import jax
 import numpy as np
 
 from functrain.common import _tree
+from functrain.common._gather import of_each_process
 from functrain.common._types import PyTree
 from functrain.data._arrays import refuse_numbers
 from functrain.data._glimpse import Glimpse, compared, glimpse
 from functrain.data._loader import ArrayLoader
+from functrain.data._local import Local, LocalPass
 from functrain.data._resuming import Mark, Place
 from functrain.data._stacks import Spec, Stack, filled
 from functrain.data._stream import Made, StreamPass, stream
@@ -73,8 +75,12 @@ class Source:
     """Data that can be passed over.
 
     Args:
-      data: An `ArrayLoader`, or an iterable of batches.
+      data: An `ArrayLoader`, or an iterable of batches; or `Local`, of either.
       name: Of the argument, for errors.
+
+    Attributes:
+      data: The same; of `Local`, the part that this process has.
+      local: Puts the parts of all processes together, where each has its own; else None.
 
     Raises:
       TypeError: `data` is neither.
@@ -82,6 +88,8 @@ class Source:
     """
 
     def __init__(self, data: Any, name: str = "data") -> None:
+        self.local = data if isinstance(data, Local) else None
+        data = data.data if isinstance(data, Local) else data
         if not isinstance(data, ArrayLoader):
             _require_iterable(data, name)
         self.data = data
@@ -127,6 +135,10 @@ class Source:
 
     def specs(self) -> Iterator[PyTree]:
         """Yields the shapes of the batches, of each kind, as far as they are known now."""
+        found = self._own_specs()
+        return found if self.local is None else map(self.local.shapes, found)
+
+    def _own_specs(self) -> Iterator[PyTree]:
         if self.can_seek:
             yield _specs_of(self.data, self.data.batch_size)
             if len(self.data) > self.data.full_batches:
@@ -145,10 +157,20 @@ class Source:
             return next(self.specs())
         if self._begun is None:
             self._begun = self._stream(0, 0, None)
-        return None if self._begun.spec() is None else self._begun.peek()
+        there = self._begun.spec() is not None
+        if self.local is not None:
+            self.local.require_same(self.name, int(there))
+        if not there:
+            return None
+        found = self._begun.peek()
+        return found if self.local is None else self.local.shapes(found)
 
     def begin(self, epoch: int, batch: int = 0) -> Pass:
         """Begins a pass, at the given batch of it; those before it are left out."""
+        own = self._begin(epoch, batch)
+        return own if self.local is None else LocalPass(own, self.local, self.name)
+
+    def _begin(self, epoch: int, batch: int) -> Pass:
         if self.can_seek:
             return ArrayPass(self.data, epoch, batch)
         begun, mark, self._begun, self._mark = self._begun, self._mark, None, None
@@ -164,6 +186,11 @@ class Source:
 
     def fingerprint(self) -> dict[str, Any]:
         """Returns what tells these data from others, as far as they say."""
+        if self.local is not None:
+            return {"data": "local", "batches": self.steps, "processes": self.local.processes}
+        return self._own_fingerprint()
+
+    def _own_fingerprint(self) -> dict[str, Any]:
         if self.can_seek:
             names = ("examples", "batch_size", "shuffle", "seed", "drop_remainder")
             known = {name: getattr(self.data, name) for name in names}
@@ -184,6 +211,11 @@ class Source:
         Args:
           over: Whether the pass is over.
         """
+        if self.local is None:
+            return self._own_state(over)
+        return {"each": of_each_process([self._own_fingerprint(), self._own_state(over)])}
+
+    def _own_state(self, over: bool) -> dict[str, Any] | None:
         if not isinstance(self._pass, StreamPass) or self._place is None:
             return None
         mark = self._pass.mark(over)
@@ -200,6 +232,10 @@ class Source:
         Returns:
           How the data differ from those of that run; nothing where they are the same.
         """
+        if self.local is not None and state is not None:
+            saved, state = state["each"][jax.process_index()]
+            if saved != (now := self._own_fingerprint()):
+                return [f"the part of this process: saved {saved}, expected {now}"]
         if state is None or self._place is None:
             return []
         self._mark, first, last = state["mark"], state["first"], state["last"]

@@ -3,9 +3,11 @@
 Files:
   _initialize: connects this process with the others, if there are others
   _ending: how a process ends that failed
+  _local: data of which each process has a part
   _launch: starts processes on this machine, and starts them again
 """
 
 from functrain.distributed._initialize import initialize as initialize
+from functrain.distributed._local import local as local
 
-__all__ = ["initialize"]
+__all__ = ["initialize", "local"]

@@ -10,8 +10,11 @@ import jax
 import jax.numpy as jnp
 
 from functrain.common import _tree
+from functrain.common._gather import of_each_process
 from functrain.common._types import PyTree, Step
 from functrain.data._batch import require_batch
+from functrain.engine import _placement
+from functrain.engine._driver import RUN_AHEAD
 from functrain.engine._fuse import fuse
 from functrain.engine._guards import guarded
 from functrain.metrics._metric import Metered
@@ -84,6 +87,7 @@ def autotune(
     seconds: float = 30.0,
     memory: int = 2**28,
     rewrites: Mode = "auto",
+    sharding: _placement.ShardingArg = None,
 ) -> Tuning:
     """Measures how long a step takes alone and fused, and chooses K.
 
@@ -99,6 +103,8 @@ def autotune(
       seconds: After so much time no further K is tried. The first is always measured.
       memory: A K whose chunk is larger than so many bytes is not tried, the first excepted.
       rewrites: As for `fuse`.
+      sharding: Of the batch, as for `functrain.run`. Several processes try the same, as often as
+        the first of them says, and choose what it chooses.
 
     Returns:
       The choice and the table. It is the smallest K within 3 % of the fastest, and 1 where plain
@@ -123,21 +129,25 @@ def autotune(
         raise ValueError(f"ks: expected rising numbers of steps from 1 on, got {ks}")
     check_step(step)
     require_batch(batch)
+    where = _placement.batch_sharding(sharding)
     carry = state
     if isinstance(step, MeteredStep) and not isinstance(state, Metered):
         carry = step.start(state)
+    carry = _placement.on_mesh(carry, where)
     size = sum(int(jnp.asarray(x).nbytes) for x in jax.tree.leaves(batch))
     began = time.perf_counter()
-    candidates = [Candidate(0, _jitted(step), carry, batch, size)]
+    alone = _placement.placed(jax.tree.map(jnp.asarray, batch), where)
+    candidates = [Candidate(0, _jitted(step, carry), carry, alone, size)]
+    place = _placement.chunk_placement(where)
     for k in ks:
-        if k != ks[0] and (k * size > memory or time.perf_counter() - began > seconds):
+        if k != ks[0] and (k * size > memory or _passed(began, carry) > seconds):
             break
-        chunk = jax.tree.map(lambda x, k=k: jnp.stack([jnp.asarray(x)] * k), batch)
+        chunk = place(jax.tree.map(lambda x, k=k: jnp.stack([jnp.asarray(x)] * k), batch))
         candidates.append(Candidate(k, fuse(step, k, rewrites=rewrites), carry, chunk, k * size))
     for _ in range(ROUNDS):  # in turn, so that a slow moment of the machine meets all of them
         for candidate in candidates:
             candidate.measure()
-    rows = tuple(candidate.row() for candidate in candidates)
+    rows = tuple(_of_first([candidate.row() for candidate in candidates], carry))
     return Tuning(_choose(rows), rows)
 
 
@@ -149,10 +159,23 @@ def _choose(rows: Sequence[TuningRow]) -> int:
     return next(row.k for row in fused if row.microseconds <= best * TOLERANCE)
 
 
-def _jitted(step: Any) -> Callable[[PyTree, PyTree], Any]:
+def _passed(began: float, carry: PyTree) -> float:
+    seconds: float = _of_first(time.perf_counter() - began, carry)
+    return seconds
+
+
+def _of_first(found: Any, carry: PyTree) -> Any:
+    """Returns what the first process found, where several hold a state: all must do the same."""
+    leaves = (x for x in jax.tree.leaves(carry) if isinstance(x, jax.Array))
+    return found if all(x.is_fully_addressable for x in leaves) else of_each_process(found)[0]
+
+
+def _jitted(step: Any, carry: PyTree) -> Callable[[PyTree, PyTree], Any]:
+    where = _placement.pins(carry)
+
     def once(state: PyTree, batch: PyTree) -> Any:
         with guarded():
-            return step(state, batch)
+            return _placement.pinned(step(state, batch), where)
 
     return jax.jit(once, donate_argnums=0)
 
@@ -164,16 +187,20 @@ class Candidate:
         self._k, self._program, self._size = k, program, size
         self._state = _tree.copy(state)
         self._batches = jax.tree.map(jnp.asarray, batches)
+        leaves = (x for x in jax.tree.leaves(self._state) if isinstance(x, jax.Array))
+        self._on_several = any(len(x.sharding.device_set) > 1 for x in leaves)
         first = self._call()
-        once = self._call()
+        once = _of_first(self._call(), state)
         self._compile = first - once
         self._calls = max(1, round(ROUND_SECONDS / max(once, 1e-7)))
         self._times: list[float] = []
 
     def _call(self, calls: int = 1) -> float:
         began = time.perf_counter()
-        for _ in range(calls):
+        for number in range(calls):
             self._state, _ = self._program(self._state, self._batches)
+            if self._on_several and number % RUN_AHEAD == 0:  # behind many, CPU devices hang
+                jax.block_until_ready(self._state)
         jax.block_until_ready(self._state)
         return time.perf_counter() - began
 

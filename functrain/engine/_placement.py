@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from functrain.common import _tree
+from functrain.common._gather import of_each_process
 from functrain.common._types import PyTree
 from functrain.data._sources import Source
 
@@ -76,6 +77,14 @@ def chunk_placement(sharding: NamedSharding | None) -> Callable[[PyTree], PyTree
     return place
 
 
+def placed(batch: PyTree, sharding: NamedSharding | None) -> PyTree:
+    """Puts one batch on the devices, of which every process has all."""
+    if sharding is None:
+        return batch
+    _refuse_indivisible(batch, sharding, sharding.spec)
+    return jax.tree.map(lambda x: _own_part(x, sharding), batch)
+
+
 def chunk_shapes(batch: PyTree, k: int, sharding: NamedSharding | None) -> PyTree:
     """Returns what k batches look like as a chunk in its place."""
     where = None if sharding is None else _chunked(sharding)
@@ -93,7 +102,7 @@ def _chunked(sharding: NamedSharding) -> NamedSharding:
 
 def _own_part(x: Any, where: NamedSharding) -> jax.Array:
     """Takes this process's part of an array that every process has."""
-    if _is_shared(x):
+    if _is_shared(x) or where.is_fully_addressable:
         moved: jax.Array = jax.device_put(x, where)
         return moved
     whole = np.asarray(x)
@@ -119,7 +128,7 @@ def _require_same_everywhere(batches: PyTree) -> None:
         raise ValueError(
             "data: expected the same batches in every process, of which jax takes each "
             "device's part, got others in this one. Give every process the whole data in the "
-            "same order, or arrays made by jax.make_array_from_process_local_data."
+            "same order; data of which each has a part go into functrain.distributed.local."
         )
 
 
@@ -131,7 +140,7 @@ def require_same_program(program: Any, args: tuple[PyTree, ...]) -> None:
     """
     from jax.experimental import multihost_utils
 
-    text = re.sub(r"0x[0-9a-f]+", "", program.lower(*args).as_text())  # callbacks have addresses
+    text = _without_addresses(program.lower(*args).as_text())  # callbacks have some
     found = multihost_utils.process_allgather(np.uint32(zlib.crc32(text.encode())))
     others = [int(i) for i in np.flatnonzero(found != found[0])]
     if others:
@@ -141,6 +150,36 @@ def require_same_program(program: Any, args: tuple[PyTree, ...]) -> None:
             "versions, with the same arguments everywhere; what only one process does belongs into "
             "a hook."
         )
+
+
+def require_same_run(source: Source, where: NamedSharding | None, **asked: Any) -> None:
+    """Refuses to begin where processes have other data, or are asked for something else.
+
+    Raises:
+      ValueError: In each process, with what differs.
+    """
+    if where is None or where.is_fully_addressable:
+        return
+    said = {**source.fingerprint(), "sharding": f"{where.spec} over {dict(where.mesh.shape)}"}
+    each = of_each_process(
+        {**said, **{name: _without_addresses(repr(x)) for name, x in asked.items()}}
+    )
+    lines = [
+        f"{name}: {first} in process 0, {other.get(name, 'nothing')} in process {i}"
+        for name, first in each[0].items()
+        for i, other in enumerate(each)
+        if other.get(name, "nothing") != first
+    ]
+    if lines:
+        raise ValueError(
+            f"{source.name}: expected the same in every process, got\n{_tree.bullets(lines)}\n"
+            "Nothing was run. Give every process the same data and arguments; of data of which "
+            "each has a part, functrain.distributed.local, as many batches."
+        )
+
+
+def _without_addresses(text: str) -> str:
+    return re.sub(r"0x[0-9a-f]+", "", text)
 
 
 def require_divisible(source: Source, sharding: NamedSharding | None) -> None:

@@ -29,6 +29,8 @@ class Evaluate:
 
     Raises:
       TypeError: The step carries no metrics, or trains.
+      ValueError: The devices do not divide the batches, or belong to several processes while `when`
+        asks the clock.
 
     Examples:
       >>> import jax.numpy as jnp, numpy as np, optax
@@ -63,7 +65,13 @@ class Evaluate:
     ) -> None:
         require_eval_step(step)
         self.source = as_source(data)
-        require_divisible(self.source, batch_sharding(sharding))
+        where = batch_sharding(sharding)
+        require_divisible(self.source, where)
+        if getattr(when, "seconds", None) is not None and where and not where.is_fully_addressable:
+            raise ValueError(
+                "when: expected functrain.every(steps=...) or epochs= where there are several "
+                f"processes, which evaluate together and whose clocks differ, got {when!r}"
+            )
         self.step = step
         self.data = self.source.data
         self.when = every(epochs=1) if when is None else when

@@ -76,6 +76,7 @@ def evaluate(
     where = _placement.batch_sharding(sharding)
     source = as_source(data)
     _placement.require_divisible(source, where)
+    _placement.require_same_run(source, where, fuse=fuse)
     place = _placement.chunk_placement(where)
     driver = Driver(step, EVALUATION, rewrites=rewrites, jit=jit, place=place)
     metrics = step.start(state).metrics

@@ -69,10 +69,11 @@ def predict(
     """
     require_state(state)
     check_predict_step(step)
-    _require_order(data)
     where = _placement.batch_sharding(sharding)
     source = Source(data)
+    _require_order(source.data)
     _placement.require_divisible(source, where)
+    _placement.require_same_run(source, where, fuse=fuse)
     place = _placement.chunk_placement(where)
     driver = Driver(step, PREDICTION, rewrites=rewrites, jit=jit, place=place)
     driver.begin((), _placement.on_mesh(state, where))

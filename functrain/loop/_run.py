@@ -145,6 +145,10 @@ def begin(
         at = Position(at.step, at.epoch + 1)
     where = _placement.batch_sharding(sharding)
     _placement.require_divisible(source, where)
+    triggers = tuple(boundaries)
+    _placement.require_same_run(
+        source, where, epochs=epochs, start=tuple(at), fuse=fuse, boundaries=triggers
+    )
     no_metrics = step.start(state).metrics if isinstance(step, MeteredStep) else None
     carry = _placement.on_mesh(_tree.own(state) if donate else _tree.copy(state), where)
     resumed: Resumed | None = None
@@ -169,7 +173,7 @@ def begin(
                 "its beginning."
             )
         source.require_passes(epochs - at.epoch)
-        triggers = (*boundaries, *([] if saving is None else [saving.when]))
+        triggers = (*triggers, *([] if saving is None else [saving.when]))
         plan = Plan(
             fuse,
             state_bytes=nbytes(carry),

@@ -147,6 +147,7 @@ class Saving:
             return {"final" if over else "state": state, **in_midst}
 
         restored, trees, about = checkpointer.series.read(likes)
+        self._require_mesh(about, state)
         position, over = restored.position, about["epoch_over"]
         finished = _is_finished(about, epochs)
         nothing_left = finished or (over and position.epoch + 1 == epochs)
@@ -266,6 +267,17 @@ class Saving:
                 f"saved:\n{_tree.bullets(differences)}\nNothing was loaded. To go on with other "
                 "data, restore the state with Checkpointer.restore, and begin a run of its own: "
                 "start=, and a checkpointer with another directory."
+            )
+
+    def _require_mesh(self, about: dict[str, Any], state: PyTree) -> None:
+        """Refuses several processes, each with a state for itself, where they had one together."""
+        saved = about["run"]["mesh"]
+        if are_several() and saved and not of_run(state)["mesh"]:
+            raise CheckpointMismatchError(
+                f"{self._checkpointer.directory}: expected a state on a mesh of all processes, as "
+                f"the one that was saved on {', '.join(saved)}, got one that each process has for "
+                "itself: each would train alone. Make it with functrain.sharding.create, or pass "
+                "sharding=."
             )
 
     def _say_what_differs(self, about: dict[str, Any], state: PyTree) -> None:

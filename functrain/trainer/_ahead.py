@@ -10,6 +10,7 @@ from functrain.common import _tree
 from functrain.common._types import PyTree
 from functrain.data._sources import Source
 from functrain.engine._guards import guarded
+from functrain.engine._placement import batch_sharding, require_same_run
 from functrain.hooks._csv import CSVLogger
 from functrain.hooks._early_stopping import EarlyStopping
 from functrain.hooks._evaluate import Evaluate
@@ -99,6 +100,7 @@ def _metric_names(step: MeteredStep) -> set[str]:
 
 def _require_evaluation(like: PyTree, hook: Evaluate, traces: bool) -> None:
     """Raises now what the evaluation would raise after an epoch."""
+    require_same_run(hook.source, batch_sharding(hook.how["sharding"]), fuse=hook.how["fuse"])
     batch = hook.source.look()
     require_batches(int(batch is not None), name=hook.source.name)
     if not traces or not hook.how["jit"]:

@@ -33,7 +33,7 @@ def script(folder: pathlib.Path, text: str) -> pathlib.Path:
 
 
 def test_when_one_dies_all_are_started_again_and_go_on(tmp_path) -> None:
-    process = launched(TRAINING, tmp_path / "run", 3, 12)
+    process = launched(TRAINING, tmp_path / "run", 3, 16)  # the save at 15 waits for that at 10
     out, err = process.communicate(timeout=240)
     assert process.returncode == 0, err[-3000:]
     lines = out.splitlines()
@@ -42,7 +42,7 @@ def test_when_one_dies_all_are_started_again_and_go_on(tmp_path) -> None:
     assert ends[0] == ends[1]
     assert "process 1 ended with 137" in err
     assert "starting all of them again (1 of 3)" in err
-    assert any(line.startswith("begins ") for line in lines)
+    assert any("begins " in line for line in lines)  # C++ libraries print into lines
 
 
 def test_a_process_that_an_exception_ends_does_not_wait_for_the_others(tmp_path) -> None:

@@ -1,6 +1,6 @@
 """A fit of Keras models over several processes with four devices in all; see test_fit_processes.py.
 
-python processes.py numbers|going_on|refusals DIRECTORY [DISTRIBUTIONS, OR A STEP]
+python processes.py numbers|parts|going_on|refusals DIRECTORY [DISTRIBUTIONS, OR A STEP]
 """
 
 import json
@@ -82,6 +82,41 @@ def numbers(folder: str, *names: str) -> None:
         np.testing.assert_allclose(theirs, outputs, rtol=1e-4, atol=1e-5)
 
 
+def parts(folder: str) -> None:
+    """Each process reads its part of the data."""
+    import grain
+
+    own, count = jax.process_index(), jax.process_count()
+
+    def batches(rows: int = 64) -> Any:
+        pairs = list(zip(X[:rows], Y[:rows], strict=True))
+        return grain.MapDataset.source(pairs)[own::count].batch(8 // count)
+
+    with data_parallel().scope():
+        keras.utils.set_random_seed(0)
+        net = [keras.Input((8,)), layers.Dense(8, "relu"), layers.BatchNormalization()]
+        model = keras.Sequential([*net, layers.Dense(4)])
+        model.compile("adam", "mse", metrics=["mae"])
+        rows = jax.NamedSharding(model.layers[0].kernel.value.sharding.mesh, P("batch"))
+
+        def local(data: Any) -> Any:
+            return ft.distributed.local(data, rows)
+
+        how: Any = {"verbose": 0, "shuffle": False}
+        more: Any = {"epochs": 2, "validation_data": local(batches(16)), **how}
+        found = list(bridge.fit(model, local(batches()), **more).history.values())
+        arrays = local(X[own::count]), Y[own::count]
+        again = bridge.fit(model, *arrays, batch_size=8 // count, **how)
+        found += list(again.history.values())
+        found.append(bridge.evaluate(model, local(batches()), verbose=0))
+        outputs = bridge.predict(model, local(X[own::count]), batch_size=8 // count, verbose=0)
+        tell("parts", [*found, np.abs(outputs).mean(0).tolist()])
+        try:
+            bridge.fit(model, local(batches(64 - 8 * own)), **how)
+        except ValueError as error:
+            tell("refused", str(error))
+
+
 def going_on(folder: str, fatal: str = "0") -> None:
     """A fit that saves itself; SIGTERM comes to the last process at a step, if that is said."""
 
@@ -125,4 +160,6 @@ def refusals(folder: str) -> None:
 if __name__ == "__main__":
     os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={4 // PROCESSES}"
     ft.distributed.initialize()
-    {"numbers": numbers, "going_on": going_on, "refusals": refusals}[sys.argv[1]](*sys.argv[2:])
+    {"numbers": numbers, "going_on": going_on, "refusals": refusals, "parts": parts}[sys.argv[1]](
+        *sys.argv[2:]
+    )

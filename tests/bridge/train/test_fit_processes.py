@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.bridge.train import processes
 from tests.checkpoint.test_processes import ended, said, start
 
 PROGRAM = str(pathlib.Path(__file__).parent / "processes.py")
@@ -43,6 +44,24 @@ def test_fits_evaluations_and_predictions_are_those_of_one_process(
         np.testing.assert_allclose(a, b, rtol=1e-5)
     shown = [sum(line.startswith("Epoch ") for line in lines) for lines in (*one, *two)]
     assert shown == [2 * len(names), 2 * len(names), 0]  # the first tells
+
+
+# Of a grain.MapDataset, Keras's own fit says so at the end of the second epoch.
+@pytest.mark.filterwarnings("ignore:Your input ran out of data")
+def test_each_process_may_read_its_part_of_the_data(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    two = told(2, "parts", tmp_path)
+    processes.parts(str(tmp_path))  # here there is one
+    (expected,) = values([capsys.readouterr().out.splitlines()], "parts")
+    first, second = values(two, "parts")
+    assert first == second
+    assert len(expected) == 8
+    for a, b in zip(expected, first, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5)
+    for line in said(two, "refused "):
+        assert "x: expected as many batches" in line
+        assert "got next 8 in process 0, 7 in process 1" in line
 
 
 @pytest.mark.long

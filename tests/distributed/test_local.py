@@ -1,0 +1,114 @@
+"""Two processes with two devices each, of which each has a part of the data."""
+
+import json
+import pathlib
+import re
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import functrain as ft
+from tests.checkpoint.test_processes import ended, start
+
+X = np.random.default_rng(0).normal(size=(48, 3)).astype(np.float32)
+PARTS = [X[0::2], X[1::2]]
+REFUSED = {
+    "fewer batches": "data: .*batches: 6 in process 0, 4 in process 1",
+    "fewer batches, of unknown length": "data: .*got next 6 in process 0, 4 in process 1",
+    "a smaller one at the end": "data: .*got next 6 in process 0, 5 in process 1",
+    "the same part in both": "sharding: .* of whose 1 parts this process has 1",
+    "none": "data: .*got next 1 in process 0, 0 in process 1",
+    "fewer batches to evaluate on": "eval_data: .*batches: 6 in process 0, 4 in process 1",
+    "a clock": "when: expected .* whose clocks differ, got every\\(seconds=1\\)",
+    "other lengths": "data: .*examples: 48 in process 0, 40 in process 1",
+    "other epochs": "data: .*epochs: 2 in process 0, 3 in process 1",
+    "other arguments": r"data: .*every\(steps=2\),\) in process 0, \(every\(steps=3\)",
+}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each of the processes says, by name."""
+    program = [str(pathlib.Path(__file__).parent / "parts.py")]
+    printed = ended(start(2, program, str(tmp_path_factory.mktemp("parts"))))
+    lines = ([line for line in lines if line.startswith("{")] for lines in printed)
+    return [{k: v for line in own for k, v in json.loads(line).items()} for own in lines]
+
+
+def whole(batch: int) -> np.ndarray:
+    """The batch that the two processes give together."""
+    rows = slice(4 * batch, 4 * batch + 4)
+    return np.concatenate([part[rows] for part in PARTS]).astype(np.float64)
+
+
+def by_hand(epochs: int) -> tuple[np.ndarray, list[float]]:
+    w, losses = np.zeros(3), []
+    for step in range(6 * epochs):
+        x = whole(step % 6)
+        losses.append(float(np.mean((x @ w - 1) ** 2)))
+        w = w - 0.1 * 2 / len(x) * x.T @ (x @ w - 1)
+    return w, losses
+
+
+def test_a_batch_is_what_all_processes_give_together(found) -> None:
+    np.testing.assert_allclose(found[0]["MapDataset"][0], by_hand(2)[1], rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["MapDataset", "DataLoader", "ArrayLoader"])
+def test_losses_are_the_same_in_all_processes_and_for_each_number_of_steps_fused(
+    kind: str, found
+) -> None:
+    assert found[0][kind] == found[1][kind]
+    one, three = found[0][kind]
+    assert len(one) == 12
+    assert one == three
+
+
+def test_a_part_each_is_evaluated_and_predicted_as_a_whole(found) -> None:
+    w, _ = by_hand(1)
+    trained, loss = found[0]["evaluated"]
+    np.testing.assert_allclose(trained, w, rtol=1e-5)
+    np.testing.assert_allclose(loss, np.mean((X.astype(np.float64) @ w - 1) ** 2), rtol=1e-5)
+    expected = np.concatenate([2 * whole(i) for i in range(6)])
+    np.testing.assert_array_equal(found[0]["predicted"], expected)
+    assert found[0]["predicted"] == found[1]["predicted"]
+
+
+@pytest.mark.parametrize("kind", ["shuffled", "DataLoader resumed", "ArrayLoader resumed"])
+def test_a_run_goes_on_in_mid_epoch_in_each_part(kind: str, found) -> None:
+    for own in found:
+        step, straight, resumed = own[kind]
+        assert step == 8
+        assert straight == resumed
+
+
+def test_another_part_than_the_one_that_was_saved_is_refused(found) -> None:
+    assert "process 1 failed" in found[0]["another part in the second"]
+    assert "data are not those of the run" in found[1]["another part in the second"]
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_differs_is_refused_in_every_process(what: str, found) -> None:
+    for own in found:
+        assert re.match(REFUSED[what], own[what], re.DOTALL), own[what]
+
+
+def test_one_process_has_all_of_it() -> None:
+    rows = jax.NamedSharding(ft.sharding.mesh({"data": -1}), jax.P("data"))
+    loader = ft.ArrayLoader(X, 8, shuffle=True)
+
+    def step(total: Any, batch: Any) -> Any:
+        return total + batch.sum(), {}
+
+    plain, local = (
+        ft.fit(0.0, step, data, steps=9, sharding=rows, verbose=0).state
+        for data in (loader, ft.distributed.local(loader, rows))
+    )
+    assert float(plain) == float(local)
+
+
+def test_a_sharding_that_does_not_divide_examples_is_no_number() -> None:
+    with pytest.raises(TypeError, match="expected that of a whole batch"):
+        ft.distributed.local([X], "data")  # type: ignore[arg-type]
