@@ -14,6 +14,7 @@ from functrain.rewrites._frame import Rewrite, RewriteError, retype, rewrite_jax
 from functrain.rewrites.argmax import argmax, argmin
 from functrain.rewrites.batch_groups import batch_groups
 from functrain.rewrites.canonical_conv import canonical_conv
+from functrain.rewrites.dense_gradient import dense_gradient
 from functrain.rewrites.depthwise_conv import depthwise_conv
 from functrain.rewrites.dot_conv import dot_conv
 from functrain.rewrites.grouped_conv import grouped_conv
@@ -33,6 +34,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 # In the order they are asked: what one returns is looked at by those after it.
 REWRITES: tuple[Rewrite, ...] = (
+    dense_gradient,
     summed_after,
     trimmed_conv,
     small_depthwise,
