@@ -22,6 +22,7 @@ from functrain.rewrites.max_pool import max_pool
 from functrain.rewrites.max_pool_gradient import max_pool_gradient
 from functrain.rewrites.patch_conv import patch_conv
 from functrain.rewrites.phased_conv import phased_conv
+from functrain.rewrites.row_sum import row_sum
 from functrain.rewrites.small_depthwise import small_depthwise
 from functrain.rewrites.summed_after import summed_after
 from functrain.rewrites.swapped_conv import swapped_conv
@@ -52,6 +53,7 @@ REWRITES: tuple[Rewrite, ...] = (
     max_pool_gradient,
     argmax,
     argmin,
+    row_sum,
 )
 
 

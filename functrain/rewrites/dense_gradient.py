@@ -60,8 +60,9 @@ def _applies(eqn: core.JaxprEqn) -> bool:
         return False
     rows = math.prod(lhs.shape[: len(over)])
     side = min(lhs.size, rhs.size) // rows
-    pays = side > 1 and (len(over) > 1 or side <= NARROW)
-    return pays and rows >= LEAST_ROWS and rows * out.size >= LEAST_PRODUCTS
+    pays: bool = side > 1 and (len(over) > 1 or side <= NARROW)
+    products: int = rows * out.size
+    return pays and rows >= LEAST_ROWS and products >= LEAST_PRODUCTS
 
 
 def _replace(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
