@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 from jax.extend import core
+from jax.extend.core import primitives
 from rich import box
 from rich.table import Table
 
@@ -21,6 +22,9 @@ from functrain.rewrites._frame import (
 )
 from functrain.rewrites._optimize import Mode, Untraceable
 from functrain.rewrites._rounding import perhaps_unrounded
+
+# Found all over a step: shown where a rewrite would take them, counted elsewhere.
+_EVERYWHERE = {primitives.dot_general_p, primitives.reduce_sum_p}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,8 +53,9 @@ class Explanation:
     """What `explain` returns; as a string, a table.
 
     Attributes:
-      rows: The equations that some rewrite looks at, in the order they come.
-      others: How many equations there are that none looks at.
+      rows: The equations that some rewrite looks at, in the order they come; products and sums only
+        where a rewrite would take them.
+      others: How many other equations there are.
       note: Why nothing at all is rewritten, "" where that is not so.
 
     Examples:
@@ -117,7 +122,7 @@ def explain(
         return Explanation((), 0, f"Runs as it was, for {error}")
     if chosen == "off":
         note = f"Runs as it was: rewrites are off (backend: {jax.default_backend()})."
-        return _explanation(closed, lambda eqn: ("", "rewrites are off"), note)
+        return _explanation(closed, lambda eqn: _left(eqn, "rewrites are off"), note)
     failures = _optimize.rewritten(closed, chosen)[1]
     note = "\n".join(f"A rewrite failed and is left out: {failure}" for failure in failures)
     failed = [getattr(failure, "rewrite", None) for failure in failures]
@@ -128,7 +133,7 @@ def explain(
         """Returns the rule's name and reason, or why there is none."""
         rule = first_that_applies(rules, eqn)
         if rule is None:
-            return "", "none is known to pay here"
+            return _left(eqn, "none is known to pay here")
         if chosen == "auto":
             return rule.name, rule.reason
         exact = first_that_applies(rules, eqn, exact=True)
@@ -161,10 +166,10 @@ def _explanation(
     rows: dict[tuple[str, ...], Row] = {}
     others = 0
     for eqn, inside in _all(closed):
-        if eqn.primitive not in looked_at:
+        rule, reason = _left(eqn, inside) if inside else verdict(eqn)
+        if eqn.primitive not in looked_at or not (rule or reason):
             others += 1
             continue
-        rule, reason = ("", inside) if inside else verdict(eqn)
         key = (eqn.primitive.name, types(eqn), rule, reason)
         known = rows.get(key)
         rows[key] = (
@@ -173,6 +178,11 @@ def _explanation(
             else Row(*key[:2], count=1, rule=rule, reason=reason, where=place(eqn))
         )
     return Explanation(tuple(rows.values()), others, note)
+
+
+def _left(eqn: core.JaxprEqn, why: str) -> tuple[str, str]:
+    """Returns no rule and why; nothing of those that every step is full of."""
+    return "", "" if eqn.primitive in _EVERYWHERE else why
 
 
 def _perhaps_unrounded(jaxpr: Any) -> set[Any]:
