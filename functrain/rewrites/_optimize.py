@@ -12,6 +12,7 @@ from jax.extend import core
 
 from functrain.rewrites._frame import Rewrite, RewriteError, retype, rewrite_jaxpr
 from functrain.rewrites.argmax import argmax, argmin
+from functrain.rewrites.attention_gradient import attention_gradient
 from functrain.rewrites.batch_groups import batch_groups
 from functrain.rewrites.canonical_conv import canonical_conv
 from functrain.rewrites.dense_gradient import dense_gradient
@@ -36,6 +37,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 # In the order they are asked: what one returns is looked at by those after it.
 REWRITES: tuple[Rewrite, ...] = (
     dense_gradient,
+    attention_gradient,
     summed_after,
     trimmed_conv,
     small_depthwise,
