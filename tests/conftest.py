@@ -17,6 +17,7 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # what one process compiled s
     os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
 import hashlib
+import pathlib
 import signal
 from typing import Any
 
@@ -36,6 +37,12 @@ def digest(tree: Any) -> str:
         sha.update(f"{jax.tree_util.keystr(path)} {x.dtype} {x.shape}".encode())
         sha.update(x.tobytes())
     return sha.hexdigest()
+
+
+def pytest_ignore_collect(collection_path: pathlib.Path) -> bool | None:
+    """Doctests are not looked for in what the tests start in processes of their own."""
+    is_script = collection_path.suffix == ".py" and not collection_path.name.startswith("test_")
+    return True if is_script and collection_path.name != "__init__.py" else None
 
 
 @pytest.fixture
