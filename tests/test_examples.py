@@ -1,4 +1,7 @@
-"""Every example runs on a small setting, draws its picture, and says in a line what it lacks."""
+"""Every example runs on a small setting, draws its picture, and says in a line what it lacks.
+
+The site runs all of them; those that take longest are looked at here with the long tests only.
+"""
 
 import os
 import pathlib
@@ -87,6 +90,7 @@ def test_a_training_killed_twice_ends_as_one_that_was_left_alone(tmp_path) -> No
     assert (tmp_path / "resume.png").exists()
 
 
+@pytest.mark.long
 def test_text_is_learned_and_written(tmp_path) -> None:
     output = quick("text.py", tmp_path)
     unigram = number(output, "validation perplexity of", "unigram model")
@@ -95,6 +99,7 @@ def test_text_is_learned_and_written(tmp_path) -> None:
     assert (tmp_path / "text.png").exists()
 
 
+@pytest.mark.long
 def test_a_student_is_better_with_a_teacher_than_alone(tmp_path) -> None:
     output = quick("distillation.py", tmp_path)
     alone = number(output, "the student alone:", "accuracy")
@@ -103,6 +108,7 @@ def test_a_student_is_better_with_a_teacher_than_alone(tmp_path) -> None:
     assert (tmp_path / "distillation.png").exists()
 
 
+@pytest.mark.long
 def test_a_variational_autoencoder_learns_both_its_losses(tmp_path) -> None:
     output = quick("vae.py", tmp_path)
     rec = number(output, "rec:", "validation"), number(output, "rec:", "image,")
@@ -118,6 +124,7 @@ def test_text_beats_the_bigram_model(tmp_path) -> None:
     assert "not below" not in output[-2]
 
 
+@pytest.mark.long
 def test_dcgan_draws_and_goes_on_where_it_was(tmp_path) -> None:
     first = quick("dcgan.py", tmp_path)
     assert number(first, "step 8:", "d") > 0
@@ -127,6 +134,7 @@ def test_dcgan_draws_and_goes_on_where_it_was(tmp_path) -> None:
     assert again[0].startswith("goes on after epoch 2")
 
 
+@pytest.mark.long
 def test_optax_in_keras_trains_with_each_optimizer(tmp_path) -> None:
     output = quick("optax_in_keras.py", tmp_path)
     accuracies = [float(line.split()[-1]) for line in output if "test accuracy" in line]

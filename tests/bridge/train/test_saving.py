@@ -109,10 +109,10 @@ CASES = [
     (dense, evaluated),
     (dense, stopping),
     pytest.param(dense, in_batches, marks=pytest.mark.long),
-    (dense, unshuffled),
+    pytest.param(dense, unshuffled, marks=pytest.mark.long),
     (dense, over_epochs),
     (augmented, plain),
-    (with_ema, evaluated),
+    pytest.param(with_ema, evaluated, marks=pytest.mark.long),
     (half, plain),
 ]
 Build, Arguments = Callable[[], keras.Model], Callable[[], dict[str, Any]]
