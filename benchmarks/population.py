@@ -1,6 +1,6 @@
 """Many models: a population beside models one after another, by hand, by Keras, by processes.
 
-python -m benchmarks.population                # some five minutes on two CPU cores
+python -m benchmarks.population                # some ten minutes on two CPU cores
 python -m benchmarks.population --quick
 """
 
@@ -31,7 +31,7 @@ from benchmarks.workloads import WORKLOADS, Workload
 Way = Callable[[], None]
 
 # Workload, members, steps of a round.
-CASES = (("digits-mlp", 32, 512), ("mnist-mlp", 32, 128), ("mnist-convnet", 16, 2))
+CASES = (("digits-mlp", 32, 512), ("mnist-mlp", 32, 128), ("mnist-convnet", 16, 8))
 QUICK = (("digits-mlp", 8, 128), ("mnist-convnet", 4, 4))
 PROCESSES = 2
 

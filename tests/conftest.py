@@ -24,7 +24,6 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 
 
 def digest(tree: Any) -> str:
@@ -43,17 +42,6 @@ def pytest_ignore_collect(collection_path: pathlib.Path) -> bool | None:
     """Doctests are not looked for in what the tests start in processes of their own."""
     is_script = collection_path.suffix == ".py" and not collection_path.name.startswith("test_")
     return True if is_script and collection_path.name != "__init__.py" else None
-
-
-@pytest.fixture
-def compiled_anew(monkeypatch: pytest.MonkeyPatch):
-    """Every process compiles its programs itself."""
-    monkeypatch.setenv("JAX_ENABLE_COMPILATION_CACHE", "0")
-    jax.config.update("jax_enable_compilation_cache", False)
-    compilation_cache.reset_cache()
-    yield
-    jax.config.update("jax_enable_compilation_cache", True)
-    compilation_cache.reset_cache()
 
 
 @pytest.fixture

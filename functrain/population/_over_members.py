@@ -46,8 +46,6 @@ def over_members(
     """
     members = jax.tree.leaves(stacked)[0].shape[0]
     own = data == "own"
-    if own:
-        _require_own(batch, members)
     size = settled(block, function, stacked, batch, data)
     of_all = jax.vmap(function, in_axes=(0, 0 if own else None))
     if size is None:
@@ -93,9 +91,15 @@ def settled(
     On CPU a convolution of a member fills the caches, as many at once do not: vmapped, 4 MNIST
     convnets took 1.3 times as long as in a loop. Dense members are the faster for it.
     """
-    if block != "auto":
-        members = jax.tree.leaves(stacked)[0].shape[0]
-        return None if block is None or block >= members else block
+    members = jax.tree.leaves(stacked)[0].shape[0]
+    if data == "own":
+        _require_own(batch, members)
+    if block == "auto":
+        block = _by_what_it_does(function, stacked, batch, data)
+    return None if block is None or block >= members else block
+
+
+def _by_what_it_does(function: Function, stacked: PyTree, batch: PyTree, data: Data) -> int | None:
     if jax.default_backend() != "cpu":
         return None
     first = jax.tree.map(lambda x: x[0], stacked)

@@ -92,13 +92,8 @@ def test_only_auto_takes_it() -> None:
 
 
 def test_it_goes_on_inside_shard_map() -> None:
-    mesh, spec = jax.sharding.Mesh(jax.devices()[:2], ("data",)), jax.sharding.PartitionSpec("data")
-    fn = jax.shard_map(attention(False), mesh=mesh, in_specs=spec, out_specs=spec)
-    args = operands(2, 12, 3, 4)
     with ANY_SIZE:
-        got = jax.jit(optimize(fn))(*args)  # a warning would be an error
-    for g, w in zip(got, jax.jit(fn)(*args), strict=True):
-        np.testing.assert_allclose(g, w, rtol=1e-4, atol=1e-5)
+        cases.check_shard_map(attention(False), operands(2, 12, 3, 4))
 
 
 def test_a_scan_of_steps_does_not_depend_on_its_length() -> None:
