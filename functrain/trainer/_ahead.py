@@ -1,6 +1,7 @@
 """What is looked at before the first step, so that no epoch is trained in vain."""
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ from functrain.common._types import PyTree
 from functrain.data._sources import Source
 from functrain.engine._guards import guarded
 from functrain.engine._placement import batch_sharding, require_same_run
+from functrain.engine._programs import cached
 from functrain.hooks._csv import CSVLogger
 from functrain.hooks._early_stopping import EarlyStopping
 from functrain.hooks._evaluate import Evaluate
@@ -57,7 +59,7 @@ def look_ahead(
         as far as that is known: a function among the hooks may add any.
       TypeError: A metric's value is no scalar. And whatever tracing an evaluation raises.
     """
-    like = jax.eval_shape(_tree.copy, state)
+    like = functools.cache(lambda: jax.eval_shape(_tree.copy, state))  # most fits need none
     names = {"loss", *(_metric_names(step) if isinstance(step, MeteredStep) else ())}
     known = True  # that hooks add nothing else
     missing: list[tuple[str, str]] = []
@@ -91,14 +93,21 @@ def _of_one(name: str) -> str:
     return whole if number.isdecimal() else name
 
 
-def _metric_names(step: MeteredStep) -> set[str]:
+def _metric_names(step: MeteredStep) -> frozenset[str]:
+    names: frozenset[str] = cached(
+        step, "metric names", lambda get: functools.cache(lambda: _traced_names(get()))
+    )()
+    return names
+
+
+def _traced_names(step: MeteredStep) -> frozenset[str]:
     with guarded():
         values = jax.eval_shape(step.metrics.compute, step.metrics.init())
     _tree.check_scalars(values)
-    return {path for path, _ in _tree.leaves_with_path(values)}
+    return frozenset(path for path, _ in _tree.leaves_with_path(values))
 
 
-def _require_evaluation(like: PyTree, hook: Evaluate, traces: bool) -> None:
+def _require_evaluation(like: Callable[[], PyTree], hook: Evaluate, traces: bool) -> None:
     """Raises now what the evaluation would raise after an epoch."""
     require_same_run(hook.source, batch_sharding(hook.how["sharding"]), fuse=hook.how["fuse"])
     batch = hook.source.look()
@@ -107,23 +116,26 @@ def _require_evaluation(like: PyTree, hook: Evaluate, traces: bool) -> None:
         return
     try:
         with guarded():
-            jax.eval_shape(hook.step, jax.eval_shape(hook.step.start, like), _tree.shapes(batch))
+            jax.eval_shape(hook.step, jax.eval_shape(hook.step.start, like()), _tree.shapes(batch))
     except Exception as error:
         error.add_note(f"This came from evaluating {hook.source.name}, before the first step.")
         raise
 
 
 def _require_logs(
-    missing: list[tuple[str, str]], names: set[str], like: PyTree, step: Any, data: Any
+    missing: list[tuple[str, str]],
+    names: set[str],
+    like: Callable[[], PyTree],
+    step: Any,
+    data: Any,
 ) -> None:
     """Looks for values among the logs of the step, where its first batch is known."""
     batch = next(Source(data).specs(), None)
     if batch is None:
         return
-    if isinstance(step, MeteredStep):
-        like = jax.eval_shape(step.start, like)
+    carry = jax.eval_shape(step.start, like()) if isinstance(step, MeteredStep) else like()
     with guarded():
-        logs = jax.eval_shape(step, like, _tree.shapes(batch))[1]
+        logs = jax.eval_shape(step, carry, _tree.shapes(batch))[1]
     found = names | {path for path, _ in _tree.leaves_with_path(logs)}
     for argument, name in missing:
         if name not in found:
