@@ -1,7 +1,8 @@
 """Batches of arrays in memory, in an order that is a pure function of seed and epoch."""
 
+import abc
 from collections.abc import Iterator
-from typing import Literal, NoReturn
+from typing import Any, Literal, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,66 @@ from functrain.data import _buffer
 from functrain.data._arrays import host_arrays
 
 
-class ArrayLoader:
+class Seekable(abc.ABC):
+    """Batches any of which can be asked for, by the numbers of its epoch and of itself.
+
+    Attributes:
+      examples: In an epoch.
+      batch_size: Examples per batch, B.
+      drop_remainder: Whether a smaller last batch is left out.
+    """
+
+    examples: int
+    batch_size: int
+    drop_remainder: bool
+
+    def __len__(self) -> int:
+        """Batches per epoch, a smaller last one included."""
+        whole, rest = divmod(self.examples, self.batch_size)
+        return whole + (rest > 0 and not self.drop_remainder)
+
+    def __iter__(self) -> NoReturn:
+        """Refused: a loader without state cannot know which epoch is meant."""
+        name = type(self).__name__
+        article = "an" if name[0] in "AEIOU" else "a"
+        raise TypeError(
+            f"{article} {name} is iterated epoch by epoch: `for batch in loader.epoch(0)`. The "
+            "order is a function of the epoch's number, so it has to be told."
+        )
+
+    @property
+    def full_batches(self) -> int:
+        """Batches per epoch that hold `batch_size` examples."""
+        return self.examples // self.batch_size
+
+    @property
+    def remainder(self) -> int:
+        """Examples in the last batch where it is smaller; 0 where it is not."""
+        return self.examples % self.batch_size
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[PyTree]:
+        """Yields the batches of an epoch, from number `start` on."""
+        for index in range(start, len(self)):
+            yield self.batch(epoch, index)
+
+    @abc.abstractmethod
+    def batch(self, epoch: int, index: int) -> PyTree:
+        """Returns one batch; the last may be smaller."""
+
+    @abc.abstractmethod
+    def chunk(self, epoch: int, start: int, k: int) -> PyTree:
+        """Returns the K full batches from number `start` on, stacked."""
+
+    @abc.abstractmethod
+    def shapes(self, examples: int) -> PyTree:
+        """Returns the shapes and dtypes of a batch of so many examples."""
+
+    @abc.abstractmethod
+    def fingerprint(self) -> dict[str, Any]:
+        """Returns what tells these batches from others, for a run that goes on with them."""
+
+
+class ArrayLoader(Seekable):
     """Cuts a pytree of arrays into batches; any position can be sought.
 
     It has no state: the order of an epoch is a pure function of the seed and the epoch's number,
@@ -94,28 +154,6 @@ class ArrayLoader:
             placement=self.placement,
         )
 
-    def __len__(self) -> int:
-        """Batches per epoch, a smaller last one included."""
-        whole, rest = divmod(self.examples, self.batch_size)
-        return whole + (rest > 0 and not self.drop_remainder)
-
-    def __iter__(self) -> NoReturn:
-        """Refused: a loader without state cannot know which epoch is meant."""
-        raise TypeError(
-            "an ArrayLoader is iterated epoch by epoch: `for batch in loader.epoch(0)`. The "
-            "order is a function of the epoch's number, so it has to be told."
-        )
-
-    @property
-    def full_batches(self) -> int:
-        """Batches per epoch that hold `batch_size` examples."""
-        return self.examples // self.batch_size
-
-    @property
-    def remainder(self) -> int:
-        """Examples in the last batch where it is smaller; 0 where it is not."""
-        return self.examples % self.batch_size
-
     def order(self, epoch: int) -> np.ndarray:
         """Returns the order of the examples in an epoch, `i64[N]`."""
         if not self.shuffle:
@@ -143,10 +181,18 @@ class ArrayLoader:
         rows = self._take(epoch, start * size, (start + k) * size)
         return jax.tree.map(lambda x: x.reshape(k, size, *x.shape[1:]), rows)
 
-    def epoch(self, epoch: int, start: int = 0) -> Iterator[PyTree]:
-        """Yields the batches of an epoch, from number `start` on."""
-        for index in range(start, len(self)):
-            yield self.batch(epoch, index)
+    def shapes(self, examples: int) -> PyTree:
+        """Returns the shapes and dtypes of a batch of so many examples."""
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct((examples, *x.shape[1:]), x.dtype), self.data
+        )
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Returns what tells these batches from others, for a run that goes on with them."""
+        names = ("examples", "batch_size", "shuffle", "seed", "drop_remainder")
+        known = {name: getattr(self, name) for name in names}
+        like = {path: _tree.strong_spec(x) for path, x in _tree.leaves_with_path(self.shapes(1))}
+        return {"data": "ArrayLoader", **known, "batch": like}
 
     def _take(self, epoch: int, start: int, stop: int) -> PyTree:
         """Copies the examples at some places of an epoch's order: `data` may change later."""

@@ -100,6 +100,12 @@ class LocalPass:
     def __init__(self, inner: Any, local: Local, name: str) -> None:
         self._inner, self._local, self._name = inner, local, name
 
+    @property
+    def knows_sizes(self) -> bool:
+        """Whether all batches are known to be alike, but for a smaller last one."""
+        known: bool = self._inner.knows_sizes
+        return known
+
     def usual(self) -> tuple[Spec, PyTree] | None:
         """Returns what batches of full size are like, if that is known."""
         found = self._inner.usual()

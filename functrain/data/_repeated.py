@@ -100,6 +100,10 @@ class _Part:
         self._whole, self._left = whole, left
         self.taken = 0
 
+    @property
+    def knows_sizes(self) -> bool:
+        return self._whole.knows_sizes
+
     def usual(self) -> tuple[Spec, PyTree] | None:
         return self._whole.usual()
 

@@ -9,12 +9,11 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from functrain.common import _tree
 from functrain.common._gather import of_each_process
 from functrain.common._types import PyTree
 from functrain.data._arrays import refuse_numbers
 from functrain.data._glimpse import Glimpse, compared, glimpse
-from functrain.data._loader import ArrayLoader
+from functrain.data._loader import Seekable
 from functrain.data._local import Local, LocalPass
 from functrain.data._resuming import Mark, Place
 from functrain.data._stacks import Spec, Stack, filled
@@ -22,9 +21,11 @@ from functrain.data._stream import Made, StreamPass, stream
 
 
 class ArrayPass:
-    """A pass over an `ArrayLoader`: full batches are gathered K at a time."""
+    """A pass over a loader that can be sought: full batches are gathered K at a time."""
 
-    def __init__(self, loader: ArrayLoader, epoch: int, batch: int) -> None:
+    knows_sizes = True
+
+    def __init__(self, loader: Seekable, epoch: int, batch: int) -> None:
         self._loader, self._epoch, self._next = loader, epoch, batch
 
     def _examples(self) -> int:
@@ -33,7 +34,7 @@ class ArrayPass:
 
     def usual(self) -> tuple[Spec, PyTree] | None:
         """Returns what batches of full size are like."""
-        return self._loader.batch_size, _specs_of(self._loader, self._loader.batch_size)
+        return self._loader.batch_size, self._loader.shapes(self._loader.batch_size)
 
     def spec(self) -> Spec | None:
         """Returns the next batch's number of examples."""
@@ -41,7 +42,7 @@ class ArrayPass:
 
     def peek(self) -> PyTree:
         """Returns the shapes of the next batch, which is not made yet."""
-        return _specs_of(self._loader, self._examples())
+        return self._loader.shapes(self._examples())
 
     def take(self, most: int, k: int) -> Stack:
         """Gathers the next batches."""
@@ -56,7 +57,14 @@ class ArrayPass:
 
 
 class Pass(Protocol):
-    """A pass over data: `spec` and `peek` look at the next batch, `take` hands out batches."""
+    """A pass over data: `spec` and `peek` look at the next batch, `take` hands out batches.
+
+    Attributes:
+      knows_sizes: Whether all batches are known to be alike, but for a smaller last one.
+    """
+
+    @property
+    def knows_sizes(self) -> bool: ...
 
     def usual(self) -> tuple[Spec, PyTree] | None:
         """Returns what batches of full size are like, if that is known."""
@@ -90,7 +98,7 @@ class Source:
     def __init__(self, data: Any, name: str = "data") -> None:
         self.local = data if isinstance(data, Local) else None
         data = data.data if isinstance(data, Local) else data
-        if not isinstance(data, ArrayLoader):
+        if not isinstance(data, Seekable):
             _require_iterable(data, name)
         self.data = data
         self.name = name
@@ -109,7 +117,7 @@ class Source:
     @property
     def can_seek(self) -> bool:
         """Whether any batch can be asked for at any time."""
-        return isinstance(self.data, ArrayLoader)
+        return isinstance(self.data, Seekable)
 
     @property
     def steps(self) -> int | None:
@@ -140,9 +148,9 @@ class Source:
 
     def _own_specs(self) -> Iterator[PyTree]:
         if self.can_seek:
-            yield _specs_of(self.data, self.data.batch_size)
+            yield self.data.shapes(self.data.batch_size)
             if len(self.data) > self.data.full_batches:
-                yield _specs_of(self.data, self.data.remainder)
+                yield self.data.shapes(self.data.remainder)
         elif isinstance(self.data, list | tuple):
             for batch in (self.data[0], self.data[-1]):
                 yield jax.tree.map(lambda x: x if hasattr(x, "shape") else np.asarray(x), batch)
@@ -192,9 +200,8 @@ class Source:
 
     def _own_fingerprint(self) -> dict[str, Any]:
         if self.can_seek:
-            names = ("examples", "batch_size", "shuffle", "seed", "drop_remainder")
-            known = {name: getattr(self.data, name) for name in names}
-            return {"data": "ArrayLoader", **known, "batch": _words(_specs_of(self.data, 1))}
+            found: dict[str, Any] = self.data.fingerprint()
+            return found
         return {"data": type(self.data).__name__, "batches": self.steps}
 
     def watch(self) -> None:
@@ -292,16 +299,6 @@ class Source:
 def as_source(data: Any, name: str = "data") -> Source:
     """Returns a source of what `Source` takes, or the one that is given."""
     return data if isinstance(data, Source) else Source(data, name)
-
-
-def _specs_of(loader: ArrayLoader, examples: int) -> PyTree:
-    return jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct((examples, *x.shape[1:]), x.dtype), loader.data
-    )
-
-
-def _words(batch: PyTree) -> dict[str, str]:
-    return {path: _tree.strong_spec(x) for path, x in _tree.leaves_with_path(batch)}
 
 
 def _require_iterable(data: Any, name: str) -> None:

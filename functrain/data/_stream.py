@@ -40,6 +40,8 @@ class StreamPass:
     If the iterator raises, what came before is handed out first.
     """
 
+    knows_sizes = False
+
     def __init__(
         self, items: Iterator[Item], first: Item | None = None, place: Place | None = None
     ) -> None:

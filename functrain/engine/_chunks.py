@@ -65,7 +65,7 @@ def chunked(
             if last:
                 raise ValueError(_SMALLER.format(where=where, step=at - 1))
             last = not alike
-            if last:
+            if last and not batches.knows_sizes:
                 _require_smaller(plan.batch, batches.peek(), where, at)
         k = plan.k if alike else 1
         room = until(at) if alike else None

@@ -12,7 +12,12 @@ from functrain.engine._driver import Driver
 from functrain.engine._plan import FuseArg, Plan
 from functrain.engine._programs import Kind
 from functrain.loop._compute import computed
-from functrain.loop._require import require_batches, require_eval_step, require_state
+from functrain.loop._require import (
+    require_batches,
+    require_eval_step,
+    require_own_data_wanted,
+    require_state,
+)
 from functrain.metrics._metric import Metered
 from functrain.rewrites import Mode
 from functrain.step._metered import MeteredStep
@@ -75,6 +80,7 @@ def evaluate(
     require_eval_step(step)
     where = _placement.batch_sharding(sharding)
     source = as_source(data)
+    require_own_data_wanted(step, source)
     _placement.require_divisible(source, where)
     _placement.require_same_run(source, where, fuse=fuse)
     place = _placement.chunk_placement(where)

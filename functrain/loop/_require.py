@@ -6,6 +6,7 @@ from functrain.common import _repr
 from functrain.common._checks import is_whole
 from functrain.common._process import require_own_jax
 from functrain.common._types import PyTree
+from functrain.data._sources import Source
 from functrain.engine._fuse import Fused
 from functrain.model._model import Model
 from functrain.step._check import check_step
@@ -59,6 +60,16 @@ def require_training_step(step: Any) -> None:
         raise TypeError(
             f"step: expected (state, batch) -> (state, logs), got {step!r}, which takes {step.k} "
             f"batches at once. Pass the step itself, and fuse={step.k}: loops fuse."
+        )
+
+
+def require_own_data_wanted(step: Any, source: Source) -> None:
+    """Refuses batches that are a part for each member where all members would see all of them."""
+    if getattr(source.data, "of_members", False) and getattr(step, "shares_batches", False):
+        raise ValueError(
+            f"{source.name}: expected batches that all members see, got {source.data!r}, of which "
+            "each member has its own. Make the step with functrain.population.step(step, "
+            'data="own").'
         )
 
 

@@ -16,7 +16,12 @@ from functrain.engine._position import Position, require_position
 from functrain.engine._trigger import Trigger, longest_stretch
 from functrain.loop._events import Event, LogsReady
 from functrain.loop._loop import Loop
-from functrain.loop._require import require_epochs, require_state, require_training_step
+from functrain.loop._require import (
+    require_epochs,
+    require_own_data_wanted,
+    require_state,
+    require_training_step,
+)
 from functrain.loop._saving import Part, Resumed, Saving
 from functrain.rewrites import Mode
 from functrain.step._metered import MeteredStep
@@ -140,6 +145,7 @@ def begin(
     require_training_step(step)
     require_epochs(epochs)
     source = as_source(data)
+    require_own_data_wanted(step, source)
     at = require_position(start)
     if source.steps and at.batch >= source.steps:
         at = Position(at.step, at.epoch + 1)

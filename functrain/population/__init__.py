@@ -4,6 +4,7 @@ Files:
   _state: the stacked states, and how they come to be and come apart
   _hyperparameters: learning rates and the like, one a member
   _over_members: a function of one member as one of all: at once, or in blocks
+  _loader: batches of which each member has its own
   _kept: the step of all that leaves those that are stopped as they are
   _step: the step over all members
   _predict: what they predict together
@@ -17,6 +18,7 @@ from functrain.population._autotune import autotune as autotune
 from functrain.population._early_stopping import EarlyStopping as EarlyStopping
 from functrain.population._hyperparameters import hyperparameters as hyperparameters
 from functrain.population._hyperparameters import with_hyperparameters as with_hyperparameters
+from functrain.population._loader import Loader as Loader
 from functrain.population._predict import predict_step as predict_step
 from functrain.population._select import resample as resample
 from functrain.population._select import select as select
@@ -28,6 +30,7 @@ from functrain.population._step import step as step
 __all__ = [
     "BlockTuning",
     "EarlyStopping",
+    "Loader",
     "PopulationState",
     "autotune",
     "create",

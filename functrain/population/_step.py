@@ -101,6 +101,11 @@ class PopulationStep:
     how: _How
     is_population = True
 
+    @property
+    def shares_batches(self) -> bool:
+        """Whether all members see each batch."""
+        return self.how.data == "shared"
+
     def __repr__(self) -> str:
         return _repr.call(self, member=self.member, data=self.how.data, block=self.how.block)
 
@@ -118,6 +123,11 @@ class MeteredPopulationStep(MeteredStep):
     member: MeteredStep = None  # type: ignore[assignment]  # fields after those with defaults
     how: _How = _How("shared", "auto", False)
     is_population = True
+
+    @property
+    def shares_batches(self) -> bool:
+        """Whether all members see each batch."""
+        return self.how.data == "shared"
 
     def __post_init__(self) -> None:
         """Leaves the metrics as the member's step has made them."""

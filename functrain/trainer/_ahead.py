@@ -20,7 +20,7 @@ from functrain.hooks._logger import Logger
 from functrain.hooks._profile import Profile
 from functrain.hooks._sample import Sample
 from functrain.hooks._terminate_on_nan import TerminateOnNaN
-from functrain.loop._require import require_batches
+from functrain.loop._require import require_batches, require_own_data_wanted
 from functrain.step._metered import MeteredStep
 
 _OF_MEMBERS = {
@@ -110,6 +110,7 @@ def _traced_names(step: MeteredStep) -> frozenset[str]:
 def _require_evaluation(like: Callable[[], PyTree], hook: Evaluate, traces: bool) -> None:
     """Raises now what the evaluation would raise after an epoch."""
     require_same_run(hook.source, batch_sharding(hook.how["sharding"]), fuse=hook.how["fuse"])
+    require_own_data_wanted(hook.step, hook.source)
     batch = hook.source.look()
     require_batches(int(batch is not None), name=hook.source.name)
     if not traces or not hook.how["jit"]:

@@ -82,6 +82,49 @@ def test_own_data_are_a_part_for_each_member() -> None:
         )
 
 
+@pytest.mark.parametrize(("placement", "fuse"), [("host", 5), ("device", 1)])
+def test_a_loader_for_each_member_is_what_the_member_would_see_alone(placement, fuse) -> None:
+    own = [loader(20, seed=i, placement=placement) for i in range(MEMBERS)]  # the last is smaller
+    together = ft.fit(
+        population(),
+        of_all(METERED, data="own"),
+        ft.population.Loader(own),
+        epochs=2,
+        fuse=fuse,
+        verbose=0,
+        eval_data=ft.population.Loader(own[::-1]),
+        eval_step=of_all(EVAL, data="own"),
+    )
+    for i in range(MEMBERS):
+        evaluated = {"eval_data": own[::-1][i], "eval_step": EVAL}
+        state, history = ft.fit(alone(i), METERED, own[i], epochs=2, verbose=0, **evaluated)
+        assert_close(together.state[i], state)
+        for name in ("loss", "accuracy", "val_loss", "val_accuracy"):
+            np.testing.assert_allclose(
+                together.history.epochs[name][:, i], history.epochs[name], rtol=1e-4
+            )
+
+
+def test_a_run_on_loaders_of_members_goes_on_to_the_bit(tmp_path) -> None:
+    step = of_all(METERED, data="own")
+    data = ft.population.Loader([loader(seed=i) for i in range(MEMBERS)])
+    straight = ft.fit(population(), step, data, epochs=2, verbose=0)
+
+    def die(event: ft.Event) -> None:
+        if event.step == 8:
+            raise KeyboardInterrupt
+
+    saved = ft.Checkpointer(tmp_path, every=ft.every(steps=4))
+    hooks = [ft.every(steps=8)(die)]
+    with pytest.raises(KeyboardInterrupt):
+        ft.fit(population(), step, data, epochs=2, checkpointer=saved, hooks=hooks, verbose=0)
+    resumed = ft.fit(population(), step, data, epochs=2, checkpointer=saved, verbose=0)
+    assert bits(resumed.state) == bits(straight.state)
+    other = ft.population.Loader([loader(seed=i + 1) for i in range(MEMBERS)])
+    with pytest.raises(ValueError, match="seed"):
+        ft.fit(population(), step, other, epochs=3, checkpointer=saved, verbose=0)
+
+
 def test_each_member_is_evaluated_as_it_would_be_alone() -> None:
     data = loader(batch_size=20, shuffle=False)
     values = ft.evaluate(population(), of_all(EVAL), data)

@@ -117,6 +117,32 @@ def test_a_shared_batch_for_own_data_is_refused_before_a_step() -> None:
         ft.fit(make(), of_all(PLAIN, data="own"), loader(), verbose=0)
 
 
+def test_loaders_of_members_that_do_not_match_are_refused() -> None:
+    with pytest.raises(ValueError, match="got none"):
+        P.Loader([])
+    with pytest.raises(TypeError, match=r"for member 1(?s:.*)numpy\.stack"):
+        P.Loader([loader(), [(X, Y)]])
+    with pytest.raises(ValueError, match=r"member 1\n  batch_size: 16 and 8"):
+        P.Loader([loader(16), loader(8)])
+    with pytest.raises(ValueError, match=r"examples: 96 and 90"):
+        P.Loader([loader(), ft.ArrayLoader((X[:90], Y[:90]), 16)])
+    with pytest.raises(ValueError, match=r"float32\[1, 8\](?s:.*)float64\[1, 8\]"):
+        P.Loader([loader(), ft.ArrayLoader((X.astype("f8"), Y), 16)])
+    whole = [ft.ArrayLoader((X[:n], Y[:n]), 16, drop_remainder=True) for n in (95, 80)]
+    assert len(P.Loader(whole)) == 5
+
+
+def test_batches_for_each_member_are_refused_where_all_would_see_all_of_them() -> None:
+    own = P.Loader([loader(seed=i) for i in range(3)])
+    with pytest.raises(ValueError, match=r"data: (?s:.*)data=\"own\""):
+        ft.fit(make(), of_all(PLAIN), own, verbose=0)
+    with pytest.raises(ValueError, match=r"data: (?s:.*)data=\"own\""):
+        ft.evaluate(make(), of_all(EVAL), own)
+    step = of_all(PLAIN, data="own")
+    with pytest.raises(ValueError, match=r"eval_data: (?s:.*)data=\"own\""):
+        ft.fit(make(), step, own, eval_data=own, eval_step=of_all(EVAL), verbose=0)
+
+
 def test_values_to_select_by_are_one_a_member() -> None:
     with pytest.raises(ValueError, match=r"each of the 3 members"):
         P.select(make(), by=np.ones((4, 3)), mode="min")
