@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 import keras
 import optax
+from jax.sharding import NamedSharding, PartitionSpec
 from benchmarks.jax_ways import adam
 from benchmarks.workloads import WORKLOADS, Workload
 
@@ -34,6 +35,7 @@ Way = Callable[[], None]
 CASES = (("digits-mlp", 32, 512), ("mnist-mlp", 32, 128), ("mnist-convnet", 16, 8))
 QUICK = (("digits-mlp", 8, 128), ("mnist-convnet", 4, 4))
 PROCESSES = 2
+DEVICES = 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -42,6 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--quick", action="store_true", help="fewer and smaller, for a look")
     args = parser.parse_args(arguments)
+    jax.config.update("jax_num_cpu_devices", DEVICES)  # one program on each of them
     for name, members, steps in QUICK if args.quick else CASES:
         table = Table(f"{members} × {name}", "µs / member-step", "relative")
         rows = measured(WORKLOADS[name], members, steps, 2 if args.quick else args.rounds)
@@ -102,6 +105,11 @@ def ways(workload: Workload, members: int, steps: int) -> dict[str, Way]:
         program = ft.fuse(over_all, steps)
         return lambda: train(program, stacked, batches)
 
+    mesh = ft.sharding.mesh({"members": -1})
+    divided = jax.device_put(stacked, NamedSharding(mesh, PartitionSpec("members")))
+    everywhere = jax.device_put(batches, NamedSharding(mesh, PartitionSpec()))
+    on_devices = ft.fuse(ft.population.step(step), steps)
+
     @jax.jit
     def by_hand(states: Any, batches: Any) -> Any:
         return jax.lax.scan(jax.vmap(step, in_axes=(0, None)), states, batches)
@@ -110,6 +118,7 @@ def ways(workload: Workload, members: int, steps: int) -> dict[str, Way]:
         "one after another, each fused": one_after_another,
         "population, fused": fused(over_all),
         f"population, block={other}": fused(ft.population.step(step, block=other)),
+        f"population over {DEVICES} devices, fused": lambda: train(on_devices, divided, everywhere),
         "population, ft.fit": lambda: ft.fit(stacked, over_all, loader, verbose=0),
         "by hand: jit(scan(vmap))": lambda: train(by_hand, stacked.states, batches),
         "Keras fit in a loop": keras_fit,
