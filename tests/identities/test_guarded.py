@@ -31,7 +31,12 @@ SGD = optax.sgd(0.1, momentum=0.9)
 
 @pytest.mark.parametrize(
     ("kind", "tx"),
-    [("batch_norm", SGD), ("narrow", CLIPPED), ("dropout", CLIPPED), ("convolutional", SGD)],
+    [
+        ("batch_norm", SGD),
+        ("dropout", CLIPPED),
+        pytest.param("narrow", CLIPPED, marks=pytest.mark.long),
+        pytest.param("convolutional", SGD, marks=pytest.mark.long),
+    ],
 )
 def test_skip_non_finite_changes_no_bit_of_a_finite_run(kind, tx) -> None:
     plain = trained(kind, tx, lambda opt_state: opt_state)

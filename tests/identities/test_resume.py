@@ -44,7 +44,12 @@ LIVES = [
 ]
 
 
-@pytest.mark.parametrize("name", TRAININGS)
+QUICK = ("mlp_with_dropout", "convnet_with_batch_norm", "population_of_mlps")
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.long) for n in TRAININGS]
+)
 def test_a_training_that_ended_again_and_again_is_the_one_that_never_did(
     name: str, tmp_path: pathlib.Path
 ) -> None:

@@ -65,6 +65,7 @@ def printed(program: str, *arguments: str) -> float:
     return float(done.stdout)
 
 
+@pytest.mark.long
 def test_history_of_a_million_single_steps_takes_megabytes() -> None:
     assert printed(HISTORY) < 400  # bytes a step, of six logs; 24 are the numbers themselves
 

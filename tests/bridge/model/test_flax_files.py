@@ -32,7 +32,7 @@ CONFIGURED = {
 }
 
 
-QUICK = ("fields", "a function", "a Keras model")
+QUICK = ("a function", "a Keras model")
 
 
 @pytest.mark.parametrize(
