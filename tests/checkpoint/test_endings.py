@@ -41,7 +41,12 @@ ENDS = {
 }
 
 
-@pytest.mark.parametrize("name", ENDS)
+QUICK = ("the script ends", "an error")
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.long) for n in ENDS]
+)
 def test_a_save_under_way_when_the_interpreter_ends_is_finished(tmp_path, name) -> None:
     end, code, says = ENDS[name]
     done = subprocess.run(

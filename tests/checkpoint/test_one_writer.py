@@ -263,6 +263,7 @@ def test_two_processes_that_save_to_one_path_leave_a_whole_one_and_readers_never
     assert os.listdir(tmp_path) == ["c"]
 
 
+@pytest.mark.long
 def test_a_process_that_reads_is_not_disturbed_by_retention(tmp_path) -> None:
     program = f"""
 import sys, numpy as np, functrain as ft

@@ -8,6 +8,8 @@ import subprocess
 import sys
 import textwrap
 
+import pytest
+
 HERE = pathlib.Path(__file__).parent
 ROOT = str(HERE.parent.parent)
 
@@ -48,6 +50,7 @@ def train(processes: int, directory: pathlib.Path, epochs: int) -> list[list[str
     return ended(start(processes, program, str(directory), str(epochs)))
 
 
+@pytest.mark.long
 def test_sigterm_to_one_process_ends_all_at_one_step_and_they_go_on_to_the_same_bits(
     tmp_path: pathlib.Path,
 ) -> None:

@@ -200,5 +200,5 @@ def inputs_without_targets() -> Case:
 
 
 @CASES.each
-def test_fit_equals_keras_to_the_bit_whatever_is_fused(make: Any) -> None:
-    parity.assert_fits_as_keras(make)
+def test_fit_equals_keras_to_the_bit_whatever_is_fused(make: Any, fuses: Any) -> None:
+    parity.assert_fits_as_keras(make, fuses)
