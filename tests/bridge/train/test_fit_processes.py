@@ -47,6 +47,7 @@ def test_fits_evaluations_and_predictions_are_those_of_one_process(
 
 
 # Of a grain.MapDataset, Keras's own fit says so at the end of the second epoch.
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:Your input ran out of data")
 def test_each_process_may_read_its_part_of_the_data(
     tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
