@@ -1,5 +1,6 @@
 """A pass over data that collects a model's outputs."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ from functrain.engine._chunks import chunked
 from functrain.engine._driver import Driver
 from functrain.engine._guards import guarded
 from functrain.engine._plan import FuseArg, Plan, nbytes
-from functrain.engine._programs import Kind
+from functrain.engine._programs import Kind, Program, cached
 from functrain.loop._require import require_batches, require_state
 from functrain.rewrites import Mode
 from functrain.step._eval import check_predict_step
@@ -86,8 +87,13 @@ def predict(
 
 
 def _row_bytes(step: Step[Any], state: PyTree, batch: PyTree) -> int:
+    outputs: Any = cached(step, "outputs", _outputs)  # traced once, not at every call
     with guarded():
-        return nbytes(jax.eval_shape(lambda state, batch: step(state, batch)[1], state, batch))
+        return nbytes(outputs.eval_shape(state, batch))
+
+
+def _outputs(get: Callable[[], Step[Any]]) -> Program:
+    return jax.jit(lambda state, batch: get()(state, batch)[1])
 
 
 def _require_order(data: Any) -> None:
