@@ -14,7 +14,7 @@ from functrain.engine import _placement, _rows
 from functrain.engine._chunks import chunked
 from functrain.engine._driver import Driver
 from functrain.engine._guards import guarded
-from functrain.engine._plan import FuseArg, Plan, nbytes
+from functrain.engine._plan import FuseArg, Plan, nbytes, stretch_of_prediction
 from functrain.engine._programs import Kind, Program, cached
 from functrain.loop._require import require_batches, require_state
 from functrain.rewrites import Mode
@@ -79,7 +79,11 @@ def predict(
     driver = Driver(step, PREDICTION, rewrites=rewrites, jit=jit, place=place)
     driver.begin((), _placement.on_mesh(state, where))
 
-    plan = Plan(fuse, row_bytes=lambda batch: _row_bytes(step, state, batch) if jit else 0)
+    plan = Plan(
+        fuse,
+        row_bytes=lambda batch: _row_bytes(step, state, batch) if jit else 0,
+        stretches=lambda: [stretch_of_prediction(source.full_steps)],
+    )
     chunks = chunked(source.begin(0), plan, lambda _: None, where="the data")
     parts = _rows.fetched((driver.run(chunk), chunk.steps) for chunk in chunks)
     require_batches(len(parts))
