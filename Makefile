@@ -54,6 +54,10 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks.saving
 	$(BIN)/python -m benchmarks.logging
 	$(BIN)/python -m benchmarks.population
+	$(BIN)/python -m benchmarks.predict $(filter --quick,$(ARGS)) $(PEERS)
+
+# Those whose environments have been made: see bench-peers.
+PEERS = $(foreach peer,tensorflow torch,$(if $(wildcard .venv-$(peer)/.ready),--python $(peer)=.venv-$(peer)/bin/python))
 
 # Keras on TensorFlow and on torch, in environments of their own.
 bench-peers: $(READY) .venv-tensorflow/.ready .venv-torch/.ready

@@ -11,8 +11,8 @@ import json
 import os
 import pathlib
 import sys
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from rich.console import Console
 
@@ -25,13 +25,34 @@ from benchmarks.workloads import WORKLOADS, Workload
 
 OUTPUT = pathlib.Path(__file__).parent / "output"
 BIG_ROUNDS = 3
+
+
+class Known(NamedTuple):
+    """What can be measured by one command.
+
+    Attributes:
+      name: Of the command.
+      says: What it does, for `--help`.
+      ways: By name.
+      workloads: By name; those that are measured where nothing is said.
+      output: The folder for the results.
+    """
+
+    name: str
+    says: str | None
+    ways: Mapping[str, Way]
+    workloads: Mapping[str, Workload]
+    output: pathlib.Path
+
+
+TRAINING = Known("benchmarks", __doc__, WAYS, WORKLOADS, OUTPUT)
 # Losses of equal work may part by what other kernels round otherwise: little in a first epoch.
 DISAGREE = 0.02
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, known: Known | None = None) -> int:
     """Runs the command line; returns the exit status."""
-    args = parse(arguments)
+    args = parse(arguments, known or TRAINING)
     console = Console()
     if not console.is_terminal:
         console = Console(width=110)  # a log: the tables need their columns
@@ -76,12 +97,12 @@ def write(results: dict[str, Any], folder: pathlib.Path) -> None:
     report.draw(results, folder / "results.png")
 
 
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+def parse(arguments: Sequence[str] | None, known: Known = TRAINING) -> argparse.Namespace:
     """Parses the command line, and turns names into workloads and ways."""
     parser = argparse.ArgumentParser(
-        "benchmarks",
-        description=__doc__,
-        epilog="ways:\n" + "\n".join(f"  {way.name:24}  {way.label}" for way in WAYS.values()),
+        known.name,
+        description=known.says,
+        epilog="ways:\n" + "\n".join(f"  {w.name:27}  {w.label}" for w in known.ways.values()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--quick", action="store_true", help="small workloads, 3 rounds")
@@ -89,7 +110,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--ways", help="comma-separated; see below")
     parser.add_argument("--rounds", type=int, help="default 5")
     parser.add_argument("--steps", type=int, help="per call, in place of each workload's own")
-    parser.add_argument("--output", type=pathlib.Path, default=OUTPUT)
+    parser.add_argument("--output", type=pathlib.Path, default=known.output)
     parser.add_argument(
         "--python",
         action="append",
@@ -100,17 +121,17 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     args = parser.parse_args(arguments)
     args.pythons = {"jax": sys.executable, **dict(item.split("=", 1) for item in args.python)}
     args.rounds = args.rounds or (3 if args.quick else 5)
-    small = [name for name, workload in WORKLOADS.items() if workload.quick]
-    default = small if args.quick else list(WORKLOADS)
+    small = [name for name, workload in known.workloads.items() if workload.quick]
+    default = small if args.quick else list(known.workloads)
     args.workloads = _chosen(parser, WORKLOADS, args.workloads, default)
-    runnable = [name for name, way in WAYS.items() if way.backend in args.pythons]
-    args.ways = _chosen(parser, WAYS, args.ways, runnable)
+    runnable = [name for name, way in known.ways.items() if way.backend in args.pythons]
+    args.ways = _chosen(parser, known.ways, args.ways, runnable)
     _require_pythons(parser, args.ways, args.pythons)
     return args
 
 
 def _chosen(
-    parser: argparse.ArgumentParser, known: dict[str, Any], names: str | None, default: list[str]
+    parser: argparse.ArgumentParser, known: Mapping[str, Any], names: str | None, default: list[str]
 ) -> list[Any]:
     wanted = names.split(",") if names else default
     unknown = sorted(set(wanted) - set(known))

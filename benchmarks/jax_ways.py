@@ -9,7 +9,7 @@ import optax
 
 import bridge
 import functrain as ft
-from benchmarks.keras_ways import Run, compiled, fitting
+from benchmarks.keras_ways import Run, compiled, fitting, predicting
 from benchmarks.workloads import Workload
 
 Totals = dict[str, jax.Array]  # what is summed over an epoch: the loss, and the hits
@@ -82,6 +82,24 @@ def bridge_fit(workload: Workload, verbose: int = 0) -> Run:
 def bridge_fit_bar(workload: Workload) -> Run:
     """The same with Keras's progress bar."""
     return bridge_fit(workload, verbose=1)
+
+
+def functrain_predict(workload: Workload) -> Run:
+    """`functrain.predict` of a Keras model as a function."""
+    net = workload.model()
+    state = bridge.create_state(net, adam())
+    step = ft.predict_step(bridge.from_keras(net))
+    return predicting(
+        workload, lambda x: ft.predict(state, step, ft.ArrayLoader(x, workload.batch))
+    )
+
+
+def bridge_predict(workload: Workload) -> Run:
+    """`bridge.predict` of the compiled Keras model."""
+    model = compiled(workload)
+    return predicting(
+        workload, lambda x: bridge.predict(model, x, batch_size=workload.batch, verbose=0)
+    )
 
 
 # by hand
@@ -218,3 +236,17 @@ def _stacked(workload: Workload, k: int) -> list[Any]:
     """Returns the epoch as chunks of K batches, on the device."""
     loader = ft.ArrayLoader(workload.data(), workload.batch)
     return [jax.device_put(loader.chunk(0, i, k)) for i in range(0, workload.steps, k)]
+
+
+def jit_predict(workload: Workload) -> Run:
+    """A jitted model in a Python loop over NumPy batches; outputs are fetched at the end."""
+    model = workload.model()
+    variables = [[v.value for v in model.trainable_variables]]
+    variables += [[v.value for v in model.non_trainable_variables]]
+    apply = jax.jit(lambda variables, x: model.stateless_call(*variables, x)[0])
+
+    def predict(x: np.ndarray) -> np.ndarray:
+        batches = (x[i : i + workload.batch] for i in range(0, len(x), workload.batch))
+        return np.concatenate([apply(variables, batch) for batch in batches])
+
+    return predicting(workload, predict)

@@ -32,8 +32,9 @@ def _cpu() -> str:
 
 
 def reference(ways: dict[str, Any]) -> str:
-    """Returns the way that others are compared with: Keras's fit where it was measured."""
-    known = [name for name in ("keras-fit", "jit-loop") if ways.get(name, {}).get("seconds")]
+    """Returns the way that others are compared with: Keras's on JAX where it was measured."""
+    names = ("keras-fit", "keras-predict", "jit-loop")
+    known = [name for name in names if ways.get(name, {}).get("seconds")]
     measured = [name for name, way in ways.items() if way["seconds"]]
     return (known or measured or [""])[0]
 
@@ -104,7 +105,7 @@ def _sentence(results: Results) -> str:
     listed = ", ".join(f"{name} {version}" for name, version in versions.items())
     return (
         f"ms a step, median of {results['rounds']} rounds (big nets: fewer), in brackets the speed "
-        f"relative to keras-fit (or jit-loop). {m['cpu']}, {m['cores']} cores, {m['system']}, "
+        f"relative to Keras on JAX (or jit-loop). {m['cpu']}, {m['cores']} cores, {m['system']}, "
         f"Python {m['python']}, {listed}."
     )
 

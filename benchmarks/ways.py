@@ -1,7 +1,8 @@
-"""How it is trained: every way by name, and which workloads it can do.
+"""How it is trained, or predicted with: every way by name, and which workloads it can do.
 
 A way is a function ``way(workload) -> run``; ``run()`` takes `workload.steps` steps from where the
-last call left off, waits for them, and returns their mean loss, by which the ways are compared.
+last call left off, waits for them, and returns their mean loss, by which the ways are compared. One
+that predicts returns a number made of the outputs.
 """
 
 import dataclasses
@@ -14,7 +15,7 @@ HAS_FLAX = ("digits-mlp", "mnist-mlp", "tabular-mlp", "mnist-convnet")
 
 @dataclasses.dataclass(frozen=True)
 class Way:
-    """One way of training.
+    """One way of training, or of predicting.
 
     Attributes:
       name: As on the command line. A peer's is ``name@backend``.
@@ -32,13 +33,19 @@ class Way:
     big: bool = True
     bar: bool = False
 
+    @property
+    def predicts(self) -> bool:
+        """Whether it predicts: it does not train then."""
+        return "predict" in self.name
+
     def can(self, workload: Any) -> bool:
         """Says whether the way does the workload."""
         if self.where.startswith("benchmarks.flax_ways"):
             return workload.name in HAS_FLAX
         if self.bar and workload.name not in HAS_BAR:
             return False
-        if workload.own_step and ("keras" in self.name or self.name.startswith("bridge-fit")):
+        needs_keras = "keras" in self.name or self.name.startswith("bridge-fit") or self.predicts
+        if workload.own_step and needs_keras:
             return False
         return self.big or not workload.big
 
@@ -79,3 +86,31 @@ _ALL = [
     Way("keras-fit@torch", f"{_KERAS}:keras_fit", "Keras fit on torch", "torch"),
 ]
 WAYS = {way.name: way for way in _ALL}
+
+_PREDICTING = [
+    Way("functrain-predict", f"{_JAX}:functrain_predict", "functrain.predict, end to end"),
+    Way("bridge-predict", f"{_JAX}:bridge_predict", "bridge.predict of the Keras model"),
+    Way("keras-predict", f"{_KERAS}:keras_predict", "Keras predict on JAX"),
+    Way(
+        "keras-predict-32",
+        f"{_KERAS}:keras_predict_32",
+        "Keras predict on JAX, steps_per_execution=32",
+        big=False,
+    ),
+    Way("jit-predict", f"{_JAX}:jit_predict", "jitted model in a loop, outputs fetched at the end"),
+    Way(
+        "keras-predict@tensorflow",
+        f"{_KERAS}:keras_predict",
+        "Keras predict on TensorFlow",
+        "tensorflow",
+    ),
+    Way(
+        "keras-predict-32@tensorflow",
+        f"{_KERAS}:keras_predict_32",
+        "Keras predict on TensorFlow, steps_per_execution=32",
+        "tensorflow",
+        big=False,
+    ),
+    Way("keras-predict@torch", f"{_KERAS}:keras_predict", "Keras predict on torch", "torch"),
+]
+PREDICTING = {way.name: way for way in _PREDICTING}

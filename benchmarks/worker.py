@@ -92,12 +92,12 @@ def _child(line: Line, **order: Any) -> None:
 
 def serve(line: Line, *, way: str, workload: str, steps: int | None) -> None:
     """Prepares a way, reports its first call, then measures as often as it is asked."""
-    from benchmarks.ways import WAYS
+    from benchmarks.ways import PREDICTING, WAYS
     from benchmarks.workloads import WORKLOADS
 
     work = WORKLOADS[workload]
     work = dataclasses.replace(work, steps=steps or work.steps)
-    run = WAYS[way].prepare(work)
+    run = (WAYS | PREDICTING)[way].prepare(work)
     line.send(**_timed(run))
     while line.receive():
         line.send(**_timed(run))

@@ -30,6 +30,7 @@ from functrain.engine._plan import FuseArg as FuseArg
 from functrain.engine._plan import Plan as Plan
 from functrain.engine._plan import nbytes as nbytes
 from functrain.engine._plan import require_fuse as require_fuse
+from functrain.engine._plan import stretch_of_prediction as stretch_of_prediction
 from functrain.engine._rows import fetched as fetched
 from functrain.engine._rows import on_host as on_host
 from functrain.engine._rows import row as row

@@ -113,14 +113,22 @@ def test_only_the_bridge_imports_keras(module: str, path: pathlib.Path) -> None:
         assert not {n for n in imports(path) if n.split(".")[0] in ("keras", "bridge")}
 
 
-@pytest.mark.smoke
-def test_importing_functrain_does_not_import_keras_or_matplotlib() -> None:
+@pytest.mark.parametrize(
+    ("package", "needs"),
+    [
+        pytest.param("functrain", "flax, jax, optax, rich", marks=pytest.mark.smoke),
+        pytest.param("bridge", "functrain, keras", marks=pytest.mark.long),
+    ],
+)
+def test_an_import_brings_nothing_but_what_is_always_needed(package: str, needs: str) -> None:
     code = (
-        "import sys, functrain; "
-        "print([m for m in ('keras', 'bridge', 'matplotlib', 'tensorflow') if m in sys.modules])"
+        f"import sys, {needs}; before = set(sys.modules); import {package}; "
+        "new = {name.split('.')[0] for name in set(sys.modules) - before}; "
+        "known = {name.split('.')[0] for name in before} | sys.stdlib_module_names; "
+        "print(sorted(new - known), 'flax.nnx' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    assert done.stdout.strip() == f"['{package}'] False"
 
 
 def test_versions_agree() -> None:

@@ -30,6 +30,7 @@ from functrain.internal import (
     nbytes,
     on_host,
     row,
+    stretch_of_prediction,
 )
 from functrain.internal import tree as _tree
 
@@ -88,7 +89,7 @@ class Loop:
             state_bytes=nbytes(self._originals()),
             row_bytes=self._row_bytes,
             stretches=lambda: [
-                keras_private.whole_batches(source),
+                self._stretch(keras_private.whole_batches(source)),
                 calls.between(),
                 options.until(),
             ],
@@ -210,6 +211,9 @@ class Loop:
         if self._model.steps_per_execution > 1:
             return int(self._model.steps_per_execution)
         return "auto" if self._calls.fusible else 1
+
+    def _stretch(self, steps: int | None) -> int | None:
+        return stretch_of_prediction(steps) if self._kind == "predict" else steps
 
     def _row_bytes(self, batch: PyTree) -> int:
         """Returns the bytes of a batch's outputs: those of a chunk are in memory together."""

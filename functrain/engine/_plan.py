@@ -19,6 +19,9 @@ CACHE_BYTES = 4 * 2**20
 # A step reads and writes its whole state, so this much of it is a fraction of a second: programs
 # stay short enough for progress, interrupts and timers, and long enough to hide a dispatch.
 STATE_BYTES = 256 * 2**20
+# While a program predicts, the outputs of the one before are fetched and the inputs of the next are
+# made, and on CPU two run at a time: an LSTM took 0.45 ms a step in one program, 0.34 in four.
+PREDICTING_PROGRAMS = 4
 
 
 class Plan:
@@ -101,3 +104,13 @@ def nbytes(tree: PyTree) -> int:
     """Returns the bytes of all arrays in a tree, abstract ones too; keys and numbers count 0."""
     leaves = (x for x in jax.tree.leaves(tree) if hasattr(x, "dtype") and hasattr(x, "size"))
     return sum(int(x.size) * getattr(x.dtype, "itemsize", 0) for x in leaves)
+
+
+def stretch_of_prediction(steps: int | None) -> int | None:
+    """Returns how many of so many steps a program that predicts takes at most.
+
+    Examples:
+      >>> stretch_of_prediction(128), stretch_of_prediction(3), stretch_of_prediction(None)
+      (32, 1, None)
+    """
+    return None if steps is None else max(1, steps // PREDICTING_PROGRAMS)

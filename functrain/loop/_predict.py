@@ -1,5 +1,6 @@
 """A pass over data that collects a model's outputs."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,8 +14,8 @@ from functrain.engine import _placement, _rows
 from functrain.engine._chunks import chunked
 from functrain.engine._driver import Driver
 from functrain.engine._guards import guarded
-from functrain.engine._plan import FuseArg, Plan, nbytes
-from functrain.engine._programs import Kind
+from functrain.engine._plan import FuseArg, Plan, nbytes, stretch_of_prediction
+from functrain.engine._programs import Kind, Program, cached
 from functrain.loop._require import require_batches, require_state
 from functrain.rewrites import Mode
 from functrain.step._eval import check_predict_step
@@ -78,7 +79,11 @@ def predict(
     driver = Driver(step, PREDICTION, rewrites=rewrites, jit=jit, place=place)
     driver.begin((), _placement.on_mesh(state, where))
 
-    plan = Plan(fuse, row_bytes=lambda batch: _row_bytes(step, state, batch) if jit else 0)
+    plan = Plan(
+        fuse,
+        row_bytes=lambda batch: _row_bytes(step, state, batch) if jit else 0,
+        stretches=lambda: [stretch_of_prediction(source.full_steps)],
+    )
     chunks = chunked(source.begin(0), plan, lambda _: None, where="the data")
     parts = _rows.fetched((driver.run(chunk), chunk.steps) for chunk in chunks)
     require_batches(len(parts))
@@ -86,8 +91,13 @@ def predict(
 
 
 def _row_bytes(step: Step[Any], state: PyTree, batch: PyTree) -> int:
+    outputs: Any = cached(step, "outputs", _outputs)  # traced once, not at every call
     with guarded():
-        return nbytes(jax.eval_shape(lambda state, batch: step(state, batch)[1], state, batch))
+        return nbytes(outputs.eval_shape(state, batch))
+
+
+def _outputs(get: Callable[[], Step[Any]]) -> Program:
+    return jax.jit(lambda state, batch: get()(state, batch)[1])
 
 
 def _require_order(data: Any) -> None:

@@ -18,6 +18,7 @@ from functrain.rewrites._frame import (
     first_that_applies,
     is_entered,
     place,
+    that_pay_in,
     types,
 )
 from functrain.rewrites._optimize import Mode, Untraceable
@@ -127,6 +128,7 @@ def explain(
     note = "\n".join(f"A rewrite failed and is left out: {failure}" for failure in failures)
     failed = [getattr(failure, "rewrite", None) for failure in failures]
     rules = [] if None in failed else [rule for rule in _optimize.REWRITES if rule not in failed]
+    rules = that_pay_in(closed, rules)
     unknown = _perhaps_unrounded(closed) if chosen == "exact" else set()
 
     def verdict(eqn: core.JaxprEqn) -> tuple[str, str]:

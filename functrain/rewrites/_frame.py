@@ -24,6 +24,8 @@ class Rewrite(NamedTuple):
       reason: Why it pays, in a few words for `explain`.
       exact: ``(eqn) -> bool``. Whether what replaces this equation keeps every bit, when both run
         under `jax.jit`. Of no equation, unless said.
+      beside: A primitive that the function must have too, such as that of the gradient, where the
+        rewrite does not pay without.
     """
 
     name: str
@@ -32,6 +34,7 @@ class Rewrite(NamedTuple):
     replace: Callable[..., Any]
     reason: str = ""
     exact: Callable[[core.JaxprEqn], bool] = lambda eqn: False
+    beside: core.Primitive | None = None
 
 
 class RewriteError(Exception):
@@ -80,6 +83,12 @@ def first_that_applies(
                 if rewrite.applies(eqn) and (rewrite.exact(eqn) or not exact):
                     return rewrite
     return None
+
+
+def that_pay_in(jaxpr: Any, rewrites: Sequence[Rewrite]) -> list[Rewrite]:
+    """Returns the rewrites without those for which the jaxpr has not what they want beside."""
+    found = {eqn.primitive for eqn, _ in equations(jaxpr)}
+    return [rewrite for rewrite in rewrites if rewrite.beside in (None, *found)]
 
 
 def types(eqn: core.JaxprEqn) -> str:
@@ -151,7 +160,7 @@ def rewrite_jaxpr(jaxpr: Any, rewrites: Sequence[Rewrite], exact: bool = False) 
       >>> rewrite_jaxpr(jax.make_jaxpr(lambda x: lax.exp(lax.sin(x)))(1.0), [rule])
       { lambda ; a:f32[]. let b:f32[] = add a a; c:f32[] = exp b in (c,) }
     """
-    return _Pass(rewrites, exact).jaxpr(jaxpr)
+    return _Pass(that_pay_in(jaxpr, rewrites), exact).jaxpr(jaxpr)
 
 
 class _Pass:

@@ -19,7 +19,7 @@ from functrain.rewrites.dense_gradient import dense_gradient
 from functrain.rewrites.depthwise_conv import depthwise_conv
 from functrain.rewrites.dot_conv import dot_conv
 from functrain.rewrites.grouped_conv import grouped_conv
-from functrain.rewrites.max_pool import max_pool
+from functrain.rewrites.max_pool import max_pool, max_pool_apart
 from functrain.rewrites.max_pool_gradient import max_pool_gradient
 from functrain.rewrites.patch_conv import patch_conv
 from functrain.rewrites.phased_conv import phased_conv
@@ -52,6 +52,7 @@ REWRITES: tuple[Rewrite, ...] = (
     batch_groups,
     canonical_conv,
     max_pool,
+    max_pool_apart,
     max_pool_gradient,
     argmax,
     argmin,

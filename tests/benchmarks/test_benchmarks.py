@@ -12,8 +12,10 @@ ROOT = pathlib.Path(__file__).parents[2]
 STEPS = 8
 
 
-def bench(folder: pathlib.Path, workload: str, ways: str, *arguments: str) -> dict:
-    command = [sys.executable, "-m", "benchmarks", "--workloads", workload, "--ways", ways]
+def bench(
+    folder: pathlib.Path, workload: str, ways: str, *arguments: str, module: str = "benchmarks"
+) -> dict:
+    command = [sys.executable, "-m", module, "--workloads", workload, "--ways", ways]
     small = ["--rounds", "1", "--steps", str(STEPS), "--output", str(folder)]
     done = subprocess.run(
         [*command, *small, *arguments],
@@ -69,6 +71,30 @@ def test_all_ways_of_the_small_nets_do_equal_work(workload, tmp_path) -> None:
     first = result["ways"]["jit-loop"]["losses"][0]
     for way in result["ways"].values():  # one call only: rounding grows from step to step
         assert way["losses"][0] == pytest.approx(first, rel=1e-4)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("workload", ["digits-mlp", "mnist-convnet", "lstm", "transformer"])
+def test_all_ways_predict_the_same(workload, tmp_path) -> None:
+    from benchmarks.ways import PREDICTING
+
+    ways = ",".join(way.name for way in PREDICTING.values() if way.backend == "jax")
+    (result,) = bench(tmp_path, workload, ways, module="benchmarks.predict")["results"]
+    first = result["ways"]["jit-predict"]["losses"][0]
+    for way in result["ways"].values():
+        assert way["losses"] == pytest.approx([first, first], rel=1e-5)
+
+
+@pytest.mark.long
+def test_first_steps_are_taken_by_all_ways_in_processes_of_their_own() -> None:
+    from benchmarks.first_step import TRAIN, measured
+
+    found = measured("digits-mlp", rounds=1)
+    assert set(found) == {(way, cache) for way in TRAIN for cache in (False, True)}
+    for (times,) in found.values():
+        *parts, whole = times
+        assert min(parts) > 0
+        assert sum(parts) <= whole
 
 
 def test_a_way_that_fails_is_reported_and_the_others_go_on(tmp_path) -> None:

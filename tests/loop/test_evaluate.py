@@ -71,6 +71,21 @@ def test_predictions_come_in_the_order_of_the_data(fuse, jit) -> None:
     np.testing.assert_allclose(outputs, X @ W, rtol=1e-5, atol=1e-6)
 
 
+def test_a_step_that_has_predicted_is_not_traced_again() -> None:
+    traces = []
+
+    def step(state, x):
+        traces.append(None)
+        return state, x * state
+
+    for state in (1.0, 2.0):
+        ft.predict(state, step, ft.ArrayLoader(X, 10), fuse=4)
+        ft.predict(state, step, ft.ArrayLoader(X, 10))
+        if state == 1.0:
+            before = len(traces)
+    assert len(traces) == before
+
+
 def test_predictions_keep_the_structure_of_the_outputs() -> None:
     def step(state, x):
         return state, {"a": x, "b": (x[:, 0], x[..., None])}

@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
 
-from functrain.rewrites import optimize
-from functrain.rewrites.max_pool import max_pool
+from functrain.rewrites import explain, optimize
+from functrain.rewrites._frame import equations
+from functrain.rewrites.max_pool import max_pool, max_pool_apart
 from functrain.rewrites.max_pool_gradient import MOST_TAPS, max_pool_gradient
 
 from . import cases
@@ -69,7 +70,9 @@ def pools(draw: st.DrawFn, apart: bool) -> tuple[Pool, jax.Array, jax.Array]:
 def test_windows_apart_keep_every_bit(case: Any) -> None:
     pool, *args = case
     fn = both(pool)
-    assert cases.takes(max_pool, fn, *args) == cases.takes(max_pool_gradient, fn, *args) == [True]
+    for rule in (max_pool_apart, max_pool_gradient):
+        assert cases.takes(rule, fn, *args) == [True]
+    assert cases.takes(max_pool, fn, *args) == [False]
     for got, want in zip(jax.jit(optimize(fn))(*args), jax.jit(fn)(*args), strict=True):
         assert got.dtype == want.dtype
         assert bits(got) == bits(want)
@@ -81,7 +84,7 @@ def test_windows_that_overlap_are_as_accurate_as_they_were(case: Any) -> None:
     pool, x, g = case
     rng = np.random.default_rng(0)
     args = [cases.normal(rng, x.shape, x.dtype), cases.normal(rng, g.shape, g.dtype)]
-    cases.check_accuracy(both(pool), args, max_pool, max_pool_gradient)
+    cases.check_accuracy(both(pool), args, max_pool, max_pool_apart, max_pool_gradient)
 
 
 @settings(max_examples=6, deadline=None, derandomize=True)
@@ -125,9 +128,22 @@ def test_large_windows_and_integers_are_left_alone() -> None:
     side = int(MOST_TAPS**0.5) + 1
     fn = both(pooling((1, side, side, 1), (1, side, side, 1), "VALID"))
     x, g = jnp.ones((1, side, side, 2)), jnp.ones((1, 1, 1, 2))
-    assert cases.takes(max_pool, fn, x, g) == cases.takes(max_pool_gradient, fn, x, g) == [False]
+    for rule in (max_pool, max_pool_apart, max_pool_gradient):
+        assert cases.takes(rule, fn, x, g) == [False]
 
     def pool(x: jax.Array) -> jax.Array:
         return lax.reduce_window(x, -100, lax.max, (2,), (2,), "VALID")
 
-    assert cases.takes(max_pool, pool, jnp.arange(4)) in ([], [False])
+    assert cases.takes(max_pool_apart, pool, jnp.arange(4)) in ([], [False])
+
+
+@pytest.mark.parametrize("stays", [True, False])
+def test_without_a_gradient_windows_apart_stay_as_they_are(stays: bool) -> None:
+    size = 2 if stays else 3
+    pool = pooling((1, size, size, 1), (1, 2, 2, 1), "VALID")
+    x, g = jnp.ones((1, 7, 7, 2)), jnp.ones((1, 3, 3, 2))
+    for fn, left in ((lambda x, g: jax.jit(pool)(x) * g, stays), (both(pool), False)):
+        closed = jax.make_jaxpr(optimize(fn))(x, g)
+        kinds = [eqn.primitive.name for eqn, _ in equations(closed)]
+        assert ("reduce_window_max" in kinds) == left
+        assert [row.rule == "" for row in explain(fn, x, g).rows][:1] == [left]

@@ -1,0 +1,132 @@
+"""Time to the first steps in a fresh process: imports, building, compiling; Keras's fit beside.
+
+python -m benchmarks.first_step                          # some ten minutes on two CPU cores
+python -m benchmarks.first_step --workloads digits-mlp --rounds 3
+
+Every measurement is a process of its own, the ways take turns. With the cache, programs lie on disk
+from a run before; modules are compiled in any case, as those of installed packages are.
+"""
+
+import argparse
+import json
+import os
+import pathlib
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+ROOT = pathlib.Path(__file__).parents[1]
+STEPS = 8
+PARTS = ("import", "build", "first steps")
+
+# What is imported, and what trains for as many steps as there are batches.
+IMPORTS = {"functrain-fit": "bridge, functrain as ft", "bridge-fit": "bridge", "keras-fit": "keras"}
+BY_FIT = "model = compiled(workload)"
+BUILD = {
+    "functrain-fit": "state, step = functrain_parts(workload)",
+    "bridge-fit": BY_FIT,
+    "keras-fit": BY_FIT,
+}
+MORE = "batch_size=workload.batch, shuffle=False, verbose=0"
+TRAIN = {
+    "functrain-fit": "ft.fit(state, step, ft.ArrayLoader((x, y), workload.batch), verbose=0)",
+    "bridge-fit": f"bridge.fit(model, x, y, {MORE})",
+    "keras-fit": f"model.fit(x, y, {MORE})",
+}
+SCRIPT = """
+import json, time
+began = time.perf_counter()
+import {imports}
+times = [time.perf_counter()]
+from benchmarks.workloads import WORKLOADS
+from benchmarks.{ways} import {parts}
+workload = WORKLOADS[{workload!r}]
+x, y = workload.make_data({steps} * workload.batch)
+start = time.perf_counter()
+{build}
+times.append(time.perf_counter() - start)
+start = time.perf_counter()
+{train}
+times.append(time.perf_counter() - start)
+print(json.dumps([times[0] - began, *times[1:]]))
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns the exit status."""
+    parser = argparse.ArgumentParser("benchmarks.first_step", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--workloads", default="digits-mlp,mnist-convnet,residual")
+    args = parser.parse_args(arguments)
+    for workload in args.workloads.split(","):
+        Console(width=110).print(table(workload, measured(workload, args.rounds)))
+    return 0
+
+
+def measured(workload: str, rounds: int) -> dict[tuple[str, bool], list[list[float]]]:
+    """Returns seconds of each part and of the whole process, by way and by whether it has a cache.
+
+    The first round fills the caches and is forgotten.
+    """
+    ways = [(way, cache) for cache in (False, True) for way in TRAIN]
+    found: dict[tuple[str, bool], list[list[float]]] = {way: [] for way in ways}
+    with tempfile.TemporaryDirectory() as folder:
+        for i in range(rounds + 1):
+            for way, cache in ways:
+                taken = run(way, workload, pathlib.Path(folder), cache)
+                found[way, cache] += [taken] * (i > 0)
+    return found
+
+
+def run(way: str, workload: str, folder: pathlib.Path, cache: bool) -> list[float]:
+    """Runs one process; returns the seconds of its parts, and of all of it."""
+    script = SCRIPT.format(
+        imports=IMPORTS[way],
+        ways="jax_ways" if way == "functrain-fit" else "keras_ways",
+        parts="functrain_parts" if way == "functrain-fit" else "compiled",
+        build=BUILD[way],
+        train=TRAIN[way],
+        workload=workload,
+        steps=STEPS,
+    )
+    env = {name: value for name, value in os.environ.items() if "CACHE" not in name}
+    env.pop("PYTHONDONTWRITEBYTECODE", None)
+    path = os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH")]))
+    env |= {"KERAS_BACKEND": "jax", "PYTHONPATH": path}
+    env["PYTHONPYCACHEPREFIX"] = str(folder / "modules")
+    if cache:
+        env["JAX_COMPILATION_CACHE_DIR"] = str(folder / way)
+        env["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+        env["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+    began = time.perf_counter()
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=env, stdout=subprocess.PIPE, text=True
+    )
+    whole = time.perf_counter() - began
+    if done.returncode:
+        raise RuntimeError(f"{way} of {workload} failed; its messages are above")
+    return [*json.loads(done.stdout.splitlines()[-1]), whole]
+
+
+def table(workload: str, found: dict[tuple[str, bool], list[list[float]]]) -> Table:
+    """Returns the medians, and the whole relative to Keras's: the median of the rounds' ratios."""
+    made = Table(title=f"{workload}: {STEPS} steps in a fresh process", title_justify="left")
+    for column in ("way", "cache", *(f"{part}, s" for part in PARTS), "sum, s", "relative"):
+        made.add_column(column, no_wrap=True)
+    for (way, cache), rounds in found.items():
+        cells = [f"{statistics.median(taken):.2f}" for taken in list(zip(*rounds, strict=True))[:3]]
+        sums, other = ([sum(r[:3]) for r in rows] for rows in (rounds, found["keras-fit", cache]))
+        ratio = statistics.median(a / b for a, b in zip(sums, other, strict=True))
+        total = statistics.median(sums)
+        made.add_row(way, "yes" if cache else "no", *cells, f"{total:.2f}", f"{ratio:.2f}")
+    return made
+
+
+if __name__ == "__main__":
+    sys.exit(main())
