@@ -84,6 +84,17 @@ def tokens(n: int) -> Arrays:
     return text[:, :-1], text[:, 1:]
 
 
+def words(vocabulary: int, *shape: int, classes: int = 2) -> Callable[[int], Arrays]:
+    """Returns a maker of numbers below a bound, `i32[n, *shape]`, with random labels `i32[n]`."""
+
+    def make(n: int) -> Arrays:
+        rng = np.random.default_rng(0)
+        x = rng.integers(vocabulary, size=(n, *shape), dtype=np.int32)
+        return x, rng.integers(classes, size=n, dtype=np.int32)
+
+    return make
+
+
 def mnist(*shape: int) -> Callable[[int], Arrays]:
     """Returns a reader of the first n MNIST digits, as `f32[n, *shape]` in 0 to 1."""
 
@@ -157,22 +168,86 @@ def application(name: str) -> Callable[[], keras.Model]:
     return lambda: make(weights=None, input_shape=shape, classes=10, classifier_activation=None)
 
 
+def with_places(x: Any) -> Any:
+    """Adds an embedding of its place to every vector of `f32[B, T, C]`."""
+    places = keras.ops.cumsum(keras.ops.ones_like(x[..., 0], dtype="int32"), axis=1) - 1
+    return x + layers.Embedding(x.shape[1], x.shape[2])(places)
+
+
+def encoder_block(x: Any, heads: int, causal: bool = False) -> Any:
+    """Attention and a dense part four times as wide, each normalized first and added."""
+    width = x.shape[-1]
+    h = layers.LayerNormalization()(x)
+    x = x + layers.MultiHeadAttention(heads, width // heads)(h, h, use_causal_mask=causal)
+    h = layers.Dense(4 * width, "gelu")(layers.LayerNormalization()(x))
+    return x + layers.Dense(width)(h)
+
+
 def transformer() -> keras.Model:
     """Two causal blocks of width 64 over 64 tokens, predicting the next one."""
     inputs = keras.Input((64,), dtype="int32")
-    places = keras.ops.cumsum(keras.ops.ones_like(inputs), axis=1) - 1
-    x = layers.Embedding(256, 64)(inputs) + layers.Embedding(64, 64)(places)
+    x = with_places(layers.Embedding(256, 64)(inputs))
     for _ in range(2):
-        h = layers.LayerNormalization()(x)
-        x = x + layers.MultiHeadAttention(4, 16)(h, h, use_causal_mask=True)
-        h = layers.Dense(256, "gelu")(layers.LayerNormalization()(x))
-        x = x + layers.Dense(64)(h)
+        x = encoder_block(x, 4, causal=True)
     return keras.Model(inputs, layers.Dense(256)(layers.LayerNormalization()(x)))
 
 
-def lstm() -> keras.Model:
-    """One LSTM of 32 units over 32 steps of 8 features."""
-    return keras.Sequential([keras.Input((32, 8)), layers.LSTM(32), layers.Dense(10)])
+def vit() -> keras.Model:
+    """Four blocks of width 64 over the 49 patches of a digit."""
+    inputs = keras.Input((28, 28, 1))
+    x = layers.Reshape((49, 64))(layers.Conv2D(64, 4, strides=4)(inputs))
+    x = with_places(x)
+    for _ in range(4):
+        x = encoder_block(x, 4)
+    x = layers.GlobalAveragePooling1D()(layers.LayerNormalization()(x))
+    return keras.Model(inputs, layers.Dense(10)(x))
+
+
+def bert_tiny() -> keras.Model:
+    """BERT's two layers of width 128, normalized after each part, and a class for a text.
+
+    Of 64 tokens out of 8192; without dropout, whose random numbers differ between backends.
+    """
+    inputs = keras.Input((64,), dtype="int32")
+    x = layers.LayerNormalization()(with_places(layers.Embedding(8192, 128)(inputs)))
+    for _ in range(2):
+        x = layers.LayerNormalization()(x + layers.MultiHeadAttention(2, 64)(x, x))
+        h = layers.Dense(128)(layers.Dense(512, "gelu")(x))
+        x = layers.LayerNormalization()(x + h)
+    return keras.Model(inputs, layers.Dense(2)(layers.Dense(128, "tanh")(x[:, 0])))
+
+
+def recurrent(layer: Callable[[], keras.Layer]) -> Callable[[], keras.Model]:
+    """Returns the builder of one recurrent layer over 32 steps of 8 features."""
+    return lambda: keras.Sequential([keras.Input((32, 8)), layer(), layers.Dense(10)])
+
+
+def two_way_lstm() -> keras.Layer:
+    """An LSTM of 32 units forwards, and one backwards."""
+    return layers.Bidirectional(layers.LSTM(32))
+
+
+def bag_of_words() -> keras.Model:
+    """The mean of 64 embedded words out of 10,000, and two dense layers."""
+    return keras.Sequential(
+        [
+            keras.Input((64,), dtype="int32"),
+            layers.Embedding(10_000, 32),
+            layers.GlobalAveragePooling1D(),
+            layers.Dense(32, "relu"),
+            layers.Dense(2),
+        ]
+    )
+
+
+def wide_embeddings() -> keras.Model:
+    """Eight columns of 1000 categories, each embedded in 32 numbers, and three dense layers."""
+    inputs = keras.Input((8,), dtype="int32")
+    columns = [layers.Embedding(1000, 32)(inputs[:, i]) for i in range(8)]
+    x = layers.Concatenate()(columns)
+    for _ in range(2):
+        x = layers.Dense(128, "relu")(x)
+    return keras.Model(inputs, layers.Dense(2)(x))
 
 
 def _application(key: str, name: str) -> Workload:
@@ -183,8 +258,14 @@ _ALL = [
     Workload("digits-mlp", 32, 1024, mlp(64, 32, 10), noise(64), quick=True),
     Workload("mnist-mlp", 32, 1024, mlp(784, 64, 64, 10), mnist(784), quick=True),
     Workload("tabular-mlp", 4096, 64, mlp(32, 128, 128, 2), noise(32, classes=2), quick=True),
-    Workload("lstm", 32, 128, lstm, noise(32, 8), quick=True),
+    Workload("tabular-embeddings", 256, 64, wide_embeddings, words(1000, 8)),
+    Workload("bag-of-words", 32, 128, bag_of_words, words(10_000, 64)),
+    Workload("lstm", 32, 128, recurrent(lambda: layers.LSTM(32)), noise(32, 8), quick=True),
+    Workload("gru", 32, 128, recurrent(lambda: layers.GRU(32)), noise(32, 8)),
+    Workload("bidirectional-lstm", 32, 128, recurrent(two_way_lstm), noise(32, 8)),
     Workload("transformer", 16, 32, transformer, tokens),
+    Workload("vit", 32, 16, vit, mnist(28, 28, 1)),
+    Workload("bert-tiny", 16, 16, bert_tiny, words(8192, 64)),
     Workload("mnist-convnet", 32, 32, convnet, mnist(28, 28, 1), quick=True),
     Workload("residual", 64, 8, residual, mnist(28, 28, 1)),
     Workload("separable", 16, 8, separable, noise(32, 32, 3)),

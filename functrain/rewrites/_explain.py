@@ -14,9 +14,9 @@ from rich.table import Table
 from functrain.common import _table
 from functrain.rewrites import _optimize
 from functrain.rewrites._frame import (
-    equations,
     first_that_applies,
     is_entered,
+    located,
     place,
     that_pay_in,
     types,
@@ -123,7 +123,7 @@ def explain(
         return Explanation((), 0, f"Runs as it was, for {error}")
     if chosen == "off":
         note = f"Runs as it was: rewrites are off (backend: {jax.default_backend()})."
-        return _explanation(closed, lambda eqn: _left(eqn, "rewrites are off"), note)
+        return _explanation(closed, lambda eqn, _: _left(eqn, "rewrites are off"), note)
     failures = _optimize.rewritten(closed, chosen)[1]
     note = "\n".join(f"A rewrite failed and is left out: {failure}" for failure in failures)
     failed = [getattr(failure, "rewrite", None) for failure in failures]
@@ -131,14 +131,14 @@ def explain(
     rules = that_pay_in(closed, rules)
     unknown = _perhaps_unrounded(closed) if chosen == "exact" else set()
 
-    def verdict(eqn: core.JaxprEqn) -> tuple[str, str]:
+    def verdict(eqn: core.JaxprEqn, jaxpr: core.Jaxpr) -> tuple[str, str]:
         """Returns the rule's name and reason, or why there is none."""
-        rule = first_that_applies(rules, eqn)
+        rule = first_that_applies(rules, eqn, jaxpr)
         if rule is None:
             return _left(eqn, "none is known to pay here")
         if chosen == "auto":
             return rule.name, rule.reason
-        exact = first_that_applies(rules, eqn, exact=True)
+        exact = first_that_applies(rules, eqn, jaxpr, exact=True)
         if exact and not unknown.intersection(eqn.outvars):
             return exact.name, exact.reason
         return "", f'{rule.name} changes last bits; rewrites="auto" takes it'
@@ -162,13 +162,13 @@ def _check_arguments(fn: Callable[..., Any], args: Any, kwargs: Any) -> None:
 
 
 def _explanation(
-    closed: Any, verdict: Callable[[core.JaxprEqn], tuple[str, str]], note: str
+    closed: Any, verdict: Callable[[core.JaxprEqn, core.Jaxpr], tuple[str, str]], note: str
 ) -> Explanation:
     looked_at = {rule.primitive for rule in _optimize.REWRITES}
     rows: dict[tuple[str, ...], Row] = {}
     others = 0
-    for eqn, inside in _all(closed):
-        rule, reason = _left(eqn, inside) if inside else verdict(eqn)
+    for eqn, jaxpr, inside in _all(closed):
+        rule, reason = _left(eqn, inside) if inside else verdict(eqn, jaxpr)
         if eqn.primitive not in looked_at or not (rule or reason):
             others += 1
             continue
@@ -194,11 +194,11 @@ def _perhaps_unrounded(jaxpr: Any) -> set[Any]:
     return perhaps_unrounded(getattr(jaxpr, "jaxpr", jaxpr)).union(*map(_perhaps_unrounded, inner))
 
 
-def _all(jaxpr: Any) -> Iterator[tuple[core.JaxprEqn, str]]:
-    """Yields all equations, and why they are out of reach, if they are."""
-    for eqn, _ in equations(jaxpr):
-        yield eqn, ""
+def _all(jaxpr: Any) -> Iterator[tuple[core.JaxprEqn, core.Jaxpr, str]]:
+    """Yields all equations, what they stand in, and why they are out of reach, if they are."""
+    for eqn, around, _ in located(jaxpr):
+        yield eqn, around, ""
         if not is_entered(eqn):
             for inner in core.jaxprs_in_params(eqn.params):
-                for deeper, _ in _all(inner):
-                    yield deeper, f"inside {eqn.primitive.name}, which no rewrite may enter"
+                for deeper, where, _ in _all(inner):
+                    yield deeper, where, f"inside {eqn.primitive.name}, which no rewrite may enter"

@@ -26,6 +26,8 @@ class Rewrite(NamedTuple):
         under `jax.jit`. Of no equation, unless said.
       beside: A primitive that the function must have too, such as that of the gradient, where the
         rewrite does not pay without.
+      within: ``(eqn, jaxpr) -> bool``. Decides, where `applies` has said yes, from the equations
+        around it. The equation's outputs are those in the jaxpr; its inputs may be new ones.
     """
 
     name: str
@@ -35,6 +37,7 @@ class Rewrite(NamedTuple):
     reason: str = ""
     exact: Callable[[core.JaxprEqn], bool] = lambda eqn: False
     beside: core.Primitive | None = None
+    within: Callable[[core.JaxprEqn, core.Jaxpr], bool] = lambda eqn, jaxpr: True
 
 
 class RewriteError(Exception):
@@ -70,9 +73,15 @@ def is_entered(eqn: core.JaxprEqn) -> bool:
 
 
 def first_that_applies(
-    rewrites: Sequence[Rewrite], eqn: core.JaxprEqn, exact: bool = False
+    rewrites: Sequence[Rewrite], eqn: core.JaxprEqn, jaxpr: core.Jaxpr, exact: bool = False
 ) -> Rewrite | None:
     """Returns the rewrite that an equation gets; if `exact`, of those that keep every bit of it.
+
+    Args:
+      rewrites: In the order they are asked.
+      eqn: The equation.
+      jaxpr: What it is an equation of.
+      exact: Whether to leave out those that might change some bit.
 
     Raises:
       RewriteError: A rewrite raised.
@@ -80,7 +89,8 @@ def first_that_applies(
     for rewrite in rewrites:
         if eqn.primitive is rewrite.primitive:
             with _named(rewrite, eqn):
-                if rewrite.applies(eqn) and (rewrite.exact(eqn) or not exact):
+                may = rewrite.applies(eqn) and (rewrite.exact(eqn) or not exact)
+                if may and rewrite.within(eqn, jaxpr):
                     return rewrite
     return None
 
@@ -112,12 +122,18 @@ def equations(jaxpr: Any, times: int = 1) -> Iterator[tuple[core.JaxprEqn, int]]
     A loop counts as often as it is known to go round, and once where it is not; of a `cond` every
     branch counts.
     """
+    for eqn, _, often in located(jaxpr, times):
+        yield eqn, often
+
+
+def located(jaxpr: Any, times: int = 1) -> Iterator[tuple[core.JaxprEqn, core.Jaxpr, int]]:
+    """Yields the same with the jaxpr that each equation stands in."""
     for eqn in jaxpr.eqns:
-        yield eqn, times
+        yield eqn, getattr(jaxpr, "jaxpr", jaxpr), times
         if is_entered(eqn):
             often = times * eqn.params["length"] if eqn.primitive is primitives.scan_p else times
             for inner in core.jaxprs_in_params(eqn.params):
-                yield from equations(inner, often)
+                yield from located(inner, often)
 
 
 @contextlib.contextmanager
@@ -189,14 +205,17 @@ class _Pass:
         eqns: list[core.JaxprEqn] = []
         for eqn in jaxpr.eqns:
             new = eqn.replace(invars=read(env, eqn.invars)) if env else eqn
-            eqns += [new] if any(out in left for out in eqn.outvars) else self._eqn(new, env)
+            is_left = any(out in left for out in eqn.outvars)
+            eqns += [new] if is_left else self._eqn(new, jaxpr, env)
         if not env and all(new is old for new, old in zip(eqns, jaxpr.eqns, strict=True)):
             return jaxpr
         outvars = read(env, jaxpr.outvars)
         return jaxpr.replace(eqns=eqns, outvars=outvars, debug_info=jaxpr.debug_info)
 
-    def _eqn(self, eqn: core.JaxprEqn, env: dict[Any, Any]) -> list[core.JaxprEqn]:
-        if rewrite := first_that_applies(self._rewrites, eqn, self._exact):
+    def _eqn(
+        self, eqn: core.JaxprEqn, jaxpr: core.Jaxpr, env: dict[Any, Any]
+    ) -> list[core.JaxprEqn]:
+        if rewrite := first_that_applies(self._rewrites, eqn, jaxpr, self._exact):
             with _named(rewrite, eqn):
                 eqns, outs = self._replaced(rewrite, eqn)
             env.update(zip(eqn.outvars, outs, strict=True))
@@ -310,6 +329,11 @@ def _context(eqn: core.JaxprEqn) -> contextlib.AbstractContextManager[Any]:
     """The mesh and the like that the equation was traced under."""
     manager: contextlib.AbstractContextManager[Any] = eqn.ctx.manager
     return manager
+
+
+def readers(var: Any, jaxpr: core.Jaxpr) -> list[core.JaxprEqn]:
+    """Returns the equations that read a variable."""
+    return [eqn for eqn in jaxpr.eqns if any(atom is var for atom in eqn.invars)]
 
 
 def read(env: dict[Any, Any], atoms: Sequence[Any]) -> list[Any]:

@@ -18,6 +18,7 @@ from functrain.rewrites.canonical_conv import canonical_conv
 from functrain.rewrites.dense_gradient import dense_gradient
 from functrain.rewrites.depthwise_conv import depthwise_conv
 from functrain.rewrites.dot_conv import dot_conv
+from functrain.rewrites.gelu import gelu
 from functrain.rewrites.grouped_conv import grouped_conv
 from functrain.rewrites.max_pool import max_pool, max_pool_apart
 from functrain.rewrites.max_pool_gradient import max_pool_gradient
@@ -57,6 +58,7 @@ REWRITES: tuple[Rewrite, ...] = (
     argmax,
     argmin,
     row_sum,
+    gelu,
 )
 
 

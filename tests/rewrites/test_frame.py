@@ -15,7 +15,7 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from functrain.rewrites import _optimize, mode, optimize
-from functrain.rewrites._frame import Rewrite, RewriteError, rewrite_jaxpr
+from functrain.rewrites._frame import Rewrite, RewriteError, readers, rewrite_jaxpr
 
 X = jnp.linspace(0.1, 2.0, 8)
 
@@ -117,6 +117,17 @@ def test_every_kind_of_inner_jaxpr_is_entered(kind: str) -> None:
     assert "sin" in names(before)
     assert "sin" not in names(after)
     assert names(after).count("cos") == names(before).count("sin")
+
+
+def test_a_rewrite_may_look_at_what_reads_the_result() -> None:
+    def added(eqn: core.JaxprEqn, jaxpr: core.Jaxpr) -> bool:
+        return {each.primitive.name for each in readers(eqn.outvars[0], jaxpr)} == {"add"}
+
+    def fn(x: jax.Array) -> jax.Array:
+        return (jnp.sin(x) + x) * jnp.sin(jnp.sin(x) + x)  # the last reads what replaces the first
+
+    after = rewrite_jaxpr(jax.make_jaxpr(jax.jit(fn))(X), [RULE._replace(within=added)])
+    assert [name for name in names(after) if name in ("sin", "cos")] == ["cos", "cos", "sin"]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,0 +1,161 @@
+"""The kernels of a fused step as they run: what XLA fused into each, and how long it takes.
+
+python -m benchmarks.kernels --workload vit
+python -m benchmarks.kernels --workload lstm --rewrites off --top 20
+
+`benchmarks.profile` times operations by themselves; here the whole program runs, and is traced. A
+product that runs beside others may say only how long it took to start: then the sum is less than
+the step. For a step of your own: `kernels(step, state, batch)`.
+"""
+
+import argparse
+import collections
+import os
+import pathlib
+import re
+import tempfile
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+os.environ.setdefault("KERAS_BACKEND", "jax")
+
+import jax
+import numpy as np
+from rich import box
+from rich.table import Table
+
+import functrain as ft
+from functrain.common import _table
+
+K = 2  # steps of the program
+HOLD_OTHERS = {"while", "call", "conditional"}
+NO_WORK = {"parameter", "constant", "broadcast", "bitcast", "tuple", "get-tuple-element", "iota"}
+COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.-]+) \(.*\{$")
+INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.-]+) = (\(.*?\)|\S+) ([\w-]+)\(")
+
+
+class Kernel(NamedTuple):
+    """One kernel of a step.
+
+    Attributes:
+      name: XLA's.
+      count: How often a step runs it.
+      seconds: Of one run: the lower quartile.
+      result: Its type, such as ``f32[32,49,64]``.
+      contents: The operations in it, with how many of each: "multiply 3, add".
+      where: The layer and operation that it ends in.
+    """
+
+    name: str
+    count: float
+    seconds: float
+    result: str
+    contents: str
+    where: str
+
+
+def kernels(
+    step: ft.Step[Any], state: Any, batch: Any, *, rewrites: Any = "auto", rounds: int = 20
+) -> list[Kernel]:
+    """Traces a fused program of a step.
+
+    Args:
+      step: ``(state, batch) -> (state, logs)``; one with metrics takes ``step.start(state)``.
+      state: Left alive.
+      batch: One batch.
+      rewrites: As for `functrain.fuse`.
+      rounds: How often the program runs.
+
+    Returns:
+      The kernels, those first that take most of a step.
+    """
+    fused = ft.fuse(step, K, rewrites=rewrites, donate=False)
+    chunk = jax.tree.map(lambda x: np.stack([np.asarray(x)] * K), batch)
+    text = fused.program.lower(state, chunk, np.int32(K)).compile().as_text()
+    known = {name: (result, kind, line) for _, name, result, kind, line in _instructions(text)}
+    jax.block_until_ready(fused(state, chunk))
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            for _ in range(rounds):
+                jax.block_until_ready(fused(state, chunk))
+        times = _times(pathlib.Path(folder))
+    inside = _contents(text)
+    found = []
+    for name, seconds in times.items():
+        result, kind, line = known.get(name, ("", "", ""))
+        if kind not in HOLD_OTHERS:
+            called = re.search(r"calls=%?([\w.-]+)", line)
+            contents = inside.get(called[1], kind) if called else kind
+            count = len(seconds) / rounds / K
+            took = float(np.quantile(seconds, 0.25))
+            found.append(Kernel(name, count, took, result.split("{")[0], contents, _where(line)))
+    return sorted(found, key=lambda kernel: -kernel.count * kernel.seconds)
+
+
+def _times(folder: pathlib.Path) -> dict[str, list[float]]:
+    """Returns the seconds of every run of every kernel in a trace."""
+    (path,) = folder.rglob("*.xplane.pb")
+    times: dict[str, list[float]] = collections.defaultdict(list)
+    for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
+        for event in (event for line in plane.lines for event in line.events):
+            if name := dict(event.stats).get("hlo_op"):
+                times[name].append(event.duration_ns / 1e9)
+    return times
+
+
+def _instructions(text: str) -> Iterator[tuple[str, str, str, str, str]]:
+    """Yields computation, name, type, kind and line of every instruction of a program."""
+    computation = ""
+    for line in text.splitlines():
+        if begins := COMPUTATION.match(line):
+            computation = begins[1]
+        elif found := INSTRUCTION.match(line):
+            yield computation, found[1], found[2], found[3], line
+
+
+def _contents(text: str) -> dict[str, str]:
+    """Says of each computation which operations are in it."""
+    counts: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
+    for computation, _, _, kind, _ in _instructions(text):
+        if kind not in NO_WORK:
+            counts[computation][kind] += 1
+    return {
+        name: ", ".join(f"{kind} {n}" if n > 1 else kind for kind, n in each.items())
+        for name, each in counts.items()
+    }
+
+
+def _where(line: str) -> str:
+    found = re.search(r'op_name="([^"]*)"', line)
+    name = found[1].partition(";")[0] if found else ""
+    return re.sub(r"jit\(\w+\)/|while/body/|closed_call/", "", name)
+
+
+def table(found: Sequence[Kernel], top: int) -> str:
+    """Returns the first kernels as a table, and what all come to."""
+    made = Table(box=box.MARKDOWN)
+    for heading in ("kernel", "of", "count", "µs each", "µs a step", "result", "where"):
+        right = heading in ("count", "µs each", "µs a step")
+        made.add_column(heading, justify="right" if right else "left", no_wrap=True)
+    for name, count, seconds, result, contents, where in found[:top]:
+        each, step = (f"{1e6 * value:.3g}" for value in (seconds, count * seconds))
+        made.add_row(name, contents, f"{count:g}", each, step, result, where)
+    total, number = sum(k.count * k.seconds for k in found), sum(k.count for k in found)
+    return f"{_table.text(made)}\n\n{number:.0f} kernels a step come to {1e3 * total:.3g} ms."
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the command line."""
+    from benchmarks.profile import example
+    from benchmarks.workloads import WORKLOADS
+
+    parser = argparse.ArgumentParser("benchmarks.kernels", description=__doc__)
+    parser.add_argument("--workload", choices=WORKLOADS, default="vit")
+    parser.add_argument("--rewrites", choices=("auto", "exact", "off"), default="auto")
+    parser.add_argument("--top", type=int, default=30, help="rows to show")
+    args = parser.parse_args(arguments)
+    print(table(kernels(*example(WORKLOADS[args.workload]), rewrites=args.rewrites), args.top))
+
+
+if __name__ == "__main__":
+    main()
