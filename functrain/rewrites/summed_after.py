@@ -16,6 +16,14 @@ Milliseconds of a layer's loss and gradients, 2 cores, jax 0.10, alone under `ji
     LSTM  128 32  64  64     14/14 -> 14/14         (so: few rows in a round)
     GRU   32  100 64  256    79/125 -> 91/130       (so: what is kept stays in the cache)
 
+In a loop on another machine (Intel Xeon, 2 cores, also busy; the least of 40, in turns), where the
+smallest loses:
+
+    LSTM  32  32  8   32     1.45 -> 1.53
+    GRU   32  32  8   32     1.62 -> 1.57
+    LSTM  8   64  32  32     1.88 -> 1.41
+    LSTM  32  64  128 128    46 -> 32
+
 Sums are taken in another order: last bits change.
 """
 
