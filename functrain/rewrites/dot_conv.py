@@ -16,6 +16,10 @@ k x k kernel, O features, stride s:
     2 4 8 1 16 1       0.02/0.02 -> 0.01/0.02     0.01/0.02 -> 0.01/0.02  0.02/0.02 -> 0.01/0.02
     16 1 512 3 512 1   6.6/27 -> 0.12/11          13/32 -> 0.12/5.7       1.4/1.1 -> 0.20/0.21
 
+One tap with a stride stays a convolution: of a network that only predicts the compiler may make
+one operation, which slices break. The residual net of the benchmark, which has two of them,
+predicted a batch in 27 ms with slices, in 21.9 without, and trained as fast (1.01; ResNet50 0.99).
+
 Sums may be taken in another order: last bits change.
 """
 
@@ -36,7 +40,7 @@ from functrain.rewrites._frame import Rewrite
 def _applies(eqn: core.JaxprEqn) -> bool:
     shape = ungrouped(eqn)
     return shape is not None and (
-        math.prod(shape.window) == 1
+        (math.prod(shape.window) == 1 and math.prod(eqn.params["window_strides"]) == 1)
         or (math.prod(shape.places) == 1 and math.prod(eqn.params["lhs_dilation"]) == 1)
     )
 
