@@ -51,7 +51,7 @@ def _settled(text: str) -> str:
     return "\n".join(line.rpartition("\r")[2] for line in text.splitlines()).strip()
 
 
-def _page(script: pathlib.Path) -> str:
+def _page(script: pathlib.Path, folder: pathlib.Path) -> str:
     source = script.read_text()
     prose = ast.get_docstring(ast.parse(source)) or ""
     title, _, rest = prose.partition("\n\n")
@@ -59,7 +59,6 @@ def _page(script: pathlib.Path) -> str:
     for cell in source.split("\n# %% ")[1:]:
         heading, _, code = cell.partition("\n")
         parts += [f"## {heading}", f"```py\n{code.strip()}\n```"]
-    folder = _run(script)
     parts += [
         "## What it prints",
         f"    python examples/{script.name} --quick",
@@ -74,11 +73,12 @@ def _page(script: pathlib.Path) -> str:
 
 
 def _write(app: Sphinx) -> None:
+    # Only the runs are in threads: Python 3.11 may fail where two of them parse at a time.
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        pages = zip(scripts(), pool.map(_page, scripts()), strict=True)
+        runs = zip(scripts(), pool.map(_run, scripts()), strict=True)
         told = {"length": len(scripts()), "stringify_func": lambda pair: pair[0].name}
-        for script, page in status_iterator(pages, "running examples... ", **told):
-            write(DOCS / "guides" / f"{script.stem}.md", page)
+        for script, folder in status_iterator(runs, "running examples... ", **told):
+            write(DOCS / "guides" / f"{script.stem}.md", _page(script, folder))
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
