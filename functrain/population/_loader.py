@@ -40,7 +40,7 @@ class Loader(Seekable):
       (2, 3, 2)
     """
 
-    of_members = True
+    of_members = True  # refused where all members would see each batch
 
     def __init__(self, loaders: Sequence[ArrayLoader]) -> None:
         self.loaders = tuple(loaders)
@@ -96,7 +96,7 @@ def _require_alike(loaders: Sequence[Any]) -> None:
             )
     first = loaders[0]
     for i, loader in enumerate(loaders):
-        asked, got = ((_counts(each)) for each in (first, loader))
+        asked, got = _counts(first), _counts(loader)
         lines = [
             f"{name}: {asked[name]} and {got[name]}" for name in asked if asked[name] != got[name]
         ]

@@ -162,7 +162,7 @@ def test_paths_of_any_kind_come_back(tmp_path, name) -> None:
 
 
 @pytest.mark.parametrize("layers", [250, pytest.param(2500, marks=pytest.mark.long)])
-def test_thousands_of_leaves_come_back(tmp_path, layers) -> None:
+def test_many_leaves_come_back(tmp_path, layers) -> None:
     there_and_back(
         tmp_path, {f"layer{i}": {"w": np.full(3, i), "b": np.array(i)} for i in range(layers)}
     )

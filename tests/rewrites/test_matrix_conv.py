@@ -25,20 +25,25 @@ ALWAYS = patch_conv._replace(applies=lambda eqn: True)
 
 @settings(max_examples=5, deadline=None, derandomize=True)
 @given(cases.convolutions(sides=(4, 4), windows=(1, 1), strides=(1, 1), holes=(1, 1)))
-def test_one_tap_is_as_accurate_as_it_was(case: Any) -> None:
+def test_one_tap_is_a_product(case: Any) -> None:
     conv, args = case
     after = cases.rewritten(cases.all_three(conv), args, trimmed_conv, dot_conv)
     assert cases.kinds(after).count("conv_general_dilated") < 2
+
+
+@settings(max_examples=5, deadline=None, derandomize=True)
+@given(cases.convolutions(sides=(4, 4), windows=(1, 1)))
+def test_one_tap_is_as_accurate_as_it_was(case: Any) -> None:
+    conv, args = case
     cases.check_accuracy(cases.all_three(conv), args, trimmed_conv, dot_conv)
 
 
 @settings(max_examples=3, deadline=None, derandomize=True)
 @given(cases.convolutions(sides=(4, 4), windows=(1, 1), strides=(2, 2)))
-def test_one_tap_with_a_stride_stays_and_its_gradient_is_as_accurate_as_it_was(case: Any) -> None:
+def test_one_tap_with_a_stride_stays(case: Any) -> None:
     conv, args = case
     forward = cases.rewritten(conv, args[:2], trimmed_conv, dot_conv)
     assert cases.kinds(forward).count("conv_general_dilated") == 1
-    cases.check_accuracy(cases.all_three(conv), args, trimmed_conv, dot_conv)
 
 
 @settings(max_examples=5, deadline=None, derandomize=True)
