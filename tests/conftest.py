@@ -16,6 +16,7 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # what one process compiled s
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
+import gc
 import hashlib
 import pathlib
 import signal
@@ -36,6 +37,13 @@ def digest(tree: Any) -> str:
         sha.update(f"{jax.tree_util.keystr(path)} {x.dtype} {x.shape}".encode())
         sha.update(x.tobytes())
     return sha.hexdigest()
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now lives on: nobody need look through it for garbage again."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
 
 
 def pytest_ignore_collect(collection_path: pathlib.Path) -> bool | None:

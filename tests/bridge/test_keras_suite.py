@@ -56,7 +56,9 @@ def outcomes(folder: pathlib.Path, *options: str, shard: str = "0/1") -> dict[st
     return {name: failed.get(name, "") for name in names}
 
 
-@pytest.mark.parametrize("shard", range(SHARDS))
+@pytest.mark.parametrize(
+    "shard", [0, *(pytest.param(i, marks=pytest.mark.long) for i in range(1, SHARDS))]
+)
 def test_trainer_tests_of_keras_pass_with_the_bridge(shard: int, tmp_path: pathlib.Path) -> None:
     found = outcomes(tmp_path, "-p", "keras_suite_plugin", shard=f"{shard}/{SHARDS}")
     assert sum(not why for why in found.values()) > 25

@@ -108,7 +108,7 @@ def require_whole(directory: str, saved: int) -> None:
 @pytest.mark.filterwarnings("ignore:.*a save was interrupted while it replaced")
 @pytest.mark.parametrize(
     ("seed", "kills"),
-    [(0, 15), pytest.param(2, 300, marks=pytest.mark.long)],
+    [(0, 8), pytest.param(2, 300, marks=pytest.mark.long)],
 )
 def test_every_checkpoint_is_whole_whenever_its_process_is_killed(
     tmp_path, some_lives, seed, kills

@@ -172,8 +172,8 @@ def sparse_matrices() -> Case:
 
 
 @CASES.each
-def test_fit_equals_keras_to_the_bit_whatever_is_fused(make: Any, fuses: Any) -> None:
-    parity.assert_fits_as_keras(make, fuses)
+def test_fit_equals_keras_to_the_bit_whatever_is_fused(make: Any, fuse: Any) -> None:
+    parity.assert_fits_as_keras(make, fuse)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ def initial_epoch() -> Case:
     return dense(initial_epoch=2, epochs=4)
 
 
-@CASES.every_run
+@CASES
 def steps_per_execution() -> Case:
     return dense(compiled={"steps_per_execution": 3})
 
@@ -80,7 +80,7 @@ def early_stopping() -> Case:
     return dense(callbacks=[stop], epochs=6)
 
 
-@CASES.every_run
+@CASES
 def reduced_learning_rate() -> Case:
     lower = keras.callbacks.ReduceLROnPlateau("loss", factor=0.5, patience=0, min_delta=1)
     return dense(callbacks=[lower], epochs=5)
@@ -106,5 +106,5 @@ def lambda_callback_of_epochs() -> Case:
 
 
 @CASES.each
-def test_fit_equals_keras_to_the_bit_whatever_is_fused(make: Any, fuses: Any) -> None:
-    parity.assert_fits_as_keras(make, fuses)
+def test_fit_equals_keras_to_the_bit_whatever_is_fused(make: Any, fuse: Any) -> None:
+    parity.assert_fits_as_keras(make, fuse)

@@ -12,7 +12,7 @@ from tests.bridge.parity import BATCH, LABELS, WEIGHTS, AddsLoss, Case, N, X, Y,
 CASES = parity.Cases()
 
 
-@CASES.every_run
+@CASES
 def shuffled() -> Case:
     return dense(shuffle=True)
 
@@ -69,7 +69,7 @@ def endless() -> Any:
             yield X[i * BATCH :][:BATCH], Y[i * BATCH :][:BATCH]
 
 
-@CASES.every_run
+@CASES
 def py_dataset() -> Case:
     return dense(x=Batches(), y=None, validation_data=Batches())
 
@@ -200,5 +200,5 @@ def inputs_without_targets() -> Case:
 
 
 @CASES.each
-def test_fit_equals_keras_to_the_bit_whatever_is_fused(make: Any, fuses: Any) -> None:
-    parity.assert_fits_as_keras(make, fuses)
+def test_fit_equals_keras_to_the_bit_whatever_is_fused(make: Any, fuse: Any) -> None:
+    parity.assert_fits_as_keras(make, fuse)

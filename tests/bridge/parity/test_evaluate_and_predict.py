@@ -55,9 +55,17 @@ CASES = {
     "own_metrics": of(test_models.own_compute_metrics),
 }
 OF_PREDICT = ("x", "batch_size", "steps")
+EVERY_RUN = ("arrays", "weighted", "dict_targets", "own_test_step")
+EACH = pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(make, id=name, marks=[] if name in EVERY_RUN else [pytest.mark.long])
+        for name, make in CASES.items()
+    ],
+)
 
 
-@pytest.mark.parametrize("make", CASES.values(), ids=CASES)
+@EACH
 def test_evaluate_equals_keras(make: Any) -> None:
     model, arguments = make()
     theirs = model.evaluate(**arguments, verbose=0, return_dict=True)
@@ -67,7 +75,7 @@ def test_evaluate_equals_keras(make: Any) -> None:
     assert bridge.evaluate(model, **arguments, verbose=0) == model.evaluate(**arguments, verbose=0)
 
 
-@pytest.mark.parametrize("make", CASES.values(), ids=CASES)
+@EACH
 def test_predict_equals_keras(make: Any) -> None:
     model, arguments = make()
     arguments = {name: arguments[name] for name in OF_PREDICT if name in arguments}

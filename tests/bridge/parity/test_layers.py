@@ -16,7 +16,7 @@ def batch_norm() -> Case:
     return dense(layers.BatchNormalization(), validation_split=0.25)
 
 
-@CASES.every_run
+@CASES
 def dropout() -> Case:
     return dense(layers.Dropout(0.5), layers.GaussianNoise(0.1))
 
@@ -52,7 +52,7 @@ def activity_regularizer() -> Case:
     return dense(layers.Dense(8, activity_regularizer="l2"), layers.ActivityRegularization(0.01))
 
 
-@CASES.every_run
+@CASES
 def add_loss() -> Case:
     return dense(AddsLoss(), layers.Dense(8), AddsLoss())
 
@@ -186,5 +186,5 @@ def int8_with_lora() -> Case:
 
 
 @CASES.each
-def test_fit_equals_keras_to_the_bit_whatever_is_fused(make: Any, fuses: Any) -> None:
-    parity.assert_fits_as_keras(make, fuses)
+def test_fit_equals_keras_to_the_bit_whatever_is_fused(make: Any, fuse: Any) -> None:
+    parity.assert_fits_as_keras(make, fuse)

@@ -28,7 +28,7 @@ def dict_targets() -> Case:
     return model, {"x": {"a": X, "b": -X}, "y": {"value": Y, "kind": LABELS}}
 
 
-@CASES.every_run
+@CASES
 def loss_weights() -> Case:
     model = two_heads(
         loss_weights={"value": 0.3, "kind": 2.0},
@@ -172,5 +172,5 @@ def jax_metrics_with_reset() -> Case:
 
 
 @CASES.each
-def test_fit_equals_keras_to_the_bit_whatever_is_fused(make: Any, fuses: Any) -> None:
-    parity.assert_fits_as_keras(make, fuses)
+def test_fit_equals_keras_to_the_bit_whatever_is_fused(make: Any, fuse: Any) -> None:
+    parity.assert_fits_as_keras(make, fuse)

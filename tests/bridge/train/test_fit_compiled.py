@@ -127,6 +127,7 @@ def test_numpy_randomness_in_a_layer_is_drawn_in_every_step(kwargs: Any) -> None
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.long
 def test_augmix_chooses_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen: list[Any] = []
     choice = random.choice

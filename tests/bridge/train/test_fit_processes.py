@@ -22,10 +22,10 @@ def values(printed: list[list[str]], name: str) -> list[Any]:
 
 
 PARTS = {"data_parallel": 1, "model_parallel": 2, "by_rule": 4}
-CASES = [("model_parallel",), pytest.param(("data_parallel", "by_rule"), marks=pytest.mark.long)]
 
 
-@pytest.mark.parametrize("names", CASES)
+@pytest.mark.long
+@pytest.mark.parametrize("names", [("model_parallel",), ("data_parallel", "by_rule")])
 def test_fits_evaluations_and_predictions_are_those_of_one_process(
     tmp_path: pathlib.Path, names: tuple[str, ...]
 ) -> None:

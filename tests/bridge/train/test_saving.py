@@ -107,13 +107,13 @@ def over_epochs() -> dict[str, Any]:
 
 CASES = [
     (dense, evaluated),
-    (dense, stopping),
+    pytest.param(dense, stopping, marks=pytest.mark.long),
     pytest.param(dense, in_batches, marks=pytest.mark.long),
     pytest.param(dense, unshuffled, marks=pytest.mark.long),
     (dense, over_epochs),
-    (augmented, plain),
+    pytest.param(augmented, plain, marks=pytest.mark.long),
     pytest.param(with_ema, evaluated, marks=pytest.mark.long),
-    (half, plain),
+    pytest.param(half, plain, marks=pytest.mark.long),
 ]
 Build, Arguments = Callable[[], keras.Model], Callable[[], dict[str, Any]]
 
@@ -157,7 +157,7 @@ def test_interrupted_twice_it_equals_keras_fit_to_the_bit(make, arguments, tmp_p
     assert (found.history, found.epoch) == (history.history, history.epoch)
 
 
-@pytest.mark.parametrize("steps", [1, 5])
+@pytest.mark.parametrize("steps", [5, pytest.param(1, marks=pytest.mark.long)])
 def test_it_goes_on_from_the_end_of_an_epoch_too(steps, tmp_path) -> None:
     model, history = fit(augmented, plain, keras.Model.fit)  # five batches an epoch
     pieces = [(11, 5), (None, 2)]
