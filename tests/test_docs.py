@@ -60,9 +60,11 @@ def test_the_first_block_of_the_readme_is_short_and_trains() -> None:
 
 
 def marked(page: pathlib.Path) -> Any:
-    """Those pages that every interpreter has to run."""
+    """Every interpreter has to run some pages; the others are run when the site is made."""
     everywhere = page.name in ("README.md", "core.md", "sharding.md")
-    return pytest.param(page, id=named(page), marks=[pytest.mark.smoke] * everywhere)
+    return pytest.param(
+        page, id=named(page), marks=pytest.mark.smoke if everywhere else pytest.mark.long
+    )
 
 
 def test_the_readme_is_a_screen_and_asks_for_no_clone() -> None:

@@ -1,6 +1,6 @@
 """Every example runs on a small setting, draws its picture, and says in a line what it lacks.
 
-The site runs all of them; those that take longest are looked at here with the long tests only.
+The site runs all of them; but for two, what they print is looked at by the long tests only.
 """
 
 import os
@@ -50,6 +50,7 @@ def test_mnist_trains_and_plain_keras_agrees(tmp_path) -> None:
     assert (tmp_path / "curves.png").exists()
 
 
+@pytest.mark.long
 def test_from_scratch_learns(tmp_path) -> None:
     output = quick("from_scratch.py", tmp_path)
     assert number(output, "test:", "accuracy") > 0.85
@@ -57,12 +58,14 @@ def test_from_scratch_learns(tmp_path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"digits.keras", "from_scratch.png"}
 
 
+@pytest.mark.long
 def test_customize_fit_runs(tmp_path) -> None:
     output = quick("customize_fit.py", tmp_path)
     assert sum("equal to the bit" in line or "equal within" in line for line in output) == 5
     assert (tmp_path / "customize_fit.png").exists()
 
 
+@pytest.mark.long
 def test_eager_jitted_and_fused_train_alike(tmp_path) -> None:
     output = quick("eager_jit_fused.py", tmp_path)
     last = [line for line in output if line.startswith("  accuracy")][1::2]
@@ -73,6 +76,7 @@ def test_eager_jitted_and_fused_train_alike(tmp_path) -> None:
     assert (tmp_path / "eager_jit_fused.png").exists()
 
 
+@pytest.mark.long
 def test_flax_modules_learn(tmp_path) -> None:
     output = quick("flax_model.py", tmp_path)
     for name in ("linen", "nnx"):
@@ -182,6 +186,7 @@ def test_a_missing_package_is_named_in_a_line() -> None:
     assert_one_line(done, "matplotlib", "pip install")
 
 
+@pytest.mark.long
 def test_a_sweep_finds_a_rate_that_learns(tmp_path) -> None:
     output = quick("sweep.py", tmp_path)
     assert number(output, "best:", "accuracy") > 0.7
@@ -189,6 +194,7 @@ def test_a_sweep_finds_a_rate_that_learns(tmp_path) -> None:
     assert (tmp_path / "sweep.png").exists()
 
 
+@pytest.mark.long
 def test_an_ensemble_is_more_likely_than_its_members(tmp_path) -> None:
     output = quick("ensemble.py", tmp_path)
     assert number(output, "nll:", "ensemble") < number(output, "nll:", "single")

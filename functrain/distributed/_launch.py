@@ -22,7 +22,10 @@ _TERMINATED = 128 + signal.SIGTERM
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs ``python -m functrain.launch``; returns the exit status."""
-    asked = _parser().parse_args(arguments)
+    parser = _parser()
+    asked = parser.parse_args(arguments)
+    if asked.bind and (why := _cannot_bind(asked.processes)):
+        parser.error(f"argument --bind: {why}")
     with _held_signals() as came:
         for attempt in range(asked.restarts + 1):
             code = _run(asked, came)
@@ -56,6 +59,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--cpu-devices", type=int, help="devices that each process makes of the CPU, to try things"
+    )
+    parser.add_argument(
+        "--bind",
+        action="store_true",
+        help="give each process CPU cores of its own (Linux): no threads of one wait for another's",
     )
     parser.add_argument("script", help="a Python file")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
@@ -112,13 +120,31 @@ def _start(asked: argparse.Namespace, address: str, number: int) -> subprocess.P
     if asked.cpu_devices is not None:
         count = f"--xla_force_host_platform_device_count={asked.cpu_devices}"
         environment["XLA_FLAGS"] = f"{environment.get('XLA_FLAGS', '')} {count}".strip()
-    return subprocess.Popen(
+    process = subprocess.Popen(
         [sys.executable, asked.script, *asked.arguments],
         env=environment,
         stdout=None if number == 0 else subprocess.PIPE,
         stderr=None if number == 0 else subprocess.STDOUT,
         text=True,
     )
+    if asked.bind:  # before it has threads, which are bound as it is
+        os.sched_setaffinity(process.pid, _cores(number, asked.processes))
+    return process
+
+
+def _cannot_bind(processes: int) -> str:
+    """Says why processes cannot have cores of their own, if so."""
+    if not hasattr(os, "sched_setaffinity"):
+        return "this system does not bind processes to cores"
+    cores = len(os.sched_getaffinity(0))
+    return f"{processes} processes, but {cores} cores" if cores < processes else ""
+
+
+def _cores(number: int, processes: int) -> list[int]:
+    """Returns a process's part of the cores that this one may use: neighbours, none left over."""
+    cores = sorted(os.sched_getaffinity(0))
+    ends = [len(cores) * i // processes for i in (number, number + 1)]
+    return cores[slice(*ends)]
 
 
 def _mark(process: subprocess.Popen[str], number: int) -> threading.Thread:

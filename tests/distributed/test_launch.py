@@ -1,5 +1,6 @@
 """Processes on one machine: started, started again when one dies, ended together."""
 
+import json
 import os
 import pathlib
 import signal
@@ -59,6 +60,21 @@ def test_a_process_that_an_exception_ends_does_not_wait_for_the_others(tmp_path)
     assert process.returncode == 1
     assert "[1] ValueError: mine" in out
     assert "ended with 1" in err  # it, or the other, whose connection it closed
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux binds processes to cores")
+def test_each_gets_cores_of_its_own_where_that_is_asked_for(tmp_path) -> None:
+    mine = os.sched_getaffinity(0)
+    if len(mine) < 2:
+        pytest.skip("there is one core")
+    path = script(tmp_path, "print('cores', sorted(os.sched_getaffinity(0)))")
+    out, err = launched("--bind", path).communicate(timeout=100)
+    found = [set(json.loads(line.partition("cores ")[2])) for line in out.splitlines()]
+    assert not set.intersection(*found), err
+    assert set.union(*found) == mine
+    too_many = launched("--bind", "-n", 10_000, path)
+    assert "10000 processes, but" in too_many.communicate(timeout=100)[1]
+    assert too_many.returncode == 2
 
 
 def test_it_gives_up_after_so_many_restarts_with_the_status_of_who_failed(tmp_path) -> None:
