@@ -44,7 +44,7 @@ LIVES = [
 ]
 
 
-QUICK = ("mlp_with_dropout", "convnet_with_batch_norm", "population_of_mlps")
+QUICK = ("convnet_with_batch_norm",)
 
 
 @pytest.mark.parametrize(

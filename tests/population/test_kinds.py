@@ -74,7 +74,9 @@ def parts(kind):
     return ft.supervised(model, LOSS), make, None
 
 
-@pytest.mark.parametrize("kind", ["linen", "nnx", "keras"])
+@pytest.mark.parametrize(
+    "kind", ["keras", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("linen", "nnx"))]
+)
 def test_members_of_any_kind_of_model_train_as_they_would_alone(kind) -> None:
     loss, make, net = parts(kind)
     step = ft.train_step(loss, TX, metrics={"accuracy": ft.metrics.accuracy()})

@@ -82,7 +82,9 @@ def test_own_data_are_a_part_for_each_member() -> None:
         )
 
 
-@pytest.mark.parametrize(("placement", "fuse"), [("host", 5), ("device", 1)])
+@pytest.mark.parametrize(
+    ("placement", "fuse"), [("host", 5), pytest.param("device", 1, marks=pytest.mark.long)]
+)
 def test_a_loader_for_each_member_is_what_the_member_would_see_alone(placement, fuse) -> None:
     own = [loader(20, seed=i, placement=placement) for i in range(MEMBERS)]  # the last is smaller
     together = ft.fit(
