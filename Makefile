@@ -24,7 +24,7 @@ test: lint
 	$(BIN)/python -m pytest -n $(WORKERS) -m "not long"
 
 test-all: lint
-	$(BIN)/python -m pytest -n $(WORKERS)
+	TIMES_AS_MANY_EXAMPLES=4 $(BIN)/python -m pytest -n $(WORKERS)
 
 # Data and callbacks of other libraries, in an environment that has them.
 test-adapters: .venv-adapters/.ready

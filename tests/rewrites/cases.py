@@ -1,11 +1,13 @@
 """What the tests of the convolution rewrites share: random convolutions, and a judge in float64."""
 
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from hypothesis import settings
 from hypothesis import strategies as st
 from jax import lax
 
@@ -13,6 +15,12 @@ from functrain.rewrites import optimize
 from functrain.rewrites._frame import Rewrite, equations, rewrite_jaxpr
 
 Conv = Callable[[jax.Array, jax.Array], jax.Array]
+
+
+def drawn(examples: int) -> settings:
+    """How many examples are drawn, the same ones each time; `make test-all` draws more."""
+    times = int(os.environ.get("TIMES_AS_MANY_EXAMPLES", "1"))
+    return settings(max_examples=times * examples, deadline=None, derandomize=True)
 
 
 def normal(rng: np.random.Generator, shape: Any, dtype: Any = jnp.float32) -> jax.Array:

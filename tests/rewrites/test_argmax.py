@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
 
@@ -34,7 +34,7 @@ def check_equal(fn: Any, *args: Any) -> None:
 
 @FINDS
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
-@settings(max_examples=4, deadline=None, derandomize=True)
+@cases.drawn(4)
 @given(data=st.data())
 def test_the_first_extremum_is_found(find: Any, dtype: str, data: Any) -> None:
     rng = np.random.default_rng(data.draw(st.integers(0, 99)))

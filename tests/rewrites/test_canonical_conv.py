@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
 
@@ -15,6 +15,8 @@ from functrain.rewrites import optimize
 from functrain.rewrites._conv import canonical
 from functrain.rewrites._frame import rewrite_jaxpr
 from functrain.rewrites.canonical_conv import canonical_conv
+
+from . import cases
 
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
@@ -67,14 +69,14 @@ def convolutions(draw: st.DrawFn) -> tuple[Callable[..., Any], jax.Array, jax.Ar
     return conv, normal(rng, lhs, dtype), normal(rng, rhs, dtype)
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@cases.drawn(12)
 @given(convolutions())
 def test_no_bit_changes_under_jit(case: Any) -> None:
     conv, x, w = case
     same(jax.jit(optimize(conv, "exact"))(x, w), jax.jit(conv)(x, w))
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@cases.drawn(12)
 @given(convolutions())
 def test_all_become_canonical(case: Any) -> None:
     conv, x, w = case
@@ -116,7 +118,7 @@ def training(layer: str, dtype: Any) -> tuple[Callable[..., Any], Any, jax.Array
     return step, params, xs
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", [jnp.float32, pytest.param(jnp.bfloat16, marks=pytest.mark.long)])
 @pytest.mark.parametrize("layer", LAYERS)
 def test_a_scan_of_steps_is_the_jitted_step_to_the_bit(layer: str, dtype: Any) -> None:
     step, params, xs = training(layer, dtype)

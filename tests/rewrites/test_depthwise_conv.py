@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from jax import lax
 
 from functrain.rewrites import optimize
@@ -19,7 +19,7 @@ from . import cases
 from .cases import all_three, kinds, normal
 
 
-@settings(max_examples=8, deadline=None, derandomize=True)
+@cases.drawn(4)
 @given(cases.convolutions(sides=(-1, 3), groups=(2, 4)))
 def test_depthwise_is_as_accurate_as_it_was(case: Any) -> None:
     conv, args = case
@@ -39,7 +39,7 @@ def test_many_taps_are_taken_in_bands(window: tuple[int, ...], strides: tuple[in
     cases.check_chunks(conv, x, w)
 
 
-@settings(max_examples=16, deadline=None, derandomize=True)
+@cases.drawn(5)
 @given(
     cases.convolutions(
         sides=(-1, 3), groups=(2, 4), ranks=(1, 2, 2), apart=(1, 1), sizes=(1, 3), windows=(4, 7),
@@ -81,7 +81,7 @@ def test_sums_over_thousands_of_small_images_keep_their_digits() -> None:
     cases.check_accuracy(all_three(conv), (x, w, jnp.abs(conv(x, w))), small_depthwise)
 
 
-@settings(max_examples=8, deadline=None, derandomize=True)
+@cases.drawn(4)
 @given(cases.convolutions(sides=(3, 3), groups=(2, 4)))
 def test_grouped_is_as_accurate_as_it_was(case: Any) -> None:
     conv, args = case

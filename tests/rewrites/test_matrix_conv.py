@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from functrain.rewrites import optimize
 from functrain.rewrites.dot_conv import dot_conv
@@ -23,7 +23,7 @@ ANY_SIZE = mock.patch.multiple(
 ALWAYS = patch_conv._replace(applies=lambda eqn: True)
 
 
-@settings(max_examples=5, deadline=None, derandomize=True)
+@cases.drawn(4)
 @given(cases.convolutions(sides=(4, 4), windows=(1, 1), strides=(1, 1), holes=(1, 1)))
 def test_one_tap_is_a_product(case: Any) -> None:
     conv, args = case
@@ -31,14 +31,14 @@ def test_one_tap_is_a_product(case: Any) -> None:
     assert cases.kinds(after).count("conv_general_dilated") < 2
 
 
-@settings(max_examples=5, deadline=None, derandomize=True)
+@cases.drawn(4)
 @given(cases.convolutions(sides=(4, 4), windows=(1, 1)))
 def test_one_tap_is_as_accurate_as_it_was(case: Any) -> None:
     conv, args = case
     cases.check_accuracy(cases.all_three(conv), args, trimmed_conv, dot_conv)
 
 
-@settings(max_examples=3, deadline=None, derandomize=True)
+@cases.drawn(3)
 @given(cases.convolutions(sides=(4, 4), windows=(1, 1), strides=(2, 2)))
 def test_one_tap_with_a_stride_stays(case: Any) -> None:
     conv, args = case
@@ -46,14 +46,14 @@ def test_one_tap_with_a_stride_stays(case: Any) -> None:
     assert cases.kinds(forward).count("conv_general_dilated") == 1
 
 
-@settings(max_examples=5, deadline=None, derandomize=True)
+@cases.drawn(4)
 @given(cases.convolutions(sides=(4, 4), holes=(1, 1), apart=(1, 2), sizes=(1, 2), pads=(1, 2)))
 def test_a_kernel_larger_than_the_image_is_as_accurate_as_it_was(case: Any) -> None:
     conv, args = case
     cases.check_accuracy(cases.all_three(conv), args, trimmed_conv, dot_conv, ALWAYS)
 
 
-@settings(max_examples=5, deadline=None, derandomize=True)
+@cases.drawn(4)
 @given(cases.convolutions(sides=(4, 4)))
 def test_any_convolution_may_take_patches(case: Any) -> None:
     conv, args = case

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
 
@@ -65,7 +65,7 @@ def pools(draw: st.DrawFn, apart: bool) -> tuple[Pool, jax.Array, jax.Array]:
     return pool, numbers(shape), numbers(jax.eval_shape(pool, jnp.zeros(shape)).shape)
 
 
-@settings(max_examples=8, deadline=None, derandomize=True)
+@cases.drawn(5)
 @given(pools(apart=True))
 def test_windows_apart_keep_every_bit(case: Any) -> None:
     pool, *args = case
@@ -78,7 +78,7 @@ def test_windows_apart_keep_every_bit(case: Any) -> None:
         assert bits(got) == bits(want)
 
 
-@settings(max_examples=8, deadline=None, derandomize=True)
+@cases.drawn(5)
 @given(pools(apart=False))
 def test_windows_that_overlap_are_as_accurate_as_they_were(case: Any) -> None:
     pool, x, g = case
@@ -87,7 +87,7 @@ def test_windows_that_overlap_are_as_accurate_as_they_were(case: Any) -> None:
     cases.check_accuracy(both(pool), args, max_pool, max_pool_apart, max_pool_gradient)
 
 
-@settings(max_examples=6, deadline=None, derandomize=True)
+@cases.drawn(4)
 @given(pools(apart=False))
 def test_ties_and_nan_go_where_they_went(case: Any) -> None:
     """Each window gives a power of two: the sum tells who won."""

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
 
@@ -43,7 +43,7 @@ def test_attention_and_its_gradients_are_as_accurate_as_they_were(causal: bool) 
         cases.check_accuracy(attention(causal), operands(2, 12, 3, 4), row_sum)
 
 
-@settings(max_examples=6, deadline=None, derandomize=True)
+@cases.drawn(6)
 @given(shape=st.lists(st.integers(1, 5), min_size=3, max_size=4), length=st.integers(1, 300))
 def test_a_sum_is_as_accurate_as_it_was(shape: list[int], length: int) -> None:
     x = cases.normal(np.random.default_rng(0), (*shape, length)) * 1e3

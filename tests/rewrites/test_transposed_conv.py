@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from jax import lax
 
 from functrain.rewrites import optimize, phased_conv, swapped_conv
@@ -36,7 +36,7 @@ def with_cotangent(conv: Any, x: jax.Array, w: jax.Array) -> list[jax.Array]:
     return [x, w, cases.normal(np.random.default_rng(1), shape)]
 
 
-@settings(max_examples=6, deadline=None, derandomize=True)
+@cases.drawn(4)
 @given(cases.convolutions(sides=(3, 3), holes=(2, 3), apart=(1, 1), strides=(1, 1), sizes=(5, 6)))
 def test_a_layer_and_its_gradients_are_as_accurate_as_they_were(case: Any) -> None:
     conv, args = case
@@ -44,7 +44,7 @@ def test_a_layer_and_its_gradients_are_as_accurate_as_they_were(case: Any) -> No
         cases.check_accuracy(cases.all_three(conv), args, SWAPPED, PHASED)
 
 
-@settings(max_examples=6, deadline=None, derandomize=True)
+@cases.drawn(4)
 @given(cases.convolutions(sides=(3, 3)))
 def test_any_convolution_may_swap(case: Any) -> None:
     conv, args = case
@@ -52,7 +52,7 @@ def test_any_convolution_may_swap(case: Any) -> None:
     cases.check_accuracy(conv, args[:2], always)
 
 
-@settings(max_examples=6, deadline=None, derandomize=True)
+@cases.drawn(4)
 @given(cases.convolutions(sides=(3, 3), holes=(2, 3), apart=(1, 1), strides=(1, 1), sizes=(5, 6)))
 def test_any_with_holes_may_take_phases(case: Any) -> None:
     conv, args = case

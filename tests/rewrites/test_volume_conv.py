@@ -7,7 +7,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from functrain.rewrites import optimize
 from functrain.rewrites._frame import equations
@@ -21,7 +21,7 @@ ANY_SIZE = mock.patch.multiple(
 LAYER = ((2, 4, 5, 6, 2), (3, 2, 3, 2, 4))
 
 
-@settings(max_examples=4, deadline=None, derandomize=True)
+@cases.drawn(4)
 @given(cases.convolutions(sides=(3, 3), ranks=(3,)))
 def test_they_are_as_accurate_as_they_were(case: Any) -> None:
     conv, args = case

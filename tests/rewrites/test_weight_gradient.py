@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from functrain.rewrites import optimize
 from functrain.rewrites.weight_gradient import weight_gradient
@@ -30,7 +30,7 @@ def how(name: str) -> Any:
 
 
 @pytest.mark.parametrize("name", HOW)
-@settings(max_examples=4, deadline=None, derandomize=True)
+@cases.drawn(4)
 @given(
     case=cases.convolutions(
         sides=(5, 9), ranks=(2,), holes=(1, 1), sizes=(10, 11), windows=(2, 3), pads=(0, 2)
