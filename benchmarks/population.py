@@ -91,6 +91,7 @@ def ways(workload: Workload, members: int, steps: int) -> dict[str, Way]:
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     net.compile("adam", loss, jit_compile=True)
     pool = started_pool(workload.name, steps)
+    bound = started_pool(workload.name, steps, members // PROCESSES)
     alone = ft.fuse(step, steps)
 
     def one_after_another() -> None:
@@ -123,6 +124,9 @@ def ways(workload: Workload, members: int, steps: int) -> dict[str, Way]:
         "by hand: jit(scan(vmap))": lambda: train(by_hand, stacked.states, batches),
         "Keras fit in a loop": keras_fit,
         f"{PROCESSES} processes, each fused": lambda: list(pool.map(_train, range(members))),
+        f"population over {PROCESSES} processes, each bound to its cores": lambda: list(
+            bound.map(_train, range(PROCESSES))
+        ),
     }
 
 
@@ -146,21 +150,38 @@ def train(program: Any, state: Any, batches: Any) -> None:
 _of_process: tuple[Any, Any, Any] = (None, None, None)
 
 
-def started_pool(name: str, steps: int) -> concurrent.futures.ProcessPoolExecutor:
-    """Returns processes that hold the workload; each compiles it at its first member."""
+def started_pool(
+    name: str, steps: int, members: int | None = None
+) -> concurrent.futures.ProcessPoolExecutor:
+    """Returns processes that hold the workload; each compiles it at its first call.
+
+    With `members`, each holds a population of so many, and is bound to its own part of the cores,
+    as `functrain.launch --bind` does it.
+    """
     context = multiprocessing.get_context("spawn")
+    numbers = context.SimpleQueue()
+    for number in range(PROCESSES):
+        numbers.put(number)
     return concurrent.futures.ProcessPoolExecutor(
-        PROCESSES, mp_context=context, initializer=_prepare, initargs=(name, steps)
+        PROCESSES,
+        mp_context=context,
+        initializer=_prepare,
+        initargs=(name, steps, members, numbers),
     )
 
 
-def _prepare(name: str, steps: int) -> None:
+def _prepare(name: str, steps: int, members: int | None, numbers: Any) -> None:
     global _of_process
+    if members is not None:  # before there are threads
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, cores[numbers.get() :: PROCESSES])
     _, state, step, batches = parts(WORKLOADS[name], steps)
+    if members is not None:
+        state, step = ft.population.stack([state] * members), ft.population.step(step)
     _of_process = ft.fuse(step, steps), state, batches
 
 
-def _train(member: int) -> None:
+def _train(_: int) -> None:
     train(*_of_process)
 
 
