@@ -11,7 +11,7 @@ loop, the least of some in turns on a busy machine:
 
     layers         N     B      one product -> one each
     784 64 64 10   8     32     168 -> 137
-    784 64 64 10   32    32     247 -> 191
+    784 64 64 10   32    32     191 -> 155
     784 64 10      128   32     286 -> 194
     784 256 10     8     32     897 -> 656
     2048 256 10    8     16     4357 -> 1211
@@ -59,7 +59,8 @@ def _applies(eqn: core.JaxprEqn) -> bool:
         return False
     is_first = types[0].ndim == 2
     shared, each = types[:2] if is_first else types[1::-1]
-    if (shared.ndim, each.ndim, tuple(over[is_first])) != (2, 3, (1,)):
+    middle = over[1] if is_first else over[0]
+    if (shared.ndim, each.ndim, tuple(middle)) != (2, 3, (1,)):
         return False
     turned = (each.size + types[2].size) // each.shape[0]
     pays: bool = 2 * shared.size <= turned and min(shared.shape) >= LEAST_SIDE
