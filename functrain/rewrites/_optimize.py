@@ -25,6 +25,7 @@ from functrain.rewrites.max_pool_gradient import max_pool_gradient
 from functrain.rewrites.patch_conv import patch_conv
 from functrain.rewrites.phased_conv import phased_conv
 from functrain.rewrites.row_sum import row_sum
+from functrain.rewrites.shared_batch import shared_batch
 from functrain.rewrites.small_depthwise import small_depthwise
 from functrain.rewrites.summed_after import summed_after
 from functrain.rewrites.swapped_conv import swapped_conv
@@ -38,6 +39,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 # In the order they are asked: what one returns is looked at by those after it.
 REWRITES: tuple[Rewrite, ...] = (
     dense_gradient,
+    shared_batch,
     attention_gradient,
     summed_after,
     trimmed_conv,
