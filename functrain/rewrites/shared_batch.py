@@ -10,28 +10,27 @@ Microseconds of one core a member-step, N MLPs with a batch of B for all and Ada
 loop, the least of some in turns on a busy machine:
 
     layers         N     B      one product -> one each
-    784 64 64 10   8     32     168 -> 137
-    784 64 64 10   32    32     191 -> 155
-    784 64 10      128   32     286 -> 194
-    784 256 10     8     32     897 -> 656
-    2048 256 10    8     16     4357 -> 1211
-    512 512 10     8     32     2067 -> 868
-    784 128 10     16    64     545 -> 485
-    256 64 10      16    32     69 -> 41
-    64 128 128 10  32    32     112 -> 103
-    64 64 10       512   8      24.8 -> 15.7
-    8 64 1         1024  16     3.8 -> 2.3
-    784 48 10      32    32     147 -> 139
-    64 32 10       32    32     10.3 -> 10.5       (so: copies of half of it at most)
-    784 16 10      32    32     50 -> 70
-    784 64 64 10   32    128    457 -> 564
-    4 16 2         1024  4      1.50 -> 1.48       (so: 8 rows and 8 inputs or more)
-    64 16 2        32    2      2.3 -> 2.7
-    64 2           32    1      0.21 -> 0.29
+    784 64 64 10   8     32     139 -> 116
+    784 64 64 10   32    32     184 -> 146
+    784 64 10      128   32     210 -> 165
+    784 256 10     8     32     674 -> 474
+    2048 256 10    8     16     4036 -> 1057
+    512 512 10     8     32     1982 -> 765
+    784 128 10     16    64     529 -> 437
+    256 64 10      16    32     64 -> 39
+    64 128 128 10  32    32     84 -> 79
+    64 64 10       512   8      15.3 -> 10.8
+    8 64 1         1024  16     3.2 -> 1.6
+    784 48 10      32    32     94 -> 95           (so: copies of half of it at most)
+    64 32 10       32    32     9.7 -> 10.0
+    784 16 10      32    32     42 -> 56
+    784 64 64 10   32    128    408 -> 506
+    4 16 2         1024  4      1.06 -> 1.11       (so: 8 rows and 8 inputs or more)
+    64 16 2        32    2      2.2 -> 2.6
+    64 2           32    1      0.15 -> 0.22
 
-Activations of members with the batch as their last axis, through all layers, would spare small
-layers more: 64 32 10, by hand, takes 7.7 instead of 9.7. Of 784 64 64 10 it is as fast as this, and
-64 128 128 10 takes 102 instead of 95.
+Activations with the batch as their last axis, through all layers, spare small layers more: 64 32 10
+by hand takes 7.8 instead of 9.7. 784 64 64 10 and 64 128 128 10 are no faster so than with this.
 
 Sums may be taken in another order: last bits change.
 """
