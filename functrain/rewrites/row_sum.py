@@ -71,7 +71,8 @@ def _applies(eqn: core.JaxprEqn) -> bool:
 def _is_free(eqn: core.JaxprEqn, jaxpr: core.Jaxpr) -> bool:
     """Whether it does not sum many rows times one row, which XLA does as it multiplies."""
     (result,) = eqn.outvars
-    return eqn.invars[0].aval.size < MOST_WEIGHTED or not any(map(_is_row, _factors(result, jaxpr)))
+    few = avals(eqn)[0].size < MOST_WEIGHTED
+    return few or not any(map(_is_row, _factors(result, jaxpr)))
 
 
 def _factors(total: Any, jaxpr: core.Jaxpr) -> list[Any]:
