@@ -15,7 +15,7 @@ READY := $(VENV)/.ready-$(WANTED)-$(or $(CONSTRAINTS),newest)
 
 export KERAS_BACKEND := jax
 
-.PHONY: train test test-all test-adapters test-ray test-wheel smoke docs bench bench-peers lint clean
+.PHONY: train test test-all test-adapters test-ray test-wheel smoke docs bench bench-peers bench-hub lint clean
 
 train: $(READY)
 	$(BIN)/python examples/mnist.py
@@ -64,7 +64,11 @@ bench-peers: $(READY) .venv-tensorflow/.ready .venv-torch/.ready
 	$(BIN)/python -m benchmarks --python tensorflow=.venv-tensorflow/bin/python \
 	  --python torch=.venv-torch/bin/python --output benchmarks/output/peers $(ARGS)
 
-.venv-tensorflow/.ready .venv-torch/.ready .venv-adapters/.ready .venv-ray/.ready: .venv-%/.ready:
+# Models of keras-hub, with random weights, in an environment that has it.
+bench-hub: .venv-hub/.ready
+	.venv-hub/bin/python -m benchmarks.applications --set hub $(ARGS)
+
+.venv-tensorflow/.ready .venv-torch/.ready .venv-adapters/.ready .venv-ray/.ready .venv-hub/.ready: .venv-%/.ready:
 	$(PYTHON) -m venv --clear .venv-$*
 	.venv-$*/bin/python -m pip install --quiet --constraint constraints.txt $(IN_$*)
 	@touch $@
@@ -73,6 +77,7 @@ IN_tensorflow := keras tensorflow-cpu
 IN_torch := keras torch
 IN_adapters := --editable '.[test,wandb,optuna]' tensorflow-cpu torch torchdata nbclient ipykernel
 IN_ray := --editable '.[test]' 'ray[train]'
+IN_hub := --editable . keras-hub # brings TensorFlow, which it imports
 
 lint: $(READY)
 	$(BIN)/ruff check .

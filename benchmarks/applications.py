@@ -2,23 +2,26 @@
 
 python -m benchmarks.applications --output benchmarks/results/applications.md
 python -m benchmarks.applications --names MobileNetV2,ResNet50
+python -m benchmarks.applications --set layers --fused
+.venv-hub/bin/python -m benchmarks.applications --set hub --fused
 
-The step is loss, gradients and new statistics, jitted, 8 images of 32×32 (or the least an
-architecture takes) in ten classes. Each architecture has a process of its own, where both programs
-take turns.
+The step is loss, gradients and new statistics, jitted. Each architecture has a process of its own,
+where both programs take turns. With `--fused` two more do: the step with plain gradient descent, in
+the loop that functrain makes of it.
 """
 
 import argparse
 import dataclasses
+import importlib.metadata
+import itertools
 import json
 import os
 import pathlib
-import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 os.environ.setdefault("KERAS_BACKEND", "jax")
 
@@ -30,17 +33,49 @@ import optax
 
 import functrain as ft
 from benchmarks import report
+from benchmarks.architectures import APPLICATIONS, LAYERS, Architecture
 from benchmarks.workloads import draw_kernels
 
-NAMES = sorted(
-    name
-    for name, member in vars(keras.applications).items()
-    if callable(member) and name[0].isupper()
-)
-SIZES = {"InceptionResNetV2": 75, "InceptionV3": 75, "Xception": 71}
-BATCH = 8
 ROUNDS = 10
 NUDGES = 8
+STEPS = 8  # in a fused program
+RATE = 1e-4
+
+
+def architectures(which: str) -> dict[str, Architecture]:
+    """Returns a set by its name; "hub" wants keras-hub, see the Makefile."""
+    if which == "hub":
+        from benchmarks.hub import HUB
+
+        return HUB
+    return {"applications": APPLICATIONS, "layers": LAYERS}[which]
+
+
+class Pair(NamedTuple):
+    """A program as it is and rewritten.
+
+    Attributes:
+      plain: Seconds a step, as it is.
+      rewritten: Seconds a step, rewritten.
+      speed: How many times as fast the second is: the median of the rounds.
+      processor: The same in processor time, of which other programs take less.
+      compile_plain: Seconds from the function to the program.
+      compile_rewritten: The same.
+    """
+
+    plain: float
+    rewritten: float
+    speed: float
+    processor: float
+    compile_plain: float
+    compile_rewritten: float
+
+    def cells(self) -> list[str]:
+        """Returns what the table says of it."""
+        ms = [report.milliseconds(x) for x in self[:2]]
+        ratios = [f"{x:.2f}×" for x in self[2:4]]
+        compiling = [f"{x:.1f}" for x in self[4:]]
+        return [*ms, *ratios, *compiling]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,11 +83,9 @@ class Compared:
     """What came of one architecture.
 
     Attributes:
-      name: As in keras.applications.
-      plain: Seconds a step, as it is.
-      rewritten: Seconds a step, rewritten.
-      compile_plain: Seconds from the function to the program.
-      compile_rewritten: The same.
+      name: As in its set.
+      jitted: The step under `jit`.
+      fused: The same in a fused loop, where that was asked for.
       difference: Of the rewritten gradients from the plain ones: norm over norm.
       rounding: How far the plain ones move at most when weights move by one unit in their last
         place, either way, several times: what no float32 program can be expected to be closer
@@ -60,83 +93,108 @@ class Compared:
     """
 
     name: str
-    plain: float
-    rewritten: float
-    compile_plain: float
-    compile_rewritten: float
+    jitted: Pair
+    fused: Pair | None
     difference: float
     rounding: float
 
     def row(self) -> str:
         """Returns a line of the table."""
-        ms = (report.milliseconds(x) for x in (self.plain, self.rewritten))
-        compiling = (f"{x:.1f}" for x in (self.compile_plain, self.compile_rewritten))
-        speed = f"{self.plain / self.rewritten:.2f}×"
-        errors = (f"{x:.1e}" for x in (self.difference, self.rounding))
-        return f"| {' | '.join([self.name, *ms, speed, *compiling, *errors])} |"
+        errors = [f"{x:.1e}" for x in (self.difference, self.rounding)]
+        fused = self.fused.cells() if self.fused else []
+        return f"| {' | '.join([self.name, *self.jitted.cells(), *errors, *fused])} |"
 
 
-HEAD = (
-    "| architecture | plain, ms | rewritten, ms | speed | compile s | rewritten | difference "
-    "| rounding |\n|---|---:|---:|---:|---:|---:|---:|---:|"
-)
+def head(fused: bool) -> str:
+    """Returns the first two lines of the table."""
+    columns = "plain, ms | rewritten, ms | speed | processor | compile s | rewritten"
+    named = f"{columns} | difference | rounding" + f" | fused: {columns}" * fused
+    return f"| architecture | {named} |\n|---|{'---:|' * len(named.split('|'))}"
 
 
-def step_of(name: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+def step_of(architecture: Architecture) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """Returns ``step(params, rest, x, y) -> (loss, grads, rest)`` and its arguments."""
     keras.utils.set_random_seed(0)
-    shape = (SIZES.get(name, 32),) * 2 + (3,)
-    build = getattr(keras.applications, name)
-    model = build(weights=None, classes=10, input_shape=shape, classifier_activation=None)
+    model = architecture.build()
     draw_kernels(model)
 
-    def loss_fn(params: Any, rest: Any, x: jax.Array, y: jax.Array) -> Any:
+    def loss_fn(params: Any, rest: Any, x: Any, y: jax.Array) -> Any:
         logits, rest = model.stateless_call(params, rest, x, training=True)
         loss = optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
         return loss, rest
 
-    def step(params: Any, rest: Any, x: jax.Array, y: jax.Array) -> Any:
+    def step(params: Any, rest: Any, x: Any, y: jax.Array) -> Any:
         (loss, rest), grads = jax.value_and_grad(loss_fn, has_aux=True)(params, rest, x, y)
         return loss, grads, rest
 
     rng = np.random.default_rng(0)
-    x = jnp.asarray(rng.uniform(0, 255, (BATCH, *shape)), jnp.float32)
+    x = jax.tree.map(jnp.asarray, architecture.example(rng))
     params, rest = ([v.value for v in vs] for vs in _variables(model))
-    return step, (params, rest, x, jnp.asarray(rng.integers(10, size=BATCH)))
+    *places, classes = jax.eval_shape(model.stateless_call, params, rest, x)[0].shape
+    return step, (params, rest, x, jnp.asarray(rng.integers(classes, size=places)))
 
 
 def _variables(model: keras.Model) -> tuple[list[Any], list[Any]]:
     return model.trainable_variables, model.non_trainable_variables
 
 
-def compare(name: str, rounds: int = ROUNDS) -> Compared:
-    """Compiles both programs of an architecture, and measures them in turn."""
-    step, args = step_of(name)
-    plain, compile_plain = _compiled(step, args)
-    rewritten, compile_rewritten = _compiled(ft.rewrites.optimize(step), args)
-    want, got = plain(*args), rewritten(*args)
+def compare(
+    name: str, architecture: Architecture, rounds: int = ROUNDS, fused: bool = False
+) -> Compared:
+    """Compiles the programs of an architecture, and measures them in turn."""
+    step, args = step_of(architecture)
+    programs, compiling = _compiled(jax.jit(step), jax.jit(ft.rewrites.optimize(step)), args)
+    plain, rewritten = programs
+    want, got = plain(*args)[1], rewritten(*args)[1]
     moved = [plain(*_nudged(args, seed))[1] for seed in range(NUDGES)]
-    times: dict[Any, list[float]] = {plain: [], rewritten: []}
-    for _ in range(rounds):
-        for program, taken in times.items():
-            start = time.perf_counter()
-            jax.block_until_ready(program(*args))
-            taken.append(time.perf_counter() - start)
-    medians = [statistics.median(taken or [float("nan")]) for taken in times.values()]
     return Compared(
         name,
-        *medians,
-        compile_plain,
-        compile_rewritten,
-        difference=distance(got[1], want[1]),
-        rounding=max(distance(grads, want[1]) for grads in moved),
+        Pair(*_in_turn(programs, args, rounds), *compiling),
+        _fused(step, args, rounds) if fused else None,
+        difference=distance(got, want),
+        rounding=max(distance(grads, want) for grads in moved),
     )
 
 
-def _compiled(fn: Callable[..., Any], args: Any) -> tuple[Any, float]:
-    start = time.perf_counter()
-    program = jax.jit(fn).lower(*args).compile()
-    return program, time.perf_counter() - start
+def _fused(step: Callable[..., Any], args: tuple[Any, ...], rounds: int) -> Pair:
+    """Measures both in a loop of some steps, on one batch."""
+    params, rest, *batch = args
+
+    def descent(state: Any, batch: Any) -> Any:
+        params, rest = state
+        loss, grads, rest = step(params, rest, *batch)
+        return (jax.tree.map(lambda w, g: w - RATE * g, params, grads), rest), {"loss": loss}
+
+    chunk = jax.tree.map(lambda x: jnp.stack([x] * STEPS), batch)
+    args = (params, rest), chunk, np.int32(STEPS)
+    plain, rewritten = (
+        ft.fuse(descent, STEPS, donate=False, rewrites=mode).program for mode in ("off", "auto")
+    )
+    programs, compiling = _compiled(plain, rewritten, args)
+    plain, rewritten, *ratios = _in_turn(programs, args, rounds)
+    return Pair(plain / STEPS, rewritten / STEPS, *ratios, *compiling)
+
+
+def _compiled(plain: Any, rewritten: Any, args: Any) -> tuple[list[Any], list[float]]:
+    """Returns both compiled, and how long each took."""
+    programs, taken = [], []
+    for jitted in (plain, rewritten):
+        start = time.perf_counter()
+        programs.append(jitted.lower(*args).compile())
+        taken.append(time.perf_counter() - start)
+    return programs, taken
+
+
+def _in_turn(programs: Sequence[Any], args: Any, rounds: int) -> list[float]:
+    """Returns the median seconds of both, and of the ratios, by the clock and in processor time."""
+    taken = np.full((rounds or 1, len(programs), 2), np.nan)
+    for times, program in itertools.product(taken[:rounds], range(len(programs))):
+        start = time.perf_counter(), time.process_time()
+        jax.block_until_ready(programs[program](*args))
+        end = time.perf_counter(), time.process_time()
+        times[program] = np.subtract(end, start)
+    ratios = taken[:, 0] / taken[:, 1]
+    return [*np.median(taken[..., 0], axis=0).tolist(), *np.median(ratios, axis=0).tolist()]
 
 
 def _nudged(args: tuple[Any, ...], seed: int) -> tuple[Any, ...]:
@@ -164,40 +222,55 @@ def distance(a: Any, b: Any) -> float:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the command line."""
     parser = argparse.ArgumentParser("benchmarks.applications", description=__doc__)
-    parser.add_argument("--names", default=",".join(NAMES), help="comma-separated; default all")
+    parser.add_argument("--set", choices=("applications", "layers", "hub"), default="applications")
+    parser.add_argument("--names", help="comma-separated; default: the whole set")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--fused", action="store_true", help="in a fused loop as well")
     parser.add_argument("--output", type=pathlib.Path, help="a file for the table")
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
+    known = architectures(args.set)
+    names = args.names.split(",") if args.names else list(known)
+    if unknown := set(names).difference(known):
+        parser.error(f"--names: expected some of {', '.join(known)}, got {sorted(unknown)}")
     if args.one:
-        print(json.dumps(dataclasses.asdict(compare(args.names, args.rounds))))
+        (name,) = names
+        made = compare(name, known[name], args.rounds, args.fused)
+        print(json.dumps(dataclasses.asdict(made)))
         return
-    lines = [_sentence(args.rounds), "", HEAD]
+    lines = [_sentence(args.rounds, args.set), "", head(args.fused)]
     print("\n".join(lines))
-    for line in _rows(args.names.split(","), args.rounds):
+    for line in _rows(names, args):
         print(line, flush=True)
         lines.append(line)
         if args.output:  # each time: an interrupt loses one architecture only
             args.output.write_text("\n".join(lines) + "\n")
 
 
-def _rows(names: Sequence[str], rounds: int) -> Iterator[str]:
+def _rows(names: Sequence[str], args: argparse.Namespace) -> Iterator[str]:
     for name in names:
         command = [sys.executable, "-m", "benchmarks.applications", "--one", "--names", name]
-        command += ["--rounds", str(rounds)]
+        command += ["--set", args.set, "--rounds", str(args.rounds)] + ["--fused"] * args.fused
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
         if done.returncode:
             yield f"| {name} | failed |"
         else:
-            yield Compared(**json.loads(done.stdout.splitlines()[-1])).row()
+            yield _read(json.loads(done.stdout.splitlines()[-1])).row()
 
 
-def _sentence(rounds: int) -> str:
+def _read(made: dict[str, Any]) -> Compared:
+    pairs = {key: made[key] and Pair(*made[key]) for key in ("jitted", "fused")}
+    return Compared(**made | pairs)
+
+
+def _sentence(rounds: int, which: str) -> str:
     m = report.machine()
+    hub = f", keras-hub {importlib.metadata.version('keras-hub')}" if which == "hub" else ""
     return (
-        f"One step (loss, gradients, statistics), jitted, batch {BATCH}; medians of {rounds} "
-        f"interleaved rounds. {m['cpu']}, {m['cores']} cores, {m['system']}, Python "
-        f"{m['python']}, jax {jax.__version__}, keras {keras.__version__}. Difference: of the "
+        f"One step (loss, gradients, statistics), jitted; medians of {rounds} interleaved rounds, "
+        "speed that of their ratios, by the clock and in processor time. "
+        f"{m['cpu']}, {m['cores']} cores, {m['system']}, Python {m['python']}, jax "
+        f"{jax.__version__}, keras {keras.__version__}{hub}. Difference: of the "
         "gradients, norm over norm; rounding: by how much the plain ones move when half the "
         f"weights move by a unit in their last place, the most of {NUDGES}."
     )

@@ -22,6 +22,8 @@ SHOWN = {  # files beside docs/, and the pages that show them
     "CONTRIBUTING.md": "more/contributing",
     "benchmarks/README.md": "more/benchmarks",
     "benchmarks/results/applications.md": "more/applications",
+    "benchmarks/results/layers.md": "more/layers",
+    "benchmarks/results/hub.md": "more/hub",
     "benchmarks/results/profiles.md": "more/profiles",
 }
 CONTENTS = {
@@ -29,7 +31,8 @@ CONTENTS = {
     "Using it": "core bridge going-on population sharding scaling how-to",
     "Guides": "guides/*",
     "Coming from": "coming-from coming-from-flax peers",
-    "Under the hood": "engine rewrites speed more/benchmarks more/profiles more/applications",
+    "Under the hood": "engine rewrites speed more/benchmarks more/profiles more/applications "
+    "more/layers more/hub",
     "Promises": "promises more/changelog more/contributing",
     "API": "api/*",
 }

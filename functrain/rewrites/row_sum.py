@@ -22,8 +22,22 @@ Microseconds of attention and its gradients, 2 cores, jax 0.10, alone under `jit
     of [16, 8, 8, 96]                               211/164 -> 136/173
     a softmax alone, [64, 64, 64]                   238/182 -> 265/283     (so: four axes)
 
+A sum of rows times one row, as in additive attention and in a normalization's gradient, XLA takes
+as it multiplies; for ones the product has to be written first. Where that leaves the cache it costs
+more than it gains. Milliseconds of processor time, a step of Keras's layer between two dense ones,
+the rest rewritten, medians of 15 or 20 pairs on a very busy machine:
+
+    additive attention, [16, 64, 64, 128]    98/47 -> 105/54
+    [8, 64, 64, 64]                          11.6/8.7 -> 11.2/9.0
+    [4, 32, 32, 64]                          1.36/0.83 -> 1.27/0.81
+    layer normalization, [16, 32, 32, 24]    7.3/6.7 -> 6.2/5.1
+    [8, 56, 56, 96]                          81/54 -> 82/53    (so: fewer than 2**22 such numbers)
+
 Sums are taken in another order: last bits change.
 """
+
+import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +51,7 @@ from functrain.rewrites._frame import Rewrite
 LEAST_AXES = 4
 LEAST_LENGTH = 8
 LEAST = 2**13  # numbers to sum
+MOST_WEIGHTED = 2**22  # of those that are a product with one row
 
 
 def _applies(eqn: core.JaxprEqn) -> bool:
@@ -53,6 +68,27 @@ def _applies(eqn: core.JaxprEqn) -> bool:
     )
 
 
+def _is_free(eqn: core.JaxprEqn, jaxpr: core.Jaxpr) -> bool:
+    """Whether it does not sum many rows times one row, which XLA does as it multiplies."""
+    (result,) = eqn.outvars
+    few = avals(eqn)[0].size < MOST_WEIGHTED
+    return few or not any(map(_is_row, _factors(result, jaxpr)))
+
+
+def _factors(total: Any, jaxpr: core.Jaxpr) -> list[Any]:
+    """Returns what is multiplied before it is summed up, nothing where that is no product."""
+    made: dict[Any, core.JaxprEqn] = {out: each for each in jaxpr.eqns for out in each.outvars}
+    product = made.get(made[total].invars[0])
+    if product is None or product.primitive is not primitives.mul_p:
+        return []
+    return list(product.invars)
+
+
+def _is_row(factor: Any) -> bool:
+    shape = factor.aval.shape
+    return bool(shape) and math.prod(shape) == shape[-1]
+
+
 def _replace(x: jax.Array, **_: object) -> jax.Array:
     *rows, length = x.shape
     flat = lax.reshape(x, (x.size // length, length))
@@ -66,4 +102,5 @@ row_sum = Rewrite(
     applies=_applies,
     replace=_replace,
     reason="a product with ones is not fused with what is around the sum",
+    within=_is_free,
 )

@@ -20,6 +20,11 @@ Milliseconds, 2 cores, jax 0.10, alone under `jit` and in a loop (`jit/loop`); t
     32 7 128 3 128 1         1.7/1.4 -> 1.7/1.6    (so: fewer channels, or few rows)
     32 28 1 3 32 1           0.47/0.29 -> 0.33/0.11
     128 32 3 3 16 1          2.6/2.4 -> 3.4/3.3    (so: of few channels many features)
+    8 70 3 7 64 2            2.3/2.6 -> 4.1/5.1
+    8 32 3 7 64 1            2.0/1.9 -> 3.7/4.4
+    8 38 3 5 64 1            1.3/1.2 -> 2.0/1.9
+    32 28 1 5 32 1           1.2/1.0 -> 1.9/1.3
+    64 32 3 3 32 1           4.6/5.8 -> 4.0/4.1    (so: of few channels few taps)
     4 112 32 3 32 1          8.6/9.0 -> 17/8.3     (so: one image's patches in the cache)
     16 16 64 3 64 1, bf16    2.4/2.2 -> 1.5/1.3
 
@@ -46,7 +51,7 @@ MOST_TAPS = 49
 MOST_CHANNELS = 127
 # A product's rows are the places of all images: with fewer of these, more channels pay, too.
 FEW_ROWS = 256
-FEW_CHANNELS, LEAST_FEATURES = 4, 32
+FEW_CHANNELS, LEAST_FEATURES, FEW_TAPS = 4, 32, 9
 # Bytes that stay in the cache between being written and being read.
 CACHED = 5 * 2**19
 # Numbers that a row of patches needs for a fast product: the taps of one row of the kernel, if
@@ -93,7 +98,8 @@ def _applies(eqn: core.JaxprEqn) -> bool:
         return False
     if channels > MOST_CHANNELS and shape.channels * math.prod(places) > FEW_ROWS:
         return False
-    if channels <= FEW_CHANNELS and shape.features < LEAST_FEATURES:
+    many_taps = math.prod(taps.sizes) > FEW_TAPS
+    if channels <= FEW_CHANNELS and (shape.features < LEAST_FEATURES or many_taps):
         return False
     image = [sum(pad) + size for size, pad in zip(shape.image, params["padding"], strict=True)]
     itemsize: int = avals(eqn)[0].dtype.itemsize

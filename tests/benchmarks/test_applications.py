@@ -1,4 +1,4 @@
-"""Every architecture of keras.applications, rewritten, computes what it did."""
+"""Every architecture, rewritten, computes what it did: keras.applications, layers, keras-hub."""
 
 from typing import Any
 
@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 import functrain as ft
-from benchmarks.applications import NAMES, compare, distance, step_of
+from benchmarks.applications import compare, distance, head, main, step_of
+from benchmarks.architectures import APPLICATIONS, LAYERS, around
 
 # Both programs round, each in its own order; and a move of the weights by their last place moves
 # the gradients by no less than one of them.
@@ -16,9 +17,9 @@ TIMES_ROUNDING = 4
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*APPLICATIONS, *LAYERS])
 def test_a_rewritten_step_differs_by_rounding_only(name: str) -> None:
-    made = compare(name, rounds=0)
+    made = compare(name, (APPLICATIONS | LAYERS)[name], rounds=0)
     assert made.difference <= TIMES_ROUNDING * made.rounding
     keras.backend.clear_session()
 
@@ -26,12 +27,12 @@ def test_a_rewritten_step_differs_by_rounding_only(name: str) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["MobileNetV2", "ResNet50", "ConvNeXtTiny"])  # no dropout
 def test_a_rewritten_step_is_as_accurate_as_it_was(name: str) -> None:
-    step, args = step_of(name)
+    step, args = step_of(APPLICATIONS[name])
     plain, rewritten = jax.jit(step)(*args)[1], jax.jit(ft.rewrites.optimize(step))(*args)[1]
     with jax.enable_x64(True):
         keras.config.set_dtype_policy("float64")
         try:
-            wide_step, wide_args = step_of(name)
+            wide_step, wide_args = step_of(APPLICATIONS[name])
             exact = jax.jit(wide_step)(*with_values(wide_args, args))[1]
         finally:
             keras.config.set_dtype_policy("float32")
@@ -44,3 +45,28 @@ def test_a_rewritten_step_is_as_accurate_as_it_was(name: str) -> None:
 def with_values(wide: Any, values: Any) -> Any:
     """The same numbers in the dtypes of the wide arguments."""
     return jax.tree.map(lambda w, v: jax.numpy.asarray(np.asarray(v), w.dtype), wide, values)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_layer_is_compared_jitted_and_if_asked_in_a_loop(fused: bool) -> None:
+    made = compare("tiny", around(keras.layers.SimpleRNN(4), 2, 3, 5), rounds=1, fused=fused)
+    assert made.difference <= TIMES_ROUNDING * made.rounding
+    assert all(x > 0 for pair in (made.jitted, made.fused) if pair for x in pair)
+    assert (made.fused is not None) == fused
+    assert made.row().count("|") == head(fused).splitlines()[0].count("|")
+
+
+def test_labels_are_of_the_shape_of_the_logits() -> None:
+    _, args = step_of(around(keras.layers.SimpleRNN(4, return_sequences=True), 2, 3, 5))
+    assert args[-1].shape == (2, 3)
+
+
+def test_the_command_line_measures_in_another_process(capfd: Any) -> None:
+    main(["--set", "layers", "--names", "TimeDistributed", "--rounds", "1"])
+    assert "| TimeDistributed | " in capfd.readouterr().out
+
+
+def test_an_unknown_name_is_refused_with_those_known(capsys: Any) -> None:
+    with pytest.raises(SystemExit):
+        main(["--set", "layers", "--names", "nonsense"])
+    assert "ConvLSTM2D" in capsys.readouterr().err

@@ -14,7 +14,7 @@ from jax import lax
 
 from functrain.rewrites import explain, optimize
 from functrain.rewrites._frame import equations
-from functrain.rewrites.row_sum import LEAST, LEAST_LENGTH, row_sum
+from functrain.rewrites.row_sum import LEAST, LEAST_LENGTH, MOST_WEIGHTED, row_sum
 
 from . import cases
 
@@ -80,6 +80,19 @@ def test_the_sizes_and_types_decide() -> None:
     assert not taken(64, 4, 32, LEAST_LENGTH - 1)
     assert not taken(2, 4, 32, 32, dtype=jnp.int32)
     assert not taken(2, 4, 32, 32, dtype=jnp.bfloat16)
+
+
+def test_a_long_sum_of_rows_times_one_row_is_left() -> None:
+    def taken(other: tuple[int, ...], rows: int) -> bool:
+        x, y = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((2, rows, 8, 128), other))
+        shown = explain(lambda x, y: jnp.sum(x * y, -1), x, y)
+        return "row_sum" in {row.rule for row in shown.rows}
+
+    many = MOST_WEIGHTED // (2 * 8 * 128)
+    assert not taken((128,), many)
+    assert taken((128,), many - 1)
+    assert taken((2, many, 8, 128), many)
+    assert taken((), many)
 
 
 def test_only_auto_takes_it() -> None:

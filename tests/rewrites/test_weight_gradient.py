@@ -103,6 +103,8 @@ def test_the_sizes_decide() -> None:
     assert taken(4, 14, 16, 3, 32, window_strides=(2, 2))
     assert taken(8, 28, 1, 3, 32)
     assert not taken(8, 28, 1, 3, 16)  # few channels and few features
+    assert taken(8, 28, 3, 3, 32)
+    assert not taken(8, 28, 3, 5, 32)  # few channels and many taps
     assert taken(2, 8, 128, 3, 8)
     assert not taken(8, 8, 128, 3, 8)  # many channels and many places
     assert not taken(1, 112, 32, 3, 2)  # patches larger than the cache
