@@ -61,6 +61,7 @@ def test_labels_are_of_the_shape_of_the_logits() -> None:
     assert args[-1].shape == (2, 3)
 
 
+@pytest.mark.long
 def test_the_command_line_measures_in_another_process(capfd: Any) -> None:
     main(["--set", "layers", "--names", "TimeDistributed", "--rounds", "1"])
     assert "| TimeDistributed | " in capfd.readouterr().out

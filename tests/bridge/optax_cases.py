@@ -57,7 +57,7 @@ COMPOSED: dict[str, Callable[[], Any]] = {
     "low-precision momentum": lambda: optax.adam(1e-2, mu_dtype=jnp.bfloat16),
 }
 MORE = {"polyak_sgd", "momo", "momo_adam", "sophia", "lbfgs"}  # need more than gradients
-QUICK = {"adamw", "muon", "multi_transform", "MultiSteps", "add_noise", "prodigy"}
+QUICK = {"adamw", "multi_transform", "MultiSteps", "prodigy"}
 
 
 def optimizers() -> dict[str, Callable[[], Any]]:

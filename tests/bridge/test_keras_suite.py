@@ -17,7 +17,7 @@ import pytest
 HERE = pathlib.Path(__file__).parent
 SOURCE = pathlib.Path(keras.__file__).parent / "src"
 SUITE = [SOURCE / "trainers" / "trainer_test.py", SOURCE / "callbacks" / "callback_test.py"]
-SHARDS = 4
+SHARDS = 8
 MISSING = r"No module named '(tensorflow|torch|grain)'|requires the tensorflow module"
 
 pytestmark = pytest.mark.skipif(
@@ -61,7 +61,7 @@ def outcomes(folder: pathlib.Path, *options: str, shard: str = "0/1") -> dict[st
 )
 def test_trainer_tests_of_keras_pass_with_the_bridge(shard: int, tmp_path: pathlib.Path) -> None:
     found = outcomes(tmp_path, "-p", "keras_suite_plugin", shard=f"{shard}/{SHARDS}")
-    assert sum(not why for why in found.values()) > 25
+    assert sum(not why for why in found.values()) > 12
     assert {name: why for name, why in found.items() if why and not re.search(MISSING, why)} == {}
 
 

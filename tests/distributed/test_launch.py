@@ -33,6 +33,7 @@ def script(folder: pathlib.Path, text: str) -> pathlib.Path:
     return path
 
 
+@pytest.mark.long
 def test_when_one_dies_all_are_started_again_and_go_on(tmp_path) -> None:
     process = launched(TRAINING, tmp_path / "run", 3, 16)  # the save at 15 waits for that at 10
     out, err = process.communicate(timeout=240)

@@ -52,6 +52,7 @@ def by_hand(epochs: int) -> tuple[np.ndarray, list[float]]:
     return w, losses
 
 
+@pytest.mark.long
 def test_a_batch_is_what_all_processes_give_together(found) -> None:
     np.testing.assert_allclose(found[0]["MapDataset"][0], by_hand(2)[1], rtol=1e-5)
 

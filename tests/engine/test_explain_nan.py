@@ -140,6 +140,7 @@ class Net(nn.Module):
         return nn.Dense(2, name="head")(jnp.sqrt(x - 100.0).astype(jnp.bfloat16))
 
 
+@pytest.mark.long
 def test_a_step_with_metrics_and_a_guard_is_taken_with_its_layers_names() -> None:
     model, tx = ft.from_linen(Net()), ft.skip_non_finite(optax.adam(1e-3))
     x, y = jnp.ones((4, 5)), jnp.zeros(4, jnp.int32)

@@ -93,6 +93,7 @@ def test_a2_the_forward_pass_trains_when_it_should(train) -> None:
     assert not np.allclose(passes[True], passes[False])  # what forgetting it would have cost
 
 
+@pytest.mark.long
 def test_a3_optax_updates_as_by_hand(train) -> None:
     model, tx = mlp(), optax.adam(1e-3)
     params = values(model.trainable_variables)
@@ -167,6 +168,7 @@ def ours(model, train, epochs=1, **kwargs):
     return ft.fit(bridge.create_state(model, ADAM), step, data, epochs=epochs, verbose=0, **kwargs)
 
 
+@pytest.mark.long
 def test_a4_the_jitted_loop_runs_over_any_iterable_of_tensors(train) -> None:
     _, losses, _, _ = raw(mlp(), train)
     _, history = ours(mlp(), train)
@@ -247,6 +249,7 @@ def as_written(model):
     return jax.value_and_grad(compute_loss_and_updates, has_aux=True)
 
 
+@pytest.mark.long
 def test_a9_losses_that_layers_add_are_in_the_loss(train) -> None:
     model = mlp(Activity())
     x, y = batches(train, BATCH)[0]

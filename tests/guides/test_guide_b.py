@@ -294,6 +294,7 @@ class Contrastive(keras.Sequential):
         self.seeds = keras.random.SeedGenerator(7)
 
 
+@pytest.mark.long
 def test_b7_a_contrastive_loss_inside_fit(data) -> None:
     def make():
         model = Contrastive([keras.Input((32,)), layers.Dense(8)])
@@ -361,6 +362,7 @@ class GAN(keras.Model):
         return logs, (trainable, moved, optimizer, first + second)
 
 
+@pytest.mark.long
 def test_b7_a_gan_inside_fit(data) -> None:
     def make():
         model = GAN()

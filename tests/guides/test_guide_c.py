@@ -101,6 +101,7 @@ def test_c2_two_epochs_reach_what_the_guide_reports() -> None:
     assert (history.epochs["val_accuracy"] > [0.86, 0.89]).all()
 
 
+@pytest.mark.long
 def test_c3_eager_jitted_and_fused_give_the_same(split) -> None:
     (x, y), _ = split
     data = x[: 4 * BATCH], y[: 4 * BATCH]
@@ -153,6 +154,7 @@ class Activity(keras.layers.Layer):
         return inputs
 
 
+@pytest.mark.long
 def test_c4_layer_losses_are_trained_on(split) -> None:
     (x, y), _ = split
     train = x / 255, y

@@ -54,6 +54,7 @@ def test_a_registered_function_and_schedules_by_name_are_saved(tmp_path: Any) ->
     assert same(model.optimizer.opt_state, again.optimizer.opt_state)
 
 
+@pytest.mark.long
 def test_a_fresh_process_trains_on(tmp_path: Any) -> None:
     model = fitted(bridge.OptaxOptimizer(optax.contrib.muon, learning_rate=1e-2))
     model.save(tmp_path / "model.keras")

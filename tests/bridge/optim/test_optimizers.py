@@ -232,6 +232,7 @@ def test_an_optax_optimizer_keeps_constraints_with_its_model():
     assert np.min(new["bias"]) == -1
 
 
+@pytest.mark.long
 def test_float8_scales_are_overwritten_as_keras_does_it():
     """Their gradients are their new values, which no optimizer may scale or average."""
     x = np.random.default_rng(0).normal(size=(16, 16)).astype(np.float32)

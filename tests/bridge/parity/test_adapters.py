@@ -178,7 +178,13 @@ def test_fit_equals_keras_to_the_bit_whatever_is_fused(make: Any, fuse: Any) -> 
 
 @pytest.mark.parametrize(
     "make",
-    [grain_map_dataset, tf_dataset_of_dicts, torch_data_loader, pandas_frames, sparse_matrices],
+    [
+        grain_map_dataset,
+        tf_dataset_of_dicts,
+        torch_data_loader,
+        pandas_frames,
+        pytest.param(sparse_matrices, marks=pytest.mark.long),
+    ],
 )
 def test_evaluate_and_predict_equal_keras(make: Any) -> None:
     model, arguments = make()

@@ -62,7 +62,7 @@ def averages_in_batches() -> Case:
     return dense(compiled={"optimizer": optimizer}, callbacks=[swap], validation_split=0.25)
 
 
-@CASES.every_run
+@CASES
 def eager() -> Case:
     return dense(compiled={"run_eagerly": True}, epochs=1)
 

@@ -96,7 +96,7 @@ def random_augmentation() -> Case:
     return model, {"x": IMAGES, "y": Y}
 
 
-@CASES.every_run
+@CASES
 def masks() -> Case:
     inputs = keras.Input((6,), dtype="int32")
     x = layers.Embedding(9, 8, mask_zero=True)(inputs)

@@ -152,7 +152,7 @@ class Moments(keras.metrics.Metric):
         self.second.assign(1.0)
 
 
-@CASES.every_run
+@CASES
 def metric_with_a_dict_and_a_reset_of_its_own() -> Case:
     return dense(compiled={"metrics": [Moments(), "mae"]}, validation_split=0.25, epochs=3)
 

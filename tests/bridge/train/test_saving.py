@@ -157,7 +157,8 @@ def test_interrupted_twice_it_equals_keras_fit_to_the_bit(make, arguments, tmp_p
     assert (found.history, found.epoch) == (history.history, history.epoch)
 
 
-@pytest.mark.parametrize("steps", [5, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.parametrize("steps", [1, 5])
+@pytest.mark.long
 def test_it_goes_on_from_the_end_of_an_epoch_too(steps, tmp_path) -> None:
     model, history = fit(augmented, plain, keras.Model.fit)  # five batches an epoch
     pieces = [(11, 5), (None, 2)]
@@ -187,6 +188,7 @@ def test_a_fit_that_is_over_says_so_and_gives_its_model_and_history_back(tmp_pat
     assert again.history is found
 
 
+@pytest.mark.long
 def test_more_epochs_go_on_from_a_fit_that_is_over(tmp_path) -> None:
     checkpoints = ft.Checkpointer(tmp_path)
     fit(with_ema, lambda: {"epochs": 2}, checkpointer=checkpoints)
