@@ -1,7 +1,8 @@
 # Two commands need nothing but python3 (3.11 or newer), make and the package registries:
 #   make train    the main job: MNIST through the functional core and back to Keras
 #   make test     ruff, mypy, pytest (with the doctests)
-# make test-all adds what takes long; make bench compares with the peers (ARGS=--quick: 3 minutes).
+# make test-slow runs the tests that take seconds each, make test-all all of them, for hours; make
+# bench compares with the peers (ARGS=--quick: 3 minutes).
 # PYTHON=python3.13 picks another interpreter; CONSTRAINTS= (empty) takes the newest releases.
 
 PYTHON ?= python3
@@ -15,13 +16,16 @@ READY := $(VENV)/.ready-$(WANTED)-$(or $(CONSTRAINTS),newest)
 
 export KERAS_BACKEND := jax
 
-.PHONY: train test test-all test-adapters test-ray test-wheel smoke docs bench bench-peers bench-hub lint clean
+.PHONY: train test test-slow test-all test-adapters test-ray test-wheel smoke docs bench bench-peers bench-hub lint clean
 
 train: $(READY)
 	$(BIN)/python examples/mnist.py
 
 test: lint
-	$(BIN)/python -m pytest -n $(WORKERS) -m "not long"
+	$(BIN)/python -m pytest -n $(WORKERS) -m "not long and not slow"
+
+test-slow: $(READY)
+	$(BIN)/python -m pytest -n $(WORKERS) -m "slow and not long" tests
 
 test-all: lint
 	TIMES_AS_MANY_EXAMPLES=4 $(BIN)/python -m pytest -n $(WORKERS)

@@ -39,6 +39,17 @@ def digest(tree: Any) -> str:
     return sha.hexdigest()
 
 
+SLOW = pathlib.Path(__file__).with_name("slow.txt")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks what takes seconds: `make test` leaves it to `make test-slow`."""
+    slow = set(SLOW.read_text().splitlines())
+    for item in items:
+        if item.nodeid in slow:
+            item.add_marker(pytest.mark.slow)
+
+
 def pytest_collection_finish() -> None:
     """What is imported by now lives on: nobody need look through it for garbage again."""
     gc.collect()

@@ -60,11 +60,11 @@ def test_the_first_block_of_the_readme_is_short_and_trains() -> None:
 
 
 def marked(page: pathlib.Path) -> Any:
-    """Every interpreter has to run some pages; the others are run when the site is made."""
-    everywhere = page.name in ("README.md", "core.md", "sharding.md")
-    return pytest.param(
-        page, id=named(page), marks=pytest.mark.smoke if everywhere else pytest.mark.long
-    )
+    """Some pages every interpreter has to run; all are run when the site is made."""
+    is_readme = page == README
+    everywhere = is_readme or page.name in ("core.md", "sharding.md")
+    marks = [pytest.mark.smoke] * everywhere + [pytest.mark.long] * (not is_readme)
+    return pytest.param(page, id=named(page), marks=marks)
 
 
 def test_the_readme_is_a_screen_and_asks_for_no_clone() -> None:

@@ -1,6 +1,6 @@
 """Every example runs on a small setting, draws its picture, and says in a line what it lacks.
 
-The site runs all of them; but for two, what they print is looked at by the long tests only.
+The site runs all of them; but for one, what they print is looked at by the long tests only.
 """
 
 import os
@@ -85,6 +85,7 @@ def test_flax_modules_learn(tmp_path) -> None:
     assert (tmp_path / "flax_model.png").exists()
 
 
+@pytest.mark.long
 def test_a_training_killed_twice_ends_as_one_that_was_left_alone(tmp_path) -> None:
     output = quick("resume.py", tmp_path)
     assert sum(line.startswith("killed at step") for line in output) == 2

@@ -13,6 +13,7 @@ import pytest
 
 import bridge
 import functrain
+from tests.conftest import SLOW
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -129,6 +130,14 @@ def test_an_import_brings_nothing_but_what_is_always_needed(package: str, needs:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == f"['{package}'] False"
+
+
+def test_what_is_listed_as_slow_is_there() -> None:
+    listed = SLOW.read_text().splitlines()
+    assert listed == sorted(set(listed))
+    for line in listed:
+        path, _, test = line.partition("::")
+        assert f"def {test.partition('[')[0]}(" in (ROOT / path).read_text(), line
 
 
 def test_versions_agree() -> None:
