@@ -43,7 +43,7 @@ print(peak(lambda: checkpoints.verify(1)))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the peak is read from /proc")
-@pytest.mark.parametrize("kind", ["jax", "numpy"])
+@pytest.mark.parametrize("kind", ["jax", pytest.param("numpy", marks=pytest.mark.long)])
 @pytest.mark.parametrize("size", [200, pytest.param(1024, marks=pytest.mark.long)])
 def test_saving_and_loading_take_no_more_than_they_say(tmp_path, kind, size) -> None:
     program = [sys.executable, "-c", PROGRAM, kind, tmp_path, str(size)]

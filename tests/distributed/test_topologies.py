@@ -15,7 +15,8 @@ def losses(processes: int, folder: pathlib.Path) -> list[float]:
     return ast.literal_eval(lines[0].split(maxsplit=2)[2])  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("processes", [2, 4])
 def test_several_processes_have_the_losses_of_one_with_as_many_devices(
     processes: int, tmp_path: pathlib.Path
 ) -> None:

@@ -117,6 +117,7 @@ def test_fused_is_single_for_convolutions(dtype, ks) -> None:
 
 
 @pytest.mark.smoke
+@pytest.mark.long
 def test_fused_with_exact_rewrites_is_plain_jit_for_convolutions() -> None:
     _, _, state, step, chunk = setup("convolutional", "float32")
     plain = one_by_one(step, state, chunk)

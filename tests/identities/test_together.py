@@ -83,6 +83,7 @@ def runs():
     return {k: ft.fit(begin(), step, data, fuse=k, verbose=0) for k in (1, 3)}
 
 
+@pytest.mark.long
 def test_all_together_does_not_depend_on_k(runs) -> None:
     assert len({digest((run.state, run.history.steps)) for run in runs.values()}) == 1
 

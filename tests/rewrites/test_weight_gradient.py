@@ -30,7 +30,7 @@ def how(name: str) -> Any:
 
 
 @pytest.mark.parametrize("name", HOW)
-@cases.drawn(4)
+@cases.drawn(2)
 @given(
     case=cases.convolutions(
         sides=(5, 9), ranks=(2,), holes=(1, 1), sizes=(10, 11), windows=(2, 3), pads=(0, 2)

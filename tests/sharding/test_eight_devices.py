@@ -39,6 +39,7 @@ def hold(asked: list[str]) -> None:
             assert found["bytes"] == [found["rule"]] * 8, name
 
 
+@pytest.mark.long
 def test_a_few_ways_to_divide_a_training_give_the_losses_of_one_device() -> None:
     hold(QUICK)
 

@@ -81,6 +81,7 @@ def test_sigterm_to_one_ends_both_at_one_step_and_they_go_on_to_the_same_bits(
     assert rows[0] == rows[1]
 
 
+@pytest.mark.long
 def test_what_processes_cannot_do_together_is_refused_in_each_of_them(
     tmp_path: pathlib.Path,
 ) -> None:

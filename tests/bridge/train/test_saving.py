@@ -106,7 +106,7 @@ def over_epochs() -> dict[str, Any]:
 
 
 CASES = [
-    (dense, evaluated),
+    pytest.param(dense, evaluated, marks=pytest.mark.long),
     pytest.param(dense, stopping, marks=pytest.mark.long),
     pytest.param(dense, in_batches, marks=pytest.mark.long),
     pytest.param(dense, unshuffled, marks=pytest.mark.long),
