@@ -1,8 +1,8 @@
 # Two commands need nothing but python3 (3.11 or newer), make and the package registries:
 #   make train    the main job: MNIST through the functional core and back to Keras
 #   make test     ruff, mypy, pytest (with the doctests)
-# make test-slow runs the tests that take seconds each, make test-all all of them, for hours; make
-# bench compares with the peers (ARGS=--quick: 3 minutes).
+# make test-slow runs the tests that take seconds each, make test-all all of them; make bench compares
+# with the peers (ARGS=--quick: 3 minutes).
 # PYTHON=python3.13 picks another interpreter; CONSTRAINTS= (empty) takes the newest releases.
 
 PYTHON ?= python3
