@@ -2,8 +2,8 @@
 
 import csv
 import dataclasses
+import io
 import os
-import pathlib
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from functrain.hooks._text_file import TextFile
 from functrain.loop._events import ChunkEnd, Event, LogsReady
 
 
-class CSVLogger:
+class CSVLogger(TextFile):
     """A hook that writes a row each time it is due: epoch, step, and the values of that moment.
 
     At the end of an epoch those are its means, metrics and evaluations; at a step, what the step
@@ -50,23 +50,13 @@ class CSVLogger:
     def __init__(
         self, path: str | os.PathLike[str], *, append: bool = False, when: Trigger | None = None
     ) -> None:
-        self.append = append
+        super().__init__(path, append)
         self.when = every(epochs=1) if when is None else when
-        self._file = TextFile(path, append)
-        self._writer: Any = None
+        self._columns: list[str] = []
         self._late: ChunkEnd | None = None  # whose numbers are still under way
-
-    @property
-    def path(self) -> pathlib.Path:
-        """The file."""
-        return self._file.path
 
     def __repr__(self) -> str:
         return _repr.call(self, path=str(self.path), append=self.append, when=self.when)
-
-    def begin(self) -> None:
-        """Opens the file."""
-        self._file.begin()
 
     def __call__(self, event: Event, /) -> None:
         """Writes a row; at a step when its numbers have come."""
@@ -74,7 +64,7 @@ class CSVLogger:
         if isinstance(event, ChunkEnd):
             self._late = dataclasses.replace(event, values=dict(event.values))
         else:
-            self._write({"epoch": event.epoch, "step": event.step, **_spread(event.values)})
+            self._write(event, event.values)
 
     def logs(self, event: LogsReady, /) -> None:
         """Writes the row that waits: its numbers are on the host by now."""
@@ -83,45 +73,45 @@ class CSVLogger:
     def _write_late(self) -> None:
         event, self._late = self._late, None
         if event is not None:
-            head = {"epoch": event.epoch, "step": event.step}
-            self._write({**head, **_spread(event.latest()), **_spread(event.values)})
+            self._write(event, {**event.latest(), **event.values})
 
-    def _write(self, row: dict[str, Any]) -> None:
-        if self._writer is None:
+    def _write(self, event: Event, values: dict[str, Any]) -> None:
+        row = {"epoch": event.epoch, "step": event.step, **_spread(values)}
+        if not self._columns:
             self._begin_with(list(row))
-        new = [name for name in row if name not in self._writer.fieldnames]
+        new = [name for name in row if name not in self._columns]
         if new:
             raise ValueError(
-                f"{self.path}: expected the columns {self._writer.fieldnames}, got {new} as well. "
-                "Log values that come at other times to a file of their own: "
-                "CSVLogger(path, when=...)."
+                f"{self.path}: expected the columns {self._columns}, got {new} as well. Log "
+                "values that come at other times to a file of their own: CSVLogger(path, when=...)."
             )
-        self._writer.writerow(row)
+        self._add_row([row.get(name, "") for name in self._columns])
 
     def _begin_with(self, columns: list[str]) -> None:
-        known = _columns(self.path) if self._file.size() else None
+        known = self._first_row() if self._size() else []
         if known and set(known) != set(columns):
             raise ValueError(
                 f"{self.path}: expected the columns {columns} of this run, got a file that has "
                 f"{known}. Take another file, or append=False to replace it."
             )
-        self._writer = csv.DictWriter(self._file, known or columns, lineterminator="\n")
+        self._columns = known or columns
         if not known:
-            self._writer.writeheader()
+            self._add_row(columns)
 
-    def state(self) -> dict[str, Any]:
-        """Returns how long the file is, to be saved."""
-        return self._file.state()
+    def _first_row(self) -> list[str]:
+        with self.path.open(newline="") as file:
+            return next(csv.reader(file), [])
 
-    def restore(self, state: dict[str, Any]) -> None:
-        """Cuts off the rows that came after the checkpoint: they come again."""
-        self._file.restore(state)
+    def _add_row(self, cells: list[Any]) -> None:
+        line = io.StringIO()
+        csv.writer(line, lineterminator="\n").writerow(cells)
+        self.add(line.getvalue())
 
     def close(self) -> None:
-        """Closes the file."""
+        """Writes the row that waits, and closes the file."""
         self._write_late()
-        self._file.close()
-        self._writer = None
+        self.end()
+        self._columns = []
 
 
 def _spread(values: dict[str, Any]) -> dict[str, Any]:
@@ -131,9 +121,3 @@ def _spread(values: dict[str, Any]) -> dict[str, Any]:
         for n, x in values.items()
         for k, v in (spread({n: x}) if np.ndim(x) == 1 else {n: x}).items()
     }
-
-
-def _columns(path: pathlib.Path) -> list[str] | None:
-    """Returns the first row of a file, None if there is none."""
-    with path.open(newline="") as file:
-        return next(csv.reader(file), None)

@@ -9,6 +9,7 @@ import jax
 
 from functrain.common import _direction, _repr, _tree
 from functrain.engine._trigger import Trigger
+from functrain.hooks._hook import triggers
 from functrain.loop._events import EpochEnd, Event, RunEnd
 
 
@@ -89,8 +90,7 @@ class EarlyStopping:
 
     def comes_after(self, before: Iterable[Any]) -> None:
         """Learns which hooks come before it: the value may be there once each has been due."""
-        triggers = (getattr(hook, "when", None) for hook in before)
-        self._to_come = [trigger for trigger in triggers if trigger is not None]
+        self._to_come = triggers(before)
 
     def state(self) -> dict[str, Any]:
         """Returns what it has come to, to be saved; of the best state the leaves."""

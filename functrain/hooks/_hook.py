@@ -79,40 +79,39 @@ def _require_hook(hook: Any, name: str) -> None:
         )
 
 
+def triggers(hooks: Iterable[Any]) -> list[Trigger]:
+    """Returns when hooks are due; some do not say, and are called with every event."""
+    found = (getattr(hook, "when", None) for hook in hooks)
+    return [when for when in found if when is not None]
+
+
 class HookRunner:
-    """Calls hooks when they are due, in their order."""
+    """Calls hooks when they are due, in their order.
+
+    Attributes:
+      hooks: The hooks. Until the run begins, others may be put among them.
+    """
 
     def __init__(self, hooks: Sequence[HookLike]) -> None:
         if not isinstance(hooks, Iterable):
             raise TypeError(
                 f"hooks: expected a sequence of hooks, got {hooks!r}. For one: hooks=[hook]."
             )
-        self._hooks = list(hooks)
-        for i, hook in enumerate(self._hooks):
+        self.hooks: list[Any] = list(hooks)
+        for i, hook in enumerate(self.hooks):
             _require_hook(hook, f"hooks[{i}]")
         self._silent = jax.process_index() > 0
-        now = time.perf_counter()
-        self._fired = [now] * len(self._hooks)
-        found = (getattr(hook, "logs", None) for hook in self._hooks if self._is_called(hook))
+        self._began = time.perf_counter()
+        self._fired: dict[int, float] = {}
+        found = (getattr(hook, "logs", None) for hook in self.hooks if self._is_called(hook))
         self._taking_logs = [take for take in found if callable(take)]
 
     def _is_called(self, hook: HookLike) -> bool:
         return not (self._silent and getattr(hook, "only_first", False))
 
-    def put_first(self, hook: HookLike) -> None:
-        """Adds a hook that comes before the others."""
-        self._hooks.insert(0, hook)
-        self._fired.insert(0, time.perf_counter())
-
-    @property
-    def boundaries(self) -> list[Trigger]:
-        """Where chunks must end."""
-        triggers = (getattr(hook, "when", None) for hook in self._hooks)
-        return [trigger for trigger in triggers if trigger is not None]
-
     def __call__(self, event: Event) -> None:
         """Calls the hooks that are due."""
-        for i, hook in enumerate(self._hooks):
+        for i, hook in enumerate(self.hooks):
             if self._due(i, event):
                 self._fired[i] = time.perf_counter()
                 hook(event)
@@ -138,7 +137,7 @@ class HookRunner:
             hooks[name].restore(state[name])
 
     def _resumable(self) -> dict[str, Any]:
-        return {name: hook for name, hook in by_class(self._hooks).items() if goes_on(hook)}
+        return {name: hook for name, hook in by_class(self.hooks).items() if goes_on(hook)}
 
     def logs(self, event: LogsReady) -> None:
         """Hands the logs of a chunk to the hooks that want them."""
@@ -148,7 +147,7 @@ class HookRunner:
     def __enter__(self) -> Self:
         """Lets hooks begin that want to know; closes, at the exit, those that can be closed."""
         with contextlib.ExitStack() as closing:
-            called = [hook for hook in self._hooks if self._is_called(hook)]
+            called = [hook for hook in self.hooks if self._is_called(hook)]
             for hook in reversed(called):  # the stack closes the last one first
                 if (close := getattr(hook, "close", None)) is not None:
                     closing.callback(close)
@@ -165,12 +164,12 @@ class HookRunner:
         self._closing.close()
 
     def _due(self, i: int, event: Event) -> bool:
-        when: Trigger | None = getattr(self._hooks[i], "when", None)
-        if not self._is_called(self._hooks[i]):
+        when: Trigger | None = getattr(self.hooks[i], "when", None)
+        if not self._is_called(self.hooks[i]):
             return False
         if when is None:
             return True
         if not isinstance(event, ChunkEnd | EpochEnd):
             return False
         epochs = event.epoch + 1 if isinstance(event, EpochEnd) else None
-        return when.due(event.step, epochs, time.perf_counter() - self._fired[i])
+        return when.due(event.step, epochs, time.perf_counter() - self._fired.get(i, self._began))

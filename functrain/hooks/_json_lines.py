@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import pathlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +10,7 @@ from functrain.hooks._logger import Line, Logger
 from functrain.hooks._text_file import TextFile
 
 
-class JSONLines(Logger):
+class JSONLines(TextFile, Logger):
     """A hook that writes a JSON object a line: what steps report, and what hooks and epochs add.
 
     ``{"step": 20, "epoch": 0, "loss": 0.5}`` is a step, with what hooks before this one have added
@@ -46,34 +45,12 @@ class JSONLines(Logger):
     def __init__(
         self, path: str | os.PathLike[str], *, steps: int = 10, append: bool = False
     ) -> None:
-        super().__init__(steps)
-        self.append = append
-        self._file = TextFile(path, append)
-
-    @property
-    def path(self) -> pathlib.Path:
-        """The file."""
-        return self._file.path
-
-    def begin(self) -> None:
-        """Opens the file."""
-        self._file.begin()
+        TextFile.__init__(self, path, append)
+        Logger.__init__(self, steps)
 
     def write(self, lines: Sequence[Line]) -> None:
         """Writes lines."""
-        self._file.write("".join(f"{_object(line)}\n" for line in lines))
-
-    def state(self) -> dict[str, Any]:
-        """Returns how long the file is, to be saved."""
-        return self._file.state()
-
-    def restore(self, state: dict[str, Any], /) -> None:
-        """Cuts off the lines that came after the checkpoint: they come again."""
-        self._file.restore(state)
-
-    def end(self) -> None:
-        """Closes the file."""
-        self._file.close()
+        self.add("".join(f"{_object(line)}\n" for line in lines))
 
     def _shown(self) -> dict[str, Any]:
         return {"path": str(self.path), "append": self.append}

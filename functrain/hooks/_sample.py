@@ -11,6 +11,7 @@ import numpy as np
 from functrain.common import _repr, _tree
 from functrain.common._types import PyTree
 from functrain.engine._trigger import Trigger, every
+from functrain.hooks._library import needed
 from functrain.loop._events import Event
 
 
@@ -59,7 +60,7 @@ class Sample:
         self.name = name
         self.latest: dict[str, np.ndarray | str] = {}
         if directory is not None:
-            _import_pillow()
+            _pillow()
 
     def __repr__(self) -> str:
         return _repr.call(self, make=self.make, when=self.when)
@@ -109,15 +110,9 @@ def _save(sample: np.ndarray | str, path: pathlib.Path) -> None:
         path.with_suffix(".txt").write_text(sample, encoding="utf-8")
         return
     grey = sample.shape[-1] == 1
-    _import_pillow().fromarray(sample[..., 0] if grey else sample).save(path.with_suffix(".png"))
+    _pillow().fromarray(sample[..., 0] if grey else sample).save(path.with_suffix(".png"))
 
 
-def _import_pillow() -> Any:
-    """Returns what writes pictures, or says how to install it."""
-    try:
-        from PIL import Image
-    except ImportError as error:
-        raise ImportError(
-            "pictures in files need pillow: pip install 'functrain[pictures]'"
-        ) from error
-    return Image
+def _pillow() -> Any:
+    """Returns what writes pictures."""
+    return needed("PIL.Image", "pictures in files need pillow: pip install 'functrain[pictures]'")

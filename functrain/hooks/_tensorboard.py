@@ -4,10 +4,9 @@ import os
 import pathlib
 import time
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
-
+from functrain.hooks._library import needed
 from functrain.hooks._logger import Line, Logger
 
 
@@ -47,7 +46,10 @@ class TensorBoard(Logger):
     def __init__(self, directory: str | os.PathLike[str], *, steps: int = 10) -> None:
         super().__init__(steps)
         self.directory = pathlib.Path(directory)
-        self._x = _import_tensorboard_x()
+        self._x = needed(
+            "tensorboardX",
+            "TensorBoard's files need the library: pip install 'functrain[tensorboard]'",
+        )
         self._writer: Any = None
 
     def begin(self) -> None:
@@ -63,26 +65,30 @@ class TensorBoard(Logger):
 
     def _open(self, first_step: int) -> Any:
         self.begin()
-        # The time in a file's name is in seconds; files are read in the order of their names.
-        self._writer = self._x.EventsWriter(str(self.directory / "events"), f".{time.time_ns()}")
+        # Its SummaryWriter hands events to a thread through a pipe, and cannot say when they are on
+        # the disk; this one is beneath it, and writes them. The time in a file's name is in
+        # seconds; files are read in the order of their names.
+        self._writer = self._x.event_file_writer.EventsWriter(
+            str(self.directory / "events"), f".{time.time_ns()}"
+        )
         # Readers leave out what they have read of this step and of later ones.
-        self._event(first_step, session_log=self._x.SessionLog(status=self._x.SessionLog.START))
+        log = self._x.proto.event_pb2.SessionLog
+        self._event(first_step, session_log=log(status=log.START))
         return self._writer
 
     def _event(self, step: int, **content: Any) -> None:
-        self._writer.write_event(self._x.Event(wall_time=time.time(), step=step, **content))
+        event = self._x.proto.event_pb2.Event(wall_time=time.time(), step=step, **content)
+        self._writer.write_event(event)
 
     def _summary(self, line: Line) -> Any:
-        value = self._x.Summary.Value
-        summary = self._x.Summary(
-            value=[value(tag=name, simple_value=x) for name, x in line.values.items()]
+        of = self._x.summary
+        summary = of.Summary(
+            value=[of.Summary.Value(tag=name, simple_value=x) for name, x in line.values.items()]
         )
         for name, sample in line.samples.items():
-            is_picture = isinstance(sample, np.ndarray)
+            is_text = isinstance(sample, str)
             summary.MergeFrom(
-                self._x.image(name, sample, dataformats="HWC")
-                if is_picture
-                else self._x.text(name, sample)
+                of.text(name, sample) if is_text else of.image(name, sample, dataformats="HWC")
             )
         return summary
 
@@ -100,31 +106,3 @@ class TensorBoard(Logger):
 
     def _shown(self) -> dict[str, Any]:
         return {"directory": str(self.directory)}
-
-
-class _Library(NamedTuple):
-    """What is needed of tensorboardX.
-
-    Its SummaryWriter hands events to a thread through a pipe, and cannot say when they are on the
-    disk; the EventsWriter beneath it writes them.
-    """
-
-    EventsWriter: Any
-    Event: Any
-    SessionLog: Any
-    Summary: Any
-    image: Any
-    text: Any
-
-
-def _import_tensorboard_x() -> _Library:
-    """Returns the library, or says how to install it."""
-    try:
-        from tensorboardX.event_file_writer import EventsWriter
-        from tensorboardX.proto.event_pb2 import Event, SessionLog
-        from tensorboardX.summary import Summary, image, text
-    except ImportError as error:
-        raise ImportError(
-            "TensorBoard's files need the library: pip install 'functrain[tensorboard]'"
-        ) from error
-    return _Library(EventsWriter, Event, SessionLog, Summary, image, text)

@@ -7,7 +7,7 @@ from typing import IO, Any
 
 
 class TextFile:
-    """A file of lines: what came after a checkpoint is cut off when a run goes on from there.
+    """A hook's file of lines: what came after a checkpoint is cut off when a run goes on there.
 
     Args:
       path: The file. Missing folders are made.
@@ -16,7 +16,7 @@ class TextFile:
 
     def __init__(self, path: str | os.PathLike[str], append: bool) -> None:
         self.path = pathlib.Path(path)
-        self._append = append
+        self.append = append
         self._replaces = not append  # what an earlier run left
         self._file: IO[str] | None = None
 
@@ -37,12 +37,12 @@ class TextFile:
                 "another path. No step was taken."
             ) from error
 
-    def size(self) -> int:
+    def _size(self) -> int:
         """Returns the bytes of the lines that stay."""
         stays = not self._replaces and self.path.exists()
         return self.path.stat().st_size if stays else 0
 
-    def write(self, text: str) -> None:
+    def add(self, text: str) -> None:
         """Adds lines, the first ones in place of an earlier run's."""
         self.begin()
         assert self._file is not None, "begin() opens it"
@@ -54,7 +54,7 @@ class TextFile:
 
     def state(self) -> dict[str, Any]:
         """Returns how long the file is, to be saved."""
-        return {"bytes": self.size()}
+        return {"bytes": self._size()}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Cuts off the lines that came after the checkpoint: they come again."""
@@ -67,10 +67,10 @@ class TextFile:
             )
         elif size:
             os.truncate(self.path, size)
-        self._replaces = not (self._append or size)
+        self._replaces = not (self.append or size)
 
-    def close(self) -> None:
+    def end(self) -> None:
         """Closes the file; one that is opened anew replaces it, unless it appends."""
         if self._file is not None:
             self._file.close()
-        self._file, self._replaces = None, not self._append
+        self._file, self._replaces = None, not self.append

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from functrain.hooks._library import needed
 from functrain.hooks._logger import Line, Logger
 
 
@@ -37,7 +38,9 @@ class WandB(Logger):
     def __init__(self, *, steps: int = 100, **init: Any) -> None:
         super().__init__(steps)
         self.init = init
-        self._wandb = _import_wandb()
+        self._wandb = needed(
+            "wandb", "Weights & Biases need their library: pip install 'functrain[wandb]'"
+        )
         self._id: str | None = None
         self.run: Any = None
 
@@ -75,14 +78,3 @@ class WandB(Logger):
 
     def _shown(self) -> dict[str, Any]:
         return {name: self.init[name] for name in ("project", "name") if name in self.init}
-
-
-def _import_wandb() -> Any:
-    """Returns the library, or says how to install it."""
-    try:
-        import wandb
-    except ImportError as error:
-        raise ImportError(
-            "Weights & Biases need their library: pip install 'functrain[wandb]'"
-        ) from error
-    return wandb

@@ -25,6 +25,7 @@ from functrain.loop._saving import Resumed, Saving
 from functrain.metrics._metric import Metered
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class Loop:
     """Takes a state through the chunks of all epochs.
 
@@ -33,36 +34,30 @@ class Loop:
       resumed: Where it went on, if it did; without what was read there.
     """
 
-    def __init__(
-        self,
-        driver: Driver,
-        step: Any,
-        state: PyTree,
-        source: Source,
-        plan: Plan,
-        boundaries: tuple[Trigger, ...],
-        start: Position,
-        epochs: int,
-        late_logs: bool,
-        sharding: NamedSharding | None,
-        no_metrics: PyTree,
-        saving: Saving | None,
-        resumed: Resumed | None,
-    ) -> None:
-        self.position = start
-        # Not what was read: it is the driver's now.
-        self.resumed = resumed and dataclasses.replace(resumed, state=(), metrics=None)
-        self._driver, self._step, self._source, self._plan = driver, step, source, plan
-        self._boundaries, self._epochs, self._late_logs = boundaries, epochs, late_logs
-        self._sharding = sharding
-        self._of_members = getattr(step, "is_population", False)
-        self._no_metrics, self._saving = no_metrics, saving
+    carry: dataclasses.InitVar[PyTree]
+    driver: Driver
+    step: Any
+    source: Source
+    plan: Plan
+    boundaries: tuple[Trigger, ...]
+    position: Position
+    epochs: int
+    late_logs: bool
+    sharding: NamedSharding | None
+    no_metrics: PyTree
+    saving: Saving | None
+    resumed: Resumed | None
+
+    def __post_init__(self, carry: PyTree) -> None:
+        resumed = self.resumed
+        self._of_members = getattr(self.step, "is_population", False)
         self._owes_epoch_end = resumed is not None and resumed.owes_epoch_end
-        self._is_finished = resumed is not None and resumed.finished
         self._epoch_over = resumed is not None and resumed.nothing_left
         self._names: dict[Any, list[tuple[int, str]]] = {}
-        driver.begin(self._metered(state, None if resumed is None else resumed.metrics))
-        self._chunks = self._begin_pass(start)
+        self.driver.begin(self._metered(carry, None if resumed is None else resumed.metrics))
+        # Not what was read: it is the driver's now.
+        self.resumed = resumed and dataclasses.replace(resumed, state=(), metrics=None)
+        self._chunks = self._begin_pass(self.position)
         self._late: tuple[Position, Chunk, PyTree] | None = None
         self._open: Event | None = None  # its state may have been replaced
         self._values = {} if resumed is None else resumed.values  # of the last event
@@ -72,7 +67,7 @@ class Loop:
         if self._open is not None:
             with contextlib.suppress(Exception):  # the error that came first is the one to see
                 self._go_on_from(self._open.state)
-        found = self._driver.last_whole(self.position)
+        found = self.driver.last_whole(self.position)
         return None if found is None else (_bare(found[0]), found[1])
 
     def unread_logs(self) -> LogsReady | None:
@@ -83,45 +78,45 @@ class Loop:
     def save(self) -> None:
         """Saves the run as the last event was left, due or not."""
         event = self._open
-        if self._saving is None or event is None:
+        if self.saving is None or event is None:
             raise ValueError("save: expected a run with a checkpointer, and an event, got none")
         self._go_on_from(event.state)
-        self._saving.save(event, self._trees(), epoch_over=self._epoch_over)
+        self.saving.save(event, self._trees(), epoch_over=self._epoch_over)
 
     def close(self) -> None:
         """Waits for what is being written, and lets others write."""
-        if self._saving is not None:
-            self._saving.close()
+        if self.saving is not None:
+            self.saving.close()
 
     def events(self) -> Generator[Any, None, None]:
         """Yields the events of the run, once."""
-        with contextlib.nullcontext() if self._saving is None else self._saving:
+        with contextlib.nullcontext() if self.saving is None else self.saving:
             stopped = False
-            while not (self.resumed is not None and self.resumed.nothing_left):
+            while not (self.resumed and self.resumed.nothing_left):
                 stopped = yield from self._epoch()
-                if stopped or self.position.epoch + 1 == self._epochs:
+                if stopped or self.position.epoch + 1 == self.epochs:
                     break
                 self.position = Position(self.position.step, self.position.epoch + 1)
-                self._driver.begin(self._metered(self.state))
+                self.driver.begin(self._metered(self.state))
             yield from self._end(stopped)
 
     def _end(self, stopped: bool) -> Iterator[Event]:
         """Tells that the run is over; the last state is saved, and the one hooks chose instead."""
         event, last, values = RunEnd(**self._moment()), self._trees(), self._values
         yield from self._told(event)
-        if self._saving is not None and not self._is_finished:
+        if self.saving is not None and not (self.resumed and self.resumed.finished):
             chosen = {} if event.state is last["state"] else {"final": event.state}
-            done = {"epochs": self._epochs, "stopped": stopped}
+            done = {"epochs": self.epochs, "stopped": stopped}
             end = dataclasses.replace(event, values={**values, **event.values})
-            self._saving.save(end, {**last, **chosen}, epoch_over=self._epoch_over, done=done)
+            self.saving.save(end, {**last, **chosen}, epoch_over=self._epoch_over, done=done)
 
     def _epoch(self) -> Generator[Any, None, bool]:
         self._epoch_over, taken = False, 0
         for chunk in self._chunks:
-            rows = self._driver.run(chunk)
+            rows = self.driver.run(chunk)
             self.position, taken = self.position.after(chunk.steps), taken + chunk.steps
             late = self._late
-            if self._late_logs:  # before anybody is told anything: it may raise
+            if self.late_logs:  # before anybody is told anything: it may raise
                 self._late = self.position, chunk._replace(batches=None), rows
             if late is not None:
                 yield self._logs(*late)
@@ -132,7 +127,7 @@ class Loop:
                 yield from self._due_logs()
                 return True
             yield from self._saved(event)
-            self._driver.keep_spare(self.position)
+            self.driver.keep_spare(self.position)
         require_batches(taken or self.position.batch, f" in epoch {self.position.epoch}")
         self._prepare_next_epoch()
         yield from self._due_logs()
@@ -142,15 +137,13 @@ class Loop:
             end = EpochEnd(**self._moment())
             yield from self._told(end)
             stopped = end.stopped
-            if not stopped and self.position.epoch + 1 < self._epochs:
+            if not stopped and self.position.epoch + 1 < self.epochs:
                 yield from self._saved(end)
-        if not self._source.can_seek:
-            self._chunks = self._begin_pass(Position(self.position.step, self.position.epoch + 1))
         return stopped
 
     def _saved(self, event: Event) -> Iterator[LogsReady]:
         """Saves the run, if that is due or the process is to end."""
-        saving = self._saving
+        saving = self.saving
         if saving is None:
             return
         to_end = saving.is_asked_to_end()
@@ -163,8 +156,8 @@ class Loop:
 
     def _trees(self) -> dict[str, PyTree]:
         """Returns what is to be saved: in mid-epoch the metrics, too."""
-        metered = self._no_metrics is not None and not self._epoch_over
-        return {"state": self.state, **({"metrics": self._driver.carry.metrics} if metered else {})}
+        metered = self.no_metrics is not None and not self._epoch_over
+        return {"state": self.state, **({"metrics": self.driver.carry.metrics} if metered else {})}
 
     def _told(self, event: Event) -> Iterator[Event]:
         """Yields an event, and goes on with the state it was left with."""
@@ -181,40 +174,43 @@ class Loop:
         before = at.step - at.batch  # steps taken before this epoch
 
         def until(batch: int) -> int | None:
-            return steps_until_due(self._boundaries, before + batch)
+            return steps_until_due(self.boundaries, before + batch)
 
         start, where = at.batch, f"epoch {at.epoch}"
-        for batches in self._source.passes(at.epoch, at.batch):
-            for chunk in chunked(batches, self._plan, until, where=where, start=start):
+        for batches in self.source.passes(at.epoch, at.batch):
+            for chunk in chunked(batches, self.plan, until, where=where, start=start):
                 start += chunk.steps
                 yield chunk
 
     def _prepare_next_epoch(self) -> None:
-        """Makes the next epoch's first chunk while the device is busy with the last of this."""
+        """Makes the next epoch's first chunk while the device is busy with the last of this.
+
+        Where batches can be asked for at any time; else the pass begins when the epoch does.
+        """
         at = Position(self.position.step, self.position.epoch + 1)
-        if self._source.can_seek and at.epoch < self._epochs:
-            chunks = self._begin_pass(at)
+        self._chunks = chunks = self._begin_pass(at)
+        if self.source.can_seek and at.epoch < self.epochs:
             self._chunks = itertools.chain(list(itertools.islice(chunks, 1)), chunks)
 
     @property
     def state(self) -> PyTree:
         """The state as it is now; the next program consumes it."""
-        return _bare(self._driver.carry)
+        return _bare(self.driver.carry)
 
     def _metered(self, state: PyTree, metrics: PyTree = None) -> PyTree:
         """Puts metrics beside a state, where the step has some: by default such as saw nothing."""
-        if self._no_metrics is None:
+        if self.no_metrics is None:
             return state
-        metrics = self._no_metrics if metrics is None else metrics
+        metrics = self.no_metrics if metrics is None else metrics
         return Metered(state, _placement.beside(copied(metrics), state))
 
     def _moment(self) -> dict[str, Any]:
         """Returns what every event says."""
         known = {"position": self.position, "state": self.state, "_of_members": self._of_members}
-        if self._no_metrics is None:
-            return known
-        step, metrics = self._step, self._driver.carry.metrics
-        return {**known, "_metrics": lambda: computed(step, metrics)}
+        if self.no_metrics is not None:
+            step, metrics = self.step, self.driver.carry.metrics
+            known["_metrics"] = lambda: computed(step, metrics)
+        return known
 
     def _logs(self, position: Position, chunk: Chunk, rows: PyTree) -> LogsReady:
         leaves, structure = jax.tree.flatten(rows)
@@ -238,9 +234,9 @@ class Loop:
                 "event.state: expected a state of the structure, shapes and dtypes it had, got\n"
                 f"{_tree.bullets(changed)}"
             )
-        new = _placement.on_mesh(_tree.copy(state), self._sharding)
-        metered = isinstance(self._driver.carry, Metered)
-        self._driver.begin(self._driver.carry.replace(state=new) if metered else new)
+        new = _placement.on_mesh(_tree.copy(state), self.sharding)
+        metered = isinstance(self.driver.carry, Metered)
+        self.driver.begin(self.driver.carry.replace(state=new) if metered else new)
 
 
 def _bare(carry: PyTree) -> PyTree:

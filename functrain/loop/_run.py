@@ -1,14 +1,14 @@
 """A run, event by event: it steps, the caller decides what happens in between."""
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from functrain.checkpoint._checkpointer import Checkpointer
 from functrain.common import _tree
 from functrain.common._types import PyTree, Step
 from functrain.data._repeated import Repeated
-from functrain.data._sources import as_source
+from functrain.data._sources import Source, as_source
 from functrain.engine import _placement
 from functrain.engine._driver import Driver
 from functrain.engine._plan import FuseArg, Plan, nbytes
@@ -22,7 +22,7 @@ from functrain.loop._require import (
     require_state,
     require_training_step,
 )
-from functrain.loop._saving import Part, Resumed, Saving
+from functrain.loop._saving import Resumed, Saving
 from functrain.rewrites import Mode
 from functrain.step._metered import MeteredStep
 
@@ -106,41 +106,6 @@ def run(
       5 10.0
       epoch 0 is over
     """
-    return begin(
-        state,
-        step,
-        data,
-        epochs=epochs,
-        start=start,
-        fuse=fuse,
-        boundaries=boundaries,
-        rewrites=rewrites,
-        sharding=sharding,
-        jit=jit,
-        donate=donate,
-        late_logs=late_logs,
-        checkpointer=checkpointer,
-    )
-
-
-def begin(
-    state: PyTree,
-    step: Step[Any],
-    data: Any,
-    *,
-    epochs: int,
-    start: Position | None,
-    fuse: FuseArg,
-    boundaries: Iterable[Trigger],
-    rewrites: Mode,
-    sharding: _placement.ShardingArg,
-    jit: bool,
-    donate: bool,
-    late_logs: bool,
-    checkpointer: Checkpointer | None,
-    parts: Mapping[str, Part] | None = None,
-) -> "Run":
-    """As `run`, with what else is to be saved and restored with it."""
     require_state(state)
     require_training_step(step)
     require_epochs(epochs)
@@ -157,29 +122,20 @@ def begin(
     )
     no_metrics = step.start(state).metrics if isinstance(step, MeteredStep) else None
     carry = _placement.on_mesh(_tree.own(state) if donate else _tree.copy(state), where)
+    saving: Any = checkpointer
+    if not isinstance(checkpointer, Saving | None):  # fit passes one, for what it saves besides
+        saving = Saving(checkpointer, source, {})
     resumed: Resumed | None = None
-    saving = None if checkpointer is None else Saving(checkpointer, source, parts or {})
     with contextlib.ExitStack() as undo:
         if saving is not None:
             undo.callback(saving.close)
             source.watch()
             resumed = saving.resume(carry, no_metrics, epochs)
-            at = at if resumed is None else resumed.position
-        finished = resumed is not None and resumed.finished
-        if at.epoch >= epochs and not finished:
-            at_what = f"start={tuple(at)}"
-            if checkpointer is not None and resumed is not None:
-                at_what = f"step {at.step}, where {checkpointer.directory} goes on"
-            unit, over, asked = "epochs", at.epoch, epochs
-            if isinstance(source, Repeated):
-                unit, over, asked = "steps", at.step, epochs * source.steps
-            raise ValueError(
-                f"{unit}: expected more than the {over} that are over at {at_what}, "
-                f"got {asked}. It is the number of {unit} of the whole training, counted from "
-                "its beginning."
-            )
+            triggers = (*triggers, saving.when)
+        if resumed is not None:
+            at, carry = resumed.position, _tree.own(resumed.state)
+        _require_left(source, at, epochs, resumed)
         source.require_passes(epochs - at.epoch)
-        triggers = (*triggers, *([] if saving is None else [saving.when]))
         plan = Plan(
             fuse,
             state_bytes=nbytes(carry),
@@ -187,22 +143,20 @@ def begin(
         )
         place = _placement.chunk_placement(where)
         driver = Driver(step, rewrites=rewrites, jit=jit, place=place)
-        if resumed is not None:
-            carry = _tree.own(resumed.state)
         loop = Loop(
-            driver,
-            step,
-            carry,
-            source,
-            plan,
-            triggers,
-            at,
-            epochs,
-            late_logs,
-            where,
-            no_metrics,
-            saving,
-            resumed,
+            carry=carry,
+            driver=driver,
+            step=step,
+            source=source,
+            plan=plan,
+            boundaries=triggers,
+            position=at,
+            epochs=epochs,
+            late_logs=late_logs,
+            sharding=where,
+            no_metrics=no_metrics,
+            saving=saving,
+            resumed=resumed,
         )
         undo.pop_all()
     if donate or resumed is not None:
@@ -210,6 +164,22 @@ def begin(
     else:
         driver.adopt_spare(state, at)  # the caller's, which is left alone
     return Run(loop)
+
+
+def _require_left(source: Source, at: Position, epochs: int, resumed: Resumed | None) -> None:
+    """Refuses a run that would be over where it begins."""
+    if at.epoch < epochs or (resumed and resumed.finished):
+        return
+    where = f"start={tuple(at)}"
+    if resumed is not None:
+        where = f"step {at.step}, where {resumed.directory} goes on"
+    unit, over, asked = "epochs", at.epoch, epochs
+    if isinstance(source, Repeated):
+        unit, over, asked = "steps", at.step, epochs * source.steps
+    raise ValueError(
+        f"{unit}: expected more than the {over} that are over at {where}, got {asked}. It is the "
+        f"number of {unit} of the whole training, counted from its beginning."
+    )
 
 
 class Run(Iterator[Event]):

@@ -18,11 +18,11 @@ from functrain.engine._plan import FuseArg
 from functrain.engine._position import Position, require_position
 from functrain.engine._signals import HeldSignals
 from functrain.hooks._evaluate import Evaluate
-from functrain.hooks._hook import HookLike, HookRunner
+from functrain.hooks._hook import HookLike, HookRunner, triggers
 from functrain.loop._events import LogsReady, RunEnd
 from functrain.loop._require import require_epochs, require_state, require_training_step
-from functrain.loop._run import Run
-from functrain.loop._run import begin as begin_run
+from functrain.loop._run import Run, run
+from functrain.loop._saving import Saving
 from functrain.rewrites import Mode
 from functrain.step._metered import MeteredStep
 from functrain.trainer._ahead import look_ahead
@@ -164,31 +164,29 @@ def fit(
             "functrain.eval_step(loss_fn, metrics=...)."
         )
     require_training_step(step)
-    all_hooks = list(hooks)
+    how: dict[str, Any] = {"rewrites": rewrites, "sharding": sharding, "jit": jit}
     if eval_step is not None:
         held_out = Source(eval_data, "eval_data")
         held_out.require_passes(epochs - begin.epoch)
-        same: dict[str, Any] = {"rewrites": rewrites, "sharding": sharding, "jit": jit}
-        all_hooks = [Evaluate(eval_step, held_out, **same), *all_hooks]
-        due.put_first(all_hooks[0])
+        due.hooks.insert(0, Evaluate(eval_step, held_out, **how))
     traces = jit and not _placement.is_explicit(_placement.batch_sharding(sharding))
-    look_ahead(state, step, data, all_hooks, checkpointer, traces=traces)
+    look_ahead(state, step, data, due.hooks, checkpointer, traces=traces)
     recorder = Recorder(begin.step, getattr(step, "is_population", False))
-    events = begin_run(
+    saving: Any = None
+    if checkpointer is not None:
+        saving = Saving(checkpointer, source, {"history": recorder, "hooks": due})
+    events = run(
         state,
         step,
         source,
         epochs=epochs,
         start=begin,
         fuse=fuse,
-        boundaries=due.boundaries,
-        rewrites=rewrites,
-        sharding=sharding,
-        jit=jit,
+        boundaries=triggers(due.hooks),
         donate=donate,
         late_logs=True,
-        checkpointer=checkpointer,
-        parts={"history": recorder, "hooks": due},
+        checkpointer=saving,
+        **how,
     )
     first = events.position
     try:
@@ -202,25 +200,21 @@ def fit(
                 source.steps,
                 verbose if jax.process_index() == 0 else 0,
                 first,
-                resumed="" if events.resumed is None else events.resumed.said(),
-                over=events.resumed is not None and events.resumed.finished,
+                resumed=events.resumed,
             ) as progress,
             _last_logs_taken(events, recorder, due),
         ):
             for event in events:
                 if isinstance(event, LogsReady):
-                    recorder.logs(event)
-                    due.logs(event)
+                    _take_logs(event, recorder, due)
                     continue
                 recorder.before(event)
                 due(event)
                 recorder.after(event)
                 progress(event, recorder)
-                if isinstance(event, RunEnd):
-                    continue
-                if signals.came:
+                if signals.came and not isinstance(event, RunEnd):
                     if checkpointer is not None:
-                        _take_logs(events, recorder, due)
+                        _take_logs(events.unread_logs(), recorder, due)
                         events.save()
                     signals.act()
     except BaseException as error:
@@ -258,10 +252,10 @@ def _counted(
     return Repeated(data, stretch), steps // stretch, Position.of(start.step, stretch)
 
 
-def _take_logs(events: Run, recorder: Recorder, due: HookRunner) -> None:
-    if (late := events.unread_logs()) is not None:
-        recorder.logs(late)
-        due.logs(late)
+def _take_logs(event: LogsReady | None, recorder: Recorder, due: HookRunner) -> None:
+    if event is not None:
+        recorder.logs(event)
+        due.logs(event)
 
 
 @contextlib.contextmanager
@@ -271,7 +265,7 @@ def _last_logs_taken(events: Run, recorder: Recorder, due: HookRunner) -> Iterat
         yield
     except BaseException:
         with contextlib.suppress(Exception):  # of a program that failed there are none
-            _take_logs(events, recorder, due)
+            _take_logs(events.unread_logs(), recorder, due)
         raise
 
 

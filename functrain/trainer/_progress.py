@@ -12,6 +12,7 @@ from functrain.common._types import PyTree
 from functrain.common._values import shown
 from functrain.engine._position import Position
 from functrain.loop._events import ChunkEnd, EpochEnd, Event
+from functrain.loop._saving import Resumed
 from functrain.trainer._bar import Bar
 from functrain.trainer._recorder import Recorder
 
@@ -31,8 +32,7 @@ class ProgressReport:
         or 1, ``"lines"`` or 2, and 0 for silence choose.
       start: Where the training begins or goes on.
       console: Where to write; standard output by default.
-      resumed: What to say first.
-      over: Whether nothing else is to come.
+      resumed: Where it goes on, if it does: that is said first.
     """
 
     def __init__(
@@ -43,10 +43,9 @@ class ProgressReport:
         start: Position = Position(),  # noqa: B008  # a tuple
         console: Console | None = None,
         *,
-        resumed: str = "",
-        over: bool = False,
+        resumed: Resumed | None = None,
     ) -> None:
-        self._resumed, self._over = resumed, over
+        self._resumed = resumed
         self._console = console or Console()
         self._style = _style(verbose, self._console)
         self._epochs = epochs
@@ -61,8 +60,8 @@ class ProgressReport:
     def __enter__(self) -> Self:
         """Says where the run goes on, and shows the bar, where there is one."""
         if self._resumed and self._style != "none":
-            self._print(self._resumed)
-        if self._style == "bar" and not self._over:
+            self._print(self._resumed.said())
+        if self._style == "bar" and not (self._resumed and self._resumed.finished):
             self._show()
         return self
 
