@@ -9,6 +9,7 @@ Files:
   _plan: how many steps a program takes, by a rule
   _summary: a state or a model as a table, and what a step costs
   _memory: what a fit will need of memory
+  _sheet: the tables of both
   _explain_nan: where the first number that is not finite came from
   _autotune: how many steps a program takes, measured
   _placement: where things lie on several devices

@@ -140,7 +140,8 @@ def autotune(
     candidates = [Candidate(0, _jitted(step, carry), carry, alone, size)]
     place = _placement.chunk_placement(where)
     for k in ks:
-        if k != ks[0] and (k * size > memory or _passed(began, carry) > seconds):
+        passed = _of_first(time.perf_counter() - began, carry)
+        if k != ks[0] and (k * size > memory or passed > seconds):
             break
         chunk = place(jax.tree.map(lambda x, k=k: jnp.stack([jnp.asarray(x)] * k), batch))
         candidates.append(Candidate(k, fuse(step, k, rewrites=rewrites), carry, chunk, k * size))
@@ -157,11 +158,6 @@ def _choose(rows: Sequence[TuningRow]) -> int:
     if alone.microseconds * TOLERANCE < best:
         return 1
     return next(row.k for row in fused if row.microseconds <= best * TOLERANCE)
-
-
-def _passed(began: float, carry: PyTree) -> float:
-    seconds: float = _of_first(time.perf_counter() - began, carry)
-    return seconds
 
 
 def _of_first(found: Any, carry: PyTree) -> Any:

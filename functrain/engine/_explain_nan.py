@@ -112,33 +112,29 @@ def _search(closed: Any, inputs: Sequence[Any], within: tuple[str, ...]) -> NotF
     def read(atom: Any) -> Any:
         return atom.val if isinstance(atom, core.Literal) else values[atom]
 
-    made = {var: i for i, eqn in enumerate(jaxpr.eqns) for var in eqn.outvars}
-    values.update(zip(made, _evaluated(closed, list(made), inputs), strict=True))
+    made = [var for eqn in jaxpr.eqns for var in eqn.outvars]
+    values.update(zip(made, _evaluated(closed, made, inputs), strict=True))
 
-    def first(atoms: Sequence[Any], kinds: tuple[str, ...]) -> int | None:
+    def first(atoms: Sequence[Any], kinds: tuple[str, ...]) -> core.JaxprEqn | None:
         """Goes back from some values to the first operation that made what they suffer from."""
-        found, left, seen = set(), [a for a in atoms if _kind(read(a)) in kinds], set()
-        while left:
-            atom = left.pop()
-            if isinstance(atom, core.Literal) or atom in seen or atom not in made:
-                continue
-            seen.add(atom)
-            before = [a for a in jaxpr.eqns[made[atom]].invars if _kind(read(a)) in kinds]
-            left += before
-            if not before:
-                found.add(made[atom])
-        return min(found, default=None)
+        found, suffer = None, {a for a in atoms if isinstance(a, core.Var) and of(a) in kinds}
+        for eqn in reversed(jaxpr.eqns):
+            if not suffer.isdisjoint(eqn.outvars):
+                before = [a for a in eqn.invars if of(a) in kinds]
+                suffer |= {a for a in before if isinstance(a, core.Var)}
+                found = found if before else eqn
+        return found
 
-    def described(i: int, reaches: bool = True) -> NotFinite:
-        eqn = jaxpr.eqns[i]
+    def of(atom: Any) -> str:
+        return _kind(read(atom))
+
+    def described(eqn: core.JaxprEqn, reaches: bool = True) -> NotFinite:
         own = [read(atom) for atom in eqn.invars]
-        inside = _inside(eqn, own, within)
-        if inside is not None:
+        look = _INSIDE.get(eqn.primitive)
+        if look is not None and (inside := look(eqn, own, within)) is not None:
             return dataclasses.replace(inside, reaches=reaches)
         bad = next(x for x in map(values.__getitem__, eqn.outvars) if _kind(x))
-        origin = None
-        if any(_kind(x) == "inf" for x in own):
-            origin = first(eqn.invars, ("inf",))
+        origin = first(eqn.invars, ("inf",))
         return NotFinite(
             eqn.primitive.name,
             _share(bad, _kind(bad)),
@@ -150,13 +146,13 @@ def _search(closed: Any, inputs: Sequence[Any], within: tuple[str, ...]) -> NotF
         )
 
     for kinds in (("nan",), ("nan", "inf")):
-        if (i := first(jaxpr.outvars, kinds)) is not None:
-            return described(i)
+        if (eqn := first(jaxpr.outvars, kinds)) is not None:
+            return described(eqn)
     if within:  # an infinity, or NaN, that came in
         return None
     hidden = [var for var in made if _kind(values[var]) == "nan"]
-    i = first(hidden, ("nan",))
-    return None if i is None else described(i, reaches=False)
+    eqn = first(hidden, ("nan",))
+    return None if eqn is None else described(eqn, reaches=False)
 
 
 def _evaluated(closed: Any, wanted: list[Any], inputs: Sequence[Any]) -> list[Any]:
@@ -167,15 +163,12 @@ def _evaluated(closed: Any, wanted: list[Any], inputs: Sequence[Any]) -> list[An
     return list(core.jaxpr_as_fun(closed.replace(jaxpr=every))(*inputs))
 
 
-def _inside(eqn: core.JaxprEqn, inputs: list[Any], within: tuple[str, ...]) -> NotFinite | None:
-    """Looks into what an operation calls; None for those that call nothing, or show nothing."""
-    look = _INSIDE.get(eqn.primitive)
-    return None if look is None else look(eqn, inputs, within)
-
-
 def _in_call(eqn: core.JaxprEqn, inputs: list[Any], within: tuple[str, ...]) -> NotFinite | None:
-    bodies = [eqn.params[n] for n in ("jaxpr", "call_jaxpr") if n in eqn.params]
-    return _search(_closed(bodies[0]), inputs, within) if bodies else None
+    body = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
+    if body is None:
+        return None
+    closed = body if hasattr(body, "consts") else core.ClosedJaxpr(body, [])
+    return _search(closed, inputs, within)
 
 
 def _in_cond(eqn: core.JaxprEqn, inputs: list[Any], within: tuple[str, ...]) -> NotFinite | None:
@@ -211,19 +204,19 @@ def _in_while(eqn: core.JaxprEqn, inputs: list[Any], within: tuple[str, ...]) ->
     params = eqn.params
     of_test, of_body = params["cond_nconsts"], params["body_nconsts"]
     tested, consts = inputs[:of_test], inputs[of_test : of_test + of_body]
-    carry, i = inputs[of_test + of_body :], 0
-    test, run = core.jaxpr_as_fun(params["cond_jaxpr"]), core.jaxpr_as_fun(params["body_jaxpr"])
-    while test(*tested, *carry)[0]:
+    carry, body = inputs[of_test + of_body :], params["body_jaxpr"]
+    test, run = core.jaxpr_as_fun(params["cond_jaxpr"]), core.jaxpr_as_fun(body)
+    for i in itertools.count():
+        if not test(*tested, *carry)[0]:
+            break
         now = [*consts, *carry]
         carry = run(*now)
-        if any(map(_kind, carry)):
-            found = _search(params["body_jaxpr"], now, (*within, f"while, round {i}"))
-            if found is not None:
-                return found
-        i += 1
+        if any(map(_kind, carry)) and (found := _search(body, now, (*within, f"while, round {i}"))):
+            return found
     return None
 
 
+# What looks into what an operation calls; None for what shows nothing.
 _INSIDE: dict[Any, Callable[[core.JaxprEqn, list[Any], tuple[str, ...]], NotFinite | None]] = {
     primitives.jit_p: _in_call,
     primitives.call_p: _in_call,
@@ -237,15 +230,11 @@ _INSIDE: dict[Any, Callable[[core.JaxprEqn, list[Any], tuple[str, ...]], NotFini
 }
 
 
-def _closed(jaxpr: Any) -> Any:
-    return jaxpr if hasattr(jaxpr, "consts") else core.ClosedJaxpr(jaxpr, [])
-
-
 def _kind(x: Any) -> str:
     """Returns "nan", or "inf", or "" for what is finite, or no number."""
     if not hasattr(x, "dtype") or not jnp.issubdtype(x.dtype, jnp.inexact):
         return ""
-    array = np.asarray(x, np.complex128 if np.iscomplexobj(x) else np.float64)
+    array = _wide(x)
     if np.isnan(array).any():
         return "nan"
     return "inf" if np.isinf(array).any() else ""
@@ -278,16 +267,13 @@ def _place(eqn: core.JaxprEqn) -> str:
     """Names the layer, the line that a user wrote, and that of the library which it calls."""
     frames = source_info_util.summarize(eqn.source_info, num_frames=_DEPTH).splitlines()[::-1]
     frames = list(itertools.takewhile(lambda frame: not frame.startswith(__file__), frames))
-    libraries = tuple(f"{folder}/" for name in _LIBRARIES for folder in _folders(name))
+    found = [sys.modules[name] for name in _LIBRARIES if name in sys.modules]
+    libraries = tuple(f"{folder}/" for module in found for folder in module.__path__)
     own = next((frame for frame in frames if not frame.startswith(libraries)), None)
     shown = [frame.rpartition("/")[2] for frame in dict.fromkeys([own or "", *frames[:1]])]
     return "  ".join(
         filter(None, [str(eqn.source_info.name_stack), ", in ".join(filter(None, shown))])
     )
-
-
-def _folders(name: str) -> list[str]:
-    return list(getattr(sys.modules.get(name), "__path__", ()))
 
 
 _DEPTH = 200  # of calls; those of a step within a deep model are some tens

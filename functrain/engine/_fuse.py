@@ -1,6 +1,6 @@
 """The fused program: many steps over a chunk of batches."""
 
-from typing import Any, Generic
+from typing import Any, Generic, NamedTuple
 
 import jax
 import numpy as np
@@ -92,7 +92,7 @@ class Fused(Generic[StateT]):
     def __init__(self, step: Step[StateT], k: int, loop: Loop) -> None:
         self.step = step
         self.k = k
-        self._loop = loop
+        self._loop, self._part = loop, loop._replace(whole=False, unroll=1)
         self._programs: dict[Loop, Program] = {}
 
     def __repr__(self) -> str:
@@ -111,7 +111,7 @@ class Fused(Generic[StateT]):
     @property
     def partial(self) -> "HeldProgram":
         """As `program`, the one that takes as many steps as its last argument says."""
-        return HeldProgram(self._program(self._loop._replace(whole=False, unroll=1)), self.step)
+        return HeldProgram(self._program(self._part), self.step)
 
     def __call__(
         self, state: StateT, chunk: PyTree, steps: int | None = None
@@ -121,7 +121,7 @@ class Fused(Generic[StateT]):
         if not is_whole(n, 1) or n > self.k:
             raise ValueError(f"steps: expected a whole number from 1 to {self.k}, got {n!r}")
         _refuse_consumed(state)
-        loop = self._loop if n == self.k else self._loop._replace(whole=False, unroll=1)
+        loop = self._loop if n == self.k else self._part
         if jax.device_count() > 1:
             loop = loop._replace(pins=pins(state))
             if loop.donate:
@@ -169,19 +169,22 @@ class HeldProgram:
         return self._program.trace(*args)
 
 
+class _Arguments(NamedTuple):
+    """Of a program: they name the paths of their leaves."""
+
+    state: PyTree
+    chunk: PyTree
+
+
 def _refuse_aliases(state: PyTree, chunk: PyTree, cause: Exception | None = None) -> None:
-    found = [pair for pair in _tree.aliases((state, chunk)) if not _both_in_chunk(pair)]
+    pairs = _tree.aliases(_Arguments(state, chunk))
+    found = [" and ".join(pair) for pair in pairs if any(path.startswith("state") for path in pair)]
     if found:
-        pairs = [" and ".join(map(_name, pair)) for pair in found]
         raise ValueError(
             "state: expected every leaf in a buffer of its own, since the program takes them "
-            f"over (donation). These share one:\n{_tree.bullets(pairs)}\nCopy one of each "
+            f"over (donation). These share one:\n{_tree.bullets(found)}\nCopy one of each "
             "with jnp.copy, or pass donate=False. Nothing was changed."
         ) from cause
-
-
-def _both_in_chunk(pair: tuple[str, str]) -> bool:
-    return all(path.partition("/")[0] == "1" for path in pair)
 
 
 def _refuse_consumed(state: PyTree) -> None:
@@ -193,9 +196,3 @@ def _refuse_consumed(state: PyTree) -> None:
         f"{_tree.bullets(gone)}\nGo on with the state which that program returned; copy what "
         "you want to keep, or pass donate=False."
     )
-
-
-def _name(path: str) -> str:
-    """Turns a path in (state, chunk) into one that says which of them it is in."""
-    root, _, rest = path.partition("/")
-    return "/".join(filter(None, (("state", "chunk")[int(root)], rest)))

@@ -1,25 +1,24 @@
 """What a fit will need of memory, from its compiled program, before anything runs."""
 
+import collections
 import dataclasses
-import math
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
-from rich import box
-from rich.table import Table
 
 from functrain import rewrites as _rewrites
-from functrain.common import _repr, _table, _tree
+from functrain.common import _repr, _tree
 from functrain.common._checks import is_number, is_whole
 from functrain.common._types import PyTree, Step
 from functrain.data._batch import require_batch
 from functrain.engine import _placement
 from functrain.engine._driver import RUN_AHEAD, SPARE_BYTES
-from functrain.engine._plan import auto_steps, nbytes
+from functrain.engine._plan import auto_steps, bytes_on_each, nbytes
 from functrain.engine._programs import TRAINING, Loop, known_length, program
+from functrain.engine._sheet import sheet
 from functrain.metrics._metric import Metered
 from functrain.rewrites import Mode
 from functrain.step._check import check_step
@@ -70,17 +69,15 @@ class Memory:
         return copies + self.chunks + self.rows + self.temporaries
 
     def __repr__(self) -> str:
-        parts = {"state": self.state, "chunks": self.chunks, "temporaries": self.temporaries}
-        state, chunks, temporaries = (f"{n}={_repr.size(x)}" for n, x in parts.items())
-        total = _repr.size(self.total)
-        return f"Memory({total}: {state}, k={self.k}, {chunks}, {temporaries})"
+        total, state, chunks, temporaries = map(
+            _repr.size, (self.total, self.state, self.chunks, self.temporaries)
+        )
+        of = f"state={state}, k={self.k}, chunks={chunks}, temporaries={temporaries}"
+        return f"Memory({total}: {of})"
 
     def __str__(self) -> str:
         """Returns the table, never cut to the width of a terminal."""
-        table = Table(box=box.ASCII2)
-        table.add_column("what a fit needs", no_wrap=True)
-        table.add_column("bytes", justify="right", no_wrap=True)
-        sections = (
+        sections: tuple[Mapping[str, int], ...] = (
             self.leaves,
             {f"all of {name}": size for name, size in self.parts.items()},
             {
@@ -93,11 +90,8 @@ class Memory:
             },
             {"together": self.total},
         )
-        for section in sections:
-            for name, size in section.items():
-                table.add_row(name, _repr.size(size))
-            table.add_section()
-        return _table.text(table)
+        rows = ([(name, _repr.size(size)) for name, size in part.items()] for part in sections)
+        return sheet(["what a fit needs"], ["bytes"], rows)
 
 
 def memory(
@@ -156,14 +150,14 @@ def memory(
     carry, chunk = _carry(step, state, where), _placement.chunk_shapes(batch, k, where)
     rows, temporaries = _of_program(step, carry, chunk, k, rewrites)
     leaves = _leaves(carry)
-    once, each = sum(leaves.values()), _on_each(chunk)
+    once = sum(leaves.values())
     return Memory(
         k=k,
         leaves=leaves,
         parts=_parts(leaves),
         given=0 if donate else once,
         spare=once if nbytes(carry) <= SPARE_BYTES else 0,
-        chunks=CHUNKS * each,
+        chunks=CHUNKS * bytes_on_each(chunk),
         rows=CHUNKS * rows,
         temporaries=temporaries,
     )
@@ -204,31 +198,17 @@ def _leaves(carry: PyTree) -> dict[str, int]:
     """Returns the bytes of each leaf by its path, the largest first."""
     metered = isinstance(carry, Metered)
     parts = (carry.state, {"metrics": carry.metrics}) if metered else (carry,)
-    return _largest_first(
-        {path: _on_each(x) for part in parts for path, x in _tree.leaves_with_path(part)}
-    )
+    leaves = (leaf for part in parts for leaf in _tree.leaves_with_path(part))
+    return dict(collections.Counter({path: bytes_on_each(x) for path, x in leaves}).most_common())
 
 
 def _parts(leaves: Mapping[str, int]) -> dict[str, int]:
     """Sums leaves up by the part of the state that they are in."""
-    found: dict[str, int] = {}
+    found: collections.Counter[str] = collections.Counter()
     is_train_state = any(path.startswith("params") for path in leaves)
     for path, size in leaves.items():
         name = path.partition("/")[0]
         if is_train_state and name not in ("params", "opt_state", "model_state"):
             name = "the rest"
-        found[name] = found.get(name, 0) + size
-    return _largest_first(found)
-
-
-def _largest_first(sizes: Mapping[str, int]) -> dict[str, int]:
-    return dict(sorted(sizes.items(), key=lambda item: -item[1]))
-
-
-def _on_each(tree: PyTree) -> int:
-    """Returns the bytes on each of the devices that a tree's leaves lie on."""
-    found = 0
-    for x in jax.tree.leaves(tree):
-        shape = x.shape if x.sharding is None else x.sharding.shard_shape(x.shape)
-        found += math.prod(shape) * x.dtype.itemsize
-    return found
+        found[name] += size
+    return dict(found.most_common())

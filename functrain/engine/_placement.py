@@ -116,15 +116,12 @@ def _is_shared(x: Any) -> bool:
 
 def _require_same_everywhere(batches: PyTree) -> None:
     """Compares what the processes have, by its bytes."""
-    from jax.experimental import multihost_utils
-
     digest = 0
     for path, x in _tree.leaves_with_path(batches):
         digest = zlib.crc32(f"{path} {_tree.strong_spec(x)}".encode(), digest)
         if not _is_shared(x):
             digest = zlib.crc32(np.ascontiguousarray(x).reshape(-1).view(np.uint8).data, digest)
-    found = multihost_utils.process_allgather(np.asarray(digest, np.uint32))
-    if not (found == found[0]).all():
+    if len(set(of_each_process(digest))) > 1:
         raise ValueError(
             "data: expected the same batches in every process, of which jax takes each "
             "device's part, got others in this one. Give every process the whole data in the "
@@ -138,17 +135,13 @@ def require_same_program(program: Any, args: tuple[PyTree, ...]) -> None:
     Raises:
       ValueError: In each process: the code, the shapes, or the number of steps are others.
     """
-    from jax.experimental import multihost_utils
-
     text = _without_addresses(program.lower(*args).as_text())  # callbacks have some
-    found = multihost_utils.process_allgather(np.uint32(zlib.crc32(text.encode())))
-    others = [int(i) for i in np.flatnonzero(found != found[0])]
-    if others:
+    first, *others = of_each_process(zlib.crc32(text.encode()))
+    if found := [str(i) for i, other in enumerate(others, 1) if other != first]:
         raise ValueError(
             "step: expected the same program in every process, got another in "
-            f"{', '.join(map(str, others))} than in process 0. Run the same code, of the same "
-            "versions, with the same arguments everywhere; what only one process does belongs into "
-            "a hook."
+            f"{', '.join(found)} than in process 0. Run the same code, of the same versions, with "
+            "the same arguments everywhere; what only one process does belongs into a hook."
         )
 
 
@@ -225,11 +218,8 @@ def on_mesh(carry: PyTree, sharding: NamedSharding | None) -> PyTree:
 
 def beside(small: PyTree, carry: PyTree) -> PyTree:
     """Copies a few numbers to all devices that a carry lies on, where it lies on several."""
-    meshes = (_mesh(x) for x in jax.tree.leaves(carry))
-    mesh = next((mesh for mesh in meshes if mesh is not None), None)
-    if mesh is None:
-        return small
-    return jax.device_put(small, NamedSharding(mesh, PartitionSpec()))
+    mesh = next(filter(None, map(_mesh, jax.tree.leaves(carry))), None)
+    return small if mesh is None else jax.device_put(small, NamedSharding(mesh, PartitionSpec()))
 
 
 def _mesh(x: Any) -> Mesh | None:

@@ -1,10 +1,13 @@
 """How many steps a program takes: a cheap rule, without measuring."""
 
+import dataclasses
+import math
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, TypeAlias
 
 import jax
 
+from functrain.common import _tree
 from functrain.common._checks import is_whole
 from functrain.common._types import PyTree
 
@@ -25,6 +28,7 @@ STATE_BYTES = 256 * 2**20
 PREDICTING_PROGRAMS = 4
 
 
+@dataclasses.dataclass(eq=False)
 class Plan:
     """Settles K once, when the first batch is known.
 
@@ -42,17 +46,13 @@ class Plan:
       ValueError: `fuse` is neither "auto" nor a whole number from 1 on.
     """
 
-    def __init__(
-        self,
-        fuse: FuseArg,
-        *,
-        state_bytes: int = 0,
-        row_bytes: Callable[[PyTree], int] = lambda batch: 0,
-        stretches: Callable[[], Iterable[int | None]] = lambda: (),
-    ) -> None:
-        require_fuse(fuse)
-        self._fuse, self._state_bytes = fuse, state_bytes
-        self._row_bytes, self._stretches = row_bytes, stretches
+    fuse: FuseArg
+    state_bytes: int = 0
+    row_bytes: Callable[[PyTree], int] = lambda batch: 0
+    stretches: Callable[[], Iterable[int | None]] = lambda: ()
+
+    def __post_init__(self) -> None:
+        require_fuse(self.fuse)
         self.first: Any = None
         self.batch: PyTree = None
         self.k = 0
@@ -61,11 +61,11 @@ class Plan:
         """Chooses K at the first batch."""
         self.first = spec
         self.batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
-        if self._fuse == "auto":
-            size = nbytes(batch) + self._row_bytes(batch)
-            self.k = auto_steps(size, self._state_bytes, self._stretches())
+        if self.fuse == "auto":
+            size = nbytes(batch) + self.row_bytes(batch)
+            self.k = auto_steps(size, self.state_bytes, self.stretches())
         else:
-            self.k = int(self._fuse)
+            self.k = int(self.fuse)
 
 
 def require_fuse(fuse: Any) -> None:
@@ -102,9 +102,19 @@ def auto_steps(batch_bytes: int, state_bytes: int, stretches: Iterable[int | Non
 
 
 def nbytes(tree: PyTree) -> int:
-    """Returns the bytes of all arrays in a tree, abstract ones too; keys and numbers count 0."""
+    """Returns the bytes of all arrays in a tree, abstract ones too; numbers count 0."""
     leaves = (x for x in jax.tree.leaves(tree) if hasattr(x, "dtype") and hasattr(x, "size"))
     return sum(int(x.size) * getattr(x.dtype, "itemsize", 0) for x in leaves)
+
+
+def bytes_on_each(tree: PyTree) -> int:
+    """Returns the bytes on each of the devices that the arrays of a tree lie on."""
+    found = 0
+    for x in filter(_tree.is_array, jax.tree.leaves(tree)):
+        where = getattr(x, "sharding", None)
+        shape = x.shape if where is None else where.shard_shape(x.shape)
+        found += math.prod(shape) * x.dtype.itemsize
+    return found
 
 
 def stretch_of_prediction(steps: int | None) -> int | None:

@@ -126,6 +126,11 @@ def cached(step: Any, key: Hashable, build: Callable[[Callable[[], Any]], Progra
     return programs[key]
 
 
+def computed(step: Any, metrics: PyTree) -> Any:
+    """Returns what the metrics of a step come to, as arrays on the device: in one program."""
+    return cached(step, "compute", lambda get: jax.jit(lambda m: get().values(m)))(metrics)
+
+
 def _anchored(step: Any, key: Hashable) -> tuple[Any, Hashable, Callable[[Any], Any]]:
     """Returns what lives as long as the step: itself, or the object whose method it is."""
     if isinstance(step, types.MethodType):  # made anew at each look-up

@@ -8,12 +8,12 @@ from typing import Any
 import flax.linen as nn
 import jax
 from jax.sharding import NamedSharding
-from rich import box
-from rich.table import Table
 
-from functrain.common import _repr, _table, _tree
+from functrain.common import _repr, _tree
 from functrain.common._types import PyTree, Step
 from functrain.engine._guards import guarded
+from functrain.engine._plan import bytes_on_each, nbytes
+from functrain.engine._sheet import sheet
 from functrain.model._linen import from_linen
 from functrain.model._model import Model
 from functrain.model._nnx import from_nnx
@@ -67,61 +67,37 @@ def summary(
     if (step is None) != (batch is None):
         raise ValueError("step and batch: expected both or neither, for what a step costs.")
     parts, whole = _parts(state, inputs)
-    rows = _Rows(whole)
-    first, *rest = parts.items() if parts else [("leaf", whole)]
-    rows.heading(first[0])
-    for path, leaf in _tree.leaves_with_path(first[1]):
-        rows.leaf(path, leaf)
-    rows.table.add_section()
-    for name, tree in (first, *rest) if parts else ():
-        rows.total(f"all of {name}", tree)
-    is_state = hasattr(state, "opt_state")
-    rows.total("all" if not parts else f"whole {'state' if is_state else 'model'}", whole)
+    placed = any(map(_spec, jax.tree.leaves(whole)))
+    first, listed = next(iter(parts.items()), ("leaf", whole))
+    leaves = [
+        (path, *_kind(leaf), *[_spec(leaf)] * placed, *_sizes(leaf, placed))
+        for path, leaf in _tree.leaves_with_path(listed)
+    ]
+    kind = "state" if hasattr(state, "opt_state") else "model"
+    trees = {f"all of {name}": tree for name, tree in parts.items()}
+    trees[f"whole {kind}" if parts else "all"] = whole
+    totals = [(name, *[""] * (2 + placed), *_sizes(tree, placed)) for name, tree in trees.items()]
+    texts = [first, "dtype", "shape", *["sharding"] * placed]
+    numbers = ["count", "bytes", *["bytes on each device"] * placed]
     costs = "" if step is None else f"\n{_costs(step, state, batch)}"
-    return _table.text(rows.table) + costs
+    return sheet(texts, numbers, (leaves, totals)) + costs
 
 
-class _Rows:
-    """A table that has a column for shardings where something lies on several devices."""
+def _kind(leaf: Any) -> tuple[str, str]:
+    is_array = _tree.is_array(leaf)
+    return (str(leaf.dtype), str(list(leaf.shape))) if is_array else (type(leaf).__name__, "-")
 
-    def __init__(self, whole: PyTree) -> None:
-        self.table = Table(box=box.ASCII2)
-        self._placed = any(_spec(leaf) for leaf in jax.tree.leaves(whole))
 
-    def heading(self, first: str) -> None:
-        for name in (first, "dtype", "shape", *(["sharding"] * self._placed)):
-            self.table.add_column(name, no_wrap=True)
-        for name in ("count", "bytes", *(["bytes on each device"] * self._placed)):
-            self.table.add_column(name, justify="right", no_wrap=True)
-
-    def leaf(self, path: str, leaf: Any) -> None:
-        kind = (str(leaf.dtype), str(list(leaf.shape))) if _tree.is_array(leaf) else ()
-        self._row(path, *(kind or (type(leaf).__name__, "-")), spec=_spec(leaf), tree=leaf)
-
-    def total(self, name: str, tree: PyTree) -> None:
-        self._row(name, "", "", spec="", tree=tree)
-
-    def _row(self, *cells: str, spec: str, tree: PyTree) -> None:
-        count = size = each = 0
-        for leaf in filter(_tree.is_array, jax.tree.leaves(tree)):
-            count += math.prod(leaf.shape)
-            size += math.prod(leaf.shape) * leaf.dtype.itemsize
-            each += math.prod(_on_each(leaf)) * leaf.dtype.itemsize
-        sizes = [f"{count:,}", _repr.size(size)]
-        if self._placed:
-            cells, sizes = (*cells, spec), [*sizes, _repr.size(each)]
-        self.table.add_row(*cells, *sizes)
+def _sizes(tree: PyTree, placed: bool) -> tuple[str, ...]:
+    count = sum(math.prod(x.shape) for x in filter(_tree.is_array, jax.tree.leaves(tree)))
+    each = [_repr.size(bytes_on_each(tree))] * placed
+    return (f"{count:,}", _repr.size(nbytes(tree)), *each)
 
 
 def _spec(leaf: Any) -> str:
     """Returns over which axes of a mesh a leaf is divided; nothing where it is on one device."""
     where = getattr(leaf, "sharding", None)
     return str(where.spec) if isinstance(where, NamedSharding) and where.mesh.size > 1 else ""
-
-
-def _on_each(leaf: Any) -> tuple[int, ...]:
-    shape: tuple[int, ...] = leaf.sharding.shard_shape(leaf.shape) if _spec(leaf) else leaf.shape
-    return shape
 
 
 def _parts(state: Any, inputs: PyTree) -> tuple[Mapping[str, PyTree], PyTree]:

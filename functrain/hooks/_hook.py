@@ -3,8 +3,8 @@
 import contextlib
 import time
 import warnings
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol, Self, TypeAlias
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Protocol, TypeAlias
 
 import jax
 
@@ -144,7 +144,8 @@ class HookRunner:
         for take in self._taking_logs:
             take(event)
 
-    def __enter__(self) -> Self:
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
         """Lets hooks begin that want to know; closes, at the exit, those that can be closed."""
         with contextlib.ExitStack() as closing:
             called = [hook for hook in self.hooks if self._is_called(hook)]
@@ -156,12 +157,7 @@ class HookRunner:
                     comes_after(called[:i])
                 if (begin := getattr(hook, "begin", None)) is not None:
                     begin()
-            self._closing = closing.pop_all()  # all have begun: they are closed at the exit
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Closes them all, even where one of them fails."""
-        self._closing.close()
+            yield
 
     def _due(self, i: int, event: Event) -> bool:
         when: Trigger | None = getattr(self.hooks[i], "when", None)

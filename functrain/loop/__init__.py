@@ -8,7 +8,6 @@ Files:
   _preemption: SIGTERM where there are several processes
   _evaluate: a pass over data that measures a state
   _predict: a pass over data that collects a model's outputs
-  _compute: the values of running metrics
   _require: what all three ask of a state, of a step and of the data
 """
 

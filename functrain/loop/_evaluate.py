@@ -10,8 +10,7 @@ from functrain.engine import _placement
 from functrain.engine._chunks import chunked
 from functrain.engine._driver import Driver
 from functrain.engine._plan import FuseArg, Plan
-from functrain.engine._programs import Kind
-from functrain.loop._compute import computed
+from functrain.engine._programs import Kind, computed
 from functrain.loop._require import (
     require_batches,
     require_eval_step,

@@ -17,8 +17,8 @@ from functrain.engine._chunks import Chunk, chunked
 from functrain.engine._driver import Driver, copied
 from functrain.engine._plan import Plan
 from functrain.engine._position import Position
+from functrain.engine._programs import computed
 from functrain.engine._trigger import Trigger, steps_until_due
-from functrain.loop._compute import computed
 from functrain.loop._events import ChunkEnd, EpochEnd, Event, LogsReady, RunEnd
 from functrain.loop._require import require_batches
 from functrain.loop._saving import Resumed, Saving

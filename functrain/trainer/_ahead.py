@@ -62,17 +62,18 @@ def look_ahead(
     like = functools.cache(lambda: jax.eval_shape(_tree.copy, state))  # most fits need none
     names = {"loss", *(_metric_names(step) if isinstance(step, MeteredStep) else ())}
     known = True  # that hooks add nothing else
-    missing: list[tuple[str, str]] = []
+    missing: dict[str, str] = {}  # the argument that each was given as
     is_population = getattr(step, "is_population", False)
     for hook in hooks:
         if isinstance(hook, Evaluate):
             _require_evaluation(like, hook, traces)
             names |= {hook.prefix + name for name in _metric_names(hook.step)}
         known &= isinstance(hook, (Evaluate, *_ADD_NOTHING))
-        if isinstance(hook, EarlyStopping) and known and hook.monitor not in names:
-            missing.append(("monitor", hook.monitor))
-        if isinstance(hook, EarlyStopping) and hook.of_members != is_population and known:
-            raise ValueError(_OF_MEMBERS[is_population])
+        if isinstance(hook, EarlyStopping) and known:
+            if hook.of_members != is_population:
+                raise ValueError(_OF_MEMBERS[is_population])
+            if hook.monitor not in names:
+                missing.setdefault(hook.monitor, "monitor")
     best = getattr(checkpointer, "monitor", None)  # what is no checkpointer is refused elsewhere
     if best in names and is_population:
         raise ValueError(
@@ -82,7 +83,7 @@ def look_ahead(
         )
     best = _of_one(best) if is_population and best is not None else best
     if best is not None and known and best not in names:
-        missing.append(("best", best))
+        missing.setdefault(best, "best")
     if missing and traces:
         _require_logs(missing, names, like, step, data)
 
@@ -124,11 +125,7 @@ def _require_evaluation(like: Callable[[], PyTree], hook: Evaluate, traces: bool
 
 
 def _require_logs(
-    missing: list[tuple[str, str]],
-    names: set[str],
-    like: Callable[[], PyTree],
-    step: Any,
-    data: Any,
+    missing: dict[str, str], names: set[str], like: Callable[[], PyTree], step: Any, data: Any
 ) -> None:
     """Looks for values among the logs of the step, where its first batch is known."""
     batch = next(Source(data).specs(), None)
@@ -138,7 +135,7 @@ def _require_logs(
     with guarded():
         logs = jax.eval_shape(step, carry, _tree.shapes(batch))[1]
     found = names | {path for path, _ in _tree.leaves_with_path(logs)}
-    for argument, name in missing:
+    for name, argument in missing.items():
         if name not in found:
             raise ValueError(
                 f"{argument}: expected one of {sorted(found)}, got {name!r}. Values of an "

@@ -194,7 +194,7 @@ def fit(
             contextlib.closing(events),
             # A run that saves itself holds back SIGTERM: it saves before that is acted on.
             HeldSignals(terminate="handled" if checkpointer is None else "none") as signals,
-            due,
+            due.running(),
             ProgressReport(
                 epochs,
                 source.steps,

@@ -50,47 +50,49 @@ def _curves(panel: Any, history: "History", name: str) -> None:
     panel.grid(alpha=0.25)
     per_step = history.steps.get(name)
     is_rate = name.split("/")[-1] == "learning_rate" and per_step is not None
-    if per_step is not None and per_step.ndim > 1:
-        _members(panel, np.arange(first + 1, first + len(per_step) + 1), per_step, _BLUE, thin=0.4)
-    elif per_step is not None:
+    if per_step is not None:
         at = np.arange(first + 1, first + len(per_step) + 1)
-        how = {"color": _BLUE, "lw": 1.5} if is_rate else {"color": _GREY, "lw": 0.7}
-        panel.plot(at, per_step, label="each step", **how)
-    if is_rate and per_step is not None:
+        alone = per_step.ndim == 1
+        color, lw = (_GREY, 0.7) if alone and not is_rate else (_BLUE, 1.5)
+        _draw(panel, at, per_step, color, "each step" * alone, thin=0.4, lw=lw)
+    if is_rate:
         return
     if per_step is not None and np.isfinite(per_step).any():
         low, high = np.nanmin(per_step), np.nanpercentile(per_step, 99)
         # The first steps would flatten all the others.
         panel.set_ylim(low - 0.05 * (high - low), high + 0.1 * (high - low) + 1e-12)
-    for key, style, color, label in (
-        (name, "-o", _BLUE, "training"),
-        (f"val_{name}", "--s", _ORANGE, "validation"),
+    for key, ls, marker, color, label in (
+        (name, "-", "o", _BLUE, "training"),
+        (f"val_{name}", "--", "s", _ORANGE, "validation"),
     ):
-        how = {"color": color, "ms": 3.5, "lw": 1.5}
-        if (values := history.epochs.get(key)) is not None:
+        values = history.epochs.get(key)
+        # Those of members are there step by step already.
+        if values is not None and (values.ndim == 1 or key != name or per_step is None):
             each = (last - first) / len(values) if last else 1
             ends = first + np.arange(1, len(values) + 1) * each
-            if values.ndim == 1:
-                panel.plot(ends, values, style, label=label, **how)
-            elif key != name or per_step is None:  # else they are there step by step
-                _members(panel, ends, values, color, label)
+            _draw(panel, ends, values, color, label, ls=ls, marker=marker, ms=3.5, lw=1.5)
         if key in history.points:
-            thin = {"color": color, "marker": style[-1], "ms": 2.5, "ls": ":", "lw": 1}
-            steps, values = history.points[key]
-            if values.ndim == 1:
-                panel.plot(steps, values, label=f"{label}, within epochs", **thin)
-            else:
-                _members(panel, steps, values, color, f"{label}, within epochs")
+            line = {"ls": ":", "marker": marker, "ms": 2.5, "lw": 1}
+            _draw(panel, *history.points[key], color, f"{label}, within epochs", **line)
     panel.legend(fontsize=8)
 
 
-def _members(
-    panel: Any, at: np.ndarray, values: np.ndarray, color: str, label: str = "", thin: float = 0.6
+def _draw(
+    panel: Any,
+    at: np.ndarray,
+    values: np.ndarray,
+    color: str,
+    label: str,
+    thin: float = 0.6,
+    **line: Any,
 ) -> None:
-    """Draws a thin line for each member of a population, their median, and where half of them are.
+    """Draws a line; of a population a thin one a member, their median, and where half of them are.
 
     Of a step of which no member has a value nothing is drawn.
     """
+    if values.ndim == 1:
+        panel.plot(at, values, color=color, label=label, **line)
+        return
     some = ~np.isnan(values).all(axis=1)
     at, values = at[some], values[some]
     panel.plot(at, values, color=color, lw=thin, alpha=min(0.5, 8 / values.shape[1]))

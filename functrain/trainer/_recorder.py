@@ -1,6 +1,7 @@
 """Gathers what a run reports, without making the device wait."""
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,7 @@ class Recorder:
         self._steps: dict[str, _Column] = {}
         self._epochs: list[tuple[int, dict[str, Any]]] = []
         self._points: dict[str, list[tuple[int, Any]]] = {}
-        self._examples = _Column(np.dtype(np.float64))  # of each step of this epoch
+        self._examples = _Column(np.zeros(0))  # of each step of this epoch
         self._began = self._epoch_began = time.perf_counter()
         self.first_steps_seconds = float("nan")
         self.latest: dict[str, Any] = {}
@@ -45,7 +46,7 @@ class Recorder:
             )
         for name, values in sorted(event.logs.items(), key=_rank):
             if name not in self._steps:
-                self._steps[name] = _Column(values.dtype, values.shape[1:])
+                self._steps[name] = _Column(values[:0])
             self._steps[name].extend(values)
             self.latest[name] = on_host(values[-1])
         self._examples.extend(np.full(event.steps, event.examples, np.float64))
@@ -93,13 +94,13 @@ class Recorder:
         """Puts back what `state` returned: the history goes on from there."""
         now = time.perf_counter()
         self._first_step = state["first_step"]
-        self._steps = {name: _Column.of(values) for name, values in state["steps"].items()}
+        self._steps = {name: _Column(values) for name, values in state["steps"].items()}
         self._epochs = [(epoch["step"], epoch["values"]) for epoch in state["epochs"]]
         self._points = {
             name: list(zip(found["steps"], found["values"], strict=True))
             for name, found in state["points"].items()
         }
-        self._examples = _Column.of(state["examples"])
+        self._examples = _Column(state["examples"])
         self._began, self._epoch_began = now - state["seconds"], now - state["epoch_seconds"]
         self.first_steps_seconds = state["first_steps_seconds"]
         self.latest = {name: on_host(x.values()[-1]) for name, x in self._steps.items()}
@@ -108,20 +109,18 @@ class Recorder:
         """Returns everything so far, or up to a step."""
         last = np.inf if last_step is None else last_step
         epochs = [values for step, values in self._epochs if step <= last]
-        points = {
-            name: [(s, v) for s, v in pairs if s <= last] for name, pairs in self._points.items()
-        }
+        points = {}
+        for name, pairs in self._points.items():
+            if there := [(step, value) for step, value in pairs if step <= last]:
+                steps, values = zip(*there, strict=True)
+                points[name] = np.array(steps), _stacked(values)
         names = list(dict.fromkeys(name for values in epochs for name in values))
         kept = None if last_step is None else max(0, last_step - self._first_step)
         nan = float("nan")
         return History(
             steps={name: column.values()[:kept].copy() for name, column in self._steps.items()},
             epochs={n: _stacked([values.get(n, nan) for values in epochs]) for n in names},
-            points={
-                name: (np.array([s for s, _ in pairs]), _stacked([v for _, v in pairs]))
-                for name, pairs in points.items()
-                if pairs
-            },
+            points=points,
             first_steps_seconds=self.first_steps_seconds,
             first_step=self._first_step,
         )
@@ -133,7 +132,7 @@ class Recorder:
             values = column.values()[-len(examples) :].astype(np.float64)
             last = name.split("/")[-1] in _AT_THE_END
             means[name] = on_host(values[-1] if last else _mean(values, weights))
-        self._examples = _Column(np.dtype(np.float64))
+        self._examples = _Column(np.zeros(0))
         return dict(sorted(means.items(), key=_rank))
 
     def _weights(self, examples: np.ndarray) -> np.ndarray:
@@ -161,22 +160,14 @@ def _mean(values: np.ndarray, weights: np.ndarray) -> Any:
 class _Column:
     """Numbers that grow more: copies, so that no buffer of a device is kept alive by a view."""
 
-    def __init__(self, dtype: np.dtype[Any], each: tuple[int, ...] = ()) -> None:
-        self._numbers = np.empty((64, *each), dtype)
-        self._n = 0
-
-    @classmethod
-    def of(cls, numbers: np.ndarray) -> "_Column":
-        """Returns one that holds some numbers already."""
-        column = cls(numbers.dtype, numbers.shape[1:])
-        column.extend(numbers)
-        return column
+    def __init__(self, numbers: np.ndarray) -> None:
+        self._numbers, self._n = numbers.copy(), len(numbers)
 
     def extend(self, numbers: np.ndarray) -> None:
         """Adds numbers at the end."""
         end = self._n + len(numbers)
         if end > len(self._numbers):
-            size = max(end, 3 * len(self._numbers) // 2)
+            size = max(end, 64, 3 * len(self._numbers) // 2)
             larger = np.empty((size, *numbers.shape[1:]), self._numbers.dtype)
             larger[: self._n] = self.values()
             self._numbers = larger
@@ -188,7 +179,7 @@ class _Column:
         return self._numbers[: self._n]
 
 
-def _stacked(values: list[Any]) -> np.ndarray:
+def _stacked(values: Sequence[Any]) -> np.ndarray:
     """Stacks numbers, or those of members: a missing one is missing for all of them."""
     each = next((np.shape(x) for x in values if np.ndim(x)), ())
     return np.array([np.broadcast_to(x, each) for x in values])
