@@ -17,10 +17,8 @@ from functrain.engine import _placement
 from functrain.engine._driver import RUN_AHEAD
 from functrain.engine._fuse import fuse
 from functrain.engine._guards import guarded
-from functrain.metrics._metric import Metered
 from functrain.rewrites import Mode
 from functrain.step._check import check_step
-from functrain.step._metered import MeteredStep
 
 ROUNDS = 5
 ROUND_SECONDS = 0.1  # how long each way runs in a round, once it is known how fast it is
@@ -130,9 +128,7 @@ def autotune(
     check_step(step)
     require_batch(batch)
     where = _placement.batch_sharding(sharding)
-    carry = state
-    if isinstance(step, MeteredStep) and not isinstance(state, Metered):
-        carry = step.start(state)
+    carry, batch = getattr(step, "traced_with", lambda *args: args)(state, batch)
     carry = _placement.on_mesh(carry, where)
     size = sum(int(jnp.asarray(x).nbytes) for x in jax.tree.leaves(batch))
     began = time.perf_counter()
@@ -162,8 +158,8 @@ def _choose(rows: Sequence[TuningRow]) -> int:
 
 def _of_first(found: Any, carry: PyTree) -> Any:
     """Returns what the first process found, where several hold a state: all must do the same."""
-    leaves = (x for x in jax.tree.leaves(carry) if isinstance(x, jax.Array))
-    return found if all(x.is_fully_addressable for x in leaves) else of_each_process(found)[0]
+    own = all(getattr(x, "is_fully_addressable", True) for x in jax.tree.leaves(carry))
+    return found if own else of_each_process(found)[0]
 
 
 def _jitted(step: Any, carry: PyTree) -> Callable[[PyTree, PyTree], Any]:
@@ -183,7 +179,7 @@ class Candidate:
         self._k, self._program, self._size = k, program, size
         self._state = _tree.copy(state)
         self._batches = jax.tree.map(jnp.asarray, batches)
-        leaves = (x for x in jax.tree.leaves(self._state) if isinstance(x, jax.Array))
+        leaves = jax.tree.leaves(self._state)
         self._on_several = any(len(x.sharding.device_set) > 1 for x in leaves)
         first = self._call()
         once = _of_first(self._call(), state)

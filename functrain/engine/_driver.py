@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import dataclasses
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -38,6 +39,7 @@ def _debugging() -> Iterator[None]:
         yield
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class Driver:
     """Takes chunks through compiled programs: ``(carry, chunk, const) -> (carry, rows)``.
 
@@ -57,19 +59,15 @@ class Driver:
       carry: As the last program returned it; its results may still be under way.
     """
 
-    def __init__(
-        self,
-        step: Any,
-        kind: Kind = TRAINING,
-        *,
-        rewrites: Mode = "auto",
-        jit: bool = True,
-        uncompiled: Callable[[], contextlib.AbstractContextManager[Any]] = _debugging,
-        place: Callable[[PyTree], PyTree] = lambda batches: batches,
-    ) -> None:
-        self._step, self._kind = step, kind
-        self._rewrites = _rewrites.mode(rewrites)
-        self._jit, self._uncompiled, self._place = jit, uncompiled, place
+    step: Any
+    kind: Kind = TRAINING
+    rewrites: Mode = "auto"
+    jit: bool = True
+    uncompiled: Callable[[], contextlib.AbstractContextManager[Any]] = _debugging
+    place: Callable[[PyTree], PyTree] = lambda batches: batches
+
+    def __post_init__(self) -> None:
+        self.rewrites = _rewrites.mode(self.rewrites)
         self._programs: dict[tuple[int, bool], Program] = {}
         self._compared: list[Program] = []  # with those of the other processes
         self._const: tuple[PyTree, ...] = ()
@@ -91,8 +89,8 @@ class Driver:
 
         Waits only where too many programs are under way already.
         """
-        chunk = chunk._replace(batches=self._place(chunk.batches))
-        if self._jit:
+        chunk = chunk._replace(batches=self.place(chunk.batches))
+        if self.jit:
             run = self._program(chunk.k, chunk.steps == chunk.k)
             args = (self.carry, chunk.batches, np.int32(chunk.steps), *self._const)
             if jax.process_count() > 1 and run not in self._compared:
@@ -142,15 +140,15 @@ class Driver:
     def _program(self, k: int, full: bool) -> Program:
         whole = full and known_length()
         if (k, whole) not in self._programs:
-            loop = Loop(k, self._rewrites, whole=whole, pins=self._pins)
-            self._programs[k, whole] = program(self._step, self._kind, loop)
+            loop = Loop(k, self.rewrites, whole=whole, pins=self._pins)
+            self._programs[k, whole] = program(self.step, self.kind, loop)
         return self._programs[k, whole]
 
     def _run_uncompiled(self, chunk: Chunk) -> PyTree:
-        body, rows, carry = self._kind.body(self._step), [], self.carry
+        body, rows, carry = self.kind.body(self.step), [], self.carry
         for i in range(chunk.steps):
             batch = jax.tree.map(lambda x, i=i: jnp.asarray(x[i]), chunk.batches)
-            with self._uncompiled():
+            with self.uncompiled():
                 new, row = require_pair(body(carry, batch, *self._const))
             check_carry(carry, new)
             carry = new

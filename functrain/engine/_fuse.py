@@ -10,6 +10,7 @@ from functrain.common import _repr, _tree
 from functrain.common._checks import is_whole
 from functrain.common._types import PyTree, StateT, Step
 from functrain.engine._placement import pins
+from functrain.engine._position import require_whole
 from functrain.engine._programs import TRAINING, Loop, Program, known_length, program
 from functrain.rewrites import Mode
 from functrain.step._check import check_step
@@ -64,9 +65,8 @@ def fuse(
       >>> print(state, logs["seen"])
       40.0 [24. 32.  0.]
     """
-    for name, value in (("k", k), ("unroll", unroll)):
-        if not is_whole(value, 1):
-            raise ValueError(f"{name}: expected a whole number, at least 1, got {value!r}")
+    require_whole("k", k)
+    require_whole("unroll", unroll)
     check_step(step)
     chosen = _rewrites.mode(rewrites)
     whole = unroll > 1 or known_length()

@@ -15,7 +15,9 @@ from functrain.common._types import PyTree
 Body = Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]
 
 
-def repeat(body: Body, carry: PyTree, stacked: PyTree, n: jax.Array) -> tuple[PyTree, PyTree]:
+def repeat(
+    body: Body, carry: PyTree, stacked: PyTree, n: jax.Array | None, unroll: int = 1
+) -> tuple[PyTree, PyTree]:
     """Applies ``body(carry, x) -> (carry, y)`` to the first n of K stacked inputs, in turn.
 
     It is `lax.scan` with a number of steps that the compiler does not know. So every n runs the
@@ -26,7 +28,9 @@ def repeat(body: Body, carry: PyTree, stacked: PyTree, n: jax.Array) -> tuple[Py
       body: Traced once.
       carry: Its structure, shapes, dtypes and weak types must come back unchanged.
       stacked: Every leaf `[K, ...]`.
-      n: i32[], 0 to K.
+      n: i32[], 0 to K; None for all K, with `lax.scan` itself: for devices that want to know the
+        length.
+      unroll: Of `lax.scan`.
 
     Returns:
       The carry after n applications, and the y stacked `[K, ...]`, zeros from n on.
@@ -36,6 +40,9 @@ def repeat(body: Body, carry: PyTree, stacked: PyTree, n: jax.Array) -> tuple[Py
     run, returned = _stage(body, carry, first)
     new, outs = require_pair(returned)
     check_carry(carry, new)
+    if n is None:
+        result: tuple[PyTree, PyTree] = lax.scan(run, carry, stacked, unroll=unroll)
+        return result
     k = leaves[0].shape[0] if leaves else 1
     if k == 1:
         # The compiler sees through an index into a single row, and fuses the body otherwise, to
@@ -68,18 +75,6 @@ def _rows(y: Any, k: int) -> jax.Array:
     where = NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec))
     resharded: jax.Array = jax.sharding.reshard(zeros, where)
     return resharded
-
-
-def scan(body: Body, carry: PyTree, stacked: PyTree, unroll: int = 1) -> tuple[PyTree, PyTree]:
-    """As `repeat`, of all inputs, with `lax.scan`: for devices that want to know the length."""
-
-    def checked(old: PyTree, x: PyTree) -> tuple[PyTree, PyTree]:
-        new, y = require_pair(body(old, x))
-        check_carry(old, new)
-        return new, y
-
-    result: tuple[PyTree, PyTree] = lax.scan(checked, carry, stacked, unroll=unroll)
-    return result
 
 
 def require_pair(returned: Any) -> tuple[PyTree, PyTree]:

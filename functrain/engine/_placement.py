@@ -66,23 +66,25 @@ def chunk_placement(sharding: NamedSharding | None) -> Callable[[PyTree], PyTree
 
     def place(batches: PyTree) -> PyTree:
         nonlocal compared
-        _refuse_indivisible(batches, chunked, sharding.spec)
-        if chunked.is_fully_addressable:
-            return jax.device_put(batches, chunked)
-        if not compared:  # the first chunk: to compare all of them would take longer than a step
+        if not (compared or chunked.is_fully_addressable):
+            # The first chunk: to compare all of them would take longer than a step.
             _require_same_everywhere(batches)
             compared = True
-        return jax.tree.map(lambda x: _own_part(x, chunked), batches)
+        return _put(batches, chunked, sharding.spec)
 
     return place
 
 
 def placed(batch: PyTree, sharding: NamedSharding | None) -> PyTree:
     """Puts one batch on the devices, of which every process has all."""
-    if sharding is None:
-        return batch
-    _refuse_indivisible(batch, sharding, sharding.spec)
-    return jax.tree.map(lambda x: _own_part(x, sharding), batch)
+    return batch if sharding is None else _put(batch, sharding, sharding.spec)
+
+
+def _put(batches: PyTree, where: NamedSharding, spec: PartitionSpec) -> PyTree:
+    _refuse_indivisible(batches, where, spec)
+    if where.is_fully_addressable:
+        return jax.device_put(batches, where)
+    return jax.tree.map(lambda x: _own_part(x, where), batches)
 
 
 def chunk_shapes(batch: PyTree, k: int, sharding: NamedSharding | None) -> PyTree:
@@ -102,7 +104,7 @@ def _chunked(sharding: NamedSharding) -> NamedSharding:
 
 def _own_part(x: Any, where: NamedSharding) -> jax.Array:
     """Takes this process's part of an array that every process has."""
-    if _is_shared(x) or where.is_fully_addressable:
+    if _is_shared(x):
         moved: jax.Array = jax.device_put(x, where)
         return moved
     whole = np.asarray(x)

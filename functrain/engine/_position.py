@@ -1,6 +1,6 @@
 """Where a training is."""
 
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 from functrain.common._checks import is_whole
 
@@ -35,15 +35,18 @@ class Position(NamedTuple):
         Raises:
           ValueError: `steps_per_epoch` is below 1.
         """
-        if not is_whole(steps_per_epoch, 1):
-            raise ValueError(
-                f"steps_per_epoch: expected a whole number from 1 on, got {steps_per_epoch!r}"
-            )
+        require_whole("steps_per_epoch", steps_per_epoch)
         return cls(int(step), *divmod(int(step), int(steps_per_epoch)))
 
     def after(self, steps: int) -> "Position":
         """Returns the position so many steps later in the same epoch."""
         return Position(self.step + steps, self.epoch, self.batch + steps)
+
+
+def require_whole(name: str, count: Any) -> None:
+    """Refuses what is no number of steps or epochs."""
+    if not is_whole(count, 1):
+        raise ValueError(f"{name}: expected a whole number from 1 on, got {count!r}")
 
 
 def require_position(start: object) -> Position:

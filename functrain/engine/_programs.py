@@ -10,7 +10,7 @@ import jax
 from functrain import rewrites as _rewrites
 from functrain.common._types import PyTree
 from functrain.engine._guards import guarded
-from functrain.engine._loop import check_stacked, repeat, scan
+from functrain.engine._loop import check_stacked, repeat
 from functrain.engine._placement import Pins, pinned
 from functrain.rewrites import Mode
 
@@ -82,10 +82,8 @@ def _compiled(get: Callable[[], Any], kind: Kind, loop: Loop) -> Program:
             return pinned(body(carry, batch, *const), loop.pins)
 
         with guarded():
-            if loop.whole:
-                carry, rows = scan(once, carry, chunk, loop.unroll)
-            else:
-                carry, rows = repeat(once, carry, chunk, n)
+            some = None if loop.whole else n
+            carry, rows = repeat(once, carry, chunk, some, loop.unroll)
         return carry, rows, n + 0
 
     donated = 0 if loop.donate else ()

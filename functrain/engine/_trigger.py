@@ -150,7 +150,16 @@ def at(*steps: int) -> At:
 
 def steps_until_due(triggers: Iterable[Trigger], step: int) -> int | None:
     """Returns how many steps may be taken before the first of the triggers is due."""
-    due = [s for trigger in triggers if (s := _next_step(trigger, step)) is not None]
+    due = []
+    for trigger in triggers:  # a user's own class may be among them
+        found = trigger.next_step(step)
+        if is_whole(found, step + 1):
+            due.append(found)
+        elif found is not None:
+            raise ValueError(
+                f"when: expected a step after {step}, or None, from next_step({step}) of "
+                f"{_repr.brief(trigger)}, got {found!r}."
+            )
     return min(due) - step if due else None
 
 
@@ -174,14 +183,3 @@ def longest_stretch(triggers: Sequence[Trigger]) -> int | None:
 
 # Of one that is due every 100 steps and others that are due at first, as many are passed by.
 _PAUSES = 32
-
-
-def _next_step(trigger: Trigger, step: int) -> int | None:
-    """Asks a trigger, which may be a user's own class, and checks what it says."""
-    found = trigger.next_step(step)
-    if found is None or is_whole(found, step + 1):
-        return found
-    raise ValueError(
-        f"when: expected a step after {step}, or None, from next_step({step}) of "
-        f"{_repr.brief(trigger)}, got {found!r}."
-    )

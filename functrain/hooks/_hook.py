@@ -100,18 +100,13 @@ class HookRunner:
         self.hooks: list[Any] = list(hooks)
         for i, hook in enumerate(self.hooks):
             _require_hook(hook, f"hooks[{i}]")
-        self._silent = jax.process_index() > 0
-        self._began = time.perf_counter()
-        self._fired: dict[int, float] = {}
-        found = (getattr(hook, "logs", None) for hook in self.hooks if self._is_called(hook))
-        self._taking_logs = [take for take in found if callable(take)]
-
-    def _is_called(self, hook: HookLike) -> bool:
-        return not (self._silent and getattr(hook, "only_first", False))
+        self._called: list[Any] = []  # in this process
+        self._taking_logs: list[Callable[[LogsReady], None]] = []
+        self._fired: list[float] = []
 
     def __call__(self, event: Event) -> None:
         """Calls the hooks that are due."""
-        for i, hook in enumerate(self.hooks):
+        for i, hook in enumerate(self._called):
             if self._due(i, event):
                 self._fired[i] = time.perf_counter()
                 hook(event)
@@ -147,8 +142,12 @@ class HookRunner:
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """Lets hooks begin that want to know; closes, at the exit, those that can be closed."""
+        is_first = jax.process_index() == 0
+        called = [hook for hook in self.hooks if is_first or not getattr(hook, "only_first", False)]
+        found = (getattr(hook, "logs", None) for hook in called)
+        self._called, self._taking_logs = called, [take for take in found if callable(take)]
+        self._fired = [time.perf_counter()] * len(called)
         with contextlib.ExitStack() as closing:
-            called = [hook for hook in self.hooks if self._is_called(hook)]
             for hook in reversed(called):  # the stack closes the last one first
                 if (close := getattr(hook, "close", None)) is not None:
                     closing.callback(close)
@@ -160,12 +159,10 @@ class HookRunner:
             yield
 
     def _due(self, i: int, event: Event) -> bool:
-        when: Trigger | None = getattr(self.hooks[i], "when", None)
-        if not self._is_called(self.hooks[i]):
-            return False
+        when: Trigger | None = getattr(self._called[i], "when", None)
         if when is None:
             return True
         if not isinstance(event, ChunkEnd | EpochEnd):
             return False
         epochs = event.epoch + 1 if isinstance(event, EpochEnd) else None
-        return when.due(event.step, epochs, time.perf_counter() - self._fired.get(i, self._began))
+        return when.due(event.step, epochs, time.perf_counter() - self._fired[i])

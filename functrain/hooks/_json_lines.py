@@ -46,14 +46,11 @@ class JSONLines(TextFile, Logger):
         self, path: str | os.PathLike[str], *, steps: int = 10, append: bool = False
     ) -> None:
         TextFile.__init__(self, path, append)
-        Logger.__init__(self, steps)
+        Logger.__init__(self, steps, path=str(self.path), append=append)
 
     def write(self, lines: Sequence[Line]) -> None:
         """Writes lines."""
         self.add("".join(f"{_object(line)}\n" for line in lines))
-
-    def _shown(self) -> dict[str, Any]:
-        return {"path": str(self.path), "append": self.append}
 
 
 def _object(line: Line) -> str:

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from functrain.common import _repr
-from functrain.common._checks import is_whole
 from functrain.common._values import is_value, spread
+from functrain.engine._position import require_whole
 from functrain.loop._events import ChunkEnd, EpochEnd, Event, LogsReady
 
 
@@ -34,18 +34,18 @@ class Logger(abc.ABC):
 
     Args:
       steps: Write what every so many steps report; of other steps only what hooks have added.
+      **shown: What else `repr` shows.
     """
 
     only_first = True  # of several processes
 
-    def __init__(self, steps: int) -> None:
-        if not is_whole(steps, 1):
-            raise ValueError(f"steps: expected a whole number from 1 on, got {steps!r}")
-        self.steps = steps
+    def __init__(self, steps: int, **shown: Any) -> None:
+        require_whole("steps", steps)
+        self.steps, self._shown = steps, shown
         self._waiting: list[Line] = []  # for what their step reported
 
     def __repr__(self) -> str:
-        return _repr.call(self, **self._shown(), steps=self.steps)
+        return _repr.call(self, **self._shown, steps=self.steps)
 
     def __call__(self, event: Event, /) -> None:
         """Takes in what hooks have added, and what an epoch came to."""
@@ -105,10 +105,6 @@ class Logger(abc.ABC):
     @abc.abstractmethod
     def end(self) -> None:
         """Ends: nothing else is to come."""
-
-    @abc.abstractmethod
-    def _shown(self) -> dict[str, Any]:
-        """Returns the arguments to show."""
 
 
 def _columns(name: str, x: np.ndarray) -> list[tuple[str, np.ndarray]]:

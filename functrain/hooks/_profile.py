@@ -6,7 +6,7 @@ import pathlib
 import jax
 
 from functrain.common import _repr
-from functrain.common._checks import is_whole
+from functrain.engine._position import require_whole
 from functrain.engine._trigger import at
 from functrain.loop._events import Event
 
@@ -35,10 +35,8 @@ class Profile:
     def __init__(
         self, directory: str | os.PathLike[str], *, start: int = 100, steps: int = 20
     ) -> None:
-        if not is_whole(start, 1) or not is_whole(steps, 1):
-            raise ValueError(
-                f"start and steps: expected whole numbers from 1 on, got {start!r} and {steps!r}"
-            )
+        require_whole("start", start)
+        require_whole("steps", steps)
         self.directory = pathlib.Path(directory)
         self.start, self.steps = start, steps
         self.when = at(start, start + steps)

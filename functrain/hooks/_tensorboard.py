@@ -44,8 +44,8 @@ class TensorBoard(Logger):
     """
 
     def __init__(self, directory: str | os.PathLike[str], *, steps: int = 10) -> None:
-        super().__init__(steps)
         self.directory = pathlib.Path(directory)
+        super().__init__(steps, directory=str(self.directory))
         self._x = needed(
             "tensorboardX",
             "TensorBoard's files need the library: pip install 'functrain[tensorboard]'",
@@ -103,6 +103,3 @@ class TensorBoard(Logger):
         if self._writer is not None:
             self._writer.close()
         self._writer = None
-
-    def _shown(self) -> dict[str, Any]:
-        return {"directory": str(self.directory)}

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from functrain.common import _repr
-from functrain.common._checks import is_whole
+from functrain.engine._position import require_whole
 from functrain.loop._events import Event, LogsReady, RunEnd
 
 
@@ -41,8 +41,7 @@ class TerminateOnNaN:
     """
 
     def __init__(self, *, after: int = 1, monitor: str = "loss") -> None:
-        if not is_whole(after, 1):
-            raise ValueError(f"after: expected a whole number from 1 on, got {after!r}")
+        require_whole("after", after)
         self.after, self.monitor = after, monitor
         self.step: int | None = None
         self._in_a_row = 0  # steps until now

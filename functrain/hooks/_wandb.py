@@ -36,7 +36,9 @@ class WandB(Logger):
     """
 
     def __init__(self, *, steps: int = 100, **init: Any) -> None:
-        super().__init__(steps)
+        super().__init__(
+            steps, **{name: init[name] for name in ("project", "name") if name in init}
+        )
         self.init = init
         self._wandb = needed(
             "wandb", "Weights & Biases need their library: pip install 'functrain[wandb]'"
@@ -75,6 +77,3 @@ class WandB(Logger):
         if self.run is not None:
             self.run.finish()
         self.run = self._id = None
-
-    def _shown(self) -> dict[str, Any]:
-        return {name: self.init[name] for name in ("project", "name") if name in self.init}

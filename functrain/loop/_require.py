@@ -3,7 +3,6 @@
 from typing import Any
 
 from functrain.common import _repr
-from functrain.common._checks import is_whole
 from functrain.common._process import require_own_jax
 from functrain.common._types import PyTree
 from functrain.data._sources import Source
@@ -71,12 +70,6 @@ def require_own_data_wanted(step: Any, source: Source) -> None:
             "each member has its own. Make the step with functrain.population.step(step, "
             'data="own").'
         )
-
-
-def require_epochs(epochs: Any) -> None:
-    """Refuses what is no number of epochs."""
-    if not is_whole(epochs, 1):
-        raise ValueError(f"epochs: expected a whole number from 1 on, got {epochs!r}")
 
 
 def require_eval_step(step: Any) -> None:

@@ -12,16 +12,11 @@ from functrain.data._sources import Source, as_source
 from functrain.engine import _placement
 from functrain.engine._driver import Driver
 from functrain.engine._plan import FuseArg, Plan, nbytes
-from functrain.engine._position import Position, require_position
+from functrain.engine._position import Position, require_position, require_whole
 from functrain.engine._trigger import Trigger, longest_stretch
 from functrain.loop._events import Event, LogsReady
 from functrain.loop._loop import Loop
-from functrain.loop._require import (
-    require_epochs,
-    require_own_data_wanted,
-    require_state,
-    require_training_step,
-)
+from functrain.loop._require import require_own_data_wanted, require_state, require_training_step
 from functrain.loop._saving import Resumed, Saving
 from functrain.rewrites import Mode
 from functrain.step._metered import MeteredStep
@@ -108,7 +103,7 @@ def run(
     """
     require_state(state)
     require_training_step(step)
-    require_epochs(epochs)
+    require_whole("epochs", epochs)
     source = as_source(data)
     require_own_data_wanted(step, source)
     at = require_position(start)

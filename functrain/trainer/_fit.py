@@ -15,12 +15,12 @@ from functrain.data._repeated import Repeated
 from functrain.data._sources import Source
 from functrain.engine import _placement
 from functrain.engine._plan import FuseArg
-from functrain.engine._position import Position, require_position
+from functrain.engine._position import Position, require_position, require_whole
 from functrain.engine._signals import HeldSignals
 from functrain.hooks._evaluate import Evaluate
 from functrain.hooks._hook import HookLike, HookRunner, triggers
 from functrain.loop._events import LogsReady, RunEnd
-from functrain.loop._require import require_epochs, require_state, require_training_step
+from functrain.loop._require import require_state, require_training_step
 from functrain.loop._run import Run, run
 from functrain.loop._saving import Saving
 from functrain.rewrites import Mode
@@ -236,7 +236,7 @@ def _counted(
                 "epochs evaluates at the end of each; for other steps, functrain.hooks.Evaluate."
             )
         epochs = 1 if epochs is None else epochs
-        require_epochs(epochs)
+        require_whole("epochs", epochs)
         return Source(data), epochs, start
     if epochs is not None:
         raise ValueError(
