@@ -112,6 +112,9 @@ def _search(closed: Any, inputs: Sequence[Any], within: tuple[str, ...]) -> NotF
     def read(atom: Any) -> Any:
         return atom.val if isinstance(atom, core.Literal) else values[atom]
 
+    def of(atom: Any) -> str:
+        return _kind(read(atom))
+
     made = [var for eqn in jaxpr.eqns for var in eqn.outvars]
     values.update(zip(made, _evaluated(closed, made, inputs), strict=True))
 
@@ -124,9 +127,6 @@ def _search(closed: Any, inputs: Sequence[Any], within: tuple[str, ...]) -> NotF
                 suffer |= {a for a in before if isinstance(a, core.Var)}
                 found = found if before else eqn
         return found
-
-    def of(atom: Any) -> str:
-        return _kind(read(atom))
 
     def described(eqn: core.JaxprEqn, reaches: bool = True) -> NotFinite:
         own = [read(atom) for atom in eqn.invars]
@@ -150,8 +150,7 @@ def _search(closed: Any, inputs: Sequence[Any], within: tuple[str, ...]) -> NotF
             return described(eqn)
     if within:  # an infinity, or NaN, that came in
         return None
-    hidden = [var for var in made if _kind(values[var]) == "nan"]
-    eqn = first(hidden, ("nan",))
+    eqn = first(made, ("nan",))
     return None if eqn is None else described(eqn, reaches=False)
 
 

@@ -66,14 +66,15 @@ def summary(
     """
     if (step is None) != (batch is None):
         raise ValueError("step and batch: expected both or neither, for what a step costs.")
-    parts, whole = _parts(state, inputs)
+    parts = _parts(state, inputs)
+    kind = "state" if hasattr(state, "opt_state") else "model"
+    whole = parts if parts and kind == "model" else state
     placed = any(map(_spec, jax.tree.leaves(whole)))
     first, listed = next(iter(parts.items()), ("leaf", whole))
     leaves = [
         (path, *_kind(leaf), *[_spec(leaf)] * placed, *_sizes(leaf, placed))
         for path, leaf in _tree.leaves_with_path(listed)
     ]
-    kind = "state" if hasattr(state, "opt_state") else "model"
     trees = {f"all of {name}": tree for name, tree in parts.items()}
     trees[f"whole {kind}" if parts else "all"] = whole
     totals = [(name, *[""] * (2 + placed), *_sizes(tree, placed)) for name, tree in trees.items()]
@@ -90,7 +91,7 @@ def _kind(leaf: Any) -> tuple[str, str]:
 
 def _sizes(tree: PyTree, placed: bool) -> tuple[str, ...]:
     count = sum(math.prod(x.shape) for x in filter(_tree.is_array, jax.tree.leaves(tree)))
-    each = [_repr.size(bytes_on_each(tree))] * placed
+    each = [_repr.size(bytes_on_each(tree))] if placed else []
     return (f"{count:,}", _repr.size(nbytes(tree)), *each)
 
 
@@ -100,14 +101,13 @@ def _spec(leaf: Any) -> str:
     return str(where.spec) if isinstance(where, NamedSharding) and where.mesh.size > 1 else ""
 
 
-def _parts(state: Any, inputs: PyTree) -> tuple[Mapping[str, PyTree], PyTree]:
-    """Returns the parts of a state or a model by name, the trained one first, and the whole."""
+def _parts(state: Any, inputs: PyTree) -> Mapping[str, PyTree]:
+    """Returns the parts of a state or a model by name, the trained one first; else nothing."""
     if hasattr(state, "stateless_call"):
-        parts = _of_keras(state)
-        return parts, parts
+        return _of_keras(state)
     names = ("params", "model_state", "opt_state")
     if all(hasattr(state, name) for name in names):
-        return {name: getattr(state, name) for name in names}, state
+        return {name: getattr(state, name) for name in names}
     if (model := _model_of(state)) is not None:
         if inputs is None and not _is_nnx(state):
             raise ValueError(
@@ -115,14 +115,13 @@ def _parts(state: Any, inputs: PyTree) -> tuple[Mapping[str, PyTree], PyTree]:
                 "its own, got none. Pass inputs=x, or jax.ShapeDtypeStruct(shape, dtype)."
             )
         found = jax.eval_shape(model.init, jax.random.key(0), inputs)
-        parts = dict(zip(names, found, strict=False))
-        return parts, parts
+        return dict(zip(names, found, strict=False))
     if jax.tree_util.all_leaves([state]) and not _tree.is_array(state):
         raise TypeError(
             "state: expected a TrainState, another pytree of arrays or a model, got "
             f"{type(state).__name__}."
         )
-    return {}, state
+    return {}
 
 
 def _is_nnx(module: Any) -> bool:

@@ -86,7 +86,7 @@ def triggers(hooks: Iterable[Any]) -> list[Trigger]:
 
 
 class HookRunner:
-    """Calls hooks when they are due, in their order.
+    """Calls hooks when they are due, in their order, while `running`.
 
     Attributes:
       hooks: The hooks. Until the run begins, others may be put among them.
@@ -100,9 +100,6 @@ class HookRunner:
         self.hooks: list[Any] = list(hooks)
         for i, hook in enumerate(self.hooks):
             _require_hook(hook, f"hooks[{i}]")
-        self._called: list[Any] = []  # in this process
-        self._taking_logs: list[Callable[[LogsReady], None]] = []
-        self._fired: list[float] = []
 
     def __call__(self, event: Event) -> None:
         """Calls the hooks that are due."""
@@ -145,8 +142,8 @@ class HookRunner:
         is_first = jax.process_index() == 0
         called = [hook for hook in self.hooks if is_first or not getattr(hook, "only_first", False)]
         found = (getattr(hook, "logs", None) for hook in called)
-        self._called, self._taking_logs = called, [take for take in found if callable(take)]
-        self._fired = [time.perf_counter()] * len(called)
+        self._taking_logs = [take for take in found if callable(take)]
+        self._called, self._fired = called, [time.perf_counter()] * len(called)
         with contextlib.ExitStack() as closing:
             for hook in reversed(called):  # the stack closes the last one first
                 if (close := getattr(hook, "close", None)) is not None:

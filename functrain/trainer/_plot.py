@@ -72,7 +72,7 @@ def _curves(panel: Any, history: "History", name: str) -> None:
             ends = first + np.arange(1, len(values) + 1) * each
             _draw(panel, ends, values, color, label, ls=ls, marker=marker, ms=3.5, lw=1.5)
         if key in history.points:
-            line = {"ls": ":", "marker": marker, "ms": 2.5, "lw": 1}
+            line: dict[str, Any] = {"ls": ":", "marker": marker, "ms": 2.5, "lw": 1}
             _draw(panel, *history.points[key], color, f"{label}, within epochs", **line)
     panel.legend(fontsize=8)
 
