@@ -63,7 +63,11 @@ def chunked(
         alike = spec == plan.first
         if ragged == "error":
             if last:
-                raise ValueError(_SMALLER.format(where=where, step=at - 1))
+                raise ValueError(
+                    "data: expected only the last batch to be smaller, but batches follow the "
+                    f"smaller one at step {at - 1} of {where}. Each new size would compile a "
+                    "program: drop the remainder, or pad to one size."
+                )
             last = not alike
             if last and not batches.knows_sizes:
                 _require_smaller(plan.batch, batches.peek(), where, at)
@@ -88,10 +92,3 @@ def _require_smaller(first: PyTree, batch: PyTree, where: str, step: int) -> Non
 def _smaller(a: Any, b: Any) -> bool:
     same = a.shape[1:] == b.shape[1:] and a.dtype == b.dtype
     return bool(same and a.shape[:1] <= b.shape[:1])
-
-
-_SMALLER = (
-    "data: expected only the last batch to be smaller, but batches follow the smaller one at step "
-    "{step} of {where}. Each new size would compile a program: drop the remainder, or pad to one "
-    "size."
-)

@@ -68,7 +68,7 @@ class Loop:
             with contextlib.suppress(Exception):  # the error that came first is the one to see
                 self._go_on_from(self._open.state)
         found = self.driver.last_whole(self.position)
-        return None if found is None else (_bare(found[0]), found[1])
+        return found and (_bare(found[0]), found[1])
 
     def unread_logs(self) -> LogsReady | None:
         """Returns the logs of the last chunk, after an error, if their event has not come yet."""

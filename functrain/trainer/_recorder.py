@@ -114,7 +114,7 @@ class Recorder:
             if there := [(step, value) for step, value in pairs if step <= last]:
                 steps, values = zip(*there, strict=True)
                 points[name] = np.array(steps), _stacked(values)
-        names = list(dict.fromkeys(name for values in epochs for name in values))
+        names = dict.fromkeys(name for values in epochs for name in values)
         kept = None if last_step is None else max(0, last_step - self._first_step)
         nan = float("nan")
         return History(
