@@ -121,8 +121,7 @@ class Driver:
         if nbytes(self.carry) <= SPARE_BYTES:
             self.wait()  # the copy of what a failed program returned would be worth nothing
             self._spare = None  # the carry is whole: two copies at once would be one too many
-            self._spare = copied(self.carry), mark
-            self._spare_made = time.perf_counter()
+            self.adopt_spare(copied(self.carry), mark)
 
     def adopt_spare(self, carry: PyTree, mark: Any) -> None:
         """Takes another copy of the carry as the one to go back to, if it is small."""

@@ -102,14 +102,12 @@ def _chunked(sharding: NamedSharding) -> NamedSharding:
     return NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec))
 
 
-def _own_part(x: Any, where: NamedSharding) -> jax.Array:
+def _own_part(x: Any, where: NamedSharding) -> Any:
     """Takes this process's part of an array that every process has."""
     if _is_shared(x):
-        moved: jax.Array = jax.device_put(x, where)
-        return moved
+        return jax.device_put(x, where)
     whole = np.asarray(x)
-    part: jax.Array = jax.make_array_from_callback(whole.shape, where, lambda i: whole[i])
-    return part
+    return jax.make_array_from_callback(whole.shape, where, lambda i: whole[i])
 
 
 def _is_shared(x: Any) -> bool:

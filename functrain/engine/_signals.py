@@ -39,8 +39,7 @@ class HeldSignals:
         """Begins to hold them back."""
         if threading.current_thread() is not threading.main_thread():
             return self
-        interrupts = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-        if self._interrupt and interrupts:
+        if self._interrupt and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             self._handlers[signal.SIGINT] = signal.default_int_handler
         found = signal.getsignal(signal.SIGTERM)
         held = {"handled": callable(found), "any": callable(found) or found is signal.SIG_DFL}

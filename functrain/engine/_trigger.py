@@ -66,10 +66,8 @@ class Every(_Decorator):
 
     def due(self, step: int, epoch: int | None, seconds: float) -> bool:
         """Whether a multiple has been reached, or the time is up."""
-        if self.epochs is not None:
-            return epoch is not None and epoch % self.epochs == 0
         if epoch is not None:
-            return False
+            return self.epochs is not None and epoch % self.epochs == 0
         if self.steps is not None:
             return step % self.steps == 0
         return self.seconds is not None and seconds >= self.seconds

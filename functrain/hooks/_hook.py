@@ -157,9 +157,7 @@ class HookRunner:
 
     def _due(self, i: int, event: Event) -> bool:
         when: Trigger | None = getattr(self._called[i], "when", None)
-        if when is None:
-            return True
-        if not isinstance(event, ChunkEnd | EpochEnd):
-            return False
+        if when is None or not isinstance(event, ChunkEnd | EpochEnd):
+            return when is None
         epochs = event.epoch + 1 if isinstance(event, EpochEnd) else None
         return when.due(event.step, epochs, time.perf_counter() - self._fired[i])

@@ -72,9 +72,8 @@ class Logger(abc.ABC):
             if lines and lines[-1].step == line.step:
                 line = line._replace(values={**lines.pop().values, **line.values})
             lines.append(line)
-        self._waiting = []
-        if lines:
-            self.write(lines)
+        self._waiting = lines
+        self._write_waiting()
 
     def _write_waiting(self) -> None:
         lines, self._waiting = self._waiting, []

@@ -131,28 +131,23 @@ class Loop:
         require_batches(taken or self.position.batch, f" in epoch {self.position.epoch}")
         self._prepare_next_epoch()
         yield from self._due_logs()
-        stopped = False
-        if taken or self._owes_epoch_end:  # else the epoch was over where the run began
-            self._owes_epoch_end, self._epoch_over = False, True
-            end = EpochEnd(**self._moment())
-            yield from self._told(end)
-            stopped = end.stopped
-            if not stopped and self.position.epoch + 1 < self.epochs:
-                yield from self._saved(end)
-        return stopped
+        if not (taken or self._owes_epoch_end):  # the epoch was over where the run began
+            return False
+        self._owes_epoch_end, self._epoch_over = False, True
+        end = EpochEnd(**self._moment())
+        yield from self._told(end)
+        if not end.stopped and self.position.epoch + 1 < self.epochs:
+            yield from self._saved(end)
+        return end.stopped
 
     def _saved(self, event: Event) -> Iterator[LogsReady]:
         """Saves the run, if that is due or the process is to end."""
         saving = self.saving
-        if saving is None:
-            return
-        to_end = saving.is_asked_to_end()
-        if not (to_end or saving.is_due(event)):
-            return
-        yield from self._due_logs()
-        saving.save(event, self._trees(), epoch_over=self._epoch_over)
-        if to_end:
-            saving.act()
+        if saving and ((to_end := saving.is_asked_to_end()) or saving.is_due(event)):
+            yield from self._due_logs()
+            saving.save(event, self._trees(), epoch_over=self._epoch_over)
+            if to_end:
+                saving.act()
 
     def _trees(self) -> dict[str, PyTree]:
         """Returns what is to be saved: in mid-epoch the metrics, too."""
@@ -215,9 +210,7 @@ class Loop:
     def _logs(self, position: Position, chunk: Chunk, rows: PyTree) -> LogsReady:
         leaves, structure = jax.tree.flatten(rows)
         if structure not in self._names:  # once: paths are slow, and the same each time
-            paths = [path for path, _ in _tree.leaves_with_path(rows)]
-            found = enumerate(zip(paths, leaves, strict=True))
-            of = self._of_members
+            found, of = enumerate(_tree.leaves_with_path(rows)), self._of_members
             self._names[structure] = [(i, p) for i, (p, x) in found if _rows.is_number(x, of)]
         names = self._names[structure]
         values = _rows.on_host([leaves[i] for i, _ in names], chunk.steps)

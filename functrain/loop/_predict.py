@@ -1,6 +1,5 @@
 """A pass over data that collects a model's outputs."""
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,7 +14,7 @@ from functrain.engine._chunks import chunked
 from functrain.engine._driver import Driver
 from functrain.engine._guards import guarded
 from functrain.engine._plan import FuseArg, Plan, nbytes, stretch_of_prediction
-from functrain.engine._programs import Kind, Program, cached
+from functrain.engine._programs import Kind, cached
 from functrain.loop._require import require_batches, require_state
 from functrain.rewrites import Mode
 from functrain.step._eval import check_predict_step
@@ -91,13 +90,10 @@ def predict(
 
 
 def _row_bytes(step: Step[Any], state: PyTree, batch: PyTree) -> int:
-    outputs: Any = cached(step, "outputs", _outputs)  # traced once, not at every call
+    # Traced once, not at every call.
+    outputs: Any = cached(step, "outputs", lambda get: jax.jit(lambda s, x: get()(s, x)[1]))
     with guarded():
         return nbytes(outputs.eval_shape(state, batch))
-
-
-def _outputs(get: Callable[[], Step[Any]]) -> Program:
-    return jax.jit(lambda state, batch: get()(state, batch)[1])
 
 
 def _require_order(data: Any) -> None:

@@ -172,9 +172,8 @@ def fit(
     traces = jit and not _placement.is_explicit(_placement.batch_sharding(sharding))
     look_ahead(state, step, data, due.hooks, checkpointer, traces=traces)
     recorder = Recorder(begin.step, getattr(step, "is_population", False))
-    saving: Any = None
-    if checkpointer is not None:
-        saving = Saving(checkpointer, source, {"history": recorder, "hooks": due})
+    parts = {"history": recorder, "hooks": due}
+    saving: Any = checkpointer and Saving(checkpointer, source, parts)
     events = run(
         state,
         step,
@@ -189,19 +188,14 @@ def fit(
         **how,
     )
     first = events.position
+    own = verbose if jax.process_index() == 0 else 0
     try:
         with (
             contextlib.closing(events),
             # A run that saves itself holds back SIGTERM: it saves before that is acted on.
             HeldSignals(terminate="handled" if checkpointer is None else "none") as signals,
             due.running(),
-            ProgressReport(
-                epochs,
-                source.steps,
-                verbose if jax.process_index() == 0 else 0,
-                first,
-                resumed=events.resumed,
-            ) as progress,
+            ProgressReport(epochs, source.steps, own, first, resumed=events.resumed) as progress,
             _last_logs_taken(events, recorder, due),
         ):
             for event in events:

@@ -73,11 +73,10 @@ class ProgressReport:
 
     def __call__(self, event: Event, recorder: Recorder) -> None:
         """Shows where the run is."""
-        match event:
-            case ChunkEnd():
-                self._chunk(event, recorder)
-            case EpochEnd():
-                self._epoch(event, recorder)
+        if isinstance(event, ChunkEnd):
+            self._chunk(event, recorder)
+        elif isinstance(event, EpochEnd):
+            self._epoch(event, recorder)
 
     def _chunk(self, event: ChunkEnd, recorder: Recorder) -> None:
         self._say_how_long_compiling_took(recorder)
