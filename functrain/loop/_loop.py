@@ -83,11 +83,6 @@ class Loop:
         self._go_on_from(event.state)
         self.saving.save(event, self._trees(), epoch_over=self._epoch_over)
 
-    def close(self) -> None:
-        """Waits for what is being written, and lets others write."""
-        if self.saving is not None:
-            self.saving.close()
-
     def events(self) -> Generator[Any, None, None]:
         """Yields the events of the run, once."""
         with contextlib.nullcontext() if self.saving is None else self.saving:

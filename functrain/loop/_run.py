@@ -248,7 +248,8 @@ class Run(Iterator[Event]):
     def close(self) -> None:
         """Ends the run here; what is being written is waited for."""
         self._events.close()
-        self._loop.close()
+        if self._loop.saving is not None:  # which a run that never began has not closed
+            self._loop.saving.close()
 
     def __del__(self) -> None:
         if hasattr(self, "_events"):
