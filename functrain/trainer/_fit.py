@@ -172,7 +172,7 @@ def fit(
     traces = jit and not _placement.is_explicit(_placement.batch_sharding(sharding))
     look_ahead(state, step, data, due.hooks, checkpointer, traces=traces)
     recorder = Recorder(begin.step, getattr(step, "is_population", False))
-    parts = {"history": recorder, "hooks": due}
+    parts: dict[str, Any] = {"history": recorder, "hooks": due}
     saving: Any = checkpointer and Saving(checkpointer, source, parts)
     events = run(
         state,
