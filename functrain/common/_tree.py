@@ -128,10 +128,8 @@ def own(tree: PyTree) -> PyTree:
     shared = {path for _, path in aliases(tree)}
 
     def take(path: tuple[jax.tree_util.KeyEntry, ...], leaf: PyTree) -> jax.Array:
-        strong = isinstance(leaf, jax.Array) and not getattr(
-            leaf, "weak_type", False
-        )  # keys have none
-        as_it_is = strong and not is_deleted(leaf)
+        is_weak = getattr(leaf, "weak_type", False)  # keys have none
+        as_it_is = isinstance(leaf, jax.Array) and not is_weak and not is_deleted(leaf)
         return leaf if as_it_is and path_str(path) not in shared else _copy(path, leaf)
 
     return jax.tree_util.tree_map_with_path(take, tree)
@@ -164,9 +162,19 @@ def _copy(path: tuple[jax.tree_util.KeyEntry, ...], leaf: PyTree) -> jax.Array:
     return jnp.array(leaf, dtype=jax.dtypes.canonicalize_dtype(dtype))
 
 
+def is_concrete(x: PyTree) -> bool:
+    """Whether a leaf is a jax array with a value, which may be gone or elsewhere: no tracer."""
+    return isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
+
+
 def is_deleted(x: PyTree) -> bool:
     """Whether a leaf is an array whose buffer is gone."""
-    return isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.is_deleted()
+    return is_concrete(x) and x.is_deleted()
+
+
+def is_readable(x: PyTree) -> bool:
+    """Whether a leaf is an array whose value this process can read."""
+    return is_concrete(x) and not x.is_deleted() and x.is_fully_addressable
 
 
 def aliases(tree: PyTree) -> list[tuple[str, str]]:
@@ -174,17 +182,11 @@ def aliases(tree: PyTree) -> list[tuple[str, str]]:
     first: dict[object, str] = {}
     pairs = []
     for path, leaf in leaves_with_path(tree):
-        if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer):
+        if not is_concrete(leaf) or leaf.is_deleted():
             continue
-        if is_deleted(leaf):
-            continue
-        array = jax.random.key_data(leaf) if is_key(leaf) else leaf
-        shards = array.addressable_shards
-        key = (
-            (shards[0].device, shards[0].data.unsafe_buffer_pointer())
-            if shards and array.size and not is_key(leaf)
-            else id(leaf)
-        )
+        key: object = id(leaf)
+        if not is_key(leaf) and leaf.size and (shards := leaf.addressable_shards):
+            key = shards[0].device, shards[0].data.unsafe_buffer_pointer()
         if key in first:
             pairs.append((first[key], path))
         else:

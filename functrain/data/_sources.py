@@ -89,6 +89,8 @@ class Source:
     Attributes:
       data: The same; of `Local`, the part that this process has.
       local: Puts the parts of all processes together, where each has its own; else None.
+      can_seek: Whether any batch can be asked for at any time.
+      is_iterator: Whether it is gone after one pass.
 
     Raises:
       TypeError: `data` is neither.
@@ -98,26 +100,18 @@ class Source:
     def __init__(self, data: Any, name: str = "data") -> None:
         self.local = data if isinstance(data, Local) else None
         data = data.data if isinstance(data, Local) else data
-        if not isinstance(data, Seekable):
+        self.can_seek = isinstance(data, Seekable)
+        self.is_iterator = isinstance(data, Iterator)
+        if not self.can_seek:
             _require_iterable(data, name)
         self.data = data
         self.name = name
         self._place: Place | None = None
-        self._pass: Pass | None = None
+        self._pass: StreamPass | None = None
         self._last: Glimpse | None = None  # of the last batch, where any can be asked for
         self._begun: StreamPass | None = None
         self._first: Made | None = None  # of the run's batches, if it was fetched once more
         self._mark: Mark | None = None  # where the next pass begins
-
-    @property
-    def is_iterator(self) -> bool:
-        """Whether it is gone after one pass."""
-        return isinstance(self.data, Iterator)
-
-    @property
-    def can_seek(self) -> bool:
-        """Whether any batch can be asked for at any time."""
-        return isinstance(self.data, Seekable)
 
     @property
     def steps(self) -> int | None:
@@ -175,15 +169,13 @@ class Source:
 
     def begin(self, epoch: int, batch: int = 0) -> Pass:
         """Begins a pass, at the given batch of it; those before it are left out."""
-        own = self._begin(epoch, batch)
-        return own if self.local is None else LocalPass(own, self.local, self.name)
-
-    def _begin(self, epoch: int, batch: int) -> Pass:
+        own: Pass
         if self.can_seek:
-            return ArrayPass(self.data, epoch, batch)
-        begun, mark, self._begun, self._mark = self._begun, self._mark, None, None
-        self._pass = begun or self._stream(epoch, batch, mark)
-        return self._pass
+            own = ArrayPass(self.data, epoch, batch)
+        else:
+            begun, mark, self._begun, self._mark = self._begun, self._mark, None, None
+            own = self._pass = begun or self._stream(epoch, batch, mark)
+        return own if self.local is None else LocalPass(own, self.local, self.name)
 
     def passes(self, epoch: int, batch: int = 0) -> Iterator[Pass]:
         """Yields the passes that make up an epoch, from the given batch of it on: one."""
@@ -218,15 +210,13 @@ class Source:
         Args:
           over: Whether the pass is over.
         """
+        own = None
+        if self._pass is not None and self._place is not None:
+            mark = self._pass.mark(over)
+            own = {"mark": mark, "first": self._place.first, "last": self._last}
         if self.local is None:
-            return self._own_state(over)
-        return {"each": of_each_process([self._own_fingerprint(), self._own_state(over)])}
-
-    def _own_state(self, over: bool) -> dict[str, Any] | None:
-        if not isinstance(self._pass, StreamPass) or self._place is None:
-            return None
-        mark = self._pass.mark(over)
-        return {"mark": mark, "first": self._place.first, "last": self._last}
+            return own
+        return {"each": of_each_process([self._own_fingerprint(), own])}
 
     def restore(self, state: dict[str, Any] | None, epoch: int, batch: int) -> list[str]:
         """Has the next pass go on where `state` was returned.

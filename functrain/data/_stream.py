@@ -88,7 +88,7 @@ class StreamPass:
             return self._place.at_the_end()
         if self._waiting is None and self._failure is None:
             self._place.mark()
-        return self._place.marked()
+        return self._place.marked
 
     def _from(self, item: Item) -> Iterator[Item]:
         """Yields a batch and those after it that are of the same kind."""

@@ -57,17 +57,9 @@ def freeze(model: Model, *patterns: str) -> Model:
         frozen, trained = (_only(params, patterns, meant) for meant in (True, False))
         return trained, {"frozen": frozen, "model": own}
 
-    def apply(
-        params: PyTree,
-        model_state: PyTree,
-        inputs: PyTree,
-        /,
-        *,
-        rng: jax.Array | None = None,
-        training: bool = False,
-    ) -> ModelOutput:
+    def apply(params: PyTree, model_state: PyTree, inputs: PyTree, /, **how: Any) -> ModelOutput:
         frozen, own = _parts(model_state)
-        output = model.apply(_merged(params, frozen), own, inputs, rng=rng, training=training)
+        output = model.apply(_merged(params, frozen), own, inputs, **how)
         return output._replace(model_state={"frozen": frozen, "model": output.model_state})
 
     return Model(init, apply)

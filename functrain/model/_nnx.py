@@ -84,8 +84,7 @@ def from_nnx(module: "nnx.Module") -> Model:
         outputs = twin(inputs, **switches(twin, training))
         after = nnx.state(twin, nnx.Not(nnx.Param))
         if rng is not None:
-            given = _fill(rest_like, model_state, "model_state")
-            after = nnx.merge_state(after, nnx.filter_state(given, nnx.RngState))
+            after = nnx.merge_state(after, nnx.filter_state(rest, nnx.RngState))
         after = _only(model_state, nnx.to_pure_dict(after))
         return ModelOutput(outputs, after, ())
 
