@@ -1,6 +1,6 @@
 """Models of which a part is not trained."""
 
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, TypeVar
 
 import jax
 
@@ -90,22 +90,7 @@ def _parts(model_state: PyTree) -> tuple[PyTree, PyTree]:
     return model_state["frozen"], model_state["model"]
 
 
-class Whole(Protocol):
-    """What has `params` and `model_state`, such as a TrainState."""
-
-    @property
-    def params(self) -> PyTree:
-        """What is trained."""
-
-    @property
-    def model_state(self) -> PyTree:
-        """What is not."""
-
-    def replace(self, **parts: Any) -> Self:
-        """Returns it with other parts."""
-
-
-WholeT = TypeVar("WholeT", bound=Whole)
+WholeT = TypeVar("WholeT", bound=Any)  # has params, model_state and replace
 
 
 def unfreeze(state: WholeT) -> WholeT:
@@ -131,4 +116,5 @@ def unfreeze(state: WholeT) -> WholeT:
       [('a', 2.0), ('b', 0.0)]
     """
     frozen, own = _parts(state.model_state)
-    return state.replace(params=_merged(state.params, frozen), model_state=own)
+    whole: WholeT = state.replace(params=_merged(state.params, frozen), model_state=own)
+    return whole

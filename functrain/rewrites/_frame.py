@@ -97,7 +97,7 @@ def first_that_applies(
 
 def that_pay_in(jaxpr: Any, rewrites: Sequence[Rewrite]) -> list[Rewrite]:
     """Returns the rewrites without those for which the jaxpr has not what they want beside."""
-    found = {eqn.primitive for eqn, _ in equations(jaxpr)}
+    found = {eqn.primitive for eqn, *_ in equations(jaxpr)}
     return [rewrite for rewrite in rewrites if rewrite.beside in (None, *found)]
 
 
@@ -116,24 +116,18 @@ def place(eqn: core.JaxprEqn) -> str:
     return "  ".join(filter(None, [str(eqn.source_info.name_stack), line]))
 
 
-def equations(jaxpr: Any, times: int = 1) -> Iterator[tuple[core.JaxprEqn, int]]:
-    """Yields what the pass looks at, with how often a run evaluates it.
+def equations(jaxpr: Any, times: int = 1) -> Iterator[tuple[core.JaxprEqn, core.Jaxpr, int]]:
+    """Yields what the pass looks at, the jaxpr it stands in, and how often a run evaluates it.
 
     A loop counts as often as it is known to go round, and once where it is not; of a `cond` every
     branch counts.
     """
-    for eqn, _, often in located(jaxpr, times):
-        yield eqn, often
-
-
-def located(jaxpr: Any, times: int = 1) -> Iterator[tuple[core.JaxprEqn, core.Jaxpr, int]]:
-    """Yields the same with the jaxpr that each equation stands in."""
     for eqn in jaxpr.eqns:
         yield eqn, getattr(jaxpr, "jaxpr", jaxpr), times
         if is_entered(eqn):
             often = times * eqn.params["length"] if eqn.primitive is primitives.scan_p else times
             for inner in core.jaxprs_in_params(eqn.params):
-                yield from located(inner, often)
+                yield from equations(inner, often)
 
 
 @contextlib.contextmanager
