@@ -1,6 +1,6 @@
 """Pytrees: paths and specs for error messages, and copies that nothing else can see."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -92,6 +92,11 @@ def bullets(lines: list[str], most: int = 12) -> str:
     if len(lines) > most:
         shown.append(f"  ... and {len(lines) - most} more")
     return "\n".join(shown)
+
+
+def listed(tree: PyTree, which: Callable[[Any], Any] = lambda leaf: True) -> str:
+    """Formats the leaves of some kind as `bullets`, paths and specs; "" where there is none."""
+    return bullets([f"{path}: {spec(x)}" for path, x in leaves_with_path(tree) if which(x)])
 
 
 def is_key(x: PyTree) -> bool:
@@ -202,9 +207,8 @@ def to_values(values: PyTree) -> dict[str, Any]:
 
 def check_scalars(values: PyTree) -> None:
     """Refuses metrics whose values are no scalars."""
-    wrong = [f"{path}: {spec(x)}" for path, x in leaves_with_path(values) if jnp.shape(x)]
-    if wrong:
+    if wrong := listed(values, jnp.shape):
         raise TypeError(
             "metrics: expected a scalar, f32[], from each metric's compute, or a dict of them, got"
-            f"\n{bullets(wrong)}\nReduce it there, or return its elements under names of their own."
+            f"\n{wrong}\nReduce it there, or return its elements under names of their own."
         )

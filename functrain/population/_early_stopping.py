@@ -59,12 +59,10 @@ class EarlyStopping(_EarlyStopping):
 
     def begin(self) -> None:
         """Forgets what an earlier run came to, unless that has just been restored."""
-        if self._restored:
-            self._restored = False
-            return
-        self.best = self.best_step = np.zeros(0)
-        self._failures = np.zeros(0)
-        self._best_leaves = []
+        is_restored = self._restored
+        super().begin()
+        if not is_restored:
+            self.best = self.best_step = self._failures = np.zeros(0)
 
     def state(self) -> dict[str, Any]:
         """Returns what it has come to, to be saved; of the best states the leaves."""

@@ -138,14 +138,9 @@ def require_block(block: Any) -> None:
 
 
 def _require_own(batch: PyTree, members: int) -> None:
-    wrong = [
-        f"{path}: {_tree.spec(x)}"
-        for path, x in _tree.leaves_with_path(batch)
-        if not jnp.shape(x) or jnp.shape(x)[0] != members
-    ]
-    if wrong:
+    if wrong := _tree.listed(batch, lambda x: jnp.shape(x)[:1] != (members,)):
         raise ValueError(
             f"batch: expected a batch for each of the {members} members, leaves [{members}, B, "
-            f"...], got\n{_tree.bullets(wrong)}\nFor one batch that all of them see, "
+            f"...], got\n{wrong}\nFor one batch that all of them see, "
             "functrain.population.step(step, data='shared')."
         )

@@ -174,12 +174,8 @@ def _explanation(
             others += 1
             continue
         key = (eqn.primitive.name, types(eqn), rule, reason)
-        known = rows.get(key)
-        rows[key] = (
-            dataclasses.replace(known, count=known.count + 1)
-            if known
-            else Row(*key[:2], count=1, rule=rule, reason=reason, where=place(eqn))
-        )
+        known = rows.get(key) or Row(*key[:2], 0, rule, reason, place(eqn))
+        rows[key] = dataclasses.replace(known, count=known.count + 1)
     return Explanation(tuple(rows.values()), others, note)
 
 

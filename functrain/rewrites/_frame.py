@@ -1,6 +1,7 @@
 """What a rewrite is, and the pass that applies some of them to a jaxpr."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -180,15 +181,9 @@ class _Pass:
         self._rewrites = rewrites
         self._exact = exact
         # A jaxpr met twice is rewritten once, and stays one object: jax lowers it once, too.
-        # The old one is kept so that its id stays its own.
-        self._done: dict[int, tuple[Any, Any]] = {}
+        self.jaxpr = functools.cache(self._jaxpr)
         self._turned: dict[Any, core.JaxprEqn] = {}  # results -> the transposes they end in
         self._replacements: dict[Any, Callable[..., list[Any]]] = {}
-
-    def jaxpr(self, jaxpr: Any) -> Any:
-        if id(jaxpr) not in self._done:
-            self._done[id(jaxpr)] = jaxpr, self._jaxpr(jaxpr)
-        return self._done[id(jaxpr)][1]
 
     def _jaxpr(self, jaxpr: Any) -> Any:
         if not isinstance(jaxpr, core.Jaxpr):  # closed; since jax 0.12 the two are one class
@@ -212,19 +207,18 @@ class _Pass:
         if rewrite := first_that_applies(self._rewrites, eqn, jaxpr, self._exact):
             with _named(rewrite, eqn):
                 eqns, outs = self._replaced(rewrite, eqn)
-            env.update(zip(eqn.outvars, outs, strict=True))
             if eqns and eqns[-1].primitive is primitives.transpose_p:
                 self._turned[eqns[-1].outvars[0]] = eqns[-1]
-            return eqns
-        if is_widening(eqn) and (turn := self._turned.get(eqn.invars[0])):  # see _rounding
+        elif is_widening(eqn) and (turn := self._turned.get(eqn.invars[0])):  # see _rounding
             eqns, outs = inlined(_converted_first(turn, eqn), eqn, turn.invars)
-            env.update(zip(eqn.outvars, outs, strict=True))
-            return eqns
-        if not is_entered(eqn):
+        elif is_entered(eqn):
+            params = _inside(eqn, lambda: {k: self._param(v) for k, v in eqn.params.items()})
+            same = all(params[name] is value for name, value in eqn.params.items())
+            return [eqn if same else eqn.replace(params=params)]
+        else:
             return [eqn]
-        params = _inside(eqn, lambda: {k: self._param(v) for k, v in eqn.params.items()})
-        same = all(params[name] is value for name, value in eqn.params.items())
-        return [eqn if same else eqn.replace(params=params)]
+        env.update(zip(eqn.outvars, outs, strict=True))
+        return eqns
 
     def _replaced(self, rewrite: Rewrite, eqn: core.JaxprEqn) -> tuple[list[Any], list[Any]]:
         avals = tuple(var.aval for var in (*eqn.invars, *eqn.outvars))
@@ -258,8 +252,7 @@ def _inside(eqn: core.JaxprEqn, work: Callable[[], dict[str, Any]]) -> dict[str,
         result.update(work())
         return ()
 
-    known = ("mesh", "in_specs", "check_vma")
-    options = {name: eqn.params[name] for name in known}
+    options = {name: eqn.params[name] for name in ("mesh", "in_specs", "check_vma")}
     options["axis_names"] = eqn.params["newly_manual_axes"]
     with _context(eqn):
         jax.make_jaxpr(jax.shard_map(body, out_specs=(), **options))(*(v.aval for v in eqn.invars))

@@ -183,13 +183,12 @@ def _wide(x: jax.Array) -> jax.Array:
 
 def _examples(args: PyTree) -> int:
     """Returns how many examples all leaves have."""
-    found = {path: _tree.spec(x) for path, x in _tree.leaves_with_path(args)}
     sizes = {jnp.shape(x)[:1] for x in jax.tree.leaves(args)}
     if len(sizes) != 1 or () in sizes:
-        lines = _tree.bullets([f"{path}: {spec}" for path, spec in found.items()])
         raise ValueError(
             "micro_batches: expected arrays with a first axis in common, that of the examples, got"
-            f"\n{lines or '  no arrays'}\nWhat is not to be cut is closed over by the loss."
+            f"\n{_tree.listed(args) or '  no arrays'}\nWhat is not to be cut is closed over by the "
+            "loss."
         )
     ((count,),) = sizes
     return int(count)
@@ -206,13 +205,8 @@ def _check_mean(aux: Aux) -> None:
 
 
 def _check_outputs(outputs: PyTree, size: int) -> None:
-    lines = [
-        f"{path}: {_tree.spec(x)}"
-        for path, x in _tree.leaves_with_path(outputs)
-        if x.shape[:1] != (size,)
-    ]
-    if lines:
+    if wrong := _tree.listed(outputs, lambda x: x.shape[:1] != (size,)):
         raise ValueError(
             f"micro_batches: expected outputs with the first axis of a micro-batch, {size}, to be "
-            f"concatenated, got\n{_tree.bullets(lines)}\nScalars belong into Aux(logs=...)."
+            f"concatenated, got\n{wrong}\nScalars belong into Aux(logs=...)."
         )
