@@ -32,8 +32,7 @@ class Local:
                 f"jax.sharding.PartitionSpec('data')), got {sharding!r}"
             )
         self.data, self.sharding = data, sharding
-        devices: Any = sharding.device_set
-        self.processes = len({device.process_index for device in devices})
+        self.processes = len({device.process_index for device in sharding.device_set})
         parts, own = _parts(sharding)
         if own * self.processes != parts:
             raise ValueError(

@@ -7,7 +7,7 @@ Files:
   _launch: starts processes on this machine, and starts them again
 """
 
-from functrain.distributed._initialize import initialize
-from functrain.distributed._local import local
+from functrain.distributed._initialize import initialize as initialize
+from functrain.distributed._local import local as local
 
 __all__ = ["initialize", "local"]

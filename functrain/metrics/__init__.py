@@ -7,9 +7,14 @@ Files:
   _shapes: labels in the shape of the outputs
 """
 
-from functrain.metrics._classification import accuracy, binary_accuracy, top_k_accuracy
-from functrain.metrics._metric import collection, mean, mean_loss
-from functrain.metrics._regression import mean_absolute_error, mean_squared_error
+from functrain.metrics._classification import accuracy as accuracy
+from functrain.metrics._classification import binary_accuracy as binary_accuracy
+from functrain.metrics._classification import top_k_accuracy as top_k_accuracy
+from functrain.metrics._metric import collection as collection
+from functrain.metrics._metric import mean as mean
+from functrain.metrics._metric import mean_loss as mean_loss
+from functrain.metrics._regression import mean_absolute_error as mean_absolute_error
+from functrain.metrics._regression import mean_squared_error as mean_squared_error
 
 __all__ = [
     "accuracy",

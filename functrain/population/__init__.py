@@ -13,14 +13,19 @@ Files:
   _autotune: at once, one after another, or in blocks: measured
 """
 
-from functrain.population._autotune import BlockTuning, autotune
-from functrain.population._early_stopping import EarlyStopping
-from functrain.population._hyperparameters import hyperparameters, with_hyperparameters
-from functrain.population._loader import Loader
-from functrain.population._predict import predict_step
-from functrain.population._select import resample, select
-from functrain.population._state import PopulationState, create, stack
-from functrain.population._step import step
+from functrain.population._autotune import BlockTuning as BlockTuning
+from functrain.population._autotune import autotune as autotune
+from functrain.population._early_stopping import EarlyStopping as EarlyStopping
+from functrain.population._hyperparameters import hyperparameters as hyperparameters
+from functrain.population._hyperparameters import with_hyperparameters as with_hyperparameters
+from functrain.population._loader import Loader as Loader
+from functrain.population._predict import predict_step as predict_step
+from functrain.population._select import resample as resample
+from functrain.population._select import select as select
+from functrain.population._state import PopulationState as PopulationState
+from functrain.population._state import create as create
+from functrain.population._state import stack as stack
+from functrain.population._step import step as step
 
 __all__ = [
     "BlockTuning",

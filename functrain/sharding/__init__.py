@@ -8,11 +8,17 @@ Files:
   _state: the shardings of a whole state, from those of its params
 """
 
-from functrain.sharding._collectives import Moved, collectives
-from functrain.sharding._describe import describe
-from functrain.sharding._mesh import mesh
-from functrain.sharding._rules import Rule, fsdp, replicated, rules
-from functrain.sharding._state import create, put, shardings
+from functrain.sharding._collectives import Moved as Moved
+from functrain.sharding._collectives import collectives as collectives
+from functrain.sharding._describe import describe as describe
+from functrain.sharding._mesh import mesh as mesh
+from functrain.sharding._rules import Rule as Rule
+from functrain.sharding._rules import fsdp as fsdp
+from functrain.sharding._rules import replicated as replicated
+from functrain.sharding._rules import rules as rules
+from functrain.sharding._state import create as create
+from functrain.sharding._state import put as put
+from functrain.sharding._state import shardings as shardings
 
 __all__ = [
     "Moved",
