@@ -101,8 +101,7 @@ class LocalPass:
     @property
     def knows_sizes(self) -> bool:
         """Whether all batches are known to be alike, but for a smaller last one."""
-        known: bool = self._inner.knows_sizes
-        return known
+        return bool(self._inner.knows_sizes)
 
     def usual(self) -> tuple[Spec, PyTree] | None:
         """Returns what batches of full size are like, if that is known."""

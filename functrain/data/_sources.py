@@ -2,6 +2,7 @@
 
 import contextlib
 import inspect
+import itertools
 import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
@@ -17,7 +18,7 @@ from functrain.data._loader import Seekable
 from functrain.data._local import Local, LocalPass
 from functrain.data._resuming import Mark, Place
 from functrain.data._stacks import Spec, Stack, filled
-from functrain.data._stream import Made, StreamPass, stream
+from functrain.data._stream import Made, StreamPass, made_of
 
 
 class ArrayPass:
@@ -181,8 +182,31 @@ class Source:
         """Yields the passes that make up an epoch, from the given batch of it on: one."""
         yield self.begin(epoch, batch)
 
-    def _stream(self, epoch: int, batch: int, mark: Mark | None) -> StreamPass:
-        return stream(self.data, self.name, epoch, batch, self._place, mark, self._first)
+    def _stream(self, epoch: int, start: int, mark: Mark | None) -> StreamPass:
+        """Begins a pass over an iterable, at the given batch: those before it are left out.
+
+        Args:
+          epoch: Number of the epoch, for errors.
+          start: Number of the batch.
+          mark: Of a pass over the same data: what came before is not fetched then.
+
+        Raises:
+          ValueError: There are not so many batches.
+        """
+        place = self._place
+        iterator, first = (iter(self.data), 0) if place is None else place.begin(mark)
+        items, left_out = made_of(iterator, self.name, epoch, first, place), start - first
+        skipped = list(itertools.islice(items, min(left_out, 1)))
+        number = len(skipped) + sum(1 for _ in itertools.islice(items, max(0, left_out - 1)))
+        if number < left_out:
+            raise ValueError(
+                f"start: expected more than {start} batches in epoch {epoch} of {self.name}, got "
+                f"{first + number}. The data are not those of the first run."
+            )
+        if place is not None and left_out:
+            place.taken = start
+            place.mark()
+        return StreamPass(items, skipped[0] if skipped else self._first, place)
 
     def fingerprint(self) -> dict[str, Any]:
         """Returns what tells these data from others, as far as they say."""
@@ -192,8 +216,7 @@ class Source:
 
     def _own_fingerprint(self) -> dict[str, Any]:
         if self.can_seek:
-            found: dict[str, Any] = self.data.fingerprint()
-            return found
+            return dict(self.data.fingerprint())
         return {"data": type(self.data).__name__, "batches": self.steps}
 
     def watch(self) -> None:

@@ -125,8 +125,7 @@ def _part(leaf: Any, where: Any) -> str:
 
 def _bytes(leaf: Any, where: Any = None) -> int:
     shape = leaf.shape if where is None else where.shard_shape(leaf.shape)
-    count: int = math.prod(shape) * leaf.dtype.itemsize
-    return count
+    return int(math.prod(shape) * leaf.dtype.itemsize)
 
 
 def _meshes(leaves: list[Placed]) -> list[str]:
