@@ -78,12 +78,8 @@ def spec_differences(expected: dict[str, str], got: dict[str, str]) -> list[str]
     """As `differences`, of specs by path."""
     lines = [f"{p}: missing (expected {expected[p]})" for p in expected if p not in got]
     lines += [f"{p}: unexpected (got {got[p]})" for p in got if p not in expected]
-    lines += [
-        f"{p}: expected {expected[p]}, got {got[p]}"
-        for p in expected
-        if p in got and expected[p] != got[p]
-    ]
-    return lines
+    other = {p: x for p, x in got.items() if expected.get(p, x) != x}
+    return lines + [f"{p}: expected {expected[p]}, got {other[p]}" for p in expected if p in other]
 
 
 def bullets(lines: list[str], most: int = 12) -> str:

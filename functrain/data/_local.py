@@ -32,7 +32,8 @@ class Local:
                 f"jax.sharding.PartitionSpec('data')), got {sharding!r}"
             )
         self.data, self.sharding = data, sharding
-        self.processes = len({device.process_index for device in sharding.device_set})
+        devices: Any = sharding.device_set
+        self.processes = len({device.process_index for device in devices})
         parts, own = _parts(sharding)
         if own * self.processes != parts:
             raise ValueError(

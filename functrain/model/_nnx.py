@@ -72,11 +72,8 @@ def from_nnx(module: "nnx.Module") -> Model:
         training: bool = False,
     ) -> ModelOutput:
         rest = _fill(rest_like, model_state, "model_state")
-        twin = nnx.merge(
-            graphdef,
-            _fill(params_like, params, "params"),
-            rest if rng is None else _reseed(rest, rng),
-        )
+        trained = _fill(params_like, params, "params")
+        twin = nnx.merge(graphdef, trained, rest if rng is None else _reseed(rest, rng))
         if training:
             twin.train()
         else:

@@ -105,9 +105,8 @@ class EarlyStopping(_EarlyStopping):
 
     def _keep(self, states: Any, better: np.ndarray) -> None:
         leaves = jax.tree.leaves(states)
-        self._best_leaves = where_active(
-            jnp.asarray(better), leaves, self._placed(leaves) or leaves
-        )
+        before = self._placed(leaves) or leaves
+        self._best_leaves = where_active(jnp.asarray(better), leaves, before)
 
     def _placed(self, leaves: list[Any]) -> list[Any]:
         """Returns the leaves that are kept where those of a state are: a checkpoint's are not."""
