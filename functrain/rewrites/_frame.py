@@ -1,7 +1,6 @@
 """What a rewrite is, and the pass that applies some of them to a jaxpr."""
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -181,9 +180,15 @@ class _Pass:
         self._rewrites = rewrites
         self._exact = exact
         # A jaxpr met twice is rewritten once, and stays one object: jax lowers it once, too.
-        self.jaxpr = functools.cache(self._jaxpr)
+        # The old one is kept so that its id stays its own.
+        self._done: dict[int, tuple[Any, Any]] = {}
         self._turned: dict[Any, core.JaxprEqn] = {}  # results -> the transposes they end in
         self._replacements: dict[Any, Callable[..., list[Any]]] = {}
+
+    def jaxpr(self, jaxpr: Any) -> Any:
+        if id(jaxpr) not in self._done:
+            self._done[id(jaxpr)] = jaxpr, self._jaxpr(jaxpr)
+        return self._done[id(jaxpr)][1]
 
     def _jaxpr(self, jaxpr: Any) -> Any:
         if not isinstance(jaxpr, core.Jaxpr):  # closed; since jax 0.12 the two are one class
