@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 
 import functrain as ft
-from functrain.rewrites._frame import first_that_applies, is_entered, located
+from functrain.rewrites._frame import equations, first_that_applies, is_entered
 from functrain.rewrites._optimize import REWRITES
 
 # XLA fuses these into their neighbours, where they cost little or nothing by themselves.
@@ -60,7 +60,7 @@ def operations(step: ft.Step[Any], state: Any, batch: Any, rewrites: Any) -> lis
     rules = () if mode == "off" else REWRITES
     counts: collections.Counter[str] = collections.Counter()
     examples = {}
-    for eqn, jaxpr, times in located(jax.make_jaxpr(step)(state, batch)):
+    for eqn, jaxpr, times in equations(jax.make_jaxpr(step)(state, batch)):
         if not is_entered(eqn) and eqn.primitive.name not in FUSED:
             types = [str(var.aval) for var in (*eqn.invars, *eqn.outvars)]
             key = f"{eqn.primitive} {types} {sorted(eqn.params.items(), key=lambda i: i[0])}"

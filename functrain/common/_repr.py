@@ -43,10 +43,7 @@ def name(thing: Any) -> str:
 
 def number(x: Any) -> str:
     """Returns the value of a scalar, or what it is where the value cannot be read."""
-    there = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
-    if not there or x.shape or x.is_deleted() or not x.is_fully_addressable:
-        return brief(x)
-    return str(x)
+    return str(x) if _tree.is_readable(x) and not x.shape else brief(x)
 
 
 def size(count: float) -> str:

@@ -1,6 +1,6 @@
 """Pytrees: paths and specs for error messages, and copies that nothing else can see."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -78,12 +78,8 @@ def spec_differences(expected: dict[str, str], got: dict[str, str]) -> list[str]
     """As `differences`, of specs by path."""
     lines = [f"{p}: missing (expected {expected[p]})" for p in expected if p not in got]
     lines += [f"{p}: unexpected (got {got[p]})" for p in got if p not in expected]
-    lines += [
-        f"{p}: expected {expected[p]}, got {got[p]}"
-        for p in expected
-        if p in got and expected[p] != got[p]
-    ]
-    return lines
+    other = {p: x for p, x in got.items() if expected.get(p, x) != x}
+    return lines + [f"{p}: expected {expected[p]}, got {other[p]}" for p in expected if p in other]
 
 
 def bullets(lines: list[str], most: int = 12) -> str:
@@ -92,6 +88,11 @@ def bullets(lines: list[str], most: int = 12) -> str:
     if len(lines) > most:
         shown.append(f"  ... and {len(lines) - most} more")
     return "\n".join(shown)
+
+
+def listed(tree: PyTree, which: Callable[[Any], Any] = lambda leaf: True) -> str:
+    """Formats the leaves of some kind as `bullets`, paths and specs; "" where there is none."""
+    return bullets([f"{path}: {spec(x)}" for path, x in leaves_with_path(tree) if which(x)])
 
 
 def is_key(x: PyTree) -> bool:
@@ -128,10 +129,8 @@ def own(tree: PyTree) -> PyTree:
     shared = {path for _, path in aliases(tree)}
 
     def take(path: tuple[jax.tree_util.KeyEntry, ...], leaf: PyTree) -> jax.Array:
-        strong = isinstance(leaf, jax.Array) and not getattr(
-            leaf, "weak_type", False
-        )  # keys have none
-        as_it_is = strong and not is_deleted(leaf)
+        is_weak = getattr(leaf, "weak_type", False)  # keys have none
+        as_it_is = isinstance(leaf, jax.Array) and not is_weak and not is_deleted(leaf)
         return leaf if as_it_is and path_str(path) not in shared else _copy(path, leaf)
 
     return jax.tree_util.tree_map_with_path(take, tree)
@@ -164,9 +163,19 @@ def _copy(path: tuple[jax.tree_util.KeyEntry, ...], leaf: PyTree) -> jax.Array:
     return jnp.array(leaf, dtype=jax.dtypes.canonicalize_dtype(dtype))
 
 
+def is_concrete(x: PyTree) -> bool:
+    """Whether a leaf is a jax array with a value, which may be gone or elsewhere: no tracer."""
+    return isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
+
+
 def is_deleted(x: PyTree) -> bool:
     """Whether a leaf is an array whose buffer is gone."""
-    return isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.is_deleted()
+    return is_concrete(x) and x.is_deleted()
+
+
+def is_readable(x: PyTree) -> bool:
+    """Whether a leaf is an array whose value this process can read."""
+    return is_concrete(x) and not x.is_deleted() and x.is_fully_addressable
 
 
 def aliases(tree: PyTree) -> list[tuple[str, str]]:
@@ -174,17 +183,11 @@ def aliases(tree: PyTree) -> list[tuple[str, str]]:
     first: dict[object, str] = {}
     pairs = []
     for path, leaf in leaves_with_path(tree):
-        if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer):
+        if not is_concrete(leaf) or leaf.is_deleted():
             continue
-        if is_deleted(leaf):
-            continue
-        array = jax.random.key_data(leaf) if is_key(leaf) else leaf
-        shards = array.addressable_shards
-        key = (
-            (shards[0].device, shards[0].data.unsafe_buffer_pointer())
-            if shards and array.size and not is_key(leaf)
-            else id(leaf)
-        )
+        key: object = id(leaf)
+        if not is_key(leaf) and leaf.size and (shards := leaf.addressable_shards):
+            key = shards[0].device, shards[0].data.unsafe_buffer_pointer()
         if key in first:
             pairs.append((first[key], path))
         else:
@@ -200,9 +203,8 @@ def to_values(values: PyTree) -> dict[str, Any]:
 
 def check_scalars(values: PyTree) -> None:
     """Refuses metrics whose values are no scalars."""
-    wrong = [f"{path}: {spec(x)}" for path, x in leaves_with_path(values) if jnp.shape(x)]
-    if wrong:
+    if wrong := listed(values, jnp.shape):
         raise TypeError(
             "metrics: expected a scalar, f32[], from each metric's compute, or a dict of them, got"
-            f"\n{bullets(wrong)}\nReduce it there, or return its elements under names of their own."
+            f"\n{wrong}\nReduce it there, or return its elements under names of their own."
         )

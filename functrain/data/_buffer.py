@@ -34,12 +34,3 @@ def take(x: np.ndarray, rows: np.ndarray) -> np.ndarray:
     """Returns ``x[rows]`` in fresh, aligned memory; the rows must be valid."""
     out = empty((*rows.shape, *x.shape[1:]), x.dtype)
     return x.take(rows, axis=0, out=out, mode="clip")  # any other mode goes through a buffer
-
-
-def stack(xs: Sequence[np.ndarray], k: int) -> np.ndarray:
-    """Returns arrays stacked in fresh, aligned memory, filled up to K with zeros."""
-    out = empty((k, *xs[0].shape), xs[0].dtype)
-    for i, x in enumerate(xs):
-        out[i] = x
-    out[len(xs) :] = 0
-    return out

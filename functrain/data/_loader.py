@@ -144,15 +144,11 @@ class ArrayLoader(Seekable):
         self._drawn: tuple[int, np.ndarray] | None = None
 
     def __repr__(self) -> str:
-        return _repr.call(
-            self,
-            examples=self.examples,
-            batch_size=self.batch_size,
-            shuffle=self.shuffle,
-            seed=self.seed,
-            drop_remainder=self.drop_remainder,
-            placement=self.placement,
-        )
+        return _repr.call(self, **self._settings(), placement=self.placement)
+
+    def _settings(self) -> dict[str, Any]:
+        names = ("examples", "batch_size", "shuffle", "seed", "drop_remainder")
+        return {name: getattr(self, name) for name in names}
 
     def order(self, epoch: int) -> np.ndarray:
         """Returns the order of the examples in an epoch, `i64[N]`."""
@@ -189,10 +185,8 @@ class ArrayLoader(Seekable):
 
     def fingerprint(self) -> dict[str, Any]:
         """Returns what tells these batches from others, for a run that goes on with them."""
-        names = ("examples", "batch_size", "shuffle", "seed", "drop_remainder")
-        known = {name: getattr(self, name) for name in names}
         like = {path: _tree.strong_spec(x) for path, x in _tree.leaves_with_path(self.shapes(1))}
-        return {"data": "ArrayLoader", **known, "batch": like}
+        return {"data": "ArrayLoader", **self._settings(), "batch": like}
 
     def _take(self, epoch: int, start: int, stop: int) -> PyTree:
         """Copies the examples at some places of an epoch's order: `data` may change later."""

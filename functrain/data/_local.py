@@ -10,7 +10,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from functrain.common import _tree
 from functrain.common._types import PyTree
-from functrain.data import _stacks
 from functrain.data._stacks import Spec, Stack
 
 
@@ -103,8 +102,7 @@ class LocalPass:
     @property
     def knows_sizes(self) -> bool:
         """Whether all batches are known to be alike, but for a smaller last one."""
-        known: bool = self._inner.knows_sizes
-        return known
+        return bool(self._inner.knows_sizes)
 
     def usual(self) -> tuple[Spec, PyTree] | None:
         """Returns what batches of full size are like, if that is known."""
@@ -129,14 +127,11 @@ class LocalPass:
 
     def take(self, most: int, k: int) -> Stack:
         """Hands out the next batches, with room for k."""
-        stack = self._inner.take(most, k)
-        self._local.require_same(self._name, stack.steps, stack.batches)
-        return _stacks.Stack(
-            self._local.put(stack.batches),
-            stack.steps,
-            stack.examples * self._local.processes,
-            stack.marks,
-        )
+        local = self._local
+        stack: Stack = self._inner.take(most, k)
+        local.require_same(self._name, stack.steps, stack.batches)
+        examples = stack.examples * local.processes
+        return stack._replace(batches=local.put(stack.batches), examples=examples)
 
 
 def _parts(sharding: NamedSharding) -> tuple[int, int]:

@@ -79,7 +79,6 @@ class Repeated(Source):
 
     def state(self, over: bool) -> dict[str, Any] | None:
         """Returns where the data are; the end of a stretch is in the midst of a pass."""
-        del over
         inner = self._once.state(over=False)
         at = self._batch + (0 if self._part is None else self._part.taken)
         return inner and {"pass": self._number, "batch": at, "source": inner}

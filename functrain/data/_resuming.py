@@ -33,6 +33,7 @@ class Place:
     Attributes:
       taken: Batches of the pass that have been handed out.
       ended: Whether the pass has no more.
+      marked: The last mark.
       seen: A glimpse of the first batch that was fetched in the pass.
       first: How the run began: the `state` before its first batch, and a glimpse of that `batch`.
     """
@@ -41,7 +42,7 @@ class Place:
         self._data = data
         self._own = _methods(data)
         self._methods: _Methods | None = None
-        self._mark: Mark | None = None
+        self.marked: Mark | None = None
         self.taken = 0
         self.ended = False
         self.seen: Glimpse | None = None
@@ -63,19 +64,15 @@ class Place:
     def saw(self, batch: PyTree) -> None:
         """Notes the first batch that a pass has fetched."""
         self.seen = glimpse(batch)
-        if self.first is None and self._mark is not None:
-            self.first = {"state": self._mark["state"], "batch": self.seen}
+        if self.first is None and self.marked is not None:
+            self.first = {"state": self.marked["state"], "batch": self.seen}
 
     def mark(self) -> None:
         """Asks where it is: all batches fetched have been handed out."""
         state = None if self._methods is None else copy.deepcopy(self._methods.get())
         # What cannot be sought is counted from its beginning, unless there is nothing to seek.
         known = self.ended or self._methods is not None
-        self._mark = {"state": state, "batch": self.taken if known else 0, "ended": self.ended}
-
-    def marked(self) -> Mark | None:
-        """Returns the last mark."""
-        return self._mark
+        self.marked = {"state": state, "batch": self.taken if known else 0, "ended": self.ended}
 
     def at_the_end(self) -> Mark:
         """Returns the mark to begin the next pass with."""

@@ -2,6 +2,7 @@
 
 import contextlib
 import inspect
+import itertools
 import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
@@ -17,7 +18,7 @@ from functrain.data._loader import Seekable
 from functrain.data._local import Local, LocalPass
 from functrain.data._resuming import Mark, Place
 from functrain.data._stacks import Spec, Stack, filled
-from functrain.data._stream import Made, StreamPass, stream
+from functrain.data._stream import Made, StreamPass, made_of
 
 
 class ArrayPass:
@@ -89,6 +90,8 @@ class Source:
     Attributes:
       data: The same; of `Local`, the part that this process has.
       local: Puts the parts of all processes together, where each has its own; else None.
+      can_seek: Whether any batch can be asked for at any time.
+      is_iterator: Whether it is gone after one pass.
 
     Raises:
       TypeError: `data` is neither.
@@ -98,26 +101,18 @@ class Source:
     def __init__(self, data: Any, name: str = "data") -> None:
         self.local = data if isinstance(data, Local) else None
         data = data.data if isinstance(data, Local) else data
-        if not isinstance(data, Seekable):
+        self.can_seek = isinstance(data, Seekable)
+        self.is_iterator = isinstance(data, Iterator)
+        if not self.can_seek:
             _require_iterable(data, name)
         self.data = data
         self.name = name
         self._place: Place | None = None
-        self._pass: Pass | None = None
+        self._pass: StreamPass | None = None
         self._last: Glimpse | None = None  # of the last batch, where any can be asked for
         self._begun: StreamPass | None = None
         self._first: Made | None = None  # of the run's batches, if it was fetched once more
         self._mark: Mark | None = None  # where the next pass begins
-
-    @property
-    def is_iterator(self) -> bool:
-        """Whether it is gone after one pass."""
-        return isinstance(self.data, Iterator)
-
-    @property
-    def can_seek(self) -> bool:
-        """Whether any batch can be asked for at any time."""
-        return isinstance(self.data, Seekable)
 
     @property
     def steps(self) -> int | None:
@@ -175,22 +170,43 @@ class Source:
 
     def begin(self, epoch: int, batch: int = 0) -> Pass:
         """Begins a pass, at the given batch of it; those before it are left out."""
-        own = self._begin(epoch, batch)
-        return own if self.local is None else LocalPass(own, self.local, self.name)
-
-    def _begin(self, epoch: int, batch: int) -> Pass:
+        own: Pass
         if self.can_seek:
-            return ArrayPass(self.data, epoch, batch)
-        begun, mark, self._begun, self._mark = self._begun, self._mark, None, None
-        self._pass = begun or self._stream(epoch, batch, mark)
-        return self._pass
+            own = ArrayPass(self.data, epoch, batch)
+        else:
+            begun, mark, self._begun, self._mark = self._begun, self._mark, None, None
+            own = self._pass = begun or self._stream(epoch, batch, mark)
+        return own if self.local is None else LocalPass(own, self.local, self.name)
 
     def passes(self, epoch: int, batch: int = 0) -> Iterator[Pass]:
         """Yields the passes that make up an epoch, from the given batch of it on: one."""
         yield self.begin(epoch, batch)
 
-    def _stream(self, epoch: int, batch: int, mark: Mark | None) -> StreamPass:
-        return stream(self.data, self.name, epoch, batch, self._place, mark, self._first)
+    def _stream(self, epoch: int, start: int, mark: Mark | None) -> StreamPass:
+        """Begins a pass over an iterable, at the given batch: those before it are left out.
+
+        Args:
+          epoch: Number of the epoch, for errors.
+          start: Number of the batch.
+          mark: Of a pass over the same data: what came before is not fetched then.
+
+        Raises:
+          ValueError: There are not so many batches.
+        """
+        place = self._place
+        iterator, first = (iter(self.data), 0) if place is None else place.begin(mark)
+        items, left_out = made_of(iterator, self.name, epoch, first, place), start - first
+        skipped = list(itertools.islice(items, min(left_out, 1)))
+        number = len(skipped) + sum(1 for _ in itertools.islice(items, max(0, left_out - 1)))
+        if number < left_out:
+            raise ValueError(
+                f"start: expected more than {start} batches in epoch {epoch} of {self.name}, got "
+                f"{first + number}. The data are not those of the first run."
+            )
+        if place is not None and left_out:
+            place.taken = start
+            place.mark()
+        return StreamPass(items, skipped[0] if skipped else self._first, place)
 
     def fingerprint(self) -> dict[str, Any]:
         """Returns what tells these data from others, as far as they say."""
@@ -200,8 +216,7 @@ class Source:
 
     def _own_fingerprint(self) -> dict[str, Any]:
         if self.can_seek:
-            found: dict[str, Any] = self.data.fingerprint()
-            return found
+            return dict(self.data.fingerprint())
         return {"data": type(self.data).__name__, "batches": self.steps}
 
     def watch(self) -> None:
@@ -218,15 +233,13 @@ class Source:
         Args:
           over: Whether the pass is over.
         """
+        own = None
+        if self._pass is not None and self._place is not None:
+            mark = self._pass.mark(over)
+            own = {"mark": mark, "first": self._place.first, "last": self._last}
         if self.local is None:
-            return self._own_state(over)
-        return {"each": of_each_process([self._own_fingerprint(), self._own_state(over)])}
-
-    def _own_state(self, over: bool) -> dict[str, Any] | None:
-        if not isinstance(self._pass, StreamPass) or self._place is None:
-            return None
-        mark = self._pass.mark(over)
-        return {"mark": mark, "first": self._place.first, "last": self._last}
+            return own
+        return {"each": of_each_process([self._own_fingerprint(), own])}
 
     def restore(self, state: dict[str, Any] | None, epoch: int, batch: int) -> list[str]:
         """Has the next pass go on where `state` was returned.

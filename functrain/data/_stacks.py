@@ -32,13 +32,16 @@ def filled(batches: PyTree, k: int, steps: int) -> PyTree:
     """Fills stacked batches up to K with zeros, which no step will see."""
     if steps == k:
         return batches
-    return jax.tree.map(
-        lambda x: fill(x, k) if isinstance(x, jax.Array) else _buffer.stack(x, k), batches
-    )
+    return jax.tree.map(lambda x: fill(x, k), batches)
 
 
-def fill(x: jax.Array, k: int) -> jax.Array:
-    """Fills one array up to K with zeros."""
-    if len(x) == k:
+def fill(x: Any, k: int) -> Any:
+    """Fills one array up to K with zeros, on the host in fresh, aligned memory."""
+    n = len(x)
+    if n == k:
         return x
-    return jnp.concatenate([x, jnp.zeros((k - len(x), *x.shape[1:]), x.dtype)])
+    if isinstance(x, jax.Array):
+        return jnp.concatenate([x, jnp.zeros((k - n, *x.shape[1:]), x.dtype)])
+    out = _buffer.empty((k, *x.shape[1:]), x.dtype)
+    out[:n], out[n:] = x, 0
+    return out

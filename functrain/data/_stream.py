@@ -1,7 +1,7 @@
 """A pass over an iterator of batches."""
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -88,7 +88,7 @@ class StreamPass:
             return self._place.at_the_end()
         if self._waiting is None and self._failure is None:
             self._place.mark()
-        return self._place.marked()
+        return self._place.marked
 
     def _from(self, item: Item) -> Iterator[Item]:
         """Yields a batch and those after it that are of the same kind."""
@@ -103,48 +103,14 @@ class StreamPass:
             self._failure = error
 
 
-def stream(
-    data: Iterable[PyTree],
-    name: str,
-    epoch: int,
-    start: int,
-    place: Place | None = None,
-    mark: Mark | None = None,
-    usual: Item | None = None,
-) -> StreamPass:
-    """Begins a pass over an iterable, at the given batch: those before it are left out.
-
-    Args:
-      data: The iterable.
-      name: Of the argument, for errors.
-      epoch: Number of the epoch, for errors.
-      start: Number of the batch.
-      place: Told where the pass is.
-      mark: Its mark in a pass over the same data: what came before is not fetched then.
-      usual: A batch of full size, if one is known: the pass may begin with a smaller one.
-
-    Raises:
-      ValueError: There are not so many batches.
-      TypeError: (when met) a leaf is no array of numbers.
-    """
-    iterator, first = (iter(data), 0) if place is None else place.begin(mark)
-    items, left_out = _items(iterator, name, epoch, first, place), start - first
-    skipped = list(itertools.islice(items, min(left_out, 1)))
-    number = len(skipped) + sum(1 for _ in itertools.islice(items, max(0, left_out - 1)))
-    if number < left_out:
-        raise ValueError(
-            f"start: expected more than {start} batches in epoch {epoch} of {name}, got "
-            f"{first + number}. The data are not those of the first run."
-        )
-    if place is not None and left_out:
-        place.taken = start
-        place.mark()
-    return StreamPass(items, skipped[0] if skipped else usual, place)
-
-
-def _items(
+def made_of(
     batches: Iterator[PyTree], name: str, epoch: int, first: int, place: Place | None
 ) -> Iterator["Made"]:
+    """Yields the batches of an iterator, the first of which has a number, and tells the place.
+
+    Raises:
+      TypeError: (when met) a leaf is no array of numbers.
+    """
     for number, batch in enumerate(batches, first):
         if number == first:
             refuse_numbers(batch, f"{name}: batch {number}", (list,))  # a tuple may be of scalars

@@ -136,9 +136,7 @@ def _say_who_is_missing(who: str, seconds: float) -> None:
 
 
 def _whole(name: str) -> int | None:
-    text = os.environ.get(name)
-    if text is None or not text.strip():
-        return None
-    if not text.strip().isdecimal():
+    text = os.environ.get(name, "").strip()
+    if text and not text.isdecimal():
         raise ValueError(f"{name}: expected a whole number, got {text!r}")
-    return int(text)
+    return int(text) if text else None

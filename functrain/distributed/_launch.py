@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from typing import IO
 
 _LOOK = 0.05  # seconds between two looks at the processes
 _LAST_WORDS = 1.0  # seconds for the others to say what they know, when one has died
@@ -76,7 +77,7 @@ def _run(asked: argparse.Namespace, came: list[int]) -> int:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
     started = [_start(asked, address, i) for i in range(asked.processes)]
-    readers = [_mark(process, i) for i, process in enumerate(started) if process.stdout]
+    readers = [_mark(process.stdout, i) for i, process in enumerate(started) if process.stdout]
     told, first = None, 0  # when SIGTERM was passed on; the status of who failed first
     try:
         while any(process.poll() is None for process in started):
@@ -147,10 +148,8 @@ def _cores(number: int, processes: int) -> list[int]:
     return cores[slice(*ends)]
 
 
-def _mark(process: subprocess.Popen[str], number: int) -> threading.Thread:
+def _mark(lines: IO[str], number: int) -> threading.Thread:
     """Passes on what one of them prints, line by line, with its number."""
-    lines = process.stdout
-    assert lines is not None
 
     def pass_on() -> None:
         with lines:

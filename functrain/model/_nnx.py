@@ -72,11 +72,8 @@ def from_nnx(module: "nnx.Module") -> Model:
         training: bool = False,
     ) -> ModelOutput:
         rest = _fill(rest_like, model_state, "model_state")
-        twin = nnx.merge(
-            graphdef,
-            _fill(params_like, params, "params"),
-            rest if rng is None else _reseed(rest, rng),
-        )
+        trained = _fill(params_like, params, "params")
+        twin = nnx.merge(graphdef, trained, rest if rng is None else _reseed(rest, rng))
         if training:
             twin.train()
         else:
@@ -84,8 +81,7 @@ def from_nnx(module: "nnx.Module") -> Model:
         outputs = twin(inputs, **switches(twin, training))
         after = nnx.state(twin, nnx.Not(nnx.Param))
         if rng is not None:
-            given = _fill(rest_like, model_state, "model_state")
-            after = nnx.merge_state(after, nnx.filter_state(given, nnx.RngState))
+            after = nnx.merge_state(after, nnx.filter_state(rest, nnx.RngState))
         after = _only(model_state, nnx.to_pure_dict(after))
         return ModelOutput(outputs, after, ())
 

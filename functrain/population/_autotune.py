@@ -11,7 +11,7 @@ from functrain.common._types import PyTree, Step
 from functrain.engine._autotune import ROUNDS, Candidate
 from functrain.engine._fuse import fuse
 from functrain.engine._plan import auto_steps, nbytes
-from functrain.population._over_members import Data, require_block
+from functrain.population._over_members import Data
 from functrain.population._state import PopulationState, require_population
 from functrain.population._step import step as step_of_all
 from functrain.rewrites import Mode
@@ -92,19 +92,16 @@ def autotune(
       >>> over_all = ft.population.step(step, block=tuning.block)
     """
     require_population(population, "population")
-    ways = list(dict.fromkeys(blocks))
-    for block in ways:
-        require_block(block)
+    ways = {block: step_of_all(step, data=data, block=block) for block in blocks}
     if not ways:
         raise ValueError("blocks: expected at least one way, got none")
     k = min(MOST_STEPS, auto_steps(nbytes(batch), nbytes(population)))
     chunk = jax.tree.map(lambda x: jnp.stack([jnp.asarray(x)] * k), batch)
     began = time.perf_counter()
     candidates: dict[int | None, Candidate] = {}
-    for block in ways:
+    for block, over_all in ways.items():
         if candidates and time.perf_counter() - began > seconds:
             break
-        over_all = step_of_all(step, data=data, block=block)
         carry = over_all.start(population) if isinstance(over_all, MeteredStep) else population
         fused = fuse(over_all, k, rewrites=rewrites)
         candidates[block] = Candidate(k, fused, carry, chunk, nbytes(chunk))

@@ -59,12 +59,10 @@ class EarlyStopping(_EarlyStopping):
 
     def begin(self) -> None:
         """Forgets what an earlier run came to, unless that has just been restored."""
-        if self._restored:
-            self._restored = False
-            return
-        self.best = self.best_step = np.zeros(0)
-        self._failures = np.zeros(0)
-        self._best_leaves = []
+        is_restored = self._restored
+        super().begin()
+        if not is_restored:
+            self.best = self.best_step = self._failures = np.zeros(0)
 
     def state(self) -> dict[str, Any]:
         """Returns what it has come to, to be saved; of the best states the leaves."""
@@ -107,9 +105,8 @@ class EarlyStopping(_EarlyStopping):
 
     def _keep(self, states: Any, better: np.ndarray) -> None:
         leaves = jax.tree.leaves(states)
-        self._best_leaves = where_active(
-            jnp.asarray(better), leaves, self._placed(leaves) or leaves
-        )
+        before = self._placed(leaves) or leaves
+        self._best_leaves = where_active(jnp.asarray(better), leaves, before)
 
     def _placed(self, leaves: list[Any]) -> list[Any]:
         """Returns the leaves that are kept where those of a state are: a checkpoint's are not."""

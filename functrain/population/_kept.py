@@ -6,6 +6,7 @@ end, XLA keeps old and new moments side by side and copies them: 32 MNIST MLPs t
 long as one after another, and take 1.0 times so.
 """
 
+import dataclasses
 from collections import Counter
 from typing import Any
 
@@ -13,46 +14,33 @@ import jax
 from jax.extend import core
 
 from functrain.common._types import PyTree
-from functrain.population._over_members import (
-    Block,
-    Data,
-    Function,
-    over_members,
-    settled,
-    where_active,
-)
+from functrain.population._over_members import OverMembers, where_active
 from functrain.rewrites._frame import inlined, read
 
 
 def step_active(
-    function: Function,
-    stacked: Any,
-    batch: PyTree,
-    data: Data,
-    block: Block,
-    active: jax.Array,
+    over_members: OverMembers, stacked: Any, batch: PyTree, active: jax.Array
 ) -> tuple[Any, PyTree]:
-    """Calls ``function(member, batch) -> (member, logs)`` for all; the stopped stay as they are.
+    """Calls ``(member, batch) -> (member, logs)`` for all; the stopped stay as they are.
 
     Args:
-      function: Of one member.
+      over_members: The function.
       stacked: Leaves `[N, ...]`.
-      batch: One for all, or with ``"own"`` leaves `[N, ...]`.
-      data: Which of these.
-      block: How many at once; see `over_members`.
+      batch: As for the function.
       active: `bool[N]`.
 
     Returns:
       Both, stacked. What is logged of members that are stopped may be anything.
     """
-    size = settled(block, function, stacked, batch, data)
+    size = over_members.size(stacked, batch)
+    settled = dataclasses.replace(over_members, block=size)
     if size is not None:
-        new, logs = over_members(function, stacked, batch, data, size, active)
+        new, logs = settled(stacked, batch, active)
         return where_active(active, new, stacked), logs
 
     def staged(stacked: Any, active: jax.Array, batch: PyTree) -> Any:
         del active  # an input, to choose by
-        return over_members(function, stacked, batch, data, None)
+        return settled(stacked, batch)
 
     closed, shapes = jax.make_jaxpr(staged, return_shape=True)(stacked, active, batch)
     old = jax.tree.leaves(stacked)

@@ -87,6 +87,7 @@ def _stacked(parts: list[PyTree], axis: int) -> PyTree:
 def _require_alike(loaders: Sequence[Any]) -> None:
     if not loaders:
         raise ValueError("loaders: expected one for each member, got none")
+    first = loaders[0]
     for i, loader in enumerate(loaders):
         if not isinstance(loader, ArrayLoader):
             raise TypeError(
@@ -94,8 +95,6 @@ def _require_alike(loaders: Sequence[Any]) -> None:
                 f"{_tree.spec(loader)} for member {i}. Batches of anything else are put together "
                 "with numpy.stack, leaf by leaf, and passed as an iterable."
             )
-    first = loaders[0]
-    for i, loader in enumerate(loaders):
         asked, got = _counts(first), _counts(loader)
         lines = [
             f"{name}: {asked[name]} and {got[name]}" for name in asked if asked[name] != got[name]

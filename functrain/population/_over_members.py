@@ -6,6 +6,7 @@ them, where an index that it does not know keeps it from vectorizing: 4 MNIST co
 times as long as one after another in programs of their own, and take 0.98 times so.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -23,43 +24,69 @@ Block: TypeAlias = int | Literal["auto"] | None
 Function: TypeAlias = Callable[[Any, PyTree], Any]
 
 
-def over_members(
-    function: Function,
-    stacked: PyTree,
-    batch: PyTree,
-    data: Data,
-    block: Block,
-    active: jax.Array | None = None,
-) -> Any:
-    """Calls ``function(member, batch)`` for all members.
+@dataclasses.dataclass(frozen=True)
+class OverMembers:
+    """A function ``(member, batch)`` of one member as one of all of them.
 
-    Args:
+    Attributes:
       function: Of one member.
-      stacked: Leaves `[N, ...]`.
-      batch: One for all, or with ``"own"`` leaves `[N, ...]`.
-      data: Which of these.
-      block: How many at once; None for all of them.
-      active: `bool[N]`, whose results are wanted; of others there may be anything. None for all.
-
-    Returns:
-      What it returns, stacked.
+      data: Whether there is one batch for all, or with ``"own"`` leaves `[N, ...]`.
+      block: How many members at once; None for all of them.
     """
-    members = jax.tree.leaves(stacked)[0].shape[0]
-    own = data == "own"
-    size = settled(block, function, stacked, batch, data)
-    of_all = jax.vmap(function, in_axes=(0, 0 if own else None))
-    if size is None:
-        return of_all(stacked, batch)
-    # A number that the compiler does not know to be 0.
-    wanted = jnp.arange(members) >= 0 if active is None else active
-    xs = stacked, wanted, batch if own else None
-    whole = members - members % size
-    done = _in_blocks(function if size == 1 else of_all, xs, batch, size, whole)
-    if whole == members:
-        return done
-    rest, _, rest_batch = jax.tree.map(lambda x: x[whole:], xs)
-    last = of_all(rest, rest_batch if own else batch)
-    return jax.tree.map(lambda *parts: jnp.concatenate(parts), done, last)
+
+    function: Function
+    data: Data
+    block: Block
+
+    def __call__(self, stacked: PyTree, batch: PyTree, active: jax.Array | None = None) -> Any:
+        """Calls the function for all members.
+
+        Args:
+          stacked: Leaves `[N, ...]`.
+          batch: As `data` says.
+          active: `bool[N]`, whose results are wanted; of others there may be anything. None for
+            all.
+
+        Returns:
+          What it returns, stacked.
+        """
+        members = jax.tree.leaves(stacked)[0].shape[0]
+        own = self.data == "own"
+        size = self.size(stacked, batch)
+        of_all = jax.vmap(self.function, in_axes=(0, 0 if own else None))
+        if size is None:
+            return of_all(stacked, batch)
+        # A number that the compiler does not know to be 0.
+        wanted = jnp.arange(members) >= 0 if active is None else active
+        xs = stacked, wanted, batch if own else None
+        whole = members - members % size
+        done = _in_blocks(self.function if size == 1 else of_all, xs, batch, size, whole)
+        if whole == members:
+            return done
+        rest, _, rest_batch = jax.tree.map(lambda x: x[whole:], xs)
+        last = of_all(rest, rest_batch if own else batch)
+        return jax.tree.map(lambda *parts: jnp.concatenate(parts), done, last)
+
+    def size(self, stacked: PyTree, batch: PyTree) -> int | None:
+        """Returns how many members to compute at once, None for all; "auto" goes by what one does.
+
+        On CPU a convolution of a member fills the caches, as many at once do not: vmapped, 4 MNIST
+        convnets took 1.3 times as long as in a loop. Dense members are the faster for it.
+        """
+        members = jax.tree.leaves(stacked)[0].shape[0]
+        if self.data == "own":
+            _require_own(batch, members)
+        block = self._by_what_it_does(stacked, batch) if self.block == "auto" else self.block
+        return None if block is None or block >= members else block
+
+    def _by_what_it_does(self, stacked: PyTree, batch: PyTree) -> int | None:
+        if jax.default_backend() != "cpu":
+            return None
+        first = jax.tree.map(lambda x: x[0], stacked)
+        shown = jax.tree.map(lambda x: x[0], batch) if self.data == "own" else batch
+        found = equations(jax.make_jaxpr(self.function)(first, shown).jaxpr)
+        convolves = any(eqn.primitive is primitives.conv_general_dilated_p for eqn, *_ in found)
+        return 1 if convolves else None
 
 
 def _in_blocks(function: Function, xs: Any, batch: PyTree, size: int, whole: int) -> PyTree:
@@ -81,32 +108,6 @@ def _in_blocks(function: Function, xs: Any, batch: PyTree, size: int, whole: int
 
     found = jax.lax.map(of_block, blocks)
     return jax.tree.map(lambda x: x.reshape(whole, *x.shape[1 + len(inner) :]), found)
-
-
-def settled(
-    block: Block, function: Function, stacked: PyTree, batch: PyTree, data: Data
-) -> int | None:
-    """Returns how many members to compute at once, None for all; "auto" goes by what one does.
-
-    On CPU a convolution of a member fills the caches, as many at once do not: vmapped, 4 MNIST
-    convnets took 1.3 times as long as in a loop. Dense members are the faster for it.
-    """
-    members = jax.tree.leaves(stacked)[0].shape[0]
-    if data == "own":
-        _require_own(batch, members)
-    if block == "auto":
-        block = _by_what_it_does(function, stacked, batch, data)
-    return None if block is None or block >= members else block
-
-
-def _by_what_it_does(function: Function, stacked: PyTree, batch: PyTree, data: Data) -> int | None:
-    if jax.default_backend() != "cpu":
-        return None
-    first = jax.tree.map(lambda x: x[0], stacked)
-    shown = jax.tree.map(lambda x: x[0], batch) if data == "own" else batch
-    found = equations(jax.make_jaxpr(function)(first, shown).jaxpr)
-    convolves = any(eqn.primitive is primitives.conv_general_dilated_p for eqn, _ in found)
-    return 1 if convolves else None
 
 
 def where_active(active: jax.Array, new: PyTree, old: PyTree) -> PyTree:
@@ -137,14 +138,9 @@ def require_block(block: Any) -> None:
 
 
 def _require_own(batch: PyTree, members: int) -> None:
-    wrong = [
-        f"{path}: {_tree.spec(x)}"
-        for path, x in _tree.leaves_with_path(batch)
-        if not jnp.shape(x) or jnp.shape(x)[0] != members
-    ]
-    if wrong:
+    if wrong := _tree.listed(batch, lambda x: jnp.shape(x)[:1] != (members,)):
         raise ValueError(
             f"batch: expected a batch for each of the {members} members, leaves [{members}, B, "
-            f"...], got\n{_tree.bullets(wrong)}\nFor one batch that all of them see, "
+            f"...], got\n{wrong}\nFor one batch that all of them see, "
             "functrain.population.step(step, data='shared')."
         )

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from functrain.common._types import PyTree, Step
-from functrain.population._over_members import Block, over_members, require_block
+from functrain.population._over_members import Block, OverMembers, require_block
 from functrain.population._state import PopulationState, require_population
 from functrain.step._eval import check_predict_step
 
@@ -48,37 +48,31 @@ def predict_step(step: Step[Any], *, combine: Combine = "mean", block: Block = "
     """
     check_predict_step(step)
     require_block(block)
-    ways = {"mean": _mean, "vote": _vote, "each": _each}
-    together = combine if callable(combine) else ways.get(combine)
-    if together is None:
+    if not (callable(combine) or combine in _WAYS):
         raise ValueError(
             "combine: expected 'mean', 'vote', 'each', or a function of the outputs [N, B, ...], "
             f"got {combine!r}"
         )
+    outputs = OverMembers(lambda state, inputs: step(state, inputs)[1], "shared", block)
 
     def predict(population: PopulationState, inputs: PyTree, /) -> tuple[PopulationState, PyTree]:
         require_population(population)
-
-        def outputs(state: Any, inputs: PyTree) -> PyTree:
-            return step(state, inputs)[1]
-
-        found = over_members(outputs, population.states, inputs, "shared", block)
-        return population, together(found)
+        found = outputs(population.states, inputs)
+        if callable(combine):
+            return population, combine(found)
+        return population, jax.tree.map(_WAYS[combine], found)
 
     return predict
 
 
-def _mean(outputs: PyTree) -> PyTree:
-    return jax.tree.map(lambda x: jnp.mean(x, 0), outputs)
+def _vote(x: jax.Array) -> jax.Array:
+    votes = jax.nn.one_hot(jnp.argmax(x, -1), x.shape[-1]).sum(0)
+    return jnp.argmax(votes, -1)
 
 
-def _each(outputs: PyTree) -> PyTree:
-    return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), outputs)
-
-
-def _vote(outputs: PyTree) -> PyTree:
-    def count(x: jax.Array) -> jax.Array:
-        votes = jax.nn.one_hot(jnp.argmax(x, -1), x.shape[-1]).sum(0)
-        return jnp.argmax(votes, -1)
-
-    return jax.tree.map(count, outputs)
+# Of each leaf `[N, B, ...]` of the outputs.
+_WAYS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "mean": lambda x: jnp.mean(x, 0),
+    "vote": _vote,
+    "each": lambda x: jnp.moveaxis(x, 0, 1),
+}

@@ -11,8 +11,6 @@ from functrain.common import _tree
 from functrain.population._hyperparameters import places, with_hyperparameters
 from functrain.population._state import PopulationState, require_population
 
-FACTORS = (0.8, 1.25)
-
 
 def select(population: PopulationState, by: Any, *, mode: str) -> Any:
     """Returns the state of the best member, as it would be alone.
@@ -90,12 +88,12 @@ def resample(
     chosen = jax.random.choice(jax.random.fold_in(key, 0), order[:count], (count,))
     sources = np.arange(len(order))
     sources[order[-count:]] = np.asarray(chosen)
-    copied = jax.tree.map(lambda x: x if _tree.is_key(x) else _taken(x, sources), population)
+
+    def taken(x: jax.Array) -> jax.Array:
+        return x if _tree.is_key(x) else _tree.placed_like(x[sources], x)
+
+    copied = jax.tree.map(taken, population)
     return _perturbed(copied, sources != np.arange(len(order)), key, perturb or {})
-
-
-def _taken(x: jax.Array, sources: np.ndarray) -> jax.Array:
-    return _tree.placed_like(x[sources], x)
 
 
 def _perturbed(

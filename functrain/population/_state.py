@@ -70,9 +70,8 @@ class PopulationState(flax.struct.PyTreeNode, eq=False):
 
     def __repr__(self) -> str:
         count = getattr(self.active, "size", "?")
-        known = isinstance(self.active, jax.Array) and not isinstance(self.active, jax.core.Tracer)
-        there = known and not self.active.is_deleted() and self.active.is_fully_addressable
-        active = f"{int(self.active.sum())} active, " if there else ""
+        readable = _tree.is_readable(self.active)
+        active = f"{int(self.active.sum())} active, " if readable else ""
         return f"PopulationState({count} members, {active}states={_repr.brief(self.states)})"
 
 

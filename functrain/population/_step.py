@@ -13,7 +13,7 @@ from functrain.population._kept import step_active
 from functrain.population._over_members import (
     Block,
     Data,
-    over_members,
+    OverMembers,
     require_block,
     require_data,
     where_active,
@@ -78,74 +78,73 @@ def step(
     require_block(block)
     if getattr(step, "is_population", False):
         raise TypeError(f"step: expected that of one member, got {step!r}, which is of all")
-    how = _How(data, block, stop_non_finite)
+    over = OverMembers(step, data, block)
     if isinstance(step, MeteredStep):
         return MeteredPopulationStep(
-            base=step.base, metrics=step.metrics, trains=step.trains, member=step, how=how
+            step.base, step.metrics, step.trains, over=over, stop_non_finite=stop_non_finite
         )
-    return PopulationStep(step, how)
+    return PopulationStep(over=over, stop_non_finite=stop_non_finite)
 
 
-@dataclasses.dataclass(frozen=True)
-class _How:
-    data: Data
-    block: Block
+@dataclasses.dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class _OfAll:
+    """What the steps of a population have in common: the member's over all, and how they stop."""
+
+    over: OverMembers
     stop_non_finite: bool
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class PopulationStep:
-    """A step without metrics over a population; see `step`."""
-
-    member: Step[Any]
-    how: _How
     is_population = True
 
     @property
     def shares_batches(self) -> bool:
         """Whether all members see each batch."""
-        return self.how.data == "shared"
+        return self.over.data == "shared"
 
     def __repr__(self) -> str:
-        return _repr.call(self, member=self.member, data=self.how.data, block=self.how.block)
+        over = self.over
+        return _repr.call(self, member=over.function, data=over.data, block=over.block)
+
+    def _stepped(
+        self, population: PopulationState, stacked: PyTree, batch: PyTree
+    ) -> tuple[Any, jax.Array, PyTree]:
+        """Returns what is carried, stacked, which members go on, and what is reported of them."""
+        was_active = population.active
+        new, logs = step_active(self.over, stacked, batch, was_active)
+        active = was_active
+        if self.stop_non_finite:
+            states = new.state if isinstance(new, Metered) else new
+            active &= _stay_finite(population.states, states, logs)
+            new = where_active(active, new, stacked)
+
+        def hide(x: jax.Array) -> jax.Array:
+            if not jnp.issubdtype(x.dtype, jnp.inexact):
+                return x
+            # Of the step at which a member stops, the loss is reported as it was.
+            hidden: jax.Array = where_active(was_active, x, jnp.full_like(x, jnp.nan))
+            return hidden
+
+        return new, active, jax.tree.map(hide, logs)
+
+
+class PopulationStep(_OfAll):
+    """A step without metrics over a population; see `step`."""
 
     def __call__(self, state: PopulationState, batch: PyTree, /) -> tuple[PopulationState, PyTree]:
         """Takes one step with all members that are active."""
         require_population(state)
-        new, active, logs = _stepped(self.member, state, state.states, batch, self.how)
+        new, active, logs = self._stepped(state, state.states, batch)
         return PopulationState(new, active), logs
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class MeteredPopulationStep(MeteredStep):
+class MeteredPopulationStep(_OfAll, MeteredStep):
     """A step with metrics over a population, which are `[N]` each; see `step`."""
-
-    member: MeteredStep = None  # type: ignore[assignment]  # fields after those with defaults
-    how: _How = _How("shared", "auto", False)
-    is_population = True
-
-    @property
-    def shares_batches(self) -> bool:
-        """Whether all members see each batch."""
-        return self.how.data == "shared"
-
-    def __post_init__(self) -> None:
-        """Leaves the metrics as the member's step has made them."""
-
-    def __repr__(self) -> str:
-        return _repr.call(self, member=self.member, data=self.how.data, block=self.how.block)
 
     def start(self, state: PyTree) -> Metered:
         """Returns the population with metrics that have seen nothing, `[N, ...]` each."""
         require_population(state)
-        members = len(state)
-        return Metered(
-            state,
-            jax.tree.map(
-                lambda x: jnp.array(jnp.broadcast_to(x, (members, *jnp.shape(x)))),
-                _tree.copy(self.metrics.init()),
-            ),
-        )
+        one, members = _tree.copy(self.metrics.init()), len(state)
+        each = jax.tree.map(lambda x: jnp.array(jnp.broadcast_to(x, (members, *x.shape))), one)
+        return Metered(state, each)
 
     def values(self, metrics: PyTree) -> PyTree:
         """Returns what the metrics come to, `f32[N]` each."""
@@ -153,36 +152,14 @@ class MeteredPopulationStep(MeteredStep):
 
     def __call__(self, metered: Metered, batch: PyTree, /) -> tuple[Metered, PyTree]:
         """Takes one step with all members that are active; evaluates all of them."""
-        state, how = metered.state, self.how
+        state = metered.state
         require_population(state)
         stacked = Metered(state.states, metered.metrics)
         if not self.trains:
-            new, logs = over_members(self.member, stacked, batch, how.data, how.block)
+            new, logs = self.over(stacked, batch)
             return Metered(state, new.metrics), logs
-        new, active, logs = _stepped(self.member, state, stacked, batch, how)
+        new, active, logs = self._stepped(state, stacked, batch)
         return Metered(PopulationState(new.state, active), new.metrics), logs
-
-
-def _stepped(
-    member: Step[Any], population: PopulationState, stacked: PyTree, batch: PyTree, how: _How
-) -> tuple[Any, jax.Array, PyTree]:
-    """Returns what is carried, stacked, which members go on, and what is reported of them."""
-    was_active = population.active
-    new, logs = step_active(member, stacked, batch, how.data, how.block, was_active)
-    active = was_active
-    if how.stop_non_finite:
-        states = new.state if isinstance(new, Metered) else new
-        active &= _stay_finite(population.states, states, logs)
-        new = where_active(active, new, stacked)
-
-    def hide(x: jax.Array) -> jax.Array:
-        if not jnp.issubdtype(x.dtype, jnp.inexact):
-            return x
-        # Of the step at which a member stops, the loss is reported as it was.
-        hidden: jax.Array = where_active(was_active, x, jnp.full_like(x, jnp.nan))
-        return hidden
-
-    return new, active, jax.tree.map(hide, logs)
 
 
 def _stay_finite(old: PyTree, new: PyTree, logs: PyTree) -> jax.Array:

@@ -1,6 +1,7 @@
 """What the pass does to a function, for people."""
 
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,9 +15,9 @@ from rich.table import Table
 from functrain.common import _table
 from functrain.rewrites import _optimize
 from functrain.rewrites._frame import (
+    equations,
     first_that_applies,
     is_entered,
-    located,
     place,
     that_pay_in,
     types,
@@ -129,7 +130,7 @@ def explain(
     failed = [getattr(failure, "rewrite", None) for failure in failures]
     rules = [] if None in failed else [rule for rule in _optimize.REWRITES if rule not in failed]
     rules = that_pay_in(closed, rules)
-    unknown = _perhaps_unrounded(closed) if chosen == "exact" else set()
+    unknown = functools.cache(perhaps_unrounded)
 
     def verdict(eqn: core.JaxprEqn, jaxpr: core.Jaxpr) -> tuple[str, str]:
         """Returns the rule's name and reason, or why there is none."""
@@ -139,7 +140,7 @@ def explain(
         if chosen == "auto":
             return rule.name, rule.reason
         exact = first_that_applies(rules, eqn, jaxpr, exact=True)
-        if exact and not unknown.intersection(eqn.outvars):
+        if exact and not unknown(jaxpr).intersection(eqn.outvars):
             return exact.name, exact.reason
         return "", f'{rule.name} changes last bits; rewrites="auto" takes it'
 
@@ -173,12 +174,8 @@ def _explanation(
             others += 1
             continue
         key = (eqn.primitive.name, types(eqn), rule, reason)
-        known = rows.get(key)
-        rows[key] = (
-            dataclasses.replace(known, count=known.count + 1)
-            if known
-            else Row(*key[:2], count=1, rule=rule, reason=reason, where=place(eqn))
-        )
+        known = rows.get(key) or Row(*key[:2], 0, rule, reason, place(eqn))
+        rows[key] = dataclasses.replace(known, count=known.count + 1)
     return Explanation(tuple(rows.values()), others, note)
 
 
@@ -187,16 +184,9 @@ def _left(eqn: core.JaxprEqn, why: str) -> tuple[str, str]:
     return "", "" if eqn.primitive in _EVERYWHERE else why
 
 
-def _perhaps_unrounded(jaxpr: Any) -> set[Any]:
-    inner = [
-        each for eqn in jaxpr.eqns if is_entered(eqn) for each in core.jaxprs_in_params(eqn.params)
-    ]
-    return perhaps_unrounded(getattr(jaxpr, "jaxpr", jaxpr)).union(*map(_perhaps_unrounded, inner))
-
-
 def _all(jaxpr: Any) -> Iterator[tuple[core.JaxprEqn, core.Jaxpr, str]]:
     """Yields all equations, what they stand in, and why they are out of reach, if they are."""
-    for eqn, around, _ in located(jaxpr):
+    for eqn, around, _ in equations(jaxpr):
         yield eqn, around, ""
         if not is_entered(eqn):
             for inner in core.jaxprs_in_params(eqn.params):

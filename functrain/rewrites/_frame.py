@@ -97,7 +97,7 @@ def first_that_applies(
 
 def that_pay_in(jaxpr: Any, rewrites: Sequence[Rewrite]) -> list[Rewrite]:
     """Returns the rewrites without those for which the jaxpr has not what they want beside."""
-    found = {eqn.primitive for eqn, _ in equations(jaxpr)}
+    found = {eqn.primitive for eqn, *_ in equations(jaxpr)}
     return [rewrite for rewrite in rewrites if rewrite.beside in (None, *found)]
 
 
@@ -116,24 +116,18 @@ def place(eqn: core.JaxprEqn) -> str:
     return "  ".join(filter(None, [str(eqn.source_info.name_stack), line]))
 
 
-def equations(jaxpr: Any, times: int = 1) -> Iterator[tuple[core.JaxprEqn, int]]:
-    """Yields what the pass looks at, with how often a run evaluates it.
+def equations(jaxpr: Any, times: int = 1) -> Iterator[tuple[core.JaxprEqn, core.Jaxpr, int]]:
+    """Yields what the pass looks at, the jaxpr it stands in, and how often a run evaluates it.
 
     A loop counts as often as it is known to go round, and once where it is not; of a `cond` every
     branch counts.
     """
-    for eqn, _, often in located(jaxpr, times):
-        yield eqn, often
-
-
-def located(jaxpr: Any, times: int = 1) -> Iterator[tuple[core.JaxprEqn, core.Jaxpr, int]]:
-    """Yields the same with the jaxpr that each equation stands in."""
     for eqn in jaxpr.eqns:
         yield eqn, getattr(jaxpr, "jaxpr", jaxpr), times
         if is_entered(eqn):
             often = times * eqn.params["length"] if eqn.primitive is primitives.scan_p else times
             for inner in core.jaxprs_in_params(eqn.params):
-                yield from located(inner, often)
+                yield from equations(inner, often)
 
 
 @contextlib.contextmanager
@@ -218,19 +212,18 @@ class _Pass:
         if rewrite := first_that_applies(self._rewrites, eqn, jaxpr, self._exact):
             with _named(rewrite, eqn):
                 eqns, outs = self._replaced(rewrite, eqn)
-            env.update(zip(eqn.outvars, outs, strict=True))
             if eqns and eqns[-1].primitive is primitives.transpose_p:
                 self._turned[eqns[-1].outvars[0]] = eqns[-1]
-            return eqns
-        if is_widening(eqn) and (turn := self._turned.get(eqn.invars[0])):  # see _rounding
+        elif is_widening(eqn) and (turn := self._turned.get(eqn.invars[0])):  # see _rounding
             eqns, outs = inlined(_converted_first(turn, eqn), eqn, turn.invars)
-            env.update(zip(eqn.outvars, outs, strict=True))
-            return eqns
-        if not is_entered(eqn):
+        elif is_entered(eqn):
+            params = _inside(eqn, lambda: {k: self._param(v) for k, v in eqn.params.items()})
+            same = all(params[name] is value for name, value in eqn.params.items())
+            return [eqn if same else eqn.replace(params=params)]
+        else:
             return [eqn]
-        params = _inside(eqn, lambda: {k: self._param(v) for k, v in eqn.params.items()})
-        same = all(params[name] is value for name, value in eqn.params.items())
-        return [eqn if same else eqn.replace(params=params)]
+        env.update(zip(eqn.outvars, outs, strict=True))
+        return eqns
 
     def _replaced(self, rewrite: Rewrite, eqn: core.JaxprEqn) -> tuple[list[Any], list[Any]]:
         avals = tuple(var.aval for var in (*eqn.invars, *eqn.outvars))
@@ -264,8 +257,7 @@ def _inside(eqn: core.JaxprEqn, work: Callable[[], dict[str, Any]]) -> dict[str,
         result.update(work())
         return ()
 
-    known = ("mesh", "in_specs", "check_vma")
-    options = {name: eqn.params[name] for name in known}
+    options = {name: eqn.params[name] for name in ("mesh", "in_specs", "check_vma")}
     options["axis_names"] = eqn.params["newly_manual_axes"]
     with _context(eqn):
         jax.make_jaxpr(jax.shard_map(body, out_specs=(), **options))(*(v.aval for v in eqn.invars))

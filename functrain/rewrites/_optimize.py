@@ -173,13 +173,8 @@ def mode(rewrites: str = "auto") -> Mode:
       >>> mode("off")
       'off'
     """
-    chosen: Mode = _known("rewrites", rewrites)
-    if wins := os.environ.get("FUNCTRAIN_REWRITES"):
-        chosen = _known("FUNCTRAIN_REWRITES", wins)
-    return chosen if jax.default_backend() == "cpu" else "off"
-
-
-def _known(name: str, value: str) -> Mode:
-    if value in get_args(Mode):
-        return cast(Mode, value)
-    raise ValueError(f"{name}: expected 'auto', 'exact' or 'off', got {value!r}")
+    wins = os.environ.get("FUNCTRAIN_REWRITES") or rewrites
+    for name, value in (("rewrites", rewrites), ("FUNCTRAIN_REWRITES", wins)):
+        if value not in get_args(Mode):
+            raise ValueError(f"{name}: expected 'auto', 'exact' or 'off', got {value!r}")
+    return cast(Mode, wins) if jax.default_backend() == "cpu" else "off"

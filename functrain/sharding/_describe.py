@@ -51,17 +51,16 @@ def describe(state: PyTree, shardings: PyTree = None) -> str:
     leaves = list(_placed(state, shardings))
     kinds: dict[Any, list[str]] = {}
     for path, leaf, where in leaves:
-        kind = re.sub(r"\d+", "*", path), _short(leaf), _over(leaf, where), _part(leaf, where)
-        kinds.setdefault(kind, []).append(path)
+        has = _short(leaf), _over(leaf, where), _part(leaf, where), _bytes(leaf, where)
+        kinds.setdefault((re.sub(r"\d+", "*", path), *has), []).append(path)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("leaves", no_wrap=True)
     for name in ("array", "over", "part"):
         table.add_column(name, overflow="fold")
     table.add_column("bytes", justify="right", no_wrap=True)
-    sizes = {path: _bytes(leaf, where) for path, leaf, where in leaves}
-    for (_, spec, over, part), paths in kinds.items():
+    for (_, spec, over, part, size), paths in kinds.items():
         array = f"{len(paths)} {spec}" if len(paths) > 1 else spec
-        table.add_row(_broken(_common(paths)), array, over, part, _repr.size(sizes[paths[0]]))
+        table.add_row(_broken(_common(paths)), array, over, part, _repr.size(size))
     return "\n".join([*_meshes(leaves), _table.text(table, _COLUMNS), *_totals(leaves)])
 
 
@@ -126,8 +125,7 @@ def _part(leaf: Any, where: Any) -> str:
 
 def _bytes(leaf: Any, where: Any = None) -> int:
     shape = leaf.shape if where is None else where.shard_shape(leaf.shape)
-    count: int = math.prod(shape) * leaf.dtype.itemsize
-    return count
+    return int(math.prod(shape) * leaf.dtype.itemsize)
 
 
 def _meshes(leaves: list[Placed]) -> list[str]:
@@ -143,11 +141,9 @@ def _totals(leaves: list[Placed]) -> list[str]:
     for _, leaf, where in leaves:
         for device in _devices(leaf, where):
             held[device] += _bytes(leaf, where)
-    alike: dict[int, list[Any]] = {}
-    for device, size in held.items():
-        alike.setdefault(size, []).append(device)
     lines = []
-    for size, devices in sorted(alike.items(), reverse=True):
+    for size in sorted(set(held.values()), reverse=True):
+        devices = [device for device, own in held.items() if own == size]
         who = str(devices[0]) if len(devices) == 1 else f"each of {len(devices)} devices"
         lines.append(f"{who}: {_repr.size(size)} of {_repr.size(whole)}")
     return lines

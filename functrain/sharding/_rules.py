@@ -126,12 +126,13 @@ class _Rules:
     def require_use(self, paths: Collection[str]) -> None:
         """Refuses patterns that fit no leaf, or none that is left; `**` may find nothing left."""
         lines, left = [], set(paths)
-        for pattern in self._patterns:
+        for i, pattern in enumerate(self._patterns):
             fitting = {path for path in paths if matches(pattern, path)}
             if not fitting:
                 lines.append(f"{pattern}: perhaps {', '.join(nearest(pattern, paths))}")
             elif not fitting & left and pattern != "**":
-                others = [p for p in self._before(pattern) if any(matches(p, x) for x in fitting)]
+                before = list(self._patterns)[:i]
+                others = [p for p in before if any(matches(p, x) for x in fitting)]
                 lines.append(f"{pattern}: {', '.join(others)} came first, and fits all of its")
             left -= fitting
         if lines:
@@ -139,10 +140,6 @@ class _Rules:
                 f"rules: expected patterns that fit a leaf, each at least one of its own, got\n"
                 f"{bullets(lines)}\nThe first pattern that fits counts: put the narrower first."
             )
-
-    def _before(self, pattern: str) -> list[str]:
-        patterns = list(self._patterns)
-        return patterns[: patterns.index(pattern)]
 
 
 def require_divided(path: str, x: Any, found: PartitionSpec, mesh: Mesh | AbstractMesh) -> None:

@@ -55,9 +55,7 @@ def shardings(state: PyTree, mesh: Mesh | AbstractMesh, rule: Rule) -> PyTree:
         found = jax.tree.map(place, state, is_leaf=_is_state)
     else:
         found = _of_tree(state, ask)
-    require_use = getattr(rule, "require_use", None)
-    if require_use is not None:
-        require_use(asked)
+    getattr(rule, "require_use", lambda paths: None)(asked)
     return found
 
 
@@ -110,9 +108,7 @@ def _is_state(x: Any) -> bool:
 
 
 def _of_tree(tree: PyTree, ask: Callable[[str, Any], NamedSharding]) -> PyTree:
-    paths = [path for path, _ in _tree.leaves_with_path(tree)]
-    leaves, structure = jax.tree.flatten(tree)
-    return jax.tree.unflatten(structure, list(map(ask, paths, leaves)))
+    return jax.tree_util.tree_map_with_path(lambda path, x: ask(_tree.path_str(path), x), tree)
 
 
 def _of_state(
@@ -120,11 +116,8 @@ def _of_state(
 ) -> Any:
     everywhere = NamedSharding(mesh, PartitionSpec())
     params = _of_tree(state.params, ask)
-    shapes = [x.shape for x in jax.tree.leaves(state.params)]
-    known: dict[str, tuple[tuple[int, ...], NamedSharding]] = {
-        path: (shape, where)
-        for (path, where), shape in zip(_tree.leaves_with_path(params), shapes, strict=True)
-    }
+    wheres: dict[str, NamedSharding] = dict(_tree.leaves_with_path(params))
+    known = {path: (x.shape, wheres[path]) for path, x in _tree.leaves_with_path(state.params)}
 
     def follow(path: str, x: Any) -> NamedSharding:
         parts = path.split("/")

@@ -9,37 +9,25 @@ from functrain.model._model import Model
 
 def check_step(step: Any) -> None:
     """Refuses what is no function, and a loss where a step is wanted."""
-    if not callable(step) or isinstance(step, type):
-        raise TypeError(f"step: expected (state, batch) -> (state, logs), got {_tree.spec(step)}.")
+    expected = "step: expected (state, batch) -> (state, logs)"
+    _require_function(step, expected)
     if {"rng", "training"} <= {n for n, p in parameters(step).items() if p.default is p.empty}:
         raise TypeError(
-            f"step: expected (state, batch) -> (state, logs), got the loss {_repr.name(step)}. "
-            "Make a step of it: functrain.train_step(loss_fn, tx), functrain.eval_step(loss_fn)."
+            f"{expected}, got the loss {_repr.name(step)}. Make a step of it: "
+            "functrain.train_step(loss_fn, tx), functrain.eval_step(loss_fn)."
         )
-    if _takes_labels(step):
-        raise TypeError(
-            f"step: expected (state, batch) -> (state, logs), got {_repr.name(step)}, a loss of "
-            f"outputs and labels. {_OF_A_MODEL}"
-        )
+    _refuse_labels(step, expected)
 
 
 def check_loss(loss_fn: Any) -> None:
     """Refuses what is no loss of params: a model, a step, a loss of outputs and labels."""
     expected = "loss_fn: expected (params, model_state, batch, *, rng, training) -> (loss, Aux)"
-    if isinstance(loss_fn, Model) or hasattr(loss_fn, "stateless_call"):
-        model = "model" if isinstance(loss_fn, Model) else "bridge.from_keras(model)"
-        raise TypeError(
-            f"{expected}, got a model. Make one with functrain.supervised({model}, loss)."
-        )
-    if not callable(loss_fn) or isinstance(loss_fn, type):
-        raise TypeError(f"{expected}, got {_tree.spec(loss_fn)}.")
+    refuse_model(loss_fn, expected, "supervised({}, loss)")
+    _require_function(loss_fn, expected)
     taken = parameters(loss_fn)
     if not taken or any(p.kind is p.VAR_KEYWORD for p in taken.values()):
         return
-    if _takes_labels(loss_fn):
-        raise TypeError(
-            f"{expected}, got {_repr.name(loss_fn)}, a loss of outputs and labels. {_OF_A_MODEL}"
-        )
+    _refuse_labels(loss_fn, expected)
     if missing := [name for name in ("rng", "training") if name not in taken]:
         raise TypeError(
             f"{expected}, got {_repr.name(loss_fn)}({', '.join(taken)}) without "
@@ -48,12 +36,23 @@ def check_loss(loss_fn: Any) -> None:
         )
 
 
-_OF_A_MODEL = (
-    "Make a loss of it first, functrain.supervised(model, loss), and of that a step, "
-    "functrain.train_step(loss_fn, tx)."
-)
+def refuse_model(x: Any, expected: str, make: str) -> None:
+    """Refuses a model, functrain's or Keras's, and says how to make of it what is expected."""
+    if isinstance(x, Model) or hasattr(x, "stateless_call"):
+        model = "model" if isinstance(x, Model) else "bridge.from_keras(model)"
+        raise TypeError(f"{expected}, got a model. Make one with functrain.{make.format(model)}.")
 
 
-def _takes_labels(function: Any) -> bool:
-    """Whether a function is a loss as those of optax or Keras, told by what it calls labels."""
-    return any(name in ("labels", "targets", "y_true") for name in list(parameters(function))[:2])
+def _require_function(x: Any, expected: str) -> None:
+    if not callable(x) or isinstance(x, type):
+        raise TypeError(f"{expected}, got {_tree.spec(x)}.")
+
+
+def _refuse_labels(function: Any, expected: str) -> None:
+    """Refuses a loss as those of optax or Keras, told by what it calls labels."""
+    if {"labels", "targets", "y_true"}.intersection(list(parameters(function))[:2]):
+        raise TypeError(
+            f"{expected}, got {_repr.name(function)}, a loss of outputs and labels. Make a loss "
+            "of it first, functrain.supervised(model, loss), and of that a step, "
+            "functrain.train_step(loss_fn, tx)."
+        )

@@ -10,7 +10,7 @@ from functrain.common import _repr
 from functrain.common._types import PyTree, Step
 from functrain.metrics._metric import Metric, collection, mean_loss
 from functrain.model._model import Model
-from functrain.step._check import check_loss, check_step
+from functrain.step._check import check_loss, check_step, refuse_model
 from functrain.step._loss import Aux, LossFn
 from functrain.step._metered import MeteredStep, check_names
 from functrain.step._state import TrainState, check_rng
@@ -146,15 +146,11 @@ def predict_step(model: Model) -> Step[TrainState]:
 
 def check_predict_step(step: Any) -> None:
     """Refuses what is no function of a state and inputs: models, and steps that measure."""
-    if isinstance(step, Model) or hasattr(step, "stateless_call"):
-        model = "model" if isinstance(step, Model) else "bridge.from_keras(model)"
-        raise TypeError(
-            "step: expected (state, inputs) -> (state, outputs), got a model. Make one with "
-            f"functrain.predict_step({model})."
-        )
+    expected = "step: expected (state, inputs) -> (state, outputs)"
+    refuse_model(step, expected, "predict_step({})")
     check_step(step)
     if isinstance(step, MeteredStep):
         raise TypeError(
-            "step: expected (state, inputs) -> (state, outputs), got a step that carries metrics. "
-            "Make one with functrain.predict_step(model)."
+            f"{expected}, got a step that carries metrics. Make one with "
+            "functrain.predict_step(model)."
         )

@@ -1,6 +1,7 @@
 """The rate at which a step trained, for the logs."""
 
 import itertools
+from collections import Counter
 
 import jax
 import jax.numpy as jnp
@@ -18,14 +19,9 @@ def applied_rate(
     if schedule is not None:
         return {"learning_rate": jnp.asarray(schedule(_count(old)), jnp.float32)}
     # inject_hyperparams writes down, with an update, the values it was made with.
-    injected: dict[str, list[jax.Array]] = {}
-    for path, rate in _named("learning_rate", new.opt_state):
-        injected.setdefault(_name(path), []).append(rate)
-    return {
-        name: jnp.asarray(rates[0], jnp.float32)
-        for name, rates in injected.items()
-        if len(rates) == 1
-    }
+    rates = [(_name(path), x) for path, x in _named("learning_rate", new.opt_state)]
+    times = Counter(name for name, _ in rates)
+    return {name: jnp.asarray(x, jnp.float32) for name, x in rates if times[name] == 1}
 
 
 def _name(path: list[str]) -> str:

@@ -1,7 +1,7 @@
 """Large batches in little memory: cut up, and their gradients added."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +14,7 @@ from functrain.step._check import check_loss
 from functrain.step._loss import Aux, LossFn
 from functrain.step._update import value_of
 
-# (model_state, number of the micro-batch, its arguments) -> (loss, aux, gradients or ())
-Measure: TypeAlias = Callable[[PyTree, Any, PyTree], tuple[jax.Array, Aux, PyTree]]
+Value: TypeAlias = tuple[jax.Array, Aux]  # what a loss returns
 
 
 def micro_batches(loss_fn: LossFn, size: int) -> LossFn:
@@ -67,52 +66,28 @@ def micro_batches(loss_fn: LossFn, size: int) -> LossFn:
         *args: PyTree,
         rng: jax.Array | None,
         training: bool,
-    ) -> tuple[jax.Array, Aux]:
-        if _examples(args) <= size:
+    ) -> Value:
+        def value(params: PyTree, model_state: PyTree, rng: Any, args: PyTree) -> Value:
             return value_of(loss_fn, params, model_state, *args, rng=rng, training=training)
 
-        def value(
-            params: PyTree, model_state: PyTree, rng: jax.Array | None, i: Any, args: PyTree
-        ) -> tuple[jax.Array, Aux]:
-            key = None if rng is None else jax.random.fold_in(rng, i)
-            return value_of(loss_fn, params, model_state, *args, rng=key, training=training)
-
-        return _with_gradient(value, size)(params, model_state, rng, args)
+        at_once = _examples(args) <= size
+        return (value if at_once else _with_gradient(value, size))(params, model_state, rng, args)
 
     return whole
 
 
-def _with_gradient(
-    value: Callable[..., tuple[jax.Array, Aux]], size: int
-) -> Callable[..., tuple[jax.Array, Aux]]:
+def _with_gradient(value: Callable[..., Value], size: int) -> Callable[..., Value]:
     """Returns ``(params, model_state, rng, args) -> (loss, Aux)``, whose gradient comes with it."""
 
     @jax.custom_vjp
-    def whole(
-        params: PyTree, model_state: PyTree, rng: jax.Array | None, args: PyTree
-    ) -> tuple[jax.Array, Aux]:
-        def measure(*at: Any) -> tuple[jax.Array, Aux, PyTree]:
-            return *value(params, at[0], rng, *at[1:]), ()
+    def whole(*primals: PyTree) -> Value:
+        return _total(lambda *of: (value(*of), ()), size, *primals)[0]
 
-        loss, aux, _ = _total(measure, size, model_state, args)
-        return loss, aux
-
-    def forward(*primals: PyTree) -> tuple[tuple[jax.Array, Aux], PyTree]:
+    def forward(*primals: PyTree) -> tuple[Value, PyTree]:
         if any(x.perturbed for x in jax.tree.leaves(primals[1:], is_leaf=_is_primal)):
             raise TypeError(_PARAMS_ONLY.format("model_state, the batch or rng"))
-        params, model_state, rng, args = jax.tree.map(
-            lambda x: x.value, primals, is_leaf=_is_primal
-        )
-
-        def measure(*at: Any) -> tuple[jax.Array, Aux, PyTree]:
-            def of(params: PyTree) -> tuple[jax.Array, Aux]:
-                return value(params, at[0], rng, *at[1:])
-
-            (loss, aux), grads = jax.value_and_grad(of, has_aux=True)(params)
-            return loss, aux, grads
-
-        loss, aux, grads = _total(measure, size, model_state, args)
-        return (loss, aux), grads
+        primals = jax.tree.map(lambda x: x.value, primals, is_leaf=_is_primal)
+        return _total(jax.value_and_grad(value, has_aux=True), size, *primals)
 
     def backward(grads: PyTree, cotangents: tuple[Any, Any]) -> tuple[PyTree, None, None, None]:
         of_loss, of_aux = cotangents
@@ -145,32 +120,31 @@ def _uncut(x: jax.Array) -> jax.Array:
     return x.swapaxes(0, 1).reshape(x.shape[0] * x.shape[1], *x.shape[2:])
 
 
-class _Sums(NamedTuple):
-    """What is added up: of each micro-batch its weight, and what it says times its weight."""
-
-    weight: jax.Array
-    loss: jax.Array
-    logs: PyTree
-    grads: PyTree
-
-
 def _total(
-    measure: Measure, size: int, model_state: PyTree, args: PyTree
-) -> tuple[jax.Array, Aux, PyTree]:
-    """Runs the micro-batches one after the other; returns the loss, the Aux and the gradients."""
+    of: Callable[..., Any], size: int, params: PyTree, model_state: PyTree, rng: Any, args: PyTree
+) -> tuple[Value, PyTree]:
+    """Runs the micro-batches one after the other; returns the loss, the Aux and the gradients.
+
+    Of each they are ``of(params, model_state, rng, args) -> ((loss, Aux), gradients or ())``.
+    """
+
+    def measure(model_state: PyTree, i: Any, args: PyTree) -> Any:
+        key = None if rng is None else jax.random.fold_in(rng, i)
+        return of(params, model_state, key, args)
+
     count = _examples(args)
     full = count // size
     whole = args if count == full * size else jax.tree.map(lambda x: x[: full * size], args)
     stacked = jax.tree.map(lambda x: _cut(x, full), whole)
 
-    def step(carry: tuple[PyTree, _Sums], at: tuple[Any, PyTree]) -> Any:
+    def step(carry: tuple[PyTree, PyTree], at: tuple[Any, PyTree]) -> Any:
         model_state, sums = carry
-        loss, aux, grads = measure(model_state, *at)
+        (loss, aux), grads = measure(model_state, *at)
         terms = _weighted(loss, aux, grads, count=_examples(at[1]))
         return (aux.model_state, jax.tree.map(jnp.add, sums, terms)), aux.outputs
 
     first = jax.tree.map(lambda x: x[0], stacked)
-    loss, aux, grads = jax.eval_shape(measure, model_state, 0, first)
+    (loss, aux), grads = jax.eval_shape(measure, model_state, 0, first)
     _check_mean(aux)
     _check_outputs(aux.outputs, size)
     none = jax.eval_shape(lambda *x: _weighted(*x, count=size), loss, aux, grads)
@@ -181,27 +155,25 @@ def _total(
         rest = jax.tree.map(lambda x: x[full * size :], args)
         carry, last = step(carry, (full, rest))
         outputs = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), outputs, last)
-    model_state, sums = carry
+    model_state, (weight, *sums) = carry
     # A batch of zero weights has no loss, as in `supervised`.
-    total = jnp.where(sums.weight == 0, jnp.ones_like(sums.weight), sums.weight)
-
-    def mean(x: jax.Array, dtype: Any) -> jax.Array:
-        return (x / total.astype(x.dtype)).astype(dtype)
-
-    logs = jax.tree.map(lambda x: mean(x, x.dtype), sums.logs)
-    weight = None if aux.weight is None else sums.weight
-    grads = jax.tree.map(lambda x, like: mean(x, like.dtype), sums.grads, grads)
-    return mean(sums.loss, loss.dtype), Aux(model_state, outputs, logs, weight), grads
+    total = jnp.where(weight == 0, jnp.ones_like(weight), weight)
+    loss_sum, logs, grads_sum = jax.tree.map(lambda x: x / total.astype(x.dtype), sums)
+    loss, grads = jax.tree.map(
+        lambda x, like: x.astype(like.dtype), (loss_sum, grads_sum), (loss, grads)
+    )
+    return (loss, Aux(model_state, outputs, logs, None if aux.weight is None else weight)), grads
 
 
-def _weighted(loss: jax.Array, aux: Aux, grads: PyTree, *, count: int) -> _Sums:
+def _weighted(loss: jax.Array, aux: Aux, grads: PyTree, *, count: int) -> tuple[PyTree, ...]:
+    """Returns what is added up: a micro-batch's weight, and what it says times its weight."""
     weight = _wide(jnp.asarray(count if aux.weight is None else aux.weight, jnp.float32))
 
     def times(x: Any) -> Any:
         x = _wide(jnp.asarray(x))
         return x * weight.astype(x.dtype)
 
-    return _Sums(weight, times(loss), *jax.tree.map(times, (aux.logs, grads)))
+    return weight, *jax.tree.map(times, (loss, aux.logs, grads))
 
 
 def _wide(x: jax.Array) -> jax.Array:
@@ -211,13 +183,12 @@ def _wide(x: jax.Array) -> jax.Array:
 
 def _examples(args: PyTree) -> int:
     """Returns how many examples all leaves have."""
-    found = {path: _tree.spec(x) for path, x in _tree.leaves_with_path(args)}
     sizes = {jnp.shape(x)[:1] for x in jax.tree.leaves(args)}
     if len(sizes) != 1 or () in sizes:
-        lines = _tree.bullets([f"{path}: {spec}" for path, spec in found.items()])
         raise ValueError(
             "micro_batches: expected arrays with a first axis in common, that of the examples, got"
-            f"\n{lines or '  no arrays'}\nWhat is not to be cut is closed over by the loss."
+            f"\n{_tree.listed(args) or '  no arrays'}\nWhat is not to be cut is closed over by the "
+            "loss."
         )
     ((count,),) = sizes
     return int(count)
@@ -234,13 +205,8 @@ def _check_mean(aux: Aux) -> None:
 
 
 def _check_outputs(outputs: PyTree, size: int) -> None:
-    lines = [
-        f"{path}: {_tree.spec(x)}"
-        for path, x in _tree.leaves_with_path(outputs)
-        if x.shape[:1] != (size,)
-    ]
-    if lines:
+    if wrong := _tree.listed(outputs, lambda x: x.shape[:1] != (size,)):
         raise ValueError(
             f"micro_batches: expected outputs with the first axis of a micro-batch, {size}, to be "
-            f"concatenated, got\n{_tree.bullets(lines)}\nScalars belong into Aux(logs=...)."
+            f"concatenated, got\n{wrong}\nScalars belong into Aux(logs=...)."
         )

@@ -62,7 +62,8 @@ def skip_non_finite(tx: optax.GradientTransformation) -> optax.GradientTransform
     def update(
         updates: PyTree, state: SkipState, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, SkipState]:
-        finite = _all_finite((updates, extra_args.get("value")))
+        looked_at = jax.tree.leaves((updates, extra_args.get("value")))
+        finite = jnp.all(jnp.array([True, *(jnp.all(jnp.isfinite(x)) for x in looked_at)]))
         updates, new = inner.update(updates, state.inner, params, **extra_args)
         # -0.0 is the number that changes no other: 0.0 makes 0.0 of -0.0.
         updates = jax.tree.map(lambda x: jnp.where(finite, x, -jnp.zeros_like(x)), updates)
@@ -75,7 +76,3 @@ def skip_non_finite(tx: optax.GradientTransformation) -> optax.GradientTransform
         return updates, SkipState(kept, finite, optax.SnapshotState(counts))
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def _all_finite(tree: PyTree) -> jax.Array:
-    return jnp.all(jnp.array([True, *(jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(tree))]))

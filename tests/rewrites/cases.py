@@ -70,7 +70,7 @@ def rewritten(fn: Callable[..., Any], args: Sequence[jax.Array], *rules: Rewrite
 
 def takes(rule: Rewrite, fn: Callable[..., Any], *args: jax.Array) -> list[bool]:
     """Whether the rule takes each of the convolutions of a function."""
-    all_ = [eqn for eqn, _ in equations(jax.make_jaxpr(fn)(*args))]
+    all_ = [eqn for eqn, *_ in equations(jax.make_jaxpr(fn)(*args))]
     return [rule.applies(eqn) for eqn in all_ if eqn.primitive is rule.primitive]
 
 

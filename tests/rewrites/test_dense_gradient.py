@@ -55,7 +55,7 @@ def test_the_product_has_fewer_rows_than_columns(name: str) -> None:
     dense, *args = layer(*LAYERS[name])
     with ANY_SIZE:
         after = cases.rewritten(cases.all_three(dense), args, dense_gradient)
-    (barrier,) = [e for e, _ in equations(after) if e.primitive.name == "optimization_barrier"]
+    (barrier,) = [e for e, *_ in equations(after) if e.primitive.name == "optimization_barrier"]
     rows, columns = barrier.outvars[0].aval.shape
     assert rows <= columns
 

@@ -54,7 +54,7 @@ def test_a_sum_is_as_accurate_as_it_was(shape: list[int], length: int) -> None:
 def test_no_sum_over_scores_is_left() -> None:
     with ANY_SIZE:
         after = cases.rewritten(attention(True), operands(2, 12, 3, 4), row_sum)
-    sums = [eqn for eqn, _ in equations(after) if eqn.primitive.name == "reduce_sum"]
+    sums = [eqn for eqn, *_ in equations(after) if eqn.primitive.name == "reduce_sum"]
     assert not any(row_sum.applies(eqn) for eqn in sums)
     assert "dot_general" in cases.kinds(after)
 

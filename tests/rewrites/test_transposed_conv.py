@@ -88,7 +88,7 @@ def test_only_auto_takes_them() -> None:
     conv, x, w = layer(2, 4, 3, 3, 5)
     fn, args = cases.all_three(conv), with_cotangent(conv, x, w)
     holes = [
-        sum(eqn.params.get("lhs_dilation", (1,))[0] > 1 for eqn, _ in equations(jaxpr))
+        sum(eqn.params.get("lhs_dilation", (1,))[0] > 1 for eqn, *_ in equations(jaxpr))
         for jaxpr in (jax.make_jaxpr(optimize(fn, mode))(*args) for mode in ("auto", "exact"))
     ]
     assert holes == [1, 2]
