@@ -65,6 +65,7 @@ from bridge.keras_private._trainer_state import purge as purge
 from bridge.keras_private._trainer_state import sync as sync
 from bridge.keras_private._variables import global_seed as global_seed
 from bridge.keras_private._variables import layout as layout
+from bridge.keras_private._variables import other_values as other_values
 from bridge.keras_private._variables import outside_scopes as outside_scopes
 from bridge.keras_private._variables import put_global_seed as put_global_seed
 from bridge.keras_private._variables import swap_value as swap_value

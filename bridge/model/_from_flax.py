@@ -1,11 +1,10 @@
 """Flax modules, linen and nnx, as Keras layers."""
 
-import contextlib
 import dataclasses
 import functools
 import inspect
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -13,6 +12,7 @@ import jax.numpy as jnp
 import keras
 
 from bridge.model import _flax_config, _flax_modules
+from bridge.model._scope import name_scopes
 from functrain.internal import PyTree
 from functrain.internal import tree as _tree
 
@@ -195,9 +195,8 @@ class FlaxLayer(keras.Layer):  # type: ignore[misc]  # keras has no types
         self.build(keras.tree.map_structure(lambda x: tuple(x.shape), self._known_inputs))
 
     def _note(self, inputs: PyTree) -> None:
-        self.__dict__["_known_inputs"] = (
-            inputs  # past Keras's tracking, which makes dicts into its own
-        )
+        # Past Keras's tracking, which makes dicts into its own.
+        self.__dict__["_known_inputs"] = inputs
 
     def _example(self, x: Any) -> jax.ShapeDtypeStruct:
         dtype = self.compute_dtype if "float" in x.dtype else x.dtype
@@ -209,7 +208,7 @@ class FlaxLayer(keras.Layer):  # type: ignore[misc]  # keras has no types
         for i, (path, leaf) in enumerate(first.leaves):
             *levels, name = path
             node = _node(self.collections, levels)
-            with _scopes(levels[:-1]):
+            with name_scopes(levels[:-1]):
                 made.append(
                     node.add_weight(
                         shape=leaf.shape,
@@ -273,15 +272,6 @@ def _node(collections: dict[str, FlaxCollection], levels: list[str]) -> FlaxColl
         node = collections[name]
         collections = node.below
     return node
-
-
-@contextlib.contextmanager
-def _scopes(names: list[str]) -> Iterator[None]:
-    """Puts names into the paths of the variables made inside."""
-    with contextlib.ExitStack() as stack:
-        for name in names:
-            stack.enter_context(keras.name_scope(name))
-        yield
 
 
 def _instance(module: Any) -> Any:

@@ -1,7 +1,7 @@
 """Running a Keras model as a pure function, and leaving it whole whatever happens."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
@@ -50,6 +50,15 @@ class Scope(keras.StatelessScope):  # type: ignore[misc]  # keras has no types
     def list_untracked(self) -> str:
         """Returns the updated variables that are not in the mapping, one a line."""
         return _tree.bullets([f"{v.path}: {_tree.spec(v)}" for v in self.untracked.values()])
+
+
+@contextlib.contextmanager
+def name_scopes(names: Iterable[str]) -> Iterator[None]:
+    """Puts names into the paths of the variables made inside."""
+    with contextlib.ExitStack() as stack:
+        for name in names:
+            stack.enter_context(keras.name_scope(name))
+        yield
 
 
 @contextlib.contextmanager

@@ -1,6 +1,7 @@
 """A Keras optimizer as an optax transformation: Keras's own arithmetic, on any pytree of params."""
 
 import contextlib
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -9,21 +10,13 @@ import keras
 
 from bridge import keras_private
 from bridge.model import _variables
+from bridge.model._scope import name_scopes
 from bridge.optim._arithmetic import difference
 from bridge.optim._constraints import ConstraintState
 from bridge.optim._optimizer_copy import copied
 from bridge.optim._slots import KerasOptState, Slot, SlotLayout, sort
 from functrain.internal import PyTree
 from functrain.internal import tree as _tree
-
-
-class Traits(NamedTuple):
-    """What a Keras optimizer may ask of a variable."""
-
-    path: tuple[str, ...]
-    constraint: Any = None
-    overwrite: bool = False
-    id: int | None = None
 
 
 class Built(NamedTuple):
@@ -127,11 +120,11 @@ class Wrapped:
     def _build(self, params: PyTree) -> tuple[Built, list[Any]]:
         """Returns a copy of the optimizer, built for params, and its variables' values."""
         leaves, treedef = jax.tree.flatten(params)
-        traits, places = self._traits(params)
+        paths, owners, places = self._places(params)
         with keras_private.outside_scopes():
-            stand_ins = [_stand_in(of, leaf) for of, leaf in zip(traits, leaves, strict=True)]
+            stand_ins = list(map(_stand_in, paths, leaves, owners))
             known: dict[Any, Any] = dict(self._own)  # what stays are those masked out
-            known.update((of.id, v) for of, v in zip(traits, stand_ins, strict=True))
+            known.update(zip(map(id, owners), stand_ins, strict=True))
             copy = copied(self._template, known.get)
             in_order = _permuted(stand_ins, places)
             copy.build(in_order)
@@ -140,33 +133,25 @@ class Wrapped:
             keras_private.swap_value(variable, None)
         return Built(copy, SlotLayout(sort(copy, in_order), places, treedef)), values
 
-    def _traits(self, params: PyTree) -> tuple[list[Traits], list[int]]:
-        """Returns the traits of each leaf, and the leaf's place in the order of the optimizer."""
+    def _places(self, params: PyTree) -> tuple[list[Any], list[Any], list[int]]:
+        """Returns each leaf's path, variable if known, and place in the order of the optimizer."""
         paths = [_tree.keys(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
         if self.model is None:
-            return [Traits(path or ("param",)) for path in paths], list(range(len(paths)))
+            return [path or ("param",) for path in paths], [None] * len(paths), [*range(len(paths))]
         held = _variables.fitting(_variables.layout(self.model).params, params, "params")
         order = {path: i for i, path in enumerate(held)}
-        return [_traits_of(held[path]) for path in paths], [order[path] for path in paths]
+        owners = [held[path] for path in paths]
+        return [v.path.split("/") for v in owners], owners, [order[path] for path in paths]
 
 
-def _traits_of(variable: Any) -> Traits:
-    return Traits(
-        tuple(variable.path.split("/")),
-        variable.constraint,
-        variable.overwrite_with_gradient,
-        id(variable),
-    )
-
-
-def _stand_in(of: Traits, value: Any) -> Any:
-    with contextlib.ExitStack() as stack:
-        for name in of.path[:-1]:
-            stack.enter_context(keras.name_scope(name.replace("/", ">") or "_"))
-        name = of.path[-1].replace("/", ">") or "_"
+def _stand_in(path: Sequence[str], value: Any, owner: Any) -> Any:
+    """Returns a variable with what a Keras optimizer may ask of one."""
+    *levels, name = (part.replace("/", ">") or "_" for part in path)
+    with name_scopes(levels):
         variable = keras.Variable(jnp.asarray(value), dtype=str(jnp.result_type(value)), name=name)
-    variable.constraint = of.constraint
-    variable.overwrite_with_gradient = of.overwrite
+    if owner is not None:
+        variable.constraint = owner.constraint
+        variable.overwrite_with_gradient = owner.overwrite_with_gradient
     return variable
 
 

@@ -146,12 +146,14 @@ class Resume(NamedTuple):
       ahead: Batches that were fetched beyond those.
       first: Randomness when its first batch was fetched.
       now: Randomness afterwards.
+      reported: What the last of the batches that were taken reported.
     """
 
     batch: int
     ahead: int
     first: Any
     now: Any
+    reported: PyTree
 
 
 def epoch(epochs: Any, resume: Resume | None = None) -> StreamPass | LocalPass:

@@ -134,14 +134,11 @@ def fit(
     require_whole(0, epochs=epochs, initial_epoch=initial_epoch)
     require_validation_arguments(validation_split, validation_freq)
     epochs = _capped(epochs)
-    if validation_split and validation_data is None:
-        (x, y, sample_weight), validation_data = keras_private.split(
-            (x, y, sample_weight), validation_split
-        )
     data = x, y, sample_weight
-    source = batches(
-        model, data, batch_size, steps_per_epoch, shuffle=shuffle, class_weight=class_weight
-    )
+    if validation_split and validation_data is None:
+        data, validation_data = keras_private.split(data, validation_split)
+    more = {"shuffle": shuffle, "class_weight": class_weight}
+    source = batches(model, data, batch_size, steps_per_epoch, **more)
     keras_private.build_from(model, source)
     evaluation: Evaluation | None = None
     if validation_data is not None:
@@ -154,25 +151,16 @@ def fit(
     with contextlib.ExitStack() as stack:
         stack.enter_context(files_of_the_first(callbacks))
         callbacks = _callback_list(model, callbacks, verbose, epochs, source, add_history=True)
-        saving: KerasSaving | None = None
+        signals, saving = HeldSignals(), None
         if checkpointer is not None:
             require_no_other_backup(callbacks)
             quiet = verbose == 0 or jax.process_index() > 0
             saving = KerasSaving(checkpointer, model, callbacks, source, quiet=quiet)
-            stack.callback(saving.close)
-        signals = stack.enter_context(_signals(saving))
-        told: tuple[Any, ...] = ()
-        if saving is not None:
-            save = saving.save if not saving.is_together else lambda: None
-            told = saving.until, save, saving.is_able
-        options = Options(fuse, rewrites, signals, *told)
-        return Fit(model, source, callbacks, evaluation, options, saving)(initial_epoch, epochs)
-
-
-def _signals(saving: KerasSaving | None) -> HeldSignals:
-    if saving is not None and saving.is_together:
-        return EndedTogether(saving)
-    return HeldSignals(terminate="handled" if saving is None else "any")
+            stack.callback(saving.run.close)
+            together = saving.run.is_together
+            signals = EndedTogether(saving) if together else HeldSignals(terminate="any")
+        options = Options(fuse, rewrites, stack.enter_context(signals), saving)
+        return Fit(model, source, callbacks, evaluation, options).run(initial_epoch, epochs)
 
 
 def evaluate(
@@ -277,11 +265,10 @@ def predict(
 
 
 def _build_by_a_call(model: keras.Model, source: Any) -> None:
-    for _, _, items in source:
-        x, _, _ = keras.utils.unpack_x_y_sample_weight(next(items).arrays())
-        with keras.StatelessScope():
-            model(x)
-        break
+    _, _, items = next(iter(source))
+    x, _, _ = keras.utils.unpack_x_y_sample_weight(next(items).arrays())
+    with keras.StatelessScope():
+        model(x)
     source.reset()
 
 

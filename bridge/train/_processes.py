@@ -89,14 +89,14 @@ class EndedTogether(HeldSignals):
     @property
     def came(self) -> bool:
         """Whether it is time to act; all processes ask after the same chunks."""
-        self._to_end = self._to_end or self._saving.is_asked_to_end()
+        self._to_end = self._to_end or self._saving.run.is_asked_to_end()
         return self._to_end or super().came
 
     def act(self) -> None:
         """Saves and ends the process with 143, or handles Ctrl-C."""
         if self._to_end:
             self._saving.save()
-            self._saving.end()
+            self._saving.run.act()
         super().act()
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
