@@ -6,26 +6,18 @@ or as `state` what else an nnx module holds, its random streams excepted.
 
 import inspect
 from collections.abc import Mapping
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import flax.core
 import flax.errors
 import flax.linen as nn
 import jax
 
-from functrain import from_linen, from_nnx
+from functrain import ModelOutput, from_linen, from_nnx
 from functrain.internal import SWITCHES, PyTree
 from functrain.internal import tree as _tree
 
 Values: TypeAlias = dict[str, PyTree]
-
-
-class Applied(NamedTuple):
-    """What one application of a module returns."""
-
-    outputs: PyTree
-    values: Values
-    losses: tuple[jax.Array, ...]
 
 
 def wrap(module: Any, variables: Mapping[str, PyTree] | None) -> "FlaxModule":
@@ -71,12 +63,11 @@ class Linen:
 
     def apply(
         self, values: Values, inputs: PyTree, *, rng: jax.Array | None, training: bool
-    ) -> Applied:
-        """Applies the module."""
+    ) -> ModelOutput:
+        """Applies the module; its `model_state` are the values that move on."""
         rest = {name: value for name, value in values.items() if name != "params"}
         params = values.get("params", {})
-        out = self._model.apply(params, rest, inputs, rng=rng, training=training)
-        return Applied(out.outputs, out.model_state, out.losses)
+        return self._model.apply(params, rest, inputs, rng=rng, training=training)
 
     def draws(self, values: Values, inputs: PyTree, *, training: bool) -> bool:
         """Whether it draws random numbers; `values` and `inputs` are shapes."""
@@ -116,10 +107,10 @@ class Nnx:
 
     def apply(
         self, values: Values, inputs: PyTree, *, rng: jax.Array | None, training: bool
-    ) -> Applied:
+    ) -> ModelOutput:
         params, state = self._parts(values)
         out = self._model.apply(params, state, inputs, rng=rng, training=training)
-        return Applied(out.outputs, {"state": self._without_streams(out.model_state)}, ())
+        return out._replace(model_state={"state": self._without_streams(out.model_state)})
 
     def draws(self, values: Values, inputs: PyTree, *, training: bool) -> bool:
         moved = []

@@ -132,11 +132,8 @@ class FlaxLayer(keras.Layer):  # type: ignore[misc]  # keras has no types
     def build(self, input_shape: PyTree) -> None:
         """Makes the weights."""
         if self._known_inputs is None:
-            self._note(
-                keras.tree.map_shape_structure(
-                    lambda shape: keras.KerasTensor(shape, self.compute_dtype), input_shape
-                )
-            )
+            tensor = functools.partial(keras.KerasTensor, dtype=self.compute_dtype)
+            self._note(keras.tree.map_shape_structure(tensor, input_shape))
         inputs = keras.tree.map_structure(self._example, self._known_inputs)
         seed = random.randint(1, 10**9) if self.seed is None else self.seed  # as Keras draws it
         first = _FirstValues(self._flax, seed, inputs)
@@ -154,7 +151,7 @@ class FlaxLayer(keras.Layer):  # type: ignore[misc]  # keras has no types
         rng = _key(self.seed_generator.next()) if self._draws[training] else None
         values = self._weights.read()
         applied = self._flax.apply(values, inputs, rng=rng, training=training)
-        self._weights.write(values, applied.values)
+        self._weights.write(values, applied.model_state)
         for loss in applied.losses:
             self.add_loss(loss)
         return applied.outputs
@@ -236,32 +233,26 @@ class _FirstValues:
             return module.init(jax.random.key(seed), inputs)
 
         self._init, self._inputs = init, inputs
-        self._values: list[jax.Array] | None = None
-        self.shapes = (
-            jax.eval_shape(init, inputs)
-            if self._given is None
-            else jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self._given)
-        )
-        if isinstance(module, _flax_modules.Linen) and self._given is not None:
-            _require_collections(jax.eval_shape(init, inputs), self._given)
+        if self._given is None:
+            self.shapes = jax.eval_shape(init, inputs)
+        else:
+            self.shapes = _tree.shapes(self._given)
+            if isinstance(module, _flax_modules.Linen):
+                _require_collections(jax.eval_shape(init, inputs), self._given)
         leaves, self.structure = jax.tree_util.tree_flatten_with_path(self.shapes)
         self.leaves = [(_tree.path_str(path).split("/"), leaf) for path, leaf in leaves]
 
     def initializer(self, i: int) -> Any:
         """Returns what makes the i-th value for Keras."""
-        return lambda shape, dtype: jnp.array(self._all()[i], dtype=dtype)
+        return lambda shape, dtype: jnp.array(self._values[i], dtype=dtype)
 
-    def _all(self) -> list[jax.Array]:
-        if self._values is None:
-            with jax.ensure_compile_time_eval():
-                self._values = jax.tree.leaves(self._make())
-        return self._values
-
-    def _make(self) -> PyTree:
+    @functools.cached_property
+    def _values(self) -> list[jax.Array]:
         if self._given is not None:
-            return self._given
-        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self._inputs)
-        return jax.jit(self._init)(zeros)
+            return jax.tree.leaves(self._given)
+        with jax.ensure_compile_time_eval():
+            zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self._inputs)
+            return jax.tree.leaves(jax.jit(self._init)(zeros))
 
 
 def _node(collections: dict[str, FlaxCollection], levels: list[str]) -> FlaxCollection:

@@ -121,10 +121,8 @@ def values(where: Layout) -> tuple[PyTree, PyTree]:
 
     With a mixed precision policy these are the float32 masters.
     """
-    return (
-        nest({path: v.value for path, v in where.params.items()}),
-        nest({path: v.value for path, v in where.model_state.items()}),
-    )
+    params, others = ({path: v.value for path, v in part.items()} for part in where[:2])
+    return nest(params), nest(others)
 
 
 # The collections of a linen module made of a Keras model, beside `params`.

@@ -106,15 +106,12 @@ class Wrapped:
         key = treedef, tuple((x.shape, jnp.result_type(x)) for x in map(jnp.asarray, leaves))
         if key not in self._built:
             specs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
-            found: list[Built] = []
 
             def build(params: PyTree) -> list[Any]:
-                built, values = self._build(params)
-                found.append(built)
+                self._built[key], values = self._build(params)
                 return values
 
             jax.eval_shape(build, specs)
-            self._built[key] = found[0]
         return self._built[key]
 
     def _build(self, params: PyTree) -> tuple[Built, list[Any]]:

@@ -164,14 +164,13 @@ def epoch(epochs: Any, resume: Resume | None = None) -> StreamPass | LocalPass:
     Raises:
       ValueError: There are fewer batches than were taken.
     """
-    own = _own_epoch(epochs, resume)
+    items = _marked(epochs)
+    own = StreamPass(items if resume is None else _rest(items, resume))
     return own if epochs.local is None else LocalPass(own, epochs.local, "x")
 
 
-def _own_epoch(epochs: Any, resume: Resume | None) -> StreamPass:
-    items = _marked(epochs)
-    if resume is None:
-        return StreamPass(items)
+def _rest(items: Iterator[Any], resume: Resume) -> Iterator[Any]:
+    """Leaves out the batches that were taken."""
     if resume.first is not None:
         put_randomness(resume.first)
     left_out = sum(1 for _ in itertools.islice(items, resume.batch))
@@ -182,7 +181,7 @@ def _own_epoch(epochs: Any, resume: Resume | None) -> StreamPass:
         )
     ahead = list(itertools.islice(items, resume.ahead))
     put_randomness(resume.now)
-    return StreamPass(itertools.chain(ahead, items))
+    return itertools.chain(ahead, items)
 
 
 def _marked(epochs: Any) -> Iterator[Any]:

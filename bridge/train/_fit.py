@@ -10,15 +10,7 @@ import keras
 from bridge import keras_private
 from bridge.state._distribution import require_use
 from bridge.state._keras_state import require_compiled
-from bridge.train._checks import (
-    require_arguments,
-    require_model,
-    require_no_other_backup,
-    require_rate,
-    require_validation_arguments,
-    require_whole,
-)
-from bridge.train._feed import source as batches
+from bridge.train import _checks, _feed
 from bridge.train._loop import Options
 from bridge.train._processes import EndedTogether, files_of_the_first, require_together
 from bridge.train._runs import Evaluation, Fit, run_evaluate, run_predict
@@ -126,26 +118,26 @@ def fit(
       >>> sorted(fit(model, *data, epochs=2, verbose=0).history)
       ['loss', 'mae']
     """
-    require_model(model)
+    _checks.require_model(model)
     require_compiled(model)
     sizes = {"batch_size": batch_size, "validation_batch_size": validation_batch_size}
     steps = {"steps_per_epoch": steps_per_epoch, "validation_steps": validation_steps}
-    require_arguments(x, y, fuse, rewrites, verbose, callbacks, **sizes, **steps)
-    require_whole(0, epochs=epochs, initial_epoch=initial_epoch)
-    require_validation_arguments(validation_split, validation_freq)
+    _checks.require_arguments(x, y, fuse, rewrites, verbose, callbacks, **sizes, **steps)
+    _checks.require_whole(0, epochs=epochs, initial_epoch=initial_epoch)
+    _checks.require_validation_arguments(validation_split, validation_freq)
     epochs = _capped(epochs)
     data = x, y, sample_weight
     if validation_split and validation_data is None:
         data, validation_data = keras_private.split(data, validation_split)
     more = {"shuffle": shuffle, "class_weight": class_weight}
-    source = batches(model, data, batch_size, steps_per_epoch, **more)
+    source = _feed.source(model, data, batch_size, steps_per_epoch, **more)
     keras_private.build_from(model, source)
     evaluation: Evaluation | None = None
     if validation_data is not None:
         size = validation_batch_size or batch_size
         require_validation(model, validation_data, data, size, validation_steps)
         evaluation = Evaluation(model, validation_data, size, validation_steps, validation_freq)
-    require_rate(model, callbacks)
+    _checks.require_rate(model, callbacks)
     require_use()
     require_together(model, callbacks)
     with contextlib.ExitStack() as stack:
@@ -153,7 +145,7 @@ def fit(
         callbacks = _callback_list(model, callbacks, verbose, epochs, source, add_history=True)
         signals, saving = HeldSignals(), None
         if checkpointer is not None:
-            require_no_other_backup(callbacks)
+            _checks.require_no_other_backup(callbacks)
             quiet = verbose == 0 or jax.process_index() > 0
             saving = KerasSaving(checkpointer, model, callbacks, source, quiet=quiet)
             stack.callback(saving.run.close)
@@ -206,11 +198,11 @@ def evaluate(
       >>> evaluate(model, x, y, verbose=0, return_dict=True)
       {'loss': 1.0}
     """
-    require_model(model)
+    _checks.require_model(model)
     require_compiled(model)
     numbers = {"batch_size": batch_size, "steps": steps}
-    require_arguments(x, y, fuse, rewrites, verbose, callbacks, **numbers)
-    source = batches(model, (x, y, sample_weight), batch_size, steps)
+    _checks.require_arguments(x, y, fuse, rewrites, verbose, callbacks, **numbers)
+    source = _feed.source(model, (x, y, sample_weight), batch_size, steps)
     keras_private.build_from(model, source)
     callbacks = _callback_list(model, callbacks, verbose, 1, source)
     with HeldSignals() as signals:
@@ -253,10 +245,10 @@ def predict(
       >>> predict(model, np.ones((40, 3), np.float32), verbose=0).shape
       (40, 4)
     """
-    require_model(model)
+    _checks.require_model(model)
     numbers = {"batch_size": batch_size, "steps": steps}
-    require_arguments(x, None, fuse, rewrites, verbose, callbacks, **numbers)
-    source = batches(model, (x, None, None), batch_size, steps)
+    _checks.require_arguments(x, None, fuse, rewrites, verbose, callbacks, **numbers)
+    source = _feed.source(model, (x, None, None), batch_size, steps)
     if not all(layer.built for layer in keras_private.all_layers(model)):
         _build_by_a_call(model, source)
     callbacks = _callback_list(model, callbacks, verbose, 1, source)

@@ -11,12 +11,7 @@ import keras
 import numpy as np
 
 from bridge import keras_private
-from bridge.train import _feed
-from bridge.train._callbacks import (
-    as_floats,
-    only_read_model_attribute,
-    without_history_reading_model,
-)
+from bridge.train import _callbacks, _feed
 from bridge.train._loop import Loop, Options
 from functrain.internal import fetched
 
@@ -63,7 +58,7 @@ class Fit:
         if saving is not None and not saving.begin(epochs, self.evaluation):
             return model.history
         model.stop_training = False
-        self._lazy = only_read_model_attribute(callbacks)
+        self._lazy = _callbacks.only_read_model_attribute(callbacks)
         callbacks.on_train_begin()
         first = keras_private.initial_epoch(model) or initial_epoch
         if saving is not None and saving.resumed is not None:
@@ -71,7 +66,7 @@ class Fit:
         self._loop = Loop(model, "train", self.source, callbacks, self.options)
         quiet: Any = contextlib.nullcontext()
         if self._lazy:
-            quiet = without_history_reading_model(callbacks, model)
+            quiet = _callbacks.without_history_reading_model(callbacks, model)
         logs: dict[str, Any] = {}
         last: Any = None
         with self._kept_whole(epochs), quiet:
@@ -163,7 +158,7 @@ def run_evaluate(
     try:
         for _ in loop.run():
             pass
-        logs = as_floats(loop.logs())
+        logs = _callbacks.as_floats(loop.logs())
     finally:
         loop.sync()
     callbacks.on_test_end(logs)

@@ -44,7 +44,7 @@ class KerasSaving:
         self._began: dict[str, Any] = {"fetched": 0}  # where the data were when the epoch began
         self._loop: Any = None
         self._event: Event | None = None
-        self._over = self._is_saved = False
+        self._is_saved = False
         self._before: KerasState | None = None  # the values, while an evaluation changes metrics
         self._place: dict[str, Any] = {}  # of the data, in the checkpoint
         self.resumed: Resumed | None = None
@@ -94,7 +94,10 @@ class KerasSaving:
         found, place = self._others.saved, self._place
         for name, callback in self._callbacks.items():
             if name in found["callbacks"]:
-                _restore(callback, found["callbacks"][name])
+                memory = found["callbacks"][name]
+                keras_private.put_memory(callback, memory)
+                if goes_on(callback) and "own" in memory:
+                    callback.restore(memory["own"])
         keras_private.put_global_seed(found["seed"])
         keras_private.go_to(self._source, place.get("place", {"fetched": 0}))
         if not self.position.batch:
@@ -118,7 +121,7 @@ class KerasSaving:
         """Notes that a chunk was taken, and saves if that is due."""
         self.position = self.position.after(steps)
         self._event = Event(position=self.position, state=())
-        self._over, self._is_saved = False, False
+        self._is_saved = False
         if self.run.is_due(self._event):
             self.save()
 
@@ -126,7 +129,7 @@ class KerasSaving:
         """Notes that an epoch is over, and saves if that is due; the last one is saved later."""
         values = {name: x for name, x in logs.items() if isinstance(x, int | float)}
         self._event = EpochEnd(position=self.position, state=(), values=values)
-        self._over, self._is_saved = True, False
+        self._is_saved = False
         self._before = None
         if self.run.is_due(self._event) and not is_last:
             self.save()
@@ -142,7 +145,8 @@ class KerasSaving:
     def save(self) -> None:
         """Saves the fit as it is, unless that was done."""
         if not self._is_saved and self._event is not None:
-            self.run.save(self._event, {"state": self._values()}, epoch_over=self._over)
+            over = isinstance(self._event, EpochEnd)
+            self.run.save(self._event, {"state": self._values()}, epoch_over=over)
             self._is_saved = True
 
     def after_all(self, state: KerasState, epochs: int, stopped: bool) -> None:
@@ -245,12 +249,6 @@ def _state(callback: Any) -> dict[str, Any]:
     return {**keras_private.memory(callback), **own}
 
 
-def _restore(callback: Any, state: dict[str, Any]) -> None:
-    keras_private.put_memory(callback, state)
-    if goes_on(callback) and "own" in state:
-        callback.restore(state["own"])
-
-
 def _go_on_below(logger: Any, size: int) -> None:
     """Cuts off the rows that come again, and has the logger write below the others."""
     path = os.fspath(logger.filename)
@@ -259,21 +257,21 @@ def _go_on_below(logger: Any, size: int) -> None:
         logger.append = True
 
 
+def _paths(model: keras.Model) -> dict[str, str]:
+    """Returns the paths of all variables, by what a checkpoint calls them."""
+    lists = variable_lists(model).items()
+    return {f"{name}/{i}": v.path for name, variables in lists for i, v in enumerate(variables)}
+
+
 def _names(model: keras.Model) -> list[str]:
     """Returns the paths of all variables, without the numbers that Keras counts objects with."""
-    lists = variable_lists(model).values()
-    return [re.sub(r"_\d+(?=_|/|$)", "", v.path) for variables in lists for v in variables]
+    return [re.sub(r"_\d+(?=_|/|$)", "", path) for path in _paths(model).values()]
 
 
 def _named_in(text: str, model: keras.Model) -> list[str]:
     """Returns the paths of the variables that a message calls by their numbers."""
-    paths = {
-        f"{name}/{i}": v.path
-        for name, variables in variable_lists(model).items()
-        for i, v in enumerate(variables)
-    }
-    found = re.findall(r"\b\w+/\d+", text)
-    return [f"{name} is {paths[name]}" for name in found if name in paths]
+    paths = _paths(model)
+    return [f"{x} is {paths[x]}" for x in re.findall(r"\b\w+/\d+", text) if x in paths]
 
 
 def _is_same(a: Any, b: Any) -> bool:
