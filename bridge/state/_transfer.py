@@ -1,7 +1,7 @@
 """What a compiled optimizer remembers, as a state of optax, and back."""
 
 import re
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,9 @@ from bridge.optim._optimizers import inner
 from bridge.optim._slots import KerasOptState, SlotLayout, sort
 from functrain.internal import PyTree
 from functrain.internal import tree as _tree
+
+# An optimizer's variables, with a value for each.
+Pairs: TypeAlias = list[tuple[Any, jax.Array]]
 
 
 class UnfitError(ValueError):
@@ -39,7 +42,7 @@ def from_optimizer(opt_state: PyTree, model: Any) -> tuple[PyTree, jax.Array]:
     return new, iterations
 
 
-def to_optimizer(opt_state: PyTree, model: Any, step: Any) -> list[tuple[Any, jax.Array]]:
+def to_optimizer(opt_state: PyTree, model: Any, step: Any) -> Pairs:
     """Returns new values for the variables of the model's optimizer, which is built if need be.
 
     Raises:
@@ -141,9 +144,7 @@ def _signed(tree: PyTree, sign: int) -> PyTree:
     return tree if sign == 1 else jax.tree.map(lambda x: sign * x, tree)
 
 
-def _to_keras(
-    opt_state: PyTree, model: Any, optimizer: Any, step: Any
-) -> list[tuple[Any, jax.Array]]:
+def _to_keras(opt_state: PyTree, model: Any, optimizer: Any, step: Any) -> Pairs:
     layout, now = _layout(model, optimizer)
     known = slot_fields(optimizer, opt_state)
     scalars, slots = dict(now.scalars), dict(now.slots)
@@ -178,9 +179,7 @@ def _of_optax(opt_state: PyTree, model: Any, optimizer: Any) -> tuple[PyTree, ja
     return jax.tree.unflatten(jax.tree.structure(opt_state), leaves), own.iterations.value
 
 
-def _to_optax(
-    opt_state: PyTree, model: Any, optimizer: Any, step: Any
-) -> list[tuple[Any, jax.Array]]:
+def _to_optax(opt_state: PyTree, model: Any, optimizer: Any, step: Any) -> Pairs:
     own = inner(optimizer)
     slots = [own.plan.slots[i] for i in _optax_places(opt_state, model, own)]
     values = map(numbers, jax.tree.leaves(opt_state))

@@ -56,7 +56,7 @@ class BatchCallbacks:
       quiet: Leave the progress bar out, as Keras does for an evaluation in the middle of `fit`.
     """
 
-    def __init__(self, callbacks: Any, kind: str, quiet: bool = False) -> None:
+    def __init__(self, callbacks: Any, kind: str, *, quiet: bool = False) -> None:
         self._begin, self._end = _METHODS[kind][:2]
         self._kind = kind
         self._bars: list[Any] = []

@@ -265,12 +265,7 @@ def _build_by_a_call(model: keras.Model, source: Any) -> None:
 
 
 def _callback_list(
-    model: keras.Model,
-    callbacks: Any,
-    verbose: Any,
-    epochs: int,
-    source: Any,
-    add_history: bool = False,
+    model: Any, callbacks: Any, verbose: Any, epochs: int, source: Any, add_history: bool = False
 ) -> Any:
     if isinstance(callbacks, keras.callbacks.CallbackList):
         return callbacks

@@ -50,6 +50,8 @@ class Options(NamedTuple):
     rewrites: Mode
     signals: HeldSignals
     saving: KerasSaving | None = None
+    within_fit: bool = False
+    """Whether this is an evaluation in the middle of a fit, whose progress bar is not shown."""
 
     def until(self) -> int | None:
         """Returns how many steps a chunk may take, apart from what callbacks say."""
@@ -74,20 +76,13 @@ class Loop:
       source: Keras's EpochIterator.
       callbacks: Keras's list, whose batch methods are called.
       options: How to run.
-      quiet: Whether to leave the progress bar out; see `BatchCallbacks`.
     """
 
     def __init__(
-        self,
-        model: keras.Model,
-        kind: str,
-        source: Any,
-        callbacks: Any,
-        options: Options,
-        quiet: bool = False,
+        self, model: keras.Model, kind: str, source: Any, callbacks: Any, options: Options
     ) -> None:
         self._model, self._kind, self._source, self._options = model, kind, source, options
-        self._calls = BatchCallbacks(callbacks, kind, quiet)
+        self._calls = BatchCallbacks(callbacks, kind, quiet=options.within_fit)
         self._step = cached_for(model, kind, self._make_step)  # programs live as long as it
         self._means = None if kind == "predict" else RunningMeans.of(model)
         self._plan = Plan(

@@ -124,7 +124,8 @@ class Fit:
             source = evaluation.source()
             if saving is not None:
                 saving.begin_evaluation()
-            found = run_evaluate(model, source, callbacks, self.options, within_fit=True)
+            options = self.options._replace(within_fit=True)
+            found = run_evaluate(model, source, callbacks, options)
             logs.update({f"val_{name}": value for name, value in found.items()})
         callbacks.on_epoch_end(epoch, logs)
         return logs
@@ -147,13 +148,11 @@ class Fit:
         return resume
 
 
-def run_evaluate(
-    model: keras.Model, source: Any, callbacks: Any, options: Options, *, within_fit: bool = False
-) -> dict[str, Any]:
+def run_evaluate(model: Any, source: Any, callbacks: Any, options: Options) -> dict[str, Any]:
     """Evaluates a built model on batches; returns its metrics."""
     model.stop_evaluating = False
     callbacks.on_test_begin()
-    loop = Loop(model, "test", source, callbacks, options, quiet=within_fit)
+    loop = Loop(model, "test", source, callbacks, options)
     loop.reset_metrics()
     try:
         for _ in loop.run():
@@ -162,7 +161,7 @@ def run_evaluate(
     finally:
         loop.sync()
     callbacks.on_test_end(logs)
-    if not within_fit:  # which acts at the end of the epoch
+    if not options.within_fit:  # which acts at the end of the epoch
         options.act()
     return logs
 
