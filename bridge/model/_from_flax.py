@@ -148,7 +148,9 @@ class FlaxLayer(keras.Layer):  # type: ignore[misc]  # keras has no types
     def call(self, inputs: PyTree, training: bool | None = None) -> PyTree:
         """Runs the module."""
         training = bool(training)
-        rng = _key(self.seed_generator.next()) if self._draws[training] else None
+        rng = None
+        if self._draws[training]:
+            rng = jax.random.wrap_key_data(self.seed_generator.next(), impl="threefry2x32")
         values = self._weights.read()
         applied = self._flax.apply(values, inputs, rng=rng, training=training)
         self._weights.write(values, applied.model_state)
@@ -287,11 +289,6 @@ def _instance(module: Any) -> Any:
 def _symbolic(x: Any) -> Any:
     dtype = keras.backend.standardize_dtype(getattr(x, "dtype", keras.config.floatx()))
     return keras.KerasTensor(getattr(x, "shape", ()), dtype)
-
-
-def _key(seed: jax.Array) -> jax.Array:
-    key: jax.Array = jax.random.wrap_key_data(seed, impl="threefry2x32")
-    return key
 
 
 def _require_collections(expected: Mapping[str, PyTree], given: Mapping[str, PyTree]) -> None:

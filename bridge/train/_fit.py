@@ -12,7 +12,7 @@ from bridge.state._distribution import require_use
 from bridge.state._keras_state import require_compiled
 from bridge.train import _checks, _feed
 from bridge.train._loop import Options
-from bridge.train._processes import EndedTogether, files_of_the_first, require_together
+from bridge.train._processes import files_of_the_first, require_together
 from bridge.train._runs import Evaluation, Fit, run_evaluate, run_predict
 from bridge.train._saving import KerasSaving
 from bridge.train._validation import require_validation
@@ -143,14 +143,13 @@ def fit(
     with contextlib.ExitStack() as stack:
         stack.enter_context(files_of_the_first(callbacks))
         callbacks = _callback_list(model, callbacks, verbose, epochs, source, add_history=True)
-        signals, saving = HeldSignals(), None
+        saving: KerasSaving | None = None
         if checkpointer is not None:
             _checks.require_no_other_backup(callbacks)
             quiet = verbose == 0 or jax.process_index() > 0
             saving = KerasSaving(checkpointer, model, callbacks, source, quiet=quiet)
-            stack.callback(saving.run.close)
-            together = saving.run.is_together
-            signals = EndedTogether(saving) if together else HeldSignals(terminate="any")
+            stack.enter_context(saving.run)
+        signals = HeldSignals(terminate="handled" if saving is None else "none")
         options = Options(fuse, rewrites, stack.enter_context(signals), saving)
         return Fit(model, source, callbacks, evaluation, options).run(initial_epoch, epochs)
 

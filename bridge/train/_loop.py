@@ -59,10 +59,10 @@ class Options(NamedTuple):
 
     def act(self) -> None:
         """Acts on a signal, if one came and the fit can be saved before; else it waits."""
-        if self.signals.came and (self.saving is None or self.saving.is_able()):
-            if self.saving is not None and not self.saving.run.is_together:
-                self.saving.save()
+        if self.saving is None:
             self.signals.act()
+        else:
+            self.saving.act(self.signals)
 
 
 class Loop:

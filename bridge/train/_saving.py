@@ -14,7 +14,7 @@ from bridge._randomness import put_randomness, randomness
 from bridge.state._keras_state import KerasState, originals, variable_lists, write_keras_state
 from bridge.train._feed import Resume
 from functrain import CheckpointMismatchError, EpochEnd, Event, Position
-from functrain.internal import Resumed, Saving, by_class, goes_on, steps_until_due
+from functrain.internal import HeldSignals, Resumed, Saving, by_class, goes_on, steps_until_due
 from functrain.internal import tree as _tree
 
 
@@ -44,7 +44,7 @@ class KerasSaving:
         self._began: dict[str, Any] = {"fetched": 0}  # where the data were when the epoch began
         self._loop: Any = None
         self._event: Event | None = None
-        self._is_saved = False
+        self._is_saved = self._to_end = False
         self._before: KerasState | None = None  # the values, while an evaluation changes metrics
         self._place: dict[str, Any] = {}  # of the data, in the checkpoint
         self.resumed: Resumed | None = None
@@ -66,7 +66,8 @@ class KerasSaving:
                 return True
             self._others.require_same_names(resumed.directory)
         except CheckpointMismatchError as error:
-            if lines := _named_in(str(error), self._model):
+            paths, numbered = _paths(self._model), re.findall(r"\b\w+/\d+", str(error))
+            if lines := [f"{x} is {paths[x]}" for x in numbered if x in paths]:
                 error.add_note(f"Of the model here:\n{_tree.bullets(lines)}")
             raise
         self.position = resumed.position
@@ -138,9 +139,23 @@ class KerasSaving:
         """Notes the values to save until the epoch is over: evaluations have other metrics."""
         self._before = self._loop.values()
 
-    def is_able(self) -> bool:
-        """Whether there are values to save: an evaluation of a large model has the only ones."""
-        return not any(x.is_deleted() for x in jax.tree.leaves(self._values()))
+    def act(self, signals: HeldSignals) -> None:
+        """Saves and ends the process with 143 where SIGTERM came, or handles Ctrl-C.
+
+        Of several processes all save the same step, and end; Ctrl-C, which comes to all of them at
+        steps that differ, ends each without a save. Where an evaluation of a large model has the
+        only values, a signal waits for its end.
+        """
+        self._to_end = self._to_end or self.run.is_asked_to_end()
+        if not (self._to_end or signals.came):
+            return
+        if any(map(_tree.is_deleted, jax.tree.leaves(self._values()))):
+            return
+        if self._to_end or not self.run.is_together:
+            self.save()
+        if self._to_end:
+            self.run.act()
+        signals.act()
 
     def save(self) -> None:
         """Saves the fit as it is, unless that was done."""
@@ -266,12 +281,6 @@ def _paths(model: keras.Model) -> dict[str, str]:
 def _names(model: keras.Model) -> list[str]:
     """Returns the paths of all variables, without the numbers that Keras counts objects with."""
     return [re.sub(r"_\d+(?=_|/|$)", "", path) for path in _paths(model).values()]
-
-
-def _named_in(text: str, model: keras.Model) -> list[str]:
-    """Returns the paths of the variables that a message calls by their numbers."""
-    paths = _paths(model)
-    return [f"{x} is {paths[x]}" for x in re.findall(r"\b\w+/\d+", text) if x in paths]
 
 
 def _is_same(a: Any, b: Any) -> bool:
