@@ -37,7 +37,7 @@ def file_names(model: keras.Model) -> dict[str, str]:
     ]
     markers = [(variable, _marker(i, variable)) for i, (_, variable) in enumerate(paths)]
     try:
-        with keras_private.other_values(markers), tempfile.TemporaryDirectory() as folder:
+        with keras_private.variables.other_values(markers), tempfile.TemporaryDirectory() as folder:
             file = os.path.join(folder, "names.weights.h5")
             model.save_weights(file)
             with arrays_in(file) as arrays:

@@ -64,7 +64,7 @@ def name_scopes(names: Iterable[str]) -> Iterator[None]:
 @contextlib.contextmanager
 def outside_of_traces() -> Iterator[None]:
     """Leaves every trace and scope for a while: variables made inside have values at once."""
-    with jax.ensure_compile_time_eval(), keras_private.outside_scopes():
+    with jax.ensure_compile_time_eval(), keras_private.variables.outside_scopes():
         yield
 
 

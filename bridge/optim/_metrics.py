@@ -164,7 +164,7 @@ def _build(
 
         with _scope.initialize_new_variables():
             jax.eval_shape(discard, *given)
-    if not (keras_private.is_built_metric(keras_metric) and keras_metric.variables):
+    if not (keras_private.metrics.is_built_metric(keras_metric) and keras_metric.variables):
         raise ValueError(
             f"keras_metric: {_name(keras_metric)} makes its variables at its first batch, and "
             "running metrics begin before it. Pass outputs and labels of one batch, or their "
@@ -182,7 +182,7 @@ def _chooser(keras_metric: Any) -> Callable[[PyTree, PyTree], Any]:
                 return kinds.setdefault(None, keras.metrics.BinaryAccuracy())
             shapes = [keras.KerasTensor(jnp.shape(x)) for x in (y, outputs)]
             with _scope.outside_of_traces():  # it is kept, so that no value may be traced
-                found = keras_private.get_metric(keras_metric, *shapes)
+                found = keras_private.metrics.get_metric(keras_metric, *shapes)
             return kinds.setdefault(type(found), found)
 
         return choose

@@ -30,7 +30,7 @@ def native(optimizer: Any) -> optax.GradientTransformation | None:
     if core is None:
         return None
     decay = [] if optimizer.weight_decay is None else [_decay(optimizer)]
-    rate = keras_private.learning_rate(optimizer)
+    rate = keras_private.optimizers.learning_rate(optimizer)
     scale = optax.scale_by_learning_rate(
         float(keras.ops.convert_to_numpy(optimizer.learning_rate))
         if rate is None
@@ -44,9 +44,9 @@ def native(optimizer: Any) -> optax.GradientTransformation | None:
 
 def _is_plain(optimizer: Any) -> bool:
     """Whether it has no feature that optax has no piece for."""
-    rate = keras_private.learning_rate(optimizer)
+    rate = keras_private.optimizers.learning_rate(optimizer)
     by_function = rate is not None and not isinstance(rate, K.schedules.LearningRateSchedule)
-    ids, _ = keras_private.excluded_from_weight_decay(optimizer)
+    ids, _ = keras_private.optimizers.excluded_from_weight_decay(optimizer)
     accumulates = optimizer.gradient_accumulation_steps
     return not (by_function or ids or optimizer.use_ema or accumulates)
 
@@ -70,7 +70,7 @@ def clip_each_by_norm(most: float) -> optax.GradientTransformation:
 
 
 def _decay(optimizer: Any) -> optax.GradientTransformation:
-    _, pattern = keras_private.excluded_from_weight_decay(optimizer)
+    _, pattern = keras_private.optimizers.excluded_from_weight_decay(optimizer)
 
     def mask(params: PyTree) -> PyTree:
         def is_decayed(path: Any, _: Any) -> bool:

@@ -65,7 +65,7 @@ class Plan:
 
 
 @keras.saving.register_keras_serializable(package="bridge")
-class OptaxOptimizer(keras_private.GradientsOnly):
+class OptaxOptimizer(keras_private.optimizers.GradientsOnly):
     """An optax transformation as a Keras optimizer: ``model.compile(OptaxOptimizer(...))``.
 
     It works in Keras's own `fit` and in `bridge.fit`. Each update is
@@ -162,7 +162,7 @@ class OptaxOptimizer(keras_private.GradientsOnly):
             shape=value.shape,
             initializer=lambda shape, dtype: value,
             dtype=str(value.dtype),
-            layout=keras_private.layout(of) if near else None,
+            layout=keras_private.variables.layout(of) if near else None,
             name="_".join([*owner, *label.prefix]),
         )
 

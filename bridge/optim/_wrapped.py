@@ -118,7 +118,7 @@ class Wrapped:
         """Returns a copy of the optimizer, built for params, and its variables' values."""
         leaves, treedef = jax.tree.flatten(params)
         paths, owners, places = self._places(params)
-        with keras_private.outside_scopes():
+        with keras_private.variables.outside_scopes():
             stand_ins = list(map(_stand_in, paths, leaves, owners))
             known: dict[Any, Any] = dict(self._own)  # what stays are those masked out
             known.update(zip(map(id, owners), stand_ins, strict=True))
@@ -127,7 +127,7 @@ class Wrapped:
             copy.build(in_order)
             values = [v.value for v in copy.variables]
         for variable in (*copy.variables, *stand_ins):
-            keras_private.swap_value(variable, None)
+            keras_private.variables.swap_value(variable, None)
         return Built(copy, SlotLayout(sort(copy, in_order), places, treedef)), values
 
     def _places(self, params: PyTree) -> tuple[list[Any], list[Any], list[int]]:
@@ -169,14 +169,14 @@ def _placed(value: Any, param: Any) -> Any:
 def _require_own(optimizer: Any, own: dict[int, Any], model: keras.Layer | None) -> None:
     if model is None:
         by_function = isinstance(optimizer, keras.optimizers.MultiOptimizer) and not isinstance(
-            keras_private.optimizer_map(optimizer), keras.optimizers.OptimizerMap
+            keras_private.optimizers.optimizer_map(optimizer), keras.optimizers.OptimizerMap
         )
         if by_function:
             raise ValueError(
                 "a MultiOptimizer that chooses by a function of a variable needs variables. Pass "
                 "their model, bridge.optimizer(optimizer, model=model), or use an OptimizerMap."
             )
-    elif optimizer.built and {id(v) for v in keras_private.trained(optimizer)} != set(own):
+    elif optimizer.built and set(map(id, keras_private.optimizers.trained(optimizer))) != set(own):
         raise ValueError(
             f"optimizer {optimizer.name!r} was built for other variables than those that "
             f"{model.name!r} trains now. Use a new one: type(optimizer).from_config("

@@ -112,7 +112,7 @@ class _ByRule(keras.distribution.ModelParallel):  # type: ignore[misc]  # keras 
 
     def get_variable_layout(self, variable: Any) -> Any:
         """Returns where a variable is to lie."""
-        known = keras_private.layout(variable)
+        known = keras_private.variables.layout(variable)
         if known is not None:
             return known
         mesh, spec = self.device_mesh.backend_mesh, PartitionSpec()

@@ -33,9 +33,10 @@ def runs_uncompiled(model: keras.Model, rewrites: str, trace: Callable[[], Any])
     """
     if model.run_eagerly or model.jit_compile:
         return bool(model.run_eagerly)
-    if rewrites == "exact" or all(layer.supports_jit for layer in keras_private.all_layers(model)):
+    layers = keras_private.layers.all_layers(model)
+    if rewrites == "exact" or all(layer.supports_jit for layer in layers):
         return True
-    if model.compiled and keras_private.jit_compile_asked(model) != "auto":
+    if model.compiled and keras_private.compile.jit_compile_asked(model) != "auto":
         return True
     own_steps = any(name in vars(model) for name in _STEPS)  # they may run any Python code
     if unknown := [model] if own_steps else unknown_layers(model):

@@ -32,7 +32,7 @@ class Mark(NamedTuple):
 class Rows(NamedTuple):
     """A batch that has not been taken from its arrays yet."""
 
-    source: keras_private.ArrayBatches
+    source: keras_private.data.ArrayBatches
     index: Any
     spec: Any  # tells batches apart which cannot be stacked
     mark: Mark | None = None
@@ -87,7 +87,7 @@ def source(model: keras.Model, data: Any, batch_size: Any, steps: Any, **more: A
     x, y, sample_weight = data
     local = x if isinstance(x, Local) else None
     x = x.data if isinstance(x, Local) else x
-    found = keras_private.epochs(
+    found = keras_private.data.epochs(
         passes,
         x=x,
         y=y,
@@ -110,7 +110,7 @@ def source(model: keras.Model, data: Any, batch_size: Any, steps: Any, **more: A
 def _require_divisible(adapter: Any, parts: int) -> None:
     """Refuses batches of arrays that the devices of `keras.distribution` do not divide."""
     distribution = keras.distribution.distribution()
-    if distribution is None or keras_private.array_batches(adapter) is None:
+    if distribution is None or keras_private.data.array_batches(adapter) is None:
         return
     for what, own in (("", adapter.batch_size), ("last ", adapter.partial_batch_size)):
         if size := (own or 0) * parts:
@@ -132,7 +132,7 @@ def _shapes(x: Any) -> str:
 
 def passes(adapter: Any) -> Callable[[], Iterator[Any]]:
     """Returns a function that begins a pass over the batches of a data adapter."""
-    arrays = keras_private.array_batches(adapter)
+    arrays = keras_private.data.array_batches(adapter)
     if arrays is None:
         return lambda: map(Made.of, adapter.get_jax_iterator())
     return lambda: (Rows(arrays, rows, size) for rows, size in arrays)

@@ -128,10 +128,10 @@ def fit(
     epochs = _capped(epochs)
     data = x, y, sample_weight
     if validation_split and validation_data is None:
-        data, validation_data = keras_private.split(data, validation_split)
+        data, validation_data = keras_private.data.split(data, validation_split)
     more = {"shuffle": shuffle, "class_weight": class_weight}
     source = _feed.source(model, data, batch_size, steps_per_epoch, **more)
-    keras_private.build_from(model, source)
+    keras_private.trainer.build_from(model, source)
     evaluation: Evaluation | None = None
     if validation_data is not None:
         size = validation_batch_size or batch_size
@@ -202,11 +202,11 @@ def evaluate(
     numbers = {"batch_size": batch_size, "steps": steps}
     _checks.require_arguments(x, y, fuse, rewrites, verbose, callbacks, **numbers)
     source = _feed.source(model, (x, y, sample_weight), batch_size, steps)
-    keras_private.build_from(model, source)
+    keras_private.trainer.build_from(model, source)
     callbacks = _callback_list(model, callbacks, verbose, 1, source)
     with HeldSignals() as signals:
         logs = run_evaluate(model, source, callbacks, Options(fuse, rewrites, signals))
-    return logs if return_dict else keras_private.in_order(model, logs)
+    return logs if return_dict else keras_private.trainer.in_order(model, logs)
 
 
 def predict(
@@ -248,7 +248,7 @@ def predict(
     numbers = {"batch_size": batch_size, "steps": steps}
     _checks.require_arguments(x, None, fuse, rewrites, verbose, callbacks, **numbers)
     source = _feed.source(model, (x, None, None), batch_size, steps)
-    if not all(layer.built for layer in keras_private.all_layers(model)):
+    if not all(layer.built for layer in keras_private.layers.all_layers(model)):
         _build_by_a_call(model, source)
     callbacks = _callback_list(model, callbacks, verbose, 1, source)
     with HeldSignals() as signals:

@@ -153,7 +153,7 @@ class Loop:
         """
         if self._read is None or self._held() is None:
             self.sync()
-            return keras_private.epoch_logs(self._model, self.reported())
+            return keras_private.trainer.epoch_logs(self._model, self.reported())
         rows = self._last[1] if self._last else {}
         same = isinstance(rows, dict) and rows.keys() == self._read.keys()
         return dict(jax.device_get(self._read) if same else self.reported())
@@ -187,8 +187,8 @@ class Loop:
             if found is not None and found[0] is not self._state:
                 self._state = found[0]
                 self._publish()
-        keras_private.sync(self._model)
-        keras_private.forget_losses(self._model)
+        keras_private.trainer_state.sync(self._model)
+        keras_private.layers.forget_losses(self._model)
         return found is not None
 
     @property
@@ -209,7 +209,7 @@ class Loop:
         return "auto" if self._calls.fusible else 1
 
     def _stretches(self) -> list[int | None]:
-        whole = keras_private.whole_batches(self._source)
+        whole = keras_private.data.whole_batches(self._source)
         if self._kind == "predict":
             whole = stretch_of_prediction(whole)
         return [whole, self._calls.between(), self._options.until()]
@@ -225,14 +225,14 @@ class Loop:
     def _begin_epoch(self) -> None:
         self._read = None
         if self._held() is None:
-            keras_private.publish(self._model, {})
+            keras_private.trainer_state.publish(self._model, {})
             self._state = None
         else:
             self._driver.keep_spare(None, now=True)
 
     def _held(self) -> KerasState | None:
         """Returns the model's values where no callback has seen or changed them since."""
-        return None if keras_private.is_synced(self._model) else self._state
+        return None if keras_private.trainer_state.is_synced(self._model) else self._state
 
     def _run(self, chunk: Chunk) -> PyTree:
         if self._held() is None:
@@ -258,12 +258,12 @@ class Loop:
             self._driver.adopt_spare(originals, None)
         else:
             self._begin(_tree.own(originals))
-        keras_private.purge(self._model, _FIELDS[self._kind])
+        keras_private.trainer_state.purge(self._model, _FIELDS[self._kind])
 
     def _publish(self) -> None:
         """Tells the model where its values are, for callbacks that read it."""
         lists = {f"{name}_variables": getattr(self._state, name) for name in _FIELDS[self._kind]}
-        keras_private.publish(self._model, lists)
+        keras_private.trainer_state.publish(self._model, lists)
 
     def _originals(self) -> KerasState:
         """Returns the variables that a step of this kind takes, as they are."""

@@ -38,7 +38,7 @@ class Evaluation:
     def source(self) -> Any:
         """Returns the batches, by one iterator for all epochs, as Keras does."""
         source = self._source()
-        keras_private.build_from(self._model, source)
+        keras_private.trainer.build_from(self._model, source)
         return source
 
 
@@ -60,7 +60,7 @@ class Fit:
         model.stop_training = False
         self._lazy = _callbacks.only_read_model_attribute(callbacks)
         callbacks.on_train_begin()
-        first = keras_private.initial_epoch(model) or initial_epoch
+        first = keras_private.trainer.initial_epoch(model) or initial_epoch
         if saving is not None and saving.resumed is not None:
             first = saving.position.epoch
         self._loop = Loop(model, "train", self.source, callbacks, self.options)

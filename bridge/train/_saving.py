@@ -78,7 +78,7 @@ class KerasSaving:
             write_keras_state(resumed.state, self._model)
             for name, callback in self._callbacks.items():
                 if type(callback) is keras.callbacks.History:
-                    keras_private.put_memory(callback, memory[name])
+                    keras_private.callbacks.put_memory(callback, memory[name])
                     self._model.history = callback
             return False
         for name, callback in self._callbacks.items():
@@ -96,11 +96,11 @@ class KerasSaving:
         for name, callback in self._callbacks.items():
             if name in found["callbacks"]:
                 memory = found["callbacks"][name]
-                keras_private.put_memory(callback, memory)
+                keras_private.callbacks.put_memory(callback, memory)
                 if goes_on(callback) and "own" in memory:
                     callback.restore(memory["own"])
-        keras_private.put_global_seed(found["seed"])
-        keras_private.go_to(self._source, place.get("place", {"fetched": 0}))
+        keras_private.variables.put_global_seed(found["seed"])
+        keras_private.data.go_to(self._source, place.get("place", {"fetched": 0}))
         if not self.position.batch:
             put_randomness(found["randomness"])
             return None
@@ -110,7 +110,7 @@ class KerasSaving:
     def begin_epoch(self, epoch: int, loop: Any) -> None:
         """Notes where the data are."""
         self._loop = loop
-        self._began = keras_private.place(self._source)
+        self._began = keras_private.data.place(self._source)
         if self.position.epoch != epoch:
             self.position = Position(self.position.step, epoch)
 
@@ -181,12 +181,12 @@ class KerasSaving:
 
     def fingerprint(self) -> dict[str, Any]:
         """Returns what tells the data from others."""
-        return keras_private.described(self._source)
+        return keras_private.data.described(self._source)
 
     def state(self, over: bool) -> dict[str, Any]:
         """Returns where the data are."""
         if over:
-            return {"place": keras_private.place(self._source)}
+            return {"place": keras_private.data.place(self._source)}
         return {
             "place": self._began,
             "first": self._source.randomness,
@@ -238,7 +238,7 @@ class _Others:
         return {
             "names": _names(self._model),
             "callbacks": {n: found for n, x in self._callbacks.items() if (found := _state(x))},
-            "seed": keras_private.global_seed(),
+            "seed": keras_private.variables.global_seed(),
             "randomness": randomness(),
         }
 
@@ -261,7 +261,7 @@ def _state(callback: Any) -> dict[str, Any]:
     if isinstance(callback, keras.callbacks.CSVLogger):
         path = os.fspath(callback.filename)
         own["bytes"] = os.path.getsize(path) if os.path.exists(path) else 0
-    return {**keras_private.memory(callback), **own}
+    return {**keras_private.callbacks.memory(callback), **own}
 
 
 def _go_on_below(logger: Any, size: int) -> None:

@@ -115,7 +115,7 @@ def _refuse_new_variables(model: keras.Model, before: int) -> None:
 
 
 def _refuse_stateful_rnns(model: keras.Model) -> None:
-    for layer in keras_private.all_layers(model):
+    for layer in keras_private.layers.all_layers(model):
         if isinstance(layer, keras.layers.RNN) and layer.stateful:
             raise ValueError(
                 f"layer {layer.name!r}: expected stateful=False, got stateful=True. Its states are "
