@@ -154,6 +154,7 @@ class KerasSaving:
         if self._to_end or not self.run.is_together:
             self.save()
         if self._to_end:
+            self._to_end = False  # a handler of the user's may have the fit go on
             self.run.act()
         signals.act()
 
