@@ -109,7 +109,7 @@ def decode(value: Any) -> Any:
 
 
 def _public_name(value: Any) -> str | None:
-    name = getattr(value, "__name__", "")
+    name = getattr(value, "__name__", None) or ""
     found = (n for n in _NAMESPACES if getattr(sys.modules.get(n), name, None) is value)
     return next((f"{namespace}.{name}" for namespace in found), None)
 
