@@ -132,7 +132,8 @@ class Fit:
 
     def _begin_epoch(self, epoch: int) -> _feed.Resume | None:
         """Tells callbacks; returns where in the epoch to go on, if a checkpoint says so."""
-        saving, resume = self.options.saving, None
+        saving = self.options.saving
+        resume: _feed.Resume | None = None
         if saving is None or saving.resumed is None:
             self._loop.reset_metrics()
             self.callbacks.on_epoch_begin(epoch)
