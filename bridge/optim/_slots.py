@@ -74,14 +74,16 @@ def _parts(optimizer: Any) -> Iterator[tuple[str, Any]]:
 
 
 class SlotLayout(NamedTuple):
-    """How the variables of a Keras optimizer make up a `KerasOptState`.
+    """How the variables of a built Keras optimizer make up a `KerasOptState`.
 
     Attributes:
+      optimizer: The optimizer, which may hold no values.
       roles: What each of `optimizer.variables` is.
       places: For each leaf of the params, its place in the optimizer's order.
       treedef: The structure of the params.
     """
 
+    optimizer: Any
     roles: list[Slot | str]
     places: list[int]
     treedef: Any

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,25 +19,13 @@ from functrain.internal import PyTree
 from functrain.internal import tree as _tree
 
 
-class Built(NamedTuple):
-    """A Keras optimizer that was built for variables of certain shapes, and holds no values.
-
-    Attributes:
-      optimizer: The optimizer.
-      slots: How its variables make up a state.
-    """
-
-    optimizer: Any
-    slots: SlotLayout
-
-
 class Wrapped:
     """What `bridge.optimizer` returns the `init` and `update` of."""
 
     def __init__(self, optimizer: Any, model: keras.Layer | None) -> None:
         self.optimizer = optimizer
         self.model = model
-        self._built: dict[Any, Built] = {}
+        self._built: dict[Any, SlotLayout] = {}
         self._own = {id(v): v for v in model.trainable_variables} if model is not None else {}
         _require_own(optimizer, self._own, model)
         self._template = copied(optimizer, self._own.get)  # as it is now, whatever becomes of it
@@ -46,10 +34,10 @@ class Wrapped:
         """Returns the state before the first update, by the optimizer's own `build`."""
         built, values = self._build(params)
         leaves = jax.tree.leaves(params)
-        owner = dict(zip(built.slots.places, leaves, strict=True))
+        owner = dict(zip(built.places, leaves, strict=True))
         values = [
             _placed(value, owner[role.owner]) if isinstance(role, Slot) else value
-            for role, value in zip(built.slots.roles, values, strict=True)
+            for role, value in zip(built.roles, values, strict=True)
         ]
         return self._state(built, values)
 
@@ -68,40 +56,38 @@ class Wrapped:
         built = self.built_for(params)
         old = self.variables(built, state)
         leaves, grads = jax.tree.leaves(params), jax.tree.leaves(updates)
-        in_order = [jnp.asarray(x) for x in _permuted(leaves, built.slots.places)]
-        scaled = self._scaled(built, old, _permuted(grads, built.slots.places), loss_scale)
+        in_order = [jnp.asarray(x) for x in _permuted(leaves, built.places)]
+        scaled = self._scaled(built, old, _permuted(grads, built.places), loss_scale)
         new, variables = built.optimizer.stateless_apply(old, scaled, in_order)
         variables = [jnp.asarray(x, v.dtype) for x, v in zip(variables, old, strict=True)]
         deltas = [difference(n, p) for n, p in zip(new, in_order, strict=True)]
-        return (
-            built.slots.treedef.unflatten(deltas[i] for i in built.slots.places),
-            self._state(built, variables),
-        )
+        new_updates = built.treedef.unflatten(deltas[i] for i in built.places)
+        return new_updates, self._state(built, variables)
 
-    def _scaled(self, built: Built, old: list[Any], grads: list[Any], loss_scale: Any) -> list[Any]:
+    def _scaled(self, built: SlotLayout, old: list[Any], grads: Any, loss_scale: Any) -> list[Any]:
         """Returns gradients of the loss, times the scale that the optimizer divides them by."""
         if loss_scale is not None:
             grads = [g / loss_scale for g in grads]
         if isinstance(self.optimizer, keras.optimizers.LossScaleOptimizer):
-            scale = old[built.slots.roles.index("loss_scale/dynamic_scale")]
+            scale = old[built.roles.index("loss_scale/dynamic_scale")]
             grads = [g * scale.astype(g.dtype) for g in grads]  # a power of 2: no bit is lost
         return grads
 
-    def _state(self, built: Built, values: list[Any]) -> KerasOptState:
-        return built.slots.gather(values, None if self.model is None else ConstraintState())
+    def _state(self, built: SlotLayout, values: list[Any]) -> KerasOptState:
+        return built.gather(values, None if self.model is None else ConstraintState())
 
-    def variables(self, built: Built, state: Any) -> list[Any]:
+    def variables(self, built: SlotLayout, state: Any) -> list[Any]:
         if isinstance(state, KerasOptState):
             with contextlib.suppress(KeyError, ValueError):
-                return [jnp.asarray(x) for x in built.slots.scatter(state)]
-        slots = sorted({role.name for role in built.slots.roles if isinstance(role, Slot)})
+                return [jnp.asarray(x) for x in built.scatter(state)]
+        slots = sorted({role.name for role in built.roles if isinstance(role, Slot)})
         raise ValueError(
             f"opt_state: expected one of bridge.optimizer({type(self.optimizer).__name__}) with "
             f"slots {slots} for these params, got {jax.tree.structure(state)}. Take the state "
             "that this transformation's init(params) returned."
         )
 
-    def built_for(self, params: PyTree) -> Built:
+    def built_for(self, params: PyTree) -> SlotLayout:
         leaves, treedef = jax.tree.flatten(params)
         key = treedef, tuple((x.shape, jnp.result_type(x)) for x in map(jnp.asarray, leaves))
         if key not in self._built:
@@ -114,7 +100,7 @@ class Wrapped:
             jax.eval_shape(build, specs)
         return self._built[key]
 
-    def _build(self, params: PyTree) -> tuple[Built, list[Any]]:
+    def _build(self, params: PyTree) -> tuple[SlotLayout, list[Any]]:
         """Returns a copy of the optimizer, built for params, and its variables' values."""
         leaves, treedef = jax.tree.flatten(params)
         paths, owners, places = self._places(params)
@@ -128,7 +114,7 @@ class Wrapped:
             values = [v.value for v in copy.variables]
         for variable in (*copy.variables, *stand_ins):
             keras_private.variables.swap_value(variable, None)
-        return Built(copy, SlotLayout(sort(copy, in_order), places, treedef)), values
+        return SlotLayout(copy, sort(copy, in_order), places, treedef), values
 
     def _places(self, params: PyTree) -> tuple[list[Any], list[Any], list[int]]:
         """Returns each leaf's path, variable if known, and place in the order of the optimizer."""

@@ -101,7 +101,8 @@ def _layout(model: Any, optimizer: Any) -> tuple[SlotLayout, KerasOptState]:
             f"the optimizer {optimizer.name!r} was built for other variables than the model "
             "trains now. If layers were frozen or unfrozen, compile the model again"
         ) from error
-    layout = SlotLayout(roles, jax.tree.leaves(numbered), jax.tree.structure(numbered))
+    order, treedef = jax.tree.flatten(numbered)
+    layout = SlotLayout(optimizer, roles, order, treedef)
     return layout, layout.gather([v.value for v in optimizer.variables])
 
 
