@@ -8,23 +8,33 @@ from bridge._backend import require_jax
 require_jax()  # before anything imports keras: it picks its backend then, once
 
 import functrain  # noqa: E402
-from bridge._version import __version__, require_same  # noqa: E402
+from bridge._version import __version__ as __version__  # noqa: E402
+from bridge._version import require_same  # noqa: E402
 
 require_same(functrain)  # before a stale functrain can fail on a name it does not have
 
-from bridge.model import from_flax, from_keras, to_linen  # noqa: E402
+from bridge.model import from_flax as from_flax  # noqa: E402
+from bridge.model import from_keras as from_keras  # noqa: E402
+from bridge.model import to_linen as to_linen  # noqa: E402
 from bridge.model._scope import no_side_effects  # noqa: E402
-from bridge.optim import OptaxOptimizer, constraints, loss, metric, optimizer, schedule  # noqa: E402
-from bridge.state import (  # noqa: E402
-    KerasState,
-    create_state,
-    from_distribution,
-    keras_state,
-    to_distribution,
-    to_keras,
-    warm_start,
-)
-from bridge.train import evaluate, fit, predict, test_step, train_step  # noqa: E402
+from bridge.optim import OptaxOptimizer as OptaxOptimizer  # noqa: E402
+from bridge.optim import constraints as constraints  # noqa: E402
+from bridge.optim import loss as loss  # noqa: E402
+from bridge.optim import metric as metric  # noqa: E402
+from bridge.optim import optimizer as optimizer  # noqa: E402
+from bridge.optim import schedule as schedule  # noqa: E402
+from bridge.state import KerasState as KerasState  # noqa: E402
+from bridge.state import create_state as create_state  # noqa: E402
+from bridge.state import from_distribution as from_distribution  # noqa: E402
+from bridge.state import keras_state as keras_state  # noqa: E402
+from bridge.state import to_distribution as to_distribution  # noqa: E402
+from bridge.state import to_keras as to_keras  # noqa: E402
+from bridge.state import warm_start as warm_start  # noqa: E402
+from bridge.train import evaluate as evaluate  # noqa: E402
+from bridge.train import fit as fit  # noqa: E402
+from bridge.train import predict as predict  # noqa: E402
+from bridge.train import test_step as test_step  # noqa: E402
+from bridge.train import train_step as train_step  # noqa: E402
 from functrain.internal import add_guard  # noqa: E402
 
 add_guard(no_side_effects)
