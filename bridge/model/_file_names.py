@@ -35,10 +35,9 @@ def file_names(model: keras.Model) -> dict[str, str]:
         for part, variables in (("params", where.params), ("model_state", where.model_state))
         for path, variable in variables.items()
     ]
-    markers = [_marker(i, variable) for i, (_, variable) in enumerate(paths)]
-    before = [keras_private.swap_value(v, x) for (_, v), x in zip(paths, markers, strict=True)]
+    markers = [(variable, _marker(i, variable)) for i, (_, variable) in enumerate(paths)]
     try:
-        with tempfile.TemporaryDirectory() as folder:
+        with keras_private.variables.other_values(markers), tempfile.TemporaryDirectory() as folder:
             file = os.path.join(folder, "names.weights.h5")
             model.save_weights(file)
             with arrays_in(file) as arrays:
@@ -50,9 +49,6 @@ def file_names(model: keras.Model) -> dict[str, str]:
             f"not say what they are called in a file: {error}. Load the file by "
             "model.load_weights, and make a state of the model: bridge.create_state(model, tx)."
         ) from error
-    finally:
-        for (_, variable), value in zip(paths, before, strict=True):
-            keras_private.swap_value(variable, value)
     names: dict[str, str] = {}
     for name, x in found.items():
         i = int(x[0])

@@ -7,6 +7,7 @@ imported, and what was registered with Keras.
 
 import dataclasses
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
@@ -78,8 +79,9 @@ def _encode(value: Any, where: str) -> Any:
             return {"keras": keras.saving.serialize_keras_object(value)}
         case jax.lax.Precision():
             return {"precision": value.name}
-    if (dtype := _dtype(value)) is not None:
-        return {"dtype": dtype}
+    scalar = isinstance(value, type) and issubclass(value, np.generic)
+    if scalar or isinstance(value, (np.dtype, type(jnp.float32))):  # any way to write a dtype
+        return {"dtype": jnp.dtype(value).name}
     if (name := _public_name(value)) is not None:
         return {"public": name}
     if _is_registered(value):
@@ -101,38 +103,15 @@ def decode(value: Any) -> Any:
         fields = {name: decode(x) for name, x in value["fields"].items()}
         return _class(value["module"])(**fields)
     ((kind, content),) = value.items()
-    match kind:
-        case "tuple":
-            return tuple(decode(x) for x in content)
-        case "dict":
-            return {key: decode(x) for key, x in content.items()}
-        case "keras":
-            return keras.saving.deserialize_keras_object(content)
-        case "precision":
-            return jax.lax.Precision[content]
-        case "dtype":
-            return jnp.dtype(content).type
-        case "public":
-            return _public(content)
-        case "function":
-            return _registered(content)
-    raise ValueError(f"module: expected what a FlaxLayer wrote, got {value}")
-
-
-def _dtype(value: Any) -> str | None:
-    """Returns the name of a dtype, in any of the ways to write one."""
-    if isinstance(value, np.dtype) or (isinstance(value, type) and issubclass(value, np.generic)):
-        return jnp.dtype(value).name
-    return jnp.dtype(value).name if type(value) is type(jnp.float32) else None
+    if kind not in _DECODERS:
+        raise ValueError(f"module: expected what a FlaxLayer wrote, got {value}")
+    return _DECODERS[kind](content)
 
 
 def _public_name(value: Any) -> str | None:
-    name = getattr(value, "__name__", None)
-    for namespace in _NAMESPACES:
-        module = sys.modules.get(namespace)
-        if name and module is not None and getattr(module, name, None) is value:
-            return f"{namespace}.{name}"
-    return None
+    name = getattr(value, "__name__", None) or ""
+    found = (n for n in _NAMESPACES if getattr(sys.modules.get(n), name, None) is value)
+    return next((f"{namespace}.{name}" for namespace in found), None)
 
 
 def _public(path: str) -> Any:
@@ -173,6 +152,17 @@ def _registered(name: str) -> Any:
             f"custom_objects={{{name!r}: ...}}."
         )
     return found
+
+
+_DECODERS: dict[str, Callable[[Any], Any]] = {
+    "tuple": lambda content: tuple(decode(x) for x in content),
+    "dict": lambda content: {key: decode(x) for key, x in content.items()},
+    "keras": keras.saving.deserialize_keras_object,
+    "precision": lambda content: jax.lax.Precision[content],
+    "dtype": lambda content: jnp.dtype(content).type,
+    "public": _public,
+    "function": _registered,
+}
 
 
 def _label(value: Any) -> str:

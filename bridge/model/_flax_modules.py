@@ -6,53 +6,21 @@ or as `state` what else an nnx module holds, its random streams excepted.
 
 import inspect
 from collections.abc import Mapping
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import flax.core
 import flax.errors
 import flax.linen as nn
 import jax
 
-from functrain import from_linen, from_nnx
+from functrain import ModelOutput, from_linen, from_nnx
 from functrain.internal import SWITCHES, PyTree
 from functrain.internal import tree as _tree
 
 Values: TypeAlias = dict[str, PyTree]
 
 
-class Applied(NamedTuple):
-    """What one application of a module returns."""
-
-    outputs: PyTree
-    values: Values
-    losses: tuple[jax.Array, ...]
-
-
-class FlaxModule(Protocol):
-    """A linen or an nnx module, as functions of its values.
-
-    Attributes:
-      given: The first values, where somebody has them; whoever takes them may set this to None.
-    """
-
-    given: Values | None
-
-    def init(self, key: jax.Array, inputs: PyTree) -> Values:
-        """Makes the first values where none are given; `inputs` are arrays or shapes."""
-
-    def apply(
-        self, values: Values, inputs: PyTree, *, rng: jax.Array | None, training: bool
-    ) -> Applied:
-        """Applies the module."""
-
-    def draws(self, values: Values, inputs: PyTree, *, training: bool) -> bool:
-        """Whether it draws random numbers; `values` and `inputs` are shapes."""
-
-    def to_flax(self, values: Values) -> Any:
-        """Returns copies of the values as flax has them: linen variables, or an nnx module."""
-
-
-def wrap(module: Any, variables: Mapping[str, PyTree] | None) -> FlaxModule:
+def wrap(module: Any, variables: Mapping[str, PyTree] | None) -> "FlaxModule":
     """Returns a module behind the interface.
 
     Raises:
@@ -78,25 +46,31 @@ def is_module(module: Any) -> bool:
 
 
 class Linen:
-    """A linen module."""
+    """A linen module, as functions of its values.
+
+    Attributes:
+      given: The first values, where somebody has them; whoever takes them may set this to None.
+    """
 
     def __init__(self, module: nn.Module, variables: Mapping[str, PyTree] | None) -> None:
         self.given = None if variables is None else _own(variables)
         self._model = from_linen(module)
 
     def init(self, key: jax.Array, inputs: PyTree) -> Values:
+        """Makes the first values where none are given; `inputs` are arrays or shapes."""
         params, rest = self._model.init(key, inputs)
         return {"params": params, **rest}
 
     def apply(
         self, values: Values, inputs: PyTree, *, rng: jax.Array | None, training: bool
-    ) -> Applied:
+    ) -> ModelOutput:
+        """Applies the module; its `model_state` are the values that move on."""
         rest = {name: value for name, value in values.items() if name != "params"}
         params = values.get("params", {})
-        out = self._model.apply(params, rest, inputs, rng=rng, training=training)
-        return Applied(out.outputs, out.model_state, out.losses)
+        return self._model.apply(params, rest, inputs, rng=rng, training=training)
 
     def draws(self, values: Values, inputs: PyTree, *, training: bool) -> bool:
+        """Whether it draws random numbers; `values` and `inputs` are shapes."""
         try:
             jax.eval_shape(lambda *a: self.apply(*a, rng=None, training=training), values, inputs)
         except ValueError as error:
@@ -106,12 +80,13 @@ class Linen:
         return False
 
     def to_flax(self, values: Values) -> dict[str, PyTree]:
+        """Returns copies of the values as flax has them: linen variables."""
         copies: dict[str, PyTree] = _tree.copy(values)
         return copies
 
 
 class Nnx:
-    """An nnx module, with the values it has now.
+    """An nnx module, with the values it has now: what `Linen` has, but `to_flax` makes a module.
 
     Its random streams are not among the values: each draw seeds them anew.
     """
@@ -132,10 +107,10 @@ class Nnx:
 
     def apply(
         self, values: Values, inputs: PyTree, *, rng: jax.Array | None, training: bool
-    ) -> Applied:
+    ) -> ModelOutput:
         params, state = self._parts(values)
         out = self._model.apply(params, state, inputs, rng=rng, training=training)
-        return Applied(out.outputs, {"state": self._without_streams(out.model_state)}, ())
+        return out._replace(model_state={"state": self._without_streams(out.model_state)})
 
     def draws(self, values: Values, inputs: PyTree, *, training: bool) -> bool:
         moved = []
@@ -167,6 +142,9 @@ class Nnx:
         leaves = zip(jax.tree.leaves(state), self._streams, strict=True)
         kept = [x if stream is None else None for x, stream in leaves]
         return jax.tree.unflatten(self._structure, kept)
+
+
+FlaxModule: TypeAlias = Linen | Nnx
 
 
 def _own(variables: Mapping[str, PyTree]) -> Values:

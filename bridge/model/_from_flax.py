@@ -1,11 +1,10 @@
 """Flax modules, linen and nnx, as Keras layers."""
 
-import contextlib
 import dataclasses
 import functools
 import inspect
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -13,6 +12,7 @@ import jax.numpy as jnp
 import keras
 
 from bridge.model import _flax_config, _flax_modules
+from bridge.model._scope import name_scopes
 from functrain.internal import PyTree
 from functrain.internal import tree as _tree
 
@@ -132,11 +132,8 @@ class FlaxLayer(keras.Layer):  # type: ignore[misc]  # keras has no types
     def build(self, input_shape: PyTree) -> None:
         """Makes the weights."""
         if self._known_inputs is None:
-            self._note(
-                keras.tree.map_shape_structure(
-                    lambda shape: keras.KerasTensor(shape, self.compute_dtype), input_shape
-                )
-            )
+            tensor = functools.partial(keras.KerasTensor, dtype=self.compute_dtype)
+            self._note(keras.tree.map_shape_structure(tensor, input_shape))
         inputs = keras.tree.map_structure(self._example, self._known_inputs)
         seed = random.randint(1, 10**9) if self.seed is None else self.seed  # as Keras draws it
         first = _FirstValues(self._flax, seed, inputs)
@@ -151,10 +148,12 @@ class FlaxLayer(keras.Layer):  # type: ignore[misc]  # keras has no types
     def call(self, inputs: PyTree, training: bool | None = None) -> PyTree:
         """Runs the module."""
         training = bool(training)
-        rng = _key(self.seed_generator.next()) if self._draws[training] else None
+        rng = None
+        if self._draws[training]:
+            rng = jax.random.wrap_key_data(self.seed_generator.next(), impl="threefry2x32")
         values = self._weights.read()
         applied = self._flax.apply(values, inputs, rng=rng, training=training)
-        self._weights.write(values, applied.values)
+        self._weights.write(values, applied.model_state)
         for loss in applied.losses:
             self.add_loss(loss)
         return applied.outputs
@@ -195,9 +194,8 @@ class FlaxLayer(keras.Layer):  # type: ignore[misc]  # keras has no types
         self.build(keras.tree.map_structure(lambda x: tuple(x.shape), self._known_inputs))
 
     def _note(self, inputs: PyTree) -> None:
-        self.__dict__["_known_inputs"] = (
-            inputs  # past Keras's tracking, which makes dicts into its own
-        )
+        # Past Keras's tracking, which makes dicts into its own.
+        self.__dict__["_known_inputs"] = inputs
 
     def _example(self, x: Any) -> jax.ShapeDtypeStruct:
         dtype = self.compute_dtype if "float" in x.dtype else x.dtype
@@ -209,7 +207,7 @@ class FlaxLayer(keras.Layer):  # type: ignore[misc]  # keras has no types
         for i, (path, leaf) in enumerate(first.leaves):
             *levels, name = path
             node = _node(self.collections, levels)
-            with _scopes(levels[:-1]):
+            with name_scopes(levels[:-1]):
                 made.append(
                     node.add_weight(
                         shape=leaf.shape,
@@ -237,32 +235,26 @@ class _FirstValues:
             return module.init(jax.random.key(seed), inputs)
 
         self._init, self._inputs = init, inputs
-        self._values: list[jax.Array] | None = None
-        self.shapes = (
-            jax.eval_shape(init, inputs)
-            if self._given is None
-            else jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self._given)
-        )
-        if isinstance(module, _flax_modules.Linen) and self._given is not None:
-            _require_collections(jax.eval_shape(init, inputs), self._given)
+        if self._given is None:
+            self.shapes = jax.eval_shape(init, inputs)
+        else:
+            self.shapes = _tree.shapes(self._given)
+            if isinstance(module, _flax_modules.Linen):
+                _require_collections(jax.eval_shape(init, inputs), self._given)
         leaves, self.structure = jax.tree_util.tree_flatten_with_path(self.shapes)
         self.leaves = [(_tree.path_str(path).split("/"), leaf) for path, leaf in leaves]
 
     def initializer(self, i: int) -> Any:
         """Returns what makes the i-th value for Keras."""
-        return lambda shape, dtype: jnp.array(self._all()[i], dtype=dtype)
+        return lambda shape, dtype: jnp.array(self._values[i], dtype=dtype)
 
-    def _all(self) -> list[jax.Array]:
-        if self._values is None:
-            with jax.ensure_compile_time_eval():
-                self._values = jax.tree.leaves(self._make())
-        return self._values
-
-    def _make(self) -> PyTree:
+    @functools.cached_property
+    def _values(self) -> list[jax.Array]:
         if self._given is not None:
-            return self._given
-        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self._inputs)
-        return jax.jit(self._init)(zeros)
+            return jax.tree.leaves(self._given)
+        with jax.ensure_compile_time_eval():
+            zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self._inputs)
+            return jax.tree.leaves(jax.jit(self._init)(zeros))
 
 
 def _node(collections: dict[str, FlaxCollection], levels: list[str]) -> FlaxCollection:
@@ -273,15 +265,6 @@ def _node(collections: dict[str, FlaxCollection], levels: list[str]) -> FlaxColl
         node = collections[name]
         collections = node.below
     return node
-
-
-@contextlib.contextmanager
-def _scopes(names: list[str]) -> Iterator[None]:
-    """Puts names into the paths of the variables made inside."""
-    with contextlib.ExitStack() as stack:
-        for name in names:
-            stack.enter_context(keras.name_scope(name))
-        yield
 
 
 def _instance(module: Any) -> Any:
@@ -306,11 +289,6 @@ def _instance(module: Any) -> Any:
 def _symbolic(x: Any) -> Any:
     dtype = keras.backend.standardize_dtype(getattr(x, "dtype", keras.config.floatx()))
     return keras.KerasTensor(getattr(x, "shape", ()), dtype)
-
-
-def _key(seed: jax.Array) -> jax.Array:
-    key: jax.Array = jax.random.wrap_key_data(seed, impl="threefry2x32")
-    return key
 
 
 def _require_collections(expected: Mapping[str, PyTree], given: Mapping[str, PyTree]) -> None:

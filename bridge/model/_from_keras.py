@@ -96,7 +96,7 @@ def from_keras(model: keras.Layer) -> Model:
 def _call(
     model: keras.Layer, inputs: PyTree, training: bool
 ) -> tuple[PyTree, tuple[jax.Array, ...]]:
-    keras_private.forget_losses(model)
+    keras_private.layers.forget_losses(model)
     takes_training = "training" in inspect.signature(model.call).parameters
     outputs = model(inputs, training=training) if takes_training else model(inputs)
     return outputs, tuple(_scalar(loss) for loss in model.losses)

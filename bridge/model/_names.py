@@ -29,13 +29,10 @@ def keys(parent: Any, members: Iterable[Any]) -> list[str]:
       ['dense', 'dense_1', 'out']
     """
     held = dict(_held(parent))
-    used: set[str] = set()
-    for_each = []
+    found: dict[str, Any] = {}
     for member in members:
-        key = free(_base(parent, member, held), used)
-        used.add(key)
-        for_each.append(key)
-    return for_each
+        found[free(_base(parent, member, held), found)] = member
+    return list(found)
 
 
 def _base(parent: Any, member: Any, held: dict[int, str]) -> str:

@@ -40,7 +40,7 @@ def unknown_layers(model: keras.Layer) -> list[Any]:
 
     A class is known by itself, and not by its name or what it inherits from.
     """
-    return [layer for layer in keras_private.all_layers(model) if not _is_known(layer)]
+    return [layer for layer in keras_private.layers.all_layers(model) if not _is_known(layer)]
 
 
 def frozen_layers(model: keras.Layer) -> list[Any]:
@@ -72,7 +72,7 @@ def warn_of_frozen(model: keras.Layer) -> None:
 
 def _is_known(layer: Any) -> bool:
     cls = type(layer)
-    if keras_private.is_functional(layer):
+    if keras_private.layers.is_functional(layer):
         return True
     own = cls in _KERAS_CLASSES and cls not in _IMPURE and cls not in _RUN_ANYTHING
     return own and (cls in _PURE or bool(layer.supports_jit))

@@ -1,7 +1,7 @@
 """Running a Keras model as a pure function, and leaving it whole whatever happens."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
@@ -53,9 +53,18 @@ class Scope(keras.StatelessScope):  # type: ignore[misc]  # keras has no types
 
 
 @contextlib.contextmanager
+def name_scopes(names: Iterable[str]) -> Iterator[None]:
+    """Puts names into the paths of the variables made inside."""
+    with contextlib.ExitStack() as stack:
+        for name in names:
+            stack.enter_context(keras.name_scope(name))
+        yield
+
+
+@contextlib.contextmanager
 def outside_of_traces() -> Iterator[None]:
     """Leaves every trace and scope for a while: variables made inside have values at once."""
-    with jax.ensure_compile_time_eval(), keras_private.outside_scopes():
+    with jax.ensure_compile_time_eval(), keras_private.variables.outside_scopes():
         yield
 
 

@@ -77,10 +77,10 @@ def _members(node: Any) -> list[Any]:
     if isinstance(node, keras.Metric):
         return list(node.variables)
     return [
-        *keras_private.own_variables(node),
-        *keras_private.seed_generators(node),
-        *keras_private.own_metrics(node),
-        *keras_private.sublayers(node),
+        *keras_private.layers.own_variables(node),
+        *keras_private.layers.seed_generators(node),
+        *keras_private.layers.own_metrics(node),
+        *keras_private.layers.sublayers(node),
     ]
 
 
@@ -89,7 +89,7 @@ def has_state(model: keras.Layer) -> bool:
 
     `built` is no proof: `build` on a subclass can mark it built and leave its layers alone.
     """
-    layers = keras_private.sublayers(model)
+    layers = keras_private.layers.sublayers(model)
     return bool(model.variables) or all(x.built and has_state(x) for x in layers)
 
 
@@ -121,10 +121,8 @@ def values(where: Layout) -> tuple[PyTree, PyTree]:
 
     With a mixed precision policy these are the float32 masters.
     """
-    return (
-        nest({path: v.value for path, v in where.params.items()}),
-        nest({path: v.value for path, v in where.model_state.items()}),
-    )
+    params, others = ({path: v.value for path, v in part.items()} for part in where[:2])
+    return nest(params), nest(others)
 
 
 # The collections of a linen module made of a Keras model, beside `params`.
@@ -267,7 +265,7 @@ def assign(where: Layout, params: PyTree, model_state: PyTree) -> None:
 def put(variable: Any, array: Any) -> None:
     """Assigns to a variable; to one that is this process's own, the whole of a divided array."""
     divided = isinstance(array, jax.Array) and not array.is_fully_addressable
-    home = divided and keras_private.layout(variable) is None
+    home = divided and keras_private.variables.layout(variable) is None
     variable.assign(whole_on_host(array) if home else array)
 
 

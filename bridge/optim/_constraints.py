@@ -43,10 +43,6 @@ def constraints(model: keras.Layer) -> optax.GradientTransformation:
       [0. 0.] [-1. -1.]
     """
 
-    def init(params: PyTree) -> ConstraintState:
-        del params
-        return ConstraintState()
-
     def update(
         updates: PyTree, state: ConstraintState, params: PyTree = None
     ) -> tuple[PyTree, ConstraintState]:
@@ -62,7 +58,7 @@ def constraints(model: keras.Layer) -> optax.GradientTransformation:
 
         return jax.tree_util.tree_map_with_path(constrained, params, updates), state
 
-    return optax.GradientTransformation(init, update)
+    return optax.GradientTransformation(lambda params: ConstraintState(), update)
 
 
 def keeps_constraints(opt_state: PyTree) -> bool:

@@ -99,9 +99,9 @@ def _single(keras_loss: Any) -> _Measure:
         if isinstance(outputs, Mapping | list | tuple):  # as `compile` does it
             each = {key: keras_loss for key, _ in _items(outputs)}
             return _several(each, None)(outputs, y, sample_weight)
-        found = keras_private.get_loss(keras_loss, y, outputs)
+        found = keras_private.losses.get_loss(keras_loss, y, outputs)
         if found.reduction in _MEANS and not _calls_itself(found):
-            values, weight, valid = keras_private.losses_and_weight(
+            values, weight, valid = keras_private.losses.losses_and_weight(
                 found, y, outputs, sample_weight
             )
             if sample_weight is not None:
@@ -119,7 +119,7 @@ def _divisor(found: Any, y: PyTree, outputs: PyTree, sample_weight: PyTree) -> A
         return None
     if found.reduction == "sum":
         return _NO_MEAN
-    _, weight, valid = keras_private.losses_and_weight(found, y, outputs, sample_weight)
+    _, weight, valid = keras_private.losses.losses_and_weight(found, y, outputs, sample_weight)
     if found.reduction in _MEANS:
         return valid
     return None if weight is None else jnp.sum(weight)
@@ -175,7 +175,7 @@ def _compiled(keras_loss: Any, where: str) -> _Measure:
     _check(keras_loss, where)
 
     def measure(outputs: PyTree, y: PyTree, sample_weight: PyTree) -> tuple[jax.Array, Any]:
-        found = keras_private.get_loss(keras_loss, y, outputs)
+        found = keras_private.losses.get_loss(keras_loss, y, outputs)
         value = found(y, outputs, sample_weight)
         if value.ndim:
             raise ValueError(

@@ -156,23 +156,20 @@ def _build(
                 f"{type(example).__name__}"
             )
         outputs, y = example
-        made = jax.eval_shape(values, outputs, y) if values else None
+        given = (y, outputs) if values is None else (jax.eval_shape(values, outputs, y),)
+
+        def discard(*given: PyTree) -> None:
+            with _scope.Scope([]):
+                keras_metric.update_state(*given)
+
         with _scope.initialize_new_variables():
-            jax.eval_shape(
-                lambda *given: _discard(keras_metric, *given),
-                *((y, outputs) if made is None else (made,)),
-            )
-    if not (keras_private.is_built_metric(keras_metric) and keras_metric.variables):
+            jax.eval_shape(discard, *given)
+    if not (keras_private.metrics.is_built_metric(keras_metric) and keras_metric.variables):
         raise ValueError(
             f"keras_metric: {_name(keras_metric)} makes its variables at its first batch, and "
             "running metrics begin before it. Pass outputs and labels of one batch, or their "
             "shapes: bridge.metric(..., example=(outputs, y))."
         )
-
-
-def _discard(keras_metric: Any, *args: PyTree) -> None:
-    with _scope.Scope([]):
-        keras_metric.update_state(*args)
 
 
 def _chooser(keras_metric: Any) -> Callable[[PyTree, PyTree], Any]:
@@ -185,7 +182,7 @@ def _chooser(keras_metric: Any) -> Callable[[PyTree, PyTree], Any]:
                 return kinds.setdefault(None, keras.metrics.BinaryAccuracy())
             shapes = [keras.KerasTensor(jnp.shape(x)) for x in (y, outputs)]
             with _scope.outside_of_traces():  # it is kept, so that no value may be traced
-                found = keras_private.get_metric(keras_metric, *shapes)
+                found = keras_private.metrics.get_metric(keras_metric, *shapes)
             return kinds.setdefault(type(found), found)
 
         return choose

@@ -30,7 +30,7 @@ def native(optimizer: Any) -> optax.GradientTransformation | None:
     if core is None:
         return None
     decay = [] if optimizer.weight_decay is None else [_decay(optimizer)]
-    rate = keras_private.learning_rate(optimizer)
+    rate = keras_private.optimizers.learning_rate(optimizer)
     scale = optax.scale_by_learning_rate(
         float(keras.ops.convert_to_numpy(optimizer.learning_rate))
         if rate is None
@@ -44,9 +44,9 @@ def native(optimizer: Any) -> optax.GradientTransformation | None:
 
 def _is_plain(optimizer: Any) -> bool:
     """Whether it has no feature that optax has no piece for."""
-    rate = keras_private.learning_rate(optimizer)
+    rate = keras_private.optimizers.learning_rate(optimizer)
     by_function = rate is not None and not isinstance(rate, K.schedules.LearningRateSchedule)
-    ids, _ = keras_private.excluded_from_weight_decay(optimizer)
+    ids, _ = keras_private.optimizers.excluded_from_weight_decay(optimizer)
     accumulates = optimizer.gradient_accumulation_steps
     return not (by_function or ids or optimizer.use_ema or accumulates)
 
@@ -70,7 +70,7 @@ def clip_each_by_norm(most: float) -> optax.GradientTransformation:
 
 
 def _decay(optimizer: Any) -> optax.GradientTransformation:
-    _, pattern = keras_private.excluded_from_weight_decay(optimizer)
+    _, pattern = keras_private.optimizers.excluded_from_weight_decay(optimizer)
 
     def mask(params: PyTree) -> PyTree:
         def is_decayed(path: Any, _: Any) -> bool:
@@ -108,8 +108,7 @@ def scale_by_keras_adam(b1: float, b2: float, eps: float) -> optax.GradientTrans
 
         def scaled(m: jax.Array, v: jax.Array) -> jax.Array:
             t = count.astype(m.dtype)
-            powers = (jnp.power(jnp.asarray(b, m.dtype), t) for b in (b1, b2))
-            p1, p2 = powers
+            p1, p2 = (jnp.power(jnp.asarray(b, m.dtype), t) for b in (b1, b2))
             return m * (jnp.sqrt(1 - p2) / (1 - p1)) / (jnp.sqrt(v) + eps)
 
         return jax.tree.map(scaled, mu, nu), optax.ScaleByAdamState(count, mu, nu)
@@ -120,33 +119,13 @@ def scale_by_keras_adam(b1: float, b2: float, eps: float) -> optax.GradientTrans
 Core: TypeAlias = tuple[list[optax.GradientTransformation], list[optax.GradientTransformation]]
 
 
-def _sgd(o: Any) -> Core:
-    return [], [optax.trace(o.momentum, nesterov=o.nesterov)] if o.momentum else []
-
-
 def _adam(o: Any) -> Core | None:
     return None if o.amsgrad else ([scale_by_keras_adam(o.beta_1, o.beta_2, o.epsilon)], [])
-
-
-def _adamax(o: Any) -> Core:
-    return [optax.scale_by_adamax(o.beta_1, o.beta_2, o.epsilon)], []
 
 
 def _rmsprop(o: Any) -> Core | None:
     scale = optax.scale_by_rms(o.rho, o.epsilon, eps_in_sqrt=True)
     return None if o.centered else ([scale], [optax.trace(o.momentum)] if o.momentum else [])
-
-
-def _adagrad(o: Any) -> Core:
-    return [optax.scale_by_rss(o.initial_accumulator_value, o.epsilon)], []
-
-
-def _adadelta(o: Any) -> Core:
-    return [optax.scale_by_adadelta(o.rho, o.epsilon)], []
-
-
-def _lion(o: Any) -> Core:
-    return [optax.scale_by_lion(o.beta_1, o.beta_2)], []
 
 
 def _lamb(o: Any) -> Core | None:
@@ -156,14 +135,14 @@ def _lamb(o: Any) -> Core | None:
 
 
 _MAKERS: dict[type, Callable[[Any], Core | None]] = {
-    K.SGD: _sgd,
+    K.SGD: lambda o: ([], [optax.trace(o.momentum, nesterov=o.nesterov)] if o.momentum else []),
     K.Adam: _adam,
     K.AdamW: _adam,
-    K.Adamax: _adamax,
+    K.Adamax: lambda o: ([optax.scale_by_adamax(o.beta_1, o.beta_2, o.epsilon)], []),
     K.RMSprop: _rmsprop,
-    K.Adagrad: _adagrad,
-    K.Adadelta: _adadelta,
-    K.Lion: _lion,
+    K.Adagrad: lambda o: ([optax.scale_by_rss(o.initial_accumulator_value, o.epsilon)], []),
+    K.Adadelta: lambda o: ([optax.scale_by_adadelta(o.rho, o.epsilon)], []),
+    K.Lion: lambda o: ([optax.scale_by_lion(o.beta_1, o.beta_2)], []),
     K.Lamb: _lamb,
 }
 

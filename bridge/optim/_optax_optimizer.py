@@ -65,7 +65,7 @@ class Plan:
 
 
 @keras.saving.register_keras_serializable(package="bridge")
-class OptaxOptimizer(keras_private.GradientsOnly):
+class OptaxOptimizer(keras_private.optimizers.GradientsOnly):
     """An optax transformation as a Keras optimizer: ``model.compile(OptaxOptimizer(...))``.
 
     It works in Keras's own `fit` and in `bridge.fit`. Each update is
@@ -157,14 +157,13 @@ class OptaxOptimizer(keras_private.GradientsOnly):
         value = numbers(leaf)
         of = None if label.owner is None else trained[label.owner]
         near = of is not None and tuple(of.shape) == value.shape
+        owner = [] if of is None else [of.path.replace("/", "_")]
         return self.add_variable(
             shape=value.shape,
             initializer=lambda shape, dtype: value,
             dtype=str(value.dtype),
-            layout=keras_private.layout(of) if near else None,
-            name="_".join(
-                (*((of.path.replace("/", "_"),) if of is not None else ()), *label.prefix)
-            ),
+            layout=keras_private.variables.layout(of) if near else None,
+            name="_".join([*owner, *label.prefix]),
         )
 
     @property
@@ -249,16 +248,12 @@ class OptaxOptimizer(keras_private.GradientsOnly):
         arguments = dict(self._arguments)
         if isinstance(arguments.get("learning_rate"), _NUMBER):
             arguments["learning_rate"] = float(keras.ops.convert_to_numpy(self.learning_rate))
+        known = zip(self.plan.paths, self.plan.trained, strict=True) if self.built else ()
         return {
             "name": self.name,
             "tx": _factory.name_of(self._made_by, _OWNER, "transformation"),
             "arguments": _factory.to_config(arguments, _OWNER),
-            "variables": [
-                [list(path), list(v.shape)]
-                for path, v in zip(self.plan.paths, self.plan.trained, strict=True)
-            ]
-            if self.built
-            else [],
+            "variables": [[list(path), list(v.shape)] for path, v in known],
         }
 
     @classmethod

@@ -31,7 +31,7 @@ def copied(optimizer: Any, stand_in_of: Callable[[Any], Any | None]) -> Any:
         )
     if isinstance(optimizer, keras.optimizers.MultiOptimizer):
         return _copied_multi(optimizer, stand_in_of)
-    rate = keras_private.learning_rate(optimizer)
+    rate = keras_private.optimizers.learning_rate(optimizer)
     require_no_optax_schedule(rate)
     settings = optimizer.get_config()
     if rate is not None:  # a schedule has no state: both may use it
@@ -43,7 +43,7 @@ def copied(optimizer: Any, stand_in_of: Callable[[Any], Any | None]) -> Any:
 
 
 def _copied_multi(optimizer: Any, stand_in_of: Callable[[Any], Any | None]) -> Any:
-    chosen = keras_private.optimizer_map(optimizer)
+    chosen = keras_private.optimizers.optimizer_map(optimizer)
     copies: dict[int, Any] = {}
 
     def copy_of(inner: Any) -> Any:
@@ -59,7 +59,7 @@ def _copied_multi(optimizer: Any, stand_in_of: Callable[[Any], Any | None]) -> A
 
 
 def _exclude(optimizer: Any, copy: Any, stand_in_of: Callable[[Any], Any | None]) -> None:
-    ids, pattern = keras_private.excluded_from_weight_decay(optimizer)
+    ids, pattern = keras_private.optimizers.excluded_from_weight_decay(optimizer)
     if not ids and not pattern:
         return
     stand_ins = [stand_in_of(i) for i in ids]

@@ -98,15 +98,16 @@ def optimizer(
             "keras_optimizer: expected a keras.optimizers.Optimizer, such as "
             f"keras.optimizers.get('adam'), got {keras_optimizer!r}. {hint}"
         )
-    kept = model is not None and any(v.constraint for v in model.trainable_variables)
     if isinstance(inner(keras_optimizer), OptaxOptimizer):
-        tx = inner(keras_optimizer).tx
-        return _made(optax.chain(tx, constraints(model)) if kept else tx, keras_optimizer)
-    wrapped = Wrapped(keras_optimizer, model)  # also where it is not used: it refuses bad input
-    pieces = _native.native(keras_optimizer) if native else None
-    if pieces is None:
-        return _made(wrapped, keras_optimizer)
-    return _made(optax.chain(pieces, constraints(model)) if kept else pieces, keras_optimizer)
+        pieces = inner(keras_optimizer).tx
+    else:
+        wrapped = Wrapped(keras_optimizer, model)  # also where it is not used: it refuses bad input
+        pieces = _native.native(keras_optimizer) if native else None
+        if pieces is None:
+            return _made(wrapped, keras_optimizer)
+    if model is not None and any(v.constraint for v in model.trainable_variables):
+        pieces = optax.chain(pieces, constraints(model))
+    return _made(pieces, keras_optimizer)
 
 
 def made_of(tx: Any) -> Any:

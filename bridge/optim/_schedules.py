@@ -52,7 +52,9 @@ def schedule(schedule: Callable[..., Any], /, **arguments: Any) -> Callable[...,
     if isinstance(schedule, keras.optimizers.schedules.LearningRateSchedule):
         if arguments:
             raise TypeError(f"a Keras schedule takes no arguments here, got {sorted(arguments)}")
-        return _to_optax(schedule)
+        if isinstance(schedule, OptaxSchedule):
+            return schedule.optax_schedule
+        return lambda count: jnp.asarray(schedule(count), jnp.float32)
     if not callable(schedule):
         raise TypeError(
             "schedule: expected a keras.optimizers.schedules.LearningRateSchedule or an optax "
@@ -64,16 +66,6 @@ def schedule(schedule: Callable[..., Any], /, **arguments: Any) -> Callable[...,
     made = OptaxSchedule(schedule, arguments)
     _factory.require_takes(made.optax_schedule, _TAKES, 0)
     return made
-
-
-def _to_optax(keras_schedule: Any) -> Callable[[Any], jax.Array]:
-    if isinstance(keras_schedule, OptaxSchedule):
-        return keras_schedule.optax_schedule
-
-    def at(count: Any) -> jax.Array:
-        return jnp.asarray(keras_schedule(count), jnp.float32)
-
-    return at
 
 
 @keras.saving.register_keras_serializable(package="bridge")

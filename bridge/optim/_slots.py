@@ -48,12 +48,12 @@ def sort(optimizer: Any, params: Sequence[Any]) -> list[Slot | str]:
     place = {id(v): i for i, v in enumerate(params)}
     found: dict[int, Slot | str] = {}
     for prefix, part in _parts(optimizer):
-        owners = [place[id(v)] for v in keras_private.trained(part)]
-        for name, values in keras_private.slot_lists(part):
+        owners = [place[id(v)] for v in keras_private.optimizers.trained(part)]
+        for name, values in keras_private.optimizers.slot_lists(part):
             for owner, variable in zip(owners, values, strict=True):
                 if isinstance(variable, keras.Variable):
                     found[id(variable)] = Slot(name, owner)
-        attributes = keras_private.variable_attributes(part)
+        attributes = keras_private.optimizers.variable_attributes(part)
         for variable in part.variables:
             if id(variable) not in found:
                 found[id(variable)] = prefix + attributes.get(id(variable), variable.name)
@@ -74,14 +74,16 @@ def _parts(optimizer: Any) -> Iterator[tuple[str, Any]]:
 
 
 class SlotLayout(NamedTuple):
-    """How the variables of a Keras optimizer make up a `KerasOptState`.
+    """How the variables of a built Keras optimizer make up a `KerasOptState`.
 
     Attributes:
+      optimizer: The optimizer, which may hold no values.
       roles: What each of `optimizer.variables` is.
       places: For each leaf of the params, its place in the optimizer's order.
       treedef: The structure of the params.
     """
 
+    optimizer: Any
     roles: list[Slot | str]
     places: list[int]
     treedef: Any

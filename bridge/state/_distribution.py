@@ -107,12 +107,12 @@ class _ByRule(keras.distribution.ModelParallel):  # type: ignore[misc]  # keras 
 
     def __init__(self, devices: Any, rule: ft.sharding.Rule, batch: str) -> None:
         super().__init__(layout_map=keras.distribution.LayoutMap(devices), batch_dim_name=batch)
-        self._rule = rule
-        self._asked: set[str] = set()
+        self.rule = rule
+        self.asked: set[str] = set()
 
     def get_variable_layout(self, variable: Any) -> Any:
         """Returns where a variable is to lie."""
-        known = keras_private.layout(variable)
+        known = keras_private.variables.layout(variable)
         if known is not None:
             return known
         mesh, spec = self.device_mesh.backend_mesh, PartitionSpec()
@@ -122,21 +122,15 @@ class _ByRule(keras.distribution.ModelParallel):  # type: ignore[misc]  # keras 
 
     def _ask(self, variable: Any, mesh: Mesh) -> PartitionSpec:
         leaf = jax.ShapeDtypeStruct(tuple(variable.shape), jnp.dtype(variable.dtype))
-        self._asked.add(variable.path)
+        self.asked.add(variable.path)
         try:
-            spec = self._rule(variable.path, leaf, mesh)
+            spec = self.rule(variable.path, leaf, mesh)
         except ValueError:
             if variable.trainable:
                 raise
             return PartitionSpec()
         require_divided(variable.path, leaf, spec, mesh)
         return spec
-
-    def require_use(self) -> None:
-        """Refuses patterns that fit no variable that was made."""
-        check = getattr(self._rule, "require_use", None)
-        if check is not None:
-            check(self._asked)
 
 
 def require_use() -> None:
@@ -146,8 +140,8 @@ def require_use() -> None:
       ValueError: It names them.
     """
     distribution = keras.distribution.distribution()
-    if isinstance(distribution, _ByRule):
-        distribution.require_use()
+    if isinstance(distribution, _ByRule) and hasattr(distribution.rule, "require_use"):
+        distribution.rule.require_use(distribution.asked)
 
 
 def _spec(layout: Any) -> PartitionSpec:

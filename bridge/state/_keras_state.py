@@ -67,8 +67,8 @@ def keras_state(model: keras.Model, batch: PyTree = None) -> KerasState:
     """
     require_compiled(model)
     if batch is not None:
-        keras_private.build(model, batch)
-    elif not keras_private.is_built(model):
+        keras_private.trainer.build(model, batch)
+    elif not keras_private.trainer.is_built(model):
         raise ValueError(
             f"model: expected {model.name!r} to be built with its compiled loss and metrics, which "
             "Keras does at the first batch. Pass one: bridge.keras_state(model, batch=(x, y))."
@@ -118,7 +118,7 @@ def _specs(tree: PyTree) -> dict[str, str]:
 
 def require_compiled(model: Any) -> None:
     """Refuses what is no Keras model, or was not compiled."""
-    if not keras_private.is_trainer(model):
+    if not keras_private.trainer.is_trainer(model):
         raise TypeError(f"model: expected a keras.Model, got {type(model).__name__}")
     if not model.compiled:
         raise ValueError(

@@ -75,8 +75,8 @@ def to_keras(
         return write_keras_state(state, model)
     if isinstance(state, Mapping) and "params" in state:
         parts = (_plain(state.get(name, {})) for name in _variables.COLLECTIONS)
-        where, params = _variables.layout(model), _plain(state["params"])
-        _variables.assign(where, params, _variables.merge(*parts))
+        model_state = _variables.merge(*parts)
+        _variables.assign(_variables.layout(model), _plain(state["params"]), model_state)
         return model
     if not (hasattr(state, "params") and hasattr(state, "model_state")):
         raise TypeError(

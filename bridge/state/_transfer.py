@@ -1,8 +1,7 @@
 """What a compiled optimizer remembers, as a state of optax, and back."""
 
 import re
-from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +15,9 @@ from bridge.optim._optimizers import inner
 from bridge.optim._slots import KerasOptState, SlotLayout, sort
 from functrain.internal import PyTree
 from functrain.internal import tree as _tree
+
+# An optimizer's variables, with a value for each.
+Pairs: TypeAlias = list[tuple[Any, jax.Array]]
 
 
 class UnfitError(ValueError):
@@ -31,11 +33,8 @@ def from_optimizer(opt_state: PyTree, model: Any) -> tuple[PyTree, jax.Array]:
     optimizer = _optimizer(model)
     if not optimizer.built:
         raise UnfitError(f"the optimizer {optimizer.name!r} has not been built, and has no slots")
-    if isinstance(inner(optimizer), OptaxOptimizer):
-        iterations = inner(optimizer).iterations.value
-        new = _of_optax(opt_state, model, inner(optimizer))
-    else:
-        new, iterations = _of_keras_in(opt_state, model, optimizer)
+    take = _of_optax if isinstance(inner(optimizer), OptaxOptimizer) else _of_keras
+    new, iterations = take(opt_state, model, optimizer)
     new = _tree.copy(new)
     lines = _tree.differences(opt_state, new)
     if lines:
@@ -43,22 +42,19 @@ def from_optimizer(opt_state: PyTree, model: Any) -> tuple[PyTree, jax.Array]:
     return new, iterations
 
 
-def to_optimizer(opt_state: PyTree, model: Any, step: Any) -> list[tuple[Any, jax.Array]]:
+def to_optimizer(opt_state: PyTree, model: Any, step: Any) -> Pairs:
     """Returns new values for the variables of the model's optimizer, which is built if need be.
 
     Raises:
       UnfitError: The state does not say what the optimizer remembers.
     """
     optimizer = _optimizer(model)
-    known = slot_fields(optimizer, opt_state)
-    if not (isinstance(inner(optimizer), OptaxOptimizer) or _slot_nodes(opt_state, known)):
+    is_optax = isinstance(inner(optimizer), OptaxOptimizer)
+    if not (is_optax or _slot_nodes(opt_state, slot_fields(optimizer, opt_state))):
         raise UnfitError(_no_counterpart(optimizer, opt_state))
     if not optimizer.built:
         optimizer.build(model.trainable_variables)
-    if isinstance(inner(optimizer), OptaxOptimizer):
-        pairs = _to_optax(opt_state, model, inner(optimizer), step)
-    else:
-        pairs = _to_keras(opt_state, model, optimizer, step)
+    pairs = (_to_optax if is_optax else _to_keras)(opt_state, model, optimizer, step)
     lines = [
         f"{v.path}: expected {_tree.spec(v.value)}, got {_tree.spec(x)}"
         for v, x in pairs
@@ -94,12 +90,8 @@ def _kinds(state: Any) -> str:
 # Keras's own optimizers
 
 
-def _of_keras(model: Any, optimizer: Any) -> KerasOptState:
-    """Returns what an optimizer remembers, with slots keyed like `bridge.create_state`."""
-    return _layout(model, optimizer).gather([v.value for v in optimizer.variables])
-
-
-def _layout(model: Any, optimizer: Any) -> SlotLayout:
+def _layout(model: Any, optimizer: Any) -> tuple[SlotLayout, KerasOptState]:
+    """Returns how what an optimizer remembers is keyed like `bridge.create_state`, and that."""
     held = _variables.layout(model).params
     numbered = _variables.nest({path: i for i, path in enumerate(held)})
     try:
@@ -109,7 +101,9 @@ def _layout(model: Any, optimizer: Any) -> SlotLayout:
             f"the optimizer {optimizer.name!r} was built for other variables than the model "
             "trains now. If layers were frozen or unfrozen, compile the model again"
         ) from error
-    return SlotLayout(roles, jax.tree.leaves(numbered), jax.tree.structure(numbered))
+    order, treedef = jax.tree.flatten(numbered)
+    layout = SlotLayout(optimizer, roles, order, treedef)
+    return layout, layout.gather([v.value for v in optimizer.variables])
 
 
 def _slot_nodes(opt_state: PyTree, known: dict[type, Any]) -> list[Any]:
@@ -117,24 +111,17 @@ def _slot_nodes(opt_state: PyTree, known: dict[type, Any]) -> list[Any]:
     return _tree.nodes(opt_state, KerasOptState, KerasCount, *known)
 
 
-def _mapped(opt_state: PyTree, known: dict[type, Any], change: Callable[[Any], Any]) -> PyTree:
-    """Returns a state with all nodes changed that hold slots of Keras."""
-    kinds = (KerasOptState, KerasCount, optax.ScaleByScheduleState, *known)
-    return jax.tree.map(
-        lambda x: change(x) if isinstance(x, kinds) else x,
-        opt_state,
-        is_leaf=lambda x: isinstance(x, kinds),
-    )
-
-
-def _of_keras_in(opt_state: PyTree, model: Any, optimizer: Any) -> tuple[PyTree, jax.Array]:
+def _of_keras(opt_state: PyTree, model: Any, optimizer: Any) -> tuple[PyTree, jax.Array]:
     """Returns a state with Keras's slots where they belong, and the iterations."""
-    theirs, known = _of_keras(model, optimizer), slot_fields(optimizer, opt_state)
+    (_, theirs), known = _layout(model, optimizer), slot_fields(optimizer, opt_state)
     scalars = theirs.scalars
     iterations = scalars["iterations" if "iterations" in scalars else "multi/iterations"]
+    kinds = (KerasOptState, KerasCount, optax.ScaleByScheduleState, *known)
     used: set[str] = set()
 
     def filled(found: Any) -> Any:
+        if not isinstance(found, kinds):
+            return found
         if isinstance(found, KerasOptState):
             used.update(theirs.slots)
             rate = {k: x for k, x in found.scalars.items() if k == "learning_rate"}
@@ -148,7 +135,7 @@ def _of_keras_in(opt_state: PyTree, model: Any, optimizer: Any) -> tuple[PyTree,
         counts = {name: iterations for name in ("count", "iterations") if name in found._fields}
         return type(found)(**{**found._asdict(), **fields, **counts})
 
-    new = _mapped(opt_state, known, filled)
+    new = jax.tree.map(filled, opt_state, is_leaf=lambda x: isinstance(x, kinds))
     if used != set(theirs.slots) or not _slot_nodes(opt_state, known):
         raise UnfitError(_no_counterpart(optimizer, opt_state))
     return new, iterations
@@ -158,11 +145,8 @@ def _signed(tree: PyTree, sign: int) -> PyTree:
     return tree if sign == 1 else jax.tree.map(lambda x: sign * x, tree)
 
 
-def _to_keras(
-    opt_state: PyTree, model: Any, optimizer: Any, step: Any
-) -> list[tuple[Any, jax.Array]]:
-    layout = _layout(model, optimizer)
-    now = _of_keras(model, optimizer)
+def _to_keras(opt_state: PyTree, model: Any, optimizer: Any, step: Any) -> Pairs:
+    layout, now = _layout(model, optimizer)
     known = slot_fields(optimizer, opt_state)
     scalars, slots = dict(now.scalars), dict(now.slots)
     counts = [jnp.asarray(step, jnp.int32)]
@@ -173,12 +157,9 @@ def _to_keras(
             odd = (set(scalars) ^ set(found.scalars)) - {"learning_rate"}
             if odd or set(slots) != set(found.slots):
                 raise UnfitError(_no_counterpart(optimizer, opt_state))
-            whole = KerasOptState({**scalars, **shared}, found.slots)
-            values = layout.scatter(whole)
+            values = layout.scatter(KerasOptState({**scalars, **shared}, found.slots))
             return list(zip(optimizer.variables, values, strict=True))
-        counts += [
-            getattr(found, name) for name in ("count", "iterations") if name in found._fields
-        ]
+        counts += [getattr(found, n) for n in ("count", "iterations") if n in found._fields]
         for held in known.get(type(found), ()):
             slots[held.slot] = _signed(getattr(found, held.field), held.sign)
             filled.add(held.slot)
@@ -192,39 +173,37 @@ def _to_keras(
 # OptaxOptimizer
 
 
-def _of_optax(opt_state: PyTree, model: Any, optimizer: OptaxOptimizer) -> PyTree:
-    places = _optax_places(opt_state, model, optimizer)
-    found = jax.tree.leaves(optimizer.opt_state)
-    return jax.tree.unflatten(jax.tree.structure(opt_state), [found[i] for i in places])
+def _of_optax(opt_state: PyTree, model: Any, optimizer: Any) -> tuple[PyTree, jax.Array]:
+    own = inner(optimizer)
+    found = jax.tree.leaves(own.opt_state)
+    leaves = [found[i] for i in _optax_places(opt_state, model, own)]
+    return jax.tree.unflatten(jax.tree.structure(opt_state), leaves), own.iterations.value
 
 
-def _to_optax(
-    opt_state: PyTree, model: Any, optimizer: OptaxOptimizer, step: Any
-) -> list[tuple[Any, jax.Array]]:
-    places = _optax_places(opt_state, model, optimizer)
-    pairs = [
-        (optimizer.plan.slots[i], numbers(leaf))
-        for i, leaf in zip(places, jax.tree.leaves(opt_state), strict=True)
-    ]
-    return [*pairs, (optimizer.variables[0], jnp.asarray(step, jnp.int32))]
+def _to_optax(opt_state: PyTree, model: Any, optimizer: Any, step: Any) -> Pairs:
+    own = inner(optimizer)
+    slots = [own.plan.slots[i] for i in _optax_places(opt_state, model, own)]
+    values = map(numbers, jax.tree.leaves(opt_state))
+    pairs = zip(slots, values, strict=True)
+    return [*pairs, (own.variables[0], jnp.asarray(step, jnp.int32))]
 
 
 def _optax_places(opt_state: PyTree, model: Any, optimizer: OptaxOptimizer) -> list[int]:
     """Returns for each leaf its place in the optimizer's state, whatever the params' keys are."""
-    held = list(_variables.layout(model).params.items())
-    number = {id(v): i for i, (_, v) in enumerate(held)}
-    marks = labels(opt_state, {path: number[id(v)] for path, v in held})
+    held = _variables.layout(model).params
+    number = {id(v): i for i, v in enumerate(held.values())}
+    marks = labels(opt_state, {path: i for i, path in enumerate(held)})
     plan = optimizer.plan
     try:
-        owners = [None if i is None else number[id(plan.trained[i])] for _, i in plan.labels]
+        theirs = {
+            (prefix, None if of is None else number[id(plan.trained[of])]): i
+            for i, (prefix, of) in enumerate(plan.labels)
+        }
     except KeyError as error:
         raise UnfitError("it was built for other variables than the model trains now") from error
-    theirs = {
-        (prefix, of): i for i, ((prefix, _), of) in enumerate(zip(plan.labels, owners, strict=True))
-    }
-    if set(theirs) != {(prefix, of) for prefix, of in marks}:
+    if set(theirs) != set(marks):
         raise UnfitError(
             f"the state of its transformation is {_kinds(optimizer.opt_state)}, that of tx is "
             f"{_kinds(opt_state)}"
         )
-    return [theirs[prefix, of] for prefix, of in marks]
+    return [theirs[mark] for mark in marks]

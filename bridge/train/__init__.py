@@ -6,7 +6,7 @@ Files:
   _validation: data that no evaluation can take, found before training
   _runs: one call of them, the loop over epochs
   _saving: a fit that saves itself, and goes on
-  _processes: what several processes may do, who writes, how they end
+  _processes: what several processes may do, who writes
   _loop: one pass, a model's state on its way through the engine
   _steps: a compiled model's own steps
   _feed: batches of whatever `fit` takes

@@ -44,7 +44,7 @@ def _dependencies(model: keras.Model) -> list[Any]:
     )
     parts = [v for variables in lists for v in (*variables, None)]
     own = [vars(model).get(name) for name in ("train_step", "test_step", "predict_step")]
-    return [*keras_private.compiled_parts(model), *own, type(model).train_step, *parts]
+    return [*keras_private.trainer.compiled_parts(model), *own, type(model).train_step, *parts]
 
 
 def _reference(x: Any, forget: Callable[[Any], None]) -> _Reference:

@@ -74,9 +74,9 @@ class BatchCallbacks:
     def _acts(self, callback: Any) -> bool:
         if not any(_overrides(callback, name) for name in _METHODS[self._kind]):
             return False
-        return not (
-            _acts_as_keras_does(callback, self._kind) and keras_private.only_epochs(callback)
-        )
+        if _acts_as_keras_does(callback, self._kind):
+            return not keras_private.callbacks.only_epochs(callback)
+        return True
 
     @property
     def fusible(self) -> bool:
@@ -89,11 +89,11 @@ class BatchCallbacks:
 
     def until(self) -> int | None:
         """Returns how many steps from now the model is saved or recorded, if it is by steps."""
-        return self._least(keras_private.batches_until_due)
+        return self._least(keras_private.callbacks.batches_until_due)
 
     def between(self) -> int | None:
         """Returns how many steps there are from one such step to the next."""
-        return self._least(keras_private.batches_between)
+        return self._least(keras_private.callbacks.batches_between)
 
     def _least(self, steps: Callable[[Any], int | None]) -> int | None:
         found = map(steps, self._acting if self._kind == "train" else [])
@@ -101,9 +101,7 @@ class BatchCallbacks:
 
     def before(self, chunk: Chunk) -> None:
         """To be called before a chunk is run."""
-        begin = chunk.marks[0].begin
-        if begin is not None:
-            self._call(self._begin, begin, None)
+        self._call(self._begin, chunk.marks[0].begin, None)
 
     def after(self, chunk: Chunk, rows: PyTree) -> None:
         """To be called when a chunk's program was dispatched, with its logs on the device."""
@@ -127,13 +125,12 @@ class BatchCallbacks:
 
     def _replay(self, chunk: Chunk, rows: PyTree) -> None:
         for i, mark in enumerate(chunk.marks):
-            if i and mark.begin is not None:
+            if i:
                 self._call(self._begin, mark.begin, None)
             logs = self._logs(row(rows, i), mark)
-            if mark.end is not None:
-                self._call(self._end, mark.end, logs)
-                if self._is_the_end(logs):
-                    break
+            self._call(self._end, mark.end, logs)
+            if mark.end is not None and self._is_the_end(logs):
+                break
 
     def _is_the_end(self, logs: PyTree) -> bool:
         """Whether TerminateOnNaN ended training with this batch: none of the rest is reported."""
@@ -151,7 +148,10 @@ class BatchCallbacks:
         self._outputs.append(logs)
         return {"outputs": jax.tree.map(lambda *x: np.concatenate(x), *self._outputs)}
 
-    def _call(self, method: str, batch: int, logs: PyTree) -> None:
+    def _call(self, method: str, batch: int | None, logs: PyTree) -> None:
+        """Calls a method of all, if Keras has an event here."""
+        if batch is None:
+            return
         logs = as_floats(logs)
         for callback in self._acting:
             if isinstance(callback, keras.callbacks.LambdaCallback):

@@ -29,8 +29,8 @@ def carried(model: keras.Model, metrics: Variables) -> Iterator[Merge]:
       ``merge(non_trainable, metrics) -> (non_trainable, metrics)``, for what the step returns.
     """
     known = model.metrics_variables
-    layers = keras_private.all_layers(model)
-    inside = [metric for layer in layers for metric in keras_private.own_metrics(layer)]
+    layers = keras_private.layers.all_layers(model)
+    inside = [metric for layer in layers for metric in keras_private.layers.own_metrics(layer)]
     held = {id(v) for metric in inside for v in metric.variables}
     pairs = [(v, x) for v, x in zip(known, metrics, strict=True) if id(v) in held]
     if not pairs:
@@ -60,7 +60,7 @@ class _Updates:
         rest, now = self._parted(non_trainable_variables)
         found: dict[int, Any] = {}
         pairs = list(zip(self._variables, now or self._values, strict=True))
-        with _with_values(pairs), _recorded(self._variables, found):
+        with keras_private.variables.other_values(pairs), _recorded(self._variables, found):
             y, rest, *losses = self._call(trainable_variables, rest, *args, **kwargs)
         if not found and not now:
             return (y, rest, *losses)
@@ -97,17 +97,6 @@ class _Updates:
     def _parted(self, non_trainable: Variables) -> tuple[Variables, Variables]:
         values = list(non_trainable)
         return values[: self._n], values[self._n :]
-
-
-@contextlib.contextmanager
-def _with_values(pairs: list[tuple[Any, Any]]) -> Iterator[None]:
-    """Gives variables other values for a while."""
-    before = [keras_private.swap_value(variable, value) for variable, value in pairs]
-    try:
-        yield
-    finally:
-        for (variable, _), value in zip(pairs, before, strict=True):
-            keras_private.swap_value(variable, value)
 
 
 @contextlib.contextmanager

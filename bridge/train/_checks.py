@@ -22,7 +22,7 @@ def require_model(model: Any) -> None:
       TypeError: It is no Keras model.
       ValueError: It has a preprocessor, as tasks of keras_hub do.
     """
-    if not keras_private.is_trainer(model):
+    if not keras_private.trainer.is_trainer(model):
         raise TypeError(
             f"model: expected a keras.Model, got {type(model).__name__}{_instead_of(model)}"
         )

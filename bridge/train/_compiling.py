@@ -1,6 +1,5 @@
 """Whether a step of a Keras model is compiled, or run one operation at a time as Keras does."""
 
-import random
 import warnings
 import weakref
 from collections.abc import Callable
@@ -11,6 +10,7 @@ import keras
 import numpy as np
 
 from bridge import keras_private
+from bridge._randomness import put_randomness, randomness
 from bridge.model._pure_layers import frozen_layers, unknown_layers
 
 _advised: weakref.WeakSet[keras.Model] = weakref.WeakSet()
@@ -33,20 +33,16 @@ def runs_uncompiled(model: keras.Model, rewrites: str, trace: Callable[[], Any])
     """
     if model.run_eagerly or model.jit_compile:
         return bool(model.run_eagerly)
-    if rewrites == "exact" or all(layer.supports_jit for layer in keras_private.all_layers(model)):
+    layers = keras_private.layers.all_layers(model)
+    if rewrites == "exact" or all(layer.supports_jit for layer in layers):
         return True
-    if model.compiled and keras_private.jit_compile_asked(model) != "auto":
+    if model.compiled and keras_private.compile.jit_compile_asked(model) != "auto":
         return True
-    if unknown := _unknown(model):
+    own_steps = any(name in vars(model) for name in _STEPS)  # they may run any Python code
+    if unknown := [model] if own_steps else unknown_layers(model):
         _advise(model, unknown)
         return True
     return not _traces_without_drawing(trace)
-
-
-def _unknown(model: keras.Model) -> list[Any]:
-    """Returns the layers that may run Python code in each step."""
-    own_steps = any(name in vars(model) for name in _STEPS)
-    return [model] if own_steps else unknown_layers(model)
 
 
 def _advise(model: keras.Model, unknown: list[Any]) -> None:
@@ -66,18 +62,13 @@ def _advise(model: keras.Model, unknown: list[Any]) -> None:
 
 def _traces_without_drawing(trace: Callable[[], Any]) -> bool:
     """Whether a step can be traced, and leaves Python's and NumPy's randomness as it was."""
-    before = _randomness()
+    before = randomness()
     try:
         trace()
     except Exception:  # Keras makes others of jax's errors; the model's own comes once more
         return False
     else:
-        pairs = zip(jax.tree.leaves(before), jax.tree.leaves(_randomness()), strict=True)
+        pairs = zip(jax.tree.leaves(before), jax.tree.leaves(randomness()), strict=True)
         return all(np.array_equal(one, other) for one, other in pairs)
     finally:
-        random.setstate(before[0])
-        np.random.set_state(before[1])
-
-
-def _randomness() -> tuple[Any, Any]:
-    return random.getstate(), np.random.get_state(legacy=False)
+        put_randomness(before)

@@ -32,7 +32,7 @@ class Mark(NamedTuple):
 class Rows(NamedTuple):
     """A batch that has not been taken from its arrays yet."""
 
-    source: keras_private.ArrayBatches
+    source: keras_private.data.ArrayBatches
     index: Any
     spec: Any  # tells batches apart which cannot be stacked
     mark: Mark | None = None
@@ -87,7 +87,7 @@ def source(model: keras.Model, data: Any, batch_size: Any, steps: Any, **more: A
     x, y, sample_weight = data
     local = x if isinstance(x, Local) else None
     x = x.data if isinstance(x, Local) else x
-    found = keras_private.epochs(
+    found = keras_private.data.epochs(
         passes,
         x=x,
         y=y,
@@ -110,7 +110,7 @@ def source(model: keras.Model, data: Any, batch_size: Any, steps: Any, **more: A
 def _require_divisible(adapter: Any, parts: int) -> None:
     """Refuses batches of arrays that the devices of `keras.distribution` do not divide."""
     distribution = keras.distribution.distribution()
-    if distribution is None or keras_private.array_batches(adapter) is None:
+    if distribution is None or keras_private.data.array_batches(adapter) is None:
         return
     for what, own in (("", adapter.batch_size), ("last ", adapter.partial_batch_size)):
         if size := (own or 0) * parts:
@@ -132,7 +132,7 @@ def _shapes(x: Any) -> str:
 
 def passes(adapter: Any) -> Callable[[], Iterator[Any]]:
     """Returns a function that begins a pass over the batches of a data adapter."""
-    arrays = keras_private.array_batches(adapter)
+    arrays = keras_private.data.array_batches(adapter)
     if arrays is None:
         return lambda: map(Made.of, adapter.get_jax_iterator())
     return lambda: (Rows(arrays, rows, size) for rows, size in arrays)
@@ -146,12 +146,14 @@ class Resume(NamedTuple):
       ahead: Batches that were fetched beyond those.
       first: Randomness when its first batch was fetched.
       now: Randomness afterwards.
+      reported: What the last of the batches that were taken reported.
     """
 
     batch: int
     ahead: int
     first: Any
     now: Any
+    reported: PyTree
 
 
 def epoch(epochs: Any, resume: Resume | None = None) -> StreamPass | LocalPass:
@@ -162,14 +164,13 @@ def epoch(epochs: Any, resume: Resume | None = None) -> StreamPass | LocalPass:
     Raises:
       ValueError: There are fewer batches than were taken.
     """
-    own = _own_epoch(epochs, resume)
+    items = _marked(epochs)
+    own = StreamPass(items if resume is None else _rest(items, resume))
     return own if epochs.local is None else LocalPass(own, epochs.local, "x")
 
 
-def _own_epoch(epochs: Any, resume: Resume | None) -> StreamPass:
-    items = _marked(epochs)
-    if resume is None:
-        return StreamPass(items)
+def _rest(items: Iterator[Any], resume: Resume) -> Iterator[Any]:
+    """Leaves out the batches that were taken."""
     if resume.first is not None:
         put_randomness(resume.first)
     left_out = sum(1 for _ in itertools.islice(items, resume.batch))
@@ -180,7 +181,7 @@ def _own_epoch(epochs: Any, resume: Resume | None) -> StreamPass:
         )
     ahead = list(itertools.islice(items, resume.ahead))
     put_randomness(resume.now)
-    return StreamPass(itertools.chain(ahead, items))
+    return itertools.chain(ahead, items)
 
 
 def _marked(epochs: Any) -> Iterator[Any]:

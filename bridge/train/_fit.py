@@ -10,17 +10,9 @@ import keras
 from bridge import keras_private
 from bridge.state._distribution import require_use
 from bridge.state._keras_state import require_compiled
-from bridge.train._checks import (
-    require_arguments,
-    require_model,
-    require_no_other_backup,
-    require_rate,
-    require_validation_arguments,
-    require_whole,
-)
-from bridge.train._feed import source as batches
+from bridge.train import _checks, _feed
 from bridge.train._loop import Options
-from bridge.train._processes import EndedTogether, files_of_the_first, require_together
+from bridge.train._processes import files_of_the_first, require_together
 from bridge.train._runs import Evaluation, Fit, run_evaluate, run_predict
 from bridge.train._saving import KerasSaving
 from bridge.train._validation import require_validation
@@ -126,29 +118,26 @@ def fit(
       >>> sorted(fit(model, *data, epochs=2, verbose=0).history)
       ['loss', 'mae']
     """
-    require_model(model)
+    _checks.require_model(model)
     require_compiled(model)
     sizes = {"batch_size": batch_size, "validation_batch_size": validation_batch_size}
     steps = {"steps_per_epoch": steps_per_epoch, "validation_steps": validation_steps}
-    require_arguments(x, y, fuse, rewrites, verbose, callbacks, **sizes, **steps)
-    require_whole(0, epochs=epochs, initial_epoch=initial_epoch)
-    require_validation_arguments(validation_split, validation_freq)
+    _checks.require_arguments(x, y, fuse, rewrites, verbose, callbacks, **sizes, **steps)
+    _checks.require_whole(0, epochs=epochs, initial_epoch=initial_epoch)
+    _checks.require_validation_arguments(validation_split, validation_freq)
     epochs = _capped(epochs)
-    if validation_split and validation_data is None:
-        (x, y, sample_weight), validation_data = keras_private.split(
-            (x, y, sample_weight), validation_split
-        )
     data = x, y, sample_weight
-    source = batches(
-        model, data, batch_size, steps_per_epoch, shuffle=shuffle, class_weight=class_weight
-    )
-    keras_private.build_from(model, source)
+    if validation_split and validation_data is None:
+        data, validation_data = keras_private.data.split(data, validation_split)
+    more = {"shuffle": shuffle, "class_weight": class_weight}
+    source = _feed.source(model, data, batch_size, steps_per_epoch, **more)
+    keras_private.trainer.build_from(model, source)
     evaluation: Evaluation | None = None
     if validation_data is not None:
         size = validation_batch_size or batch_size
         require_validation(model, validation_data, data, size, validation_steps)
         evaluation = Evaluation(model, validation_data, size, validation_steps, validation_freq)
-    require_rate(model, callbacks)
+    _checks.require_rate(model, callbacks)
     require_use()
     require_together(model, callbacks)
     with contextlib.ExitStack() as stack:
@@ -156,23 +145,13 @@ def fit(
         callbacks = _callback_list(model, callbacks, verbose, epochs, source, add_history=True)
         saving: KerasSaving | None = None
         if checkpointer is not None:
-            require_no_other_backup(callbacks)
+            _checks.require_no_other_backup(callbacks)
             quiet = verbose == 0 or jax.process_index() > 0
             saving = KerasSaving(checkpointer, model, callbacks, source, quiet=quiet)
-            stack.callback(saving.close)
-        signals = stack.enter_context(_signals(saving))
-        told: tuple[Any, ...] = ()
-        if saving is not None:
-            save = saving.save if not saving.is_together else lambda: None
-            told = saving.until, save, saving.is_able
-        options = Options(fuse, rewrites, signals, *told)
-        return Fit(model, source, callbacks, evaluation, options, saving)(initial_epoch, epochs)
-
-
-def _signals(saving: KerasSaving | None) -> HeldSignals:
-    if saving is not None and saving.is_together:
-        return EndedTogether(saving)
-    return HeldSignals(terminate="handled" if saving is None else "any")
+            stack.enter_context(saving.run)
+        signals = HeldSignals(terminate="handled" if saving is None else "none")
+        options = Options(fuse, rewrites, stack.enter_context(signals), saving)
+        return Fit(model, source, callbacks, evaluation, options).run(initial_epoch, epochs)
 
 
 def evaluate(
@@ -218,16 +197,16 @@ def evaluate(
       >>> evaluate(model, x, y, verbose=0, return_dict=True)
       {'loss': 1.0}
     """
-    require_model(model)
+    _checks.require_model(model)
     require_compiled(model)
     numbers = {"batch_size": batch_size, "steps": steps}
-    require_arguments(x, y, fuse, rewrites, verbose, callbacks, **numbers)
-    source = batches(model, (x, y, sample_weight), batch_size, steps)
-    keras_private.build_from(model, source)
+    _checks.require_arguments(x, y, fuse, rewrites, verbose, callbacks, **numbers)
+    source = _feed.source(model, (x, y, sample_weight), batch_size, steps)
+    keras_private.trainer.build_from(model, source)
     callbacks = _callback_list(model, callbacks, verbose, 1, source)
     with HeldSignals() as signals:
         logs = run_evaluate(model, source, callbacks, Options(fuse, rewrites, signals))
-    return logs if return_dict else keras_private.in_order(model, logs)
+    return logs if return_dict else keras_private.trainer.in_order(model, logs)
 
 
 def predict(
@@ -265,11 +244,11 @@ def predict(
       >>> predict(model, np.ones((40, 3), np.float32), verbose=0).shape
       (40, 4)
     """
-    require_model(model)
+    _checks.require_model(model)
     numbers = {"batch_size": batch_size, "steps": steps}
-    require_arguments(x, None, fuse, rewrites, verbose, callbacks, **numbers)
-    source = batches(model, (x, None, None), batch_size, steps)
-    if not all(layer.built for layer in keras_private.all_layers(model)):
+    _checks.require_arguments(x, None, fuse, rewrites, verbose, callbacks, **numbers)
+    source = _feed.source(model, (x, None, None), batch_size, steps)
+    if not all(layer.built for layer in keras_private.layers.all_layers(model)):
         _build_by_a_call(model, source)
     callbacks = _callback_list(model, callbacks, verbose, 1, source)
     with HeldSignals() as signals:
@@ -277,21 +256,15 @@ def predict(
 
 
 def _build_by_a_call(model: keras.Model, source: Any) -> None:
-    for _, _, items in source:
-        x, _, _ = keras.utils.unpack_x_y_sample_weight(next(items).arrays())
-        with keras.StatelessScope():
-            model(x)
-        break
+    _, _, items = next(iter(source))
+    x, _, _ = keras.utils.unpack_x_y_sample_weight(next(items).arrays())
+    with keras.StatelessScope():
+        model(x)
     source.reset()
 
 
 def _callback_list(
-    model: keras.Model,
-    callbacks: Any,
-    verbose: Any,
-    epochs: int,
-    source: Any,
-    add_history: bool = False,
+    model: Any, callbacks: Any, verbose: Any, epochs: int, source: Any, add_history: bool = False
 ) -> Any:
     if isinstance(callbacks, keras.callbacks.CallbackList):
         return callbacks

@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -15,6 +15,7 @@ from bridge.train._cached import cached_for
 from bridge.train._callbacks import BatchCallbacks
 from bridge.train._compiling import runs_uncompiled
 from bridge.train._running_means import RunningMeans
+from bridge.train._saving import KerasSaving
 from bridge.train._steps import KerasStep, PredictStep
 from functrain.internal import (
     SPARE_BYTES,
@@ -48,19 +49,20 @@ class Options(NamedTuple):
     fuse: FuseArg
     rewrites: Mode
     signals: HeldSignals
-    until: Callable[[], int | None] = lambda: None
-    """How many steps a chunk may take, apart from what callbacks say."""
-    before_signal: Callable[[], None] = lambda: None
-    """Called before a signal is acted on that came while a program ran."""
+    saving: KerasSaving | None = None
+    within_fit: bool = False
+    """Whether this is an evaluation in the middle of a fit, whose progress bar is not shown."""
 
-    may_act: Callable[[], bool] = lambda: True
-    """Whether a signal can be acted on now; else it waits for the next time."""
+    def until(self) -> int | None:
+        """Returns how many steps a chunk may take, apart from what callbacks say."""
+        return None if self.saving is None else self.saving.until()
 
     def act(self) -> None:
-        """Acts on a signal, if one came."""
-        if self.signals.came and self.may_act():
-            self.before_signal()
+        """Acts on a signal, if one came and the fit can be saved before; else it waits."""
+        if self.saving is None:
             self.signals.act()
+        else:
+            self.saving.act(self.signals)
 
 
 class Loop:
@@ -72,31 +74,26 @@ class Loop:
       model: The model; built, as is everything that `compile` made.
       kind: "train", "test" or "predict".
       source: Keras's EpochIterator.
-      calls: The callbacks' batch methods.
+      callbacks: Keras's list, whose batch methods are called.
       options: How to run.
     """
 
     def __init__(
-        self, model: keras.Model, kind: str, source: Any, calls: BatchCallbacks, options: Options
+        self, model: keras.Model, kind: str, source: Any, callbacks: Any, options: Options
     ) -> None:
-        self._model, self._kind, self._source, self._calls = model, kind, source, calls
-        self._options = options
+        self._model, self._kind, self._source, self._options = model, kind, source, options
+        self._calls = BatchCallbacks(callbacks, kind, quiet=options.within_fit)
         self._step = cached_for(model, kind, self._make_step)  # programs live as long as it
         self._means = None if kind == "predict" else RunningMeans.of(model)
-        self._rewrites = options.rewrites
         self._plan = Plan(
             self._fuse(options.fuse),
             state_bytes=nbytes(self._originals()),
             row_bytes=self._row_bytes,
-            stretches=lambda: [
-                self._stretch(keras_private.whole_batches(source)),
-                calls.between(),
-                options.until(),
-            ],
+            stretches=self._stretches,
         )
         self._state: KerasState | None = None
         self._last: tuple[Chunk, PyTree] | None = None
-        self.reported_before: PyTree = {}  # by the last step before a checkpoint
+        self._reported_before: PyTree = {}  # by the last step before a checkpoint
         self._pass: Any = None
         self._read: dict[str, jax.Array] | None = None  # the metrics, on their way to the host
 
@@ -108,14 +105,11 @@ class Loop:
     @functools.cached_property
     def _driver(self) -> Driver:
         """Takes chunks through programs, or uncompiled: made when the first batch is known."""
-
-        def trace() -> None:
-            jax.eval_shape(self._step, self._originals(), self._plan.batch)
-
+        rewrites = self._options.rewrites
         return Driver(
             self._step,
-            rewrites=self._rewrites,
-            jit=not runs_uncompiled(self._model, self._rewrites, trace),
+            rewrites=rewrites,
+            jit=not runs_uncompiled(self._model, rewrites, lambda: self._shapes(self._plan.batch)),
             uncompiled=contextlib.nullcontext,
             place=_feed.placement(),
         )
@@ -123,6 +117,8 @@ class Loop:
     def run(self, resume: _feed.Resume | None = None) -> Iterator[tuple[Chunk, PyTree]]:
         """Runs an epoch, or its rest; yields every chunk with what its steps reported."""
         self._begin_epoch()
+        if resume is not None:
+            self._reported_before = resume.reported
         self._pass = _feed.epoch(self._source, resume)
         for chunk in chunked(self._pass, self._plan, self._until, ragged="alone"):
             self._calls.before(chunk)
@@ -157,7 +153,7 @@ class Loop:
         """
         if self._read is None or self._held() is None:
             self.sync()
-            return keras_private.epoch_logs(self._model, self.reported())
+            return keras_private.trainer.epoch_logs(self._model, self.reported())
         rows = self._last[1] if self._last else {}
         same = isinstance(rows, dict) and rows.keys() == self._read.keys()
         return dict(jax.device_get(self._read) if same else self.reported())
@@ -165,7 +161,7 @@ class Loop:
     def reported(self) -> PyTree:
         """Returns what the last step reported."""
         if self._last is None:
-            return self.reported_before
+            return self._reported_before
         chunk, rows = self._last
         return row(on_host(rows, chunk.steps), chunk.steps - 1)
 
@@ -191,8 +187,8 @@ class Loop:
             if found is not None and found[0] is not self._state:
                 self._state = found[0]
                 self._publish()
-        keras_private.sync(self._model)
-        keras_private.forget_losses(self._model)
+        keras_private.trainer_state.sync(self._model)
+        keras_private.layers.forget_losses(self._model)
         return found is not None
 
     @property
@@ -212,26 +208,31 @@ class Loop:
             return int(self._model.steps_per_execution)
         return "auto" if self._calls.fusible else 1
 
-    def _stretch(self, steps: int | None) -> int | None:
-        return stretch_of_prediction(steps) if self._kind == "predict" else steps
+    def _stretches(self) -> list[int | None]:
+        whole = keras_private.data.whole_batches(self._source)
+        if self._kind == "predict":
+            whole = stretch_of_prediction(whole)
+        return [whole, self._calls.between(), self._options.until()]
 
     def _row_bytes(self, batch: PyTree) -> int:
         """Returns the bytes of a batch's outputs: those of a chunk are in memory together."""
-        if self._kind != "predict":
-            return 0
-        return nbytes(jax.eval_shape(self._step, self._originals(), batch)[1])
+        return nbytes(self._shapes(batch)[1]) if self._kind == "predict" else 0
+
+    def _shapes(self, batch: PyTree) -> PyTree:
+        """Traces a step; returns what its results look like."""
+        return jax.eval_shape(self._step, self._originals(), batch)
 
     def _begin_epoch(self) -> None:
         self._read = None
         if self._held() is None:
-            keras_private.publish(self._model, {})
+            keras_private.trainer_state.publish(self._model, {})
             self._state = None
         else:
             self._driver.keep_spare(None, now=True)
 
     def _held(self) -> KerasState | None:
         """Returns the model's values where no callback has seen or changed them since."""
-        return None if keras_private.is_synced(self._model) else self._state
+        return None if keras_private.trainer_state.is_synced(self._model) else self._state
 
     def _run(self, chunk: Chunk) -> PyTree:
         if self._held() is None:
@@ -257,12 +258,12 @@ class Loop:
             self._driver.adopt_spare(originals, None)
         else:
             self._begin(_tree.own(originals))
-        keras_private.purge(self._model, _FIELDS[self._kind])
+        keras_private.trainer_state.purge(self._model, _FIELDS[self._kind])
 
     def _publish(self) -> None:
         """Tells the model where its values are, for callbacks that read it."""
         lists = {f"{name}_variables": getattr(self._state, name) for name in _FIELDS[self._kind]}
-        keras_private.publish(self._model, lists)
+        keras_private.trainer_state.publish(self._model, lists)
 
     def _originals(self) -> KerasState:
         """Returns the variables that a step of this kind takes, as they are."""

@@ -1,4 +1,4 @@
-"""Several processes that fit one model: what each may do, who writes, and how all of them end."""
+"""Several processes that fit one model: what each may do, and who writes."""
 
 import contextlib
 import os
@@ -8,9 +8,6 @@ from typing import Any
 
 import jax
 import keras
-
-from bridge.train._saving import KerasSaving
-from functrain.internal import HeldSignals
 
 
 def require_together(model: keras.Model, callbacks: Any) -> None:
@@ -74,32 +71,3 @@ _FILES = {
 def _flat(callbacks: Any) -> list[Any]:
     found = keras.tree.flatten(getattr(callbacks, "callbacks", callbacks))
     return [callback for callback in found if callback is not None]
-
-
-class EndedTogether(HeldSignals):
-    """SIGTERM to one of several processes: all save the same step, and end.
-
-    Ctrl-C, which comes to all of them at steps that differ, ends each without a save.
-    """
-
-    def __init__(self, saving: KerasSaving) -> None:
-        super().__init__(terminate="none")  # JAX hears it, where Python does not
-        self._saving, self._to_end = saving, False
-
-    @property
-    def came(self) -> bool:
-        """Whether it is time to act; all processes ask after the same chunks."""
-        self._to_end = self._to_end or self._saving.is_asked_to_end()
-        return self._to_end or super().came
-
-    def act(self) -> None:
-        """Saves and ends the process with 143, or handles Ctrl-C."""
-        if self._to_end:
-            self._saving.save()
-            self._saving.end()
-        super().act()
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        """Gives the signals back; after an error the others are not waited for."""
-        self._to_end = self._to_end and error is None
-        super().__exit__(kind, error, traceback)

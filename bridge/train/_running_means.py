@@ -29,7 +29,7 @@ class RunningMeans:
         """Returns those of a model; None where it has others, or variables on several devices."""
         if model.run_eagerly or keras.distribution.distribution() is not None:
             return None
-        plain = keras_private.only_running_means
+        plain = keras_private.metrics.only_running_means
         return cached_for(model, "metrics", lambda: RunningMeans(model) if plain(model) else None)
 
     def values(self) -> Values:

@@ -11,16 +11,10 @@ import numpy as np
 
 from bridge import keras_private
 from bridge._randomness import put_randomness, randomness
-from bridge.state._keras_state import (
-    FIELDS,
-    KerasState,
-    originals,
-    variable_lists,
-    write_keras_state,
-)
+from bridge.state._keras_state import KerasState, originals, variable_lists, write_keras_state
 from bridge.train._feed import Resume
 from functrain import CheckpointMismatchError, EpochEnd, Event, Position
-from functrain.internal import PyTree, Resumed, Saving, by_class, goes_on, steps_until_due
+from functrain.internal import HeldSignals, Resumed, Saving, by_class, goes_on, steps_until_due
 from functrain.internal import tree as _tree
 
 
@@ -35,23 +29,25 @@ class KerasSaving:
       quiet: Whether not to say where the fit goes on.
 
     Attributes:
+      run: What saves and restores, as for any run of functrain's, which asks this after the data.
+      resumed: The checkpoint, until an epoch goes on from it.
       position: How far the training has come.
     """
 
     def __init__(
         self, checkpointer: Any, model: keras.Model, callbacks: Any, source: Any, *, quiet: bool
     ) -> None:
-        self._checkpointer, self._model, self._quiet = checkpointer, model, quiet
-        self._callbacks, self.source = by_class(getattr(callbacks, "callbacks", [])), source
-        self._saving = Saving(checkpointer, _Data(self), {"keras": _Others(self)})
+        self._model, self._source, self._quiet = model, source, quiet
+        self._callbacks = by_class(callbacks.callbacks)
+        self._others = _Others(model, self._callbacks)
+        self.run = Saving(checkpointer, self, {"keras": self._others})
         self._began: dict[str, Any] = {"fetched": 0}  # where the data were when the epoch began
         self._loop: Any = None
         self._event: Event | None = None
-        self._over = self._is_saved = False
+        self._is_saved = self._to_end = False
         self._before: KerasState | None = None  # the values, while an evaluation changes metrics
-        self.data: dict[str, Any] = {}
-        self.others: dict[str, Any] = {}
-        self._resumed: Resumed | None = None
+        self._place: dict[str, Any] = {}  # of the data, in the checkpoint
+        self.resumed: Resumed | None = None
         self.position = Position()
 
     def begin(self, epochs: int, evaluation: Any = None) -> bool:
@@ -64,25 +60,25 @@ class KerasSaving:
         Raises:
           CheckpointMismatchError: The checkpoint is of another model or of other data.
         """
-        like = originals(self._model, FIELDS)
         try:
-            self._resumed = self._saving.resume(like, None, epochs)
-            if self._resumed is None:
+            self.resumed = resumed = self.run.resume(originals(self._model), None, epochs)
+            if resumed is None:
                 return True
-            self._require_same_names()
+            self._others.require_same_names(resumed.directory)
         except CheckpointMismatchError as error:
-            if lines := _named_in(str(error), self._model):
+            paths, numbered = _paths(self._model), re.findall(r"\b\w+/\d+", str(error))
+            if lines := [f"{x} is {paths[x]}" for x in numbered if x in paths]:
                 error.add_note(f"Of the model here:\n{_tree.bullets(lines)}")
             raise
-        self.position = self._resumed.position
+        self.position = resumed.position
         if not self._quiet:
-            print(self._resumed.said())
-        memory = self.others["callbacks"]
-        if self._resumed.finished:
-            self._assign()
+            print(resumed.said())
+        memory = self._others.saved["callbacks"]
+        if resumed.finished:
+            write_keras_state(resumed.state, self._model)
             for name, callback in self._callbacks.items():
                 if type(callback) is keras.callbacks.History:
-                    keras_private.put_memory(callback, memory[name])
+                    keras_private.callbacks.put_memory(callback, memory[name])
                     self._model.history = callback
             return False
         for name, callback in self._callbacks.items():
@@ -93,66 +89,80 @@ class KerasSaving:
 
     def bring_back(self) -> Resume | None:
         """Puts values, callbacks and randomness back; returns where to go on in the epoch."""
-        self._assign()
-        memory = self.others["callbacks"]
+        assert self.resumed is not None, "begin() comes first"
+        write_keras_state(self.resumed.state, self._model)
+        self.resumed = None
+        found, place = self._others.saved, self._place
         for name, callback in self._callbacks.items():
-            if name in memory:
-                _restore(callback, memory[name])
-        self._resumed = None
-        keras_private.put_global_seed(self.others["seed"])
-        keras_private.go_to(self.source, self.data.get("place", {"fetched": 0}))
+            if name in found["callbacks"]:
+                memory = found["callbacks"][name]
+                keras_private.callbacks.put_memory(callback, memory)
+                if goes_on(callback) and "own" in memory:
+                    callback.restore(memory["own"])
+        keras_private.variables.put_global_seed(found["seed"])
+        keras_private.data.go_to(self._source, place.get("place", {"fetched": 0}))
         if not self.position.batch:
-            put_randomness(self.others["randomness"])
+            put_randomness(found["randomness"])
             return None
-        now = self.others["randomness"]
-        return Resume(self.position.batch, self.data["ahead"], self.data["first"], now)
-
-    @property
-    def is_to_bring_back(self) -> bool:
-        """Whether the next epoch is one that goes on from a checkpoint."""
-        return self._resumed is not None
+        now = found["randomness"]
+        return Resume(self.position.batch, place["ahead"], place["first"], now, place["reported"])
 
     def begin_epoch(self, epoch: int, loop: Any) -> None:
         """Notes where the data are."""
         self._loop = loop
-        self._began = keras_private.place(self.source)
+        self._began = keras_private.data.place(self._source)
         if self.position.epoch != epoch:
             self.position = Position(self.position.step, epoch)
 
     def until(self) -> int | None:
         """Returns how many steps there are until the next one to save after."""
-        return steps_until_due([self._saving.when], self.position.step)
+        return steps_until_due([self.run.when], self.position.step)
 
     def after(self, steps: int) -> None:
         """Notes that a chunk was taken, and saves if that is due."""
         self.position = self.position.after(steps)
         self._event = Event(position=self.position, state=())
-        self._over, self._is_saved = False, False
-        if self._saving.is_due(self._event):
+        self._is_saved = False
+        if self.run.is_due(self._event):
             self.save()
 
     def after_epoch(self, logs: dict[str, Any], *, is_last: bool) -> None:
         """Notes that an epoch is over, and saves if that is due; the last one is saved later."""
         values = {name: x for name, x in logs.items() if isinstance(x, int | float)}
         self._event = EpochEnd(position=self.position, state=(), values=values)
-        self._over, self._is_saved = True, False
+        self._is_saved = False
         self._before = None
-        if self._saving.is_due(self._event) and not is_last:
+        if self.run.is_due(self._event) and not is_last:
             self.save()
 
     def begin_evaluation(self) -> None:
         """Notes the values to save until the epoch is over: evaluations have other metrics."""
         self._before = self._loop.values()
 
-    def is_able(self) -> bool:
-        """Whether there are values to save: an evaluation of a large model has the only ones."""
-        return not any(x.is_deleted() for x in jax.tree.leaves(self._values()))
+    def act(self, signals: HeldSignals) -> None:
+        """Saves and ends the process with 143 where SIGTERM came, or handles Ctrl-C.
+
+        Of several processes all save the same step, and end; Ctrl-C, which comes to all of them at
+        steps that differ, ends each without a save. Where an evaluation of a large model has the
+        only values, a signal waits for its end.
+        """
+        self._to_end = self._to_end or self.run.is_asked_to_end()
+        if not (self._to_end or signals.came):
+            return
+        if any(map(_tree.is_deleted, jax.tree.leaves(self._values()))):
+            return
+        if self._to_end or not self.run.is_together:
+            self.save()
+        if self._to_end:
+            self._to_end = False  # a handler of the user's may have the fit go on
+            self.run.act()
+        signals.act()
 
     def save(self) -> None:
         """Saves the fit as it is, unless that was done."""
         if not self._is_saved and self._event is not None:
-            trees = {"state": self._values()}
-            self._saving.save(self._event, trees, epoch_over=self._over)
+            over = isinstance(self._event, EpochEnd)
+            self.run.save(self._event, {"state": self._values()}, epoch_over=over)
             self._is_saved = True
 
     def after_all(self, state: KerasState, epochs: int, stopped: bool) -> None:
@@ -163,80 +173,38 @@ class KerasSaving:
           epochs: How many it was to have.
           stopped: Whether it ended before that.
         """
-        final = originals(self._model, FIELDS)
+        final = originals(self._model)
         same = all(map(_is_same, jax.tree.leaves(state), jax.tree.leaves(final)))
         event = self._event or EpochEnd(position=self.position, state=())
         done = {"epochs": epochs, "stopped": stopped}
         trees = {"state": state, **({} if same else {"final": final})}
-        self._saving.save(event, trees, epoch_over=True, done=done)
+        self.run.save(event, trees, epoch_over=True, done=done)
 
-    @property
-    def is_together(self) -> bool:
-        """Whether there are several processes, which end together."""
-        return self._saving.is_together
+    def fingerprint(self) -> dict[str, Any]:
+        """Returns what tells the data from others."""
+        return keras_private.data.described(self._source)
 
-    def is_asked_to_end(self) -> bool:
-        """Whether SIGTERM came to one of them, and this is where all end."""
-        return self._saving.is_asked_to_end()
-
-    def end(self) -> None:
-        """Ends the process when everything is written."""
-        self._saving.act()
-
-    def close(self) -> None:
-        """Waits for what is being written."""
-        self._saving.close()
-
-    @property
-    def nothing_left(self) -> bool:
-        """Whether all epochs were over at the checkpoint, but not the fit."""
-        return self._resumed is not None and self._resumed.nothing_left
-
-    def data_state(self, over: bool) -> dict[str, Any]:
+    def state(self, over: bool) -> dict[str, Any]:
         """Returns where the data are."""
         if over:
-            return {"place": keras_private.place(self.source)}
+            return {"place": keras_private.data.place(self._source)}
         return {
             "place": self._began,
-            "first": self.source.randomness,
+            "first": self._source.randomness,
             "ahead": self._loop.ahead,
             "reported": self._loop.reported(),
         }
 
-    def others_state(self) -> dict[str, Any]:
-        """Returns what else there is: callbacks, randomness."""
-        return {
-            "names": _names(self._model),
-            "callbacks": {n: found for n, x in self._callbacks.items() if (found := _state(x))},
-            "seed": keras_private.global_seed(),
-            "randomness": randomness(),
-        }
-
-    @property
-    def reported(self) -> PyTree:
-        """What the last step before the checkpoint reported."""
-        return self.data.get("reported")
+    def restore(self, state: dict[str, Any], epoch: int, batch: int) -> list[str]:
+        """Notes where the data were, for `bring_back`."""
+        self._place = state
+        return []
 
     def _values(self) -> KerasState:
         return self._loop.values() if self._before is None else self._before
 
-    def _assign(self) -> None:
-        assert self._resumed is not None, "begin() comes first"
-        write_keras_state(self._resumed.state, self._model)
-
-    def _require_same_names(self) -> None:
-        saved, now = self.others["names"], _names(self._model)
-        pairs = zip(saved, now, strict=True)
-        lines = [f"saved {a}, expected {b}" for a, b in pairs if a != b]
-        if lines:
-            raise CheckpointMismatchError(
-                f"{self._checkpointer.directory}: its variables are not those of the model:\n"
-                f"{_tree.bullets(lines)}\nThe model is unchanged."
-            )
-
     def _warn(self, evaluation: Any) -> None:
-        repeatable = "examples" in keras_private.described(self.source)
-        if self.position.step and not repeatable:
+        if self.position.step and "examples" not in self.fingerprint():
             warnings.warn(
                 "x: only arrays are known to give the same batches again. These data are begun "
                 "anew, and the batches of the epoch before the checkpoint left out.",
@@ -248,7 +216,7 @@ class KerasSaving:
                 "is begun anew: the evaluations to come may have other batches.",
                 stacklevel=5,
             )
-        missing = sorted(self.others["callbacks"].keys() - self._callbacks.keys())
+        missing = sorted(self._others.saved["callbacks"].keys() - self._callbacks.keys())
         if missing:
             warnings.warn(
                 f"callbacks: the checkpoint has {missing}, which are not among those of this fit.",
@@ -256,34 +224,36 @@ class KerasSaving:
             )
 
 
-class _Data:
-    """The data, as `Saving` asks after them."""
-
-    def __init__(self, owner: KerasSaving) -> None:
-        self._owner = owner
-
-    def fingerprint(self) -> dict[str, Any]:
-        return keras_private.described(self._owner.source)
-
-    def state(self, over: bool) -> dict[str, Any]:
-        return self._owner.data_state(over)
-
-    def restore(self, state: dict[str, Any], epoch: int, batch: int) -> list[str]:
-        self._owner.data = state
-        return []
-
-
 class _Others:
-    """All else that goes on with a fit, as `Saving` asks after it."""
+    """All else that goes on with a fit: callbacks, randomness.
 
-    def __init__(self, owner: KerasSaving) -> None:
-        self._owner = owner
+    Attributes:
+      saved: What a checkpoint says of it.
+    """
+
+    def __init__(self, model: keras.Model, callbacks: dict[str, Any]) -> None:
+        self._model, self._callbacks = model, callbacks
+        self.saved: dict[str, Any] = {}
 
     def state(self) -> dict[str, Any]:
-        return self._owner.others_state()
+        return {
+            "names": _names(self._model),
+            "callbacks": {n: found for n, x in self._callbacks.items() if (found := _state(x))},
+            "seed": keras_private.variables.global_seed(),
+            "randomness": randomness(),
+        }
 
     def restore(self, state: dict[str, Any]) -> None:
-        self._owner.others = state
+        self.saved = state
+
+    def require_same_names(self, directory: str) -> None:
+        pairs = zip(self.saved["names"], _names(self._model), strict=True)
+        lines = [f"saved {a}, expected {b}" for a, b in pairs if a != b]
+        if lines:
+            raise CheckpointMismatchError(
+                f"{directory}: its variables are not those of the model:\n"
+                f"{_tree.bullets(lines)}\nThe model is unchanged."
+            )
 
 
 def _state(callback: Any) -> dict[str, Any]:
@@ -292,13 +262,7 @@ def _state(callback: Any) -> dict[str, Any]:
     if isinstance(callback, keras.callbacks.CSVLogger):
         path = os.fspath(callback.filename)
         own["bytes"] = os.path.getsize(path) if os.path.exists(path) else 0
-    return {**keras_private.memory(callback), **own}
-
-
-def _restore(callback: Any, state: dict[str, Any]) -> None:
-    keras_private.put_memory(callback, state)
-    if goes_on(callback) and "own" in state:
-        callback.restore(state["own"])
+    return {**keras_private.callbacks.memory(callback), **own}
 
 
 def _go_on_below(logger: Any, size: int) -> None:
@@ -309,21 +273,15 @@ def _go_on_below(logger: Any, size: int) -> None:
         logger.append = True
 
 
+def _paths(model: keras.Model) -> dict[str, str]:
+    """Returns the paths of all variables, by what a checkpoint calls them."""
+    lists = variable_lists(model).items()
+    return {f"{name}/{i}": v.path for name, variables in lists for i, v in enumerate(variables)}
+
+
 def _names(model: keras.Model) -> list[str]:
     """Returns the paths of all variables, without the numbers that Keras counts objects with."""
-    lists = variable_lists(model).values()
-    return [re.sub(r"_\d+(?=_|/|$)", "", v.path) for variables in lists for v in variables]
-
-
-def _named_in(text: str, model: keras.Model) -> list[str]:
-    """Returns the paths of the variables that a message calls by their numbers."""
-    paths = {
-        f"{name}/{i}": v.path
-        for name, variables in variable_lists(model).items()
-        for i, v in enumerate(variables)
-    }
-    found = re.findall(rf"\b(?:{'|'.join(FIELDS)})/\d+", text)
-    return [f"{name} is {paths[name]}" for name in found if name in paths]
+    return [re.sub(r"_\d+(?=_|/|$)", "", path) for path in _paths(model).values()]
 
 
 def _is_same(a: Any, b: Any) -> bool:

@@ -1,7 +1,5 @@
 """A compiled Keras model's own steps, as functrain steps over a state of pytrees."""
 
-from typing import Any
-
 import jax.numpy as jnp
 import keras
 
@@ -76,19 +74,16 @@ class KerasStep:
         before = len(self.model.variables)
         old = (state.trainable, state.non_trainable, state.optimizer, state.metrics)
         with carried(self.model, state.metrics) as merge:
-            logs, (trainable, rest, optimizer, metrics) = self._step(old, batch)
+            if self.trains:
+                logs, (trainable, rest, optimizer, metrics) = self.model.train_step(old, batch)
+            else:
+                tested = (state.trainable, state.non_trainable, state.metrics)
+                logs, (trainable, rest, metrics) = self.model.test_step(tested, batch)
+                optimizer = state.optimizer
             rest, metrics = merge(rest, metrics)
         _refuse_new_variables(self.model, before)
         new = (trainable, rest, optimizer, metrics)
         return KerasState(*map(_as_before, old, new)), logs
-
-    def _step(self, old: tuple[Variables, ...], batch: PyTree) -> tuple[PyTree, Any]:
-        if self.trains:
-            logs, new = self.model.train_step(old, batch)
-            return logs, new
-        trainable, non_trainable, optimizer, metrics = old
-        logs, rest = self.model.test_step((trainable, non_trainable, metrics), batch)
-        return logs, (rest[0], rest[1], optimizer, rest[2])
 
 
 class PredictStep:
@@ -120,7 +115,7 @@ def _refuse_new_variables(model: keras.Model, before: int) -> None:
 
 
 def _refuse_stateful_rnns(model: keras.Model) -> None:
-    for layer in keras_private.all_layers(model):
+    for layer in keras_private.layers.all_layers(model):
         if isinstance(layer, keras.layers.RNN) and layer.stateful:
             raise ValueError(
                 f"layer {layer.name!r}: expected stateful=False, got stateful=True. Its states are "

@@ -89,7 +89,7 @@ def _require_traced(model: keras.Model, batch: PyTree, expected: PyTree) -> None
             f"No step was taken. Its test_step says:\n{error}"
         ) from error
     finally:
-        keras_private.forget_losses(model)
+        keras_private.layers.forget_losses(model)
 
 
 def _words(batch: PyTree) -> str:

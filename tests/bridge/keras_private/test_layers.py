@@ -30,14 +30,14 @@ class Holder(keras.Model):
 
 def test_layers_is_what_a_layer_tracks_in_order():
     model = Holder()
-    assert keras_private.sublayers(model) == [model.first, model.rest[0]]
+    assert keras_private.layers.sublayers(model) == [model.first, model.rest[0]]
 
 
 def test_layers_of_a_functional_model_has_those_attached_as_attributes():
     x = keras.Input((3,))
     model = keras.Model(x, layers.Dense(2)(x))
     model.extra = layers.Dense(3)
-    assert model.extra in keras_private.sublayers(model)
+    assert model.extra in keras_private.layers.sublayers(model)
     assert model.extra not in model.layers
 
 
@@ -45,7 +45,7 @@ def test_trainable_variables_and_non_trainable_variables_are_a_layers_own():
     model = Holder()
     model(np.ones((1, 3)))
     model.frozen.trainable = True  # the lists are those of the time of creation
-    assert [id(v) for v in keras_private.own_variables(model)] == [
+    assert [id(v) for v in keras_private.layers.own_variables(model)] == [
         id(model.free),
         id(model.frozen),
     ]
@@ -53,14 +53,14 @@ def test_trainable_variables_and_non_trainable_variables_are_a_layers_own():
 
 def test_seed_generators_is_a_layers_own():
     model = Holder()
-    assert keras_private.seed_generators(model) == [model.seed]
+    assert keras_private.layers.seed_generators(model) == [model.seed]
 
 
 def test_metrics_has_those_of_attributes_and_not_those_of_compile():
     model = Holder()
     model.compile("sgd", "mse", metrics=["mae"])
     model.fit(np.ones((2, 3)), np.ones((2, 1)), verbose=0)
-    assert keras_private.own_metrics(model) == [model.mean]
+    assert keras_private.layers.own_metrics(model) == [model.mean]
 
 
 def test_losses_override_hides_the_losses_of_a_call():
@@ -68,14 +68,14 @@ def test_losses_override_hides_the_losses_of_a_call():
     layer.build((None, 3))
     layer._losses_override.append("left behind")
     assert layer.losses == ["left behind"]
-    keras_private.forget_losses(layer)
+    keras_private.layers.forget_losses(layer)
     assert float(layer.losses[0]) > 0
 
 
 def test_flatten_layers_has_each_layer_once_and_the_model_itself():
     shared = layers.Dense(3)
     model = keras.Sequential([keras.Input((3,)), keras.Sequential([shared]), shared])
-    found = keras_private.all_layers(model)
+    found = keras_private.layers.all_layers(model)
     assert found[0] is model
     assert found.count(shared) == 1
     assert {id(layer) for layer in model.layers} < {id(layer) for layer in found}
@@ -83,10 +83,10 @@ def test_flatten_layers_has_each_layer_once_and_the_model_itself():
 
 def test_functional_is_what_keras_makes_of_inputs_and_outputs():
     x = keras.Input((3,))
-    assert keras_private.is_functional(keras.Model(x, layers.Dense(1)(x)))
+    assert keras_private.layers.is_functional(keras.Model(x, layers.Dense(1)(x)))
 
     class Own(keras.Model):
         pass
 
-    assert not keras_private.is_functional(Own(x, layers.Dense(1)(x)))
-    assert not keras_private.is_functional(keras.Sequential())
+    assert not keras_private.layers.is_functional(Own(x, layers.Dense(1)(x)))
+    assert not keras_private.layers.is_functional(keras.Sequential())

@@ -13,7 +13,7 @@ del bridge
 
 def test_get_metric_is_what_compile_makes_and_looks_at_shapes_only():
     y, outputs = keras.KerasTensor((3,)), keras.KerasTensor((3, 4))
-    metric = keras_private.get_metric("accuracy", y, outputs)
+    metric = keras_private.metrics.get_metric("accuracy", y, outputs)
     assert type(metric) is keras.metrics.SparseCategoricalAccuracy
 
 
@@ -22,8 +22,8 @@ def test_running_means_are_told_from_other_metrics():
 
     def plain(*metrics, kind=model):
         kind.compile("sgd", "mse", metrics=list(metrics))
-        keras_private.build(kind, (np.ones((2, 2)), np.ones((2, 1))))
-        return keras_private.only_running_means(kind)
+        keras_private.trainer.build(kind, (np.ones((2, 2)), np.ones((2, 1))))
+        return keras_private.metrics.only_running_means(kind)
 
     class Resets(keras.metrics.MeanAbsoluteError):
         def reset_state(self):
@@ -45,7 +45,7 @@ def test_running_means_are_told_from_other_metrics():
 
 def test_metrics_that_build_late_say_so():
     late = keras.metrics.R2Score()
-    assert not keras_private.is_built_metric(late)
+    assert not keras_private.metrics.is_built_metric(late)
     late.update_state(np.zeros((2, 1)), np.ones((2, 1)))
-    assert keras_private.is_built_metric(late)
-    assert keras_private.is_built_metric(keras.metrics.Mean())
+    assert keras_private.metrics.is_built_metric(late)
+    assert keras_private.metrics.is_built_metric(keras.metrics.Mean())

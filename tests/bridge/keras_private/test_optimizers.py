@@ -13,34 +13,35 @@ del bridge
 
 def test_learning_rate_of_an_optimizer_is_its_schedule_or_function():
     schedule = keras.optimizers.schedules.CosineDecay(0.1, 10)
-    assert keras_private.learning_rate(keras.optimizers.SGD(schedule)) is schedule
-    assert keras_private.learning_rate(keras.optimizers.SGD(float)) is float
-    assert keras_private.learning_rate(keras.optimizers.SGD(0.1)) is None
+    assert keras_private.optimizers.learning_rate(keras.optimizers.SGD(schedule)) is schedule
+    assert keras_private.optimizers.learning_rate(keras.optimizers.SGD(float)) is float
+    assert keras_private.optimizers.learning_rate(keras.optimizers.SGD(0.1)) is None
 
 
 def test_optimizer_map_is_what_a_multi_optimizer_was_given():
     chosen = keras.optimizers.OptimizerMap(keras.optimizers.SGD(0.1))
-    assert keras_private.optimizer_map(keras.optimizers.MultiOptimizer(chosen)) is chosen
+    assert keras_private.optimizers.optimizer_map(keras.optimizers.MultiOptimizer(chosen)) is chosen
 
 
 def test_excluded_from_weight_decay_are_ids_and_a_pattern():
     optimizer, variable = keras.optimizers.AdamW(), keras.Variable(0.0)
-    assert keras_private.excluded_from_weight_decay(optimizer) == (set(), "")
+    assert keras_private.optimizers.excluded_from_weight_decay(optimizer) == (set(), "")
     optimizer.exclude_from_weight_decay(var_list=[variable], var_names=["bias"])
-    assert keras_private.excluded_from_weight_decay(optimizer) == ({id(variable)}, "bias")
+    excluded = keras_private.optimizers.excluded_from_weight_decay(optimizer)
+    assert excluded == ({id(variable)}, "bias")
 
 
 def test_trained_are_the_variables_of_build_in_order():
     optimizer, variables = keras.optimizers.Adam(), [keras.Variable(0.0), keras.Variable(1.0)]
-    assert keras_private.trained(optimizer) == []
+    assert keras_private.optimizers.trained(optimizer) == []
     optimizer.build(variables)
-    assert list(map(id, keras_private.trained(optimizer))) == list(map(id, variables))
+    assert list(map(id, keras_private.optimizers.trained(optimizer))) == list(map(id, variables))
 
 
 def test_lists_as_long_as_the_variables_are_slots_but_for_those_two():
     optimizer = keras.optimizers.SGD(momentum=0.9)
     optimizer.build([keras.Variable(0.0), keras.Variable(1.0)])
-    lists = keras_private.slot_lists(optimizer)
+    lists = keras_private.optimizers.slot_lists(optimizer)
     assert [(name, len(values)) for name, values in lists] == [("momentums", 2)]
     assert lists[0][1][0] is optimizer.variables[2]
 
@@ -48,12 +49,12 @@ def test_lists_as_long_as_the_variables_are_slots_but_for_those_two():
 def test_attributes_that_are_variables_are_named_without_underscores():
     optimizer = keras.optimizers.SGD(0.1)
     optimizer.build([])
-    found = keras_private.variable_attributes(optimizer)
+    found = keras_private.optimizers.variable_attributes(optimizer)
     assert [found[id(v)] for v in optimizer.variables] == ["iterations", "learning_rate"]
 
 
 def test_backend_apply_gradients_is_called_once_with_all_that_have_gradients():
-    class Spy(keras_private.GradientsOnly):
+    class Spy(keras_private.optimizers.GradientsOnly):
         def update_all(self, grads, variables):
             self.seen = grads, [v.name for v in variables]
 

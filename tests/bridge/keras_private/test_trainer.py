@@ -16,8 +16,8 @@ del bridge
 
 
 def test_trainer_is_what_keras_makes_models_of():
-    assert keras_private.is_trainer(compiled())
-    assert not keras_private.is_trainer(layers.Dense(1))
+    assert keras_private.trainer.is_trainer(compiled())
+    assert not keras_private.trainer.is_trainer(layers.Dense(1))
 
 
 def test_symbolic_build_takes_no_batch_where_all_is_built():
@@ -25,38 +25,39 @@ def test_symbolic_build_takes_no_batch_where_all_is_built():
         yield np.ones((4, 3)), np.ones((4, 2))
 
     model = compiled()
-    keras_private.build_from(model, epochs())
-    assert keras_private.is_built(model)
-    source = keras_private.epochs(_feed.passes, x=once())
-    keras_private.build_from(model, source)
+    keras_private.trainer.build_from(model, epochs())
+    assert keras_private.trainer.is_built(model)
+    source = keras_private.data.epochs(_feed.passes, x=once())
+    keras_private.trainer.build_from(model, source)
     assert len([next(items) for _, _, items in itertools.islice(source, 1)]) == 1
 
 
 def test_initial_epoch_is_what_backup_and_restore_sets(tmp_path):
     model = compiled()
-    assert keras_private.initial_epoch(model) is None
+    assert keras_private.trainer.initial_epoch(model) is None
     backup = keras.callbacks.BackupAndRestore(tmp_path / "backup", delete_checkpoint=False)
     model.fit(np.ones((4, 3)), np.ones((4, 2)), epochs=2, verbose=0, callbacks=[backup])
     backup.on_train_begin()
-    assert keras_private.initial_epoch(model) == 2
+    assert keras_private.trainer.initial_epoch(model) == 2
 
 
 def test_metrics_result_or_logs_prefers_metrics_of_the_same_names():
     model = compiled()
     model.evaluate(np.ones((4, 3)), np.ones((4, 2)), verbose=0)
-    found = keras_private.epoch_logs(model, {"loss": -1.0, "mae": -1.0})
+    found = keras_private.trainer.epoch_logs(model, {"loss": -1.0, "mae": -1.0})
     assert found["loss"] >= 0
-    assert keras_private.epoch_logs(model, {"other": -1.0}) == {"other": -1.0}
+    assert keras_private.trainer.epoch_logs(model, {"other": -1.0}) == {"other": -1.0}
 
 
 def test_flatten_metrics_in_order_returns_a_list():
     model = compiled()
     model.evaluate(np.ones((4, 3)), np.ones((4, 2)), verbose=0)
-    assert keras_private.in_order(model, {"mae": 2.0, "loss": 1.0}) == [1.0, 2.0]
+    assert keras_private.trainer.in_order(model, {"mae": 2.0, "loss": 1.0}) == [1.0, 2.0]
 
 
 def test_compiled_parts_are_other_objects_after_compile():
     model = compiled()
-    before = keras_private.compiled_parts(model)
+    before = keras_private.trainer.compiled_parts(model)
     model.compile("adam", "mae", metrics=["mse"])
-    assert all(a is not b for a, b in zip(before, keras_private.compiled_parts(model), strict=True))
+    after = keras_private.trainer.compiled_parts(model)
+    assert all(a is not b for a, b in zip(before, after, strict=True))

@@ -14,23 +14,24 @@ del bridge
 
 def test_jax_state_is_assigned_when_a_callback_reads_its_model():
     model = compiled()
-    keras_private.build_from(model, epochs())
+    keras_private.trainer.build_from(model, epochs())
     callback = keras.callbacks.Callback()
     callback.set_model(model)
     new = [v.value + 1 for v in model.trainable_variables]
-    keras_private.publish(model, {"trainable_variables": new})
-    keras_private.purge(model, ["trainable"])
-    assert not keras_private.is_synced(model)
+    keras_private.trainer_state.publish(model, {"trainable_variables": new})
+    keras_private.trainer_state.purge(model, ["trainable"])
+    assert not keras_private.trainer_state.is_synced(model)
     assert callback.model is model
-    assert keras_private.is_synced(model)
+    assert keras_private.trainer_state.is_synced(model)
     np.testing.assert_array_equal(model.trainable_variables[0].value, new[0])
 
 
 def test_sync_assigns_once():
     model = compiled()
-    keras_private.publish(model, {"trainable_variables": [v.value + 1 for v in model.variables]})
-    keras_private.sync(model)
+    new = [v.value + 1 for v in model.variables]
+    keras_private.trainer_state.publish(model, {"trainable_variables": new})
+    keras_private.trainer_state.sync(model)
     before = np.asarray(model.variables[0].value)
-    keras_private.sync(model)
+    keras_private.trainer_state.sync(model)
     np.testing.assert_array_equal(model.variables[0].value, before)
-    assert keras_private.is_synced(model)
+    assert keras_private.trainer_state.is_synced(model)

@@ -15,23 +15,23 @@ del bridge
 
 def test_value_of_a_variable_can_be_swapped():
     variable = keras.Variable(np.zeros(2))
-    before = keras_private.swap_value(variable, np.ones(2))
+    before = keras_private.variables.swap_value(variable, np.ones(2))
     np.testing.assert_array_equal(variable.value, np.ones(2))
-    keras_private.swap_value(variable, before)
+    keras_private.variables.swap_value(variable, before)
     np.testing.assert_array_equal(variable.value, np.zeros(2))
 
 
 def test_layout_of_a_variable_is_what_it_was_made_with():
-    assert keras_private.layout(keras.Variable(0.0)) is None
+    assert keras_private.variables.layout(keras.Variable(0.0)) is None
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    assert keras_private.layout(keras.Variable(0.0, layout=sharding)) is sharding
+    assert keras_private.variables.layout(keras.Variable(0.0, layout=sharding)) is sharding
 
 
 def test_a_variable_can_be_made_outside_of_scopes():
     with keras.StatelessScope():
         with pytest.raises(ValueError, match="stateless scope"):
             keras.Variable(1.0)
-        with keras_private.outside_scopes():
+        with keras_private.variables.outside_scopes():
             variable = keras.Variable(1.0)
         variable.assign(2.0)
     assert float(variable.value) == 1.0
@@ -40,9 +40,9 @@ def test_a_variable_can_be_made_outside_of_scopes():
 def test_the_global_seed_is_brought_back():
     keras.utils.set_random_seed(1)
     keras.random.normal((2,))
-    state = keras_private.global_seed()
+    state = keras_private.variables.global_seed()
     expected = np.asarray(keras.random.normal((2,)))
     keras.random.normal((2,))
-    keras_private.put_global_seed(state)
+    keras_private.variables.put_global_seed(state)
     np.testing.assert_array_equal(keras.random.normal((2,)), expected)
-    keras_private.put_global_seed(None)
+    keras_private.variables.put_global_seed(None)

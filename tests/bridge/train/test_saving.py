@@ -277,6 +277,23 @@ def test_ctrl_c_in_an_evaluation_saves_what_training_had(
     assert found.history == history.history
 
 
+def test_sigterm_that_a_handler_takes_saves_once_and_the_fit_goes_on(tmp_path) -> None:
+    class Terminated(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            if not epoch:
+                signal.raise_signal(signal.SIGTERM)
+
+    taken: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: taken.append(number))
+    try:
+        checkpoints = ft.Checkpointer(tmp_path, every=ft.every(steps=1000))
+        fit(dense, plain, checkpointer=checkpoints, callbacks=[Terminated()])
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert taken == [signal.SIGTERM]
+    assert checkpoints.steps() == [9, 9 * EPOCHS]
+
+
 class Counter(keras.callbacks.Callback):
     """A user's callback that goes on."""
 

@@ -4,21 +4,13 @@ from typing import Any
 
 import keras
 
+_OF_SAVING = ("best", "_batches_seen_since_last_saving", "_last_batch_seen")
 # What Keras's own callbacks remember from epoch to epoch, and from batch to batch.
 _MEMORY = {
     keras.callbacks.EarlyStopping: ("wait", "stopped_epoch", "best", "best_weights", "best_epoch"),
     keras.callbacks.ReduceLROnPlateau: ("wait", "best", "cooldown_counter"),
-    keras.callbacks.ModelCheckpoint: (
-        "best",
-        "_batches_seen_since_last_saving",
-        "_last_batch_seen",
-    ),
-    keras.callbacks.OrbaxCheckpoint: (
-        "best",
-        "_batches_seen_since_last_saving",
-        "_last_batch_seen",
-        "_total_batches_seen",
-    ),
+    keras.callbacks.ModelCheckpoint: _OF_SAVING,
+    keras.callbacks.OrbaxCheckpoint: (*_OF_SAVING, "_total_batches_seen"),
     keras.callbacks.TensorBoard: ("_global_train_batch", "_global_test_batch"),
     keras.callbacks.SwapEMAWeights: ("_ema_weights_in_model",),
     keras.callbacks.History: ("history", "epoch"),

@@ -1,7 +1,7 @@
 """A variable's value and place, and the scopes in which none can be made."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,17 @@ def swap_value(variable: Any, value: Any) -> Any:
     before = variable._value
     variable._value = value
     return before
+
+
+@contextlib.contextmanager
+def other_values(pairs: Iterable[tuple[Any, Any]]) -> Iterator[None]:
+    """Gives variables other values for a while, by `swap_value`."""
+    before = [(variable, swap_value(variable, value)) for variable, value in pairs]
+    try:
+        yield
+    finally:
+        for variable, value in before:
+            swap_value(variable, value)
 
 
 def layout(variable: Any) -> Any:
