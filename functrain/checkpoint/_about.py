@@ -6,6 +6,7 @@ names, numbers and texts where they are to be, and nothing else.
 
 import json
 import math
+import operator
 import os
 import re
 import stat
@@ -24,9 +25,16 @@ _HALVES = "surrogatepass"  # half of a surrogate pair is a text for Python
 
 
 def write_about(directory: str, about: Mapping[str, Any], leaves: Mapping[str, Any]) -> None:
-    """Writes it; its bytes are on the disk when it returns."""
+    """Writes it, one line for each thing; its bytes are on the disk when it returns."""
+
+    def lines(found: Mapping[str, Any], indent: str) -> str:
+        return ",\n".join(f"{indent}{_json(n)}: {_json(x)}" for n, x in found.items())
+
+    about = {"format": FORMAT, **about}
+    body = f'{lines(about, "  ")},\n  "leaves": {{\n{lines(leaves, "    ")}\n  }}'
+    seal = _seal({**about, "leaves": leaves})
     with open(os.path.join(directory, ABOUT), "w", encoding="utf-8", errors=_HALVES) as file:
-        file.write(_text({"format": FORMAT, **about, "leaves": leaves}))
+        file.write(f'{{"checkpoint": {{\n{body}\n}}, "crc32": "{seal}"}}\n')
         file.flush()
         os.fsync(file.fileno())
 
@@ -48,7 +56,7 @@ def read_about(directory: str) -> dict[str, Any]:
     try:
         with open(path, encoding="utf-8", errors=_HALVES) as file:
             whole = json.load(file)
-        body: dict[str, Any] = whole["checkpoint"]
+        body = {**whole["checkpoint"]}
         good = whole["crc32"] == _seal(body)
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointCorruptError(
@@ -108,8 +116,8 @@ def _require_plain_files(directory: str) -> None:
                 )
 
 
-def _require_format(directory: str, body: Any) -> None:
-    found = body.get("format") if isinstance(body, dict) else None
+def _require_format(directory: str, body: Mapping[str, Any]) -> None:
+    found = body.get("format")
     if is_whole(found, FORMAT + 1):
         run = body.get("run")
         version = run.get("functrain", "?") if isinstance(run, dict) else "?"
@@ -119,22 +127,16 @@ def _require_format(directory: str, body: Any) -> None:
         )
 
 
-def _require_sense(path: str, body: Any) -> None:
+def _require_sense(path: str, body: Mapping[str, Any]) -> None:
     """Refuses what no functrain writes: the digest was made for other words than ours."""
-    wrong = [] if isinstance(body, dict) else ["checkpoint"]
-    if not wrong:
-        missing = [name for name in ("format", "trees", "leaves") if name not in body]
-        wrong = missing or [n for n, x in body.items() if not _SENSE.get(n, _is_anything)(x)]
+    needed = dict.fromkeys(("format", "trees", "leaves"))
+    wrong = [n for n, x in {**needed, **body}.items() if n in _SENSE and not _SENSE[n](x)]
     if wrong:
         raise CheckpointCorruptError(
             f"{path}: expected what a checkpoint says of itself, got what makes no sense at "
             f"{', '.join(map(repr, wrong[:3]))[:200]}. It is damaged, or was edited: take another "
             "checkpoint."
         )
-
-
-def _is_anything(found: Any) -> bool:
-    return True
 
 
 def _is_dict(found: Any) -> bool:
@@ -218,25 +220,9 @@ _SENSE: dict[str, Callable[[Any], bool]] = {
 }
 
 
-def _text(body: Mapping[str, Any]) -> str:
-    """Returns a file's text, one line for each thing that is said, and for each leaf."""
-
-    def lines(found: Mapping[str, Any], indent: str) -> str:
-        each = (f"{indent}{_json(n)}: {_json(x)}" for n, x in found.items())
-        return ",\n".join(each)
-
-    head = lines({name: x for name, x in body.items() if name != "leaves"}, "  ")
-    leaves = f'  "leaves": {{\n{lines(body["leaves"], "    ")}\n  }}'
-    return f'{{"checkpoint": {{\n{head},\n{leaves}\n}}, "crc32": "{_seal(body)}"}}\n'
-
-
 def _json(value: Any, **how: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, default=_number, **how)
-
-
-def _number(value: Any) -> Any:
-    """What JSON has for a number of NumPy's."""
-    return value.item()
+    number = operator.methodcaller("item")  # of NumPy's
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, default=number, **how)
 
 
 def _seal(body: Any) -> str:

@@ -6,8 +6,9 @@ from typing import Any, Self
 
 from functrain.checkpoint._errors import CheckpointCorruptError, CheckpointMismatchError
 from functrain.checkpoint._processes import all_or_none
-from functrain.checkpoint._series import Restored, Series, verify
+from functrain.checkpoint._series import Restored, Series
 from functrain.checkpoint._single import STATE
+from functrain.checkpoint._store import verify
 from functrain.common import _direction, _repr
 from functrain.common._checks import is_whole
 from functrain.common._types import PyTree

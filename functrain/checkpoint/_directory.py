@@ -9,7 +9,7 @@ from typing import Any
 from functrain.checkpoint._about import is_ours, is_step, read_about
 from functrain.checkpoint._errors import CheckpointCorruptError, CheckpointMismatchError
 from functrain.checkpoint._lock import Lock
-from functrain.checkpoint._place import find, identity, local, put, remove, staged, take_back, tidy
+from functrain.checkpoint._place import find, local, remove, take_back, tidy
 
 _LOCK, _DAMAGED = ".functrain-lock", "damaged-"
 
@@ -51,18 +51,14 @@ class Directory:
         """Returns the steps of which there are checkpoints, in order."""
         if not os.path.isdir(self.path):
             return []
-        found = set()
-        for entry in list(os.scandir(self.path)):
-            name = entry.name.removesuffix(".functrain-old")
-            plain = is_step(name) and entry.is_dir(follow_symlinks=False)
-            if plain and is_ours(entry.path):
-                found.add(int(name))
+        found = {
+            int(name)
+            for entry in list(os.scandir(self.path))
+            if is_step(name := entry.name.removesuffix(".functrain-old"))
+            and entry.is_dir(follow_symlinks=False)
+            and is_ours(entry.path)
+        }
         return sorted(found)
-
-    def identity(self, step: int) -> tuple[object, ...]:
-        """Returns what changes when a step's checkpoint is removed or replaced; empty if gone."""
-        found = identity(self.place(step))
-        return found if any(found) else ()
 
     def require_writable(self) -> None:
         """Makes sure that nobody else writes here, and puts in order what a kill left.
@@ -103,14 +99,6 @@ class Directory:
     def release(self) -> None:
         """Lets others write."""
         self._lock.release()
-
-    def staged(self, step: int) -> str:
-        """Returns where a step's checkpoint is written until it is whole."""
-        return staged(self.place(step))
-
-    def put(self, step: int) -> None:
-        """Gives what is staged its name."""
-        put(self.place(step))
 
     def remove(self, step: int) -> None:
         """Removes a step's checkpoint; a kill leaves it whole, or not under its name."""

@@ -32,8 +32,7 @@ class Arrays(NamedTuple):
     read: Callable[[Iterable[str]], Iterator[tuple[str, np.ndarray]]]
 
 
-@contextlib.contextmanager
-def opened(path: str) -> Iterator[Arrays]:
+def opened(path: str) -> contextlib.AbstractContextManager[Arrays]:
     """Opens a file by its suffix.
 
     Raises:
@@ -41,12 +40,7 @@ def opened(path: str) -> Iterator[Arrays]:
       CheckpointCorruptError: It is of a known kind, and damaged.
       ImportError: The library is missing that reads it.
     """
-    kinds = {
-        ".safetensors": _safetensors,
-        ".keras": _keras,
-        ".h5": _hdf5,
-        ".hdf5": _hdf5,
-    }
+    kinds = {".safetensors": _safetensors, ".keras": _keras, ".h5": _hdf5, ".hdf5": _hdf5}
     suffix = os.path.splitext(path)[1].lower()
     if suffix not in kinds:
         raise CheckpointMismatchError(
@@ -54,8 +48,7 @@ def opened(path: str) -> Iterator[Arrays]:
             f"{f'one named {suffix}' if suffix else 'a file without a suffix'}."
         )
     _require_no_pickle(path)
-    with kinds[suffix](path) as arrays:
-        yield arrays
+    return kinds[suffix](path)
 
 
 def import_safetensors() -> Any:

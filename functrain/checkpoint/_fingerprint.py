@@ -36,9 +36,10 @@ def of_run(state: PyTree) -> dict[str, Any]:
 _WITHOUT_EFFECT = ("functrain", "python")
 
 
-def differences(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
+def differences(saved: dict[str, Any], there: dict[str, Any], word: str = "now") -> list[str]:
     """Names what differs between two fingerprints, in words."""
-    names = [n for n in {**saved, **now} if n not in _WITHOUT_EFFECT]
     return [
-        f"{n}: saved {saved.get(n)}, now {now.get(n)}" for n in names if saved.get(n) != now.get(n)
+        f"{name}: saved {saved.get(name)}, {word} {there.get(name)}"
+        for name in {**saved, **there}
+        if name not in _WITHOUT_EFFECT and saved.get(name) != there.get(name)
     ]

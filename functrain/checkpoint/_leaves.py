@@ -41,22 +41,17 @@ class Leaf(NamedTuple):
     parts: Mapping[str, np.ndarray]
 
 
-def by_path(tree: PyTree, root: str) -> dict[str, Any]:
-    """Returns the leaves of a tree under their paths, below a name for the whole."""
+def by_path(trees: dict[str, PyTree]) -> dict[str, Any]:
+    """Returns the leaves of trees by their names in the file: that of the tree, and the path."""
     leaves: dict[str, Any] = {}
-    for path, leaf in _tree.leaves_with_path(tree):
-        name = below(root, path)
+    for name, leaf in _tree.leaves_with_path(trees):
         if name in leaves:
             raise ValueError(
-                f"{path}: expected one leaf of this path, got two. Rename a key that has '/' in it."
+                f"{path_of(name)}: expected one leaf of this path, got two. Rename a key that has "
+                "'/' in it."
             )
         leaves[name] = leaf
     return leaves
-
-
-def below(root: str, path: str) -> str:
-    """Returns the name of a leaf in the file."""
-    return root if path == "(root)" else f"{root}/{path}"
 
 
 def path_of(name: str) -> str:
@@ -128,8 +123,6 @@ def place(index: tuple[slice, ...], shape: tuple[int, ...]) -> str:
 
 def part(array: np.ndarray, place: str) -> np.ndarray:
     """Returns the part of an array that is at a place."""
-    if not place:
-        return array
     bounds = (bound.split(":") for bound in place.split(","))
     found: np.ndarray = array[tuple(slice(int(begin), int(end)) for begin, end in bounds)]
     return found
@@ -185,34 +178,27 @@ def digest(array: np.ndarray) -> str:
     return f"{zlib.crc32(data.data):08x}"
 
 
-def require_same(directory: str, expected: Mapping[str, str], saved: Mapping[str, str]) -> None:
-    """Compares specs, by name in the file, before anything is read.
+def require_same(directory: str, leaves: Mapping[str, Any], saved: Mapping[str, str]) -> None:
+    """Compares leaves with the specs that were saved, by name, before anything is read.
 
     Raises:
       CheckpointMismatchError: Names each leaf that differs.
     """
-    lines = [
-        f"{path_of(n)}: not in the checkpoint (expected {expected[n]})"
-        for n in expected
-        if n not in saved
-    ]
-    lines += [f"{path_of(n)}: not expected (saved {saved[n]})" for n in saved if n not in expected]
-    lines += [
-        f"{path_of(n)}: saved {saved[n]}, expected {expected[n]}"
-        for n in expected
-        if n in saved and saved[n] != expected[n]
-    ]
+    expected = {name: _tree.strong_spec(leaf) for name, leaf in leaves.items()}
+    lines = []
+    for name in {**expected, **saved}:
+        if name not in saved:
+            lines += [f"{path_of(name)}: not in the checkpoint (expected {expected[name]})"]
+        elif name not in expected:
+            lines += [f"{path_of(name)}: not expected (saved {saved[name]})"]
+        elif saved[name] != expected[name]:
+            lines += [f"{path_of(name)}: saved {saved[name]}, expected {expected[name]}"]
     if lines:
         raise CheckpointMismatchError(
             f"{directory}: its leaves are not those expected:\n{_tree.bullets(lines)}\n"
             "Nothing was loaded. Build the state with the model, the optimizer and the rng (or "
             "rng=None) that were saved; for a part of it: functrain.warm_start."
         )
-
-
-def specs(leaves: Mapping[str, Any]) -> dict[str, str]:
-    """Returns each leaf's dtype and shape."""
-    return {name: _tree.strong_spec(leaf) for name, leaf in leaves.items()}
 
 
 def blank(leaf: Any) -> np.ndarray:
@@ -225,7 +211,8 @@ def restored(path: str, like: Any, data: np.ndarray) -> Any:
     """Makes a leaf like another of what was read: in its place, of its kind."""
     if isinstance(like, np.ndarray | np.generic):
         return data if isinstance(like, np.ndarray) else data[()]
-    sharding = _sharding(like)
+    # Of what is not committed none: it moves freely then, as a fresh array does.
+    sharding = getattr(like, "sharding", None) if getattr(like, "committed", True) else None
     if sharding is None:
         array = jnp.array(data)
     elif sharding.is_fully_addressable:
@@ -242,8 +229,3 @@ def restored(path: str, like: Any, data: np.ndarray) -> Any:
     impl: list[Any] = []  # key_impl takes no abstract key from outside, but a traced one
     jax.eval_shape(lambda key: impl.append(jax.random.key_impl(key)), like)
     return jax.random.wrap_key_data(array, impl=impl[0])
-
-
-def _sharding(leaf: Any) -> jax.sharding.Sharding | None:
-    """Where a restored leaf is put; None lets it move freely, as a fresh array does."""
-    return getattr(leaf, "sharding", None) if getattr(leaf, "committed", True) else None

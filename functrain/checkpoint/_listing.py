@@ -19,7 +19,7 @@ WIDTH = 80
 def listed(directory: Directory) -> str:
     """Returns a table of the checkpoints in a directory."""
     abouts = {step: _about(directory.at(step)) for step in directory.steps()}
-    values = {step: decode(about.get("values", {}), {}) for step, about in abouts.items() if about}
+    values = {step: decode(about.get("values", {}), {}) for step, about in abouts.items()}
     fixed: list[tuple[str, list[str]]] = [
         ("step", [f"{step:,}" for step in abouts]),
         ("epoch", [_epoch(about) for about in abouts.values()]),
@@ -38,7 +38,7 @@ def listed(directory: Directory) -> str:
         lines += [f"Not shown: {_some(names[shown:])}."]
     if any("*" in cell for _, cells in columns[:shown] for cell in cells):
         lines += ["* the best value"]
-    damaged = [f"{step:,}" for step, about in abouts.items() if about is None]
+    damaged = [f"{step:,}" for step, about in abouts.items() if not about]
     if damaged:
         lines += [f"Damaged: {_some(damaged)}. What is wrong with them: --verify."]
     return "\n".join(lines)
@@ -80,16 +80,16 @@ def bytes_of(directory: str) -> int:
     return sum(os.lstat(file).st_size for file in files)
 
 
-def _about(directory: str) -> dict[str, Any] | None:
+def _about(directory: str) -> dict[str, Any]:
+    """Returns what a checkpoint says of itself; nothing where it is damaged."""
     try:
         return read_about(directory)
     except CheckpointCorruptError:
-        return None
+        return {}
 
 
-def _epoch(about: Mapping[str, Any] | None) -> str:
+def _epoch(about: Mapping[str, Any]) -> str:
     """Returns how many epochs are over, and in the midst of one the batch."""
-    about = about or {}
     position = about.get("position", {})
     if "epoch" not in position:
         return "?"
@@ -99,8 +99,8 @@ def _epoch(about: Mapping[str, Any] | None) -> str:
     return f"{position['epoch']}" + (f", batch {batch:,}" if batch else "")
 
 
-def _when(about: Mapping[str, Any] | None) -> str:
-    return str((about or {}).get("saved_at", "?"))[:16].replace("T", " ")
+def _when(about: Mapping[str, Any]) -> str:
+    return str(about.get("saved_at", "?"))[:16].replace("T", " ")
 
 
 def _marked(name: str, steps: list[int], values: Mapping[int, Mapping[str, float]]) -> list[str]:

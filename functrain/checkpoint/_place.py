@@ -5,19 +5,15 @@ A directory cannot be exchanged for another in one operation everywhere: the old
 its place until the new one stands there, and found there if the exchange was interrupted.
 """
 
-import contextlib
 import os
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Mapping
+from typing import Any
 
 from functrain.checkpoint._about import ABOUT, is_step
-from functrain.checkpoint._store import sync_directory
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
+from functrain.checkpoint._leaves import Leaf
+from functrain.checkpoint._store import sync_directory, write
 
 _NEW, _OLD, _GONE = ".functrain-new", ".functrain-old", ".functrain-gone"
 
@@ -36,31 +32,17 @@ def local(path: str | os.PathLike[str]) -> str:
     return os.path.realpath(path)
 
 
-@contextlib.contextmanager
-def alone(directory: str) -> Iterator[None]:
-    """Waits until no other process of this machine puts anything into a directory."""
-    if fcntl is None:
-        yield
-        return
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        with contextlib.suppress(OSError):  # not every file system locks directories
-            fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(handle)
-
-
 def identity(target: str) -> tuple[tuple[int, ...] | None, ...]:
     """Returns what changes when what stands at a place is removed, or replaced by another."""
-    found: list[tuple[int, ...] | None] = []
-    for path in (target, target + _OLD):
+
+    def of(path: str) -> tuple[int, ...] | None:
         try:
-            about = os.stat(path)
-            found.append((about.st_dev, about.st_ino, about.st_mtime_ns))  # numbers come again
+            found = os.stat(path)
         except OSError:
-            found.append(None)
-    return tuple(found)
+            return None
+        return found.st_dev, found.st_ino, found.st_mtime_ns  # numbers come again
+
+    return of(target), of(target + _OLD)
 
 
 def staging(target: str) -> str:
@@ -72,6 +54,12 @@ def staged(target: str) -> str:
     """Returns the same, where nothing is now."""
     remove(staging(target))
     return staging(target)
+
+
+def write_whole(target: str, leaves: Mapping[str, Leaf], about: Mapping[str, Any]) -> None:
+    """Writes a checkpoint, which stands in its place when it is whole."""
+    write(staged(target), leaves, about)
+    put(target)
 
 
 def put(target: str) -> None:

@@ -1,6 +1,8 @@
 """The checkpoints of one training, as a run uses them: written behind its back, read again."""
 
 import datetime
+import functools
+import math
 import os
 import threading
 import time
@@ -15,15 +17,10 @@ from functrain.checkpoint._directory import Directory, best_of
 from functrain.checkpoint._documents import DOCUMENTS, decode, encode
 from functrain.checkpoint._errors import CheckpointCorruptError
 from functrain.checkpoint._leaves import Leaf, by_path, on_host
-from functrain.checkpoint._processes import (
-    all_or_none,
-    are_several,
-    is_first,
-    on_first,
-    those_with,
-)
-from functrain.checkpoint._single import STATE, leaves_to_read, read_trees
-from functrain.checkpoint._store import blanks, read_arrays, verify_arrays, write
+from functrain.checkpoint._place import identity, write_whole
+from functrain.checkpoint._processes import all_or_none, are_several, is_first, on_first, those_with
+from functrain.checkpoint._single import STATE, read, require_same
+from functrain.checkpoint._store import blanks, verify
 from functrain.common import _repr
 from functrain.common._types import PyTree
 from functrain.common._values import spread
@@ -96,14 +93,22 @@ class Series:
         on_first(self.directory.require_writable)
         with all_or_none():
             verify(self.directory.at(step))  # or nothing whole might be left
-
-        def remove() -> None:
-            for later in reversed(self.directory.steps()):
-                if later > step:
-                    self.directory.remove(later)
-
-        on_first(remove)
+        self._have_first(self.directory.remove, step)
         self._known = None
+
+    def set_aside_after(self, step: int) -> None:
+        """Takes checkpoints of later steps, which are damaged, off the list."""
+        self._have_first(self.directory.set_aside, step)
+
+    def _have_first(self, act: Callable[[int], None], after: int) -> None:
+        """Has the first process do something to the checkpoints of later steps, the last first."""
+
+        def work() -> None:
+            for step in reversed(self.directory.steps()):
+                if step > after:
+                    act(step)
+
+        on_first(work)
 
     def wait(self) -> None:
         """Waits for what is being written, and raises what went wrong."""
@@ -145,7 +150,7 @@ class Series:
 
     def write(
         self,
-        trees: Mapping[str, PyTree],
+        trees: dict[str, PyTree],
         position: Position,
         values: Mapping[str, Any],
         documents: Mapping[str, Any],
@@ -164,14 +169,13 @@ class Series:
         known = spread(values)
         began = time.perf_counter()
         with all_or_none():
-            arrays = {n: x for name, tree in trees.items() for n, x in by_path(tree, name).items()}
+            arrays = by_path(trees)
             encoded = {n: encode(x, f"{DOCUMENTS}/{n}", arrays) for n, x in documents.items()}
             leaves = on_host(arrays)
-        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         said = {
             "step": position.step,
             "position": position._asdict(),
-            "saved_at": now,
+            "saved_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "values": encode(known, "values", {}),
             **about,
             "trees": list(trees),
@@ -197,19 +201,14 @@ class Series:
         self, step: int, leaves: Mapping[str, Leaf]
     ) -> Callable[[Mapping[str, Any]], None]:
         """Returns what writes a checkpoint, in the background, given what it says of itself."""
+        target, check = self.directory.place(step), self.directory.require_writable
         if are_several():
-            target = self.directory.place(step)
-            return _together.begin(target, leaves, self.directory.require_writable)
-        self.directory.require_writable()
-
-        def end(about: Mapping[str, Any]) -> None:
-            write(self.directory.staged(step), leaves, about)
-            self.directory.put(step)
-
-        return end
+            return _together.begin(target, leaves, check)
+        check()
+        return functools.partial(write_whole, target, leaves)
 
     def read(
-        self, likes: Callable[[dict[str, Any]], Mapping[str, PyTree]], step: int | None = None
+        self, likes: Callable[[dict[str, Any]], dict[str, PyTree]], step: int | None = None
     ) -> tuple[Restored, dict[str, PyTree], dict[str, Any]]:
         """Loads a checkpoint.
 
@@ -226,14 +225,14 @@ class Series:
             raise FileNotFoundError(f"{self.directory.path}: expected a checkpoint, got none.")
         reasons: list[str] = []
         for n in wanted:
-            before = self.directory.identity(n)
+            before = identity(self.directory.place(n))
             failure: Exception | None = None
             try:
                 found = self._read(n, likes)
             except Exception as error:
                 failure = error
-            now = self.directory.identity(n)
-            gone = now != before or (step is None and not now)
+            now = identity(self.directory.place(n))
+            gone = now != before or (step is None and not any(now))
             if failure is not None and gone and not are_several():
                 return self.read(likes, step)  # its writer has removed or replaced it
             if (elsewhere := those_with(failure is not None)) and failure is None:
@@ -250,62 +249,41 @@ class Series:
             + "\n".join(reasons)
         )
 
-    def set_aside_after(self, step: int) -> None:
-        """Takes checkpoints of later steps, which are damaged, off the list."""
-
-        def set_aside() -> None:
-            for later in self.directory.steps():
-                if later > step:
-                    self.directory.set_aside(later)
-
-        on_first(set_aside)
-
     def _read(
-        self, step: int, likes: Callable[[dict[str, Any]], Mapping[str, PyTree]]
+        self, step: int, likes: Callable[[dict[str, Any]], dict[str, PyTree]]
     ) -> tuple[Restored, dict[str, PyTree], dict[str, Any]]:
         with all_or_none():  # Orbax reads together
             directory = self.directory.at(step)
             about = read_about(directory)
-            wanted = dict(likes(about))
-            leaves_to_read(directory, about, wanted)
+            wanted = likes(about)
+            require_same(directory, about, wanted)
         names = [n for n in about["leaves"] if n.partition("/")[0] == DOCUMENTS]
-        arrays = read_arrays(directory, about, blanks(about, names))
+        trees, arrays = read(directory, about, wanted, blanks(about, names))
         documents = {n: decode(x, arrays) for n, x in about.get("documents", {}).items()}
-        trees = read_trees(directory, about, wanted)
         position = Position(**about.get("position", {"step": about.get("step", 0)}))
         values = decode(about.get("values", {}), {})
         return Restored(trees.get(STATE), position, values, documents), trees, about
 
     def _values(self) -> dict[int, float]:
+        """Returns the values of the monitor by step, NaN where there was none."""
+        if self._monitor is None:
+            return {}
         with self._knowing:
             if self._known is None:
                 found = ((n, decode(x.get("values", {}), {})) for n, x in self.directory.abouts())
-                self._known = {n: x[self._monitor] for n, x in found if self._monitor in x}
+                self._known = {n: x.get(self._monitor, math.nan) for n, x in found}
             there = set(self.directory.steps())
             return {step: x for step, x in self._known.items() if step in there}
 
     def _note(self, step: int, values: Mapping[str, float]) -> None:
         with self._knowing:
-            if self._known is not None:
-                self._known.pop(step, None)
-                if self._monitor is not None and self._monitor in values:
-                    self._known[step] = values[self._monitor]
+            if self._known is not None and self._monitor is not None:
+                self._known[step] = values.get(self._monitor, math.nan)
 
     def _remove_old(self) -> None:
         if self._keep is None:
             return
-        kept = set(self.directory.steps()[-self._keep :])
-        if self._monitor is not None and (best := self.best()) is not None:
-            kept.add(best)
+        kept = {*self.directory.steps()[-self._keep :], self.best()}
         for step in self.directory.steps():
             if step not in kept:
                 self.directory.remove(step)
-
-
-def verify(directory: str) -> None:
-    """Reads a checkpoint, and compares every digest.
-
-    Raises:
-      CheckpointCorruptError: Names what is wrong.
-    """
-    verify_arrays(directory, read_about(directory))
