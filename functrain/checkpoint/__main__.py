@@ -63,10 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _found(path: str) -> tuple[Directory, list[str]]:
     """Returns a directory, and where the checkpoints in it are: there, if it is one itself."""
-    place = find(os.path.realpath(path))
-    if place is None:
-        raise FileNotFoundError(f"{path}: expected a directory of checkpoints, got nothing.")
-    directory = Directory(place)
+    directory = Directory(find(os.path.realpath(path), "a directory of checkpoints"))
     return directory, [directory.at(step) for step in directory.steps()] or [directory.path]
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from functrain.checkpoint._about import read_about
-from functrain.checkpoint._leaves import path_of
+from functrain.checkpoint._leaves import path_of, root_of
 from functrain.checkpoint._listing import WIDTH, table
 from functrain.checkpoint._single import STATE
 from functrain.checkpoint._store import blanks, read_arrays
@@ -58,7 +58,7 @@ def differences(first: str, second: str) -> tuple[list[Difference], int]:
             pair = (_read(d, about, name) for d, about in zip((first, second), abouts, strict=True))
             what, most = _difference(one[name]["spec"], *pair)
         if what:
-            shown = path_of(name) if name.partition("/")[0] == STATE else name
+            shown = path_of(name) if root_of(name) == STATE else name
             found.append(Difference(shown, what, most))
     return found, len({**one, **two})
 
@@ -75,11 +75,8 @@ def compared(first: str, second: str, most: int = 40) -> tuple[str, bool]:
     amounts = ["" if x.most is None else f"{x.most:.3g}" for x in rows]
     whats = [_repr.ending(x.what, 36) for x in rows]
     room = WIDTH - 6 - max(map(len, whats)) - max(len("most"), *map(len, amounts))
-    columns = [
-        ("leaf", [_repr.ending(x.name, room) for x in rows]),
-        ("differs", whats),
-        ("most", amounts),
-    ]
+    names = [_repr.ending(x.name, room) for x in rows]
+    columns = [("leaf", names), ("differs", whats), ("most", amounts)]
     lines += [table(columns, left=("leaf", "differs"))]
     lines += [f"  ... and {len(found) - most:,} more"] if len(found) > most else []
     return "\n".join([*lines, f"{len(found):,} of {count:,} leaves differ."]), False
@@ -88,8 +85,8 @@ def compared(first: str, second: str, most: int = 40) -> tuple[str, bool]:
 def _said(one: Mapping[str, Any], two: Mapping[str, Any]) -> list[str]:
     """Returns what else differs: where the runs were, what they ran on."""
     pairs = [("step", one.get("step"), two.get("step"))]
-    runs = one.get("run", {}), two.get("run", {})
-    pairs += [(name, runs[0].get(name), runs[1].get(name)) for name in {**runs[0], **runs[1]}]
+    names = {**one["run"], **two["run"]}
+    pairs += [(name, one["run"].get(name), two["run"].get(name)) for name in names]
     return [f"  {name}: {a} and {b}" for name, a, b in pairs if a != b]
 
 

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from functrain.checkpoint._errors import CheckpointCorruptError, CheckpointMismatchError
+from functrain.common._library import needed
 
 
 class Arrays(NamedTuple):
@@ -53,13 +54,9 @@ def opened(path: str) -> contextlib.AbstractContextManager[Arrays]:
 
 def import_safetensors() -> Any:
     """Returns the library, or says how to install it."""
-    try:
-        import safetensors.numpy
-    except ImportError as error:
-        raise ImportError(
-            "safetensors files need the library: pip install 'functrain[safetensors]'"
-        ) from error
-    return safetensors
+    to_install = "safetensors files need the library: pip install 'functrain[safetensors]'"
+    needed("safetensors.numpy", to_install)
+    return needed("safetensors", to_install)
 
 
 def _require_no_pickle(path: str) -> None:

@@ -13,7 +13,7 @@ from functrain.common._types import PyTree
 
 def of_run(state: PyTree) -> dict[str, Any]:
     """Returns versions, devices and cores of this process, and the meshes of a state."""
-    device = jax.devices()[0]
+    device, own = jax.devices()[0], getattr(os, "sched_getaffinity", None)
     shardings = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(state))
     meshes = {str(dict(s.mesh.shape)) for s in shardings if isinstance(s, jax.NamedSharding)}
     return {
@@ -26,9 +26,7 @@ def of_run(state: PyTree) -> dict[str, Any]:
         "devices": jax.device_count(),
         "processes": jax.process_count(),
         "mesh": sorted(meshes),
-        "cores": len(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else os.cpu_count(),
+        "cores": len(own(0)) if own is not None else os.cpu_count(),
     }
 
 

@@ -54,6 +54,11 @@ def by_path(trees: dict[str, PyTree]) -> dict[str, Any]:
     return leaves
 
 
+def root_of(name: str) -> str:
+    """Returns the name of a leaf's tree."""
+    return name.partition("/")[0]
+
+
 def path_of(name: str) -> str:
     """Returns a leaf's path in its tree."""
     return name.partition("/")[2] or "(root)"
@@ -87,10 +92,8 @@ def on_host(leaves: Mapping[str, Any]) -> dict[str, Leaf]:
         if not isinstance(array, jax.Array) or several:  # Orbax takes from several what is NumPy's
             array = _own(np.asarray(array), move=not several)
         memory = np.asarray(array)
-        mine = is_first()
-        found[name] = Leaf(
-            spec, array if is_stored(memory.dtype) else memory, {"": memory} if mine else {}
-        )
+        parts = {"": memory} if is_first() else {}
+        found[name] = Leaf(spec, array if is_stored(memory.dtype) else memory, parts)
     return found
 
 
@@ -178,13 +181,20 @@ def digest(array: np.ndarray) -> str:
     return f"{zlib.crc32(data.data):08x}"
 
 
-def require_same(directory: str, leaves: Mapping[str, Any], saved: Mapping[str, str]) -> None:
-    """Compares leaves with the specs that were saved, by name, before anything is read.
+def require_same(directory: str, about: Mapping[str, Any], likes: dict[str, PyTree]) -> None:
+    """Compares the leaves of trees with those of a checkpoint, before anything is read.
+
+    Args:
+      directory: The checkpoint.
+      about: What it says of itself.
+      likes: The trees, by name in the file.
 
     Raises:
       CheckpointMismatchError: Names each leaf that differs.
     """
-    expected = {name: _tree.strong_spec(leaf) for name, leaf in leaves.items()}
+    expected = {name: _tree.strong_spec(leaf) for name, leaf in by_path(likes).items()}
+    every = about["leaves"].items()
+    saved = {name: said["spec"] for name, said in every if root_of(name) in likes}
     lines = []
     for name in {**expected, **saved}:
         if name not in saved:

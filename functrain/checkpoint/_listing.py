@@ -8,9 +8,8 @@ from rich.table import Table
 
 from functrain.checkpoint._about import read_about
 from functrain.checkpoint._directory import Directory, best_of
-from functrain.checkpoint._documents import decode
 from functrain.checkpoint._errors import CheckpointCorruptError
-from functrain.checkpoint._store import specs
+from functrain.checkpoint._leaves import root_of
 from functrain.common import _direction, _repr, _table
 
 WIDTH = 80
@@ -19,7 +18,7 @@ WIDTH = 80
 def listed(directory: Directory) -> str:
     """Returns a table of the checkpoints in a directory."""
     abouts = {step: _about(directory.at(step)) for step in directory.steps()}
-    values = {step: decode(about.get("values", {}), {}) for step, about in abouts.items()}
+    values = {step: about.get("values", {}) for step, about in abouts.items()}
     fixed: list[tuple[str, list[str]]] = [
         ("step", [f"{step:,}" for step in abouts]),
         ("epoch", [_epoch(about) for about in abouts.values()]),
@@ -47,19 +46,15 @@ def listed(directory: Directory) -> str:
 def described(directory: str) -> str:
     """Returns what one checkpoint says of itself."""
     about = read_about(directory)
-    run = about.get("run", {})
     rows = [("step", f"{about['step']:,}, epoch {_epoch(about)}")] if "step" in about else []
     rows += [("saved", f"{_when(about)} UTC")] if "saved_at" in about else []
     rows += [("size", _repr.size(bytes_of(directory)))]
-    for name in about.get("trees", ()):
-        count = sum(leaf.partition("/")[0] == name for leaf in specs(about))
+    for name in about["trees"]:
+        count = sum(root_of(leaf) == name for leaf in about["leaves"])
         rows += [(name, _count(count, "leaf", "leaves"))]
-    rows += [(name, f"{x:.6g}") for name, x in decode(about.get("values", {}), {}).items()]
-    rows += [
-        (name, str(run[name]))
-        for name in ("functrain", "jax", "python", "device", "devices", "cores")
-        if name in run
-    ]
+    rows += [(name, f"{x:.6g}") for name, x in about["values"].items()]
+    shown = ("functrain", "jax", "python", "device", "devices", "cores")
+    rows += [(name, str(about["run"][name])) for name in shown if name in about["run"]]
     wide = max(len(name) for name, _ in rows)
     return "\n".join([_short(directory), *(f"  {name:<{wide}}  {x}" for name, x in rows)])
 

@@ -78,13 +78,17 @@ def take_back(target: str) -> None:
         os.rename(target + _OLD, target)
 
 
-def find(target: str) -> str | None:
-    """Returns where the checkpoint of a place is: there, or kept beside it; None if nowhere."""
+def find(target: str, wanted: str = "a checkpoint") -> str:
+    """Returns where the checkpoint of a place is: there, or kept beside it.
+
+    Raises:
+      FileNotFoundError: It is nowhere.
+    """
     if os.path.lexists(target):
         return target
     kept = target + _OLD
     if not is_checkpoint(kept):
-        return None
+        raise FileNotFoundError(f"{target}: expected {wanted}, got nothing. Check the path.")
     warnings.warn(
         f"{target}: expected a checkpoint, got nothing: a save was interrupted while it replaced "
         f"the one there. The one before it was kept, and is loaded: {kept}. The next "

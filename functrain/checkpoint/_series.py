@@ -1,9 +1,9 @@
 """The checkpoints of one training, as a run uses them: written behind its back, read again."""
 
+import dataclasses
 import datetime
 import functools
 import math
-import os
 import threading
 import time
 import warnings
@@ -16,10 +16,10 @@ from functrain.checkpoint._background import Background
 from functrain.checkpoint._directory import Directory, best_of
 from functrain.checkpoint._documents import DOCUMENTS, decode, encode
 from functrain.checkpoint._errors import CheckpointCorruptError
-from functrain.checkpoint._leaves import Leaf, by_path, on_host
+from functrain.checkpoint._leaves import by_path, on_host, require_same, root_of
 from functrain.checkpoint._place import identity, write_whole
 from functrain.checkpoint._processes import all_or_none, are_several, is_first, on_first, those_with
-from functrain.checkpoint._single import STATE, read, require_same
+from functrain.checkpoint._single import STATE, read
 from functrain.checkpoint._store import blanks, verify
 from functrain.common import _repr
 from functrain.common._types import PyTree
@@ -51,6 +51,7 @@ class Restored(NamedTuple):
         return f"Restored(state={_repr.state(self.state)}, position={self.position}, {known})"
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class Series:
     """One checkpoint for each step: one writer, a thread that writes, and what is kept.
 
@@ -60,32 +61,25 @@ class Series:
       monitor: Name of the value whose best checkpoint is kept beside them, or None.
       sign: 1.0 where less of it is better, -1.0 where more is.
       budget: Share of the time that saving may take; None for any.
-
-    Attributes:
-      directory: Where they are.
       left_out: How many were due, and not saved.
     """
 
-    def __init__(
-        self,
-        directory: str | os.PathLike[str],
-        *,
-        keep: int | None,
-        monitor: str | None,
-        sign: float,
-        budget: float | None,
-    ) -> None:
-        self.directory = Directory(directory)
-        self._keep, self._monitor, self._sign, self._budget = keep, monitor, sign, budget
+    directory: Directory
+    keep: int | None
+    monitor: str | None
+    sign: float
+    budget: float | None
+    left_out: int = 0
+
+    def __post_init__(self) -> None:
         self._writing = Background()
         self._known: dict[int, float] | None = None  # values of the monitor, by step
         self._knowing = threading.Lock()
-        self._ended, self._took = -float("inf"), 0.0
-        self.left_out = 0
+        self._ended, self._took = -math.inf, 0.0
 
     def best(self) -> int | None:
         """Returns the step whose value is the best; None if none has one."""
-        return best_of(self._values(), self._sign)
+        return best_of(self._values(), self.sign)
 
     def rollback(self, step: int) -> None:
         """Removes all checkpoints of later steps; see `Checkpointer.rollback`."""
@@ -120,7 +114,7 @@ class Series:
             self.wait()
         finally:
             if not self._writing.is_busy:  # Ctrl-C, twice: the lock goes when the process does
-                self.directory.release()
+                self.directory.lock.release()
 
     def begin(self) -> None:
         """Makes sure before a run that checkpoints can be written, to where all processes see."""
@@ -131,19 +125,19 @@ class Series:
     def is_improved(self, values: Mapping[str, Any]) -> bool:
         """Whether the value of `best=` is better than any saved."""
         known = spread(values)
-        if self._monitor is None or self._monitor not in known:
+        if self.monitor is None or self.monitor not in known:
             return False
         if are_several():  # or some might know of what is being written, and others not
             self.wait()
         found = self._values()
         now = max(found, default=0) + 1
-        return best_of({**found, now: known[self._monitor]}, self._sign) == now
+        return best_of({**found, now: known[self.monitor]}, self.sign) == now
 
     def is_affordable(self) -> bool:
         """Whether the budget allows to save now; else it is counted as left out."""
-        if self._budget is None:
+        if self.budget is None:
             return True
-        if self._writing.is_busy or time.perf_counter() - self._ended < self._took / self._budget:
+        if self._writing.is_busy or time.perf_counter() - self._ended < self._took / self.budget:
             self.left_out += 1
             return False
         return True
@@ -182,8 +176,12 @@ class Series:
             "run": _fingerprint.of_run(trees.get(STATE)),
             "documents": encoded,
         }
-
-        end = self._begin_to_write(position.step, leaves)
+        target = self.directory.place(position.step)
+        if are_several():
+            end = _together.begin(target, leaves, self.directory.require_writable)
+        else:
+            self.directory.require_writable()
+            end = functools.partial(write_whole, target, leaves)
 
         def work() -> None:
             try:
@@ -196,16 +194,6 @@ class Series:
                 self._took = self._ended - began
 
         self._writing.start(work)
-
-    def _begin_to_write(
-        self, step: int, leaves: Mapping[str, Leaf]
-    ) -> Callable[[Mapping[str, Any]], None]:
-        """Returns what writes a checkpoint, in the background, given what it says of itself."""
-        target, check = self.directory.place(step), self.directory.require_writable
-        if are_several():
-            return _together.begin(target, leaves, check)
-        check()
-        return functools.partial(write_whole, target, leaves)
 
     def read(
         self, likes: Callable[[dict[str, Any]], dict[str, PyTree]], step: int | None = None
@@ -257,33 +245,32 @@ class Series:
             about = read_about(directory)
             wanted = likes(about)
             require_same(directory, about, wanted)
-        names = [n for n in about["leaves"] if n.partition("/")[0] == DOCUMENTS]
+        names = [n for n in about["leaves"] if root_of(n) == DOCUMENTS]
         trees, arrays = read(directory, about, wanted, blanks(about, names))
-        documents = {n: decode(x, arrays) for n, x in about.get("documents", {}).items()}
+        documents = {n: decode(x, arrays) for n, x in about["documents"].items()}
         position = Position(**about.get("position", {"step": about.get("step", 0)}))
-        values = decode(about.get("values", {}), {})
-        return Restored(trees.get(STATE), position, values, documents), trees, about
+        return Restored(trees.get(STATE), position, about["values"], documents), trees, about
 
     def _values(self) -> dict[int, float]:
         """Returns the values of the monitor by step, NaN where there was none."""
-        if self._monitor is None:
+        if self.monitor is None:
             return {}
         with self._knowing:
             if self._known is None:
-                found = ((n, decode(x.get("values", {}), {})) for n, x in self.directory.abouts())
-                self._known = {n: x.get(self._monitor, math.nan) for n, x in found}
+                found = ((n, about["values"]) for n, about in self.directory.abouts())
+                self._known = {n: x.get(self.monitor, math.nan) for n, x in found}
             there = set(self.directory.steps())
             return {step: x for step, x in self._known.items() if step in there}
 
     def _note(self, step: int, values: Mapping[str, float]) -> None:
         with self._knowing:
-            if self._known is not None and self._monitor is not None:
-                self._known[step] = values.get(self._monitor, math.nan)
+            if self._known is not None and self.monitor is not None:
+                self._known[step] = values.get(self.monitor, math.nan)
 
     def _remove_old(self) -> None:
-        if self._keep is None:
+        if self.keep is None:
             return
-        kept = {*self.directory.steps()[-self._keep :], self.best()}
+        kept = {*self.directory.steps()[-self.keep :], self.best()}
         for step in self.directory.steps():
             if step not in kept:
                 self.directory.remove(step)

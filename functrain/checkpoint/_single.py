@@ -13,7 +13,7 @@ from functrain.checkpoint._errors import CheckpointCorruptError, CheckpointMisma
 from functrain.checkpoint._fingerprint import of_run
 from functrain.checkpoint._lock import alone
 from functrain.checkpoint._processes import all_or_none, are_several
-from functrain.checkpoint._store import read_arrays, specs
+from functrain.checkpoint._store import read_arrays
 from functrain.common._types import PyTree
 
 STATE = "state"
@@ -53,22 +53,19 @@ def save(path: str | os.PathLike[str], state: PyTree, *, overwrite: bool = False
         target = _place.local(path)
         os.makedirs(os.path.dirname(target), exist_ok=True)
     about = {"trees": [STATE], "run": of_run(state)}
+
+    def write() -> None:
+        with alone(os.path.dirname(target)):  # nobody else writes meanwhile
+            _require_free(target, overwrite)
+            _place.write_whole(target, leaves, about)
+
     background = Background()
     if are_several():
         end = _together.begin(target, leaves, lambda: _require_free(target, overwrite))
         background.start(lambda: end(about))
     else:
-        background.start(lambda: _write(target, leaves, about, overwrite))
+        background.start(write)
     background.wait()  # Orbax that Ctrl-C interrupts hangs for minutes: it is left to finish
-
-
-def _write(
-    target: str, leaves: dict[str, _leaves.Leaf], about: dict[str, Any], overwrite: bool
-) -> None:
-    """Writes a checkpoint to its place, while nobody else does."""
-    with alone(os.path.dirname(target)):
-        _require_free(target, overwrite)
-        _place.write_whole(target, leaves, about)
 
 
 def _require_free(target: str, overwrite: bool) -> None:
@@ -125,26 +122,12 @@ def load(path: str | os.PathLike[str], like: PyTree) -> PyTree:
         try:
             with all_or_none():  # Orbax reads together
                 directory = _place.find(target)
-                if directory is None:
-                    raise FileNotFoundError(
-                        f"{target}: expected a checkpoint, got nothing. Check the path."
-                    )
                 about = read_about(directory)
-                require_same(directory, about, likes)
+                _leaves.require_same(directory, about, likes)
             return read(directory, about, likes, {})[0][STATE]
         except (CheckpointCorruptError, CheckpointMismatchError):
             if are_several() or _place.identity(target) == before:
                 raise  # else another process has replaced it meanwhile: that one is read
-
-
-def require_same(directory: str, about: dict[str, Any], likes: dict[str, PyTree]) -> None:
-    """Compares the leaves of trees, by name in the file, with those of a checkpoint.
-
-    Raises:
-      CheckpointMismatchError: They are others; nothing was read.
-    """
-    saved = {n: spec for n, spec in specs(about).items() if n.partition("/")[0] in likes}
-    _leaves.require_same(directory, _leaves.by_path(likes), saved)
 
 
 def read(
@@ -158,7 +141,7 @@ def read(
     Args:
       directory: A checkpoint.
       about: What it says of itself.
-      likes: By name in the file, of the same leaves; see `require_same`.
+      likes: By name in the file, of the same leaves; see `_leaves.require_same`.
       beside: For each array to read beside the trees one of its shape and dtype.
 
     Raises:

@@ -51,11 +51,7 @@ def write(directory: str, leaves: Mapping[str, Leaf], about: Mapping[str, Any]) 
 def arrays_of(leaves: Mapping[str, Leaf]) -> dict[str, Any]:
     """Returns what Orbax is to write, by name."""
     # It rejects arrays of size zero, of which the specs say all, and trees without leaves.
-    arrays = {
-        name: leaf.array if is_stored(leaf.array.dtype) else _as_stored(leaf.array)
-        for name, leaf in leaves.items()
-        if leaf.array.size
-    }
+    arrays = {name: _as_stored(leaf.array) for name, leaf in leaves.items() if leaf.array.size}
     return arrays or {"(empty)": np.zeros(1)}
 
 
@@ -163,7 +159,7 @@ def _reasons(load: Callable[[list[str]], Any], names: list[str], most: int = 12)
     return lines
 
 
-def _as_stored(array: np.ndarray) -> np.ndarray:
+def _as_stored(array: Any) -> Any:
     """Returns what stands for an array in the file: itself, or its bytes in a last axis."""
     if is_stored(array.dtype):
         return array
@@ -174,11 +170,6 @@ def _as_it_was(stored: Any, like: np.ndarray) -> np.ndarray:
     """Undoes `_as_stored`."""
     found = np.asarray(stored)
     return found if is_stored(like.dtype) else found.view(like.dtype).reshape(like.shape)
-
-
-def specs(about: Mapping[str, Any]) -> dict[str, str]:
-    """Returns each leaf's dtype and shape, by name in the file."""
-    return {name: said["spec"] for name, said in about["leaves"].items()}
 
 
 def blanks(about: Mapping[str, Any], names: Iterable[str]) -> dict[str, np.ndarray]:

@@ -11,7 +11,6 @@ import json
 import os
 import pathlib
 import shutil
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent import futures
@@ -20,6 +19,7 @@ from typing import Any
 import jax
 
 from functrain.checkpoint._about import ARRAYS, read_about, write_about
+from functrain.checkpoint._background import threaded
 from functrain.checkpoint._directory import Directory
 from functrain.checkpoint._errors import CheckpointCorruptError, CheckpointMismatchError
 from functrain.checkpoint._leaves import Leaf, path_of
@@ -161,15 +161,8 @@ def _wait_for_orbax(response: Any, where: str, mark: str) -> None:
 
     Orbax itself would wait for that one, for twenty minutes.
     """
-    done = futures.Future[None]()
-
-    def wait() -> None:
-        try:
-            done.set_result(response.result())
-        except BaseException as error:
-            done.set_exception(error)
-
-    threading.Thread(target=wait, daemon=True).start()
+    done, thread = threaded(response.result, daemon=True)
+    thread.start()
     while not futures.wait([done], _LOOK[1]).done:
         _require_no_failure(where)
         if not os.path.exists(os.path.join(where, mark)) and not done.done():

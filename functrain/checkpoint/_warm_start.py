@@ -201,15 +201,12 @@ class _Choice:
                 raise ValueError(_no_match("skip", pattern, "the state", leaves))
         if not any(map(self.means, both)):
             asked = next(filter(self.means, leaves), "nothing that is asked for")
+            of_keras = ", or take bridge.warm_start(state, file, model) for a file of Keras"
+            hint = of_keras if source.endswith((".keras", ".h5")) else ""
             raise ValueError(
                 f"{source}: expected paths of the state in it, got none that is asked for. "
                 f"It has, for one, {next(iter(names), 'nothing at all')}; the state has {asked}. "
-                "Give rename= a function from paths in the file to paths in the state"
-                + (
-                    ", or take bridge.warm_start(state, file, model) for a file of Keras."
-                    if source.endswith((".keras", ".h5"))
-                    else "."
-                )
+                f"Give rename= a function from paths in the file to paths in the state{hint}."
             )
 
 
@@ -242,8 +239,8 @@ def _taken(
     asked = [path for path in leaves if choice.means(path)]
     taken = {path: names[path] for path in asked if path in names}
     _require_specs(source, {path: arrays.specs[n] for path, n in taken.items()}, leaves, cast)
-    left = {path: leaf for path, leaf in leaves.items() if path not in taken}
-    if empty := [path for path, leaf in left.items() if _is_without_values(leaf)]:
+    staying = {path: leaf for path, leaf in leaves.items() if path not in taken}
+    if empty := [path for path, leaf in staying.items() if _is_without_values(leaf)]:
         raise ValueError(
             "state: expected arrays where nothing is taken, got shapes without values, or arrays "
             f"that were donated to a program:\n{_tree.bullets(empty)}\nNothing was taken. Make "
@@ -290,9 +287,8 @@ def _is_without_values(leaf: Any) -> bool:
 def _require_arrays(leaves: Mapping[str, Any]) -> None:
     for path, leaf in leaves.items():
         if not _tree.is_array(leaf):
-            hint = ""
-            if hasattr(leaf, "stateless_call"):
-                hint = " Its state is bridge.create_state(model, tx)."
+            is_model = hasattr(leaf, "stateless_call")
+            hint = " Its state is bridge.create_state(model, tx)." if is_model else ""
             raise TypeError(f"state: expected an array at {path}, got {_tree.spec(leaf)}.{hint}")
 
 
@@ -344,11 +340,7 @@ def _converted(path: str, data: np.ndarray, like: Any) -> np.ndarray:
 
 def _candidates(path: str) -> Iterator[str]:
     """Yields what may be read: one file or checkpoint, or steps, the last first."""
-    place = find(path)
-    if place is None:
-        raise FileNotFoundError(
-            f"{path}: expected a checkpoint, or a file of arrays, got nothing. Check the path."
-        )
+    place = find(path, "a checkpoint, or a file of arrays")
     if not os.path.isdir(place):
         yield place
         return
@@ -365,7 +357,7 @@ def _checkpoint(directory: str) -> Iterator[_files.Arrays]:
     """Opens the state in a checkpoint; of a run that is over, what it returned."""
     about = read_about(directory)
     root = "final" if "final" in about["trees"] else STATE
-    leaves = {n: said for n, said in about["leaves"].items() if n.partition("/")[0] == root}
+    leaves = {n: said for n, said in about["leaves"].items() if _leaves.root_of(n) == root}
     names = {_leaves.path_of(name): name for name in leaves}
 
     def read(paths: Iterable[str]) -> Iterator[tuple[str, np.ndarray]]:
