@@ -52,12 +52,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if asked.verify:
                 return _verified(places)
             print(listed(directory) if directory.steps() else described(directory.path))
-    except (OSError, ValueError) as error:  # a CheckpointMismatchError is a ValueError
+    except (OSError, ValueError, CheckpointCorruptError) as error:
         print(error, file=sys.stderr)
-        return 2
-    except CheckpointCorruptError as error:
-        print(error, file=sys.stderr)
-        return 1
+        return 1 if isinstance(error, CheckpointCorruptError) else 2
     return 0
 
 

@@ -1,5 +1,6 @@
 """Work in the background, of which nothing is lost in silence."""
 
+import atexit
 import concurrent.futures.thread  # noqa: F401  its end at exit comes after ours
 import sys
 import threading
@@ -72,9 +73,4 @@ def _finish() -> None:
 
 # `atexit` comes too late: no executor takes work any more (Python 3.11 to 3.14). Where this hook
 # is gone, a save under way at the end fails, which `atexit` can at least say.
-if hasattr(threading, "_register_atexit"):
-    threading._register_atexit(_finish)
-else:
-    import atexit
-
-    atexit.register(_finish)
+getattr(threading, "_register_atexit", atexit.register)(_finish)

@@ -212,11 +212,15 @@ class Checkpointer:
 
     def wait(self) -> None:
         """Waits for what is being written, and raises what went wrong."""
-        self.series.wait()
+        self.series.writing.wait()
 
     def close(self) -> None:
         """Waits for what is being written, and lets others write. It may be used again."""
-        self.series.close()
+        try:
+            self.wait()
+        finally:
+            if not self.series.writing.is_busy:  # Ctrl-C, twice: the lock goes with the process
+                self.series.directory.lock.release()
 
 
 def _position(state: PyTree, position: Position | int | None) -> Position:

@@ -5,6 +5,7 @@ A directory cannot be exchanged for another in one operation everywhere: the old
 its place until the new one stands there, and found there if the exchange was interrupted.
 """
 
+import contextlib
 import os
 import shutil
 import warnings
@@ -32,17 +33,14 @@ def local(path: str | os.PathLike[str]) -> str:
     return os.path.realpath(path)
 
 
-def identity(target: str) -> tuple[tuple[int, ...] | None, ...]:
+def identity(target: str) -> dict[str, tuple[int, int, int]]:
     """Returns what changes when what stands at a place is removed, or replaced by another."""
-
-    def of(path: str) -> tuple[int, ...] | None:
-        try:
-            found = os.stat(path)
-        except OSError:
-            return None
-        return found.st_dev, found.st_ino, found.st_mtime_ns  # numbers come again
-
-    return of(target), of(target + _OLD)
+    found = {}
+    for path in (target, target + _OLD):
+        with contextlib.suppress(OSError):
+            about = os.stat(path)
+            found[path] = about.st_dev, about.st_ino, about.st_mtime_ns  # numbers come again
+    return found
 
 
 def staging(target: str) -> str:

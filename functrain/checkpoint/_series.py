@@ -62,6 +62,9 @@ class Series:
       sign: 1.0 where less of it is better, -1.0 where more is.
       budget: Share of the time that saving may take; None for any.
       left_out: How many were due, and not saved.
+
+    Attributes:
+      writing: What is being written.
     """
 
     directory: Directory
@@ -72,7 +75,7 @@ class Series:
     left_out: int = 0
 
     def __post_init__(self) -> None:
-        self._writing = Background()
+        self.writing = Background()
         self._known: dict[int, float] | None = None  # values of the monitor, by step
         self._knowing = threading.Lock()
         self._ended, self._took = -math.inf, 0.0
@@ -83,7 +86,7 @@ class Series:
 
     def rollback(self, step: int) -> None:
         """Removes all checkpoints of later steps; see `Checkpointer.rollback`."""
-        self.wait()
+        self.writing.wait()
         on_first(self.directory.require_writable)
         with all_or_none():
             verify(self.directory.at(step))  # or nothing whole might be left
@@ -104,18 +107,6 @@ class Series:
 
         on_first(work)
 
-    def wait(self) -> None:
-        """Waits for what is being written, and raises what went wrong."""
-        self._writing.wait()
-
-    def close(self) -> None:
-        """Waits for what is being written, and lets others write."""
-        try:
-            self.wait()
-        finally:
-            if not self._writing.is_busy:  # Ctrl-C, twice: the lock goes when the process does
-                self.directory.lock.release()
-
     def begin(self) -> None:
         """Makes sure before a run that checkpoints can be written, to where all processes see."""
         on_first(self.directory.require_writable)
@@ -128,7 +119,7 @@ class Series:
         if self.monitor is None or self.monitor not in known:
             return False
         if are_several():  # or some might know of what is being written, and others not
-            self.wait()
+            self.writing.wait()
         found = self._values()
         now = max(found, default=0) + 1
         return best_of({**found, now: known[self.monitor]}, self.sign) == now
@@ -137,10 +128,10 @@ class Series:
         """Whether the budget allows to save now; else it is counted as left out."""
         if self.budget is None:
             return True
-        if self._writing.is_busy or time.perf_counter() - self._ended < self._took / self.budget:
-            self.left_out += 1
-            return False
-        return True
+        waited = time.perf_counter() - self._ended
+        is_spare = not self.writing.is_busy and waited >= self._took / self.budget
+        self.left_out += not is_spare
+        return is_spare
 
     def write(
         self,
@@ -159,7 +150,7 @@ class Series:
           documents: What else there is, of any structure.
           **about: What to say of it in words.
         """
-        self.wait()
+        self.writing.wait()
         known = spread(values)
         began = time.perf_counter()
         with all_or_none():
@@ -193,7 +184,7 @@ class Series:
                 self._ended = time.perf_counter()
                 self._took = self._ended - began
 
-        self._writing.start(work)
+        self.writing.start(work)
 
     def read(
         self, likes: Callable[[dict[str, Any]], dict[str, PyTree]], step: int | None = None
@@ -207,7 +198,7 @@ class Series:
         Returns:
           What was saved, the trees by name, and what the checkpoint says of itself.
         """
-        self.wait()
+        self.writing.wait()
         wanted = [step] if step is not None else on_first(self.directory.steps)[::-1]
         if not wanted:
             raise FileNotFoundError(f"{self.directory.path}: expected a checkpoint, got none.")
@@ -220,7 +211,7 @@ class Series:
             except Exception as error:
                 failure = error
             now = identity(self.directory.place(n))
-            gone = now != before or (step is None and not any(now))
+            gone = now != before or (step is None and not now)
             if failure is not None and gone and not are_several():
                 return self.read(likes, step)  # its writer has removed or replaced it
             if (elsewhere := those_with(failure is not None)) and failure is None:

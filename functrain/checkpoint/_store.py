@@ -101,19 +101,17 @@ def verify(directory: str) -> None:
       CheckpointCorruptError: Names the leaves that cannot be read, or have other bytes.
     """
     about = read_about(directory)
-    faults, group, size = [], dict[str, np.ndarray](), 0
-    left = list(about["leaves"])
+    left, faults = list(about["leaves"]), []
     while left:
-        name = left.pop()
-        group.update(blanks(about, [name]))
-        size += group[name].nbytes
-        if left and size < _AT_ONCE:
-            continue
+        group, size = dict[str, np.ndarray](), 0
+        while left and size < _AT_ONCE:
+            name = left.pop()
+            group.update(blanks(about, [name]))
+            size += group[name].nbytes
         try:
             read_arrays(directory, about, group)
         except CheckpointCorruptError as error:
             faults.append(str(error))
-        group, size = {}, 0
     if faults:
         raise CheckpointCorruptError("\n".join(faults))
 

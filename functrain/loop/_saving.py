@@ -237,10 +237,9 @@ class Saving:
         self._checkpointer.close()
 
     def _require_same_run(self, about: dict[str, Any]) -> None:
-        where = self._checkpointer.directory
         if "epoch_over" not in about:
             raise CheckpointMismatchError(
-                f"{where}: expected checkpoints of a run, got those of "
+                f"{self._checkpointer.directory}: expected checkpoints of a run, got those of "
                 "Checkpointer.save. Restore the state by hand, and pass start=, or take another "
                 "directory."
             )
