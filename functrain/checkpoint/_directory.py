@@ -84,9 +84,10 @@ class Directory:
     def _require_steps(self) -> None:
         """Refuses names of steps that are no checkpoints: links, files, another program's."""
         for entry in list(os.scandir(self.path)):
+            if not is_step(entry.name):
+                continue
             plain = entry.is_dir(follow_symlinks=False)
-            fine = plain and (is_ours(entry.path) or not os.listdir(entry.path))
-            if is_step(entry.name) and not fine:
+            if not plain or (os.listdir(entry.path) and not is_ours(entry.path)):
                 other = "symbolic link" if entry.is_symlink() else "file"
                 kind = "directory of something else" if plain else other
                 raise FileExistsError(
