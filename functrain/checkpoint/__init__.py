@@ -13,7 +13,7 @@ Files:
   _processes: what several processes agree on
   _store: one checkpoint, its arrays and their digests
   _about: what a checkpoint says of itself
-  _lock: the lock of that writer
+  _lock: the locks of writers
   _background: work in the background, of which nothing is lost in silence
   _place: how a checkpoint comes to stand in its place
   _leaves: the leaves of a state as a file knows them, and their digests

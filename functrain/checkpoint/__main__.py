@@ -13,7 +13,7 @@ from functrain.checkpoint._directory import Directory
 from functrain.checkpoint._errors import CheckpointCorruptError
 from functrain.checkpoint._listing import bytes_of, described, listed
 from functrain.checkpoint._place import find
-from functrain.checkpoint._series import verify
+from functrain.checkpoint._store import verify
 from functrain.common import _repr
 
 _ABOUT = """\
@@ -44,42 +44,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with warnings.catch_warnings():
             warnings.showwarning = lambda message, *_, **__: print(f"Note: {message}")
+            directory, places = _found(asked.directory)
             if asked.other is not None:
-                text, same = compared(_one(asked.directory), _one(asked.other))
+                text, same = compared(places[-1], _found(asked.other)[1][-1])
                 print(text)
                 return 0 if same else 1
             if asked.verify:
-                return _verified(asked.directory)
-            directory = _existing(asked.directory)
-            steps = Directory(directory)
-            print(listed(steps) if steps.steps() else described(directory))
-    except (OSError, ValueError) as error:  # a CheckpointMismatchError is a ValueError
+                return _verified(places)
+            print(listed(directory) if directory.steps() else described(directory.path))
+    except (OSError, ValueError, CheckpointCorruptError) as error:
         print(error, file=sys.stderr)
-        return 2
-    except CheckpointCorruptError as error:
-        print(error, file=sys.stderr)
-        return 1
+        return 1 if isinstance(error, CheckpointCorruptError) else 2
     return 0
 
 
-def _existing(path: str) -> str:
-    place = find(os.path.realpath(path))
-    if place is None:
-        raise FileNotFoundError(f"{path}: expected a directory of checkpoints, got nothing.")
-    return place
+def _found(path: str) -> tuple[Directory, list[str]]:
+    """Returns a directory, and where the checkpoints in it are: there, if it is one itself."""
+    directory = Directory(find(os.path.realpath(path), "a directory of checkpoints"))
+    return directory, [directory.at(step) for step in directory.steps()] or [directory.path]
 
 
-def _one(path: str) -> str:
-    """Returns the directory of one checkpoint: itself, or its last."""
-    place = _existing(path)
-    steps = Directory(place)
-    return steps.at(max(steps.steps())) if steps.steps() else place
-
-
-def _verified(path: str) -> int:
-    place = _existing(path)
-    steps = Directory(place)
-    places = [steps.at(step) for step in steps.steps()] or [place]
+def _verified(places: list[str]) -> int:
     damaged = 0
     for each in places:
         name = _repr.ending(os.path.basename(each), 40)

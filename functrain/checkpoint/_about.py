@@ -6,6 +6,7 @@ names, numbers and texts where they are to be, and nothing else.
 
 import json
 import math
+import operator
 import os
 import re
 import stat
@@ -15,6 +16,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from functrain.checkpoint._documents import decode
 from functrain.checkpoint._errors import CheckpointCorruptError, CheckpointMismatchError
 from functrain.common._checks import is_whole
 
@@ -24,15 +26,22 @@ _HALVES = "surrogatepass"  # half of a surrogate pair is a text for Python
 
 
 def write_about(directory: str, about: Mapping[str, Any], leaves: Mapping[str, Any]) -> None:
-    """Writes it; its bytes are on the disk when it returns."""
+    """Writes it, one line for each thing; its bytes are on the disk when it returns."""
+
+    def lines(found: Mapping[str, Any], indent: str) -> str:
+        return ",\n".join(f"{indent}{_json(n)}: {_json(x)}" for n, x in found.items())
+
+    about = {"format": FORMAT, **about}
+    body = f'{lines(about, "  ")},\n  "leaves": {{\n{lines(leaves, "    ")}\n  }}'
+    seal = _seal({**about, "leaves": leaves})
     with open(os.path.join(directory, ABOUT), "w", encoding="utf-8", errors=_HALVES) as file:
-        file.write(_text({"format": FORMAT, **about, "leaves": leaves}))
+        file.write(f'{{"checkpoint": {{\n{body}\n}}, "crc32": "{seal}"}}\n')
         file.flush()
         os.fsync(file.fileno())
 
 
 def read_about(directory: str) -> dict[str, Any]:
-    """Returns what a checkpoint says of itself.
+    """Returns what a checkpoint says of itself, of run, documents and values at least nothing.
 
     Raises:
       CheckpointMismatchError: There is no checkpoint, or one of a newer functrain.
@@ -48,7 +57,7 @@ def read_about(directory: str) -> dict[str, Any]:
     try:
         with open(path, encoding="utf-8", errors=_HALVES) as file:
             whole = json.load(file)
-        body: dict[str, Any] = whole["checkpoint"]
+        body = {**whole["checkpoint"]}
         good = whole["crc32"] == _seal(body)
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointCorruptError(
@@ -63,7 +72,7 @@ def read_about(directory: str) -> dict[str, Any]:
         )
     _require_format(directory, body)
     _require_sense(path, body)
-    return body
+    return {"run": {}, "documents": {}, **body, "values": decode(body.get("values", {}), {})}
 
 
 def is_ours(directory: str) -> bool:
@@ -108,8 +117,8 @@ def _require_plain_files(directory: str) -> None:
                 )
 
 
-def _require_format(directory: str, body: Any) -> None:
-    found = body.get("format") if isinstance(body, dict) else None
+def _require_format(directory: str, body: Mapping[str, Any]) -> None:
+    found = body.get("format")
     if is_whole(found, FORMAT + 1):
         run = body.get("run")
         version = run.get("functrain", "?") if isinstance(run, dict) else "?"
@@ -119,12 +128,10 @@ def _require_format(directory: str, body: Any) -> None:
         )
 
 
-def _require_sense(path: str, body: Any) -> None:
+def _require_sense(path: str, body: Mapping[str, Any]) -> None:
     """Refuses what no functrain writes: the digest was made for other words than ours."""
-    wrong = [] if isinstance(body, dict) else ["checkpoint"]
-    if not wrong:
-        missing = [name for name in ("format", "trees", "leaves") if name not in body]
-        wrong = missing or [n for n, x in body.items() if not _SENSE.get(n, _is_anything)(x)]
+    needed = dict.fromkeys(("format", "trees", "leaves"))
+    wrong = [n for n, x in {**needed, **body}.items() if n in _SENSE and not _makes_sense(n, x)]
     if wrong:
         raise CheckpointCorruptError(
             f"{path}: expected what a checkpoint says of itself, got what makes no sense at "
@@ -133,55 +140,29 @@ def _require_sense(path: str, body: Any) -> None:
         )
 
 
-def _is_anything(found: Any) -> bool:
-    return True
+def _makes_sense(name: str, found: Any) -> bool:
+    try:
+        return bool(_SENSE[name](found))
+    except (AttributeError, KeyError, TypeError, ValueError):  # it is of another type
+        return False
 
 
-def _is_dict(found: Any) -> bool:
-    return isinstance(found, dict)
+def _is_count(found: Any) -> bool:
+    return is_whole(found, 0)
 
 
-def _is_position(found: Any) -> bool:
-    known = {"step", "epoch", "batch"}
-    return _is_dict(found) and found.keys() <= known and all(is_whole(n, 0) for n in found.values())
-
-
-def _is_names(found: Any) -> bool:
-    return isinstance(found, list) and all(isinstance(name, str) for name in found)
-
-
-def _is_values(found: Any) -> bool:
-    def is_number(x: Any) -> bool:
-        if isinstance(x, dict):
-            return x.keys() == {"$float"} and x["$float"] in ("nan", "inf", "-inf")
-        return isinstance(x, int | float)
-
-    return _is_dict(found) and all(map(is_number, found.values()))
-
-
-def _is_end(found: Any) -> bool:
-    if not _is_dict(found):
-        return found is None
-    return is_whole(found.get("epochs"), 0) and isinstance(found.get("stopped"), bool)
-
-
-def _are_leaves(found: Any) -> bool:
-    return _is_dict(found) and all(map(_is_leaf, found.values()))
+def _is_number(found: Any) -> bool:
+    if isinstance(found, dict):
+        return found.keys() == {"$float"} and found["$float"] in ("nan", "inf", "-inf")
+    return isinstance(found, int | float)
 
 
 def _is_leaf(found: Any) -> bool:
-    if not _is_dict(found):
-        return False
     crc32 = found.get("crc32", "")
-    texts = [x for n, x in found.items() if n != "crc32"]
-    if not all(isinstance(x, str) for x in texts) or "spec" not in found:
-        return False
-    try:
-        dtype, shape = parsed(found.get("stored", found["spec"]))
-    except (TypeError, ValueError):
-        return False
-    known = _are_parts(crc32, len(shape)) if _is_dict(crc32) else isinstance(crc32, str)
-    return known and not dtype.hasobject and (math.prod(shape) == 0 or bool(crc32))
+    dtype, shape = parsed(found.get("stored", found["spec"]))
+    known = _are_parts(crc32, len(shape)) if isinstance(crc32, dict) else isinstance(crc32, str)
+    there = math.prod(shape) == 0 or bool(crc32)
+    return isinstance(found["spec"], str) and known and there and not dtype.hasobject
 
 
 def _are_parts(found: dict[str, Any], axes: int) -> bool:
@@ -203,40 +184,25 @@ def parsed(spec: str) -> tuple[jnp.dtype, tuple[int, ...]]:
     return jnp.dtype(found[1]), tuple(int(n) for n in found[2].split(", ") if n)
 
 
+_POSITION = {"step", "epoch", "batch"}
 _SENSE: dict[str, Callable[[Any], bool]] = {
     "format": lambda found: is_whole(found, 1),
-    "step": lambda found: is_whole(found, 0),
-    "position": _is_position,
-    "values": _is_values,
-    "trees": _is_names,
-    "run": _is_dict,
-    "documents": _is_dict,
-    "leaves": _are_leaves,
+    "step": _is_count,
+    "position": lambda found: found.keys() <= _POSITION and all(map(_is_count, found.values())),
+    "values": lambda found: all(map(_is_number, found.values())),
+    "trees": lambda found: isinstance(found, list) and all(isinstance(x, str) for x in found),
+    **dict.fromkeys(("run", "documents", "data"), lambda found: isinstance(found, dict)),
+    "leaves": lambda found: all(map(_is_leaf, found.values())),
     "epoch_over": lambda found: isinstance(found, bool),
-    "done": _is_end,
-    "data": _is_dict,
+    "done": lambda found: (
+        found is None or (_is_count(found["epochs"]) and isinstance(found["stopped"], bool))
+    ),
 }
 
 
-def _text(body: Mapping[str, Any]) -> str:
-    """Returns a file's text, one line for each thing that is said, and for each leaf."""
-
-    def lines(found: Mapping[str, Any], indent: str) -> str:
-        each = (f"{indent}{_json(n)}: {_json(x)}" for n, x in found.items())
-        return ",\n".join(each)
-
-    head = lines({name: x for name, x in body.items() if name != "leaves"}, "  ")
-    leaves = f'  "leaves": {{\n{lines(body["leaves"], "    ")}\n  }}'
-    return f'{{"checkpoint": {{\n{head},\n{leaves}\n}}, "crc32": "{_seal(body)}"}}\n'
-
-
 def _json(value: Any, **how: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, default=_number, **how)
-
-
-def _number(value: Any) -> Any:
-    """What JSON has for a number of NumPy's."""
-    return value.item()
+    number = operator.methodcaller("item")  # of NumPy's
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, default=number, **how)
 
 
 def _seal(body: Any) -> str:

@@ -1,10 +1,28 @@
 """Work in the background, of which nothing is lost in silence."""
 
+import atexit
 import concurrent.futures.thread  # noqa: F401  its end at exit comes after ours
 import sys
 import threading
 import traceback
 from collections.abc import Callable
+from concurrent import futures
+from typing import Any
+
+
+def threaded(
+    work: Callable[[], Any], *, daemon: bool = False
+) -> tuple[futures.Future[Any], threading.Thread]:
+    """Returns a thread that will do a piece of work, and what comes of it."""
+    future = futures.Future[Any]()
+
+    def act() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    return future, threading.Thread(target=act, name="functrain checkpoint", daemon=daemon)
 
 
 class Background:
@@ -14,42 +32,30 @@ class Background:
     """
 
     def __init__(self) -> None:
-        self._done = threading.Event()
-        self._done.set()
-        self._failure: BaseException | None = None
+        self._work: futures.Future[Any] | None = None
         self._thread: threading.Thread | None = None
 
     @property
     def is_busy(self) -> bool:
         """Whether work is under way."""
-        return not self._done.is_set()
+        return self._work is not None and not self._work.done()
 
     def start(self, work: Callable[[], None]) -> None:
         """Begins a piece of work; the one before it has been waited for."""
-
-        def act() -> None:
-            try:
-                work()
-            except BaseException as error:
-                self._failure = error
-            finally:
-                self._done.set()
-
-        self._done.clear()
         _unfinished.add(self)
-        self._thread = threading.Thread(target=act, name="functrain checkpoint")
+        self._work, self._thread = threaded(work)
         self._thread.start()
 
     def wait(self) -> None:
         """Waits for the work under way, and raises what went wrong."""
-        if threading.current_thread() is self._thread:  # the garbage collector came by in it
-            return
+        work = self._work
+        if work is None or threading.current_thread() is self._thread:
+            return  # in its own thread the garbage collector came by
         # Not by `Thread.join`: after Ctrl-C in it a thread counts as ended (Python 3.11, 3.12).
-        self._done.wait()
+        futures.wait([work])
         _unfinished.discard(self)
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
+        self._work = None
+        work.result()
 
 
 _unfinished: set[Background] = set()
@@ -67,9 +73,4 @@ def _finish() -> None:
 
 # `atexit` comes too late: no executor takes work any more (Python 3.11 to 3.14). Where this hook
 # is gone, a save under way at the end fails, which `atexit` can at least say.
-if hasattr(threading, "_register_atexit"):
-    threading._register_atexit(_finish)
-else:
-    import atexit
-
-    atexit.register(_finish)
+getattr(threading, "_register_atexit", atexit.register)(_finish)

@@ -4,10 +4,12 @@ import os
 from collections.abc import Mapping
 from typing import Any, Self
 
+from functrain.checkpoint._directory import Directory
 from functrain.checkpoint._errors import CheckpointCorruptError, CheckpointMismatchError
 from functrain.checkpoint._processes import all_or_none
-from functrain.checkpoint._series import Restored, Series, verify
+from functrain.checkpoint._series import Restored, Series
 from functrain.checkpoint._single import STATE
+from functrain.checkpoint._store import verify
 from functrain.common import _direction, _repr
 from functrain.common._checks import is_whole
 from functrain.common._types import PyTree
@@ -73,10 +75,9 @@ class Checkpointer:
             raise ValueError(
                 f"every: expected a trigger, such as functrain.every(steps=1000), got {every!r}"
             )
-        self.monitor = best
         sign = 1.0 if best is None else _direction.sign(best, mode)
-        self._keep, self.budget = keep, budget
-        self.series = Series(directory, keep=keep, monitor=best, sign=sign, budget=budget)
+        self.monitor, self.budget = best, budget
+        self.series = Series(Directory(directory), keep, monitor=best, sign=sign, budget=budget)
 
     @property
     def left_out(self) -> int:
@@ -89,7 +90,7 @@ class Checkpointer:
         return self.series.directory.path
 
     def __repr__(self) -> str:
-        parts = {"directory": self.directory, "every": self.when, "keep": self._keep}
+        parts = {"directory": self.directory, "every": self.when, "keep": self.series.keep}
         best = {} if self.monitor is None else {"best": self.monitor}
         return _repr.call(self, **parts, **best)
 
@@ -211,20 +212,22 @@ class Checkpointer:
 
     def wait(self) -> None:
         """Waits for what is being written, and raises what went wrong."""
-        self.series.wait()
+        self.series.writing.wait()
 
     def close(self) -> None:
         """Waits for what is being written, and lets others write. It may be used again."""
-        self.series.close()
+        try:
+            self.wait()
+        finally:
+            if not self.series.writing.is_busy:  # Ctrl-C, twice: the lock goes with the process
+                self.series.directory.lock.release()
 
 
 def _position(state: PyTree, position: Position | int | None) -> Position:
-    if is_whole(position, 0):
-        return Position(int(position))
     if position is None and (step := getattr(state, "step", None)) is not None:
-        return Position(int(step))
+        position = int(step)
     if position is None:
         raise ValueError(
             "position: expected a functrain.Position or a step, since the state has none, got None"
         )
-    return require_position(position)
+    return Position(int(position)) if is_whole(position, 0) else require_position(position)

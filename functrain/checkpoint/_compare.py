@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from functrain.checkpoint._about import read_about
-from functrain.checkpoint._leaves import path_of
+from functrain.checkpoint._leaves import path_of, root_of
 from functrain.checkpoint._listing import WIDTH, table
 from functrain.checkpoint._single import STATE
 from functrain.checkpoint._store import blanks, read_arrays
@@ -47,69 +47,65 @@ def differences(first: str, second: str) -> tuple[list[Difference], int]:
     one, two = (about["leaves"] for about in abouts)
     found = []
     for name in {**one, **two}:
-        if name not in one or name not in two:
-            where, said = ("first", one) if name in one else ("second", two)
-            found.append(Difference(_shown(name), f"{said[name]['spec']}, {where} only", None))
+        what, most = "", None
+        if name not in two:
+            what = f"{one[name]['spec']}, first only"
+        elif name not in one:
+            what = f"{two[name]['spec']}, second only"
         elif one[name]["spec"] != two[name]["spec"]:
             what = f"{one[name]['spec']} and {two[name]['spec']}"
-            found.append(Difference(_shown(name), what, None))
         elif one[name] != two[name]:
             pair = (_read(d, about, name) for d, about in zip((first, second), abouts, strict=True))
-            found.append(_difference(name, one[name]["spec"], *pair))
+            what, most = _difference(one[name]["spec"], *pair)
+        if what:
+            shown = path_of(name) if root_of(name) == STATE else name
+            found.append(Difference(shown, what, most))
     return found, len({**one, **two})
 
 
 def compared(first: str, second: str, most: int = 40) -> tuple[str, bool]:
     """Returns a report on two checkpoints, and whether they are the same."""
     found, count = differences(first, second)
-    heads = [f"  {name:<7}{_repr.ending(path, WIDTH - 9)}" for name, path in
-             (("first", first), ("second", second))]  # fmt: skip
-    said = _said(read_about(first), read_about(second))
+    both = {"first": first, "second": second}.items()
+    lines = [f"  {name:<7}{_repr.ending(path, WIDTH - 9)}" for name, path in both]
+    lines += _said(read_about(first), read_about(second))
     if not found:
-        return "\n".join(
-            [*heads, *said, f"All of {count:,} leaves are the same, bit for bit."]
-        ), True
+        return "\n".join([*lines, f"All of {count:,} leaves are the same, bit for bit."]), True
     rows = found[:most]
     amounts = ["" if x.most is None else f"{x.most:.3g}" for x in rows]
     whats = [_repr.ending(x.what, 36) for x in rows]
     room = WIDTH - 6 - max(map(len, whats)) - max(len("most"), *map(len, amounts))
-    columns = [
-        ("leaf", [_repr.ending(x.name, room) for x in rows]),
-        ("differs", whats),
-        ("most", amounts),
-    ]
-    more = [f"  ... and {len(found) - most:,} more"] if len(found) > most else []
-    end = f"{len(found):,} of {count:,} leaves differ."
-    return "\n".join([*heads, *said, table(columns, left=("leaf", "differs")), *more, end]), False
+    names = [_repr.ending(x.name, room) for x in rows]
+    columns = [("leaf", names), ("differs", whats), ("most", amounts)]
+    lines += [table(columns, left=("leaf", "differs"))]
+    lines += [f"  ... and {len(found) - most:,} more"] if len(found) > most else []
+    return "\n".join([*lines, f"{len(found):,} of {count:,} leaves differ."]), False
 
 
 def _said(one: Mapping[str, Any], two: Mapping[str, Any]) -> list[str]:
     """Returns what else differs: where the runs were, what they ran on."""
     pairs = [("step", one.get("step"), two.get("step"))]
-    runs = one.get("run", {}), two.get("run", {})
-    pairs += [(name, runs[0].get(name), runs[1].get(name)) for name in {**runs[0], **runs[1]}]
+    names = {**one["run"], **two["run"]}
+    pairs += [(name, one["run"].get(name), two["run"].get(name)) for name in names]
     return [f"  {name}: {a} and {b}" for name, a, b in pairs if a != b]
-
-
-def _shown(name: str) -> str:
-    return path_of(name) if name.partition("/")[0] == STATE else name
 
 
 def _read(directory: str, about: Mapping[str, Any], name: str) -> np.ndarray:
     return read_arrays(directory, about, blanks(about, [name]))[name]
 
 
-def _difference(name: str, spec: str, a: np.ndarray, b: np.ndarray) -> Difference:
+def _difference(spec: str, a: np.ndarray, b: np.ndarray) -> tuple[str, float | None]:
+    """Returns in words in how many elements two arrays differ, and by how much at the most."""
     if spec.startswith("key<"):
-        return Difference(_shown(name), f"{spec}, other keys", None)
+        return f"{spec}, other keys", None
     other = _bits(a) != _bits(b)
     what = f"{np.count_nonzero(other):,} of {a.size:,} elements"
     if not jnp.issubdtype(a.dtype, jnp.number):
-        return Difference(_shown(name), what, None)
+        return what, None
     wide = np.complex128 if jnp.issubdtype(a.dtype, jnp.complexfloating) else np.float64
     with np.errstate(invalid="ignore"):  # inf - inf
         gaps = np.abs(a.reshape(-1)[other].astype(wide) - b.reshape(-1)[other].astype(wide))
-    return Difference(_shown(name), what, float(gaps.max()))
+    return what, float(gaps.max())
 
 
 def _bits(array: np.ndarray) -> np.ndarray:

@@ -9,7 +9,7 @@ from typing import Any
 from functrain.checkpoint._about import is_ours, is_step, read_about
 from functrain.checkpoint._errors import CheckpointCorruptError, CheckpointMismatchError
 from functrain.checkpoint._lock import Lock
-from functrain.checkpoint._place import find, identity, local, put, remove, staged, take_back, tidy
+from functrain.checkpoint._place import find, local, remove, take_back, tidy
 
 _LOCK, _DAMAGED = ".functrain-lock", "damaged-"
 
@@ -19,6 +19,9 @@ class Directory:
 
     Args:
       path: Where they are. Made when something is written.
+
+    Attributes:
+      lock: The one writer's.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -27,7 +30,7 @@ class Directory:
             raise FileExistsError(
                 f"{self.path}: expected a directory for checkpoints, got a file. Choose another."
             )
-        self._lock = Lock(os.path.join(self.path, _LOCK))
+        self.lock = Lock(os.path.join(self.path, _LOCK))
 
     def place(self, step: int) -> str:
         """Returns where a step's checkpoint stands."""
@@ -39,30 +42,26 @@ class Directory:
         Raises:
           FileNotFoundError: There is none.
         """
-        found = find(self.place(step)) if step in self.steps() else None
-        if found is None:
+        steps = self.steps()
+        if step not in steps:
             raise FileNotFoundError(
                 f"{self.path}: expected a checkpoint of step {step}, got those of steps "
-                f"{self.steps() or 'none'}."
+                f"{steps or 'none'}."
             )
-        return found
+        return find(self.place(step))
 
     def steps(self) -> list[int]:
         """Returns the steps of which there are checkpoints, in order."""
         if not os.path.isdir(self.path):
             return []
-        found = set()
-        for entry in list(os.scandir(self.path)):
-            name = entry.name.removesuffix(".functrain-old")
-            plain = is_step(name) and entry.is_dir(follow_symlinks=False)
-            if plain and is_ours(entry.path):
-                found.add(int(name))
+        found = {
+            int(name)
+            for entry in list(os.scandir(self.path))
+            if is_step(name := entry.name.removesuffix(".functrain-old"))
+            and entry.is_dir(follow_symlinks=False)
+            and is_ours(entry.path)
+        }
         return sorted(found)
-
-    def identity(self, step: int) -> tuple[object, ...]:
-        """Returns what changes when a step's checkpoint is removed or replaced; empty if gone."""
-        found = identity(self.place(step))
-        return found if any(found) else ()
 
     def require_writable(self) -> None:
         """Makes sure that nobody else writes here, and puts in order what a kill left.
@@ -71,15 +70,15 @@ class Directory:
           RuntimeError: Somebody does.
           OSError: The directory cannot be made, or written to.
         """
-        if self._lock.is_held():
+        if self.lock.is_held():
             return
         os.makedirs(self.path, exist_ok=True)
-        self._lock.acquire()
+        self.lock.acquire()
         try:
             self._require_steps()
             tidy(self.path)
         except BaseException:
-            self.release()
+            self.lock.release()
             raise
 
     def _require_steps(self) -> None:
@@ -87,30 +86,14 @@ class Directory:
         for entry in list(os.scandir(self.path)):
             if not is_step(entry.name):
                 continue
-            if entry.is_symlink():
-                kind = "symbolic link"
-            elif not entry.is_dir():
-                kind = "file"
-            elif not is_ours(entry.path) and os.listdir(entry.path):
-                kind = "directory of something else"
-            else:
-                continue
-            raise FileExistsError(
-                f"{entry.path}: expected a checkpoint, got a {kind} under the name of a "
-                "step. Move it away."
-            )
-
-    def release(self) -> None:
-        """Lets others write."""
-        self._lock.release()
-
-    def staged(self, step: int) -> str:
-        """Returns where a step's checkpoint is written until it is whole."""
-        return staged(self.place(step))
-
-    def put(self, step: int) -> None:
-        """Gives what is staged its name."""
-        put(self.place(step))
+            plain = entry.is_dir(follow_symlinks=False)
+            if not plain or (os.listdir(entry.path) and not is_ours(entry.path)):
+                other = "symbolic link" if entry.is_symlink() else "file"
+                kind = "directory of something else" if plain else other
+                raise FileExistsError(
+                    f"{entry.path}: expected a checkpoint, got a {kind} under the name of a step. "
+                    "Move it away."
+                )
 
     def remove(self, step: int) -> None:
         """Removes a step's checkpoint; a kill leaves it whole, or not under its name."""
@@ -128,7 +111,7 @@ class Directory:
         """Yields what the checkpoints say of themselves, but for damaged ones."""
         for step in self.steps():
             with contextlib.suppress(CheckpointCorruptError, CheckpointMismatchError, OSError):
-                yield step, read_about(find(self.place(step)) or self.place(step))
+                yield step, read_about(self.at(step))
 
 
 def best_of(values: dict[int, float], sign: float) -> int | None:

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from functrain.checkpoint._errors import CheckpointCorruptError, CheckpointMismatchError
+from functrain.common._library import needed
 
 
 class Arrays(NamedTuple):
@@ -32,8 +33,7 @@ class Arrays(NamedTuple):
     read: Callable[[Iterable[str]], Iterator[tuple[str, np.ndarray]]]
 
 
-@contextlib.contextmanager
-def opened(path: str) -> Iterator[Arrays]:
+def opened(path: str) -> contextlib.AbstractContextManager[Arrays]:
     """Opens a file by its suffix.
 
     Raises:
@@ -41,12 +41,7 @@ def opened(path: str) -> Iterator[Arrays]:
       CheckpointCorruptError: It is of a known kind, and damaged.
       ImportError: The library is missing that reads it.
     """
-    kinds = {
-        ".safetensors": _safetensors,
-        ".keras": _keras,
-        ".h5": _hdf5,
-        ".hdf5": _hdf5,
-    }
+    kinds = {".safetensors": _safetensors, ".keras": _keras, ".h5": _hdf5, ".hdf5": _hdf5}
     suffix = os.path.splitext(path)[1].lower()
     if suffix not in kinds:
         raise CheckpointMismatchError(
@@ -54,19 +49,14 @@ def opened(path: str) -> Iterator[Arrays]:
             f"{f'one named {suffix}' if suffix else 'a file without a suffix'}."
         )
     _require_no_pickle(path)
-    with kinds[suffix](path) as arrays:
-        yield arrays
+    return kinds[suffix](path)
 
 
 def import_safetensors() -> Any:
     """Returns the library, or says how to install it."""
-    try:
-        import safetensors.numpy
-    except ImportError as error:
-        raise ImportError(
-            "safetensors files need the library: pip install 'functrain[safetensors]'"
-        ) from error
-    return safetensors
+    to_install = "safetensors files need the library: pip install 'functrain[safetensors]'"
+    needed("safetensors.numpy", to_install)
+    return needed("safetensors", to_install)
 
 
 def _require_no_pickle(path: str) -> None:

@@ -13,7 +13,7 @@ from functrain.common._types import PyTree
 
 def of_run(state: PyTree) -> dict[str, Any]:
     """Returns versions, devices and cores of this process, and the meshes of a state."""
-    device = jax.devices()[0]
+    device, own = jax.devices()[0], getattr(os, "sched_getaffinity", None)
     shardings = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(state))
     meshes = {str(dict(s.mesh.shape)) for s in shardings if isinstance(s, jax.NamedSharding)}
     return {
@@ -26,9 +26,7 @@ def of_run(state: PyTree) -> dict[str, Any]:
         "devices": jax.device_count(),
         "processes": jax.process_count(),
         "mesh": sorted(meshes),
-        "cores": len(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else os.cpu_count(),
+        "cores": len(own(0)) if own is not None else os.cpu_count(),
     }
 
 
@@ -36,9 +34,10 @@ def of_run(state: PyTree) -> dict[str, Any]:
 _WITHOUT_EFFECT = ("functrain", "python")
 
 
-def differences(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
+def differences(saved: dict[str, Any], there: dict[str, Any], word: str = "now") -> list[str]:
     """Names what differs between two fingerprints, in words."""
-    names = [n for n in {**saved, **now} if n not in _WITHOUT_EFFECT]
     return [
-        f"{n}: saved {saved.get(n)}, now {now.get(n)}" for n in names if saved.get(n) != now.get(n)
+        f"{name}: saved {saved.get(name)}, {word} {there.get(name)}"
+        for name in {**saved, **there}
+        if name not in _WITHOUT_EFFECT and saved.get(name) != there.get(name)
     ]

@@ -41,22 +41,22 @@ class Leaf(NamedTuple):
     parts: Mapping[str, np.ndarray]
 
 
-def by_path(tree: PyTree, root: str) -> dict[str, Any]:
-    """Returns the leaves of a tree under their paths, below a name for the whole."""
+def by_path(trees: dict[str, PyTree]) -> dict[str, Any]:
+    """Returns the leaves of trees by their names in the file: that of the tree, and the path."""
     leaves: dict[str, Any] = {}
-    for path, leaf in _tree.leaves_with_path(tree):
-        name = below(root, path)
+    for name, leaf in _tree.leaves_with_path(trees):
         if name in leaves:
             raise ValueError(
-                f"{path}: expected one leaf of this path, got two. Rename a key that has '/' in it."
+                f"{path_of(name)}: expected one leaf of this path, got two. Rename a key that has "
+                "'/' in it."
             )
         leaves[name] = leaf
     return leaves
 
 
-def below(root: str, path: str) -> str:
-    """Returns the name of a leaf in the file."""
-    return root if path == "(root)" else f"{root}/{path}"
+def root_of(name: str) -> str:
+    """Returns the name of a leaf's tree."""
+    return name.partition("/")[0]
 
 
 def path_of(name: str) -> str:
@@ -92,10 +92,8 @@ def on_host(leaves: Mapping[str, Any]) -> dict[str, Leaf]:
         if not isinstance(array, jax.Array) or several:  # Orbax takes from several what is NumPy's
             array = _own(np.asarray(array), move=not several)
         memory = np.asarray(array)
-        mine = is_first()
-        found[name] = Leaf(
-            spec, array if is_stored(memory.dtype) else memory, {"": memory} if mine else {}
-        )
+        parts = {"": memory} if is_first() else {}
+        found[name] = Leaf(spec, array if is_stored(memory.dtype) else memory, parts)
     return found
 
 
@@ -128,8 +126,6 @@ def place(index: tuple[slice, ...], shape: tuple[int, ...]) -> str:
 
 def part(array: np.ndarray, place: str) -> np.ndarray:
     """Returns the part of an array that is at a place."""
-    if not place:
-        return array
     bounds = (bound.split(":") for bound in place.split(","))
     found: np.ndarray = array[tuple(slice(int(begin), int(end)) for begin, end in bounds)]
     return found
@@ -185,34 +181,34 @@ def digest(array: np.ndarray) -> str:
     return f"{zlib.crc32(data.data):08x}"
 
 
-def require_same(directory: str, expected: Mapping[str, str], saved: Mapping[str, str]) -> None:
-    """Compares specs, by name in the file, before anything is read.
+def require_same(directory: str, about: Mapping[str, Any], likes: dict[str, PyTree]) -> None:
+    """Compares the leaves of trees with those of a checkpoint, before anything is read.
+
+    Args:
+      directory: The checkpoint.
+      about: What it says of itself.
+      likes: The trees, by name in the file.
 
     Raises:
       CheckpointMismatchError: Names each leaf that differs.
     """
-    lines = [
-        f"{path_of(n)}: not in the checkpoint (expected {expected[n]})"
-        for n in expected
-        if n not in saved
-    ]
-    lines += [f"{path_of(n)}: not expected (saved {saved[n]})" for n in saved if n not in expected]
-    lines += [
-        f"{path_of(n)}: saved {saved[n]}, expected {expected[n]}"
-        for n in expected
-        if n in saved and saved[n] != expected[n]
-    ]
+    expected = {name: _tree.strong_spec(leaf) for name, leaf in by_path(likes).items()}
+    every = about["leaves"].items()
+    saved = {name: said["spec"] for name, said in every if root_of(name) in likes}
+    lines = []
+    for name in {**expected, **saved}:
+        if name not in saved:
+            lines += [f"{path_of(name)}: not in the checkpoint (expected {expected[name]})"]
+        elif name not in expected:
+            lines += [f"{path_of(name)}: not expected (saved {saved[name]})"]
+        elif saved[name] != expected[name]:
+            lines += [f"{path_of(name)}: saved {saved[name]}, expected {expected[name]}"]
     if lines:
         raise CheckpointMismatchError(
             f"{directory}: its leaves are not those expected:\n{_tree.bullets(lines)}\n"
             "Nothing was loaded. Build the state with the model, the optimizer and the rng (or "
             "rng=None) that were saved; for a part of it: functrain.warm_start."
         )
-
-
-def specs(leaves: Mapping[str, Any]) -> dict[str, str]:
-    """Returns each leaf's dtype and shape."""
-    return {name: _tree.strong_spec(leaf) for name, leaf in leaves.items()}
 
 
 def blank(leaf: Any) -> np.ndarray:
@@ -225,7 +221,8 @@ def restored(path: str, like: Any, data: np.ndarray) -> Any:
     """Makes a leaf like another of what was read: in its place, of its kind."""
     if isinstance(like, np.ndarray | np.generic):
         return data if isinstance(like, np.ndarray) else data[()]
-    sharding = _sharding(like)
+    # Of what is not committed none: it moves freely then, as a fresh array does.
+    sharding = getattr(like, "sharding", None) if getattr(like, "committed", True) else None
     if sharding is None:
         array = jnp.array(data)
     elif sharding.is_fully_addressable:
@@ -242,8 +239,3 @@ def restored(path: str, like: Any, data: np.ndarray) -> Any:
     impl: list[Any] = []  # key_impl takes no abstract key from outside, but a traced one
     jax.eval_shape(lambda key: impl.append(jax.random.key_impl(key)), like)
     return jax.random.wrap_key_data(array, impl=impl[0])
-
-
-def _sharding(leaf: Any) -> jax.sharding.Sharding | None:
-    """Where a restored leaf is put; None lets it move freely, as a fresh array does."""
-    return getattr(leaf, "sharding", None) if getattr(leaf, "committed", True) else None

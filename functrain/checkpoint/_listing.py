@@ -8,9 +8,8 @@ from rich.table import Table
 
 from functrain.checkpoint._about import read_about
 from functrain.checkpoint._directory import Directory, best_of
-from functrain.checkpoint._documents import decode
 from functrain.checkpoint._errors import CheckpointCorruptError
-from functrain.checkpoint._store import specs
+from functrain.checkpoint._leaves import root_of
 from functrain.common import _direction, _repr, _table
 
 WIDTH = 80
@@ -19,7 +18,7 @@ WIDTH = 80
 def listed(directory: Directory) -> str:
     """Returns a table of the checkpoints in a directory."""
     abouts = {step: _about(directory.at(step)) for step in directory.steps()}
-    values = {step: decode(about.get("values", {}), {}) for step, about in abouts.items() if about}
+    values = {step: about.get("values", {}) for step, about in abouts.items()}
     fixed: list[tuple[str, list[str]]] = [
         ("step", [f"{step:,}" for step in abouts]),
         ("epoch", [_epoch(about) for about in abouts.values()]),
@@ -38,7 +37,7 @@ def listed(directory: Directory) -> str:
         lines += [f"Not shown: {_some(names[shown:])}."]
     if any("*" in cell for _, cells in columns[:shown] for cell in cells):
         lines += ["* the best value"]
-    damaged = [f"{step:,}" for step, about in abouts.items() if about is None]
+    damaged = [f"{step:,}" for step, about in abouts.items() if not about]
     if damaged:
         lines += [f"Damaged: {_some(damaged)}. What is wrong with them: --verify."]
     return "\n".join(lines)
@@ -47,19 +46,15 @@ def listed(directory: Directory) -> str:
 def described(directory: str) -> str:
     """Returns what one checkpoint says of itself."""
     about = read_about(directory)
-    run = about.get("run", {})
     rows = [("step", f"{about['step']:,}, epoch {_epoch(about)}")] if "step" in about else []
     rows += [("saved", f"{_when(about)} UTC")] if "saved_at" in about else []
     rows += [("size", _repr.size(bytes_of(directory)))]
-    for name in about.get("trees", ()):
-        count = sum(leaf.partition("/")[0] == name for leaf in specs(about))
+    for name in about["trees"]:
+        count = sum(root_of(leaf) == name for leaf in about["leaves"])
         rows += [(name, _count(count, "leaf", "leaves"))]
-    rows += [(name, f"{x:.6g}") for name, x in decode(about.get("values", {}), {}).items()]
-    rows += [
-        (name, str(run[name]))
-        for name in ("functrain", "jax", "python", "device", "devices", "cores")
-        if name in run
-    ]
+    rows += [(name, f"{x:.6g}") for name, x in about["values"].items()]
+    shown = ("functrain", "jax", "python", "device", "devices", "cores")
+    rows += [(name, str(about["run"][name])) for name in shown if name in about["run"]]
     wide = max(len(name) for name, _ in rows)
     return "\n".join([_short(directory), *(f"  {name:<{wide}}  {x}" for name, x in rows)])
 
@@ -80,16 +75,16 @@ def bytes_of(directory: str) -> int:
     return sum(os.lstat(file).st_size for file in files)
 
 
-def _about(directory: str) -> dict[str, Any] | None:
+def _about(directory: str) -> dict[str, Any]:
+    """Returns what a checkpoint says of itself; nothing where it is damaged."""
     try:
         return read_about(directory)
     except CheckpointCorruptError:
-        return None
+        return {}
 
 
-def _epoch(about: Mapping[str, Any] | None) -> str:
+def _epoch(about: Mapping[str, Any]) -> str:
     """Returns how many epochs are over, and in the midst of one the batch."""
-    about = about or {}
     position = about.get("position", {})
     if "epoch" not in position:
         return "?"
@@ -99,8 +94,8 @@ def _epoch(about: Mapping[str, Any] | None) -> str:
     return f"{position['epoch']}" + (f", batch {batch:,}" if batch else "")
 
 
-def _when(about: Mapping[str, Any] | None) -> str:
-    return str((about or {}).get("saved_at", "?"))[:16].replace("T", " ")
+def _when(about: Mapping[str, Any]) -> str:
+    return str(about.get("saved_at", "?"))[:16].replace("T", " ")
 
 
 def _marked(name: str, steps: list[int], values: Mapping[int, Mapping[str, float]]) -> list[str]:

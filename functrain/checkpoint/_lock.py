@@ -1,8 +1,9 @@
-"""A file that one writer holds: who ends, however that is, lets go of it."""
+"""Locks of writers, which who ends, however that is, lets go of."""
 
 import contextlib
 import os
 import weakref
+from collections.abc import Iterator
 
 try:
     import fcntl
@@ -25,11 +26,13 @@ class Lock:
     def __init__(self, path: str) -> None:
         self._path = path
         self._close: weakref.finalize[[int], Lock] | None = None
-        self._file: tuple[int, int] | None = None
+        self._handle = -1
 
     def is_held(self) -> bool:
         """Whether it is held here, and the file is still there that others would ask."""
-        return self._close is not None and _identity(self._path) == self._file
+        with contextlib.suppress(FileNotFoundError):
+            return self._close is not None and os.path.samefile(self._path, self._handle)
+        return False
 
     def acquire(self) -> None:
         """Takes the lock.
@@ -45,8 +48,7 @@ class Lock:
         except BaseException:
             os.close(handle)
             raise
-        self._file = _identity(handle)
-        self._close = weakref.finalize(self, os.close, handle)
+        self._handle, self._close = handle, weakref.finalize(self, os.close, handle)
         _held.add(self)
         with contextlib.suppress(OSError):  # on a full disk it has no name to tell
             os.ftruncate(handle, 0)
@@ -56,9 +58,8 @@ class Lock:
         """Lets it go; a child that only closes what it got leaves it to its parent."""
         _held.discard(self)
         if self._close is not None:
-            found = self._close.peek()
-            if for_all and fcntl is not None and found is not None:
-                fcntl.flock(found[2][0], fcntl.LOCK_UN)  # a child may not have let go yet
+            if for_all and fcntl is not None and self._close.alive:
+                fcntl.flock(self._handle, fcntl.LOCK_UN)  # a child may not have let go yet
             self._close()
         self._close = None
 
@@ -78,14 +79,6 @@ def _take(handle: int, directory: str) -> None:
         ) from None
 
 
-def _identity(file: int | str) -> tuple[int, int] | None:
-    try:
-        found = os.stat(file)
-    except FileNotFoundError:
-        return None
-    return found.st_dev, found.st_ino
-
-
 _held: "weakref.WeakSet[Lock]" = weakref.WeakSet()
 
 
@@ -97,3 +90,18 @@ def _let_go_in_a_child() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_let_go_in_a_child)
+
+
+@contextlib.contextmanager
+def alone(directory: str) -> Iterator[None]:
+    """Waits until no other process of this machine puts anything into a directory."""
+    if fcntl is None:
+        yield
+        return
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # not every file system locks directories
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)

@@ -9,15 +9,12 @@ import contextlib
 import os
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Mapping
+from typing import Any
 
 from functrain.checkpoint._about import ABOUT, is_step
-from functrain.checkpoint._store import sync_directory
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
+from functrain.checkpoint._leaves import Leaf
+from functrain.checkpoint._store import sync_directory, write
 
 _NEW, _OLD, _GONE = ".functrain-new", ".functrain-old", ".functrain-gone"
 
@@ -36,31 +33,14 @@ def local(path: str | os.PathLike[str]) -> str:
     return os.path.realpath(path)
 
 
-@contextlib.contextmanager
-def alone(directory: str) -> Iterator[None]:
-    """Waits until no other process of this machine puts anything into a directory."""
-    if fcntl is None:
-        yield
-        return
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        with contextlib.suppress(OSError):  # not every file system locks directories
-            fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(handle)
-
-
-def identity(target: str) -> tuple[tuple[int, ...] | None, ...]:
+def identity(target: str) -> dict[str, tuple[int, int, int]]:
     """Returns what changes when what stands at a place is removed, or replaced by another."""
-    found: list[tuple[int, ...] | None] = []
+    found = {}
     for path in (target, target + _OLD):
-        try:
+        with contextlib.suppress(OSError):
             about = os.stat(path)
-            found.append((about.st_dev, about.st_ino, about.st_mtime_ns))  # numbers come again
-        except OSError:
-            found.append(None)
-    return tuple(found)
+            found[path] = about.st_dev, about.st_ino, about.st_mtime_ns  # numbers come again
+    return found
 
 
 def staging(target: str) -> str:
@@ -72,6 +52,12 @@ def staged(target: str) -> str:
     """Returns the same, where nothing is now."""
     remove(staging(target))
     return staging(target)
+
+
+def write_whole(target: str, leaves: Mapping[str, Leaf], about: Mapping[str, Any]) -> None:
+    """Writes a checkpoint, which stands in its place when it is whole."""
+    write(staged(target), leaves, about)
+    put(target)
 
 
 def put(target: str) -> None:
@@ -90,13 +76,17 @@ def take_back(target: str) -> None:
         os.rename(target + _OLD, target)
 
 
-def find(target: str) -> str | None:
-    """Returns where the checkpoint of a place is: there, or kept beside it; None if nowhere."""
+def find(target: str, wanted: str = "a checkpoint") -> str:
+    """Returns where the checkpoint of a place is: there, or kept beside it.
+
+    Raises:
+      FileNotFoundError: It is nowhere.
+    """
     if os.path.lexists(target):
         return target
     kept = target + _OLD
     if not is_checkpoint(kept):
-        return None
+        raise FileNotFoundError(f"{target}: expected {wanted}, got nothing. Check the path.")
     warnings.warn(
         f"{target}: expected a checkpoint, got nothing: a save was interrupted while it replaced "
         f"the one there. The one before it was kept, and is loaded: {kept}. The next "

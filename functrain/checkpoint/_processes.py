@@ -5,12 +5,13 @@ their programs. With one process it is a plain call.
 """
 
 import contextlib
-import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import numpy as np
+
+from functrain.common._gather import of_each_process
 
 
 def are_several() -> bool:
@@ -27,26 +28,24 @@ def on_first(work: Callable[[], Any]) -> Any:
     """Has the first process do something; returns in all of them what it returned there.
 
     Args:
-      work: Returns what JSON has.
+      work: Returns something small.
 
     Raises:
       Exception: What it raised; in the other processes a RuntimeError that says so.
     """
-    if not are_several():
-        return work()
     failure: Exception | None = None
-    result: dict[str, Any] = {}
+    found, reason = None, ""
     if is_first():
         try:
-            result = {"found": work()}
+            found = work()
         except Exception as error:
-            failure, result = error, {"error": f"{type(error).__name__}: {error}"}
-    result = json.loads(_from_first(json.dumps(result).encode()))
+            failure, reason = error, f"{type(error).__name__}: {error}"
+    found, reason = of_each_process((found, reason))[0]
     if failure is not None:
         raise failure
-    if "error" in result:
-        raise RuntimeError(f"the first of the processes failed: {result['error']}")
-    return result["found"]
+    if reason:
+        raise RuntimeError(f"the first of the processes failed: {reason}")
+    return found
 
 
 @contextlib.contextmanager
@@ -76,11 +75,3 @@ def those_with(own: bool) -> list[int]:
 
     found = multihost_utils.process_allgather(np.asarray(own, np.int32))
     return [int(n) for n in np.flatnonzero(np.asarray(found))]
-
-
-def _from_first(data: bytes) -> bytes:
-    from jax.experimental import multihost_utils
-
-    size = int(multihost_utils.broadcast_one_to_all(np.asarray(len(data), np.int32)))
-    sent = np.frombuffer(data, np.uint8) if is_first() else np.zeros(size, np.uint8)
-    return np.asarray(multihost_utils.broadcast_one_to_all(sent)).astype(np.uint8).tobytes()

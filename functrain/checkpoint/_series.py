@@ -1,7 +1,9 @@
 """The checkpoints of one training, as a run uses them: written behind its back, read again."""
 
+import dataclasses
 import datetime
-import os
+import functools
+import math
 import threading
 import time
 import warnings
@@ -14,16 +16,11 @@ from functrain.checkpoint._background import Background
 from functrain.checkpoint._directory import Directory, best_of
 from functrain.checkpoint._documents import DOCUMENTS, decode, encode
 from functrain.checkpoint._errors import CheckpointCorruptError
-from functrain.checkpoint._leaves import Leaf, by_path, on_host
-from functrain.checkpoint._processes import (
-    all_or_none,
-    are_several,
-    is_first,
-    on_first,
-    those_with,
-)
-from functrain.checkpoint._single import STATE, leaves_to_read, read_trees
-from functrain.checkpoint._store import blanks, read_arrays, verify_arrays, write
+from functrain.checkpoint._leaves import by_path, on_host, require_same, root_of
+from functrain.checkpoint._place import identity, write_whole
+from functrain.checkpoint._processes import all_or_none, are_several, is_first, on_first, those_with
+from functrain.checkpoint._single import STATE, read
+from functrain.checkpoint._store import blanks, verify
 from functrain.common import _repr
 from functrain.common._types import PyTree
 from functrain.common._values import spread
@@ -54,6 +51,7 @@ class Restored(NamedTuple):
         return f"Restored(state={_repr.state(self.state)}, position={self.position}, {known})"
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class Series:
     """One checkpoint for each step: one writer, a thread that writes, and what is kept.
 
@@ -63,59 +61,51 @@ class Series:
       monitor: Name of the value whose best checkpoint is kept beside them, or None.
       sign: 1.0 where less of it is better, -1.0 where more is.
       budget: Share of the time that saving may take; None for any.
+      left_out: How many were due, and not saved.
 
     Attributes:
-      directory: Where they are.
-      left_out: How many were due, and not saved.
+      writing: What is being written.
     """
 
-    def __init__(
-        self,
-        directory: str | os.PathLike[str],
-        *,
-        keep: int | None,
-        monitor: str | None,
-        sign: float,
-        budget: float | None,
-    ) -> None:
-        self.directory = Directory(directory)
-        self._keep, self._monitor, self._sign, self._budget = keep, monitor, sign, budget
-        self._writing = Background()
+    directory: Directory
+    keep: int | None
+    monitor: str | None
+    sign: float
+    budget: float | None
+    left_out: int = 0
+
+    def __post_init__(self) -> None:
+        self.writing = Background()
         self._known: dict[int, float] | None = None  # values of the monitor, by step
         self._knowing = threading.Lock()
-        self._ended, self._took = -float("inf"), 0.0
-        self.left_out = 0
+        self._ended, self._took = -math.inf, 0.0
 
     def best(self) -> int | None:
         """Returns the step whose value is the best; None if none has one."""
-        return best_of(self._values(), self._sign)
+        return best_of(self._values(), self.sign)
 
     def rollback(self, step: int) -> None:
         """Removes all checkpoints of later steps; see `Checkpointer.rollback`."""
-        self.wait()
+        self.writing.wait()
         on_first(self.directory.require_writable)
         with all_or_none():
             verify(self.directory.at(step))  # or nothing whole might be left
-
-        def remove() -> None:
-            for later in reversed(self.directory.steps()):
-                if later > step:
-                    self.directory.remove(later)
-
-        on_first(remove)
+        self._have_first(self.directory.remove, step)
         self._known = None
 
-    def wait(self) -> None:
-        """Waits for what is being written, and raises what went wrong."""
-        self._writing.wait()
+    def set_aside_after(self, step: int) -> None:
+        """Takes checkpoints of later steps, which are damaged, off the list."""
+        self._have_first(self.directory.set_aside, step)
 
-    def close(self) -> None:
-        """Waits for what is being written, and lets others write."""
-        try:
-            self.wait()
-        finally:
-            if not self._writing.is_busy:  # Ctrl-C, twice: the lock goes when the process does
-                self.directory.release()
+    def _have_first(self, act: Callable[[int], None], after: int) -> None:
+        """Has the first process do something to the checkpoints of later steps, the last first."""
+
+        def work() -> None:
+            for step in reversed(self.directory.steps()):
+                if step > after:
+                    act(step)
+
+        on_first(work)
 
     def begin(self) -> None:
         """Makes sure before a run that checkpoints can be written, to where all processes see."""
@@ -126,26 +116,26 @@ class Series:
     def is_improved(self, values: Mapping[str, Any]) -> bool:
         """Whether the value of `best=` is better than any saved."""
         known = spread(values)
-        if self._monitor is None or self._monitor not in known:
+        if self.monitor is None or self.monitor not in known:
             return False
         if are_several():  # or some might know of what is being written, and others not
-            self.wait()
+            self.writing.wait()
         found = self._values()
         now = max(found, default=0) + 1
-        return best_of({**found, now: known[self._monitor]}, self._sign) == now
+        return best_of({**found, now: known[self.monitor]}, self.sign) == now
 
     def is_affordable(self) -> bool:
         """Whether the budget allows to save now; else it is counted as left out."""
-        if self._budget is None:
+        if self.budget is None:
             return True
-        if self._writing.is_busy or time.perf_counter() - self._ended < self._took / self._budget:
-            self.left_out += 1
-            return False
-        return True
+        waited = time.perf_counter() - self._ended
+        is_spare = not self.writing.is_busy and waited >= self._took / self.budget
+        self.left_out += not is_spare
+        return is_spare
 
     def write(
         self,
-        trees: Mapping[str, PyTree],
+        trees: dict[str, PyTree],
         position: Position,
         values: Mapping[str, Any],
         documents: Mapping[str, Any],
@@ -160,26 +150,29 @@ class Series:
           documents: What else there is, of any structure.
           **about: What to say of it in words.
         """
-        self.wait()
+        self.writing.wait()
         known = spread(values)
         began = time.perf_counter()
         with all_or_none():
-            arrays = {n: x for name, tree in trees.items() for n, x in by_path(tree, name).items()}
+            arrays = by_path(trees)
             encoded = {n: encode(x, f"{DOCUMENTS}/{n}", arrays) for n, x in documents.items()}
             leaves = on_host(arrays)
-        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         said = {
             "step": position.step,
             "position": position._asdict(),
-            "saved_at": now,
+            "saved_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "values": encode(known, "values", {}),
             **about,
             "trees": list(trees),
             "run": _fingerprint.of_run(trees.get(STATE)),
             "documents": encoded,
         }
-
-        end = self._begin_to_write(position.step, leaves)
+        target = self.directory.place(position.step)
+        if are_several():
+            end = _together.begin(target, leaves, self.directory.require_writable)
+        else:
+            self.directory.require_writable()
+            end = functools.partial(write_whole, target, leaves)
 
         def work() -> None:
             try:
@@ -191,25 +184,10 @@ class Series:
                 self._ended = time.perf_counter()
                 self._took = self._ended - began
 
-        self._writing.start(work)
-
-    def _begin_to_write(
-        self, step: int, leaves: Mapping[str, Leaf]
-    ) -> Callable[[Mapping[str, Any]], None]:
-        """Returns what writes a checkpoint, in the background, given what it says of itself."""
-        if are_several():
-            target = self.directory.place(step)
-            return _together.begin(target, leaves, self.directory.require_writable)
-        self.directory.require_writable()
-
-        def end(about: Mapping[str, Any]) -> None:
-            write(self.directory.staged(step), leaves, about)
-            self.directory.put(step)
-
-        return end
+        self.writing.start(work)
 
     def read(
-        self, likes: Callable[[dict[str, Any]], Mapping[str, PyTree]], step: int | None = None
+        self, likes: Callable[[dict[str, Any]], dict[str, PyTree]], step: int | None = None
     ) -> tuple[Restored, dict[str, PyTree], dict[str, Any]]:
         """Loads a checkpoint.
 
@@ -220,19 +198,19 @@ class Series:
         Returns:
           What was saved, the trees by name, and what the checkpoint says of itself.
         """
-        self.wait()
+        self.writing.wait()
         wanted = [step] if step is not None else on_first(self.directory.steps)[::-1]
         if not wanted:
             raise FileNotFoundError(f"{self.directory.path}: expected a checkpoint, got none.")
         reasons: list[str] = []
         for n in wanted:
-            before = self.directory.identity(n)
+            before = identity(self.directory.place(n))
             failure: Exception | None = None
             try:
                 found = self._read(n, likes)
             except Exception as error:
                 failure = error
-            now = self.directory.identity(n)
+            now = identity(self.directory.place(n))
             gone = now != before or (step is None and not now)
             if failure is not None and gone and not are_several():
                 return self.read(likes, step)  # its writer has removed or replaced it
@@ -250,62 +228,40 @@ class Series:
             + "\n".join(reasons)
         )
 
-    def set_aside_after(self, step: int) -> None:
-        """Takes checkpoints of later steps, which are damaged, off the list."""
-
-        def set_aside() -> None:
-            for later in self.directory.steps():
-                if later > step:
-                    self.directory.set_aside(later)
-
-        on_first(set_aside)
-
     def _read(
-        self, step: int, likes: Callable[[dict[str, Any]], Mapping[str, PyTree]]
+        self, step: int, likes: Callable[[dict[str, Any]], dict[str, PyTree]]
     ) -> tuple[Restored, dict[str, PyTree], dict[str, Any]]:
         with all_or_none():  # Orbax reads together
             directory = self.directory.at(step)
             about = read_about(directory)
-            wanted = dict(likes(about))
-            leaves_to_read(directory, about, wanted)
-        names = [n for n in about["leaves"] if n.partition("/")[0] == DOCUMENTS]
-        arrays = read_arrays(directory, about, blanks(about, names))
-        documents = {n: decode(x, arrays) for n, x in about.get("documents", {}).items()}
-        trees = read_trees(directory, about, wanted)
+            wanted = likes(about)
+            require_same(directory, about, wanted)
+        names = [n for n in about["leaves"] if root_of(n) == DOCUMENTS]
+        trees, arrays = read(directory, about, wanted, blanks(about, names))
+        documents = {n: decode(x, arrays) for n, x in about["documents"].items()}
         position = Position(**about.get("position", {"step": about.get("step", 0)}))
-        values = decode(about.get("values", {}), {})
-        return Restored(trees.get(STATE), position, values, documents), trees, about
+        return Restored(trees.get(STATE), position, about["values"], documents), trees, about
 
     def _values(self) -> dict[int, float]:
+        """Returns the values of the monitor by step, NaN where there was none."""
+        if self.monitor is None:
+            return {}
         with self._knowing:
             if self._known is None:
-                found = ((n, decode(x.get("values", {}), {})) for n, x in self.directory.abouts())
-                self._known = {n: x[self._monitor] for n, x in found if self._monitor in x}
+                found = ((n, about["values"]) for n, about in self.directory.abouts())
+                self._known = {n: x.get(self.monitor, math.nan) for n, x in found}
             there = set(self.directory.steps())
             return {step: x for step, x in self._known.items() if step in there}
 
     def _note(self, step: int, values: Mapping[str, float]) -> None:
         with self._knowing:
-            if self._known is not None:
-                self._known.pop(step, None)
-                if self._monitor is not None and self._monitor in values:
-                    self._known[step] = values[self._monitor]
+            if self._known is not None and self.monitor is not None:
+                self._known[step] = values.get(self.monitor, math.nan)
 
     def _remove_old(self) -> None:
-        if self._keep is None:
+        if self.keep is None:
             return
-        kept = set(self.directory.steps()[-self._keep :])
-        if self._monitor is not None and (best := self.best()) is not None:
-            kept.add(best)
+        kept = {*self.directory.steps()[-self.keep :], self.best()}
         for step in self.directory.steps():
             if step not in kept:
                 self.directory.remove(step)
-
-
-def verify(directory: str) -> None:
-    """Reads a checkpoint, and compares every digest.
-
-    Raises:
-      CheckpointCorruptError: Names what is wrong.
-    """
-    verify_arrays(directory, read_about(directory))

@@ -4,35 +4,16 @@ import os
 from typing import Any
 
 import jax
+import numpy as np
 
-from functrain.checkpoint import _together
+from functrain.checkpoint import _leaves, _place, _together
 from functrain.checkpoint._about import read_about, what
 from functrain.checkpoint._background import Background
 from functrain.checkpoint._errors import CheckpointCorruptError, CheckpointMismatchError
 from functrain.checkpoint._fingerprint import of_run
-from functrain.checkpoint._leaves import (
-    Leaf,
-    blank,
-    by_path,
-    on_host,
-    path_of,
-    require_same,
-    restored,
-    specs,
-)
-from functrain.checkpoint._place import (
-    alone,
-    find,
-    identity,
-    is_checkpoint,
-    local,
-    put,
-    staged,
-    take_back,
-)
+from functrain.checkpoint._lock import alone
 from functrain.checkpoint._processes import all_or_none, are_several
-from functrain.checkpoint._store import read_arrays, write
-from functrain.checkpoint._store import specs as specs_of
+from functrain.checkpoint._store import read_arrays
 from functrain.common._types import PyTree
 
 STATE = "state"
@@ -68,32 +49,30 @@ def save(path: str | os.PathLike[str], state: PyTree, *, overwrite: bool = False
       [0. 1. 2.]
     """
     with all_or_none():
-        leaves = on_host(by_path(state, STATE))
-        target = local(path)
+        leaves = _leaves.on_host(_leaves.by_path({STATE: state}))
+        target = _place.local(path)
         os.makedirs(os.path.dirname(target), exist_ok=True)
     about = {"trees": [STATE], "run": of_run(state)}
+
+    def write() -> None:
+        with alone(os.path.dirname(target)):  # nobody else writes meanwhile
+            _require_free(target, overwrite)
+            _place.write_whole(target, leaves, about)
+
     background = Background()
     if are_several():
         end = _together.begin(target, leaves, lambda: _require_free(target, overwrite))
         background.start(lambda: end(about))
     else:
-        background.start(lambda: _write(target, leaves, about, overwrite))
+        background.start(write)
     background.wait()  # Orbax that Ctrl-C interrupts hangs for minutes: it is left to finish
-
-
-def _write(target: str, leaves: dict[str, Leaf], about: dict[str, Any], overwrite: bool) -> None:
-    """Writes a checkpoint to its place, while nobody else does."""
-    with alone(os.path.dirname(target)):
-        _require_free(target, overwrite)
-        write(staged(target), leaves, about)
-        put(target)
 
 
 def _require_free(target: str, overwrite: bool) -> None:
     """Refuses to take the place of something; undoes what an interrupted exchange left."""
     if overwrite:
-        take_back(target)
-    if os.path.lexists(target) and not (overwrite and is_checkpoint(target)):
+        _place.take_back(target)
+    if os.path.lexists(target) and not (overwrite and _place.is_checkpoint(target)):
         raise FileExistsError(
             f"{target}: expected no such path, got {what(target)}. Choose another path"
             + (", or remove it." if overwrite else ", or pass overwrite=True for a checkpoint.")
@@ -137,59 +116,40 @@ def load(path: str | os.PathLike[str], like: PyTree) -> PyTree:
       >>> print(state.step, state.params["w"])
       0 [1. 1. 1.]
     """
-    target = local(path)
+    target, likes = _place.local(path), {STATE: like}
     while True:
-        before = identity(target)
+        before = _place.identity(target)
         try:
             with all_or_none():  # Orbax reads together
-                directory = find(target)
-                if directory is None:
-                    raise FileNotFoundError(
-                        f"{target}: expected a checkpoint, got nothing. Check the path."
-                    )
+                directory = _place.find(target)
                 about = read_about(directory)
-                leaves_to_read(directory, about, {STATE: like})
-            return read_trees(directory, about, {STATE: like})[STATE]
+                _leaves.require_same(directory, about, likes)
+            return read(directory, about, likes, {})[0][STATE]
         except (CheckpointCorruptError, CheckpointMismatchError):
-            if are_several() or identity(target) == before:
+            if are_several() or _place.identity(target) == before:
                 raise  # else another process has replaced it meanwhile: that one is read
 
 
-def leaves_to_read(
-    directory: str, about: dict[str, Any], likes: dict[str, PyTree]
-) -> dict[str, Any]:
-    """Returns the leaves of trees by name, which are those of a checkpoint.
-
-    Raises:
-      CheckpointMismatchError: They are not; nothing was read.
-    """
-    leaves = {n: x for root, like in likes.items() for n, x in by_path(like, root).items()}
-    saved = {n: spec for n, spec in specs_of(about).items() if n.partition("/")[0] in likes}
-    require_same(directory, specs(leaves), saved)
-    return leaves
-
-
-def read_trees(
-    directory: str, about: dict[str, Any], likes: dict[str, PyTree]
-) -> dict[str, PyTree]:
-    """Reads trees into the structures of others.
+def read(
+    directory: str,
+    about: dict[str, Any],
+    likes: dict[str, PyTree],
+    beside: dict[str, np.ndarray],
+) -> tuple[dict[str, PyTree], dict[str, np.ndarray]]:
+    """Reads trees into the structures of others, and arrays.
 
     Args:
       directory: A checkpoint.
       about: What it says of itself.
-      likes: By name in the file.
+      likes: By name in the file, of the same leaves; see `_leaves.require_same`.
+      beside: For each array to read beside the trees one of its shape and dtype.
 
     Raises:
-      CheckpointMismatchError: Its leaves are not those of the trees.
       CheckpointCorruptError: It is damaged.
     """
-    leaves = leaves_to_read(directory, about, likes)
-    arrays = read_arrays(directory, about, {name: blank(x) for name, x in leaves.items()})
+    leaves = _leaves.by_path(likes)
+    blanks = {name: _leaves.blank(like) for name, like in leaves.items()}
+    arrays = read_arrays(directory, about, {**beside, **blanks})
     # Leaf by leaf, so that at the most one of them is in memory twice.
-    found = {name: restored(path_of(name), like, arrays.pop(name)) for name, like in leaves.items()}
-    return {
-        root: jax.tree.unflatten(
-            jax.tree.structure(like), [found[name] for name in by_path(like, root)]
-        )
-        for root, like in likes.items()
-    }
+    found = [_leaves.restored(_leaves.path_of(n), x, arrays.pop(n)) for n, x in leaves.items()]
+    return jax.tree.unflatten(jax.tree.structure(likes), found), arrays

@@ -11,11 +11,11 @@ CRC finds accidents, not attackers.
 import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
-from functrain.checkpoint._about import ARRAYS, parsed, write_about
+from functrain.checkpoint._about import ARRAYS, parsed, read_about, write_about
 from functrain.checkpoint._errors import CheckpointCorruptError
 from functrain.checkpoint._leaves import Leaf, digest, is_stored, part, path_of
 from functrain.common import _tree
@@ -35,39 +35,31 @@ def write(directory: str, leaves: Mapping[str, Leaf], about: Mapping[str, Any]) 
     Raises:
       OSError: It cannot be written; nothing of it is left.
     """
+    from orbax.checkpoint import v1 as ocp
+
     os.makedirs(directory)
     try:
-        _save_arrays(os.path.join(directory, ARRAYS), arrays_of(leaves))
+        ocp.save(os.path.join(directory, ARRAYS), arrays_of(leaves))
         said = {n: said_of(leaf, digests(leaf)) for n, leaf in leaves.items()}
         write_about(directory, about, said)
         sync_directory(directory)
-    except Exception:  # after Ctrl-C Orbax is still writing: the next save removes what is left
+    except Exception as error:  # after Ctrl-C Orbax goes on: the next save removes what is left
         shutil.rmtree(directory, ignore_errors=True)  # a full disk needs the room
-        raise
+        fail_to_write(directory, error)
 
 
 def arrays_of(leaves: Mapping[str, Leaf]) -> dict[str, Any]:
     """Returns what Orbax is to write, by name."""
     # It rejects arrays of size zero, of which the specs say all, and trees without leaves.
-    arrays = {
-        name: leaf.array if is_stored(leaf.array.dtype) else _as_stored(leaf.array)
-        for name, leaf in leaves.items()
-        if leaf.array.size
-    }
+    arrays = {name: _as_stored(leaf.array) for name, leaf in leaves.items() if leaf.array.size}
     return arrays or {"(empty)": np.zeros(1)}
 
 
-def _save_arrays(directory: str, arrays: Mapping[str, Any]) -> None:
-    from orbax.checkpoint import v1 as ocp
-
-    try:
-        ocp.save(directory, arrays)
-    except OSError:
-        raise
-    except Exception as error:  # tensorstore has a full disk as a ValueError
-        raise OSError(
-            f"{directory}: expected to write arrays, got {type(error).__name__}: {error}"
-        ) from error
+def fail_to_write(directory: str, error: Exception) -> NoReturn:
+    """Raises an OSError: tensorstore has a full disk as a ValueError."""
+    if isinstance(error, OSError):
+        raise error
+    raise OSError(f"{directory}: failed to write: {type(error).__name__}: {error}") from error
 
 
 def read_arrays(
@@ -101,25 +93,25 @@ def read_arrays(
     return {name: found.get(name, blank) for name, blank in blanks.items()}
 
 
-def verify_arrays(directory: str, about: Mapping[str, Any]) -> None:
-    """Reads all leaves, some at a time, and compares their digests.
+def verify(directory: str) -> None:
+    """Reads all leaves of a checkpoint, some at a time, and compares their digests.
 
     Raises:
+      CheckpointMismatchError: There is none.
       CheckpointCorruptError: Names the leaves that cannot be read, or have other bytes.
     """
-    faults, group, size = [], dict[str, np.ndarray](), 0
-    left = list(about["leaves"])
+    about = read_about(directory)
+    left, faults = list(about["leaves"]), []
     while left:
-        name = left.pop()
-        group.update(blanks(about, [name]))
-        size += group[name].nbytes
-        if left and size < _AT_ONCE:
-            continue
+        group, size = dict[str, np.ndarray](), 0
+        while left and size < _AT_ONCE:
+            name = left.pop()
+            group.update(blanks(about, [name]))
+            size += group[name].nbytes
         try:
             read_arrays(directory, about, group)
         except CheckpointCorruptError as error:
             faults.append(str(error))
-        group, size = {}, 0
     if faults:
         raise CheckpointCorruptError("\n".join(faults))
 
@@ -165,7 +157,7 @@ def _reasons(load: Callable[[list[str]], Any], names: list[str], most: int = 12)
     return lines
 
 
-def _as_stored(array: np.ndarray) -> np.ndarray:
+def _as_stored(array: Any) -> Any:
     """Returns what stands for an array in the file: itself, or its bytes in a last axis."""
     if is_stored(array.dtype):
         return array
@@ -176,11 +168,6 @@ def _as_it_was(stored: Any, like: np.ndarray) -> np.ndarray:
     """Undoes `_as_stored`."""
     found = np.asarray(stored)
     return found if is_stored(like.dtype) else found.view(like.dtype).reshape(like.shape)
-
-
-def specs(about: Mapping[str, Any]) -> dict[str, str]:
-    """Returns each leaf's dtype and shape, by name in the file."""
-    return {name: said["spec"] for name, said in about["leaves"].items()}
 
 
 def blanks(about: Mapping[str, Any], names: Iterable[str]) -> dict[str, np.ndarray]:

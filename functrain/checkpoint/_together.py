@@ -9,8 +9,8 @@ or, if it is the first, takes everything away: while they wait, all of them look
 import contextlib
 import json
 import os
+import pathlib
 import shutil
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent import futures
@@ -19,12 +19,13 @@ from typing import Any
 import jax
 
 from functrain.checkpoint._about import ARRAYS, read_about, write_about
+from functrain.checkpoint._background import threaded
 from functrain.checkpoint._directory import Directory
 from functrain.checkpoint._errors import CheckpointCorruptError, CheckpointMismatchError
 from functrain.checkpoint._leaves import Leaf, path_of
 from functrain.checkpoint._place import put, staged, staging
 from functrain.checkpoint._processes import all_or_none, is_first, on_first
-from functrain.checkpoint._store import arrays_of, digests, said_of, sync_directory
+from functrain.checkpoint._store import arrays_of, digests, fail_to_write, said_of, sync_directory
 from functrain.common import _tree
 
 _LOOK = 0.01, 1.0  # seconds between two looks at the directory: at first, and after long
@@ -58,8 +59,7 @@ def begin(
         where = staged(target)
         os.makedirs(where)
         mark = os.urandom(8).hex()
-        with open(os.path.join(where, mark), "w", encoding="utf-8") as file:
-            json.dump(specs, file)
+        pathlib.Path(where, mark).write_text(json.dumps(specs), encoding="utf-8")
         return [where, mark]
 
     where, mark = on_first(make)
@@ -104,8 +104,7 @@ def _undone(where: str) -> Iterator[None]:
 
 def _require_same_leaves(target: str, path: str, own: Mapping[str, str]) -> None:
     """Refuses leaves that not all processes have: of those, parts would be lost in silence."""
-    with open(path, encoding="utf-8") as file:
-        first = json.load(file)
+    first = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
     lines = [
         f"{path_of(n)}: {own.get(n, 'none')} in this one, {first.get(n, 'none')} in the first"
         for n in sorted({**own, **first})
@@ -152,13 +151,9 @@ def _until(is_so: Callable[[], bool], seconds: float) -> bool:
     """Waits until something is so; returns whether it came to be."""
     begun = time.monotonic()
     while not (found := is_so()) and (waited := time.monotonic() - begun) < seconds:
-        time.sleep(_pause(waited))
+        # Less and less often, so that many processes do not keep a disk busy by looking.
+        time.sleep(min(max(_LOOK[0], waited / 10), _LOOK[1]))
     return found
-
-
-def _pause(waited: float) -> float:
-    """Returns how long not to look, so that many processes do not keep a disk busy by looking."""
-    return min(max(_LOOK[0], waited / 10), _LOOK[1])
 
 
 def _wait_for_orbax(response: Any, where: str, mark: str) -> None:
@@ -166,47 +161,35 @@ def _wait_for_orbax(response: Any, where: str, mark: str) -> None:
 
     Orbax itself would wait for that one, for twenty minutes.
     """
-    done = futures.Future[None]()
-
-    def wait() -> None:
-        try:
-            done.set_result(response.result())
-        except BaseException as error:
-            done.set_exception(error)
-
-    threading.Thread(target=wait, daemon=True).start()
+    done, thread = threaded(response.result, daemon=True)
+    thread.start()
     while not futures.wait([done], _LOOK[1]).done:
         _require_no_failure(where)
         if not os.path.exists(os.path.join(where, mark)) and not done.done():
             raise OSError(f"{where}: the first process failed to write: see what it says")
     try:
         done.result()
-    except OSError:
-        raise
-    except Exception as error:  # tensorstore has a full disk as a ValueError
-        raise OSError(f"{where}: failed to write: {type(error).__name__}: {error}") from error
+    except Exception as error:
+        fail_to_write(where, error)
 
 
 def _require_no_failure(where: str) -> None:
     """Raises an OSError if a process has left word that it failed."""
-    names = os.listdir(where) if os.path.isdir(where) else []
-    for name in names:
-        if name.startswith("failure-") and name.endswith(".json"):
-            with open(os.path.join(where, name), encoding="utf-8") as file:
-                process = name.removeprefix("failure-").removesuffix(".json")
-                raise OSError(f"process {process} failed to write: {json.load(file)}")
+    for path in pathlib.Path(where).glob("failure-*.json"):
+        said = json.loads(path.read_text(encoding="utf-8"))
+        raise OSError(f"process {path.stem.removeprefix('failure-')} failed to write: {said}")
 
 
 def _leave(where: str, kind: str, what: Any) -> None:
     """Leaves something for the others to read, whole or not at all."""
     path = _of(where, kind, jax.process_index())
-    with open(path + "~", "w", encoding="utf-8") as file:
-        json.dump(what, file)
-    os.replace(path + "~", path)
+    new = path.with_suffix(".new")
+    new.write_text(json.dumps(what), encoding="utf-8")
+    new.replace(path)
 
 
-def _of(where: str, kind: str, process: int) -> str:
-    return os.path.join(where, f"{kind}-{process}.json")
+def _of(where: str, kind: str, process: int) -> pathlib.Path:
+    return pathlib.Path(where, f"{kind}-{process}.json")
 
 
 def _digests_of_all(where: str) -> dict[str, dict[str, str]]:
@@ -219,16 +202,15 @@ def _digests_of_all(where: str) -> dict[str, dict[str, str]]:
     for process in range(jax.process_count()):
         path = _of(where, "digests", process)
 
-        def is_here(path: str = path) -> bool:
+        def is_here(path: pathlib.Path = path) -> bool:
             _require_no_failure(where)
-            return os.path.exists(path)
+            return path.exists()
 
         if not _until(is_here, _PATIENCE):
             raise OSError(f"{where}: process {process} has written nothing for {_PATIENCE:g} s")
-        with open(path, encoding="utf-8") as file:
-            for name, own in json.load(file).items():
-                found.setdefault(name, {}).update(own)
-        os.remove(path)
+        for name, own in json.loads(path.read_text(encoding="utf-8")).items():
+            found.setdefault(name, {}).update(own)
+        path.unlink()
     return found
 
 

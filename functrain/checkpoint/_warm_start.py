@@ -2,7 +2,6 @@
 
 import collections
 import contextlib
-import functools
 import os
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -13,12 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from functrain.checkpoint import _files, _leaves
-from functrain.checkpoint._about import read_about
+from functrain.checkpoint._about import parsed, read_about
 from functrain.checkpoint._directory import Directory
 from functrain.checkpoint._errors import CheckpointCorruptError, CheckpointMismatchError
 from functrain.checkpoint._place import find
 from functrain.checkpoint._single import STATE
-from functrain.checkpoint._store import blanks, read_arrays, specs
+from functrain.checkpoint._store import blanks, read_arrays
 from functrain.common import _patterns, _repr, _tree
 from functrain.common._types import PyTree
 from functrain.step._state import TrainState
@@ -127,12 +126,12 @@ def warm_start(
     if isinstance(state, str | os.PathLike):
         raise TypeError("the order is functrain.warm_start(state, source), got a path first")
     chosen = _Choice(take, skip, state)
-    leaves = {_leaves.path_of(n): x for n, x in _leaves.by_path(state, STATE).items()}
+    leaves = {_leaves.path_of(n): x for n, x in _leaves.by_path({STATE: state}).items()}
     _require_arrays(leaves)
     reasons: list[str] = []
-    for name, opener in _candidates(os.path.realpath(source)):
+    for name in _candidates(os.path.realpath(source)):
         try:
-            with opener() as arrays:
+            with (_files.opened if os.path.isfile(name) else _checkpoint)(name) as arrays:
                 found, warm = _taken(name, arrays, leaves, chosen, rename, cast)
         except CheckpointCorruptError as error:
             reasons.append(str(error))
@@ -202,15 +201,12 @@ class _Choice:
                 raise ValueError(_no_match("skip", pattern, "the state", leaves))
         if not any(map(self.means, both)):
             asked = next(filter(self.means, leaves), "nothing that is asked for")
+            of_keras = ", or take bridge.warm_start(state, file, model) for a file of Keras"
+            hint = of_keras if source.endswith((".keras", ".h5")) else ""
             raise ValueError(
                 f"{source}: expected paths of the state in it, got none that is asked for. "
                 f"It has, for one, {next(iter(names), 'nothing at all')}; the state has {asked}. "
-                "Give rename= a function from paths in the file to paths in the state"
-                + (
-                    ", or take bridge.warm_start(state, file, model) for a file of Keras."
-                    if source.endswith((".keras", ".h5"))
-                    else "."
-                )
+                f"Give rename= a function from paths in the file to paths in the state{hint}."
             )
 
 
@@ -243,8 +239,8 @@ def _taken(
     asked = [path for path in leaves if choice.means(path)]
     taken = {path: names[path] for path in asked if path in names}
     _require_specs(source, {path: arrays.specs[n] for path, n in taken.items()}, leaves, cast)
-    empty = [p for p, x in leaves.items() if _is_without_values(x) and p not in taken]
-    if empty:
+    staying = {path: leaf for path, leaf in leaves.items() if path not in taken}
+    if empty := [path for path, leaf in staying.items() if _is_without_values(leaf)]:
         raise ValueError(
             "state: expected arrays where nothing is taken, got shapes without values, or arrays "
             f"that were donated to a program:\n{_tree.bullets(empty)}\nNothing was taken. Make "
@@ -253,14 +249,14 @@ def _taken(
     found, paths = {}, {name: path for path, name in taken.items()}
     for name, data in arrays.read(paths):  # one by one, so that not all of them are there twice
         path = paths[name]
-        data = _converted(path, data, leaves[path], cast)
+        data = _converted(path, data, leaves[path])
         found[path] = _leaves.restored(path, leaves[path], data)
     return found, WarmStart(
         state=None,
         taken=taken,
         left=tuple(name for name in arrays.specs if name not in paths),
         missing=tuple(path for path in asked if path not in names),
-        kept=tuple(path for path in leaves if path not in set(asked)),
+        kept=tuple(path for path in leaves if not choice.means(path)),
         source=source,
     )
 
@@ -291,9 +287,8 @@ def _is_without_values(leaf: Any) -> bool:
 def _require_arrays(leaves: Mapping[str, Any]) -> None:
     for path, leaf in leaves.items():
         if not _tree.is_array(leaf):
-            hint = ""
-            if hasattr(leaf, "stateless_call"):
-                hint = " Its state is bridge.create_state(model, tx)."
+            is_model = hasattr(leaf, "stateless_call")
+            hint = " Its state is bridge.create_state(model, tx)." if is_model else ""
             raise TypeError(f"state: expected an array at {path}, got {_tree.spec(leaf)}.{hint}")
 
 
@@ -304,7 +299,8 @@ def _require_specs(
     wrong, castable = {}, True
     for path, spec in specs.items():
         wanted = _tree.strong_spec(leaves[path])
-        convertible = _is_float(spec) and _is_float(wanted) and _shape(spec) == _shape(wanted)
+        shape = _shape_of_floats(spec)
+        convertible = shape is not None and shape == _shape_of_floats(wanted)
         if spec != wanted and not (cast and convertible):
             wrong[path] = f"{path}: the file has {spec}, the state {wanted}"
             castable = castable and convertible
@@ -317,19 +313,17 @@ def _require_specs(
         )
 
 
-def _shape(spec: str) -> str:
-    return spec.rpartition("[")[2]
-
-
-def _is_float(spec: str) -> bool:
+def _shape_of_floats(spec: str) -> tuple[int, ...] | None:
+    """Returns the shape of floating-point numbers, None of other leaves."""
     try:
-        return bool(jnp.issubdtype(jnp.dtype(spec.rpartition("[")[0]), jnp.floating))
-    except TypeError:  # of a key, or a dtype that nobody here knows
-        return False
+        dtype, shape = parsed(spec)
+    except (TypeError, ValueError):  # of a key, or a dtype that nobody here knows
+        return None
+    return shape if jnp.issubdtype(dtype, jnp.floating) else None
 
 
-def _converted(path: str, data: np.ndarray, like: Any, cast: bool) -> np.ndarray:
-    if not cast or _tree.is_key(like) or data.dtype == like.dtype:
+def _converted(path: str, data: np.ndarray, like: Any) -> np.ndarray:
+    if _tree.is_key(like) or data.dtype == like.dtype:
         return data
     with np.errstate(over="ignore"):
         new = data.astype(like.dtype)
@@ -343,34 +337,28 @@ def _converted(path: str, data: np.ndarray, like: Any, cast: bool) -> np.ndarray
 
 # Where arrays come from.
 
-_Opener = Callable[[], contextlib.AbstractContextManager[_files.Arrays]]
 
-
-def _candidates(path: str) -> Iterator[tuple[str, _Opener]]:
-    """Yields what may be read, with its name: one file or checkpoint, or steps, the last first."""
-    place = find(path)
-    if place is None:
-        raise FileNotFoundError(
-            f"{path}: expected a checkpoint, or a file of arrays, got nothing. Check the path."
-        )
+def _candidates(path: str) -> Iterator[str]:
+    """Yields what may be read: one file or checkpoint, or steps, the last first."""
+    place = find(path, "a checkpoint, or a file of arrays")
     if not os.path.isdir(place):
-        yield place, functools.partial(_files.opened, place)
+        yield place
         return
-    steps = Directory(place)
-    if not steps.steps():
-        yield place, functools.partial(_checkpoint, place)
-    for step in reversed(steps.steps()):
-        at = steps.at(step)
-        yield at, functools.partial(_checkpoint, at)
+    directory = Directory(place)
+    steps = directory.steps()
+    if not steps:
+        yield place
+    for step in reversed(steps):
+        yield directory.at(step)
 
 
 @contextlib.contextmanager
 def _checkpoint(directory: str) -> Iterator[_files.Arrays]:
     """Opens the state in a checkpoint; of a run that is over, what it returned."""
     about = read_about(directory)
-    root = "final" if "final" in about.get("trees", ()) else STATE
-    saved = {n: spec for n, spec in specs(about).items() if n.partition("/")[0] == root}
-    names = {_leaves.path_of(name): name for name in saved}
+    root = "final" if "final" in about["trees"] else STATE
+    leaves = {n: said for n, said in about["leaves"].items() if _leaves.root_of(n) == root}
+    names = {_leaves.path_of(name): name for name in leaves}
 
     def read(paths: Iterable[str]) -> Iterator[tuple[str, np.ndarray]]:
         wanted = [names[path] for path in paths]
@@ -378,4 +366,4 @@ def _checkpoint(directory: str) -> Iterator[_files.Arrays]:
         for name in wanted:
             yield _leaves.path_of(name), found.pop(name)
 
-    yield _files.Arrays({path: saved[name] for path, name in names.items()}, read)
+    yield _files.Arrays({path: leaves[name]["spec"] for path, name in names.items()}, read)

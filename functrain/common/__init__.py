@@ -12,4 +12,5 @@ Files:
   _patterns: leaves chosen by patterns over their paths
   _table: tables as text
   _process: JAX does not survive a fork
+  _library: libraries that not everybody has
 """

@@ -11,8 +11,6 @@ from functrain.common import _tree
 from functrain.common._types import PyTree
 from functrain.export._whole import require_free, written
 
-_ROOT = "params"
-
 
 def export_params(path: str | os.PathLike[str], params: PyTree, *, overwrite: bool = False) -> None:
     """Writes arrays into a safetensors file, each under its path.
@@ -48,7 +46,7 @@ def export_params(path: str | os.PathLike[str], params: PyTree, *, overwrite: bo
     if not os.fspath(path).endswith(".safetensors"):
         raise ValueError(f"path: expected a name that ends in .safetensors, got {path}")
     require_free(path, overwrite=overwrite)
-    leaves = by_path(params, _ROOT)
+    leaves = by_path({"params": params})
     if not leaves:
         raise ValueError("params: expected arrays, got none.")
     for name, leaf in leaves.items():

@@ -5,10 +5,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from functrain import rewrites as rewriting
 from functrain.checkpoint._leaves import host
 from functrain.common import _repr, _tree
+from functrain.common._library import needed
 from functrain.common._types import PyTree, Step
 from functrain.engine._guards import guarded
 from functrain.engine._plan import nbytes
@@ -80,7 +82,7 @@ def export_predict(
       >>> predict(jnp.ones((5, 3))).shape
       (5, 1)
     """
-    _require_flatbuffers()
+    needed("flatbuffers", "jax writes such files by flatbuffers: pip install 'functrain[export]'")
     check_predict_step(step)
     require_free(path, overwrite=overwrite)
     where = (jax.default_backend(),) if platforms is None else _known(platforms)
@@ -118,17 +120,8 @@ def _known(platforms: Sequence[str]) -> tuple[str, ...]:
     return listed
 
 
-def _require_flatbuffers() -> None:
-    try:
-        import flatbuffers  # noqa: F401
-    except ImportError as error:
-        raise ImportError(
-            "jax writes such files by flatbuffers: pip install 'functrain[export]'"
-        ) from error
-
-
 def _exported(fn: Any, inputs: PyTree, shapes: PyTree, platforms: Sequence[str]) -> Any:
-    specs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jax.numpy.shape(x), _dtype(x)), inputs)
+    specs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), inputs)
     if shapes is not None:
         try:
             wanted = shapes if isinstance(shapes, str) else (shapes,)
@@ -147,10 +140,6 @@ def _exported(fn: Any, inputs: PyTree, shapes: PyTree, platforms: Sequence[str])
                 "these axes as numbers: shapes=None, for the shapes of inputs and no others."
             )
         raise
-
-
-def _dtype(x: Any) -> Any:
-    return x.dtype if _tree.is_array(x) else jax.numpy.result_type(x)
 
 
 _MOST = 2**31 - 1  # bytes in a flatbuffer

@@ -16,7 +16,6 @@ from functrain.common._types import PyTree
 from functrain.common._values import spread
 from functrain.engine._position import Position
 from functrain.engine._signals import HeldSignals
-from functrain.engine._trigger import Trigger
 from functrain.loop import _preemption
 from functrain.loop._events import EpochEnd, Event
 
@@ -93,6 +92,10 @@ class Saving:
       source: The data.
       parts: What else goes on with the run, by name.
 
+    Attributes:
+      when: When chunks must end.
+      is_together: Whether several processes end together, when `is_asked_to_end` says so.
+
     Raises:
       TypeError: `checkpointer` is none.
       ValueError: It asks the clock, of which several processes have several.
@@ -106,21 +109,11 @@ class Saving:
             )
         self._checkpointer, self._source, self._parts = checkpointer, source, parts
         _require_no_clock(checkpointer)
-        self._together = _preemption.is_heard()
-        terminate: Literal["none", "any"] = "none" if self._together else "any"
+        self.when, self.is_together = checkpointer.when, _preemption.is_heard()
+        terminate: Literal["none", "any"] = "none" if self.is_together else "any"
         self._signals = HeldSignals(interrupt=False, terminate=terminate)
         self._fired = time.perf_counter()
         self._seen_best = checkpointer.monitor is None
-
-    @property
-    def when(self) -> Trigger:
-        """When chunks must end."""
-        return self._checkpointer.when
-
-    @property
-    def is_together(self) -> bool:
-        """Whether several processes end together, when `is_asked_to_end` says so."""
-        return self._together
 
     def resume(self, state: PyTree, metrics: PyTree, epochs: int) -> Resumed | None:
         """Finds out where to go on; None for a beginning.
@@ -163,7 +156,7 @@ class Saving:
             if name in restored.documents:
                 part.restore(restored.documents[name])
         return Resumed(
-            trees.get("final", trees.get("state")),
+            trees.get("final", restored.state),
             trees.get("metrics"),
             position,
             restored.values,
@@ -186,7 +179,7 @@ class Saving:
     def save(
         self,
         event: Event,
-        trees: Mapping[str, PyTree],
+        trees: dict[str, PyTree],
         *,
         epoch_over: bool,
         done: Mapping[str, Any] | None = None,
@@ -216,7 +209,7 @@ class Saving:
 
     def is_asked_to_end(self) -> bool:
         """Whether SIGTERM has come, and this is the moment to end; asked once after each event."""
-        if self._together:
+        if self.is_together:
             return _preemption.is_time_to_end()
         return bool(those_with(self._signals.came))
 
@@ -244,21 +237,13 @@ class Saving:
         self._checkpointer.close()
 
     def _require_same_run(self, about: dict[str, Any]) -> None:
-        where = self._checkpointer.directory
         if "epoch_over" not in about:
             raise CheckpointMismatchError(
-                f"{where}: expected checkpoints of a run, got those of "
+                f"{self._checkpointer.directory}: expected checkpoints of a run, got those of "
                 "Checkpointer.save. Restore the state by hand, and pass start=, or take another "
                 "directory."
             )
-        saved, now = about["data"], self._source.fingerprint()
-        self._require_same_data(
-            [
-                f"{n}: saved {saved.get(n)}, expected {now.get(n)}"
-                for n in {**saved, **now}
-                if saved.get(n) != now.get(n)
-            ]
-        )
+        self._require_same_data(differences(about["data"], self._source.fingerprint(), "expected"))
 
     def _require_same_data(self, differences: list[str]) -> None:
         if differences:

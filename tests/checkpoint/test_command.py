@@ -211,8 +211,5 @@ def test_the_command_runs_in_a_process_of_its_own_and_ends_with_its_status(run) 
     assert out.count("whole, ") == 3
     flip(run / f"{1200:012d}")
     assert status("run", "--verify")[0] == 1
-    assert status("nothing") == (
-        2,
-        "",
-        "nothing: expected a directory of checkpoints, got nothing.\n",
-    )
+    refused = "nothing: expected a directory of checkpoints, got nothing. Check the path.\n"
+    assert status("nothing") == (2, "", f"{run.parent}/{refused}")
