@@ -90,15 +90,9 @@ def require_pair(returned: Any) -> tuple[PyTree, PyTree]:
 
 def check_stacked(stacked: PyTree, k: int) -> None:
     """Refuses a chunk whose leaves do not all have the leading axis K."""
-    wrong = [
-        f"{path}: {_tree.spec(leaf)}"
-        for path, leaf in _tree.leaves_with_path(stacked)
-        if not getattr(leaf, "shape", ()) or leaf.shape[0] != k
-    ]
-    if wrong:
+    if wrong := _tree.listed(stacked, lambda x: not getattr(x, "shape", ()) or x.shape[0] != k):
         raise ValueError(
-            f"chunk: expected {k} stacked batches, every leaf [{k}, ...], got\n"
-            f"{_tree.bullets(wrong)}\n"
+            f"chunk: expected {k} stacked batches, every leaf [{k}, ...], got\n{wrong}\n"
             "Stack them with jax.tree.map(lambda *leaves: np.stack(leaves), *batches), or take "
             "them from ArrayLoader.chunk(epoch, start, k)."
         )

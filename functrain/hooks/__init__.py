@@ -13,7 +13,6 @@ Files:
   _tensorboard: values, pictures and texts for TensorBoard
   _wandb: the same for Weights & Biases
   _logger: what these three have in common: lines in order, without waiting for the device
-  _library: what they need, and not everybody has
   _text_file: a file of lines, which goes on where a checkpoint left it
 """
 

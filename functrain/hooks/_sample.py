@@ -9,9 +9,9 @@ import jax
 import numpy as np
 
 from functrain.common import _repr, _tree
+from functrain.common._library import needed
 from functrain.common._types import PyTree
 from functrain.engine._trigger import Trigger, every
-from functrain.hooks._library import needed
 from functrain.loop._events import Event
 
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from functrain.hooks._library import needed
+from functrain.common._library import needed
 from functrain.hooks._logger import Line, Logger
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from functrain.hooks._library import needed
+from functrain.common._library import needed
 from functrain.hooks._logger import Line, Logger
 
 
