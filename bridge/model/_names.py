@@ -29,10 +29,10 @@ def keys(parent: Any, members: Iterable[Any]) -> list[str]:
       ['dense', 'dense_1', 'out']
     """
     held = dict(_held(parent))
-    found: dict[str, Any] = {}
+    found: list[str] = []
     for member in members:
-        found[free(_base(parent, member, held), found)] = member
-    return list(found)
+        found.append(free(_base(parent, member, held), found))
+    return found
 
 
 def _base(parent: Any, member: Any, held: dict[int, str]) -> str:

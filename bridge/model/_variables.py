@@ -121,7 +121,9 @@ def values(where: Layout) -> tuple[PyTree, PyTree]:
 
     With a mixed precision policy these are the float32 masters.
     """
-    params, others = ({path: v.value for path, v in part.items()} for part in where[:2])
+    params, others = (
+        {path: v.value for path, v in part.items()} for part in (where.params, where.model_state)
+    )
     return nest(params), nest(others)
 
 

@@ -64,7 +64,9 @@ class Wrapped:
         new_updates = built.treedef.unflatten(deltas[i] for i in built.places)
         return new_updates, self._state(built, variables)
 
-    def _scaled(self, built: SlotLayout, old: Any, grads: list[Any], loss_scale: Any) -> list[Any]:
+    def _scaled(
+        self, built: SlotLayout, old: list[Any], grads: list[Any], loss_scale: Any
+    ) -> list[Any]:
         """Returns gradients of the loss, times the scale that the optimizer divides them by."""
         if loss_scale is not None:
             grads = [g / loss_scale for g in grads]

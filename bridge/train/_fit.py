@@ -150,7 +150,8 @@ def fit(
             saving = KerasSaving(checkpointer, model, callbacks, source, quiet=quiet)
             stack.enter_context(saving.run)
         signals = HeldSignals(terminate="handled" if saving is None else "none")
-        options = Options(fuse, rewrites, stack.enter_context(signals), saving)
+        stack.enter_context(signals)
+        options = Options(fuse, rewrites, signals, saving)
         return Fit(model, source, callbacks, evaluation, options).run(initial_epoch, epochs)
 
 
@@ -264,7 +265,12 @@ def _build_by_a_call(model: keras.Model, source: Any) -> None:
 
 
 def _callback_list(
-    model: Any, callbacks: Any, verbose: Any, epochs: int, source: Any, add_history: bool = False
+    model: keras.Model,
+    callbacks: Any,
+    verbose: Any,
+    epochs: int,
+    source: Any,
+    add_history: bool = False,
 ) -> Any:
     if isinstance(callbacks, keras.callbacks.CallbackList):
         return callbacks

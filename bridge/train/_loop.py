@@ -51,7 +51,8 @@ class Options(NamedTuple):
     signals: HeldSignals
     saving: KerasSaving | None = None
     within_fit: bool = False
-    """Whether this is an evaluation in the middle of a fit, whose progress bar is not shown."""
+    """Whether this is an evaluation in the middle of a fit: its progress bar is not shown, and the
+    fit acts on signals after it."""
 
     def until(self) -> int | None:
         """Returns how many steps a chunk may take, apart from what callbacks say."""

@@ -42,7 +42,7 @@ class Evaluation:
         return source
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False, repr=False)
 class Fit:
     """One call of `fit`."""
 
@@ -149,7 +149,9 @@ class Fit:
         return resume
 
 
-def run_evaluate(model: Any, source: Any, callbacks: Any, options: Options) -> dict[str, Any]:
+def run_evaluate(
+    model: keras.Model, source: Any, callbacks: Any, options: Options
+) -> dict[str, Any]:
     """Evaluates a built model on batches; returns its metrics."""
     model.stop_evaluating = False
     callbacks.on_test_begin()

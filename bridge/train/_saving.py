@@ -66,7 +66,8 @@ class KerasSaving:
                 return True
             self._others.require_same_names(resumed.directory)
         except CheckpointMismatchError as error:
-            paths, numbered = _paths(self._model), re.findall(r"\b\w+/\d+", str(error))
+            paths = _paths(self._model)
+            numbered = re.findall(r"\b\w+/\d+", str(error))
             if lines := [f"{x} is {paths[x]}" for x in numbered if x in paths]:
                 error.add_note(f"Of the model here:\n{_tree.bullets(lines)}")
             raise
@@ -151,10 +152,10 @@ class KerasSaving:
             return
         if any(map(_tree.is_deleted, jax.tree.leaves(self._values()))):
             return
-        if self._to_end or not self.run.is_together:
+        if self._to_end or jax.process_count() == 1:
             self.save()
         if self._to_end:
-            self._to_end = False  # a handler of the user's may have the fit go on
+            self._to_end = False  # in one process a handler of the user's may have the fit go on
             self.run.act()
         signals.act()
 

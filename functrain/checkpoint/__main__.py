@@ -44,13 +44,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with warnings.catch_warnings():
             warnings.showwarning = lambda message, *_, **__: print(f"Note: {message}")
-            directory, places = _found(asked.directory)
+            directory = _found(asked.directory)
             if asked.other is not None:
-                text, same = compared(places[-1], _found(asked.other)[1][-1])
+                last, other = (_places(d)[-1] for d in (directory, _found(asked.other)))
+                text, same = compared(last, other)
                 print(text)
                 return 0 if same else 1
             if asked.verify:
-                return _verified(places)
+                return _verified(_places(directory))
             print(listed(directory) if directory.steps() else described(directory.path))
     except (OSError, ValueError, CheckpointCorruptError) as error:
         print(error, file=sys.stderr)
@@ -58,10 +59,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _found(path: str) -> tuple[Directory, list[str]]:
-    """Returns a directory, and where the checkpoints in it are: there, if it is one itself."""
-    directory = Directory(find(os.path.realpath(path), "a directory of checkpoints"))
-    return directory, [directory.at(step) for step in directory.steps()] or [directory.path]
+def _found(path: str) -> Directory:
+    return Directory(find(os.path.realpath(path), "a directory of checkpoints"))
+
+
+def _places(directory: Directory) -> list[str]:
+    """Returns where the checkpoints in a directory are: there, if it is one itself."""
+    places = [find(directory.place(step)) for step in directory.steps()]
+    return places or [directory.path]
 
 
 def _verified(places: list[str]) -> int:

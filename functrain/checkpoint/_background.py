@@ -53,8 +53,9 @@ class Background:
             return  # in its own thread the garbage collector came by
         # Not by `Thread.join`: after Ctrl-C in it a thread counts as ended (Python 3.11, 3.12).
         futures.wait([work])
-        _unfinished.discard(self)
-        self._work = None
+        if self._work is work:  # else another thread has waited, too, and begun another
+            self._work = None
+            _unfinished.discard(self)
         work.result()
 
 
@@ -73,4 +74,5 @@ def _finish() -> None:
 
 # `atexit` comes too late: no executor takes work any more (Python 3.11 to 3.14). Where this hook
 # is gone, a save under way at the end fails, which `atexit` can at least say.
-getattr(threading, "_register_atexit", atexit.register)(_finish)
+register = getattr(threading, "_register_atexit", atexit.register)
+register(_finish)

@@ -111,7 +111,7 @@ class Directory:
         """Yields what the checkpoints say of themselves, but for damaged ones."""
         for step in self.steps():
             with contextlib.suppress(CheckpointCorruptError, CheckpointMismatchError, OSError):
-                yield step, read_about(self.at(step))
+                yield step, read_about(find(self.place(step)))
 
 
 def best_of(values: dict[int, float], sign: float) -> int | None:

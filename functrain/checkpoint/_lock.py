@@ -30,7 +30,7 @@ class Lock:
 
     def is_held(self) -> bool:
         """Whether it is held here, and the file is still there that others would ask."""
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(OSError):
             return self._close is not None and os.path.samefile(self._path, self._handle)
         return False
 

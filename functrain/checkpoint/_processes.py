@@ -33,6 +33,8 @@ def on_first(work: Callable[[], Any]) -> Any:
     Raises:
       Exception: What it raised; in the other processes a RuntimeError that says so.
     """
+    if not are_several():
+        return work()
     failure: Exception | None = None
     found, reason = None, ""
     if is_first():

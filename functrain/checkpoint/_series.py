@@ -61,9 +61,9 @@ class Series:
       monitor: Name of the value whose best checkpoint is kept beside them, or None.
       sign: 1.0 where less of it is better, -1.0 where more is.
       budget: Share of the time that saving may take; None for any.
-      left_out: How many were due, and not saved.
 
     Attributes:
+      left_out: How many were due, and not saved.
       writing: What is being written.
     """
 
@@ -72,9 +72,9 @@ class Series:
     monitor: str | None
     sign: float
     budget: float | None
-    left_out: int = 0
 
     def __post_init__(self) -> None:
+        self.left_out = 0
         self.writing = Background()
         self._known: dict[int, float] | None = None  # values of the monitor, by step
         self._knowing = threading.Lock()
@@ -128,10 +128,11 @@ class Series:
         """Whether the budget allows to save now; else it is counted as left out."""
         if self.budget is None:
             return True
-        waited = time.perf_counter() - self._ended
-        is_spare = not self.writing.is_busy and waited >= self._took / self.budget
-        self.left_out += not is_spare
-        return is_spare
+        is_busy = self.writing.is_busy  # asked first: it may end meanwhile
+        if is_busy or time.perf_counter() - self._ended < self._took / self.budget:
+            self.left_out += 1
+            return False
+        return True
 
     def write(
         self,

@@ -148,8 +148,9 @@ def read(
       CheckpointCorruptError: It is damaged.
     """
     leaves = _leaves.by_path(likes)
-    blanks = {name: _leaves.blank(like) for name, like in leaves.items()}
-    arrays = read_arrays(directory, about, {**beside, **blanks})
+    arrays = read_arrays(
+        directory, about, {**beside, **{name: _leaves.blank(x) for name, x in leaves.items()}}
+    )
     # Leaf by leaf, so that at the most one of them is in memory twice.
     found = [_leaves.restored(_leaves.path_of(n), x, arrays.pop(n)) for n, x in leaves.items()]
     return jax.tree.unflatten(jax.tree.structure(likes), found), arrays

@@ -8,10 +8,11 @@ So every leaf has a digest, and what is read is returned only if it has that dig
 CRC finds accidents, not attackers.
 """
 
+import contextlib
 import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -39,13 +40,14 @@ def write(directory: str, leaves: Mapping[str, Leaf], about: Mapping[str, Any]) 
 
     os.makedirs(directory)
     try:
-        ocp.save(os.path.join(directory, ARRAYS), arrays_of(leaves))
+        with failing_to_write(directory):
+            ocp.save(os.path.join(directory, ARRAYS), arrays_of(leaves))
         said = {n: said_of(leaf, digests(leaf)) for n, leaf in leaves.items()}
         write_about(directory, about, said)
         sync_directory(directory)
-    except Exception as error:  # after Ctrl-C Orbax goes on: the next save removes what is left
+    except Exception:  # after Ctrl-C Orbax is still writing: the next save removes what is left
         shutil.rmtree(directory, ignore_errors=True)  # a full disk needs the room
-        fail_to_write(directory, error)
+        raise
 
 
 def arrays_of(leaves: Mapping[str, Leaf]) -> dict[str, Any]:
@@ -55,11 +57,17 @@ def arrays_of(leaves: Mapping[str, Leaf]) -> dict[str, Any]:
     return arrays or {"(empty)": np.zeros(1)}
 
 
-def fail_to_write(directory: str, error: Exception) -> NoReturn:
-    """Raises an OSError: tensorstore has a full disk as a ValueError."""
-    if isinstance(error, OSError):
-        raise error
-    raise OSError(f"{directory}: failed to write: {type(error).__name__}: {error}") from error
+@contextlib.contextmanager
+def failing_to_write(directory: str) -> Iterator[None]:
+    """Makes an OSError of what Orbax raises: tensorstore has a full disk as a ValueError."""
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:
+        raise OSError(
+            f"{directory}: expected to write arrays, got {type(error).__name__}: {error}"
+        ) from error
 
 
 def read_arrays(

@@ -25,7 +25,13 @@ from functrain.checkpoint._errors import CheckpointCorruptError, CheckpointMisma
 from functrain.checkpoint._leaves import Leaf, path_of
 from functrain.checkpoint._place import put, staged, staging
 from functrain.checkpoint._processes import all_or_none, is_first, on_first
-from functrain.checkpoint._store import arrays_of, digests, fail_to_write, said_of, sync_directory
+from functrain.checkpoint._store import (
+    arrays_of,
+    digests,
+    failing_to_write,
+    said_of,
+    sync_directory,
+)
 from functrain.common import _tree
 
 _LOOK = 0.01, 1.0  # seconds between two looks at the directory: at first, and after long
@@ -167,10 +173,8 @@ def _wait_for_orbax(response: Any, where: str, mark: str) -> None:
         _require_no_failure(where)
         if not os.path.exists(os.path.join(where, mark)) and not done.done():
             raise OSError(f"{where}: the first process failed to write: see what it says")
-    try:
+    with failing_to_write(where):
         done.result()
-    except Exception as error:
-        fail_to_write(where, error)
 
 
 def _require_no_failure(where: str) -> None:

@@ -266,8 +266,8 @@ def _place(eqn: core.JaxprEqn) -> str:
     """Names the layer, the line that a user wrote, and that of the library which it calls."""
     frames = source_info_util.summarize(eqn.source_info, num_frames=_DEPTH).splitlines()[::-1]
     frames = list(itertools.takewhile(lambda frame: not frame.startswith(__file__), frames))
-    found = [sys.modules[name] for name in _LIBRARIES if name in sys.modules]
-    libraries = tuple(f"{folder}/" for module in found for folder in module.__path__)
+    folders = [getattr(sys.modules.get(name), "__path__", ()) for name in _LIBRARIES]
+    libraries = tuple(f"{folder}/" for folder in itertools.chain(*folders))
     own = next((frame for frame in frames if not frame.startswith(libraries)), None)
     shown = [frame.rpartition("/")[2] for frame in dict.fromkeys([own or "", *frames[:1]])]
     return "  ".join(

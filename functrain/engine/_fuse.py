@@ -1,6 +1,5 @@
 """The fused program: many steps over a chunk of batches."""
 
-import functools
 from typing import Any, Generic, NamedTuple
 
 import jax
@@ -12,7 +11,7 @@ from functrain.common._checks import is_whole
 from functrain.common._types import PyTree, StateT, Step
 from functrain.engine._placement import pins
 from functrain.engine._position import require_whole
-from functrain.engine._programs import TRAINING, Loop, known_length, program
+from functrain.engine._programs import TRAINING, Loop, Program, known_length, program
 from functrain.rewrites import Mode
 from functrain.step._check import check_step
 
@@ -94,7 +93,7 @@ class Fused(Generic[StateT]):
         self.step = step
         self.k = k
         self._loop, self._part = loop, loop._replace(whole=False, unroll=1)
-        self._program = functools.cache(lambda loop: program(step, TRAINING, loop))
+        self._programs: dict[Loop, Program] = {}
 
     def __repr__(self) -> str:
         """Names the step."""
@@ -134,6 +133,11 @@ class Fused(Generic[StateT]):
                 _refuse_aliases(state, chunk, error)
             raise
         return new, rows
+
+    def _program(self, loop: Loop) -> Program:
+        if loop not in self._programs:
+            self._programs[loop] = program(self.step, TRAINING, loop)
+        return self._programs[loop]
 
 
 class HeldProgram:

@@ -28,7 +28,7 @@ STATE_BYTES = 256 * 2**20
 PREDICTING_PROGRAMS = 4
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(eq=False, repr=False)
 class Plan:
     """Settles K once, when the first batch is known.
 

@@ -4,6 +4,7 @@ import contextlib
 import signal
 import sys
 import threading
+from collections.abc import Iterator
 from types import FrameType
 from typing import Any, Literal, Self
 
@@ -57,14 +58,26 @@ class HeldSignals:
             signal.signal(number, handler)
         if error is None or isinstance(error, Exception):
             self.act()
-        elif isinstance(error, GeneratorExit):  # what is raised in a loop left early is lost
-            for number, _ in self._came:
+            return
+        # What is raised in a loop left early is lost, and of two signals the one of another kind.
+        raised = {GeneratorExit: (), KeyboardInterrupt: (signal.SIGINT,)}.get(type(error))
+        for number, _ in self._came:
+            if raised is not None and number not in raised:
                 signal.raise_signal(number)
 
     def act(self) -> None:
         """Lets a signal that came be handled now: it mostly raises."""
         if self._came:
             self._handle(*self._came.pop(0))
+
+    @contextlib.contextmanager
+    def forgotten_on_error(self) -> Iterator[None]:
+        """Forgets a signal where work fails that it promises: 143 says that all is saved."""
+        try:
+            yield
+        except Exception:
+            self._came.clear()
+            raise
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         handler = self._handlers[number]

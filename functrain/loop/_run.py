@@ -117,8 +117,10 @@ def run(
     )
     no_metrics = step.start(state).metrics if isinstance(step, MeteredStep) else None
     carry = _placement.on_mesh(_tree.own(state) if donate else _tree.copy(state), where)
-    saving: Any = checkpointer
-    if not isinstance(checkpointer, Saving | None):  # fit passes one, for what it saves besides
+    saving: Saving | None
+    if isinstance(checkpointer, Saving | None):  # fit passes one, for what it saves besides
+        saving = checkpointer
+    else:
         saving = Saving(checkpointer, source, {})
     resumed: Resumed | None = None
     with contextlib.ExitStack() as undo:

@@ -215,7 +215,8 @@ class Saving:
 
     def act(self) -> None:
         """Ends the process with 143, or hands the signal to whoever handled it before."""
-        self._checkpointer.wait()
+        with self._signals.forgotten_on_error():
+            self._checkpointer.wait()
         if are_several():
             raise SystemExit(128 + signal.SIGTERM)
         self._signals.act()
@@ -228,7 +229,8 @@ class Saving:
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         """Waits for what is being written; lets others write, and handle signals."""
         try:
-            self._checkpointer.close()
+            with self._signals.forgotten_on_error():
+                self._checkpointer.close()
         finally:
             self._signals.__exit__(kind, error, traceback)
 

@@ -39,9 +39,17 @@ def cast(model: Model, dtype: Any = jnp.bfloat16) -> Model:
     if not jnp.issubdtype(jnp.dtype(dtype), jnp.floating):
         raise TypeError(f"dtype: expected a floating-point type, got {dtype!r}")
 
-    def apply(params: PyTree, model_state: PyTree, inputs: PyTree, /, **how: Any) -> ModelOutput:
+    def apply(
+        params: PyTree,
+        model_state: PyTree,
+        inputs: PyTree,
+        /,
+        *,
+        rng: jax.Array | None = None,
+        training: bool = False,
+    ) -> ModelOutput:
         params, inputs = jax.tree.map(lambda x: _floats_to(dtype, x), (params, inputs))
-        output = model.apply(params, model_state, inputs, **how)
+        output = model.apply(params, model_state, inputs, rng=rng, training=training)
         outputs, losses = jax.tree.map(_widened, (output.outputs, output.losses))
         kept = jax.tree.map(_as, output.model_state, model_state)
         return ModelOutput(outputs, kept, losses)

@@ -1,6 +1,6 @@
 """Models of which a part is not trained."""
 
-from typing import Any, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 import jax
 
@@ -57,9 +57,17 @@ def freeze(model: Model, *patterns: str) -> Model:
         frozen, trained = (_only(params, patterns, meant) for meant in (True, False))
         return trained, {"frozen": frozen, "model": own}
 
-    def apply(params: PyTree, model_state: PyTree, inputs: PyTree, /, **how: Any) -> ModelOutput:
+    def apply(
+        params: PyTree,
+        model_state: PyTree,
+        inputs: PyTree,
+        /,
+        *,
+        rng: jax.Array | None = None,
+        training: bool = False,
+    ) -> ModelOutput:
         frozen, own = _parts(model_state)
-        output = model.apply(_merged(params, frozen), own, inputs, **how)
+        output = model.apply(_merged(params, frozen), own, inputs, rng=rng, training=training)
         return output._replace(model_state={"frozen": frozen, "model": output.model_state})
 
     return Model(init, apply)
@@ -90,7 +98,22 @@ def _parts(model_state: PyTree) -> tuple[PyTree, PyTree]:
     return model_state["frozen"], model_state["model"]
 
 
-WholeT = TypeVar("WholeT", bound=Any)  # has params, model_state and replace
+class Whole(Protocol):
+    """What has `params` and `model_state`, such as a TrainState."""
+
+    @property
+    def params(self) -> PyTree:
+        """What is trained."""
+
+    @property
+    def model_state(self) -> PyTree:
+        """What is not."""
+
+    def replace(self, **parts: Any) -> Self:
+        """Returns it with other parts."""
+
+
+WholeT = TypeVar("WholeT", bound=Whole)
 
 
 def unfreeze(state: WholeT) -> WholeT:
@@ -116,5 +139,4 @@ def unfreeze(state: WholeT) -> WholeT:
       [('a', 2.0), ('b', 0.0)]
     """
     frozen, own = _parts(state.model_state)
-    whole: WholeT = state.replace(params=_merged(state.params, frozen), model_state=own)
-    return whole
+    return state.replace(params=_merged(state.params, frozen), model_state=own)

@@ -1,6 +1,5 @@
 """Models that compute again what they do not keep."""
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -32,8 +31,19 @@ def remat(model: Model, policy: Callable[..., Any] | None = None) -> Model:
       (1, 2)
     """
 
-    def apply(*args: PyTree, training: bool = False, **how: Any) -> ModelOutput:
-        run = functools.partial(model.apply, training=training)
-        return (jax.checkpoint(run, policy=policy) if training else run)(*args, **how)
+    def apply(
+        params: PyTree,
+        model_state: PyTree,
+        inputs: PyTree,
+        /,
+        *,
+        rng: jax.Array | None = None,
+        training: bool = False,
+    ) -> ModelOutput:
+        def run(params: PyTree, model_state: PyTree, inputs: PyTree, rng: Any) -> ModelOutput:
+            return model.apply(params, model_state, inputs, rng=rng, training=training)
+
+        again = jax.checkpoint(run, policy=policy) if training else run
+        return again(params, model_state, inputs, rng)
 
     return Model(model.init, apply)

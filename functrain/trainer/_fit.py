@@ -172,8 +172,9 @@ def fit(
     traces = jit and not _placement.is_explicit(_placement.batch_sharding(sharding))
     look_ahead(state, step, data, due.hooks, checkpointer, traces=traces)
     recorder = Recorder(begin.step, getattr(step, "is_population", False))
-    parts: dict[str, Any] = {"history": recorder, "hooks": due}
-    saving: Any = checkpointer and Saving(checkpointer, source, parts)
+    saving: Any = None  # run knows it, and does not say so
+    if checkpointer is not None:
+        saving = Saving(checkpointer, source, {"history": recorder, "hooks": due})
     events = run(
         state,
         step,
@@ -207,7 +208,8 @@ def fit(
                 recorder.after(event)
                 progress(event, recorder)
                 if signals.came and not isinstance(event, RunEnd):
-                    if checkpointer is not None:
+                    # It comes to each of several processes at another step.
+                    if checkpointer is not None and jax.process_count() == 1:
                         _take_logs(events.unread_logs(), recorder, due)
                         events.save()
                     signals.act()

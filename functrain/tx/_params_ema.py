@@ -1,6 +1,6 @@
 """An average of the params, kept by the optimizer."""
 
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -87,10 +87,25 @@ def _wide(params: PyTree) -> PyTree:
     return jax.tree.map(lambda x: jnp.asarray(x, jnp.promote_types(x.dtype, jnp.float32)), params)
 
 
-TrainedT = TypeVar("TrainedT", bound=Any)  # has params, opt_state and replace
+class Trained(Protocol):
+    """What has `params` and an `opt_state`, such as a TrainState."""
+
+    @property
+    def params(self) -> PyTree:
+        """What is trained."""
+
+    @property
+    def opt_state(self) -> PyTree:
+        """What the optimizer remembers."""
+
+    def replace(self, **parts: Any) -> Self:
+        """Returns it with other parts."""
 
 
-def ema_params(state: Any) -> PyTree:
+TrainedT = TypeVar("TrainedT", bound=Trained)
+
+
+def ema_params(state: Trained) -> PyTree:
     """Returns the averaged params of a state whose optimizer has `params_ema` in it.
 
     Args:
@@ -148,5 +163,4 @@ def with_ema(state: TrainedT) -> TrainedT:
       >>> print(with_ema(state.apply_gradients({"w": jnp.ones(2)}, tx)).params["w"])
       [-0.25 -0.25]
     """
-    averaged: TrainedT = state.replace(params=ema_params(state))
-    return averaged
+    return state.replace(params=ema_params(state))

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import functrain as ft
+from functrain.internal import HeldSignals
 from tests.conftest import digest
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -185,6 +186,35 @@ def test_a_sigterm_that_the_program_handles_goes_to_it_after_the_save(
     result = trained(checkpointer, sends(signal.SIGTERM, 13))
     assert seen == [[13]]
     assert len(result.history.steps["mean"]) == 40
+
+
+def test_a_save_that_fails_is_not_hidden_by_sigterm(
+    tmp_path: pathlib.Path, handled: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise OSError("the disk is full")
+
+    seen: list[str] = []
+    handled.append(lambda: seen.append("all is saved"))
+    checkpointer = ft.Checkpointer(tmp_path)
+    monkeypatch.setattr(checkpointer, "wait", fail)
+    with pytest.raises(OSError, match="the disk is full"):
+        trained(checkpointer, sends(signal.SIGTERM, 13))
+    assert not seen
+
+
+def test_sigterm_beside_ctrl_c_is_not_lost(handled: list[Any]) -> None:
+    seen: list[str] = []
+    handled.append(lambda: seen.append("SIGTERM"))
+
+    def both() -> None:
+        with HeldSignals(interrupt=False):
+            os.kill(os.getpid(), signal.SIGTERM)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        both()
+    assert seen == ["SIGTERM"]
 
 
 def test_a_handler_is_in_its_place_again_after_an_error(

@@ -21,6 +21,21 @@ def test_value_of_a_variable_can_be_swapped():
     np.testing.assert_array_equal(variable.value, np.zeros(2))
 
 
+def test_other_values_of_variables_are_put_back_after_an_error():
+    variable = keras.Variable(np.zeros(2))
+    seen = []
+
+    def fail() -> None:
+        with keras_private.variables.other_values([(variable, np.ones(2))]):
+            seen.append(variable.value)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    np.testing.assert_array_equal(seen, [np.ones(2)])
+    np.testing.assert_array_equal(variable.value, np.zeros(2))
+
+
 def test_layout_of_a_variable_is_what_it_was_made_with():
     assert keras_private.variables.layout(keras.Variable(0.0)) is None
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])

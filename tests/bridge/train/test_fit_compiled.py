@@ -181,6 +181,32 @@ def test_randomness_of_a_loss_is_seen_in_the_trace_and_not_used_up() -> None:
     assert drawn[0] == drawn[1]
 
 
+@pytest.fixture
+def numpys_own() -> Any:
+    """NumPy's own generator is put back, whatever kind of it there was."""
+    before = np.random.get_state(legacy=False)
+    yield
+    np.random.set_bit_generator(np.random.MT19937())
+    np.random.set_state(before)
+
+
+@pytest.mark.usefixtures("numpys_own")
+def test_randomness_is_seen_and_kept_whatever_generators_there_are() -> None:
+    def noisy(y: Any, outputs: Any) -> Any:
+        return jnp.mean((y - outputs) ** 2, axis=-1) * random.gauss(1, 0.1)
+
+    drawn = []
+    for way in (bridge.fit, keras.Model.fit):
+        model, _ = make(*rotations(), loss=noisy)
+        np.random.set_bit_generator(np.random.PCG64(0))
+        random.seed(0)
+        random.gauss()  # the next number is there already
+        fit(model, way)
+        drawn.append((random.gauss(), np.random.random()))
+        np.random.set_bit_generator(np.random.MT19937())
+    assert drawn[0] == drawn[1]
+
+
 @pytest.mark.parametrize(
     ("kwargs", "compiled"),
     [
