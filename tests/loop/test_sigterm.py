@@ -192,6 +192,7 @@ def test_a_save_that_fails_is_not_hidden_by_sigterm(
     tmp_path: pathlib.Path, handled: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail() -> None:
+        monkeypatch.undo()
         raise OSError("the disk is full")
 
     seen: list[str] = []
