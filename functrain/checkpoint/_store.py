@@ -65,9 +65,7 @@ def failing_to_write(directory: str) -> Iterator[None]:
     except OSError:
         raise
     except Exception as error:
-        raise OSError(
-            f"{directory}: expected to write arrays, got {type(error).__name__}: {error}"
-        ) from error
+        raise OSError(f"{directory}: failed to write: {type(error).__name__}: {error}") from error
 
 
 def read_arrays(
