@@ -226,6 +226,9 @@ for _ in range(25):
 """
 
 
+# A file that goes while it is read: Orbax closes an event loop before all of it has ended.
+@pytest.mark.usefixtures("complaints_come_here")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_two_processes_that_save_to_one_path_leave_a_whole_one_and_readers_never_fail(
     tmp_path,
 ) -> None:
