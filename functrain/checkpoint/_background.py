@@ -74,5 +74,5 @@ def _finish() -> None:
 
 # `atexit` comes too late: no executor takes work any more (Python 3.11 to 3.14). Where this hook
 # is gone, a save under way at the end fails, which `atexit` can at least say.
-register = getattr(threading, "_register_atexit", atexit.register)
-register(_finish)
+_register = getattr(threading, "_register_atexit", atexit.register)
+_register(_finish)

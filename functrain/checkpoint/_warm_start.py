@@ -131,7 +131,8 @@ def warm_start(
     reasons: list[str] = []
     for name in _candidates(os.path.realpath(source)):
         try:
-            with (_files.opened if os.path.isfile(name) else _checkpoint)(name) as arrays:
+            opened = _files.opened if os.path.isfile(name) else _checkpoint
+            with opened(name) as arrays:
                 found, warm = _taken(name, arrays, leaves, chosen, rename, cast)
         except CheckpointCorruptError as error:
             reasons.append(str(error))

@@ -105,7 +105,7 @@ class CSVLogger(TextFile):
     def _add_row(self, cells: list[Any]) -> None:
         line = io.StringIO()
         csv.writer(line, lineterminator="\n").writerow(cells)
-        self.add(line.getvalue())
+        self._add(line.getvalue())
 
     def close(self) -> None:
         """Writes the row that waits, and closes the file."""

@@ -50,7 +50,7 @@ class JSONLines(TextFile, Logger):
 
     def write(self, lines: Sequence[Line]) -> None:
         """Writes lines."""
-        self.add("".join(f"{_object(line)}\n" for line in lines))
+        self._add("".join(f"{_object(line)}\n" for line in lines))
 
 
 def _object(line: Line) -> str:

@@ -42,7 +42,7 @@ class TextFile:
         stays = not self._replaces and self.path.exists()
         return self.path.stat().st_size if stays else 0
 
-    def add(self, text: str) -> None:
+    def _add(self, text: str) -> None:
         """Adds lines, the first ones in place of an earlier run's."""
         self.begin()
         assert self._file is not None, "begin() opens it"

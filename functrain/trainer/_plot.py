@@ -54,7 +54,7 @@ def _curves(panel: Any, history: "History", name: str) -> None:
         at = np.arange(first + 1, first + len(per_step) + 1)
         alone = per_step.ndim == 1
         color, lw = (_GREY, 0.7) if alone and not is_rate else (_BLUE, 1.5)
-        _draw(panel, at, per_step, color, "each step" * alone, thin=0.4, lw=lw)
+        _draw(panel, at, per_step, color, "each step" if alone else "", thin=0.4, lw=lw)
     if is_rate:
         return
     if per_step is not None and np.isfinite(per_step).any():

@@ -120,6 +120,7 @@ WORDS: dict[str, Edit] = {
     "position of true": put("position", "step", value=True),
     "values of a list": put("values", value=[1]),
     "values of text": put("values", "loss", value="1"),
+    "values that are an array": put("values", value={"$array": 1.0}),
     "values of an array": put("values", "loss", value={"$array": "state/x"}),
     "trees of text": put("trees", value="state"),
     "trees of numbers": put("trees", value=[1]),
