@@ -189,7 +189,7 @@ _SENSE: dict[str, Callable[[Any], bool]] = {
     "format": lambda found: is_whole(found, 1),
     "step": _is_count,
     "position": lambda found: found.keys() <= _POSITION and all(map(_is_count, found.values())),
-    "values": lambda found: all(n[:1] != "$" and _is_number(x) for n, x in found.items()),
+    "values": lambda found: all(map(_is_number, found.values())),
     "trees": lambda found: isinstance(found, list) and all(isinstance(x, str) for x in found),
     **dict.fromkeys(("run", "documents", "data"), lambda found: isinstance(found, dict)),
     "leaves": lambda found: all(map(_is_leaf, found.values())),
