@@ -1,6 +1,6 @@
 """Windows over the spatial axes of arrays `[N, *S, ...]`: where they are, and what they see."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -59,3 +59,18 @@ def zeros(like: jax.ShapeDtypeStruct, *of: jax.Array) -> jax.Array:
     """
     zero = sum(jnp.sum(x[:0]) for x in of)
     return jnp.broadcast_to(jnp.asarray(zero, like.dtype), like.shape)
+
+
+def unfused(function: Callable[..., jax.Array], *arrays: jax.Array) -> jax.Array:
+    """Returns ``function(*arrays)``, computed in a branch that is always taken.
+
+    The compiler does not know that it is, so it fuses what is in it with nothing around.
+    """
+
+    def nothing(*arrays: jax.Array) -> jax.Array:
+        return zeros(jax.eval_shape(function, *arrays), *arrays)
+
+    any_number = arrays[-1][(0,) * arrays[-1].ndim]
+    always = (any_number == any_number) | (any_number != any_number)  # or NaN
+    out: jax.Array = lax.cond(always, function, nothing, *arrays)
+    return out

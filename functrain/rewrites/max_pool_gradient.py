@@ -31,6 +31,7 @@ after it. Where windows do not overlap, and nothing is summed, it keeps every bi
 by itself; but the compiler fuses it with its neighbours, and those may round otherwise then.
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -44,7 +45,7 @@ from jax.extend.core import primitives
 
 from functrain.rewrites._conv import are_floats, avals, is_sharded
 from functrain.rewrites._frame import Rewrite
-from functrain.rewrites._windows import spread, wide, zeros
+from functrain.rewrites._windows import spread, unfused, wide
 
 # Each is a slice in the program: 3 x 3 x 3 still compiles in a second.
 MOST_TAPS = 27
@@ -94,21 +95,8 @@ def _apart(source: jax.Array, operand: jax.Array, **params: Any) -> jax.Array:
 
 
 def _overlap(source: jax.Array, operand: jax.Array, **params: Any) -> jax.Array:
-    """Adds up, tap by tap, what the windows give that were won there; the first window first.
-
-    In a branch that is always taken; the compiler does not know that, and fuses it with nothing.
-    """
-
-    def added(source: jax.Array, operand: jax.Array) -> jax.Array:
-        return _added(source, operand, **params)
-
-    def nothing(source: jax.Array, operand: jax.Array) -> jax.Array:
-        return zeros(jax.eval_shape(added, source, operand), source, operand)
-
-    any_number = operand[(0,) * operand.ndim]
-    always = (any_number == any_number) | (any_number != any_number)  # or NaN
-    out: jax.Array = lax.cond(always, added, nothing, source, operand)
-    return out
+    """Adds up, tap by tap, what the windows give that were won there; the first window first."""
+    return unfused(functools.partial(_added, **params), source, operand)
 
 
 def _added(source: jax.Array, operand: jax.Array, **params: Any) -> jax.Array:

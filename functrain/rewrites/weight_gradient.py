@@ -28,6 +28,12 @@ Milliseconds, 2 cores, jax 0.10, alone under `jit` and in a loop (`jit/loop`); t
     4 112 32 3 32 1          8.6/9.0 -> 17/8.3     (so: one image's patches in the cache)
     16 16 64 3 64 1, bf16    2.4/2.2 -> 1.5/1.3
 
+Where one product takes all images, it stands in a branch of its own: the compiler fused what makes
+its operands with it, once for each tap that reads them. Whole steps under `jit`, in milliseconds,
+2 cores of an AMD EPYC, without the rule -> fused -> in a branch: MobileNetV2 16.9 -> 18.5 -> 16.9,
+keras-hub's ResNet 62 -> 73 -> 64, InceptionV3 143 -> 146 -> 130; in loops the branch
+is 0.97 to 1.07 times as fast.
+
 Sums are taken in another order: last bits change.
 """
 
@@ -44,7 +50,7 @@ from jax.extend.core import primitives
 
 from functrain.rewrites._conv import avals, from_canonical, ungrouped
 from functrain.rewrites._frame import Rewrite
-from functrain.rewrites._windows import padded, positions, window_at, zeros
+from functrain.rewrites._windows import padded, positions, unfused, window_at, zeros
 
 # Each is a slice in the program.
 MOST_TAPS = 49
@@ -130,11 +136,14 @@ def _replace(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
 
 
 def _summed(products: Callable[..., jax.Array], x: jax.Array, g: jax.Array, most: int) -> jax.Array:
-    """Sums the products of so many images at a time, or of as many fewer as divide them all."""
+    """Sums the products of so many images at a time, or of as many fewer as divide them all.
+
+    A loop is fused with nothing around it; where one turn is all, a branch does that.
+    """
     n = len(x)
     at_once = max(size for size in range(1, min(n, most) + 1) if n % size == 0)
     if at_once == n:
-        return products(x, g)
+        return unfused(products, x, g)
     some = tuple(v.reshape(-1, at_once, *v.shape[1:]) for v in (x, g))
     start = zeros(jax.eval_shape(products, *(v[0] for v in some)), x, g)
     return lax.scan(lambda total, xg: (total + products(*xg), None), start, some)[0]

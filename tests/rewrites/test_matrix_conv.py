@@ -18,7 +18,10 @@ from functrain.rewrites.trimmed_conv import trimmed_conv
 from . import cases
 
 ANY_SIZE = mock.patch.multiple(
-    importlib.import_module("functrain.rewrites.patch_conv"), LEAST_SUMMED=0, LEAST_PRODUCTS=0
+    importlib.import_module("functrain.rewrites.patch_conv"),
+    LEAST_SUMMED=0,
+    LEAST_PRODUCTS=0,
+    ROWS_PER_CHANNEL=2**20,
 )
 ALWAYS = patch_conv._replace(applies=lambda eqn: True)
 
@@ -57,7 +60,7 @@ def test_a_kernel_larger_than_the_image_is_as_accurate_as_it_was(case: Any) -> N
 @given(cases.convolutions(sides=(4, 4)))
 def test_any_convolution_may_take_patches(case: Any) -> None:
     conv, args = case
-    cases.check_accuracy(conv, args[:2], ALWAYS)
+    cases.check_accuracy(cases.all_three(conv), args, ALWAYS)
 
 
 LAYERS = {
@@ -110,6 +113,7 @@ def test_the_size_decides() -> None:
 
     assert taken(16, 2, 512, 3)
     assert taken(16, 4, 256, 3)
+    assert not taken(17, 4, 256, 3)
     assert not taken(64, 4, 64, 3)
     assert not taken(4, 2, 8, 3)
 
