@@ -1,26 +1,35 @@
-"""Convolutions of a few small images as one matrix product: of patches (im2col), or of the image.
+"""Convolutions of small images as one matrix product: of patches (im2col), or of the image.
 
-Forwards, what all taps see is multiplied by the kernel at once. In the gradient of the input the
-kernel would have to be turned for that; so there what each number gives to all taps is computed at
-once, and then shifted and added up. On CPU some of these run a hundred times slower than their
-arithmetic is worth: a cliff. With fewer rows than channels the kernel is most of what is read.
+What all taps see is multiplied by the kernel at once. In the gradient of the input the kernel has
+to be turned for that; where it is the most that is read, what each number gives to all taps is
+computed at once instead, and then shifted and added up.
+
+Where the kernel is larger than the image, XLA's CPU backend runs up to a hundred times slower than
+the arithmetic is worth, and some twenty times for few channels. Elsewhere a product pays where it
+has no more rows than channels.
 
 Milliseconds, 2 cores of an AMD EPYC, jax 0.10, alone under `jit` and in a loop (`jit/loop`); image
-`[N, H, H, C]`, 3 x 3 kernel, as many features; without the rule others apply, but for the cliffs:
+`[N, H, H, C]`, k x k kernel, as many features; without the rule others apply:
 
-    N H C          forward: without -> patches    of the input: without -> shifts
-    16 2 512       136/136 -> 2.6/2.2             138/- -> 3.6/2.7        (by no rule)
-    32 2 512       270/276 -> 4.2/4.0             274/275 -> 4.1/3.9      (by no rule)
-    16 2 256       1.3/0.9 -> 1.4/0.8             1.9/1.2 -> 1.3/0.7
-    8 4 256        1.5/1.0 -> 2.6/1.0             2.3/1.4 -> 1.4/0.9
-    16 4 256       2.5/2.0 -> 2.1/1.6             2.6/2.4 -> 2.4/2.1
-    16 4 512       12/8.5 -> 11/6.8               12/13 -> 7.5/7.6
-    16 4 512 / 2   3.5/3.4 -> 2.4/2.0             7.3/7.5 -> 4.7/3.1      (stride 2)
-    8 7 512        12/13 -> 11/10                 17/17 -> 11/11
-    1 7 512        3.8/3.0 -> 2.3/2.1             9.0/8.1 -> 2.6/2.4
-    4 4 128        0.33/0.25 -> 0.39/0.24         0.38/0.27 -> 0.37/0.25
-    8 8 256        4.5/5.6 -> 4.1/4.6             4.2/3.7 -> 7.3/3.2      (so: rows to channels)
-    32 7 512       44/43 -> 50/44                 50/50 -> 59/46
+    N H C k          forward: without -> with     of the input: without -> with
+    256 2 512 3      2196/2158 -> 38/27           2233/2150 -> 51/31
+    256 2 256 3      160/164 -> 8.1/5.8           168/167 -> 7.2/6.0
+    64 2 128 3       1.6/1.1 -> 0.9/0.8           1.5/1.0 -> 1.3/0.9
+    256 2 64 3       10/5.1 -> 0.7/0.6            5.5/5.3 -> 0.7/0.5
+    1024 2 32 3      6.7/7.0 -> 1.3/0.6           7.4/7.1 -> 0.7/1.0
+    256 2 16 3       0.37/0.23 -> 0.23/0.14       0.34/0.22 -> 0.18/0.09
+    128 2 8 3        0.09/0.04 -> 0.06/0.04       0.11/0.04 -> 0.13/0.05   (so: more products)
+    128 4 64 5       29/30 -> 5.3/2.9             29/32 -> 4.5/2.8
+    8 4 256 3        1.5/1.0 -> 1.2/0.9           2.3/1.4 -> 1.2/1.0
+    16 4 256 3       2.5/2.0 -> 2.1/1.6           2.6/2.4 -> 2.4/2.1
+    16 4 512 3       12/8.5 -> 11/6.8             12/13 -> 7.5/7.6
+    16 4 512 3, / 2  3.5/3.4 -> 2.4/2.0           7.3/7.5 -> 4.7/3.1       (stride 2)
+    8 7 512 3        12/13 -> 11/10               17/17 -> 11/11
+    1 7 512 3        3.8/3.0 -> 2.3/2.1           9.0/8.1 -> 2.6/2.4
+    4 4 128 3        0.33/0.25 -> 0.39/0.24       0.38/0.27 -> 0.37/0.25
+    8 8 256 3        4.5/5.6 -> 4.1/4.6           4.2/3.7 -> 7.3/3.2       (so: rows to channels)
+    32 7 512 3       44/43 -> 50/44               50/50 -> 59/46
+    64 4 256 3       7.9/7.4 -> 13/7.7            8.3/7.6 -> 8.1/8.3
 
 Whole steps, jit and loop, beside a product for each tap as it was before: VGG16 1.09, 1.12 times as
 fast, ResNet50V2 1.63, 1.45, keras-hub's ResNet 1.24, 1.21.
@@ -51,38 +60,40 @@ MOST_TAPS = 25
 ROWS_PER_CHANNEL = 1
 LEAST_SUMMED = 1024
 LEAST_PRODUCTS = 2**22
+# Where the kernel is larger than the image.
+LEAST_PRODUCTS_OVER_EDGES = 2**20
 
 
 def _applies(eqn: core.JaxprEqn) -> bool:
     shape = ungrouped(eqn)
-    if shape is None:
+    if shape is None or math.prod(shape.window) > MOST_TAPS:
         return False
-    taps = math.prod(shape.window)
-    places = shape.image if _turned(eqn.params) else shape.places
-    rows, summed = shape.batch * math.prod(places), taps * shape.channels
-    if taps > MOST_TAPS or rows > ROWS_PER_CHANNEL * shape.channels:
+    if all(taps > size for taps, size in zip(shape.window, shape.image, strict=True)):
+        return shape.products >= LEAST_PRODUCTS_OVER_EDGES
+    places = shape.image if _is_turned(eqn.params) else shape.places
+    rows, summed = shape.batch * math.prod(places), math.prod(shape.window) * shape.channels
+    if rows > ROWS_PER_CHANNEL * shape.channels:
         return False
     return summed >= LEAST_SUMMED and shape.products >= LEAST_PRODUCTS
 
 
-def _turned(params: dict[str, Any]) -> bool:
+def _is_turned(params: dict[str, Any]) -> bool:
     """Whether the kernel is `[O, I]` at each tap, as in the gradient of the input."""
     out_axis, in_axis, *_ = params["dimension_numbers"].rhs_spec
     return bool(out_axis < in_axis)
 
 
 def _replace(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
-    """In either way the kernel stays as it is: its transpose would cost more than the product."""
+    """Takes patches, unless to turn the kernel for them costs more than to shift the results."""
     numbers, dtype = params["dimension_numbers"], params["preferred_element_type"] or lhs.dtype
-    out_axis, in_axis, *spatial = numbers.rhs_spec
-    kernel = lax.transpose(rhs, (*spatial, *sorted((in_axis, out_axis))))
-    image, _ = to_canonical(lhs, rhs, numbers)
+    image, kernel = to_canonical(lhs, rhs, numbers)
     product = functools.partial(
         lax.dot_general,
         precision=params["precision"],
         preferred_element_type=jnp.promote_types(dtype, jnp.float32),
     )
-    way = _sum_of_shifts if _turned(params) else _product_of_patches
+    shifts = _is_turned(params) and math.prod(image.shape[:-1]) <= image.shape[-1]
+    way = _sum_of_shifts if shifts else _product_of_patches
     out = lax.convert_element_type(way(product, image, kernel, params), dtype)
     return from_canonical(out, numbers)
 
@@ -97,10 +108,10 @@ def _product_of_patches(product: Any, x: jax.Array, kernel: jax.Array, params: A
 
 def _sum_of_shifts(product: Any, x: jax.Array, kernel: jax.Array, params: Any) -> jax.Array:
     """`[N S, I] x [W O, I]`: what each number of the image gives to each tap, added up."""
-    rows, high = lax.collapse(x, 0, -1), lax.collapse(kernel, 0, -1)
+    rows, high = lax.collapse(x, 0, -1), lax.collapse(jnp.swapaxes(kernel, -2, -1), 0, -1)
     given = product(rows, high, (((1,), (1,)), ((), ()))).reshape(*x.shape[:-1], -1)
     shifts = _windows(given, kernel.shape[:-2], params)
-    features = kernel.shape[-2]
+    features = kernel.shape[-1]
     each = [
         lax.slice_in_dim(shift, tap * features, (tap + 1) * features, axis=-1)
         for tap, shift in enumerate(shifts)
@@ -122,5 +133,5 @@ patch_conv = Rewrite(
     primitive=primitives.conv_general_dilated_p,
     applies=_applies,
     replace=_replace,
-    reason="few small images: one matrix product of patches",
+    reason="small images: one matrix product for all taps",
 )

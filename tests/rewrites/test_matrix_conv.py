@@ -21,6 +21,7 @@ ANY_SIZE = mock.patch.multiple(
     importlib.import_module("functrain.rewrites.patch_conv"),
     LEAST_SUMMED=0,
     LEAST_PRODUCTS=0,
+    LEAST_PRODUCTS_OVER_EDGES=0,
     ROWS_PER_CHANNEL=2**20,
 )
 ALWAYS = patch_conv._replace(applies=lambda eqn: True)
@@ -113,6 +114,7 @@ def test_the_size_decides() -> None:
 
     assert taken(16, 2, 512, 3)
     assert taken(16, 4, 256, 3)
+    assert taken(1024, 2, 64, 3)
     assert not taken(17, 4, 256, 3)
     assert not taken(64, 4, 64, 3)
     assert not taken(4, 2, 8, 3)
