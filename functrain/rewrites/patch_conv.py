@@ -54,7 +54,7 @@ from functrain.rewrites._conv import from_canonical, to_canonical, ungrouped
 from functrain.rewrites._frame import Rewrite
 from functrain.rewrites._windows import padded, positions, window_at
 
-# Each is a slice in the program. A gradient of weights has as many as the image has places.
+# Each is a slice in the program.
 MOST_TAPS = 25
 # The rows of the product are the places of all images, its sum goes over taps and channels.
 ROWS_PER_CHANNEL = 1
@@ -66,7 +66,7 @@ LEAST_PRODUCTS_OVER_EDGES = 2**20
 
 def _applies(eqn: core.JaxprEqn) -> bool:
     shape = ungrouped(eqn)
-    if shape is None or math.prod(shape.window) > MOST_TAPS:
+    if shape is None or _is_of_weights(eqn.params) or math.prod(shape.window) > MOST_TAPS:
         return False
     if all(taps > size for taps, size in zip(shape.window, shape.image, strict=True)):
         return shape.products >= LEAST_PRODUCTS_OVER_EDGES
@@ -75,6 +75,12 @@ def _applies(eqn: core.JaxprEqn) -> bool:
     if rows > ROWS_PER_CHANNEL * shape.channels:
         return False
     return summed >= LEAST_SUMMED and shape.products >= LEAST_PRODUCTS
+
+
+def _is_of_weights(params: dict[str, Any]) -> bool:
+    """Whether channels are where images were, as in the gradient of the weights."""
+    batch, feature, *_ = params["dimension_numbers"].lhs_spec
+    return bool(feature < batch)
 
 
 def _is_turned(params: dict[str, Any]) -> bool:

@@ -81,11 +81,22 @@ def layer(name: str) -> Any:
 @pytest.mark.parametrize("name", LAYERS)
 def test_no_convolution_is_left(name: str) -> None:
     conv, x, w = layer(name)
-    fn = cases.all_three(conv)
+
+    def fn(x: jax.Array, w: jax.Array, g: jax.Array) -> tuple[jax.Array, ...]:
+        out, pull = jax.vjp(lambda x: conv(x, w), x)
+        return out, *pull(g)
+
     args = x, w, jnp.ones(jax.eval_shape(conv, x, w).shape)
     with ANY_SIZE:
         assert "conv_general_dilated" not in cases.kinds(jax.make_jaxpr(optimize(fn))(*args))
     assert "dot_general" not in cases.kinds(jax.make_jaxpr(optimize(fn, "exact"))(*args))
+
+
+def test_gradients_of_weights_take_no_patches_of_all_images() -> None:
+    conv, x, w = cases.layer((64, 2, 2, 4), (3, 3, 4, 4))
+    fn, g = cases.all_three(conv), conv(x, w)
+    with ANY_SIZE:
+        assert cases.takes(patch_conv, fn, x, w, g) == [True, False, True]
 
 
 @pytest.mark.parametrize("name", LAYERS)
