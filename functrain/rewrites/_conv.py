@@ -127,6 +127,12 @@ def conv(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
     return out
 
 
+def is_of_weights(params: dict[str, Any]) -> bool:
+    """Whether channels are where images were, as in the gradient of the weights."""
+    batch, feature, *_ = params["dimension_numbers"].lhs_spec
+    return bool(feature < batch)
+
+
 class Groups(NamedTuple):
     """The sizes of a grouped convolution that decide what it becomes.
 

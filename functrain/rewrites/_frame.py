@@ -86,6 +86,8 @@ def first_that_applies(
     Raises:
       RewriteError: A rewrite raised.
     """
+    if isinstance(eqn.params.get("precision"), lax.DotAlgorithm | lax.DotAlgorithmPreset):
+        return None  # of this operation: another may not have it
     for rewrite in rewrites:
         if eqn.primitive is rewrite.primitive:
             with _named(rewrite, eqn):

@@ -64,7 +64,8 @@ def zeros(like: jax.ShapeDtypeStruct, *of: jax.Array) -> jax.Array:
 def unfused(function: Callable[..., jax.Array], *arrays: jax.Array) -> jax.Array:
     """Returns ``function(*arrays)``, computed in a branch that is always taken.
 
-    The compiler does not know that it is, so it fuses what is in it with nothing around.
+    The compiler does not know that it is, so it fuses what is in it with nothing around. The last
+    array must not be empty.
     """
 
     def nothing(*arrays: jax.Array) -> jax.Array:

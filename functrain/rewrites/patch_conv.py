@@ -6,7 +6,8 @@ computed at once instead, and then shifted and added up.
 
 Where the kernel is larger than the image, XLA's CPU backend runs up to a hundred times slower than
 the arithmetic is worth, and some twenty times for few channels. Elsewhere a product pays where it
-has no more rows than channels.
+has no more rows than channels, nor than features. Patches of an image with holes would hold the
+holes: those are left to `phased_conv`, but where shifts do without.
 
 Milliseconds, 2 cores of an AMD EPYC, jax 0.10, alone under `jit` and in a loop (`jit/loop`); image
 `[N, H, H, C]`, k x k kernel, as many features; without the rule others apply:
@@ -26,10 +27,20 @@ Milliseconds, 2 cores of an AMD EPYC, jax 0.10, alone under `jit` and in a loop 
     16 4 512 3, / 2  3.5/3.4 -> 2.4/2.0           7.3/7.5 -> 4.7/3.1       (stride 2)
     8 7 512 3        12/13 -> 11/10               17/17 -> 11/11
     1 7 512 3        3.8/3.0 -> 2.3/2.1           9.0/8.1 -> 2.6/2.4
-    4 4 128 3        0.33/0.25 -> 0.39/0.24       0.38/0.27 -> 0.37/0.25
+    4 4 128 3        0.33/0.25 -> 0.39/0.24       0.38/0.27 -> 0.37/0.25   (so: many channels)
     8 8 256 3        4.5/5.6 -> 4.1/4.6           4.2/3.7 -> 7.3/3.2       (so: rows to channels)
     32 7 512 3       44/43 -> 50/44               50/50 -> 59/46
     64 4 256 3       7.9/7.4 -> 13/7.7            8.3/7.6 -> 8.1/8.3
+
+Fewer features than channels; the last two have holes, as a layer transposed with stride 2, and as
+the gradient of a strided layer's input:
+
+    N H C k O        as they are -> patches
+    16 7 1024 3 64   11/11 -> 28/11              (so: many features)
+    16 4 256 3 32    0.54/0.46 -> 1.2/0.63
+    512 3 128 5 4    5.1/4.8 -> 35/12            (so: not few features over edges)
+    64 4 256 5 128   16/12, phases -> 93/51      (so: no holes)
+    128 4 64 5 64    5.9/4.6, phases -> 42/20
 
 Whole steps, jit and loop, beside a product for each tap as it was before: VGG16 1.09, 1.12 times as
 fast, ResNet50V2 1.63, 1.45, keras-hub's ResNet 1.24, 1.21.
@@ -50,41 +61,38 @@ from jax import lax
 from jax.extend import core
 from jax.extend.core import primitives
 
-from functrain.rewrites._conv import from_canonical, to_canonical, ungrouped
+from functrain.rewrites._conv import from_canonical, is_of_weights, to_canonical, ungrouped
 from functrain.rewrites._frame import Rewrite
 from functrain.rewrites._windows import padded, positions, window_at
 
 # Each is a slice in the program.
 MOST_TAPS = 25
-# The rows of the product are the places of all images, its sum goes over taps and channels.
-ROWS_PER_CHANNEL = 1
-LEAST_SUMMED = 1024
+# Of channels and of features, and no fewer than the product has rows: the places of all images.
+LEAST = 256
 LEAST_PRODUCTS = 2**22
 # Where the kernel is larger than the image.
+LEAST_OVER_EDGES = 16
 LEAST_PRODUCTS_OVER_EDGES = 2**20
+# Bytes of the patches that are made at a time.
+MOST_BYTES = 2**26
 
 
 def _applies(eqn: core.JaxprEqn) -> bool:
-    shape = ungrouped(eqn)
-    if shape is None or _is_of_weights(eqn.params) or math.prod(shape.window) > MOST_TAPS:
+    shape, params = ungrouped(eqn), eqn.params
+    if shape is None or is_of_weights(params) or math.prod(shape.window) > MOST_TAPS:
         return False
-    if all(taps > size for taps, size in zip(shape.window, shape.image, strict=True)):
-        return shape.products >= LEAST_PRODUCTS_OVER_EDGES
-    places = shape.image if _is_turned(eqn.params) else shape.places
-    rows, summed = shape.batch * math.prod(places), math.prod(shape.window) * shape.channels
-    if rows > ROWS_PER_CHANNEL * shape.channels:
+    least, holes = min(shape.channels, shape.features), math.prod(params["lhs_dilation"]) > 1
+    if all(taps > size for taps, size in zip(shape.window, shape.image, strict=True)) and not holes:
+        return least >= LEAST_OVER_EDGES and shape.products >= LEAST_PRODUCTS_OVER_EDGES
+    if holes and not _is_turned(params):  # patches would hold them
         return False
-    return summed >= LEAST_SUMMED and shape.products >= LEAST_PRODUCTS
-
-
-def _is_of_weights(params: dict[str, Any]) -> bool:
-    """Whether channels are where images were, as in the gradient of the weights."""
-    batch, feature, *_ = params["dimension_numbers"].lhs_spec
-    return bool(feature < batch)
+    places = shape.image if _is_turned(params) else shape.places
+    rows = shape.batch * math.prod(places)
+    return max(rows, LEAST) <= least and shape.products >= LEAST_PRODUCTS
 
 
 def _is_turned(params: dict[str, Any]) -> bool:
-    """Whether the kernel is `[O, I]` at each tap, as in the gradient of the input."""
+    """Whether the kernel is `[O, I]` at each tap, as in the gradient of a layer's input."""
     out_axis, in_axis, *_ = params["dimension_numbers"].rhs_spec
     return bool(out_axis < in_axis)
 
@@ -105,11 +113,20 @@ def _replace(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
 
 
 def _product_of_patches(product: Any, x: jax.Array, kernel: jax.Array, params: Any) -> jax.Array:
-    """`[N S', W I] x [W I, O]`: what all taps see, side by side."""
-    patches = lax.concatenate(_windows(x, kernel.shape[:-2], params), x.ndim - 1)
-    rows, high = lax.collapse(patches, 0, -1), lax.collapse(kernel, 0, -1)
-    out: jax.Array = product(rows, high, (((1,), (0,)), ((), ())))
-    return out.reshape(*patches.shape[:-1], -1)
+    """`[N S', W I] x [W I, O]`: what all taps see, side by side, of some images at a time."""
+    high = lax.collapse(kernel, 0, -1)
+
+    def of(x: jax.Array) -> jax.Array:
+        patches = lax.concatenate(_windows(x, kernel.shape[:-2], params), x.ndim - 1)
+        places: jax.Array = product(lax.collapse(patches, 0, -1), high, (((1,), (0,)), ((), ())))
+        return places.reshape(*patches.shape[:-1], -1)
+
+    places = math.prod(jax.eval_shape(of, x[:1]).shape[:-1])
+    at_once = max(1, MOST_BYTES // (places * len(high) * x.dtype.itemsize))
+    if len(x) <= at_once:
+        return of(x)
+    out: jax.Array = lax.map(lambda one: of(one[None])[0], x, batch_size=at_once)
+    return out
 
 
 def _sum_of_shifts(product: Any, x: jax.Array, kernel: jax.Array, params: Any) -> jax.Array:

@@ -360,6 +360,18 @@ def test_modes_choose_the_rewrites(rules: Any) -> None:
     assert optimize(fn, "off") is fn
 
 
+def test_an_operation_that_asks_for_an_algorithm_is_left_alone() -> None:
+    """A convolution may have one that no matrix product has."""
+
+    def fn(x: jax.Array, w: jax.Array) -> jax.Array:
+        return lax.conv(x, w, (1, 1), "SAME", precision="TF32_TF32_F32")
+
+    x, w = jnp.ones((16, 512, 2, 2)), jnp.ones((512, 512, 3, 3))
+    np.testing.assert_array_equal(jax.jit(optimize(fn))(x, w), jax.jit(fn)(x, w))
+    plain = jax.make_jaxpr(fn)(x, w)
+    assert _optimize.rewritten(plain, "auto") == (plain, [])
+
+
 def test_an_unknown_mode_is_refused() -> None:
     with pytest.raises(ValueError, match="rewrites: expected 'auto', 'exact' or 'off', got 'on'"):
         optimize(jnp.sin, "on")  # type: ignore[arg-type]  # that is the point

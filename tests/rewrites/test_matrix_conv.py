@@ -10,19 +10,20 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from functrain.rewrites import optimize
+from functrain.rewrites import explain, optimize
 from functrain.rewrites.dot_conv import dot_conv
 from functrain.rewrites.patch_conv import patch_conv
 from functrain.rewrites.trimmed_conv import trimmed_conv
 
 from . import cases
 
+module = importlib.import_module("functrain.rewrites.patch_conv")
 ANY_SIZE = mock.patch.multiple(
-    importlib.import_module("functrain.rewrites.patch_conv"),
-    LEAST_SUMMED=0,
+    module,
+    LEAST=0,
     LEAST_PRODUCTS=0,
+    LEAST_OVER_EDGES=0,
     LEAST_PRODUCTS_OVER_EDGES=0,
-    ROWS_PER_CHANNEL=2**20,
 )
 ALWAYS = patch_conv._replace(applies=lambda eqn: True)
 
@@ -66,7 +67,7 @@ def test_any_convolution_may_take_patches(case: Any) -> None:
 
 LAYERS = {
     "1 x 1": ((2, 4, 4, 3), (1, 1, 3, 5), {}),
-    "1 x 1, strided": ((2, 5, 5, 3), (1, 1, 3, 5), {"window_strides": (2, 2)}),
+    "1 x 1, strided": ((2, 5, 5, 18), (1, 1, 18, 20), {"window_strides": (2, 2)}),
     "1 x 1 image": ((2, 1, 1, 3), (3, 3, 3, 5), {}),
     "2 x 2 image": ((2, 2, 2, 3), (3, 3, 3, 5), {}),
     "1-D": ((2, 2, 3), (5, 3, 5), {}),
@@ -118,9 +119,9 @@ def test_nan_and_inf_in_an_image_pass_through_alike(name: str) -> None:
 
 
 def test_the_size_decides() -> None:
-    def taken(*sizes: int) -> bool:
-        n, size, channels, taps = sizes
-        conv, x, w = cases.layer((n, size, size, channels), (taps, taps, channels, channels))
+    def taken(n: int, size: int, channels: int, taps: int, features: int | None = None) -> bool:
+        kernel = taps, taps, channels, features or channels
+        conv, x, w = cases.layer((n, size, size, channels), kernel)
         return cases.takes(patch_conv, conv, x, w) == [True]
 
     assert taken(16, 2, 512, 3)
@@ -129,6 +130,28 @@ def test_the_size_decides() -> None:
     assert not taken(17, 4, 256, 3)
     assert not taken(64, 4, 64, 3)
     assert not taken(4, 2, 8, 3)
+    assert not taken(16, 4, 256, 3, features=32)
+    assert not taken(512, 3, 128, 5, features=4)
+
+
+def test_images_with_holes_are_left_to_what_multiplies_none() -> None:
+    """As wide as the kernel are they with their holes, which patches would copy."""
+    image, kernel, same = (64, 4, 4, 256), (5, 5, 256, 128), [(2, 3), (2, 3)]
+    transposed, x, w = cases.layer(image, kernel, same, lhs_dilation=(2, 2))
+    assert cases.takes(patch_conv, transposed, x, w) == [False]
+    assert explain(transposed, x, w).rows[0].rule == "phased_conv"
+    strided, x, w = cases.layer((128, 8, 8, 64), (5, 5, 64, 64), window_strides=(2, 2))
+    fn, g = cases.all_three(strided), jnp.ones(jax.eval_shape(strided, x, w).shape)
+    assert cases.takes(patch_conv, fn, x, w, g) == [False, False, False]
+
+
+def test_patches_of_many_images_are_made_of_some_at_a_time() -> None:
+    conv, x, w = cases.layer((2000, 2, 2, 128), (3, 3, 128, 128))
+    with mock.patch.object(module, "MOST_BYTES", 2**20):
+        program = jax.jit(optimize(conv)).lower(x, w).compile()
+        cases.check_accuracy(conv, (x[:70], w), ALWAYS)
+    of_all = 2000 * 2 * 2 * 9 * 128 * 4
+    assert program.memory_analysis().temp_size_in_bytes < of_all / 2
 
 
 def test_a_program_does_not_grow_with_the_image() -> None:

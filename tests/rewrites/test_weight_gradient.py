@@ -38,7 +38,7 @@ def how(name: str) -> Any:
 )
 def test_it_is_as_accurate_as_it_was(name: str, case: Any) -> None:
     conv, args = case
-    with how(name):
+    with how(name), mock.patch.object(MODULE, "is_of_weights", return_value=True):
         cases.check_accuracy(cases.all_three(conv), args, weight_gradient)
 
 
@@ -111,3 +111,13 @@ def test_the_sizes_decide() -> None:
     assert not taken(4, 13, 32, 1, 64)
     assert not taken(4, 13, 32, 9, 4)
     assert not taken(4, 8, 16, 3, 16, padding=[(1, 1), (1, 1)], lhs_dilation=(2, 2))
+
+
+def test_over_the_edges_it_takes_no_strides_and_few_images_only() -> None:
+    def taken(n: int, features: int, **options: Any) -> bool:
+        conv, x, w = cases.layer((n, 4, 4, 8), (5, 5, 8, features), **options)
+        return cases.takes(weight_gradient, conv, x, w) == [True]
+
+    assert taken(64, 8)
+    assert not taken(64, 8, window_strides=(2, 2))
+    assert not taken(4096, 1)
