@@ -26,7 +26,7 @@ HOW = {
 
 
 def how(name: str) -> Any:
-    return mock.patch.multiple(MODULE, LEAST_FEATURES=0, **HOW[name])
+    return mock.patch.multiple(MODULE, LEAST_FEATURES=0, LEAST_PRODUCTS=0, **HOW[name])
 
 
 @pytest.mark.parametrize("name", HOW)
@@ -99,18 +99,19 @@ def test_the_sizes_decide() -> None:
         fn = cases.all_three(conv)
         return cases.takes(weight_gradient, fn, x, w, conv(x, w)) == [False, True, False]
 
-    assert taken(4, 13, 32, 3, 64)
-    assert taken(4, 14, 16, 3, 32, window_strides=(2, 2))
+    assert taken(8, 13, 32, 3, 64)
+    assert not taken(4, 13, 32, 3, 64)  # few products
+    assert taken(32, 28, 16, 3, 32, window_strides=(2, 2))
     assert taken(8, 28, 1, 3, 32)
     assert not taken(8, 28, 1, 3, 16)  # few channels and few features
     assert taken(8, 28, 3, 3, 32)
     assert not taken(8, 28, 3, 5, 32)  # few channels and many taps
-    assert taken(2, 8, 128, 3, 8)
-    assert not taken(8, 8, 128, 3, 8)  # many channels and many places
-    assert not taken(1, 112, 32, 3, 2)  # patches larger than the cache
-    assert not taken(4, 13, 32, 1, 64)
-    assert not taken(4, 13, 32, 9, 4)
-    assert not taken(4, 8, 16, 3, 16, padding=[(1, 1), (1, 1)], lhs_dilation=(2, 2))
+    assert taken(4, 8, 128, 3, 64)
+    assert not taken(8, 8, 128, 3, 64)  # many channels and many places
+    assert not taken(1, 112, 32, 3, 64)  # patches larger than the cache
+    assert not taken(8, 13, 32, 1, 64)
+    assert not taken(64, 13, 32, 9, 4)
+    assert not taken(64, 16, 16, 3, 16, padding=[(1, 1), (1, 1)], lhs_dilation=(2, 2))
 
 
 def test_over_the_edges_it_takes_no_strides_and_few_images_only() -> None:
@@ -118,6 +119,6 @@ def test_over_the_edges_it_takes_no_strides_and_few_images_only() -> None:
         conv, x, w = cases.layer((n, 4, 4, 8), (5, 5, 8, features), **options)
         return cases.takes(weight_gradient, conv, x, w) == [True]
 
-    assert taken(64, 8)
-    assert not taken(64, 8, window_strides=(2, 2))
-    assert not taken(4096, 1)
+    assert taken(64, 256)
+    assert not taken(64, 256, window_strides=(2, 2))
+    assert not taken(512, 256)
