@@ -135,7 +135,7 @@ def test_the_size_decides() -> None:
 
 
 def test_images_with_holes_are_left_to_what_multiplies_none() -> None:
-    """As wide as the kernel are they with their holes, which patches would copy."""
+    """With its holes such an image is wider than the kernel, and patches would copy them."""
     image, kernel, same = (64, 4, 4, 256), (5, 5, 256, 128), [(2, 3), (2, 3)]
     transposed, x, w = cases.layer(image, kernel, same, lhs_dilation=(2, 2))
     assert cases.takes(patch_conv, transposed, x, w) == [False]
