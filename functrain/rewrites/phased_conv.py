@@ -15,6 +15,8 @@ convolution with stride 2:
     16 4 256 4 128         1.5/1.6 -> 1.5/1.4
     8 4 8 3 8              0.02/0.03 -> 0.04/0.03     (so: not the small ones)
     4 32 16 4 1            0.13/0.14 -> 0.27/0.28     (so: not few channels)
+    512 7 384 2 32         23/24 -> 147/131           (so: more taps than phases)
+    8 16 256 2 128         6.4/7.6 -> 11/9.4
     8 56 64 3 64, strided  13/11 -> 5.9/7.9
     64 14 64 3 128, same   2.8/2.5 -> 2.9/2.8
 
@@ -49,7 +51,7 @@ def _applies(eqn: core.JaxprEqn) -> bool:
         shape is not None
         and 1 < phases <= MOST_PHASES
         and math.prod(params["rhs_dilation"]) == math.prod(params["window_strides"]) == 1
-        and math.prod(shape.window) <= math.prod(shape.places)
+        and phases < math.prod(shape.window) <= math.prod(shape.places)
         and min(shape.channels, shape.features) >= LEAST_CHANNELS
         and shape.products >= LEAST_PRODUCTS
     )

@@ -82,6 +82,7 @@ def test_the_size_decides() -> None:
     assert taken(64, 7, 128, 4, 128) == [(False, True), (True, False), left]
     assert taken(8, 4, 8, 3, 8) == [left, (True, False), left]
     assert taken(64, 32, 128, 4, 1) == [left, (True, False), left]
+    assert taken(64, 7, 128, 2, 128)[0] == left  # a tap for each phase
 
 
 def test_only_auto_takes_them() -> None:
