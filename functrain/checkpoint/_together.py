@@ -4,6 +4,9 @@ Orbax writes each process's parts of the arrays. Each process writes down the di
 parts; when all have, the first one says what the checkpoint is, and gives it its name. The others
 wait for that, so that all of them know whether a save went well. Whoever fails leaves word of it,
 or, if it is the first, takes everything away: while they wait, all of them look for that.
+
+What they tell each other stands in a directory of notes, whose name is another in each save: who
+is late with a save that failed writes nothing into the next one.
 """
 
 import contextlib
@@ -23,7 +26,7 @@ from functrain.checkpoint._background import threaded
 from functrain.checkpoint._directory import Directory
 from functrain.checkpoint._errors import CheckpointCorruptError, CheckpointMismatchError
 from functrain.checkpoint._leaves import Leaf, path_of
-from functrain.checkpoint._place import put, staged, staging
+from functrain.checkpoint._place import put, remove, staged, staging
 from functrain.checkpoint._processes import all_or_none, is_first, on_first
 from functrain.checkpoint._store import (
     arrays_of,
@@ -63,54 +66,70 @@ def begin(
     def make() -> list[str]:
         check()
         where = staged(target)
-        os.makedirs(where)
-        mark = os.urandom(8).hex()
-        pathlib.Path(where, mark).write_text(json.dumps(specs), encoding="utf-8")
-        return [where, mark]
+        notes = os.path.join(where, f"notes-{os.urandom(8).hex()}")
+        os.makedirs(notes)
+        _leave(notes, "leaves", specs)
+        return [where, notes]
 
-    where, mark = on_first(make)
-    with _undone(where):
+    where, notes = on_first(make)
+    with _undone(where, notes):
         with all_or_none():
-            _require_same_place(target, where, mark)
-            _require_same_leaves(target, os.path.join(where, mark), specs)
+            _require_same_place(target, where, notes)
+            _require_same_leaves(target, notes, specs)
         with all_or_none():
             response = ocp.save_async(os.path.join(where, ARRAYS), arrays_of(leaves))
 
     def end(about: Mapping[str, Any]) -> None:
-        with _undone(where):
-            _wait_for_orbax(response, where, mark)
-            _leave(where, "digests", {name: digests(leaf) for name, leaf in leaves.items()})
-            if not is_first():
-                _wait_for(target, where, mark)
-                return
-            found = _digests_of_all(where)
-            said = {n: said_of(leaf, found.get(n, {})) for n, leaf in leaves.items()}
-            write_about(where, {**about, "mark": mark}, said)
-            sync_directory(where)
-            put(target)
-            with contextlib.suppress(OSError):
-                os.remove(os.path.join(target, mark))
+        mark = os.path.basename(notes)
+        with _undone(where, notes):
+            with _unless_first_failed(target, notes):
+                _wait_for_orbax(response, where, notes)
+                _leave(notes, "digests", {name: digests(leaf) for name, leaf in leaves.items()})
+            if is_first():
+                found = _digests_of_all(where, notes)
+                said = {n: said_of(leaf, found.get(n, {})) for n, leaf in leaves.items()}
+                write_about(where, {**about, "mark": mark}, said)
+                sync_directory(where)
+                put(target)
+                shutil.rmtree(os.path.join(target, mark), ignore_errors=True)
+            else:
+                _wait_for(target, notes, mark)
 
     return end
 
 
 @contextlib.contextmanager
-def _undone(where: str) -> Iterator[None]:
+def _undone(where: str, notes: str) -> Iterator[None]:
     """Lets the others know of what goes wrong within it."""
     try:
         yield
     except Exception as error:
-        if is_first():  # that it is gone tells the others
-            shutil.rmtree(where, ignore_errors=True)
-        else:
-            with contextlib.suppress(OSError):
-                _leave(where, "failure", f"{type(error).__name__}: {error}")
+        with contextlib.suppress(OSError):
+            if is_first():
+                remove(where)  # that it is gone, at once, tells the others
+            else:
+                _leave(notes, "failure", f"{type(error).__name__}: {error}")
         raise
 
 
-def _require_same_leaves(target: str, path: str, own: Mapping[str, str]) -> None:
+@contextlib.contextmanager
+def _unless_first_failed(target: str, notes: str) -> Iterator[None]:
+    """Says of what goes wrong within it where that is so, as the first has taken all away."""
+    try:
+        yield
+    except Exception as error:
+        if is_first() or os.path.exists(notes):
+            raise
+        raise _another_failed(target) from error
+
+
+def _another_failed(target: str) -> OSError:
+    return OSError(f"{target}: another process failed to write the checkpoint: see what it says")
+
+
+def _require_same_leaves(target: str, notes: str, own: Mapping[str, str]) -> None:
     """Refuses leaves that not all processes have: of those, parts would be lost in silence."""
-    first = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
+    first = json.loads(_of(notes, "leaves", 0).read_text(encoding="utf-8"))
     lines = [
         f"{path_of(n)}: {own.get(n, 'none')} in this one, {first.get(n, 'none')} in the first"
         for n in sorted({**own, **first})
@@ -123,14 +142,14 @@ def _require_same_leaves(target: str, path: str, own: Mapping[str, str]) -> None
         )
 
 
-def _require_same_place(target: str, where: str, mark: str) -> None:
+def _require_same_place(target: str, where: str, notes: str) -> None:
     """Refuses a place that is another for this process than for the first."""
     if staging(target) != where:
         raise ValueError(
             f"{target}: expected the same path and the same step in all processes, got another in "
             f"the first, which was to write to {where}. Nothing was saved."
         )
-    if not _until(lambda: os.path.exists(os.path.join(where, mark)), _SEEN):
+    if not _until(_of(notes, "leaves", 0).exists, _SEEN):
         raise ValueError(
             f"{target}: expected a directory that all processes see, got one in which process "
             f"{jax.process_index()} does not find what the first wrote. Nothing was saved."
@@ -162,7 +181,7 @@ def _until(is_so: Callable[[], bool], seconds: float) -> bool:
     return found
 
 
-def _wait_for_orbax(response: Any, where: str, mark: str) -> None:
+def _wait_for_orbax(response: Any, where: str, notes: str) -> None:
     """Waits for the arrays to be written, or for another process to fail.
 
     Orbax itself would wait for that one, for twenty minutes.
@@ -170,55 +189,54 @@ def _wait_for_orbax(response: Any, where: str, mark: str) -> None:
     done, thread = threaded(response.result, daemon=True)
     thread.start()
     while not futures.wait([done], _LOOK[1]).done:
-        _require_no_failure(where)
-        if not os.path.exists(os.path.join(where, mark)) and not done.done():
-            raise OSError(f"{where}: the first process failed to write: see what it says")
+        _require_no_failure(notes)
+        if not os.path.exists(notes):
+            raise FileNotFoundError(notes)
     with failing_to_write(where):
         done.result()
 
 
-def _require_no_failure(where: str) -> None:
+def _require_no_failure(notes: str) -> None:
     """Raises an OSError if a process has left word that it failed."""
-    for path in pathlib.Path(where).glob("failure-*.json"):
+    for path in pathlib.Path(notes).glob("failure-*.json"):
         said = json.loads(path.read_text(encoding="utf-8"))
         raise OSError(f"process {path.stem.removeprefix('failure-')} failed to write: {said}")
 
 
-def _leave(where: str, kind: str, what: Any) -> None:
+def _leave(notes: str, kind: str, what: Any) -> None:
     """Leaves something for the others to read, whole or not at all."""
-    path = _of(where, kind, jax.process_index())
+    path = _of(notes, kind, jax.process_index())
     new = path.with_suffix(".new")
     new.write_text(json.dumps(what), encoding="utf-8")
     new.replace(path)
 
 
-def _of(where: str, kind: str, process: int) -> pathlib.Path:
-    return pathlib.Path(where, f"{kind}-{process}.json")
+def _of(notes: str, kind: str, process: int) -> pathlib.Path:
+    return pathlib.Path(notes, f"{kind}-{process}.json")
 
 
-def _digests_of_all(where: str) -> dict[str, dict[str, str]]:
-    """Waits until all processes have left their digests; takes them away, and puts them together.
+def _digests_of_all(where: str, notes: str) -> dict[str, dict[str, str]]:
+    """Waits until all processes have left their digests, and puts them together.
 
     Raises:
       OSError: One of them failed, or nothing was heard of it.
     """
     found: dict[str, dict[str, str]] = {}
     for process in range(jax.process_count()):
-        path = _of(where, "digests", process)
+        path = _of(notes, "digests", process)
 
         def is_here(path: pathlib.Path = path) -> bool:
-            _require_no_failure(where)
+            _require_no_failure(notes)
             return path.exists()
 
         if not _until(is_here, _PATIENCE):
             raise OSError(f"{where}: process {process} has written nothing for {_PATIENCE:g} s")
         for name, own in json.loads(path.read_text(encoding="utf-8")).items():
             found.setdefault(name, {}).update(own)
-        path.unlink()
     return found
 
 
-def _wait_for(target: str, where: str, mark: str) -> None:
+def _wait_for(target: str, notes: str, mark: str) -> None:
     """Waits for the checkpoint to have its name.
 
     The next one may be begun in the same place at once: it has another mark.
@@ -226,8 +244,8 @@ def _wait_for(target: str, where: str, mark: str) -> None:
     Raises:
       OSError: It got none.
     """
-    _until(lambda: not os.path.exists(os.path.join(where, mark)), _PATIENCE)
+    _until(lambda: not os.path.exists(notes), _PATIENCE)
     with contextlib.suppress(CheckpointCorruptError, CheckpointMismatchError):
         if read_about(target).get("mark") == mark:
             return
-    raise OSError(f"{target}: another process failed to write the checkpoint: see what it says")
+    raise _another_failed(target)

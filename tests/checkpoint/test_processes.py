@@ -177,9 +177,15 @@ TOGETHER = """
         raise OSError("the disk is full")
 
     real = _together.digests
+
+    def late(leaf):  # when the first has taken all away
+        while os.path.exists(f"{folder}/run/{3:012d}.functrain-new"):
+            time.sleep(0.01)
+        return real(leaf)
+
     with ft.Checkpointer(f"{folder}/run") as checkpoints:
-        for failing in (0, 1):
-            _together.digests = full if jax.process_index() == failing else real
+        for failing, other in ((0, real), (0, late), (1, real)):
+            _together.digests = full if jax.process_index() == failing else other
             said(checkpoints.save)(make(3), 3)
         _together.digests = real
         said(checkpoints.save)(make(4), 4)
@@ -226,15 +232,16 @@ def test_what_one_process_can_do_with_checkpoints_several_can(tmp_path: pathlib.
         assert failed.startswith(line)
         assert told == line or told.startswith("RuntimeError process 1 failed: see what it says")
     assert first[19].endswith("failed to write: ValueError: the disk is full")
-    assert second[19].endswith("the first process failed to write: see what it says")
-    assert first[20] == second[21] == "OSError the disk is full"
-    assert second[20].startswith("OSError ./run/000000000003: another process failed to write")
-    assert "process 1 failed to write: OSError: the disk is full" in first[21]
-    assert first[22:24] == ["done None", "[1, 4]"]
-    assert first[24].startswith("ValueError checkpointer: expected every=functrain.every(steps=")
-    assert first[25].startswith("ValueError checkpointer: expected budget=None")
-    assert first[26].startswith("ValueError data: expected the same batches in every process")
-    differing = (2, *range(8, 22))  # who failed, and who was told
+    told = "another process failed to write the checkpoint: see what it says"
+    assert second[19] == f"OSError ./never/000000000009: {told}"
+    assert first[20] == first[21] == second[22] == "OSError the disk is full"
+    assert second[20] == second[21] == f"OSError ./run/000000000003: {told}"
+    assert "process 1 failed to write: OSError: the disk is full" in first[22]
+    assert first[23:25] == ["done None", "[1, 4]"]
+    assert first[25].startswith("ValueError checkpointer: expected every=functrain.every(steps=")
+    assert first[26].startswith("ValueError checkpointer: expected budget=None")
+    assert first[27].startswith("ValueError data: expected the same batches in every process")
+    differing = (2, *range(8, 23))  # who failed, and who was told
     same = [[line for i, line in enumerate(x) if i not in differing] for x in (first, second)]
     assert same[0] == same[1]
     assert sorted(os.listdir(tmp_path)) == ["never", "one", "run", "run0"]
