@@ -30,6 +30,10 @@ Milliseconds, 2 cores, jax 0.10, alone under `jit` and in a loop (`jit/loop`); t
     4 13 32 3 64 1           0.38/0.28 -> 0.58/0.51 (so: many products at each tap)
     8 3 64 3 64 1            0.12/0.07 -> 0.14/0.09
     4 28 16 5 32 1           1.0/0.85 -> 1.8/1.2
+    16 10 120 5 256 1        13/13 -> 20/18        (so: many taps where the features are no
+    32 7 48 5 128 1          3.1/2.8 -> 4.6/3.7    multiple of 128, in which XLA is fast, or
+    64 12 32 5 192 1         21/21 -> 18/17        for many rows)
+    128 12 16 5 192 1        26/24 -> 19/19
 
 Where one product takes all images, it stands in a branch of its own: the compiler fused what makes
 its operands with it, once for each tap that reads them. Whole steps under `jit`, in milliseconds,
@@ -67,6 +71,8 @@ FEW_ROWS = 256
 FEW_CHANNELS, LEAST_FEATURES, FEW_TAPS = 4, 32, 9
 # Of each tap, but of few channels.
 LEAST_PRODUCTS = 2**21
+# Features in blocks of so many are fast in XLA, for many taps, but of many rows.
+BLOCK, MANY_ROWS = 128, 2**13
 # Bytes that stay in the cache between being written and being read.
 CACHED = 5 * 2**19
 # Numbers that a row of patches needs for a fast product: the taps of one row of the kernel, if
@@ -111,13 +117,15 @@ def _applies(eqn: core.JaxprEqn) -> bool:
     channels, places, taps = shape.batch, shape.window, _taps(shape.places, shape.batch, params)
     if not 1 < math.prod(taps.sizes) <= min(MOST_TAPS, math.prod(places)):
         return False
-    few_rows = shape.channels * math.prod(places) <= FEW_ROWS and is_of_weights(params)
-    if channels > MOST_CHANNELS and not few_rows:
+    rows, of_weights = shape.channels * math.prod(places), is_of_weights(params)
+    if channels > MOST_CHANNELS and not (rows <= FEW_ROWS and of_weights):
         return False
-    if math.prod(params["window_strides"]) > 1 and not is_of_weights(params):
+    if math.prod(params["window_strides"]) > 1 and not of_weights:
         return False
     many_taps = math.prod(taps.sizes) > FEW_TAPS
     if channels <= FEW_CHANNELS and (shape.features < LEAST_FEATURES or many_taps):
+        return False
+    if many_taps and of_weights and shape.features % BLOCK == 0 and rows < MANY_ROWS:
         return False
     if channels > FEW_CHANNELS and shape.products < LEAST_PRODUCTS * math.prod(taps.sizes):
         return False

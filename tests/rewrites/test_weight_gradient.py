@@ -106,6 +106,9 @@ def test_the_sizes_decide() -> None:
     assert not taken(8, 28, 1, 3, 16)  # few channels and few features
     assert taken(8, 28, 3, 3, 32)
     assert not taken(8, 28, 3, 5, 32)  # few channels and many taps
+    assert taken(8, 20, 48, 5, 192)
+    assert not taken(8, 20, 48, 5, 256)  # many taps, and features in blocks of 128
+    assert taken(32, 20, 48, 5, 256)  # but many places
     assert taken(4, 8, 128, 3, 64)
     assert not taken(8, 8, 128, 3, 64)  # many channels and many places
     assert not taken(1, 112, 32, 3, 64)  # patches larger than the cache
