@@ -16,18 +16,17 @@ convolution with stride 2:
     4 32 16 4 1            0.13/0.14 -> 0.27/0.28     (so: not few channels)
     512 7 384 2 32         23/24 -> 147/131           (so: more taps than phases)
     8 16 256 2 128         6.4/7.6 -> 11/9.4
-    128 7 256 3 64         12/12 -> 22/22             (so: fewer channels than features, or
-    16 28 512 3 32         22/24 -> 51/54             many products)
-    64 7 128 4 128         13/13 -> 20/18
-    8 8 192 4 512          15/14 -> 11/10
-    64 4 256 5 64          91/90 -> 8.8/8.5           (but not of kernels larger than the image)
+    128 7 256 3 64         12/12 -> 22/22             (so: not few features of many channels)
+    16 28 512 3 32         22/24 -> 51/54
+    8 16 256 4 128         13/13 -> 11/10
+    64 4 256 5 64          91/90 -> 8.8/8.5           (but of kernels larger than the image)
     8 56 64 3 64, strided  13/11 -> 5.9/7.9
     64 14 64 3 128, same   2.8/2.5 -> 2.9/2.8
 
 XLA itself multiplies every pixel with all taps and adds up what lands on one place. That is fast
-if there is much to sum before, and what is added up stays in the cache: of 349 layers drawn at
-random the phases took 1.3 times as long in the 186 that are now left to XLA, by the median, and up
-to 7 times; and 0.7 of the time in the others (AMD EPYC).
+if there is much to sum before, and little to add up: of 349 layers drawn at random the phases took
+1.5 times as long in the 108 that are now left to XLA, by the median, and up to 7 times (AMD EPYC).
+Above 32 MiB the C library takes new memory for it each time.
 
 Sums may be taken in another order: last bits change.
 """
@@ -58,8 +57,8 @@ MOST_PHASES = 16
 # What it takes for the products saved to weigh more than laying the phases side by side.
 LEAST_PRODUCTS = 2**28
 LEAST_CHANNELS = 16
-# What is fast in XLA: so many channels, no more features, and so many bytes to add up.
-MANY_CHANNELS, CACHED = 96, 2**25
+# What is fast in XLA: so many channels, so few features, and so few bytes to add up.
+MANY_CHANNELS, FEW_FEATURES, FEW_BYTES = 96, 64, 2**25
 
 
 def _applies(eqn: core.JaxprEqn) -> bool:
@@ -81,9 +80,10 @@ def _is_fast(shape: Sizes, itemsize: int) -> bool:
     taps = math.prod(shape.window) * shape.features
     return (
         len(shape.window) == 2
-        and shape.channels >= max(MANY_CHANNELS, shape.features)
+        and shape.channels >= MANY_CHANNELS
+        and shape.features <= FEW_FEATURES
         and all(size <= image for size, image in zip(shape.window, shape.image, strict=True))
-        and shape.batch * math.prod(shape.image) * taps * itemsize <= CACHED
+        and shape.batch * math.prod(shape.image) * taps * itemsize < FEW_BYTES
     )
 
 

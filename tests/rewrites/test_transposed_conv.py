@@ -80,10 +80,11 @@ def test_the_size_decides() -> None:
 
     left = False, False
     assert taken(64, 14, 128, 4, 128) == [(False, True), (True, False), left]
-    assert taken(64, 7, 128, 4, 128) == [left, (True, False), left]  # all in the cache
-    assert taken(64, 7, 64, 4, 128)[0] == (False, True)  # few channels
-    assert taken(64, 7, 128, 4, 192)[0] == (False, True)  # more features
-    assert taken(64, 4, 128, 5, 128)[0] == (False, True)  # a kernel larger than its image
+    assert taken(64, 7, 128, 4, 64) == [left, (True, False), left]  # many channels, few features
+    assert taken(64, 7, 64, 4, 64)[0] == (False, True)
+    assert taken(64, 7, 128, 4, 128)[0] == (False, True)
+    assert taken(64, 14, 128, 4, 64)[0] == (False, True)  # much to add up
+    assert taken(64, 4, 128, 5, 64)[0] == (False, True)  # a kernel larger than its image
     assert taken(8, 4, 8, 3, 8) == [left, (True, False), left]
     assert taken(64, 32, 128, 4, 1) == [left, (True, False), left]
     assert taken(64, 14, 128, 2, 128)[0] == left  # a tap for each phase
