@@ -76,7 +76,7 @@ def _applies(eqn: core.JaxprEqn) -> bool:
 
 
 def _is_fast(shape: Sizes, itemsize: int) -> bool:
-    """Whether XLA is fast in adding up what the taps make of every pixel of a flat image."""
+    """Whether XLA is fast in adding up what the taps make of every pixel of a 2-D image."""
     taps = math.prod(shape.window) * shape.features
     return (
         len(shape.window) == 2
