@@ -93,7 +93,7 @@ def begin(
                 put(target)
                 shutil.rmtree(os.path.join(target, mark), ignore_errors=True)
             else:
-                _wait_for(target, notes, mark)
+                _wait_for(target, notes)
 
     return end
 
@@ -191,7 +191,7 @@ def _wait_for_orbax(response: Any, where: str, notes: str) -> None:
     while not futures.wait([done], _LOOK[1]).done:
         _require_no_failure(notes)
         if not os.path.exists(notes):
-            raise FileNotFoundError(notes)
+            raise FileNotFoundError(f"{where}: was removed while it was being written")
     with failing_to_write(where):
         done.result()
 
@@ -236,7 +236,7 @@ def _digests_of_all(where: str, notes: str) -> dict[str, dict[str, str]]:
     return found
 
 
-def _wait_for(target: str, notes: str, mark: str) -> None:
+def _wait_for(target: str, notes: str) -> None:
     """Waits for the checkpoint to have its name.
 
     The next one may be begun in the same place at once: it has another mark.
@@ -246,6 +246,6 @@ def _wait_for(target: str, notes: str, mark: str) -> None:
     """
     _until(lambda: not os.path.exists(notes), _PATIENCE)
     with contextlib.suppress(CheckpointCorruptError, CheckpointMismatchError):
-        if read_about(target).get("mark") == mark:
+        if read_about(target).get("mark") == os.path.basename(notes):
             return
     raise _another_failed(target)

@@ -71,7 +71,7 @@ FEW_ROWS = 256
 FEW_CHANNELS, LEAST_FEATURES, FEW_TAPS = 4, 32, 9
 # Of each tap, but of few channels.
 LEAST_PRODUCTS = 2**21
-# Features in blocks of so many are fast in XLA, for many taps, but of many rows.
+# With more taps than FEW_TAPS XLA is fast for a multiple of so many features, but for many rows.
 BLOCK, MANY_ROWS = 128, 2**13
 # Bytes that stay in the cache between being written and being read.
 CACHED = 5 * 2**19
