@@ -74,42 +74,50 @@ def imports(path: pathlib.Path) -> set[str]:
     return names
 
 
-@pytest.mark.parametrize(("module", "path"), modules(), ids=[name for name, _ in modules()])
-def test_imports_go_downwards(module: str, path: pathlib.Path) -> None:
-    ours = {n for n in imports(path) if n.split(".")[0] in ("functrain", "bridge")}
-    for name in ours:
-        target = floor_of(name)
-        assert target <= floor_of(module), f"{module} imports {name} from a floor above"
+IMPORTS = {module: imports(path) for module, path in modules()}
 
 
-@pytest.mark.parametrize(("module", "path"), modules(), ids=[name for name, _ in modules()])
-def test_the_bridge_takes_what_is_not_public_through_one_door(
-    module: str, path: pathlib.Path
-) -> None:
-    if module.startswith("bridge"):
-        names = {n for n in imports(path) if n.split(".")[0] == "functrain"}
-        public = {f"functrain.{name}" for name in functrain.__all__} | {"functrain"}
-        private = {n for n in names if not n.startswith("functrain.internal.")} - public
-        assert not private, f"{module} takes {private} by another way than functrain.internal"
+def test_imports_go_downwards() -> None:
+    upwards = [
+        f"{module} imports {name} from a floor above"
+        for module, names in IMPORTS.items()
+        for name in sorted(names)
+        if name.split(".")[0] in ("functrain", "bridge") and floor_of(name) > floor_of(module)
+    ]
+    assert upwards == []
 
 
-ROOMS = [path for path in modules() if path[1].name == "__init__.py" and "." in path[0]]
+def test_the_bridge_takes_what_is_not_public_through_one_door() -> None:
+    public = {f"functrain.{name}" for name in functrain.__all__} | {"functrain"}
+    private = [
+        f"{module} takes {name} by another way than functrain.internal"
+        for module, names in IMPORTS.items()
+        for name in sorted(names - public)
+        if module.startswith("bridge") and name.startswith("functrain.")
+        if not name.startswith("functrain.internal.")
+    ]
+    assert private == []
 
 
-@pytest.mark.parametrize(("module", "path"), ROOMS, ids=[name for name, _ in ROOMS])
-def test_a_folder_says_which_files_are_in_it(module: str, path: pathlib.Path) -> None:
-    if module == "functrain.rewrites":  # its rules are listed where they are ordered
-        return
-    listed = re.findall(r"^  (\w+): \S", ast.get_docstring(ast.parse(path.read_text())) or "", re.M)
-    there = {p.stem for p in path.parent.glob("*.py")} - {"__init__", "__main__"}
-    assert len(listed) == len(there)
-    assert set(listed) == there
+def test_a_folder_says_which_files_are_in_it() -> None:
+    for module, path in modules():
+        is_room = path.name == "__init__.py" and "." in module
+        if not is_room or module == "functrain.rewrites":  # which lists its rules in their order
+            continue
+        docstring = ast.get_docstring(ast.parse(path.read_text())) or ""
+        listed = re.findall(r"^  (\w+): \S", docstring, re.M)
+        present = {p.stem for p in path.parent.glob("*.py")} - {"__init__", "__main__"}
+        assert sorted(listed) == sorted(present), module
 
 
-@pytest.mark.parametrize(("module", "path"), modules(), ids=[name for name, _ in modules()])
-def test_only_the_bridge_imports_keras(module: str, path: pathlib.Path) -> None:
-    if module.startswith("functrain"):
-        assert not {n for n in imports(path) if n.split(".")[0] in ("keras", "bridge")}
+def test_only_the_bridge_imports_keras() -> None:
+    importing = [
+        f"{module} imports {name}"
+        for module, names in IMPORTS.items()
+        for name in sorted(names)
+        if module.startswith("functrain") and name.split(".")[0] in ("keras", "bridge")
+    ]
+    assert importing == []
 
 
 @pytest.mark.parametrize(
@@ -155,22 +163,21 @@ PUBLIC = [
 ]
 
 
-@pytest.mark.parametrize("package", NAMESPACES)
-def test_all_lists_every_export(package) -> None:
-    exported = {
-        alias.asname
-        for node in ast.parse(pathlib.Path(package.__file__).read_text()).body
-        if isinstance(node, ast.ImportFrom)
-        for alias in node.names
-        if alias.asname
-    }
-    assert exported == set(package.__all__)
-    assert list(package.__all__) == sorted(package.__all__)
+def test_all_lists_every_export() -> None:
+    for package in NAMESPACES:
+        exported = {
+            alias.asname
+            for node in ast.parse(pathlib.Path(package.__file__).read_text()).body
+            if isinstance(node, ast.ImportFrom)
+            for alias in node.names
+            if alias.asname
+        }
+        assert exported == set(package.__all__), package.__name__
+        assert list(package.__all__) == sorted(package.__all__), package.__name__
 
 
-@pytest.mark.parametrize(("package", "name"), PUBLIC)
-def test_public_names_are_documented_with_an_example(package: str, name: str) -> None:
-    thing = getattr(importlib.import_module(package), name)
-    doc = inspect.getdoc(thing) or ""
-    assert doc, f"{package}.{name} has no docstring"
-    assert ">>> " in doc or name == "Step", f"{package}.{name} has no runnable example"
+def test_public_names_are_documented_with_an_example() -> None:
+    for package, name in PUBLIC:
+        docstring = inspect.getdoc(getattr(importlib.import_module(package), name)) or ""
+        assert docstring, f"{package}.{name} has no docstring"
+        assert ">>> " in docstring or name == "Step", f"{package}.{name} has no runnable example"
