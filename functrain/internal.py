@@ -6,6 +6,7 @@
 from functrain.checkpoint._files import opened as _opened
 from functrain.common import _tree
 from functrain.common._arguments import advised as advised
+from functrain.common._checks import is_number as is_number
 from functrain.common._checks import is_whole as is_whole
 from functrain.common._gather import whole_on_host as whole_on_host
 from functrain.common._repr import brief as brief

@@ -14,7 +14,15 @@ from bridge._randomness import put_randomness, randomness
 from bridge.state._keras_state import KerasState, originals, variable_lists, write_keras_state
 from bridge.train._feed import Resume
 from functrain import CheckpointMismatchError, EpochEnd, Event, Position
-from functrain.internal import HeldSignals, Resumed, Saving, by_class, goes_on, steps_until_due
+from functrain.internal import (
+    HeldSignals,
+    Resumed,
+    Saving,
+    by_class,
+    goes_on,
+    is_number,
+    steps_until_due,
+)
 from functrain.internal import tree as _tree
 
 
@@ -40,7 +48,8 @@ class KerasSaving:
         self._model, self._source, self._quiet = model, source, quiet
         self._callbacks = by_class(callbacks.callbacks)
         self._others = _Others(model, self._callbacks)
-        self.run = Saving(checkpointer, self, {"keras": self._others})
+        evaluation = "validation_data= or validation_split="
+        self.run = Saving(checkpointer, self, {"keras": self._others}, evaluation)
         self._began: dict[str, Any] = {"fetched": 0}  # where the data were when the epoch began
         self._loop: Any = None
         self._event: Event | None = None
@@ -129,7 +138,7 @@ class KerasSaving:
 
     def after_epoch(self, logs: dict[str, Any], *, is_last: bool) -> None:
         """Notes that an epoch is over, and saves if that is due; the last one is saved later."""
-        values = {name: x for name, x in logs.items() if isinstance(x, int | float)}
+        values = {name: float(x) for name, x in logs.items() if is_number(x)}
         self._event = EpochEnd(position=self.position, state=(), values=values)
         self._is_saved = False
         self._before = None

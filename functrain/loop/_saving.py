@@ -91,6 +91,7 @@ class Saving:
       checkpointer: Where, and when.
       source: The data.
       parts: What else goes on with the run, by name.
+      evaluation: The arguments that make the loop evaluate, for the warning that `best` is missing.
 
     Attributes:
       when: When chunks must end.
@@ -101,13 +102,20 @@ class Saving:
       ValueError: It asks the clock, of which several processes have several.
     """
 
-    def __init__(self, checkpointer: Checkpointer, source: Data, parts: Mapping[str, Part]) -> None:
+    def __init__(
+        self,
+        checkpointer: Checkpointer,
+        source: Data,
+        parts: Mapping[str, Part],
+        evaluation: str = "eval_data and eval_step, or an Evaluate hook",
+    ) -> None:
         if not isinstance(checkpointer, Checkpointer):
             raise TypeError(
                 "checkpointer: expected a functrain.Checkpointer, such as "
                 f"functrain.Checkpointer('run'), got {checkpointer!r}"
             )
         self._checkpointer, self._source, self._parts = checkpointer, source, parts
+        self._evaluation = evaluation
         _require_no_clock(checkpointer)
         self.when, self.is_together = checkpointer.when, _preemption.is_heard()
         terminate: Literal["none", "any"] = "none" if self.is_together else "any"
@@ -281,7 +289,7 @@ class Saving:
         if not self._seen_best and name not in spread(event.values):
             warnings.warn(
                 f"best: expected one of {sorted(event.values)}, got {name!r}. Values of an "
-                "evaluation need eval_data and eval_step, or an Evaluate hook.",
+                f"evaluation need {self._evaluation}.",
                 stacklevel=2,
             )
         self._seen_best = True
