@@ -41,6 +41,7 @@ from functrain.hooks._hook import by_class as by_class
 from functrain.hooks._hook import goes_on as goes_on
 from functrain.loop._saving import Resumed as Resumed
 from functrain.loop._saving import Saving as Saving
+from functrain.model._freeze import is_frozen as is_frozen
 from functrain.model._switches import SWITCHES as SWITCHES
 from functrain.rewrites import Mode as Mode
 from functrain.rewrites import mode as mode

@@ -218,12 +218,14 @@ def _spec(x: Any) -> Any:
 
 
 def fitting(part: Mapping[Path, Any], tree: PyTree, name: str) -> dict[Path, Any]:
-    """Returns the variables that have a leaf in a tree, where `optax.masked` may leave some out.
+    """Returns the variables that have a leaf in a tree.
+
+    `optax.masked` and `functrain.freeze` leave some out.
 
     Args:
       part: A model's variables, by path.
-      tree: Nested dicts with a leaf for each of them, or `optax.MaskedNode()` in the place of a
-        leaf or of a whole branch.
+      tree: Nested dicts with a leaf for each of them, or None or `optax.MaskedNode()` in the place
+        of a leaf or of a whole branch.
       name: What messages call the tree.
 
     Raises:
@@ -245,7 +247,8 @@ def fitting(part: Mapping[Path, Any], tree: PyTree, name: str) -> dict[Path, Any
 
 
 def _is_masked(x: Any) -> bool:
-    return isinstance(x, optax.MaskedNode)
+    """Returns True for what stands for a param that is left out: None for one that is frozen."""
+    return x is None or isinstance(x, optax.MaskedNode)
 
 
 def assign(where: Layout, params: PyTree, model_state: PyTree) -> None:

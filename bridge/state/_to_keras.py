@@ -10,7 +10,7 @@ from bridge.model import _variables
 from bridge.model._from_keras import require_built
 from bridge.state import _transfer
 from bridge.state._keras_state import KerasState, write_keras_state
-from functrain.internal import PyTree
+from functrain.internal import PyTree, is_frozen
 from functrain.internal import tree as _tree
 
 
@@ -39,11 +39,12 @@ def to_keras(
     and the iterations of a compiled optimizer are, where they are known to mean the same: the
     state is that of `bridge.optimizer` of such an optimizer, native or not, or of the model's
     OptaxOptimizer, or of optax's adam, adamw, lion, rmsprop, adagrad or adadelta where Keras's
-    has the same name.
+    has the same name. Slots of params that were frozen stay as the Keras optimizer has them.
 
     Args:
       state: A TrainState, or anything with `params` and `model_state`; or a KerasState; or the
-        variables of `bridge.to_linen(model)`, a dict of collections.
+        variables of `bridge.to_linen(model)`, a dict of collections. Of a model frozen by
+        `functrain.freeze`, pass ``functrain.unfreeze(state)``.
       model: A built `keras.Model` or layer.
       optimizer: "auto" leaves an optimizer alone that the state does not fit, "require" raises,
         "leave" leaves it alone in any case. It is about states other than a KerasState.
@@ -55,7 +56,7 @@ def to_keras(
       TypeError: `state` has no `params` or `model_state`, or is being traced; or `model` is not a
         Keras layer.
       ValueError: `model` is not built, or the state is not one of this architecture; the message
-        names the leaves; or the optimizer is required, and `opt_state` does not fit it.
+        names the leaves; or the state is that of a frozen model; or the optimizer is required, and `opt_state` does not fit it.
 
     Examples:
       >>> import bridge, jax, keras, numpy as np, optax
@@ -82,6 +83,11 @@ def to_keras(
         raise TypeError(
             "state: expected a TrainState, or anything with .params and .model_state, got "
             f"{type(state).__name__}. The order is bridge.to_keras(state, model)."
+        )
+    if is_frozen(state):
+        raise ValueError(
+            "state: expected one with all params, got that of a model frozen by functrain.freeze. "
+            "Unfreeze it first: bridge.to_keras(functrain.unfreeze(state), model)."
         )
     where = _variables.layout(model)
     _variables.pair(where, state.params, state.model_state)  # before an optimizer is built

@@ -157,8 +157,7 @@ def _to_keras(opt_state: PyTree, model: Any, optimizer: Any, step: Any) -> Pairs
             odd = (set(scalars) ^ set(found.scalars)) - {"learning_rate"}
             if odd or set(slots) != set(found.slots):
                 raise UnfitError(_no_counterpart(optimizer, opt_state))
-            values = layout.scatter(KerasOptState({**scalars, **shared}, found.slots))
-            return list(zip(optimizer.variables, values, strict=True))
+            return _pairs(layout, KerasOptState({**scalars, **shared}, found.slots))
         counts += [getattr(found, n) for n in ("count", "iterations") if n in found._fields]
         for held in known.get(type(found), ()):
             slots[held.slot] = _signed(getattr(found, held.field), held.sign)
@@ -166,8 +165,20 @@ def _to_keras(opt_state: PyTree, model: Any, optimizer: Any, step: Any) -> Pairs
     if filled != set(slots):
         raise UnfitError(f"it has no {sorted(set(slots) - filled)}")
     scalars["iterations"] = counts[-1]
-    values = layout.scatter(KerasOptState(scalars, slots))
-    return list(zip(optimizer.variables, values, strict=True))
+    return _pairs(layout, KerasOptState(scalars, slots))
+
+
+def _pairs(layout: SlotLayout, state: KerasOptState) -> Pairs:
+    """Returns the values for an optimizer's variables; slots of frozen params stay as they are.
+
+    Where a param was frozen or masked, a state has None or `optax.MaskedNode()` in its place.
+    """
+    try:
+        values = layout.scatter(state)
+    except ValueError as error:  # such as a mask over a whole layer
+        raise UnfitError(f"its slots are not shaped like the params: {error}") from error
+    pairs = zip(layout.optimizer.variables, values, strict=True)
+    return [(variable, value) for variable, value in pairs if _tree.is_array(value)]
 
 
 # OptaxOptimizer
@@ -182,14 +193,23 @@ def _of_optax(opt_state: PyTree, model: Any, optimizer: Any) -> tuple[PyTree, ja
 
 def _to_optax(opt_state: PyTree, model: Any, optimizer: Any, step: Any) -> Pairs:
     own = inner(optimizer)
-    slots = [own.plan.slots[i] for i in _optax_places(opt_state, model, own)]
+    slots = [own.plan.slots[i] for i in _optax_places(opt_state, model, own, may_lack_params=True)]
     values = map(numbers, jax.tree.leaves(opt_state))
     pairs = zip(slots, values, strict=True)
     return [*pairs, (own.variables[0], jnp.asarray(step, jnp.int32))]
 
 
-def _optax_places(opt_state: PyTree, model: Any, optimizer: OptaxOptimizer) -> list[int]:
-    """Returns for each leaf its place in the optimizer's state, whatever the params' keys are."""
+def _optax_places(
+    opt_state: PyTree, model: Any, optimizer: OptaxOptimizer, *, may_lack_params: bool = False
+) -> list[int]:
+    """Returns for each leaf its place in the optimizer's state, whatever the params' keys are.
+
+    Args:
+      opt_state: The state of optax.
+      model: The model.
+      optimizer: Its optimizer.
+      may_lack_params: Whether the state may have no leaf at all for some params: frozen ones.
+    """
     held = _variables.layout(model).params
     number = {id(v): i for i, v in enumerate(held.values())}
     marks = labels(opt_state, {path: i for i, path in enumerate(held)})
@@ -201,7 +221,10 @@ def _optax_places(opt_state: PyTree, model: Any, optimizer: OptaxOptimizer) -> l
         }
     except KeyError as error:
         raise UnfitError("it was built for other variables than the model trains now") from error
-    if set(theirs) != set(marks):
+    missing = theirs.keys() - set(marks)
+    frozen = {owner for _, owner in missing}
+    is_frozen = None not in frozen and frozen.isdisjoint(mark.owner for mark in marks)
+    if not theirs.keys() >= set(marks) or (missing and not (may_lack_params and is_frozen)):
         raise UnfitError(
             f"the state of its transformation is {_kinds(optimizer.opt_state)}, that of tx is "
             f"{_kinds(opt_state)}"

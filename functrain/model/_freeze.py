@@ -98,6 +98,23 @@ def _parts(model_state: PyTree) -> tuple[PyTree, PyTree]:
     return model_state["frozen"], model_state["model"]
 
 
+def is_frozen(state: Any) -> bool:
+    """Returns True if a state is that of a frozen model.
+
+    Its `model_state` holds a second tree of params, and each param has a value in one of the two.
+    """
+    model_state = state.model_state
+    if not (isinstance(model_state, dict) and model_state.keys() == {"frozen", "model"}):
+        return False
+    params, frozen = (
+        jax.tree.flatten(tree, is_leaf=lambda x: x is None)
+        for tree in (state.params, model_state["frozen"])
+    )
+    if params[1] != frozen[1]:
+        return False
+    return all((a is None) != (b is None) for a, b in zip(params[0], frozen[0], strict=True))
+
+
 class Whole(Protocol):
     """What has `params` and `model_state`, such as a TrainState."""
 

@@ -228,6 +228,83 @@ def test_a_file_written_after_a_functional_run_goes_on_in_plain_keras(tmp_path: 
     np.testing.assert_allclose(np.load(files[2]), whole, rtol=2e-4, atol=1e-5)
 
 
+FROZEN_TX: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    "optax.adam": (lambda: K.Adam(1e-2), lambda model: optax.adam(1e-2)),
+    "wrapped": (lambda: K.Adam(1e-2), TX["wrapped"]),
+    "wrapped, with the model": (lambda: K.Adam(1e-2), TX["wrapped, with the model"]),
+    "native": (lambda: K.Adam(1e-2), TX["native"]),
+    "OptaxOptimizer": (
+        lambda: bridge.OptaxOptimizer(optax.adam(1e-2)),
+        lambda model: model.optimizer.tx,
+    ),
+}
+
+
+def train_frozen(model: keras.Model, tx: Any) -> ft.TrainState:
+    """One epoch in the loop of functrain in which layer "z" stays as it is."""
+    frozen = ft.freeze(bridge.from_keras(model), "z/**")
+    params, model_state = frozen.init(jax.random.key(0), X[:1])
+    state = ft.TrainState.create(params=params, model_state=model_state, tx=tx)
+    step = ft.train_step(ft.supervised(frozen, bridge.loss("mse")), tx)
+    return ft.fit(state, step, ft.ArrayLoader((X, Y), 8), verbose=0).state
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        pytest.param(how, marks=[pytest.mark.long] * (how in ("wrapped", "native")))
+        for how in FROZEN_TX
+    ],
+)
+def test_a_frozen_model_comes_home_with_the_slots_of_what_was_trained(how: str) -> None:
+    optimizer, make_tx = FROZEN_TX[how]
+    model = fit(make_model(optimizer()), 2)
+    held = {v.path: np.array(v.value) for v in (*model.variables, *model.optimizer.variables)}
+    state = train_frozen(model, make_tx(model))
+    bridge.to_keras(ft.unfreeze(state), model, optimizer="require")
+    for v in (*model.variables, *model.optimizer.variables):
+        is_same = np.array_equal(v.value, held[v.path])
+        of_z = "z/" in v.path or "z_" in v.path
+        assert is_same == (of_z or v.path.endswith("learning_rate")), v.path
+    for v in model.get_layer("a").variables:
+        np.testing.assert_array_equal(v.value, state.params["a"][v.name])
+    before = model.evaluate(X, Y, verbose=0)
+    assert fit(model).evaluate(X, Y, verbose=0) < before
+
+
+def test_a_state_that_was_masked_leaves_the_slots_of_the_others_alone() -> None:
+    model = fit(make_model(K.Adam(1e-2)))
+    names = ("kernel", "bias")
+    mask = {"a": dict.fromkeys(names, True), "z": dict.fromkeys(names, False)}
+    tx = optax.masked(optax.adam(1e-2), mask)
+    state = bridge.create_state(model, tx)
+    held = {v.path: np.array(v.value) for v in model.optimizer.variables}
+    bridge.to_keras(state, model, optimizer="require")
+    for v in model.optimizer.variables:
+        if "z_" in v.path:
+            np.testing.assert_array_equal(v.value, held[v.path])
+        elif "a_" in v.path:
+            assert not np.any(v.value), v.path
+    whole_layers = bridge.create_state(
+        model, optax.masked(optax.adam(1e-2), {"a": True, "z": False})
+    )
+    with pytest.raises(ValueError, match="its slots are not shaped like the params"):
+        bridge.to_keras(whole_layers, model, optimizer="require")
+
+
+def test_a_frozen_state_is_told_to_be_unfrozen() -> None:
+    model = make_model(K.Adam(1e-2))
+    state = train_frozen(model, optax.adam(1e-2))
+    before = [np.array(v.value) for v in model.variables]
+    with pytest.raises(
+        ValueError, match=r"frozen by functrain.freeze.*unfreeze\(state\)"
+    ) as caught:
+        bridge.to_keras(state, model)
+    assert "\n" not in str(caught.value)
+    for old, v in zip(before, model.variables, strict=True):
+        np.testing.assert_array_equal(old, v.value)
+
+
 class TestErrors:
     def test_required_slots_that_tx_cannot_hold(self):
         model = fit(make_model(K.Nadam(1e-2)))
