@@ -6,6 +6,8 @@ from typing import Any
 import keras
 from keras.src.backend.jax.trainer import JAXTrainer
 
+from bridge.keras_private.optimizers import all_or_nothing
+
 
 def is_trainer(model: Any) -> bool:
     """Whether something has Keras's train_step, fit and so on: a keras.Model, or its like.
@@ -22,7 +24,8 @@ def build(model: keras.Model, batch: Any) -> None:
     Calls `Trainer._symbolic_build`; checked with Keras 3.15.1. Without it compiled metrics have
     no variables before the first `fit`, and a state made before that lacks them.
     """
-    model._symbolic_build(data_batch=batch)
+    with all_or_nothing(getattr(model, "optimizer", None)):
+        model._symbolic_build(data_batch=batch)
 
 
 def build_from(model: keras.Model, iterator: Any) -> None:
@@ -36,7 +39,8 @@ def build_from(model: keras.Model, iterator: Any) -> None:
         for begin, end, items in iterator:
             yield begin, end, (item.arrays() for item in items)
 
-    model._symbolic_build(iterator=batches())
+    with all_or_nothing(getattr(model, "optimizer", None)):
+        model._symbolic_build(iterator=batches())
     iterator.reset()
 
 

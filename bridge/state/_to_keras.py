@@ -56,7 +56,8 @@ def to_keras(
       TypeError: `state` has no `params` or `model_state`, or is being traced; or `model` is not a
         Keras layer.
       ValueError: `model` is not built, or the state is not one of this architecture; the message
-        names the leaves; or the state is that of a frozen model; or the optimizer is required, and `opt_state` does not fit it.
+        names the leaves; or the state is that of a frozen model; or the optimizer is required, and
+        `opt_state` does not fit it.
 
     Examples:
       >>> import bridge, jax, keras, numpy as np, optax

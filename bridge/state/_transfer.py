@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from bridge import keras_private
 from bridge.model import _variables
 from bridge.optim._labels import labels
 from bridge.optim._native import KerasCount, slot_fields
@@ -53,7 +54,8 @@ def to_optimizer(opt_state: PyTree, model: Any, step: Any) -> Pairs:
     if not (is_optax or _slot_nodes(opt_state, slot_fields(optimizer, opt_state))):
         raise UnfitError(_no_counterpart(optimizer, opt_state))
     if not optimizer.built:
-        optimizer.build(model.trainable_variables)
+        with keras_private.optimizers.all_or_nothing(optimizer):
+            optimizer.build(model.trainable_variables)
     pairs = (_to_optax if is_optax else _to_keras)(opt_state, model, optimizer, step)
     lines = [
         f"{v.path}: expected {_tree.spec(v.value)}, got {_tree.spec(x)}"

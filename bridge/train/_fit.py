@@ -259,7 +259,7 @@ def predict(
 def _build_by_a_call(model: keras.Model, source: Any) -> None:
     _, _, items = next(iter(source))
     x, _, _ = keras.utils.unpack_x_y_sample_weight(next(items).arrays())
-    with keras.StatelessScope():
+    with HeldSignals(), keras.StatelessScope():
         model(x)
     source.reset()
 

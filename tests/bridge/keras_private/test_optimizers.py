@@ -5,6 +5,7 @@ import bridge  # isort: skip  # before keras: it chooses the backend
 
 import keras
 import numpy as np
+import pytest
 
 from bridge import keras_private
 
@@ -66,3 +67,21 @@ def test_backend_apply_gradients_is_called_once_with_all_that_have_gradients():
     assert spy.seen == ([1], ["a"])
     assert float(held[1].value) == 2
     assert int(spy.iterations) == 1
+
+
+def test_an_optimizer_is_unbuilt_after_a_build_that_failed():
+    weights = [keras.Variable(np.zeros(3, np.float32)), keras.Variable(np.zeros(2, np.float32))]
+    optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam())
+    before = optimizer.variables
+
+    class Failing(keras.Variable):
+        overwrite_with_gradient = property(lambda self: 1 / 0)
+
+    with pytest.raises(ZeroDivisionError), keras_private.optimizers.all_or_nothing(optimizer):
+        optimizer.build([weights[0], Failing(np.zeros(2, np.float32))])
+    assert not optimizer.built
+    assert not optimizer.inner_optimizer.built
+    assert [id(v) for v in optimizer.variables] == [id(v) for v in before]
+    with keras_private.optimizers.all_or_nothing(optimizer):
+        optimizer.build(weights)
+    assert len(optimizer.variables) == len(before) + 2 + 4

@@ -3,11 +3,13 @@
 import bridge  # isort: skip  # before keras: it chooses the backend
 
 import signal
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import keras
 import numpy as np
+import optax
 import pytest
 
 from bridge.train import _loop
@@ -136,3 +138,82 @@ def test_ctrl_c_in_the_last_callback_is_not_forgotten() -> None:
     with pytest.raises(KeyboardInterrupt):
         fit(model, callbacks=[keras.callbacks.LambdaCallback(on_epoch_end=end)], epochs=1)
     assert int(model.optimizer.iterations.value) == 13
+
+
+OPTIMIZERS: dict[str, Callable[[], Any]] = {
+    "Adam": keras.optimizers.Adam,
+    "EMA": lambda: keras.optimizers.SGD(0.1, momentum=0.9, use_ema=True),
+    "accumulation": lambda: keras.optimizers.Adam(gradient_accumulation_steps=2),
+    "LossScaleOptimizer": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam()),
+    "OptaxOptimizer": lambda: bridge.OptaxOptimizer(optax.adam, learning_rate=1e-3),
+}
+
+
+class AtVariable:
+    """Does something when Keras makes its n-th variable from now on."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.made, self.acts = 0, dict[int, Callable[[], None]]()
+        init = keras.Variable.__init__
+
+        def counting(variable: Any, *args: Any, **kwargs: Any) -> None:
+            init(variable, *args, **kwargs)
+            self.made += 1
+            self.acts.get(self.made, lambda: None)()
+
+        monkeypatch.setattr(keras.Variable, "__init__", counting)
+
+    def then(self, act: Callable[[], None], n: int) -> None:
+        self.made, self.acts = 0, {n: act}
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_build_that_is_interrupted_at_any_variable_can_be_repeated(name, monkeypatch) -> None:
+    variables, batch = AtVariable(monkeypatch), (X[:8], Y[:8])
+    whole = fresh(optimizer=OPTIMIZERS[name]())
+    variables.then(interrupt, 0)
+    expected = bridge.keras_state(whole, batch)
+    count = variables.made
+    assert count >= len(whole.trainable_variables)
+    for n in range(1, count + 1):
+        model = fresh(optimizer=OPTIMIZERS[name]())
+        variables.then(interrupt, n)
+        with pytest.raises(KeyboardInterrupt):
+            bridge.keras_state(model, batch)
+        again = bridge.keras_state(model, batch)
+        assert jax.tree.structure(again) == jax.tree.structure(expected), n
+        jax.tree.map(np.testing.assert_array_equal, again, expected)
+
+
+def test_after_an_interrupted_build_a_fit_is_the_one_that_never_was(monkeypatch) -> None:
+    variables = AtVariable(monkeypatch)
+    model, whole = fresh(), fresh()
+    variables.then(interrupt, 5)
+    with pytest.raises(KeyboardInterrupt):
+        fit(model)
+    fit(model)
+    fit(whole)
+    assert_same(model, whole)
+
+
+@pytest.mark.usefixtures("ctrl_c")
+def test_ctrl_c_while_a_model_is_built_waits_for_the_whole_model(monkeypatch) -> None:
+    def unbuilt() -> keras.Model:
+        keras.utils.set_random_seed(0)
+        model = keras.Sequential([keras.layers.Dense(4)])
+        model.compile("adam", "mse", metrics=["mae"])
+        return model
+
+    variables, batch = AtVariable(monkeypatch), (X[:8], Y[:8])
+    expected = bridge.keras_state(unbuilt(), batch)
+    for n in range(1, 9):  # two weights, two values of a metric, four slots
+        model = unbuilt()
+        variables.then(lambda: signal.raise_signal(signal.SIGINT), n)
+        with pytest.raises(KeyboardInterrupt):
+            bridge.keras_state(model, batch)
+        assert variables.made == 8
+        jax.tree.map(np.testing.assert_array_equal, bridge.keras_state(model, batch), expected)
