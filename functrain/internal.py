@@ -8,10 +8,12 @@ from functrain.common import _tree
 from functrain.common._arguments import advised as advised
 from functrain.common._checks import is_number as is_number
 from functrain.common._checks import is_whole as is_whole
+from functrain.common._checks import require_untraced as require_untraced
 from functrain.common._gather import whole_on_host as whole_on_host
 from functrain.common._repr import brief as brief
 from functrain.common._repr import call as call
 from functrain.common._types import PyTree as PyTree
+from functrain.data._arrays import refuse_mask as refuse_mask
 from functrain.data._arrays import refuse_numbers as refuse_numbers
 from functrain.data._batch import unpack as unpack
 from functrain.data._local import Local as Local

@@ -165,10 +165,14 @@ class ArrayBatches:
                 yield slice(start, stop), stop - start
 
     def take(self, rows: Any) -> Any:
-        """Returns these rows of all arrays, as Keras hands them to a step."""
+        """Returns these rows of all arrays, as Keras hands them to a step.
+
+        In the byte order of the machine, since jax takes no other.
+        """
 
         def convert(array: Any) -> Any:
-            return array.convert_to_jax_compatible(array[rows])
+            found = array.convert_to_jax_compatible(array[rows])
+            return found.astype(found.dtype.newbyteorder("="), copy=False)
 
         return keras.tree.map_structure(convert, self._inputs, none_is_leaf=False)
 

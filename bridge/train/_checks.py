@@ -4,13 +4,21 @@ import warnings
 import weakref
 from typing import Any
 
+import jax
 import keras
 
 from bridge import keras_private
 from bridge.optim import OptaxOptimizer
 from bridge.state._keras_state import KerasState
 from functrain import FitResult, Model, TrainState
-from functrain.internal import is_whole, mode, refuse_numbers, require_fuse
+from functrain.internal import (
+    is_whole,
+    mode,
+    refuse_mask,
+    refuse_numbers,
+    require_fuse,
+    require_untraced,
+)
 
 _warned: weakref.WeakSet[type] = weakref.WeakSet()
 
@@ -139,6 +147,7 @@ def require_arguments(
     """
     require_fuse(fuse)
     mode(rewrites)
+    require_untraced("x and y", (x, y))
     if not isinstance(verbose, str | int) or verbose not in ("auto", 0, 1, 2):
         raise ValueError(f"verbose: expected 'auto', 0, 1 or 2, got {verbose!r}")
     if x is None:
@@ -149,6 +158,8 @@ def require_arguments(
     for name, data in (("x", x), ("y", y)):
         if isinstance(data, list | tuple | dict):
             refuse_numbers(data, name)  # Keras does too, with all the numbers in its message
+        for leaf in jax.tree.leaves(data):
+            refuse_mask(leaf, name)
     require_whole(1, optional=True, **numbers)
     _require_callbacks(callbacks)
 

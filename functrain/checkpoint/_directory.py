@@ -9,7 +9,7 @@ from typing import Any
 from functrain.checkpoint._about import is_ours, is_step, read_about
 from functrain.checkpoint._errors import CheckpointCorruptError, CheckpointMismatchError
 from functrain.checkpoint._lock import Lock
-from functrain.checkpoint._place import find, local, remove, take_back, tidy
+from functrain.checkpoint._place import find, local, make_directory, remove, take_back, tidy
 
 _LOCK, _DAMAGED = ".functrain-lock", "damaged-"
 
@@ -25,7 +25,7 @@ class Directory:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = local(path)
+        self.path = local(path, "directory")
         if os.path.lexists(self.path) and not os.path.isdir(self.path):
             raise FileExistsError(
                 f"{self.path}: expected a directory for checkpoints, got a file. Choose another."
@@ -72,7 +72,7 @@ class Directory:
         """
         if self.lock.is_held():
             return
-        os.makedirs(self.path, exist_ok=True)
+        make_directory(self.path, "directory")
         self.lock.acquire()
         try:
             self._require_steps()

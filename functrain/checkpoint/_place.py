@@ -19,18 +19,44 @@ from functrain.checkpoint._store import sync_directory, write
 _NEW, _OLD, _GONE = ".functrain-new", ".functrain-old", ".functrain-gone"
 
 
-def local(path: str | os.PathLike[str]) -> str:
+def local(path: str | os.PathLike[str], name: str = "path") -> str:
     """Returns a path that stays, wherever the process goes and whatever links change.
 
+    Args:
+      path: As a user gave it.
+      name: Of the argument, for errors.
+
     Raises:
-      ValueError: It is an address.
+      TypeError: It is not a path.
+      ValueError: It is empty, or an address.
     """
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(f"{name}: expected a path, such as 'runs/first', got {path!r}.")
+    if not os.fspath(path):
+        raise ValueError(
+            f"{name}: expected a path, such as 'runs/first', got ''. The current directory is '.'."
+        )
     if "://" in os.fspath(path):
         raise ValueError(
             f"{path}: expected a path of this machine, got an address. Save into a directory that "
             "is mounted, or copy what was saved."
         )
     return os.path.realpath(path)
+
+
+def make_directory(path: str, name: str) -> None:
+    """Makes a directory and its parents.
+
+    Raises:
+      OSError: It cannot be made; the message names the argument.
+    """
+    try:
+        os.makedirs(path, exist_ok=True)
+    except OSError as error:
+        raise type(error)(
+            f"{name}: expected a directory that can be made, got {path}: {error.strerror}. Choose "
+            "one that this process may write to."
+        ) from error
 
 
 def identity(target: str) -> dict[str, tuple[int, int, int]]:

@@ -51,7 +51,7 @@ def save(path: str | os.PathLike[str], state: PyTree, *, overwrite: bool = False
     with all_or_none():
         leaves = _leaves.on_host(_leaves.by_path({STATE: state}))
         target = _place.local(path)
-        os.makedirs(os.path.dirname(target), exist_ok=True)
+        _place.make_directory(os.path.dirname(target), "path")
     about = {"trees": [STATE], "run": of_run(state)}
 
     def write() -> None:

@@ -2,6 +2,7 @@
 
 import functools
 import numbers
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,11 +17,13 @@ def host_arrays(data: PyTree, name: str = "data") -> PyTree:
     """Returns a pytree with every leaf as a NumPy array.
 
     Raises:
-      TypeError: There are lists of numbers, or a leaf is no array of numbers that jax can take.
+      TypeError: There are lists of numbers, or a leaf is masked, or is no array of numbers that
+        jax can take.
     """
     refuse_numbers(data, name)
 
     def array(path: tuple[jax.tree_util.KeyEntry, ...], leaf: PyTree) -> np.ndarray:
+        refuse_mask(leaf, name, lambda: f" at {_tree.path_str(path)}")
         x = np.asarray(leaf)
         if not is_takeable(x.dtype):
             raise TypeError(
@@ -40,6 +43,22 @@ _ADVICE = {
     "M": "Make dates numbers first, such as (x - x[0]) / np.timedelta64(1, 's').",
     "m": "Make times numbers first, such as x / np.timedelta64(1, 's').",
 }
+
+
+def refuse_mask(leaf: Any, name: str, path: Callable[[], str] = lambda: "") -> None:
+    """Raises TypeError for a masked array, whose mask would be lost.
+
+    Args:
+      leaf: Any leaf of the data.
+      name: Of the argument, for the error.
+      path: Returns where the leaf is.
+    """
+    if isinstance(leaf, np.ma.MaskedArray):
+        raise TypeError(
+            f"{name}: expected arrays without a mask, got a masked array{path()}, in which "
+            f"{np.ma.count_masked(leaf):,} of {leaf.size:,} numbers are masked. jax has no masks: "
+            "pass x.filled(0), and the mask beside it, np.ma.getmaskarray(x), for the step to use."
+        )
 
 
 @functools.cache

@@ -10,7 +10,7 @@ import numpy as np
 
 from functrain.common import _repr, _tree
 from functrain.common._arguments import advised
-from functrain.common._checks import is_whole
+from functrain.common._checks import is_whole, require_flags
 from functrain.common._types import PyTree
 from functrain.data import _buffer
 from functrain.data._arrays import host_arrays
@@ -123,6 +123,7 @@ class ArrayLoader(Seekable):
     ) -> None:
         if placement not in ("host", "device"):
             raise ValueError(f"placement: expected 'host' or 'device', got {placement!r}")
+        require_flags(shuffle=shuffle, drop_remainder=drop_remainder)
         self.data = host_arrays(data)
         self.examples = _common_length(self.data)
         if not is_whole(batch_size, 1) or batch_size > self.examples:

@@ -11,7 +11,7 @@ import numpy as np
 from functrain.common import _tree
 from functrain.common._types import PyTree
 from functrain.data import _buffer
-from functrain.data._arrays import is_takeable, refuse_numbers
+from functrain.data._arrays import is_takeable, refuse_mask, refuse_numbers
 from functrain.data._batch import batch_size
 from functrain.data._resuming import Mark, Place
 from functrain.data._stacks import Spec, Stack, fill
@@ -172,11 +172,14 @@ class Made(NamedTuple):
 
 
 def _numpy(leaf: Any, batch: PyTree, where: str) -> np.ndarray:
+    def path() -> str:
+        return next(path for path, y in _tree.leaves_with_path(batch) if y is leaf)
+
+    refuse_mask(leaf, "data", lambda: f" at {path()} of {where}")
     x = np.asarray(leaf.numpy() if hasattr(leaf, "numpy") else leaf)
     if not is_takeable(x.dtype):
-        at = next(path for path, y in _tree.leaves_with_path(batch) if y is leaf)
         raise TypeError(
-            f"data: expected batches of numbers, got {type(leaf).__name__} of {x.dtype} at {at} "
-            f"of {where}. Convert it first."
+            f"data: expected batches of numbers, got {type(leaf).__name__} of {x.dtype} at "
+            f"{path()} of {where}. Convert it first."
         )
     return x

@@ -13,11 +13,12 @@ import numpy as np
 
 from functrain import rewrites as _rewrites
 from functrain.common import _tree
+from functrain.common._checks import require_flags
 from functrain.common._types import PyTree
 from functrain.engine import _placement
 from functrain.engine._chunks import Chunk
 from functrain.engine._guards import guarded
-from functrain.engine._loop import check_carry, require_pair
+from functrain.engine._loop import check_carry, require_pair, without_text
 from functrain.engine._plan import nbytes
 from functrain.engine._programs import TRAINING, Kind, Loop, Program, known_length, program
 from functrain.rewrites import Mode
@@ -68,6 +69,7 @@ class Driver:
 
     def __post_init__(self) -> None:
         self.rewrites = _rewrites.mode(self.rewrites)
+        require_flags(jit=self.jit)
         self._programs: dict[tuple[int, bool], Program] = {}
         self._compared: list[Program] = []  # with those of the other processes
         self._const: tuple[PyTree, ...] = ()
@@ -144,7 +146,7 @@ class Driver:
         return self._programs[k, whole]
 
     def _run_uncompiled(self, chunk: Chunk) -> PyTree:
-        body, rows, carry = self.kind.body(self.step), [], self.carry
+        body, rows, carry = without_text(self.kind.body(self.step)), [], self.carry
         for i in range(chunk.steps):
             batch = jax.tree.map(lambda x, i=i: jnp.asarray(x[i]), chunk.batches)
             with self.uncompiled():

@@ -7,7 +7,7 @@ import numpy as np
 
 from functrain import rewrites as _rewrites
 from functrain.common import _repr, _tree
-from functrain.common._checks import is_whole
+from functrain.common._checks import is_whole, require_flags
 from functrain.common._types import PyTree, StateT, Step
 from functrain.engine._placement import pins
 from functrain.engine._position import require_whole
@@ -67,6 +67,7 @@ def fuse(
     """
     require_whole("k", k)
     require_whole("unroll", unroll)
+    require_flags(donate=donate)
     check_step(step)
     chosen = _rewrites.mode(rewrites)
     whole = unroll > 1 or known_length()

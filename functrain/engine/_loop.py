@@ -88,6 +88,23 @@ def require_pair(returned: Any) -> tuple[PyTree, PyTree]:
     )
 
 
+def without_text(body: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a body that raises TypeError where it logs a text, which jax cannot return."""
+
+    def checked(*args: PyTree) -> Any:
+        returned = body(*args)
+        logs = returned[1] if type(returned) in (tuple, list) and len(returned) == 2 else ()
+        for path, leaf in _tree.leaves_with_path(logs):
+            if isinstance(leaf, str | bytes):
+                raise TypeError(
+                    f"logs: expected arrays and numbers, got the text {leaf!r} at {path}. A hook "
+                    "can write texts: event.samples[name] = text."
+                )
+        return returned
+
+    return checked
+
+
 def check_stacked(stacked: PyTree, k: int) -> None:
     """Refuses a chunk whose leaves do not all have the leading axis K."""
     if wrong := _tree.listed(stacked, lambda x: not getattr(x, "shape", ()) or x.shape[0] != k):

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from functrain import rewrites as _rewrites
 from functrain.common import _repr, _tree
-from functrain.common._checks import is_number, is_whole
+from functrain.common._checks import is_number, is_whole, require_flags
 from functrain.common._types import PyTree, Step
 from functrain.data._batch import require_batch
 from functrain.engine import _placement
@@ -125,7 +125,7 @@ def memory(
 
     Raises:
       ValueError: `k` is below 1, or the devices do not divide the batch.
-      TypeError: `step` is no step, or a leaf is no array.
+      TypeError: `step` is no step, or a leaf is no array, or one of the batch has no axis.
 
     Examples:
       >>> import jax, jax.numpy as jnp, optax
@@ -142,9 +142,16 @@ def memory(
       (8, True, True)
     """
     check_step(step)
+    require_flags(donate=donate)
     require_batch(batch)
     if k is not None and not is_whole(k, 1):
         raise ValueError(f"k: expected a whole number of steps, at least 1, or None, got {k!r}")
+    for path, x in _tree.leaves_with_path(batch):
+        if not _tree.is_array(x) or not x.shape:
+            raise TypeError(
+                f"batch: expected arrays [B, ...] or their shapes, got {_tree.spec(x)} at {path}. "
+                "It is memory(step, state, batch)."
+            )
     k = k or auto_steps(nbytes(batch), nbytes(state))
     where = _placement.batch_sharding(sharding)
     carry, chunk = _carry(step, state, where), _placement.chunk_shapes(batch, k, where)

@@ -2,12 +2,13 @@
 
 import dataclasses
 import math
+import os
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, TypeAlias
 
 import jax
 
-from functrain.common import _tree
+from functrain.common import _repr, _tree
 from functrain.common._checks import is_whole
 from functrain.common._types import PyTree
 
@@ -43,7 +44,8 @@ class Plan:
       first: The kind of the first batch; all that are of that kind go K at a time.
 
     Raises:
-      ValueError: `fuse` is neither "auto" nor a whole number from 1 on.
+      ValueError: `fuse` is neither "auto" nor a whole number from 1 on; or (in `settle`) so many
+        batches do not fit into memory.
     """
 
     fuse: FuseArg
@@ -61,11 +63,37 @@ class Plan:
         """Chooses K at the first batch."""
         self.first = spec
         self.batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
+        size = nbytes(batch) + self.row_bytes(batch)
         if self.fuse == "auto":
-            size = nbytes(batch) + self.row_bytes(batch)
             self.k = auto_steps(size, self.state_bytes, self.stretches())
         else:
-            self.k = int(self.fuse)
+            self.k = _fitting(int(self.fuse), size, self.stretches())
+
+
+def _fitting(fuse: int, batch_bytes: int, stretches: Iterable[int | None]) -> int:
+    """Returns K: `fuse`, or as many steps as are taken without a pause if memory has no room.
+
+    Raises:
+      ValueError: There is no room for those either.
+    """
+    room = _memory_bytes() // (2 * max(1, batch_bytes))  # half of the memory: there are two chunks
+    if fuse <= room:
+        return fuse
+    k = min(fuse, *(n for n in stretches if n), fuse)
+    if k > room:
+        raise ValueError(
+            f"fuse: expected at most {room:,} steps, whose batches of {_repr.size(batch_bytes)} "
+            f"take half of this machine's memory, got {fuse:,}. Pass fuse='auto', or fewer."
+        )
+    return k
+
+
+def _memory_bytes() -> int:
+    """Returns the memory of this machine; a large number where the system does not say."""
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):  # Windows has no sysconf
+        return 2**63
 
 
 def require_fuse(fuse: Any) -> None:

@@ -5,13 +5,22 @@ from typing import Any, NamedTuple, Self
 from functrain.common._checks import is_whole
 
 
-class Position(NamedTuple):
+class _Parts(NamedTuple):
+    step: int
+    epoch: int
+    batch: int
+
+
+class Position(_Parts):
     """How far a training has come, counted from its very beginning, through every resume.
 
     Attributes:
       step: Steps taken.
       epoch: Number of the epoch, from 0.
       batch: Batches taken in that epoch.
+
+    Raises:
+      ValueError: A part is not a whole number, or is negative.
 
     Examples:
       >>> Position(step=25, epoch=2, batch=5)
@@ -20,9 +29,18 @@ class Position(NamedTuple):
       Position(step=25, epoch=2, batch=5)
     """
 
-    step: int = 0
-    epoch: int = 0
-    batch: int = 0
+    __slots__ = ()
+
+    # A NamedTuple cannot check its fields by itself.
+    def __new__(cls, step: int = 0, epoch: int = 0, batch: int = 0) -> Self:
+        """Checks the parts, and makes Python integers of them."""
+        for name, value in (("step", step), ("epoch", epoch), ("batch", batch)):
+            if not is_whole(value, 0):
+                raise ValueError(
+                    f"Position: expected a whole number from 0 on as {name}, got {value!r}. Of "
+                    "an array: int(state.step)."
+                )
+        return super().__new__(cls, int(step), int(epoch), int(batch))
 
     @classmethod
     def of(cls, step: int, steps_per_epoch: int) -> Self:
@@ -54,7 +72,7 @@ def require_position(start: object) -> Position:
 
     Raises:
       TypeError: It is no Position.
-      ValueError: A part of it is no whole number, or there are more batches than steps.
+      ValueError: There are more batches in the epoch than steps.
     """
     if start is None:
         return Position()
@@ -64,9 +82,8 @@ def require_position(start: object) -> Position:
             "state of a training with epochs of one length: functrain.Position.of("
             "step=int(state.step), steps_per_epoch=len(loader))."
         )
-    if not all(is_whole(part, 0) for part in start) or start.batch > start.step:
+    if start.batch > start.step:
         raise ValueError(
-            "start: expected whole numbers from 0 on, and no more batches in the epoch than "
-            f"steps, got {start}"
+            f"start: expected no more batches in the epoch than steps in all, got {start}"
         )
-    return Position(*map(int, start))
+    return start

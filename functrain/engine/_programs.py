@@ -10,7 +10,7 @@ import jax
 from functrain import rewrites as _rewrites
 from functrain.common._types import PyTree
 from functrain.engine._guards import guarded
-from functrain.engine._loop import check_stacked, repeat
+from functrain.engine._loop import check_stacked, repeat, without_text
 from functrain.engine._placement import Pins, pinned
 from functrain.rewrites import Mode
 
@@ -76,7 +76,7 @@ def _compiled(get: Callable[[], Any], kind: Kind, loop: Loop) -> Program:
         carry: PyTree, chunk: PyTree, n: jax.Array, *const: PyTree
     ) -> tuple[PyTree, PyTree, jax.Array]:
         check_stacked(chunk, loop.k)
-        body = _rewrites.optimize(kind.body(get()), loop.rewrites)
+        body = _rewrites.optimize(without_text(kind.body(get())), loop.rewrites)
 
         def once(carry: PyTree, batch: PyTree) -> Any:
             return pinned(body(carry, batch, *const), loop.pins)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, TypeVar
 
 from functrain.common import _repr
-from functrain.common._checks import is_whole
+from functrain.common._checks import is_positive, is_whole
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -109,7 +109,7 @@ def every(
       ``@every(steps=100)`` makes a function of one event a hook.
 
     Raises:
-      ValueError: Not exactly one of them is given, or it is not positive.
+      ValueError: Not exactly one of them is given, or it is not positive and finite.
 
     Examples:
       >>> every(steps=100).next_step(250)
@@ -125,8 +125,8 @@ def every(
     if len(named) != 1:
         raise ValueError(f"every: expected one of steps, epochs and seconds, got {named or None}")
     ((name, value),) = named.items()
-    if value <= 0 or (name != "seconds" and not is_whole(value, 1)):
-        kind = "a positive number" if name == "seconds" else "a positive whole number"
+    if not (is_positive(value) if name == "seconds" else is_whole(value, 1)):
+        kind = "a positive, finite number" if name == "seconds" else "a positive whole number"
         raise ValueError(f"every: expected {kind} of {name}, got {value!r}")
     return Every(steps, epochs, seconds)
 

@@ -3,6 +3,7 @@
 from typing import Any
 
 from functrain.common import _repr
+from functrain.common._checks import require_flags
 from functrain.data._sources import as_source
 from functrain.engine._placement import ShardingArg, batch_sharding, require_divisible
 from functrain.engine._plan import FuseArg
@@ -64,6 +65,7 @@ class Evaluate:
         jit: bool = True,
     ) -> None:
         require_eval_step(step)
+        require_flags(jit=jit)
         self.source = as_source(data)
         where = batch_sharding(sharding)
         require_divisible(self.source, where)

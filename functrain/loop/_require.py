@@ -3,6 +3,7 @@
 from typing import Any
 
 from functrain.common import _repr
+from functrain.common._checks import require_untraced
 from functrain.common._process import require_own_jax
 from functrain.common._types import PyTree
 from functrain.data._sources import Source
@@ -16,9 +17,11 @@ def require_state(state: PyTree) -> None:
     """Refuses what is often taken for a state.
 
     Raises:
-      TypeError: It is a model, a module, or what `fit` returned.
+      TypeError: It is a model, a module, or what `fit` returned; or a loop was called while jax
+        traces a function.
     """
     require_own_jax()
+    require_untraced("state", state)
     if hasattr(state, "stateless_call"):
         raise TypeError(
             f"state: expected a pytree of arrays, got the Keras model {type(state).__name__}. Take "

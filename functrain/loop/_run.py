@@ -6,6 +6,7 @@ from typing import Any
 
 from functrain.checkpoint._checkpointer import Checkpointer
 from functrain.common import _tree
+from functrain.common._checks import require_flags
 from functrain.common._types import PyTree, Step
 from functrain.data._repeated import Repeated
 from functrain.data._sources import Source, as_source
@@ -102,6 +103,7 @@ def run(
       epoch 0 is over
     """
     require_state(state)
+    require_flags(jit=jit, donate=donate, late_logs=late_logs)
     require_training_step(step)
     require_whole("epochs", epochs)
     source = as_source(data)

@@ -9,7 +9,7 @@ import jax
 from functrain.checkpoint import Checkpointer
 from functrain.common import _repr
 from functrain.common._arguments import advised
-from functrain.common._checks import is_whole
+from functrain.common._checks import is_whole, require_flags
 from functrain.common._types import StateT, Step
 from functrain.data._repeated import Repeated
 from functrain.data._sources import Source
@@ -156,6 +156,7 @@ def fit(
       >>> print(state.step, round(float(state.params["w"]), 3), len(history.steps["loss"]))
       200 3.0 200
     """
+    require_flags(jit=jit, donate=donate)
     due = HookRunner(hooks)
     source, epochs, begin = _counted(data, epochs, steps, eval_every, require_position(start))
     if (eval_data is None) != (eval_step is None):

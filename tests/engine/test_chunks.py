@@ -185,6 +185,24 @@ def test_a_fuse_below_one_is_refused(fuse) -> None:
         Feed([np.zeros(1)], fuse)
 
 
+def test_more_steps_than_memory_has_room_for_are_capped_by_the_epoch() -> None:
+    plan = Plan(10**12, stretches=lambda: [None, 7, 9])
+    plan.settle(8, np.zeros((8, 3), np.float32))
+    assert plan.k == 7
+
+
+def test_more_steps_than_memory_has_room_for_are_refused_with_what_fits() -> None:
+    plan = Plan(10**12)
+    with pytest.raises(ValueError, match=r"fuse: expected at most [\d,]+ steps, whose batches of"):
+        plan.settle(8, np.zeros((8, 3), np.float32))
+
+
+def test_a_fit_of_a_billion_steps_a_program_takes_those_there_are() -> None:
+    loader = ft.ArrayLoader(np.ones((64, 8), np.float32), 8)
+    state, _ = ft.fit(jnp.zeros(()), lambda s, x: (s + 1, {}), loader, fuse=10**9, verbose=0)
+    assert int(state) == 8
+
+
 def test_a_source_may_fill_one_buffer_again_and_again() -> None:
     def batches():
         buffer = np.empty(3, np.float32)
@@ -205,3 +223,11 @@ def test_batches_in_foreign_byte_order_are_the_numbers_they_are() -> None:
 
 def test_numpy_integers_are_numbers_of_steps() -> None:
     assert sizes(Feed(batches(2, 2), np.int64(2))) == [(2, 2)]
+
+
+def test_masked_arrays_are_refused_since_the_mask_would_be_lost() -> None:
+    masked = np.ma.masked_greater(np.arange(4.0), 2)
+    with pytest.raises(TypeError, match=r"data: .*masked array at x, in which 1 of 4 numbers are"):
+        ft.ArrayLoader({"x": masked}, 2)
+    with pytest.raises(TypeError, match="at x of batch 0 of epoch 0 of data, in which 1 of 4"):
+        ft.fit(jnp.zeros(()), lambda s, x: (s, {}), [{"x": masked}], verbose=0)

@@ -152,6 +152,8 @@ def test_what_is_no_step_no_state_and_no_number_is_refused() -> None:
         ft.memory(STEP, {"a": "text"}, BATCH)
     with pytest.raises(ValueError, match="k: expected a whole number of steps"):
         ft.memory(STEP, create(), BATCH, k=0)
+    with pytest.raises(TypeError, match=r"batch: expected arrays .* got int at .*memory\(step, st"):
+        ft.memory(STEP, 3, 4)
 
 
 PROGRAM = """

@@ -29,6 +29,12 @@ def test_a_trigger_that_does_not_advance_is_refused(found) -> None:
         list(ft.run(jnp.zeros(()), lambda s, b: (s, {}), loader, boundaries=[Standing(found)]))
 
 
+@pytest.mark.parametrize("seconds", [float("nan"), float("inf"), 0, -1.0, "3", True])
+def test_seconds_are_a_positive_finite_number(seconds) -> None:
+    with pytest.raises(ValueError, match="expected a positive, finite number of seconds, got"):
+        ft.every(seconds=seconds)
+
+
 def test_triggers_are_shown_as_they_are_written() -> None:
     assert repr(ft.every(steps=3)) == "every(steps=3)"
     assert repr(ft.every(seconds=0.5)) == "every(seconds=0.5)"

@@ -1,5 +1,7 @@
 """Steps count from the beginning of training, and a run begins at any position."""
 
+import copy
+import pickle
 from typing import Any
 
 import jax.numpy as jnp
@@ -89,7 +91,6 @@ def test_a_csv_goes_on_with_the_steps_of_the_training(tmp_path) -> None:
     ("start", "error", "message"),
     [
         (3, TypeError, r"expected a functrain\.Position\(step, epoch, batch\), got 3"),
-        (ft.Position(-1), ValueError, "whole numbers from 0 on"),
         (ft.Position(2, 0, 3), ValueError, "no more batches in the epoch than steps"),
         (ft.Position(14, 2), ValueError, "epochs: expected more than the 2 that are over"),
         (ft.Position(14, 1, 7), ValueError, "epochs: expected more than the 2 that are over"),
@@ -98,6 +99,20 @@ def test_a_csv_goes_on_with_the_steps_of_the_training(tmp_path) -> None:
 def test_a_start_that_makes_no_sense_is_refused(start, error, message) -> None:
     with pytest.raises(error, match=message):
         ft.run(START, step, LOADER, epochs=2, start=start)
+
+
+@pytest.mark.parametrize("part", ["step", "epoch", "batch"])
+@pytest.mark.parametrize("value", [-1, 1.5, True, None, np.float32(2)])
+def test_the_parts_of_a_position_are_whole_numbers_from_0_on(part, value) -> None:
+    with pytest.raises(ValueError, match=f"Position: expected a whole number from 0 on as {part}"):
+        ft.Position(**{part: value})
+
+
+def test_a_position_survives_pickling_and_copying() -> None:
+    position = ft.Position(np.int64(25), 2, 5)
+    assert pickle.loads(pickle.dumps(position)) == copy.deepcopy(position) == (25, 2, 5)
+    assert type(position.step) is int
+    assert position._replace(batch=6) == ft.Position(25, 2, 6)
 
 
 def test_the_number_of_epochs_is_that_of_the_whole_training() -> None:

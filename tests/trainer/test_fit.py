@@ -65,12 +65,23 @@ def test_evaluation_sees_the_state_of_its_epoch() -> None:
     np.testing.assert_array_equal(history.epochs["val_loss"], kept)
 
 
-def test_logs_that_are_no_scalars_stay_out_of_the_history() -> None:
+def test_logs_that_are_no_scalars_stay_out_of_the_history_with_one_warning() -> None:
     def step(state, batch):
         return state, {"loss": jnp.sum(batch[1]), "image": batch[0], "d": {"real": state}}
 
-    _, history = ft.fit(jnp.zeros(()), step, ft.ArrayLoader((X, Y), 10), verbose=0)
+    with pytest.warns(UserWarning, match=r"'image' of shape \[10, 4\]\. .*event\.logs") as caught:
+        _, history = ft.fit(jnp.zeros(()), step, ft.ArrayLoader((X, Y), 10), verbose=0)
+    assert len(caught) == 1
     assert set(history.steps) == {"loss", "d/real"}
+
+
+@pytest.mark.parametrize("jit", [True, False])
+def test_a_text_in_logs_is_refused_and_named(jit) -> None:
+    def step(state, batch):
+        return state, {"loss": jnp.sum(batch[1]), "d": {"note": "warmup"}}
+
+    with pytest.raises(TypeError, match=r"logs: expected .* got the text 'warmup' at d/note"):
+        ft.fit(jnp.zeros(()), step, ft.ArrayLoader((X, Y), 10), jit=jit, verbose=0)
 
 
 @pytest.mark.parametrize("jit", [True, False])

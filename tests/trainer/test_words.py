@@ -133,6 +133,52 @@ def test_a_loader_is_no_batch(ask) -> None:
         ask(STEP, STATE, LOADER)
 
 
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("jit", lambda: ft.fit(STATE, STEP, LOADER, jit="yes")),
+        ("donate", lambda: ft.fit(STATE, STEP, LOADER, donate=3)),
+        ("late_logs", lambda: ft.run(STATE, STEP, LOADER, late_logs=1)),
+        ("jit", lambda: ft.evaluate(STATE, ft.eval_step(LOSS), LOADER, jit=None)),
+        ("jit", lambda: ft.predict(STATE, ft.predict_step(MODEL), ft.ArrayLoader(X, 4), jit=0)),
+        ("jit", lambda: ft.hooks.Evaluate(ft.eval_step(LOSS), LOADER, jit="no")),
+        ("donate", lambda: ft.fuse(STEP, 2, donate="state")),
+        ("donate", lambda: ft.memory(STEP, STATE, LOADER.batch(0, 0), donate=0)),
+        ("shuffle", lambda: ft.ArrayLoader(X, 4, shuffle="yes")),
+        ("drop_remainder", lambda: ft.ArrayLoader(X, 4, drop_remainder=1)),
+    ],
+)
+def test_a_flag_is_true_or_false(name, call) -> None:
+    with pytest.raises(ValueError, match=f"{name}: expected True or False, got"):
+        call()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda state: ft.fit(state, STEP, LOADER, verbose=0).state,
+        lambda state: ft.fit(STATE, STEP, LOADER, verbose=0).state,
+        lambda state: ft.evaluate(state, ft.eval_step(LOSS), LOADER),
+        lambda state: ft.predict(state, ft.predict_step(MODEL), ft.ArrayLoader(X, 4)),
+    ],
+)
+def test_a_loop_within_jit_is_told_that_it_runs_on_the_host(call) -> None:
+    with pytest.raises(TypeError, match=r"within jax\.jit, grad, vmap .* on the host"):
+        jax.jit(call)(STATE)
+
+
+@pytest.mark.parametrize("transform", [jax.grad, jax.vmap])
+def test_a_loop_within_grad_or_vmap_is_told_that_it_runs_on_the_host(transform) -> None:
+    def step(w, batch):
+        return w - jnp.mean(batch), {}
+
+    def train(w):
+        return ft.fit(w, step, ft.ArrayLoader(X, 4), verbose=0).state
+
+    with pytest.raises(TypeError, match=r"within jax\.jit, grad, vmap .* on the host"):
+        transform(train)(jnp.zeros(() if transform is jax.grad else 2))
+
+
 def test_a_loss_that_drops_the_model_state_is_told_to_hand_it_on() -> None:
     def loss_fn(params, model_state, batch, *, rng, training):
         return jnp.sum(params["kernel"]), ft.Aux()

@@ -5,6 +5,7 @@ import bridge  # isort: skip  # before keras: it chooses the backend
 from collections.abc import Iterator
 from typing import Any
 
+import jax
 import keras
 import numpy as np
 import optax
@@ -50,6 +51,32 @@ def test_an_argument_that_means_nothing(arguments: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         bridge.fit(model, X, Y, **{"validation_data": (X, Y), "verbose": 0, **arguments})
     assert int(model.optimizer.iterations.value) == 0
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_big_endian_arrays_train_as_those_of_the_machine(which: int) -> None:
+    losses = []
+    for swap in (False, True):
+        keras.utils.set_random_seed(0)
+        data = [X, Y]
+        if swap:
+            data[which] = data[which].astype(">f4")
+        losses.append(bridge.fit(compiled(), *data, verbose=0).history["loss"])
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_masked_arrays_are_refused_since_the_mask_would_be_lost(which: int) -> None:
+    data = [X, Y]
+    data[which] = np.ma.masked_equal(data[which], 0)
+    with pytest.raises(TypeError, match=f"{'xy'[which]}: expected arrays without a mask"):
+        bridge.fit(compiled(), *data, verbose=0)
+
+
+def test_a_fit_within_jit_is_told_that_it_runs_on_the_host() -> None:
+    model = compiled()
+    with pytest.raises(TypeError, match=r"x and y: .* within jax\.jit, .* on the host"):
+        jax.jit(lambda x: bridge.fit(model, x, Y, verbose=0))(X)
 
 
 @pytest.mark.parametrize("method", ["evaluate", "predict"])
