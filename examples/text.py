@@ -53,7 +53,7 @@ def windows(codes, every):
 steps, every, batch_size = (40, 20, 16) if args.quick else (args.steps, 200, args.batch_size)
 train = ft.ArrayLoader(windows(learn, 5), batch_size, shuffle=True, seed=args.seed)
 validation = windows(held_out, CONTEXT * (10 if args.quick else 1))
-validation = ft.ArrayLoader(validation, 45, drop_remainder=True)
+validation = ft.ArrayLoader(validation, 45)
 print(f"{len(codes):,} letters of {len(alphabet)} kinds, {len(train):,} batches in an epoch")
 
 # %% What has to be beaten: how well letters are told from none, and from one before them

@@ -41,6 +41,17 @@ def name(thing: Any) -> str:
     return str(getattr(thing, "__name__", type(thing).__name__))
 
 
+def kind(thing: Any) -> str:
+    """Returns the name of a thing's class with its article.
+
+    Examples:
+      >>> kind(1), kind("a")
+      ('an int', 'a str')
+    """
+    name = type(thing).__name__
+    return f"{'an' if name[0] in 'AEIOUaeiou' else 'a'} {name}"
+
+
 def number(x: Any) -> str:
     """Returns the value of a scalar, or what it is where the value cannot be read."""
     return str(x) if _tree.is_readable(x) and not x.shape else brief(x)

@@ -36,10 +36,8 @@ class Seekable(abc.ABC):
 
     def __iter__(self) -> NoReturn:
         """Refused: a loader without state cannot know which epoch is meant."""
-        name = type(self).__name__
-        article = "an" if name[0] in "AEIOU" else "a"
         raise TypeError(
-            f"{article} {name} is iterated epoch by epoch: `for batch in loader.epoch(0)`. The "
+            f"{_repr.kind(self)} is iterated epoch by epoch: `for batch in loader.epoch(0)`. The "
             "order is a function of the epoch's number, so it has to be told."
         )
 
@@ -52,6 +50,11 @@ class Seekable(abc.ABC):
     def remainder(self) -> int:
         """Examples in the last batch where it is smaller; 0 where it is not."""
         return self.examples % self.batch_size
+
+    @property
+    def dropped(self) -> int:
+        """Examples of an epoch that are in none of its batches."""
+        return self.remainder if self.drop_remainder else 0
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[PyTree]:
         """Yields the batches of an epoch, from number `start` on."""

@@ -56,10 +56,25 @@ class Local:
 
         def place(x: Any) -> jax.Array:
             shape = (x.shape[0], *self._whole(x.shape[1:]))
-            whole: jax.Array = jax.make_array_from_process_local_data(where, np.asarray(x), shape)
+            here = divided_or_whole(shape, where)
+            whole: jax.Array
+            if here is where:
+                whole = jax.make_array_from_process_local_data(where, np.asarray(x), shape)
+            else:
+                gathered = self._gathered(np.asarray(x))
+                whole = jax.make_array_from_callback(shape, here, lambda index: gathered[index])
             return whole
 
         return jax.tree.map(place, batches)
+
+    def _gathered(self, x: np.ndarray) -> np.ndarray:
+        """Returns the examples of all processes, in the order that their devices have them in."""
+        if self.processes == 1 or x.ndim == 1:
+            return x
+        from jax.experimental import multihost_utils
+
+        parts = multihost_utils.process_allgather(x)
+        return np.concatenate([parts[i] for i in _processes_in_order(self.sharding)], axis=1)
 
     def require_same(self, name: str, steps: int, batches: PyTree = ()) -> None:
         """Compares how many batches the processes have next, and of what shapes.
@@ -81,8 +96,8 @@ class Local:
         shapes = f", here of\n{_tree.bullets(specs)}" if specs else ""
         raise ValueError(
             f"{name}: expected as many batches, of the same shapes, in every process, got next "
-            f"{counts}{shapes}\nGive each process as many examples, or leave out what is left "
-            "over: drop_remainder=True."
+            f"{counts}{shapes}\nGive each process as many examples; in training drop_remainder=True "
+            "leaves out what is left over."
         )
 
     def _whole(self, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -134,11 +149,35 @@ class LocalPass:
         return stack._replace(batches=local.put(stack.batches), examples=examples)
 
 
+def divided_or_whole(shape: tuple[int, ...], where: NamedSharding) -> NamedSharding:
+    """Returns the sharding, but without dividing the axes of an array that it cannot divide."""
+    sizes = [math.prod(where.mesh.shape[name] for name in _names(axis)) for axis in where.spec]
+    divides = [n % size == 0 for n, size in zip(shape, sizes, strict=False)]
+    if all(divides) and len(shape) >= len(sizes):
+        return where
+    kept = [axis if ok else None for axis, ok in zip(where.spec, divides, strict=False)]
+    return NamedSharding(where.mesh, PartitionSpec(*kept))
+
+
+def _names(axis: Any) -> tuple[str, ...]:
+    """Returns the axes of a mesh that an entry of a PartitionSpec names."""
+    return (axis,) if isinstance(axis, str) else axis or ()
+
+
+def _processes_in_order(sharding: NamedSharding) -> list[int]:
+    """Returns the processes in the order in which they have examples."""
+    axis = sharding.spec[0]
+    parts = math.prod(sharding.mesh.shape[name] for name in _names(axis))
+    by_axis = NamedSharding(sharding.mesh, PartitionSpec(axis))
+    starts = by_axis.devices_indices_map((parts,)).items()
+    devices = sorted(starts, key=lambda item: item[1][0].start or 0)
+    return list(dict.fromkeys(device.process_index for device, _ in devices))
+
+
 def _parts(sharding: NamedSharding) -> tuple[int, int]:
     """Returns into how many parts examples are divided, and how many of them lie here."""
     axis = sharding.spec[0] if len(sharding.spec) else None
-    names = (axis,) if isinstance(axis, str) else axis or ()
-    parts = math.prod(sharding.mesh.shape[name] for name in names)
+    parts = math.prod(sharding.mesh.shape[name] for name in _names(axis))
     by_axis = NamedSharding(sharding.mesh, PartitionSpec(axis))
     here = by_axis.addressable_devices_indices_map((parts,))
     return parts, len({index[0].start for index in here.values() if index is not None})

@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from functrain.common import _tree
 from functrain.common._gather import of_each_process
 from functrain.common._types import PyTree
+from functrain.data._local import divided_or_whole
 from functrain.data._sources import Source
 
 ShardingArg: TypeAlias = NamedSharding | Mesh | PartitionSpec | None
@@ -58,8 +59,16 @@ def is_explicit(sharding: NamedSharding | None) -> bool:
     return sharding is not None and jax.sharding.AxisType.Explicit in sharding.mesh.axis_types
 
 
-def chunk_placement(sharding: NamedSharding | None) -> Callable[[PyTree], PyTree]:
-    """Returns what puts a chunk on the devices: a batch's sharding, with K in front."""
+def chunk_placement(
+    sharding: NamedSharding | None, *, replicates: bool = False
+) -> Callable[[PyTree], PyTree]:
+    """Returns what puts a chunk on the devices: a batch's sharding, with K in front.
+
+    Args:
+      sharding: Of one batch.
+      replicates: True to give all devices the whole of a batch that they do not divide, instead of
+        raising ValueError.
+    """
     if sharding is None:
         return lambda batches: batches
     chunked, compared = _chunked(sharding), False
@@ -70,18 +79,23 @@ def chunk_placement(sharding: NamedSharding | None) -> Callable[[PyTree], PyTree
             # The first chunk: to compare all of them would take longer than a step.
             _require_same_everywhere(batches)
             compared = True
-        return _put(batches, chunked, sharding.spec)
+        if replicates:
+            return jax.tree.map(lambda x: _put(x, divided_or_whole(x.shape, chunked)), batches)
+        _refuse_indivisible(batches, chunked, sharding.spec)
+        return _put(batches, chunked)
 
     return place
 
 
 def placed(batch: PyTree, sharding: NamedSharding | None) -> PyTree:
     """Puts one batch on the devices, of which every process has all."""
-    return batch if sharding is None else _put(batch, sharding, sharding.spec)
+    if sharding is None:
+        return batch
+    _refuse_indivisible(batch, sharding, sharding.spec)
+    return _put(batch, sharding)
 
 
-def _put(batches: PyTree, where: NamedSharding, spec: PartitionSpec) -> PyTree:
-    _refuse_indivisible(batches, where, spec)
+def _put(batches: PyTree, where: NamedSharding) -> PyTree:
     if where.is_fully_addressable:
         return jax.device_put(batches, where)
     return jax.tree.map(lambda x: _own_part(x, where), batches)
@@ -195,7 +209,7 @@ def _refuse_indivisible(
     if lines:
         raise ValueError(
             f"{name}sharding: expected batches that divide over {spec} of the mesh, got\n"
-            f"{_tree.bullets(lines)}\nTake a batch size that the devices divide, and "
+            f"{_tree.bullets(lines)}\nTake a batch size that the devices divide, and in training "
             "drop_remainder=True where the last batch is smaller."
         )
 

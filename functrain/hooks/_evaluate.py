@@ -5,12 +5,12 @@ from typing import Any
 from functrain.common import _repr
 from functrain.common._checks import require_flags
 from functrain.data._sources import as_source
-from functrain.engine._placement import ShardingArg, batch_sharding, require_divisible
+from functrain.engine._placement import ShardingArg, batch_sharding
 from functrain.engine._plan import FuseArg
 from functrain.engine._trigger import Trigger, every
 from functrain.loop._evaluate import evaluate
 from functrain.loop._events import Event
-from functrain.loop._require import require_eval_step
+from functrain.loop._require import require_all_examples, require_eval_step
 from functrain.rewrites import Mode
 from functrain.step._metered import MeteredStep
 
@@ -30,8 +30,8 @@ class Evaluate:
 
     Raises:
       TypeError: The step carries no metrics, or trains.
-      ValueError: The devices do not divide the batches, or belong to several processes while `when`
-        asks the clock.
+      ValueError: The loader drops examples, or the devices belong to several processes while
+        `when` asks the clock.
 
     Examples:
       >>> import jax.numpy as jnp, numpy as np, optax
@@ -68,7 +68,7 @@ class Evaluate:
         require_flags(jit=jit)
         self.source = as_source(data)
         where = batch_sharding(sharding)
-        require_divisible(self.source, where)
+        require_all_examples(self.source)
         if getattr(when, "seconds", None) is not None and where and not where.is_fully_addressable:
             raise ValueError(
                 "when: expected functrain.every(steps=...) or epochs= where there are several "

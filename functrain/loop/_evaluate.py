@@ -12,6 +12,7 @@ from functrain.engine._driver import Driver
 from functrain.engine._plan import FuseArg, Plan
 from functrain.engine._programs import Kind, computed
 from functrain.loop._require import (
+    require_all_examples,
     require_batches,
     require_eval_step,
     require_own_data_wanted,
@@ -47,7 +48,8 @@ def evaluate(
 ) -> dict[str, Any]:
     """Returns the loss and metrics of a state over all of the data.
 
-    Exact for a smaller last batch: every example counts once.
+    Every example counts once, whatever the batch size and however many devices there are. A batch
+    that the devices do not divide, such as a smaller last one, is computed whole by all of them.
 
     Args:
       state: The state, as `fit` returns it. Neither changed nor consumed.
@@ -64,7 +66,7 @@ def evaluate(
 
     Raises:
       TypeError: The step carries no metrics, or trains, or the state is none.
-      ValueError: No batches, or batches that differ or that the devices do not divide.
+      ValueError: No batches, batches that differ, or a loader that drops examples.
 
     Examples:
       >>> import jax.numpy as jnp, numpy as np, optax
@@ -80,9 +82,12 @@ def evaluate(
     where = _placement.batch_sharding(sharding)
     source = as_source(data)
     require_own_data_wanted(step, source)
-    _placement.require_divisible(source, where)
+    require_all_examples(source)
     _placement.require_same_run(source, where, fuse=fuse)
-    place = _placement.chunk_placement(where)
+    # Not padded and masked: a loss says only what the mean over its batch is, which nobody can undo
+    # for the padding, and batch statistics or contrastive losses see the whole batch. Computed
+    # whole on every device, the last batch is exact for every loss and metric.
+    place = _placement.chunk_placement(where, replicates=True)
     driver = Driver(step, EVALUATION, rewrites=rewrites, jit=jit, place=place)
     metrics = step.start(state).metrics
     driver.begin(_placement.on_mesh(metrics, where), _placement.on_mesh(state, where))

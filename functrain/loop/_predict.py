@@ -15,7 +15,7 @@ from functrain.engine._driver import Driver
 from functrain.engine._guards import guarded
 from functrain.engine._plan import FuseArg, Plan, nbytes, stretch_of_prediction
 from functrain.engine._programs import Kind, cached
-from functrain.loop._require import require_batches, require_state
+from functrain.loop._require import require_all_examples, require_batches, require_state
 from functrain.rewrites import Mode
 from functrain.step._eval import check_predict_step
 
@@ -41,6 +41,9 @@ def predict(
 ) -> PyTree:
     """Returns the outputs for all of the data, in its order, in host memory.
 
+    A batch that the devices do not divide, such as a smaller last one, is computed whole by all of
+    them.
+
     Args:
       state: The state; neither changed nor consumed.
       step: From `predict_step`.
@@ -56,8 +59,7 @@ def predict(
 
     Raises:
       TypeError: The step carries metrics, or the state is none.
-      ValueError: The loader shuffles, or there are no batches, or they differ, or the devices do
-        not divide them.
+      ValueError: The loader shuffles or drops examples, or there are no batches, or they differ.
 
     Examples:
       >>> import numpy as np
@@ -71,10 +73,10 @@ def predict(
     check_predict_step(step)
     where = _placement.batch_sharding(sharding)
     source = Source(data)
-    _require_order(source.data)
-    _placement.require_divisible(source, where)
+    require_all_examples(source)
+    _require_order(source)
     _placement.require_same_run(source, where, fuse=fuse)
-    place = _placement.chunk_placement(where)
+    place = _placement.chunk_placement(where, replicates=True)
     driver = Driver(step, PREDICTION, rewrites=rewrites, jit=jit, place=place)
     driver.begin((), _placement.on_mesh(state, where))
 
@@ -96,10 +98,9 @@ def _row_bytes(step: Step[Any], state: PyTree, batch: PyTree) -> int:
         return nbytes(outputs.eval_shape(state, batch))
 
 
-def _require_order(data: Any) -> None:
-    if isinstance(data, ArrayLoader) and (data.shuffle or data.drop_remainder):
-        what = "shuffles" if data.shuffle else "drops the remainder"
+def _require_order(source: Source) -> None:
+    if isinstance(source.data, ArrayLoader) and source.data.shuffle:
         raise ValueError(
-            f"data: expected all of the data in its order, got an ArrayLoader that {what}. "
-            "Make one with shuffle=False and drop_remainder=False."
+            f"{source.name}: expected all of the data in their order, got an ArrayLoader that "
+            "shuffles. Make one with shuffle=False."
         )

@@ -88,6 +88,17 @@ def require_eval_step(step: Any) -> None:
         )
 
 
+def require_all_examples(source: Source) -> None:
+    """Raises ValueError if a loader leaves out examples that are to be measured or predicted."""
+    dropped = getattr(source.data, "dropped", 0)
+    if dropped:
+        raise ValueError(
+            f"{source.name}: expected all of the data, got {_repr.kind(source.data)} that "
+            f"drops the remainder, {dropped:,} examples. Make one with drop_remainder=False: a "
+            "smaller last batch counts by its examples, and need not divide over the devices."
+        )
+
+
 def require_batches(taken: int, where: str = "", *, name: str = "data") -> None:
     """Refuses a pass that met no batch."""
     if not taken:

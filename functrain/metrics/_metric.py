@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from functrain.common import _repr
+from functrain.common._arguments import parameters
 from functrain.common._types import PyTree
 from functrain.data._batch import batch_size, expand_weight
 
@@ -24,7 +25,8 @@ class Metric(NamedTuple):
     Attributes:
       init: ``init() -> m``: a pytree of arrays, before the first batch.
       update: ``update(m, batch, outputs, loss) -> m``: takes in a batch, the model's outputs on
-        it and its loss `f32[]`. Same structure, shapes and dtypes as `m`.
+        it and its loss `f32[]`. Returns the structure, shapes and dtypes of `m`. An `update` with
+        a parameter `weight` is given ``Aux.weight`` by that name.
       compute: ``compute(m) -> f32[] or a dict of them``: the value so far; NaN before any batch.
 
     Examples:
@@ -39,8 +41,25 @@ class Metric(NamedTuple):
     """
 
     init: Callable[[], PyTree]
-    update: Callable[[PyTree, PyTree, PyTree, jax.Array], PyTree]
+    update: Callable[..., PyTree]
     compute: Callable[[PyTree], Any]
+
+
+def updated(
+    metric: Metric, m: PyTree, batch: PyTree, outputs: PyTree, loss: jax.Array, weight: Any
+) -> PyTree:
+    """Returns a metric's state after one more batch.
+
+    Args:
+      metric: The metric.
+      m: Its state before the batch.
+      batch: The batch.
+      outputs: The model's outputs on it.
+      loss: Its loss `f32[]`.
+      weight: ``Aux.weight``, passed on to an `update` that has a parameter of that name.
+    """
+    by_weight = {"weight": weight} if "weight" in parameters(metric.update) else {}
+    return metric.update(m, batch, outputs, loss, **by_weight)
 
 
 class Metered(flax.struct.PyTreeNode, eq=False):
@@ -94,7 +113,10 @@ def mean(value: Callable[[PyTree, PyTree], jax.Array], *, weighted: bool = False
 
 
 def mean_loss() -> Metric:
-    """Returns the mean loss, each batch weighted by its number of examples, as Keras has it.
+    """Returns the mean loss over all examples, whatever the batch size.
+
+    A batch counts by its number of examples. Where the loss was divided by something else, such as
+    the sum of the sample weights, it counts by that: see ``Aux.weight``.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -104,9 +126,16 @@ def mean_loss() -> Metric:
       3.0
     """
 
-    def update(m: _Sum, batch: PyTree, outputs: PyTree, loss: jax.Array) -> _Sum:
-        size = jnp.asarray(batch_size(batch), jnp.float32)
-        return _Sum(m.total + loss.astype(jnp.float32) * size, m.weight + size)
+    def update(
+        m: _Sum, batch: PyTree, outputs: PyTree, loss: jax.Array, weight: Any = None
+    ) -> _Sum:
+        # () is the weight of a loss that is no mean, such as a sum: Keras averages these over
+        # batches by their examples, too.
+        is_by_examples = weight is None or isinstance(weight, tuple)
+        divisor = jnp.asarray(batch_size(batch) if is_by_examples else weight, jnp.float32)
+        # The mean of a batch without weight may be 0 / 0, which must not reach the sum.
+        total = jnp.where(divisor == 0, 0.0, loss.astype(jnp.float32) * divisor)
+        return _Sum(m.total + total, m.weight + divisor)
 
     return Metric(_zero, update, _ratio)
 
@@ -133,8 +162,10 @@ def collection(metrics: Mapping[str, Metric]) -> Metric:
                 f"metrics[{name!r}]: expected a Metric, got {type(metric).__name__}. {hint}"
             )
 
-    def update(m: PyTree, batch: PyTree, outputs: PyTree, loss: jax.Array) -> PyTree:
-        return {n: metrics[n].update(m[n], batch, outputs, loss) for n in metrics}
+    def update(
+        m: PyTree, batch: PyTree, outputs: PyTree, loss: jax.Array, weight: Any = None
+    ) -> PyTree:
+        return {n: updated(metrics[n], m[n], batch, outputs, loss, weight) for n in metrics}
 
     return Metric(
         init=lambda: {n: metrics[n].init() for n in metrics},

@@ -50,6 +50,11 @@ class Loader(Seekable):
         self.drop_remainder = first.drop_remainder
         self.examples = min(loader.examples for loader in self.loaders)
 
+    @property
+    def dropped(self) -> int:
+        """Examples of an epoch that are in none of its batches, of the member that loses most."""
+        return max(loader.dropped for loader in self.loaders)
+
     def __repr__(self) -> str:
         return _repr.call(self, members=len(self.loaders), of=self.loaders[0])
 

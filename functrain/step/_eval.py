@@ -29,9 +29,11 @@ def eval_step(
 
     Args:
       loss_fn: The loss.
-      metrics: Running metrics by name, beside ``"loss"``, the mean over all examples.
+      metrics: Running metrics by name, beside ``"loss"``, the mean over all examples. A batch
+        counts by ``Aux.weight`` where the loss has one, so that weighted means do not depend on
+        the batch size either.
       logs: Names in the loss's ``Aux.logs`` whose means over all examples are reported, too, as
-        of several losses that are added up.
+        of several losses that are added up. They are weighted as the loss is.
       of: Where the training's state holds several networks, which of them to evaluate:
         ``of=lambda states: states["student"]``. Anything with `params` and `model_state` will do.
       rng: A typed key `key[]`, for a loss that draws in evaluation too, such as that of a
@@ -82,9 +84,12 @@ def eval_step(
     judged = collection({"loss": mean_loss(), **(metrics or {})})
     means = collection({name: _mean_log(name) for name in logs})
 
-    def update(m: PyTree, batch: PyTree, outputs: PyTree, loss: jax.Array) -> PyTree:
+    def update(
+        m: PyTree, batch: PyTree, outputs: PyTree, loss: jax.Array, weight: Any = None
+    ) -> PyTree:
         outputs, logged = outputs
-        return judged.update(m, batch, outputs, loss) | means.update(m, batch, logged, loss)
+        new = judged.update(m, batch, outputs, loss, weight)
+        return new | means.update(m, batch, logged, loss, weight)
 
     both = Metric(
         init=lambda: judged.init() | means.init(),
@@ -108,8 +113,10 @@ def _mean_log(name: str) -> Metric:
     """As `mean_loss`, of a log; it is given the logs for outputs."""
     mean = mean_loss()
 
-    def update(m: PyTree, batch: PyTree, outputs: PyTree, loss: jax.Array) -> PyTree:
-        return mean.update(m, batch, None, jnp.asarray(outputs[name]))
+    def update(
+        m: PyTree, batch: PyTree, outputs: PyTree, loss: jax.Array, weight: Any = None
+    ) -> PyTree:
+        return mean.update(m, batch, None, jnp.asarray(outputs[name]), weight)
 
     return mean._replace(update=update)
 

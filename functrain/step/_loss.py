@@ -16,8 +16,9 @@ class Aux(NamedTuple):
       outputs: The model's outputs, for metrics. None if there is nothing to show.
       logs: Scalars to report beside the loss, under their names.
       weight: `f32[]`, what the mean over examples was divided by, where that is not their number:
-        the sum of their weights. `micro_batches` weighs by it. ``()`` where the loss is no such
-        mean, as a sum is; `micro_batches` refuses it then.
+        the sum of their weights. Means over batches, in evaluation, in the history and in
+        `micro_batches`, are weighted by it; training logs it as ``sum_of_weights``. ``()`` where
+        the loss is no such mean, as a sum is; `micro_batches` refuses it then.
 
     Examples:
       >>> Aux(model_state={}).logs

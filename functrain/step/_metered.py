@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from functrain.common import _repr, _tree
 from functrain.common._types import PyTree, Step
-from functrain.metrics._metric import Metered, Metric
+from functrain.metrics._metric import Metered, Metric, updated
 from functrain.step._loss import Aux
 from functrain.step._state import TrainState
 from functrain.tx._loss_scale import guards
@@ -75,7 +75,9 @@ class MeteredStep:
             )
         key = () if self.rng is None else (jax.random.fold_in(self.rng, metered.metrics[_BATCHES]),)
         state, loss, aux = self.base(metered.state, batch, *key)
-        metrics = self.metrics.update(metered.metrics, batch, aux.outputs, loss)
+        metrics = updated(
+            self.metrics, metered.metrics, batch, aux.outputs, loss, aux.weight
+        )
         if self.trains and isinstance(state, TrainState):
             finite, _ = guards(state.opt_state)
             if finite is not None:  # what a skipped step says is no part of a mean
@@ -87,14 +89,20 @@ class MeteredStep:
         return Metered(state, metrics), _logs(loss, aux, values)
 
 
+# The log of ``Aux.weight``: means over the steps of an epoch are weighted by it.
+SUM_OF_WEIGHTS = "sum_of_weights"
+
 _BATCHES = "(batches)"  # no name for a metric
 
 
 def _counted(metric: Metric) -> Metric:
     """Counts batches beside the states of a dict of metrics, which is no value of theirs."""
 
-    def update(m: PyTree, batch: PyTree, outputs: PyTree, loss: jax.Array) -> PyTree:
-        return {**metric.update(m, batch, outputs, loss), _BATCHES: m[_BATCHES] + 1}
+    def update(
+        m: PyTree, batch: PyTree, outputs: PyTree, loss: jax.Array, weight: Any = None
+    ) -> PyTree:
+        new = updated(metric, m, batch, outputs, loss, weight)
+        return {**new, _BATCHES: m[_BATCHES] + 1}
 
     return Metric(lambda: {**metric.init(), _BATCHES: jnp.int32(0)}, update, metric.compute)
 
@@ -117,7 +125,7 @@ def plain(base: Callable[[Any, PyTree], tuple[Any, jax.Array, Aux]]) -> Step[Any
 def _logs(loss: jax.Array, aux: Aux, values: PyTree = ()) -> dict[str, Any]:
     """Returns what a step reports; refuses one name for two things, as one would hide the other."""
     logs, metrics = ({path for path, _ in _tree.leaves_with_path(x)} for x in (aux.logs, values))
-    if own := {"loss", "seconds"} & logs:
+    if own := {"loss", "seconds", SUM_OF_WEIGHTS} & logs:
         raise ValueError(
             f"logs: expected names other than {sorted(own)}, which the loop reports itself. Rename "
             "them in Aux(logs=...)."
@@ -127,12 +135,14 @@ def _logs(loss: jax.Array, aux: Aux, values: PyTree = ()) -> dict[str, Any]:
             f"logs: expected names other than those of the metrics, got {sorted(both)} as logs of "
             "the loss and as metrics. Rename the log in Aux(logs=...), or the metric."
         )
-    return {"loss": loss, **aux.logs}
+    is_weighted = not (aux.weight is None or isinstance(aux.weight, tuple))
+    weight = {SUM_OF_WEIGHTS: jnp.asarray(aux.weight, jnp.float32)} if is_weighted else {}
+    return {"loss": loss, **weight, **aux.logs}
 
 
 def check_names(metrics: Mapping[str, Metric] | None) -> None:
     """Refuses names that the loop itself uses."""
-    taken = {"loss", "learning_rate", "seconds"} & set(metrics or {})
+    taken = {"loss", "learning_rate", "seconds", SUM_OF_WEIGHTS} & set(metrics or {})
     if taken:
         raise ValueError(
             f"metrics: expected names other than {sorted(taken)}, which the loop reports itself. "

@@ -13,6 +13,7 @@ from functrain.common._values import shown
 from functrain.engine._position import Position
 from functrain.loop._events import ChunkEnd, EpochEnd, Event
 from functrain.loop._saving import Resumed
+from functrain.step._metered import SUM_OF_WEIGHTS
 from functrain.trainer._bar import Bar
 from functrain.trainer._recorder import Recorder
 
@@ -87,6 +88,7 @@ class ProgressReport:
             self._shown = now
             # The metrics asked for at the last refresh are there by now: no waiting.
             values = {**recorder.latest, **_tree.to_values(self._metrics)}
+            values.pop(SUM_OF_WEIGHTS, None)
             self._metrics = event.metrics()
             self._bar.update(completed=self._steps, values=self._text(values))
 

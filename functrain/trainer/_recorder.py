@@ -9,6 +9,7 @@ import numpy as np
 from functrain.common import _tree
 from functrain.common._values import is_value, on_host
 from functrain.loop._events import EpochEnd, Event, LogsReady
+from functrain.step._metered import SUM_OF_WEIGHTS
 from functrain.trainer._history import History
 
 # What is what it is at the end: the mean over a schedule, or of a count, says nothing.
@@ -129,6 +130,8 @@ class Recorder:
         examples, means = self._examples.values(), dict(metrics)
         weights = self._weights(examples)
         for name, column in self._steps.items() if len(examples) else ():
+            if name == SUM_OF_WEIGHTS:  # a weight of means, and no mean itself
+                continue
             values = column.values()[-len(examples) :].astype(np.float64)
             last = name.split("/")[-1] in _AT_THE_END
             means[name] = on_host(values[-1] if last else _mean(values, weights))
@@ -138,14 +141,20 @@ class Recorder:
     def _weights(self, examples: np.ndarray) -> np.ndarray:
         """Returns what each step counts in means, `[steps]` or `[steps, members]`.
 
-        That is its examples, and nothing where it was skipped, unless all were.
+        That is its sum of weights where the loss is divided by one, else its number of examples,
+        and nothing where it was skipped, unless all were.
         """
         taken: np.ndarray = np.ones(len(examples))
+        if SUM_OF_WEIGHTS in self._steps and len(examples):
+            sums = self._steps[SUM_OF_WEIGHTS].values()[-len(examples) :]
+            examples = np.where(np.isnan(sums), 1.0, sums)  # NaN: a member that was stopped
         if _SKIPPED in self._steps and len(examples):
             taken = 1.0 - (self._steps[_SKIPPED].values()[-len(examples) :] > 0)
             taken = np.where(taken.any(0), taken, 1)
-        weights = taken * examples.reshape(-1, *(1,) * (taken.ndim - 1))
-        return np.where(weights.any(0), weights, taken)
+        axes = max(taken.ndim, examples.ndim)
+        taken, examples = (x.reshape(*x.shape, *(1,) * (axes - x.ndim)) for x in (taken, examples))
+        weights = taken * examples
+        return np.where(weights.any(0), weights, np.broadcast_to(taken, weights.shape))
 
 
 def _mean(values: np.ndarray, weights: np.ndarray) -> Any:
@@ -153,7 +162,7 @@ def _mean(values: np.ndarray, weights: np.ndarray) -> Any:
     if weights.ndim > 1:
         members = zip(values.T, weights.T, strict=True)
         return np.array([_mean(*member) for member in members])
-    counts = weights > 0
+    counts = weights != 0
     return np.average(values[counts], 0, weights[counts])
 
 

@@ -28,6 +28,42 @@ def test_a_smaller_last_batch_counts_as_much_as_it_holds(fuse, jit) -> None:
     assert values["accuracy"] == pytest.approx(np.mean(logits.argmax(1) == Y), rel=1e-6)
 
 
+@pytest.mark.parametrize("batch", [1, 3, 8])
+def test_a_weighted_mean_does_not_depend_on_the_batch_size(batch) -> None:
+    weights = RNG.uniform(size=103).astype(np.float32)
+    weights[:16] = 0.0  # whole batches of padding
+    loss_fn = ft.supervised(
+        MODEL, optax.softmax_cross_entropy_with_integer_labels, reduction="weighted_mean"
+    )
+
+    def logs_itself(*args, **how):
+        loss, aux = loss_fn(*args, **how)
+        return loss, aux._replace(logs={"twice": 2 * loss})
+
+    step = ft.eval_step(logs_itself, metrics={"again": ft.metrics.mean_loss()}, logs=["twice"])
+    data = ft.ArrayLoader((X, Y, weights), batch)
+    values = ft.evaluate(STATE, step, data)
+    logits, weights = X.astype(np.float64) @ W, weights.astype(np.float64)
+    losses = np.log(np.exp(logits).sum(1)) - logits[np.arange(103), Y]
+    expected = np.sum(losses * weights) / np.sum(weights)
+    assert values["loss"] == pytest.approx(expected, rel=1e-6)
+    assert values["again"] == values["loss"]
+    assert values["twice"] == pytest.approx(2 * expected, rel=1e-6)
+    population = ft.evaluate(ft.population.stack([STATE] * 2), ft.population.step(step), data)
+    np.testing.assert_allclose(population["loss"], expected, rtol=1e-6)
+
+
+def test_a_batch_without_weight_does_not_count_whatever_its_loss_says() -> None:
+    def loss_fn(params, model_state, batch, *, rng, training):
+        x, w = batch
+        total = jnp.sum(w)
+        return jnp.sum(x * w) / total, ft.Aux(model_state, weight=total)
+
+    x, w = np.arange(6, dtype=np.float32), np.array([0, 0, 1, 3, 0, 2], np.float32)
+    values = ft.evaluate(STATE, ft.eval_step(loss_fn), ft.ArrayLoader((x, w), 2))
+    assert values["loss"] == pytest.approx((2 + 9 + 10) / 6)
+
+
 def test_the_state_is_neither_changed_nor_consumed() -> None:
     ft.evaluate(STATE, ft.eval_step(LOSS), ft.ArrayLoader((X, Y), 10))
     np.testing.assert_array_equal(STATE.params["w"], W)
@@ -60,6 +96,26 @@ def test_a_step_that_trains_is_refused() -> None:
 def test_a_loader_that_drops_examples_is_refused_for_predictions() -> None:
     with pytest.raises(ValueError, match="an ArrayLoader that drops the remainder"):
         ft.predict(STATE, ft.predict_step(MODEL), ft.ArrayLoader(X, 10, drop_remainder=True))
+
+
+def test_a_loader_that_drops_examples_is_refused_for_evaluation() -> None:
+    dropping = ft.ArrayLoader((X, Y), 10, drop_remainder=True)
+    message = "an ArrayLoader that drops the remainder, 3 examples"
+    with pytest.raises(ValueError, match=f"^data: .*{message}"):
+        ft.evaluate(STATE, ft.eval_step(LOSS), dropping)
+    with pytest.raises(ValueError, match=message):
+        ft.hooks.Evaluate(ft.eval_step(LOSS), dropping)
+    tx = optax.sgd(0.1)
+    with pytest.raises(ValueError, match=f"^eval_data: .*{message}"):
+        ft.fit(
+            STATE, ft.train_step(LOSS, tx), dropping, eval_data=dropping, eval_step=ft.eval_step(LOSS)
+        )
+    members = ft.population.Loader([dropping] * 2)
+    population = ft.population.stack([STATE] * 2)
+    with pytest.raises(ValueError, match="a Loader that drops the remainder"):
+        ft.evaluate(population, ft.population.step(ft.eval_step(LOSS), data="own"), members)
+    none_dropped = ft.ArrayLoader((X[:100], Y[:100]), 10, drop_remainder=True)
+    assert ft.evaluate(STATE, ft.eval_step(LOSS), none_dropped)
 
 
 @pytest.mark.parametrize("fuse", [1, 4, "auto"])

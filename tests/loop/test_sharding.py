@@ -136,16 +136,59 @@ def test_what_fit_is_told_of_batches_its_evaluation_is_told() -> None:
     assert set(seen) == {2}
 
 
-@pytest.mark.parametrize("which", ["data", "eval_data"])
-def test_a_last_batch_that_does_not_divide_is_found_before_anything_runs(which) -> None:
-    whole, odd = loader(8), ft.ArrayLoader((X[:43], Y[:43]), 8)
-    data = {"data": whole, "eval_data": whole, which: odd}
+def test_a_last_batch_that_does_not_divide_is_found_before_anything_is_trained() -> None:
+    odd = ft.ArrayLoader((X[:43], Y[:43]), 8)
     ran = []
     step = ft.MeteredStep(lambda s, b: ran.append(0) or (s, jnp.zeros(()), ft.Aux()), STEP.metrics)
-    how: Any = {"eval_data": data["eval_data"], "eval_step": EVAL, "verbose": 0}
-    with pytest.raises(ValueError, match=rf"(?s)^{which}: sharding: .*0: float32\[3, 8\]"):
-        ft.fit(create(), step, data["data"], sharding=at("data"), **how)
+    how: Any = {"eval_data": loader(8), "eval_step": EVAL, "verbose": 0}
+    with pytest.raises(ValueError, match=r"(?s)^data: sharding: .*0: float32\[3, 8\]"):
+        ft.fit(create(), step, odd, sharding=at("data"), **how)
     assert not ran
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize(("batch", "fuse"), [(8, 3), (6, 1), (5, "auto")])
+def test_no_example_is_left_out_where_devices_do_not_divide_the_batches(kind, batch, fuse) -> None:
+    def contrasts(params: Any, model_state: Any, batch: Any, **how: Any) -> Any:
+        loss, aux = LOSS(params, model_state, batch, **how)  # sees the whole batch, padding too
+        scores = aux.outputs @ aux.outputs.T
+        return loss + jnp.mean(jax.nn.logsumexp(scores, axis=1)), aux
+
+    state, data = create(), ft.ArrayLoader((X[:43], Y[:43]), batch)
+    where = NamedSharding(mesh(kind), PartitionSpec("data"))
+    for loss_fn in (LOSS, contrasts) if kind == AxisType.Auto else (LOSS,):
+        step = ft.eval_step(loss_fn, metrics={"accuracy": ft.metrics.accuracy()})
+        found = ft.evaluate(state, step, data, sharding=where, fuse=fuse)
+        alone = ft.evaluate(state, step, data)
+        assert found["loss"] == pytest.approx(alone["loss"], rel=1e-6)
+        assert found["accuracy"] == alone["accuracy"]
+    hidden = np.maximum(X[:43].astype(np.float64) @ state.params["w1"] + state.params["b1"], 0)
+    outputs = hidden @ state.params["w2"] + state.params["b2"]
+    assert found["accuracy"] == np.float32(np.mean(outputs.argmax(1) == Y[:43]))
+    inputs = ft.ArrayLoader(X[:43], batch)
+    ours = ft.predict(state, ft.predict_step(MODEL), inputs, sharding=where, fuse=fuse)
+    np.testing.assert_allclose(ours, outputs, atol=1e-6)
+
+
+def test_a_fit_evaluates_all_examples_that_devices_do_not_divide() -> None:
+    odd = ft.ArrayLoader((X[:43], Y[:43]), 8)
+    hook = ft.hooks.Evaluate(EVAL, odd, prefix="test_", sharding=at("data"))
+    how: Any = {"eval_data": odd, "eval_step": EVAL, "hooks": [hook], "verbose": 0}
+    state, history = ft.fit(create(), STEP, loader(), sharding=at("data"), **how)
+    expected = ft.evaluate(state, EVAL, odd)
+    for name in ("val_", "test_"):
+        assert history.epochs[f"{name}loss"][-1] == pytest.approx(expected["loss"], rel=1e-6)
+        assert history.epochs[f"{name}accuracy"][-1] == expected["accuracy"]
+
+
+def test_a_population_is_evaluated_on_examples_that_devices_do_not_divide() -> None:
+    population = ft.population.stack([create(), create().replace(params=create().params)])
+    odd = ft.ArrayLoader((X[:43], Y[:43]), 8)
+    step = ft.population.step(EVAL)
+    found = ft.evaluate(population, step, odd, sharding=at("data"))
+    alone = ft.evaluate(create(), EVAL, odd)
+    np.testing.assert_allclose(found["loss"], alone["loss"], rtol=1e-6)
+    np.testing.assert_array_equal(found["accuracy"], alone["accuracy"])
 
 
 def test_the_last_of_a_list_of_batches_is_looked_at_as_well() -> None:
