@@ -93,7 +93,8 @@ class OptaxOptimizer(keras_private.optimizers.GradientsOnly):
 
     Raises:
       TypeError: `tx` is neither; or (when built, before the first step) its update needs more
-        than gradients and params, as those of L-BFGS, `polyak_sgd`, `momo` and `sophia` do.
+        than gradients and params, as those of L-BFGS, `polyak_sgd`, `momo`, `sophia` and
+        `optax.contrib.sam` in its opaque mode do.
       ValueError: (when the model is saved) a function has no name that a file could give.
 
     Examples:
@@ -329,6 +330,6 @@ def _require_no_more_than_gradients(tx: Any, params: PyTree, state: PyTree) -> N
             f"{_OWNER}: this transformation needs more than gradients and params: "
             f"{''.join(missing[0])}. Keras gives an optimizer nothing else. A loop of yours can: "
             "bridge.create_state(model, tx), then functrain.train_step(loss_fn, tx), which passes "
-            "value, grad and value_fn (what else it needs, pass to tx.update), then "
+            "value, grad, value_fn and grad_fn (what else it needs, pass to tx.update), then "
             "bridge.to_keras(state, model)."
         ) from error

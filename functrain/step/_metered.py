@@ -75,9 +75,7 @@ class MeteredStep:
             )
         key = () if self.rng is None else (jax.random.fold_in(self.rng, metered.metrics[_BATCHES]),)
         state, loss, aux = self.base(metered.state, batch, *key)
-        metrics = updated(
-            self.metrics, metered.metrics, batch, aux.outputs, loss, aux.weight
-        )
+        metrics = updated(self.metrics, metered.metrics, batch, aux.outputs, loss, aux.weight)
         if self.trains and isinstance(state, TrainState):
             finite, _ = guards(state.opt_state)
             if finite is not None:  # what a skipped step says is no part of a mean

@@ -9,6 +9,7 @@ import optax
 
 from functrain.common import _repr, _tree
 from functrain.common._types import PyTree
+from functrain.tx._extra_args import with_any_extra_args
 
 
 class TrainState(flax.struct.PyTreeNode, eq=False):
@@ -95,7 +96,7 @@ class TrainState(flax.struct.PyTreeNode, eq=False):
           grads: Gradients, with the structure of `params`.
           tx: The optimizer the state was created with.
           **extra_args: What the optimizer's `update` takes beyond gradients and params (`value`,
-            `value_fn`, ...); ignored by those that take nothing.
+            `value_fn`, `grad_fn`, ...). It is given those that it has parameters for.
 
         Returns:
           The state with new `params` and `opt_state`, and `step` one higher.
@@ -104,7 +105,7 @@ class TrainState(flax.struct.PyTreeNode, eq=False):
           ValueError: `opt_state` is another optimizer's.
         """
         _check_opt_state(self.opt_state, self.params, tx)
-        update = optax.with_extra_args_support(tx).update
+        update = with_any_extra_args(tx).update
         updates, opt_state = update(grads, self.opt_state, self.params, **extra_args)
         return self.replace(
             step=self.step + jnp.ones((), self.step.dtype),

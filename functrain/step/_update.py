@@ -21,8 +21,9 @@ def update(
     Args:
       state: Its `rng`, folded with its `step`, is the randomness of the loss.
       loss_fn: ``loss_fn(params, model_state, *args, rng=, training=True) -> (f32[], Aux)``.
-      tx: The optimizer. One whose `update` takes `value`, `grad` or `value_fn` (line searches,
-        plateau schedules) gets them; what `skip_non_finite` and `loss_scale` need is done.
+      tx: The optimizer. One whose `update` takes `value`, `grad`, `value_fn` (line searches,
+        plateau schedules) or `grad_fn` (`optax.contrib.sam`) gets them, of the same batch and
+        random numbers; what `skip_non_finite` and `loss_scale` need is done.
       *args: Passed on to `loss_fn`, usually one batch.
 
     Returns:
@@ -55,11 +56,20 @@ def update(
         loss, aux = loss_of(params)
         return scaled(loss, scale), (loss, aux)
 
+    def grad_fn(params: PyTree, _: Any) -> PyTree:
+        """Returns the gradients at other params; optax numbers the adversarial steps."""
+        return unscaled(jax.grad(lambda p: scaled_loss(p)[0])(params), scale)
+
     _, scale = guards(state.opt_state)
     (_, (loss, aux)), grads = jax.value_and_grad(scaled_loss, has_aux=True)(state.params)
     grads = unscaled(grads, scale)
     new = state.apply_gradients(
-        grads, tx, value=loss, grad=grads, value_fn=lambda params: loss_of(params)[0]
+        grads,
+        tx,
+        value=loss,
+        grad=grads,
+        value_fn=lambda params: loss_of(params)[0],
+        grad_fn=grad_fn,
     )
     finite, _ = guards(new.opt_state)
     model_state = aux.model_state

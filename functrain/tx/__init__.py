@@ -5,6 +5,7 @@ Files:
   _loss_scale: losses scaled for float16
   _params_ema: an average of the params
   _groups: another transformation for other params
+  _extra_args: which keywords an update is given
   _logs: what a transformation says of itself
 """
 

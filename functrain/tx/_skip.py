@@ -8,6 +8,7 @@ import optax
 
 from functrain.common import _tree
 from functrain.common._types import PyTree
+from functrain.tx._extra_args import with_any_extra_args
 
 
 class SkipState(NamedTuple):
@@ -53,7 +54,7 @@ def skip_non_finite(tx: optax.GradientTransformation) -> optax.GradientTransform
       >>> print(state.step, state.params["w"], state.opt_state.finite)
       1 [1. 1.] False
     """
-    inner = optax.with_extra_args_support(tx)
+    inner = with_any_extra_args(tx)
 
     def init(params: PyTree) -> SkipState:
         counts = {name: jnp.zeros((), jnp.int32) for name in ("skipped", "skipped_in_a_row")}

@@ -108,7 +108,11 @@ def test_a_loader_that_drops_examples_is_refused_for_evaluation() -> None:
     tx = optax.sgd(0.1)
     with pytest.raises(ValueError, match=f"^eval_data: .*{message}"):
         ft.fit(
-            STATE, ft.train_step(LOSS, tx), dropping, eval_data=dropping, eval_step=ft.eval_step(LOSS)
+            STATE,
+            ft.train_step(LOSS, tx),
+            dropping,
+            eval_data=dropping,
+            eval_step=ft.eval_step(LOSS),
         )
     members = ft.population.Loader([dropping] * 2)
     population = ft.population.stack([STATE] * 2)

@@ -97,6 +97,62 @@ def test_line_searches_get_what_they_need() -> None:
     assert losses[-1] == pytest.approx(best, rel=1e-4)
 
 
+def by_sam(opaque):
+    adversary = optax.chain(optax.contrib.normalize(), optax.sgd(0.05))
+    return optax.contrib.sam(optax.sgd(0.1, momentum=0.9), adversary, 2, opaque_mode=opaque)
+
+
+@pytest.mark.parametrize("opaque", [False, True])
+@pytest.mark.parametrize("way", ["step", "fit", "chain", "skip_non_finite"])
+def test_sharpness_aware_minimization_equals_that_of_optax_by_hand(way, opaque) -> None:
+    key = jax.random.key(3)
+    wrap = {
+        "chain": lambda tx: optax.chain(optax.clip(100.0), tx, optax.scale(1.0)),
+        "skip_non_finite": ft.skip_non_finite,
+    }.get(way, lambda tx: tx)
+    alone, tx = by_sam(opaque), wrap(by_sam(opaque))
+    state = make_state(tx, key)
+    params, opt_state = state.params, alone.init(state.params)
+
+    def gradient(params, i):
+        rng = jax.random.fold_in(key, i)
+        return jax.grad(lambda p: loss_fn(p, {"calls": 0.0}, (X, Y), rng=rng, training=True)[0])(
+            params
+        )
+
+    @jax.jit
+    def by_hand(params, opt_state, i):
+        updates, opt_state = alone.update(
+            gradient(params, i), opt_state, params, grad_fn=lambda p, _: gradient(p, i)
+        )
+        return optax.apply_updates(params, updates), opt_state
+
+    for i in range(4):
+        params, opt_state = by_hand(params, opt_state, i)
+    step = ft.train_step(loss_fn, tx)
+    if way == "fit":
+        state, _ = ft.fit(state, step, [(X, Y)] * 4, fuse=4, verbose=0)
+    else:
+        for _ in range(4):
+            state, _ = jax.jit(step)(state, (X, Y))
+    np.testing.assert_allclose(state.params["w"], params["w"], rtol=1e-6)
+    assert state.model_state["calls"] == 4
+
+
+def test_an_update_that_is_refused_one_keyword_gets_the_others() -> None:
+    plateau = optax.contrib.reduce_on_plateau(patience=1)
+    both = optax.chain(by_sam(opaque=True), plateau)
+    with pytest.raises(TypeError, match="missing 1 required keyword-only argument: 'value'"):
+        ft.train_step(loss_fn, both)(make_state(both), (X, Y))
+
+    def update(updates, state, params=None, *, value):
+        return jax.tree.map(lambda g: g * value, updates), state
+
+    named = optax.GradientTransformationExtraArgs(lambda params: (), update)
+    state = make_state(named).apply_gradients({"w": jnp.ones((4, 1))}, named, value=2.0, other=1)
+    np.testing.assert_array_equal(state.params["w"], 3.0)
+
+
 def test_metrics_are_beside_the_state_and_do_not_touch_training() -> None:
     tx = optax.sgd(0.1)
     plain, metered = (

@@ -111,6 +111,27 @@ def test_batches_of_no_examples_weigh_the_same() -> None:
     assert history.epochs["x"] == [1.5]
 
 
+def test_the_weighted_mean_of_an_epoch_does_not_depend_on_the_batch_size(capsys) -> None:
+    weights = RNG.uniform(size=103).astype(np.float32)
+    tx = optax.sgd(0.0)  # all batches see the same params
+    state = ft.TrainState.create(params={"w": np.ones((4, 1), np.float32)}, tx=tx)
+    loss_fn = ft.supervised(MODEL, optax.squared_error, reduction="weighted_mean")
+    step, wide = ft.train_step(loss_fn, tx), X.astype(np.float64)
+    errors = (wide.sum(1) - Y[:, 0]) ** 2
+    expected = np.sum(errors * weights) / np.sum(weights, dtype=np.float64)
+    for batch in (3, 8):
+        data = ft.ArrayLoader((X, Y, weights), batch)
+        _, history = ft.fit(state, step, data, verbose="lines")
+        np.testing.assert_allclose(history.epochs["loss"], expected, rtol=1e-6)
+    sums = [weights[i : i + 8].sum() for i in range(0, 103, 8)]
+    np.testing.assert_allclose(history.steps["sum_of_weights"], sums, rtol=1e-6)
+    assert "sum_of_weights" not in capsys.readouterr().out
+    over_all, members = ft.population.step(step), ft.population.stack([state] * 2)
+    members = members.replace(active=jnp.array([True, False]))
+    _, history = ft.fit(members, over_all, data, verbose=0)
+    np.testing.assert_allclose(history.epochs["loss"], [[expected, np.nan]], rtol=1e-6)
+
+
 def test_a_number_of_epochs_that_is_none_is_refused_with_an_evaluation_too() -> None:
     data = ft.ArrayLoader((X, Y), 10)
     with pytest.raises(ValueError, match="epochs: expected a whole number from 1 on, got '3'"):

@@ -151,6 +151,13 @@ class TestErrors:
         with pytest.raises(TypeError, match=f"needs more than gradients and params: .*{needed}"):
             fitted(bridge.OptaxOptimizer(tx))
 
+    def test_an_opaque_sharpness_aware_minimization_says_so_before_training(self):
+        tx = C.sam(SGD, optax.chain(C.normalize(), optax.sgd(0.05)), opaque_mode=True)
+        with pytest.raises(
+            TypeError, match=r"(?s)needs more than .*: grad_fn\..*value_fn and grad_"
+        ):
+            fitted(bridge.OptaxOptimizer(tx))
+
     def test_no_learning_rate_to_be_seen(self):
         optimizer = fitted(bridge.OptaxOptimizer(optax.adam(1e-2))).optimizer
         assert not hasattr(optimizer, "learning_rate")
