@@ -96,8 +96,8 @@ class Local:
         shapes = f", here of\n{_tree.bullets(specs)}" if specs else ""
         raise ValueError(
             f"{name}: expected as many batches, of the same shapes, in every process, got next "
-            f"{counts}{shapes}\nGive each process as many examples; in training drop_remainder=True "
-            "leaves out what is left over."
+            f"{counts}{shapes}\nGive each process as many examples; in training "
+            "drop_remainder=True leaves out what is left over."
         )
 
     def _whole(self, shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -290,7 +290,7 @@ class Source:
     def _replay(self, saved: Glimpse, epoch: int, batch: int) -> list[str]:
         """Begins the pass now, and compares the first of the batches that are fetched again."""
         is_list = isinstance(self.data, list | tuple)
-        if batch and not is_list and self._mark and not self._mark["ended"]:
+        if saved and batch and not is_list and self._mark and not self._mark["ended"]:
             warnings.warn(
                 f"{self.name}: a {type(self.data).__name__} does not say where it is. Its first "
                 f"{batch} batches are fetched again and left out; those after them are the same "

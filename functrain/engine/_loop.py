@@ -16,7 +16,7 @@ Body = Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]
 
 
 def repeat(
-    body: Body, carry: PyTree, stacked: PyTree, n: jax.Array | None, unroll: int = 1
+    body: Body, carry: PyTree, stacked: PyTree, k: int, n: jax.Array | None, unroll: int = 1
 ) -> tuple[PyTree, PyTree]:
     """Applies ``body(carry, x) -> (carry, y)`` to the first n of K stacked inputs, in turn.
 
@@ -27,7 +27,8 @@ def repeat(
     Args:
       body: Traced once.
       carry: Its structure, shapes, dtypes and weak types must come back unchanged.
-      stacked: Every leaf `[K, ...]`.
+      stacked: Every leaf `[K, ...]`. It may have no leaves.
+      k: K.
       n: i32[], 0 to K; None for all K, with `lax.scan` itself: for devices that want to know the
         length.
       unroll: Of `lax.scan`.
@@ -35,15 +36,13 @@ def repeat(
     Returns:
       The carry after n applications, and the y stacked `[K, ...]`, zeros from n on.
     """
-    leaves = jax.tree.leaves(stacked)
     first = jax.eval_shape(lambda tree: jax.tree.map(lambda x: x[0], tree), stacked)
     run, returned = _stage(body, carry, first)
     new, outs = require_pair(returned)
     check_carry(carry, new)
     if n is None:
-        result: tuple[PyTree, PyTree] = lax.scan(run, carry, stacked, unroll=unroll)
+        result: tuple[PyTree, PyTree] = lax.scan(run, carry, stacked, length=k, unroll=unroll)
         return result
-    k = leaves[0].shape[0] if leaves else 1
     if k == 1:
         # The compiler sees through an index into a single row, and fuses the body otherwise, to
         # other last bits: give it two.

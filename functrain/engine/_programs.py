@@ -83,7 +83,7 @@ def _compiled(get: Callable[[], Any], kind: Kind, loop: Loop) -> Program:
 
         with guarded():
             some = None if loop.whole else n
-            carry, rows = repeat(once, carry, chunk, some, loop.unroll)
+            carry, rows = repeat(once, carry, chunk, loop.k, some, loop.unroll)
         return carry, rows, n + 0
 
     donated = 0 if loop.donate else ()

@@ -1,8 +1,11 @@
 """How often the outputs name the right class."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
+from functrain.common import _tree
 from functrain.metrics._metric import Metric, mean
 from functrain.metrics._shapes import like
 
@@ -10,8 +13,11 @@ from functrain.metrics._shapes import like
 def accuracy(*, weighted: bool = False) -> Metric:
     """Returns how often the largest output is the label's.
 
-    Outputs are scores `[B, ..., C]`, labels classes `i[B, ...]` (or `[B, ..., 1]`), or one-hot
-    `[B, ..., C]`.
+    Outputs are scores `[B, ..., C]` of at least two classes, labels classes `i[B, ...]` (or
+    `[B, ..., 1]`), or one-hot `[B, ..., C]`.
+
+    Raises:
+      ValueError: (when traced) there is one score an example: see `binary_accuracy`.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -21,9 +27,12 @@ def accuracy(*, weighted: bool = False) -> Metric:
       >>> print(round(float(metric.compute(metric.update(metric.init(), batch, scores, None))), 3))
       0.667
     """
-    return mean(
-        lambda outputs, y: jnp.argmax(outputs, axis=-1) == _classes(outputs, y), weighted=weighted
-    )
+
+    def hit(outputs: jax.Array, y: jax.Array) -> jax.Array:
+        _require_scores(outputs, "accuracy")
+        return jnp.argmax(outputs, axis=-1) == _classes(outputs, y)
+
+    return mean(hit, weighted=weighted)
 
 
 def top_k_accuracy(k: int = 5, *, weighted: bool = False) -> Metric:
@@ -43,6 +52,7 @@ def top_k_accuracy(k: int = 5, *, weighted: bool = False) -> Metric:
 
     def hit(outputs: jax.Array, y: jax.Array) -> jax.Array:
         # Counting what is larger takes one pass; a sort is slow on CPU.
+        _require_scores(outputs, "top_k_accuracy")
         label = _classes(outputs, y)
         score = jnp.take_along_axis(outputs, label[..., None], axis=-1, mode="clip")
         larger = jnp.sum((~(outputs <= score)).astype(jnp.int32), axis=-1)
@@ -68,6 +78,19 @@ def binary_accuracy(threshold: float = 0.5, *, weighted: bool = False) -> Metric
     return mean(
         lambda outputs, y: (outputs > threshold) == (like(y, outputs) > 0), weighted=weighted
     )
+
+
+def _require_scores(outputs: Any, name: str) -> None:
+    """Raises ValueError unless there is a score for each of several classes.
+
+    The largest of one column is always the first, so that every label 0 would be a hit.
+    """
+    if jnp.ndim(outputs) < 2 or outputs.shape[-1] < 2:
+        raise ValueError(
+            f"{name}: expected scores [B, ..., C] of at least two classes, got "
+            f"{_tree.spec(outputs)}. For one score an example take "
+            "functrain.metrics.binary_accuracy(threshold=0.5), or threshold=0.0 for logits."
+        )
 
 
 def _classes(outputs: jax.Array, y: jax.Array) -> jax.Array:

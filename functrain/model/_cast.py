@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from functrain.common import _tree
 from functrain.common._types import PyTree
 from functrain.model._model import Model, ModelOutput
 
@@ -63,9 +64,14 @@ def _floats_to(dtype: Any, x: Any) -> Any:
 
 
 def _as(x: Any, like: Any) -> Any:
-    return x if x.dtype == like.dtype else x.astype(like.dtype)
+    """Returns x in the dtype of another, either of which may be a Python number."""
+    is_same = _tree.is_array(x) and _tree.is_array(like) and x.dtype == like.dtype
+    return x if is_same else jnp.asarray(x, jnp.result_type(like))
 
 
 def _widened(x: Any) -> Any:
+    """Returns what is in half precision in float32, and anything else as it is."""
+    if not _tree.is_array(x):
+        return x
     half = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4
     return x.astype(jnp.float32) if half else x

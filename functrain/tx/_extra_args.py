@@ -11,7 +11,7 @@ from functrain.common._types import PyTree
 def with_any_extra_args(
     tx: optax.GradientTransformation,
 ) -> optax.GradientTransformationExtraArgs:
-    """Returns the transformation with an update that takes any keyword, and leaves out unknown ones.
+    """Returns the transformation with an update that takes any keyword, and uses those it knows.
 
     `optax.with_extra_args_support` does so for updates that take no keywords at all.
     """

@@ -29,6 +29,21 @@ def test_k_steps_at_once_are_k_steps() -> None:
     np.testing.assert_array_equal(logs["state"], [0, 3, 15, 36])
 
 
+@pytest.mark.parametrize("unroll", [1, 2])
+@pytest.mark.parametrize("nothing", [(), {}, None])
+def test_batches_may_have_no_leaves(nothing, unroll) -> None:
+    def step(state, batch):
+        return state + 1, {"state": state}
+
+    state, logs = ft.fuse(step, 5, unroll=unroll)(jnp.zeros(()), nothing)
+    assert float(state) == 5
+    np.testing.assert_array_equal(logs["state"], np.arange(5))
+    state, logs = ft.fuse(step, 5, unroll=unroll)(state, nothing, steps=3)
+    np.testing.assert_array_equal(logs["state"], [5, 6, 7, 0, 0])
+    assert ft.memory(step, state, nothing).state == 4
+    assert len(ft.autotune(step, state, nothing, ks=(2,)).rows) == 2
+
+
 def test_fusing_one_step_twice_compiles_once() -> None:
     step, traces = counting()
     for _ in range(3):

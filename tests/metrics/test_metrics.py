@@ -165,3 +165,16 @@ def test_the_largest_alone_is_the_accuracy() -> None:
     batches = [(outputs, np.where(labels > 3, -1, labels), None)]
     top, plain = ft.metrics.top_k_accuracy(1), ft.metrics.accuracy()
     assert running(top, batches) == running(plain, batches)
+
+
+@pytest.mark.parametrize("make", [ft.metrics.accuracy, lambda: ft.metrics.top_k_accuracy(2)])
+@pytest.mark.parametrize("shape", [(4, 1), (4,)])
+def test_one_score_an_example_has_no_largest_class(make, shape) -> None:
+    metric = make()
+    scores, y = np.array([0.9, 0.1, 0.8, 0.7], np.float32).reshape(shape), np.array([1, 0, 1, 1])
+    with pytest.raises(
+        ValueError, match=r"accuracy: expected scores .*float32\[4.*binary_accuracy"
+    ):
+        metric.update(metric.init(), (None, y), scores, None)
+    binary = ft.metrics.binary_accuracy()
+    assert binary.compute(binary.update(binary.init(), (None, y), scores, None)) == 1

@@ -222,6 +222,19 @@ def test_whole_numbers_are_not_cast() -> None:
         ft.cast(model, jnp.int8)
 
 
+def test_outputs_that_are_python_numbers_come_through_a_cast() -> None:
+    def apply(params, model_state, x, *, rng=None, training=False):
+        outputs = {"y": x * params["w"], "temperature": 0.5, "count": 3}
+        return ft.ModelOutput(outputs, {"calls": 2, "scale": 1.5}, (0.25,))
+
+    model = ft.cast(ft.Model(init=None, apply=apply))
+    params, x = {"w": jnp.ones(3)}, jnp.ones((2, 3))
+    outputs, model_state, losses = model.apply(params, {"calls": 1, "scale": jnp.ones(())}, x)
+    assert (outputs["temperature"], outputs["count"], losses) == (0.5, 3, (0.25,))
+    assert outputs["y"].dtype == model_state["scale"].dtype == jnp.float32
+    assert (model_state["calls"], model_state["scale"]) == (2, 1.5)
+
+
 @pytest.mark.parametrize("kind", MODELS)
 def test_remat_changes_what_is_kept_and_no_number(kind) -> None:
     model = MODELS[kind]()

@@ -215,3 +215,39 @@ def test_an_iterator_that_ends_too_early_is_named_and_what_was_trained_is_kept()
 def test_keras_s_word_for_it_is_answered() -> None:
     with pytest.raises(TypeError, match=r"steps_per_epoch.*eval_every="):
         fit(loader(), steps_per_epoch=3)
+
+
+def without_data(params: Any, model_state: Any, batch: Any, *, rng: Any, training: bool) -> Any:
+    return jnp.sum((params["w"] - 3) ** 2), ft.Aux(model_state)
+
+
+@pytest.mark.parametrize(("fuse", "jit"), [(7, True), ("auto", True), (7, False)])
+def test_training_needs_no_data(fuse, jit) -> None:
+    tx = optax.sgd(0.25)
+    state, step = ft.TrainState.create(params={"w": jnp.zeros(1)}, tx=tx), without_data
+    how: Any = {"eval_step": ft.eval_step(step), "verbose": 0, "fuse": fuse, "jit": jit}
+    nothing = itertools.repeat(())
+    state, history = ft.fit(
+        state, ft.train_step(step, tx), nothing, steps=20, eval_every=5, eval_data=[()] * 3, **how
+    )
+    losses = 9.0 * 0.25 ** np.arange(21)  # the error halves at each step
+    np.testing.assert_allclose(history.steps["loss"], losses[:20], rtol=1e-5)
+    np.testing.assert_allclose(history.epochs["loss"], losses[:20].reshape(4, 5).mean(1), rtol=1e-5)
+    np.testing.assert_allclose(history.epochs["val_loss"], losses[5::5], rtol=1e-5)
+    (event, *_) = ft.run(state, ft.train_step(step, tx), [()] * 3)
+    assert event.logs["loss"].shape == (3,)
+
+
+def test_a_training_without_data_is_resumed(tmp_path) -> None:
+    tx = optax.adam(0.1)
+    state, step = ft.TrainState.create(params={"w": jnp.zeros(1)}, tx=tx), without_data
+    step = ft.train_step(step, tx)
+    how: Any = {"eval_every": 4, "verbose": 0}
+    whole = ft.fit(state, step, itertools.repeat(()), steps=12, **how)
+    for steps in (8, 12):
+        checkpointer = ft.Checkpointer(tmp_path, every=ft.every(steps=3))
+        resumed = ft.fit(
+            state, step, itertools.repeat(()), steps=steps, checkpointer=checkpointer, **how
+        )
+    assert digest(resumed.state) == digest(whole.state)
+    np.testing.assert_array_equal(resumed.history.steps["loss"], whole.history.steps["loss"])
