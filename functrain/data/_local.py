@@ -169,9 +169,9 @@ def _processes_in_order(sharding: NamedSharding) -> list[int]:
     axis = sharding.spec[0]
     parts = math.prod(sharding.mesh.shape[name] for name in _names(axis))
     by_axis = NamedSharding(sharding.mesh, PartitionSpec(axis))
-    starts = by_axis.devices_indices_map((parts,)).items()
-    devices = sorted(starts, key=lambda item: item[1][0].start or 0)
-    return list(dict.fromkeys(device.process_index for device, _ in devices))
+    starts: Any = by_axis.devices_indices_map((parts,)).items()
+    by_start = sorted(starts, key=lambda item: item[1][0].start or 0)
+    return list(dict.fromkeys(device.process_index for device, _ in by_start))
 
 
 def _parts(sharding: NamedSharding) -> tuple[int, int]:

@@ -24,7 +24,8 @@ def with_any_extra_args(
         if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in named.values()):
             extra_args = {name: x for name, x in extra_args.items() if name in named}
         try:
-            return tx.update(updates, state, params, **extra_args)
+            updated: tuple[PyTree, PyTree] = tx.update(updates, state, params, **extra_args)
+            return updated
         except TypeError as error:
             # optax.chain, MultiSteps and the like take any keyword and hand all of them to what
             # they are made of. There optax.contrib.sam takes grad_fn alone, and line searches all
