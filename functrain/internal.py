@@ -39,8 +39,8 @@ from functrain.engine._rows import on_host as on_host
 from functrain.engine._rows import row as row
 from functrain.engine._signals import HeldSignals as HeldSignals
 from functrain.engine._trigger import steps_until_due as steps_until_due
-from functrain.hooks._hook import by_class as by_class
-from functrain.hooks._hook import goes_on as goes_on
+from functrain.hooks._hook import by_identity as by_identity
+from functrain.hooks._hook import is_resumable as is_resumable
 from functrain.loop._saving import Resumed as Resumed
 from functrain.loop._saving import Saving as Saving
 from functrain.model._freeze import is_frozen as is_frozen

@@ -18,9 +18,9 @@ from functrain.internal import (
     HeldSignals,
     Resumed,
     Saving,
-    by_class,
-    goes_on,
+    by_identity,
     is_number,
+    is_resumable,
     steps_until_due,
 )
 from functrain.internal import tree as _tree
@@ -46,7 +46,9 @@ class KerasSaving:
         self, checkpointer: Any, model: keras.Model, callbacks: Any, source: Any, *, quiet: bool
     ) -> None:
         self._model, self._source, self._quiet = model, source, quiet
-        self._callbacks = by_class(callbacks.callbacks)
+        remembering = [x for x in callbacks.callbacks if _has_memory(x)]
+        watched = keras_private.callbacks.watched
+        self._callbacks = by_identity(remembering, "callbacks", default_key=watched)
         self._others = _Others(model, self._callbacks)
         evaluation = "validation_data= or validation_split="
         self.run = Saving(checkpointer, self, {"keras": self._others}, evaluation)
@@ -107,7 +109,7 @@ class KerasSaving:
             if name in found["callbacks"]:
                 memory = found["callbacks"][name]
                 keras_private.callbacks.put_memory(callback, memory)
-                if goes_on(callback) and "own" in memory:
+                if is_resumable(callback) and "own" in memory:
                     callback.restore(memory["own"])
         keras_private.variables.put_global_seed(found["seed"])
         keras_private.data.go_to(self._source, place.get("place", {"fetched": 0}))
@@ -266,9 +268,13 @@ class _Others:
             )
 
 
+def _has_memory(callback: Any) -> bool:
+    return keras_private.callbacks.has_memory(callback) or is_resumable(callback)
+
+
 def _state(callback: Any) -> dict[str, Any]:
     """Returns what a callback remembers: one of Keras's, or a user's that says so."""
-    own = {"own": callback.state()} if goes_on(callback) else {}
+    own = {"own": callback.state()} if is_resumable(callback) else {}
     if isinstance(callback, keras.callbacks.CSVLogger):
         path = os.fspath(callback.filename)
         own["bytes"] = os.path.getsize(path) if os.path.exists(path) else 0

@@ -1,8 +1,9 @@
-"""Values as a CSV file."""
+"""Writes values to a CSV file."""
 
 import csv
 import dataclasses
 import io
+import itertools
 import os
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 from functrain.common import _repr
 from functrain.common._values import spread
 from functrain.engine._trigger import Trigger, every
+from functrain.hooks._logger import LoggingErrors
 from functrain.hooks._text_file import TextFile
 from functrain.loop._events import ChunkEnd, Event, LogsReady
 
@@ -20,19 +22,22 @@ class CSVLogger(TextFile):
 
     At the end of an epoch those are its means, metrics and evaluations; at a step, what the step
     reported, and what hooks before this one have added; that row is written one program late, when
-    its numbers are there, so that nobody waits. The columns are those of the first row; of a
-    population each member has some of its own, ``loss/0``, ``loss/1``, ...
+    its numbers are there, so that nobody waits. Of a population each member has columns of its own,
+    ``loss/0``, ``loss/1``, ...
+
+    A value that is first reported later, such as that of ``Evaluate(when=every(epochs=2))``, adds a
+    column: the file is rewritten, with empty cells in earlier rows. A row that cannot be written,
+    as on a full disk, is left out with a warning, and training continues.
 
     Args:
       path: The file. Missing folders are made.
-      append: Whether to go on below what the file holds, where it exists; else it is replaced.
-        A run that a `functrain.Checkpointer` resumes goes on by itself, without a row too many.
+      append: Whether to write below what the file holds, where it exists; else it is replaced.
+        A run that a `functrain.Checkpointer` resumes continues its file in any case, without a
+        missing or a repeated row.
       when: A trigger; each epoch by default.
 
     Raises:
       OSError: (when a run begins) the file cannot be written.
-      ValueError: (when called) a row has a value for which there is no column, or the file to
-        append to has other columns.
 
     Examples:
       >>> import pathlib, tempfile
@@ -52,7 +57,9 @@ class CSVLogger(TextFile):
     ) -> None:
         super().__init__(path, append)
         self.when = every(epochs=1) if when is None else when
-        self._columns: list[str] = []
+        self._columns: list[str] = []  # none before the first row
+        self._rows = 0  # in the file, below the columns
+        self._errors = LoggingErrors(self)
         self._late: ChunkEnd | None = None  # whose numbers are still under way
 
     def __repr__(self) -> str:
@@ -77,41 +84,66 @@ class CSVLogger(TextFile):
 
     def _write(self, event: Event, values: dict[str, Any]) -> None:
         row = {"epoch": event.epoch, "step": event.step, **_spread(values)}
-        if not self._columns:
-            self._begin_with(list(row))
-        new = [name for name in row if name not in self._columns]
-        if new:
-            raise ValueError(
-                f"{self.path}: expected the columns {self._columns}, got {new} as well. Log "
-                "values that come at other times to a file of their own: CSVLogger(path, when=...)."
-            )
-        self._add_row([row.get(name, "") for name in self._columns])
+        with self._errors.warned_of():
+            if not self._columns and self._size():
+                self._columns, self._rows = self._read()
+            if new := [name for name in row if name not in self._columns]:
+                self._set_columns([*self._columns, *new])
+            self._add(_line([row.get(name, "") for name in self._columns]))
+            self._rows += 1
 
-    def _begin_with(self, columns: list[str]) -> None:
-        known = self._first_row() if self._size() else []
-        if known and set(known) != set(columns):
-            raise ValueError(
-                f"{self.path}: expected the columns {columns} of this run, got a file that has "
-                f"{known}. Take another file, or append=False to replace it."
-            )
-        self._columns = known or columns
-        if not known:
-            self._add_row(columns)
-
-    def _first_row(self) -> list[str]:
+    def _read(self) -> tuple[list[str], int]:
+        """Returns the file's columns and its number of rows."""
         with self.path.open(newline="") as file:
-            return next(csv.reader(file), [])
+            lines = csv.reader(file)
+            return next(lines, []), sum(1 for _ in lines)
 
-    def _add_row(self, cells: list[Any]) -> None:
-        line = io.StringIO()
-        csv.writer(line, lineterminator="\n").writerow(cells)
-        self._add(line.getvalue())
+    def _set_columns(self, columns: list[str]) -> None:
+        """Writes the columns; rows that are there keep their cells, and get empty ones."""
+        if self._rows:
+            self._rewrite(columns, self._rows)
+        else:
+            self._replaces = True
+            self._add(_line(columns))
+        self._columns = columns
+
+    def _rewrite(self, columns: list[str], rows: int) -> None:
+        """Rewrites the file with other columns, and with its first rows only."""
+        with self.path.open(newline="") as file, self._rewritten() as new:
+            new.write(_line(columns))
+            for cells in itertools.islice(csv.reader(file), 1, 1 + rows):
+                cells += [""] * (len(columns) - len(cells))
+                new.write(_line(cells[: len(columns)]))
+
+    def state(self) -> dict[str, Any]:
+        """Returns the columns and the number of rows, to be saved."""
+        if not self._columns and self._size():  # it appends, and has written nothing yet
+            self._columns, self._rows = self._read()
+        return {"columns": self._columns, "rows": self._rows}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Drops the rows and columns that came after the checkpoint: the run writes them again."""
+        columns, rows = state["columns"], state["rows"]
+        there = self._read()[1] if self.path.exists() else 0
+        if there < rows:
+            self._warn_of_missing_lines(f"the {rows} rows", f"{there}")
+        elif rows:
+            self._rewrite(columns, rows)
+            self._columns, self._rows = columns, rows
+        self._replaces = not rows  # what is there was written after the checkpoint
 
     def close(self) -> None:
         """Writes the row that waits, and closes the file."""
         self._write_late()
-        self.end()
-        self._columns = []
+        with self._errors.warned_of():
+            self.end()
+        self._columns, self._rows = [], 0
+
+
+def _line(cells: list[Any]) -> str:
+    line = io.StringIO()
+    csv.writer(line, lineterminator="\n").writerow(cells)
+    return line.getvalue()
 
 
 def _spread(values: dict[str, Any]) -> dict[str, Any]:

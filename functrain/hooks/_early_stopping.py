@@ -1,4 +1,4 @@
-"""Stopping when it no longer gets better."""
+"""Stops a run when a monitored value no longer improves."""
 
 import math
 import warnings
@@ -14,23 +14,30 @@ from functrain.loop._events import EpochEnd, Event, RunEnd
 
 
 class EarlyStopping:
-    """A hook that stops the run when a value no longer improves, and brings back the best state.
+    """A hook that stops the run when a value no longer improves; it can restore the best state.
 
-    It looks whenever the value is there: each epoch, or each time an `Evaluate` with another
-    `when` has put it in.
+    The value is compared each time it is reported: each epoch, or whenever an `Evaluate` with
+    another `when` has added it. `patience`, `min_delta` and `mode` mean what they mean in
+    ``keras.callbacks.EarlyStopping``, and the run stops after the same value.
 
     Args:
       monitor: Name of the value, such as ``"val_loss"``.
-      patience: How many times in a row it may fail to improve before the run stops.
-      min_delta: An improvement by less than this is none.
+      patience: After how many values in a row without an improvement the run stops. As in Keras,
+        0 stops at the first one, and so does 1.
+      min_delta: The value must be better than the best one by more than this to count as an
+        improvement.
       mode: ``"min"`` or ``"max"``, which is better; ``"auto"`` takes it from the name: `loss`,
         `error`, `mse` and the like are better small, `accuracy`, `auc`, `f1` and the like large.
-      restore_best: End the run, stopped or not, with the state that had the best value. Keeps a
-        copy of it on the device.
+      restore_best: At the end of the run, stopped early or not, restore the state that had the
+        best value, as Keras's `restore_best_weights` does. This costs a second copy of the state
+        on the device and in every checkpoint; the checkpoint of the run's end has a third.
 
     Attributes:
-      best: The best value so far. NaN is never best.
+      best: The best value so far. NaN is never best: after a first value of NaN, any number is an
+        improvement. Keras (3.15) would keep that NaN as its best and stop.
       best_step: The step it was seen at, or None.
+      resume_key: Tells it from other hooks of its class when a run resumes; see
+        `functrain.hooks.Hook`. It is the name of the value.
 
     Raises:
       ValueError: An argument makes no sense, or the name does not tell what is better; or (at the
@@ -39,7 +46,7 @@ class EarlyStopping:
 
     Examples:
       >>> from functrain import EpochEnd, Position
-      >>> hook = EarlyStopping("val_loss", patience=1, restore_best=False)
+      >>> hook = EarlyStopping("val_loss", patience=2)
       >>> for loss in (0.5, 0.4, 0.4, 0.6):
       ...     event = EpochEnd(position=Position(step=1), state=(), values={"val_loss": loss})
       ...     hook(event)
@@ -59,14 +66,14 @@ class EarlyStopping:
         patience: int = 0,
         min_delta: float = 0.0,
         mode: _direction.Mode = "auto",
-        restore_best: bool = True,
+        restore_best: bool = False,
     ) -> None:
         if patience < 0 or min_delta < 0:
             raise ValueError(
                 f"patience and min_delta: expected 0 or more, got {patience} and {min_delta}"
             )
         self._sign = _direction.sign(monitor, mode)
-        self.monitor = monitor
+        self.monitor = self.resume_key = monitor
         self.patience = patience
         self.min_delta = min_delta
         self.restore_best = restore_best
@@ -79,21 +86,21 @@ class EarlyStopping:
         return _repr.call(self, monitor=self.monitor, patience=self.patience, mode=mode)
 
     def begin(self) -> None:
-        """Forgets what an earlier run came to, unless that has just been restored."""
+        """Resets the hook, unless its state has just been restored."""
         if self._restored:
             self._restored = False
             return
         self.best = self._sign * math.inf
         self.best_step: int | None = None
         self._best_leaves: list[Any] = []
-        self._failures = 0
+        self._failures: int | None = None  # values since the best one; None before the first
 
     def comes_after(self, before: Iterable[Any]) -> None:
         """Learns which hooks come before it: the value may be there once each has been due."""
         self._to_come = triggers(before)
 
     def state(self) -> dict[str, Any]:
-        """Returns what it has come to, to be saved; of the best state the leaves."""
+        """Returns the best value and its step, the failures since, and the best state's leaves."""
         return {
             "best": float(self.best),
             "best_step": self.best_step,
@@ -102,32 +109,37 @@ class EarlyStopping:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Puts back what `state` returned; the run that begins next goes on from there."""
+        """Restores what `state` returned, for the run that begins next."""
         self.best, self.best_step = state["best"], state["best_step"]
         self._failures, self._best_leaves = state["failures"], state["best_state"]
         self._restored = True
 
     def __call__(self, event: Event, /) -> None:
-        """Looks at the value, if it is there."""
+        """Compares the value with the best one, if the event has it."""
         if isinstance(event, RunEnd):
             self._end(event)
         elif self.monitor in event.values:
-            self._look(event, event.values[self.monitor])
-        elif not self._seen:
+            self._compare(event, event.values[self.monitor])
+        elif not self._has_seen_values:
             self._miss(event)
 
     @property
-    def _seen(self) -> bool:
-        return self.best_step is not None or self._failures > 0
+    def _has_seen_values(self) -> bool:
+        return self._failures is not None
 
-    def _look(self, event: Event, value: float) -> None:
-        if self._sign * value < self._sign * self.best - self.min_delta:
-            self.best, self.best_step, self._failures = value, event.step, 0
+    def _is_better(self, values: Any) -> Any:
+        # Keras adds min_delta to the new value, too: the same rounding, so the same decision.
+        return self._sign * values + self.min_delta < self._sign * self.best
+
+    def _compare(self, event: Event, value: float) -> None:
+        is_better = self._is_better(value)
+        # The first value is nothing to stop at, whatever it is.
+        self._failures = 0 if is_better or self._failures is None else self._failures + 1
+        if is_better:
+            self.best, self.best_step = value, event.step
             if self.restore_best:
                 self._best_leaves = jax.tree.leaves(_tree.copy(event.state))
-            return
-        self._failures += 1
-        if self._failures > self.patience:
+        elif self._failures >= max(1, self.patience):
             event.stop()
 
     def _miss(self, event: Event) -> None:
@@ -142,8 +154,8 @@ class EarlyStopping:
                 "comes before this one. A function that adds it later says when: @every(epochs=2)."
             )
 
-    def _warn_of_what_never_came(self) -> None:
-        if self._to_come and not self._seen:
+    def _warn_of_missing_value(self) -> None:
+        if self._to_come and not self._has_seen_values:
             warnings.warn(
                 f"EarlyStopping: expected {self.monitor!r} during the run, and it never came. Of "
                 f"the hooks before it these were never due: {self._to_come}.",
@@ -151,7 +163,7 @@ class EarlyStopping:
             )
 
     def _end(self, event: RunEnd) -> None:
-        self._warn_of_what_never_came()
+        self._warn_of_missing_value()
         if self.restore_best and self.best_step is not None:
             now, structure = jax.tree.flatten(event.state)
             placed = [_like(x, y) for x, y in zip(self._best_leaves, now, strict=True)]

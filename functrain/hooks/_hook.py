@@ -21,10 +21,15 @@ class Hook(Protocol):
 
     These methods are called if it has them: `begin()` when a run begins, `close()` when it ends,
     however it ends, and `logs(event)` with every `functrain.LogsReady`, which brings what each step
-    reported to the host while the device goes on. With `state()` and `restore(state)` a hook goes
-    on in another process where a `functrain.Checkpointer` is: dicts, lists and tuples of numbers,
-    texts and arrays, saved beside the state. They come back as they were, but for arrays, which
-    are NumPy's then; `restore` is called before `begin`.
+    reported to the host while the device goes on.
+
+    With `state()` and `restore(state)` a hook resumes with a run that has a
+    `functrain.Checkpointer`. `state` returns dicts, lists and tuples of numbers, texts and arrays,
+    which are saved beside the training's state. They come back as they were, but arrays come back
+    as NumPy's. `restore` is called before `begin`. A state is restored into the hook that has the
+    same class name and the same `resume_key`, in whatever order the hooks are. `resume_key` is an
+    optional attribute: a text that names what the hook watches or writes. `EarlyStopping` has the
+    name of its value, `CSVLogger` that of its file. Hooks of one class must have different ones.
 
     Where there are several processes, hooks are called in all of them, so that they may compute;
     one with an attribute `only_first = True`, as loggers have it, is called in the first alone.
@@ -48,19 +53,36 @@ class Hook(Protocol):
 HookLike: TypeAlias = Hook | Callable[[Any], None]
 
 
-def by_class(things: Iterable[Any]) -> dict[str, Any]:
-    """Returns things by the name of their class; the second of a class as ``Name#2``."""
-    found: dict[str, Any] = {}
-    for thing in things:
-        kind = type(thing).__name__
-        n = sum(name.partition("#")[0] == kind for name in found)
-        found[f"{kind}#{n + 1}" if n else kind] = thing
-    return found
+def by_identity(
+    hooks: Iterable[Any], argument: str = "hooks", default_key: Callable[[Any], str] = lambda _: ""
+) -> dict[str, Any]:
+    """Returns hooks by class name and `resume_key`, such as ``EarlyStopping(val_loss)``.
+
+    Args:
+      hooks: Those that have a state to save.
+      argument: The argument they came from, for errors.
+      default_key: Returns the key of a hook that has no `resume_key`.
+
+    Raises:
+      ValueError: Two hooks have the same identity, so that a resumed run could mix up their states.
+    """
+    identified: dict[str, Any] = {}
+    for hook in hooks:
+        name, key = type(hook).__name__, getattr(hook, "resume_key", "") or default_key(hook)
+        identity = f"{name}({key})" if key else name
+        if identity in identified:
+            raise ValueError(
+                f"{argument}: expected that the state of each can be told from the others' when "
+                f"the run resumes, got {identity} twice. Give each a key of its own, such as "
+                "hook.resume_key = 'first'."
+            )
+        identified[identity] = hook
+    return identified
 
 
-def goes_on(thing: Any) -> bool:
-    """Whether a hook can go on in another process: it has `state()` and `restore(state)`."""
-    return all(callable(getattr(thing, name, None)) for name in ("state", "restore"))
+def is_resumable(hook: Any) -> bool:
+    """Returns True if a hook can resume in another process: it has `state` and `restore`."""
+    return all(callable(getattr(hook, name, None)) for name in ("state", "restore"))
 
 
 def _require_hook(hook: Any, name: str) -> None:
@@ -109,12 +131,12 @@ class HookRunner:
                 hook(event)
 
     def state(self) -> dict[str, Any]:
-        """Returns what hooks have come to, by name, to be saved."""
-        return {name: hook.state() for name, hook in self._resumable().items()}
+        """Returns the states of the hooks by their identities, to be saved."""
+        return {name: hook.state() for name, hook in self.resumable().items()}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Puts back what `state` returned, hook by hook."""
-        hooks = self._resumable()
+        """Restores what `state` returned, hook by hook."""
+        hooks = self.resumable()
         for name in hooks.keys() - state.keys():
             warnings.warn(
                 f"hooks: {name} begins afresh: the checkpoint has {sorted(state) or 'no hooks'}.",
@@ -128,8 +150,13 @@ class HookRunner:
         for name in hooks.keys() & state.keys():
             hooks[name].restore(state[name])
 
-    def _resumable(self) -> dict[str, Any]:
-        return {name: hook for name, hook in by_class(self.hooks).items() if goes_on(hook)}
+    def resumable(self) -> dict[str, Any]:
+        """Returns the hooks that have a state to save, by their identities.
+
+        Raises:
+          ValueError: Two of them have the same identity.
+        """
+        return by_identity(filter(is_resumable, self.hooks))
 
     def logs(self, event: LogsReady) -> None:
         """Hands the logs of a chunk to the hooks that want them."""

@@ -1,7 +1,9 @@
-"""What loggers have in common: lines in order, without waiting for the device."""
+"""The base of loggers: lines in order, without waiting for the device."""
 
 import abc
-from collections.abc import Sequence
+import contextlib
+import warnings
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,8 +31,35 @@ class Line(NamedTuple):
     samples: dict[str, np.ndarray | str]
 
 
+class LoggingErrors:
+    """Turns errors of a logger into one warning: logs are not worth a training.
+
+    Args:
+      logger: The hook, which the warning shows.
+    """
+
+    def __init__(self, logger: Any) -> None:
+        self._logger, self._has_warned = logger, False
+
+    @contextlib.contextmanager
+    def warned_of(self) -> Iterator[None]:
+        """Suppresses errors, and warns of the first one."""
+        try:
+            yield
+        except Exception as error:
+            if not self._has_warned:
+                self._has_warned = True
+                warnings.warn(
+                    f"{self._logger!r} could not write: {type(error).__name__}: {error}. The "
+                    "training continues; lines of this log are missing from here on.",
+                    stacklevel=4,
+                )
+
+
 class Logger(abc.ABC):
     """A hook that writes down what steps report, one program late, and what hooks have added.
+
+    An error while it writes does not end the run: it warns once.
 
     Args:
       steps: Write what every so many steps report; of other steps only what hooks have added.
@@ -43,6 +72,7 @@ class Logger(abc.ABC):
         require_whole("steps", steps)
         self.steps, self._shown = steps, shown
         self._waiting: list[Line] = []  # for what their step reported
+        self._errors = LoggingErrors(self)
 
     def __repr__(self) -> str:
         return _repr.call(self, **self._shown, steps=self.steps)
@@ -78,12 +108,14 @@ class Logger(abc.ABC):
     def _write_waiting(self) -> None:
         lines, self._waiting = self._waiting, []
         if lines:
-            self.write(lines)
+            with self._errors.warned_of():
+                self.write(lines)
 
     def close(self) -> None:
         """Writes what is left, and ends."""
         self._write_waiting()
-        self.end()
+        with self._errors.warned_of():
+            self.end()
 
     def restore(self, state: dict[str, Any], /) -> None:
         """Goes on where `state` was returned."""

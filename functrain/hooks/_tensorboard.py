@@ -19,10 +19,13 @@ class TensorBoard(Logger):
     steps of the training. The numbers of a step are those of that very step. They come one program
     late, so that nobody waits. Of a population each member has tags of its own, ``loss/0``.
 
-    A run that a `functrain.Checkpointer` resumes goes on without a gap. Each run writes a file of
-    its own. It tells TensorBoard to leave out what earlier files of the directory say of its first
-    step and of those after it: what a run that was killed had written after its checkpoint, and a
-    run that was begun anew. To see runs side by side, give each a directory.
+    A run that a `functrain.Checkpointer` resumes continues without a gap or a repeated point. Each
+    run writes a file of its own. That tells TensorBoard to drop what earlier files of the directory
+    have of its first step and of later ones: what a killed run had written after its checkpoint, or
+    a run that was started again. To see runs side by side, give each a directory.
+
+    A checkpoint can lie between two lines of one step: after the step's logs, before those of the
+    epoch that ends there. So it holds the lines of its step, and the new file begins with them.
 
     Args:
       directory: Where to write. It is made if it is missing.
@@ -45,12 +48,14 @@ class TensorBoard(Logger):
 
     def __init__(self, directory: str | os.PathLike[str], *, steps: int = 10) -> None:
         self.directory = pathlib.Path(directory)
+        self.resume_key = self.directory.name
         super().__init__(steps, directory=str(self.directory))
         self._x = needed(
             "tensorboardX",
             "TensorBoard's files need the library: pip install 'functrain[tensorboard]'",
         )
         self._writer: Any = None
+        self._last_lines: list[Line] = []  # those of the last step that was written
 
     def begin(self) -> None:
         """Makes the directory."""
@@ -58,12 +63,16 @@ class TensorBoard(Logger):
 
     def write(self, lines: Sequence[Line]) -> None:
         """Writes an event a line."""
+        known = [x for x in self._last_lines if x.step == lines[0].step]
         if self._writer is None:
-            self._writer = self._open(lines[0].step)
+            self._open(lines[0].step)
+            for line in known:  # which the new file has TensorBoard drop
+                self._event(line.step, summary=self._summary(line))
         for line in lines:
             self._event(line.step, summary=self._summary(line))
+        self._last_lines = [x for x in (*known, *lines) if x.step == lines[-1].step]
 
-    def _open(self, first_step: int) -> Any:
+    def _open(self, first_step: int) -> None:
         self.begin()
         # Its SummaryWriter hands events to a thread through a pipe, and cannot say when they are on
         # the disk; this one is beneath it, and writes them. The time in a file's name is in
@@ -74,7 +83,6 @@ class TensorBoard(Logger):
         # Readers leave out what they have read of this step and of later ones.
         log = self._x.proto.event_pb2.SessionLog
         self._event(first_step, session_log=log(status=log.START))
-        return self._writer
 
     def _event(self, step: int, **content: Any) -> None:
         event = self._x.proto.event_pb2.Event(wall_time=time.time(), step=step, **content)
@@ -93,13 +101,18 @@ class TensorBoard(Logger):
         return summary
 
     def state(self) -> dict[str, Any]:
-        """Writes to the disk what was logged; there is nothing to save."""
+        """Flushes the file to the disk; returns the lines of the last step, to be saved."""
         if self._writer is not None:
-            self._writer.flush()
-        return {}
+            with self._errors.warned_of():
+                self._writer.flush()
+        return {"last_lines": [line._asdict() for line in self._last_lines]}
+
+    def restore(self, state: dict[str, Any], /) -> None:
+        """Restores the lines of the last step before the checkpoint."""
+        self._last_lines = [Line(**line) for line in state["last_lines"]]
 
     def end(self) -> None:
         """Closes the file."""
-        if self._writer is not None:
-            self._writer.close()
-        self._writer = None
+        writer, self._writer, self._last_lines = self._writer, None, []
+        if writer is not None:
+            writer.close()

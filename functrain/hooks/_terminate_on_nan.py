@@ -42,7 +42,7 @@ class TerminateOnNaN:
 
     def __init__(self, *, after: int = 1, monitor: str = "loss") -> None:
         require_whole("after", after)
-        self.after, self.monitor = after, monitor
+        self.after, self.monitor, self.resume_key = after, monitor, monitor
         self.step: int | None = None
         self._in_a_row = 0  # steps until now
 

@@ -1,21 +1,27 @@
-"""A file of lines, which goes on where a checkpoint left it."""
+"""A log file that is open for appending while a run lasts."""
 
+import contextlib
 import os
 import pathlib
 import warnings
+from collections.abc import Iterator
 from typing import IO, Any
 
 
 class TextFile:
-    """A hook's file of lines: what came after a checkpoint is cut off when a run goes on there.
+    """A hook's log file: a run that resumes drops what was written after the checkpoint.
 
     Args:
       path: The file. Missing folders are made.
-      append: Whether to go on below what the file holds.
+      append: Whether to write below what the file holds.
+
+    Attributes:
+      resume_key: The file's name, so that a directory may be moved between two runs.
     """
 
     def __init__(self, path: str | os.PathLike[str], append: bool) -> None:
         self.path = pathlib.Path(path)
+        self.resume_key = self.path.name
         self.append = append
         self._replaces = not append  # what an earlier run left
         self._file: IO[str] | None = None
@@ -52,22 +58,39 @@ class TextFile:
         self._file.write(text)
         self._file.flush()
 
+    @contextlib.contextmanager
+    def _rewritten(self) -> Iterator[IO[str]]:
+        """Yields a new file, which replaces this one in one step unless there is an error."""
+        new = self.path.with_name(f".{self.path.name}.new")
+        try:
+            with new.open("w", newline="") as file:
+                yield file
+            os.replace(new, self.path)
+        finally:
+            new.unlink(missing_ok=True)
+        if self._file is not None:  # it is open for the file that was replaced
+            self._file.close()
+            self._file = self.path.open("a", newline="")
+
     def state(self) -> dict[str, Any]:
         """Returns how long the file is, to be saved."""
         return {"bytes": self._size()}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Cuts off the lines that came after the checkpoint: they come again."""
+        """Cuts off the lines that were written after the checkpoint: the run writes them again."""
         size, there = state["bytes"], self.path.stat().st_size if self.path.exists() else 0
         if there < size:
-            warnings.warn(
-                f"{self.path}: expected the {size} bytes it had at the checkpoint, got {there}. "
-                "Rows are missing.",
-                stacklevel=2,
-            )
+            self._warn_of_missing_lines(f"the {size} bytes", f"{there}")
         elif size:
             os.truncate(self.path, size)
-        self._replaces = not (self.append or size)
+        self._replaces = not size  # what is there was written after the checkpoint
+
+    def _warn_of_missing_lines(self, saved: str, there: str) -> None:
+        warnings.warn(
+            f"{self.path}: expected {saved} it had at the checkpoint, got {there}. Lines are "
+            "missing.",
+            stacklevel=3,
+        )
 
     def end(self) -> None:
         """Closes the file; one that is opened anew replaces it, unless it appends."""

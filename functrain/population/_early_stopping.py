@@ -23,11 +23,14 @@ class EarlyStopping(_EarlyStopping):
 
     Args:
       monitor: Name of the value, one a member, such as ``"val_loss"``.
-      patience: How many times in a row it may fail to improve before the member stops.
-      min_delta: An improvement by less than this is none.
+      patience: After how many values in a row without an improvement a member stops. As in Keras,
+        0 stops it at the first one, and so does 1.
+      min_delta: The value must be better than the best one by more than this to count as an
+        improvement.
       mode: ``"min"`` or ``"max"``, which is better; ``"auto"`` takes it from the name.
       restore_best: Give each member, at the end of the run, the state that had its best value.
-        Keeps a copy of these on the device.
+        This costs a second copy of the states on the device and in every checkpoint; the
+        checkpoint of the run's end has a third.
 
     Attributes:
       best: The best value of each member so far, `f64[N]`. NaN is never best.
@@ -40,7 +43,7 @@ class EarlyStopping(_EarlyStopping):
     Examples:
       >>> import functrain as ft, jax.numpy as jnp
       >>> population = ft.population.stack([{"w": jnp.zeros(())}] * 2)
-      >>> hook = EarlyStopping("val_loss", restore_best=False)
+      >>> hook = EarlyStopping("val_loss")
       >>> for losses in ([0.5, 0.5], [0.4, 0.6], [0.45, 0.1]):
       ...     values = {"val_loss": np.array(losses)}
       ...     event = ft.EpochEnd(position=ft.Position(step=1), state=population, values=values)
@@ -58,14 +61,14 @@ class EarlyStopping(_EarlyStopping):
     _failures: Any
 
     def begin(self) -> None:
-        """Forgets what an earlier run came to, unless that has just been restored."""
+        """Resets the hook, unless its state has just been restored."""
         is_restored = self._restored
         super().begin()
         if not is_restored:
             self.best = self.best_step = self._failures = np.zeros(0)
 
     def state(self) -> dict[str, Any]:
-        """Returns what it has come to, to be saved; of the best states the leaves."""
+        """Returns the best values and steps, the failures since, and the best states' leaves."""
         return {
             "best": self.best,
             "best_step": self.best_step,
@@ -74,10 +77,10 @@ class EarlyStopping(_EarlyStopping):
         }
 
     @property
-    def _seen(self) -> bool:
+    def _has_seen_values(self) -> bool:
         return len(self.best) > 0
 
-    def _look(self, event: Event, value: Any) -> None:
+    def _compare(self, event: Event, value: Any) -> None:
         require_population(event.state)
         values = np.asarray(value, np.float64)
         was_active = np.asarray(event.state.active)
@@ -86,17 +89,18 @@ class EarlyStopping(_EarlyStopping):
                 f"{self.monitor}: expected a value for each of the {len(was_active)} members, "
                 f"[{len(was_active)}], got {_tree.spec(value)}"
             )
-        if not self._seen:
+        is_first = not self._has_seen_values
+        if is_first:
             self.best = np.full(values.shape, self._sign * math.inf)
             self.best_step = np.full(values.shape, -1)
             self._failures = np.zeros(values.shape, np.int64)
-        better = was_active & (self._sign * values < self._sign * self.best - self.min_delta)
+        better = was_active & self._is_better(values)
         self.best = np.where(better, values, self.best)
         self.best_step = np.where(better, event.step, self.best_step)
-        self._failures = np.where(better, 0, self._failures + was_active)
+        self._failures = np.where(better | is_first, 0, self._failures + was_active)
         if self.restore_best and better.any():
             self._keep(event.state.states, better)
-        active = was_active & (self._failures <= self.patience)
+        active = was_active & (self._failures < max(1, self.patience))
         if (active != was_active).any():
             placed = _tree.placed_like(active, event.state.active)
             event.state = event.state.replace(active=placed)
@@ -116,7 +120,7 @@ class EarlyStopping(_EarlyStopping):
         ]
 
     def _end(self, event: RunEnd) -> None:
-        self._warn_of_what_never_came()
+        self._warn_of_missing_value()
         if not (self.restore_best and self._best_leaves):
             return
         leaves, structure = jax.tree.flatten(event.state.states)

@@ -175,6 +175,7 @@ def fit(
     recorder = Recorder(begin.step, getattr(step, "is_population", False))
     saving: Any = None  # run knows it, and does not say so
     if checkpointer is not None:
+        due.resumable()  # refuses two hooks that a checkpoint could not tell apart
         saving = Saving(checkpointer, source, {"history": recorder, "hooks": due})
     events = run(
         state,

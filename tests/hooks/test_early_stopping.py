@@ -1,7 +1,12 @@
+import types
+
+import hypothesis
 import jax.numpy as jnp
+import keras
 import numpy as np
 import optax
 import pytest
+from hypothesis import strategies as st
 
 import functrain as ft
 from functrain.hooks import EarlyStopping, Evaluate
@@ -54,19 +59,89 @@ class Scripted:
     ],
 )
 def test_the_name_tells_what_is_better(name, worse, better) -> None:
-    hook = EarlyStopping(name, restore_best=False)
+    hook = EarlyStopping(name)
     _, history = fit(Scripted(worse, better, better, name=name), hook, epochs=3)
     assert hook.best == better
     assert len(history.epochs[name]) == 3
-    hook = EarlyStopping(name, restore_best=False)
+    hook = EarlyStopping(name)
     _, history = fit(Scripted(better, worse, name=name), hook, epochs=3)
     assert len(history.epochs[name]) == 2
 
 
 def test_the_best_accuracy_is_brought_back() -> None:
-    hook = EarlyStopping("val_accuracy", patience=1)
+    hook = EarlyStopping("val_accuracy", patience=2, restore_best=True)
     state, _ = fit(Scripted(0.5, 0.8, 0.6, 0.55, name="val_accuracy"), hook, epochs=4)
     assert (hook.best, hook.best_step, int(state.step)) == (0.8, 8, 8)
+
+
+def test_the_last_state_is_kept_unless_the_best_is_asked_for_as_in_keras() -> None:
+    hook = EarlyStopping("val_accuracy", patience=1)
+    state, _ = fit(Scripted(0.5, 0.8, 0.6, name="val_accuracy"), hook, epochs=4)
+    assert (hook.best, hook.best_step, int(state.step)) == (0.8, 8, 12)
+    assert hook.state()["best_state"] == []  # no second copy on the device or in a checkpoint
+
+
+def epochs_of_keras(values, **how):
+    """Returns after how many values Keras's callback stops, and its best epoch."""
+    callback = keras.callbacks.EarlyStopping("score", restore_best_weights=True, **how)
+    model = types.SimpleNamespace(stop_training=False, get_weights=list, set_weights=id)
+    callback.set_model(model)
+    callback.on_train_begin()
+    for epoch, value in enumerate(values):
+        callback.on_epoch_end(epoch, {"score": value})
+        if model.stop_training:
+            break
+    return epoch + 1, callback.best_epoch
+
+
+def epochs_of_ours(hook, state, values):
+    for epoch, value in enumerate(values):
+        at = ft.Position(step=epoch, epoch=epoch)
+        event = ft.EpochEnd(position=at, state=state, values={"score": value})
+        hook(event)
+        state = event.state
+        if event.stopped:
+            break
+    return epoch + 1
+
+
+# Eighths are exact in float32, in which Keras compares.
+SCORES = st.integers(-8, 8).map(lambda n: n / 8)
+RULES = st.fixed_dictionaries(
+    {
+        "patience": st.integers(0, 3),
+        "min_delta": st.sampled_from([0.0, 0.125, 0.5]),
+        "mode": st.sampled_from(["min", "max"]),
+    }
+)
+
+
+@hypothesis.given(values=st.lists(SCORES | st.just(np.inf), min_size=1, max_size=9), how=RULES)
+@hypothesis.example(values=[0.5, 0.5], how={"patience": 0, "min_delta": 0.0, "mode": "min"})
+@hypothesis.example(values=[0.5, 0.5], how={"patience": 1, "min_delta": 0.0, "mode": "max"})
+@hypothesis.settings(deadline=None, max_examples=60)
+def test_it_stops_where_keras_stops_with_the_same_best_epoch(values, how) -> None:
+    hook = EarlyStopping("score", **how)
+    expected, best_epoch = epochs_of_keras(values, **how)
+    assert epochs_of_ours(hook, (), values) == expected
+    assert (hook.best_step or 0) == best_epoch
+
+    members = ft.population.EarlyStopping("score", **how)
+    of_each = [np.array([value, 0.0]) for value in values]  # the second never improves
+    state = ft.population.stack([{"w": np.float32(0)}] * 2)
+    counted = epochs_of_ours(members, state, of_each)
+    stops_at = max(expected, epochs_of_keras([0.0] * len(values), **how)[0])
+    assert counted == stops_at
+    assert max(0, members.best_step[0]) == best_epoch
+
+
+def test_a_first_value_of_nan_is_improved_by_any_number() -> None:
+    hook = EarlyStopping("score", mode="min", patience=2)
+    assert epochs_of_ours(hook, (), [np.nan, 0.5, 0.4, 0.6, 0.7]) == 5
+    assert (hook.best, hook.best_step) == (0.4, 2)
+    nothing_but_nan = EarlyStopping("score", mode="min", patience=2)
+    expected, _ = epochs_of_keras([np.nan] * 5, mode="min", patience=2)
+    assert epochs_of_ours(nothing_but_nan, (), [np.nan] * 5) == expected
 
 
 @pytest.mark.parametrize("name", ["score", "val_width", "lossy"])
@@ -115,17 +190,18 @@ def test_a_value_that_never_came_is_told_at_the_end() -> None:
 @pytest.mark.parametrize("cut", [1, 2, 3, 4])
 def test_stopped_and_restored_it_decides_as_uninterrupted(cut) -> None:
     scores = [0.9, 0.5, 0.7, 0.6, 0.8, 0.1]
-    whole = EarlyStopping("loss_of", mode="min", patience=2)
+    how = {"mode": "min", "patience": 3, "restore_best": True}
+    whole = EarlyStopping("loss_of", **how)
     expected, history = fit(Scripted(*scores, name="loss_of"), whole, epochs=6)
     assert len(history.epochs["loss_of"]) == 5
 
-    first = EarlyStopping("loss_of", mode="min", patience=2, restore_best=True)
+    first = EarlyStopping("loss_of", **how)
     for event in ft.run(start(), STEP, LOADER, epochs=cut):
         if isinstance(event, ft.EpochEnd):
             middle, position = event.state, event.position
             event.values["loss_of"] = scores[event.epoch]
             first(event)
-    again = EarlyStopping("loss_of", mode="min", patience=2)
+    again = EarlyStopping("loss_of", **how)
     again.restore(first.state())
     rest = Scripted(*scores[cut:], name="loss_of")
     state, history = fit(rest, again, state=middle, start=position, epochs=6)
@@ -135,7 +211,7 @@ def test_stopped_and_restored_it_decides_as_uninterrupted(cut) -> None:
 
 
 def test_its_state_can_be_saved_and_a_run_after_the_next_forgets_it(tmp_path) -> None:
-    hook = EarlyStopping("val_loss")
+    hook = EarlyStopping("val_loss", restore_best=True)
     fit(Scripted(0.5, 0.4, name="val_loss"), hook, epochs=2)
     with ft.Checkpointer(tmp_path) as checkpoints:
         checkpoints.save((), 8, documents={"hook": hook.state()})

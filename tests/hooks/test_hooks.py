@@ -7,6 +7,7 @@ import optax
 import pytest
 
 import functrain as ft
+from functrain.hooks._hook import HookRunner
 
 from ..conftest import digest
 
@@ -197,11 +198,11 @@ class Scripted:
 @pytest.mark.parametrize(
     ("scores", "mode", "patience", "epochs", "best"),
     [
-        ([3.0, 2.0, 2.5, 2.6, 1.0], "min", 1, 4, 2),
-        ([3.0, 2.0, 2.5, 1.0, 1.5], "min", 1, 5, 4),
+        ([3.0, 2.0, 2.5, 2.6, 1.0], "min", 2, 4, 2),
+        ([3.0, 2.0, 2.5, 1.0, 1.5], "min", 2, 5, 4),
         ([1.0, 2.0, 1.5], "max", 0, 3, 2),
-        ([2.0, float("nan"), float("nan"), 1.0], "min", 1, 3, 1),
-        ([2.0, 1.9, 1.85, 1.0], "min", 1, 3, 1),
+        ([2.0, float("nan"), float("nan"), 1.0], "min", 2, 3, 1),
+        ([2.0, 1.9, 1.85, 1.0], "min", 2, 3, 1),
     ],
 )
 def test_early_stopping_ends_with_the_best_state(scores, mode, patience, epochs, best) -> None:
@@ -210,7 +211,8 @@ def test_early_stopping_ends_with_the_best_state(scores, mode, patience, epochs,
         for e in ft.run(start(), STEP, LOADER, epochs=5)
         if isinstance(e, ft.EpochEnd)
     ]
-    hook = ft.hooks.EarlyStopping("score", patience=patience, mode=mode, min_delta=0.2)
+    how = {"patience": patience, "mode": mode, "min_delta": 0.2, "restore_best": True}
+    hook = ft.hooks.EarlyStopping("score", **how)
     state, history = fit(Scripted(*scores), hook, epochs=5)
     assert len(history.epochs["score"]) == epochs
     assert hook.best == scores[best - 1]
@@ -290,6 +292,74 @@ def test_hooks_can_be_used_in_another_run(tmp_path) -> None:
     assert stopping.best == 8.0
     assert int(second.step) == 376
     assert len((tmp_path / "log.csv").read_text().splitlines()) == 3
+
+
+class Counter:
+    """Counts events, as a user's hook that resumes."""
+
+    def __init__(self, key=None):
+        self.events = 0
+        if key is not None:
+            self.resume_key = key
+
+    def __call__(self, event):
+        self.events += isinstance(event, ft.EpochEnd)
+
+    def state(self):
+        return {"events": self.events}
+
+    def restore(self, state):
+        self.events = state["events"]
+
+
+def test_hooks_resume_with_their_own_state_in_any_order(tmp_path) -> None:
+    def made():
+        values = Scripted(3.0, 2.0, 1.0)
+        least = ft.hooks.EarlyStopping("score", mode="min", patience=9)
+        most = ft.hooks.EarlyStopping("loss", mode="max", patience=9)
+        return values, least, most, Counter("a"), Counter("b")
+
+    values, least, most, a, b = made()
+    b.events = 10
+    fit(values, least, most, a, b, epochs=2, checkpointer=ft.Checkpointer(tmp_path))
+    values, again, other, c, d = made()
+    next(values.values), next(values.values)
+    fit(values, other, d, c, again, epochs=3, checkpointer=ft.Checkpointer(tmp_path))
+    assert (again.best, again.best_step) == (1.0, 564)
+    assert (other.best, other.best_step) == (most.best, most.best_step)
+    assert (c.events, d.events) == (3, 13)
+
+
+def test_a_state_is_not_given_to_a_hook_that_watches_another_value(tmp_path) -> None:
+    watching = ft.hooks.EarlyStopping("score", mode="min", patience=9)
+    fit(Scripted(0.5), watching, epochs=1, checkpointer=ft.Checkpointer(tmp_path))
+    other = ft.hooks.EarlyStopping("loss", patience=9)
+    with pytest.warns(UserWarning, match="hooks: ") as caught:
+        _, history = fit(other, epochs=2, checkpointer=ft.Checkpointer(tmp_path))
+    assert other.best == history.epochs["loss"][1]  # the first epoch was not seen
+    texts = sorted(str(warning.message) for warning in caught)
+    assert "EarlyStopping(loss) begins afresh" in texts[0]
+    assert "the checkpoint has EarlyStopping(score), which is not among" in texts[1]
+
+
+@pytest.mark.parametrize(
+    ("make", "identity"),
+    [
+        (lambda: Counter(), "Counter"),
+        (lambda: ft.hooks.EarlyStopping("loss"), r"EarlyStopping\(loss\)"),
+        (lambda: ft.hooks.JSONLines("a/log.jsonl"), r"JSONLines\(log.jsonl\)"),
+    ],
+)
+def test_hooks_whose_states_could_be_mixed_up_are_refused_before_a_step(
+    make, identity, tmp_path
+) -> None:
+    steps = []
+    hooks = [make(), make(), lambda event: steps.append(event.step)]
+    with pytest.raises(ValueError, match=f"hooks: expected .* got {identity} twice.*resume_key = "):
+        fit(*hooks, checkpointer=ft.Checkpointer(tmp_path))
+    assert not steps
+    hooks[0].resume_key = "first"
+    assert len(HookRunner(hooks).resumable()) == 2
 
 
 def test_a_state_that_does_not_fit_is_refused_at_the_end_too() -> None:

@@ -4,6 +4,7 @@ import io
 import json
 import signal
 import sys
+import types
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import functrain as ft
 
-from .fits import EVAL, LOADER, fit, lives
+from .fits import EVAL, LOADER, PowerCutError, fit, lives
 
 
 def evaluation() -> Any:
@@ -144,12 +145,17 @@ def straight(tmp_path_factory) -> dict[str, Any]:
     return logs.read()
 
 
-@pytest.mark.parametrize("cuts", [[3], [37], [20, 33, 34, 59], [60]], ids=str)
+# With 20, checkpoints fall on the last step of an epoch, before the lines of the epoch itself.
+@pytest.mark.parametrize(
+    ("cuts", "every"),
+    [([3], 15), ([37], 15), ([20, 33, 34, 59], 15), ([60], 15), ([21, 41], 20)],
+    ids=str,
+)
 def test_files_of_a_run_that_was_killed_are_those_of_one_that_never_was(
-    cuts, straight, tmp_path
+    cuts, every, straight, tmp_path
 ) -> None:
     logs = Logs(tmp_path)
-    lives(lambda: logs.hooks(), tmp_path / "checkpoints", cuts)
+    lives(lambda: logs.hooks(), tmp_path / "checkpoints", cuts, every)
     found = logs.read()
     assert found.keys() == straight.keys()
     for name in straight:
@@ -168,6 +174,56 @@ def test_a_run_that_is_stopped_by_ctrl_c_goes_on_without_a_gap(straight, tmp_pat
     assert checkpointer.latest() == 37
     fit(*logs.hooks(), checkpointer=ft.Checkpointer(tmp_path / "checkpoints"))
     assert logs.read() == straight
+
+
+def test_a_kill_between_the_last_step_and_the_end_of_its_epoch_loses_no_point(tmp_path) -> None:
+    def power_cut(event):
+        if isinstance(event, ft.EpochEnd):
+            raise PowerCutError
+
+    def train(*hooks):
+        log = ft.hooks.TensorBoard(tmp_path / "events", steps=1)
+        checkpointer = ft.Checkpointer(tmp_path / "run", every=ft.every(steps=20))
+        return fit(log, *hooks, epochs=2, checkpointer=checkpointer)
+
+    with pytest.raises(PowerCutError):
+        train(power_cut)
+    _, history = train()
+    found = scalars(tmp_path / "events")
+    assert found["loss"] == list(zip(range(1, 41), history.steps["loss"].tolist(), strict=True))
+    assert [step for step, _ in found["epoch/loss"]] == [20, 40]
+
+
+def full_disk(*_: Any, **__: Any) -> None:
+    raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("kind", ["TensorBoard", "JSONLines", "CSVLogger", "WandB"])
+def test_a_logger_that_cannot_write_warns_once_and_training_continues(
+    kind, tmp_path, monkeypatch
+) -> None:
+    if kind == "WandB":
+        monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=full_disk))
+        log = ft.hooks.WandB(steps=1)
+        log.run = types.SimpleNamespace(id="x", log=full_disk, finish=full_disk)
+    else:
+        log = getattr(ft.hooks, kind)(tmp_path / "log")
+        name = {"TensorBoard": "_event"}.get(kind, "_add")
+        monkeypatch.setattr(log, name, full_disk)
+    with pytest.warns(UserWarning, match=f"{kind}.* No space left .* training continues") as caught:
+        _, history = fit(log, checkpointer=ft.Checkpointer(tmp_path / "run"))
+    assert len(caught) == 1
+    assert len(history.steps["loss"]) == 60
+
+
+def test_a_file_that_was_empty_at_the_checkpoint_has_no_line_twice(tmp_path) -> None:
+    def hooks() -> list[Any]:
+        return [ft.hooks.JSONLines(tmp_path / "log.jsonl", steps=8, append=True)]
+
+    lives(hooks, tmp_path / "run", [13], every=7)
+    assert [line["step"] for line in lines(tmp_path / "log.jsonl") if "loss" in line] == [
+        8, 16, 24, 32, 40, 48, 56
+    ]  # fmt: skip
 
 
 def test_what_a_checkpoint_counts_on_is_on_the_disk(tmp_path) -> None:

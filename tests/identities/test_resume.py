@@ -128,7 +128,7 @@ def stopped_early(folder: Any, last: Any = None, epochs: int = 9, **how: Any) ->
 def test_early_stopping_goes_on_in_the_middle(
     ends: list[int], restore_best: bool, tmp_path: pathlib.Path
 ) -> None:
-    how = {"restore_best": restore_best, "patience": 2}
+    how = {"restore_best": restore_best, "patience": 3}
     expected, n, _ = stopped_early(None, **how)
     assert n == (8 if restore_best else 14)
     for end in ends:
@@ -141,7 +141,7 @@ def test_early_stopping_goes_on_in_the_middle(
 
 @pytest.mark.parametrize("restore_best", [True, False])
 def test_a_run_that_a_hook_has_stopped_is_over(restore_best: bool, tmp_path: pathlib.Path) -> None:
-    how = {"restore_best": restore_best, "patience": 2}
+    how = {"restore_best": restore_best, "patience": 3}
     first, *_ = stopped_early(tmp_path, **how)
     for epochs in (9, 20):
         assert stopped_early(tmp_path, epochs=epochs, **how)[0] == first
@@ -151,7 +151,7 @@ def test_a_run_that_a_hook_has_stopped_is_over(restore_best: bool, tmp_path: pat
 def test_more_epochs_go_on_from_the_last_state_and_not_from_the_best(
     tmp_path: pathlib.Path,
 ) -> None:
-    how = {"patience": 99}
+    how = {"patience": 99, "restore_best": True}
     _, n, _ = stopped_early(tmp_path, epochs=4, **how)
     assert n == 8
     expected, *_ = stopped_early(None, epochs=6, **how)

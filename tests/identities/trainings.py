@@ -210,8 +210,8 @@ def train(
     if eval_step := more.get("eval_step"):
         more = {"eval_step": eval_step, "eval_data": ft.ArrayLoader((IMAGES, LABELS), 16)}
         often = ft.hooks.Evaluate(eval_step, loader(), when=ft.every(steps=4), prefix="at_")
-        patient = ft.hooks.EarlyStopping("val_loss", patience=EPOCHS)
-        hooks = [*hooks, often, patient, ft.hooks.EarlyStopping("loss", patience=EPOCHS)]
+        patient = ft.hooks.EarlyStopping("val_loss", patience=EPOCHS + 1, restore_best=True)
+        hooks = [*hooks, often, patient, ft.hooks.EarlyStopping("loss", patience=EPOCHS + 1)]
     return ft.fit(
         state,
         step,

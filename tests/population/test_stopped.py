@@ -68,7 +68,7 @@ def test_what_was_not_finite_from_the_beginning_stops_nobody() -> None:
 
 
 def early(**how) -> ft.population.EarlyStopping:
-    return ft.population.EarlyStopping("val_loss", **{"patience": 1, **how})
+    return ft.population.EarlyStopping("val_loss", **{"patience": 2, "restore_best": True, **how})
 
 
 def fitted(hooks, epochs=12, **how):
@@ -106,7 +106,7 @@ def test_each_member_stops_by_itself_and_gets_its_best_state_back() -> None:
         for epoch, loss in enumerate(of_one):
             failures = 0 if loss < best else failures + 1
             best = min(best, loss)
-            if failures > 1:
+            if failures == 2:
                 end = epoch
                 break
         stopped_at.append(end)

@@ -82,7 +82,8 @@ def fit(form: str, folder: pathlib.Path) -> dict[str, Any]:
     picture = ft.hooks.Sample(
         lambda state: {"w": np.asarray(state.params["w"])}, directory=folder / "samples"
     )
-    best = ft.hooks.EarlyStopping("val_loss", patience=0, min_delta=1e9)  # the first is the best
+    # The first value is the best.
+    best = ft.hooks.EarlyStopping("val_loss", patience=0, min_delta=1e9, restore_best=True)
     made = {
         "Evaluate": ft.hooks.Evaluate(MEASURE, ft.ArrayLoader(X, 32), **how),
         "EarlyStopping": best,

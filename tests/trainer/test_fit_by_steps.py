@@ -184,7 +184,7 @@ def test_stretches_of_another_length_are_refused_by_name(tmp_path) -> None:
 
 
 def test_early_stopping_counts_stretches() -> None:
-    hook = ft.hooks.EarlyStopping("val_loss", patience=1, min_delta=1e9)
+    hook = ft.hooks.EarlyStopping("val_loss", patience=1, min_delta=1e9, restore_best=True)
     state, _ = fit(loader(), hook, steps=50, eval_every=5, **HELD_OUT)
     assert hook.best_step == int(state.step) == 5
 

@@ -72,6 +72,21 @@ def test_what_keras_callbacks_remember_is_named_in_the_table(tmp_path):
     assert keras_private.callbacks.memory(keras.callbacks.TerminateOnNaN()) == {}
 
 
+def test_callbacks_of_a_class_are_told_apart_by_their_value_and_file(tmp_path):
+    made = {
+        "val_loss": keras.callbacks.EarlyStopping(),
+        "loss": keras.callbacks.ReduceLROnPlateau("loss"),
+        "val_loss, x.keras": keras.callbacks.ModelCheckpoint(tmp_path / "x.keras"),
+        "val_loss, orbax": keras.callbacks.OrbaxCheckpoint(tmp_path / "orbax"),
+        "log.csv": keras.callbacks.CSVLogger(tmp_path / "log.csv"),
+        "board": keras.callbacks.TensorBoard(tmp_path / "board"),
+        "": keras.callbacks.History(),
+    }
+    assert [keras_private.callbacks.watched(callback) for callback in made.values()] == list(made)
+    assert all(map(keras_private.callbacks.has_memory, made.values()))
+    assert not keras_private.callbacks.has_memory(keras.callbacks.TerminateOnNaN())
+
+
 def test_tensorboard_goes_on_counting(tmp_path):
     board = keras.callbacks.TensorBoard(tmp_path)
     board._global_train_batch = 5

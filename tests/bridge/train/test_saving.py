@@ -325,6 +325,37 @@ def test_callbacks_of_users_go_on_where_they_say_how(tmp_path) -> None:
     assert counters[-1].means == counters[0].means
 
 
+def test_callbacks_resume_with_their_own_memory_in_any_order(tmp_path) -> None:
+    def watching() -> list[Any]:
+        return [keras.callbacks.EarlyStopping(name, patience=9) for name in ("loss", "accuracy")]
+
+    first, second = watching()
+    fit(
+        dense,
+        lambda: {"epochs": 2},
+        checkpointer=ft.Checkpointer(tmp_path),
+        callbacks=[first, second],
+    )
+    again, other = watching()
+    memory = {}
+
+    class Remembered(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+            memory.setdefault(epoch, (again.best, other.best))
+
+    callbacks = [other, again, Remembered()]
+    fit(dense, lambda: {"epochs": 3}, checkpointer=ft.Checkpointer(tmp_path), callbacks=callbacks)
+    assert memory[2] == (first.best, second.best)
+
+
+def test_callbacks_that_could_be_mixed_up_are_refused(tmp_path) -> None:
+    callbacks = [keras.callbacks.EarlyStopping("loss", patience=n) for n in (1, 2)]
+    with pytest.raises(ValueError, match=r"callbacks: expected .* got EarlyStopping\(loss\) twice"):
+        fit(dense, plain, checkpointer=ft.Checkpointer(tmp_path), callbacks=callbacks)
+    quiet = [keras.callbacks.LambdaCallback(), keras.callbacks.LambdaCallback()]
+    fit(dense, lambda: {"epochs": 1}, checkpointer=ft.Checkpointer(tmp_path), callbacks=quiet)
+
+
 def test_the_best_of_some_batches_is_still_known(tmp_path) -> None:
     def saved(name: str) -> Arguments:
         def arguments() -> dict[str, Any]:
