@@ -28,6 +28,7 @@ from functrain.engine._driver import SPARE_BYTES as SPARE_BYTES
 from functrain.engine._driver import Driver as Driver
 from functrain.engine._driver import copied as copied
 from functrain.engine._guards import add_guard as add_guard
+from functrain.engine._notes import add_notes as add_notes
 from functrain.engine._placement import chunk_placement as chunk_placement
 from functrain.engine._plan import FuseArg as FuseArg
 from functrain.engine._plan import Plan as Plan

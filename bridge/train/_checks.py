@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import keras
+import numpy as np
 
 from bridge import keras_private
 from bridge.optim import OptaxOptimizer
@@ -160,8 +161,28 @@ def require_arguments(
             refuse_numbers(data, name)  # Keras does too, with all the numbers in its message
         for leaf in jax.tree.leaves(data):
             refuse_mask(leaf, name)
+    refuse_texts(x=x, y=y)
     require_whole(1, optional=True, **numbers)
     _require_callbacks(callbacks)
+
+
+def refuse_texts(**data: Any) -> None:
+    """Raises TypeError where arrays hold texts, by the names of the arguments."""
+    for name, tree in data.items():
+        for x in keras.tree.flatten(tree):
+            kind = getattr(getattr(x, "dtype", None), "kind", "")
+            few = np.asarray(x[:1]) if kind and kind in "OSU" and len(x) else np.zeros(0)
+            if few.size and isinstance(few.flat[0], str | bytes):
+                how = (
+                    "Number the classes first: classes, y = np.unique(y, return_inverse=True), or "
+                    "map them with keras.layers.StringLookup."
+                    if name.endswith("y")
+                    else "Give each text numbers first, such as the ids of its tokens."
+                )
+                text = few.reshape(-1).tolist()[0]
+                raise TypeError(
+                    f"{name}: expected numbers, got {len(x):,} texts, such as {text!r}. {how}"
+                )
 
 
 def require_whole(least: int, *, optional: bool = False, **numbers: Any) -> None:

@@ -15,6 +15,7 @@ from bridge.train._loop import Options
 from bridge.train._processes import files_of_the_first, require_together
 from bridge.train._runs import Evaluation, Fit, run_evaluate, run_predict
 from bridge.train._saving import KerasSaving
+from bridge.train._steps import noted
 from bridge.train._validation import require_validation
 from functrain import Checkpointer
 from functrain.internal import FuseArg, HeldSignals, Mode, advised
@@ -131,7 +132,8 @@ def fit(
         data, validation_data = keras_private.data.split(data, validation_split)
     more = {"shuffle": shuffle, "class_weight": class_weight}
     source = _feed.source(model, data, batch_size, steps_per_epoch, **more)
-    keras_private.trainer.build_from(model, source)
+    with noted(model, data):
+        keras_private.trainer.build_from(model, source)
     evaluation: Evaluation | None = None
     if validation_data is not None:
         size = validation_batch_size or batch_size
@@ -202,8 +204,10 @@ def evaluate(
     require_compiled(model)
     numbers = {"batch_size": batch_size, "steps": steps}
     _checks.require_arguments(x, y, fuse, rewrites, verbose, callbacks, **numbers)
-    source = _feed.source(model, (x, y, sample_weight), batch_size, steps)
-    keras_private.trainer.build_from(model, source)
+    data = x, y, sample_weight
+    source = _feed.source(model, data, batch_size, steps)
+    with noted(model, data):
+        keras_private.trainer.build_from(model, source)
     callbacks = _callback_list(model, callbacks, verbose, 1, source)
     with HeldSignals() as signals:
         logs = run_evaluate(model, source, callbacks, Options(fuse, rewrites, signals))

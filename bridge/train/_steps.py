@@ -1,12 +1,18 @@
 """A compiled Keras model's own steps, as functrain steps over a state of pytrees."""
 
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import jax
 import jax.numpy as jnp
 import keras
 
 from bridge import keras_private
 from bridge.state._keras_state import KerasState, Variables, require_compiled
 from bridge.train._carried import carried
-from functrain.internal import PyTree
+from functrain.internal import PyTree, add_notes
+from functrain.internal import tree as _tree
 
 
 def train_step(model: keras.Model) -> "KerasStep":
@@ -73,7 +79,7 @@ class KerasStep:
         _refuse_stateful_rnns(self.model)
         before = len(self.model.variables)
         old = (state.trainable, state.non_trainable, state.optimizer, state.metrics)
-        with carried(self.model, state.metrics) as merge:
+        with noted(self.model, batch), carried(self.model, state.metrics) as merge:
             if self.trains:
                 logs, (trainable, rest, optimizer, metrics) = self.model.train_step(old, batch)
             else:
@@ -94,8 +100,46 @@ class PredictStep:
 
     def __call__(self, state: KerasState, batch: PyTree, /) -> tuple[KerasState, PyTree]:
         """Takes one step."""
-        outputs, rest = self.model.predict_step((state.trainable, state.non_trainable), batch)
+        with noted(self.model, batch):
+            outputs, rest = self.model.predict_step((state.trainable, state.non_trainable), batch)
         return state.replace(non_trainable=_as_before(state.non_trainable, rest)), outputs
+
+
+@contextlib.contextmanager
+def noted(model: keras.Model, data: PyTree) -> Iterator[None]:
+    """Context manager: adds to an exception what the data were, and what the model takes.
+
+    Args:
+      model: The model.
+      data: A batch, or all data: x, (x, y) or (x, y, sample_weight).
+    """
+    takes = f"; the model {model.name!r} takes {_input_spec(model)}" if model.built else ""
+    try:
+        yield
+    except Exception as error:
+        add_notes(error, described(data) + takes)
+        raise
+
+
+def described(data: PyTree) -> str:
+    """Returns the dtypes and shapes of x, y and sample_weight."""
+    parts = zip(
+        ("x", "y", "sample_weight"), keras.utils.unpack_x_y_sample_weight(data), strict=True
+    )
+    specs = [(name, ", ".join(map(_tree.spec, jax.tree.leaves(part)))) for name, part in parts]
+    return ", ".join(f"{name} {spec or 'None'}" for name, spec in specs[: 3 if specs[2][1] else 2])
+
+
+def _input_spec(model: keras.Model) -> str:
+    """Returns what a model was made or built for; batch sizes are None."""
+    try:
+        inputs = keras.tree.flatten(model.inputs)
+        return ", ".join(f"{x.dtype}[{', '.join(map(str, x.shape))}]" for x in inputs)
+    except (AttributeError, ValueError):  # a subclass, which knows shapes only
+        shapes: dict[str, Any] = getattr(model, "get_build_config", dict)() or {}
+        return (
+            f"inputs of shape {shapes['input_shape']}" if "input_shape" in shapes else "any input"
+        )
 
 
 def _as_before(old: Variables, new: Variables) -> Variables:

@@ -8,10 +8,10 @@ import numpy as np
 
 from bridge import keras_private
 from bridge.state._keras_state import originals
+from bridge.train._checks import refuse_texts
 from bridge.train._feed import source
-from bridge.train._steps import KerasStep
+from bridge.train._steps import KerasStep, described
 from functrain.internal import PyTree
-from functrain.internal import tree as _tree
 
 
 def require_validation(
@@ -38,6 +38,7 @@ def require_validation(
             f"these, got a {type(data).__name__} of length {len(data)}"
         )
     validation = keras.utils.unpack_x_y_sample_weight(data)
+    refuse_texts(**{"validation_data's x": validation[0], "validation_data's y": validation[1]})
     if not _are_arrays(validation):
         return
     if not jax.tree.leaves(validation[0]):
@@ -83,16 +84,11 @@ def _require_traced(model: keras.Model, batch: PyTree, expected: PyTree) -> None
     try:
         jax.eval_shape(KerasStep(model, trains=False), originals(model), data)
     except Exception as error:
-        known = f", as training has {_words(expected)}" if expected is not None else ""
+        known = f", as training has {described(expected)}" if expected is not None else ""
+        got = described(batch)
         raise ValueError(
-            f"validation_data: expected what the model can evaluate{known}; got {_words(batch)}. "
+            f"validation_data: expected what the model can evaluate{known}; got {got}. "
             f"No step was taken. Its test_step says:\n{error}"
         ) from error
     finally:
         keras_private.layers.forget_losses(model)
-
-
-def _words(batch: PyTree) -> str:
-    parts = zip(("x", "y", "sample_weight"), batch, strict=True)
-    specs = [(name, ", ".join(map(_tree.spec, jax.tree.leaves(part)))) for name, part in parts]
-    return ", ".join(f"{name} {spec or 'None'}" for name, spec in specs[: 3 if specs[2][1] else 2])

@@ -34,10 +34,10 @@ def of_run(state: PyTree) -> dict[str, Any]:
 _WITHOUT_EFFECT = ("functrain", "python")
 
 
-def differences(saved: dict[str, Any], there: dict[str, Any], word: str = "now") -> list[str]:
+def differences(saved: dict[str, Any], there: dict[str, Any]) -> list[str]:
     """Names what differs between two fingerprints, in words."""
     return [
-        f"{name}: saved {saved.get(name)}, {word} {there.get(name)}"
+        f"{name}: saved with {saved.get(name)}, now {there.get(name)}"
         for name in {**saved, **there}
         if name not in _WITHOUT_EFFECT and saved.get(name) != there.get(name)
     ]

@@ -43,14 +43,14 @@ def compared(saved: Glimpse, now: Glimpse, which: str, *, numbers: bool = True) 
     """
     paths = {**saved, **now}
     found = [
-        f"{path} of the {which} batch: saved {_spec(saved, path)}, expected {_spec(now, path)}"
+        f"{path} of the {which} batch: saved with {_spec(saved, path)}, now {_spec(now, path)}"
         for path in paths
         if _spec(saved, path) != _spec(now, path)
     ]
     if found or not numbers:
         return found
     return [
-        f"{path} of the {which} batch: saved {_few(saved, path)}, expected {_few(now, path)}"
+        f"{path} of the {which} batch: saved with {_few(saved, path)}, now {_few(now, path)}"
         for path in paths
         if not _near(saved[path]["numbers"], now[path]["numbers"])
     ]

@@ -255,7 +255,7 @@ class Source:
         if self.local is not None and state is not None:
             saved, state = state["each"][jax.process_index()]
             if saved != (now := self._own_fingerprint()):
-                return [f"the part of this process: saved {saved}, expected {now}"]
+                return [f"the part of this process: saved with {saved}, now {now}"]
         if state is None or self._place is None:
             return []
         self._mark, first, last = state["mark"], state["first"], state["last"]
@@ -274,7 +274,7 @@ class Source:
             return [f"the state that was saved is not taken: {type(error).__name__}: {error}"]
         now = self._seen(begun)
         if now is None:
-            return ["batches: saved some, expected none"]
+            return ["batches: saved with some, now none"]
         self._first = Made.of(begun.peek())
         found = compared(saved, now, "first")
         if found and now != self._seen(self._stream(0, 0, mark)):

@@ -18,6 +18,7 @@ Files:
   _trigger: when something is due
   _signals: Ctrl-C and SIGTERM that lose nothing
   _guards: what watches over the tracing of a step
+  _notes: notes on errors of a step: its batch, and what a traced value cannot do
   _cache: compiled programs on disk
 """
 

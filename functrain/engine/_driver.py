@@ -19,6 +19,7 @@ from functrain.engine import _placement
 from functrain.engine._chunks import Chunk
 from functrain.engine._guards import guarded
 from functrain.engine._loop import check_carry, require_pair, without_text
+from functrain.engine._notes import noted
 from functrain.engine._plan import nbytes
 from functrain.engine._programs import TRAINING, Kind, Loop, Program, known_length, program
 from functrain.rewrites import Mode
@@ -149,7 +150,7 @@ class Driver:
         body, rows, carry = without_text(self.kind.body(self.step)), [], self.carry
         for i in range(chunk.steps):
             batch = jax.tree.map(lambda x, i=i: jnp.asarray(x[i]), chunk.batches)
-            with self.uncompiled():
+            with noted(batch), self.uncompiled():
                 new, row = require_pair(body(carry, batch, *self._const))
             check_carry(carry, new)
             carry = new

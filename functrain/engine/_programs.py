@@ -11,6 +11,7 @@ from functrain import rewrites as _rewrites
 from functrain.common._types import PyTree
 from functrain.engine._guards import guarded
 from functrain.engine._loop import check_stacked, repeat, without_text
+from functrain.engine._notes import noted
 from functrain.engine._placement import Pins, pinned
 from functrain.rewrites import Mode
 
@@ -79,7 +80,8 @@ def _compiled(get: Callable[[], Any], kind: Kind, loop: Loop) -> Program:
         body = _rewrites.optimize(without_text(kind.body(get())), loop.rewrites)
 
         def once(carry: PyTree, batch: PyTree) -> Any:
-            return pinned(body(carry, batch, *const), loop.pins)
+            with noted(batch):
+                return pinned(body(carry, batch, *const), loop.pins)
 
         with guarded():
             some = None if loop.whole else n

@@ -253,7 +253,7 @@ class Saving:
                 "Checkpointer.save. Restore the state by hand, and pass start=, or take another "
                 "directory."
             )
-        self._require_same_data(differences(about["data"], self._source.fingerprint(), "expected"))
+        self._require_same_data(differences(about["data"], self._source.fingerprint()))
 
     def _require_same_data(self, differences: list[str]) -> None:
         if differences:

@@ -1,5 +1,6 @@
 """Models of which a part is not trained."""
 
+import operator
 from typing import Any, Protocol, Self, TypeVar
 
 import jax
@@ -106,13 +107,15 @@ def is_frozen(state: Any) -> bool:
     model_state = state.model_state
     if not (isinstance(model_state, dict) and model_state.keys() == {"frozen", "model"}):
         return False
-    params, frozen = (
-        jax.tree.flatten(tree, is_leaf=lambda x: x is None)
-        for tree in (state.params, model_state["frozen"])
-    )
-    if params[1] != frozen[1]:
+    trees = state.params, model_state["frozen"]
+    is_none: Any = [jax.tree.map(lambda x: x is None, tree, is_leaf=_is_none) for tree in trees]
+    if _tree.structure(is_none[0]) != _tree.structure(is_none[1]):
         return False
-    return all((a is None) != (b is None) for a, b in zip(params[0], frozen[0], strict=True))
+    return all(map(operator.ne, *map(jax.tree.leaves, is_none)))
+
+
+def _is_none(x: PyTree) -> bool:
+    return x is None
 
 
 class Whole(Protocol):

@@ -108,8 +108,8 @@ def _checked(result: Any) -> tuple[jax.Array, Aux]:
         aux = loss = None
     if not isinstance(aux, Aux):
         raise TypeError(
-            "loss_fn: expected (loss, functrain.Aux(model_state, outputs, logs)), got "
-            f"{type(result).__name__}: {result}"
+            "loss_fn: expected it to return (loss, functrain.Aux(model_state)), got "
+            f"{_shown(result)}. End it with: return loss, functrain.Aux(model_state)"
         )
     loss = jnp.asarray(loss)
     if loss.shape != () or not jnp.issubdtype(loss.dtype, jnp.floating):
@@ -118,3 +118,10 @@ def _checked(result: Any) -> tuple[jax.Array, Aux]:
             "jnp.mean, or let functrain.supervised do that."
         )
     return loss, aux
+
+
+def _shown(result: Any) -> str:
+    """Returns what a loss returned as dtypes and shapes: a tracer's own repr says neither."""
+    if isinstance(result, tuple | list):
+        return f"({', '.join(map(_shown, result))})"
+    return "None" if result is None else _tree.spec(result)

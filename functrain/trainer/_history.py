@@ -2,7 +2,7 @@
 
 import dataclasses
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 
@@ -48,6 +48,15 @@ class History:
             if values
         ]
         return f"History({'; '.join(parts)})"
+
+    @property
+    def history(self) -> NoReturn:
+        """Raises AttributeError: Keras's word for `epochs`."""
+        raise AttributeError(
+            "History has no `history`, which is Keras's word: the values of each epoch are in "
+            "`history.epochs`, such as history.epochs['loss'], those of each step in "
+            "`history.steps`."
+        )
 
     def _repr_html_(self) -> str:
         from functrain.trainer._html import page

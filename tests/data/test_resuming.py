@@ -174,34 +174,34 @@ CHANGED = {
     "ArrayLoader, batch size": (
         lambda: ft.ArrayLoader(X, 5),
         lambda: ft.ArrayLoader(X, 6),
-        "batch_size: saved 5, expected 6",
+        "batch_size: saved with 5, now 6",
     ),
     "ArrayLoader, seed": (
         lambda: ft.ArrayLoader(X, 5, shuffle=True),
         lambda: ft.ArrayLoader(X, 5, shuffle=True, seed=1),
-        "seed: saved 0, expected 1",
+        "seed: saved with 0, now 1",
     ),
     "ArrayLoader, length": (
         lambda: ft.ArrayLoader(X, 5),
         lambda: ft.ArrayLoader(X[:-1], 5),
-        "examples: saved 17, expected 16",
+        "examples: saved with 17, now 16",
     ),
     "another kind": (
         lambda: ft.ArrayLoader(X, 5),
         batches,
-        "data: saved ArrayLoader, expected list",
+        "data: saved with ArrayLoader, now list",
     ),
-    "list, number": (batches, lambda: batches()[:3], "batches: saved 4, expected 3"),
+    "list, number": (batches, lambda: batches()[:3], "batches: saved with 4, now 3"),
     "list, batch size": (
         lambda: batches(6)[:2],
         lambda: batches()[:2],
-        r"batch: saved float32\[6, 3\], expected float32\[5, 3\]",
+        r"batch: saved with float32\[6, 3\], now float32\[5, 3\]",
     ),
     "list, order": (batches, lambda: batches(rows=X[::-1]), "the (first|last) batch: saved"),
     "grain, length": (
         map_dataset,
         lambda: map_dataset(rows=X[:12]),
-        "batches: saved 4, expected 3",
+        "batches: saved with 4, now 3",
     ),
     "grain, examples": (
         map_dataset,
@@ -211,13 +211,13 @@ CHANGED = {
     "grain, batch size": (
         map_dataset,
         lambda: map_dataset(batch_size=6, drop=True),
-        "batches: saved 4, expected 2",
+        "batches: saved with 4, now 2",
     ),
     "grain, seed": (map_dataset, lambda: map_dataset(seed=2), "the (first|last) batch: saved"),
     "grain, batch size of an IterDataset": (
         lambda: iter_dataset(),
         lambda: grain.MapDataset.source(Rows()).seed(4).shuffle().to_iter_dataset().batch(6),
-        r"the first batch: saved float32\[5, 3\], expected float32\[6, 3\]",
+        r"the first batch: saved with float32\[5, 3\], now float32\[6, 3\]",
     ),
     "grain.DataLoader, seed": (
         data_loader,
@@ -227,12 +227,12 @@ CHANGED = {
     "grain.DataLoader, batch size": (
         data_loader,
         lambda: data_loader(batch_size=6),
-        r"the first batch: saved float32\[5, 3\], expected float32\[6, 3\]",
+        r"the first batch: saved with float32\[5, 3\], now float32\[6, 3\]",
     ),
     "a user's own, batch size": (
         Resumable,
         lambda: Resumable(batch_size=6),
-        r"the first batch: saved float32\[5, 3\], expected float32\[6, 3\]",
+        r"the first batch: saved with float32\[5, 3\], now float32\[6, 3\]",
     ),
     "a user's own, seed": (Resumable, lambda: Resumable(seed=1), "the (first|last) batch: saved"),
     "a user's own, length": (
@@ -264,7 +264,7 @@ def test_other_data_are_refused_before_anything_is_done(
 @pytest.mark.filterwarnings("ignore:data. a Opaque does not say")
 def test_other_batches_of_an_iterable_are_refused(tmp_path: pathlib.Path) -> None:
     left_at(tmp_path, Opaque(), 3)
-    with pytest.raises(CheckpointMismatchError, match=r"first batch: saved float32\[5, 3\]"):
+    with pytest.raises(CheckpointMismatchError, match=r"first batch: saved with float32\[5, 3\]"):
         trained(Opaque(batch_size=6), ft.Checkpointer(tmp_path))
 
 

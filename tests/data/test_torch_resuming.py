@@ -86,8 +86,8 @@ def test_a_loader_that_draws_its_own_seed_goes_on_with_that(tmp_path: pathlib.Pa
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"batch_size": 6}, "batches: saved 4, expected 3"),
-        ({"batch_size": 6, "rows": X[:12]}, "batches: saved 4, expected 2"),
+        ({"batch_size": 6}, "batches: saved with 4, now 3"),
+        ({"batch_size": 6, "rows": X[:12]}, "batches: saved with 4, now 2"),
         ({"rows": X[::-1].copy()}, "of the first batch: saved"),
         ({"rows": X[:-1]}, "of the first batch: saved"),
     ],

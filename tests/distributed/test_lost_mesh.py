@@ -46,8 +46,8 @@ def test_on_another_mesh_the_run_goes_on_and_says_so(found) -> None:
         assert len(more) == 12
         assert max(more[8:]) < min(losses)
         (warning,) = warnings
-        assert "devices: saved 4, now 2" in warning
-        assert "mesh: saved [\"{'data': 2, 'model': 2}\"], now [\"{'data': 2}\"]" in warning
+        assert "devices: saved with 4, now 2" in warning
+        assert "mesh: saved with [\"{'data': 2, 'model': 2}\"], now [\"{'data': 2}\"]" in warning
 
 
 def test_it_goes_on_with_the_numbers_of_one_device(found) -> None:

@@ -232,8 +232,15 @@ def test_two_updates_make_a_step_of_two_optimizers() -> None:
     [
         (lambda x: (x, ft.Aux({})), r"expected a scalar loss, float32\[\], got float32\[4, 1\]"),
         (lambda x: (jnp.int32(1), ft.Aux({})), r"expected a scalar loss.*got int32\[\]"),
-        (lambda x: x.sum(), r"expected \(loss, functrain\.Aux"),
-        (lambda x: (x.sum(), {}), r"expected \(loss, functrain\.Aux"),
+        (
+            lambda x: x.sum(),
+            r"got float32\[\]\. End it with: return loss, functrain\.Aux\(model_state\)",
+        ),
+        (
+            lambda x: (x.sum(), {"n": x}),
+            r"return \(loss, functrain.Aux\(.*got \(float32\[\], dict\)\. End",
+        ),
+        (lambda x: None, r"return \(loss, functrain\.Aux\(model_state\)\), got None\. End"),
     ],
 )
 def test_a_loss_function_that_returns_something_else_is_refused(result, message) -> None:

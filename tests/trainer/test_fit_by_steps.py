@@ -179,7 +179,7 @@ def test_more_steps_go_on_from_the_end_of_a_fit(tmp_path) -> None:
 
 def test_stretches_of_another_length_are_refused_by_name(tmp_path) -> None:
     fit(loader(), steps=10, checkpointer=ft.Checkpointer(tmp_path))
-    with pytest.raises(CheckpointMismatchError, match="eval_every: saved 10, expected 20"):
+    with pytest.raises(CheckpointMismatchError, match="eval_every: saved with 10, now 20"):
         fit(loader(), steps=20, checkpointer=ft.Checkpointer(tmp_path))
 
 

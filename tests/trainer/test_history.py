@@ -56,3 +56,9 @@ def test_histories_are_equal_if_they_are_one_object(other) -> None:
     mine = history()
     assert mine == mine
     assert mine != other
+
+
+def test_the_word_of_keras_is_told_what_it_is_here() -> None:
+    with pytest.raises(AttributeError, match=r"Keras's word: .* `history\.epochs`"):
+        _ = history().history
+    assert not hasattr(history(), "history")

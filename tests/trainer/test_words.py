@@ -235,3 +235,26 @@ def test_autotune_and_explain_take_steps_with_metrics_and_without() -> None:
     for carry in (state, metered.start(state)):
         assert ft.rewrites.explain(metered, carry, images).rows == rows
     assert ft.autotune(metered, state, images, ks=(1,), seconds=0.0).k == 1
+
+
+@pytest.mark.parametrize("jit", [True, False])
+def test_an_input_of_another_width_is_named_with_its_shape(jit) -> None:
+    wide = ft.ArrayLoader((np.ones((8, 5), np.float32), Y), 4)
+    with pytest.raises(Exception, match="shape") as error:
+        ft.fit(STATE, STEP, wide, jit=jit, verbose=0)
+    assert "Shapes: batch[0] float32[4, 5], batch[1] int32[4]." in error.value.__notes__
+
+
+def test_a_python_if_on_a_traced_value_is_told_what_to_write_instead() -> None:
+    def step(state, batch):
+        return (state if batch.sum() > 0 else -state), {}
+
+    def fit(**how):
+        return ft.fit(jnp.zeros(()), step, [jnp.ones(3)], verbose=0, **how)
+
+    with pytest.raises(jax.errors.TracerBoolConversionError) as error:
+        fit()
+    notes = "\n".join(error.value.__notes__)
+    assert "Shapes: batch float32[3]." in notes
+    assert all(name in notes for name in ("jnp.where", "jax.lax.cond", "jit=False"))
+    fit(jit=False)

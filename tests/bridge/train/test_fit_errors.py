@@ -2,8 +2,10 @@
 
 import bridge  # isort: skip  # before keras: it chooses the backend
 
+import re
 from typing import Any
 
+import jax
 import keras
 import numpy as np
 import pytest
@@ -126,3 +128,74 @@ def test_a_structure_that_is_not_the_models() -> None:
     with pytest.raises(Exception, match=r"structure|expects 1 input|Missing|received"):
         bridge.fit(model, {"a": X, "b": X}, Y, verbose=0)
     bridge.fit(model, X, Y, verbose=0)
+
+
+@pytest.mark.parametrize("labels", [["cat", "dog"], [b"cat", b"dog"]], ids=["str", "bytes"])
+@pytest.mark.parametrize("dtype", [None, object])
+def test_text_labels_are_told_how_to_become_numbers(labels: Any, dtype: Any) -> None:
+    texts = np.array(labels * 16, dtype)
+    how = r".*np\.unique\(y, return_inverse=True\).*keras\.layers\.StringLookup"
+    with pytest.raises(
+        TypeError, match=r"^y: expected numbers, got 32 texts, such as b?'cat'" + how
+    ):
+        bridge.fit(compiled(), X, texts, verbose=0)
+    with pytest.raises(TypeError, match=r"^validation_data's y: expected numbers, got 32" + how):
+        bridge.fit(compiled(), X, Y, validation_data=(X, texts), verbose=0)
+    with pytest.raises(TypeError, match=r"^y: expected numbers"):
+        bridge.evaluate(compiled(), X, texts, verbose=0)
+    with pytest.raises(TypeError, match=r"^x: expected numbers, got 32 texts.* ids of its tokens"):
+        bridge.predict(compiled(), texts, verbose=0)
+
+
+class Product(keras.Model):
+    """Checks no inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = self.add_weight(shape=(4, 4))
+
+    def call(self, x: Any) -> Any:
+        return x @ self.w
+
+
+def built_product() -> keras.Model:
+    model = Product()
+    model(X)
+    model.compile("adam", "mse")
+    return model
+
+
+@pytest.mark.parametrize("is_fitted", [False, True])
+@pytest.mark.parametrize(
+    ("make", "takes"),
+    [(compiled, r"'sequential\w*' takes float32\[None, 4\]"), (built_product, r"\(32, 4\)")],
+)
+def test_inputs_of_another_width_are_named_beside_what_the_model_takes(
+    make: Any, takes: str, is_fitted: bool
+) -> None:
+    model = make()
+    if is_fitted:
+        bridge.keras_state(model, (X, Y))
+    with pytest.raises(Exception, match=r"incompatible|contracting") as error:
+        bridge.fit(model, np.ones((32, 3), np.float32), Y, verbose=0)
+    (note,) = [note for note in error.value.__notes__ if note.startswith("Shapes: ")]
+    assert re.search(r"x float32\[32, 3\], y float32\[32, 4\]; the model .*" + takes, note)
+
+
+@pytest.mark.parametrize("place", ["step", "loss"])
+def test_a_python_if_on_a_traced_value_is_told_what_to_write_instead(place: str) -> None:
+    def halved_if_large(y: Any, p: Any) -> Any:
+        loss = keras.ops.mean(keras.ops.square(y - p))
+        return loss / 2 if loss > 1 else loss
+
+    class Step(keras.Sequential):
+        def train_step(self, state: Any, data: Any) -> Any:
+            logs, state = super().train_step(state, data)
+            return (logs if logs["loss"] > 1 else {}), state
+
+    model = (Step if place == "step" else keras.Sequential)([keras.Input((4,)), layers.Dense(4)])
+    model.compile("adam", halved_if_large if place == "loss" else "mse")
+    with pytest.raises(jax.errors.TracerBoolConversionError) as error:
+        bridge.fit(model, X, Y, verbose=0)
+    notes = "\n".join(error.value.__notes__)
+    assert all(name in notes for name in ("jnp.where", "jax.lax.cond", "run_eagerly=True"))
