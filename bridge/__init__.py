@@ -16,6 +16,7 @@ require_same(functrain)  # before a stale functrain can fail on a name it does n
 from bridge.model import from_flax as from_flax  # noqa: E402
 from bridge.model import from_keras as from_keras  # noqa: E402
 from bridge.model import to_linen as to_linen  # noqa: E402
+from bridge.model._reach import reaches_keras  # noqa: E402
 from bridge.model._scope import no_side_effects  # noqa: E402
 from bridge.optim import OptaxOptimizer as OptaxOptimizer  # noqa: E402
 from bridge.optim import constraints as constraints  # noqa: E402
@@ -37,9 +38,9 @@ from bridge.train import test_step as test_step  # noqa: E402
 from bridge.train import train_step as train_step  # noqa: E402
 from functrain.internal import add_guard  # noqa: E402
 
-add_guard(no_side_effects)
+add_guard(reaches_keras, no_side_effects)
 
-del add_guard, functrain, no_side_effects, require_jax, require_same
+del add_guard, functrain, no_side_effects, reaches_keras, require_jax, require_same
 
 __all__ = [
     "KerasState",

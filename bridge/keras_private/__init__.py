@@ -6,7 +6,6 @@ says first when a new Keras release moves something.
 Files:
   trainer: what `compile` made of a model, and what its epochs report
   trainer_state: where a model's values are while it trains
-  compile: what `compile` was asked for
   data: the batches of whatever `fit` takes
   callbacks: when Keras's own callbacks act between two epochs
   layers: what a layer holds, and the layers inside it
@@ -17,7 +16,6 @@ Files:
 """
 
 from bridge.keras_private import callbacks as callbacks
-from bridge.keras_private import compile as compile
 from bridge.keras_private import data as data
 from bridge.keras_private import layers as layers
 from bridge.keras_private import losses as losses

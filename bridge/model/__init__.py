@@ -7,6 +7,7 @@ Files:
   _variables: which variable is which
   _names: what a variable is called
   _file_names: what it is called in the files that Keras writes
+  _reach: which steps can touch an object of Keras
   _scope: a model as a pure function, left whole whatever happens
   _pure_layers: which layers may be compiled although they say they may not
   _flax_modules: one interface to linen and to nnx

@@ -23,8 +23,8 @@ def runs_uncompiled(model: keras.Model, rewrites: str, trace: Callable[[], Any])
     What Keras compiles is compiled. A model that it leaves uncompiled, because a layer such as
     RandomRotation says that another backend could not, is compiled if nothing in it can differ:
     all layers are known to be pure, and a trace draws no Python or NumPy randomness. It stays
-    uncompiled where ``compile(jit_compile=False)`` or ``rewrites="exact"`` asks for that, or a
-    model file does: Keras writes False there for all of these models.
+    uncompiled where ``compile(run_eagerly=True)`` or ``rewrites="exact"`` asks for that. Keras
+    3.15.1 does not keep whether the False in `jit_compile` was asked for or found out.
 
     Args:
       model: The model.
@@ -35,8 +35,6 @@ def runs_uncompiled(model: keras.Model, rewrites: str, trace: Callable[[], Any])
         return bool(model.run_eagerly)
     layers = keras_private.layers.all_layers(model)
     if rewrites == "exact" or all(layer.supports_jit for layer in layers):
-        return True
-    if model.compiled and keras_private.compile.jit_compile_asked(model) != "auto":
         return True
     own_steps = any(name in vars(model) for name in _STEPS)  # they may run any Python code
     if unknown := [model] if own_steps else unknown_layers(model):
@@ -55,7 +53,7 @@ def _advise(model: keras.Model, unknown: list[Any]) -> None:
         f"model {model.name!r} runs uncompiled, which is slow: as in Keras, because of layers with "
         f"supports_jit=False. JAX could compile those, but {names} may do anything in Python, "
         "which a program would do only once. If that is not so, say layer.supports_jit = True for "
-        "those layers and compile the model again; if it is, compile(jit_compile=False).",
+        "those layers and compile the model again; if it is, compile(run_eagerly=True).",
         stacklevel=2,
     )
 

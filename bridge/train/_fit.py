@@ -60,9 +60,10 @@ def fit(
     What Keras compiles is compiled. So are models that it leaves uncompiled because of layers that
     another backend could not compile, such as RandomRotation, if nothing can come of it but speed:
     every layer is one of Keras's own that is known to draw by keras.random only, the steps are
-    Keras's, and neither ``compile(jit_compile=False)`` nor ``rewrites="exact"`` says otherwise. To
-    compile one with layers of yours: ``layer.supports_jit = True`` for those that say False, and
-    `compile` again.
+    Keras's, and neither ``compile(run_eagerly=True)`` nor ``rewrites="exact"`` says otherwise. (On
+    JAX, Keras treats ``run_eagerly=True`` as ``jit_compile=False``; of such a model it does not
+    keep whether the latter was asked for.) To compile one with layers of yours:
+    ``layer.supports_jit = True`` for those that say False, and `compile` again.
 
     A callback of yours that overrides a train-batch method (`on_train_batch_end`, ...) makes
     "auto" take one step at a time, as does TerminateOnNaN, which may end at any. Say

@@ -166,7 +166,7 @@ def _jitted(step: Any, carry: PyTree) -> Callable[[PyTree, PyTree], Any]:
     where = _placement.pins(carry)
 
     def once(state: PyTree, batch: PyTree) -> Any:
-        with guarded():
+        with guarded(step):
             return _placement.pinned(step(state, batch), where)
 
     return jax.jit(once, donate_argnums=0)

@@ -35,9 +35,9 @@ SPARE_SECONDS = 2.0
 
 
 @contextlib.contextmanager
-def _debugging() -> Iterator[None]:
+def _debugging(step: Any) -> Iterator[None]:
     """Runs a step operation by operation, held to what it would be held to in a program."""
-    with guarded(), jax.disable_jit():
+    with guarded(step), jax.disable_jit():
         yield
 
 
@@ -54,7 +54,7 @@ class Driver:
       kind: What they do with it.
       rewrites: Which slow operations to rewrite on CPU.
       jit: False runs the body batch by batch, uncompiled.
-      uncompiled: Entered around each batch then.
+      uncompiled: Given the step, returns a context that is entered around each batch then.
       place: Puts a chunk on the devices.
 
     Attributes:
@@ -65,7 +65,7 @@ class Driver:
     kind: Kind = TRAINING
     rewrites: Mode = "auto"
     jit: bool = True
-    uncompiled: Callable[[], contextlib.AbstractContextManager[Any]] = _debugging
+    uncompiled: Callable[[Any], contextlib.AbstractContextManager[Any]] = _debugging
     place: Callable[[PyTree], PyTree] = lambda batches: batches
 
     def __post_init__(self) -> None:
@@ -150,7 +150,7 @@ class Driver:
         body, rows, carry = without_text(self.kind.body(self.step)), [], self.carry
         for i in range(chunk.steps):
             batch = jax.tree.map(lambda x, i=i: jnp.asarray(x[i]), chunk.batches)
-            with noted(batch), self.uncompiled():
+            with noted(batch), self.uncompiled(self.step):
                 new, row = require_pair(body(carry, batch, *self._const))
             check_carry(carry, new)
             carry = new

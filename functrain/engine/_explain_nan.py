@@ -99,7 +99,7 @@ def explain_nan(step: Any, state: PyTree, batch: PyTree) -> NotFinite | None:
     for path, x in named:
         if kind := _kind(x):
             return NotFinite("input", _share(x, kind), path)
-    with guarded():
+    with guarded(step):
         closed: Any = jax.make_jaxpr(step)(state, batch)
     return _search(closed, [x for _, x in named], ())
 

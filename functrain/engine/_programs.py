@@ -77,13 +77,14 @@ def _compiled(get: Callable[[], Any], kind: Kind, loop: Loop) -> Program:
         carry: PyTree, chunk: PyTree, n: jax.Array, *const: PyTree
     ) -> tuple[PyTree, PyTree, jax.Array]:
         check_stacked(chunk, loop.k)
-        body = _rewrites.optimize(without_text(kind.body(get())), loop.rewrites)
+        step = get()
+        body = _rewrites.optimize(without_text(kind.body(step)), loop.rewrites)
 
         def once(carry: PyTree, batch: PyTree) -> Any:
             with noted(batch):
                 return pinned(body(carry, batch, *const), loop.pins)
 
-        with guarded():
+        with guarded(step):
             some = None if loop.whole else n
             carry, rows = repeat(once, carry, chunk, loop.k, some, loop.unroll)
         return carry, rows, n + 0

@@ -164,7 +164,7 @@ def _costs(step: Any, state: PyTree, batch: PyTree) -> str:
     args = getattr(step, "traced_with", lambda *args: args)(state, batch)
 
     def once(*args: Any) -> Any:
-        with guarded():
+        with guarded(step):
             return step(*args)
 
     found = jax.jit(once).lower(*args).compile().cost_analysis() or {}

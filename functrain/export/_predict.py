@@ -106,7 +106,7 @@ def export_predict(
         return result[1]
 
     chosen = rewrites if set(where) == {"cpu"} else "off"
-    with guarded():
+    with guarded(step):
         program = _exported(rewriting.optimize(predict, chosen), inputs, shapes, where)
     data = _serialized(program)
     with written(path) as name, open(name, "wb") as file:

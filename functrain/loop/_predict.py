@@ -94,7 +94,7 @@ def predict(
 def _row_bytes(step: Step[Any], state: PyTree, batch: PyTree) -> int:
     # Traced once, not at every call.
     outputs: Any = cached(step, "outputs", lambda get: jax.jit(lambda s, x: get()(s, x)[1]))
-    with guarded():
+    with guarded(step):
         return nbytes(outputs.eval_shape(state, batch))
 
 

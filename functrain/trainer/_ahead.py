@@ -102,7 +102,7 @@ def _metric_names(step: MeteredStep) -> frozenset[str]:
 
 
 def _traced_names(step: MeteredStep) -> frozenset[str]:
-    with guarded():
+    with guarded(step):
         values = jax.eval_shape(step.metrics.compute, step.metrics.init())
     _tree.check_scalars(values)
     return frozenset(path for path, _ in _tree.leaves_with_path(values))
@@ -117,7 +117,7 @@ def _require_evaluation(like: Callable[[], PyTree], hook: Evaluate, traces: bool
     if not traces or not hook.how["jit"]:
         return
     try:
-        with guarded():
+        with guarded(hook.step):
             jax.eval_shape(hook.step, jax.eval_shape(hook.step.start, like()), _tree.shapes(batch))
     except Exception as error:
         error.add_note(f"This came from evaluating {hook.source.name}, before the first step.")
@@ -132,7 +132,7 @@ def _require_logs(
     if batch is None:
         return
     carry = jax.eval_shape(step.start, like()) if isinstance(step, MeteredStep) else like()
-    with guarded():
+    with guarded(step):
         logs = jax.eval_shape(step, carry, _tree.shapes(batch))[1]
     found = names | {path for path, _ in _tree.leaves_with_path(logs)}
     for name, argument in missing.items():

@@ -2,6 +2,8 @@
 
 import bridge  # isort: skip  # before keras: it chooses the backend
 
+import pathlib
+import types
 from typing import Any
 
 import jax
@@ -13,6 +15,7 @@ import pytest
 from keras import layers
 
 import functrain as ft
+from functrain.engine import _guards
 
 X = np.ones((8, 3), np.float32)
 
@@ -42,6 +45,53 @@ DOORS = {
     "fit": lambda model: ft.fit(jnp.zeros(()), calls(model), ft.ArrayLoader(X, 4), verbose=0),
     "fuse": lambda model: ft.fuse(calls(model), 2)(jnp.zeros(()), X.reshape(2, 4, 3)),
 }
+
+
+def test_the_import_of_bridge_changes_no_method_of_keras() -> None:
+    classes = {x for x in (*vars(keras).values(), *vars(layers).values()) if isinstance(x, type)}
+    methods = {
+        f"{parent.__name__}.{name}": method
+        for cls in (*classes, keras.Model)
+        for parent in cls.__mro__
+        if parent.__module__.startswith("keras.")
+        for name, method in vars(parent).items()
+        if isinstance(method, types.FunctionType)
+    }
+    assert "Trainer.compile" in methods
+    folder = str(pathlib.Path(bridge.__file__).parent)
+    ours = [name for name, x in methods.items() if x.__code__.co_filename.startswith(folder)]
+    assert not ours
+
+
+@pytest.fixture
+def guards(monkeypatch) -> list[str]:
+    """The names of the guards that are entered."""
+    entered: list[str] = []
+
+    def noting(guard: Any) -> Any:
+        def context() -> Any:
+            entered.append(guard.context.__name__)
+            return guard.context()
+
+        return guard._replace(context=context)
+
+    monkeypatch.setattr(_guards, "_guards", [*map(noting, _guards._guards)])
+    return entered
+
+
+def test_a_program_of_pure_jax_is_traced_under_no_guard_of_keras(guards) -> None:
+    def loss_fn(params: Any, model_state: Any, x: Any, *, rng: Any, training: bool) -> Any:
+        return jnp.mean((x @ params["w"]) ** 2), ft.Aux(model_state)
+
+    tx = optax.adam(0.1)
+    state = ft.TrainState.create(params={"w": jnp.ones(3)}, tx=tx)
+    loader = ft.ArrayLoader(X, 4)
+    evaluation = {"eval_data": loader, "eval_step": ft.eval_step(loss_fn)}
+    ft.fit(state, ft.train_step(loss_fn, tx), loader, verbose=0, **evaluation)
+    assert not guards
+    model = keras.Sequential([keras.Input((3,)), layers.Dense(2)])
+    ft.predict(0.0, calls(model), loader)
+    assert set(guards) == {"no_side_effects"}
 
 
 @pytest.mark.parametrize("door", DOORS)

@@ -212,7 +212,6 @@ def test_randomness_is_seen_and_kept_whatever_generators_there_are() -> None:
     [
         ({"rewrites": "exact"}, {}),
         ({}, {"run_eagerly": True}),
-        ({}, {"jit_compile": False}),
     ],
 )
 def test_what_must_not_be_compiled_runs_as_in_keras(kwargs: Any, compiled: Any) -> None:
@@ -221,8 +220,14 @@ def test_what_must_not_be_compiled_runs_as_in_keras(kwargs: Any, compiled: Any) 
     assert counted.calls >= STEPS
 
 
+def test_a_model_that_keras_would_compile_stays_uncompiled_where_that_was_asked_for() -> None:
+    model, counted = make(layers.Rescaling(2.0), jit_compile=False)
+    fit(model)
+    assert counted.calls >= STEPS
+
+
 def test_compile_once_more_takes_an_explicit_no_back() -> None:
-    model, counted = make(*rotations(), jit_compile=False)
+    model, counted = make(*rotations(), run_eagerly=True)
     model.compile("sgd", counted)
     fit(model)
     assert 0 < counted.calls < STEPS
