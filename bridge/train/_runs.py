@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -85,6 +86,9 @@ class Fit:
         callbacks.on_train_end(logs=logs)
         if saving is not None and last is not None:  # else no epoch was left
             saving.after_all(last, epochs, stopped=model.stop_training)
+        terminate = keras.callbacks.TerminateOnNaN  # it prints by itself
+        if not any(isinstance(x, terminate) for x in getattr(callbacks, "callbacks", ())):
+            _warn_of_loss(model.history)
         return model.history
 
     @contextlib.contextmanager
@@ -183,3 +187,17 @@ def run_predict(model: keras.Model, source: Any, callbacks: Any, options: Option
     if not outputs:
         raise ValueError("x: expected at least one batch to predict from, got none")
     return jax.tree.map(lambda *leaves: np.concatenate(leaves), *outputs)
+
+
+def _warn_of_loss(history: keras.callbacks.History) -> None:
+    """Warns of the first epoch whose loss was not finite."""
+    for epoch, loss in zip(history.epoch, history.history.get("loss", ()), strict=False):
+        if not np.isfinite(loss):
+            warnings.warn(
+                f"bridge.fit: expected a finite loss, got {loss}, first in epoch {epoch}, counted "
+                "from 0. Look for NaN in the data, and for labels outside of the classes. "
+                "functrain.explain_nan(bridge.train_step(model), bridge.keras_state(model, "
+                "batch), batch) names the operation that made it: pass a model from before.",
+                stacklevel=5,  # the line that called fit
+            )
+            return

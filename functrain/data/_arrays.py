@@ -56,7 +56,7 @@ def refuse_mask(leaf: Any, name: str, path: Callable[[], str] = lambda: "") -> N
     if isinstance(leaf, np.ma.MaskedArray):
         raise TypeError(
             f"{name}: expected arrays without a mask, got a masked array{path()}, in which "
-            f"{np.ma.count_masked(leaf):,} of {leaf.size:,} numbers are masked. jax has no masks: "
+            f"{int(np.sum(leaf.mask)):,} of {leaf.size:,} numbers are masked. jax has no masks: "
             "pass x.filled(0), and the mask beside it, np.ma.getmaskarray(x), for the step to use."
         )
 

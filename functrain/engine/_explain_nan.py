@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,26 @@ from functrain.step._check import check_step
 from functrain.step._metered import MeteredStep
 
 
+class Outside(NamedTuple):
+    """Indices of a gather that are outside of the axis it takes from: it gives NaN for them.
+
+    Attributes:
+      size: Length of the axis, such as the number of classes.
+      indices: The different indices that are outside; from negative ones `size` is added before.
+      leaf: The integers of the batch that they come from, such as labels, with their range; empty
+        where that is not known.
+    """
+
+    size: int
+    indices: tuple[int, ...]
+    leaf: str = ""
+
+    def __str__(self) -> str:
+        shown = ", ".join(map(str, self.indices[:5])) + ", ..." * (len(self.indices) > 5)
+        source = f" They come from {self.leaf}." if self.leaf else ""
+        return f"Indices are outside of [0, {self.size}), which gives NaN: {shown}.{source}"
+
+
 @dataclasses.dataclass(frozen=True)
 class NotFinite:
     """An operation whose inputs were in order, and whose output was not.
@@ -33,6 +53,8 @@ class NotFinite:
       within: What it was found in, from outside in, such as ``scan, round 7``.
       reaches: Whether what the step returns is not finite because of it.
       cause: Where an infinity among its inputs came from.
+      outside: Of a gather, the indices that are outside of what it takes from, such as labels
+        above the number of classes.
 
     Examples:
       >>> print(NotFinite("log", "-inf in 1 of 2", "net.py:3", ("float32[2]: 0 to 1",)))
@@ -48,12 +70,15 @@ class NotFinite:
     within: tuple[str, ...] = ()
     reaches: bool = True
     cause: "NotFinite | None" = None
+    outside: Outside | None = None
 
     def __str__(self) -> str:
         lines = [f"{self.operation}: {self.found}"]
         lines += [f"  at {self.where}"] * bool(self.where)
         lines += [f"  within {step}" for step in self.within]
         lines += [f"  of {text}" for text in self.inputs]
+        if self.outside is not None:
+            lines.append(f"  {self.outside}")
         if not self.reaches:
             lines.append("  Nothing of it reaches what the step returns.")
         if self.cause is not None:
@@ -101,7 +126,11 @@ def explain_nan(step: Any, state: PyTree, batch: PyTree) -> NotFinite | None:
             return NotFinite("input", _share(x, kind), path)
     with guarded(step):
         closed: Any = jax.make_jaxpr(step)(state, batch)
-    return _search(closed, [x for _, x in named], ())
+    found = _search(closed, [x for _, x in named], ())
+    if found is None or found.outside is None:
+        return found
+    leaf = _source(found.outside, [(path, x) for path, x in named if path.startswith("batch/")])
+    return dataclasses.replace(found, outside=found.outside._replace(leaf=leaf))
 
 
 def _search(closed: Any, inputs: Sequence[Any], within: tuple[str, ...]) -> NotFinite | None:
@@ -132,7 +161,8 @@ def _search(closed: Any, inputs: Sequence[Any], within: tuple[str, ...]) -> NotF
         own = [read(atom) for atom in eqn.invars]
         look = _INSIDE.get(eqn.primitive)
         if look is not None and (inside := look(eqn, own, within)) is not None:
-            return dataclasses.replace(inside, reaches=reaches)
+            # What jax keeps traced, such as take_along_axis, has no lines of its own.
+            return dataclasses.replace(inside, reaches=reaches, where=inside.where or _place(eqn))
         bad = next(x for x in map(values.__getitem__, eqn.outvars) if _kind(x))
         origin = first(eqn.invars, ("inf",))
         return NotFinite(
@@ -143,6 +173,7 @@ def _search(closed: Any, inputs: Sequence[Any], within: tuple[str, ...]) -> NotF
             within,
             reaches,
             None if origin is None else described(origin),
+            _outside(eqn, own) if eqn.primitive is primitives.gather_p else None,
         )
 
     for kinds in (("nan",), ("nan", "inf")):
@@ -160,6 +191,29 @@ def _evaluated(closed: Any, wanted: list[Any], inputs: Sequence[Any]) -> list[An
     like: Any = jax.make_jaxpr(lambda *_: [0.0] * len(wanted))(*inputs)
     every = closed.jaxpr.replace(outvars=wanted, debug_info=like.jaxpr.debug_info)
     return list(core.jaxpr_as_fun(closed.replace(jaxpr=every))(*inputs))
+
+
+def _outside(eqn: core.JaxprEqn, inputs: Sequence[Any]) -> Outside | None:
+    """Returns the indices of a gather that are outside of the first axis where some are."""
+    operand, indices = inputs[0], np.asarray(inputs[1])
+    axes, sizes = eqn.params["dimension_numbers"].start_index_map, eqn.params["slice_sizes"]
+    for column, axis in enumerate(axes):
+        starts, last = indices[..., column], operand.shape[axis] - sizes[axis]
+        outside = np.unique(starts[(starts < 0) | (starts > last)])
+        if outside.size:
+            return Outside(operand.shape[axis], tuple(outside.tolist()))
+    return None
+
+
+def _source(outside: Outside, leaves: Sequence[tuple[str, Any]]) -> str:
+    """Returns the leaf of integers among whose values are all that are outside, with its range."""
+    for path, x in leaves:
+        if _tree.is_array(x) and jnp.issubdtype(x.dtype, jnp.integer):
+            values = np.unique(np.asarray(x)).astype(np.int64)
+            indices = np.where(values < 0, values + outside.size, values)
+            if set(outside.indices) <= set(indices.tolist()):
+                return f"{path}, {_range(x)}"
+    return ""
 
 
 def _in_call(eqn: core.JaxprEqn, inputs: list[Any], within: tuple[str, ...]) -> NotFinite | None:

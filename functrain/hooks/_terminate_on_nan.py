@@ -81,7 +81,8 @@ class TerminateOnNaN:
             steps = f"{self.after} steps up to" if self.after > 1 else "step"
             warnings.warn(
                 f"TerminateOnNaN: {self.monitor!r} was not finite in {steps} {self.step}. The run "
-                f"was ended after step {event.step}: what steps report comes one program late.",
+                f"was ended after step {event.step}: what steps report comes one program late. "
+                "functrain.explain_nan(step, state, batch) names the operation that made it.",
                 stacklevel=2,
             )
 

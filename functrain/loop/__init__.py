@@ -5,6 +5,7 @@ Files:
   _loop: the loop itself: chunks, what is told of them, and what is saved
   _events: what happens in a run
   _saving: a run that saves itself, and where it goes on
+  _finite: losses that are not finite
   _preemption: SIGTERM where there are several processes
   _evaluate: a pass over data that measures a state
   _predict: a pass over data that collects a model's outputs

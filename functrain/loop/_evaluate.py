@@ -11,6 +11,7 @@ from functrain.engine._chunks import chunked
 from functrain.engine._driver import Driver
 from functrain.engine._plan import FuseArg, Plan
 from functrain.engine._programs import Kind, computed
+from functrain.loop._finite import warn_of_loss
 from functrain.loop._require import (
     require_all_examples,
     require_batches,
@@ -99,4 +100,6 @@ def evaluate(
     found = computed(step, driver.carry)
     if not step.is_population:
         _tree.check_scalars(found)
-    return _tree.to_values(found)
+    values = _tree.to_values(found)
+    warn_of_loss(values)
+    return values

@@ -19,6 +19,7 @@ from functrain.engine._position import Position, require_position, require_whole
 from functrain.engine._signals import HeldSignals
 from functrain.hooks._evaluate import Evaluate
 from functrain.hooks._hook import HookLike, HookRunner, triggers
+from functrain.hooks._terminate_on_nan import TerminateOnNaN
 from functrain.loop._events import LogsReady, RunEnd
 from functrain.loop._require import require_state, require_training_step
 from functrain.loop._run import Run, run
@@ -176,7 +177,9 @@ def fit(
     saving: Any = None  # run knows it, and does not say so
     if checkpointer is not None:
         due.resumable()  # refuses two hooks that a checkpoint could not tell apart
-        saving = Saving(checkpointer, source, {"history": recorder, "hooks": due})
+        saving = Saving(
+            checkpointer, source, {"history": recorder, "hooks": due, "losses": recorder.losses}
+        )
     events = run(
         state,
         step,
@@ -220,6 +223,10 @@ def fit(
         if checkpointer is not None and (saved := checkpointer.latest()) is not None:
             error.add_note(f"The same fit goes on after step {saved}: {checkpointer.directory}")
         raise
+    if not any(isinstance(hook, TerminateOnNaN) for hook in due.hooks):  # it warns by itself
+        is_population = getattr(step, "is_population", False)
+        active = events.state.active if is_population else None
+        recorder.losses.warn(by_epochs=steps is None, active=active)
     return FitResult(events.state, recorder.history())
 
 

@@ -9,6 +9,7 @@ import numpy as np
 from functrain.common import _tree
 from functrain.common._values import is_value, on_host
 from functrain.loop._events import EpochEnd, Event, LogsReady
+from functrain.loop._finite import LossWatch
 from functrain.step._metered import SUM_OF_WEIGHTS
 from functrain.trainer._history import History
 
@@ -33,6 +34,7 @@ class Recorder:
         self._examples = _Column(np.zeros(0))  # of each step of this epoch
         self._began = self._epoch_began = time.perf_counter()
         self.first_steps_seconds = float("nan")
+        self.losses = LossWatch()
         self.latest: dict[str, Any] = {}
 
     def logs(self, event: LogsReady) -> None:
@@ -50,6 +52,7 @@ class Recorder:
                 self._steps[name] = _Column(values[:0])
             self._steps[name].extend(values)
             self.latest[name] = on_host(values[-1])
+        self.losses.logs(event)
         self._examples.extend(np.full(event.steps, event.examples, np.float64))
 
     def before(self, event: Event) -> None:

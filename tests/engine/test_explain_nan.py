@@ -123,6 +123,26 @@ def test_what_came_in_is_named_by_its_path() -> None:
     assert (found.found, found.where) == ("-inf in 1 of 3", "state/params")
 
 
+@pytest.mark.parametrize(("label", "index"), [(4, 4), (-5, -1)])
+def test_a_label_outside_of_the_classes_is_named_with_its_leaf(label: int, index: int) -> None:
+    model = ft.from_linen(nn.Dense(4))
+    params, model_state = model.init(jax.random.key(0), jnp.ones((6, 3)))
+    step = ft.train_step(ft.supervised(model, optax.softmax_cross_entropy_with_integer_labels), TX)
+    state = ft.TrainState.create(params=params, model_state=model_state, tx=TX)
+    labels = np.array([0, 1, label, 3, 2, 1], np.int32)
+    found = ft.explain_nan(step, state, (np.ones((6, 3), np.float32), labels))
+    assert (found.operation, found.found) == ("gather", "NaN in 1 of 6")
+    leaf = f"batch/1, int32[6]: {labels.min()} to {labels.max()}"
+    assert found.outside == (4, (index,), leaf)
+    assert f"outside of [0, 4), which gives NaN: {index}. They come from {leaf}." in str(found)
+
+
+def test_a_gather_within_its_bounds_is_not_blamed() -> None:
+    found = explained(lambda p, x: jnp.sum(jnp.log(jnp.take(p - 1.0, x) - 1.0)), jnp.arange(3))
+    assert found.operation == "log"
+    assert found.outside is None
+
+
 def test_what_does_not_reach_the_result_is_said_to() -> None:
     def value(p: Any, x: Any) -> Any:
         bad = jnp.sum(jax.lax.stop_gradient(p)) / x[0] * x[0]  # inf * 0

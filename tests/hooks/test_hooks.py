@@ -232,7 +232,7 @@ def test_early_stopping_names_the_values_there_are() -> None:
         (lambda: ft.every(steps=3, epochs=1), "expected one of steps, epochs and seconds, got"),
         (lambda: ft.every(steps=0), "a positive whole number of steps, got 0"),
         (lambda: ft.every(epochs=0.5), "a positive whole number of epochs, got 0.5"),
-        (lambda: ft.every(seconds=-1), "a positive number of seconds, got -1"),
+        (lambda: ft.every(seconds=-1), "a positive, finite number of seconds, got -1"),
         (lambda: ft.at(), "one or more steps from 1 on"),
         (lambda: ft.at(0), "one or more steps from 1 on"),
         (lambda: ft.hooks.EarlyStopping(mode="least"), "mode: expected 'auto', 'min' or"),

@@ -93,3 +93,10 @@ def test_callbacks_of_keras_are_known_by_their_functions() -> None:
     mine = Mine()
     run(bridge.fit, 1.0, [mine], steps_per_epoch=4)
     assert mine.seen == [1, 2, 3, 4]
+
+
+def test_a_fit_without_it_names_the_epoch_and_what_finds_the_cause() -> None:
+    with pytest.warns(UserWarning, match=r"first in epoch 0, .*functrain\.explain_nan") as caught:
+        run(bridge.fit, np.nan, [], epochs=2)
+    assert len(caught) == 1
+    assert caught[0].filename == __file__

@@ -1,0 +1,97 @@
+"""A loss that is not finite is named once, with its first step and what finds its cause."""
+
+import warnings
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import functrain as ft
+
+DATA = np.ones(40, np.float32)
+TX = optax.sgd(0.1)
+
+
+def step(state: Any, batch: Any) -> Any:
+    return state + 1, {"loss": jnp.sum(batch)}
+
+
+def loader(*bad: int, value: float = np.nan) -> ft.ArrayLoader:
+    """Forty batches of one number, some of which are bad, counted from 0."""
+    data = DATA.copy()
+    data[list(bad)] = value
+    return ft.ArrayLoader(data, 1)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("fuse", [1, 7, 40])
+def test_a_fit_names_its_first_step_with_a_loss_that_is_not_finite(fuse: int, value: float) -> None:
+    message = r"loss: .* in step 58, batch 17 of epoch 1, .*functrain\.explain_nan\(step, st"
+    passes = [[*DATA], [*loader(17, 30, value=value).data]]
+
+    class Data:
+        def __iter__(self) -> Any:
+            return iter([np.full(1, x) for x in passes.pop(0)])
+
+    with pytest.warns(UserWarning, match=message) as caught:
+        ft.fit(jnp.zeros(()), step, Data(), epochs=2, fuse=fuse, verbose=0)
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+
+
+def test_a_fit_by_steps_names_the_step_alone() -> None:
+    with pytest.warns(UserWarning, match=r"first in step 46\. functrain\.explain_nan"):
+        ft.fit(jnp.zeros(()), step, loader(5), start=ft.Position(40), steps=80, verbose=0)
+
+
+def test_the_first_step_is_that_of_the_first_life(tmp_path: Any) -> None:
+    @ft.at(20)
+    def cut(event: Any) -> None:
+        raise KeyError
+
+    def train(*hooks: Any) -> None:
+        checkpointer = ft.Checkpointer(tmp_path, every=ft.every(steps=5))
+        how = {"checkpointer": checkpointer, "hooks": hooks, "verbose": 0}
+        ft.fit(jnp.zeros(()), step, loader(7, 30), **how)
+
+    with pytest.raises(KeyError):
+        train(cut)
+    with pytest.warns(UserWarning, match="first in step 8, batch 7 of epoch 0"):
+        train()
+
+
+def test_members_of_a_population_are_named_but_those_that_were_stopped() -> None:
+    def member(state: Any, batch: Any) -> Any:
+        return state, {"loss": jnp.sum(batch) / state}  # 1 / 0
+
+    state = ft.population.stack([jnp.float32(x) for x in (1.0, 0.0, 0.0, 2.0)])
+    of_all = ft.population.step(member)
+    with pytest.warns(UserWarning, match=r"of members \[1, 2\], first in step 1,"):
+        ft.fit(state, of_all, loader(), verbose=0)
+    stopped = state.replace(active=jnp.asarray([True, False, False, True]))
+    ft.fit(stopped, of_all, loader(), verbose=0)
+
+
+def test_steps_that_a_guard_left_out_are_no_warning() -> None:
+    def loss_fn(params: Any, model_state: Any, batch: Any, *, rng: Any, training: bool) -> Any:
+        return jnp.sum(params * batch), ft.Aux(model_state)
+
+    tx = ft.skip_non_finite(TX)
+    state = ft.TrainState.create(params=jnp.ones(()), tx=tx)
+    _, history = ft.fit(state, ft.train_step(loss_fn, tx), loader(3), verbose=0)
+    assert np.isnan(history.steps["loss"][3])
+
+
+def test_an_evaluation_says_how_to_find_the_batch() -> None:
+    def loss_fn(params: Any, model_state: Any, batch: Any, *, rng: Any, training: bool) -> Any:
+        return jnp.sum(params * batch), ft.Aux(model_state)
+
+    state = ft.TrainState.create(params=jnp.ones(()), tx=TX)
+    evaluation = ft.eval_step(loss_fn)
+    with pytest.warns(UserWarning, match=r"evaluate: expected a finite loss, .*explain_nan\("):
+        ft.evaluate(state, evaluation, loader(3))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ft.evaluate(state, evaluation, loader())
