@@ -136,14 +136,26 @@ def own(tree: PyTree) -> PyTree:
     return jax.tree_util.tree_map_with_path(take, tree)
 
 
+def placed(x: Any, sharding: jax.sharding.Sharding) -> jax.Array:
+    """Puts an array, or a PRNG key, where a sharding says: on other processes' devices too.
+
+    `jax.device_put` takes every other dtype there, and refuses keys with a ValueError (jax 0.12.0).
+    The numbers that a key consists of are more axes behind its own, which no sharding divides.
+    """
+    if is_key(x) and not sharding.is_fully_addressable:
+        key_data = jax.device_put(jax.random.key_data(x), sharding)
+        return jax.random.wrap_key_data(key_data, impl=jax.random.key_impl(x))
+    array: jax.Array = jax.device_put(x, sharding)
+    return array
+
+
 def placed_like(x: Any, other: jax.Array) -> jax.Array:
     """Puts an array where another is, and nowhere in particular where the other is not.
 
     A device that was chosen is part of what a program is compiled for: one such leaf in a state,
     and all programs would be compiled again.
     """
-    placed: jax.Array = jax.device_put(x, other.sharding) if other.committed else jnp.asarray(x)
-    return placed
+    return placed(x, other.sharding) if other.committed else jnp.asarray(x)
 
 
 def _copy(path: tuple[jax.tree_util.KeyEntry, ...], leaf: PyTree) -> jax.Array:

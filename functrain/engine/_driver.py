@@ -188,5 +188,4 @@ def _copied(tree: PyTree) -> PyTree:
 def _as_placed(copy: jax.Array, original: jax.Array) -> jax.Array:
     """Says of a copy where it is in the words of the original: P(None) for P()."""
     named = isinstance(original.sharding, jax.sharding.NamedSharding)
-    placed: jax.Array = jax.device_put(copy, original.sharding) if named else copy
-    return placed
+    return _tree.placed(copy, original.sharding) if named else copy

@@ -225,7 +225,7 @@ def on_mesh(carry: PyTree, sharding: NamedSharding | None) -> PyTree:
     everywhere = NamedSharding(sharding.mesh, PartitionSpec())
 
     def place(x: Any) -> Any:
-        return x if getattr(x, "committed", False) else jax.device_put(x, everywhere)
+        return x if getattr(x, "committed", False) else _tree.placed(x, everywhere)
 
     return jax.tree.map(place, carry)
 
@@ -233,7 +233,10 @@ def on_mesh(carry: PyTree, sharding: NamedSharding | None) -> PyTree:
 def beside(small: PyTree, carry: PyTree) -> PyTree:
     """Copies a few numbers to all devices that a carry lies on, where it lies on several."""
     mesh = next(filter(None, map(_mesh, jax.tree.leaves(carry))), None)
-    return small if mesh is None else jax.device_put(small, NamedSharding(mesh, PartitionSpec()))
+    if mesh is None:
+        return small
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    return jax.tree.map(lambda x: _tree.placed(x, everywhere), small)
 
 
 def _mesh(x: Any) -> Mesh | None:

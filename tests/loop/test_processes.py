@@ -1,12 +1,20 @@
 """Two processes with one mesh: what differs is refused in words, without its numbers."""
 
+import json
 import os
 import socket
 import subprocess
 import sys
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import functrain as ft
+
 PROGRAM = """
-import sys, jax, jax.numpy as jnp, numpy as np, functrain as ft
+import collections, json, sys, jax, jax.numpy as jnp, numpy as np, functrain as ft
 
 rank, port, other = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -21,6 +29,35 @@ def step(total, batch):
 if other == "autotune":
     tuning = ft.autotune(step, jnp.zeros(()), data[:4], ks=(1, 3), sharding=mesh)
     print(tuning.k, [row.microseconds for row in tuning.rows])
+    sys.exit()
+if other == "keys":
+    lowered = collections.Counter()
+
+    def count(event, seconds, fun_name=None, **more):
+        if event.endswith("jaxpr_to_mlir_module_duration") and "run" in str(fun_name):
+            lowered[fun_name] += 1
+
+    jax.monitoring.register_event_duration_secs_listener(count)
+
+    def make():
+        keys = {"one": jax.random.key(3), "four": jax.random.split(jax.random.key(4), 4)}
+        return {"total": jnp.zeros(()), "keys": keys}
+
+    def draw(state, batch):
+        now, one = jax.random.split(state["keys"]["one"])
+        drawn = jax.random.uniform(now) + jax.vmap(jax.random.uniform)(state["keys"]["four"]).sum()
+        total = state["total"] + drawn * jnp.sum(batch)
+        return {"total": total, "keys": {**state["keys"], "one": one}}, {}
+
+    by_rule = ft.sharding.fsdp(min_size=1)
+    put, created = ft.sharding.put(make(), mesh, by_rule), ft.sharding.create(make, mesh, by_rule)
+    found = []
+    for state in (make(), put, created):
+        state, _ = ft.fit(state, draw, ft.ArrayLoader(data, 4), sharding=mesh, epochs=2, verbose=0)
+        keys = state["keys"]
+        found.append([float(state["total"]), jax.random.key_data(keys["one"]).tolist()])
+        found[-1].append([str(keys["four"].dtype), str(keys["four"].sharding.spec)])
+    print(json.dumps([found, list(lowered.values())]))
     sys.exit()
 try:
     fuse = 2 if other == "fuse" and rank else "auto"
@@ -75,3 +112,33 @@ def test_another_program_in_one_of_them_is_refused_in_both() -> None:
 def test_another_number_of_steps_to_a_program_is_refused_in_both() -> None:
     for said in run_both("fuse"):
         assert "got fuse: 'auto' in process 0, 2 in process 1" in said
+
+
+@pytest.fixture(scope="module")
+def with_keys() -> list[list]:
+    """What each process says of a state with keys, and of how often programs were lowered."""
+    return [json.loads(said) for said in run_both("keys")]
+
+
+def test_a_state_with_keys_is_put_and_trained_where_its_shardings_say(with_keys) -> None:
+    first, second = (found for found, _ in with_keys)
+    assert first == second
+
+    def draw(state, batch):
+        key, four, total = state
+        now, one = jax.random.split(key)
+        drawn = jax.random.uniform(now) + jax.vmap(jax.random.uniform)(four).sum()
+        return (one, four, total + drawn * jnp.sum(batch)), {}
+
+    loader = ft.ArrayLoader(np.arange(16, dtype=np.float32), 4)
+    alone = (jax.random.key(3), jax.random.split(jax.random.key(4), 4), jnp.zeros(()))
+    (one, _, total), _ = ft.fit(alone, draw, loader, epochs=2, verbose=0)
+    for found, spec in zip(first, ["P(None,)", "P('data',)", "P('data',)"], strict=True):
+        np.testing.assert_allclose(found[0], float(total), rtol=1e-6)
+        assert found[1] == jax.random.key_data(one).tolist()
+        assert found[2] == ["key<fry>", spec]
+
+
+def test_a_program_is_lowered_once_although_the_processes_compare_it(with_keys) -> None:
+    for _, lowered in with_keys:
+        assert lowered == [2]  # the states of the second and third fit have the same shardings
