@@ -17,7 +17,8 @@ from collections.abc import Iterator, Sequence
 from typing import IO
 
 _LOOK = 0.05  # seconds between two looks at the processes
-_LAST_WORDS = 1.0  # seconds for the others to say what they know, when one has died
+_LAST_WORDS = 2.0  # seconds from SIGTERM to SIGKILL for the others, when one has died
+_USAGE = 2  # the status of a script that refuses its arguments, by argparse's convention
 _TERMINATED = 128 + signal.SIGTERM
 
 
@@ -25,12 +26,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs ``python -m functrain.launch``; returns the exit status."""
     parser = _parser()
     asked = parser.parse_args(arguments)
+    if not os.path.exists(asked.script):
+        parser.error(f"argument script: expected a Python file, got {asked.script!r}: no such file")
     if asked.bind and (why := _cannot_bind(asked.processes)):
         parser.error(f"argument --bind: {why}")
     with _held_signals() as came:
         for attempt in range(asked.restarts + 1):
             code = _run(asked, came)
-            if code == 0 or came or code == _TERMINATED:
+            if code in (0, _TERMINATED, _USAGE) or came:
                 return code
             if attempt < asked.restarts:
                 _say(f"starting all of them again ({attempt + 1} of {asked.restarts})")
@@ -92,7 +95,7 @@ def _run(asked: argparse.Namespace, came: list[int]) -> int:
             elif failed and not came and _code(started[failed[0]]) != _TERMINATED:
                 first = _code(started[failed[0]])
                 _say(f"process {failed[0]} ended with {first}")
-                time.sleep(_LAST_WORDS)
+                _terminate(started)
                 break
             time.sleep(_LOOK)
     finally:
@@ -108,6 +111,15 @@ def _run(asked: argparse.Namespace, came: list[int]) -> int:
         first = next(filter(None, codes))
         _say(f"process {codes.index(first)} ended with {first}")
     return first
+
+
+def _terminate(started: Sequence[subprocess.Popen[str]]) -> None:
+    """Sends SIGTERM to all processes, and waits a little for them to end."""
+    for process in started:
+        process.terminate()
+    until = time.monotonic() + _LAST_WORDS
+    while any(process.poll() is None for process in started) and time.monotonic() < until:
+        time.sleep(_LOOK)
 
 
 def _start(asked: argparse.Namespace, address: str, number: int) -> subprocess.Popen[str]:

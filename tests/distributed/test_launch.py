@@ -9,6 +9,8 @@ import sys
 
 import pytest
 
+from functrain.distributed import _launch
+
 ROOT = pathlib.Path(__file__).parent.parent.parent
 TRAINING = ROOT / "tests" / "checkpoint" / "processes.py"
 
@@ -85,6 +87,39 @@ def test_it_gives_up_after_so_many_restarts_with_the_status_of_who_failed(tmp_pa
     assert process.returncode == 3
     assert out.count("[1] life") == 2
     assert "gave up after 1 restarts" in err
+
+
+def test_a_script_that_does_not_exist_is_refused_before_anything_is_started(
+    tmp_path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as refused:
+        _launch.main(["-n", "2", str(tmp_path / "nowhere.py")])
+    assert refused.value.code == 2
+    said = capsys.readouterr().err
+    assert "argument script: expected a Python file, got" in said
+    assert "starting" not in said
+
+
+def test_a_script_that_refuses_its_arguments_is_not_started_again(tmp_path, capfd) -> None:
+    path = script(tmp_path, "import argparse\nargparse.ArgumentParser().parse_args()")
+    assert _launch.main(["-n", "2", str(path), "--no-such-option"]) == 2
+    out, err = capfd.readouterr()
+    assert "unrecognized arguments: --no-such-option" in out + err
+    assert "starting all of them again" not in err
+
+
+def test_the_others_get_sigterm_when_one_dies(tmp_path, capfd) -> None:
+    path = script(
+        tmp_path,
+        "import signal\n"
+        "signal.signal(signal.SIGTERM, lambda *_: (print('cleared up', flush=True), sys.exit(1)))\n"
+        f"there = {str(tmp_path / 'there')!r}\n"
+        "if own == '0':\n    open(there, 'w').close()\n    time.sleep(60)\n"
+        "while not os.path.exists(there):\n    time.sleep(0.01)\n"
+        "sys.exit(3)",
+    )
+    assert _launch.main(["-n", "2", "--restarts", "0", str(path)]) == 3
+    assert "cleared up" in capfd.readouterr().out
 
 
 def test_sigterm_is_passed_on_and_waited_for(tmp_path) -> None:
