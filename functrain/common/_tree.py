@@ -144,8 +144,9 @@ def placed(x: Any, sharding: jax.sharding.Sharding) -> jax.Array:
     """
     if is_key(x) and not sharding.is_fully_addressable:
         key_data = jax.device_put(jax.random.key_data(x), sharding)
-        return jax.random.wrap_key_data(key_data, impl=jax.random.key_impl(x))
-    array: jax.Array = jax.device_put(x, sharding)
+        array: jax.Array = jax.random.wrap_key_data(key_data, impl=jax.random.key_impl(x))
+    else:
+        array = jax.device_put(x, sharding)
     return array
 
 

@@ -11,7 +11,8 @@ from typing import Any
 
 import jax
 
-from functrain.distributed._ending import end_at_once_after_an_error
+from functrain.distributed._ending import end_soon_after_a_failure
+from functrain.distributed._stopping import leave_runs
 
 
 def initialize(
@@ -31,8 +32,9 @@ def initialize(
     - Where nothing says that there are others, there are none.
     - On one machine, at a loopback address, the coordinator listens to that address alone; by
       itself JAX listens to all that reach the machine.
-    - A process that an exception ends is gone at once: by itself JAX waits five minutes for the
-      others, who wait for it.
+    - If an exception or ``sys.exit(3)`` ends one process, all end within seconds, with the same
+      exit status: by itself JAX waits five minutes for the others, which wait for this one.
+      Functions registered with `atexit` are called as ever, for up to five seconds.
 
     Args:
       coordinator_address: Of the first process, such as ``"10.0.0.1:1234"``.
@@ -76,7 +78,7 @@ def initialize(
                 "JAX_NUM_PROCESSES and JAX_PROCESS_ID, or pass all three."
             ) from error
     else:
-        end_at_once_after_an_error()
+        end_soon_after_a_failure(before=leave_runs)
 
 
 @contextlib.contextmanager

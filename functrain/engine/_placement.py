@@ -230,6 +230,13 @@ def on_mesh(carry: PyTree, sharding: NamedSharding | None) -> PyTree:
     return jax.tree.map(place, carry)
 
 
+def is_shared(carry: PyTree, sharding: NamedSharding | None) -> bool:
+    """Returns True if programs run on devices of several processes: each must begin them."""
+    if sharding is not None and not sharding.is_fully_addressable:
+        return True
+    return any(_is_shared(x) for x in jax.tree.leaves(carry))
+
+
 def beside(small: PyTree, carry: PyTree) -> PyTree:
     """Copies a few numbers to all devices that a carry lies on, where it lies on several."""
     mesh = next(filter(None, map(_mesh, jax.tree.leaves(carry))), None)

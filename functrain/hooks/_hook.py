@@ -33,6 +33,8 @@ class Hook(Protocol):
 
     Where there are several processes, hooks are called in all of them, so that they may compute;
     one with an attribute `only_first = True`, as loggers have it, is called in the first alone.
+    A stop in one process is a stop in all: at the same event if all call `event.stop()` there, else
+    a few programs later.
 
     Examples:
       >>> import functrain as ft

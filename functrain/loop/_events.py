@@ -63,7 +63,11 @@ class Event(_Placed):
         return self._metrics()
 
     def stop(self) -> None:
-        """Ends the run after this event; `RunEnd` still comes."""
+        """Ends the run after this event; `RunEnd` still comes.
+
+        Where several processes share the run and only some of them call it, all stop at one event
+        that they agree on, a few programs later.
+        """
         self.stopped = True
 
 

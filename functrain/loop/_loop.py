@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding
 from functrain.common import _tree
 from functrain.common._types import PyTree
 from functrain.data._sources import Source
+from functrain.distributed._stopping import StopAgreement
 from functrain.engine import _placement, _rows
 from functrain.engine._chunks import Chunk, chunked
 from functrain.engine._driver import Driver, copied
@@ -48,6 +49,7 @@ class Loop:
     no_metrics: PyTree
     saving: Saving | None
     resumed: Resumed | None
+    stopping: StopAgreement | None
 
     def __post_init__(self, carry: PyTree) -> None:
         resumed = self.resumed
@@ -86,7 +88,11 @@ class Loop:
 
     def events(self) -> Generator[Any, None, None]:
         """Yields the events of the run, once."""
-        with contextlib.nullcontext() if self.saving is None else self.saving:
+        nothing = contextlib.nullcontext()
+        with (
+            nothing if self.saving is None else self.saving,
+            nothing if self.stopping is None else self.stopping,
+        ):
             stopped = False
             while not (self.resumed and self.resumed.nothing_left):
                 stopped = yield from self._epoch()
@@ -109,7 +115,7 @@ class Loop:
     def _epoch(self) -> Generator[Any, None, bool]:
         self._epoch_over, taken = False, 0
         for chunk in self._chunks:
-            rows = self.driver.run(chunk)
+            rows = self._run(chunk)
             self.position, taken = self.position.after(chunk.steps), taken + chunk.steps
             late = self._late
             if self.late_logs:  # before anybody is told anything: it may raise
@@ -119,7 +125,7 @@ class Loop:
             moment = self._moment()
             event = ChunkEnd(**moment, steps=chunk.steps, examples=chunk.examples, rows=rows)
             yield from self._told(event)
-            if event.stopped:
+            if self._stops_after(event):
                 yield from self._due_logs()
                 return True
             yield from self._saved(event)
@@ -132,9 +138,23 @@ class Loop:
         self._owes_epoch_end, self._epoch_over = False, True
         end = EpochEnd(**self._moment())
         yield from self._told(end)
-        if not end.stopped and self.position.epoch + 1 < self.epochs:
+        stopped = self._stops_after(end)
+        if not stopped and self.position.epoch + 1 < self.epochs:
             yield from self._saved(end)
-        return end.stopped
+        return stopped
+
+    def _run(self, chunk: Chunk) -> PyTree:
+        """Takes a chunk's steps; tells the other processes how far this one is."""
+        if self.stopping is None:
+            return self.driver.run(chunk)
+        self.stopping.begun += chunk.steps
+        rows = self.driver.run(chunk)
+        self.stopping.dispatched += chunk.steps
+        return rows
+
+    def _stops_after(self, event: Event) -> bool:
+        """Returns True if the run stops here, in all processes."""
+        return event.stopped if self.stopping is None else self.stopping.is_last(event.stopped)
 
     def _saved(self, event: Event) -> Iterator[LogsReady]:
         """Saves the run, if that is due or the process is to end."""

@@ -10,6 +10,7 @@ from functrain.common._checks import require_flags
 from functrain.common._types import PyTree, Step
 from functrain.data._repeated import Repeated
 from functrain.data._sources import Source, as_source
+from functrain.distributed._stopping import agreement
 from functrain.engine import _placement
 from functrain.engine._driver import Driver
 from functrain.engine._plan import FuseArg, Plan, nbytes
@@ -156,6 +157,7 @@ def run(
             no_metrics=no_metrics,
             saving=saving,
             resumed=resumed,
+            stopping=agreement(saving is not None or _placement.is_shared(carry, where)),
         )
         undo.pop_all()
     if donate or resumed is not None:
