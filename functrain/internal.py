@@ -22,6 +22,8 @@ from functrain.data._stacks import Stack as Stack
 from functrain.data._stacks import filled as filled
 from functrain.data._stream import Made as Made
 from functrain.data._stream import StreamPass as StreamPass
+from functrain.distributed._stopping import StopAgreement as StopAgreement
+from functrain.distributed._stopping import agreement as agreement
 from functrain.engine._chunks import Chunk as Chunk
 from functrain.engine._chunks import chunked as chunked
 from functrain.engine._driver import SPARE_BYTES as SPARE_BYTES

@@ -18,7 +18,7 @@ from bridge.train._saving import KerasSaving
 from bridge.train._steps import noted
 from bridge.train._validation import require_validation
 from functrain import Checkpointer
-from functrain.internal import FuseArg, HeldSignals, Mode, advised
+from functrain.internal import FuseArg, HeldSignals, Mode, advised, agreement
 
 
 @advised(
@@ -70,7 +70,8 @@ def fit(
     ``chunk_safe = True`` in its class, or pass a number to `fuse`, and it is called for every batch
     with that batch's logs, when the chunk is over; what it changes (weights, learning rate,
     `stop_training`) then holds from the next chunk on: with a number, TerminateOnNaN leaves the
-    weights of its chunk's end. The loop
+    weights of its chunk's end. If several processes fit and only some of them set `stop_training`,
+    all stop together, a few programs later. The loop
     is this function's: overrides of `fit`, `evaluate`, `predict` or `make_train_function` in the
     model's class have no part in it; overrides of steps, losses and metrics have.
 
@@ -154,7 +155,7 @@ def fit(
             stack.enter_context(saving.run)
         signals = HeldSignals(terminate="handled" if saving is None else "none")
         stack.enter_context(signals)
-        options = Options(fuse, rewrites, signals, saving)
+        options = Options(fuse, rewrites, signals, saving, agreement(is_shared=True))
         return Fit(model, source, callbacks, evaluation, options).run(initial_epoch, epochs)
 
 

@@ -26,6 +26,7 @@ from functrain.internal import (
     Mode,
     Plan,
     PyTree,
+    StopAgreement,
     chunked,
     copied,
     nbytes,
@@ -50,6 +51,7 @@ class Options(NamedTuple):
     rewrites: Mode
     signals: HeldSignals
     saving: KerasSaving | None = None
+    stopping: StopAgreement | None = None
     within_fit: bool = False
     """Whether this is an evaluation in the middle of a fit: its progress bar is not shown, and the
     fit acts on signals after it."""
@@ -57,6 +59,11 @@ class Options(NamedTuple):
     def until(self) -> int | None:
         """Returns how many steps a chunk may take, apart from what callbacks say."""
         return None if self.saving is None else self.saving.until()
+
+    def agree_to_stop(self, model: keras.Model) -> None:
+        """Sets `model.stop_training` to what all processes of the fit agree on."""
+        if self.stopping is not None:
+            model.stop_training = self.stopping.is_last(bool(model.stop_training))
 
     def act(self) -> None:
         """Acts on a signal, if one came and the fit can be saved before; else it waits."""
@@ -130,6 +137,8 @@ class Loop:
             self._last = chunk, rows
             yield chunk, rows
             self._options.act()
+            if self._kind == "train":
+                self._options.agree_to_stop(self._model)
             if self._stopped:
                 break
         if self._means is not None and (held := self._held()):
@@ -238,7 +247,12 @@ class Loop:
     def _run(self, chunk: Chunk) -> PyTree:
         if self._held() is None:
             self._take()
+        stopping = self._options.stopping if self._kind == "train" else None
+        if stopping is not None:
+            stopping.begun += chunk.steps
         rows = self._driver.run(chunk)
+        if stopping is not None:
+            stopping.dispatched += chunk.steps
         self._state = self._driver.carry
         self._publish()
         return rows

@@ -70,12 +70,14 @@ class Fit:
             quiet = _callbacks.without_history_reading_model(callbacks, model)
         logs: dict[str, Any] = {}
         last: Any = None
-        with self._kept_whole(epochs), quiet:
+        together: Any = self.options.stopping or contextlib.nullcontext()
+        with together, self._kept_whole(epochs), quiet:
             if saving is not None and saving.resumed is not None and saving.resumed.nothing_left:
                 saving.bring_back()
                 first, last = epochs, self._loop.values()
             for epoch in range(first, epochs):
                 logs = self._epoch(epoch)
+                self.options.agree_to_stop(model)
                 if saving is not None:
                     last = self._loop.values()
                     is_last = model.stop_training or epoch + 1 == epochs

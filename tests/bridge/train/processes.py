@@ -1,6 +1,6 @@
 """A fit of Keras models over several processes with four devices in all; see test_fit_processes.py.
 
-python processes.py numbers|parts|going_on|refusals DIRECTORY [DISTRIBUTIONS, OR A STEP]
+python processes.py numbers|parts|going_on|refusals|stopping DIRECTORY [DISTRIBUTIONS, OR A STEP]
 """
 
 import json
@@ -136,6 +136,37 @@ def going_on(folder: str, fatal: str = "0") -> None:
     tell("ends", bridge.fit(fresh(), X, Y, batch_size=8, epochs=12, **how).history)
 
 
+def stopping(folder: str) -> None:
+    """A callback stops the training within an epoch and at the end of one, in some processes."""
+
+    class Stop(keras.callbacks.Callback):
+        chunk_safe, steps = True, 0
+
+        def __init__(self, processes: set[int], step: int = 0, epoch: int = -1) -> None:
+            super().__init__()
+            self.is_here, self.step, self.epoch = jax.process_index() in processes, step, epoch
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            self.steps += 1
+            self.model.stop_training |= self.is_here and self.steps == self.step
+
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            self.model.stop_training |= self.is_here and epoch == self.epoch
+
+    keras.distribution.set_distribution(data_parallel())
+    both = {0, 1}
+    for name, stop in {
+        "in_both": Stop(both, step=12),
+        "in_the_second": Stop({1}, step=12),
+        "at_an_epoch_of_both": Stop(both, epoch=1),
+        "at_an_epoch_of_the_first": Stop({0}, epoch=1),
+    }.items():
+        history = bridge.fit(
+            fresh(), X, Y, batch_size=8, epochs=4, fuse=2, verbose=0, callbacks=[stop]
+        )
+        tell(name, [stop.steps, history.history["loss"]])
+
+
 def refusals(folder: str) -> None:
     """What several processes cannot do: each of them says so."""
 
@@ -160,6 +191,5 @@ def refusals(folder: str) -> None:
 if __name__ == "__main__":
     os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={4 // PROCESSES}"
     ft.distributed.initialize()
-    {"numbers": numbers, "going_on": going_on, "refusals": refusals, "parts": parts}[sys.argv[1]](
-        *sys.argv[2:]
-    )
+    what = {f.__name__: f for f in (numbers, going_on, refusals, parts, stopping)}
+    what[sys.argv[1]](*sys.argv[2:])

@@ -81,6 +81,21 @@ def test_sigterm_to_one_ends_both_at_one_step_and_they_go_on_to_the_same_bits(
 
 
 @pytest.mark.long
+def test_a_stop_of_training_in_one_process_is_one_in_all(tmp_path: pathlib.Path) -> None:
+    printed = told(2, "stopping", tmp_path)
+    steps = {}
+    for name in ("in_both", "in_the_second", "at_an_epoch_of_both", "at_an_epoch_of_the_first"):
+        first, second = values(printed, name)
+        assert first == second
+        steps[name], losses = first
+        assert len(losses) == -(-steps[name] // 8)  # epochs begun
+    assert steps["in_both"] == 12
+    assert 12 <= steps["in_the_second"] <= 20  # two programs of two steps may be under way
+    assert steps["at_an_epoch_of_both"] == 16
+    assert 16 <= steps["at_an_epoch_of_the_first"] <= 24
+
+
+@pytest.mark.long
 def test_what_processes_cannot_do_together_is_refused_in_each_of_them(
     tmp_path: pathlib.Path,
 ) -> None:
