@@ -39,7 +39,8 @@ def train(axes: dict[str, int], rule: ft.sharding.Rule, epochs: int) -> list[flo
     state = ft.sharding.create(make, mesh, rule)
     how: dict[str, Any] = {"epochs": epochs, "sharding": jax.NamedSharding(mesh, jax.P("data"))}
     with ft.Checkpointer(sys.argv[1]) as checkpointer:
-        stop = ft.hooks.EarlyStopping("loss", patience=99, min_delta=1e9)  # the first is the best
+        # The first epoch is the best.
+        stop = ft.hooks.EarlyStopping("loss", patience=99, min_delta=1e9, restore_best=True)
         how |= {"checkpointer": checkpointer, "hooks": [stop], "verbose": 0}
         state, history = ft.fit(state, ft.train_step(loss_fn, TX), ft.ArrayLoader(X, 8), **how)
     assert len(state.params["w"].sharding.mesh.axis_names) == len(axes)

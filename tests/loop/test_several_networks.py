@@ -174,7 +174,8 @@ def test_early_stopping_brings_all_networks_back() -> None:
     data = ft.ArrayLoader((X, Y), 4)
     hooks = [
         ft.hooks.Evaluate(ft.eval_step(fit_line, of=lambda states: states["student"]), data),
-        ft.hooks.EarlyStopping("val_loss", min_delta=10.0),  # no epoch improves on the first
+        # No epoch improves on the first.
+        ft.hooks.EarlyStopping("val_loss", min_delta=10.0, restore_best=True),
     ]
     states, _ = ft.fit(student_and_target(), follow, data, epochs=5, hooks=hooks, verbose=0)
     once, _ = ft.fit(student_and_target(), follow, data, epochs=1, verbose=0)
