@@ -13,6 +13,8 @@ from functrain.common._gather import whole_on_host as whole_on_host
 from functrain.common._repr import brief as brief
 from functrain.common._repr import call as call
 from functrain.common._types import PyTree as PyTree
+from functrain.common._wide_integers import is_cheap_to_read as is_cheap_to_read
+from functrain.common._wide_integers import require_integers_fit as require_integers_fit
 from functrain.data._arrays import refuse_mask as refuse_mask
 from functrain.data._arrays import refuse_numbers as refuse_numbers
 from functrain.data._batch import unpack as unpack

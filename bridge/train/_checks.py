@@ -4,7 +4,6 @@ import warnings
 import weakref
 from typing import Any
 
-import jax
 import keras
 import numpy as np
 
@@ -159,7 +158,7 @@ def require_arguments(
     for name, data in (("x", x), ("y", y)):
         if isinstance(data, list | tuple | dict):
             refuse_numbers(data, name)  # Keras does too, with all the numbers in its message
-        for leaf in jax.tree.leaves(data):
+        for leaf in keras.tree.flatten(data):
             refuse_mask(leaf, name)
     refuse_texts(x=x, y=y)
     require_whole(1, optional=True, **numbers)

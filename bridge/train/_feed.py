@@ -19,6 +19,8 @@ from functrain.internal import (
     StreamPass,
     chunk_placement,
     filled,
+    is_cheap_to_read,
+    require_integers_fit,
 )
 
 
@@ -51,6 +53,7 @@ class Rows(NamedTuple):
         else:
             whole = np.concatenate(indices)
         taken = self.source.take(whole)
+        require_integers_fit(taken, "data")
         stacked = jax.tree.map(lambda x: x.reshape(n, x.shape[0] // n, *x.shape[1:]), taken)
         return Stack(filled(stacked, k, n), n, 0, [item.mark for item in found])
 
@@ -82,11 +85,14 @@ def source(model: keras.Model, data: Any, batch_size: Any, steps: Any, **more: A
       **more: shuffle and class_weight.
 
     Raises:
-      ValueError: What Keras raises, or there is no batch at all.
+      ValueError: What Keras raises, there is no batch at all, or an array holds integers that jax
+        would cut to 32 bits.
     """
     x, y, sample_weight = data
     local = x if isinstance(x, Local) else None
     x = x.data if isinstance(x, Local) else x
+    for name, part in (("x", x), ("y", y), ("sample_weight", sample_weight)):
+        require_integers_fit(keras.tree.map_structure(_if_read_now, part), name)
     found = keras_private.data.epochs(
         passes,
         x=x,
@@ -105,6 +111,11 @@ def source(model: keras.Model, data: Any, batch_size: Any, steps: Any, **more: A
     _require_divisible(found.data_adapter, 1 if local is None else local.processes)
     found.local = local
     return found
+
+
+def _if_read_now(x: Any) -> Any:
+    """Returns an array in memory, and None for what is looked at chunk by chunk."""
+    return x if isinstance(x, np.ndarray) and is_cheap_to_read(x) else None
 
 
 def _require_divisible(adapter: Any, parts: int) -> None:

@@ -5,6 +5,7 @@ Files:
   _types: PyTree and Step
   _gather: values on the host, of several processes too
   _checks: whole numbers
+  _wide_integers: 64-bit integers that jax would cut to 32 bits
   _values: numbers by name, of a population one for each member
   _arguments: what functions take, and words for arguments of other libraries
   _direction: whether more is better, told by a value's name

@@ -1,6 +1,7 @@
 """What arguments are asked."""
 
 import math
+from collections.abc import Iterator
 from typing import Any, TypeGuard
 
 import jax
@@ -37,7 +38,9 @@ def require_untraced(name: str, tree: Any) -> None:
       tree: The argument; of a tree whose leaves are no tracers, jit alone is noticed.
     """
     in_jit = isinstance(jnp.zeros(()), jax.core.Tracer)
-    if in_jit or any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree)):
+    # jax 0.10 warns of generators that it takes for leaves unless it is told to.
+    leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, Iterator))
+    if in_jit or any(isinstance(x, jax.core.Tracer) for x in leaves):
         raise TypeError(
             f"{name}: expected arrays that have values, got a call within jax.jit, grad, vmap or "
             "another transformation, which traces it. fit, run, evaluate and predict run on the "

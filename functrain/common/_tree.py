@@ -9,6 +9,7 @@ import numpy as np
 
 from functrain.common import _values
 from functrain.common._types import PyTree
+from functrain.common._wide_integers import require_fits
 
 
 def path_str(path: tuple[jax.tree_util.KeyEntry, ...]) -> str:
@@ -119,7 +120,8 @@ def copy(tree: PyTree) -> PyTree:
 
     Raises:
       TypeError: A leaf is neither an array nor a Python number; the message names it.
-      ValueError: An array was donated to a program.
+      ValueError: An array was donated to a program, or holds integers that jax would cut to 32
+        bits.
     """
     return jax.tree_util.tree_map_with_path(_copy, tree)
 
@@ -172,6 +174,7 @@ def _copy(path: tuple[jax.tree_util.KeyEntry, ...], leaf: PyTree) -> jax.Array:
         )
     if isinstance(leaf, jax.Array) and is_key(leaf):
         return jnp.copy(leaf)
+    require_fits(leaf, "expected", f" at {path_str(path)}")
     dtype = leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
     return jnp.array(leaf, dtype=jax.dtypes.canonicalize_dtype(dtype))
 

@@ -12,6 +12,7 @@ from functrain.common import _repr, _tree
 from functrain.common._arguments import advised
 from functrain.common._checks import is_whole, require_flags
 from functrain.common._types import PyTree
+from functrain.common._wide_integers import is_cheap_to_read, is_narrowed, require_integers_fit
 from functrain.data import _buffer
 from functrain.data._arrays import host_arrays
 
@@ -100,7 +101,9 @@ class ArrayLoader(Seekable):
     device, where that costs little.
 
     Raises:
-      ValueError: No data, leaves of different lengths, or `batch_size` below 1 or above N.
+      ValueError: No data, leaves of different lengths, `batch_size` below 1 or above N, or
+        integers that jax would cut to 32 bits; of arrays that are memory-mapped, or windows of
+        others, each chunk is looked at when it is made.
       TypeError: A leaf is no array of numbers that jax can take, or a list of numbers.
 
     Examples:
@@ -143,6 +146,14 @@ class ArrayLoader(Seekable):
         self.seed = int(seed)
         self.drop_remainder = drop_remainder
         self.placement = placement
+
+        def is_read_now(x: np.ndarray) -> bool:
+            return placement == "device" or is_cheap_to_read(x)
+
+        read_now = jax.tree.map(lambda x: x if is_read_now(x) else None, self.data)
+        require_integers_fit(read_now, "data")
+        read_later = [x for x in jax.tree.leaves(self.data) if not is_read_now(x)]
+        self._checks_chunks = any(map(is_narrowed, read_later))
         if placement == "device":
             self.data = jax.tree.map(lambda x: jnp.asarray(_native(x)), self.data)
         self._drawn: tuple[int, np.ndarray] | None = None
@@ -197,10 +208,14 @@ class ArrayLoader(Seekable):
         if self.placement == "device":
             # As a whole, so that the gather is one program; i32 reaches 2**31 examples.
             return _gather(self.data, self.order(epoch)[start:stop].astype(np.int32))
-        if not self.shuffle:
-            return jax.tree.map(lambda x: _buffer.copy(x[start:stop]), self.data)
-        rows = self.order(epoch)[start:stop]
-        return jax.tree.map(lambda x: _buffer.take(x, rows), self.data)
+        if self.shuffle:
+            rows = self.order(epoch)[start:stop]
+            taken = jax.tree.map(lambda x: _buffer.take(x, rows), self.data)
+        else:
+            taken = jax.tree.map(lambda x: _buffer.copy(x[start:stop]), self.data)
+        if self._checks_chunks:
+            require_integers_fit(taken, "data")
+        return taken
 
 
 def _native(x: np.ndarray) -> np.ndarray:

@@ -10,6 +10,7 @@ import numpy as np
 
 from functrain.common import _tree
 from functrain.common._types import PyTree
+from functrain.common._wide_integers import require_integers_fit
 from functrain.data import _buffer
 from functrain.data._arrays import is_takeable, refuse_mask, refuse_numbers
 from functrain.data._batch import batch_size
@@ -168,6 +169,7 @@ class Made(NamedTuple):
             else:
                 row[len(marks) :] = 0
         batches = jax.tree.unflatten(structure, rows)
+        require_integers_fit(batches, "data")
         return Stack(batches, len(marks), batch_size(self.batch), marks)
 
 

@@ -9,6 +9,7 @@ from functrain import rewrites as _rewrites
 from functrain.common import _repr, _tree
 from functrain.common._checks import is_whole, require_flags
 from functrain.common._types import PyTree, StateT, Step
+from functrain.common._wide_integers import require_integers_fit
 from functrain.engine._placement import pins
 from functrain.engine._position import require_whole
 from functrain.engine._programs import TRAINING, Loop, Program, known_length, program
@@ -122,6 +123,7 @@ class Fused(Generic[StateT]):
         if not is_whole(n, 1) or n > self.k:
             raise ValueError(f"steps: expected a whole number from 1 to {self.k}, got {n!r}")
         _refuse_consumed(state)
+        require_integers_fit(_Arguments(state, chunk), "fused")
         loop = self._loop if n == self.k else self._part
         if jax.device_count() > 1:
             loop = loop._replace(pins=pins(state))

@@ -6,6 +6,7 @@ from functrain.common import _repr
 from functrain.common._checks import require_untraced
 from functrain.common._process import require_own_jax
 from functrain.common._types import PyTree
+from functrain.common._wide_integers import require_integers_fit
 from functrain.data._sources import Source
 from functrain.engine._fuse import Fused
 from functrain.model._model import Model
@@ -19,6 +20,7 @@ def require_state(state: PyTree) -> None:
     Raises:
       TypeError: It is a model, a module, or what `fit` returned; or a loop was called while jax
         traces a function.
+      ValueError: It holds integers that jax would cut to 32 bits.
     """
     require_own_jax()
     require_untraced("state", state)
@@ -43,6 +45,7 @@ def require_state(state: PyTree) -> None:
             "state: expected a pytree of arrays, got what fit returned. Take its state: "
             "state, history = functrain.fit(...)."
         )
+    require_integers_fit(state, "state")
 
 
 def require_training_step(step: Any) -> None:

@@ -69,6 +69,7 @@ class TrainState(flax.struct.PyTreeNode, eq=False):
         Raises:
           TypeError: `tx` is no optax transformation, `rng` is not a single typed key, `params`
             holds something that cannot be trained, or a leaf is no array.
+          ValueError: A leaf holds integers that jax would cut to 32 bits.
         """
         check_rng(rng)
         check_tx(tx)

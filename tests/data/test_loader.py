@@ -1,9 +1,14 @@
+import dataclasses
+
 import hypothesis
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from hypothesis import strategies as st
 
+import functrain as ft
 from functrain import ArrayLoader
 
 X = np.arange(103)
@@ -197,3 +202,73 @@ def test_a_loader_is_shown_with_its_settings() -> None:
 def test_inputs_and_labels_go_into_one_tree() -> None:
     with pytest.raises(TypeError, match=r"ArrayLoader: .* got 3\. It is ArrayLoader\(\(x, y\), b"):
         ArrayLoader(X, X, 10)
+
+
+LARGE = 2**40  # 0 in 32 bits
+
+
+PAIRS = [  # integers that jax cannot hold, and those next to them that it can
+    (np.array([0, 1, 2**31]), np.array([0, 1, 2**31 - 1])),
+    (np.array([0, -(2**31) - 1, 1]), np.array([0, -(2**31), 1])),
+    (np.array([0, 1, 2**32], np.uint64), np.array([0, 1, 2**32 - 1], np.uint64)),
+    (np.array([0, 1, LARGE], ">i8"), np.array([0, 1, 9], ">i8")),
+]
+
+
+@pytest.mark.parametrize(("wrong", "right"), PAIRS)
+@pytest.mark.parametrize("placement", ["host", "device"])
+def test_integers_that_jax_would_cut_are_refused_with_the_largest_that_fit(
+    wrong, right, placement
+) -> None:
+    with pytest.raises(ValueError, match=r"^data: expected integers at labels that u?int32 holds"):
+        ArrayLoader({"x": np.ones(3), "labels": wrong}, 3, placement=placement)
+    loader = ArrayLoader({"x": np.ones(3), "labels": right}, 3, placement=placement)
+    np.testing.assert_array_equal(jnp.asarray(loader.batch(0, 0)["labels"]), right)
+
+
+def test_with_64_bit_types_no_integer_is_refused() -> None:
+    with jax.enable_x64(True):
+        loader = ArrayLoader(np.array([1, LARGE]), 2)
+        assert jnp.asarray(loader.batch(0, 0))[1] == LARGE
+
+
+def test_of_what_lies_on_disk_or_in_windows_the_chunks_are_looked_at(tmp_path) -> None:
+    ids = np.arange(40)
+    ids[33] = LARGE
+    np.save(tmp_path / "ids.npy", ids)
+    mapped = np.load(tmp_path / "ids.npy", mmap_mode="r")
+    windows = np.lib.stride_tricks.sliding_window_view(ids, 2)
+    for data in (mapped, windows):
+        loader = ArrayLoader(data, 4)
+        loader.chunk(0, 0, 4)
+        with pytest.raises(ValueError, match=f"^data: expected integers that .* got {LARGE} in"):
+            loader.chunk(0, 8, 1)
+        with pytest.raises(ValueError, match="jax_enable_x64"):
+            ArrayLoader(data, 4, shuffle=True).chunk(0, 0, 9)
+
+
+def test_integers_that_jax_would_cut_are_refused_at_every_door() -> None:
+    def step(state, batch):
+        return state, {"n": jnp.sum(batch["ids"])}
+
+    batches = [{"ids": np.array([1, 2])}, {"ids": np.array([3, LARGE])}]
+    message = rf"^data: expected integers at ids that int32 holds.* got {LARGE} in int64\[2, 2\]"
+    with pytest.raises(ValueError, match=message):
+        ft.fit(jnp.zeros(()), step, batches, verbose=0, fuse=2)
+    with pytest.raises(ValueError, match=message):
+        ft.predict(jnp.zeros(()), lambda s, b: (s, b["ids"]), batches, fuse=2)
+    state = {"seen": np.int64(LARGE)}
+    metered = ft.MeteredStep(lambda s, b: (s, 0.0, ft.Aux()), ft.metrics.collection({}))
+    evaluating = dataclasses.replace(metered, trains=False)
+    for call in (
+        lambda: ft.fit(state, step, batches[:1], verbose=0),
+        lambda: ft.run(state, step, batches[:1]),
+        lambda: ft.evaluate(state, evaluating, batches[:1]),
+        lambda: ft.predict(state, lambda s, b: (s, b["ids"]), batches[:1]),
+    ):
+        with pytest.raises(ValueError, match=rf"^state: expected integers at seen .* {LARGE} in"):
+            call()
+    with pytest.raises(ValueError, match="expected integers at seen that int32 holds"):
+        ft.TrainState.create(params={}, tx=optax.sgd(0.1), model_state={"seen": LARGE})
+    with pytest.raises(ValueError, match=r"^fused: expected integers at chunk/ids that int32"):
+        ft.fuse(step, 2)(jnp.zeros(()), {"ids": np.array([[1], [LARGE]])})

@@ -73,6 +73,19 @@ def test_masked_arrays_are_refused_since_the_mask_would_be_lost(which: int) -> N
         bridge.fit(compiled(), *data, verbose=0)
 
 
+@pytest.mark.parametrize("method", ["fit", "evaluate"])
+def test_labels_that_32_bits_cannot_hold_are_refused(method: str) -> None:
+    model, labels = compiled(loss="sparse_categorical_crossentropy"), np.zeros(48, np.int64)
+    run, labels[40] = getattr(bridge, method), 2**40  # class 0 in 32 bits
+    with pytest.raises(ValueError, match=r"^y: expected integers that int32 holds.*1099511627776"):
+        run(model, X, labels, batch_size=8, verbose=0)
+    with pytest.raises(ValueError, match=r"^x: expected integers at ids that int32 holds"):
+        run(model, {"ids": labels}, Y, batch_size=8, verbose=0)
+    batches = ((X[i : i + 8], labels[i : i + 8]) for i in range(0, 48, 8))
+    with pytest.raises(ValueError, match=r"^data: expected integers at 1 that int32 holds"):
+        run(model, batches, verbose=0, **({"shuffle": False} if method == "fit" else {}))
+
+
 def test_a_fit_within_jit_is_told_that_it_runs_on_the_host() -> None:
     model = compiled()
     with pytest.raises(TypeError, match=r"x and y: .* within jax\.jit, .* on the host"):
