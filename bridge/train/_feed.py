@@ -73,7 +73,9 @@ class Missing(NamedTuple):
         return Stack(None, 0, 0, [item.mark for item in items])
 
 
-def source(model: keras.Model, data: Any, batch_size: Any, steps: Any, **more: Any) -> Any:
+def source(
+    model: keras.Model, data: Any, batch_size: Any, steps: Any, *, trains: bool, **more: Any
+) -> Any:
     """Returns Keras's EpochIterator over the batches of whatever `fit` takes.
 
     Args:
@@ -82,6 +84,7 @@ def source(model: keras.Model, data: Any, batch_size: Any, steps: Any, **more: A
         its part of all three.
       batch_size: Examples per step, or None.
       steps: Steps per epoch, or None.
+      trains: Whether the devices have to divide every batch.
       **more: shuffle and class_weight.
 
     Raises:
@@ -108,7 +111,8 @@ def source(model: keras.Model, data: Any, batch_size: Any, steps: Any, **more: A
             f"x: expected at least one batch, got {type(x).__name__} without any "
             f"({_shapes(x)}). The model is unchanged."
         )
-    _require_divisible(found.data_adapter, 1 if local is None else local.processes)
+    if trains:
+        _require_divisible(found.data_adapter, 1 if local is None else local.processes)
     found.local = local
     return found
 
@@ -213,16 +217,18 @@ def _marked(epochs: Any) -> Iterator[Any]:
                 raise StopIteration  # which Keras's own warning waits for
 
 
-def placement() -> Callable[[PyTree], PyTree]:
+def placement(*, trains: bool) -> Callable[[PyTree], PyTree]:
     """Returns what puts stacked batches where `keras.distribution` wants them.
 
     Over several processes each of them has the same batches, and takes its own devices' part.
+    Outside of training, all devices get the whole of a batch that they do not divide.
     """
     distribution = keras.distribution.distribution()
     places: dict[Any, Callable[[PyTree], PyTree]] = {}
 
     def put(x: Any) -> Any:
         where = distribution.get_data_layout(x.shape[1:]).backend_layout
-        return places.setdefault(where.spec, chunk_placement(where))(x)
+        place = chunk_placement(where, replicates=not trains)
+        return places.setdefault(where.spec, place)(x)
 
     return lambda batches: batches if distribution is None else jax.tree.map(put, batches)

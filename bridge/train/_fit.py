@@ -133,7 +133,7 @@ def fit(
     if validation_split and validation_data is None:
         data, validation_data = keras_private.data.split(data, validation_split)
     more = {"shuffle": shuffle, "class_weight": class_weight}
-    source = _feed.source(model, data, batch_size, steps_per_epoch, **more)
+    source = _feed.source(model, data, batch_size, steps_per_epoch, trains=True, **more)
     with noted(model, data):
         keras_private.trainer.build_from(model, source)
     evaluation: Evaluation | None = None
@@ -207,7 +207,7 @@ def evaluate(
     numbers = {"batch_size": batch_size, "steps": steps}
     _checks.require_arguments(x, y, fuse, rewrites, verbose, callbacks, **numbers)
     data = x, y, sample_weight
-    source = _feed.source(model, data, batch_size, steps)
+    source = _feed.source(model, data, batch_size, steps, trains=False)
     with noted(model, data):
         keras_private.trainer.build_from(model, source)
     callbacks = _callback_list(model, callbacks, verbose, 1, source)
@@ -254,7 +254,7 @@ def predict(
     _checks.require_model(model)
     numbers = {"batch_size": batch_size, "steps": steps}
     _checks.require_arguments(x, None, fuse, rewrites, verbose, callbacks, **numbers)
-    source = _feed.source(model, (x, None, None), batch_size, steps)
+    source = _feed.source(model, (x, None, None), batch_size, steps, trains=False)
     if not all(layer.built for layer in keras_private.layers.all_layers(model)):
         _build_by_a_call(model, source)
     callbacks = _callback_list(model, callbacks, verbose, 1, source)

@@ -119,7 +119,7 @@ class Loop:
             rewrites=rewrites,
             jit=not runs_uncompiled(self._model, rewrites, lambda: self._shapes(self._plan.batch)),
             uncompiled=contextlib.nullcontext,
-            place=_feed.placement(),
+            place=_feed.placement(trains=self._kind == "train"),
         )
 
     def run(self, resume: _feed.Resume | None = None) -> Iterator[tuple[Chunk, PyTree]]:

@@ -28,7 +28,7 @@ class Evaluation:
         self._model, self._freq = model, freq
         data = keras.utils.unpack_x_y_sample_weight(data)
         self.is_iterator = isinstance(data[0], Iterator)
-        self._source = functools.cache(lambda: _feed.source(model, data, size, steps))
+        self._source = functools.cache(lambda: _feed.source(model, data, size, steps, trains=False))
 
     def is_due(self, epoch: int) -> bool:
         """Whether this epoch, counted from 0, ends with it."""

@@ -69,3 +69,20 @@ def test_fit_equals_keras_and_shardings_do_not_drift(distribution: Any, fuse: An
         theirs.predict(X, batch_size=8, verbose=0),
         bridge.predict(ours, X, batch_size=8, verbose=0, fuse=fuse),
     )
+
+
+def test_examples_that_devices_do_not_divide_are_evaluated_and_predicted(distribution: Any) -> None:
+    model, x, y = fresh(), X[:43], Y[:43]
+    outputs = bridge.predict(model, x, batch_size=8, verbose=0)
+    dense = [v.numpy().astype(np.float64) for v in model.trainable_variables]
+    expected = np.maximum(x @ dense[0] + dense[1], 0) @ dense[2] + dense[3]
+    np.testing.assert_allclose(outputs, expected, atol=1e-5)
+    errors = expected - y
+    values = bridge.evaluate(model, x, y, batch_size=8, verbose=0, return_dict=True)
+    assert values["loss"] == pytest.approx(np.mean(errors**2), rel=1e-5)
+    assert values["mae"] == pytest.approx(np.mean(np.abs(errors)), rel=1e-5)
+    history = bridge.fit(
+        model, X[:8], Y[:8], validation_data=(x, y), validation_batch_size=5, verbose=0
+    )
+    values = bridge.evaluate(model, x, y, batch_size=43, verbose=0, return_dict=True)
+    assert history.history["val_loss"] == [pytest.approx(values["loss"], rel=1e-5)]
