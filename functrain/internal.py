@@ -46,6 +46,7 @@ from functrain.engine._signals import HeldSignals as HeldSignals
 from functrain.engine._trigger import steps_until_due as steps_until_due
 from functrain.hooks._hook import by_identity as by_identity
 from functrain.hooks._hook import is_resumable as is_resumable
+from functrain.hooks._logger import Logger as Logger
 from functrain.loop._saving import Resumed as Resumed
 from functrain.loop._saving import Saving as Saving
 from functrain.model._freeze import is_frozen as is_frozen

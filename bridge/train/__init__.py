@@ -11,6 +11,7 @@ Files:
   _steps: a compiled model's own steps
   _feed: batches of whatever `fit` takes
   _callbacks: who is called, with what, and when
+  _loggers: loggers of functrain among the callbacks
   _compiling: whether a step is compiled
   _cached: what was compiled for a model
   _carried: metrics that a layer updates inside its `call`

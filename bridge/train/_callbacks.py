@@ -11,6 +11,7 @@ import numpy as np
 
 from bridge import keras_private
 from bridge.train._feed import Mark
+from bridge.train._loggers import LoggerCallback
 from functrain.internal import Chunk, PyTree, on_host, row
 
 _METHODS = {
@@ -30,6 +31,7 @@ _READ_MODEL_ATTRIBUTE = {
     keras.callbacks.ProgbarLogger,
     keras.callbacks.ReduceLROnPlateau,
     keras.callbacks.TerminateOnNaN,
+    LoggerCallback,
 }
 
 
@@ -46,9 +48,10 @@ _KERAS_METHODS = {
 class BatchCallbacks:
     """The batch methods of a list of callbacks, called for whole chunks.
 
-    Three kinds: the progress bar, which only shows logs and gets them one chunk late, so that the
-    device never waits for it; Keras's own callbacks that act on batches, and users', which get
-    them when their chunk is over; and all others, which are not called.
+    Four kinds: the progress bar, which only shows logs and gets them one chunk late, so that the
+    device never waits for it; loggers of functrain, which get the logs of whole chunks; Keras's own
+    callbacks that act on batches, and users', which get them when their chunk is over; and all
+    others, which are not called.
 
     Args:
       callbacks: Keras's list.
@@ -61,11 +64,14 @@ class BatchCallbacks:
         self._kind = kind
         self._bars: list[Any] = []
         self._acting: list[Any] = []
+        self._loggers: list[LoggerCallback] = []
         # A list of another class may do anything: it counts as one callback.
         own = type(callbacks) is keras.callbacks.CallbackList
         for callback in callbacks.callbacks if own else [callbacks]:
             if type(callback) is keras.callbacks.ProgbarLogger:
                 self._bars += [] if quiet else [callback]
+            elif isinstance(callback, LoggerCallback):
+                self._loggers += [callback] if kind == "train" else []
             elif self._acts(callback):
                 self._acting.append(callback)
         self._outputs: list[PyTree] = []
@@ -105,6 +111,8 @@ class BatchCallbacks:
 
     def after(self, chunk: Chunk, rows: PyTree) -> None:
         """To be called when a chunk's program was dispatched, with its logs on the device."""
+        for logger in self._loggers:
+            logger.take(chunk, rows)
         if self._acting:
             self._replay(chunk, on_host(rows, chunk.steps))
         if self._bars:

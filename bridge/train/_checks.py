@@ -223,5 +223,6 @@ def _require_callbacks(callbacks: Any) -> None:
         if callback is not None and not hasattr(callback, "on_epoch_end"):
             raise TypeError(
                 f"callbacks: expected those of Keras, got {callback!r}. Hooks of functrain go into "
-                "functrain.fit(hooks=)."
+                "functrain.fit(hooks=), but for its loggers (TensorBoard, JSONLines, WandB), which "
+                "bridge.fit takes as well."
             )

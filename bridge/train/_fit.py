@@ -11,6 +11,7 @@ from bridge import keras_private
 from bridge.state._distribution import require_use
 from bridge.state._keras_state import require_compiled
 from bridge.train import _checks, _feed
+from bridge.train._loggers import with_loggers
 from bridge.train._loop import Options
 from bridge.train._processes import files_of_the_first, require_together
 from bridge.train._runs import Evaluation, Fit, run_evaluate, run_predict
@@ -82,7 +83,8 @@ def fit(
       batch_size: Examples per step; 32 where the data do not say.
       epochs: Number of the epoch to stop before.
       verbose: "auto", 0, 1 or 2.
-      callbacks: Keras callbacks.
+      callbacks: Keras callbacks. Loggers of functrain, such as `functrain.hooks.TensorBoard`, are
+        taken as well.
       validation_split: Share of the arrays to evaluate on.
       validation_data: What to evaluate on.
       shuffle: Whether to shuffle arrays before each epoch; or "batch".
@@ -108,7 +110,7 @@ def fit(
       ends: by an error, by a callback or by Ctrl-C.
 
     Raises:
-      TypeError: `model` is no Keras model, or a callback none of Keras's.
+      TypeError: `model` is no Keras model, or a callback neither one of Keras's nor a logger.
       ValueError: What `model.fit` raises; an argument is out of its range; arrays in
         `validation_data` cannot be evaluated; a layer has ``stateful=True``; or the model prepares
         samples in a `fit` of its own, as tasks of keras_hub do.
@@ -125,6 +127,7 @@ def fit(
     require_compiled(model)
     sizes = {"batch_size": batch_size, "validation_batch_size": validation_batch_size}
     steps = {"steps_per_epoch": steps_per_epoch, "validation_steps": validation_steps}
+    callbacks, loggers = with_loggers(callbacks)
     _checks.require_arguments(x, y, fuse, rewrites, verbose, callbacks, **sizes, **steps)
     _checks.require_whole(0, epochs=epochs, initial_epoch=initial_epoch)
     _checks.require_validation_arguments(validation_split, validation_freq)
@@ -146,6 +149,8 @@ def fit(
     require_together(model, callbacks)
     with contextlib.ExitStack() as stack:
         stack.enter_context(files_of_the_first(callbacks))
+        for logger in loggers:
+            stack.callback(logger.close)
         callbacks = _callback_list(model, callbacks, verbose, epochs, source, add_history=True)
         saving: KerasSaving | None = None
         if checkpointer is not None:

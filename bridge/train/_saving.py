@@ -13,6 +13,7 @@ from bridge import keras_private
 from bridge._randomness import put_randomness, randomness
 from bridge.state._keras_state import KerasState, originals, variable_lists, write_keras_state
 from bridge.train._feed import Resume
+from bridge.train._loggers import LoggerCallback
 from functrain import CheckpointMismatchError, EpochEnd, Event, Position
 from functrain.internal import (
     HeldSignals,
@@ -96,6 +97,8 @@ class KerasSaving:
         for name, callback in self._callbacks.items():
             if isinstance(callback, keras.callbacks.CSVLogger) and name in memory:
                 _go_on_below(callback, memory[name]["bytes"])
+            if isinstance(callback, LoggerCallback) and name in memory:
+                callback.restore(memory[name]["own"])  # before it begins, as in functrain.fit
         self._warn(evaluation)
         return True
 
@@ -109,7 +112,8 @@ class KerasSaving:
             if name in found["callbacks"]:
                 memory = found["callbacks"][name]
                 keras_private.callbacks.put_memory(callback, memory)
-                if is_resumable(callback) and "own" in memory:
+                is_restored = isinstance(callback, LoggerCallback)
+                if is_resumable(callback) and "own" in memory and not is_restored:
                     callback.restore(memory["own"])
         keras_private.variables.put_global_seed(found["seed"])
         keras_private.data.go_to(self._source, place.get("place", {"fetched": 0}))
