@@ -44,7 +44,12 @@ class Background:
         """Begins a piece of work; the one before it has been waited for."""
         _unfinished.add(self)
         self._work, self._thread = threaded(work)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError:  # no thread can begin: `wait` would wait forever
+            self._work = None
+            _unfinished.discard(self)
+            raise
 
     def wait(self) -> None:
         """Waits for the work under way, and raises what went wrong."""

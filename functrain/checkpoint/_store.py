@@ -8,21 +8,22 @@ So every leaf has a digest, and what is read is returned only if it has that dig
 CRC finds accidents, not attackers.
 """
 
-import contextlib
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
 from functrain.checkpoint._about import ARRAYS, parsed, read_about, write_about
+from functrain.checkpoint._arrays import Stored, failing_to_write, turn_to_save
 from functrain.checkpoint._errors import CheckpointCorruptError
 from functrain.checkpoint._leaves import Leaf, digest, is_stored, part, path_of
 from functrain.common import _tree
 
 # How much is read at once where all of a checkpoint is, to compare digests.
 _AT_ONCE = 64 * 2**20
+_EMPTY = "(empty)"  # the array of a checkpoint without any
 
 
 def write(directory: str, leaves: Mapping[str, Leaf], about: Mapping[str, Any]) -> None:
@@ -40,7 +41,7 @@ def write(directory: str, leaves: Mapping[str, Leaf], about: Mapping[str, Any]) 
 
     os.makedirs(directory)
     try:
-        with failing_to_write(directory):
+        with turn_to_save(), failing_to_write(directory):
             ocp.save(os.path.join(directory, ARRAYS), arrays_of(leaves))
         said = {n: said_of(leaf, digests(leaf)) for n, leaf in leaves.items()}
         write_about(directory, about, said)
@@ -54,18 +55,7 @@ def arrays_of(leaves: Mapping[str, Leaf]) -> dict[str, Any]:
     """Returns what Orbax is to write, by name."""
     # It rejects arrays of size zero, of which the specs say all, and trees without leaves.
     arrays = {name: _as_stored(leaf.array) for name, leaf in leaves.items() if leaf.array.size}
-    return arrays or {"(empty)": np.zeros(1)}
-
-
-@contextlib.contextmanager
-def failing_to_write(directory: str) -> Iterator[None]:
-    """Makes an OSError of what Orbax raises: tensorstore has a full disk as a ValueError."""
-    try:
-        yield
-    except OSError:
-        raise
-    except Exception as error:
-        raise OSError(f"{directory}: failed to write: {type(error).__name__}: {error}") from error
+    return arrays or {_EMPTY: np.zeros(1)}
 
 
 def read_arrays(
@@ -81,15 +71,24 @@ def read_arrays(
     Raises:
       CheckpointCorruptError: Names the leaves that cannot be read, or have other bytes.
     """
+    if not any(blank.size for blank in blanks.values()):
+        return dict(blanks)
+    return _read(directory, _opened(directory, about), about, blanks)
+
+
+def _opened(directory: str, about: Mapping[str, Any]) -> Stored:
+    names = [name for name, said in about["leaves"].items() if "crc32" in said]
+    return Stored(directory, names or [_EMPTY])
+
+
+def _read(
+    directory: str, stored: Stored, about: Mapping[str, Any], blanks: Mapping[str, np.ndarray]
+) -> dict[str, np.ndarray]:
     leaves = about["leaves"]
     wanted = {name: blank for name, blank in blanks.items() if blank.size}
-    found = _read(directory, [n for n, said in leaves.items() if "crc32" in said], wanted)
-    wrong = [
-        name
-        for name, blank in wanted.items()
-        if (found[name].shape, found[name].dtype) != (blank.shape, blank.dtype)
-        or not is_as_saved(found[name], leaves[name]["crc32"])
-    ]
+    arrays = stored.read({name: _as_stored(blank) for name, blank in wanted.items()})
+    found = {name: _as_it_was(array, wanted[name]) for name, array in arrays.items()}
+    wrong = [name for name in wanted if not is_as_saved(found[name], leaves[name]["crc32"])]
     if wrong:
         lines = [f"{path_of(name)}: {leaves[name]['spec']}" for name in wrong]
         raise CheckpointCorruptError(
@@ -107,6 +106,7 @@ def verify(directory: str) -> None:
       CheckpointCorruptError: Names the leaves that cannot be read, or have other bytes.
     """
     about = read_about(directory)
+    stored = _opened(directory, about)
     left, faults = list(about["leaves"]), []
     while left:
         group, size = dict[str, np.ndarray](), 0
@@ -115,52 +115,11 @@ def verify(directory: str) -> None:
             group.update(blanks(about, [name]))
             size += group[name].nbytes
         try:
-            read_arrays(directory, about, group)
+            _read(directory, stored, about, group)
         except CheckpointCorruptError as error:
             faults.append(str(error))
     if faults:
         raise CheckpointCorruptError("\n".join(faults))
-
-
-def _read(
-    directory: str, stored: Iterable[str], blanks: Mapping[str, np.ndarray]
-) -> Mapping[str, np.ndarray]:
-    """Reads some of the arrays that are stored."""
-    from orbax.checkpoint import v1 as ocp
-
-    def load(names: Iterable[str]) -> Mapping[str, np.ndarray]:
-        known = {name: _as_stored(blanks[name]) for name in names}
-        wanted = {name: known.get(name, ocp.PLACEHOLDER) for name in stored}
-        found = ocp.load(os.path.join(directory, ARRAYS), wanted)
-        return {name: _as_it_was(found[name], blanks[name]) for name in known}
-
-    if not blanks:
-        return {}
-    try:
-        return load(blanks)
-    except Exception as error:
-        lines = _reasons(load, list(blanks)) or [f"{type(error).__name__}: {error}"]
-        raise CheckpointCorruptError(
-            f"{directory}: these leaves cannot be read:\n{_tree.bullets(lines)}\n"
-            "The checkpoint is damaged: take another."
-        ) from error
-
-
-def _reasons(load: Callable[[list[str]], Any], names: list[str], most: int = 12) -> list[str]:
-    """Names leaves that cannot be read, and why: parts that fail are halved, down to a leaf."""
-    lines: list[str] = []
-    parts = [names]
-    while parts and len(lines) < most:
-        part = parts.pop()
-        try:
-            load(part)
-        except Exception as error:
-            if len(part) == 1:
-                lines.append(f"{path_of(part[0])}: {type(error).__name__}")
-            else:
-                half = len(part) // 2
-                parts += [part[half:], part[:half]]
-    return lines
 
 
 def _as_stored(array: Any) -> Any:

@@ -22,6 +22,7 @@ from typing import Any
 import jax
 
 from functrain.checkpoint._about import ARRAYS, read_about, write_about
+from functrain.checkpoint._arrays import failing_to_write, turn_to_save
 from functrain.checkpoint._background import threaded
 from functrain.checkpoint._directory import Directory
 from functrain.checkpoint._errors import CheckpointCorruptError, CheckpointMismatchError
@@ -31,7 +32,6 @@ from functrain.checkpoint._processes import all_or_none, is_first, on_first
 from functrain.checkpoint._store import (
     arrays_of,
     digests,
-    failing_to_write,
     said_of,
     sync_directory,
 )
@@ -71,19 +71,24 @@ def begin(
         _leave(notes, "leaves", specs)
         return [where, notes]
 
-    where, notes = on_first(make)
-    with _undone(where, notes):
-        with all_or_none():
-            _require_same_place(target, where, notes)
-            _require_same_leaves(target, notes, specs)
-        with all_or_none():
-            response = ocp.save_async(os.path.join(where, ARRAYS), arrays_of(leaves))
+    with contextlib.ExitStack() as turn:
+        # All processes begin their saves in one order, so no turn waits for a later one elsewhere.
+        turn.enter_context(turn_to_save())
+        where, notes = on_first(make)
+        with _undone(where, notes):
+            with all_or_none():
+                _require_same_place(target, where, notes)
+                _require_same_leaves(target, notes, specs)
+            with all_or_none():
+                response = ocp.save_async(os.path.join(where, ARRAYS), arrays_of(leaves))
+        rest_of_turn = turn.pop_all()
 
     def end(about: Mapping[str, Any]) -> None:
         mark = os.path.basename(notes)
         with _undone(where, notes):
             with _unless_first_failed(target, notes):
-                _wait_for_orbax(response, where, notes)
+                with rest_of_turn:
+                    _wait_for_orbax(response, where, notes)
                 _leave(notes, "digests", {name: digests(leaf) for name, leaf in leaves.items()})
             if is_first():
                 found = _digests_of_all(where, notes)

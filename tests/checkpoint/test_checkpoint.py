@@ -230,3 +230,5 @@ def test_a_donated_leaf_is_named(tmp_path):
 def test_two_leaves_of_one_path_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"a/b: expected one leaf of this path"):
         save(tmp_path / "c", {"a/b": jnp.ones(1), "a": {"b": jnp.ones(1)}})
+    with pytest.raises(ValueError, match=r"a/: expected one leaf of this path"):
+        save(tmp_path / "c", {"a": jnp.ones(1), "a/": jnp.ones(1)})

@@ -226,7 +226,7 @@ def test_names_of_classes_in_orbax_s_own_words_are_not_imported(place, monkeypat
 
 
 @pytest.mark.parametrize("kind", ["link", "folder", "pipe"])
-@pytest.mark.parametrize("where", ["checkpoint.json", "arrays", "arrays/state/_METADATA"])
+@pytest.mark.parametrize("where", ["checkpoint.json", "arrays", "arrays/state/manifest.ocdbt"])
 def test_what_is_no_plain_file_is_refused_and_not_waited_for(place, tmp_path, where, kind) -> None:
     path = place / where
     path.rename(tmp_path / "moved")

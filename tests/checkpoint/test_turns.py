@@ -1,0 +1,154 @@
+"""Saves and loads of one process, in any number of threads and hooks, do not meet in Orbax."""
+
+import os
+import pathlib
+import signal
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import functrain as ft
+from functrain.checkpoint import _background
+from functrain.checkpoint._arrays import turn_to_save
+from tests.conftest import digest
+
+TX = optax.sgd(0.1)
+DATA = np.random.default_rng(0).standard_normal((12, 4)).astype(np.float32)
+
+
+def loss_fn(params: Any, model_state: Any, batch: Any, *, rng: Any, training: bool) -> Any:
+    return jnp.mean((batch @ params["w"]) ** 2), ft.Aux(model_state)
+
+
+STEP = ft.train_step(loss_fn, TX)
+
+
+def fit(directory: pathlib.Path, *hooks: Any) -> Any:
+    state = ft.TrainState.create(params={"w": jnp.ones((4, 3))}, tx=TX, rng=jax.random.key(0))
+    data, checkpoints = ft.ArrayLoader(DATA, batch_size=4), ft.Checkpointer(directory)
+    checkpoints.when = ft.every(steps=1)
+    return ft.fit(
+        state, STEP, data, epochs=2, hooks=hooks, checkpointer=checkpoints, verbose=0
+    ).state
+
+
+def in_threads(*acts: Callable[[], Any]) -> list[Any]:
+    """Returns what each returned or raised."""
+    results: list[Any] = [None] * len(acts)
+
+    def run(i: int) -> None:
+        try:
+            results[i] = acts[i]()
+        except Exception as error:
+            results[i] = error
+
+    threads = [threading.Thread(target=run, args=(i,), daemon=True) for i in range(len(acts))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(300)
+        assert not thread.is_alive(), "a save or a load hangs"
+    return results
+
+
+@pytest.mark.parametrize("repeats", [1, pytest.param(50, marks=pytest.mark.long)])
+def test_four_fits_in_four_threads_save_as_one_alone_does(tmp_path, repeats: int) -> None:
+    expected = digest(fit(tmp_path / "alone"))
+    for i in range(repeats):
+        places = [tmp_path / f"{i}-{k}" for k in range(4)]
+        results = in_threads(*(lambda place=place: fit(place) for place in places))
+        assert [digest(found) for found in results] == [expected] * 4
+        for place in places:
+            assert ft.Checkpointer(place).verify() == {}
+
+
+@pytest.mark.parametrize("repeats", [2, pytest.param(50, marks=pytest.mark.long)])
+def test_a_hook_saves_elsewhere_while_the_checkpointer_writes(tmp_path, repeats: int) -> None:
+    for i in range(repeats):
+        saved: list[tuple[pathlib.Path, Any]] = []
+
+        def save_elsewhere(event: Any, i: int = i, saved: Any = saved) -> None:
+            saved.append((tmp_path / f"{i}-elsewhere{len(saved)}", digest(event.state)))
+            ft.save(saved[-1][0], event.state)
+
+        state = fit(tmp_path / f"{i}-run", save_elsewhere)
+        assert len(saved) > 4
+        for place, expected in saved:
+            assert digest(ft.load(place, state)) == expected
+
+
+def test_threads_that_save_load_and_verify_do_not_meet(tmp_path: pathlib.Path) -> None:
+    state = {"w": jnp.arange(600.0), "n": np.int64(3)}
+    ft.save(tmp_path / "one", state)
+
+    def save() -> None:
+        for i in range(4):
+            ft.save(tmp_path / f"{threading.get_ident()}-{i}", state)
+
+    def checkpoint() -> None:
+        with ft.Checkpointer(tmp_path / "run") as checkpoints:
+            for i in range(4):
+                checkpoints.save(state, i, wait=False)
+
+    def load() -> None:
+        for _ in range(8):
+            assert digest(ft.load(tmp_path / "one", state)) == digest(state)
+            assert ft.Checkpointer(tmp_path / "run").verify() == {}
+
+    assert in_threads(save, save, checkpoint, load) == [None] * 4
+
+
+def test_loading_waits_for_no_save(tmp_path: pathlib.Path) -> None:
+    state = {"w": jnp.arange(6.0)}
+    ft.save(tmp_path / "one", state)
+    with turn_to_save():
+        assert digest(ft.load(tmp_path / "one", state)) == digest(state)
+
+
+def test_ctrl_c_while_waiting_for_another_save_is_heard(tmp_path: pathlib.Path) -> None:
+    with turn_to_save():
+        main = threading.main_thread().ident
+        threading.Timer(0.5, signal.pthread_kill, [main, signal.SIGINT]).start()
+        with pytest.raises(KeyboardInterrupt):
+            ft.save(tmp_path / "one", {"w": jnp.ones(2)})
+    ft.save(tmp_path / "two", {"w": jnp.ones(2)})  # after the first, which is finished all the same
+    assert (tmp_path / "one").exists()
+
+
+def test_a_turn_that_nobody_ends_ends_with_its_owner() -> None:
+    turn = turn_to_save()
+    turn.__enter__()
+    del turn
+    with turn_to_save():
+        pass
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+def test_a_child_of_a_process_that_saves_has_its_own_turn() -> None:
+    with turn_to_save(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the child only takes a lock
+        child = os.fork()
+        if not child:
+            signal.alarm(20)
+            with turn_to_save():
+                os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_a_thread_that_cannot_begin_is_an_error_and_not_waited_for(monkeypatch) -> None:
+    def no_more_threads(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    background = _background.Background()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", no_more_threads)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            background.start(lambda: None)
+    background.wait()
