@@ -12,6 +12,7 @@ Files:
   _together: a checkpoint that several processes write
   _processes: what several processes agree on
   _store: one checkpoint, its arrays and their digests
+  _arrays: how arrays get to the disk and back; saves of one process take turns
   _about: what a checkpoint says of itself
   _lock: the locks of writers
   _background: work in the background, of which nothing is lost in silence
