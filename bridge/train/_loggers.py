@@ -110,5 +110,7 @@ def _steps_taken(model: keras.Model) -> int:
     optimizer = getattr(model, "optimizer", None)
     if optimizer is None:
         return 0
-    accumulated = optimizer.gradient_accumulation_steps or 1  # an update takes so many steps
+    accumulated = (
+        getattr(optimizer, "gradient_accumulation_steps", None) or 1
+    )  # an update takes so many steps
     return int(keras.ops.convert_to_numpy(optimizer.iterations)) * accumulated

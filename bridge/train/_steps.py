@@ -113,11 +113,12 @@ def noted(model: keras.Model, data: PyTree) -> Iterator[None]:
       model: The model.
       data: A batch, or all data: x, (x, y) or (x, y, sample_weight).
     """
-    takes = f"; the model {model.name!r} takes {_input_spec(model)}" if model.built else ""
+    takes = _input_spec(model) if model.built else ""  # a build that fails notes what it was given
     try:
         yield
     except Exception as error:
-        add_notes(error, described(data) + takes)
+        known = f"; the model {model.name!r} takes {takes}" if takes else ""
+        add_notes(error, described(data) + known)
         raise
 
 
@@ -131,15 +132,13 @@ def described(data: PyTree) -> str:
 
 
 def _input_spec(model: keras.Model) -> str:
-    """Returns what a model was made or built for; batch sizes are None."""
+    """Returns the inputs that a model was made or built for; "" if it does not know."""
     try:
         inputs = keras.tree.flatten(model.inputs)
         return ", ".join(f"{x.dtype}[{', '.join(map(str, x.shape))}]" for x in inputs)
     except (AttributeError, ValueError):  # a subclass, which knows shapes only
-        shapes: dict[str, Any] = getattr(model, "get_build_config", dict)() or {}
-        return (
-            f"inputs of shape {shapes['input_shape']}" if "input_shape" in shapes else "any input"
-        )
+        built: dict[str, Any] = getattr(model, "get_build_config", dict)() or {}
+        return f"inputs of shape {built['input_shape']}" if "input_shape" in built else ""
 
 
 def _as_before(old: Variables, new: Variables) -> Variables:
