@@ -17,13 +17,16 @@ from functrain.checkpoint import WarmStart as WarmStart
 from functrain.checkpoint import load as load
 from functrain.checkpoint import save as save
 from functrain.checkpoint import warm_start as warm_start
+from functrain.common._compile import MiscompilationWarning as MiscompilationWarning
 from functrain.common._types import Step as Step
 from functrain.data import ArrayLoader as ArrayLoader
+from functrain.engine import Doctor as Doctor
 from functrain.engine import Fused as Fused
 from functrain.engine import Position as Position
 from functrain.engine import Trigger as Trigger
 from functrain.engine import at as at
 from functrain.engine import autotune as autotune
+from functrain.engine import doctor as doctor
 from functrain.engine import enable_compilation_cache as enable_compilation_cache
 from functrain.engine import every as every
 from functrain.engine import explain_nan as explain_nan
@@ -80,6 +83,7 @@ __all__ = [
     "CheckpointMismatchError",
     "Checkpointer",
     "ChunkEnd",
+    "Doctor",
     "EpochEnd",
     "Event",
     "FitResult",
@@ -90,6 +94,7 @@ __all__ = [
     "Metered",
     "MeteredStep",
     "Metric",
+    "MiscompilationWarning",
     "Model",
     "ModelOutput",
     "Position",
@@ -104,6 +109,7 @@ __all__ = [
     "autotune",
     "cast",
     "distributed",
+    "doctor",
     "ema_params",
     "enable_compilation_cache",
     "eval_step",

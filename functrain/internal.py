@@ -9,6 +9,7 @@ from functrain.common._arguments import advised as advised
 from functrain.common._checks import is_number as is_number
 from functrain.common._checks import is_whole as is_whole
 from functrain.common._checks import require_untraced as require_untraced
+from functrain.common._compile import jit as jit
 from functrain.common._gather import whole_on_host as whole_on_host
 from functrain.common._repr import brief as brief
 from functrain.common._repr import call as call

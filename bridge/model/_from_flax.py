@@ -13,7 +13,7 @@ import keras
 
 from bridge.model import _flax_config, _flax_modules
 from bridge.model._scope import name_scopes
-from functrain.internal import PyTree
+from functrain.internal import PyTree, jit
 from functrain.internal import tree as _tree
 
 
@@ -254,7 +254,7 @@ class _FirstValues:
             return jax.tree.leaves(self._given)
         with jax.ensure_compile_time_eval():
             zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self._inputs)
-            return jax.tree.leaves(jax.jit(self._init)(zeros))
+            return jax.tree.leaves(jit(self._init)(zeros))
 
 
 def _node(collections: dict[str, FlaxCollection], levels: list[str]) -> FlaxCollection:

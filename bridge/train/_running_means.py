@@ -7,6 +7,7 @@ import keras
 
 from bridge import keras_private
 from bridge.train._cached import cached_for
+from functrain.internal import jit
 
 Values: TypeAlias = list[jax.Array]
 
@@ -21,8 +22,8 @@ class RunningMeans:
     def __init__(self, model: keras.Model) -> None:
         self._model = model
         self._variables = model.metrics_variables
-        self.reset = jax.jit(self._reset)
-        self.read = jax.jit(self._read)
+        self.reset = jit(self._reset)
+        self.read = jit(self._read)
 
     @staticmethod
     def of(model: keras.Model) -> "RunningMeans | None":

@@ -27,7 +27,8 @@ GROUPS = {
     "logged",
     "Loops": "fit FitResult History run Run evaluate predict ArrayLoader Position Event ChunkEnd "
     "EpochEnd LogsReady RunEnd Trigger every at",
-    "Programs": "fuse Fused autotune summary memory explain_nan enable_compilation_cache",
+    "Programs": "fuse Fused autotune summary memory explain_nan doctor Doctor "
+    "MiscompilationWarning enable_compilation_cache",
     "Checkpoints and files": "Checkpointer save load CheckpointCorruptError "
     "CheckpointMismatchError warm_start WarmStart export_params export_predict",
 }

@@ -9,6 +9,7 @@ Files:
   _values: numbers by name, of a population one for each member
   _arguments: what functions take, and words for arguments of other libraries
   _direction: whether more is better, told by a value's name
+  _compile: `jax.jit` without what XLA is known to compile wrongly
   _repr: short texts for large things
   _patterns: leaves chosen by patterns over their paths
   _table: tables as text

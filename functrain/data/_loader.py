@@ -11,6 +11,7 @@ import numpy as np
 from functrain.common import _repr, _tree
 from functrain.common._arguments import advised
 from functrain.common._checks import is_whole, require_flags
+from functrain.common._compile import jit
 from functrain.common._types import PyTree
 from functrain.common._wide_integers import is_cheap_to_read, is_narrowed, require_integers_fit
 from functrain.data import _buffer
@@ -222,7 +223,7 @@ def _native(x: np.ndarray) -> np.ndarray:
     return x.astype(x.dtype.newbyteorder("="), copy=False)
 
 
-@jax.jit
+@jit
 def _gather(data: PyTree, rows: jax.Array) -> PyTree:
     return jax.tree.map(lambda x: x[rows], data)
 

@@ -10,6 +10,7 @@ Files:
   _summary: a state or a model as a table, and what a step costs
   _memory: what a fit will need of memory
   _sheet: the tables of both
+  _doctor: which known faults of XLA this installation has
   _explain_nan: where the first number that is not finite came from
   _autotune: how many steps a program takes, measured
   _placement: where things lie on several devices
@@ -24,6 +25,8 @@ Files:
 
 from functrain.engine._autotune import autotune as autotune
 from functrain.engine._cache import enable_compilation_cache as enable_compilation_cache
+from functrain.engine._doctor import Doctor as Doctor
+from functrain.engine._doctor import doctor as doctor
 from functrain.engine._explain_nan import explain_nan as explain_nan
 from functrain.engine._fuse import Fused as Fused
 from functrain.engine._fuse import fuse as fuse

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from functrain.common import _tree
+from functrain.common._compile import jit
 from functrain.common._gather import of_each_process
 from functrain.common._types import PyTree, Step
 from functrain.data._batch import require_batch
@@ -169,7 +170,7 @@ def _jitted(step: Any, carry: PyTree) -> Callable[[PyTree, PyTree], Any]:
         with guarded(step):
             return _placement.pinned(step(state, batch), where)
 
-    return jax.jit(once, donate_argnums=0)
+    return jit(once, donate_argnums=0)
 
 
 class Candidate:

@@ -14,6 +14,7 @@ import numpy as np
 from functrain import rewrites as _rewrites
 from functrain.common import _tree
 from functrain.common._checks import require_flags
+from functrain.common._compile import jit
 from functrain.common._types import PyTree
 from functrain.engine import _placement
 from functrain.engine._chunks import Chunk
@@ -178,7 +179,7 @@ def copied(tree: PyTree) -> PyTree:
     return jax.tree.map(_as_placed, copies, tree) if jax.device_count() > 1 else copies
 
 
-@jax.jit
+@jit
 def _copied(tree: PyTree) -> PyTree:
     return jax.tree.map(
         lambda x: jnp.copy(x) if _tree.is_key(x) else jnp.array(x, dtype=x.dtype, copy=True), tree

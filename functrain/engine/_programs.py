@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 
 from functrain import rewrites as _rewrites
+from functrain.common._compile import jit
 from functrain.common._types import PyTree
 from functrain.engine._guards import guarded
 from functrain.engine._loop import check_stacked, repeat, without_text
@@ -91,8 +92,8 @@ def _compiled(get: Callable[[], Any], kind: Kind, loop: Loop) -> Program:
 
     donated = 0 if loop.donate else ()
     if loop.pins is None:
-        return jax.jit(run, donate_argnums=donated)
-    return jax.jit(run, donate_argnums=donated, out_shardings=(loop.pins.tree(), None, None))
+        return jit(run, donate_argnums=donated)
+    return jit(run, donate_argnums=donated, out_shardings=(loop.pins.tree(), None, None))
 
 
 # id(step) -> (the step, weakly; its programs). Keyed by identity, and never by a strong reference:
@@ -129,7 +130,7 @@ def cached(step: Any, key: Hashable, build: Callable[[Callable[[], Any]], Progra
 
 def computed(step: Any, metrics: PyTree) -> Any:
     """Returns what the metrics of a step come to, as arrays on the device: in one program."""
-    return cached(step, "compute", lambda get: jax.jit(lambda m: get().values(m)))(metrics)
+    return cached(step, "compute", lambda get: jit(lambda m: get().values(m)))(metrics)
 
 
 def _anchored(step: Any, key: Hashable) -> tuple[Any, Hashable, Callable[[Any], Any]]:

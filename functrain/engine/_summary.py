@@ -10,6 +10,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from functrain.common import _repr, _tree
+from functrain.common._compile import jit
 from functrain.common._types import PyTree, Step
 from functrain.engine._guards import guarded
 from functrain.engine._plan import bytes_on_each, nbytes
@@ -167,6 +168,6 @@ def _costs(step: Any, state: PyTree, batch: PyTree) -> str:
         with guarded(step):
             return step(*args)
 
-    found = jax.jit(once).lower(*args).compile().cost_analysis() or {}
+    found = jit(once).lower(*args).compile().cost_analysis() or {}
     flops, moved = found.get("flops", math.nan), found.get("bytes accessed", math.nan)
     return f"one step: {flops:,.0f} FLOPs, {_repr.size(moved)} of memory read and written"

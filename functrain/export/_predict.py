@@ -46,6 +46,10 @@ def export_predict(
     sides need flatbuffers: ``pip install 'functrain[export]'`` here, ``pip install flatbuffers``
     there.
 
+    The program is compiled where it is loaded. On CPUs jaxlib before 0.11.1 compiles some sums of
+    products wrongly (https://github.com/jax-ml/jax/issues/39103). There, call
+    ``jax.jit(predict, compiler_options={"xla_cpu_experimental_ynn_fusion_type": ""})``.
+
     Args:
       path: The file. Missing folders are made.
       state: As for `functrain.predict`.

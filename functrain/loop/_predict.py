@@ -6,6 +6,7 @@ import jax
 import numpy as np
 
 from functrain.common._arguments import advised
+from functrain.common._compile import jit
 from functrain.common._types import PyTree, Step
 from functrain.data._loader import ArrayLoader
 from functrain.data._sources import Source
@@ -93,7 +94,7 @@ def predict(
 
 def _row_bytes(step: Step[Any], state: PyTree, batch: PyTree) -> int:
     # Traced once, not at every call.
-    outputs: Any = cached(step, "outputs", lambda get: jax.jit(lambda s, x: get()(s, x)[1]))
+    outputs: Any = cached(step, "outputs", lambda get: jit(lambda s, x: get()(s, x)[1]))
     with guarded(step):
         return nbytes(outputs.eval_shape(state, batch))
 

@@ -7,6 +7,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from functrain.common import _tree
+from functrain.common._compile import jit
 from functrain.common._types import PyTree
 from functrain.sharding._rules import Rule, require_divided
 
@@ -79,7 +80,7 @@ def create(make: Callable[[], PyTree], mesh: Mesh, rule: Rule) -> PyTree:
       >>> tuple(state.params["kernel"].sharding.spec)
       (None, 'data')
     """
-    return jax.jit(make, out_shardings=shardings(jax.eval_shape(make), mesh, rule))()
+    return jit(make, out_shardings=shardings(jax.eval_shape(make), mesh, rule))()
 
 
 def put(state: PyTree, mesh: Mesh, rule: Rule) -> PyTree:

@@ -1,0 +1,170 @@
+"""`jax.jit` for every program of functrain: it avoids what XLA is known to compile wrongly."""
+
+import functools
+import re
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jaxlib
+
+from functrain.common import _tree
+
+# jaxlib 0.10.0 to 0.11.0 compile parts of CPU programs with YNNPACK ("ynn fusions"). Two kinds of
+# those are wrong:
+# - a product that is reduced in the same fusion. Rows beyond 128 KiB are wrong (jax#39103), and
+#   0.10.0 and 0.10.1 crash in sums of a product over more than 32,768 rows. Right from 0.11.0.
+# - arrays of rank 7 or more. The process crashes (jax#40412, jax#39257). Right from 0.11.1.
+# Delete this when jax 0.11.1 is the oldest that is supported.
+_VERSION = tuple(map(int, re.findall(r"\d+", jaxlib.__version__)[:3]))
+IS_AFFECTED = _VERSION < (0, 11, 1)
+# Compiles without ynn fusions. It slows down ordinary networks by up to 45 %, since XLA's own sums
+# are slower; so it is given to those programs alone that have a wrong fusion.
+REMEDY = {"xla_cpu_experimental_ynn_fusion_type": ""}
+
+_COMPUTATION = re.compile(r"^(%[\w.-]+) ([^\n]*\{\n.*?)^\}", re.MULTILINE | re.DOTALL)
+_YNN_FUSION = re.compile(r'calls=(%[\w.-]+)[^\n]*"__ynn_fusion"')
+_PRODUCT = re.compile(r" (?:dot|convolution)\(")
+_REDUCTION = re.compile(r" reduce(?:-window)?\(")
+_RANK_7 = re.compile(r"\w\[\d+(?:,\d+){6,}\]")
+
+
+class MiscompilationWarning(UserWarning):
+    """This version of jaxlib computes a program of yours wrongly outside of functrain.
+
+    Examples:
+      >>> import functrain as ft, warnings
+      >>> warnings.simplefilter("ignore", ft.MiscompilationWarning)
+    """
+
+
+def jit(function: Callable[..., Any], **options: Any) -> Any:
+    """Returns ``jax.jit(function, **options)`` without the fusions that XLA compiles wrongly.
+
+    Where jaxlib has no such fusions this is `jax.jit` itself. Otherwise every program is looked at
+    after its compilation and before its first run, and compiled again if it has one. Within a
+    transformation (an outer `jax.jit`, `jax.vmap`, `jax.grad`) the program becomes a part of what
+    is transformed, and is compiled with that.
+    """
+    return CheckedJit(function, options) if IS_AFFECTED else jax.jit(function, **options)
+
+
+def is_miscompiled(hlo: str) -> bool:
+    """Returns True if the text of a compiled program has a fusion that is known to be wrong."""
+    called = set(_YNN_FUSION.findall(hlo))
+    if not called:
+        return False
+    bodies = (body for name, body in _COMPUTATION.findall(hlo) if name in called)
+    return any(map(_is_wrong, bodies))
+
+
+def _is_wrong(body: str) -> bool:
+    is_reduced_product = _PRODUCT.search(body) and _REDUCTION.search(body)
+    return bool(is_reduced_product or _RANK_7.search(body))
+
+
+class _UncheckedError(Exception):
+    """A program is traced that has not been checked yet."""
+
+
+_tracing = threading.local()  # .is_checked: whether this thread traces for a check
+
+
+class CheckedJit:
+    """What `jit` returns on an affected jaxlib.
+
+    A program that has run once costs nothing more: `jax.jit` finds it in its cache. It traces the
+    function only for new shapes, and that is refused until the program has been checked.
+    """
+
+    def __init__(self, function: Callable[..., Any], options: dict[str, Any]) -> None:
+        @functools.wraps(function)
+        def checked(*args: Any) -> Any:
+            if not getattr(_tracing, "is_checked", False):
+                raise _UncheckedError
+            return function(*args)
+
+        # Apart from the others: what it has traced counts as checked for nobody.
+        self._transformed: Any = jax.jit(function, **options)
+        self._plain: Any = jax.jit(checked, **options)
+        self._remedied: Any = jax.jit(checked, compiler_options=REMEDY, **options)
+        self._chosen: dict[Any, Any] = {}  # one of the two for each signature
+        self._has_wrong = False
+
+    def __call__(self, *args: Any) -> Any:
+        """Runs the program, which is checked before its first run."""
+        if not self._has_wrong:
+            try:
+                return self._plain(*args)
+            except _UncheckedError:
+                pass
+        return self._traced(self._right_one(args), *args)
+
+    def lower(self, *args: Any) -> Any:
+        """Lowers the program that a call would run, which is compiled to be checked."""
+        return self._traced(self._right_one(args).lower, *args)
+
+    def trace(self, *args: Any) -> Any:
+        """Traces the program that a call would run, which is compiled to be checked."""
+        return self._traced(self._right_one(args).trace, *args)
+
+    def eval_shape(self, *args: Any) -> Any:
+        """Returns the shapes of the results; nothing is compiled."""
+        return self._transformed.eval_shape(*args)
+
+    def _right_one(self, args: tuple[Any, ...]) -> Any:
+        """Returns the `jax.jit` object that computes the right numbers for these arguments."""
+        if jax.config.jax_disable_jit or _is_transformed(args):
+            return self._transformed
+        signature = _signature(args)
+        if signature not in self._chosen:
+            # jax keeps the executable: the call that follows neither traces nor compiles again.
+            compiled = self._traced(self._plain.lower, *args).compile()
+            is_wrong = is_miscompiled(compiled.as_text() or "")
+            self._chosen[signature] = self._remedied if is_wrong else self._plain
+            self._has_wrong |= is_wrong
+            if is_wrong:
+                _warn_once()
+        return self._chosen[signature]
+
+    def _traced(self, function: Callable[..., Any], *args: Any) -> Any:
+        before = getattr(_tracing, "is_checked", False)
+        _tracing.is_checked = True
+        try:
+            return function(*args)
+        finally:
+            _tracing.is_checked = before
+
+
+def _is_transformed(args: tuple[Any, ...]) -> bool:
+    """Returns True within a transformation; an outer jit makes tracers of new arrays, too."""
+    return any(isinstance(x, jax.core.Tracer) for x in [*jax.tree.leaves(args), jnp.zeros(())])
+
+
+def _signature(args: tuple[Any, ...]) -> Any:
+    leaves, structure = jax.tree.flatten(args)
+    return structure, tuple((_tree.spec(x), getattr(x, "sharding", None)) for x in leaves)
+
+
+_has_warned = False
+
+
+def _warn_once() -> None:
+    global _has_warned
+    if _has_warned:
+        return
+    _has_warned = True
+    warnings.warn(
+        f"jaxlib {jaxlib.__version__} compiles a part of this program wrongly on CPU "
+        "(https://github.com/jax-ml/jax/issues/39103). functrain has compiled it without that "
+        "part, and its results are right. The same computation outside of functrain, by jax.jit "
+        "or Keras's fit, is wrong: use jax 0.11.1 or newer (from Python 3.12 on), or set "
+        "XLA_FLAGS=--xla_cpu_experimental_ynn_fusion_type= before jax starts. "
+        "functrain.doctor() shows what is affected; to silence this, "
+        'warnings.simplefilter("ignore", functrain.MiscompilationWarning).',
+        MiscompilationWarning,
+        stacklevel=2,
+    )

@@ -1,0 +1,218 @@
+"""Programs that jaxlib 0.10 and 0.11.0 compile wrongly on CPU come out right: against NumPy."""
+
+import itertools
+import warnings
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+import optax
+import pytest
+
+import bridge
+import functrain as ft
+from functrain.common import _compile
+
+pytestmark = pytest.mark.filterwarnings("ignore::functrain.MiscompilationWarning")
+
+EXAMPLES = 40_000  # the wrong rows are beyond 32,768 of float32
+RNG = np.random.default_rng(0)
+X = RNG.standard_normal((EXAMPLES, 3), np.float32)
+W = {m: RNG.standard_normal((m, 3), np.float32) for m in (2, 3)}
+if_affected = pytest.mark.skipif(not _compile.IS_AFFECTED, reason="this jaxlib is right")
+
+# What makes the product, what follows, and what it is summed up by: 2 x 5 x 8 x 3 programs.
+PRODUCTS = {
+    "w @ x.T": lambda w, x: w @ x.T,
+    "w @ x": lambda w, x: w @ x,
+    "vmap(w @ row)": lambda w, x: jax.vmap(lambda row: w @ row, out_axes=1)(x),
+    "vmap(w @ row).T": lambda w, x: jax.vmap(lambda row: w @ row)(x).T,
+    "einsum": lambda w, x: jnp.einsum("mk,nk->mn", w, x),
+}
+FOLLOWING = {
+    "nothing": lambda np, h: h,
+    "square": lambda np, h: h**2,
+    "relu": lambda np, h: np.maximum(h, 0),
+    "abs": lambda np, h: np.abs(h),
+    "scaled": lambda np, h: 1.5 * h,
+    "shifted": lambda np, h: h - 0.5,
+    "tanh": lambda np, h: np.tanh(h),
+    "cubic": lambda np, h: h * h * h,
+}
+SUMS = {
+    "sum": lambda np, h: np.sum(h, axis=0),
+    "mean": lambda np, h: np.mean(h, axis=0),
+    "max": lambda np, h: np.max(h, axis=0),
+}
+PROGRAMS = list(itertools.product(W, PRODUCTS, FOLLOWING, SUMS))
+MOST_LIKELY = [(2, "w @ x.T", "nothing", "sum"), (3, "vmap(w @ row)", "square", "sum")]
+MOST_LIKELY += [(3, "einsum", "nothing", "max"), (2, "w @ x.T", "relu", "mean")]
+
+
+def wrong_rows(m, product, following, total):
+    """Rows that a fused program gets wrong, by NumPy in float64."""
+    given = X.T.copy() if product == "w @ x" else X
+
+    def step(state, x):
+        return state, SUMS[total](jnp, FOLLOWING[following](jnp, PRODUCTS[product](W[m], x)))
+
+    _, got = ft.fuse(step, 1, donate=False)(jnp.zeros(()), given[None])
+    exact = FOLLOWING[following](np, W[m].astype(np.float64) @ X.T)
+    return int(np.sum(np.abs(got[0] - SUMS[total](np, exact)) > 1e-4))
+
+
+@pytest.mark.parametrize(("m", "product", "following", "total"), MOST_LIKELY)
+def test_sums_of_products_over_few_features_are_right(m, product, following, total):
+    assert wrong_rows(m, product, following, total) == 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("m", W)
+@pytest.mark.parametrize("product", PRODUCTS)
+def test_all_two_layer_programs_are_right(m, product):
+    wrong = {
+        (following, total): count
+        for following, total in itertools.product(FOLLOWING, SUMS)
+        if (count := wrong_rows(m, product, following, total))
+    }
+    assert not wrong
+
+
+def test_sums_of_products_in_float64_are_right():
+    with jax.enable_x64(True):
+        x, w = RNG.standard_normal((20_000, 3)), RNG.standard_normal((2, 3))
+        fused = ft.fuse(lambda state, x: (state, (w @ x.T).sum(0)), 1)
+        _, got = fused(jnp.zeros(()), x[None])
+        np.testing.assert_allclose(got[0], (w @ x.T).sum(0), rtol=1e-10, atol=1e-10)
+
+
+def test_a_sum_of_a_product_over_many_rows_does_not_crash():
+    x, w = RNG.standard_normal((33_000, 16), np.float32), RNG.standard_normal((32, 16), np.float32)
+    fused = ft.fuse(lambda state, x: (state, (x @ w.T).max(0)), 1)
+    _, got = fused(jnp.zeros(()), x[None])
+    np.testing.assert_allclose(got[0], (x.astype(np.float64) @ w.T).max(0), rtol=1e-5)
+
+
+def model():
+    """Sums up the features of a product, of each example."""
+    return ft.Model(
+        init=lambda key, x: ({"w": jnp.asarray(W[2])}, {}),
+        apply=lambda p, s, x, *, rng=None, training=False: ft.ModelOutput(
+            jax.vmap(lambda row: jnp.sum(p["w"] @ row))(x), s
+        ),
+    )
+
+
+def state():
+    return ft.TrainState.create(params={"w": jnp.asarray(W[2])}, tx=optax.sgd(0.1))
+
+
+def exact():
+    return (X.astype(np.float64) @ W[2].T).sum(1)
+
+
+def test_evaluate_is_right():
+    loss_fn = ft.supervised(model(), lambda out, y: (out - y) ** 2)
+    step = ft.eval_step(loss_fn)
+    data = ft.ArrayLoader((X, exact().astype(np.float32)), batch_size=EXAMPLES)
+    assert ft.evaluate(state(), step, data)["loss"] < 1e-9
+
+
+def test_predict_is_right():
+    data = ft.ArrayLoader(X, batch_size=EXAMPLES)
+    got = ft.predict(state(), ft.predict_step(model()), data)
+    np.testing.assert_allclose(got, exact(), atol=1e-5)
+
+
+class SumOfProduct(keras.layers.Layer):
+    def call(self, x):
+        return keras.ops.sum(keras.ops.matmul(W[2], keras.ops.transpose(x)), axis=0)
+
+
+def test_the_predictions_of_a_keras_model_are_right():
+    net = keras.Sequential([keras.Input((3,)), SumOfProduct()])
+    got = bridge.predict(net, X, batch_size=EXAMPLES, verbose=0)
+    np.testing.assert_allclose(got, exact(), atol=1e-5)
+
+
+def test_a_program_compiled_ahead_of_time_is_right():
+    fused = ft.fuse(lambda s, x: (s, (W[2] @ x.T).sum(0)), 1, donate=False)
+    for made in (fused.program.lower, lambda *args: fused.program.trace(*args).lower()):
+        compiled = made(jnp.zeros(()), X[None], 1).compile()
+        got = compiled(jnp.zeros(()), X[None], np.int32(1))[1]
+        np.testing.assert_allclose(got[0], exact(), atol=1e-5)
+
+
+def summed(w, x):
+    return (w @ x.T).sum(0)
+
+
+@if_affected
+def test_jax_alone_gets_it_wrong():
+    assert np.max(np.abs(jax.jit(summed)(W[2], X) - exact())) > 1
+
+
+@if_affected
+def test_the_user_is_told_once(monkeypatch):
+    monkeypatch.setattr(_compile, "_has_warned", False)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            _compile.jit(lambda w, x: summed(w, x))(W[2], X)
+    assert [w.category for w in caught] == [ft.MiscompilationWarning]
+    assert "issues/39103" in str(caught[0].message)
+    assert "XLA_FLAGS=--xla_cpu_experimental_ynn_fusion_type=" in str(caught[0].message)
+
+
+def test_other_programs_bring_no_warning(monkeypatch):
+    monkeypatch.setattr(_compile, "_has_warned", False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        x = np.ones((8, 3), np.float32)
+        np.testing.assert_array_equal(_compile.jit(lambda x: x @ x.T)(x), x @ x.T)
+
+
+@if_affected
+def test_every_shape_is_traced_once_and_chosen_by_itself():
+    traced = []
+
+    def function(w, x):
+        traced.append(x.shape)
+        return summed(w, x)
+
+    program = _compile.jit(function)
+    for n in (100, EXAMPLES, 100, EXAMPLES, 200, 200):
+        np.testing.assert_allclose(program(W[2], X[:n]), exact()[:n], atol=1e-5)
+    assert traced.count((100, 3)) == traced.count((200, 3)) == 1
+    assert traced.count((EXAMPLES, 3)) == 2  # once for each compilation
+
+
+@if_affected
+@pytest.mark.parametrize("transform", [jax.jit, jax.vmap, lambda f: f], ids=["jit", "vmap", "none"])
+def test_programs_run_within_transformations(transform):
+    program = _compile.jit(lambda x: jnp.sum(x**2, axis=-1))
+    x = np.ones((2, 5), np.float32)
+    np.testing.assert_array_equal(transform(program)(x), [5, 5])
+    np.testing.assert_array_equal(jax.grad(lambda x: program(x).sum())(x), 2 * x)
+    assert jax.jit(lambda: program(x))().shape == (2,)
+    assert jax.eval_shape(program, x).shape == (2,)
+
+
+def test_a_program_that_was_transformed_before_is_right():
+    program = _compile.jit(lambda w, x: summed(w, x))
+    for look in (jax.eval_shape, lambda f, *args: jax.jit(f).lower(*args)):
+        look(program, W[2], X)
+    assert program.eval_shape(W[2], X).shape == (EXAMPLES,)
+    np.testing.assert_allclose(program(W[2], X), exact(), atol=1e-5)
+
+
+def test_a_fusion_of_a_product_and_a_sum_is_found():
+    fusion = 'ROOT %ynn_fusion = f32[9]{0} fusion(%a), calls=%f, {"kind":"__ynn_fusion"}'
+    wrong = "%f (a: f32[2,3]) -> f32[9] {\n  %d = dot(%a)\n  ROOT %r = reduce(%d)\n}\n"
+    assert _compile.is_miscompiled(f"{wrong}ENTRY %main () -> f32[9] {{\n  {fusion}\n}}\n")
+    assert not _compile.is_miscompiled(wrong)
+    for right in (wrong.replace("dot(", "add("), wrong.replace("reduce(", "add(")):
+        assert not _compile.is_miscompiled(f"{right}ENTRY %main () {{\n  {fusion}\n}}\n")
+    rank_7 = "%f (a: f32[1,2,3,4,5,6,7]) -> f32[9] {\n  ROOT %r = reduce(%a)\n}\n"
+    assert _compile.is_miscompiled(f"{rank_7}ENTRY %main () {{\n  {fusion}\n}}\n")
