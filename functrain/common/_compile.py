@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import jaxlib
+from jaxlib.version import __version__ as jaxlib_version
 
 from functrain.common import _tree
 
@@ -19,7 +19,7 @@ from functrain.common import _tree
 #   0.10.0 and 0.10.1 crash in sums of a product over more than 32,768 rows. Right from 0.11.0.
 # - arrays of rank 7 or more. The process crashes (jax#40412, jax#39257). Right from 0.11.1.
 # Delete this when jax 0.11.1 is the oldest that is supported.
-_VERSION = tuple(map(int, re.findall(r"\d+", jaxlib.__version__)[:3]))
+_VERSION = tuple(map(int, re.findall(r"\d+", jaxlib_version)[:3]))
 IS_AFFECTED = _VERSION < (0, 11, 1)
 # Compiles without ynn fusions. It slows down ordinary networks by up to 45 %, since XLA's own sums
 # are slower; so it is given to those programs alone that have a wrong fusion.
@@ -158,7 +158,7 @@ def _warn_once() -> None:
         return
     _has_warned = True
     warnings.warn(
-        f"jaxlib {jaxlib.__version__} compiles a part of this program wrongly on CPU "
+        f"jaxlib {jaxlib_version} compiles a part of this program wrongly on CPU "
         "(https://github.com/jax-ml/jax/issues/39103). functrain has compiled it without that "
         "part, and its results are right. The same computation outside of functrain, by jax.jit "
         "or Keras's fit, is wrong: use jax 0.11.1 or newer (from Python 3.12 on), or set "

@@ -170,7 +170,8 @@ def _jitted(step: Any, carry: PyTree) -> Callable[[PyTree, PyTree], Any]:
         with guarded(step):
             return _placement.pinned(step(state, batch), where)
 
-    return jit(once, donate_argnums=0)
+    jitted: Callable[[PyTree, PyTree], Any] = jit(once, donate_argnums=0)
+    return jitted
 
 
 class Candidate:

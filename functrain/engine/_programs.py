@@ -91,9 +91,9 @@ def _compiled(get: Callable[[], Any], kind: Kind, loop: Loop) -> Program:
         return carry, rows, n + 0
 
     donated = 0 if loop.donate else ()
-    if loop.pins is None:
-        return jit(run, donate_argnums=donated)
-    return jit(run, donate_argnums=donated, out_shardings=(loop.pins.tree(), None, None))
+    kept = {} if loop.pins is None else {"out_shardings": (loop.pins.tree(), None, None)}
+    compiled: Program = jit(run, donate_argnums=donated, **kept)
+    return compiled
 
 
 # id(step) -> (the step, weakly; its programs). Keyed by identity, and never by a strong reference:
