@@ -16,7 +16,7 @@ READY := $(VENV)/.ready-$(WANTED)-$(or $(CONSTRAINTS),newest)
 
 export KERAS_BACKEND := jax
 
-.PHONY: train test test-slow test-all test-adapters test-ray test-wheel smoke docs bench bench-peers bench-hub lint clean
+.PHONY: train test test-slow test-all test-adapters test-ray test-wheel smoke docs guides bench bench-peers bench-hub lint clean
 
 train: $(READY)
 	$(BIN)/python examples/mnist.py
@@ -52,6 +52,10 @@ test-wheel: $(READY)
 # The site, into docs/_build/html: every block of every page is run, every example for a short time.
 docs: $(READY)
 	$(BIN)/python -m sphinx -b html -W --keep-going -j 2 docs docs/_build/html $(ARGS)
+
+# Runs examples in full, for the site: ARGS="text vae" two of them; all take hours, dcgan most of them.
+guides: $(READY)
+	$(BIN)/python docs/_ext/full_runs.py $(ARGS)
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks $(ARGS)

@@ -6,6 +6,7 @@
 import importlib
 import os
 import pathlib
+import re
 import subprocess
 import sys
 import types
@@ -64,6 +65,83 @@ def test_a_word_alone_is_linked_for_a_class_only_unless_it_is_beside_it(extensio
     assert names["TrainState"] == "functrain.TrainState"
     assert not {"step", "loss", "mode", "mean"} & names.keys()  # mostly arguments
     assert {"functrain.population.step", "bridge.loss"} <= names.keys()
+
+
+SCRIPTS = sorted((ROOT / "examples").glob("[a-z]*.py"))
+
+
+@pytest.fixture
+def short_run(tmp_path: pathlib.Path) -> pathlib.Path:
+    """What a short run of an example left."""
+    (tmp_path / "printed.txt").write_text("of a short run")
+    return tmp_path
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_no_heading_of_a_guide_ends_in_mid_sentence(extension, script, short_run) -> None:
+    page = extension("guides")._page(script, short_run)
+    for heading, rest in re.findall(r"^## (.*)\n\n(.*)$", page, re.MULTILINE):
+        assert not heading.endswith((",", ";", ":", "(", " the", " a", " of", " and"))
+        assert heading.count("(") == heading.count(")")
+        assert not rest[:1].islower() or rest.startswith("ft.")
+    for code in re.findall(r"^```py\n(.*?)^```$", page, re.MULTILINE | re.DOTALL):
+        assert not code.startswith("# "), "the comment over a cell is its heading, and prose"
+
+
+def test_the_comment_over_a_cell_is_a_heading_and_sentences_after_it(extension) -> None:
+    source = '"""A title."""\n\n# %% 1. The step: 2.5 of it. It\n# goes on\nx = 1  # why\n'
+    assert extension("guides").cells(source) == [
+        ("1. The step: 2.5 of it", "It goes on.", "x = 1  # why")
+    ]
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_a_guide_shows_a_stored_full_run_or_says_that_there_is_none(
+    extension, script, short_run
+) -> None:
+    page = extension("guides")._page(script, short_run)
+    stored = ROOT / "docs" / "results" / script.stem
+    assert ("No full run of this guide has been stored yet" in page) == (not stored.exists())
+    assert ("of a short run" in page) == (f"examples/{script.name} --quick\n\nNo full run" in page)
+    for picture in stored.glob("*.png"):
+        assert f"({script.stem}/{picture.name})" in page
+
+
+def test_a_full_run_is_told_with_its_date_machine_and_versions(extension) -> None:
+    about = {"date": "2026-11-23", "cores": 2, "processor": "X", "minutes": 0.3}
+    about |= {"versions": {"functrain": "1.2", "jax": "0.9"}, "machine_was_busy": True}
+    described = extension("guides")._described(about, is_current=False)
+    assert described == (
+        "A full run of 2026-11-23, on 2 cores of an X: functrain 1.2, jax 0.9. It took 0.3 "
+        "minutes. The machine had other work to do: its times and rates are no measurements. The "
+        "code has changed since."
+    )
+
+
+def test_a_digest_of_a_guide_is_that_of_its_code(extension, tmp_path) -> None:
+    digests = set()
+    for text in ("# %% One\nx = 1\n", "# %% Two words\n\nx = 1\n", "# %% One\nx = 2\n"):
+        (tmp_path / "a.py").write_text(f'"""Prose of {text!r}."""\n\n{text}')
+        digests.add(extension("full_runs").code_digest(tmp_path / "a.py"))
+    assert len(digests) == 2
+
+
+def test_types_of_attributes_are_short_and_fields_of_named_tuples_are_told_once(
+    tmp_path: pathlib.Path,
+) -> None:
+    (tmp_path / "conf.py").write_text(
+        f"import sys\nsys.path.append({str(EXTENSIONS)!r})\nimport api\n"
+        "extensions = ['sphinx.ext.autodoc', 'sphinx.ext.napoleon']\nnapoleon_use_ivar = True\n"
+        "def setup(app):\n    api.connect_docstrings(app)\n"
+    )
+    (tmp_path / "index.rst").write_text(".. autoclass:: functrain.FitResult\n   :members:\n")
+    command = [sys.executable, "-m", "sphinx", "-q", "-b", "text", ".", "out"]
+    subprocess.run(command, cwd=tmp_path, check=True, env=os.environ)
+    text = (tmp_path / "out" / "index.txt").read_text()
+    assert "**state** (*StateT*)" in text
+    assert "**history** (*History*)" in text
+    assert "Alias for field" not in text
+    assert "functrain.common" not in text
 
 
 def test_what_a_page_says_a_block_prints_gives_way_to_what_it_prints(extension) -> None:

@@ -6,6 +6,7 @@ it is a public name.
 
 import inspect
 import itertools
+import re
 import types
 from typing import Any
 
@@ -32,6 +33,7 @@ GROUPS = {
     "Checkpoints and files": "Checkpointer save load CheckpointCorruptError "
     "CheckpointMismatchError warm_start WarmStart export_params export_predict",
 }
+DOTTED = re.compile(r"(?:\b\w+\.)+(\w+)")
 MODULES = ("hooks", "metrics", "sharding", "distributed", "population", "rewrites")
 
 
@@ -125,8 +127,31 @@ def _know(app: Sphinx) -> None:
     app.env.functrain_public = _public(_names())
 
 
+def _shorten_types(
+    app: Sphinx, what: str, name: str, value: Any, options: Any, lines: list[str]
+) -> None:
+    """Shortens the types of attributes, ``functrain.common._types.StateT``, to their last names."""
+    for i, line in enumerate(lines):
+        if line.startswith(":vartype"):
+            lines[i] = DOTTED.sub(r"\1", line)
+
+
+def _skip_fields(
+    app: Sphinx, what: str, name: str, value: Any, skip: bool, options: Any
+) -> bool | None:
+    """Skips the fields of named tuples, which the class's docstring describes already."""
+    return True if type(value).__name__ == "_tuplegetter" else None
+
+
+def connect_docstrings(app: Sphinx) -> None:
+    """Connects what changes docstrings, after napoleon has read them."""
+    app.connect("autodoc-process-docstring", _shorten_types, priority=900)
+    app.connect("autodoc-skip-member", _skip_fields)
+
+
 def setup(app: Sphinx) -> dict[str, bool]:
     """Connects both to the build."""
     app.connect("builder-inited", _know)
     app.connect("missing-reference", _resolve)
+    connect_docstrings(app)
     return {"parallel_read_safe": True}
