@@ -44,9 +44,8 @@ def require_validation(
     if not jax.tree.leaves(validation[0]):
         raise ValueError(f"validation_data: expected (x, y) of arrays, got x={validation[0]!r}")
     try:
-        source(
-            model, validation, batch_size, steps, trains=False
-        )  # lengths that differ, and no batch at all
+        # Finds lengths that differ, and that there is no batch at all.
+        source(model, validation, batch_size, steps, trains=False)
     except ValueError as error:
         raise ValueError(f"validation_data: {error}") from error
     batch = _batch(validation, batch_size)

@@ -116,9 +116,15 @@ def _require_evaluation(like: Callable[[], PyTree], hook: Evaluate, traces: bool
     require_batches(int(batch is not None), name=hook.source.name)
     if not traces or not hook.how["jit"]:
         return
+    shapes = [_tree.shapes(batch)]
+    if hook.how["sharding"] is not None:
+        # A step may divide batches itself, as with jax.shard_map, and fail at a smaller last one.
+        others = map(_tree.shapes, hook.source.specs())
+        shapes += [other for other in others if other != shapes[0]]
     try:
-        with guarded(hook.step):
-            jax.eval_shape(hook.step, jax.eval_shape(hook.step.start, like()), _tree.shapes(batch))
+        for shape in shapes:
+            with guarded(hook.step):
+                jax.eval_shape(hook.step, jax.eval_shape(hook.step.start, like()), shape)
     except Exception as error:
         error.add_note(f"This came from evaluating {hook.source.name}, before the first step.")
         raise

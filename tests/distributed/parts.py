@@ -107,6 +107,20 @@ def resumed(name: str, make: Any) -> None:
     say(name, [at, *both])
 
 
+def undivided(trained: Any) -> None:
+    """Evaluates and predicts 42 examples in batches of 8, 21 of them in each process."""
+
+    def plain(params: Any, model_state: Any, batch: Any, *, rng: Any, training: bool) -> Any:
+        return jnp.mean((batch @ params["w"] - 1) ** 2), ft.Aux(model_state)
+
+    step, rows = ft.eval_step(plain), X[OWN::COUNT][:21]
+    data = {"of each": local(ft.ArrayLoader(rows, 4)), "of all": ft.ArrayLoader(X[:42], 8)}
+    for name, batches in data.items():
+        loss = ft.evaluate(trained, step, batches, sharding=ROWS)["loss"]
+        outputs = ft.predict(trained, lambda state, x: (state, x), batches, sharding=ROWS)
+        say(f"undivided {name}", [loss, outputs.tolist()])
+
+
 def main() -> None:
     losses("MapDataset", part)
     losses("DataLoader", loader)
@@ -116,6 +130,7 @@ def main() -> None:
     say("evaluated", [np.asarray(trained.params["w"]).tolist(), history.epochs["val_loss"].item()])
     outputs = ft.predict(trained, lambda state, x: (state, 2 * x), local(part()), sharding=ROWS)
     say("predicted", outputs.tolist())
+    undivided(trained)
     for name, make in {"shuffled": shuffled, "DataLoader resumed": loader}.items():
         resumed(name, make)
     resumed("ArrayLoader resumed", arrays)

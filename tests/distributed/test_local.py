@@ -77,6 +77,20 @@ def test_a_part_each_is_evaluated_and_predicted_as_a_whole(found) -> None:
     assert found[0]["predicted"] == found[1]["predicted"]
 
 
+@pytest.mark.parametrize("name", ["of each", "of all"])
+def test_examples_that_the_devices_do_not_divide_are_evaluated_and_predicted(name, found) -> None:
+    w, _ = by_hand(1)
+    parts = [part[:21] for part in PARTS]
+    batches = [np.concatenate([part[i : i + 4] for part in parts]) for i in range(0, 21, 4)]
+    loss, outputs = found[0][f"undivided {name}"]
+    expected = np.mean((X[:42].astype(np.float64) @ w - 1) ** 2)
+    np.testing.assert_allclose(loss, expected, rtol=1e-5)
+    np.testing.assert_array_equal(
+        np.array(outputs, np.float32), np.concatenate(batches) if name == "of each" else X[:42]
+    )
+    assert found[1][f"undivided {name}"] == found[0][f"undivided {name}"]
+
+
 @pytest.mark.parametrize("kind", ["shuffled", "DataLoader resumed", "ArrayLoader resumed"])
 def test_a_run_goes_on_in_mid_epoch_in_each_part(kind: str, found) -> None:
     for own in found:

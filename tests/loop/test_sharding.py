@@ -181,6 +181,25 @@ def test_a_fit_evaluates_all_examples_that_devices_do_not_divide() -> None:
         assert history.epochs[f"{name}accuracy"][-1] == expected["accuracy"]
 
 
+def test_a_step_that_divides_batches_itself_is_traced_with_the_last_one_before_training() -> None:
+    def of_each(x: Any, w: Any) -> Any:
+        return jax.lax.pmean(jnp.mean(x @ w), "data")
+
+    divided = jax.shard_map(
+        of_each, mesh=mesh(), in_specs=(PartitionSpec("data"), PartitionSpec()), out_specs=at().spec
+    )
+
+    def loss_fn(params: Any, model_state: Any, batch: Any, *, rng: Any, training: bool) -> Any:
+        return divided(batch[0], params["w1"]), ft.Aux(model_state)
+
+    odd = ft.ArrayLoader((X[:43], Y[:43]), 8)
+    how: Any = {"eval_data": odd, "eval_step": ft.eval_step(loss_fn), "verbose": 0}
+    with pytest.raises(ValueError, match="evenly divi") as caught:
+        ft.fit(create(), STEP, loader(), sharding=at("data"), **how)
+    note = "This came from evaluating eval_data, before the first step."
+    assert note in caught.value.__notes__
+
+
 def test_a_population_is_evaluated_on_examples_that_devices_do_not_divide() -> None:
     population = ft.population.stack([create(), create().replace(params=create().params)])
     odd = ft.ArrayLoader((X[:43], Y[:43]), 8)
