@@ -84,7 +84,8 @@ class ArrayLoader(Seekable):
     """Cuts a pytree of arrays into batches; any position can be sought.
 
     It has no state: the order of an epoch is a pure function of the seed and the epoch's number,
-    so position is a function of the step, and a resumed run sees what it would have seen.
+    so position is a function of the step, and a resumed run sees what it would have seen. A fit of
+    a state that has taken steps before takes the orders of the epochs that come after them.
 
     Args:
       data: Pytree of arrays, every leaf `[N, ...]` with the same N: NumPy arrays (memory-mapped

@@ -44,7 +44,7 @@ class Repeated(Source):
         left = self._stretch - batch
         now = self._now
         if now is None or self.can_seek:
-            now = self._begin_after(epoch * self._stretch + batch)
+            now = self._begin_after(self._steps_before + epoch * self._stretch + batch)
         while True:
             self._now, self._part = now, (part := _Part(now, left))
             yield part
@@ -80,15 +80,19 @@ class Repeated(Source):
     def state(self, over: bool) -> dict[str, Any] | None:
         """Returns where the data are; the end of a stretch is in the midst of a pass."""
         inner = self._once.state(over=False)
+        if inner is None and not self._steps_before:
+            return None
         at = self._batch + (0 if self._part is None else self._part.taken)
-        return inner and {"pass": self._number, "batch": at, "source": inner}
+        place = {"pass": self._number, "batch": at, "source": inner}
+        return {**place, "steps_before": self._steps_before}
 
     def restore(self, state: dict[str, Any] | None, epoch: int, batch: int) -> list[str]:
         """Has the next stretch go on where `state` was returned; returns how the data differ."""
+        self._steps_before = 0 if state is None else state["steps_before"]
         if state is None:
             return []
         self._number, self._batch = state["pass"], state["batch"]
-        self._is_restored = True
+        self._is_restored = not self.can_seek
         return self._once.restore(state["source"], self._number, self._batch)
 
 

@@ -113,6 +113,7 @@ class Source:
         self._begun: StreamPass | None = None
         self._first: Made | None = None  # of the run's batches, if it was fetched once more
         self._mark: Mark | None = None  # where the next pass begins
+        self._steps_before = 0  # that a loader's orders continue after
 
     @property
     def steps(self) -> int | None:
@@ -126,6 +127,14 @@ class Source:
     def full_steps(self) -> int | None:
         """Those among them that are of full size, as far as is known."""
         return self.data.full_batches if self.can_seek else self.steps
+
+    def continue_after(self, steps: int) -> None:
+        """Has a loader's passes take the orders that come after so many steps.
+
+        A pass is whole: after a part of one, the next order begins. Data that cannot be sought
+        begin as they do by themselves.
+        """
+        self._steps_before = steps if self.can_seek else 0
 
     def require_passes(self, epochs: int) -> None:
         """Refuses an iterator that would have to last for several epochs."""
@@ -172,7 +181,8 @@ class Source:
         """Begins a pass, at the given batch of it; those before it are left out."""
         own: Pass
         if self.can_seek:
-            own = ArrayPass(self.data, epoch, batch)
+            epochs_before = -(-self._steps_before // len(self.data))
+            own = ArrayPass(self.data, epochs_before + epoch, batch)
         else:
             begun, mark, self._begun, self._mark = self._begun, self._mark, None, None
             own = self._pass = begun or self._stream(epoch, batch, mark)
@@ -228,7 +238,7 @@ class Source:
                 self._last = glimpse(Made.of(self.data[len(self.data) - 1]).batch)
 
     def state(self, over: bool) -> dict[str, Any] | None:
-        """Returns where the data are, if that has to be noted; None where it is arithmetic.
+        """Returns where the data are, if that has to be saved; None where the position says it.
 
         Args:
           over: Whether the pass is over.
@@ -237,6 +247,8 @@ class Source:
         if self._pass is not None and self._place is not None:
             mark = self._pass.mark(over)
             own = {"mark": mark, "first": self._place.first, "last": self._last}
+        elif self._steps_before:
+            own = {"steps_before": self._steps_before}
         if self.local is None:
             return own
         return {"each": of_each_process([self._own_fingerprint(), own])}
@@ -256,6 +268,8 @@ class Source:
             saved, state = state["each"][jax.process_index()]
             if saved != (now := self._own_fingerprint()):
                 return [f"the part of this process: saved with {saved}, now {now}"]
+        if self.can_seek:  # the run's first life decides, whatever state this one was given
+            self._steps_before = 0 if state is None else state["steps_before"]
         if state is None or self._place is None:
             return []
         self._mark, first, last = state["mark"], state["first"], state["last"]

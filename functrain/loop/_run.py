@@ -4,9 +4,13 @@ import contextlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import jax
+import numpy as np
+
 from functrain.checkpoint._checkpointer import Checkpointer
 from functrain.common import _tree
-from functrain.common._checks import require_flags
+from functrain.common._checks import is_whole, require_flags
+from functrain.common._gather import whole_on_host
 from functrain.common._types import PyTree, Step
 from functrain.data._repeated import Repeated
 from functrain.data._sources import Source, as_source
@@ -53,10 +57,15 @@ def run(
         iterated again). Batches are pytrees of NumPy or jax arrays, or of tensors that
         `np.asarray` takes; they reach the step in their own dtype, so that bytes can be cast and
         scaled on the device.
-      epochs: Number of the epoch to stop before: how many there are in the whole training.
-      start: Where to begin, to go on where another run ended; the beginning for None. A loader's
-        order is a function of the epoch, so that the rest of a run is the run's rest, in
-        mid-epoch too. Of other data the first batches of the epoch are fetched and left out.
+      epochs: Number of the epoch to stop before, counted from the beginning of the training. That
+        is this call where `start` is None.
+      start: The position to continue from, as where another run ended. A loader's order is a
+        function of the epoch, so the run takes the batches that the other one would have taken, in
+        mid-epoch too. Of other data the first batches of the epoch are fetched and left out. With
+        None, steps and epochs count from 0, and an `ArrayLoader` continues with the orders that
+        come after ``state.step``: several runs in a loop see a new order each, those of one longer
+        run. `Position()` begins with the first order. A state without an integer `step` of its
+        own, such as a dict of states, begins with the first order as well.
       fuse: Steps per program, K. ``"auto"`` takes at most 128, and fewer where the epoch is
         short, the state is large or the batches are (8 at the least, if they fit into 64 MiB).
         K batches are in memory at once, two or three times over. Results do not depend on K.
@@ -110,6 +119,8 @@ def run(
     source = as_source(data)
     require_own_data_wanted(step, source)
     at = require_position(start)
+    if start is None:
+        source.continue_after(steps_taken(state))
     if source.steps and at.batch >= source.steps:
         at = Position(at.step, at.epoch + 1)
     where = _placement.batch_sharding(sharding)
@@ -165,6 +176,21 @@ def run(
     else:
         driver.adopt_spare(state, at)  # the caller's, which is left alone
     return Run(loop)
+
+
+def steps_taken(state: PyTree) -> int:
+    """Returns a state's own count of steps; 0 where it has none.
+
+    Members of a population that were stopped have taken fewer: it is the largest count. Waits for
+    the state.
+    """
+    step = getattr(getattr(state, "states", state), "step", None)
+    is_array = isinstance(step, np.ndarray | np.generic | jax.Array)
+    if not (is_array or is_whole(step, 0)) or _tree.is_deleted(step):
+        return 0
+    counts = np.asarray(whole_on_host(step))
+    is_count = counts.dtype.kind in "iu" and counts.ndim == int(hasattr(state, "states"))
+    return max(0, int(counts.max())) if is_count and counts.size else 0
 
 
 def _require_left(source: Source, at: Position, epochs: int, resumed: Resumed | None) -> None:

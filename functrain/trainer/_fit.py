@@ -22,7 +22,7 @@ from functrain.hooks._hook import HookLike, HookRunner, triggers
 from functrain.hooks._terminate_on_nan import TerminateOnNaN
 from functrain.loop._events import LogsReady, RunEnd
 from functrain.loop._require import require_state, require_training_step
-from functrain.loop._run import Run, run
+from functrain.loop._run import Run, run, steps_taken
 from functrain.loop._saving import Saving
 from functrain.rewrites import Mode
 from functrain.step._metered import MeteredStep
@@ -96,15 +96,19 @@ def fit(
       state: Any pytree of arrays, usually a `TrainState`. Copied once: the caller's stays alive.
       step: ``(state, batch) -> (state, logs)``, not jitted, usually from `train_step`.
       data: An `ArrayLoader` or an iterable of batches, as for `run`.
-      epochs: How many there are in the whole training: the number of the epoch to stop before. 1
-        where neither `epochs` nor `steps` is given.
-      steps: Instead of `epochs`, how many steps there are in the whole training. The data may have
-        no end; others are passed over as often as it takes.
+      epochs: The number of epochs in the whole training, counted from its beginning. That is this
+        call unless `start` says otherwise, whatever the state's step is: a trained state is
+        trained for so many more epochs. 1 where neither `epochs` nor `steps` is given.
+      steps: Instead of `epochs`, the number of steps in the whole training, counted in the same
+        way. The data may have no end; others are passed over as often as it takes.
       eval_every: With `steps`, how many of them make up what is an epoch everywhere else: for
         evaluation, means, metrics, lines, the history, hooks and checkpoints. It divides `steps`;
         all of them by default.
-      start: Where to begin, to go on where another fit ended; see `run`. With `steps`, the step of
-        it says all.
+      start: The position to continue from, as where another fit ended; see `run`. With `steps`,
+        only its step is used. With None, steps and epochs count from 0, and an `ArrayLoader`
+        continues with the orders that come after ``state.step``: a loop of
+        ``fit(state, ..., epochs=1)`` sees a new order each time, and trains as one longer fit
+        does. `Position()` begins with the first order.
       eval_data: Evaluated at the end of each epoch; its values appear under ``val_``.
       eval_step: From `functrain.eval_step`; needed with `eval_data`.
       checkpointer: A `Checkpointer`. The fit goes on from its last checkpoint, if there is one, in
@@ -166,6 +170,8 @@ def fit(
             "functrain.eval_step(loss_fn, metrics=...)."
         )
     require_training_step(step)
+    if start is None:
+        source.continue_after(steps_taken(state))
     how: dict[str, Any] = {"rewrites": rewrites, "sharding": sharding, "jit": jit}
     if eval_step is not None:
         held_out = Source(eval_data, "eval_data")
