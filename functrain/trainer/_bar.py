@@ -1,14 +1,26 @@
 """A progress bar: a line that is drawn anew, in a terminal or in a cell of a notebook."""
 
+import html
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Column, Table
+from rich.console import Console, ConsoleOptions
+from rich.measure import Measurement
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TextColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Column
+from rich.text import Text
 
 
 class Bar:
-    """A bar with its values beside it, which wrap where they do not fit: nothing is cut.
+    """A bar with its values beside it, which wrap between values where they do not fit.
 
     Args:
       console: Where it is shown.
@@ -19,35 +31,92 @@ class Bar:
 
     def __init__(self, console: Console, title: str, total: int | None, completed: int) -> None:
         whole = [Column(no_wrap=True) for _ in range(4)]
+        self._counts = (
+            MofNCompleteColumn(table_column=whole[2]),
+            TimeRemainingColumn(elapsed_when_finished=True, table_column=whole[3]),
+        )
         self._progress = Progress(
             TextColumn("{task.description}", markup=False, table_column=whole[0]),
             BarColumn(bar_width=12, table_column=whole[1]),
-            MofNCompleteColumn(table_column=whole[2]),
-            TimeRemainingColumn(elapsed_when_finished=True, table_column=whole[3]),
-            TextColumn("{task.fields[values]}", markup=False, table_column=Column(overflow="fold")),
+            *self._counts,
+            _ValuesColumn(),
             console=console,
             refresh_per_second=5,
         )
-        self._task = self._progress.add_task(title, total=total, completed=completed, values="")
+        self._task = self._progress.add_task(title, total=total, completed=completed, values=())
         self._cell: Any = None
         if console.is_jupyter:
-            # rich's own way there needs ipywidgets, and leaves the last refresh out.
+            # rich's own way there needs ipywidgets, and leaves the last refresh out. Its tables
+            # have the width of a terminal, which a page cuts off.
             from IPython.display import display
 
-            self._cell = display(self._table(), display_id=True)
+            self._cell = display(self._shown(), display_id=True)
         else:
             self._progress.start()
 
     def update(self, **fields: Any) -> None:
-        """Shows other numbers."""
+        """Shows other numbers; `values` are texts such as ``loss 0.5``."""
         self._progress.update(self._task, **fields)
         if self._cell is not None:
-            self._cell.update(self._table())
+            self._cell.update(self._shown())
 
-    def _table(self) -> Table:
-        return self._progress.make_tasks_table(self._progress.tasks)
+    def _shown(self) -> "_Shown":
+        (task,) = self._progress.tasks
+        counts = (column.render(task).plain for column in self._counts)
+        return _Shown([task.description, *counts, *_values(task)], task.completed, task.total)
 
     def stop(self) -> None:
         """Leaves it on the screen as it is."""
         if self._cell is None:
             self._progress.stop()
+
+
+def _values(task: Task) -> Sequence[str]:
+    values: Sequence[str] = task.fields["values"]
+    return values
+
+
+class _ValuesColumn(ProgressColumn):
+    """The column of the values."""
+
+    def render(self, task: Task) -> "_Values":
+        """Returns the values of a task."""
+        return _Values(_values(task))
+
+
+class _Values:
+    """Texts in a line, or in several: rich breaks lines at any space, also within a text."""
+
+    def __init__(self, texts: Sequence[str]) -> None:
+        self._texts = texts
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        longest = max(map(len, self._texts), default=0)
+        return Measurement(longest, len("  ".join(self._texts))).with_maximum(options.max_width)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
+        lines: list[str] = []
+        for text in self._texts:
+            if lines and len(lines[-1]) + 2 + len(text) <= options.max_width:
+                lines[-1] += f"  {text}"
+            else:
+                lines.append(text)
+        yield Text("\n".join(lines), overflow="fold")
+
+
+class _Shown:
+    """What a notebook's cell shows: a title, a bar, and texts, which wrap as wholes."""
+
+    def __init__(self, texts: Sequence[str], completed: float, total: float | None) -> None:
+        self._texts, self._completed, self._total = texts, completed, total
+
+    def __repr__(self) -> str:
+        return "  ".join(self._texts)
+
+    def _repr_html_(self) -> str:
+        known = "" if self._total is None else f'value="{self._completed}" max="{self._total}"'
+        title, *texts = map(html.escape, self._texts)
+        first = f'{title} <progress {known} style="width:7em"></progress>'
+        spans = (f'<span style="white-space:nowrap">{text}</span>' for text in (first, *texts))
+        style = "display:flex;flex-wrap:wrap;align-items:center;gap:0 1.2em;font-family:monospace"
+        return f'<div style="{style}">{"".join(spans)}</div>'

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any, Generic, NamedTuple
+from typing import Any, Generic, Literal, NamedTuple
 
 import jax
 
@@ -89,6 +89,7 @@ def fit(
     jit: bool = True,
     donate: bool = False,
     verbose: Verbose = "auto",
+    history: Literal["steps", "epochs"] = "steps",
 ) -> FitResult[StateT]:
     """Trains a state for some epochs, or some steps.
 
@@ -125,6 +126,10 @@ def fit(
       donate: Take over the state instead of copying it; see `run`. The one passed in is CONSUMED.
       verbose: ``"auto"``: a progress bar in a terminal or notebook, a line per epoch elsewhere.
         ``"bar"`` or 1, ``"lines"`` or 2, 0 for silence.
+      history: ``"steps"`` keeps the logs of every step and epoch, in memory and in every
+        checkpoint. ``"epochs"`` keeps those of epochs: `history.steps` and `history.points` are
+        empty, and memory and checkpoints do not grow with the number of steps. The steps of an
+        epoch are kept until its end, for their means; with `steps`, `eval_every` makes epochs.
 
     Returns:
       FitResult(state, history).
@@ -162,6 +167,8 @@ def fit(
       200 3.0 200
     """
     require_flags(jit=jit, donate=donate)
+    if history not in ("steps", "epochs"):
+        raise ValueError(f"history: expected 'steps' or 'epochs', got {history!r}")
     due = HookRunner(hooks)
     source, epochs, begin = _counted(data, epochs, steps, eval_every, require_position(start))
     if (eval_data is None) != (eval_step is None):
@@ -179,7 +186,8 @@ def fit(
         due.hooks.insert(0, Evaluate(eval_step, held_out, **how))
     traces = jit and not _placement.is_explicit(_placement.batch_sharding(sharding))
     look_ahead(state, step, data, due.hooks, checkpointer, traces=traces)
-    recorder = Recorder(begin.step, getattr(step, "is_population", False))
+    is_population = getattr(step, "is_population", False)
+    recorder = Recorder(begin.step, is_population, keeps_steps=history == "steps")
     saving: Any = None  # run knows it, and does not say so
     if checkpointer is not None:
         due.resumable()  # refuses two hooks that a checkpoint could not tell apart

@@ -16,14 +16,16 @@ class History:
 
     Attributes:
       steps: Scalar logs of every step, by name: `f32[steps]` each (in the logs' own dtype); of a
-        population `[steps, N]`, one a member, in `epochs` and `points` as well.
+        population `[steps, N]`, one a member, in `epochs` and `points` as well. Steps and points
+        are empty with ``fit(history="epochs")``.
       epochs: Values of every epoch, by name: `f64[epochs]` each, NaN where an epoch has none.
         Logs as means over the epoch's examples (the learning rate as it was last), metrics,
         evaluations under ``val_``, and ``seconds``.
       points: Values that hooks added within epochs, by name: ``(steps i64[n], values f64[n])``.
-      first_steps_seconds: Time until the first program had run: mostly that of compiling it.
-      first_step: Steps the training had taken before, where the fit went on with one; `points`
-        count them.
+      first_steps_seconds: Time until the first program had run, mostly to compile it: in the
+        process that took the last steps.
+      first_step: Steps the training had taken before those in `steps`, where the fit continued one;
+        `points` count them.
 
     Examples:
       >>> history = History(steps={"loss": np.array([3.0, 1.0])}, epochs={"loss": np.array([2.0])})

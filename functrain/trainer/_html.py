@@ -35,7 +35,11 @@ def _table(history: "History") -> str:
     ]
     if len(shown) < count:
         rows.insert(_FIRST, f"<tr><td>...</td>{'<td></td>' * len(history.epochs)}</tr>")
-    return f"{said}<table><tr>{head}</tr>{''.join(rows)}</table>"
+    # A wide table scrolls by itself: a page would cut it off.
+    return (
+        f'{said}<div style="overflow-x:auto"><table style="white-space:nowrap">'
+        f"<tr>{head}</tr>{''.join(rows)}</table></div>"
+    )
 
 
 def _curves(history: "History") -> str:
@@ -46,4 +50,5 @@ def _curves(history: "History") -> str:
     picture = io.BytesIO()
     figure.savefig(picture, format="png", dpi=80)
     data = base64.b64encode(picture.getvalue()).decode()
-    return f'<img alt="learning curves" src="data:image/png;base64,{data}">'
+    style = "max-width:100%;height:auto"
+    return f'<img alt="learning curves" style="{style}" src="data:image/png;base64,{data}">'

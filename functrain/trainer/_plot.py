@@ -36,15 +36,20 @@ def draw(history: "History") -> "Figure":
 
     known = {**history.steps, **history.epochs, **history.points}
     names = list(dict.fromkeys(name.removeprefix("val_") for name in known if name != "seconds"))
-    figure = Curves(figsize=(5.2 * max(1, len(names)), 3.6), layout="constrained")
-    panels = np.atleast_1d(figure.subplots(1, max(1, len(names))))
+    columns = min(3, max(1, len(names)))  # more in a row are too small on a page
+    rows = max(1, -(-len(names) // columns))
+    figure = Curves(figsize=(5.2 * columns, 3.6 * rows), layout="constrained")
+    panels = np.ravel(figure.subplots(rows, columns))
     for panel, name in zip(panels, names, strict=False):
         _curves(panel, history, name)
+    for panel in panels[max(1, len(names)) :]:
+        panel.remove()
     return figure
 
 
 def _curves(panel: Any, history: "History", name: str) -> None:
-    first, last = history.first_step, _last_step(history)
+    last = _last_step(history)
+    first = history.first_step if last else 0
     panel.set_title(name.replace("_", " "))
     panel.set_xlabel("step" if last else "epoch")
     panel.grid(alpha=0.25)

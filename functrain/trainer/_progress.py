@@ -90,7 +90,7 @@ class ProgressReport:
             values = {**recorder.latest, **_tree.to_values(self._metrics)}
             values.pop(SUM_OF_WEIGHTS, None)
             self._metrics = event.metrics()
-            self._bar.update(completed=self._steps, values=self._text(values))
+            self._bar.update(completed=self._steps, values=self._texts(values))
 
     def _say_how_long_compiling_took(self, recorder: Recorder) -> None:
         seconds = recorder.first_steps_seconds
@@ -103,12 +103,13 @@ class ProgressReport:
         """Leaves the epoch's values on the screen and begins the next."""
         self._say_how_long_compiling_took(recorder)
         if self._bar is not None:
-            text = self._text(event.values)
-            self._bar.update(total=self._steps, completed=self._steps, values=text)
+            texts = self._texts(event.values)
+            self._bar.update(total=self._steps, completed=self._steps, values=texts)
             self._bar.stop()
             self._bar = None
         elif self._style == "lines":
-            self._print(f"{self._title}  {self._steps} steps  {self._text(event.values)}")
+            texts = [self._title, f"{self._steps} steps", *self._texts(event.values)]
+            self._print("  ".join(texts))
         self._begin(event.epoch + 1)
         if self._style == "bar" and event.epoch + 1 < self._epochs and not event.stopped:
             self._show()
@@ -125,9 +126,9 @@ class ProgressReport:
     def _show(self) -> None:
         self._bar = Bar(self._console, self._title, self._total, self._steps)
 
-    def _text(self, values: Mapping[str, Any]) -> str:
+    def _texts(self, values: Mapping[str, Any]) -> list[str]:
         rate = f"{self._seen / max(time.perf_counter() - self._began, 1e-9):,.0f} examples/s"
-        return "  ".join([rate, *(f"{name} {shown(value)}" for name, value in values.items())])
+        return [rate, *(f"{name} {shown(value)}" for name, value in values.items())]
 
 
 def _style(verbose: Verbose, console: Console) -> str:

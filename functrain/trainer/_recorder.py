@@ -13,7 +13,7 @@ from functrain.loop._finite import LossWatch
 from functrain.step._metered import SUM_OF_WEIGHTS
 from functrain.trainer._history import History
 
-# What is what it is at the end: the mean over a schedule, or of a count, says nothing.
+# Logs whose last value of the epoch is reported instead of the mean: schedules and counters.
 _SKIPPED = "skipped_in_a_row"
 _AT_THE_END = ("learning_rate", "loss_scale", "skipped", _SKIPPED)
 
@@ -24,16 +24,28 @@ class Recorder:
     Args:
       first_step: Steps taken before.
       of_members: Whether the values are those of a population: `[N]`, one a member.
+      keeps_steps: False keeps the steps of an epoch only until its end, for the means, and no
+        points.
+
+    Attributes:
+      first_steps_seconds: How long the first program took in this process; NaN before its end.
+      losses: Watches for losses that are not finite.
+      latest: The logs of the last step.
     """
 
-    def __init__(self, first_step: int = 0, of_members: bool = False) -> None:
+    def __init__(
+        self, first_step: int = 0, of_members: bool = False, keeps_steps: bool = True
+    ) -> None:
         self._first_step, self._of_members = first_step, of_members
+        self._keeps_steps = keeps_steps
         self._steps: dict[str, _Column] = {}
+        self._steps_begin = first_step  # steps taken before the first one that is kept
+        self._has_logs = False
         self._epochs: list[tuple[int, dict[str, Any]]] = []
         self._points: dict[str, list[tuple[int, Any]]] = {}
         self._examples = _Column(np.zeros(0))  # of each step of this epoch
         self._began = self._epoch_began = time.perf_counter()
-        self.first_steps_seconds = float("nan")
+        self.first_steps_seconds = self._saved_first_steps_seconds = float("nan")
         self.losses = LossWatch()
         self.latest: dict[str, Any] = {}
 
@@ -41,7 +53,7 @@ class Recorder:
         """Takes in a chunk's logs."""
         if np.isnan(self.first_steps_seconds):
             self.first_steps_seconds = time.perf_counter() - self._began
-        elif event.logs.keys() != self._steps.keys():
+        if self._has_logs and event.logs.keys() != self._steps.keys():
             raise ValueError(
                 f"logs: expected the names of the first step, {sorted(self._steps)}, from every "
                 f"step, got {sorted(event.logs)} at step {event.step}. Report a value that a batch "
@@ -54,11 +66,15 @@ class Recorder:
             self.latest[name] = on_host(values[-1])
         self.losses.logs(event)
         self._examples.extend(np.full(event.steps, event.examples, np.float64))
+        self._has_logs = True
 
     def before(self, event: Event) -> None:
         """Puts an epoch's means and metrics into its event, for hooks to see."""
         if isinstance(event, EpochEnd):
             event.values |= self._end_epoch(_tree.to_values(event.metrics()))
+            if not self._keeps_steps:
+                self._steps_begin = event.step
+                self._steps = {n: _Column(x.values()[:0]) for n, x in self._steps.items()}
 
     def after(self, event: Event) -> None:
         """Keeps the event's values, with what hooks have added."""
@@ -73,15 +89,16 @@ class Recorder:
             values = {**event.values, "seconds": now - self._epoch_began}
             self._epochs.append((event.step, values))
             self._epoch_began = now
-        else:
+        elif self._keeps_steps:
             for name, value in event.values.items():
                 self._points.setdefault(name, []).append((event.step, value))
 
     def state(self) -> dict[str, Any]:
-        """Returns everything so far, and what the epoch has come to, to be saved."""
+        """Returns everything so far, and the steps of the current epoch, to be saved."""
         now = time.perf_counter()
         return {
             "first_step": self._first_step,
+            "steps_begin": self._steps_begin,
             "steps": {name: column.values().copy() for name, column in self._steps.items()},
             "epochs": [{"step": step, "values": values} for step, values in self._epochs],
             "points": {
@@ -89,25 +106,32 @@ class Recorder:
                 for name, pairs in self._points.items()
             },
             "examples": self._examples.values().copy(),
-            "seconds": now - self._began,
             "epoch_seconds": now - self._epoch_began,
-            "first_steps_seconds": self.first_steps_seconds,
+            "first_steps_seconds": self._first_steps_seconds(),
+            "has_logs": self._has_logs,
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Puts back what `state` returned: the history goes on from there."""
-        now = time.perf_counter()
-        self._first_step = state["first_step"]
-        self._steps = {name: _Column(values) for name, values in state["steps"].items()}
+        """Restores what `state` returned: the history continues from there."""
+        self._first_step, self._steps_begin = state["first_step"], state["steps_begin"]
+        self._has_logs = state["has_logs"]
+        left_out = 0
+        if not self._keeps_steps:  # those before the current epoch, which may have been saved
+            saved = max(map(len, state["steps"].values()), default=0)
+            left_out = saved - len(state["examples"])
+            self._steps_begin += left_out
+        self._steps = {name: _Column(values[left_out:]) for name, values in state["steps"].items()}
         self._epochs = [(epoch["step"], epoch["values"]) for epoch in state["epochs"]]
         self._points = {
-            name: list(zip(found["steps"], found["values"], strict=True))
-            for name, found in state["points"].items()
+            name: list(zip(points["steps"], points["values"], strict=True))
+            for name, points in state["points"].items()
+            if self._keeps_steps
         }
         self._examples = _Column(state["examples"])
-        self._began, self._epoch_began = now - state["seconds"], now - state["epoch_seconds"]
-        self.first_steps_seconds = state["first_steps_seconds"]
-        self.latest = {name: on_host(x.values()[-1]) for name, x in self._steps.items()}
+        self._epoch_began = time.perf_counter() - state["epoch_seconds"]
+        self._saved_first_steps_seconds = state["first_steps_seconds"]
+        columns = {name: x.values() for name, x in self._steps.items()}
+        self.latest = {name: on_host(values[-1]) for name, values in columns.items() if len(values)}
 
     def history(self, last_step: int | None = None) -> History:
         """Returns everything so far, or up to a step."""
@@ -119,15 +143,21 @@ class Recorder:
                 steps, values = zip(*there, strict=True)
                 points[name] = np.array(steps), _stacked(values)
         names = dict.fromkeys(name for values in epochs for name in values)
-        kept = None if last_step is None else max(0, last_step - self._first_step)
+        kept = None if last_step is None else max(0, last_step - self._steps_begin)
+        columns = self._steps if self._keeps_steps else {}
         nan = float("nan")
         return History(
-            steps={name: column.values()[:kept].copy() for name, column in self._steps.items()},
+            steps={name: column.values()[:kept].copy() for name, column in columns.items()},
             epochs={n: _stacked([values.get(n, nan) for values in epochs]) for n in names},
             points=points,
-            first_steps_seconds=self.first_steps_seconds,
-            first_step=self._first_step,
+            first_steps_seconds=self._first_steps_seconds(),
+            first_step=self._steps_begin if self._keeps_steps else self._first_step,
         )
+
+    def _first_steps_seconds(self) -> float:
+        """Returns those of this process; those of an earlier one where this took no step."""
+        own = self.first_steps_seconds
+        return self._saved_first_steps_seconds if np.isnan(own) else own
 
     def _end_epoch(self, metrics: dict[str, Any]) -> dict[str, Any]:
         examples, means = self._examples.values(), dict(metrics)

@@ -41,7 +41,7 @@ def test_the_saved_bar_is_finished(outputs) -> None:
 def test_results_are_a_line_and_histories_a_table_with_a_picture(outputs) -> None:
     (result,), (history,) = outputs[1:3]
     assert result["data"]["text/plain"].startswith("FitResult(state=TrainState(step=30, ")
-    assert "<table>" in history["data"]["text/html"]
+    assert "<table" in history["data"]["text/html"]
     assert "image/png;base64" in history["data"]["text/html"]
 
 
