@@ -243,7 +243,7 @@ class Source:
         Args:
           over: Whether the pass is over.
         """
-        own = None
+        own: dict[str, Any] | None = None
         if self._pass is not None and self._place is not None:
             mark = self._pass.mark(over)
             own = {"mark": mark, "first": self._place.first, "last": self._last}
