@@ -117,7 +117,8 @@ class CheckedJit:
 
     def _right_one(self, args: tuple[Any, ...]) -> Any:
         """Returns the `jax.jit` object that computes the right numbers for these arguments."""
-        if jax.config.jax_disable_jit or _is_transformed(args):
+        is_disabled = jax.config.jax_disable_jit  # type: ignore[attr-defined] # made at run time
+        if is_disabled or _is_transformed(args):
             return self._transformed
         signature = _signature(args)
         if signature not in self._chosen:

@@ -21,7 +21,8 @@ Microseconds of gelu and its gradient, 2 cores, jax 0.10, alone under `jit` and 
 
 A series of its own that is right in the tail, once `exp` is known, gained 2 % of such a layer.
 
-Last bits change; of x below -3 the result is wrong by at most x roundings of 1.
+Last bits change. For x below 0 the absolute error of gelu is at most two roundings of x, and that
+of its gradient two roundings of 1. Between -5.6 and -3 that can be 2.3 times gelu itself.
 """
 
 import math
