@@ -20,7 +20,7 @@ import numpy as np
 
 from functrain.checkpoint._about import ARRAYS
 from functrain.checkpoint._errors import CheckpointCorruptError
-from functrain.checkpoint._leaves import path_of
+from functrain.checkpoint._leaves import Leaf, path_of
 from functrain.common import _tree
 
 _INDEX = "manifest.ocdbt"
@@ -96,6 +96,32 @@ def _log_held_back() -> Iterator[None]:
         logger.removeFilter(passes)
         for record in records:
             logger.handle(record)
+
+
+def save_options() -> contextlib.AbstractContextManager[Any]:
+    """Returns the Orbax context for saving: uncompressed, so that nothing is copied in memory.
+
+    OCDBT keeps compressed values in memory until its commit, so compression takes as much memory
+    as it writes: 244 MiB for 256 MiB of weights, against 2 MiB without. zstd made float32 weights
+    8 % smaller, for three times the processor time.
+    """
+    from orbax.checkpoint import v1 as ocp
+
+    context = ocp.Context()
+    context.array.saving.use_compression = False
+    manager: contextlib.AbstractContextManager[Any] = context
+    return manager
+
+
+def release(leaves: Mapping[str, Leaf]) -> None:
+    """Lets the memory of written leaves go with their last reference.
+
+    Orbax reads `addressable_shards`, a cached property: an array on one device refers to itself
+    from then on, and would stay until the garbage collector comes (jax 0.10, 0.12).
+    """
+    for leaf in leaves.values():
+        with contextlib.suppress(AttributeError):  # not cached, or an array of NumPy's
+            del leaf.array.addressable_shards
 
 
 class Stored:

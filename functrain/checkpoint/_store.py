@@ -16,7 +16,13 @@ from typing import Any
 import numpy as np
 
 from functrain.checkpoint._about import ARRAYS, parsed, read_about, write_about
-from functrain.checkpoint._arrays import Stored, failing_to_write, turn_to_save
+from functrain.checkpoint._arrays import (
+    Stored,
+    failing_to_write,
+    release,
+    save_options,
+    turn_to_save,
+)
 from functrain.checkpoint._errors import CheckpointCorruptError
 from functrain.checkpoint._leaves import Leaf, digest, is_stored, part, path_of
 from functrain.common import _tree
@@ -41,8 +47,9 @@ def write(directory: str, leaves: Mapping[str, Leaf], about: Mapping[str, Any]) 
 
     os.makedirs(directory)
     try:
-        with turn_to_save(), failing_to_write(directory):
+        with turn_to_save(), failing_to_write(directory), save_options():
             ocp.save(os.path.join(directory, ARRAYS), arrays_of(leaves))
+        release(leaves)
         said = {n: said_of(leaf, digests(leaf)) for n, leaf in leaves.items()}
         write_about(directory, about, said)
         sync_directory(directory)

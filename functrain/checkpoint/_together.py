@@ -22,7 +22,12 @@ from typing import Any
 import jax
 
 from functrain.checkpoint._about import ARRAYS, read_about, write_about
-from functrain.checkpoint._arrays import failing_to_write, turn_to_save
+from functrain.checkpoint._arrays import (
+    failing_to_write,
+    release,
+    save_options,
+    turn_to_save,
+)
 from functrain.checkpoint._background import threaded
 from functrain.checkpoint._directory import Directory
 from functrain.checkpoint._errors import CheckpointCorruptError, CheckpointMismatchError
@@ -79,7 +84,7 @@ def begin(
             with all_or_none():
                 _require_same_place(target, where, notes)
                 _require_same_leaves(target, notes, specs)
-            with all_or_none():
+            with all_or_none(), save_options():
                 response = ocp.save_async(os.path.join(where, ARRAYS), arrays_of(leaves))
         rest_of_turn = turn.pop_all()
 
@@ -89,6 +94,7 @@ def begin(
             with _unless_first_failed(target, notes):
                 with rest_of_turn:
                     _wait_for_orbax(response, where, notes)
+                release(leaves)
                 _leave(notes, "digests", {name: digests(leaf) for name, leaf in leaves.items()})
             if is_first():
                 found = _digests_of_all(where, notes)

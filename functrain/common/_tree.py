@@ -202,8 +202,10 @@ def aliases(tree: PyTree) -> list[tuple[str, str]]:
         if not is_concrete(leaf) or leaf.is_deleted():
             continue
         key: object = id(leaf)
-        if not is_key(leaf) and leaf.size and (shards := leaf.addressable_shards):
-            key = shards[0].device, shards[0].data.unsafe_buffer_pointer()
+        if not is_key(leaf) and leaf.size and leaf.sharding.addressable_devices:
+            # Not `addressable_shards`: cached, it makes an array on one device refer to itself.
+            shard = leaf.addressable_data(0)
+            key = shard.device, shard.unsafe_buffer_pointer()
         if key in first:
             pairs.append((first[key], path))
         else:
