@@ -15,12 +15,16 @@ def threaded(
 ) -> tuple[futures.Future[Any], threading.Thread]:
     """Returns a thread that will do a piece of work, and what comes of it."""
     future = futures.Future[Any]()
+    pending = [work]
 
     def act() -> None:
         try:
-            future.set_result(work())
+            # The work refers to a state: its memory is free again before anybody has waited.
+            result = pending.pop()()
         except BaseException as error:
             future.set_exception(error)
+        else:
+            future.set_result(result)
 
     return future, threading.Thread(target=act, name="functrain checkpoint", daemon=daemon)
 
