@@ -156,7 +156,8 @@ class Checkpointer:
                     f"{self.directory}: expected to save a step after {later[-1]}, the last "
                     f"there is, got {at.step}. To go on from an earlier one: rollback({at.step})."
                 )
-        self.series.write({STATE: state}, at, dict(values or {}), dict(documents or {}))
+        trees, known, others = {STATE: state}, dict(values or {}), dict(documents or {})
+        self.series.write(trees, at, known, others, copy=not wait)
         if wait:
             self.wait()
 

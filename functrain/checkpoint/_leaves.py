@@ -1,5 +1,6 @@
 """The leaves of a state as a file knows them: by path, with a spec, as plain arrays."""
 
+import mmap
 import zlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -19,6 +20,7 @@ _STORED = {
     *("float16", "bfloat16", "float32", "float64", "complex64", "complex128"),
 }
 _ALIGNED = 64  # at such addresses XLA takes memory of NumPy's as it is
+_MAPPED = 2**20  # bytes from which on a copy has a mapping of its own
 
 
 def is_stored(dtype: np.dtype[Any]) -> bool:
@@ -65,11 +67,14 @@ def path_of(name: str) -> str:
     return name.partition("/")[2] or "(root)"
 
 
-def on_host(leaves: Mapping[str, Any]) -> dict[str, Leaf]:
+def on_host(leaves: Mapping[str, Any], *, copy: bool = False) -> dict[str, Leaf]:
     """Fetches leaves; waits for the programs that compute them, but for no disk.
 
-    On CPU nothing is copied: XLA leaves memory alone that NumPy looks at, also when the array is
-    donated to the next program, which then takes memory of its own.
+    Args:
+      leaves: By name.
+      copy: Whether to copy arrays of the CPU, because programs go on that take over their memory.
+        XLA would leave memory alone that NumPy looks at, and copy the array itself: into other
+        memory at each save, in pieces that malloc does not give back (2 states more at the peak).
 
     Of arrays that several processes have, each one fetches its parts. What only it has is taken
     to be the same in all of them, and written by the first.
@@ -90,7 +95,9 @@ def on_host(leaves: Mapping[str, Any]) -> dict[str, Leaf]:
         if _shared(array):
             found[name] = Leaf(spec, array, _own_parts(path_of(name), array))
             continue
-        if not isinstance(array, jax.Array) or several:  # Orbax takes from several what is NumPy's
+        is_alias = copy and isinstance(x, jax.Array) and x.devices() == array.devices()
+        # Orbax takes from several what is NumPy's
+        if not isinstance(array, jax.Array) or several or is_alias:
             array = _own(np.asarray(array), move=not several)
         memory = np.asarray(array)
         parts = {"": memory} if is_first() else {}
@@ -134,7 +141,7 @@ def part(array: np.ndarray, place: str) -> np.ndarray:
 
 def _own(array: np.ndarray, move: bool) -> jax.Array | np.ndarray:
     """Copies an array of NumPy's, once: what Orbax gets from NumPy it would copy once more."""
-    raw = np.empty(array.nbytes + _ALIGNED, np.uint8)
+    raw = _memory(array.nbytes + _ALIGNED)
     begin = -raw.ctypes.data % _ALIGNED
     copy = raw[begin : begin + array.nbytes].view(array.dtype).reshape(array.shape)
     copy[...] = array
@@ -143,6 +150,18 @@ def _own(array: np.ndarray, move: bool) -> jax.Array | np.ndarray:
     with jax.enable_x64(True):
         near: jax.Array = jax.device_put(copy, host())
     return near
+
+
+def _memory(size: int) -> np.ndarray:
+    """Returns bytes that go back to the system at once when nothing refers to them any more.
+
+    malloc keeps what it has freed, for the threads that freed it.
+    """
+    if size < _MAPPED:
+        return np.empty(size, np.uint8)
+    private = getattr(mmap, "MAP_PRIVATE", 0) | getattr(mmap, "MAP_ANONYMOUS", 0)
+    how = {"flags": private} if private else {}  # none on Windows
+    return np.frombuffer(mmap.mmap(-1, size, **how), np.uint8)
 
 
 def host() -> jax.Device | None:

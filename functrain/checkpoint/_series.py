@@ -140,6 +140,8 @@ class Series:
         position: Position,
         values: Mapping[str, Any],
         documents: Mapping[str, Any],
+        *,
+        copy: bool,
         **about: Any,
     ) -> None:
         """Begins to write a checkpoint; waits for its arrays to be in the memory of the host.
@@ -149,6 +151,7 @@ class Series:
           position: How far the training has come.
           values: What is known of this moment.
           documents: What else there is, of any structure.
+          copy: Whether programs may take over the memory of the trees before it is written.
           **about: What to say of it in words.
         """
         self.writing.wait()
@@ -157,7 +160,7 @@ class Series:
         with all_or_none():
             arrays = by_path(trees)
             encoded = {n: encode(x, f"{DOCUMENTS}/{n}", arrays) for n, x in documents.items()}
-            leaves = on_host(arrays)
+            leaves = on_host(arrays, copy=copy)
         said = {
             "step": position.step,
             "position": position._asdict(),

@@ -210,6 +210,7 @@ class Saving:
             event.position,
             event.values,
             {**documents, "data": self._source.state(over=epoch_over)},
+            copy=done is None,
             epoch_over=epoch_over,
             done=done,
             data=self._source.fingerprint(),
