@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import itertools
-import warnings
 from collections.abc import Generator, Iterator
 from typing import Any
 
@@ -226,9 +225,8 @@ class Loop:
     def _logs(self, position: Position, chunk: Chunk, rows: PyTree) -> LogsReady:
         leaves, structure = jax.tree.flatten(rows)
         if structure not in self._names:  # once: paths are slow, and the same each time
-            found, of = list(enumerate(_tree.leaves_with_path(rows))), self._of_members
+            found, of = enumerate(_tree.leaves_with_path(rows)), self._of_members
             self._names[structure] = [(i, p) for i, (p, x) in found if _rows.is_number(x, of)]
-            _warn_of_arrays([(p, x) for _, (p, x) in found if not _rows.is_number(x, of)], of)
         names = self._names[structure]
         values = _rows.on_host([leaves[i] for i, _ in names], chunk.steps)
         logs = {name: x for (_, name), x in zip(names, values, strict=True)}
@@ -247,19 +245,6 @@ class Loop:
         new = _placement.on_mesh(_tree.copy(state), self.sharding)
         metered = isinstance(self.driver.carry, Metered)
         self.driver.begin(self.driver.carry.replace(state=new) if metered else new)
-
-
-def _warn_of_arrays(left_out: list[tuple[str, Any]], of_members: bool) -> None:
-    """Warns of logs that are arrays: histories and files have numbers only."""
-    arrays = {path: x.shape[1 + of_members :] for path, x in left_out if not _tree.is_key(x)}
-    if arrays:
-        shapes = ", ".join(f"{path!r} of shape {list(shape)}" for path, shape in arrays.items())
-        warnings.warn(
-            f"logs: expected one number a step{' and member' * of_members}, got {shapes}. The "
-            "history and the loggers leave it out. Reduce it in the step, as by jnp.mean, or read "
-            "it in a hook: event.logs.",
-            stacklevel=2,
-        )
 
 
 def _bare(carry: PyTree) -> PyTree:

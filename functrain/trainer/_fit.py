@@ -186,8 +186,12 @@ def fit(
         due.hooks.insert(0, Evaluate(eval_step, held_out, **how))
     traces = jit and not _placement.is_explicit(_placement.batch_sharding(sharding))
     look_ahead(state, step, data, due.hooks, checkpointer, traces=traces)
+    # A hook of the user's may read logs that are arrays; functrain's own read numbers.
+    all_own = all(type(hook).__module__.startswith("functrain.") for hook in due.hooks)
     is_population = getattr(step, "is_population", False)
-    recorder = Recorder(begin.step, is_population, keeps_steps=history == "steps")
+    recorder = Recorder(
+        begin.step, is_population, keeps_steps=history == "steps", warns_of_arrays=all_own
+    )
     saving: Any = None  # run knows it, and does not say so
     if checkpointer is not None:
         due.resumable()  # refuses two hooks that a checkpoint could not tell apart
@@ -238,7 +242,6 @@ def fit(
             error.add_note(f"The same fit goes on after step {saved}: {checkpointer.directory}")
         raise
     if not any(isinstance(hook, TerminateOnNaN) for hook in due.hooks):  # it warns by itself
-        is_population = getattr(step, "is_population", False)
         active = events.state.active if is_population else None
         recorder.losses.warn(by_epochs=steps is None, active=active)
     return FitResult(events.state, recorder.history())

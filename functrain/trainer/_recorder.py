@@ -1,14 +1,17 @@
 """Gathers what a run reports, without making the device wait."""
 
 import time
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from functrain.common import _tree
+from functrain.common._types import PyTree
 from functrain.common._values import is_value, on_host
-from functrain.loop._events import EpochEnd, Event, LogsReady
+from functrain.engine import _rows
+from functrain.loop._events import ChunkEnd, EpochEnd, Event, LogsReady
 from functrain.loop._finite import LossWatch
 from functrain.step._metered import SUM_OF_WEIGHTS
 from functrain.trainer._history import History
@@ -26,6 +29,7 @@ class Recorder:
       of_members: Whether the values are those of a population: `[N]`, one a member.
       keeps_steps: False keeps the steps of an epoch only until its end, for the means, and no
         points.
+      warns_of_arrays: Whether to warn of logs that are arrays, which no history has.
 
     Attributes:
       first_steps_seconds: How long the first program took in this process; NaN before its end.
@@ -34,10 +38,15 @@ class Recorder:
     """
 
     def __init__(
-        self, first_step: int = 0, of_members: bool = False, keeps_steps: bool = True
+        self,
+        first_step: int = 0,
+        of_members: bool = False,
+        *,
+        keeps_steps: bool = True,
+        warns_of_arrays: bool = False,
     ) -> None:
         self._first_step, self._of_members = first_step, of_members
-        self._keeps_steps = keeps_steps
+        self._keeps_steps, self._warns_of_arrays = keeps_steps, warns_of_arrays
         self._steps: dict[str, _Column] = {}
         self._steps_begin = first_step  # steps taken before the first one that is kept
         self._has_logs = False
@@ -70,6 +79,9 @@ class Recorder:
 
     def before(self, event: Event) -> None:
         """Puts an epoch's means and metrics into its event, for hooks to see."""
+        if self._warns_of_arrays and isinstance(event, ChunkEnd):
+            self._warns_of_arrays = False  # once a run
+            _warn_of_arrays(event.rows, self._of_members)
         if isinstance(event, EpochEnd):
             event.values |= self._end_epoch(_tree.to_values(event.metrics()))
             if not self._keeps_steps:
@@ -197,6 +209,23 @@ def _mean(values: np.ndarray, weights: np.ndarray) -> Any:
         return np.array([_mean(*member) for member in members])
     counts = weights != 0
     return np.average(values[counts], 0, weights[counts])
+
+
+def _warn_of_arrays(rows: PyTree, of_members: bool) -> None:
+    """Warns of logs that are arrays, but for keys."""
+    leaves = [(path, x) for path, x in _tree.leaves_with_path(rows) if not _tree.is_key(x)]
+    arrays = [
+        f"{path!r} of shape {list(x.shape[1 + of_members :])}"
+        for path, x in leaves
+        if not _rows.is_number(x, of_members)
+    ]
+    if arrays:
+        warnings.warn(
+            f"logs: expected one number a step{' and member' * of_members}, got "
+            f"{', '.join(arrays)}. The history and the loggers leave it out. Reduce it in the "
+            "step, as by jnp.mean, or read it in a hook of your own: event.logs.",
+            stacklevel=5,  # the line that called fit
+        )
 
 
 class _Column:

@@ -72,7 +72,22 @@ def test_logs_that_are_no_scalars_stay_out_of_the_history_with_one_warning() -> 
     with pytest.warns(UserWarning, match=r"'image' of shape \[10, 4\]\. .*event\.logs") as caught:
         _, history = ft.fit(jnp.zeros(()), step, ft.ArrayLoader((X, Y), 10), verbose=0)
     assert len(caught) == 1
+    assert caught[0].filename == __file__
     assert set(history.steps) == {"loss", "d/real"}
+
+
+def test_logs_that_a_hook_of_ones_own_may_read_are_no_warning() -> None:
+    means = []
+
+    def read(event):
+        if isinstance(event, ft.ChunkEnd):
+            means.append(float(event.logs["image"].mean()))
+
+    def step(state, batch):
+        return state, {"loss": jnp.sum(batch[1]), "image": batch[0]}
+
+    ft.fit(jnp.zeros(()), step, ft.ArrayLoader((X, Y), 10), hooks=[read], verbose=0)
+    assert means
 
 
 @pytest.mark.parametrize("jit", [True, False])
