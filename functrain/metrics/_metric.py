@@ -116,7 +116,8 @@ def mean_loss() -> Metric:
     """Returns the mean loss over all examples, whatever the batch size.
 
     A batch counts by its number of examples. Where the loss was divided by something else, such as
-    the sum of the sample weights, it counts by that: see ``Aux.weight``.
+    the sum of the sample weights, it counts by that: see ``Aux.weight``. A loss that is no mean,
+    such as a sum, is averaged over batches by their examples, as in Keras.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -129,8 +130,6 @@ def mean_loss() -> Metric:
     def update(
         m: _Sum, batch: PyTree, outputs: PyTree, loss: jax.Array, weight: Any = None
     ) -> _Sum:
-        # () is the weight of a loss that is no mean, such as a sum: Keras averages these over
-        # batches by their examples, too.
         is_by_examples = weight is None or isinstance(weight, tuple)
         divisor = jnp.asarray(batch_size(batch) if is_by_examples else weight, jnp.float32)
         # The mean of a batch without weight may be 0 / 0, which must not reach the sum.
