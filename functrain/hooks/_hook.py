@@ -103,6 +103,11 @@ def _require_hook(hook: Any, name: str) -> None:
         )
 
 
+def _is_called_here(hook: Any) -> bool:
+    """Returns True if this process is one of those in which a hook is called."""
+    return jax.process_index() == 0 or not getattr(hook, "only_first", False)
+
+
 def triggers(hooks: Iterable[Any]) -> list[Trigger]:
     """Returns when hooks are due; some do not say, and are called with every event."""
     found = (getattr(hook, "when", None) for hook in hooks)
@@ -150,7 +155,8 @@ class HookRunner:
                 stacklevel=2,
             )
         for name in hooks.keys() & state.keys():
-            hooks[name].restore(state[name])
+            if _is_called_here(hooks[name]):  # a logger restores its file, which all processes see
+                hooks[name].restore(state[name])
 
     def resumable(self) -> dict[str, Any]:
         """Returns the hooks that have a state to save, by their identities.
@@ -168,8 +174,7 @@ class HookRunner:
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """Lets hooks begin that want to know; closes, at the exit, those that can be closed."""
-        is_first = jax.process_index() == 0
-        called = [hook for hook in self.hooks if is_first or not getattr(hook, "only_first", False)]
+        called = list(filter(_is_called_here, self.hooks))
         found = (getattr(hook, "logs", None) for hook in called)
         self._taking_logs = [take for take in found if callable(take)]
         self._called, self._fired = called, [time.perf_counter()] * len(called)

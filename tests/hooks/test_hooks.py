@@ -433,3 +433,19 @@ def test_what_steps_before_an_error_reported_reaches_hooks_before_they_are_close
         fit(Late())
     assert told == [32, 64, "close"]
     assert len(caught.value.fit_result.history.steps["loss"]) == 64
+
+
+def test_only_the_first_process_restores_the_file_of_a_logger(tmp_path, monkeypatch) -> None:
+    path = tmp_path / "log.csv"
+
+    def rows_after_a_restore(process: int) -> int:
+        logger = ft.hooks.CSVLogger(path)
+        logger(ft.EpochEnd(position=ft.Position(4, 0), state=(), values={"loss": 1.0}))
+        saved = HookRunner([logger]).state()
+        logger(ft.EpochEnd(position=ft.Position(8, 1), state=(), values={"loss": 1.0}))
+        logger.close()
+        monkeypatch.setattr(jax, "process_index", lambda: process)
+        HookRunner([ft.hooks.CSVLogger(path)]).restore(saved)
+        return len(path.read_text().splitlines()) - 1
+
+    assert [rows_after_a_restore(process) for process in (1, 0)] == [2, 1]
