@@ -87,7 +87,17 @@ def warn(console: Console, result: dict[str, Any]) -> None:
     for name, difference in report.disagreement(result["ways"]).items():
         if not difference <= DISAGREE:
             other = report.reference(result["ways"])
-            console.print(f"{name}: mean loss {difference:.1%} off {other}'s; is it equal work?")
+            console.print(f"{name}: mean loss {difference:.1%} off {other}'s. {why(result)}")
+
+
+def why(result: dict[str, Any]) -> str:
+    """Returns what a difference of the mean losses means for a workload."""
+    if WORKLOADS[result["workload"]].sensitive and result["steps"] > 1:
+        return (
+            "That may be rounding: changing the inputs by one rounding moved it by up to 5 % after "
+            "equal first steps. --steps 1 compares the loss of the first step."
+        )
+    return "Is it equal work?"
 
 
 def write(results: dict[str, Any], folder: pathlib.Path) -> None:

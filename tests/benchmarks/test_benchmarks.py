@@ -7,6 +7,9 @@ import subprocess
 import sys
 
 import pytest
+from rich.console import Console
+
+from benchmarks.__main__ import warn
 
 ROOT = pathlib.Path(__file__).parents[2]
 STEPS = 8
@@ -131,3 +134,22 @@ def test_a_peer_needs_its_interpreter(capsys) -> None:
     with pytest.raises(SystemExit):
         parse(["--ways", "keras-fit@torch"])
     assert "--python BACKEND=PATH" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("workload", "steps", "says"),
+    [
+        ("mobilenet-v2", 8, "--steps 1 compares the loss of the first step"),
+        ("mobilenet-v2", 1, "Is it equal work?"),
+        ("mnist-mlp", 8, "Is it equal work?"),
+    ],
+)
+def test_a_difference_that_rounding_explains_is_told_as_such(workload, steps, says, capsys) -> None:
+    ways = {
+        "keras-fit": {"losses": [2.0, 2.0], "seconds": [0.1]},
+        "functrain-fit": {"losses": [2.1, 2.0], "seconds": [0.1]},
+    }
+    warn(Console(width=300), {"workload": workload, "steps": steps, "ways": ways})
+    printed = capsys.readouterr().out
+    assert "functrain-fit: mean loss 5.0% off keras-fit's." in printed
+    assert says in printed
