@@ -156,7 +156,7 @@ def test_no_example_is_left_out_where_devices_do_not_divide_the_batches(kind, ba
 
     state, data = create(), ft.ArrayLoader((X[:43], Y[:43]), batch)
     where = NamedSharding(mesh(kind), PartitionSpec("data"))
-    for loss_fn in (LOSS, contrasts) if kind == AxisType.Auto else (LOSS,):
+    for loss_fn in (LOSS, contrasts) if (kind, batch) == (AxisType.Auto, 5) else (LOSS,):
         step = ft.eval_step(loss_fn, metrics={"accuracy": ft.metrics.accuracy()})
         found = ft.evaluate(state, step, data, sharding=where, fuse=fuse)
         alone = ft.evaluate(state, step, data)
