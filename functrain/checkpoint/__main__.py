@@ -11,9 +11,9 @@ import jax
 from functrain.checkpoint._compare import compared
 from functrain.checkpoint._directory import Directory
 from functrain.checkpoint._errors import CheckpointCorruptError
-from functrain.checkpoint._listing import bytes_of, described, listed
+from functrain.checkpoint._listing import described, listed
 from functrain.checkpoint._place import find
-from functrain.checkpoint._store import verify
+from functrain.checkpoint._store import bytes_of, verify
 from functrain.common import _repr
 
 _ABOUT = """\
@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("directory", help="of a Checkpointer, of one step, or from functrain.save")
     parser.add_argument("other", nargs="?", help="another, to compare with")
-    parser.add_argument("--verify", action="store_true", help="compare every leaf with its digest")
+    parser.add_argument("--verify", action="store_true", help="compare all with its digests")
     asked = parser.parse_args(arguments)
     if asked.verify and asked.other is not None:
         parser.error("--verify takes one directory")

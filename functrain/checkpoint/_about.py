@@ -193,6 +193,7 @@ _SENSE: dict[str, Callable[[Any], bool]] = {
     "trees": lambda found: isinstance(found, list) and all(isinstance(x, str) for x in found),
     **dict.fromkeys(("run", "documents", "data"), lambda found: isinstance(found, dict)),
     "leaves": lambda found: all(map(_is_leaf, found.values())),
+    "files": lambda found: all(re.fullmatch(r"\d+( [0-9a-f]{8})?", x) for x in found.values()),
     "epoch_over": lambda found: isinstance(found, bool),
     "done": lambda found: (
         found is None or (_is_count(found["epochs"]) and isinstance(found["stopped"], bool))

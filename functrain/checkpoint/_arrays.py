@@ -12,6 +12,7 @@ thread, beside any save, and a read that fails raises one error.
 import contextlib
 import logging
 import os
+import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
@@ -47,7 +48,7 @@ def turn_to_save() -> Iterator[None]:
     It may end in another thread than it began in. One that Ctrl-C leaves without an end is ended
     by Python's garbage collection.
     """
-    with _turns, _log_held_back():
+    with _turns, _late_writes_ignored(), _log_held_back():
         yield
 
 
@@ -89,7 +90,7 @@ def _log_held_back() -> Iterator[None]:
     except Exception:
         for thread in threading.enumerate():  # one that goes on would log its own failure later
             if type(thread).__module__.startswith("orbax."):
-                thread.join(_LATE)
+                threading.Thread.join(thread, _LATE)  # their own raises what they have raised
         records.clear()
         raise
     finally:
@@ -122,6 +123,34 @@ def release(leaves: Mapping[str, Leaf]) -> None:
     for leaf in leaves.values():
         with contextlib.suppress(AttributeError):  # not cached, or an array of NumPy's
             del leaf.array.addressable_shards
+
+
+@contextlib.contextmanager
+def _late_writes_ignored() -> Iterator[None]:
+    """Drops what TensorStore prints of writes that end after Orbax has closed their event loop.
+
+    That is so in a save that fails, of which some writes end even later than the save. So the hook
+    stays after a failure, until a save succeeds; all else goes to the hook that was there before.
+    """
+    before = sys.unraisablehook
+    if isinstance(before, _IgnoresLateWrites):
+        before = before.otherwise
+    sys.unraisablehook = hook = _IgnoresLateWrites(before)
+    yield
+    if sys.unraisablehook is hook:
+        sys.unraisablehook = before
+
+
+class _IgnoresLateWrites:
+    """A `sys.unraisablehook` for all but callbacks into a closed event loop."""
+
+    def __init__(self, otherwise: Callable[[Any], Any]) -> None:
+        self.otherwise = otherwise
+
+    def __call__(self, unraisable: Any) -> None:
+        is_callback = unraisable.object is None and isinstance(unraisable.exc_value, RuntimeError)
+        if not (is_callback and str(unraisable.exc_value) == "Event loop is closed"):
+            self.otherwise(unraisable)
 
 
 class Stored:

@@ -180,7 +180,7 @@ class Checkpointer:
         return self.series.read(lambda about: {STATE: like}, step)[0]
 
     def verify(self, step: int | None = None) -> dict[int, str]:
-        """Reads checkpoints, and compares every leaf with its digest.
+        """Reads checkpoints, and compares every leaf and every file with its digest.
 
         Args:
           step: Which; None for all.

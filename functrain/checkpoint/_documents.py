@@ -103,7 +103,16 @@ def _decode(document: Any, arrays: Mapping[str, np.ndarray]) -> Any:
         case {"$array": name}:
             return arrays[name]
         case {"$tensor": inner}:
-            import torch
-
-            return torch.from_numpy(_decode(inner, arrays).copy())
+            return _tensor(_decode(inner, arrays).copy())
     return {key: _decode(x, arrays) for key, x in document.items()}
+
+
+def _tensor(array: np.ndarray) -> Any:
+    try:
+        import torch
+    except ImportError as error:
+        raise CheckpointCorruptError(
+            "expected a document without tensors, since PyTorch cannot be imported here, got a "
+            f"tensor {array.dtype}{list(array.shape)}. To restore it: pip install torch."
+        ) from error
+    return torch.from_numpy(array)

@@ -1,6 +1,5 @@
 """What checkpoints there are, as tables that fit a terminal."""
 
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,6 +9,7 @@ from functrain.checkpoint._about import read_about
 from functrain.checkpoint._directory import Directory, best_of
 from functrain.checkpoint._errors import CheckpointCorruptError
 from functrain.checkpoint._leaves import root_of
+from functrain.checkpoint._store import bytes_of
 from functrain.common import _direction, _repr, _table
 
 WIDTH = 80
@@ -67,12 +67,6 @@ def table(columns: Sequence[tuple[str, Sequence[str]]], *, left: Sequence[str] =
     for row in zip(*(cells for _, cells in columns), strict=True):
         made.add_row(*row)
     return "\n".join(f"  {line}" for line in _table.text(made).splitlines())
-
-
-def bytes_of(directory: str) -> int:
-    """Returns how much a directory takes on the disk."""
-    files = (os.path.join(at, name) for at, _, names in os.walk(directory) for name in names)
-    return sum(os.lstat(file).st_size for file in files)
 
 
 def _about(directory: str) -> dict[str, Any]:

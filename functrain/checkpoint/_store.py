@@ -8,8 +8,10 @@ So every leaf has a digest, and what is read is returned only if it has that dig
 CRC finds accidents, not attackers.
 """
 
+import math
 import os
 import shutil
+import zlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -25,11 +27,17 @@ from functrain.checkpoint._arrays import (
 )
 from functrain.checkpoint._errors import CheckpointCorruptError
 from functrain.checkpoint._leaves import Leaf, digest, is_stored, part, path_of
-from functrain.common import _tree
+from functrain.common import _repr, _tree
 
 # How much is read at once where all of a checkpoint is, to compare digests.
 _AT_ONCE = 64 * 2**20
+_SMALL = 2**20  # bytes of a file of arrays that gets a digest of its own
 _EMPTY = "(empty)"  # the array of a checkpoint without any
+
+# The arrays of documents may have so many bytes, ...
+_DOCUMENTS = 64 * 2**20
+_STATES = 4  # ... and so many times those of the state: EarlyStopping has a copy, ...
+_COMPRESSION = 1000  # ... and so many times those on the disk: zeros compress 30,000 times.
 
 
 def write(directory: str, leaves: Mapping[str, Leaf], about: Mapping[str, Any]) -> None:
@@ -51,7 +59,7 @@ def write(directory: str, leaves: Mapping[str, Leaf], about: Mapping[str, Any]) 
             ocp.save(os.path.join(directory, ARRAYS), arrays_of(leaves))
         release(leaves)
         said = {n: said_of(leaf, digests(leaf)) for n, leaf in leaves.items()}
-        write_about(directory, about, said)
+        write_about(directory, {**about, "files": file_digests(directory)}, said)
         sync_directory(directory)
     except Exception:  # after Ctrl-C Orbax is still writing: the next save removes what is left
         shutil.rmtree(directory, ignore_errors=True)  # a full disk needs the room
@@ -106,15 +114,19 @@ def _read(
 
 
 def verify(directory: str) -> None:
-    """Reads all leaves of a checkpoint, some at a time, and compares their digests.
+    """Reads all leaves of a checkpoint, some at a time, and all files; compares their digests.
 
     Raises:
       CheckpointMismatchError: There is none.
-      CheckpointCorruptError: Names the leaves that cannot be read, or have other bytes.
+      CheckpointCorruptError: Names the files and leaves that cannot be read, or have other bytes.
     """
     about = read_about(directory)
-    stored = _opened(directory, about)
-    left, faults = list(about["leaves"]), []
+    faults = _damaged_files(directory, about.get("files", {}))
+    try:
+        stored = _opened(directory, about)
+    except CheckpointCorruptError as error:
+        raise CheckpointCorruptError("\n".join([*faults, str(error)])) from None
+    left = list(about["leaves"])
     while left:
         group, size = dict[str, np.ndarray](), 0
         while left and size < _AT_ONCE:
@@ -127,6 +139,47 @@ def verify(directory: str) -> None:
             faults.append(str(error))
     if faults:
         raise CheckpointCorruptError("\n".join(faults))
+
+
+def file_digests(directory: str) -> dict[str, str]:
+    """Returns the size and the CRC-32 of each file that Orbax has written, by path.
+
+    Of large files in a folder `d` the size alone: they hold arrays, whose leaves have digests.
+    """
+    top = os.path.join(directory, ARRAYS)
+    digests = {}
+    for folder, _, names in os.walk(top):
+        for name in names:
+            path = os.path.join(folder, name)
+            size = os.path.getsize(path)
+            crc32 = ""
+            if size <= _SMALL or os.path.basename(folder) != "d":
+                with open(path, "rb") as file:
+                    crc32 = f" {zlib.crc32(file.read()):08x}"
+            digests[os.path.relpath(path, top).replace(os.sep, "/")] = f"{size}{crc32}"
+    return dict(sorted(digests.items()))
+
+
+def _damaged_files(directory: str, saved: Mapping[str, str]) -> list[str]:
+    """Returns a message about the files that are missing, or have other bytes, if there are any."""
+    now = file_digests(directory) if saved else {}
+    lines = [
+        f"{ARRAYS}/{name}: {'other bytes' if name in now else 'missing'}"
+        for name, digest in saved.items()
+        if now.get(name) != digest
+    ]
+    if not lines:
+        return []
+    return [
+        f"{directory}: these files are not what was saved:\n{_tree.bullets(lines)}\n"
+        "What can be restored of it is right all the same, by digests of its own."
+    ]
+
+
+def bytes_of(directory: str) -> int:
+    """Returns how many bytes the files of a directory have."""
+    files = (os.path.join(at, name) for at, _, names in os.walk(directory) for name in names)
+    return sum(os.lstat(file).st_size for file in files)
 
 
 def _as_stored(array: Any) -> Any:
@@ -159,6 +212,31 @@ def blanks(about: Mapping[str, Any], names: Iterable[str]) -> dict[str, np.ndarr
                 f"{path_of(name)}: expected an array that fits into memory, got {said['spec']}"
             ) from error
     return found
+
+
+def require_sensible_size(
+    directory: str, about: Mapping[str, Any], names: Iterable[str], state_bytes: int
+) -> None:
+    """Raises CheckpointCorruptError if arrays of documents would take more memory than they can.
+
+    Nothing limits what a few compressed bytes may be said to be. Real documents hold a history,
+    or copies of the state; only they are bounded, for the caller knows the size of its state.
+
+    Args:
+      directory: The checkpoint.
+      about: What it says of itself.
+      names: Those of the arrays.
+      state_bytes: What is restored beside them.
+    """
+    records = [about["leaves"][name] for name in names]
+    specs = [parsed(record.get("stored", record["spec"])) for record in records]
+    size = sum(dtype.itemsize * math.prod(shape) for dtype, shape in specs)
+    most = _DOCUMENTS + _STATES * state_bytes + _COMPRESSION * bytes_of(directory)
+    if size > most:
+        raise CheckpointCorruptError(
+            f"{directory}: expected documents of {_repr.size(most)} at the most beside this state, "
+            f"got some that are said to be of {_repr.size(size)}. Nothing was read: take another."
+        )
 
 
 def digests(leaf: Leaf) -> dict[str, str]:

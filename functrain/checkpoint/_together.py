@@ -37,6 +37,7 @@ from functrain.checkpoint._processes import all_or_none, is_first, on_first
 from functrain.checkpoint._store import (
     arrays_of,
     digests,
+    file_digests,
     said_of,
     sync_directory,
 )
@@ -99,7 +100,7 @@ def begin(
             if is_first():
                 found = _digests_of_all(where, notes)
                 said = {n: said_of(leaf, found.get(n, {})) for n, leaf in leaves.items()}
-                write_about(where, {**about, "mark": mark}, said)
+                write_about(where, {**about, "mark": mark, "files": file_digests(where)}, said)
                 sync_directory(where)
                 put(target)
                 shutil.rmtree(os.path.join(target, mark), ignore_errors=True)

@@ -235,6 +235,11 @@ def _taken(
     cast: bool,
 ) -> tuple[dict[str, Any], WarmStart]:
     """Returns the leaves that are taken out of a file that is open, and the report."""
+    if not arrays.specs:
+        raise CheckpointMismatchError(
+            f"{source}: expected leaves to take, got none at all in it. Nothing was taken. Name "
+            "the checkpoint of a state, or a file that has arrays."
+        )
     names = _renamed(source, arrays.specs, rename)
     choice.require_all_used(source, names, leaves)
     asked = [path for path in leaves if choice.means(path)]

@@ -5,6 +5,7 @@ import json
 import os
 import pathlib
 import pickle
+import resource
 import shutil
 import sys
 import warnings
@@ -17,14 +18,10 @@ import numpy as np
 import pytest
 
 import functrain as ft
+from functrain.checkpoint import _arrays
 
 LIKE = {"x": np.zeros((3, 4)), "y": jnp.zeros(5)}
 ERRORS = (ft.CheckpointCorruptError, ft.CheckpointMismatchError)
-# Where a file cannot be read, Orbax closes an event loop before all that it had begun has ended.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-    pytest.mark.usefixtures("complaints_come_here"),
-]
 
 Edit = Callable[[dict[str, Any]], Any]
 
@@ -261,3 +258,82 @@ def test_a_newer_format_says_which_version_reads_it(place) -> None:
         checkpoints.restore(LIKE)
     assert checkpoints.best() is None
     assert checkpoints.steps() == [1]
+
+
+def add_zeros(place: pathlib.Path, count: int) -> None:
+    """Adds a gigabyte of zeros to the arrays of a document, as Orbax compresses them."""
+    from orbax.checkpoint import v1 as ocp
+
+    shutil.rmtree(place / "arrays")
+    arrays = {"state/x": LIKE["x"], "state/y": np.asarray(LIKE["y"])}
+    ocp.save(place / "arrays", arrays | {"documents/hook/x": np.zeros(count, np.uint8)})
+
+
+def test_documents_of_a_few_bytes_take_no_gigabyte_of_memory(place) -> None:
+    with ft.Checkpointer(place.parent) as checkpoints:
+        checkpoints.save(LIKE, 2)
+    size = 200 * 2**20
+    add_zeros(place, size)
+    zeros = {"spec": f"uint8[{size}]", "crc32": f"{zlib.crc32(bytes(size)):08x}"}
+    edit(place, put("leaves", "documents/hook/x", value=zeros))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(
+        ft.CheckpointCorruptError, match=r"documents of .* at the most .* said to be of 200"
+    ):
+        checkpoints.restore(LIKE, 1)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak < 50 * 2**10
+    assert checkpoints.restore(LIKE).position.step == 2
+
+
+def test_documents_as_large_as_the_state_are_restored_however_they_compress(tmp_path) -> None:
+    state = {"x": np.zeros(40 * 2**20, np.uint8)}
+    with ft.Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(state, 1, documents={"best": state, "last": state})
+    assert checkpoints.restore(state).documents["best"]["x"].nbytes == 40 * 2**20
+
+
+def test_arrays_that_are_not_listed_are_refused_before_any_is_read(place, monkeypatch) -> None:
+    from orbax.checkpoint import v1 as ocp
+
+    shutil.rmtree(place / "arrays")
+    arrays = {"state/x": LIKE["x"], "state/y": np.asarray(LIKE["y"])}
+    more = {f"state/more{i}": np.zeros(1) for i in range(300)}
+    ocp.save(place / "arrays", arrays | more | {"documents/hook/x": np.ones(3)})
+    monkeypatch.setattr(_arrays.Stored, "read", None)
+    wrong = ft.Checkpointer(place.parent).verify()[1]
+    assert "more0: stored, but not listed" in wrong
+    assert "288 more" in wrong
+    with pytest.raises(ft.CheckpointCorruptError, match="stored, but not listed"):
+        ft.load(place, LIKE)
+
+
+def test_a_chunk_larger_than_its_array_is_refused_before_memory_is_taken(place) -> None:
+    import tensorstore
+
+    driver = {"driver": "file", "path": f"{place}/arrays/state/"}
+    index = tensorstore.KvStore.open({"driver": "ocdbt", "base": driver}).result()
+    text = index.read("state/x/zarr.json").result().value
+    index.write("state/x/zarr.json", text.replace(b"[3,4]", b"[30000,40000]", 1)).result()
+    with pytest.raises(ft.CheckpointCorruptError, match=r"x: .*chunk|x: .*in the file"):
+        ft.load(place, LIKE)
+
+
+def test_a_tensor_where_torch_is_missing_names_it_and_an_older_checkpoint_is_taken(
+    place, monkeypatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with ft.Checkpointer(place.parent) as checkpoints:
+        checkpoints.save(LIKE, 2, documents={"hook": {"x": np.ones(3)}})
+    newer = place.parent / f"{2:012d}"
+    edit(newer, put(*HOOK, value={"$tensor": {"$array": "documents/hook/x"}}))
+    with pytest.raises(ft.CheckpointCorruptError, match=r"tensor float64\[3\].*pip install torch"):
+        checkpoints.restore(LIKE, 2)
+    with pytest.warns(UserWarning, match=r"Passed over, for step 1: .*pip install torch"):
+        assert checkpoints.restore(LIKE).position.step == 1
+
+
+def test_a_document_of_a_tensor_without_an_array_imports_nothing(place, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    edit(place, put(*HOOK, value={"$tensor": "os.system"}))
+    with pytest.raises(ft.CheckpointCorruptError, match="cannot be read"):
+        ft.Checkpointer(place.parent).restore(LIKE, 1)

@@ -243,3 +243,9 @@ def test_the_report_of_a_large_state_is_as_short(tmp_path) -> None:
     lines = repr(ft.warm_start({"a": big}, tmp_path / "c")).splitlines()
     assert lines[1] == "  taken     120 leaves: a (120)"
     assert max(map(len, lines[1:])) <= 80
+
+
+def test_a_checkpoint_without_leaves_is_refused_as_one_that_has_nothing_to_take(tmp_path) -> None:
+    ft.save(tmp_path / "empty", {})
+    with pytest.raises(ft.CheckpointMismatchError, match="expected leaves to take, got none"):
+        ft.warm_start({"w": jnp.ones(2)}, tmp_path / "empty")
