@@ -172,7 +172,7 @@ def test_what_a_run_chose_as_its_result_is_taken_rather_than_its_last_state(tmp_
         ft.train_step(loss_fn, tx),
         ft.ArrayLoader(np.zeros((8,), np.float32), 4),
         epochs=6,
-        hooks=[ft.hooks.EarlyStopping("loss", patience=2)],
+        hooks=[ft.hooks.EarlyStopping("loss", patience=2, restore_best=True)],
         checkpointer=ft.Checkpointer(tmp_path / "run"),
         verbose=0,
     )
