@@ -14,14 +14,14 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from functrain.checkpoint._about import ARRAYS
 from functrain.checkpoint._errors import CheckpointCorruptError
-from functrain.checkpoint._leaves import Leaf, path_of
+from functrain.checkpoint._leaves import Leaf, Parts, path_of, slices
 from functrain.common import _tree
 
 _INDEX = "manifest.ocdbt"
@@ -194,11 +194,14 @@ class Stored:
                 f"{_tree.bullets(lines)}\nThe checkpoint is damaged: take another."
             )
 
-    def read(self, likes: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    def read(
+        self, likes: Mapping[str, np.ndarray], own: Mapping[str, Sequence[str]]
+    ) -> dict[str, Any]:
         """Reads arrays, all at once.
 
         Args:
           likes: For each array to read one of its shape and dtype; values are not used.
+          own: The places of the parts to read of an array, where that is not all of it.
 
         Raises:
           CheckpointCorruptError: Names those that cannot be read, or are of another shape or dtype.
@@ -216,7 +219,9 @@ class Stored:
             return results
 
         opening = attempt(self._begin_to_open)
-        reading = attempt(lambda name: _begin_to_read(opening[name].result(), likes[name]))
+        reading = attempt(
+            lambda name: _begin_to_read(opening[name].result(), likes[name], own.get(name))
+        )
         arrays = attempt(lambda name: reading[name].result())
         if faults:
             lines = [f"{path_of(name)}: {reason}" for name, reason in faults.items()]
@@ -254,7 +259,7 @@ def _folder_of_metadata(key: str) -> str:
     return key.removesuffix("zarr.json") if key.endswith("/zarr.json") else ""
 
 
-def _begin_to_read(store: Any, like: np.ndarray) -> Any:
+def _begin_to_read(store: Any, like: np.ndarray, own: Sequence[str] | None) -> Any:
     """Begins to read an array, if it is what it is said to be: else no memory is taken for it."""
     dtype = store.dtype.numpy_dtype
     if (store.shape, dtype) != (like.shape, like.dtype):
@@ -262,7 +267,20 @@ def _begin_to_read(store: Any, like: np.ndarray) -> Any:
     chunk = store.chunk_layout.write_chunk.shape or ()  # memory is taken for whole chunks
     if any(length > max(axis, 1) for length, axis in zip(chunk, like.shape, strict=False)):
         raise ValueError(f"chunks of {list(chunk)} in the file")
-    return store.read()
+    if own is None:
+        return store.read()
+    return _Reading(like, {place: store[slices(place)].read() for place in own})
+
+
+class _Reading(NamedTuple):
+    """Parts of an array that are being read."""
+
+    like: np.ndarray
+    by_place: Mapping[str, Any]
+
+    def result(self) -> Parts:
+        found = {place: future.result() for place, future in self.by_place.items()}
+        return Parts(self.like.shape, self.like.dtype, found)
 
 
 def _shortened(error: Exception, most: int = 300) -> str:

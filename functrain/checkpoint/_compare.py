@@ -10,7 +10,7 @@ from functrain.checkpoint._about import read_about
 from functrain.checkpoint._leaves import path_of, root_of
 from functrain.checkpoint._listing import WIDTH, table
 from functrain.checkpoint._single import STATE
-from functrain.checkpoint._store import blanks, read_arrays
+from functrain.checkpoint._store import blanks, read_each
 from functrain.common import _repr
 
 
@@ -91,7 +91,9 @@ def _said(one: Mapping[str, Any], two: Mapping[str, Any]) -> list[str]:
 
 
 def _read(directory: str, about: Mapping[str, Any], name: str) -> np.ndarray:
-    return read_arrays(directory, about, blanks(about, [name]))[name]
+    read = read_each(directory, about, blanks(about, [name]), lambda name, array: array)
+    array: np.ndarray = read[name]
+    return array
 
 
 def _difference(spec: str, a: np.ndarray, b: np.ndarray) -> tuple[str, float | None]:

@@ -1,5 +1,6 @@
 """The leaves of a state as a file knows them: by path, with a spec, as plain arrays."""
 
+import dataclasses
 import mmap
 import zlib
 from collections.abc import Mapping
@@ -132,11 +133,43 @@ def place(index: tuple[slice, ...], shape: tuple[int, ...]) -> str:
     return ",".join(f"{begin}:{end}" for begin, end in bounds)
 
 
+def slices(place: str) -> tuple[slice, ...]:
+    """Returns the slices of a part."""
+    bounds = (bound.split(":") for bound in place.split(","))
+    return tuple(slice(int(begin), int(end)) for begin, end in bounds)
+
+
 def part(array: np.ndarray, place: str) -> np.ndarray:
     """Returns the part of an array that is at a place."""
-    bounds = (bound.split(":") for bound in place.split(","))
-    found: np.ndarray = array[tuple(slice(int(begin), int(end)) for begin, end in bounds)]
+    found: np.ndarray = array[slices(place)]
     return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """The parts of an array that this process has, by where they are."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    by_place: Mapping[str, np.ndarray]
+
+    def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
+        """Returns one of the parts, given the indices of its elements in the array."""
+        return self.by_place[place(index, self.shape)]
+
+
+def own_places(like: Any, crc32: Any) -> list[str]:
+    """Returns the places of the parts that this process is to read of a leaf; [] for all of it.
+
+    Each of them has a digest if the leaf was saved with the sharding that it is to have.
+    """
+    sharding: Any = getattr(like, "sharding", None)
+    is_shared = sharding is not None and not sharding.is_fully_addressable
+    if not isinstance(crc32, Mapping) or not is_shared or _tree.is_key(like):
+        return []
+    indices = sharding.addressable_devices_indices_map(like.shape).values()
+    places = {place(index, like.shape) for index in indices}
+    return sorted(places) if places <= crc32.keys() else []
 
 
 def _own(array: np.ndarray, move: bool) -> jax.Array | np.ndarray:
@@ -237,7 +270,7 @@ def blank(leaf: Any) -> np.ndarray:
     return np.empty(like.shape, like.dtype)
 
 
-def restored(path: str, like: Any, data: np.ndarray) -> Any:
+def restored(path: str, like: Any, data: Any) -> Any:
     """Makes a leaf like another of what was read: in its place, of its kind."""
     if isinstance(like, np.ndarray | np.generic):
         return data if isinstance(like, np.ndarray) else data[()]

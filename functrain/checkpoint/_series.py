@@ -20,7 +20,7 @@ from functrain.checkpoint._leaves import blank, by_path, on_host, require_same, 
 from functrain.checkpoint._place import identity, write_whole
 from functrain.checkpoint._processes import all_or_none, are_several, is_first, on_first, those_with
 from functrain.checkpoint._single import STATE, read
-from functrain.checkpoint._store import blanks, require_sensible_size, verify
+from functrain.checkpoint._store import require_sensible_size, verify
 from functrain.common import _repr
 from functrain.common._types import PyTree
 from functrain.common._values import spread
@@ -243,7 +243,7 @@ class Series:
         names = [n for n in about["leaves"] if root_of(n) == DOCUMENTS]
         state_bytes = sum(like.nbytes for like in map(blank, by_path(wanted).values()))
         require_sensible_size(directory, about, names, state_bytes)
-        trees, arrays = read(directory, about, wanted, blanks(about, names))
+        trees, arrays = read(directory, about, wanted, names)
         documents = {n: decode(x, arrays) for n, x in about["documents"].items()}
         position = Position(**about.get("position", {"step": about.get("step", 0)}))
         return Restored(trees.get(STATE), position, about["values"], documents), trees, about

@@ -1,6 +1,8 @@
 """One state in one directory: save and load."""
 
+import functools
 import os
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -13,7 +15,7 @@ from functrain.checkpoint._errors import CheckpointCorruptError, CheckpointMisma
 from functrain.checkpoint._fingerprint import of_run
 from functrain.checkpoint._lock import alone
 from functrain.checkpoint._processes import all_or_none, are_several
-from functrain.checkpoint._store import read_arrays
+from functrain.checkpoint._store import blanks, read_each
 from functrain.common._types import PyTree
 
 STATE = "state"
@@ -124,33 +126,39 @@ def load(path: str | os.PathLike[str], like: PyTree) -> PyTree:
                 directory = _place.find(target)
                 about = read_about(directory)
                 _leaves.require_same(directory, about, likes)
-            return read(directory, about, likes, {})[0][STATE]
+            return read(directory, about, likes, ())[0][STATE]
         except (CheckpointCorruptError, CheckpointMismatchError):
             if are_several() or _place.identity(target) == before:
                 raise  # else another process has replaced it meanwhile: that one is read
 
 
 def read(
-    directory: str,
-    about: dict[str, Any],
-    likes: dict[str, PyTree],
-    beside: dict[str, np.ndarray],
+    directory: str, about: dict[str, Any], likes: dict[str, PyTree], beside: Iterable[str]
 ) -> tuple[dict[str, PyTree], dict[str, np.ndarray]]:
     """Reads trees into the structures of others, and arrays.
+
+    At most some leaves are in memory twice. Of a leaf that several processes share, each reads its
+    own part if the leaf was divided in the same way when it was saved.
 
     Args:
       directory: A checkpoint.
       about: What it says of itself.
       likes: By name in the file, of the same leaves; see `_leaves.require_same`.
-      beside: For each array to read beside the trees one of its shape and dtype.
+      beside: Names of arrays to read beside the trees.
 
     Raises:
       CheckpointCorruptError: It is damaged.
     """
     leaves = _leaves.by_path(likes)
-    arrays = read_arrays(
-        directory, about, {**beside, **{name: _leaves.blank(x) for name, x in leaves.items()}}
-    )
-    # Leaf by leaf, so that at the most one of them is in memory twice.
-    found = [_leaves.restored(_leaves.path_of(n), x, arrays.pop(n)) for n, x in leaves.items()]
-    return jax.tree.unflatten(jax.tree.structure(likes), found), arrays
+    blank = {name: functools.partial(_leaves.blank, like) for name, like in leaves.items()}
+    digests = {name: about["leaves"][name].get("crc32") for name in leaves}
+    own = {name: _leaves.own_places(like, digests[name]) for name, like in leaves.items()}
+
+    def use(name: str, data: Any) -> Any:
+        if name not in leaves:
+            return data
+        return _leaves.restored(_leaves.path_of(name), leaves[name], data)
+
+    results = read_each(directory, about, {**blanks(about, beside), **blank}, use, own)
+    values = [results.pop(name) for name in leaves]
+    return jax.tree.unflatten(jax.tree.structure(likes), values), results

@@ -8,11 +8,12 @@ So every leaf has a digest, and what is read is returned only if it has that dig
 CRC finds accidents, not attackers.
 """
 
+import functools
 import math
 import os
 import shutil
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ from functrain.checkpoint._arrays import (
     turn_to_save,
 )
 from functrain.checkpoint._errors import CheckpointCorruptError
-from functrain.checkpoint._leaves import Leaf, digest, is_stored, part, path_of
+from functrain.checkpoint._leaves import Leaf, Parts, digest, is_stored, part, path_of
 from functrain.common import _repr, _tree
 
 # How much is read at once where all of a checkpoint is, to compare digests.
@@ -73,22 +74,48 @@ def arrays_of(leaves: Mapping[str, Leaf]) -> dict[str, Any]:
     return arrays or {_EMPTY: np.zeros(1)}
 
 
-def read_arrays(
-    directory: str, about: Mapping[str, Any], blanks: Mapping[str, np.ndarray]
-) -> dict[str, np.ndarray]:
-    """Reads leaves into host memory, and compares their digests.
+def read_each(
+    directory: str,
+    about: Mapping[str, Any],
+    blanks: Mapping[str, Callable[[], np.ndarray]],
+    use: Callable[[str, Any], Any],
+    own: Mapping[str, Sequence[str]] | None = None,
+) -> dict[str, Any]:
+    """Reads leaves into host memory, some at a time, and compares their digests.
 
     Args:
       directory: The checkpoint.
       about: What it says of itself.
-      blanks: For each leaf to read an array of its shape and dtype.
+      blanks: For each leaf to read what returns an array of its shape and dtype.
+      use: Called with each leaf and its name; only what it returns stays in memory.
+      own: The places of the parts to read of a leaf, where that is not all of it: `use` gets
+        `Parts`.
 
     Raises:
       CheckpointCorruptError: Names the leaves that cannot be read, or have other bytes.
     """
-    if not any(blank.size for blank in blanks.values()):
-        return dict(blanks)
-    return _read(directory, _opened(directory, about), about, blanks)
+    stored, results, faults = _opened(directory, about), dict[str, Any](), list[str]()
+    left = list(blanks)[::-1]
+    while left:
+        group, size = dict[str, np.ndarray](), 0
+        while left and size < _AT_ONCE:
+            name = left.pop()
+            group[name] = blanks[name]()
+            size += group[name].nbytes
+        try:
+            arrays = _read(directory, stored, about, group, own or {})
+        except CheckpointCorruptError as error:
+            faults.append(str(error))
+            results.clear()
+        else:
+            for name in group:
+                array = arrays.pop(name)
+                if not faults:
+                    results[name] = use(name, array)
+                del array  # or the last one of this group stays while the next is read
+    if faults:
+        raise CheckpointCorruptError("\n".join(faults))
+    return results
 
 
 def _opened(directory: str, about: Mapping[str, Any]) -> Stored:
@@ -97,12 +124,19 @@ def _opened(directory: str, about: Mapping[str, Any]) -> Stored:
 
 
 def _read(
-    directory: str, stored: Stored, about: Mapping[str, Any], blanks: Mapping[str, np.ndarray]
-) -> dict[str, np.ndarray]:
+    directory: str,
+    stored: Stored,
+    about: Mapping[str, Any],
+    blanks: Mapping[str, np.ndarray],
+    own: Mapping[str, Sequence[str]],
+) -> dict[str, Any]:
     leaves = about["leaves"]
     wanted = {name: blank for name, blank in blanks.items() if blank.size}
-    arrays = stored.read({name: _as_stored(blank) for name, blank in wanted.items()})
-    found = {name: _as_it_was(array, wanted[name]) for name, array in arrays.items()}
+    likes = {name: _as_stored(blank) for name, blank in wanted.items()}
+    found = stored.read(likes, {name: own[name] for name in likes if own.get(name)})
+    for name, array in found.items():
+        if not isinstance(array, Parts):
+            found[name] = _as_it_was(array, wanted[name])
     wrong = [name for name in wanted if not is_as_saved(found[name], leaves[name]["crc32"])]
     if wrong:
         lines = [f"{path_of(name)}: {leaves[name]['spec']}" for name in wrong]
@@ -123,20 +157,9 @@ def verify(directory: str) -> None:
     about = read_about(directory)
     faults = _damaged_files(directory, about.get("files", {}))
     try:
-        stored = _opened(directory, about)
+        read_each(directory, about, blanks(about, about["leaves"]), lambda name, array: None)
     except CheckpointCorruptError as error:
-        raise CheckpointCorruptError("\n".join([*faults, str(error)])) from None
-    left = list(about["leaves"])
-    while left:
-        group, size = dict[str, np.ndarray](), 0
-        while left and size < _AT_ONCE:
-            name = left.pop()
-            group.update(blanks(about, [name]))
-            size += group[name].nbytes
-        try:
-            _read(directory, stored, about, group)
-        except CheckpointCorruptError as error:
-            faults.append(str(error))
+        faults.append(str(error))
     if faults:
         raise CheckpointCorruptError("\n".join(faults))
 
@@ -195,23 +218,24 @@ def _as_it_was(stored: Any, like: np.ndarray) -> np.ndarray:
     return found if is_stored(like.dtype) else found.view(like.dtype).reshape(like.shape)
 
 
-def blanks(about: Mapping[str, Any], names: Iterable[str]) -> dict[str, np.ndarray]:
-    """Returns arrays like those that stand for leaves in the file, to read without a state.
+def blanks(about: Mapping[str, Any], names: Iterable[str]) -> dict[str, Callable[[], np.ndarray]]:
+    """Returns what makes arrays like those that stand for leaves in the file, without a state."""
+    return {name: functools.partial(_blank, name, about["leaves"][name]) for name in names}
+
+
+def _blank(name: str, record: Mapping[str, Any]) -> np.ndarray:
+    """Returns an array like one that stands for a leaf in the file.
 
     Raises:
-      CheckpointCorruptError: One is said to be larger than the memory.
+      CheckpointCorruptError: It is said to be larger than the memory.
     """
-    found = {}
-    for name in names:
-        said = about["leaves"][name]
-        dtype, shape = parsed(said.get("stored", said["spec"]))
-        try:
-            found[name] = np.empty(shape, dtype)
-        except (MemoryError, ValueError) as error:
-            raise CheckpointCorruptError(
-                f"{path_of(name)}: expected an array that fits into memory, got {said['spec']}"
-            ) from error
-    return found
+    dtype, shape = parsed(record.get("stored", record["spec"]))
+    try:
+        return np.empty(shape, dtype)
+    except (MemoryError, ValueError) as error:
+        raise CheckpointCorruptError(
+            f"{path_of(name)}: expected an array that fits into memory, got {record['spec']}"
+        ) from error
 
 
 def require_sensible_size(
@@ -253,8 +277,11 @@ def said_of(leaf: Leaf, digests: Mapping[str, str]) -> dict[str, Any]:
     return {**found, "crc32": digests[""] if "" in digests else dict(sorted(digests.items()))}
 
 
-def is_as_saved(array: np.ndarray, crc32: str | Mapping[str, str]) -> bool:
+def is_as_saved(array: np.ndarray | Parts, crc32: str | Mapping[str, str]) -> bool:
     """Compares an array with its digest, or with those of all its parts."""
+    if isinstance(array, Parts):
+        digests: Any = crc32
+        return all(digest(x) == digests[place] for place, x in array.by_place.items())
     if isinstance(crc32, str):
         return digest(array) == crc32
     parts = [(part(array, place), said) for place, said in crc32.items()]

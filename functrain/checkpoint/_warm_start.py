@@ -17,7 +17,7 @@ from functrain.checkpoint._directory import Directory
 from functrain.checkpoint._errors import CheckpointCorruptError, CheckpointMismatchError
 from functrain.checkpoint._place import find
 from functrain.checkpoint._single import STATE
-from functrain.checkpoint._store import blanks, read_arrays
+from functrain.checkpoint._store import blanks, read_each
 from functrain.common import _patterns, _repr, _tree
 from functrain.common._types import PyTree
 from functrain.step._state import TrainState
@@ -368,7 +368,7 @@ def _checkpoint(directory: str) -> Iterator[_files.Arrays]:
 
     def read(paths: Iterable[str]) -> Iterator[tuple[str, np.ndarray]]:
         wanted = [names[path] for path in paths]
-        found = read_arrays(directory, about, blanks(about, wanted))
+        found = read_each(directory, about, blanks(about, wanted), lambda name, array: array)
         for name in wanted:
             yield _leaves.path_of(name), found.pop(name)
 

@@ -41,6 +41,8 @@ class Memory:
       chunks: Of K batches each, as many as there are at once, at the most.
       rows: What the programs under way report.
       temporaries: What the program needs besides: activations, gradients.
+      saved: The copy that a checkpointer writes while training goes on; 0 without one, and off CPU,
+        where it lies in the memory of the host.
 
     Examples:
       >>> found = Memory(8, {"w": 4000}, {"w": 4000}, 4000, 4000, 300, 96, 8000)
@@ -56,6 +58,7 @@ class Memory:
     chunks: int
     rows: int
     temporaries: int
+    saved: int = 0
 
     @property
     def state(self) -> int:
@@ -65,7 +68,7 @@ class Memory:
     @property
     def total(self) -> int:
         """All of it."""
-        copies = self.state + self.given + self.spare
+        copies = self.state + self.given + self.spare + self.saved
         return copies + self.chunks + self.rows + self.temporaries
 
     def __repr__(self) -> str:
@@ -84,6 +87,7 @@ class Memory:
                 "the state": self.state,
                 "the state as it was given": self.given,
                 "a copy to go back to": self.spare,
+                "a copy that is being saved": self.saved,
                 f"{CHUNKS} chunks of {self.k} batches": self.chunks,
                 "logs": self.rows,
                 "temporaries of the program": self.temporaries,
@@ -102,13 +106,14 @@ def memory(
     k: int | None = None,
     sharding: _placement.ShardingArg = None,
     donate: bool = False,
+    checkpointer: Any = None,
     rewrites: Mode = "auto",
 ) -> Memory:
     """Says what a fit will need of memory, from the program it would run.
 
     The program is compiled, with shapes alone: nothing is computed or allocated. What is counted is
-    what lies on each device at the most. Not counted are evaluations, hooks, a checkpoint that is
-    written, the code, the compiler, and what the data take that are not batches yet.
+    what lies on each device at the most. Not counted are evaluations, hooks, the code, the
+    compiler, and what the data take that are not batches yet.
 
     Args:
       step: ``(state, batch) -> (state, logs)``, with metrics or without.
@@ -118,6 +123,7 @@ def memory(
       k: Steps per program; None for what ``fuse="auto"`` takes where no epoch is shorter.
       sharding: Of one batch, as in `fit`.
       donate: Whether `fit` takes the state over instead of copying it.
+      checkpointer: The one that `fit` gets: on CPU it takes the state once more.
       rewrites: As in `fit`.
 
     Returns:
@@ -167,6 +173,7 @@ def memory(
         chunks=CHUNKS * bytes_on_each(chunk),
         rows=CHUNKS * rows,
         temporaries=temporaries,
+        saved=once if checkpointer is not None and jax.default_backend() == "cpu" else 0,
     )
 
 

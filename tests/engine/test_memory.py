@@ -94,6 +94,8 @@ def test_copies_of_the_state_are_those_that_a_fit_makes(monkeypatch: Any) -> Non
     assert found.given == found.spare == found.state
     assert found.total == 3 * found.state + found.chunks + found.rows + found.temporaries
     assert ft.memory(STEP, create(), BATCH, donate=True).given == 0
+    saved = ft.memory(STEP, create(), BATCH, checkpointer=ft.Checkpointer("run"))
+    assert (found.saved, saved.saved, saved.total) == (0, found.state, found.total + found.state)
     monkeypatch.setattr("functrain.engine._memory.SPARE_BYTES", found.state - 1)
     assert ft.memory(STEP, create(), BATCH).spare == 0
 
