@@ -55,7 +55,7 @@ def is_narrowed(x: Any) -> bool:
     """Returns True if a leaf holds 64-bit integers on the host that get 32 bits on a device."""
     if not isinstance(x, _ON_HOST) or x.dtype.kind not in "iu" or x.dtype.itemsize < 8:
         return False
-    return _limits(x).bits < 64
+    return bool(_limits(x).bits < 64)
 
 
 def is_cheap_to_read(x: np.ndarray) -> bool:
