@@ -9,7 +9,9 @@ the same. A process that did not fail waits for the others as before, but not fo
 import atexit
 import contextlib
 import dis
+import functools
 import os
+import queue
 import sys
 import threading
 import time
@@ -37,6 +39,7 @@ def end_soon_after_a_failure(before: Callable[[], None]) -> None:
       before: Called when this process comes to its end, before it waits for the others.
     """
     ending = _Ending(before)
+    _limit()
     sys.excepthook = ending.noting_exceptions(sys.excepthook)
     # SystemExit does not reach the excepthook, and no public name tells the status at exit.
     sys.exit = ending.noting_status(sys.exit)
@@ -56,9 +59,8 @@ def fail(status: int) -> NoReturn:
         _notes.leave(f"{_FAILED}/first", status)
     with contextlib.suppress(RuntimeError):
         status = int(_notes.read(_FAILED)["first"])
-    limit = threading.Timer(_EXIT_FUNCTIONS + _COORDINATOR, os._exit, [status])
-    limit.daemon = True
-    limit.start()
+    with contextlib.suppress(RuntimeError):  # too late to start a thread
+        _limit().put(status)
     do_not_wait_at_exit()
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
@@ -67,6 +69,23 @@ def fail(status: int) -> NoReturn:
     with contextlib.suppress(RuntimeError):
         _end_together()
     os._exit(status)
+
+
+@functools.cache
+def _limit() -> queue.SimpleQueue[int]:
+    """Returns a queue; a status that is put there ends the process a little later.
+
+    Python 3.12 starts no thread once the interpreter shuts down, so this one waits from early on.
+    """
+    statuses: queue.SimpleQueue[int] = queue.SimpleQueue()
+
+    def end() -> None:
+        status = statuses.get()
+        time.sleep(_EXIT_FUNCTIONS + _COORDINATOR)
+        os._exit(status)
+
+    threading.Thread(target=end, daemon=True).start()
+    return statuses
 
 
 def _end_together() -> None:
