@@ -2,6 +2,7 @@
 
 python -m benchmarks.saving                 # both, some three minutes on two CPU cores
 python -m benchmarks.saving --gigabytes 4
+python -m benchmarks.saving --memory        # memory at its peak, a fresh process for each
 """
 
 import argparse
@@ -9,6 +10,7 @@ import os
 import pathlib
 import shutil
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -21,7 +23,9 @@ from rich.table import Table
 os.environ.setdefault("KERAS_BACKEND", "jax")  # the workloads import keras
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 from orbax.checkpoint import v1 as ocp
 
 import functrain as ft
@@ -31,6 +35,7 @@ from benchmarks.workloads import WORKLOADS
 EVERY = 100  # steps
 EPOCHS = 20  # of a round, so that what goes on behind a run's back is in its own time
 ROUNDS = 5
+PEAKS = "by hand", "fit", "fit, saved", "fit donated", "fit donated, saved", "restore"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -38,8 +43,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gigabytes", type=float, default=1.0, help="of the large state")
     parser.add_argument("--folder", type=pathlib.Path, help="where to write; the disk matters")
+    parser.add_argument("--memory", action="store_true", help="measure peaks, not times")
+    parser.add_argument("--peak", choices=PEAKS, help=argparse.SUPPRESS)  # in a fresh process
     args = parser.parse_args(arguments)
+    if args.peak:
+        print(peak(args.peak))
+        return 0
     console = Console()
+    if args.memory:
+        console.print(peaks())
+        return 0
     with tempfile.TemporaryDirectory(dir=args.folder, ignore_cleanup_errors=True) as folder:
         console.print(small_run(pathlib.Path(folder)))
         console.print(large_state(pathlib.Path(folder), args.gigabytes))
@@ -138,6 +151,54 @@ def large_state(folder: pathlib.Path, gigabytes: float) -> Table:
             "" if name.startswith("a copy") else f"{statistics.median(whole[name]):.1f}",
         )
     return table
+
+
+def peaks(rounds: int = 3) -> Table:
+    """Memory at its peak, in states: what a process had before the state is subtracted."""
+    table = Table("a state of 588 MiB", *(f"round {i + 1}" for i in range(rounds)))
+    for way in PEAKS:
+        command = [sys.executable, "-m", "benchmarks.saving", "--peak", way]
+        runs = [subprocess.run(command, check=True, capture_output=True) for _ in range(rounds)]
+        table.add_row(way, *(f"{float(run.stdout.split()[-1]):.2f}" for run in runs))
+    return table
+
+
+def peak(way: str) -> float:
+    """Returns the peak of one way in this process, in states (Linux)."""
+    status, tx = pathlib.Path("/proc/self/status"), optax.adam(1e-4)
+
+    def mib(name: str) -> float:
+        return int(status.read_text().split(name + ":")[1].split()[0]) / 2**10
+
+    def create() -> ft.TrainState:
+        shapes = [(512, 2048), *[(2048, 2048)] * 12]
+        return ft.TrainState.create(params=[jnp.full(s, 1e-3) for s in shapes], tx=tx)
+
+    def loss_fn(params: Any, model_state: Any, x: Any, *, rng: Any, training: bool) -> Any:
+        for w in params:
+            x = jnp.tanh(x @ w)
+        return jnp.mean(x**2), ft.Aux(model_state)
+
+    step, loader = ft.train_step(loss_fn, tx), ft.ArrayLoader(np.ones((16, 512), np.float32), 4)
+    with tempfile.TemporaryDirectory() as folder:
+        kept = ft.Checkpointer(folder, keep=1) if "save" in way else None
+        before = mib("VmRSS")
+        state = jax.block_until_ready(jax.jit(create)())
+        size = sum(x.nbytes for x in jax.tree.leaves(state)) / 2**20
+        if way == "by hand":
+            by_hand = jax.jit(step, donate_argnums=0)
+            for _ in range(20):
+                state, _ = jax.block_until_ready(by_hand(state, np.ones((4, 512), np.float32)))
+        elif way == "restore":
+            ft.save(f"{folder}/state", state)
+            del state
+            pathlib.Path("/proc/self/clear_refs").write_text("5")
+            before = mib("VmRSS")
+            ft.load(f"{folder}/state", jax.eval_shape(create))
+        else:
+            donate = "donated" in way
+            ft.fit(state, step, loader, epochs=5, donate=donate, checkpointer=kept, verbose=0)
+        return float((mib("VmHWM") - before) / size)
 
 
 if __name__ == "__main__":

@@ -30,8 +30,8 @@ from functrain.checkpoint._errors import CheckpointCorruptError
 from functrain.checkpoint._leaves import Leaf, Parts, digest, is_stored, part, path_of
 from functrain.common import _repr, _tree
 
-# How much is read at once where all of a checkpoint is, to compare digests.
-_AT_ONCE = 64 * 2**20
+# How many bytes are read at once: twice as many are in memory beside what was restored.
+_AT_ONCE = 16 * 2**20
 _SMALL = 2**20  # bytes of a file of arrays that gets a digest of its own
 _EMPTY = "(empty)"  # the array of a checkpoint without any
 
