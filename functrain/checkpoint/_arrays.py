@@ -239,7 +239,13 @@ class Stored:
 def _folder_of_index(directory: str) -> str:
     """Returns the folder of `arrays/` in which Orbax has put the arrays."""
     arrays = os.path.join(directory, ARRAYS)
-    folders = sorted(entry.path for entry in os.scandir(arrays) if entry.is_dir())
+    try:
+        folders = sorted(entry.path for entry in os.scandir(arrays) if entry.is_dir())
+    except OSError as error:
+        raise CheckpointCorruptError(
+            f"{arrays}: the arrays of the checkpoint cannot be read: {error.strerror}. The "
+            "checkpoint is damaged: take another."
+        ) from None
     with_index = [path for path in folders if os.path.isfile(os.path.join(path, _INDEX))]
     if not with_index:
         raise CheckpointCorruptError(

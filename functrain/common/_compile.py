@@ -76,8 +76,10 @@ _tracing = threading.local()  # .is_checked: whether this thread traces for a ch
 class CheckedJit:
     """What `jit` returns on an affected jaxlib.
 
-    A program that has run once costs nothing more: `jax.jit` finds it in its cache. It traces the
-    function only for new shapes, and that is refused until the program has been checked.
+    A program that has run once costs nothing more on one device: `jax.jit` finds it in its cache.
+    It traces the function only for new shapes, and that is refused until the program has been
+    checked. With several devices jax compiles for another sharding without tracing again, so each
+    call looks up whether its signature was checked.
     """
 
     def __init__(self, function: Callable[..., Any], options: dict[str, Any]) -> None:
@@ -93,15 +95,19 @@ class CheckedJit:
         self._remedied: Any = jax.jit(checked, compiler_options=REMEDY, **options)
         self._chosen: dict[Any, Any] = {}  # one of the two for each signature
         self._has_wrong = False
+        # Signatures that were traced and whose check has not come to its end: another thread is at
+        # it, or Ctrl-C or an error interrupted it. `jax.jit` would run those without tracing.
+        self._unchecked: set[Any] = set()
 
     def __call__(self, *args: Any) -> Any:
         """Runs the program, which is checked before its first run."""
-        if not self._has_wrong:
+        is_new = False
+        if not (self._has_wrong or self._unchecked) and jax.device_count() == 1:
             try:
                 return self._plain(*args)
             except _UncheckedError:
-                pass
-        return self._traced(self._right_one(args), *args)
+                is_new = True
+        return self._traced(self._right_one(args, is_new=is_new), *args)
 
     def lower(self, *args: Any) -> Any:
         """Lowers the program that a call would run, which is compiled to be checked."""
@@ -115,21 +121,39 @@ class CheckedJit:
         """Returns the shapes of the results; nothing is compiled."""
         return self._transformed.eval_shape(*args)
 
-    def _right_one(self, args: tuple[Any, ...]) -> Any:
-        """Returns the `jax.jit` object that computes the right numbers for these arguments."""
+    def _right_one(self, args: tuple[Any, ...], *, is_new: bool = False) -> Any:
+        """Returns the `jax.jit` object that computes the right numbers for these arguments.
+
+        Args:
+          args: Arrays, or their shapes.
+          is_new: Whether jax was seen to trace these arguments, so that an earlier check of the
+            same signature does not count: it was made in another context, such as other matmul
+            precision.
+        """
         is_disabled = jax.config.jax_disable_jit  # type: ignore[attr-defined] # made at run time
-        if is_disabled or _is_transformed(args):
+        leaves, structure = jax.tree.flatten(args)
+        if is_disabled or _is_transformed(leaves):
             return self._transformed
-        signature = _signature(args)
-        if signature not in self._chosen:
-            # jax keeps the executable: the call that follows neither traces nor compiles again.
-            compiled = self._traced(self._plain.lower, *args).compile()
-            is_wrong = is_miscompiled(compiled.as_text() or "")
-            self._chosen[signature] = self._remedied if is_wrong else self._plain
-            self._has_wrong |= is_wrong
-            if is_wrong:
-                _warn_once()
+        signature = structure, tuple(map(_kind, leaves))
+        if is_new or signature not in self._chosen:
+            self._chosen[signature] = self._checked(signature, args)
         return self._chosen[signature]
+
+    def _checked(self, signature: Any, args: tuple[Any, ...]) -> Any:
+        """Compiles the program, looks at it, and returns the `jax.jit` object to run it with."""
+        self._unchecked.add(signature)
+        try:
+            lowered = self._traced(self._plain.lower, *args)
+        except Exception:  # the function raised, and jax keeps no trace of it
+            self._unchecked.discard(signature)
+            raise
+        # jax keeps the executable: the call that follows neither traces nor compiles again.
+        is_wrong = is_miscompiled(lowered.compile().as_text() or "")
+        self._has_wrong |= is_wrong
+        self._unchecked.discard(signature)
+        if is_wrong:
+            _warn_once()
+        return self._remedied if is_wrong else self._plain
 
     def _traced(self, function: Callable[..., Any], *args: Any) -> Any:
         before = getattr(_tracing, "is_checked", False)
@@ -140,14 +164,16 @@ class CheckedJit:
             _tracing.is_checked = before
 
 
-def _is_transformed(args: tuple[Any, ...]) -> bool:
+def _is_transformed(leaves: list[Any]) -> bool:
     """Returns True within a transformation; an outer jit makes tracers of new arrays, too."""
-    return any(isinstance(x, jax.core.Tracer) for x in [*jax.tree.leaves(args), jnp.zeros(())])
+    return any(isinstance(x, jax.core.Tracer) for x in [*leaves, jnp.zeros(())])
 
 
-def _signature(args: tuple[Any, ...]) -> Any:
-    leaves, structure = jax.tree.flatten(args)
-    return structure, tuple((_tree.spec(x), getattr(x, "sharding", None)) for x in leaves)
+def _kind(leaf: Any) -> Any:
+    """Returns what jax compiles a program for: shape, dtype, weak type, and where an array lies."""
+    if isinstance(leaf, jax.Array):
+        return leaf.aval, leaf.sharding, leaf.committed
+    return _tree.spec(leaf), getattr(leaf, "sharding", None)
 
 
 _has_warned = False

@@ -43,7 +43,8 @@ class StopAgreement:
         self._passed = 0  # events after which this process has not stopped
         self._answer: int | None = None  # the event at which it can stop
         self._last: float | None = None  # the event at which all stop
-        self._lock = threading.Lock()
+        # Reentrant: the garbage collector may close an abandoned run within any of these methods.
+        self._lock = threading.RLock()
         self._is_closed = threading.Event()
 
     def __enter__(self) -> Self:
@@ -91,11 +92,13 @@ class StopAgreement:
 
     def _wait_for_answers(self) -> float:
         """Returns the largest of the answers; of a process that came to the end, infinity."""
+        pause = _LOOK_SOON
         while True:
             stops, left = self._read()
             if len(stops.keys() | left.keys()) == _notes.processes():
                 return max([*stops.values(), *(math.inf for number in left.keys() - stops.keys())])
-            time.sleep(_LOOK_SOON)
+            time.sleep(pause)
+            pause = min(2 * pause, _LOOK)
 
     def _read(self) -> tuple[dict[int, int], dict[int, int]]:
         """Returns the answers, and the steps of those who left, by process."""
@@ -107,13 +110,14 @@ class StopAgreement:
         return stops, left
 
     def _give_answer(self, event: int) -> None:
-        self._answer = event
         _notes.leave(f"{self._folder}/stop-{_notes.own_number()}", event)
+        self._answer = event
 
     def _answer_others(self) -> None:
         """Answers a process that is to stop, and ends this one if it waits in vain for another."""
-        with contextlib.suppress(RuntimeError):  # the service is gone, and JAX ends the process
-            while not self._is_closed.wait(_LOOK):
+        while not self._is_closed.wait(_LOOK):
+            # The service may fail to answer once; where it is gone, JAX ends the process.
+            with contextlib.suppress(RuntimeError):
                 stops, left = self._read()
                 with self._lock:
                     if stops and self._answer is None and not self._is_closed.is_set():

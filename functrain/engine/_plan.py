@@ -76,7 +76,8 @@ def _fitting(fuse: int, batch_bytes: int, stretches: Iterable[int | None]) -> in
     Raises:
       ValueError: There is no room for those either.
     """
-    room = _memory_bytes() // (2 * max(1, batch_bytes))  # half of the memory: there are two chunks
+    # Half of the memory, since there are two chunks; a single batch is taken whatever its size.
+    room = max(1, _memory_bytes() // (2 * max(1, batch_bytes)))
     if fuse <= room:
         return fuse
     k = min(fuse, *(n for n in stretches if n), fuse)

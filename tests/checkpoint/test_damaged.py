@@ -139,6 +139,18 @@ def test_a_checkpoint_without_digests_of_files_is_loaded_and_verified(tmp_path) 
     assert digest(ft.load(tmp_path / "c", LIKE)) == digest(LIKE)
 
 
+def test_a_checkpoint_that_lost_its_arrays_is_passed_over_as_damaged(tmp_path) -> None:
+    with ft.Checkpointer(tmp_path, keep=None) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(state_of(step), step)
+    shutil.rmtree(tmp_path / f"{2:012d}" / "arrays")
+    assert list(checkpoints.verify()) == [2]
+    with pytest.raises(ft.CheckpointCorruptError, match="arrays"):
+        ft.load(tmp_path / f"{2:012d}", state_of(2))
+    with pytest.warns(UserWarning, match="damaged"):
+        assert checkpoints.restore(state_of(2)).position.step == 1
+
+
 def test_all_damaged_is_an_error_that_says_of_each_what_is_wrong(saved: ft.Checkpointer) -> None:
     with contextlib.ExitStack() as stack:
         for step in (1, 2):
