@@ -21,7 +21,7 @@ import numpy as np
 
 from functrain.checkpoint._about import ARRAYS
 from functrain.checkpoint._errors import CheckpointCorruptError
-from functrain.checkpoint._leaves import Leaf, Parts, path_of, slices
+from functrain.checkpoint._leaves import Leaf, Parts, folder_of, path_of, slices
 from functrain.common import _tree
 
 _INDEX = "manifest.ocdbt"
@@ -184,7 +184,7 @@ class Stored:
                 f"{directory}: the index of its arrays cannot be read: {_shortened(error)}\n"
                 "The checkpoint is damaged: take another."
             ) from None
-        listed = {_folder(name) for name in names}
+        listed = {folder_of(name) for name in names}
         missing, unknown = sorted(listed - there), sorted(there - listed)
         lines = [f"{path_of(x[:-1])}: listed, but not stored" for x in missing]
         lines += [f"{path_of(x[:-1])}: stored, but not listed" for x in unknown]
@@ -232,7 +232,7 @@ class Stored:
         return arrays
 
     def _begin_to_open(self, name: str) -> Any:
-        spec = {"driver": "zarr3", "kvstore": {**self._index, "path": _folder(name)}}
+        spec = {"driver": "zarr3", "kvstore": {**self._index, "path": folder_of(name)}}
         return self._open(spec, context=self._context, open=True, read=True)
 
 
@@ -253,11 +253,6 @@ def _folder_of_index(directory: str) -> str:
             f"{_INDEX}. The checkpoint is damaged: take another."
         )
     return with_index[0]
-
-
-def _folder(name: str) -> str:
-    """Returns where in the database Orbax puts an array."""
-    return name if name.endswith("/") else f"{name}/"
 
 
 def _folder_of_metadata(key: str) -> str:

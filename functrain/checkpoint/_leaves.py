@@ -47,15 +47,22 @@ class Leaf(NamedTuple):
 def by_path(trees: dict[str, PyTree]) -> dict[str, Any]:
     """Returns the leaves of trees by their names in the file: that of the tree, and the path."""
     leaves: dict[str, Any] = {}
+    folders = set[str]()
     for name, leaf in _tree.leaves_with_path(trees):
-        # Orbax writes "a" and "a/" to the same place.
-        if {name, name.removesuffix("/"), f"{name}/"} & leaves.keys():
+        folder = folder_of(name)
+        if folder in folders:
             raise ValueError(
                 f"{path_of(name)}: expected one leaf of this path, got two. Rename a key that has "
                 "'/' in it."
             )
+        folders.add(folder)
         leaves[name] = leaf
     return leaves
+
+
+def folder_of(name: str) -> str:
+    """Returns where in its database Orbax puts an array: "a" and "a/" go to the same place."""
+    return name if name.endswith("/") else f"{name}/"
 
 
 def root_of(name: str) -> str:

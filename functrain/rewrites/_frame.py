@@ -260,7 +260,8 @@ def _inside(eqn: core.JaxprEqn, work: Callable[[], dict[str, Any]]) -> dict[str,
         return ()
 
     options = {name: eqn.params[name] for name in ("mesh", "in_specs", "check_vma")}
-    options["axis_names"] = eqn.params["newly_manual_axes"]
+    old_name, new_name = "manual_axes", "newly_manual_axes"  # before and from jax 0.10.2 on
+    options["axis_names"] = eqn.params[new_name if new_name in eqn.params else old_name]
     with _context(eqn):
         jax.make_jaxpr(jax.shard_map(body, out_specs=(), **options))(*(v.aval for v in eqn.invars))
     return result
