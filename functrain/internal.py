@@ -45,6 +45,7 @@ from functrain.engine._rows import on_host as on_host
 from functrain.engine._rows import row as row
 from functrain.engine._signals import HeldSignals as HeldSignals
 from functrain.engine._trigger import steps_until_due as steps_until_due
+from functrain.hooks._hook import by_current_identity as by_current_identity
 from functrain.hooks._hook import by_identity as by_identity
 from functrain.hooks._hook import is_resumable as is_resumable
 from functrain.hooks._logger import Logger as Logger

@@ -19,6 +19,7 @@ from functrain.internal import (
     HeldSignals,
     Resumed,
     Saving,
+    by_current_identity,
     by_identity,
     is_number,
     is_resumable,
@@ -260,7 +261,8 @@ class _Others:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        self.saved = state
+        callbacks = by_current_identity(state["callbacks"], self._callbacks)
+        self.saved = {**state, "callbacks": callbacks}
 
     def require_same_names(self, directory: str) -> None:
         pairs = zip(self.saved["names"], _names(self._model), strict=True)

@@ -88,7 +88,8 @@ class Repeated(Source):
 
     def restore(self, state: dict[str, Any] | None, epoch: int, batch: int) -> list[str]:
         """Has the next stretch go on where `state` was returned; returns how the data differ."""
-        self._steps_before = 0 if state is None else state["steps_before"]
+        # Checkpoints of functrain 0.2 do not have it: orders began with the first one.
+        self._steps_before = 0 if state is None else state.get("steps_before", 0)
         if state is None:
             return []
         self._number, self._batch = state["pass"], state["batch"]

@@ -136,6 +136,11 @@ class Source:
         """
         self._steps_before = steps if self.can_seek else 0
 
+    @property
+    def epochs_before(self) -> int:
+        """The number of a loader's epochs that come before the first pass."""
+        return -(-self._steps_before // len(self.data)) if self.can_seek else 0
+
     def require_passes(self, epochs: int) -> None:
         """Refuses an iterator that would have to last for several epochs."""
         if epochs > 1 and self.is_iterator:
@@ -181,8 +186,7 @@ class Source:
         """Begins a pass, at the given batch of it; those before it are left out."""
         own: Pass
         if self.can_seek:
-            epochs_before = -(-self._steps_before // len(self.data))
-            own = ArrayPass(self.data, epochs_before + epoch, batch)
+            own = ArrayPass(self.data, self.epochs_before + epoch, batch)
         else:
             begun, mark, self._begun, self._mark = self._begun, self._mark, None, None
             own = self._pass = begun or self._stream(epoch, batch, mark)

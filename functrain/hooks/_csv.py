@@ -123,6 +123,9 @@ class CSVLogger(TextFile):
 
     def restore(self, state: dict[str, Any]) -> None:
         """Drops the rows and columns that came after the checkpoint: the run writes them again."""
+        if "rows" not in state:  # saved by functrain 0.2, which counted bytes
+            super().restore(state)
+            return
         columns, rows = state["columns"], state["rows"]
         there = self._read()[1] if self.path.exists() else 0
         if there < rows:

@@ -3,7 +3,7 @@
 import contextlib
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
 import jax
@@ -82,6 +82,21 @@ def by_identity(
     return identified
 
 
+def by_current_identity(states: Mapping[str, Any], hooks: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns saved states by the identities of the hooks they belong to.
+
+    Functrain 0.2 saved a state under the class name alone. Where that is all there is, it belongs
+    to the only hook of this class.
+    """
+    current = dict(states)
+    class_names = [type(hook).__name__ for hook in hooks.values()]
+    for identity, class_name in zip(hooks, class_names, strict=True):
+        is_only = class_names.count(class_name) == 1
+        if is_only and identity not in states and class_name in states:
+            current[identity] = current.pop(class_name)
+    return current
+
+
 def is_resumable(hook: Any) -> bool:
     """Returns True if a hook can resume in another process: it has `state` and `restore`."""
     return all(callable(getattr(hook, name, None)) for name in ("state", "restore"))
@@ -144,6 +159,7 @@ class HookRunner:
     def restore(self, state: dict[str, Any]) -> None:
         """Restores what `state` returned, hook by hook."""
         hooks = self.resumable()
+        state = by_current_identity(state, hooks)
         for name in hooks.keys() - state.keys():
             warnings.warn(
                 f"hooks: {name} begins afresh: the checkpoint has {sorted(state) or 'no hooks'}.",

@@ -109,7 +109,8 @@ class TensorBoard(Logger):
 
     def restore(self, state: dict[str, Any], /) -> None:
         """Restores the lines of the last step before the checkpoint."""
-        self._last_lines = [Line(**line) for line in state["last_lines"]]
+        # Checkpoints of functrain 0.2 do not have them.
+        self._last_lines = [Line(**line) for line in state.get("last_lines", [])]
 
     def end(self) -> None:
         """Closes the file."""

@@ -48,11 +48,12 @@ class LossWatch:
                 self.first[member] = Position(step + i + 1, epoch, max(0, batch + i))
                 self._name = name
 
-    def warn(self, *, by_epochs: bool, active: Any = None) -> None:
+    def warn(self, *, by_epochs: bool, epochs_before: int = 0, active: Any = None) -> None:
         """Warns of that step, if there is one.
 
         Args:
           by_epochs: True where an epoch is a pass over the data, so that its batch can be named.
+          epochs_before: The number of the loader's epochs that came before the run's first one.
           active: `bool[N]`, the members of a population that are trained still: those that have
             been stopped report NaN since then.
         """
@@ -64,7 +65,8 @@ class LossWatch:
             return
         step, epoch, batch = min(first.values())
         members = "" if active is None else f" of members {sorted(first)}"
-        place = f", batch {batch} of epoch {epoch}, both counted from 0" if by_epochs else ""
+        of_loader = f" (the loader's epoch {epochs_before + epoch})" if epochs_before else ""
+        place = f", batch {batch} of epoch {epoch}{of_loader}, counted from 0" if by_epochs else ""
         warnings.warn(
             f"{self._name}: expected finite numbers, got NaN or infinity{members}, first in step "
             f"{step}{place}. functrain.explain_nan(step, state, batch) names the operation that "

@@ -243,7 +243,9 @@ def fit(
         raise
     if not any(isinstance(hook, TerminateOnNaN) for hook in due.hooks):  # it warns by itself
         active = events.state.active if is_population else None
-        recorder.losses.warn(by_epochs=steps is None, active=active)
+        recorder.losses.warn(
+            by_epochs=steps is None, epochs_before=source.epochs_before, active=active
+        )
     return FitResult(events.state, recorder.history())
 
 

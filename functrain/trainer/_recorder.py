@@ -125,8 +125,10 @@ class Recorder:
 
     def restore(self, state: dict[str, Any]) -> None:
         """Restores what `state` returned: the history continues from there."""
-        self._first_step, self._steps_begin = state["first_step"], state["steps_begin"]
-        self._has_logs = state["has_logs"]
+        self._first_step = state["first_step"]
+        # Checkpoints of functrain 0.2 have neither of these two: they kept all steps.
+        self._steps_begin = state.get("steps_begin", self._first_step)
+        self._has_logs = state.get("has_logs", bool(state["steps"]))
         left_out = 0
         if not self._keeps_steps:  # those before the current epoch, which may have been saved
             saved = max(map(len, state["steps"].values()), default=0)

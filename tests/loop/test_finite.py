@@ -1,5 +1,6 @@
 """A loss that is not finite is named once, with its first step and what finds its cause."""
 
+import re
 import warnings
 from typing import Any
 
@@ -25,6 +26,17 @@ def loader(*bad: int, value: float = np.nan) -> ft.ArrayLoader:
     return ft.ArrayLoader(data, 1)
 
 
+def loss_fn(params: Any, model_state: Any, batch: Any, *, rng: Any, training: bool) -> Any:
+    return jnp.sum(params * batch), ft.Aux(model_state)
+
+
+TRAINING = ft.train_step(loss_fn, TX)
+
+
+def trained(steps: int) -> ft.TrainState:
+    return ft.TrainState.create(params=jnp.ones(()), tx=TX).replace(step=jnp.int32(steps))
+
+
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 @pytest.mark.parametrize("fuse", [1, 7, 40])
 def test_a_fit_names_its_first_step_with_a_loss_that_is_not_finite(fuse: int, value: float) -> None:
@@ -39,6 +51,18 @@ def test_a_fit_names_its_first_step_with_a_loss_that_is_not_finite(fuse: int, va
         ft.fit(jnp.zeros(()), step, Data(), epochs=2, fuse=fuse, verbose=0)
     assert len(caught) == 1
     assert caught[0].filename == __file__
+
+
+def test_the_epoch_of_the_loader_is_named_where_the_state_had_taken_steps() -> None:
+    data = np.arange(40, dtype=np.float32)
+    data[5] = np.nan
+    shuffled = ft.ArrayLoader(data, 1, shuffle=True)
+    message = r"step \d+, batch (\d+) of epoch 0 \(the loader's epoch (\d+)\), counted from 0"
+    with pytest.warns(UserWarning, match=message) as caught:
+        ft.fit(trained(steps=50), TRAINING, shuffled, verbose=0)
+    batch, epoch = re.search(message, str(caught[0].message)).groups()  # type: ignore[union-attr]
+    assert int(epoch) == 2
+    assert np.isnan(shuffled.batch(int(epoch), int(batch)))
 
 
 def test_a_fit_by_steps_names_the_step_alone() -> None:
