@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import jax
+import numpy as np
 
 from functrain.common import _direction, _repr, _tree
 from functrain.engine._trigger import Trigger
@@ -111,8 +112,17 @@ class EarlyStopping:
     def restore(self, state: dict[str, Any]) -> None:
         """Restores what `state` returned, for the run that begins next."""
         self.best, self.best_step = state["best"], state["best_step"]
-        self._failures, self._best_leaves = state["failures"], state["best_state"]
+        self._failures = state["failures"]
+        # Leaves that are not updated from here on would be those of an earlier best value.
+        self._best_leaves = state["best_state"] if self.restore_best else []
         self._restored = True
+        if self.restore_best and not self._best_leaves and self._has_best:
+            warnings.warn(
+                "restore_best: the checkpoint has no best state, since it was saved with "
+                "restore_best=False. The best one is looked for from here on.",
+                stacklevel=2,
+            )
+            self._forget_best()
 
     def __call__(self, event: Event, /) -> None:
         """Compares the value with the best one, if the event has it."""
@@ -127,9 +137,18 @@ class EarlyStopping:
     def _has_seen_values(self) -> bool:
         return self._failures is not None
 
+    @property
+    def _has_best(self) -> bool:
+        return self.best_step is not None
+
+    def _forget_best(self) -> None:
+        self.best, self.best_step = self._sign * math.inf, None
+
     def _is_better(self, values: Any) -> Any:
-        # Keras adds min_delta to the new value, too: the same rounding, so the same decision.
-        return self._sign * values + self.min_delta < self._sign * self.best
+        # Keras adds min_delta to the new value, too, and compares in float32 (on JAX, keras.ops
+        # does): the same rounding, so the same decision.
+        new, best = self._sign * values + self.min_delta, self._sign * self.best
+        return np.asarray(new, np.float32) < np.asarray(best, np.float32)
 
     def _compare(self, event: Event, value: float) -> None:
         is_better = self._is_better(value)
@@ -164,7 +183,7 @@ class EarlyStopping:
 
     def _end(self, event: RunEnd) -> None:
         self._warn_of_missing_value()
-        if self.restore_best and self.best_step is not None:
+        if self.restore_best and self._best_leaves:
             now, structure = jax.tree.flatten(event.state)
             placed = [_like(x, y) for x, y in zip(self._best_leaves, now, strict=True)]
             event.state = jax.tree.unflatten(structure, placed)

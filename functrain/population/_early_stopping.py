@@ -80,6 +80,14 @@ class EarlyStopping(_EarlyStopping):
     def _has_seen_values(self) -> bool:
         return len(self.best) > 0
 
+    @property
+    def _has_best(self) -> bool:
+        return bool((self.best_step >= 0).any())
+
+    def _forget_best(self) -> None:
+        self.best = np.full_like(self.best, self._sign * math.inf)
+        self.best_step = np.full_like(self.best_step, -1)
+
     def _compare(self, event: Event, value: Any) -> None:
         require_population(event.state)
         values = np.asarray(value, np.float64)

@@ -105,12 +105,12 @@ def epochs_of_ours(hook, state, values):
     return epoch + 1
 
 
-# Eighths are exact in float32, in which Keras compares.
-SCORES = st.integers(-8, 8).map(lambda n: n / 8)
+# Some are rounded in float32, in which Keras compares; some differ only beyond its precision.
+SCORES = st.builds(lambda n, m: n / 10 - m * 1e-9, st.integers(-8, 8), st.integers(0, 2))
 RULES = st.fixed_dictionaries(
     {
         "patience": st.integers(0, 3),
-        "min_delta": st.sampled_from([0.0, 0.125, 0.5]),
+        "min_delta": st.sampled_from([0.0, 1e-9, 0.1, 0.5]),
         "mode": st.sampled_from(["min", "max"]),
     }
 )
@@ -119,6 +119,8 @@ RULES = st.fixed_dictionaries(
 @hypothesis.given(values=st.lists(SCORES | st.just(np.inf), min_size=1, max_size=9), how=RULES)
 @hypothesis.example(values=[0.5, 0.5], how={"patience": 0, "min_delta": 0.0, "mode": "min"})
 @hypothesis.example(values=[0.5, 0.5], how={"patience": 1, "min_delta": 0.0, "mode": "max"})
+@hypothesis.example(values=[0.5, 0.5 - 1e-9], how={"patience": 1, "min_delta": 0.0, "mode": "min"})
+@hypothesis.example(values=[0.3, 0.2], how={"patience": 1, "min_delta": 0.1, "mode": "min"})
 @hypothesis.settings(deadline=None, max_examples=60)
 def test_it_stops_where_keras_stops_with_the_same_best_epoch(values, how) -> None:
     hook = EarlyStopping("score", **how)
@@ -216,13 +218,54 @@ def test_its_state_can_be_saved_and_a_run_after_the_next_forgets_it(tmp_path) ->
     with ft.Checkpointer(tmp_path) as checkpoints:
         checkpoints.save((), 8, documents={"hook": hook.state()})
         found = checkpoints.restore(like=()).documents["hook"]
-    again = EarlyStopping("val_loss")
+    again = EarlyStopping("val_loss", restore_best=True)
     again.restore(found)
     again.begin()
     assert (again.best, again.best_step) == (0.4, 8)
     assert digest(again.state()["best_state"]) == digest(hook.state()["best_state"])
     again.begin()
     assert (again.best, again.best_step) == (np.inf, None)
+
+
+NO_BEST_STATE = "the checkpoint has no best state, since it was saved with restore_best=False"
+
+
+def test_the_best_state_is_looked_for_anew_where_a_checkpoint_has_none(tmp_path) -> None:
+    def train(restore_best, *scores):
+        hook = EarlyStopping("score", mode="min", patience=9, restore_best=restore_best)
+        checkpointer = ft.Checkpointer(tmp_path)
+        epochs = 2 if not restore_best else 4
+        return fit(Scripted(*scores), hook, epochs=epochs, checkpointer=checkpointer), hook
+
+    train(False, 0.1, 0.5)
+    with pytest.warns(UserWarning, match=NO_BEST_STATE):
+        (state, _), hook = train(True, 0.3, 0.4)
+    assert (hook.best, hook.best_step, int(state.step)) == (0.3, 12, 12)
+
+
+def test_the_best_members_are_looked_for_anew_where_a_checkpoint_has_none() -> None:
+    how = {"mode": "min", "patience": 9}
+    first = ft.population.EarlyStopping("score", **how)
+    state = ft.population.stack([{"w": np.float32(w)} for w in (1, 2)])
+    epochs_of_ours(first, state, [np.array([0.1, 0.1])])
+    hook = ft.population.EarlyStopping("score", restore_best=True, **how)
+    with pytest.warns(UserWarning, match=NO_BEST_STATE):
+        hook.restore(first.state())
+    hook.begin()
+    epochs_of_ours(hook, state, [np.array([0.4, 0.4])])
+    last = ft.population.stack([{"w": np.float32(w)} for w in (3, 4)])
+    epochs_of_ours(hook, last, [np.array([0.5, 0.3])])
+    end = ft.RunEnd(position=ft.Position(step=3), state=last, values={})
+    hook(end)
+    assert end.state.states["w"].tolist() == [1, 4]
+
+
+def test_a_best_state_is_not_kept_where_it_is_not_restored() -> None:
+    saving = EarlyStopping("score", mode="min", restore_best=True)
+    epochs_of_ours(saving, {"w": np.ones(2)}, [0.5])
+    again = EarlyStopping("score", mode="min")
+    again.restore(saving.state())
+    assert again.state()["best_state"] == []
 
 
 def test_hooks_are_shown_with_their_settings(tmp_path) -> None:
