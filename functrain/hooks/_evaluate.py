@@ -8,8 +8,9 @@ from functrain.data._sources import as_source
 from functrain.engine._placement import ShardingArg, batch_sharding
 from functrain.engine._plan import FuseArg
 from functrain.engine._trigger import Trigger, every
-from functrain.loop._evaluate import evaluate
+from functrain.loop._evaluate import active_members, evaluated
 from functrain.loop._events import Event
+from functrain.loop._finite import warn_of_loss
 from functrain.loop._require import require_all_examples, require_eval_step
 from functrain.rewrites import Mode
 from functrain.step._metered import MeteredStep
@@ -17,6 +18,8 @@ from functrain.step._metered import MeteredStep
 
 class Evaluate:
     """A hook that evaluates the state and adds the values to the event's.
+
+    A loss that is not finite is warned of once in a run.
 
     Args:
       step: From `functrain.eval_step`.
@@ -84,11 +87,20 @@ class Evaluate:
             "sharding": sharding,
             "jit": jit,
         }
+        self._has_warned = False
 
     def __repr__(self) -> str:
         return _repr.call(self, data=self.data, when=self.when, prefix=self.prefix)
 
+    def begin(self) -> None:
+        """Lets the run that begins warn once more."""
+        self._has_warned = False
+
     def __call__(self, event: Event, /) -> None:
         """Evaluates the event's state."""
-        values = evaluate(event.state, self.step, self.source, **self.how)
+        values = evaluated(event.state, self.step, self.source, **self.how)
+        if not self._has_warned:
+            active = active_members(event.state, self.step)
+            # The line that called fit: HookRunner, fit and its decorator are between.
+            self._has_warned = warn_of_loss(values, active, stacklevel=5)
         event.values |= {f"{self.prefix}{name}": value for name, value in values.items()}

@@ -78,6 +78,27 @@ def evaluate(
       >>> evaluate(state, eval_step(loss_fn), ArrayLoader(np.arange(5.0), batch_size=2))
       {'loss': 2.0}
     """
+    values = evaluated(state, step, data, fuse=fuse, rewrites=rewrites, sharding=sharding, jit=jit)
+    warn_of_loss(values, active_members(state, step), stacklevel=3)  # the line that called it
+    return values
+
+
+def active_members(state: PyTree, step: MeteredStep) -> Any:
+    """Returns which members of a population have not been stopped; None where there is none."""
+    return state.active if step.is_population else None
+
+
+def evaluated(
+    state: PyTree,
+    step: MeteredStep,
+    data: Any,
+    *,
+    fuse: FuseArg = "auto",
+    rewrites: Mode = "auto",
+    sharding: _placement.ShardingArg = None,
+    jit: bool = True,
+) -> dict[str, Any]:
+    """Returns what `evaluate` does, without a warning of a loss that is not finite."""
     require_state(state)
     require_eval_step(step)
     where = _placement.batch_sharding(sharding)
@@ -100,6 +121,4 @@ def evaluate(
     found = computed(step, driver.carry)
     if not step.is_population:
         _tree.check_scalars(found)
-    values = _tree.to_values(found)
-    warn_of_loss(values)
-    return values
+    return _tree.to_values(found)

@@ -85,15 +85,25 @@ class LossWatch:
         self.first = {int(i): Position(*position) for i, position in state["first"].items()}
 
 
-def warn_of_loss(values: Mapping[str, Any]) -> None:
-    """Warns if the loss of an evaluation is not finite."""
+def warn_of_loss(values: Mapping[str, Any], active: Any = None, *, stacklevel: int) -> bool:
+    """Warns if the loss of an evaluation is not finite; returns True if it has warned.
+
+    Args:
+      values: The evaluation's values.
+      active: `bool[N]`, the members of a population that have not been stopped; others may have
+        diverged.
+      stacklevel: The line that the warning shows, as in ``warnings.warn`` called in the caller.
+    """
     is_bad = ~np.isfinite(values.get("loss", 0.0))
+    if active is not None:
+        is_bad = is_bad & whole_on_host(active)
     if not is_bad.any():
-        return
+        return False
     members = f" of members {np.flatnonzero(is_bad).tolist()}" if is_bad.ndim else ""
     warnings.warn(
         f"evaluate: expected a finite loss, got NaN or infinity{members}. Evaluate the batches one "
         "by one, functrain.evaluate(state, step, [batch]), to find the first that has it; "
         "functrain.explain_nan(step, state, batch) names the operation that made it.",
-        stacklevel=4,
+        stacklevel=stacklevel + 1,
     )
+    return True

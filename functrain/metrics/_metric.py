@@ -26,7 +26,8 @@ class Metric(NamedTuple):
       init: ``init() -> m``: a pytree of arrays, before the first batch.
       update: ``update(m, batch, outputs, loss) -> m``: takes in a batch, the model's outputs on
         it and its loss `f32[]`. Returns the structure, shapes and dtypes of `m`. An `update` with
-        a parameter `weight` is given ``Aux.weight`` by that name.
+        a parameter `weight` is given ``Aux.weight`` by that name, unless that is None and the
+        parameter has a default.
       compute: ``compute(m) -> f32[] or a dict of them``: the value so far; NaN before any batch.
 
     Examples:
@@ -56,10 +57,13 @@ def updated(
       batch: The batch.
       outputs: The model's outputs on it.
       loss: Its loss `f32[]`.
-      weight: ``Aux.weight``, passed on to an `update` that has a parameter of that name.
+      weight: ``Aux.weight``, passed on to an `update` that has a parameter of that name. Where it
+        is None, the parameter's own default stays.
     """
-    by_weight = {"weight": weight} if "weight" in parameters(metric.update) else {}
-    return metric.update(m, batch, outputs, loss, **by_weight)
+    parameter = parameters(metric.update).get("weight")
+    if parameter is None or (weight is None and parameter.default is not parameter.empty):
+        return metric.update(m, batch, outputs, loss)
+    return metric.update(m, batch, outputs, loss, weight=weight)
 
 
 class Metered(flax.struct.PyTreeNode, eq=False):

@@ -119,3 +119,25 @@ def test_an_evaluation_says_how_to_find_the_batch() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         ft.evaluate(state, evaluation, loader())
+
+
+def test_an_evaluation_names_no_members_that_were_stopped() -> None:
+    of_all = ft.population.step(ft.eval_step(loss_fn))
+    states = [trained(steps=0).replace(params=jnp.float32(x)) for x in (1.0, np.nan, np.nan)]
+    population = ft.population.stack(states)
+    with pytest.warns(UserWarning, match=r"evaluate: .* of members \[1, 2\]"):
+        ft.evaluate(population, of_all, loader())
+    one_stopped = population.replace(active=jnp.asarray([True, False, True]))
+    with pytest.warns(UserWarning, match=r"evaluate: .* of members \[2\]"):
+        ft.evaluate(one_stopped, of_all, loader())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ft.evaluate(population.replace(active=jnp.asarray([True, False, False])), of_all, loader())
+
+
+def test_evaluations_within_a_fit_warn_once_a_run() -> None:
+    hook = ft.hooks.Evaluate(ft.eval_step(loss_fn), loader(3))
+    for _ in range(2):
+        with pytest.warns(UserWarning, match="evaluate: expected a finite loss") as caught:
+            ft.fit(trained(steps=0), TRAINING, loader(), epochs=3, hooks=[hook], verbose=0)
+        assert [warning.filename for warning in caught] == [__file__]

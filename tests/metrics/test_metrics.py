@@ -178,3 +178,18 @@ def test_one_score_an_example_has_no_largest_class(make, shape) -> None:
         metric.update(metric.init(), (None, y), scores, None)
     binary = ft.metrics.binary_accuracy()
     assert binary.compute(binary.update(binary.init(), (None, y), scores, None)) == 1
+
+
+@pytest.mark.parametrize(("weight", "expected"), [(None, 2.0), (jnp.float32(5), 5.0)])
+def test_a_weight_of_an_update_keeps_its_default_where_a_loss_has_none(weight, expected) -> None:
+    def update(m, batch, outputs, loss, weight=2.0):
+        return m + weight
+
+    def required(m, batch, outputs, loss, weight):
+        return m + (2.0 if weight is None else weight)
+
+    for function in (update, required):
+        metric = ft.Metric(lambda: jnp.zeros(()), function, lambda m: m)
+        both = ft.metrics.collection({"a": metric})
+        m = both.update(both.init(), None, None, None, weight=weight)
+        assert float(both.compute(m)["a"]) == expected
