@@ -51,7 +51,7 @@ def _referents(x: Any) -> Iterable[Any]:
         held = (*(x.__closure__ or ()), x.__defaults__, x.__kwdefaults__, vars(x))
         return held if _package(x) in _LIBRARIES else (*held, *_named(x))
     if isinstance(x, type):
-        return () if _package(x) in _LIBRARIES else vars(x).values()
+        return () if _package(x) in _LIBRARIES else (*vars(x).values(), *x.__bases__)
     if isinstance(x, types.ModuleType | types.CodeType | types.FrameType):
         return ()  # of a module, a function names what it uses
     return gc.get_referents(x)
@@ -60,13 +60,28 @@ def _referents(x: Any) -> Iterable[Any]:
 def _named(function: types.FunctionType) -> Iterator[Any]:
     """Yields the globals and modules that a function names, and what it names of those modules."""
     names = set(_names(function.__code__))
-    for name in names:
-        for places in (function.__globals__, sys.modules):
-            if name not in places:
-                continue
-            yield (value := places[name])
-            if isinstance(value, types.ModuleType) and _package(value) not in _LIBRARIES:
-                yield from (vars(value)[n] for n in names & vars(value).keys())
+    variables = function.__globals__
+    to_visit = [variables[name] for name in names & variables.keys()]
+    to_visit += [sys.modules[name] for name in _module_names(function, names) & sys.modules.keys()]
+    seen: set[int] = set()
+    while to_visit:
+        yield (value := to_visit.pop())
+        if not isinstance(value, types.ModuleType) or id(value) in seen:
+            continue
+        seen.add(id(value))
+        if _package(value) not in _LIBRARIES | {"keras"}:
+            to_visit += [vars(value)[name] for name in names & vars(value).keys()]
+
+
+def _module_names(function: types.FunctionType, names: set[str]) -> set[str]:
+    """Returns the full names of the modules that a function may import by `names`.
+
+    The code of `from .deep import x` names "deep", that of `from . import x` names "": neither says
+    how many packages the import goes up, so that all those above the function are tried.
+    """
+    parts = (function.__globals__.get("__package__") or "").split(".")
+    packages = [".".join(parts[:i]) for i in range(len(parts) + 1)]
+    return {f"{package}.{name}".strip(".") for package in packages for name in names}
 
 
 def _names(code: types.CodeType) -> Iterator[str]:

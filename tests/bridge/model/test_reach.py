@@ -3,6 +3,7 @@
 import bridge  # isort: skip  # before keras: it chooses the backend
 
 import functools
+import sys
 import types
 from typing import Any
 
@@ -67,6 +68,24 @@ class Trainer:
     __call__ = step
 
 
+class Base:
+    """Uses a model in a method and in an attribute of the class."""
+
+    net = MODEL
+
+    def helper(self, x: Any) -> Any:
+        return MODEL(x)
+
+
+class Child(Base):
+    """Inherits both."""
+
+    def step(self, state: Any, x: Any) -> Any:
+        return state, self.helper(x)
+
+    __call__ = step
+
+
 def by_class(state: Any, x: Any) -> Any:
     return state, Trainer.shared(x)
 
@@ -88,6 +107,8 @@ def loss_by_closure(params: Any, model_state: Any, x: Any, *, rng: Any, training
         jax.vmap(by_closure(MODEL)),
         Trainer(MODEL),
         Trainer(MODEL).step,
+        Child(),
+        Child().step,
         ft.train_step(loss_by_closure, optax.sgd(0.1)),
         ft.eval_step(loss_by_closure),
     ],
@@ -95,6 +116,38 @@ def loss_by_closure(params: Any, model_state: Any, x: Any, *, rng: Any, training
 )
 def test_a_step_that_holds_something_of_keras_in_any_way(step) -> None:
     assert reaches_keras(step)
+
+
+IMPORTING = {
+    "a dotted name": "import reach_package.deep\ndef step(x): return reach_package.deep.model(x)",
+    "a dotted name within": "def step(x):\n import reach_package.deep\n"
+    " return reach_package.deep.model(x)",
+    "another name": "import reach_package.deep as d\ndef step(x): return d.model(x)",
+    "from a module": "def step(x):\n from .deep import model\n return model(x)",
+    "from a package": "def step(x):\n from . import deep\n return deep.model(x)",
+    "from the package above": "def step(x):\n from ..deep import model\n return model(x)",
+    "a name of the package": "def step(x):\n from .. import net\n return net(x)",
+}
+
+
+@pytest.mark.parametrize("calls_keras", [True, False])
+@pytest.mark.parametrize("source", IMPORTING.values(), ids=IMPORTING)
+def test_a_step_that_imports_a_module_of_the_users(
+    source: str, calls_keras: bool, monkeypatch
+) -> None:
+    package, inner, deep = (
+        types.ModuleType(f"reach_package{name}") for name in ("", ".inner", ".deep")
+    )
+    model = by_closure(MODEL) if calls_keras else jnp.sin
+    deep.model = package.net = model  # type: ignore[attr-defined]
+    deep.unused = MODEL  # type: ignore[attr-defined]
+    package.deep = deep  # type: ignore[attr-defined]
+    for module in (package, inner, deep):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    where = inner if ".." in source else package
+    scope: dict[str, Any] = {"__package__": where.__name__, "__name__": "reach_package.steps"}
+    exec(source, scope)
+    assert reaches_keras(scope["step"]) == calls_keras
 
 
 class Plain:
@@ -105,6 +158,12 @@ class Plain:
 
     def step(self, state: Any, x: Any) -> Any:
         return state, x @ self.params["w"]
+
+
+class PlainChild(Plain):
+    """Inherits its step."""
+
+    __call__ = Plain.step
 
 
 def by_name_only(state: Any, x: Any) -> Any:
@@ -121,6 +180,7 @@ TX = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
     [
         by_name_only,
         Plain().step,
+        PlainChild(),
         jax.jit(by_name_only),
         ft.train_step(LOSS, TX, metrics={"accuracy": ft.metrics.accuracy()}),
         ft.train_step(ft.micro_batches(LOSS, 2), TX),
