@@ -69,7 +69,8 @@ class LoggerCallback(keras.callbacks.Callback):  # type: ignore[misc]  # keras h
     def restore(self, state: dict[str, Any]) -> None:
         """Continues where `state` was returned; to be called before the fit begins."""
         self._position = Position(state["step"])
-        self.logger.restore(state["logger"])
+        if _is_first_process():  # all processes may see the logger's file
+            self.logger.restore(state["logger"])
 
     def close(self) -> None:
         """Logs what is late, and ends; to be called however the fit ended."""

@@ -7,12 +7,14 @@ import pathlib
 import sys
 from typing import Any
 
+import jax
 import keras
 import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import functrain as ft
+from bridge.train._loggers import LoggerCallback
 from tests.bridge.fitting import X, Y, fit, fresh
 
 
@@ -117,6 +119,17 @@ def test_files_of_a_fit_that_was_interrupted_are_those_of_one_that_never_was(
     )
     assert again == straight
     assert len(straight) > 13
+
+
+def test_only_the_first_process_restores_the_file_of_a_logger(tmp_path, monkeypatch) -> None:
+    path = tmp_path / "log.jsonl"
+    callback = LoggerCallback(ft.hooks.JSONLines(path))
+    saved = {"step": 3, "logger": {"bytes": 3}}
+    path.write_text("{}\n{}\n")
+    for process, text in ((1, "{}\n{}\n"), (0, "{}\n")):
+        monkeypatch.setattr(jax, "process_index", lambda process=process: process)
+        callback.restore(saved)
+        assert path.read_text() == text
 
 
 def test_what_was_logged_before_an_error_is_on_the_disk(tmp_path) -> None:

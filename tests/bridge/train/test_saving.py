@@ -348,6 +348,38 @@ def test_callbacks_resume_with_their_own_memory_in_any_order(tmp_path) -> None:
     assert memory[2] == (first.best, second.best)
 
 
+def by_class(callbacks: Any, *_: Any, **__: Any) -> dict[str, Any]:
+    """Names callbacks as functrain 0.2 did."""
+    return {type(callback).__name__: callback for callback in callbacks}
+
+
+@pytest.mark.filterwarnings("error:callbacks")
+def test_callbacks_resume_from_a_checkpoint_that_names_only_their_classes(
+    tmp_path, monkeypatch
+) -> None:
+    def linear() -> keras.Model:
+        model = keras.Sequential([keras.Input((6,)), layers.Dense(1)])
+        model.compile("sgd", "mse")
+        return model
+
+    def stopping_after(epochs: int) -> keras.callbacks.EarlyStopping:
+        stopping = keras.callbacks.EarlyStopping("loss", patience=9, min_delta=1e6)  # best: epoch 0
+        fit(
+            linear,
+            lambda: {"epochs": epochs},
+            checkpointer=ft.Checkpointer(tmp_path / "c"),
+            callbacks=[keras.callbacks.CSVLogger(tmp_path / "log.csv"), stopping],
+        )
+        return stopping
+
+    with monkeypatch.context() as old:
+        old.setattr("bridge.train._saving.by_identity", by_class)
+        first = stopping_after(2)
+    assert stopping_after(3).best == first.best
+    rows = (tmp_path / "log.csv").read_text().splitlines()
+    assert [row.partition(",")[0] for row in rows] == ["epoch", "0", "1", "2"]
+
+
 def test_callbacks_that_could_be_mixed_up_are_refused(tmp_path) -> None:
     callbacks = [keras.callbacks.EarlyStopping("loss", patience=n) for n in (1, 2)]
     with pytest.raises(ValueError, match=r"callbacks: expected .* got EarlyStopping\(loss\) twice"):
