@@ -170,7 +170,10 @@ def refuse_texts(**data: Any) -> None:
     for name, tree in data.items():
         for x in keras.tree.flatten(tree):
             kind = getattr(getattr(x, "dtype", None), "kind", "")
-            few = np.asarray(x[:1]) if kind and kind in "OSU" and len(x) else np.zeros(0)
+            if kind not in {"O", "S", "U"}:
+                continue
+            rows = x if np.ndim(x) else np.reshape(x, 1)
+            few = np.asarray(rows[:1])
             if few.size and isinstance(few.flat[0], str | bytes):
                 how = (
                     "Number the classes first: classes, y = np.unique(y, return_inverse=True), or "
@@ -180,7 +183,7 @@ def refuse_texts(**data: Any) -> None:
                 )
                 text = few.reshape(-1).tolist()[0]
                 raise TypeError(
-                    f"{name}: expected numbers, got {len(x):,} texts, such as {text!r}. {how}"
+                    f"{name}: expected numbers, got {len(rows):,} texts, such as {text!r}. {how}"
                 )
 
 

@@ -123,10 +123,12 @@ def noted(model: keras.Model, data: PyTree) -> Iterator[None]:
 
 
 def described(data: PyTree) -> str:
-    """Returns the dtypes and shapes of x, y and sample_weight."""
-    parts = zip(
-        ("x", "y", "sample_weight"), keras.utils.unpack_x_y_sample_weight(data), strict=True
-    )
+    """Returns the dtypes and shapes of x, y and sample_weight, or of another batch's leaves."""
+    try:
+        values = keras.utils.unpack_x_y_sample_weight(data)
+    except ValueError:  # a batch such as (a, b, c, d), which a train_step of the user's unpacks
+        return "batch " + ", ".join(map(_tree.spec, jax.tree.leaves(data)))
+    parts = zip(("x", "y", "sample_weight"), values, strict=True)
     specs = [(name, ", ".join(map(_tree.spec, jax.tree.leaves(part)))) for name, part in parts]
     return ", ".join(f"{name} {spec or 'None'}" for name, spec in specs[: 3 if specs[2][1] else 2])
 

@@ -147,6 +147,28 @@ def test_text_labels_are_told_how_to_become_numbers(labels: Any, dtype: Any) -> 
         bridge.predict(compiled(), texts, verbose=0)
 
 
+@pytest.mark.parametrize("dtype", [None, object])
+def test_a_text_without_an_axis_is_refused_as_texts_are(dtype: Any) -> None:
+    with pytest.raises(TypeError, match=r"^y: expected numbers, got 1 texts, such as 'cat'"):
+        bridge.fit(compiled(), X, np.array("cat", dtype), verbose=0)
+
+
+class OfFour(keras.Sequential):
+    """Takes batches of four arrays."""
+
+    def train_step(self, state: Any, data: Any) -> Any:
+        raise RuntimeError(f"of {len(data)} arrays")
+
+
+def test_an_error_of_a_train_step_with_batches_of_its_own_is_raised_with_their_shapes() -> None:
+    model = OfFour([keras.Input((4,)), layers.Dense(4)])
+    model.compile("adam", "mse")
+    state = bridge.keras_state(model, (X, Y))
+    with pytest.raises(RuntimeError, match="of 4 arrays") as info:
+        bridge.train_step(model)(state, (X, Y, X[:2], Y))
+    assert "batch float32[32, 4], float32[32, 4], float32[2, 4]" in info.value.__notes__[0]
+
+
 class Product(keras.Model):
     """Checks no inputs."""
 
