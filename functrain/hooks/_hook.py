@@ -85,13 +85,13 @@ def by_identity(
 def by_current_identity(states: Mapping[str, Any], hooks: Mapping[str, Any]) -> dict[str, Any]:
     """Returns saved states by the identities of the hooks they belong to.
 
-    Functrain 0.2 saved a state under the class name alone. Where that is all there is, it belongs
-    to the only hook of this class.
+    Functrain 0.2 saved a state under the class name alone, that of a second hook as "Name#2". The
+    state of a class that had one hook belongs to the only hook of this class.
     """
     current = dict(states)
     class_names = [type(hook).__name__ for hook in hooks.values()]
     for identity, class_name in zip(hooks, class_names, strict=True):
-        is_only = class_names.count(class_name) == 1
+        is_only = class_names.count(class_name) == 1 and f"{class_name}#2" not in states
         if is_only and identity not in states and class_name in states:
             current[identity] = current.pop(class_name)
     return current
