@@ -130,7 +130,9 @@ def run(
         source, where, epochs=epochs, start=tuple(at), fuse=fuse, boundaries=triggers
     )
     no_metrics = step.start(state).metrics if isinstance(step, MeteredStep) else None
-    carry = _placement.on_mesh(_tree.own(state) if donate else _tree.copy(state), where)
+    # The caller's arrays tell a checkpoint where to put its own; they are copied only if there is
+    # none, or resuming would hold one state more.
+    given = _placement.on_mesh(_tree.own(state), where)
     saving: Saving | None
     if isinstance(checkpointer, Saving | None):  # fit passes one, for what it saves besides
         saving = checkpointer
@@ -141,10 +143,13 @@ def run(
         if saving is not None:
             undo.callback(saving.close)
             source.watch()
-            resumed = saving.resume(carry, no_metrics, epochs)
+            resumed = saving.resume(given, no_metrics, epochs)
             triggers = (*triggers, saving.when)
         if resumed is not None:
             at, carry = resumed.position, _tree.own(resumed.state)
+        else:
+            carry = given if donate else _placement.on_mesh(_tree.copy(state), where)
+        del given
         _require_left(source, at, epochs, resumed)
         source.require_passes(epochs - at.epoch)
         plan = Plan(

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import functrain as ft
+from functrain.common import _tree
 from tests.conftest import digest
 
 DATA = ft.ArrayLoader(np.arange(20, dtype=np.float32), 2, shuffle=True)  # ten steps an epoch
@@ -245,3 +246,15 @@ def test_nothing_is_said_of_a_life_like_any_other(tmp_path: pathlib.Path) -> Non
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         trained(ft.Checkpointer(tmp_path))
+
+
+def test_a_run_that_resumes_makes_no_copy_of_the_state_it_was_given(tmp_path, monkeypatch) -> None:
+    trained(ft.Checkpointer(tmp_path), epochs=1)
+    copied, copy = [], _tree.copy
+    monkeypatch.setattr(_tree, "copy", lambda tree: copied.append(tree) or copy(tree))
+    resumed = trained(ft.Checkpointer(tmp_path), epochs=2)
+    assert copied == []
+    trained(ft.Checkpointer(tmp_path / "anew"), epochs=2)
+    assert len(copied) == 1
+    straight = trained(None, epochs=2)
+    assert digest(resumed.state) == digest(straight.state)
