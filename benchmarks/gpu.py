@@ -1,0 +1,377 @@
+"""Measures fused steps on a GPU: by K, by population, with CUDA graphs and without.
+
+python -m benchmarks.gpu                    # on a machine with a GPU: under ten minutes
+python -m benchmarks.gpu --quick            # small sizes; runs to its end on a CPU, too
+
+Every setting of XLA's flags has a process of its own, because XLA reads them once. Within a process
+the ways take turns, so that a slow moment of the machine meets all of them. Each way runs three
+times before it is timed: the first calls of a CUDA graph are slower.
+"""
+
+import argparse
+import json
+import os
+import pathlib
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+OUTPUT = pathlib.Path(__file__).parent / "output" / "gpu"
+WORKLOADS = ["digits-mlp", "mnist-mlp", "mnist-convnet", "transformer"]
+KS = [1, 8, 32, 128]
+MEMBERS = [1, 32, 256]
+WARM_UPS = 3
+# XLA's flags by the name of the setting. CUDA graphs are "command buffers" in XLA; by default they
+# do not contain loops.
+FLAGS = {
+    "default": "",
+    "no CUDA graphs": "--xla_gpu_enable_command_buffer=",
+    "loops in CUDA graphs": "--xla_gpu_enable_command_buffer=+WHILE",
+    "loops in CUDA graphs, unrolled": (
+        "--xla_gpu_enable_command_buffer=+WHILE --xla_gpu_command_buffer_unroll_loops=true"
+    ),
+    "CUDA graphs of any size": "--xla_gpu_graph_min_graph_size=1",
+}
+DETERMINISTIC = "--xla_gpu_deterministic_ops=true --xla_gpu_autotune_level=0"
+
+
+def main() -> int:
+    """Runs every part in a process of its own, and writes results.json after each."""
+    parser = argparse.ArgumentParser(prog="benchmarks.gpu", description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="small sizes and few rounds")
+    parser.add_argument("--rounds", type=int, help="default 7; 2 with --quick")
+    parser.add_argument("--output", type=pathlib.Path, default=OUTPUT)
+    parser.add_argument("--only", default="", help="comma-separated beginnings of results' names")
+    parser.add_argument("--part", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    args.rounds = args.rounds or (2 if args.quick else 7)
+    if args.part:
+        print(json.dumps(PARTS[args.part](args.quick, args.rounds)))
+        return 0
+    args.output.mkdir(parents=True, exist_ok=True)
+    results: dict[str, Any] = {"rounds": args.rounds, "quick": args.quick}
+    failed = False
+    only = tuple(args.only.split(","))
+    for name, part, flags in _planned():
+        if not name.startswith(only):
+            continue
+        began = time.perf_counter()
+        results[name] = _in_child(part, flags, args)
+        failed |= "error" in results[name]
+        (args.output / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+        print(f"{name}: {time.perf_counter() - began:.0f} s")
+        print(_table(results[name]), flush=True)
+    return int(failed)
+
+
+def _planned() -> list[tuple[str, str, str]]:
+    """Returns (name of the result, name of the part, XLA's flags), in order of importance."""
+    flags = [(f"flags: {name}", "flags", value) for name, value in FLAGS.items()]
+    independence = [
+        ("K-independence", "independence", ""),
+        ("K-independence, deterministic operations", "independence", DETERMINISTIC),
+    ]
+    return [
+        ("device", "device", ""),
+        ("steps", "steps", ""),
+        ("populations", "populations", ""),
+        *independence,
+        *flags,
+        ("fit", "fit", ""),
+    ]
+
+
+def _in_child(part: str, flags: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Runs one part in a new process and returns what it printed, or its error."""
+    environment = {
+        **os.environ,
+        "KERAS_BACKEND": "jax",
+        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip(),
+    }
+    command = [sys.executable, "-m", "benchmarks.gpu", "--part", part]
+    command += ["--rounds", str(args.rounds), *["--quick"] * args.quick]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        return {"error": done.stderr[-4000:]}
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+def _table(result: dict[str, Any]) -> str:
+    """Returns one line for each entry of a part's result."""
+    return "\n".join(f"  {name}: {_text(value)}" for name, value in result.items())
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_text(x)}" for name, x in value.items() if name != "rounds")
+    return f"{value:.4g}" if isinstance(value, float) else str(value)[:300]
+
+
+# What follows runs in the child processes; imports are inside so that the parent does not take the
+# device's memory.
+
+
+def device(quick: bool, rounds: int) -> dict[str, Any]:
+    """Returns the device's name, the versions, and XLA's description of the device."""
+    import jax
+    import jaxlib
+
+    first = jax.devices()[0]
+    described = getattr(first.client, "get_topology_for_devices", None)
+    return {
+        "kind": first.device_kind,
+        "platform": first.platform,
+        "jax": jax.__version__,
+        "jaxlib": jaxlib.__version__,
+        "memory": first.memory_stats() or {},
+        "target config": _target_config(first, described),
+    }
+
+
+def _target_config(device: Any, described: Any) -> str:
+    """Returns the text with which XLA can compile for this device elsewhere, if jax has it."""
+    from jax.experimental import topologies
+
+    for source in (lambda: topologies.get_attached_topology(), lambda: described([device])):
+        try:
+            topology = source()
+        except Exception:
+            continue
+        for owner in (topology, *topology.devices[:1], device):
+            for name in ("target_config", "_target_config"):
+                if found := getattr(owner, name, None):
+                    return str(found() if callable(found) else found)
+    return ""
+
+
+def steps(quick: bool, rounds: int) -> dict[str, Any]:
+    """Times a step of each workload by K, beside loops by hand and Keras's own step."""
+    return {name: _steps_of(name, quick, rounds) for name in WORKLOADS}
+
+
+def _steps_of(name: str, quick: bool, rounds: int) -> dict[str, Any]:
+    import jax
+
+    import functrain as ft
+    from benchmarks.jax_ways import _by_hand, functrain_parts
+    from benchmarks.workloads import WORKLOADS as KNOWN
+
+    workload = KNOWN[name]
+    n = 8 if quick else (128 if workload.steps < 512 else 1024)
+    epoch = _on_device(workload, n)
+    state, step = functrain_parts(workload)
+    ways: dict[str, Callable[[], Any]] = {}
+    for k in KS:
+        if k <= n:
+            ways[f"fused {k}"] = _passes(ft.fuse(step, k), step.start(state), _cut(epoch, n, k))
+    carry, by_hand = _by_hand(workload)
+    batches = [jax.tree.map(lambda x, i=i: x[i], epoch) for i in range(n)]
+    jitted = jax.jit(by_hand, donate_argnums=0)
+    ways["jit loop"] = _passes(lambda c, batch: (jitted(c, batch), None), carry, batches)
+    scan = jax.jit(
+        lambda c, chunk: (jax.lax.scan(lambda c, b: (by_hand(c, b), None), c, chunk)[0], None),
+        donate_argnums=0,
+    )
+    ways[f"scan {min(n, 32)} by hand"] = _passes(scan, carry, _cut(epoch, n, min(n, 32)))
+    timed = _timed(ways, n, rounds)
+    return {**timed, "kernels a step": _kernels(ft.fuse(step, min(n, 32)), step.start(state), epoch)}
+
+
+def populations(quick: bool, rounds: int) -> dict[str, Any]:
+    """Times a step of a whole population, by its size."""
+    import functrain as ft
+    from benchmarks.jax_ways import functrain_parts
+    from benchmarks.workloads import WORKLOADS as KNOWN
+
+    results = {}
+    k = 8 if quick else 32
+    for name in ("digits-mlp", "mnist-mlp"):
+        workload = KNOWN[name]
+        n = k if quick else 256
+        epoch = _on_device(workload, n)
+        state, step = functrain_parts(workload)
+        over_members = ft.population.step(step)
+        ways = {}
+        for members in MEMBERS[: 2 if quick else None]:
+            stacked = ft.population.stack([state] * members)
+            started = over_members.start(stacked)
+            fused = ft.fuse(over_members, k)
+            ways[f"{members} members"] = _passes(fused, started, _cut(epoch, n, k))
+        results[name] = _timed(ways, n, rounds)
+    return results
+
+
+def independence(quick: bool, rounds: int) -> dict[str, Any]:
+    """Says for each K whether 128 steps end in the bits that single steps end in."""
+    import jax
+    import numpy as np
+
+    import functrain as ft
+    from benchmarks.jax_ways import functrain_parts
+    from benchmarks.workloads import WORKLOADS as KNOWN
+
+    results = {}
+    for name in WORKLOADS:
+        workload = KNOWN[name]
+        n = 8 if quick else 128
+        epoch = _on_device(workload, n)
+        state, step = functrain_parts(workload)
+
+        def trained(k: int, state=state, step=step, epoch=epoch, n=n) -> list[np.ndarray]:
+            carry = jax.tree.map(lambda x: x.copy(), step.start(state))
+            fused = ft.fuse(step, k)
+            for chunk in _cut(epoch, n, k):
+                carry, _ = fused(carry, chunk)
+            return [np.asarray(x) for x in jax.tree.leaves(carry.state.params)]
+
+        ks = [k for k in (1, 7, 8, 32, 128) if k <= n]
+        by_k = {k: trained(k) for k in ks}
+        again = trained(8)
+        results[name] = {"8, repeated": _difference(by_k[8], again)}
+        results[name] |= {f"K={k}": _difference(by_k[1], by_k[k]) for k in ks[1:]}
+    return results
+
+
+def _difference(a: list[Any], b: list[Any]) -> str:
+    import numpy as np
+
+    if all(x.tobytes() == y.tobytes() for x, y in zip(a, b, strict=True)):
+        return "equal bits"
+    largest = max(float(np.max(np.abs(x - y))) for x, y in zip(a, b, strict=True))
+    return f"differs by up to {largest:.2g}"
+
+
+def flags(quick: bool, rounds: int) -> dict[str, Any]:
+    """Times steps fused 32 and one by one, for this process's XLA flags."""
+    names = WORKLOADS[:2] if quick else WORKLOADS
+    return {name: _flags_of(name, quick, rounds) for name in names}
+
+
+def _flags_of(name: str, quick: bool, rounds: int) -> dict[str, Any]:
+    import functrain as ft
+    from benchmarks.jax_ways import functrain_parts
+    from benchmarks.workloads import WORKLOADS as KNOWN
+
+    workload = KNOWN[name]
+    n = 8 if quick else 128
+    epoch = _on_device(workload, n)
+    state, step = functrain_parts(workload)
+    return _timed(
+        {
+            f"fused {k}": _passes(ft.fuse(step, k), step.start(state), _cut(epoch, n, k))
+            for k in (1, 8 if quick else 32)
+        },
+        n,
+        rounds,
+    )
+
+
+def fit(quick: bool, rounds: int) -> dict[str, Any]:
+    """Times `functrain.fit`, `bridge.fit` and Keras's `fit`, end to end."""
+    import dataclasses
+
+    from benchmarks import jax_ways, keras_ways
+    from benchmarks.workloads import WORKLOADS as KNOWN
+
+    results = {}
+    for name in WORKLOADS[:1] if quick else WORKLOADS:
+        workload = KNOWN[name]
+        n = 8 if quick else min(1024, 8 * workload.steps)
+        workload = dataclasses.replace(workload, steps=n)
+        ways = {
+            "functrain.fit": jax_ways.functrain_fit(workload),
+            "bridge.fit": jax_ways.bridge_fit(workload),
+            "Keras fit": keras_ways.keras_fit(workload),
+            "Keras fit, steps_per_execution=32": keras_ways.keras_fit_32(workload),
+        }
+        results[name] = _timed(ways, n, min(rounds, 3))
+    return results
+
+
+PARTS = {
+    "device": device,
+    "steps": steps,
+    "populations": populations,
+    "independence": independence,
+    "flags": flags,
+    "fit": fit,
+}
+
+
+def _on_device(workload: Any, n: int) -> Any:
+    """Returns n batches, every leaf `[n, B, ...]`, on the device."""
+    import jax
+
+    data = workload.make_data(n * workload.batch)
+    return jax.tree.map(
+        lambda x: jax.device_put(x.reshape(n, workload.batch, *x.shape[1:])), data
+    )
+
+
+def _cut(epoch: Any, n: int, k: int) -> list[Any]:
+    """Returns the whole chunks of K batches; a remainder is left out."""
+    import jax
+
+    return [jax.tree.map(lambda x, i=i: x[i : i + k], epoch) for i in range(0, n - k + 1, k)]
+
+
+def _passes(program: Any, carry: Any, chunks: list[Any]) -> Callable[[], None]:
+    """Returns a function that takes all chunks through a program, and waits for the last."""
+    import jax
+
+    carry = jax.tree.map(lambda x: x.copy(), carry)
+
+    def run() -> None:
+        nonlocal carry
+        for chunk in chunks:
+            carry, _ = program(carry, chunk)
+        jax.block_until_ready(carry)
+
+    return run
+
+
+def _timed(ways: dict[str, Callable[[], Any]], n: int, rounds: int) -> dict[str, Any]:
+    """Returns the microseconds a step of each way: the median, and every round."""
+    for run in ways.values():
+        for _ in range(WARM_UPS):
+            run()
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(rounds):
+        for name, run in ways.items():
+            began = time.perf_counter()
+            run()
+            seconds[name].append(time.perf_counter() - began)
+    return {
+        name: {
+            "µs a step": statistics.median(times) / n * 1e6,
+            "rounds": [round(t / n * 1e6, 2) for t in times],
+        }
+        for name, times in seconds.items()
+    }
+
+
+def _kernels(fused: Any, carry: Any, epoch: Any) -> int | None:
+    """Counts the kernels in the loop of a fused program; None if the text has no such loop."""
+    import re
+
+    import jax
+    import numpy as np
+
+    chunk = jax.tree.map(lambda x: x[: fused.k], epoch)
+    text = fused.program.lower(carry, chunk, np.int32(fused.k)).compile().as_text()
+    bodies = re.findall(r" while\(.*?body=%?([\w.\-]+)", text)
+    if not bodies:
+        return None
+    lines = text[re.search(rf"\n%?{re.escape(bodies[0])} \(", text).end() :].split("\n}", 1)[0]
+    launched = re.compile(
+        r" (fusion|custom-call|copy|dot|convolution|reduce|sort|scatter|gather)\(%"
+    )
+    return len(launched.findall(lines))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
