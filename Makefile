@@ -16,7 +16,7 @@ READY := $(VENV)/.ready-$(WANTED)-$(or $(CONSTRAINTS),newest)
 
 export KERAS_BACKEND := jax
 
-.PHONY: train test test-slow test-all test-adapters test-ray test-wheel smoke docs guides bench bench-peers bench-hub lint clean
+.PHONY: train test test-slow test-all test-adapters test-ray test-wheel smoke docs guides bench bench-peers bench-hub bench-gpu lint clean
 
 train: $(READY)
 	$(BIN)/python examples/mnist.py
@@ -71,6 +71,10 @@ PEERS = $(foreach peer,tensorflow torch,$(if $(wildcard .venv-$(peer)/.ready),--
 bench-peers: $(READY) .venv-tensorflow/.ready .venv-torch/.ready
 	$(BIN)/python -m benchmarks --python tensorflow=.venv-tensorflow/bin/python \
 	  --python torch=.venv-torch/bin/python --output benchmarks/output/peers $(ARGS)
+
+# On a machine with a GPU, and jax for it; ARGS=--quick runs anywhere.
+bench-gpu: $(READY)
+	$(BIN)/python -m benchmarks.gpu $(ARGS)
 
 # Models of keras-hub, with random weights, in an environment that has it.
 bench-hub: .venv-hub/.ready

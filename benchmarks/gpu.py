@@ -178,7 +178,10 @@ def _steps_of(name: str, quick: bool, rounds: int) -> dict[str, Any]:
     )
     ways[f"scan {min(n, 32)} by hand"] = _passes(scan, carry, _cut(epoch, n, min(n, 32)))
     timed = _timed(ways, n, rounds)
-    return {**timed, "kernels a step": _kernels(ft.fuse(step, min(n, 32)), step.start(state), epoch)}
+    return {
+        **timed,
+        "kernels a step": _kernels(ft.fuse(step, min(n, 32)), step.start(state), epoch),
+    }
 
 
 def populations(quick: bool, rounds: int) -> dict[str, Any]:
@@ -307,9 +310,7 @@ def _on_device(workload: Any, n: int) -> Any:
     import jax
 
     data = workload.make_data(n * workload.batch)
-    return jax.tree.map(
-        lambda x: jax.device_put(x.reshape(n, workload.batch, *x.shape[1:])), data
-    )
+    return jax.tree.map(lambda x: jax.device_put(x.reshape(n, workload.batch, *x.shape[1:])), data)
 
 
 def _cut(epoch: Any, n: int, k: int) -> list[Any]:
