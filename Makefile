@@ -1,8 +1,8 @@
 # Two commands need nothing but python3 (3.11 or newer), make and the package registries:
 #   make train    the main job: MNIST through the functional core and back to Keras
 #   make test     ruff, mypy, pytest (with the doctests)
-# make test-slow runs the tests that take seconds each, make test-all all of them; make bench compares
-# with the peers (ARGS=--quick: 3 minutes).
+# make test-slow runs the tests that take seconds each, make test-all all of them; make durations
+# measures which those are; make bench compares with the peers (ARGS=--quick: 3 minutes).
 # PYTHON=python3.13 picks another interpreter; CONSTRAINTS= (empty) takes the newest releases.
 
 PYTHON ?= python3
@@ -14,32 +14,49 @@ BIN := $(VENV)/bin
 WANTED := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 READY := $(VENV)/.ready-$(WANTED)-$(or $(CONSTRAINTS),newest)
 
-export KERAS_BACKEND := jax
+# A worker takes tests from one that is behind, and otherwise has whole files, whose programs it has.
+SPREAD := -n $(WORKERS) --dist=worksteal
+PYTEST := $(BIN)/python -m pytest $(SPREAD)
 
-.PHONY: train test test-slow test-all test-adapters test-ray test-wheel smoke docs guides bench bench-peers bench-hub bench-gpu lint clean
+export KERAS_BACKEND := jax
+# Without bytecode every worker compiles the packages, and rewrites all tests, each time.
+unexport PYTHONDONTWRITEBYTECODE
+
+.PHONY: train test test-quick test-slow test-all durations test-adapters test-ray test-wheel smoke docs guides bench bench-peers bench-hub bench-gpu lint ruff mypy clean
 
 train: $(READY)
 	$(BIN)/python examples/mnist.py
 
-test: lint
-	$(BIN)/python -m pytest -n $(WORKERS) -m "not long and not slow"
+# mypy runs beside pytest, and takes the core that is idle while the workers begin and end.
+test: $(READY) ruff
+	@$(MAKE) --no-print-directory -j 2 mypy test-quick
+
+test-quick: $(READY)
+	$(PYTEST) -m "not long and not slow"
 
 test-slow: $(READY)
-	$(BIN)/python -m pytest -n $(WORKERS) -m "slow and not long" tests
+	$(PYTEST) -m "slow and not long" tests
 
 test-all: lint
-	TIMES_AS_MANY_EXAMPLES=4 $(BIN)/python -m pytest -n $(WORKERS)
+	TIMES_AS_MANY_EXAMPLES=4 $(PYTEST)
+
+# Writes tests/durations.json: the processor time of each test that takes a second or more. Of tests
+# that share a program the first one compiles it: without the slow ones, others are the first.
+durations: $(READY)
+	echo '{}' > tests/durations.json
+	$(PYTEST) -m "not long" --measure
+	$(PYTEST) -m "not long and not slow" --measure
 
 # Data and callbacks of other libraries, in an environment that has them.
 test-adapters: .venv-adapters/.ready
-	.venv-adapters/bin/python -m pytest -n $(WORKERS) -m adapters tests
+	.venv-adapters/bin/python -m pytest $(SPREAD) -m adapters tests
 
 # A run within Ray, in an environment that has it.
 test-ray: .venv-ray/.ready
 	.venv-ray/bin/python -m pytest -m ray tests/distributed/test_ray.py
 
 smoke: $(READY)
-	$(BIN)/python -m pytest -n $(WORKERS) -m smoke tests
+	$(PYTEST) -m smoke tests
 
 # The wheel of the sdist, installed in an empty environment, imported and trained with elsewhere.
 test-wheel: $(READY)
@@ -91,9 +108,13 @@ IN_adapters := --editable '.[test,wandb,optuna]' tensorflow-cpu torch torchdata 
 IN_ray := --editable '.[test]' 'ray[train]'
 IN_hub := --editable . keras-hub # brings TensorFlow, which it imports
 
-lint: $(READY)
+lint: ruff mypy
+
+ruff: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+mypy: $(READY)
 	$(BIN)/mypy
 
 $(READY): pyproject.toml $(CONSTRAINTS)

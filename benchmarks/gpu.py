@@ -116,36 +116,18 @@ def _text(value: Any) -> str:
 
 
 def device(quick: bool, rounds: int) -> dict[str, Any]:
-    """Returns the device's name, the versions, and XLA's description of the device."""
+    """Returns the device's name, its memory, and the versions."""
     import jax
     import jaxlib
 
     first = jax.devices()[0]
-    described = getattr(first.client, "get_topology_for_devices", None)
     return {
         "kind": first.device_kind,
         "platform": first.platform,
         "jax": jax.__version__,
         "jaxlib": jaxlib.__version__,
         "memory": first.memory_stats() or {},
-        "target config": _target_config(first, described),
     }
-
-
-def _target_config(device: Any, described: Any) -> str:
-    """Returns the text with which XLA can compile for this device elsewhere, if jax has it."""
-    from jax.experimental import topologies
-
-    for source in (lambda: topologies.get_attached_topology(), lambda: described([device])):
-        try:
-            topology = source()
-        except Exception:
-            continue
-        for owner in (topology, *topology.devices[:1], device):
-            for name in ("target_config", "_target_config"):
-                if found := getattr(owner, name, None):
-                    return str(found() if callable(found) else found)
-    return ""
 
 
 def steps(quick: bool, rounds: int) -> dict[str, Any]:

@@ -7,36 +7,36 @@ from bridge._backend import require_jax
 
 require_jax()  # before anything imports keras: it picks its backend then, once
 
-import functrain  # noqa: E402
-from bridge._version import __version__ as __version__  # noqa: E402
-from bridge._version import require_same  # noqa: E402
+import functrain
+from bridge._version import __version__ as __version__
+from bridge._version import require_same
 
 require_same(functrain)  # before a stale functrain can fail on a name it does not have
 
-from bridge.model import from_flax as from_flax  # noqa: E402
-from bridge.model import from_keras as from_keras  # noqa: E402
-from bridge.model import to_linen as to_linen  # noqa: E402
-from bridge.model._reach import reaches_keras  # noqa: E402
-from bridge.model._scope import no_side_effects  # noqa: E402
-from bridge.optim import OptaxOptimizer as OptaxOptimizer  # noqa: E402
-from bridge.optim import constraints as constraints  # noqa: E402
-from bridge.optim import loss as loss  # noqa: E402
-from bridge.optim import metric as metric  # noqa: E402
-from bridge.optim import optimizer as optimizer  # noqa: E402
-from bridge.optim import schedule as schedule  # noqa: E402
-from bridge.state import KerasState as KerasState  # noqa: E402
-from bridge.state import create_state as create_state  # noqa: E402
-from bridge.state import from_distribution as from_distribution  # noqa: E402
-from bridge.state import keras_state as keras_state  # noqa: E402
-from bridge.state import to_distribution as to_distribution  # noqa: E402
-from bridge.state import to_keras as to_keras  # noqa: E402
-from bridge.state import warm_start as warm_start  # noqa: E402
-from bridge.train import evaluate as evaluate  # noqa: E402
-from bridge.train import fit as fit  # noqa: E402
-from bridge.train import predict as predict  # noqa: E402
-from bridge.train import test_step as test_step  # noqa: E402
-from bridge.train import train_step as train_step  # noqa: E402
-from functrain.internal import add_guard  # noqa: E402
+from bridge.model import from_flax as from_flax
+from bridge.model import from_keras as from_keras
+from bridge.model import to_linen as to_linen
+from bridge.model._reach import reaches_keras
+from bridge.model._scope import no_side_effects
+from bridge.optim import OptaxOptimizer as OptaxOptimizer
+from bridge.optim import constraints as constraints
+from bridge.optim import loss as loss
+from bridge.optim import metric as metric
+from bridge.optim import optimizer as optimizer
+from bridge.optim import schedule as schedule
+from bridge.state import KerasState as KerasState
+from bridge.state import create_state as create_state
+from bridge.state import from_distribution as from_distribution
+from bridge.state import keras_state as keras_state
+from bridge.state import to_distribution as to_distribution
+from bridge.state import to_keras as to_keras
+from bridge.state import warm_start as warm_start
+from bridge.train import evaluate as evaluate
+from bridge.train import fit as fit
+from bridge.train import predict as predict
+from bridge.train import test_step as test_step
+from bridge.train import train_step as train_step
+from functrain.internal import add_guard
 
 add_guard(reaches_keras, no_side_effects)
 

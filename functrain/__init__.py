@@ -5,6 +5,7 @@ A state is a pytree, a step is a pure function, and a program takes many steps a
 
 from functrain import distributed as distributed
 from functrain import hooks as hooks
+from functrain import inspect as inspect
 from functrain import metrics as metrics
 from functrain import population as population
 from functrain import rewrites as rewrites
@@ -20,21 +21,21 @@ from functrain.checkpoint import warm_start as warm_start
 from functrain.common._compile import MiscompilationWarning as MiscompilationWarning
 from functrain.common._types import Step as Step
 from functrain.data import ArrayLoader as ArrayLoader
-from functrain.engine import Doctor as Doctor
 from functrain.engine import Fused as Fused
 from functrain.engine import Position as Position
 from functrain.engine import Trigger as Trigger
 from functrain.engine import at as at
-from functrain.engine import autotune as autotune
-from functrain.engine import doctor as doctor
 from functrain.engine import enable_compilation_cache as enable_compilation_cache
 from functrain.engine import every as every
-from functrain.engine import explain_nan as explain_nan
 from functrain.engine import fuse as fuse
-from functrain.engine import memory as memory
-from functrain.engine import summary as summary
 from functrain.export import export_params as export_params
 from functrain.export import export_predict as export_predict
+from functrain.inspect import Doctor as Doctor
+from functrain.inspect import autotune as autotune
+from functrain.inspect import doctor as doctor
+from functrain.inspect import explain_nan as explain_nan
+from functrain.inspect import memory as memory
+from functrain.inspect import summary as summary
 from functrain.loop import ChunkEnd as ChunkEnd
 from functrain.loop import EpochEnd as EpochEnd
 from functrain.loop import Event as Event
@@ -125,6 +126,7 @@ __all__ = [
     "fuse",
     "groups",
     "hooks",
+    "inspect",
     "load",
     "log_norm",
     "logged",

@@ -3,34 +3,35 @@
 `bridge` imports what is not public from here only; a test holds that.
 """
 
-from functrain.checkpoint._files import opened as _opened
+from functrain.checkpoint._warm_start import opened as _opened
 from functrain.common import _tree
 from functrain.common._arguments import advised as advised
 from functrain.common._checks import is_number as is_number
-from functrain.common._checks import is_whole as is_whole
+from functrain.common._checks import require as require
+from functrain.common._checks import require_integer as require_integer
+from functrain.common._checks import require_one_of as require_one_of
 from functrain.common._checks import require_untraced as require_untraced
 from functrain.common._compile import jit as jit
 from functrain.common._gather import whole_on_host as whole_on_host
 from functrain.common._repr import brief as brief
 from functrain.common._repr import call as call
 from functrain.common._types import PyTree as PyTree
+from functrain.common._types import StepTraits as StepTraits
 from functrain.common._wide_integers import is_cheap_to_read as is_cheap_to_read
 from functrain.common._wide_integers import require_integers_fit as require_integers_fit
 from functrain.data._arrays import refuse_mask as refuse_mask
 from functrain.data._arrays import refuse_numbers as refuse_numbers
+from functrain.data._batch import batch_size as batch_size
 from functrain.data._batch import unpack as unpack
+from functrain.data._batches import Batches as Batches
+from functrain.data._batches import Chunk as Chunk
+from functrain.data._batches import kind as kind
+from functrain.data._iterator import host_batch as host_batch
 from functrain.data._local import Local as Local
-from functrain.data._local import LocalPass as LocalPass
-from functrain.data._stacks import Stack as Stack
-from functrain.data._stacks import filled as filled
-from functrain.data._stream import Made as Made
-from functrain.data._stream import StreamPass as StreamPass
-from functrain.distributed._stopping import StopAgreement as StopAgreement
-from functrain.distributed._stopping import agreement as agreement
-from functrain.engine._chunks import Chunk as Chunk
-from functrain.engine._chunks import chunked as chunked
+from functrain.data._local import LocalBatches as LocalBatches
+from functrain.data._stack import filled as filled
+from functrain.data._stack import stacked as stacked
 from functrain.engine._driver import SPARE_BYTES as SPARE_BYTES
-from functrain.engine._driver import Driver as Driver
 from functrain.engine._driver import copied as copied
 from functrain.engine._guards import add_guard as add_guard
 from functrain.engine._notes import add_notes as add_notes
@@ -44,12 +45,14 @@ from functrain.engine._rows import fetched as fetched
 from functrain.engine._rows import on_host as on_host
 from functrain.engine._rows import row as row
 from functrain.engine._signals import HeldSignals as HeldSignals
-from functrain.engine._trigger import steps_until_due as steps_until_due
-from functrain.hooks._hook import by_current_identity as by_current_identity
+from functrain.engine._trigger import longest_stretch as longest_stretch
 from functrain.hooks._hook import by_identity as by_identity
 from functrain.hooks._hook import is_resumable as is_resumable
 from functrain.hooks._logger import Logger as Logger
-from functrain.loop._saving import Resumed as Resumed
+from functrain.loop._events import ChunkBegin as ChunkBegin
+from functrain.loop._events import EpochBegin as EpochBegin
+from functrain.loop._run import Run as Run
+from functrain.loop._run import begin_run as begin_run
 from functrain.loop._saving import Saving as Saving
 from functrain.model._freeze import is_frozen as is_frozen
 from functrain.model._switches import SWITCHES as SWITCHES

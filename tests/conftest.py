@@ -18,13 +18,17 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # what one process compiled s
 
 import gc
 import hashlib
+import json
 import pathlib
 import signal
+from collections.abc import Generator
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
+
+from tests import fork_server
 
 
 def digest(tree: Any) -> str:
@@ -39,15 +43,73 @@ def digest(tree: Any) -> str:
     return sha.hexdigest()
 
 
-SLOW = pathlib.Path(__file__).with_name("slow.txt")
+# --- what takes long -----------------------------------------------------------------------------
+
+DURATIONS = pathlib.Path(__file__).with_name("durations.json")  # what `make durations` measured
+RECORDED_FROM, SLOW_FROM, VERY_SLOW_FROM = 1.0, 1.2, 10.0  # seconds of processor time
+BEGAN = pytest.StashKey[float]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--measure", action="store_true", help=f"update {DURATIONS.name}")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--measure") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Durations())
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks what takes seconds: `make test` leaves it to `make test-slow`."""
-    slow = set(SLOW.read_text().splitlines())
+    """Marks what takes seconds: `make test` leaves it to `make test-slow`.
+
+    The slowest come first, so that no worker waits for another one's at the end. A test that is
+    not in the file counts as quick, and an entry without a test as nothing.
+    """
+    durations = json.loads(DURATIONS.read_text())
+    items.sort(key=lambda item: durations.get(item.nodeid, 0) < VERY_SLOW_FROM)
     for item in items:
-        if item.nodeid in slow:
+        if durations.get(item.nodeid, 0) >= SLOW_FROM:
             item.add_marker(pytest.mark.slow)
+
+
+def processor_seconds() -> float:
+    """Returns those of this process and of the processes that it has waited for."""
+    times = os.times()
+    return sum(times[:4]) + sum(fork_server.processor_seconds)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> None:
+    item.stash[BEGAN] = processor_seconds()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if call.when == "teardown":
+        report.user_properties.append(("seconds", processor_seconds() - item.stash[BEGAN]))
+    return report
+
+
+class Durations:
+    """Writes down how long the tests took that ran, and leaves what is written of the others."""
+
+    def __init__(self) -> None:
+        self.durations: dict[str, float] = json.loads(DURATIONS.read_text())
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        for name, seconds in report.user_properties:
+            if name == "seconds":
+                self.durations[report.nodeid] = round(float(seconds), 1)
+
+    def pytest_sessionfinish(self) -> None:
+        recorded = {k: v for k, v in sorted(self.durations.items()) if v >= RECORDED_FROM}
+        DURATIONS.write_text(json.dumps(recorded, indent=0) + "\n")
+
+
+# -------------------------------------------------------------------------------------------------
 
 
 def pytest_collection_finish() -> None:

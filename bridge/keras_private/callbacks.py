@@ -4,6 +4,7 @@ import os
 from typing import Any
 
 import keras
+from keras.src.utils.python_utils import pythonify_logs
 
 _OF_SAVING = ("best", "_batches_seen_since_last_saving", "_last_batch_seen")
 _PATHS = ("filepath", "directory", "filename", "log_dir")
@@ -60,6 +61,14 @@ def put_memory(callback: Any, found: dict[str, Any]) -> None:
     for name in _names(callback):
         if name in found:
             setattr(callback, name, found[name])
+
+
+def as_floats(logs: Any) -> dict[str, Any]:
+    """Returns logs as callbacks get them: flat, sorted by name, and single numbers as floats.
+
+    Calls `pythonify_logs`; checked with Keras 3.15.1. Without it callbacks get arrays.
+    """
+    return dict(pythonify_logs(logs))
 
 
 def _names(callback: Any) -> list[str]:

@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import jax
 import keras
 import numpy as np
 from keras.src.backend.jax.trainer import JAXEpochIterator
@@ -20,10 +21,12 @@ class _Epochs(JAXEpochIterator):  # type: ignore[misc]  # keras has no types
       begin: Makes the iterator over the batches of one pass.
       fetched: How many batches were fetched from the iterator there is.
       randomness: What `randomness` returned when the first of them was.
+      missing: The number of the batch that was begun only to find that there is none.
     """
 
     begin: Callable[[], Iterator[Any]]
     fetched = 0
+    missing: int | None = None
     randomness: Any = None
 
     def _get_iterator(self) -> Iterator[Any]:
@@ -139,6 +142,7 @@ class ArrayBatches:
     def __init__(self, adapter: Any) -> None:
         self._adapter = adapter
         self._inputs = array_slicing.convert_to_sliceable(adapter._inputs, target_backend="jax")
+        self._row: Any = None
 
     @property
     def dense(self) -> bool:
@@ -163,6 +167,14 @@ class ArrayBatches:
                 yield np.random.permutation(stop - start) + start, stop - start
             else:
                 yield slice(start, stop), stop - start
+
+    def shapes(self, size: int) -> Any:
+        """Returns the shapes and dtypes of a batch of so many rows."""
+        if self._row is None:
+            self._row = self.take(slice(0, 1))
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype), self._row
+        )
 
     def take(self, rows: Any) -> Any:
         """Returns these rows of all arrays, as Keras hands them to a step.

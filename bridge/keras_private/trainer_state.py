@@ -37,7 +37,16 @@ def is_synced(model: keras.Model) -> bool:
 def sync(model: keras.Model) -> None:
     """Assigns the values of `publish`, unless that was done.
 
-    Calls `JAXTrainer.jax_state_sync` and clears `_jax_state`; checked with Keras 3.15.1.
+    Calls `JAXTrainer.jax_state_sync`; checked with Keras 3.15.1.
     """
     model.jax_state_sync()
+    forget(model)
+
+
+def forget(model: keras.Model) -> None:
+    """Has the values of a model's variables count, and not those of `publish`.
+
+    Sets `JAXTrainer._jax_state` and `_jax_state_synced`; checked with Keras 3.15.1. Without it the
+    values of an earlier `train_on_batch` come back after another one that has failed.
+    """
     vars(model).update(_jax_state=None, _jax_state_synced=True)

@@ -6,12 +6,11 @@ Files:
   _from_flax: a flax module as a Keras layer
   _variables: which variable is which
   _names: what a variable is called
-  _file_names: what it is called in the files that Keras writes
   _reach: which steps can touch an object of Keras
   _scope: a model as a pure function, left whole whatever happens
   _pure_layers: which layers may be compiled although they say they may not
   _flax_modules: one interface to linen and to nnx
-  _flax_config: flax modules in Keras's files
+  _plain_data: flax modules, functions and their arguments in Keras's files
 """
 
 from bridge.model._from_flax import from_flax as from_flax

@@ -4,20 +4,23 @@ Values are one nested dict: `params`, and beside it a linen module's other colle
 or as `state` what else an nnx module holds, its random streams excepted.
 """
 
+import functools
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 import flax.core
 import flax.errors
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 
 from functrain import ModelOutput, from_linen, from_nnx
-from functrain.internal import SWITCHES, PyTree
+from functrain.internal import SWITCHES, PyTree, jit
 from functrain.internal import tree as _tree
 
 Values: TypeAlias = dict[str, PyTree]
+FirstValues: TypeAlias = tuple[Values, Callable[[], list[jax.Array]]]
 
 
 def wrap(module: Any, variables: Mapping[str, PyTree] | None) -> "FlaxModule":
@@ -46,20 +49,42 @@ def is_module(module: Any) -> bool:
 
 
 class Linen:
-    """A linen module, as functions of its values.
-
-    Attributes:
-      given: The first values, where somebody has them; whoever takes them may set this to None.
-    """
+    """A linen module, as functions of its values."""
 
     def __init__(self, module: nn.Module, variables: Mapping[str, PyTree] | None) -> None:
-        self.given = None if variables is None else _own(variables)
+        self._given = None if variables is None else _own(variables)
         self._model = from_linen(module)
 
-    def init(self, key: jax.Array, inputs: PyTree) -> Values:
-        """Makes the first values where none are given; `inputs` are arrays or shapes."""
-        params, rest = self._model.init(key, inputs)
-        return {"params": params, **rest}
+    def first_values(self, seed: int, inputs: PyTree) -> FirstValues:
+        """Returns the shapes of the first values, and a function that returns their leaves.
+
+        So a layer can be built while something is traced, as Keras does with models that are built
+        by their first batch. Values that were given are let go of.
+
+        Raises:
+          ValueError: Those that were given lack a collection.
+        """
+
+        def init(inputs: PyTree) -> Values:
+            params, rest = self._model.init(jax.random.key(seed), inputs)
+            return {"params": params, **rest}
+
+        @functools.cache
+        def leaves() -> list[jax.Array]:
+            with jax.ensure_compile_time_eval():
+                zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), inputs)
+                return jax.tree.leaves(jit(init)(zeros))
+
+        shapes = jax.eval_shape(init, inputs)
+        given, self._given = self._given, None
+        if given is None:
+            return shapes, leaves
+        if missing := set(shapes) - set(given):
+            raise ValueError(
+                f"variables: expected what module.init returns, with {sorted(shapes)}, got "
+                f"{sorted(given)} without {sorted(missing)}. Pass all of it, not the params alone."
+            )
+        return _of_given(given)
 
     def apply(
         self, values: Values, inputs: PyTree, *, rng: jax.Array | None, training: bool
@@ -97,13 +122,17 @@ class Nnx:
         self._model = from_nnx(module)
         self._graph, *self._states = nnx.split(module, nnx.Param, ...)
         params, state = self._model.init(jax.random.key(0), None)
-        is_stream = [isinstance(v, nnx.RngState) for v in _per_leaf(self._states[1])]
-        leaves, self._structure = jax.tree.flatten(state)
-        self._streams = [x if s else None for x, s in zip(leaves, is_stream, strict=True)]
-        self.given: Values | None = {"params": params, "state": self._without_streams(state)}
+        streams = nnx.to_pure_dict(nnx.state(module, nnx.RngState))
+        stream_paths = {path for path, _ in _tree.leaves_with_path(streams)}
+        leaves = _tree.leaves_with_path(state)
+        self._streams = [x if path in stream_paths else None for path, x in leaves]
+        self._structure = jax.tree.structure(state)
+        self._given: Values = {"params": params, "state": self._without_streams(state)}
 
-    def init(self, key: jax.Array, inputs: PyTree) -> Values:
-        raise NotImplementedError  # an nnx module has values from the start
+    def first_values(self, seed: int, inputs: PyTree) -> FirstValues:
+        del seed, inputs
+        given, self._given = self._given, {}
+        return _of_given(given)
 
     def apply(
         self, values: Values, inputs: PyTree, *, rng: jax.Array | None, training: bool
@@ -147,33 +176,26 @@ class Nnx:
 FlaxModule: TypeAlias = Linen | Nnx
 
 
-def _own(variables: Mapping[str, PyTree]) -> Values:
-    if isinstance(variables, flax.core.FrozenDict):
-        variables = flax.core.unfreeze(variables)
+def _of_given(given: Values) -> FirstValues:
+    return _tree.shapes(given), lambda: jax.tree.leaves(given)
+
+
+def _own(variables: Any) -> Values:
+    variables = flax.core.unfreeze(variables)
     if not isinstance(variables, dict) or not all(isinstance(v, dict) for v in variables.values()):
+        got = sorted(variables) if isinstance(variables, dict) else type(variables).__name__
         raise ValueError(
             "variables: expected what module.init returns, a dict of collections such as "
-            f"{{'params': ...}}, got {type(variables).__name__}"
-            + (f" with {sorted(variables)}" if isinstance(variables, dict) else "")
+            f"{{'params': ...}}, got {got}"
         )
     transient = ("losses", "intermediates")
     copies: Values = _tree.copy({k: v for k, v in variables.items() if k not in transient})
     return copies
 
 
-def _per_leaf(state: PyTree) -> list[Any]:
-    """Returns the nnx variable of each leaf."""
-    from flax import nnx
-
-    variables = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, nnx.Variable))
-    return [v for v in variables for _ in jax.tree.leaves(v)]
-
-
 def _check_call(module: Any) -> None:
     """Refuses a module which needs more than inputs and a switch."""
-    parameters = (
-        list(inspect.signature(module.__call__).parameters.values()) if callable(module) else []
-    )
+    parameters = list(inspect.signature(module).parameters.values()) if callable(module) else []
     if not parameters:
         raise TypeError(
             f"{type(module).__name__}: expected a module with __call__(self, inputs), got one "

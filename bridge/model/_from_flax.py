@@ -1,20 +1,30 @@
 """Flax modules, linen and nnx, as Keras layers."""
 
-import dataclasses
 import functools
 import inspect
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import keras
 
-from bridge.model import _flax_config, _flax_modules
+from bridge.model import _flax_modules
+from bridge.model._plain_data import PlainData
 from bridge.model._scope import name_scopes
-from functrain.internal import PyTree, jit
+from functrain.internal import PyTree
 from functrain.internal import tree as _tree
+
+_FILES = PlainData(
+    namespaces=("flax.linen", "flax.linen.initializers", "jax.nn", "jax.numpy", "jax.lax"),
+    advice="Make the layer of a function that makes the module, registered with Keras:\n"
+    "  @keras.saving.register_keras_serializable()\n"
+    "  def make_net():\n"
+    "      return Net(...)\n"
+    "  layer = bridge.from_flax(make_net)\n"
+    "Or save weights only: model.save_weights('x.weights.h5').",
+)
 
 
 def from_flax(
@@ -84,25 +94,6 @@ class FlaxCollection(keras.Layer):  # type: ignore[misc]  # keras has no types
         self.built = True
 
 
-@dataclasses.dataclass(frozen=True)
-class _Weights:
-    """All variables of a layer, out of reach of Keras's tracking, which would hold them twice."""
-
-    structure: Any
-    variables: list[Any]
-
-    def read(self) -> PyTree:
-        return jax.tree.unflatten(self.structure, [v.value for v in self.variables])
-
-    def write(self, old: PyTree, new: PyTree) -> None:
-        """Assigns what has changed, in the collections that `new` has."""
-        before = dict(_tree.leaves_with_path(old))
-        known = dict(zip(before, self.variables, strict=True))
-        for path, value in _tree.leaves_with_path(new):
-            if value is not before[path]:
-                known[path].assign(value)
-
-
 @keras.saving.register_keras_serializable(package="bridge")
 class FlaxLayer(keras.Layer):  # type: ignore[misc]  # keras has no types
     """What `from_flax` returns."""
@@ -136,11 +127,16 @@ class FlaxLayer(keras.Layer):  # type: ignore[misc]  # keras has no types
             self._note(keras.tree.map_shape_structure(tensor, input_shape))
         inputs = keras.tree.map_structure(self._example, self._known_inputs)
         seed = random.randint(1, 10**9) if self.seed is None else self.seed  # as Keras draws it
-        first = _FirstValues(self._flax, seed, inputs)
-        self._weights = _Weights(first.structure, self._make(first))
-        self._flax.given = None  # the weights are copies
+        shapes, values = self._flax.first_values(seed, inputs)
+        leaves, structure = jax.tree_util.tree_flatten_with_path(shapes)
+        variables = [
+            self._add(_tree.path_str(path).split("/"), leaf, _initializer(values, i))
+            for i, (path, leaf) in enumerate(leaves)
+        ]
+        # Past Keras's tracking, which would hold the variables twice.
+        self.__dict__["_variables_of_flax"] = jax.tree.unflatten(structure, variables)
         self._draws = [
-            self._flax.draws(first.shapes, inputs, training=training) for training in (False, True)
+            self._flax.draws(shapes, inputs, training=training) for training in (False, True)
         ]
         if any(self._draws):
             self.seed_generator = keras.random.SeedGenerator(self.seed)
@@ -151,9 +147,13 @@ class FlaxLayer(keras.Layer):  # type: ignore[misc]  # keras has no types
         rng = None
         if self._draws[training]:
             rng = jax.random.wrap_key_data(self.seed_generator.next(), impl="threefry2x32")
-        values = self._weights.read()
+        values = self._values()
         applied = self._flax.apply(values, inputs, rng=rng, training=training)
-        self._weights.write(values, applied.model_state)
+        for name, collection in applied.model_state.items():
+            trees = (self._variables_of_flax[name], values[name], collection)
+            for variable, old, new in zip(*map(jax.tree.leaves, trees), strict=True):
+                if new is not old:
+                    variable.assign(new)
         for loss in applied.losses:
             self.add_loss(loss)
         return applied.outputs
@@ -172,17 +172,17 @@ class FlaxLayer(keras.Layer):  # type: ignore[misc]  # keras has no types
                 f"layer {self.name!r}: expected a built layer, got one that has no values yet. "
                 "Call it once on a batch."
             )
-        return self._flax.to_flax(self._weights.read())
+        return self._flax.to_flax(self._values())
 
     def get_config(self) -> dict[str, Any]:
         """Returns the layer's settings, with those of its module."""
-        module = _flax_config.encode(self.source)
+        module = _FILES.encode(self.source, "module")
         return {**super().get_config(), "module": module, "seed": self.seed}
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "FlaxLayer":
         """Makes a layer from its settings."""
-        return cls(**{**config, "module": _flax_config.decode(config["module"])})
+        return cls(**{**config, "module": _FILES.decode(config["module"])})
 
     def get_build_config(self) -> dict[str, Any]:
         """Returns what `build` knew of the inputs."""
@@ -193,6 +193,9 @@ class FlaxLayer(keras.Layer):  # type: ignore[misc]  # keras has no types
         self._note(keras.saving.deserialize_keras_object(config["inputs"]))
         self.build(keras.tree.map_structure(lambda x: tuple(x.shape), self._known_inputs))
 
+    def _values(self) -> PyTree:
+        return jax.tree.map(lambda variable: variable.value, self._variables_of_flax)
+
     def _note(self, inputs: PyTree) -> None:
         # Past Keras's tracking, which makes dicts into its own.
         self.__dict__["_known_inputs"] = inputs
@@ -202,98 +205,46 @@ class FlaxLayer(keras.Layer):  # type: ignore[misc]  # keras has no types
         shape = [1 if n is None else n for n in x.shape]
         return jax.ShapeDtypeStruct(shape, jax.dtypes.canonicalize_dtype(dtype))
 
-    def _make(self, first: "_FirstValues") -> list[Any]:
-        made = []
-        for i, (path, leaf) in enumerate(first.leaves):
-            *levels, name = path
-            node = _node(self.collections, levels)
-            with name_scopes(levels[:-1]):
-                made.append(
-                    node.add_weight(
-                        shape=leaf.shape,
-                        dtype=jnp.dtype(leaf.dtype).name,
-                        initializer=first.initializer(i),
-                        trainable=levels[0] == "params",
-                        autocast=levels[0] == "params",  # statistics keep their precision
-                        name=name,
-                    )
-                )
-        return made
+    def _add(self, path: list[str], leaf: jax.ShapeDtypeStruct, initializer: Any) -> Any:
+        """Makes the weight at a path, in a layer of its level."""
+        *levels, name = path
+        collections = self.collections
+        for level in levels:
+            if level not in collections:
+                collections[level] = FlaxCollection(name=level)
+            node = collections[level]
+            collections = node.below
+        with name_scopes(levels[:-1]):
+            return node.add_weight(
+                shape=leaf.shape,
+                dtype=jnp.dtype(leaf.dtype).name,
+                initializer=initializer,
+                trainable=levels[0] == "params",
+                autocast=levels[0] == "params",  # statistics keep their precision
+                name=name,
+            )
 
 
-class _FirstValues:
-    """The first values of a module: shapes at once, values when the first weight asks for one.
-
-    So a layer can be built while something is traced, as Keras does with models that are built by
-    their first batch.
-    """
-
-    def __init__(self, module: _flax_modules.FlaxModule, seed: int, inputs: PyTree) -> None:
-        self._given = module.given
-
-        def init(inputs: PyTree) -> PyTree:
-            return module.init(jax.random.key(seed), inputs)
-
-        self._init, self._inputs = init, inputs
-        if self._given is None:
-            self.shapes = jax.eval_shape(init, inputs)
-        else:
-            self.shapes = _tree.shapes(self._given)
-            if isinstance(module, _flax_modules.Linen):
-                _require_collections(jax.eval_shape(init, inputs), self._given)
-        leaves, self.structure = jax.tree_util.tree_flatten_with_path(self.shapes)
-        self.leaves = [(_tree.path_str(path).split("/"), leaf) for path, leaf in leaves]
-
-    def initializer(self, i: int) -> Any:
-        """Returns what makes the i-th value for Keras."""
-        return lambda shape, dtype: jnp.array(self._values[i], dtype=dtype)
-
-    @functools.cached_property
-    def _values(self) -> list[jax.Array]:
-        if self._given is not None:
-            return jax.tree.leaves(self._given)
-        with jax.ensure_compile_time_eval():
-            zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self._inputs)
-            return jax.tree.leaves(jit(self._init)(zeros))
-
-
-def _node(collections: dict[str, FlaxCollection], levels: list[str]) -> FlaxCollection:
-    """Returns the level at a path, made where it is not there."""
-    for name in levels:
-        if name not in collections:
-            collections[name] = FlaxCollection(name=name)
-        node = collections[name]
-        collections = node.below
-    return node
+def _initializer(values: Callable[[], list[jax.Array]], i: int) -> Any:
+    """Returns what makes the i-th value for Keras, which may ask for it after the build."""
+    return lambda shape, dtype: jnp.array(values()[i], dtype=dtype)
 
 
 def _instance(module: Any) -> Any:
     """Returns a module, from itself or from a function that makes it."""
-    if _flax_modules.is_module(module):
-        return module
-    if not (inspect.isroutine(module) or isinstance(module, functools.partial)):
-        got = f"the class {module.__name__}" if inspect.isclass(module) else type(module).__name__
+    makes_one = inspect.isroutine(module) or isinstance(module, functools.partial)
+    instance = module() if makes_one else module
+    if not _flax_modules.is_module(instance):
+        is_class = inspect.isclass(instance)
+        got = f"the class {instance.__name__}" if is_class else type(instance).__name__
         raise TypeError(
             "module: expected an instance of flax.linen.Module or flax.nnx.Module, or a function "
-            f"that makes one, got {got}. Construct the module first, as in Net(...)."
+            f"that makes one, got {f'{got} from {module}' if makes_one else got}. Construct the "
+            "module first, as in Net(...)."
         )
-    made = module()
-    if not _flax_modules.is_module(made):
-        raise TypeError(
-            f"module: expected {getattr(module, '__name__', module)} to make a flax module, "
-            f"got {type(made).__name__}"
-        )
-    return made
+    return instance
 
 
 def _symbolic(x: Any) -> Any:
     dtype = keras.backend.standardize_dtype(getattr(x, "dtype", keras.config.floatx()))
     return keras.KerasTensor(getattr(x, "shape", ()), dtype)
-
-
-def _require_collections(expected: Mapping[str, PyTree], given: Mapping[str, PyTree]) -> None:
-    if missing := set(expected) - set(given):
-        raise ValueError(
-            f"variables: expected what module.init returns, with {sorted(expected)}, got "
-            f"{sorted(given)} without {sorted(missing)}. Pass all of it, not the params alone."
-        )

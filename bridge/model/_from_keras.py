@@ -76,16 +76,23 @@ def from_keras(model: keras.Layer) -> Model:
     ) -> ModelOutput:
         where = _variables.layout(model)  # each time: the model may have changed since
         pairs = _variables.pair(where, params, model_state)
-        seeds = {} if rng is None else _variables.select(model_state, where.seeds)
-        reseeded = [] if rng is None else _reseeded(where, rng)
+        seeds, reseeded = ([], []) if rng is None else (where.seeds, _reseeded(where, rng))
         # Not `stateless_call`: in Keras 3.15 it runs `call` in place of `__call__`. So nested
         # layers do not see `training`, a bare layer gets neither autocast nor its activity
         # regularizer, and a layer used twice keeps the add_loss of one use only.
         with _scope.initialize_new_variables(), _scope.Scope([*pairs, *reseeded]) as scope:
             outputs, losses = _call(model, inputs, training)
         _variables.require_same(where, _variables.layout(model))
-        scope.require_all_tracked()
-        new = {path: scope.get_current_value(v) for path, v in where.model_state.items()} | seeds
+        scope.require_all_tracked(
+            "the model updated variables that are in neither model.variables nor a layer's "
+            "metrics, so their new values would be lost",
+            "An RNN with stateful=True is one cause: use stateful=False, and pass the states "
+            "(return_state=True, initial_state=...). keras.random without seed= is another: give "
+            "it a keras.random.SeedGenerator held as an attribute. A variable of your own must be "
+            "an attribute of its layer, best made by self.add_weight.",
+        )
+        new = {path: scope.get_current_value(v) for path, v in where.model_state.items()}
+        new |= {path: _variables.at(model_state, path) for path in seeds}
         # A weak type would not fit a scan's carry.
         strong = {path: jnp.asarray(x, dtype=x.dtype) for path, x in new.items()}
         return ModelOutput(outputs, _variables.nest(strong), losses)

@@ -3,8 +3,12 @@
 import difflib
 import itertools
 import re
-from collections.abc import Collection, Iterable, Iterator
-from typing import Any
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Any, TypeAlias
+
+import keras
+
+Path: TypeAlias = tuple[str, ...]
 
 
 def keys(parent: Any, members: Iterable[Any]) -> list[str]:
@@ -46,18 +50,23 @@ def _base(parent: Any, member: Any, held: dict[int, str]) -> str:
     return name.replace("/", ">")  # as Keras does in the paths of metric variables
 
 
-def require_known(name: str, module: Any, expected: str) -> None:
-    """Refuses a name that a module of Keras, such as `keras.losses`, does not know.
+def require_known(identifier: Any, module: Any, expected: str) -> None:
+    """Refuses a name that a module such as `keras.losses` does not know, and what cannot be called.
 
     Raises:
-      ValueError: It says what was expected, and what is close.
+      ValueError: There is no such name; the message has what is close.
+      TypeError: The identifier is neither a name nor a function.
     """
+    if callable(identifier):
+        return
+    if not isinstance(identifier, str):
+        raise TypeError(f"{expected}, got {type(identifier).__name__}")
     try:
-        module.get(name)
+        module.get(identifier)
     except ValueError:
-        close = difflib.get_close_matches(name, dir(module), n=3)
+        close = difflib.get_close_matches(identifier, dir(module), n=3)
         hint = f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
-        raise ValueError(f"{expected}, got {name!r}.{hint}") from None
+        raise ValueError(f"{expected}, got {identifier!r}.{hint}") from None
 
 
 def free(name: str, used: Collection[str]) -> str:
@@ -94,3 +103,39 @@ def _named(name: str, value: Any) -> Iterator[tuple[int, str]]:
             yield from _named(f"{name}_{i}", item)
     else:
         yield id(value), name
+
+
+def variable_paths(variables: Sequence[Any]) -> list[Path]:
+    """Returns unique paths for a model's variables that read like the model.
+
+    A Keras optimizer sees the variables of a model, not the model. So these are made of
+    `variable.path`: without the model's own name, and with the numbers that Keras gives to
+    unnamed layers counted anew, in order, for each class (`dense_7` is `dense` again). They are
+    those of `bridge.create_state` but for unnamed layers held by attributes, which go by the
+    attribute's name there.
+    """
+    split = [tuple(v.path.split("/")) for v in variables]
+    if len({path[0] for path in split}) == 1 and all(len(path) > 2 for path in split):
+        split = [path[1:] for path in split]
+    classes = {snake(cls) for cls in (keras.Variable, *_subclasses(keras.Layer))}
+    renamed: dict[tuple[Any, ...], Path] = {(): ()}
+    for number, path in enumerate(split):
+        for depth, name in enumerate(path):
+            is_layer = depth < len(path) - 1
+            # Variables of one name are different ones, so that the number is part of what they are.
+            level = path[: depth + 1] if is_layer else (*path, number)
+            if level not in renamed:
+                parent = renamed[path[:depth]]
+                used = {new[-1] for new in renamed.values() if new and new[:-1] == parent}
+                renamed[level] = (*parent, free(_unnumbered(name, classes), used))
+    return [renamed[*path, number] for number, path in enumerate(split)]
+
+
+def _unnumbered(name: str, classes: set[str]) -> str:
+    numbered = re.fullmatch(r"((?:forward_|backward_)?(.+))_\d+", name)  # as Bidirectional names
+    return numbered[1] if numbered and numbered[2] in classes else name
+
+
+def _subclasses(cls: type) -> set[type]:
+    found: set[type] = set(cls.__subclasses__())
+    return found.union(*map(_subclasses, found))

@@ -23,14 +23,10 @@ _PURE = {
 }
 # Keras's layers that draw by Python's `random`, or run code of the user's.
 _IMPURE = {layers.AugMix}
-_RUN_ANYTHING = {
-    layers.FlaxLayer,
-    layers.JaxLayer,
-    layers.Lambda,
-    layers.TFSMLayer,
-    layers.TorchModuleWrapper,
-}
+_RUN_ANYTHING = {layers.FlaxLayer, layers.JaxLayer, layers.Lambda}
+_RUN_ANYTHING |= {layers.TFSMLayer, layers.TorchModuleWrapper}
 _KERAS_CLASSES = {keras.Sequential, *(c for c in vars(layers).values() if isinstance(c, type))}
+_KNOWN = _KERAS_CLASSES - _IMPURE - _RUN_ANYTHING
 
 _warned: weakref.WeakSet[type] = weakref.WeakSet()
 
@@ -55,11 +51,11 @@ def frozen_layers(model: keras.Layer) -> list[Any]:
 
 def warn_of_frozen(model: keras.Layer) -> None:
     """Says once for a class of layers that what it draws in Python is drawn when it is traced."""
-    found = {type(layer) for layer in frozen_layers(model)} - set(_warned)
-    if not found:
+    classes = {type(layer) for layer in frozen_layers(model)} - set(_warned)
+    if not classes:
         return
-    _warned.update(found)
-    names = ", ".join(sorted(cls.__name__ for cls in found))
+    _warned.update(classes)
+    names = ", ".join(sorted(cls.__name__ for cls in classes))
     warnings.warn(
         f"{names}: Keras leaves models with this layer uncompiled. In a compiled step, what it "
         "does in Python (random, numpy.random, counters) is done once, when the step is traced, "
@@ -71,8 +67,5 @@ def warn_of_frozen(model: keras.Layer) -> None:
 
 
 def _is_known(layer: Any) -> bool:
-    cls = type(layer)
-    if keras_private.layers.is_functional(layer):
-        return True
-    own = cls in _KERAS_CLASSES and cls not in _IMPURE and cls not in _RUN_ANYTHING
-    return own and (cls in _PURE or bool(layer.supports_jit))
+    is_pure = type(layer) in _PURE or layer.supports_jit
+    return keras_private.layers.is_functional(layer) or (type(layer) in _KNOWN and is_pure)

@@ -30,26 +30,16 @@ class Scope(keras.StatelessScope):  # type: ignore[misc]  # keras has no types
             self.untracked[id(variable)] = variable
         super().add_update(update)
 
-    def require_all_tracked(self) -> None:
-        """Refuses an application that updated what the state does not hold.
+    def require_all_tracked(self, problem: str, remedy: str) -> None:
+        """Raises ValueError if variables were updated that are not in the mapping; it names them.
 
-        Raises:
-          ValueError: It names the variables.
+        Args:
+          problem: What the message says before their names.
+          remedy: What it says behind them.
         """
-        if not self.untracked:
-            return
-        raise ValueError(
-            "the model updated variables that are in neither model.variables nor a layer's "
-            f"metrics, so their new values would be lost:\n{self.list_untracked()}\n"
-            "An RNN with stateful=True is one cause: use stateful=False, and pass the states "
-            "(return_state=True, initial_state=...). keras.random without seed= is another: give "
-            "it a keras.random.SeedGenerator held as an attribute. A variable of your own must be "
-            "an attribute of its layer, best made by self.add_weight."
-        )
-
-    def list_untracked(self) -> str:
-        """Returns the updated variables that are not in the mapping, one a line."""
-        return _tree.bullets([f"{v.path}: {_tree.spec(v)}" for v in self.untracked.values()])
+        if self.untracked:
+            lines = [f"{v.path}: {_tree.spec(v)}" for v in self.untracked.values()]
+            raise ValueError(f"{problem}:\n{_tree.bullets(lines)}\n{remedy}")
 
 
 @contextlib.contextmanager
@@ -95,10 +85,8 @@ def no_side_effects() -> Iterator[None]:
     """
     with initialize_new_variables(), Scope([]) as scope:
         yield
-    if scope.untracked:
-        raise ValueError(
-            "step: expected a pure function, got one that assigns Keras variables:\n"
-            f"{scope.list_untracked()}\n"
-            "Apply the model through bridge.from_keras(model), whose variables are in the state. "
-            "The model is unchanged."
-        )
+    scope.require_all_tracked(
+        "step: expected a pure function, got one that assigns Keras variables",
+        "Apply the model through bridge.from_keras(model), whose variables are in the state. "
+        "The model is unchanged.",
+    )

@@ -62,11 +62,12 @@ class KerasModule(nn.Module):
     @nn.compact
     def __call__(self, inputs: PyTree, training: bool = False) -> PyTree:
         """Runs the model."""
-        params, *rest = _variables.split(self.model)
+        collections = _variables.collections(self.model)
+        params = collections.pop("params")
         values = {key: self.param(key, _copier(value)) for key, value in params.items()}
         held = [
-            self.variable(collection, key, _copier(value), None)
-            for collection, tree in zip(_variables.COLLECTIONS, rest, strict=True)
+            self.variable(name, key, _copier(value), None)
+            for name, tree in collections.items()
             for key, value in tree.items()
         ]
         state = _variables.merge(*({v.name: v.value} for v in held))

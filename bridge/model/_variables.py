@@ -1,7 +1,7 @@
 """Which variable is which: a Keras model's variables as two nested dicts, and back."""
 
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,10 +10,9 @@ import optax
 
 from bridge import keras_private
 from bridge.model import _names
+from bridge.model._names import Path
 from functrain.internal import PyTree, whole_on_host
 from functrain.internal import tree as _tree
-
-Path: TypeAlias = tuple[str, ...]
 
 
 class Layout(NamedTuple):
@@ -32,6 +31,10 @@ class Layout(NamedTuple):
     params: dict[Path, Any]
     model_state: dict[Path, Any]
     seeds: tuple[Path, ...]
+
+    def variables(self) -> dict[Path, Any]:
+        """Returns all variables by path."""
+        return {**self.params, **self.model_state}
 
 
 def layout(model: keras.Layer) -> Layout:
@@ -99,11 +102,10 @@ def require_same(before: Layout, after: Layout) -> None:
     Raises:
       ValueError: It names them.
     """
-    known = {id(v) for part in before[:2] for v in part.values()}
+    known = set(map(id, before.variables().values()))
     lines = [
         f"{'/'.join(path)}: {_tree.spec(v)}"
-        for part in after[:2]
-        for path, v in part.items()
+        for path, v in after.variables().items()
         if id(v) not in known
     ]
     if lines:
@@ -121,9 +123,7 @@ def values(where: Layout) -> tuple[PyTree, PyTree]:
 
     With a mixed precision policy these are the float32 masters.
     """
-    params, others = (
-        {path: v.value for path, v in part.items()} for part in (where.params, where.model_state)
-    )
+    params, others = ({path: v.value for path, v in part.items()} for part in where[:2])
     return nest(params), nest(others)
 
 
@@ -131,24 +131,19 @@ def values(where: Layout) -> tuple[PyTree, PyTree]:
 COLLECTIONS = ("batch_stats", "seeds")
 
 
-def split(model: keras.Layer) -> tuple[PyTree, PyTree, PyTree]:
-    """Returns `(params, statistics, seeds)`, as `values` with the seed counters apart."""
+def collections(model: keras.Layer) -> dict[str, PyTree]:
+    """Returns the model's own arrays, not copies, as collections of a linen module."""
     where = layout(model)
     params, _ = values(where)
     others = {path: v.value for path, v in where.model_state.items()}
     seeds = {path: others.pop(path) for path in where.seeds}
-    return params, nest(others), nest(seeds)
+    return {"params": params, "batch_stats": nest(others), "seeds": nest(seeds)}
 
 
 def merge(*trees: PyTree) -> PyTree:
-    """Returns nested dicts with no leaf in common as one."""
-    return nest(
-        {
-            _tree.keys(path): leaf
-            for tree in trees
-            for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-        }
-    )
+    """Returns nested mappings with no leaf in common as one nested dict."""
+    leaves = [pair for tree in trees for pair in jax.tree_util.tree_leaves_with_path(tree)]
+    return nest({_tree.keys(path): leaf for path, leaf in leaves})
 
 
 def nest(leaves: Mapping[Path, Any]) -> dict[str, Any]:
@@ -168,32 +163,12 @@ def pair(where: Layout, params: PyTree, model_state: PyTree) -> list[tuple[Any, 
     Raises:
       ValueError: The trees are not this model's; the message names the leaves that differ.
     """
-    _check(where, params, model_state)
-    return [
-        *((v, at(params, path)) for path, v in where.params.items()),
-        *((v, at(model_state, path)) for path, v in where.model_state.items()),
-    ]
-
-
-def select(tree: PyTree, paths: Iterable[Path]) -> dict[Path, Any]:
-    """Returns some leaves of nested dicts, by path."""
-    return {path: at(tree, path) for path in paths}
-
-
-def at(tree: PyTree, path: Path) -> Any:
-    """Returns what is at a path in nested dicts."""
-    for key in path:
-        tree = tree[key]
-    return tree
-
-
-def _check(where: Layout, params: PyTree, model_state: PyTree) -> None:
+    trees = {"params": params, "model_state": model_state}
     expected = {
         name: nest({path: _spec(v) for path, v in part.items()})
-        for name, part in (("params", where.params), ("model_state", where.model_state))
+        for name, part in zip(trees, where[:2], strict=True)
     }
-    got = jax.tree.map(_spec, {"params": params, "model_state": model_state})
-    lines = _tree.differences(expected, got)
+    lines = _tree.differences(expected, jax.tree.map(_spec, trees))
     if lines and all("got bfloat16[" in line or "got float16[" in line for line in lines):
         raise ValueError(
             f"params: expected them as the Keras model keeps them, got\n{_tree.bullets(lines)}\n"
@@ -208,6 +183,15 @@ def _check(where: Layout, params: PyTree, model_state: PyTree) -> None:
             "quantized), make the state again: bridge.create_state(model, tx). If the state is "
             "another model's, use it with that one."
         )
+    parts = zip(where[:2], trees.values(), strict=True)
+    return [(v, at(tree, path)) for part, tree in parts for path, v in part.items()]
+
+
+def at(tree: PyTree, path: Path) -> Any:
+    """Returns what is at a path in nested dicts."""
+    for key in path:
+        tree = tree[key]
+    return tree
 
 
 def _spec(x: Any) -> Any:
@@ -251,27 +235,17 @@ def _is_masked(x: Any) -> bool:
     return x is None or isinstance(x, optax.MaskedNode)
 
 
-def assign(where: Layout, params: PyTree, model_state: PyTree) -> None:
-    """Copies arrays into the model's variables: all of them, or none where something is wrong.
+def write(pairs: list[tuple[Any, Any]]) -> None:
+    """Copies arrays into variables: all of them, or none if one cannot be copied.
 
-    The variables get buffers of their own, so that a program may consume the state afterwards.
-
-    Raises:
-      TypeError: A leaf is being traced.
-      ValueError: The trees are not this model's, or a leaf was donated to a program.
+    The variables get buffers of their own, so that a program may consume the arrays afterwards. A
+    variable that is this process's own gets the whole of an array that is divided over processes.
     """
-    pairs = pair(where, params, model_state)
-    require_values({"params": params, "model_state": model_state})
     copies = _tree.copy([array for _, array in pairs])
     for (variable, _), array in zip(pairs, copies, strict=True):
-        put(variable, array)
-
-
-def put(variable: Any, array: Any) -> None:
-    """Assigns to a variable; to one that is this process's own, the whole of a divided array."""
-    divided = isinstance(array, jax.Array) and not array.is_fully_addressable
-    home = divided and keras_private.variables.layout(variable) is None
-    variable.assign(whole_on_host(array) if home else array)
+        is_own = keras_private.variables.layout(variable) is None
+        is_divided = not array.is_fully_addressable
+        variable.assign(whole_on_host(array) if is_own and is_divided else array)
 
 
 def require_values(tree: PyTree) -> None:

@@ -4,16 +4,12 @@ Files:
   _optimizers: a Keras optimizer as an optax transformation
   _wrapped: the same by Keras's own code
   _native: the same in optax's own pieces
-  _optimizer_copy: a second, unbuilt instance of a Keras optimizer
-  _slots: what a Keras optimizer remembers
+  _slots: what an optimizer remembers, and to which parameter each part belongs
   _optax_optimizer: an optax transformation as a Keras optimizer
-  _labels: which leaf of an optax state belongs to which parameter
-  _factory: what a saved file says about an optax object
   _schedules: learning rate schedules, both ways
   _constraints: a Keras model's constraints, kept by optax
   _losses: Keras losses in optax's argument order
   _metrics: Keras metrics as functrain metrics
-  _arithmetic: updates that lead to given params
 """
 
 from bridge.optim._constraints import constraints as constraints

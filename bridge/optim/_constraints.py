@@ -8,7 +8,6 @@ import keras
 import optax
 
 from bridge.model import _variables
-from bridge.optim._arithmetic import difference
 from functrain.internal import PyTree
 from functrain.internal import tree as _tree
 
@@ -64,3 +63,15 @@ def constraints(model: keras.Layer) -> optax.GradientTransformation:
 def keeps_constraints(opt_state: PyTree) -> bool:
     """Whether a transformation with this state keeps a model's constraints."""
     return bool(_tree.nodes(opt_state, ConstraintState))
+
+
+def difference(new: jax.Array, old: jax.Array) -> jax.Array:
+    """Returns what `optax.apply_updates` adds to `old` to get `new`, as far as it can.
+
+    The plain difference misses `new` by a rounding whenever its exponent is above that of both.
+    Adding what is missing hits it, unless no float does: where a parameter changes its sign or
+    shrinks by more than half, ``old + update`` has no bits finer than those of `old`.
+    """
+    update = new - old
+    missing = new - (old + update)
+    return update + jnp.where(jnp.isfinite(missing), missing, jnp.zeros_like(missing))

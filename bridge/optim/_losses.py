@@ -89,26 +89,37 @@ def loss(keras_loss: Any, *, loss_weights: Any = None) -> Callable[..., jax.Arra
             f"loss_weights: expected None with a single loss, got {loss_weights!r}. It weighs "
             "several outputs; to weigh examples use batches (x, y, sample_weight)."
         )
-    return _Loss(keras_loss, _single(keras_loss))
+    measure = _measure_of(keras_loss, "keras_loss")
 
-
-def _single(keras_loss: Any) -> _Measure:
-    _check(keras_loss, "keras_loss")
-
-    def measure(outputs: PyTree, y: PyTree, sample_weight: PyTree) -> tuple[jax.Array, Any]:
-        if isinstance(outputs, Mapping | list | tuple):  # as `compile` does it
+    def of_any_outputs(outputs: PyTree, y: PyTree, sample_weight: PyTree) -> tuple[jax.Array, Any]:
+        if isinstance(outputs, Mapping | list | tuple):  # one for all, as `compile` does it
             each = {key: keras_loss for key, _ in _items(outputs)}
             return _several(each, None)(outputs, y, sample_weight)
-        found = keras_private.losses.get_loss(keras_loss, y, outputs)
-        if found.reduction in _MEANS and not _calls_itself(found):
+        return measure(outputs, y, sample_weight)
+
+    return _Loss(keras_loss, of_any_outputs)
+
+
+def _measure_of(keras_loss: Any, where: str, *, is_reduced: bool = False) -> _Measure:
+    """Returns a loss of one output: its values whose mean it is, or what Keras reduces them to."""
+    _check(keras_loss, where)
+
+    def measure(outputs: PyTree, y: PyTree, sample_weight: PyTree) -> tuple[jax.Array, Any]:
+        loss = keras_private.losses.get_loss(keras_loss, y, outputs)
+        if loss.reduction in _MEANS and not (is_reduced or _calls_itself(loss)):
             values, weight, valid = keras_private.losses.losses_and_weight(
-                found, y, outputs, sample_weight
+                loss, y, outputs, sample_weight
             )
             if sample_weight is not None:
                 _check_weight(sample_weight, values)
             return jnp.asarray(values if weight is None else values * weight), valid
-        value = jnp.asarray(found(y, outputs, sample_weight))
-        return value, _divisor(found, y, outputs, sample_weight)
+        value = jnp.asarray(loss(y, outputs, sample_weight))
+        if is_reduced and value.ndim:
+            raise ValueError(
+                f"{where}: expected a loss that reduces to a scalar, got values of shape "
+                f"{value.shape}. With several losses take reduction='sum_over_batch_size'."
+            )
+        return value, _divisor(loss, y, outputs, sample_weight)
 
     return measure
 
@@ -145,24 +156,30 @@ def _check_weight(sample_weight: PyTree, values: Any) -> None:
         )
 
 
-def _several(losses: Any, weights: Any) -> _Measure:
-    parts = {
-        key: (_compiled(one, f"keras_loss[{key!r}]"), weight)
-        for key, one, weight in _weighted(losses, weights)
+def _several(losses: Any, factors: Any) -> _Measure:
+    """Returns the sum of the losses of several outputs, times their factors."""
+    if isinstance(factors, Mapping | list | tuple):
+        factors = dict(_items(factors))
+    keys = [key for key, _ in _items(losses)]
+    if factors is not None and (not isinstance(factors, dict) or set(factors) != set(keys)):
+        raise ValueError(f"loss_weights: expected a factor for each loss, {keys}, got {factors!r}")
+    measures = {
+        key: _measure_of(one, f"keras_loss[{key!r}]", is_reduced=True)
+        for key, one in _items(losses)
         if one is not None
     }
-    if not parts:
+    if not measures:
         raise ValueError(f"keras_loss: expected at least one loss, got {losses!r}")
 
     def measure(outputs: PyTree, y: PyTree, sample_weight: PyTree) -> tuple[jax.Array, Any]:
         total: Any = 0
         divisors = []
-        for key, (one, weight) in parts.items():
+        for key, one in measures.items():
             weights = sample_weight
             if isinstance(sample_weight, Mapping | list | tuple):
-                weights = _at(sample_weight, key, "sample_weight")
-            value, divisor = one(_at(outputs, key, "outputs"), _at(y, key, "y"), weights)
-            total = total + (value if weight is None else value * weight)
+                weights = part_of(sample_weight, key, "sample_weight")
+            value, divisor = one(part_of(outputs, key, "outputs"), part_of(y, key, "y"), weights)
+            total = total + (value * factors[key] if factors else value)
             divisors.append(divisor)
         alike = len(divisors) == 1 or all(divisor is None for divisor in divisors)
         return total, divisors[0] if alike else _NO_MEAN
@@ -170,62 +187,33 @@ def _several(losses: Any, weights: Any) -> _Measure:
     return measure
 
 
-def _compiled(keras_loss: Any, where: str) -> _Measure:
-    """Returns one of several losses, as Keras reduces it."""
-    _check(keras_loss, where)
-
-    def measure(outputs: PyTree, y: PyTree, sample_weight: PyTree) -> tuple[jax.Array, Any]:
-        found = keras_private.losses.get_loss(keras_loss, y, outputs)
-        value = found(y, outputs, sample_weight)
-        if value.ndim:
-            raise ValueError(
-                f"{where}: expected a loss that reduces to a scalar, got values of shape "
-                f"{value.shape}. With several losses take reduction='sum_over_batch_size'."
-            )
-        return value, _divisor(found, y, outputs, sample_weight)
-
-    return measure
-
-
-def _weighted(losses: Any, weights: Any) -> list[tuple[Any, Any, Any]]:
-    """Returns key, loss and factor of each output."""
-    items = _items(losses)
-    given = dict(_items(weights)) if isinstance(weights, Mapping | list | tuple) else weights
-    keys = [key for key, _ in items]
-    if given is not None and (not isinstance(given, dict) or set(given) != set(keys)):
-        raise ValueError(f"loss_weights: expected a factor for each loss, {keys}, got {weights!r}")
-    return [(key, one, given[key] if given else None) for key, one in items]
-
-
 def _items(tree: Any) -> list[tuple[Any, Any]]:
     return list(tree.items() if isinstance(tree, Mapping) else enumerate(tree))
 
 
-def _at(tree: PyTree, key: Any, name: str) -> Any:
+def part_of(tree: PyTree, key: Any, name: str) -> Any:
+    """Returns what belongs to one of several outputs: of the outputs, of the labels, of weights."""
     try:
         return tree[key]
     except (KeyError, IndexError, TypeError):
-        has = list(tree) if isinstance(tree, Mapping) else f"{type(tree).__name__}"
+        has = list(tree) if isinstance(tree, Mapping) else type(tree).__name__
         if isinstance(tree, list | tuple):
             has = f"{has} of {len(tree)}"
         raise ValueError(
-            f"{name}: expected an entry for each loss, got none for {key!r} in {has}. The losses, "
-            "the outputs and the labels must have the same keys."
+            f"{name}: expected a dict or list with an entry for each output, got none for "
+            f"{key!r} in {has}. The outputs, the labels, their losses and their metrics must have "
+            "the same keys."
         ) from None
 
 
 def _check(keras_loss: Any, where: str) -> None:
     """Refuses what Keras would fail on later, or would call the wrong way round."""
-    if isinstance(keras_loss, str):
-        if keras_loss.lower() not in ("crossentropy", "ce"):  # chosen by shapes, as `compile` does
-            expected = f"{where}: expected a name in keras.losses"
-            _names.require_known(keras_loss, keras.losses, expected)
-    elif isinstance(keras_loss, keras.Metric | Metric) or not callable(keras_loss):
-        raise TypeError(
-            f"{where}: expected a keras.losses.Loss, a name or a function (y_true, y_pred), got "
-            f"{type(keras_loss).__name__}"
-        )
-    elif inspect.isfunction(keras_loss):
+    expected = f"{where}: expected a keras.losses.Loss, a name or a function (y_true, y_pred)"
+    if isinstance(keras_loss, keras.Metric | Metric):
+        raise TypeError(f"{expected}, got {type(keras_loss).__name__}")
+    if str(keras_loss).lower() not in ("crossentropy", "ce"):  # chosen by shapes, as `compile` does
+        _names.require_known(keras_loss, keras.losses, expected)
+    if inspect.isfunction(keras_loss):
         first = next(iter(inspect.signature(keras_loss).parameters), "")
         if first in ("outputs", "logits", "predictions", "log_predictions", "y_pred"):
             raise TypeError(

@@ -10,6 +10,7 @@ import keras
 
 from bridge import keras_private
 from bridge.model import _names, _scope
+from bridge.optim._losses import part_of
 from functrain import Metric
 from functrain.internal import PyTree, unpack
 
@@ -70,7 +71,11 @@ def metric(
     choose = _chooser(keras_metric)
     like = choose(None, None)
     _require_values(like, values)
-    _build(like, example, values)
+
+    def arguments(outputs: PyTree, y: PyTree) -> tuple[PyTree, ...]:
+        return (y, outputs) if values is None else (values(outputs, y),)
+
+    _build(like, example, arguments)
 
     def init() -> list[jax.Array]:
         with _scope.initialize_new_variables(), _scope.Scope([]) as scope:
@@ -83,12 +88,12 @@ def metric(
         del loss
         _, y, weight = unpack(batch)
         if output is not None:
-            y, outputs = _of(y, output, "y"), _of(outputs, output, "outputs")
-            weight = weight if hasattr(weight, "shape") else _of(weight, output, "sample_weight")
-        found = choose(y, outputs)
-        given = (y, outputs) if values is None else (values(outputs, y),)
+            y = None if y is None else part_of(y, output, "y")
+            outputs = part_of(outputs, output, "outputs")
+            if not (weight is None or hasattr(weight, "shape")):
+                weight = part_of(weight, output, "sample_weight")
         weights = {"sample_weight": weight} if weighted and weight is not None else {}
-        return _update(found, m, *given, **weights)
+        return _update(choose(y, outputs), m, *arguments(outputs, y), **weights)
 
     def compute(m: list[jax.Array]) -> Any:
         with keras.StatelessScope(_paired(like, m)):
@@ -98,27 +103,14 @@ def metric(
     return Metric(init, update, compute)
 
 
-def _of(tree: PyTree, output: str | int, name: str) -> Any:
-    """Returns what belongs to one output."""
-    try:
-        return tree if tree is None else tree[output]
-    except (KeyError, IndexError, TypeError):
-        raise ValueError(
-            f"output={output!r}: expected {name} in a dict or list that has it, got "
-            f"{list(tree) if isinstance(tree, dict) else type(tree).__name__}"
-        ) from None
-
-
 def _update(keras_metric: Any, m: list[jax.Array], *args: PyTree, **kwargs: PyTree) -> list[Any]:
     with _scope.initialize_new_variables(), _scope.Scope(_paired(keras_metric, m)) as scope:
         keras_metric.update_state(*args, **kwargs)
-    _paired(keras_metric, m)
-    if scope.untracked:
-        raise ValueError(
-            f"{_name(keras_metric)}: expected updates of the metric's own variables, got those of"
-            f"\n{scope.list_untracked()}\n"
-            "which would be lost. Make them with self.add_variable."
-        )
+    _paired(keras_metric, m)  # none was made by the update
+    scope.require_all_tracked(
+        f"{_name(keras_metric)}: expected updates of the metric's own variables, got those of",
+        "which would be lost. Make them with self.add_variable.",
+    )
     return _values(keras_metric.variables, scope)
 
 
@@ -128,15 +120,14 @@ def _values(variables: list[Any], scope: keras.StatelessScope) -> list[jax.Array
 
 
 def _paired(keras_metric: Any, m: list[jax.Array]) -> list[tuple[Any, jax.Array]]:
-    variables = keras_metric.variables
-    if not isinstance(m, list | tuple) or len(m) != len(variables):
-        got = f"{len(m)} values" if isinstance(m, list | tuple) else type(m).__name__
+    variables, values = keras_metric.variables, jax.tree.leaves(m)
+    if len(values) != len(variables):
         raise ValueError(
             f"{_name(keras_metric)}: expected the {len(variables)} values that init returns, got "
-            f"{got}. If the metric makes its variables at its first batch, pass one: "
-            "bridge.metric(..., example=(outputs, y))."
+            f"{len(values)} values. If the metric makes its variables at its first batch, pass "
+            "one: bridge.metric(..., example=(outputs, y))."
         )
-    return list(zip(variables, m, strict=True))
+    return list(zip(variables, values, strict=True))
 
 
 def _scalars(x: jax.Array) -> Any:
@@ -145,9 +136,7 @@ def _scalars(x: jax.Array) -> Any:
 
 
 def _build(
-    keras_metric: Any,
-    example: Example | None,
-    values: Callable[[PyTree, PyTree], PyTree] | None,
+    keras_metric: Any, example: Any, arguments: Callable[[PyTree, PyTree], tuple[PyTree, ...]]
 ) -> None:
     if example is not None:
         if not isinstance(example, tuple | list) or len(example) != 2:
@@ -155,15 +144,13 @@ def _build(
                 "example: expected (outputs, y) of one batch, arrays or jax.ShapeDtypeStruct, got "
                 f"{type(example).__name__}"
             )
-        outputs, y = example
-        given = (y, outputs) if values is None else (jax.eval_shape(values, outputs, y),)
 
-        def discard(*given: PyTree) -> None:
+        def discard(outputs: PyTree, y: PyTree) -> None:
             with _scope.Scope([]):
-                keras_metric.update_state(*given)
+                keras_metric.update_state(*arguments(outputs, y))
 
         with _scope.initialize_new_variables():
-            jax.eval_shape(discard, *given)
+            jax.eval_shape(discard, *example)
     if not (keras_private.metrics.is_built_metric(keras_metric) and keras_metric.variables):
         raise ValueError(
             f"keras_metric: {_name(keras_metric)} makes its variables at its first batch, and "
@@ -198,14 +185,10 @@ def _resolve(keras_metric: Any) -> Any:
             f"keras_metric: expected one metric, got {type(keras_metric).__name__}. "
             "functrain's steps take a dict of them: metrics={'accuracy': bridge.metric(...)}."
         )
-    if isinstance(keras_metric, str):
-        expected = "keras_metric: expected 'accuracy' or a name in keras.metrics"
-        _names.require_known(keras_metric, keras.metrics, expected)
-    elif not (callable(keras_metric) or isinstance(keras_metric, keras.Metric)):
-        raise TypeError(
-            "keras_metric: expected a keras.metrics.Metric, a name or a function (y_true, "
-            f"y_pred), got {type(keras_metric).__name__}"
-        )
+    expected = (
+        "keras_metric: expected a keras.metrics.Metric, a name or a function (y_true, y_pred)"
+    )
+    _names.require_known(keras_metric, keras.metrics, expected)
     found = keras.metrics.get(keras_metric)
     return found if isinstance(found, keras.Metric) else keras.metrics.MeanMetricWrapper(found)
 

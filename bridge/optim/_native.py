@@ -1,5 +1,6 @@
 """Keras optimizers in optax's own pieces, where those say the same."""
 
+import functools
 import re
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
@@ -31,14 +32,12 @@ def native(optimizer: Any) -> optax.GradientTransformation | None:
         return None
     decay = [] if optimizer.weight_decay is None else [_decay(optimizer)]
     rate = keras_private.optimizers.learning_rate(optimizer)
-    scale = optax.scale_by_learning_rate(
-        float(keras.ops.convert_to_numpy(optimizer.learning_rate))
-        if rate is None
-        else schedule(rate)
-    )
     before, after = core
     if after and decay:  # it would be in the momentum, which Keras's is not
         return None
+    scale = optax.scale_by_learning_rate(
+        float(optimizer.learning_rate) if rate is None else schedule(rate)
+    )
     return optax.chain(*_clip(optimizer), *before, *decay, scale, *after, _count())
 
 
@@ -72,13 +71,11 @@ def clip_each_by_norm(most: float) -> optax.GradientTransformation:
 def _decay(optimizer: Any) -> optax.GradientTransformation:
     _, pattern = keras_private.optimizers.excluded_from_weight_decay(optimizer)
 
-    def mask(params: PyTree) -> PyTree:
-        def is_decayed(path: Any, _: Any) -> bool:
-            name = jax.tree_util.keystr(path[-1:], simple=True)
-            return not (pattern and re.search(pattern, name))
+    def is_decayed(path: Any, _: Any) -> bool:
+        name = jax.tree_util.keystr(path[-1:], simple=True)
+        return not (pattern and re.search(pattern, name))
 
-        return jax.tree_util.tree_map_with_path(is_decayed, params)
-
+    mask = functools.partial(jax.tree_util.tree_map_with_path, is_decayed)
     return optax.add_decayed_weights(optimizer.weight_decay, mask)
 
 
@@ -96,10 +93,6 @@ def scale_by_keras_adam(b1: float, b2: float, eps: float) -> optax.GradientTrans
     Optax corrects the second moment first, so that its eps counts for more in early steps.
     """
 
-    def init(params: PyTree) -> optax.ScaleByAdamState:
-        zeros = jax.tree.map(jnp.zeros_like, params)
-        return optax.ScaleByAdamState(jnp.zeros((), jnp.int32), zeros, zeros)
-
     def update(grads: PyTree, state: optax.ScaleByAdamState, params: PyTree = None) -> Any:
         del params
         count = optax.safe_increment(state.count)
@@ -113,7 +106,7 @@ def scale_by_keras_adam(b1: float, b2: float, eps: float) -> optax.GradientTrans
 
         return jax.tree.map(scaled, mu, nu), optax.ScaleByAdamState(count, mu, nu)
 
-    return optax.GradientTransformation(init, update)
+    return optax.GradientTransformation(optax.scale_by_adam(b1, b2).init, update)
 
 
 Core: TypeAlias = tuple[list[optax.GradientTransformation], list[optax.GradientTransformation]]
@@ -124,8 +117,12 @@ def _adam(o: Any) -> Core | None:
 
 
 def _rmsprop(o: Any) -> Core | None:
-    scale = optax.scale_by_rms(o.rho, o.epsilon, eps_in_sqrt=True)
-    return None if o.centered else ([scale], [optax.trace(o.momentum)] if o.momentum else [])
+    if o.centered:
+        return None
+    # The momentum of Keras's RMSprop, unlike that of its SGD, is subtracted from the params.
+    negate = optax.scale(-1.0)
+    momentum = [negate, optax.trace(o.momentum), negate] if o.momentum else []
+    return [optax.scale_by_rms(o.rho, o.epsilon, eps_in_sqrt=True)], momentum
 
 
 def _lamb(o: Any) -> Core | None:
@@ -147,38 +144,28 @@ _MAKERS: dict[type, Callable[[Any], Core | None]] = {
 }
 
 
-class SlotField(NamedTuple):
-    """A field of a state of optax that holds a slot of Keras, times a sign."""
-
-    field: str
-    slot: str
-    sign: int = 1
-
-
-_MOMENTS = (SlotField("mu", "momentums"), SlotField("nu", "velocities"))
-_SLOT_FIELDS: dict[type, dict[type, tuple[SlotField, ...]]] = {
-    K.SGD: {optax.TraceState: (SlotField("trace", "momentums"),)},
+# Which fields of which states of optax hold which slots of Keras.
+_MOMENTS = {"mu": "momentums", "nu": "velocities"}
+_SLOT_FIELDS: dict[type, dict[type, dict[str, str]]] = {
+    K.SGD: {optax.TraceState: {"trace": "momentums"}},
     K.Adam: {optax.ScaleByAdamState: _MOMENTS},
     K.AdamW: {optax.ScaleByAdamState: _MOMENTS},
     K.Lamb: {optax.ScaleByAdamState: _MOMENTS},
-    K.Adamax: {optax.ScaleByAdamState: (SlotField("mu", "m"), SlotField("nu", "u"))},
+    K.Adamax: {optax.ScaleByAdamState: {"mu": "m", "nu": "u"}},
     K.RMSprop: {
-        optax.ScaleByRmsState: (SlotField("nu", "velocities"),),
-        optax.TraceState: (SlotField("trace", "momentums", -1),),
+        optax.ScaleByRmsState: {"nu": "velocities"},
+        optax.TraceState: {"trace": "momentums"},
     },
-    K.Adagrad: {optax.ScaleByRssState: (SlotField("sum_of_squares", "accumulators"),)},
+    K.Adagrad: {optax.ScaleByRssState: {"sum_of_squares": "accumulators"}},
     K.Adadelta: {
-        optax.ScaleByAdaDeltaState: (
-            SlotField("e_g", "accumulated_grads"),
-            SlotField("e_x", "accumulated_delta_vars"),
-        )
+        optax.ScaleByAdaDeltaState: {"e_g": "accumulated_grads", "e_x": "accumulated_delta_vars"}
     },
-    K.Lion: {optax.ScaleByLionState: (SlotField("mu", "momentums"),)},
+    K.Lion: {optax.ScaleByLionState: {"mu": "momentums"}},
 }
 
 
-def slot_fields(optimizer: Any, opt_state: PyTree) -> dict[type, tuple[SlotField, ...]]:
-    """Returns which states of optax hold which slots of an optimizer.
+def slot_fields(optimizer: Any, opt_state: PyTree) -> dict[type, dict[str, str]]:
+    """Returns which states of optax hold which slots of an optimizer, by the names of fields.
 
     A trace holds the learning rate, as Keras's momentum does, in chains of `native` only.
     """

@@ -1,9 +1,8 @@
 """An optax transformation as a Keras optimizer, for `model.compile`."""
 
-import dataclasses
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +11,10 @@ import numpy as np
 import optax
 
 from bridge import keras_private
-from bridge.model._variables import nest, select
-from bridge.optim import _factory
-from bridge.optim._labels import Label, labels, paths
-from bridge.optim._schedules import schedule
+from bridge.model._names import Path, variable_paths
+from bridge.model._variables import at, nest
+from bridge.optim._schedules import FILES, require_takes, schedule
+from bridge.optim._slots import Role, roles_of_leaves
 from functrain.internal import PyTree, advised, brief, check_tx
 from functrain.internal import tree as _tree
 
@@ -27,41 +26,30 @@ _TAKES = (
 _NUMBER = int | float | jax.Array | np.number | np.ndarray
 
 
-@dataclasses.dataclass(frozen=True)
-class Plan:
+class Plan(NamedTuple):
     """How a state of optax lies in the variables of an optimizer.
 
     Attributes:
-      trained: The model's variables.
-      paths: Their paths in the params that the transformation sees.
+      trained: The model's variables, by their paths in the params that the transformation sees.
       treedef: The structure of its state.
       slots: The optimizer's variables, one for each leaf.
-      labels: What each leaf is.
-      impls: How keys are made of a leaf's numbers, where it is a PRNG key.
+      impls: What `key_impl` says of each leaf.
     """
 
-    trained: tuple[Any, ...]
-    paths: tuple[tuple[str, ...], ...]
+    trained: dict[Path, Any]
     treedef: Any
-    slots: tuple[Any, ...]
-    labels: tuple[Label, ...]
-    impls: tuple[Any, ...]
+    slots: list[Any]
+    impls: list[Any]
 
-    def params(self, values: Mapping[int, Any]) -> PyTree:
-        """Returns nested dicts of values by variable, as the transformation sees them."""
-        return nest({p: values[id(v)] for p, v in zip(self.paths, self.trained, strict=True)})
+    def params(self) -> PyTree:
+        """Returns the params that the variables hold now."""
+        return nest({path: v.value for path, v in self.trained.items()})
 
     def state(self) -> PyTree:
         """Returns the state that the variables hold now."""
         return self.treedef.unflatten(
-            v.value if impl is None else jax.random.wrap_key_data(v.value, impl=impl)
-            for v, impl in zip(self.slots, self.impls, strict=True)
+            from_numbers(v.value, impl) for v, impl in zip(self.slots, self.impls, strict=True)
         )
-
-    def assign(self, state: PyTree) -> None:
-        """Writes a state into the variables."""
-        for variable, leaf in zip(self.slots, jax.tree.leaves(state), strict=True):
-            variable.assign(numbers(leaf))
 
 
 @keras.saving.register_keras_serializable(package="bridge")
@@ -116,7 +104,8 @@ class OptaxOptimizer(keras_private.optimizers.GradientsOnly):
         name: str | None = None,
         **arguments: Any,
     ) -> None:
-        super().__init__(learning_rate=_unknown, name=name)
+        # The property of the same name takes its place; a number would become a variable.
+        super().__init__(learning_rate=lambda: 0.0, name=name)
         made = _made(tx, arguments)
         # Past Keras's tracking of attributes, which would put its own containers in their place.
         self.__dict__.update(_made_by=tx, _arguments=arguments, tx=made, _saved_paths=[])
@@ -130,41 +119,40 @@ class OptaxOptimizer(keras_private.optimizers.GradientsOnly):
         if self.built:
             return
         super().build(variables)
-        trained = tuple(v for v in variables if not v.overwrite_with_gradient)
-        keys = self._paths(trained)
-        params = nest({key: v.value for key, v in zip(keys, trained, strict=True)})
+        trained = self._by_path([v for v in variables if not v.overwrite_with_gradient])
+        params = nest({path: v.value for path, v in trained.items()})
         state = _tree.copy(self.tx.init(params))
         _require_no_more_than_gradients(self.tx, params, state)
         leaves, treedef = jax.tree.flatten(state)
-        marks = labels(state, {key: i for i, key in enumerate(keys)})
+        roles = roles_of_leaves(state, {path: i for i, path in enumerate(trained)})
         # A file knows slots by their order, which must not depend on how Keras named layers.
-        order = sorted(range(len(leaves)), key=lambda i: (marks[i].prefix, marks[i].owner or 0))
-        made = {i: self._slot(leaves[i], marks[i], trained) for i in order}
-        slots = tuple(made[i] for i in range(len(leaves)))
-        impls = tuple(jax.random.key_impl(x) if _tree.is_key(x) else None for x in leaves)
-        self.__dict__["_plan"] = Plan(trained, keys, treedef, slots, tuple(marks), impls)
+        order = sorted(range(len(leaves)), key=lambda i: (roles[i].name, roles[i].owner or 0))
+        made = {i: self._slot(leaves[i], roles[i], [*trained.values()]) for i in order}
+        slots = [made[i] for i in range(len(leaves))]
+        self.__dict__["_plan"] = Plan(trained, treedef, slots, [*map(key_impl, leaves)])
 
-    def _paths(self, trained: tuple[Any, ...]) -> tuple[tuple[str, ...], ...]:
-        """Returns the paths of the file that the optimizer comes from, if they fit, or new ones.
+    def _by_path(self, trained: list[Any]) -> dict[Path, Any]:
+        """Returns variables by the paths of the file that the optimizer comes from, or new ones.
 
         Keras names the layers of nested models otherwise when it loads them.
         """
+        paths = variable_paths(trained)
         saved = [(path[-1], tuple(shape)) for path, shape in self._saved_paths]
         if saved == [(v.path.split("/")[-1], tuple(v.shape)) for v in trained]:
-            return tuple(tuple(path) for path, _ in self._saved_paths)
-        return tuple(paths(trained))
+            paths = [tuple(path) for path, _ in self._saved_paths]
+        return dict(zip(paths, trained, strict=True))
 
-    def _slot(self, leaf: jax.Array, label: Label, trained: tuple[Any, ...]) -> Any:
+    def _slot(self, leaf: jax.Array, role: Role, trained: list[Any]) -> Any:
         value = numbers(leaf)
-        of = None if label.owner is None else trained[label.owner]
-        near = of is not None and tuple(of.shape) == value.shape
-        owner = [] if of is None else [of.path.replace("/", "_")]
+        owner = None if role.owner is None else trained[role.owner]
+        is_alike = owner is not None and tuple(owner.shape) == value.shape
+        names = [owner.path, role.name] if owner is not None else [role.name]
         return self.add_variable(
             shape=value.shape,
             initializer=lambda shape, dtype: value,
             dtype=str(value.dtype),
-            layout=keras_private.variables.layout(of) if near else None,
-            name="_".join([*owner, *label.prefix]),
+            layout=keras_private.variables.layout(owner) if is_alike else None,
+            name="_".join(names).replace("/", "_"),
         )
 
     @property
@@ -185,16 +173,18 @@ class OptaxOptimizer(keras_private.optimizers.GradientsOnly):
     def update_all(self, grads: list[Any], variables: list[Any]) -> None:
         """Takes one update, of all variables that have gradients."""
         plan = self.plan
-        old = {id(v): v.value for v in plan.trained}
-        all_grads = {i: jnp.zeros_like(x) for i, x in old.items()}
-        all_grads |= {id(v): g for v, g in zip(variables, grads, strict=True)}
-        params = plan.params(old)
-        updates, state = self.tx.update(plan.params(all_grads), plan.state(), params)
-        found = select(optax.apply_updates(params, updates), plan.paths).values()
-        new = dict(zip(map(id, plan.trained), found, strict=True))
-        for variable in variables:
-            variable.assign(new[id(variable)])
-        plan.assign(state)
+        given = dict(zip(map(id, variables), grads, strict=True))
+        all_grads = {
+            path: given.get(id(v), jnp.zeros_like(v.value)) for path, v in plan.trained.items()
+        }
+        params = plan.params()
+        updates, state = self.tx.update(nest(all_grads), plan.state(), params)
+        new = optax.apply_updates(params, updates)
+        for path, variable in plan.trained.items():
+            if id(variable) in given:
+                variable.assign(at(new, path))
+        for variable, leaf in zip(plan.slots, jax.tree.leaves(state), strict=True):
+            variable.assign(numbers(leaf))
 
     @property
     def follows_schedule(self) -> bool:
@@ -226,12 +216,11 @@ class OptaxOptimizer(keras_private.optimizers.GradientsOnly):
 
     def _rate(self, error: type[Exception]) -> Any:
         """Returns the variable that holds the one injected learning rate."""
-        plan = self.plan if self.built else None
-        tree = plan.treedef.unflatten(range(len(plan.slots))) if plan else ()
-        found = optax.tree.get_all_with_path(tree, "learning_rate")
-        numbers = [place for _, place in found if isinstance(place, int)]
-        if plan and len(numbers) == len(found) == 1:
-            return plan.slots[numbers[0]]
+        state = self.plan.treedef.unflatten(self.plan.slots) if self.built else ()
+        found = optax.tree.get_all_with_path(state, "learning_rate")
+        variables = [rate for _, rate in found if isinstance(rate, keras.Variable)]
+        if len(variables) == len(found) == 1:
+            return variables[0]
         where = [jax.tree_util.keystr(path) for path, _ in found]
         raise error(
             f"{_OWNER} {self.name!r} has no single learning rate that could be read or set: "
@@ -248,13 +237,13 @@ class OptaxOptimizer(keras_private.optimizers.GradientsOnly):
         """
         arguments = dict(self._arguments)
         if isinstance(arguments.get("learning_rate"), _NUMBER):
-            arguments["learning_rate"] = float(keras.ops.convert_to_numpy(self.learning_rate))
-        known = zip(self.plan.paths, self.plan.trained, strict=True) if self.built else ()
+            arguments["learning_rate"] = float(self.learning_rate)
+        trained = self.plan.trained if self.built else {}
         return {
             "name": self.name,
-            "tx": _factory.name_of(self._made_by, _OWNER, "transformation"),
-            "arguments": _factory.to_config(arguments, _OWNER),
-            "variables": [[list(path), list(v.shape)] for path, v in known],
+            "tx": FILES.name_of(self._made_by, _OWNER),
+            "arguments": FILES.encode_arguments(arguments, _OWNER),
+            "variables": [[list(path), list(v.shape)] for path, v in trained.items()],
         }
 
     @classmethod
@@ -262,8 +251,9 @@ class OptaxOptimizer(keras_private.optimizers.GradientsOnly):
         cls, config: dict[str, Any], custom_objects: Mapping[str, Any] | None = None
     ) -> "OptaxOptimizer":
         """Returns the optimizer that `get_config` described, without its state."""
-        arguments = _factory.from_config(config["arguments"], custom_objects)
-        made = cls(_factory.named(config["tx"], custom_objects), name=config["name"], **arguments)
+        with keras.saving.custom_object_scope(custom_objects or {}):
+            arguments = FILES.decode_arguments(config["arguments"])
+            made = cls(FILES.named(config["tx"]), name=config["name"], **arguments)
         made.__dict__["_saved_paths"] = config["variables"]
         return made
 
@@ -278,15 +268,14 @@ def _made(tx: Any, arguments: Mapping[str, Any]) -> optax.GradientTransformation
             )
         return tx
     if not callable(tx):
-        keras_s = isinstance(tx, keras.optimizers.Optimizer)
+        is_keras = isinstance(tx, keras.optimizers.Optimizer)
+        hint = " Keras takes it as it is: model.compile(optimizer)." if is_keras else ""
         raise TypeError(
             f"{_OWNER}: expected an optax transformation, such as optax.adam(1e-3), or a function "
-            f"that makes one and its arguments, got {brief(tx)}."
-            + " Keras takes it as it is: model.compile(optimizer)."
-            * keras_s
+            f"that makes one and its arguments, got {brief(tx)}.{hint}"
         )
     given = {key: _as_optax(value) for key, value in arguments.items()}
-    _factory.require_takes(tx, _TAKES, **given)
+    require_takes(tx, _TAKES, **given)
 
     def of_rate(learning_rate: Any) -> optax.GradientTransformation:
         return tx(**{**given, "learning_rate": learning_rate})
@@ -303,13 +292,19 @@ def _as_optax(value: Any) -> Any:
     return schedule(value) if is_keras else value
 
 
-def _unknown() -> Any:
-    raise AttributeError  # never called: `learning_rate` is overridden
-
-
 def numbers(leaf: jax.Array) -> jax.Array:
     """Returns what a variable can hold of a leaf."""
     return jax.random.key_data(leaf) if _tree.is_key(leaf) else leaf
+
+
+def key_impl(leaf: jax.Array) -> Any:
+    """Returns how a PRNG key is made of `numbers`; None for a leaf that is no key."""
+    return jax.random.key_impl(leaf) if _tree.is_key(leaf) else None
+
+
+def from_numbers(value: jax.Array, impl: Any) -> jax.Array:
+    """Returns the leaf with these `numbers` and this `key_impl`."""
+    return value if impl is None else jax.random.wrap_key_data(value, impl=impl)
 
 
 def _require_no_more_than_gradients(tx: Any, params: PyTree, state: PyTree) -> None:

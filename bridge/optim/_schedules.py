@@ -8,8 +8,16 @@ import jax
 import jax.numpy as jnp
 import keras
 
-from bridge.optim import _factory
+from bridge.model._plain_data import PlainData
 
+FILES = PlainData(
+    namespaces=("optax", "optax.contrib"),
+    advice="Nor can any other function made inside a function, nor what holds one. Pass what makes "
+    "it and its arguments, bridge.OptaxOptimizer(optax.adam, learning_rate=1e-3) or "
+    "bridge.schedule(optax.linear_schedule, init_value=1.0); or put all of it into a function of "
+    'yours with @keras.saving.register_keras_serializable("my_package") above it, and pass that. '
+    "Weights alone (save_weights) can be saved as it is.",
+)
 _TAKES = (
     "schedule: expected a function of the count, or what makes one with its arguments by name, "
     "schedule(optax.cosine_decay_schedule, init_value=0.1, decay_steps=100)"
@@ -62,9 +70,9 @@ def schedule(schedule: Callable[..., Any], /, **arguments: Any) -> Callable[...,
             "optax.constant_schedule(value)."
         )
     if arguments:
-        _factory.require_takes(schedule, _TAKES, **arguments)
+        require_takes(schedule, _TAKES, **arguments)
     made = OptaxSchedule(schedule, arguments)
-    _factory.require_takes(made.optax_schedule, _TAKES, 0)
+    require_takes(made.optax_schedule, _TAKES, 0)
     return made
 
 
@@ -89,34 +97,28 @@ class OptaxSchedule(keras.optimizers.schedules.LearningRateSchedule):  # type: i
 
     def get_config(self) -> dict[str, Any]:
         """Returns names and numbers only."""
-        owner = "bridge.schedule"
         return {
-            "function": _factory.name_of(self._function, owner, "schedule"),
-            "arguments": _factory.to_config(self._arguments, owner),
+            "function": FILES.name_of(self._function, "bridge.schedule"),
+            "arguments": FILES.encode_arguments(self._arguments, "bridge.schedule"),
         }
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "OptaxSchedule":
         """Returns the schedule that `get_config` described."""
-        return cls(_factory.named(config["function"]), _factory.from_config(config["arguments"]))
+        return cls(FILES.named(config["function"]), FILES.decode_arguments(config["arguments"]))
 
 
-def require_no_optax_schedule(rate: Any) -> None:
-    """Refuses what Keras would call without arguments, and fail.
+def require_takes(function: Any, expected: str, *args: Any, **arguments: Any) -> None:
+    """Refuses a function that cannot be called so; says what was expected instead.
 
     Raises:
-      TypeError: A learning rate is a function of the count that is no Keras schedule.
+      TypeError: The arguments do not fit its signature.
     """
-    if rate is None or isinstance(rate, keras.optimizers.schedules.LearningRateSchedule):
-        return
-    needed = [
-        p.name
-        for p in inspect.signature(rate).parameters.values()
-        if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-    ]
-    if needed:
+    try:
+        inspect.signature(function).bind(*args, **arguments)
+    except TypeError as error:
         raise TypeError(
-            f"learning_rate: expected a number, a Keras schedule or a function of nothing, got one "
-            f"of {needed}, as optax schedules are. Make it a Keras schedule: "
-            "bridge.schedule(optax_schedule)."
-        )
+            f"{expected}, got {function!r} with {sorted(arguments) or 'no arguments'}: {error}."
+        ) from None
+    except ValueError:
+        return  # a function of another language may have no signature

@@ -1,21 +1,27 @@
-"""What a Keras optimizer remembers, sorted: slots that belong to a parameter, and scalars."""
+"""What an optimizer remembers, and to which parameter each part of it belongs."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import keras
-import optax
 
 from bridge import keras_private
+from bridge.model._names import Path
 from functrain.internal import PyTree
+from functrain.internal import tree as _tree
 
 
-class Slot(NamedTuple):
-    """A variable of an optimizer that belongs to one parameter."""
+class Role(NamedTuple):
+    """What a variable of a Keras optimizer, or a leaf of an optax state, is for.
+
+    Attributes:
+      name: Of a slot ("momentums", "0/mu") or of a scalar ("iterations", "0/count").
+      owner: The number of the parameter that a slot belongs to; None for a scalar.
+    """
 
     name: str
-    owner: int  # the parameter's place among those the optimizer was built for
+    owner: int | None = None
 
 
 class KerasOptState(NamedTuple):
@@ -35,8 +41,8 @@ class KerasOptState(NamedTuple):
     constraints: Any = None
 
 
-def sort(optimizer: Any, params: Sequence[Any]) -> list[Slot | str]:
-    """Returns what each of `optimizer.variables` is: a parameter's slot, or a scalar's name.
+def roles_of_variables(optimizer: Any, params: Sequence[Any]) -> list[Role]:
+    """Returns the role of each of `optimizer.variables`.
 
     Keras finds a parameter's slot by its place in a list, and every list of that length is one of
     slots: its attribute's name, without underscores in front, is the slot's.
@@ -44,20 +50,23 @@ def sort(optimizer: Any, params: Sequence[Any]) -> list[Slot | str]:
     Args:
       optimizer: A built Keras optimizer.
       params: The variables it was built for, in the order that owners are to be counted in.
+
+    Raises:
+      KeyError: The optimizer was built for a variable that is not in `params`.
     """
-    place = {id(v): i for i, v in enumerate(params)}
-    found: dict[int, Slot | str] = {}
+    number = {id(v): i for i, v in enumerate(params)}
+    roles: dict[int, Role] = {}
     for prefix, part in _parts(optimizer):
-        owners = [place[id(v)] for v in keras_private.optimizers.trained(part)]
-        for name, values in keras_private.optimizers.slot_lists(part):
-            for owner, variable in zip(owners, values, strict=True):
+        owners = [number[id(v)] for v in keras_private.optimizers.trained(part)]
+        for name, slots in keras_private.optimizers.slot_lists(part):
+            for owner, variable in zip(owners, slots, strict=True):
                 if isinstance(variable, keras.Variable):
-                    found[id(variable)] = Slot(name, owner)
+                    roles[id(variable)] = Role(name, owner)
         attributes = keras_private.optimizers.variable_attributes(part)
         for variable in part.variables:
-            if id(variable) not in found:
-                found[id(variable)] = prefix + attributes.get(id(variable), variable.name)
-    return [found[id(v)] for v in optimizer.variables]
+            name = prefix + attributes.get(id(variable), variable.name)
+            roles.setdefault(id(variable), Role(name))
+    return [roles[id(v)] for v in optimizer.variables]
 
 
 def _parts(optimizer: Any) -> Iterator[tuple[str, Any]]:
@@ -73,43 +82,22 @@ def _parts(optimizer: Any) -> Iterator[tuple[str, Any]]:
         yield "", optimizer
 
 
-class SlotLayout(NamedTuple):
-    """How the variables of a built Keras optimizer make up a `KerasOptState`.
+def roles_of_leaves(opt_state: PyTree, params: Mapping[Path, int]) -> list[Role]:
+    """Returns the role of each leaf of an optax state.
 
-    Attributes:
-      optimizer: The optimizer, which may hold no values.
-      roles: What each of `optimizer.variables` is.
-      places: For each leaf of the params, its place in the optimizer's order.
-      treedef: The structure of the params.
+    Optax's states hold trees that are shaped like the params, so that the path of such a leaf ends
+    with the path of its parameter.
+
+    Args:
+      opt_state: The state of a transformation that was given params as nested dicts.
+      params: The paths of the params, with a number for each that does not depend on their keys.
     """
+    leaves = jax.tree_util.tree_leaves_with_path(opt_state)
+    return [_role(_tree.keys(path), params) for path, _ in leaves]
 
-    optimizer: Any
-    roles: list[Slot | str]
-    places: list[int]
-    treedef: Any
 
-    def gather(self, values: Sequence[Any], constraints: Any = None) -> KerasOptState:
-        """Returns values of `optimizer.variables` as a state."""
-        scalars: dict[str, Any] = {}
-        slots: dict[str, dict[int, Any]] = {}
-        for role, value in zip(self.roles, values, strict=True):
-            if isinstance(role, Slot):
-                slots.setdefault(role.name, {})[role.owner] = value
-            else:
-                scalars[role] = value
-        trees = {
-            name: self.treedef.unflatten([at.get(i, optax.MaskedNode()) for i in self.places])
-            for name, at in slots.items()
-        }
-        return KerasOptState(scalars, trees, constraints)
-
-    def scatter(self, state: KerasOptState) -> list[Any]:
-        """Returns a state as the values of `optimizer.variables`: `gather`, backwards."""
-        trees = {
-            name: dict(zip(self.places, self.treedef.flatten_up_to(tree), strict=True))
-            for name, tree in state.slots.items()
-        }
-        return [
-            trees[role.name][role.owner] if isinstance(role, Slot) else state.scalars[role]
-            for role in self.roles
-        ]
+def _role(path: Path, params: Mapping[Path, int]) -> Role:
+    for start in range(len(path)):
+        if path[start:] in params:
+            return Role("/".join(path[:start]), params[path[start:]])
+    return Role("/".join(path))

@@ -56,11 +56,12 @@ def from_distribution(distribution: Any, model: keras.Layer) -> Placement:
       True
     """
     require_built(model)
-    parts = _variables.layout(model)[:2]
-    variables = {"/".join(path): v for part in parts for path, v in part.items()}
+    variables = {"/".join(path): v for path, v in _variables.layout(model).variables().items()}
 
     def rule(path: str, x: Any, mesh: Any, /) -> PartitionSpec:
-        return _spec(distribution.get_variable_layout(variables[path]))
+        layout = distribution.get_variable_layout(variables[path])
+        sharding: NamedSharding = getattr(layout, "backend_layout", layout)
+        return sharding.spec
 
     batch = distribution.get_data_layout((1,)).backend_layout
     return Placement(distribution.device_mesh.backend_mesh, rule, batch)
@@ -142,8 +143,3 @@ def require_use() -> None:
     distribution = keras.distribution.distribution()
     if isinstance(distribution, _ByRule) and hasattr(distribution.rule, "require_use"):
         distribution.rule.require_use(distribution.asked)
-
-
-def _spec(layout: Any) -> PartitionSpec:
-    found: NamedSharding = getattr(layout, "backend_layout", layout)
-    return found.spec

@@ -1,5 +1,6 @@
 """Keras's own state of a compiled model, as arrays."""
 
+import itertools
 from collections.abc import Collection
 from typing import Any, TypeAlias
 
@@ -89,10 +90,9 @@ def write_keras_state(state: KerasState, model: keras.Model) -> keras.Model:
             "Freezing layers and compiling anew change the lists: take a new one from "
             "bridge.keras_state(model). The model is unchanged."
         )
-    copies = _tree.copy(state)
-    for name, variables in variable_lists(model).items():
-        for variable, value in zip(variables, getattr(copies, name), strict=True):
-            _variables.put(variable, value)
+    lists = variable_lists(model).items()
+    pairs = [zip(variables, getattr(state, name), strict=True) for name, variables in lists]
+    _variables.write(list(itertools.chain(*pairs)))
     return model
 
 

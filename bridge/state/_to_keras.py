@@ -1,9 +1,9 @@
 """A state written back into its Keras model."""
 
 from collections.abc import Mapping
-from typing import Any, Literal, Protocol
+from types import SimpleNamespace
+from typing import Literal, Protocol
 
-import jax
 import keras
 
 from bridge.model import _variables
@@ -11,7 +11,6 @@ from bridge.model._from_keras import require_built
 from bridge.state import _transfer
 from bridge.state._keras_state import KerasState, write_keras_state
 from functrain.internal import PyTree, is_frozen
-from functrain.internal import tree as _tree
 
 
 class HasVariables(Protocol):
@@ -76,10 +75,10 @@ def to_keras(
     if isinstance(state, KerasState):
         return write_keras_state(state, model)
     if isinstance(state, Mapping) and "params" in state:
-        parts = (_plain(state.get(name, {})) for name in _variables.COLLECTIONS)
-        model_state = _variables.merge(*parts)
-        _variables.assign(_variables.layout(model), _plain(state["params"]), model_state)
-        return model
+        others = [state.get(name, {}) for name in _variables.COLLECTIONS]
+        merge = _variables.merge  # it also makes dicts of flax's FrozenDicts
+        state = SimpleNamespace(params=merge(state["params"]), model_state=merge(*others))
+        optimizer = "leave"
     if not (hasattr(state, "params") and hasattr(state, "model_state")):
         raise TypeError(
             "state: expected a TrainState, or anything with .params and .model_state, got "
@@ -90,34 +89,19 @@ def to_keras(
             "state: expected one with all params, got that of a model frozen by functrain.freeze. "
             "Unfreeze it first: bridge.to_keras(functrain.unfreeze(state), model)."
         )
-    where = _variables.layout(model)
-    _variables.pair(where, state.params, state.model_state)  # before an optimizer is built
-    opt_state = getattr(state, "opt_state", ()) if optimizer != "leave" else ()
-    _variables.require_values({"params": state.params, "opt_state": opt_state})
-    slots = [] if optimizer == "leave" else _slots(state, model, optimizer == "require")
-    _variables.assign(where, state.params, state.model_state)
-    for variable, value in slots:
-        _variables.put(variable, value)
+    pairs = _variables.pair(_variables.layout(model), state.params, state.model_state)
+    opt_state = () if optimizer == "leave" else getattr(state, "opt_state", ())
+    trees = {"params": state.params, "model_state": state.model_state, "opt_state": opt_state}
+    _variables.require_values(trees)
+    if optimizer != "leave":
+        try:
+            pairs += _transfer.to_optimizer(opt_state, model, getattr(state, "step", 0))
+        except _transfer.UnfitError as error:
+            if optimizer == "require":
+                raise ValueError(
+                    f"opt_state: expected one for the optimizer of the model: {error}.\n"
+                    "To leave the optimizer alone: "
+                    'bridge.to_keras(state, model, optimizer="leave"). The model is unchanged.'
+                ) from error
+    _variables.write(pairs)
     return model
-
-
-def _plain(tree: PyTree) -> PyTree:
-    """Turns mappings, such as flax's FrozenDict, into dicts."""
-    is_mapping = isinstance(tree, Mapping)
-    return {key: _plain(value) for key, value in tree.items()} if is_mapping else tree
-
-
-def _slots(state: Any, model: keras.Layer, required: bool) -> list[tuple[Any, jax.Array]]:
-    """Returns copies to write into the variables of the model's optimizer."""
-    try:
-        opt_state, step = getattr(state, "opt_state", ()), getattr(state, "step", 0)
-        pairs = _transfer.to_optimizer(opt_state, model, step)
-        return list(zip([v for v, _ in pairs], _tree.copy([x for _, x in pairs]), strict=True))
-    except _transfer.UnfitError as error:
-        if required:
-            raise ValueError(
-                f"opt_state: expected one for the optimizer of the model: {error}.\n"
-                'To leave the optimizer alone: bridge.to_keras(state, model, optimizer="leave"). '
-                "The model is unchanged."
-            ) from error
-        return []

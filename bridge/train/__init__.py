@@ -2,20 +2,17 @@
 
 Files:
   _fit: the three, with the arguments of Keras's own
-  _checks: what they refuse
-  _validation: data that no evaluation can take, found before training
-  _runs: one call of them, the loop over epochs
-  _saving: a fit that saves itself, and goes on
-  _processes: what several processes may do, who writes
-  _loop: one pass, a model's state on its way through the engine
+  _checks: checks of their arguments, before anything is done
+  _runs: runs of functrain with a model's state, steps, batches and callbacks
+  _hook: the hook that calls Keras's callbacks
+  _memory: what callbacks remember in a checkpoint
+  _model_values: the model's values while a run has them
   _steps: a compiled model's own steps
-  _feed: batches of whatever `fit` takes
+  _batches: batches of whatever `fit` takes
   _callbacks: who is called, with what, and when
   _loggers: loggers of functrain among the callbacks
-  _compiling: whether a step is compiled
-  _cached: what was compiled for a model
+  _compiling: programs of a model: its steps, and the means of its metrics
   _carried: metrics that a layer updates inside its `call`
-  _running_means: metrics reset and read in one program each
 """
 
 from bridge.train._fit import evaluate as evaluate

@@ -1,6 +1,8 @@
 """Keras callbacks around chunks of steps: who is called, with what, and when."""
 
 import contextlib
+import os
+import tempfile
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -10,9 +12,10 @@ import keras
 import numpy as np
 
 from bridge import keras_private
-from bridge.train._feed import Mark
+from bridge.train._batches import Mark
 from bridge.train._loggers import LoggerCallback
-from functrain.internal import Chunk, PyTree, on_host, row
+from functrain import ChunkEnd
+from functrain.internal import PyTree, on_host, row
 
 _METHODS = {
     "train": ("on_train_batch_begin", "on_train_batch_end", "on_batch_begin", "on_batch_end"),
@@ -45,13 +48,26 @@ _KERAS_METHODS = {
 }
 
 
+# Attributes in which Keras's own callbacks have the path that they write to.
+_FILES = {
+    keras.callbacks.CSVLogger: "filename",
+    keras.callbacks.ModelCheckpoint: "filepath",
+    keras.callbacks.TensorBoard: "log_dir",
+}
+
+
+def flat(callbacks: Any) -> list[Any]:
+    """Returns the callbacks of Keras's list, or of whatever `fit` takes for one."""
+    leaves = keras.tree.flatten(getattr(callbacks, "callbacks", callbacks))
+    return [callback for callback in leaves if callback is not None]
+
+
 class BatchCallbacks:
     """The batch methods of a list of callbacks, called for whole chunks.
 
-    Four kinds: the progress bar, which only shows logs and gets them one chunk late, so that the
-    device never waits for it; loggers of functrain, which get the logs of whole chunks; Keras's own
-    callbacks that act on batches, and users', which get them when their chunk is over; and all
-    others, which are not called.
+    Three kinds: the progress bar, which only shows logs and gets them one chunk late, so that the
+    device never waits for it; Keras's own callbacks that act on batches, and users', which get
+    them when their chunk is over; and all others, which are not called.
 
     Args:
       callbacks: Keras's list.
@@ -64,18 +80,15 @@ class BatchCallbacks:
         self._kind = kind
         self._bars: list[Any] = []
         self._acting: list[Any] = []
-        self._loggers: list[LoggerCallback] = []
         # A list of another class may do anything: it counts as one callback.
         own = type(callbacks) is keras.callbacks.CallbackList
         for callback in callbacks.callbacks if own else [callbacks]:
             if type(callback) is keras.callbacks.ProgbarLogger:
                 self._bars += [] if quiet else [callback]
-            elif isinstance(callback, LoggerCallback):
-                self._loggers += [callback] if kind == "train" else []
             elif self._acts(callback):
                 self._acting.append(callback)
         self._outputs: list[PyTree] = []
-        self._late: tuple[Chunk, PyTree] | None = None
+        self._late: ChunkEnd | None = None
 
     def _acts(self, callback: Any) -> bool:
         if not any(_overrides(callback, name) for name in _METHODS[self._kind]):
@@ -105,34 +118,34 @@ class BatchCallbacks:
         found = map(steps, self._acting if self._kind == "train" else [])
         return min((n for n in found if n is not None), default=None)
 
-    def before(self, chunk: Chunk) -> None:
-        """To be called before a chunk is run."""
-        self._call(self._begin, chunk.marks[0].begin, None)
+    def before(self, batch: int | None) -> None:
+        """Calls the methods that begin a batch, before its chunk is run."""
+        self._call(self._begin, batch, None)
 
-    def after(self, chunk: Chunk, rows: PyTree) -> None:
-        """To be called when a chunk's program was dispatched, with its logs on the device."""
-        for logger in self._loggers:
-            logger.take(chunk, rows)
+    def after(self, event: ChunkEnd) -> None:
+        """Calls the methods that end batches, when the program of their chunk was dispatched."""
         if self._acting:
-            self._replay(chunk, on_host(rows, chunk.steps))
+            self._replay(event.marks, on_host(event.rows, event.steps))
         if self._bars:
             self.flush()
-            self._late = (chunk, rows)
+            self._late = event
 
     def flush(self) -> None:
         """Brings the progress bar up to date."""
-        if self._late is not None:
-            chunk, rows = self._late
-            self._late = None
-            last = max((i for i, m in enumerate(chunk.marks) if m.end is not None), default=None)
-            if last is not None:
-                logs = None if self._kind == "predict" else row(on_host(rows, chunk.steps), last)
-                logs = as_floats(logs)
-                for bar in self._bars:
-                    getattr(bar, self._end)(chunk.marks[last].end, logs=logs)
+        event, self._late = self._late, None
+        if event is None:
+            return
+        ends = [i for i, mark in enumerate(event.marks) if mark.end is not None]
+        if ends:
+            last = ends[-1]
+            logs = None if self._kind == "predict" else row(on_host(event.rows, event.steps), last)
+            for bar in self._bars:
+                getattr(bar, self._end)(
+                    event.marks[last].end, logs=keras_private.callbacks.as_floats(logs)
+                )
 
-    def _replay(self, chunk: Chunk, rows: PyTree) -> None:
-        for i, mark in enumerate(chunk.marks):
+    def _replay(self, marks: list[Mark], rows: PyTree) -> None:
+        for i, mark in enumerate(marks):
             if i:
                 self._call(self._begin, mark.begin, None)
             logs = self._logs(row(rows, i), mark)
@@ -144,7 +157,7 @@ class BatchCallbacks:
         """Whether TerminateOnNaN ended training with this batch: none of the rest is reported."""
         if self._kind != "train" or not any(map(_ends_batches, self._acting)):
             return False
-        loss = as_floats(logs).get("loss")
+        loss = keras_private.callbacks.as_floats(logs).get("loss")
         return loss is not None and not np.isfinite(loss)
 
     def _logs(self, logs: PyTree, mark: Mark) -> PyTree:
@@ -160,7 +173,7 @@ class BatchCallbacks:
         """Calls a method of all, if Keras has an event here."""
         if batch is None:
             return
-        logs = as_floats(logs)
+        logs = keras_private.callbacks.as_floats(logs)
         for callback in self._acting:
             if isinstance(callback, keras.callbacks.LambdaCallback):
                 _ = callback.model  # functions reach the model by themselves: bring it up to date
@@ -194,23 +207,26 @@ def without_history_reading_model(callbacks: Any, model: keras.Model) -> Iterato
             model.history = history
 
 
-def as_floats(logs: Any) -> dict[str, Any]:
-    """Returns logs as callbacks get them: flat, sorted by name, and what is one number a float."""
-    found: dict[str, Any] = {}
-    for name, value in sorted((logs or {}).items()):
-        if isinstance(value, dict):
-            found |= as_floats(value)
-        else:
-            found[name] = _as_float(value)
-    return found
+@contextlib.contextmanager
+def files_of_the_first(callbacks: Any) -> Iterator[None]:
+    """Context manager: lets Keras's own callbacks write in the first process only.
 
-
-def _as_float(value: Any) -> Any:
-    value = np.asarray(value) if isinstance(value, jax.Array) else value
-    try:
-        return float(value)
-    except Exception:  # whatever a step of the user's reports goes on as it is
-        return value
+    Those of the other processes are not left out, but write where it is thrown away: chunks end
+    where callbacks want it, the same in all processes.
+    """
+    if jax.process_index() == 0:
+        yield
+        return
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as undo:
+        for i, callback in enumerate(flat(callbacks)):
+            for kind, name in _FILES.items():
+                if isinstance(callback, kind):
+                    before = getattr(callback, name)
+                    undo.callback(setattr, callback, name, before)
+                    new = os.path.join(folder, str(i), os.path.basename(os.fspath(before)))
+                    os.makedirs(os.path.dirname(new))
+                    setattr(callback, name, new)
+        yield
 
 
 def _ends_batches(callback: Any) -> bool:

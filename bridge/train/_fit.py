@@ -10,16 +10,24 @@ import keras
 from bridge import keras_private
 from bridge.state._distribution import require_use
 from bridge.state._keras_state import require_compiled
-from bridge.train import _checks, _feed
+from bridge.train import _checks
+from bridge.train._batches import keras_batches
+from bridge.train._callbacks import files_of_the_first
+from bridge.train._hook import Evaluation, KerasHook
 from bridge.train._loggers import with_loggers
-from bridge.train._loop import Options
-from bridge.train._processes import files_of_the_first, require_together
-from bridge.train._runs import Evaluation, Fit, run_evaluate, run_predict
-from bridge.train._saving import KerasSaving
+from bridge.train._memory import Memory
+from bridge.train._runs import Options, run_evaluate, run_fit, run_predict
 from bridge.train._steps import noted
-from bridge.train._validation import require_validation
 from functrain import Checkpointer
-from functrain.internal import FuseArg, HeldSignals, Mode, advised, agreement
+from functrain.internal import (
+    Batches,
+    FuseArg,
+    HeldSignals,
+    Mode,
+    Saving,
+    advised,
+    require_integer,
+)
 
 
 @advised(
@@ -129,39 +137,51 @@ def fit(
     steps = {"steps_per_epoch": steps_per_epoch, "validation_steps": validation_steps}
     callbacks, loggers = with_loggers(callbacks)
     _checks.require_arguments(x, y, fuse, rewrites, verbose, callbacks, **sizes, **steps)
-    _checks.require_whole(0, epochs=epochs, initial_epoch=initial_epoch)
+    require_integer("epochs", epochs, 0)
+    require_integer("initial_epoch", initial_epoch, 0)
     _checks.require_validation_arguments(validation_split, validation_freq)
     epochs = _capped(epochs)
     data = x, y, sample_weight
     if validation_split and validation_data is None:
         data, validation_data = keras_private.data.split(data, validation_split)
     more = {"shuffle": shuffle, "class_weight": class_weight}
-    source = _feed.source(model, data, batch_size, steps_per_epoch, trains=True, **more)
+    batches = keras_batches(model, data, batch_size, steps_per_epoch, trains=True, **more)
     with noted(model, data):
-        keras_private.trainer.build_from(model, source)
+        keras_private.trainer.build_from(model, batches.data)
     evaluation: Evaluation | None = None
     if validation_data is not None:
         size = validation_batch_size or batch_size
-        require_validation(model, validation_data, data, size, validation_steps)
+        _checks.require_validation(model, validation_data, data, size, validation_steps)
         evaluation = Evaluation(model, validation_data, size, validation_steps, validation_freq)
     _checks.require_rate(model, callbacks)
     require_use()
-    require_together(model, callbacks)
+    _checks.require_together(model, callbacks)
     with contextlib.ExitStack() as stack:
         stack.enter_context(files_of_the_first(callbacks))
         for logger in loggers:
             stack.callback(logger.close)
-        callbacks = _callback_list(model, callbacks, verbose, epochs, source, add_history=True)
-        saving: KerasSaving | None = None
+        callbacks = _callback_list(model, callbacks, verbose, epochs, batches, add_history=True)
+        saving: Saving | None = None
+        memory: Memory | None = None
         if checkpointer is not None:
             _checks.require_no_other_backup(callbacks)
-            quiet = verbose == 0 or jax.process_index() > 0
-            saving = KerasSaving(checkpointer, model, callbacks, source, quiet=quiet)
-            stack.enter_context(saving.run)
+            memory = Memory(model, callbacks)
+        hook = KerasHook(model, "train", batches, callbacks, memory=memory)
+        if checkpointer is not None:
+            how_to_evaluate = "validation_data= or validation_split="
+            saving = Saving(checkpointer, batches, {"keras": hook}, how_to_evaluate)
         signals = HeldSignals(terminate="handled" if saving is None else "none")
         stack.enter_context(signals)
-        options = Options(fuse, rewrites, signals, saving, agreement(is_shared=True))
-        return Fit(model, source, callbacks, evaluation, options).run(initial_epoch, epochs)
+        return run_fit(
+            hook,
+            Options(fuse, rewrites),
+            signals,
+            epochs=epochs,
+            initial_epoch=initial_epoch,
+            saving=saving,
+            evaluation=evaluation,
+            quiet=verbose == 0 or jax.process_index() > 0,
+        )
 
 
 def evaluate(
@@ -212,12 +232,14 @@ def evaluate(
     numbers = {"batch_size": batch_size, "steps": steps}
     _checks.require_arguments(x, y, fuse, rewrites, verbose, callbacks, **numbers)
     data = x, y, sample_weight
-    source = _feed.source(model, data, batch_size, steps, trains=False)
+    batches = keras_batches(model, data, batch_size, steps, trains=False)
     with noted(model, data):
-        keras_private.trainer.build_from(model, source)
-    callbacks = _callback_list(model, callbacks, verbose, 1, source)
+        keras_private.trainer.build_from(model, batches.data)
+    callbacks = _callback_list(model, callbacks, verbose, 1, batches)
     with HeldSignals() as signals:
-        logs = run_evaluate(model, source, callbacks, Options(fuse, rewrites, signals))
+        hook = KerasHook(model, "test", batches, callbacks)
+        logs = run_evaluate(hook, Options(fuse, rewrites), signals.act)
+        signals.act()
     return logs if return_dict else keras_private.trainer.in_order(model, logs)
 
 
@@ -259,20 +281,21 @@ def predict(
     _checks.require_model(model)
     numbers = {"batch_size": batch_size, "steps": steps}
     _checks.require_arguments(x, None, fuse, rewrites, verbose, callbacks, **numbers)
-    source = _feed.source(model, (x, None, None), batch_size, steps, trains=False)
+    batches = keras_batches(model, (x, None, None), batch_size, steps, trains=False)
     if not all(layer.built for layer in keras_private.layers.all_layers(model)):
-        _build_by_a_call(model, source)
-    callbacks = _callback_list(model, callbacks, verbose, 1, source)
+        _build_by_a_call(model, batches.data)
+    callbacks = _callback_list(model, callbacks, verbose, 1, batches)
     with HeldSignals() as signals:
-        return run_predict(model, source, callbacks, Options(fuse, rewrites, signals))
+        hook = KerasHook(model, "predict", batches, callbacks)
+        return run_predict(hook, Options(fuse, rewrites), signals)
 
 
-def _build_by_a_call(model: keras.Model, source: Any) -> None:
-    _, _, items = next(iter(source))
+def _build_by_a_call(model: keras.Model, epochs: Any) -> None:
+    _, _, items = next(iter(epochs))
     x, _, _ = keras.utils.unpack_x_y_sample_weight(next(items).arrays())
     with HeldSignals(), keras.StatelessScope():
         model(x)
-    source.reset()
+    epochs.reset()
 
 
 def _callback_list(
@@ -280,7 +303,7 @@ def _callback_list(
     callbacks: Any,
     verbose: Any,
     epochs: int,
-    source: Any,
+    batches: Batches,
     add_history: bool = False,
 ) -> Any:
     if isinstance(callbacks, keras.callbacks.CallbackList):
@@ -291,7 +314,7 @@ def _callback_list(
         add_progbar=verbose != 0 and jax.process_index() == 0,
         verbose=verbose,
         epochs=epochs,
-        steps=source.num_batches,
+        steps=batches.steps,
         model=model,
     )
 

@@ -1,194 +1,287 @@
-"""One call of fit, evaluate or predict: the loop over epochs, and who is told what."""
+"""Runs of a model's own steps: functrain's loop, with Keras's state, batches and callbacks."""
 
 import contextlib
-import dataclasses
-import functools
+import re
 import warnings
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import jax
 import keras
 import numpy as np
 
 from bridge import keras_private
-from bridge.train import _callbacks, _feed
-from bridge.train._loop import Loop, Options
-from functrain.internal import fetched
+from bridge.state._keras_state import write_keras_state
+from bridge.train._callbacks import without_history_reading_model
+from bridge.train._compiling import cached_for, runs_uncompiled
+from bridge.train._hook import Evaluation, KerasHook
+from bridge.train._memory import variable_paths
+from bridge.train._steps import KerasStep, PredictStep
+from functrain import CheckpointMismatchError, ChunkEnd, Position
+from functrain.internal import (
+    FuseArg,
+    HeldSignals,
+    Mode,
+    Plan,
+    PyTree,
+    Run,
+    Saving,
+    begin_run,
+    fetched,
+    longest_stretch,
+    nbytes,
+    stretch_of_prediction,
+)
+from functrain.internal import tree as _tree
 
 
-class Evaluation:
-    """What fit evaluates on, and when.
+class Options(NamedTuple):
+    """How to run: the same for a fit and its evaluations."""
 
-    Attributes:
-      is_iterator: Whether every evaluation has the batches that follow the last one's.
+    fuse: FuseArg
+    rewrites: Mode
+
+
+def begin(
+    hook: KerasHook,
+    options: Options,
+    *,
+    epochs: int = 1,
+    first_epoch: int = 0,
+    saving: Saving | None = None,
+) -> Run:
+    """Returns the run of a model's own steps over the hook's batches.
+
+    Args:
+      hook: Calls the callbacks.
+      options: How to run.
+      epochs: Number of the epoch to stop before.
+      first_epoch: Number of the first one.
+      saving: Saves the run, and resumes it.
     """
+    model, kind, batches = hook.model, hook.kind, hook.batches
 
-    def __init__(self, model: keras.Model, data: Any, size: Any, steps: Any, freq: Any) -> None:
-        self._model, self._freq = model, freq
-        data = keras.utils.unpack_x_y_sample_weight(data)
-        self.is_iterator = isinstance(data[0], Iterator)
-        self._source = functools.cache(lambda: _feed.source(model, data, size, steps, trains=False))
+    def make_step() -> KerasStep | PredictStep:
+        return PredictStep(model) if kind == "predict" else KerasStep(model, trains=kind == "train")
 
-    def is_due(self, epoch: int) -> bool:
-        """Whether this epoch, counted from 0, ends with it."""
-        if isinstance(self._freq, list):  # of epochs counted from 1
-            return epoch + 1 in self._freq
-        return bool((epoch + 1) % self._freq == 0)
+    step = cached_for(model, kind, make_step)  # with its programs
+    state = hook.values.originals()
 
-    def source(self) -> Any:
-        """Returns the batches, by one iterator for all epochs, as Keras does."""
-        source = self._source()
-        keras_private.trainer.build_from(self._model, source)
-        return source
+    def results(batch: PyTree) -> PyTree:
+        return jax.eval_shape(step, hook.values.shapes, batch)
+
+    def stretches() -> list[int | None]:
+        whole = batches.full_steps
+        if kind == "predict":
+            whole = stretch_of_prediction(whole)
+        due = None if saving is None else longest_stretch([saving.when])
+        return [whole, hook.calls.between(), due]
+
+    plan = Plan(
+        _fuse(options.fuse, hook),
+        state_bytes=nbytes(state),
+        # The outputs of a chunk are in memory together.
+        row_bytes=lambda batch: nbytes(results(batch)[1]) if kind == "predict" else 0,
+        stretches=stretches,
+    )
+    return begin_run(
+        state,
+        step,
+        batches,
+        epochs=epochs,
+        start=Position(0, first_epoch),
+        boundaries=[hook.until_due],
+        rewrites=options.rewrites,
+        jit=lambda batch: not runs_uncompiled(model, options.rewrites, lambda: results(batch)),
+        donate=True,
+        late_logs=bool(hook.loggers),
+        saving=saving,
+        plan=plan,
+        like_keras=True,
+    )
 
 
-@dataclasses.dataclass(eq=False, repr=False)
-class Fit:
-    """One call of `fit`."""
+def run_fit(
+    hook: KerasHook,
+    options: Options,
+    signals: HeldSignals,
+    *,
+    epochs: int,
+    initial_epoch: int,
+    saving: Saving | None,
+    evaluation: Evaluation | None,
+    quiet: bool,
+) -> Any:
+    """Trains a model; returns its history. The model is whole at the end, whatever happens."""
+    model, callbacks = hook.model, hook.callbacks
+    hook.finalizes = epochs > 0
 
-    model: keras.Model
-    source: Any
-    callbacks: Any
-    evaluation: Evaluation | None
-    options: Options
-
-    def run(self, initial_epoch: int, epochs: int) -> Any:
-        """Runs all epochs; the model is whole at the end, whatever happens."""
-        model, callbacks, saving = self.model, self.callbacks, self.options.saving
-        if saving is not None and not saving.begin(epochs, self.evaluation):
-            return model.history
-        model.stop_training = False
-        self._lazy = _callbacks.only_read_model_attribute(callbacks)
-        callbacks.on_train_begin()
+    def begin_fit() -> Run:
         first = keras_private.trainer.initial_epoch(model) or initial_epoch
-        if saving is not None and saving.resumed is not None:
-            first = saving.position.epoch
-        self._loop = Loop(model, "train", self.source, callbacks, self.options)
-        quiet: Any = contextlib.nullcontext()
-        if self._lazy:
-            quiet = _callbacks.without_history_reading_model(callbacks, model)
-        logs: dict[str, Any] = {}
-        last: Any = None
-        together: Any = self.options.stopping or contextlib.nullcontext()
-        with together, self._kept_whole(epochs), quiet:
-            if saving is not None and saving.resumed is not None and saving.resumed.nothing_left:
-                saving.bring_back()
-                first, last = epochs, self._loop.values()
-            for epoch in range(first, epochs):
-                logs = self._epoch(epoch)
-                self.options.agree_to_stop(model)
-                if saving is not None:
-                    last = self._loop.values()
-                    is_last = model.stop_training or epoch + 1 == epochs
-                    saving.after_epoch(logs, is_last=is_last)
-                self.options.act()
-                if model.stop_training:
-                    break
-        callbacks.on_train_end(logs=logs)
-        if saving is not None and last is not None:  # else no epoch was left
-            saving.after_all(last, epochs, stopped=model.stop_training)
-        terminate = keras.callbacks.TerminateOnNaN  # it prints by itself
-        if not any(isinstance(x, terminate) for x in getattr(callbacks, "callbacks", ())):
-            _warn_of_loss(model.history)
-        return model.history
+        return begin(hook, options, epochs=epochs, first_epoch=first, saving=saving)
 
-    @contextlib.contextmanager
-    def _kept_whole(self, epochs: int) -> Any:
-        """Brings the model up to date, however it ends."""
-        try:
-            yield
-        except BaseException as error:
-            if not self._finish(epochs):
-                error.add_note(
-                    "The program that failed took the model's values along: there is no copy of a "
-                    "model of this size. Load its weights again; "
-                    "keras.callbacks.BackupAndRestore keeps some on disk."
-                )
-            raise
-        self._finish(epochs)
-
-    def _finish(self, epochs: int) -> bool:
-        whole = self._loop.sync()
-        optimizer = self.model.optimizer
-        if whole and isinstance(optimizer, keras.optimizers.Optimizer) and epochs > 0:
-            optimizer.finalize_variable_values(self.model.trainable_weights)
-        return whole
-
-    def _epoch(self, epoch: int) -> dict[str, Any]:
-        model, callbacks, saving = self.model, self.callbacks, self.options.saving
-        resume = self._begin_epoch(epoch)
-        for chunk, _ in self._loop.run(resume):
-            if saving is not None:
-                saving.after(chunk.steps)
-        due = self.evaluation is not None and self.evaluation.is_due(epoch)
-        evaluation = self.evaluation if due else None
-        logs = self._loop.logs()
-        if evaluation is not None or not self._lazy:
-            self._loop.sync()
-        if evaluation is not None:
-            source = evaluation.source()
-            if saving is not None:
-                saving.begin_evaluation()
-            options = self.options._replace(within_fit=True)
-            found = run_evaluate(model, source, callbacks, options)
-            logs.update({f"val_{name}": value for name, value in found.items()})
-        callbacks.on_epoch_end(epoch, logs)
-        return logs
-
-    def _begin_epoch(self, epoch: int) -> _feed.Resume | None:
-        """Tells callbacks; returns where in the epoch to go on, if a checkpoint says so."""
-        saving = self.options.saving
-        resume: _feed.Resume | None = None
-        if saving is None or saving.resumed is None:
-            self._loop.reset_metrics()
-            self.callbacks.on_epoch_begin(epoch)
-        elif saving.position.batch:  # callbacks have done what they do here: it is undone
-            self.callbacks.on_epoch_begin(epoch)
-            resume = saving.bring_back()
+    with contextlib.ExitStack() as stack:
+        if saving is None:
+            _begin_training(hook)  # where BackupAndRestore finds the epoch to continue in
+            run = stack.enter_context(contextlib.closing(begin_fit()))
         else:
-            saving.bring_back()
-            self._loop.reset_metrics()
-            self.callbacks.on_epoch_begin(epoch)
-        if saving is not None:
-            saving.begin_epoch(epoch, self._loop)
-        return resume
+            with _named_variables(model):
+                run = stack.enter_context(contextlib.closing(begin_fit()))
+            if run.resumed is not None:
+                _resume(run, hook, evaluation, quiet=quiet)
+                if run.resumed.finished:
+                    return model.history
+            _begin_training(hook)
+        if evaluation is not None:
+            hook.evaluate = _evaluator(hook, evaluation, options, run, signals)
+        if hook.is_lazy:
+            stack.enter_context(without_history_reading_model(callbacks, model))
+        with _kept_whole(hook, run):
+            for _ in run.handled(hook, hook.take_logs, signals=signals):
+                pass
+    terminate = keras.callbacks.TerminateOnNaN  # it prints by itself
+    if not any(isinstance(x, terminate) for x in getattr(callbacks, "callbacks", ())):
+        _warn_of_loss(model.history)
+    return model.history
 
 
-def run_evaluate(
-    model: keras.Model, source: Any, callbacks: Any, options: Options
-) -> dict[str, Any]:
-    """Evaluates a built model on batches; returns its metrics."""
-    model.stop_evaluating = False
-    callbacks.on_test_begin()
-    loop = Loop(model, "test", source, callbacks, options)
-    loop.reset_metrics()
-    try:
-        for _ in loop.run():
-            pass
-        logs = _callbacks.as_floats(loop.logs())
-    finally:
-        loop.sync()
-    callbacks.on_test_end(logs)
-    if not options.within_fit:  # which acts at the end of the epoch
-        options.act()
+def run_evaluate(hook: KerasHook, options: Options, act: Callable[[], None]) -> dict[str, Any]:
+    """Evaluates a built model; returns its metrics.
+
+    Args:
+      hook: Calls the callbacks.
+      options: How to run.
+      act: Called after each chunk, acts on a signal.
+    """
+    hook.model.stop_evaluating = False
+    hook.callbacks.on_test_begin()
+    run = begin(hook, options)
+    with contextlib.closing(run), _kept_whole(hook, run):
+        for event in run.handled(hook):
+            if isinstance(event, ChunkEnd):
+                act()
+    logs = keras_private.callbacks.as_floats(hook.logs)
+    hook.callbacks.on_test_end(logs)
     return logs
 
 
-def run_predict(model: keras.Model, source: Any, callbacks: Any, options: Options) -> Any:
+def run_predict(hook: KerasHook, options: Options, signals: HeldSignals) -> Any:
     """Predicts with a built model; returns NumPy arrays."""
-    model.stop_predicting = False
-    callbacks.on_predict_begin()
-    loop = Loop(model, "predict", source, callbacks, options)
-    try:
-        outputs = fetched((rows, chunk.steps) for chunk, rows in loop.run())
-    finally:
-        loop.sync()
-    callbacks.on_predict_end()
-    options.act()
+    hook.model.stop_predicting = False
+    hook.callbacks.on_predict_begin()
+    run = begin(hook, options)
+
+    def chunks() -> Iterator[tuple[PyTree, int]]:
+        for event in run.handled(hook, signals=signals):
+            if isinstance(event, ChunkEnd):
+                yield event.rows, event.steps
+
+    with contextlib.closing(run), _kept_whole(hook, run):
+        outputs = fetched(chunks())
+    hook.callbacks.on_predict_end()
+    signals.act()
     if not outputs:
         raise ValueError("x: expected at least one batch to predict from, got none")
     return jax.tree.map(lambda *leaves: np.concatenate(leaves), *outputs)
+
+
+def _begin_training(hook: KerasHook) -> None:
+    hook.model.stop_training = False
+    hook.callbacks.on_train_begin()
+
+
+def _resume(run: Run, hook: KerasHook, evaluation: Evaluation | None, *, quiet: bool) -> None:
+    """Continues from a checkpoint as far as that comes before the callbacks begin."""
+    assert run.resumed is not None
+    assert hook.memory is not None
+    if not quiet:
+        print(run.resumed.said())
+    if run.resumed.finished:
+        write_keras_state(run.state, hook.model)
+        hook.memory.restore_history()
+    else:
+        hook.memory.restore_files()
+        _warn_of_resuming(run, hook, evaluation)
+
+
+@contextlib.contextmanager
+def _kept_whole(hook: KerasHook, run: Run) -> Iterator[None]:
+    """Context manager: assigns the values of a run to the model, however the run ends."""
+    try:
+        yield
+    except BaseException as error:
+        if not hook.finish(run):
+            error.add_note(
+                "The program that failed took the model's values along: there is no copy of a "
+                "model of this size. Load its weights again; "
+                "keras.callbacks.BackupAndRestore keeps some on disk."
+            )
+        raise
+    hook.finish(run)
+
+
+def _evaluator(
+    hook: KerasHook, evaluation: Evaluation, options: Options, fit: Run, signals: HeldSignals
+) -> Callable[[int], dict[str, Any] | None]:
+    """Returns a function that evaluates at the end of an epoch of a fit, if that is due.
+
+    If a signal comes meanwhile, the fit saves itself as it was before the end of the epoch.
+    """
+
+    def evaluate(epoch: int) -> dict[str, Any] | None:
+        if not evaluation.is_due(epoch):
+            return None
+        hook.values.assign()
+        batches = evaluation.batches()
+        within = KerasHook(hook.model, "test", batches, hook.callbacks, is_within_fit=True)
+        return run_evaluate(within, options, lambda: fit.act_within_event(signals))
+
+    return evaluate
+
+
+def _fuse(fuse: FuseArg, hook: KerasHook) -> FuseArg:
+    """Returns K: of "auto" the model's own, or 1 if a callback may have to act on every step."""
+    if fuse != "auto":
+        return fuse
+    if hook.model.steps_per_execution > 1:
+        return int(hook.model.steps_per_execution)
+    return "auto" if hook.calls.fusible else 1
+
+
+@contextlib.contextmanager
+def _named_variables(model: keras.Model) -> Iterator[None]:
+    """Context manager: notes the paths of variables that an error about a checkpoint numbers."""
+    try:
+        yield
+    except CheckpointMismatchError as error:
+        paths = variable_paths(model)
+        numbered = re.findall(r"\b\w+/\d+", str(error))
+        lines = [f"{name} is {paths[name]}" for name in numbered if name in paths]
+        if lines:
+            error.add_note(f"Of the model here:\n{_tree.bullets(lines)}")
+        raise
+
+
+def _warn_of_resuming(run: Run, hook: KerasHook, evaluation: Evaluation | None) -> None:
+    """Warns of data and callbacks that do not resume exactly."""
+    if run.position.step and "examples" not in hook.batches.fingerprint():
+        warnings.warn(
+            "x: only arrays are known to give the same batches again. These data are begun "
+            "anew, and the batches of the epoch before the checkpoint left out.",
+            stacklevel=4,
+        )
+    if run.position.epoch and evaluation is not None and evaluation.is_iterator:
+        warnings.warn(
+            "validation_data: expected arrays, or data that can be begun again, got an iterator. "
+            "It is begun anew: the evaluations to come may have other batches.",
+            stacklevel=4,
+        )
+    unknown = [] if hook.memory is None else hook.memory.unknown()
+    if unknown:
+        warnings.warn(
+            f"callbacks: the checkpoint has {unknown}, which are not among those of this fit.",
+            stacklevel=4,
+        )
 
 
 def _warn_of_loss(history: keras.callbacks.History) -> None:

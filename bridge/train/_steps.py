@@ -11,7 +11,7 @@ import keras
 from bridge import keras_private
 from bridge.state._keras_state import KerasState, Variables, require_compiled
 from bridge.train._carried import carried
-from functrain.internal import PyTree, add_notes
+from functrain.internal import PyTree, StepTraits, add_notes
 from functrain.internal import tree as _tree
 
 
@@ -62,8 +62,10 @@ def test_step(model: keras.Model) -> "KerasStep":
     return KerasStep(model, trains=False)
 
 
-class KerasStep:
+class KerasStep(StepTraits):
     """What `train_step` and `test_step` return."""
+
+    stays_compiled = True
 
     def __init__(self, model: keras.Model, *, trains: bool) -> None:
         self.model = model
@@ -92,8 +94,10 @@ class KerasStep:
         return KerasState(*map(_as_before, old, new)), logs
 
 
-class PredictStep:
+class PredictStep(StepTraits):
     """A model's own `predict_step` as a functrain step."""
+
+    stays_compiled = True
 
     def __init__(self, model: keras.Model) -> None:
         self.model = model

@@ -34,7 +34,7 @@ GROUPS = {
     "CheckpointMismatchError warm_start WarmStart export_params export_predict",
 }
 DOTTED = re.compile(r"(?:\b\w+\.)+(\w+)")
-MODULES = ("hooks", "metrics", "sharding", "distributed", "population", "rewrites")
+MODULES = ("inspect", "hooks", "metrics", "sharding", "distributed", "population", "rewrites")
 
 
 def _names() -> dict[str, list[str]]:

@@ -1,32 +1,21 @@
-"""The leaves of a state as a file knows them: by path, with a spec, as plain arrays."""
+"""The leaves of a state: what is stored for each, by path, and how it becomes a leaf again."""
 
-import dataclasses
 import mmap
-import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from functrain.checkpoint._errors import CheckpointMismatchError
-from functrain.checkpoint._processes import are_several, is_first
+from functrain.checkpoint._processes import is_first
 from functrain.common import _tree
 from functrain.common._types import PyTree
 
-# What Orbax stores as it is, in each of its versions; of other dtypes it gets the bytes.
-_STORED = {
-    *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
-    *("float16", "bfloat16", "float32", "float64", "complex64", "complex128"),
-}
-_ALIGNED = 64  # at such addresses XLA takes memory of NumPy's as it is
+Box = tuple[slice, ...]  # a part of an array: begin and end on each axis
+Read = Callable[..., np.ndarray]  # returns a part of an array, given its box, or all of it
+
 _MAPPED = 2**20  # bytes from which on a copy has a mapping of its own
-
-
-def is_stored(dtype: np.dtype[Any]) -> bool:
-    """Whether Orbax stores a dtype as it is."""
-    return dtype.name in _STORED and dtype.isnative
 
 
 class Leaf(NamedTuple):
@@ -34,35 +23,26 @@ class Leaf(NamedTuple):
 
     Attributes:
       spec: Its dtype and shape, as messages have them.
-      array: What Orbax writes.
-      parts: The same memory, for digests, by where it is in the array; "" is all of it. Of an
-        array that several processes have, those parts that this one writes.
+      stored: Dtype and shape of the array that is stored for it: of a PRNG key its numbers.
+      shards: The parts that this process writes, each with where it is in the array.
     """
 
     spec: str
-    array: Any
-    parts: Mapping[str, np.ndarray]
+    stored: str
+    shards: list[tuple[Box, np.ndarray]]
 
 
 def by_path(trees: dict[str, PyTree]) -> dict[str, Any]:
     """Returns the leaves of trees by their names in the file: that of the tree, and the path."""
     leaves: dict[str, Any] = {}
-    folders = set[str]()
     for name, leaf in _tree.leaves_with_path(trees):
-        folder = folder_of(name)
-        if folder in folders:
+        if name in leaves:
             raise ValueError(
                 f"{path_of(name)}: expected one leaf of this path, got two. Rename a key that has "
                 "'/' in it."
             )
-        folders.add(folder)
         leaves[name] = leaf
     return leaves
-
-
-def folder_of(name: str) -> str:
-    """Returns where in its database Orbax puts an array: "a" and "a/" go to the same place."""
-    return name if name.endswith("/") else f"{name}/"
 
 
 def root_of(name: str) -> str:
@@ -75,133 +55,84 @@ def path_of(name: str) -> str:
     return name.partition("/")[2] or "(root)"
 
 
+def whole_box(shape: tuple[int, ...]) -> Box:
+    """Returns the box of a whole array."""
+    return tuple(slice(0, length) for length in shape)
+
+
+def _box_of(index: tuple[slice, ...], shape: tuple[int, ...]) -> Box:
+    """Returns the index of a shard with its ends in numbers."""
+    return tuple(slice(*x.indices(length)[:2]) for x, length in zip(index, shape, strict=True))
+
+
 def on_host(leaves: Mapping[str, Any], *, copy: bool = False) -> dict[str, Leaf]:
     """Fetches leaves; waits for the programs that compute them, but for no disk.
 
-    Args:
-      leaves: By name.
-      copy: Whether to copy arrays of the CPU, because programs go on that take over their memory.
-        XLA would leave memory alone that NumPy looks at, and copy the array itself: into other
-        memory at each save, in pieces that malloc does not give back (2 states more at the peak).
-
     Of arrays that several processes have, each one fetches its parts. What only it has is taken
     to be the same in all of them, and written by the first.
+
+    Args:
+      leaves: By name.
+      copy: Whether to copy what is in this memory already, because programs go on that take it
+        over. XLA would leave memory alone that NumPy looks at, and copy the array itself: into
+        other memory at each save, in pieces that malloc does not give back (2 states more).
 
     Raises:
       TypeError: A leaf is no array of numbers.
       ValueError: A leaf was donated to a program.
     """
-    plain = {name: _plain(path_of(name), leaf) for name, leaf in leaves.items()}
-    near = jax.device_put(
-        {n: x for n, x in plain.items() if isinstance(x, jax.Array) and x.size and not _shared(x)},
+    stored = {name: _stored(path_of(name), leaf) for name, leaf in leaves.items()}
+    near = jax.device_put(  # all at once, so that they come side by side
+        {n: x for n, x in stored.items() if isinstance(x, jax.Array) and x.is_fully_addressable},
         host(),
     )
-    several = are_several()
-    found: dict[str, Leaf] = {}
-    for name, x in plain.items():
-        spec, array = _tree.strong_spec(leaves[name]), near.get(name, x)
-        if _shared(array):
-            found[name] = Leaf(spec, array, _own_parts(path_of(name), array))
-            continue
-        is_alias = copy and isinstance(x, jax.Array) and x.devices() == array.devices()
-        # Orbax takes from several what is NumPy's
-        if not isinstance(array, jax.Array) or several or is_alias:
-            array = _own(np.asarray(array), move=not several)
-        memory = np.asarray(array)
-        parts = {"": memory} if is_first() else {}
-        found[name] = Leaf(spec, array if is_stored(memory.dtype) else memory, parts)
-    return found
+
+    def memory(fetched: Any, source: Any) -> np.ndarray:
+        is_alias = isinstance(source, np.ndarray) or source.devices() == {host()}
+        return _copied(np.asarray(fetched)) if copy and is_alias else np.asarray(fetched)
+
+    fetched = {}
+    for name, x in stored.items():
+        if isinstance(x, jax.Array) and name not in near:
+            own = (shard for shard in x.addressable_shards if shard.replica_id == 0)
+            shards = [(_box_of(s.index, x.shape), memory(s.data, s.data)) for s in own]
+        else:
+            shards = [(whole_box(x.shape), memory(near.get(name, x), x))] if is_first() else []
+        fetched[name] = Leaf(_tree.strong_spec(leaves[name]), _tree.strong_spec(x), shards)
+    return fetched
 
 
-def _shared(x: Any) -> bool:
-    """Whether other processes have parts of an array."""
-    return isinstance(x, jax.Array) and not x.is_fully_addressable
+def _stored(path: str, leaf: Any) -> jax.Array | np.ndarray[Any, Any]:
+    """Returns the plain array that is stored for a leaf."""
+    if isinstance(leaf, jax.Array):
+        if leaf.is_deleted():
+            raise ValueError(
+                f"{path}: expected a live array, got {_tree.strong_spec(leaf)} that was donated to "
+                "a program. Save the state that the step returned, not the one it was given."
+            )
+        return jax.random.key_data(leaf) if _tree.is_key(leaf) else leaf
+    if isinstance(leaf, np.ndarray | np.generic):
+        is_numeric = leaf.dtype.kind in "biufc" or leaf.dtype.type.__module__ == "ml_dtypes"
+        if is_numeric and not isinstance(leaf, np.ma.MaskedArray):
+            return np.asarray(leaf)
+    raise TypeError(
+        f"{path}: expected an array of numbers, got {_tree.spec(leaf)}. Make it one with "
+        "jnp.asarray, or keep it out of the state."
+    )
 
 
-def _own_parts(path: str, array: jax.Array) -> dict[str, np.ndarray]:
-    """Returns the parts that this process writes, one of each that several devices have."""
-    if not is_stored(array.dtype):
-        raise TypeError(
-            f"{path}: expected a dtype that Orbax stores where several processes have parts of an "
-            f"array, got {_tree.strong_spec(array)}. Cast it, or replicate it."
-        )
-    return {
-        place(shard.index, array.shape): np.asarray(shard.data)
-        for shard in array.addressable_shards
-        if shard.replica_id == 0
-    }
-
-
-def place(index: tuple[slice, ...], shape: tuple[int, ...]) -> str:
-    """Returns where a part is, such as ``0:4,8:16``; "" for all of an array."""
-    bounds = [part.indices(n)[:2] for part, n in zip(index, shape, strict=True)]
-    if bounds == [(0, n) for n in shape]:
-        return ""
-    return ",".join(f"{begin}:{end}" for begin, end in bounds)
-
-
-def slices(place: str) -> tuple[slice, ...]:
-    """Returns the slices of a part."""
-    bounds = (bound.split(":") for bound in place.split(","))
-    return tuple(slice(int(begin), int(end)) for begin, end in bounds)
-
-
-def part(array: np.ndarray, place: str) -> np.ndarray:
-    """Returns the part of an array that is at a place."""
-    found: np.ndarray = array[slices(place)]
-    return found
-
-
-@dataclasses.dataclass(frozen=True)
-class Parts:
-    """The parts of an array that this process has, by where they are."""
-
-    shape: tuple[int, ...]
-    dtype: np.dtype[Any]
-    by_place: Mapping[str, np.ndarray]
-
-    def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
-        """Returns one of the parts, given the indices of its elements in the array."""
-        return self.by_place[place(index, self.shape)]
-
-
-def own_places(like: Any, crc32: Any) -> list[str]:
-    """Returns the places of the parts that this process is to read of a leaf; [] for all of it.
-
-    Each of them has a digest if the leaf was saved with the sharding that it is to have.
-    """
-    sharding: Any = getattr(like, "sharding", None)
-    is_shared = sharding is not None and not sharding.is_fully_addressable
-    if not isinstance(crc32, Mapping) or not is_shared or _tree.is_key(like):
-        return []
-    indices = sharding.addressable_devices_indices_map(like.shape).values()
-    places = {place(index, like.shape) for index in indices}
-    return sorted(places) if places <= crc32.keys() else []
-
-
-def _own(array: np.ndarray, move: bool) -> jax.Array | np.ndarray:
-    """Copies an array of NumPy's, once: what Orbax gets from NumPy it would copy once more."""
-    raw = _memory(array.nbytes + _ALIGNED)
-    begin = -raw.ctypes.data % _ALIGNED
-    copy = raw[begin : begin + array.nbytes].view(array.dtype).reshape(array.shape)
-    copy[...] = array
-    if not move or not is_stored(array.dtype) or not array.size or host() is None:
-        return copy
-    with jax.enable_x64(True):
-        near: jax.Array = jax.device_put(copy, host())
-    return near
-
-
-def _memory(size: int) -> np.ndarray:
-    """Returns bytes that go back to the system at once when nothing refers to them any more.
+def _copied(array: np.ndarray) -> np.ndarray:
+    """Copies an array into memory that goes back to the system with its last reference.
 
     malloc keeps what it has freed, for the threads that freed it.
     """
-    if size < _MAPPED:
-        return np.empty(size, np.uint8)
+    if array.nbytes < _MAPPED:
+        return array.copy()
     private = getattr(mmap, "MAP_PRIVATE", 0) | getattr(mmap, "MAP_ANONYMOUS", 0)
     how = {"flags": private} if private else {}  # none on Windows
-    return np.frombuffer(mmap.mmap(-1, size, **how), np.uint8)
+    copy = np.frombuffer(mmap.mmap(-1, array.nbytes, **how), array.dtype).reshape(array.shape)
+    copy[...] = array
+    return copy
 
 
 def host() -> jax.Device | None:
@@ -212,49 +143,11 @@ def host() -> jax.Device | None:
         return None
 
 
-def _plain(path: str, leaf: Any) -> jax.Array | np.ndarray[Any, Any]:
-    """The plain array that stands for a leaf in the file."""
-    if isinstance(leaf, jax.Array):
-        if leaf.is_deleted():
-            raise ValueError(
-                f"{path}: expected a live array, got {_tree.strong_spec(leaf)} that was donated to "
-                "a program. Save the state that the step returned, not the one it was given."
-            )
-        return jax.random.key_data(leaf) if _tree.is_key(leaf) else leaf
-    if isinstance(leaf, np.ndarray | np.generic) and _is_numeric(leaf):
-        return np.asarray(leaf)
-    raise TypeError(
-        f"{path}: expected an array of numbers, got {_tree.spec(leaf)}. Make it one with "
-        "jnp.asarray, or keep it out of the state."
-    )
-
-
-def _is_numeric(leaf: np.ndarray | np.generic) -> bool:
-    """Whether a leaf is numbers and nothing else: no texts, objects, records, and no mask."""
-    known = leaf.dtype.kind in "biufc" or leaf.dtype.type.__module__ == "ml_dtypes"
-    return known and not isinstance(leaf, np.ma.MaskedArray)
-
-
-def digest(array: np.ndarray) -> str:
-    """Returns the CRC-32 of an array's bytes, in C order."""
-    data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    return f"{zlib.crc32(data.data):08x}"
-
-
-def require_same(directory: str, about: Mapping[str, Any], likes: dict[str, PyTree]) -> None:
-    """Compares the leaves of trees with those of a checkpoint, before anything is read.
-
-    Args:
-      directory: The checkpoint.
-      about: What it says of itself.
-      likes: The trees, by name in the file.
-
-    Raises:
-      CheckpointMismatchError: Names each leaf that differs.
-    """
+def require_same(directory: str, manifest: Mapping[str, Any], likes: dict[str, PyTree]) -> None:
+    """Raises CheckpointMismatchError, before anything is read, if a checkpoint has other leaves."""
     expected = {name: _tree.strong_spec(leaf) for name, leaf in by_path(likes).items()}
-    every = about["leaves"].items()
-    saved = {name: said["spec"] for name, said in every if root_of(name) in likes}
+    records = manifest["leaves"].items()
+    saved = {name: record["spec"] for name, record in records if root_of(name) in likes}
     lines = []
     for name in {**expected, **saved}:
         if name not in saved:
@@ -271,29 +164,26 @@ def require_same(directory: str, about: Mapping[str, Any], likes: dict[str, PyTr
         )
 
 
-def blank(leaf: Any) -> np.ndarray:
-    """Returns an array in host memory of the kind that stands for a leaf in the file."""
-    like = jax.eval_shape(jax.random.key_data, leaf) if _tree.is_key(leaf) else leaf
-    return np.empty(like.shape, like.dtype)
-
-
-def restored(path: str, like: Any, data: Any) -> Any:
-    """Makes a leaf like another of what was read: in its place, of its kind."""
+def restored(path: str, like: Any, read: Read) -> Any:
+    """Makes a leaf like another of what is read: in its place, of its kind."""
     if isinstance(like, np.ndarray | np.generic):
-        return data if isinstance(like, np.ndarray) else data[()]
+        return read() if isinstance(like, np.ndarray) else read()[()]
+    plain = jax.eval_shape(jax.random.key_data, like) if _tree.is_key(like) else like
+    if jax.dtypes.canonicalize_dtype(plain.dtype) != plain.dtype:
+        raise ValueError(
+            f"{path}: expected {plain.dtype}, which jax cannot hold now. Set "
+            "jax.config.update('jax_enable_x64', True) before loading."
+        )
     # Of what is not committed none: it moves freely then, as a fresh array does.
     sharding = getattr(like, "sharding", None) if getattr(like, "committed", True) else None
-    if sharding is None:
-        array = jnp.array(data)
-    elif sharding.is_fully_addressable:
-        array = jax.device_put(data, sharding)
-    else:
-        array = jax.make_array_from_callback(data.shape, sharding, lambda index: data[index])
-    if array.dtype != data.dtype:
-        raise ValueError(
-            f"{path}: expected {data.dtype}, which jax cannot hold now, got {array.dtype}. "
-            "Set jax.config.update('jax_enable_x64', True) before loading."
-        )
+    array: jax.Array
+    if sharding is None or sharding.is_fully_addressable:
+        array = jax.device_put(read(), sharding)  # jnp.array would copy twice
+    else:  # no process takes memory for all of it
+        indices = sharding.addressable_devices_indices_map(plain.shape).items()
+        parts = [jax.device_put(read(_box_of(x, plain.shape)), device) for device, x in indices]
+        array = jax.make_array_from_single_device_arrays(plain.shape, sharding, parts)
+    jax.block_until_ready(array)  # else what was read stays in memory while more is read
     if not _tree.is_key(like):
         return array
     impl: list[Any] = []  # key_impl takes no abstract key from outside, but a traced one

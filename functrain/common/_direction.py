@@ -1,7 +1,9 @@
 """Whether more is better: told by a value's name."""
 
 import re
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
+
+from functrain.common._checks import require_one_of
 
 Mode: TypeAlias = Literal["auto", "min", "max"]
 
@@ -26,8 +28,7 @@ def sign(name: str, mode: Mode) -> float:
       >>> sign("val_loss", "auto"), sign("val/top5_accuracy", "auto"), sign("score", "max")
       (1.0, -1.0, -1.0)
     """
-    if mode not in ("auto", "min", "max"):
-        raise ValueError(f"mode: expected 'auto', 'min' or 'max', got {mode!r}")
+    require_one_of("mode", mode, get_args(Mode))
     if mode != "auto":
         return 1.0 if mode == "min" else -1.0
     found = [_SIGNS[word] for word in re.split("[^a-z0-9]+", name.lower()) if word in _SIGNS]

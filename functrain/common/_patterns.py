@@ -36,6 +36,15 @@ def any_matches(patterns: Iterable[str], path: str) -> bool:
     return any(matches(pattern, path) for pattern in patterns)
 
 
+def require_match(name: str, pattern: str, paths: Collection[str]) -> None:
+    """Raises ValueError unless a pattern means at least one of some paths."""
+    if not any(matches(pattern, path) for path in paths):
+        raise ValueError(
+            f"{name}: expected a pattern of paths, got {pattern!r}, which means none. Near it: "
+            f"{', '.join(nearest(pattern, paths))}"
+        )
+
+
 def nearest(pattern: str, paths: Collection[str], most: int = 3) -> list[str]:
     """Returns what is closest to a pattern that means none of some paths: patterns, or paths.
 

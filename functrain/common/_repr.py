@@ -8,6 +8,8 @@ import jax
 from functrain.common import _tree
 from functrain.common._types import PyTree
 
+_LONGEST = 80  # characters of a container without arrays
+
 
 def call(thing: Any, /, **parts: Any) -> str:
     """Returns ``Name(part=..., ...)`` of an object, each part as `brief` has it.
@@ -86,7 +88,8 @@ def ending(text: str, width: int) -> str:
 def _arrays(tree: PyTree) -> str:
     arrays = [x for x in jax.tree.leaves(tree) if _tree.is_array(x)]
     if not arrays:
-        return repr(tree) if not jax.tree.leaves(tree) else type(tree).__name__
+        text = repr(tree)
+        return text if len(text) <= _LONGEST and " at 0x" not in text else type(tree).__name__
     count = sum(math.prod(x.shape) for x in arrays)
     gone = " (deleted)" if any(map(_tree.is_deleted, arrays)) else ""
     return f"{count:,} in {len(arrays):,} array{'s' if len(arrays) > 1 else ''}{gone}"

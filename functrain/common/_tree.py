@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from functrain.common import _values
 from functrain.common._types import PyTree
 from functrain.common._wide_integers import require_fits
 
@@ -40,6 +39,13 @@ def select(which: jax.Array, there: PyTree, otherwise: PyTree) -> PyTree:
     By `cond`: `where` would become part of the sums before it, and round them otherwise.
     """
     return jax.lax.cond(which, lambda a, b: a, lambda a, b: b, there, otherwise)
+
+
+def wide(x: Any) -> jax.Array:
+    """Returns an array of numbers in float32 or wider, also where promotion is strict."""
+    with jax.numpy_dtype_promotion("standard"):
+        dtype = jnp.promote_types(x.dtype, jnp.float32)
+    return jnp.asarray(x, dtype)
 
 
 def structure(tree: PyTree) -> Any:
@@ -75,7 +81,7 @@ def differences(expected: PyTree, got: PyTree) -> list[str]:
     return lines
 
 
-def spec_differences(expected: dict[str, str], got: dict[str, str]) -> list[str]:
+def spec_differences(expected: dict[str, Any], got: dict[str, Any]) -> list[str]:
     """As `differences`, of specs by path."""
     lines = [f"{p}: missing (expected {expected[p]})" for p in expected if p not in got]
     lines += [f"{p}: unexpected (got {got[p]})" for p in got if p not in expected]
@@ -211,12 +217,6 @@ def aliases(tree: PyTree) -> list[tuple[str, str]]:
         else:
             first[key] = path
     return pairs
-
-
-def to_values(values: PyTree) -> dict[str, Any]:
-    """Fetches a tree of scalars as floats, of `[N]` of a population as arrays, by their paths."""
-    host = jax.device_get(values)
-    return {path: _values.on_host(value) for path, value in leaves_with_path(host)}
 
 
 def check_scalars(values: PyTree) -> None:

@@ -3,9 +3,12 @@
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 import numpy as np
 
+from functrain.common import _tree
 from functrain.common._checks import is_number
+from functrain.common._types import PyTree
 
 
 def is_value(x: Any, of_members: bool) -> bool:
@@ -16,6 +19,12 @@ def is_value(x: Any, of_members: bool) -> bool:
 def on_host(x: Any) -> Any:
     """Returns a number as a float, numbers of members as `f64[N]` that share no memory."""
     return np.array(x, np.float64) if np.ndim(x) else float(x)
+
+
+def to_values(values: PyTree) -> dict[str, Any]:
+    """Fetches a tree of scalars as floats, of `[N]` of a population as arrays, by their paths."""
+    host = jax.device_get(values)
+    return {path: on_host(value) for path, value in _tree.leaves_with_path(host)}
 
 
 def spread(values: Mapping[str, Any]) -> dict[str, float]:

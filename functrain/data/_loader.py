@@ -1,6 +1,7 @@
 """Batches of arrays in memory, in an order that is a pure function of seed and epoch."""
 
 import abc
+import functools
 from collections.abc import Iterator
 from typing import Any, Literal, NoReturn
 
@@ -10,15 +11,17 @@ import numpy as np
 
 from functrain.common import _repr, _tree
 from functrain.common._arguments import advised
-from functrain.common._checks import is_whole, require_flags
-from functrain.common._compile import jit
+from functrain.common._checks import is_whole, require_flags, require_integer, require_one_of
+from functrain.common._compile import jit_without_arithmetic
 from functrain.common._types import PyTree
 from functrain.common._wide_integers import is_cheap_to_read, is_narrowed, require_integers_fit
 from functrain.data import _buffer
 from functrain.data._arrays import host_arrays
+from functrain.data._batches import Batches, Chunk
+from functrain.data._stack import filled
 
 
-class Seekable(abc.ABC):
+class SeekableLoader(abc.ABC):
     """Batches any of which can be asked for, by the numbers of its epoch and of itself.
 
     Attributes:
@@ -80,7 +83,7 @@ class Seekable(abc.ABC):
         """Returns what tells these batches from others, for a run that goes on with them."""
 
 
-class ArrayLoader(Seekable):
+class ArrayLoader(SeekableLoader):
     """Cuts a pytree of arrays into batches; any position can be sought.
 
     It has no state: the order of an epoch is a pure function of the seed and the epoch's number,
@@ -129,8 +132,7 @@ class ArrayLoader(Seekable):
         drop_remainder: bool = False,
         placement: Literal["host", "device"] = "host",
     ) -> None:
-        if placement not in ("host", "device"):
-            raise ValueError(f"placement: expected 'host' or 'device', got {placement!r}")
+        require_one_of("placement", placement, ("host", "device"))
         require_flags(shuffle=shuffle, drop_remainder=drop_remainder)
         self.data = host_arrays(data)
         self.examples = _common_length(self.data)
@@ -141,8 +143,7 @@ class ArrayLoader(Seekable):
                 + " It is ArrayLoader((x, y), batch_size)."
                 * _tree.is_array(batch_size)
             )
-        if not is_whole(seed, 0):
-            raise ValueError(f"seed: expected a whole number from 0 on, got {seed!r}")
+        require_integer("seed", seed, 0)
         self.batch_size = int(batch_size)
         self.shuffle = shuffle
         self.seed = int(seed)
@@ -224,7 +225,7 @@ def _native(x: np.ndarray) -> np.ndarray:
     return x.astype(x.dtype.newbyteorder("="), copy=False)
 
 
-@jit
+@jit_without_arithmetic
 def _gather(data: PyTree, rows: jax.Array) -> PyTree:
     return jax.tree.map(lambda x: x[rows], data)
 
@@ -246,3 +247,86 @@ def _common_length(data: PyTree) -> int:
     if not length:
         raise ValueError("data: expected at least one example, got none (every leaf has length 0)")
     return int(length)
+
+
+class LoaderBatches(Batches):
+    """Batches of a loader that can seek: full batches are gathered K at a time.
+
+    Args:
+      loader: The loader.
+      name: The argument it was passed as, for errors.
+    """
+
+    can_seek = True
+
+    def __init__(self, loader: SeekableLoader, name: str = "data") -> None:
+        self.data: SeekableLoader = loader
+        self.name = name
+        self.steps: int = len(loader)
+        self._epoch = self._next = 0
+        self._steps_before = 0
+        self._shapes = functools.cache(loader.shapes)  # asked for with every chunk
+
+    @property
+    def full_steps(self) -> int:
+        """Batches of full size in an epoch."""
+        return self.data.full_batches
+
+    def begin(self, epoch: int, batch: int = 0) -> None:
+        """Begins an epoch at one of its batches."""
+        self._epoch, self._next = epoch + self.epochs_before, batch
+
+    def peek(self) -> PyTree | None:
+        """Returns the shapes of the next batch, which is not made yet."""
+        if self._next >= self.steps:
+            return None
+        return self._shapes(self._examples())
+
+    def take(self, k: int, limit: int) -> Chunk:
+        """Gathers the next batches."""
+        loader, start, examples = self.data, self._next, self._examples()
+        steps = max(1, min(limit, loader.full_batches - start))
+        self._next += steps
+        if start < loader.full_batches:
+            batches = filled(loader.chunk(self._epoch, start, steps), k)
+        else:
+            batches = jax.tree.map(lambda x: x[None], loader.batch(self._epoch, start))
+        return Chunk(batches, k, steps, examples)
+
+    def full_batch(self) -> PyTree:
+        """Returns the shapes of a batch of full size."""
+        return self._shapes(self.data.batch_size)
+
+    def known_shapes(self) -> list[PyTree]:
+        """Returns the shapes of a full batch, and of a smaller last one."""
+        has_smaller = len(self.data) > self.data.full_batches
+        return [self.full_batch(), *([self._shapes(self.data.remainder)] * has_smaller)]
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Returns what the loader says of itself."""
+        return dict(self.data.fingerprint())
+
+    def state(self, *, epoch_is_over: bool) -> dict[str, Any] | None:
+        """Returns the number of steps that the orders come after, if there are any."""
+        return {"steps_before": self._steps_before} if self._steps_before else None
+
+    def restore(self, state: Any, epoch: int, batch: int) -> list[str]:
+        """Continues after as many steps as the first run did, whatever the state of this one."""
+        self._steps_before = 0 if state is None else state["steps_before"]
+        return []
+
+    def continue_after(self, steps: int) -> None:
+        """Takes the orders that come after so many steps.
+
+        An epoch is whole: after a part of one, the next order begins.
+        """
+        self._steps_before = steps
+
+    @property
+    def epochs_before(self) -> int:
+        """The number of the loader's epochs before the first one of this run."""
+        return -(-self._steps_before // self.steps)
+
+    def _examples(self) -> int:
+        is_full = self._next < self.data.full_batches
+        return self.data.batch_size if is_full else self.data.remainder

@@ -9,8 +9,9 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from functrain.common import _tree
+from functrain.common._gather import of_each_process
 from functrain.common._types import PyTree
-from functrain.data._stacks import Spec, Stack
+from functrain.data._batches import Batches, Chunk, WrappedBatches
 
 
 class Local:
@@ -104,49 +105,69 @@ class Local:
         return (shape[0] * self.processes, *shape[1:]) if shape else shape
 
 
-class LocalPass:
-    """A pass over this process's part of the data: what is handed out is whole.
+class LocalBatches(WrappedBatches):
+    """Batches put together from the parts that the processes have.
 
-    Before each chunk the processes compare how far they are: else those who have more would wait
-    for ever for the others.
+    Before each chunk the processes compare how many batches they have: or those with more would
+    wait forever for the others.
+
+    Args:
+      own: The batches of this process.
+      local: How they are put together.
     """
 
-    def __init__(self, inner: Any, local: Local, name: str) -> None:
-        self._inner, self._local, self._name = inner, local, name
+    def __init__(self, own: Batches, local: Local) -> None:
+        super().__init__(own)
+        self._local = local
 
-    @property
-    def knows_sizes(self) -> bool:
-        """Whether all batches are known to be alike, but for a smaller last one."""
-        return bool(self._inner.knows_sizes)
+    def peek(self) -> PyTree | None:
+        """Returns the shapes of the next batch; None if none of the processes has one."""
+        batch = self._inner.peek()
+        if batch is None:
+            self._local.require_same(self.name, 0)
+            return None
+        return self._local.shapes(batch)
 
-    def usual(self) -> tuple[Spec, PyTree] | None:
-        """Returns what batches of full size are like, if that is known."""
-        found = self._inner.usual()
-        return None if found is None else (found[0], self._local.shapes(found[1]))
+    def take(self, k: int, limit: int) -> Chunk:
+        """Returns the next batches of all processes."""
+        chunk = self._inner.take(k, limit)
+        self._local.require_same(self.name, chunk.steps, chunk.batches)
+        return chunk._replace(
+            batches=self._local.put(chunk.batches),
+            examples=chunk.examples * self._local.processes,
+        )
 
-    def spec(self) -> Spec | None:
-        """Returns the kind of the next batch; None if none of the processes has one."""
-        found = self._inner.spec()
-        if found is None:
-            self._local.require_same(self._name, 0)
-        return found
+    def first(self) -> PyTree | None:
+        """Returns the shapes of the first batch; None if none of the processes has one."""
+        batch = self._inner.first()
+        self._local.require_same(self.name, int(batch is not None))
+        return None if batch is None else self._local.shapes(batch)
 
-    def peek(self) -> PyTree:
-        """Returns the shapes of the next batch."""
-        return self._local.shapes(self._inner.peek())
+    def full_batch(self) -> PyTree | None:
+        """Returns the shapes of a batch of full size, if they are known."""
+        batch = self._inner.full_batch()
+        return None if batch is None else self._local.shapes(batch)
 
-    @property
-    def ahead(self) -> int:
-        """How many batches were fetched to look at, and not handed out yet."""
-        return int(self._inner.ahead)
+    def known_shapes(self) -> list[PyTree]:
+        """Returns the shapes of every kind of batch, as far as they are known."""
+        return [self._local.shapes(batch) for batch in self._inner.known_shapes()]
 
-    def take(self, most: int, k: int) -> Stack:
-        """Hands out the next batches, with room for k."""
-        local = self._local
-        stack: Stack = self._inner.take(most, k)
-        local.require_same(self._name, stack.steps, stack.batches)
-        examples = stack.examples * local.processes
-        return stack._replace(batches=local.put(stack.batches), examples=examples)
+    def fingerprint(self) -> dict[str, Any]:
+        """Returns the number of batches and of processes; each compares its own part itself."""
+        return {"data": "local", "batches": self.steps, "processes": self._local.processes}
+
+    def state(self, *, epoch_is_over: bool) -> dict[str, Any]:
+        """Returns the position of each process."""
+        own = [self._inner.fingerprint(), self._inner.state(epoch_is_over=epoch_is_over)]
+        return {"each": of_each_process(own)}
+
+    def restore(self, state: Any, epoch: int, batch: int) -> list[str]:
+        """Continues at the position of this process."""
+        saved, own_state = state["each"][jax.process_index()]
+        now = self._inner.fingerprint()
+        if saved != now:
+            return [f"the part of this process: saved with {saved}, now {now}"]
+        return self._inner.restore(own_state, epoch, batch)
 
 
 def divided_or_whole(shape: tuple[int, ...], where: NamedSharding) -> NamedSharding:

@@ -1,12 +1,10 @@
 """Connects this process with the others, if there are others."""
 
-import contextlib
 import os
 import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -60,56 +58,55 @@ def initialize(
     if jax.distributed.is_initialized():
         return
     address = coordinator_address or os.environ.get("JAX_COORDINATOR_ADDRESS")
-    count = _whole("JAX_NUM_PROCESSES") if num_processes is None else num_processes
-    own = _whole("JAX_PROCESS_ID") if process_id is None else process_id
+    count = _from_environment("JAX_NUM_PROCESSES") if num_processes is None else num_processes
+    number = _from_environment("JAX_PROCESS_ID") if process_id is None else process_id
     if address is not None and address.rpartition(":")[0] in ("127.0.0.1", "localhost", "[::1]"):
         more = {"coordinator_bind_address": address, **more}
+    timer = None
+    if not (address is None or count is None or number is None):  # else JAX detects or refuses them
+        timer = _checked(address, count, number, more.get("initialization_timeout", 300))
     try:
-        with _in_words(address, count, own, more.get("initialization_timeout", 300)):
-            jax.distributed.initialize(address, count, own, **more)
+        jax.distributed.initialize(address, count, number, **more)
     except ValueError as error:
-        known = {"coordinator_address": address, "num_processes": count, "process_id": own}
+        given = {"coordinator_address": address, "num_processes": count, "process_id": number}
         if "defined" not in str(error):  # JAX knows enough, and refuses it
             raise
-        if set(known.values()) != {None}:
+        if set(given.values()) != {None}:
             raise ValueError(
                 "initialize: expected coordinator_address, num_processes and process_id, or a "
-                f"cluster that JAX detects, got {known}. Set JAX_COORDINATOR_ADDRESS, "
+                f"cluster that JAX detects, got {given}. Set JAX_COORDINATOR_ADDRESS, "
                 "JAX_NUM_PROCESSES and JAX_PROCESS_ID, or pass all three."
             ) from error
     else:
         end_soon_after_a_failure(before=leave_runs)
+    finally:
+        if timer is not None:
+            timer.cancel()
 
 
-@contextlib.contextmanager
-def _in_words(
-    address: str | None, count: int | None, own: int | None, seconds: float
-) -> Iterator[None]:
-    """Says what is wrong where JAX would end the process without a name or an address."""
-    if address is None or count is None or own is None:  # JAX detects them, or refuses
-        yield
-        return
-    if not 0 <= own < count:
+def _checked(address: str, count: int, number: int, seconds: float) -> threading.Timer:
+    """Checks all three, waits for the first process, and returns a timer that names it if late.
+
+    By itself JAX would end the process without a name or an address.
+    """
+    if not 0 <= number < count:
         raise ValueError(
             f"process_id: expected a number from 0 to {count - 1}, since num_processes is {count}, "
-            f"got {own}"
+            f"got {number}"
         )
     if not address.rpartition(":")[2].isdecimal():
         raise ValueError(f"coordinator_address: expected host:port, got {address!r}")
-    who = f"process {own} of {count}, coordinator {address}"
-    if own:
-        seconds -= _reached(address, seconds, who)
-    late = threading.Timer(0.9 * seconds, _say_who_is_missing, [who, seconds])
-    late.daemon = True
-    late.start()
-    try:
-        yield
-    finally:
-        late.cancel()
+    name = f"process {number} of {count}, coordinator {address}"
+    if number:
+        seconds -= _wait_for_answer(address, seconds, name)
+    timer = threading.Timer(0.9 * seconds, _say_who_is_missing, [name, seconds])
+    timer.daemon = True
+    timer.start()
+    return timer
 
 
-def _reached(address: str, seconds: float, who: str) -> float:
-    """Waits until somebody answers at an address; returns for how long."""
+def _wait_for_answer(address: str, seconds: float, name: str) -> float:
+    """Waits until a process answers at an address; returns for how long."""
     host, _, port = address.rpartition(":")
     began = time.monotonic()
     while True:
@@ -120,16 +117,16 @@ def _reached(address: str, seconds: float, who: str) -> float:
         except OSError as error:
             if left <= 0:
                 raise TimeoutError(
-                    f"initialize: {who}: expected an answer within {seconds:g} s, got {error}. Is "
+                    f"initialize: {name}: expected an answer within {seconds:g} s, got {error}. Is "
                     "process 0 started, is that its host, and is the port open from here? "
                     "initialization_timeout= waits for longer."
                 ) from error
             time.sleep(min(0.2, left))
 
 
-def _say_who_is_missing(who: str, seconds: float) -> None:
+def _say_who_is_missing(name: str, seconds: float) -> None:
     print(
-        f"functrain: {who}: not all processes came; JAX ends this one after {seconds:.0f} s. "
+        f"functrain: {name}: not all processes came; JAX ends this one after {seconds:.0f} s. "
         "Expected as many as that, all with the same address and number of processes, and each "
         "with its own number.",
         file=sys.stderr,
@@ -137,7 +134,7 @@ def _say_who_is_missing(who: str, seconds: float) -> None:
     )
 
 
-def _whole(name: str) -> int | None:
+def _from_environment(name: str) -> int | None:
     text = os.environ.get(name, "").strip()
     if text and not text.isdecimal():
         raise ValueError(f"{name}: expected a whole number, got {text!r}")

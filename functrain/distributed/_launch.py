@@ -25,21 +25,23 @@ _TERMINATED = 128 + signal.SIGTERM
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs ``python -m functrain.launch``; returns the exit status."""
     parser = _parser()
-    asked = parser.parse_args(arguments)
-    if not os.path.exists(asked.script):
-        parser.error(f"argument script: expected a Python file, got {asked.script!r}: no such file")
-    if asked.bind and (why := _cannot_bind(asked.processes)):
-        parser.error(f"argument --bind: {why}")
-    with _held_signals() as came:
-        for attempt in range(asked.restarts + 1):
-            code = _run(asked, came)
-            if code in (0, _TERMINATED, _USAGE) or came:
-                return code
-            if attempt < asked.restarts:
-                _say(f"starting all of them again ({attempt + 1} of {asked.restarts})")
-    if asked.restarts:
-        _say(f"gave up after {asked.restarts} restarts")
-    return code
+    options = parser.parse_args(arguments)
+    if not os.path.exists(options.script):
+        parser.error(
+            f"argument script: expected a Python file, got {options.script!r}: no such file"
+        )
+    if options.bind and (reason := _cannot_bind(options.processes)):
+        parser.error(f"argument --bind: {reason}")
+    with _noted_signals() as signals:
+        for attempt in range(options.restarts + 1):
+            if attempt:
+                _say(f"starting all of them again ({attempt} of {options.restarts})")
+            status = _run(options, signals)
+            if status in (0, _TERMINATED, _USAGE) or signals:
+                return status
+    if options.restarts:
+        _say(f"gave up after {options.restarts} restarts")
+    return status
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -48,105 +50,100 @@ def _parser() -> argparse.ArgumentParser:
         description="Starts a script in several processes on this machine. The script begins with "
         "functrain.distributed.initialize().",
     )
-    parser.add_argument("-n", "--processes", type=int, required=True, help="how many")
-    parser.add_argument(
-        "--restarts",
-        type=int,
-        default=3,
-        help="how often to start all of them again when one has died (3)",
+    add = parser.add_argument
+    add("-n", "--processes", type=int, required=True, help="how many")
+    add("--restarts", type=int, default=3, help="how often to start all again if one dies (3)")
+    add(
+        "--grace", type=float, default=60.0, help="seconds from SIGTERM to the end, to save in (60)"
     )
-    parser.add_argument(
-        "--grace",
-        type=float,
-        default=60.0,
-        help="seconds from SIGTERM to the end, to save in (60)",
-    )
-    parser.add_argument(
-        "--cpu-devices", type=int, help="devices that each process makes of the CPU, to try things"
-    )
-    parser.add_argument(
-        "--bind",
-        action="store_true",
-        help="give each process CPU cores of its own (Linux): no threads of one wait for another's",
-    )
-    parser.add_argument("script", help="a Python file")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
+    add("--cpu-devices", type=int, help="devices that each process makes of the CPU, to try things")
+    add("--bind", action="store_true", help="give each process CPU cores of its own (Linux)")
+    add("script", help="a Python file")
+    add("arguments", nargs=argparse.REMAINDER, help="its arguments")
     return parser
 
 
-def _run(asked: argparse.Namespace, came: list[int]) -> int:
+def _run(options: argparse.Namespace, signals: list[int]) -> int:
     """Runs all processes to their end; returns the status of the first that failed, or 0."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
-    started = [_start(asked, address, i) for i in range(asked.processes)]
-    readers = [_mark(process.stdout, i) for i, process in enumerate(started) if process.stdout]
-    told, first = None, 0  # when SIGTERM was passed on; the status of who failed first
+    processes = [_start(options, address, i) for i in range(options.processes)]
+    readers = [_mark(process.stdout, i) for i, process in enumerate(processes) if process.stdout]
     try:
-        while any(process.poll() is None for process in started):
-            failed = [i for i, process in enumerate(started) if process.poll() not in (None, 0)]
-            if signal.SIGTERM in came and told is None:
-                told = time.monotonic()
-                for process in started:
-                    process.send_signal(signal.SIGTERM)
-            elif told is not None and time.monotonic() > told + asked.grace:
-                _say(f"not ended within {asked.grace:g} s of SIGTERM: killed")
-                break
-            elif failed and not came and _code(started[failed[0]]) != _TERMINATED:
-                first = _code(started[failed[0]])
-                _say(f"process {failed[0]} ended with {first}")
-                _terminate(started)
-                break
-            time.sleep(_LOOK)
+        first = _watch(processes, signals, options.grace)
+        if first is not None:
+            _terminate(processes)
     finally:
-        # In the midst of a computation that waits for a peer, no other signal is heard.
-        for process in started:
+        # A process in a computation that waits for a peer notices no other signal.
+        for process in processes:
             process.kill()
-        codes = [process.wait() and _code(process) for process in started]
+        statuses = [process.wait() and _status(process) for process in processes]
         for reader in readers:
             reader.join(_LAST_WORDS)
-    if signal.SIGTERM in came:
+    if signal.SIGTERM in signals:
         return _TERMINATED
-    if not first and any(codes):  # all of them ended between two looks
-        first = next(filter(None, codes))
-        _say(f"process {codes.index(first)} ended with {first}")
-    return first
+    if first is None:  # all of them ended between two looks
+        first = next((i for i, status in enumerate(statuses) if status), 0)
+    if statuses[first]:
+        _say(f"process {first} ended with {statuses[first]}")
+    return statuses[first]
 
 
-def _terminate(started: Sequence[subprocess.Popen[str]]) -> None:
+def _watch(
+    processes: Sequence[subprocess.Popen[str]], signals: list[int], grace: float
+) -> int | None:
+    """Waits for the processes and passes SIGTERM on; returns the first that failed by itself."""
+    deadline: float | None = None  # after SIGTERM was passed on
+    while any(process.poll() is None for process in processes):
+        failed = [i for i, process in enumerate(processes) if process.poll() not in (None, 0)]
+        if signal.SIGTERM in signals and deadline is None:
+            deadline = time.monotonic() + grace
+            for process in processes:
+                process.terminate()
+        elif deadline is not None and time.monotonic() > deadline:
+            _say(f"not ended within {grace:g} s of SIGTERM: killed")
+            return None
+        elif failed and not signals and _status(processes[failed[0]]) != _TERMINATED:
+            return failed[0]
+        time.sleep(_LOOK)
+    return None
+
+
+def _terminate(processes: Sequence[subprocess.Popen[str]]) -> None:
     """Sends SIGTERM to all processes, and waits a little for them to end."""
-    for process in started:
+    for process in processes:
         process.terminate()
     until = time.monotonic() + _LAST_WORDS
-    while any(process.poll() is None for process in started) and time.monotonic() < until:
+    while any(process.poll() is None for process in processes) and time.monotonic() < until:
         time.sleep(_LOOK)
 
 
-def _start(asked: argparse.Namespace, address: str, number: int) -> subprocess.Popen[str]:
-    """Starts one of them."""
+def _start(options: argparse.Namespace, address: str, number: int) -> subprocess.Popen[str]:
+    """Starts a process; all but the first have their output marked."""
     environment = {
         **os.environ,
         "JAX_COORDINATOR_ADDRESS": address,
-        "JAX_NUM_PROCESSES": str(asked.processes),
+        "JAX_NUM_PROCESSES": str(options.processes),
         "JAX_PROCESS_ID": str(number),
     }
-    if asked.cpu_devices is not None:
-        count = f"--xla_force_host_platform_device_count={asked.cpu_devices}"
+    if options.cpu_devices is not None:
+        count = f"--xla_force_host_platform_device_count={options.cpu_devices}"
         environment["XLA_FLAGS"] = f"{environment.get('XLA_FLAGS', '')} {count}".strip()
     process = subprocess.Popen(
-        [sys.executable, asked.script, *asked.arguments],
+        [sys.executable, options.script, *options.arguments],
         env=environment,
         stdout=None if number == 0 else subprocess.PIPE,
         stderr=None if number == 0 else subprocess.STDOUT,
         text=True,
     )
-    if asked.bind:  # before it has threads, which are bound as it is
-        os.sched_setaffinity(process.pid, _cores(number, asked.processes))
+    if options.bind:  # before it has threads, which are bound as it is
+        os.sched_setaffinity(process.pid, _cores(number, options.processes))
     return process
 
 
 def _cannot_bind(processes: int) -> str:
-    """Says why processes cannot have cores of their own, if so."""
+    """Returns why processes cannot have cores of their own; "" if they can."""
     if not hasattr(os, "sched_setaffinity"):
         return "this system does not bind processes to cores"
     cores = len(os.sched_getaffinity(0))
@@ -174,25 +171,25 @@ def _mark(lines: IO[str], number: int) -> threading.Thread:
     return reader
 
 
-def _code(process: subprocess.Popen[str]) -> int:
-    """The status as a shell has it."""
+def _status(process: subprocess.Popen[str]) -> int:
+    """Returns the exit status as a shell has it."""
     code = process.returncode
     return 128 - code if code < 0 else code
 
 
 @contextlib.contextmanager
-def _held_signals() -> Iterator[list[int]]:
+def _noted_signals() -> Iterator[list[int]]:
     """Notes SIGTERM and the first Ctrl-C, which reaches the processes by itself."""
-    came: list[int] = []
+    signals: list[int] = []
 
     def note(number: int, frame: object) -> None:
-        if signal.SIGINT in came and number == signal.SIGINT:
+        if signal.SIGINT in signals and number == signal.SIGINT:
             raise KeyboardInterrupt
-        came.append(number)
+        signals.append(number)
 
     before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        yield came
+        yield signals
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

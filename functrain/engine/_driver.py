@@ -14,10 +14,10 @@ import numpy as np
 from functrain import rewrites as _rewrites
 from functrain.common import _tree
 from functrain.common._checks import require_flags
-from functrain.common._compile import jit
-from functrain.common._types import PyTree
+from functrain.common._compile import jit_without_arithmetic
+from functrain.common._types import PyTree, traits_of
+from functrain.data._batches import Chunk
 from functrain.engine import _placement
-from functrain.engine._chunks import Chunk
 from functrain.engine._guards import guarded
 from functrain.engine._loop import check_carry, require_pair, without_text
 from functrain.engine._notes import noted
@@ -36,8 +36,11 @@ SPARE_SECONDS = 2.0
 
 
 @contextlib.contextmanager
-def _debugging(step: Any) -> Iterator[None]:
-    """Runs a step operation by operation, held to what it would be held to in a program."""
+def _uncompiled(step: Any) -> Iterator[None]:
+    """Context manager: runs a step operation by operation, under the guards of a program."""
+    if traits_of(step).stays_compiled:
+        yield
+        return
     with guarded(step), jax.disable_jit():
         yield
 
@@ -54,8 +57,8 @@ class Driver:
       step: What the programs are made of, and kept with.
       kind: What they do with it.
       rewrites: Which slow operations to rewrite on CPU.
-      jit: False runs the body batch by batch, uncompiled.
-      uncompiled: Given the step, returns a context that is entered around each batch then.
+      jit: False runs the body batch by batch, uncompiled. A function decides at the first chunk,
+        given the shapes of a batch.
       place: Puts a chunk on the devices.
 
     Attributes:
@@ -65,13 +68,13 @@ class Driver:
     step: Any
     kind: Kind = TRAINING
     rewrites: Mode = "auto"
-    jit: bool = True
-    uncompiled: Callable[[Any], contextlib.AbstractContextManager[Any]] = _debugging
+    jit: bool | Callable[[PyTree], bool] = True
     place: Callable[[PyTree], PyTree] = lambda batches: batches
 
     def __post_init__(self) -> None:
         self.rewrites = _rewrites.mode(self.rewrites)
-        require_flags(jit=self.jit)
+        if not callable(self.jit):
+            require_flags(jit=self.jit)
         self._programs: dict[tuple[int, bool], Program] = {}
         self._compared: list[Program] = []  # with those of the other processes
         self._const: tuple[PyTree, ...] = ()
@@ -93,6 +96,11 @@ class Driver:
 
         Waits only where too many programs are under way already.
         """
+        if callable(self.jit):
+            batch = jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), chunk.batches
+            )
+            self.jit = self.jit(batch)
         chunk = chunk._replace(batches=self.place(chunk.batches))
         if self.jit:
             run = self._program(chunk.k, chunk.steps == chunk.k)
@@ -151,7 +159,7 @@ class Driver:
         body, rows, carry = without_text(self.kind.body(self.step)), [], self.carry
         for i in range(chunk.steps):
             batch = jax.tree.map(lambda x, i=i: jnp.asarray(x[i]), chunk.batches)
-            with noted(batch), self.uncompiled(self.step):
+            with noted(batch), _uncompiled(self.step):
                 new, row = require_pair(body(carry, batch, *self._const))
             check_carry(carry, new)
             carry = new
@@ -179,7 +187,7 @@ def copied(tree: PyTree) -> PyTree:
     return jax.tree.map(_as_placed, copies, tree) if jax.device_count() > 1 else copies
 
 
-@jit
+@jit_without_arithmetic
 def _copied(tree: PyTree) -> PyTree:
     return jax.tree.map(
         lambda x: jnp.copy(x) if _tree.is_key(x) else jnp.array(x, dtype=x.dtype, copy=True), tree

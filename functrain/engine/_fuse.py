@@ -7,11 +7,10 @@ import numpy as np
 
 from functrain import rewrites as _rewrites
 from functrain.common import _repr, _tree
-from functrain.common._checks import is_whole, require_flags
+from functrain.common._checks import is_whole, require_flags, require_integer
 from functrain.common._types import PyTree, StateT, Step
 from functrain.common._wide_integers import require_integers_fit
 from functrain.engine._placement import pins
-from functrain.engine._position import require_whole
 from functrain.engine._programs import TRAINING, Loop, Program, known_length, program
 from functrain.rewrites import Mode
 from functrain.step._check import check_step
@@ -66,8 +65,8 @@ def fuse(
       >>> print(state, logs["seen"])
       40.0 [24. 32.  0.]
     """
-    require_whole("k", k)
-    require_whole("unroll", unroll)
+    require_integer("k", k)
+    require_integer("unroll", unroll)
     require_flags(donate=donate)
     check_step(step)
     chosen = _rewrites.mode(rewrites)

@@ -13,8 +13,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from functrain.common import _tree
 from functrain.common._gather import of_each_process
 from functrain.common._types import PyTree
+from functrain.data._batches import Batches
 from functrain.data._local import divided_or_whole
-from functrain.data._sources import Source
 
 ShardingArg: TypeAlias = NamedSharding | Mesh | PartitionSpec | None
 
@@ -159,7 +159,7 @@ def require_same_program(program: Any, args: tuple[PyTree, ...]) -> None:
         )
 
 
-def require_same_run(source: Source, where: NamedSharding | None, **asked: Any) -> None:
+def require_same_run(batches: Batches, where: NamedSharding | None, **asked: Any) -> None:
     """Refuses to begin where processes have other data, or are asked for something else.
 
     Raises:
@@ -167,7 +167,7 @@ def require_same_run(source: Source, where: NamedSharding | None, **asked: Any) 
     """
     if where is None or where.is_fully_addressable:
         return
-    said = {**source.fingerprint(), "sharding": f"{where.spec} over {dict(where.mesh.shape)}"}
+    said = {**batches.fingerprint(), "sharding": f"{where.spec} over {dict(where.mesh.shape)}"}
     each = of_each_process(
         {**said, **{name: _without_addresses(repr(x)) for name, x in asked.items()}}
     )
@@ -179,7 +179,7 @@ def require_same_run(source: Source, where: NamedSharding | None, **asked: Any) 
     ]
     if lines:
         raise ValueError(
-            f"{source.name}: expected the same in every process, got\n{_tree.bullets(lines)}\n"
+            f"{batches.name}: expected the same in every process, got\n{_tree.bullets(lines)}\n"
             "Nothing was run. Give every process the same data and arguments; of data of which "
             "each has a part, functrain.distributed.local, as many batches."
         )
@@ -189,12 +189,12 @@ def _without_addresses(text: str) -> str:
     return re.sub(r"0x[0-9a-f]+", "", text)
 
 
-def require_divisible(source: Source, sharding: NamedSharding | None) -> None:
+def require_divisible(batches: Batches, sharding: NamedSharding | None) -> None:
     """Refuses batches that the devices do not divide, as far as they are known before a run."""
     if sharding is None:
         return
-    for specs in source.specs():
-        _refuse_indivisible(specs, sharding, sharding.spec, f"{source.name}: ")
+    for batch in batches.known_shapes():
+        _refuse_indivisible(batch, sharding, sharding.spec, f"{batches.name}: ")
 
 
 def _refuse_indivisible(

@@ -1,16 +1,16 @@
 """How many steps a program takes: a cheap rule, without measuring."""
 
 import dataclasses
-import math
 import os
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, TypeAlias
 
 import jax
 
-from functrain.common import _repr, _tree
-from functrain.common._checks import is_whole
+from functrain.common import _repr
+from functrain.common._checks import is_whole, require
 from functrain.common._types import PyTree
+from functrain.data._batches import Kind, kind, shapes
 
 FuseArg: TypeAlias = int | Literal["auto"]
 
@@ -41,7 +41,8 @@ class Plan:
       stretches: Returns numbers of steps that are taken without a pause; see `auto_steps`.
 
     Attributes:
-      first: The kind of the first batch; all that are of that kind go K at a time.
+      batch: Shapes of the first batch; all that are like it go K at a time.
+      k: K; 0 until it is settled.
 
     Raises:
       ValueError: `fuse` is neither "auto" nor a whole number from 1 on; or (in `settle`) so many
@@ -55,14 +56,24 @@ class Plan:
 
     def __post_init__(self) -> None:
         require_fuse(self.fuse)
-        self.first: Any = None
         self.batch: PyTree = None
         self.k = 0
+        self._kind: Kind | None = None
+        self._first: PyTree = None
 
-    def settle(self, spec: Any, batch: PyTree) -> None:
+    @property
+    def is_settled(self) -> bool:
+        """Returns True once the first batch is known."""
+        return self._kind is not None
+
+    def is_like_first(self, batch: PyTree) -> bool:
+        """Returns True if a batch can be stacked with the first one."""
+        return batch is self._first or kind(batch) == self._kind
+
+    def settle(self, batch: PyTree) -> None:
         """Chooses K at the first batch."""
-        self.first = spec
-        self.batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
+        self._first, self._kind = batch, kind(batch)
+        self.batch = shapes(batch)
         size = nbytes(batch) + self.row_bytes(batch)
         if self.fuse == "auto":
             self.k = auto_steps(size, self.state_bytes, self.stretches())
@@ -99,8 +110,8 @@ def _memory_bytes() -> int:
 
 def require_fuse(fuse: Any) -> None:
     """Refuses what is no number of steps."""
-    if fuse != "auto" and not is_whole(fuse, 1):
-        raise ValueError(f"fuse: expected 'auto' or a whole number of steps, got {fuse!r}")
+    is_valid = (isinstance(fuse, str) and fuse == "auto") or is_whole(fuse, 1)
+    require(is_valid, "fuse", "'auto' or a whole number of steps", fuse)
 
 
 def auto_steps(batch_bytes: int, state_bytes: int, stretches: Iterable[int | None] = ()) -> int:
@@ -134,16 +145,6 @@ def nbytes(tree: PyTree) -> int:
     """Returns the bytes of all arrays in a tree, abstract ones too; numbers count 0."""
     leaves = (x for x in jax.tree.leaves(tree) if hasattr(x, "dtype") and hasattr(x, "size"))
     return sum(int(x.size) * getattr(x.dtype, "itemsize", 0) for x in leaves)
-
-
-def bytes_on_each(tree: PyTree) -> int:
-    """Returns the bytes on each of the devices that the arrays of a tree lie on."""
-    found = 0
-    for x in filter(_tree.is_array, jax.tree.leaves(tree)):
-        where = getattr(x, "sharding", None)
-        shape = x.shape if where is None else where.shard_shape(x.shape)
-        found += math.prod(shape) * x.dtype.itemsize
-    return found
 
 
 def stretch_of_prediction(steps: int | None) -> int | None:

@@ -1,8 +1,8 @@
 """Where a training is."""
 
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
-from functrain.common._checks import is_whole
+from functrain.common._checks import is_whole, require, require_integer
 
 
 class _Parts(NamedTuple):
@@ -35,11 +35,8 @@ class Position(_Parts):
     def __new__(cls, step: int = 0, epoch: int = 0, batch: int = 0) -> Self:
         """Checks the parts, and makes Python integers of them."""
         for name, value in (("step", step), ("epoch", epoch), ("batch", batch)):
-            if not is_whole(value, 0):
-                raise ValueError(
-                    f"Position: expected a whole number from 0 on as {name}, got {value!r}. Of "
-                    "an array: int(state.step)."
-                )
+            if not is_whole(value, 0):  # the name is made only where it is needed: loops are fast
+                require_integer(f"Position: {name}", value, 0, "Of an array: int(state.step).")
         return super().__new__(cls, int(step), int(epoch), int(batch))
 
     @classmethod
@@ -53,18 +50,12 @@ class Position(_Parts):
         Raises:
           ValueError: `steps_per_epoch` is below 1.
         """
-        require_whole("steps_per_epoch", steps_per_epoch)
+        require_integer("steps_per_epoch", steps_per_epoch)
         return cls(int(step), *divmod(int(step), int(steps_per_epoch)))
 
     def after(self, steps: int) -> "Position":
         """Returns the position so many steps later in the same epoch."""
         return Position(self.step + steps, self.epoch, self.batch + steps)
-
-
-def require_whole(name: str, count: Any) -> None:
-    """Refuses what is no number of steps or epochs."""
-    if not is_whole(count, 1):
-        raise ValueError(f"{name}: expected a whole number from 1 on, got {count!r}")
 
 
 def require_position(start: object) -> Position:
@@ -82,8 +73,6 @@ def require_position(start: object) -> Position:
             "state of a training with epochs of one length: functrain.Position.of("
             "step=int(state.step), steps_per_epoch=len(loader))."
         )
-    if start.batch > start.step:
-        raise ValueError(
-            f"start: expected no more batches in the epoch than steps in all, got {start}"
-        )
+    expected = "no more batches in the epoch than steps in all"
+    require(start.batch <= start.step, "start", expected, start)
     return start

@@ -5,8 +5,8 @@ import os
 import jax
 import numpy as np
 
-from functrain.checkpoint._files import import_safetensors
 from functrain.checkpoint._leaves import by_path, on_host, path_of
+from functrain.checkpoint._warm_start import import_safetensors
 from functrain.common import _tree
 from functrain.common._types import PyTree
 from functrain.export._whole import require_free, written
@@ -62,7 +62,7 @@ def export_params(path: str | os.PathLike[str], params: PyTree, *, overwrite: bo
         )
     # The library takes memory as it lies, so it has to lie in order.
     arrays = {
-        path_of(n): np.require(x.parts[""], requirements="C") for n, x in on_host(leaves).items()
+        path_of(n): np.require(x.shards[0][1], requirements="C") for n, x in on_host(leaves).items()
     }
     with written(path) as file:
         try:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from functrain import rewrites as rewriting
 from functrain.checkpoint._leaves import host
 from functrain.common import _repr, _tree
+from functrain.common._checks import require
 from functrain.common._library import needed
 from functrain.common._types import PyTree, Step
 from functrain.engine._guards import guarded
@@ -89,13 +90,10 @@ def export_predict(
     needed("flatbuffers", "jax writes such files by flatbuffers: pip install 'functrain[export]'")
     check_predict_step(step)
     require_free(path, overwrite=overwrite)
-    where = (jax.default_backend(),) if platforms is None else _known(platforms)
-    gone = [path for path, leaf in _tree.leaves_with_path(state) if _tree.is_deleted(leaf)]
-    if gone:
-        raise ValueError(
-            f"{gone[0]}: expected a live array, got one that was donated to a program. Take the "
-            "state that the program returned."
-        )
+    targets = _targets(jax.export.default_export_platform() if platforms is None else platforms)
+    for leaf_path, leaf in _tree.leaves_with_path(state):
+        expected, advice = "a live array", "Take the state that the program returned."
+        require(not _tree.is_deleted(leaf), leaf_path, expected, leaf, advice)
     # Before memory is taken; what a file holds is known afterwards.
     _require_small(nbytes(getattr(state, "params", ())))
     arrays = jax.device_put(state, host())  # from all devices of a mesh, in one piece
@@ -109,19 +107,19 @@ def export_predict(
             )
         return result[1]
 
-    chosen = rewrites if set(where) == {"cpu"} else "off"
+    mode = rewrites if set(targets) == {"cpu"} else "off"
     with guarded(step):
-        program = _exported(rewriting.optimize(predict, chosen), inputs, shapes, where)
+        program = _exported(rewriting.optimize(predict, mode), inputs, shapes, targets)
     data = _serialized(program)
     with written(path) as name, open(name, "wb") as file:
         file.write(data)
 
 
-def _known(platforms: Sequence[str]) -> tuple[str, ...]:
-    listed = (platforms,) if isinstance(platforms, str) else tuple(platforms)
-    if not listed or not set(listed) <= set(PLATFORMS):
+def _targets(platforms: str | Sequence[str]) -> tuple[str, ...]:
+    targets = (platforms,) if isinstance(platforms, str) else tuple(platforms)
+    if not targets or not set(targets) <= set(PLATFORMS):
         raise ValueError(f"platforms: expected some of {PLATFORMS}, got {platforms!r}")
-    return listed
+    return targets
 
 
 def _exported(fn: Any, inputs: PyTree, shapes: PyTree, platforms: Sequence[str]) -> Any:

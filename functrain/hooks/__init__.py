@@ -8,24 +8,22 @@ Files:
   _sample: pictures and texts on a schedule
   _profile: a trace of some steps
   _memory: how full devices are
-  _csv: values as a CSV file
-  _json_lines: values as JSON lines
+  _logger: what loggers have in common: lines in order, without waiting for the device
+  _text_logs: values as a CSV file, and as JSON lines
   _tensorboard: values, pictures and texts for TensorBoard
   _wandb: the same for Weights & Biases
-  _logger: what these three have in common: lines in order, without waiting for the device
-  _text_file: a file of lines, which goes on where a checkpoint left it
 """
 
-from functrain.hooks._csv import CSVLogger as CSVLogger
 from functrain.hooks._early_stopping import EarlyStopping as EarlyStopping
 from functrain.hooks._evaluate import Evaluate as Evaluate
 from functrain.hooks._hook import Hook as Hook
-from functrain.hooks._json_lines import JSONLines as JSONLines
 from functrain.hooks._memory import Memory as Memory
 from functrain.hooks._profile import Profile as Profile
 from functrain.hooks._sample import Sample as Sample
 from functrain.hooks._tensorboard import TensorBoard as TensorBoard
 from functrain.hooks._terminate_on_nan import TerminateOnNaN as TerminateOnNaN
+from functrain.hooks._text_logs import CSVLogger as CSVLogger
+from functrain.hooks._text_logs import JSONLines as JSONLines
 from functrain.hooks._wandb import WandB as WandB
 
 __all__ = [

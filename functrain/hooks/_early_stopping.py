@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from functrain.common import _direction, _repr, _tree
+from functrain.common._checks import require
 from functrain.engine._trigger import Trigger
 from functrain.hooks._hook import triggers
 from functrain.loop._events import EpochEnd, Event, RunEnd
@@ -69,32 +70,43 @@ class EarlyStopping:
         mode: _direction.Mode = "auto",
         restore_best: bool = False,
     ) -> None:
-        if patience < 0 or min_delta < 0:
-            raise ValueError(
-                f"patience and min_delta: expected 0 or more, got {patience} and {min_delta}"
-            )
+        require(patience >= 0, "patience", "0 or more", patience)
+        require(min_delta >= 0, "min_delta", "0 or more", min_delta)
         self._sign = _direction.sign(monitor, mode)
         self.monitor = self.resume_key = monitor
         self.patience = patience
         self.min_delta = min_delta
         self.restore_best = restore_best
         self._to_come: list[Trigger] = []
-        self._restored = False
-        self.begin()
+        self._is_restored = False
+        self._reset()
 
     def __repr__(self) -> str:
         mode = "min" if self._sign > 0 else "max"
         return _repr.call(self, monitor=self.monitor, patience=self.patience, mode=mode)
 
+    @property
+    def best(self) -> Any:
+        """The best value so far."""
+        return self._best.item()
+
+    @property
+    def best_step(self) -> Any:
+        """The step at which the best value was seen."""
+        return self._best_step.item() if self._best_step >= 0 else None
+
+    def _reset(self) -> None:
+        # Of a population each becomes one a member, `[N]`.
+        self._best = np.asarray(self._sign * math.inf)
+        self._best_step = np.asarray(-1)  # for none
+        self._failures = np.asarray(-1)  # values since the best one; -1 before the first value
+        self._best_leaves: list[Any] = []
+
     def begin(self) -> None:
         """Resets the hook, unless its state has just been restored."""
-        if self._restored:
-            self._restored = False
-            return
-        self.best = self._sign * math.inf
-        self.best_step: int | None = None
-        self._best_leaves: list[Any] = []
-        self._failures: int | None = None  # values since the best one; None before the first
+        if not self._is_restored:
+            self._reset()
+        self._is_restored = False
 
     def comes_after(self, before: Iterable[Any]) -> None:
         """Learns which hooks come before it: the value may be there once each has been due."""
@@ -103,26 +115,28 @@ class EarlyStopping:
     def state(self) -> dict[str, Any]:
         """Returns the best value and its step, the failures since, and the best state's leaves."""
         return {
-            "best": float(self.best),
-            "best_step": self.best_step,
-            "failures": self._failures,
+            "best": self._best.tolist(),
+            "best_step": self._best_step.tolist(),
+            "failures": self._failures.tolist(),
             "best_state": self._best_leaves,
         }
 
     def restore(self, state: dict[str, Any]) -> None:
         """Restores what `state` returned, for the run that begins next."""
-        self.best, self.best_step = state["best"], state["best_step"]
-        self._failures = state["failures"]
+        self._reset()
+        self._is_restored = True
+        self._failures = np.asarray(state["failures"])
+        best_step = np.asarray(state["best_step"])
         # Leaves that are not updated from here on would be those of an earlier best value.
         self._best_leaves = state["best_state"] if self.restore_best else []
-        self._restored = True
-        if self.restore_best and not self._best_leaves and self._has_best:
+        if self.restore_best and not self._best_leaves and (best_step >= 0).any():
             warnings.warn(
                 "restore_best: the checkpoint has no best state, since it was saved with "
                 "restore_best=False. The best one is looked for from here on.",
                 stacklevel=2,
             )
-            self._forget_best()
+            return
+        self._best, self._best_step = np.asarray(state["best"]), best_step
 
     def __call__(self, event: Event, /) -> None:
         """Compares the value with the best one, if the event has it."""
@@ -135,31 +149,52 @@ class EarlyStopping:
 
     @property
     def _has_seen_values(self) -> bool:
-        return self._failures is not None
+        return bool((self._failures >= 0).any())
 
-    @property
-    def _has_best(self) -> bool:
-        return self.best_step is not None
+    def _compare(self, event: Event, value: Any) -> None:
+        self._update(event, np.asarray(float(value)), np.asarray(True))
 
-    def _forget_best(self) -> None:
-        self.best, self.best_step = self._sign * math.inf, None
+    def _update(self, event: Event, values: np.ndarray, active: np.ndarray) -> np.ndarray:
+        """Takes in the values of a moment; stops the run if none goes on.
 
-    def _is_better(self, values: Any) -> Any:
+        Args:
+          event: The event.
+          values: `f64[]`, of a population `f64[N]`.
+          active: `bool[]` or `bool[N]`: False for members that have been stopped.
+
+        Returns:
+          Which go on.
+        """
         # Keras adds min_delta to the new value, too, and compares in float32 (on JAX, keras.ops
         # does): the same rounding, so the same decision.
-        new, best = self._sign * values + self.min_delta, self._sign * self.best
-        return np.asarray(new, np.float32) < np.asarray(best, np.float32)
-
-    def _compare(self, event: Event, value: float) -> None:
-        is_better = self._is_better(value)
-        # The first value is nothing to stop at, whatever it is.
-        self._failures = 0 if is_better or self._failures is None else self._failures + 1
-        if is_better:
-            self.best, self.best_step = value, event.step
-            if self.restore_best:
-                self._best_leaves = jax.tree.leaves(_tree.copy(event.state))
-        elif self._failures >= max(1, self.patience):
+        new, best = self._sign * values + self.min_delta, self._sign * self._best
+        is_better = active & (np.asarray(new, np.float32) < np.asarray(best, np.float32))
+        self._best = np.where(is_better, values, self._best)
+        self._best_step = np.where(is_better, event.step, self._best_step)
+        # The first value is nothing to stop at, whatever it is: it counts from -1 to 0.
+        self._failures = np.where(is_better, 0, self._failures + active)
+        if self.restore_best and is_better.any():
+            self._keep(event.state, is_better)
+        goes_on: np.ndarray = active & (self._failures < max(1, self.patience))
+        if not goes_on.any():
             event.stop()
+        return goes_on
+
+    def _keep(self, state: Any, is_better: np.ndarray) -> None:
+        """Keeps a state, which is the best one."""
+        self._best_leaves = jax.tree.leaves(_tree.copy(state))
+
+    def _best_state(self, state: Any) -> Any:
+        """Returns the state that is kept in place of the last one."""
+        leaves, structure = jax.tree.flatten(state)
+        return jax.tree.unflatten(structure, self._placed(leaves))
+
+    def _placed(self, leaves: list[Any]) -> list[Any]:
+        """Returns the kept leaves where those of a state are: those of a checkpoint are not yet."""
+        return [
+            kept if isinstance(kept, jax.Array) else _tree.placed_like(kept, leaf)
+            for kept, leaf in zip(self._best_leaves, leaves, strict=False)
+        ]
 
     def _miss(self, event: Event) -> None:
         """Refuses a value that no hook has added, once none is left that might."""
@@ -173,22 +208,12 @@ class EarlyStopping:
                 "comes before this one. A function that adds it later says when: @every(epochs=2)."
             )
 
-    def _warn_of_missing_value(self) -> None:
+    def _end(self, event: RunEnd) -> None:
         if self._to_come and not self._has_seen_values:
             warnings.warn(
                 f"EarlyStopping: expected {self.monitor!r} during the run, and it never came. Of "
                 f"the hooks before it these were never due: {self._to_come}.",
                 stacklevel=2,
             )
-
-    def _end(self, event: RunEnd) -> None:
-        self._warn_of_missing_value()
-        if self.restore_best and self._best_leaves:
-            now, structure = jax.tree.flatten(event.state)
-            placed = [_like(x, y) for x, y in zip(self._best_leaves, now, strict=True)]
-            event.state = jax.tree.unflatten(structure, placed)
-
-
-def _like(leaf: Any, other: jax.Array) -> Any:
-    """Puts a leaf that comes from a checkpoint where another is."""
-    return leaf if isinstance(leaf, jax.Array) else _tree.placed_like(leaf, other)
+        if self._best_leaves:
+            event.state = self._best_state(event.state)

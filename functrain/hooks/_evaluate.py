@@ -4,7 +4,7 @@ from typing import Any
 
 from functrain.common import _repr
 from functrain.common._checks import require_flags
-from functrain.data._sources import as_source
+from functrain.data._adapt import as_batches
 from functrain.engine._placement import ShardingArg, batch_sharding
 from functrain.engine._plan import FuseArg
 from functrain.engine._trigger import Trigger, every
@@ -69,16 +69,16 @@ class Evaluate:
     ) -> None:
         require_eval_step(step)
         require_flags(jit=jit)
-        self.source = as_source(data)
+        self.batches = as_batches(data)
         where = batch_sharding(sharding)
-        require_all_examples(self.source)
+        require_all_examples(self.batches)
         if getattr(when, "seconds", None) is not None and where and not where.is_fully_addressable:
             raise ValueError(
                 "when: expected functrain.every(steps=...) or epochs= where there are several "
                 f"processes, which evaluate together and whose clocks differ, got {when!r}"
             )
         self.step = step
-        self.data = self.source.data
+        self.data = self.batches.data
         self.when = every(epochs=1) if when is None else when
         self.prefix = prefix
         self.how: dict[str, Any] = {
@@ -98,9 +98,10 @@ class Evaluate:
 
     def __call__(self, event: Event, /) -> None:
         """Evaluates the event's state."""
-        values = evaluated(event.state, self.step, self.source, **self.how)
+        values = evaluated(event.state, self.step, self.batches, **self.how)
         if not self._has_warned:
             active = active_members(event.state, self.step)
-            # The line that called fit: HookRunner, fit and its decorator are between.
-            self._has_warned = warn_of_loss(values, active, stacklevel=5)
+            # The line that called fit: HookRunner, three functions of fit, and its decorator are
+            # between.
+            self._has_warned = warn_of_loss(values, active, stacklevel=7)
         event.values |= {f"{self.prefix}{name}": value for name, value in values.items()}

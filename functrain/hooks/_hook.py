@@ -3,7 +3,7 @@
 import contextlib
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol, TypeAlias
 
 import jax
@@ -82,21 +82,6 @@ def by_identity(
     return identified
 
 
-def by_current_identity(states: Mapping[str, Any], hooks: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns saved states by the identities of the hooks they belong to.
-
-    Functrain 0.2 saved a state under the class name alone, that of a second hook as "Name#2". The
-    state of a class that had one hook belongs to the only hook of this class.
-    """
-    current = dict(states)
-    class_names = [type(hook).__name__ for hook in hooks.values()]
-    for identity, class_name in zip(hooks, class_names, strict=True):
-        is_only = class_names.count(class_name) == 1 and f"{class_name}#2" not in states
-        if is_only and identity not in states and class_name in states:
-            current[identity] = current.pop(class_name)
-    return current
-
-
 def is_resumable(hook: Any) -> bool:
     """Returns True if a hook can resume in another process: it has `state` and `restore`."""
     return all(callable(getattr(hook, name, None)) for name in ("state", "restore"))
@@ -125,8 +110,7 @@ def _is_called_here(hook: Any) -> bool:
 
 def triggers(hooks: Iterable[Any]) -> list[Trigger]:
     """Returns when hooks are due; some do not say, and are called with every event."""
-    found = (getattr(hook, "when", None) for hook in hooks)
-    return [when for when in found if when is not None]
+    return [hook.when for hook in hooks if getattr(hook, "when", None) is not None]
 
 
 class HookRunner:
@@ -159,7 +143,6 @@ class HookRunner:
     def restore(self, state: dict[str, Any]) -> None:
         """Restores what `state` returned, hook by hook."""
         hooks = self.resumable()
-        state = by_current_identity(state, hooks)
         for name in hooks.keys() - state.keys():
             warnings.warn(
                 f"hooks: {name} begins afresh: the checkpoint has {sorted(state) or 'no hooks'}.",
@@ -184,25 +167,24 @@ class HookRunner:
 
     def logs(self, event: LogsReady) -> None:
         """Hands the logs of a chunk to the hooks that want them."""
-        for take in self._taking_logs:
-            take(event)
+        for hook in self._called:
+            if callable(getattr(hook, "logs", None)):
+                hook.logs(event)
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """Lets hooks begin that want to know; closes, at the exit, those that can be closed."""
-        called = list(filter(_is_called_here, self.hooks))
-        found = (getattr(hook, "logs", None) for hook in called)
-        self._taking_logs = [take for take in found if callable(take)]
-        self._called, self._fired = called, [time.perf_counter()] * len(called)
+        self._called = list(filter(_is_called_here, self.hooks))
+        self._fired = [time.perf_counter()] * len(self._called)
         with contextlib.ExitStack() as closing:
-            for hook in reversed(called):  # the stack closes the last one first
-                if (close := getattr(hook, "close", None)) is not None:
-                    closing.callback(close)
-            for i, hook in enumerate(called):
-                if (comes_after := getattr(hook, "comes_after", None)) is not None:
-                    comes_after(called[:i])
-                if (begin := getattr(hook, "begin", None)) is not None:
-                    begin()
+            for hook in reversed(self._called):  # the stack closes the last one first
+                if getattr(hook, "close", None) is not None:
+                    closing.callback(hook.close)
+            for i, hook in enumerate(self._called):
+                if getattr(hook, "comes_after", None) is not None:
+                    hook.comes_after(self._called[:i])
+                if getattr(hook, "begin", None) is not None:
+                    hook.begin()
             yield
 
     def _due(self, i: int, event: Event) -> bool:

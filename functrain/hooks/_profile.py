@@ -6,7 +6,7 @@ import pathlib
 import jax
 
 from functrain.common import _repr
-from functrain.engine._position import require_whole
+from functrain.common._checks import require_integer
 from functrain.engine._trigger import at
 from functrain.loop._events import Event
 
@@ -35,8 +35,8 @@ class Profile:
     def __init__(
         self, directory: str | os.PathLike[str], *, start: int = 100, steps: int = 20
     ) -> None:
-        require_whole("start", start)
-        require_whole("steps", steps)
+        require_integer("start", start)
+        require_integer("steps", steps)
         self.directory = pathlib.Path(directory)
         self.start, self.steps = start, steps
         self.when = at(start, start + steps)

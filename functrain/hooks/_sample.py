@@ -82,7 +82,7 @@ def _sample(x: Any, name: str) -> np.ndarray | str:
         return x
     picture: np.ndarray[Any, Any] = np.asarray(x) if _tree.is_array(x) else np.empty(())
     if picture.ndim == 2:
-        picture = np.expand_dims(picture, -1)
+        picture = picture[..., None]
     if picture.ndim not in (3, 4) or picture.shape[-1] not in (1, 3, 4):
         raise TypeError(
             f"make: expected a picture [H, W] or [H, W, C], several [N, H, W, C], with C of 1, 3 "
@@ -108,9 +108,9 @@ def _save(sample: np.ndarray | str, path: pathlib.Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     if isinstance(sample, str):
         path.with_suffix(".txt").write_text(sample, encoding="utf-8")
-        return
-    grey = sample.shape[-1] == 1
-    _pillow().fromarray(sample[..., 0] if grey else sample).save(path.with_suffix(".png"))
+    else:
+        picture = sample[..., 0] if sample.shape[-1] == 1 else sample  # pillow's form of grey
+        _pillow().fromarray(picture).save(path.with_suffix(".png"))
 
 
 def _pillow() -> Any:

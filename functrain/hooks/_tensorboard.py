@@ -49,7 +49,7 @@ class TensorBoard(Logger):
     def __init__(self, directory: str | os.PathLike[str], *, steps: int = 10) -> None:
         self.directory = pathlib.Path(directory)
         self.resume_key = self.directory.name
-        super().__init__(steps, directory=str(self.directory))
+        super().__init__(steps, directory=str(self.directory), steps=steps)
         self._x = needed(
             "tensorboardX",
             "TensorBoard's files need the library: pip install 'functrain[tensorboard]'",
@@ -103,14 +103,13 @@ class TensorBoard(Logger):
     def state(self) -> dict[str, Any]:
         """Flushes the file to the disk; returns the lines of the last step, to be saved."""
         if self._writer is not None:
-            with self._errors.warned_of():
+            with self._errors_warned_of():
                 self._writer.flush()
         return {"last_lines": [line._asdict() for line in self._last_lines]}
 
     def restore(self, state: dict[str, Any], /) -> None:
         """Restores the lines of the last step before the checkpoint."""
-        # Checkpoints of functrain 0.2 do not have them.
-        self._last_lines = [Line(**line) for line in state.get("last_lines", [])]
+        self._last_lines = [Line(**line) for line in state["last_lines"]]
 
     def end(self) -> None:
         """Closes the file."""

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from functrain.common import _repr
-from functrain.engine._position import require_whole
+from functrain.common._checks import require, require_integer
 from functrain.loop._events import Event, LogsReady, RunEnd
 
 
@@ -41,7 +41,7 @@ class TerminateOnNaN:
     """
 
     def __init__(self, *, after: int = 1, monitor: str = "loss") -> None:
-        require_whole("after", after)
+        require_integer("after", after)
         self.after, self.monitor, self.resume_key = after, monitor, monitor
         self.step: int | None = None
         self._in_a_row = 0  # steps until now
@@ -55,14 +55,11 @@ class TerminateOnNaN:
 
     def logs(self, event: LogsReady, /) -> None:
         """Looks at the steps of a chunk."""
-        if self.monitor not in event.logs:
-            raise ValueError(
-                f"monitor: expected one of {sorted(event.logs)}, got {self.monitor!r}. Only "
-                "numbers that every step reports are looked at."
-            )
+        has_value, names = self.monitor in event.logs, f"one of {sorted(event.logs)}"
+        advice = "Only numbers that every step reports are looked at."
+        require(has_value, "monitor", names, self.monitor, advice)
         finite = np.isfinite(event.logs[self.monitor].astype(np.float64))
-        if finite.ndim > 1:  # of a population
-            finite = np.any(finite, axis=1, keepdims=True)[:, 0]
+        finite = np.any(finite.reshape(event.steps, -1), axis=1)  # of a population: any member
         if self.step is not None or finite.all():
             self._in_a_row = 0
             return

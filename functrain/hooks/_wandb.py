@@ -36,9 +36,8 @@ class WandB(Logger):
     """
 
     def __init__(self, *, steps: int = 100, **init: Any) -> None:
-        super().__init__(
-            steps, **{name: init[name] for name in ("project", "name") if name in init}
-        )
+        names = {name: init[name] for name in ("project", "name") if name in init}
+        super().__init__(steps, **names, steps=steps)
         self.init = init
         self._wandb = needed(
             "wandb", "Weights & Biases need their library: pip install 'functrain[wandb]'"

@@ -5,9 +5,10 @@ from typing import Any
 from functrain.common import _tree
 from functrain.common._arguments import advised
 from functrain.common._types import PyTree
-from functrain.data._sources import as_source
+from functrain.common._values import to_values
+from functrain.data._adapt import as_batches
 from functrain.engine import _placement
-from functrain.engine._chunks import chunked
+from functrain.engine._chunks import chunks
 from functrain.engine._driver import Driver
 from functrain.engine._plan import FuseArg, Plan
 from functrain.engine._programs import Kind, computed
@@ -16,7 +17,6 @@ from functrain.loop._require import (
     require_all_examples,
     require_batches,
     require_eval_step,
-    require_own_data_wanted,
     require_state,
 )
 from functrain.metrics._metric import Metered
@@ -102,10 +102,10 @@ def evaluated(
     require_state(state)
     require_eval_step(step)
     where = _placement.batch_sharding(sharding)
-    source = as_source(data)
-    require_own_data_wanted(step, source)
-    require_all_examples(source)
-    _placement.require_same_run(source, where, fuse=fuse)
+    batches = as_batches(data)
+    step.require_data(batches.data, batches.name)
+    require_all_examples(batches)
+    _placement.require_same_run(batches, where, fuse=fuse)
     # Not padded and masked: a loss says only what the mean over its batch is, which nobody can undo
     # for the padding, and batch statistics or contrastive losses see the whole batch. Computed
     # whole on every device, the last batch is exact for every loss and metric.
@@ -114,11 +114,12 @@ def evaluated(
     metrics = step.start(state).metrics
     driver.begin(_placement.on_mesh(metrics, where), _placement.on_mesh(state, where))
     steps = 0
-    for chunk in chunked(source.begin(0), Plan(fuse), lambda _: None, where="the data"):
+    batches.begin(0)
+    for chunk in chunks(batches, Plan(fuse)):
         driver.run(chunk)
         steps += chunk.steps
-    require_batches(steps, name=source.name)
+    require_batches(steps, name=batches.name)
     found = computed(step, driver.carry)
     if not step.is_population:
         _tree.check_scalars(found)
-    return _tree.to_values(found)
+    return to_values(found)

@@ -9,6 +9,7 @@ import numpy as np
 
 from functrain.common import _tree, _values
 from functrain.common._types import PyTree
+from functrain.data._batches import Chunk
 from functrain.engine import _rows
 from functrain.engine._position import Position
 
@@ -57,6 +58,17 @@ class Event(_Placed):
     stopped: bool = False
     _metrics: Callable[[], dict[str, Any]] = dataclasses.field(default=dict, repr=False)
     _of_members: bool = dataclasses.field(default=False, repr=False)  # of a population
+    _is_handed_over: bool = dataclasses.field(default=False, repr=False)
+    _spare: PyTree = dataclasses.field(default=None, repr=False)
+
+    def hand_over(self, state: PyTree, spare: PyTree = None) -> None:
+        """Assigns a state whose arrays nobody else uses: the run continues without copying it.
+
+        Args:
+          state: Of the structure, shapes and dtypes of `event.state`.
+          spare: An equal state that stays as it is, to go back to if a program fails.
+        """
+        self.state, self._is_handed_over, self._spare = state, True, spare
 
     def metrics(self) -> dict[str, Any]:
         """Returns the running metrics of the epoch so far, as arrays on the device."""
@@ -72,6 +84,22 @@ class Event(_Placed):
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
+class EpochBegin(Event):
+    """An epoch is about to begin, at the batch that its position says. `run` does not yield it."""
+
+
+@dataclasses.dataclass(eq=False, kw_only=True)
+class ChunkBegin(Event):
+    """A chunk is ready, and its program is about to be dispatched. `run` does not yield it.
+
+    Attributes:
+      chunk: The chunk, without its arrays.
+    """
+
+    chunk: Chunk
+
+
+@dataclasses.dataclass(eq=False, kw_only=True)
 class ChunkEnd(Event):
     """A program has been dispatched; its results may still be under way.
 
@@ -80,6 +108,7 @@ class ChunkEnd(Event):
       examples: Examples per step.
       rows: The logs as the program returned them: every leaf `[K, ...]`, on the device, with rows
         of zeros where it took fewer steps.
+      marks: What else the data say of each step; None for most.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -92,6 +121,7 @@ class ChunkEnd(Event):
     steps: int
     examples: int
     rows: PyTree = dataclasses.field(repr=False)
+    marks: Any = dataclasses.field(default=None, repr=False)
 
     @property
     def logs(self) -> PyTree:
@@ -161,7 +191,12 @@ class EpochEnd(Event):
 class RunEnd(Event):
     """The run is over: all epochs are, or someone called `stop`. Always the last event.
 
+    Attributes:
+      was_stopped: True if someone called `stop`.
+
     Examples:
       >>> RunEnd(position=Position(step=20, epoch=1, batch=10), state=()).step
       20
     """
+
+    was_stopped: bool = False

@@ -8,10 +8,11 @@ import numpy as np
 from functrain.common._arguments import advised
 from functrain.common._compile import jit
 from functrain.common._types import PyTree, Step
+from functrain.data._adapt import as_batches
+from functrain.data._batches import Batches
 from functrain.data._loader import ArrayLoader
-from functrain.data._sources import Source
 from functrain.engine import _placement, _rows
-from functrain.engine._chunks import chunked
+from functrain.engine._chunks import chunks
 from functrain.engine._driver import Driver
 from functrain.engine._guards import guarded
 from functrain.engine._plan import FuseArg, Plan, nbytes, stretch_of_prediction
@@ -73,10 +74,10 @@ def predict(
     require_state(state)
     check_predict_step(step)
     where = _placement.batch_sharding(sharding)
-    source = Source(data)
-    require_all_examples(source)
-    _require_order(source)
-    _placement.require_same_run(source, where, fuse=fuse)
+    batches = as_batches(data)
+    require_all_examples(batches)
+    _require_order(batches)
+    _placement.require_same_run(batches, where, fuse=fuse)
     place = _placement.chunk_placement(where, replicates=True)
     driver = Driver(step, PREDICTION, rewrites=rewrites, jit=jit, place=place)
     driver.begin((), _placement.on_mesh(state, where))
@@ -84,10 +85,10 @@ def predict(
     plan = Plan(
         fuse,
         row_bytes=lambda batch: _row_bytes(step, state, batch) if jit else 0,
-        stretches=lambda: [stretch_of_prediction(source.full_steps)],
+        stretches=lambda: [stretch_of_prediction(batches.full_steps)],
     )
-    chunks = chunked(source.begin(0), plan, lambda _: None, where="the data")
-    parts = _rows.fetched((driver.run(chunk), chunk.steps) for chunk in chunks)
+    batches.begin(0)
+    parts = _rows.fetched((driver.run(chunk), chunk.steps) for chunk in chunks(batches, plan))
     require_batches(len(parts))
     return jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
 
@@ -99,9 +100,9 @@ def _row_bytes(step: Step[Any], state: PyTree, batch: PyTree) -> int:
         return nbytes(outputs.eval_shape(state, batch))
 
 
-def _require_order(source: Source) -> None:
-    if isinstance(source.data, ArrayLoader) and source.data.shuffle:
+def _require_order(batches: Batches) -> None:
+    if isinstance(batches.data, ArrayLoader) and batches.data.shuffle:
         raise ValueError(
-            f"{source.name}: expected all of the data in their order, got an ArrayLoader that "
+            f"{batches.name}: expected all of the data in their order, got an ArrayLoader that "
             "shuffles. Make one with shuffle=False."
         )

@@ -3,11 +3,10 @@
 from typing import Any
 
 from functrain.common import _repr
-from functrain.common._checks import require_untraced
-from functrain.common._process import require_own_jax
+from functrain.common._checks import require_own_jax, require_untraced
 from functrain.common._types import PyTree
 from functrain.common._wide_integers import require_integers_fit
-from functrain.data._sources import Source
+from functrain.data._batches import Batches
 from functrain.engine._fuse import Fused
 from functrain.model._model import Model
 from functrain.step._check import check_step
@@ -68,16 +67,6 @@ def require_training_step(step: Any) -> None:
         )
 
 
-def require_own_data_wanted(step: Any, source: Source) -> None:
-    """Refuses batches that are a part for each member where all members would see all of them."""
-    if getattr(source.data, "of_members", False) and getattr(step, "shares_batches", False):
-        raise ValueError(
-            f"{source.name}: expected batches that all members see, got {source.data!r}, of which "
-            "each member has its own. Make the step with functrain.population.step(step, "
-            'data="own").'
-        )
-
-
 def require_eval_step(step: Any) -> None:
     """Refuses a step without metrics, or one that trains.
 
@@ -91,12 +80,12 @@ def require_eval_step(step: Any) -> None:
         )
 
 
-def require_all_examples(source: Source) -> None:
+def require_all_examples(batches: Batches) -> None:
     """Raises ValueError if a loader leaves out examples that are to be measured or predicted."""
-    dropped = getattr(source.data, "dropped", 0)
+    dropped = getattr(batches.data, "dropped", 0)
     if dropped:
         raise ValueError(
-            f"{source.name}: expected all of the data, got {_repr.kind(source.data)} that "
+            f"{batches.name}: expected all of the data, got {_repr.kind(batches.data)} that "
             f"drops the remainder, {dropped:,} examples. Make one with drop_remainder=False: a "
             "smaller last batch counts by its examples, and need not divide over the devices."
         )

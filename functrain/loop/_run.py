@@ -1,7 +1,7 @@
 """A run, event by event: it steps, the caller decides what happens in between."""
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -9,20 +9,22 @@ import numpy as np
 
 from functrain.checkpoint._checkpointer import Checkpointer
 from functrain.common import _tree
-from functrain.common._checks import is_whole, require_flags
+from functrain.common._checks import is_whole, require_flags, require_integer
 from functrain.common._gather import whole_on_host
-from functrain.common._types import PyTree, Step
-from functrain.data._repeated import Repeated
-from functrain.data._sources import Source, as_source
+from functrain.common._types import PyTree, Step, traits_of
+from functrain.data._adapt import as_batches
+from functrain.data._batches import Batches
+from functrain.data._epochs_of_steps import EpochsOfSteps
 from functrain.distributed._stopping import agreement
 from functrain.engine import _placement
 from functrain.engine._driver import Driver
 from functrain.engine._plan import FuseArg, Plan, nbytes
-from functrain.engine._position import Position, require_position, require_whole
+from functrain.engine._position import Position, require_position
+from functrain.engine._signals import HeldSignals
 from functrain.engine._trigger import Trigger, longest_stretch
-from functrain.loop._events import Event, LogsReady
+from functrain.loop._events import ChunkEnd, EpochEnd, Event, LogsReady
 from functrain.loop._loop import Loop
-from functrain.loop._require import require_own_data_wanted, require_state, require_training_step
+from functrain.loop._require import require_state, require_training_step
 from functrain.loop._saving import Resumed, Saving
 from functrain.rewrites import Mode
 from functrain.step._metered import MeteredStep
@@ -115,71 +117,133 @@ def run(
     require_state(state)
     require_flags(jit=jit, donate=donate, late_logs=late_logs)
     require_training_step(step)
-    require_whole("epochs", epochs)
-    source = as_source(data)
-    require_own_data_wanted(step, source)
-    at = require_position(start)
+    require_integer("epochs", epochs)
+    batches = as_batches(data)
     if start is None:
-        source.continue_after(steps_taken(state))
-    if source.steps and at.batch >= source.steps:
-        at = Position(at.step, at.epoch + 1)
-    where = _placement.batch_sharding(sharding)
-    _placement.require_divisible(source, where)
+        batches.continue_after(steps_taken(state))
+    return begin_run(
+        state,
+        step,
+        batches,
+        epochs=epochs,
+        start=start,
+        fuse=fuse,
+        boundaries=boundaries,
+        rewrites=rewrites,
+        sharding=sharding,
+        jit=jit,
+        donate=donate,
+        late_logs=late_logs,
+        saving=None if checkpointer is None else Saving(checkpointer, batches, {}),
+    )
+
+
+def begin_run(
+    state: PyTree,
+    step: Step[Any],
+    batches: Batches,
+    *,
+    epochs: int,
+    start: Position | None = None,
+    fuse: FuseArg = "auto",
+    boundaries: Iterable[Trigger] = (),
+    rewrites: Mode = "auto",
+    sharding: _placement.ShardingArg = None,
+    jit: bool | Callable[[PyTree], bool] = True,
+    donate: bool = False,
+    late_logs: bool = False,
+    saving: Saving | None = None,
+    plan: Plan | None = None,
+    like_keras: bool = False,
+) -> "Run":
+    """Returns the events of a run: `run`, for those who save more than a state, and for Keras.
+
+    Args:
+      state: As for `run`, as is everything else that is not listed here.
+      step: The step.
+      batches: The data.
+      epochs: Number of the epoch to stop before.
+      start: The position to continue from.
+      fuse: Steps per program.
+      boundaries: Triggers at whose steps a chunk must end.
+      rewrites: Which slow operations to rewrite.
+      sharding: Of one batch.
+      jit: As for `run`; or a function of the shapes of the first batch that returns it.
+      donate: Whether to take over the state.
+      late_logs: Whether to yield `LogsReady`.
+      saving: Saves the run after everyone else has handled an event, and resumes it.
+      plan: Chooses K; made of `fuse` by default.
+      like_keras: See `Loop`.
+    """
+    traits_of(step).require_data(batches.data, batches.name)
+    position = require_position(start)
+    if batches.steps and position.batch >= batches.steps:
+        position = Position(position.step, position.epoch + 1)
+    batch_sharding = _placement.batch_sharding(sharding)
+    _placement.require_divisible(batches, batch_sharding)
     triggers = tuple(boundaries)
     _placement.require_same_run(
-        source, where, epochs=epochs, start=tuple(at), fuse=fuse, boundaries=triggers
+        batches,
+        batch_sharding,
+        epochs=epochs,
+        start=tuple(position),
+        fuse=fuse,
+        boundaries=triggers,
     )
     no_metrics = step.start(state).metrics if isinstance(step, MeteredStep) else None
-    # The caller's arrays tell a checkpoint where to put its own; they are copied only if there is
-    # none, or resuming would hold one state more.
-    given = _placement.on_mesh(_tree.own(state), where)
-    saving: Saving | None
-    if isinstance(checkpointer, Saving | None):  # fit passes one, for what it saves besides
-        saving = checkpointer
-    else:
-        saving = Saving(checkpointer, source, {})
     resumed: Resumed | None = None
     with contextlib.ExitStack() as undo:
         if saving is not None:
             undo.callback(saving.close)
-            source.watch()
-            resumed = saving.resume(given, no_metrics, epochs)
+            batches.track()
+            # The caller's arrays tell a checkpoint where to put its own. They are copied only if
+            # there is none: while it is read, a copy would be one state more in memory.
+            like = _placement.on_mesh(_tree.own(state), batch_sharding)
+            resumed = saving.resume(like, no_metrics, epochs)
+            del like
             triggers = (*triggers, saving.when)
         if resumed is not None:
-            at, carry = resumed.position, _tree.own(resumed.state)
+            position, carry = resumed.position, _tree.own(resumed.state)
+        elif like_keras:
+            carry = state  # the hook hands over its own before the first step
         else:
-            carry = given if donate else _placement.on_mesh(_tree.copy(state), where)
-        del given
-        _require_left(source, at, epochs, resumed)
-        source.require_passes(epochs - at.epoch)
-        plan = Plan(
-            fuse,
-            state_bytes=nbytes(carry),
-            stretches=lambda: [source.full_steps, longest_stretch(triggers)],
-        )
-        place = _placement.chunk_placement(where)
+            owned = _tree.own(state) if donate else _tree.copy(state)
+            carry = _placement.on_mesh(owned, batch_sharding)
+        if not like_keras:  # which runs no epoch then
+            _require_epochs_left(batches, position, epochs, resumed)
+        batches.require_epochs(epochs - position.epoch)
+        if plan is None:
+            plan = Plan(
+                fuse,
+                state_bytes=nbytes(carry),
+                stretches=lambda: [batches.full_steps, longest_stretch(triggers)],
+            )
+        place = _placement.chunk_placement(batch_sharding)
         driver = Driver(step, rewrites=rewrites, jit=jit, place=place)
         loop = Loop(
             carry=carry,
             driver=driver,
             step=step,
-            source=source,
+            batches=batches,
             plan=plan,
             boundaries=triggers,
-            position=at,
+            position=position,
             epochs=epochs,
             late_logs=late_logs,
-            sharding=where,
+            sharding=batch_sharding,
             no_metrics=no_metrics,
             saving=saving,
             resumed=resumed,
-            stopping=agreement(saving is not None or _placement.is_shared(carry, where)),
+            stopping=agreement(saving is not None or _placement.is_shared(carry, batch_sharding)),
+            like_keras=like_keras,
         )
         undo.pop_all()
-    if donate or resumed is not None:
-        driver.keep_spare(at, now=True)
+    if like_keras:
+        pass  # the first epoch begins with a copy
+    elif donate or resumed is not None:
+        driver.keep_spare(position, now=True)
     else:
-        driver.adopt_spare(state, at)  # the caller's, which is left alone
+        driver.adopt_spare(state, position)  # the caller's, which is left alone
     return Run(loop)
 
 
@@ -198,18 +262,20 @@ def steps_taken(state: PyTree) -> int:
     return max(0, int(counts.max())) if is_count and counts.size else 0
 
 
-def _require_left(source: Source, at: Position, epochs: int, resumed: Resumed | None) -> None:
-    """Refuses a run that would be over where it begins."""
-    if at.epoch < epochs or (resumed and resumed.finished):
+def _require_epochs_left(
+    batches: Batches, position: Position, epochs: int, resumed: Resumed | None
+) -> None:
+    """Raises ValueError for a run that would be over where it begins."""
+    if position.epoch < epochs or (resumed and resumed.finished):
         return
-    where = f"start={tuple(at)}"
+    place = f"start={tuple(position)}"
     if resumed is not None:
-        where = f"step {at.step}, where {resumed.directory} goes on"
-    unit, over, asked = "epochs", at.epoch, epochs
-    if isinstance(source, Repeated):
-        unit, over, asked = "steps", at.step, epochs * source.steps
+        place = f"step {position.step}, where {resumed.directory} goes on"
+    unit, over, asked = "epochs", position.epoch, epochs
+    if isinstance(batches, EpochsOfSteps):
+        unit, over, asked = "steps", position.step, epochs * batches.steps
     raise ValueError(
-        f"{unit}: expected more than the {over} that are over at {where}, got {asked}. It is the "
+        f"{unit}: expected more than the {over} that are over at {place}, got {asked}. It is the "
         f"number of {unit} of the whole training, counted from its beginning."
     )
 
@@ -271,8 +337,12 @@ class Run(Iterator[Event]):
         """Returns the logs of the last chunk, after an error, if their event has not come yet."""
         return self._loop.unread_logs()
 
-    def save(self) -> None:
+    def save(self, *, epoch_is_over: bool | None = None) -> None:
         """Saves the run as the last event was left, due or not.
+
+        Args:
+          epoch_is_over: False at the end of an epoch saves the run as it was before that event,
+            which is sent again when the run resumes.
 
         Logs that have not come yet are to be taken first, with `unread_logs`, where what is saved
         beside the state depends on them.
@@ -280,7 +350,56 @@ class Run(Iterator[Event]):
         Raises:
           ValueError: The run has no checkpointer, or no event has come yet.
         """
-        self._loop.save()
+        self._loop.save(epoch_is_over=epoch_is_over)
+
+    def handled(
+        self,
+        handle: Callable[[Event], None],
+        handle_logs: Callable[[LogsReady], None] = lambda event: None,
+        *,
+        signals: HeldSignals | None = None,
+    ) -> Iterator[Event]:
+        """Yields the events after they have been handled, and a signal has been acted on.
+
+        A run that has a checkpointer saves itself before that.
+
+        Args:
+          handle: Called with each event but `LogsReady`.
+          handle_logs: Called with each `LogsReady`, which is not yielded; after an error, with
+            the logs of the last steps before it.
+          signals: The signals that are held back.
+        """
+        try:
+            for event in self:
+                if isinstance(event, LogsReady):
+                    handle_logs(event)
+                    continue
+                handle(event)
+                can_save = isinstance(event, ChunkEnd | EpochEnd)
+                if signals is not None and signals.came and can_save:
+                    # A signal comes to each of several processes at another step.
+                    if self._loop.saving is not None and jax.process_count() == 1:
+                        self._handle_unread(handle_logs)
+                        self.save()
+                    signals.act()
+                yield event
+        except BaseException:
+            with contextlib.suppress(Exception):  # a program that failed has no logs
+                self._handle_unread(handle_logs)
+            raise
+
+    def _handle_unread(self, handle_logs: Callable[[LogsReady], None]) -> None:
+        logs = self.unread_logs()
+        if logs is not None:
+            handle_logs(logs)
+
+    def act_within_event(self, signals: HeldSignals) -> None:
+        """Acts on a signal that has come while the end of an epoch is handled.
+
+        A run that has a checkpointer saves itself as it was before the end of the epoch. Waits
+        for the end of the event if its state is in use elsewhere.
+        """
+        self._loop.act_within_event(signals)
 
     def close(self) -> None:
         """Ends the run here; what is being written is waited for."""

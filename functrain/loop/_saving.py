@@ -9,11 +9,13 @@ from typing import Any, Literal, Protocol, Self
 
 from functrain.checkpoint._checkpointer import Checkpointer
 from functrain.checkpoint._errors import CheckpointMismatchError
-from functrain.checkpoint._fingerprint import differences, of_run
-from functrain.checkpoint._processes import all_or_none, are_several, those_with
+from functrain.checkpoint._manifest import differences, fingerprint
+from functrain.checkpoint._processes import are_several
+from functrain.checkpoint._processes import main as processes
 from functrain.common import _tree
 from functrain.common._types import PyTree
 from functrain.common._values import spread
+from functrain.data._batches import Batches
 from functrain.engine._position import Position
 from functrain.engine._signals import HeldSignals
 from functrain.loop import _preemption
@@ -30,19 +32,6 @@ class Part(Protocol):
         """Puts it back."""
 
 
-class Data(Protocol):
-    """Where batches come from, such as a `Source`."""
-
-    def fingerprint(self) -> dict[str, Any]:
-        """Returns what tells the data from others."""
-
-    def state(self, over: bool) -> Any:
-        """Returns where they are; at the end of an epoch, where the next one begins."""
-
-    def restore(self, state: Any, epoch: int, batch: int) -> list[str]:
-        """Has the next pass begin there, at a batch of it; returns how the data differ."""
-
-
 @dataclasses.dataclass(frozen=True)
 class Resumed:
     """Where a run goes on.
@@ -52,7 +41,7 @@ class Resumed:
       metrics: In mid-epoch, those of the epoch so far; else None.
       position: Where that is.
       values: What was known of that moment.
-      owes_epoch_end: Whether the end of its epoch has not been told.
+      epoch_end_is_pending: True if the event of the epoch's end has not been sent yet.
       nothing_left: Whether that was the end of the last epoch: but the end of the run is left.
       finished: Whether the run is over.
       stopped: Whether a hook has stopped it.
@@ -62,7 +51,7 @@ class Resumed:
     metrics: PyTree
     position: Position
     values: dict[str, Any]
-    owes_epoch_end: bool
+    epoch_end_is_pending: bool
     nothing_left: bool
     finished: bool
     stopped: bool
@@ -89,7 +78,7 @@ class Saving:
 
     Args:
       checkpointer: Where, and when.
-      source: The data.
+      batches: The data.
       parts: What else goes on with the run, by name.
       evaluation: The arguments that make the loop evaluate, for the warning that `best` is missing.
 
@@ -105,7 +94,7 @@ class Saving:
     def __init__(
         self,
         checkpointer: Checkpointer,
-        source: Data,
+        batches: Batches,
         parts: Mapping[str, Part],
         evaluation: str = "eval_data and eval_step, or an Evaluate hook",
     ) -> None:
@@ -114,12 +103,13 @@ class Saving:
                 "checkpointer: expected a functrain.Checkpointer, such as "
                 f"functrain.Checkpointer('run'), got {checkpointer!r}"
             )
-        self._checkpointer, self._source, self._parts = checkpointer, source, parts
+        self._checkpointer, self._batches, self._parts = checkpointer, batches, parts
         self._evaluation = evaluation
         _require_no_clock(checkpointer)
         self.when, self.is_together = checkpointer.when, _preemption.is_heard()
         terminate: Literal["none", "any"] = "none" if self.is_together else "any"
         self._signals = HeldSignals(interrupt=False, terminate=terminate)
+        self._is_to_end = False
         self._fired = time.perf_counter()
         self._seen_best = checkpointer.monitor is None
 
@@ -132,7 +122,7 @@ class Saving:
           epochs: How many the run is to have.
         """
         checkpointer = self._checkpointer
-        checkpointer.series.begin()
+        checkpointer._begin()
         if not checkpointer.steps():
             return None
 
@@ -147,7 +137,7 @@ class Saving:
             in_midst = {"metrics": metrics} if "metrics" in about["trees"] else {}
             return {"final" if over else "state": state, **in_midst}
 
-        restored, trees, about = checkpointer.series.read(likes)
+        restored, trees, about = checkpointer._read(likes)
         self._require_mesh(about, state)
         position, over = restored.position, about["epoch_over"]
         finished = _is_finished(about, epochs)
@@ -156,9 +146,9 @@ class Saving:
             position = Position(position.step, position.epoch + 1)
         if not nothing_left:
             data = restored.documents["data"]
-            with all_or_none():
-                self._require_same_data(self._source.restore(data, position.epoch, position.batch))
-        checkpointer.series.set_aside_after(restored.position.step)
+            with processes.all_or_none():
+                self._require_same_data(self._batches.restore(data, position.epoch, position.batch))
+        checkpointer._set_aside_after(restored.position.step)
         self._say_what_differs(about, state)
         for name, part in self._parts.items():
             if name in restored.documents:
@@ -168,7 +158,7 @@ class Saving:
             trees.get("metrics"),
             position,
             restored.values,
-            owes_epoch_end=not over,
+            epoch_end_is_pending=not over,
             nothing_left=nothing_left,
             finished=finished,
             stopped=finished and about["done"]["stopped"],
@@ -181,15 +171,15 @@ class Saving:
         due = self.when.due(event.step, epochs, time.perf_counter() - self._fired)
         if epochs is not None:
             self._look_for_best(event)
-            due = due or self._checkpointer.series.is_improved(event.values)
-        return due and self._checkpointer.series.is_affordable()
+            due = due or self._checkpointer._is_improved(event.values)
+        return due and self._checkpointer._is_affordable()
 
     def save(
         self,
         event: Event,
         trees: dict[str, PyTree],
         *,
-        epoch_over: bool,
+        epoch_is_over: bool,
         done: Mapping[str, Any] | None = None,
     ) -> None:
         """Saves the run as it is after an event.
@@ -197,33 +187,38 @@ class Saving:
         Args:
           event: The event.
           trees: The state, in mid-epoch the metrics too.
-          epoch_over: Whether the end of the epoch has been told.
+          epoch_is_over: Whether the event of the epoch's end has been sent.
           done: What to say of a run that is over.
         """
         self._fired = time.perf_counter()
         self._seen_best = self._seen_best or self._checkpointer.monitor in spread(event.values)
-        if done is not None and epoch_over:  # of one epoch, this is the first that is seen
+        if done is not None and epoch_is_over:  # of one epoch, this is the first that is seen
             self._look_for_best(event)
         documents = {name: part.state() for name, part in self._parts.items()}
-        self._checkpointer.series.write(
-            trees,
-            event.position,
-            event.values,
-            {**documents, "data": self._source.state(over=epoch_over)},
-            copy=done is None,
-            epoch_over=epoch_over,
-            done=done,
-            data=self._source.fingerprint(),
-        )
+        with self._signals.forgotten_on_error(), self._checkpointer._turn:
+            self._checkpointer._write(
+                trees,
+                event.position,
+                event.values,
+                {**documents, "data": self._batches.state(epoch_is_over=epoch_is_over)},
+                copy=done is None,
+                epoch_over=epoch_is_over,
+                done=done,
+                data=self._batches.fingerprint(),
+            )
 
     def is_asked_to_end(self) -> bool:
         """Whether SIGTERM has come, and this is the moment to end; asked once after each event."""
-        if self.is_together:
-            return _preemption.is_time_to_end()
-        return bool(those_with(self._signals.came))
+        if not self._is_to_end:
+            if self.is_together:
+                self._is_to_end = _preemption.is_time_to_end()
+            else:
+                self._is_to_end = any(processes.all_do(lambda: bool(self._signals.came)))
+        return self._is_to_end
 
-    def act(self) -> None:
+    def end(self) -> None:
         """Ends the process with 143, or hands the signal to whoever handled it before."""
+        self._is_to_end = False  # a handler of the user's may have the run continue
         with self._signals.forgotten_on_error():
             self._checkpointer.wait()
         if are_several():
@@ -254,7 +249,7 @@ class Saving:
                 "Checkpointer.save. Restore the state by hand, and pass start=, or take another "
                 "directory."
             )
-        self._require_same_data(differences(about["data"], self._source.fingerprint()))
+        self._require_same_data(differences(about["data"], self._batches.fingerprint()))
 
     def _require_same_data(self, differences: list[str]) -> None:
         if differences:
@@ -268,7 +263,7 @@ class Saving:
     def _require_mesh(self, about: dict[str, Any], state: PyTree) -> None:
         """Refuses several processes, each with a state for itself, where they had one together."""
         saved = about["run"]["mesh"]
-        if are_several() and saved and not of_run(state)["mesh"]:
+        if are_several() and saved and not fingerprint(state)["mesh"]:
             raise CheckpointMismatchError(
                 f"{self._checkpointer.directory}: expected a state on a mesh of all processes, as "
                 f"the one that was saved on {', '.join(saved)}, got one that each process has for "
@@ -277,7 +272,7 @@ class Saving:
             )
 
     def _say_what_differs(self, about: dict[str, Any], state: PyTree) -> None:
-        lines = differences(about["run"], of_run(state))
+        lines = differences(about["run"], fingerprint(state))
         if lines:
             warnings.warn(
                 f"{self._checkpointer.directory}: the run goes on elsewhere than it was saved, so "

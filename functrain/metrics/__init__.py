@@ -2,19 +2,17 @@
 
 Files:
   _metric: Metric, means, and many metrics as one
-  _classification: how often the outputs name the right class
-  _regression: how far the outputs are from numbers
-  _shapes: labels in the shape of the outputs
+  _labels: metrics that compare outputs with labels
 """
 
-from functrain.metrics._classification import accuracy as accuracy
-from functrain.metrics._classification import binary_accuracy as binary_accuracy
-from functrain.metrics._classification import top_k_accuracy as top_k_accuracy
+from functrain.metrics._labels import accuracy as accuracy
+from functrain.metrics._labels import binary_accuracy as binary_accuracy
+from functrain.metrics._labels import mean_absolute_error as mean_absolute_error
+from functrain.metrics._labels import mean_squared_error as mean_squared_error
+from functrain.metrics._labels import top_k_accuracy as top_k_accuracy
 from functrain.metrics._metric import collection as collection
 from functrain.metrics._metric import mean as mean
 from functrain.metrics._metric import mean_loss as mean_loss
-from functrain.metrics._regression import mean_absolute_error as mean_absolute_error
-from functrain.metrics._regression import mean_squared_error as mean_squared_error
 
 __all__ = [
     "accuracy",

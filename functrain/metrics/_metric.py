@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from functrain.common import _repr
 from functrain.common._arguments import parameters
+from functrain.common._checks import require_instance
 from functrain.common._types import PyTree
 from functrain.data._batch import batch_size, expand_weight
 
@@ -131,9 +132,7 @@ def mean_loss() -> Metric:
       3.0
     """
 
-    def update(
-        m: _Sum, batch: PyTree, outputs: PyTree, loss: jax.Array, weight: Any = None
-    ) -> _Sum:
+    def update(m: _Sum, batch: PyTree, outputs: PyTree, loss: Any, weight: Any = None) -> _Sum:
         is_by_examples = weight is None or isinstance(weight, tuple)
         divisor = jnp.asarray(batch_size(batch) if is_by_examples else weight, jnp.float32)
         # The mean of a batch without weight may be 0 / 0, which must not reach the sum.
@@ -152,22 +151,14 @@ def collection(metrics: Mapping[str, Metric]) -> Metric:
       >>> sorted(both.init())
       ['accuracy', 'loss']
     """
-    if not isinstance(metrics, Mapping):
-        raise TypeError(
-            "metrics: expected a dict of Metrics by name, such as {'accuracy': "
-            f"functrain.metrics.accuracy()}}, got {type(metrics).__name__}"
-        )
+    advice = "For example {'accuracy': functrain.metrics.accuracy()}."
+    require_instance("metrics", metrics, Mapping, "a dict of Metrics by name", advice)
     metrics = dict(metrics)
     for name, metric in metrics.items():
-        if not isinstance(metric, Metric):
-            hint = f"Call it: {_repr.name(metric)}(...)." if inspect.isfunction(metric) else _MAKE
-            raise TypeError(
-                f"metrics[{name!r}]: expected a Metric, got {type(metric).__name__}. {hint}"
-            )
+        advice = f"Call it: {_repr.name(metric)}(...)." if inspect.isfunction(metric) else _MAKE
+        require_instance(f"metrics[{name!r}]", metric, Metric, "a Metric", advice)
 
-    def update(
-        m: PyTree, batch: PyTree, outputs: PyTree, loss: jax.Array, weight: Any = None
-    ) -> PyTree:
+    def update(m: PyTree, batch: PyTree, outputs: PyTree, loss: Any, weight: Any = None) -> Any:
         return {n: updated(metrics[n], m[n], batch, outputs, loss, weight) for n in metrics}
 
     return Metric(

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from functrain.common import _tree
+from functrain.common._checks import require
 from functrain.common._types import PyTree
 from functrain.model._model import Model, ModelOutput
 
@@ -37,20 +38,12 @@ def cast(model: Model, dtype: Any = jnp.bfloat16) -> Model:
       >>> params["kernel"].dtype, model.apply(params, model_state, x).outputs.dtype
       (dtype('float32'), dtype('float32'))
     """
-    if not jnp.issubdtype(jnp.dtype(dtype), jnp.floating):
-        raise TypeError(f"dtype: expected a floating-point type, got {dtype!r}")
+    is_float = jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
+    require(is_float, "dtype", "a floating-point type", dtype, error=TypeError)
 
-    def apply(
-        params: PyTree,
-        model_state: PyTree,
-        inputs: PyTree,
-        /,
-        *,
-        rng: jax.Array | None = None,
-        training: bool = False,
-    ) -> ModelOutput:
+    def apply(params: PyTree, model_state: PyTree, inputs: PyTree, /, **mode: Any) -> ModelOutput:
         params, inputs = jax.tree.map(lambda x: _floats_to(dtype, x), (params, inputs))
-        output = model.apply(params, model_state, inputs, rng=rng, training=training)
+        output = model.apply(params, model_state, inputs, **mode)
         outputs, losses = jax.tree.map(_widened, (output.outputs, output.losses))
         kept = jax.tree.map(_as, output.model_state, model_state)
         return ModelOutput(outputs, kept, losses)

@@ -1,12 +1,12 @@
 """Models of which a part is not trained."""
 
-import operator
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any
 
 import jax
 
 from functrain.common import _patterns, _tree
-from functrain.common._types import PyTree
+from functrain.common._checks import require
+from functrain.common._types import PyTree, StateT
 from functrain.model._model import Model, ModelOutput
 
 
@@ -43,32 +43,19 @@ def freeze(model: Model, *patterns: str) -> Model:
       >>> print(frozen.apply(params, model_state, 2.0).outputs)
       3.0
     """
-    if not patterns:
-        raise ValueError('patterns: expected one or more, such as "encoder/**", got none')
+    require(patterns, "patterns", 'one or more, such as "encoder/**"', patterns)
 
     def init(key: jax.Array, inputs: PyTree, /) -> tuple[PyTree, PyTree]:
         params, own = model.init(key, inputs)
         paths = [path for path, _ in _tree.leaves_with_path(params)]
         for pattern in patterns:
-            if not any(_patterns.matches(pattern, path) for path in paths):
-                raise ValueError(
-                    f"patterns: expected paths of params, got {pattern!r}, which means none. Near "
-                    f"it: {', '.join(_patterns.nearest(pattern, paths))}"
-                )
+            _patterns.require_match("patterns", pattern, paths)
         frozen, trained = (_only(params, patterns, meant) for meant in (True, False))
         return trained, {"frozen": frozen, "model": own}
 
-    def apply(
-        params: PyTree,
-        model_state: PyTree,
-        inputs: PyTree,
-        /,
-        *,
-        rng: jax.Array | None = None,
-        training: bool = False,
-    ) -> ModelOutput:
+    def apply(params: PyTree, model_state: PyTree, inputs: PyTree, /, **mode: Any) -> ModelOutput:
         frozen, own = _parts(model_state)
-        output = model.apply(_merged(params, frozen), own, inputs, rng=rng, training=training)
+        output = model.apply(_merged(params, frozen), own, inputs, **mode)
         return output._replace(model_state={"frozen": frozen, "model": output.model_state})
 
     return Model(init, apply)
@@ -84,19 +71,20 @@ def _only(params: PyTree, patterns: tuple[str, ...], meant: bool) -> PyTree:
 
 
 def _merged(params: PyTree, frozen: PyTree) -> PyTree:
-    return jax.tree.map(
-        lambda a, b: b if a is None else a, params, frozen, is_leaf=lambda x: x is None
-    )
+    return jax.tree.map(lambda a, b: b if a is None else a, params, frozen, is_leaf=_is_none)
 
 
 def _parts(model_state: PyTree) -> tuple[PyTree, PyTree]:
-    if not (isinstance(model_state, dict) and model_state.keys() == {"frozen", "model"}):
-        raise ValueError(
-            "model_state: expected {'frozen': ..., 'model': ...}, as the init of the frozen model "
-            f"returns it, got {_tree.structure(model_state)}. Create the state with what "
-            "freeze(model, ...).init returns, params and model_state both."
-        )
+    expected = "{'frozen': ..., 'model': ...}"
+    advice = (
+        "Create the state with the params and model_state that freeze(model, ...).init returns."
+    )
+    require(_has_frozen(model_state), "model_state", expected, model_state, advice)
     return model_state["frozen"], model_state["model"]
+
+
+def _has_frozen(model_state: PyTree) -> bool:
+    return isinstance(model_state, dict) and model_state.keys() == {"frozen", "model"}
 
 
 def is_frozen(state: Any) -> bool:
@@ -104,39 +92,21 @@ def is_frozen(state: Any) -> bool:
 
     Its `model_state` holds a second tree of params, and each param has a value in one of the two.
     """
-    model_state = state.model_state
-    if not (isinstance(model_state, dict) and model_state.keys() == {"frozen", "model"}):
+    if not _has_frozen(state.model_state):
         return False
-    trees = state.params, model_state["frozen"]
-    is_none: Any = [jax.tree.map(lambda x: x is None, tree, is_leaf=_is_none) for tree in trees]
-    if _tree.structure(is_none[0]) != _tree.structure(is_none[1]):
+    trees = state.params, state.model_state["frozen"]
+    flat: Any = [jax.tree.flatten(tree, is_leaf=_is_none) for tree in trees]
+    (trained, structure), (frozen, other) = flat
+    if structure != other:
         return False
-    return all(map(operator.ne, *map(jax.tree.leaves, is_none)))
+    return all((a is None) != (b is None) for a, b in zip(trained, frozen, strict=True))
 
 
 def _is_none(x: PyTree) -> bool:
     return x is None
 
 
-class Whole(Protocol):
-    """What has `params` and `model_state`, such as a TrainState."""
-
-    @property
-    def params(self) -> PyTree:
-        """What is trained."""
-
-    @property
-    def model_state(self) -> PyTree:
-        """What is not."""
-
-    def replace(self, **parts: Any) -> Self:
-        """Returns it with other parts."""
-
-
-WholeT = TypeVar("WholeT", bound=Whole)
-
-
-def unfreeze(state: WholeT) -> WholeT:
+def unfreeze(state: StateT) -> StateT:
     """Returns a state of a frozen model as one of the model itself: all params, its model_state.
 
     To take a Keras model home, ``bridge.to_keras(ft.unfreeze(state), keras_model)``; to evaluate,
@@ -158,5 +128,7 @@ def unfreeze(state: WholeT) -> WholeT:
       >>> print(sorted(jax.tree.map(float, jax.tree.map(jnp.sum, unfreeze(state).params)).items()))
       [('a', 2.0), ('b', 0.0)]
     """
-    frozen, own = _parts(state.model_state)
-    return state.replace(params=_merged(state.params, frozen), model_state=own)
+    whole: Any = state
+    frozen, own = _parts(whole.model_state)
+    unfrozen: StateT = whole.replace(params=_merged(whole.params, frozen), model_state=own)
+    return unfrozen

@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 
 from functrain.common import _tree
+from functrain.common._checks import require, require_instance
 from functrain.common._types import PyTree
 from functrain.model._model import Model, ModelOutput
-from functrain.model._switches import check_instance, switches
+from functrain.model._switches import switches
 
 
 def from_linen(module: nn.Module) -> Model:
@@ -51,7 +52,8 @@ def from_linen(module: nn.Module) -> Model:
       >>> model.apply(params, model_state, x, rng=jax.random.key(1), training=True).outputs.shape
       (4, 8)
     """
-    check_instance(module, nn.Module, "flax.linen.Module", "from_nnx", "flax.nnx")
+    advice = "Construct it first, as in Net(...); for a module of flax.nnx use from_nnx."
+    require_instance("module", module, nn.Module, "an instance of flax.linen.Module", advice)
 
     def init(key: jax.Array, inputs: PyTree, /) -> tuple[PyTree, PyTree]:
         variables = dict(module.init(key, inputs, **_linen_switches(module, False)))
@@ -98,34 +100,25 @@ def _linen_switches(module: Any, training: bool) -> dict[str, Any]:
     return {name: on for name, on in taken.items() if getattr(module, name, None) is None}
 
 
-def _no_rng(module: Any, training: bool) -> str:
-    how = {
-        True: "Create the state with rng=jax.random.key(seed)",
-        False: "For an evaluation, eval_step(loss_fn, rng=jax.random.key(seed))",
-    }
+def _no_rng(module: nn.Module, training: bool) -> str:
+    maker = "TrainState.create" if training else "eval_step"
     return (
-        f"{type(module).__name__}: expected rng, one key key[], since the module draws random "
-        f"numbers with training={training}; got rng=None. {how[training]}; or pass rng= to apply."
+        f"{type(module).__name__}: expected a key, since the module draws random numbers with "
+        f"training={training}, got rng=None. Give rng=jax.random.key(seed) to {maker}, or to apply."
     )
 
 
 def _missing(module: nn.Module, params: PyTree, model_state: dict[str, PyTree]) -> str:
-    got = str(["params"] * bool(params) + sorted(model_state))
-    if "params" in params:
-        got = f"params that hold collections themselves, {sorted(params)}"
+    got = f"params {sorted(params)} and model_state {sorted(model_state)}"
     return (
-        f"{type(module).__name__}: expected params and model_state with the collections that init "
-        f"returned, got {got}. With (params, model_state) = model.init(key, inputs), "
-        "create the state with both: TrainState.create(params=params, model_state=model_state, "
-        "tx=tx)."
+        f"{type(module).__name__}: expected the collections that init returned, got {got}. With "
+        "params, model_state = model.init(key, inputs), create the state with both: "
+        "TrainState.create(params=params, model_state=model_state, tx=tx)."
     )
 
 
 def _losses(collection: PyTree) -> tuple[jax.Array, ...]:
     for path, leaf in _tree.leaves_with_path(collection):
-        if jnp.shape(leaf) != ():
-            raise ValueError(
-                f"losses/{path}: expected a scalar, f32[], got {_tree.spec(leaf)}. "
-                "Reduce it before it is sown, with jnp.sum or jnp.mean."
-            )
+        advice = "Reduce it before it is sown, with jnp.sum or jnp.mean."
+        require(jnp.shape(leaf) == (), f"losses/{path}", "a scalar, f32[]", leaf, advice)
     return tuple(jax.tree.leaves(collection))

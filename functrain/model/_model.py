@@ -1,5 +1,6 @@
 """A model as a pair of pure functions, the way optax writes an optimizer."""
 
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import jax
@@ -29,16 +30,11 @@ class ModelOutput(NamedTuple):
     losses: tuple[jax.Array, ...] = ()
 
 
-class InitFn(Protocol):
-    """``(key, inputs) -> (params, model_state)``."""
-
-    def __call__(self, key: jax.Array, inputs: PyTree, /) -> tuple[PyTree, PyTree]:
-        """Makes the first values."""
-        ...
-
-
 class ApplyFn(Protocol):
-    """``(params, model_state, inputs, *, rng, training) -> ModelOutput``."""
+    """``(params, model_state, inputs, *, rng, training) -> ModelOutput``.
+
+    A function around another model's `apply` takes the last two as ``**mode`` and passes them on.
+    """
 
     def __call__(
         self,
@@ -78,5 +74,5 @@ class Model(NamedTuple):
       (4, 2)
     """
 
-    init: InitFn
+    init: Callable[[jax.Array, PyTree], tuple[PyTree, PyTree]]
     apply: ApplyFn

@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 
 from functrain.common import _tree
+from functrain.common._checks import refuse_listed, require_instance
 from functrain.common._types import PyTree
 from functrain.model._model import Model, ModelOutput
-from functrain.model._switches import check_instance, switches
+from functrain.model._switches import switches
 
 if TYPE_CHECKING:
     from flax import nnx
@@ -54,7 +55,8 @@ def from_nnx(module: "nnx.Module") -> Model:
     """
     from flax import nnx  # linen users need not wait for it
 
-    check_instance(module, nnx.Module, "flax.nnx.Module", "from_linen", "flax.linen")
+    advice = "Construct it first, as in Net(...); for a module of flax.linen use from_linen."
+    require_instance("module", module, nnx.Module, "an instance of flax.nnx.Module", advice)
     graphdef, *states = nnx.split(module, nnx.Param, ...)
     params_like, rest_like = (jax.eval_shape(_tree.copy, state) for state in states)
 
@@ -93,16 +95,12 @@ def _fill(like: PyTree, values: PyTree, name: str) -> PyTree:
     from flax import nnx
 
     expected = nnx.to_pure_dict(like)
+    paths, given = ([p for p, _ in _tree.leaves_with_path(x)] for x in (expected, values))
     # By path, so that () stands for {}: the model_state of a state created without one.
-    if [p for p, _ in _tree.leaves_with_path(expected)] != [
-        p for p, _ in _tree.leaves_with_path(values)
-    ]:
-        raise ValueError(
-            f"{name}: expected the leaves that init returned, got others:\n"
-            f"{_tree.bullets(_tree.differences(expected, values))}\n"
-            "Take them from init; after the module itself has changed, make a new model with "
-            "from_nnx."
-        )
+    if paths != given:
+        wrong = _tree.differences(expected, values)
+        advice = "Take them from init. If the module has changed since, call from_nnx again."
+        refuse_listed(name, wrong, "the leaves that init returned", advice)
     return jax.tree.unflatten(jax.tree.structure(like), jax.tree.leaves(values))
 
 

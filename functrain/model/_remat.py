@@ -1,5 +1,6 @@
 """Models that compute again what they do not keep."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -31,19 +32,9 @@ def remat(model: Model, policy: Callable[..., Any] | None = None) -> Model:
       (1, 2)
     """
 
-    def apply(
-        params: PyTree,
-        model_state: PyTree,
-        inputs: PyTree,
-        /,
-        *,
-        rng: jax.Array | None = None,
-        training: bool = False,
-    ) -> ModelOutput:
-        def run(params: PyTree, model_state: PyTree, inputs: PyTree, rng: Any) -> ModelOutput:
-            return model.apply(params, model_state, inputs, rng=rng, training=training)
-
-        again = jax.checkpoint(run, policy=policy) if training else run
-        return again(params, model_state, inputs, rng)
+    def apply(*arrays: PyTree, training: bool = False, **rng: Any) -> ModelOutput:
+        run: Callable[..., ModelOutput] = functools.partial(model.apply, training=training)
+        run = jax.checkpoint(run, policy=policy) if training else run
+        return run(*arrays, **rng)
 
     return Model(model.init, apply)

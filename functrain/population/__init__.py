@@ -3,9 +3,8 @@
 Files:
   _state: the stacked states, and how they come to be and come apart
   _hyperparameters: learning rates and the like, one a member
-  _over_members: a function of one member as one of all: at once, or in blocks
+  _over_members: a function of one member as one of all; the stopped stay as they are
   _loader: batches of which each member has its own
-  _kept: the step of all that leaves those that are stopped as they are
   _step: the step over all members
   _predict: what they predict together
   _select: the best member; copies of the best in place of the worst

@@ -7,15 +7,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from functrain.common._types import PyTree, Step
-from functrain.engine._autotune import ROUNDS, Candidate
+from functrain.common._checks import require
+from functrain.common._types import PyTree, Step, traits_of
 from functrain.engine._fuse import fuse
 from functrain.engine._plan import auto_steps, nbytes
+from functrain.inspect._autotune import Candidate, measured
 from functrain.population._over_members import Data
 from functrain.population._state import PopulationState, require_population
 from functrain.population._step import step as step_of_all
 from functrain.rewrites import Mode
-from functrain.step._metered import MeteredStep
 
 MOST_STEPS = 16  # in a program that is measured
 
@@ -93,8 +93,7 @@ def autotune(
     """
     require_population(population, "population")
     ways = {block: step_of_all(step, data=data, block=block) for block in blocks}
-    if not ways:
-        raise ValueError("blocks: expected at least one way, got none")
+    require(ways, "blocks", "at least one way", blocks)
     k = min(MOST_STEPS, auto_steps(nbytes(batch), nbytes(population)))
     chunk = jax.tree.map(lambda x: jnp.stack([jnp.asarray(x)] * k), batch)
     began = time.perf_counter()
@@ -102,12 +101,9 @@ def autotune(
     for block, over_all in ways.items():
         if candidates and time.perf_counter() - began > seconds:
             break
-        carry = over_all.start(population) if isinstance(over_all, MeteredStep) else population
+        carry = traits_of(over_all).started(population)
         fused = fuse(over_all, k, rewrites=rewrites)
-        candidates[block] = Candidate(k, fused, carry, chunk, nbytes(chunk))
-    for _ in range(ROUNDS):  # in turn, so that a slow moment of the machine meets all of them
-        for candidate in candidates.values():
-            candidate.measure()
-    members = len(population)
-    taken = {block: x.row().microseconds / members for block, x in candidates.items()}
+        candidates[block] = Candidate(k, fused, carry, chunk)
+    rows = zip(candidates, measured(list(candidates.values())), strict=True)
+    taken = {block: row.microseconds / len(population) for block, row in rows}
     return BlockTuning(min(taken, key=lambda block: taken[block]), taken)

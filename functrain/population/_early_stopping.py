@@ -1,6 +1,5 @@
 """Stopping each member when it no longer gets better."""
 
-import math
 from typing import Any
 
 import jax
@@ -8,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from functrain.common import _tree
+from functrain.common._checks import require
 from functrain.hooks._early_stopping import EarlyStopping as _EarlyStopping
-from functrain.loop._events import Event, RunEnd
+from functrain.loop._events import Event
 from functrain.population._over_members import where_active
 from functrain.population._state import require_population
 
@@ -56,82 +56,36 @@ class EarlyStopping(_EarlyStopping):
     """
 
     of_members = True
-    best: Any
-    best_step: Any
-    _failures: Any
-
-    def begin(self) -> None:
-        """Resets the hook, unless its state has just been restored."""
-        is_restored = self._restored
-        super().begin()
-        if not is_restored:
-            self.best = self.best_step = self._failures = np.zeros(0)
-
-    def state(self) -> dict[str, Any]:
-        """Returns the best values and steps, the failures since, and the best states' leaves."""
-        return {
-            "best": self.best,
-            "best_step": self.best_step,
-            "failures": self._failures,
-            "best_state": self._best_leaves,
-        }
 
     @property
-    def _has_seen_values(self) -> bool:
-        return len(self.best) > 0
+    def best(self) -> np.ndarray:
+        """The best value of each member so far."""
+        return self._best
 
     @property
-    def _has_best(self) -> bool:
-        return bool((self.best_step >= 0).any())
-
-    def _forget_best(self) -> None:
-        self.best = np.full_like(self.best, self._sign * math.inf)
-        self.best_step = np.full_like(self.best_step, -1)
+    def best_step(self) -> np.ndarray:
+        """The steps at which they were seen."""
+        return self._best_step
 
     def _compare(self, event: Event, value: Any) -> None:
         require_population(event.state)
         values = np.asarray(value, np.float64)
-        was_active = np.asarray(event.state.active)
-        if values.shape != was_active.shape:
-            raise TypeError(
-                f"{self.monitor}: expected a value for each of the {len(was_active)} members, "
-                f"[{len(was_active)}], got {_tree.spec(value)}"
-            )
-        is_first = not self._has_seen_values
-        if is_first:
-            self.best = np.full(values.shape, self._sign * math.inf)
-            self.best_step = np.full(values.shape, -1)
-            self._failures = np.zeros(values.shape, np.int64)
-        better = was_active & self._is_better(values)
-        self.best = np.where(better, values, self.best)
-        self.best_step = np.where(better, event.step, self.best_step)
-        self._failures = np.where(better | is_first, 0, self._failures + was_active)
-        if self.restore_best and better.any():
-            self._keep(event.state.states, better)
-        active = was_active & (self._failures < max(1, self.patience))
-        if (active != was_active).any():
-            placed = _tree.placed_like(active, event.state.active)
+        active = np.asarray(event.state.active)
+        expected = f"a value for each of the {len(active)} members, [{len(active)}]"
+        has_all = values.shape == active.shape
+        require(has_all, self.monitor, expected, value, error=TypeError)
+        goes_on = self._update(event, values, active)
+        if (goes_on != active).any():
+            placed = _tree.placed_like(goes_on, event.state.active)
             event.state = event.state.replace(active=placed)
-        if not active.any():
-            event.stop()
 
-    def _keep(self, states: Any, better: np.ndarray) -> None:
-        leaves = jax.tree.leaves(states)
+    def _keep(self, state: Any, is_better: np.ndarray) -> None:
+        leaves = jax.tree.leaves(state.states)
         before = self._placed(leaves) or leaves
-        self._best_leaves = where_active(jnp.asarray(better), leaves, before)
+        self._best_leaves = where_active(jnp.asarray(is_better), leaves, before)
 
-    def _placed(self, leaves: list[Any]) -> list[Any]:
-        """Returns the leaves that are kept where those of a state are: a checkpoint's are not."""
-        return [
-            kept if isinstance(kept, jax.Array) else _tree.placed_like(kept, leaf)
-            for kept, leaf in zip(self._best_leaves, leaves, strict=False)
-        ]
-
-    def _end(self, event: RunEnd) -> None:
-        self._warn_of_missing_value()
-        if not (self.restore_best and self._best_leaves):
-            return
-        leaves, structure = jax.tree.flatten(event.state.states)
-        had_one = jnp.asarray(self.best_step >= 0)
+    def _best_state(self, state: Any) -> Any:
+        leaves, structure = jax.tree.flatten(state.states)
+        had_one = jnp.asarray(self._best_step >= 0)
         best = where_active(had_one, self._placed(leaves), leaves)
-        event.state = event.state.replace(states=jax.tree.unflatten(structure, best))
+        return state.replace(states=jax.tree.unflatten(structure, best))

@@ -1,5 +1,6 @@
 """Learning rates and the like, one a member: leaves of the state."""
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from functrain.common import _patterns, _tree
+from functrain.common._checks import refuse_listed, require
 from functrain.population._state import PopulationState, require_population
 
 _INJECTED = "hyperparams"  # where optax.inject_hyperparams keeps them
@@ -30,12 +32,9 @@ def hyperparameters(population: PopulationState) -> dict[str, np.ndarray]:
       {'learning_rate': array([0.5, 0.5], dtype=float32)}
     """
     require_population(population, "population")
-    found = {p: x for p, x in _tree.leaves_with_path(population.states) if _is_injected(p)}
-    names = [_name(path) for path in found]
-    return {
-        _name(path) if names.count(_name(path)) == 1 else path: np.asarray(x)
-        for path, x in found.items()
-    }
+    leaves = [(p, x) for p, x in _tree.leaves_with_path(population.states) if _is_injected(p)]
+    times = Counter(_name(path) for path, _ in leaves)
+    return {_name(p) if times[_name(p)] == 1 else p: np.asarray(x) for p, x in leaves}
 
 
 def with_hyperparameters(population: PopulationState, values: Mapping[str, Any]) -> PopulationState:
@@ -65,15 +64,12 @@ def with_hyperparameters(population: PopulationState, values: Mapping[str, Any])
       [0.1 0.2]
     """
     require_population(population, "population")
-    new: dict[str, jax.Array] = {}
     leaves = dict(_tree.leaves_with_path(population.states))
     for name, paths in places(population, values).items():
         for path in paths:
-            new[path] = _fitting(name, values[name], leaves[path])
-    states = jax.tree_util.tree_map_with_path(
-        lambda path, x: new.get(_tree.path_str(path), x), population.states
-    )
-    return population.replace(states=states)
+            leaves[path] = _fitting(name, values[name], leaves[path])
+    structure = jax.tree.structure(population.states)
+    return population.replace(states=jax.tree.unflatten(structure, leaves.values()))
 
 
 def places(population: PopulationState, names: Iterable[str]) -> dict[str, list[str]]:
@@ -88,20 +84,18 @@ def _places(name: str, paths: list[str]) -> list[str]:
     else:
         found = [path for path in paths if _is_injected(path) and _name(path) == name]
         found = found or [path for path in paths if path == name]
-        if len(found) > 1:
-            raise ValueError(
-                f"hyperparameters: expected one place in the state for {name!r}, got\n"
-                f"{_tree.bullets(found)}\nName it by its path, or all of them by a pattern: "
-                f"'**/{_INJECTED}/{name}'."
-            )
+        several = found if len(found) > 1 else []
+        advice = f"Name it by its path, or all of them by a pattern: '**/{_INJECTED}/{name}'."
+        expected = f"one place in the state for {name!r}"
+        refuse_listed("hyperparameters", several, expected, advice)
     if not found:
-        there = [_name(p) for p in paths if _is_injected(p)]
-        near = _patterns.nearest(name, paths) if "/" in name else []
+        injected = ", ".join(_name(p) for p in paths if _is_injected(p)) or "none"
+        near = _patterns.nearest(name, paths) if "/" in name else paths[:3]
         raise ValueError(
             f"hyperparameters: expected a name that has a place in the state, got {name!r}. "
-            f"Injected there are {', '.join(there) or 'none'}: "
-            "tx = optax.inject_hyperparams(optax.adam)(learning_rate=1e-3) makes them part of the "
-            f"state. Other leaves are named by their path, such as {', '.join(near or paths[:3])}."
+            f"Injected there are {injected}: optax.inject_hyperparams(optax.adam)("
+            "learning_rate=1e-3) injects one. Other leaves are named by their path, such as "
+            f"{', '.join(near)}."
         )
     for path in found:
         _refuse_scheduled(path, paths)
@@ -124,12 +118,10 @@ def _refuse_scheduled(path: str, paths: list[str]) -> None:
 
 def _fitting(name: str, values: Any, leaf: jax.Array) -> jax.Array:
     got = jnp.asarray(values)
-    number = jnp.issubdtype(leaf.dtype, jnp.inexact) or got.dtype == leaf.dtype
-    if got.shape != leaf.shape or not number:
-        raise ValueError(
-            f"hyperparameters[{name!r}]: expected one a member, {_tree.strong_spec(leaf)}, got "
-            f"{_tree.strong_spec(got)}"
-        )
+    is_number = jnp.issubdtype(leaf.dtype, jnp.inexact) or got.dtype == leaf.dtype
+    is_fitting = got.shape == leaf.shape and is_number
+    expected = f"one a member, {_tree.strong_spec(leaf)}"
+    require(is_fitting, f"hyperparameters[{name!r}]", expected, got)
     # Beside the leaf it replaces: a population may lie on several devices.
     return _tree.placed_like(got.astype(leaf.dtype), leaf)
 

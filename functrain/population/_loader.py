@@ -8,12 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from functrain.common import _repr, _tree
+from functrain.common._checks import refuse_listed, require, require_instance
 from functrain.common._types import PyTree
 from functrain.data import _buffer
-from functrain.data._loader import ArrayLoader, Seekable
+from functrain.data._loader import ArrayLoader, SeekableLoader
 
 
-class Loader(Seekable):
+class Loader(SeekableLoader):
     """Puts the batches of some loaders, one a member, together: leaves `[N, B, ...]`.
 
     For ``functrain.population.step(step, data="own")``. Loaders of the same arrays with seeds of
@@ -39,8 +40,6 @@ class Loader(Seekable):
       >>> loader.chunk(epoch=0, start=0, k=2).shape
       (2, 3, 2)
     """
-
-    of_members = True  # refused where all members would see each batch
 
     def __init__(self, loaders: Sequence[ArrayLoader]) -> None:
         self.loaders = tuple(loaders)
@@ -90,27 +89,20 @@ def _stacked(parts: list[PyTree], axis: int) -> PyTree:
 
 
 def _require_alike(loaders: Sequence[Any]) -> None:
-    if not loaders:
-        raise ValueError("loaders: expected one for each member, got none")
+    require(loaders, "loaders", "one for each member", loaders)
     first = loaders[0]
+    advice = "Stack batches of anything else with numpy.stack, and pass them as an iterable."
     for i, loader in enumerate(loaders):
-        if not isinstance(loader, ArrayLoader):
-            raise TypeError(
-                f"loaders: expected a functrain.ArrayLoader for each member, got "
-                f"{_tree.spec(loader)} for member {i}. Batches of anything else are put together "
-                "with numpy.stack, leaf by leaf, and passed as an iterable."
-            )
-        asked, got = _counts(first), _counts(loader)
-        lines = [
-            f"{name}: {asked[name]} and {got[name]}" for name in asked if asked[name] != got[name]
-        ]
+        name = f"loaders, for member {i}"
+        require_instance(name, loader, ArrayLoader, "a functrain.ArrayLoader", advice)
+        lines = _tree.spec_differences(_counts(first), _counts(loader))
         lines = lines or _tree.differences(first.shapes(1), loader.shapes(1))
-        if lines:
-            raise ValueError(
-                f"loaders: expected as many batches of one kind for each member, got for member 0 "
-                f"and for member {i}\n{_tree.bullets(lines)}\nWhere only examples differ, "
-                "drop_remainder=True leaves out those that fill no batch."
-            )
+        refuse_listed(
+            name,
+            lines,
+            "batches as member 0 has them",
+            "Where only examples differ, drop_remainder=True leaves out those that fill no batch.",
+        )
 
 
 def _counts(loader: ArrayLoader) -> dict[str, Any]:

@@ -6,8 +6,9 @@ from typing import Any, Literal, TypeAlias
 import jax
 import jax.numpy as jnp
 
+from functrain.common._checks import require
 from functrain.common._types import PyTree, Step
-from functrain.population._over_members import Block, OverMembers, require_block
+from functrain.population._over_members import Block, OverMembers
 from functrain.population._state import PopulationState, require_population
 from functrain.step._eval import check_predict_step
 
@@ -47,20 +48,15 @@ def predict_step(step: Step[Any], *, combine: Combine = "mean", block: Block = "
       (3, 2)
     """
     check_predict_step(step)
-    require_block(block)
-    if not (callable(combine) or combine in _WAYS):
-        raise ValueError(
-            "combine: expected 'mean', 'vote', 'each', or a function of the outputs [N, B, ...], "
-            f"got {combine!r}"
-        )
+    expected = "'mean', 'vote', 'each', or a function of the outputs [N, B, ...]"
+    require(callable(combine) or combine in _WAYS, "combine", expected, combine)
     outputs = OverMembers(lambda state, inputs: step(state, inputs)[1], "shared", block)
 
     def predict(population: PopulationState, inputs: PyTree, /) -> tuple[PopulationState, PyTree]:
         require_population(population)
-        found = outputs(population.states, inputs)
-        if callable(combine):
-            return population, combine(found)
-        return population, jax.tree.map(_WAYS[combine], found)
+        each = outputs(population.states, inputs)
+        combined = combine(each) if callable(combine) else jax.tree.map(_WAYS[combine], each)
+        return population, combined
 
     return predict
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from functrain.common import _tree
+from functrain.common._checks import require, require_one_of
 from functrain.population._hyperparameters import places, with_hyperparameters
 from functrain.population._state import PopulationState, require_population
 
@@ -79,11 +80,8 @@ def resample(
       [0. 1. 1. 3.]
     """
     order = _ranked(population, by, mode)
-    if not 0 < fraction <= 0.5 or len(order) < 2:
-        raise ValueError(
-            "fraction: expected a part of two members or more, above 0 and up to 0.5, got "
-            f"{fraction} of {len(order)}"
-        )
+    expected = f"a part of two members or more, of {len(order)}, above 0 and up to 0.5"
+    require(0 < fraction <= 0.5 and len(order) >= 2, "fraction", expected, fraction)
     count = max(1, int(len(order) * fraction))
     chosen = jax.random.choice(jax.random.fold_in(key, 0), order[:count], (count,))
     sources = np.arange(len(order))
@@ -115,14 +113,10 @@ def _ranked(population: PopulationState, by: Any, mode: str) -> np.ndarray:
     """Returns the numbers of the members, the best first."""
     require_population(population, "population")
     values = np.asarray(by, np.float64)
-    if values.shape != (len(population),):
-        raise ValueError(
-            f"by: expected one value for each of the {len(population)} members, "
-            f"[{len(population)}], got an array {list(values.shape)}. Of a history it is that of "
-            "one epoch: history.epochs['val_loss'][-1]."
-        )
-    if mode not in ("min", "max"):
-        raise ValueError(f"mode: expected 'min' or 'max', which is better, got {mode!r}")
+    expected = f"one value for each of the {len(population)} members, [{len(population)}]"
+    advice = "Of a history it is that of one epoch: history.epochs['val_loss'][-1]."
+    require(values.shape == (len(population),), "by", expected, values, advice)
+    require_one_of("mode", mode, ("min", "max"))
     if np.isnan(values).all():
-        raise ValueError("by: expected a value to go by, got nothing but NaN")
+        raise ValueError("by: expected a value to go by, got nothing but NaN.")
     return np.argsort(values if mode == "min" else -values, kind="stable")

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from functrain.common import _repr, _tree
-from functrain.common._checks import is_whole
+from functrain.common._checks import is_whole, refuse_listed, require, require_instance
 from functrain.common._types import PyTree
 
 
@@ -47,16 +47,12 @@ class PopulationState(flax.struct.PyTreeNode, eq=False):
           ValueError: A leaf has another leading axis than the first, or none; it is named.
         """
         shapes = {path: jnp.shape(x) for path, x in _tree.leaves_with_path(stacked)}
-        first = next(iter(shapes.values()), ())
-        wrong = [f"{path}: {s}" for path, s in shapes.items() if not s or s[0] != first[0]]
-        if wrong or not first:
-            of = f"{first[0]} members" if first else "members"
-            raise ValueError(
-                f"stacked: expected leaves with a leading axis of {of}, [N, ...], got shapes\n"
-                f"{_tree.bullets(wrong) or '  none'}\n"
-                "functrain.population.stack(states) stacks states."
-            )
-        return cls(stacked, jnp.ones(first[0], bool))
+        leading = next((shape[:1] for shape in shapes.values()), ())
+        wrong = [f"{p}: {s}" for p, s in shapes.items() if not s or s[:1] != leading]
+        wrong = wrong if shapes else ["no leaves"]
+        advice = "functrain.population.stack(states) stacks states."
+        refuse_listed("stacked", wrong, f"leaves [N, ...] with one leading axis, {leading}", advice)
+        return cls(stacked, jnp.ones(leading, bool))
 
     def __len__(self) -> int:
         return int(self.active.shape[0])
@@ -64,8 +60,8 @@ class PopulationState(flax.struct.PyTreeNode, eq=False):
     def __getitem__(self, i: int) -> Any:
         """Returns the state of one member."""
         count = len(self)
-        if not -count <= i < count:
-            raise IndexError(f"member: expected a number from 0 to {count - 1}, got {i}")
+        expected = f"a number from 0 to {count - 1}"
+        require(-count <= i < count, "member", expected, i, error=IndexError)
         return jax.tree.map(lambda x: x[i], self.states)
 
     def __repr__(self) -> str:
@@ -137,43 +133,34 @@ def stack(states: Sequence[PyTree]) -> PopulationState:
       >>> stack([{"w": jnp.zeros(3)}] * 4).states["w"].shape
       (4, 3)
     """
-    if not states:
-        raise ValueError("states: expected at least one, got none")
+    require(states, "states", "at least one", states)
     states = [_tree.copy(state) for state in states]
     for i, state in enumerate(states):
-        if lines := _tree.differences(states[0], state):
-            raise ValueError(
-                f"states: expected members of one structure, got a member {i} that differs from "
-                f"member 0:\n{_tree.bullets(lines)}\n"
-                "One program trains them all: width and depth have to be the same. Members of "
-                "different sizes are populations of their own."
-            )
+        expected = f"member {i} with the structure of member 0"
+        advice = "Train members of different sizes in populations of their own."
+        refuse_listed("states", _tree.differences(states[0], state), expected, advice)
     return PopulationState.of(jax.tree.map(lambda *leaves: jnp.stack(leaves), *states))
 
 
 def require_population(population: Any, name: str = "state") -> None:
-    """Refuses what is no population.
-
-    Raises:
-      TypeError: As said.
-    """
-    if not isinstance(population, PopulationState):
-        raise TypeError(
-            f"{name}: expected a functrain.population.PopulationState, got "
-            f"{type(population).__name__}. Make one with functrain.population.create(make_state, "
-            "key, members=N), stack(states), or PopulationState.of(stacked)."
-        )
+    """Raises TypeError unless the argument of this name is a population."""
+    advice = (
+        "Make one with functrain.population.create(make_state, key, members=N), stack(states), "
+        "or PopulationState.of(stacked)."
+    )
+    expected = "a functrain.population.PopulationState"
+    require_instance(name, population, PopulationState, expected, advice)
 
 
 def _count(members: int | None, hyperparameters: Mapping[str, Any]) -> int:
     counts = {name: len(values) for name, values in hyperparameters.items()}
     if members is not None:
         counts = {"members": members, **counts}
-    found = set(counts.values())
-    if len(found) != 1 or not is_whole(members := found.pop(), 1):
-        said = ", ".join(f"{name}: {n}" for name, n in counts.items()) or "neither"
+    count = next(iter(counts.values()), None)
+    if len(set(counts.values())) != 1 or not is_whole(count, 1):
+        got = ", ".join(f"{name}: {n}" for name, n in counts.items()) or "neither"
         raise ValueError(
             "members and hyperparameters: expected one number of members, from members= or from "
-            f"hyperparameters of that length, got {said}"
+            f"hyperparameters of that length, got {got}"
         )
-    return members
+    return count

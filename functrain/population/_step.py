@@ -7,17 +7,11 @@ import jax
 import jax.numpy as jnp
 
 from functrain.common import _repr, _tree
-from functrain.common._types import PyTree, Step
+from functrain.common._checks import require
+from functrain.common._types import PyTree, Step, StepTraits, traits_of
 from functrain.metrics._metric import Metered
-from functrain.population._kept import step_active
-from functrain.population._over_members import (
-    Block,
-    Data,
-    OverMembers,
-    require_block,
-    require_data,
-    where_active,
-)
+from functrain.population._loader import Loader
+from functrain.population._over_members import Block, Data, OverMembers, where_active
 from functrain.population._state import PopulationState, require_population
 from functrain.step._check import check_step
 from functrain.step._metered import MeteredStep
@@ -74,10 +68,8 @@ def step(
       [1. 1. 1.] [0.2 0.4 1. ]
     """
     check_step(step)
-    require_data(data)
-    require_block(block)
-    if getattr(step, "is_population", False):
-        raise TypeError(f"step: expected that of one member, got {step!r}, which is of all")
+    is_of_one = not traits_of(step).is_population
+    require(is_of_one, "step", "that of one member", step, error=TypeError)
     over = OverMembers(step, data, block)
     if isinstance(step, MeteredStep):
         return MeteredPopulationStep(
@@ -87,17 +79,18 @@ def step(
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False, kw_only=True)
-class _OfAll:
+class _OfAll(StepTraits):
     """What the steps of a population have in common: the member's over all, and how they stop."""
 
     over: OverMembers
     stop_non_finite: bool
     is_population = True
 
-    @property
-    def shares_batches(self) -> bool:
-        """Whether all members see each batch."""
-        return self.over.data == "shared"
+    def require_data(self, data: Any, name: str) -> None:
+        """Raises ValueError if members have batches of their own and all would see all of them."""
+        is_fitting = self.over.data == "own" or not isinstance(data, Loader)
+        advice = 'For batches of their own: functrain.population.step(step, data="own").'
+        require(is_fitting, name, "batches that all members see", data, advice)
 
     def __repr__(self) -> str:
         over = self.over
@@ -108,19 +101,18 @@ class _OfAll:
     ) -> tuple[Any, jax.Array, PyTree]:
         """Returns what is carried, stacked, which members go on, and what is reported of them."""
         was_active = population.active
-        new, logs = step_active(self.over, stacked, batch, was_active)
+        new, logs = self.over.step_active(stacked, batch, was_active)
         active = was_active
         if self.stop_non_finite:
             states = new.state if isinstance(new, Metered) else new
             active &= _stay_finite(population.states, states, logs)
             new = where_active(active, new, stacked)
 
-        def hide(x: jax.Array) -> jax.Array:
+        def hide(x: jax.Array) -> Any:
             if not jnp.issubdtype(x.dtype, jnp.inexact):
                 return x
             # Of the step at which a member stops, the loss is reported as it was.
-            hidden: jax.Array = where_active(was_active, x, jnp.full_like(x, jnp.nan))
-            return hidden
+            return where_active(was_active, x, jnp.full_like(x, jnp.nan))
 
         return new, active, jax.tree.map(hide, logs)
 

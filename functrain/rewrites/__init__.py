@@ -3,10 +3,8 @@
 One rewrite a file. To add one: write the file, list it in `_optimize.REWRITES`, test it.
 """
 
-from functrain.rewrites._explain import Explanation as Explanation
-from functrain.rewrites._explain import explain as explain
 from functrain.rewrites._optimize import Mode as Mode
 from functrain.rewrites._optimize import mode as mode
 from functrain.rewrites._optimize import optimize as optimize
 
-__all__ = ["Explanation", "Mode", "explain", "mode", "optimize"]
+__all__ = ["Mode", "mode", "optimize"]

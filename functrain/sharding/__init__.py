@@ -2,7 +2,6 @@
 
 Files:
   _collectives: what a compiled program sends from device to device
-  _describe: what lies where, as a table
   _mesh: a mesh from the sizes of its axes
   _rules: rules that say how an array is divided
   _state: the shardings of a whole state, from those of its params
@@ -10,7 +9,6 @@ Files:
 
 from functrain.sharding._collectives import Moved as Moved
 from functrain.sharding._collectives import collectives as collectives
-from functrain.sharding._describe import describe as describe
 from functrain.sharding._mesh import mesh as mesh
 from functrain.sharding._rules import Rule as Rule
 from functrain.sharding._rules import fsdp as fsdp
@@ -25,7 +23,6 @@ __all__ = [
     "Rule",
     "collectives",
     "create",
-    "describe",
     "fsdp",
     "mesh",
     "put",

@@ -1,11 +1,11 @@
-"""What a compiled program sends from device to device: how often, and how much."""
+"""The collectives of a compiled program: how often they run, and how many bytes they move."""
 
 import math
 import re
 from typing import Any, NamedTuple
 
 _KINDS = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
-_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.-]+) .*\{$")
+_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.-]+) [^\n]*\{\n(.*?)^\}", re.MULTILINE | re.DOTALL)
 _COLLECTIVE = re.compile(rf" = (.*?) ({_KINDS})(-done)?\(")
 _CALLED = re.compile(
     r"(?:body|calls|to_apply|condition|true_computation|false_computation)=%?([\w.-]+)"
@@ -16,7 +16,7 @@ _SHAPE = re.compile(r"([a-z]+)(\d+)?\w*\[([\d,]*)\]")
 
 
 class Moved(NamedTuple):
-    """What one kind of collective moves in a program.
+    """The data that one kind of collective moves in a program.
 
     Attributes:
       times: How often it runs.
@@ -53,43 +53,33 @@ def collectives(program: Any) -> dict[str, Moved]:
       True
     """
     text = program if isinstance(program, str) else program.as_text()
-    parts, entry = _parts(text)
-    found: dict[str, Moved] = {}
+    computations = _COMPUTATION.findall(text)
+    bodies = {name: body.splitlines() for _, name, body in computations}
+    moved: dict[str, Moved] = {}
 
     def add(name: str, times: int) -> None:
-        for line in parts.get(name, ()):
+        for line in bodies.get(name, ()):
             if collective := _COLLECTIVE.search(line):
-                kind, size = collective[2], _bytes(collective[1])
-                count, total = found.get(kind, (0, 0))
-                found[kind] = Moved(count + times, total + times * size)
+                shapes, kind, _ = collective.groups()
+                count, total = moved.get(kind, (0, 0))
+                moved[kind] = Moved(count + times, total + times * _bytes(shapes))
             trips = _TRIPS.search(line)
             for called in _called(line):
                 add(called, times * (int(trips[1]) if trips else 1))
 
-    add(entry, 1)
-    return found
-
-
-def _parts(text: str) -> tuple[dict[str, list[str]], str]:
-    """Returns the lines of each computation by its name, and the name of the first to run."""
-    parts: dict[str, list[str]] = {}
-    name = entry = ""
-    for line in text.splitlines():
-        if begin := _COMPUTATION.match(line):
-            name = begin[2]
-            parts[name] = []
-            entry = name if begin[1] else entry
-        elif name:
-            parts[name].append(line)
-    return parts, entry
+    for is_entry, name, _ in computations:
+        if is_entry:
+            add(name, 1)
+    return moved
 
 
 def _called(line: str) -> list[str]:
-    if _COLLECTIVE.search(line):  # its sum, say, is no program
+    """Returns the names of the computations that an instruction runs."""
+    if _COLLECTIVE.search(line):  # the sum of an all-reduce counts as a part of it
         return []
     branches = _BRANCHES.search(line)
-    named = branches[1].replace("%", "").split(", ") if branches else []
-    return [*_CALLED.findall(line), *named]
+    names = branches[1].replace("%", "").split(", ") if branches else []
+    return [*_CALLED.findall(line), *names]
 
 
 def _bytes(shapes: str) -> int:

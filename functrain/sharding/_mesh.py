@@ -35,20 +35,20 @@ def mesh(
       >>> found.shape["data"] == jax.device_count()
       True
     """
-    there = jax.device_count() if devices is None else len(devices)
-    sizes = {name: size for name, size in axes.items() if is_whole(size, 1) or (size == -1)}
-    open_axes = [name for name, size in axes.items() if size == -1]
-    if sizes != dict(axes) or not axes or len(open_axes) > 1:
+    count = jax.device_count() if devices is None else len(devices)
+    sizes = dict(axes)
+    open_axes = [name for name, size in sizes.items() if size == -1]
+    known_sizes = [size for size in sizes.values() if size != -1]
+    if not axes or len(open_axes) > 1 or not all(is_whole(size, 1) for size in known_sizes):
         raise ValueError(
             "axes: expected whole numbers from 1 on, by name, and -1 for one of them at the most, "
             f"got {dict(axes)}"
         )
-    known = math.prod(size for size in sizes.values() if size != -1)
-    if open_axes:
-        sizes[open_axes[0]] = there // known
-    if math.prod(sizes.values()) != there:
+    for name in open_axes:
+        sizes[name] = count // math.prod(known_sizes)
+    if math.prod(sizes.values()) != count:
         raise ValueError(
-            f"axes: expected sizes whose product is {there}, the number of devices, got "
+            f"axes: expected sizes whose product is {count}, the number of devices, got "
             f"{dict(axes)}. Take other sizes, or some of the devices: devices=jax.devices()[:n]."
         )
     kind = AxisType.Explicit if explicit else AxisType.Auto

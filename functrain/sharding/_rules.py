@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
+from functrain.common._checks import require
 from functrain.common._patterns import matches, nearest
 from functrain.common._tree import bullets, spec
 
@@ -95,12 +96,10 @@ def rules(patterns: Mapping[str, PartitionSpec | Rule]) -> Rule:
       >>> tuple(rule("block/attention/kernel", jax.ShapeDtypeStruct((64, 64), "float32"), mesh))
       (None, 'model')
     """
-    for pattern, found in patterns.items():
-        if not (isinstance(found, PartitionSpec) or callable(found)):
-            raise TypeError(
-                f"patterns[{pattern!r}]: expected a jax.sharding.PartitionSpec or a rule, got "
-                f"{found!r}"
-            )
+    for pattern, x in patterns.items():
+        is_rule = isinstance(x, PartitionSpec) or callable(x)
+        expected = "a jax.sharding.PartitionSpec or a rule"
+        require(is_rule, f"patterns[{pattern!r}]", expected, x, error=TypeError)
     return _Rules(patterns)
 
 
@@ -114,9 +113,9 @@ class _Rules:
     def __call__(
         self, path: str, x: jax.ShapeDtypeStruct, mesh: Mesh | AbstractMesh, /
     ) -> PartitionSpec:
-        for pattern, found in self._patterns.items():
+        for pattern, rule in self._patterns.items():
             if matches(pattern, path):
-                return found if isinstance(found, PartitionSpec) else found(path, x, mesh)
+                return rule if isinstance(rule, PartitionSpec) else rule(path, x, mesh)
         raise ValueError(
             f"{path}: expected a rule for this leaf, {spec(x)}, got none among "
             f"{sorted(self._patterns)}. Add one for all that is left, "
@@ -124,7 +123,7 @@ class _Rules:
         )
 
     def require_use(self, paths: Collection[str]) -> None:
-        """Refuses patterns that fit no leaf, or none that is left; `**` may find nothing left."""
+        """Raises ValueError if a pattern but `**` fits no leaf, or none that is left for it."""
         lines, left = [], set(paths)
         for i, pattern in enumerate(self._patterns):
             fitting = {path for path in paths if matches(pattern, path)}
@@ -142,24 +141,21 @@ class _Rules:
             )
 
 
-def require_divided(path: str, x: Any, found: PartitionSpec, mesh: Mesh | AbstractMesh) -> None:
-    """Refuses a spec that a leaf or a mesh has no axes for, or which does not divide it."""
-    names = [(part,) if isinstance(part, str) else part or () for part in found]
-    _require_axes([name for part in names for name in part], mesh, f"{path}: {found}")
-    if len(found) > x.ndim:
-        raise ValueError(f"{path}: expected a spec of {x.ndim} axes at most, got {found}")
-    for n, part in zip(x.shape, names, strict=False):
-        parts = math.prod(mesh.shape[name] for name in part)
-        if n % parts:
+def require_divided(path: str, x: Any, wanted: PartitionSpec, mesh: Mesh | AbstractMesh) -> None:
+    """Raises ValueError unless leaf and mesh have the axes of a spec, and it divides the leaf."""
+    if len(wanted) > x.ndim:
+        raise ValueError(f"{path}: expected a spec of {x.ndim} axes at most, got {wanted}")
+    for length, entry in zip(x.shape, wanted, strict=False):
+        names = (entry,) if isinstance(entry, str) else entry or ()
+        _require_axes(names, mesh, f"{path}: {wanted}")
+        parts = math.prod(mesh.shape[name] for name in names)
+        if length % parts:
             raise ValueError(
-                f"{path}: expected {spec(x)} to be divided by {found}, but {n} is no multiple of "
-                f"{parts}. Take another spec for it, or functrain.sharding.replicated."
+                f"{path}: expected {spec(x)} to be divided by {wanted}, but {length} is no "
+                f"multiple of {parts}. Take another spec for it, or functrain.sharding.replicated."
             )
 
 
 def _require_axes(names: Collection[str], mesh: Mesh | AbstractMesh, what: str) -> None:
-    unknown = [name for name in names if name not in mesh.shape]
-    if unknown:
-        raise ValueError(
-            f"{what}: expected axes of the mesh, {tuple(mesh.shape)}, got {unknown[0]!r}"
-        )
+    for name in names:
+        require(name in mesh.shape, what, f"axes of the mesh, {tuple(mesh.shape)}", name)

@@ -41,23 +41,23 @@ def shardings(state: PyTree, mesh: Mesh | AbstractMesh, rule: Rule) -> PyTree:
       >>> tuple(found.opt_state[0].mu["kernel"].spec), tuple(found.opt_state[0].count.spec)
       ((None, 'data'), ())
     """
-    asked: list[str] = []
+    paths: list[str] = []
 
-    def ask(path: str, x: Any) -> NamedSharding:
-        asked.append(path)
-        found = rule(path, jax.ShapeDtypeStruct(x.shape, x.dtype), mesh)
-        require_divided(path, x, found, mesh)
-        return NamedSharding(mesh, found)
+    def by_rule(path: str, x: Any) -> NamedSharding:
+        paths.append(path)
+        spec = rule(path, jax.ShapeDtypeStruct(x.shape, x.dtype), mesh)
+        require_divided(path, x, spec, mesh)
+        return NamedSharding(mesh, spec)
 
-    def place(part: PyTree) -> PyTree:
-        return _of_state(part, ask, mesh) if _is_state(part) else _of_tree(part, ask)
+    def of_part(part: PyTree) -> PyTree:
+        is_state = _is_state(part)
+        return _of_state(part, by_rule, mesh) if is_state else _of_tree(part, by_rule)
 
-    if any(map(_is_state, jax.tree.leaves(state, is_leaf=_is_state))):
-        found = jax.tree.map(place, state, is_leaf=_is_state)
-    else:
-        found = _of_tree(state, ask)
-    getattr(rule, "require_use", lambda paths: None)(asked)
-    return found
+    has_states = any(map(_is_state, jax.tree.leaves(state, is_leaf=_is_state)))
+    # The paths of a tree without states are those from its root.
+    result = jax.tree.map(of_part, state, is_leaf=_is_state) if has_states else of_part(state)
+    getattr(rule, "require_use", lambda paths: None)(paths)
+    return result
 
 
 def create(make: Callable[[], PyTree], mesh: Mesh, rule: Rule) -> PyTree:
@@ -108,33 +108,32 @@ def _is_state(x: Any) -> bool:
     return all(hasattr(x, part) for part in ("params", "model_state", "opt_state", "replace"))
 
 
-def _of_tree(tree: PyTree, ask: Callable[[str, Any], NamedSharding]) -> PyTree:
-    return jax.tree_util.tree_map_with_path(lambda path, x: ask(_tree.path_str(path), x), tree)
+def _of_tree(tree: PyTree, choose: Callable[[str, Any], NamedSharding]) -> PyTree:
+    return jax.tree_util.tree_map_with_path(lambda path, x: choose(_tree.path_str(path), x), tree)
 
 
 def _of_state(
-    state: Any, ask: Callable[[str, Any], NamedSharding], mesh: Mesh | AbstractMesh
+    state: Any, by_rule: Callable[[str, Any], NamedSharding], mesh: Mesh | AbstractMesh
 ) -> Any:
     everywhere = NamedSharding(mesh, PartitionSpec())
-    params = _of_tree(state.params, ask)
-    wheres: dict[str, NamedSharding] = dict(_tree.leaves_with_path(params))
-    known = {path: (x.shape, wheres[path]) for path, x in _tree.leaves_with_path(state.params)}
+    params = _of_tree(state.params, by_rule)
+    shapes = [(path, x.shape) for path, x in _tree.leaves_with_path(state.params)]
+    of_param: dict[Any, NamedSharding] = dict(zip(shapes, jax.tree.leaves(params), strict=True))
 
     def follow(path: str, x: Any) -> NamedSharding:
+        """Returns the sharding of the param that the path ends with, if it has the same shape."""
         parts = path.split("/")
         for end in [*("/".join(parts[i:]) for i in range(len(parts))), "(root)"]:
-            if end not in known:
-                continue
-            shape, where = known[end]
-            if x.shape == shape:
-                return where
-            if x.ndim and x.shape[1:] == shape and where.spec:  # some of them, stacked
-                return NamedSharding(mesh, PartitionSpec(None, *where.spec))
+            if (end, x.shape) in of_param:
+                return of_param[end, x.shape]
+            stacked = of_param.get((end, x.shape[1:])) if x.ndim else None
+            if stacked is not None and stacked.spec:
+                return NamedSharding(mesh, PartitionSpec(None, *stacked.spec))
         return everywhere
 
     rest = jax.tree.map(lambda x: everywhere, state)
     return rest.replace(
         params=params,
-        model_state=_of_tree(state.model_state, ask),
+        model_state=_of_tree(state.model_state, by_rule),
         opt_state=_of_tree(state.opt_state, follow),
     )

@@ -9,8 +9,7 @@ Files:
   _train: the step that trains
   _eval: the steps that evaluate and predict
   _metered: steps that carry running metrics
-  _learning_rate: the rate at which a step trained, for the logs
-  _check: what a step is asked before it is taken
+  _check: checks of steps, losses and names of logs
 """
 
 from functrain.step._eval import eval_step as eval_step

@@ -7,10 +7,11 @@ import jax
 import jax.numpy as jnp
 
 from functrain.common import _repr
+from functrain.common._checks import require
 from functrain.common._types import PyTree, Step
 from functrain.metrics._metric import Metric, collection, mean_loss
 from functrain.model._model import Model
-from functrain.step._check import check_loss, check_step, refuse_model
+from functrain.step._check import check_loss, check_step, refuse_model, refuse_names
 from functrain.step._loss import Aux, LossFn
 from functrain.step._metered import MeteredStep, check_names
 from functrain.step._state import TrainState, check_rng
@@ -66,59 +67,36 @@ def eval_step(
         part: TrainState = state if of is None else of(state)
         _require_params(part)
         loss, aux = value_of(loss_fn, part.params, part.model_state, batch, rng=key, training=False)
-        if missing := set(logs) - set(aux.logs):
-            raise ValueError(
-                f"logs: expected names that the loss logs, {sorted(aux.logs)}, got "
-                f"{sorted(missing)}. Return them in Aux(logs=...)."
-            )
-        # Metrics see outputs, and nothing else of an Aux.
-        return state, loss, aux._replace(outputs=(aux.outputs, aux.logs))
+        missing, expected = sorted(set(logs) - set(aux.logs)), f"names among {sorted(aux.logs)}"
+        require(not missing, "logs", expected, missing, "Return them in the loss's Aux(logs=...).")
+        return state, loss, aux._replace(outputs=(aux.outputs, aux.logs))  # for `update_both`
 
     check_loss(loss_fn)
     check_names(metrics)
     check_rng(rng)
-    if taken := sorted({"loss", *(metrics or {})} & set(logs)):
-        raise ValueError(
-            f"logs: expected names other than 'loss' and those of the metrics, got {taken}"
-        )
-    judged = collection({"loss": mean_loss(), **(metrics or {})})
-    means = collection({name: _mean_log(name) for name in logs})
+    refuse_names("logs", logs, ["loss", *(metrics or {})], "the loss and the metrics")
+    mean = mean_loss()
+    measured = collection({"loss": mean, **(metrics or {})})
+    both = collection({"loss": mean, **(metrics or {}), **dict.fromkeys(logs, mean)})
 
-    def update(
-        m: PyTree, batch: PyTree, outputs: PyTree, loss: jax.Array, weight: Any = None
-    ) -> PyTree:
-        outputs, logged = outputs
-        new = judged.update(m, batch, outputs, loss, weight)
-        return new | means.update(m, batch, logged, loss, weight)
+    def update_both(m: PyTree, batch: PyTree, seen: PyTree, loss: Any, weight: Any = None) -> Any:
+        outputs, aux_logs = seen
+        new = measured.update(m, batch, outputs, loss, weight)
+        for name in logs:
+            new[name] = mean.update(m[name], batch, None, jnp.asarray(aux_logs[name]), weight)
+        return new
 
-    both = Metric(
-        init=lambda: judged.init() | means.init(),
-        update=update,
-        compute=lambda m: judged.compute(m) | means.compute(m),
-    )
-    return MeteredStep(measure, both, trains=False, rng=rng)
+    return MeteredStep(measure, both._replace(update=update_both), trains=False, rng=rng)
 
 
 def _require_params(state: Any) -> None:
-    """Refuses several networks where one is to be evaluated."""
+    """Raises TypeError for several networks where one is to be evaluated."""
     if not (hasattr(state, "params") and hasattr(state, "model_state")):
         raise TypeError(
             f"state: expected one with params and model_state, got {_repr.state(state)}. Of "
             "several networks say which: eval_step(loss_fn, of=lambda states: states['student']). "
             "Of a population: functrain.population.step(eval_step)."
         )
-
-
-def _mean_log(name: str) -> Metric:
-    """As `mean_loss`, of a log; it is given the logs for outputs."""
-    mean = mean_loss()
-
-    def update(
-        m: PyTree, batch: PyTree, outputs: PyTree, loss: jax.Array, weight: Any = None
-    ) -> PyTree:
-        return mean.update(m, batch, None, jnp.asarray(outputs[name]), weight)
-
-    return mean._replace(update=update)
 
 
 def predict_step(model: Model) -> Step[TrainState]:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from functrain.common import _tree
-from functrain.common._checks import is_whole
+from functrain.common._checks import refuse_listed, require_integer
 from functrain.common._types import PyTree
 from functrain.step._check import check_loss
 from functrain.step._loss import Aux, LossFn
@@ -56,16 +56,10 @@ def micro_batches(loss_fn: LossFn, size: int) -> LossFn:
       2.0
     """
     check_loss(loss_fn)
-    if not is_whole(size, 1):
-        raise ValueError(f"size: expected a number of examples, 1 or more, got {size!r}")
+    require_integer("size", size)
 
     def whole(
-        params: PyTree,
-        model_state: PyTree,
-        /,
-        *args: PyTree,
-        rng: jax.Array | None,
-        training: bool,
+        params: PyTree, model_state: PyTree, /, *args: PyTree, rng: jax.Array | None, training: bool
     ) -> Value:
         def value(params: PyTree, model_state: PyTree, rng: Any, args: PyTree) -> Value:
             return value_of(loss_fn, params, model_state, *args, rng=rng, training=training)
@@ -167,29 +161,22 @@ def _total(
 
 def _weighted(loss: jax.Array, aux: Aux, grads: PyTree, *, count: int) -> tuple[PyTree, ...]:
     """Returns what is added up: a micro-batch's weight, and what it says times its weight."""
-    weight = _wide(jnp.asarray(count if aux.weight is None else aux.weight, jnp.float32))
+    weight = jnp.asarray(count if aux.weight is None else aux.weight, jnp.float32)
 
     def times(x: Any) -> Any:
-        x = _wide(jnp.asarray(x))
+        x = _tree.wide(jnp.asarray(x))
         return x * weight.astype(x.dtype)
 
     return weight, *jax.tree.map(times, (loss, aux.logs, grads))
-
-
-def _wide(x: jax.Array) -> jax.Array:
-    wide: jax.Array = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    return wide
 
 
 def _examples(args: PyTree) -> int:
     """Returns how many examples all leaves have."""
     sizes = {jnp.shape(x)[:1] for x in jax.tree.leaves(args)}
     if len(sizes) != 1 or () in sizes:
-        raise ValueError(
-            "micro_batches: expected arrays with a first axis in common, that of the examples, got"
-            f"\n{_tree.listed(args) or '  no arrays'}\nWhat is not to be cut is closed over by the "
-            "loss."
-        )
+        got = _tree.listed(args) or "  no arrays"
+        expected = "arrays with a first axis in common, that of the examples"
+        refuse_listed("micro_batches", got, expected, "The loss closes over what is not to be cut.")
     ((count,),) = sizes
     return int(count)
 
@@ -197,16 +184,13 @@ def _examples(args: PyTree) -> int:
 def _check_mean(aux: Aux) -> None:
     if isinstance(aux.weight, tuple):
         raise ValueError(
-            "micro_batches: expected a loss that is one mean over examples, got one that is none, "
-            "such as a sum, or several means that are divided by masks or weights of their own. "
-            "Take a mean, with Keras reduction='sum_over_batch_size'; of several outputs cut the "
-            "batches themselves, with optax.MultiSteps."
+            "micro_batches: expected a loss that is one mean over examples, got a sum, or several "
+            "means with masks or weights of their own. Take a mean, with Keras "
+            "reduction='sum_over_batch_size'; or cut the batches, with optax.MultiSteps."
         )
 
 
 def _check_outputs(outputs: PyTree, size: int) -> None:
-    if wrong := _tree.listed(outputs, lambda x: x.shape[:1] != (size,)):
-        raise ValueError(
-            f"micro_batches: expected outputs with the first axis of a micro-batch, {size}, to be "
-            f"concatenated, got\n{wrong}\nScalars belong into Aux(logs=...)."
-        )
+    wrong = _tree.listed(outputs, lambda x: x.shape[:1] != (size,))
+    expected = f"outputs with the first axis of a micro-batch, {size}"
+    refuse_listed("micro_batches", wrong, expected, "Scalars belong into Aux(logs=...).")

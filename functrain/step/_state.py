@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from functrain.common import _repr, _tree
+from functrain.common._checks import refuse_listed, require
 from functrain.common._types import PyTree
 from functrain.tx._extra_args import with_any_extra_args
 
@@ -75,11 +76,10 @@ class TrainState(flax.struct.PyTreeNode, eq=False):
         check_tx(tx)
         params = _tree.copy(params)
         for path, leaf in _tree.leaves_with_path(params):
-            if not jnp.issubdtype(leaf.dtype, jnp.inexact):
-                raise TypeError(
-                    f"params/{path}: expected a floating-point array, got {_tree.spec(leaf)}. "
-                    "Params are what the optimizer trains; put the rest into model_state."
-                )
+            advice = "Params are what the optimizer trains; put the rest into model_state."
+            is_float = jnp.issubdtype(leaf.dtype, jnp.inexact)
+            expected = "a floating-point array"
+            require(is_float, f"params/{path}", expected, leaf, advice, error=TypeError)
         return cls(
             step=jnp.zeros((), jnp.int32),
             params=params,
@@ -117,22 +117,9 @@ class TrainState(flax.struct.PyTreeNode, eq=False):
 
 def check_rng(rng: Any) -> None:
     """Refuses what is neither a key nor None."""
-    if rng is not None and not (_tree.is_key(rng) and rng.shape == ()):
-        raise TypeError(
-            f"rng: expected one typed key, key[], got {_tree.spec(rng)}. "
-            "Make it with jax.random.key(seed); jax.random.wrap_key_data converts an old "
-            "uint32[2] key."
-        )
-
-
-def check_state(state: Any) -> None:
-    """Refuses what an optimizer step cannot be taken with, such as params alone."""
-    if not hasattr(state, "apply_gradients"):
-        raise TypeError(
-            f"state: expected a TrainState, got {type(state).__name__}. Make one with "
-            "functrain.TrainState.create(params=params, model_state=model_state, tx=tx). The step "
-            "of a population is functrain.population.step(step)."
-        )
+    advice = "Make it with jax.random.key(seed), or of an old key with jax.random.wrap_key_data."
+    is_one_key = _tree.is_key(rng) and rng.shape == ()
+    require(rng is None or is_one_key, "rng", "one typed key, key[]", rng, advice, error=TypeError)
 
 
 def check_tx(tx: Any) -> None:
@@ -157,13 +144,11 @@ def _check_opt_state(opt_state: PyTree, params: PyTree, tx: optax.GradientTransf
     except Exception:  # an init that reads values cannot be traced: nothing to compare with
         return
     lines = _tree.spec_differences(_kinds(made), _kinds(opt_state))
-    if lines:
-        raise ValueError(
-            f"opt_state: expected the leaves that this tx makes of params, got others:\n"
-            f"{_tree.bullets(lines)}\n"
-            "Give train_step or update the tx that the state was created with; to go on with "
-            "another, state.replace(opt_state=tx.init(state.params))."
-        )
+    advice = (
+        "Take the tx that the state was created with; to continue with another one, "
+        "state.replace(opt_state=tx.init(state.params))."
+    )
+    refuse_listed("opt_state", lines, "the leaves that this tx makes of params", advice)
 
 
 def _kinds(tree: PyTree) -> dict[str, str]:

@@ -1,13 +1,14 @@
 """The loss of a model on inputs and labels."""
 
 from collections.abc import Callable, Iterator
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 import jax
 import jax.numpy as jnp
 
 from functrain.common import _tree
 from functrain.common._arguments import parameters
+from functrain.common._checks import require, require_instance, require_one_of
 from functrain.common._types import PyTree
 from functrain.data._batch import expand_weight, unpack
 from functrain.model._model import Model
@@ -59,63 +60,53 @@ def supervised(
       >>> print(value, aux.outputs.shape)
       1.0 (4, 1)
     """
-    if reduction not in ("mean", "weighted_mean"):
-        raise ValueError(f"reduction: expected 'mean' or 'weighted_mean', got {reduction!r}")
-    if not isinstance(model, Model):
-        raise TypeError(
-            f"model: expected a functrain.Model, got {type(model).__name__}. Make one with "
-            "bridge.from_keras, functrain.from_linen or functrain.from_nnx, or Model(init, apply)."
-        )
-    if not callable(loss):
-        raise TypeError(
-            f"loss: expected loss(outputs, y), got {loss!r}. For what Keras's compile takes: "
-            f"bridge.loss({loss!r})."
-        )
+    require_one_of("reduction", reduction, get_args(Reduction))
+    makers = "bridge.from_keras, functrain.from_linen, functrain.from_nnx or Model(init, apply)"
+    require_instance("model", model, Model, "a functrain.Model", f"Make one with {makers}.")
+    advice = f"For what Keras's compile takes: bridge.loss({loss!r})."
+    require(callable(loss), "loss", "loss(outputs, y)", loss, advice, error=TypeError)
     taken = list(parameters(loss))
     if hasattr(loss, "get_config") or taken[:1] == ["y_true"]:
         name = getattr(loss, "__name__", type(loss).__name__)
         raise TypeError(
-            f"loss: expected loss(outputs, y), got {name}, which takes the labels first, as "
-            "Keras's losses do. Take bridge.loss(loss), which also knows sample weights and "
-            "masks; or swap them: lambda outputs, y: loss(y, outputs)."
+            f"loss: expected loss(outputs, y), got {name}, which takes the labels first. Take "
+            "bridge.loss(loss) for a Keras loss, or lambda outputs, y: loss(y, outputs)."
         )
     weighs = "sample_weight" in taken
-    says = getattr(loss, "with_weight", None)  # those of bridge: the divisor of their mean as well
-    if weighs and reduction != "mean":
-        raise ValueError(
-            "reduction: expected 'mean' with a loss that takes sample_weight and weighs by "
-            f"itself, got {reduction!r}. For a Keras loss choose its own reduction, as in "
-            "bridge.loss(keras.losses.Huber(reduction='mean_with_sample_weight'))."
-        )
+    with_weight = getattr(loss, "with_weight", None)  # bridge.loss also returns the divisor
+    require(
+        not weighs or reduction == "mean",
+        "reduction",
+        "'mean' with a loss that takes sample_weight and weighs by itself",
+        reduction,
+        "For a Keras loss choose its own reduction, as in "
+        "bridge.loss(keras.losses.Huber(reduction='mean_with_sample_weight')).",
+    )
 
     def loss_fn(
-        params: PyTree,
-        model_state: PyTree,
-        /,
-        *args: PyTree,
-        rng: jax.Array | None,
-        training: bool,
+        params: PyTree, model_state: PyTree, /, *args: PyTree, rng: jax.Array | None, training: bool
     ) -> tuple[jax.Array, Aux]:
         x, y, weight = unpack(*args)
-        outputs, model_state, added = model.apply(
-            params, model_state, x, rng=rng, training=training
-        )
-        own: Any = None
+        output = model.apply(params, model_state, x, rng=rng, training=training)
+        outputs = output.outputs
+        divisor: Any = None
         try:
-            if says is not None:
-                found, own = says(outputs, y, weight)
+            if with_weight is not None:
+                values, divisor = with_weight(outputs, y, weight)
             else:
-                found = loss(outputs, y, sample_weight=weight) if weighs else loss(outputs, y)
+                values = loss(outputs, y, sample_weight=weight) if weighs else loss(outputs, y)
         except (TypeError, ValueError) as error:
             error.add_note(_labels_note(outputs, y))
             raise
-        values = jnp.asarray(found)
-        if not weighs:
+        values = jnp.asarray(values)
+        if weighs:
+            value = jnp.mean(_tree.wide(values))
+        else:
             _check_shape(values, outputs)
-        value, divisor = _reduce(values, None if weighs else weight, reduction)
-        for term in added:
+            value, divisor = _reduce(values, weight, reduction)
+        for term in output.losses:
             value = value + jnp.asarray(term, value.dtype)
-        return value, Aux(model_state, outputs, weight=own if weighs else divisor)
+        return value, Aux(output.model_state, outputs, weight=divisor)
 
     return loss_fn
 
@@ -151,25 +142,22 @@ def _reduce(
     values: jax.Array, weight: jax.Array | None, reduction: Reduction
 ) -> tuple[jax.Array, jax.Array | None]:
     """Returns the mean, and what it was divided by if that is not the number of values."""
-    dtype = values.dtype if values.dtype == jnp.float64 else jnp.float32
-    values = values.astype(dtype)
+    values = _tree.wide(values)
     if weight is None:
         return jnp.mean(values), None
-    weight = expand_weight(jnp.asarray(weight).astype(dtype), values)
+    weight = expand_weight(jnp.asarray(weight).astype(values.dtype), values)
     total = jnp.sum(values * weight)
     if reduction == "mean":
-        return total / jnp.asarray(values.size, dtype), None
+        return total / jnp.asarray(values.size, values.dtype), None
     weights = jnp.sum(jnp.broadcast_to(weight, values.shape))
     # A batch of zero weights has no loss, and a NaN would end the training.
-    return total / jnp.where(weights == 0, jnp.ones((), dtype), weights), weights
+    return total / jnp.where(weights == 0, jnp.ones_like(weights), weights), weights
 
 
 def _check_shape(values: jax.Array, outputs: PyTree) -> None:
     """Refuses losses that came of broadcasting outputs `[B, 1]` against labels `[B]`."""
-    shape = getattr(outputs, "shape", None)
-    if shape is not None and values.shape != shape[: values.ndim]:
-        raise ValueError(
-            f"loss: expected a value per example, leading axes of the outputs {_tree.spec(outputs)}"
-            f" (or one scalar), got {_tree.spec(values)}. Labels of another shape than the outputs "
-            "are broadcast: give them the same, for example y[:, None] or outputs[:, 0]."
-        )
+    fits = not _tree.is_array(outputs) or values.shape == outputs.shape[: values.ndim]
+    axes = f"the leading axes of the outputs {_tree.spec(outputs)}"
+    expected = f"a value per example, with {axes}, or one scalar"
+    advice = "Give labels the shape of the outputs, for example y[:, None] or outputs[:, 0]."
+    require(fits, "loss", expected, values, advice)

@@ -1,15 +1,19 @@
 """The step that trains."""
 
+import itertools
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
+from functrain.common import _tree
+from functrain.common._checks import require
 from functrain.common._types import PyTree, Step
 from functrain.metrics._metric import Metric, collection
-from functrain.step._check import check_loss
-from functrain.step._learning_rate import applied_rate
+from functrain.step._check import check_loss, refuse_names
 from functrain.step._loss import Aux, LossFn
 from functrain.step._metered import MeteredStep, check_names, plain
 from functrain.step._state import TrainState, check_tx
@@ -61,22 +65,51 @@ def train_step(
     """
     check_loss(loss_fn)
     check_tx(tx)
-    if not (learning_rate is None or callable(learning_rate)):
-        raise TypeError(
-            "learning_rate: expected the schedule inside tx, count -> rate, got "
-            f"{learning_rate!r}. A constant rate goes into tx alone, as in optax.adam(1e-3); to "
-            "see it in the logs, optax.inject_hyperparams(optax.adam)(learning_rate=1e-3)."
-        )
+    require(
+        learning_rate is None or callable(learning_rate),
+        "learning_rate",
+        "the schedule inside tx, count -> rate",
+        learning_rate,
+        "A constant rate goes into tx alone, as in optax.adam(1e-3); to see it in the logs, "
+        "optax.inject_hyperparams(optax.adam)(learning_rate=1e-3).",
+        error=TypeError,
+    )
 
     def train(state: TrainState, batch: PyTree) -> tuple[TrainState, jax.Array, Aux]:
         new, loss, aux = update(state, loss_fn, tx, batch)
-        own = {**applied_rate(state, new, learning_rate), **logged(new.opt_state)}
-        if both := sorted(own.keys() & aux.logs):
-            raise ValueError(
-                f"logs: expected names other than {', '.join(map(repr, both))}, which train_step "
-                "logs itself of tx, got it from loss_fn as well. Rename that log."
-            )
+        own = {**_applied_rate(state, new, learning_rate), **logged(new.opt_state)}
+        refuse_names("logs", aux.logs, own, "the optimizer")
         return new, loss, aux._replace(logs={**own, **aux.logs})
 
     check_names(metrics)
     return MeteredStep(train, collection(metrics)) if metrics else plain(train)
+
+
+def _applied_rate(
+    old: TrainState, new: TrainState, schedule: optax.Schedule | None
+) -> dict[str, jax.Array]:
+    """Returns the learning rate of an update as a log; nothing where it is unknown."""
+    if schedule is not None:
+        return {"learning_rate": jnp.asarray(schedule(_count(old)), jnp.float32)}
+    # inject_hyperparams writes down, with an update, the values it was made with.
+    rates = [(_name(path), x) for path, x in _named("learning_rate", new.opt_state)]
+    times = Counter(name for name, _ in rates)
+    return {name: jnp.asarray(x, jnp.float32) for name, x in rates if times[name] == 1}
+
+
+def _name(path: list[str]) -> str:
+    """Names a rate after the groups it is in; optax.partition keeps their states by name."""
+    groups = [b for a, b in itertools.pairwise(path) if a == "inner_states"]
+    return "/".join([*groups, "learning_rate"])
+
+
+def _count(state: TrainState) -> jax.Array:
+    """Returns the count that a schedule inside the optimizer is called with."""
+    found = [x.count for x in _tree.nodes(state.opt_state, optax.ScaleByScheduleState)]
+    found = found or [x for _, x in _named("gradient_step", state.opt_state)]  # MultiSteps'
+    return found[0] if found else state.step
+
+
+def _named(name: str, tree: PyTree) -> list[tuple[list[str], jax.Array]]:
+    found = [(path.split("/"), x) for path, x in _tree.leaves_with_path(tree)]
+    return [(path, x) for path, x in found if path[-1] == name]

@@ -7,10 +7,11 @@ import jax.numpy as jnp
 import optax
 
 from functrain.common import _tree
+from functrain.common._checks import require
 from functrain.common._types import PyTree
 from functrain.step._loss import Aux, LossFn
-from functrain.step._state import TrainState, check_state
-from functrain.tx._loss_scale import guards, scaled, unscaled
+from functrain.step._state import TrainState
+from functrain.tx._guards import guards, scaled, unscaled
 
 
 def update(
@@ -46,7 +47,12 @@ def update(
       >>> print(loss, state.params["w"])
       2.0 [0.5 0.5]
     """
-    check_state(state)
+    if not hasattr(state, "apply_gradients"):
+        raise TypeError(
+            f"state: expected a TrainState, got {type(state).__name__}. Make one with "
+            "functrain.TrainState.create(params=params, model_state=model_state, tx=tx). The step "
+            "of a population is functrain.population.step(step)."
+        )
     rng = None if state.rng is None else jax.random.fold_in(state.rng, state.step)
 
     def loss_of(params: PyTree) -> tuple[jax.Array, Aux]:
@@ -102,21 +108,17 @@ _NO_RNG = {
 
 def _checked(result: Any) -> tuple[jax.Array, Aux]:
     """Returns what a loss returned, or says what is wrong with it."""
-    try:
-        loss, aux = result
-    except (TypeError, ValueError):
-        aux = loss = None
+    is_pair = isinstance(result, tuple | list) and len(result) == 2
+    loss, aux = result if is_pair else (None, None)
     if not isinstance(aux, Aux):
         raise TypeError(
             "loss_fn: expected it to return (loss, functrain.Aux(model_state)), got "
             f"{_shown(result)}. End it with: return loss, functrain.Aux(model_state)"
         )
     loss = jnp.asarray(loss)
-    if loss.shape != () or not jnp.issubdtype(loss.dtype, jnp.floating):
-        raise TypeError(
-            f"loss_fn: expected a scalar loss, float32[], got {_tree.spec(loss)}. Reduce it with "
-            "jnp.mean, or let functrain.supervised do that."
-        )
+    is_scalar = loss.shape == () and jnp.issubdtype(loss.dtype, jnp.floating)
+    advice = "Reduce it with jnp.mean, or let functrain.supervised do that."
+    require(is_scalar, "loss_fn", "a scalar loss, float32[]", loss, advice, error=TypeError)
     return loss, aux
 
 

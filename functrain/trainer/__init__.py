@@ -3,9 +3,8 @@
 Files:
   _fit: the loop most people want
   _ahead: what is found before the first step
-  _history: what a fit reported
+  _history: what a fit reported, and how a notebook shows it
   _recorder: gathers it while the run goes on
-  _html: it as a notebook shows it
   _bar: a line that is drawn anew
   _progress: a bar in a terminal or notebook, lines elsewhere
   _plot: learning curves

@@ -1,6 +1,7 @@
 """What is looked at before the first step, so that no epoch is trained in vain."""
 
 import functools
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -8,19 +9,17 @@ import jax
 
 from functrain.checkpoint import Checkpointer
 from functrain.common import _tree
-from functrain.common._types import PyTree
-from functrain.data._sources import Source
+from functrain.common._types import PyTree, traits_of
+from functrain.data._batches import Batches
 from functrain.engine._guards import guarded
 from functrain.engine._placement import batch_sharding, require_same_run
-from functrain.engine._programs import cached
-from functrain.hooks._csv import CSVLogger
 from functrain.hooks._early_stopping import EarlyStopping
 from functrain.hooks._evaluate import Evaluate
 from functrain.hooks._logger import Logger
 from functrain.hooks._profile import Profile
 from functrain.hooks._sample import Sample
 from functrain.hooks._terminate_on_nan import TerminateOnNaN
-from functrain.loop._require import require_batches, require_own_data_wanted
+from functrain.loop._require import require_batches
 from functrain.step._metered import MeteredStep
 
 _OF_MEMBERS = {
@@ -29,13 +28,13 @@ _OF_MEMBERS = {
     False: "hooks: expected functrain.hooks.EarlyStopping, got that of a population. The step of "
     "one is functrain.population.step(step).",
 }
-_ADD_NOTHING = (CSVLogger, EarlyStopping, Logger, Profile, Sample, TerminateOnNaN)
+_ADD_NOTHING = (EarlyStopping, Logger, Profile, Sample, TerminateOnNaN)
 
 
 def look_ahead(
     state: PyTree,
     step: Any,
-    data: Any,
+    batches: Batches,
     hooks: Sequence[Any],
     checkpointer: Checkpointer | None,
     *,
@@ -49,7 +48,7 @@ def look_ahead(
     Args:
       state: What is to be trained.
       step: The step that trains.
-      data: What it is trained on.
+      batches: What it is trained on.
       hooks: All of them, in their order.
       checkpointer: That of the run.
       traces: Whether steps may be traced: they are compiled, and lie on no mesh with explicit axes.
@@ -63,7 +62,7 @@ def look_ahead(
     names = {"loss", *(_metric_names(step) if isinstance(step, MeteredStep) else ())}
     known = True  # that hooks add nothing else
     missing: dict[str, str] = {}  # the argument that each was given as
-    is_population = getattr(step, "is_population", False)
+    is_population = traits_of(step).is_population
     for hook in hooks:
         if isinstance(hook, Evaluate):
             _require_evaluation(like, hook, traces)
@@ -81,65 +80,57 @@ def look_ahead(
             "of which each member of a population has one. functrain.population.select takes the "
             "best member of any checkpoint."
         )
-    best = _of_one(best) if is_population and best is not None else best
+    if best is not None and is_population:
+        best = re.sub(r"/\d+$", "", best)  # the value of one member, such as loss/3
     if best is not None and known and best not in names:
         missing.setdefault(best, "best")
     if missing and traces:
-        _require_logs(missing, names, like, step, data)
+        _require_logs(missing, names, like, step, batches)
 
 
-def _of_one(name: str) -> str:
-    """Returns the name of a value whose member is named as well: loss of loss/3."""
-    whole, _, number = name.rpartition("/")
-    return whole if number.isdecimal() else name
-
-
-def _metric_names(step: MeteredStep) -> frozenset[str]:
-    names: frozenset[str] = cached(
-        step, "metric names", lambda get: functools.cache(lambda: _traced_names(get()))
-    )()
-    return names
-
-
-def _traced_names(step: MeteredStep) -> frozenset[str]:
+def _metric_names(step: MeteredStep) -> set[str]:
     with guarded(step):
         values = jax.eval_shape(step.metrics.compute, step.metrics.init())
     _tree.check_scalars(values)
-    return frozenset(path for path, _ in _tree.leaves_with_path(values))
+    return {path for path, _ in _tree.leaves_with_path(values)}
 
 
 def _require_evaluation(like: Callable[[], PyTree], hook: Evaluate, traces: bool) -> None:
     """Raises now what the evaluation would raise after an epoch."""
-    require_same_run(hook.source, batch_sharding(hook.how["sharding"]), fuse=hook.how["fuse"])
-    require_own_data_wanted(hook.step, hook.source)
-    batch = hook.source.look()
-    require_batches(int(batch is not None), name=hook.source.name)
+    require_same_run(hook.batches, batch_sharding(hook.how["sharding"]), fuse=hook.how["fuse"])
+    hook.step.require_data(hook.batches.data, hook.batches.name)
+    batch = hook.batches.first()
+    require_batches(int(batch is not None), name=hook.batches.name)
     if not traces or not hook.how["jit"]:
         return
     shapes = [_tree.shapes(batch)]
     if hook.how["sharding"] is not None:
         # A step may divide batches itself, as with jax.shard_map, and fail at a smaller last one.
-        others = map(_tree.shapes, hook.source.specs())
+        others = map(_tree.shapes, hook.batches.known_shapes())
         shapes += [other for other in others if other != shapes[0]]
     try:
         for shape in shapes:
             with guarded(hook.step):
                 jax.eval_shape(hook.step, jax.eval_shape(hook.step.start, like()), shape)
     except Exception as error:
-        error.add_note(f"This came from evaluating {hook.source.name}, before the first step.")
+        error.add_note(f"This came from evaluating {hook.batches.name}, before the first step.")
         raise
 
 
 def _require_logs(
-    missing: dict[str, str], names: set[str], like: Callable[[], PyTree], step: Any, data: Any
+    missing: dict[str, str],
+    names: set[str],
+    like: Callable[[], PyTree],
+    step: Any,
+    batches: Batches,
 ) -> None:
     """Looks for values among the logs of the step, where its first batch is known."""
-    batch = next(Source(data).specs(), None)
-    if batch is None:
+    shapes = batches.known_shapes()
+    if not shapes:
         return
-    carry = jax.eval_shape(step.start, like()) if isinstance(step, MeteredStep) else like()
+    carry = jax.eval_shape(traits_of(step).started, like())
     with guarded(step):
-        logs = jax.eval_shape(step, carry, _tree.shapes(batch))[1]
+        logs = jax.eval_shape(step, carry, _tree.shapes(shapes[0]))[1]
     found = names | {path for path, _ in _tree.leaves_with_path(logs)}
     for name, argument in missing.items():
         if name not in found:

@@ -1,6 +1,7 @@
 """A progress bar: a line that is drawn anew, in a terminal or in a cell of a notebook."""
 
 import html
+import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -22,6 +23,8 @@ from rich.text import Text
 class Bar:
     """A bar with its values beside it, which wrap between values where they do not fit.
 
+    In a notebook it shows itself in a cell.
+
     Args:
       console: Where it is shown.
       title: In front of it.
@@ -30,14 +33,14 @@ class Bar:
     """
 
     def __init__(self, console: Console, title: str, total: int | None, completed: int) -> None:
-        whole = [Column(no_wrap=True) for _ in range(4)]
+        whole = Column(no_wrap=True)
         self._counts = (
-            MofNCompleteColumn(table_column=whole[2]),
-            TimeRemainingColumn(elapsed_when_finished=True, table_column=whole[3]),
+            MofNCompleteColumn(table_column=whole),
+            TimeRemainingColumn(elapsed_when_finished=True, table_column=whole),
         )
         self._progress = Progress(
-            TextColumn("{task.description}", markup=False, table_column=whole[0]),
-            BarColumn(bar_width=12, table_column=whole[1]),
+            TextColumn("{task.description}", markup=False, table_column=whole),
+            BarColumn(bar_width=12, table_column=whole),
             *self._counts,
             _ValuesColumn(),
             console=console,
@@ -50,7 +53,7 @@ class Bar:
             # have the width of a terminal, which a page cuts off.
             from IPython.display import display
 
-            self._cell = display(self._shown(), display_id=True)
+            self._cell = display(self, display_id=True)
         else:
             self._progress.start()
 
@@ -58,22 +61,30 @@ class Bar:
         """Shows other numbers; `values` are texts such as ``loss 0.5``."""
         self._progress.update(self._task, **fields)
         if self._cell is not None:
-            self._cell.update(self._shown())
-
-    def _shown(self) -> "_Shown":
-        (task,) = self._progress.tasks
-        counts = (column.render(task).plain for column in self._counts)
-        return _Shown([task.description, *counts, *_values(task)], task.completed, task.total)
+            self._cell.update(self)
 
     def stop(self) -> None:
         """Leaves it on the screen as it is."""
         if self._cell is None:
             self._progress.stop()
 
+    def _texts(self) -> list[str]:
+        (task,) = self._progress.tasks
+        counts = (column.render(task).plain for column in self._counts)
+        return [task.description, *counts, *task.fields["values"]]
 
-def _values(task: Task) -> Sequence[str]:
-    values: Sequence[str] = task.fields["values"]
-    return values
+    def __repr__(self) -> str:
+        return "  ".join(self._texts())
+
+    def _repr_html_(self) -> str:
+        (task,) = self._progress.tasks
+        known = "" if task.total is None else f'value="{task.completed}" max="{task.total}"'
+        title, *texts = map(html.escape, self._texts())
+        first = f'{title} <progress {known} style="width:7em"></progress>'
+        # Each text stays in one line; lines break between them.
+        spans = (f'<span style="white-space:nowrap">{text}</span>' for text in (first, *texts))
+        style = "display:flex;flex-wrap:wrap;align-items:center;gap:0 1.2em;font-family:monospace"
+        return f'<div style="{style}">{"".join(spans)}</div>'
 
 
 class _ValuesColumn(ProgressColumn):
@@ -81,7 +92,7 @@ class _ValuesColumn(ProgressColumn):
 
     def render(self, task: Task) -> "_Values":
         """Returns the values of a task."""
-        return _Values(_values(task))
+        return _Values(task.fields["values"])
 
 
 class _Values:
@@ -95,28 +106,8 @@ class _Values:
         return Measurement(longest, len("  ".join(self._texts))).with_maximum(options.max_width)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
-        lines: list[str] = []
-        for text in self._texts:
-            if lines and len(lines[-1]) + 2 + len(text) <= options.max_width:
-                lines[-1] += f"  {text}"
-            else:
-                lines.append(text)
-        yield Text("\n".join(lines), overflow="fold")
-
-
-class _Shown:
-    """What a notebook's cell shows: a title, a bar, and texts, which wrap as wholes."""
-
-    def __init__(self, texts: Sequence[str], completed: float, total: float | None) -> None:
-        self._texts, self._completed, self._total = texts, completed, total
-
-    def __repr__(self) -> str:
-        return "  ".join(self._texts)
-
-    def _repr_html_(self) -> str:
-        known = "" if self._total is None else f'value="{self._completed}" max="{self._total}"'
-        title, *texts = map(html.escape, self._texts)
-        first = f'{title} <progress {known} style="width:7em"></progress>'
-        spans = (f'<span style="white-space:nowrap">{text}</span>' for text in (first, *texts))
-        style = "display:flex;flex-wrap:wrap;align-items:center;gap:0 1.2em;font-family:monospace"
-        return f'<div style="{style}">{"".join(spans)}</div>'
+        # textwrap does not break lines at a no-break space.
+        text = "  ".join(text.replace(" ", "\N{NO-BREAK SPACE}") for text in self._texts)
+        width = max(1, options.max_width)
+        lines = textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
+        yield Text("\n".join(lines).replace("\N{NO-BREAK SPACE}", " "), overflow="fold")

@@ -1,7 +1,7 @@
 """The loop most people want: epochs, evaluation, progress, history."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Generic, Literal, NamedTuple
 
 import jax
@@ -9,20 +9,21 @@ import jax
 from functrain.checkpoint import Checkpointer
 from functrain.common import _repr
 from functrain.common._arguments import advised
-from functrain.common._checks import is_whole, require_flags
-from functrain.common._types import StateT, Step
-from functrain.data._repeated import Repeated
-from functrain.data._sources import Source
+from functrain.common._checks import is_whole, require_flags, require_integer, require_one_of
+from functrain.common._types import StateT, Step, traits_of
+from functrain.data._adapt import as_batches
+from functrain.data._batches import Batches
+from functrain.data._epochs_of_steps import EpochsOfSteps
 from functrain.engine import _placement
 from functrain.engine._plan import FuseArg
-from functrain.engine._position import Position, require_position, require_whole
+from functrain.engine._position import Position, require_position
 from functrain.engine._signals import HeldSignals
 from functrain.hooks._evaluate import Evaluate
 from functrain.hooks._hook import HookLike, HookRunner, triggers
 from functrain.hooks._terminate_on_nan import TerminateOnNaN
-from functrain.loop._events import LogsReady, RunEnd
+from functrain.loop._events import Event, LogsReady
 from functrain.loop._require import require_state, require_training_step
-from functrain.loop._run import Run, run, steps_taken
+from functrain.loop._run import Run, begin_run, steps_taken
 from functrain.loop._saving import Saving
 from functrain.rewrites import Mode
 from functrain.step._metered import MeteredStep
@@ -167,10 +168,9 @@ def fit(
       200 3.0 200
     """
     require_flags(jit=jit, donate=donate)
-    if history not in ("steps", "epochs"):
-        raise ValueError(f"history: expected 'steps' or 'epochs', got {history!r}")
+    require_one_of("history", history, ("steps", "epochs"))
     due = HookRunner(hooks)
-    source, epochs, begin = _counted(data, epochs, steps, eval_every, require_position(start))
+    batches, epochs, begin = _counted(data, epochs, steps, eval_every, require_position(start))
     if (eval_data is None) != (eval_step is None):
         raise ValueError(
             "eval_data and eval_step: expected both or neither. The step comes from "
@@ -178,37 +178,37 @@ def fit(
         )
     require_training_step(step)
     if start is None:
-        source.continue_after(steps_taken(state))
+        batches.continue_after(steps_taken(state))
     how: dict[str, Any] = {"rewrites": rewrites, "sharding": sharding, "jit": jit}
     if eval_step is not None:
-        held_out = Source(eval_data, "eval_data")
-        held_out.require_passes(epochs - begin.epoch)
+        held_out = as_batches(eval_data, "eval_data")
+        held_out.require_epochs(epochs - begin.epoch)
         due.hooks.insert(0, Evaluate(eval_step, held_out, **how))
     traces = jit and not _placement.is_explicit(_placement.batch_sharding(sharding))
-    look_ahead(state, step, data, due.hooks, checkpointer, traces=traces)
+    look_ahead(state, step, batches, due.hooks, checkpointer, traces=traces)
     # A hook of the user's may read logs that are arrays; functrain's own read numbers.
     all_own = all(type(hook).__module__.startswith("functrain.") for hook in due.hooks)
-    is_population = getattr(step, "is_population", False)
+    is_population = traits_of(step).is_population
     recorder = Recorder(
         begin.step, is_population, keeps_steps=history == "steps", warns_of_arrays=all_own
     )
-    saving: Any = None  # run knows it, and does not say so
+    saving: Saving | None = None
     if checkpointer is not None:
         due.resumable()  # refuses two hooks that a checkpoint could not tell apart
         saving = Saving(
-            checkpointer, source, {"history": recorder, "hooks": due, "losses": recorder.losses}
+            checkpointer, batches, {"history": recorder, "hooks": due, "losses": recorder.losses}
         )
-    events = run(
+    events = begin_run(
         state,
         step,
-        source,
+        batches,
         epochs=epochs,
         start=begin,
         fuse=fuse,
         boundaries=triggers(due.hooks),
         donate=donate,
         late_logs=True,
-        checkpointer=saving,
+        saving=saving,
         **how,
     )
     first = events.position
@@ -219,23 +219,21 @@ def fit(
             # A run that saves itself holds back SIGTERM: it saves before that is acted on.
             HeldSignals(terminate="handled" if checkpointer is None else "none") as signals,
             due.running(),
-            ProgressReport(epochs, source.steps, own, first, resumed=events.resumed) as progress,
-            _last_logs_taken(events, recorder, due),
+            ProgressReport(epochs, batches.steps, own, first, resumed=events.resumed) as progress,
         ):
-            for event in events:
-                if isinstance(event, LogsReady):
-                    _take_logs(event, recorder, due)
-                    continue
+
+            def handle(event: Event) -> None:
                 recorder.before(event)
                 due(event)
                 recorder.after(event)
                 progress(event, recorder)
-                if signals.came and not isinstance(event, RunEnd):
-                    # It comes to each of several processes at another step.
-                    if checkpointer is not None and jax.process_count() == 1:
-                        _take_logs(events.unread_logs(), recorder, due)
-                        events.save()
-                    signals.act()
+
+            def handle_logs(event: LogsReady) -> None:
+                recorder.logs(event)
+                due.logs(event)
+
+            for _ in events.handled(handle, handle_logs, signals=signals):
+                pass
     except BaseException as error:
         _attach_result(error, events, recorder, first)
         if checkpointer is not None and (saved := checkpointer.latest()) is not None:
@@ -244,14 +242,14 @@ def fit(
     if not any(isinstance(hook, TerminateOnNaN) for hook in due.hooks):  # it warns by itself
         active = events.state.active if is_population else None
         recorder.losses.warn(
-            by_epochs=steps is None, epochs_before=source.epochs_before, active=active
+            by_epochs=steps is None, epochs_before=batches.epochs_before, active=active
         )
     return FitResult(events.state, recorder.history())
 
 
 def _counted(
     data: Any, epochs: int | None, steps: int | None, eval_every: int | None, start: Position
-) -> tuple[Source, int, Position]:
+) -> tuple[Batches, int, Position]:
     """Returns data, the number of epochs and where they begin, for a fit by steps as well."""
     if steps is None:
         if eval_every is not None:
@@ -260,8 +258,8 @@ def _counted(
                 "epochs evaluates at the end of each; for other steps, functrain.hooks.Evaluate."
             )
         epochs = 1 if epochs is None else epochs
-        require_whole("epochs", epochs)
-        return Source(data), epochs, start
+        require_integer("epochs", epochs)
+        return as_batches(data), epochs, start
     if epochs is not None:
         raise ValueError(
             f"epochs and steps: expected one of them, got {epochs!r} and {steps!r}. Both are "
@@ -273,24 +271,11 @@ def _counted(
             "steps and eval_every: expected a whole number from 1 on, and one that divides it, got "
             f"{steps!r} and {eval_every!r}"
         )
-    return Repeated(data, stretch), steps // stretch, Position.of(start.step, stretch)
-
-
-def _take_logs(event: LogsReady | None, recorder: Recorder, due: HookRunner) -> None:
-    if event is not None:
-        recorder.logs(event)
-        due.logs(event)
-
-
-@contextlib.contextmanager
-def _last_logs_taken(events: Run, recorder: Recorder, due: HookRunner) -> Iterator[None]:
-    """Hands on what the last steps before an error reported, while hooks are still open."""
-    try:
-        yield
-    except BaseException:
-        with contextlib.suppress(Exception):  # of a program that failed there are none
-            _take_logs(events.unread_logs(), recorder, due)
-        raise
+    return (
+        EpochsOfSteps(as_batches(data), stretch),
+        steps // stretch,
+        Position.of(start.step, stretch),
+    )
 
 
 def _attach_result(error: BaseException, events: Run, recorder: Recorder, begin: Position) -> None:

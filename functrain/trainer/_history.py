@@ -1,10 +1,16 @@
 """What a fit reported: every step, every epoch, and a picture."""
 
+import base64
 import dataclasses
+import html
 import os
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
+
+from functrain.common import _values
+from functrain.trainer import _plot
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -40,15 +46,12 @@ class History:
     first_step: int = 0
 
     def __repr__(self) -> str:
-        parts = [
-            f"{kind}: {', '.join(values)}"
-            for kind, values in (
-                (f"{_length(self.steps)} steps", self.steps),
-                (f"{_length(self.epochs)} epochs", self.epochs),
-                ("points", self.points),
-            )
-            if values
-        ]
+        kinds: dict[str, Iterable[str]] = {
+            f"{_length(self.steps)} steps": self.steps,
+            f"{_length(self.epochs)} epochs": self.epochs,
+            "points": self.points,
+        }
+        parts = (f"{kind}: {', '.join(values)}" for kind, values in kinds.items() if values)
         return f"History({'; '.join(parts)})"
 
     @property
@@ -61,9 +64,8 @@ class History:
         )
 
     def _repr_html_(self) -> str:
-        from functrain.trainer._html import page
-
-        return page(self)
+        said = f"<p><code>{html.escape(repr(self))}</code></p>"
+        return f"<div>{said}{_table(self.epochs)}{_curves(self)}</div>"
 
     def plot(self, path: str | os.PathLike[str] | None = None) -> "Figure":
         """Draws the learning curves, one panel for each quantity; needs matplotlib.
@@ -80,9 +82,7 @@ class History:
         Raises:
           ImportError: matplotlib is not installed.
         """
-        from functrain.trainer._plot import draw
-
-        figure = draw(self)
+        figure = _plot.draw(self)
         if path is not None:
             figure.savefig(path, dpi=120)
         return figure
@@ -90,3 +90,36 @@ class History:
 
 def _length(values: dict[str, np.ndarray]) -> int:
     return max(map(len, values.values()), default=0)
+
+
+_FIRST, _LAST = 3, 12  # of more epochs than both, those in between are left out
+
+
+def _table(epochs: dict[str, np.ndarray]) -> str:
+    """Returns the values of epochs as HTML."""
+    count = _length(epochs)
+    if not count:
+        return ""
+    rows = [[str(i + 1), *(_values.shown(x[i]) for x in epochs.values())] for i in range(count)]
+    if count > _FIRST + _LAST:
+        rows[_FIRST:-_LAST] = [["...", *("" for _ in epochs)]]
+    body = "".join(_row("td", cells) for cells in rows)
+    # A wide table scrolls by itself: a page would cut it off.
+    return (
+        '<div style="overflow-x:auto"><table style="white-space:nowrap">'
+        f"{_row('th', ['epoch', *epochs])}{body}</table></div>"
+    )
+
+
+def _row(tag: str, cells: Iterable[str]) -> str:
+    return f"<tr>{''.join(f'<{tag}>{html.escape(cell)}</{tag}>' for cell in cells)}</tr>"
+
+
+def _curves(history: History) -> str:
+    """Returns the curves as HTML, or nothing where matplotlib is not installed."""
+    try:
+        data = base64.b64encode(_plot.png(history.plot(), dpi=80)).decode()
+    except ImportError:
+        return ""
+    style = "max-width:100%;height:auto"
+    return f'<img alt="learning curves" style="{style}" src="data:image/png;base64,{data}">'

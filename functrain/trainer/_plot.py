@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from functrain.common._library import needed
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
@@ -18,21 +20,18 @@ def draw(history: "History") -> "Figure":
 
     Of a population the median is bold, half of the members lie in a band, each is a thin line.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError(
-            "plotting needs matplotlib: pip install matplotlib (history.steps and history.epochs "
-            "hold the numbers as NumPy arrays)"
-        ) from error
+    needed(
+        "matplotlib.figure",
+        "plotting needs matplotlib: pip install matplotlib (history.steps and history.epochs hold "
+        "the numbers as NumPy arrays)",
+    )
+    from matplotlib.figure import Figure
 
     class Curves(Figure):
         """A figure that a notebook shows, whether or not pyplot has been imported."""
 
         def _repr_png_(self) -> bytes:
-            picture = io.BytesIO()
-            self.savefig(picture, format="png", dpi=100)
-            return picture.getvalue()
+            return png(self, dpi=100)
 
     known = {**history.steps, **history.epochs, **history.points}
     names = list(dict.fromkeys(name.removeprefix("val_") for name in known if name != "seconds"))
@@ -45,6 +44,13 @@ def draw(history: "History") -> "Figure":
     for panel in panels[max(1, len(names)) :]:
         panel.remove()
     return figure
+
+
+def png(figure: "Figure", dpi: int) -> bytes:
+    """Returns a figure as a PNG file."""
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png", dpi=dpi)
+    return picture.getvalue()
 
 
 def _curves(panel: Any, history: "History", name: str) -> None:

@@ -7,9 +7,9 @@ from typing import Any, Literal, Self, TypeAlias
 
 from rich.console import Console
 
-from functrain.common import _tree
+from functrain.common._checks import require_one_of
 from functrain.common._types import PyTree
-from functrain.common._values import shown
+from functrain.common._values import shown, to_values
 from functrain.engine._position import Position
 from functrain.loop._events import ChunkEnd, EpochEnd, Event
 from functrain.loop._saving import Resumed
@@ -52,11 +52,10 @@ class ProgressReport:
         self._epochs = epochs
         self._total = steps_per_epoch
         self._bar: Bar | None = None
-        self._metrics: PyTree = {}
         self._compiled = False  # whether that was said
+        self._metrics: PyTree = {}
         self._shown = 0.0
-        self._begin(start.epoch)
-        self._steps = start.batch
+        self._begin(start.epoch, start.batch)
 
     def __enter__(self) -> Self:
         """Says where the run goes on, and shows the bar, where there is one."""
@@ -74,20 +73,20 @@ class ProgressReport:
 
     def __call__(self, event: Event, recorder: Recorder) -> None:
         """Shows where the run is."""
+        self._say_how_long_compiling_took(recorder)
         if isinstance(event, ChunkEnd):
             self._chunk(event, recorder)
         elif isinstance(event, EpochEnd):
-            self._epoch(event, recorder)
+            self._epoch(event)
 
     def _chunk(self, event: ChunkEnd, recorder: Recorder) -> None:
-        self._say_how_long_compiling_took(recorder)
         self._steps += event.steps
         self._seen += event.steps * event.examples
         now = time.perf_counter()
         if self._bar is not None and now - self._shown > REFRESH_SECONDS:
             self._shown = now
             # The metrics asked for at the last refresh are there by now: no waiting.
-            values = {**recorder.latest, **_tree.to_values(self._metrics)}
+            values = {**recorder.latest, **to_values(self._metrics)}
             values.pop(SUM_OF_WEIGHTS, None)
             self._metrics = event.metrics()
             self._bar.update(completed=self._steps, values=self._texts(values))
@@ -99,17 +98,15 @@ class ProgressReport:
             if seconds >= NOTICEABLE_SECONDS:
                 self._print(f"first steps after {seconds:.1f} s, compiling included")
 
-    def _epoch(self, event: EpochEnd, recorder: Recorder) -> None:
+    def _epoch(self, event: EpochEnd) -> None:
         """Leaves the epoch's values on the screen and begins the next."""
-        self._say_how_long_compiling_took(recorder)
+        texts = self._texts(event.values)
         if self._bar is not None:
-            texts = self._texts(event.values)
             self._bar.update(total=self._steps, completed=self._steps, values=texts)
             self._bar.stop()
             self._bar = None
         elif self._style == "lines":
-            texts = [self._title, f"{self._steps} steps", *self._texts(event.values)]
-            self._print("  ".join(texts))
+            self._print("  ".join([self._title, f"{self._steps} steps", *texts]))
         self._begin(event.epoch + 1)
         if self._style == "bar" and event.epoch + 1 < self._epochs and not event.stopped:
             self._show()
@@ -117,9 +114,9 @@ class ProgressReport:
     def _print(self, line: str) -> None:
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
-    def _begin(self, epoch: int) -> None:
+    def _begin(self, epoch: int, steps: int = 0) -> None:
         self._title = f"epoch {epoch + 1}/{self._epochs}"
-        self._steps = self._seen = 0
+        self._steps, self._seen = steps, 0  # steps taken, and examples of them in this process
         self._metrics = {}
         self._began = self._shown = time.perf_counter()
 
@@ -132,9 +129,7 @@ class ProgressReport:
 
 
 def _style(verbose: Verbose, console: Console) -> str:
-    styles = {0: "none", 1: "bar", 2: "lines", "bar": "bar", "lines": "lines"}
+    require_one_of("verbose", verbose, ("auto", "bar", "lines", 0, 1, 2))
     if verbose == "auto":
         return "bar" if console.is_terminal or console.is_jupyter else "lines"
-    if verbose not in styles:
-        raise ValueError(f"verbose: expected 'auto', 'bar', 'lines', 0, 1 or 2, got {verbose!r}")
-    return styles[verbose]
+    return verbose if isinstance(verbose, str) else ("none", "bar", "lines")[verbose]

@@ -9,7 +9,7 @@ import numpy as np
 
 from functrain.common import _tree
 from functrain.common._types import PyTree
-from functrain.common._values import is_value, on_host
+from functrain.common._values import is_value, on_host, to_values
 from functrain.engine import _rows
 from functrain.loop._events import ChunkEnd, EpochEnd, Event, LogsReady
 from functrain.loop._finite import LossWatch
@@ -50,8 +50,8 @@ class Recorder:
         self._steps: dict[str, _Column] = {}
         self._steps_begin = first_step  # steps taken before the first one that is kept
         self._has_logs = False
-        self._epochs: list[tuple[int, dict[str, Any]]] = []
-        self._points: dict[str, list[tuple[int, Any]]] = {}
+        self._epochs: list[dict[str, Any]] = []  # of each its last step, and its values
+        self._points: dict[str, dict[str, list[Any]]] = {}  # of each name steps, and values
         self._examples = _Column(np.zeros(0))  # of each step of this epoch
         self._began = self._epoch_began = time.perf_counter()
         self.first_steps_seconds = self._saved_first_steps_seconds = float("nan")
@@ -69,9 +69,7 @@ class Recorder:
                 "does not have as jnp.nan."
             )
         for name, values in sorted(event.logs.items(), key=_rank):
-            if name not in self._steps:
-                self._steps[name] = _Column(values[:0])
-            self._steps[name].extend(values)
+            self._steps.setdefault(name, _Column(values[:0])).extend(values)
             self.latest[name] = on_host(values[-1])
         self.losses.logs(event)
         self._examples.extend(np.full(event.steps, event.examples, np.float64))
@@ -83,7 +81,7 @@ class Recorder:
             self._warns_of_arrays = False  # once a run
             _warn_of_arrays(event.rows, self._of_members)
         if isinstance(event, EpochEnd):
-            event.values |= self._end_epoch(_tree.to_values(event.metrics()))
+            event.values |= self._end_epoch(to_values(event.metrics()))
             if not self._keeps_steps:
                 self._steps_begin = event.step
                 self._steps = {n: _Column(x.values()[:0]) for n, x in self._steps.items()}
@@ -99,26 +97,27 @@ class Recorder:
         if isinstance(event, EpochEnd):
             now = time.perf_counter()
             values = {**event.values, "seconds": now - self._epoch_began}
-            self._epochs.append((event.step, values))
+            self._epochs.append({"step": event.step, "values": values})
             self._epoch_began = now
         elif self._keeps_steps:
             for name, value in event.values.items():
-                self._points.setdefault(name, []).append((event.step, value))
+                points = self._points.setdefault(name, {"steps": [], "values": []})
+                points["steps"].append(event.step)
+                points["values"].append(value)
 
     def state(self) -> dict[str, Any]:
         """Returns everything so far, and the steps of the current epoch, to be saved."""
-        now = time.perf_counter()
         return {
             "first_step": self._first_step,
             "steps_begin": self._steps_begin,
             "steps": {name: column.values().copy() for name, column in self._steps.items()},
-            "epochs": [{"step": step, "values": values} for step, values in self._epochs],
+            "epochs": self._epochs.copy(),
             "points": {
-                name: {"steps": [s for s, _ in pairs], "values": [v for _, v in pairs]}
-                for name, pairs in self._points.items()
+                name: {"steps": points["steps"].copy(), "values": points["values"].copy()}
+                for name, points in self._points.items()
             },
             "examples": self._examples.values().copy(),
-            "epoch_seconds": now - self._epoch_began,
+            "epoch_seconds": time.perf_counter() - self._epoch_began,
             "first_steps_seconds": self._first_steps_seconds(),
             "has_logs": self._has_logs,
         }
@@ -126,21 +125,16 @@ class Recorder:
     def restore(self, state: dict[str, Any]) -> None:
         """Restores what `state` returned: the history continues from there."""
         self._first_step = state["first_step"]
-        # Checkpoints of functrain 0.2 have neither of these two: they kept all steps.
-        self._steps_begin = state.get("steps_begin", self._first_step)
-        self._has_logs = state.get("has_logs", bool(state["steps"]))
+        self._steps_begin = state["steps_begin"]
+        self._has_logs = state["has_logs"]
         left_out = 0
         if not self._keeps_steps:  # those before the current epoch, which may have been saved
             saved = max(map(len, state["steps"].values()), default=0)
             left_out = saved - len(state["examples"])
             self._steps_begin += left_out
         self._steps = {name: _Column(values[left_out:]) for name, values in state["steps"].items()}
-        self._epochs = [(epoch["step"], epoch["values"]) for epoch in state["epochs"]]
-        self._points = {
-            name: list(zip(points["steps"], points["values"], strict=True))
-            for name, points in state["points"].items()
-            if self._keeps_steps
-        }
+        self._epochs = state["epochs"]
+        self._points = state["points"] if self._keeps_steps else {}
         self._examples = _Column(state["examples"])
         self._epoch_began = time.perf_counter() - state["epoch_seconds"]
         self._saved_first_steps_seconds = state["first_steps_seconds"]
@@ -150,18 +144,18 @@ class Recorder:
     def history(self, last_step: int | None = None) -> History:
         """Returns everything so far, or up to a step."""
         last = np.inf if last_step is None else last_step
-        epochs = [values for step, values in self._epochs if step <= last]
+        epochs = [epoch["values"] for epoch in self._epochs if epoch["step"] <= last]
         points = {}
-        for name, pairs in self._points.items():
-            if there := [(step, value) for step, value in pairs if step <= last]:
-                steps, values = zip(*there, strict=True)
-                points[name] = np.array(steps), _stacked(values)
+        for name, kept in self._points.items():
+            steps = [step for step in kept["steps"] if step <= last]
+            if steps:
+                points[name] = np.array(steps), _stacked(kept["values"][: len(steps)])
         names = dict.fromkeys(name for values in epochs for name in values)
-        kept = None if last_step is None else max(0, last_step - self._steps_begin)
+        count = None if last_step is None else max(0, last_step - self._steps_begin)
         columns = self._steps if self._keeps_steps else {}
         nan = float("nan")
         return History(
-            steps={name: column.values()[:kept].copy() for name, column in columns.items()},
+            steps={name: column.values()[:count].copy() for name, column in columns.items()},
             epochs={n: _stacked([values.get(n, nan) for values in epochs]) for n in names},
             points=points,
             first_steps_seconds=self._first_steps_seconds(),
@@ -174,34 +168,32 @@ class Recorder:
         return self._saved_first_steps_seconds if np.isnan(own) else own
 
     def _end_epoch(self, metrics: dict[str, Any]) -> dict[str, Any]:
-        examples, means = self._examples.values(), dict(metrics)
-        weights = self._weights(examples)
-        for name, column in self._steps.items() if len(examples) else ():
-            if name == SUM_OF_WEIGHTS:  # a weight of means, and no mean itself
-                continue
-            values = column.values()[-len(examples) :].astype(np.float64)
-            last = name.split("/")[-1] in _AT_THE_END
-            means[name] = on_host(values[-1] if last else _mean(values, weights))
+        """Returns the values of an epoch: its metrics, and the means of what its steps reported."""
+        examples, values = self._examples.values(), dict(metrics)
         self._examples = _Column(np.zeros(0))
-        return dict(sorted(means.items(), key=_rank))
+        if len(examples):
+            rows = {name: x.values()[-len(examples) :] for name, x in self._steps.items()}
+            weights = _weights(examples, rows.pop(SUM_OF_WEIGHTS, None), rows.get(_SKIPPED))
+            for name, x in rows.items():
+                is_last = name.split("/")[-1] in _AT_THE_END
+                values[name] = on_host(x[-1] if is_last else _mean(x.astype(np.float64), weights))
+        return dict(sorted(values.items(), key=_rank))
 
-    def _weights(self, examples: np.ndarray) -> np.ndarray:
-        """Returns what each step counts in means, `[steps]` or `[steps, members]`.
 
-        That is its sum of weights where the loss is divided by one, else its number of examples,
-        and nothing where it was skipped, unless all were.
-        """
-        taken: np.ndarray = np.ones(len(examples))
-        if SUM_OF_WEIGHTS in self._steps and len(examples):
-            sums = self._steps[SUM_OF_WEIGHTS].values()[-len(examples) :]
-            examples = np.where(np.isnan(sums), 1.0, sums)  # NaN: a member that was stopped
-        if _SKIPPED in self._steps and len(examples):
-            taken = 1.0 - (self._steps[_SKIPPED].values()[-len(examples) :] > 0)
-            taken = np.where(taken.any(0), taken, 1)
-        axes = max(taken.ndim, examples.ndim)
-        taken, examples = (x.reshape(*x.shape, *(1,) * (axes - x.ndim)) for x in (taken, examples))
-        weights = taken * examples
-        return np.where(weights.any(0), weights, np.broadcast_to(taken, weights.shape))
+def _weights(
+    examples: np.ndarray, sums: np.ndarray | None, skipped: np.ndarray | None
+) -> np.ndarray:
+    """Returns what each step counts in means, `[steps]` or `[steps, members]`.
+
+    That is its sum of weights where the loss is divided by one, else its number of examples, and
+    nothing where it was skipped, unless all were.
+    """
+    # NaN: a member that was stopped.
+    counts = examples if sums is None else np.where(np.isnan(sums), 1.0, sums)
+    taken = np.ones(len(examples)) if skipped is None else 1.0 - (skipped > 0)
+    taken = np.where(taken.any(0), taken, 1.0)
+    weights = taken.T * counts.T  # transposed, [steps] and [members, steps] broadcast
+    return np.where(weights.any(-1, keepdims=True), weights, taken.T).T
 
 
 def _mean(values: np.ndarray, weights: np.ndarray) -> Any:
@@ -215,18 +207,17 @@ def _mean(values: np.ndarray, weights: np.ndarray) -> Any:
 
 def _warn_of_arrays(rows: PyTree, of_members: bool) -> None:
     """Warns of logs that are arrays, but for keys."""
-    leaves = [(path, x) for path, x in _tree.leaves_with_path(rows) if not _tree.is_key(x)]
     arrays = [
         f"{path!r} of shape {list(x.shape[1 + of_members :])}"
-        for path, x in leaves
-        if not _rows.is_number(x, of_members)
+        for path, x in _tree.leaves_with_path(rows)
+        if not (_tree.is_key(x) or _rows.is_number(x, of_members))
     ]
     if arrays:
         warnings.warn(
             f"logs: expected one number a step{' and member' * of_members}, got "
             f"{', '.join(arrays)}. The history and the loggers leave it out. Reduce it in the "
             "step, as by jnp.mean, or read it in a hook of your own: event.logs.",
-            stacklevel=5,  # the line that called fit
+            stacklevel=7,  # the line that called fit
         )
 
 

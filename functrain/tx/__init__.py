@@ -1,8 +1,7 @@
 """Transformations of optax's kind, and what they remember, in words that steps understand.
 
 Files:
-  _skip: updates that are not finite are skipped
-  _loss_scale: losses scaled for float16
+  _guards: updates that are not finite are skipped; losses scaled for float16
   _params_ema: an average of the params
   _groups: another transformation for other params
   _extra_args: which keywords an update is given
@@ -10,10 +9,10 @@ Files:
 """
 
 from functrain.tx._groups import groups as groups
+from functrain.tx._guards import loss_scale as loss_scale
+from functrain.tx._guards import skip_non_finite as skip_non_finite
 from functrain.tx._logs import log_norm as log_norm
 from functrain.tx._logs import logged as logged
-from functrain.tx._loss_scale import loss_scale as loss_scale
 from functrain.tx._params_ema import ema_params as ema_params
 from functrain.tx._params_ema import params_ema as params_ema
 from functrain.tx._params_ema import with_ema as with_ema
-from functrain.tx._skip import skip_non_finite as skip_non_finite

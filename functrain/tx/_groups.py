@@ -8,6 +8,7 @@ import jax
 import optax
 
 from functrain.common import _patterns, _tree
+from functrain.common._checks import refuse_listed
 from functrain.common._types import PyTree
 
 
@@ -71,19 +72,14 @@ def _first(patterns: Mapping[str, Any], path: str) -> str:
 
 
 def _check(patterns: Mapping[str, Any], paths: list[str]) -> None:
-    without = [path for path in paths if not _patterns.any_matches(patterns, path)]
-    if without:
-        raise ValueError(
-            f"groups: expected a pattern for every param, got none for\n{_tree.bullets(without)}\n"
-            'Add a last group "**" for the rest.'
-        )
-    own = {_first(patterns, path) for path in paths}
+    without = [f"{p}: no pattern" for p in paths if not _patterns.any_matches(patterns, p)]
+    advice = 'Add a last group "**" for the rest.'
+    refuse_listed("groups", without, "a pattern for every param", advice)
+    used = {_first(patterns, path) for path in paths}
     for pattern in patterns:
-        if pattern not in own:
-            means = any(_patterns.matches(pattern, path) for path in paths)
-            why = (
-                "all that it means are taken by earlier patterns: put it before them"
-                if means
-                else f"it means none. Near it: {', '.join(_patterns.nearest(pattern, paths))}"
+        _patterns.require_match("groups", pattern, paths)
+        if pattern not in used:
+            raise ValueError(
+                f"groups: expected params for the pattern {pattern!r}, but all that it means are "
+                "taken by earlier patterns: put it before them"
             )
-            raise ValueError(f"groups: expected params for the pattern {pattern!r}, but {why}")

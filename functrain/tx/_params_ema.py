@@ -1,13 +1,14 @@
 """An average of the params, kept by the optimizer."""
 
-from typing import Any, NamedTuple, Protocol, Self, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from functrain.common import _tree
-from functrain.common._types import PyTree
+from functrain.common._checks import require
+from functrain.common._types import PyTree, StateT
 
 
 class ParamsEmaState(NamedTuple):
@@ -54,21 +55,21 @@ def params_ema(decay: float, *, debias: bool = False) -> optax.GradientTransform
       >>> print(state.params["w"], ema_params(state)["w"])
       [-1. -1.] [-0.5 -0.5]
     """
-    if not 0 <= decay < 1:
-        raise ValueError(f"decay: expected a number from 0 up to 1, exclusive, got {decay!r}")
+    require(0 <= decay < 1, "decay", "a number from 0 up to 1, exclusive", decay)
 
     def init(params: PyTree) -> ParamsEmaState:
         if debias:
-            return ParamsEmaState(optax.tree.zeros_like(_wide(params)), jnp.zeros(()))
-        return ParamsEmaState(_wide(params), None)
+            zeros = optax.tree.zeros_like(jax.tree.map(_tree.wide, params))
+            return ParamsEmaState(zeros, jnp.zeros(()))
+        return ParamsEmaState(jax.tree.map(_tree.wide, params), None)
 
     def update(
         updates: PyTree, state: ParamsEmaState, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, ParamsEmaState]:
-        if params is None:
-            raise ValueError("params_ema: expected params, as in tx.update(grads, state, params)")
-        new = _wide(jax.tree.map(_rounded, optax.apply_updates(params, updates)))
-        ema = jax.tree.map(lambda old, x: decay * old + (1 - decay) * x, state.ema, new)
+        expected = "params, as in tx.update(grads, state, params)"
+        require(params is not None, "params_ema", expected, params)
+        new = jax.tree.map(_rounded, optax.apply_updates(params, updates))
+        ema = jax.tree.map(lambda old, x: decay * old + (1 - decay) * _tree.wide(x), state.ema, new)
         weight = None if state.weight is None else decay * state.weight + (1 - decay)
         return updates, ParamsEmaState(ema, weight)
 
@@ -83,29 +84,7 @@ def _rounded(x: jax.Array) -> jax.Array:
     return jax.lax.reduce_precision(x, kind.nexp, kind.nmant)
 
 
-def _wide(params: PyTree) -> PyTree:
-    return jax.tree.map(lambda x: jnp.asarray(x, jnp.promote_types(x.dtype, jnp.float32)), params)
-
-
-class Trained(Protocol):
-    """What has `params` and an `opt_state`, such as a TrainState."""
-
-    @property
-    def params(self) -> PyTree:
-        """What is trained."""
-
-    @property
-    def opt_state(self) -> PyTree:
-        """What the optimizer remembers."""
-
-    def replace(self, **parts: Any) -> Self:
-        """Returns it with other parts."""
-
-
-TrainedT = TypeVar("TrainedT", bound=Trained)
-
-
-def ema_params(state: Trained) -> PyTree:
+def ema_params(state: Any) -> PyTree:
     """Returns the averaged params of a state whose optimizer has `params_ema` in it.
 
     Args:
@@ -144,7 +123,7 @@ def ema_params(state: Trained) -> PyTree:
     return jax.tree.map(value, ema, state.params)
 
 
-def with_ema(state: TrainedT) -> TrainedT:
+def with_ema(state: StateT) -> StateT:
     """Returns the state with its averaged params for params: to evaluate, predict, save, export.
 
     ``ft.eval_step(loss_fn, of=ft.with_ema)`` evaluates with them in `fit`, too;
@@ -163,4 +142,6 @@ def with_ema(state: TrainedT) -> TrainedT:
       >>> print(with_ema(state.apply_gradients({"w": jnp.ones(2)}, tx)).params["w"])
       [-0.25 -0.25]
     """
-    return state.replace(params=ema_params(state))
+    whole: Any = state
+    with_average: StateT = whole.replace(params=ema_params(state))
+    return with_average

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from functrain import TrainState
-from functrain.checkpoint import CheckpointMismatchError, load, save
+from functrain.checkpoint import CheckpointMismatchError, _storage, load, save
 
 TX = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2))
 
@@ -178,14 +178,12 @@ def test_overwrite_spares_what_is_no_checkpoint(tmp_path):
 
 
 def test_a_failed_overwrite_leaves_the_old_checkpoint(tmp_path, monkeypatch):
-    from orbax.checkpoint import v1 as ocp
-
     def full_disk(*args, **kwargs):
         raise OSError("no space left on device")
 
     save(tmp_path / "c", {"x": jnp.ones(1)})
     with monkeypatch.context() as patch:
-        patch.setattr(ocp, "save", full_disk)
+        patch.setattr(_storage, "_write_arrays", full_disk)
         with pytest.raises(OSError, match="no space"):
             save(tmp_path / "c", {"x": jnp.zeros(1)}, overwrite=True)
     assert load(tmp_path / "c", like={"x": jnp.zeros(1)})["x"] == 1
@@ -230,5 +228,3 @@ def test_a_donated_leaf_is_named(tmp_path):
 def test_two_leaves_of_one_path_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"a/b: expected one leaf of this path"):
         save(tmp_path / "c", {"a/b": jnp.ones(1), "a": {"b": jnp.ones(1)}})
-    with pytest.raises(ValueError, match=r"a/: expected one leaf of this path"):
-        save(tmp_path / "c", {"a": jnp.ones(1), "a/": jnp.ones(1)})

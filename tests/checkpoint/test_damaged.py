@@ -1,13 +1,11 @@
 """Damaged bytes never come back as weights: the original does, an older step, or an error."""
 
 import contextlib
-import json
 import os
 import pathlib
 import random
 import shutil
 import warnings
-import zlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,7 +18,6 @@ import pytest
 
 import functrain as ft
 from functrain.checkpoint import CheckpointCorruptError
-from functrain.checkpoint._store import verify
 from tests.conftest import digest
 
 
@@ -52,7 +49,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> ft.Checkpointer:
 def files_of(checkpoints: ft.Checkpointer, step: int) -> list[pathlib.Path]:
     folder = pathlib.Path(checkpoints.directory, f"{step:012d}")
     found = sorted(path for path in folder.rglob("*") if path.is_file())
-    assert len(found) > 10
+    assert len(found) == 2
     return found
 
 
@@ -102,7 +99,7 @@ def require_never_wrong(checkpoints: ft.Checkpointer, path: pathlib.Path) -> boo
     return step == 1
 
 
-@pytest.mark.parametrize("flips", [1, pytest.param(60, marks=pytest.mark.long)])
+@pytest.mark.parametrize("flips", [4, pytest.param(60, marks=pytest.mark.long)])
 def test_no_damage_to_any_file_brings_a_wrong_byte(saved: ft.Checkpointer, flips: int) -> None:
     met = 0
     for path in files_of(saved, 2):
@@ -111,7 +108,7 @@ def test_no_damage_to_any_file_brings_a_wrong_byte(saved: ft.Checkpointer, flips
             if damage != content:
                 with damaged(path, damage):
                     met += require_never_wrong(saved, path)
-    assert met > 20
+    assert met > 8
     assert saved.verify() == {}
 
 
@@ -128,24 +125,13 @@ def test_every_bit_of_what_a_checkpoint_says_of_itself_counts(saved: ft.Checkpoi
         assert "digest" in saved.verify(2)[2]
 
 
-def test_a_checkpoint_without_digests_of_files_is_loaded_and_verified(tmp_path) -> None:
-    ft.save(tmp_path / "c", LIKE)
-    path = tmp_path / "c" / "checkpoint.json"
-    body = json.loads(path.read_text())["checkpoint"]
-    del body["files"]  # as 0.2 wrote it
-    text = json.dumps(body, sort_keys=True, ensure_ascii=False)
-    path.write_text(f'{{"checkpoint": {text}, "crc32": "{zlib.crc32(text.encode()):08x}"}}')
-    verify(str(tmp_path / "c"))
-    assert digest(ft.load(tmp_path / "c", LIKE)) == digest(LIKE)
-
-
 def test_a_checkpoint_that_lost_its_arrays_is_passed_over_as_damaged(tmp_path) -> None:
     with ft.Checkpointer(tmp_path, keep=None) as checkpoints:
         for step in (1, 2):
             checkpoints.save(state_of(step), step)
-    shutil.rmtree(tmp_path / f"{2:012d}" / "arrays")
+    (tmp_path / f"{2:012d}" / "arrays-0.safetensors").unlink()
     assert list(checkpoints.verify()) == [2]
-    with pytest.raises(ft.CheckpointCorruptError, match="arrays"):
+    with pytest.raises(ft.CheckpointCorruptError, match="No such file"):
         ft.load(tmp_path / f"{2:012d}", state_of(2))
     with pytest.warns(UserWarning, match="damaged"):
         assert checkpoints.restore(state_of(2)).position.step == 1
@@ -199,5 +185,5 @@ def test_a_fit_goes_on_from_the_last_whole_checkpoint_and_comes_to_the_same(tmp_
         assert ft.Checkpointer(folder).steps() == [3, 6, 9]
         for step, wrong in ft.Checkpointer(folder).verify().items():  # that has every leaf
             assert step == 6
-            assert "these files are not" in wrong
-            assert "these leaves" not in wrong
+            assert "  arrays-0.safetensors: " in wrong
+            assert wrong.count("other bytes") == 1

@@ -8,6 +8,7 @@ import jax
 import pytest
 
 import functrain as ft
+from tests import fork_server
 
 PROGRAM = """
 import sys, warnings, jax, jax.numpy as jnp, optax, functrain as ft
@@ -57,7 +58,7 @@ print(digest(state))
 
 def begin(directory: object, devices: int) -> subprocess.Popen[str]:
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    return subprocess.Popen(
+    return fork_server.Popen(
         [sys.executable, "-c", PROGRAM, str(directory), str(devices)],
         env=environment,
         stdout=subprocess.PIPE,

@@ -15,13 +15,8 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import functrain as ft
+from tests import fork_server
 from tests.conftest import digest
-
-# Orbax leaves coroutines of its own behind where it is interrupted.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-    pytest.mark.usefixtures("complaints_come_here"),
-]
 
 START = """
 import sys, os, numpy as np, functrain as ft
@@ -49,7 +44,7 @@ QUICK = ("the script ends", "an error")
 )
 def test_a_save_under_way_when_the_interpreter_ends_is_finished(tmp_path, name) -> None:
     end, code, says = ENDS[name]
-    done = subprocess.run(
+    done = fork_server.run(
         [sys.executable, "-c", START + end, tmp_path], capture_output=True, text=True, check=False
     )
     assert done.returncode == code
@@ -66,7 +61,7 @@ def test_one_that_fails_then_is_not_lost_in_silence(tmp_path) -> None:
             "np.full(3_000_000, n)", "np.random.standard_normal(100_000)"
         )
     )
-    done = subprocess.run(
+    done = fork_server.run(
         [sys.executable, "-c", program, tmp_path], capture_output=True, text=True, check=False
     )
     assert "functrain: a checkpoint could not be written" in done.stderr
@@ -85,7 +80,7 @@ def test_ctrl_c_while_waiting_for_a_save_loses_neither_it_nor_the_one_before(tmp
     )
     for delay in (0.0, 0.02, 0.1):
         folder = tmp_path / str(delay)
-        with subprocess.Popen(
+        with fork_server.Popen(
             [
                 sys.executable,
                 "-c",

@@ -59,13 +59,13 @@ def test_the_newest_and_the_best_are_kept_in_this_life_and_the_next(
 
 def test_a_value_that_only_equals_the_best_or_is_nan_is_no_improvement(tmp_path) -> None:
     checkpoints = ft.Checkpointer(tmp_path, best="loss")
-    assert not checkpoints.series.is_improved({"loss": NAN})
-    assert checkpoints.series.is_improved({"loss": 2.0})
+    assert not checkpoints._is_improved({"loss": NAN})
+    assert checkpoints._is_improved({"loss": 2.0})
     checkpoints.save(LIKE, 1, values={"loss": 2.0})
-    assert not checkpoints.series.is_improved({"loss": 2.0})
-    assert not checkpoints.series.is_improved({"loss": NAN})
-    assert not checkpoints.series.is_improved({"other": 0.0})
-    assert checkpoints.series.is_improved({"loss": 1.0})
+    assert not checkpoints._is_improved({"loss": 2.0})
+    assert not checkpoints._is_improved({"loss": NAN})
+    assert not checkpoints._is_improved({"other": 0.0})
+    assert checkpoints._is_improved({"loss": 1.0})
     checkpoints.close()
 
 

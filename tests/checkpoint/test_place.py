@@ -10,7 +10,7 @@ import pytest
 
 import functrain as ft
 from functrain import load, save
-from functrain.checkpoint import _place
+from functrain.checkpoint import _storage
 
 
 def value(path):
@@ -38,8 +38,8 @@ def kill_at(monkeypatch, moment):
         return act
 
     names = types.SimpleNamespace(**{**vars(os), "rename": mortal(os.rename)})
-    monkeypatch.setattr(_place, "os", names)
-    monkeypatch.setattr(_place, "shutil", types.SimpleNamespace(rmtree=mortal(shutil.rmtree)))
+    monkeypatch.setattr(_storage, "os", names)
+    monkeypatch.setattr(_storage, "shutil", types.SimpleNamespace(rmtree=mortal(shutil.rmtree)))
 
 
 def find_value(path):
@@ -76,15 +76,13 @@ def test_the_kept_checkpoint_is_loaded_with_a_warning_that_says_so(tmp_path) -> 
 def test_saving_again_does_not_delete_the_only_checkpoint_before_another_is_whole(
     tmp_path, monkeypatch
 ) -> None:
-    from orbax.checkpoint import v1 as ocp
-
     def full_disk(*args, **kwargs):
         raise OSError("no space left on device")
 
     put(tmp_path / "c", 1)
     os.rename(tmp_path / "c", tmp_path / "c.functrain-old")
     with monkeypatch.context() as patch:
-        patch.setattr(ocp, "save", full_disk)
+        patch.setattr(_storage, "_write_arrays", full_disk)
         with pytest.raises(OSError, match="no space"):
             put(tmp_path / "c", 2, overwrite=True)
     assert value(tmp_path / "c") == 1
@@ -128,10 +126,10 @@ def test_a_run_goes_on_or_begins_without_a_look_at_what_is_there(tmp_path) -> No
 
 @pytest.mark.parametrize(("path", "error"), [("", ValueError), (None, TypeError), (3, TypeError)])
 def test_a_path_is_a_text_or_a_path_and_not_empty(path, error) -> None:
-    with pytest.raises(error, match=f"directory: expected a path, .* got {path!r}"):
+    with pytest.raises(error, match=f"directory: expected a path.* got {path!r}"):
         ft.Checkpointer(path)
     for call in (lambda: ft.save(path, {}), lambda: ft.load(path, {})):
-        with pytest.raises(error, match=f"path: expected a path, .* got {path!r}"):
+        with pytest.raises(error, match=f"path: expected a path.* got {path!r}"):
             call()
 
 
@@ -144,8 +142,8 @@ def test_a_directory_that_cannot_be_made_is_named_before_the_first_step(tmp_path
         return state, {}
 
     checkpointer = ft.Checkpointer(tmp_path / "file" / "run")
-    with pytest.raises(NotADirectoryError, match=r"directory: expected .* got .*/run: Not a dir"):
+    with pytest.raises(NotADirectoryError, match=r"Not a directory: .*/run"):
         ft.fit(jnp.zeros(()), step, [jnp.ones(2)], checkpointer=checkpointer, verbose=0)
     assert not taken
-    with pytest.raises(NotADirectoryError, match="path: expected a directory that can be made"):
+    with pytest.raises(NotADirectoryError, match=r"Not a directory: .*/run"):
         ft.save(tmp_path / "file" / "run" / "state", jnp.zeros(()))

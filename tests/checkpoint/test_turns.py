@@ -1,10 +1,8 @@
-"""Saves and loads of one process, in any number of threads and hooks, do not meet in Orbax."""
+"""Saves and loads of one process, in any number of threads and hooks, do not disturb each other."""
 
-import os
+import contextlib
 import pathlib
-import signal
 import threading
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -15,8 +13,7 @@ import optax
 import pytest
 
 import functrain as ft
-from functrain.checkpoint import _background
-from functrain.checkpoint._arrays import turn_to_save
+from functrain.checkpoint import _checkpointer
 from tests.conftest import digest
 
 TX = optax.sgd(0.1)
@@ -105,48 +102,24 @@ def test_threads_that_save_load_and_verify_do_not_meet(tmp_path: pathlib.Path) -
     assert in_threads(save, save, checkpoint, load) == [None] * 4
 
 
-def test_loading_waits_for_no_save(tmp_path: pathlib.Path) -> None:
-    state = {"w": jnp.arange(6.0)}
-    ft.save(tmp_path / "one", state)
-    with turn_to_save():
-        assert digest(ft.load(tmp_path / "one", state)) == digest(state)
+def test_threads_that_save_with_one_checkpointer_take_turns(tmp_path: pathlib.Path) -> None:
+    with ft.Checkpointer(tmp_path, keep=None) as checkpoints:
 
+        def save() -> None:
+            for step in range(12):
+                with contextlib.suppress(ValueError):  # another thread has saved a later step
+                    checkpoints.save({"w": np.full(300_000, step)}, step, wait=step % 2 == 0)
 
-def test_ctrl_c_while_waiting_for_another_save_is_heard(tmp_path: pathlib.Path) -> None:
-    with turn_to_save():
-        main = threading.main_thread().ident
-        threading.Timer(0.5, signal.pthread_kill, [main, signal.SIGINT]).start()
-        with pytest.raises(KeyboardInterrupt):
-            ft.save(tmp_path / "one", {"w": jnp.ones(2)})
-    ft.save(tmp_path / "two", {"w": jnp.ones(2)})  # after the first, which is finished all the same
-    assert (tmp_path / "one").exists()
-
-
-def test_a_turn_that_nobody_ends_ends_with_its_owner() -> None:
-    turn = turn_to_save()
-    turn.__enter__()
-    del turn
-    with turn_to_save():
-        pass
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
-def test_a_child_of_a_process_that_saves_has_its_own_turn() -> None:
-    with turn_to_save(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the child only takes a lock
-        child = os.fork()
-        if not child:
-            signal.alarm(20)
-            with turn_to_save():
-                os._exit(0)
-    assert os.waitpid(child, 0)[1] == 0
+        assert in_threads(save, save, save) == [None] * 3
+    assert checkpoints.verify() == {}
+    assert checkpoints.latest() == 11
 
 
 def test_a_thread_that_cannot_begin_is_an_error_and_not_waited_for(monkeypatch) -> None:
     def no_more_threads(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    background = _background.Background()
+    background = _checkpointer._Writer()
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", no_more_threads)
         with pytest.raises(RuntimeError, match="can't start new thread"):

@@ -16,7 +16,7 @@ import pytest
 import safetensors.numpy
 
 import functrain as ft
-from functrain.checkpoint._files import opened
+from functrain.checkpoint._warm_start import opened
 
 
 def write_safetensors(path, arrays):

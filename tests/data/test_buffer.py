@@ -5,9 +5,9 @@ import pytest
 
 import functrain as ft
 from functrain.data import _buffer
-from functrain.data._sources import Source
-from functrain.data._stacks import fill
-from functrain.engine._chunks import chunked
+from functrain.data._adapt import as_batches
+from functrain.data._stack import fill
+from functrain.engine._chunks import chunks
 from functrain.engine._plan import Plan
 
 
@@ -33,8 +33,9 @@ def test_copies_gathers_and_stacks_are_what_numpy_makes() -> None:
 @pytest.mark.parametrize("as_loader", [True, False])
 def test_chunks_reach_a_cpu_device_without_a_copy(as_loader, shuffle) -> None:
     loader = ft.ArrayLoader(np.ones((50, 33), np.float32), 7, shuffle=shuffle)
-    source = Source(loader if as_loader else list(loader.epoch(0)))
-    for chunk in chunked(source.begin(0), Plan(3), lambda _: None):
+    batches = as_batches(loader if as_loader else list(loader.epoch(0)))
+    batches.begin(0)
+    for chunk in chunks(batches, Plan(3)):
         if chunk.k == 3:
             pointer = jax.device_put(chunk.batches).unsafe_buffer_pointer()
             assert pointer == chunk.batches.ctypes.data

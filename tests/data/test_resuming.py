@@ -288,7 +288,7 @@ def test_numbers_that_no_state_holds_are_named(tmp_path: pathlib.Path) -> None:
                 yield batch + random.normal(size=batch.shape).astype(np.float32)
 
     checkpointer = left_at(tmp_path, Noisy(), 3)
-    with pytest.warns(UserWarning, match="gives other numbers each time.* not to the bit"):
+    with pytest.warns(UserWarning, match="gives other numbers each time.* not bit for bit"):
         assert int(trained(Noisy(), checkpointer).state["n"]) == 8
 
 

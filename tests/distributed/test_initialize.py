@@ -8,12 +8,14 @@ import sys
 
 import pytest
 
+from tests import fork_server
+
 ROOT = pathlib.Path(__file__).parents[2]
 
 
 def initialize(own: object, count: object, address: str) -> subprocess.CompletedProcess[str]:
     known = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": str(count)}
-    return subprocess.run(
+    return fork_server.run(
         [
             sys.executable,
             "-c",

@@ -1,5 +1,6 @@
-import subprocess
 import sys
+
+from tests import fork_server
 
 PROGRAM = """
 import sys, functrain as ft, jax, jax.numpy as jnp
@@ -16,7 +17,7 @@ print(len(hits))
 def test_a_second_process_takes_its_programs_from_the_cache(tmp_path) -> None:
     hits = [
         int(
-            subprocess.run(
+            fork_server.run(
                 [sys.executable, "-c", PROGRAM, tmp_path / "cache"],
                 check=True,
                 capture_output=True,

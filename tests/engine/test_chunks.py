@@ -5,30 +5,25 @@ import numpy as np
 import pytest
 
 import functrain as ft
-from functrain.data._sources import Source
-from functrain.engine._chunks import chunked
+from functrain.data._adapt import as_batches
+from functrain.engine._chunks import chunks
 from functrain.engine._plan import Plan
 from functrain.engine._trigger import steps_until_due
 
 
 class Feed:
-    """Passes over data in chunks, with one plan for all of them."""
+    """Epochs of data in chunks, with one plan for all of them."""
 
-    def __init__(self, data: Any, fuse: Any, boundaries: Any = (), **how: Any) -> None:
-        self.source, self.boundaries, self.how = Source(data), boundaries, how
-        self.plan = Plan(
-            fuse,
-            stretches=lambda: [self.source.full_steps],
-            state_bytes=how.pop("state_bytes", 0),
-        )
+    def __init__(self, data: Any, fuse: Any, boundaries: Any = (), state_bytes: int = 0) -> None:
+        self.batches, self.boundaries = as_batches(data), boundaries
+        self.plan = Plan(fuse, stretches=lambda: [self.batches.full_steps], state_bytes=state_bytes)
 
     def epoch(self, epoch: int = 0, step: int = 0, start: int = 0) -> Any:
         def until(batch: int) -> int | None:
             return steps_until_due(self.boundaries, step + batch)
 
-        batches = self.source.begin(epoch, start)
-        where = f"epoch {epoch}"
-        return chunked(batches, self.plan, until, where=where, start=start, **self.how)
+        self.batches.begin(epoch, start)
+        return chunks(self.batches, self.plan, until, start=start)
 
 
 def sizes(feed: Feed, *at: int) -> list[tuple[int, int]]:
@@ -109,11 +104,6 @@ def test_a_batch_unlike_the_first_is_refused_with_its_place(odd, message) -> Non
         sizes(feed)
 
 
-def test_where_they_may_go_alone_all_batches_are_taken() -> None:
-    feed = Feed(batches(4, 4, 3, 4, 4, 5), 2, ragged="alone")
-    assert sizes(feed) == [(2, 4), (1, 3), (2, 4), (1, 5)]
-
-
 def test_a_batch_unlike_the_first_epochs_is_refused() -> None:
     class Drifting:
         def __init__(self):
@@ -159,17 +149,17 @@ def test_a_loader_makes_each_batch_once() -> None:
 @pytest.mark.parametrize("data", [np.zeros(4), (np.zeros(4), np.zeros(4)), {"x": np.zeros(4)}, 3])
 def test_bare_arrays_are_refused_with_the_way_to_batch_them(data) -> None:
     with pytest.raises(TypeError, match=r"functrain\.ArrayLoader\(\(x, y\), batch_size\)"):
-        Source(data)
+        as_batches(data)
 
 
 def test_a_list_of_numbers_is_refused_at_once() -> None:
     with pytest.raises(TypeError, match="expected a list of batches, got one of floats"):
-        Source([0.5] * 1_000_000)
+        as_batches([0.5] * 1_000_000)
 
 
 def test_an_empty_list_is_refused_at_once() -> None:
     with pytest.raises(ValueError, match="at least one batch, got an empty list"):
-        Source([])
+        as_batches([])
 
 
 @pytest.mark.parametrize("leaf", [np.array(["a", "b"]), np.array([{}, {}]), "text"])
@@ -187,14 +177,14 @@ def test_a_fuse_below_one_is_refused(fuse) -> None:
 
 def test_more_steps_than_memory_has_room_for_are_capped_by_the_epoch() -> None:
     plan = Plan(10**12, stretches=lambda: [None, 7, 9])
-    plan.settle(8, np.zeros((8, 3), np.float32))
+    plan.settle(np.zeros((8, 3), np.float32))
     assert plan.k == 7
 
 
 def test_more_steps_than_memory_has_room_for_are_refused_with_what_fits() -> None:
     plan = Plan(10**12)
     with pytest.raises(ValueError, match=r"fuse: expected at most [\d,]+ steps, whose batches of"):
-        plan.settle(8, np.zeros((8, 3), np.float32))
+        plan.settle(np.zeros((8, 3), np.float32))
 
 
 def test_a_fit_of_a_billion_steps_a_program_takes_those_there_are() -> None:

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 import functrain as ft
-from functrain.data._sources import Source
-from functrain.engine import _driver
-from functrain.engine._chunks import chunked
+from functrain.data._adapt import as_batches
+from functrain.engine import _chunks, _driver
 from functrain.engine._driver import RUN_AHEAD, Driver
 from functrain.engine._plan import Plan
 
@@ -18,7 +17,9 @@ X = np.arange(64, dtype=np.float32)
 
 
 def chunks(k: int = 2, batch: int = 2) -> Any:
-    return chunked(Source(ft.ArrayLoader(X, batch)).begin(0), Plan(k), lambda _: None)
+    batches = as_batches(ft.ArrayLoader(X, batch))
+    batches.begin(0)
+    return _chunks.chunks(batches, Plan(k))
 
 
 def silent(state: Any, batch: Any) -> Any:
@@ -106,8 +107,9 @@ def test_large_outputs_make_for_shorter_programs() -> None:
 
     def seen(fuse: Any) -> int:
         data = ft.ArrayLoader(X, 4)
-        found = chunked(Source(data).begin(0), plan := Plan(fuse, row_bytes=rows), lambda _: None)
-        next(found)
+        batches, plan = as_batches(data), Plan(fuse, row_bytes=rows)
+        batches.begin(0)
+        next(_chunks.chunks(batches, plan))
         return plan.k
 
     def rows(batch: Any) -> int:

@@ -78,6 +78,8 @@ def test_a_csv_of_steps_does_not_wait_for_the_device_and_has_its_row_when_the_lo
     at_two = ft.Position(step=2)
     log(ft.ChunkEnd(position=at_two, state=(), values={"v": 1.0}, steps=2, examples=1, rows=rows))
     assert not (tmp_path / "log.csv").exists()
-    log.logs(ft.LogsReady(position=at_two, steps=2, examples=1, logs={}))
+    log.logs(
+        ft.LogsReady(position=at_two, steps=2, examples=1, logs={"loss": np.array([0.5, 0.25])})
+    )
     assert (tmp_path / "log.csv").read_text().splitlines()[1:] == ["0,2,0.25,1.0"]
     log.close()

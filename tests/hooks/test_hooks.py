@@ -7,10 +7,7 @@ import optax
 import pytest
 
 import functrain as ft
-from functrain.data._repeated import Repeated
 from functrain.hooks._hook import HookRunner
-from functrain.hooks._text_file import TextFile
-from functrain.trainer._recorder import Recorder
 
 from ..conftest import digest
 
@@ -331,51 +328,6 @@ def test_hooks_resume_with_their_own_state_in_any_order(tmp_path) -> None:
     assert (again.best, again.best_step) == (1.0, 564)
     assert (other.best, other.best_step) == (most.best, most.best_step)
     assert (c.events, d.events) == (3, 13)
-
-
-def without(state, *names):
-    """Returns a `state` method whose documents lack some names."""
-
-    def as_before(*args, **kwargs):
-        return {name: x for name, x in state(*args, **kwargs).items() if name not in names}
-
-    return as_before
-
-
-def by_class_names(due):
-    return {type(hook).__name__: hook.state() for hook in due.resumable().values()}
-
-
-def test_a_run_that_functrain_0_2_saved_is_resumed(monkeypatch, tmp_path, recwarn) -> None:
-    def train(folder, *hooks):
-        log, events = ft.hooks.CSVLogger(folder / "log.csv"), ft.hooks.TensorBoard(folder)
-        stopping = ft.hooks.EarlyStopping("loss", patience=99)
-        checkpointer = ft.Checkpointer(folder / "run", every=ft.every(steps=5))
-        how = {"steps": 12, "eval_every": 4, "checkpointer": checkpointer, "verbose": 0}
-        batches = [LOADER.batch(0, i) for i in range(6)]
-        hooks = log, events, stopping, *hooks
-        return *ft.fit(start(), STEP, batches, hooks=hooks, **how), stopping
-
-    @ft.at(7)
-    def cut(event):
-        raise KeyError
-
-    expected, whole, watching = train(tmp_path / "whole")
-    with monkeypatch.context() as before:
-        before.setattr(HookRunner, "state", by_class_names)
-        before.setattr(Recorder, "state", without(Recorder.state, "steps_begin", "has_logs"))
-        before.setattr(Repeated, "state", without(Repeated.state, "steps_before"))
-        before.setattr(ft.hooks.CSVLogger, "state", TextFile.state)
-        before.setattr(ft.hooks.TensorBoard, "state", lambda hook: {})
-        with pytest.raises(KeyError):
-            train(tmp_path / "cut", cut)
-    state, history, again = train(tmp_path / "cut")
-    assert not [x for x in recwarn if "hooks" in str(x.message)]  # none begins afresh
-    assert digest(state) == digest(expected)
-    assert history.steps["loss"].tolist() == whole.steps["loss"].tolist()
-    assert (again.best, again.best_step) == (watching.best, watching.best_step)
-    logs = [(tmp_path / name / "log.csv").read_text() for name in ("cut", "whole")]
-    assert logs[0] == logs[1]
 
 
 def test_a_state_is_not_given_to_a_hook_that_watches_another_value(tmp_path) -> None:

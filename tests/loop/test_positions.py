@@ -104,7 +104,7 @@ def test_a_start_that_makes_no_sense_is_refused(start, error, message) -> None:
 @pytest.mark.parametrize("part", ["step", "epoch", "batch"])
 @pytest.mark.parametrize("value", [-1, 1.5, True, None, np.float32(2)])
 def test_the_parts_of_a_position_are_whole_numbers_from_0_on(part, value) -> None:
-    with pytest.raises(ValueError, match=f"Position: expected a whole number from 0 on as {part}"):
+    with pytest.raises(ValueError, match=f"Position: {part}: expected a whole number from 0 on"):
         ft.Position(**{part: value})
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import functrain as ft
+from tests import fork_server
 
 PROGRAM = """
 import collections, json, sys, jax, jax.numpy as jnp, numpy as np, functrain as ft
@@ -75,7 +76,7 @@ def run_both(other: str) -> list[str]:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     both = [
-        subprocess.Popen(
+        fork_server.Popen(
             [sys.executable, "-c", PROGRAM, str(rank), port, other],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -15,6 +15,7 @@ import pytest
 
 import functrain as ft
 from functrain.internal import HeldSignals
+from tests import fork_server
 from tests.conftest import digest
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -95,7 +96,7 @@ def main(way: str, folder: str, seconds: float) -> None:
 def begun(way: str, folder: pathlib.Path, seconds: float) -> subprocess.Popen[str]:
     """Begins a training in a process of its own, and waits until it is under way."""
     code = f"from tests.loop.test_sigterm import main; main({way!r}, {str(folder)!r}, {seconds})"
-    child = subprocess.Popen(
+    child = fork_server.Popen(
         [sys.executable, "-c", code],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -166,11 +166,9 @@ def test_wrong_patterns_and_states_are_refused_in_words() -> None:
     with pytest.raises(ValueError, match=r"got 'bodi/\*\*', which means none. Near it: body/\*\*"):
         ft.freeze(model, "bodi/**").init(jax.random.key(0), X)
     params, model_state = model.init(jax.random.key(0), X)
-    with pytest.raises(
-        ValueError, match=r"expected \{'frozen': \.\.\., 'model': \.\.\.\}, as the init of"
-    ):
+    with pytest.raises(ValueError, match=r"expected \{'frozen': \.\.\., 'model': \.\.\.\}, got"):
         ft.freeze(model, "body/**").apply(params, model_state, X)
-    with pytest.raises(ValueError, match="as the init of the frozen model"):
+    with pytest.raises(ValueError, match=r"model_state: expected .*that freeze"):
         ft.unfreeze(create(model))
 
 
@@ -194,9 +192,12 @@ def test_mixed_precision_is_flaxs_own() -> None:
 
 
 @pytest.mark.parametrize(
-    "whole", [ft.from_linen(Net()), ft.from_nnx(NnxNet(jnp.bfloat16))], ids=["linen", "nnx"]
+    "make",
+    [lambda: ft.from_linen(Net()), lambda: ft.from_nnx(NnxNet(jnp.bfloat16))],
+    ids=["linen", "nnx"],
 )
-def test_products_are_computed_in_half_precision_and_statistics_kept_in_float32(whole) -> None:
+def test_products_are_computed_in_half_precision_and_statistics_kept_in_float32(make) -> None:
+    whole = make()
     model = ft.cast(whole)
     state = create(model)
     text = str(jax.make_jaxpr(update_of(model))(state, (X, Y)))

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from functrain.rewrites import explain
+from functrain.inspect import explain
 from functrain.rewrites.attention_gradient import LEAST, attention_gradient
 
 from . import cases

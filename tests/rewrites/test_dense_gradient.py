@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from jax import lax
 
-from functrain.rewrites import explain, optimize
+from functrain.inspect import explain
+from functrain.rewrites import optimize
 from functrain.rewrites._frame import equations
 from functrain.rewrites.dense_gradient import LEAST_ROWS, NARROW, dense_gradient
 

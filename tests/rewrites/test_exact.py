@@ -10,7 +10,8 @@ import pytest
 from jax import lax
 
 from functrain.engine._loop import repeat
-from functrain.rewrites import explain, optimize
+from functrain.inspect import explain
+from functrain.rewrites import optimize
 
 from ..conftest import digest
 from .cases import normal

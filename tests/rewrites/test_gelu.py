@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from jax import lax
 
-from functrain.rewrites import explain, optimize
+from functrain.inspect import explain
+from functrain.rewrites import optimize
 from functrain.rewrites._frame import equations
 from functrain.rewrites.gelu import LEAST, gelu
 

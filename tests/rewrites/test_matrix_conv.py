@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from functrain.rewrites import explain, optimize
+from functrain.inspect import explain
+from functrain.rewrites import optimize
 from functrain.rewrites.dot_conv import dot_conv
 from functrain.rewrites.patch_conv import patch_conv
 from functrain.rewrites.trimmed_conv import trimmed_conv

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
 
-from functrain.rewrites import explain, optimize
+from functrain.inspect import explain
+from functrain.rewrites import optimize
 from functrain.rewrites._frame import equations
 from functrain.rewrites.max_pool import max_pool, max_pool_apart
 from functrain.rewrites.max_pool_gradient import MOST_TAPS, max_pool_gradient

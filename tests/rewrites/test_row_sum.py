@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
 
-from functrain.rewrites import explain, optimize
+from functrain.inspect import explain
+from functrain.rewrites import optimize
 from functrain.rewrites._frame import equations
 from functrain.rewrites.row_sum import LEAST, LEAST_LENGTH, MOST_WEIGHTED, row_sum
 

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from jax import lax
 
 import functrain as ft
-from functrain.rewrites import explain, optimize
+from functrain.inspect import explain
+from functrain.rewrites import optimize
 from functrain.rewrites.shared_batch import LEAST_SIDE, shared_batch
 
 from . import cases

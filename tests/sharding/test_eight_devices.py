@@ -3,12 +3,13 @@
 import json
 import os
 import pathlib
-import subprocess
 import sys
 from typing import Any
 
 import numpy as np
 import pytest
+
+from tests import fork_server
 
 ROOT = pathlib.Path(__file__).parents[2]
 FORMS = ["data", "fsdp", "tensor", "data x tensor", "fsdp x tensor", "fsdp over both"]
@@ -17,7 +18,7 @@ ALL = [f"{name}:{form}" for name in ("mlp", "convnet", "transformer", "keras") f
 
 
 def run(program: str, *arguments: str) -> list[Any]:
-    done = subprocess.run(
+    done = fork_server.run(
         [sys.executable, str(ROOT / "tests" / "sharding" / program), *arguments],
         capture_output=True,
         text=True,

@@ -202,11 +202,11 @@ def test_the_parts_of_a_loss_are_means_over_examples_in_evaluation() -> None:
 
 def test_names_of_logs_that_are_taken_or_missing_are_refused() -> None:
     with pytest.raises(
-        ValueError, match=r"other than 'loss' and those of the metrics, got \['loss'"
+        ValueError, match=r"other than those of the loss and the metrics, got \['loss'"
     ):
         ft.eval_step(loss_fn, logs=["loss"])
     step = ft.eval_step(loss_fn, logs=["kl"])
-    with pytest.raises(ValueError, match=r"that the loss logs, \['scale'\], got \['kl'\]"):
+    with pytest.raises(ValueError, match=r"names among \['scale'\], got \['kl'\]"):
         step(step.start(make_state(optax.sgd(0.1))), (X, Y))
 
 
@@ -267,9 +267,9 @@ def test_bare_and_metered_states_are_told_apart() -> None:
 
 def test_names_that_the_loop_uses_are_refused_for_metrics() -> None:
     metrics = {"loss": ft.metrics.accuracy()}
-    with pytest.raises(ValueError, match=r"names other than \['loss'\]"):
+    with pytest.raises(ValueError, match=r"names other than .* loop, got \['loss'\]"):
         ft.train_step(loss_fn, optax.sgd(0.1), metrics=metrics)
-    with pytest.raises(ValueError, match=r"names other than \['loss'\]"):
+    with pytest.raises(ValueError, match=r"names other than .* loop, got \['loss'\]"):
         ft.eval_step(loss_fn, metrics=metrics)
 
 

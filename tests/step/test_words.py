@@ -31,7 +31,7 @@ MAE = {"mae": ft.metrics.mean_absolute_error()}
 
 def test_a_log_named_like_a_metric_is_refused() -> None:
     step = ft.train_step(logging(mae=1.0), TX, metrics=MAE)
-    with pytest.raises(ValueError, match=r"logs: expected names other.*\['mae'\].*Rename the log"):
+    with pytest.raises(ValueError, match=r"logs: expected .* metrics, got \['mae'\]"):
         ft.fit(start(), step, LOADER, verbose=0)
 
 
@@ -39,14 +39,14 @@ def test_a_log_named_like_a_metric_is_refused() -> None:
 @pytest.mark.parametrize("metrics", [None, MAE])
 def test_a_log_named_as_the_loops_own_is_refused(name, metrics) -> None:
     step = ft.train_step(logging(**{name: 1.0}), TX, metrics=metrics)
-    with pytest.raises(ValueError, match=rf"logs: expected names other than \['{name}'\]"):
+    with pytest.raises(ValueError, match=rf"logs: expected names .* loop, got \['{name}'\]"):
         ft.fit(start(), step, LOADER, verbose=0)
 
 
 def test_a_log_of_the_rate_is_refused_where_the_step_logs_it() -> None:
     schedule = optax.constant_schedule(0.1)
     twice = ft.train_step(logging(learning_rate=1.0), TX, learning_rate=schedule)
-    with pytest.raises(ValueError, match="logs: expected names other than 'learning_rate'"):
+    with pytest.raises(ValueError, match=r"logs: expected names other .*got \['learning_rate'\]"):
         jax.eval_shape(twice, start(), (X, X))
     once = ft.train_step(logging(learning_rate=0.5), TX)
     assert once(start(), (X, X))[1]["learning_rate"] == 0.5

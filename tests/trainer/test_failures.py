@@ -1,7 +1,6 @@
 """A program that fails says why, and what was trained before it is not lost."""
 
 import collections
-import subprocess
 import sys
 from typing import Any
 
@@ -12,6 +11,7 @@ import pytest
 
 import functrain as ft
 from functrain.engine import _driver
+from tests import fork_server
 
 X = np.arange(40, dtype=np.float32)
 LOADER = ft.ArrayLoader(X, 2)
@@ -105,7 +105,8 @@ def test_a_fused_program_that_fails_says_why() -> None:
 
 def test_a_forked_child_is_told_before_it_hangs() -> None:
     program = """
-import os, sys, jax.numpy as jnp, numpy as np, functrain as ft
+import os, sys, warnings, jax.numpy as jnp, numpy as np, functrain as ft
+warnings.simplefilter("ignore")
 fit = lambda: ft.fit(jnp.zeros(()), lambda s, x: (s + x.sum(), {}), [np.ones(2)], verbose=0)
 fit()
 if (child := os.fork()) == 0:
@@ -116,8 +117,8 @@ if (child := os.fork()) == 0:
     os._exit(2)
 print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, timeout=60
+    done = fork_server.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
     )
     assert done.stdout.strip() == "7", done.stderr
 

@@ -43,8 +43,8 @@ def test_groups_train_under_guards_averages_and_multi_steps() -> None:
 @pytest.mark.parametrize(
     ("patterns", "message"),
     [
-        (["**/bias"], r"expected a pattern for every param, got none for\n  encoder/kernel"),
-        (["**/biass", "**"], r"'\*\*/biass', but it means none. Near it: .*bias"),
+        (["**/bias"], r"expected a pattern for every param, got\n  encoder/kernel: no pattern"),
+        (["**/biass", "**"], r"'\*\*/biass', which means none. Near it: .*bias"),
         (["**", "**/bias"], "taken by earlier patterns: put it before them"),
     ],
 )

@@ -13,7 +13,7 @@ import optax.contrib
 import pytest
 from keras import layers
 
-from bridge.optim._labels import paths
+from bridge.model._names import variable_paths
 from tests.bridge.optax_cases import ALL, QUICK, X, Y, by_hand, fitted, make_model, same
 
 # Their step size comes of one sum over all params, whose last bit is the compiler's.
@@ -129,12 +129,12 @@ class TestPaths:
         for kind in ("sequential", "sequential_built_by_a_call", "functional"):
             for _ in range(2):
                 model, _ = builders[kind]()
-                keys = set(paths(model.trainable_variables))
+                keys = set(variable_paths(model.trainable_variables))
                 state = bridge.create_state(model, optax.sgd(0.1))
                 expected = jax.tree_util.tree_leaves_with_path(state.params)
                 assert keys == {tuple(entry.key for entry in path) for path, _ in expected}
 
     def test_they_are_unique_and_the_same_in_every_instance_of_every_model(self, build):
-        first, second = (paths(build()[0].trainable_variables) for _ in range(2))
+        first, second = (variable_paths(build()[0].trainable_variables) for _ in range(2))
         assert first == second
         assert len(set(first)) == len(first)

@@ -168,7 +168,9 @@ class TestErrors:
 
     def test_saving_a_ready_made_transformation(self, tmp_path):
         model = fitted(bridge.OptaxOptimizer(optax.adam(1e-2)))
-        with pytest.raises(ValueError, match=r"a file can name.*OptaxOptimizer\(optax.adam, "):
+        with pytest.raises(
+            ValueError, match=r"cannot be written to a file.*OptaxOptimizer\(optax.adam, "
+        ):
             model.save(tmp_path / "model.keras")
         model.save_weights(tmp_path / "model.weights.h5")
 
@@ -177,7 +179,9 @@ class TestErrors:
         with pytest.raises(ValueError, match="'learning_rate'"):
             ours.get_config()
         nested = bridge.OptaxOptimizer(C.mechanize, base_optimizer=SGD)
-        with pytest.raises(ValueError, match="'base_optimizer' is an optax transformation"):
+        with pytest.raises(
+            ValueError, match=r"'base_optimizer': a GradientTransformation.* cannot be written"
+        ):
             nested.get_config()
 
     def test_arguments_with_a_ready_made_transformation(self):

@@ -62,7 +62,7 @@ def test_every_step_has_kerass_slots_to_the_bit_and_its_params_within_two_roundi
 
 def flat(name: str, state: Any, params: Any) -> list[Any]:
     wrapped = Wrapped(CASES[name](), None)
-    return wrapped.variables(wrapped.built_for(params), state)
+    return wrapped.values(wrapped.built_for(params), state)
 
 
 def same(a: Any, b: Any) -> bool:

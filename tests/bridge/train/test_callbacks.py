@@ -1,15 +1,12 @@
-"""Who among callbacks is called for batches, and with which logs."""
+"""Who among callbacks is called for batches."""
 
 import bridge  # isort: skip  # before keras: it chooses the backend
 
 from typing import Any
 
-import keras
-import numpy as np
-import pytest
 from keras.callbacks import Callback, CallbackList, LambdaCallback, ModelCheckpoint
 
-from bridge.train._callbacks import BatchCallbacks, as_floats
+from bridge.train._callbacks import BatchCallbacks
 from tests.bridge.fitting import fresh
 
 del bridge
@@ -61,22 +58,3 @@ def test_a_callback_is_the_users_wherever_its_class_says_it_lies() -> None:
 
     Lying.on_batch_end.__module__ = Lying.__module__ = "keras.src.callbacks.callback_test"
     assert not fusible(Lying())
-
-
-LOGS = [
-    {"b": np.float32(2), "a": {"d": keras.ops.ones(()), "c": 1}, "e": "text"},
-    {"rows": keras.ops.ones((2, 2)), "none": None, "flag": np.True_},
-    {},
-    None,
-]
-
-
-@pytest.mark.parametrize("logs", LOGS)
-def test_logs_are_flat_and_of_floats_as_keras_makes_them(logs: Any) -> None:
-    from keras.src.utils.python_utils import pythonify_logs
-
-    ours, theirs = as_floats(logs), pythonify_logs(logs)
-    assert list(ours) == list(theirs)
-    for one, other in zip(ours.values(), theirs.values(), strict=True):
-        assert type(one) is type(other)
-        np.testing.assert_array_equal(one, other)

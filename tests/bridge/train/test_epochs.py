@@ -7,7 +7,7 @@ from typing import Any
 import keras
 import pytest
 
-from bridge.train._runs import Evaluation
+from bridge.train._hook import Evaluation
 
 del bridge
 

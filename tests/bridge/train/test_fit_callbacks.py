@@ -188,3 +188,87 @@ def test_a_stop_before_the_first_batch_leaves_as_many_steps_as_keras_takes(
     fit(ours, callbacks=[Stop()])
     assert_same(ours, theirs)
     assert int(ours.optimizer.iterations.value) == steps_per_execution
+
+
+def slower(model: keras.Model) -> keras.callbacks.Callback:
+    """Sets the rate of a model that it refers to by itself, when an epoch begins."""
+    rate = model.optimizer.learning_rate
+
+    def begin(epoch: int, logs: Any) -> None:
+        rate.assign(0.01 / (epoch + 1))
+
+    return keras.callbacks.LambdaCallback(on_epoch_begin=begin)
+
+
+def halved(model: keras.Model) -> keras.callbacks.Callback:
+    kernel = model.layers[0].kernel
+    return keras.callbacks.LambdaCallback(
+        on_epoch_begin=lambda epoch, logs: kernel.assign(0.5 * kernel.value)
+    )
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+@pytest.mark.parametrize("callback", [slower, halved])
+def test_edits_at_the_beginning_of_an_epoch_are_those_of_keras(
+    callback: Any, evaluates: bool
+) -> None:
+    ours, theirs = fresh(), fresh()
+    kwargs = {"validation_data": (X[:40], Y[:40])} if evaluates else {}
+    fit(theirs, keras.Model.fit, callbacks=[callback(theirs)], epochs=3, **kwargs)
+    fit(ours, callbacks=[callback(ours)], epochs=3, **kwargs)
+    assert_same(ours, theirs)
+
+
+def test_a_stop_can_be_taken_back_at_the_end_of_the_epoch() -> None:
+    class Short(keras.callbacks.Callback):
+        """Ends every epoch after its fourth batch."""
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            self.model.stop_training = batch == 3
+
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            self.model.stop_training = False
+
+    ours, theirs = fresh(), fresh()
+    fit(theirs, keras.Model.fit, callbacks=[Short()])
+    fit(ours, callbacks=[Short()])
+    assert_same(ours, theirs)
+    assert int(ours.optimizer.iterations.value) == 8
+
+
+@pytest.mark.filterwarnings("ignore:Your input ran out of data")
+def test_an_epoch_without_batches_reports_what_the_one_before_did() -> None:
+    histories = []
+    for way in (bridge.fit, keras.Model.fit):
+        batches = ((X[8 * i :][:8], Y[8 * i :][:8]) for i in range(4))
+        kwargs = {"steps_per_epoch": 4, "epochs": 2, "verbose": 0, "shuffle": False}
+        exact = {"rewrites": "exact"} if way is bridge.fit else {}
+        histories.append(way(fresh(), batches, **kwargs, **exact).history)
+    assert histories[0] == histories[1]
+    assert len(histories[0]["loss"]) == 2
+
+
+def test_no_epochs_call_callbacks_as_keras_does() -> None:
+    ours, theirs = Recorder(), Recorder()
+    one, other = (fresh(optimizer=keras.optimizers.SGD(use_ema=True)) for _ in range(2))
+    fit(other, keras.Model.fit, callbacks=[theirs], epochs=0)
+    history = fit(one, callbacks=[ours], epochs=0)
+    assert ours.calls == theirs.calls
+    assert history.history == {}
+    assert_same(one, other)
+
+
+def test_a_step_that_failed_before_a_fit_does_not_hide_what_a_callback_sets() -> None:
+    def doubles(model: keras.Model) -> keras.callbacks.Callback:
+        def begin(logs: Any) -> None:
+            model.set_weights([2 * x for x in model.get_weights()])
+
+        return keras.callbacks.LambdaCallback(on_train_begin=begin)
+
+    ours, theirs = fresh(), fresh()
+    for model, way in ((ours, bridge.fit), (theirs, keras.Model.fit)):
+        fit(model, way)
+        with pytest.raises(Exception, match=r"shape|dimension|axis"):
+            model.train_on_batch(X[:8, :3], Y[:8])
+        fit(model, way, callbacks=[doubles(model)])
+    assert_same(ours, theirs)

@@ -49,9 +49,10 @@ def test_a_fuse_that_is_no_number_of_steps(method: str, fuse: Any) -> None:
         getattr(bridge, method)(compiled(), X, fuse=fuse)
 
 
-def test_hooks_of_functrain() -> None:
+@pytest.mark.parametrize("hook", [ft.hooks.EarlyStopping("val_loss"), ft.hooks.CSVLogger("x.csv")])
+def test_hooks_of_functrain(hook: Any) -> None:
     with pytest.raises(TypeError, match=r"callbacks: expected those of Keras.*fit\(hooks=\)"):
-        fit(fresh(), callbacks=[ft.hooks.EarlyStopping("val_loss")])
+        fit(fresh(), callbacks=[hook])
 
 
 def test_unknown_rewrites() -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import optax
 import pytest
 
-from bridge.train import _loop
+from bridge.train import _model_values, _runs
 from functrain.engine import _driver
 from tests.bridge.fitting import X, Y, assert_same, fit, fresh, values
 
@@ -108,7 +108,7 @@ def test_a_program_that_fails_on_the_device_leaves_the_model_as_the_epoch_found_
 
 def test_of_a_model_too_large_to_copy_the_error_says_what_is_lost(monkeypatch) -> None:
     monkeypatch.setattr(_driver, "SPARE_BYTES", 0)
-    monkeypatch.setattr(_loop, "SPARE_BYTES", 0)
+    monkeypatch.setattr(_model_values, "SPARE_BYTES", 0)
     trained, theirs = fresh(), fresh()
     fit(trained, epochs=2, fuse=4)
     fit(theirs, keras.Model.fit, epochs=2)
@@ -121,8 +121,8 @@ def test_of_a_model_too_large_to_copy_the_error_says_what_is_lost(monkeypatch) -
 
 def test_k_minds_the_slots_of_the_optimizer(monkeypatch) -> None:
     seen = []
-    plan = _loop.Plan
-    monkeypatch.setattr(_loop, "Plan", lambda *a, **how: seen.append(how) or plan(*a, **how))
+    plan = _runs.Plan
+    monkeypatch.setattr(_runs, "Plan", lambda *a, **how: seen.append(how) or plan(*a, **how))
     model = fresh()
     fit(model, epochs=1)
     held = [*model.variables, *model.optimizer.variables, *model.metrics_variables]

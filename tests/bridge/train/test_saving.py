@@ -175,6 +175,32 @@ def test_saved_at_the_ends_of_epochs_it_repeats_the_rest_of_one(tmp_path) -> Non
     assert found.history == history.history
 
 
+class Steps(keras.callbacks.Callback):
+    """Notes how many steps a model has taken when an epoch begins."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[int] = []
+
+    def set_model(self, model: keras.Model) -> None:
+        super().set_model(model)
+        self.trained = model  # which no attribute of Keras's brings up to date
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.seen.append(int(self.trained.optimizer.iterations.value))
+
+
+@pytest.mark.parametrize(
+    ("every", "seen"), [(ft.every(epochs=1), [9, 18, 27]), (ft.every(steps=4), [12, 18, 27])]
+)
+def test_callbacks_see_the_restored_model_when_an_epoch_begins(every, seen, tmp_path) -> None:
+    steps, checkpoints = Steps(), ft.Checkpointer(tmp_path, every=every)
+    with pytest.raises(Interrupted):
+        fit(dense, plain, checkpointer=checkpoints, callbacks=[Interrupt(14)])
+    fit(dense, plain, checkpointer=ft.Checkpointer(tmp_path, every=every), callbacks=[steps])
+    assert steps.seen == seen
+
+
 def test_a_fit_that_is_over_says_so_and_gives_its_model_and_history_back(tmp_path, capsys) -> None:
     checkpoints = ft.Checkpointer(tmp_path)
     model, history = fit(dense, stopping, checkpointer=checkpoints)
@@ -267,7 +293,7 @@ def test_ctrl_c_in_an_evaluation_saves_what_training_had(
 
     model, history = fit(dense, two_epochs, keras.Model.fit)
     if is_large:
-        monkeypatch.setattr("bridge.train._loop.SPARE_BYTES", 0)
+        monkeypatch.setattr("bridge.train._model_values.SPARE_BYTES", 0)
     checkpoints = ft.Checkpointer(tmp_path, every=ft.every(steps=1000))
     with pytest.raises(KeyboardInterrupt):
         fit(dense, two_epochs, checkpointer=checkpoints, callbacks=[Signalled(method)])
@@ -346,38 +372,6 @@ def test_callbacks_resume_with_their_own_memory_in_any_order(tmp_path) -> None:
     callbacks = [other, again, Remembered()]
     fit(dense, lambda: {"epochs": 3}, checkpointer=ft.Checkpointer(tmp_path), callbacks=callbacks)
     assert memory[2] == (first.best, second.best)
-
-
-def by_class(callbacks: Any, *_: Any, **__: Any) -> dict[str, Any]:
-    """Names callbacks as functrain 0.2 did."""
-    return {type(callback).__name__: callback for callback in callbacks}
-
-
-@pytest.mark.filterwarnings("error:callbacks")
-def test_callbacks_resume_from_a_checkpoint_that_names_only_their_classes(
-    tmp_path, monkeypatch
-) -> None:
-    def linear() -> keras.Model:
-        model = keras.Sequential([keras.Input((6,)), layers.Dense(1)])
-        model.compile("sgd", "mse")
-        return model
-
-    def stopping_after(epochs: int) -> keras.callbacks.EarlyStopping:
-        stopping = keras.callbacks.EarlyStopping("loss", patience=9, min_delta=1e6)  # best: epoch 0
-        fit(
-            linear,
-            lambda: {"epochs": epochs},
-            checkpointer=ft.Checkpointer(tmp_path / "c"),
-            callbacks=[keras.callbacks.CSVLogger(tmp_path / "log.csv"), stopping],
-        )
-        return stopping
-
-    with monkeypatch.context() as old:
-        old.setattr("bridge.train._saving.by_identity", by_class)
-        first = stopping_after(2)
-    assert stopping_after(3).best == first.best
-    rows = (tmp_path / "log.csv").read_text().splitlines()
-    assert [row.partition(",")[0] for row in rows] == ["epoch", "0", "1", "2"]
 
 
 def test_callbacks_that_could_be_mixed_up_are_refused(tmp_path) -> None:

@@ -7,6 +7,7 @@ import sys
 import time
 
 import functrain as ft
+from tests import fork_server
 
 SCRIPT = """
 import bridge, functrain as ft, keras, numpy as np, pathlib, sys
@@ -28,7 +29,7 @@ def test_sigterm_saves_and_ends_with_143(tmp_path) -> None:
     ready = tmp_path / "ready"
     command = [sys.executable, "-c", SCRIPT, str(tmp_path / "c"), str(ready)]
     environment = {**os.environ, "KERAS_BACKEND": "jax"}
-    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as process:
+    with fork_server.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as process:
         while not ready.exists() and process.poll() is None:
             time.sleep(0.05)
         process.send_signal(signal.SIGTERM)

@@ -1,0 +1,230 @@
+"""Batches: the one protocol between data and the engine."""
+
+import abc
+from typing import Any, NamedTuple
+
+import jax
+
+from functrain.common._checks import require_integer
+from functrain.common._types import PyTree
+
+Kind = tuple[Any, tuple[Any, ...]]
+
+
+class Chunk(NamedTuple):
+    """Stacked batches for one program, of which the first `steps` are used.
+
+    Attributes:
+      batches: Every leaf `[k, B, ...]`; zeros after the first `steps`.
+      k: Batches that it has room for.
+      steps: Batches in it.
+      examples: Examples in each batch, B.
+      marks: What else the data say of each batch; None for most.
+    """
+
+    batches: PyTree
+    k: int
+    steps: int
+    examples: int
+    marks: Any = None
+
+
+class Batches(abc.ABC):
+    """The batches of one epoch after another, at a position that can be saved and restored.
+
+    The engine calls `begin` for each epoch, then `peek` and `take` until `peek` returns None.
+
+    Attributes:
+      data: The data as the user passed them.
+      name: The argument that they came from, for errors.
+      can_seek: True if every batch can be taken at any time, without those before it.
+      is_iterator: True if the data are used up after one epoch.
+      steps: Batches in an epoch; None if the data do not say.
+    """
+
+    data: Any = None
+    name: str = "data"
+    can_seek: bool = False
+    is_iterator: bool = False
+    steps: int | None = None
+
+    @property
+    def full_steps(self) -> int | None:
+        """Batches of full size in an epoch, as far as that is known."""
+        return self.steps
+
+    @abc.abstractmethod
+    def begin(self, epoch: int, batch: int = 0) -> None:
+        """Begins an epoch at one of its batches; continues one begun by `first` or `restore`."""
+
+    @abc.abstractmethod
+    def peek(self) -> PyTree | None:
+        """Returns the next batch of the epoch, or its shapes; None at the end of the epoch."""
+
+    @abc.abstractmethod
+    def take(self, k: int, limit: int) -> Chunk:
+        """Returns a chunk of the next batches that can be stacked.
+
+        Args:
+          k: Batches that the chunk has room for.
+          limit: The most batches to take, at most k.
+        """
+
+    def first(self) -> PyTree | None:
+        """Returns the first batch, or its shapes; None if there is none. `begin` comes after it."""
+        self.begin(0)
+        return self.peek()
+
+    def full_batch(self) -> PyTree | None:
+        """Returns the shapes of a batch of full size; None if only `peek` can tell."""
+        return None
+
+    def known_shapes(self) -> list[PyTree]:
+        """Returns the shapes of every kind of batch, as far as known before anything is fetched."""
+        return []
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Returns what tells these data from others, as far as they say."""
+        return {"data": type(self.data).__name__, "batches": self.steps}
+
+    def track(self) -> None:  # noqa: B027  # data that can seek have nothing to note
+        """Begins to note the position of data that cannot seek, for `state`."""
+
+    def state(self, *, epoch_is_over: bool) -> Any:
+        """Returns the position to save; None if epoch and batch number say it."""
+        return None
+
+    def restore(self, state: Any, epoch: int, batch: int) -> list[str]:
+        """Has the next `begin` continue at a saved position.
+
+        Args:
+          state: What `state` returned.
+          epoch: The epoch to continue in.
+          batch: The batch of it to continue at.
+
+        Returns:
+          How the data differ from those of the saved run; nothing if they are the same.
+        """
+        return []
+
+    def continue_after(self, steps: int) -> None:  # noqa: B027  # only loaders have orders
+        """Has a loader continue with the orders that come after so many steps."""
+
+    @property
+    def epochs_before(self) -> int:
+        """The number of a loader's epochs that come before the first one of this run."""
+        return 0
+
+    def require_epochs(self, epochs: int) -> None:
+        """Raises ValueError if an iterator would have to last for several epochs."""
+        if epochs > 1 and self.is_iterator:
+            raise ValueError(
+                f"{self.name}: expected something that can be iterated {epochs} times, got an "
+                "iterator, which is exhausted after one pass. Pass a list, an ArrayLoader or a "
+                "loader object."
+            )
+
+
+class WrappedBatches(Batches):
+    """Batches of other batches, which answer everything that a subclass does not.
+
+    Args:
+      inner: The other batches.
+    """
+
+    def __init__(self, inner: Batches) -> None:
+        self._inner = inner
+        self.data, self.name, self.steps = inner.data, inner.name, inner.steps
+        self.can_seek, self.is_iterator = inner.can_seek, inner.is_iterator
+
+    @property
+    def full_steps(self) -> int | None:
+        """Batches of full size in an epoch, as far as that is known."""
+        return self._inner.full_steps
+
+    def begin(self, epoch: int, batch: int = 0) -> None:
+        """Begins an epoch at one of its batches."""
+        self._inner.begin(epoch, batch)
+
+    def first(self) -> PyTree | None:
+        """Returns the first batch, or its shapes; None if there is none."""
+        return self._inner.first()
+
+    def full_batch(self) -> PyTree | None:
+        """Returns the shapes of a batch of full size, if they are known."""
+        return self._inner.full_batch()
+
+    def known_shapes(self) -> list[PyTree]:
+        """Returns the shapes of every kind of batch, as far as they are known."""
+        return self._inner.known_shapes()
+
+    def track(self) -> None:
+        """Begins to note the position of data that cannot seek."""
+        self._inner.track()
+
+    def continue_after(self, steps: int) -> None:
+        """Has a loader continue with the orders that come after so many steps."""
+        self._inner.continue_after(steps)
+
+    @property
+    def epochs_before(self) -> int:
+        """The number of a loader's epochs before the first one of this run."""
+        return self._inner.epochs_before
+
+
+class Steps(Batches):
+    """No data: epochs of a number of steps, whose batches are ``()``.
+
+    For steps that make their own examples, such as reinforcement learning or sampling.
+
+    Args:
+      steps: Steps in an epoch.
+
+    Raises:
+      ValueError: `steps` is below 1.
+
+    Examples:
+      >>> import functrain as ft
+      >>> state, _ = ft.fit(0, lambda count, batch: (count + 1, {}), Steps(5), epochs=2, verbose=0)
+      >>> print(state)
+      10
+    """
+
+    can_seek = True
+
+    def __init__(self, steps: int) -> None:
+        require_integer("steps", steps)
+        self.steps: int = int(steps)
+        self._next = 0
+
+    def __repr__(self) -> str:
+        return f"Steps({self.steps})"
+
+    def begin(self, epoch: int, batch: int = 0) -> None:
+        """Begins an epoch."""
+        self._next = batch
+
+    def peek(self) -> PyTree | None:
+        """Returns an empty batch until the end of the epoch."""
+        return () if self._next < self.steps else None
+
+    def take(self, k: int, limit: int) -> Chunk:
+        """Returns empty batches."""
+        steps = min(limit, self.steps - self._next)
+        self._next += steps
+        return Chunk((), k, steps, 1)
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Returns the number of steps."""
+        return {"data": "Steps", "batches": self.steps}
+
+
+def shapes(batch: PyTree) -> PyTree:
+    """Returns the shapes and dtypes of a batch, 64-bit ones as they are."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
+
+
+def kind(batch: PyTree) -> Kind:
+    """Returns what two batches that can be stacked have in common: structure, shapes, dtypes."""
+    leaves, structure = jax.tree.flatten(batch)
+    return structure, tuple((x.shape, x.dtype) for x in leaves)

@@ -1,0 +1,150 @@
+"""A table of the leaves of a state, their parts, and the bytes that each device holds."""
+
+import collections
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, NamedSharding
+from rich.table import Table
+
+from functrain.common import _repr, _table, _tree
+from functrain.common._types import PyTree
+from functrain.engine._plan import nbytes
+from functrain.inspect._leaf import bytes_on_each, shard_shape, sharding_of
+
+_WIDTH = 80
+_PATH_WIDTH = 29  # at the most, of the 80 columns
+
+
+def describe(state: PyTree, shardings: PyTree = None) -> str:
+    """Returns a table of leaves, the parts that devices hold, and their bytes, in 80 columns.
+
+    Args:
+      state: A state, or any pytree; concrete, or abstract as from ``jax.eval_shape``.
+      shardings: Planned shardings, from `functrain.sharding.shardings`; by default those that the
+        leaves have.
+
+    Returns:
+      A row for the leaves of each kind: paths that differ in numbers only, such as those of equal
+      layers, share a row if they are divided alike. `over` has the mesh's axis for each axis of
+      the leaf, and `-` for an axis that is whole; `part` is the shape that one device holds, with
+      its bytes. The last lines are the bytes that the devices hold in total.
+
+    Raises:
+      ValueError: The shardings have another structure than the state.
+
+    Examples:
+      >>> import functrain as ft, jax, jax.numpy as jnp
+      >>> from jax.sharding import AbstractMesh, PartitionSpec as P
+      >>> layer = {"kernel": jnp.zeros((256, 512)), "bias": jnp.zeros(512)}
+      >>> params = {"layer_0": layer, "layer_1": layer}
+      >>> mesh = AbstractMesh((4, 2), ("data", "model"))
+      >>> rule = ft.sharding.rules({"**/kernel": P("data", "model"), "**": ft.sharding.replicated})
+      >>> print(describe(params, ft.sharding.shardings(params, mesh, rule)))
+      mesh: data=4 model=2
+      leaves          array           over         part       bytes
+      layer_*/bias    2 f32[512]      all alike    whole    2.0 KiB
+      layer_*/kernel  2 f32[256,512]  data, model  64x256  64.0 KiB
+      each of 8 devices: 132.0 KiB of 1.0 MiB
+    """
+    if shardings is not None:
+        state = _planned(state, shardings)
+    leaves = [(path, x) for path, x in _tree.leaves_with_path(state) if _tree.is_array(x)]
+    paths_of_kind: dict[Any, list[str]] = {}
+    for path, leaf in leaves:
+        shape, size = shard_shape(leaf), _repr.size(bytes_on_each(leaf))
+        part = "whole" if shape == leaf.shape else "x".join(map(str, shape))
+        kind = re.sub(r"\d+", "*", path), _short(leaf), _axes(leaf), part, size
+        paths_of_kind.setdefault(kind, []).append(path)
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("leaves", no_wrap=True)
+    for name in ("array", "over", "part"):
+        table.add_column(name, overflow="fold")
+    table.add_column("bytes", justify="right", no_wrap=True)
+    for (_, spec, *cells), paths in paths_of_kind.items():
+        array = f"{len(paths)} {spec}" if len(paths) > 1 else spec
+        table.add_row(_broken(_common(paths)), array, *cells)
+    arrays = [leaf for _, leaf in leaves]
+    return "\n".join([*_meshes(arrays), _table.text(table, _WIDTH), *_totals(arrays)])
+
+
+def _planned(state: PyTree, shardings: PyTree) -> PyTree:
+    """Returns the shapes of a state, with other shardings."""
+    if _tree.structure(shardings) != _tree.structure(state):
+        raise ValueError(
+            "shardings: expected those of the state, functrain.sharding.shardings(state, mesh, "
+            f"rule), got another structure:\n{_tree.structure(shardings)}"
+        )
+
+    def planned(x: Any, sharding: Any) -> Any:
+        is_array = _tree.is_array(x)
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) if is_array else x
+
+    return jax.tree.map(planned, state, shardings)
+
+
+def _common(paths: list[str]) -> str:
+    """Returns one path for several that differ in numbers only, with `*` for what differs."""
+    parts = zip(*(re.split(r"(\d+)", path) for path in paths), strict=True)
+    return "".join(part[0] if len(set(part)) == 1 else "*" for part in parts)
+
+
+def _broken(path: str) -> str:
+    """Breaks a path between its parts into lines that leave room for the other columns."""
+    lines = [""]
+    for part in re.findall(r"[^/]*/?", path):
+        if len(lines[-1]) + len(part) > _PATH_WIDTH:
+            lines.append("")
+        lines[-1] += part
+    return "\n".join(_repr.ending(line, _PATH_WIDTH) for line in lines if line)
+
+
+def _short(leaf: Any) -> str:
+    """Returns dtype and shape as jax shortens them, ``f32[8,3]``."""
+    text = _tree.strong_spec(leaf).replace(", ", ",")
+    return text.replace("float", "f").replace("uint", "u").replace("int", "i")
+
+
+def _axes(leaf: Any) -> str:
+    """Returns the mesh's axes that divide each axis of a leaf."""
+    sharding = sharding_of(leaf)
+    if sharding is None:
+        return "one device"
+    if sharding.is_fully_replicated:
+        return "all alike"
+    if not isinstance(sharding, NamedSharding):
+        return type(sharding).__name__
+    parts = [*sharding.spec, *[None] * (leaf.ndim - len(sharding.spec))]
+    return ", ".join("*".join(part) if isinstance(part, tuple) else part or "-" for part in parts)
+
+
+def _meshes(leaves: list[Any]) -> list[str]:
+    shardings = map(sharding_of, leaves)
+    shapes = [x.mesh.shape for x in shardings if isinstance(x, NamedSharding)]
+    texts = [" ".join(f"{name}={size}" for name, size in shape.items()) for shape in shapes]
+    return [f"mesh: {text}" for text in dict.fromkeys(texts)]
+
+
+def _totals(leaves: list[Any]) -> list[str]:
+    """Returns the bytes that devices hold; devices that hold as much share a line."""
+    bytes_of_device: collections.Counter[Any] = collections.Counter()
+    for leaf in leaves:
+        bytes_of_device.update(dict.fromkeys(_devices(leaf), bytes_on_each(leaf)))
+    devices_by_bytes: dict[int, list[Any]] = {}
+    for device, size in bytes_of_device.most_common():
+        devices_by_bytes.setdefault(size, []).append(device)
+    lines = []
+    for size, devices in devices_by_bytes.items():
+        name = str(devices[0]) if len(devices) == 1 else f"each of {len(devices)} devices"
+        lines.append(f"{name}: {_repr.size(size)} of {_repr.size(nbytes(leaves))}")
+    return lines
+
+
+def _devices(leaf: Any) -> Iterable[Any]:
+    sharding = getattr(leaf, "sharding", None)
+    if sharding is None:
+        return ["one device"]
+    is_abstract = isinstance(getattr(sharding, "mesh", None), AbstractMesh)
+    return range(sharding.num_devices) if is_abstract else sharding.device_set

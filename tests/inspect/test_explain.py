@@ -1,0 +1,206 @@
+"""What is rewritten, why, and what is left: told as it is done."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from jax.extend import core
+from jax.extend.core import primitives
+
+import functrain as ft
+from functrain.inspect import explain
+from functrain.rewrites import _optimize, optimize
+from functrain.rewrites._frame import Rewrite, rewrite_jaxpr
+
+X = jnp.linspace(0.1, 2.0, 8)
+
+
+@pytest.fixture(autouse=True)
+def no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FUNCTRAIN_REWRITES", raising=False)
+
+
+@pytest.fixture
+def sin_to_cos(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rule for sines of vectors, which changes the result so that it shows."""
+    rule = Rewrite(
+        "sin_to_cos",
+        primitives.sin_p,
+        lambda eqn: len(eqn.invars[0].aval.shape) == 1,
+        lambda x, **params: lax.cos(x),
+        "it shows",
+    )
+    monkeypatch.setattr(_optimize, "REWRITES", (rule,))
+
+
+def apply_impl(x: jax.Array, *, body: Any) -> jax.Array:
+    return core.jaxpr_as_fun(body)(x)[0]
+
+
+apply_p = core.Primitive("apply")  # nobody has heard of it
+apply_p.def_impl(apply_impl)
+apply_p.def_abstract_eval(lambda x, *, body: body.out_avals[0])
+
+
+def apply(x: jax.Array) -> jax.Array:
+    return apply_p.bind(x, body=jax.make_jaxpr(jnp.sin)(x))
+
+
+@pytest.mark.usefixtures("sin_to_cos")
+def test_a_row_tells_what_replaces_an_equation_and_why() -> None:
+    def fn(x: jax.Array) -> jax.Array:
+        with jax.named_scope("layer"):
+            return lax.sin(lax.sin(x)) + lax.sin(x[0])
+
+    vectors, scalar = explain(fn, X).rows
+    assert vectors.primitive == scalar.primitive == "sin"
+    assert (vectors.shapes, vectors.count) == ("f32[8] -> f32[8]", 2)
+    assert (vectors.rule, vectors.reason) == ("sin_to_cos", "it shows")
+    assert (scalar.shapes, scalar.count) == ("f32[] -> f32[]", 1)
+    assert (scalar.rule, scalar.reason) == ("", "none is known to pay here")
+    assert vectors.where.startswith("layer  test_explain.py:")
+
+
+@pytest.mark.usefixtures("sin_to_cos")
+def test_a_table_holds_every_row() -> None:
+    text = str(explain(lambda x: lax.exp(lax.sin(x)), X))
+    assert "| sin       | f32[8] -> f32[8] |     1 | sin_to_cos   | it shows |" in text
+    assert text.endswith("And 1 equations that no rewrite looks at.")
+
+
+@pytest.mark.usefixtures("sin_to_cos")
+def test_it_says_of_inner_functions_what_the_pass_does_there() -> None:
+    def fn(x: jax.Array) -> jax.Array:
+        x = lax.scan(lambda c, _: (jnp.sin(c), None), x, None, length=3)[0]
+        return lax.cond(x[0] > 5, jnp.tan, jax.checkpoint(jnp.sin), x)
+
+    (row,) = explain(fn, X).rows
+    assert (row.rule, row.count) == ("sin_to_cos", 2)
+
+
+@pytest.mark.usefixtures("sin_to_cos")
+def test_exact_names_the_rule_that_auto_would_take() -> None:
+    (row,) = explain(jnp.sin, X, rewrites="exact").rows
+    assert row.rule == ""
+    assert row.reason == 'sin_to_cos changes last bits; rewrites="auto" takes it'
+
+
+@pytest.mark.usefixtures("sin_to_cos")
+def test_an_unknown_primitive_runs_as_it_was() -> None:
+    def fn(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return apply(x), jnp.sin(x)
+
+    closed = jax.make_jaxpr(apply)(X)
+    assert rewrite_jaxpr(closed, _optimize.REWRITES) is closed
+    inner, outer = optimize(fn)(X)
+    np.testing.assert_array_equal(inner, jnp.sin(X))
+    np.testing.assert_array_equal(outer, jnp.cos(X))
+    inside, plain = explain(fn, X).rows
+    assert (inside.rule, inside.reason) == ("", "inside apply, which no rewrite may enter")
+    assert plain.rule == "sin_to_cos"
+
+
+@pytest.mark.usefixtures("sin_to_cos")
+def test_a_function_that_cannot_be_traced_runs_as_it_was() -> None:
+    def fn(x: Any) -> Any:
+        return jnp.sin(x) if float(x[0]) < 1 else x
+
+    with pytest.warns(UserWarning, match=r"runs as it was.*cannot be traced: Concretization"):
+        np.testing.assert_array_equal(optimize(fn)(X), jnp.sin(X))
+    explanation = explain(fn, X)
+    assert explanation.rows == ()
+    assert "cannot be traced: ConcretizationTypeError" in str(explanation)
+    with pytest.raises(jax.errors.ConcretizationTypeError):
+        jax.jit(optimize(fn))(X)
+
+
+@pytest.mark.usefixtures("sin_to_cos")
+def test_a_function_of_what_is_no_array_runs_as_it_was() -> None:
+    def fn(kind: str, x: jax.Array) -> jax.Array:
+        return getattr(jnp, kind)(x)
+
+    with pytest.warns(UserWarning, match="takes a str, which is no array"):
+        np.testing.assert_array_equal(optimize(fn)("sin", X), jnp.sin(X))
+    assert "takes a str, which is no array" in explain(fn, "sin", X).note
+
+
+def test_an_error_of_the_function_itself_is_the_users() -> None:
+    with pytest.raises(ZeroDivisionError):
+        explain(lambda x: x / (1 // 0), X)
+
+
+def boom(*inputs: Any, **params: Any) -> Any:
+    raise ZeroDivisionError("boom")
+
+
+@pytest.mark.parametrize("where", ["applies", "replace"])
+def test_a_rewrite_that_fails_is_told(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fine = {"applies": lambda eqn: True, "replace": lambda x, **params: x}
+    broken = Rewrite("broken", primitives.sin_p, **{**fine, where: boom})
+    other = Rewrite("other", primitives.cos_p, **fine)
+    monkeypatch.setattr(_optimize, "REWRITES", (broken, other))
+    explanation = explain(lambda x: jnp.sin(jnp.cos(x)), X)
+    assert "A rewrite failed and is left out: broken: " in explanation.note
+    assert [row.rule for row in explanation.rows] == ["other", ""]
+
+
+@pytest.mark.parametrize("how", ["argument", "environment", "backend"])
+def test_where_rewrites_are_off_it_says_so(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if how == "environment":
+        monkeypatch.setenv("FUNCTRAIN_REWRITES", "off")
+    if how == "backend":
+        monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    image, kernel = jnp.ones((2, 3, 8, 8)), jnp.ones((4, 3, 3, 3))
+    off = "off" if how == "argument" else "auto"
+    explanation = explain(lambda x, w: lax.conv(x, w, (1, 1), "SAME"), image, kernel, rewrites=off)
+    assert "rewrites are off" in explanation.note
+    assert [row.rule for row in explanation.rows] == [""]
+
+
+def test_a_step_that_is_fused_can_be_explained() -> None:
+    def loss_fn(params: Any, model_state: Any, batch: Any, *, rng: Any, training: bool) -> Any:
+        x, y = batch
+        out = lax.conv_general_dilated(
+            x,
+            params["w"],
+            (1, 1),
+            "SAME",
+            dimension_numbers=("NHWC", "HWIO", "NHWC"),
+            feature_group_count=4,
+        )
+        return jnp.mean((out.sum((1, 2, 3)) - y) ** 2), ft.Aux(model_state)
+
+    tx = optax.sgd(0.1)
+    step = ft.train_step(loss_fn, tx)
+    state = ft.TrainState.create(params={"w": jnp.ones((3, 3, 1, 4))}, tx=tx)
+    batch = jnp.ones((2, 8, 8, 4)), jnp.ones(2)
+    rules = {row.rule for row in explain(step, state, batch).rows}
+    abstract = jax.eval_shape(lambda: (state, batch))
+    assert rules == {row.rule for row in explain(step, *abstract).rows} == {"depthwise_conv"}
+
+
+def test_a_function_without_its_arguments_is_refused_with_what_it_takes() -> None:
+    def loss_fn(params, model_state, batch, *, rng, training):
+        raise AssertionError("never traced")
+
+    for arguments in ((), (1, 2), (1, 2, 3, 4)):
+        with pytest.raises(TypeError, match=r"explain: expected the arguments.*\(params, model_st"):
+            explain(loss_fn, *arguments)
+
+
+def test_steps_and_states_that_do_not_go_together_are_told_how_they_do() -> None:
+    def loss_fn(params, model_state, batch, *, rng, training):
+        return jnp.sum(params), ft.Aux(model_state, batch[0])
+
+    tx = optax.sgd(0.1)
+    state, batch = ft.TrainState.create(params=jnp.ones(3), tx=tx), (jnp.ones((2, 3)),) * 2
+    mae = {"mae": ft.metrics.mean_absolute_error()}
+    bare, metered = ft.train_step(loss_fn, tx), ft.train_step(loss_fn, tx, metrics=mae)
+    with pytest.raises(TypeError, match=r"state: expected a bare state, got Metered"):
+        explain(bare, metered.start(state), batch)
+    for carry in (state, metered.start(state)):
+        assert explain(metered, carry, batch).rows == ()

@@ -1,0 +1,214 @@
+"""What a fit will need of memory: held to the arrays, to XLA, and to the process that ran."""
+
+import subprocess
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+import optax
+import pytest
+
+import bridge
+import functrain as ft
+
+X, Y = np.ones((64, 32), np.float32), np.zeros(64, np.int32)
+BATCH = X[:16], Y[:16]
+TX = optax.adam(1e-3)
+
+
+def loss_fn(params: Any, model_state: Any, batch: Any, *, rng: Any, training: bool) -> Any:
+    x, y = batch
+    outputs = jnp.tanh(x @ params["first"]) @ params["second"]
+    loss = optax.softmax_cross_entropy_with_integer_labels(outputs, y).mean()
+    mean = 0.9 * model_state["mean"] + 0.1 * outputs.mean(0)
+    return loss, ft.Aux({"mean": mean}, outputs=outputs)
+
+
+def create() -> ft.TrainState:
+    params = {"first": jnp.ones((32, 128)), "second": jnp.ones((128, 10))}
+    model_state, key = {"mean": jnp.zeros(10)}, jax.random.key(1)
+    return ft.TrainState.create(params=params, model_state=model_state, tx=TX, rng=key)
+
+
+STEP = ft.train_step(loss_fn, TX)
+
+
+def nbytes(tree: Any) -> int:
+    return sum(int(x.nbytes) for x in jax.tree.leaves(tree))
+
+
+def test_leaves_and_parts_are_those_of_the_state() -> None:
+    state = create().replace(rng=None)
+    found = ft.memory(STEP, state, BATCH)
+    assert found.state == sum(found.parts.values()) == nbytes(state)
+    for name in ("params", "opt_state", "model_state"):
+        assert found.parts[name] == nbytes(getattr(state, name))
+    assert found.parts["the rest"] == 4
+    assert found.leaves["params/first"] == 4 * 32 * 128
+    assert list(found.leaves.values()) == sorted(found.leaves.values(), reverse=True)
+
+
+def test_metrics_of_a_population_are_part_of_what_is_carried() -> None:
+    metrics = {"accuracy": ft.metrics.accuracy()}
+    step = ft.population.step(ft.train_step(loss_fn, TX, metrics=metrics))
+    population = ft.population.stack([create(), create()])
+    found = ft.memory(step, population, BATCH)
+    assert found == ft.memory(step, step.started(population), BATCH)
+    assert found.state > nbytes(population)
+
+
+def test_shapes_will_do_and_nothing_of_their_size_is_allocated() -> None:
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), BATCH)
+    assert ft.memory(STEP, jax.eval_shape(create), shapes) == ft.memory(STEP, create(), BATCH)
+
+    def huge(state: Any, batch: Any) -> Any:
+        return state + batch.sum(), {}
+
+    found = ft.memory(huge, jax.ShapeDtypeStruct((2**20, 2**20), jnp.float32), X)
+    assert (found.state, found.given, found.spare) == (2**42, 2**42, 0)
+
+
+@pytest.mark.parametrize("size", [16, 64])
+def test_temporaries_are_those_of_a_scan_by_hand(size: int) -> None:
+    k, state = 4, create()
+    chunk = np.ones((k, size, 32), np.float32), np.zeros((k, size), np.int32)
+
+    def by_hand(state: Any, chunk: Any) -> Any:
+        return jax.lax.scan(STEP, state, chunk)
+
+    compiled = jax.jit(by_hand, donate_argnums=0).lower(state, chunk).compile()
+    expected = compiled.memory_analysis().temp_size_in_bytes
+    found = ft.memory(STEP, state, (chunk[0][0], chunk[1][0]), k=k, rewrites="off")
+    assert expected > 2 * 4 * size * 128  # what two layers leave for the way back
+    assert found.temporaries == pytest.approx(expected, rel=0.01)
+
+
+def test_chunks_and_logs_are_those_of_k_steps_in_three_programs() -> None:
+    found = ft.memory(STEP, create(), BATCH, k=7)
+    assert found.k == 7
+    assert found.chunks == 3 * 7 * nbytes(BATCH)
+    assert found.rows == 3 * 7 * 4  # a loss
+
+
+def test_k_is_that_of_a_fit() -> None:
+    loader = ft.ArrayLoader((np.tile(X, (40, 1)), np.tile(Y, 40)), 16)
+    assert ft.memory(STEP, create(), BATCH).k == next(ft.run(create(), STEP, loader)).steps
+
+
+def test_copies_of_the_state_are_those_that_a_fit_makes(monkeypatch: Any) -> None:
+    found = ft.memory(STEP, create(), BATCH)
+    assert found.given == found.spare == found.state
+    assert found.total == 3 * found.state + found.chunks + found.rows + found.temporaries
+    assert ft.memory(STEP, create(), BATCH, donate=True).given == 0
+    saved = ft.memory(STEP, create(), BATCH, checkpointer=ft.Checkpointer("run"))
+    assert (found.saved, saved.saved, saved.total) == (0, found.state, found.total + found.state)
+    monkeypatch.setattr("functrain.inspect._memory.SPARE_BYTES", found.state - 1)
+    assert ft.memory(STEP, create(), BATCH).spare == 0
+
+
+def test_metrics_are_beside_the_state() -> None:
+    step: Any = ft.train_step(loss_fn, TX, metrics={"accuracy": ft.metrics.accuracy()})
+    found, bare = ft.memory(step, create(), BATCH), ft.memory(STEP, create(), BATCH)
+    assert found.state == bare.state + nbytes(step.start(()).metrics)
+    assert ft.memory(step, step.start(create()), BATCH).leaves == found.leaves
+
+
+def test_of_divided_leaves_and_batches_it_is_what_lies_on_each_device() -> None:
+    mesh = ft.sharding.mesh({"data": 2})
+    state = create()
+    placed = jax.device_put(
+        state, ft.sharding.shardings(state, mesh, ft.sharding.fsdp(min_size=64))
+    )
+    where = jax.NamedSharding(mesh, jax.P("data"))
+    shapes = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), placed
+    )
+    found = ft.memory(STEP, shapes, BATCH, k=4, sharding=where)
+    on_first = [x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(placed)]
+    assert found.state == sum(on_first) < 0.6 * nbytes(state)
+    assert found.chunks == 3 * 4 * nbytes(BATCH) // 2
+    assert found == ft.memory(STEP, placed, BATCH, k=4, sharding=where)
+    with pytest.raises(ValueError, match="sharding: expected batches that divide"):
+        ft.memory(STEP, shapes, (X[:15], Y[:15]), sharding=where)
+
+
+def test_a_keras_step_is_taken_with_keras_own_variables() -> None:
+    model = keras.Sequential([keras.Input((32,)), keras.layers.Dense(64), keras.layers.Dense(10)])
+    model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    state = bridge.keras_state(model, BATCH)
+    found = ft.memory(bridge.train_step(model), jax.eval_shape(lambda: state), BATCH, k=4)
+    assert found.parts["trainable"] == sum(v.value.nbytes for v in model.trainable_variables)
+    assert found.parts["optimizer"] == sum(v.value.nbytes for v in model.optimizer.variables)
+    assert found.temporaries > 0
+
+
+def test_it_prints_as_a_table_and_shows_as_a_line() -> None:
+    found = ft.memory(STEP, create(), BATCH, k=4)
+    cells = [line.strip("|").split("|") for line in str(found).splitlines() if "|" in line]
+    table = {name.strip(): size.strip() for name, size in cells}
+    assert table["params/first"] == "16.0 KiB"
+    assert table["3 chunks of 4 batches"] == f"{found.chunks / 1024:.1f} KiB"
+    assert table["together"] == f"{found.total / 1024:.1f} KiB"
+    assert repr(found).startswith("Memory(")
+    assert "\n" not in repr(found)
+
+
+def test_what_is_no_step_no_state_and_no_number_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"step: expected .* got the loss"):
+        ft.memory(loss_fn, create(), BATCH)  # type: ignore[arg-type]  # it is refused
+    with pytest.raises(
+        TypeError, match=r"state: expected an array or its shape, got 'text'. It is at a,"
+    ):
+        ft.memory(STEP, {"a": "text"}, BATCH)
+    with pytest.raises(ValueError, match="k: expected a whole number from 1 on, got 0"):
+        ft.memory(STEP, create(), BATCH, k=0)
+    with pytest.raises(
+        TypeError,
+        match=r"batch: expected an array \[B, \.\.\.\] or its shape, got 4.*memory\(step, st",
+    ):
+        ft.memory(STEP, 3, 4)
+
+
+PROGRAM = """
+import sys, jax, jax.numpy as jnp, numpy as np, optax, functrain as ft
+from functrain.engine import _driver
+
+_driver.SPARE_SECONDS = 0.0  # a copy after each program, as in a fit of some seconds
+
+def of(name):
+    lines = open("/proc/self/status").read().splitlines()
+    return int(next(line.split()[1] for line in lines if line.startswith(name))) * 1024
+
+def loss_fn(params, model_state, batch, *, rng, training):
+    return jnp.mean(jnp.tanh(batch @ params["w"]) ** 2), ft.Aux(model_state)
+
+def fit(n, donate):
+    tx = optax.adam(1e-3)
+    step = ft.train_step(loss_fn, tx)
+    create = jax.jit(lambda: ft.TrainState.create(params={"w": jnp.ones((n, n))}, tx=tx))
+    batch = jax.ShapeDtypeStruct((64, n), jnp.float32)
+    found = ft.memory(step, jax.eval_shape(create), batch, donate=donate)
+    data = np.ones((64 * 24, n), np.float32)
+    before = of("VmRSS")
+    state = create()
+    ft.fit(state, step, ft.ArrayLoader(data, 64), donate=donate, verbose=0)
+    return found, of("VmHWM") - before
+
+fit(64, False)  # the compiler has its memory
+found, grown = fit(int(sys.argv[1]), sys.argv[2] == "donated")
+print(found.total, grown)
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("how", ["copied", "donated"])
+@pytest.mark.parametrize("width", [4_096, 5_000])  # 192 MiB with a spare, 286 MiB without
+def test_a_fit_takes_what_was_said(width: int, how: str) -> None:
+    command = [sys.executable, "-c", PROGRAM, str(width), how]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    said, grown = map(int, done.stdout.split())
+    assert 0.97 * said < grown < 1.1 * said

@@ -1,0 +1,169 @@
+"""The table of summary, cell by cell."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+import optax
+import pytest
+
+import functrain as ft
+from functrain import TrainState
+from functrain.inspect._summary import summary
+
+PARAMS = {
+    "dense": {"kernel": jnp.ones((64, 8)), "bias": jnp.zeros(8)},
+    "scale": jnp.ones((), jnp.bfloat16),
+}
+
+
+def create(model_state=()):
+    return TrainState.create(
+        params=PARAMS,
+        model_state=model_state,
+        tx=optax.sgd(0.1, momentum=0.9),
+        rng=jax.random.key(0),
+    )
+
+
+def rows(text):
+    cells = [line.strip("|").split("|") for line in text.splitlines() if line.startswith("|")]
+    return {row[0].strip(): tuple(cell.strip() for cell in row[1:]) for row in cells}
+
+
+def test_every_leaf_of_params_has_a_row():
+    table = rows(summary(create()))
+    assert table["params"] == ("dtype", "shape", "count", "bytes")
+    assert table["dense/kernel"] == ("float32", "[64, 8]", "512", "2.0 KiB")
+    assert table["dense/bias"] == ("float32", "[8]", "8", "32 B")
+    assert table["scale"] == ("bfloat16", "[]", "1", "2 B")
+    assert len(table) == 8
+
+
+def test_totals_are_those_of_the_parts_and_of_the_whole():
+    table = rows(summary(create(model_state={"mean": jnp.zeros(3)})))
+    assert table["all of params"][2:] == ("521", "2.0 KiB")
+    assert table["all of model_state"][2:] == ("3", "12 B")
+    assert table["all of opt_state"][2:] == ("521", "2.0 KiB")
+    # step: 4 B, rng: one key of 8 B
+    assert table["whole state"][2:] == ("1,047", "4.1 KiB")
+
+
+def test_an_abstract_state_has_the_same_table():
+    assert summary(jax.eval_shape(create)) == summary(create())
+
+
+def test_any_other_pytree_lists_all_its_leaves():
+    table = rows(summary({"a": [jnp.ones(2), np.float64(1)], "key": jax.random.key(0), "n": 3}))
+    assert table["a/0"] == ("float32", "[2]", "2", "8 B")
+    assert table["a/1"] == ("float64", "[]", "1", "8 B")
+    assert table["key"] == ("key<fry>", "[]", "1", "8 B")
+    assert table["n"] == ("int", "-", "0", "0 B")
+    assert table["all"] == ("", "", "4", "24 B")
+
+
+@pytest.mark.parametrize("state", [(), None, {}])
+def test_a_tree_without_leaves_has_a_total_of_nothing(state):
+    assert rows(summary(state))["all"] == ("", "", "0", "0 B")
+
+
+def test_long_paths_are_not_cut_whatever_the_terminal(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "20")
+    path = "/".join(["a_rather_long_name[bold]:smile:"] * 20)
+    assert path in rows(summary({path: jnp.ones(1)}))
+
+
+def test_the_text_is_plain_ascii_in_lines_of_one_width(monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    text = summary(create())
+    assert text.isascii()
+    assert all(line.isprintable() for line in text.splitlines())
+    assert len({len(line) for line in text.splitlines()}) == 1
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(1023, "1023 B"), (1024, "1.0 KiB"), (3 * 2**19, "1.5 MiB"), (2**52, "4096.0 TiB")],
+)
+def test_bytes_are_for_people(count, text):
+    assert rows(summary({"x": jax.ShapeDtypeStruct((count,), jnp.int8)}))["x"][3] == text
+
+
+class Net(nn.Module):
+    @nn.compact
+    def __call__(self, x, train):
+        return nn.BatchNorm(use_running_average=not train)(nn.Dense(8)(x))
+
+
+@pytest.mark.parametrize("inputs", [jnp.ones((2, 64)), jax.ShapeDtypeStruct((2, 64), jnp.float32)])
+@pytest.mark.parametrize("model", [Net(), ft.from_linen(Net())])
+def test_a_model_without_values_is_summed_up_for_its_inputs(model, inputs):
+    table = rows(summary(model, inputs=inputs))
+    assert table["Dense_0/kernel"] == ("float32", "[64, 8]", "512", "2.0 KiB")
+    assert table["all of params"][2:] == ("536", "2.1 KiB")
+    assert table["all of model_state"][2:] == ("16", "64 B")
+    assert table["whole model"][2:] == ("552", "2.2 KiB")
+    with pytest.raises(ValueError, match=r"inputs: expected a batch of them.*has no values"):
+        summary(model)
+
+
+def test_a_module_of_nnx_has_its_values():
+    from flax import nnx
+
+    net = nnx.Sequential(nnx.Linear(64, 8, rngs=nnx.Rngs(0)), nnx.BatchNorm(8, rngs=nnx.Rngs(0)))
+    table = rows(summary(net))
+    assert table["layers/0/kernel"] == ("float32", "[64, 8]", "512", "2.0 KiB")
+    assert table["all of params"][2:] == ("536", "2.1 KiB")
+    assert table["all of model_state"][2:] == ("16", "64 B")
+
+
+def test_a_keras_model_is_summed_up_as_keras_counts_it():
+    layers = [keras.layers.Dense(8), keras.layers.BatchNormalization(), keras.layers.Dropout(0.5)]
+    model = keras.Sequential([keras.Input((64,)), *layers])
+    layers[0].bias.trainable = False
+    table = rows(summary(model))
+    assert table[layers[0].kernel.path] == ("float32", "[64, 8]", "512", "2.0 KiB")
+    assert layers[0].bias.path not in table
+    trainable = sum(int(np.prod(v.shape)) for v in model.trainable_variables)
+    assert table["all of trainable"][2] == str(trainable) == "528"
+    others = sum(int(np.prod(v.shape)) for v in model.non_trainable_variables)
+    assert table["all of non_trainable"][2] == str(others)
+    assert table["whole model"][2] == str(trainable + others)
+
+
+def test_what_has_no_values_to_sum_up_is_refused():
+    with pytest.raises(ValueError, match=r"expected a Keras model that is built.*model\.build"):
+        summary(keras.Sequential([keras.layers.Dense(8)]))
+    with pytest.raises(TypeError, match=r"state: expected a TrainState.*got builtin_function"):
+        summary(len)
+
+
+def test_where_leaves_lie_is_shown_where_they_are_divided():
+    mesh = jax.make_mesh((2,), ("data",), (jax.sharding.AxisType.Auto,))
+    where = jax.NamedSharding(mesh, jax.P("data"))
+    table = rows(summary({"split": jax.device_put(jnp.ones((4, 8)), where), "whole": jnp.ones(8)}))
+    assert table["leaf"][2:] == ("sharding", "count", "bytes", "bytes on each device")
+    assert table["split"][2:] == ("P('data',)", "32", "128 B", "64 B")
+    assert table["whole"][2:] == ("", "8", "32 B", "32 B")
+    assert table["all"][3:] == ("40", "160 B", "96 B")
+
+
+# Its program is one that XLA compiles wrongly, and the first of them in a process warns.
+@pytest.mark.filterwarnings("ignore::functrain.MiscompilationWarning")
+def test_the_operations_of_a_step_are_those_of_its_products():
+    def loss_fn(params, model_state, batch, *, rng, training):
+        return jnp.mean(batch @ params["w"]), ft.Aux(model_state)
+
+    b, i, o = 64, 256, 512
+    tx = optax.sgd(0.1)
+    state = ft.TrainState.create(params={"w": jnp.ones((i, o))}, tx=tx)
+    batch = jax.ShapeDtypeStruct((b, i), jnp.float32)
+    for metrics in (None, {"mean": ft.metrics.mean_loss()}):
+        step = ft.train_step(loss_fn, tx, metrics=metrics)
+        text = summary(state, step=step, batch=batch)
+        flops = int(text.splitlines()[-1].split()[2].replace(",", ""))
+        products = 2 * (2 * b * i * o)  # forward, and the gradient of w
+        assert products <= flops <= products + 8 * (b * o + i * o)
+    with pytest.raises(ValueError, match="step and batch: expected both or neither"):
+        summary(state, step=step)
