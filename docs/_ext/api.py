@@ -28,8 +28,7 @@ GROUPS = {
     "logged",
     "Loops": "fit FitResult History run Run evaluate predict ArrayLoader Position Event ChunkEnd "
     "EpochEnd LogsReady RunEnd Trigger every at",
-    "Programs": "fuse Fused autotune summary memory explain_nan doctor Doctor "
-    "MiscompilationWarning enable_compilation_cache",
+    "Programs": "fuse Fused MiscompilationWarning enable_compilation_cache",
     "Checkpoints and files": "Checkpointer save load CheckpointCorruptError "
     "CheckpointMismatchError warm_start WarmStart export_params export_predict",
 }
@@ -48,8 +47,8 @@ def _names() -> dict[str, list[str]]:
             pages[f"functrain.{name}"] = [f"functrain.{name}.{x}" for x in module.__all__]
     pages["bridge"] = [f"bridge.{x}" for x in bridge.__all__ if x != "__version__"]
     listed = {name for names in pages.values() for name in names}
-    for name in functrain.__all__:
-        if name != "__version__" and f"functrain.{name}" not in listed | pages.keys():
+    for name in set(functrain.__all__) - set(functrain.inspect.__all__) - {"__version__"}:
+        if f"functrain.{name}" not in listed | pages.keys():
             raise ExtensionError(f"functrain.{name} is in no group of {__file__}")
     return pages
 
