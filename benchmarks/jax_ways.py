@@ -67,7 +67,7 @@ def functrain_fused(workload: Workload) -> Run:
         for chunk in chunks:
             carry, logs = fused(carry, chunk)
             losses.append(logs["loss"])
-        state = carry.state if isinstance(carry, ft.Metered) else carry
+        state = carry.state if isinstance(carry, ft.metrics.Metered) else carry
         jax.block_until_ready(state)
         return float(np.mean(jax.device_get(losses)))
 

@@ -46,15 +46,15 @@ def ways() -> dict[str, Hooks]:
         "TensorBoard": lambda to: [ft.hooks.TensorBoard(to)],
         "JSONLines": lambda to: [ft.hooks.JSONLines(to / "log.jsonl")],
         "CSVLogger": lambda to: [ft.hooks.CSVLogger(to / "log.csv")],
-        "TerminateOnNaN, Memory": lambda to: [ft.hooks.TerminateOnNaN(), ft.hooks.Memory()],
+        "TerminateOnNaN, Memory": lambda to: [ft.hooks.TerminateOnNaN(), ft.hooks.DeviceMemory()],
     }
 
     def together(to: pathlib.Path) -> list[Any]:
         return [hook for make in of_hooks.values() for hook in make(to)]
 
     more: dict[str, Hooks] = {
-        "TensorBoard(steps=1)": lambda to: [ft.hooks.TensorBoard(to, steps=1)],
-        "JSONLines(steps=1)": lambda to: [ft.hooks.JSONLines(to / "log.jsonl", steps=1)],
+        "TensorBoard(every=1)": lambda to: [ft.hooks.TensorBoard(to, every=1)],
+        "JSONLines(every=1)": lambda to: [ft.hooks.JSONLines(to / "log.jsonl", every=1)],
     }
     if importlib.util.find_spec("wandb"):
         more["WandB, offline"] = lambda to: [ft.hooks.WandB(mode="offline", dir=str(to))]

@@ -73,8 +73,8 @@ def small_run(folder: pathlib.Path) -> Table:
             known["checkpointer"] = saved
         ended, due = 0, 0
         for event in ft.run(state, step, loader, epochs=10**9, fuse=EVERY, **known):
-            due += isinstance(event, ft.ChunkEnd) and event.step % EVERY == 0
-            ended += isinstance(event, ft.EpochEnd)
+            due += isinstance(event, ft.events.ChunkEnd) and event.step % EVERY == 0
+            ended += isinstance(event, ft.events.EpochEnd)
             if ended == EPOCHS:
                 jax.block_until_ready(event.state)
                 yield due - (saved.left_out if how else due)

@@ -52,7 +52,7 @@ keras_model = mlp()
 model = bridge.from_keras(keras_model)
 tx = bridge.optimizer(keras.optimizers.Adam(1e-3))
 state = bridge.create_state(keras_model, tx)
-print(ft.summary(state))
+print(ft.inspect.summary(state))
 
 
 # %% The loss: a pure function. What the model changes on its way (batch statistics, seed counters)
@@ -105,21 +105,21 @@ def evaluate(state, data):
 running, validated = [], []
 for event in ft.run(state, step, train, epochs=args.epochs, boundaries=[ft.every(steps=100)]):
     match event:
-        case ft.ChunkEnd(step=n) if n % 100 == 0:
+        case ft.events.ChunkEnd(step=n) if n % 100 == 0:
             accuracy = float(event.metrics()["accuracy"])
             running.append((n, accuracy))
             print(
                 f"step {n}: loss {event.latest()['loss']:.4f}, accuracy {accuracy:.4f}, "
                 f"{n * args.batch_size} samples seen"
             )
-        case ft.EpochEnd(epoch=epoch, step=n):
+        case ft.events.EpochEnd(epoch=epoch, step=n):
             found = evaluate(event.state, validation)
             validated.append((n, float(found["accuracy"])))
             print(
                 f"epoch {epoch + 1}: accuracy {event.metrics()['accuracy']:.4f}, "
                 f"validation {found['accuracy']:.4f}"
             )
-        case ft.RunEnd(state=trained):
+        case ft.events.RunEnd(state=trained):
             pass
 
 # %% Home again: the model takes the values, and is a Keras model like any other

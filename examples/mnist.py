@@ -68,7 +68,7 @@ loss_fn = ft.supervised(model, optax.softmax_cross_entropy_with_integer_labels)
 metrics = {"accuracy": ft.metrics.accuracy()}
 step = ft.train_step(loss_fn, tx, metrics=metrics, learning_rate=schedule)
 eval_step = ft.eval_step(loss_fn, metrics=metrics)
-print(ft.summary(state))
+print(ft.inspect.summary(state))
 
 # %% Training
 state, history = ft.fit(

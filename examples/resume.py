@@ -69,7 +69,7 @@ def train(folder, *more_hooks):
         epochs=args.epochs,
         eval_data=ft.ArrayLoader((x[:500], y[:500]), 100),
         eval_step=ft.eval_step(loss_fn, metrics=metrics),
-        hooks=[ft.hooks.CSVLogger(folder / "log.csv", when=ft.every(steps=10)), *more_hooks],
+        hooks=[ft.hooks.CSVLogger(folder / "log.csv", every=ft.every(steps=10)), *more_hooks],
         checkpointer=ft.Checkpointer(folder / "checkpoints", every=ft.every(steps=args.every)),
         verbose="lines",
     )

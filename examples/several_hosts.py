@@ -71,7 +71,7 @@ def train():
         sharding=NamedSharding(mesh, P("data")),
         verbose="lines",
     )
-    return result, ft.inspect.describe(state), ft.inspect.describe(state.params)
+    return result, ft.inspect.placement(state), ft.inspect.placement(state.params)
 
 
 # %% One run of it: what to compare is written by the first process

@@ -87,7 +87,7 @@ schedule = optax.warmup_cosine_decay_schedule(0.0, 3e-3, steps // 10, steps, 1e-
 tx = optax.chain(
     optax.clip_by_global_norm(1.0),
     optax.adamw(schedule, weight_decay=0.1),
-    ft.params_ema(0.98, debias=True),
+    ft.tx.ema(0.98, debias=True),
 )
 params, _ = model.init(jax.random.key(args.seed), learn[None, :CONTEXT])
 state = ft.TrainState.create(params=params, tx=tx)
@@ -95,7 +95,7 @@ print(f"a transformer of {sum(leaf.size for leaf in jax.tree.leaves(params)):,} 
 
 # %% Training. Perplexity is the exponential of the mean loss: a metric of three lines
 mean = ft.metrics.mean_loss()
-perplexity = ft.Metric(mean.init, mean.update, lambda m: jnp.exp(mean.compute(m)))
+perplexity = ft.metrics.Metric(mean.init, mean.update, lambda m: jnp.exp(mean.compute(m)))
 state, history = ft.fit(
     state,
     ft.train_step(ft.micro_batches(loss_fn, args.micro_batch), tx, learning_rate=schedule),
@@ -103,7 +103,11 @@ state, history = ft.fit(
     steps=steps,
     eval_every=every,
     eval_data=validation,
-    eval_step=ft.eval_step(loss_fn, metrics={"perplexity": perplexity}, of=ft.with_ema),
+    eval_step=ft.eval_step(
+        loss_fn,
+        metrics={"perplexity": perplexity},
+        get_state=lambda s: s.replace(params=ft.tx.ema_params(s)),
+    ),
 )
 
 
@@ -124,7 +128,7 @@ def decode(codes):
 
 for i, start in enumerate((0, len(held_out) // 2)):
     prompt = held_out[start : start + CONTEXT]
-    drawn = write(ft.ema_params(state), prompt, jax.random.key(args.seed + i))
+    drawn = write(ft.tx.ema_params(state), prompt, jax.random.key(args.seed + i))
     print(
         f"\n--- what Shakespeare began\n{decode(prompt)}\n--- goes on\n{decode(np.asarray(drawn))}"
     )

@@ -65,8 +65,8 @@ params = {
     "encoder": encoder.init(keys[0], jnp.zeros((1, 28, 28)))[0],
     "decoder": decoder.init(keys[1], jnp.zeros((1, args.latents)))[0],
 }
-tx = ft.skip_non_finite(
-    optax.chain(ft.log_norm(), optax.adam(1e-3), ft.params_ema(0.99, debias=True))
+tx = ft.tx.skip_non_finite(
+    optax.chain(ft.tx.log_norm(), optax.adam(1e-3), ft.tx.ema(0.99, debias=True))
 )
 state = ft.TrainState.create(params=params, tx=tx, rng=keys[2])
 state, history = ft.fit(
@@ -75,14 +75,16 @@ state, history = ft.fit(
     train,
     epochs=2 if args.quick else args.epochs,
     eval_data=validation,
-    eval_step=ft.eval_step(loss_fn, logs=("rec", "kl"), of=ft.with_ema),
+    eval_step=ft.eval_step(
+        loss_fn, logs=("rec", "kl"), get_state=lambda s: s.replace(params=ft.tx.ema_params(s))
+    ),
 )
 for name in ("rec", "kl"):
     first, *_, last = history.epochs[f"val_{name}"]
     print(f"{name}: validation {last:.2f} nats an image, {first:.2f} after the first epoch")
 
 # %% A picture: digits held out above their reconstructions, then digits of nothing but latents
-averaged, shown = ft.ema_params(state), held_out[:16].astype(np.float32) / 255
+averaged, shown = ft.tx.ema_params(state), held_out[:16].astype(np.float32) / 255
 
 
 def decoded(z):

@@ -10,9 +10,9 @@ import keras
 
 from bridge import keras_private
 from bridge.model import _names
-from functrain import Metric
 from functrain.internal import PyTree, brief
 from functrain.internal import tree as _tree
+from functrain.metrics import Metric
 
 # What reduces to a plain mean, so that there is a value for each example.
 _MEANS = ("sum_over_batch_size", "mean")

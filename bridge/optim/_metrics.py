@@ -11,8 +11,8 @@ import keras
 from bridge import keras_private
 from bridge.model import _names, _scope
 from bridge.optim._losses import part_of
-from functrain import Metric
 from functrain.internal import PyTree, unpack
+from functrain.metrics import Metric
 
 Example: TypeAlias = tuple[PyTree, PyTree]
 
@@ -25,7 +25,7 @@ def metric(
     values: Callable[[PyTree, PyTree], PyTree] | None = None,
     example: Example | None = None,
 ) -> Metric:
-    """Returns a Keras metric as a `functrain.Metric`.
+    """Returns a Keras metric as a `functrain.metrics.Metric`.
 
     Its state is the list of the Keras metric's variables, as arrays; it begins with what
     `reset_state` leaves. The Keras object itself is neither read nor written, so that one may
@@ -179,7 +179,9 @@ def _chooser(keras_metric: Any) -> Callable[[PyTree, PyTree], Any]:
 
 def _resolve(keras_metric: Any) -> Any:
     if isinstance(keras_metric, Metric):
-        raise TypeError("keras_metric: expected a Keras metric, got a functrain.Metric already")
+        raise TypeError(
+            "keras_metric: expected a Keras metric, got a functrain.metrics.Metric already"
+        )
     if isinstance(keras_metric, list | dict):
         raise TypeError(
             f"keras_metric: expected one metric, got {type(keras_metric).__name__}. "

@@ -43,7 +43,7 @@ def to_keras(
     Args:
       state: A TrainState, or anything with `params` and `model_state`; or a KerasState; or the
         variables of `bridge.to_linen(model)`, a dict of collections. Of a model frozen by
-        `functrain.freeze`, pass ``functrain.unfreeze(state)``.
+        `functrain.freeze`, pass ``functrain.merge_frozen(state)``.
       model: A built `keras.Model` or layer.
       optimizer: "auto" leaves an optimizer alone that the state does not fit, "require" raises,
         "leave" leaves it alone in any case. It is about states other than a KerasState.
@@ -87,7 +87,7 @@ def to_keras(
     if is_frozen(state):
         raise ValueError(
             "state: expected one with all params, got that of a model frozen by functrain.freeze. "
-            "Unfreeze it first: bridge.to_keras(functrain.unfreeze(state), model)."
+            "Unfreeze it first: bridge.to_keras(functrain.merge_frozen(state), model)."
         )
     pairs = _variables.pair(_variables.layout(model), state.params, state.model_state)
     opt_state = () if optimizer == "leave" else getattr(state, "opt_state", ())

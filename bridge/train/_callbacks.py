@@ -14,7 +14,7 @@ import numpy as np
 from bridge import keras_private
 from bridge.train._batches import Mark
 from bridge.train._loggers import LoggerCallback
-from functrain import ChunkEnd
+from functrain.events import ChunkEnd
 from functrain.internal import PyTree, on_host, row
 
 _METHODS = {

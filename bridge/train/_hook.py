@@ -15,7 +15,7 @@ from bridge.train._compiling import RunningMeans
 from bridge.train._loggers import LoggerCallback
 from bridge.train._memory import Memory
 from bridge.train._model_values import ModelValues
-from functrain import ChunkEnd, EpochEnd, Event, LogsReady, RunEnd
+from functrain.events import ChunkEnd, EpochEnd, Event, LogsReady, RunEnd
 from functrain.internal import (
     Batches,
     ChunkBegin,

@@ -6,7 +6,8 @@ from typing import Any
 import jax
 import keras
 
-from functrain import EpochEnd, LogsReady, Position
+from functrain import Position
+from functrain.events import EpochEnd, LogsReady
 from functrain.internal import Logger
 
 
@@ -15,7 +16,7 @@ def with_loggers(callbacks: Any) -> tuple[Any, list["LoggerCallback"]]:
 
     def wrapped(callback: Any) -> Any:
         # A CSVLogger has a trigger, which callbacks know nothing of.
-        is_logger = isinstance(callback, Logger) and not hasattr(callback, "when")
+        is_logger = isinstance(callback, Logger) and not hasattr(callback, "every")
         return LoggerCallback(callback) if is_logger else callback
 
     new = keras.tree.map_structure(wrapped, callbacks)

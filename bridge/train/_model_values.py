@@ -5,7 +5,7 @@ import keras
 
 from bridge import keras_private
 from bridge.state._keras_state import FIELDS, KerasState, originals
-from functrain import Event
+from functrain.events import Event
 from functrain.internal import SPARE_BYTES, PyTree, copied, nbytes
 from functrain.internal import tree as _tree
 

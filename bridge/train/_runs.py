@@ -17,7 +17,8 @@ from bridge.train._compiling import cached_for, runs_uncompiled
 from bridge.train._hook import Evaluation, KerasHook
 from bridge.train._memory import variable_paths
 from bridge.train._steps import KerasStep, PredictStep
-from functrain import CheckpointMismatchError, ChunkEnd, Position
+from functrain import CheckpointMismatchError, Position
+from functrain.events import ChunkEnd
 from functrain.internal import (
     FuseArg,
     HeldSignals,
@@ -74,7 +75,7 @@ def begin(
         whole = batches.full_steps
         if kind == "predict":
             whole = stretch_of_prediction(whole)
-        due = None if saving is None else longest_stretch([saving.when])
+        due = None if saving is None else longest_stretch([saving.trigger])
         return [whole, hook.calls.between(), due]
 
     plan = Plan(
@@ -291,8 +292,8 @@ def _warn_of_loss(history: keras.callbacks.History) -> None:
             warnings.warn(
                 f"bridge.fit: expected a finite loss, got {loss}, first in epoch {epoch}, counted "
                 "from 0. Look for NaN in the data, and for labels outside of the classes. "
-                "functrain.explain_nan(bridge.train_step(model), bridge.keras_state(model, "
-                "batch), batch) names the operation that made it: pass a model from before.",
+                "functrain.inspect.explain_nan(bridge.keras_state(model, "
+                "batch), bridge.train_step(model), batch) names the operation that made it: pass a model from before.",
                 stacklevel=5,  # the line that called fit
             )
             return

@@ -24,13 +24,12 @@ GROUPS = {
     "Models": "Model ModelOutput from_linen from_nnx freeze unfreeze cast remat",
     "States, losses and steps": "TrainState supervised LossFn Aux micro_batches update train_step "
     "eval_step predict_step Step MeteredStep Metered Metric",
-    "Optimizers": "params_ema ema_params with_ema skip_non_finite loss_scale groups log_norm "
-    "logged",
+    "Optimizers": "ema ema_params with_ema skip_non_finite loss_scale groups log_norm logged",
     "Loops": "fit FitResult History run Run evaluate predict ArrayLoader Position Event ChunkEnd "
     "EpochEnd LogsReady RunEnd Trigger every at",
     "Programs": "fuse Fused MiscompilationWarning enable_compilation_cache",
     "Checkpoints and files": "Checkpointer save load CheckpointCorruptError "
-    "CheckpointMismatchError warm_start WarmStart export_params export_predict",
+    "CheckpointMismatchError warm_start WarmStart params predict",
 }
 DOTTED = re.compile(r"(?:\b\w+\.)+(\w+)")
 MODULES = ("inspect", "hooks", "metrics", "sharding", "distributed", "population", "rewrites")

@@ -22,8 +22,7 @@ from functrain.common._checks import is_whole
 from functrain.common._types import PyTree
 from functrain.common._values import spread
 from functrain.engine._position import Position, require_position
-from functrain.engine._trigger import Trigger
-from functrain.engine._trigger import every as every_
+from functrain.engine._trigger import Every, Trigger, as_trigger
 
 _LOCK, _DAMAGED, _OLD = ".functrain-lock", "damaged-", ".functrain-old"
 
@@ -67,9 +66,10 @@ class Checkpointer:
 
     Args:
       directory: A local one. Made when something is saved.
-      every: A trigger; at the end of each epoch by default.
+      every: A number of steps, or a trigger such as ``ft.every(seconds=600)``; at the end of each
+        epoch by default.
       keep: How many to keep, the newest; None for all. The best one is kept beside them.
-      best: Name of a value, such as ``"val_loss"``, whose best checkpoint is kept. An epoch that
+      monitor: Name of a value, such as ``"val_loss"``, whose best checkpoint is kept. An epoch that
         is the best so far is saved, due or not. NaN is never best.
       mode: ``"min"`` or ``"max"``, which is better; ``"auto"`` takes it from the name.
       budget: Share of the time that saving may take, such as 0.1: what is due earlier is left out
@@ -94,9 +94,9 @@ class Checkpointer:
         self,
         directory: str | os.PathLike[str],
         *,
-        every: Trigger | None = None,
+        every: int | Trigger | None = None,
         keep: int | None = 3,
-        best: str | None = None,
+        monitor: str | None = None,
         mode: _direction.Mode = "auto",
         budget: float | None = None,
     ) -> None:
@@ -104,31 +104,27 @@ class Checkpointer:
             raise ValueError(f"keep: expected a whole number from 1 on, or None, got {keep!r}")
         if budget is not None and not 0 < budget <= 1:
             raise ValueError(f"budget: expected a share above 0, 1 at the most, got {budget!r}")
-        self.when: Trigger = every_(epochs=1) if every is None else every
-        if not callable(getattr(self.when, "next_step", None)):
-            raise ValueError(
-                f"every: expected a trigger, such as functrain.every(steps=1000), got {every!r}"
-            )
-        self.monitor, self.budget, self.keep, self.left_out = best, budget, keep, 0
+        self.every = as_trigger(every, Every(epochs=1))
+        self.monitor, self.budget, self.keep, self.left_out = monitor, budget, keep, 0
         self.directory = _storage.local(directory, "directory")
         if os.path.lexists(self.directory) and not os.path.isdir(self.directory):
             raise FileExistsError(
                 f"{self.directory}: expected a directory for checkpoints, got a file. Choose "
                 "another."
             )
-        self._sign = 1.0 if best is None else _direction.sign(best, mode)
+        self._sign = 1.0 if monitor is None else _direction.sign(monitor, mode)
         self._lock = _locks.Lock(os.path.join(self.directory, _LOCK))
         self._writer = _Writer()
         self._turn = threading.RLock()  # held by the thread that begins a save, or removes some
         self._together: _processes.Together | None = None  # for what the thread does
-        self._monitored: dict[int, float] | None = None  # values of `best=`, by step
+        self._monitored: dict[int, float] | None = None  # values of `monitor=`, by step
         self._monitored_lock = threading.Lock()
         self._last_end, self._last_seconds = -math.inf, 0.0  # of the last save
 
     def __repr__(self) -> str:
-        parts = {"directory": self.directory, "every": self.when, "keep": self.keep}
-        best = {} if self.monitor is None else {"best": self.monitor}
-        return _repr.call(self, **parts, **best)
+        parts = {"directory": self.directory, "every": self.every, "keep": self.keep}
+        monitor = {} if self.monitor is None else {"monitor": self.monitor}
+        return _repr.call(self, **parts, **monitor)
 
     def __enter__(self) -> Self:
         """Returns itself; the exit closes it."""
@@ -154,14 +150,14 @@ class Checkpointer:
         return max(self.steps(), default=None)
 
     def best(self) -> int | None:
-        """Returns the step whose value of `best=` is the best; None if no value was saved.
+        """Returns the step whose value of `monitor=` is the best; None if no value was saved.
 
         Raises:
-          ValueError: There is no `best=`.
+          ValueError: There is no `monitor=`.
         """
         if self.monitor is None:
             raise ValueError(
-                "best: expected the name of a value, Checkpointer(..., best='val_loss'), got None."
+                "monitor: expected the name of a value, Checkpointer(..., monitor='val_loss'), got None."
             )
         return best_step(self._monitored_values(), self._sign)
 
@@ -294,7 +290,7 @@ class Checkpointer:
         self._on_later_steps(step, set_aside)
 
     def _is_improved(self, values: Mapping[str, Any]) -> bool:
-        """Returns True if the value of `best=` is better than any saved."""
+        """Returns True if the value of `monitor=` is better than any saved."""
         known = spread(values)
         if self.monitor is None or self.monitor not in known:
             return False
@@ -489,7 +485,7 @@ class Checkpointer:
                     self._remove(step)
 
     def _monitored_values(self) -> dict[int, float]:
-        """Returns the values of `best=` by step, NaN where there was none."""
+        """Returns the values of `monitor=` by step, NaN where there was none."""
         if self.monitor is None:
             return {}
         with self._monitored_lock:

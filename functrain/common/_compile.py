@@ -37,7 +37,7 @@ class MiscompilationWarning(UserWarning):
 
     Examples:
       >>> import functrain as ft, warnings
-      >>> warnings.simplefilter("ignore", ft.MiscompilationWarning)
+      >>> warnings.simplefilter("ignore", ft.inspect.MiscompilationWarning)
     """
 
 
@@ -202,8 +202,8 @@ def _warn_once() -> None:
         "part, and its results are right. The same computation outside of functrain, by jax.jit "
         "or Keras's fit, is wrong: use jax 0.11.1 or newer (from Python 3.12 on), or set "
         "XLA_FLAGS=--xla_cpu_experimental_ynn_fusion_type= before jax starts. "
-        "functrain.doctor() shows what is affected; to silence this, "
-        'warnings.simplefilter("ignore", functrain.MiscompilationWarning).',
+        "functrain.inspect.doctor() shows what is affected; to silence this, "
+        'warnings.simplefilter("ignore", functrain.inspect.MiscompilationWarning).',
         MiscompilationWarning,
         stacklevel=2,
     )

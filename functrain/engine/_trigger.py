@@ -44,7 +44,7 @@ class _Decorator:
 
     def __call__(self, function: F) -> F:
         """Makes a function a hook that is called when due."""
-        function.when = self  # type: ignore[attr-defined]  # a function is an object like others
+        function.every = self  # type: ignore[attr-defined]  # a function is an object like others
         return function
 
 
@@ -105,7 +105,7 @@ def every(
       seconds: At the end of the chunk in which so much time has passed.
 
     Returns:
-      A trigger for a hook's `when`, or for `run(boundaries=...)`. It is a decorator as well:
+      A trigger for a hook's `every`, or for `run(boundaries=...)`. It is a decorator as well:
       ``@every(steps=100)`` makes a function of one event a hook.
 
     Raises:
@@ -117,7 +117,7 @@ def every(
       >>> @every(epochs=2)
       ... def report(event):
       ...     print(event.epoch)
-      >>> report.when.due(step=10, epoch=4, seconds=0.0)
+      >>> report.every.due(step=10, epoch=4, seconds=0.0)
       True
     """
     given = {"steps": steps, "epochs": epochs, "seconds": seconds}
@@ -129,6 +129,29 @@ def every(
         kind = "a positive, finite number" if name == "seconds" else "a positive whole number"
         raise ValueError(f"every: expected {kind} of {name}, got {value!r}")
     return Every(steps, epochs, seconds)
+
+
+def as_trigger(every: Any, default: Trigger) -> Trigger:
+    """Returns the trigger that an argument `every` stands for.
+
+    Args:
+      every: A trigger; or a number of steps; or None.
+      default: The trigger that None stands for.
+
+    Raises:
+      ValueError: `every` is none of these.
+    """
+    if every is None:
+        return default
+    if is_whole(every, 1):
+        return Every(steps=int(every))
+    if not (hasattr(every, "next_step") and hasattr(every, "due")):
+        raise ValueError(
+            "every: expected a number of steps from 1 on, or a trigger such as "
+            f"functrain.every(epochs=1), got {_repr.brief(every)}"
+        )
+    trigger: Trigger = every
+    return trigger
 
 
 def at(*steps: int) -> At:
@@ -155,7 +178,7 @@ def steps_until_due(triggers: Iterable[Trigger], step: int) -> int | None:
             due.append(found)
         elif found is not None:
             raise ValueError(
-                f"when: expected a step after {step}, or None, from next_step({step}) of "
+                f"every: expected a step after {step}, or None, from next_step({step}) of "
                 f"{_repr.brief(trigger)}, got {found!r}."
             )
     return min(due) - step if due else None

@@ -6,5 +6,7 @@ Files:
   _whole: files that appear under their name when they are whole
 """
 
-from functrain.export._params import export_params as export_params
-from functrain.export._predict import export_predict as export_predict
+from functrain.export._params import params as params
+from functrain.export._predict import predict as predict
+
+__all__ = ["params", "predict"]

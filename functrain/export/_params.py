@@ -12,7 +12,7 @@ from functrain.common._types import PyTree
 from functrain.export._whole import require_free, written
 
 
-def export_params(path: str | os.PathLike[str], params: PyTree, *, overwrite: bool = False) -> None:
+def params(path: str | os.PathLike[str], params: PyTree, *, overwrite: bool = False) -> None:
     """Writes arrays into a safetensors file, each under its path.
 
     `functrain.warm_start` reads it back, and so does everything that reads such files:
@@ -34,7 +34,7 @@ def export_params(path: str | os.PathLike[str], params: PyTree, *, overwrite: bo
       >>> import functrain as ft, jax.numpy as jnp, safetensors.numpy, tempfile
       >>> params = {"dense": {"kernel": jnp.ones((3, 2)), "bias": jnp.zeros(2)}}
       >>> with tempfile.TemporaryDirectory() as folder:
-      ...     export_params(f"{folder}/params.safetensors", params)
+      ...     ft.export.params(f"{folder}/params.safetensors", params)
       ...     found = safetensors.numpy.load_file(f"{folder}/params.safetensors")
       ...     warm = ft.warm_start(params, f"{folder}/params.safetensors")
       >>> sorted(found), len(warm.taken)
@@ -42,7 +42,7 @@ def export_params(path: str | os.PathLike[str], params: PyTree, *, overwrite: bo
     """
     library = import_safetensors()
     if not isinstance(path, str | os.PathLike):
-        raise TypeError("the order is functrain.export_params(path, params), got no path first")
+        raise TypeError("the order is functrain.export.params(path, params), got no path first")
     if not os.fspath(path).endswith(".safetensors"):
         raise ValueError(f"path: expected a name that ends in .safetensors, got {path}")
     require_free(path, overwrite=overwrite)

@@ -22,7 +22,7 @@ from functrain.step._eval import check_predict_step
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 
 
-def export_predict(
+def predict(
     path: str | os.PathLike[str],
     state: PyTree,
     step: Step[Any],
@@ -81,7 +81,7 @@ def export_predict(
       ... )
       >>> state = ft.TrainState.create(params={"w": jnp.ones((3, 1))}, tx=optax.sgd(0.1))
       >>> with tempfile.TemporaryDirectory() as folder:
-      ...     export_predict(f"{folder}/model", state, ft.predict_step(model), jnp.ones((1, 3)))
+      ...     ft.export.predict(f"{folder}/model", state, ft.predict_step(model), jnp.ones((1, 3)))
       ...     with open(f"{folder}/model", "rb") as file:
       ...         predict = jax.export.deserialize(bytearray(file.read())).call
       >>> predict(jnp.ones((5, 3))).shape
@@ -138,7 +138,7 @@ def _exported(fn: Any, inputs: PyTree, shapes: PyTree, platforms: Sequence[str])
     except Exception as error:
         if shapes is not None:
             error.add_note(
-                f"While export_predict traced the step for {shapes!r}. If it needs the lengths of "
+                f"While functrain.export.predict traced the step for {shapes!r}. If it needs the lengths of "
                 "these axes as numbers: shapes=None, for the shapes of inputs and no others."
             )
         raise
@@ -151,7 +151,7 @@ def _require_small(size: int) -> None:
     if size > _MOST:
         raise ValueError(
             f"state: expected arrays of less than 2 GiB, which is what such a file can hold, got "
-            f"{_repr.size(size)}. Export params by export_params, and the function as code."
+            f"{_repr.size(size)}. Write the params with functrain.export.params, and keep the function as code."
         )
 
 

@@ -7,17 +7,17 @@ Files:
   _terminate_on_nan: stopping when a loss is no longer finite
   _sample: pictures and texts on a schedule
   _profile: a trace of some steps
-  _memory: how full devices are
+  _device_memory: how full devices are
   _logger: what loggers have in common: lines in order, without waiting for the device
   _text_logs: values as a CSV file, and as JSON lines
   _tensorboard: values, pictures and texts for TensorBoard
   _wandb: the same for Weights & Biases
 """
 
+from functrain.hooks._device_memory import DeviceMemory as DeviceMemory
 from functrain.hooks._early_stopping import EarlyStopping as EarlyStopping
 from functrain.hooks._evaluate import Evaluate as Evaluate
 from functrain.hooks._hook import Hook as Hook
-from functrain.hooks._memory import Memory as Memory
 from functrain.hooks._profile import Profile as Profile
 from functrain.hooks._sample import Sample as Sample
 from functrain.hooks._tensorboard import TensorBoard as TensorBoard
@@ -28,11 +28,11 @@ from functrain.hooks._wandb import WandB as WandB
 
 __all__ = [
     "CSVLogger",
+    "DeviceMemory",
     "EarlyStopping",
     "Evaluate",
     "Hook",
     "JSONLines",
-    "Memory",
     "Profile",
     "Sample",
     "TensorBoard",

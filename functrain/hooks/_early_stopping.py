@@ -47,7 +47,8 @@ class EarlyStopping:
         time) there is no value of that name.
 
     Examples:
-      >>> from functrain import EpochEnd, Position
+      >>> from functrain import Position
+      >>> from functrain.events import EpochEnd
       >>> hook = EarlyStopping("val_loss", patience=2)
       >>> for loss in (0.5, 0.4, 0.4, 0.6):
       ...     event = EpochEnd(position=Position(step=1), state=(), values={"val_loss": loss})

@@ -7,7 +7,7 @@ from functrain.common._checks import require_flags
 from functrain.data._adapt import as_batches
 from functrain.engine._placement import ShardingArg, batch_sharding
 from functrain.engine._plan import FuseArg
-from functrain.engine._trigger import Trigger, every
+from functrain.engine._trigger import Every, Trigger, as_trigger
 from functrain.loop._evaluate import active_members, evaluated
 from functrain.loop._events import Event
 from functrain.loop._finite import warn_of_loss
@@ -24,7 +24,7 @@ class Evaluate:
     Args:
       step: From `functrain.eval_step`.
       data: What to evaluate on, as for `functrain.evaluate`.
-      when: A trigger; each epoch by default.
+      every: A number of steps, or a trigger such as ``ft.every(seconds=60)``; each epoch by default.
       prefix: In front of the names of the values.
       fuse: Batches per program.
       rewrites: As for `functrain.evaluate`.
@@ -34,7 +34,7 @@ class Evaluate:
     Raises:
       TypeError: The step carries no metrics, or trains.
       ValueError: The loader drops examples, or the devices belong to several processes while
-        `when` asks the clock.
+        `every` asks the clock.
 
     Examples:
       >>> import jax.numpy as jnp, numpy as np, optax
@@ -47,7 +47,7 @@ class Evaluate:
       ...     ft.TrainState.create(params={"w": jnp.zeros(())}, tx=tx),
       ...     ft.train_step(loss_fn, tx),
       ...     loader,
-      ...     hooks=[ft.hooks.Evaluate(ft.eval_step(loss_fn), loader, when=ft.every(steps=2))],
+      ...     hooks=[ft.hooks.Evaluate(ft.eval_step(loss_fn), loader, every=ft.every(steps=2))],
       ...     verbose=0,
       ... )
       >>> steps, values = result.history.points["val_loss"]
@@ -60,7 +60,7 @@ class Evaluate:
         step: MeteredStep,
         data: Any,
         *,
-        when: Trigger | None = None,
+        every: int | Trigger | None = None,
         prefix: str = "val_",
         fuse: FuseArg = "auto",
         rewrites: Mode = "auto",
@@ -72,14 +72,14 @@ class Evaluate:
         self.batches = as_batches(data)
         where = batch_sharding(sharding)
         require_all_examples(self.batches)
-        if getattr(when, "seconds", None) is not None and where and not where.is_fully_addressable:
+        if getattr(every, "seconds", None) is not None and where and not where.is_fully_addressable:
             raise ValueError(
-                "when: expected functrain.every(steps=...) or epochs= where there are several "
-                f"processes, which evaluate together and whose clocks differ, got {when!r}"
+                "every: expected functrain.every(steps=...) or epochs= where there are several "
+                f"processes, which evaluate together and whose clocks differ, got {every!r}"
             )
         self.step = step
         self.data = self.batches.data
-        self.when = every(epochs=1) if when is None else when
+        self.every = as_trigger(every, Every(epochs=1))
         self.prefix = prefix
         self.how: dict[str, Any] = {
             "fuse": fuse,
@@ -90,7 +90,7 @@ class Evaluate:
         self._has_warned = False
 
     def __repr__(self) -> str:
-        return _repr.call(self, data=self.data, when=self.when, prefix=self.prefix)
+        return _repr.call(self, data=self.data, every=self.every, prefix=self.prefix)
 
     def begin(self) -> None:
         """Lets the run that begins warn once more."""

@@ -14,13 +14,13 @@ from functrain.loop._events import ChunkEnd, EpochEnd, Event, LogsReady
 
 
 class Hook(Protocol):
-    """Called with events: with those at which its `when` is due, or with all if it has none.
+    """Called with events: with those at which its `every` is due, or with all if it has none.
 
     A plain function is a hook. One may read the event (waiting for the device where it looks at
     arrays), add to `event.values`, assign `event.state`, and call `event.stop()`.
 
     These methods are called if it has them: `begin()` when a run begins, `close()` when it ends,
-    however it ends, and `logs(event)` with every `functrain.LogsReady`, which brings what each step
+    however it ends, and `logs(event)` with every `functrain.events.LogsReady`, which brings what each step
     reported to the host while the device goes on.
 
     With `state()` and `restore(state)` a hook resumes with a run that has a
@@ -95,11 +95,11 @@ def _require_hook(hook: Any, name: str) -> None:
             f"{got}. Of a class pass an object, EarlyStopping(...). Callbacks of Keras go into "
             "bridge.fit(callbacks=)."
         )
-    when = getattr(hook, "when", None)
-    if when is not None and not (hasattr(when, "next_step") and hasattr(when, "due")):
+    every = getattr(hook, "every", None)
+    if every is not None and not (hasattr(every, "next_step") and hasattr(every, "due")):
         raise TypeError(
-            f"{name}: expected its `when` to be a trigger, such as functrain.every(steps=100), "
-            f"got {when!r}, in {_repr.brief(hook)}"
+            f"{name}: expected its `every` to be a trigger, such as functrain.every(steps=100), "
+            f"got {every!r}, in {_repr.brief(hook)}"
         )
 
 
@@ -110,7 +110,7 @@ def _is_called_here(hook: Any) -> bool:
 
 def triggers(hooks: Iterable[Any]) -> list[Trigger]:
     """Returns when hooks are due; some do not say, and are called with every event."""
-    return [hook.when for hook in hooks if getattr(hook, "when", None) is not None]
+    return [hook.every for hook in hooks if getattr(hook, "every", None) is not None]
 
 
 class HookRunner:
@@ -188,8 +188,8 @@ class HookRunner:
             yield
 
     def _due(self, i: int, event: Event) -> bool:
-        when: Trigger | None = getattr(self._called[i], "when", None)
-        if when is None or not isinstance(event, ChunkEnd | EpochEnd):
-            return when is None
+        every: Trigger | None = getattr(self._called[i], "every", None)
+        if every is None or not isinstance(event, ChunkEnd | EpochEnd):
+            return every is None
         epochs = event.epoch + 1 if isinstance(event, EpochEnd) else None
-        return when.due(event.step, epochs, time.perf_counter() - self._fired[i])
+        return every.due(event.step, epochs, time.perf_counter() - self._fired[i])

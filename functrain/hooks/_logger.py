@@ -45,7 +45,7 @@ class Logger:
 
     def __init__(self, steps: int | None, /, **shown: Any) -> None:
         if steps is not None:
-            require_integer("steps", steps)
+            require_integer("every", steps)
         self.steps, self._shown = steps, shown
         self._waiting: list[Line] = []  # for what their step reported
         self._has_warned = False

@@ -28,7 +28,7 @@ class Profile:
 
     Examples:
       >>> hooks = [Profile("profile", start=200, steps=50)]
-      >>> hooks[0].when
+      >>> hooks[0].every
       at(200, 250)
     """
 
@@ -39,7 +39,7 @@ class Profile:
         require_integer("steps", steps)
         self.directory = pathlib.Path(directory)
         self.start, self.steps = start, steps
-        self.when = at(start, start + steps)
+        self.every = at(start, start + steps)
         self._is_tracing = False
 
     def __repr__(self) -> str:

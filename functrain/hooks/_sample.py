@@ -11,7 +11,7 @@ import numpy as np
 from functrain.common import _repr, _tree
 from functrain.common._library import needed
 from functrain.common._types import PyTree
-from functrain.engine._trigger import Trigger, every
+from functrain.engine._trigger import Every, Trigger, as_trigger
 from functrain.loop._events import Event
 
 
@@ -25,7 +25,7 @@ class Sample:
       make: A function of the state that returns a picture, a text, or a dict of them by name. A
         picture is `[H, W]` or `[H, W, C]` with C of 1, 3 or 4; several of one size, `[N, H, W, C]`,
         are laid out as one. Bytes are taken as they are, floats from 0 (dark) to 1.
-      when: A trigger; each epoch by default.
+      every: A number of steps, or a trigger such as ``ft.every(seconds=60)``; each epoch by default.
       directory: Where to write PNG and text files; needs pillow.
       name: Of what comes without one.
 
@@ -38,7 +38,8 @@ class Sample:
 
     Examples:
       >>> import jax.numpy as jnp
-      >>> from functrain import EpochEnd, Position
+      >>> from functrain import Position
+      >>> from functrain.events import EpochEnd
       >>> hook = Sample(lambda state: state["w"])
       >>> event = EpochEnd(position=Position(step=10), state={"w": jnp.eye(2)})
       >>> hook(event)
@@ -50,12 +51,12 @@ class Sample:
         self,
         make: Callable[[PyTree], Any],
         *,
-        when: Trigger | None = None,
+        every: int | Trigger | None = None,
         directory: str | os.PathLike[str] | None = None,
         name: str = "sample",
     ) -> None:
         self.make = make
-        self.when = every(epochs=1) if when is None else when
+        self.every = as_trigger(every, Every(epochs=1))
         self.directory = None if directory is None else pathlib.Path(directory)
         self.name = name
         self.latest: dict[str, np.ndarray | str] = {}
@@ -63,7 +64,7 @@ class Sample:
             _pillow()
 
     def __repr__(self) -> str:
-        return _repr.call(self, make=self.make, when=self.when)
+        return _repr.call(self, make=self.make, every=self.every)
 
     def __call__(self, event: Event, /) -> None:
         """Makes them."""

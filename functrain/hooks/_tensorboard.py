@@ -29,15 +29,16 @@ class TensorBoard(Logger):
 
     Args:
       directory: Where to write. It is made if it is missing.
-      steps: Write what every so many steps report; 1 for every step, at some 10 µs each.
+      every: Write what every so many steps report; 1 for every step, at some 10 µs each.
 
     Raises:
-      ValueError: `steps` is no whole number from 1 on.
+      ValueError: `every` is no whole number from 1 on.
       ImportError: tensorboardX is not installed.
 
     Examples:
       >>> import pathlib, tempfile
-      >>> from functrain import EpochEnd, Position
+      >>> from functrain import Position
+      >>> from functrain.events import EpochEnd
       >>> with tempfile.TemporaryDirectory() as folder:
       ...     log = TensorBoard(folder)
       ...     log(EpochEnd(position=Position(step=10), state=(), values={"loss": 0.5}))
@@ -46,10 +47,10 @@ class TensorBoard(Logger):
       True
     """
 
-    def __init__(self, directory: str | os.PathLike[str], *, steps: int = 10) -> None:
+    def __init__(self, directory: str | os.PathLike[str], *, every: int = 10) -> None:
         self.directory = pathlib.Path(directory)
         self.resume_key = self.directory.name
-        super().__init__(steps, directory=str(self.directory), steps=steps)
+        super().__init__(every, directory=str(self.directory), every=every)
         self._x = needed(
             "tensorboardX",
             "TensorBoard's files need the library: pip install 'functrain[tensorboard]'",

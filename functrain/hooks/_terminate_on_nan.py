@@ -31,7 +31,8 @@ class TerminateOnNaN:
       step: The last of these steps, or None.
 
     Examples:
-      >>> from functrain import LogsReady, Position
+      >>> from functrain import Position
+      >>> from functrain.events import LogsReady
       >>> hook = TerminateOnNaN(after=2)
       >>> losses = np.array([1.0, np.nan, 2.0, np.nan, np.inf])
       >>> at_five = Position(step=5)
@@ -79,7 +80,7 @@ class TerminateOnNaN:
             warnings.warn(
                 f"TerminateOnNaN: {self.monitor!r} was not finite in {steps} {self.step}. The run "
                 f"was ended after step {event.step}: what steps report comes one program late. "
-                "functrain.explain_nan(step, state, batch) names the operation that made it.",
+                "functrain.inspect.explain_nan(state, step, batch) names the operation that made it.",
                 stacklevel=2,
             )
 

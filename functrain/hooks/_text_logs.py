@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Iterable, Sequence
 from typing import IO, Any
 
-from functrain.engine._trigger import Trigger, every
+from functrain.engine._trigger import Every, Trigger, as_trigger
 from functrain.hooks._logger import Line, Logger
 
 
@@ -111,18 +111,19 @@ class JSONLines(TextLogger):
 
     Args:
       path: The file. Missing folders are made.
-      steps: Write what every so many steps report; 1 for every step.
+      every: Write what every so many steps report; 1 for every step.
       append: Whether to go on below what the file holds; else it is replaced.
 
     Raises:
-      ValueError: `steps` is no whole number from 1 on.
+      ValueError: `every` is no whole number from 1 on.
       OSError: (when a run begins) the file cannot be written.
 
     A number that is not finite is written as null: JSON has no other way.
 
     Examples:
       >>> import pathlib, tempfile
-      >>> from functrain import EpochEnd, Position
+      >>> from functrain import Position
+      >>> from functrain.events import EpochEnd
       >>> with tempfile.TemporaryDirectory() as folder:
       ...     log = JSONLines(f"{folder}/log.jsonl")
       ...     log(EpochEnd(position=Position(step=10), state=(), values={"loss": 0.5}))
@@ -132,9 +133,9 @@ class JSONLines(TextLogger):
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], *, steps: int = 10, append: bool = False
+        self, path: str | os.PathLike[str], *, every: int = 10, append: bool = False
     ) -> None:
-        super().__init__(path, append, steps, steps=steps)
+        super().__init__(path, append, every, every=every)
 
     def write(self, lines: Sequence[Line]) -> None:
         """Writes an object a line."""
@@ -155,7 +156,7 @@ class CSVLogger(TextLogger):
     its numbers are there, so that nobody waits. Of a population each member has columns of its own,
     ``loss/0``, ``loss/1``, ...
 
-    A value that is first reported later, such as that of ``Evaluate(when=every(epochs=2))``, adds a
+    A value that is first reported later, such as that of ``Evaluate(every=every(epochs=2))``, adds a
     column: the file is rewritten, with empty cells in earlier rows. A row that cannot be written,
     as on a full disk, is left out with a warning, and training continues.
 
@@ -164,14 +165,15 @@ class CSVLogger(TextLogger):
       append: Whether to write below what the file holds, where it exists; else it is replaced.
         A run that a `functrain.Checkpointer` resumes continues its file in any case, without a
         missing or a repeated row.
-      when: A trigger; each epoch by default.
+      every: A number of steps, or a trigger such as ``ft.every(seconds=60)``; each epoch by default.
 
     Raises:
       OSError: (when a run begins) the file cannot be written.
 
     Examples:
       >>> import pathlib, tempfile
-      >>> from functrain import EpochEnd, Position
+      >>> from functrain import Position
+      >>> from functrain.events import EpochEnd
       >>> with tempfile.TemporaryDirectory() as folder:
       ...     log = CSVLogger(f"{folder}/log.csv")
       ...     log(EpochEnd(position=Position(step=10), state=(), values={"loss": 0.5}))
@@ -183,10 +185,14 @@ class CSVLogger(TextLogger):
     epoch_prefix = ""
 
     def __init__(
-        self, path: str | os.PathLike[str], *, append: bool = False, when: Trigger | None = None
+        self,
+        path: str | os.PathLike[str],
+        *,
+        append: bool = False,
+        every: int | Trigger | None = None,
     ) -> None:
-        self.when = every(epochs=1) if when is None else when
-        super().__init__(path, append, None, when=self.when)
+        self.every = as_trigger(every, Every(epochs=1))
+        super().__init__(path, append, None, every=self.every)
         self._columns: list[str] = []  # none before the first row
         self._rows = 0  # in the file, below the columns
 

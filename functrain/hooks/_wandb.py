@@ -21,11 +21,11 @@ class WandB(Logger):
     the same. Offline each process writes a folder of its own, all under one id.
 
     Args:
-      steps: Log what every so many steps report, at some 0.1 ms each.
+      every: Log what every so many steps report, at some 0.1 ms each.
       **init: For ``wandb.init``: ``project="mnist", config={...}``.
 
     Raises:
-      ValueError: `steps` is no whole number from 1 on.
+      ValueError: `every` is no whole number from 1 on.
       ImportError: wandb is not installed.
 
     Attributes:
@@ -35,9 +35,9 @@ class WandB(Logger):
       >>> hooks = [WandB(project="mnist")]  # doctest: +SKIP
     """
 
-    def __init__(self, *, steps: int = 100, **init: Any) -> None:
+    def __init__(self, *, every: int = 100, **init: Any) -> None:
         names = {name: init[name] for name in ("project", "name") if name in init}
-        super().__init__(steps, **names, steps=steps)
+        super().__init__(every, **names, every=every)
         self.init = init
         self._wandb = needed(
             "wandb", "Weights & Biases need their library: pip install 'functrain[wandb]'"

@@ -2,9 +2,9 @@
 
 Files:
   _autotune: measures how many steps to fuse
-  _describe: a table of the parts of arrays that each device holds
+  _placement: a table of the parts of arrays that each device holds
   _doctor: checks this installation for known faults of XLA
-  _explain: what the rewrites do to a function, and why
+  _explain_rewrites: what the rewrites do to a function, and why
   _explain_nan: finds the operation that made the first NaN or infinity
   _leaf: the part of an array that lies on one device
   _memory: the memory that a fit needs, from its compiled program
@@ -12,24 +12,26 @@ Files:
   _summary: a table of the leaves of a state or a model, and the cost of a step
 """
 
+from functrain.common._compile import MiscompilationWarning as MiscompilationWarning
 from functrain.inspect._autotune import autotune as autotune
-from functrain.inspect._describe import describe as describe
 from functrain.inspect._doctor import Doctor as Doctor
 from functrain.inspect._doctor import doctor as doctor
-from functrain.inspect._explain import Explanation as Explanation
-from functrain.inspect._explain import explain as explain
 from functrain.inspect._explain_nan import explain_nan as explain_nan
+from functrain.inspect._explain_rewrites import Explanation as Explanation
+from functrain.inspect._explain_rewrites import explain_rewrites as explain_rewrites
 from functrain.inspect._memory import memory as memory
+from functrain.inspect._placement import placement as placement
 from functrain.inspect._summary import summary as summary
 
 __all__ = [
     "Doctor",
     "Explanation",
+    "MiscompilationWarning",
     "autotune",
-    "describe",
     "doctor",
-    "explain",
     "explain_nan",
+    "explain_rewrites",
     "memory",
+    "placement",
     "summary",
 ]

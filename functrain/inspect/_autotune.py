@@ -14,9 +14,8 @@ from functrain.common._compile import jit
 from functrain.common._gather import of_each_process
 from functrain.common._types import PyTree, Step, traits_of
 from functrain.data._batch import require_batch
-from functrain.engine import _placement
+from functrain.engine import _fuse, _placement
 from functrain.engine._driver import RUN_AHEAD
-from functrain.engine._fuse import fuse
 from functrain.engine._guards import guarded
 from functrain.engine._plan import nbytes
 from functrain.rewrites import Mode
@@ -76,11 +75,11 @@ class Tuning(NamedTuple):
 
 
 def autotune(
-    step: Step[Any],
     state: PyTree,
+    step: Step[Any],
     batch: PyTree,
     *,
-    ks: Sequence[int] = (1, 4, 16, 64),
+    fuse: Sequence[int] = (1, 4, 16, 64),
     seconds: float = 30.0,
     memory: int = 2**28,
     rewrites: Mode = "auto",
@@ -92,11 +91,11 @@ def autotune(
     state is copied, so nothing is consumed, and the steps that are taken are forgotten.
 
     Args:
-      step: ``(state, batch) -> (state, logs)``, as for `fit`.
       state: The state to start from; neither changed nor consumed. For a step with metrics, bare
         or started.
+      step: ``(state, batch) -> (state, logs)``, as for `fit`.
       batch: One batch, of full size.
-      ks: The numbers of steps to try, in rising order.
+      fuse: The numbers of steps to try, in rising order.
       seconds: After so much time no further K is tried. The first is always measured.
       memory: A K whose chunk is larger than so many bytes is not tried, the first excepted.
       rewrites: As for `fuse`.
@@ -108,22 +107,22 @@ def autotune(
       `jax.jit` beats every K by more than that.
 
     Raises:
-      ValueError: `ks` is empty, or does not rise from 1 or more.
+      ValueError: `fuse` is empty, or does not rise from 1 or more.
       TypeError: `step` is a loss, or no function.
 
     Examples:
       >>> import jax.numpy as jnp
       >>> def step(state, batch):
       ...     return state + jnp.mean(batch), {}
-      >>> tuning = autotune(step, jnp.zeros(()), jnp.ones(8), ks=(1, 16))
+      >>> tuning = autotune(jnp.zeros(()), step, jnp.ones(8), fuse=(1, 16))
       >>> [row.k for row in tuning.rows]
       [0, 1, 16]
       >>> tuning.k in (1, 16)
       True
     """
-    ks = list(ks)
+    ks = list(fuse)
     if not ks or ks[0] < 1 or any(a >= b for a, b in itertools.pairwise(ks)):
-        raise ValueError(f"ks: expected rising numbers of steps from 1 on, got {ks}")
+        raise ValueError(f"fuse: expected rising numbers of steps from 1 on, got {ks}")
     check_step(step)
     require_batch(batch)
     target = _placement.batch_sharding(sharding)
@@ -138,7 +137,7 @@ def autotune(
         if k != ks[0] and (k * batch_bytes > memory or passed > seconds):
             break
         chunk = place_chunk(jax.tree.map(lambda x, k=k: jnp.stack([x] * k), batch))
-        candidates.append(Candidate(k, fuse(step, k, rewrites=rewrites), carry, chunk))
+        candidates.append(Candidate(k, _fuse.fuse(step, k, rewrites=rewrites), carry, chunk))
     rows = tuple(_of_first_process(measured(candidates), carry))
     return Tuning(_choose(rows), rows)
 

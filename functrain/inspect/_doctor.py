@@ -123,7 +123,7 @@ def doctor() -> Doctor:
 
     Examples:
       >>> import functrain as ft
-      >>> found = ft.doctor()  # doctest: +SKIP
+      >>> found = ft.inspect.doctor()  # doctest: +SKIP
       >>> found.is_affected  # doctest: +SKIP
       False
     """

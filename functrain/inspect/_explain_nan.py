@@ -86,7 +86,7 @@ class NotFinite:
         return "\n".join(lines)
 
 
-def explain_nan(step: Any, state: PyTree, batch: PyTree) -> NotFinite | None:
+def explain_nan(state: PyTree, step: Any, batch: PyTree) -> NotFinite | None:
     """Finds the operation of a step that made the first NaN or infinity.
 
     The step runs uncompiled, operation by operation, so it is slow, and a compiled program may
@@ -95,8 +95,8 @@ def explain_nan(step: Any, state: PyTree, batch: PyTree) -> NotFinite | None:
     infinity caused it, the operation that made the infinity is its `cause`.
 
     Args:
-      step: ``(state, batch) -> (state, logs)``, with metrics or without; not jitted.
       state: The state before the step, bare. Not changed.
+      step: ``(state, batch) -> (state, logs)``, with metrics or without; not jitted.
       batch: The batch.
 
     Returns:
@@ -109,7 +109,7 @@ def explain_nan(step: Any, state: PyTree, batch: PyTree) -> NotFinite | None:
       >>> import jax.numpy as jnp
       >>> def step(w, x):
       ...     return w - jnp.log(x - 1.0).sum(), {}
-      >>> found = explain_nan(step, jnp.zeros(()), jnp.array([2.0, 1.0]))
+      >>> found = explain_nan(jnp.zeros(()), step, jnp.array([2.0, 1.0]))
       >>> print(found.operation, "|", found.found, "|", found.inputs[0])
       log | -inf in 1 of 2 | float32[2]: 0 to 1
     """

@@ -97,11 +97,11 @@ class Memory:
 
 
 def memory(
-    step: Step[Any],
     state: PyTree,
+    step: Step[Any],
     batch: PyTree,
     *,
-    k: int | None = None,
+    fuse: int | None = None,
     sharding: _placement.ShardingArg = None,
     donate: bool = False,
     checkpointer: Any = None,
@@ -114,11 +114,11 @@ def memory(
     in batches yet are not counted.
 
     Args:
-      step: ``(state, batch) -> (state, logs)``, with metrics or without.
       state: The state, or its shapes (`jax.eval_shape`, `jax.ShapeDtypeStruct`). Of a leaf with a
         sharding, the part on one device counts.
+      step: ``(state, batch) -> (state, logs)``, with metrics or without.
       batch: One batch of full size, or its shapes.
-      k: Steps per program; None for what ``fuse="auto"`` takes where no epoch is shorter.
+      fuse: Steps per program; None for what ``fuse="auto"`` takes where no epoch is shorter.
       sharding: The sharding of one batch, as in `fit`.
       donate: Whether `fit` takes the state over instead of copying it.
       checkpointer: The one that `fit` gets: on CPU it takes the state once more.
@@ -128,7 +128,7 @@ def memory(
       A `Memory`: print it for a table; its numbers are bytes.
 
     Raises:
-      ValueError: `k` is below 1, or the devices do not divide the batch.
+      ValueError: `fuse` is below 1, or the devices do not divide the batch.
       TypeError: `step` is no step, or a leaf is no array, or one of the batch has no axis.
 
     Examples:
@@ -141,18 +141,18 @@ def memory(
       ...     return TrainState.create(params={"w": jnp.ones((4096, 4096))}, tx=tx)
       >>> state = jax.eval_shape(create)
       >>> batch = jax.ShapeDtypeStruct((32, 4096), jnp.float32)
-      >>> found = memory(train_step(loss_fn, tx), state, batch)
+      >>> found = memory(state, train_step(loss_fn, tx), batch)
       >>> found.k, found.parts["params"] == 4 * 4096**2, found.state == 12 * 4096**2 + 8
       (8, True, True)
     """
     check_step(step)
     require_flags(donate=donate)
     require_batch(batch)
-    if k is not None:
-        require_integer("k", k)
+    if fuse is not None:
+        require_integer("fuse", fuse)
     _require_leaves("state", state, lambda x: _tree.is_array(x) or is_number(x), "an array")
     _require_leaves("batch", batch, lambda x: _tree.is_array(x) and x.shape, "an array [B, ...]")
-    k = k or auto_steps(nbytes(batch), nbytes(state))
+    k = fuse or auto_steps(nbytes(batch), nbytes(state))
     target = _placement.batch_sharding(sharding)
     carry, chunk = _carry(step, state, target), _placement.chunk_shapes(batch, k, target)
     rows, temporaries = _of_program(step, carry, chunk, k, rewrites)
@@ -173,7 +173,7 @@ def memory(
 
 def _require_leaves(name: str, tree: PyTree, fits: Callable[[Any], Any], expected: str) -> None:
     for path, x in _tree.leaves_with_path(tree):
-        advice = f"It is at {path}, and the order is memory(step, state, batch)."
+        advice = f"It is at {path}, and the order is memory(state, step, batch)."
         require(fits(x), name, f"{expected} or its shape", x, advice, error=TypeError)
 
 

@@ -16,7 +16,7 @@ _SKIPPED = "skipped_in_a_row"
 class LossWatch:
     """Remembers the first step of a run whose loss was not finite, of each member of a population.
 
-    Steps that `functrain.skip_non_finite` left out do not count. Losses are the logs whose name
+    Steps that `functrain.tx.skip_non_finite` left out do not count. Losses are the logs whose name
     ends with ``loss``.
 
     Attributes:
@@ -69,7 +69,7 @@ class LossWatch:
         place = f", batch {batch} of epoch {epoch}{of_loader}, counted from 0" if by_epochs else ""
         warnings.warn(
             f"{self._name}: expected finite numbers, got NaN or infinity{members}, first in step "
-            f"{step}{place}. functrain.explain_nan(step, state, batch) names the operation that "
+            f"{step}{place}. functrain.inspect.explain_nan(state, step, batch) names the operation that "
             "made it: pass the state before that step, and its batch.",
             stacklevel=4,  # the line that called fit
         )
@@ -103,7 +103,7 @@ def warn_of_loss(values: Mapping[str, Any], active: Any = None, *, stacklevel: i
     warnings.warn(
         f"evaluate: expected a finite loss, got NaN or infinity{members}. Evaluate the batches one "
         "by one, functrain.evaluate(state, step, [batch]), to find the first that has it; "
-        "functrain.explain_nan(step, state, batch) names the operation that made it.",
+        "functrain.inspect.explain_nan(state, step, batch) names the operation that made it.",
         stacklevel=stacklevel + 1,
     )
     return True

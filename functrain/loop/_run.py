@@ -99,7 +99,8 @@ def run(
 
     Examples:
       >>> import jax.numpy as jnp, numpy as np
-      >>> from functrain import ArrayLoader, ChunkEnd, EpochEnd
+      >>> from functrain import ArrayLoader
+      >>> from functrain.events import ChunkEnd, EpochEnd
       >>> def step(total, batch):
       ...     return total + jnp.sum(batch), {"total": total}
       >>> loader = ArrayLoader(np.ones(10, np.float32), batch_size=2)
@@ -201,7 +202,7 @@ def begin_run(
             like = _placement.on_mesh(_tree.own(state), batch_sharding)
             resumed = saving.resume(like, no_metrics, epochs)
             del like
-            triggers = (*triggers, saving.when)
+            triggers = (*triggers, saving.trigger)
         if resumed is not None:
             position, carry = resumed.position, _tree.own(resumed.state)
         elif like_keras:

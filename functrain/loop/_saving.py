@@ -83,7 +83,7 @@ class Saving:
       evaluation: The arguments that make the loop evaluate, for the warning that `best` is missing.
 
     Attributes:
-      when: When chunks must end.
+      trigger: When chunks must end.
       is_together: Whether several processes end together, when `is_asked_to_end` says so.
 
     Raises:
@@ -106,7 +106,7 @@ class Saving:
         self._checkpointer, self._batches, self._parts = checkpointer, batches, parts
         self._evaluation = evaluation
         _require_no_clock(checkpointer)
-        self.when, self.is_together = checkpointer.when, _preemption.is_heard()
+        self.trigger, self.is_together = checkpointer.every, _preemption.is_heard()
         terminate: Literal["none", "any"] = "none" if self.is_together else "any"
         self._signals = HeldSignals(interrupt=False, terminate=terminate)
         self._is_to_end = False
@@ -168,7 +168,7 @@ class Saving:
     def is_due(self, event: Event) -> bool:
         """Whether to save after an event."""
         epochs = event.epoch + 1 if isinstance(event, EpochEnd) else None
-        due = self.when.due(event.step, epochs, time.perf_counter() - self._fired)
+        due = self.trigger.due(event.step, epochs, time.perf_counter() - self._fired)
         if epochs is not None:
             self._look_for_best(event)
             due = due or self._checkpointer._is_improved(event.values)
@@ -295,10 +295,10 @@ def _require_no_clock(checkpointer: Checkpointer) -> None:
     """Refuses what depends on the time, where several processes are to do the same."""
     if not are_several():
         return
-    if getattr(checkpointer.when, "seconds", None) is not None:
+    if getattr(checkpointer.every, "seconds", None) is not None:
         raise ValueError(
             "checkpointer: expected every=functrain.every(steps=...) or epochs= where there are "
-            f"several processes, whose clocks differ, got {checkpointer.when!r}"
+            f"several processes, whose clocks differ, got {checkpointer.every!r}"
         )
     if checkpointer.budget is not None:
         raise ValueError(

@@ -12,7 +12,7 @@ Files:
 
 from functrain.model._cast import cast as cast
 from functrain.model._freeze import freeze as freeze
-from functrain.model._freeze import unfreeze as unfreeze
+from functrain.model._freeze import merge_frozen as merge_frozen
 from functrain.model._linen import from_linen as from_linen
 from functrain.model._model import Model as Model
 from functrain.model._model import ModelOutput as ModelOutput

@@ -25,7 +25,7 @@ def freeze(model: Model, *patterns: str) -> Model:
       A model whose ``init`` gives params with None in the place of what is frozen, and model_state
       as ``{"frozen": params with None for the others, "model": the model's own}``. For params
       from elsewhere: `freeze` first, then `warm_start`, or ``params`` from ``init`` filled in. The
-      way back is `unfreeze`.
+      way back is `merge_frozen`.
 
     Raises:
       ValueError: No pattern is given. From ``init``: a pattern means no param. From ``apply``:
@@ -106,10 +106,10 @@ def _is_none(x: PyTree) -> bool:
     return x is None
 
 
-def unfreeze(state: StateT) -> StateT:
+def merge_frozen(state: StateT) -> StateT:
     """Returns a state of a frozen model as one of the model itself: all params, its model_state.
 
-    To take a Keras model home, ``bridge.to_keras(ft.unfreeze(state), keras_model)``; to evaluate,
+    To take a Keras model home, ``bridge.to_keras(ft.merge_frozen(state), keras_model)``; to evaluate,
     save or export it. `opt_state` knows of what was trained only: to train all of it, create a new
     state of these params and model_state.
 
@@ -125,7 +125,7 @@ def unfreeze(state: StateT) -> StateT:
       >>> model = Model(init=lambda key, x: ({"a": jnp.ones(2), "b": jnp.zeros(2)}, {}), apply=None)
       >>> params, model_state = freeze(model, "a").init(jax.random.key(0), None)
       >>> state = TrainState.create(params=params, model_state=model_state, tx=optax.sgd(0.1))
-      >>> print(sorted(jax.tree.map(float, jax.tree.map(jnp.sum, unfreeze(state).params)).items()))
+      >>> print(sorted(jax.tree.map(float, jax.tree.map(jnp.sum, merge_frozen(state).params)).items()))
       [('a', 2.0), ('b', 0.0)]
     """
     whole: Any = state

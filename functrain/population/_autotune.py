@@ -51,8 +51,8 @@ class BlockTuning(NamedTuple):
 
 
 def autotune(
-    step: Step[Any],
     population: PopulationState,
+    step: Step[Any],
     batch: PyTree,
     *,
     blocks: Sequence[int | None] = (None, 1, 4),
@@ -68,8 +68,8 @@ def autotune(
     that are taken are forgotten.
 
     Args:
-      step: That of one member, as for `functrain.population.step`.
       population: The population to start from.
+      step: That of one member, as for `functrain.population.step`.
       batch: One batch, of full size.
       blocks: What to try: None for all at once, 1 for one after another, or numbers in between.
       data: As for `functrain.population.step`.
@@ -88,7 +88,7 @@ def autotune(
       >>> def step(state, batch):
       ...     return state + jnp.mean(batch), {}
       >>> population = ft.population.stack([jnp.zeros(())] * 4)
-      >>> tuning = autotune(step, population, jnp.ones(8), blocks=(None, 1))
+      >>> tuning = autotune(population, step, jnp.ones(8), blocks=(None, 1))
       >>> over_all = ft.population.step(step, block=tuning.block)
     """
     require_population(population, "population")

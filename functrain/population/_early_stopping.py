@@ -46,7 +46,7 @@ class EarlyStopping(_EarlyStopping):
       >>> hook = EarlyStopping("val_loss")
       >>> for losses in ([0.5, 0.5], [0.4, 0.6], [0.45, 0.1]):
       ...     values = {"val_loss": np.array(losses)}
-      ...     event = ft.EpochEnd(position=ft.Position(step=1), state=population, values=values)
+      ...     event = ft.events.EpochEnd(position=ft.Position(step=1), state=population, values=values)
       ...     hook(event)
       ...     population = event.state
       ...     print(population.active, event.stopped)

@@ -26,7 +26,7 @@ from functrain.common._checks import refuse_listed, require_integer, require_one
 from functrain.common._types import PyTree
 from functrain.rewrites._frame import equations, inlined, read
 
-Data: TypeAlias = Literal["shared", "own"]
+Data: TypeAlias = Literal["shared", "per_member"]
 Block: TypeAlias = int | Literal["auto"] | None
 Function: TypeAlias = Callable[[Any, PyTree], Any]
 
@@ -37,7 +37,7 @@ class OverMembers:
 
     Attributes:
       function: Of one member.
-      data: Whether there is one batch for all, or with ``"own"`` leaves `[N, ...]`.
+      data: Whether there is one batch for all, or with ``"per_member"`` leaves `[N, ...]`.
       block: How many members at once; None for all of them.
     """
 
@@ -63,7 +63,7 @@ class OverMembers:
           What it returns, stacked.
         """
         members = jax.tree.leaves(stacked)[0].shape[0]
-        own = self.data == "own"
+        own = self.data == "per_member"
         size = self.size(stacked, batch)
         of_all = jax.vmap(self.function, in_axes=(0, 0 if own else None))
         if size is None:
@@ -117,7 +117,7 @@ class OverMembers:
         convnets took 1.3 times as long as in a loop. Dense members are the faster for it.
         """
         members = jax.tree.leaves(stacked)[0].shape[0]
-        if self.data == "own":
+        if self.data == "per_member":
             _require_own(batch, members)
         block = self._by_what_it_does(stacked, batch) if self.block == "auto" else self.block
         return None if block is None or block >= members else block
@@ -126,7 +126,7 @@ class OverMembers:
         if jax.default_backend() != "cpu":
             return None
         first = jax.tree.map(lambda x: x[0], stacked)
-        shown = jax.tree.map(lambda x: x[0], batch) if self.data == "own" else batch
+        shown = jax.tree.map(lambda x: x[0], batch) if self.data == "per_member" else batch
         found = equations(jax.make_jaxpr(self.function)(first, shown).jaxpr)
         convolves = any(eqn.primitive is primitives.conv_general_dilated_p for eqn, *_ in found)
         return 1 if convolves else None

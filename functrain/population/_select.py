@@ -13,18 +13,18 @@ from functrain.population._hyperparameters import places, with_hyperparameters
 from functrain.population._state import PopulationState, require_population
 
 
-def select(population: PopulationState, by: Any, *, mode: str) -> Any:
+def select(population: PopulationState, values: Any, *, mode: str) -> Any:
     """Returns the state of the best member, as it would be alone.
 
     Args:
       population: The population.
-      by: A value a member, `[N]`, such as ``history.epochs["val_loss"][-1]`` or what `evaluate`
+      values: One value for each member, `[N]`, such as ``history.epochs["val_loss"][-1]`` or what `evaluate`
         returns under a name. NaN is never best.
       mode: ``"min"`` or ``"max"``, which is better.
 
     Returns:
       A state, such as a `TrainState`; of a Keras model ``bridge.to_keras`` takes it home. Which
-      member it is: ``np.nanargmin(by)``.
+      member it is: ``np.nanargmin(values)``.
 
     Raises:
       ValueError: The values are not one a member, or all NaN, or `mode` is neither.
@@ -32,15 +32,15 @@ def select(population: PopulationState, by: Any, *, mode: str) -> Any:
     Examples:
       >>> import functrain as ft, jax.numpy as jnp
       >>> population = ft.population.stack([{"w": jnp.float32(i)} for i in range(3)])
-      >>> print(select(population, by=[0.5, 0.1, jnp.nan], mode="min")["w"])
+      >>> print(select(population, [0.5, 0.1, jnp.nan], mode="min")["w"])
       1.0
     """
-    return population[int(_ranked(population, by, mode)[0])]
+    return population[int(_ranked(population, values, mode)[0])]
 
 
 def resample(
     population: PopulationState,
-    by: Any,
+    values: Any,
     key: jax.Array,
     *,
     mode: str,
@@ -57,7 +57,7 @@ def resample(
 
     Args:
       population: The population.
-      by: A value a member, `[N]`. NaN is worst.
+      values: One value for each member, `[N]`. NaN is worst.
       key: A typed key `key[]`; fold the step into it: ``jax.random.fold_in(key, event.step)``.
       mode: ``"min"`` or ``"max"``, which is better.
       fraction: How many of the members are replaced, and how many they are replaced by: at least
@@ -79,7 +79,7 @@ def resample(
       >>> print(new.states["w"])
       [0. 1. 1. 3.]
     """
-    order = _ranked(population, by, mode)
+    order = _ranked(population, values, mode)
     expected = f"a part of two members or more, of {len(order)}, above 0 and up to 0.5"
     require(0 < fraction <= 0.5 and len(order) >= 2, "fraction", expected, fraction)
     count = max(1, int(len(order) * fraction))
@@ -109,14 +109,14 @@ def _perturbed(
     return with_hyperparameters(population, values)
 
 
-def _ranked(population: PopulationState, by: Any, mode: str) -> np.ndarray:
+def _ranked(population: PopulationState, values: Any, mode: str) -> np.ndarray:
     """Returns the numbers of the members, the best first."""
     require_population(population, "population")
-    values = np.asarray(by, np.float64)
+    values = np.asarray(values, np.float64)
     expected = f"one value for each of the {len(population)} members, [{len(population)}]"
     advice = "Of a history it is that of one epoch: history.epochs['val_loss'][-1]."
-    require(values.shape == (len(population),), "by", expected, values, advice)
+    require(values.shape == (len(population),), "values", expected, values, advice)
     require_one_of("mode", mode, ("min", "max"))
     if np.isnan(values).all():
-        raise ValueError("by: expected a value to go by, got nothing but NaN.")
+        raise ValueError("values: expected at least one that is not NaN, got only NaN.")
     return np.argsort(values if mode == "min" else -values, kind="stable")

@@ -37,7 +37,7 @@ def step(
     Args:
       step: ``(state, batch) -> (state, logs)`` of one member: from `train_step`, with metrics or
         without, from `eval_step`, or any of your own.
-      data: ``"shared"``: all members see each batch. ``"own"``: the leaves of a batch are
+      data: ``"shared"``: all members see each batch. ``"per_member"``: the leaves of a batch are
         `[N, B, ...]`, a part for each member.
       block: How many members at once. With None all of them, by `jax.vmap`; with 1 one after the
         other in the same program, where one that is stopped costs nothing. In between in blocks.
@@ -88,8 +88,8 @@ class _OfAll(StepTraits):
 
     def require_data(self, data: Any, name: str) -> None:
         """Raises ValueError if members have batches of their own and all would see all of them."""
-        is_fitting = self.over.data == "own" or not isinstance(data, Loader)
-        advice = 'For batches of their own: functrain.population.step(step, data="own").'
+        is_fitting = self.over.data == "per_member" or not isinstance(data, Loader)
+        advice = 'For batches of their own: functrain.population.step(step, data="per_member").'
         require(is_fitting, name, "batches that all members see", data, advice)
 
     def __repr__(self) -> str:

@@ -23,7 +23,7 @@ def eval_step(
     *,
     metrics: Mapping[str, Metric] | None = None,
     logs: Collection[str] = (),
-    of: Callable[[Any], TrainState] | None = None,
+    get_state: Callable[[Any], TrainState] | None = None,
     rng: jax.Array | None = None,
 ) -> MeteredStep:
     """Returns the step that evaluates: the loss with ``training=False``, the state untouched.
@@ -35,8 +35,9 @@ def eval_step(
         the batch size either.
       logs: Names in the loss's ``Aux.logs`` whose means over all examples are reported, too, as
         of several losses that are added up. They are weighted as the loss is.
-      of: Where the training's state holds several networks, which of them to evaluate:
-        ``of=lambda states: states["student"]``. Anything with `params` and `model_state` will do.
+      get_state: Returns the part of the training's state to evaluate, anything with `params` and
+        `model_state`. One network of several: ``get_state=lambda states: states["student"]``. With
+        averaged params: ``get_state=lambda s: s.replace(params=ft.tx.ema_params(s))``.
       rng: A typed key `key[]`, for a loss that draws in evaluation too, such as that of a
         variational autoencoder: batch number i is given ``fold_in(rng, i)``, the same in every
         evaluation, so that epochs can be compared. With None the loss is called with ``rng=None``.
@@ -64,7 +65,7 @@ def eval_step(
     def measure(
         state: PyTree, batch: PyTree, key: jax.Array | None = None
     ) -> tuple[PyTree, jax.Array, Aux]:
-        part: TrainState = state if of is None else of(state)
+        part: TrainState = state if get_state is None else get_state(state)
         _require_params(part)
         loss, aux = value_of(loss_fn, part.params, part.model_state, batch, rng=key, training=False)
         missing, expected = sorted(set(logs) - set(aux.logs)), f"names among {sorted(aux.logs)}"
@@ -94,7 +95,7 @@ def _require_params(state: Any) -> None:
     if not (hasattr(state, "params") and hasattr(state, "model_state")):
         raise TypeError(
             f"state: expected one with params and model_state, got {_repr.state(state)}. Of "
-            "several networks say which: eval_step(loss_fn, of=lambda states: states['student']). "
+            "several networks say which: eval_step(loss_fn, get_state=lambda states: states['student']). "
             "Of a population: functrain.population.step(eval_step)."
         )
 

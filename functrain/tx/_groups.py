@@ -12,7 +12,7 @@ from functrain.common._checks import refuse_listed
 from functrain.common._types import PyTree
 
 
-def groups(
+def param_groups(
     transformations: Mapping[str, optax.GradientTransformation],
 ) -> optax.GradientTransformationExtraArgs:
     """Returns one transformation of several, each for the params whose paths its pattern means.
@@ -35,7 +35,7 @@ def groups(
 
     Examples:
       >>> import jax.numpy as jnp, optax
-      >>> tx = groups({"**/bias": optax.sgd(1.0), "**": optax.sgd(0.1)})
+      >>> tx = param_groups({"**/bias": optax.sgd(1.0), "**": optax.sgd(0.1)})
       >>> params = {"dense": {"bias": jnp.ones(1), "kernel": jnp.ones(1)}}
       >>> updates, _ = tx.update(params, tx.init(params), params)
       >>> print(updates["dense"]["bias"], updates["dense"]["kernel"])
@@ -74,12 +74,12 @@ def _first(patterns: Mapping[str, Any], path: str) -> str:
 def _check(patterns: Mapping[str, Any], paths: list[str]) -> None:
     without = [f"{p}: no pattern" for p in paths if not _patterns.any_matches(patterns, p)]
     advice = 'Add a last group "**" for the rest.'
-    refuse_listed("groups", without, "a pattern for every param", advice)
+    refuse_listed("param_groups", without, "a pattern for every param", advice)
     used = {_first(patterns, path) for path in paths}
     for pattern in patterns:
-        _patterns.require_match("groups", pattern, paths)
+        _patterns.require_match("param_groups", pattern, paths)
         if pattern not in used:
             raise ValueError(
-                f"groups: expected params for the pattern {pattern!r}, but all that it means are "
+                f"param_groups: expected params for the pattern {pattern!r}, but all that it means are "
                 "taken by earlier patterns: put it before them"
             )

@@ -40,7 +40,7 @@ def skip_non_finite(tx: optax.GradientTransformation) -> optax.GradientTransform
     lets NaN pass after some errors in a row.
 
     Args:
-      tx: All of the optimizer: schedules, clipping, `optax.MultiSteps`, `params_ema`. Nothing goes
+      tx: All of the optimizer: schedules, clipping, `optax.MultiSteps`, `ema`. Nothing goes
         around it, or it would see a step that never was.
 
     Returns:
@@ -99,17 +99,17 @@ class LossScaleState(NamedTuple):
 def loss_scale(
     tx: optax.GradientTransformation,
     *,
-    initial: float = 2.0**15,
-    interval: int = 2000,
+    initial_scale: float = 2.0**15,
+    growth_interval: int = 2000,
     factor: float = 2.0,
-    least: float = 1.0,
+    min_scale: float = 1.0,
 ) -> optax.GradientTransformationExtraArgs:
     """Returns the transformation with a dynamic loss scale: for float16, whose range is small.
 
     `update` and `train_step` multiply the loss by the scale before they take the gradient, and
     divide the gradient by it, so that `tx` and the logs see the true ones. Where the gradient is
     not finite, the step is skipped as by `skip_non_finite`, and the scale is divided by `factor`;
-    after `interval` finite ones in a row it is multiplied. `train_step` logs it as ``loss_scale``,
+    after `growth_interval` finite ones in a row it is multiplied. `train_step` logs it as ``loss_scale``,
     and the counts of skipped steps.
 
     Method: "Mixed precision training", Micikevicius et al., 2018, section 3.2. With bfloat16,
@@ -117,10 +117,10 @@ def loss_scale(
 
     Args:
       tx: All of the optimizer, as for `skip_non_finite`.
-      initial: The first scale. Powers of two change no gradient but by its range.
-      interval: After how many finite updates the scale grows.
+      initial_scale: The first scale. Powers of two change no gradient but by its range.
+      growth_interval: After how many finite updates the scale grows.
       factor: By how much the scale changes.
-      least: What it does not fall below.
+      min_scale: What it does not fall below.
 
     Raises:
       ValueError: A number makes no sense.
@@ -128,19 +128,24 @@ def loss_scale(
     Examples:
       >>> import jax.numpy as jnp, optax
       >>> from functrain import TrainState
-      >>> tx = loss_scale(optax.sgd(0.1), initial=1024.0)
+      >>> tx = loss_scale(optax.sgd(0.1), initial_scale=1024.0)
       >>> state = TrainState.create(params={"w": jnp.ones(2)}, tx=tx)
       >>> print(state.apply_gradients({"w": jnp.full(2, jnp.inf)}, tx).opt_state.scale)
       512.0
     """
-    makes_sense = 0 < least <= initial and interval >= 1 and factor > 1
-    numbers = {"initial": initial, "interval": interval, "factor": factor, "least": least}
-    expected = "0 < least <= initial, interval >= 1 and factor > 1"
+    makes_sense = 0 < min_scale <= initial_scale and growth_interval >= 1 and factor > 1
+    numbers = {
+        "initial_scale": initial_scale,
+        "growth_interval": growth_interval,
+        "factor": factor,
+        "min_scale": min_scale,
+    }
+    expected = "0 < min_scale <= initial_scale, growth_interval >= 1 and factor > 1"
     require(makes_sense, "loss_scale", expected, numbers)
     skipping = skip_non_finite(tx)
 
     def init(params: PyTree) -> LossScaleState:
-        scale = jnp.asarray(initial, jnp.float32)
+        scale = jnp.asarray(initial_scale, jnp.float32)
         logs = optax.SnapshotState({"loss_scale": scale})
         return LossScaleState(skipping.init(params), scale, jnp.zeros((), jnp.int32), logs)
 
@@ -150,10 +155,10 @@ def loss_scale(
         updates, skip = skipping.update(updates, state.skip, params, **extra_args)
         row = jnp.where(skip.finite, state.finite_in_a_row + 1, 0)
         larger = state.scale * factor
-        grows = (row >= interval) & jnp.isfinite(larger)
+        grows = (row >= growth_interval) & jnp.isfinite(larger)
         good = jnp.where(grows, larger, state.scale)
-        scale = jnp.where(skip.finite, good, jnp.maximum(state.scale / factor, least))
-        row = jnp.where(row >= interval, 0, row)
+        scale = jnp.where(skip.finite, good, jnp.maximum(state.scale / factor, min_scale))
+        row = jnp.where(row >= growth_interval, 0, row)
         logs = optax.SnapshotState({"loss_scale": state.scale})
         return updates, LossScaleState(skip, scale, row, logs)
 
@@ -193,6 +198,6 @@ def guards(opt_state: PyTree) -> tuple[jax.Array | None, jax.Array | None]:
         raise ValueError(
             "tx: expected skip_non_finite or loss_scale around all of the optimizer, and one of "
             "them, since loss_scale skips, too; got one within another transformation. Write "
-            "functrain.skip_non_finite(optax.chain(...)), or around optax.MultiSteps(...)."
+            "functrain.tx.skip_non_finite(optax.chain(...)), or around optax.MultiSteps(...)."
         )
     return skip.finite if isinstance(skip, SkipState) else None, scale

@@ -52,7 +52,8 @@ def logged(state: PyTree) -> dict[str, jax.Array]:
 
     Examples:
       >>> import jax.numpy as jnp, optax
-      >>> from functrain import TrainState, skip_non_finite
+      >>> from functrain import TrainState
+      >>> from functrain.tx import skip_non_finite
       >>> tx = skip_non_finite(optax.sgd(0.1))
       >>> state = TrainState.create(params={"w": jnp.ones(2)}, tx=tx)
       >>> sorted(logged(state.apply_gradients({"w": jnp.array([1.0, jnp.nan])}, tx)))
@@ -64,7 +65,7 @@ def logged(state: PyTree) -> dict[str, jax.Array]:
             if name in said:
                 raise ValueError(
                     f"tx: expected a name for each number that it logs, got {name!r} twice. Name "
-                    f"one otherwise, as in functrain.log_norm('{name}_2')."
+                    f"one otherwise, as in functrain.tx.log_norm('{name}_2')."
                 )
             if jnp.shape(value) == () and _tree.is_array(value):
                 said[name] = value

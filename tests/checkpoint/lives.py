@@ -33,7 +33,7 @@ def loss_of(step: int) -> float:
 
 
 def live(directory: str) -> None:
-    checkpoints = ft.Checkpointer(directory, keep=KEEP, best="loss")
+    checkpoints = ft.Checkpointer(directory, keep=KEEP, monitor="loss")
     step = checkpoints.latest() or 0
     while True:
         step += 1

@@ -44,8 +44,8 @@ def main(directory: str, epochs: int, fatal: int | None = None) -> None:
 
         return digest(jax.tree.map(whole, state))
 
-    def report(event: ft.Event) -> None:
-        if isinstance(event, ft.ChunkEnd):
+    def report(event: ft.events.Event) -> None:
+        if isinstance(event, ft.events.ChunkEnd):
             print("step", event.step, flush=True)
             time.sleep(0.02)
             is_last = jax.process_index() == processes - 1
@@ -67,7 +67,7 @@ def main(directory: str, epochs: int, fatal: int | None = None) -> None:
         epochs=epochs,
         checkpointer=checkpoints,
         sharding=rows,
-        hooks=[report, ft.hooks.CSVLogger(f"{directory}.csv", when=ft.every(steps=3))],
+        hooks=[report, ft.hooks.CSVLogger(f"{directory}.csv", every=ft.every(steps=3))],
         fuse=2,
         verbose="lines",
     )

@@ -15,7 +15,7 @@ LIKE = {"x": np.zeros(3)}
 
 
 def saved(directory: Any, losses: list[float], **how: Any) -> ft.Checkpointer:
-    checkpoints = ft.Checkpointer(directory, best="loss", **how)
+    checkpoints = ft.Checkpointer(directory, monitor="loss", **how)
     for step, loss in enumerate(losses):
         checkpoints.save({"x": np.full(3, step)}, step, values={"loss": loss})
     return checkpoints
@@ -43,7 +43,9 @@ def test_the_newest_and_the_best_are_kept_in_this_life_and_the_next(
     for n in range(1, len(losses) + 1):
         with saved(tmp_path / str(n), losses[: n - 1], mode=mode, keep=keep):
             pass
-        with ft.Checkpointer(tmp_path / str(n), best="loss", mode=mode, keep=keep) as checkpoints:
+        with ft.Checkpointer(
+            tmp_path / str(n), monitor="loss", mode=mode, keep=keep
+        ) as checkpoints:
             checkpoints.save({"x": np.full(3, n - 1)}, n - 1, values={"loss": losses[n - 1]})
             known = {i: x for i, x in enumerate(losses[:n]) if not math.isnan(x)}
             choose = min if mode == "min" else max
@@ -58,7 +60,7 @@ def test_the_newest_and_the_best_are_kept_in_this_life_and_the_next(
 
 
 def test_a_value_that_only_equals_the_best_or_is_nan_is_no_improvement(tmp_path) -> None:
-    checkpoints = ft.Checkpointer(tmp_path, best="loss")
+    checkpoints = ft.Checkpointer(tmp_path, monitor="loss")
     assert not checkpoints._is_improved({"loss": NAN})
     assert checkpoints._is_improved({"loss": 2.0})
     checkpoints.save(LIKE, 1, values={"loss": 2.0})
@@ -70,7 +72,7 @@ def test_a_value_that_only_equals_the_best_or_is_nan_is_no_improvement(tmp_path)
 
 
 def test_values_may_be_arrays_of_one_number(tmp_path) -> None:
-    with ft.Checkpointer(tmp_path, best="loss") as checkpoints:
+    with ft.Checkpointer(tmp_path, monitor="loss") as checkpoints:
         checkpoints.save(LIKE, np.int64(1), values={"loss": jnp.float32(0.5), "n": np.int32(3)})
         assert checkpoints.restore(LIKE).values == {"loss": 0.5, "n": 3.0}
         assert checkpoints.best() == 1
@@ -119,7 +121,7 @@ def test_a_rollback_to_a_damaged_checkpoint_removes_nothing(tmp_path) -> None:
 
 
 def test_a_step_that_is_saved_again_is_replaced(tmp_path) -> None:
-    with ft.Checkpointer(tmp_path, best="loss") as checkpoints:
+    with ft.Checkpointer(tmp_path, monitor="loss") as checkpoints:
         for version, loss in enumerate([1.0, NAN, 2.0]):
             checkpoints.save({"x": np.full(3, version)}, 5, values={"loss": loss})
             assert checkpoints.best() == (None if math.isnan(loss) else 5)
@@ -132,7 +134,7 @@ def test_a_damaged_checkpoint_is_never_the_best(tmp_path) -> None:
     checkpoints = saved(tmp_path, [3.0, 1.0, 2.0], keep=None)
     checkpoints.close()
     pathlib.Path(tmp_path, f"{1:012d}", "checkpoint.json").write_text("{}")
-    again = ft.Checkpointer(tmp_path, best="loss", keep=None)
+    again = ft.Checkpointer(tmp_path, monitor="loss", keep=None)
     assert again.best() == 2
     assert again.steps() == [0, 1, 2]
     assert list(again.verify()) == [1]

@@ -89,7 +89,7 @@ def best_loss(steps: Iterable[int]) -> float:
 
 
 def require_whole(directory: str, saved: int) -> None:
-    checkpoints = ft.Checkpointer(directory, best="loss")
+    checkpoints = ft.Checkpointer(directory, monitor="loss")
     assert checkpoints.verify() == {}
     latest = checkpoints.latest()
     assert latest is not None

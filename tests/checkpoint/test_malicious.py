@@ -45,7 +45,7 @@ def edit(place: pathlib.Path, change: Edit, replace: tuple[str, str] = ("", ""))
 
 def require_refused(place: pathlib.Path) -> None:
     """No raw error, whichever way it is read."""
-    checkpoints = ft.Checkpointer(place.parent, best="loss")
+    checkpoints = ft.Checkpointer(place.parent, monitor="loss")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with pytest.raises(ERRORS):
@@ -175,7 +175,7 @@ def test_another_format_says_which_version_reads_it(place) -> None:
         match=r"format 2, got one of format 9, written by functrain 9\.1\. Load it with",
     ):
         ft.load(place, LIKE)
-    checkpoints = ft.Checkpointer(place.parent, best="loss")
+    checkpoints = ft.Checkpointer(place.parent, monitor="loss")
     with pytest.raises(ft.CheckpointMismatchError, match="functrain 9"):
         checkpoints.restore(LIKE)
     assert checkpoints.best() is None

@@ -131,7 +131,7 @@ TOGETHER = """
     print(values(ft.load(f"{folder}/one", make(0))))
     said(ft.save)(f"{folder}/small", make(1, jnp.float8_e4m3fn))
 
-    with ft.Checkpointer(f"{folder}/run", best="loss") as checkpoints:
+    with ft.Checkpointer(f"{folder}/run", monitor="loss") as checkpoints:
         for step in (1, 2):
             checkpoints.save(make(step), step, values={"loss": step})
         assert checkpoints.verify() == {}

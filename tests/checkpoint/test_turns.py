@@ -30,7 +30,7 @@ STEP = ft.train_step(loss_fn, TX)
 def fit(directory: pathlib.Path, *hooks: Any) -> Any:
     state = ft.TrainState.create(params={"w": jnp.ones((4, 3))}, tx=TX, rng=jax.random.key(0))
     data, checkpoints = ft.ArrayLoader(DATA, batch_size=4), ft.Checkpointer(directory)
-    checkpoints.when = ft.every(steps=1)
+    checkpoints.every = ft.every(steps=1)
     return ft.fit(
         state, STEP, data, epochs=2, hooks=hooks, checkpointer=checkpoints, verbose=0
     ).state

@@ -245,7 +245,7 @@ def test_without_safetensors_the_error_says_what_to_install(tmp_path) -> None:
         "import sys; sys.modules['safetensors'] = None\n"
         "import functrain as ft, numpy as np\n"
         "for act in (lambda: ft.warm_start({'x': np.ones(2)}, 'a.safetensors'),\n"
-        "            lambda: ft.export_params('b.safetensors', {'x': np.ones(2)})):\n"
+        "            lambda: ft.export.params('b.safetensors', {'x': np.ones(2)})):\n"
         "    try: act()\n"
         "    except ImportError as error: print(error)\n"
     )

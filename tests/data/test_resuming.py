@@ -248,7 +248,7 @@ def test_other_data_are_refused_before_anything_is_done(
     change: str, tmp_path: pathlib.Path
 ) -> None:
     before, after, message = CHANGED[change]
-    rows = ft.hooks.CSVLogger(tmp_path / "log.csv", when=ft.every(steps=1))
+    rows = ft.hooks.CSVLogger(tmp_path / "log.csv", every=ft.every(steps=1))
     checkpointer = ft.Checkpointer(tmp_path / "c", every=ft.at(1))
     with pytest.raises(KeyError):
         trained(before(), checkpointer, hooks=[rows, failing_at(2)])

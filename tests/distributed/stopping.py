@@ -42,7 +42,7 @@ def fit(hook: Any, **more: Any) -> list[float]:
     return [len(history.steps["loss"]), float(state)]
 
 
-def stopping(process: int | None, step: int, kind: Any = ft.ChunkEnd) -> Any:
+def stopping(process: int | None, step: int, kind: Any = ft.events.ChunkEnd) -> Any:
     """Returns a hook that stops at an event, in one process or in all."""
 
     def stop(event: Any) -> None:
@@ -65,7 +65,7 @@ def stops() -> None:
         "all": fit(stopping(None, 10)),
         "the first": fit(stopping(0, 10)),
         "the second": fit(stopping(1, 10)),
-        "the second at the end of an epoch": fit(stopping(1, 8, ft.EpochEnd)),
+        "the second at the end of an epoch": fit(stopping(1, 8, ft.events.EpochEnd)),
         "the second at the last step": fit(stopping(1, 24)),
         "each at another step": fit(stopping(None, 10 + 4 * OWN)),
         "by hand": by_hand(1),

@@ -40,8 +40,8 @@ def test_batches_may_have_no_leaves(nothing, unroll) -> None:
     np.testing.assert_array_equal(logs["state"], np.arange(5))
     state, logs = ft.fuse(step, 5, unroll=unroll)(state, nothing, steps=3)
     np.testing.assert_array_equal(logs["state"], [5, 6, 7, 0, 0])
-    assert ft.memory(step, state, nothing).state == 4
-    assert len(ft.autotune(step, state, nothing, ks=(2,)).rows) == 2
+    assert ft.inspect.memory(state, step, nothing).state == 4
+    assert len(ft.inspect.autotune(state, step, nothing, fuse=(2,)).rows) == 2
 
 
 def test_fusing_one_step_twice_compiles_once() -> None:

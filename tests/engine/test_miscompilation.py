@@ -16,7 +16,7 @@ import bridge
 import functrain as ft
 from functrain.common import _compile
 
-pytestmark = pytest.mark.filterwarnings("ignore::functrain.MiscompilationWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::functrain.inspect.MiscompilationWarning")
 
 EXAMPLES = 40_000  # the wrong rows are beyond 32,768 of float32
 RNG = np.random.default_rng(0)
@@ -162,7 +162,7 @@ def test_the_user_is_told_once(monkeypatch):
         warnings.simplefilter("always")
         for _ in range(2):
             _compile.jit(lambda w, x: summed(w, x))(W[2], X)
-    assert [w.category for w in caught] == [ft.MiscompilationWarning]
+    assert [w.category for w in caught] == [ft.inspect.MiscompilationWarning]
     assert "issues/39103" in str(caught[0].message)
     assert "XLA_FLAGS=--xla_cpu_experimental_ynn_fusion_type=" in str(caught[0].message)
 

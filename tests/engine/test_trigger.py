@@ -53,4 +53,4 @@ def test_triggers_are_shown_as_they_are_written() -> None:
 def test_programs_are_as_long_as_the_longest_stretch_without_a_pause(due, longest) -> None:
     loader = ft.ArrayLoader(np.ones((50, 1), np.float32), 2)
     events = ft.run(jnp.zeros(()), lambda s, b: (s, {"s": s}), loader, boundaries=due)
-    assert {len(e.rows["s"]) for e in events if isinstance(e, ft.ChunkEnd)} == {longest}
+    assert {len(e.rows["s"]) for e in events if isinstance(e, ft.events.ChunkEnd)} == {longest}

@@ -15,7 +15,7 @@ from tests.conftest import digest
 
 def test_what_is_exported_is_what_the_library_reads(tmp_path) -> None:
     params = {"dense": {"kernel": jnp.arange(6.0).reshape(2, 3), "bias": jnp.ones(3, jnp.bfloat16)}}
-    ft.export_params(tmp_path / "deep" / "p.safetensors", params)
+    ft.export.params(tmp_path / "deep" / "p.safetensors", params)
     found = safetensors.numpy.load_file(tmp_path / "deep" / "p.safetensors")
     assert sorted(found) == ["dense/bias", "dense/kernel"]
     for name, array in found.items():
@@ -38,7 +38,7 @@ def test_what_is_exported_is_what_the_library_reads(tmp_path) -> None:
     ids=["dtypes", "layouts", "lists", "leaf"],
 )
 def test_any_arrays_come_back_bit_for_bit(tmp_path, tree) -> None:
-    ft.export_params(tmp_path / "p.safetensors", tree)
+    ft.export.params(tmp_path / "p.safetensors", tree)
     like = jax.tree.map(jnp.zeros_like, tree)
     like = jax.tree.map(
         lambda x, z: np.zeros_like(x) if isinstance(x, np.ndarray) else z, tree, like
@@ -49,16 +49,16 @@ def test_any_arrays_come_back_bit_for_bit(tmp_path, tree) -> None:
 def test_arrays_on_several_devices_are_exported_whole(tmp_path) -> None:
     mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     w = jax.device_put(jnp.arange(8.0), NamedSharding(mesh, PartitionSpec("data")))
-    ft.export_params(tmp_path / "p.safetensors", {"w": w})
+    ft.export.params(tmp_path / "p.safetensors", {"w": w})
     found = safetensors.numpy.load_file(tmp_path / "p.safetensors")
     np.testing.assert_array_equal(found["w"], np.arange(8.0))
 
 
 def test_a_file_is_replaced_only_when_asked_and_never_by_half_a_one(tmp_path, monkeypatch) -> None:
     path = tmp_path / "p.safetensors"
-    ft.export_params(path, {"w": jnp.ones(2)})
+    ft.export.params(path, {"w": jnp.ones(2)})
     with pytest.raises(FileExistsError, match="overwrite=True"):
-        ft.export_params(path, {"w": jnp.zeros(2)})
+        ft.export.params(path, {"w": jnp.zeros(2)})
     with monkeypatch.context() as patch:
 
         def full_disk(arrays, file):
@@ -67,10 +67,10 @@ def test_a_file_is_replaced_only_when_asked_and_never_by_half_a_one(tmp_path, mo
 
         patch.setattr(safetensors.numpy, "save_file", full_disk)
         with pytest.raises(OSError, match="no space"):
-            ft.export_params(path, {"w": jnp.zeros(2)}, overwrite=True)
+            ft.export.params(path, {"w": jnp.zeros(2)}, overwrite=True)
     assert [p.name for p in tmp_path.iterdir()] == ["p.safetensors"]
     assert safetensors.numpy.load_file(path)["w"][0] == 1
-    ft.export_params(path, {"w": jnp.zeros(2)}, overwrite=True)
+    ft.export.params(path, {"w": jnp.zeros(2)}, overwrite=True)
     assert safetensors.numpy.load_file(path)["w"][0] == 0
 
 
@@ -85,15 +85,15 @@ def test_a_file_is_replaced_only_when_asked_and_never_by_half_a_one(tmp_path, mo
 )
 def test_what_such_files_cannot_hold_is_refused(tmp_path, params, error, message) -> None:
     with pytest.raises(error, match=message):
-        ft.export_params(tmp_path / "p.safetensors", params)
+        ft.export.params(tmp_path / "p.safetensors", params)
     assert not list(tmp_path.iterdir())
 
 
 def test_the_name_has_to_say_what_it_is(tmp_path) -> None:
     with pytest.raises(ValueError, match=r"ends in \.safetensors, got .*params\.bin"):
-        ft.export_params(tmp_path / "params.bin", {"w": jnp.ones(2)})
+        ft.export.params(tmp_path / "params.bin", {"w": jnp.ones(2)})
     with pytest.raises(TypeError, match="the order is"):
-        ft.export_params({"w": jnp.ones(2)}, tmp_path / "params.safetensors")
+        ft.export.params({"w": jnp.ones(2)}, tmp_path / "params.safetensors")
     (tmp_path / "a.safetensors").mkdir()
     with pytest.raises(FileExistsError, match="got a directory"):
-        ft.export_params(tmp_path / "a.safetensors", {"w": jnp.ones(2)}, overwrite=True)
+        ft.export.params(tmp_path / "a.safetensors", {"w": jnp.ones(2)}, overwrite=True)

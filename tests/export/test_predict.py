@@ -60,7 +60,7 @@ def test_a_process_without_functrain_predicts_what_keras_predicts(tmp_path, rewr
         ft.predict_step(bridge.from_keras(model)),
     )
     x = np.random.default_rng(0).normal(size=(7, 12, 12, 3)).astype(np.float32)
-    ft.export_predict(tmp_path / "model", state, step, x[:1], rewrites=rewrites)
+    ft.export.predict(tmp_path / "model", state, step, x[:1], rewrites=rewrites)
     np.save(tmp_path / "x.npy", x)
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(
@@ -83,7 +83,7 @@ def test_what_the_optimizer_remembers_is_not_in_the_file(tmp_path) -> None:
     state, step = linear(1000)
     noise = jax.random.normal(jax.random.key(0), (3, 1000))
     state = state.replace(params={"w": noise})
-    ft.export_predict(tmp_path / "model", state, step, jnp.ones((1, 3)))
+    ft.export.predict(tmp_path / "model", state, step, jnp.ones((1, 3)))
     assert 12_000 < os.path.getsize(tmp_path / "model") < 20_000
 
 
@@ -104,7 +104,7 @@ def test_a_rewrite_for_cpu_is_in_no_file_for_another_platform(tmp_path) -> None:
         "all": {"platforms": ("cpu", "cuda", "tpu")},
         "cuda": {"platforms": ["cuda"]},
     }.items():
-        ft.export_predict(tmp_path / name, {}, step, x, shapes=None, **how)
+        ft.export.predict(tmp_path / name, {}, step, x, shapes=None, **how)
         plain[name] = "feature_group_count = 8" in exported(tmp_path / name).mlir_module()
     assert plain == {"cpu": False, "plain": True, "all": True, "cuda": True}
     assert exported(tmp_path / "all").platforms == ("cpu", "cuda", "tpu")
@@ -117,7 +117,7 @@ def test_trees_of_inputs_and_outputs_and_several_free_axes(tmp_path) -> None:
 
     inputs = {"a": jax.ShapeDtypeStruct((1, 4, 3), jnp.float32), "b": jnp.ones(1)}
     shapes = {"a": "n, length, 3", "b": "n"}
-    ft.export_predict(tmp_path / "model", {}, step, inputs, shapes=shapes)
+    ft.export.predict(tmp_path / "model", {}, step, inputs, shapes=shapes)
     out = exported(tmp_path / "model").call({"a": jnp.ones((2, 5, 3)), "b": jnp.ones(2)})
     np.testing.assert_array_equal(out["sum"], [16.0, 16.0])
     assert out["n"][0].shape == (2, 5, 3)
@@ -127,7 +127,7 @@ def test_a_state_on_several_devices_predicts_on_one(tmp_path) -> None:
     state, step = linear()
     mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     state = jax.device_put(state, NamedSharding(mesh, PartitionSpec()))
-    ft.export_predict(tmp_path / "model", state, step, jnp.ones((1, 3)))
+    ft.export.predict(tmp_path / "model", state, step, jnp.ones((1, 3)))
     program = exported(tmp_path / "model")
     assert program.nr_devices == 1
     np.testing.assert_array_equal(program.call(jnp.ones((4, 3))), np.full((4, 2), 3.0))
@@ -138,10 +138,10 @@ def test_a_model_that_asks_for_the_batch_size_is_told_how_to_have_one(tmp_path) 
         return state, x if x.shape[0] > 4 else x + 1
 
     with pytest.raises(jax.errors.InconclusiveDimensionOperation) as caught:
-        ft.export_predict(tmp_path / "model", {}, step, jnp.ones((2, 3)))
+        ft.export.predict(tmp_path / "model", {}, step, jnp.ones((2, 3)))
     assert any("shapes=None" in note for note in caught.value.__notes__)
     assert not list(tmp_path.iterdir())
-    ft.export_predict(tmp_path / "model", {}, step, jnp.ones((2, 3)), shapes=None)
+    ft.export.predict(tmp_path / "model", {}, step, jnp.ones((2, 3)), shapes=None)
     assert exported(tmp_path / "model").call(jnp.ones((2, 3)))[0, 0] == 2
 
 
@@ -166,7 +166,7 @@ def test_what_cannot_be_exported_is_refused_in_words(tmp_path, how, error, messa
     state, step = linear()
     given = {"state": state, "step": step, "inputs": jnp.ones((1, 3)), **how}
     with pytest.raises(error, match=message):
-        ft.export_predict(tmp_path / "model", **given)
+        ft.export.predict(tmp_path / "model", **given)
     assert not list(tmp_path.iterdir())
 
 
@@ -176,14 +176,14 @@ def test_a_step_that_measures_is_no_step_that_predicts(tmp_path) -> None:
 
     state, _ = linear()
     with pytest.raises(TypeError, match=r"carries metrics.*predict_step"):
-        ft.export_predict(tmp_path / "model", state, ft.eval_step(loss_fn), jnp.ones((1, 3)))
+        ft.export.predict(tmp_path / "model", state, ft.eval_step(loss_fn), jnp.ones((1, 3)))
 
 
 def test_a_state_that_a_program_took_over_is_named(tmp_path) -> None:
     state, step = linear()
     state.params["w"].delete()
     with pytest.raises(ValueError, match="params/w: expected a live array"):
-        ft.export_predict(tmp_path / "model", state, step, jnp.ones((1, 3)))
+        ft.export.predict(tmp_path / "model", state, step, jnp.ones((1, 3)))
 
 
 def test_params_too_large_for_such_a_file_are_refused_before_memory_is_taken(tmp_path) -> None:
@@ -192,4 +192,4 @@ def test_params_too_large_for_such_a_file_are_refused_before_memory_is_taken(tmp
 
     state = Large(jax.ShapeDtypeStruct((2**30,), jnp.float32))
     with pytest.raises(ValueError, match=r"less than 2 GiB.*got 4\.0 GiB"):
-        ft.export_predict(tmp_path / "model", state, lambda s, x: (s, x), jnp.ones((1, 3)))
+        ft.export.predict(tmp_path / "model", state, lambda s, x: (s, x), jnp.ones((1, 3)))

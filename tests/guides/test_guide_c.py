@@ -52,9 +52,9 @@ def test_c1_an_open_loop_logs_samples_seen_and_seconds(split) -> None:
     loader = ft.ArrayLoader(train, BATCH)
     for event in ft.run(state, step, loader, epochs=2, boundaries=[ft.every(steps=20)]):
         match event:
-            case ft.ChunkEnd(step=n, logs=logs) if n % 20 == 0:
+            case ft.events.ChunkEnd(step=n, logs=logs) if n % 20 == 0:
                 seen.append((n * BATCH, np.asarray(logs["loss"])[-1]))
-            case ft.EpochEnd(epoch=epoch):
+            case ft.events.EpochEnd(epoch=epoch):
                 epochs.append(epoch)
     hand = loop(mlp())
     losses, _, middle = hand.epoch(hand.start(), batches(train, BATCH))

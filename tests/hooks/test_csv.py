@@ -11,7 +11,7 @@ from .fits import EVAL, LOADER, fit, lives
 
 def test_csv_has_a_row_each_time_it_is_due(tmp_path) -> None:
     by_epoch = ft.hooks.CSVLogger(tmp_path / "logs" / "epochs.csv")
-    by_step = ft.hooks.CSVLogger(tmp_path / "steps.csv", when=ft.every(steps=6))
+    by_step = ft.hooks.CSVLogger(tmp_path / "steps.csv", every=ft.every(steps=6))
     _, history = fit(by_epoch, by_step, eval_data=LOADER, eval_step=EVAL, epochs=2)
     with (tmp_path / "logs" / "epochs.csv").open() as file:
         rows = list(csv.DictReader(file))
@@ -26,7 +26,7 @@ def test_csv_has_a_row_each_time_it_is_due(tmp_path) -> None:
 def test_csv_goes_on_below_what_a_run_before_it_wrote(tmp_path) -> None:
     def log(epoch: int, append: bool, **values: float) -> None:
         hook = ft.hooks.CSVLogger(tmp_path / "log.csv", append=append)
-        hook(ft.EpochEnd(position=ft.Position(step=4, epoch=epoch), state=(), values=values))
+        hook(ft.events.EpochEnd(position=ft.Position(step=4, epoch=epoch), state=(), values=values))
         hook.close()
 
     log(0, append=True, loss=3.0, accuracy=0.25)  # there is no file yet
@@ -45,7 +45,7 @@ def test_csv_goes_on_below_what_a_run_before_it_wrote(tmp_path) -> None:
 
 
 def every_other_epoch(path) -> list:
-    evaluation = ft.hooks.Evaluate(EVAL, LOADER, when=ft.every(epochs=2))
+    evaluation = ft.hooks.Evaluate(EVAL, LOADER, every=ft.every(epochs=2))
     return [evaluation, ft.hooks.CSVLogger(path)]
 
 
@@ -73,13 +73,19 @@ def test_a_file_whose_columns_grew_after_the_checkpoint_is_that_of_one_run(cuts,
 def test_a_csv_of_steps_does_not_wait_for_the_device_and_has_its_row_when_the_logs_come(
     tmp_path,
 ) -> None:
-    log = ft.hooks.CSVLogger(tmp_path / "log.csv", when=ft.every(steps=2))
+    log = ft.hooks.CSVLogger(tmp_path / "log.csv", every=ft.every(steps=2))
     rows = {"loss": jnp.array([0.5, 0.25])}
     at_two = ft.Position(step=2)
-    log(ft.ChunkEnd(position=at_two, state=(), values={"v": 1.0}, steps=2, examples=1, rows=rows))
+    log(
+        ft.events.ChunkEnd(
+            position=at_two, state=(), values={"v": 1.0}, steps=2, examples=1, rows=rows
+        )
+    )
     assert not (tmp_path / "log.csv").exists()
     log.logs(
-        ft.LogsReady(position=at_two, steps=2, examples=1, logs={"loss": np.array([0.5, 0.25])})
+        ft.events.LogsReady(
+            position=at_two, steps=2, examples=1, logs={"loss": np.array([0.5, 0.25])}
+        )
     )
     assert (tmp_path / "log.csv").read_text().splitlines()[1:] == ["0,2,0.25,1.0"]
     log.close()

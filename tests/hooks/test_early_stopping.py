@@ -41,7 +41,7 @@ class Scripted:
         self.values, self.name = iter(values), name
 
     def __call__(self, event):
-        if isinstance(event, ft.EpochEnd):
+        if isinstance(event, ft.events.EpochEnd):
             event.values[self.name] = next(self.values)
 
 
@@ -97,7 +97,7 @@ def epochs_of_keras(values, **how):
 def epochs_of_ours(hook, state, values):
     for epoch, value in enumerate(values):
         at = ft.Position(step=epoch, epoch=epoch)
-        event = ft.EpochEnd(position=at, state=state, values={"score": value})
+        event = ft.events.EpochEnd(position=at, state=state, values={"score": value})
         hook(event)
         state = event.state
         if event.stopped:
@@ -160,7 +160,7 @@ def stopping_before(*hooks, **how):
 
 
 def test_a_value_of_every_other_epoch_is_waited_for() -> None:
-    evaluating, stopping = stopping_before(Evaluate(EVAL, LOADER, when=ft.every(epochs=2)))
+    evaluating, stopping = stopping_before(Evaluate(EVAL, LOADER, every=ft.every(epochs=2)))
     _, history = fit(evaluating, stopping, epochs=4)
     assert np.isfinite(history.epochs["val_loss"]).tolist() == [False, True, False, True]
     assert stopping.best == history.epochs["val_loss"][3]
@@ -184,7 +184,7 @@ def test_a_value_that_nobody_is_left_to_provide_is_refused_at_that_epoch() -> No
 
 
 def test_a_value_that_never_came_is_told_at_the_end() -> None:
-    hooks = stopping_before(Evaluate(EVAL, LOADER, when=ft.every(epochs=5)))
+    hooks = stopping_before(Evaluate(EVAL, LOADER, every=ft.every(epochs=5)))
     with pytest.warns(UserWarning, match=r"'val_loss'.*never due: \[every\(epochs=5\)\]"):
         fit(*hooks, epochs=2)
 
@@ -199,7 +199,7 @@ def test_stopped_and_restored_it_decides_as_uninterrupted(cut) -> None:
 
     first = EarlyStopping("loss_of", **how)
     for event in ft.run(start(), STEP, LOADER, epochs=cut):
-        if isinstance(event, ft.EpochEnd):
+        if isinstance(event, ft.events.EpochEnd):
             middle, position = event.state, event.position
             event.values["loss_of"] = scores[event.epoch]
             first(event)
@@ -255,7 +255,7 @@ def test_the_best_members_are_looked_for_anew_where_a_checkpoint_has_none() -> N
     epochs_of_ours(hook, state, [np.array([0.4, 0.4])])
     last = ft.population.stack([{"w": np.float32(w)} for w in (3, 4)])
     epochs_of_ours(hook, last, [np.array([0.5, 0.3])])
-    end = ft.RunEnd(position=ft.Position(step=3), state=last, values={})
+    end = ft.events.RunEnd(position=ft.Position(step=3), state=last, values={})
     hook(end)
     assert end.state.states["w"].tolist() == [1, 4]
 
@@ -272,9 +272,9 @@ def test_hooks_are_shown_with_their_settings(tmp_path) -> None:
     assert repr(EarlyStopping("auc", patience=3)) == (
         "EarlyStopping(monitor='auc', patience=3, mode='max')"
     )
-    shown = repr(Evaluate(EVAL, LOADER, when=ft.every(epochs=2)))
+    shown = repr(Evaluate(EVAL, LOADER, every=ft.every(epochs=2)))
     assert shown.startswith("Evaluate(data=ArrayLoader(examples=16, batch_size=4, ")
     assert shown.endswith("when=every(epochs=2), prefix='val_')")
     assert repr(ft.hooks.CSVLogger("log.csv")) == (
-        "CSVLogger(path='log.csv', append=False, when=every(epochs=1))"
+        "CSVLogger(path='log.csv', append=False, every=every(epochs=1))"
     )

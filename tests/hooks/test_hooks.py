@@ -128,7 +128,9 @@ def test_values_that_hooks_add_are_in_the_history() -> None:
     def norm(event):
         event.values["norm"] = float(optax.tree.norm(event.state.params))
 
-    _, history = fit(norm, ft.hooks.Evaluate(EVAL, LOADER, when=ft.every(steps=100), prefix="mid_"))
+    _, history = fit(
+        norm, ft.hooks.Evaluate(EVAL, LOADER, every=ft.every(steps=100), prefix="mid_")
+    )
     assert history.epochs["norm"].shape == (2,)
     steps, values = history.points["mid_loss"]
     assert steps.tolist() == [100, 200, 300]
@@ -139,7 +141,7 @@ def test_evaluating_within_an_epoch_equals_evaluating_that_state() -> None:
     for event in ft.run(start(), STEP, LOADER, fuse=32, boundaries=[ft.at(100)]):
         if event.step == 100:
             expected = ft.evaluate(event.state, EVAL, LOADER)["loss"]
-    _, history = fit(ft.hooks.Evaluate(EVAL, LOADER, when=ft.at(100)), epochs=1)
+    _, history = fit(ft.hooks.Evaluate(EVAL, LOADER, every=ft.at(100)), epochs=1)
     assert history.points["val_loss"][1][0] == expected
 
 
@@ -191,7 +193,7 @@ class Scripted:
         self.values = iter(values)
 
     def __call__(self, event):
-        if isinstance(event, ft.EpochEnd):
+        if isinstance(event, ft.events.EpochEnd):
             event.values["score"] = next(self.values)
 
 
@@ -209,7 +211,7 @@ def test_early_stopping_ends_with_the_best_state(scores, mode, patience, epochs,
     states = [
         digest(e.state)
         for e in ft.run(start(), STEP, LOADER, epochs=5)
-        if isinstance(e, ft.EpochEnd)
+        if isinstance(e, ft.events.EpochEnd)
     ]
     how = {"patience": patience, "mode": mode, "min_delta": 0.2, "restore_best": True}
     hook = ft.hooks.EarlyStopping("score", **how)
@@ -251,7 +253,7 @@ def test_what_is_no_hook_is_refused_by_place(hook) -> None:
 
 
 def test_a_number_for_a_trigger_is_refused_with_the_hook_that_has_it(tmp_path) -> None:
-    hook = ft.hooks.CSVLogger(tmp_path / "log.csv", when=100)
+    hook = ft.hooks.CSVLogger(tmp_path / "log.csv", every=100)
     with pytest.raises(
         TypeError, match=r"hooks\[0\]: expected its `when` .* got 100, in CSVLogger"
     ):
@@ -270,7 +272,7 @@ def test_a_bare_function_for_hooks_is_refused_with_the_list_it_wants() -> None:
 def test_an_owner_of_the_loop_gets_the_same_events() -> None:
     due = ft.every(steps=100)
     events = ft.run(start(), STEP, LOADER, epochs=2, fuse=32, boundaries=[due])
-    steps = [e.step for e in events if isinstance(e, ft.ChunkEnd) and e.step % 100 == 0]
+    steps = [e.step for e in events if isinstance(e, ft.events.ChunkEnd) and e.step % 100 == 0]
     assert steps == [100, 200, 300]
 
 
@@ -303,7 +305,7 @@ class Counter:
             self.resume_key = key
 
     def __call__(self, event):
-        self.events += isinstance(event, ft.EpochEnd)
+        self.events += isinstance(event, ft.events.EpochEnd)
 
     def state(self):
         return {"events": self.events}
@@ -364,7 +366,7 @@ def test_hooks_whose_states_could_be_mixed_up_are_refused_before_a_step(
 
 def test_a_state_that_does_not_fit_is_refused_at_the_end_too() -> None:
     def junk(event):
-        if isinstance(event, ft.RunEnd):
+        if isinstance(event, ft.events.RunEnd):
             event.state = "junk"
 
     with pytest.raises(ValueError, match=r"event\.state: expected a state of the structure"):
@@ -440,9 +442,9 @@ def test_only_the_first_process_restores_the_file_of_a_logger(tmp_path, monkeypa
 
     def rows_after_a_restore(process: int) -> int:
         logger = ft.hooks.CSVLogger(path)
-        logger(ft.EpochEnd(position=ft.Position(4, 0), state=(), values={"loss": 1.0}))
+        logger(ft.events.EpochEnd(position=ft.Position(4, 0), state=(), values={"loss": 1.0}))
         saved = HookRunner([logger]).state()
-        logger(ft.EpochEnd(position=ft.Position(8, 1), state=(), values={"loss": 1.0}))
+        logger(ft.events.EpochEnd(position=ft.Position(8, 1), state=(), values={"loss": 1.0}))
         logger.close()
         monkeypatch.setattr(jax, "process_index", lambda: process)
         HookRunner([ft.hooks.CSVLogger(path)]).restore(saved)

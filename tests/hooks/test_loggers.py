@@ -19,7 +19,7 @@ from .fits import EVAL, LOADER, PowerCutError, fit, lives
 
 
 def evaluation() -> Any:
-    return ft.hooks.Evaluate(EVAL, LOADER, when=ft.every(steps=7))
+    return ft.hooks.Evaluate(EVAL, LOADER, every=ft.every(steps=7))
 
 
 def events(directory: Any) -> EventAccumulator:
@@ -42,7 +42,7 @@ def lines(path: Any) -> list[dict[str, Any]]:
 
 
 def test_event_files_hold_what_the_history_holds_at_the_same_steps(tmp_path) -> None:
-    log = ft.hooks.TensorBoard(tmp_path / "run", steps=1)
+    log = ft.hooks.TensorBoard(tmp_path / "run", every=1)
     _, history = fit(evaluation(), log, eval_data=LOADER, eval_step=EVAL)
     found = scalars(tmp_path / "run")
     numbers = range(1, 61)
@@ -61,7 +61,7 @@ def test_event_files_hold_what_the_history_holds_at_the_same_steps(tmp_path) -> 
 
 
 def test_json_lines_hold_what_the_history_holds_in_the_order_of_the_steps(tmp_path) -> None:
-    log = ft.hooks.JSONLines(tmp_path / "made" / "log.jsonl", steps=1)
+    log = ft.hooks.JSONLines(tmp_path / "made" / "log.jsonl", every=1)
     _, history = fit(evaluation(), log)
     table = pandas.read_json(tmp_path / "made" / "log.jsonl", lines=True, precise_float=True)
     steps = table[table["loss"].notna()]
@@ -79,7 +79,7 @@ def test_json_lines_hold_what_the_history_holds_in_the_order_of_the_steps(tmp_pa
 
 @pytest.mark.parametrize("fuse", [1, 4, 9])
 def test_every_so_many_steps_are_those_steps_however_they_are_fused(fuse, tmp_path) -> None:
-    _, history = fit(ft.hooks.JSONLines(tmp_path / "log.jsonl", steps=7), fuse=fuse)
+    _, history = fit(ft.hooks.JSONLines(tmp_path / "log.jsonl", every=7), fuse=fuse)
     found = {line["step"]: line["loss"] for line in lines(tmp_path / "log.jsonl") if "loss" in line}
     assert list(found) == list(range(7, 61, 7))
     assert list(found.values()) == history.steps["loss"][6::7].tolist()
@@ -87,14 +87,14 @@ def test_every_so_many_steps_are_those_steps_however_they_are_fused(fuse, tmp_pa
 
 def test_a_number_of_steps_that_makes_no_sense_is_refused(tmp_path) -> None:
     with pytest.raises(ValueError, match="steps: expected a whole number from 1 on, got 0"):
-        ft.hooks.TensorBoard(tmp_path, steps=0)
+        ft.hooks.TensorBoard(tmp_path, every=0)
 
 
 def test_numbers_that_are_not_finite_are_null_in_json_and_themselves_in_event_files(
     tmp_path,
 ) -> None:
     def late(event):
-        if isinstance(event, ft.EpochEnd):
+        if isinstance(event, ft.events.EpochEnd):
             event.values |= {"up": float("inf"), "bad": float("nan"), "fine": np.float32(1)}
 
     fit(late, ft.hooks.JSONLines(tmp_path / "x.jsonl"), ft.hooks.TensorBoard(tmp_path), epochs=1)
@@ -121,9 +121,9 @@ class Logs:
             ft.hooks.Sample(
                 lambda state: np.abs(state.params["w"])[None] / 3, when=ft.every(steps=9)
             ),
-            ft.hooks.TensorBoard(self.folder / "events", steps=1),
-            ft.hooks.JSONLines(self.folder / "all.jsonl", steps=1),
-            ft.hooks.JSONLines(self.folder / "some.jsonl", steps=4),
+            ft.hooks.TensorBoard(self.folder / "events", every=1),
+            ft.hooks.JSONLines(self.folder / "all.jsonl", every=1),
+            ft.hooks.JSONLines(self.folder / "some.jsonl", every=4),
             ft.hooks.CSVLogger(self.folder / "epochs.csv"),
         ]
 
@@ -178,11 +178,11 @@ def test_a_run_that_is_stopped_by_ctrl_c_goes_on_without_a_gap(straight, tmp_pat
 
 def test_a_kill_between_the_last_step_and_the_end_of_its_epoch_loses_no_point(tmp_path) -> None:
     def power_cut(event):
-        if isinstance(event, ft.EpochEnd):
+        if isinstance(event, ft.events.EpochEnd):
             raise PowerCutError
 
     def train(*hooks):
-        log = ft.hooks.TensorBoard(tmp_path / "events", steps=1)
+        log = ft.hooks.TensorBoard(tmp_path / "events", every=1)
         checkpointer = ft.Checkpointer(tmp_path / "run", every=ft.every(steps=20))
         return fit(log, *hooks, epochs=2, checkpointer=checkpointer)
 
@@ -204,7 +204,7 @@ def test_a_logger_that_cannot_write_warns_once_and_training_continues(
 ) -> None:
     if kind == "WandB":
         monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=full_disk))
-        log = ft.hooks.WandB(steps=1)
+        log = ft.hooks.WandB(every=1)
         log.run = types.SimpleNamespace(id="x", log=full_disk, finish=full_disk)
     else:
         log = getattr(ft.hooks, kind)(tmp_path / "log")
@@ -218,7 +218,7 @@ def test_a_logger_that_cannot_write_warns_once_and_training_continues(
 
 def test_a_file_that_was_empty_at_the_checkpoint_has_no_line_twice(tmp_path) -> None:
     def hooks() -> list[Any]:
-        return [ft.hooks.JSONLines(tmp_path / "log.jsonl", steps=8, append=True)]
+        return [ft.hooks.JSONLines(tmp_path / "log.jsonl", every=8, append=True)]
 
     lives(hooks, tmp_path / "run", [13], every=7)
     assert [line["step"] for line in lines(tmp_path / "log.jsonl") if "loss" in line] == [
@@ -227,10 +227,10 @@ def test_a_file_that_was_empty_at_the_checkpoint_has_no_line_twice(tmp_path) -> 
 
 
 def test_what_a_checkpoint_counts_on_is_on_the_disk(tmp_path) -> None:
-    log = ft.hooks.TensorBoard(tmp_path, steps=1)
+    log = ft.hooks.TensorBoard(tmp_path, every=1)
     log.begin()
     rows = {"loss": np.array([0.5, 0.25], np.float32)}
-    log.logs(ft.LogsReady(position=ft.Position(step=2), steps=2, examples=1, logs=rows))
+    log.logs(ft.events.LogsReady(position=ft.Position(step=2), steps=2, examples=1, logs=rows))
     log.state()
     assert scalars(tmp_path)["loss"] == [(1, 0.5), (2, 0.25)]
     log.close()
@@ -239,7 +239,7 @@ def test_what_a_checkpoint_counts_on_is_on_the_disk(tmp_path) -> None:
 def test_a_run_that_is_begun_anew_takes_the_place_of_the_one_before(tmp_path) -> None:
     def hooks() -> list[Any]:
         paths = tmp_path / "events", tmp_path / "log.jsonl"
-        return [ft.hooks.TensorBoard(paths[0], steps=1), ft.hooks.JSONLines(paths[1], steps=1)]
+        return [ft.hooks.TensorBoard(paths[0], every=1), ft.hooks.JSONLines(paths[1], every=1)]
 
     fit(*hooks())
     fit(*hooks(), epochs=1)
@@ -280,7 +280,7 @@ def test_pictures_and_texts_reach_event_files_and_texts_json(tmp_path) -> None:
 
     log = ft.hooks.JSONLines(tmp_path / "log.jsonl")
     when = ft.every(steps=30)
-    fit(ft.hooks.Sample(make, when=when), ft.hooks.TensorBoard(tmp_path), log)
+    fit(ft.hooks.Sample(make, every=when), ft.hooks.TensorBoard(tmp_path), log)
     found = events(tmp_path)
     assert [image.step for image in found.Images("picture")] == [30, 60]
     png = PIL.Image.open(io.BytesIO(found.Images("picture")[0].encoded_image_string))
@@ -313,13 +313,13 @@ def test_a_missing_library_is_named_with_the_line_that_installs_it(
 
 def test_loggers_are_shown_in_a_line() -> None:
     assert repr(ft.hooks.JSONLines("log.jsonl")) == (
-        "JSONLines(path='log.jsonl', append=False, steps=10)"
+        "JSONLines(path='log.jsonl', append=False, every=10)"
     )
-    assert repr(ft.hooks.TensorBoard("runs", steps=1)) == "TensorBoard(directory='runs', steps=1)"
+    assert repr(ft.hooks.TensorBoard("runs", every=1)) == "TensorBoard(directory='runs', every=1)"
 
 
 def test_loggers_do_not_hide_that_nobody_provides_a_value(tmp_path) -> None:
-    sample = ft.hooks.Sample(lambda state: "", when=ft.at(1))
+    sample = ft.hooks.Sample(lambda state: "", every=ft.at(1))
     watching = [sample, ft.hooks.TerminateOnNaN(), ft.hooks.Profile(tmp_path, start=1)]
     loggers = [ft.hooks.TensorBoard(tmp_path / "x"), ft.hooks.JSONLines(tmp_path / "x.jsonl")]
     with pytest.raises(ValueError, match=r"monitor: expected one of .* got 'val_los'") as caught:

@@ -19,7 +19,7 @@ def test_the_fullest_device_is_shown_and_one_that_does_not_count_adds_nothing(mo
         Device(),
     ]
     seen = []
-    hooks = [ft.hooks.Memory(), lambda event: seen.append(event.values)]
+    hooks = [ft.hooks.DeviceMemory(), lambda event: seen.append(event.values)]
     monkeypatch.setattr(jax, "local_devices", lambda: devices)
     ft.fit(np.zeros(()), lambda s, b: (s, {}), [np.ones(2)] * 2, hooks=hooks, verbose=0)
     assert seen == [{}, {"memory/in_use": 30.0, "memory/peak": 40.0}, {}]

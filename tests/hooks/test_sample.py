@@ -9,7 +9,7 @@ from .fits import fit
 
 def made(x):
     hook = ft.hooks.Sample(lambda state: x)
-    hook(ft.EpochEnd(position=ft.Position(step=1), state=()))
+    hook(ft.events.EpochEnd(position=ft.Position(step=1), state=()))
     return hook.latest["sample"]
 
 
@@ -18,7 +18,7 @@ def test_pictures_are_written_on_a_schedule_and_read_by_pillow(tmp_path) -> None
         grey = np.full((2, 2), int(state.step) / 100)
         return {"grey": grey, "red": np.uint8([[[200, 0, 1]]]), "words": "grün"}
 
-    hook = ft.hooks.Sample(make, when=ft.every(steps=25), directory=tmp_path / "made")
+    hook = ft.hooks.Sample(make, every=ft.every(steps=25), directory=tmp_path / "made")
     fit(hook)
     assert {path.name for path in (tmp_path / "made").iterdir()} == {
         *("grey-00000025.png", "grey-00000050.png", "red-00000025.png", "red-00000050.png"),
@@ -34,7 +34,7 @@ def test_pictures_are_written_on_a_schedule_and_read_by_pillow(tmp_path) -> None
 
 def test_it_sees_the_state_of_its_step() -> None:
     seen = []
-    hook = ft.hooks.Sample(lambda state: seen.append(int(state.step)) or "", when=ft.at(5, 33))
+    hook = ft.hooks.Sample(lambda state: seen.append(int(state.step)) or "", every=ft.at(5, 33))
     fit(hook)
     assert seen == [5, 33]
 

@@ -59,13 +59,13 @@ def leveldb_log(data: bytes) -> list[bytes]:
 def logger(folder: pathlib.Path) -> Any:
     settings = wandb.Settings(silent=True, console="off")
     return ft.hooks.WandB(
-        steps=4, project="p", mode="offline", dir=str(folder), settings=settings, config={"k": 3}
+        every=4, project="p", mode="offline", dir=str(folder), settings=settings, config={"k": 3}
     )
 
 
 def test_a_run_of_wandb_holds_what_the_history_holds(tmp_path) -> None:
-    evaluation = ft.hooks.Evaluate(EVAL, LOADER, when=ft.every(steps=10))
-    sample = ft.hooks.Sample(lambda state: {"words": "a < b"}, when=ft.at(20))
+    evaluation = ft.hooks.Evaluate(EVAL, LOADER, every=ft.every(steps=10))
+    sample = ft.hooks.Sample(lambda state: {"words": "a < b"}, every=ft.at(20))
     _, history = fit(evaluation, sample, logger(tmp_path))
     [(_, rows)] = records(tmp_path)
     losses = {row["_step"]: row["loss"] for row in rows if "loss" in row}

@@ -40,7 +40,7 @@ SGD = optax.sgd(0.1, momentum=0.9)
 )
 def test_skip_non_finite_changes_no_bit_of_a_finite_run(kind, tx) -> None:
     plain = trained(kind, tx, lambda opt_state: opt_state)
-    assert trained(kind, ft.skip_non_finite(tx), lambda opt_state: opt_state.inner) == plain
+    assert trained(kind, ft.tx.skip_non_finite(tx), lambda opt_state: opt_state.inner) == plain
 
 
 def test_nor_of_its_metrics() -> None:
@@ -54,4 +54,4 @@ def test_nor_of_its_metrics() -> None:
         end, _ = ft.fuse(step, STEPS)(start, models.batches(model, STEPS))
         return digest((end.state.params, end.state.model_state, end.metrics))
 
-    assert counted(ft.skip_non_finite(SGD)) == counted(SGD)
+    assert counted(ft.tx.skip_non_finite(SGD)) == counted(SGD)

@@ -24,12 +24,12 @@ class InterruptedError(Exception):
 
 def ends_at(step: int | None = None, epoch: int | None = None) -> Any:
     def end(event: Any) -> None:
-        is_end = isinstance(event, ft.EpochEnd)
+        is_end = isinstance(event, ft.events.EpochEnd)
         if (event.step == step and not is_end) or (is_end and event.epoch == epoch):
             raise InterruptedError
 
     if step is not None:
-        end.when = ft.at(step)  # type: ignore[attr-defined]
+        end.every = ft.at(step)  # type: ignore[attr-defined]
     return end
 
 
@@ -109,7 +109,7 @@ def score(event: Any) -> None:
     event.values["val_loss"] = abs(float(event.state["n"]) - 8.0)
 
 
-score.when = ft.every(steps=2)  # type: ignore[attr-defined]
+score.every = ft.every(steps=2)  # type: ignore[attr-defined]
 
 
 def stopped_early(folder: Any, last: Any = None, epochs: int = 9, **how: Any) -> Any:

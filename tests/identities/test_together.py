@@ -33,12 +33,12 @@ def made(out):
 
 
 MODELS = {"d": made(1), "g": made(2)}
-TX = ft.skip_non_finite(
+TX = ft.tx.skip_non_finite(
     optax.chain(
-        ft.log_norm(),
+        ft.tx.log_norm(),
         optax.clip_by_global_norm(1.0),
-        ft.groups({"**/bias": optax.sgd(1e-2), "**": optax.adam(1e-2)}),
-        ft.params_ema(0.9),
+        ft.tx.param_groups({"**/bias": optax.sgd(1e-2), "**": optax.adam(1e-2)}),
+        ft.tx.ema(0.9),
     )
 )
 
@@ -71,7 +71,7 @@ def step(states, real):
     both = jnp.concatenate([aux.outputs, real])
     labels = jnp.repeat(jnp.array([[0.0], [1.0]]), len(real), axis=0)
     d, d_loss, _ = ft.update(d, ft.micro_batches(judge, 4), TX, (both, labels))
-    logs = {"loss": d_loss, "g_loss": g_loss, "d": ft.logged(d), "g": ft.logged(g)}
+    logs = {"loss": d_loss, "g_loss": g_loss, "d": ft.tx.logged(d), "g": ft.tx.logged(g)}
     return {"d": d, "g": g}, logs
 
 
@@ -102,7 +102,7 @@ def test_all_together_trains_what_is_not_frozen(runs) -> None:
         assert digest(last[name].model_state["frozen"]) == digest(first[name].model_state["frozen"])
         assert digest(last[name].params) != digest(first[name].params)
         for a, b in zip(
-            jax.tree.leaves(ft.ema_params(last[name])), jax.tree.leaves(last[name].params),
+            jax.tree.leaves(ft.tx.ema_params(last[name])), jax.tree.leaves(last[name].params),
             strict=True,
         ):  # fmt: skip
             assert a.dtype == b.dtype == jnp.float32

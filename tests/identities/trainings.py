@@ -205,11 +205,11 @@ def train(
     state, step, more = TRAININGS[name]()
     hooks: list[Any] = [
         ft.hooks.CSVLogger(folder / "epochs.csv"),
-        ft.hooks.CSVLogger(folder / "steps.csv", when=ft.every(steps=3)),
+        ft.hooks.CSVLogger(folder / "steps.csv", every=ft.every(steps=3)),
     ]
     if eval_step := more.get("eval_step"):
         more = {"eval_step": eval_step, "eval_data": ft.ArrayLoader((IMAGES, LABELS), 16)}
-        often = ft.hooks.Evaluate(eval_step, loader(), when=ft.every(steps=4), prefix="at_")
+        often = ft.hooks.Evaluate(eval_step, loader(), every=ft.every(steps=4), prefix="at_")
         patient = ft.hooks.EarlyStopping("val_loss", patience=EPOCHS + 1, restore_best=True)
         hooks = [*hooks, often, patient, ft.hooks.EarlyStopping("loss", patience=EPOCHS + 1)]
     return ft.fit(

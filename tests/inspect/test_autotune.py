@@ -16,7 +16,7 @@ def step(state, batch):
 @pytest.mark.smoke
 def test_the_state_is_neither_changed_nor_consumed() -> None:
     state = {"w": jnp.zeros(3)}
-    tuning = ft.autotune(step, state, np.ones((4, 2), np.float32), ks=(1, 4))
+    tuning = ft.inspect.autotune(state, step, np.ones((4, 2), np.float32), fuse=(1, 4))
     assert state["w"].tolist() == [0, 0, 0]
     assert [row.k for row in tuning.rows] == [0, 1, 4]
     assert [row.chunk_bytes for row in tuning.rows] == [32, 32, 128]
@@ -26,12 +26,16 @@ def test_the_state_is_neither_changed_nor_consumed() -> None:
 
 
 def test_a_chunk_beyond_the_memory_is_not_tried() -> None:
-    tuning = ft.autotune(step, {"w": jnp.zeros(3)}, np.ones(8, np.float32), ks=(1, 4), memory=64)
+    tuning = ft.inspect.autotune(
+        {"w": jnp.zeros(3)}, step, np.ones(8, np.float32), fuse=(1, 4), memory=64
+    )
     assert [row.k for row in tuning.rows] == [0, 1]
 
 
 def test_out_of_time_no_further_k_is_tried() -> None:
-    tuning = ft.autotune(step, {"w": jnp.zeros(3)}, np.ones(8, np.float32), ks=(2, 4), seconds=0)
+    tuning = ft.inspect.autotune(
+        {"w": jnp.zeros(3)}, step, np.ones(8, np.float32), fuse=(2, 4), seconds=0
+    )
     assert [row.k for row in tuning.rows] == [0, 2]
 
 
@@ -44,7 +48,7 @@ def test_steps_with_metrics_can_be_tuned() -> None:
     state = ft.TrainState.create(params={"w": np.float32(1)}, tx=tx)
     x = np.ones((4, 1), np.float32)
     for begun in (state, metered.start(state)):
-        tuning = ft.autotune(metered, begun, (x, x), ks=(2,))
+        tuning = ft.inspect.autotune(begun, metered, (x, x), fuse=(2,))
         assert [row.k for row in tuning.rows] == [0, 2]
 
 
@@ -65,4 +69,4 @@ def test_the_choice_is_the_smallest_of_the_fastest(microseconds, choice) -> None
 @pytest.mark.parametrize("ks", [(), (0, 1), (4, 2)])
 def test_numbers_of_steps_must_rise(ks) -> None:
     with pytest.raises(ValueError, match="ks: expected rising numbers of steps"):
-        ft.autotune(step, {"w": jnp.zeros(3)}, np.ones(8), ks=ks)
+        ft.inspect.autotune({"w": jnp.zeros(3)}, step, np.ones(8), fuse=ks)

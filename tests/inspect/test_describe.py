@@ -38,25 +38,25 @@ def test_the_bytes_of_each_device_are_those_of_its_shards() -> None:
             held[shard.device] += shard.data.nbytes
     assert len(set(held.values())) == 1
     whole = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
-    last = ft.inspect.describe(state).splitlines()[-1]
+    last = ft.inspect.placement(state).splitlines()[-1]
     assert last == f"each of 2 devices: {size(held[jax.devices()[0]])} of {size(whole)}"
 
 
 def test_what_is_planned_is_said_like_what_is_there() -> None:
     mesh = ft.sharding.mesh({"data": 1, "model": 2})
     shapes = jax.eval_shape(make)
-    planned = ft.inspect.describe(shapes, ft.sharding.shardings(shapes, mesh, RULE))
-    assert planned == ft.inspect.describe(ft.sharding.create(make, mesh, RULE))
+    planned = ft.inspect.placement(shapes, ft.sharding.shardings(shapes, mesh, RULE))
+    assert planned == ft.inspect.placement(ft.sharding.create(make, mesh, RULE))
 
 
 def test_equal_layers_share_a_row_and_no_line_is_longer_than_80_columns() -> None:
     shapes = jax.eval_shape(make)
     shapes = {"a_long_name_of_a_model_in_a_tree_of_several": {"another_long_name": shapes}}
     mesh = AbstractMesh((4, 2), ("data", "model"))
-    text = ft.inspect.describe(shapes, ft.sharding.shardings(shapes, mesh, RULE))
+    text = ft.inspect.placement(shapes, ft.sharding.shardings(shapes, mesh, RULE))
     assert max(map(len, text.splitlines())) <= 80
     state = jax.eval_shape(make)
-    text = ft.inspect.describe(state, ft.sharding.shardings(state, mesh, RULE))
+    text = ft.inspect.placement(state, ft.sharding.shardings(state, mesh, RULE))
     assert text.count("  3 f32[64,256]  -, model  ") == 3  # of the params, of Adam's moments
     assert re.search(r"params/table +f32\[2000,64\] +data, - +500x64 +125.0 KiB", text)
 
@@ -68,11 +68,11 @@ def test_what_lies_on_one_device_is_told_from_what_lies_on_all() -> None:
         "all": jax.device_put(jnp.zeros(256), jax.NamedSharding(mesh, P())),
         "one": jax.device_put(jnp.zeros(256), one),
     }
-    text = ft.inspect.describe(state)
+    text = ft.inspect.placement(state)
     assert said(text) == {str(one): 2048, str(two): 1024}
     assert re.search(r"one +f32\[256\] +one device", text)
 
 
 def test_shardings_of_another_state_are_refused() -> None:
     with pytest.raises(ValueError, match="shardings: expected those of the state"):
-        ft.inspect.describe({"a": jnp.zeros(3)}, {"b": None})
+        ft.inspect.placement({"a": jnp.zeros(3)}, {"b": None})

@@ -8,17 +8,17 @@ from functrain.inspect import _doctor
 
 
 def test_functrain_avoids_every_known_fault_of_this_installation():
-    found = ft.doctor()
+    found = ft.inspect.doctor()
     assert [finding.functrain for finding in found.findings] == ["right"] * len(_doctor.FAULTS)
     assert found.is_affected == _compile.IS_AFFECTED
 
 
 def test_a_fault_is_listed_with_its_issue_and_the_remedy():
     fault = _doctor.FAULTS[0]
-    affected = ft.Doctor({"jax": "0.10.1"}, (_doctor.Finding(fault, "wrong", "right"),))
+    affected = ft.inspect.Doctor({"jax": "0.10.1"}, (_doctor.Finding(fault, "wrong", "right"),))
     assert "jax#39103" in str(affected)
     assert "XLA_FLAGS=--xla_cpu_experimental_ynn_fusion_type= " in repr(affected)
-    well = ft.Doctor({"jax": "0.12.0"}, (_doctor.Finding(fault, "right", "right"),))
+    well = ft.inspect.Doctor({"jax": "0.12.0"}, (_doctor.Finding(fault, "right", "right"),))
     assert "XLA_FLAGS" not in str(well)
     assert not well.is_affected
 

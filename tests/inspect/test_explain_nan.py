@@ -26,7 +26,7 @@ def of_loss(value: Any) -> tuple[Any, ft.TrainState]:
 
 def explained(value: Any, batch: Any) -> Any:
     step, state = of_loss(value)
-    found = ft.explain_nan(step, state, batch)
+    found = ft.inspect.explain_nan(state, step, batch)
     is_bad = any(bool(jnp.any(~jnp.isfinite(x))) for x in jax.tree.leaves(step(state, batch)))
     assert found is None or found.reaches == is_bad
     return found
@@ -110,16 +110,16 @@ def test_complex_numbers_are_told_by_their_sizes() -> None:
     def step(state, batch):
         return state, {"loss": (jnp.log(state * 0) * 0).real.sum()}
 
-    found = ft.explain_nan(step, jnp.array([3 + 4j, 0.0]), 0)
+    found = ft.inspect.explain_nan(jnp.array([3 + 4j, 0.0]), step, 0)
     assert "|complex64[2]|: 0" in str(found)
 
 
 def test_what_came_in_is_named_by_its_path() -> None:
     step, state = of_loss(lambda p, x: jnp.sum(p * x["image"]))
-    found = ft.explain_nan(step, state, {"image": jnp.array([1.0, np.nan])})
+    found = ft.inspect.explain_nan(state, step, {"image": jnp.array([1.0, np.nan])})
     assert (found.operation, found.where) == ("input", "batch/image")
     state = state.replace(params=state.params.at[1].set(-jnp.inf))
-    found = ft.explain_nan(step, state, {"image": jnp.ones(3)})
+    found = ft.inspect.explain_nan(state, step, {"image": jnp.ones(3)})
     assert (found.found, found.where) == ("-inf in 1 of 3", "state/params")
 
 
@@ -130,7 +130,7 @@ def test_a_label_outside_of_the_classes_is_named_with_its_leaf(label: int, index
     step = ft.train_step(ft.supervised(model, optax.softmax_cross_entropy_with_integer_labels), TX)
     state = ft.TrainState.create(params=params, model_state=model_state, tx=TX)
     labels = np.array([0, 1, label, 3, 2, 1], np.int32)
-    found = ft.explain_nan(step, state, (np.ones((6, 3), np.float32), labels))
+    found = ft.inspect.explain_nan(state, step, (np.ones((6, 3), np.float32), labels))
     assert (found.operation, found.found) == ("gather", "NaN in 1 of 6")
     leaf = f"batch/1, int32[6]: {labels.min()} to {labels.max()}"
     assert found.outside == (4, (index,), leaf)
@@ -162,7 +162,7 @@ class Net(nn.Module):
 
 @pytest.mark.long
 def test_a_step_with_metrics_and_a_guard_is_taken_with_its_layers_names() -> None:
-    model, tx = ft.from_linen(Net()), ft.skip_non_finite(optax.adam(1e-3))
+    model, tx = ft.from_linen(Net()), ft.tx.skip_non_finite(optax.adam(1e-3))
     x, y = jnp.ones((4, 5)), jnp.zeros(4, jnp.int32)
     params, model_state = model.init(jax.random.key(0), x)
     state = ft.TrainState.create(
@@ -170,7 +170,7 @@ def test_a_step_with_metrics_and_a_guard_is_taken_with_its_layers_names() -> Non
     )
     loss_fn = ft.supervised(model, optax.softmax_cross_entropy_with_integer_labels)
     step = ft.train_step(loss_fn, tx, metrics={"accuracy": ft.metrics.accuracy()})
-    found = ft.explain_nan(step, state, (x, y))
+    found = ft.inspect.explain_nan(state, step, (x, y))
     assert found is not None
     assert (found.operation, found.found) == ("sqrt", "NaN in 32 of 32")
     assert "Net" in found.where
@@ -181,7 +181,7 @@ def test_a_loss_is_no_step() -> None:
         return 0.0, ft.Aux(model_state)
 
     with pytest.raises(TypeError, match=r"step: expected \(state, batch\).*got the loss loss_fn"):
-        ft.explain_nan(loss_fn, {}, {})
+        ft.inspect.explain_nan({}, loss_fn, {})
 
 
 class Log(keras.layers.Layer):
@@ -200,7 +200,7 @@ X, Y = jnp.ones((2, 4)), jnp.zeros((2, 4))
 def test_layers_of_keras_are_named_with_the_line_that_was_written() -> None:
     model = keras_model(Log(name="spoils"))
     step = ft.train_step(ft.supervised(bridge.from_keras(model), optax.squared_error), TX)
-    found = ft.explain_nan(step, bridge.create_state(model, TX), (X, Y))
+    found = ft.inspect.explain_nan(bridge.create_state(model, TX), step, (X, Y))
     assert found is not None
     assert found.operation == "log"
     assert "/spoils" in found.where
@@ -208,7 +208,9 @@ def test_layers_of_keras_are_named_with_the_line_that_was_written() -> None:
 
     model.compile("sgd", "mse")
     batch = np.asarray(X), np.asarray(Y)
-    found = ft.explain_nan(bridge.train_step(model), bridge.keras_state(model, batch), batch)
+    found = ft.inspect.explain_nan(
+        bridge.keras_state(model, batch), bridge.train_step(model), batch
+    )
     assert found is not None
     assert "spoils" in found.where
     assert f"{line_of(Log.call)}" in found.where
@@ -218,7 +220,7 @@ def test_keras_own_layers_are_named() -> None:
     model = keras_model(keras.layers.Dense(4, "exponential", name="explodes"))
     model.get_layer("explodes").bias.assign(jnp.full(4, 1e4))
     step = ft.train_step(ft.supervised(bridge.from_keras(model), optax.squared_error), TX)
-    found = ft.explain_nan(step, bridge.create_state(model, TX), (X, Y))
+    found = ft.inspect.explain_nan(bridge.create_state(model, TX), step, (X, Y))
     assert found is not None
     assert found.cause is not None
     assert (found.cause.operation, found.cause.found) == ("exp", "inf in 8 of 8")
@@ -248,7 +250,7 @@ def test_layers_of_nnx_are_named_by_their_class_and_the_line_that_was_written() 
         params, model_state = model.init(jax.random.key(0), X)
         state = ft.TrainState.create(params=params, model_state=model_state, tx=TX)
         step = ft.train_step(ft.supervised(model, optax.squared_error), TX)
-        return ft.explain_nan(step, state, (X, Y))
+        return ft.inspect.explain_nan(state, step, (X, Y))
 
     found = explained(Outer())
     assert found.operation == "log"

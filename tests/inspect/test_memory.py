@@ -42,7 +42,7 @@ def nbytes(tree: Any) -> int:
 
 def test_leaves_and_parts_are_those_of_the_state() -> None:
     state = create().replace(rng=None)
-    found = ft.memory(STEP, state, BATCH)
+    found = ft.inspect.memory(state, STEP, BATCH)
     assert found.state == sum(found.parts.values()) == nbytes(state)
     for name in ("params", "opt_state", "model_state"):
         assert found.parts[name] == nbytes(getattr(state, name))
@@ -55,19 +55,21 @@ def test_metrics_of_a_population_are_part_of_what_is_carried() -> None:
     metrics = {"accuracy": ft.metrics.accuracy()}
     step = ft.population.step(ft.train_step(loss_fn, TX, metrics=metrics))
     population = ft.population.stack([create(), create()])
-    found = ft.memory(step, population, BATCH)
-    assert found == ft.memory(step, step.started(population), BATCH)
+    found = ft.inspect.memory(population, step, BATCH)
+    assert found == ft.inspect.memory(step.started(population), step, BATCH)
     assert found.state > nbytes(population)
 
 
 def test_shapes_will_do_and_nothing_of_their_size_is_allocated() -> None:
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), BATCH)
-    assert ft.memory(STEP, jax.eval_shape(create), shapes) == ft.memory(STEP, create(), BATCH)
+    assert ft.inspect.memory(jax.eval_shape(create), STEP, shapes) == ft.inspect.memory(
+        create(), STEP, BATCH
+    )
 
     def huge(state: Any, batch: Any) -> Any:
         return state + batch.sum(), {}
 
-    found = ft.memory(huge, jax.ShapeDtypeStruct((2**20, 2**20), jnp.float32), X)
+    found = ft.inspect.memory(jax.ShapeDtypeStruct((2**20, 2**20), jnp.float32), huge, X)
     assert (found.state, found.given, found.spare) == (2**42, 2**42, 0)
 
 
@@ -81,13 +83,13 @@ def test_temporaries_are_those_of_a_scan_by_hand(size: int) -> None:
 
     compiled = jax.jit(by_hand, donate_argnums=0).lower(state, chunk).compile()
     expected = compiled.memory_analysis().temp_size_in_bytes
-    found = ft.memory(STEP, state, (chunk[0][0], chunk[1][0]), k=k, rewrites="off")
+    found = ft.inspect.memory(state, STEP, (chunk[0][0], chunk[1][0]), fuse=k, rewrites="off")
     assert expected > 2 * 4 * size * 128  # what two layers leave for the way back
     assert found.temporaries == pytest.approx(expected, rel=0.01)
 
 
 def test_chunks_and_logs_are_those_of_k_steps_in_three_programs() -> None:
-    found = ft.memory(STEP, create(), BATCH, k=7)
+    found = ft.inspect.memory(create(), STEP, BATCH, fuse=7)
     assert found.k == 7
     assert found.chunks == 3 * 7 * nbytes(BATCH)
     assert found.rows == 3 * 7 * 4  # a loss
@@ -95,25 +97,25 @@ def test_chunks_and_logs_are_those_of_k_steps_in_three_programs() -> None:
 
 def test_k_is_that_of_a_fit() -> None:
     loader = ft.ArrayLoader((np.tile(X, (40, 1)), np.tile(Y, 40)), 16)
-    assert ft.memory(STEP, create(), BATCH).k == next(ft.run(create(), STEP, loader)).steps
+    assert ft.inspect.memory(create(), STEP, BATCH).k == next(ft.run(create(), STEP, loader)).steps
 
 
 def test_copies_of_the_state_are_those_that_a_fit_makes(monkeypatch: Any) -> None:
-    found = ft.memory(STEP, create(), BATCH)
+    found = ft.inspect.memory(create(), STEP, BATCH)
     assert found.given == found.spare == found.state
     assert found.total == 3 * found.state + found.chunks + found.rows + found.temporaries
-    assert ft.memory(STEP, create(), BATCH, donate=True).given == 0
-    saved = ft.memory(STEP, create(), BATCH, checkpointer=ft.Checkpointer("run"))
+    assert ft.inspect.memory(create(), STEP, BATCH, donate=True).given == 0
+    saved = ft.inspect.memory(create(), STEP, BATCH, checkpointer=ft.Checkpointer("run"))
     assert (found.saved, saved.saved, saved.total) == (0, found.state, found.total + found.state)
     monkeypatch.setattr("functrain.inspect._memory.SPARE_BYTES", found.state - 1)
-    assert ft.memory(STEP, create(), BATCH).spare == 0
+    assert ft.inspect.memory(create(), STEP, BATCH).spare == 0
 
 
 def test_metrics_are_beside_the_state() -> None:
     step: Any = ft.train_step(loss_fn, TX, metrics={"accuracy": ft.metrics.accuracy()})
-    found, bare = ft.memory(step, create(), BATCH), ft.memory(STEP, create(), BATCH)
+    found, bare = ft.inspect.memory(create(), step, BATCH), ft.inspect.memory(create(), STEP, BATCH)
     assert found.state == bare.state + nbytes(step.start(()).metrics)
-    assert ft.memory(step, step.start(create()), BATCH).leaves == found.leaves
+    assert ft.inspect.memory(step.start(create()), step, BATCH).leaves == found.leaves
 
 
 def test_of_divided_leaves_and_batches_it_is_what_lies_on_each_device() -> None:
@@ -126,27 +128,29 @@ def test_of_divided_leaves_and_batches_it_is_what_lies_on_each_device() -> None:
     shapes = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), placed
     )
-    found = ft.memory(STEP, shapes, BATCH, k=4, sharding=where)
+    found = ft.inspect.memory(shapes, STEP, BATCH, fuse=4, sharding=where)
     on_first = [x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(placed)]
     assert found.state == sum(on_first) < 0.6 * nbytes(state)
     assert found.chunks == 3 * 4 * nbytes(BATCH) // 2
-    assert found == ft.memory(STEP, placed, BATCH, k=4, sharding=where)
+    assert found == ft.inspect.memory(placed, STEP, BATCH, fuse=4, sharding=where)
     with pytest.raises(ValueError, match="sharding: expected batches that divide"):
-        ft.memory(STEP, shapes, (X[:15], Y[:15]), sharding=where)
+        ft.inspect.memory(shapes, STEP, (X[:15], Y[:15]), sharding=where)
 
 
 def test_a_keras_step_is_taken_with_keras_own_variables() -> None:
     model = keras.Sequential([keras.Input((32,)), keras.layers.Dense(64), keras.layers.Dense(10)])
     model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     state = bridge.keras_state(model, BATCH)
-    found = ft.memory(bridge.train_step(model), jax.eval_shape(lambda: state), BATCH, k=4)
+    found = ft.inspect.memory(
+        jax.eval_shape(lambda: state), bridge.train_step(model), BATCH, fuse=4
+    )
     assert found.parts["trainable"] == sum(v.value.nbytes for v in model.trainable_variables)
     assert found.parts["optimizer"] == sum(v.value.nbytes for v in model.optimizer.variables)
     assert found.temporaries > 0
 
 
 def test_it_prints_as_a_table_and_shows_as_a_line() -> None:
-    found = ft.memory(STEP, create(), BATCH, k=4)
+    found = ft.inspect.memory(create(), STEP, BATCH, fuse=4)
     cells = [line.strip("|").split("|") for line in str(found).splitlines() if "|" in line]
     table = {name.strip(): size.strip() for name, size in cells}
     assert table["params/first"] == "16.0 KiB"
@@ -158,18 +162,18 @@ def test_it_prints_as_a_table_and_shows_as_a_line() -> None:
 
 def test_what_is_no_step_no_state_and_no_number_is_refused() -> None:
     with pytest.raises(TypeError, match=r"step: expected .* got the loss"):
-        ft.memory(loss_fn, create(), BATCH)  # type: ignore[arg-type]  # it is refused
+        ft.inspect.memory(create(), loss_fn, BATCH)  # type: ignore[arg-type]  # it is refused
     with pytest.raises(
         TypeError, match=r"state: expected an array or its shape, got 'text'. It is at a,"
     ):
-        ft.memory(STEP, {"a": "text"}, BATCH)
+        ft.inspect.memory({"a": "text"}, STEP, BATCH)
     with pytest.raises(ValueError, match="k: expected a whole number from 1 on, got 0"):
-        ft.memory(STEP, create(), BATCH, k=0)
+        ft.inspect.memory(create(), STEP, BATCH, fuse=0)
     with pytest.raises(
         TypeError,
         match=r"batch: expected an array \[B, \.\.\.\] or its shape, got 4.*memory\(step, st",
     ):
-        ft.memory(STEP, 3, 4)
+        ft.inspect.memory(3, STEP, 4)
 
 
 PROGRAM = """
@@ -190,7 +194,7 @@ def fit(n, donate):
     step = ft.train_step(loss_fn, tx)
     create = jax.jit(lambda: ft.TrainState.create(params={"w": jnp.ones((n, n))}, tx=tx))
     batch = jax.ShapeDtypeStruct((64, n), jnp.float32)
-    found = ft.memory(step, jax.eval_shape(create), batch, donate=donate)
+    found = ft.inspect.memory(jax.eval_shape(create), step, batch, donate=donate)
     data = np.ones((64 * 24, n), np.float32)
     before = of("VmRSS")
     state = create()

@@ -150,7 +150,7 @@ def test_where_leaves_lie_is_shown_where_they_are_divided():
 
 
 # Its program is one that XLA compiles wrongly, and the first of them in a process warns.
-@pytest.mark.filterwarnings("ignore::functrain.MiscompilationWarning")
+@pytest.mark.filterwarnings("ignore::functrain.inspect.MiscompilationWarning")
 def test_the_operations_of_a_step_are_those_of_its_products():
     def loss_fn(params, model_state, batch, *, rng, training):
         return jnp.mean(batch @ params["w"]), ft.Aux(model_state)

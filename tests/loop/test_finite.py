@@ -102,7 +102,7 @@ def test_steps_that_a_guard_left_out_are_no_warning() -> None:
     def loss_fn(params: Any, model_state: Any, batch: Any, *, rng: Any, training: bool) -> Any:
         return jnp.sum(params * batch), ft.Aux(model_state)
 
-    tx = ft.skip_non_finite(TX)
+    tx = ft.tx.skip_non_finite(TX)
     state = ft.TrainState.create(params=jnp.ones(()), tx=tx)
     _, history = ft.fit(state, ft.train_step(loss_fn, tx), loader(3), verbose=0)
     assert np.isnan(history.steps["loss"][3])

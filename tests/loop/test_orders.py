@@ -68,7 +68,7 @@ def test_a_loop_of_fits_by_steps_takes_the_batches_of_one_fit(steps: int) -> Non
 def test_the_same_holds_of_the_events_of_a_run() -> None:
     state = fit(start(), epochs=1)[0]
     events = ft.run(state, STEP, LOADER, fuse=7)
-    logs = next(event.logs for event in events if isinstance(event, ft.ChunkEnd))
+    logs = next(event.logs for event in events if isinstance(event, ft.events.ChunkEnd))
     assert np.stack([logs["first"], logs["second"]], 1).ravel().tolist() == orders(1)[0]
 
 
@@ -134,7 +134,7 @@ def test_members_of_a_population_see_new_orders_too() -> None:
     assert seen == orders(0, 1)
 
     loader = ft.population.Loader([LOADER, ft.ArrayLoader(IDS, 2, shuffle=True, seed=5)])
-    own = ft.population.step(STEP, data="own")
+    own = ft.population.step(STEP, data="per_member")
     state = ft.population.stack([start(), start()])
     for epoch in range(2):
         state, history = ft.fit(state, own, loader, verbose=0)

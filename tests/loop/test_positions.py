@@ -25,7 +25,7 @@ LOADER = ft.ArrayLoader(X, 5, shuffle=True, seed=3)  # seven batches an epoch
 def states(**how: Any) -> dict[int, str]:
     """A hash of the state after every step."""
     events = ft.run(how.pop("state", START), step, how.pop("data", LOADER), fuse=1, **how)
-    return {e.step: digest(e.state) for e in events if isinstance(e, ft.ChunkEnd)}
+    return {e.step: digest(e.state) for e in events if isinstance(e, ft.events.ChunkEnd)}
 
 
 @pytest.mark.parametrize("at", [0, 1, 6, 7, 8, 16])
@@ -34,7 +34,7 @@ def test_the_rest_of_a_run_is_the_runs_rest(at, fuse) -> None:
     whole = states(epochs=3)
     middle = START if at == 0 else None
     for event in ft.run(START, step, LOADER, epochs=3, fuse=1):
-        if isinstance(event, ft.ChunkEnd) and event.step == at:
+        if isinstance(event, ft.events.ChunkEnd) and event.step == at:
             middle = {"w": np.array(event.state["w"])}
             break
     start = ft.Position.of(step=at, steps_per_epoch=len(LOADER))
@@ -62,7 +62,7 @@ def test_an_epoch_that_was_over_already_does_not_end_again() -> None:
             return batches()
 
     events = ft.run(START, step, Endless(), epochs=3, start=ft.Position(8, 1, 4))
-    ended = [event.epoch for event in events if isinstance(event, ft.EpochEnd)]
+    ended = [event.epoch for event in events if isinstance(event, ft.events.EpochEnd)]
     assert ended == [2]
 
 

@@ -28,7 +28,7 @@ def step(total, batch):
     return total + jnp.sum(batch) * (1 + rank if other == "code" else 1), {}
 
 if other == "autotune":
-    tuning = ft.autotune(step, jnp.zeros(()), data[:4], ks=(1, 3), sharding=mesh)
+    tuning = ft.inspect.autotune(jnp.zeros(()), step, data[:4], fuse=(1, 3), sharding=mesh)
     print(tuning.k, [row.microseconds for row in tuning.rows])
     sys.exit()
 if other == "keys":

@@ -32,7 +32,7 @@ def test_one_program_takes_chunks_and_what_is_left_over_and_a_second_the_smaller
 def test_logs_are_those_of_the_steps_taken() -> None:
     step, _ = counting()
     events = ft.run(jnp.zeros(()), step, ft.ArrayLoader(X[:15], 3), fuse=4)
-    chunks = [e for e in events if isinstance(e, ft.ChunkEnd)]
+    chunks = [e for e in events if isinstance(e, ft.events.ChunkEnd)]
     assert [len(e.logs["state"]) for e in chunks] == [4, 1]
     assert [len(e.rows["state"]) for e in chunks] == [4, 4]
     assert chunks[1].latest() == {"state": float(X[:12].sum())}
@@ -41,9 +41,11 @@ def test_logs_are_those_of_the_steps_taken() -> None:
 def test_events_tell_where_the_run_is() -> None:
     step, _ = counting()
     events = list(ft.run(jnp.zeros(()), step, ft.ArrayLoader(X, 3), epochs=2, fuse=3))
-    chunks = [(e.epoch, e.step, e.steps, e.examples) for e in events if isinstance(e, ft.ChunkEnd)]
+    chunks = [
+        (e.epoch, e.step, e.steps, e.examples) for e in events if isinstance(e, ft.events.ChunkEnd)
+    ]
     assert chunks[:4] == [(0, 3, 3, 3), (0, 6, 3, 3), (0, 7, 1, 3), (0, 8, 1, 2)]
-    assert [e.step for e in events if isinstance(e, ft.EpochEnd)] == [8, 16]
+    assert [e.step for e in events if isinstance(e, ft.events.EpochEnd)] == [8, 16]
 
 
 def test_the_callers_state_stays_alive() -> None:
@@ -71,7 +73,7 @@ def test_metrics_start_afresh_each_epoch_and_events_carry_the_bare_state() -> No
     values = []
     for event in ft.run(jnp.int32(0), step, ft.ArrayLoader(X, 3), epochs=2, fuse=3):
         assert isinstance(event.state, jax.Array)
-        if isinstance(event, ft.EpochEnd):
+        if isinstance(event, ft.events.EpochEnd):
             values.append(float(event.metrics()["m"]))
     assert values == [X.mean(), X.mean()]
     assert int(event.state) == 16
@@ -178,6 +180,6 @@ def test_the_latest_numbers_do_not_bring_pictures_along(monkeypatch) -> None:
     get = jax.device_get
     monkeypatch.setattr(jax, "device_get", lambda tree: fetched.append(tree) or get(tree))
     rows = {"loss": jnp.arange(3.0), "picture": jnp.zeros((3, 28, 28))}
-    event = ft.ChunkEnd(position=ft.Position(3), state=(), steps=2, examples=1, rows=rows)
+    event = ft.events.ChunkEnd(position=ft.Position(3), state=(), steps=2, examples=1, rows=rows)
     assert event.latest() == {"loss": 1.0}
     assert [sorted(tree) for tree in fetched] == [["loss"]]

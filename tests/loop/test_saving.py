@@ -92,7 +92,7 @@ def test_what_the_budget_does_not_allow_is_left_out_and_counted(tmp_path: pathli
 def test_the_best_epoch_is_kept_due_or_not(
     values: Any, best: int, when: Any, tmp_path: pathlib.Path
 ) -> None:
-    checkpointer = ft.Checkpointer(tmp_path, every=when, keep=1, best="val_loss")
+    checkpointer = ft.Checkpointer(tmp_path, every=when, keep=1, monitor="val_loss")
     trained(checkpointer, scored(*values))
     assert checkpointer.best() == best
     assert checkpointer.steps() == sorted({best, 30})
@@ -101,8 +101,8 @@ def test_the_best_epoch_is_kept_due_or_not(
 
 
 def test_the_best_of_two_lives_is_the_best(tmp_path: pathlib.Path) -> None:
-    trained(ft.Checkpointer(tmp_path, keep=1, best="val_loss"), scored(0.1), epochs=1)
-    checkpointer = ft.Checkpointer(tmp_path, keep=1, best="val_loss")
+    trained(ft.Checkpointer(tmp_path, keep=1, monitor="val_loss"), scored(0.1), epochs=1)
+    checkpointer = ft.Checkpointer(tmp_path, keep=1, monitor="val_loss")
     trained(checkpointer, scored(0.1, 0.3, 0.2))
     assert (checkpointer.best(), checkpointer.steps()) == (10, [10, 30])
 
@@ -116,8 +116,8 @@ def test_a_run_that_was_interrupted_at_its_last_epochs_end_keeps_the_values(
         os.kill(os.getpid(), signal.SIGINT)
 
     with pytest.raises(KeyboardInterrupt):
-        trained(ft.Checkpointer(tmp_path, best="val_loss"), scored(0.3, 0.2, 0.1), interrupt)
-    checkpointer = ft.Checkpointer(tmp_path, best="val_loss")
+        trained(ft.Checkpointer(tmp_path, monitor="val_loss"), scored(0.3, 0.2, 0.1), interrupt)
+    checkpointer = ft.Checkpointer(tmp_path, monitor="val_loss")
     result = trained(checkpointer, scored(0.3, 0.2, 0.1))
     assert checkpointer.best() == 30
     assert result.history.epochs["val_loss"].tolist() == [0.3, 0.2, 0.1]
@@ -128,7 +128,7 @@ def may_add_values(event: Any) -> None:
 
 
 def test_a_best_value_that_no_epoch_has_is_named(tmp_path: pathlib.Path) -> None:
-    checkpointer = ft.Checkpointer(tmp_path, best="val_loss")
+    checkpointer = ft.Checkpointer(tmp_path, monitor="val_loss")
     with pytest.warns(UserWarning, match=r"best: expected one of \['mean'\], got 'val_loss'"):
         trained(checkpointer, may_add_values)
     assert checkpointer.best() is None
@@ -137,7 +137,7 @@ def test_a_best_value_that_no_epoch_has_is_named(tmp_path: pathlib.Path) -> None
 
 def test_a_best_value_that_the_only_epoch_has_not_is_named(tmp_path: pathlib.Path) -> None:
     with pytest.warns(UserWarning, match=r"best: expected one of \['mean'\], got 'val_loss'"):
-        trained(ft.Checkpointer(tmp_path, best="val_loss"), may_add_values, epochs=1)
+        trained(ft.Checkpointer(tmp_path, monitor="val_loss"), may_add_values, epochs=1)
 
 
 def test_a_best_value_that_was_saved_in_mid_epoch_is_not_missed(tmp_path: pathlib.Path) -> None:
@@ -145,7 +145,7 @@ def test_a_best_value_that_was_saved_in_mid_epoch_is_not_missed(tmp_path: pathli
     def score(event: Any) -> None:
         event.values["val_loss"] = 1 / event.step
 
-    checkpointer = ft.Checkpointer(tmp_path, every=ft.every(steps=4), best="val_loss")
+    checkpointer = ft.Checkpointer(tmp_path, every=ft.every(steps=4), monitor="val_loss")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         trained(checkpointer, score)
@@ -237,7 +237,7 @@ def test_events_of_a_run_that_is_over_are_its_end(tmp_path: pathlib.Path) -> Non
     events = run()
     assert events.resumed.finished
     (end,) = events
-    assert isinstance(end, ft.RunEnd)
+    assert isinstance(end, ft.events.RunEnd)
     assert (end.position, digest(end.state)) == (last.position, digest(last.state))
 
 

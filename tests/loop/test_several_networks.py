@@ -81,7 +81,7 @@ def test_logs_of_several_networks_may_be_nested() -> None:
 
 def test_a_step_over_several_networks_carries_metrics() -> None:
     bias = ft.metrics.mean(lambda outputs, real: outputs - real)
-    made = ft.Metric(
+    made = ft.metrics.Metric(
         init=bias.init,
         update=lambda m, batch, outputs, loss: bias.update(m, (None, batch), outputs, loss),
         compute=bias.compute,
@@ -159,7 +159,7 @@ def test_a_target_follows_its_student() -> None:
 
 def test_a_network_among_several_is_evaluated_in_the_midst_of_a_fit() -> None:
     data = ft.ArrayLoader((X, Y), 4)
-    step = ft.eval_step(fit_line, of=lambda states: states["target"])
+    step = ft.eval_step(fit_line, get_state=lambda states: states["target"])
     states, history = ft.fit(
         student_and_target(), follow, data, epochs=3, eval_data=data, eval_step=step, verbose=0
     )
@@ -173,7 +173,7 @@ def test_a_network_among_several_is_evaluated_in_the_midst_of_a_fit() -> None:
 def test_early_stopping_brings_all_networks_back() -> None:
     data = ft.ArrayLoader((X, Y), 4)
     hooks = [
-        ft.hooks.Evaluate(ft.eval_step(fit_line, of=lambda states: states["student"]), data),
+        ft.hooks.Evaluate(ft.eval_step(fit_line, get_state=lambda states: states["student"]), data),
         # No epoch improves on the first.
         ft.hooks.EarlyStopping("val_loss", min_delta=10.0, restore_best=True),
     ]

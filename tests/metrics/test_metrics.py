@@ -189,7 +189,7 @@ def test_a_weight_of_an_update_keeps_its_default_where_a_loss_has_none(weight, e
         return m + (2.0 if weight is None else weight)
 
     for function in (update, required):
-        metric = ft.Metric(lambda: jnp.zeros(()), function, lambda m: m)
+        metric = ft.metrics.Metric(lambda: jnp.zeros(()), function, lambda m: m)
         both = ft.metrics.collection({"a": metric})
         m = both.update(both.init(), None, None, None, weight=weight)
         assert float(both.compute(m)["a"]) == expected

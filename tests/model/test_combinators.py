@@ -113,7 +113,7 @@ def test_a_frozen_model_is_the_model_and_trains_its_rest(kind) -> None:
     state, _ = ft.fit(
         state, ft.train_step(ft.supervised(model, LOSS), tx), DATA, epochs=2, verbose=0
     )
-    back = ft.unfreeze(one)
+    back = ft.merge_frozen(one)
     for a, b in zip(
         jax.tree.leaves((back.params, back.model_state)),
         jax.tree.leaves((state.params, state.model_state)),
@@ -128,17 +128,17 @@ def test_a_frozen_keras_model_goes_home_whole() -> None:
     net = keras_net()
     before = [np.array(w) for w in net.get_layer("body").get_weights()]
     model = ft.freeze(bridge.from_keras(net), "body/**")
-    tx = optax.chain(TX, ft.params_ema(0.9))
+    tx = optax.chain(TX, ft.tx.ema(0.9))
     step = ft.train_step(ft.supervised(model, LOSS), tx)
     state, _ = ft.fit(create(model, tx), step, DATA, verbose=0)
-    bridge.to_keras(ft.unfreeze(state), net)
+    bridge.to_keras(ft.merge_frozen(state), net)
     np.testing.assert_allclose(
         net(X), model.apply(state.params, state.model_state, X).outputs, rtol=1e-5, atol=1e-6
     )
     for a, b in zip(net.get_layer("body").get_weights(), before, strict=True):
         np.testing.assert_array_equal(a, b)
-    bridge.to_keras(ft.unfreeze(ft.with_ema(state)), net)
-    average = ft.ema_params(state)["head"]["kernel"]
+    bridge.to_keras(ft.merge_frozen(state.replace(params=ft.tx.ema_params(state))), net)
+    average = ft.tx.ema_params(state)["head"]["kernel"]
     np.testing.assert_array_equal(net.get_layer("head").get_weights()[0], average)
 
 
@@ -153,10 +153,10 @@ def test_groups_and_weights_from_elsewhere_go_with_freezing() -> None:
     model = ft.from_linen(Net())
     params, model_state = model.init(jax.random.key(5), X)
     taken = model._replace(init=lambda key, x: (params, model_state))
-    tx = ft.groups({"**/bias": optax.sgd(0.1), "**": TX})
+    tx = ft.tx.param_groups({"**/bias": optax.sgd(0.1), "**": TX})
     state = create(ft.freeze(taken, "body/**"), tx)
     state = update_of(ft.freeze(taken, "body/**"), tx)(state, (X, Y))
-    assert digest(ft.unfreeze(state).params["body"]) == digest(params["body"])
+    assert digest(ft.merge_frozen(state).params["body"]) == digest(params["body"])
 
 
 def test_wrong_patterns_and_states_are_refused_in_words() -> None:
@@ -169,7 +169,7 @@ def test_wrong_patterns_and_states_are_refused_in_words() -> None:
     with pytest.raises(ValueError, match=r"expected \{'frozen': \.\.\., 'model': \.\.\.\}, got"):
         ft.freeze(model, "body/**").apply(params, model_state, X)
     with pytest.raises(ValueError, match=r"model_state: expected .*that freeze"):
-        ft.unfreeze(create(model))
+        ft.merge_frozen(create(model))
 
 
 def test_mixed_precision_is_flaxs_own() -> None:

@@ -54,7 +54,7 @@ def test_a_history_has_every_step_and_epoch_of_every_member(history) -> None:
 def test_an_epoch_without_a_value_is_nan_for_all_members() -> None:
     @ft.every(epochs=2)
     def worst(event):
-        if isinstance(event, ft.EpochEnd):
+        if isinstance(event, ft.events.EpochEnd):
             event.values["worst"] = event.values["loss"].max()
             event.values["distance"] = event.values["loss"] - event.values["loss"].min()
 
@@ -75,7 +75,7 @@ def test_csv_has_a_column_a_member(tmp_path, history) -> None:
 
 
 def test_csv_of_steps_has_a_column_a_member(tmp_path, history) -> None:
-    fitted([ft.hooks.CSVLogger(tmp_path / "log.csv", when=ft.every(steps=4))])
+    fitted([ft.hooks.CSVLogger(tmp_path / "log.csv", every=ft.every(steps=4))])
     with open(tmp_path / "log.csv", newline="") as file:
         rows = list(csv.DictReader(file))
     written = [[float(row[f"loss/{i}"]) for i in range(3)] for row in rows]
@@ -83,7 +83,7 @@ def test_csv_of_steps_has_a_column_a_member(tmp_path, history) -> None:
 
 
 def test_json_lines_have_a_name_a_member(tmp_path, history) -> None:
-    fitted([ft.hooks.JSONLines(tmp_path / "log.jsonl", steps=1)])
+    fitted([ft.hooks.JSONLines(tmp_path / "log.jsonl", every=1)])
     lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "loss/0" in line]
     written = [[line[f"loss/{i}"] for i in range(3)] for line in steps]
@@ -95,7 +95,7 @@ def test_tensorboard_has_a_tag_a_member(tmp_path, history) -> None:
     event_accumulator = pytest.importorskip(
         "tensorboard.backend.event_processing.event_accumulator"
     )
-    fitted([ft.hooks.TensorBoard(tmp_path, steps=1)])
+    fitted([ft.hooks.TensorBoard(tmp_path, every=1)])
     found = event_accumulator.EventAccumulator(str(tmp_path)).Reload()
     for i in range(3):
         values = [event.value for event in found.Scalars(f"loss/{i}")]
@@ -107,7 +107,7 @@ def test_a_line_has_median_and_range(history) -> None:
     out = io.StringIO()
     recorder = Recorder(of_members=True)
     values = {"loss": np.array([0.5, 0.25, 1.0]), "seconds": 2.0}
-    event = ft.EpochEnd(position=ft.Position(3), state=(), values=values)
+    event = ft.events.EpochEnd(position=ft.Position(3), state=(), values=values)
     with ProgressReport(1, 3, "lines", console=Console(file=out, width=200)) as progress:
         progress(event, recorder)
     assert "loss 0.5 (0.25 to 1)  seconds 2" in out.getvalue()
@@ -117,7 +117,7 @@ def test_a_bar_shows_a_population() -> None:
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, width=100)
     recorder = Recorder(of_members=True)
-    event = ft.ChunkEnd(
+    event = ft.events.ChunkEnd(
         position=ft.Position(3),
         state=(),
         steps=3,
@@ -158,14 +158,14 @@ def test_hooks_see_the_values_of_members() -> None:
 
     @ft.every(steps=3)
     def look(event):
-        if isinstance(event, ft.ChunkEnd):
+        if isinstance(event, ft.events.ChunkEnd):
             seen.append(event.latest()["loss"])
 
     history = fitted([look]).history
     np.testing.assert_array_equal(seen, history.steps["loss"][2::3])
     rows = []
     for event in ft.run(population(), of_all(METERED), loader(), late_logs=True):
-        if isinstance(event, ft.LogsReady):
+        if isinstance(event, ft.events.LogsReady):
             rows += event.rows()
     assert [step for step, _ in rows] == list(range(1, 7))
     np.testing.assert_array_equal([x["loss"] for _, x in rows], history.steps["loss"][:6])

@@ -69,9 +69,9 @@ def test_the_step_is_a_pure_function_for_plain_jit() -> None:
 def test_own_data_are_a_part_for_each_member() -> None:
     order = np.stack([np.random.default_rng(i).permutation(96)[:48] for i in range(MEMBERS)], 1)
     batches = [(X[rows].swapaxes(0, 1), Y[rows].T) for rows in order.reshape(3, 16, MEMBERS)]
-    step = of_all(PLAIN, data="own")
+    step = of_all(PLAIN, data="per_member")
     together, history = ft.fit(population(), step, batches, verbose=0)
-    blocked = ft.fit(population(), of_all(PLAIN, data="own", block=2), batches, verbose=0)
+    blocked = ft.fit(population(), of_all(PLAIN, data="per_member", block=2), batches, verbose=0)
     assert_close(blocked.state, together)
     for i in range(MEMBERS):
         own = [(x[i], y[i]) for x, y in batches]
@@ -89,13 +89,13 @@ def test_a_loader_for_each_member_is_what_the_member_would_see_alone(placement, 
     own = [loader(20, seed=i, placement=placement) for i in range(MEMBERS)]  # the last is smaller
     together = ft.fit(
         population(),
-        of_all(METERED, data="own"),
+        of_all(METERED, data="per_member"),
         ft.population.Loader(own),
         epochs=2,
         fuse=fuse,
         verbose=0,
         eval_data=ft.population.Loader(own[::-1]),
-        eval_step=of_all(EVAL, data="own"),
+        eval_step=of_all(EVAL, data="per_member"),
     )
     for i in range(MEMBERS):
         evaluated = {"eval_data": own[::-1][i], "eval_step": EVAL}
@@ -108,11 +108,11 @@ def test_a_loader_for_each_member_is_what_the_member_would_see_alone(placement, 
 
 
 def test_a_run_on_loaders_of_members_goes_on_to_the_bit(tmp_path) -> None:
-    step = of_all(METERED, data="own")
+    step = of_all(METERED, data="per_member")
     data = ft.population.Loader([loader(seed=i) for i in range(MEMBERS)])
     straight = ft.fit(population(), step, data, epochs=2, verbose=0)
 
-    def die(event: ft.Event) -> None:
+    def die(event: ft.events.Event) -> None:
         if event.step == 8:
             raise KeyboardInterrupt
 

@@ -154,8 +154,8 @@ def test_an_early_stopping_goes_on_after_a_kill(tmp_path: pathlib.Path) -> None:
     hook, killed = early(), early()
     straight = fitted([hook])
 
-    def kill(event: ft.Event) -> None:
-        if isinstance(event, ft.EpochEnd) and event.epoch == 3:
+    def kill(event: ft.events.Event) -> None:
+        if isinstance(event, ft.events.EpochEnd) and event.epoch == 3:
             raise KeyboardInterrupt
 
     def checkpointer() -> ft.Checkpointer:

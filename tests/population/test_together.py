@@ -96,7 +96,7 @@ def test_only_copies_are_perturbed_each_by_one_of_the_factors() -> None:
 def test_population_based_training_is_a_hook() -> None:
     @ft.every(epochs=1)
     def exploit(event):
-        if isinstance(event, ft.EpochEnd):
+        if isinstance(event, ft.events.EpochEnd):
             key = jax.random.fold_in(KEY, event.step)
             by = event.values["val_loss"]
             event.state = P.resample(
@@ -123,12 +123,12 @@ def test_population_based_training_is_a_hook() -> None:
 
 def test_autotune_chooses_the_fastest_of_what_it_measured() -> None:
     begin = population()
-    tuning = P.autotune(PLAIN, begin, (X[:16], Y[:16]), blocks=(None, 1))
+    tuning = P.autotune(begin, PLAIN, (X[:16], Y[:16]), blocks=(None, 1))
     assert set(tuning.microseconds) == {None, 1}
     assert tuning.microseconds[tuning.block] == min(tuning.microseconds.values())
     assert not begin.active.is_deleted()
     with pytest.raises(ValueError, match="at least one"):
-        P.autotune(PLAIN, begin, (X, X), blocks=())
+        P.autotune(begin, PLAIN, (X, X), blocks=())
 
 
 def test_members_with_convolutions_come_one_after_another_on_cpu() -> None:

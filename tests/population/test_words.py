@@ -114,7 +114,7 @@ def test_steps_that_are_none_are_refused() -> None:
 
 def test_a_shared_batch_for_own_data_is_refused_before_a_step() -> None:
     with pytest.raises(ValueError, match=r"each of the 3 members(?s:.*)float32\[16, 8\]"):
-        ft.fit(make(), of_all(PLAIN, data="own"), loader(), verbose=0)
+        ft.fit(make(), of_all(PLAIN, data="per_member"), loader(), verbose=0)
 
 
 def test_loaders_of_members_that_do_not_match_are_refused() -> None:
@@ -138,18 +138,18 @@ def test_batches_for_each_member_are_refused_where_all_would_see_all_of_them() -
         ft.fit(make(), of_all(PLAIN), own, verbose=0)
     with pytest.raises(ValueError, match=r"data: (?s:.*)data=\"own\""):
         ft.evaluate(make(), of_all(EVAL), own)
-    step = of_all(PLAIN, data="own")
+    step = of_all(PLAIN, data="per_member")
     with pytest.raises(ValueError, match=r"eval_data: (?s:.*)data=\"own\""):
         ft.fit(make(), step, own, eval_data=own, eval_step=of_all(EVAL), verbose=0)
 
 
 def test_values_to_select_by_are_one_a_member() -> None:
     with pytest.raises(ValueError, match=r"each of the 3 members"):
-        P.select(make(), by=np.ones((4, 3)), mode="min")
+        P.select(make(), values=np.ones((4, 3)), mode="min")
     with pytest.raises(ValueError, match="mode"):
-        P.select(make(), by=np.ones(3), mode="auto")
+        P.select(make(), values=np.ones(3), mode="auto")
     with pytest.raises(ValueError, match="nothing but NaN"):
-        P.select(make(), by=np.full(3, np.nan), mode="min")
+        P.select(make(), values=np.full(3, np.nan), mode="min")
     with pytest.raises(ValueError, match="fraction"):
         P.resample(make(), np.ones(3), KEY, mode="min", fraction=0.75)
     with pytest.raises(ValueError, match="has a place"):
@@ -173,17 +173,19 @@ def test_a_metric_that_nobody_computes_is_refused_before_the_first_step(tmp_path
     with pytest.raises(ValueError, match="val_f1"):
         watched(hooks=[P.EarlyStopping("val_f1")])
     with pytest.raises(ValueError, match="val_f1"):
-        watched(checkpointer=ft.Checkpointer(tmp_path / "run", best="val_f1"))
+        watched(checkpointer=ft.Checkpointer(tmp_path / "run", monitor="val_f1"))
 
 
 def test_a_value_a_member_is_not_one_value(tmp_path) -> None:
     with pytest.raises(ValueError, match=re.escape("functrain.population.EarlyStopping")):
         watched(hooks=[ft.hooks.EarlyStopping("val_loss")])
     with pytest.raises(ValueError, match="'val_loss/0'"):
-        watched(checkpointer=ft.Checkpointer(tmp_path / "run", best="val_loss"))
+        watched(checkpointer=ft.Checkpointer(tmp_path / "run", monitor="val_loss"))
     with pytest.raises(ValueError, match=re.escape("is functrain.population.step")):
         ft.fit(make_state(KEY), PLAIN, loader(), hooks=[P.EarlyStopping("loss")], verbose=0)
-    checkpointer = ft.Checkpointer(tmp_path / "of one", best="val_loss/1", every=ft.every(epochs=1))
+    checkpointer = ft.Checkpointer(
+        tmp_path / "of one", monitor="val_loss/1", every=ft.every(epochs=1)
+    )
     _, history = watched(checkpointer=checkpointer)
     assert checkpointer.best() == 6 * (1 + np.argmin(history.epochs["val_loss"][:, 1]))
 

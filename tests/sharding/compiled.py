@@ -115,7 +115,7 @@ def slots() -> dict[str, Any]:
     cases = {
         "multi_transform": (optax.partition(groups, labels), own + 2 * matrices + bias + 4),
         "masked": (optax.masked(optax.adam(1e-3), kernels), own + 2 * matrices + 4),
-        "averaged": (optax.chain(TX, ft.params_ema(0.9)), None),
+        "averaged": (optax.chain(TX, ft.tx.ema(0.9)), None),
     }
     found = {}
     for name, (tx, expected) in cases.items():

@@ -66,7 +66,7 @@ class Seen:
     def __init__(self) -> None:
         self.steps: list[int] = []
 
-    def __call__(self, event: ft.Event, /) -> None:
+    def __call__(self, event: ft.events.Event, /) -> None:
         self.steps.append(event.step)
 
 
@@ -88,13 +88,13 @@ def fit(form: str, folder: pathlib.Path) -> dict[str, Any]:
         "Evaluate": ft.hooks.Evaluate(MEASURE, ft.ArrayLoader(X, 32), **how),
         "EarlyStopping": best,
         "Sample": picture,
-        "Memory": ft.hooks.Memory(),
+        "Memory": ft.hooks.DeviceMemory(),
         "TerminateOnNaN": ft.hooks.TerminateOnNaN(),
         "Profile": ft.hooks.Profile(folder / "profile", start=2, steps=2),
-        "CSVLogger": ft.hooks.CSVLogger(folder / "run.csv", when=ft.every(steps=1)),
-        "JSONLines": ft.hooks.JSONLines(folder / "run.jsonl", steps=1),
-        "TensorBoard": ft.hooks.TensorBoard(folder / "board", steps=1),
-        "WandB": ft.hooks.WandB(steps=1),
+        "CSVLogger": ft.hooks.CSVLogger(folder / "run.csv", every=ft.every(steps=1)),
+        "JSONLines": ft.hooks.JSONLines(folder / "run.jsonl", every=1),
+        "TensorBoard": ft.hooks.TensorBoard(folder / "board", every=1),
+        "WandB": ft.hooks.WandB(every=1),
         "Hook": (seen := Seen()),
     }
     before = jax.tree.map(lambda x: x.sharding, state)
@@ -147,7 +147,7 @@ def placed(form: str) -> tuple[dict[str, Any], ft.TrainState]:
 
 def tuned(form: str) -> list[Any]:
     how, state = placed(form)
-    tuning = ft.autotune(STEP, state, X[:8], ks=(1, 2), **how)
+    tuning = ft.inspect.autotune(state, STEP, X[:8], fuse=(1, 2), **how)
     alive = not any(x.is_deleted() for x in jax.tree.leaves(state))
     return [[row.k for row in tuning.rows], alive, int(state.step)]
 

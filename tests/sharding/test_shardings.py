@@ -70,8 +70,8 @@ OPTIMIZERS = {
     "multi_steps": (optax.MultiSteps(optax.adam(1e-3), 4), 3),
     "injected": (optax.inject_hyperparams(optax.adam)(1e-3), 2),
     "finite": (optax.apply_if_finite(optax.adam(1e-3), 3), 2),
-    "averaged": (optax.chain(optax.adam(1e-3), ft.params_ema(0.9)), 3),
-    "guarded": (ft.skip_non_finite(optax.adam(1e-3)), 2),
+    "averaged": (optax.chain(optax.adam(1e-3), ft.tx.ema(0.9)), 3),
+    "guarded": (ft.tx.skip_non_finite(optax.adam(1e-3)), 2),
     "partition": (optax.partition({"matrix": optax.adam(1e-3), "other": optax.adam(1)}, kinds), 2),
     "lbfgs": (optax.lbfgs(memory_size=3), 3),
     "lookahead": (optax.contrib.schedule_free(optax.sgd(0.1), 0.1), 1),
@@ -147,7 +147,7 @@ def test_training_a_divided_state_leaves_it_where_it_was_and_gives_the_same() ->
         params = {"w": jax.random.normal(jax.random.key(0), (8, 32))}
         return ft.TrainState.create(params=params, tx=tx)
 
-    tx = optax.chain(optax.adam(0.01), ft.params_ema(0.9))
+    tx = optax.chain(optax.adam(0.01), ft.tx.ema(0.9))
     data = np.random.default_rng(0).standard_normal((64, 8)).astype(np.float32)
     mesh = ft.sharding.mesh({"data": 2})
     state = ft.sharding.create(make, mesh, ft.sharding.fsdp(min_size=1))

@@ -205,7 +205,7 @@ def two_devices(kind):
 
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_batches_on_several_devices_are_cut_alike(kind) -> None:
-    tx = ft.skip_non_finite(optax.sgd(0.1))
+    tx = ft.tx.skip_non_finite(optax.sgd(0.1))
     state = ft.TrainState.create(params=PARAMS, model_state=STATE, tx=tx)
     # Not LOSS: in newer jax explicit meshes cannot differentiate its lookup of labels.
     loss_fn = ft.supervised(MODEL, optax.softmax_cross_entropy)

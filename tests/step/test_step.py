@@ -108,7 +108,7 @@ def test_sharpness_aware_minimization_equals_that_of_optax_by_hand(way, opaque) 
     key = jax.random.key(3)
     wrap = {
         "chain": lambda tx: optax.chain(optax.clip(100.0), tx, optax.scale(1.0)),
-        "skip_non_finite": ft.skip_non_finite,
+        "skip_non_finite": ft.tx.skip_non_finite,
     }.get(way, lambda tx: tx)
     alone, tx = by_sam(opaque), wrap(by_sam(opaque))
     state = make_state(tx, key)

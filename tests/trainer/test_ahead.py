@@ -82,7 +82,7 @@ def test_what_cannot_be_evaluated_is_found_before_the_first_step(data, kind, wor
 
 def test_so_is_what_a_hook_cannot_evaluate() -> None:
     fit = Fit()
-    hook = ft.hooks.Evaluate(EVAL, ft.ArrayLoader((X, ONE_HOT), 8), when=ft.every(epochs=2))
+    hook = ft.hooks.Evaluate(EVAL, ft.ArrayLoader((X, ONE_HOT), 8), every=ft.every(epochs=2))
     with pytest.raises(TypeError) as error:
         fit(hooks=[hook])
     assert fit.steps == 0
@@ -91,7 +91,9 @@ def test_so_is_what_a_hook_cannot_evaluate() -> None:
 
 
 def test_a_metric_whose_value_is_no_scalar_is_found() -> None:
-    counts = ft.Metric(lambda: jnp.zeros(3), lambda m, batch, outputs, loss: m + 1, lambda m: m)
+    counts = ft.metrics.Metric(
+        lambda: jnp.zeros(3), lambda m, batch, outputs, loss: m + 1, lambda m: m
+    )
     fit = Fit()
     with pytest.raises(TypeError, match=r"(?s)metrics: expected a scalar.*counts: float32\[3\]"):
         fit(eval_data=LOADER, eval_step=ft.eval_step(LOSS, metrics={"counts": counts}))
@@ -112,7 +114,7 @@ def test_looking_ahead_takes_no_batch_and_no_pass_from_the_evaluation() -> None:
 @pytest.mark.parametrize("how", [{}, {"eval_data": LOADER, "eval_step": ft.eval_step(LOSS)}])
 def test_a_value_nobody_provides_is_found_before_the_first_step(how, tmp_path) -> None:
     stopping = ft.hooks.EarlyStopping("val_accuracy")
-    keeping = ft.Checkpointer(tmp_path, best="val_accuracy")
+    keeping = ft.Checkpointer(tmp_path, monitor="val_accuracy")
     log = ft.hooks.CSVLogger(tmp_path / "log.csv")
     others = [log, ft.hooks.JSONLines(tmp_path / "log.jsonl"), ft.hooks.TerminateOnNaN()]
     for watching in ({"hooks": [*others, stopping]}, {"checkpointer": keeping}):
@@ -127,7 +129,7 @@ def test_a_value_that_somebody_provides_can_be_watched(tmp_path) -> None:
     names = ["loss", "extra", "accuracy", "val_accuracy", "late_accuracy"]
     watching = [ft.hooks.EarlyStopping(name, mode="max", patience=9) for name in names]
     fit = Fit(logging, accuracy=ft.metrics.accuracy())
-    keeping = ft.Checkpointer(tmp_path, best="extra", mode="max")
+    keeping = ft.Checkpointer(tmp_path, monitor="extra", mode="max")
     fit(eval_data=LOADER, eval_step=EVAL, hooks=[late, *watching], checkpointer=keeping)
     assert all(hook.best_step is not None for hook in watching)
 

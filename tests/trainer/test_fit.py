@@ -59,7 +59,7 @@ def test_evaluation_sees_the_state_of_its_epoch() -> None:
     state, step = setup()
     kept = []
     for event in ft.run(state, step, data, epochs=2):
-        if isinstance(event, ft.EpochEnd):
+        if isinstance(event, ft.events.EpochEnd):
             kept.append(ft.evaluate(event.state, eval_step, data)["loss"])
     _, history = ft.fit(state, step, data, epochs=2, eval_data=data, eval_step=eval_step, verbose=0)
     np.testing.assert_array_equal(history.epochs["val_loss"], kept)
@@ -80,7 +80,7 @@ def test_logs_that_a_hook_of_ones_own_may_read_are_no_warning() -> None:
     means = []
 
     def read(event):
-        if isinstance(event, ft.ChunkEnd):
+        if isinstance(event, ft.events.ChunkEnd):
             means.append(float(event.logs["image"].mean()))
 
     def step(state, batch):
@@ -109,7 +109,9 @@ def test_keys_in_logs_stay_out_of_the_history(jit) -> None:
         jnp.zeros(()),
         step,
         ft.ArrayLoader((X, Y), 10),
-        hooks=[lambda event: isinstance(event, ft.ChunkEnd) and latest.append(event.latest())],
+        hooks=[
+            lambda event: isinstance(event, ft.events.ChunkEnd) and latest.append(event.latest())
+        ],
         jit=jit,
         verbose=0,
     )
@@ -214,11 +216,11 @@ def output(verbose, terminal):
     with ProgressReport(2, 11, verbose, console=console) as progress:
         loader = ft.ArrayLoader((X, Y), 10)
         for event in ft.run(state, step, loader, epochs=2, fuse=2, late_logs=True):
-            if isinstance(event, ft.LogsReady):
+            if isinstance(event, ft.events.LogsReady):
                 recorder.logs(event)
                 continue
             recorder.before(event)
-            if isinstance(event, ft.EpochEnd):
+            if isinstance(event, ft.events.EpochEnd):
                 event.values = {"loss": 0.5, "mae": 0.25}
             progress(event, recorder)
     return stream.getvalue()
@@ -338,7 +340,7 @@ def test_what_fit_returns_is_nobody_elses() -> None:
 
 def test_an_interrupt_keeps_what_a_hook_has_put_in_at_that_very_step(ctrl_c) -> None:
     def halve(event):
-        if isinstance(event, ft.ChunkEnd):
+        if isinstance(event, ft.events.ChunkEnd):
             event.state = event.state / 2
             if event.step == 3:
                 signal.raise_signal(signal.SIGINT)

@@ -75,11 +75,11 @@ def test_with_epochs_alone_neither_memory_nor_checkpoints_grow_with_the_steps(
     held = []
     for epoch in range(50):
         at = ft.Position(4 * epoch + 4, epoch, 4)
-        recorder.logs(ft.LogsReady(position=at, steps=4, examples=1, logs=logs))
-        event = ft.ChunkEnd(position=at, state=(), steps=4, examples=1, rows={})
+        recorder.logs(ft.events.LogsReady(position=at, steps=4, examples=1, logs=logs))
+        event = ft.events.ChunkEnd(position=at, state=(), steps=4, examples=1, rows={})
         event.values["point"] = 1.0
         recorder.after(event)
-        recorder.before(ft.EpochEnd(position=at, state=()))
+        recorder.before(ft.events.EpochEnd(position=at, state=()))
         columns = [*recorder._steps.values(), recorder._examples]
         held.append((sum(len(x._numbers) for x in columns), len(recorder._points)))
     assert held == [(0, 0)] * 50
@@ -119,7 +119,7 @@ def test_a_resumed_fit_may_keep_more_or_less(tmp_path: pathlib.Path) -> None:
 def test_the_seconds_of_the_first_steps_are_those_of_the_process_that_takes_them() -> None:
     def take_logs(recorder: Recorder) -> None:
         logs = {"loss": np.zeros(1, np.float32)}
-        recorder.logs(ft.LogsReady(position=ft.Position(1), steps=1, examples=1, logs=logs))
+        recorder.logs(ft.events.LogsReady(position=ft.Position(1), steps=1, examples=1, logs=logs))
 
     slow = Recorder()
     slow._began -= 23.8  # the first process compiled for long
@@ -131,7 +131,7 @@ def test_the_seconds_of_the_first_steps_are_those_of_the_process_that_takes_them
     assert resumed.history().first_steps_seconds >= 23.8  # where no step is left to take
     stream = io.StringIO()
     with ProgressReport(2, 9, "lines", console=Console(file=stream)) as progress:
-        event = ft.ChunkEnd(position=ft.Position(2), state=(), steps=1, examples=1, rows={})
+        event = ft.events.ChunkEnd(position=ft.Position(2), state=(), steps=1, examples=1, rows={})
         progress(event, resumed)
         assert not stream.getvalue()
         resumed._began -= 3.2

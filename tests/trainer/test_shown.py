@@ -30,10 +30,10 @@ def run(console):
             for _ in range(3):
                 position = position.after(10)
                 progress(
-                    ft.ChunkEnd(position=position, state=(), steps=10, examples=8, rows={}),
+                    ft.events.ChunkEnd(position=position, state=(), steps=10, examples=8, rows={}),
                     recorder,
                 )
-            progress(ft.EpochEnd(position=position, state=(), values=VALUES), recorder)
+            progress(ft.events.EpochEnd(position=position, state=(), values=VALUES), recorder)
             position = ft.Position(position.step, epoch + 1)
 
 
@@ -56,7 +56,9 @@ def test_a_run_that_ends_early_leaves_the_bar_where_it_was() -> None:
     console = Console(file=stream, force_terminal=True, width=80, color_system=None)
     with ProgressReport(1, 30, console=console) as progress:
         for step in (7, 17):
-            end = ft.ChunkEnd(position=ft.Position(step), state=(), steps=7, examples=1, rows={})
+            end = ft.events.ChunkEnd(
+                position=ft.Position(step), state=(), steps=7, examples=1, rows={}
+            )
             progress(end, Recorder())
     assert re.findall(r"(\d+)/30", stream.getvalue())[-1] == "14"
 
@@ -177,7 +179,9 @@ def step(state, batch):
         (ft.fuse(step, 8).program, "HeldProgram(step=step)"),
         (ft.run(STATE, step, [np.ones(2)]), "Run(Position(step=0, epoch=0, batch=0))"),
         (
-            ft.LogsReady(position=ft.Position(4), steps=4, examples=2, logs={"a": np.ones(4)}),
+            ft.events.LogsReady(
+                position=ft.Position(4), steps=4, examples=2, logs={"a": np.ones(4)}
+            ),
             "LogsReady(position=Position(step=4, epoch=0, batch=0), steps=4, examples=2, "
             "logs of a)",
         ),

@@ -127,7 +127,7 @@ def test_a_population_is_trained_by_the_step_of_one() -> None:
         ft.fit(ft.population.stack([STATE] * 2), STEP, LOADER, verbose=0)
 
 
-@pytest.mark.parametrize("ask", [ft.memory, ft.autotune, ft.explain_nan])
+@pytest.mark.parametrize("ask", [ft.inspect.memory, ft.inspect.autotune, ft.inspect.explain_nan])
 def test_a_loader_is_no_batch(ask) -> None:
     with pytest.raises(TypeError, match=r"batch: expected one batch.*loader\.batch\(0, 0\)"):
         ask(STEP, STATE, LOADER)
@@ -143,7 +143,7 @@ def test_a_loader_is_no_batch(ask) -> None:
         ("jit", lambda: ft.predict(STATE, ft.predict_step(MODEL), ft.ArrayLoader(X, 4), jit=0)),
         ("jit", lambda: ft.hooks.Evaluate(ft.eval_step(LOSS), LOADER, jit="no")),
         ("donate", lambda: ft.fuse(STEP, 2, donate="state")),
-        ("donate", lambda: ft.memory(STEP, STATE, LOADER.batch(0, 0), donate=0)),
+        ("donate", lambda: ft.inspect.memory(STATE, STEP, LOADER.batch(0, 0), donate=0)),
         ("shuffle", lambda: ft.ArrayLoader(X, 4, shuffle="yes")),
         ("drop_remainder", lambda: ft.ArrayLoader(X, 4, drop_remainder=1)),
     ],
@@ -234,11 +234,11 @@ def test_autotune_and_explain_take_steps_with_metrics_and_without() -> None:
     state = ft.TrainState.create(params={"k": jnp.ones((4, 3, 3, 3))}, tx=TX)
     metrics = {"mean": ft.metrics.mean_loss()}
     bare, metered = ft.train_step(convolve, TX), ft.train_step(convolve, TX, metrics=metrics)
-    rows = ft.inspect.explain(bare, state, images).rows
+    rows = ft.inspect.explain_rewrites(bare, state, images).rows
     assert rows
     for carry in (state, metered.start(state)):
-        assert ft.inspect.explain(metered, carry, images).rows == rows
-    assert ft.autotune(metered, state, images, ks=(1,), seconds=0.0).k == 1
+        assert ft.inspect.explain_rewrites(metered, carry, images).rows == rows
+    assert ft.inspect.autotune(state, metered, images, fuse=(1,), seconds=0.0).k == 1
 
 
 @pytest.mark.parametrize("jit", [True, False])

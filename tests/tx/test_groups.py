@@ -13,7 +13,7 @@ GRADS = jax.tree.map(lambda x: x * 0.5, PARAMS)
 
 
 def test_each_param_is_trained_by_the_first_group_that_means_it() -> None:
-    tx = ft.groups(
+    tx = ft.tx.param_groups(
         {"**/bias": optax.sgd(1.0), "encoder/**": optax.set_to_zero(), "**": optax.adam(0.1)}
     )
     state = ft.TrainState.create(params=PARAMS, tx=tx)
@@ -30,14 +30,14 @@ def test_each_param_is_trained_by_the_first_group_that_means_it() -> None:
 
 
 def test_groups_train_under_guards_averages_and_multi_steps() -> None:
-    tx = optax.MultiSteps(ft.groups({"**/bias": optax.sgd(1.0), "**": optax.sgd(0.1)}), 2)
-    tx = ft.skip_non_finite(optax.chain(tx, ft.params_ema(0.5)))
+    tx = optax.MultiSteps(ft.tx.param_groups({"**/bias": optax.sgd(1.0), "**": optax.sgd(0.1)}), 2)
+    tx = ft.tx.skip_non_finite(optax.chain(tx, ft.tx.ema(0.5)))
     state = ft.TrainState.create(params=PARAMS, tx=tx)
     for _ in range(2):
         state = jax.jit(lambda s: s.apply_gradients(GRADS, tx))(state)
     np.testing.assert_allclose(state.params["head"]["bias"], 0.5)
     np.testing.assert_allclose(state.params["head"]["kernel"], 0.95)
-    np.testing.assert_allclose(ft.ema_params(state)["head"]["bias"], 0.75)
+    np.testing.assert_allclose(ft.tx.ema_params(state)["head"]["bias"], 0.75)
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_groups_train_under_guards_averages_and_multi_steps() -> None:
     ],
 )
 def test_patterns_without_params_and_params_without_a_pattern_are_named(patterns, message) -> None:
-    tx = ft.groups(dict.fromkeys(patterns, optax.sgd(0.1)))
+    tx = ft.tx.param_groups(dict.fromkeys(patterns, optax.sgd(0.1)))
     with pytest.raises(ValueError, match=message):
         ft.TrainState.create(params=PARAMS, tx=tx)
 
@@ -60,7 +60,7 @@ def test_rates_are_logged_by_group_as_they_are_applied() -> None:
 
     falling = optax.linear_schedule(1.0, 0.0, 10)
     sgd = optax.inject_hyperparams(optax.sgd)
-    tx = ft.groups({"**/bias": sgd(falling), "head/*": sgd(0.5), "**": optax.sgd(0.25)})
+    tx = ft.tx.param_groups({"**/bias": sgd(falling), "head/*": sgd(0.5), "**": optax.sgd(0.25)})
     step = ft.train_step(loss_fn, tx)
     state = ft.TrainState.create(params=PARAMS, tx=tx)
     data = ft.ArrayLoader(np.zeros(3, np.float32), 1)

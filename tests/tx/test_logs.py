@@ -25,11 +25,11 @@ def logs_of(tx, steps=1):
 
 def test_norms_are_logged_where_they_stand_in_the_chain() -> None:
     tx = optax.chain(
-        ft.log_norm(),
+        ft.tx.log_norm(),
         optax.clip_by_global_norm(1.0),
-        ft.log_norm("clipped"),
+        ft.tx.log_norm("clipped"),
         optax.sgd(0.5),
-        ft.log_norm("update_norm"),
+        ft.tx.log_norm("update_norm"),
     )
     (logs,) = logs_of(tx)
     assert {name: round(float(x), 5) for name, x in logs.items()} == {
@@ -41,7 +41,7 @@ def test_norms_are_logged_where_they_stand_in_the_chain() -> None:
 
 
 def test_a_norm_that_nothing_has_passed_is_not_a_number() -> None:
-    rows = logs_of(optax.MultiSteps(optax.chain(ft.log_norm(), optax.sgd(0.0)), 2), 3)
+    rows = logs_of(optax.MultiSteps(optax.chain(ft.tx.log_norm(), optax.sgd(0.0)), 2), 3)
     assert [float(row["gradient_norm"]) for row in rows[1:]] == [10.0, 10.0]
     assert np.isnan(rows[0]["gradient_norm"])
 
@@ -59,10 +59,10 @@ def test_what_optax_snapshots_is_logged_if_it_is_a_scalar() -> None:
 
 def test_one_name_for_two_numbers_is_refused() -> None:
     with pytest.raises(ValueError, match=r"got 'gradient_norm' twice.*log_norm"):
-        logs_of(optax.chain(ft.log_norm(), optax.sgd(0.1), ft.log_norm()))
+        logs_of(optax.chain(ft.tx.log_norm(), optax.sgd(0.1), ft.tx.log_norm()))
 
 
 @pytest.mark.parametrize("name", ["loss", "seconds"])
 def test_names_of_the_loop_are_refused(name) -> None:
     with pytest.raises(ValueError, match=rf"names other than .*got \['{name}'\]"):
-        logs_of(optax.chain(ft.log_norm(name), optax.sgd(0.1)))
+        logs_of(optax.chain(ft.tx.log_norm(name), optax.sgd(0.1)))

@@ -25,13 +25,13 @@ def loss_fn(params, model_state, batch, *, rng, training):
 
 def test_losses_params_and_scales_are_those_of_flax() -> None:
     inner = optax.adam(1e-2)
-    tx = ft.loss_scale(inner, initial=1024.0, interval=3)
+    tx = ft.tx.loss_scale(inner, initial_scale=1024.0, growth_interval=3)
     step = jax.jit(ft.train_step(loss_fn, tx))
     state = ft.TrainState.create(params=PARAMS, tx=tx)
 
     # flax counts from 0, and so grows one update later.
     theirs = flax.training.dynamic_scale.DynamicScale(
-        growth_interval=2, scale=jnp.float32(1024.0), minimum_scale=1.0
+        growth_growth_interval=2, scale=jnp.float32(1024.0), minimum_scale=1.0
     )
     params, opt_state = PARAMS, inner.init(PARAMS)
 
@@ -66,7 +66,7 @@ def test_small_gradients_survive_float16() -> None:
         return (half * jnp.float16(2.0**-15)).astype(jnp.float32), ft.Aux(model_state)
 
     moved = {}
-    for name, tx in {"plain": optax.sgd(1.0), "scaled": ft.loss_scale(optax.sgd(1.0))}.items():
+    for name, tx in {"plain": optax.sgd(1.0), "scaled": ft.tx.loss_scale(optax.sgd(1.0))}.items():
         state = ft.TrainState.create(params={"w": jnp.zeros(())}, tx=tx)
         new, loss, _ = ft.update(state, tiny, tx, None)
         moved[name] = float(new.params["w"])
@@ -75,8 +75,8 @@ def test_small_gradients_survive_float16() -> None:
 
 
 def test_what_the_optimizer_sees_is_not_scaled() -> None:
-    tx = ft.loss_scale(optax.chain(ft.log_norm(), optax.sgd(0.1)), initial=64.0)
-    plain = optax.chain(ft.log_norm(), optax.sgd(0.1))
+    tx = ft.tx.loss_scale(optax.chain(ft.tx.log_norm(), optax.sgd(0.1)), initial_scale=64.0)
+    plain = optax.chain(ft.tx.log_norm(), optax.sgd(0.1))
     logs = [
         ft.train_step(loss_fn, t)(ft.TrainState.create(params=PARAMS, tx=t), (X[0], Y[0]))[1]
         for t in (tx, plain)
@@ -86,7 +86,7 @@ def test_what_the_optimizer_sees_is_not_scaled() -> None:
 
 
 def test_the_scale_does_not_depend_on_k_and_has_an_end() -> None:
-    tx = ft.loss_scale(optax.sgd(1e-3), initial=4.0, least=2.0, interval=2)
+    tx = ft.tx.loss_scale(optax.sgd(1e-3), initial_scale=4.0, min_scale=2.0, growth_interval=2)
     step = ft.train_step(loss_fn, tx)
     begin = ft.TrainState.create(params=PARAMS, tx=tx)
     data = ft.ArrayLoader((X.reshape(-1, 4), Y.reshape(-1, 1)), 8)
@@ -97,7 +97,7 @@ def test_the_scale_does_not_depend_on_k_and_has_an_end() -> None:
     assert begin.opt_state.scale == 2.0
 
 
-@pytest.mark.parametrize("given", [{"initial": 0.5}, {"interval": 0}, {"factor": 1.0}])
+@pytest.mark.parametrize("given", [{"initial_scale": 0.5}, {"growth_interval": 0}, {"factor": 1.0}])
 def test_numbers_that_make_no_sense_are_refused(given) -> None:
-    with pytest.raises(ValueError, match="expected 0 < least <= initial"):
-        ft.loss_scale(optax.sgd(0.1), **given)
+    with pytest.raises(ValueError, match="expected 0 < min_scale <= initial_scale"):
+        ft.tx.loss_scale(optax.sgd(0.1), **given)

@@ -27,7 +27,7 @@ LOSS_FN = ft.supervised(MODEL, LOSS)
 # Much that remembers: moments, a schedule, accumulated gradients, an average.
 TX = optax.MultiSteps(
     optax.chain(
-        ft.log_norm(), optax.adam(optax.linear_schedule(1e-2, 0.0, 100)), ft.params_ema(0.9)
+        ft.tx.log_norm(), optax.adam(optax.linear_schedule(1e-2, 0.0, 100)), ft.tx.ema(0.9)
     ),
     2,
 )
@@ -52,7 +52,7 @@ def spoiled(at, x=X):
 
 
 def test_a_batch_with_nan_changes_no_bit_of_params_batch_statistics_and_optimizer() -> None:
-    tx = ft.skip_non_finite(TX)
+    tx = ft.tx.skip_non_finite(TX)
     step = jax.jit(ft.train_step(LOSS_FN, tx))
     state = begin(tx)
     for i in range(3):
@@ -68,7 +68,7 @@ def test_a_batch_with_nan_changes_no_bit_of_params_batch_statistics_and_optimize
 
 
 def test_a_negative_zero_stays_one() -> None:
-    tx = ft.skip_non_finite(optax.sgd(0.1))
+    tx = ft.tx.skip_non_finite(optax.sgd(0.1))
     state = ft.TrainState.create(params={"w": jnp.array([-0.0, 0.0])}, tx=tx)
     state = jax.jit(lambda s, g: s.apply_gradients(g, tx))(state, {"w": jnp.array([1.0, jnp.inf])})
     assert np.signbit(state.params["w"]).tolist() == [True, False]
@@ -78,7 +78,7 @@ def test_the_loss_counts_even_where_its_gradient_is_finite() -> None:
     def loss_fn(params, model_state, batch, *, rng, training):
         return params["w"] + batch, ft.Aux({"seen": model_state["seen"] + 1.0})
 
-    tx = ft.skip_non_finite(optax.sgd(0.1))
+    tx = ft.tx.skip_non_finite(optax.sgd(0.1))
     state = ft.TrainState.create(params={"w": 1.0}, model_state={"seen": 0.0}, tx=tx)
     new, _ = jax.jit(ft.train_step(loss_fn, tx))(state, jnp.inf)
     assert (float(new.params["w"]), float(new.model_state["seen"])) == (1.0, 0.0)
@@ -89,17 +89,17 @@ def test_a_run_with_skipped_steps_is_the_run_without_their_batches() -> None:
     def loss_fn(params, model_state, batch, *, rng, training):
         return LOSS_FN(params, model_state, batch, rng=jax.random.key(9), training=training)
 
-    tx = ft.skip_non_finite(TX)
+    tx = ft.tx.skip_non_finite(TX)
     step = ft.train_step(loss_fn, tx)
     bad = [2, 3, 7]
     run, _ = ft.fuse(step, 12)(begin(tx), (spoiled(bad), Y))
     good = [i for i in range(12) if i not in bad]
     clean, _ = ft.fuse(step, len(good))(begin(tx), (X[good], Y[good]))
     assert parts(run) == parts(clean)
-    assert ft.logged(run)["skipped"] == 3
+    assert ft.tx.logged(run)["skipped"] == 3
 
 
-@pytest.mark.parametrize("guard", [ft.skip_non_finite, ft.loss_scale])
+@pytest.mark.parametrize("guard", [ft.tx.skip_non_finite, ft.tx.loss_scale])
 def test_metrics_and_means_are_those_of_a_run_without_the_skipped_batches(guard) -> None:
     tx = guard(optax.sgd(0.1))
     metrics = {"accuracy": ft.metrics.accuracy(), "mean": ft.metrics.mean_loss()}
@@ -125,14 +125,14 @@ def test_metrics_and_means_are_those_of_a_run_without_the_skipped_batches(guard)
 
 
 def test_a_key_that_the_optimizer_holds_stays_as_well() -> None:
-    tx = ft.skip_non_finite(optax.chain(optax.add_noise(0.01, 0.5, jax.random.key(3))))
+    tx = ft.tx.skip_non_finite(optax.chain(optax.add_noise(0.01, 0.5, jax.random.key(3))))
     state = ft.TrainState.create(params={"w": jnp.zeros(2)}, tx=tx)
     new = state.apply_gradients({"w": jnp.array([1.0, jnp.inf])}, tx)
     assert digest(new.opt_state.inner) == digest(state.opt_state.inner)
 
 
 def test_skipping_does_not_depend_on_k() -> None:
-    tx = ft.skip_non_finite(TX)
+    tx = ft.tx.skip_non_finite(TX)
     step = ft.train_step(LOSS_FN, tx)
     data = ft.ArrayLoader((spoiled([2, 3, 7]).reshape(-1, 6), Y.reshape(-1)), 8)
     runs = [ft.fit(begin(tx), step, data, epochs=2, fuse=n, verbose=0) for n in (1, 5)]
@@ -143,7 +143,7 @@ def test_skipping_does_not_depend_on_k() -> None:
 
 
 def test_a_network_among_several_is_skipped_alone() -> None:
-    tx = ft.skip_non_finite(optax.adam(0.1))
+    tx = ft.tx.skip_non_finite(optax.adam(0.1))
 
     def pull(params, model_state, target, *, rng, training):
         return jnp.sum((params["w"] - target) ** 2), ft.Aux(model_state)
@@ -151,7 +151,7 @@ def test_a_network_among_several_is_skipped_alone() -> None:
     def step(states, batch):
         a, _, _ = ft.update(states["a"], pull, tx, batch)
         b, _, _ = ft.update(states["b"], pull, tx, 1.0)
-        return {"a": a, "b": b}, {"a": ft.logged(a), "b": ft.logged(b)}
+        return {"a": a, "b": b}, {"a": ft.tx.logged(a), "b": ft.tx.logged(b)}
 
     state = ft.TrainState.create(params={"w": np.zeros(2, np.float32)}, tx=tx)
     states, logs = jax.jit(step)({"a": state, "b": state}, jnp.nan)
@@ -162,11 +162,11 @@ def test_a_network_among_several_is_skipped_alone() -> None:
 @pytest.mark.parametrize(
     "tx",
     [
-        optax.chain(optax.clip(1.0), ft.skip_non_finite(optax.sgd(0.1))),
-        optax.MultiSteps(ft.skip_non_finite(optax.sgd(0.1)), 2),
-        ft.skip_non_finite(ft.loss_scale(optax.sgd(0.1))),
-        ft.loss_scale(ft.skip_non_finite(optax.sgd(0.1))),
-        optax.inject_hyperparams(lambda rate: ft.skip_non_finite(optax.sgd(rate)))(rate=0.1),
+        optax.chain(optax.clip(1.0), ft.tx.skip_non_finite(optax.sgd(0.1))),
+        optax.MultiSteps(ft.tx.skip_non_finite(optax.sgd(0.1)), 2),
+        ft.tx.skip_non_finite(ft.tx.loss_scale(optax.sgd(0.1))),
+        ft.tx.loss_scale(ft.tx.skip_non_finite(optax.sgd(0.1))),
+        optax.inject_hyperparams(lambda rate: ft.tx.skip_non_finite(optax.sgd(rate)))(rate=0.1),
     ],
 )
 def test_a_guard_around_a_part_of_the_optimizer_is_refused(tx) -> None:
@@ -178,7 +178,7 @@ def test_names_that_the_guard_logs_are_refused_in_the_loss() -> None:
     def loss_fn(params, model_state, batch, *, rng, training):
         return params["w"] ** 2, ft.Aux(model_state, logs={"skipped": 1.0})
 
-    tx = ft.skip_non_finite(optax.sgd(0.1))
+    tx = ft.tx.skip_non_finite(optax.sgd(0.1))
     state = ft.TrainState.create(params={"w": 1.0}, tx=tx)
     with pytest.raises(ValueError, match=r"those of the optimizer, got \['skipped'\]"):
         ft.train_step(loss_fn, tx)(state, None)

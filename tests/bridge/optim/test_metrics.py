@@ -31,7 +31,7 @@ def first(outputs: Any, y: Any) -> Any:
     return outputs
 
 
-def bridged(name: str, keras_metric: keras.Metric, kind: str, **kwargs: Any) -> ft.Metric:
+def bridged(name: str, keras_metric: keras.Metric, kind: str, **kwargs: Any) -> ft.metrics.Metric:
     values = first if name in ONE_VALUE else None
     return bridge.metric(keras_metric, values=values, example=data(kind, 2, 0), **kwargs)
 

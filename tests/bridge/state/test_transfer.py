@@ -262,7 +262,7 @@ def test_a_frozen_model_comes_home_with_the_slots_of_what_was_trained(how: str) 
     model = fit(make_model(optimizer()), 2)
     held = {v.path: np.array(v.value) for v in (*model.variables, *model.optimizer.variables)}
     state = train_frozen(model, make_tx(model))
-    bridge.to_keras(ft.unfreeze(state), model, optimizer="require")
+    bridge.to_keras(ft.merge_frozen(state), model, optimizer="require")
     for v in (*model.variables, *model.optimizer.variables):
         is_same = np.array_equal(v.value, held[v.path])
         of_z = "z/" in v.path or "z_" in v.path
@@ -298,7 +298,7 @@ def test_a_frozen_state_is_told_to_be_unfrozen() -> None:
     state = train_frozen(model, optax.adam(1e-2))
     before = [np.array(v.value) for v in model.variables]
     with pytest.raises(
-        ValueError, match=r"frozen by functrain.freeze.*unfreeze\(state\)"
+        ValueError, match=r"frozen by functrain.freeze.*merge_frozen\(state\)"
     ) as caught:
         bridge.to_keras(state, model)
     assert "\n" not in str(caught.value)

@@ -52,7 +52,7 @@ def test_tensorboard_needs_no_tensorflow_and_has_all_steps_and_epochs(
     callbacks = [
         keras.callbacks.LearningRateScheduler(lambda epoch: 0.01 / (epoch + 1)),
         batches,
-        ft.hooks.TensorBoard(tmp_path, steps=1),
+        ft.hooks.TensorBoard(tmp_path, every=1),
     ]
     history = fit(fresh(), callbacks=callbacks, **DATA).history
     found = scalars(tmp_path)
@@ -75,7 +75,7 @@ def test_each_so_many_steps_are_written_and_programs_are_as_long_as_without(tmp_
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
             self.seen.add(int(self.model.optimizer.iterations.value))
 
-    fit(fresh(), callbacks=[ft.hooks.TensorBoard(tmp_path, steps=5), Programs()])
+    fit(fresh(), callbacks=[ft.hooks.TensorBoard(tmp_path, every=5), Programs()])
     assert [step for step, _ in scalars(tmp_path)["loss"]] == [5, 10, 15, 20, 25]
     assert Programs.seen == {13, 26}
 
@@ -101,8 +101,8 @@ def test_files_of_a_fit_that_was_interrupted_are_those_of_one_that_never_was(
     every: Any, until: list[int], tmp_path
 ) -> None:
     def run(folder: pathlib.Path, *others: Any, **how: Any) -> Any:
-        log, lines = ft.hooks.TensorBoard(folder / "tb", steps=1), folder / "log.jsonl"
-        callbacks = [*others, log, ft.hooks.JSONLines(lines, steps=3)]
+        log, lines = ft.hooks.TensorBoard(folder / "tb", every=1), folder / "log.jsonl"
+        callbacks = [*others, log, ft.hooks.JSONLines(lines, every=3)]
         return fit(fresh(), epochs=3, callbacks=callbacks, fuse=2, **DATA, **how)
 
     run(tmp_path / "straight")
@@ -134,7 +134,7 @@ def test_only_the_first_process_restores_the_file_of_a_logger(tmp_path, monkeypa
 
 def test_what_was_logged_before_an_error_is_on_the_disk(tmp_path) -> None:
     with pytest.raises(RuntimeError, match="interrupted"):
-        fit(fresh(), callbacks=[ft.hooks.TensorBoard(tmp_path, steps=1), Batches(9)], fuse=3)
+        fit(fresh(), callbacks=[ft.hooks.TensorBoard(tmp_path, every=1), Batches(9)], fuse=3)
     assert [step for step, _ in scalars(tmp_path)["loss"]] == [*range(1, 10)]
 
 

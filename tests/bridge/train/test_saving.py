@@ -472,7 +472,7 @@ def test_the_best_epoch_by_a_value_of_training_is_kept(tmp_path) -> None:
         rates = keras.callbacks.LearningRateScheduler(lambda epoch: [0.0, 10.0, 10.0][epoch])
         return {"epochs": 3, "callbacks": [rates]}
 
-    checkpoints = ft.Checkpointer(tmp_path, keep=1, best="loss")
+    checkpoints = ft.Checkpointer(tmp_path, keep=1, monitor="loss")
     _, history = fit(lambda: dense(optimizer="sgd"), worse_each_epoch, checkpointer=checkpoints)
     losses = history.history["loss"]
     assert losses[0] == min(losses) < losses[-1]
@@ -482,6 +482,6 @@ def test_the_best_epoch_by_a_value_of_training_is_kept(tmp_path) -> None:
 
 def test_a_best_value_that_nobody_reports_is_named_with_arguments_of_bridge_fit(tmp_path) -> None:
     message = r"expected one of \['accuracy', 'auc', 'loss'\], got 'val_loss'.* validation_data="
-    checkpoints = ft.Checkpointer(tmp_path, best="val_loss")
+    checkpoints = ft.Checkpointer(tmp_path, monitor="val_loss")
     with pytest.warns(UserWarning, match=message):
         fit(dense, lambda: {"epochs": 1}, checkpointer=checkpoints)

@@ -3,32 +3,33 @@
 import jax
 
 from functrain.common import _repr
-from functrain.engine._trigger import Trigger, every
+from functrain.engine._trigger import Every, Trigger, as_trigger
 from functrain.loop._events import Event
 
 
-class Memory:
+class DeviceMemory:
     """A hook that adds the memory of the fullest device to the event's values.
 
     ``memory/in_use``, ``memory/peak`` and ``memory/limit`` in bytes, those that the device counts.
     A CPU counts none. It waits for nothing.
 
     Args:
-      when: A trigger; each epoch by default.
+      every: A number of steps, or a trigger such as ``ft.every(seconds=60)``; each epoch by default.
 
     Examples:
-      >>> from functrain import EpochEnd, Position
+      >>> from functrain import Position
+      >>> from functrain.events import EpochEnd
       >>> event = EpochEnd(position=Position(step=10), state=())
-      >>> Memory()(event)
+      >>> DeviceMemory()(event)
       >>> set(event.values) <= {"memory/in_use", "memory/peak", "memory/limit"}
       True
     """
 
-    def __init__(self, *, when: Trigger | None = None) -> None:
-        self.when = every(epochs=1) if when is None else when
+    def __init__(self, *, every: int | Trigger | None = None) -> None:
+        self.every = as_trigger(every, Every(epochs=1))
 
     def __repr__(self) -> str:
-        return _repr.call(self, when=self.when)
+        return _repr.call(self, every=self.every)
 
     def __call__(self, event: Event, /) -> None:
         """Adds the values."""

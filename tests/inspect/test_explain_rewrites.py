@@ -12,7 +12,7 @@ from jax.extend import core
 from jax.extend.core import primitives
 
 import functrain as ft
-from functrain.inspect import explain
+from functrain.inspect import explain_rewrites
 from functrain.rewrites import _optimize, optimize
 from functrain.rewrites._frame import Rewrite, rewrite_jaxpr
 
@@ -56,7 +56,7 @@ def test_a_row_tells_what_replaces_an_equation_and_why() -> None:
         with jax.named_scope("layer"):
             return lax.sin(lax.sin(x)) + lax.sin(x[0])
 
-    vectors, scalar = explain(fn, X).rows
+    vectors, scalar = explain_rewrites(fn, X).rows
     assert vectors.primitive == scalar.primitive == "sin"
     assert (vectors.shapes, vectors.count) == ("f32[8] -> f32[8]", 2)
     assert (vectors.rule, vectors.reason) == ("sin_to_cos", "it shows")
@@ -67,7 +67,7 @@ def test_a_row_tells_what_replaces_an_equation_and_why() -> None:
 
 @pytest.mark.usefixtures("sin_to_cos")
 def test_a_table_holds_every_row() -> None:
-    text = str(explain(lambda x: lax.exp(lax.sin(x)), X))
+    text = str(explain_rewrites(lambda x: lax.exp(lax.sin(x)), X))
     assert "| sin       | f32[8] -> f32[8] |     1 | sin_to_cos   | it shows |" in text
     assert text.endswith("And 1 equations that no rewrite looks at.")
 
@@ -78,13 +78,13 @@ def test_it_says_of_inner_functions_what_the_pass_does_there() -> None:
         x = lax.scan(lambda c, _: (jnp.sin(c), None), x, None, length=3)[0]
         return lax.cond(x[0] > 5, jnp.tan, jax.checkpoint(jnp.sin), x)
 
-    (row,) = explain(fn, X).rows
+    (row,) = explain_rewrites(fn, X).rows
     assert (row.rule, row.count) == ("sin_to_cos", 2)
 
 
 @pytest.mark.usefixtures("sin_to_cos")
 def test_exact_names_the_rule_that_auto_would_take() -> None:
-    (row,) = explain(jnp.sin, X, rewrites="exact").rows
+    (row,) = explain_rewrites(jnp.sin, X, rewrites="exact").rows
     assert row.rule == ""
     assert row.reason == 'sin_to_cos changes last bits; rewrites="auto" takes it'
 
@@ -99,7 +99,7 @@ def test_an_unknown_primitive_runs_as_it_was() -> None:
     inner, outer = optimize(fn)(X)
     np.testing.assert_array_equal(inner, jnp.sin(X))
     np.testing.assert_array_equal(outer, jnp.cos(X))
-    inside, plain = explain(fn, X).rows
+    inside, plain = explain_rewrites(fn, X).rows
     assert (inside.rule, inside.reason) == ("", "inside apply, which no rewrite may enter")
     assert plain.rule == "sin_to_cos"
 
@@ -111,7 +111,7 @@ def test_a_function_that_cannot_be_traced_runs_as_it_was() -> None:
 
     with pytest.warns(UserWarning, match=r"runs as it was.*cannot be traced: Concretization"):
         np.testing.assert_array_equal(optimize(fn)(X), jnp.sin(X))
-    explanation = explain(fn, X)
+    explanation = explain_rewrites(fn, X)
     assert explanation.rows == ()
     assert "cannot be traced: ConcretizationTypeError" in str(explanation)
     with pytest.raises(jax.errors.ConcretizationTypeError):
@@ -125,12 +125,12 @@ def test_a_function_of_what_is_no_array_runs_as_it_was() -> None:
 
     with pytest.warns(UserWarning, match="takes a str, which is no array"):
         np.testing.assert_array_equal(optimize(fn)("sin", X), jnp.sin(X))
-    assert "takes a str, which is no array" in explain(fn, "sin", X).note
+    assert "takes a str, which is no array" in explain_rewrites(fn, "sin", X).note
 
 
 def test_an_error_of_the_function_itself_is_the_users() -> None:
     with pytest.raises(ZeroDivisionError):
-        explain(lambda x: x / (1 // 0), X)
+        explain_rewrites(lambda x: x / (1 // 0), X)
 
 
 def boom(*inputs: Any, **params: Any) -> Any:
@@ -143,7 +143,7 @@ def test_a_rewrite_that_fails_is_told(where: str, monkeypatch: pytest.MonkeyPatc
     broken = Rewrite("broken", primitives.sin_p, **{**fine, where: boom})
     other = Rewrite("other", primitives.cos_p, **fine)
     monkeypatch.setattr(_optimize, "REWRITES", (broken, other))
-    explanation = explain(lambda x: jnp.sin(jnp.cos(x)), X)
+    explanation = explain_rewrites(lambda x: jnp.sin(jnp.cos(x)), X)
     assert "A rewrite failed and is left out: broken: " in explanation.note
     assert [row.rule for row in explanation.rows] == ["other", ""]
 
@@ -156,7 +156,9 @@ def test_where_rewrites_are_off_it_says_so(how: str, monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     image, kernel = jnp.ones((2, 3, 8, 8)), jnp.ones((4, 3, 3, 3))
     off = "off" if how == "argument" else "auto"
-    explanation = explain(lambda x, w: lax.conv(x, w, (1, 1), "SAME"), image, kernel, rewrites=off)
+    explanation = explain_rewrites(
+        lambda x, w: lax.conv(x, w, (1, 1), "SAME"), image, kernel, rewrites=off
+    )
     assert "rewrites are off" in explanation.note
     assert [row.rule for row in explanation.rows] == [""]
 
@@ -178,9 +180,11 @@ def test_a_step_that_is_fused_can_be_explained() -> None:
     step = ft.train_step(loss_fn, tx)
     state = ft.TrainState.create(params={"w": jnp.ones((3, 3, 1, 4))}, tx=tx)
     batch = jnp.ones((2, 8, 8, 4)), jnp.ones(2)
-    rules = {row.rule for row in explain(step, state, batch).rows}
+    rules = {row.rule for row in explain_rewrites(step, state, batch).rows}
     abstract = jax.eval_shape(lambda: (state, batch))
-    assert rules == {row.rule for row in explain(step, *abstract).rows} == {"depthwise_conv"}
+    assert (
+        rules == {row.rule for row in explain_rewrites(step, *abstract).rows} == {"depthwise_conv"}
+    )
 
 
 def test_a_function_without_its_arguments_is_refused_with_what_it_takes() -> None:
@@ -189,7 +193,7 @@ def test_a_function_without_its_arguments_is_refused_with_what_it_takes() -> Non
 
     for arguments in ((), (1, 2), (1, 2, 3, 4)):
         with pytest.raises(TypeError, match=r"explain: expected the arguments.*\(params, model_st"):
-            explain(loss_fn, *arguments)
+            explain_rewrites(loss_fn, *arguments)
 
 
 def test_steps_and_states_that_do_not_go_together_are_told_how_they_do() -> None:
@@ -201,6 +205,6 @@ def test_steps_and_states_that_do_not_go_together_are_told_how_they_do() -> None
     mae = {"mae": ft.metrics.mean_absolute_error()}
     bare, metered = ft.train_step(loss_fn, tx), ft.train_step(loss_fn, tx, metrics=mae)
     with pytest.raises(TypeError, match=r"state: expected a bare state, got Metered"):
-        explain(bare, metered.start(state), batch)
+        explain_rewrites(bare, metered.start(state), batch)
     for carry in (state, metered.start(state)):
-        assert explain(metered, carry, batch).rows == ()
+        assert explain_rewrites(metered, carry, batch).rows == ()

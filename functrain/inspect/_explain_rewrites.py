@@ -78,7 +78,7 @@ class Explanation:
         return "\n".join(filter(None, [self.note, table, f"And {others}"]))
 
 
-def explain(
+def explain_rewrites(
     fn: Callable[..., Any], /, *args: Any, rewrites: Mode = "auto", **kwargs: Any
 ) -> Explanation:
     """Explains which operations of a function `optimize` rewrites, and why.
@@ -103,7 +103,7 @@ def explain(
       >>> import jax, jax.numpy as jnp
       >>> def fn(image, kernel):
       ...     return jax.lax.conv(image, kernel, (1, 1), "SAME")
-      >>> explanation = explain(fn, jnp.ones((2, 3, 8, 8)), jnp.ones((4, 3, 3, 3)))
+      >>> explanation = explain_rewrites(fn, jnp.ones((2, 3, 8, 8)), jnp.ones((4, 3, 3, 3)))
       >>> row = explanation.rows[0]
       >>> row.rule, row.count, row.shapes
       ('canonical_conv', 1, 'f32[2,3,8,8] f32[4,3,3,3] -> f32[2,4,8,8]')
@@ -151,7 +151,7 @@ def _check_arguments(fn: Callable[..., Any], args: Any, kwargs: Any) -> None:
         signature.bind(*args, **kwargs)
     except TypeError as error:
         raise TypeError(
-            f"explain: expected the arguments of fn after it, explain(fn, *args), fn{signature}; "
+            f"explain_rewrites: expected the arguments of fn after it, explain_rewrites(fn, *args), fn{signature}; "
             f"{error}. A step takes (state, batch): make one of a loss with train_step."
         ) from None
 

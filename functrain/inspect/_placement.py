@@ -18,7 +18,7 @@ _WIDTH = 80
 _PATH_WIDTH = 29  # at the most, of the 80 columns
 
 
-def describe(state: PyTree, shardings: PyTree = None) -> str:
+def placement(state: PyTree, shardings: PyTree = None) -> str:
     """Returns a table of leaves, the parts that devices hold, and their bytes, in 80 columns.
 
     Args:

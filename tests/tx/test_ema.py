@@ -37,7 +37,7 @@ def walked(tx, steps=10, params=BEGIN):
 @pytest.mark.parametrize("debias", [False, True])
 def test_the_average_is_that_of_its_formula_in_float64(dtype, debias) -> None:
     params = {"w": jnp.asarray(BEGIN["w"], dtype)}
-    tx = optax.chain(optax.sgd(0.05), ft.params_ema(0.8, debias=debias))
+    tx = optax.chain(optax.sgd(0.05), ft.tx.ema(0.8, debias=debias))
     state, seen = walked(tx, params=params)
     average, weight = (0.0, 0.0) if debias else (seen[0], 1.0)
     for w in seen[1:]:
@@ -48,52 +48,52 @@ def test_the_average_is_that_of_its_formula_in_float64(dtype, debias) -> None:
     expected = average / weight
     ema = kept.ema["w"] / (1 if kept.weight is None else kept.weight)
     np.testing.assert_allclose(ema, expected, rtol=2e-6)
-    found = ft.ema_params(state)["w"]
+    found = ft.tx.ema_params(state)["w"]
     assert found.dtype == dtype
     np.testing.assert_array_equal(found, ema.astype(dtype))
 
 
 def test_training_is_the_same_with_it_and_without() -> None:
-    with_it, _ = walked(optax.chain(optax.adam(0.1), ft.params_ema(0.9)))
+    with_it, _ = walked(optax.chain(optax.adam(0.1), ft.tx.ema(0.9)))
     assert digest(with_it.params) == digest(walked(optax.adam(0.1))[0].params)
 
 
 def test_under_multi_steps_it_takes_a_step_with_each_update() -> None:
-    inside = optax.MultiSteps(optax.chain(optax.sgd(0.1), ft.params_ema(0.5)), 5)
+    inside = optax.MultiSteps(optax.chain(optax.sgd(0.1), ft.tx.ema(0.5)), 5)
     state, seen = walked(inside)
     expected = 0.25 * seen[0] + 0.25 * seen[5] + 0.5 * seen[10]
-    np.testing.assert_allclose(ft.ema_params(state)["w"], expected, rtol=1e-6)
-    behind = optax.chain(optax.MultiSteps(optax.sgd(0.1), 5), ft.params_ema(0.5))
+    np.testing.assert_allclose(ft.tx.ema_params(state)["w"], expected, rtol=1e-6)
+    behind = optax.chain(optax.MultiSteps(optax.sgd(0.1), 5), ft.tx.ema(0.5))
     state, seen = walked(behind)
     average = seen[0]
     for w in seen[1:]:
         average = 0.5 * average + 0.5 * w
-    np.testing.assert_allclose(ft.ema_params(state)["w"], average, rtol=1e-6)
+    np.testing.assert_allclose(ft.tx.ema_params(state)["w"], average, rtol=1e-6)
 
 
 def test_a_skipped_step_is_no_step_of_it() -> None:
-    tx = ft.skip_non_finite(optax.chain(optax.sgd(0.1), ft.params_ema(0.5, debias=True)))
+    tx = ft.tx.skip_non_finite(optax.chain(optax.sgd(0.1), ft.tx.ema(0.5, debias=True)))
     state, _ = walked(tx, 3)
-    before = digest(ft.ema_params(state))
+    before = digest(ft.tx.ema_params(state))
     state = state.apply_gradients({"w": jnp.full((3, 1), jnp.nan)}, tx)
-    assert digest(ft.ema_params(state)) == before
+    assert digest(ft.tx.ema_params(state)) == before
 
 
 def test_it_is_saved_and_does_not_depend_on_k(tmp_path) -> None:
-    tx = optax.chain(optax.sgd(0.1), ft.params_ema(0.9))
+    tx = optax.chain(optax.sgd(0.1), ft.tx.ema(0.9))
     step = ft.train_step(loss_fn, tx)
     begin = ft.TrainState.create(params=BEGIN, tx=tx)
     one, many = (ft.fit(begin, step, DATA, fuse=k, verbose=0).state for k in (1, 7))
     assert digest(one) == digest(many)
     ft.save(tmp_path / "state", many)
     loaded = ft.load(tmp_path / "state", like=begin)
-    assert digest(ft.ema_params(loaded)) == digest(ft.ema_params(many))
+    assert digest(ft.tx.ema_params(loaded)) == digest(ft.tx.ema_params(many))
 
 
 def test_a_fit_evaluates_with_the_average() -> None:
-    tx = optax.chain(optax.sgd(0.1), ft.params_ema(0.9))
+    tx = optax.chain(optax.sgd(0.1), ft.tx.ema(0.9))
     step = ft.train_step(loss_fn, tx)
-    judged = ft.eval_step(loss_fn, of=ft.with_ema)
+    judged = ft.eval_step(loss_fn, get_state=lambda s: s.replace(params=ft.tx.ema_params(s)))
     state, history = ft.fit(
         ft.TrainState.create(params=BEGIN, tx=tx),
         step,
@@ -102,33 +102,33 @@ def test_a_fit_evaluates_with_the_average() -> None:
         eval_step=judged,
         verbose=0,
     )
-    w = np.asarray(ft.ema_params(state)["w"], np.float64)
+    w = np.asarray(ft.tx.ema_params(state)["w"], np.float64)
     assert history.epochs["val_loss"][-1] == pytest.approx(np.mean((X @ w - Y) ** 2), rel=1e-5)
 
 
 def test_a_keras_model_takes_the_average_home() -> None:
     net = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1, use_bias=False, name="out")])
-    tx = optax.chain(optax.sgd(0.1), ft.params_ema(0.9))
+    tx = optax.chain(optax.sgd(0.1), ft.tx.ema(0.9))
     state = bridge.create_state(net, tx)
     step = ft.train_step(ft.supervised(bridge.from_keras(net), optax.squared_error), tx)
     state, _ = ft.fit(state, step, DATA, verbose=0)
-    bridge.to_keras(ft.with_ema(state), net)
-    average = ft.ema_params(state)["out"]["kernel"]
+    bridge.to_keras(state.replace(params=ft.tx.ema_params(state)), net)
+    average = ft.tx.ema_params(state)["out"]["kernel"]
     np.testing.assert_array_equal(net.get_weights()[0], average)
     assert not np.array_equal(average, state.params["out"]["kernel"])
 
 
 def test_what_cannot_be_averaged_is_refused_in_words() -> None:
     with pytest.raises(ValueError, match=r"decay: expected a number from 0 up to 1.*got 1"):
-        ft.params_ema(1.0)
-    tx = ft.params_ema(0.9)
-    with pytest.raises(ValueError, match="params_ema: expected params"):
+        ft.tx.ema(1.0)
+    tx = ft.tx.ema(0.9)
+    with pytest.raises(ValueError, match="ema: expected params"):
         tx.update(BEGIN, tx.init(BEGIN))
     for tx, found in (
         (optax.sgd(0.1), "got 0"),
-        (optax.chain(ft.params_ema(0.9), ft.params_ema(0.99)), "got 2"),
-        (optax.masked(ft.params_ema(0.9), {"w": False}), "got one of some"),
+        (optax.chain(ft.tx.ema(0.9), ft.tx.ema(0.99)), "got 2"),
+        (optax.masked(ft.tx.ema(0.9), {"w": False}), "got one of some"),
     ):
         state = ft.TrainState.create(params=BEGIN, tx=tx)
         with pytest.raises(ValueError, match=f"one average of all params, {found}"):
-            ft.with_ema(state)
+            state.replace(params=ft.tx.ema_params(state))

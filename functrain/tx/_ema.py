@@ -8,11 +8,11 @@ import optax
 
 from functrain.common import _tree
 from functrain.common._checks import require
-from functrain.common._types import PyTree, StateT
+from functrain.common._types import PyTree
 
 
-class ParamsEmaState(NamedTuple):
-    """What `params_ema` remembers.
+class EmaState(NamedTuple):
+    """What `ema` remembers.
 
     Attributes:
       ema: The average, structured like the params; float32 where they are narrower.
@@ -23,16 +23,17 @@ class ParamsEmaState(NamedTuple):
     weight: jax.Array | None
 
 
-def params_ema(decay: float, *, debias: bool = False) -> optax.GradientTransformationExtraArgs:
+def ema(decay: float, *, debias: bool = False) -> optax.GradientTransformationExtraArgs:
     """Returns the transformation that averages the params as they are after each update.
 
+    `optax.ema` averages the updates; this averages the params:
     ``ema = decay * ema + (1 - decay) * params``, from the first params on. It changes no update,
-    and comes last in a chain: ``optax.chain(optax.adam(1e-3), ft.params_ema(0.999))``. Being part
+    and comes last in a chain: ``optax.chain(optax.adam(1e-3), ft.tx.ema(0.999))``. Being part
     of `opt_state` it is saved, sharded and fused with it; `ema_params` finds it there.
 
     `skip_non_finite` around it leaves the average as it is, too. Inside `optax.MultiSteps`, in
-    ``MultiSteps(optax.chain(tx, params_ema(d)), n)``, it takes a step with each update of the
-    params, every n-th; behind it, in ``optax.chain(MultiSteps(tx, n), params_ema(d))``, with every
+    ``MultiSteps(optax.chain(tx, ema(d)), n)``, it takes a step with each update of the
+    params, every n-th; behind it, in ``optax.chain(MultiSteps(tx, n), ema(d))``, with every
     step, most of which change no params.
 
     Args:
@@ -49,7 +50,7 @@ def params_ema(decay: float, *, debias: bool = False) -> optax.GradientTransform
     Examples:
       >>> import jax.numpy as jnp, optax
       >>> from functrain import TrainState
-      >>> tx = optax.chain(optax.sgd(1.0), params_ema(0.5))
+      >>> tx = optax.chain(optax.sgd(1.0), ema(0.5))
       >>> state = TrainState.create(params={"w": jnp.zeros(2)}, tx=tx)
       >>> state = state.apply_gradients({"w": jnp.ones(2)}, tx)
       >>> print(state.params["w"], ema_params(state)["w"])
@@ -57,21 +58,21 @@ def params_ema(decay: float, *, debias: bool = False) -> optax.GradientTransform
     """
     require(0 <= decay < 1, "decay", "a number from 0 up to 1, exclusive", decay)
 
-    def init(params: PyTree) -> ParamsEmaState:
+    def init(params: PyTree) -> EmaState:
         if debias:
             zeros = optax.tree.zeros_like(jax.tree.map(_tree.wide, params))
-            return ParamsEmaState(zeros, jnp.zeros(()))
-        return ParamsEmaState(jax.tree.map(_tree.wide, params), None)
+            return EmaState(zeros, jnp.zeros(()))
+        return EmaState(jax.tree.map(_tree.wide, params), None)
 
     def update(
-        updates: PyTree, state: ParamsEmaState, params: PyTree = None, **extra_args: Any
-    ) -> tuple[PyTree, ParamsEmaState]:
+        updates: PyTree, state: EmaState, params: PyTree = None, **extra_args: Any
+    ) -> tuple[PyTree, EmaState]:
         expected = "params, as in tx.update(grads, state, params)"
-        require(params is not None, "params_ema", expected, params)
+        require(params is not None, "ema", expected, params)
         new = jax.tree.map(_rounded, optax.apply_updates(params, updates))
         ema = jax.tree.map(lambda old, x: decay * old + (1 - decay) * _tree.wide(x), state.ema, new)
         weight = None if state.weight is None else decay * state.weight + (1 - decay)
-        return updates, ParamsEmaState(ema, weight)
+        return updates, EmaState(ema, weight)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -85,7 +86,11 @@ def _rounded(x: jax.Array) -> jax.Array:
 
 
 def ema_params(state: Any) -> PyTree:
-    """Returns the averaged params of a state whose optimizer has `params_ema` in it.
+    """Returns the averaged params of a state whose optimizer has `ema` in it.
+
+    ``state.replace(params=ft.tx.ema_params(state))`` is the state to evaluate, predict or export with,
+    and ``ft.eval_step(loss_fn, get_state=...)`` takes a function that does so. Do not train it: the
+    average is continued from `state`.
 
     Args:
       state: A TrainState.
@@ -100,17 +105,17 @@ def ema_params(state: Any) -> PyTree:
     Examples:
       >>> import jax.numpy as jnp, optax
       >>> from functrain import TrainState
-      >>> tx = optax.chain(optax.sgd(1.0), params_ema(0.9, debias=True))
+      >>> tx = optax.chain(optax.sgd(1.0), ema(0.9, debias=True))
       >>> state = TrainState.create(params={"w": jnp.ones(2)}, tx=tx)
       >>> print(ema_params(state)["w"])
       [1. 1.]
     """
-    found = _tree.nodes(state.opt_state, ParamsEmaState)
+    found = _tree.nodes(state.opt_state, EmaState)
     if len(found) != 1 or _tree.structure(found[0].ema) != _tree.structure(state.params):
         raise ValueError(
             "opt_state: expected one average of all params, got "
             f"{'one of some' if len(found) == 1 else len(found)}. Create the state, and its step, "
-            "with tx = optax.chain(tx, functrain.params_ema(0.999)), around groups if there are."
+            "with tx = optax.chain(tx, functrain.tx.ema(0.999)), around groups if there are."
         )
     ema, weight = found[0]
 
@@ -121,27 +126,3 @@ def ema_params(state: Any) -> PyTree:
         return average.astype(param.dtype)
 
     return jax.tree.map(value, ema, state.params)
-
-
-def with_ema(state: StateT) -> StateT:
-    """Returns the state with its averaged params for params: to evaluate, predict, save, export.
-
-    ``ft.eval_step(loss_fn, of=ft.with_ema)`` evaluates with them in `fit`, too;
-    ``bridge.to_keras(ft.with_ema(state), model)`` takes them home. `model_state` is that of the
-    params themselves, batch statistics included. Not to train on: the average itself goes on from
-    `state`.
-
-    Raises:
-      ValueError: As `ema_params`.
-
-    Examples:
-      >>> import jax.numpy as jnp, optax
-      >>> from functrain import TrainState
-      >>> tx = optax.chain(optax.sgd(1.0), params_ema(0.75))
-      >>> state = TrainState.create(params={"w": jnp.zeros(2)}, tx=tx)
-      >>> print(with_ema(state.apply_gradients({"w": jnp.ones(2)}, tx)).params["w"])
-      [-0.25 -0.25]
-    """
-    whole: Any = state
-    with_average: StateT = whole.replace(params=ema_params(state))
-    return with_average

@@ -1,0 +1,10 @@
+"""The events of a run, which hooks receive and ``for event in ft.run(...)`` yields."""
+
+from functrain.engine import Trigger as Trigger
+from functrain.loop import ChunkEnd as ChunkEnd
+from functrain.loop import EpochEnd as EpochEnd
+from functrain.loop import Event as Event
+from functrain.loop import LogsReady as LogsReady
+from functrain.loop import RunEnd as RunEnd
+
+__all__ = ["ChunkEnd", "EpochEnd", "Event", "LogsReady", "RunEnd", "Trigger"]
