@@ -292,8 +292,9 @@ def _warn_of_loss(history: keras.callbacks.History) -> None:
             warnings.warn(
                 f"bridge.fit: expected a finite loss, got {loss}, first in epoch {epoch}, counted "
                 "from 0. Look for NaN in the data, and for labels outside of the classes. "
-                "functrain.inspect.explain_nan(bridge.keras_state(model, "
-                "batch), bridge.train_step(model), batch) names the operation that made it: pass a model from before.",
+                "functrain.inspect.explain_nan(bridge.keras_state(model, batch), "
+                "bridge.train_step(model), batch) names the operation that made it: pass a model "
+                "from before.",
                 stacklevel=5,  # the line that called fit
             )
             return

@@ -21,18 +21,19 @@ import bridge
 import functrain
 
 GROUPS = {
-    "Models": "Model ModelOutput from_linen from_nnx freeze unfreeze cast remat",
+    "Models": "Model ModelOutput from_linen from_nnx freeze merge_frozen cast remat",
     "States, losses and steps": "TrainState supervised LossFn Aux micro_batches update train_step "
-    "eval_step predict_step Step MeteredStep Metered Metric",
-    "Optimizers": "ema ema_params with_ema skip_non_finite loss_scale groups log_norm logged",
-    "Loops": "fit FitResult History run Run evaluate predict ArrayLoader Position Event ChunkEnd "
-    "EpochEnd LogsReady RunEnd Trigger every at",
-    "Programs": "fuse Fused MiscompilationWarning enable_compilation_cache",
-    "Checkpoints and files": "Checkpointer save load CheckpointCorruptError "
-    "CheckpointMismatchError warm_start WarmStart params predict",
+    "eval_step predict_step Step MeteredStep",
+    "Training": "fit FitResult History run Run evaluate predict fuse Fused ArrayLoader Steps "
+    "Position every at enable_compilation_cache",
+    "Checkpoints": "Checkpointer save load warm_start WarmStart CheckpointCorruptError "
+    "CheckpointMismatchError",
 }
 DOTTED = re.compile(r"(?:\b\w+\.)+(\w+)")
-MODULES = ("inspect", "hooks", "metrics", "sharding", "distributed", "population", "rewrites")
+MODULES = (
+    "events", "hooks", "metrics", "tx", "export", "inspect",
+    "sharding", "distributed", "population", "rewrites",
+)  # fmt: skip
 
 
 def _names() -> dict[str, list[str]]:
@@ -46,8 +47,8 @@ def _names() -> dict[str, list[str]]:
             pages[f"functrain.{name}"] = [f"functrain.{name}.{x}" for x in module.__all__]
     pages["bridge"] = [f"bridge.{x}" for x in bridge.__all__ if x != "__version__"]
     listed = {name for names in pages.values() for name in names}
-    for name in set(functrain.__all__) - set(functrain.inspect.__all__) - {"__version__"}:
-        if f"functrain.{name}" not in listed | pages.keys():
+    for name in functrain.__all__:
+        if name != "__version__" and f"functrain.{name}" not in listed | pages.keys():
             raise ExtensionError(f"functrain.{name} is in no group of {__file__}")
     return pages
 

@@ -157,7 +157,8 @@ class Checkpointer:
         """
         if self.monitor is None:
             raise ValueError(
-                "monitor: expected the name of a value, Checkpointer(..., monitor='val_loss'), got None."
+                "monitor: expected the name of a value, Checkpointer(..., monitor='val_loss'), "
+                "got None."
             )
         return best_step(self._monitored_values(), self._sign)
 

@@ -138,8 +138,9 @@ def _exported(fn: Any, inputs: PyTree, shapes: PyTree, platforms: Sequence[str])
     except Exception as error:
         if shapes is not None:
             error.add_note(
-                f"While functrain.export.predict traced the step for {shapes!r}. If it needs the lengths of "
-                "these axes as numbers: shapes=None, for the shapes of inputs and no others."
+                f"While functrain.export.predict traced the step for {shapes!r}. If it needs the "
+                "lengths of these axes as numbers: shapes=None, for the shapes of inputs and no "
+                "others."
             )
         raise
 
@@ -151,7 +152,8 @@ def _require_small(size: int) -> None:
     if size > _MOST:
         raise ValueError(
             f"state: expected arrays of less than 2 GiB, which is what such a file can hold, got "
-            f"{_repr.size(size)}. Write the params with functrain.export.params, and keep the function as code."
+            f"{_repr.size(size)}. Write the params with functrain.export.params, and keep the "
+            "function as code."
         )
 
 

@@ -14,7 +14,8 @@ class DeviceMemory:
     A CPU counts none. It waits for nothing.
 
     Args:
-      every: A number of steps, or a trigger such as ``ft.every(seconds=60)``; each epoch by default.
+      every: A number of steps, or a trigger such as ``ft.every(seconds=60)``. The end of each epoch
+        by default.
 
     Examples:
       >>> from functrain import Position

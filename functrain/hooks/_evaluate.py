@@ -24,7 +24,8 @@ class Evaluate:
     Args:
       step: From `functrain.eval_step`.
       data: What to evaluate on, as for `functrain.evaluate`.
-      every: A number of steps, or a trigger such as ``ft.every(seconds=60)``; each epoch by default.
+      every: A number of steps, or a trigger such as ``ft.every(seconds=60)``. The end of each epoch
+        by default.
       prefix: In front of the names of the values.
       fuse: Batches per program.
       rewrites: As for `functrain.evaluate`.

@@ -20,8 +20,8 @@ class Hook(Protocol):
     arrays), add to `event.values`, assign `event.state`, and call `event.stop()`.
 
     These methods are called if it has them: `begin()` when a run begins, `close()` when it ends,
-    however it ends, and `logs(event)` with every `functrain.events.LogsReady`, which brings what each step
-    reported to the host while the device goes on.
+    however it ends, and `logs(event)` with every `functrain.events.LogsReady`, which brings what
+    each step reported to the host while the device computes.
 
     With `state()` and `restore(state)` a hook resumes with a run that has a
     `functrain.Checkpointer`. `state` returns dicts, lists and tuples of numbers, texts and arrays,

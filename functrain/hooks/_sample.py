@@ -25,7 +25,8 @@ class Sample:
       make: A function of the state that returns a picture, a text, or a dict of them by name. A
         picture is `[H, W]` or `[H, W, C]` with C of 1, 3 or 4; several of one size, `[N, H, W, C]`,
         are laid out as one. Bytes are taken as they are, floats from 0 (dark) to 1.
-      every: A number of steps, or a trigger such as ``ft.every(seconds=60)``; each epoch by default.
+      every: A number of steps, or a trigger such as ``ft.every(seconds=60)``. The end of each epoch
+        by default.
       directory: Where to write PNG and text files; needs pillow.
       name: Of what comes without one.
 

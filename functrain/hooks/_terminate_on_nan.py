@@ -80,7 +80,8 @@ class TerminateOnNaN:
             warnings.warn(
                 f"TerminateOnNaN: {self.monitor!r} was not finite in {steps} {self.step}. The run "
                 f"was ended after step {event.step}: what steps report comes one program late. "
-                "functrain.inspect.explain_nan(state, step, batch) names the operation that made it.",
+                "functrain.inspect.explain_nan(state, step, batch) names the operation that made "
+                "it.",
                 stacklevel=2,
             )
 

@@ -156,8 +156,8 @@ class CSVLogger(TextLogger):
     its numbers are there, so that nobody waits. Of a population each member has columns of its own,
     ``loss/0``, ``loss/1``, ...
 
-    A value that is first reported later, such as that of ``Evaluate(every=every(epochs=2))``, adds a
-    column: the file is rewritten, with empty cells in earlier rows. A row that cannot be written,
+    A value that is first reported later, such as that of ``Evaluate(every=every(epochs=2))``, adds
+    a column: the file is rewritten, with empty cells in earlier rows. A row that cannot be written,
     as on a full disk, is left out with a warning, and training continues.
 
     Args:
@@ -165,7 +165,8 @@ class CSVLogger(TextLogger):
       append: Whether to write below what the file holds, where it exists; else it is replaced.
         A run that a `functrain.Checkpointer` resumes continues its file in any case, without a
         missing or a repeated row.
-      every: A number of steps, or a trigger such as ``ft.every(seconds=60)``; each epoch by default.
+      every: A number of steps, or a trigger such as ``ft.every(seconds=60)``. The end of each epoch
+        by default.
 
     Raises:
       OSError: (when a run begins) the file cannot be written.

@@ -151,7 +151,8 @@ def _check_arguments(fn: Callable[..., Any], args: Any, kwargs: Any) -> None:
         signature.bind(*args, **kwargs)
     except TypeError as error:
         raise TypeError(
-            f"explain_rewrites: expected the arguments of fn after it, explain_rewrites(fn, *args), fn{signature}; "
+            f"explain_rewrites: expected the arguments of fn after it, "
+            f"explain_rewrites(fn, *args), fn{signature}; "
             f"{error}. A step takes (state, batch): make one of a loss with train_step."
         ) from None
 

@@ -69,8 +69,8 @@ class LossWatch:
         place = f", batch {batch} of epoch {epoch}{of_loader}, counted from 0" if by_epochs else ""
         warnings.warn(
             f"{self._name}: expected finite numbers, got NaN or infinity{members}, first in step "
-            f"{step}{place}. functrain.inspect.explain_nan(state, step, batch) names the operation that "
-            "made it: pass the state before that step, and its batch.",
+            f"{step}{place}. functrain.inspect.explain_nan(state, step, batch) names the "
+            "operation that made it: pass the state before that step, and its batch.",
             stacklevel=4,  # the line that called fit
         )
 

@@ -46,7 +46,8 @@ class EarlyStopping(_EarlyStopping):
       >>> hook = EarlyStopping("val_loss")
       >>> for losses in ([0.5, 0.5], [0.4, 0.6], [0.45, 0.1]):
       ...     values = {"val_loss": np.array(losses)}
-      ...     event = ft.events.EpochEnd(position=ft.Position(step=1), state=population, values=values)
+      ...     end = ft.Position(step=1)
+      ...     event = ft.events.EpochEnd(position=end, state=population, values=values)
       ...     hook(event)
       ...     population = event.state
       ...     print(population.active, event.stopped)

@@ -17,10 +17,10 @@ from functrain.data._loader import ArrayLoader, SeekableLoader
 class Loader(SeekableLoader):
     """Puts the batches of some loaders, one a member, together: leaves `[N, B, ...]`.
 
-    For ``functrain.population.step(step, data="per_member")``. Loaders of the same arrays with seeds of
-    their own give each member an order of its own; loaders of rows drawn with replacement make a
-    bagged ensemble (Breiman, 1996); loaders of other data train what has nothing else in common.
-    Any position can be sought, as in `ArrayLoader`.
+    For ``functrain.population.step(step, data="per_member")``. Loaders of the same arrays with
+    different seeds give each member its own order. Loaders of rows drawn with replacement make a
+    bagged ensemble (Breiman, 1996). The loaders may also have unrelated data. Any position can be
+    sought, as in `ArrayLoader`.
 
     Args:
       loaders: An `ArrayLoader` for each of the N members, of equally many examples in batches of

@@ -18,8 +18,8 @@ def select(population: PopulationState, values: Any, *, mode: str) -> Any:
 
     Args:
       population: The population.
-      values: One value for each member, `[N]`, such as ``history.epochs["val_loss"][-1]`` or what `evaluate`
-        returns under a name. NaN is never best.
+      values: One value for each member, `[N]`, such as ``history.epochs["val_loss"][-1]`` or a
+        value that `evaluate` returns. NaN is never best.
       mode: ``"min"`` or ``"max"``, which is better.
 
     Returns:

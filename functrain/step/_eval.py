@@ -95,8 +95,8 @@ def _require_params(state: Any) -> None:
     if not (hasattr(state, "params") and hasattr(state, "model_state")):
         raise TypeError(
             f"state: expected one with params and model_state, got {_repr.state(state)}. Of "
-            "several networks say which: eval_step(loss_fn, get_state=lambda states: states['student']). "
-            "Of a population: functrain.population.step(eval_step)."
+            "several networks choose one: eval_step(loss_fn, get_state=lambda states: "
+            "states['student']). Of a population: functrain.population.step(eval_step)."
         )
 
 

@@ -88,9 +88,9 @@ def _rounded(x: jax.Array) -> jax.Array:
 def ema_params(state: Any) -> PyTree:
     """Returns the averaged params of a state whose optimizer has `ema` in it.
 
-    ``state.replace(params=ft.tx.ema_params(state))`` is the state to evaluate, predict or export with,
-    and ``ft.eval_step(loss_fn, get_state=...)`` takes a function that does so. Do not train it: the
-    average is continued from `state`.
+    ``state.replace(params=ft.tx.ema_params(state))`` is the state to evaluate, predict or export
+    with, and ``ft.eval_step(loss_fn, get_state=...)`` takes a function that returns it. Do not
+    train it: the average is continued from `state`.
 
     Args:
       state: A TrainState.

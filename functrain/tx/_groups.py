@@ -80,6 +80,6 @@ def _check(patterns: Mapping[str, Any], paths: list[str]) -> None:
         _patterns.require_match("param_groups", pattern, paths)
         if pattern not in used:
             raise ValueError(
-                f"param_groups: expected params for the pattern {pattern!r}, but all that it means are "
-                "taken by earlier patterns: put it before them"
+                f"param_groups: expected params for the pattern {pattern!r}, but earlier patterns "
+                "match all of them. Put it before those."
             )

@@ -109,8 +109,8 @@ def loss_scale(
     `update` and `train_step` multiply the loss by the scale before they take the gradient, and
     divide the gradient by it, so that `tx` and the logs see the true ones. Where the gradient is
     not finite, the step is skipped as by `skip_non_finite`, and the scale is divided by `factor`;
-    after `growth_interval` finite ones in a row it is multiplied. `train_step` logs it as ``loss_scale``,
-    and the counts of skipped steps.
+    after `growth_interval` finite ones in a row it is multiplied. `train_step` logs it as
+    ``loss_scale``, and the counts of skipped steps.
 
     Method: "Mixed precision training", Micikevicius et al., 2018, section 3.2. With bfloat16,
     whose range is that of float32, no scale is needed.
