@@ -6,7 +6,7 @@ from typing import Any
 
 import keras
 
-from functrain.internal import HeldSignals
+from functrain.internal import DeferredSignals
 
 
 def learning_rate(optimizer: Any) -> Any:
@@ -88,7 +88,7 @@ def all_or_nothing(optimizer: Any) -> Iterator[None]:
     """
     parts = [] if optimizer is None or optimizer.built else _with_inner(optimizer)
     before = [(part, dict(vars(part)), list(part._variables)) for part in parts]
-    with HeldSignals():  # it raises what it held after the build, which is whole then
+    with DeferredSignals():  # it raises what it held after the build, which is whole then
         try:
             yield
         except BaseException:

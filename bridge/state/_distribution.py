@@ -11,7 +11,7 @@ import functrain as ft
 from bridge import keras_private
 from bridge.model import _variables
 from bridge.model._from_keras import require_built
-from functrain.internal import require_divided
+from functrain.internal import require_fitting_spec
 
 
 class Placement(NamedTuple):
@@ -130,7 +130,7 @@ class _ByRule(keras.distribution.ModelParallel):  # type: ignore[misc]  # keras 
             if variable.trainable:
                 raise
             return PartitionSpec()
-        require_divided(variable.path, leaf, spec, mesh)
+        require_fitting_spec(variable.path, leaf, spec, mesh)
         return spec
 
 

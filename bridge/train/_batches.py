@@ -16,14 +16,14 @@ from functrain.internal import (
     Local,
     LocalBatches,
     PyTree,
+    batch_signature,
     batch_size,
-    chunk_placement,
-    filled,
+    chunk_placer,
     host_batch,
     is_cheap_to_read,
-    kind,
+    pad_chunk,
     require_integers_fit,
-    stacked,
+    stack_batches,
 )
 
 
@@ -112,12 +112,12 @@ class KerasBatches(Batches):
                     marks.append(item.mark)
                     yield item.content
 
-            chunk, steps = stacked(contents(), k)
+            chunk, steps = stack_batches(contents(), k)
             examples = batch_size(first.content)
         else:
             taken = list(items)
             marks, steps, examples = [item.mark for item in taken], len(taken), first.examples
-            chunk = filled(_rows(first.source, taken), k)
+            chunk = pad_chunk(_rows(first.source, taken), k)
         return Chunk(self._place(chunk), k, steps, examples, marks)
 
     def fingerprint(self) -> dict[str, Any]:
@@ -187,7 +187,7 @@ class KerasBatches(Batches):
 
 
 def _kind(item: KerasBatch) -> Any:
-    return item.examples if item.source is not None else kind(item.content)
+    return item.examples if item.source is not None else batch_signature(item.content)
 
 
 def _rows(source: keras_private.data.ArrayBatches, items: list[KerasBatch]) -> PyTree:
@@ -296,7 +296,7 @@ def _placement(*, trains: bool) -> Callable[[PyTree], PyTree]:
 
     def put(x: Any) -> Any:
         where = distribution.get_data_layout(x.shape[1:]).backend_layout
-        place = chunk_placement(where, replicates=not trains)
+        place = chunk_placer(where, replicates=not trains)
         return places.setdefault(where.spec, place)(x)
 
     return lambda batches: batches if distribution is None else jax.tree.map(put, batches)

@@ -15,7 +15,7 @@ from bridge import keras_private
 from bridge.train._batches import Mark
 from bridge.train._loggers import LoggerCallback
 from functrain.events import ChunkEnd
-from functrain.internal import PyTree, on_host, row
+from functrain.internal import PyTree, fetch_rows, row_of_step
 
 _METHODS = {
     "train": ("on_train_batch_begin", "on_train_batch_end", "on_batch_begin", "on_batch_end"),
@@ -125,7 +125,7 @@ class BatchCallbacks:
     def after(self, event: ChunkEnd) -> None:
         """Calls the methods that end batches, when the program of their chunk was dispatched."""
         if self._acting:
-            self._replay(event.marks, on_host(event.rows, event.steps))
+            self._replay(event.marks, fetch_rows(event.rows, event.steps))
         if self._bars:
             self.flush()
             self._late = event
@@ -138,7 +138,8 @@ class BatchCallbacks:
         ends = [i for i, mark in enumerate(event.marks) if mark.end is not None]
         if ends:
             last = ends[-1]
-            logs = None if self._kind == "predict" else row(on_host(event.rows, event.steps), last)
+            rows = None if self._kind == "predict" else fetch_rows(event.rows, event.steps)
+            logs = None if rows is None else row_of_step(rows, last)
             for bar in self._bars:
                 getattr(bar, self._end)(
                     event.marks[last].end, logs=keras_private.callbacks.as_floats(logs)
@@ -148,7 +149,7 @@ class BatchCallbacks:
         for i, mark in enumerate(marks):
             if i:
                 self._call(self._begin, mark.begin, None)
-            logs = self._logs(row(rows, i), mark)
+            logs = self._logs(row_of_step(rows, i), mark)
             self._call(self._end, mark.end, logs)
             if mark.end is not None and self._is_the_end(logs):
                 break

@@ -18,12 +18,12 @@ from functrain import FitResult, Model, TrainState
 from functrain.internal import (
     PyTree,
     mode,
-    refuse_mask,
-    refuse_numbers,
     require,
     require_fuse,
     require_integer,
+    require_no_number_lists,
     require_one_of,
+    require_unmasked,
     require_untraced,
 )
 
@@ -120,9 +120,10 @@ def require_arguments(
         )
     for name, data in (("x", x), ("y", y)):
         if isinstance(data, list | tuple | dict):
-            refuse_numbers(data, name)  # Keras does too, with all the numbers in its message
+            # Keras does too, with all the numbers in its message
+            require_no_number_lists(data, name)
         for leaf in keras.tree.flatten(data):
-            refuse_mask(leaf, name)
+            require_unmasked(leaf, name)
     _refuse_texts(x=x, y=y)
     for name, number in numbers.items():
         if number is not None:

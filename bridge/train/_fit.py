@@ -21,8 +21,8 @@ from bridge.train._steps import noted
 from functrain import Checkpointer
 from functrain.internal import (
     Batches,
+    DeferredSignals,
     FuseArg,
-    HeldSignals,
     Mode,
     Saving,
     advised,
@@ -170,7 +170,7 @@ def fit(
         if checkpointer is not None:
             how_to_evaluate = "validation_data= or validation_split="
             saving = Saving(checkpointer, batches, {"keras": hook}, how_to_evaluate)
-        signals = HeldSignals(terminate="handled" if saving is None else "none")
+        signals = DeferredSignals(terminate="handled" if saving is None else "none")
         stack.enter_context(signals)
         return run_fit(
             hook,
@@ -236,10 +236,10 @@ def evaluate(
     with noted(model, data):
         keras_private.trainer.build_from(model, batches.data)
     callbacks = _callback_list(model, callbacks, verbose, 1, batches)
-    with HeldSignals() as signals:
+    with DeferredSignals() as signals:
         hook = KerasHook(model, "test", batches, callbacks)
-        logs = run_evaluate(hook, Options(fuse, rewrites), signals.act)
-        signals.act()
+        logs = run_evaluate(hook, Options(fuse, rewrites), signals.handle_pending)
+        signals.handle_pending()
     return logs if return_dict else keras_private.trainer.in_order(model, logs)
 
 
@@ -285,7 +285,7 @@ def predict(
     if not all(layer.built for layer in keras_private.layers.all_layers(model)):
         _build_by_a_call(model, batches.data)
     callbacks = _callback_list(model, callbacks, verbose, 1, batches)
-    with HeldSignals() as signals:
+    with DeferredSignals() as signals:
         hook = KerasHook(model, "predict", batches, callbacks)
         return run_predict(hook, Options(fuse, rewrites), signals)
 
@@ -293,7 +293,7 @@ def predict(
 def _build_by_a_call(model: keras.Model, epochs: Any) -> None:
     _, _, items = next(iter(epochs))
     x, _, _ = keras.utils.unpack_x_y_sample_weight(next(items).arrays())
-    with HeldSignals(), keras.StatelessScope():
+    with DeferredSignals(), keras.StatelessScope():
         model(x)
     epochs.reset()
 

@@ -22,9 +22,9 @@ from functrain.internal import (
     EpochBegin,
     PyTree,
     Run,
+    fetch_rows,
     is_number,
-    on_host,
-    row,
+    row_of_step,
 )
 
 _STOP = {"train": "stop_training", "test": "stop_evaluating", "predict": "stop_predicting"}
@@ -274,7 +274,7 @@ class KerasHook:
         last = self._last_chunk
         if last is None:
             return self._reported_before
-        return row(on_host(last.rows, last.steps), last.steps - 1)
+        return row_of_step(fetch_rows(last.rows, last.steps), last.steps - 1)
 
 
 class _UntilDue:

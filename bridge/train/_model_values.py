@@ -6,7 +6,7 @@ import keras
 from bridge import keras_private
 from bridge.state._keras_state import FIELDS, KerasState, originals
 from functrain.events import Event
-from functrain.internal import SPARE_BYTES, PyTree, copied, nbytes
+from functrain.internal import SPARE_BYTES, PyTree, copy_arrays, nbytes
 from functrain.internal import tree as _tree
 
 _FIELDS = {
@@ -81,6 +81,6 @@ class ModelValues:
             return
         self.show(event)
         if nbytes(event.state) <= SPARE_BYTES:
-            event.hand_over(copied(event.state), spare=event.state)
+            event.hand_over(copy_arrays(event.state), spare=event.state)
         keras_private.trainer_state.purge(self._model, self._fields)
         self.lend(event.state)

@@ -20,18 +20,18 @@ from bridge.train._steps import KerasStep, PredictStep
 from functrain import CheckpointMismatchError, Position
 from functrain.events import ChunkEnd
 from functrain.internal import (
+    DeferredSignals,
     FuseArg,
-    HeldSignals,
     Mode,
     Plan,
     PyTree,
     Run,
     Saving,
     begin_run,
-    fetched,
-    longest_stretch,
+    fetch_outputs,
+    longest_interval,
     nbytes,
-    stretch_of_prediction,
+    prediction_interval,
 )
 from functrain.internal import tree as _tree
 
@@ -71,11 +71,11 @@ def begin(
     def results(batch: PyTree) -> PyTree:
         return jax.eval_shape(step, hook.values.shapes, batch)
 
-    def stretches() -> list[int | None]:
+    def intervals() -> list[int | None]:
         whole = batches.full_steps
         if kind == "predict":
-            whole = stretch_of_prediction(whole)
-        due = None if saving is None else longest_stretch([saving.trigger])
+            whole = prediction_interval(whole)
+        due = None if saving is None else longest_interval([saving.trigger])
         return [whole, hook.calls.between(), due]
 
     plan = Plan(
@@ -83,7 +83,7 @@ def begin(
         state_bytes=nbytes(state),
         # The outputs of a chunk are in memory together.
         row_bytes=lambda batch: nbytes(results(batch)[1]) if kind == "predict" else 0,
-        stretches=stretches,
+        intervals=intervals,
     )
     return begin_run(
         state,
@@ -105,7 +105,7 @@ def begin(
 def run_fit(
     hook: KerasHook,
     options: Options,
-    signals: HeldSignals,
+    signals: DeferredSignals,
     *,
     epochs: int,
     initial_epoch: int,
@@ -166,7 +166,7 @@ def run_evaluate(hook: KerasHook, options: Options, act: Callable[[], None]) -> 
     return logs
 
 
-def run_predict(hook: KerasHook, options: Options, signals: HeldSignals) -> Any:
+def run_predict(hook: KerasHook, options: Options, signals: DeferredSignals) -> Any:
     """Predicts with a built model; returns NumPy arrays."""
     hook.model.stop_predicting = False
     hook.callbacks.on_predict_begin()
@@ -178,9 +178,9 @@ def run_predict(hook: KerasHook, options: Options, signals: HeldSignals) -> Any:
                 yield event.rows, event.steps
 
     with contextlib.closing(run), _kept_whole(hook, run):
-        outputs = fetched(chunks())
+        outputs = fetch_outputs(chunks())
     hook.callbacks.on_predict_end()
-    signals.act()
+    signals.handle_pending()
     if not outputs:
         raise ValueError("x: expected at least one batch to predict from, got none")
     return jax.tree.map(lambda *leaves: np.concatenate(leaves), *outputs)
@@ -222,7 +222,7 @@ def _kept_whole(hook: KerasHook, run: Run) -> Iterator[None]:
 
 
 def _evaluator(
-    hook: KerasHook, evaluation: Evaluation, options: Options, fit: Run, signals: HeldSignals
+    hook: KerasHook, evaluation: Evaluation, options: Options, fit: Run, signals: DeferredSignals
 ) -> Callable[[int], dict[str, Any] | None]:
     """Returns a function that evaluates at the end of an epoch of a fit, if that is due.
 

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from functrain.data._arrays import refuse_numbers
+from functrain.data._arrays import require_no_number_lists
 from functrain.data._batches import Batches
 from functrain.data._iterator import IteratorBatches
 from functrain.data._loader import LoaderBatches, SeekableLoader
@@ -60,4 +60,4 @@ def _require_iterable(data: Any, name: str) -> None:
                 f"{name}: expected a list of batches, got one of {type(data[0]).__name__}s. For "
                 "numbers: functrain.ArrayLoader(np.asarray(data), batch_size)."
             )
-        refuse_numbers(data[0], f"{name}: batch 0", (list,))
+        require_no_number_lists(data[0], f"{name}: batch 0", (list,))

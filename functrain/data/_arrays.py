@@ -20,10 +20,10 @@ def host_arrays(data: PyTree, name: str = "data") -> PyTree:
       TypeError: There are lists of numbers, or a leaf is masked, or is no array of numbers that
         jax can take.
     """
-    refuse_numbers(data, name)
+    require_no_number_lists(data, name)
 
     def array(path: tuple[jax.tree_util.KeyEntry, ...], leaf: PyTree) -> np.ndarray:
-        refuse_mask(leaf, name, lambda: f" at {_tree.path_str(path)}")
+        require_unmasked(leaf, name, lambda: f" at {_tree.path_str(path)}")
         x = np.asarray(leaf)
         if not is_takeable(x.dtype):
             raise TypeError(
@@ -45,7 +45,7 @@ _ADVICE = {
 }
 
 
-def refuse_mask(leaf: Any, name: str, path: Callable[[], str] = lambda: "") -> None:
+def require_unmasked(leaf: Any, name: str, path: Callable[[], str] = lambda: "") -> None:
     """Raises TypeError for a masked array, whose mask would be lost.
 
     Args:
@@ -71,7 +71,9 @@ def is_takeable(dtype: np.dtype[Any]) -> bool:
     return True
 
 
-def refuse_numbers(data: PyTree, name: str, kinds: tuple[type[Any], ...] = (list, tuple)) -> None:
+def require_no_number_lists(
+    data: PyTree, name: str, kinds: tuple[type[Any], ...] = (list, tuple)
+) -> None:
     """Refuses lists of numbers at the first one: each number would be a leaf of its own.
 
     Args:

@@ -8,7 +8,7 @@ import jax
 from functrain.common._checks import require_integer
 from functrain.common._types import PyTree
 
-Kind = tuple[Any, tuple[Any, ...]]
+BatchSignature = tuple[Any, tuple[Any, ...]]
 
 
 class Chunk(NamedTuple):
@@ -224,7 +224,7 @@ def shapes(batch: PyTree) -> PyTree:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
 
 
-def kind(batch: PyTree) -> Kind:
+def batch_signature(batch: PyTree) -> BatchSignature:
     """Returns what two batches that can be stacked have in common: structure, shapes, dtypes."""
     leaves, structure = jax.tree.flatten(batch)
     return structure, tuple((x.shape, x.dtype) for x in leaves)

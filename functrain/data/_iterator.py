@@ -11,12 +11,12 @@ import numpy as np
 
 from functrain.common import _tree
 from functrain.common._types import PyTree
-from functrain.data._arrays import is_takeable, refuse_mask, refuse_numbers
+from functrain.data._arrays import is_takeable, require_no_number_lists, require_unmasked
 from functrain.data._batch import batch_size
-from functrain.data._batches import Batches, Chunk, kind, shapes
+from functrain.data._batches import Batches, Chunk, batch_signature, shapes
 from functrain.data._iterator_position import IteratorPosition
 from functrain.data._same_data import Summary, differences, summary
-from functrain.data._stack import stacked
+from functrain.data._stack import stack_batches
 
 
 class IteratorBatches(Batches):
@@ -76,8 +76,8 @@ class IteratorBatches(Batches):
         batch = self._next
         assert batch is not None, "peek comes first"
         self._next = None
-        batches, steps = stacked(itertools.islice(self._alike(batch), limit), k)
-        if kind(batch) != kind(self._full):
+        batches, steps = stack_batches(itertools.islice(self._alike(batch), limit), k)
+        if batch_signature(batch) != batch_signature(self._full):
             self._smaller_at = self._taken
         self._taken += steps
         if self._position is not None:
@@ -171,7 +171,7 @@ class IteratorBatches(Batches):
         first = self._taken
         for number, batch in enumerate(iterator, first):
             if number == first:
-                refuse_numbers(batch, f"{self.name}: batch {number}", (list,))
+                require_no_number_lists(batch, f"{self.name}: batch {number}", (list,))
             if batch is None:
                 raise TypeError(
                     f"{self.name}: expected batches, got None as batch {number} of epoch "
@@ -187,10 +187,10 @@ class IteratorBatches(Batches):
     def _alike(self, batch: PyTree) -> Iterator[PyTree]:
         """Yields a batch and those after it that can be stacked with it."""
         yield batch
-        expected = kind(batch)
+        expected = batch_signature(batch)
         try:
             for other in self._batches:
-                if kind(other) != expected:
+                if batch_signature(other) != expected:
                     self._next = other
                     return
                 yield other
@@ -283,7 +283,7 @@ def _numpy(leaf: Any, batch: PyTree, place: str) -> np.ndarray:
     def path() -> str:
         return next(path for path, x in _tree.leaves_with_path(batch) if x is leaf)
 
-    refuse_mask(leaf, "data", lambda: f" at {path()} of {place}")
+    require_unmasked(leaf, "data", lambda: f" at {path()} of {place}")
     array = np.asarray(leaf.numpy() if hasattr(leaf, "numpy") else leaf)
     if not is_takeable(array.dtype):
         raise TypeError(

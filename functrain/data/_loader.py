@@ -18,7 +18,7 @@ from functrain.common._wide_integers import is_cheap_to_read, is_narrowed, requi
 from functrain.data import _buffer
 from functrain.data._arrays import host_arrays
 from functrain.data._batches import Batches, Chunk
-from functrain.data._stack import filled
+from functrain.data._stack import pad_chunk
 
 
 class SeekableLoader(abc.ABC):
@@ -288,7 +288,7 @@ class LoaderBatches(Batches):
         steps = max(1, min(limit, loader.full_batches - start))
         self._next += steps
         if start < loader.full_batches:
-            batches = filled(loader.chunk(self._epoch, start, steps), k)
+            batches = pad_chunk(loader.chunk(self._epoch, start, steps), k)
         else:
             batches = jax.tree.map(lambda x: x[None], loader.batch(self._epoch, start))
         return Chunk(batches, k, steps, examples)

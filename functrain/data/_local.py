@@ -57,7 +57,7 @@ class Local:
 
         def place(x: Any) -> jax.Array:
             shape = (x.shape[0], *self._whole(x.shape[1:]))
-            here = divided_or_whole(shape, where)
+            here = divisible_sharding(shape, where)
             whole: jax.Array
             if here is where:
                 whole = jax.make_array_from_process_local_data(where, np.asarray(x), shape)
@@ -170,7 +170,7 @@ class LocalBatches(WrappedBatches):
         return self._inner.restore(own_state, epoch, batch)
 
 
-def divided_or_whole(shape: tuple[int, ...], where: NamedSharding) -> NamedSharding:
+def divisible_sharding(shape: tuple[int, ...], where: NamedSharding) -> NamedSharding:
     """Returns the sharding, but without dividing the axes of an array that it cannot divide."""
     sizes = [math.prod(where.mesh.shape[name] for name in _names(axis)) for axis in where.spec]
     divides = [n % size == 0 for n, size in zip(shape, sizes, strict=False)]

@@ -11,7 +11,7 @@ from functrain.common._wide_integers import require_integers_fit
 from functrain.data import _buffer
 
 
-def stacked(batches: Iterable[PyTree], k: int) -> tuple[PyTree, int]:
+def stack_batches(batches: Iterable[PyTree], k: int) -> tuple[PyTree, int]:
     """Copies batches of one kind into fresh memory: leaves `[k, B, ...]`, and how many there are.
 
     Each batch is copied before the next one is fetched, since its source may use the memory
@@ -35,7 +35,7 @@ def stacked(batches: Iterable[PyTree], k: int) -> tuple[PyTree, int]:
         steps += 1
     for i, row in enumerate(rows):
         if isinstance(row, list):
-            rows[i] = fill(jnp.stack(row), k)
+            rows[i] = pad_array(jnp.stack(row), k)
         else:
             row[steps:] = 0
     chunk = jax.tree.unflatten(structure, rows)
@@ -43,12 +43,12 @@ def stacked(batches: Iterable[PyTree], k: int) -> tuple[PyTree, int]:
     return chunk, steps
 
 
-def filled(batches: PyTree, k: int) -> PyTree:
+def pad_chunk(batches: PyTree, k: int) -> PyTree:
     """Fills stacked batches up to k with zeros, which no step uses."""
-    return jax.tree.map(lambda x: fill(x, k), batches)
+    return jax.tree.map(lambda x: pad_array(x, k), batches)
 
 
-def fill(x: Any, k: int) -> Any:
+def pad_array(x: Any, k: int) -> Any:
     """Fills one array up to k with zeros, on the host in fresh, aligned memory."""
     n = len(x)
     if n == k:

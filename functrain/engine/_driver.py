@@ -18,11 +18,18 @@ from functrain.common._compile import jit_without_arithmetic
 from functrain.common._types import PyTree, traits_of
 from functrain.data._batches import Chunk
 from functrain.engine import _placement
-from functrain.engine._guards import guarded
-from functrain.engine._loop import check_carry, require_pair, without_text
-from functrain.engine._notes import noted
+from functrain.engine._guards import tracing_guards
+from functrain.engine._loop import check_carry, reject_text_logs, require_pair
+from functrain.engine._notes import error_notes
 from functrain.engine._plan import nbytes
-from functrain.engine._programs import TRAINING, Kind, Loop, Program, known_length, program
+from functrain.engine._programs import (
+    TRAINING,
+    Kind,
+    LoopOptions,
+    Program,
+    prefers_static_length,
+    program,
+)
 from functrain.rewrites import Mode
 
 # How many programs may be under way before the driver waits for the oldest: enough to keep a
@@ -41,7 +48,7 @@ def _uncompiled(step: Any) -> Iterator[None]:
     if traits_of(step).stays_compiled:
         yield
         return
-    with guarded(step), jax.disable_jit():
+    with tracing_guards(step), jax.disable_jit():
         yield
 
 
@@ -133,7 +140,7 @@ class Driver:
         if nbytes(self.carry) <= SPARE_BYTES:
             self.wait()  # the copy of what a failed program returned would be worth nothing
             self._spare = None  # the carry is whole: two copies at once would be one too many
-            self.adopt_spare(copied(self.carry), mark)
+            self.adopt_spare(copy_arrays(self.carry), mark)
 
     def adopt_spare(self, carry: PyTree, mark: Any) -> None:
         """Takes another copy of the carry as the one to go back to, if it is small."""
@@ -149,17 +156,17 @@ class Driver:
         return (self.carry, mark) if is_whole(self.carry) else self._spare
 
     def _program(self, k: int, full: bool) -> Program:
-        whole = full and known_length()
-        if (k, whole) not in self._programs:
-            loop = Loop(k, self.rewrites, whole=whole, pins=self._pins)
-            self._programs[k, whole] = program(self.step, self.kind, loop)
-        return self._programs[k, whole]
+        takes_all = full and prefers_static_length()
+        if (k, takes_all) not in self._programs:
+            loop = LoopOptions(k, self.rewrites, takes_all=takes_all, pins=self._pins)
+            self._programs[k, takes_all] = program(self.step, self.kind, loop)
+        return self._programs[k, takes_all]
 
     def _run_uncompiled(self, chunk: Chunk) -> PyTree:
-        body, rows, carry = without_text(self.kind.body(self.step)), [], self.carry
+        body, rows, carry = reject_text_logs(self.kind.body(self.step)), [], self.carry
         for i in range(chunk.steps):
             batch = jax.tree.map(lambda x, i=i: jnp.asarray(x[i]), chunk.batches)
-            with noted(batch), _uncompiled(self.step):
+            with error_notes(batch), _uncompiled(self.step):
                 new, row = require_pair(body(carry, batch, *self._const))
             check_carry(carry, new)
             carry = new
@@ -177,18 +184,18 @@ def is_whole(tree: PyTree) -> bool:
     return not any(map(_tree.is_deleted, jax.tree.leaves(tree)))
 
 
-def copied(tree: PyTree) -> PyTree:
+def copy_arrays(tree: PyTree) -> PyTree:
     """Returns a tree of jax arrays with every leaf in a buffer of its own, strongly typed.
 
     In one program, and where the leaves were; `functrain.common._tree.copy` takes what is no jax
     array, too.
     """
-    copies = _copied(tree)
+    copies = _copy_arrays(tree)
     return jax.tree.map(_as_placed, copies, tree) if jax.device_count() > 1 else copies
 
 
 @jit_without_arithmetic
-def _copied(tree: PyTree) -> PyTree:
+def _copy_arrays(tree: PyTree) -> PyTree:
     return jax.tree.map(
         lambda x: jnp.copy(x) if _tree.is_key(x) else jnp.array(x, dtype=x.dtype, copy=True), tree
     )

@@ -11,7 +11,13 @@ from functrain.common._checks import is_whole, require_flags, require_integer
 from functrain.common._types import PyTree, StateT, Step
 from functrain.common._wide_integers import require_integers_fit
 from functrain.engine._placement import pins
-from functrain.engine._programs import TRAINING, Loop, Program, known_length, program
+from functrain.engine._programs import (
+    TRAINING,
+    LoopOptions,
+    Program,
+    prefers_static_length,
+    program,
+)
 from functrain.rewrites import Mode
 from functrain.step._check import check_step
 
@@ -70,8 +76,8 @@ def fuse(
     require_flags(donate=donate)
     check_step(step)
     chosen = _rewrites.mode(rewrites)
-    whole = unroll > 1 or known_length()
-    return Fused(step, k, Loop(k, chosen, whole=whole, unroll=unroll, donate=donate))
+    takes_all = unroll > 1 or prefers_static_length()
+    return Fused(step, k, LoopOptions(k, chosen, takes_all=takes_all, unroll=unroll, donate=donate))
 
 
 class Fused(Generic[StateT]):
@@ -90,11 +96,11 @@ class Fused(Generic[StateT]):
       True
     """
 
-    def __init__(self, step: Step[StateT], k: int, loop: Loop) -> None:
+    def __init__(self, step: Step[StateT], k: int, loop: LoopOptions) -> None:
         self.step = step
         self.k = k
-        self._loop, self._part = loop, loop._replace(whole=False, unroll=1)
-        self._programs: dict[Loop, Program] = {}
+        self._loop, self._part = loop, loop._replace(takes_all=False, unroll=1)
+        self._programs: dict[LoopOptions, Program] = {}
 
     def __repr__(self) -> str:
         """Names the step."""
@@ -136,7 +142,7 @@ class Fused(Generic[StateT]):
             raise
         return new, rows
 
-    def _program(self, loop: Loop) -> Program:
+    def _program(self, loop: LoopOptions) -> Program:
         if loop not in self._programs:
             self._programs[loop] = program(self.step, TRAINING, loop)
         return self._programs[loop]

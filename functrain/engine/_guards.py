@@ -29,7 +29,7 @@ def add_guard(
 
 
 @contextlib.contextmanager
-def guarded(step: Any) -> Iterator[None]:
+def tracing_guards(step: Any) -> Iterator[None]:
     """Context manager: enters the guards that a step concerns."""
     with contextlib.ExitStack() as stack:
         for guard in _guards:

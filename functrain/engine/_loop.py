@@ -88,7 +88,7 @@ def require_pair(returned: Any) -> tuple[PyTree, PyTree]:
     )
 
 
-def without_text(body: Callable[..., Any]) -> Callable[..., Any]:
+def reject_text_logs(body: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a body that raises TypeError where it logs a text, which jax cannot return."""
 
     def checked(*args: PyTree) -> Any:

@@ -18,7 +18,7 @@ _TRACED = (
 
 
 @contextlib.contextmanager
-def noted(batch: PyTree) -> Iterator[None]:
+def error_notes(batch: PyTree) -> Iterator[None]:
     """Context manager: adds notes to an exception that a step raises for a batch."""
     try:
         yield

@@ -14,7 +14,7 @@ from functrain.common import _tree
 from functrain.common._gather import of_each_process
 from functrain.common._types import PyTree
 from functrain.data._batches import Batches
-from functrain.data._local import divided_or_whole
+from functrain.data._local import divisible_sharding
 
 ShardingArg: TypeAlias = NamedSharding | Mesh | PartitionSpec | None
 
@@ -59,7 +59,7 @@ def is_explicit(sharding: NamedSharding | None) -> bool:
     return sharding is not None and jax.sharding.AxisType.Explicit in sharding.mesh.axis_types
 
 
-def chunk_placement(
+def chunk_placer(
     sharding: NamedSharding | None, *, replicates: bool = False
 ) -> Callable[[PyTree], PyTree]:
     """Returns what puts a chunk on the devices: a batch's sharding, with K in front.
@@ -80,14 +80,14 @@ def chunk_placement(
             _require_same_everywhere(batches)
             compared = True
         if replicates:
-            return jax.tree.map(lambda x: _put(x, divided_or_whole(x.shape, chunked)), batches)
+            return jax.tree.map(lambda x: _put(x, divisible_sharding(x.shape, chunked)), batches)
         _refuse_indivisible(batches, chunked, sharding.spec)
         return _put(batches, chunked)
 
     return place
 
 
-def placed(batch: PyTree, sharding: NamedSharding | None) -> PyTree:
+def place_batch(batch: PyTree, sharding: NamedSharding | None) -> PyTree:
     """Puts one batch on the devices, of which every process has all."""
     if sharding is None:
         return batch
@@ -214,7 +214,7 @@ def _refuse_indivisible(
         )
 
 
-def on_mesh(carry: PyTree, sharding: NamedSharding | None) -> PyTree:
+def place_on_mesh(carry: PyTree, sharding: NamedSharding | None) -> PyTree:
     """Copies what is on no particular device to all devices of a mesh.
 
     Left where it is, the first program would move it, and the second find it elsewhere than it
@@ -230,14 +230,14 @@ def on_mesh(carry: PyTree, sharding: NamedSharding | None) -> PyTree:
     return jax.tree.map(place, carry)
 
 
-def is_shared(carry: PyTree, sharding: NamedSharding | None) -> bool:
+def spans_processes(carry: PyTree, sharding: NamedSharding | None) -> bool:
     """Returns True if programs run on devices of several processes: each must begin them."""
     if sharding is not None and not sharding.is_fully_addressable:
         return True
     return any(_is_shared(x) for x in jax.tree.leaves(carry))
 
 
-def beside(small: PyTree, carry: PyTree) -> PyTree:
+def replicate_beside(small: PyTree, carry: PyTree) -> PyTree:
     """Copies a few numbers to all devices that a carry lies on, where it lies on several."""
     mesh = next(filter(None, map(_mesh, jax.tree.leaves(carry))), None)
     if mesh is None:
@@ -298,7 +298,7 @@ def _place_of(x: Any) -> NamedSharding | None:
     return x.sharding if all(kind == auto for kind in mesh.axis_types) else None
 
 
-def pinned(returned: Any, where: Pins | None) -> Any:
+def pin_carry(returned: Any, where: Pins | None) -> Any:
     """Keeps the carry of ``(carry, rows)`` where it was, inside a program."""
     if where is None or not isinstance(returned, tuple | list) or len(returned) != 2:
         return returned

@@ -10,7 +10,7 @@ import jax
 from functrain.common import _repr
 from functrain.common._checks import is_whole, require
 from functrain.common._types import PyTree
-from functrain.data._batches import Kind, kind, shapes
+from functrain.data._batches import BatchSignature, batch_signature, shapes
 
 FuseArg: TypeAlias = int | Literal["auto"]
 
@@ -38,7 +38,7 @@ class Plan:
       state_bytes: Of what the program carries.
       row_bytes: Called with the first batch, returns the bytes of what a step reports, where that
         is large: outputs of a prediction.
-      stretches: Returns numbers of steps that are taken without a pause; see `auto_steps`.
+      intervals: Returns numbers of steps that are taken without a pause; see `auto_steps`.
 
     Attributes:
       batch: Shapes of the first batch; all that are like it go K at a time.
@@ -52,13 +52,13 @@ class Plan:
     fuse: FuseArg
     state_bytes: int = 0
     row_bytes: Callable[[PyTree], int] = lambda batch: 0
-    stretches: Callable[[], Iterable[int | None]] = lambda: ()
+    intervals: Callable[[], Iterable[int | None]] = lambda: ()
 
     def __post_init__(self) -> None:
         require_fuse(self.fuse)
         self.batch: PyTree = None
         self.k = 0
-        self._kind: Kind | None = None
+        self._kind: BatchSignature | None = None
         self._first: PyTree = None
 
     @property
@@ -68,20 +68,20 @@ class Plan:
 
     def is_like_first(self, batch: PyTree) -> bool:
         """Returns True if a batch can be stacked with the first one."""
-        return batch is self._first or kind(batch) == self._kind
+        return batch is self._first or batch_signature(batch) == self._kind
 
     def settle(self, batch: PyTree) -> None:
         """Chooses K at the first batch."""
-        self._first, self._kind = batch, kind(batch)
+        self._first, self._kind = batch, batch_signature(batch)
         self.batch = shapes(batch)
         size = nbytes(batch) + self.row_bytes(batch)
         if self.fuse == "auto":
-            self.k = auto_steps(size, self.state_bytes, self.stretches())
+            self.k = auto_steps(size, self.state_bytes, self.intervals())
         else:
-            self.k = _fitting(int(self.fuse), size, self.stretches())
+            self.k = _fitting(int(self.fuse), size, self.intervals())
 
 
-def _fitting(fuse: int, batch_bytes: int, stretches: Iterable[int | None]) -> int:
+def _fitting(fuse: int, batch_bytes: int, intervals: Iterable[int | None]) -> int:
     """Returns K: `fuse`, or as many steps as are taken without a pause if memory has no room.
 
     Raises:
@@ -91,7 +91,7 @@ def _fitting(fuse: int, batch_bytes: int, stretches: Iterable[int | None]) -> in
     room = max(1, _memory_bytes() // (2 * max(1, batch_bytes)))
     if fuse <= room:
         return fuse
-    k = min(fuse, *(n for n in stretches if n), fuse)
+    k = min(fuse, *(n for n in intervals if n), fuse)
     if k > room:
         raise ValueError(
             f"fuse: expected at most {room:,} steps, whose batches of {_repr.size(batch_bytes)} "
@@ -114,19 +114,19 @@ def require_fuse(fuse: Any) -> None:
     require(is_valid, "fuse", "'auto' or a whole number of steps", fuse)
 
 
-def auto_steps(batch_bytes: int, state_bytes: int, stretches: Iterable[int | None] = ()) -> int:
+def auto_steps(batch_bytes: int, state_bytes: int, intervals: Iterable[int | None] = ()) -> int:
     """Returns K: what memory and patience allow.
 
     Args:
       batch_bytes: Of one batch, with what its step reports.
       state_bytes: Of the state.
-      stretches: Numbers of steps that are taken without a pause: those of an epoch, those until
+      intervals: Numbers of steps that are taken without a pause: those of an epoch, those until
         something is due. None where unknown. K is no larger than any.
 
     Examples:
-      >>> auto_steps(batch_bytes=8_192, state_bytes=100_000, stretches=[1_000, None])
+      >>> auto_steps(batch_bytes=8_192, state_bytes=100_000, intervals=[1_000, None])
       128
-      >>> auto_steps(batch_bytes=8_192, state_bytes=100_000, stretches=[1_000, 7])
+      >>> auto_steps(batch_bytes=8_192, state_bytes=100_000, intervals=[1_000, 7])
       7
       >>> auto_steps(batch_bytes=100_000, state_bytes=100_000)
       41
@@ -138,7 +138,7 @@ def auto_steps(batch_bytes: int, state_bytes: int, stretches: Iterable[int | Non
     patience = max(MIN_STEPS, STATE_BYTES // max(1, state_bytes))
     cache = max(MIN_STEPS, CACHE_BYTES // max(1, batch_bytes))
     memory = CHUNK_BYTES // max(1, batch_bytes)
-    return max(1, min(MAX_STEPS, patience, cache, memory, *(n for n in stretches if n)))
+    return max(1, min(MAX_STEPS, patience, cache, memory, *(n for n in intervals if n)))
 
 
 def nbytes(tree: PyTree) -> int:
@@ -147,11 +147,11 @@ def nbytes(tree: PyTree) -> int:
     return sum(int(x.size) * getattr(x.dtype, "itemsize", 0) for x in leaves)
 
 
-def stretch_of_prediction(steps: int | None) -> int | None:
+def prediction_interval(steps: int | None) -> int | None:
     """Returns how many of so many steps a program that predicts takes at most.
 
     Examples:
-      >>> stretch_of_prediction(128), stretch_of_prediction(3), stretch_of_prediction(None)
+      >>> prediction_interval(128), prediction_interval(3), prediction_interval(None)
       (32, 1, None)
     """
     return None if steps is None else max(1, steps // PREDICTING_PROGRAMS)

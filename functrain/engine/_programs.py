@@ -10,10 +10,10 @@ import jax
 from functrain import rewrites as _rewrites
 from functrain.common._compile import jit
 from functrain.common._types import PyTree
-from functrain.engine._guards import guarded
-from functrain.engine._loop import check_stacked, repeat, without_text
-from functrain.engine._notes import noted
-from functrain.engine._placement import Pins, pinned
+from functrain.engine._guards import tracing_guards
+from functrain.engine._loop import check_stacked, reject_text_logs, repeat
+from functrain.engine._notes import error_notes
+from functrain.engine._placement import Pins, pin_carry
 from functrain.rewrites import Mode
 
 Program: TypeAlias = Callable[..., Any]
@@ -35,13 +35,13 @@ class Kind(NamedTuple):
 TRAINING = Kind("train", lambda step: step)
 
 
-class Loop(NamedTuple):
+class LoopOptions(NamedTuple):
     """How a program goes about it; part of the key it is kept under.
 
     Attributes:
       k: Batches it has room for.
       rewrites: Which slow operations to rewrite.
-      whole: Whether it always takes all K, in a loop of known length.
+      takes_all: Whether it always takes all K, in a loop of known length.
       unroll: Steps in the loop's body.
       donate: Whether it takes over the carry's buffers.
       pins: Where to keep the carry's leaves; None where that is no question.
@@ -49,22 +49,22 @@ class Loop(NamedTuple):
 
     k: int
     rewrites: Mode
-    whole: bool = False
+    takes_all: bool = False
     unroll: int = 1
     donate: bool = True
     pins: Pins | None = None
 
 
-def program(step: Any, kind: Kind, loop: Loop) -> Program:
+def program(step: Any, kind: Kind, loop: LoopOptions) -> Program:
     """Returns ``program(carry, chunk, i32[], *const) -> (carry, rows, done)``.
 
     It is compiled when called. The i32[] says how many batches of the chunk to take, the rows are
     `[K, ...]`, and `done` is a number that is there when all of the program is.
     """
-    return cached(step, (kind.name, loop), lambda get: _compiled(get, kind, loop))
+    return cached_program(step, (kind.name, loop), lambda get: _compiled(get, kind, loop))
 
 
-def known_length() -> bool:
+def prefers_static_length() -> bool:
     """Whether a loop should be told how often it runs.
 
     Off CPU a loop of unknown length needs a word from the host for each round. On CPU the compiler
@@ -73,20 +73,20 @@ def known_length() -> bool:
     return jax.default_backend() != "cpu"
 
 
-def _compiled(get: Callable[[], Any], kind: Kind, loop: Loop) -> Program:
+def _compiled(get: Callable[[], Any], kind: Kind, loop: LoopOptions) -> Program:
     def run(
         carry: PyTree, chunk: PyTree, n: jax.Array, *const: PyTree
     ) -> tuple[PyTree, PyTree, jax.Array]:
         check_stacked(chunk, loop.k)
         step = get()
-        body = _rewrites.optimize(without_text(kind.body(step)), loop.rewrites)
+        body = _rewrites.optimize(reject_text_logs(kind.body(step)), loop.rewrites)
 
         def once(carry: PyTree, batch: PyTree) -> Any:
-            with noted(batch):
-                return pinned(body(carry, batch, *const), loop.pins)
+            with error_notes(batch):
+                return pin_carry(body(carry, batch, *const), loop.pins)
 
-        with guarded(step):
-            some = None if loop.whole else n
+        with tracing_guards(step):
+            some = None if loop.takes_all else n
             carry, rows = repeat(once, carry, chunk, loop.k, some, loop.unroll)
         return carry, rows, n + 0
 
@@ -101,7 +101,9 @@ def _compiled(get: Callable[[], Any], kind: Kind, loop: Loop) -> Program:
 _programs: dict[int, tuple[weakref.ref[Any], dict[Hashable, Program]]] = {}
 
 
-def cached(step: Any, key: Hashable, build: Callable[[Callable[[], Any]], Program]) -> Program:
+def cached_program(
+    step: Any, key: Hashable, build: Callable[[Callable[[], Any]], Program]
+) -> Program:
     """Returns the program of a step under a key, built at the first call.
 
     So that two calls of `fit` with one step compile once.
@@ -128,9 +130,9 @@ def cached(step: Any, key: Hashable, build: Callable[[Callable[[], Any]], Progra
     return programs[key]
 
 
-def computed(step: Any, metrics: PyTree) -> Any:
+def compute_metrics(step: Any, metrics: PyTree) -> Any:
     """Returns what the metrics of a step come to, as arrays on the device: in one program."""
-    return cached(step, "compute", lambda get: jit(lambda m: get().values(m)))(metrics)
+    return cached_program(step, "compute", lambda get: jit(lambda m: get().values(m)))(metrics)
 
 
 def _anchored(step: Any, key: Hashable) -> tuple[Any, Hashable, Callable[[Any], Any]]:

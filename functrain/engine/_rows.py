@@ -10,27 +10,27 @@ from functrain.common import _gather, _tree
 from functrain.common._types import PyTree
 
 
-def first(rows: PyTree, steps: int) -> PyTree:
+def take_rows(rows: PyTree, steps: int) -> PyTree:
     """Returns the rows of the steps that were taken, where they are: leaves `[steps, ...]`."""
     return jax.tree.map(lambda x: x if len(x) == steps else x[:steps], rows)
 
 
-def on_host(rows: PyTree, steps: int) -> PyTree:
+def fetch_rows(rows: PyTree, steps: int) -> PyTree:
     """Fetches the rows of the steps that were taken: NumPy arrays `[steps, ...]`. Waits."""
-    return first(_gather.whole_on_host(rows), steps)
+    return take_rows(_gather.whole_on_host(rows), steps)
 
 
-def row(rows: PyTree, i: int) -> PyTree:
+def row_of_step(rows: PyTree, i: int) -> PyTree:
     """Returns what the i-th step reported."""
     return jax.tree.map(lambda x: x[i], rows)
 
 
-def is_number(rows: Any, of_members: bool = False) -> bool:
+def is_scalar_per_step(rows: Any, of_members: bool = False) -> bool:
     """Whether each step reported one number, of a population one a member: a key is none."""
     return rows.ndim == (2 if of_members else 1) and not _tree.is_key(rows)
 
 
-def fetched(dispatched: Iterable[tuple[PyTree, int]]) -> list[PyTree]:
+def fetch_outputs(dispatched: Iterable[tuple[PyTree, int]]) -> list[PyTree]:
     """Returns the outputs of the steps of each chunk on the host: leaves `[steps * B, ...]`.
 
     A chunk's are fetched when the next one is dispatched: the device is busy meanwhile.
@@ -44,9 +44,9 @@ def fetched(dispatched: Iterable[tuple[PyTree, int]]) -> list[PyTree]:
     parts: list[PyTree] = []
     late: list[tuple[PyTree, int]] = []
     for found in dispatched:
-        parts += [jax.tree.map(_join, on_host(*chunk)) for chunk in late]
+        parts += [jax.tree.map(_join, fetch_rows(*chunk)) for chunk in late]
         late = [found]
-    return parts + [jax.tree.map(_join, on_host(*chunk)) for chunk in late]
+    return parts + [jax.tree.map(_join, fetch_rows(*chunk)) for chunk in late]
 
 
 def _join(x: np.ndarray) -> np.ndarray:

@@ -9,7 +9,7 @@ from types import FrameType
 from typing import Any, Literal, Self
 
 
-class HeldSignals:
+class DeferredSignals:
     """Holds back the first signal, of some kinds, within its context.
 
     A signal may come between a program taking over the state's buffers and the new state having a
@@ -29,12 +29,12 @@ class HeldSignals:
     ) -> None:
         self._interrupt, self._terminate = interrupt, terminate
         self._handlers: dict[int, Any] = {}
-        self._came: list[tuple[int, FrameType | None]] = []
+        self._pending: list[tuple[int, FrameType | None]] = []
 
     @property
-    def came(self) -> bool:
+    def is_pending(self) -> bool:
         """Whether a signal waits."""
-        return bool(self._came)
+        return bool(self._pending)
 
     def __enter__(self) -> Self:
         """Begins to hold them back."""
@@ -57,26 +57,26 @@ class HeldSignals:
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
         if error is None or isinstance(error, Exception):
-            self.act()
+            self.handle_pending()
             return
         # What is raised in a loop left early is lost, and of two signals the one of another kind.
         raised = {GeneratorExit: (), KeyboardInterrupt: (signal.SIGINT,)}.get(type(error))
-        for number, _ in self._came:
+        for number, _ in self._pending:
             if raised is not None and number not in raised:
                 signal.raise_signal(number)
 
-    def act(self) -> None:
+    def handle_pending(self) -> None:
         """Lets a signal that came be handled now: it mostly raises."""
-        if self._came:
-            self._handle(*self._came.pop(0))
+        if self._pending:
+            self._handle(*self._pending.pop(0))
 
     @contextlib.contextmanager
-    def forgotten_on_error(self) -> Iterator[None]:
+    def discard_on_error(self) -> Iterator[None]:
         """Forgets a signal where work fails that it promises: 143 says that all is saved."""
         try:
             yield
         except Exception:
-            self._came.clear()
+            self._pending.clear()
             raise
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
@@ -86,10 +86,10 @@ class HeldSignals:
         handler(number, frame)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self._came:
+        if self._pending:
             self._handle(number, frame)
             return
-        self._came.append((number, frame))
+        self._pending.append((number, frame))
         if number == signal.SIGINT:
             with contextlib.suppress(RuntimeError):  # it came in the midst of another write
                 print(

@@ -184,13 +184,13 @@ def steps_until_due(triggers: Iterable[Trigger], step: int) -> int | None:
     return min(due) - step if due else None
 
 
-def longest_stretch(triggers: Sequence[Trigger]) -> int | None:
+def longest_interval(triggers: Sequence[Trigger]) -> int | None:
     """Returns the most steps that are taken without a pause, looking at the first pauses.
 
     Examples:
-      >>> longest_stretch([every(steps=100), at(10)])
+      >>> longest_interval([every(steps=100), at(10)])
       100
-      >>> print(longest_stretch([at(1, 10)]))
+      >>> print(longest_interval([at(1, 10)]))
       None
     """
     step = longest = 0

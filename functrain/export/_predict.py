@@ -13,7 +13,7 @@ from functrain.common import _repr, _tree
 from functrain.common._checks import require
 from functrain.common._library import needed
 from functrain.common._types import PyTree, Step
-from functrain.engine._guards import guarded
+from functrain.engine._guards import tracing_guards
 from functrain.engine._plan import nbytes
 from functrain.export._whole import require_free, written
 from functrain.rewrites import Mode
@@ -108,7 +108,7 @@ def predict(
         return result[1]
 
     mode = rewrites if set(targets) == {"cpu"} else "off"
-    with guarded(step):
+    with tracing_guards(step):
         program = _exported(rewriting.optimize(predict, mode), inputs, shapes, targets)
     data = _serialized(program)
     with written(path) as name, open(name, "wb") as file:

@@ -16,7 +16,7 @@ from functrain.common._types import PyTree, Step, traits_of
 from functrain.data._batch import require_batch
 from functrain.engine import _fuse, _placement
 from functrain.engine._driver import RUN_AHEAD
-from functrain.engine._guards import guarded
+from functrain.engine._guards import tracing_guards
 from functrain.engine._plan import nbytes
 from functrain.rewrites import Mode
 from functrain.step._check import check_step
@@ -126,12 +126,12 @@ def autotune(
     check_step(step)
     require_batch(batch)
     target = _placement.batch_sharding(sharding)
-    carry = _placement.on_mesh(traits_of(step).started(state), target)
+    carry = _placement.place_on_mesh(traits_of(step).started(state), target)
     batch = jax.tree.map(jnp.asarray, batch)
     batch_bytes = nbytes(batch)
     began = time.perf_counter()
-    candidates = [Candidate(0, _jitted(step, carry), carry, _placement.placed(batch, target))]
-    place_chunk = _placement.chunk_placement(target)
+    candidates = [Candidate(0, _jitted(step, carry), carry, _placement.place_batch(batch, target))]
+    place_chunk = _placement.chunk_placer(target)
     for k in ks:
         passed = _of_first_process(time.perf_counter() - began, carry)
         if k != ks[0] and (k * batch_bytes > memory or passed > seconds):
@@ -160,8 +160,8 @@ def _jitted(step: Any, carry: PyTree) -> Any:
     pins = _placement.pins(carry)
 
     def guarded_step(state: PyTree, batch: PyTree) -> Any:
-        with guarded(step):
-            return _placement.pinned(step(state, batch), pins)
+        with tracing_guards(step):
+            return _placement.pin_carry(step(state, batch), pins)
 
     return jit(guarded_step, donate_argnums=0)
 

@@ -16,7 +16,7 @@ from jax.extend.core import primitives
 from functrain.common import _tree
 from functrain.common._types import PyTree, traits_of
 from functrain.data._batch import require_batch
-from functrain.engine._guards import guarded
+from functrain.engine._guards import tracing_guards
 from functrain.step._check import check_step
 
 
@@ -121,7 +121,7 @@ def explain_nan(state: PyTree, step: Any, batch: PyTree) -> NotFinite | None:
     for path, x in named:
         if kind := _kind(x):
             return NotFinite("input", _share(x, kind), path)
-    with guarded(step):
+    with tracing_guards(step):
         closed: Any = jax.make_jaxpr(step)(state, batch)
     found = _search(closed, [x for _, x in named], ())
     if found is None or found.outside is None:

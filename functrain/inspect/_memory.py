@@ -18,7 +18,7 @@ from functrain.data._batch import require_batch
 from functrain.engine import _placement
 from functrain.engine._driver import RUN_AHEAD, SPARE_BYTES
 from functrain.engine._plan import auto_steps, nbytes
-from functrain.engine._programs import TRAINING, Loop, known_length, program
+from functrain.engine._programs import TRAINING, LoopOptions, prefers_static_length, program
 from functrain.inspect._leaf import bytes_on_each
 from functrain.inspect._sheet import sheet
 from functrain.metrics._metric import Metered
@@ -195,7 +195,7 @@ def _carry(step: Any, state: PyTree, target: NamedSharding | None) -> PyTree:
 def _of_program(step: Any, carry: PyTree, chunk: PyTree, k: int, rewrites: Mode) -> tuple[int, int]:
     """Compiles the program of a fit; returns the bytes of its rows, and those it needs besides."""
     pins = _placement.pins(carry)
-    loop = Loop(k, _rewrites.mode(rewrites), whole=known_length(), pins=pins)
+    loop = LoopOptions(k, _rewrites.mode(rewrites), takes_all=prefers_static_length(), pins=pins)
     run: Any = program(step, TRAINING, loop)
     lowered = run.lower(carry, chunk, np.int32(k))
     stats, rows = lowered.compile().memory_analysis(), nbytes(lowered.out_info[1])

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 from functrain.common import _repr, _tree
 from functrain.common._compile import jit
 from functrain.common._types import PyTree, Step, traits_of
-from functrain.engine._guards import guarded
+from functrain.engine._guards import tracing_guards
 from functrain.engine._plan import nbytes
 from functrain.inspect._leaf import bytes_on_each, sharding_of
 from functrain.inspect._sheet import sheet
@@ -160,7 +160,7 @@ def _by_path(variables: Any) -> dict[str, Any]:
 
 def _costs(step: Any, state: PyTree, batch: PyTree) -> str:
     """Returns a line with the cost of one step, as the compiler counts it."""
-    with guarded(step):  # jit of the step itself would reuse a trace that no guard has seen
+    with tracing_guards(step):  # jit of the step itself would reuse a trace that no guard has seen
         program = jit(lambda *args: step(*args))
         lowered = program.lower(traits_of(step).started(state), batch)
     costs = lowered.compile().cost_analysis() or {}

@@ -11,7 +11,7 @@ from functrain.engine import _placement
 from functrain.engine._chunks import chunks
 from functrain.engine._driver import Driver
 from functrain.engine._plan import FuseArg, Plan
-from functrain.engine._programs import Kind, computed
+from functrain.engine._programs import Kind, compute_metrics
 from functrain.loop._finite import warn_of_loss
 from functrain.loop._require import (
     require_all_examples,
@@ -109,17 +109,17 @@ def evaluated(
     # Not padded and masked: a loss says only what the mean over its batch is, which nobody can undo
     # for the padding, and batch statistics or contrastive losses see the whole batch. Computed
     # whole on every device, the last batch is exact for every loss and metric.
-    place = _placement.chunk_placement(where, replicates=True)
+    place = _placement.chunk_placer(where, replicates=True)
     driver = Driver(step, EVALUATION, rewrites=rewrites, jit=jit, place=place)
     metrics = step.start(state).metrics
-    driver.begin(_placement.on_mesh(metrics, where), _placement.on_mesh(state, where))
+    driver.begin(_placement.place_on_mesh(metrics, where), _placement.place_on_mesh(state, where))
     steps = 0
     batches.begin(0)
     for chunk in chunks(batches, Plan(fuse)):
         driver.run(chunk)
         steps += chunk.steps
     require_batches(steps, name=batches.name)
-    found = computed(step, driver.carry)
+    found = compute_metrics(step, driver.carry)
     if not step.is_population:
         _tree.check_scalars(found)
     return to_values(found)

@@ -126,12 +126,12 @@ class ChunkEnd(Event):
     @property
     def logs(self) -> PyTree:
         """What each step reported: every leaf `[steps, ...]`, on the device."""
-        return _rows.first(self.rows, self.steps)
+        return _rows.take_rows(self.rows, self.steps)
 
     def latest(self) -> dict[str, Any]:
         """Returns the scalars the last step reported, of a population `f64[N]` each. Waits."""
         rows = _tree.leaves_with_path(self.rows)
-        found = {path: x for path, x in rows if _rows.is_number(x, self._of_members)}
+        found = {path: x for path, x in rows if _rows.is_scalar_per_step(x, self._of_members)}
         fetched = jax.device_get(found)
         return {path: _values.on_host(x[self.steps - 1]) for path, x in fetched.items()}
 

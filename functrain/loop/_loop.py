@@ -15,11 +15,11 @@ from functrain.data._batches import Batches, Chunk
 from functrain.distributed._stopping import StopAgreement
 from functrain.engine import _placement, _rows
 from functrain.engine._chunks import chunks
-from functrain.engine._driver import Driver, copied
+from functrain.engine._driver import Driver, copy_arrays
 from functrain.engine._plan import Plan
 from functrain.engine._position import Position
-from functrain.engine._programs import computed
-from functrain.engine._signals import HeldSignals
+from functrain.engine._programs import compute_metrics
+from functrain.engine._signals import DeferredSignals
 from functrain.engine._trigger import Trigger, steps_until_due
 from functrain.loop._events import (
     ChunkBegin,
@@ -119,11 +119,11 @@ class Loop:
         is_over = self._epoch_is_over if epoch_is_over is None else epoch_is_over
         self.saving.save(event, self._to_save(), epoch_is_over=is_over)
 
-    def act_within_event(self, signals: HeldSignals) -> None:
+    def act_within_event(self, signals: DeferredSignals) -> None:
         """Acts on a signal while an event is handled; see `Run`."""
         event, saving = self._open, self.saving
         is_asked_to_end = saving is not None and saving.is_asked_to_end()
-        if event is None or not (is_asked_to_end or signals.came):
+        if event is None or not (is_asked_to_end or signals.is_pending):
             return
         if any(map(_tree.is_deleted, jax.tree.leaves(event.state))):
             return  # in the hands of someone else: nothing to save until the event is over
@@ -131,7 +131,7 @@ class Loop:
             self.save(epoch_is_over=False)
         if saving is not None and is_asked_to_end:
             saving.end()
-        signals.act()
+        signals.handle_pending()
 
     def events(self) -> Generator[Any, None, None]:
         """Yields the events of the run, once."""
@@ -297,14 +297,14 @@ class Loop:
         if self.no_metrics is None:
             return state
         metrics = self.no_metrics if metrics is None else metrics
-        return Metered(state, _placement.beside(copied(metrics), state))
+        return Metered(state, _placement.replicate_beside(copy_arrays(metrics), state))
 
     def _event_fields(self) -> dict[str, Any]:
         """Returns what every event says."""
         fields = {"position": self.position, "state": self.state, "_of_members": self._of_members}
         if self.no_metrics is not None:
             step, metrics = self.step, self.driver.carry.metrics
-            fields["_metrics"] = lambda: computed(step, metrics)
+            fields["_metrics"] = lambda: compute_metrics(step, metrics)
         return fields
 
     def _logs(self, position: Position, chunk: Chunk, rows: PyTree) -> LogsReady:
@@ -314,10 +314,10 @@ class Loop:
             self._log_names[structure] = [
                 (i, path)
                 for i, (path, x) in enumerate(_tree.leaves_with_path(rows))
-                if _rows.is_number(x, self._of_members)
+                if _rows.is_scalar_per_step(x, self._of_members)
             ]
         names = self._log_names[structure]
-        values = _rows.on_host([leaves[i] for i, _ in names], chunk.steps)
+        values = _rows.fetch_rows([leaves[i] for i, _ in names], chunk.steps)
         logs = {name: x for (_, name), x in zip(names, values, strict=True)}
         return LogsReady(position=position, steps=chunk.steps, examples=chunk.examples, logs=logs)
 
@@ -333,7 +333,7 @@ class Loop:
                     "event.state: expected a state of the structure, shapes and dtypes it had, got"
                     f"\n{_tree.bullets(changed)}"
                 )
-            state = _placement.on_mesh(_tree.copy(state), self.sharding)
+            state = _placement.place_on_mesh(_tree.copy(state), self.sharding)
         has_metrics = isinstance(self.driver.carry, Metered)
         self.driver.begin(self.driver.carry.replace(state=state) if has_metrics else state)
         if event._spare is not None:

@@ -14,9 +14,9 @@ from functrain.data._loader import ArrayLoader
 from functrain.engine import _placement, _rows
 from functrain.engine._chunks import chunks
 from functrain.engine._driver import Driver
-from functrain.engine._guards import guarded
-from functrain.engine._plan import FuseArg, Plan, nbytes, stretch_of_prediction
-from functrain.engine._programs import Kind, cached
+from functrain.engine._guards import tracing_guards
+from functrain.engine._plan import FuseArg, Plan, nbytes, prediction_interval
+from functrain.engine._programs import Kind, cached_program
 from functrain.loop._require import require_all_examples, require_batches, require_state
 from functrain.rewrites import Mode
 from functrain.step._eval import check_predict_step
@@ -78,25 +78,25 @@ def predict(
     require_all_examples(batches)
     _require_order(batches)
     _placement.require_same_run(batches, where, fuse=fuse)
-    place = _placement.chunk_placement(where, replicates=True)
+    place = _placement.chunk_placer(where, replicates=True)
     driver = Driver(step, PREDICTION, rewrites=rewrites, jit=jit, place=place)
-    driver.begin((), _placement.on_mesh(state, where))
+    driver.begin((), _placement.place_on_mesh(state, where))
 
     plan = Plan(
         fuse,
         row_bytes=lambda batch: _row_bytes(step, state, batch) if jit else 0,
-        stretches=lambda: [stretch_of_prediction(batches.full_steps)],
+        intervals=lambda: [prediction_interval(batches.full_steps)],
     )
     batches.begin(0)
-    parts = _rows.fetched((driver.run(chunk), chunk.steps) for chunk in chunks(batches, plan))
+    parts = _rows.fetch_outputs((driver.run(chunk), chunk.steps) for chunk in chunks(batches, plan))
     require_batches(len(parts))
     return jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
 
 
 def _row_bytes(step: Step[Any], state: PyTree, batch: PyTree) -> int:
     # Traced once, not at every call.
-    outputs: Any = cached(step, "outputs", lambda get: jit(lambda s, x: get()(s, x)[1]))
-    with guarded(step):
+    outputs: Any = cached_program(step, "outputs", lambda get: jit(lambda s, x: get()(s, x)[1]))
+    with tracing_guards(step):
         return nbytes(outputs.eval_shape(state, batch))
 
 

@@ -20,8 +20,8 @@ from functrain.engine import _placement
 from functrain.engine._driver import Driver
 from functrain.engine._plan import FuseArg, Plan, nbytes
 from functrain.engine._position import Position, require_position
-from functrain.engine._signals import HeldSignals
-from functrain.engine._trigger import Trigger, longest_stretch
+from functrain.engine._signals import DeferredSignals
+from functrain.engine._trigger import Trigger, longest_interval
 from functrain.loop._events import ChunkEnd, EpochEnd, Event, LogsReady
 from functrain.loop._loop import Loop
 from functrain.loop._require import require_state, require_training_step
@@ -199,7 +199,7 @@ def begin_run(
             batches.track()
             # The caller's arrays tell a checkpoint where to put its own. They are copied only if
             # there is none: while it is read, a copy would be one state more in memory.
-            like = _placement.on_mesh(_tree.own(state), batch_sharding)
+            like = _placement.place_on_mesh(_tree.own(state), batch_sharding)
             resumed = saving.resume(like, no_metrics, epochs)
             del like
             triggers = (*triggers, saving.trigger)
@@ -209,7 +209,7 @@ def begin_run(
             carry = state  # the hook hands over its own before the first step
         else:
             owned = _tree.own(state) if donate else _tree.copy(state)
-            carry = _placement.on_mesh(owned, batch_sharding)
+            carry = _placement.place_on_mesh(owned, batch_sharding)
         if not like_keras:  # which runs no epoch then
             _require_epochs_left(batches, position, epochs, resumed)
         batches.require_epochs(epochs - position.epoch)
@@ -217,9 +217,9 @@ def begin_run(
             plan = Plan(
                 fuse,
                 state_bytes=nbytes(carry),
-                stretches=lambda: [batches.full_steps, longest_stretch(triggers)],
+                intervals=lambda: [batches.full_steps, longest_interval(triggers)],
             )
-        place = _placement.chunk_placement(batch_sharding)
+        place = _placement.chunk_placer(batch_sharding)
         driver = Driver(step, rewrites=rewrites, jit=jit, place=place)
         loop = Loop(
             carry=carry,
@@ -235,7 +235,9 @@ def begin_run(
             no_metrics=no_metrics,
             saving=saving,
             resumed=resumed,
-            stopping=agreement(saving is not None or _placement.is_shared(carry, batch_sharding)),
+            stopping=agreement(
+                saving is not None or _placement.spans_processes(carry, batch_sharding)
+            ),
             like_keras=like_keras,
         )
         undo.pop_all()
@@ -358,7 +360,7 @@ class Run(Iterator[Event]):
         handle: Callable[[Event], None],
         handle_logs: Callable[[LogsReady], None] = lambda event: None,
         *,
-        signals: HeldSignals | None = None,
+        signals: DeferredSignals | None = None,
     ) -> Iterator[Event]:
         """Yields the events after they have been handled, and a signal has been acted on.
 
@@ -377,12 +379,12 @@ class Run(Iterator[Event]):
                     continue
                 handle(event)
                 can_save = isinstance(event, ChunkEnd | EpochEnd)
-                if signals is not None and signals.came and can_save:
+                if signals is not None and signals.is_pending and can_save:
                     # A signal comes to each of several processes at another step.
                     if self._loop.saving is not None and jax.process_count() == 1:
                         self._handle_unread(handle_logs)
                         self.save()
-                    signals.act()
+                    signals.handle_pending()
                 yield event
         except BaseException:
             with contextlib.suppress(Exception):  # a program that failed has no logs
@@ -394,7 +396,7 @@ class Run(Iterator[Event]):
         if logs is not None:
             handle_logs(logs)
 
-    def act_within_event(self, signals: HeldSignals) -> None:
+    def act_within_event(self, signals: DeferredSignals) -> None:
         """Acts on a signal that has come while the end of an epoch is handled.
 
         A run that has a checkpointer saves itself as it was before the end of the epoch. Waits

@@ -17,7 +17,7 @@ from functrain.common._types import PyTree
 from functrain.common._values import spread
 from functrain.data._batches import Batches
 from functrain.engine._position import Position
-from functrain.engine._signals import HeldSignals
+from functrain.engine._signals import DeferredSignals
 from functrain.loop import _preemption
 from functrain.loop._events import EpochEnd, Event
 
@@ -108,7 +108,7 @@ class Saving:
         _require_no_clock(checkpointer)
         self.trigger, self.is_together = checkpointer.every, _preemption.is_heard()
         terminate: Literal["none", "any"] = "none" if self.is_together else "any"
-        self._signals = HeldSignals(interrupt=False, terminate=terminate)
+        self._signals = DeferredSignals(interrupt=False, terminate=terminate)
         self._is_to_end = False
         self._fired = time.perf_counter()
         self._seen_best = checkpointer.monitor is None
@@ -195,7 +195,7 @@ class Saving:
         if done is not None and epoch_is_over:  # of one epoch, this is the first that is seen
             self._look_for_best(event)
         documents = {name: part.state() for name, part in self._parts.items()}
-        with self._signals.forgotten_on_error(), self._checkpointer._turn:
+        with self._signals.discard_on_error(), self._checkpointer._turn:
             self._checkpointer._write(
                 trees,
                 event.position,
@@ -213,17 +213,17 @@ class Saving:
             if self.is_together:
                 self._is_to_end = _preemption.is_time_to_end()
             else:
-                self._is_to_end = any(processes.all_do(lambda: bool(self._signals.came)))
+                self._is_to_end = any(processes.all_do(lambda: bool(self._signals.is_pending)))
         return self._is_to_end
 
     def end(self) -> None:
         """Ends the process with 143, or hands the signal to whoever handled it before."""
         self._is_to_end = False  # a handler of the user's may have the run continue
-        with self._signals.forgotten_on_error():
+        with self._signals.discard_on_error():
             self._checkpointer.wait()
         if are_several():
             raise SystemExit(128 + signal.SIGTERM)
-        self._signals.act()
+        self._signals.handle_pending()
 
     def __enter__(self) -> Self:
         """Begins to hold back SIGTERM."""
@@ -233,7 +233,7 @@ class Saving:
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         """Waits for what is being written; lets others write, and handle signals."""
         try:
-            with self._signals.forgotten_on_error():
+            with self._signals.discard_on_error():
                 self._checkpointer.close()
         finally:
             self._signals.__exit__(kind, error, traceback)

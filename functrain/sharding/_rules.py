@@ -141,7 +141,9 @@ class _Rules:
             )
 
 
-def require_divided(path: str, x: Any, wanted: PartitionSpec, mesh: Mesh | AbstractMesh) -> None:
+def require_fitting_spec(
+    path: str, x: Any, wanted: PartitionSpec, mesh: Mesh | AbstractMesh
+) -> None:
     """Raises ValueError unless leaf and mesh have the axes of a spec, and it divides the leaf."""
     if len(wanted) > x.ndim:
         raise ValueError(f"{path}: expected a spec of {x.ndim} axes at most, got {wanted}")

@@ -9,7 +9,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from functrain.common import _tree
 from functrain.common._compile import jit
 from functrain.common._types import PyTree
-from functrain.sharding._rules import Rule, require_divided
+from functrain.sharding._rules import Rule, require_fitting_spec
 
 
 def shardings(state: PyTree, mesh: Mesh | AbstractMesh, rule: Rule) -> PyTree:
@@ -46,7 +46,7 @@ def shardings(state: PyTree, mesh: Mesh | AbstractMesh, rule: Rule) -> PyTree:
     def by_rule(path: str, x: Any) -> NamedSharding:
         paths.append(path)
         spec = rule(path, jax.ShapeDtypeStruct(x.shape, x.dtype), mesh)
-        require_divided(path, x, spec, mesh)
+        require_fitting_spec(path, x, spec, mesh)
         return NamedSharding(mesh, spec)
 
     def of_part(part: PyTree) -> PyTree:

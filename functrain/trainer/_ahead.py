@@ -11,7 +11,7 @@ from functrain.checkpoint import Checkpointer
 from functrain.common import _tree
 from functrain.common._types import PyTree, traits_of
 from functrain.data._batches import Batches
-from functrain.engine._guards import guarded
+from functrain.engine._guards import tracing_guards
 from functrain.engine._placement import batch_sharding, require_same_run
 from functrain.hooks._early_stopping import EarlyStopping
 from functrain.hooks._evaluate import Evaluate
@@ -89,7 +89,7 @@ def look_ahead(
 
 
 def _metric_names(step: MeteredStep) -> set[str]:
-    with guarded(step):
+    with tracing_guards(step):
         values = jax.eval_shape(step.metrics.compute, step.metrics.init())
     _tree.check_scalars(values)
     return {path for path, _ in _tree.leaves_with_path(values)}
@@ -110,7 +110,7 @@ def _require_evaluation(like: Callable[[], PyTree], hook: Evaluate, traces: bool
         shapes += [other for other in others if other != shapes[0]]
     try:
         for shape in shapes:
-            with guarded(hook.step):
+            with tracing_guards(hook.step):
                 jax.eval_shape(hook.step, jax.eval_shape(hook.step.start, like()), shape)
     except Exception as error:
         error.add_note(f"This came from evaluating {hook.batches.name}, before the first step.")
@@ -129,7 +129,7 @@ def _require_logs(
     if not shapes:
         return
     carry = jax.eval_shape(traits_of(step).started, like())
-    with guarded(step):
+    with tracing_guards(step):
         logs = jax.eval_shape(step, carry, _tree.shapes(shapes[0]))[1]
     found = names | {path for path, _ in _tree.leaves_with_path(logs)}
     for name, argument in missing.items():

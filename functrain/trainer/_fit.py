@@ -17,7 +17,7 @@ from functrain.data._epochs_of_steps import EpochsOfSteps
 from functrain.engine import _placement
 from functrain.engine._plan import FuseArg
 from functrain.engine._position import Position, require_position
-from functrain.engine._signals import HeldSignals
+from functrain.engine._signals import DeferredSignals
 from functrain.hooks._evaluate import Evaluate
 from functrain.hooks._hook import HookLike, HookRunner, triggers
 from functrain.hooks._terminate_on_nan import TerminateOnNaN
@@ -217,7 +217,7 @@ def fit(
         with (
             contextlib.closing(events),
             # A run that saves itself holds back SIGTERM: it saves before that is acted on.
-            HeldSignals(terminate="handled" if checkpointer is None else "none") as signals,
+            DeferredSignals(terminate="handled" if checkpointer is None else "none") as signals,
             due.running(),
             ProgressReport(epochs, batches.steps, own, first, resumed=events.resumed) as progress,
         ):

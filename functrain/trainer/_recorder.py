@@ -210,7 +210,7 @@ def _warn_of_arrays(rows: PyTree, of_members: bool) -> None:
     arrays = [
         f"{path!r} of shape {list(x.shape[1 + of_members :])}"
         for path, x in _tree.leaves_with_path(rows)
-        if not (_tree.is_key(x) or _rows.is_number(x, of_members))
+        if not (_tree.is_key(x) or _rows.is_scalar_per_step(x, of_members))
     ]
     if arrays:
         warnings.warn(

@@ -11,7 +11,7 @@ import pytest
 import functrain as ft
 from functrain.data import Steps
 from functrain.data._adapt import as_batches
-from functrain.data._batches import Batches, kind
+from functrain.data._batches import Batches, batch_signature
 from functrain.data._epochs_of_steps import EpochsOfSteps
 
 X = np.arange(23, dtype=np.float32)
@@ -62,11 +62,11 @@ def test_batches_do_not_depend_on_how_many_are_taken_at_a_time(name: str, k: int
 @pytest.mark.parametrize("name", ADAPTERS)
 def test_a_look_at_the_next_batch_takes_none(name: str) -> None:
     batches, others = ADAPTERS[name](), ADAPTERS[name]()
-    assert kind(batches.first()) == kind(batches.first())
+    assert batch_signature(batches.first()) == batch_signature(batches.first())
     batches.begin(0)
     others.begin(0)
     for _ in range(3):
-        assert kind(batches.peek()) == kind(others.peek())
+        assert batch_signature(batches.peek()) == batch_signature(others.peek())
     assert same(taken(batches, 3), taken(others, 3))
 
 

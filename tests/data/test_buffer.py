@@ -6,7 +6,7 @@ import pytest
 import functrain as ft
 from functrain.data import _buffer
 from functrain.data._adapt import as_batches
-from functrain.data._stack import fill
+from functrain.data._stack import pad_array
 from functrain.engine._chunks import chunks
 from functrain.engine._plan import Plan
 
@@ -25,8 +25,8 @@ def test_copies_gathers_and_stacks_are_what_numpy_makes() -> None:
     rows = np.array([4, 0, 4])
     np.testing.assert_array_equal(_buffer.copy(x[1:5:2]), x[1:5:2])
     np.testing.assert_array_equal(_buffer.take(x, rows), x[rows])
-    np.testing.assert_array_equal(fill(x[:3], 5), [*x[:3], *np.zeros_like(x[:2])])
-    assert fill(x, len(x)) is x
+    np.testing.assert_array_equal(pad_array(x[:3], 5), [*x[:3], *np.zeros_like(x[:2])])
+    assert pad_array(x, len(x)) is x
 
 
 @pytest.mark.parametrize("shuffle", [True, False])

@@ -16,7 +16,7 @@ class Feed:
 
     def __init__(self, data: Any, fuse: Any, boundaries: Any = (), state_bytes: int = 0) -> None:
         self.batches, self.boundaries = as_batches(data), boundaries
-        self.plan = Plan(fuse, stretches=lambda: [self.batches.full_steps], state_bytes=state_bytes)
+        self.plan = Plan(fuse, intervals=lambda: [self.batches.full_steps], state_bytes=state_bytes)
 
     def epoch(self, epoch: int = 0, step: int = 0, start: int = 0) -> Any:
         def until(batch: int) -> int | None:
@@ -176,7 +176,7 @@ def test_a_fuse_below_one_is_refused(fuse) -> None:
 
 
 def test_more_steps_than_memory_has_room_for_are_capped_by_the_epoch() -> None:
-    plan = Plan(10**12, stretches=lambda: [None, 7, 9])
+    plan = Plan(10**12, intervals=lambda: [None, 7, 9])
     plan.settle(np.zeros((8, 3), np.float32))
     assert plan.k == 7
 

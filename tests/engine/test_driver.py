@@ -78,13 +78,13 @@ def test_a_program_that_failed_is_gone_back_behind(monkeypatch) -> None:
 
 
 def test_the_old_copy_goes_before_the_new_one_is_made(monkeypatch: Any) -> None:
-    alive, copied, shape = [], _driver.copied, (7, 13)
+    alive, copied, shape = [], _driver.copy_arrays, (7, 13)
 
     def counting(tree: Any) -> Any:
         alive.append(sum(x.shape == shape for x in jax.live_arrays()))
         return copied(tree)
 
-    monkeypatch.setattr(_driver, "copied", counting)
+    monkeypatch.setattr(_driver, "copy_arrays", counting)
     driver = Driver(silent)
     driver.begin(jnp.zeros(shape))
     for mark in range(3):

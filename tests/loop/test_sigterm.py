@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import functrain as ft
-from functrain.internal import HeldSignals
+from functrain.internal import DeferredSignals
 from tests import fork_server
 from tests.conftest import digest
 
@@ -210,7 +210,7 @@ def test_sigterm_beside_ctrl_c_is_not_lost(handled: list[Any]) -> None:
     handled.append(lambda: seen.append("SIGTERM"))
 
     def both() -> None:
-        with HeldSignals(interrupt=False):
+        with DeferredSignals(interrupt=False):
             os.kill(os.getpid(), signal.SIGTERM)
             raise KeyboardInterrupt
 
