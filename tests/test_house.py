@@ -160,7 +160,7 @@ def test_versions_agree() -> None:
 
 
 NO_DOCSTRING = ("__version__", "hooks", "inspect", "metrics", "population", "rewrites", "sharding")
-NO_DOCSTRING += ("distributed", "Mode")
+NO_DOCSTRING += ("distributed", "events", "export", "tx", "Mode")
 NAMESPACES = [
     functrain,
     functrain.hooks,
