@@ -141,7 +141,7 @@ def table(found: Sequence[Kernel], top: int) -> str:
         each, step = (f"{1e6 * value:.3g}" for value in (seconds, count * seconds))
         made.add_row(name, contents, f"{count:g}", each, step, result, where)
     total, number = sum(k.count * k.seconds for k in found), sum(k.count for k in found)
-    return f"{_table.text(made)}\n\n{number:.0f} kernels a step come to {1e3 * total:.3g} ms."
+    return f"{_table.render(made)}\n\n{number:.0f} kernels a step come to {1e3 * total:.3g} ms."
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -59,7 +59,7 @@ class Profile:
         total = sum(o.count * took for o, took in rows)
         left = sum(o.count * took for o, took in rows[self.top :])
         return (
-            f"{_table.text(table)}\n\n"
+            f"{_table.render(table)}\n\n"
             f"A step takes {milliseconds(self.step)} ms. By themselves its {len(rows)} kinds of "
             f"operations come to {milliseconds(total)} ms, {milliseconds(left)} of them not shown; "
             f"what is fused is not among them. Dense: {self.dense / 1e9:.0f} GFLOP/s."

@@ -1,4 +1,11 @@
-"""The events of a run, which hooks receive and ``for event in ft.run(...)`` yields."""
+"""The events of a run, which hooks receive and ``for event in ft.run(...)`` yields.
+
+Examples:
+  >>> import functrain as ft
+  >>> def report(event):
+  ...     if isinstance(event, ft.events.EpochEnd):
+  ...         print(event.position, event.values)
+"""
 
 from functrain.engine import Trigger as Trigger
 from functrain.loop import ChunkEnd as ChunkEnd

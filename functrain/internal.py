@@ -5,14 +5,14 @@
 
 from functrain.checkpoint._warm_start import opened as _opened
 from functrain.common import _tree
-from functrain.common._arguments import advised as advised
+from functrain.common._arguments import argument_advice as argument_advice
 from functrain.common._checks import is_number as is_number
 from functrain.common._checks import require as require
 from functrain.common._checks import require_integer as require_integer
 from functrain.common._checks import require_one_of as require_one_of
 from functrain.common._checks import require_untraced as require_untraced
 from functrain.common._compile import jit as jit
-from functrain.common._gather import whole_on_host as whole_on_host
+from functrain.common._gather import fetch_global as fetch_global
 from functrain.common._repr import brief as brief
 from functrain.common._repr import call as call
 from functrain.common._types import PyTree as PyTree

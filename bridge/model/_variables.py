@@ -11,7 +11,7 @@ import optax
 from bridge import keras_private
 from bridge.model import _names
 from bridge.model._names import Path
-from functrain.internal import PyTree, whole_on_host
+from functrain.internal import PyTree, fetch_global
 from functrain.internal import tree as _tree
 
 
@@ -245,7 +245,7 @@ def write(pairs: list[tuple[Any, Any]]) -> None:
     for (variable, _), array in zip(pairs, copies, strict=True):
         is_own = keras_private.variables.layout(variable) is None
         is_divided = not array.is_fully_addressable
-        variable.assign(whole_on_host(array) if is_own and is_divided else array)
+        variable.assign(fetch_global(array) if is_own and is_divided else array)
 
 
 def require_values(tree: PyTree) -> None:

@@ -15,7 +15,7 @@ from bridge.model._names import Path, variable_paths
 from bridge.model._variables import at, nest
 from bridge.optim._schedules import FILES, require_takes, schedule
 from bridge.optim._slots import Role, roles_of_leaves
-from functrain.internal import PyTree, advised, brief, check_tx
+from functrain.internal import PyTree, argument_advice, brief, check_tx
 from functrain.internal import tree as _tree
 
 _OWNER = "bridge.OptaxOptimizer"
@@ -96,7 +96,9 @@ class OptaxOptimizer(keras_private.optimizers.GradientsOnly):
       0.5
     """
 
-    @advised("Arguments of a function go by name: OptaxOptimizer(optax.adam, learning_rate=1e-3).")
+    @argument_advice(
+        "Arguments of a function go by name: OptaxOptimizer(optax.adam, learning_rate=1e-3)."
+    )
     def __init__(
         self,
         tx: optax.GradientTransformation | Callable[..., optax.GradientTransformation],

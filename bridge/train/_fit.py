@@ -25,12 +25,12 @@ from functrain.internal import (
     FuseArg,
     Mode,
     Saving,
-    advised,
+    argument_advice,
     require_integer,
 )
 
 
-@advised(
+@argument_advice(
     "",
     eval_data="Pass validation_data=(x, y), as in Keras.",
     hooks="Pass callbacks=[...], those of Keras.",

@@ -69,7 +69,7 @@ class ModelValues:
     def show(self, event: Event) -> None:
         """Has the run see the model's variables, if they have the values: it may save them."""
         if self.are_in_model:
-            event.hand_over(_tree.own(self.originals()))
+            event.hand_over(_tree.copy_if_needed(self.originals()))
 
     def take_back(self, event: Event) -> None:
         """Has the run continue with the model's variables, if they have the values.

@@ -70,14 +70,14 @@ def _places(directory: str) -> tuple[str, list[str]]:
 def _verify(places: list[str]) -> int:
     damaged = 0
     for place in places:
-        name = _repr.ending(os.path.basename(place), 40)
+        name = _repr.shorten_start(os.path.basename(place), 40)
         try:
             _storage.verify(place)
         except CheckpointCorruptError as error:
             damaged += 1
             print(f"{name}  damaged\n{error}")
         else:
-            print(f"{name}  whole, {_repr.size(_storage.bytes_of(place))}")
+            print(f"{name}  whole, {_repr.format_bytes(_storage.bytes_of(place))}")
     if damaged:
         print(f"{damaged} of {len(places)} damaged.")
     return 1 if damaged else 0
@@ -91,7 +91,7 @@ def listed(path: str, places: list[str]) -> str:
         ("step", [f"{step:,}" for step in steps]),
         ("epoch", [_epoch(manifest) for manifest in manifests]),
         ("saved (UTC)", [_saved_at(manifest) for manifest in manifests]),
-        ("size", [_repr.size(_storage.bytes_of(place)) for place in places]),
+        ("size", [_repr.format_bytes(_storage.bytes_of(place)) for place in places]),
     ]
     values = [manifest.get("values", {}) for manifest in manifests]
     names = sorted(  # those of evaluations come first: there may be no room for all
@@ -112,14 +112,14 @@ def listed(path: str, places: list[str]) -> str:
     damaged = [f"{n:,}" for n, manifest in zip(steps, manifests, strict=True) if not manifest]
     if damaged:
         lines.append(f"Damaged: {_some(damaged)}. What is wrong with them: --verify.")
-    head = f"{_repr.ending(path, _WIDTH - 18)}: {_count(len(places), 'checkpoint')}"
+    head = f"{_repr.shorten_start(path, _WIDTH - 18)}: {_count(len(places), 'checkpoint')}"
     return "\n".join([head, _columns(columns), *lines])
 
 
 def described(directory: str) -> str:
     """Returns what one checkpoint says of itself."""
     manifest = read_manifest(directory)
-    rows = {"size": _repr.size(_storage.bytes_of(directory))}
+    rows = {"size": _repr.format_bytes(_storage.bytes_of(directory))}
     if "step" in manifest:
         step = f"{manifest['step']:,}, epoch {_epoch(manifest)}"
         rows = {"step": step, "saved": f"{_saved_at(manifest)} UTC", **rows}
@@ -130,7 +130,7 @@ def described(directory: str) -> str:
     for name in ("functrain", "jax", "python", "device", "devices", "cores"):
         rows[name] = str(manifest["run"].get(name, "?"))
     wide = max(map(len, rows))
-    head = _repr.ending(directory, _WIDTH - 18)
+    head = _repr.shorten_start(directory, _WIDTH - 18)
     return "\n".join([head, *(f"  {name:<{wide}}  {x}" for name, x in rows.items())])
 
 
@@ -173,7 +173,7 @@ def _columns(columns: Sequence[tuple[str, Sequence[str]]], left: Sequence[str] =
         table.add_column(name, justify="left" if name in left else "right", no_wrap=True)
     for row in zip(*(cells for _, cells in columns), strict=True):
         table.add_row(*row)
-    return "\n".join(f"  {line}" for line in _table.text(table).splitlines())
+    return "\n".join(f"  {line}" for line in _table.render(table).splitlines())
 
 
 def _width(columns: Sequence[tuple[str, Sequence[str]]]) -> int:
@@ -204,7 +204,7 @@ def _compare(first: str, second: str, most: int = 40) -> int:
     """Prints a report on two checkpoints; returns 1 if they differ."""
     found, count = differences(first, second)
     for name, path in (("first", first), ("second", second)):
-        print(f"  {name:<7}{_repr.ending(path, _WIDTH - 9)}")
+        print(f"  {name:<7}{_repr.shorten_start(path, _WIDTH - 9)}")
     pair = read_manifest(first), read_manifest(second)
     one, two = ({"step": manifest.get("step"), **manifest["run"]} for manifest in pair)
     for name in {**one, **two}:
@@ -214,9 +214,9 @@ def _compare(first: str, second: str, most: int = 40) -> int:
         print(f"All of {count:,} leaves are the same, bit for bit.")
         return 0
     amounts = ["" if x.most is None else f"{x.most:.3g}" for x in found[:most]]
-    whats = [_repr.ending(x.what, 36) for x in found[:most]]
+    whats = [_repr.shorten_start(x.what, 36) for x in found[:most]]
     room = _WIDTH - 6 - max(map(len, whats)) - max(len("most"), *map(len, amounts))
-    names = [_repr.ending(x.name, room) for x in found[:most]]
+    names = [_repr.shorten_start(x.name, room) for x in found[:most]]
     columns = [("leaf", names), ("differs", whats), ("most", amounts)]
     print(_columns(columns, left=("leaf", "differs")))
     if len(found) > most:

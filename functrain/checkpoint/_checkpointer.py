@@ -18,9 +18,9 @@ from functrain.checkpoint import _leaves, _manifest, _processes, _storage
 from functrain.checkpoint._errors import CheckpointCorruptError, CheckpointMismatchError
 from functrain.checkpoint._manifest import DOCUMENTS, STATE, is_checkpoint, is_step, read_manifest
 from functrain.common import _direction, _locks, _repr
-from functrain.common._checks import is_whole
+from functrain.common._checks import is_integer
 from functrain.common._types import PyTree
-from functrain.common._values import spread
+from functrain.common._values import split_members
 from functrain.engine._position import Position, require_position
 from functrain.engine._trigger import Every, Trigger, as_trigger
 
@@ -48,7 +48,7 @@ class Restored(NamedTuple):
 
     def __repr__(self) -> str:
         known = f"values={self.values}, documents of {', '.join(self.documents) or 'nothing'}"
-        return f"Restored(state={_repr.state(self.state)}, position={self.position}, {known})"
+        return f"Restored(state={_repr.state_repr(self.state)}, position={self.position}, {known})"
 
 
 class Checkpointer:
@@ -100,7 +100,7 @@ class Checkpointer:
         mode: _direction.Mode = "auto",
         budget: float | None = None,
     ) -> None:
-        if keep is not None and not is_whole(keep, 1):
+        if keep is not None and not is_integer(keep, 1):
             raise ValueError(f"keep: expected a whole number from 1 on, or None, got {keep!r}")
         if budget is not None and not 0 < budget <= 1:
             raise ValueError(f"budget: expected a share above 0, 1 at the most, got {budget!r}")
@@ -292,7 +292,7 @@ class Checkpointer:
 
     def _is_improved(self, values: Mapping[str, Any]) -> bool:
         """Returns True if the value of `monitor=` is better than any saved."""
-        known = spread(values)
+        known = split_members(values)
         if self.monitor is None or self.monitor not in known:
             return False
         if _processes.are_several():  # some might know of what is being written, and others not
@@ -334,7 +334,7 @@ class Checkpointer:
         """
         self.wait()
         begun = time.perf_counter()
-        known = spread(values)
+        known = split_members(values)
         with _processes.main.all_or_none():
             arrays = _leaves.by_path(trees)
             encoded = {
@@ -513,7 +513,7 @@ def _position(state: PyTree, position: Position | int | None) -> Position:
         raise ValueError(
             "position: expected a functrain.Position or a step, since the state has none, got None"
         )
-    return Position(int(position)) if is_whole(position, 0) else require_position(position)
+    return Position(int(position)) if is_integer(position, 0) else require_position(position)
 
 
 class _Writer:

@@ -27,7 +27,7 @@ import numpy as np
 from functrain._version import __version__
 from functrain.checkpoint._errors import CheckpointCorruptError, CheckpointMismatchError
 from functrain.common import _tree
-from functrain.common._library import needed
+from functrain.common._library import import_optional
 from functrain.common._types import PyTree
 
 FORMAT = 2
@@ -259,6 +259,6 @@ def decode(document: Any, arrays: Mapping[str, np.ndarray]) -> Any:
         case {"$array": name}:
             return arrays[name]
         case {"$tensor": inner}:
-            torch = needed("torch", "expected no tensors, which need: pip install torch")
+            torch = import_optional("torch", "expected no tensors, which need: pip install torch")
             return torch.from_numpy(decode(inner, arrays))
     return {key: decode(x, arrays) for key, x in document.items()}

@@ -485,7 +485,7 @@ def save(path: str | os.PathLike[str], state: PyTree, *, overwrite: bool = False
     entries = {"trees": [STATE], "run": _manifest.fingerprint(state)}
     with contextlib.ExitStack() as stack:
         if _processes.is_first():
-            stack.enter_context(_locks.alone(os.path.dirname(target)))
+            stack.enter_context(_locks.exclusive_access(os.path.dirname(target)))
         write(target, leaves, entries, _processes.main, require_free)
 
 

@@ -26,7 +26,7 @@ from functrain.checkpoint._checkpointer import Checkpointer
 from functrain.checkpoint._errors import CheckpointCorruptError, CheckpointMismatchError
 from functrain.checkpoint._manifest import STATE, parse_spec, read_manifest
 from functrain.common import _patterns, _repr, _tree
-from functrain.common._library import needed
+from functrain.common._library import import_optional
 from functrain.common._types import PyTree
 from functrain.step._state import TrainState
 
@@ -83,7 +83,7 @@ class WarmStart(NamedTuple):
             ("kept", self.kept, "of the state" + ", not asked for" * bool(self.kept)),
         ]
         lines = [_row(f"  {name:<8}{len(x):>5,} {what}", list(x)) for name, x, what in rows]
-        return "\n".join([f"Warm start from {_repr.ending(self.source, 64)}", *lines])
+        return "\n".join([f"Warm start from {_repr.shorten_start(self.source, 64)}", *lines])
 
 
 def warm_start(
@@ -229,7 +229,7 @@ def _require_used(
         if not any(_patterns.matches(pattern, path) for path in paths):
             in_state = any(_patterns.matches(pattern, path) for path in leaves)
             where, there = (source, list(names)) if in_state else ("the state", list(leaves))
-            close = " or ".join(map(repr, _patterns.nearest(pattern, there)))
+            close = " or ".join(map(repr, _patterns.closest_patterns(pattern, there)))
             raise ValueError(
                 f"{name}: expected a pattern of paths in {where}, got {pattern!r}, which means "
                 f"none. " + (f"Nearest: {close}." if close else "There are no paths at all.")
@@ -383,8 +383,8 @@ def _checkpoint(directory: str) -> Iterator[Arrays]:
 def import_safetensors() -> Any:
     """Returns the library, or says how to install it."""
     to_install = "safetensors files need the library: pip install 'functrain[safetensors]'"
-    needed("safetensors.numpy", to_install)
-    return needed("safetensors", to_install)
+    import_optional("safetensors.numpy", to_install)
+    return import_optional("safetensors", to_install)
 
 
 @contextlib.contextmanager

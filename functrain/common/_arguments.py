@@ -17,7 +17,7 @@ def parameters(function: Any) -> Mapping[str, inspect.Parameter]:
         return {}
 
 
-def advised(
+def argument_advice(
     positional: str, /, *, first: Callable[[Any], None] = lambda argument: None, **advice: str
 ) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """Says of arguments that a function does not take what to do instead.

@@ -43,7 +43,7 @@ def require(
         raise error(f"{name}: expected {expected}, got {_repr.brief(got)}. {advice}".rstrip())
 
 
-def refuse_listed(
+def require_no_problems(
     name: str,
     wrong: Sequence[str] | str,
     expected: str,
@@ -55,7 +55,7 @@ def refuse_listed(
 
     Args:
       name: The argument.
-      wrong: Lines, such as those of `_tree.differences`, or the text of `_tree.listed`.
+      wrong: Lines, such as those of `_tree.differences`, or the text of `_tree.format_leaves`.
       expected: What the argument should be.
       advice: What to do instead, as full sentences.
       error: The class of the exception.
@@ -67,7 +67,7 @@ def refuse_listed(
 
 def require_integer(name: str, value: Any, minimum: int = 1, advice: str = "") -> None:
     """Raises ValueError unless a value is an integer of at least `minimum`."""
-    require(is_whole(value, minimum), name, f"a whole number from {minimum} on", value, advice)
+    require(is_integer(value, minimum), name, f"a whole number from {minimum} on", value, advice)
 
 
 def require_one_of(name: str, value: Any, choices: Collection[Any], advice: str = "") -> None:
@@ -96,7 +96,7 @@ def require_flags(**flags: Any) -> None:
         require(isinstance(value, bool | np.bool_), name, "True or False", value)
 
 
-def is_whole(value: Any, least: int) -> TypeGuard[int]:
+def is_integer(value: Any, least: int) -> TypeGuard[int]:
     """Returns True for an integer of at least `least`; bools do not count as integers."""
     whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
     return bool(whole and value >= least)
@@ -135,7 +135,7 @@ def require_untraced(name: str, tree: Any) -> None:
 _first_process: int | None = None  # the process that used JAX first
 
 
-def require_own_jax() -> None:
+def require_not_forked() -> None:
     """Raises RuntimeError in a child that was forked after functrain had used JAX.
 
     JAX's threads are in the parent only, and the first program would wait for them forever.

@@ -9,7 +9,7 @@ import numpy as np
 from functrain.common._types import PyTree
 
 
-def whole_on_host(tree: PyTree) -> PyTree:
+def fetch_global(tree: PyTree) -> PyTree:
     """Fetches arrays as `jax.device_get` does; waits.
 
     Of what is divided over several processes all of it comes to each of them: all must ask for the
@@ -26,7 +26,7 @@ def _whole(x: Any) -> Any:
     return multihost_utils.process_allgather(x, tiled=True)
 
 
-def of_each_process(own: Any) -> list[Any]:
+def gather_from_processes(own: Any) -> list[Any]:
     """Returns what each process has of something small; all of them call it.
 
     It is pickled on the way, from one process of a run to another.

@@ -4,7 +4,7 @@ import importlib
 from typing import Any
 
 
-def needed(name: str, to_install: str) -> Any:
+def import_optional(name: str, to_install: str) -> Any:
     """Returns a module, or says how to install it.
 
     Raises:

@@ -76,7 +76,7 @@ if hasattr(os, "register_at_fork"):
 
 
 @contextlib.contextmanager
-def alone(directory: str) -> Iterator[None]:
+def exclusive_access(directory: str) -> Iterator[None]:
     """Waits until no other process of this machine puts anything into a directory."""
     if fcntl is None:
         yield

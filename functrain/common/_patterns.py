@@ -41,17 +41,18 @@ def require_match(name: str, pattern: str, paths: Collection[str]) -> None:
     if not any(matches(pattern, path) for path in paths):
         raise ValueError(
             f"{name}: expected a pattern of paths, got {pattern!r}, which means none. Near it: "
-            f"{', '.join(nearest(pattern, paths))}"
+            f"{', '.join(closest_patterns(pattern, paths))}"
         )
 
 
-def nearest(pattern: str, paths: Collection[str], most: int = 3) -> list[str]:
+def closest_patterns(pattern: str, paths: Collection[str], most: int = 3) -> list[str]:
     """Returns what is closest to a pattern that means none of some paths: patterns, or paths.
 
     Examples:
-      >>> nearest("params/dens/**", ["params/dense/kernel", "params/head/kernel", "step"])[0]
+      >>> paths = ["params/dense/kernel", "params/head/kernel", "step"]
+      >>> closest_patterns("params/dens/**", paths)[0]
       'params/dense/**'
-      >>> nearest("params/dense", ["params/dense/kernel", "params/dense/bias"])
+      >>> closest_patterns("params/dense", ["params/dense/kernel", "params/dense/bias"])
       ['params/dense/**']
     """
     if any(matches(f"{pattern}/**", path) for path in paths):

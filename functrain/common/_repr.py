@@ -32,7 +32,7 @@ def brief(value: Any) -> str:
     return name(value) if " at 0x" in text else text
 
 
-def state(tree: PyTree) -> str:
+def state_repr(tree: PyTree) -> str:
     """Returns the repr of a state that has a short one, of any other pytree what `brief` has."""
     ours = type(tree).__module__.partition(".")[0] in ("functrain", "bridge")
     return repr(tree) if ours else brief(tree)
@@ -43,27 +43,27 @@ def name(thing: Any) -> str:
     return str(getattr(thing, "__name__", type(thing).__name__))
 
 
-def kind(thing: Any) -> str:
+def class_with_article(thing: Any) -> str:
     """Returns the name of a thing's class with its article.
 
     Examples:
-      >>> kind(1), kind("a")
+      >>> class_with_article(1), class_with_article("a")
       ('an int', 'a str')
     """
     name = type(thing).__name__
     return f"{'an' if name[0] in 'AEIOUaeiou' else 'a'} {name}"
 
 
-def number(x: Any) -> str:
+def format_scalar(x: Any) -> str:
     """Returns the value of a scalar, or what it is where the value cannot be read."""
     return str(x) if _tree.is_readable(x) and not x.shape else brief(x)
 
 
-def size(count: float) -> str:
+def format_bytes(count: float) -> str:
     """Returns a number of bytes in the unit that suits it.
 
     Examples:
-      >>> size(1000), size(3_000_000)
+      >>> format_bytes(1000), format_bytes(3_000_000)
       ('1000 B', '2.9 MiB')
     """
     if count < 1024:
@@ -75,11 +75,11 @@ def size(count: float) -> str:
     return f"{count:.1f} {unit}"
 
 
-def ending(text: str, width: int) -> str:
+def shorten_start(text: str, width: int) -> str:
     """Returns a text, such as a path, without its beginning where it is too long.
 
     Examples:
-      >>> ending("params/encoder/layer_0/kernel", 20)
+      >>> shorten_start("params/encoder/layer_0/kernel", 20)
       '...er/layer_0/kernel'
     """
     return text if len(text) <= width else f"...{text[len(text) - width + 3 :]}"

@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.table import Table
 
 
-def text(table: Table, width: int = 100_000) -> str:
+def render(table: Table, width: int = 100_000) -> str:
     """Returns a rich table as plain text of so many columns at most, whatever the terminal's."""
     # Cells may hold brackets, which are markup to rich, and notebooks have a console of their own.
     console = Console(

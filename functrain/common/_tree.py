@@ -41,7 +41,7 @@ def select(which: jax.Array, there: PyTree, otherwise: PyTree) -> PyTree:
     return jax.lax.cond(which, lambda a, b: a, lambda a, b: b, there, otherwise)
 
 
-def wide(x: Any) -> jax.Array:
+def at_least_float32(x: Any) -> jax.Array:
     """Returns an array of numbers in float32 or wider, also where promotion is strict."""
     with jax.numpy_dtype_promotion("standard"):
         dtype = jnp.promote_types(x.dtype, jnp.float32)
@@ -97,7 +97,7 @@ def bullets(lines: list[str], most: int = 12) -> str:
     return "\n".join(shown)
 
 
-def listed(tree: PyTree, which: Callable[[Any], Any] = lambda leaf: True) -> str:
+def format_leaves(tree: PyTree, which: Callable[[Any], Any] = lambda leaf: True) -> str:
     """Formats the leaves of some kind as `bullets`, paths and specs; "" where there is none."""
     return bullets([f"{path}: {spec(x)}" for path, x in leaves_with_path(tree) if which(x)])
 
@@ -132,7 +132,7 @@ def copy(tree: PyTree) -> PyTree:
     return jax.tree_util.tree_map_with_path(_copy, tree)
 
 
-def own(tree: PyTree) -> PyTree:
+def copy_if_needed(tree: PyTree) -> PyTree:
     """As `copy`, but takes over the jax arrays that it can: those that are no other leaf's too."""
     shared = {path for _, path in aliases(tree)}
 
@@ -144,7 +144,7 @@ def own(tree: PyTree) -> PyTree:
     return jax.tree_util.tree_map_with_path(take, tree)
 
 
-def placed(x: Any, sharding: jax.sharding.Sharding) -> jax.Array:
+def device_put(x: Any, sharding: jax.sharding.Sharding) -> jax.Array:
     """Puts an array, or a PRNG key, where a sharding says: on other processes' devices too.
 
     `jax.device_put` takes every other dtype there, and refuses keys with a ValueError (jax 0.12.0).
@@ -158,13 +158,13 @@ def placed(x: Any, sharding: jax.sharding.Sharding) -> jax.Array:
     return array
 
 
-def placed_like(x: Any, other: jax.Array) -> jax.Array:
+def device_put_like(x: Any, other: jax.Array) -> jax.Array:
     """Puts an array where another is, and nowhere in particular where the other is not.
 
     A device that was chosen is part of what a program is compiled for: one such leaf in a state,
     and all programs would be compiled again.
     """
-    return placed(x, other.sharding) if other.committed else jnp.asarray(x)
+    return device_put(x, other.sharding) if other.committed else jnp.asarray(x)
 
 
 def _copy(path: tuple[jax.tree_util.KeyEntry, ...], leaf: PyTree) -> jax.Array:
@@ -219,9 +219,9 @@ def aliases(tree: PyTree) -> list[tuple[str, str]]:
     return pairs
 
 
-def check_scalars(values: PyTree) -> None:
+def require_scalars(values: PyTree) -> None:
     """Refuses metrics whose values are no scalars."""
-    if wrong := listed(values, jnp.shape):
+    if wrong := format_leaves(values, jnp.shape):
         raise TypeError(
             "metrics: expected a scalar, f32[], from each metric's compute, or a dict of them, got"
             f"\n{wrong}\nReduce it there, or return its elements under names of their own."

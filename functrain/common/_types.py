@@ -36,7 +36,7 @@ class StepTraits:
     is_population: bool = False
     stays_compiled: bool = False
 
-    def started(self, state: PyTree) -> PyTree:
+    def wrap_state(self, state: PyTree) -> PyTree:
         """Returns what the step takes for a bare state: here the state itself."""
         return state
 

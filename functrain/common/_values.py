@@ -11,12 +11,12 @@ from functrain.common._checks import is_number
 from functrain.common._types import PyTree
 
 
-def is_value(x: Any, of_members: bool) -> bool:
+def is_loggable(x: Any, of_members: bool) -> bool:
     """Whether something is a number, or of a population one for each member."""
     return is_number(x) or (of_members and np.ndim(x) == 1 and np.asarray(x).dtype.kind in "biuf")
 
 
-def on_host(x: Any) -> Any:
+def to_floats(x: Any) -> Any:
     """Returns a number as a float, numbers of members as `f64[N]` that share no memory."""
     return np.array(x, np.float64) if np.ndim(x) else float(x)
 
@@ -24,14 +24,14 @@ def on_host(x: Any) -> Any:
 def to_values(values: PyTree) -> dict[str, Any]:
     """Fetches a tree of scalars as floats, of `[N]` of a population as arrays, by their paths."""
     host = jax.device_get(values)
-    return {path: on_host(value) for path, value in _tree.leaves_with_path(host)}
+    return {path: to_floats(value) for path, value in _tree.leaves_with_path(host)}
 
 
-def spread(values: Mapping[str, Any]) -> dict[str, float]:
+def split_members(values: Mapping[str, Any]) -> dict[str, float]:
     """Returns numbers under names of their own: a member's under ``name/i``.
 
     Examples:
-      >>> spread({"loss": np.array([0.5, 0.25]), "seconds": 3})
+      >>> split_members({"loss": np.array([0.5, 0.25]), "seconds": 3})
       {'loss/0': 0.5, 'loss/1': 0.25, 'seconds': 3.0}
     """
     found: dict[str, float] = {}
@@ -43,11 +43,11 @@ def spread(values: Mapping[str, Any]) -> dict[str, float]:
     return found
 
 
-def shown(x: Any) -> str:
+def format_value(x: Any) -> str:
     """Returns a number in four digits, numbers of members as their median and range.
 
     Examples:
-      >>> shown(0.123456), shown(np.array([1.0, 2.0, np.nan, 4.0]))
+      >>> format_value(0.123456), format_value(np.array([1.0, 2.0, np.nan, 4.0]))
       ('0.1235', '2 (1 to 4)')
     """
     if not np.ndim(x):

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from functrain.common import _repr, _tree
-from functrain.common._arguments import advised
-from functrain.common._checks import is_whole, require_flags, require_integer, require_one_of
+from functrain.common._arguments import argument_advice
+from functrain.common._checks import is_integer, require_flags, require_integer, require_one_of
 from functrain.common._compile import jit_without_arithmetic
 from functrain.common._types import PyTree
 from functrain.common._wide_integers import is_cheap_to_read, is_narrowed, require_integers_fit
@@ -42,8 +42,8 @@ class SeekableLoader(abc.ABC):
     def __iter__(self) -> NoReturn:
         """Refused: a loader without state cannot know which epoch is meant."""
         raise TypeError(
-            f"{_repr.kind(self)} is iterated epoch by epoch: `for batch in loader.epoch(0)`. The "
-            "order is a function of the epoch's number, so it has to be told."
+            f"{_repr.class_with_article(self)} is iterated epoch by epoch: `for batch in "
+            "loader.epoch(0)`. The order is a function of the epoch's number, so it has to be told."
         )
 
     @property
@@ -121,7 +121,7 @@ class ArrayLoader(SeekableLoader):
       (2, 4)
     """
 
-    @advised("It is ArrayLoader((x, y), batch_size): all arrays go into one pytree.")
+    @argument_advice("It is ArrayLoader((x, y), batch_size): all arrays go into one pytree.")
     def __init__(
         self,
         data: PyTree,
@@ -136,7 +136,7 @@ class ArrayLoader(SeekableLoader):
         require_flags(shuffle=shuffle, drop_remainder=drop_remainder)
         self.data = host_arrays(data)
         self.examples = _common_length(self.data)
-        if not is_whole(batch_size, 1) or batch_size > self.examples:
+        if not is_integer(batch_size, 1) or batch_size > self.examples:
             raise ValueError(
                 f"batch_size: expected 1 to {self.examples}, the number of examples, got "
                 f"{_repr.brief(batch_size)}."

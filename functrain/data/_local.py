@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from functrain.common import _tree
-from functrain.common._gather import of_each_process
+from functrain.common._gather import gather_from_processes
 from functrain.common._types import PyTree
 from functrain.data._batches import Batches, Chunk, WrappedBatches
 
@@ -159,7 +159,7 @@ class LocalBatches(WrappedBatches):
     def state(self, *, epoch_is_over: bool) -> dict[str, Any]:
         """Returns the position of each process."""
         own = [self._inner.fingerprint(), self._inner.state(epoch_is_over=epoch_is_over)]
-        return {"each": of_each_process(own)}
+        return {"each": gather_from_processes(own)}
 
     def restore(self, state: Any, epoch: int, batch: int) -> list[str]:
         """Continues at the position of this process."""

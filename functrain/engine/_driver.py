@@ -204,4 +204,4 @@ def _copy_arrays(tree: PyTree) -> PyTree:
 def _as_placed(copy: jax.Array, original: jax.Array) -> jax.Array:
     """Says of a copy where it is in the words of the original: P(None) for P()."""
     named = isinstance(original.sharding, jax.sharding.NamedSharding)
-    return _tree.placed(copy, original.sharding) if named else copy
+    return _tree.device_put(copy, original.sharding) if named else copy

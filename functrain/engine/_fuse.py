@@ -7,7 +7,7 @@ import numpy as np
 
 from functrain import rewrites as _rewrites
 from functrain.common import _repr, _tree
-from functrain.common._checks import is_whole, require_flags, require_integer
+from functrain.common._checks import is_integer, require_flags, require_integer
 from functrain.common._types import PyTree, StateT, Step
 from functrain.common._wide_integers import require_integers_fit
 from functrain.engine._placement import pins
@@ -125,7 +125,7 @@ class Fused(Generic[StateT]):
     ) -> tuple[StateT, PyTree]:
         """Takes K steps, or the first `steps` of them; see `fuse`."""
         n = self.k if steps is None else steps
-        if not is_whole(n, 1) or n > self.k:
+        if not is_integer(n, 1) or n > self.k:
             raise ValueError(f"steps: expected a whole number from 1 to {self.k}, got {n!r}")
         _refuse_consumed(state)
         require_integers_fit(_Arguments(state, chunk), "fused")

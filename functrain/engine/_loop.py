@@ -10,7 +10,7 @@ from jax.extend import core
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from functrain.common import _tree
-from functrain.common._checks import refuse_listed
+from functrain.common._checks import require_no_problems
 from functrain.common._types import PyTree
 
 Body = Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]
@@ -107,9 +107,9 @@ def reject_text_logs(body: Callable[..., Any]) -> Callable[..., Any]:
 
 def check_stacked(stacked: PyTree, k: int) -> None:
     """Refuses a chunk whose leaves do not all have the leading axis K."""
-    refuse_listed(
+    require_no_problems(
         "chunk",
-        _tree.listed(stacked, lambda x: not getattr(x, "shape", ()) or x.shape[0] != k),
+        _tree.format_leaves(stacked, lambda x: not getattr(x, "shape", ()) or x.shape[0] != k),
         f"{k} stacked batches, every leaf [{k}, ...]",
         "Stack them with jax.tree.map(lambda *leaves: np.stack(leaves), *batches), or take them "
         "from ArrayLoader.chunk(epoch, start, k).",

@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from functrain.common import _tree
-from functrain.common._gather import of_each_process
+from functrain.common._gather import gather_from_processes
 from functrain.common._types import PyTree
 from functrain.data._batches import Batches
 from functrain.data._local import divisible_sharding
@@ -135,7 +135,7 @@ def _require_same_everywhere(batches: PyTree) -> None:
         digest = zlib.crc32(f"{path} {_tree.strong_spec(x)}".encode(), digest)
         if not _is_shared(x):
             digest = zlib.crc32(np.ascontiguousarray(x).reshape(-1).view(np.uint8).data, digest)
-    if len(set(of_each_process(digest))) > 1:
+    if len(set(gather_from_processes(digest))) > 1:
         raise ValueError(
             "data: expected the same batches in every process, of which jax takes each "
             "device's part, got others in this one. Give every process the whole data in the "
@@ -150,7 +150,7 @@ def require_same_program(program: Any, args: tuple[PyTree, ...]) -> None:
       ValueError: In each process: the code, the shapes, or the number of steps are others.
     """
     text = _without_addresses(program.lower(*args).as_text())  # callbacks have some
-    first, *others = of_each_process(zlib.crc32(text.encode()))
+    first, *others = gather_from_processes(zlib.crc32(text.encode()))
     if found := [str(i) for i, other in enumerate(others, 1) if other != first]:
         raise ValueError(
             "step: expected the same program in every process, got another in "
@@ -168,7 +168,7 @@ def require_same_run(batches: Batches, where: NamedSharding | None, **asked: Any
     if where is None or where.is_fully_addressable:
         return
     said = {**batches.fingerprint(), "sharding": f"{where.spec} over {dict(where.mesh.shape)}"}
-    each = of_each_process(
+    each = gather_from_processes(
         {**said, **{name: _without_addresses(repr(x)) for name, x in asked.items()}}
     )
     lines = [
@@ -225,7 +225,7 @@ def place_on_mesh(carry: PyTree, sharding: NamedSharding | None) -> PyTree:
     everywhere = NamedSharding(sharding.mesh, PartitionSpec())
 
     def place(x: Any) -> Any:
-        return x if getattr(x, "committed", False) else _tree.placed(x, everywhere)
+        return x if getattr(x, "committed", False) else _tree.device_put(x, everywhere)
 
     return jax.tree.map(place, carry)
 
@@ -243,7 +243,7 @@ def replicate_beside(small: PyTree, carry: PyTree) -> PyTree:
     if mesh is None:
         return small
     everywhere = NamedSharding(mesh, PartitionSpec())
-    return jax.tree.map(lambda x: _tree.placed(x, everywhere), small)
+    return jax.tree.map(lambda x: _tree.device_put(x, everywhere), small)
 
 
 def _mesh(x: Any) -> Mesh | None:

@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeAlias
 import jax
 
 from functrain.common import _repr
-from functrain.common._checks import is_whole, require
+from functrain.common._checks import is_integer, require
 from functrain.common._types import PyTree
 from functrain.data._batches import BatchSignature, batch_signature, shapes
 
@@ -94,8 +94,9 @@ def _fitting(fuse: int, batch_bytes: int, intervals: Iterable[int | None]) -> in
     k = min(fuse, *(n for n in intervals if n), fuse)
     if k > room:
         raise ValueError(
-            f"fuse: expected at most {room:,} steps, whose batches of {_repr.size(batch_bytes)} "
-            f"take half of this machine's memory, got {fuse:,}. Pass fuse='auto', or fewer."
+            f"fuse: expected at most {room:,} steps, whose batches of "
+            f"{_repr.format_bytes(batch_bytes)} take half of this machine's memory, got {fuse:,}. "
+            "Pass fuse='auto', or fewer."
         )
     return k
 
@@ -110,7 +111,7 @@ def _memory_bytes() -> int:
 
 def require_fuse(fuse: Any) -> None:
     """Refuses what is no number of steps."""
-    is_valid = (isinstance(fuse, str) and fuse == "auto") or is_whole(fuse, 1)
+    is_valid = (isinstance(fuse, str) and fuse == "auto") or is_integer(fuse, 1)
     require(is_valid, "fuse", "'auto' or a whole number of steps", fuse)
 
 

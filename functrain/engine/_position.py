@@ -2,7 +2,7 @@
 
 from typing import NamedTuple, Self
 
-from functrain.common._checks import is_whole, require, require_integer
+from functrain.common._checks import is_integer, require, require_integer
 
 
 class _Parts(NamedTuple):
@@ -35,7 +35,7 @@ class Position(_Parts):
     def __new__(cls, step: int = 0, epoch: int = 0, batch: int = 0) -> Self:
         """Checks the parts, and makes Python integers of them."""
         for name, value in (("step", step), ("epoch", epoch), ("batch", batch)):
-            if not is_whole(value, 0):  # the name is made only where it is needed: loops are fast
+            if not is_integer(value, 0):  # the name is made only where it is needed: loops are fast
                 require_integer(f"Position: {name}", value, 0, "Of an array: int(state.step).")
         return super().__new__(cls, int(step), int(epoch), int(batch))
 

@@ -17,7 +17,7 @@ def take_rows(rows: PyTree, steps: int) -> PyTree:
 
 def fetch_rows(rows: PyTree, steps: int) -> PyTree:
     """Fetches the rows of the steps that were taken: NumPy arrays `[steps, ...]`. Waits."""
-    return take_rows(_gather.whole_on_host(rows), steps)
+    return take_rows(_gather.fetch_global(rows), steps)
 
 
 def row_of_step(rows: PyTree, i: int) -> PyTree:

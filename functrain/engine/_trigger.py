@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, TypeVar
 
 from functrain.common import _repr
-from functrain.common._checks import is_positive, is_whole
+from functrain.common._checks import is_integer, is_positive
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -125,7 +125,7 @@ def every(
     if len(named) != 1:
         raise ValueError(f"every: expected one of steps, epochs and seconds, got {named or None}")
     ((name, value),) = named.items()
-    if not (is_positive(value) if name == "seconds" else is_whole(value, 1)):
+    if not (is_positive(value) if name == "seconds" else is_integer(value, 1)):
         kind = "a positive, finite number" if name == "seconds" else "a positive whole number"
         raise ValueError(f"every: expected {kind} of {name}, got {value!r}")
     return Every(steps, epochs, seconds)
@@ -143,7 +143,7 @@ def as_trigger(every: Any, default: Trigger) -> Trigger:
     """
     if every is None:
         return default
-    if is_whole(every, 1):
+    if is_integer(every, 1):
         return Every(steps=int(every))
     if not (hasattr(every, "next_step") and hasattr(every, "due")):
         raise ValueError(
@@ -164,7 +164,7 @@ def at(*steps: int) -> At:
       >>> at(1, 10, 100).next_step(10)
       100
     """
-    if not steps or not all(is_whole(s, 1) for s in steps):
+    if not steps or not all(is_integer(s, 1) for s in steps):
         raise ValueError(f"at: expected one or more steps from 1 on, got {steps}")
     return At(frozenset(steps))
 
@@ -174,7 +174,7 @@ def steps_until_due(triggers: Iterable[Trigger], step: int) -> int | None:
     due = []
     for trigger in triggers:  # a user's own class may be among them
         found = trigger.next_step(step)
-        if is_whole(found, step + 1):
+        if is_integer(found, step + 1):
             due.append(found)
         elif found is not None:
             raise ValueError(

@@ -11,7 +11,7 @@ from functrain import rewrites as rewriting
 from functrain.checkpoint._leaves import host
 from functrain.common import _repr, _tree
 from functrain.common._checks import require
-from functrain.common._library import needed
+from functrain.common._library import import_optional
 from functrain.common._types import PyTree, Step
 from functrain.engine._guards import tracing_guards
 from functrain.engine._plan import nbytes
@@ -87,7 +87,9 @@ def predict(
       >>> predict(jnp.ones((5, 3))).shape
       (5, 1)
     """
-    needed("flatbuffers", "jax writes such files by flatbuffers: pip install 'functrain[export]'")
+    import_optional(
+        "flatbuffers", "jax writes such files by flatbuffers: pip install 'functrain[export]'"
+    )
     check_predict_step(step)
     require_free(path, overwrite=overwrite)
     targets = _targets(jax.export.default_export_platform() if platforms is None else platforms)
@@ -152,8 +154,8 @@ def _require_small(size: int) -> None:
     if size > _MOST:
         raise ValueError(
             f"state: expected arrays of less than 2 GiB, which is what such a file can hold, got "
-            f"{_repr.size(size)}. Write the params with functrain.export.params, and keep the "
-            "function as code."
+            f"{_repr.format_bytes(size)}. Write the params with functrain.export.params, and "
+            "keep the function as code."
         )
 
 

@@ -193,7 +193,7 @@ class EarlyStopping:
     def _placed(self, leaves: list[Any]) -> list[Any]:
         """Returns the kept leaves where those of a state are: those of a checkpoint are not yet."""
         return [
-            kept if isinstance(kept, jax.Array) else _tree.placed_like(kept, leaf)
+            kept if isinstance(kept, jax.Array) else _tree.device_put_like(kept, leaf)
             for kept, leaf in zip(self._best_leaves, leaves, strict=False)
         ]
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from functrain.common import _repr
 from functrain.common._checks import require_integer
-from functrain.common._values import is_value, spread
+from functrain.common._values import is_loggable, split_members
 from functrain.loop._events import ChunkEnd, EpochEnd, Event, LogsReady
 
 
@@ -57,8 +57,8 @@ class Logger:
         """Takes in what hooks have added, and what an epoch came to."""
         prefix = self.epoch_prefix if isinstance(event, EpochEnd) else ""
         # fit refuses what is no number after all hooks have been called.
-        numbers = {n: x for n, x in event.values.items() if is_value(x, event._of_members)}
-        values = {f"{prefix}{name}": x for name, x in spread(numbers).items()}
+        numbers = {n: x for n, x in event.values.items() if is_loggable(x, event._of_members)}
+        values = {f"{prefix}{name}": x for name, x in split_members(numbers).items()}
         if values or event.samples or self.steps is None:
             self._waiting.append(Line(event.step, event.epoch, values, dict(event.samples)))
         if not isinstance(event, ChunkEnd):
@@ -70,7 +70,7 @@ class Logger:
         lines: list[Line] = []
         for step in self._written_steps(first, event.step) if event.logs else ():
             reported = {name: x[step - first] for name, x in event.logs.items()}
-            lines.append(Line(step, event.epoch, spread(reported), {}))
+            lines.append(Line(step, event.epoch, split_members(reported), {}))
         for line in self._waiting:
             if lines and lines[-1].step == line.step:
                 line = line._replace(values={**lines.pop().values, **line.values})

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from functrain.common import _repr, _tree
-from functrain.common._library import needed
+from functrain.common._library import import_optional
 from functrain.common._types import PyTree
 from functrain.engine._trigger import Every, Trigger, as_trigger
 from functrain.loop._events import Event
@@ -117,4 +117,6 @@ def _save(sample: np.ndarray | str, path: pathlib.Path) -> None:
 
 def _pillow() -> Any:
     """Returns what writes pictures."""
-    return needed("PIL.Image", "pictures in files need pillow: pip install 'functrain[pictures]'")
+    return import_optional(
+        "PIL.Image", "pictures in files need pillow: pip install 'functrain[pictures]'"
+    )

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from functrain.common._library import needed
+from functrain.common._library import import_optional
 from functrain.hooks._logger import Line, Logger
 
 
@@ -51,7 +51,7 @@ class TensorBoard(Logger):
         self.directory = pathlib.Path(directory)
         self.resume_key = self.directory.name
         super().__init__(every, directory=str(self.directory), every=every)
-        self._x = needed(
+        self._x = import_optional(
             "tensorboardX",
             "TensorBoard's files need the library: pip install 'functrain[tensorboard]'",
         )

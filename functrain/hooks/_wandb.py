@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from functrain.common._library import needed
+from functrain.common._library import import_optional
 from functrain.hooks._logger import Line, Logger
 
 
@@ -39,7 +39,7 @@ class WandB(Logger):
         names = {name: init[name] for name in ("project", "name") if name in init}
         super().__init__(every, **names, every=every)
         self.init = init
-        self._wandb = needed(
+        self._wandb = import_optional(
             "wandb", "Weights & Biases need their library: pip install 'functrain[wandb]'"
         )
         self._id: str | None = None

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from functrain.common import _tree
 from functrain.common._compile import jit
-from functrain.common._gather import of_each_process
+from functrain.common._gather import gather_from_processes
 from functrain.common._types import PyTree, Step, traits_of
 from functrain.data._batch import require_batch
 from functrain.engine import _fuse, _placement
@@ -126,7 +126,7 @@ def autotune(
     check_step(step)
     require_batch(batch)
     target = _placement.batch_sharding(sharding)
-    carry = _placement.place_on_mesh(traits_of(step).started(state), target)
+    carry = _placement.place_on_mesh(traits_of(step).wrap_state(state), target)
     batch = jax.tree.map(jnp.asarray, batch)
     batch_bytes = nbytes(batch)
     began = time.perf_counter()
@@ -153,7 +153,7 @@ def _choose(rows: Sequence[TuningRow]) -> int:
 def _of_first_process(value: Any, carry: PyTree) -> Any:
     """Returns the value of the first process where several hold a state: all must do the same."""
     is_whole_here = all(getattr(x, "is_fully_addressable", True) for x in jax.tree.leaves(carry))
-    return value if is_whole_here else of_each_process(value)[0]
+    return value if is_whole_here else gather_from_processes(value)[0]
 
 
 def _jitted(step: Any, carry: PyTree) -> Any:

@@ -115,7 +115,7 @@ def explain_nan(state: PyTree, step: Any, batch: PyTree) -> NotFinite | None:
     """
     check_step(step)
     require_batch(batch)
-    state = traits_of(step).started(state)
+    state = traits_of(step).wrap_state(state)
     # An OrderedDict, since jax sorts the keys of a dict.
     named = list(_tree.leaves_with_path(OrderedDict(state=state, batch=batch)))
     for path, x in named:

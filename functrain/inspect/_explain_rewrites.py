@@ -111,7 +111,7 @@ def explain_rewrites(
     chosen = _optimize.mode(rewrites)
     _check_arguments(fn, args, kwargs)
     if args:
-        args = traits_of(fn).started(args[0]), *args[1:]
+        args = traits_of(fn).wrap_state(args[0]), *args[1:]
     try:
         closed, _ = _optimize.traced(fn, *args, **kwargs)
     except Untraceable as error:

@@ -74,7 +74,8 @@ class Memory:
         return copies + self.chunks + self.rows + self.temporaries
 
     def __repr__(self) -> str:
-        return f"Memory({_repr.size(self.total)}: state={_repr.size(self.state)}, k={self.k})"
+        total, state = map(_repr.format_bytes, (self.total, self.state))
+        return f"Memory({total}: state={state}, k={self.k})"
 
     def __str__(self) -> str:
         """Returns the table, never cut to the width of a terminal."""
@@ -92,7 +93,9 @@ class Memory:
             },
             {"together": self.total},
         )
-        rows = ([(name, _repr.size(size)) for name, size in part.items()] for part in sections)
+        rows = (
+            [(name, _repr.format_bytes(size)) for name, size in part.items()] for part in sections
+        )
         return sheet(["what a fit needs", "bytes"], *rows, numbers=["bytes"])
 
 

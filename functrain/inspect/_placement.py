@@ -54,7 +54,7 @@ def placement(state: PyTree, shardings: PyTree = None) -> str:
     leaves = [(path, x) for path, x in _tree.leaves_with_path(state) if _tree.is_array(x)]
     paths_of_kind: dict[Any, list[str]] = {}
     for path, leaf in leaves:
-        shape, size = shard_shape(leaf), _repr.size(bytes_on_each(leaf))
+        shape, size = shard_shape(leaf), _repr.format_bytes(bytes_on_each(leaf))
         part = "whole" if shape == leaf.shape else "x".join(map(str, shape))
         kind = re.sub(r"\d+", "*", path), _short(leaf), _axes(leaf), part, size
         paths_of_kind.setdefault(kind, []).append(path)
@@ -67,7 +67,7 @@ def placement(state: PyTree, shardings: PyTree = None) -> str:
         array = f"{len(paths)} {spec}" if len(paths) > 1 else spec
         table.add_row(_broken(_common(paths)), array, *cells)
     arrays = [leaf for _, leaf in leaves]
-    return "\n".join([*_meshes(arrays), _table.text(table, _WIDTH), *_totals(arrays)])
+    return "\n".join([*_meshes(arrays), _table.render(table, _WIDTH), *_totals(arrays)])
 
 
 def _planned(state: PyTree, shardings: PyTree) -> PyTree:
@@ -98,7 +98,7 @@ def _broken(path: str) -> str:
         if len(lines[-1]) + len(part) > _PATH_WIDTH:
             lines.append("")
         lines[-1] += part
-    return "\n".join(_repr.ending(line, _PATH_WIDTH) for line in lines if line)
+    return "\n".join(_repr.shorten_start(line, _PATH_WIDTH) for line in lines if line)
 
 
 def _short(leaf: Any) -> str:
@@ -138,7 +138,7 @@ def _totals(leaves: list[Any]) -> list[str]:
     lines = []
     for size, devices in devices_by_bytes.items():
         name = str(devices[0]) if len(devices) == 1 else f"each of {len(devices)} devices"
-        lines.append(f"{name}: {_repr.size(size)} of {_repr.size(nbytes(leaves))}")
+        lines.append(f"{name}: {_repr.format_bytes(size)} of {_repr.format_bytes(nbytes(leaves))}")
     return lines
 
 

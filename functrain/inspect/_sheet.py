@@ -25,4 +25,4 @@ def sheet(
         for row in rows:
             table.add_row(*row)
         table.add_section()
-    return _table.text(table)
+    return _table.render(table)

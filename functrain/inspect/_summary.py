@@ -92,7 +92,7 @@ def _cells(leaf: Any, is_divided: bool) -> tuple[str, ...]:
 
 def _sizes(tree: PyTree, is_divided: bool = False) -> tuple[str, ...]:
     count = sum(math.prod(x.shape) for x in filter(_tree.is_array, jax.tree.leaves(tree)))
-    sizes = f"{count:,}", _repr.size(nbytes(tree)), _repr.size(bytes_on_each(tree))
+    sizes = f"{count:,}", _repr.format_bytes(nbytes(tree)), _repr.format_bytes(bytes_on_each(tree))
     return sizes[: 2 + is_divided]
 
 
@@ -162,7 +162,7 @@ def _costs(step: Any, state: PyTree, batch: PyTree) -> str:
     """Returns a line with the cost of one step, as the compiler counts it."""
     with tracing_guards(step):  # jit of the step itself would reuse a trace that no guard has seen
         program = jit(lambda *args: step(*args))
-        lowered = program.lower(traits_of(step).started(state), batch)
+        lowered = program.lower(traits_of(step).wrap_state(state), batch)
     costs = lowered.compile().cost_analysis() or {}
     flops, moved = costs.get("flops", math.nan), costs.get("bytes accessed", math.nan)
-    return f"one step: {flops:,.0f} FLOPs, {_repr.size(moved)} of memory read and written"
+    return f"one step: {flops:,.0f} FLOPs, {_repr.format_bytes(moved)} of memory read and written"

@@ -3,7 +3,7 @@
 from typing import Any
 
 from functrain.common import _tree
-from functrain.common._arguments import advised
+from functrain.common._arguments import argument_advice
 from functrain.common._types import PyTree
 from functrain.common._values import to_values
 from functrain.data._adapt import as_batches
@@ -32,7 +32,7 @@ EVALUATION = Kind(
 )
 
 
-@advised(
+@argument_advice(
     "It is evaluate(state, step, data): inputs and labels go into one loader, "
     "functrain.ArrayLoader((x, y), batch_size).",
     batch_size="It belongs to the data: functrain.ArrayLoader((x, y), batch_size).",
@@ -121,5 +121,5 @@ def evaluated(
     require_batches(steps, name=batches.name)
     found = compute_metrics(step, driver.carry)
     if not step.is_population:
-        _tree.check_scalars(found)
+        _tree.require_scalars(found)
     return to_values(found)

@@ -133,7 +133,7 @@ class ChunkEnd(Event):
         rows = _tree.leaves_with_path(self.rows)
         found = {path: x for path, x in rows if _rows.is_scalar_per_step(x, self._of_members)}
         fetched = jax.device_get(found)
-        return {path: _values.on_host(x[self.steps - 1]) for path, x in fetched.items()}
+        return {path: _values.to_floats(x[self.steps - 1]) for path, x in fetched.items()}
 
 
 @dataclasses.dataclass(eq=False, kw_only=True, repr=False)
@@ -170,7 +170,7 @@ class LogsReady(_Placed):
         """Returns for each step its number and what it reported."""
         first = self.step - self.steps + 1
         return [
-            (first + i, {name: _values.on_host(x[i]) for name, x in self.logs.items()})
+            (first + i, {name: _values.to_floats(x[i]) for name, x in self.logs.items()})
             for i in range(self.steps)
         ]
 

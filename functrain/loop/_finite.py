@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from functrain.common._gather import whole_on_host
+from functrain.common._gather import fetch_global
 from functrain.engine._position import Position
 from functrain.loop._events import LogsReady
 
@@ -59,7 +59,7 @@ class LossWatch:
         """
         first = self.first
         if first and active is not None:
-            is_active = whole_on_host(active)
+            is_active = fetch_global(active)
             first = {i: position for i, position in first.items() if is_active[i]}
         if not first:
             return
@@ -96,7 +96,7 @@ def warn_of_loss(values: Mapping[str, Any], active: Any = None, *, stacklevel: i
     """
     is_bad = ~np.isfinite(values.get("loss", 0.0))
     if active is not None:
-        is_bad = is_bad & whole_on_host(active)
+        is_bad = is_bad & fetch_global(active)
     if not is_bad.any():
         return False
     members = f" of members {np.flatnonzero(is_bad).tolist()}" if is_bad.ndim else ""

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from functrain.common._arguments import advised
+from functrain.common._arguments import argument_advice
 from functrain.common._compile import jit
 from functrain.common._types import PyTree, Step
 from functrain.data._adapt import as_batches
@@ -26,7 +26,7 @@ PREDICTION = Kind(
 )
 
 
-@advised(
+@argument_advice(
     "It is predict(state, step, data): inputs go into a loader, "
     "functrain.ArrayLoader(x, batch_size).",
     batch_size="It belongs to the data: functrain.ArrayLoader(x, batch_size).",

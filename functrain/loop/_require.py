@@ -3,7 +3,7 @@
 from typing import Any
 
 from functrain.common import _repr
-from functrain.common._checks import require_own_jax, require_untraced
+from functrain.common._checks import require_not_forked, require_untraced
 from functrain.common._types import PyTree
 from functrain.common._wide_integers import require_integers_fit
 from functrain.data._batches import Batches
@@ -21,7 +21,7 @@ def require_state(state: PyTree) -> None:
         traces a function.
       ValueError: It holds integers that jax would cut to 32 bits.
     """
-    require_own_jax()
+    require_not_forked()
     require_untraced("state", state)
     if hasattr(state, "stateless_call"):
         raise TypeError(
@@ -85,9 +85,10 @@ def require_all_examples(batches: Batches) -> None:
     dropped = getattr(batches.data, "dropped", 0)
     if dropped:
         raise ValueError(
-            f"{batches.name}: expected all of the data, got {_repr.kind(batches.data)} that "
-            f"drops the remainder, {dropped:,} examples. Make one with drop_remainder=False: a "
-            "smaller last batch counts by its examples, and need not divide over the devices."
+            f"{batches.name}: expected all of the data, got "
+            f"{_repr.class_with_article(batches.data)} that drops the remainder, {dropped:,} "
+            "examples. Make one with drop_remainder=False: a smaller "
+            "last batch counts by its examples, and need not divide over the devices."
         )
 
 

@@ -9,8 +9,8 @@ import numpy as np
 
 from functrain.checkpoint._checkpointer import Checkpointer
 from functrain.common import _tree
-from functrain.common._checks import is_whole, require_flags, require_integer
-from functrain.common._gather import whole_on_host
+from functrain.common._checks import is_integer, require_flags, require_integer
+from functrain.common._gather import fetch_global
 from functrain.common._types import PyTree, Step, traits_of
 from functrain.data._adapt import as_batches
 from functrain.data._batches import Batches
@@ -199,16 +199,16 @@ def begin_run(
             batches.track()
             # The caller's arrays tell a checkpoint where to put its own. They are copied only if
             # there is none: while it is read, a copy would be one state more in memory.
-            like = _placement.place_on_mesh(_tree.own(state), batch_sharding)
+            like = _placement.place_on_mesh(_tree.copy_if_needed(state), batch_sharding)
             resumed = saving.resume(like, no_metrics, epochs)
             del like
             triggers = (*triggers, saving.trigger)
         if resumed is not None:
-            position, carry = resumed.position, _tree.own(resumed.state)
+            position, carry = resumed.position, _tree.copy_if_needed(resumed.state)
         elif like_keras:
             carry = state  # the hook hands over its own before the first step
         else:
-            owned = _tree.own(state) if donate else _tree.copy(state)
+            owned = _tree.copy_if_needed(state) if donate else _tree.copy(state)
             carry = _placement.place_on_mesh(owned, batch_sharding)
         if not like_keras:  # which runs no epoch then
             _require_epochs_left(batches, position, epochs, resumed)
@@ -258,9 +258,9 @@ def steps_taken(state: PyTree) -> int:
     """
     step = getattr(getattr(state, "states", state), "step", None)
     is_array = isinstance(step, np.ndarray | np.generic | jax.Array)
-    if not (is_array or is_whole(step, 0)) or _tree.is_deleted(step):
+    if not (is_array or is_integer(step, 0)) or _tree.is_deleted(step):
         return 0
-    counts = np.asarray(whole_on_host(step))
+    counts = np.asarray(fetch_global(step))
     is_count = counts.dtype.kind in "iu" and counts.ndim == int(hasattr(state, "states"))
     return max(0, int(counts.max())) if is_count and counts.size else 0
 

@@ -14,7 +14,7 @@ from functrain.checkpoint._processes import are_several
 from functrain.checkpoint._processes import main as processes
 from functrain.common import _tree
 from functrain.common._types import PyTree
-from functrain.common._values import spread
+from functrain.common._values import split_members
 from functrain.data._batches import Batches
 from functrain.engine._position import Position
 from functrain.engine._signals import DeferredSignals
@@ -191,7 +191,9 @@ class Saving:
           done: What to say of a run that is over.
         """
         self._fired = time.perf_counter()
-        self._seen_best = self._seen_best or self._checkpointer.monitor in spread(event.values)
+        self._seen_best = self._seen_best or self._checkpointer.monitor in split_members(
+            event.values
+        )
         if done is not None and epoch_is_over:  # of one epoch, this is the first that is seen
             self._look_for_best(event)
         documents = {name: part.state() for name, part in self._parts.items()}
@@ -282,7 +284,7 @@ class Saving:
 
     def _look_for_best(self, event: Event) -> None:
         name = self._checkpointer.monitor
-        if not self._seen_best and name not in spread(event.values):
+        if not self._seen_best and name not in split_members(event.values):
             warnings.warn(
                 f"best: expected one of {sorted(event.values)}, got {name!r}. Values of an "
                 f"evaluation need {self._evaluation}.",

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from functrain.common import _tree
-from functrain.common._checks import refuse_listed, require_instance
+from functrain.common._checks import require_instance, require_no_problems
 from functrain.common._types import PyTree
 from functrain.model._model import Model, ModelOutput
 from functrain.model._switches import switches
@@ -100,7 +100,7 @@ def _fill(like: PyTree, values: PyTree, name: str) -> PyTree:
     if paths != given:
         wrong = _tree.differences(expected, values)
         advice = "Take them from init. If the module has changed since, call from_nnx again."
-        refuse_listed(name, wrong, "the leaves that init returned", advice)
+        require_no_problems(name, wrong, "the leaves that init returned", advice)
     return jax.tree.unflatten(jax.tree.structure(like), jax.tree.leaves(values))
 
 

@@ -101,7 +101,7 @@ def autotune(
     for block, over_all in ways.items():
         if candidates and time.perf_counter() - began > seconds:
             break
-        carry = traits_of(over_all).started(population)
+        carry = traits_of(over_all).wrap_state(population)
         fused = fuse(over_all, k, rewrites=rewrites)
         candidates[block] = Candidate(k, fused, carry, chunk)
     rows = zip(candidates, measured(list(candidates.values())), strict=True)

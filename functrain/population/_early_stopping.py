@@ -77,7 +77,7 @@ class EarlyStopping(_EarlyStopping):
         require(has_all, self.monitor, expected, value, error=TypeError)
         goes_on = self._update(event, values, active)
         if (goes_on != active).any():
-            placed = _tree.placed_like(goes_on, event.state.active)
+            placed = _tree.device_put_like(goes_on, event.state.active)
             event.state = event.state.replace(active=placed)
 
     def _keep(self, state: Any, is_better: np.ndarray) -> None:

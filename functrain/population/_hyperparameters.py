@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from functrain.common import _patterns, _tree
-from functrain.common._checks import refuse_listed, require
+from functrain.common._checks import require, require_no_problems
 from functrain.population._state import PopulationState, require_population
 
 _INJECTED = "hyperparams"  # where optax.inject_hyperparams keeps them
@@ -87,10 +87,10 @@ def _places(name: str, paths: list[str]) -> list[str]:
         several = found if len(found) > 1 else []
         advice = f"Name it by its path, or all of them by a pattern: '**/{_INJECTED}/{name}'."
         expected = f"one place in the state for {name!r}"
-        refuse_listed("hyperparameters", several, expected, advice)
+        require_no_problems("hyperparameters", several, expected, advice)
     if not found:
         injected = ", ".join(_name(p) for p in paths if _is_injected(p)) or "none"
-        near = _patterns.nearest(name, paths) if "/" in name else paths[:3]
+        near = _patterns.closest_patterns(name, paths) if "/" in name else paths[:3]
         raise ValueError(
             f"hyperparameters: expected a name that has a place in the state, got {name!r}. "
             f"Injected there are {injected}: optax.inject_hyperparams(optax.adam)("
@@ -123,7 +123,7 @@ def _fitting(name: str, values: Any, leaf: jax.Array) -> jax.Array:
     expected = f"one a member, {_tree.strong_spec(leaf)}"
     require(is_fitting, f"hyperparameters[{name!r}]", expected, got)
     # Beside the leaf it replaces: a population may lie on several devices.
-    return _tree.placed_like(got.astype(leaf.dtype), leaf)
+    return _tree.device_put_like(got.astype(leaf.dtype), leaf)
 
 
 def _is_injected(path: str) -> bool:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from functrain.common import _repr, _tree
-from functrain.common._checks import refuse_listed, require, require_instance
+from functrain.common._checks import require, require_instance, require_no_problems
 from functrain.common._types import PyTree
 from functrain.data import _buffer
 from functrain.data._loader import ArrayLoader, SeekableLoader
@@ -97,7 +97,7 @@ def _require_alike(loaders: Sequence[Any]) -> None:
         require_instance(name, loader, ArrayLoader, "a functrain.ArrayLoader", advice)
         lines = _tree.spec_differences(_counts(first), _counts(loader))
         lines = lines or _tree.differences(first.shapes(1), loader.shapes(1))
-        refuse_listed(
+        require_no_problems(
             name,
             lines,
             "batches as member 0 has them",

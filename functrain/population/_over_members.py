@@ -22,7 +22,7 @@ from jax.extend import core
 from jax.extend.core import primitives
 
 from functrain.common import _tree
-from functrain.common._checks import refuse_listed, require_integer, require_one_of
+from functrain.common._checks import require_integer, require_no_problems, require_one_of
 from functrain.common._types import PyTree
 from functrain.rewrites._frame import equations, inlined, read
 
@@ -193,6 +193,6 @@ def where_active(active: jax.Array, new: PyTree, old: PyTree) -> PyTree:
 
 
 def _require_own(batch: PyTree, members: int) -> None:
-    wrong = _tree.listed(batch, lambda x: jnp.shape(x)[:1] != (members,))
+    wrong = _tree.format_leaves(batch, lambda x: jnp.shape(x)[:1] != (members,))
     expected = f"a batch for each of the {members} members, leaves [{members}, B, ...]"
-    refuse_listed("batch", wrong, expected, "One batch for all of them is data='shared'.")
+    require_no_problems("batch", wrong, expected, "One batch for all of them is data='shared'.")

@@ -88,7 +88,7 @@ def resample(
     sources[order[-count:]] = np.asarray(chosen)
 
     def taken(x: jax.Array) -> jax.Array:
-        return x if _tree.is_key(x) else _tree.placed_like(x[sources], x)
+        return x if _tree.is_key(x) else _tree.device_put_like(x[sources], x)
 
     copied = jax.tree.map(taken, population)
     return _perturbed(copied, sources != np.arange(len(order)), key, perturb or {})

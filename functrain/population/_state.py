@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from functrain.common import _repr, _tree
-from functrain.common._checks import is_whole, refuse_listed, require, require_instance
+from functrain.common._checks import is_integer, require, require_instance, require_no_problems
 from functrain.common._types import PyTree
 
 
@@ -51,7 +51,9 @@ class PopulationState(flax.struct.PyTreeNode, eq=False):
         wrong = [f"{p}: {s}" for p, s in shapes.items() if not s or s[:1] != leading]
         wrong = wrong if shapes else ["no leaves"]
         advice = "functrain.population.stack(states) stacks states."
-        refuse_listed("stacked", wrong, f"leaves [N, ...] with one leading axis, {leading}", advice)
+        require_no_problems(
+            "stacked", wrong, f"leaves [N, ...] with one leading axis, {leading}", advice
+        )
         return cls(stacked, jnp.ones(leading, bool))
 
     def __len__(self) -> int:
@@ -138,7 +140,7 @@ def stack(states: Sequence[PyTree]) -> PopulationState:
     for i, state in enumerate(states):
         expected = f"member {i} with the structure of member 0"
         advice = "Train members of different sizes in populations of their own."
-        refuse_listed("states", _tree.differences(states[0], state), expected, advice)
+        require_no_problems("states", _tree.differences(states[0], state), expected, advice)
     return PopulationState.of(jax.tree.map(lambda *leaves: jnp.stack(leaves), *states))
 
 
@@ -157,7 +159,7 @@ def _count(members: int | None, hyperparameters: Mapping[str, Any]) -> int:
     if members is not None:
         counts = {"members": members, **counts}
     count = next(iter(counts.values()), None)
-    if len(set(counts.values())) != 1 or not is_whole(count, 1):
+    if len(set(counts.values())) != 1 or not is_integer(count, 1):
         got = ", ".join(f"{name}: {n}" for name, n in counts.items()) or "neither"
         raise ValueError(
             "members and hyperparameters: expected one number of members, from members= or from "

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 import jax
 from jax.sharding import AxisType, Mesh
 
-from functrain.common._checks import is_whole
+from functrain.common._checks import is_integer
 
 
 def mesh(
@@ -39,7 +39,7 @@ def mesh(
     sizes = dict(axes)
     open_axes = [name for name, size in sizes.items() if size == -1]
     known_sizes = [size for size in sizes.values() if size != -1]
-    if not axes or len(open_axes) > 1 or not all(is_whole(size, 1) for size in known_sizes):
+    if not axes or len(open_axes) > 1 or not all(is_integer(size, 1) for size in known_sizes):
         raise ValueError(
             "axes: expected whole numbers from 1 on, by name, and -1 for one of them at the most, "
             f"got {dict(axes)}"

@@ -8,7 +8,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from functrain.common._checks import require
-from functrain.common._patterns import matches, nearest
+from functrain.common._patterns import closest_patterns, matches
 from functrain.common._tree import bullets, spec
 
 
@@ -128,7 +128,7 @@ class _Rules:
         for i, pattern in enumerate(self._patterns):
             fitting = {path for path in paths if matches(pattern, path)}
             if not fitting:
-                lines.append(f"{pattern}: perhaps {', '.join(nearest(pattern, paths))}")
+                lines.append(f"{pattern}: perhaps {', '.join(closest_patterns(pattern, paths))}")
             elif not fitting & left and pattern != "**":
                 before = list(self._patterns)[:i]
                 others = [p for p in before if any(matches(p, x) for x in fitting)]

@@ -101,7 +101,7 @@ def put(state: PyTree, mesh: Mesh, rule: Rule) -> PyTree:
       >>> tuple(state["kernel"].sharding.spec)
       (None, 'data')
     """
-    return jax.tree.map(_tree.placed, _tree.copy(state), shardings(state, mesh, rule))
+    return jax.tree.map(_tree.device_put, _tree.copy(state), shardings(state, mesh, rule))
 
 
 def _is_state(x: Any) -> bool:

@@ -94,7 +94,7 @@ def _require_params(state: Any) -> None:
     """Raises TypeError for several networks where one is to be evaluated."""
     if not (hasattr(state, "params") and hasattr(state, "model_state")):
         raise TypeError(
-            f"state: expected one with params and model_state, got {_repr.state(state)}. Of "
+            f"state: expected one with params and model_state, got {_repr.state_repr(state)}. Of "
             "several networks choose one: eval_step(loss_fn, get_state=lambda states: "
             "states['student']). Of a population: functrain.population.step(eval_step)."
         )

@@ -51,7 +51,7 @@ class MeteredStep(StepTraits):
     def __repr__(self) -> str:
         return _repr.call(self, base=self.base, trains=self.trains)
 
-    def started(self, state: PyTree) -> Metered:
+    def wrap_state(self, state: PyTree) -> Metered:
         """Returns a bare state with metrics that have seen nothing, a started one as it is."""
         return state if isinstance(state, Metered) else self.start(state)
 
@@ -80,7 +80,7 @@ class MeteredStep(StepTraits):
                 metrics = _tree.select(finite, metrics, metered.metrics)
         # The values of an evaluation are reported without logs.
         values = jax.eval_shape(self.metrics.compute, metrics) if self.trains else {}
-        _tree.check_scalars(values)
+        _tree.require_scalars(values)
         return Metered(state, metrics), _logs(loss, aux, values)
 
 

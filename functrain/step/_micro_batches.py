@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from functrain.common import _tree
-from functrain.common._checks import refuse_listed, require_integer
+from functrain.common._checks import require_integer, require_no_problems
 from functrain.common._types import PyTree
 from functrain.step._check import check_loss
 from functrain.step._loss import Aux, LossFn
@@ -164,7 +164,7 @@ def _weighted(loss: jax.Array, aux: Aux, grads: PyTree, *, count: int) -> tuple[
     weight = jnp.asarray(count if aux.weight is None else aux.weight, jnp.float32)
 
     def times(x: Any) -> Any:
-        x = _tree.wide(jnp.asarray(x))
+        x = _tree.at_least_float32(jnp.asarray(x))
         return x * weight.astype(x.dtype)
 
     return weight, *jax.tree.map(times, (loss, aux.logs, grads))
@@ -174,9 +174,11 @@ def _examples(args: PyTree) -> int:
     """Returns how many examples all leaves have."""
     sizes = {jnp.shape(x)[:1] for x in jax.tree.leaves(args)}
     if len(sizes) != 1 or () in sizes:
-        got = _tree.listed(args) or "  no arrays"
+        got = _tree.format_leaves(args) or "  no arrays"
         expected = "arrays with a first axis in common, that of the examples"
-        refuse_listed("micro_batches", got, expected, "The loss closes over what is not to be cut.")
+        require_no_problems(
+            "micro_batches", got, expected, "The loss closes over what is not to be cut."
+        )
     ((count,),) = sizes
     return int(count)
 
@@ -191,6 +193,6 @@ def _check_mean(aux: Aux) -> None:
 
 
 def _check_outputs(outputs: PyTree, size: int) -> None:
-    wrong = _tree.listed(outputs, lambda x: x.shape[:1] != (size,))
+    wrong = _tree.format_leaves(outputs, lambda x: x.shape[:1] != (size,))
     expected = f"outputs with the first axis of a micro-batch, {size}"
-    refuse_listed("micro_batches", wrong, expected, "Scalars belong into Aux(logs=...).")
+    require_no_problems("micro_batches", wrong, expected, "Scalars belong into Aux(logs=...).")

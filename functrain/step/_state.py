@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from functrain.common import _repr, _tree
-from functrain.common._checks import refuse_listed, require
+from functrain.common._checks import require, require_no_problems
 from functrain.common._types import PyTree
 from functrain.tx._extra_args import with_any_extra_args
 
@@ -46,7 +46,7 @@ class TrainState(flax.struct.PyTreeNode, eq=False):
 
     def __repr__(self) -> str:
         parts = {name: _repr.brief(getattr(self, name)) for name in self.__dataclass_fields__}
-        parts["step"] = _repr.number(self.step)
+        parts["step"] = _repr.format_scalar(self.step)
         return f"{type(self).__name__}({', '.join(f'{n}={text}' for n, text in parts.items())})"
 
     @classmethod
@@ -148,7 +148,7 @@ def _check_opt_state(opt_state: PyTree, params: PyTree, tx: optax.GradientTransf
         "Take the tx that the state was created with; to continue with another one, "
         "state.replace(opt_state=tx.init(state.params))."
     )
-    refuse_listed("opt_state", lines, "the leaves that this tx makes of params", advice)
+    require_no_problems("opt_state", lines, "the leaves that this tx makes of params", advice)
 
 
 def _kinds(tree: PyTree) -> dict[str, str]:

@@ -100,7 +100,7 @@ def supervised(
             raise
         values = jnp.asarray(values)
         if weighs:
-            value = jnp.mean(_tree.wide(values))
+            value = jnp.mean(_tree.at_least_float32(values))
         else:
             _check_shape(values, outputs)
             value, divisor = _reduce(values, weight, reduction)
@@ -142,7 +142,7 @@ def _reduce(
     values: jax.Array, weight: jax.Array | None, reduction: Reduction
 ) -> tuple[jax.Array, jax.Array | None]:
     """Returns the mean, and what it was divided by if that is not the number of values."""
-    values = _tree.wide(values)
+    values = _tree.at_least_float32(values)
     if weight is None:
         return jnp.mean(values), None
     weight = expand_weight(jnp.asarray(weight).astype(values.dtype), values)

@@ -91,7 +91,7 @@ def look_ahead(
 def _metric_names(step: MeteredStep) -> set[str]:
     with tracing_guards(step):
         values = jax.eval_shape(step.metrics.compute, step.metrics.init())
-    _tree.check_scalars(values)
+    _tree.require_scalars(values)
     return {path for path, _ in _tree.leaves_with_path(values)}
 
 
@@ -128,7 +128,7 @@ def _require_logs(
     shapes = batches.known_shapes()
     if not shapes:
         return
-    carry = jax.eval_shape(traits_of(step).started, like())
+    carry = jax.eval_shape(traits_of(step).wrap_state, like())
     with tracing_guards(step):
         logs = jax.eval_shape(step, carry, _tree.shapes(shapes[0]))[1]
     found = names | {path for path, _ in _tree.leaves_with_path(logs)}

@@ -8,8 +8,8 @@ import jax
 
 from functrain.checkpoint import Checkpointer
 from functrain.common import _repr
-from functrain.common._arguments import advised
-from functrain.common._checks import is_whole, require_flags, require_integer, require_one_of
+from functrain.common._arguments import argument_advice
+from functrain.common._checks import is_integer, require_flags, require_integer, require_one_of
 from functrain.common._types import StateT, Step, traits_of
 from functrain.data._adapt import as_batches
 from functrain.data._batches import Batches
@@ -50,10 +50,10 @@ class FitResult(NamedTuple, Generic[StateT]):
     history: History
 
     def __repr__(self) -> str:
-        return f"FitResult(state={_repr.state(self.state)}, history={self.history!r})"
+        return f"FitResult(state={_repr.state_repr(self.state)}, history={self.history!r})"
 
 
-@advised(
+@argument_advice(
     "It is fit(state, step, data): inputs and labels go into one loader, "
     "functrain.ArrayLoader((x, y), batch_size).",
     first=require_state,
@@ -266,7 +266,7 @@ def _counted(
             "numbers of the whole training; to evaluate now and then, fit(steps=, eval_every=)."
         )
     stretch = steps if eval_every is None else eval_every
-    if not is_whole(steps, 1) or not is_whole(stretch, 1) or steps % stretch:
+    if not is_integer(steps, 1) or not is_integer(stretch, 1) or steps % stretch:
         raise ValueError(
             "steps and eval_every: expected a whole number from 1 on, and one that divides it, got "
             f"{steps!r} and {eval_every!r}"

@@ -100,7 +100,9 @@ def _table(epochs: dict[str, np.ndarray]) -> str:
     count = _length(epochs)
     if not count:
         return ""
-    rows = [[str(i + 1), *(_values.shown(x[i]) for x in epochs.values())] for i in range(count)]
+    rows = [
+        [str(i + 1), *(_values.format_value(x[i]) for x in epochs.values())] for i in range(count)
+    ]
     if count > _FIRST + _LAST:
         rows[_FIRST:-_LAST] = [["...", *("" for _ in epochs)]]
     body = "".join(_row("td", cells) for cells in rows)

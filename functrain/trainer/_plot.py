@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from functrain.common._library import needed
+from functrain.common._library import import_optional
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -20,7 +20,7 @@ def draw(history: "History") -> "Figure":
 
     Of a population the median is bold, half of the members lie in a band, each is a thin line.
     """
-    needed(
+    import_optional(
         "matplotlib.figure",
         "plotting needs matplotlib: pip install matplotlib (history.steps and history.epochs hold "
         "the numbers as NumPy arrays)",

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from functrain.common._checks import require_one_of
 from functrain.common._types import PyTree
-from functrain.common._values import shown, to_values
+from functrain.common._values import format_value, to_values
 from functrain.engine._position import Position
 from functrain.loop._events import ChunkEnd, EpochEnd, Event
 from functrain.loop._saving import Resumed
@@ -125,7 +125,7 @@ class ProgressReport:
 
     def _texts(self, values: Mapping[str, Any]) -> list[str]:
         rate = f"{self._seen / max(time.perf_counter() - self._began, 1e-9):,.0f} examples/s"
-        return [rate, *(f"{name} {shown(value)}" for name, value in values.items())]
+        return [rate, *(f"{name} {format_value(value)}" for name, value in values.items())]
 
 
 def _style(verbose: Verbose, console: Console) -> str:

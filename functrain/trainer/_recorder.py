@@ -9,7 +9,7 @@ import numpy as np
 
 from functrain.common import _tree
 from functrain.common._types import PyTree
-from functrain.common._values import is_value, on_host, to_values
+from functrain.common._values import is_loggable, to_floats, to_values
 from functrain.engine import _rows
 from functrain.loop._events import ChunkEnd, EpochEnd, Event, LogsReady
 from functrain.loop._finite import LossWatch
@@ -70,7 +70,7 @@ class Recorder:
             )
         for name, values in sorted(event.logs.items(), key=_rank):
             self._steps.setdefault(name, _Column(values[:0])).extend(values)
-            self.latest[name] = on_host(values[-1])
+            self.latest[name] = to_floats(values[-1])
         self.losses.logs(event)
         self._examples.extend(np.full(event.steps, event.examples, np.float64))
         self._has_logs = True
@@ -89,7 +89,7 @@ class Recorder:
     def after(self, event: Event) -> None:
         """Keeps the event's values, with what hooks have added."""
         for name, value in event.values.items():
-            if not is_value(value, self._of_members):
+            if not is_loggable(value, self._of_members):
                 raise TypeError(
                     f"event.values[{name!r}]: expected a number, got {_tree.spec(value)}. Arrays "
                     "and texts have no place in the history: keep them in the hook."
@@ -139,7 +139,9 @@ class Recorder:
         self._epoch_began = time.perf_counter() - state["epoch_seconds"]
         self._saved_first_steps_seconds = state["first_steps_seconds"]
         columns = {name: x.values() for name, x in self._steps.items()}
-        self.latest = {name: on_host(values[-1]) for name, values in columns.items() if len(values)}
+        self.latest = {
+            name: to_floats(values[-1]) for name, values in columns.items() if len(values)
+        }
 
     def history(self, last_step: int | None = None) -> History:
         """Returns everything so far, or up to a step."""
@@ -176,7 +178,7 @@ class Recorder:
             weights = _weights(examples, rows.pop(SUM_OF_WEIGHTS, None), rows.get(_SKIPPED))
             for name, x in rows.items():
                 is_last = name.split("/")[-1] in _AT_THE_END
-                values[name] = on_host(x[-1] if is_last else _mean(x.astype(np.float64), weights))
+                values[name] = to_floats(x[-1] if is_last else _mean(x.astype(np.float64), weights))
         return dict(sorted(values.items(), key=_rank))
 
 

@@ -60,9 +60,9 @@ def ema(decay: float, *, debias: bool = False) -> optax.GradientTransformationEx
 
     def init(params: PyTree) -> EmaState:
         if debias:
-            zeros = optax.tree.zeros_like(jax.tree.map(_tree.wide, params))
+            zeros = optax.tree.zeros_like(jax.tree.map(_tree.at_least_float32, params))
             return EmaState(zeros, jnp.zeros(()))
-        return EmaState(jax.tree.map(_tree.wide, params), None)
+        return EmaState(jax.tree.map(_tree.at_least_float32, params), None)
 
     def update(
         updates: PyTree, state: EmaState, params: PyTree = None, **extra_args: Any
@@ -70,7 +70,9 @@ def ema(decay: float, *, debias: bool = False) -> optax.GradientTransformationEx
         expected = "params, as in tx.update(grads, state, params)"
         require(params is not None, "ema", expected, params)
         new = jax.tree.map(_rounded, optax.apply_updates(params, updates))
-        ema = jax.tree.map(lambda old, x: decay * old + (1 - decay) * _tree.wide(x), state.ema, new)
+        ema = jax.tree.map(
+            lambda old, x: decay * old + (1 - decay) * _tree.at_least_float32(x), state.ema, new
+        )
         weight = None if state.weight is None else decay * state.weight + (1 - decay)
         return updates, EmaState(ema, weight)
 

@@ -8,7 +8,7 @@ import jax
 import optax
 
 from functrain.common import _patterns, _tree
-from functrain.common._checks import refuse_listed
+from functrain.common._checks import require_no_problems
 from functrain.common._types import PyTree
 
 
@@ -74,7 +74,7 @@ def _first(patterns: Mapping[str, Any], path: str) -> str:
 def _check(patterns: Mapping[str, Any], paths: list[str]) -> None:
     without = [f"{p}: no pattern" for p in paths if not _patterns.any_matches(patterns, p)]
     advice = 'Add a last group "**" for the rest.'
-    refuse_listed("param_groups", without, "a pattern for every param", advice)
+    require_no_problems("param_groups", without, "a pattern for every param", advice)
     used = {_first(patterns, path) for path in paths}
     for pattern in patterns:
         _patterns.require_match("param_groups", pattern, paths)

@@ -169,7 +169,7 @@ def scaled(loss: jax.Array, scale: jax.Array | None) -> jax.Array:
     """Returns the loss to take the gradient of: `f32[]`, or wider."""
     if scale is None:
         return loss
-    wide = _tree.wide(loss)
+    wide = _tree.at_least_float32(loss)
     return wide * scale.astype(wide.dtype)
 
 
@@ -179,7 +179,7 @@ def unscaled(grads: PyTree, scale: jax.Array | None) -> PyTree:
         return grads
 
     def one(x: jax.Array) -> jax.Array:
-        wide = _tree.wide(x)
+        wide = _tree.at_least_float32(x)
         return (wide / scale.astype(wide.dtype)).astype(x.dtype)
 
     return jax.tree.map(one, grads)

@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 import functrain as ft
-from functrain.common._repr import size
+from functrain.common._repr import format_bytes
 
 RULE = ft.sharding.rules({"**/kernel": P(None, "model"), "**": ft.sharding.fsdp("data")})
 UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20}
@@ -39,7 +39,10 @@ def test_the_bytes_of_each_device_are_those_of_its_shards() -> None:
     assert len(set(held.values())) == 1
     whole = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
     last = ft.inspect.placement(state).splitlines()[-1]
-    assert last == f"each of 2 devices: {size(held[jax.devices()[0]])} of {size(whole)}"
+    assert (
+        last
+        == f"each of 2 devices: {format_bytes(held[jax.devices()[0]])} of {format_bytes(whole)}"
+    )
 
 
 def test_what_is_planned_is_said_like_what_is_there() -> None:

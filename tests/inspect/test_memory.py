@@ -56,7 +56,7 @@ def test_metrics_of_a_population_are_part_of_what_is_carried() -> None:
     step = ft.population.step(ft.train_step(loss_fn, TX, metrics=metrics))
     population = ft.population.stack([create(), create()])
     found = ft.inspect.memory(population, step, BATCH)
-    assert found == ft.inspect.memory(step.started(population), step, BATCH)
+    assert found == ft.inspect.memory(step.wrap_state(population), step, BATCH)
     assert found.state > nbytes(population)
 
 
