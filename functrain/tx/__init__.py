@@ -6,6 +6,10 @@ Files:
   _groups: another transformation for other params
   _extra_args: which keywords an update is given
   _logs: what a transformation says of itself
+
+Examples:
+  >>> import functrain as ft, optax
+  >>> tx = ft.tx.skip_non_finite(optax.chain(ft.tx.log_norm("grad_norm"), optax.adam(1e-3)))
 """
 
 from functrain.tx._ema import ema as ema
