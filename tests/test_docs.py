@@ -62,7 +62,7 @@ def test_the_first_block_of_the_readme_is_short_and_trains() -> None:
 def marked(page: pathlib.Path) -> Any:
     """Some pages every interpreter has to run; all but README.md are run when the site is made."""
     is_readme = page == README
-    everywhere = is_readme or page.name in ("core.md", "sharding.md")
+    everywhere = is_readme or page.name in ("training.md", "devices.md")
     marks = [pytest.mark.smoke] * everywhere + [pytest.mark.long] * (not is_readme)
     return pytest.param(page, id=named(page), marks=marks)
 

@@ -51,8 +51,8 @@ def test_links_lead_to_where_the_site_shows_a_file(extension) -> None:
         return pages.LINK.sub(lambda found: pages._link(found, ROOT / "docs", "speed"), text)
 
     assert seen("[one](../examples/mnist.py)") == "[one](guides/mnist.md)"
-    assert seen("[a](../CHANGELOG.md) [b](core.md#data)") == (
-        "[a](more/changelog.md) [b](core.md#data)"
+    assert seen("[a](../CHANGELOG.md) [b](training.md#data)") == (
+        "[a](more/changelog.md) [b](training.md#data)"
     )
     assert seen("[home](../README.md)") == "[home](index.md)"
     assert seen("a [file](../pyproject.toml) by itself") == "a file by itself"

@@ -26,17 +26,17 @@ SHOWN = {  # files beside docs/, and the pages that show them
     "benchmarks/results/hub.md": "more/hub",
     "benchmarks/results/profiles.md": "more/profiles",
 }
-CONTENTS = {
-    "Start": "getting-started ideas",
-    "Using it": "core bridge going-on population sharding scaling how-to",
+CONTENTS = {  # the sidebar: captions, and the pages under each in their order
+    "Using functrain": "getting-started training keras checkpoints devices populations performance "
+    "migrating",
+    "Former pages": "engine going-on population promises rewrites scaling sharding speed",
     "Guides": "guides/*",
-    "Coming from": "coming-from coming-from-flax peers",
-    "Under the hood": "engine rewrites speed more/benchmarks more/profiles more/applications "
-    "more/layers more/hub",
-    "Promises": "promises more/changelog more/contributing",
     "API": "api/*",
+    "Design": "design/*",
+    "Measurements": "more/benchmarks more/profiles more/applications more/layers more/hub",
+    "Project": "more/changelog more/contributing",
 }
-DEVICES = {"sharding": 8, "scaling": 8}  # that a page is run on, where not one
+DEVICES = {"devices": 8, "sharding": 8, "scaling": 8}  # devices a page runs on, if not one
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 WRITTEN_OUTPUT = re.compile(r"(?<=^```\n)\n(?: {4}.*\n)+", re.MULTILINE)  # right below a block
 LINK = re.compile(r"(!?)\[([^\]]*)\]\((?!https?:|#)([^)#]+)(#[^)]*)?\)")

@@ -104,7 +104,7 @@ def test_the_rewritten_gradient_keeps_a_nan_that_xla_drops() -> None:
     pool = pooling((1, 2, 2, 1), (1, 2, 2, 1), "VALID")
     rng = np.random.default_rng(0)
     x = cases.normal(rng, (32, 28, 28, 32)).at[1, 0, 0, 2].set(jnp.nan)
-    assert not np.isnan(jax.jit(pool)(x)).any()  # if this fails, docs/core.md is out of date
+    assert not np.isnan(jax.jit(pool)(x)).any()  # if this fails, docs/training.md is out of date
     loss = jax.value_and_grad(lambda x: jnp.sum(pool(x) ** 2))
     value, gradient = jax.jit(optimize(loss))(x)
     assert np.isnan(value)
