@@ -1,13 +1,13 @@
 """Models as pairs of pure functions.
 
 Files:
-  _model: Model, init and apply
-  _linen: a linen module as one
-  _nnx: an nnx module as one
-  _freeze: a part of it not trained
+  _model: Model, the pair of init and apply, and what apply returns
+  _linen: models from linen modules
+  _nnx: models from nnx modules
+  _freeze: models with frozen params
   _cast: mixed precision
-  _remat: less memory, more work
-  _switches: how flax modules are told that they train
+  _remat: less memory in exchange for more computation
+  _switches: the arguments that tell flax modules whether they train
 """
 
 from functrain.model._cast import cast as cast

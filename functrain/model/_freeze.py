@@ -1,4 +1,4 @@
-"""Models of which a part is not trained."""
+"""Models with frozen params."""
 
 from typing import Any
 
@@ -11,25 +11,26 @@ from functrain.model._model import Model, ModelOutput
 
 
 def freeze(model: Model, *patterns: str) -> Model:
-    """Returns the model with some params frozen: part of `model_state`, where nothing trains them.
+    """Returns the model with some params moved to `model_state`, where they are not trained.
 
-    No gradient is computed for them, no optimizer remembers anything of them.
+    No gradient is computed for frozen params, and the optimizer holds no state for them.
 
     Args:
-      model: Of linen, nnx, Keras, or written by hand. `cast` and `remat` go inside:
+      model: A linen, nnx or Keras model, or one written by hand. Apply `cast` and `remat` first:
         ``freeze(cast(model), ...)``.
-      *patterns: Over the paths of params, as for `warm_start`: ``*`` stands within one part of a
-        path, ``**`` for any number of parts: ``freeze(model, "encoder/**", "**/bias")``.
+      *patterns: Patterns of the paths of params to freeze, as for `warm_start`: ``*`` matches
+        within one part of a path, ``**`` matches any number of parts. For example
+        ``freeze(model, "encoder/**", "**/bias")``.
 
     Returns:
-      A model whose ``init`` gives params with None in the place of what is frozen, and model_state
-      as ``{"frozen": params with None for the others, "model": the model's own}``. For params
-      from elsewhere: `freeze` first, then `warm_start`, or ``params`` from ``init`` filled in. The
-      way back is `merge_frozen`.
+      A model whose ``init`` returns params with None in place of the frozen ones, and the
+      model_state ``{"frozen": params with None for the trained ones, "model": model_state of the
+      given model}``. To start from pretrained params, freeze the model first, then use
+      `warm_start`, or fill in the ``params`` from ``init``. `merge_frozen` undoes the split.
 
     Raises:
-      ValueError: No pattern is given. From ``init``: a pattern means no param. From ``apply``:
-        model_state is not that of a frozen model.
+      ValueError: No pattern is given. From ``init``: a pattern matches no param. From ``apply``:
+        `model_state` does not come from a frozen model.
 
     Examples:
       >>> import jax, jax.numpy as jnp
@@ -46,35 +47,44 @@ def freeze(model: Model, *patterns: str) -> Model:
     require(patterns, "patterns", 'one or more, such as "encoder/**"', patterns)
 
     def init(key: jax.Array, inputs: PyTree, /) -> tuple[PyTree, PyTree]:
-        params, own = model.init(key, inputs)
-        paths = [path for path, _ in _tree.leaves_with_path(params)]
+        params, model_state = model.init(key, inputs)
+        paths = list(dict(_tree.leaves_with_path(params)))
         for pattern in patterns:
             _patterns.require_match("patterns", pattern, paths)
-        frozen, trained = (_only(params, patterns, meant) for meant in (True, False))
-        return trained, {"frozen": frozen, "model": own}
+        frozen = _select_params(params, patterns, is_match=True)
+        trained = _select_params(params, patterns, is_match=False)
+        return trained, {"frozen": frozen, "model": model_state}
 
     def apply(params: PyTree, model_state: PyTree, inputs: PyTree, /, **mode: Any) -> ModelOutput:
-        frozen, own = _parts(model_state)
-        output = model.apply(_merged(params, frozen), own, inputs, **mode)
+        frozen, inner_state = _split_model_state(model_state)
+        # Gradients are taken with respect to `params` only, so the frozen params that are merged
+        # in here cost no operation in the backward pass.
+        output = model.apply(_merge_params(params, frozen), inner_state, inputs, **mode)
         return output._replace(model_state={"frozen": frozen, "model": output.model_state})
 
     return Model(init, apply)
 
 
-def _only(params: PyTree, patterns: tuple[str, ...], meant: bool) -> PyTree:
-    """Returns the params that patterns mean, or the others, with None for the rest."""
+def _select_params(params: PyTree, patterns: tuple[str, ...], *, is_match: bool) -> PyTree:
+    """Returns the params that match a pattern, or those that do not, and None for the others."""
 
-    def one(path: Any, leaf: PyTree) -> PyTree:
-        return leaf if _patterns.any_matches(patterns, _tree.path_str(path)) is meant else None
+    def select(path: Any, leaf: PyTree) -> PyTree:
+        # None is an empty subtree for jax, so that gradients and optimizers skip it.
+        return leaf if _patterns.any_matches(patterns, _tree.path_str(path)) is is_match else None
 
-    return jax.tree_util.tree_map_with_path(one, params)
+    return jax.tree_util.tree_map_with_path(select, params)
 
 
-def _merged(params: PyTree, frozen: PyTree) -> PyTree:
+def _merge_params(params: PyTree, frozen: PyTree) -> PyTree:
     return jax.tree.map(lambda a, b: b if a is None else a, params, frozen, is_leaf=_is_none)
 
 
-def _parts(model_state: PyTree) -> tuple[PyTree, PyTree]:
+def _split_model_state(model_state: PyTree) -> tuple[PyTree, PyTree]:
+    """Returns the frozen params and the inner model's `model_state`.
+
+    Raises:
+      ValueError: `model_state` does not come from a frozen model.
+    """
     expected = "{'frozen': ..., 'model': ...}"
     advice = (
         "Create the state with the params and model_state that freeze(model, ...).init returns."
@@ -88,18 +98,23 @@ def _has_frozen(model_state: PyTree) -> bool:
 
 
 def is_frozen(state: Any) -> bool:
-    """Returns True if a state is that of a frozen model.
+    """Returns True if a state belongs to a frozen model.
 
-    Its `model_state` holds a second tree of params, and each param has a value in one of the two.
+    Its `model_state` then holds a second tree of params, and each param has a value in exactly one
+    of the two trees.
     """
     if not _has_frozen(state.model_state):
         return False
-    trees = state.params, state.model_state["frozen"]
-    flat: Any = [jax.tree.flatten(tree, is_leaf=_is_none) for tree in trees]
-    (trained, structure), (frozen, other) = flat
-    if structure != other:
+    # The keys alone prove nothing: a model may have layers that are called "frozen" and "model".
+    trained, trained_structure = _flatten_with_none(state.params)
+    frozen, frozen_structure = _flatten_with_none(state.model_state["frozen"])
+    if trained_structure != frozen_structure:
         return False
     return all((a is None) != (b is None) for a, b in zip(trained, frozen, strict=True))
+
+
+def _flatten_with_none(tree: PyTree) -> tuple[list[Any], Any]:
+    return jax.tree.flatten(tree, is_leaf=_is_none)
 
 
 def _is_none(x: PyTree) -> bool:
@@ -107,17 +122,17 @@ def _is_none(x: PyTree) -> bool:
 
 
 def merge_frozen(state: StateT) -> StateT:
-    """Returns a state of a frozen model as one of the model itself: all params, its model_state.
+    """Returns the state of a frozen model as a state of the original model, with all params.
 
-    Use it to evaluate, save or export, and to get a Keras model back:
-    ``bridge.to_keras(ft.merge_frozen(state), keras_model)``. `opt_state` has slots for the trained
-    params only: to train all of them, create a new state of these params and this model_state.
+    Use it to write a Keras model back, ``bridge.to_keras(ft.merge_frozen(state), keras_model)``, or
+    to evaluate, save or export the original model. `opt_state` still covers the trained params
+    only: to train all params, create a new state from `params` and `model_state`.
 
     Args:
-      state: A TrainState, or anything with `params`, `model_state` and `replace`.
+      state: A TrainState, or any object with `params`, `model_state` and `replace`.
 
     Raises:
-      ValueError: The state is not that of a frozen model.
+      ValueError: The state does not belong to a frozen model.
 
     Examples:
       >>> import jax, jax.numpy as jnp, optax
@@ -125,10 +140,11 @@ def merge_frozen(state: StateT) -> StateT:
       >>> model = Model(init=lambda key, x: ({"a": jnp.ones(2), "b": jnp.zeros(2)}, {}), apply=None)
       >>> params, model_state = freeze(model, "a").init(jax.random.key(0), None)
       >>> state = TrainState.create(params=params, model_state=model_state, tx=optax.sgd(0.1))
-      >>> jax.tree.map(lambda x: float(x.sum()), merge_frozen(state).params)
-      {'a': 2.0, 'b': 0.0}
+      >>> print(merge_frozen(state).params)
+      {'a': Array([1., 1.], dtype=float32), 'b': Array([0., 0.], dtype=float32)}
     """
-    whole: Any = state
-    frozen, own = _parts(whole.model_state)
-    unfrozen: StateT = whole.replace(params=_merged(whole.params, frozen), model_state=own)
-    return unfrozen
+    frozen_state: Any = state
+    frozen, model_state = _split_model_state(frozen_state.model_state)
+    params = _merge_params(frozen_state.params, frozen)
+    merged: StateT = frozen_state.replace(params=params, model_state=model_state)
+    return merged

@@ -1,4 +1,4 @@
-"""Linen modules as functrain models."""
+"""Models from linen modules."""
 
 from typing import Any
 
@@ -15,27 +15,28 @@ from functrain.model._switches import switches
 
 
 def from_linen(module: nn.Module) -> Model:
-    """Makes a model of a linen module.
+    """Returns a model that applies a linen module.
 
-    Where the module's ``__call__`` takes an argument named `training`, `train`, `deterministic`
-    or `use_running_average`, it is given: the last two as ``not training``. A switch that the
-    module already holds as a field is left alone, since linen allows one place only.
+    If the module's ``__call__`` takes an argument named `training`, `train`, `deterministic` or
+    `use_running_average`, `apply` passes it; the last two as ``not training``. An argument that
+    the module also has as a field with a value is not passed, since linen accepts it in one place
+    only.
 
     Args:
       module: An instance of `flax.linen.Module`, called as ``module(inputs)``: `inputs` is one
         pytree.
 
     Returns:
-      A model. ``init(key, inputs)`` gives the `params` collection, and as model_state a dict of
-      all others but `losses` and `intermediates`. ``apply`` moves model_state on in training and
-      returns it untouched otherwise. `rng`, a key `key[]`, serves every stream the module asks
-      for, as ``module.apply(..., rngs=rng)`` does. What the module sows into `losses`
-      (``self.sow("losses", "l2", value)``, each `f32[]`) comes back as ``ModelOutput.losses``.
+      A model. ``init(key, inputs)`` returns the `params` collection, and as model_state a dict of
+      all other collections except `losses` and `intermediates`. ``apply`` updates model_state in
+      training and returns it unchanged otherwise. `rng`, a key `key[]`, serves every random stream
+      of the module, as ``module.apply(..., rngs=rng)`` does. The values that the module sows into
+      `losses` (``self.sow("losses", "l2", value)``, each `f32[]`) are ``ModelOutput.losses``.
 
     Raises:
-      TypeError: `module` is no instance of a linen module. From ``apply``:
-      ValueError: The module draws random numbers and got no `rng`, sows a loss that is no
-        scalar, or was given a model_state without what it keeps.
+      TypeError: `module` is not an instance of a linen module.
+      ValueError: (from ``apply``) the module draws random numbers but `rng` is None, it sows a
+        loss that is not a scalar, or `model_state` lacks a collection of the module.
 
     Examples:
       >>> import flax.linen as nn, jax, jax.numpy as jnp
@@ -58,8 +59,10 @@ def from_linen(module: nn.Module) -> Model:
     def init(key: jax.Array, inputs: PyTree, /) -> tuple[PyTree, PyTree]:
         variables = dict(module.init(key, inputs, **_linen_switches(module, False)))
         params = variables.pop("params", {})
-        transient = ("losses", "intermediates")  # what one application says, not what it keeps
-        return params, {name: c for name, c in variables.items() if name not in transient}
+        # Sown values belong to one application, not to the state that the next one receives.
+        for name in ("losses", "intermediates"):
+            variables.pop(name, None)
+        return params, variables
 
     def apply(
         params: PyTree,
@@ -70,45 +73,55 @@ def from_linen(module: nn.Module) -> Model:
         rng: jax.Array | None = None,
         training: bool = False,
     ) -> ModelOutput:
-        kept = dict(model_state)  # () is a dict too: the model_state of a state created without
+        # A state that was created without a model_state has () there, and dict(()) is {}.
+        collections = dict(model_state)
         try:
-            outputs, changed = module.apply(
-                {"params": params, **kept},
+            outputs, updated = module.apply(
+                {"params": params, **collections},
                 inputs,
                 rngs=rng,
-                mutable=[*(kept if training else ()), "losses"],
+                # linen silently drops values that are sown into a collection that is not mutable.
+                mutable=[*(collections if training else ()), "losses"],
                 **_linen_switches(module, training),
             )
         except flax.errors.InvalidRngError as error:
+            # With an rng, every stream has a key, and the error has another cause.
             if rng is None:
-                raise ValueError(_no_rng(module, training)) from error
+                raise ValueError(_missing_rng_message(module, training)) from error
             raise
         except (
             flax.errors.ScopeCollectionNotFound,
             flax.errors.ApplyScopeInvalidVariablesStructureError,
         ) as error:
-            raise ValueError(_missing(module, params, kept)) from error
-        if training and kept:
-            model_state = {name: changed.get(name, c) for name, c in kept.items()}
-        return ModelOutput(outputs, model_state, _losses(changed.get("losses", {})))
+            raise ValueError(_missing_collection_message(module, params, collections)) from error
+        losses = _flatten_losses(updated.get("losses", {}))
+        if training and collections:
+            # Collections that the module creates in this call are dropped: the structure of
+            # model_state must stay the same from step to step.
+            model_state = {name: updated.get(name, x) for name, x in collections.items()}
+        return ModelOutput(outputs, model_state, losses)
 
     return Model(init, apply)
 
 
 def _linen_switches(module: Any, training: bool) -> dict[str, Any]:
-    taken = switches(module, training)
-    return {name: on for name, on in taken.items() if getattr(module, name, None) is None}
+    """Returns the switches to pass: those that are not already set as fields of the module."""
+    values = switches(module, training)
+    return {name: x for name, x in values.items() if getattr(module, name, None) is None}
 
 
-def _no_rng(module: nn.Module, training: bool) -> str:
-    maker = "TrainState.create" if training else "eval_step"
+def _missing_rng_message(module: nn.Module, training: bool) -> str:
+    function = "TrainState.create" if training else "eval_step"
     return (
         f"{type(module).__name__}: expected a key, since the module draws random numbers with "
-        f"training={training}, got rng=None. Give rng=jax.random.key(seed) to {maker}, or to apply."
+        f"training={training}, got rng=None. Pass rng=jax.random.key(seed) to {function}, or to "
+        "apply."
     )
 
 
-def _missing(module: nn.Module, params: PyTree, model_state: dict[str, PyTree]) -> str:
+def _missing_collection_message(
+    module: nn.Module, params: PyTree, model_state: dict[str, PyTree]
+) -> str:
     got = f"params {sorted(params)} and model_state {sorted(model_state)}"
     return (
         f"{type(module).__name__}: expected the collections that init returned, got {got}. With "
@@ -117,8 +130,13 @@ def _missing(module: nn.Module, params: PyTree, model_state: dict[str, PyTree]) 
     )
 
 
-def _losses(collection: PyTree) -> tuple[jax.Array, ...]:
+def _flatten_losses(collection: PyTree) -> tuple[jax.Array, ...]:
+    """Returns the sown losses as a tuple.
+
+    Raises:
+      ValueError: A loss is not a scalar.
+    """
     for path, leaf in _tree.leaves_with_path(collection):
-        advice = "Reduce it before it is sown, with jnp.sum or jnp.mean."
+        advice = "Reduce it with jnp.sum or jnp.mean before self.sow."
         require(jnp.shape(leaf) == (), f"losses/{path}", "a scalar, f32[]", leaf, advice)
     return tuple(jax.tree.leaves(collection))

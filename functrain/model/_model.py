@@ -1,4 +1,4 @@
-"""A model as a pair of pure functions, the way optax writes an optimizer."""
+"""A model as a pair of pure functions, in the style of optax optimizers."""
 
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
@@ -9,14 +9,16 @@ from functrain.common._types import PyTree
 
 
 class ModelOutput(NamedTuple):
-    """What one application of a model returns.
+    """The result of one application of a model.
 
     Attributes:
       outputs: The predictions, any pytree, leaves usually `f32[B, ...]`.
-      model_state: The non-trainable collections after this application: what `apply` was given,
-        with batch statistics and seed counters moved on. Same structure, shapes and dtypes.
-      losses: The scalars the model added itself, each `f32[]` (regularizers, `add_loss`, a flax
-        `losses` collection). They are not part of `outputs`; `supervised` adds them to the loss.
+      model_state: The non-trainable collections after this application, with updated batch
+        statistics and seed counters. It has the structure, shapes and dtypes of the `model_state`
+        that was passed to `apply`.
+      losses: The scalar losses that the model itself computes, each `f32[]` (regularizers,
+        `add_loss`, a flax `losses` collection). They are not part of `outputs`; `supervised` adds
+        them to the loss.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -31,9 +33,10 @@ class ModelOutput(NamedTuple):
 
 
 class ApplyFn(Protocol):
-    """``(params, model_state, inputs, *, rng, training) -> ModelOutput``.
+    """A function ``(params, model_state, inputs, *, rng, training) -> ModelOutput``.
 
-    A function around another model's `apply` takes the last two as ``**mode`` and passes them on.
+    A function that wraps another model's `apply` takes `rng` and `training` as ``**mode`` and
+    passes them on.
     """
 
     def __call__(
@@ -54,14 +57,14 @@ class Model(NamedTuple):
     """A pair of pure functions.
 
     Attributes:
-      init: ``init(key, inputs) -> (params, model_state)``. `inputs` is one pytree, never
-        splatted: a model of two inputs takes a tuple or a dict.
+      init: ``init(key, inputs) -> (params, model_state)``. `inputs` is one pytree: a model with
+        two inputs takes a tuple or a dict.
       apply: ``apply(params, model_state, inputs, *, rng=None, training=False) -> ModelOutput``.
-        `rng` is a typed key `key[]` for dropout and the like, or None for a model that needs
-        none (or keeps counters of its own in `model_state`).
+        `rng` is a typed key `key[]` for dropout and other randomness, or None for a model that
+        is deterministic or keeps its own seed counters in `model_state`.
 
     Examples:
-      A model needs no framework at all:
+      A model without any framework:
 
       >>> import jax, jax.numpy as jnp
       >>> def init(key, inputs):

@@ -1,4 +1,4 @@
-"""Nnx modules as functrain models."""
+"""Models from nnx modules."""
 
 from typing import TYPE_CHECKING
 
@@ -16,29 +16,31 @@ if TYPE_CHECKING:
 
 
 def from_nnx(module: "nnx.Module") -> Model:
-    """Makes a model of an nnx module, which already has its values; the module never changes.
+    """Returns a model that applies an nnx module. The module itself never changes.
 
-    Every application runs on a twin made of the values it is given, in ``module.train()`` or
-    ``module.eval()`` mode; a call that takes `training`, `train`, `deterministic` or
-    `use_running_average` is given it too. Any other mode set by hand is overruled by that.
+    ``apply`` builds a copy of the module from `params` and `model_state`, and sets the copy to
+    ``module.train()`` or ``module.eval()`` mode, which overrides a mode set by hand. If the
+    module's ``__call__`` takes an argument named `training`, `train`, `deterministic` or
+    `use_running_average`, `apply` passes it as well.
 
     Args:
       module: An instance of `flax.nnx.Module`, called as ``module(inputs)``: `inputs` is one
         pytree.
 
     Returns:
-      A model. ``init(key, inputs)`` uses neither argument: it returns copies of the values that
-      the module has at that moment, as nested dicts of arrays: params = every `nnx.Param`,
-      model_state = everything else (batch statistics, random streams). In ``apply``, with
-      ``rng=None`` the module draws from its own streams, which live in model_state and move on;
-      with a key `key[]` every stream is seeded anew from it, each with a key of its own, and the
-      entries of the streams come back as they were given. Variables that come into being in a
-      call (`sow`) are dropped; losses are ().
+      A model. ``init(key, inputs)`` uses neither argument: it returns copies of the current values
+      of the module as nested dicts of arrays. params has every `nnx.Param`; model_state has
+      everything else (batch statistics, random streams). In ``apply``, with ``rng=None`` the module
+      draws from its own random streams, which are part of model_state and advance. With a key
+      `key[]`, every stream is seeded with a different key derived from it, and the streams in
+      model_state are returned unchanged. Variables that a call creates (`sow`) are dropped; losses
+      are ().
 
     Raises:
-      TypeError: `module` is no instance of an nnx module, or holds a value that is no array.
-        From ``apply``:
-      ValueError: params or model_state is not of the structure ``init`` returned.
+      TypeError: `module` is not an instance of an nnx module, or holds a value that is not an
+        array.
+      ValueError: (from ``apply``) params or model_state does not have the structure that ``init``
+        returned.
 
     Examples:
       >>> from flax import nnx
@@ -53,16 +55,23 @@ def from_nnx(module: "nnx.Module") -> Model:
       >>> model.apply(params, model_state, x, training=True).outputs.shape
       (4, 8)
     """
-    from flax import nnx  # linen users need not wait for it
+    # Imported here, since importing functrain must not import flax.nnx (see tests/test_house.py):
+    # users of linen would wait for it.
+    from flax import nnx
 
     advice = "Construct it first, as in Net(...); for a module of flax.linen use from_linen."
     require_instance("module", module, nnx.Module, "an instance of flax.nnx.Module", advice)
     graphdef, *states = nnx.split(module, nnx.Param, ...)
-    params_like, rest_like = (jax.eval_shape(_tree.copy, state) for state in states)
+    # Shapes only: the module may get other values later, and a closure over values would keep the
+    # old ones alive.
+    # `_tree.copy` raises TypeError here for values that are not arrays.
+    params_like, state_like = (jax.eval_shape(_tree.copy, state) for state in states)
 
     def init(key: jax.Array, inputs: PyTree, /) -> tuple[PyTree, PyTree]:
-        params, rest = nnx.state(module, nnx.Param), nnx.state(module, nnx.Not(nnx.Param))
-        return _tree.copy(nnx.to_pure_dict(params)), _tree.copy(nnx.to_pure_dict(rest))
+        params = nnx.to_pure_dict(nnx.state(module, nnx.Param))
+        model_state = nnx.to_pure_dict(nnx.state(module, nnx.Not(nnx.Param)))
+        # Copies, since a step may donate them, and the module must keep its own values.
+        return _tree.copy(params), _tree.copy(model_state)
 
     def apply(
         params: PyTree,
@@ -73,47 +82,53 @@ def from_nnx(module: "nnx.Module") -> Model:
         rng: jax.Array | None = None,
         training: bool = False,
     ) -> ModelOutput:
-        rest = _fill(rest_like, model_state, "model_state")
-        trained = _fill(params_like, params, "params")
-        twin = nnx.merge(graphdef, trained, rest if rng is None else _reseed(rest, rng))
+        old_state = _to_nnx_state(state_like, model_state, "model_state")
+        nnx_params = _to_nnx_state(params_like, params, "params")
+        seeded_state = old_state if rng is None else _reseed(old_state, rng)
+        module_copy = nnx.merge(graphdef, nnx_params, seeded_state)
         if training:
-            twin.train()
+            module_copy.train()
         else:
-            twin.eval()
-        outputs = twin(inputs, **switches(twin, training))
-        after = nnx.state(twin, nnx.Not(nnx.Param))
+            module_copy.eval()
+        outputs = module_copy(inputs, **switches(module_copy, training))
+        new_state = nnx.state(module_copy, nnx.Not(nnx.Param))
         if rng is not None:
-            after = nnx.merge_state(after, nnx.filter_state(rest, nnx.RngState))
-        after = _only(model_state, nnx.to_pure_dict(after))
-        return ModelOutput(outputs, after, ())
+            new_state = nnx.merge_state(new_state, nnx.filter_state(old_state, nnx.RngState))
+        new_model_state = _restrict_to(model_state, nnx.to_pure_dict(new_state))
+        return ModelOutput(outputs, new_model_state, ())
 
     return Model(init, apply)
 
 
-def _fill(like: PyTree, values: PyTree, name: str) -> PyTree:
-    """Puts plain nested dicts of arrays back into the variables of an `nnx.State`."""
-    from flax import nnx
+def _to_nnx_state(reference: PyTree, values: PyTree, name: str) -> PyTree:
+    """Returns nested dicts of arrays as an `nnx.State` with the variables of `reference`.
 
-    expected = nnx.to_pure_dict(like)
-    paths, given = ([p for p, _ in _tree.leaves_with_path(x)] for x in (expected, values))
-    # By path, so that () stands for {}: the model_state of a state created without one.
-    if paths != given:
-        wrong = _tree.differences(expected, values)
-        advice = "Take them from init. If the module has changed since, call from_nnx again."
-        require_no_problems(name, wrong, "the leaves that init returned", advice)
-    return jax.tree.unflatten(jax.tree.structure(like), jax.tree.leaves(values))
-
-
-def _reseed(state: PyTree, rng: jax.Array) -> PyTree:
-    """Seeds every random stream with a key of its own.
-
-    By place, not by name: layers that share a stream's name would get one key, and one mask.
+    Raises:
+      ValueError: The leaves of `values` are not those of `reference`.
     """
     from flax import nnx
 
-    def seed(i: int, variable: PyTree) -> PyTree:
+    expected = nnx.to_pure_dict(reference)
+    # Paths are compared instead of structures, since a state that was created without a
+    # model_state has () where nnx has {}.
+    expected_leaves = dict(_tree.leaves_with_path(expected))
+    if list(expected_leaves) != list(dict(_tree.leaves_with_path(values))):
+        differences = _tree.differences(expected, values)
+        advice = "Take them from init. If the module has changed since, call from_nnx again."
+        require_no_problems(name, differences, "the leaves that init returned", advice)
+    return jax.tree.unflatten(jax.tree.structure(reference), jax.tree.leaves(values))
+
+
+def _reseed(state: PyTree, rng: jax.Array) -> PyTree:
+    """Returns the state with every random stream seeded with a different key."""
+    from flax import nnx
+
+    def seed(index: int, variable: PyTree) -> PyTree:
         if isinstance(variable, nnx.RngKey):
-            key = jax.random.fold_in(rng, i)
+            # The key depends on the index of the stream, not on its name: two dropout layers whose
+            # streams share a name would otherwise draw the same mask.
+            key = jax.random.fold_in(rng, index)
+            # Modules made by `nnx.vmap` hold an array of keys, one for each copy of the layer.
             return jax.tree.map(
                 lambda old: jax.random.split(key, old.shape) if old.shape else key, variable
             )
@@ -122,11 +137,15 @@ def _reseed(state: PyTree, rng: jax.Array) -> PyTree:
         return variable
 
     variables, structure = jax.tree.flatten(state, is_leaf=lambda x: isinstance(x, nnx.Variable))
-    return jax.tree.unflatten(structure, [seed(i, v) for i, v in enumerate(variables)])
+    return jax.tree.unflatten(structure, map(seed, range(len(variables)), variables))
 
 
-def _only(like: PyTree, tree: PyTree) -> PyTree:
-    """The part of a nested dict that `like` has, with what a call added left out."""
-    if isinstance(like, dict):
-        return {name: _only(below, tree[name]) for name, below in like.items()}
-    return tree if jax.tree.leaves(like) else like
+def _restrict_to(reference: PyTree, tree: PyTree) -> PyTree:
+    """Returns the entries of a nested dict that `reference` has too.
+
+    Entries that a call added are left out: the structure of a state must not change.
+    """
+    if isinstance(reference, dict):
+        return {name: _restrict_to(below, tree[name]) for name, below in reference.items()}
+    # Without leaves `reference` may be () where nnx has {}, and stays as it is.
+    return tree if jax.tree.leaves(reference) else reference

@@ -1,4 +1,4 @@
-"""Models that compute again what they do not keep."""
+"""Models that recompute activations in the backward pass instead of storing them."""
 
 import functools
 from collections.abc import Callable
@@ -11,17 +11,18 @@ from functrain.model._model import Model, ModelOutput
 
 
 def remat(model: Model, policy: Callable[..., Any] | None = None) -> Model:
-    """Returns the model that in training keeps less for the gradient, and computes it again.
+    """Returns the model that, in training, stores fewer activations and recomputes the others.
 
-    It is `jax.checkpoint` around the application, in training only.
+    It applies `jax.checkpoint` to the whole model, in training only.
 
     Args:
-      model: The model. (The masks that a Keras model leaves on its outputs do not come through.)
-      policy: One of `jax.checkpoint_policies`: what is kept. ``dots_saveable`` keeps products of
-        matrices, and computes activations, norms and dropout again, which costs little. None keeps
-        the inputs only: all of the forward pass runs again before the gradient, and then memory
-        holds what it holds without. It pays where the loss itself needs much; layer by layer,
-        `flax.linen.remat` and `keras.RematScope` save more.
+      model: The model. The masks that a Keras model attaches to its outputs are lost.
+      policy: Selects the values that are stored, one of `jax.checkpoint_policies`.
+        ``dots_saveable`` stores matrix products and recomputes activations, norms and dropout,
+        which costs little. None stores the inputs only: the whole forward pass runs again before
+        the backward pass, which then needs as much memory as without `remat`. That saves memory
+        only where the loss itself needs much. `flax.linen.remat` and `keras.RematScope` work layer
+        by layer and save more.
 
     Examples:
       >>> import flax.linen as nn, jax, jax.numpy as jnp
@@ -33,8 +34,11 @@ def remat(model: Model, policy: Callable[..., Any] | None = None) -> Model:
     """
 
     def apply(*arrays: PyTree, training: bool = False, **rng: Any) -> ModelOutput:
+        # `training` is bound first: `jax.checkpoint` would trace it like an array.
         run: Callable[..., ModelOutput] = functools.partial(model.apply, training=training)
-        run = jax.checkpoint(run, policy=policy) if training else run
+        # Without training there is no backward pass, and nothing to recompute.
+        if training:
+            run = jax.checkpoint(run, policy=policy)
         return run(*arrays, **rng)
 
     return Model(model.init, apply)
