@@ -1,17 +1,19 @@
-"""Keras models in, Keras models out: the bridge between Keras on JAX and functrain.
+"""The bridge between Keras on JAX and functrain: Keras models in, Keras models out.
 
-Importing it before Keras sets `KERAS_BACKEND=jax` where the variable is unset.
+Import it before Keras: it then sets `KERAS_BACKEND=jax` if the variable is unset.
 """
 
 from bridge._backend import require_jax
 
-require_jax()  # before anything imports keras: it picks its backend then, once
+# Keras chooses its backend once, when it is first imported, and the imports below import it.
+require_jax()
 
 import functrain
 from bridge._version import __version__ as __version__
 from bridge._version import require_same
 
-require_same(functrain)  # before a stale functrain can fail on a name it does not have
+# A stale functrain would fail below with an ImportError about a name that it does not have.
+require_same(functrain)
 
 from bridge.model import from_flax as from_flax
 from bridge.model import from_keras as from_keras
@@ -38,6 +40,8 @@ from bridge.train import test_step as test_step
 from bridge.train import train_step as train_step
 from functrain.internal import add_guard
 
+# functrain traces only programs that reach a Keras layer under this guard, so that importing bridge
+# changes nothing for programs of pure JAX.
 add_guard(reaches_keras, no_side_effects)
 
 del add_guard, functrain, no_side_effects, reaches_keras, require_jax, require_same

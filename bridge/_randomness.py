@@ -1,4 +1,4 @@
-"""The generators that a process has but one of each."""
+"""The states of the global random number generators of Python and NumPy."""
 
 import random
 from typing import Any
@@ -6,15 +6,16 @@ from typing import Any
 import numpy as np
 
 
-def randomness() -> dict[str, Any]:
-    """Returns the state of NumPy's and Python's own generators, by which Keras shuffles."""
-    version, numbers, gauss = random.getstate()
-    python = [version, np.asarray(numbers, np.uint32), gauss]
-    return {"numpy": np.random.get_state(legacy=False), "python": python}
+def random_state() -> dict[str, Any]:
+    """Returns the states of NumPy's and Python's global generators, with which Keras shuffles."""
+    version, words, next_gauss = random.getstate()
+    # A checkpoint stores arrays, not tuples of 625 integers.
+    python_state = [version, np.asarray(words, np.uint32), next_gauss]
+    return {"numpy": np.random.get_state(legacy=False), "python": python_state}
 
 
-def put_randomness(found: dict[str, Any]) -> None:
-    """Puts back what `randomness` returned."""
-    np.random.set_state(found["numpy"])
-    version, numbers, gauss = found["python"]
-    random.setstate((version, tuple(numbers.tolist()), gauss))
+def set_random_state(state: dict[str, Any]) -> None:
+    """Restores the states that `random_state` returned."""
+    np.random.set_state(state["numpy"])
+    version, words, next_gauss = state["python"]
+    random.setstate((version, tuple(words.tolist()), next_gauss))

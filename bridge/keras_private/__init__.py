@@ -1,18 +1,18 @@
-"""Every private Keras name the bridge reads: a file for each part of Keras, a function each.
+"""Every private Keras name that the bridge uses: a file for each part of Keras, a function each.
 
-Nothing else in the package touches one; `tests/bridge/keras_private/` holds a test for each, which
-says first when a new Keras release moves something.
+No other file of the package touches one. `tests/bridge/keras_private/` has a test for each name,
+which is the first to fail when a new Keras release moves it.
 
 Files:
   trainer: what `compile` made of a model, and what its epochs report
   trainer_state: where a model's values are while it trains
-  data: the batches of whatever `fit` takes
-  callbacks: when Keras's own callbacks act between two epochs
+  data: the batches of everything that `fit` takes
+  callbacks: the state of Keras's own callbacks, and the batches at which they act
   layers: what a layer holds, and the layers inside it
-  variables: a variable's value and place
+  variables: a variable's value and layout, and the scopes that hide it
   losses: what `compile` makes of a loss
   metrics: what `compile` makes of a metric
-  optimizers: what an optimizer was made with, and what it remembers
+  optimizers: an optimizer's arguments and variables
 """
 
 from bridge.keras_private import callbacks as callbacks

@@ -7,17 +7,17 @@ from keras.src.models.functional import Functional
 
 
 def sublayers(layer: keras.Layer) -> list[Any]:
-    """Returns the layers a layer tracks itself, in Keras's own order.
+    """Returns the layers that a layer tracks itself, in Keras's own order.
 
     Reads `Layer._layers`; checked with Keras 3.15.1. The public `Model.layers` exists on models
     only, and in a Functional model leaves out layers attached as attributes. Without it no
-    variable of a sublayer is found.
+    variable of a sublayer is collected.
     """
     return list(layer._layers)
 
 
 def own_variables(layer: keras.Layer) -> list[Any]:
-    """Returns the variables a layer holds itself: trainable ones, then the others.
+    """Returns the variables that a layer holds itself: trainable ones, then the others.
 
     Reads `Layer._trainable_variables` and `Layer._non_trainable_variables`; checked with Keras
     3.15.1. The public lists are flat over the whole tree; without these two it is unknown which
@@ -27,7 +27,7 @@ def own_variables(layer: keras.Layer) -> list[Any]:
 
 
 def seed_generators(layer: keras.Layer) -> list[Any]:
-    """Returns the SeedGenerators a layer holds itself.
+    """Returns the SeedGenerators that a layer holds itself.
 
     Reads `Layer._seed_generators`; checked with Keras 3.15.1. Without it a seed counter cannot be
     told from any other variable, and nothing can be reseeded from a key.
@@ -36,7 +36,7 @@ def seed_generators(layer: keras.Layer) -> list[Any]:
 
 
 def own_metrics(layer: keras.Layer) -> list[Any]:
-    """Returns the metrics a layer holds itself, without those of `compile`.
+    """Returns the metrics that a layer holds itself, without those of `compile`.
 
     Reads `Layer._metrics`; checked with Keras 3.15.1. The public `Model.metrics` mixes in the
     compiled ones and leaves out those of nested models. Without it a metric that is updated
@@ -48,8 +48,8 @@ def own_metrics(layer: keras.Layer) -> list[Any]:
 def all_layers(layer: keras.Layer) -> list[Any]:
     """Returns a layer and all layers inside it, at any depth, each once.
 
-    Calls `Layer._flatten_layers`; checked with Keras 3.15.1. Without it each walk over a model is
-    a recursion of its own.
+    Calls `Layer._flatten_layers`; checked with Keras 3.15.1. Without it each walk over a model
+    needs a recursion.
     """
     return list(layer._flatten_layers())
 
@@ -58,14 +58,14 @@ def forget_losses(layer: keras.Layer) -> None:
     """Drops the losses that a failed `fit` left behind.
 
     Clears `Layer._losses_override`; checked with Keras 3.15.1, which fills it during a train step
-    and empties it only where the step succeeds. Without it `layer.losses` returns dead tracers
+    and empties it only if the step succeeds. Without it `layer.losses` returns dead tracers
     of that step in place of this call's losses.
     """
     layer._losses_override.clear()
 
 
 def is_functional(layer: Any) -> bool:
-    """Whether a layer is Keras's own Functional model, and none of a subclass.
+    """Returns True if a layer is Keras's own Functional model, and not of a subclass.
 
     Compares with `keras.src.models.functional.Functional`, which has no public name; checked with
     Keras 3.15.1. Without it a model made of inputs and outputs cannot be told from a user's class.

@@ -20,21 +20,22 @@ def get_loss(identifier: Any, y: Any, outputs: Any) -> Any:
 
 
 def losses_and_weight(loss: Any, y: Any, outputs: Any, sample_weight: Any) -> tuple[Any, Any, Any]:
-    """Returns what `Loss.__call__` multiplies and takes the mean of, and how many values are valid.
+    """Returns the values and the weight that `Loss.__call__` reduces, and how many are valid.
 
-    The weight is None where there is none, and the number where there is no mask.
+    The weight may be None. The number is None if there is no mask, and all values are valid.
 
     Calls `losses.loss.apply_mask`, `squeeze_or_expand_to_same_rank` and `get_keras_mask`; checked
     with Keras 3.15.1. With `reduction=None` Keras leaves out the factor that makes the mean one
     over valid elements, so without this the values of examples do not add up to the loss.
     """
-    before = get_keras_mask(outputs)
+    # As in Keras, the mask is read first: a conversion to another dtype makes an array without it.
+    output_mask = get_keras_mask(outputs)
     with keras.name_scope(loss.name):
         y, outputs = keras.tree.map_structure(
             lambda x: keras.ops.convert_to_tensor(x, dtype=loss.dtype), (y, outputs)
         )
         values = loss.call(y, outputs)
-        masks = [mask for mask in (before, get_keras_mask(values)) if mask is not None]
+        masks = [mask for mask in (output_mask, get_keras_mask(values)) if mask is not None]
         values = keras.ops.convert_to_tensor(values, dtype=loss.dtype)
         mask = functools.reduce(operator.and_, masks) if masks else None
         valid = None

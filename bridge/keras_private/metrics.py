@@ -1,4 +1,4 @@
-"""What `compile` makes of a metric, and which metrics are plain."""
+"""What `compile` makes of a metric, and which metrics are plain running means."""
 
 from typing import Any
 
@@ -6,6 +6,8 @@ import keras
 from keras.src.metrics import reduction_metrics
 from keras.src.trainers import compile_utils
 from keras.src.trainers.trainer import Trainer
+
+_RUNNING_MEANS = (reduction_metrics.Mean, reduction_metrics.Sum)
 
 
 def get_metric(identifier: Any, y: Any, outputs: Any) -> Any:
@@ -18,7 +20,7 @@ def get_metric(identifier: Any, y: Any, outputs: Any) -> Any:
 
 
 def is_built_metric(metric: Any) -> bool:
-    """Whether a metric has all its variables.
+    """Returns True if a metric has all its variables.
 
     Reads `_built` of F1Score, FBetaScore, R2Score and AUC, which make some at their first batch;
     checked with Keras 3.15.1. Without it a state made before that batch is too short for it.
@@ -26,26 +28,26 @@ def is_built_metric(metric: Any) -> bool:
     return bool(getattr(metric, "_built", True))
 
 
-def only_running_means(model: keras.Model) -> bool:
-    """Whether all metrics of a model are reset and read by Keras's own `Mean` or `Sum`.
+def has_running_means_only(model: keras.Model) -> bool:
+    """Returns True if Keras's own `Mean` or `Sum` resets and reads all metrics of a model.
 
     Compares with `reduction_metrics.Mean` and `Sum` and with `Trainer`, and looks into
-    `CompileMetrics`; checked with Keras 3.15.1. Their results are a quotient, or a value as it
-    is: the same bits in a program of its own, or in none. Without it every epoch resets and reads
-    metrics one operation at a time.
+    `CompileMetrics`; checked with Keras 3.15.1. Their results are a quotient or a plain value,
+    which have the same bits in a separate program as in none. Without it every epoch resets and
+    reads metrics one operation at a time.
     """
-    owner = type(model)
-    if any(
-        getattr(owner, name) is not getattr(Trainer, name) or name in vars(model)
-        for name in ("reset_metrics", "get_metrics_result")
-    ):
-        return False
-    nested = [
-        m.metrics if isinstance(m, compile_utils.CompileMetrics) else [m] for m in model.metrics
-    ]
-    kinds = (reduction_metrics.Mean, reduction_metrics.Sum)
-    return all(
-        any(type(m).result is k.result and type(m).reset_state is k.reset_state for k in kinds)
-        for metrics in nested
-        for m in metrics
-    )
+    # A user may override these methods in the class or in the object.
+    for name in ("reset_metrics", "get_metrics_result"):
+        if name in vars(model) or getattr(type(model), name) is not getattr(Trainer, name):
+            return False
+    metrics: list[Any] = []
+    for metric in model.metrics:
+        is_list = isinstance(metric, compile_utils.CompileMetrics)
+        metrics += metric.metrics if is_list else [metric]
+    return all(map(_is_running_mean, metrics))
+
+
+def _is_running_mean(metric: Any) -> bool:
+    """Returns True if a metric's `result` and `reset_state` are those of `Mean` or of `Sum`."""
+    methods = type(metric).result, type(metric).reset_state
+    return any(methods == (cls.result, cls.reset_state) for cls in _RUNNING_MEANS)

@@ -1,4 +1,4 @@
-"""What an optimizer was made with, and what it remembers."""
+"""An optimizer's arguments and variables, and how it is built and applied."""
 
 import contextlib
 from collections.abc import Iterator
@@ -10,17 +10,17 @@ from functrain.internal import DeferredSignals
 
 
 def learning_rate(optimizer: Any) -> Any:
-    """Returns the schedule or function that an optimizer asks for its learning rate, else None.
+    """Returns the schedule or function that gives an optimizer its learning rate, else None.
 
     Reads `Optimizer._learning_rate`; checked with Keras 3.15.1. The public `learning_rate` calls
-    the schedule. Without it a schedule of one's own would have to be serializable to be used.
+    the schedule. Without it a user's schedule would have to be serializable to be used.
     """
     rate = getattr(optimizer, "_learning_rate", None)
     return None if isinstance(rate, keras.Variable) or not callable(rate) else rate
 
 
 def optimizer_map(optimizer: Any) -> Any:
-    """Returns what a MultiOptimizer chooses by: an OptimizerMap, or a function.
+    """Returns what assigns variables to the parts of a MultiOptimizer: an OptimizerMap or function.
 
     Reads `MultiOptimizer._optimizer_map`; checked with Keras 3.15.1. Without it a MultiOptimizer
     that holds a function cannot be copied.
@@ -29,7 +29,7 @@ def optimizer_map(optimizer: Any) -> Any:
 
 
 def excluded_from_weight_decay(optimizer: Any) -> tuple[set[int], str]:
-    """Returns the ids of variables and the pattern of names that weight decay leaves out.
+    """Returns the ids of variables, and the pattern of names, that weight decay leaves out.
 
     Reads `Optimizer._exclude_from_weight_decay` and `_exclude_from_weight_decay_pattern`; checked
     with Keras 3.15.1, whose `get_config` leaves both out.
@@ -39,8 +39,8 @@ def excluded_from_weight_decay(optimizer: Any) -> tuple[set[int], str]:
     return set(ids), pattern.pattern if pattern else ""
 
 
-def trained(optimizer: Any) -> list[Any]:
-    """Returns the variables an optimizer was built for, in the order of its slots.
+def trained_variables(optimizer: Any) -> list[Any]:
+    """Returns the variables that an optimizer was built for, in the order of its slots.
 
     Reads `Optimizer._trainable_variables`; checked with Keras 3.15.1. Without it slots cannot be
     told apart, nor can an optimizer that was built for another model.
@@ -49,20 +49,19 @@ def trained(optimizer: Any) -> list[Any]:
 
 
 def slot_lists(optimizer: Any) -> list[tuple[str, list[Any]]]:
-    """Returns the lists that hold a slot, or something else, for each trained variable, by name.
+    """Returns, by name, the lists that hold a slot or other object for each trained variable.
 
-    Reads the lists among an optimizer's attributes but for `Optimizer._variables` and
+    Reads the lists among an optimizer's attributes, except `Optimizer._variables` and
     `_trainable_variables`; a name has no underscores around it. Checked with Keras 3.15.1. Without
-    it slots could be told apart by the names of variables only, which the user chooses.
+    it slots could be distinguished by the names of variables only, which the user chooses.
     """
-    n = len(trained(optimizer))
-    return [
-        (name.strip("_"), values)
-        for name, values in vars(optimizer).items()
-        if isinstance(values, list)
-        and len(values) == n > 0
-        and name not in ("_variables", "_trainable_variables")
-    ]
+    n = len(trained_variables(optimizer))
+    lists: list[tuple[str, list[Any]]] = []
+    for name, value in vars(optimizer).items():
+        is_registry = name in ("_variables", "_trainable_variables")
+        if isinstance(value, list) and len(value) == n > 0 and not is_registry:
+            lists.append((name.strip("_"), value))
+    return lists
 
 
 def variable_attributes(optimizer: Any) -> dict[int, str]:
@@ -79,20 +78,22 @@ def variable_attributes(optimizer: Any) -> dict[int, str]:
 
 
 @contextlib.contextmanager
-def all_or_nothing(optimizer: Any) -> Iterator[None]:
-    """Context manager for a build: holds Ctrl-C back, and takes back what an exception left.
+def atomic_build(optimizer: Any) -> Iterator[None]:
+    """Context manager for a build: delays Ctrl-C, and undoes a build that raises an exception.
 
     Restores the attributes of an optimizer, `Optimizer._variables` and `_tracker.stored_ids` among
     them; checked with Keras 3.15.1. Keras sets `built` before it makes the slots: without this, an
     optimizer that ran out of memory there counts as built, and every later step misses its slots.
     """
     parts = [] if optimizer is None or optimizer.built else _with_inner(optimizer)
-    before = [(part, dict(vars(part)), list(part._variables)) for part in parts]
-    with DeferredSignals():  # it raises what it held after the build, which is whole then
+    snapshots = [(part, dict(vars(part)), list(part._variables)) for part in parts]
+    # DeferredSignals raises KeyboardInterrupt when it exits, and the build is complete by then.
+    with DeferredSignals():
         try:
             yield
         except BaseException:
-            for part, attributes, variables in before:
+            for part, attributes, variables in snapshots:
+                # Keras's tracker holds this list object, so it is changed in place.
                 part._variables[:] = variables
                 part._tracker.stored_ids["variables"] = set(map(id, variables))
                 vars(part).clear()
@@ -107,19 +108,22 @@ def _with_inner(optimizer: Any) -> list[Any]:
         inner = [optimizer.inner_optimizer]
     elif isinstance(optimizer, keras.optimizers.MultiOptimizer):
         inner = optimizer.optimizers
-    return [optimizer, *(part for each in inner for part in _with_inner(each))]
+    optimizers = [optimizer]
+    for part in inner:
+        optimizers += _with_inner(part)
+    return optimizers
 
 
 class GradientsOnly(keras.optimizers.Optimizer):  # type: ignore[misc]  # keras has no types
     """An optimizer that updates all variables at once, by `update_all`.
 
-    Overrides `Optimizer._backend_apply_gradients`; checked with Keras 3.15.1. What `apply` does
-    around it stays Keras's: constraints, float8 scales, the count of iterations. Without it an
+    Overrides `Optimizer._backend_apply_gradients`; checked with Keras 3.15.1. `apply` still does
+    the rest as in Keras: constraints, float8 scales, the count of iterations. Without it an
     optimizer sees one variable at a time.
     """
 
     def update_all(self, grads: list[Any], variables: list[Any]) -> None:
-        """Assigns new values to variables, some of those it was built for."""
+        """Assigns new values to variables, which are some of those that it was built for."""
         raise NotImplementedError
 
     def _backend_apply_gradients(self, grads: list[Any], trainable_variables: list[Any]) -> None:

@@ -1,4 +1,4 @@
-"""What `compile` made of a model, and what its epochs report."""
+"""The parts that `compile` makes, and the metrics that epochs report."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -6,14 +6,14 @@ from typing import Any
 import keras
 from keras.src.backend.jax.trainer import JAXTrainer
 
-from bridge.keras_private.optimizers import all_or_nothing
+from bridge.keras_private.optimizers import atomic_build
 
 
 def is_trainer(model: Any) -> bool:
-    """Whether something has Keras's train_step, fit and so on: a keras.Model, or its like.
+    """Returns True if an object has Keras's train_step, fit and so on, as a keras.Model has.
 
-    Names `JAXTrainer`; checked with Keras 3.15.1. A layer with a trainer mixed in, which Keras
-    takes for a model, is no keras.Model.
+    Names `JAXTrainer`; checked with Keras 3.15.1. A layer with a trainer mixed in is not a
+    keras.Model, but Keras accepts it as one.
     """
     return isinstance(model, JAXTrainer)
 
@@ -24,38 +24,38 @@ def build(model: keras.Model, batch: Any) -> None:
     Calls `Trainer._symbolic_build`; checked with Keras 3.15.1. Without it compiled metrics have
     no variables before the first `fit`, and a state made before that lacks them.
     """
-    with all_or_nothing(getattr(model, "optimizer", None)):
+    with atomic_build(getattr(model, "optimizer", None)):
         model._symbolic_build(data_batch=batch)
 
 
 def build_from(model: keras.Model, iterator: Any) -> None:
-    """As `build`, for the first batch of `epochs`, which is then at its start again.
+    """Builds as `build` does, for the first batch of `epochs`, and resets them to their start.
 
-    Calls `Trainer._symbolic_build`, which asks for that batch only where something is not built:
-    a generator loses no batch otherwise. Checked with Keras 3.15.1.
+    Calls `Trainer._symbolic_build`, which fetches that batch only if something is not built, so
+    that the generator of a built model loses no batch. Checked with Keras 3.15.1.
     """
 
     def batches() -> Iterator[Any]:
         for begin, end, items in iterator:
             yield begin, end, (item.arrays() for item in items)
 
-    with all_or_nothing(getattr(model, "optimizer", None)):
+    with atomic_build(getattr(model, "optimizer", None)):
         model._symbolic_build(iterator=batches())
     iterator.reset()
 
 
 def is_built(model: keras.Model) -> bool:
-    """Whether nothing of a compiled model is left for its first batch to build.
+    """Returns True if the first batch of a compiled model has nothing left to build.
 
     Reads `Trainer._compile_metrics` and `Trainer._compile_loss`; checked with Keras 3.15.1.
-    Without it a state with missing metrics cannot be told from a whole one.
+    Without it a state with missing metrics cannot be told from a complete one.
     """
     parts = (model, model._compile_metrics, model._compile_loss, model.optimizer)
     return all(part is None or part.built for part in parts)
 
 
 def compiled_parts(model: keras.Model) -> list[Any]:
-    """Returns what `compile` made: other objects mean that a compiled step is out of date.
+    """Returns the objects that `compile` made. If they change, a compiled step is out of date.
 
     Reads `Trainer._compile_loss`, `_compile_metrics` and `_loss_tracker`; checked with Keras
     3.15.1. Without it a step compiled before `model.compile` would run after it.
@@ -65,7 +65,7 @@ def compiled_parts(model: keras.Model) -> list[Any]:
 
 
 def initial_epoch(model: keras.Model) -> int | None:
-    """Returns the epoch that BackupAndRestore found, which wins over `initial_epoch`.
+    """Returns the epoch that BackupAndRestore has restored, which overrides `initial_epoch`.
 
     Reads `Trainer._initial_epoch`; checked with Keras 3.15.1.
     """
@@ -74,15 +74,15 @@ def initial_epoch(model: keras.Model) -> int | None:
 
 
 def epoch_logs(model: keras.Model, logs: Any) -> dict[str, Any]:
-    """Returns the model's metrics, or the logs where a step reports something else.
+    """Returns the model's metrics, or the logs if a step reports other values.
 
     Calls `Trainer._get_metrics_result_or_logs`; checked with Keras 3.15.1. Without it History
-    lacks what Keras writes where a model has its own `train_step` or `metrics`.
+    lacks the values that Keras writes if a model has its own `train_step` or `metrics`.
     """
     return dict(model._get_metrics_result_or_logs(logs))
 
 
-def in_order(model: keras.Model, logs: dict[str, Any]) -> Any:
+def metrics_in_order(model: keras.Model, logs: dict[str, Any]) -> Any:
     """Returns logs as the list, or the scalar, that `evaluate` returns.
 
     Calls `Trainer._flatten_metrics_in_order`; checked with Keras 3.15.1.

@@ -1,4 +1,4 @@
-"""Where a model's values are while it trains."""
+"""The record of where a model's values are while it trains."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,11 +13,12 @@ def publish(model: keras.Model, lists: dict[str, Any]) -> None:
     assigned when a callback reads `callback.model`, which calls `jax_state_sync`. Without it the
     values must be assigned before every callback, or callbacks see old ones.
     """
-    vars(model).update(_jax_state=lists, _jax_state_synced=False)  # untracked, which takes longer
+    # Setting the attributes through Keras's __setattr__ would track every list, which takes longer.
+    vars(model).update(_jax_state=lists, _jax_state_synced=False)
 
 
 def purge(model: keras.Model, fields: Sequence[str]) -> None:
-    """Takes the values out of the variables of a model that `publish` has told where they are.
+    """Removes the values from a model's variables; `publish` says where the values are.
 
     Calls `JAXTrainer._purge_model_variables`; checked with Keras 3.15.1. Without it the model
     keeps old values in memory while it trains, beside the new ones.
@@ -26,7 +27,7 @@ def purge(model: keras.Model, fields: Sequence[str]) -> None:
 
 
 def is_synced(model: keras.Model) -> bool:
-    """Whether the model's variables have the values of `publish`, or newer ones.
+    """Returns True if the model's variables have the values of `publish`, or newer ones.
 
     Reads `JAXTrainer._jax_state_synced`; checked with Keras 3.15.1. Without it changes made by a
     callback are overwritten.
@@ -35,7 +36,7 @@ def is_synced(model: keras.Model) -> bool:
 
 
 def sync(model: keras.Model) -> None:
-    """Assigns the values of `publish`, unless that was done.
+    """Assigns the values of `publish` to the variables, unless that has been done.
 
     Calls `JAXTrainer.jax_state_sync`; checked with Keras 3.15.1.
     """
@@ -44,7 +45,7 @@ def sync(model: keras.Model) -> None:
 
 
 def forget(model: keras.Model) -> None:
-    """Has the values of a model's variables count, and not those of `publish`.
+    """Makes the values in a model's variables count, instead of those of `publish`.
 
     Sets `JAXTrainer._jax_state` and `_jax_state_synced`; checked with Keras 3.15.1. Without it the
     values of an earlier `train_on_batch` come back after another one that has failed.

@@ -1,4 +1,4 @@
-"""A variable's value and place, and the scopes in which none can be made."""
+"""A variable's value and layout, the global seed, and the scopes without values."""
 
 import contextlib
 from collections.abc import Iterable, Iterator
@@ -10,29 +10,29 @@ from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR, global_seed_g
 
 
 def swap_value(variable: Any, value: Any) -> Any:
-    """Gives a variable another value, traced or not or None, and returns the one it had.
+    """Gives a variable another value (a tracer, an array or None), and returns the old one.
 
     Sets `Variable._value`; checked with Keras 3.15.1. Without it a metric updated inside `call`
-    starts from what it was before the step was traced.
+    starts from its value before the step was traced.
     """
-    before = variable._value
+    old_value = variable._value
     variable._value = value
-    return before
+    return old_value
 
 
 @contextlib.contextmanager
-def other_values(pairs: Iterable[tuple[Any, Any]]) -> Iterator[None]:
-    """Gives variables other values for a while, by `swap_value`."""
-    before = [(variable, swap_value(variable, value)) for variable, value in pairs]
+def temporary_values(pairs: Iterable[tuple[Any, Any]]) -> Iterator[None]:
+    """Context manager: gives variables other values until it exits."""
+    old_pairs = [(variable, swap_value(variable, value)) for variable, value in pairs]
     try:
         yield
     finally:
-        for variable, value in before:
+        for variable, value in old_pairs:
             swap_value(variable, value)
 
 
 def layout(variable: Any) -> Any:
-    """Returns where `keras.distribution` puts a variable, or None.
+    """Returns the layout that `keras.distribution` gave a variable, or None.
 
     Reads `Variable._layout`; checked with Keras 3.15.1. Without it the slots of a sharded
     variable would be replicated.
@@ -41,20 +41,20 @@ def layout(variable: Any) -> Any:
 
 
 def global_seed() -> np.ndarray | None:
-    """Returns the state of the generator that draws where no seed is given; None if there is none.
+    """Returns the state of Keras's global generator; None if it has not been made yet.
 
-    Reads the global attribute GLOBAL_SEED_GENERATOR; checked with Keras 3.15.1. Without it what
-    callbacks draw by keras.random is something else after a resume.
+    Reads the global attribute GLOBAL_SEED_GENERATOR; checked with Keras 3.15.1. Without it
+    callbacks that call keras.random without a seed draw other numbers after a resume.
     """
-    found = global_state.get_global_attribute(GLOBAL_SEED_GENERATOR)
-    return None if found is None else np.asarray(found.state.value)
+    generator = global_state.get_global_attribute(GLOBAL_SEED_GENERATOR)
+    return None if generator is None else np.asarray(generator.state.value)
 
 
-def put_global_seed(state: np.ndarray | None) -> None:
-    """Puts back what `global_seed` returned.
+def set_global_seed(state: np.ndarray | None) -> None:
+    """Restores the state that `global_seed` returned.
 
-    Calls `global_seed_generator`, which makes one of Python's randomness where there is none;
-    checked with Keras 3.15.1.
+    Calls `global_seed_generator`, which makes a generator if the process has not made one, seeded
+    from Python's random module; checked with Keras 3.15.1.
     """
     if state is not None:
         global_seed_generator().state.assign(state)
@@ -62,7 +62,7 @@ def put_global_seed(state: np.ndarray | None) -> None:
 
 @contextlib.contextmanager
 def outside_scopes() -> Iterator[None]:
-    """Leaves every StatelessScope for a while: inside one no variable gets a value.
+    """Context manager: leaves every StatelessScope, since no variable gets a value inside one.
 
     Sets the global attribute "stateless_scope"; checked with Keras 3.15.1. Without it a step that
     uses an optimizer for the first time could not be traced under a guard against side effects,

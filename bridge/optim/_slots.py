@@ -57,7 +57,7 @@ def roles_of_variables(optimizer: Any, params: Sequence[Any]) -> list[Role]:
     number = {id(v): i for i, v in enumerate(params)}
     roles: dict[int, Role] = {}
     for prefix, part in _parts(optimizer):
-        owners = [number[id(v)] for v in keras_private.optimizers.trained(part)]
+        owners = [number[id(v)] for v in keras_private.optimizers.trained_variables(part)]
         for name, slots in keras_private.optimizers.slot_lists(part):
             for owner, variable in zip(owners, slots, strict=True):
                 if isinstance(variable, keras.Variable):

@@ -258,7 +258,7 @@ def _placed(value: Any, param: Any) -> Any:
 
 
 def _require_same_variables(optimizer: Any, model: keras.Layer) -> None:
-    trained = map(id, keras_private.optimizers.trained(optimizer))
+    trained = map(id, keras_private.optimizers.trained_variables(optimizer))
     if optimizer.built and set(trained) != set(map(id, model.trainable_variables)):
         raise ValueError(
             f"optimizer {optimizer.name!r} was built for other variables than those that "

@@ -57,7 +57,7 @@ def to_optimizer(opt_state: PyTree, model: Any, step: Any) -> Pairs:
     """
     optimizer = _optimizer(model, opt_state)
     if not optimizer.built:
-        with keras_private.optimizers.all_or_nothing(optimizer):
+        with keras_private.optimizers.atomic_build(optimizer):
             optimizer.build(model.trainable_variables)
     variables = _counterparts(opt_state, model, optimizer, may_lack_params=True)
     pairs = zip(variables, jax.tree.leaves(opt_state), strict=True)

@@ -92,7 +92,10 @@ def _file_names(model: keras.Model) -> dict[str, str]:
     paths += [f"model_state/{'/'.join(path)}" for path in layout.model_state]
     markers = [(v, _marker(i, v)) for i, v in enumerate(layout.variables().values())]
     try:
-        with keras_private.variables.other_values(markers), tempfile.TemporaryDirectory() as folder:
+        with (
+            keras_private.variables.temporary_values(markers),
+            tempfile.TemporaryDirectory() as folder,
+        ):
             file = os.path.join(folder, "names.weights.h5")
             model.save_weights(file)
             with arrays_in(file) as arrays:

@@ -9,7 +9,7 @@ import keras
 import numpy as np
 
 from bridge import keras_private
-from bridge._randomness import put_randomness, randomness
+from bridge._randomness import random_state, set_random_state
 from functrain.internal import (
     Batches,
     Chunk,
@@ -80,11 +80,11 @@ class KerasBatches(Batches):
     @property
     def full_steps(self) -> int | None:
         """Batches of full size in an epoch, as far as that is known."""
-        return keras_private.data.whole_batches(self.data)
+        return keras_private.data.full_batches(self.data)
 
     def begin(self, epoch: int, batch: int = 0) -> None:
         """Begins the next epoch; or continues in it, where `restore` said."""
-        self._epoch_began = keras_private.data.place(self.data)
+        self._epoch_began = keras_private.data.epoch_position(self.data)
         self._next = self._error = self.data.missing = None
         self._items = self._marked()
         if self._resume is not None and batch:
@@ -122,21 +122,21 @@ class KerasBatches(Batches):
 
     def fingerprint(self) -> dict[str, Any]:
         """Returns what tells the data from others."""
-        return keras_private.data.described(self.data)
+        return keras_private.data.fingerprint(self.data)
 
     def state(self, *, epoch_is_over: bool) -> dict[str, Any]:
         """Returns where the data are."""
         if epoch_is_over:
-            return {"place": keras_private.data.place(self.data)}
+            return {"place": keras_private.data.epoch_position(self.data)}
         return {
             "place": self._epoch_began,
-            "first": self.data.randomness,
+            "first": self.data.random_state,
             "ahead": int(self._next is not None),
         }
 
     def restore(self, state: Any, epoch: int, batch: int) -> list[str]:
         """Goes to the epoch that was under way; the next `begin` continues at its batch."""
-        keras_private.data.go_to(self.data, state["place"])
+        keras_private.data.restore_position(self.data, state["place"])
         self._resume = state
         return []
 
@@ -146,9 +146,9 @@ class KerasBatches(Batches):
         Raises:
           ValueError: There are fewer of them.
         """
-        now = randomness()
+        now = random_state()
         if resume["first"] is not None:
-            put_randomness(resume["first"])
+            set_random_state(resume["first"])
         left_out = sum(1 for _ in itertools.islice(self._items, batches))
         if left_out < batches:
             raise ValueError(
@@ -156,7 +156,7 @@ class KerasBatches(Batches):
                 f"checkpoint, got {left_out}. The data are not those that were saved."
             )
         ahead = list(itertools.islice(self._items, resume["ahead"]))
-        put_randomness(now)
+        set_random_state(now)
         self._items = itertools.chain(ahead, self._items)
 
     def _alike(self, first: KerasBatch) -> Iterator[KerasBatch]:

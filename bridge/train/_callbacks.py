@@ -94,7 +94,7 @@ class BatchCallbacks:
         if not any(_overrides(callback, name) for name in _METHODS[self._kind]):
             return False
         if _acts_as_keras_does(callback, self._kind):
-            return not keras_private.callbacks.only_epochs(callback)
+            return not keras_private.callbacks.ignores_batches(callback)
         return True
 
     @property
@@ -108,11 +108,11 @@ class BatchCallbacks:
 
     def until(self) -> int | None:
         """Returns how many steps from now the model is saved or recorded, if it is by steps."""
-        return self._least(keras_private.callbacks.batches_until_due)
+        return self._least(keras_private.callbacks.batches_until_action)
 
     def between(self) -> int | None:
         """Returns how many steps there are from one such step to the next."""
-        return self._least(keras_private.callbacks.batches_between)
+        return self._least(keras_private.callbacks.action_interval)
 
     def _least(self, steps: Callable[[Any], int | None]) -> int | None:
         found = map(steps, self._acting if self._kind == "train" else [])

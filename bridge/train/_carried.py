@@ -60,7 +60,7 @@ class _Updates:
         rest, now = self._parted(non_trainable_variables)
         found: dict[int, Any] = {}
         pairs = list(zip(self._variables, now or self._values, strict=True))
-        with keras_private.variables.other_values(pairs), _recorded(self._variables, found):
+        with keras_private.variables.temporary_values(pairs), _recorded(self._variables, found):
             y, rest, *losses = self._call(trainable_variables, rest, *args, **kwargs)
         if not found and not now:
             return (y, rest, *losses)

@@ -10,7 +10,7 @@ import keras
 import numpy as np
 
 from bridge import keras_private
-from bridge._randomness import put_randomness, randomness
+from bridge._randomness import random_state, set_random_state
 from bridge.model._pure_layers import frozen_layers, unknown_layers
 from functrain.internal import jit
 
@@ -91,7 +91,7 @@ class RunningMeans:
         """Returns those of a model; None if it has others, or variables on several devices."""
         if model.run_eagerly or keras.distribution.distribution() is not None:
             return None
-        plain = keras_private.metrics.only_running_means
+        plain = keras_private.metrics.has_running_means_only
         return cached_for(model, "metrics", lambda: RunningMeans(model) if plain(model) else None)
 
     def reset_variables(self) -> None:
@@ -156,15 +156,15 @@ def _advise(model: keras.Model, unknown: list[Any]) -> None:
 
 def _traces_without_drawing(trace: Callable[[], Any]) -> bool:
     """Returns True if a step can be traced without drawing from Python's or NumPy's randomness."""
-    before = randomness()
+    before = random_state()
     try:
         trace()
     except Exception:  # Keras makes others of jax's errors; the model's own comes once more
         return False
     else:
-        return repr(_as_lists(before)) == repr(_as_lists(randomness()))
+        return repr(_as_lists(before)) == repr(_as_lists(random_state()))
     finally:
-        put_randomness(before)
+        set_random_state(before)
 
 
 def _as_lists(tree: Any) -> Any:

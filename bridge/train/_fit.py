@@ -143,7 +143,7 @@ def fit(
     epochs = _capped(epochs)
     data = x, y, sample_weight
     if validation_split and validation_data is None:
-        data, validation_data = keras_private.data.split(data, validation_split)
+        data, validation_data = keras_private.data.split_validation(data, validation_split)
     more = {"shuffle": shuffle, "class_weight": class_weight}
     batches = keras_batches(model, data, batch_size, steps_per_epoch, trains=True, **more)
     with noted(model, data):
@@ -240,7 +240,7 @@ def evaluate(
         hook = KerasHook(model, "test", batches, callbacks)
         logs = run_evaluate(hook, Options(fuse, rewrites), signals.handle_pending)
         signals.handle_pending()
-    return logs if return_dict else keras_private.trainer.in_order(model, logs)
+    return logs if return_dict else keras_private.trainer.metrics_in_order(model, logs)
 
 
 def predict(

@@ -7,7 +7,7 @@ from typing import Any
 import keras
 
 from bridge import keras_private
-from bridge._randomness import put_randomness, randomness
+from bridge._randomness import random_state, set_random_state
 from bridge.state._keras_state import variable_lists
 from bridge.train._loggers import LoggerCallback
 from functrain import CheckpointMismatchError
@@ -31,9 +31,9 @@ class Memory:
         resumable = [
             callback
             for callback in callbacks.callbacks
-            if keras_private.callbacks.has_memory(callback) or is_resumable(callback)
+            if keras_private.callbacks.has_state(callback) or is_resumable(callback)
         ]
-        watched = keras_private.callbacks.watched
+        watched = keras_private.callbacks.default_key
         self._callbacks = by_identity(resumable, "callbacks", default_key=watched)
         self._saved: dict[str, Any] | None = None
         self.is_pending = False
@@ -45,7 +45,7 @@ class Memory:
             "names": _names(self._model),
             "callbacks": {name: state for name, state in states.items() if state},
             "seed": keras_private.variables.global_seed(),
-            "randomness": randomness(),
+            "randomness": random_state(),
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -78,18 +78,18 @@ class Memory:
         """Puts back the history alone, of a fit that is over."""
         for callback, memory in self._remembered():
             if type(callback) is keras.callbacks.History:
-                keras_private.callbacks.put_memory(callback, memory)
+                keras_private.callbacks.restore(callback, memory)
                 self._model.history = callback
 
     def bring_back(self) -> None:
         """Puts back what callbacks remembered, and the randomness."""
         assert self._saved is not None, "restore comes first"
         for callback, memory in self._remembered():
-            keras_private.callbacks.put_memory(callback, memory)
+            keras_private.callbacks.restore(callback, memory)
             if "own" in memory and not isinstance(callback, LoggerCallback):
                 callback.restore(memory["own"])
-        keras_private.variables.put_global_seed(self._saved["seed"])
-        put_randomness(self._saved["randomness"])
+        keras_private.variables.set_global_seed(self._saved["seed"])
+        set_random_state(self._saved["randomness"])
         self.is_pending = False
 
     def unknown(self) -> list[str]:
@@ -120,7 +120,7 @@ def _names(model: keras.Model) -> list[str]:
 
 def _state(callback: Any) -> dict[str, Any]:
     """Returns what a callback remembers: one of Keras's, or a user's with `state` and `restore`."""
-    state = keras_private.callbacks.memory(callback)
+    state = keras_private.callbacks.state(callback)
     if is_resumable(callback):
         state["own"] = callback.state()
     if isinstance(callback, keras.callbacks.CSVLogger):

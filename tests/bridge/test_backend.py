@@ -26,15 +26,22 @@ def test_another_backend_in_the_environment_is_refused_before_keras_is_imported(
     code = "import sys\ntry:\n  import bridge\nfinally: print('keras' in sys.modules)"
     done = python(code, KERAS_BACKEND="torch")
     assert done.stdout == "False\n"
-    assert "RuntimeError: the environment has KERAS_BACKEND='torch'" in done.stderr
+    expected = "RuntimeError: KERAS_BACKEND: expected 'jax', got 'torch' in the environment"
+    assert expected in done.stderr
     assert "export KERAS_BACKEND=jax" in done.stderr
 
 
-def test_keras_already_on_another_backend_is_refused():
+@pytest.mark.parametrize("variable", ["numpy", None])
+def test_keras_already_on_another_backend_is_refused(tmp_path, variable):
     # Keras's numpy backend needs nothing installed.
-    done = python("import keras, bridge", KERAS_BACKEND="numpy")
-    assert "RuntimeError: Keras is already imported, on its 'numpy' backend" in done.stderr
-    assert "before the first `import keras`" in done.stderr
+    (tmp_path / "keras.json").write_text('{"backend": "numpy"}')
+    done = python("import keras, bridge", KERAS_BACKEND=variable, KERAS_HOME=str(tmp_path))
+    expected = (
+        "RuntimeError: keras: expected its 'jax' backend, got 'numpy', and keras was imported"
+    )
+    assert expected in done.stderr
+    assert "`import bridge` before keras" in done.stderr
+    assert "set KERAS_BACKEND=jax before Python starts" in done.stderr
 
 
 def test_keras_already_on_jax_is_accepted():

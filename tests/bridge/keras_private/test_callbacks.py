@@ -21,14 +21,14 @@ def test_batches_seen_since_last_saving_counts_to_save_freq(tmp_path):
     save.on_epoch_begin(0)
     found = []
     for batch in range(4):
-        found.append(keras_private.callbacks.batches_until_due(save))
+        found.append(keras_private.callbacks.batches_until_action(save))
         save.on_train_batch_end(batch, {})
     assert found == [3, 2, 1, 3]
     epochly = keras.callbacks.BackupAndRestore(tmp_path / "backup")
-    assert keras_private.callbacks.batches_until_due(epochly) is None
-    assert keras_private.callbacks.batches_between(save) == 3
-    assert keras_private.callbacks.batches_between(epochly) is None
-    assert [keras_private.callbacks.only_epochs(x) for x in (save, epochly)] == [False, True]
+    assert keras_private.callbacks.batches_until_action(epochly) is None
+    assert keras_private.callbacks.action_interval(save) == 3
+    assert keras_private.callbacks.action_interval(epochly) is None
+    assert [keras_private.callbacks.ignores_batches(x) for x in (save, epochly)] == [False, True]
 
 
 def test_tensorboard_counts_batches_and_knows_which_it_profiles(tmp_path):
@@ -40,16 +40,16 @@ def test_tensorboard_counts_batches_and_knows_which_it_profiles(tmp_path):
     board.on_train_begin()
     found = []
     for batch in range(7):
-        found.append(keras_private.callbacks.batches_until_due(board))
+        found.append(keras_private.callbacks.batches_until_action(board))
         board.on_train_batch_begin(batch)
         board.on_train_batch_end(batch, {})
     assert found == [2, 1, 2, 1, 2, 1, 2]
     epochly = keras.callbacks.TensorBoard(tmp_path)
-    assert keras_private.callbacks.batches_until_due(epochly) is None
+    assert keras_private.callbacks.batches_until_action(epochly) is None
     timing = keras.callbacks.TensorBoard(tmp_path, update_freq=4, write_steps_per_second=True)
     boards = board, epochly, timing
-    assert [keras_private.callbacks.batches_between(x) for x in boards] == [4, None, 1]
-    assert [keras_private.callbacks.only_epochs(x) for x in boards] == [False, True, False]
+    assert [keras_private.callbacks.action_interval(x) for x in boards] == [4, None, 1]
+    assert [keras_private.callbacks.ignores_batches(x) for x in boards] == [False, True, False]
 
 
 def test_what_keras_callbacks_remember_is_named_in_the_table(tmp_path):
@@ -65,12 +65,12 @@ def test_what_keras_callbacks_remember_is_named_in_the_table(tmp_path):
         callback.set_model(compiled())
         if not isinstance(callback, keras.callbacks.OrbaxCheckpoint):
             callback.on_train_begin()
-        found = keras_private.callbacks.memory(callback)
+        found = keras_private.callbacks.state(callback)
         assert len(found) >= 1
-        keras_private.callbacks.put_memory(callback, dict.fromkeys(found, 7))
-        assert set(keras_private.callbacks.memory(callback).values()) == {7}
-        assert found.keys() == keras_private.callbacks.memory(callback).keys()
-    assert keras_private.callbacks.memory(keras.callbacks.TerminateOnNaN()) == {}
+        keras_private.callbacks.restore(callback, dict.fromkeys(found, 7))
+        assert set(keras_private.callbacks.state(callback).values()) == {7}
+        assert found.keys() == keras_private.callbacks.state(callback).keys()
+    assert keras_private.callbacks.state(keras.callbacks.TerminateOnNaN()) == {}
 
 
 def test_callbacks_of_a_class_are_told_apart_by_their_value_and_file(tmp_path):
@@ -83,16 +83,18 @@ def test_callbacks_of_a_class_are_told_apart_by_their_value_and_file(tmp_path):
         "board": keras.callbacks.TensorBoard(tmp_path / "board"),
         "": keras.callbacks.History(),
     }
-    assert [keras_private.callbacks.watched(callback) for callback in made.values()] == list(made)
-    assert all(map(keras_private.callbacks.has_memory, made.values()))
-    assert not keras_private.callbacks.has_memory(keras.callbacks.TerminateOnNaN())
+    assert [keras_private.callbacks.default_key(callback) for callback in made.values()] == list(
+        made
+    )
+    assert all(map(keras_private.callbacks.has_state, made.values()))
+    assert not keras_private.callbacks.has_state(keras.callbacks.TerminateOnNaN())
 
 
 def test_tensorboard_goes_on_counting(tmp_path):
     board = keras.callbacks.TensorBoard(tmp_path)
     board._global_train_batch = 5
     again = keras.callbacks.TensorBoard(tmp_path)
-    keras_private.callbacks.put_memory(again, keras_private.callbacks.memory(board))
+    keras_private.callbacks.restore(again, keras_private.callbacks.state(board))
     assert again._global_train_batch == 5
 
 

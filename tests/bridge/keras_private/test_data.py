@@ -30,13 +30,13 @@ def test_array_adapter_is_read_in_the_order_of_its_own_iterator(shuffle):
 
 
 def test_whole_batches_leaves_a_smaller_last_one_out():
-    assert keras_private.data.whole_batches(epochs()) == 2
-    assert keras_private.data.whole_batches(epochs(batch_size=5)) == 2
-    assert keras_private.data.whole_batches(epochs(steps_per_epoch=2)) == 2
+    assert keras_private.data.full_batches(epochs()) == 2
+    assert keras_private.data.full_batches(epochs(batch_size=5)) == 2
+    assert keras_private.data.full_batches(epochs(steps_per_epoch=2)) == 2
 
 
 def test_train_validation_split_takes_the_last_part():
-    kept, left = keras_private.data.split((np.arange(10), None), 0.3)
+    kept, left = keras_private.data.split_validation((np.arange(10), None), 0.3)
     assert [len(kept[0]), len(left[0])] == [7, 3]
 
 
@@ -51,11 +51,11 @@ def test_an_iterator_that_lasts_for_epochs_is_found_again(shuffle):
     for _ in range(2):
         for _, _, iterator in straight:
             batches_of(iterator, 1)
-    place = keras_private.data.place(straight)
+    place = keras_private.data.epoch_position(straight)
     rest = [x for _, _, iterator in straight for x in batches_of(iterator, 1)]
     np.random.seed(7)
     again = epochs(steps_per_epoch=1, shuffle=shuffle)
-    keras_private.data.go_to(again, place)
+    keras_private.data.restore_position(again, place)
     found = [x for _, _, iterator in again for x in batches_of(iterator, 1)]
     np.testing.assert_array_equal(found, rest)
 
@@ -64,11 +64,11 @@ def test_an_epoch_of_its_own_has_no_place():
     found = epochs()
     for _, _, iterator in found:
         batches_of(iterator, 1)
-    assert keras_private.data.place(found) == {"fetched": 0}
+    assert keras_private.data.epoch_position(found) == {"fetched": 0}
 
 
 def test_arrays_are_described_by_what_makes_their_batches():
-    found = keras_private.data.described(epochs(shuffle="batch"))
+    found = keras_private.data.fingerprint(epochs(shuffle="batch"))
     assert found["data"] == "ArrayDataAdapter"
     assert (found["examples"], found["batch_size"], found["shuffle"]) == (10, 4, "batch")
     assert found["arrays"][0] == "float64[3]"

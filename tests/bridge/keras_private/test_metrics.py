@@ -23,7 +23,7 @@ def test_running_means_are_told_from_other_metrics():
     def plain(*metrics, kind=model):
         kind.compile("sgd", "mse", metrics=list(metrics))
         keras_private.trainer.build(kind, (np.ones((2, 2)), np.ones((2, 1))))
-        return keras_private.metrics.only_running_means(kind)
+        return keras_private.metrics.has_running_means_only(kind)
 
     class Resets(keras.metrics.MeanAbsoluteError):
         def reset_state(self):

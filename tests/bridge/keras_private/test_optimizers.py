@@ -34,9 +34,11 @@ def test_excluded_from_weight_decay_are_ids_and_a_pattern():
 
 def test_trained_are_the_variables_of_build_in_order():
     optimizer, variables = keras.optimizers.Adam(), [keras.Variable(0.0), keras.Variable(1.0)]
-    assert keras_private.optimizers.trained(optimizer) == []
+    assert keras_private.optimizers.trained_variables(optimizer) == []
     optimizer.build(variables)
-    assert list(map(id, keras_private.optimizers.trained(optimizer))) == list(map(id, variables))
+    assert list(map(id, keras_private.optimizers.trained_variables(optimizer))) == list(
+        map(id, variables)
+    )
 
 
 def test_lists_as_long_as_the_variables_are_slots_but_for_those_two():
@@ -77,11 +79,11 @@ def test_an_optimizer_is_unbuilt_after_a_build_that_failed():
     class Failing(keras.Variable):
         overwrite_with_gradient = property(lambda self: 1 / 0)
 
-    with pytest.raises(ZeroDivisionError), keras_private.optimizers.all_or_nothing(optimizer):
+    with pytest.raises(ZeroDivisionError), keras_private.optimizers.atomic_build(optimizer):
         optimizer.build([weights[0], Failing(np.zeros(2, np.float32))])
     assert not optimizer.built
     assert not optimizer.inner_optimizer.built
     assert [id(v) for v in optimizer.variables] == [id(v) for v in before]
-    with keras_private.optimizers.all_or_nothing(optimizer):
+    with keras_private.optimizers.atomic_build(optimizer):
         optimizer.build(weights)
     assert len(optimizer.variables) == len(before) + 2 + 4

@@ -52,7 +52,7 @@ def test_metrics_result_or_logs_prefers_metrics_of_the_same_names():
 def test_flatten_metrics_in_order_returns_a_list():
     model = compiled()
     model.evaluate(np.ones((4, 3)), np.ones((4, 2)), verbose=0)
-    assert keras_private.trainer.in_order(model, {"mae": 2.0, "loss": 1.0}) == [1.0, 2.0]
+    assert keras_private.trainer.metrics_in_order(model, {"mae": 2.0, "loss": 1.0}) == [1.0, 2.0]
 
 
 def test_compiled_parts_are_other_objects_after_compile():

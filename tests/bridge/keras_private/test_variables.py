@@ -26,7 +26,7 @@ def test_other_values_of_variables_are_put_back_after_an_error():
     seen = []
 
     def fail() -> None:
-        with keras_private.variables.other_values([(variable, np.ones(2))]):
+        with keras_private.variables.temporary_values([(variable, np.ones(2))]):
             seen.append(variable.value)
             raise KeyError
 
@@ -58,6 +58,6 @@ def test_the_global_seed_is_brought_back():
     state = keras_private.variables.global_seed()
     expected = np.asarray(keras.random.normal((2,)))
     keras.random.normal((2,))
-    keras_private.variables.put_global_seed(state)
+    keras_private.variables.set_global_seed(state)
     np.testing.assert_array_equal(keras.random.normal((2,)), expected)
-    keras_private.variables.put_global_seed(None)
+    keras_private.variables.set_global_seed(None)
