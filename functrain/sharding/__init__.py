@@ -7,7 +7,7 @@ Files:
   _state: the shardings of a whole state, from those of its params
 """
 
-from functrain.sharding._collectives import Moved as Moved
+from functrain.sharding._collectives import Traffic as Traffic
 from functrain.sharding._collectives import collectives as collectives
 from functrain.sharding._mesh import mesh as mesh
 from functrain.sharding._rules import Rule as Rule
@@ -19,7 +19,7 @@ from functrain.sharding._state import put as put
 from functrain.sharding._state import shardings as shardings
 
 __all__ = [
-    "Moved",
+    "Traffic",
     "Rule",
     "collectives",
     "create",

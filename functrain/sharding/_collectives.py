@@ -15,7 +15,7 @@ _TRIPS = re.compile(r'known_trip_count":?=?\{"n":"?(\d+)')
 _SHAPE = re.compile(r"([a-z]+)(\d+)?\w*\[([\d,]*)\]")
 
 
-class Moved(NamedTuple):
+class Traffic(NamedTuple):
     """The data that one kind of collective moves in a program.
 
     Attributes:
@@ -23,7 +23,7 @@ class Moved(NamedTuple):
       bytes: What comes out of it on each device, in all.
 
     Examples:
-      >>> Moved(2, 2048).bytes
+      >>> Traffic(2, 2048).bytes
       2048
     """
 
@@ -31,7 +31,7 @@ class Moved(NamedTuple):
     bytes: int
 
 
-def collectives(program: Any) -> dict[str, Moved]:
+def collectives(program: Any) -> dict[str, Traffic]:
     """Returns what a compiled program sends from device to device, by kind.
 
     Args:
@@ -55,14 +55,14 @@ def collectives(program: Any) -> dict[str, Moved]:
     text = program if isinstance(program, str) else program.as_text()
     computations = _COMPUTATION.findall(text)
     bodies = {name: body.splitlines() for _, name, body in computations}
-    moved: dict[str, Moved] = {}
+    moved: dict[str, Traffic] = {}
 
     def add(name: str, times: int) -> None:
         for line in bodies.get(name, ()):
             if collective := _COLLECTIVE.search(line):
                 shapes, kind, _ = collective.groups()
                 count, total = moved.get(kind, (0, 0))
-                moved[kind] = Moved(count + times, total + times * _bytes(shapes))
+                moved[kind] = Traffic(count + times, total + times * _bytes(shapes))
             trips = _TRIPS.search(line)
             for called in _called(line):
                 add(called, times * (int(trips[1]) if trips else 1))
