@@ -19,8 +19,8 @@ from functrain.sharding._state import put as put
 from functrain.sharding._state import shardings as shardings
 
 __all__ = [
-    "Traffic",
     "Rule",
+    "Traffic",
     "collectives",
     "create",
     "fsdp",
