@@ -8,6 +8,7 @@ from functrain.common import _tree
 from functrain.common._arguments import argument_advice as argument_advice
 from functrain.common._checks import is_number as is_number
 from functrain.common._checks import require as require
+from functrain.common._checks import require_instance as require_instance
 from functrain.common._checks import require_integer as require_integer
 from functrain.common._checks import require_one_of as require_one_of
 from functrain.common._checks import require_untraced as require_untraced

@@ -1,12 +1,12 @@
-"""A model's variables as a state, and back.
+"""Conversions between a Keras model's variables and states.
 
 Files:
-  _create_state: a Keras model's variables as a TrainState
+  _create_state: a TrainState with a Keras model's variables
   _keras_state: Keras's own state of a compiled model, as arrays
-  _to_keras: a state written back into its Keras model
-  _warm_start: a part of a state out of a file that Keras wrote
-  _distribution: keras.distribution's layouts as rules, and back
-  _transfer: what a compiled optimizer remembers, as a state of optax, and back
+  _to_keras: writes a state into its Keras model
+  _warm_start: takes part of a state from a file that Keras wrote
+  _distribution: conversions between keras.distribution's layouts and sharding rules
+  _transfer: conversions between a compiled optimizer's variables and a state of optax
 """
 
 from bridge.state._create_state import create_state as create_state

@@ -1,4 +1,4 @@
-"""A Keras model's variables as a TrainState."""
+"""`create_state`: a TrainState with a Keras model's variables."""
 
 import warnings
 from typing import Any, Literal
@@ -25,19 +25,20 @@ def create_state(
     rng: jax.Array | None = None,
     optimizer: Literal["auto", "require", "new"] = "auto",
 ) -> TrainState:
-    """Returns a Keras model's variables as a TrainState, for the first step or for going on.
+    """Returns a TrainState with a Keras model's variables, to begin or to continue training.
 
     Args:
-      model: A built `keras.Model` or layer. Its variables are copied, so that it stays alive when
-        a program consumes the state.
+      model: A built `keras.Model` or layer. Its variables are copied, so that the model stays
+        usable when a program donates the state.
       tx: The optimizer.
-      rng: None to draw randomness from Keras's own seed counters, which live in `model_state` and
-        move on; or a typed key `key[]`, from which every step reseeds every SeedGenerator.
-      optimizer: Whether `opt_state` and `step` go on where the optimizer that the model was
-        compiled with is now. "auto": if `tx` is ``bridge.optimizer(model.optimizer)``, native or
-        not, or the `tx` of its OptaxOptimizer, and it has been built. "require": in any case, also
-        where Keras's Adam, AdamW, Lion, RMSprop, Adagrad or Adadelta goes on as optax's. "new":
-        never.
+      rng: None to draw randomness from Keras's own seed counters, which are in `model_state` and
+        advance with each step; or a typed key `key[]`, from which every step reseeds every
+        SeedGenerator.
+      optimizer: Says when `opt_state` and `step` continue from the optimizer that the model was
+        compiled with. "auto": if that optimizer is built, and `tx` is
+        ``bridge.optimizer(model.optimizer)``, native or not, or the `tx` of its OptaxOptimizer.
+        "require": always, also from Keras's Adam, AdamW, Lion, RMSprop, Adagrad or Adadelta to
+        the optax optimizer of the same name. "new": never.
 
     Returns:
       A TrainState of nested dicts: `params` are the trainable variables (float32 masters under a
@@ -45,9 +46,9 @@ def create_state(
       an architecture.
 
     Raises:
-      TypeError: `model` is not a Keras layer, or `rng` not a single typed key.
-      ValueError: `model` is not built; or what its optimizer remembers is required, and `tx` has
-        another state.
+      TypeError: `model` is not a Keras layer, or `rng` is not a single typed key.
+      ValueError: `model` is not built; or its optimizer's slots are required, and the state of
+        `tx` cannot hold them.
 
     Examples:
       >>> import keras, optax
@@ -58,36 +59,39 @@ def create_state(
     """
     require_built(model)
     warn_of_frozen(model)
-    where = _variables.layout(model)
-    params, model_state = _variables.values(where)
+    layout = _variables.layout(model)
+    params, model_state = _variables.values(layout)
     state = TrainState.create(params=params, model_state=model_state, tx=tx, rng=rng)
-    if optimizer == "require" or (optimizer == "auto" and _goes_on(tx, model)):
+    if optimizer == "require" or (optimizer == "auto" and _is_compiled_optimizer(tx, model)):
         try:
             opt_state, step = _transfer.from_optimizer(state.opt_state, model)
-        except _transfer.UnfitError as error:
+        except _transfer.OptimizerMismatchError as error:
             raise ValueError(
-                f"model: expected an optimizer that tx can go on from: {error}.\n"
-                'To start anew: bridge.create_state(model, tx, optimizer="new").'
+                f"model: expected an optimizer from which tx can continue: {error}.\n"
+                "To start with a new optimizer state: "
+                'bridge.create_state(model, tx, optimizer="new").'
             ) from error
+        # A program may donate the state, and the optimizer still needs its own counter.
         state = state.replace(opt_state=opt_state, step=_tree.copy(step))
-    _warn_of_constraints(where, state.opt_state)
+    _warn_of_constraints(layout, state.opt_state)
     return state
 
 
-def _goes_on(tx: Any, model: Any) -> bool:
-    """Whether tx was made of the optimizer that the model was compiled with, and is built."""
+def _is_compiled_optimizer(tx: Any, model: Any) -> bool:
+    """Returns True if `tx` was made of the model's compiled optimizer, and that is built."""
     optimizer = getattr(model, "optimizer", None)
     if optimizer is None or not optimizer.built:
         return False
     return made_of(tx) is optimizer or getattr(inner(optimizer), "tx", None) is tx
 
 
-def _warn_of_constraints(where: _variables.Layout, opt_state: PyTree) -> None:
-    held = ["/".join(path) for path, v in where.params.items() if v.constraint is not None]
-    if held and not keeps_constraints(opt_state):
+def _warn_of_constraints(layout: _variables.Layout, opt_state: PyTree) -> None:
+    """Warns if variables have constraints that `tx` does not apply."""
+    constrained = ["/".join(path) for path, v in layout.params.items() if v.constraint is not None]
+    if constrained and not keeps_constraints(opt_state):
         warnings.warn(
             "These variables have constraints, which Keras's optimizers apply after an update and "
-            f"optax does not:\n{_tree.bullets(held)}\n"
+            f"optax does not:\n{_tree.bullets(constrained)}\n"
             "To train within them: tx = optax.chain(tx, bridge.constraints(model)), or "
             "bridge.optimizer(keras_optimizer, model=model).",
             stacklevel=3,

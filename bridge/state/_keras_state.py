@@ -1,6 +1,5 @@
 """Keras's own state of a compiled model, as arrays."""
 
-import itertools
 from collections.abc import Collection
 from typing import Any, TypeAlias
 
@@ -43,20 +42,22 @@ class KerasState(flax.struct.PyTreeNode):
 
 
 def keras_state(model: keras.Model, batch: PyTree = None) -> KerasState:
-    """Returns copies of all variables of a compiled model, as they are now.
+    """Returns copies of all variables of a compiled model.
 
     Args:
       model: A compiled model.
       batch: One batch as `fit` would make it: ``x``, ``(x, y)`` or ``(x, y, sample_weight)``.
-        Needed before the first `fit`, since Keras builds compiled losses and metrics, and a model
-        that was not built, when it sees one.
+        Needed before the first `fit`: Keras builds compiled losses and metrics, and a model that
+        was not built, at the first batch.
 
     Returns:
-      The state for `train_step` and `test_step`. The model stays alive when it is consumed.
+      The state for `train_step` and `test_step`. The model stays usable when a program donates
+      the state.
 
     Raises:
-      TypeError: `model` is no keras.Model.
-      ValueError: `model` is not compiled, or has something that is not built and no `batch` came.
+      TypeError: `model` is not a keras.Model.
+      ValueError: `model` is not compiled; or it, its losses or metrics are not built, and `batch`
+        is None.
 
     Examples:
       >>> import keras, numpy as np
@@ -74,7 +75,7 @@ def keras_state(model: keras.Model, batch: PyTree = None) -> KerasState:
             f"model: expected {model.name!r} to be built with its compiled loss and metrics, which "
             "Keras does at the first batch. Pass one: bridge.keras_state(model, batch=(x, y))."
         )
-    state: KerasState = _tree.copy(originals(model))
+    state: KerasState = _tree.copy(variable_values(model))
     return state
 
 
@@ -82,17 +83,18 @@ def write_keras_state(state: KerasState, model: keras.Model) -> keras.Model:
     """Copies a state into the variables of its model: all of them, or none if one does not fit."""
     require_compiled(model)
     _variables.require_values(state)
-    wrong = _tree.spec_differences(_specs(originals(model)), _specs(state))
-    if wrong:
+    differences = _tree.spec_differences(_specs(variable_values(model)), _specs(state))
+    if differences:
         raise ValueError(
-            f"state: expected one of the compiled model {model.name!r}, got\n"
-            f"{_tree.bullets(wrong)}\n"
-            "Freezing layers and compiling anew change the lists: take a new one from "
-            "bridge.keras_state(model). The model is unchanged."
+            f"state: expected the state of the compiled model {model.name!r}, got\n"
+            f"{_tree.bullets(differences)}\n"
+            "Freezing layers, and compiling again, change the lists of variables: make a new state "
+            "with bridge.keras_state(model). The model is unchanged."
         )
-    lists = variable_lists(model).items()
-    pairs = [zip(variables, getattr(state, name), strict=True) for name, variables in lists]
-    _variables.write(list(itertools.chain(*pairs)))
+    pairs: list[tuple[Any, Any]] = []
+    for name, variables in variable_lists(model).items():
+        pairs += zip(variables, getattr(state, name), strict=True)
+    _variables.write(pairs)
     return model
 
 
@@ -106,23 +108,26 @@ def variable_lists(model: keras.Model) -> dict[str, Variables]:
     }
 
 
-def originals(model: keras.Model, fields: Collection[str] = FIELDS) -> KerasState:
-    """Returns the values that a model's variables have, not copies; of some lists if asked."""
-    lists = variable_lists(model).items()
-    return KerasState(**{n: [v.value for v in found] if n in fields else [] for n, found in lists})
+def variable_values(model: keras.Model, fields: Collection[str] = FIELDS) -> KerasState:
+    """Returns the arrays of a model's variables, not copied. Lists not in `fields` are empty."""
+    values: dict[str, list[jax.Array]] = {}
+    for name, variables in variable_lists(model).items():
+        values[name] = [variable.value for variable in variables] if name in fields else []
+    return KerasState(**values)
 
 
 def _specs(tree: PyTree) -> dict[str, str]:
+    """Returns the dtype, shape and weak type of each leaf, by path."""
     return {path: _tree.strong_spec(x) for path, x in _tree.leaves_with_path(tree)}
 
 
 def require_compiled(model: Any) -> None:
-    """Refuses what is no Keras model, or was not compiled."""
+    """Raises TypeError if `model` is not a Keras model, ValueError if it is not compiled."""
     if not keras_private.trainer.is_trainer(model):
         raise TypeError(f"model: expected a keras.Model, got {type(model).__name__}")
     if not model.compiled:
         raise ValueError(
             f"model: expected {model.name!r} to be compiled. Call model.compile(optimizer=..., "
-            "loss=...) first; or, without compiling, use bridge.from_keras with a loss and an "
-            "optimizer of your own."
+            "loss=...) first; or, without compiling, use bridge.from_keras with your own loss and "
+            "optimizer."
         )

@@ -1,4 +1,4 @@
-"""A state written back into its Keras model."""
+"""`to_keras`: writes a state into its Keras model."""
 
 from collections.abc import Mapping
 from types import SimpleNamespace
@@ -31,22 +31,22 @@ def to_keras(
     *,
     optimizer: Literal["auto", "require", "leave"] = "auto",
 ) -> keras.Layer:
-    """Writes a state back into the Keras model it came from, or another of its architecture.
+    """Writes a state into the Keras model it came from, or another model of its architecture.
 
-    Every variable is copied, seed counters too; nothing is written where anything does not fit.
-    From a KerasState the optimizer and the metrics are written too. From a TrainState the slots
-    and the iterations of a compiled optimizer are, where they are known to mean the same: the
+    Every variable is copied, seed counters too; if any value does not fit, nothing is written.
+    A KerasState also has values for the optimizer and the metrics. A TrainState has values for
+    the slots and the iterations of a compiled optimizer if both are known to mean the same: if the
     state is that of `bridge.optimizer` of such an optimizer, native or not, or of the model's
-    OptaxOptimizer, or of optax's adam, adamw, lion, rmsprop, adagrad or adadelta where Keras's
-    has the same name. Slots of params that were frozen stay as the Keras optimizer has them.
+    OptaxOptimizer, or of optax's adam, adamw, lion, rmsprop, adagrad or adadelta, for the Keras
+    optimizer of the same name. The slots of frozen params keep their values.
 
     Args:
-      state: A TrainState, or anything with `params` and `model_state`; or a KerasState; or the
-        variables of `bridge.to_linen(model)`, a dict of collections. Of a model frozen by
+      state: A TrainState, or any object with `params` and `model_state`; or a KerasState; or the
+        variables of `bridge.to_linen(model)`, a dict of collections. For a model frozen by
         `functrain.freeze`, pass ``functrain.merge_frozen(state)``.
       model: A built `keras.Model` or layer.
-      optimizer: "auto" leaves an optimizer alone that the state does not fit, "require" raises,
-        "leave" leaves it alone in any case. It is about states other than a KerasState.
+      optimizer: "auto" leaves the optimizer unchanged if the state does not fit it, "require"
+        raises then, and "leave" always leaves it unchanged. Ignored for a KerasState.
 
     Returns:
       `model`.
@@ -54,8 +54,8 @@ def to_keras(
     Raises:
       TypeError: `state` has no `params` or `model_state`, or is being traced; or `model` is not a
         Keras layer.
-      ValueError: `model` is not built, or the state is not one of this architecture; the message
-        names the leaves; or the state is that of a frozen model; or the optimizer is required, and
+      ValueError: `model` is not built; the state is not one of this architecture (the message
+        names the leaves); the state is that of a frozen model; or the optimizer is required, and
         `opt_state` does not fit it.
 
     Examples:
@@ -68,15 +68,17 @@ def to_keras(
     """
     if isinstance(state, keras.Layer):
         raise TypeError(
-            f"the order is bridge.to_keras(state, model), got {type(state).__name__} and "
-            f"{type(model).__name__}"
+            "state: expected a state, and the model as the second argument, got "
+            f"{type(state).__name__} and {type(model).__name__}. The order is "
+            "bridge.to_keras(state, model)."
         )
     require_built(model)
     if isinstance(state, KerasState):
         return write_keras_state(state, model)
     if isinstance(state, Mapping) and "params" in state:
         others = [state.get(name, {}) for name in _variables.COLLECTIONS]
-        merge = _variables.merge  # it also makes dicts of flax's FrozenDicts
+        # merge also turns flax's FrozenDicts into dicts.
+        merge = _variables.merge
         state = SimpleNamespace(params=merge(state["params"]), model_state=merge(*others))
         optimizer = "leave"
     if not (hasattr(state, "params") and hasattr(state, "model_state")):
@@ -86,8 +88,9 @@ def to_keras(
         )
     if is_frozen(state):
         raise ValueError(
-            "state: expected one with all params, got that of a model frozen by functrain.freeze. "
-            "Unfreeze it first: bridge.to_keras(functrain.merge_frozen(state), model)."
+            "state: expected all params of the model, got the state of a model frozen by "
+            "functrain.freeze, whose params are only those that it trains. Merge the others into "
+            "it: bridge.to_keras(functrain.merge_frozen(state), model)."
         )
     pairs = _variables.pair(_variables.layout(model), state.params, state.model_state)
     opt_state = () if optimizer == "leave" else getattr(state, "opt_state", ())
@@ -96,11 +99,11 @@ def to_keras(
     if optimizer != "leave":
         try:
             pairs += _transfer.to_optimizer(opt_state, model, getattr(state, "step", 0))
-        except _transfer.UnfitError as error:
+        except _transfer.OptimizerMismatchError as error:
             if optimizer == "require":
                 raise ValueError(
-                    f"opt_state: expected one for the optimizer of the model: {error}.\n"
-                    "To leave the optimizer alone: "
+                    f"opt_state: expected one that fits the model's optimizer: {error}.\n"
+                    "To leave the optimizer unchanged: "
                     'bridge.to_keras(state, model, optimizer="leave"). The model is unchanged.'
                 ) from error
     _variables.write(pairs)

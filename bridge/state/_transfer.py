@@ -1,4 +1,4 @@
-"""What a compiled optimizer remembers, as a state of optax, and back."""
+"""Conversions between a compiled optimizer's variables and a state of optax."""
 
 import re
 from collections.abc import Mapping
@@ -21,157 +21,183 @@ from functrain.internal import tree as _tree
 # An optimizer's variables, with a value for each.
 Pairs: TypeAlias = list[tuple[Any, jax.Array]]
 
-# A schedule has no learning rate to hold, and some of optax's states count no updates.
+# An optimizer with a schedule has no variable for the learning rate, and some states of optax do
+# not count updates.
 _OPTIONAL = {Role("learning_rate"), Role("iterations")}
 
 
-class UnfitError(ValueError):
-    """The optimizer and the state have nothing to say to each other; the message says why."""
+class OptimizerMismatchError(ValueError):
+    """The Keras optimizer and the optax state cannot hold each other's values."""
 
 
 def from_optimizer(opt_state: PyTree, model: Any) -> tuple[PyTree, jax.Array]:
-    """Returns a fresh state with copies of what the optimizer remembers, and its iterations.
+    """Returns a fresh state with copies of the optimizer's variables, and its iterations.
 
     Raises:
-      UnfitError: The optimizer is not built, or remembers something else.
+      OptimizerMismatchError: The optimizer is not built, or has other variables.
     """
     optimizer = _optimizer(model, opt_state)
     if not optimizer.built:
-        raise UnfitError(f"the optimizer {optimizer.name!r} has not been built, and has no slots")
+        problem = f"the optimizer {optimizer.name!r} has not been built, and has no slots"
+        raise OptimizerMismatchError(problem)
     variables = _counterparts(opt_state, model, optimizer, may_lack_params=False)
     leaves, treedef = jax.tree.flatten(opt_state)
-    new = [
-        leaf if variable is None else from_numbers(variable.value, key_impl(leaf))
-        for variable, leaf in zip(variables, leaves, strict=True)
-    ]
-    return _tree.copy(jax.tree.unflatten(treedef, new)), _iterations(optimizer).value
+    values = list(map(_value_for_leaf, variables, leaves))
+    return _tree.copy(jax.tree.unflatten(treedef, values)), _iterations(optimizer).value
+
+
+def _value_for_leaf(variable: Any, leaf: Any) -> Any:
+    """Returns the variable's value as a leaf of optax; the leaf itself if it has no variable."""
+    return leaf if variable is None else from_numbers(variable.value, key_impl(leaf))
 
 
 def to_optimizer(opt_state: PyTree, model: Any, step: Any) -> Pairs:
-    """Returns new values for the variables of the model's optimizer, which is built if need be.
+    """Returns new values for the variables of the model's optimizer, and builds it if necessary.
 
-    Slots of params that were frozen or masked out of the state are left as they are.
+    Slots of params that were frozen or masked out of the state keep their values.
 
     Raises:
-      UnfitError: The state does not say what the optimizer remembers.
+      OptimizerMismatchError: The state has no value for some variables of the optimizer.
     """
     optimizer = _optimizer(model, opt_state)
     if not optimizer.built:
         with keras_private.optimizers.atomic_build(optimizer):
             optimizer.build(model.trainable_variables)
     variables = _counterparts(opt_state, model, optimizer, may_lack_params=True)
-    pairs = zip(variables, jax.tree.leaves(opt_state), strict=True)
-    # The step comes first: where the state counts updates too, its own count is what stays.
-    return [
-        (_iterations(optimizer), jnp.asarray(step, jnp.int32)),
-        *((variable, numbers(leaf)) for variable, leaf in pairs if variable is not None),
-    ]
+    # The step comes first: if the state counts updates too, its own count overwrites the step.
+    pairs: Pairs = [(_iterations(optimizer), jnp.asarray(step, jnp.int32))]
+    for variable, leaf in zip(variables, jax.tree.leaves(opt_state), strict=True):
+        if variable is not None:
+            pairs.append((variable, numbers(leaf)))
+    return pairs
 
 
 def _optimizer(model: Any, opt_state: PyTree) -> Any:
-    """Returns the optimizer of a model, if it is of a kind that may fit the state."""
+    """Returns the optimizer of a model.
+
+    Raises:
+      OptimizerMismatchError: There is none, or it is of a class that cannot fit the state.
+    """
     optimizer = getattr(model, "optimizer", None)
     if optimizer is None:
-        raise UnfitError("the model has not been compiled with an optimizer")
+        raise OptimizerMismatchError("the model has not been compiled with an optimizer")
     kinds = (KerasOptState, KerasCount, *slot_fields(optimizer, opt_state))
     if not (isinstance(inner(optimizer), OptaxOptimizer) or _tree.nodes(opt_state, *kinds)):
-        raise UnfitError(_no_counterpart(optimizer, opt_state))
+        raise _no_common_state(optimizer, opt_state)
     return optimizer
 
 
 def _iterations(optimizer: Any) -> Any:
-    """Returns the variable that counts steps: `iterations` divides it where Keras accumulates."""
+    """Returns the variable that counts steps.
+
+    The public `iterations` is that count divided by the steps of gradient accumulation.
+    """
     return inner(optimizer).variables[0]
 
 
 def _counterparts(
     opt_state: PyTree, model: Any, optimizer: Any, *, may_lack_params: bool
 ) -> list[Any]:
-    """Returns the variable that holds the same as a leaf, or None, for each leaf of a state.
+    """Returns for each leaf of a state the optimizer's variable with the same role, or None.
 
     Args:
       opt_state: The state of optax.
       model: The model.
       optimizer: Its optimizer, which is built.
-      may_lack_params: Whether the state may have no leaf at all for some params: frozen ones.
+      may_lack_params: Allows the state to have no leaf at all for some params: frozen ones.
 
     Raises:
-      UnfitError: A leaf or a variable has no counterpart, or one of another shape or dtype.
+      OptimizerMismatchError: A leaf or a variable has no counterpart, or one of another shape or
+        dtype.
     """
     params = _variables.layout(model).params
     roles = _roles(opt_state, optimizer, {path: i for i, path in enumerate(params)})
     try:
-        by_role = _by_role(optimizer, list(params.values()))
+        variable_by_role = _variable_by_role(optimizer, list(params.values()))
     except KeyError as error:
-        raise UnfitError(
+        raise OptimizerMismatchError(
             f"the optimizer {optimizer.name!r} was built for other variables than the model "
             "trains now. If layers were frozen or unfrozen, compile the model again"
         ) from error
-    missing = by_role.keys() - {*roles, *_OPTIONAL}
-    trained = {None, *(role.owner for role in roles if role)}
-    is_frozen = may_lack_params and trained.isdisjoint(role.owner for role in missing)
-    if set(roles) - {None, *_OPTIONAL} - by_role.keys() or (missing and not is_frozen):
-        raise UnfitError(_no_counterpart(optimizer, opt_state))
-    variables = [by_role.get(role) if role else None for role in roles]
-    lines = [
-        f"{v.path}: expected {_tree.spec(v.value)}, got {_tree.spec(x)}"
-        for v, x in zip(variables, map(numbers, jax.tree.leaves(opt_state)), strict=True)
-        if v is not None and (v.shape, v.dtype) != (x.shape, str(x.dtype))
-    ]
-    if lines:
-        raise UnfitError(f"leaves of opt_state do not fit its slots:\n{_tree.bullets(lines)}")
+    missing = variable_by_role.keys() - {*roles, *_OPTIONAL}
+    surplus = set(roles) - {None, *_OPTIONAL} - variable_by_role.keys()
+    # A frozen param lacks all its slots. A param that lacks only some has another optimizer.
+    owners_in_state = {None, *(role.owner for role in roles if role)}
+    is_frozen = may_lack_params and owners_in_state.isdisjoint(role.owner for role in missing)
+    if surplus or (missing and not is_frozen):
+        raise _no_common_state(optimizer, opt_state)
+    variables = [variable_by_role.get(role) if role else None for role in roles]
+    _require_same_specs(variables, opt_state)
     return variables
 
 
+def _require_same_specs(variables: list[Any], opt_state: PyTree) -> None:
+    """Raises OptimizerMismatchError if a leaf has another shape or dtype than its variable."""
+    lines: list[str] = []
+    leaves = map(numbers, jax.tree.leaves(opt_state))
+    for v, x in zip(variables, leaves, strict=True):
+        if v is not None and (v.shape, v.dtype) != (x.shape, str(x.dtype)):
+            lines.append(f"{v.path}: expected {_tree.spec(v.value)}, got {_tree.spec(x)}")
+    if lines:
+        problem = f"leaves of opt_state do not fit its slots:\n{_tree.bullets(lines)}"
+        raise OptimizerMismatchError(problem)
+
+
 def _roles(opt_state: PyTree, optimizer: Any, params: Mapping[Path, int]) -> list[Role | None]:
-    """Returns for each leaf of a state the role that it has in the optimizer, if any."""
+    """Returns the role that each leaf of a state has in the optimizer; None if it has none."""
     if isinstance(inner(optimizer), OptaxOptimizer):
         return [*roles_of_leaves(opt_state, params)]
     fields = slot_fields(optimizer, opt_state)
     kinds = (KerasOptState, KerasCount, optax.ScaleByScheduleState, *fields)
-    nodes = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, kinds))
-    return [
-        _keras_role(node, role, fields.get(type(node), {}))
-        for node in nodes
-        for role in roles_of_leaves(node, params)
-    ]
+    roles: list[Role | None] = []
+    for node in jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, kinds)):
+        for role in roles_of_leaves(node, params):
+            roles.append(_keras_role(node, role, fields.get(type(node), {})))
+    return roles
 
 
 def _keras_role(node: Any, role: Role, slots: Mapping[str, str]) -> Role | None:
-    """Returns the role in a Keras optimizer of a leaf that has a role in a node of a state."""
+    """Returns the role that a leaf of optax has in a Keras optimizer; None if it has none.
+
+    Args:
+      node: The state that holds the leaf.
+      role: The role of the leaf in that state.
+      slots: Keras's name of each slot, by the name of the field in optax.
+    """
     if isinstance(node, KerasOptState):
         return Role(role.name.removeprefix("scalars/").removeprefix("slots/"), role.owner)
     names = {"count": "iterations", "iterations": "iterations", **slots}
     return Role(names[role.name], role.owner) if role.name in names else None
 
 
-def _by_role(optimizer: Any, params: list[Any]) -> dict[Role, Any]:
+def _variable_by_role(optimizer: Any, params: list[Any]) -> dict[Role, Any]:
     """Returns the variables of a built optimizer by role."""
-    own = inner(optimizer)
-    if not isinstance(own, OptaxOptimizer):
+    innermost = inner(optimizer)
+    if not isinstance(innermost, OptaxOptimizer):
         return dict(zip(roles_of_variables(optimizer, params), optimizer.variables, strict=True))
-    number = {id(variable): i for i, variable in enumerate(params)}
-    plan = own.plan
-    paths = {path: number[id(v)] for path, v in plan.trained.items()}
-    return dict(zip(roles_of_leaves(own.opt_state, paths), plan.slots, strict=True))
+    index = {id(variable): i for i, variable in enumerate(params)}
+    plan = innermost.plan
+    paths = {path: index[id(variable)] for path, variable in plan.trained.items()}
+    return dict(zip(roles_of_leaves(innermost.opt_state, paths), plan.slots, strict=True))
 
 
-def _no_counterpart(optimizer: Any, opt_state: PyTree) -> str:
-    own = inner(optimizer)
-    if isinstance(own, OptaxOptimizer):
-        return (
-            f"the state of its transformation is {_kinds(own.opt_state)}, that of tx is "
-            f"{_kinds(opt_state)}"
+def _no_common_state(optimizer: Any, opt_state: PyTree) -> OptimizerMismatchError:
+    """Returns the error that says which states the optimizer and optax have."""
+    innermost = inner(optimizer)
+    if isinstance(innermost, OptaxOptimizer):
+        return OptimizerMismatchError(
+            f"the state of its transformation is {_state_names(innermost.opt_state)}, that of tx "
+            f"is {_state_names(opt_state)}"
         )
-    return (
-        f"nothing is known that both {type(optimizer).__name__} and this state of optax hold: "
-        f"{_kinds(opt_state)}. Known are bridge.optimizer(model.optimizer), with or "
+    return OptimizerMismatchError(
+        f"no state is known that {type(optimizer).__name__} and this state of optax have in "
+        f"common: {_state_names(opt_state)}. Known are bridge.optimizer(model.optimizer), with or "
         "without native=True, the tx of a bridge.OptaxOptimizer, and optax's own adam, adamw, "
         "lion, rmsprop, adagrad and adadelta for Keras's of these names"
     )
 
 
-def _kinds(state: Any) -> str:
-    """Returns the names of the states in a state."""
+def _state_names(state: Any) -> str:
+    """Returns the names of the named tuples in a state."""
     names = re.findall(r"namedtuple\[(\w+)\]", str(jax.tree.structure(state)))
     return ", ".join(dict.fromkeys(names)) or "no named state"

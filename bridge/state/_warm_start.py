@@ -1,4 +1,4 @@
-"""A part of a state out of a file that Keras wrote."""
+"""`warm_start`: takes part of a state from a file that Keras wrote."""
 
 import os
 import tempfile
@@ -13,7 +13,7 @@ from bridge import keras_private
 from bridge.model import _variables
 from bridge.model._from_keras import require_built
 from functrain import WarmStart
-from functrain.internal import PyTree, arrays_in
+from functrain.internal import PyTree, arrays_in, require_instance
 
 
 def warm_start(
@@ -26,29 +26,29 @@ def warm_start(
     rename: Callable[[str], str] | None = None,
     cast: bool = False,
 ) -> WarmStart:
-    """Takes leaves of a state out of a `.keras` or `.weights.h5` file; all others stay.
+    """Takes leaves of a state from a `.keras` or `.weights.h5` file; all others stay.
 
-    As `functrain.warm_start`, with the names of Keras (``layers/dense_1/vars/0``) as those that
-    states have (``params/head/kernel``). Of a `.keras` file the weights alone are read: no layer is
-    built of what it says, and no Lambda runs.
+    Works as `functrain.warm_start` does, and translates Keras's names (``layers/dense_1/vars/0``)
+    to paths in the state (``params/head/kernel``). Only the weights of a `.keras` file are read:
+    no layer is built from it, and no Lambda runs.
 
     Args:
-      state: From `create_state`; or anything with such paths.
+      state: From `create_state`; or any state with such paths.
       source: The file.
-      model: A built model of the architecture in the file, or of one that differs in what is not
-        taken, such as the width of the head. Its values play no part, and stay.
+      model: A built model of the architecture in the file. It may differ in the leaves that are
+        not taken, such as the width of the head. Its values are not used, and stay.
       take: As for `functrain.warm_start`.
-      skip: As there.
-      rename: Given a variable's path in `model`, such as ``params/body/kernel``, returns that in
-        the state, where `model` is only a part of the one the state is of.
-      cast: As there.
+      skip: As for `functrain.warm_start`.
+      rename: Given a variable's path in `model`, such as ``params/body/kernel``, returns its path
+        in the state. Needed if `model` is only a part of the model of the state.
+      cast: As for `functrain.warm_start`.
 
     Returns:
       WarmStart(state, taken, left, missing, kept, source).
 
     Raises:
-      TypeError: `model` is no keras.Model.
-      ValueError: `model` is not built; and what `functrain.warm_start` raises.
+      TypeError: `model` is not a keras.Model.
+      ValueError: `model` is not built, or any error of `functrain.warm_start`.
 
     Examples:
       >>> import bridge, keras, optax, tempfile
@@ -63,67 +63,73 @@ def warm_start(
       >>> warm.taken
       {'params/body/bias': 'layers/dense/vars/1', 'params/body/kernel': 'layers/dense/vars/0'}
     """
-    if not isinstance(model, keras.Model):
-        raise TypeError(f"model: expected a keras.Model, got {type(model).__name__}")
+    require_instance("model", model, keras.Model, "a keras.Model")
     require_built(model)
-    names = _file_names(model)
+    state_paths = _state_paths(model)
 
-    def renamed(name: str) -> str:
-        path = names.get(name, name)
-        return path if rename is None or name not in names else rename(path)
+    def to_state_path(file_name: str) -> str:
+        if file_name not in state_paths:
+            return file_name
+        path = state_paths[file_name]
+        return path if rename is None else rename(path)
 
-    return functrain.warm_start(state, source, take=take, skip=skip, rename=renamed, cast=cast)
+    return functrain.warm_start(
+        state, source, take=take, skip=skip, rename=to_state_path, cast=cast
+    )
 
 
-def _file_names(model: keras.Model) -> dict[str, str]:
+def _state_paths(model: keras.Model) -> dict[str, str]:
     """Returns the path of each variable in a state, by its name in `.weights.h5` and `.keras`.
 
-    Keras names variables by where a layer stands in its model, ``layers/dense_1/vars/0``, by rules
-    of its own. So it is asked: it writes a file in which each variable's value is its number.
+    Keras names a variable by its layer's position in the model, ``layers/dense_1/vars/0``, with
+    rules that each layer may override. So Keras itself writes a file here, in which the value of
+    each variable is replaced by its number.
 
     Args:
       model: A built model; it has its values again afterwards.
 
     Raises:
-      ValueError: A layer cannot be saved so.
+      ValueError: Keras cannot save a layer with such values.
     """
     layout = _variables.layout(model)
     paths = [f"params/{'/'.join(path)}" for path in layout.params]
     paths += [f"model_state/{'/'.join(path)}" for path in layout.model_state]
     markers = [(v, _marker(i, v)) for i, v in enumerate(layout.variables().values())]
     try:
-        with (
-            keras_private.variables.temporary_values(markers),
-            tempfile.TemporaryDirectory() as folder,
-        ):
-            file = os.path.join(folder, "names.weights.h5")
-            model.save_weights(file)
-            with arrays_in(file) as arrays:
-                small = [n for n, spec in arrays.specs.items() if spec.endswith("[2]")]
-                markers_in_file = {name: arrays.read(name) for name in small}
+        with keras_private.variables.temporary_values(markers):
+            saved_markers = _save_and_read_markers(model)
     except Exception as error:
         raise ValueError(
-            f"model: expected {model.name!r} to save its variables as they are, but Keras could "
-            f"not say what they are called in a file: {error}. Load the file by "
+            f"model: expected {model.name!r} to save its variables with other values, but Keras "
+            f"could not write the file that shows their names: {error}. Load the file by "
             "model.load_weights, and make a state of the model: bridge.create_state(model, tx)."
         ) from error
-    names: dict[str, str] = {}
-    for name, marker in markers_in_file.items():
+    state_paths: dict[str, str] = {}
+    for name, marker in saved_markers.items():
         number = int(marker[0])
+        is_marker = marker[1] == ~number and 0 <= number < len(paths)
         # Keras writes some variables twice, such as the kernel in a SpectralNormalization.
-        if (
-            marker[1] == ~number
-            and 0 <= number < len(paths)
-            and paths[number] not in names.values()
-        ):
-            names[name] = paths[number]
-    return names
+        if is_marker and paths[number] not in state_paths.values():
+            state_paths[name] = paths[number]
+    return state_paths
+
+
+def _save_and_read_markers(model: keras.Model) -> dict[str, np.ndarray]:
+    """Saves a model, and returns the arrays of the file that have the shape of a marker."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = os.path.join(folder, "names.weights.h5")
+        model.save_weights(file)
+        with arrays_in(file) as arrays:
+            names = [name for name, spec in arrays.specs.items() if spec.endswith("[2]")]
+            return {name: arrays.read(name) for name in names}
 
 
 def _marker(number: int, variable: Any) -> np.ndarray:
-    """Returns a number as an array that no other value of a model is.
+    """Returns an array that stands for a number; the second element confirms the first.
 
-    What LoRA adds to a kernel is written as part of the kernel, and must not change its number.
+    Keras adds the LoRA update to a kernel when it saves it, so the markers of LoRA variables are
+    zero: the sum still is the kernel's marker.
     """
-    added = variable.name.startswith("lora_")
-    return np.zeros(2, np.int32) if added else np.array([number, ~number], np.int32)
+    if variable.name.startswith("lora_"):
+        return np.zeros(2, np.int32)
+    return np.array([number, ~number], np.int32)

@@ -10,7 +10,7 @@ import numpy as np
 
 from bridge import keras_private
 from bridge.optim import OptaxOptimizer
-from bridge.state._keras_state import KerasState, originals
+from bridge.state._keras_state import KerasState, variable_values
 from bridge.train._batches import keras_batches
 from bridge.train._callbacks import flat
 from bridge.train._steps import KerasStep, described
@@ -317,7 +317,7 @@ def _form(batch: PyTree) -> Any:
 def _require_traced(model: keras.Model, batch: PyTree, expected: PyTree) -> None:
     data = keras.utils.pack_x_y_sample_weight(*batch)
     try:
-        jax.eval_shape(KerasStep(model, trains=False), originals(model), data)
+        jax.eval_shape(KerasStep(model, trains=False), variable_values(model), data)
     except Exception as error:
         training = f", as training has {described(expected)}" if expected is not None else ""
         raise ValueError(

@@ -225,7 +225,7 @@ class KerasHook:
         self._finalize()
         self._is_finished = True
         self.callbacks.on_train_end(logs=self.logs)
-        final = self.values.originals()
+        final = self.values.variable_values()
         if self.memory is not None and not _are_same(final, event.state):
             event.hand_over(final)  # saved beside the state that a longer fit continues with
 

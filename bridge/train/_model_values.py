@@ -4,7 +4,7 @@ import jax
 import keras
 
 from bridge import keras_private
-from bridge.state._keras_state import FIELDS, KerasState, originals
+from bridge.state._keras_state import FIELDS, KerasState, variable_values
 from functrain.events import Event
 from functrain.internal import SPARE_BYTES, PyTree, copy_arrays, nbytes
 from functrain.internal import tree as _tree
@@ -36,14 +36,14 @@ class ModelValues:
     @property
     def shapes(self) -> PyTree:
         """Shapes, dtypes and shardings of the state that a step of this kind takes."""
-        state = self.originals() if self._lent is None else self._lent
+        state = self.variable_values() if self._lent is None else self._lent
         return jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
         )
 
-    def originals(self) -> KerasState:
+    def variable_values(self) -> KerasState:
         """Returns the arrays of the model's variables."""
-        return originals(self._model, self._fields)
+        return variable_values(self._model, self._fields)
 
     @property
     def are_in_model(self) -> bool:
@@ -69,7 +69,7 @@ class ModelValues:
     def show(self, event: Event) -> None:
         """Has the run see the model's variables, if they have the values: it may save them."""
         if self.are_in_model:
-            event.hand_over(_tree.copy_if_needed(self.originals()))
+            event.hand_over(_tree.copy_if_needed(self.variable_values()))
 
     def take_back(self, event: Event) -> None:
         """Has the run continue with the model's variables, if they have the values.

@@ -66,7 +66,7 @@ def begin(
         return PredictStep(model) if kind == "predict" else KerasStep(model, trains=kind == "train")
 
     step = cached_for(model, kind, make_step)  # with its programs
-    state = hook.values.originals()
+    state = hook.values.variable_values()
 
     def results(batch: PyTree) -> PyTree:
         return jax.eval_shape(step, hook.values.shapes, batch)
