@@ -14,7 +14,7 @@ from functrain.metrics._metric import Metered, Metric, updated
 from functrain.step._check import refuse_names
 from functrain.step._loss import Aux
 from functrain.step._state import TrainState
-from functrain.tx._guards import guards
+from functrain.tx._guards import finite_and_scale
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -75,7 +75,7 @@ class MeteredStep(StepTraits):
         state, loss, aux = self.base(metered.state, batch, *key)
         metrics = updated(self.metrics, metered.metrics, batch, aux.outputs, loss, aux.weight)
         if self.trains and isinstance(state, TrainState):
-            finite, _ = guards(state.opt_state)
+            finite, _ = finite_and_scale(state.opt_state)
             if finite is not None:  # what a skipped step says is no part of a mean
                 metrics = _tree.select(finite, metrics, metered.metrics)
         # The values of an evaluation are reported without logs.

@@ -11,7 +11,7 @@ from functrain.common._checks import require
 from functrain.common._types import PyTree
 from functrain.step._loss import Aux, LossFn
 from functrain.step._state import TrainState
-from functrain.tx._guards import guards, scaled, unscaled
+from functrain.tx._guards import finite_and_scale, scale_loss, unscale_gradients
 
 
 def update(
@@ -60,15 +60,15 @@ def update(
 
     def scaled_loss(params: PyTree) -> tuple[jax.Array, tuple[jax.Array, Aux]]:
         loss, aux = loss_of(params)
-        return scaled(loss, scale), (loss, aux)
+        return scale_loss(loss, scale), (loss, aux)
 
     def grad_fn(params: PyTree, _: Any) -> PyTree:
         """Returns the gradients at other params; optax numbers the adversarial steps."""
-        return unscaled(jax.grad(lambda p: scaled_loss(p)[0])(params), scale)
+        return unscale_gradients(jax.grad(lambda p: scaled_loss(p)[0])(params), scale)
 
-    _, scale = guards(state.opt_state)
+    _, scale = finite_and_scale(state.opt_state)
     (_, (loss, aux)), grads = jax.value_and_grad(scaled_loss, has_aux=True)(state.params)
-    grads = unscaled(grads, scale)
+    grads = unscale_gradients(grads, scale)
     new = state.apply_gradients(
         grads,
         tx,
@@ -77,7 +77,7 @@ def update(
         value_fn=lambda params: loss_of(params)[0],
         grad_fn=grad_fn,
     )
-    finite, _ = guards(new.opt_state)
+    finite, _ = finite_and_scale(new.opt_state)
     model_state = aux.model_state
     if finite is not None:
         model_state = _tree.select(finite, model_state, state.model_state)

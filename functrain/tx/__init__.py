@@ -1,11 +1,11 @@
-"""Transformations of optax's kind, and what they remember, in words that steps understand.
+"""Optax transformations whose state and logs the steps of functrain understand.
 
 Files:
-  _guards: updates that are not finite are skipped; losses scaled for float16
-  _ema: an average of the params
-  _groups: another transformation for other params
-  _extra_args: which keywords an update is given
-  _logs: what a transformation says of itself
+  _guards: skipping updates that are not finite, and loss scaling for float16
+  _ema: an exponential moving average of the params
+  _groups: different transformations for different params
+  _extra_args: passing each update the keywords that it takes
+  _logs: scalars that a transformation logs
 
 Examples:
   >>> import functrain as ft, optax

@@ -1,4 +1,4 @@
-"""An average of the params, kept by the optimizer."""
+"""An exponential moving average of the params as an optax transformation."""
 
 from typing import Any, NamedTuple
 
@@ -12,11 +12,12 @@ from functrain.common._types import PyTree
 
 
 class EmaState(NamedTuple):
-    """What `ema` remembers.
+    """The state of `ema`.
 
     Attributes:
-      ema: The average, structured like the params; float32 where they are narrower.
-      weight: `f32[]`, the weight that it has gathered, to be divided by; None without `debias`.
+      ema: The average, with the structure of the params; float32 for params in half precision.
+      weight: `f32[]`, the sum of the weights of the params averaged so far, by which the average
+        is divided; None without `debias`.
     """
 
     ema: PyTree
@@ -24,28 +25,31 @@ class EmaState(NamedTuple):
 
 
 def ema(decay: float, *, debias: bool = False) -> optax.GradientTransformationExtraArgs:
-    """Returns the transformation that averages the params as they are after each update.
+    """Returns a transformation that keeps an exponential moving average (EMA) of the params.
 
-    `optax.ema` averages the updates; this averages the params:
-    ``ema = decay * ema + (1 - decay) * params``, from the first params on. It changes no update,
-    and comes last in a chain: ``optax.chain(optax.adam(1e-3), ft.tx.ema(0.999))``. Being part
-    of `opt_state` it is saved, sharded and fused with it; `ema_params` finds it there.
+    This differs from `optax.ema`, which averages the updates and replaces them by their average.
+    This one averages the params after each update,
+    ``ema = decay * ema + (1 - decay) * new_params``, starting from the initial params, and passes
+    the updates through unchanged. It must come last in a chain:
+    ``optax.chain(optax.adam(1e-3), ft.tx.ema(0.999))``. The average is part of `opt_state`, so it
+    is saved, sharded and fused with it; `ema_params` returns it.
 
-    `skip_non_finite` around it leaves the average as it is, too. Inside `optax.MultiSteps`, in
-    ``MultiSteps(optax.chain(tx, ema(d)), n)``, it takes a step with each update of the
-    params, every n-th; behind it, in ``optax.chain(MultiSteps(tx, n), ema(d))``, with every
-    step, most of which change no params.
+    Inside `skip_non_finite`, a skipped step does not change the average. Inside
+    `optax.MultiSteps`, as in ``MultiSteps(optax.chain(tx, ema(d)), n)``, the average is updated
+    whenever the params are, in every n-th step. After it, as in
+    ``optax.chain(MultiSteps(tx, n), ema(d))``, the average is updated in every step, including
+    those that do not change the params.
 
     Args:
-      decay: From 0 up to 1, exclusive.
-      debias: Begin at zero, and divide by the weight gathered, ``1 - decay**n``, as Adam does: the
-        first params do not count.
+      decay: The decay rate, at least 0 and less than 1.
+      debias: Start from zero and divide by ``1 - decay**n`` after n updates, as Adam does, so that
+        the initial params are not part of the average.
 
     Returns:
       A transformation whose `update` needs params. It averages in float32 or wider.
 
     Raises:
-      ValueError: `decay` is out of range; or, from `update`, params are missing.
+      ValueError: `decay` is out of range. From `update`: params are missing.
 
     Examples:
       >>> import jax.numpy as jnp, optax
@@ -59,6 +63,7 @@ def ema(decay: float, *, debias: bool = False) -> optax.GradientTransformationEx
     require(0 <= decay < 1, "decay", "a number from 0 up to 1, exclusive", decay)
 
     def init(params: PyTree) -> EmaState:
+        # In bfloat16, with 8 significant bits, small changes such as 0.001 * params would be lost.
         if debias:
             zeros = optax.tree.zeros_like(jax.tree.map(_tree.at_least_float32, params))
             return EmaState(zeros, jnp.zeros(()))
@@ -69,26 +74,32 @@ def ema(decay: float, *, debias: bool = False) -> optax.GradientTransformationEx
     ) -> tuple[PyTree, EmaState]:
         expected = "params, as in tx.update(grads, state, params)"
         require(params is not None, "ema", expected, params)
-        new = jax.tree.map(_rounded, optax.apply_updates(params, updates))
-        ema = jax.tree.map(
-            lambda old, x: decay * old + (1 - decay) * _tree.at_least_float32(x), state.ema, new
-        )
+        new_params = jax.tree.map(_round_to_dtype, optax.apply_updates(params, updates))
+
+        def average(ema: jax.Array, param: jax.Array) -> jax.Array:
+            return decay * ema + (1 - decay) * _tree.at_least_float32(param)
+
+        new_ema = jax.tree.map(average, state.ema, new_params)
         weight = None if state.weight is None else decay * state.weight + (1 - decay)
-        return updates, EmaState(ema, weight)
+        return updates, EmaState(new_ema, weight)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _rounded(x: jax.Array) -> jax.Array:
-    """Makes sure of the rounding to half precision, which compilers leave out on the way."""
+def _round_to_dtype(x: jax.Array) -> jax.Array:
+    """Returns `x` unchanged, and prevents the compiler from skipping its rounding.
+
+    XLA may keep a value in float32 between a cast to half precision and a cast back. The average
+    would then be that of params which the state never held.
+    """
     if x.dtype.itemsize >= 4:
         return x
-    kind = jnp.finfo(x.dtype)  # type: ignore[no-untyped-call]  # of ml_dtypes
-    return jax.lax.reduce_precision(x, kind.nexp, kind.nmant)
+    float_info = jnp.finfo(x.dtype)  # type: ignore[no-untyped-call]  # of ml_dtypes
+    return jax.lax.reduce_precision(x, float_info.nexp, float_info.nmant)
 
 
 def ema_params(state: Any) -> PyTree:
-    """Returns the averaged params of a state whose optimizer has `ema` in it.
+    """Returns the averaged params of a state whose optimizer includes `ema`.
 
     ``state.replace(params=ft.tx.ema_params(state))`` is the state to evaluate, predict or export
     with, and ``ft.eval_step(loss_fn, get_state=...)`` takes a function that returns it. Do not
@@ -98,11 +109,12 @@ def ema_params(state: Any) -> PyTree:
       state: A TrainState.
 
     Returns:
-      The average, in the structure and the dtypes of `state.params`; before the first step,
-      `state.params`.
+      The average, with the structure and the dtypes of `state.params`. Before the first step it
+      equals `state.params`.
 
     Raises:
-      ValueError: The optimizer keeps no average, or several, or one of some params only.
+      ValueError: The optimizer includes no average, several averages, or an average of only some
+        params.
 
     Examples:
       >>> import jax.numpy as jnp, optax
@@ -112,19 +124,24 @@ def ema_params(state: Any) -> PyTree:
       >>> print(ema_params(state)["w"])
       [1. 1.]
     """
-    found = _tree.nodes(state.opt_state, EmaState)
-    if len(found) != 1 or _tree.structure(found[0].ema) != _tree.structure(state.params):
+    averages = _tree.nodes(state.opt_state, EmaState)
+    covers_all_params = len(averages) == 1 and (
+        _tree.structure(averages[0].ema) == _tree.structure(state.params)
+    )
+    if not covers_all_params:
+        got = "one of some params" if len(averages) == 1 else len(averages)
         raise ValueError(
-            "opt_state: expected one average of all params, got "
-            f"{'one of some' if len(found) == 1 else len(found)}. Create the state, and its step, "
-            "with tx = optax.chain(tx, functrain.tx.ema(0.999)), around groups if there are."
+            f"opt_state: expected one average of all params, got {got}. Create the state and its "
+            "step with tx = optax.chain(tx, functrain.tx.ema(0.999)). With param groups, put ema "
+            "after the groups."
         )
-    ema, weight = found[0]
+    ema, weight = averages[0]
 
-    def value(average: jax.Array, param: jax.Array) -> jax.Array:
+    def debiased(average: jax.Array, param: jax.Array) -> jax.Array:
         if weight is not None:
-            safe = jnp.where(weight > 0, weight, 1.0)
-            average = jnp.where(weight > 0, average / safe, param.astype(average.dtype))
+            # `where` evaluates both branches, and 0 / 0 would be NaN.
+            divisor = jnp.where(weight > 0, weight, 1.0)
+            average = jnp.where(weight > 0, average / divisor, param.astype(average.dtype))
         return average.astype(param.dtype)
 
-    return jax.tree.map(value, ema, state.params)
+    return jax.tree.map(debiased, ema, state.params)

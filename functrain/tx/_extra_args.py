@@ -1,4 +1,4 @@
-"""Keywords for the updates of optax transformations, each of which takes others."""
+"""Passing each optax update the keyword arguments that it takes."""
 
 from typing import Any
 
@@ -11,30 +11,35 @@ from functrain.common._types import PyTree
 def with_any_extra_args(
     tx: optax.GradientTransformation,
 ) -> optax.GradientTransformationExtraArgs:
-    """Returns the transformation with an update that takes any keyword, and uses those it knows.
+    """Returns the transformation with an `update` that ignores the keywords it does not know.
 
-    `optax.with_extra_args_support` does so for updates that take no keywords at all.
+    `optax.with_extra_args_support` does this only for updates that take no keywords at all.
     """
     tx = optax.with_extra_args_support(tx)
 
     def update(
         updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, PyTree]:
-        named = parameters(tx.update)
-        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in named.values()):
-            extra_args = {name: x for name, x in extra_args.items() if name in named}
+        update_parameters = parameters(tx.update)
+        takes_any_keyword = any(x.kind is x.VAR_KEYWORD for x in update_parameters.values())
+        if not takes_any_keyword:
+            for name in extra_args.keys() - update_parameters.keys():
+                del extra_args[name]
         try:
             updated: tuple[PyTree, PyTree] = tx.update(updates, state, params, **extra_args)
             return updated
         except TypeError as error:
-            # optax.chain, MultiSteps and the like take any keyword and hand all of them to what
-            # they are made of. There optax.contrib.sam takes grad_fn alone, and line searches all
-            # but grad_fn (optax 0.2.8), which no signature outside of them tells.
+            # optax.chain, MultiSteps and similar wrappers take any keyword and pass all of them to
+            # the transformations inside. Of those, optax.contrib.sam takes only grad_fn, and line
+            # searches take everything except grad_fn (optax 0.2.8). The signature of the wrapper
+            # does not show that, so the name of the refused keyword is read from the error.
             if "unexpected keyword argument" not in str(error).lower():
                 raise
-            taken = {name: x for name, x in extra_args.items() if f"'{name}'" not in str(error)}
-            if len(taken) == len(extra_args):
+            refused = [name for name in extra_args if f"'{name}'" in str(error)]
+            if not refused:
                 raise
-            return update(updates, state, params, **taken)
+            for name in refused:
+                del extra_args[name]
+            return update(updates, state, params, **extra_args)
 
     return optax.GradientTransformationExtraArgs(tx.init, update)

@@ -1,4 +1,4 @@
-"""Another transformation for other params."""
+"""Different transformations for different params."""
 
 import re
 from collections.abc import Mapping
@@ -8,30 +8,32 @@ import jax
 import optax
 
 from functrain.common import _patterns, _tree
-from functrain.common._checks import require_no_problems
+from functrain.common._checks import require, require_no_problems
 from functrain.common._types import PyTree
 
 
 def param_groups(
     transformations: Mapping[str, optax.GradientTransformation],
 ) -> optax.GradientTransformationExtraArgs:
-    """Returns one transformation of several, each for the params whose paths its pattern means.
+    """Returns a transformation that applies each of several to the params that match its pattern.
 
-    It is `optax.partition`, with patterns for labels.
+    It is `optax.partition` with patterns of paths instead of labels.
 
     Args:
-      transformations: By pattern; the first one that means a path has it. Patterns are those of
-        `warm_start`, over the paths of params: ``*`` stands within one part of a path, ``**`` for
-        any number of parts. ``"**"``, last, is the rest; `optax.set_to_zero` trains nothing (to
-        compute no gradient either, `freeze`).
+      transformations: The transformations by pattern. A param belongs to the first pattern that
+        matches its path. Patterns are those of `warm_start`: ``*`` matches within one part of a
+        path, ``**`` matches any number of parts. A last pattern ``"**"`` matches all remaining
+        params. `optax.set_to_zero` does not train a group; `freeze` also avoids computing its
+        gradient.
 
     Returns:
-      The transformation. Rates injected by `optax.inject_hyperparams` are logged as
-      ``<group>/learning_rate``, where the group is called after the words of its pattern, and
-      ``rest`` if it has none.
+      The transformation. Learning rates injected by `optax.inject_hyperparams` are logged as
+      ``<group>/learning_rate``. The name of a group consists of the words in its pattern, or is
+      ``rest`` if the pattern has no words.
 
     Raises:
-      ValueError: (from `init`) a pattern has no param of its own, or a param has no pattern.
+      ValueError: (from `init`) a pattern is not the first to match any param, or a param matches
+        no pattern.
 
     Examples:
       >>> import jax.numpy as jnp, optax
@@ -41,45 +43,49 @@ def param_groups(
       >>> print(updates["dense"]["bias"], updates["dense"]["kernel"])
       [-1.] [-0.1]
     """
-    names = _names(transformations)
+    group_names = _group_names(transformations)
 
-    def labels(params: PyTree) -> PyTree:
-        return jax.tree_util.tree_map_with_path(
-            lambda path, _: names[_first(transformations, _tree.path_str(path))], params
-        )
+    def label_params(params: PyTree) -> PyTree:
+        def label(path: Any, _: Any) -> str:
+            return group_names[_first_match(transformations, _tree.path_str(path))]
 
-    whole = optax.partition({names[p]: tx for p, tx in transformations.items()}, labels)
+        return jax.tree_util.tree_map_with_path(label, params)
+
+    by_name = dict(zip(group_names.values(), transformations.values(), strict=True))
+    partition = optax.partition(by_name, label_params)
 
     def init(params: PyTree) -> PyTree:
-        _check(transformations, [path for path, _ in _tree.leaves_with_path(params)])
-        return whole.init(params)
+        _require_full_partition(transformations, list(dict(_tree.leaves_with_path(params))))
+        return partition.init(params)
 
-    return optax.GradientTransformationExtraArgs(init, whole.update)
+    return optax.GradientTransformationExtraArgs(init, partition.update)
 
 
-def _names(patterns: Mapping[str, Any]) -> dict[str, str]:
-    """Calls each group by the words of its pattern; a number is added where that is not enough."""
+def _group_names(patterns: Mapping[str, Any]) -> dict[str, str]:
+    """Returns a unique name for each pattern: its words, and a number if these are not unique."""
+    # Names appear in the paths of logs, where the slashes of a pattern would add levels.
     names: dict[str, str] = {}
     for pattern in patterns:
         name = "_".join(re.findall(r"\w+", pattern)) or "rest"
-        taken = [x for x in names.values() if x == name or x.startswith(f"{name}_")]
-        names[pattern] = f"{name}_{len(taken) + 1}" if taken else name
+        # "bias_2" also counts as similar to "bias", so that the number does not repeat that name.
+        similar = [x for x in names.values() if x == name or x.startswith(f"{name}_")]
+        names[pattern] = f"{name}_{len(similar) + 1}" if similar else name
     return names
 
 
-def _first(patterns: Mapping[str, Any], path: str) -> str:
+def _first_match(patterns: Mapping[str, Any], path: str) -> str:
     return next(pattern for pattern in patterns if _patterns.matches(pattern, path))
 
 
-def _check(patterns: Mapping[str, Any], paths: list[str]) -> None:
+def _require_full_partition(patterns: Mapping[str, Any], paths: list[str]) -> None:
+    """Raises ValueError unless each path has a pattern, and each pattern a path."""
     without = [f"{p}: no pattern" for p in paths if not _patterns.any_matches(patterns, p)]
-    advice = 'Add a last group "**" for the rest.'
+    # `_first_match` relies on a match for every path.
+    advice = 'Add a last group "**" for all other params.'
     require_no_problems("param_groups", without, "a pattern for every param", advice)
-    used = {_first(patterns, path) for path in paths}
+    used = {_first_match(patterns, path) for path in paths}
     for pattern in patterns:
         _patterns.require_match("param_groups", pattern, paths)
-        if pattern not in used:
-            raise ValueError(
-                f"param_groups: expected params for the pattern {pattern!r}, but earlier patterns "
-                "match all of them. Put it before those."
-            )
+        expected = "a pattern with params that no earlier pattern matches"
+        advice = "Put it before the earlier patterns."
+        require(pattern in used, "param_groups", expected, pattern, advice)

@@ -1,4 +1,4 @@
-"""Guards against gradients that are not finite: skipped updates, and scaled losses."""
+"""Guards against gradients that are not finite: skipped updates and loss scaling."""
 
 from typing import Any, NamedTuple
 
@@ -13,12 +13,13 @@ from functrain.tx._extra_args import with_any_extra_args
 
 
 class SkipState(NamedTuple):
-    """What `skip_non_finite` remembers.
+    """The state of `skip_non_finite`.
 
     Attributes:
-      inner: The state of what it wraps, as of the last update that was finite.
-      finite: `bool[]`, whether the last update was.
-      logs: How many were not, `i32[]` each: ``skipped`` of all, ``skipped_in_a_row`` up to now.
+      inner: The state of the wrapped transformation after the last finite update.
+      finite: `bool[]`, True if the last update was finite.
+      logs: The counts of updates that were not finite, `i32[]` each: ``skipped`` since the start,
+        ``skipped_in_a_row`` since the last finite update.
     """
 
     inner: PyTree
@@ -27,24 +28,25 @@ class SkipState(NamedTuple):
 
 
 def skip_non_finite(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """Returns the transformation that leaves everything as it is where gradients are not finite.
+    """Returns the transformation that skips updates whose gradients are not finite.
 
-    A step whose loss or gradients hold NaN or infinity is taken, but changes neither `params` nor
-    `model_state` nor what `tx` remembers, not a bit of them: `update` and `train_step` see to the
-    model state. `step` and randomness go on, so that the next batch is met as ever. `train_step`
-    logs the counts ``skipped`` and ``skipped_in_a_row``, and the loss as it was; its metrics, and
-    the means over an epoch in a history, are those of the other steps. A run in which all is finite
-    is the same to the bit with it and without.
+    A step whose loss or gradients contain NaN or infinity leaves `params`, `model_state` and the
+    state of `tx` unchanged to the bit. (`update` and `train_step` restore the model state.) `step`
+    still advances, and with it the randomness of the next step. `train_step` logs the counts
+    ``skipped`` and ``skipped_in_a_row``, and the loss itself; its metrics, and the epoch means in
+    a history, leave skipped steps out. A run without NaN or infinity gives the same bits with and
+    without this wrapper.
 
-    `optax.apply_if_finite` does less: it knows of no model state, such as batch statistics, and
-    lets NaN pass after some errors in a row.
+    `optax.apply_if_finite` does less: it does not protect model state, such as batch statistics,
+    and it accepts NaN after a number of consecutive errors.
 
     Args:
-      tx: All of the optimizer: schedules, clipping, `optax.MultiSteps`, `ema`. Nothing goes
-        around it, or it would see a step that never was.
+      tx: The complete optimizer, including schedules, clipping, `optax.MultiSteps` and `ema`. A
+        transformation around `skip_non_finite` would still see the skipped steps.
 
     Returns:
-      A transformation that takes the loss as `value=`, if it is given; `update` gives it.
+      A transformation whose `update` takes the loss as an optional keyword `value`, which
+      `functrain.update` passes.
 
     Examples:
       >>> import jax.numpy as jnp, optax
@@ -58,36 +60,44 @@ def skip_non_finite(tx: optax.GradientTransformation) -> optax.GradientTransform
     inner = with_any_extra_args(tx)
 
     def init(params: PyTree) -> SkipState:
-        counts = {name: jnp.zeros((), jnp.int32) for name in ("skipped", "skipped_in_a_row")}
+        # In a SnapshotState, so that `logged` finds the counts.
+        counts = {
+            "skipped": jnp.zeros((), jnp.int32),
+            "skipped_in_a_row": jnp.zeros((), jnp.int32),
+        }
         return SkipState(tx.init(params), jnp.array(True), optax.SnapshotState(counts))
 
     def update(
         updates: PyTree, state: SkipState, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, SkipState]:
-        looked_at = jax.tree.leaves((updates, extra_args.get("value")))
-        finite = jnp.all(jnp.array([True, *(jnp.all(jnp.isfinite(x)) for x in looked_at)]))
-        updates, new = inner.update(updates, state.inner, params, **extra_args)
-        # -0.0 is the number that changes no other: 0.0 makes 0.0 of -0.0.
+        checked_leaves = jax.tree.leaves((updates, extra_args.get("value")))
+        is_finite = [jnp.all(jnp.isfinite(x)) for x in checked_leaves]
+        # Params without leaves are finite, too.
+        finite = jnp.all(jnp.array([True, *is_finite]))
+        updates, new_inner = inner.update(updates, state.inner, params, **extra_args)
+        # -0.0 instead of 0.0: x + -0.0 is x for every x, but -0.0 + 0.0 is 0.0.
         updates = jax.tree.map(lambda x: jnp.where(finite, x, -jnp.zeros_like(x)), updates)
         counts = state.logs.measurement
         counts = {
             "skipped": counts["skipped"] + (~finite).astype(jnp.int32),
             "skipped_in_a_row": jnp.where(finite, 0, counts["skipped_in_a_row"] + 1),
         }
-        kept = _tree.select(finite, new, state.inner)
-        return updates, SkipState(kept, finite, optax.SnapshotState(counts))
+        # `select` is a `cond`. `where` would be fused with the sums before it and could round them
+        # differently, so that the bits would depend on this wrapper.
+        new_inner = _tree.select(finite, new_inner, state.inner)
+        return updates, SkipState(new_inner, finite, optax.SnapshotState(counts))
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
 class LossScaleState(NamedTuple):
-    """What `loss_scale` remembers.
+    """The state of `loss_scale`.
 
     Attributes:
-      skip: That of `skip_non_finite`, with the state of what is wrapped.
-      scale: `f32[]`, by which the next loss is multiplied.
-      finite_in_a_row: `i32[]`, updates since the scale was changed.
-      logs: The scale of the last update, ``loss_scale``.
+      skip: The state of `skip_non_finite`, which includes that of the wrapped transformation.
+      scale: `f32[]`, the factor of the next loss.
+      finite_in_a_row: `i32[]`, the number of finite updates since the scale last changed.
+      logs: ``loss_scale``, the scale of the last update.
     """
 
     skip: SkipState
@@ -104,26 +114,27 @@ def loss_scale(
     factor: float = 2.0,
     min_scale: float = 1.0,
 ) -> optax.GradientTransformationExtraArgs:
-    """Returns the transformation with a dynamic loss scale: for float16, whose range is small.
+    """Returns the transformation with a dynamic loss scale, for training in float16.
 
-    `update` and `train_step` multiply the loss by the scale before they take the gradient, and
-    divide the gradient by it, so that `tx` and the logs see the true ones. Where the gradient is
-    not finite, the step is skipped as by `skip_non_finite`, and the scale is divided by `factor`;
-    after `growth_interval` finite ones in a row it is multiplied. `train_step` logs it as
-    ``loss_scale``, and the counts of skipped steps.
+    The range of float16 is small, so that small gradients become zero. `update` and `train_step`
+    therefore multiply the loss by the scale before they differentiate it, and divide the gradient
+    by the scale afterwards: `tx` and the logs get the true values. If the gradient is not finite,
+    the step is skipped as by `skip_non_finite`, and the scale is divided by `factor`. After
+    `growth_interval` consecutive finite gradients the scale is multiplied by `factor`.
+    `train_step` logs the scale as ``loss_scale``, and the counts of skipped steps.
 
-    Method: "Mixed precision training", Micikevicius et al., 2018, section 3.2. With bfloat16,
-    whose range is that of float32, no scale is needed.
+    Method: "Mixed precision training", Micikevicius et al., 2018, section 3.2. bfloat16 has the
+    range of float32 and needs no scale.
 
     Args:
-      tx: All of the optimizer, as for `skip_non_finite`.
-      initial_scale: The first scale. Powers of two change no gradient but by its range.
-      growth_interval: After how many finite updates the scale grows.
-      factor: By how much the scale changes.
-      min_scale: What it does not fall below.
+      tx: The complete optimizer, as for `skip_non_finite`.
+      initial_scale: The first scale. A power of two adds no rounding error to the gradients.
+      growth_interval: The number of consecutive finite updates after which the scale grows.
+      factor: The factor by which the scale grows and shrinks.
+      min_scale: The smallest scale.
 
     Raises:
-      ValueError: A number makes no sense.
+      ValueError: A number is out of range.
 
     Examples:
       >>> import jax.numpy as jnp, optax
@@ -133,15 +144,15 @@ def loss_scale(
       >>> print(state.apply_gradients({"w": jnp.full(2, jnp.inf)}, tx).opt_state.scale)
       512.0
     """
-    makes_sense = 0 < min_scale <= initial_scale and growth_interval >= 1 and factor > 1
-    numbers = {
+    is_valid = 0 < min_scale <= initial_scale and growth_interval >= 1 and factor > 1
+    arguments = {
         "initial_scale": initial_scale,
         "growth_interval": growth_interval,
         "factor": factor,
         "min_scale": min_scale,
     }
     expected = "0 < min_scale <= initial_scale, growth_interval >= 1 and factor > 1"
-    require(makes_sense, "loss_scale", expected, numbers)
+    require(is_valid, "loss_scale", expected, arguments)
     skipping = skip_non_finite(tx)
 
     def init(params: PyTree) -> LossScaleState:
@@ -153,51 +164,59 @@ def loss_scale(
         updates: PyTree, state: LossScaleState, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, LossScaleState]:
         updates, skip = skipping.update(updates, state.skip, params, **extra_args)
-        row = jnp.where(skip.finite, state.finite_in_a_row + 1, 0)
-        larger = state.scale * factor
-        grows = (row >= growth_interval) & jnp.isfinite(larger)
-        good = jnp.where(grows, larger, state.scale)
-        scale = jnp.where(skip.finite, good, jnp.maximum(state.scale / factor, min_scale))
-        row = jnp.where(row >= growth_interval, 0, row)
+        finite_in_a_row = jnp.where(skip.finite, state.finite_in_a_row + 1, 0)
+        larger_scale = state.scale * factor
+        # An infinite scale would make every later gradient infinite.
+        grows = (finite_in_a_row >= growth_interval) & jnp.isfinite(larger_scale)
+        scale_if_finite = jnp.where(grows, larger_scale, state.scale)
+        smaller_scale = jnp.maximum(state.scale / factor, min_scale)
+        scale = jnp.where(skip.finite, scale_if_finite, smaller_scale)
+        finite_in_a_row = jnp.where(finite_in_a_row >= growth_interval, 0, finite_in_a_row)
+        # The scale that this update's loss was multiplied by, not the next one.
         logs = optax.SnapshotState({"loss_scale": state.scale})
-        return updates, LossScaleState(skip, scale, row, logs)
+        return updates, LossScaleState(skip, scale, finite_in_a_row, logs)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def scaled(loss: jax.Array, scale: jax.Array | None) -> jax.Array:
-    """Returns the loss to take the gradient of: `f32[]`, or wider."""
+def scale_loss(loss: jax.Array, scale: jax.Array | None) -> jax.Array:
+    """Returns the loss times the scale, `f32[]` or wider; the loss unchanged without a scale."""
     if scale is None:
         return loss
-    wide = _tree.at_least_float32(loss)
-    return wide * scale.astype(wide.dtype)
+    # The largest float16 is 65504: the scale itself may be larger, and the product soon is.
+    wide_loss = _tree.at_least_float32(loss)
+    return wide_loss * scale.astype(wide_loss.dtype)
 
 
-def unscaled(grads: PyTree, scale: jax.Array | None) -> PyTree:
-    """Returns the gradients of the true loss, in their own dtypes."""
+def unscale_gradients(grads: PyTree, scale: jax.Array | None) -> PyTree:
+    """Returns the gradients divided by the scale, in their dtypes; unchanged without a scale."""
     if scale is None:
         return grads
 
-    def one(x: jax.Array) -> jax.Array:
+    def unscale(x: jax.Array) -> jax.Array:
+        # As above, the scale may be infinite in float16.
         wide = _tree.at_least_float32(x)
         return (wide / scale.astype(wide.dtype)).astype(x.dtype)
 
-    return jax.tree.map(one, grads)
+    return jax.tree.map(unscale, grads)
 
 
-def guards(opt_state: PyTree) -> tuple[jax.Array | None, jax.Array | None]:
-    """Returns whether the last update was finite, and the scale, each None where nobody asks.
+def finite_and_scale(opt_state: PyTree) -> tuple[jax.Array | None, jax.Array | None]:
+    """Returns the flag of the last update, `bool[]`, True if finite, and the scale of the next.
+
+    The flag is None without `skip_non_finite` or `loss_scale`, the scale without `loss_scale`.
 
     Raises:
-      ValueError: A part of the optimizer only is guarded.
+      ValueError: A guard wraps only a part of the optimizer.
     """
     scale = opt_state.scale if isinstance(opt_state, LossScaleState) else None
     skip = opt_state.skip if isinstance(opt_state, LossScaleState) else opt_state
-    within = skip.inner if isinstance(skip, SkipState) else skip
-    if _tree.nodes(within, SkipState, LossScaleState):
+    inner = skip.inner if isinstance(skip, SkipState) else skip
+    # A guard around a part would leave the rest of the optimizer with a step that was skipped.
+    if _tree.nodes(inner, SkipState, LossScaleState):
         raise ValueError(
-            "tx: expected skip_non_finite or loss_scale around all of the optimizer, and one of "
-            "them, since loss_scale skips, too; got one within another transformation. Write "
-            "functrain.tx.skip_non_finite(optax.chain(...)), or around optax.MultiSteps(...)."
+            "tx: expected either skip_non_finite or loss_scale, around the whole optimizer "
+            "(loss_scale skips as well), got one inside another transformation. Write "
+            "functrain.tx.skip_non_finite(optax.chain(...)), also around optax.MultiSteps(...)."
         )
     return skip.finite if isinstance(skip, SkipState) else None, scale

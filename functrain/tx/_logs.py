@@ -1,4 +1,4 @@
-"""What a transformation says of itself: scalars in `optax.SnapshotState`."""
+"""Scalars that transformations log, which they keep in `optax.SnapshotState`."""
 
 import jax
 import jax.numpy as jnp
@@ -9,16 +9,16 @@ from functrain.common._types import PyTree
 
 
 def log_norm(name: str = "gradient_norm") -> optax.GradientTransformation:
-    """Returns the transformation that logs the global norm of what passes it, and changes nothing.
+    """Returns a transformation that logs the global norm of the updates and changes nothing.
 
-    It is `optax.snapshot` of `optax.tree.norm`, but for a norm of NaN where nothing has passed
-    yet, as under `optax.MultiSteps`. `train_step` logs all that `optax.snapshot` takes, as long
-    as it is a scalar.
+    It is `optax.snapshot` of `optax.tree.norm`, except that the norm is NaN until the first
+    update, which `optax.MultiSteps` delays. `train_step` logs every scalar that an
+    `optax.snapshot` in the optimizer measures.
 
     Args:
-      name: The name in the logs. What it is the norm of is told by its place in the chain: first,
-        that of the gradients; behind `optax.clip_by_global_norm`, that of the clipped ones; last,
-        that of the updates.
+      name: The name in the logs. The position in the chain determines whose norm is logged: first
+        in the chain, that of the gradients; after `optax.clip_by_global_norm`, that of the clipped
+        gradients; last, that of the updates.
 
     Examples:
       >>> import jax.numpy as jnp, optax
@@ -30,25 +30,26 @@ def log_norm(name: str = "gradient_norm") -> optax.GradientTransformation:
     snapshot = optax.snapshot(name, optax.tree.norm)
 
     def init(params: PyTree) -> PyTree:
+        # `optax.snapshot` starts with a measurement of the params, not of gradients.
         return jax.tree.map(lambda norm: jnp.full_like(norm, jnp.nan), snapshot.init(params))
 
     return optax.GradientTransformation(init, snapshot.update)
 
 
 def logged(state: PyTree) -> dict[str, jax.Array]:
-    """Returns the scalars that an optimizer says of itself, as `train_step` logs them.
+    """Returns the scalars that an optimizer logs, as `train_step` does.
 
-    For steps of one's own, which are made of `update`.
+    For custom steps that call `update`.
 
     Args:
-      state: A TrainState, or its `opt_state`: `optax.SnapshotState` is looked for, everywhere.
+      state: A TrainState, or its `opt_state`. It is searched for every `optax.SnapshotState`.
 
     Returns:
       The scalars by name: those of `log_norm`, `optax.snapshot`, `skip_non_finite` and
       `loss_scale`.
 
     Raises:
-      ValueError: One name stands for two scalars.
+      ValueError: Two scalars have the same name.
 
     Examples:
       >>> import jax.numpy as jnp, optax
@@ -59,14 +60,15 @@ def logged(state: PyTree) -> dict[str, jax.Array]:
       >>> sorted(logged(state.apply_gradients({"w": jnp.array([1.0, jnp.nan])}, tx)))
       ['skipped', 'skipped_in_a_row']
     """
-    said: dict[str, jax.Array] = {}
+    scalars: dict[str, jax.Array] = {}
     for node in _tree.nodes(state, optax.SnapshotState):
         for name, value in node.measurement.items():
-            if name in said:
+            if name in scalars:
                 raise ValueError(
-                    f"tx: expected a name for each number that it logs, got {name!r} twice. Name "
-                    f"one otherwise, as in functrain.tx.log_norm('{name}_2')."
+                    f"tx: expected a unique name for each scalar that it logs, got {name!r} twice. "
+                    f"Rename one, as in functrain.tx.log_norm('{name}_2')."
                 )
+            # `optax.snapshot` may also measure arrays with axes, which a log cannot hold.
             if jnp.shape(value) == () and _tree.is_array(value):
-                said[name] = value
-    return dict(sorted(said.items()))
+                scalars[name] = value
+    return dict(sorted(scalars.items()))

@@ -45,7 +45,7 @@ def test_groups_train_under_guards_averages_and_multi_steps() -> None:
     [
         (["**/bias"], r"expected a pattern for every param, got\n  encoder/kernel: no pattern"),
         (["**/biass", "**"], r"'\*\*/biass', which means none. Near it: .*bias"),
-        (["**", "**/bias"], "taken by earlier patterns: put it before them"),
+        (["**", "**/bias"], r"no earlier pattern matches, got '\*\*/bias'. Put it before"),
     ],
 )
 def test_patterns_without_params_and_params_without_a_pattern_are_named(patterns, message) -> None:

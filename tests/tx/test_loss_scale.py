@@ -31,7 +31,7 @@ def test_losses_params_and_scales_are_those_of_flax() -> None:
 
     # flax counts from 0, and so grows one update later.
     theirs = flax.training.dynamic_scale.DynamicScale(
-        growth_growth_interval=2, scale=jnp.float32(1024.0), minimum_scale=1.0
+        growth_interval=2, scale=jnp.float32(1024.0), minimum_scale=1.0
     )
     params, opt_state = PARAMS, inner.init(PARAMS)
 

@@ -170,7 +170,7 @@ def test_a_network_among_several_is_skipped_alone() -> None:
     ],
 )
 def test_a_guard_around_a_part_of_the_optimizer_is_refused(tx) -> None:
-    with pytest.raises(ValueError, match=r"around all of the optimizer.*got one within another"):
+    with pytest.raises(ValueError, match=r"around the whole optimizer.*got one inside another"):
         ft.train_step(LOSS_FN, tx)(begin(tx), (X[0], Y[0]))
 
 
