@@ -20,7 +20,7 @@ import functrain
 ROOT = pathlib.Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 README = ROOT / "README.md"
-PAGES = [README, *sorted(DOCS.glob("*.md"))]
+PAGES = [README, *sorted(DOCS.glob("*.md")), *sorted(DOCS.glob("design/*.md"))]
 WITH_CODE = [page for page in PAGES if "```python" in page.read_text()]
 NAMING = [*PAGES, ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("benchmarks/*.md"))]
 MADE_BY_RUNNING = ("examples/output", "benchmarks/output", "docs/_build")
@@ -85,12 +85,12 @@ def test_what_the_pages_show_is_code_that_is_run() -> None:
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The names of the page on going on, whose functions read and write where they are called."""
-    with contextlib.chdir(tmp_path_factory.mktemp("going-on")):
-        return run(DOCS / "going-on.md")
+    """The names of the page on checkpoints, whose functions read and write where they are called."""
+    with contextlib.chdir(tmp_path_factory.mktemp("checkpoints")):
+        return run(DOCS / "checkpoints.md")
 
 
-def test_the_recipe_for_going_on_survives_a_kill_in_the_moment_of_a_save(
+def test_the_recipe_for_resuming_survives_a_kill_during_a_save(
     recipe: dict[str, Any], folder: pathlib.Path
 ) -> None:
     interrupted(recipe, 70)
@@ -99,7 +99,7 @@ def test_the_recipe_for_going_on_survives_a_kill_in_the_moment_of_a_save(
 
 
 @pytest.mark.parametrize("step", [1, 49, 51, 199])
-def test_the_recipe_for_going_on_takes_a_run_up_anywhere(
+def test_the_recipe_for_resuming_works_at_every_step(
     step: int, recipe: dict[str, Any], folder: pathlib.Path
 ) -> None:
     interrupted(recipe, step)
@@ -170,7 +170,7 @@ def rows(page: pathlib.Path) -> list[list[str]]:
 def test_the_speeds_of_the_readme_are_those_of_the_measurements() -> None:
     measured = (ROOT / "benchmarks/results").glob("results*.md")
     cells = {cell.strip("*") for page in measured for row in rows(page) for cell in row}
-    for page, workload in itertools.product((README, DOCS / "speed.md"), ["(32)", "(16)", "(64)"]):
+    for page, workload in itertools.product((README, DOCS / "performance.md"), ["(32)", "(16)", "(64)"]):
         found = [row for row in rows(page) if row[0].endswith(workload)]
         for row in found:
             assert {cell.strip("*") for cell in row[1:] if cell} <= cells, row

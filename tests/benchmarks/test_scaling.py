@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh
 import functrain as ft
 from benchmarks import scaling
 
-PAGE = pathlib.Path(__file__).parents[2] / "docs" / "scaling.md"
+PAGE = pathlib.Path(__file__).parents[2] / "docs" / "devices.md"
 # By hand: d = 4096 and 8192; four or fewer matrices of attention, three of the layer's own network.
 MATRICES = {
     "7B": 32 * (4 * 4096**2 + 3 * 4096 * 11_008),

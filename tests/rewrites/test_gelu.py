@@ -53,7 +53,7 @@ def test_below_zero_the_absolute_error_is_bounded_and_the_relative_one_is_not() 
     assert (error <= 2 * eps * np.abs(x)).all()
     assert np.max(np.abs(np.asarray(gradient, np.float64) - exact_gradient)) <= 2 * eps
     between = (x > -5.6) & (x < -3)
-    assert np.max(error[between] / np.abs(exact_value[between])) > 1  # docs/rewrites.md says so
+    assert np.max(error[between] / np.abs(exact_value[between])) > 1  # docs/performance.md says so
 
 
 def test_exact_rewrites_keep_the_relative_error_below_zero() -> None:
