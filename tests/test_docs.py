@@ -85,7 +85,7 @@ def test_what_the_pages_show_is_code_that_is_run() -> None:
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The names of the page on checkpoints, whose functions read and write where they are called."""
+    """The names that the page on checkpoints defines; its functions use the current folder."""
     with contextlib.chdir(tmp_path_factory.mktemp("checkpoints")):
         return run(DOCS / "checkpoints.md")
 
@@ -170,7 +170,8 @@ def rows(page: pathlib.Path) -> list[list[str]]:
 def test_the_speeds_of_the_readme_are_those_of_the_measurements() -> None:
     measured = (ROOT / "benchmarks/results").glob("results*.md")
     cells = {cell.strip("*") for page in measured for row in rows(page) for cell in row}
-    for page, workload in itertools.product((README, DOCS / "performance.md"), ["(32)", "(16)", "(64)"]):
+    pages = README, DOCS / "performance.md"
+    for page, workload in itertools.product(pages, ["(32)", "(16)", "(64)"]):
         found = [row for row in rows(page) if row[0].endswith(workload)]
         for row in found:
             assert {cell.strip("*") for cell in row[1:] if cell} <= cells, row
