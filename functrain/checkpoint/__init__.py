@@ -1,15 +1,15 @@
-"""States on disk: whole, or not at all, and the bytes that were saved.
+"""Checkpoints: complete or absent, and restored bit for bit.
 
 ``python -m functrain.checkpoint DIRECTORY`` lists, verifies and compares them.
 
 Files:
-  _checkpointer: the checkpoints of one training: written, kept, and read again
-  _storage: one checkpoint on disk: its arrays and their digests, and how it gets its name
-  _manifest: what is said of a checkpoint, as JSON beside its arrays
-  _leaves: the leaves of a state: what is stored for each, and how it becomes a leaf again
-  _processes: what the processes of one run do together
-  _warm_start: a part of a state out of a checkpoint, or out of a file of others
-  _errors: what is wrong with a checkpoint
+  _checkpointer: the checkpoints of one training: writing, retention, and restoring
+  _storage: one checkpoint on disk: its arrays, their checksums, and atomic replacement
+  _manifest: the JSON file with everything but the arrays
+  _leaves: conversion between leaves of a state and stored arrays
+  _processes: coordination of the processes of one run
+  _warm_start: parts of a state from a checkpoint, or from files of other programs
+  _errors: errors of checkpoints
 """
 
 from functrain.checkpoint._checkpointer import Checkpointer as Checkpointer

@@ -15,7 +15,7 @@ from rich.table import Table
 from functrain.checkpoint import _storage
 from functrain.checkpoint._checkpointer import Checkpointer, best_step
 from functrain.checkpoint._errors import CheckpointCorruptError
-from functrain.checkpoint._leaves import path_of, root_of
+from functrain.checkpoint._leaves import leaf_path, tree_name
 from functrain.checkpoint._manifest import STATE, read_manifest
 from functrain.common import _direction, _repr, _table
 
@@ -62,9 +62,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _places(directory: str) -> tuple[str, list[str]]:
     """Returns the path of a directory, and of its checkpoints: its own if it is one itself."""
-    path = _storage.find(os.path.realpath(directory), "a directory of checkpoints")
+    path = _storage.find_checkpoint(os.path.realpath(directory), "a directory of checkpoints")
     steps = Checkpointer(path).steps()
-    return path, [_storage.find(os.path.join(path, f"{n:012d}")) for n in steps] or [path]
+    return path, [_storage.find_checkpoint(os.path.join(path, f"{n:012d}")) for n in steps] or [
+        path
+    ]
 
 
 def _verify(places: list[str]) -> int:
@@ -77,7 +79,7 @@ def _verify(places: list[str]) -> int:
             damaged += 1
             print(f"{name}  damaged\n{error}")
         else:
-            print(f"{name}  whole, {_repr.format_bytes(_storage.bytes_of(place))}")
+            print(f"{name}  whole, {_repr.format_bytes(_storage.size_on_disk(place))}")
     if damaged:
         print(f"{damaged} of {len(places)} damaged.")
     return 1 if damaged else 0
@@ -91,7 +93,7 @@ def listed(path: str, places: list[str]) -> str:
         ("step", [f"{step:,}" for step in steps]),
         ("epoch", [_epoch(manifest) for manifest in manifests]),
         ("saved (UTC)", [_saved_at(manifest) for manifest in manifests]),
-        ("size", [_repr.format_bytes(_storage.bytes_of(place)) for place in places]),
+        ("size", [_repr.format_bytes(_storage.size_on_disk(place)) for place in places]),
     ]
     values = [manifest.get("values", {}) for manifest in manifests]
     names = sorted(  # those of evaluations come first: there may be no room for all
@@ -119,12 +121,12 @@ def listed(path: str, places: list[str]) -> str:
 def described(directory: str) -> str:
     """Returns what one checkpoint says of itself."""
     manifest = read_manifest(directory)
-    rows = {"size": _repr.format_bytes(_storage.bytes_of(directory))}
+    rows = {"size": _repr.format_bytes(_storage.size_on_disk(directory))}
     if "step" in manifest:
         step = f"{manifest['step']:,}, epoch {_epoch(manifest)}"
         rows = {"step": step, "saved": f"{_saved_at(manifest)} UTC", **rows}
     for name in manifest["trees"]:
-        count = sum(root_of(leaf) == name for leaf in manifest["leaves"])
+        count = sum(tree_name(leaf) == name for leaf in manifest["leaves"])
         rows[name] = _count(count, "leaf", "leaves")
     rows |= {name: f"{x:.6g}" for name, x in manifest["values"].items()}
     for name in ("functrain", "jax", "python", "device", "devices", "cores"):
@@ -243,7 +245,9 @@ def differences(first: str, second: str) -> tuple[list[Difference], int]:
             places = zip((first, second), pair, strict=True)
             what, most = _difference(one["spec"], *(_read(*place, name) for place in places))
         if what:
-            found.append(Difference(path_of(name) if root_of(name) == STATE else name, what, most))
+            found.append(
+                Difference(leaf_path(name) if tree_name(name) == STATE else name, what, most)
+            )
     return found, len(names)
 
 

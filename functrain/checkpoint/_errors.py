@@ -1,10 +1,14 @@
-"""What is wrong with a checkpoint."""
+"""Errors of checkpoints, and the checks that raise them."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
 
 
 class CheckpointCorruptError(RuntimeError):
-    """A checkpoint is damaged: a file is missing, cannot be read, or holds other bytes.
+    """A checkpoint is damaged: a file is missing, unreadable, or has other bytes than were saved.
 
-    The message names the leaves. Nothing of it is returned.
+    The message names the leaves. Nothing of the checkpoint is returned.
 
     Examples:
       >>> issubclass(CheckpointCorruptError, RuntimeError)
@@ -13,11 +17,38 @@ class CheckpointCorruptError(RuntimeError):
 
 
 class CheckpointMismatchError(ValueError):
-    """A checkpoint is whole, but not of this program: other leaves, other data, another format.
+    """A checkpoint is intact, but does not fit: it has other leaves, other data, another format.
 
-    The message names what differs, as it was saved and as it was expected. Nothing was loaded.
+    The message names the differences, as saved and as expected. Nothing was loaded.
 
     Examples:
       >>> issubclass(CheckpointMismatchError, ValueError)
       True
     """
+
+
+def require_match(condition: Any, name: str, expected: str, got: str, advice: str) -> None:
+    """Raises CheckpointMismatchError unless a condition holds. `got` is shown as it is."""
+    if not condition:
+        raise CheckpointMismatchError(f"{name}: expected {expected}, got {got}. {advice}")
+
+
+@contextlib.contextmanager
+def corrupt_on(*errors: type[Exception], expected: str, advice: str) -> Iterator[None]:
+    """Context manager that turns errors of a reader into a CheckpointCorruptError.
+
+    Args:
+      *errors: Classes of errors that a damaged file causes.
+      expected: Beginning of the message, ``"PATH: expected ..."``.
+      advice: End of the message, as full sentences.
+    """
+    try:
+        yield
+    except CheckpointMismatchError:  # a ValueError, which `errors` may contain
+        raise
+    except errors as error:
+        # Parsers quote their input, which can be megabytes long.
+        reason = getattr(error, "strerror", None) or str(error)[:200]
+        raise CheckpointCorruptError(
+            f"{expected}, got unreadable data: {reason.rstrip('.')}. {advice}"
+        ) from error

@@ -1,4 +1,4 @@
-"""The leaves of a state: what is stored for each, by path, and how it becomes a leaf again."""
+"""Conversion between the leaves of a state and the arrays that are stored for them."""
 
 import mmap
 from collections.abc import Callable, Mapping
@@ -12,97 +12,105 @@ from functrain.checkpoint._processes import is_first
 from functrain.common import _tree
 from functrain.common._types import PyTree
 
-Box = tuple[slice, ...]  # a part of an array: begin and end on each axis
-Read = Callable[..., np.ndarray]  # returns a part of an array, given its box, or all of it
+Box = tuple[slice, ...]  # a part of an array: start and stop on each axis
+Reader = Callable[..., np.ndarray]  # returns the part of an array in a box; all of it by default
 
-_MAPPED = 2**20  # bytes from which on a copy has a mapping of its own
+# Copies of at least this many bytes get a memory mapping. See `_private_copy`.
+_MAPPING_THRESHOLD = 2**20
 
 
 class Leaf(NamedTuple):
-    """A leaf in the memory of the host, where no program writes.
+    """A leaf in host memory that no program writes to.
 
     Attributes:
-      spec: Its dtype and shape, as messages have them.
-      stored: Dtype and shape of the array that is stored for it: of a PRNG key its numbers.
-      shards: The parts that this process writes, each with where it is in the array.
+      spec: Its dtype and shape as messages show them, such as ``float32[8, 3]``.
+      stored_spec: Dtype and shape of the array in the file: of a PRNG key, those of its key data.
+      shards: The parts that this process writes, each with its box in the whole array.
     """
 
     spec: str
-    stored: str
+    stored_spec: str
     shards: list[tuple[Box, np.ndarray]]
 
 
-def by_path(trees: dict[str, PyTree]) -> dict[str, Any]:
-    """Returns the leaves of trees by their names in the file: that of the tree, and the path."""
+def named_leaves(trees: dict[str, PyTree]) -> dict[str, Any]:
+    """Returns the leaves of trees by name: ``TREE/PATH``, such as ``state/params/w``."""
     leaves: dict[str, Any] = {}
     for name, leaf in _tree.leaves_with_path(trees):
-        if name in leaves:
+        if name in leaves:  # {"a/b": x, "a": {"b": y}}
             raise ValueError(
-                f"{path_of(name)}: expected one leaf of this path, got two. Rename a key that has "
-                "'/' in it."
+                f"{leaf_path(name)}: expected one leaf of this path, got two. Rename a key that "
+                "has '/' in it."
             )
         leaves[name] = leaf
     return leaves
 
 
-def root_of(name: str) -> str:
-    """Returns the name of a leaf's tree."""
+def tree_name(name: str) -> str:
+    """Returns the tree in the name of a leaf."""
     return name.partition("/")[0]
 
 
-def path_of(name: str) -> str:
-    """Returns a leaf's path in its tree."""
+def leaf_path(name: str) -> str:
+    """Returns the path in the name of a leaf."""
     return name.partition("/")[2] or "(root)"
 
 
-def whole_box(shape: tuple[int, ...]) -> Box:
+def full_box(shape: tuple[int, ...]) -> Box:
     """Returns the box of a whole array."""
     return tuple(slice(0, length) for length in shape)
 
 
-def _box_of(index: tuple[slice, ...], shape: tuple[int, ...]) -> Box:
-    """Returns the index of a shard with its ends in numbers."""
+def _index_to_box(index: tuple[slice, ...], shape: tuple[int, ...]) -> Box:
+    """Returns the box of a shard's index, whose slices may have None for start or stop."""
     return tuple(slice(*x.indices(length)[:2]) for x, length in zip(index, shape, strict=True))
 
 
-def on_host(leaves: Mapping[str, Any], *, copy: bool = False) -> dict[str, Leaf]:
-    """Fetches leaves; waits for the programs that compute them, but for no disk.
+def fetch_leaves(leaves: Mapping[str, Any], *, copy: bool = False) -> dict[str, Leaf]:
+    """Fetches leaves to the host; waits for the programs that compute them, but for no disk.
 
-    Of arrays that several processes have, each one fetches its parts. What only it has is taken
-    to be the same in all of them, and written by the first.
+    Of an array that is spread over processes, each process fetches its parts. An array that only
+    this process has is assumed to be the same in all of them, and the first one writes it.
 
     Args:
-      leaves: By name.
-      copy: Whether to copy what is in this memory already, because programs go on that take it
-        over. XLA would leave memory alone that NumPy looks at, and copy the array itself: into
-        other memory at each save, in pieces that malloc does not give back (2 states more).
+      leaves: Arrays by name.
+      copy: True copies arrays that are in host memory already. It is needed when the next programs
+        donate them: XLA cannot donate memory that NumPy refers to, and would copy the array to new
+        memory at each save, in pieces that malloc keeps (2 more states at the peak).
 
     Raises:
-      TypeError: A leaf is no array of numbers.
+      TypeError: A leaf is not an array of numbers.
       ValueError: A leaf was donated to a program.
     """
-    stored = {name: _stored(path_of(name), leaf) for name, leaf in leaves.items()}
-    near = jax.device_put(  # all at once, so that they come side by side
-        {n: x for n, x in stored.items() if isinstance(x, jax.Array) and x.is_fully_addressable},
-        host(),
-    )
+    arrays: dict[str, Any] = {}
+    local_arrays: dict[str, jax.Array] = {}
+    for name, leaf in leaves.items():
+        array = arrays[name] = _to_storable(leaf_path(name), leaf)
+        if isinstance(array, jax.Array) and array.is_fully_addressable:
+            local_arrays[name] = array
+    # In one call, so that the transfers overlap.
+    fetched = jax.device_put(local_arrays, cpu_device())
 
-    def memory(fetched: Any, source: Any) -> np.ndarray:
-        is_alias = isinstance(source, np.ndarray) or source.devices() == {host()}
-        return _copied(np.asarray(fetched)) if copy and is_alias else np.asarray(fetched)
+    def to_numpy(on_host: Any, source: Any) -> np.ndarray:
+        is_alias = isinstance(source, np.ndarray) or source.devices() == {cpu_device()}
+        data = np.asarray(on_host)
+        return _private_copy(data) if copy and is_alias else data
 
-    fetched = {}
-    for name, x in stored.items():
-        if isinstance(x, jax.Array) and name not in near:
-            own = (shard for shard in x.addressable_shards if shard.replica_id == 0)
-            shards = [(_box_of(s.index, x.shape), memory(s.data, s.data)) for s in own]
-        else:
-            shards = [(whole_box(x.shape), memory(near.get(name, x), x))] if is_first() else []
-        fetched[name] = Leaf(_tree.strong_spec(leaves[name]), _tree.strong_spec(x), shards)
-    return fetched
+    result = {}
+    for name, array in arrays.items():
+        shards = []
+        if isinstance(array, jax.Array) and name not in fetched:
+            for shard in array.addressable_shards:
+                if shard.replica_id == 0:  # one of the processes that have this part writes it
+                    box = _index_to_box(shard.index, array.shape)
+                    shards.append((box, to_numpy(shard.data, shard.data)))
+        elif is_first():
+            shards.append((full_box(array.shape), to_numpy(fetched.get(name, array), array)))
+        result[name] = Leaf(_tree.strong_spec(leaves[name]), _tree.strong_spec(array), shards)
+    return result
 
 
-def _stored(path: str, leaf: Any) -> jax.Array | np.ndarray[Any, Any]:
+def _to_storable(path: str, leaf: Any) -> jax.Array | np.ndarray[Any, Any]:
     """Returns the plain array that is stored for a leaf."""
     if isinstance(leaf, jax.Array):
         if leaf.is_deleted():
@@ -112,50 +120,57 @@ def _stored(path: str, leaf: Any) -> jax.Array | np.ndarray[Any, Any]:
             )
         return jax.random.key_data(leaf) if _tree.is_key(leaf) else leaf
     if isinstance(leaf, np.ndarray | np.generic):
+        # NumPy's own numbers have these kinds; bfloat16, float8 and int4 are of ml_dtypes.
         is_numeric = leaf.dtype.kind in "biufc" or leaf.dtype.type.__module__ == "ml_dtypes"
         if is_numeric and not isinstance(leaf, np.ma.MaskedArray):
             return np.asarray(leaf)
     raise TypeError(
-        f"{path}: expected an array of numbers, got {_tree.spec(leaf)}. Make it one with "
+        f"{path}: expected an array of numbers, got {_tree.spec(leaf)}. Convert it with "
         "jnp.asarray, or keep it out of the state."
     )
 
 
-def _copied(array: np.ndarray) -> np.ndarray:
-    """Copies an array into memory that goes back to the system with its last reference.
+def _private_copy(array: np.ndarray) -> np.ndarray:
+    """Copies an array into memory that the system gets back with the last reference to it.
 
-    malloc keeps what it has freed, for the threads that freed it.
+    malloc would keep the freed memory for the thread that allocated it.
     """
-    if array.nbytes < _MAPPED:
+    if array.nbytes < _MAPPING_THRESHOLD:
         return array.copy()
-    private = getattr(mmap, "MAP_PRIVATE", 0) | getattr(mmap, "MAP_ANONYMOUS", 0)
-    how = {"flags": private} if private else {}  # none on Windows
-    copy = np.frombuffer(mmap.mmap(-1, array.nbytes, **how), array.dtype).reshape(array.shape)
+    flags = getattr(mmap, "MAP_PRIVATE", 0) | getattr(mmap, "MAP_ANONYMOUS", 0)
+    options = {"flags": flags} if flags else {}  # mmap has no flags on Windows
+    buffer = mmap.mmap(-1, array.nbytes, **options)
+    copy = np.frombuffer(buffer, array.dtype).reshape(array.shape)
     copy[...] = array
     return copy
 
 
-def host() -> jax.Device | None:
-    """The host as a device; None where jax was told to do without."""
+def cpu_device() -> jax.Device | None:
+    """Returns the host as a device; None if JAX was configured without its CPU backend."""
     try:
         return jax.local_devices(backend="cpu")[0]
     except RuntimeError:
         return None
 
 
-def require_same(directory: str, manifest: Mapping[str, Any], likes: dict[str, PyTree]) -> None:
-    """Raises CheckpointMismatchError, before anything is read, if a checkpoint has other leaves."""
-    expected = {name: _tree.strong_spec(leaf) for name, leaf in by_path(likes).items()}
-    records = manifest["leaves"].items()
-    saved = {name: record["spec"] for name, record in records if root_of(name) in likes}
+def require_same_leaves(
+    directory: str, manifest: Mapping[str, Any], likes: dict[str, PyTree]
+) -> None:
+    """Raises CheckpointMismatchError if a checkpoint has other leaves. No array is read."""
+    expected = {name: _tree.strong_spec(leaf) for name, leaf in named_leaves(likes).items()}
+    saved = {}
+    for name, record in manifest["leaves"].items():
+        if tree_name(name) in likes:
+            saved[name] = record["spec"]
     lines = []
     for name in {**expected, **saved}:
+        path = leaf_path(name)
         if name not in saved:
-            lines += [f"{path_of(name)}: not in the checkpoint (expected {expected[name]})"]
+            lines.append(f"{path}: not in the checkpoint (expected {expected[name]})")
         elif name not in expected:
-            lines += [f"{path_of(name)}: not expected (saved {saved[name]})"]
+            lines.append(f"{path}: not expected (saved {saved[name]})")
         elif saved[name] != expected[name]:
-            lines += [f"{path_of(name)}: saved {saved[name]}, expected {expected[name]}"]
+            lines.append(f"{path}: saved {saved[name]}, expected {expected[name]}")
     if lines:
         raise CheckpointMismatchError(
             f"{directory}: its leaves are not those expected:\n{_tree.bullets(lines)}\n"
@@ -164,28 +179,32 @@ def require_same(directory: str, manifest: Mapping[str, Any], likes: dict[str, P
         )
 
 
-def restored(path: str, like: Any, read: Read) -> Any:
-    """Makes a leaf like another of what is read: in its place, of its kind."""
+def restore_leaf(path: str, like: Any, read: Reader) -> Any:
+    """Reads an array and converts it to a leaf of the kind and sharding of another leaf."""
     if isinstance(like, np.ndarray | np.generic):
         return read() if isinstance(like, np.ndarray) else read()[()]
     plain = jax.eval_shape(jax.random.key_data, like) if _tree.is_key(like) else like
     if jax.dtypes.canonicalize_dtype(plain.dtype) != plain.dtype:
         raise ValueError(
-            f"{path}: expected {plain.dtype}, which jax cannot hold now. Set "
+            f"{path}: expected {plain.dtype}, got jax with 64-bit types disabled. Set "
             "jax.config.update('jax_enable_x64', True) before loading."
         )
-    # Of what is not committed none: it moves freely then, as a fresh array does.
+    # An uncommitted leaf stays uncommitted, so that programs may move it as any fresh array.
     sharding = getattr(like, "sharding", None) if getattr(like, "committed", True) else None
     array: jax.Array
     if sharding is None or sharding.is_fully_addressable:
         array = jax.device_put(read(), sharding)  # jnp.array would copy twice
-    else:  # no process takes memory for all of it
-        indices = sharding.addressable_devices_indices_map(plain.shape).items()
-        parts = [jax.device_put(read(_box_of(x, plain.shape)), device) for device, x in indices]
+    else:  # each process reads its parts only, and never holds the whole array
+        parts = []
+        indices = sharding.addressable_devices_indices_map(plain.shape)
+        for device, index in indices.items():
+            parts.append(jax.device_put(read(_index_to_box(index, plain.shape)), device))
         array = jax.make_array_from_single_device_arrays(plain.shape, sharding, parts)
-    jax.block_until_ready(array)  # else what was read stays in memory while more is read
+    # Otherwise the buffers of all leaves would stay in memory until the transfers end.
+    jax.block_until_ready(array)
     if not _tree.is_key(like):
         return array
-    impl: list[Any] = []  # key_impl takes no abstract key from outside, but a traced one
+    # `key_impl` refuses abstract keys, but takes traced ones.
+    impl: list[Any] = []
     jax.eval_shape(lambda key: impl.append(jax.random.key_impl(key)), like)
     return jax.random.wrap_key_data(array, impl=impl[0])

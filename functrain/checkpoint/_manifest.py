@@ -1,13 +1,14 @@
-"""The manifest of a checkpoint: one file of JSON, sealed by a digest, that people can read.
+"""The manifest of a checkpoint: one readable JSON file, protected by a checksum.
 
-It holds how far the training had come, what it ran on, the documents of hooks and loaders, and for
-each leaf its dtype and shape and where its bytes stand, with their digests. What a document holds
-is JSON; its arrays are stored with the other leaves. Nothing is unpickled, and no class is looked
+It holds the position of the training, the environment it ran in, the documents of hooks and
+loaders, and for each leaf its dtype, its shape, where its bytes are, and their checksums. The
+arrays of documents are stored with the other leaves. Nothing is unpickled, and no class is looked
 up by a name in a file.
 """
 
 import base64
 import contextlib
+import functools
 import io
 import json
 import math
@@ -16,7 +17,7 @@ import platform
 import re
 import stat
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from importlib import metadata
 from typing import Any
 
@@ -25,25 +26,32 @@ import jax.numpy as jnp
 import numpy as np
 
 from functrain._version import __version__
-from functrain.checkpoint._errors import CheckpointCorruptError, CheckpointMismatchError
+from functrain.checkpoint._errors import corrupt_on, require_match
 from functrain.common import _tree
+from functrain.common._checks import require_instance
 from functrain.common._library import import_optional
 from functrain.common._types import PyTree
 
 FORMAT = 2
 MANIFEST = "checkpoint.json"
-STATE, DOCUMENTS = "state", "documents"  # trees, in front of the names of their leaves
+STATE, DOCUMENTS = "state", "documents"  # names of trees
+
+_ENTRY_TYPES = {"trees": list, "leaves": dict, "files": list, "run": dict, "documents": dict}
+# Errors of parsing a file that was damaged or crafted: deep nesting ends in a RecursionError, and
+# a saved tensor in an ImportError if PyTorch is missing.
+_PARSE_ERRORS = (
+    *(ArithmeticError, AttributeError, ImportError, LookupError, OSError),
+    *(RecursionError, TypeError, ValueError),
+)
 
 
 def write_manifest(directory: str, entries: Mapping[str, Any], leaves: Mapping[str, Any]) -> None:
-    """Writes the manifest, a line for each entry; its bytes are on the disk when it returns."""
+    """Writes the manifest, one entry per line. Its bytes are on disk when the call returns."""
     entries = {"format": FORMAT, **entries}
-    lines = [f"  {json.dumps(name)}: {_json(x)}" for name, x in entries.items()]
-    leaf_lines = [f"    {json.dumps(name)}: {_json(x)}" for name, x in leaves.items()]
-    body = ",\n".join([*lines, '  "leaves": {\n' + ",\n".join(leaf_lines) + "\n  }"])
-    digest = _digest({**entries, "leaves": leaves})
+    checksum = _checksum({**entries, "leaves": leaves})
+    body = f'{_json_lines(entries, "  ")},\n  "leaves": {{\n{_json_lines(leaves, "    ")}\n  }}'
     with open(os.path.join(directory, MANIFEST), "w", encoding="ascii") as file:
-        file.write(f'{{"checkpoint": {{\n{body}\n}}, "crc32": "{digest}"}}\n')
+        file.write(f'{{"checkpoint": {{\n{body}\n}}, "crc32": "{checksum}"}}\n')
         file.flush()
         os.fsync(file.fileno())
 
@@ -52,117 +60,129 @@ def read_manifest(directory: str) -> dict[str, Any]:
     """Returns the manifest of a checkpoint.
 
     Raises:
-      CheckpointMismatchError: There is no checkpoint, or one of another format.
-      CheckpointCorruptError: Its manifest is damaged.
+      CheckpointMismatchError: The directory is not a checkpoint, or one of another format.
+      CheckpointCorruptError: The manifest is damaged.
     """
-    if not is_checkpoint(directory):
-        raise CheckpointMismatchError(
-            f"{directory}: expected a checkpoint, got {kind_of(directory)}. Load what "
-            "functrain.save wrote, or the directory of one step of a functrain.Checkpointer."
-        )
+    require_match(
+        is_checkpoint(directory),
+        directory,
+        "a checkpoint",
+        describe_path(directory),
+        "Load what functrain.save wrote, or the directory of one step of a functrain.Checkpointer.",
+    )
     path = os.path.join(directory, MANIFEST)
-    with understood(f"{path}: expected the manifest of a checkpoint"):
-        with open_plain(path) as file:
+    with parsing(f"{path}: expected the manifest of a checkpoint"):
+        with open_regular_file(path) as file:
             sealed = json.load(file)
-        body = {"run": {}, "documents": {}, "values": {}, **sealed["checkpoint"]}
-        if sealed["crc32"] != _digest(sealed["checkpoint"]):
-            raise ValueError("other text than its digest was made of")
-        if body["format"] != FORMAT:
-            raise CheckpointMismatchError(
-                f"{directory}: expected a checkpoint of format {FORMAT}, got one of format "
-                f"{body['format']}, written by functrain {body['run'].get('functrain', '?')}. Load "
-                "it with that version."
-            )
-        body["values"] = {n: float(x) for n, x in decode(body["values"], {}).items()}
-        if not all(isinstance(record["spec"], str) for record in body["leaves"].values()):
-            raise TypeError("leaves of another kind")
-        kinds = {"trees": list, "leaves": dict, "files": list, "run": dict, "documents": dict}
-        for name, kind in kinds.items():
-            if not isinstance(body[name], kind):
-                raise TypeError(f"{name} of another kind")
-    return body
+        manifest = {"run": {}, "documents": {}, "values": {}, **sealed["checkpoint"]}
+        if sealed["crc32"] != _checksum(sealed["checkpoint"]):
+            raise ValueError("its checksum does not match")
+        require_match(
+            manifest["format"] == FORMAT,
+            directory,
+            f"a checkpoint of format {FORMAT}",
+            f"one of format {manifest['format']}, written by functrain "
+            f"{manifest['run'].get('functrain', '?')}",
+            "Load it with that version.",
+        )
+        for name, kind in _ENTRY_TYPES.items():
+            require_instance(name, manifest[name], kind, f"a {kind.__name__}")
+        for name, record in manifest["leaves"].items():
+            require_instance(name, record["spec"], str, "a dtype and a shape")
+        values = decode(manifest["values"], {})
+        manifest["values"] = {name: float(x) for name, x in values.items()}
+    return manifest
 
 
-@contextlib.contextmanager
-def understood(what: str) -> Iterator[None]:
-    """Makes a CheckpointCorruptError of whatever reading a text that makes no sense raises."""
-    try:
-        yield
-    except (
-        *(ArithmeticError, AttributeError, ImportError, LookupError, OSError),
-        *(RecursionError, TypeError, ValueError),
-    ) as error:
-        if isinstance(error, CheckpointMismatchError):
-            raise
-        got = error.strerror if isinstance(error, OSError) else str(error)[:200]
-        raise CheckpointCorruptError(
-            f"{what}, got what cannot be read: {got}. It is damaged: take another checkpoint."
-        ) from error
+def parsing(expected: str) -> contextlib.AbstractContextManager[None]:
+    """Context manager that turns errors of parsing a manifest into a CheckpointCorruptError."""
+    advice = "It is damaged: take another checkpoint."
+    return corrupt_on(*_PARSE_ERRORS, expected=expected, advice=advice)
 
 
-def open_plain(path: str) -> io.FileIO:
-    """Opens a file for reading; raises OSError for links, which may lead elsewhere, and pipes."""
+def open_regular_file(path: str) -> io.FileIO:
+    """Opens a file for reading; raises OSError for a pipe, and for a link, which may lead anywhere.
+
+    A pipe would block the open, but for O_NONBLOCK.
+    """
     flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
     handle = os.open(path, flags | getattr(os, "O_BINARY", 0))
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
-        raise OSError(0, "not a plain file", path)
+        raise OSError(0, "not a regular file", path)
     return open(handle, "rb", buffering=0)
 
 
 def is_checkpoint(directory: str) -> bool:
-    """Returns True if a directory is a checkpoint, damaged or not."""
+    """Returns True if a directory is a checkpoint, intact or damaged."""
     if os.path.islink(directory):
         return False
-    return any(os.path.lexists(os.path.join(directory, x)) for x in (MANIFEST, arrays_name(0)))
+    # A checkpoint that lost one of the two is a damaged checkpoint.
+    manifest, arrays = os.path.join(directory, MANIFEST), arrays_path(directory, 0)
+    return os.path.lexists(manifest) or os.path.lexists(arrays)
 
 
-def arrays_name(process: int) -> str:
-    """Returns the name of the file with the arrays of a process."""
-    return f"arrays-{process:d}.safetensors"
+def arrays_path(directory: str, process: int) -> str:
+    """Returns the path of the file with the arrays of a process."""
+    return os.path.join(directory, f"arrays-{process:d}.safetensors")
 
 
-def is_step(name: str) -> bool:
+def is_step_name(name: str) -> bool:
     """Returns True if a name is that of a step's checkpoint: twelve digits."""
     return len(name) == 12 and name.isascii() and name.isdigit()
 
 
-def kind_of(path: str) -> str:
-    """Names what stands at a path, for error messages."""
+def describe_path(path: str) -> str:
+    """Returns what is at a path, for error messages."""
     if not os.path.isdir(path):
         return "a file" if os.path.lexists(path) else "nothing"
     if is_checkpoint(path):
         return "a checkpoint"
-    steps = sorted(name for name in os.listdir(path) if is_step(name))
-    if steps:
-        return f"a directory of checkpoints, the last of which is {steps[-1]}"
+    last_step = max(filter(is_step_name, os.listdir(path)), default=None)
+    if last_step is not None:
+        return f"a directory of checkpoints, the last of which is {last_step}"
     return "something else"
 
 
 def parse_spec(spec: str) -> tuple[np.dtype[Any], tuple[int, ...]]:
-    """Returns dtype and shape of a spec, such as ``float32[8, 3]``; else ValueError, TypeError."""
+    """Returns dtype and shape of a spec such as ``float32[8, 3]``.
+
+    Raises:
+      ValueError: The spec has another form, or is of objects, which are pointers.
+      TypeError: JAX does not know the dtype.
+    """
     match = re.fullmatch(r"([<>]?\w+)\[((?:\d+(?:, \d+)*)?)\]", spec)
-    if match is None or (dtype := jnp.dtype(match[1])).hasobject:
-        raise ValueError(f"expected a spec such as float32[8, 3], got {spec[:100]!r}")
-    return dtype, tuple(int(n) for n in match[2].split(", ") if n)
+    if match is not None:
+        dtype = jnp.dtype(match[1])
+        if not dtype.hasobject:
+            return dtype, tuple(map(int, re.findall(r"\d+", match[2])))
+    raise ValueError(f"expected a spec such as float32[8, 3], got {spec[:100]!r}")
 
 
-def _json(value: Any, **how: Any) -> str:
-    return json.dumps(value, allow_nan=False, default=lambda number: number.item(), **how)
+def _to_json(value: Any, **options: Any) -> str:
+    return json.dumps(value, allow_nan=False, default=lambda number: number.item(), **options)
 
 
-def _digest(body: Any) -> str:
-    return f"{zlib.crc32(_json(body, sort_keys=True).encode()):08x}"
+def _json_lines(entries: Mapping[str, Any], indent: str) -> str:
+    """Formats the entries of a JSON object, one per line."""
+    return ",\n".join(f"{indent}{json.dumps(name)}: {_to_json(x)}" for name, x in entries.items())
 
 
-# What equal bits depend on, apart from the program.
+def _checksum(body: Any) -> str:
+    return f"{zlib.crc32(_to_json(body, sort_keys=True).encode()):08x}"
+
+
+# The environment: everything besides the program that can change the last bits of a result.
 
 
 def fingerprint(state: PyTree) -> dict[str, Any]:
     """Returns versions, devices and cores of this process, and the meshes of a state."""
     device, cores = jax.devices()[0], getattr(os, "sched_getaffinity", None)
-    shardings = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(state))
-    meshes = {str(dict(s.mesh.shape)) for s in shardings if isinstance(s, jax.NamedSharding)}
+    meshes = set()
+    for leaf in jax.tree.leaves(state):
+        sharding = getattr(leaf, "sharding", None)
+        if isinstance(sharding, jax.NamedSharding):
+            meshes.add(str(dict(sharding.mesh.shape)))
     return {
         "functrain": __version__,
         "jax": jax.__version__,
@@ -173,32 +193,33 @@ def fingerprint(state: PyTree) -> dict[str, Any]:
         "devices": jax.device_count(),
         "processes": jax.process_count(),
         "mesh": sorted(meshes),
+        # The last bits of results on CPU change with the number of cores.
         "cores": len(cores(0)) if cores is not None else os.cpu_count(),
     }
 
 
-def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Names what differs between two fingerprints and may change results."""
+def differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
+    """Names the entries of two fingerprints that differ and may change results."""
     return [
-        f"{name}: saved with {saved.get(name)}, now {now.get(name)}"
-        for name in {**saved, **now}
-        if name not in ("functrain", "python") and saved.get(name) != now.get(name)
+        f"{name}: saved with {saved.get(name)}, now {current.get(name)}"
+        for name in {**saved, **current}
+        if name not in ("functrain", "python") and saved.get(name) != current.get(name)
     ]
 
 
-# Documents: what `state()` of a hook or a loader returns.
+# Documents: the results of `state()` of hooks and loaders.
 
 
 def encode(value: Any, name: str, arrays: dict[str, Any]) -> Any:
-    """Returns a document as JSON has it; its arrays are put into `arrays`, under names.
+    """Converts a document to JSON, and collects its arrays.
 
     Args:
       value: Dicts, lists and tuples of numbers, texts, bytes, None and arrays.
-      name: Of the document: in front of the names of its arrays, and for errors.
-      arrays: Gets them.
+      name: Name of the document: the prefix of the names of its arrays, and for errors.
+      arrays: Receives the arrays by name.
 
     Raises:
-      TypeError: It holds anything else.
+      TypeError: The document holds anything else.
 
     Examples:
       >>> arrays = {}
@@ -210,7 +231,7 @@ def encode(value: Any, name: str, arrays: dict[str, Any]) -> Any:
     if isinstance(value, np.generic) and value.dtype.kind in "biuf":
         value = value.item()
     if isinstance(value, float) and not math.isfinite(value):
-        return {"$float": str(value)}
+        return {"$float": str(value)}  # JSON has no NaN and no infinity
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, bytes):
@@ -218,9 +239,10 @@ def encode(value: Any, name: str, arrays: dict[str, Any]) -> Any:
     if isinstance(value, Mapping):
         if all(isinstance(key, str) and not key.startswith("$") for key in value):
             return {key: encode(x, f"{name}/{key}", arrays) for key, x in value.items()}
-        pairs = [
-            [encode(k, name, arrays), encode(x, f"{name}/{k}", arrays)] for k, x in value.items()
-        ]
+        # JSON would turn other keys into texts, and "$" marks the types encoded here.
+        pairs = []
+        for key, x in value.items():
+            pairs.append([encode(key, name, arrays), encode(x, f"{name}/{key}", arrays)])
         return {"$items": pairs}
     if isinstance(value, list | tuple):
         items = [encode(x, f"{name}/{i}", arrays) for i, x in enumerate(value)]
@@ -231,6 +253,7 @@ def encode(value: Any, name: str, arrays: dict[str, Any]) -> Any:
         arrays[name] = value
         key = {"$key": str(jax.random.key_impl(value))} if _tree.is_key(value) else {}
         return {"$array": name, **key}
+    # Known by its module, since functrain does not import torch.
     if hasattr(value, "numpy") and type(value).__module__ == "torch":
         return {"$tensor": encode(value.numpy(), name, arrays)}
     raise TypeError(
@@ -240,9 +263,10 @@ def encode(value: Any, name: str, arrays: dict[str, Any]) -> Any:
 
 
 def decode(document: Any, arrays: Mapping[str, np.ndarray]) -> Any:
-    """Returns what `encode` was given; arrays are NumPy's, numbers Python's."""
+    """Converts a document back from JSON. Arrays are returned as NumPy's, numbers as Python's."""
+    decode_part = functools.partial(decode, arrays=arrays)
     if isinstance(document, list):
-        return [decode(x, arrays) for x in document]
+        return list(map(decode_part, document))
     if not isinstance(document, dict):
         return document
     match document:
@@ -251,14 +275,14 @@ def decode(document: Any, arrays: Mapping[str, np.ndarray]) -> Any:
         case {"$bytes": text}:
             return base64.b64decode(text)
         case {"$tuple": items}:
-            return tuple(decode(x, arrays) for x in items)
+            return tuple(map(decode_part, items))
         case {"$items": pairs}:
-            return {decode(k, arrays): decode(x, arrays) for k, x in pairs}
-        case {"$array": name, "$key": kind}:
-            return jax.random.wrap_key_data(jnp.asarray(arrays[name]), impl=kind)
+            return dict(map(decode_part, pairs))
+        case {"$array": name, "$key": impl}:
+            return jax.random.wrap_key_data(jnp.asarray(arrays[name]), impl=impl)
         case {"$array": name}:
             return arrays[name]
-        case {"$tensor": inner}:
+        case {"$tensor": data}:
             torch = import_optional("torch", "expected no tensors, which need: pip install torch")
-            return torch.from_numpy(decode(inner, arrays))
-    return {key: decode(x, arrays) for key, x in document.items()}
+            return torch.from_numpy(decode_part(data))
+    return {key: decode_part(x) for key, x in document.items()}

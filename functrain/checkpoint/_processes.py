@@ -1,7 +1,8 @@
-"""What the processes of one run (`jax.distributed`) do together.
+"""Coordination of the processes of one run (`jax.distributed`).
 
-Each leaves a note of how it went, and waits at a barrier until all have. Who fails comes to the
-barrier at once, so nobody waits for it.
+Each process posts its outcome to JAX's key-value store, and then waits at a barrier for the others.
+A process that failed goes to the barrier at once, so the others never wait for work that it will
+not do.
 """
 
 import contextlib
@@ -13,148 +14,159 @@ from typing import Any
 
 import jax
 
-_PATIENCE = 3600.0  # seconds to wait for slower disks; JAX's heartbeat finds who was killed
-_LOOK = 1.0  # seconds between two looks at whether another process has failed
-_SEEN = 60.0  # seconds after which a disk on a network shows to one machine what another wrote
+from functrain.distributed import _coordination
+
+# Long enough for the slowest disks. JAX's heartbeat detects a killed process much sooner.
+_BARRIER_TIMEOUT = 3600.0  # seconds
+_FAILURE_CHECK_INTERVAL = 1.0  # seconds
+# Network file systems cache directory listings: a file from another host can appear this late.
+_VISIBILITY_TIMEOUT = 60.0  # seconds
 
 
-def are_several() -> bool:
+def is_multiprocess() -> bool:
     """Returns True if this is one of several processes."""
     return bool(jax.process_count() > 1)
 
 
 def is_first() -> bool:
-    """Returns True in the process that does what only one may do."""
+    """Returns True in process 0, which does the work that only one process may do."""
     return bool(jax.process_index() == 0)
 
 
 class OtherProcessError(RuntimeError):
-    """Another process failed in what all were doing together; the message says how."""
+    """Another process failed in work that all processes share. The message is its error."""
 
 
-class Together:
-    """A sequence of things that all processes do in the same order, such as the parts of a save.
+class ProcessGroup:
+    """All processes, in one sequence of shared work, such as the parts of a save.
 
-    Where there is one process, everything here is a plain call. No program runs on a device, so
-    any thread may use it.
+    In a single process every method is a plain call. No program runs on a device, so any thread
+    may use a group.
 
     Args:
-      name: The same in all processes, and another for each sequence.
+      name: The same in all processes, and unique to a sequence.
     """
 
     def __init__(self, name: str) -> None:
-        self._name, self._round, self._next_look = name, 0, 0.0
+        self._name, self._round, self._next_check = name, 0, 0.0
 
-    def all_do(self, work: Callable[[], Any], *, only_first: bool = False) -> list[Any]:
-        """Has every process do something; returns what it returned in each, as JSON has it.
+    def gather(self, work: Callable[[], Any], *, only_first: bool = False) -> list[Any]:
+        """Calls a function in every process, and returns all results, which have to be JSON.
 
         Args:
-          work: What to do.
-          only_first: Whether to return [] in all processes but the first.
+          work: The function.
+          only_first: True returns the results in the first process, and [] in the others.
 
         Raises:
-          Exception: What it raised here; or an OtherProcessError, if it raised elsewhere.
+          Exception: The error of `work` in this process.
+          OtherProcessError: `work` failed in another process only.
         """
-        if not are_several():
+        if not is_multiprocess():
             return [work()]
         value, failure = None, None
         try:
             value = work()
         except Exception as error:
             failure = error
-        _raise(failure, self.failures(failure, value))
-        texts = {} if only_first and not is_first() else self._notes("value", self._round - 1)
-        return [json.loads(text) for text in texts.values()]
+        _raise(failure, self.exchange_failures(failure, value))
+        if only_first and not is_first():
+            return []
+        return list(map(json.loads, self._read("value", self._round - 1).values()))
 
-    def on_first(self, work: Callable[[], Any]) -> Any:
-        """Has the first process do something; returns in all what it returned there."""
-        return self.all_do(lambda: work() if is_first() else None)[0]
+    def call_on_first(self, work: Callable[[], Any]) -> Any:
+        """Calls a function in the first process only, and returns its result in all of them."""
+        return self.gather(lambda: work() if is_first() else None)[0]
 
     @contextlib.contextmanager
-    def all_or_none(self) -> Iterator[None]:
-        """Raises in all processes what is raised within it in one."""
+    def raise_in_all(self) -> Iterator[None]:
+        """Context manager: an exception in one process is raised in all of them.
+
+        Without it, the others would wait in the next collective for the process that failed.
+        """
         failure: Exception | None = None
         try:
             yield
         except Exception as error:
             failure = error
-        _raise(failure, self.failures(failure))
+        _raise(failure, self.exchange_failures(failure))
 
-    def failures(self, failure: Exception | None, value: Any = None) -> dict[int, str]:
-        """Waits until all processes have come here; returns what failed in which, in words."""
+    def exchange_failures(self, failure: Exception | None, value: Any = None) -> dict[int, str]:
+        """Waits for all processes, and returns the errors of those that failed, by process."""
         text = "" if failure is None else f"{type(failure).__name__}: {failure}"
-        if are_several():
-            from orbax.checkpoint import multihost
-
-            client, process = multihost.get_jax_distributed_client(), jax.process_index()
-            client.key_value_set(f"{self._folder('value')}{process}", json.dumps(value))
-            client.key_value_set(f"{self._folder('failure')}{process}", text)
-            barrier = multihost.get_barrier_sync_fn()
-            barrier(key=self._folder("barrier"), timeout_ms=int(1000 * _PATIENCE))
-            notes = self._notes("failure", self._round)
-            if self._round and is_first():  # all have read the notes of the round before
-                client.key_value_delete(f"functrain/{self._name}/{self._round - 1}/")
-            self._round += 1
-        else:
-            notes = {0: text}
-        return {process: note for process, note in notes.items() if note}
+        if not is_multiprocess():
+            return {0: text} if text else {}
+        process = jax.process_index()
+        _coordination.put(f"{self._folder('value', self._round)}/{process}", json.dumps(value))
+        _coordination.put(f"{self._folder('failure', self._round)}/{process}", text)
+        _coordination.wait_at_barrier(self._folder("barrier", self._round), _BARRIER_TIMEOUT)
+        failures = self._read_failures()
+        # Every process has read the round before, or it would not be at this barrier.
+        if self._round and is_first():
+            _coordination.remove(f"functrain/{self._name}/{self._round - 1}")
+        self._round += 1
+        return failures
 
     def require_no_failure(self) -> None:
-        """Raises an OtherProcessError if another process has failed in what all are doing now.
+        """Raises OtherProcessError if another process has already failed in the current work.
 
-        It looks once a second: call it as often as you like in what may take long.
+        It asks the service at most once a second, so call it freely within long work.
         """
-        if are_several() and time.monotonic() > self._next_look:
-            self._next_look = time.monotonic() + _LOOK
-            notes = self._notes("failure", self._round)
-            _raise(None, {process: note for process, note in notes.items() if note})
+        if is_multiprocess() and time.monotonic() > self._next_check:
+            self._next_check = time.monotonic() + _FAILURE_CHECK_INTERVAL
+            _raise(None, self._read_failures())
 
-    def _notes(self, kind: str, number: int) -> dict[int, str]:
-        """Returns the notes that processes have left so far, in their order."""
-        from orbax.checkpoint import multihost
+    def _read_failures(self) -> dict[int, str]:
+        texts = self._read("failure", self._round)
+        return {process: text for process, text in texts.items() if text}
 
-        client = multihost.get_jax_distributed_client()
-        notes = client.key_value_dir_get(f"functrain/{self._name}/{number}/{kind}/")
-        return dict(sorted((int(key.rpartition("/")[2]), text) for key, text in notes))
+    def _read(self, kind: str, number: int) -> dict[int, str]:
+        """Returns the texts that processes have posted in a round so far, by process."""
+        texts = _coordination.read(self._folder(kind, number))
+        return {process: texts[str(process)] for process in sorted(map(int, texts))}
 
-    def _folder(self, kind: str) -> str:
-        return f"functrain/{self._name}/{self._round}/{kind}/"
+    def _folder(self, kind: str, number: int) -> str:
+        return f"functrain/{self._name}/{number}/{kind}"
 
 
 def _raise(failure: Exception | None, failures: Mapping[int, str]) -> None:
     if failure is not None:
         raise failure
     if failures:
-        raise OtherProcessError(described(failures))
+        raise OtherProcessError(describe_failures(failures))
 
 
-def described(failures: Mapping[int, str]) -> str:
-    """Returns failures as a text."""
+def describe_failures(failures: Mapping[int, str]) -> str:
+    """Formats the errors of processes, one per line."""
     return "\n".join(f"process {process} failed: {text}" for process, text in failures.items())
 
 
-# What is done in the thread that runs a process's programs.
-main = Together("main")
-_numbers = itertools.count()
+# For work in the thread that dispatches the programs. Work in other threads needs its own groups,
+# since their rounds would otherwise interleave differently in each process.
+main_group = ProcessGroup("main")
+_save_group_numbers = itertools.count()
 
 
-def together_for_saves() -> Together:
-    """Returns what the saves of a Checkpointer need; all processes begin the first in one order."""
-    return Together(f"saves-{next(_numbers)}")
+def new_save_group() -> ProcessGroup:
+    """Returns a group for the saves of one Checkpointer.
+
+    Processes match groups by their number, so all of them must begin their first saves in the same
+    order.
+    """
+    return ProcessGroup(f"saves-{next(_save_group_numbers)}")
 
 
-def require_seen(path: str, first: str, is_seen: Callable[[], bool]) -> None:
-    """Waits for a disk on a network to show what the first process wrote.
+def wait_until_visible(path: str, first_path: str, is_visible: Callable[[], bool]) -> None:
+    """Waits until this process can see what the first process wrote to a network disk.
 
     Raises:
-      ValueError: It does not; or the first has written to another path.
+      ValueError: It stays invisible, or the first process has written to another path.
     """
-    until = time.monotonic() + _SEEN
-    while path != first or not is_seen():
-        if path != first or time.monotonic() > until:
+    deadline = time.monotonic() + _VISIBILITY_TIMEOUT
+    while path != first_path or not is_visible():
+        if path != first_path or time.monotonic() > deadline:
             raise ValueError(
                 f"{path}: expected the same path and step in all processes, and a directory that "
-                f"all of them see, got {first} in the first, of which process "
-                f"{jax.process_index()} does not see the same."
+                f"all of them can see, got {first_path} in process 0, and process "
+                f"{jax.process_index()} does not see the same. Use one path on a shared disk."
             )
         time.sleep(0.1)

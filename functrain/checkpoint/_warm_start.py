@@ -145,7 +145,7 @@ def warm_start(
     """
     if isinstance(state, str | os.PathLike):
         raise TypeError("the order is functrain.warm_start(state, source), got a path first")
-    leaves = {_leaves.path_of(n): x for n, x in _leaves.by_path({STATE: state}).items()}
+    leaves = {_leaves.leaf_path(n): x for n, x in _leaves.named_leaves({STATE: state}).items()}
     for path, leaf in leaves.items():
         if not _tree.is_array(leaf):
             is_model = hasattr(leaf, "stateless_call")
@@ -300,7 +300,7 @@ def _taken(
     found = {}
     for path, name in taken.items():  # one by one, so that not all of them are there twice
         read = functools.partial(_read, arrays, name, path, leaves[path])
-        found[path] = _leaves.restored(path, leaves[path], read)
+        found[path] = _leaves.restore_leaf(path, leaves[path], read)
     return found, WarmStart(
         state=None,
         taken=taken,
@@ -333,10 +333,10 @@ def _read(
 
 def _candidates(path: str) -> Iterator[str]:
     """Yields what may be read: one file or checkpoint, or steps, the last first."""
-    place = _storage.find(path, "a checkpoint, or a file of arrays")
+    place = _storage.find_checkpoint(path, "a checkpoint, or a file of arrays")
     steps = Checkpointer(place).steps() if os.path.isdir(place) else []
     for step in reversed(steps):
-        yield _storage.find(os.path.join(place, f"{step:012d}"))
+        yield _storage.find_checkpoint(os.path.join(place, f"{step:012d}"))
     if not steps:
         yield place
 
@@ -370,7 +370,7 @@ def _checkpoint(directory: str) -> Iterator[Arrays]:
     """Opens the state in a checkpoint; of a run that is over, what it returned."""
     manifest = read_manifest(directory)
     root = "final" if "final" in manifest["trees"] else STATE
-    names = {_leaves.path_of(n): n for n in manifest["leaves"] if _leaves.root_of(n) == root}
+    names = {_leaves.leaf_path(n): n for n in manifest["leaves"] if _leaves.tree_name(n) == root}
 
     def read(path: str, box: _leaves.Box | None = None) -> np.ndarray:
         uses = {names[path]: lambda read: read(box)}

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
-from functrain.distributed import _notes
+from functrain.distributed import _coordination
 from functrain.distributed._jax_private import do_not_wait_at_exit
 
 _LOOK = 0.05  # seconds between two looks at the notes of the others
@@ -56,9 +56,9 @@ def fail(status: int) -> NoReturn:
     global _is_ending
     _is_ending = True
     with contextlib.suppress(RuntimeError):  # the service is gone, or another was the first
-        _notes.leave(f"{_FAILED}/first", status)
+        _coordination.put(f"{_FAILED}/first", status)
     with contextlib.suppress(RuntimeError):
-        status = int(_notes.read(_FAILED)["first"])
+        status = int(_coordination.read(_FAILED)["first"])
     with contextlib.suppress(RuntimeError):  # too late to start a thread
         _limit().put(status)
     do_not_wait_at_exit()
@@ -90,18 +90,18 @@ def _limit() -> queue.SimpleQueue[int]:
 
 def _end_together() -> None:
     """Waits until the others end, too; the process with the service waits for the longest."""
-    own = _notes.own_number()
+    own = _coordination.process_id()
     _note_end()
     seconds = _TOGETHER if own else _COORDINATOR
-    _wait_until(lambda: len(_notes.read(_ENDED)) == _notes.processes(), seconds)
-    _notes.leave(f"{_GONE}/{own}", "")
+    _wait_until(lambda: len(_coordination.read(_ENDED)) == _coordination.process_count(), seconds)
+    _coordination.put(f"{_GONE}/{own}", "")
     if own == 0:
-        _wait_until(lambda: len(_notes.read(_GONE)) == len(_notes.read(_ENDED)), 1.0)
+        _wait_until(lambda: len(_coordination.read(_GONE)) == len(_coordination.read(_ENDED)), 1.0)
 
 
 def _note_end() -> None:
     with contextlib.suppress(RuntimeError):  # noted before
-        _notes.leave(f"{_ENDED}/{_notes.own_number()}", "")
+        _coordination.put(f"{_ENDED}/{_coordination.process_id()}", "")
 
 
 def _wait_until(is_so: Callable[[], Any], seconds: float) -> None:
@@ -151,7 +151,7 @@ class _Ending:
 
     def end(self) -> None:
         """Ends this process at once if it failed or another did; else lets JAX wait."""
-        if _is_ending or not _notes.are_possible():
+        if _is_ending or not _coordination.is_available():
             return
         self._before()
         if status := self._status:
@@ -159,10 +159,13 @@ class _Ending:
         try:
             _note_end()
             _wait_until(
-                lambda: _notes.read(_FAILED) or len(_notes.read(_ENDED)) == _notes.processes(),
+                lambda: (
+                    _coordination.read(_FAILED)
+                    or len(_coordination.read(_ENDED)) == _coordination.process_count()
+                ),
                 _AFTER_SUCCESS,
             )
-            is_failed = bool(_notes.read(_FAILED))
+            is_failed = bool(_coordination.read(_FAILED))
         except RuntimeError:  # the service is gone: the process that ran it has failed
             is_failed = True
         if is_failed:

@@ -1,4 +1,4 @@
-"""The private names of JAX that functrain uses; there are no public ones for either (jax 0.12.0).
+"""Private names of JAX that functrain uses because JAX has no public ones (jax 0.12.0).
 
 `jax._src.distributed.global_state` has the client of the coordination service, through which
 processes exchange small texts without a program on their devices. Orbax takes it from there, too.
@@ -11,8 +11,8 @@ from typing import Any
 from jax._src import api, distributed
 
 
-def coordination() -> Any:
-    """Returns what has `client`, None where there is no service, `process_id`, `num_processes`."""
+def global_state() -> Any:
+    """Returns JAX's state: `client`, None without a service; `process_id`; `num_processes`."""
     return distributed.global_state
 
 

@@ -18,7 +18,7 @@ import time
 import weakref
 from typing import Self
 
-from functrain.distributed import _ending, _notes
+from functrain.distributed import _coordination, _ending
 
 _LOOK = 0.5  # seconds between two looks at the notes of the others
 _LOOK_SOON = 0.01  # seconds, while an answer is waited for
@@ -53,8 +53,10 @@ class StopAgreement:
         self._folder = f"functrain/run-{number}"
         _open.add(self)
         threading.Thread(target=self._answer_others, daemon=True).start()
-        if _notes.own_number() == 0 and number > 1:  # all processes have begun the one before
-            _notes.remove(f"functrain/run-{number - 2}")
+        if (
+            _coordination.process_id() == 0 and number > 1
+        ):  # all processes have begun the one before
+            _coordination.remove(f"functrain/run-{number - 2}")
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -69,7 +71,7 @@ class StopAgreement:
             self._is_closed.set()
         _open.discard(self)
         with contextlib.suppress(RuntimeError):  # the service is gone
-            _notes.leave(f"{self._folder}/left-{_notes.own_number()}", self.dispatched)
+            _coordination.put(f"{self._folder}/left-{_coordination.process_id()}", self.dispatched)
 
     def is_last(self, is_to_stop: bool) -> bool:
         """Returns True if all processes stop after this event; each of them asks after each event.
@@ -95,7 +97,7 @@ class StopAgreement:
         pause = _LOOK_SOON
         while True:
             stops, left = self._read()
-            if len(stops.keys() | left.keys()) == _notes.processes():
+            if len(stops.keys() | left.keys()) == _coordination.process_count():
                 return max([*stops.values(), *(math.inf for number in left.keys() - stops.keys())])
             time.sleep(pause)
             pause = min(2 * pause, _LOOK)
@@ -104,13 +106,13 @@ class StopAgreement:
         """Returns the answers, and the steps of those who left, by process."""
         stops: dict[int, int] = {}
         left: dict[int, int] = {}
-        for name, text in _notes.read(self._folder).items():
+        for name, text in _coordination.read(self._folder).items():
             kind, _, process = name.partition("-")
             {"stop": stops, "left": left}[kind][int(process)] = int(text)
         return stops, left
 
     def _give_answer(self, event: int) -> None:
-        _notes.leave(f"{self._folder}/stop-{_notes.own_number()}", event)
+        _coordination.put(f"{self._folder}/stop-{_coordination.process_id()}", event)
         self._answer = event
 
     def _answer_others(self) -> None:
@@ -129,9 +131,9 @@ class StopAgreement:
     def _end(self, behind: dict[int, int]) -> None:
         who = ", ".join(f"process {i} after {steps} steps" for i, steps in sorted(behind.items()))
         print(
-            f"functrain: process {_notes.own_number()} waits for a program in which not all take "
-            f"part: the run was left by {who}, and here {self.begun} were begun. Do the same in "
-            "every process: stop a run with event.stop(), and give each as many batches.",
+            f"functrain: process {_coordination.process_id()} waits for a program in which not all "
+            f"take part: the run was left by {who}, and here {self.begun} were begun. Do the same "
+            "in every process: stop a run with event.stop(), and give each as many batches.",
             file=sys.stderr,
             flush=True,
         )
@@ -140,7 +142,7 @@ class StopAgreement:
 
 def agreement(is_shared: bool) -> StopAgreement | None:
     """Returns the agreement for a run that processes share, or None for another."""
-    return StopAgreement() if is_shared and _notes.are_possible() else None
+    return StopAgreement() if is_shared and _coordination.is_available() else None
 
 
 def leave_runs() -> None:

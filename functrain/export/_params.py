@@ -5,7 +5,7 @@ import os
 import jax
 import numpy as np
 
-from functrain.checkpoint._leaves import by_path, on_host, path_of
+from functrain.checkpoint._leaves import fetch_leaves, leaf_path, named_leaves
 from functrain.checkpoint._warm_start import import_safetensors
 from functrain.common import _tree
 from functrain.common._types import PyTree
@@ -46,13 +46,13 @@ def params(path: str | os.PathLike[str], params: PyTree, *, overwrite: bool = Fa
     if not os.fspath(path).endswith(".safetensors"):
         raise ValueError(f"path: expected a name that ends in .safetensors, got {path}")
     require_free(path, overwrite=overwrite)
-    leaves = by_path({"params": params})
+    leaves = named_leaves({"params": params})
     if not leaves:
         raise ValueError("params: expected arrays, got none.")
     for name, leaf in leaves.items():
         if _tree.is_key(leaf):
             raise TypeError(
-                f"{path_of(name)}: expected an array of numbers, got {_tree.spec(leaf)}. Such "
+                f"{leaf_path(name)}: expected an array of numbers, got {_tree.spec(leaf)}. Such "
                 "files know no keys: export state.params, or a dict of parts without rng."
             )
     if jax.process_count() > 1:
@@ -62,7 +62,8 @@ def params(path: str | os.PathLike[str], params: PyTree, *, overwrite: bool = Fa
         )
     # The library takes memory as it lies, so it has to lie in order.
     arrays = {
-        path_of(n): np.require(x.shards[0][1], requirements="C") for n, x in on_host(leaves).items()
+        leaf_path(n): np.require(x.shards[0][1], requirements="C")
+        for n, x in fetch_leaves(leaves).items()
     }
     with written(path) as file:
         try:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from functrain import rewrites as rewriting
-from functrain.checkpoint._leaves import host
+from functrain.checkpoint._leaves import cpu_device
 from functrain.common import _repr, _tree
 from functrain.common._checks import require
 from functrain.common._library import import_optional
@@ -98,7 +98,7 @@ def predict(
         require(not _tree.is_deleted(leaf), leaf_path, expected, leaf, advice)
     # Before memory is taken; what a file holds is known afterwards.
     _require_small(nbytes(getattr(state, "params", ())))
-    arrays = jax.device_put(state, host())  # from all devices of a mesh, in one piece
+    arrays = jax.device_put(state, cpu_device())  # from all devices of a mesh, in one piece
 
     def predict(inputs: PyTree) -> PyTree:
         result = step(arrays, inputs)

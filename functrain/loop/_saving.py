@@ -10,8 +10,8 @@ from typing import Any, Literal, Protocol, Self
 from functrain.checkpoint._checkpointer import Checkpointer
 from functrain.checkpoint._errors import CheckpointMismatchError
 from functrain.checkpoint._manifest import differences, fingerprint
-from functrain.checkpoint._processes import are_several
-from functrain.checkpoint._processes import main as processes
+from functrain.checkpoint._processes import is_multiprocess
+from functrain.checkpoint._processes import main_group as processes
 from functrain.common import _tree
 from functrain.common._types import PyTree
 from functrain.common._values import split_members
@@ -122,7 +122,7 @@ class Saving:
           epochs: How many the run is to have.
         """
         checkpointer = self._checkpointer
-        checkpointer._begin()
+        checkpointer._prepare()
         if not checkpointer.steps():
             return None
 
@@ -146,9 +146,9 @@ class Saving:
             position = Position(position.step, position.epoch + 1)
         if not nothing_left:
             data = restored.documents["data"]
-            with processes.all_or_none():
+            with processes.raise_in_all():
                 self._require_same_data(self._batches.restore(data, position.epoch, position.batch))
-        checkpointer._set_aside_after(restored.position.step)
+        checkpointer._set_aside_later_steps(restored.position.step)
         self._say_what_differs(about, state)
         for name, part in self._parts.items():
             if name in restored.documents:
@@ -172,7 +172,7 @@ class Saving:
         if epochs is not None:
             self._look_for_best(event)
             due = due or self._checkpointer._is_improved(event.values)
-        return due and self._checkpointer._is_affordable()
+        return due and self._checkpointer._is_within_budget()
 
     def save(
         self,
@@ -197,7 +197,7 @@ class Saving:
         if done is not None and epoch_is_over:  # of one epoch, this is the first that is seen
             self._look_for_best(event)
         documents = {name: part.state() for name, part in self._parts.items()}
-        with self._signals.discard_on_error(), self._checkpointer._turn:
+        with self._signals.discard_on_error(), self._checkpointer._save_lock:
             self._checkpointer._write(
                 trees,
                 event.position,
@@ -215,7 +215,7 @@ class Saving:
             if self.is_together:
                 self._is_to_end = _preemption.is_time_to_end()
             else:
-                self._is_to_end = any(processes.all_do(lambda: bool(self._signals.is_pending)))
+                self._is_to_end = any(processes.gather(lambda: bool(self._signals.is_pending)))
         return self._is_to_end
 
     def end(self) -> None:
@@ -223,7 +223,7 @@ class Saving:
         self._is_to_end = False  # a handler of the user's may have the run continue
         with self._signals.discard_on_error():
             self._checkpointer.wait()
-        if are_several():
+        if is_multiprocess():
             raise SystemExit(128 + signal.SIGTERM)
         self._signals.handle_pending()
 
@@ -265,7 +265,7 @@ class Saving:
     def _require_mesh(self, about: dict[str, Any], state: PyTree) -> None:
         """Refuses several processes, each with a state for itself, where they had one together."""
         saved = about["run"]["mesh"]
-        if are_several() and saved and not fingerprint(state)["mesh"]:
+        if is_multiprocess() and saved and not fingerprint(state)["mesh"]:
             raise CheckpointMismatchError(
                 f"{self._checkpointer.directory}: expected a state on a mesh of all processes, as "
                 f"the one that was saved on {', '.join(saved)}, got one that each process has for "
@@ -295,7 +295,7 @@ class Saving:
 
 def _require_no_clock(checkpointer: Checkpointer) -> None:
     """Refuses what depends on the time, where several processes are to do the same."""
-    if not are_several():
+    if not is_multiprocess():
         return
     if getattr(checkpointer.every, "seconds", None) is not None:
         raise ValueError(

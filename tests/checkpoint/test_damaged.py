@@ -122,7 +122,7 @@ def test_every_bit_of_what_a_checkpoint_says_of_itself_counts(saved: ft.Checkpoi
             if not found:  # white space
                 assert digest(ft.load(path.parent, LIKE)) == DIGESTS[2]
     with damaged(path, content.replace(b'"loss": 0.5', b'"loss": 0.4')):
-        assert "digest" in saved.verify(2)[2]
+        assert "checksum" in saved.verify(2)[2]
 
 
 def test_a_checkpoint_that_lost_its_arrays_is_passed_over_as_damaged(tmp_path) -> None:

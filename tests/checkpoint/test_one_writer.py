@@ -174,7 +174,7 @@ def test_an_address_is_refused(tmp_path, monkeypatch) -> None:
         lambda path: ft.save(path, LIKE),
         lambda path: ft.load(path, LIKE),
     ):
-        with pytest.raises(ValueError, match=r"expected a path of this machine.*gs://bucket/run"):
+        with pytest.raises(ValueError, match=r"expected a path on this machine.*gs://bucket/run"):
             use("gs://bucket/run")
     assert os.listdir(tmp_path) == []
 

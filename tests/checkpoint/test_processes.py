@@ -161,7 +161,7 @@ TOGETHER = """
         print(checkpoints.steps())
     with ft.Checkpointer(f"{folder}/run{own}") as checkpoints:
         said(checkpoints.save)(make(9), 9)
-        said(checkpoints._begin)()
+        said(checkpoints._prepare)()
 
     from functrain.checkpoint import _storage
 
@@ -218,7 +218,7 @@ DISAGREEING = [  # what process 1 says, which does another thing than the first
     "ValueError ./run/000000000009: expected a state of the same leaves in all processes",
     "TypeError text: expected an array of numbers, got str.",
     "TypeError documents/odd: expected dicts, lists and tuples of numbers",
-    "ValueError ./run: expected to save a step after 1, the last there is, got 0.",
+    "ValueError ./run: expected a step after 1, the step of the last checkpoint, got 0.",
     "CheckpointMismatchError ./run/000000000001: its leaves are not those expected:",
     "FileNotFoundError ./run: expected a checkpoint of step 2, got those of steps [1].",
     "FileNotFoundError ./one1: expected a checkpoint, got nothing.",
