@@ -1,7 +1,9 @@
-"""The common running metrics, for `metrics={...}` of a step. Keras's come through the bridge.
+"""Common running metrics, for the argument `metrics` of a step.
+
+`bridge.metric` converts Keras metrics.
 
 Files:
-  _metric: Metric, means, and many metrics as one
+  _metric: Metric, means, and collections of metrics
   _labels: metrics that compare outputs with labels
 """
 

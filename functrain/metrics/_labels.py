@@ -1,4 +1,4 @@
-"""Metrics that compare outputs with labels: classes hit, and distances."""
+"""Metrics that compare outputs with labels: accuracies and errors."""
 
 from typing import Any
 
@@ -10,13 +10,16 @@ from functrain.metrics._metric import Metric, mean
 
 
 def accuracy(*, weighted: bool = False) -> Metric:
-    """Returns how often the largest output is the label's.
+    """Returns the metric of how often the class with the largest output is the label.
 
-    Outputs are scores `[B, ..., C]` of at least two classes, labels classes `i[B, ...]` (or
+    Outputs are scores `[B, ..., C]` of at least two classes. Labels are classes `i[B, ...]` (or
     `[B, ..., 1]`), or one-hot `[B, ..., C]`.
 
+    Args:
+      weighted: Weight each example by the batch's `sample_weight`, if it has one.
+
     Raises:
-      ValueError: (when traced) there is one score an example: see `binary_accuracy`.
+      ValueError: (from `update`) there is only one score per example: see `binary_accuracy`.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -27,18 +30,23 @@ def accuracy(*, weighted: bool = False) -> Metric:
       0.667
     """
 
-    def hit(outputs: jax.Array, y: jax.Array) -> jax.Array:
+    def is_correct(outputs: jax.Array, y: jax.Array) -> jax.Array:
         _require_scores(outputs, "accuracy")
-        return jnp.argmax(outputs, axis=-1) == _classes(outputs, y)
+        return jnp.argmax(outputs, axis=-1) == _to_classes(outputs, y)
 
-    return mean(hit, weighted=weighted)
+    return mean(is_correct, weighted=weighted)
 
 
 def top_k_accuracy(k: int = 5, *, weighted: bool = False) -> Metric:
-    """Returns how often the label is among the `k` largest outputs; shapes as in `accuracy`.
+    """Returns the metric of how often the label is among the classes with the `k` largest outputs.
 
-    Ties count for the label, as they do in Keras. An output of NaN is larger than all others, as
-    it is to `argmax`, and never a hit; nor is a label that is no class.
+    Shapes are those of `accuracy`. A label whose score ties with others counts as larger than
+    these, as in Keras. NaN counts as larger than every number, as in `argmax`. A label whose own
+    score is NaN, or that is not a class, is never correct.
+
+    Args:
+      k: The number of classes that count.
+      weighted: Weight each example by the batch's `sample_weight`, if it has one.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -49,22 +57,27 @@ def top_k_accuracy(k: int = 5, *, weighted: bool = False) -> Metric:
       0.5
     """
 
-    def hit(outputs: jax.Array, y: jax.Array) -> jax.Array:
-        # Counting what is larger takes one pass; a sort is slow on CPU.
+    def is_among_k_largest(outputs: jax.Array, y: jax.Array) -> jax.Array:
         _require_scores(outputs, "top_k_accuracy")
-        label = _classes(outputs, y)
-        score = jnp.take_along_axis(outputs, label[..., None], axis=-1, mode="clip")
-        larger = jnp.sum((~(outputs <= score)).astype(jnp.int32), axis=-1)
-        a_class = (label >= 0) & (label < outputs.shape[-1])
-        return (larger < k) & a_class & ~jnp.isnan(score[..., 0])
+        classes = _to_classes(outputs, y)
+        score = jnp.take_along_axis(outputs, classes[..., None], axis=-1, mode="clip")
+        # Counting the larger scores takes one pass; `top_k` would sort, which is slow on CPU.
+        # `~(a <= b)` instead of `a > b` counts NaN as larger.
+        larger_scores = jnp.sum((~(outputs <= score)).astype(jnp.int32), axis=-1)
+        is_class = (classes >= 0) & (classes < outputs.shape[-1])
+        return (larger_scores < k) & is_class & ~jnp.isnan(score[..., 0])
 
-    return mean(hit, weighted=weighted)
+    return mean(is_among_k_largest, weighted=weighted)
 
 
 def binary_accuracy(threshold: float = 0.5, *, weighted: bool = False) -> Metric:
-    """Returns how often ``outputs > threshold`` is the label, 0 or 1.
+    """Returns the metric of how often ``outputs > threshold`` equals the label, 0 or 1.
 
-    For logits take ``threshold=0.0``. Outputs are `[B]` or `[B, 1]`, and so are labels.
+    Outputs are `[B]` or `[B, 1]`, and so are labels.
+
+    Args:
+      threshold: The output above which the prediction is 1. For logits use 0.0.
+      weighted: Weight each example by the batch's `sample_weight`, if it has one.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -74,13 +87,18 @@ def binary_accuracy(threshold: float = 0.5, *, weighted: bool = False) -> Metric
       >>> print(metric.compute(metric.update(metric.init(), batch, logits, None)))
       0.5
     """
-    return mean(
-        lambda outputs, y: (outputs > threshold) == (_like(y, outputs) > 0), weighted=weighted
-    )
+
+    def is_correct(outputs: jax.Array, y: jax.Array) -> jax.Array:
+        return (outputs > threshold) == (_reshape_labels(y, outputs) > 0)
+
+    return mean(is_correct, weighted=weighted)
 
 
 def mean_squared_error(*, weighted: bool = False) -> Metric:
-    """Returns the mean of ``(outputs - y)²`` over all elements.
+    """Returns the metric of the mean of ``(outputs - y)²`` over all elements.
+
+    Args:
+      weighted: Weight each example by the batch's `sample_weight`, if it has one.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -93,7 +111,10 @@ def mean_squared_error(*, weighted: bool = False) -> Metric:
 
 
 def mean_absolute_error(*, weighted: bool = False) -> Metric:
-    """Returns the mean of ``|outputs - y|`` over all elements.
+    """Returns the metric of the mean of ``|outputs - y|`` over all elements.
+
+    Args:
+      weighted: Weight each example by the batch's `sample_weight`, if it has one.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -106,33 +127,38 @@ def mean_absolute_error(*, weighted: bool = False) -> Metric:
 
 
 def _require_scores(outputs: Any, name: str) -> None:
-    """Raises ValueError unless there is a score for each of several classes.
-
-    The largest of one column is always the first, so that every label 0 would be a hit.
-    """
-    has_several = jnp.ndim(outputs) >= 2 and outputs.shape[-1] >= 2
+    """Raises ValueError unless there are scores of at least two classes."""
+    # With one score per example, argmax is always 0, so that every label 0 would be correct.
+    has_classes = jnp.ndim(outputs) >= 2 and outputs.shape[-1] >= 2
     advice = (
-        "For one score an example take functrain.metrics.binary_accuracy(threshold=0.5), or "
+        "For one score per example use functrain.metrics.binary_accuracy(threshold=0.5), or "
         "threshold=0.0 for logits."
     )
-    require(has_several, name, "scores [B, ..., C] of at least two classes", outputs, advice)
+    require(has_classes, name, "scores [B, ..., C] of at least two classes", outputs, advice)
 
 
-def _classes(outputs: jax.Array, y: jax.Array) -> jax.Array:
-    """Returns labels as classes `i[B, ...]`, from classes or from one-hot rows."""
+def _to_classes(outputs: jax.Array, y: jax.Array) -> jax.Array:
+    """Returns labels as classes `i32[B, ...]`, from classes or from one-hot labels."""
     y = jnp.asarray(y)
+    # The outputs have as many axes as one-hot labels, and one more than classes `[B, ...]`. Classes
+    # `[B, ..., 1]` have a last axis of length one.
     if y.ndim == outputs.ndim and y.shape[-1] == outputs.shape[-1] > 1:
         return jnp.argmax(y, axis=-1)
-    return _like(y, outputs[..., 0]).astype(jnp.int32)
+    return _reshape_labels(y, outputs[..., 0]).astype(jnp.int32)
 
 
 def _error(outputs: jax.Array, y: jax.Array) -> jax.Array:
-    return outputs.astype(jnp.float32) - _like(y, outputs).astype(jnp.float32)
+    return outputs.astype(jnp.float32) - _reshape_labels(y, outputs).astype(jnp.float32)
 
 
-def _like(y: jax.Array, outputs: jax.Array) -> jax.Array:
-    """Gives labels the shape of outputs that differ from them by axes of length one."""
+def _reshape_labels(y: jax.Array, outputs: jax.Array) -> jax.Array:
+    """Returns labels in the shape of outputs, from which they may differ by axes of length one.
+
+    Raises:
+      ValueError: The shapes differ otherwise.
+    """
     y = jnp.asarray(y)
-    fits = y.size == outputs.size and y.shape[:1] == outputs.shape[:1]
-    require(fits, "labels", f"the shape of outputs {outputs.shape}", y.shape)
+    # Without this check [B] and [B, 1] would be broadcast to [B, B].
+    is_compatible = y.size == outputs.size and y.shape[:1] == outputs.shape[:1]
+    require(is_compatible, "labels", f"the shape of outputs {outputs.shape}", y.shape)
     return y.reshape(outputs.shape)

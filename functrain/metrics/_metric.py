@@ -1,4 +1,4 @@
-"""Metrics as triples of pure functions, carried beside the state."""
+"""Metrics as triples of pure functions, and their values beside the training state."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -15,21 +15,23 @@ from functrain.common._types import PyTree
 from functrain.data._batch import batch_size, expand_weight
 
 _MAKE = (
-    "Make one with functrain.metrics.accuracy() and the like, of Keras's with bridge.metric(...), "
-    "or with Metric(init, update, compute)."
+    "Make one with functrain.metrics.accuracy() or another function there, with "
+    "bridge.metric(...) from a Keras metric, or with Metric(init, update, compute)."
 )
 
 
 class Metric(NamedTuple):
-    """A running statistic.
+    """A running statistic, as three pure functions.
 
     Attributes:
-      init: ``init() -> m``: a pytree of arrays, before the first batch.
-      update: ``update(m, batch, outputs, loss) -> m``: takes in a batch, the model's outputs on
-        it and its loss `f32[]`. Returns the structure, shapes and dtypes of `m`. An `update` with
-        a parameter `weight` is given ``Aux.weight`` by that name, unless that is None and the
+      init: ``init() -> m``. Returns the state of the metric before the first batch, a pytree of
+        arrays.
+      update: ``update(m, batch, outputs, loss) -> m``. Adds a batch, with the model's outputs on
+        it and its loss `f32[]`. The result has the structure, shapes and dtypes of `m`. If
+        `update` has a parameter `weight`, it is passed ``Aux.weight``, unless that is None and the
         parameter has a default.
-      compute: ``compute(m) -> f32[] or a dict of them``: the value so far; NaN before any batch.
+      compute: ``compute(m) -> f32[]``, or a dict of such scalars. Returns the current value; NaN
+        before the first batch.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -47,7 +49,7 @@ class Metric(NamedTuple):
     compute: Callable[[PyTree], Any]
 
 
-def updated(
+def update_metric(
     metric: Metric, m: PyTree, batch: PyTree, outputs: PyTree, loss: jax.Array, weight: Any
 ) -> PyTree:
     """Returns a metric's state after one more batch.
@@ -58,8 +60,8 @@ def updated(
       batch: The batch.
       outputs: The model's outputs on it.
       loss: Its loss `f32[]`.
-      weight: ``Aux.weight``, passed on to an `update` that has a parameter of that name. Where it
-        is None, the parameter's own default stays.
+      weight: ``Aux.weight``. It is passed to an `update` that has a parameter of that name, unless
+        it is None and the parameter has a default.
     """
     parameter = parameters(metric.update).get("weight")
     if parameter is None or (weight is None and parameter.default is not parameter.empty):
@@ -68,11 +70,11 @@ def updated(
 
 
 class Metered(flax.struct.PyTreeNode, eq=False):
-    """A state with running metrics beside it, the carry of a step that was given `metrics=`.
+    """A training state together with running metrics, for steps that were made with `metrics`.
 
     Attributes:
-      state: What is trained; untouched by adding, resetting or dropping metrics.
-      metrics: The running metrics.
+      state: The training state. Adding, resetting or removing metrics does not change it.
+      metrics: The states of the running metrics, by name.
 
     Examples:
       >>> metered = Metered({"w": 1.0}, collection({"loss": mean_loss()}).init())
@@ -93,11 +95,11 @@ class _Sum(NamedTuple):
 
 
 def mean(value: Callable[[PyTree, PyTree], jax.Array], *, weighted: bool = False) -> Metric:
-    """Returns the mean over all examples of what `value` makes of each.
+    """Returns the metric of the mean of a value over all examples.
 
     Args:
-      value: ``value(outputs, y) -> [B, ...]``, any real dtype.
-      weighted: Weigh each example by the batch's `sample_weight`, where it has one.
+      value: ``value(outputs, y) -> [B, ...]``, any real dtype: the values of the examples.
+      weighted: Weight each example by the batch's `sample_weight`, if it has one.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -108,6 +110,7 @@ def mean(value: Callable[[PyTree, PyTree], jax.Array], *, weighted: bool = False
     """
 
     def update(m: _Sum, batch: PyTree, outputs: PyTree, loss: jax.Array) -> _Sum:
+        # The sums are float32 for every dtype of the outputs: a scan keeps the dtypes of its carry.
         values = jnp.asarray(value(outputs, batch[1])).astype(jnp.float32)
         weight = jnp.ones_like(values)
         if weighted and len(batch) == 3:
@@ -118,11 +121,11 @@ def mean(value: Callable[[PyTree, PyTree], jax.Array], *, weighted: bool = False
 
 
 def mean_loss() -> Metric:
-    """Returns the mean loss over all examples, whatever the batch size.
+    """Returns the metric of the mean loss over all examples, for any batch sizes.
 
-    A batch counts by its number of examples. Where the loss was divided by something else, such as
-    the sum of the sample weights, it counts by that: see ``Aux.weight``. A loss that is no mean,
-    such as a sum, is averaged over batches by their examples, as in Keras.
+    The loss of a batch is weighted by the number of its examples, or by ``Aux.weight``: the number
+    that the loss was divided by, such as the sum of the sample weights. A loss that is not a mean,
+    such as a sum, is weighted by the number of examples too, as in Keras.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -133,9 +136,10 @@ def mean_loss() -> Metric:
     """
 
     def update(m: _Sum, batch: PyTree, outputs: PyTree, loss: Any, weight: Any = None) -> _Sum:
-        is_by_examples = weight is None or isinstance(weight, tuple)
-        divisor = jnp.asarray(batch_size(batch) if is_by_examples else weight, jnp.float32)
-        # The mean of a batch without weight may be 0 / 0, which must not reach the sum.
+        # `Aux.weight` is () for a loss that is not a mean.
+        counts_examples = weight is None or isinstance(weight, tuple)
+        divisor = jnp.asarray(batch_size(batch) if counts_examples else weight, jnp.float32)
+        # The mean of a batch whose weights are all 0 may be 0 / 0, which must not reach the sum.
         total = jnp.where(divisor == 0, 0.0, loss.astype(jnp.float32) * divisor)
         return _Sum(m.total + total, m.weight + divisor)
 
@@ -143,7 +147,10 @@ def mean_loss() -> Metric:
 
 
 def collection(metrics: Mapping[str, Metric]) -> Metric:
-    """Returns one metric of many: its states and its values are dicts under their names.
+    """Returns several metrics as one, whose states and values are dicts by name.
+
+    Raises:
+      TypeError: `metrics` is not a mapping, or a value in it is not a Metric.
 
     Examples:
       >>> from functrain.metrics import accuracy
@@ -153,19 +160,23 @@ def collection(metrics: Mapping[str, Metric]) -> Metric:
     """
     advice = "For example {'accuracy': functrain.metrics.accuracy()}."
     require_instance("metrics", metrics, Mapping, "a dict of Metrics by name", advice)
+    # A copy: if the caller changes the mapping later, the metric must stay the same.
     metrics = dict(metrics)
     for name, metric in metrics.items():
         advice = f"Call it: {_repr.name(metric)}(...)." if inspect.isfunction(metric) else _MAKE
         require_instance(f"metrics[{name!r}]", metric, Metric, "a Metric", advice)
 
-    def update(m: PyTree, batch: PyTree, outputs: PyTree, loss: Any, weight: Any = None) -> Any:
-        return {n: updated(metrics[n], m[n], batch, outputs, loss, weight) for n in metrics}
+    def init() -> Any:
+        return {name: metric.init() for name, metric in metrics.items()}
 
-    return Metric(
-        init=lambda: {n: metrics[n].init() for n in metrics},
-        update=update,
-        compute=lambda m: {n: metrics[n].compute(m[n]) for n in metrics},
-    )
+    def update(m: PyTree, batch: PyTree, outputs: PyTree, loss: Any, weight: Any = None) -> Any:
+        args = batch, outputs, loss, weight
+        return {name: update_metric(metric, m[name], *args) for name, metric in metrics.items()}
+
+    def compute(m: PyTree) -> Any:
+        return {name: metric.compute(m[name]) for name, metric in metrics.items()}
+
+    return Metric(init, update, compute)
 
 
 def _zero() -> _Sum:

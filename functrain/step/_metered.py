@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from functrain.common import _repr, _tree
 from functrain.common._checks import require_instance
 from functrain.common._types import PyTree, Step, StepTraits
-from functrain.metrics._metric import Metered, Metric, updated
+from functrain.metrics._metric import Metered, Metric, update_metric
 from functrain.step._check import refuse_names
 from functrain.step._loss import Aux
 from functrain.step._state import TrainState
@@ -73,7 +73,7 @@ class MeteredStep(StepTraits):
         require_instance("state", metered, Metered, "Metered(state, metrics)", advice)
         key = () if self.rng is None else (jax.random.fold_in(self.rng, metered.metrics[_BATCHES]),)
         state, loss, aux = self.base(metered.state, batch, *key)
-        metrics = updated(self.metrics, metered.metrics, batch, aux.outputs, loss, aux.weight)
+        metrics = update_metric(self.metrics, metered.metrics, batch, aux.outputs, loss, aux.weight)
         if self.trains and isinstance(state, TrainState):
             finite, _ = finite_and_scale(state.opt_state)
             if finite is not None:  # what a skipped step says is no part of a mean
@@ -95,7 +95,7 @@ def _counted(metric: Metric) -> Metric:
     """Counts batches beside the states of a dict of metrics, which is no value of theirs."""
 
     def update(m: PyTree, batch: PyTree, outputs: PyTree, loss: Any, weight: Any = None) -> Any:
-        new = updated(metric, m, batch, outputs, loss, weight)
+        new = update_metric(metric, m, batch, outputs, loss, weight)
         return {**new, _BATCHES: m[_BATCHES] + 1}
 
     return Metric(lambda: {**metric.init(), _BATCHES: jnp.int32(0)}, update, metric.compute)
