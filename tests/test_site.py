@@ -20,6 +20,7 @@ import functrain
 pytest.importorskip("sphinx")
 ROOT = pathlib.Path(__file__).parents[1]
 EXTENSIONS = ROOT / "docs" / "_ext"
+SCRIPTS = sorted((ROOT / "examples").glob("[a-z]*.py"))
 
 
 @pytest.fixture
@@ -40,9 +41,18 @@ def test_every_public_name_has_a_page_of_the_site(extension) -> None:
 
 
 def test_every_page_has_a_place_in_the_sidebar(extension) -> None:
-    pages = " ".join(extension("pages").CONTENTS.values()).split()
-    found = {path.stem for path in (ROOT / "docs").glob("*.md")}
-    assert found - {"index"} <= set(pages)
+    pages = set(" ".join(extension("pages").CONTENTS.values()).split())
+    assert {path.stem for path in (ROOT / "docs").glob("*.md")} - {"index"} <= pages
+    assert {f"api/{file}" for file in extension("api").PAGES} <= pages
+    assert {f"guides/{script.stem}" for script in SCRIPTS} <= pages
+    assert set(extension("pages").SHOWN.values()) <= pages
+
+
+def test_members_that_the_api_pages_hide_exist(extension) -> None:
+    api = extension("api")
+    for name, members in api.HIDDEN_MEMBERS.items():
+        if members not in (api.HOOK_METHODS, api.LOADER_METHODS):  # each class has some of these
+            assert [x for x in members.split() if not hasattr(api._get(name), x)] == []
 
 
 def test_links_lead_to_where_the_site_shows_a_file(extension) -> None:
@@ -65,9 +75,6 @@ def test_a_word_alone_is_linked_for_a_class_only_unless_it_is_beside_it(extensio
     assert names["TrainState"] == "functrain.TrainState"
     assert not {"step", "loss", "mode", "mean"} & names.keys()  # mostly arguments
     assert {"functrain.population.step", "bridge.loss"} <= names.keys()
-
-
-SCRIPTS = sorted((ROOT / "examples").glob("[a-z]*.py"))
 
 
 @pytest.fixture
@@ -103,6 +110,7 @@ def test_a_guide_shows_a_stored_full_run_or_says_that_there_is_none(
     stored = ROOT / "docs" / "results" / script.stem
     assert ("No full run of this guide has been stored yet" in page) == (not stored.exists())
     assert ("of a short run" in page) == (f"examples/{script.name} --quick\n\nNo full run" in page)
+    assert page.startswith(f"# {extension('guides').TITLES[script.stem]}\n")
     for picture in stored.glob("*.png"):
         assert f"({script.stem}/{picture.name})" in page
 
@@ -113,8 +121,8 @@ def test_a_full_run_is_told_with_its_date_machine_and_versions(extension) -> Non
     described = extension("guides")._described(about, is_current=False)
     assert described == (
         "A full run of 2026-11-23, on 2 cores of an X: functrain 1.2, jax 0.9. It took 0.3 "
-        "minutes. The machine had other work to do: its times and rates are no measurements. The "
-        "code has changed since."
+        "minutes. The machine was busy with other work, so its times and rates are not "
+        "measurements. The code has changed since then."
     )
 
 
@@ -126,7 +134,7 @@ def test_a_digest_of_a_guide_is_that_of_its_code(extension, tmp_path) -> None:
     assert len(digests) == 2
 
 
-def test_types_of_attributes_are_short_and_fields_of_named_tuples_are_told_once(
+def test_types_of_attributes_are_short_and_public_and_fields_of_named_tuples_appear_once(
     tmp_path: pathlib.Path,
 ) -> None:
     (tmp_path / "conf.py").write_text(
@@ -138,7 +146,7 @@ def test_types_of_attributes_are_short_and_fields_of_named_tuples_are_told_once(
     command = [sys.executable, "-m", "sphinx", "-q", "-b", "text", ".", "out"]
     subprocess.run(command, cwd=tmp_path, check=True, env=os.environ)
     text = (tmp_path / "out" / "index.txt").read_text()
-    assert "**state** (*StateT*)" in text
+    assert "**state** --" in text  # its type is a private type variable
     assert "**history** (*History*)" in text
     assert "Alias for field" not in text
     assert "functrain.common" not in text

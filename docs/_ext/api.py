@@ -1,14 +1,14 @@
-"""The pages of the API: every public name, grouped by what it is for, with its docstring.
+"""The pages of the API: every public name with its docstring, ordered by use.
 
-A public name that is in no group stops the build. A word in single backticks becomes a link where
-it is a public name.
+A public name that is on no page stops the build. A word in single backticks becomes a link if it
+is a public name.
 """
 
 import inspect
 import itertools
 import re
 import types
-from typing import Any
+from typing import Any, NamedTuple
 
 from docutils import nodes
 from pages import DOCS, write
@@ -20,37 +20,145 @@ from sphinx.errors import ExtensionError
 import bridge
 import functrain
 
-GROUPS = {
-    "Models": "Model ModelOutput from_linen from_nnx freeze merge_frozen cast remat",
-    "States, losses and steps": "TrainState supervised LossFn Aux micro_batches update train_step "
-    "eval_step predict_step Step MeteredStep",
-    "Training": "fit FitResult History run Run evaluate predict fuse Fused ArrayLoader Steps "
-    "Position every at enable_compilation_cache",
-    "Checkpoints": "Checkpointer save load warm_start WarmStart CheckpointCorruptError "
-    "CheckpointMismatchError",
+
+class Page(NamedTuple):
+    """A page of the API.
+
+    Attributes:
+      title: The heading, which the sidebar shows.
+      module: The module that the names are in.
+      names: The names in the order of use: a function before the type that it returns.
+    """
+
+    title: str
+    module: str
+    names: str
+
+
+PAGES = {  # by file name, in the order of the sidebar
+    "training": Page(
+        "Training",
+        "functrain",
+        "fit FitResult History evaluate predict run Run ArrayLoader Steps Position every at",
+    ),
+    "steps": Page(
+        "States, losses and steps",
+        "functrain",
+        "TrainState supervised LossFn Aux micro_batches train_step eval_step predict_step update "
+        "MeteredStep Step",
+    ),
+    "models": Page(
+        "Models",
+        "functrain",
+        "Model ModelOutput from_linen from_nnx freeze merge_frozen cast remat",
+    ),
+    "fusing": Page("Fusing", "functrain", "fuse Fused enable_compilation_cache"),
+    "checkpoints": Page(
+        "Checkpoints",
+        "functrain",
+        "Checkpointer save load warm_start WarmStart CheckpointMismatchError "
+        "CheckpointCorruptError",
+    ),
+    "events": Page(
+        "Events (ft.events)",
+        "functrain.events",
+        "Event ChunkEnd EpochEnd LogsReady RunEnd Trigger",
+    ),
+    "hooks": Page(
+        "Hooks (ft.hooks)",
+        "functrain.hooks",
+        "Hook Evaluate EarlyStopping TerminateOnNaN CSVLogger JSONLines TensorBoard WandB Sample "
+        "Profile DeviceMemory",
+    ),
+    "metrics": Page(
+        "Metrics (ft.metrics)",
+        "functrain.metrics",
+        "accuracy binary_accuracy top_k_accuracy mean_squared_error mean_absolute_error mean "
+        "mean_loss Metric collection Metered",
+    ),
+    "tx": Page(
+        "Optimizers (ft.tx)",
+        "functrain.tx",
+        "ema ema_params skip_non_finite loss_scale param_groups log_norm logged",
+    ),
+    "inspect": Page(
+        "Diagnostics (ft.inspect)",
+        "functrain.inspect",
+        "summary memory autotune explain_nan explain_rewrites Explanation placement doctor Doctor "
+        "MiscompilationWarning",
+    ),
+    "sharding": Page(
+        "Sharding (ft.sharding)",
+        "functrain.sharding",
+        "mesh fsdp replicated rules Rule create put shardings collectives Traffic",
+    ),
+    "distributed": Page(
+        "Several processes (ft.distributed)", "functrain.distributed", "initialize local"
+    ),
+    "population": Page(
+        "Populations (ft.population)",
+        "functrain.population",
+        "create stack PopulationState step hyperparameters with_hyperparameters Loader "
+        "EarlyStopping select resample predict_step autotune BlockTuning",
+    ),
+    "export": Page("Export (ft.export)", "functrain.export", "predict params"),
+    "rewrites": Page("Rewrites (ft.rewrites)", "functrain.rewrites", "optimize mode Mode"),
+    "bridge": Page(
+        "Keras (bridge)",
+        "bridge",
+        "fit evaluate predict from_keras create_state to_keras warm_start loss metric optimizer "
+        "schedule constraints OptaxOptimizer train_step test_step keras_state KerasState "
+        "from_flax to_linen from_distribution to_distribution",
+    ),
 }
+MODULES = sorted({page.module for page in PAGES.values()})
 DOTTED = re.compile(r"(?:\b\w+\.)+(\w+)")
-MODULES = (
-    "events", "hooks", "metrics", "tx", "export", "inspect",
-    "sharding", "distributed", "population", "rewrites",
-)  # fmt: skip
+HOOK_METHODS = "begin close comes_after end logs restore state write"  # see the docstring of `Hook`
+LOADER_METHODS = "begin chunk dropped fingerprint peek shapes take"
+# Public classes have methods that only functrain calls. They are left out of the pages.
+HIDDEN_MEMBERS = {
+    **{f"functrain.hooks.{name}": HOOK_METHODS for name in functrain.hooks.__all__},
+    "functrain.population.EarlyStopping": HOOK_METHODS,
+    "functrain.ArrayLoader": LOADER_METHODS,
+    "functrain.Steps": LOADER_METHODS,
+    "functrain.population.Loader": LOADER_METHODS,
+    "functrain.Fused": "partial program",
+    "functrain.History": "history",
+    "functrain.MeteredStep": "values wrap_state",
+    "functrain.Run": "act_within_event handled resumed save unread_logs",
+    "bridge.OptaxOptimizer": "build follows_schedule from_config get_config opt_state plan "
+    "update_all",
+}
+# Classes that users receive and do not construct: their pages show no signature.
+RECEIVED = {"Doctor", "Explanation", "Fused", "History", "Run", *functrain.events.__all__}
+REPRS = {"<class 'jax.numpy.bfloat16'>": "jnp.bfloat16"}  # of defaults
+OWN_TYPE = re.compile(r"\b(?:functrain|bridge)(?:\.\w+)+")
+
+
+def _public_functions_and_classes(module: str) -> set[str]:
+    """Returns the full names in a module's ``__all__`` that are not modules themselves."""
+    names = {f"{module}.{name}" for name in _get(module).__all__ if name != "__version__"}
+    return {name for name in names if not isinstance(_get(name), types.ModuleType)}
 
 
 def _names() -> dict[str, list[str]]:
-    """Returns the full names on each page."""
-    pages = {
-        title: [f"functrain.{name}" for name in names.split() if hasattr(functrain, name)]
-        for title, names in GROUPS.items()
+    """Returns the full names on each page, by the page's file name.
+
+    Raises:
+      ExtensionError: A public name is on no page, or a page has a name that is not public.
+    """
+    names = {
+        file: [f"{page.module}.{name}" for name in page.names.split()]
+        for file, page in PAGES.items()
     }
-    for name in MODULES:
-        if module := getattr(functrain, name, None):
-            pages[f"functrain.{name}"] = [f"functrain.{name}.{x}" for x in module.__all__]
-    pages["bridge"] = [f"bridge.{x}" for x in bridge.__all__ if x != "__version__"]
-    listed = {name for names in pages.values() for name in names}
-    for name in functrain.__all__:
-        if name != "__version__" and f"functrain.{name}" not in listed | pages.keys():
-            raise ExtensionError(f"functrain.{name} is in no group of {__file__}")
-    return pages
+    listed = set(itertools.chain(*names.values()))
+    public = set(itertools.chain(*map(_public_functions_and_classes, MODULES)))
+    if listed != public:
+        raise ExtensionError(
+            f"{__file__}: expected every public name on one page, got {sorted(public - listed)} on "
+            f"none, and {sorted(listed - public)} that are not public"
+        )
+    return names
 
 
 def _get(name: str) -> Any:
@@ -61,47 +169,52 @@ def _get(name: str) -> Any:
 
 
 def _directive(name: str) -> str:
+    """Returns the directive of autodoc for a name."""
     value = _get(name)
-    if isinstance(value, types.ModuleType):
-        kind, options = "automodule", ["members", "imported-members"]
-    elif inspect.isclass(value):
+    options = ""
+    if inspect.isclass(value):
         kind = "autoexception" if issubclass(value, BaseException) else "autoclass"
-        options = ["members"]
+        options = "   :members:\n"
+        if name in HIDDEN_MEMBERS:
+            options += f"   :exclude-members: {', '.join(HIDDEN_MEMBERS[name].split())}\n"
     else:
-        kind, options = ("autofunction" if callable(value) else "autodata"), []
-    return "\n".join([f".. {kind}:: {name}", *(f"   :{option}:" for option in options), "", ""])
+        kind = "autofunction" if inspect.isroutine(value) else "autodata"
+    return f".. {kind}:: {name}\n{options}\n"
 
 
-def _page(title: str, names: list[str]) -> str:
-    """Returns a page: what the module says of itself, and each name."""
-    about = ""
-    if title.partition(".")[0] in ("functrain", "bridge"):
-        about = inspect.cleandoc(_get(title).__doc__ or "").partition("\n\nFiles:")[0] + "\n\n"
-    return f"{title}\n{'=' * len(title)}\n\n{about}{''.join(map(_directive, names))}"
+def _text(page: Page, names: list[str]) -> str:
+    """Returns the text of a page: the first paragraph about its module, and each name."""
+    introduction = ""
+    if page.module != "functrain":
+        introduction = inspect.cleandoc(_get(page.module).__doc__ or "").partition("\n\n")[0]
+        introduction += "\n\n"
+    directives = "".join(map(_directive, names))
+    return f"{page.title}\n{'=' * len(page.title)}\n\n{introduction}{directives}"
 
 
 def _write() -> None:
-    for title, names in _names().items():
-        name = title.removeprefix("functrain.").lower().replace(",", "").replace(" ", "-")
-        write(DOCS / "api" / f"{name}.rst", _page(title, names))
+    """Writes the pages, and removes those of earlier builds."""
+    for path in (DOCS / "api").glob("*.rst"):
+        if path.stem not in PAGES:
+            path.unlink()
+    for file, names in _names().items():
+        write(DOCS / "api" / f"{file}.rst", _text(PAGES[file], names))
 
 
 def _public(names: dict[str, list[str]]) -> dict[str, str]:
-    """Returns the public name of each word by which docstrings and annotations call it."""
-    found = {}
+    """Returns a public name for each word that docstrings and annotations use for it."""
+    public = {}
     for name in itertools.chain(*names.values()):
         value, last = _get(name), name.rpartition(".")[2]
         if inspect.isclass(value):
-            found.setdefault(last, name)
-        found[name] = name
+            public.setdefault(last, name)
+        public[name] = name
         if hasattr(value, "__qualname__"):
-            found[f"{value.__module__}.{value.__qualname__}"] = name
-    found |= {
-        f"ft{key.removeprefix('functrain')}": name
-        for key, name in found.items()
-        if key.startswith("functrain.")
-    }
-    return found
+            public[f"{value.__module__}.{value.__qualname__}"] = name
+    for key, name in list(public.items()):
+        if key.startswith("functrain."):
+            public[f"ft{key.removeprefix('functrain')}"] = name
+    return public
 
 
 def _resolve(
@@ -112,16 +225,17 @@ def _resolve(
     target, names = node["reftarget"], env.functrain_public
     module = node.get("py:module") or ""
     beside = (f"{module}.{target}", f"{module.partition('.')[0]}.{target}")
-    # A bare `step` or `loss` is mostly an argument: only what is beside it is meant by its name.
+    # A bare `step` or `loss` is mostly an argument, so it links only to a name in the same module.
     public = next((names[name] for name in (*beside, target) if name in names), None)
     if public not in (None, target):
         python = env.domains.python_domain
-        where = node["refdoc"]
-        return python.resolve_xref(env, where, app.builder, "obj", public, node, content)
-    return content if public is None else None  # a name of Python, of others, of an argument
+        page = node["refdoc"]
+        return python.resolve_xref(env, page, app.builder, "obj", public, node, content)
+    # Without a public name the word is an argument, or a name of Python or another library.
+    return content if public is None else None
 
 
-def _know(app: Sphinx) -> None:
+def _write_and_index(app: Sphinx) -> None:
     _write()
     app.env.functrain_public = _public(_names())
 
@@ -129,10 +243,33 @@ def _know(app: Sphinx) -> None:
 def _shorten_types(
     app: Sphinx, what: str, name: str, value: Any, options: Any, lines: list[str]
 ) -> None:
-    """Shortens the types of attributes, ``functrain.common._types.StateT``, to their last names."""
+    """Shortens the types of attributes to their last names, and removes private ones."""
+    types = [line for line in lines if line.startswith(":vartype")]
+    lines[:] = [line for line in lines if line not in types or _is_public(line)]
     for i, line in enumerate(lines):
-        if line.startswith(":vartype"):
+        if line in types:
             lines[i] = DOTTED.sub(r"\1", line)
+
+
+def _is_public(annotation: str) -> bool:
+    """Returns True if a type names nothing of functrain and bridge that is private."""
+    public = _public(_names())
+    return all(name in public for name in OWN_TYPE.findall(annotation))
+
+
+def _clean_signature(
+    app: Sphinx, what: str, name: str, value: Any, options: Any, signature: str | None, returns: Any
+) -> tuple[str | None, Any] | None:
+    """Removes private types from a signature, and signatures that a user has no use for."""
+    annotations = app.env.current_document.autodoc_annotations.get(name, {})
+    for argument, annotation in list(annotations.items()):
+        if not _is_public(annotation):
+            del annotations[argument]
+    if name.rpartition(".")[2] in RECEIVED or signature == "(*args, **kwargs)":
+        return "", None
+    for written, source in REPRS.items():
+        signature = signature and signature.replace(written, source)
+    return signature, returns
 
 
 def _skip_fields(
@@ -143,14 +280,15 @@ def _skip_fields(
 
 
 def connect_docstrings(app: Sphinx) -> None:
-    """Connects what changes docstrings, after napoleon has read them."""
+    """Connects the functions that change docstrings and signatures, after napoleon."""
     app.connect("autodoc-process-docstring", _shorten_types, priority=900)
+    app.connect("autodoc-process-signature", _clean_signature, priority=900)
     app.connect("autodoc-skip-member", _skip_fields)
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
-    """Connects both to the build."""
-    app.connect("builder-inited", _know)
+    """Connects the extension to the build."""
+    app.connect("builder-inited", _write_and_index)
     app.connect("missing-reference", _resolve)
     connect_docstrings(app)
     return {"parallel_read_safe": True}

@@ -1,8 +1,9 @@
-"""A page for each example: its cells, and what a full run of it printed and drew.
+"""Writes a page for each example: its cells, and the output and pictures of a full run.
 
-Full runs are stored in `docs/results` (see `full_runs`). Every example is run for a short time as
-well, so that one that fails stops the build; a guide without a full run shows that. A short run is
-kept in `_build/guides` for as long as neither the example nor the packages change.
+The full runs are stored in `docs/results` (see `full_runs`). The build also runs every example for
+a short time, so that an example that fails stops the build. A guide shows its short run only as
+long as no full run is stored. Short runs are kept in `_build/guides` until the example or the
+packages change.
 """
 
 import ast
@@ -22,10 +23,26 @@ from sphinx.errors import ExtensionError
 from sphinx.util.display import status_iterator
 
 RUNS = DOCS / "_build" / "guides"
-SENTENCE_END = re.compile(r"(?<=\D)\.\s+")  # not that of a number, as in "1. Data"
+SENTENCE_END = re.compile(r"(?<=\D)\.\s+")  # the period after a number, as in "1. Data", ends none
 SHORT = """\
-No full run of this guide has been stored yet. This is what a short run prints and draws: it shows
-that the code works, and is too short to reach what the text above says."""
+No full run of this guide has been stored yet. The output below is from a short run. It shows that
+the code works, and does not reach the results that the text mentions."""
+TITLES = {
+    "customize_fit": "Custom training steps in fit",
+    "dcgan": "DCGAN",
+    "distillation": "Knowledge distillation",
+    "eager_jit_fused": "Eager, jitted and fused steps",
+    "ensemble": "Deep ensemble",
+    "flax_model": "Flax models",
+    "from_scratch": "A training loop from scratch",
+    "mnist": "MNIST with Keras and optax",
+    "optax_in_keras": "Optax optimizers in Keras",
+    "resume": "Resuming a killed run",
+    "several_hosts": "Several devices and hosts",
+    "sweep": "Learning-rate sweep",
+    "text": "Transformer language model",
+    "vae": "Variational autoencoder",
+}
 
 
 class Cell(NamedTuple):
@@ -38,7 +55,7 @@ class Cell(NamedTuple):
 
 def cells(source: str) -> list[Cell]:
     """Returns the cells of an example, headed by the first sentence of the comment over each."""
-    found = []
+    parsed = []
     for cell in source.split("\n# %% ")[1:]:
         first, *rest = cell.splitlines()
         more = list(itertools.takewhile(lambda line: line.startswith("# "), rest))
@@ -47,12 +64,12 @@ def cells(source: str) -> list[Cell]:
         sentences = "".join(prose)
         if sentences and not sentences.endswith((".", ".)")):
             sentences += "."
-        found.append(Cell(heading, sentences, "\n".join(rest[len(more) :]).strip()))
-    return found
+        parsed.append(Cell(heading, sentences, "\n".join(rest[len(more) :]).strip()))
+    return parsed
 
 
 def _short_run(script: pathlib.Path) -> pathlib.Path:
-    """Returns the folder of a short run: what it printed, and what it drew."""
+    """Returns the folder with the output and pictures of a short run."""
     sha = hashlib.sha256(digest().encode() + script.read_bytes())
     sha.update((EXAMPLES / "_example.py").read_bytes())
     folder = RUNS / f"{script.stem}-{sha.hexdigest()[:16]}"
@@ -60,17 +77,17 @@ def _short_run(script: pathlib.Path) -> pathlib.Path:
         return folder
     for old in RUNS.glob(f"{script.stem}-*"):
         shutil.rmtree(old)
-    begun = RUNS / f"{script.stem}-begun"
-    begun.mkdir(parents=True)
+    unfinished = RUNS / f"{script.stem}-unfinished"
+    unfinished.mkdir(parents=True)
     try:
-        (begun / PRINTED).write_text(run(script, begun, "--quick"))
+        (unfinished / PRINTED).write_text(run(script, unfinished, "--quick"))
     except RuntimeError as error:
         raise ExtensionError(str(error)) from error
-    return begun.rename(folder)
+    return unfinished.rename(folder)
 
 
 def _results(script: pathlib.Path, short: pathlib.Path) -> tuple[str, pathlib.Path]:
-    """Returns in words which run a page shows, and the folder of that run."""
+    """Returns a description of the run that a page shows, and the folder of that run."""
     full = RESULTS / script.stem
     if not (full / ABOUT).exists():
         return SHORT, short
@@ -79,27 +96,30 @@ def _results(script: pathlib.Path, short: pathlib.Path) -> tuple[str, pathlib.Pa
 
 
 def _described(about: dict[str, Any], *, is_current: bool) -> str:
-    """Returns in words what is known of a full run."""
+    """Returns a description of a full run: its date, machine, versions and duration."""
     versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
     processor = f" of an {about['processor']}" if "processor" in about else ""
     minutes = f" It took {about['minutes']:g} minutes." if "minutes" in about else ""
     text = f"A full run of {about['date']}, on {about['cores']} cores{processor}: {versions}."
     text += minutes + (f" {about['note']}" if "note" in about else "")
     if about.get("machine_was_busy"):
-        text += " The machine had other work to do: its times and rates are no measurements."
-    return text if is_current else text + " The code has changed since."
+        text += (
+            " The machine was busy with other work, so its times and rates are not measurements."
+        )
+    return text if is_current else text + " The code has changed since then."
 
 
 def _page(script: pathlib.Path, short: pathlib.Path) -> str:
+    """Returns the page of an example as markdown."""
     source = script.read_text()
     prose = ast.get_docstring(ast.parse(source)) or ""
-    title, _, rest = prose.partition("\n\n")
-    parts = [f"# `{script.name}`", f"**{title}**", rest]
+    summary, _, rest = prose.partition("\n\n")
+    parts = [f"# {TITLES[script.stem]}", f"**{summary}**", rest]
     for heading, sentences, code in cells(source):
         parts += [f"## {heading}", sentences, f"```py\n{code}\n```"]
     about, folder = _results(script, short)
     option = " --quick" if folder == short else ""
-    parts += ["## What it prints and draws", f"    python examples/{script.name}{option}", about]
+    parts += ["## Output", f"    python examples/{script.name}{option}", about]
     if (folder / PRINTED).exists():
         parts.append(f"```text\n{(folder / PRINTED).read_text().rstrip()}\n```")
     parts += [f"![{x.stem}]({script.stem}/{x.name})" for x in sorted(folder.rglob("*.png"))]
@@ -107,6 +127,7 @@ def _page(script: pathlib.Path, short: pathlib.Path) -> str:
 
 
 def _write_page(script: pathlib.Path, short: pathlib.Path) -> None:
+    """Writes the page of an example, and copies its pictures."""
     target = DOCS / "guides" / script.stem
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir(parents=True)
@@ -116,15 +137,16 @@ def _write_page(script: pathlib.Path, short: pathlib.Path) -> None:
 
 
 def _write(app: Sphinx) -> None:
-    # Only the runs are in threads: Python 3.11 may fail where two of them parse at a time.
+    """Runs every example for a short time, and writes its page."""
+    # Only the runs are in threads: Python 3.11 may fail if two threads parse at the same time.
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         runs = zip(scripts(), pool.map(_short_run, scripts()), strict=True)
-        told = {"length": len(scripts()), "stringify_func": lambda pair: pair[0].name}
-        for script, short in status_iterator(runs, "running examples... ", **told):
+        options = {"length": len(scripts()), "stringify_func": lambda pair: pair[0].name}
+        for script, short in status_iterator(runs, "running examples... ", **options):
             _write_page(script, short)
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
-    """Connects it to the build."""
+    """Connects the extension to the build."""
     app.connect("builder-inited", _write)
     return {"parallel_read_safe": True}

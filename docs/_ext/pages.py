@@ -1,9 +1,9 @@
-"""Pages of plain markdown as notebooks: what stands in their python blocks is run and shown.
+"""Turns pages of plain markdown into notebooks, whose python blocks are run and shown.
 
-The pages stay what other viewers of markdown expect. Each runs in a folder of its own, with the
-examples' data; a hidden first cell holds a digest of the code of functrain and bridge, so that what
-is kept of an earlier build is as old as the code. Links to files of the repository lead to where
-the site shows them.
+The pages stay plain markdown, so that other viewers show them, too. Each page runs in its own
+folder, with a link to the examples and their data. A hidden first cell holds a digest of the code
+of functrain and bridge: outputs that the notebook cache kept are used only as long as the code is
+the same. Links to files of the repository lead to the page of the site that shows the file.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ from sphinx.errors import ExtensionError
 
 DOCS = pathlib.Path(__file__).parents[1]
 ROOT = DOCS.parent
-SHOWN = {  # files beside docs/, and the pages that show them
+SHOWN = {  # files outside docs/, and the pages that show them
     "CHANGELOG.md": "more/changelog",
     "CONTRIBUTING.md": "more/contributing",
     "benchmarks/README.md": "more/benchmarks",
@@ -26,19 +26,30 @@ SHOWN = {  # files beside docs/, and the pages that show them
     "benchmarks/results/hub.md": "more/hub",
     "benchmarks/results/profiles.md": "more/profiles",
 }
-CONTENTS = {  # the sidebar: captions, and the pages under each in their order
+CONTENTS = {  # the captions of the sidebar, and the pages under each
     "Using functrain": "getting-started training keras checkpoints devices populations performance "
     "migrating",
     "Former pages": "engine going-on population promises rewrites scaling sharding speed",
-    "Guides": "guides/*",
-    "API": "api/*",
+    "Guides": "guides/mnist guides/from_scratch guides/customize_fit guides/optax_in_keras "
+    "guides/flax_model guides/eager_jit_fused guides/resume guides/several_hosts guides/sweep "
+    "guides/ensemble guides/vae guides/distillation guides/text guides/dcgan",
+    "API": "api/training api/steps api/models api/fusing api/checkpoints api/events api/hooks "
+    "api/metrics api/tx api/inspect api/sharding api/distributed api/population api/export "
+    "api/rewrites api/bridge",
     "Design": "design/index design/checkpoint-store design/loop-length design/rewrites",
     "Measurements": "more/benchmarks more/profiles more/applications more/layers more/hub",
     "Project": "more/changelog more/contributing",
 }
-DEVICES = {"devices": 8, "sharding": 8, "scaling": 8}  # devices a page runs on, if not one
+MADE_BY_THE_BUILD = ("guides", "api", "more")
+DEVICES = {
+    "devices": 8,
+    "migrating": 8,
+    "sharding": 8,
+    "scaling": 8,
+}  # devices a page runs on, if not one
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-WRITTEN_OUTPUT = re.compile(r"(?<=^```\n)\n(?: {4}.*\n)+", re.MULTILINE)  # right below a block
+# An indented block right below a python block is the output that the page's author expects.
+WRITTEN_OUTPUT = re.compile(r"(?<=^```\n)\n(?: {4}.*\n)+", re.MULTILINE)
 LINK = re.compile(r"(!?)\[([^\]]*)\]\((?!https?:|#)([^)#]+)(#[^)]*)?\)")
 HEAD = """\
 ---
@@ -62,7 +73,7 @@ pathlib.Path("examples").symlink_to({examples!r})
 
 
 def digest() -> str:
-    """Returns what the code of both packages is known by."""
+    """Returns a digest of the code of both packages."""
     sha = hashlib.sha256()
     for package in ("functrain", "bridge"):
         for path in sorted((ROOT / package).rglob("*.py")):
@@ -71,33 +82,43 @@ def digest() -> str:
 
 
 def _read(app: Sphinx, page: str, source: list[str]) -> None:
+    """Changes the links of a page, and makes it a notebook if it has python blocks."""
     origin = next((ROOT / path for path, shown in SHOWN.items() if shown == page), None)
     folder = (origin or pathlib.Path(app.env.doc2path(page))).parent
-    text = LINK.sub(lambda found: _link(found, folder, page), source[0])
+    text = LINK.sub(lambda match: _link(match, folder, page), source[0])
     if BLOCK.search(text) and origin is None:
         devices = DEVICES.get(page, 1)
         head = HEAD.format(digest=digest(), examples=str(ROOT / "examples"), devices=devices)
-        text = WRITTEN_OUTPUT.sub("", text)  # the site shows what the block prints
+        text = WRITTEN_OUTPUT.sub("", text)  # the notebook shows the actual output
         text = head + BLOCK.sub(r"```{code-cell} python\n\1```", text)
     source[0] = text + _contents() if page == "index" else text
 
 
 def _contents() -> str:
-    """Returns the tables of contents that the sidebar shows."""
+    """Returns the tables of contents for the sidebar, without pages that do not exist."""
     text = ""
     for caption, pages in CONTENTS.items():
-        names = [page for page in pages.split() if "*" in page or (DOCS / f"{page}.md").exists()]
+        names = list(filter(_is_in_the_site, pages.split()))
+        if not names:
+            continue
         options = f":caption: {caption}\n:hidden:\n" + ":glob:\n" * ("*" in pages)
         text += "\n".join(["", "```{toctree}", f"{options}", *names, "```", ""])
     return text
 
 
-def _link(found: re.Match[str], folder: pathlib.Path, page: str) -> str:
-    """Returns a link of markdown as it is to stand on the site."""
-    picture, words, path, part = found.groups()
+def _is_in_the_site(page: str) -> bool:
+    """Returns True if the source of a page exists, or the build makes it."""
+    if page.partition("/")[0] in MADE_BY_THE_BUILD:
+        return True
+    return any(DOCS.glob(f"{page}.md"))
+
+
+def _link(match: re.Match[str], folder: pathlib.Path, page: str) -> str:
+    """Returns a markdown link with the target that it has on the site."""
+    picture, words, path, part = match.groups()
     target = pathlib.Path(os.path.normpath(folder / path))
     if not target.is_relative_to(ROOT) or not target.exists():
-        return found[0]
+        return match[0]
     inside = target.relative_to(ROOT).as_posix()
     if picture:
         return f"![{words}]({os.path.relpath(target, (DOCS / page).parent)})"
@@ -108,22 +129,25 @@ def _link(found: re.Match[str], folder: pathlib.Path, page: str) -> str:
     elif inside in SHOWN:
         inside = f"docs/{SHOWN[inside]}.md"
     elif not target.is_relative_to(DOCS):
-        return words  # a file that the site does not show
+        return words  # the site does not show this file
     return f"[{words}]({os.path.relpath(ROOT / inside, (DOCS / page).parent)}{part or ''})"
 
 
 def _line(path: pathlib.Path, traceback: str) -> str:
-    """Returns which line of a page failed, of a traceback that counts cells and their lines."""
-    found = re.search(r"Cell In\[(\d+)\], line (\d+)", traceback)
-    if found is None:
+    """Returns the line of a page that failed, from a traceback that counts cells and lines."""
+    match = re.search(r"Cell In\[(\d+)\], line (\d+)", traceback)
+    if match is None:
         return ""
-    cell, line = map(int, found.groups())
+    cell, line = map(int, match.groups())
     text = path.read_text()
-    start = [block.start(1) for block in BLOCK.finditer(text)][cell - 2]  # the first is hidden
+    start = [block.start(1) for block in BLOCK.finditer(text)][
+        cell - 2
+    ]  # the first cell is the hidden one
     return f":{text.count(chr(10), 0, start) + line}"
 
 
 def _require_all_ran(app: Sphinx, env: BuildEnvironment) -> None:
+    """Raises ExtensionError if a block of a page failed."""
     failed = []
     for page, data in getattr(env, "nb_metadata", {}).items():
         run = data.get("exec_data") or {}
@@ -136,19 +160,20 @@ def _require_all_ran(app: Sphinx, env: BuildEnvironment) -> None:
 
 
 def _write_shown(app: Sphinx) -> None:
+    """Copies the files outside docs/ that the site shows."""
     for path, page in SHOWN.items():
         write(DOCS / f"{page}.md", (ROOT / path).read_text())
 
 
 def write(path: pathlib.Path, text: str) -> None:
-    """Writes a page that is made by the build, unless it stands there already."""
+    """Writes a generated page, unless the file has this text already."""
     path.parent.mkdir(exist_ok=True)
     if not path.exists() or path.read_text() != text:
         path.write_text(text)
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
-    """Connects them to the build."""
+    """Connects the extension to the build."""
     app.connect("builder-inited", _write_shown)
     app.connect("source-read", _read)
     app.connect("env-updated", _require_all_ran)
