@@ -1,20 +1,20 @@
-"""Many steps in one program.
+"""The engine: runs many steps in one compiled program.
 
 Files:
-  _driver: a carry on its way through programs, and what becomes of it if one fails
-  _programs: compiled programs, kept for as long as their step lives
-  _loop: a body repeated over stacked batches
+  _driver: passes a carry through programs, and keeps a copy in case one fails
+  _programs: compiled programs, cached for as long as their step lives
+  _loop: repeats a body over stacked batches, inside a program
   _fuse: the same for users, as a function of a state and a chunk
-  _chunks: from batches to chunks, fewer steps where something is due
-  _plan: how many steps a program takes, by a rule
-  _placement: where things lie on several devices
-  _rows: what the steps of a chunk reported
-  _position: how far a training has come
-  _trigger: when something is due
-  _signals: Ctrl-C and SIGTERM that lose nothing
-  _guards: what watches over the tracing of a step
-  _notes: notes on errors of a step: its batch, and what a traced value cannot do
-  _cache: compiled programs on disk
+  _chunks: groups batches into chunks, which end where a trigger is due
+  _plan: chooses the number of steps in a program
+  _placement: puts batches and carries on several devices
+  _rows: the outputs of a chunk's steps, one row a step
+  _position: the progress of a run: step, epoch and batch
+  _trigger: schedules by steps, epochs or seconds
+  _signals: defers Ctrl-C and SIGTERM until the state is complete
+  _guards: context managers that are entered while a step is traced
+  _notes: notes on a step's errors: its batch, and advice about traced values
+  _cache: the on-disk cache of compiled programs
 """
 
 from functrain.engine._cache import enable_compilation_cache as enable_compilation_cache

@@ -1,4 +1,4 @@
-"""From batches to chunks: K at a time, fewer where something is due or nothing is left."""
+"""Groups batches into chunks of K, or fewer where a trigger is due or the epoch ends."""
 
 from collections.abc import Callable, Iterator
 
@@ -15,28 +15,30 @@ def chunks(
 ) -> Iterator[Chunk]:
     """Yields the chunks of the epoch that `batches` has begun.
 
-    Batches like the first one of the run are stacked, up to K. Any other makes a chunk of its own,
-    so that a smaller last batch costs one more program, whatever its place.
+    Batches with the shapes of the run's first batch are stacked, up to K of them. Any other batch
+    gets a chunk to itself, so that a smaller last batch costs one more program, wherever it comes.
 
-    No memory is reused: every chunk is made of fresh memory, since a device may still be reading
-    the one before. Making it overlaps with the device's work, because dispatch does not wait.
+    Every chunk is made of fresh memory, since a device may still be reading the one before. Making
+    a chunk overlaps with the device's work, because dispatch does not wait.
 
     Args:
       batches: The data.
       plan: Chooses K at the first batch, for this epoch and the next ones.
-      until_due: Given the number of the next batch, returns how many there may be until a chunk
-        has to end; None if nothing is due.
+      until_due: Given the number of the next batch, returns how many batches a chunk may hold
+        before it has to end; None if nothing is due.
       start: Number of the first batch.
     """
     number = start
     while (batch := batches.peek()) is not None:
         if not plan.is_settled:
-            full = batches.full_batch()
-            plan.settle(batch if full is None else full)
+            # The first batch may be a smaller one: a run can resume at the last of an epoch.
+            full_batch = batches.full_batch()
+            plan.settle(batch if full_batch is None else full_batch)
         if plan.is_like_first(batch):
             limit = until_due(number)
             chunk = batches.take(plan.k, plan.k if limit is None else min(plan.k, limit))
         else:
+            # Room for one batch only: a chunk with room for K would hold zeros in all other rows.
             chunk = batches.take(1, 1)
         yield chunk
         number += chunk.steps

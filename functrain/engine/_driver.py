@@ -1,4 +1,4 @@
-"""The driver: a carry on its way through programs, and what becomes of it if one fails."""
+"""The driver: passes a carry through compiled programs, and keeps a copy in case one fails."""
 
 import collections
 import contextlib
@@ -32,19 +32,20 @@ from functrain.engine._programs import (
 )
 from functrain.rewrites import Mode
 
-# How many programs may be under way before the driver waits for the oldest: enough to keep a
+# How many programs may be in flight before the driver waits for the oldest: enough to keep a
 # device busy, few enough to bound memory and the time an interrupt takes.
 RUN_AHEAD = 2
-# A carry of no more than this is copied now and then, to have something whole should a program
-# fail with it in its hands (out of memory, an error in a host callback).
+# A carry of at most this size is copied from time to time. A program consumes its carry, so one
+# that fails (out of memory, an error in a host callback) would leave nothing else to continue from.
 SPARE_BYTES = 256 * 2**20
-# How often, at the most: such a copy takes some 50 ms of 256 MiB.
+# The shortest time between two such copies: copying 256 MiB takes some 50 ms.
 SPARE_SECONDS = 2.0
 
 
 @contextlib.contextmanager
 def _uncompiled(step: Any) -> Iterator[None]:
     """Context manager: runs a step operation by operation, under the guards of a program."""
+    # Parts of such a step are compiled on their own, and stay so without jit.
     if traits_of(step).stays_compiled:
         yield
         return
@@ -54,22 +55,22 @@ def _uncompiled(step: Any) -> Iterator[None]:
 
 @dataclasses.dataclass(eq=False, repr=False)
 class Driver:
-    """Takes chunks through compiled programs: ``(carry, chunk, const) -> (carry, rows)``.
+    """Runs chunks through compiled programs: ``(carry, chunk, const) -> (carry, rows)``.
 
-    Training carries the state, and its rows are logs. Evaluation carries metrics, prediction
-    nothing, and the state is a constant. The driver owns its carry: every program takes over the
-    buffers of the one before.
+    In training the carry is the state, and the rows are logs. In evaluation the carry holds
+    metrics, in prediction it is empty, and in both the state is a constant. The driver owns its
+    carry: every program takes over the buffers of the one before.
 
     Args:
-      step: What the programs are made of, and kept with.
-      kind: What they do with it.
+      step: The step that the programs repeat. They are cached for as long as it lives.
+      kind: What the programs do with the step: train, evaluate or predict.
       rewrites: Which slow operations to rewrite on CPU.
       jit: False runs the body batch by batch, uncompiled. A function decides at the first chunk,
         given the shapes of a batch.
       place: Puts a chunk on the devices.
 
     Attributes:
-      carry: As the last program returned it; its results may still be under way.
+      carry: The carry that the last program returned; it may still be computed.
     """
 
     step: Any
@@ -83,25 +84,28 @@ class Driver:
         if not callable(self.jit):
             require_flags(jit=self.jit)
         self._programs: dict[tuple[int, bool], Program] = {}
-        self._compared: list[Program] = []  # with those of the other processes
+        # Programs that were compared with those of the other processes.
+        self._compared: list[Program] = []
         self._const: tuple[PyTree, ...] = ()
         self._in_flight: collections.deque[PyTree] = collections.deque()
+        # A copy of the carry with its mark, and the time at which it was made.
         self._spare: tuple[PyTree, Any] | None = None
-        self._spare_made = -float("inf")
+        self._spare_time = -float("inf")
         self._pins: _placement.Pins | None = None
         self.carry: PyTree = ()
 
     def begin(self, carry: PyTree, *const: PyTree) -> None:
         """Takes over a carry that nothing else refers to; leaves the constants alone."""
         self.carry, self._const = carry, const
-        found = _placement.pins(carry)
-        if found != self._pins:
-            self._pins, self._programs = found, {}
+        # Programs are compiled for the shardings of the carry.
+        pins = _placement.read_pins(carry)
+        if pins != self._pins:
+            self._pins, self._programs = pins, {}
 
     def run(self, chunk: Chunk) -> PyTree:
-        """Takes a chunk's steps and returns their rows, `[k, ...]`, which may be under way.
+        """Takes a chunk's steps and returns their rows, `[k, ...]`, which may still be computed.
 
-        Waits only where too many programs are under way already.
+        Waits only if too many programs are in flight already.
         """
         if callable(self.jit):
             batch = jax.tree.map(
@@ -110,12 +114,14 @@ class Driver:
             self.jit = self.jit(batch)
         chunk = chunk._replace(batches=self.place(chunk.batches))
         if self.jit:
-            run = self._program(chunk.k, chunk.steps == chunk.k)
+            compiled = self._program(chunk.k, chunk.steps == chunk.k)
             args = (self.carry, chunk.batches, np.int32(chunk.steps), *self._const)
-            if jax.process_count() > 1 and run not in self._compared:
-                _placement.require_same_program(run, args)
-                self._compared.append(run)
-            self.carry, rows, done = run(*args)
+            if jax.process_count() > 1 and compiled not in self._compared:
+                # Costs no second lowering: jax keeps the one that the call needs (checked with
+                # 0.10.1 and 0.12.0).
+                _placement.require_same_program(compiled, args)
+                self._compared.append(compiled)
+            self.carry, rows, done = compiled(*args)
         else:
             rows = done = self._run_uncompiled(chunk)
         self._in_flight.append(done)
@@ -124,39 +130,42 @@ class Driver:
         return rows
 
     def wait(self) -> None:
-        """Waits for all programs, and raises what one of them raised."""
+        """Waits for all programs in flight; an exception of one of them is raised here."""
         while self._in_flight:
             jax.block_until_ready(self._in_flight.popleft())
 
-    def keep_spare(self, mark: Any, *, now: bool = False) -> None:
-        """Copies the carry, if it is small and the last copy is old, to go back to in need.
+    def keep_spare(self, mark: Any, *, force: bool = False) -> None:
+        """Copies the carry to fall back on, if it is small and the last copy is old enough.
 
         Args:
-          mark: What to return with it, such as a position.
-          now: Whether to copy it however young the last copy is.
+          mark: Returned with the copy by `last_whole`, such as a position.
+          force: True to copy the carry even if the last copy is recent.
         """
-        if not now and time.perf_counter() - self._spare_made < SPARE_SECONDS:
+        if not force and time.perf_counter() - self._spare_time < SPARE_SECONDS:
             return
         if nbytes(self.carry) <= SPARE_BYTES:
-            self.wait()  # the copy of what a failed program returned would be worth nothing
-            self._spare = None  # the carry is whole: two copies at once would be one too many
+            # A copy of what a failed program returned would be useless.
+            self.wait()
+            # The carry is complete now, so the old copy can go first: there is never more than one.
+            self._spare = None
             self.adopt_spare(copy_arrays(self.carry), mark)
 
     def adopt_spare(self, carry: PyTree, mark: Any) -> None:
-        """Takes another copy of the carry as the one to go back to, if it is small."""
+        """Keeps a copy of the carry that the caller made as the one to fall back on, if small."""
         if nbytes(carry) <= SPARE_BYTES:
-            self._spare, self._spare_made = (carry, mark), time.perf_counter()
+            self._spare, self._spare_time = (carry, mark), time.perf_counter()
 
     def last_whole(self, mark: Any) -> tuple[PyTree, Any] | None:
         """Returns the carry and the mark, or if a program failed the last copy and its own mark.
 
-        None where there is no such copy. Waits for the programs under way.
+        Returns None if there is no such copy. Waits for the programs in flight.
         """
+        # Not `wait`: it would raise the error that is being handled once more.
         self._in_flight.clear()
-        return (self.carry, mark) if is_whole(self.carry) else self._spare
+        return (self.carry, mark) if has_all_values(self.carry) else self._spare
 
-    def _program(self, k: int, full: bool) -> Program:
-        takes_all = full and prefers_static_length()
+    def _program(self, k: int, is_full: bool) -> Program:
+        takes_all = is_full and prefers_static_length()
         if (k, takes_all) not in self._programs:
             loop = LoopOptions(k, self.rewrites, takes_all=takes_all, pins=self._pins)
             self._programs[k, takes_all] = program(self.step, self.kind, loop)
@@ -167,16 +176,18 @@ class Driver:
         for i in range(chunk.steps):
             batch = jax.tree.map(lambda x, i=i: jnp.asarray(x[i]), chunk.batches)
             with error_notes(batch), _uncompiled(self.step):
-                new, row = require_pair(body(carry, batch, *self._const))
-            check_carry(carry, new)
-            carry = new
+                new_carry, row = require_pair(body(carry, batch, *self._const))
+            check_carry(carry, new_carry)
+            carry = new_carry
             rows.append(row)
-        self.carry = carry  # after the whole chunk: an error leaves the carry that goes with it
+        # Assigned after the whole chunk: after an error within it the position and the carry are
+        # both those from before the chunk.
+        self.carry = carry
         return jax.tree.map(lambda *leaves: jnp.stack(leaves), *rows)
 
 
-def is_whole(tree: PyTree) -> bool:
-    """Whether all arrays have values: none was in the hands of a program that failed. Waits."""
+def has_all_values(tree: PyTree) -> bool:
+    """Returns True if all arrays have values: no program that failed consumed any. Waits."""
     try:
         jax.block_until_ready(tree)
     except Exception:
@@ -185,23 +196,25 @@ def is_whole(tree: PyTree) -> bool:
 
 
 def copy_arrays(tree: PyTree) -> PyTree:
-    """Returns a tree of jax arrays with every leaf in a buffer of its own, strongly typed.
+    """Copies a tree of jax arrays in one program; the copies are strongly typed.
 
-    In one program, and where the leaves were; `functrain.common._tree.copy` takes what is no jax
-    array, too.
+    Every leaf gets its own buffer and keeps its sharding. `functrain.common._tree.copy` also takes
+    leaves that are not jax arrays.
     """
     copies = _copy_arrays(tree)
-    return jax.tree.map(_as_placed, copies, tree) if jax.device_count() > 1 else copies
+    return jax.tree.map(_restore_sharding, copies, tree) if jax.device_count() > 1 else copies
 
 
 @jit_without_arithmetic
 def _copy_arrays(tree: PyTree) -> PyTree:
+    # `jnp.array` with a dtype drops a weak type, which a step could make strong: its program would
+    # be compiled twice.
     return jax.tree.map(
         lambda x: jnp.copy(x) if _tree.is_key(x) else jnp.array(x, dtype=x.dtype, copy=True), tree
     )
 
 
-def _as_placed(copy: jax.Array, original: jax.Array) -> jax.Array:
-    """Says of a copy where it is in the words of the original: P(None) for P()."""
-    named = isinstance(original.sharding, jax.sharding.NamedSharding)
-    return _tree.device_put(copy, original.sharding) if named else copy
+def _restore_sharding(copy: jax.Array, original: jax.Array) -> jax.Array:
+    """Gives a copy the sharding of the original as that spells it: P(None), not P()."""
+    is_named = isinstance(original.sharding, jax.sharding.NamedSharding)
+    return _tree.device_put(copy, original.sharding) if is_named else copy

@@ -1,4 +1,4 @@
-"""The fused program: many steps over a chunk of batches."""
+"""The fused step: a compiled program of many steps over a chunk of batches."""
 
 from typing import Any, Generic, NamedTuple
 
@@ -10,7 +10,7 @@ from functrain.common import _repr, _tree
 from functrain.common._checks import is_integer, require_flags, require_integer
 from functrain.common._types import PyTree, StateT, Step
 from functrain.common._wide_integers import require_integers_fit
-from functrain.engine._placement import pins
+from functrain.engine._placement import read_pins
 from functrain.engine._programs import (
     TRAINING,
     LoopOptions,
@@ -33,31 +33,31 @@ def fuse(
     """Returns a compiled program that takes K steps, or fewer.
 
     On CPU the results do not depend on K, to the bit: a fit in chunks of 32 equals one in chunks
-    of 7, and one in single steps. The program loops for K = 1 too, and the compiler is not told
-    how often, so that it always compiles the same body.
+    of 7, and one in single steps. The program has a loop for K = 1 too, and the compiler does not
+    know the number of rounds, so that it always compiles the same body.
 
     Args:
       step: ``(state, batch) -> (state, logs)``, pure, over any pytree state.
       k: Steps per program, at least 1.
-      unroll: How many steps the loop's body holds; more than 1 can be faster on tiny models and
-        changes the last bits.
-      donate: Reuse the state's buffers for the new state. The state passed in is then CONSUMED:
-        its arrays are deleted. Copy what you keep.
-      rewrites: Which slow operations to rewrite on CPU: "auto", "exact" (those only that keep
+      unroll: The number of steps in the loop's body. More than 1 can be faster for tiny models,
+        and changes the last bits of the results.
+      donate: True to reuse the state's buffers for the new state. The state passed in is then
+        CONSUMED: its arrays are deleted. Copy the arrays that you want to keep.
+      rewrites: Which slow operations to rewrite on CPU: "auto", "exact" (only those that keep
         every bit under jit) or "off"; see `functrain.rewrites`.
 
     Returns:
       ``fused(state, chunk, steps=K) -> (state, logs)``: every leaf of `chunk` is `[K, ...]`, and
-      so is every leaf of `logs`. With fewer `steps` only the first so many batches are used, and
-      the rest of the logs is zeros. Compiled once per shape of state and chunk; calling `fuse`
-      again with the same step does not compile again.
+      so is every leaf of `logs`. With `steps` below K only the first `steps` batches are used, and
+      the remaining rows of the logs are zeros. The program is compiled once per shape of state and
+      chunk; calling `fuse` again with the same step does not compile again.
 
     Raises:
       ValueError: `k` or `unroll` is below 1; or (when called) the chunk's leading axis is not K,
-        `steps` is not within 1 to K, or two leaves of a donated state share a buffer, or the
-        state has been consumed already.
-      TypeError: `step` is no function, or a loss; or (when called) the step changes its state's
-        structure, shapes, dtypes or weak types.
+        `steps` is not within 1 to K, two leaves of a donated state share a buffer, or the state
+        has been consumed already.
+      TypeError: `step` is not a function, or is a loss; or (when called) the step changes its
+        state's structure, shapes, dtypes or weak types.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -76,15 +76,16 @@ def fuse(
     require_flags(donate=donate)
     check_step(step)
     chosen = _rewrites.mode(rewrites)
+    # A loop of unknown length cannot be unrolled.
     takes_all = unroll > 1 or prefers_static_length()
     return Fused(step, k, LoopOptions(k, chosen, takes_all=takes_all, unroll=unroll, donate=donate))
 
 
 class Fused(Generic[StateT]):
-    """A step fused K times; what `fuse` returns.
+    """A step fused K times, as `fuse` returns it.
 
     Attributes:
-      step: The step it repeats.
+      step: The step that the program repeats.
       k: Steps per call.
 
     Examples:
@@ -99,26 +100,26 @@ class Fused(Generic[StateT]):
     def __init__(self, step: Step[StateT], k: int, loop: LoopOptions) -> None:
         self.step = step
         self.k = k
-        self._loop, self._part = loop, loop._replace(takes_all=False, unroll=1)
+        self._loop, self._partial_loop = loop, loop._replace(takes_all=False, unroll=1)
         self._programs: dict[LoopOptions, Program] = {}
 
     def __repr__(self) -> str:
-        """Names the step."""
+        """Shows the step's name and K."""
         return f"Fused({_repr.name(self.step)}, k={self.k})"
 
     @property
     def program(self) -> "HeldProgram":
-        """The compiled program of K steps, for `lower`, `trace` and the like.
+        """The compiled program of K steps, for `lower` and `trace`.
 
-        ``program(state, chunk, i32[]) -> (state, logs)``; lowered, it returns as a third thing a
-        number that is there when all of it is.
+        ``program(state, chunk, i32[]) -> (state, logs)``. The lowered program has a third result,
+        a number that is ready when all of the program has run.
         """
         return HeldProgram(self._program(self._loop), self.step)
 
     @property
     def partial(self) -> "HeldProgram":
-        """As `program`, the one that takes as many steps as its last argument says."""
-        return HeldProgram(self._program(self._part), self.step)
+        """The same for the program that takes as many steps as its last argument says."""
+        return HeldProgram(self._program(self._partial_loop), self.step)
 
     def __call__(
         self, state: StateT, chunk: PyTree, steps: int | None = None
@@ -127,20 +128,23 @@ class Fused(Generic[StateT]):
         n = self.k if steps is None else steps
         if not is_integer(n, 1) or n > self.k:
             raise ValueError(f"steps: expected a whole number from 1 to {self.k}, got {n!r}")
-        _refuse_consumed(state)
+        _require_live(state)
         require_integers_fit(_Arguments(state, chunk), "fused")
-        loop = self._loop if n == self.k else self._part
+        loop = self._loop if n == self.k else self._partial_loop
         if jax.device_count() > 1:
-            loop = loop._replace(pins=pins(state))
+            loop = loop._replace(pins=read_pins(state))
             if loop.donate:
-                _refuse_aliases(state, chunk)  # jax itself ends the process there
+                # On several devices jax does not raise for a buffer that is donated twice: it ends
+                # the process.
+                _require_no_aliases(state, chunk)
         try:
-            new, rows, _ = self._program(loop)(state, chunk, np.int32(n))
-        except (RuntimeError, ValueError) as error:  # which of them, varies with the message
+            new_state, rows, _ = self._program(loop)(state, chunk, np.int32(n))
+        except (RuntimeError, ValueError) as error:
+            # jax raises one class or the other for a bad donation, depending on the message.
             if "donate" in str(error):
-                _refuse_aliases(state, chunk, error)
+                _require_no_aliases(state, chunk, error)
             raise
-        return new, rows
+        return new_state, rows
 
     def _program(self, loop: LoopOptions) -> Program:
         if loop not in self._programs:
@@ -149,7 +153,7 @@ class Fused(Generic[StateT]):
 
 
 class HeldProgram:
-    """A `jax.jit` object together with its step, which has to live as long.
+    """A `jax.jit` object together with its step, which has to live as long as the program.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -165,42 +169,48 @@ class HeldProgram:
         return _repr.call(self, step=self._step)
 
     def __call__(self, *args: Any) -> Any:
-        """Runs it."""
+        """Runs the program."""
         return self._program(*args)[:2]
 
     def lower(self, *args: Any) -> Any:
-        """As `jax.jit(...).lower`."""
+        """Lowers the program, as `jax.jit(...).lower` does."""
         return self._program.lower(*args)
 
     def trace(self, *args: Any) -> Any:
-        """As `jax.jit(...).trace`."""
+        """Traces the program, as `jax.jit(...).trace` does."""
         return self._program.trace(*args)
 
 
 class _Arguments(NamedTuple):
-    """Of a program: they name the paths of their leaves."""
+    """The arguments of a program; the field names become part of the paths in errors."""
 
     state: PyTree
     chunk: PyTree
 
 
-def _refuse_aliases(state: PyTree, chunk: PyTree, cause: Exception | None = None) -> None:
-    pairs = _tree.aliases(_Arguments(state, chunk))
-    found = [" and ".join(pair) for pair in pairs if any(path.startswith("state") for path in pair)]
-    if found:
+def _require_no_aliases(state: PyTree, chunk: PyTree, cause: Exception | None = None) -> None:
+    """Raises ValueError if a leaf of the state shares its buffer with another argument."""
+    shared = []
+    for first, second in _tree.aliases(_Arguments(state, chunk)):
+        # Two leaves of the chunk may share one: the chunk is not donated.
+        if first.startswith("state") or second.startswith("state"):
+            shared.append(f"{first} and {second}")
+    if shared:
         raise ValueError(
-            "state: expected every leaf in a buffer of its own, since the program takes them "
-            f"over (donation). These share one:\n{_tree.bullets(found)}\nCopy one of each "
+            "state: expected leaves that share no buffers, since the program takes them over "
+            f"(donation), got shared buffers:\n{_tree.bullets(shared)}\nCopy one of each pair "
             "with jnp.copy, or pass donate=False. Nothing was changed."
         ) from cause
 
 
-def _refuse_consumed(state: PyTree) -> None:
+def _require_live(state: PyTree) -> None:
+    """Raises ValueError if an earlier program has consumed a leaf of the state."""
+    # Without paths, which are slow to make, since this runs at every call.
     if not any(map(_tree.is_deleted, jax.tree.leaves(state))):
         return
-    gone = [p for p, x in _tree.leaves_with_path(state) if _tree.is_deleted(x)]
+    deleted = [path for path, x in _tree.leaves_with_path(state) if _tree.is_deleted(x)]
     raise ValueError(
         "state: expected live arrays, got some that an earlier program took over (donation):\n"
-        f"{_tree.bullets(gone)}\nGo on with the state which that program returned; copy what "
-        "you want to keep, or pass donate=False."
+        f"{_tree.bullets(deleted)}\nContinue with the state that this program returned; copy the "
+        "arrays that you want to keep, or pass donate=False."
     )

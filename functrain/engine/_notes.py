@@ -1,4 +1,4 @@
-"""Notes on errors of a step: the batch it was given, and what a traced value cannot do."""
+"""Notes on errors of a step: the shapes of its batch, and advice about traced values."""
 
 import contextlib
 from collections.abc import Iterator
@@ -8,8 +8,8 @@ import jax
 from functrain.common import _tree
 from functrain.common._types import PyTree
 
-_SHAPES = "Shapes: "
-_TRACED = (
+_SHAPES_PREFIX = "Shapes: "
+_TRACED_VALUE_ADVICE = (
     "A traced value has no truth value, so a Python `if`, `while`, `and` or `assert` cannot depend "
     "on it. Choose between arrays with jnp.where(condition, a, b), between computations with "
     "jax.lax.cond. To see values while debugging, run uncompiled: functrain.fit(..., jit=False); a "
@@ -23,26 +23,32 @@ def error_notes(batch: PyTree) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        add_notes(error, _listed(batch))
+        add_notes(error, _describe(batch))
         raise
 
 
 def add_notes(error: Exception, batch: str) -> None:
-    """Notes once what the batch was, and how to do without the truth of a traced value.
+    """Adds the shapes of the batch to an error, and advice if a traced value was used as a bool.
 
     Args:
-      error: What a step raised.
+      error: The exception that a step raised.
       batch: The leaves of the batch, with their dtypes and shapes.
     """
+    # Steps are nested: `bridge` annotates an error that passes through here once more.
     notes = getattr(error, "__notes__", [])
-    if not any(note.startswith(_SHAPES) for note in notes):
-        error.add_note(f"{_SHAPES}{batch}.")
-    if isinstance(error, jax.errors.TracerBoolConversionError) and _TRACED not in notes:
-        error.add_note(_TRACED)
+    if not any(note.startswith(_SHAPES_PREFIX) for note in notes):
+        error.add_note(f"{_SHAPES_PREFIX}{batch}.")
+    is_bool_of_tracer = isinstance(error, jax.errors.TracerBoolConversionError)
+    if is_bool_of_tracer and _TRACED_VALUE_ADVICE not in notes:
+        error.add_note(_TRACED_VALUE_ADVICE)
 
 
-def _listed(batch: PyTree, most: int = 12) -> str:
+def _describe(batch: PyTree, max_leaves: int = 12) -> str:
+    """Returns the paths, dtypes and shapes of the first leaves of a batch."""
+    texts = []
     leaves = jax.tree_util.tree_leaves_with_path(batch)
-    named = [f"batch{jax.tree_util.keystr(path)} {_tree.spec(x)}" for path, x in leaves[:most]]
-    more = [f"{len(leaves) - most} more leaves"] * (len(leaves) > most)
-    return ", ".join([*named, *more]) or "a batch without leaves"
+    for path, leaf in leaves[:max_leaves]:
+        texts.append(f"batch{jax.tree_util.keystr(path)} {_tree.spec(leaf)}")
+    if len(leaves) > max_leaves:
+        texts.append(f"{len(leaves) - max_leaves} more leaves")
+    return ", ".join(texts) or "a batch without leaves"

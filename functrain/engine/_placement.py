@@ -276,7 +276,7 @@ class Pins(NamedTuple):
         return jax.tree.unflatten(self.structure, self.places)
 
 
-def pins(carry: PyTree) -> Pins | None:
+def read_pins(carry: PyTree) -> Pins | None:
     """Returns where the leaves of a carry are; None where all are on one device.
 
     Left to itself the compiler chooses the layout of what a loop carries: biases were seen to

@@ -157,7 +157,7 @@ def _of_first_process(value: Any, carry: PyTree) -> Any:
 
 
 def _jitted(step: Any, carry: PyTree) -> Any:
-    pins = _placement.pins(carry)
+    pins = _placement.read_pins(carry)
 
     def guarded_step(state: PyTree, batch: PyTree) -> Any:
         with tracing_guards(step):

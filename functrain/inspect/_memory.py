@@ -197,7 +197,7 @@ def _carry(step: Any, state: PyTree, target: NamedSharding | None) -> PyTree:
 
 def _of_program(step: Any, carry: PyTree, chunk: PyTree, k: int, rewrites: Mode) -> tuple[int, int]:
     """Compiles the program of a fit; returns the bytes of its rows, and those it needs besides."""
-    pins = _placement.pins(carry)
+    pins = _placement.read_pins(carry)
     loop = LoopOptions(k, _rewrites.mode(rewrites), takes_all=prefers_static_length(), pins=pins)
     run: Any = program(step, TRAINING, loop)
     lowered = run.lower(carry, chunk, np.int32(k))

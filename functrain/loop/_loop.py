@@ -156,7 +156,7 @@ class Loop:
             begin_epoch = EpochBegin(**self._event_fields())
             yield from self._tell(begin_epoch)
             if begin_epoch._spare is None:
-                self.driver.keep_spare(self.position, now=True)
+                self.driver.keep_spare(self.position, force=True)
         if self._prepared is None:
             self._prepared = self._begin_epoch(self.position)
         for chunk in self._prepared:

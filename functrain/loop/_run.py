@@ -244,7 +244,7 @@ def begin_run(
     if like_keras:
         pass  # the first epoch begins with a copy
     elif donate or resumed is not None:
-        driver.keep_spare(position, now=True)
+        driver.keep_spare(position, force=True)
     else:
         driver.adopt_spare(state, position)  # the caller's, which is left alone
     return Run(loop)

@@ -88,7 +88,7 @@ def test_the_old_copy_goes_before_the_new_one_is_made(monkeypatch: Any) -> None:
     driver = Driver(silent)
     driver.begin(jnp.zeros(shape))
     for mark in range(3):
-        driver.keep_spare(mark, now=True)
+        driver.keep_spare(mark, force=True)
     assert alive == [1, 1, 1]
 
 
