@@ -21,36 +21,38 @@ def repeat(
 ) -> tuple[PyTree, PyTree]:
     """Applies ``body(carry, x) -> (carry, y)`` to the first n of K stacked inputs, in turn.
 
-    It is `lax.scan` with a number of steps that the compiler does not know. So every n runs the
-    same compiled body, and results do not depend, to the bit, on how a run is cut into chunks:
-    the compiler would take a loop of known length one apart, and fuse its operations otherwise.
+    Works like `lax.scan` with a number of steps that the compiler does not know. So every n runs
+    the same compiled body, and results do not depend, to the bit, on how a run is cut into chunks:
+    the compiler would dissolve a loop whose known length is one, and fuse its operations in
+    another way.
 
     Args:
       body: Traced once.
-      carry: Its structure, shapes, dtypes and weak types must come back unchanged.
+      carry: The body must return it with the same structure, shapes, dtypes and weak types.
       stacked: Every leaf `[K, ...]`. It may have no leaves.
       k: K.
-      n: i32[], 0 to K; None for all K, with `lax.scan` itself: for devices that want to know the
-        length.
-      unroll: Of `lax.scan`.
+      n: i32[], 0 to K. None applies the body to all K inputs by `lax.scan`, for devices on which
+        loops of unknown length are slow.
+      unroll: Passed to `lax.scan`; used only if n is None.
 
     Returns:
-      The carry after n applications, and the y stacked `[K, ...]`, zeros from n on.
+      The carry after n applications, and the y stacked `[K, ...]`, zeros from row n on.
     """
     first = jax.eval_shape(lambda tree: jax.tree.map(lambda x: x[0], tree), stacked)
+    # One trace serves the checks, the shapes of the rows and the loop.
     run, returned = _stage(body, carry, first)
-    new, outs = require_pair(returned)
-    check_carry(carry, new)
+    new_carry, outputs = require_pair(returned)
+    check_carry(carry, new_carry)
     if n is None:
         result: tuple[PyTree, PyTree] = lax.scan(run, carry, stacked, length=k, unroll=unroll)
         return result
     if k == 1:
-        # The compiler sees through an index into a single row, and fuses the body otherwise, to
-        # other last bits: give it two.
+        # The compiler knows the result of an index into a single row. It then fuses the body in
+        # another way, which changes the last bits. With two rows it cannot know.
         stacked = jax.tree.map(lambda x: jnp.concatenate([x, x]), stacked)
 
-    def once(i: jax.Array, both: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
-        carry, rows = both
+    def run_step(i: jax.Array, loop_state: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
+        carry, rows = loop_state
         x = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, keepdims=False), stacked)
         carry, y = run(carry, x)
         rows = jax.tree.map(
@@ -60,45 +62,51 @@ def repeat(
         )
         return carry, rows
 
-    rows = jax.tree.map(lambda y: _rows(y, max(k, 2)), outs)
-    carry, rows = lax.fori_loop(0, n, once, (carry, rows))
+    rows = jax.tree.map(lambda y: _zero_rows(y, max(k, 2)), outputs)
+    carry, rows = lax.fori_loop(0, n, run_step, (carry, rows))
     return carry, rows if k > 1 else jax.tree.map(lambda row: row[:1], rows)
 
 
-def _rows(y: Any, k: int) -> jax.Array:
-    """Returns zeros `[k, ...]` for what is like y: where a mesh has explicit axes, sharded so."""
+def _zero_rows(y: Any, k: int) -> jax.Array:
+    """Returns zeros `[k, ...]` for k outputs like y, sharded like y if the mesh is explicit."""
     sharding = y.sharding
     zeros = jnp.zeros((k, *y.shape), y.dtype)
     if AxisType.Explicit not in sharding.mesh.axis_types:
         return zeros
-    # Not by out_sharding=, from which jax 0.12 drops the mesh where nothing is divided.
-    where = NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec))
-    resharded: jax.Array = jax.sharding.reshard(zeros, where)
+    # `jnp.zeros(out_sharding=)` will not do: jax 0.12 drops the mesh from it if nothing is divided.
+    row_sharding = NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec))
+    resharded: jax.Array = jax.sharding.reshard(zeros, row_sharding)
     return resharded
 
 
 def require_pair(returned: Any) -> tuple[PyTree, PyTree]:
-    """Refuses what is not (state, logs)."""
-    several = type(returned) in (tuple, list)
-    if several and len(returned) == 2:
+    """Returns the two parts of what a step returned.
+
+    Raises:
+      TypeError: It is not (state, logs).
+    """
+    # The exact types: a state that is a NamedTuple of two fields is not a pair.
+    is_sequence = type(returned) in (tuple, list)
+    if is_sequence and len(returned) == 2:
         return returned[0], returned[1]
-    got = f"{len(returned)} things" if several else _tree.spec(returned)
+    got = f"{len(returned)} values" if is_sequence else _tree.spec(returned)
     raise TypeError(
-        f"step: expected (state, logs) from it, got {got}. Without logs it returns (state, {{}})."
+        f"step: expected it to return (state, logs), got {got}. Without logs, return (state, {{}})."
     )
 
 
 def reject_text_logs(body: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a body that raises TypeError where it logs a text, which jax cannot return."""
+    """Returns a body that raises TypeError if it logs a string, which jax cannot return."""
 
     def checked(*args: PyTree) -> Any:
         returned = body(*args)
+        # `require_pair` raises for anything else, later.
         logs = returned[1] if type(returned) in (tuple, list) and len(returned) == 2 else ()
         for path, leaf in _tree.leaves_with_path(logs):
             if isinstance(leaf, str | bytes):
                 raise TypeError(
-                    f"logs: expected arrays and numbers, got the text {leaf!r} at {path}. A hook "
-                    "can write texts: event.samples[name] = text."
+                    f"logs: expected arrays and numbers, got the string {leaf!r} at {path}. A hook "
+                    "can log strings: event.samples[name] = text."
                 )
         return returned
 
@@ -106,7 +114,7 @@ def reject_text_logs(body: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def check_stacked(stacked: PyTree, k: int) -> None:
-    """Refuses a chunk whose leaves do not all have the leading axis K."""
+    """Raises ValueError unless all leaves of a chunk have the leading axis K."""
     require_no_problems(
         "chunk",
         _tree.format_leaves(stacked, lambda x: not getattr(x, "shape", ()) or x.shape[0] != k),
@@ -117,22 +125,24 @@ def check_stacked(stacked: PyTree, k: int) -> None:
 
 
 def check_carry(old: PyTree, new: PyTree) -> None:
-    """Refuses a step whose new state does not fit where the old one was."""
+    """Raises TypeError unless a step's new state has the old one's structure, shapes and dtypes."""
     changed = _tree.differences(old, new)
-    if changed:
-        lost = any("model_state" in line and ": missing" in line for line in changed)
-        hint = " A loss hands the model state on: Aux(model_state, ...)." if lost else ""
-        raise TypeError(
-            "step: expected a new state of the old one's structure, shapes and dtypes, got\n"
-            f"{_tree.bullets(changed)}\n"
-            "A program that repeats the step needs them constant. Cast with "
-            "x.astype(old.dtype), and make numbers in the state arrays of a given dtype, such as "
-            f"jnp.zeros((), jnp.float32).{hint}"
-        )
+    # The usual mistake of a loss without Aux.
+    loses_model_state = any("model_state" in line and ": missing" in line for line in changed)
+    hint = " A loss returns the model state in Aux(model_state, ...)." if loses_model_state else ""
+    require_no_problems(
+        "step",
+        changed,
+        "a new state with the old one's structure, shapes and dtypes",
+        "A program that repeats the step needs them constant. Cast with x.astype(old.dtype), and "
+        "make numbers in the state arrays of a given dtype, such as jnp.zeros((), jnp.float32)."
+        + hint,
+        error=TypeError,
+    )
 
 
 def _stage(body: Body, *args: PyTree) -> tuple[Callable[..., Any], Any]:
-    """Traces a function once; returns it as traced, and the abstract values it returns."""
+    """Traces a function once; returns the traced function, and its abstract results."""
     closed, shapes = jax.make_jaxpr(body, return_shape=True)(*args)
     structure = _tree.structure(shapes)
     evaluate: Any = core.jaxpr_as_fun(closed)
@@ -140,4 +150,5 @@ def _stage(body: Body, *args: PyTree) -> tuple[Callable[..., Any], Any]:
     def run(*args: PyTree) -> Any:
         return jax.tree.unflatten(structure, evaluate(*jax.tree.leaves(args)))
 
+    # Not `shapes`: they lack the shardings that `_zero_rows` needs.
     return run, jax.tree.unflatten(structure, closed.out_avals)

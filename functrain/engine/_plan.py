@@ -1,4 +1,4 @@
-"""How many steps a program takes: a cheap rule, without measuring."""
+"""Chooses the number of steps in a program by a cheap rule, without measuring."""
 
 import dataclasses
 import os
@@ -17,36 +17,38 @@ FuseArg: TypeAlias = int | Literal["auto"]
 MAX_STEPS = 128
 MIN_STEPS = 8
 CHUNK_BYTES = 64 * 2**20
-# A chunk that stays in the processor's cache from its making to its use is read faster: MNIST's
-# MLP took 124 µs a step in chunks of 3 MiB, 160 in chunks of 13, 200 in one of 100.
+# A chunk that stays in the processor's cache between its making and its use is read faster: an
+# MLP for MNIST took 124 µs a step in chunks of 3 MiB, 160 µs in chunks of 13 MiB, and 200 µs in
+# one of 100 MiB.
 CACHE_BYTES = 4 * 2**20
 # A step reads and writes its whole state, so this much of it is a fraction of a second: programs
 # stay short enough for progress, interrupts and timers, and long enough to hide a dispatch.
 STATE_BYTES = 256 * 2**20
 # While a program predicts, the outputs of the one before are fetched and the inputs of the next are
-# made, and on CPU two run at a time. Of an LSTM, on a busy machine, a step took 0.45 ms in one
-# program and 0.34 in four (the least of each; medians 6 to 9 % apart), of a convnet 2.61 and 2.75.
+# made, and on CPU two programs run at a time. On a busy machine a step of an LSTM took 0.45 ms in
+# one program and 0.34 ms in four (the minimum of each; medians 6 to 9 % apart), a step of a convnet
+# 2.61 and 2.75 ms.
 PREDICTING_PROGRAMS = 4
 
 
 @dataclasses.dataclass(eq=False, repr=False)
 class Plan:
-    """Settles K once, when the first batch is known.
+    """Chooses K once, when the first batch is known.
 
     Args:
       fuse: K, or "auto".
-      state_bytes: Of what the program carries.
-      row_bytes: Called with the first batch, returns the bytes of what a step reports, where that
-        is large: outputs of a prediction.
-      intervals: Returns numbers of steps that are taken without a pause; see `auto_steps`.
+      state_bytes: Size of the program's carry.
+      row_bytes: Given the first batch, returns the size of a step's outputs. Needed only for
+        predictions, whose outputs are large.
+      intervals: Returns the numbers of steps between pauses; see `auto_steps`.
 
     Attributes:
-      batch: Shapes of the first batch; all that are like it go K at a time.
-      k: K; 0 until it is settled.
+      batch: Shapes of the first batch. Batches of these shapes are stacked, K at a time.
+      k: K; 0 until it is chosen.
 
     Raises:
-      ValueError: `fuse` is neither "auto" nor a whole number from 1 on; or (in `settle`) so many
-        batches do not fit into memory.
+      ValueError: `fuse` is neither "auto" nor a positive integer; or (in `settle`) so many batches
+        do not fit into memory.
     """
 
     fuse: FuseArg
@@ -58,71 +60,74 @@ class Plan:
         require_fuse(self.fuse)
         self.batch: PyTree = None
         self.k = 0
-        self._kind: BatchSignature | None = None
-        self._first: PyTree = None
+        self._signature: BatchSignature | None = None
+        self._first_batch: PyTree = None
 
     @property
     def is_settled(self) -> bool:
         """Returns True once the first batch is known."""
-        return self._kind is not None
+        return self._signature is not None
 
     def is_like_first(self, batch: PyTree) -> bool:
         """Returns True if a batch can be stacked with the first one."""
-        return batch is self._first or batch_signature(batch) == self._kind
+        # Loaders return one object for all batches of full size, and a signature takes time.
+        return batch is self._first_batch or batch_signature(batch) == self._signature
 
     def settle(self, batch: PyTree) -> None:
         """Chooses K at the first batch."""
-        self._first, self._kind = batch, batch_signature(batch)
+        self._first_batch, self._signature = batch, batch_signature(batch)
         self.batch = shapes(batch)
         size = nbytes(batch) + self.row_bytes(batch)
         if self.fuse == "auto":
             self.k = auto_steps(size, self.state_bytes, self.intervals())
         else:
-            self.k = _fitting(int(self.fuse), size, self.intervals())
+            self.k = _fit_into_memory(int(self.fuse), size, self.intervals())
 
 
-def _fitting(fuse: int, batch_bytes: int, intervals: Iterable[int | None]) -> int:
-    """Returns K: `fuse`, or as many steps as are taken without a pause if memory has no room.
+def _fit_into_memory(fuse: int, batch_bytes: int, intervals: Iterable[int | None]) -> int:
+    """Returns K: `fuse`, or the shortest interval between pauses if memory has no room for more.
 
     Raises:
       ValueError: There is no room for those either.
     """
-    # Half of the memory, since there are two chunks; a single batch is taken whatever its size.
+    # Half of the memory, since two chunks exist at a time. A single batch is always allowed.
     room = max(1, _memory_bytes() // (2 * max(1, batch_bytes)))
     if fuse <= room:
         return fuse
-    k = min(fuse, *(n for n in intervals if n), fuse)
+    # No chunk is longer than an interval, so that a larger `fuse` does no harm.
+    k = min(fuse, *filter(None, intervals), fuse)
     if k > room:
         raise ValueError(
-            f"fuse: expected at most {room:,} steps, whose batches of "
-            f"{_repr.format_bytes(batch_bytes)} take half of this machine's memory, got {fuse:,}. "
-            "Pass fuse='auto', or fewer."
+            f"fuse: expected at most {room:,} steps, whose batches of {_repr.format_bytes(batch_bytes)} "
+            f"take half of this machine's memory, got {fuse:,}. Pass fuse='auto', or a smaller "
+            "number."
         )
     return k
 
 
 def _memory_bytes() -> int:
-    """Returns the memory of this machine; a large number where the system does not say."""
+    """Returns the memory of this machine, or a large number if the system does not report it."""
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError, OSError):  # Windows has no sysconf
+    except (AttributeError, ValueError, OSError):
+        # Windows has no sysconf; other systems may lack these names.
         return 2**63
 
 
 def require_fuse(fuse: Any) -> None:
-    """Refuses what is no number of steps."""
+    """Raises ValueError unless `fuse` is "auto" or a positive integer."""
     is_valid = (isinstance(fuse, str) and fuse == "auto") or is_integer(fuse, 1)
     require(is_valid, "fuse", "'auto' or a whole number of steps", fuse)
 
 
 def auto_steps(batch_bytes: int, state_bytes: int, intervals: Iterable[int | None] = ()) -> int:
-    """Returns K: what memory and patience allow.
+    """Returns K, within limits on memory and on the time that a program takes.
 
     Args:
-      batch_bytes: Of one batch, with what its step reports.
-      state_bytes: Of the state.
-      intervals: Numbers of steps that are taken without a pause: those of an epoch, those until
-        something is due. None where unknown. K is no larger than any.
+      batch_bytes: Size of one batch, including the outputs of its step.
+      state_bytes: Size of the state.
+      intervals: Numbers of steps between pauses: the length of an epoch, the interval of a trigger.
+        None where unknown. K is no larger than any of them.
 
     Examples:
       >>> auto_steps(batch_bytes=8_192, state_bytes=100_000, intervals=[1_000, None])
@@ -136,20 +141,26 @@ def auto_steps(batch_bytes: int, state_bytes: int, intervals: Iterable[int | Non
       >>> auto_steps(batch_bytes=32 * 2**20, state_bytes=100_000)
       2
     """
-    patience = max(MIN_STEPS, STATE_BYTES // max(1, state_bytes))
-    cache = max(MIN_STEPS, CACHE_BYTES // max(1, batch_bytes))
-    memory = CHUNK_BYTES // max(1, batch_bytes)
-    return max(1, min(MAX_STEPS, patience, cache, memory, *(n for n in intervals if n)))
+    limit_by_time = max(MIN_STEPS, STATE_BYTES // max(1, state_bytes))
+    limit_by_cache = max(MIN_STEPS, CACHE_BYTES // max(1, batch_bytes))
+    # The only limit that may go below MIN_STEPS: large batches hide a dispatch on their own.
+    limit_by_memory = CHUNK_BYTES // max(1, batch_bytes)
+    limits = limit_by_time, limit_by_cache, limit_by_memory, *filter(None, intervals)
+    return max(1, min(MAX_STEPS, *limits))
 
 
 def nbytes(tree: PyTree) -> int:
-    """Returns the bytes of all arrays in a tree, abstract ones too; numbers count 0."""
-    leaves = (x for x in jax.tree.leaves(tree) if hasattr(x, "dtype") and hasattr(x, "size"))
-    return sum(int(x.size) * getattr(x.dtype, "itemsize", 0) for x in leaves)
+    """Returns the bytes of all arrays in a tree, abstract ones too; Python numbers count 0."""
+    total = 0
+    for leaf in jax.tree.leaves(tree):
+        if hasattr(leaf, "dtype") and hasattr(leaf, "size"):
+            # The dtypes of some extended arrays have no itemsize.
+            total += int(leaf.size) * getattr(leaf.dtype, "itemsize", 0)
+    return total
 
 
 def prediction_interval(steps: int | None) -> int | None:
-    """Returns how many of so many steps a program that predicts takes at most.
+    """Returns the most steps of a program that predicts, given the steps in all.
 
     Examples:
       >>> prediction_interval(128), prediction_interval(3), prediction_interval(None)

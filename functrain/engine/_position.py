@@ -1,4 +1,4 @@
-"""Where a training is."""
+"""The progress of a training: step, epoch and batch."""
 
 from typing import NamedTuple, Self
 
@@ -12,7 +12,7 @@ class _Parts(NamedTuple):
 
 
 class Position(_Parts):
-    """How far a training has come, counted from its very beginning, through every resume.
+    """The progress of a training, counted from its very beginning, across resumes.
 
     Attributes:
       step: Steps taken.
@@ -20,7 +20,7 @@ class Position(_Parts):
       batch: Batches taken in that epoch.
 
     Raises:
-      ValueError: A part is not a whole number, or is negative.
+      ValueError: A part is not an integer, or is negative.
 
     Examples:
       >>> Position(step=25, epoch=2, batch=5)
@@ -31,21 +31,22 @@ class Position(_Parts):
 
     __slots__ = ()
 
-    # A NamedTuple cannot check its fields by itself.
+    # A NamedTuple cannot define `__new__`, so the fields are in a base class.
     def __new__(cls, step: int = 0, epoch: int = 0, batch: int = 0) -> Self:
-        """Checks the parts, and makes Python integers of them."""
+        """Checks the parts and converts them to Python integers."""
         for name, value in (("step", step), ("epoch", epoch), ("batch", batch)):
-            if not is_integer(value, 0):  # the name is made only where it is needed: loops are fast
+            # The check comes before the call, since making its text costs time in every chunk.
+            if not is_integer(value, 0):
                 require_integer(f"Position: {name}", value, 0, "Of an array: int(state.step).")
         return super().__new__(cls, int(step), int(epoch), int(batch))
 
     @classmethod
     def of(cls, step: int, steps_per_epoch: int) -> Self:
-        """Returns the position after so many steps, where all epochs have the same length.
+        """Returns the position after a number of steps, if all epochs have the same length.
 
         Args:
           step: Steps taken, such as ``int(state.step)``.
-          steps_per_epoch: Such as ``len(loader)``.
+          steps_per_epoch: Steps in every epoch, such as ``len(loader)``.
 
         Raises:
           ValueError: `steps_per_epoch` is below 1.
@@ -54,23 +55,23 @@ class Position(_Parts):
         return cls(int(step), *divmod(int(step), int(steps_per_epoch)))
 
     def after(self, steps: int) -> "Position":
-        """Returns the position so many steps later in the same epoch."""
+        """Returns the position a number of steps later in the same epoch."""
         return Position(self.step + steps, self.epoch, self.batch + steps)
 
 
 def require_position(start: object) -> Position:
-    """Returns where to start: the beginning for None.
+    """Returns the position to start from: the beginning for None.
 
     Raises:
-      TypeError: It is no Position.
-      ValueError: There are more batches in the epoch than steps.
+      TypeError: `start` is not a Position.
+      ValueError: It has more batches in the epoch than steps.
     """
     if start is None:
         return Position()
     if not isinstance(start, Position):
         raise TypeError(
-            f"start: expected a functrain.Position(step, epoch, batch), got {start!r}. For a "
-            "state of a training with epochs of one length: functrain.Position.of("
+            f"start: expected a functrain.Position(step, epoch, batch), got {start!r}. If all "
+            "epochs of the training have the same length, pass functrain.Position.of("
             "step=int(state.step), steps_per_epoch=len(loader))."
         )
     expected = "no more batches in the epoch than steps in all"

@@ -1,4 +1,4 @@
-"""Compiled programs: a body repeated over a chunk, kept for as long as the step lives."""
+"""Compiled programs: a body repeated over a chunk, cached for as long as the step lives."""
 
 import types
 import weakref
@@ -20,12 +20,12 @@ Program: TypeAlias = Callable[..., Any]
 
 
 class Kind(NamedTuple):
-    """What a program does with a step.
+    """The purpose of a program: training, evaluation or prediction.
 
     Attributes:
-      name: Tells the programs of one step apart.
-      body: Makes of a step what the program repeats: ``body(carry, batch, *const) -> (carry,
-        row)``, where the constants are the same for all batches.
+      name: Part of the program's cache key.
+      body: Given a step, returns the function that the program repeats: ``body(carry, batch,
+        *const) -> (carry, row)``. The constants are the same for all batches.
     """
 
     name: str
@@ -36,15 +36,15 @@ TRAINING = Kind("train", lambda step: step)
 
 
 class LoopOptions(NamedTuple):
-    """How a program goes about it; part of the key it is kept under.
+    """The options of a program; part of its cache key, so hashable.
 
     Attributes:
-      k: Batches it has room for.
+      k: Batches in a chunk.
       rewrites: Which slow operations to rewrite.
-      takes_all: Whether it always takes all K, in a loop of known length.
+      takes_all: True if the program always takes all K batches, in a loop of known length.
       unroll: Steps in the loop's body.
-      donate: Whether it takes over the carry's buffers.
-      pins: Where to keep the carry's leaves; None where that is no question.
+      donate: True if the program takes over the carry's buffers.
+      pins: The shardings that the carry's leaves keep; None on a single device.
     """
 
     k: int
@@ -58,17 +58,17 @@ class LoopOptions(NamedTuple):
 def program(step: Any, kind: Kind, loop: LoopOptions) -> Program:
     """Returns ``program(carry, chunk, i32[], *const) -> (carry, rows, done)``.
 
-    It is compiled when called. The i32[] says how many batches of the chunk to take, the rows are
-    `[K, ...]`, and `done` is a number that is there when all of the program is.
+    It is compiled when it is first called. The i32[] is the number of batches to take, the rows
+    are `[K, ...]`, and `done` is a number that is ready when all of the program has run.
     """
     return cached_program(step, (kind.name, loop), lambda get: _compiled(get, kind, loop))
 
 
 def prefers_static_length() -> bool:
-    """Whether a loop should be told how often it runs.
+    """Returns True if loops of known length suit the device better.
 
-    Off CPU a loop of unknown length needs a word from the host for each round. On CPU the compiler
-    must not know, so that results do not depend on K.
+    Off CPU, in each round of a loop of unknown length the host has to wait for the condition. On
+    CPU the compiler must not know the length, so that results do not depend on K.
     """
     return jax.default_backend() != "cpu"
 
@@ -81,23 +81,26 @@ def _compiled(get: Callable[[], Any], kind: Kind, loop: LoopOptions) -> Program:
         step = get()
         body = _rewrites.optimize(reject_text_logs(kind.body(step)), loop.rewrites)
 
-        def once(carry: PyTree, batch: PyTree) -> Any:
+        def run_step(carry: PyTree, batch: PyTree) -> Any:
             with error_notes(batch):
                 return pin_carry(body(carry, batch, *const), loop.pins)
 
         with tracing_guards(step):
-            some = None if loop.takes_all else n
-            carry, rows = repeat(once, carry, chunk, loop.k, some, loop.unroll)
+            steps = None if loop.takes_all else n
+            carry, rows = repeat(run_step, carry, chunk, loop.k, steps, loop.unroll)
+        # The third result is a new buffer that nobody donates. The driver waits for it, since the
+        # carry is consumed by the next program, and a step may have no logs.
         return carry, rows, n + 0
 
     donated = 0 if loop.donate else ()
-    kept = {} if loop.pins is None else {"out_shardings": (loop.pins.tree(), None, None)}
-    compiled: Program = jit(run, donate_argnums=donated, **kept)
+    # Without these the compiler chooses the shardings of the results; see `read_pins`.
+    shardings = {} if loop.pins is None else {"out_shardings": (loop.pins.tree(), None, None)}
+    compiled: Program = jit(run, donate_argnums=donated, **shardings)
     return compiled
 
 
-# id(step) -> (the step, weakly; its programs). Keyed by identity, and never by a strong reference:
-# a step closes over models and optimizers, which must be free to go.
+# id(step) -> (weak reference to the step, its programs). Keyed by identity, and never by a strong
+# reference: a step closes over models and optimizers, which must be free to be collected.
 _programs: dict[int, tuple[weakref.ref[Any], dict[Hashable, Program]]] = {}
 
 
@@ -106,38 +109,41 @@ def cached_program(
 ) -> Program:
     """Returns the program of a step under a key, built at the first call.
 
-    So that two calls of `fit` with one step compile once.
+    So two calls of `fit` with one step compile once.
 
     Args:
       step: The step. The caller keeps it alive for as long as it uses the program.
-      key: Tells the programs of one step apart.
+      key: Distinguishes the programs of one step.
       build: Given a function that returns the step, makes the program. The program must reach the
-        step through that function only.
+        step only through that function: a strong reference would keep the step alive.
     """
-    anchor, key, get = _anchored(step, key)
+    owner, key, get_step = _owner_of_step(step, key)
     try:
-        reference = weakref.ref(anchor)
-    except TypeError:  # an object without weak references
+        reference = weakref.ref(owner)
+    except TypeError:
+        # Objects with __slots__, among others, take no weak references: nothing is cached.
         return build(lambda: step)
-    identity = id(anchor)
-    known = _programs.get(identity)
-    if known is None or known[0]() is not anchor:
-        weakref.finalize(anchor, _programs.pop, identity, None)
-        known = _programs[identity] = (reference, {})
-    programs = known[1]
+    identity = id(owner)
+    entry = _programs.get(identity)
+    # An id is used again once its object is gone, so the reference has to agree.
+    if entry is None or entry[0]() is not owner:
+        weakref.finalize(owner, _programs.pop, identity, None)
+        entry = _programs[identity] = (reference, {})
+    programs = entry[1]
     if key not in programs:
-        programs[key] = build(lambda: get(reference()))
+        programs[key] = build(lambda: get_step(reference()))
     return programs[key]
 
 
 def compute_metrics(step: Any, metrics: PyTree) -> Any:
-    """Returns what the metrics of a step come to, as arrays on the device: in one program."""
+    """Computes the values of a step's metrics in one program; returns arrays on the device."""
     return cached_program(step, "compute", lambda get: jit(lambda m: get().values(m)))(metrics)
 
 
-def _anchored(step: Any, key: Hashable) -> tuple[Any, Hashable, Callable[[Any], Any]]:
-    """Returns what lives as long as the step: itself, or the object whose method it is."""
-    if isinstance(step, types.MethodType):  # made anew at each look-up
+def _owner_of_step(step: Any, key: Hashable) -> tuple[Any, Hashable, Callable[[Any], Any]]:
+    """Returns the object whose lifetime counts, the cache key, and a function back to the step."""
+    # Python makes a new bound method at each attribute access, so the object it is bound to counts.
+    if isinstance(step, types.MethodType):
         function = step.__func__
         return step.__self__, (function, key), lambda owner: types.MethodType(function, owner)
     return step, key, lambda step: step

@@ -1,4 +1,4 @@
-"""What the steps of a chunk reported, row by row."""
+"""The outputs of a chunk's steps, one row a step."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -11,7 +11,7 @@ from functrain.common._types import PyTree
 
 
 def take_rows(rows: PyTree, steps: int) -> PyTree:
-    """Returns the rows of the steps that were taken, where they are: leaves `[steps, ...]`."""
+    """Returns the rows of the steps that were taken, on their devices: leaves `[steps, ...]`."""
     return jax.tree.map(lambda x: x if len(x) == steps else x[:steps], rows)
 
 
@@ -21,38 +21,42 @@ def fetch_rows(rows: PyTree, steps: int) -> PyTree:
 
 
 def row_of_step(rows: PyTree, i: int) -> PyTree:
-    """Returns what the i-th step reported."""
+    """Returns the outputs of the i-th step."""
     return jax.tree.map(lambda x: x[i], rows)
 
 
 def is_scalar_per_step(rows: Any, of_members: bool = False) -> bool:
-    """Whether each step reported one number, of a population one a member: a key is none."""
+    """Returns True if the log is one number a step (a member of a population); keys are not."""
     return rows.ndim == (2 if of_members else 1) and not _tree.is_key(rows)
 
 
 def fetch_outputs(dispatched: Iterable[tuple[PyTree, int]]) -> list[PyTree]:
     """Returns the outputs of the steps of each chunk on the host: leaves `[steps * B, ...]`.
 
-    A chunk's are fetched when the next one is dispatched: the device is busy meanwhile.
-
     Args:
-      dispatched: Rows of each chunk, and how many steps it took.
+      dispatched: The rows of each chunk, and the number of its steps.
 
     Raises:
       ValueError: An output is a scalar.
     """
     parts: list[PyTree] = []
-    late: list[tuple[PyTree, int]] = []
-    for found in dispatched:
-        parts += [jax.tree.map(_join, fetch_rows(*chunk)) for chunk in late]
-        late = [found]
-    return parts + [jax.tree.map(_join, fetch_rows(*chunk)) for chunk in late]
+    previous: tuple[PyTree, int] | None = None
+    # The outputs of a chunk are fetched when the next one has been dispatched, so that the device
+    # is busy meanwhile.
+    for chunk in dispatched:
+        if previous is not None:
+            parts.append(jax.tree.map(_merge_batches, fetch_rows(*previous)))
+        previous = chunk
+    if previous is not None:
+        parts.append(jax.tree.map(_merge_batches, fetch_rows(*previous)))
+    return parts
 
 
-def _join(x: np.ndarray) -> np.ndarray:
+def _merge_batches(x: np.ndarray) -> np.ndarray:
+    """Merges the axes of steps and examples: `[steps, B, ...]` becomes `[steps * B, ...]`."""
     if x.ndim < 2:
         raise ValueError(
-            "outputs: expected one per example, [B, ...], got a scalar per batch. A step that "
-            "trains returns logs: predict takes one from functrain.predict_step(model)."
+            "outputs: expected one per example, [B, ...], got a scalar per batch. The logs of a "
+            "training step are scalars: pass functrain.predict_step(model) to predict."
         )
     return x.reshape(len(x) * x.shape[1], *x.shape[2:])

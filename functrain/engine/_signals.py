@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM that lose nothing."""
+"""Defers Ctrl-C and SIGTERM until the state is complete."""
 
 import contextlib
 import signal
@@ -10,18 +10,19 @@ from typing import Any, Literal, Self
 
 
 class DeferredSignals:
-    """Holds back the first signal, of some kinds, within its context.
+    """Context manager: defers the first Ctrl-C or SIGTERM; a second one is handled at once.
 
-    A signal may come between a program taking over the state's buffers and the new state having a
-    name, and then both are lost. A second one acts at once. Does nothing outside the main thread,
-    where Ctrl-C is handled by somebody else, or where SIGTERM ends the process by itself.
+    A signal may arrive after a program has taken over the state's buffers and before the new state
+    is assigned, and then both would be lost. Outside the main thread nothing is deferred. Neither
+    is Ctrl-C if it has a handler other than Python's.
 
-    An error while one waits is taken for its consequence: Ctrl-C ends the workers of a loader too.
+    If an `Exception` is raised while a signal is pending, the signal is handled instead of it: the
+    error may be its consequence, since Ctrl-C also ends the workers of a data loader.
 
     Args:
-      interrupt: Whether to hold back Ctrl-C.
-      terminate: Which SIGTERM to hold back: none, one that Python code handles, or any. One that
-        would end the process ends it with SystemExit(143) when it is acted on.
+      interrupt: True to defer Ctrl-C.
+      terminate: Which SIGTERM to defer: "none"; "handled", one that Python code handles; or "any".
+        One that would end the process raises SystemExit(143) when it is handled.
     """
 
     def __init__(
@@ -33,25 +34,28 @@ class DeferredSignals:
 
     @property
     def is_pending(self) -> bool:
-        """Whether a signal waits."""
+        """True if a signal is waiting to be handled."""
         return bool(self._pending)
 
     def __enter__(self) -> Self:
-        """Begins to hold them back."""
+        """Begins to defer the signals."""
+        # Python sets handlers in the main thread only.
         if threading.current_thread() is not threading.main_thread():
             return self
+        # Another handler of Ctrl-C, such as a notebook's or a framework's, is left in place.
         if self._interrupt and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             self._handlers[signal.SIGINT] = signal.default_int_handler
-        found = signal.getsignal(signal.SIGTERM)
-        held = {"handled": callable(found), "any": callable(found) or found is signal.SIG_DFL}
-        if held.get(self._terminate, False):
-            self._handlers[signal.SIGTERM] = found
+        handler = signal.getsignal(signal.SIGTERM)
+        # None of these: SIGTERM is ignored, or handled by code that is not Python's.
+        ends_process = self._terminate == "any" and handler is signal.SIG_DFL
+        if self._terminate != "none" and (callable(handler) or ends_process):
+            self._handlers[signal.SIGTERM] = handler
         for number in self._handlers:
-            signal.signal(number, self._note)
+            signal.signal(number, self._defer)
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        """Gives the signals back to those who handled them; one that waits is handled now."""
+        """Restores the previous handlers, and handles a pending signal."""
         if threading.current_thread() is not threading.main_thread():
             return
         for number, handler in self._handlers.items():
@@ -59,20 +63,25 @@ class DeferredSignals:
         if error is None or isinstance(error, Exception):
             self.handle_pending()
             return
-        # What is raised in a loop left early is lost, and of two signals the one of another kind.
+        # An exception is on its way that must not be replaced, so a pending signal is sent again
+        # and handled afterwards. Python discards what is raised while a generator is closed.
+        # KeyboardInterrupt is Ctrl-C itself, but may hide a pending SIGTERM.
         raised = {GeneratorExit: (), KeyboardInterrupt: (signal.SIGINT,)}.get(type(error))
         for number, _ in self._pending:
             if raised is not None and number not in raised:
                 signal.raise_signal(number)
 
     def handle_pending(self) -> None:
-        """Lets a signal that came be handled now: it mostly raises."""
+        """Handles a pending signal now, which usually raises."""
         if self._pending:
             self._handle(*self._pending.pop(0))
 
     @contextlib.contextmanager
     def discard_on_error(self) -> Iterator[None]:
-        """Forgets a signal where work fails that it promises: 143 says that all is saved."""
+        """Context manager: discards a pending signal if the save fails that has to come first.
+
+        The error is raised instead, because exit status 143 promises that the run was saved.
+        """
         try:
             yield
         except Exception:
@@ -81,18 +90,20 @@ class DeferredSignals:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         handler = self._handlers[number]
+        # 128 + number is the status that shells report for a process that a signal ended.
         if not callable(handler):
             raise SystemExit(128 + number)
         handler(number, frame)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _defer(self, number: int, frame: FrameType | None) -> None:
         if self._pending:
             self._handle(number, frame)
             return
         self._pending.append((number, frame))
         if number == signal.SIGINT:
-            with contextlib.suppress(RuntimeError):  # it came in the midst of another write
+            # Python raises RuntimeError for a print that interrupts another one to the same stream.
+            with contextlib.suppress(RuntimeError):
                 print(
-                    "\nStopping when this program is over; Ctrl-C once more stops at once.",
+                    "\nStopping after the current program. Press Ctrl-C again to stop at once.",
                     file=sys.stderr,
                 )

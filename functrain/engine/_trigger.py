@@ -1,17 +1,17 @@
-"""When something is due: at steps, every so many steps, epochs or seconds."""
+"""Triggers: schedules by steps, epochs or seconds."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, TypeVar
 
 from functrain.common import _repr
-from functrain.common._checks import is_integer, is_positive
+from functrain.common._checks import is_integer, is_positive, require
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Trigger(Protocol):
-    """Says when something is due. `every` and `at` make them.
+    """A schedule: decides when a hook, a save or a pause is due. `every` and `at` make triggers.
 
     Examples:
       >>> class AtPowersOfTwo:
@@ -25,47 +25,50 @@ class Trigger(Protocol):
     """
 
     def next_step(self, step: int) -> int | None:
-        """Returns the first due step after `step`, or None if steps do not decide."""
+        """Returns the first due step after `step`, or None if the schedule is not by steps."""
         ...
 
     def due(self, step: int, epoch: int | None, seconds: float) -> bool:
-        """Whether it is due now.
+        """Returns True if the trigger is due now.
 
         Args:
           step: Steps taken so far.
           epoch: Epochs completed, if one has just ended; None within an epoch.
-          seconds: Time since it was last due, or since the run began.
+          seconds: Time since the trigger was last due, or since the run began.
         """
         ...
 
 
 class _Decorator:
-    """A trigger that makes a function a hook, ``@every(steps=100)``."""
+    """Base of triggers that turn a function into a hook, as in ``@every(steps=100)``."""
 
     def __call__(self, function: F) -> F:
-        """Makes a function a hook that is called when due."""
-        function.every = self  # type: ignore[attr-defined]  # a function is an object like others
+        """Makes the function a hook that is called when the trigger is due."""
+        # Hooks carry their trigger in this attribute. The type of a function does not declare it.
+        function.every = self  # type: ignore[attr-defined]
         return function
 
 
 @dataclasses.dataclass(frozen=True)
 class Every(_Decorator):
-    """What `every` returns: a Trigger, and a decorator that makes a function a hook."""
+    """The trigger that `every` returns; also a decorator that makes a function a hook."""
 
     steps: int | None = None
     epochs: int | None = None
     seconds: float | None = None
 
     def __repr__(self) -> str:
-        given = {n: x for n, x in dataclasses.asdict(self).items() if x is not None}
-        return f"every({', '.join(f'{name}={value}' for name, value in given.items())})"
+        for name, value in dataclasses.asdict(self).items():
+            if value is not None:
+                return f"every({name}={value})"
+        return "every()"
 
     def next_step(self, step: int) -> int | None:
         """Returns the next multiple of `steps`."""
         return None if self.steps is None else (step // self.steps + 1) * self.steps
 
     def due(self, step: int, epoch: int | None, seconds: float) -> bool:
-        """Whether a multiple has been reached, or the time is up."""
+        """Returns True at multiples of the steps or epochs, or when the time has passed."""
         if epoch is not None:
             return self.epochs is not None and epoch % self.epochs == 0
         if self.steps is not None:
@@ -75,7 +78,7 @@ class Every(_Decorator):
 
 @dataclasses.dataclass(frozen=True)
 class At(_Decorator):
-    """What `at` returns: a Trigger, and a decorator that makes a function a hook."""
+    """The trigger that `at` returns; also a decorator that makes a function a hook."""
 
     steps: frozenset[int]
 
@@ -83,33 +86,33 @@ class At(_Decorator):
         return f"at({', '.join(map(str, sorted(self.steps)))})"
 
     def next_step(self, step: int) -> int | None:
-        """Returns the first of the steps after `step`."""
+        """Returns the first of its steps after `step`, or None if there is none."""
         return min((s for s in self.steps if s > step), default=None)
 
     def due(self, step: int, epoch: int | None, seconds: float) -> bool:
-        """Whether this is one of the steps."""
+        """Returns True at each of its steps."""
         return epoch is None and step in self.steps
 
 
 def every(
     *, steps: int | None = None, epochs: int | None = None, seconds: float | None = None
 ) -> Every:
-    """Returns a trigger that is due again and again.
+    """Returns a trigger that is due at regular intervals.
 
-    Steps and epochs are exact: chunks end where something is due, so whoever waits sees the state
-    of that very step. Seconds are looked at when a chunk ends.
+    Steps and epochs are exact: a chunk ends where a trigger is due, so hooks see the state of
+    exactly that step. Seconds are checked when a chunk ends.
 
     Args:
-      steps: After every so many steps of the run.
-      epochs: At the end of every so many epochs.
-      seconds: At the end of the chunk in which so much time has passed.
+      steps: Due after every `steps` steps of the run.
+      epochs: Due at the end of every `epochs` epochs.
+      seconds: Due at the end of the chunk in which this time has passed.
 
     Returns:
       A trigger for a hook's `every`, or for `run(boundaries=...)`. It is a decorator as well:
       ``@every(steps=100)`` makes a function of one event a hook.
 
     Raises:
-      ValueError: Not exactly one of them is given, or it is not positive and finite.
+      ValueError: Not exactly one argument is given, or it is not positive and finite.
 
     Examples:
       >>> every(steps=100).next_step(250)
@@ -120,36 +123,36 @@ def every(
       >>> report.every.due(step=10, epoch=4, seconds=0.0)
       True
     """
-    given = {"steps": steps, "epochs": epochs, "seconds": seconds}
-    named = {name: value for name, value in given.items() if value is not None}
-    if len(named) != 1:
-        raise ValueError(f"every: expected one of steps, epochs and seconds, got {named or None}")
-    ((name, value),) = named.items()
-    if not (is_positive(value) if name == "seconds" else is_integer(value, 1)):
-        kind = "a positive, finite number" if name == "seconds" else "a positive whole number"
-        raise ValueError(f"every: expected {kind} of {name}, got {value!r}")
+    units = {"steps": steps, "epochs": epochs, "seconds": seconds}
+    passed = {name: value for name, value in units.items() if value is not None}
+    if len(passed) != 1:
+        raise ValueError(f"every: expected one of steps, epochs and seconds, got {passed or None}")
+    ((name, value),) = passed.items()
+    if name == "seconds":
+        require(is_positive(value), "every", "a positive, finite number of seconds", value)
+    else:
+        require(is_integer(value, 1), "every", f"a positive whole number of {name}", value)
     return Every(steps, epochs, seconds)
 
 
 def as_trigger(every: Any, default: Trigger) -> Trigger:
-    """Returns the trigger that an argument `every` stands for.
+    """Converts an argument `every` to a trigger.
 
     Args:
-      every: A trigger; or a number of steps; or None.
-      default: The trigger that None stands for.
+      every: A trigger, a number of steps, or None.
+      default: The trigger to return for None.
 
     Raises:
-      ValueError: `every` is none of these.
+      ValueError: `every` is something else.
     """
     if every is None:
         return default
     if is_integer(every, 1):
         return Every(steps=int(every))
-    if not (hasattr(every, "next_step") and hasattr(every, "due")):
-        raise ValueError(
-            "every: expected a number of steps from 1 on, or a trigger such as "
-            f"functrain.every(epochs=1), got {_repr.brief(every)}"
-        )
+    # Not isinstance: `Trigger` is a protocol, which a user's class need not inherit from.
+    is_trigger = hasattr(every, "next_step") and hasattr(every, "due")
+    expected = "a number of steps from 1 on, or a trigger such as functrain.every(epochs=1)"
+    require(is_trigger, "every", expected, every)
     trigger: Trigger = every
     return trigger
 
@@ -158,34 +161,39 @@ def at(*steps: int) -> At:
     """Returns a trigger that is due after each of the given steps of the run.
 
     Raises:
-      ValueError: No steps, or one that is not positive.
+      ValueError: There are no steps, or one is not a positive integer.
 
     Examples:
       >>> at(1, 10, 100).next_step(10)
       100
     """
-    if not steps or not all(is_integer(s, 1) for s in steps):
-        raise ValueError(f"at: expected one or more steps from 1 on, got {steps}")
+    are_valid = bool(steps) and all(is_integer(step, 1) for step in steps)
+    require(are_valid, "at", "one or more steps from 1 on", steps)
     return At(frozenset(steps))
 
 
 def steps_until_due(triggers: Iterable[Trigger], step: int) -> int | None:
-    """Returns how many steps may be taken before the first of the triggers is due."""
-    due = []
-    for trigger in triggers:  # a user's own class may be among them
-        found = trigger.next_step(step)
-        if is_integer(found, step + 1):
-            due.append(found)
-        elif found is not None:
+    """Returns the number of steps until the first of the triggers is due; None if none is by steps.
+
+    Raises:
+      ValueError: The `next_step` of a trigger returned neither a later step nor None.
+    """
+    due_steps = []
+    for trigger in triggers:
+        due_step = trigger.next_step(step)
+        if is_integer(due_step, step + 1):
+            due_steps.append(due_step)
+        elif due_step is not None:
+            # The class may be a user's own. A step in the past would give chunks without steps.
+            source = f"next_step({step}) of {_repr.brief(trigger)}"
             raise ValueError(
-                f"every: expected a step after {step}, or None, from next_step({step}) of "
-                f"{_repr.brief(trigger)}, got {found!r}."
+                f"every: expected a step after {step}, or None, from {source}, got {due_step!r}."
             )
-    return min(due) - step if due else None
+    return min(due_steps) - step if due_steps else None
 
 
 def longest_interval(triggers: Sequence[Trigger]) -> int | None:
-    """Returns the most steps that are taken without a pause, looking at the first pauses.
+    """Returns the longest interval between the first pauses; None if no pause follows.
 
     Examples:
       >>> longest_interval([every(steps=100), at(10)])
@@ -194,13 +202,14 @@ def longest_interval(triggers: Sequence[Trigger]) -> int | None:
       None
     """
     step = longest = 0
-    for _ in range(_PAUSES):
-        stretch = steps_until_due(triggers, step)
-        if stretch is None:
+    for _ in range(_MAX_PAUSES):
+        interval = steps_until_due(triggers, step)
+        if interval is None:
             return None
-        step, longest = step + stretch, max(longest, stretch)
+        step, longest = step + interval, max(longest, interval)
     return longest
 
 
-# Of one that is due every 100 steps and others that are due at first, as many are passed by.
-_PAUSES = 32
+# The number of pauses that `longest_interval` looks at: enough to get past triggers that are due
+# only at the first steps, to a regular one such as every 100 steps.
+_MAX_PAUSES = 32

@@ -130,7 +130,10 @@ def test_a_program_outlives_the_name_of_its_step() -> None:
 @pytest.mark.parametrize(
     ("step", "message"),
     [
-        (lambda state, batch: state, r"step: expected \(state, logs\) from it, got float32\[\]"),
+        (
+            lambda state, batch: state,
+            r"step: expected it to return \(state, logs\), got float32\[\]",
+        ),
         (lambda state, batch: (jnp.int32(0), {}), r"expected float32\[\], got int32\[\]"),
     ],
 )

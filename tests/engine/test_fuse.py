@@ -113,10 +113,11 @@ def test_a_step_that_changes_its_states_type_is_refused_by_leaf(change, message)
 @pytest.mark.parametrize("unroll", [1, 2])
 @pytest.mark.parametrize(
     ("step", "got"),
-    [(lambda s, b: s + b, r"float32\[\]"), (lambda s, b: (s, {}, b), "3 things")],
+    [(lambda s, b: s + b, r"float32\[\]"), (lambda s, b: (s, {}, b), "3 values")],
 )
 def test_a_step_that_returns_no_pair_is_refused(step, got, unroll) -> None:
-    with pytest.raises(TypeError, match=rf"step: expected \(state, logs\) from it, got .*({got})"):
+    message = rf"step: expected it to return \(state, logs\), got .*({got})"
+    with pytest.raises(TypeError, match=message):
         ft.fuse(step, 2, unroll=unroll)(jnp.zeros(()), jnp.ones(2))
 
 

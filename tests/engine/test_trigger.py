@@ -5,28 +5,28 @@ import pytest
 import functrain as ft
 
 
-class Standing:
-    """A trigger that says it is due where it stands."""
+class Stuck:
+    """A trigger whose next step is always the same."""
 
-    def __init__(self, found):
-        self.found = found
+    def __init__(self, due_step):
+        self.due_step = due_step
 
     def next_step(self, step):
-        return self.found
+        return self.due_step
 
     def due(self, step, epoch, seconds):
         return False
 
     def __repr__(self):
-        return "Standing"
+        return "Stuck"
 
 
-@pytest.mark.parametrize("found", [0, -3, 1.5, "2"])
-def test_a_trigger_that_does_not_advance_is_refused(found) -> None:
+@pytest.mark.parametrize("due_step", [0, -3, 1.5, "2"])
+def test_a_trigger_that_does_not_advance_is_refused(due_step) -> None:
     loader = ft.ArrayLoader(np.ones((8, 1), np.float32), 2)
-    message = rf"when: expected a step after 0, or None, .*\(0\) of Standing, got {found!r}"
+    message = rf"every: expected a step after 0, or None, .*\(0\) of Stuck, got {due_step!r}"
     with pytest.raises(ValueError, match=message):
-        list(ft.run(jnp.zeros(()), lambda s, b: (s, {}), loader, boundaries=[Standing(found)]))
+        list(ft.run(jnp.zeros(()), lambda s, b: (s, {}), loader, boundaries=[Stuck(due_step)]))
 
 
 @pytest.mark.parametrize("seconds", [float("nan"), float("inf"), 0, -1.0, "3", True])

@@ -95,7 +95,7 @@ def test_a_text_in_logs_is_refused_and_named(jit) -> None:
     def step(state, batch):
         return state, {"loss": jnp.sum(batch[1]), "d": {"note": "warmup"}}
 
-    with pytest.raises(TypeError, match=r"logs: expected .* got the text 'warmup' at d/note"):
+    with pytest.raises(TypeError, match=r"logs: expected .* got the string 'warmup' at d/note"):
         ft.fit(jnp.zeros(()), step, ft.ArrayLoader((X, Y), 10), jit=jit, verbose=0)
 
 

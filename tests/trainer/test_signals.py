@@ -78,7 +78,7 @@ def test_a_second_signal_does_not_wait() -> None:
 def test_ctrl_c_says_that_it_was_heard(capsys) -> None:
     with pytest.raises(KeyboardInterrupt):
         ft.fit(jnp.zeros(()), step, LOADER, fuse=4, hooks=[at_step(6, signal.SIGINT)], verbose=0)
-    assert "Ctrl-C once more stops at once" in capsys.readouterr().err
+    assert "Press Ctrl-C again to stop at once" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("ctrl_c")
