@@ -98,9 +98,9 @@ def _fit_into_memory(fuse: int, batch_bytes: int, intervals: Iterable[int | None
     k = min(fuse, *filter(None, intervals), fuse)
     if k > room:
         raise ValueError(
-            f"fuse: expected at most {room:,} steps, whose batches of {_repr.format_bytes(batch_bytes)} "
-            f"take half of this machine's memory, got {fuse:,}. Pass fuse='auto', or a smaller "
-            "number."
+            f"fuse: expected at most {room:,} steps, whose batches of "
+            f"{_repr.format_bytes(batch_bytes)} take half of this machine's memory, got {fuse:,}. "
+            "Pass fuse='auto', or a smaller number."
         )
     return k
 
