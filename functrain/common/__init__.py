@@ -1,18 +1,18 @@
-"""Helpers that everything else stands on.
+"""Helpers that every other package uses.
 
 Files:
-  _tree: paths and specs for error messages, copies that nothing else can see
-  _types: PyTree and Step, and what loops ask of a step
-  _gather: values on the host, of several processes too
+  _tree: paths and specs of pytree leaves for error messages, and copies of states
+  _types: the types PyTree and Step, and the traits by which loops treat steps
+  _gather: fetching of arrays to the host, including arrays spread over processes
   _checks: argument checks
-  _wide_integers: 64-bit integers that jax would cut to 32 bits
-  _values: numbers by name, of a population one for each member
-  _arguments: what functions take, and words for arguments of other libraries
-  _direction: whether more is better, told by a value's name
-  _compile: `jax.jit` without what XLA is known to compile wrongly
-  _repr: short texts for large things
-  _patterns: leaves chosen by patterns over their paths
+  _wide_integers: 64-bit integers that jax would truncate to 32 bits
+  _values: named numbers; in a population, one number per member
+  _arguments: signatures, and advice on arguments with other libraries' names
+  _direction: which values are better when they are larger
+  _compile: `jax.jit` that avoids known miscompilations of XLA
+  _repr: short texts for large objects
+  _patterns: selection of leaves by patterns over their paths
   _table: tables as text
-  _library: libraries that not everybody has
+  _library: optional dependencies
   _locks: file locks between processes
 """

@@ -1,4 +1,4 @@
-"""What functions take, and words for arguments that people bring from other libraries."""
+"""Signatures of functions, and advice on arguments with other libraries' names."""
 
 import functools
 import inspect
@@ -10,7 +10,8 @@ T = TypeVar("T")
 
 
 def parameters(function: Any) -> Mapping[str, inspect.Parameter]:
-    """Returns what a function takes, by name; nothing where it has no signature."""
+    """Returns the parameters of a function by name; empty if it has no signature."""
+    # Some builtins and C extensions have no signature: `inspect` raises either of these for them.
     try:
         return inspect.signature(function).parameters
     except (TypeError, ValueError):
@@ -18,35 +19,38 @@ def parameters(function: Any) -> Mapping[str, inspect.Parameter]:
 
 
 def argument_advice(
-    positional: str, /, *, first: Callable[[Any], None] = lambda argument: None, **advice: str
+    positional: str, /, *, check_first: Callable[[Any], None] | None = None, **advice: str
 ) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Says of arguments that a function does not take what to do instead.
+    """Decorator: a TypeError about unexpected arguments says what to do instead.
 
     Args:
-      positional: What to say where there are too many of them.
-      first: Looks at the first argument before that, and may raise something better.
-      **advice: What to say of a keyword.
+      positional: The advice if there are too many positional arguments.
+      check_first: Called with the first argument before the other checks; may raise an error that
+        fits better.
+      **advice: The advice for each keyword that the function does not have, such as `batch_size`,
+        which Keras's `fit` has.
     """
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
-        taken = parameters(function).values()
+        kinds = [p.kind for p in parameters(function).values()]
         name = function.__qualname__.removesuffix(".__init__")
-        own = name != function.__qualname__  # self
-        most = sum(p.kind is p.POSITIONAL_OR_KEYWORD for p in taken) - own
+        # `self` is not an argument to the caller, so it is not counted.
+        is_method = name != function.__qualname__
+        max_count = kinds.count(inspect.Parameter.POSITIONAL_OR_KEYWORD) - is_method
 
         @functools.wraps(function)
         def checked(*args: P.args, **kwargs: P.kwargs) -> T:
-            if args:
-                first(args[0])
-            if len(args) - own > most:
-                plural = "s" * (most != 1)
+            if args and check_first is not None:
+                check_first(args[0])
+            count = len(args) - is_method
+            if count > max_count:
+                plural = "s" * (max_count != 1)
                 raise TypeError(
-                    f"{name}: expected {most} argument{plural} without a name, got "
-                    f"{len(args) - own}. {positional}"
+                    f"{name}: expected {max_count} positional argument{plural}, got {count}. "
+                    f"{positional}"
                 )
-            for keyword in kwargs:
-                if keyword in advice:
-                    raise TypeError(f"{name}: expected no {keyword}=. {advice[keyword]}")
+            for keyword in filter(advice.__contains__, kwargs):
+                raise TypeError(f"{name}: expected no {keyword}=. {advice[keyword]}")
             return function(*args, **kwargs)
 
         return checked

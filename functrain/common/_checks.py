@@ -26,10 +26,10 @@ def require(
     """Raises "name: expected X, got Y. Advice" unless a condition holds.
 
     Args:
-      condition: What has to be true.
-      name: The argument.
-      expected: What it should be.
-      got: Its value. Arrays and pytrees are shown by dtype, shape and size.
+      condition: Must be true.
+      name: The name of the argument.
+      expected: A description of the values that are accepted.
+      got: The value. Arrays and pytrees are shown by dtype, shape and size.
       advice: What to do instead, as full sentences.
       error: The class of the exception.
 
@@ -45,33 +45,34 @@ def require(
 
 def require_no_problems(
     name: str,
-    wrong: Sequence[str] | str,
+    problems: Sequence[str] | str,
     expected: str,
     advice: str = "",
     *,
     error: type[Exception] = ValueError,
 ) -> None:
-    """Raises an error that lists what is wrong, a line each, if there is anything.
+    """Raises an error that lists the problems, one per line, if there are any.
 
     Args:
-      name: The argument.
-      wrong: Lines, such as those of `_tree.differences`, or the text of `_tree.format_leaves`.
-      expected: What the argument should be.
+      name: The name of the argument.
+      problems: Lines, such as those of `_tree.differences`, or the text of `_tree.format_leaves`.
+      expected: A description of the values that are accepted.
       advice: What to do instead, as full sentences.
       error: The class of the exception.
     """
-    if wrong:
-        lines = wrong if isinstance(wrong, str) else _tree.bullets(list(wrong))
+    if problems:
+        lines = problems if isinstance(problems, str) else _tree.bullets(list(problems))
         raise error(f"{name}: expected {expected}, got\n{lines}\n{advice}".rstrip())
 
 
 def require_integer(name: str, value: Any, minimum: int = 1, advice: str = "") -> None:
     """Raises ValueError unless a value is an integer of at least `minimum`."""
-    require(is_integer(value, minimum), name, f"a whole number from {minimum} on", value, advice)
+    expected = f"an integer of at least {minimum}"
+    require(is_integer(value, minimum), name, expected, value, advice)
 
 
 def require_one_of(name: str, value: Any, choices: Collection[Any], advice: str = "") -> None:
-    """Raises ValueError unless a value is one of some choices.
+    """Raises ValueError unless a value is one of the choices.
 
     Examples:
       >>> require_one_of("mode", "best", ("min", "max"))
@@ -79,13 +80,15 @@ def require_one_of(name: str, value: Any, choices: Collection[Any], advice: str 
       ValueError: mode: expected 'min' or 'max', got 'best'.
     """
     *others, last = map(repr, choices)
+    # The type is checked first: an array has no single truth value for `==`, and a list no hash.
     is_choice = isinstance(value, str | int | None) and value in choices
     require(is_choice, name, f"{', '.join(others)} or {last}", value, advice)
 
 
-def require_instance(name: str, value: Any, wanted: Any, expected: str, advice: str = "") -> None:
-    """Raises TypeError unless a value is an instance of a class; `expected` says which."""
-    if not isinstance(value, wanted):
+def require_instance(name: str, value: Any, classes: Any, expected: str, advice: str = "") -> None:
+    """Raises TypeError unless a value is an instance of the classes that `expected` describes."""
+    if not isinstance(value, classes):
+        # A class in place of its instance is a common mistake: "got type" would not name it.
         got = f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
         raise TypeError(f"{name}: expected {expected}, got {got}. {advice}".rstrip())
 
@@ -96,10 +99,10 @@ def require_flags(**flags: Any) -> None:
         require(isinstance(value, bool | np.bool_), name, "True or False", value)
 
 
-def is_integer(value: Any, least: int) -> TypeGuard[int]:
-    """Returns True for an integer of at least `least`; bools do not count as integers."""
-    whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
-    return bool(whole and value >= least)
+def is_integer(value: Any, minimum: int) -> TypeGuard[int]:
+    """Returns True for an integer of at least `minimum`; bools do not count as integers."""
+    has_type = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    return bool(has_type and value >= minimum)
 
 
 def is_positive(value: Any) -> bool:
@@ -109,25 +112,26 @@ def is_positive(value: Any) -> bool:
 
 
 def is_number(value: Any) -> bool:
-    """Returns True for one number, which may be an array without axes."""
+    """Returns True for a single number, which may be an array without axes."""
     return isinstance(value, _NUMBERS) and not np.ndim(value)
 
 
 def require_untraced(name: str, tree: Any) -> None:
-    """Raises TypeError while jax traces a function, within jit, grad or vmap.
+    """Raises TypeError if the caller is being traced by jit, grad or vmap.
 
     Args:
-      name: Of an argument.
-      tree: The argument; of a tree whose leaves are no tracers, jit alone is noticed.
+      name: The name of the argument.
+      tree: The argument. If it has no tracer among its leaves, only jit is detected.
     """
-    in_jit = isinstance(jnp.asarray(0), jax.core.Tracer)  # the cheapest way to make an array
-    # jax 0.10 warns of generators that it takes for leaves unless it is told to.
+    # Under jit even a new array is a tracer. asarray(0) is the cheapest array to make.
+    is_in_jit = isinstance(jnp.asarray(0), jax.core.Tracer)
+    # From 0.10 on, jax warns about generators among the leaves unless they are declared as leaves.
     leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, Iterator))
-    if in_jit or any(isinstance(x, jax.core.Tracer) for x in leaves):
+    if is_in_jit or any(isinstance(x, jax.core.Tracer) for x in leaves):
         raise TypeError(
             f"{name}: expected arrays that have values, got a call within jax.jit, grad, vmap or "
             "another transformation, which traces it. fit, run, evaluate and predict run on the "
-            "host: call them outside of it. Inside, take steps by functrain.fuse(step, k), or by "
+            "host: call them outside of it. Inside, take steps with functrain.fuse(step, k) or "
             "jax.lax.scan."
         )
 
@@ -138,14 +142,14 @@ _first_process: int | None = None  # the process that used JAX first
 def require_not_forked() -> None:
     """Raises RuntimeError in a child that was forked after functrain had used JAX.
 
-    JAX's threads are in the parent only, and the first program would wait for them forever.
+    JAX's threads exist in the parent only: the child's first program would wait for them forever.
     """
     global _first_process
     if _first_process is None:
         _first_process = os.getpid()
     elif _first_process != os.getpid():
         raise RuntimeError(
-            "expected a process in which JAX can run, got a child that was forked from one which "
-            "had used it: it would hang. Start processes with "
+            "expected a process in which JAX can run, got a child that was forked from a process "
+            "that had used JAX: it would hang. Start processes with "
             "multiprocessing.get_context('spawn')."
         )

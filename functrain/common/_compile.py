@@ -1,4 +1,4 @@
-"""`jax.jit` for every program of functrain: it avoids what XLA is known to compile wrongly."""
+"""`jax.jit` for every program of functrain, which avoids known miscompilations of XLA."""
 
 import functools
 import re
@@ -14,17 +14,18 @@ from jaxlib.version import __version__ as jaxlib_version
 from functrain.common import _tree
 
 # jaxlib 0.10.0 to 0.11.0 compile parts of CPU programs with YNNPACK ("ynn fusions"). Two kinds of
-# those are wrong:
-# - a product that is reduced in the same fusion. Rows beyond 128 KiB are wrong (jax#39103), and
-#   0.10.0 and 0.10.1 crash in sums of a product over more than 32,768 rows. Right from 0.11.0.
-# - arrays of rank 7 or more. The process crashes (jax#40412, jax#39257). Right from 0.11.1.
-# Delete this when jax 0.11.1 is the oldest that is supported.
+# these fusions are wrong:
+# - A product that is reduced in the same fusion. Rows beyond 128 KiB are wrong (jax#39103), and
+#   0.10.0 and 0.10.1 crash in sums of a product over more than 32,768 rows. Fixed in 0.11.0.
+# - Arrays of rank 7 or more. The process crashes (jax#40412, jax#39257). Fixed in 0.11.1.
+# Delete CheckedJit when 0.11.1 is the oldest supported version of jax.
 _VERSION = tuple(map(int, re.findall(r"\d+", jaxlib_version)[:3]))
 IS_AFFECTED = _VERSION < (0, 11, 1)
-# Compiles without ynn fusions. It slows down ordinary networks by up to 45 %, since XLA's own sums
-# are slower; so it is given to those programs alone that have a wrong fusion.
+# The compiler option that turns ynn fusions off. XLA's own sums are slower, by up to 45 % in
+# ordinary networks, so only the programs that have a wrong fusion are compiled with it.
 REMEDY = {"xla_cpu_experimental_ynn_fusion_type": ""}
 
+# These match the text of optimized HLO. A fusion's body is a computation that the fusion calls.
 _COMPUTATION = re.compile(r"^(%[\w.-]+) ([^\n]*\{\n.*?)^\}", re.MULTILINE | re.DOTALL)
 _YNN_FUSION = re.compile(r'calls=(%[\w.-]+)[^\n]*"__ynn_fusion"')
 _PRODUCT = re.compile(r" (?:dot|convolution)\(")
@@ -33,7 +34,7 @@ _RANK_7 = re.compile(r"\w\[\d+(?:,\d+){6,}\]")
 
 
 class MiscompilationWarning(UserWarning):
-    """This version of jaxlib computes a program of yours wrongly outside of functrain.
+    """A warning: outside of functrain, this version of jaxlib computes your program wrongly.
 
     Examples:
       >>> import functrain as ft, warnings
@@ -44,122 +45,130 @@ class MiscompilationWarning(UserWarning):
 def jit(function: Callable[..., Any], **options: Any) -> Any:
     """Returns ``jax.jit(function, **options)`` without the fusions that XLA compiles wrongly.
 
-    Where jaxlib has no such fusions this is `jax.jit` itself. Otherwise every program is looked at
-    after its compilation and before its first run, and compiled again if it has one. Within a
-    transformation (an outer `jax.jit`, `jax.vmap`, `jax.grad`) the program becomes a part of what
-    is transformed, and is compiled with that.
+    With a jaxlib that has no such fusions this is `jax.jit` itself. Otherwise every program is
+    inspected after its compilation and before its first run, and compiled again if it has one.
+    Within a transformation (an outer `jax.jit`, `jax.vmap`, `jax.grad`) the function is inlined
+    into the outer program, and compiled with it.
     """
     return CheckedJit(function, options) if IS_AFFECTED else jax.jit(function, **options)
 
 
 def jit_without_arithmetic(function: Callable[..., Any]) -> Any:
-    """Returns ``jax.jit(function)`` of a function that only copies, which is compiled rightly.
+    """Returns ``jax.jit(function)`` for a function that only copies: copies compile correctly.
 
-    Its calls cost less: those of a checked program are dispatched in Python for every signature
-    but the first, some 0.2 ms each.
+    Its calls are cheaper: a checked program is dispatched in Python for every signature except the
+    first, which takes about 0.2 ms per call.
     """
     return jax.jit(function)
 
 
 def is_miscompiled(hlo: str) -> bool:
     """Returns True if the text of a compiled program has a fusion that is known to be wrong."""
-    called = set(_YNN_FUSION.findall(hlo))
-    if not called:
+    fusions = set(_YNN_FUSION.findall(hlo))
+    # Most programs have none: do not search their whole text for computations.
+    if not fusions:
         return False
-    bodies = (body for name, body in _COMPUTATION.findall(hlo) if name in called)
-    return any(map(_is_wrong, bodies))
+    return any(name in fusions and _is_wrong(body) for name, body in _COMPUTATION.findall(hlo))
 
 
 def _is_wrong(body: str) -> bool:
+    """Returns True if a ynn fusion with this body is of one of the two wrong kinds."""
     is_reduced_product = _PRODUCT.search(body) and _REDUCTION.search(body)
     return bool(is_reduced_product or _RANK_7.search(body))
 
 
 class _UncheckedError(Exception):
-    """A program is traced that has not been checked yet."""
+    """A program that has not been checked yet is being traced."""
 
 
-_tracing = threading.local()  # .is_checked: whether this thread traces for a check
+# `is_allowed` is True while this thread traces in order to check. It is per thread, since another
+# thread may meet a new program at the same time.
+_tracing = threading.local()
 
 
 class CheckedJit:
-    """What `jit` returns on an affected jaxlib.
+    """A jitted function whose programs are checked before they run, for affected jaxlibs.
 
-    A program that has run once costs nothing more on one device: `jax.jit` finds it in its cache.
-    It traces the function only for new shapes, and that is refused until the program has been
-    checked. With several devices jax compiles for another sharding without tracing again, so each
-    call looks up whether its signature was checked.
+    On one device, a program that has run once costs nothing more: `jax.jit` finds it in its cache.
+    `jax.jit` traces the function only for new shapes, and tracing raises `_UncheckedError` until
+    the program has been checked. With several devices, jax compiles for a new sharding without
+    tracing again, so each call looks up whether its signature was checked.
     """
 
     def __init__(self, function: Callable[..., Any], options: dict[str, Any]) -> None:
         @functools.wraps(function)
         def checked(*args: Any) -> Any:
-            if not getattr(_tracing, "is_checked", False):
+            if not getattr(_tracing, "is_allowed", False):
                 raise _UncheckedError
             return function(*args)
 
-        # Apart from the others: what it has traced counts as checked for nobody.
+        # For calls within transformations. It shares no cache with the others, so a program that it
+        # has traced does not count as checked.
         self._transformed: Any = jax.jit(function, **options)
         self._plain: Any = jax.jit(checked, **options)
         self._remedied: Any = jax.jit(checked, compiler_options=REMEDY, **options)
-        self._chosen: dict[Any, Any] = {}  # one of the two for each signature
+        self._choices: dict[Any, Any] = {}  # by signature: _plain or _remedied
         self._has_wrong = False
-        # Signatures that were traced and whose check has not come to its end: another thread is at
-        # it, or Ctrl-C or an error interrupted it. `jax.jit` would run those without tracing.
+        # Signatures that were traced but whose check has not finished: another thread is checking
+        # them, or Ctrl-C or an error interrupted the check. `jax.jit` would run their programs
+        # without tracing, that is without raising `_UncheckedError`.
         self._unchecked: set[Any] = set()
 
     def __call__(self, *args: Any) -> Any:
-        """Runs the program, which is checked before its first run."""
-        is_new = False
-        # Not for the first signature: after an exception from its trace, jax dispatches a signature
-        # in Python for ever (0.2 ms more a call of a small MLP's program).
-        is_known = self._chosen and not (self._has_wrong or self._unchecked)
-        if is_known and jax.device_count() == 1:
+        """Runs the program, after a check before its first run."""
+        was_retraced = False
+        # The first signature is checked without this attempt: after an exception from its trace,
+        # jax dispatches a signature in Python from then on (0.2 ms more per call of a small MLP).
+        may_run_plain = self._choices and not (self._has_wrong or self._unchecked)
+        if may_run_plain and jax.device_count() == 1:
             try:
                 return self._plain(*args)
             except _UncheckedError:
-                is_new = True
-        return self._traced(self._right_one(args, is_new=is_new), *args)
+                was_retraced = True
+        return self._allow_tracing(self._choose(args, was_retraced=was_retraced), *args)
 
     def lower(self, *args: Any) -> Any:
-        """Lowers the program that a call would run, which is compiled to be checked."""
-        return self._traced(self._right_one(args).lower, *args)
+        """Lowers the program that a call would run; it is compiled for the check."""
+        return self._allow_tracing(self._choose(args).lower, *args)
 
     def trace(self, *args: Any) -> Any:
-        """Traces the program that a call would run, which is compiled to be checked."""
-        return self._traced(self._right_one(args).trace, *args)
+        """Traces the program that a call would run; it is compiled for the check."""
+        return self._allow_tracing(self._choose(args).trace, *args)
 
     def eval_shape(self, *args: Any) -> Any:
-        """Returns the shapes of the results; nothing is compiled."""
+        """Returns the shapes of the results without compiling."""
         return self._transformed.eval_shape(*args)
 
-    def _right_one(self, args: tuple[Any, ...], *, is_new: bool = False) -> Any:
+    def _choose(self, args: tuple[Any, ...], *, was_retraced: bool = False) -> Any:
         """Returns the `jax.jit` object that computes the right numbers for these arguments.
 
         Args:
           args: Arrays, or their shapes.
-          is_new: Whether jax was seen to trace these arguments, so that an earlier check of the
-            same signature does not count: it was made in another context, such as other matmul
+          was_retraced: True if jax has just traced these arguments. An earlier check of the same
+            signature does not count then: it was made in another context, such as another matmul
             precision.
         """
-        is_disabled = jax.config.jax_disable_jit  # type: ignore[attr-defined] # made at run time
+        # jax defines its flags at run time, so type checkers do not know them.
+        is_disabled = jax.config.jax_disable_jit  # type: ignore[attr-defined]
         leaves, structure = jax.tree.flatten(args)
         if is_disabled or _is_transformed(leaves):
             return self._transformed
-        signature = structure, tuple(map(_kind, leaves))
-        if is_new or signature not in self._chosen:
-            self._chosen[signature] = self._checked(signature, args)
-        return self._chosen[signature]
+        signature = structure, tuple(map(_leaf_signature, leaves))
+        if was_retraced or signature not in self._choices:
+            self._choices[signature] = self._check(signature, args)
+        return self._choices[signature]
 
-    def _checked(self, signature: Any, args: tuple[Any, ...]) -> Any:
-        """Compiles the program, looks at it, and returns the `jax.jit` object to run it with."""
+    def _check(self, signature: Any, args: tuple[Any, ...]) -> Any:
+        """Compiles and inspects the program; returns the `jax.jit` object to run it with."""
         self._unchecked.add(signature)
         try:
-            lowered = self._traced(self._plain.lower, *args)
-        except Exception:  # the function raised, and jax keeps no trace of it
+            lowered = self._allow_tracing(self._plain.lower, *args)
+        except Exception:
+            # The function raised, so jax has cached no trace that could run unchecked. Ctrl-C is
+            # no Exception: it may come after the trace was cached.
             self._unchecked.discard(signature)
             raise
-        # jax keeps the executable: the call that follows neither traces nor compiles again.
+        # jax caches the executable, so the call that follows neither traces nor compiles again.
         is_wrong = is_miscompiled(lowered.compile().as_text() or "")
         self._has_wrong |= is_wrong
         self._unchecked.discard(signature)
@@ -167,22 +176,25 @@ class CheckedJit:
             _warn_once()
         return self._remedied if is_wrong else self._plain
 
-    def _traced(self, function: Callable[..., Any], *args: Any) -> Any:
-        before = getattr(_tracing, "is_checked", False)
-        _tracing.is_checked = True
+    def _allow_tracing(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Calls a function that may trace the program without raising `_UncheckedError`."""
+        # Restored instead of reset: a checked program may be traced within another one's trace.
+        before = getattr(_tracing, "is_allowed", False)
+        _tracing.is_allowed = True
         try:
             return function(*args)
         finally:
-            _tracing.is_checked = before
+            _tracing.is_allowed = before
 
 
 def _is_transformed(leaves: list[Any]) -> bool:
-    """Returns True within a transformation; an outer jit makes tracers of new arrays, too."""
+    """Returns True within a transformation."""
+    # The arguments may all be concrete within an outer jit, but there even new arrays are tracers.
     return any(isinstance(x, jax.core.Tracer) for x in [*leaves, jnp.asarray(0)])
 
 
-def _kind(leaf: Any) -> Any:
-    """Returns what jax compiles a program for: shape, dtype, weak type, and where an array lies."""
+def _leaf_signature(leaf: Any) -> Any:
+    """Returns all that a compilation depends on: shape, dtype, weak type, and sharding."""
     if isinstance(leaf, jax.Array):
         return leaf.aval, leaf.sharding, leaf.committed
     return _tree.spec(leaf), getattr(leaf, "sharding", None)
@@ -197,12 +209,12 @@ def _warn_once() -> None:
         return
     _has_warned = True
     warnings.warn(
-        f"jaxlib {jaxlib_version} compiles a part of this program wrongly on CPU "
-        "(https://github.com/jax-ml/jax/issues/39103). functrain has compiled it without that "
-        "part, and its results are right. The same computation outside of functrain, by jax.jit "
-        "or Keras's fit, is wrong: use jax 0.11.1 or newer (from Python 3.12 on), or set "
-        "XLA_FLAGS=--xla_cpu_experimental_ynn_fusion_type= before jax starts. "
-        "functrain.inspect.doctor() shows what is affected; to silence this, "
+        f"jaxlib {jaxlib_version} miscompiles a part of this program on CPU "
+        "(https://github.com/jax-ml/jax/issues/39103). functrain has compiled the program without "
+        "that kind of fusion, so its results are right. The same computation outside of "
+        "functrain, with jax.jit or Keras's fit, is wrong: use jax 0.11.1 or newer (it needs "
+        "Python 3.12), or set XLA_FLAGS=--xla_cpu_experimental_ynn_fusion_type= before jax starts. "
+        "functrain.inspect.doctor() shows what is affected. To silence this warning, call "
         'warnings.simplefilter("ignore", functrain.inspect.MiscompilationWarning).',
         MiscompilationWarning,
         stacklevel=2,

@@ -1,4 +1,4 @@
-"""Whether more is better: told by a value's name."""
+"""Which values are better when they are larger: decided by `mode`, or by a value's name."""
 
 import re
 from typing import Literal, TypeAlias, get_args
@@ -7,22 +7,29 @@ from functrain.common._checks import require_one_of
 
 Mode: TypeAlias = Literal["auto", "min", "max"]
 
-_MORE = (
+# Words of names whose values are better when they are larger, and when they are smaller.
+_LARGER_IS_BETTER = (
     "accuracy acc auc auroc precision recall sensitivity specificity f1 fbeta iou miou dice map "
     "psnr ssim bleu rouge r2 reward return"
 )
-_LESS = (
+_SMALLER_IS_BETTER = (
     "loss error err mse rmse mae mape msle mase nll perplexity ppl bpd crossentropy kl divergence "
     "wer cer fid distance hinge"
 )
-_SIGNS = dict.fromkeys(_MORE.split(), -1.0) | dict.fromkeys(_LESS.split(), 1.0)
+_SIGNS = dict.fromkeys(_LARGER_IS_BETTER.split(), -1.0)
+_SIGNS |= dict.fromkeys(_SMALLER_IS_BETTER.split(), 1.0)
 
 
 def sign(name: str, mode: Mode) -> float:
-    """Returns 1.0 where less is better, -1.0 where more is; the last word known in a name tells.
+    """Returns 1.0 if smaller values are better, -1.0 if larger values are.
+
+    Args:
+      name: The name of a value. In mode ``"auto"`` the last of its words that is in the lists above
+        decides.
+      mode: ``"min"``, ``"max"`` or ``"auto"``.
 
     Raises:
-      ValueError: The mode is none, or `"auto"` and the name does not tell.
+      ValueError: The mode is unknown, or it is ``"auto"`` and no word of the name is in the lists.
 
     Examples:
       >>> sign("val_loss", "auto"), sign("val/top5_accuracy", "auto"), sign("score", "max")
@@ -31,10 +38,11 @@ def sign(name: str, mode: Mode) -> float:
     require_one_of("mode", mode, get_args(Mode))
     if mode != "auto":
         return 1.0 if mode == "min" else -1.0
-    found = [_SIGNS[word] for word in re.split("[^a-z0-9]+", name.lower()) if word in _SIGNS]
-    if not found:
-        raise ValueError(
-            f"mode: expected 'min' or 'max' for {name!r}, whose name does not tell which is "
-            "better, got 'auto'."
-        )
-    return found[-1]
+    # The last word decides: "error_precision" is a precision, "precision_error" is an error.
+    for word in reversed(re.split("[^a-z0-9]+", name.lower())):
+        if word in _SIGNS:
+            return _SIGNS[word]
+    raise ValueError(
+        f"mode: expected 'min' or 'max' for {name!r}, since its name does not tell which is "
+        "better, got 'auto'."
+    )

@@ -1,4 +1,4 @@
-"""Values on the host, of arrays too whose parts several processes have."""
+"""Fetching of arrays to the host, including arrays spread over processes."""
 
 import pickle
 from typing import Any
@@ -10,15 +10,16 @@ from functrain.common._types import PyTree
 
 
 def fetch_global(tree: PyTree) -> PyTree:
-    """Fetches arrays as `jax.device_get` does; waits.
+    """Fetches arrays as `jax.device_get` does, and waits for them.
 
-    Of what is divided over several processes all of it comes to each of them: all must ask for the
-    same, in the same order.
+    An array whose shards are spread over processes is gathered on each of them. That is a
+    collective operation: all processes must fetch the same arrays in the same order.
     """
-    return jax.device_get(jax.tree.map(_whole, tree))
+    return jax.device_get(jax.tree.map(_gather_shards, tree))
 
 
-def _whole(x: Any) -> Any:
+def _gather_shards(x: Any) -> Any:
+    # The second case needs no collective: each process has a copy of a replicated array.
     if not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated:
         return x
     from jax.experimental import multihost_utils
@@ -26,18 +27,19 @@ def _whole(x: Any) -> Any:
     return multihost_utils.process_allgather(x, tiled=True)
 
 
-def gather_from_processes(own: Any) -> list[Any]:
-    """Returns what each process has of something small; all of them call it.
+def gather_from_processes(value: Any) -> list[Any]:
+    """Returns the values that the processes passed, in their order; all processes must call it.
 
-    It is pickled on the way, from one process of a run to another.
+    The values should be small. They are pickled and travel as arrays of bytes.
     """
     if jax.process_count() == 1:
-        return [own]
+        return [value]
     from jax.experimental import multihost_utils
 
-    sent = np.frombuffer(pickle.dumps(own), np.uint8)
-    sizes = multihost_utils.process_allgather(np.asarray(sent.size, np.int32))
-    padded = np.zeros(1 << int(sizes.max()).bit_length(), np.uint8)  # few programs for all sizes
-    padded[: sent.size] = sent
-    found = multihost_utils.process_allgather(padded)
-    return [pickle.loads(row[:size].tobytes()) for row, size in zip(found, sizes, strict=True)]
+    payload = np.frombuffer(pickle.dumps(value), np.uint8)
+    sizes = multihost_utils.process_allgather(np.asarray(payload.size, np.int32))
+    # Padded to a power of two: each length is a program to compile, so there should be few.
+    padded = np.zeros(1 << int(sizes.max()).bit_length(), np.uint8)
+    padded[: payload.size] = payload
+    rows = multihost_utils.process_allgather(padded)
+    return [pickle.loads(row[:size].tobytes()) for row, size in zip(rows, sizes, strict=True)]

@@ -1,4 +1,4 @@
-"""File locks, which the system releases when a process ends, however it ends."""
+"""File locks. The OS releases them when the process ends, even if it is killed."""
 
 import contextlib
 import os
@@ -12,26 +12,31 @@ except ImportError:  # Windows
 
 
 class Lock:
-    """A lock on a directory for its one writer, by a file in it.
+    """An exclusive lock for the one writer of a directory, held through a file in it.
 
-    It is the open file that holds the lock: a process that is killed, and a lock that nobody
-    refers to any more, let go. A forked child has no part in it. The file stays: to remove it
-    would let two writers in.
+    The open file holds the lock: if the process is killed, or the object is garbage-collected, the
+    file is closed and the lock released. Forked children do not share the lock. The lock file is
+    never removed: a second writer could then create and lock another file of the same name.
     """
 
     def __init__(self, path: str) -> None:
         self._path, self._handle = path, -1
+        # Closes the file; None while the lock is not held.
         self._close: weakref.finalize[[int], Lock] | None = None
 
     def is_held(self) -> bool:
-        """Returns True if it is held here, and the file is still there that others would ask."""
+        """Returns True if this object holds the lock and the lock file still exists.
+
+        If the file was deleted or replaced, other processes would lock a different file.
+        """
         with contextlib.suppress(OSError):
             return self._close is not None and os.path.samefile(self._path, self._handle)
         return False
 
     def acquire(self) -> None:
-        """Takes the lock; raises a RuntimeError if somebody else holds it."""
+        """Acquires the lock; raises RuntimeError if another writer holds it."""
         self.release()
+        # O_NOFOLLOW, which Windows lacks: a symbolic link here could name a file to be overwritten.
         flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
         handle = os.open(self._path, flags, 0o666)
         try:
@@ -41,49 +46,66 @@ class Lock:
             writer = os.read(handle, 100).decode(errors="replace") or "another process"
             os.close(handle)
             if writer == f"process {os.getpid()}":
-                writer = "another writer of this process, which close() would end,"
+                writer = "another writer in this process"
             raise RuntimeError(
-                f"{os.path.dirname(self._path)}: expected to be the only one who writes here, but "
-                f"{writer} does. Wait for its end, or take another directory."
+                f"{os.path.dirname(self._path)}: expected to be the only writer of this directory, "
+                f"but {writer} is writing to it. Wait until it has finished, call its close(), or "
+                "choose another directory."
             ) from None
         self._handle, self._close = handle, weakref.finalize(self, os.close, handle)
-        _held.add(self)
-        with contextlib.suppress(OSError):  # a full disk has no room for the name
+        _held_locks.add(self)
+        # The name is for the error above only: do without it if the disk is full.
+        with contextlib.suppress(OSError):
             os.ftruncate(handle, 0)
             os.write(handle, f"process {os.getpid()}".encode())
 
     def release(self, *, for_all: bool = True) -> None:
-        """Lets it go; a child that only closes what it got leaves it to its parent."""
-        _held.discard(self)
+        """Releases the lock.
+
+        Args:
+          for_all: False closes this process's copy of the file only, so that the parent of a
+            forked child keeps the lock.
+        """
+        _held_locks.discard(self)
         if self._close is not None:
+            # A forked child may still have the file open, and closing it here would not unlock it.
             if for_all and fcntl is not None and self._close.alive:
-                fcntl.flock(self._handle, fcntl.LOCK_UN)  # a child may not have let go yet
+                fcntl.flock(self._handle, fcntl.LOCK_UN)
             self._close()
         self._close = None
 
 
-_held: "weakref.WeakSet[Lock]" = weakref.WeakSet()
+_held_locks: "weakref.WeakSet[Lock]" = weakref.WeakSet()
 
 
-def _let_go_in_a_child() -> None:
-    """Closes what a child got of its parent, whose lock would else outlive the parent in it."""
-    for lock in list(_held):
+def _close_in_child() -> None:
+    """Closes the lock files that a forked child inherited.
+
+    An open copy would keep the lock after the parent has ended.
+    """
+    for lock in list(_held_locks):
         lock.release(for_all=False)
 
 
+# Windows has no fork.
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_let_go_in_a_child)
+    os.register_at_fork(after_in_child=_close_in_child)
 
 
 @contextlib.contextmanager
 def exclusive_access(directory: str) -> Iterator[None]:
-    """Waits until no other process of this machine puts anything into a directory."""
+    """Context manager: waits until no other process of this machine is in this block.
+
+    Args:
+      directory: The block is exclusive for this directory.
+    """
     if fcntl is None:
         yield
         return
     handle = os.open(directory, os.O_RDONLY)
     try:
-        with contextlib.suppress(OSError):  # not every file system locks directories
+        # Some file systems cannot lock directories: go without the lock there.
+        with contextlib.suppress(OSError):
             fcntl.flock(handle, fcntl.LOCK_EX)
         yield
     finally:

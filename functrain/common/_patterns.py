@@ -1,4 +1,4 @@
-"""Leaves chosen by patterns over their paths."""
+"""Selection of leaves by patterns over their paths."""
 
 import difflib
 import fnmatch
@@ -6,11 +6,11 @@ from collections.abc import Collection, Iterable, Sequence
 
 
 def matches(pattern: str, path: str) -> bool:
-    """Whether a path is one that a pattern means.
+    """Returns True if a pattern matches a path.
 
     Args:
-      pattern: As for files: `*`, `?` and `[...]` stand within one part of a path, `**` for any
-        number of parts, none as well.
+      pattern: As for files: `*`, `?` and `[...]` match within one part of a path, `**` matches any
+        number of parts, including none.
       path: Such as ``params/dense/kernel``.
 
     Examples:
@@ -25,6 +25,7 @@ def matches(pattern: str, path: str) -> bool:
 def _matches(pattern: Sequence[str], parts: Sequence[str]) -> bool:
     if not pattern:
         return not parts
+    # `fnmatch` alone cannot do this: its `*` also matches slashes.
     if pattern[0] == "**":
         return any(_matches(pattern[1:], parts[i:]) for i in range(len(parts) + 1))
     first = bool(parts) and fnmatch.fnmatchcase(parts[0], pattern[0])
@@ -32,21 +33,21 @@ def _matches(pattern: Sequence[str], parts: Sequence[str]) -> bool:
 
 
 def any_matches(patterns: Iterable[str], path: str) -> bool:
-    """Whether one of some patterns means a path."""
+    """Returns True if at least one of the patterns matches a path."""
     return any(matches(pattern, path) for pattern in patterns)
 
 
 def require_match(name: str, pattern: str, paths: Collection[str]) -> None:
-    """Raises ValueError unless a pattern means at least one of some paths."""
+    """Raises ValueError unless a pattern matches at least one of the paths."""
     if not any(matches(pattern, path) for path in paths):
         raise ValueError(
-            f"{name}: expected a pattern of paths, got {pattern!r}, which means none. Near it: "
-            f"{', '.join(closest_patterns(pattern, paths))}"
+            f"{name}: expected a pattern that matches a path, got {pattern!r}, which matches none. "
+            f"Similar patterns: {', '.join(closest_patterns(pattern, paths))}"
         )
 
 
-def closest_patterns(pattern: str, paths: Collection[str], most: int = 3) -> list[str]:
-    """Returns what is closest to a pattern that means none of some paths: patterns, or paths.
+def closest_patterns(pattern: str, paths: Collection[str], max_count: int = 3) -> list[str]:
+    """Returns suggestions for a pattern that matches no path: similar patterns, or paths.
 
     Examples:
       >>> paths = ["params/dense/kernel", "params/head/kernel", "step"]
@@ -55,10 +56,14 @@ def closest_patterns(pattern: str, paths: Collection[str], most: int = 3) -> lis
       >>> closest_patterns("params/dense", ["params/dense/kernel", "params/dense/bias"])
       ['params/dense/**']
     """
+    # The most common mistake: the pattern names a folder, and not the leaves in it.
     if any(matches(f"{pattern}/**", path) for path in paths):
         return [f"{pattern}/**"]
-    parts = {path: path.split("/") for path in paths}
-    folders = {"/".join(x[:n]) for x in parts.values() for n in range(1, len(x))}
-    wanted = pattern.removesuffix("/**")
-    close = difflib.get_close_matches(wanted, sorted(folders | set(paths)), most, cutoff=0.3)
-    return [f"{x}/**" if x in folders else x for x in close] or sorted(paths)[:most]
+    folders = set()
+    for path in paths:
+        parts = path.split("/")
+        folders |= {"/".join(parts[:n]) for n in range(1, len(parts))}
+    name = pattern.removesuffix("/**")
+    close = difflib.get_close_matches(name, sorted(folders | set(paths)), max_count, cutoff=0.3)
+    suggestions = [f"{x}/**" if x in folders else x for x in close]
+    return suggestions or sorted(paths)[:max_count]

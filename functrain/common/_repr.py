@@ -1,4 +1,4 @@
-"""Short texts for large things: what `repr` shows of states, results, loaders and hooks."""
+"""Short texts for large objects: the reprs of states, results, loaders and hooks."""
 
 import math
 from typing import Any
@@ -11,56 +11,58 @@ from functrain.common._types import PyTree
 _LONGEST = 80  # characters of a container without arrays
 
 
-def call(thing: Any, /, **parts: Any) -> str:
-    """Returns ``Name(part=..., ...)`` of an object, each part as `brief` has it.
+def call(instance: Any, /, **parts: Any) -> str:
+    """Returns ``Name(part=..., ...)`` for an instance, each part formatted by `brief`.
 
     Examples:
       >>> import numpy as np
       >>> call("text", of=3, params={"w": np.ones((30, 40)), "b": np.ones(40)})
       'str(of=3, params=1,240 in 2 arrays)'
     """
-    return f"{type(thing).__name__}({', '.join(f'{n}={brief(x)}' for n, x in parts.items())})"
+    arguments = [f"{name}={brief(part)}" for name, part in parts.items()]
+    return f"{type(instance).__name__}({', '.join(arguments)})"
 
 
 def brief(value: Any) -> str:
-    """Returns what a value is, in a few words; it waits for no device, and shows no address."""
+    """Returns a short description of a value. It waits for no device and shows no addresses."""
     if _tree.is_array(value):
         return _tree.spec(value) + " (deleted)" * _tree.is_deleted(value)
     if not jax.tree_util.all_leaves([value]):
-        return _arrays(value)
+        return _brief_tree(value)
     text = repr(value)
+    # The default repr holds the address, which differs from run to run.
     return name(value) if " at 0x" in text else text
 
 
 def state_repr(tree: PyTree) -> str:
-    """Returns the repr of a state that has a short one, of any other pytree what `brief` has."""
-    ours = type(tree).__module__.partition(".")[0] in ("functrain", "bridge")
-    return repr(tree) if ours else brief(tree)
+    """Returns the repr of functrain's own states, which is short, or `brief` of another pytree."""
+    is_ours = type(tree).__module__.partition(".")[0] in ("functrain", "bridge")
+    return repr(tree) if is_ours else brief(tree)
 
 
-def name(thing: Any) -> str:
-    """Returns the name of a function, or of the class of anything else."""
-    return str(getattr(thing, "__name__", type(thing).__name__))
+def name(value: Any) -> str:
+    """Returns the name of a function, or the class name of any other value."""
+    return str(getattr(value, "__name__", type(value).__name__))
 
 
-def class_with_article(thing: Any) -> str:
-    """Returns the name of a thing's class with its article.
+def class_with_article(value: Any) -> str:
+    """Returns the class name of a value with its article.
 
     Examples:
       >>> class_with_article(1), class_with_article("a")
       ('an int', 'a str')
     """
-    name = type(thing).__name__
+    name = type(value).__name__
     return f"{'an' if name[0] in 'AEIOUaeiou' else 'a'} {name}"
 
 
 def format_scalar(x: Any) -> str:
-    """Returns the value of a scalar, or what it is where the value cannot be read."""
+    """Returns the value of a scalar as text, or `brief` of it if the value cannot be read."""
     return str(x) if _tree.is_readable(x) and not x.shape else brief(x)
 
 
 def format_bytes(count: float) -> str:
-    """Returns a number of bytes in the unit that suits it.
+    """Returns a number of bytes in a unit that keeps it below 1024.
 
     Examples:
       >>> format_bytes(1000), format_bytes(3_000_000)
@@ -76,7 +78,7 @@ def format_bytes(count: float) -> str:
 
 
 def shorten_start(text: str, width: int) -> str:
-    """Returns a text, such as a path, without its beginning where it is too long.
+    """Returns a text, such as a path, cut at its start if it is longer than `width`.
 
     Examples:
       >>> shorten_start("params/encoder/layer_0/kernel", 20)
@@ -85,11 +87,14 @@ def shorten_start(text: str, width: int) -> str:
     return text if len(text) <= width else f"...{text[len(text) - width + 3 :]}"
 
 
-def _arrays(tree: PyTree) -> str:
-    arrays = [x for x in jax.tree.leaves(tree) if _tree.is_array(x)]
+def _brief_tree(tree: PyTree) -> str:
+    """Returns how many numbers and arrays a tree holds, or its repr if it has no arrays."""
+    arrays = list(filter(_tree.is_array, jax.tree.leaves(tree)))
     if not arrays:
         text = repr(tree)
         return text if len(text) <= _LONGEST and " at 0x" not in text else type(tree).__name__
     count = sum(math.prod(x.shape) for x in arrays)
-    gone = " (deleted)" if any(map(_tree.is_deleted, arrays)) else ""
-    return f"{count:,} in {len(arrays):,} array{'s' if len(arrays) > 1 else ''}{gone}"
+    plural = "s" * (len(arrays) > 1)
+    # Donated to a program: it can happen to a state that the caller still refers to.
+    deleted = " (deleted)" * any(map(_tree.is_deleted, arrays))
+    return f"{count:,} in {len(arrays):,} array{plural}{deleted}"

@@ -7,8 +7,9 @@ from rich.table import Table
 
 
 def render(table: Table, width: int = 100_000) -> str:
-    """Returns a rich table as plain text of so many columns at most, whatever the terminal's."""
-    # Cells may hold brackets, which are markup to rich, and notebooks have a console of their own.
+    """Returns a rich table as plain text of at most `width` columns, whatever the terminal."""
+    # Markup is off since cells may hold brackets, and Jupyter mode since rich would display the
+    # table in the notebook instead of returning it.
     console = Console(
         file=io.StringIO(),
         width=width,

@@ -1,4 +1,4 @@
-"""Pytrees: paths and specs for error messages, and copies that nothing else can see."""
+"""Pytrees: paths and specs of leaves for error messages, and copies of states."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,7 +12,7 @@ from functrain.common._wide_integers import require_fits
 
 
 def path_str(path: tuple[jax.tree_util.KeyEntry, ...]) -> str:
-    """Returns a path as ``params/dense/kernel``; the root is ``(root)``."""
+    """Returns a path as text, such as ``params/dense/kernel``; the root is ``(root)``."""
     return jax.tree_util.keystr(path, simple=True, separator="/") or "(root)"
 
 
@@ -28,87 +28,93 @@ def leaves_with_path(tree: PyTree) -> Iterator[tuple[str, PyTree]]:
 
 
 def nodes(tree: PyTree, *kinds: type) -> list[Any]:
-    """Returns the nodes of a tree that are of some classes, whole."""
-    found = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kinds))
-    return [x for x in found if isinstance(x, kinds)]
+    """Returns the outermost nodes of a tree that are instances of the given classes."""
+    outermost = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kinds))
+    return [x for x in outermost if isinstance(x, kinds)]
 
 
-def select(which: jax.Array, there: PyTree, otherwise: PyTree) -> PyTree:
-    """Returns one of two trees of the same leaves, with the bits it has alone.
-
-    By `cond`: `where` would become part of the sums before it, and round them otherwise.
-    """
-    return jax.lax.cond(which, lambda a, b: a, lambda a, b: b, there, otherwise)
+def select(condition: jax.Array, if_true: PyTree, if_false: PyTree) -> PyTree:
+    """Returns one of two trees of the same leaves, bit for bit."""
+    # Not `jnp.where`: XLA fuses it with the sums before it, which then round differently.
+    return jax.lax.cond(condition, lambda a, b: a, lambda a, b: b, if_true, if_false)
 
 
 def at_least_float32(x: Any) -> jax.Array:
-    """Returns an array of numbers in float32 or wider, also where promotion is strict."""
+    """Returns an array of numbers in float32 or a wider dtype."""
+    # Under strict promotion, which a user may have set, jax would refuse to promote the dtypes.
     with jax.numpy_dtype_promotion("standard"):
         dtype = jnp.promote_types(x.dtype, jnp.float32)
     return jnp.asarray(x, dtype)
 
 
 def structure(tree: PyTree) -> Any:
-    """Returns the treedef; jax gives its type no operators."""
+    """Returns the treedef, as Any: jax's own type declares no `==` to type checkers."""
     return jax.tree.structure(tree)
 
 
 def is_array(x: PyTree) -> bool:
-    """Whether a leaf has a shape and a dtype, abstract ones too."""
+    """Returns True if a leaf has a shape and a dtype; an abstract array does."""
     return hasattr(x, "shape") and hasattr(x, "dtype")
 
 
 def spec(x: PyTree) -> str:
-    """Returns a leaf's dtype and shape as ``float32[8, 3]``, or its type if it is no array."""
+    """Returns the dtype and shape of an array as ``float32[8, 3]``, or the type of another leaf."""
     return strong_spec(x) + ", weak type" * bool(getattr(x, "weak_type", False))
 
 
 def strong_spec(x: PyTree) -> str:
-    """As `spec`, whether or not the type is weak."""
+    """Returns the `spec` of a leaf without a mention of weak types."""
     if not is_array(x):
         return type(x).__name__
     return f"{x.dtype}[{', '.join(map(str, x.shape))}]"
 
 
 def differences(expected: PyTree, got: PyTree) -> list[str]:
-    """Names what tells two trees apart: leaves missing, unexpected, or of another spec."""
-    want, have = (
-        {path: spec(leaf) for path, leaf in leaves_with_path(tree)} for tree in (expected, got)
-    )
-    lines = spec_differences(want, have)
+    """Returns a line for each leaf that is missing, unexpected, or has another spec."""
+    lines = spec_differences(_specs(expected), _specs(got))
+    # The same paths may come from other containers, such as a list in place of a tuple.
     if not lines and structure(expected) != structure(got):
         lines = [f"expected {structure(expected)}, got {structure(got)}"]
     return lines
 
 
+def _specs(tree: PyTree) -> dict[str, str]:
+    """Returns the specs of the leaves by path."""
+    return {path: spec(leaf) for path, leaf in leaves_with_path(tree)}
+
+
 def spec_differences(expected: dict[str, Any], got: dict[str, Any]) -> list[str]:
-    """As `differences`, of specs by path."""
-    lines = [f"{p}: missing (expected {expected[p]})" for p in expected if p not in got]
-    lines += [f"{p}: unexpected (got {got[p]})" for p in got if p not in expected]
-    other = {p: x for p, x in got.items() if expected.get(p, x) != x}
-    return lines + [f"{p}: expected {expected[p]}, got {other[p]}" for p in expected if p in other]
+    """Returns the lines of `differences` for specs by path."""
+    missing, changed = [], []
+    for path, want in expected.items():
+        if path not in got:
+            missing.append(f"{path}: missing (expected {want})")
+        elif got[path] != want:
+            changed.append(f"{path}: expected {want}, got {got[path]}")
+    unexpected = [f"{path}: unexpected (got {got[path]})" for path in got if path not in expected]
+    return missing + unexpected + changed
 
 
-def bullets(lines: list[str], most: int = 12) -> str:
-    """Formats lines as an indented list, cut short where it is long."""
-    shown = [f"  {line}" for line in lines[:most]]
-    if len(lines) > most:
-        shown.append(f"  ... and {len(lines) - most} more")
-    return "\n".join(shown)
+def bullets(lines: list[str], max_count: int = 12) -> str:
+    """Formats lines as an indented list, cut after `max_count` lines."""
+    items = [f"  {line}" for line in lines[:max_count]]
+    if len(lines) > max_count:
+        items.append(f"  ... and {len(lines) - max_count} more")
+    return "\n".join(items)
 
 
-def format_leaves(tree: PyTree, which: Callable[[Any], Any] = lambda leaf: True) -> str:
-    """Formats the leaves of some kind as `bullets`, paths and specs; "" where there is none."""
-    return bullets([f"{path}: {spec(x)}" for path, x in leaves_with_path(tree) if which(x)])
+def format_leaves(tree: PyTree, condition: Callable[[Any], Any] = lambda leaf: True) -> str:
+    """Formats the paths and specs of the leaves that meet a condition; "" if there are none."""
+    return bullets([f"{path}: {spec(x)}" for path, x in leaves_with_path(tree) if condition(x)])
 
 
 def is_key(x: PyTree) -> bool:
-    """Whether a leaf is a typed PRNG key (array)."""
+    """Returns True if a leaf is an array of typed PRNG keys."""
     return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 def shapes(tree: PyTree) -> PyTree:
-    """Returns what the arrays of a tree look like to a step: their shapes and dtypes in jax."""
+    """Returns the arrays of a tree as `jax.ShapeDtypeStruct`, with the dtypes they have in jax."""
 
     def shape(x: Any) -> jax.ShapeDtypeStruct:
         dtype = x.dtype if is_key(x) else x.dtype.newbyteorder("=")
@@ -119,37 +125,41 @@ def shapes(tree: PyTree) -> PyTree:
 
 
 def copy(tree: PyTree) -> PyTree:
-    """Returns the tree with every leaf in a buffer of its own, strongly typed.
+    """Returns the tree with every leaf copied to a new buffer, strongly typed.
 
-    What a program may donate must not be referred to elsewhere, and a weak type that a step makes
-    strong would compile everything twice. Shardings are kept.
+    Programs may donate the buffers of a state, so nothing else may refer to them. Weak types would
+    compile everything twice: once before and once after the step that makes them strong. Shardings
+    are kept.
 
     Raises:
       TypeError: A leaf is neither an array nor a Python number; the message names it.
-      ValueError: An array was donated to a program, or holds integers that jax would cut to 32
-        bits.
+      ValueError: An array was donated to a program, or holds integers that jax would truncate to
+        32 bits.
     """
     return jax.tree_util.tree_map_with_path(_copy, tree)
 
 
 def copy_if_needed(tree: PyTree) -> PyTree:
-    """As `copy`, but takes over the jax arrays that it can: those that are no other leaf's too."""
-    shared = {path for _, path in aliases(tree)}
+    """Returns the tree like `copy`, but reuses each jax array unless another leaf shares it."""
+    shared_paths = {path for _, path in aliases(tree)}
 
-    def take(path: tuple[jax.tree_util.KeyEntry, ...], leaf: PyTree) -> jax.Array:
-        is_weak = getattr(leaf, "weak_type", False)  # keys have none
-        as_it_is = isinstance(leaf, jax.Array) and not is_weak and not is_deleted(leaf)
-        return leaf if as_it_is and path_str(path) not in shared else _copy(path, leaf)
+    def copy_or_reuse(path: tuple[jax.tree_util.KeyEntry, ...], leaf: PyTree) -> jax.Array:
+        # Arrays of PRNG keys have no `weak_type`.
+        must_copy = getattr(leaf, "weak_type", False) or path_str(path) in shared_paths
+        if isinstance(leaf, jax.Array) and not is_deleted(leaf) and not must_copy:
+            return leaf
+        return _copy(path, leaf)
 
-    return jax.tree_util.tree_map_with_path(take, tree)
+    return jax.tree_util.tree_map_with_path(copy_or_reuse, tree)
 
 
 def device_put(x: Any, sharding: jax.sharding.Sharding) -> jax.Array:
-    """Puts an array, or a PRNG key, where a sharding says: on other processes' devices too.
+    """Moves an array, or PRNG keys, to a sharding, which may include other processes' devices.
 
-    `jax.device_put` takes every other dtype there, and refuses keys with a ValueError (jax 0.12.0).
-    The numbers that a key consists of are more axes behind its own, which no sharding divides.
+    `jax.device_put` moves every other dtype to other processes' devices, but raises ValueError for
+    keys (jax 0.12.0).
     """
+    # The uint32 data of a key are additional last axes, which a sharding of the key leaves whole.
     if is_key(x) and not sharding.is_fully_addressable:
         key_data = jax.device_put(jax.random.key_data(x), sharding)
         array: jax.Array = jax.random.wrap_key_data(key_data, impl=jax.random.key_impl(x))
@@ -159,11 +169,9 @@ def device_put(x: Any, sharding: jax.sharding.Sharding) -> jax.Array:
 
 
 def device_put_like(x: Any, other: jax.Array) -> jax.Array:
-    """Puts an array where another is, and nowhere in particular where the other is not.
-
-    A device that was chosen is part of what a program is compiled for: one such leaf in a state,
-    and all programs would be compiled again.
-    """
+    """Moves an array to the sharding of another; if the other is uncommitted, so is the result."""
+    # A program is compiled for the shardings of its committed arguments: one newly committed leaf
+    # in a state would compile all of its programs again.
     return device_put(x, other.sharding) if other.committed else jnp.asarray(x)
 
 
@@ -171,12 +179,12 @@ def _copy(path: tuple[jax.tree_util.KeyEntry, ...], leaf: PyTree) -> jax.Array:
     if not isinstance(leaf, jax.Array | np.ndarray | np.generic | bool | int | float | complex):
         raise TypeError(
             f"expected an array at {path_str(path)}, got {spec(leaf)}. A state holds arrays "
-            "only: keep functions and settings in the step that closes over them."
+            "only: put functions and settings into the closure of the step."
         )
     if is_deleted(leaf):
         raise ValueError(
-            f"expected a live array at {path_str(path)}, got {spec(leaf)} that a program took "
-            "over (donation). Take the state that the program returned."
+            f"expected a live array at {path_str(path)}, got {spec(leaf)} that was donated to a "
+            "program. Use the state that the program returned."
         )
     if isinstance(leaf, jax.Array) and is_key(leaf):
         return jnp.copy(leaf)
@@ -186,17 +194,20 @@ def _copy(path: tuple[jax.tree_util.KeyEntry, ...], leaf: PyTree) -> jax.Array:
 
 
 def is_concrete(x: PyTree) -> bool:
-    """Whether a leaf is a jax array with a value, which may be gone or elsewhere: no tracer."""
+    """Returns True if a leaf is a jax array and not a tracer.
+
+    The array may be deleted, or on other processes' devices.
+    """
     return isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
 
 
 def is_deleted(x: PyTree) -> bool:
-    """Whether a leaf is an array whose buffer is gone."""
+    """Returns True if a leaf is an array whose buffer was donated or deleted."""
     return is_concrete(x) and x.is_deleted()
 
 
 def is_readable(x: PyTree) -> bool:
-    """Whether a leaf is an array whose value this process can read."""
+    """Returns True if a leaf is an array whose value this process can read."""
     return is_concrete(x) and not x.is_deleted() and x.is_fully_addressable
 
 
@@ -209,7 +220,8 @@ def aliases(tree: PyTree) -> list[tuple[str, str]]:
             continue
         key: object = id(leaf)
         if not is_key(leaf) and leaf.size and leaf.sharding.addressable_devices:
-            # Not `addressable_shards`: cached, it makes an array on one device refer to itself.
+            # Not `addressable_shards`: its cache makes an array on one device refer to itself, so
+            # that only the garbage collector would free it.
             shard = leaf.addressable_data(0)
             key = shard.device, shard.unsafe_buffer_pointer()
         if key in first:
@@ -220,9 +232,9 @@ def aliases(tree: PyTree) -> list[tuple[str, str]]:
 
 
 def require_scalars(values: PyTree) -> None:
-    """Refuses metrics whose values are no scalars."""
-    if wrong := format_leaves(values, jnp.shape):
+    """Raises TypeError if the value of a metric is not a scalar."""
+    if non_scalars := format_leaves(values, jnp.shape):
         raise TypeError(
             "metrics: expected a scalar, f32[], from each metric's compute, or a dict of them, got"
-            f"\n{wrong}\nReduce it there, or return its elements under names of their own."
+            f"\n{non_scalars}\nReduce the value in compute, or return its elements as a dict."
         )

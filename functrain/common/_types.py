@@ -1,4 +1,4 @@
-"""The words of the library as types."""
+"""The types of steps and pytrees."""
 
 from typing import Any, Protocol, TypeAlias, TypeVar
 
@@ -11,8 +11,8 @@ StateT = TypeVar("StateT")
 class Step(Protocol[StateT]):
     """A pure function ``(state, batch) -> (state, logs)`` over any pytree state.
 
-    The returned state has the structure, shapes, dtypes and weak types of the one it was given:
-    that is what lets a program scan over it.
+    The returned state must have the structure, shapes, dtypes and weak types of the given state, so
+    that a program can scan over steps.
     """
 
     def __call__(self, state: StateT, batch: PyTree, /) -> tuple[StateT, PyTree]:
@@ -21,32 +21,39 @@ class Step(Protocol[StateT]):
 
 
 class StepTraits:
-    """What loops ask of a step besides calling it, answered for a plain function.
+    """The properties of a step that loops need besides calling it; here those of a function.
 
     A step that carries metrics or trains a population is an object of a subclass that overrides
-    some of these. Loops ask through `traits_of`, which also takes plain functions.
+    some of these. Loops read them through `traits_of`, which also accepts plain functions.
 
     Attributes:
-      is_population: True if states are of many members, and logs and metrics have one value a
+      is_population: True if a state holds many members, and logs and metrics have one value per
         member.
-      stays_compiled: True if parts that are compiled by themselves stay so where the step is taken
-        uncompiled, as in Keras; else ``jax.disable_jit`` takes them apart.
+      stays_compiled: True if nested jitted functions stay compiled when the step runs uncompiled,
+        as in Keras. Otherwise ``jax.disable_jit`` runs them op by op.
     """
 
     is_population: bool = False
     stays_compiled: bool = False
 
     def wrap_state(self, state: PyTree) -> PyTree:
-        """Returns what the step takes for a bare state: here the state itself."""
+        """Returns the state in the form that the step takes: here unchanged."""
+        # A MeteredStep adds the metrics' initial values to it.
         return state
 
     def require_data(self, data: Any, name: str) -> None:
-        """Raises ValueError if the step cannot take batches of these data; `name` is for errors."""
+        """Raises ValueError if the step cannot take batches of this data.
+
+        Args:
+          data: The data that the loop is given.
+          name: The name of the loop's argument, for the error.
+        """
 
 
-_OF_A_FUNCTION = StepTraits()
+_FUNCTION_TRAITS = StepTraits()
 
 
 def traits_of(step: Any) -> StepTraits:
-    """Returns the traits of a step, which is not wrapped: its identity is a key of caches."""
-    return step if isinstance(step, StepTraits) else _OF_A_FUNCTION
+    """Returns the traits of a step."""
+    # A function is not wrapped in an object with traits: caches of programs use its identity.
+    return step if isinstance(step, StepTraits) else _FUNCTION_TRAITS

@@ -42,7 +42,7 @@ def placement(state: PyTree, shardings: PyTree = None) -> str:
       >>> params = {"layer_0": layer, "layer_1": layer}
       >>> mesh = AbstractMesh((4, 2), ("data", "model"))
       >>> rule = ft.sharding.rules({"**/kernel": P("data", "model"), "**": ft.sharding.replicated})
-      >>> print(describe(params, ft.sharding.shardings(params, mesh, rule)))
+      >>> print(ft.inspect.placement(params, ft.sharding.shardings(params, mesh, rule)))
       mesh: data=4 model=2
       leaves          array           over         part       bytes
       layer_*/bias    2 f32[512]      all alike    whole    2.0 KiB

@@ -56,7 +56,7 @@ class FitResult(NamedTuple, Generic[StateT]):
 @argument_advice(
     "It is fit(state, step, data): inputs and labels go into one loader, "
     "functrain.ArrayLoader((x, y), batch_size).",
-    first=require_state,
+    check_first=require_state,
     batch_size="It belongs to the data: functrain.ArrayLoader((x, y), batch_size).",
     shuffle="It belongs to the data: functrain.ArrayLoader((x, y), batch_size, shuffle=True).",
     validation_data="Pass eval_data=functrain.ArrayLoader((x, y), batch_size) and "
@@ -268,7 +268,7 @@ def _counted(
     stretch = steps if eval_every is None else eval_every
     if not is_integer(steps, 1) or not is_integer(stretch, 1) or steps % stretch:
         raise ValueError(
-            "steps and eval_every: expected a whole number from 1 on, and one that divides it, got "
+            "steps and eval_every: expected an integer of at least 1, and one that divides it, got "
             f"{steps!r} and {eval_every!r}"
         )
     return (

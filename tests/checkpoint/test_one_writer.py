@@ -46,7 +46,7 @@ def test_a_second_process_that_writes_is_refused_and_one_that_reads_is_not(tmp_p
         mine = ft.Checkpointer(tmp_path)
         assert mine.restore(LIKE).position.step == 1
         assert mine.verify() == {}
-        refused = rf"only one who writes here, but process {other.pid} does"
+        refused = rf"only writer of this directory, but process {other.pid} is"
         with pytest.raises(RuntimeError, match=refused):
             mine.save(LIKE, 2)
         with pytest.raises(RuntimeError, match=refused):
@@ -64,11 +64,11 @@ def test_a_second_one_in_the_same_process_is_refused_until_the_first_is_closed_o
 ) -> None:
     first, second = ft.Checkpointer(tmp_path), ft.Checkpointer(tmp_path)
     first.save(LIKE, 1)
-    with pytest.raises(RuntimeError, match=r"another writer of this process.*close\(\)"):
+    with pytest.raises(RuntimeError, match=r"another writer in this process.*close\(\)"):
         second.save(LIKE, 2)
     first.close()
     second.save(LIKE, 2)
-    with pytest.raises(RuntimeError, match="only one who writes here"):
+    with pytest.raises(RuntimeError, match="only writer of this directory"):
         first.save(LIKE, 3)
     del second
     gc.collect()
@@ -200,7 +200,7 @@ def test_a_directory_that_is_removed_meanwhile_is_made_again_with_a_lock(tmp_pat
     assert checkpoints.steps() == []
     checkpoints.save(LIKE, 2)
     assert checkpoints.steps() == [2]
-    with pytest.raises(RuntimeError, match="only one who writes here"):
+    with pytest.raises(RuntimeError, match="only writer of this directory"):
         ft.Checkpointer(tmp_path / "d").save(LIKE, 3)
     checkpoints.close()
 
@@ -210,7 +210,7 @@ def test_a_directory_behind_a_link_is_the_same_directory(tmp_path) -> None:
     (tmp_path / "runs").symlink_to(tmp_path / "disk")
     first = ft.Checkpointer(tmp_path / "runs")
     first.save(LIKE, 1)
-    with pytest.raises(RuntimeError, match="only one who writes here"):
+    with pytest.raises(RuntimeError, match="only writer of this directory"):
         ft.Checkpointer(tmp_path / "disk").save(LIKE, 2)
     first.close()
     assert (tmp_path / "runs").is_symlink()

@@ -123,7 +123,7 @@ def test_a_run_without_data_counts_and_resumes(tmp_path: pathlib.Path) -> None:
 
 @pytest.mark.parametrize("steps", [0, -1, 2.0, True, None])
 def test_a_number_of_steps_below_one_is_refused(steps: Any) -> None:
-    with pytest.raises(ValueError, match="steps: expected a whole number"):
+    with pytest.raises(ValueError, match="steps: expected an integer of at least 1"):
         Steps(steps)
 
 

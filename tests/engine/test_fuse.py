@@ -134,7 +134,7 @@ def test_aliases_in_a_donated_state_are_named_and_nothing_is_lost() -> None:
     ("name", "arguments"), [("k", {"k": 0}), ("unroll", {"k": 1, "unroll": 0}), ("k", {"k": True})]
 )
 def test_fewer_than_one_step_is_refused(name, arguments) -> None:
-    with pytest.raises(ValueError, match=f"{name}: expected a whole number from 1 on"):
+    with pytest.raises(ValueError, match=f"{name}: expected an integer of at least 1"):
         ft.fuse(lambda s, b: (s, {}), **arguments)
 
 

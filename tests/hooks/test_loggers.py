@@ -86,7 +86,7 @@ def test_every_so_many_steps_are_those_steps_however_they_are_fused(fuse, tmp_pa
 
 
 def test_a_number_of_steps_that_makes_no_sense_is_refused(tmp_path) -> None:
-    with pytest.raises(ValueError, match="steps: expected a whole number from 1 on, got 0"):
+    with pytest.raises(ValueError, match="every: expected an integer of at least 1, got 0"):
         ft.hooks.TensorBoard(tmp_path, every=0)
 
 

@@ -50,5 +50,5 @@ def test_a_run_that_fails_leaves_its_trace_and_none_under_way(tmp_path) -> None:
 
 
 def test_steps_that_make_no_sense_are_refused() -> None:
-    with pytest.raises(ValueError, match="start: expected a whole number from 1 on, got 0"):
+    with pytest.raises(ValueError, match="start: expected an integer of at least 1, got 0"):
         ft.hooks.Profile("profile", start=0)

@@ -86,5 +86,5 @@ def test_a_hook_can_be_used_again() -> None:
 def test_a_name_that_no_step_reports_is_refused() -> None:
     with pytest.raises(ValueError, match=r"monitor: expected one of \['loss'\], got 'rec'"):
         train([], monitor="rec")
-    with pytest.raises(ValueError, match="after: expected a whole number from 1 on, got 0"):
+    with pytest.raises(ValueError, match="after: expected an integer of at least 1, got 0"):
         ft.hooks.TerminateOnNaN(after=0)

@@ -68,5 +68,5 @@ def test_the_choice_is_the_smallest_of_the_fastest(microseconds, choice) -> None
 
 @pytest.mark.parametrize("ks", [(), (0, 1), (4, 2)])
 def test_numbers_of_steps_must_rise(ks) -> None:
-    with pytest.raises(ValueError, match="ks: expected rising numbers of steps"):
+    with pytest.raises(ValueError, match="fuse: expected rising numbers of steps"):
         ft.inspect.autotune({"w": jnp.zeros(3)}, step, np.ones(8), fuse=ks)

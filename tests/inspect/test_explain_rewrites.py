@@ -62,7 +62,7 @@ def test_a_row_tells_what_replaces_an_equation_and_why() -> None:
     assert (vectors.rule, vectors.reason) == ("sin_to_cos", "it shows")
     assert (scalar.shapes, scalar.count) == ("f32[] -> f32[]", 1)
     assert (scalar.rule, scalar.reason) == ("", "none is known to pay here")
-    assert vectors.where.startswith("layer  test_explain.py:")
+    assert vectors.where.startswith("layer  test_explain_rewrites.py:")
 
 
 @pytest.mark.usefixtures("sin_to_cos")
@@ -192,7 +192,7 @@ def test_a_function_without_its_arguments_is_refused_with_what_it_takes() -> Non
         raise AssertionError("never traced")
 
     for arguments in ((), (1, 2), (1, 2, 3, 4)):
-        with pytest.raises(TypeError, match=r"explain: expected the arguments.*\(params, model_st"):
+        with pytest.raises(TypeError, match=r"expected the arguments.*\(params, model_st"):
             explain_rewrites(loss_fn, *arguments)
 
 

@@ -167,7 +167,7 @@ def test_what_is_no_step_no_state_and_no_number_is_refused() -> None:
         TypeError, match=r"state: expected an array or its shape, got 'text'. It is at a,"
     ):
         ft.inspect.memory({"a": "text"}, STEP, BATCH)
-    with pytest.raises(ValueError, match="k: expected a whole number from 1 on, got 0"):
+    with pytest.raises(ValueError, match="fuse: expected an integer of at least 1, got 0"):
         ft.inspect.memory(create(), STEP, BATCH, fuse=0)
     with pytest.raises(
         TypeError,

@@ -104,7 +104,7 @@ def test_a_start_that_makes_no_sense_is_refused(start, error, message) -> None:
 @pytest.mark.parametrize("part", ["step", "epoch", "batch"])
 @pytest.mark.parametrize("value", [-1, 1.5, True, None, np.float32(2)])
 def test_the_parts_of_a_position_are_whole_numbers_from_0_on(part, value) -> None:
-    with pytest.raises(ValueError, match=f"Position: {part}: expected a whole number from 0 on"):
+    with pytest.raises(ValueError, match=f"Position: {part}: expected an integer of at least 0"):
         ft.Position(**{part: value})
 
 
@@ -121,5 +121,5 @@ def test_the_number_of_epochs_is_that_of_the_whole_training() -> None:
 
 
 def test_a_position_needs_the_length_of_an_epoch() -> None:
-    with pytest.raises(ValueError, match="steps_per_epoch: expected a whole number from 1 on"):
+    with pytest.raises(ValueError, match="steps_per_epoch: expected an integer of at least 1"):
         ft.Position.of(step=3, steps_per_epoch=0)

@@ -240,7 +240,7 @@ def closed(params, model_state, x, *, rng, training):
 @pytest.mark.parametrize(
     ("size", "batch", "message"),
     [
-        (0, X, "size: expected a whole number from 1 on, got 0"),
+        (0, X, "size: expected an integer of at least 1, got 0"),
         (2, (X, Y[:9]), r"first axis in common.*\n  0/0: float32\[10, 6\]\n  0/1: int32\[9\]"),
         (2, (X, np.float32(1)), r"first axis in common"),
         (2, (), "got\n  no arrays"),

@@ -195,8 +195,8 @@ def test_early_stopping_counts_stretches() -> None:
         ({"epochs": 2, "steps": 10}, "epochs and steps: expected one of them, got 2 and 10"),
         ({"eval_every": 5}, "eval_every: expected it together with steps, got 5 alone"),
         ({"steps": 10, "eval_every": 4}, "one that divides it, got 10 and 4"),
-        ({"steps": 0}, "steps and eval_every: expected a whole number from 1 on"),
-        ({"steps": 2.5}, "steps and eval_every: expected a whole number from 1 on"),
+        ({"steps": 0}, "steps and eval_every: expected an integer of at least 1"),
+        ({"steps": 2.5}, "steps and eval_every: expected an integer of at least 1"),
         ({"steps": 10, "start": ft.Position(10)}, "steps: expected more than the 10 that are over"),
     ],
 )

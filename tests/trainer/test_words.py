@@ -49,7 +49,7 @@ def test_an_argument_of_keras_is_told_where_it_belongs(name, hint) -> None:
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        ((STATE, STEP, X, Y), r"fit: expected 3 arguments without a name, got 4.*ArrayLoader"),
+        ((STATE, STEP, X, Y), r"fit: expected 3 positional arguments, got 4.*ArrayLoader"),
         ((STATE, STEP, (X, Y)), r"data: expected an ArrayLoader .* got tuple\. For arrays"),
         ((STATE, STEP, [[1.0, 2.0], [3.0, 4.0]]), "data: batch 0: .*list of 2 numbers, 1.0, 2.0"),
         ((STATE, STEP, iter([(X.tolist(), Y)])), "data: batch 0: .*list of 3 numbers"),
@@ -107,7 +107,7 @@ def test_what_fit_returned_is_no_state() -> None:
 
 def test_arrays_for_a_loader_are_refused_where_a_state_is_measured() -> None:
     with pytest.raises(
-        TypeError, match=r"evaluate: expected 3 arguments.*\(\(x, y\), batch_size\)"
+        TypeError, match=r"evaluate: expected 3 positional arguments.*\(\(x, y\), batch_size\)"
     ):
         ft.evaluate(STATE, ft.eval_step(LOSS), X, Y)
     with pytest.raises(TypeError, match=r"predict: expected no batch_size=.*\(x, batch_size\)"):
@@ -116,7 +116,7 @@ def test_arrays_for_a_loader_are_refused_where_a_state_is_measured() -> None:
 
 @pytest.mark.parametrize("states", [{"a": STATE, "b": STATE}, ft.population.stack([STATE] * 2)])
 def test_several_states_are_not_evaluated_as_one(states) -> None:
-    with pytest.raises(TypeError, match=r"state: expected one with params.*of=.*population\.step"):
+    with pytest.raises(TypeError, match=r"state: expected .*params.*get_state=.*population\.step"):
         ft.evaluate(states, ft.eval_step(LOSS), LOADER)
 
 

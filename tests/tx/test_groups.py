@@ -44,7 +44,7 @@ def test_groups_train_under_guards_averages_and_multi_steps() -> None:
     ("patterns", "message"),
     [
         (["**/bias"], r"expected a pattern for every param, got\n  encoder/kernel: no pattern"),
-        (["**/biass", "**"], r"'\*\*/biass', which means none. Near it: .*bias"),
+        (["**/biass", "**"], r"'\*\*/biass', which matches none. Similar patterns: .*bias"),
         (["**", "**/bias"], r"no earlier pattern matches, got '\*\*/bias'. Put it before"),
     ],
 )

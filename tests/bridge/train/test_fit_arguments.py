@@ -26,14 +26,14 @@ def compiled(**kwargs: Any) -> keras.Model:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"epochs": "3"}, "epochs: expected a whole number from 0 on, got '3'"),
-        ({"epochs": 2.0}, "epochs: expected a whole number from 0 on, got 2.0"),
-        ({"initial_epoch": -1}, "initial_epoch: expected a whole number from 0 on, got -1"),
-        ({"batch_size": "32"}, "batch_size: expected a whole number from 1 on"),
-        ({"batch_size": 0}, "batch_size: expected a whole number from 1 on, got 0"),
-        ({"steps_per_epoch": 1.5}, "steps_per_epoch: expected a whole number"),
-        ({"validation_steps": "2"}, "validation_steps: expected a whole number"),
-        ({"validation_batch_size": 0}, "validation_batch_size: expected a whole number"),
+        ({"epochs": "3"}, "epochs: expected an integer of at least 0, got '3'"),
+        ({"epochs": 2.0}, "epochs: expected an integer of at least 0, got 2.0"),
+        ({"initial_epoch": -1}, "initial_epoch: expected an integer of at least 0, got -1"),
+        ({"batch_size": "32"}, "batch_size: expected an integer of at least 1"),
+        ({"batch_size": 0}, "batch_size: expected an integer of at least 1, got 0"),
+        ({"steps_per_epoch": 1.5}, "steps_per_epoch: expected an integer"),
+        ({"validation_steps": "2"}, "validation_steps: expected an integer"),
+        ({"validation_batch_size": 0}, "validation_batch_size: expected an integer"),
         ({"verbose": "loud"}, "verbose: expected 'auto', 0, 1 or 2, got 'loud'"),
         ({"verbose": 3}, "verbose: expected 'auto', 0, 1 or 2, got 3"),
         ({"verbose": None}, "verbose: expected 'auto', 0, 1 or 2, got None"),
@@ -77,12 +77,14 @@ def test_masked_arrays_are_refused_since_the_mask_would_be_lost(which: int) -> N
 def test_labels_that_32_bits_cannot_hold_are_refused(method: str) -> None:
     model, labels = compiled(loss="sparse_categorical_crossentropy"), np.zeros(48, np.int64)
     run, labels[40] = getattr(bridge, method), 2**40  # class 0 in 32 bits
-    with pytest.raises(ValueError, match=r"^y: expected integers that int32 holds.*1099511627776"):
+    with pytest.raises(
+        ValueError, match=r"^y: expected integers that fit into int32.*1099511627776"
+    ):
         run(model, X, labels, batch_size=8, verbose=0)
-    with pytest.raises(ValueError, match=r"^x: expected integers at ids that int32 holds"):
+    with pytest.raises(ValueError, match=r"^x: expected integers at ids that fit into int32"):
         run(model, {"ids": labels}, Y, batch_size=8, verbose=0)
     batches = ((X[i : i + 8], labels[i : i + 8]) for i in range(0, 48, 8))
-    with pytest.raises(ValueError, match=r"^data: expected integers at 1 that int32 holds"):
+    with pytest.raises(ValueError, match=r"^data: expected integers at 1 that fit into int32"):
         run(model, batches, verbose=0, **({"shuffle": False} if method == "fit" else {}))
 
 
