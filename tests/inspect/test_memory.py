@@ -171,7 +171,7 @@ def test_what_is_no_step_no_state_and_no_number_is_refused() -> None:
         ft.inspect.memory(create(), STEP, BATCH, fuse=0)
     with pytest.raises(
         TypeError,
-        match=r"batch: expected an array \[B, \.\.\.\] or its shape, got 4.*memory\(step, st",
+        match=r"batch: expected an array \[B, \.\.\.\] or its shape, got 4.*memory\(state, st",
     ):
         ft.inspect.memory(3, STEP, 4)
 
