@@ -91,7 +91,13 @@ def _read(app: Sphinx, page: str, source: list[str]) -> None:
         head = HEAD.format(digest=digest(), examples=str(ROOT / "examples"), devices=devices)
         text = WRITTEN_OUTPUT.sub("", text)  # the notebook shows the actual output
         text = head + BLOCK.sub(r"```{code-cell} python\n\1```", text)
-    source[0] = text + _contents() if page == "index" else text
+    source[0] = text + _api_reference() + _contents() if page == "index" else text
+
+
+def _api_reference() -> str:
+    """Returns a section with links to the pages of the API, which only the site has."""
+    links = [f"- [](/{page}.rst)" for page in CONTENTS["API"].split()]  # without words: the title
+    return "\n".join(["", "## API reference", "", *links, ""])
 
 
 def _contents() -> str:
