@@ -1,15 +1,15 @@
-"""States, losses, and steps: what one batch does to a state.
+"""States, losses, and steps: how one batch changes a state.
 
 Files:
   _state: TrainState
-  _loss: LossFn, and Aux, what a loss returns beside its value
+  _loss: LossFn, and Aux, which a loss returns beside its value
   _supervised: the loss of a model on inputs and labels
   _update: one gradient step
-  _micro_batches: large batches in little memory
-  _train: the step that trains
-  _eval: the steps that evaluate and predict
-  _metered: steps that carry running metrics
-  _check: checks of steps, losses and names of logs
+  _micro_batches: gradients of large batches, accumulated over small ones
+  _train: the training step
+  _eval: the steps for evaluation and prediction
+  _metered: steps with and without running metrics
+  _check: checks of steps, losses and the names of logs
 """
 
 from functrain.step._eval import eval_step as eval_step

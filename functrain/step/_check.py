@@ -1,4 +1,4 @@
-"""Checks of steps and losses, and of the names of what they log."""
+"""Checks of steps, losses, and the names of what they log."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -13,9 +13,11 @@ def check_step(step: Any) -> None:
     """Raises TypeError unless this may be a function of a state and a batch; a loss is not."""
     expected = "step: expected (state, batch) -> (state, logs)"
     _require_function(step, expected)
-    if {"rng", "training"} <= {n for n, p in parameters(step).items() if p.default is p.empty}:
+    required = {name for name, p in parameters(step).items() if p.default is p.empty}
+    # Only losses require `rng` and `training`.
+    if {"rng", "training"} <= required:
         raise TypeError(
-            f"{expected}, got the loss {_repr.name(step)}. Make a step of it: "
+            f"{expected}, got the loss {_repr.name(step)}. Make a step from it: "
             "functrain.train_step(loss_fn, tx), functrain.eval_step(loss_fn)."
         )
 
@@ -23,40 +25,52 @@ def check_step(step: Any) -> None:
 def check_loss(loss_fn: Any) -> None:
     """Raises TypeError for a model, a step, or a loss of outputs and labels."""
     expected = "loss_fn: expected (params, model_state, batch, *, rng, training) -> (loss, Aux)"
-    refuse_model(loss_fn, expected, "supervised({}, loss)")
+    require_no_model(loss_fn, expected, "supervised({}, loss)")
     _require_function(loss_fn, expected)
-    taken = parameters(loss_fn)
-    if not taken or any(p.kind is p.VAR_KEYWORD for p in taken.values()):
+    arguments = parameters(loss_fn)
+    # A function without a signature, such as one written in C, cannot be checked, and `**kwargs`
+    # accepts both names.
+    if not arguments or any(p.kind is p.VAR_KEYWORD for p in arguments.values()):
         return
-    if missing := [name for name in ("rng", "training") if name not in taken]:
+    missing = [name for name in ("rng", "training") if name not in arguments]
+    if missing:
         raise TypeError(
-            f"{expected}, got {_repr.name(loss_fn)}({', '.join(taken)}) without "
-            f"{' and '.join(missing)}. A step needs no loss around it; a loss takes both, used or "
-            "not."
+            f"{expected}, got {_repr.name(loss_fn)}({', '.join(arguments)}) without "
+            f"{' and '.join(missing)}. A step needs no train_step around it: pass it to fit as it "
+            "is. A loss must accept both arguments, even if it ignores them."
         )
 
 
-def refuse_model(x: Any, expected: str, make: str) -> None:
-    """Raises TypeError for a model, functrain's or Keras's; `make` says what to make of it."""
+def require_no_model(x: Any, expected: str, call: str) -> None:
+    """Raises TypeError for a functrain or Keras model.
+
+    Args:
+      x: The argument to check.
+      expected: The beginning of the message.
+      call: The functrain call that makes what is expected, with {} for the model.
+    """
+    # Every Keras model has `stateless_call`; functrain does not import Keras to check its class.
     if isinstance(x, Model) or hasattr(x, "stateless_call"):
         model = "model" if isinstance(x, Model) else "bridge.from_keras(model)"
-        raise TypeError(f"{expected}, got a model. Make one with functrain.{make.format(model)}.")
+        raise TypeError(f"{expected}, got a model. Make one with functrain.{call.format(model)}.")
 
 
-def refuse_names(argument: str, names: Iterable[str], taken: Iterable[str], owner: str) -> None:
-    """Raises ValueError where names are taken by something else, which would hide one of them."""
-    both = sorted(set(names).intersection(taken))
+def require_distinct_names(
+    argument: str, names: Iterable[str], reserved: Iterable[str], owner: str
+) -> None:
+    """Raises ValueError if a name is reserved: one of the two values would hide the other."""
+    clashes = sorted(set(names).intersection(reserved))
     expected = f"names other than those of {owner}"
-    require(not both, argument, expected, both, "Rename them.")
+    require(not clashes, argument, expected, clashes, "Rename them.")
 
 
 def _require_function(x: Any, expected: str) -> None:
     if not callable(x) or isinstance(x, type):
         raise TypeError(f"{expected}, got {_tree.spec(x)}.")
-    # Losses of optax and Keras are told by their names for labels.
+    # Losses of optax and Keras are recognized by the names of their label arguments.
     if {"labels", "targets", "y_true"}.intersection(list(parameters(x))[:2]):
         raise TypeError(
-            f"{expected}, got {_repr.name(x)}, a loss of outputs and labels. Make a loss of it "
-            "with functrain.supervised(model, loss), and a step of that with "
+            f"{expected}, got {_repr.name(x)}, a loss of outputs and labels. Make a loss from it "
+            "with functrain.supervised(model, loss), and a step from that with "
             "functrain.train_step(loss_fn, tx)."
         )

@@ -1,4 +1,4 @@
-"""The steps that leave the state as it is: evaluation and prediction."""
+"""Steps that leave the state unchanged: evaluation and prediction."""
 
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
@@ -11,11 +11,16 @@ from functrain.common._checks import require
 from functrain.common._types import PyTree, Step
 from functrain.metrics._metric import Metric, collection, mean_loss
 from functrain.model._model import Model
-from functrain.step._check import check_loss, check_step, refuse_model, refuse_names
+from functrain.step._check import (
+    check_loss,
+    check_step,
+    require_distinct_names,
+    require_no_model,
+)
 from functrain.step._loss import Aux, LossFn
 from functrain.step._metered import MeteredStep, check_names
 from functrain.step._state import TrainState, check_rng
-from functrain.step._update import value_of
+from functrain.step._update import compute_loss
 
 
 def eval_step(
@@ -26,30 +31,30 @@ def eval_step(
     get_state: Callable[[Any], TrainState] | None = None,
     rng: jax.Array | None = None,
 ) -> MeteredStep:
-    """Returns the step that evaluates: the loss with ``training=False``, the state untouched.
+    """Returns the step that evaluates a loss with ``training=False`` and keeps the state unchanged.
 
     Args:
       loss_fn: The loss.
-      metrics: Running metrics by name, beside ``"loss"``, the mean over all examples. A batch
-        counts by ``Aux.weight`` where the loss has one, so that weighted means do not depend on
-        the batch size either.
-      logs: Names in the loss's ``Aux.logs`` whose means over all examples are reported, too, as
-        of several losses that are added up. They are weighted as the loss is.
-      get_state: Returns the part of the training's state to evaluate, anything with `params` and
-        `model_state`. One network of several: ``get_state=lambda states: states["student"]``. With
-        averaged params: ``get_state=lambda s: s.replace(params=ft.tx.ema_params(s))``.
-      rng: A typed key `key[]`, for a loss that draws in evaluation too, such as that of a
-        variational autoencoder: batch number i is given ``fold_in(rng, i)``, the same in every
-        evaluation, so that epochs can be compared. With None the loss is called with ``rng=None``.
+      metrics: Running metrics by name, beside ``"loss"``, the mean over all examples. Batches are
+        weighted by ``Aux.weight`` if the loss returns one, so that weighted means do not depend
+        on the batch size either.
+      logs: Names in the loss's ``Aux.logs`` whose means over all examples are reported as well,
+        for example the terms of a loss that is a sum. They are weighted as the loss is.
+      get_state: Returns the part of the training state to evaluate, an object with `params` and
+        `model_state`. One of several networks: ``get_state=lambda states: states["student"]``.
+        Averaged params: ``get_state=lambda s: s.replace(params=ft.tx.ema_params(s))``.
+      rng: A typed key `key[]`, for a loss that draws random numbers in evaluation too, such as
+        that of a variational autoencoder. Batch number i gets ``fold_in(rng, i)``, the same in
+        every evaluation, so that epochs can be compared. With None, the loss gets ``rng=None``.
 
     Returns:
-      A step over `Metered(state, metrics)`, for `evaluate` or for a loop of one's own.
+      A step over `Metered(state, metrics)`, for `evaluate` or for your own loop.
 
     Raises:
-      TypeError: `loss_fn` is no loss, `metrics` no dict of Metrics, or `rng` no single typed key;
-        or (when traced) the loss draws and there is no `rng`.
-      ValueError: A metric or a log is called as another, or "loss"; or (when traced) the loss has
-        no such log.
+      TypeError: `loss_fn` is not a loss, `metrics` is not a dict of Metrics, or `rng` is not a
+        single typed key; or (when traced) the loss draws random numbers and `rng` is None.
+      ValueError: Two metrics or logs have the same name, or one is named "loss"; or (when traced)
+        the loss has no log of that name.
 
     Examples:
       >>> import jax.numpy as jnp, optax
@@ -65,43 +70,51 @@ def eval_step(
     def measure(
         state: PyTree, batch: PyTree, key: jax.Array | None = None
     ) -> tuple[PyTree, jax.Array, Aux]:
-        part: TrainState = state if get_state is None else get_state(state)
-        _require_params(part)
-        loss, aux = value_of(loss_fn, part.params, part.model_state, batch, rng=key, training=False)
+        network: TrainState = state if get_state is None else get_state(state)
+        _require_params(network)
+        loss, aux = compute_loss(
+            loss_fn, network.params, network.model_state, batch, rng=key, training=False
+        )
         missing, expected = sorted(set(logs) - set(aux.logs)), f"names among {sorted(aux.logs)}"
         require(not missing, "logs", expected, missing, "Return them in the loss's Aux(logs=...).")
-        return state, loss, aux._replace(outputs=(aux.outputs, aux.logs))  # for `update_both`
+        # A metric's update gets the outputs, but not the logs: `update_all` needs both.
+        return state, loss, aux._replace(outputs=(aux.outputs, aux.logs))
 
     check_loss(loss_fn)
     check_names(metrics)
     check_rng(rng)
-    refuse_names("logs", logs, ["loss", *(metrics or {})], "the loss and the metrics")
+    require_distinct_names("logs", logs, ["loss", *(metrics or {})], "the loss and the metrics")
     mean = mean_loss()
-    measured = collection({"loss": mean, **(metrics or {})})
-    both = collection({"loss": mean, **(metrics or {}), **dict.fromkeys(logs, mean)})
+    user_metrics = collection({"loss": mean, **(metrics or {})})
+    # The means of logs need their own update, which looks up each log by its name. From this
+    # collection, only `init` and `compute` are used.
+    all_metrics = collection({"loss": mean, **(metrics or {}), **dict.fromkeys(logs, mean)})
 
-    def update_both(m: PyTree, batch: PyTree, seen: PyTree, loss: Any, weight: Any = None) -> Any:
-        outputs, aux_logs = seen
-        new = measured.update(m, batch, outputs, loss, weight)
+    def update_all(
+        m: PyTree, batch: PyTree, outputs_and_logs: PyTree, loss: Any, weight: Any = None
+    ) -> Any:
+        outputs, aux_logs = outputs_and_logs
+        new = user_metrics.update(m, batch, outputs, loss, weight)
         for name in logs:
             new[name] = mean.update(m[name], batch, None, jnp.asarray(aux_logs[name]), weight)
         return new
 
-    return MeteredStep(measure, both._replace(update=update_both), trains=False, rng=rng)
+    return MeteredStep(measure, all_metrics._replace(update=update_all), trains=False, rng=rng)
 
 
 def _require_params(state: Any) -> None:
-    """Raises TypeError for several networks where one is to be evaluated."""
+    """Raises TypeError unless a state has `params` and `model_state`; several networks have not."""
     if not (hasattr(state, "params") and hasattr(state, "model_state")):
         raise TypeError(
-            f"state: expected one with params and model_state, got {_repr.state_repr(state)}. Of "
-            "several networks choose one: eval_step(loss_fn, get_state=lambda states: "
-            "states['student']). Of a population: functrain.population.step(eval_step)."
+            "state: expected a state with params and model_state, got "
+            f"{_repr.state_repr(state)}. Choose one of several networks with "
+            "eval_step(loss_fn, get_state=lambda states: states['student']). For a population, use "
+            "functrain.population.step(eval_step)."
         )
 
 
 def predict_step(model: Model) -> Step[TrainState]:
-    """Returns the step that predicts: ``(state, inputs) -> (state, outputs)``, state untouched.
+    """Returns the step ``(state, inputs) -> (state, outputs)``, which keeps the state unchanged.
 
     Examples:
       >>> import jax.numpy as jnp, optax
@@ -120,6 +133,8 @@ def predict_step(model: Model) -> Step[TrainState]:
         try:
             return state, model.apply(state.params, state.model_state, inputs).outputs
         except Exception as error:
+            # Some models take a tuple of inputs, so that a batch (x, y) is noticed only when it
+            # fails.
             if isinstance(inputs, tuple | list):
                 error.add_note(
                     f"The model was given a {type(inputs).__name__} of {len(inputs)} as inputs. "
@@ -131,12 +146,12 @@ def predict_step(model: Model) -> Step[TrainState]:
 
 
 def check_predict_step(step: Any) -> None:
-    """Refuses what is no function of a state and inputs: models, and steps that measure."""
+    """Raises TypeError for a model, a step with metrics, or something that is not a step."""
     expected = "step: expected (state, inputs) -> (state, outputs)"
-    refuse_model(step, expected, "predict_step({})")
+    require_no_model(step, expected, "predict_step({})")
     check_step(step)
     if isinstance(step, MeteredStep):
         raise TypeError(
-            f"{expected}, got a step that carries metrics. Make one with "
+            f"{expected}, got a step that carries metrics. Make a step with "
             "functrain.predict_step(model)."
         )

@@ -1,4 +1,4 @@
-"""Losses as pure functions of a state's parts."""
+"""Losses as pure functions of the parts of a state."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
@@ -9,16 +9,16 @@ from functrain.common._types import PyTree
 
 
 class Aux(NamedTuple):
-    """What a loss returns beside its value.
+    """The values that a loss returns beside the loss itself.
 
     Attributes:
-      model_state: The model state after the forward pass; same structure as the one given.
-      outputs: The model's outputs, for metrics. None if there is nothing to show.
-      logs: Scalars to report beside the loss, under their names.
-      weight: `f32[]`, what the mean over examples was divided by, where that is not their number:
-        the sum of their weights. Means over batches, in evaluation, in the history and in
-        `micro_batches`, are weighted by it; training logs it as ``sum_of_weights``. ``()`` where
-        the loss is no such mean, as a sum is; `micro_batches` refuses it then.
+      model_state: The model state after the forward pass, with the structure it had before.
+      outputs: The model's outputs, for metrics. None if there are none.
+      logs: Scalars to report beside the loss, by name.
+      weight: `f32[]`, the divisor of the mean over examples, if it is not their number: the sum of
+        their weights. Means over batches, in evaluation, in the history and in `micro_batches`,
+        are weighted by it. Training logs it as ``sum_of_weights``. Use ``()`` if the loss is not
+        a mean, for example a sum; `micro_batches` then raises an error.
 
     Examples:
       >>> Aux(model_state={}).logs
@@ -42,7 +42,8 @@ class LossFn(Protocol):
       ...     return jnp.mean((outputs - y) ** 2), Aux(model_state, outputs)
     """
 
-    # Any signature that takes these, however it spells them.
+    # `Any`, so that type checkers accept every spelling of these parameters, such as `*batch` or
+    # `**mode`.
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[jax.Array, Aux]:
         """Returns the loss of one batch."""
         ...

@@ -1,4 +1,4 @@
-"""Steps that carry running metrics, and steps that do not."""
+"""Steps with and without running metrics."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -11,7 +11,7 @@ from functrain.common import _repr, _tree
 from functrain.common._checks import require_instance
 from functrain.common._types import PyTree, Step, StepTraits
 from functrain.metrics._metric import Metered, Metric, update_metric
-from functrain.step._check import refuse_names
+from functrain.step._check import require_distinct_names
 from functrain.step._loss import Aux
 from functrain.step._state import TrainState
 from functrain.tx._guards import finite_and_scale
@@ -19,14 +19,14 @@ from functrain.tx._guards import finite_and_scale
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class MeteredStep(StepTraits):
-    """A step over `Metered(state, metrics)` that knows its metrics.
+    """A step over `Metered(state, metrics)`, with its metrics as an attribute.
 
     Attributes:
       base: ``(state, batch) -> (state, loss f32[], Aux)``; with an `rng`, ``(state, batch, key)``.
       metrics: The metrics as one `Metric`; its `compute` returns a dict.
-      trains: Whether it changes the state; `evaluate` takes those only that do not.
-      rng: A key `key[]` for a base that draws, or None. Batch number i, counted beside the
-        metrics, gets ``fold_in(rng, i)``.
+      trains: True if the step changes the state. `evaluate` takes only steps that do not.
+      rng: A key `key[]` for a base that draws random numbers, or None. Batch number i, counted
+        beside the metrics, gets ``fold_in(rng, i)``.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -46,39 +46,45 @@ class MeteredStep(StepTraits):
 
     def __post_init__(self) -> None:
         if self.rng is not None:
-            object.__setattr__(self, "metrics", _counted(self.metrics))
+            # The dataclass is frozen.
+            object.__setattr__(self, "metrics", _count_batches(self.metrics))
 
     def __repr__(self) -> str:
         return _repr.call(self, base=self.base, trains=self.trains)
 
     def wrap_state(self, state: PyTree) -> Metered:
-        """Returns a bare state with metrics that have seen nothing, a started one as it is."""
+        """Returns the state with empty metrics, unless it has metrics already."""
         return state if isinstance(state, Metered) else self.start(state)
 
     def start(self, state: PyTree) -> Metered:
-        """Returns the state with metrics that have seen nothing."""
+        """Returns the state with metrics that have seen no batch."""
         _require_bare(state, "It has been started already.")
+        # An init may return one array twice. A buffer that two leaves share cannot be donated.
         return Metered(state, _tree.copy(self.metrics.init()))
 
     def values(self, metrics: PyTree) -> PyTree:
-        """Returns what its metrics come to."""
+        """Returns the values of the metrics so far."""
         return self.metrics.compute(metrics)
 
     def __call__(self, metered: Metered, batch: PyTree, /) -> tuple[Metered, PyTree]:
-        """Takes one step and updates the metrics with it."""
+        """Takes one step and updates the metrics."""
         advice = (
-            "This step carries metrics: begin with step.start(state). fit and run do that for a "
-            "step as train_step returns it; jit, vmap or partial around it hide its metrics."
+            "This step carries metrics: begin with step.start(state). fit and run do that if the "
+            "step is what train_step returned; jit, vmap or partial around it hide its metrics."
         )
         require_instance("state", metered, Metered, "Metered(state, metrics)", advice)
-        key = () if self.rng is None else (jax.random.fold_in(self.rng, metered.metrics[_BATCHES]),)
-        state, loss, aux = self.base(metered.state, batch, *key)
+        if self.rng is None:
+            state, loss, aux = self.base(metered.state, batch)
+        else:
+            key = jax.random.fold_in(self.rng, metered.metrics[_BATCH_COUNT])
+            state, loss, aux = self.base(metered.state, batch, key)
         metrics = update_metric(self.metrics, metered.metrics, batch, aux.outputs, loss, aux.weight)
         if self.trains and isinstance(state, TrainState):
             finite, _ = finite_and_scale(state.opt_state)
-            if finite is not None:  # what a skipped step says is no part of a mean
+            # With `skip_non_finite`, a step that was skipped does not count in the metrics.
+            if finite is not None:
                 metrics = _tree.select(finite, metrics, metered.metrics)
-        # The values of an evaluation are reported without logs.
+        # Only training reports logs and metrics together, so only there can their names clash.
         values = jax.eval_shape(self.metrics.compute, metrics) if self.trains else {}
         _tree.require_scalars(values)
         return Metered(state, metrics), _logs(loss, aux, values)
@@ -86,26 +92,28 @@ class MeteredStep(StepTraits):
 
 # The log of ``Aux.weight``: means over the steps of an epoch are weighted by it.
 SUM_OF_WEIGHTS = "sum_of_weights"
-_OF_THE_LOOP = ("loss", "seconds", SUM_OF_WEIGHTS)  # what it reports itself
+# The values that the loop itself reports.
+_LOOP_NAMES = ("loss", "seconds", SUM_OF_WEIGHTS)
 
-_BATCHES = "(batches)"  # no name for a metric
+# The parentheses keep this key apart from the names of metrics.
+_BATCH_COUNT = "(batches)"
 
 
-def _counted(metric: Metric) -> Metric:
-    """Counts batches beside the states of a dict of metrics, which is no value of theirs."""
+def _count_batches(metric: Metric) -> Metric:
+    """Returns a dict of metrics that also counts batches; the count is not among its values."""
 
     def update(m: PyTree, batch: PyTree, outputs: PyTree, loss: Any, weight: Any = None) -> Any:
         new = update_metric(metric, m, batch, outputs, loss, weight)
-        return {**new, _BATCHES: m[_BATCHES] + 1}
+        return {**new, _BATCH_COUNT: m[_BATCH_COUNT] + 1}
 
-    return Metric(lambda: {**metric.init(), _BATCHES: jnp.int32(0)}, update, metric.compute)
+    return Metric(lambda: {**metric.init(), _BATCH_COUNT: jnp.int32(0)}, update, metric.compute)
 
 
-def plain(base: Callable[[Any, PyTree], tuple[Any, jax.Array, Aux]]) -> Step[Any]:
+def unmetered_step(base: Callable[[Any, PyTree], tuple[Any, jax.Array, Aux]]) -> Step[Any]:
     """Returns the step without metrics, over the bare state."""
 
     def step(state: PyTree, batch: PyTree, /) -> tuple[PyTree, PyTree]:
-        _require_bare(state, "Take metered.state, or give train_step the metrics= too.")
+        _require_bare(state, "Pass metered.state, or pass metrics= to train_step.")
         state, loss, aux = base(state, batch)
         return state, _logs(loss, aux)
 
@@ -118,15 +126,23 @@ def _require_bare(state: PyTree, advice: str) -> None:
 
 
 def _logs(loss: jax.Array, aux: Aux, values: PyTree = ()) -> dict[str, Any]:
-    """Returns what a step reports; refuses one name for two things, as one would hide the other."""
-    logs, metrics = ({path for path, _ in _tree.leaves_with_path(x)} for x in (aux.logs, values))
-    refuse_names("logs", logs, _OF_THE_LOOP, "the loop")
-    refuse_names("logs", logs, metrics, "the metrics")
-    is_weighted = not (aux.weight is None or isinstance(aux.weight, tuple))
-    weight = {SUM_OF_WEIGHTS: jnp.asarray(aux.weight, jnp.float32)} if is_weighted else {}
-    return {"loss": loss, **weight, **aux.logs}
+    """Returns the logs of a step.
+
+    Raises:
+      ValueError: A log has the name of a metric, or one that the loop uses.
+    """
+    # Nested logs and metrics are reported under their paths, so the paths must differ.
+    log_names = dict(_tree.leaves_with_path(aux.logs))
+    metric_names = dict(_tree.leaves_with_path(values))
+    require_distinct_names("logs", log_names, _LOOP_NAMES, "the loop")
+    require_distinct_names("logs", log_names, metric_names, "the metrics")
+    logs = {"loss": loss}
+    # An empty tuple stands for a loss that is not a mean.
+    if not (aux.weight is None or isinstance(aux.weight, tuple)):
+        logs[SUM_OF_WEIGHTS] = jnp.asarray(aux.weight, jnp.float32)
+    return {**logs, **aux.logs}
 
 
 def check_names(metrics: Mapping[str, Metric] | None) -> None:
-    """Refuses names that the loop itself uses."""
-    refuse_names("metrics", metrics or (), ["learning_rate", *_OF_THE_LOOP], "the loop")
+    """Raises ValueError if a metric has a name that the loop uses."""
+    require_distinct_names("metrics", metrics or (), ["learning_rate", *_LOOP_NAMES], "the loop")

@@ -1,4 +1,4 @@
-"""What training carries from step to step."""
+"""The state that training carries from step to step."""
 
 from typing import Any, Self
 
@@ -16,18 +16,18 @@ from functrain.tx._extra_args import with_any_extra_args
 class TrainState(flax.struct.PyTreeNode, eq=False):
     """Everything a step changes, and nothing else: a frozen pytree, every leaf an array.
 
-    Functions (the model, the optimizer) are not in it; the step closes over them. So a state can
-    be copied, donated, vmapped and saved as it stands. ``==`` asks whether two are one object;
-    values are compared leaf by leaf, with `chex.assert_trees_all_equal` or `jax.tree.map`.
+    Functions (the model, the optimizer) are not part of it; the step closes over them. So a state
+    can be copied, donated, vmapped and saved directly. ``==`` compares the identity of objects;
+    to compare values, use `chex.assert_trees_all_equal` or `jax.tree.map`.
 
     Attributes:
       step: `i32[]`, steps taken so far, strongly typed.
-      params: What the optimizer trains.
+      params: The arrays that the optimizer trains.
       model_state: Non-trainable collections: batch statistics, Keras seed counters, frozen
         weights.
       opt_state: The state of the optax transformation.
-      rng: `key[]`, or None. The randomness of a step is ``fold_in(rng, step)``, so `rng` itself
-        never changes; with None there is no leaf, and losses are called with ``rng=None``.
+      rng: `key[]`, or None. A step uses the key ``fold_in(rng, step)``, so `rng` itself never
+        changes. None is not a leaf, and losses are called with ``rng=None``.
 
     Examples:
       >>> import jax, jax.numpy as jnp, optax
@@ -68,15 +68,15 @@ class TrainState(flax.struct.PyTreeNode, eq=False):
           rng: A typed key `key[]` from `jax.random.key`, or None for no randomness.
 
         Raises:
-          TypeError: `tx` is no optax transformation, `rng` is not a single typed key, `params`
-            holds something that cannot be trained, or a leaf is no array.
-          ValueError: A leaf holds integers that jax would cut to 32 bits.
+          TypeError: `tx` is not an optax transformation, `rng` is not a single typed key, `params`
+            has a leaf that cannot be trained, or a leaf is not an array.
+          ValueError: A leaf has integers that jax would truncate to 32 bits.
         """
         check_rng(rng)
         check_tx(tx)
         params = _tree.copy(params)
+        advice = "The optimizer trains all params. Put other arrays into model_state."
         for path, leaf in _tree.leaves_with_path(params):
-            advice = "Params are what the optimizer trains; put the rest into model_state."
             is_float = jnp.issubdtype(leaf.dtype, jnp.inexact)
             expected = "a floating-point array"
             require(is_float, f"params/{path}", expected, leaf, advice, error=TypeError)
@@ -84,6 +84,8 @@ class TrainState(flax.struct.PyTreeNode, eq=False):
             step=jnp.zeros((), jnp.int32),
             params=params,
             model_state=_tree.copy(model_state),
+            # An init may keep the params themselves, or one array twice. A buffer that two leaves
+            # share cannot be donated.
             opt_state=_tree.copy(tx.init(params)),
             rng=_tree.copy(rng),
         )
@@ -96,14 +98,14 @@ class TrainState(flax.struct.PyTreeNode, eq=False):
         Args:
           grads: Gradients, with the structure of `params`.
           tx: The optimizer the state was created with.
-          **extra_args: What the optimizer's `update` takes beyond gradients and params (`value`,
-            `value_fn`, `grad_fn`, ...). It is given those that it has parameters for.
+          **extra_args: Further arguments for the optimizer's `update` (`value`, `value_fn`,
+            `grad_fn`, ...). It gets those that it has parameters for.
 
         Returns:
           The state with new `params` and `opt_state`, and `step` one higher.
 
         Raises:
-          ValueError: `opt_state` is another optimizer's.
+          ValueError: `opt_state` belongs to another optimizer.
         """
         _check_opt_state(self.opt_state, self.params, tx)
         update = with_any_extra_args(tx).update
@@ -116,45 +118,56 @@ class TrainState(flax.struct.PyTreeNode, eq=False):
 
 
 def check_rng(rng: Any) -> None:
-    """Refuses what is neither a key nor None."""
-    advice = "Make it with jax.random.key(seed), or of an old key with jax.random.wrap_key_data."
+    """Raises TypeError unless `rng` is a single typed key or None."""
+    advice = (
+        "Make it with jax.random.key(seed), or from an old-style key with jax.random.wrap_key_data."
+    )
     is_one_key = _tree.is_key(rng) and rng.shape == ()
     require(rng is None or is_one_key, "rng", "one typed key, key[]", rng, advice, error=TypeError)
 
 
 def check_tx(tx: Any) -> None:
-    """Refuses what is no optax transformation."""
-    if not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
-        hint = f" Call it: {_repr.name(tx)}(...)." if callable(tx) else ""
-        hint = " Take bridge.optimizer(tx)." if hasattr(tx, "stateless_apply") else hint
-        raise TypeError(
-            "tx: expected an optax transformation, such as optax.adam(1e-3), got "
-            f"{_repr.brief(tx)}.{hint}"
-        )
+    """Raises TypeError unless `tx` is an optax transformation."""
+    # Checked by its methods, not by its class: any pair of such functions works.
+    if callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None)):
+        return
+    advice = f"Call it: {_repr.name(tx)}(...)." if callable(tx) else ""
+    # Keras optimizers have this method.
+    if hasattr(tx, "stateless_apply"):
+        advice = "Pass bridge.optimizer(tx)."
+    expected = "an optax transformation, such as optax.adam(1e-3)"
+    require(False, "tx", expected, tx, advice, error=TypeError)
 
 
 def _check_opt_state(opt_state: PyTree, params: PyTree, tx: optax.GradientTransformation) -> None:
-    """Refuses the state of another optimizer, by path, shape and kind of number of its leaves.
+    """Raises ValueError if `opt_state` belongs to another optimizer.
 
-    Not by dtype: moments may be wider than params that were cast. Not by type of container: they
-    may hold functions, which equal nothing.
+    Compares the paths, shapes and kinds of numbers of its leaves. Dtypes may differ, since moments
+    may be wider than params that were cast. Container types are not compared: they may hold
+    functions, which never compare equal.
     """
+    # jax caches this trace: once for each tx and each structure of params.
     try:
-        made = jax.eval_shape(tx.init, params)  # traced once for each tx and kind of params
-    except Exception:  # an init that reads values cannot be traced: nothing to compare with
+        expected_state = jax.eval_shape(tx.init, params)
+    except Exception:
+        # An init that reads values cannot be traced, so there is nothing to compare with.
         return
-    lines = _tree.spec_differences(_kinds(made), _kinds(opt_state))
+    lines = _tree.spec_differences(_kind_specs(expected_state), _kind_specs(opt_state))
     advice = (
-        "Take the tx that the state was created with; to continue with another one, "
+        "Pass the tx that the state was created with; to continue with another one, "
         "state.replace(opt_state=tx.init(state.params))."
     )
-    require_no_problems("opt_state", lines, "the leaves that this tx makes of params", advice)
+    require_no_problems("opt_state", lines, "the leaves that this tx makes for params", advice)
 
 
-def _kinds(tree: PyTree) -> dict[str, str]:
-    kinds = {"b": "bool", "i": "int", "u": "int", "c": "complex"}
-    return {
-        path: f"{kinds.get(jnp.result_type(x).kind, 'float')}[{', '.join(map(str, jnp.shape(x)))}]"
-        for path, x in _tree.leaves_with_path(tree)
-        if not _tree.is_key(x)
-    }
+def _kind_specs(tree: PyTree) -> dict[str, str]:
+    """Returns the kind of number and the shape of each leaf by path, such as ``float[8, 3]``."""
+    kind_names = {"b": "bool", "i": "int", "u": "int", "c": "complex"}
+    specs = {}
+    for path, x in _tree.leaves_with_path(tree):
+        # A typed key is not a number, and has no such kind.
+        if not _tree.is_key(x):
+            # bfloat16 and other dtypes of ml_dtypes have the kind "V".
+            kind = kind_names.get(jnp.result_type(x).kind, "float")
+            specs[path] = f"{kind}[{', '.join(map(str, jnp.shape(x)))}]"
+    return specs

@@ -6,7 +6,7 @@ from typing import Any, Literal, TypeAlias, get_args
 import jax
 import jax.numpy as jnp
 
-from functrain.common import _tree
+from functrain.common import _repr, _tree
 from functrain.common._arguments import parameters
 from functrain.common._checks import require, require_instance, require_one_of
 from functrain.common._types import PyTree
@@ -25,26 +25,26 @@ def supervised(
 ) -> LossFn:
     """Returns the loss of a model on batches ``(x, y)`` or ``(x, y, sample_weight)``.
 
-    The value is the mean of the per-example losses, plus the losses the model added itself. With
+    The value is the mean of the per-example losses, plus the losses that the model added. With
     sample weights w and per-example losses l of batch size B, it is Σwl / B as in Keras
     (``"mean"``), or Σwl / Σw (``"weighted_mean"``).
 
     Args:
-      model: What to apply.
+      model: The model to apply.
       loss: ``loss(outputs, y) -> f32[B, ...] or f32[]``, in optax's argument order. A scalar is
-        taken as it is; it cannot be weighted. A loss with a parameter `sample_weight`, such as
-        those of `bridge.loss`, is given the weights, or None, and weighs by itself: the mean of
-        what it returns is taken.
-      reduction: How per-example losses become one number.
+        used directly; it cannot be weighted. A loss with a parameter `sample_weight`, such as
+        those of `bridge.loss`, gets the weights, or None, and applies them; the result is the
+        mean of the values that it returns.
+      reduction: ``"mean"`` or ``"weighted_mean"``, how per-example losses become one number.
 
     Returns:
-      A LossFn. The mean is taken in float32 or wider, whatever the outputs' dtype.
+      A LossFn. The mean is computed in float32 or wider, whatever the dtype of the outputs.
 
     Raises:
-      TypeError: `model` is no Model, or `loss` a Keras loss, which takes the labels first.
-      ValueError: `reduction="weighted_mean"` meets a loss that weighs by itself. (When traced) the
-        batch is no tuple of two or three, the losses have not the leading axes of the outputs, or
-        sample weights meet a loss that is a scalar already, or their shapes do not fit.
+      TypeError: `model` is not a Model, or `loss` is a Keras loss, which takes the labels first.
+      ValueError: `reduction="weighted_mean"` is combined with a loss that takes `sample_weight`.
+        (When traced) the batch is not a tuple of two or three, the losses do not have the leading
+        axes of the outputs, or sample weights do not fit the losses or meet a scalar loss.
 
     Examples:
       >>> import jax, jax.numpy as jnp, optax
@@ -63,23 +63,24 @@ def supervised(
     require_one_of("reduction", reduction, get_args(Reduction))
     makers = "bridge.from_keras, functrain.from_linen, functrain.from_nnx or Model(init, apply)"
     require_instance("model", model, Model, "a functrain.Model", f"Make one with {makers}.")
-    advice = f"For what Keras's compile takes: bridge.loss({loss!r})."
+    advice = f"For the losses that Keras's compile takes, use bridge.loss({loss!r})."
     require(callable(loss), "loss", "loss(outputs, y)", loss, advice, error=TypeError)
-    taken = list(parameters(loss))
-    if hasattr(loss, "get_config") or taken[:1] == ["y_true"]:
-        name = getattr(loss, "__name__", type(loss).__name__)
+    arguments = list(parameters(loss))
+    # Loss objects of Keras have `get_config`, its loss functions begin with `y_true`.
+    if hasattr(loss, "get_config") or arguments[:1] == ["y_true"]:
         raise TypeError(
-            f"loss: expected loss(outputs, y), got {name}, which takes the labels first. Take "
-            "bridge.loss(loss) for a Keras loss, or lambda outputs, y: loss(y, outputs)."
+            f"loss: expected loss(outputs, y), got {_repr.name(loss)}, which takes the labels "
+            "first. Use bridge.loss(loss) for a Keras loss, or lambda outputs, y: loss(y, outputs)."
         )
-    weighs = "sample_weight" in taken
-    with_weight = getattr(loss, "with_weight", None)  # bridge.loss also returns the divisor
+    takes_weight = "sample_weight" in arguments
+    # Losses of bridge.loss have this method, which also returns the divisor of the mean.
+    with_weight = getattr(loss, "with_weight", None)
     require(
-        not weighs or reduction == "mean",
+        not takes_weight or reduction == "mean",
         "reduction",
-        "'mean' with a loss that takes sample_weight and weighs by itself",
+        "'mean' with a loss that takes sample_weight and applies it",
         reduction,
-        "For a Keras loss choose its own reduction, as in "
+        "For a Keras loss, choose its reduction, as in "
         "bridge.loss(keras.losses.Huber(reduction='mean_with_sample_weight')).",
     )
 
@@ -93,13 +94,15 @@ def supervised(
         try:
             if with_weight is not None:
                 values, divisor = with_weight(outputs, y, weight)
+            elif takes_weight:
+                values = loss(outputs, y, sample_weight=weight)
             else:
-                values = loss(outputs, y, sample_weight=weight) if weighs else loss(outputs, y)
+                values = loss(outputs, y)
         except (TypeError, ValueError) as error:
             error.add_note(_labels_note(outputs, y))
             raise
         values = jnp.asarray(values)
-        if weighs:
+        if takes_weight:
             value = jnp.mean(_tree.at_least_float32(values))
         else:
             _check_shape(values, outputs)
@@ -112,36 +115,39 @@ def supervised(
 
 
 def _labels_note(outputs: PyTree, y: PyTree) -> str:
-    """Says what a loss was given when it failed."""
-    had = [", ".join(map(_tree.spec, jax.tree.leaves(tree))) for tree in (outputs, y)]
-    said = f"This came from loss(outputs, y), with outputs {had[0]} and labels {had[1]}."
-    return " ".join([said, *_advice(outputs, y)])
+    """Returns a note for an error of a loss: its arguments, and how to make the labels fit."""
+    output_specs, label_specs = (
+        ", ".join(map(_tree.spec, jax.tree.leaves(tree))) for tree in (outputs, y)
+    )
+    arguments = f"outputs {output_specs} and labels {label_specs}"
+    return " ".join([f"This came from loss(outputs, y), with {arguments}.", *_advice(outputs, y)])
 
 
 def _advice(outputs: PyTree, y: PyTree) -> Iterator[str]:
-    """Yields what is mostly the matter where labels do not fit."""
+    """Yields advice for the usual mistakes: a missing axis, or classes in place of scores."""
     if not (_tree.is_array(outputs) and _tree.is_array(y)):
         return
-    whole = jnp.issubdtype(y.dtype, jnp.integer)
+    is_integer = jnp.issubdtype(y.dtype, jnp.integer)
     if outputs.ndim == y.ndim + 1 and outputs.shape[-1] == 1:
-        yield "Give the labels the shape of the outputs, y[:, None], or take outputs[:, 0]."
+        yield "Give the labels the shape of the outputs, y[:, None], or use outputs[:, 0]."
     elif outputs.ndim == y.ndim + 1:
-        classes = "optax.softmax_cross_entropy_with_integer_labels"
-        yield (
-            f"Numbers of classes go with {classes}, or as jax.nn.one_hot(y, {outputs.shape[-1]})."
-            if whole
-            else f"Numbers of classes are integers, y.astype(int), and go with {classes}."
-        )
+        sparse_loss = "optax.softmax_cross_entropy_with_integer_labels"
+        if is_integer:
+            one_hot = f"jax.nn.one_hot(y, {outputs.shape[-1]})"
+            yield f"Integer classes need {sparse_loss}, or convert them with {one_hot}."
+        else:
+            yield f"Classes must be integers, y.astype(int), for {sparse_loss}."
     elif outputs.ndim == y.ndim and y.shape[-1] == 1 < outputs.shape[-1]:
-        yield "A number an example is y[:, 0]."
-    elif outputs.shape == y.shape and outputs.shape[-1:] > (1,) and not whole:
-        yield "Labels of the outputs' shape go with a loss such as optax.softmax_cross_entropy."
+        yield "If each example has one label, pass y[:, 0]."
+    elif outputs.shape == y.shape and outputs.shape[-1:] > (1,) and not is_integer:
+        yield "Labels with the shape of the outputs need a loss like optax.softmax_cross_entropy."
 
 
 def _reduce(
     values: jax.Array, weight: jax.Array | None, reduction: Reduction
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Returns the mean, and what it was divided by if that is not the number of values."""
+    """Returns the mean, and its divisor if that is not the number of values."""
+    # The mean of a large batch loses bits in half precision.
     values = _tree.at_least_float32(values)
     if weight is None:
         return jnp.mean(values), None
@@ -155,9 +161,10 @@ def _reduce(
 
 
 def _check_shape(values: jax.Array, outputs: PyTree) -> None:
-    """Refuses losses that came of broadcasting outputs `[B, 1]` against labels `[B]`."""
-    fits = not _tree.is_array(outputs) or values.shape == outputs.shape[: values.ndim]
+    """Raises ValueError for losses made by broadcasting outputs `[B, 1]` against labels `[B]`."""
+    # Such losses are [B, B]: they train, silently, on every pair of an output and a label.
+    has_leading_axes = not _tree.is_array(outputs) or values.shape == outputs.shape[: values.ndim]
     axes = f"the leading axes of the outputs {_tree.spec(outputs)}"
     expected = f"a value per example, with {axes}, or one scalar"
     advice = "Give labels the shape of the outputs, for example y[:, None] or outputs[:, 0]."
-    require(fits, "loss", expected, values, advice)
+    require(has_leading_axes, "loss", expected, values, advice)

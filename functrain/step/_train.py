@@ -1,4 +1,4 @@
-"""The step that trains."""
+"""The training step."""
 
 import itertools
 from collections import Counter
@@ -13,9 +13,9 @@ from functrain.common import _tree
 from functrain.common._checks import require
 from functrain.common._types import PyTree, Step
 from functrain.metrics._metric import Metric, collection
-from functrain.step._check import check_loss, refuse_names
+from functrain.step._check import check_loss, require_distinct_names
 from functrain.step._loss import Aux, LossFn
-from functrain.step._metered import MeteredStep, check_names, plain
+from functrain.step._metered import MeteredStep, check_names, unmetered_step
 from functrain.step._state import TrainState, check_tx
 from functrain.step._update import update
 from functrain.tx._logs import logged
@@ -28,29 +28,30 @@ def train_step(
     metrics: Mapping[str, Metric] | None = None,
     learning_rate: optax.Schedule | None = None,
 ) -> Step[Any]:
-    """Returns the step that trains: pure, not jitted.
+    """Returns the training step, a pure function that is not jitted.
 
     Args:
       loss_fn: The loss, for example from `supervised`.
       tx: The optimizer the state was created with.
-      metrics: Running metrics by name. With them the step runs over `Metered(state, metrics)`;
-        `fit` and `run` wrap, reset at each epoch and unwrap.
-      learning_rate: The schedule inside `tx`, for the logs only: optax does not show it. It is
-        asked with the optimizer's own count of updates, which under `optax.MultiSteps` is not that
-        of steps. Rates injected by `optax.inject_hyperparams` are found without, those of `groups`
-        as ``<group>/learning_rate``; inside `optax.MultiSteps` it is, between two updates, that of
-        the last one.
+      metrics: Running metrics by name. The step then runs over `Metered(state, metrics)`; `fit`
+        and `run` add the metrics to the state, reset them at each epoch, and remove them.
+      learning_rate: The schedule inside `tx`, used for the logs only, since optax does not expose
+        it. It is called with the optimizer's own count of updates, which differs from the count
+        of steps under `optax.MultiSteps`. Rates injected by `optax.inject_hyperparams` are logged
+        without this argument, those of `groups` as ``<group>/learning_rate``. Between two updates
+        of `optax.MultiSteps`, the rate of the last update is logged.
 
     Returns:
       ``step(state, batch) -> (state, logs)`` with
-      ``logs = {"loss": f32[], "learning_rate": f32[] (where known), **aux.logs}``, and what `tx`
-      says of itself (`logged`).
+      ``logs = {"loss": f32[], "learning_rate": f32[] (if known), **aux.logs}``, and the logs of
+      `tx` (see `logged`).
 
     Raises:
-      TypeError: `loss_fn` is no loss, `tx` no optax transformation, `metrics` no dict of Metrics,
-        or `learning_rate` no function; or (when traced) a metric's value is no scalar.
-      ValueError: A metric is called "loss", "learning_rate" or "seconds"; or (when traced) a log
-        is called so, or as a metric is.
+      TypeError: `loss_fn` is not a loss, `tx` is not an optax transformation, `metrics` is not a
+        dict of Metrics, or `learning_rate` is not a function; or (when traced) the value of a
+        metric is not a scalar.
+      ValueError: A metric is named "loss", "learning_rate" or "seconds"; or (when traced) a log has
+        such a name, or that of a metric.
 
     Examples:
       >>> import jax, jax.numpy as jnp, optax
@@ -70,46 +71,52 @@ def train_step(
         "learning_rate",
         "the schedule inside tx, count -> rate",
         learning_rate,
-        "A constant rate goes into tx alone, as in optax.adam(1e-3); to see it in the logs, "
+        "Pass a constant rate to tx alone, as in optax.adam(1e-3). To see it in the logs, use "
         "optax.inject_hyperparams(optax.adam)(learning_rate=1e-3).",
         error=TypeError,
     )
 
     def train(state: TrainState, batch: PyTree) -> tuple[TrainState, jax.Array, Aux]:
         new, loss, aux = update(state, loss_fn, tx, batch)
-        own = {**_applied_rate(state, new, learning_rate), **logged(new.opt_state)}
-        refuse_names("logs", aux.logs, own, "the optimizer")
-        return new, loss, aux._replace(logs={**own, **aux.logs})
+        optimizer_logs = {**_applied_rates(state, new, learning_rate), **logged(new.opt_state)}
+        require_distinct_names("logs", aux.logs, optimizer_logs, "the optimizer")
+        return new, loss, aux._replace(logs={**optimizer_logs, **aux.logs})
 
     check_names(metrics)
-    return MeteredStep(train, collection(metrics)) if metrics else plain(train)
+    return MeteredStep(train, collection(metrics)) if metrics else unmetered_step(train)
 
 
-def _applied_rate(
+def _applied_rates(
     old: TrainState, new: TrainState, schedule: optax.Schedule | None
 ) -> dict[str, jax.Array]:
-    """Returns the learning rate of an update as a log; nothing where it is unknown."""
+    """Returns the learning rates of an update as logs; an empty dict if they are unknown."""
     if schedule is not None:
-        return {"learning_rate": jnp.asarray(schedule(_count(old)), jnp.float32)}
-    # inject_hyperparams writes down, with an update, the values it was made with.
-    rates = [(_name(path), x) for path, x in _named("learning_rate", new.opt_state)]
-    times = Counter(name for name, _ in rates)
-    return {name: jnp.asarray(x, jnp.float32) for name, x in rates if times[name] == 1}
+        return {"learning_rate": jnp.asarray(schedule(_update_count(old)), jnp.float32)}
+    # `inject_hyperparams` stores the values that an update used in the state after it.
+    rates = [(_log_name(path), x) for path, x in _leaves_named("learning_rate", new.opt_state)]
+    name_counts = Counter(name for name, _ in rates)
+    # Two rates with one name, as of a chain, cannot be told apart: neither is logged.
+    return {name: jnp.asarray(x, jnp.float32) for name, x in rates if name_counts[name] == 1}
 
 
-def _name(path: list[str]) -> str:
-    """Names a rate after the groups it is in; optax.partition keeps their states by name."""
-    groups = [b for a, b in itertools.pairwise(path) if a == "inner_states"]
+def _log_name(path: list[str]) -> str:
+    """Returns the log name of a rate, with the names of the groups it belongs to."""
+    # `optax.partition` keeps the state of each group under inner_states/<group>.
+    groups = [name for parent, name in itertools.pairwise(path) if parent == "inner_states"]
     return "/".join([*groups, "learning_rate"])
 
 
-def _count(state: TrainState) -> jax.Array:
+def _update_count(state: TrainState) -> jax.Array:
     """Returns the count that a schedule inside the optimizer is called with."""
-    found = [x.count for x in _tree.nodes(state.opt_state, optax.ScaleByScheduleState)]
-    found = found or [x for _, x in _named("gradient_step", state.opt_state)]  # MultiSteps'
-    return found[0] if found else state.step
+    schedule_states = _tree.nodes(state.opt_state, optax.ScaleByScheduleState)
+    if schedule_states:
+        return schedule_states[0].count
+    # `optax.MultiSteps` counts its updates under this name.
+    update_counts = _leaves_named("gradient_step", state.opt_state)
+    return update_counts[0][1] if update_counts else state.step
 
 
-def _named(name: str, tree: PyTree) -> list[tuple[list[str], jax.Array]]:
-    found = [(path.split("/"), x) for path, x in _tree.leaves_with_path(tree)]
-    return [(path, x) for path, x in found if path[-1] == name]
+def _leaves_named(name: str, tree: PyTree) -> list[tuple[list[str], jax.Array]]:
+    """Returns the leaves whose path ends with a name, each with its path as a list."""
+    leaves = [(path.split("/"), x) for path, x in _tree.leaves_with_path(tree)]
+    return [(path, x) for path, x in leaves if path[-1] == name]

@@ -1,4 +1,4 @@
-"""One gradient step: the piece that steps are made of."""
+"""One gradient step, the building block of training steps."""
 
 from typing import Any
 
@@ -17,25 +17,25 @@ from functrain.tx._guards import finite_and_scale, scale_loss, unscale_gradients
 def update(
     state: TrainState, loss_fn: LossFn, tx: optax.GradientTransformation, *args: PyTree
 ) -> tuple[TrainState, jax.Array, Aux]:
-    """Takes one gradient step: the piece `train_step` is made of; a GAN is two of these.
+    """Takes one gradient step. `train_step` is built on it; for a GAN, call it twice.
 
     Args:
-      state: Its `rng`, folded with its `step`, is the randomness of the loss.
+      state: The state. The loss gets its `rng`, folded with its `step`.
       loss_fn: ``loss_fn(params, model_state, *args, rng=, training=True) -> (f32[], Aux)``.
-      tx: The optimizer. One whose `update` takes `value`, `grad`, `value_fn` (line searches,
-        plateau schedules) or `grad_fn` (`optax.contrib.sam`) gets them, of the same batch and
-        random numbers; what `skip_non_finite` and `loss_scale` need is done.
-      *args: Passed on to `loss_fn`, usually one batch.
+      tx: The optimizer. If its `update` takes `value`, `grad`, `value_fn` (line searches, plateau
+        schedules) or `grad_fn` (`optax.contrib.sam`), it gets them, for the same batch and random
+        numbers. `skip_non_finite` and `loss_scale` are supported.
+      *args: Further arguments of `loss_fn`, usually one batch.
 
     Returns:
-      The new state (`model_state` from the aux, `step` one higher), the loss `f32[]` before the
-      update, and the aux.
+      The new state (with the `model_state` of the aux, and `step` one higher), the loss `f32[]`
+      before the update, and the aux.
 
     Raises:
-      TypeError: (when traced) the state is no TrainState; the loss is no scalar, or no pair of a
-        scalar and an Aux; or it draws random numbers and the state has no `rng`.
-      ValueError: (when traced) the state's `opt_state` is another optimizer's, or guarded in part
-        by `skip_non_finite`.
+      TypeError: (when traced) the state is not a TrainState; the loss function does not return a
+        pair of a scalar and an Aux; or it draws random numbers and the state has no `rng`.
+      ValueError: (when traced) the state's `opt_state` belongs to another optimizer, or
+        `skip_non_finite` guards only a part of it.
 
     Examples:
       >>> import jax.numpy as jnp, optax
@@ -50,22 +50,24 @@ def update(
     if not hasattr(state, "apply_gradients"):
         raise TypeError(
             f"state: expected a TrainState, got {type(state).__name__}. Make one with "
-            "functrain.TrainState.create(params=params, model_state=model_state, tx=tx). The step "
-            "of a population is functrain.population.step(step)."
+            "functrain.TrainState.create(params=params, model_state=model_state, tx=tx). For a "
+            "population, use functrain.population.step(step)."
         )
     rng = None if state.rng is None else jax.random.fold_in(state.rng, state.step)
 
-    def loss_of(params: PyTree) -> tuple[jax.Array, Aux]:
-        return value_of(loss_fn, params, state.model_state, *args, rng=rng, training=True)
+    def loss_and_aux(params: PyTree) -> tuple[jax.Array, Aux]:
+        return compute_loss(loss_fn, params, state.model_state, *args, rng=rng, training=True)
 
     def scaled_loss(params: PyTree) -> tuple[jax.Array, tuple[jax.Array, Aux]]:
-        loss, aux = loss_of(params)
+        loss, aux = loss_and_aux(params)
         return scale_loss(loss, scale), (loss, aux)
 
-    def grad_fn(params: PyTree, _: Any) -> PyTree:
-        """Returns the gradients at other params; optax numbers the adversarial steps."""
+    def grad_fn(params: PyTree, adversarial_step: Any) -> PyTree:
+        """Returns the gradients at other params, for `optax.contrib.sam`."""
         return unscale_gradients(jax.grad(lambda p: scaled_loss(p)[0])(params), scale)
 
+    # Gradients of float16 models underflow, so `loss_scale` multiplies the loss before it is
+    # differentiated. The loss that is reported is not scaled.
     _, scale = finite_and_scale(state.opt_state)
     (_, (loss, aux)), grads = jax.value_and_grad(scaled_loss, has_aux=True)(state.params)
     grads = unscale_gradients(grads, scale)
@@ -74,46 +76,54 @@ def update(
         tx,
         value=loss,
         grad=grads,
-        value_fn=lambda params: loss_of(params)[0],
+        value_fn=lambda params: loss_and_aux(params)[0],
         grad_fn=grad_fn,
     )
     finite, _ = finite_and_scale(new.opt_state)
     model_state = aux.model_state
+    # `skip_non_finite` sees gradients only. The forward pass of a skipped step may have put NaN
+    # into batch statistics as well.
     if finite is not None:
         model_state = _tree.select(finite, model_state, state.model_state)
     return new.replace(model_state=model_state), loss, aux
 
 
-def value_of(
+def compute_loss(
     loss_fn: LossFn, *args: PyTree, rng: jax.Array | None, training: bool
 ) -> tuple[jax.Array, Aux]:
-    """Calls a loss, and says what is wrong with what it wants or returns."""
+    """Returns ``loss_fn(*args, rng=rng, training=training)``.
+
+    Raises:
+      TypeError: The loss draws random numbers and `rng` is None, or it does not return a pair of a
+        scalar and an Aux.
+    """
     try:
         result = loss_fn(*args, rng=rng, training=training)
     except TypeError as error:
+        # jax.random functions reject None with this text.
         if rng is None and "PRNG key" in str(error):
             raise TypeError(f"loss_fn: {_NO_RNG[training]}") from error
         raise
-    return _checked(result)
+    return _check_result(result)
 
 
 _NO_RNG = {
-    True: "expected a state with an rng, since it draws random numbers, got rng=None. Create the "
-    "state with TrainState.create(..., rng=jax.random.key(seed)).",
-    False: "expected no drawing in evaluation, where rng is None. Draw only `if training:`, which "
-    "is a Python bool; or give keys to evaluation too: "
+    True: "expected a state with an rng, since the loss draws random numbers, got rng=None. Create "
+    "the state with TrainState.create(..., rng=jax.random.key(seed)).",
+    False: "expected no random numbers in evaluation, where rng is None. Draw them only `if "
+    "training:`, which is a Python bool, or pass a key for evaluation: "
     "eval_step(loss_fn, rng=jax.random.key(seed)).",
 }
 
 
-def _checked(result: Any) -> tuple[jax.Array, Aux]:
-    """Returns what a loss returned, or says what is wrong with it."""
+def _check_result(result: Any) -> tuple[jax.Array, Aux]:
+    """Returns the loss and the Aux; raises TypeError unless the result is such a pair."""
     is_pair = isinstance(result, tuple | list) and len(result) == 2
     loss, aux = result if is_pair else (None, None)
     if not isinstance(aux, Aux):
         raise TypeError(
-            "loss_fn: expected it to return (loss, functrain.Aux(model_state)), got "
-            f"{_shown(result)}. End it with: return loss, functrain.Aux(model_state)"
+            f"loss_fn: expected it to return (loss, Aux(...)), got {_describe(result)}. Write: "
+            "return loss, functrain.Aux(model_state)"
         )
     loss = jnp.asarray(loss)
     is_scalar = loss.shape == () and jnp.issubdtype(loss.dtype, jnp.floating)
@@ -122,8 +132,12 @@ def _checked(result: Any) -> tuple[jax.Array, Aux]:
     return loss, aux
 
 
-def _shown(result: Any) -> str:
-    """Returns what a loss returned as dtypes and shapes: a tracer's own repr says neither."""
+def _describe(result: Any) -> str:
+    """Returns the dtypes and shapes of a loss's result; the repr of a tracer shows neither."""
     if isinstance(result, tuple | list):
-        return f"({', '.join(map(_shown, result))})"
-    return "None" if result is None else _tree.spec(result)
+        return f"({', '.join(map(_describe, result))})"
+    if result is None:
+        return "None"
+    if _tree.is_array(result) and not result.shape:
+        return f"a {result.dtype} scalar"
+    return _tree.spec(result)

@@ -147,12 +147,12 @@ def test_a_loss_that_fails_says_what_it_was_given() -> None:
 @pytest.mark.parametrize(
     ("loss", "y", "advice"),
     [
-        (optax.softmax_cross_entropy, LABELS.astype(int), r"with_integer_labels, or as .*one_hot"),
-        (optax.softmax_cross_entropy, LABELS.astype(np.float32), r"are integers, y.astype\(int\)"),
+        (optax.softmax_cross_entropy, LABELS.astype(int), r"with_integer_labels, or convert .*one_hot"),
+        (optax.softmax_cross_entropy, LABELS.astype(np.float32), r"must be integers, y.astype\(int\)"),
         (
             optax.softmax_cross_entropy_with_integer_labels,
             np.zeros_like(LOGITS),
-            "go with a loss such as optax.softmax_cross_entropy",
+            "need a loss like optax.softmax_cross_entropy",
         ),
     ],
 )

@@ -241,8 +241,8 @@ def closed(params, model_state, x, *, rng, training):
     ("size", "batch", "message"),
     [
         (0, X, "size: expected an integer of at least 1, got 0"),
-        (2, (X, Y[:9]), r"first axis in common.*\n  0/0: float32\[10, 6\]\n  0/1: int32\[9\]"),
-        (2, (X, np.float32(1)), r"first axis in common"),
+        (2, (X, Y[:9]), r"share their first axis.*\n  0/0: float32\[10, 6\]\n  0/1: int32\[9\]"),
+        (2, (X, np.float32(1)), r"share their first axis"),
         (2, (), "got\n  no arrays"),
     ],
 )
@@ -256,7 +256,7 @@ def test_outputs_that_cannot_be_put_together_are_refused() -> None:
         return jnp.mean(params * x), ft.Aux(model_state, {"mean": jnp.mean(x)})
 
     with pytest.raises(
-        ValueError, match=r"a micro-batch, 2.*\n  mean: float32\[\]\nScalars belong"
+        ValueError, match=r"a micro-batch, 2.*\n  mean: float32\[\]\nReturn scalars"
     ):
         ft.micro_batches(loss_fn, 2)(1.0, (), X, rng=None, training=True)
 
@@ -272,5 +272,5 @@ def test_gradients_through_outputs_are_refused() -> None:
         return jnp.mean(params * x), ft.Aux(model_state, params * x)
 
     cut = ft.micro_batches(loss_fn, 2)
-    with pytest.raises(TypeError, match="goes through what is in Aux"):
+    with pytest.raises(TypeError, match="goes through Aux"):
         jax.grad(lambda p: cut(p, (), X, rng=None, training=True)[1].outputs.sum())(1.0)

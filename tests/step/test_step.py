@@ -234,13 +234,13 @@ def test_two_updates_make_a_step_of_two_optimizers() -> None:
         (lambda x: (jnp.int32(1), ft.Aux({})), r"expected a scalar loss.*got int32\[\]"),
         (
             lambda x: x.sum(),
-            r"got float32\[\]\. End it with: return loss, functrain\.Aux\(model_state\)",
+            r"got a float32 scalar\. Write: return loss, functrain\.Aux\(model_state\)",
         ),
         (
             lambda x: (x.sum(), {"n": x}),
-            r"return \(loss, functrain.Aux\(.*got \(float32\[\], dict\)\. End",
+            r"return \(loss, Aux\(.*got \(a float32 scalar, dict\)\. Write",
         ),
-        (lambda x: None, r"return \(loss, functrain\.Aux\(model_state\)\), got None\. End"),
+        (lambda x: None, r"return \(loss, Aux\(\.\.\.\)\), got None\. Write"),
     ],
 )
 def test_a_loss_function_that_returns_something_else_is_refused(result, message) -> None:

@@ -124,7 +124,7 @@ def test_a_loss_that_draws_without_a_key_is_told_where_keys_come_from() -> None:
     with pytest.raises(TypeError, match=r"expected a state with an rng.*rng=jax\.random\.key"):
         ft.update(start(), drawing, TX, (X, X))
     step = ft.eval_step(drawing)
-    with pytest.raises(TypeError, match=r"expected no drawing in evaluation.*if training"):
+    with pytest.raises(TypeError, match=r"expected no random numbers in evaluation.*if training"):
         step(step.start(start(rng=jax.random.key(0))), (X, X))
 
 

@@ -116,7 +116,7 @@ def test_arrays_for_a_loader_are_refused_where_a_state_is_measured() -> None:
 
 @pytest.mark.parametrize("states", [{"a": STATE, "b": STATE}, ft.population.stack([STATE] * 2)])
 def test_several_states_are_not_evaluated_as_one(states) -> None:
-    with pytest.raises(TypeError, match=r"state: expected .*params.*get_state=.*population\.step"):
+    with pytest.raises(TypeError, match=r"state: expected a state with params.*get_state=.*population\.step"):
         ft.evaluate(states, ft.eval_step(LOSS), LOADER)
 
 
