@@ -35,7 +35,6 @@ from functrain.data._stack import stack_batches as stack_batches
 from functrain.engine._driver import SPARE_BYTES as SPARE_BYTES
 from functrain.engine._driver import copy_arrays as copy_arrays
 from functrain.engine._guards import add_guard as add_guard
-from functrain.engine._notes import add_notes as add_notes
 from functrain.engine._placement import chunk_placer as chunk_placer
 from functrain.engine._plan import FuseArg as FuseArg
 from functrain.engine._plan import Plan as Plan
@@ -60,6 +59,7 @@ from functrain.model._switches import SWITCHES as SWITCHES
 from functrain.rewrites import Mode as Mode
 from functrain.rewrites import mode as mode
 from functrain.sharding._rules import require_fitting_spec as require_fitting_spec
+from functrain.step._notes import add_notes as add_notes
 from functrain.step._state import check_tx as check_tx
 
 tree, arrays_in = _tree, _opened

@@ -13,7 +13,6 @@ Files:
   _trigger: schedules by steps, epochs or seconds
   _signals: defers Ctrl-C and SIGTERM until the state is complete
   _guards: context managers that are entered while a step is traced
-  _notes: notes on a step's errors: its batch, and advice about traced values
   _cache: the on-disk cache of compiled programs
 """
 

@@ -20,7 +20,6 @@ from functrain.data._batches import Chunk
 from functrain.engine import _placement
 from functrain.engine._guards import tracing_guards
 from functrain.engine._loop import check_carry, reject_text_logs, require_pair
-from functrain.engine._notes import error_notes
 from functrain.engine._plan import nbytes
 from functrain.engine._programs import (
     TRAINING,
@@ -31,6 +30,7 @@ from functrain.engine._programs import (
     program,
 )
 from functrain.rewrites import Mode
+from functrain.step._notes import error_notes
 
 # How many programs may be in flight before the driver waits for the oldest: enough to keep a
 # device busy, few enough to bound memory and the time an interrupt takes.

@@ -12,9 +12,9 @@ from functrain.common._compile import jit
 from functrain.common._types import PyTree
 from functrain.engine._guards import tracing_guards
 from functrain.engine._loop import check_stacked, reject_text_logs, repeat
-from functrain.engine._notes import error_notes
 from functrain.engine._placement import Pins, pin_carry
 from functrain.rewrites import Mode
+from functrain.step._notes import error_notes
 
 Program: TypeAlias = Callable[..., Any]
 

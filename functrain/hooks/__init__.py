@@ -1,17 +1,17 @@
-"""What may happen around a loop: evaluation, early stopping, logs, and functions of your own.
+"""Hooks called during a run: evaluation, early stopping, logs, and your own functions.
 
 Files:
-  _hook: what a hook is, and who calls them
-  _evaluate: evaluation in the midst of training
-  _early_stopping: stopping when it no longer gets better
+  _hook: the protocol of hooks, and their runner
+  _evaluate: evaluation during training
+  _early_stopping: stopping when a value no longer improves
   _terminate_on_nan: stopping when a loss is no longer finite
   _sample: pictures and texts on a schedule
   _profile: a trace of some steps
-  _device_memory: how full devices are
-  _logger: what loggers have in common: lines in order, without waiting for the device
+  _device_memory: the memory in use on the devices
+  _logger: the base class of loggers, which write without waiting for the device
   _text_logs: values as a CSV file, and as JSON lines
   _tensorboard: values, pictures and texts for TensorBoard
-  _wandb: the same for Weights & Biases
+  _wandb: values, pictures and texts for Weights & Biases
 """
 
 from functrain.hooks._device_memory import DeviceMemory as DeviceMemory

@@ -1,4 +1,4 @@
-"""How full devices are."""
+"""The memory in use on the devices."""
 
 import jax
 
@@ -10,8 +10,8 @@ from functrain.loop._events import Event
 class DeviceMemory:
     """A hook that adds the memory of the fullest device to the event's values.
 
-    ``memory/in_use``, ``memory/peak`` and ``memory/limit`` in bytes, those that the device counts.
-    A CPU counts none. It waits for nothing.
+    The values are ``memory/in_use``, ``memory/peak`` and ``memory/limit`` in bytes, as far as the
+    device reports them. A CPU reports none. The hook does not wait for the device.
 
     Args:
       every: A number of steps, or a trigger such as ``ft.every(seconds=60)``. The end of each epoch
@@ -34,10 +34,12 @@ class DeviceMemory:
 
     def __call__(self, event: Event, /) -> None:
         """Adds the values."""
-        counts = [device.memory_stats() or {} for device in jax.local_devices()]
-        for name, theirs in _NAMES.items():
-            if found := [count[theirs] for count in counts if theirs in count]:
-                event.values[f"memory/{name}"] = float(max(found))
+        device_stats = [device.memory_stats() or {} for device in jax.local_devices()]
+        for name, key in _STATS_KEYS.items():
+            byte_counts = [stats[key] for stats in device_stats if key in stats]
+            if byte_counts:
+                event.values[f"memory/{name}"] = float(max(byte_counts))
 
 
-_NAMES = {"in_use": "bytes_in_use", "peak": "peak_bytes_in_use", "limit": "bytes_limit"}
+# The names in jax's memory_stats.
+_STATS_KEYS = {"in_use": "bytes_in_use", "peak": "peak_bytes_in_use", "limit": "bytes_limit"}

@@ -11,7 +11,7 @@ import numpy as np
 from functrain.common import _direction, _repr, _tree
 from functrain.common._checks import require
 from functrain.engine._trigger import Trigger
-from functrain.hooks._hook import triggers
+from functrain.hooks._hook import triggers_of
 from functrain.loop._events import EpochEnd, Event, RunEnd
 
 
@@ -19,32 +19,30 @@ class EarlyStopping:
     """A hook that stops the run when a value no longer improves; it can restore the best state.
 
     The value is compared each time it is reported: each epoch, or whenever an `Evaluate` with
-    another `when` has added it. `patience`, `min_delta` and `mode` mean what they mean in
+    another `every` has added it. `patience`, `min_delta` and `mode` mean what they mean in
     ``keras.callbacks.EarlyStopping``, and the run stops after the same value.
 
     Args:
       monitor: Name of the value, such as ``"val_loss"``.
-      patience: After how many values in a row without an improvement the run stops. As in Keras,
-        0 stops at the first one, and so does 1.
+      patience: The number of values in a row without an improvement after which the run stops.
+        As in Keras, 0 and 1 both stop at the first one.
       min_delta: The value must be better than the best one by more than this to count as an
         improvement.
-      mode: ``"min"`` or ``"max"``, which is better; ``"auto"`` takes it from the name: `loss`,
-        `error`, `mse` and the like are better small, `accuracy`, `auc`, `f1` and the like large.
-      restore_best: At the end of the run, stopped early or not, restore the state that had the
-        best value, as Keras's `restore_best_weights` does. This costs a second copy of the state
+      mode: ``"min"`` or ``"max"``, the better direction. ``"auto"`` takes it from the name: `loss`,
+        `error`, `mse` and the like should be small, `accuracy`, `auc`, `f1` and the like large.
+      restore_best: True restores the state with the best value at the end of the run, stopped
+        early or not, as Keras's `restore_best_weights` does. This costs a second copy of the state
         on the device and in every checkpoint; the checkpoint of the run's end has a third.
 
     Attributes:
       best: The best value so far. NaN is never best: after a first value of NaN, any number is an
         improvement. Keras (3.15) would keep that NaN as its best and stop.
-      best_step: The step it was seen at, or None.
-      resume_key: Tells it from other hooks of its class when a run resumes; see
-        `functrain.hooks.Hook`. It is the name of the value.
+      best_step: The step at which it was reported, or None.
+      resume_key: The name of the value; see `functrain.hooks.Hook`.
 
     Raises:
-      ValueError: An argument makes no sense, or the name does not tell what is better; or (at the
-        end of the first epoch after which no hook before it is still to be due for the first
-        time) there is no value of that name.
+      ValueError: An argument is out of range, or the name does not imply a direction; or (at the
+        end of an epoch) no value has that name, and each hook before this one has been due once.
 
     Examples:
       >>> from functrain import Position
@@ -60,7 +58,8 @@ class EarlyStopping:
       0.6 True
     """
 
-    of_members = False  # of a population
+    # True in the subclass for populations, whose values are `f64[N]`.
+    of_members = False
 
     def __init__(
         self,
@@ -78,7 +77,7 @@ class EarlyStopping:
         self.patience = patience
         self.min_delta = min_delta
         self.restore_best = restore_best
-        self._to_come: list[Trigger] = []
+        self._pending_triggers: list[Trigger] = []
         self._is_restored = False
         self._reset()
 
@@ -97,10 +96,12 @@ class EarlyStopping:
         return self._best_step.item() if self._best_step >= 0 else None
 
     def _reset(self) -> None:
-        # Of a population each becomes one a member, `[N]`.
+        # For a population, these arrays become `[N]` at the first update. A best step of -1 means
+        # that there is none.
         self._best = np.asarray(self._sign * math.inf)
-        self._best_step = np.asarray(-1)  # for none
-        self._failures = np.asarray(-1)  # values since the best one; -1 before the first value
+        self._best_step = np.asarray(-1)
+        # The number of values since the best one; -1 before the first value.
+        self._failures = np.asarray(-1)
         self._best_leaves: list[Any] = []
 
     def begin(self) -> None:
@@ -109,9 +110,9 @@ class EarlyStopping:
             self._reset()
         self._is_restored = False
 
-    def comes_after(self, before: Iterable[Any]) -> None:
-        """Learns which hooks come before it: the value may be there once each has been due."""
-        self._to_come = triggers(before)
+    def set_earlier_hooks(self, hooks: Iterable[Any]) -> None:
+        """Stores the triggers of the hooks before this one: each may add the value when due."""
+        self._pending_triggers = triggers_of(hooks)
 
     def state(self) -> dict[str, Any]:
         """Returns the best value and its step, the failures since, and the best state's leaves."""
@@ -128,12 +129,13 @@ class EarlyStopping:
         self._is_restored = True
         self._failures = np.asarray(state["failures"])
         best_step = np.asarray(state["best_step"])
-        # Leaves that are not updated from here on would be those of an earlier best value.
+        # Without restore_best the leaves are no longer updated, and would belong to an earlier best
+        # value.
         self._best_leaves = state["best_state"] if self.restore_best else []
         if self.restore_best and not self._best_leaves and (best_step >= 0).any():
             warnings.warn(
                 "restore_best: the checkpoint has no best state, since it was saved with "
-                "restore_best=False. The best one is looked for from here on.",
+                "restore_best=False. The best state is the best one from here on.",
                 stacklevel=2,
             )
             return
@@ -146,7 +148,7 @@ class EarlyStopping:
         elif self.monitor in event.values:
             self._compare(event, event.values[self.monitor])
         elif not self._has_seen_values:
-            self._miss(event)
+            self._handle_missing_value(event)
 
     @property
     def _has_seen_values(self) -> bool:
@@ -156,64 +158,74 @@ class EarlyStopping:
         self._update(event, np.asarray(float(value)), np.asarray(True))
 
     def _update(self, event: Event, values: np.ndarray, active: np.ndarray) -> np.ndarray:
-        """Takes in the values of a moment; stops the run if none goes on.
+        """Compares new values with the best ones; stops the run if no member continues.
 
         Args:
           event: The event.
-          values: `f64[]`, of a population `f64[N]`.
+          values: `f64[]`, for a population `f64[N]`.
           active: `bool[]` or `bool[N]`: False for members that have been stopped.
 
         Returns:
-          Which go on.
+          `bool[]` or `bool[N]`: True for members that continue.
         """
-        # Keras adds min_delta to the new value, too, and compares in float32 (on JAX, keras.ops
-        # does): the same rounding, so the same decision.
+        # Keras adds min_delta to the new value as well, and compares in float32, as keras.ops does
+        # on JAX. The same rounding leads to the same decision.
         new, best = self._sign * values + self.min_delta, self._sign * self._best
         is_better = active & (np.asarray(new, np.float32) < np.asarray(best, np.float32))
         self._best = np.where(is_better, values, self._best)
         self._best_step = np.where(is_better, event.step, self._best_step)
-        # The first value is nothing to stop at, whatever it is: it counts from -1 to 0.
+        # The run never stops at the first value: even NaN only raises the count from -1 to 0.
         self._failures = np.where(is_better, 0, self._failures + active)
         if self.restore_best and is_better.any():
             self._keep(event.state, is_better)
-        goes_on: np.ndarray = active & (self._failures < max(1, self.patience))
-        if not goes_on.any():
+        continues: np.ndarray = active & (self._failures < max(1, self.patience))
+        if not continues.any():
             event.stop()
-        return goes_on
+        return continues
 
     def _keep(self, state: Any, is_better: np.ndarray) -> None:
-        """Keeps a state, which is the best one."""
+        """Keeps a copy of the best state. Populations override this, and use `is_better`."""
+        # The next program consumes the event's state.
         self._best_leaves = jax.tree.leaves(_tree.copy(state))
 
     def _best_state(self, state: Any) -> Any:
-        """Returns the state that is kept in place of the last one."""
+        """Returns the best state, with the structure and the placement of the last one."""
         leaves, structure = jax.tree.flatten(state)
-        return jax.tree.unflatten(structure, self._placed(leaves))
+        return jax.tree.unflatten(structure, self._put_best_leaves(leaves))
 
-    def _placed(self, leaves: list[Any]) -> list[Any]:
-        """Returns the kept leaves where those of a state are: those of a checkpoint are not yet."""
+    def _put_best_leaves(self, leaves: list[Any]) -> list[Any]:
+        """Returns the best leaves, on the devices of the leaves of a state."""
+        # Leaves that were read from a checkpoint are NumPy arrays.
         return [
-            kept if isinstance(kept, jax.Array) else _tree.device_put_like(kept, leaf)
-            for kept, leaf in zip(self._best_leaves, leaves, strict=False)
+            best if isinstance(best, jax.Array) else _tree.device_put_like(best, leaf)
+            for best, leaf in zip(self._best_leaves, leaves, strict=False)
         ]
 
-    def _miss(self, event: Event) -> None:
-        """Refuses a value that no hook has added, once none is left that might."""
+    def _handle_missing_value(self, event: Event) -> None:
+        """Raises ValueError at the end of an epoch if no hook can still add the value."""
         epochs = event.epoch + 1 if isinstance(event, EpochEnd) else None
-        # Seconds are never up here: such a hook may always be due later.
-        self._to_come = [when for when in self._to_come if not when.due(event.step, epochs, 0.0)]
-        if isinstance(event, EpochEnd) and not self._to_come:
-            raise ValueError(
-                f"monitor: expected one of {sorted(event.values)}, got {self.monitor!r}. "
-                "Values of an evaluation need eval_data and eval_step, or an Evaluate hook that "
-                "comes before this one. A function that adds it later says when: @every(epochs=2)."
-            )
+        # The elapsed time is 0, so that a trigger in seconds stays pending: it may always be due
+        # later.
+        self._pending_triggers = [
+            trigger
+            for trigger in self._pending_triggers
+            if not trigger.due(event.step, epochs, 0.0)
+        ]
+        require(
+            not isinstance(event, EpochEnd) or self._pending_triggers,
+            "monitor",
+            f"one of {sorted(event.values)}",
+            self.monitor,
+            "Values of an evaluation need eval_data and eval_step, or an Evaluate hook before this "
+            "one. Decorate a function that adds the value later with its trigger: "
+            "@every(epochs=2).",
+        )
 
     def _end(self, event: RunEnd) -> None:
-        if self._to_come and not self._has_seen_values:
+        if self._pending_triggers and not self._has_seen_values:
             warnings.warn(
-                f"EarlyStopping: expected {self.monitor!r} during the run, and it never came. Of "
-                f"the hooks before it these were never due: {self._to_come}.",
+                f"EarlyStopping: expected {self.monitor!r} during the run, but no hook added it. "
+                f"These hooks before it were never due: {self._pending_triggers}.",
                 stacklevel=2,
             )
         if self._best_leaves:

@@ -1,9 +1,9 @@
-"""Evaluation in the midst of training."""
+"""Evaluation during training."""
 
 from typing import Any
 
 from functrain.common import _repr
-from functrain.common._checks import require_flags
+from functrain.common._checks import require, require_flags
 from functrain.data._adapt import as_batches
 from functrain.engine._placement import ShardingArg, batch_sharding
 from functrain.engine._plan import FuseArg
@@ -17,25 +17,25 @@ from functrain.step._metered import MeteredStep
 
 
 class Evaluate:
-    """A hook that evaluates the state and adds the values to the event's.
+    """A hook that evaluates the state and adds the results to the event's values.
 
-    A loss that is not finite is warned of once in a run.
+    The first loss of a run that is not finite causes a warning.
 
     Args:
       step: From `functrain.eval_step`.
-      data: What to evaluate on, as for `functrain.evaluate`.
+      data: The data to evaluate on, as for `functrain.evaluate`.
       every: A number of steps, or a trigger such as ``ft.every(seconds=60)``. The end of each epoch
         by default.
-      prefix: In front of the names of the values.
+      prefix: The prefix of the names of the values.
       fuse: Batches per program.
       rewrites: As for `functrain.evaluate`.
-      sharding: Of one batch, as for `functrain.evaluate`.
-      jit: False for debugging.
+      sharding: The sharding of one batch, as for `functrain.evaluate`.
+      jit: False evaluates uncompiled, for debugging.
 
     Raises:
-      TypeError: The step carries no metrics, or trains.
-      ValueError: The loader drops examples, or the devices belong to several processes while
-        `every` asks the clock.
+      TypeError: The step has no metrics, or trains.
+      ValueError: The loader drops examples, or `every` counts seconds although the devices belong
+        to several processes.
 
     Examples:
       >>> import jax.numpy as jnp, numpy as np, optax
@@ -71,13 +71,16 @@ class Evaluate:
         require_eval_step(step)
         require_flags(jit=jit)
         self.batches = as_batches(data)
-        where = batch_sharding(sharding)
+        mesh_sharding = batch_sharding(sharding)
         require_all_examples(self.batches)
-        if getattr(every, "seconds", None) is not None and where and not where.is_fully_addressable:
-            raise ValueError(
-                "every: expected functrain.every(steps=...) or epochs= where there are several "
-                f"processes, which evaluate together and whose clocks differ, got {every!r}"
-            )
+        spans_processes = mesh_sharding and not mesh_sharding.is_fully_addressable
+        # All processes must enter the evaluation after the same step, or they wait forever.
+        require(
+            getattr(every, "seconds", None) is None or not spans_processes,
+            "every",
+            "functrain.every(steps=...) or epochs= with several processes, whose clocks differ",
+            every,
+        )
         self.step = step
         self.data = self.batches.data
         self.every = as_trigger(every, Every(epochs=1))
@@ -94,7 +97,7 @@ class Evaluate:
         return _repr.call(self, data=self.data, every=self.every, prefix=self.prefix)
 
     def begin(self) -> None:
-        """Lets the run that begins warn once more."""
+        """Lets the next run warn once more."""
         self._has_warned = False
 
     def __call__(self, event: Event, /) -> None:
@@ -102,7 +105,7 @@ class Evaluate:
         values = evaluated(event.state, self.step, self.batches, **self.how)
         if not self._has_warned:
             active = active_members(event.state, self.step)
-            # The line that called fit: HookRunner, three functions of fit, and its decorator are
-            # between.
+            # The warning shows the line that called fit: between it and this one are HookRunner,
+            # three functions of fit, and its decorator.
             self._has_warned = warn_of_loss(values, active, stacklevel=7)
         event.values |= {f"{self.prefix}{name}": value for name, value in values.items()}

@@ -1,4 +1,4 @@
-"""Hooks: what happens when something is due."""
+"""Hooks: functions that a loop calls with its events."""
 
 import contextlib
 import time
@@ -9,32 +9,34 @@ from typing import Any, Protocol, TypeAlias
 import jax
 
 from functrain.common import _repr
+from functrain.common._checks import require
 from functrain.engine._trigger import Trigger
 from functrain.loop._events import ChunkEnd, EpochEnd, Event, LogsReady
 
 
 class Hook(Protocol):
-    """Called with events: with those at which its `every` is due, or with all if it has none.
+    """A function of events. It gets the events at which its `every` is due, or all events.
 
-    A plain function is a hook. One may read the event (waiting for the device where it looks at
-    arrays), add to `event.values`, assign `event.state`, and call `event.stop()`.
+    A plain function is a hook. It may read the event (and wait for the device if it reads arrays),
+    add to `event.values`, assign `event.state`, and call `event.stop()`.
 
-    These methods are called if it has them: `begin()` when a run begins, `close()` when it ends,
-    however it ends, and `logs(event)` with every `functrain.events.LogsReady`, which brings what
-    each step reported to the host while the device computes.
+    A hook may have these methods: `begin()` is called when a run begins, `close()` when it ends,
+    also after an error, and `logs(event)` with every `functrain.events.LogsReady`, which brings the
+    logs of each step to the host while the device continues.
 
-    With `state()` and `restore(state)` a hook resumes with a run that has a
+    With `state()` and `restore(state)`, a hook resumes together with a run that has a
     `functrain.Checkpointer`. `state` returns dicts, lists and tuples of numbers, texts and arrays,
-    which are saved beside the training's state. They come back as they were, but arrays come back
-    as NumPy's. `restore` is called before `begin`. A state is restored into the hook that has the
-    same class name and the same `resume_key`, in whatever order the hooks are. `resume_key` is an
-    optional attribute: a text that names what the hook watches or writes. `EarlyStopping` has the
-    name of its value, `CSVLogger` that of its file. Hooks of one class must have different ones.
+    which are saved beside the training state. They are restored unchanged, except that arrays
+    become NumPy arrays. `restore` is called before `begin`. A state is restored into the hook with
+    the same class name and the same `resume_key`, in whatever order the hooks are. `resume_key` is
+    an optional attribute: a text that names what the hook watches or writes. That of
+    `EarlyStopping` is the name of its value, that of `CSVLogger` the name of its file. Hooks of one
+    class must have different keys.
 
-    Where there are several processes, hooks are called in all of them, so that they may compute;
-    one with an attribute `only_first = True`, as loggers have it, is called in the first alone.
-    A stop in one process is a stop in all: at the same event if all call `event.stop()` there, else
-    a few programs later.
+    If there are several processes, hooks are called in all of them, so that they may compute
+    together. A hook with an attribute `only_first = True`, such as a logger, is called only in the
+    first process. A stop in one process stops all: at the same event if all call `event.stop()`
+    there, otherwise a few programs later.
 
     Examples:
       >>> import functrain as ft
@@ -48,7 +50,7 @@ class Hook(Protocol):
     """
 
     def __call__(self, event: Event, /) -> None:
-        """Does what the hook does."""
+        """Handles an event."""
         ...
 
 
@@ -61,12 +63,12 @@ def by_identity(
     """Returns hooks by class name and `resume_key`, such as ``EarlyStopping(val_loss)``.
 
     Args:
-      hooks: Those that have a state to save.
-      argument: The argument they came from, for errors.
-      default_key: Returns the key of a hook that has no `resume_key`.
+      hooks: Hooks that have a state to save.
+      argument: The name of their argument, for errors.
+      default_key: Returns the key of a hook without a `resume_key`.
 
     Raises:
-      ValueError: Two hooks have the same identity, so that a resumed run could mix up their states.
+      ValueError: Two hooks have the same identity: a resumed run could mix up their states.
     """
     identified: dict[str, Any] = {}
     for hook in hooks:
@@ -74,9 +76,8 @@ def by_identity(
         identity = f"{name}({key})" if key else name
         if identity in identified:
             raise ValueError(
-                f"{argument}: expected that the state of each can be told from the others' when "
-                f"the run resumes, got {identity} twice. Give each a key of its own, such as "
-                "hook.resume_key = 'first'."
+                f"{argument}: expected hooks whose states can be told apart when the run resumes, "
+                f"got {identity} twice. Give each its own key, such as hook.resume_key = 'first'."
             )
         identified[identity] = hook
     return identified
@@ -92,8 +93,8 @@ def _require_hook(hook: Any, name: str) -> None:
         got = f"the class {hook.__name__}" if isinstance(hook, type) else _repr.brief(hook)
         raise TypeError(
             f"{name}: expected a function of one event, or an object that is called with one, got "
-            f"{got}. Of a class pass an object, EarlyStopping(...). Callbacks of Keras go into "
-            "bridge.fit(callbacks=)."
+            f"{got}. Pass an object of a class, such as EarlyStopping(...). Keras callbacks belong "
+            "in bridge.fit(callbacks=)."
         )
     every = getattr(hook, "every", None)
     if every is not None and not (hasattr(every, "next_step") and hasattr(every, "due")):
@@ -104,40 +105,40 @@ def _require_hook(hook: Any, name: str) -> None:
 
 
 def _is_called_here(hook: Any) -> bool:
-    """Returns True if this process is one of those in which a hook is called."""
+    """Returns True if a hook is called in this process."""
     return jax.process_index() == 0 or not getattr(hook, "only_first", False)
 
 
-def triggers(hooks: Iterable[Any]) -> list[Trigger]:
-    """Returns when hooks are due; some do not say, and are called with every event."""
+def triggers_of(hooks: Iterable[Any]) -> list[Trigger]:
+    """Returns the triggers of the hooks that have one; the others are called with every event."""
     return [hook.every for hook in hooks if getattr(hook, "every", None) is not None]
 
 
 class HookRunner:
-    """Calls hooks when they are due, in their order, while `running`.
+    """Calls hooks when they are due, in their order, within `running`.
 
     Attributes:
-      hooks: The hooks. Until the run begins, others may be put among them.
+      hooks: The hooks. Others may be inserted until the run begins.
     """
 
     def __init__(self, hooks: Sequence[HookLike]) -> None:
-        if not isinstance(hooks, Iterable):
-            raise TypeError(
-                f"hooks: expected a sequence of hooks, got {hooks!r}. For one: hooks=[hook]."
-            )
+        advice = "For one hook, write hooks=[hook]."
+        is_iterable = isinstance(hooks, Iterable)
+        require(is_iterable, "hooks", "a sequence of hooks", hooks, advice, error=TypeError)
         self.hooks: list[Any] = list(hooks)
         for i, hook in enumerate(self.hooks):
             _require_hook(hook, f"hooks[{i}]")
 
     def __call__(self, event: Event) -> None:
         """Calls the hooks that are due."""
-        for i, hook in enumerate(self._called):
-            if self._due(i, event):
-                self._fired[i] = time.perf_counter()
+        for i, hook in enumerate(self._called_hooks):
+            if self._is_due(i, event):
+                # Set before the call, so that the time a hook takes counts towards its interval.
+                self._last_call_times[i] = time.perf_counter()
                 hook(event)
 
     def state(self) -> dict[str, Any]:
-        """Returns the states of the hooks by their identities, to be saved."""
+        """Returns the states of the hooks by their identities, for the checkpoint."""
         return {name: hook.state() for name, hook in self.resumable().items()}
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -145,7 +146,8 @@ class HookRunner:
         hooks = self.resumable()
         for name in hooks.keys() - state.keys():
             warnings.warn(
-                f"hooks: {name} begins afresh: the checkpoint has {sorted(state) or 'no hooks'}.",
+                f"hooks: {name} starts without a saved state: the checkpoint has "
+                f"{sorted(state) or 'no hooks'}.",
                 stacklevel=2,
             )
         for name in state.keys() - hooks.keys():
@@ -154,7 +156,8 @@ class HookRunner:
                 stacklevel=2,
             )
         for name in hooks.keys() & state.keys():
-            if _is_called_here(hooks[name]):  # a logger restores its file, which all processes see
+            # A logger truncates its file, which is one file for all processes.
+            if _is_called_here(hooks[name]):
                 hooks[name].restore(state[name])
 
     def resumable(self) -> dict[str, Any]:
@@ -166,30 +169,33 @@ class HookRunner:
         return by_identity(filter(is_resumable, self.hooks))
 
     def logs(self, event: LogsReady) -> None:
-        """Hands the logs of a chunk to the hooks that want them."""
-        for hook in self._called:
+        """Passes the logs of a chunk to the hooks that have a method `logs`."""
+        for hook in self._called_hooks:
             if callable(getattr(hook, "logs", None)):
                 hook.logs(event)
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Lets hooks begin that want to know; closes, at the exit, those that can be closed."""
-        self._called = list(filter(_is_called_here, self.hooks))
-        self._fired = [time.perf_counter()] * len(self._called)
+        """Context manager: calls `begin` of the hooks, and at the exit `close`."""
+        self._called_hooks = list(filter(_is_called_here, self.hooks))
+        self._last_call_times = [time.perf_counter()] * len(self._called_hooks)
         with contextlib.ExitStack() as closing:
-            for hook in reversed(self._called):  # the stack closes the last one first
+            # The stack closes the last one first, and hooks are closed in their order. All are
+            # registered before the first begins, so that an error in `begin` closes them too.
+            for hook in reversed(self._called_hooks):
                 if getattr(hook, "close", None) is not None:
                     closing.callback(hook.close)
-            for i, hook in enumerate(self._called):
-                if getattr(hook, "comes_after", None) is not None:
-                    hook.comes_after(self._called[:i])
+            for i, hook in enumerate(self._called_hooks):
+                # `EarlyStopping` has this method: its value may come from a hook before it.
+                if getattr(hook, "set_earlier_hooks", None) is not None:
+                    hook.set_earlier_hooks(self._called_hooks[:i])
                 if getattr(hook, "begin", None) is not None:
                     hook.begin()
             yield
 
-    def _due(self, i: int, event: Event) -> bool:
-        every: Trigger | None = getattr(self._called[i], "every", None)
+    def _is_due(self, i: int, event: Event) -> bool:
+        every: Trigger | None = getattr(self._called_hooks[i], "every", None)
         if every is None or not isinstance(event, ChunkEnd | EpochEnd):
             return every is None
         epochs = event.epoch + 1 if isinstance(event, EpochEnd) else None
-        return every.due(event.step, epochs, time.perf_counter() - self._fired[i])
+        return every.due(event.step, epochs, time.perf_counter() - self._last_call_times[i])

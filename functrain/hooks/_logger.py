@@ -1,4 +1,4 @@
-"""The base of loggers: lines in order, without waiting for the device."""
+"""The base class of loggers, which write lines in order without waiting for the device."""
 
 import contextlib
 import warnings
@@ -14,12 +14,12 @@ from functrain.loop._events import ChunkEnd, EpochEnd, Event, LogsReady
 
 
 class Line(NamedTuple):
-    """What there is to write of one moment.
+    """The values and samples to write for one step or epoch.
 
     Attributes:
       step: Steps taken since the training began.
       epoch: Number of the epoch.
-      values: Numbers by name, those of a population's members under ``name/0``, ``name/1``, ...
+      values: Numbers by name; those of a population's members are ``name/0``, ``name/1``, ...
       samples: Pictures `u8[H, W, C]` and texts by name.
     """
 
@@ -30,75 +30,82 @@ class Line(NamedTuple):
 
 
 class Logger:
-    """A hook that writes down what steps report, one program late, and what hooks have added.
+    """A hook that writes the logs of steps, one program late, and the values that hooks add.
 
-    An error while it writes does not end the run: it warns once.
+    An error while writing does not end the run; the first one causes a warning.
 
     Args:
-      steps: Write what every so many steps report; of other steps only what hooks have added.
-        None: write what the steps report at which the logger is called.
-      **shown: What `repr` shows.
+      steps: The logs of every `steps`-th step are written; for other steps, only the values that
+        hooks have added. None writes the logs of the steps at which the logger is called.
+      **repr_fields: The fields that `repr` shows.
     """
 
-    only_first = True  # of several processes
-    epoch_prefix = "epoch/"  # in front of the values of an epoch
+    # One process writes for all.
+    only_first = True
+    # The prefix of the values of an epoch, to keep them apart from those of its last step.
+    epoch_prefix = "epoch/"
 
-    def __init__(self, steps: int | None, /, **shown: Any) -> None:
+    def __init__(self, steps: int | None, /, **repr_fields: Any) -> None:
         if steps is not None:
             require_integer("every", steps)
-        self.steps, self._shown = steps, shown
-        self._waiting: list[Line] = []  # for what their step reported
+        self.steps, self._repr_fields = steps, repr_fields
+        # Lines of values that hooks have added; the logs of their steps come one program later.
+        self._pending_lines: list[Line] = []
         self._has_warned = False
 
     def __repr__(self) -> str:
-        return _repr.call(self, **self._shown)
+        return _repr.call(self, **self._repr_fields)
 
     def __call__(self, event: Event, /) -> None:
-        """Takes in what hooks have added, and what an epoch came to."""
+        """Collects the values that hooks have added, and those of an epoch."""
         prefix = self.epoch_prefix if isinstance(event, EpochEnd) else ""
-        # fit refuses what is no number after all hooks have been called.
+        # Other values cause an error in fit, but only after all hooks have been called.
         numbers = {n: x for n, x in event.values.items() if is_loggable(x, event._of_members)}
         values = {f"{prefix}{name}": x for name, x in split_members(numbers).items()}
         if values or event.samples or self.steps is None:
-            self._waiting.append(Line(event.step, event.epoch, values, dict(event.samples)))
+            self._pending_lines.append(Line(event.step, event.epoch, values, dict(event.samples)))
+        # After other events, no logs of the same step can come.
         if not isinstance(event, ChunkEnd):
-            self._write_waiting()
+            self._write_pending()
 
     def logs(self, event: LogsReady, /) -> None:
-        """Takes in what the steps of a chunk reported."""
+        """Adds the logs of a chunk's steps to the pending lines, and writes them."""
         first = event.step - event.steps + 1
         lines: list[Line] = []
-        for step in self._written_steps(first, event.step) if event.logs else ():
-            reported = {name: x[step - first] for name, x in event.logs.items()}
-            lines.append(Line(step, event.epoch, split_members(reported), {}))
-        for line in self._waiting:
+        for step in self._steps_to_write(first, event.step) if event.logs else ():
+            step_logs = {name: x[step - first] for name, x in event.logs.items()}
+            lines.append(Line(step, event.epoch, split_members(step_logs), {}))
+        # Hooks add values at the end of a chunk: a pending line belongs to the chunk's last step,
+        # and becomes one line with the logs of that step.
+        for line in self._pending_lines:
             if lines and lines[-1].step == line.step:
                 line = line._replace(values={**lines.pop().values, **line.values})
             lines.append(line)
-        self._waiting = lines
-        self._write_waiting()
+        self._pending_lines = lines
+        self._write_pending()
 
-    def _written_steps(self, first: int, last: int) -> range:
-        """Returns which steps of a chunk are written."""
+    def _steps_to_write(self, first: int, last: int) -> range:
+        """Returns the steps of a chunk whose logs are written."""
         if self.steps is None:
-            return range(last, last + bool(self._waiting))
+            return range(last, last + bool(self._pending_lines))
         return range(first + -first % self.steps, last + 1, self.steps)
 
-    def _write_waiting(self) -> None:
-        lines, self._waiting = self._waiting, []
+    def _write_pending(self) -> None:
+        lines, self._pending_lines = self._pending_lines, []
         if lines:
-            with self._errors_warned_of():
+            with self._warn_of_errors():
                 self.write(lines)
 
     def close(self) -> None:
-        """Writes what is left, and ends."""
-        self._write_waiting()
-        with self._errors_warned_of():
+        """Writes the remaining lines, and closes the log."""
+        self._write_pending()
+        with self._warn_of_errors():
             self.end()
 
     @contextlib.contextmanager
-    def _errors_warned_of(self) -> Iterator[None]:
-        """Suppresses errors, and warns of the first one: logs are not worth a training."""
+    def _warn_of_errors(self) -> Iterator[None]:
+        """Context manager: suppresses errors and warns of the first one."""
+        # A full disk must not end a training run.
         try:
             yield
         except Exception as error:
@@ -111,18 +118,18 @@ class Logger:
                 )
 
     def begin(self) -> None:
-        """Begins, or fails before a step is taken."""
+        """Opens the log; an error here ends the run before its first step."""
 
     def write(self, lines: Sequence[Line]) -> None:
         """Writes lines, in the order of their steps."""
         raise NotImplementedError
 
     def end(self) -> None:
-        """Ends: nothing else is to come."""
+        """Closes the log after the last line."""
 
     def state(self) -> dict[str, Any]:
-        """Makes sure that what was written is kept; returns what to save."""
+        """Flushes the log to disk; returns its position, for the checkpoint."""
         return {}
 
     def restore(self, state: dict[str, Any], /) -> None:
-        """Goes on where `state` was returned."""
+        """Continues the log from the position that `state` returned."""

@@ -14,17 +14,17 @@ from functrain.loop._events import Event
 class Profile:
     """A hook that traces some steps with JAX's profiler.
 
-    Programs end where the trace begins and ends, so that it holds these steps and no others; the
-    device is waited for at both places. TensorBoard's profile plugin, XProf and
-    ``jax.profiler.ProfileData`` read what it writes.
+    Programs end where the trace begins and ends, so that it contains exactly these steps. The hook
+    waits for the device at both places. TensorBoard's profile plugin, XProf and
+    ``jax.profiler.ProfileData`` read the trace.
 
     Args:
-      directory: Where to write, in `plugins/profile`.
-      start: After which step it begins. Compiling is over after the first program.
-      steps: How many steps to trace.
+      directory: The directory for the trace, which is written to `plugins/profile` within it.
+      start: The step after which the trace begins. Compilation is over after the first program.
+      steps: The number of steps to trace.
 
     Raises:
-      ValueError: `start` or `steps` is no whole number from 1 on.
+      ValueError: `start` or `steps` is not a positive integer.
 
     Examples:
       >>> hooks = [Profile("profile", start=200, steps=50)]
@@ -39,6 +39,7 @@ class Profile:
         require_integer("steps", steps)
         self.directory = pathlib.Path(directory)
         self.start, self.steps = start, steps
+        # A trigger also ends the chunk at its steps, so that no program is traced in part.
         self.every = at(start, start + steps)
         self._is_tracing = False
 
@@ -47,6 +48,8 @@ class Profile:
 
     def __call__(self, event: Event, /) -> None:
         """Begins or ends the trace."""
+        # Programs are dispatched asynchronously: earlier steps must not run into the trace, and the
+        # last traced step must be over.
         jax.block_until_ready(event.state)
         if event.step == self.start:
             jax.profiler.start_trace(self.directory)
@@ -55,7 +58,7 @@ class Profile:
             self.close()
 
     def close(self) -> None:
-        """Ends the trace, if it is under way: of a run that is over, or that failed."""
+        """Ends the trace if it is still active, because the run ended or failed within it."""
         if self._is_tracing:
             self._is_tracing = False
             jax.profiler.stop_trace()

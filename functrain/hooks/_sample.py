@@ -16,25 +16,26 @@ from functrain.loop._events import Event
 
 
 class Sample:
-    """A hook that makes pictures or texts of the state now and then, to be looked at.
+    """A hook that makes pictures or texts from the state on a schedule, for you to look at.
 
-    Loggers that come after it take them along: `TensorBoard` and `WandB`, of texts `JSONLines` too.
-    With a directory they are written there as well: ``sample-00001200.png`` at step 1200.
+    Loggers that come after it log them: `TensorBoard` and `WandB`, and for texts `JSONLines`. With
+    a directory, they are also written there, such as ``sample-00001200.png`` at step 1200.
 
     Args:
       make: A function of the state that returns a picture, a text, or a dict of them by name. A
-        picture is `[H, W]` or `[H, W, C]` with C of 1, 3 or 4; several of one size, `[N, H, W, C]`,
-        are laid out as one. Bytes are taken as they are, floats from 0 (dark) to 1.
+        picture is `[H, W]` or `[H, W, C]` with C of 1, 3 or 4. Several pictures of one size,
+        `[N, H, W, C]`, become one with rows and columns. Values are uint8, or floats from 0
+        (dark) to 1.
       every: A number of steps, or a trigger such as ``ft.every(seconds=60)``. The end of each epoch
         by default.
-      directory: Where to write PNG and text files; needs pillow.
-      name: Of what comes without one.
+      directory: The directory for PNG and text files. Requires pillow.
+      name: The name of a sample if `make` does not return a dict.
 
     Attributes:
-      latest: What was made last, by name: `u8[H, W, C]` or a text.
+      latest: The latest samples by name: `u8[H, W, C]` or a text.
 
     Raises:
-      ImportError: There is a directory, and pillow is not installed.
+      ImportError: `directory` is given, and pillow is not installed.
       TypeError: (when called) `make` returned something else.
 
     Examples:
@@ -61,25 +62,27 @@ class Sample:
         self.directory = None if directory is None else pathlib.Path(directory)
         self.name = name
         self.latest: dict[str, np.ndarray | str] = {}
+        # A missing library should not surface only at the first sample.
         if directory is not None:
-            _pillow()
+            _import_pillow()
 
     def __repr__(self) -> str:
         return _repr.call(self, make=self.make, every=self.every)
 
     def __call__(self, event: Event, /) -> None:
-        """Makes them."""
-        made = self.make(event.state)
-        named = made if isinstance(made, dict) else {self.name: made}
-        self.latest = {name: _sample(x, name) for name, x in named.items()}
+        """Makes the samples."""
+        result = self.make(event.state)
+        samples = result if isinstance(result, dict) else {self.name: result}
+        self.latest = {name: _to_sample(x, name) for name, x in samples.items()}
         event.samples |= self.latest
+        # All processes call the hook, since `make` may compute on devices of all of them.
         if self.directory is not None and jax.process_index() == 0:
             for name, sample in self.latest.items():
                 _save(sample, self.directory / f"{name}-{event.step:08d}")
 
 
-def _sample(x: Any, name: str) -> np.ndarray | str:
-    """Returns a text as it is, pictures as one: u8[H, W, C]."""
+def _to_sample(x: Any, name: str) -> np.ndarray | str:
+    """Returns a text unchanged, and one or several pictures as `u8[H, W, C]`."""
     if isinstance(x, str):
         return x
     picture: np.ndarray[Any, Any] = np.asarray(x) if _tree.is_array(x) else np.empty(())
@@ -87,22 +90,23 @@ def _sample(x: Any, name: str) -> np.ndarray | str:
         picture = picture[..., None]
     if picture.ndim not in (3, 4) or picture.shape[-1] not in (1, 3, 4):
         raise TypeError(
-            f"make: expected a picture [H, W] or [H, W, C], several [N, H, W, C], with C of 1, 3 "
+            "make: expected a picture [H, W] or [H, W, C], several [N, H, W, C], with C of 1, 3 "
             f"or 4, or a text, got {_tree.spec(x)} for {name!r}."
         )
     if picture.dtype != np.uint8:
         picture = (np.clip(np.nan_to_num(picture), 0.0, 1.0) * 255).round().astype(np.uint8)
-    return _laid_out(picture) if picture.ndim == 4 else picture
+    return _arrange_in_grid(picture) if picture.ndim == 4 else picture
 
 
-def _laid_out(pictures: np.ndarray) -> np.ndarray:
-    """Lays out `[N, H, W, C]` row by row, about as many rows as columns."""
+def _arrange_in_grid(pictures: np.ndarray) -> np.ndarray:
+    """Returns `[N, H, W, C]` as one picture, with about as many rows as columns."""
     n, height, width, channels = pictures.shape
     columns = max(1, int(np.ceil(np.sqrt(n))))
     rows = -(-n // columns)
-    sheet = np.zeros((rows * columns, height, width, channels), np.uint8)
-    sheet[:n] = pictures
-    by_rows = sheet.reshape(rows, columns, height, width, channels).swapaxes(1, 2)
+    # Cells without a picture stay black.
+    cells = np.zeros((rows * columns, height, width, channels), np.uint8)
+    cells[:n] = pictures
+    by_rows = cells.reshape(rows, columns, height, width, channels).swapaxes(1, 2)
     return by_rows.reshape(rows * height, columns * width, channels)
 
 
@@ -111,12 +115,13 @@ def _save(sample: np.ndarray | str, path: pathlib.Path) -> None:
     if isinstance(sample, str):
         path.with_suffix(".txt").write_text(sample, encoding="utf-8")
     else:
-        picture = sample[..., 0] if sample.shape[-1] == 1 else sample  # pillow's form of grey
-        _pillow().fromarray(picture).save(path.with_suffix(".png"))
+        # Pillow expects grayscale pictures without an axis of channels.
+        picture = sample[..., 0] if sample.shape[-1] == 1 else sample
+        _import_pillow().fromarray(picture).save(path.with_suffix(".png"))
 
 
-def _pillow() -> Any:
-    """Returns what writes pictures."""
+def _import_pillow() -> Any:
+    """Returns `PIL.Image`; raises ImportError if pillow is not installed."""
     return import_optional(
         "PIL.Image", "pictures in files need pillow: pip install 'functrain[pictures]'"
     )

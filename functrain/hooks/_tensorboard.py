@@ -13,26 +13,28 @@ from functrain.hooks._logger import Line, Logger
 class TensorBoard(Logger):
     """A hook that writes event files for TensorBoard, with tensorboardX.
 
-    What a step reports is there under its name, such as ``loss``, what hooks before this one have
-    added at a step as well, such as ``val_loss``, and what an epoch came to under ``epoch/``:
-    ``epoch/loss``, ``epoch/val_loss``; pictures and texts of a `Sample`, too. The axis counts the
-    steps of the training. The numbers of a step are those of that very step. They come one program
-    late, so that nobody waits. Of a population each member has tags of its own, ``loss/0``.
+    The logs of a step are written under their names, such as ``loss``, together with the values
+    that earlier hooks added at that step, such as ``val_loss``. The values of an epoch have the
+    prefix ``epoch/``: ``epoch/loss``, ``epoch/val_loss``. Pictures and texts of a `Sample` are
+    written as well. The horizontal axis counts training steps. The values of a step are exact, and
+    are written one program late, so that the loop does not wait for the device. For a population,
+    each member has its tags: ``loss/0``, ``loss/1``, ...
 
     A run that a `functrain.Checkpointer` resumes continues without a gap or a repeated point. Each
-    run writes a file of its own. That tells TensorBoard to drop what earlier files of the directory
-    have of its first step and of later ones: what a killed run had written after its checkpoint, or
-    a run that was started again. To see runs side by side, give each a directory.
+    run writes a new file. The file tells TensorBoard to drop the points of earlier files in the
+    directory from its first step on: points that a killed run wrote after its checkpoint, or a run
+    that was started again. To compare runs side by side, give each a directory.
 
-    A checkpoint can lie between two lines of one step: after the step's logs, before those of the
-    epoch that ends there. So it holds the lines of its step, and the new file begins with them.
+    A checkpoint may fall between two lines of one step: after the logs of the step, and before the
+    values of the epoch that ends there. It therefore holds the lines of its step, and the new file
+    begins with them.
 
     Args:
-      directory: Where to write. It is made if it is missing.
-      every: Write what every so many steps report; 1 for every step, at some 10 µs each.
+      directory: The directory for the files. It is created if it is missing.
+      every: The logs of every `every`-th step are written; 1 writes all, at about 10 µs each.
 
     Raises:
-      ValueError: `every` is no whole number from 1 on.
+      ValueError: `every` is not a positive integer.
       ImportError: tensorboardX is not installed.
 
     Examples:
@@ -51,60 +53,66 @@ class TensorBoard(Logger):
         self.directory = pathlib.Path(directory)
         self.resume_key = self.directory.name
         super().__init__(every, directory=str(self.directory), every=every)
-        self._x = import_optional(
+        self._tensorboardx = import_optional(
             "tensorboardX",
             "TensorBoard's files need the library: pip install 'functrain[tensorboard]'",
         )
         self._writer: Any = None
-        self._last_lines: list[Line] = []  # those of the last step that was written
+        # The lines of the last step that was written.
+        self._last_lines: list[Line] = []
 
     def begin(self) -> None:
-        """Makes the directory."""
+        """Creates the directory."""
         self.directory.mkdir(parents=True, exist_ok=True)
 
     def write(self, lines: Sequence[Line]) -> None:
-        """Writes an event a line."""
-        known = [x for x in self._last_lines if x.step == lines[0].step]
+        """Writes one event for each line."""
+        earlier_lines = [x for x in self._last_lines if x.step == lines[0].step]
         if self._writer is None:
             self._open(lines[0].step)
-            for line in known:  # which the new file has TensorBoard drop
+            # The new file makes TensorBoard drop these lines of the earlier file.
+            for line in earlier_lines:
                 self._event(line.step, summary=self._summary(line))
         for line in lines:
             self._event(line.step, summary=self._summary(line))
-        self._last_lines = [x for x in (*known, *lines) if x.step == lines[-1].step]
+        self._last_lines = [x for x in (*earlier_lines, *lines) if x.step == lines[-1].step]
 
     def _open(self, first_step: int) -> None:
         self.begin()
-        # Its SummaryWriter hands events to a thread through a pipe, and cannot say when they are on
-        # the disk; this one is beneath it, and writes them. The time in a file's name is in
-        # seconds; files are read in the order of their names.
-        self._writer = self._x.event_file_writer.EventsWriter(
+        # tensorboardX's SummaryWriter passes events to a thread through a pipe, and does not know
+        # when they are on disk. The EventsWriter below it writes them directly. TensorBoard reads
+        # files in the order of their names, whose own time has seconds only: the suffix orders the
+        # files of one second.
+        self._writer = self._tensorboardx.event_file_writer.EventsWriter(
             str(self.directory / "events"), f".{time.time_ns()}"
         )
-        # Readers leave out what they have read of this step and of later ones.
-        log = self._x.proto.event_pb2.SessionLog
-        self._event(first_step, session_log=log(status=log.START))
+        # A session start makes readers drop the events that they have read from this step on.
+        session_log = self._tensorboardx.proto.event_pb2.SessionLog
+        self._event(first_step, session_log=session_log(status=session_log.START))
 
     def _event(self, step: int, **content: Any) -> None:
-        event = self._x.proto.event_pb2.Event(wall_time=time.time(), step=step, **content)
+        event = self._tensorboardx.proto.event_pb2.Event(
+            wall_time=time.time(), step=step, **content
+        )
         self._writer.write_event(event)
 
     def _summary(self, line: Line) -> Any:
-        of = self._x.summary
-        summary = of.Summary(
-            value=[of.Summary.Value(tag=name, simple_value=x) for name, x in line.values.items()]
+        module = self._tensorboardx.summary
+        value = module.Summary.Value
+        summary = module.Summary(
+            value=[value(tag=name, simple_value=x) for name, x in line.values.items()]
         )
         for name, sample in line.samples.items():
-            is_text = isinstance(sample, str)
-            summary.MergeFrom(
-                of.text(name, sample) if is_text else of.image(name, sample, dataformats="HWC")
-            )
+            if isinstance(sample, str):
+                summary.MergeFrom(module.text(name, sample))
+            else:
+                summary.MergeFrom(module.image(name, sample, dataformats="HWC"))
         return summary
 
     def state(self) -> dict[str, Any]:
-        """Flushes the file to the disk; returns the lines of the last step, to be saved."""
+        """Flushes the file to disk; returns the lines of the last step, for the checkpoint."""
         if self._writer is not None:
-            with self._errors_warned_of():
+            with self._warn_of_errors():
                 self._writer.flush()
         return {"last_lines": [line._asdict() for line in self._last_lines]}
 

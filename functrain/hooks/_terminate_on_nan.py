@@ -1,4 +1,4 @@
-"""Stopping when a loss is no longer finite."""
+"""Stops a run when its loss is no longer finite."""
 
 import warnings
 from typing import Any
@@ -11,21 +11,21 @@ from functrain.loop._events import Event, LogsReady, RunEnd
 
 
 class TerminateOnNaN:
-    """A hook that stops the run when a loss was not finite several steps in a row.
+    """A hook that stops the run when the loss was not finite in several steps in a row.
 
-    Every step is looked at, without waiting: what steps report comes one program late, and so the
-    run ends up to two programs after the step that is named. Checkpoints from before it are there:
-    `functrain.Checkpointer.rollback`.
+    Every step is checked, without waiting for the device: logs arrive one program late, so the run
+    ends up to two programs after the step that is named. To continue from a checkpoint before that
+    step, see `functrain.Checkpointer.rollback`.
 
-    A population goes on while the loss of one member is finite.
+    A population continues as long as the loss of one member is finite.
 
     Args:
-      after: How many steps in a row.
-      monitor: Name of the number among the logs.
+      after: The number of steps in a row.
+      monitor: The name of the value in the logs.
 
     Raises:
-      ValueError: `after` is no whole number from 1 on; or (at the first logs) there is no such
-        number.
+      ValueError: `after` is not a positive integer; or (at the first logs) the logs have no such
+        value.
 
     Attributes:
       step: The last of these steps, or None.
@@ -45,22 +45,24 @@ class TerminateOnNaN:
         require_integer("after", after)
         self.after, self.monitor, self.resume_key = after, monitor, monitor
         self.step: int | None = None
-        self._in_a_row = 0  # steps until now
+        # The length of the current series of steps that were not finite.
+        self._in_a_row = 0
 
     def __repr__(self) -> str:
         return _repr.call(self, after=self.after, monitor=self.monitor)
 
     def begin(self) -> None:
-        """Forgets what an earlier run ended with."""
+        """Forgets the step at which an earlier run ended."""
         self.step = None
 
     def logs(self, event: LogsReady, /) -> None:
-        """Looks at the steps of a chunk."""
+        """Checks the steps of a chunk."""
         has_value, names = self.monitor in event.logs, f"one of {sorted(event.logs)}"
-        advice = "Only numbers that every step reports are looked at."
+        advice = "Only values that every step logs are checked."
         require(has_value, "monitor", names, self.monitor, advice)
         finite = np.isfinite(event.logs[self.monitor].astype(np.float64))
-        finite = np.any(finite.reshape(event.steps, -1), axis=1)  # of a population: any member
+        # In a population, one finite member is enough.
+        finite = np.any(finite.reshape(event.steps, -1), axis=1)
         if self.step is not None or finite.all():
             self._in_a_row = 0
             return
@@ -71,7 +73,7 @@ class TerminateOnNaN:
                 return
 
     def __call__(self, event: Event, /) -> None:
-        """Stops the run, and says why when it ends."""
+        """Stops the run, and warns when it ends."""
         if self.step is None:
             return
         event.stop()
@@ -79,20 +81,20 @@ class TerminateOnNaN:
             steps = f"{self.after} steps up to" if self.after > 1 else "step"
             warnings.warn(
                 f"TerminateOnNaN: {self.monitor!r} was not finite in {steps} {self.step}. The run "
-                f"was ended after step {event.step}: what steps report comes one program late. "
+                f"ended after step {event.step}, since logs arrive one program late. "
                 "functrain.inspect.explain_nan(state, step, batch) names the operation that made "
                 "it.",
                 stacklevel=2,
             )
 
     def state(self) -> dict[str, Any]:
-        """Returns how many steps in a row there were, to be saved."""
+        """Returns the number of steps in a row, for the checkpoint."""
         return {"in_a_row": self._in_a_row}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Goes on counting from there."""
+        """Restores the number of steps in a row."""
         self._in_a_row = state["in_a_row"]
 
     def close(self) -> None:
-        """Counts anew."""
+        """Resets the count for the next run."""
         self._in_a_row = 0

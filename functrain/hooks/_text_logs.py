@@ -1,4 +1,4 @@
-"""Log files of text: CSV and JSON lines."""
+"""Text logs: CSV files and JSON lines."""
 
 import csv
 import io
@@ -16,35 +16,36 @@ from functrain.hooks._logger import Line, Logger
 
 
 class TextLogger(Logger):
-    """A logger whose file is open for appending while a run lasts.
+    """A logger that keeps its file open for appending during a run.
 
-    A run that resumes drops what was written after the checkpoint.
+    A run that resumes drops the lines that were written after the checkpoint.
 
     Args:
-      path: The file. Missing folders are made.
-      append: Whether to write below what the file holds.
+      path: The file. Missing directories are created.
+      append: True appends to an existing file; False replaces it.
       steps: As for `Logger`.
-      **shown: What else `repr` shows.
+      **repr_fields: Further fields that `repr` shows.
 
     Attributes:
       resume_key: The file's name, so that a directory may be moved between two runs.
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], append: bool, steps: int | None, /, **shown: Any
+        self, path: str | os.PathLike[str], append: bool, steps: int | None, /, **repr_fields: Any
     ) -> None:
         self.path = pathlib.Path(path)
-        super().__init__(steps, path=str(self.path), append=append, **shown)
+        super().__init__(steps, path=str(self.path), append=append, **repr_fields)
         self.resume_key = self.path.name
         self.append = append
-        self._keeps_lines = append  # those that the file has before the first one is added
+        # True if lines that are in the file already stay when it is opened.
+        self._keeps_lines = append
         self._file: IO[str] | None = None
 
     def begin(self) -> None:
-        """Makes the file, so that one that cannot be written is met before a step is taken.
+        """Creates the file, so that a path that cannot be written fails before the first step.
 
         Raises:
-          OSError: It cannot.
+          OSError: The file cannot be written.
         """
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -56,11 +57,12 @@ class TextLogger(Logger):
             ) from error
 
     def _add(self, text: str) -> None:
-        """Adds lines."""
+        """Appends text to the file."""
         if self._file is None:
             self.begin()
             self._file = self.path.open("a" if self._keeps_lines else "w", newline="")
         self._file.write(text)
+        # The file can be read during the run, and a killed process loses nothing.
         self._file.flush()
 
     def _close(self, keeps_lines: bool) -> None:
@@ -69,56 +71,59 @@ class TextLogger(Logger):
         self._file, self._keeps_lines = None, keeps_lines
 
     def _size(self) -> int:
-        """Returns the bytes of the lines that stay."""
-        stays = self._keeps_lines or self._file is not None
-        return self.path.stat().st_size if stays and self.path.exists() else 0
+        """Returns the bytes in the file that stay when the next line is written."""
+        is_kept = self._keeps_lines or self._file is not None
+        return self.path.stat().st_size if is_kept and self.path.exists() else 0
 
     def state(self) -> dict[str, Any]:
-        """Returns how long the file is, to be saved."""
+        """Returns the size of the file, for the checkpoint."""
         return {"bytes": self._size()}
 
     def restore(self, state: dict[str, Any], /) -> None:
-        """Cuts off the lines that were written after the checkpoint: the run writes them again."""
-        saved = state["bytes"]
-        self._keeps_lines = bool(saved)  # else all were written after the checkpoint
-        if self._has(saved, self._size(), "bytes") and saved:
-            os.truncate(self.path, saved)
+        """Truncates lines that were written after the checkpoint: the run writes them again."""
+        saved_size = state["bytes"]
+        # If the file was empty at the checkpoint, all of its lines were written after it.
+        self._keeps_lines = bool(saved_size)
+        if self._is_complete(saved_size, self._size(), "bytes") and saved_size:
+            os.truncate(self.path, saved_size)
 
-    def _has(self, saved: int, there: int, unit: str) -> bool:
-        """Returns True if the file is as long as it was at the checkpoint; else warns."""
-        if there < saved:
+    def _is_complete(self, saved_count: int, count: int, unit: str) -> bool:
+        """Returns True if the file is at least as long as at the checkpoint; warns otherwise."""
+        if count < saved_count:
             warnings.warn(
-                f"{self.path}: expected the {saved} {unit} it had at the checkpoint, got {there}. "
-                "Lines are missing.",
+                f"{self.path}: expected the {saved_count} {unit} it had at the checkpoint, got "
+                f"{count}. Lines are missing.",
                 stacklevel=3,
             )
-        return there >= saved
+        return count >= saved_count
 
     def end(self) -> None:
-        """Closes the file; one that is opened anew replaces it, unless it appends."""
+        """Closes the file; the next run replaces it, unless the logger appends."""
         self._close(keeps_lines=self.append)
 
 
 class JSONLines(TextLogger):
-    """A hook that writes a JSON object a line: what steps report, and what hooks and epochs add.
+    """A hook that writes JSON lines: the logs of steps, and the values of hooks and epochs.
 
-    ``{"step": 20, "epoch": 0, "loss": 0.5}`` is a step, with what hooks before this one have added
-    to it, texts of a `Sample` included; ``{"step": 50, "epoch": 0, "epoch/loss": 0.6,
-    "epoch/val_loss": 0.7}`` an epoch. The numbers of a step are those of that very step. They come
-    one program late, so that nobody waits. ``pandas.read_json(path, lines=True)`` reads them.
+    ``{"step": 20, "epoch": 0, "loss": 0.5}`` is a step, with the values that earlier hooks have
+    added to it, including texts of a `Sample`. ``{"step": 50, "epoch": 0, "epoch/loss": 0.6,
+    "epoch/val_loss": 0.7}`` is an epoch. The values of a step are exact, and are written one
+    program late, so that the loop does not wait for the device. Read the file with
+    ``pandas.read_json(path, lines=True)``.
 
-    A run that a `functrain.Checkpointer` resumes goes on without a line too many or missing.
+    A run that a `functrain.Checkpointer` resumes continues the file without repeated or missing
+    lines.
 
     Args:
-      path: The file. Missing folders are made.
-      every: Write what every so many steps report; 1 for every step.
-      append: Whether to go on below what the file holds; else it is replaced.
+      path: The file. Missing directories are created.
+      every: The logs of every `every`-th step are written; 1 writes all.
+      append: True appends to an existing file; False replaces it.
 
     Raises:
-      ValueError: `every` is no whole number from 1 on.
+      ValueError: `every` is not a positive integer.
       OSError: (when a run begins) the file cannot be written.
 
-    A number that is not finite is written as null: JSON has no other way.
+    A number that is not finite is written as null, since JSON cannot represent it.
 
     Examples:
       >>> import pathlib, tempfile
@@ -138,7 +143,7 @@ class JSONLines(TextLogger):
         super().__init__(path, append, every, every=every)
 
     def write(self, lines: Sequence[Line]) -> None:
-        """Writes an object a line."""
+        """Writes one JSON object for each line."""
         self._add("".join(f"{_json(line)}\n" for line in lines))
 
 
@@ -149,24 +154,24 @@ def _json(line: Line) -> str:
 
 
 class CSVLogger(TextLogger):
-    """A hook that writes a row each time it is due: epoch, step, and the values of that moment.
+    """A hook that writes a CSV row each time it is due: the epoch, the step, and the values.
 
-    At the end of an epoch those are its means, metrics and evaluations; at a step, what the step
-    reported, and what hooks before this one have added; that row is written one program late, when
-    its numbers are there, so that nobody waits. Of a population each member has columns of its own,
+    At the end of an epoch, the values are its means, metrics and evaluations. At a step, they are
+    its logs and the values that earlier hooks have added; that row is written one program late, so
+    that the loop does not wait for the device. For a population, each member has its columns:
     ``loss/0``, ``loss/1``, ...
 
     A value that is first reported later, such as that of ``Evaluate(every=every(epochs=2))``, adds
     a column: the file is rewritten, with empty cells in earlier rows. A row that cannot be written,
-    as on a full disk, is left out with a warning, and training continues.
+    for example on a full disk, is dropped with a warning, and training continues.
 
     Args:
-      path: The file. Missing folders are made.
-      append: Whether to write below what the file holds, where it exists; else it is replaced.
-        A run that a `functrain.Checkpointer` resumes continues its file in any case, without a
-        missing or a repeated row.
-      every: A number of steps, or a trigger such as ``ft.every(seconds=60)``. The end of each epoch
-        by default.
+      path: The file. Missing directories are created.
+      append: True appends to an existing file; False replaces it. A run that a
+        `functrain.Checkpointer` resumes always continues its file, without missing or repeated
+        rows.
+      every: A number of steps, or a trigger such as ``ft.every(seconds=60)``; each epoch by
+        default.
 
     Raises:
       OSError: (when a run begins) the file cannot be written.
@@ -183,6 +188,7 @@ class CSVLogger(TextLogger):
       ['epoch,step,loss', '0,10,0.5']
     """
 
+    # Rows of epochs and of steps share their columns.
     epoch_prefix = ""
 
     def __init__(
@@ -194,71 +200,78 @@ class CSVLogger(TextLogger):
     ) -> None:
         self.every = as_trigger(every, Every(epochs=1))
         super().__init__(path, append, None, every=self.every)
-        self._columns: list[str] = []  # none before the first row
-        self._rows = 0  # in the file, below the columns
+        # Empty before the first row is written or read.
+        self._columns: list[str] = []
+        # The number of rows in the file, without the header.
+        self._row_count = 0
 
     def begin(self) -> None:
-        """Makes the file, or reads the columns of one that it appends to."""
+        """Creates the file, or reads the columns of an existing one to append to."""
         super().begin()
         if not self._columns and self._size():
-            self._columns, self._rows = self._read()
+            self._columns, self._row_count = self._read()
 
     def _read(self) -> tuple[list[str], int]:
-        """Returns the file's columns and its number of rows."""
+        """Returns the columns and the number of rows of the file."""
         with self.path.open(newline="") as file:
             rows = csv.reader(file)
             return next(rows, []), sum(1 for _ in rows)
 
     def write(self, lines: Sequence[Line]) -> None:
-        """Writes a row a line."""
+        """Writes one row for each line."""
         if self._file is None:
             self.begin()
         for line in lines:
             row: dict[str, Any] = {"epoch": line.epoch, "step": line.step, **line.values}
             if not row.keys() <= set(self._columns):
+                # A dict keeps the order of the columns and drops duplicates.
                 self._set_columns(list(dict.fromkeys([*self._columns, *row])))
             self._add(_csv([row.get(name, "") for name in self._columns]))
-            self._rows += 1
+            self._row_count += 1
 
     def _set_columns(self, columns: list[str]) -> None:
-        """Writes the columns; of the rows below, the first `_rows` stay, with empty new cells."""
-        if not self._rows:
+        """Writes a new header; keeps the first `_row_count` rows, with empty new cells."""
+        if not self._row_count:
             self._close(keeps_lines=False)
             self._add(_csv(columns))
         else:
+            # Replacing the file at once keeps all rows if the process is killed meanwhile.
             new_path = self.path.with_name(f".{self.path.name}.new")
             try:
                 with self.path.open(newline="") as file, new_path.open("w", newline="") as new:
                     new.write(_csv(columns))
-                    for cells in itertools.islice(csv.reader(file), 1, 1 + self._rows):
+                    for cells in itertools.islice(csv.reader(file), 1, 1 + self._row_count):
+                        # New columns come last, and columns that a restored run drops are last too.
                         cells += [""] * (len(columns) - len(cells))
                         new.write(_csv(cells[: len(columns)]))
                 os.replace(new_path, self.path)
             finally:
                 new_path.unlink(missing_ok=True)
-            self._close(keeps_lines=True)  # the file that was replaced
+            # The open file is the one that was replaced.
+            self._close(keeps_lines=True)
         self._columns = columns
 
     def state(self) -> dict[str, Any]:
-        """Returns the columns and the number of rows, to be saved."""
-        return {"columns": self._columns, "rows": self._rows}
+        """Returns the columns and the number of rows, for the checkpoint."""
+        return {"columns": self._columns, "rows": self._row_count}
 
     def restore(self, state: dict[str, Any], /) -> None:
-        """Drops the rows and columns that came after the checkpoint: the run writes them again."""
-        saved = state["rows"]
-        self._keeps_lines = bool(saved)
-        there = self._read()[1] if self.path.exists() else 0
-        if self._has(saved, there, "rows") and saved:
-            self._rows = saved
+        """Drops rows and columns that were added after the checkpoint: the run adds them again."""
+        saved_count = state["rows"]
+        self._keeps_lines = bool(saved_count)
+        count = self._read()[1] if self.path.exists() else 0
+        if self._is_complete(saved_count, count, "rows") and saved_count:
+            self._row_count = saved_count
             self._set_columns(state["columns"])
 
     def end(self) -> None:
         """Closes the file."""
         super().end()
-        self._columns, self._rows = [], 0
+        self._columns, self._row_count = [], 0
 
 
 def _csv(cells: Iterable[Any]) -> str:
+    """Returns a row as text; unlike a join, the csv module quotes cells that need it."""
     line = io.StringIO()
     csv.writer(line, lineterminator="\n").writerow(cells)
     return line.getvalue()

@@ -13,23 +13,23 @@ from functrain.hooks._logger import Line, Logger
 class WandB(Logger):
     """A hook that logs to Weights & Biases, with wandb.
 
-    Names are those of `functrain.hooks.TensorBoard`; wandb's step is that of the training. The
-    numbers of a step are those of that very step, and come one program late.
+    Names are those of `functrain.hooks.TensorBoard`; wandb's step is the training step. The values
+    of a step are exact, and are logged one program late.
 
-    A run that a `functrain.Checkpointer` resumes goes on in the same run of wandb. That keeps what
-    a process that was killed had logged after its checkpoint, and does not take it twice: it is
-    the same. Offline each process writes a folder of its own, all under one id.
+    A run that a `functrain.Checkpointer` resumes continues the same wandb run. wandb keeps the
+    values that a killed process had logged after its checkpoint, and ignores them when they are
+    logged again; they are identical. Offline, each process writes a new folder with the same id.
 
     Args:
-      every: Log what every so many steps report, at some 0.1 ms each.
-      **init: For ``wandb.init``: ``project="mnist", config={...}``.
+      every: The logs of every `every`-th step are logged, at about 0.1 ms each.
+      **init: Arguments of ``wandb.init``: ``project="mnist", config={...}``.
 
     Raises:
-      ValueError: `every` is no whole number from 1 on.
+      ValueError: `every` is not a positive integer.
       ImportError: wandb is not installed.
 
     Attributes:
-      run: wandb's run, while it is under way.
+      run: The wandb run while it is active, else None.
 
     Examples:
       >>> hooks = [WandB(project="mnist")]  # doctest: +SKIP
@@ -46,10 +46,11 @@ class WandB(Logger):
         self.run: Any = None
 
     def begin(self) -> None:
-        """Begins a run of wandb, or goes on with the one of the checkpoint."""
+        """Starts a wandb run, or resumes the one of the checkpoint."""
         if self.run is None:
-            same = {} if self._id is None else {"id": self._id, "resume": "allow"}
-            self.run = self._wandb.init(**{**self.init, **same})
+            resumed = {} if self._id is None else {"id": self._id, "resume": "allow"}
+            # The id of the checkpoint takes precedence over one of the user's.
+            self.run = self._wandb.init(**{**self.init, **resumed})
 
     def write(self, lines: Sequence[Line]) -> None:
         """Logs lines."""
@@ -60,19 +61,20 @@ class WandB(Logger):
 
     def _media(self, sample: np.ndarray | str) -> Any:
         if isinstance(sample, str):
+            # Not `inject`, which would add wandb's style sheet.
             return self._wandb.Html(f"<pre>{html.escape(sample)}</pre>", inject=False)
         return self._wandb.Image(sample)
 
     def state(self) -> dict[str, Any]:
-        """Returns the id of wandb's run, to be saved."""
+        """Returns the id of the wandb run, for the checkpoint."""
         return {"id": None if self.run is None else self.run.id}
 
     def restore(self, state: dict[str, Any], /) -> None:
-        """Has the next run go on with the one whose id was saved."""
+        """Makes the next run resume the wandb run with the saved id."""
         self._id = state["id"]
 
     def end(self) -> None:
-        """Ends the run of wandb."""
+        """Finishes the wandb run."""
         if self.run is not None:
             self.run.finish()
         self.run = self._id = None

@@ -82,11 +82,11 @@ class EarlyStopping(_EarlyStopping):
 
     def _keep(self, state: Any, is_better: np.ndarray) -> None:
         leaves = jax.tree.leaves(state.states)
-        before = self._placed(leaves) or leaves
+        before = self._put_best_leaves(leaves) or leaves
         self._best_leaves = where_active(jnp.asarray(is_better), leaves, before)
 
     def _best_state(self, state: Any) -> Any:
         leaves, structure = jax.tree.flatten(state.states)
         had_one = jnp.asarray(self._best_step >= 0)
-        best = where_active(had_one, self._placed(leaves), leaves)
+        best = where_active(had_one, self._put_best_leaves(leaves), leaves)
         return state.replace(states=jax.tree.unflatten(structure, best))

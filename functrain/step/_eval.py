@@ -19,7 +19,9 @@ from functrain.step._check import (
 )
 from functrain.step._loss import Aux, LossFn
 from functrain.step._metered import MeteredStep, check_names
+from functrain.step._notes import error_notes
 from functrain.step._state import TrainState, check_rng
+from functrain.step._supervised import apply_model
 from functrain.step._update import compute_loss
 
 
@@ -131,7 +133,9 @@ def predict_step(model: Model) -> Step[TrainState]:
 
     def step(state: TrainState, inputs: PyTree, /) -> tuple[TrainState, PyTree]:
         try:
-            return state, model.apply(state.params, state.model_state, inputs).outputs
+            with error_notes(inputs, state.params):
+                output = apply_model(model, state.params, state.model_state, inputs)
+            return state, output.outputs
         except Exception as error:
             # Some models take a tuple of inputs, so that a batch (x, y) is noticed only when it
             # fails.

@@ -11,7 +11,7 @@ from functrain.common._arguments import parameters
 from functrain.common._checks import require, require_instance, require_one_of
 from functrain.common._types import PyTree
 from functrain.data._batch import expand_weight, unpack
-from functrain.model._model import Model
+from functrain.model._model import Model, ModelOutput
 from functrain.step._loss import Aux, LossFn
 
 Reduction: TypeAlias = Literal["mean", "weighted_mean"]
@@ -88,7 +88,7 @@ def supervised(
         params: PyTree, model_state: PyTree, /, *args: PyTree, rng: jax.Array | None, training: bool
     ) -> tuple[jax.Array, Aux]:
         x, y, weight = unpack(*args)
-        output = model.apply(params, model_state, x, rng=rng, training=training)
+        output = apply_model(model, params, model_state, x, rng=rng, training=training)
         outputs = output.outputs
         divisor: Any = None
         try:
@@ -112,6 +112,18 @@ def supervised(
         return value, Aux(output.model_state, outputs, weight=divisor)
 
     return loss_fn
+
+
+def apply_model(
+    model: Model, params: PyTree, model_state: PyTree, inputs: PyTree, **mode: Any
+) -> ModelOutput:
+    """Returns ``model.apply(...)``; raises TypeError unless that is a ModelOutput."""
+    output = model.apply(params, model_state, inputs, **mode)
+    is_output = isinstance(output, ModelOutput)
+    advice = "Write: return functrain.ModelOutput(outputs, model_state)"
+    # `require_instance` would show the class of a tracer, not its shape.
+    require(is_output, "model.apply", "a ModelOutput from it", output, advice, error=TypeError)
+    return output
 
 
 def _labels_note(outputs: PyTree, y: PyTree) -> str:

@@ -10,6 +10,7 @@ from functrain.common import _tree
 from functrain.common._checks import require
 from functrain.common._types import PyTree
 from functrain.step._loss import Aux, LossFn
+from functrain.step._notes import error_notes
 from functrain.step._state import TrainState
 from functrain.tx._guards import finite_and_scale, scale_loss, unscale_gradients
 
@@ -89,16 +90,23 @@ def update(
 
 
 def compute_loss(
-    loss_fn: LossFn, *args: PyTree, rng: jax.Array | None, training: bool
+    loss_fn: LossFn,
+    params: PyTree,
+    model_state: PyTree,
+    *args: PyTree,
+    rng: jax.Array | None,
+    training: bool,
 ) -> tuple[jax.Array, Aux]:
-    """Returns ``loss_fn(*args, rng=rng, training=training)``.
+    """Returns ``loss_fn(params, model_state, *args, rng=rng, training=training)``.
 
     Raises:
       TypeError: The loss draws random numbers and `rng` is None, or it does not return a pair of a
         scalar and an Aux.
     """
     try:
-        result = loss_fn(*args, rng=rng, training=training)
+        # Noted here and not only in the loops, so that a step called by hand has the notes too.
+        with error_notes(args[0] if len(args) == 1 else args, params):
+            result = loss_fn(params, model_state, *args, rng=rng, training=training)
     except TypeError as error:
         # jax.random functions reject None with this text.
         if rng is None and "PRNG key" in str(error):

@@ -19,7 +19,7 @@ from functrain.engine._plan import FuseArg
 from functrain.engine._position import Position, require_position
 from functrain.engine._signals import DeferredSignals
 from functrain.hooks._evaluate import Evaluate
-from functrain.hooks._hook import HookLike, HookRunner, triggers
+from functrain.hooks._hook import HookLike, HookRunner, triggers_of
 from functrain.hooks._terminate_on_nan import TerminateOnNaN
 from functrain.loop._events import Event, LogsReady
 from functrain.loop._require import require_state, require_training_step
@@ -205,7 +205,7 @@ def fit(
         epochs=epochs,
         start=begin,
         fuse=fuse,
-        boundaries=triggers(due.hooks),
+        boundaries=triggers_of(due.hooks),
         donate=donate,
         late_logs=True,
         saving=saving,

@@ -21,7 +21,7 @@ REFUSED = {
     "the same part in both": "sharding: .* of whose 1 parts this process has 1",
     "none": "data: .*got next 1 in process 0, 0 in process 1",
     "fewer batches to evaluate on": "eval_data: .*batches: 6 in process 0, 4 in process 1",
-    "a clock": "when: expected .* whose clocks differ, got every\\(seconds=1\\)",
+    "a clock": "every: expected .* whose clocks differ, got every\\(seconds=1\\)",
     "other lengths": "data: .*examples: 48 in process 0, 40 in process 1",
     "other epochs": "data: .*epochs: 2 in process 0, 3 in process 1",
     "other arguments": r"data: .*every\(steps=2\),\) in process 0, \(every\(steps=3\)",

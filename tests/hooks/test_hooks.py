@@ -340,7 +340,7 @@ def test_a_state_is_not_given_to_a_hook_that_watches_another_value(tmp_path) -> 
         _, history = fit(other, epochs=2, checkpointer=ft.Checkpointer(tmp_path))
     assert other.best == history.epochs["loss"][1]  # the first epoch was not seen
     texts = sorted(str(warning.message) for warning in caught)
-    assert "EarlyStopping(loss) begins afresh" in texts[0]
+    assert "EarlyStopping(loss) starts without a saved state" in texts[0]
     assert "the checkpoint has EarlyStopping(score), which is not among" in texts[1]
 
 

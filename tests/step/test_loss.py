@@ -147,8 +147,16 @@ def test_a_loss_that_fails_says_what_it_was_given() -> None:
 @pytest.mark.parametrize(
     ("loss", "y", "advice"),
     [
-        (optax.softmax_cross_entropy, LABELS.astype(int), r"with_integer_labels, or convert .*one_hot"),
-        (optax.softmax_cross_entropy, LABELS.astype(np.float32), r"must be integers, y.astype\(int\)"),
+        (
+            optax.softmax_cross_entropy,
+            LABELS.astype(int),
+            r"or convert .*one_hot",
+        ),
+        (
+            optax.softmax_cross_entropy,
+            LABELS.astype(np.float32),
+            r"be integers, y.astype\(int\)",
+        ),
         (
             optax.softmax_cross_entropy_with_integer_labels,
             np.zeros_like(LOGITS),

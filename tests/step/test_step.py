@@ -274,7 +274,7 @@ def test_names_that_the_loop_uses_are_refused_for_metrics() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tx", "hint"), [("adam", ""), (keras.optimizers.Adam(), r".*Take bridge\.optimizer\(tx\)")]
+    ("tx", "hint"), [("adam", ""), (keras.optimizers.Adam(), r".*Pass bridge\.optimizer\(tx\)")]
 )
 def test_what_is_no_optax_transformation_is_refused(tx, hint) -> None:
     with pytest.raises(TypeError, match="tx: expected an optax transformation" + hint):
