@@ -155,7 +155,7 @@ def test_a_name_that_does_not_tell_is_refused(name) -> None:
 
 def stopping_before(*hooks, **how):
     hook = EarlyStopping("val_loss", **how)
-    hook.comes_after(hooks)
+    hook.set_earlier_hooks(hooks)
     return *hooks, hook
 
 
@@ -274,7 +274,7 @@ def test_hooks_are_shown_with_their_settings(tmp_path) -> None:
     )
     shown = repr(Evaluate(EVAL, LOADER, every=ft.every(epochs=2)))
     assert shown.startswith("Evaluate(data=ArrayLoader(examples=16, batch_size=4, ")
-    assert shown.endswith("when=every(epochs=2), prefix='val_')")
+    assert shown.endswith("every=every(epochs=2), prefix='val_')")
     assert repr(ft.hooks.CSVLogger("log.csv")) == (
         "CSVLogger(path='log.csv', append=False, every=every(epochs=1))"
     )

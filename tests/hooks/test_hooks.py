@@ -253,9 +253,10 @@ def test_what_is_no_hook_is_refused_by_place(hook) -> None:
 
 
 def test_a_number_for_a_trigger_is_refused_with_the_hook_that_has_it(tmp_path) -> None:
-    hook = ft.hooks.CSVLogger(tmp_path / "log.csv", every=100)
+    hook = ft.hooks.CSVLogger(tmp_path / "log.csv")
+    hook.every = 100
     with pytest.raises(
-        TypeError, match=r"hooks\[0\]: expected its `when` .* got 100, in CSVLogger"
+        TypeError, match=r"hooks\[0\]: expected its `every` .* got 100, in CSVLogger"
     ):
         fit(hook)
 

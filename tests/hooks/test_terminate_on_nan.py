@@ -36,8 +36,8 @@ def test_a_run_ends_in_the_program_after_the_one_whose_loss_was_not_finite() -> 
     state, found, said = train([6], fuse=4)
     assert (state, found) == (12, 6)
     assert said == [
-        "TerminateOnNaN: 'loss' was not finite in step 6. The run was ended after step 12: what "
-        "steps report comes one program late. functrain.inspect.explain_nan(state, step, batch) "
+        "TerminateOnNaN: 'loss' was not finite in step 6. The run ended after step 12, since "
+        "logs arrive one program late. functrain.inspect.explain_nan(state, step, batch) "
         "names the operation that made it."
     ]
 
