@@ -80,11 +80,11 @@ def _width_note(error: Exception, batch: PyTree, params: PyTree) -> str:
             sizes = [*jnp.shape(x)[-1:], *jnp.shape(kernel)[-2:-1]]
             if len(set(sizes)) == 2 and mismatched.issuperset(sizes):
                 width, expected = sizes
+                leaf = f"{prefix}{jax.tree_util.keystr(path)} {_tree.spec(x)}"
                 return (
-                    f"{_WIDTH_PREFIX}{prefix}{jax.tree_util.keystr(path)} {_tree.spec(x)} has {width} "
-                    f"features, {name} {_tree.spec(kernel)} expects {expected}. Pass inputs with "
-                    f"{expected} features, or create params for inputs with {width}, for example "
-                    "with model.init(key, x)."
+                    f"{_WIDTH_PREFIX}{leaf} has {width} features, {name} {_tree.spec(kernel)} "
+                    f"expects {expected}. Pass inputs with {expected} features, or create params "
+                    f"for inputs with {width}, for example with model.init(key, x)."
                 )
     return ""
 

@@ -119,7 +119,7 @@ class Logs:
         return [
             evaluation(),
             ft.hooks.Sample(
-                lambda state: np.abs(state.params["w"])[None] / 3, when=ft.every(steps=9)
+                lambda state: np.abs(state.params["w"])[None] / 3, every=ft.every(steps=9)
             ),
             ft.hooks.TensorBoard(self.folder / "events", every=1),
             ft.hooks.JSONLines(self.folder / "all.jsonl", every=1),
