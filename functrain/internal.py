@@ -3,7 +3,7 @@
 `bridge` imports what is not public from here only; a test holds that.
 """
 
-from functrain.checkpoint._warm_start import opened as _opened
+from functrain.checkpoint._warm_start import open_arrays as open_arrays
 from functrain.common import _tree
 from functrain.common._arguments import argument_advice as argument_advice
 from functrain.common._checks import is_number as is_number
@@ -62,4 +62,4 @@ from functrain.sharding._rules import require_fitting_spec as require_fitting_sp
 from functrain.step._notes import add_notes as add_notes
 from functrain.step._state import check_tx as check_tx
 
-tree, arrays_in = _tree, _opened
+tree = _tree

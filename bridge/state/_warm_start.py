@@ -13,7 +13,7 @@ from bridge import keras_private
 from bridge.model import _variables
 from bridge.model._from_keras import require_built
 from functrain import WarmStart
-from functrain.internal import PyTree, arrays_in, require_instance
+from functrain.internal import PyTree, open_arrays, require_instance
 
 
 def warm_start(
@@ -119,7 +119,7 @@ def _save_and_read_markers(model: keras.Model) -> dict[str, np.ndarray]:
     with tempfile.TemporaryDirectory() as folder:
         file = os.path.join(folder, "names.weights.h5")
         model.save_weights(file)
-        with arrays_in(file) as arrays:
+        with open_arrays(file) as arrays:
             names = [name for name, spec in arrays.specs.items() if spec.endswith("[2]")]
             return {name: arrays.read(name) for name in names}
 

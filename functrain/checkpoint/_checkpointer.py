@@ -16,13 +16,7 @@ from typing import Any, NamedTuple, Self
 
 from functrain.checkpoint import _leaves, _manifest, _processes, _storage
 from functrain.checkpoint._errors import CheckpointCorruptError, CheckpointMismatchError
-from functrain.checkpoint._manifest import (
-    DOCUMENTS,
-    STATE,
-    is_checkpoint,
-    is_step_name,
-    read_manifest,
-)
+from functrain.checkpoint._manifest import DOCUMENTS, STATE, is_checkpoint, is_step_name
 from functrain.common import _direction, _locks, _repr
 from functrain.common._checks import is_integer, require, require_integer
 from functrain.common._types import PyTree
@@ -446,7 +440,7 @@ class Checkpointer:
         self, step: int, likes: _Likes
     ) -> tuple[Restored, dict[str, PyTree], dict[str, Any]]:
         directory = self._find(step)
-        manifest = read_manifest(directory)
+        manifest = _manifest.read_manifest(directory)
         names = [name for name in manifest["leaves"] if _leaves.tree_name(name) == DOCUMENTS]
         trees, arrays = _storage.read_trees(directory, manifest, likes(manifest), names)
         with _manifest.parsing(f"{directory}: expected a position and documents"):
@@ -527,9 +521,20 @@ class Checkpointer:
                 for step in steps:
                     # A damaged checkpoint has no value, and so is never best.
                     with contextlib.suppress(CheckpointCorruptError, ValueError, OSError):
-                        manifest = read_manifest(_storage.find_checkpoint(self._target(step)))
+                        manifest = _manifest.read_manifest(
+                            _storage.find_checkpoint(self._target(step))
+                        )
                         self._monitored[step] = manifest["values"].get(self.monitor, math.nan)
             return {step: x for step, x in self._monitored.items() if step in steps}
+
+
+def find_checkpoints(path: str | os.PathLike[str], expected: str) -> tuple[str, list[str]]:
+    """Returns a real path, and the checkpoints in it, oldest first; or itself if there are none."""
+    path = _storage.find_checkpoint(os.path.realpath(path), expected)
+    checkpoints = []
+    for step in Checkpointer(path).steps() if os.path.isdir(path) else []:
+        checkpoints.append(_storage.find_checkpoint(os.path.join(path, f"{step:012d}")))
+    return path, checkpoints or [path]
 
 
 def best_step(values: Mapping[int, float], sign: float) -> int | None:

@@ -27,10 +27,10 @@ class CheckpointMismatchError(ValueError):
     """
 
 
-def require_match(condition: Any, name: str, expected: str, got: str, advice: str) -> None:
-    """Raises CheckpointMismatchError unless a condition holds. `got` is shown as it is."""
+def require_match(condition: Any, message: str) -> None:
+    """Raises CheckpointMismatchError unless a condition holds."""
     if not condition:
-        raise CheckpointMismatchError(f"{name}: expected {expected}, got {got}. {advice}")
+        raise CheckpointMismatchError(message)
 
 
 @contextlib.contextmanager

@@ -65,10 +65,8 @@ def read_manifest(directory: str) -> dict[str, Any]:
     """
     require_match(
         is_checkpoint(directory),
-        directory,
-        "a checkpoint",
-        describe_path(directory),
-        "Load what functrain.save wrote, or the directory of one step of a functrain.Checkpointer.",
+        f"{directory}: expected a checkpoint, got {describe_path(directory)}. Load what "
+        "functrain.save wrote, or the directory of one step of a functrain.Checkpointer.",
     )
     path = os.path.join(directory, MANIFEST)
     with parsing(f"{path}: expected the manifest of a checkpoint"):
@@ -79,10 +77,8 @@ def read_manifest(directory: str) -> dict[str, Any]:
             raise ValueError("its checksum does not match")
         require_match(
             manifest["format"] == FORMAT,
-            directory,
-            f"a checkpoint of format {FORMAT}",
-            f"one of format {manifest['format']}, written by functrain "
-            f"{manifest['run'].get('functrain', '?')}",
+            f"{directory}: expected a checkpoint of format {FORMAT}, got one of format "
+            f"{manifest['format']}, written by functrain {manifest['run'].get('functrain', '?')}. "
             "Load it with that version.",
         )
         for name, kind in _ENTRY_TYPES.items():

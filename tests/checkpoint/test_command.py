@@ -103,7 +103,7 @@ def test_verify_reads_every_byte(run, capsys) -> None:
     assert main([str(run), "--verify"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[:2] for line in lines] == [
-        [f"{step:012d}", "whole,"] for step in (10, 20, 1200)
+        [f"{step:012d}", "intact,"] for step in (10, 20, 1200)
     ]
     flip(run / f"{20:012d}")
     assert main([str(run), "--verify"]) == 1
@@ -111,14 +111,14 @@ def test_verify_reads_every_byte(run, capsys) -> None:
     assert f"{20:012d}  damaged\n" in out
     assert f"{20:012d}: its bytes are not those that were saved" in out
     assert out.endswith("1 of 3 damaged.\n")
-    assert f"{1200:012d}  whole" in out
+    assert f"{1200:012d}  intact" in out
 
 
 def test_a_checkpoint_that_says_nothing_of_itself_is_listed_as_damaged(run, capsys) -> None:
     (run / f"{20:012d}" / "checkpoint.json").write_text("{}")
     assert main([str(run)]) == 0
     out = capsys.readouterr().out
-    assert "Damaged: 20. What is wrong with them: --verify." in out
+    assert "Damaged: 20. --verify tells what is wrong with them." in out
     assert main([str(run / f"{20:012d}")]) == 1
     assert "expected the manifest of a checkpoint" in capsys.readouterr().err
 
@@ -147,7 +147,7 @@ def test_leaves_that_differ_are_named_with_by_how_much(tmp_path, capsys) -> None
     ft.save(tmp_path / "two", two)
     found, count = differences(str(tmp_path / "one"), str(tmp_path / "two"))
     assert count == 11
-    assert {x.name: (x.what, x.most) for x in found} == {
+    assert {x.name: (x.description, x.largest) for x in found} == {
         "w": ("1 of 6 elements", 0.5),
         "n": ("1 of 3 elements", 8.0),
         "key": ("key<fry>[], other keys", None),
@@ -178,8 +178,8 @@ def test_half_precision_and_bits_that_flipped_on_disk_in_a_comparison(tmp_path, 
     for name, value in (("one", 1.0), ("two", 1.5)):
         ft.save(tmp_path / name, create(value, jnp.bfloat16))
     (found,) = differences(str(tmp_path / "one"), str(tmp_path / "two"))[0]
-    assert found.what == "12 of 12 elements"
-    assert np.isclose(found.most, 0.5)
+    assert found.description == "12 of 12 elements"
+    assert np.isclose(found.largest, 0.5)
     flip(tmp_path / "two")
     assert main([str(tmp_path / "one"), str(tmp_path / "two")]) == 1
     assert "two: its bytes are not those that were saved" in capsys.readouterr().err
@@ -206,7 +206,7 @@ def test_the_command_runs_in_a_process_of_its_own_and_ends_with_its_status(run) 
 
     code, out, err = status("run", "--verify")
     assert (code, err) == (0, "")
-    assert out.count("whole, ") == 3
+    assert out.count("intact, ") == 3
     flip(run / f"{1200:012d}")
     assert status("run", "--verify")[0] == 1
     refused = "nothing: expected a directory of checkpoints, got nothing. Check the path.\n"

@@ -138,7 +138,7 @@ def test_a_state_without_values_has_to_be_taken_whole(old) -> None:
     assert digest(ft.warm_start(abstract, old, take="**").state) == digest(
         ft.load(old, like=abstract)
     )
-    with pytest.raises(ValueError, match=r"shapes without values, .*:\n  step"):
+    with pytest.raises(ValueError, match=r"neither abstract .* got\n  step"):
         ft.warm_start(abstract, old)
 
 
@@ -201,7 +201,7 @@ def test_patterns_and_names_that_mean_nothing_are_refused(old, given, message) -
 
 def test_a_pattern_that_the_state_has_and_the_file_lacks_is_refused(old) -> None:
     state = create(extra={"lora": {"a": jnp.ones(2)}})
-    with pytest.raises(ValueError, match=r"in .*/old, got 'params/lora/\*\*', which means none"):
+    with pytest.raises(ValueError, match=r"in .*/old, got 'params/lora/\*\*', which matches none"):
         ft.warm_start(state, old, take=["params/**", "params/lora/**"])
 
 
@@ -219,7 +219,7 @@ def test_what_is_no_state_is_named(old) -> None:
         ft.warm_start({"params": {"w": 1.0}}, old)
     state = create()
     state.opt_state[0].count.delete()
-    with pytest.raises(ValueError, match=r"donated to a program:\n  opt_state/0/count\n"):
+    with pytest.raises(ValueError, match=r"donated to a program.* got\n  opt_state/0/count\n"):
         ft.warm_start(state, old)
 
 

@@ -16,7 +16,7 @@ import pytest
 import safetensors.numpy
 
 import functrain as ft
-from functrain.checkpoint._warm_start import opened
+from functrain.checkpoint._warm_start import open_arrays
 
 
 def write_safetensors(path, arrays):
@@ -73,7 +73,7 @@ def test_a_path_without_any_in_common_says_what_each_side_has(tmp_path) -> None:
 def test_a_safetensors_file_that_is_cut_short_is_called_damaged(tmp_path, share) -> None:
     path = write_safetensors(tmp_path / "a.safetensors", small())
     path.write_bytes(path.read_bytes()[:share])
-    with pytest.raises(ft.CheckpointCorruptError, match=r"a\.safetensors: expected a whole"):
+    with pytest.raises(ft.CheckpointCorruptError, match=r"a\.safetensors: expected an intact"):
         ft.warm_start({"dense": {"bias": np.zeros(2)}}, path)
 
 
@@ -82,7 +82,7 @@ def test_a_header_that_promises_more_than_the_file_has_takes_no_memory(tmp_path)
     header = json.dumps(said).encode()
     path = tmp_path / "bomb.safetensors"
     path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(16))
-    with pytest.raises(ft.CheckpointCorruptError, match="expected a whole"):
+    with pytest.raises(ft.CheckpointCorruptError, match="expected an intact"):
         ft.warm_start({"x": np.zeros(4, np.float32)}, path)
 
 
@@ -119,9 +119,9 @@ def test_an_archive_of_torch_under_another_name_is_called_that(tmp_path) -> None
         ("folder", ft.CheckpointMismatchError, "got something else"),
         ("text.txt", ft.CheckpointMismatchError, r"named \.safetensors, .*got one named \.txt"),
         ("text", ft.CheckpointMismatchError, "a file without a suffix"),
-        ("text.safetensors", ft.CheckpointCorruptError, "whole .safetensors file"),
-        ("text.h5", ft.CheckpointCorruptError, "whole .h5 file"),
-        ("text.keras", ft.CheckpointCorruptError, "whole .keras file"),
+        ("text.safetensors", ft.CheckpointCorruptError, "intact .safetensors file"),
+        ("text.h5", ft.CheckpointCorruptError, "intact .h5 file"),
+        ("text.keras", ft.CheckpointCorruptError, "intact .keras file"),
         ("empty.keras", ft.CheckpointMismatchError, r"an archive with model\.weights\.h5"),
     ],
 )
@@ -178,7 +178,7 @@ def test_an_hdf5_file_cut_short_anywhere_is_called_damaged(tmp_path) -> None:
     whole = (tmp_path / "m.weights.h5").read_bytes()
     for length in range(0, len(whole), max(1, len(whole) // 20)):
         (tmp_path / "m.weights.h5").write_bytes(whole[:length])
-        with pytest.raises(ft.CheckpointCorruptError, match=r"whole \.h5 file"):
+        with pytest.raises(ft.CheckpointCorruptError, match=r"intact \.h5 file"):
             ft.warm_start(
                 {"layers": {"dense": {"vars": [jnp.zeros((2, 3))]}}}, tmp_path / "m.weights.h5"
             )
@@ -218,7 +218,7 @@ def test_hdf5_links_and_datasets_that_lead_out_of_the_file_are_not_followed(tmp_
     with h5py.File(tmp_path / "link.h5", "w") as file:
         file["x"] = h5py.ExternalLink("other.h5", "x")
         file["y"] = np.ones(2, np.float32)
-    with opened(str(tmp_path / "link.h5")) as arrays:
+    with open_arrays(str(tmp_path / "link.h5")) as arrays:
         assert list(arrays.specs) == ["y"]
     with h5py.File(tmp_path / "raw.h5", "w") as file:
         file.create_dataset("x", (8,), "f4", external=[(str(tmp_path / "secret"), 0, 32)])
