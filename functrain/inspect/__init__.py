@@ -1,12 +1,12 @@
-"""Diagnostics: what a step costs, where a state lies, what went wrong.
+"""Diagnostics: the memory and the speed of a step, the placement of a state, the cause of a NaN.
 
 Files:
-  _autotune: measures how many steps to fuse
-  _placement: a table of the parts of arrays that each device holds
-  _doctor: checks this installation for known faults of XLA
-  _explain_rewrites: what the rewrites do to a function, and why
-  _explain_nan: finds the operation that made the first NaN or infinity
-  _leaf: the part of an array that lies on one device
+  _autotune: measurement of how many steps to fuse
+  _placement: a table of the shards that each device holds
+  _doctor: a check of this installation for known faults of XLA
+  _explain_rewrites: a table of the operations of a function that are rewritten, with reasons
+  _explain_nan: a search for the operation that made the first NaN or infinity
+  _leaf: the shard of an array on one device
   _memory: the memory that a fit needs, from its compiled program
   _sheet: tables of bytes as plain text
   _summary: a table of the leaves of a state or a model, and the cost of a step

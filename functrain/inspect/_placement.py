@@ -1,4 +1,4 @@
-"""A table of the leaves of a state, their parts, and the bytes that each device holds."""
+"""A table of the leaves of a state, their shards, and the bytes that each device holds."""
 
 import collections
 import re
@@ -14,26 +14,27 @@ from functrain.common._types import PyTree
 from functrain.engine._plan import nbytes
 from functrain.inspect._leaf import bytes_on_each, shard_shape, sharding_of
 
+# Narrow enough for a terminal and for a page: long paths are broken into lines.
 _WIDTH = 80
-_PATH_WIDTH = 29  # at the most, of the 80 columns
+_MAX_PATH_WIDTH = 29
 
 
 def placement(state: PyTree, shardings: PyTree = None) -> str:
-    """Returns a table of leaves, the parts that devices hold, and their bytes, in 80 columns.
+    """Returns a table of the leaves, their shardings, shards and bytes, in 80 columns.
 
     Args:
       state: A state, or any pytree; concrete, or abstract as from ``jax.eval_shape``.
-      shardings: Planned shardings, from `functrain.sharding.shardings`; by default those that the
-        leaves have.
+      shardings: Planned shardings, from `functrain.sharding.shardings`; by default those of the
+        leaves.
 
     Returns:
-      A row for the leaves of each kind: paths that differ in numbers only, such as those of equal
-      layers, share a row if they are divided alike. `over` has the mesh's axis for each axis of
-      the leaf, and `-` for an axis that is whole; `part` is the shape that one device holds, with
-      its bytes. The last lines are the bytes that the devices hold in total.
+      A row for each group of leaves: leaves whose paths differ only in numbers, such as those of
+      equal layers, share a row if they are divided alike. `sharded over` lists the mesh axis for
+      each axis of the leaf, `-` for an axis that is not divided. `shard` is the shape that one
+      device holds, followed by its bytes. The last lines are the total bytes on the devices.
 
     Raises:
-      ValueError: The shardings have another structure than the state.
+      ValueError: The structure of the shardings is not that of the state.
 
     Examples:
       >>> import functrain as ft, jax, jax.numpy as jnp
@@ -44,76 +45,81 @@ def placement(state: PyTree, shardings: PyTree = None) -> str:
       >>> rule = ft.sharding.rules({"**/kernel": P("data", "model"), "**": ft.sharding.replicated})
       >>> print(ft.inspect.placement(params, ft.sharding.shardings(params, mesh, rule)))
       mesh: data=4 model=2
-      leaves          array           over         part       bytes
-      layer_*/bias    2 f32[512]      all alike    whole    2.0 KiB
-      layer_*/kernel  2 f32[256,512]  data, model  64x256  64.0 KiB
+      leaves          array           sharded over  shard     bytes
+      layer_*/bias    2 f32[512]      replicated    whole   2.0 KiB
+      layer_*/kernel  2 f32[256,512]  data, model   64x256 64.0 KiB
       each of 8 devices: 132.0 KiB of 1.0 MiB
     """
     if shardings is not None:
-        state = _planned(state, shardings)
-    leaves = [(path, x) for path, x in _tree.leaves_with_path(state) if _tree.is_array(x)]
-    paths_of_kind: dict[Any, list[str]] = {}
-    for path, leaf in leaves:
-        shape, size = shard_shape(leaf), _repr.format_bytes(bytes_on_each(leaf))
-        part = "whole" if shape == leaf.shape else "x".join(map(str, shape))
-        kind = re.sub(r"\d+", "*", path), _short(leaf), _axes(leaf), part, size
-        paths_of_kind.setdefault(kind, []).append(path)
+        state = _with_shardings(state, shardings)
+    arrays = []
+    groups: dict[Any, list[str]] = {}
+    for path, leaf in _tree.leaves_with_path(state):
+        if _tree.is_array(leaf):
+            arrays.append(leaf)
+            shape, size = shard_shape(leaf), _repr.format_bytes(bytes_on_each(leaf))
+            shard = "whole" if shape == leaf.shape else "x".join(map(str, shape))
+            # Everything that a row shows. Equal layers have paths that differ in numbers only.
+            group = re.sub(r"\d+", "*", path), _short_spec(leaf), _mesh_axes(leaf), shard, size
+            groups.setdefault(group, []).append(path)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("leaves", no_wrap=True)
-    for name in ("array", "over", "part"):
+    for name in ("array", "sharded over", "shard"):
         table.add_column(name, overflow="fold")
     table.add_column("bytes", justify="right", no_wrap=True)
-    for (_, spec, *cells), paths in paths_of_kind.items():
+    for (_, spec, *cells), paths in groups.items():
         array = f"{len(paths)} {spec}" if len(paths) > 1 else spec
-        table.add_row(_broken(_common(paths)), array, *cells)
-    arrays = [leaf for _, leaf in leaves]
+        table.add_row(_break_path(_common_path(paths)), array, *cells)
     return "\n".join([*_meshes(arrays), _table.render(table, _WIDTH), *_totals(arrays)])
 
 
-def _planned(state: PyTree, shardings: PyTree) -> PyTree:
-    """Returns the shapes of a state, with other shardings."""
+def _with_shardings(state: PyTree, shardings: PyTree) -> PyTree:
+    """Returns the shapes of a state with the given shardings."""
     if _tree.structure(shardings) != _tree.structure(state):
         raise ValueError(
-            "shardings: expected those of the state, functrain.sharding.shardings(state, mesh, "
-            f"rule), got another structure:\n{_tree.structure(shardings)}"
+            "shardings: expected a sharding for each leaf of the state, as returned by "
+            "functrain.sharding.shardings(state, mesh, rule), got the structure\n"
+            f"{_tree.structure(shardings)}"
         )
 
-    def planned(x: Any, sharding: Any) -> Any:
+    def with_sharding(x: Any, sharding: Any) -> Any:
         is_array = _tree.is_array(x)
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) if is_array else x
 
-    return jax.tree.map(planned, state, shardings)
+    return jax.tree.map(with_sharding, state, shardings)
 
 
-def _common(paths: list[str]) -> str:
-    """Returns one path for several that differ in numbers only, with `*` for what differs."""
+def _common_path(paths: list[str]) -> str:
+    """Returns one path for paths that differ in numbers only, with `*` for different numbers."""
     parts = zip(*(re.split(r"(\d+)", path) for path in paths), strict=True)
     return "".join(part[0] if len(set(part)) == 1 else "*" for part in parts)
 
 
-def _broken(path: str) -> str:
-    """Breaks a path between its parts into lines that leave room for the other columns."""
+def _break_path(path: str) -> str:
+    """Breaks a path after slashes into lines that leave room for the other columns."""
     lines = [""]
     for part in re.findall(r"[^/]*/?", path):
-        if len(lines[-1]) + len(part) > _PATH_WIDTH:
+        if len(lines[-1]) + len(part) > _MAX_PATH_WIDTH:
             lines.append("")
         lines[-1] += part
-    return "\n".join(_repr.shorten_start(line, _PATH_WIDTH) for line in lines if line)
+    # A single part may still be too long.
+    return "\n".join(_repr.shorten_start(line, _MAX_PATH_WIDTH) for line in lines if line)
 
 
-def _short(leaf: Any) -> str:
-    """Returns dtype and shape as jax shortens them, ``f32[8,3]``."""
+def _short_spec(leaf: Any) -> str:
+    """Returns dtype and shape in jax's short form, ``f32[8,3]``."""
     text = _tree.strong_spec(leaf).replace(", ", ",")
     return text.replace("float", "f").replace("uint", "u").replace("int", "i")
 
 
-def _axes(leaf: Any) -> str:
-    """Returns the mesh's axes that divide each axis of a leaf."""
+def _mesh_axes(leaf: Any) -> str:
+    """Returns the mesh axes that divide each axis of a leaf."""
     sharding = sharding_of(leaf)
     if sharding is None:
         return "one device"
     if sharding.is_fully_replicated:
-        return "all alike"
+        return "replicated"
+    # Other kinds of shardings have no mesh, and no names to show.
     if not isinstance(sharding, NamedSharding):
         return type(sharding).__name__
     parts = [*sharding.spec, *[None] * (leaf.ndim - len(sharding.spec))]
@@ -121,6 +127,7 @@ def _axes(leaf: Any) -> str:
 
 
 def _meshes(leaves: list[Any]) -> list[str]:
+    """Returns a line for each mesh that the leaves are on."""
     shardings = map(sharding_of, leaves)
     shapes = [x.mesh.shape for x in shardings if isinstance(x, NamedSharding)]
     texts = [" ".join(f"{name}={size}" for name, size in shape.items()) for shape in shapes]
@@ -128,7 +135,7 @@ def _meshes(leaves: list[Any]) -> list[str]:
 
 
 def _totals(leaves: list[Any]) -> list[str]:
-    """Returns the bytes that devices hold; devices that hold as much share a line."""
+    """Returns lines with the bytes on the devices; devices that hold the same share a line."""
     bytes_of_device: collections.Counter[Any] = collections.Counter()
     for leaf in leaves:
         bytes_of_device.update(dict.fromkeys(_devices(leaf), bytes_on_each(leaf)))
@@ -143,6 +150,7 @@ def _totals(leaves: list[Any]) -> list[str]:
 
 
 def _devices(leaf: Any) -> Iterable[Any]:
+    """Returns the devices that a leaf is on, or stand-ins for those of an abstract mesh."""
     sharding = getattr(leaf, "sharding", None)
     if sharding is None:
         return ["one device"]

@@ -14,9 +14,9 @@ def sheet(
     """Returns a table in ASCII, never cut to the width of a terminal.
 
     Args:
-      columns: Their names.
+      columns: The headers of the columns.
       *sections: Rows, with a line between two sections.
-      numbers: The columns to align on the right.
+      numbers: The headers of the columns to align on the right.
     """
     table = Table(box=box.ASCII2)
     for name in columns:

@@ -46,7 +46,7 @@ def test_leaves_and_parts_are_those_of_the_state() -> None:
     assert found.state == sum(found.parts.values()) == nbytes(state)
     for name in ("params", "opt_state", "model_state"):
         assert found.parts[name] == nbytes(getattr(state, name))
-    assert found.parts["the rest"] == 4
+    assert found.parts["other"] == 4
     assert found.leaves["params/first"] == 4 * 32 * 128
     assert list(found.leaves.values()) == sorted(found.leaves.values(), reverse=True)
 
@@ -70,7 +70,7 @@ def test_shapes_will_do_and_nothing_of_their_size_is_allocated() -> None:
         return state + batch.sum(), {}
 
     found = ft.inspect.memory(jax.ShapeDtypeStruct((2**20, 2**20), jnp.float32), huge, X)
-    assert (found.state, found.given, found.spare) == (2**42, 2**42, 0)
+    assert (found.state, found.original_state, found.recovery_copy) == (2**42, 2**42, 0)
 
 
 @pytest.mark.parametrize("size", [16, 64])
@@ -92,7 +92,7 @@ def test_chunks_and_logs_are_those_of_k_steps_in_three_programs() -> None:
     found = ft.inspect.memory(create(), STEP, BATCH, fuse=7)
     assert found.k == 7
     assert found.chunks == 3 * 7 * nbytes(BATCH)
-    assert found.rows == 3 * 7 * 4  # a loss
+    assert found.logs == 3 * 7 * 4  # a loss
 
 
 def test_k_is_that_of_a_fit() -> None:
@@ -102,13 +102,14 @@ def test_k_is_that_of_a_fit() -> None:
 
 def test_copies_of_the_state_are_those_that_a_fit_makes(monkeypatch: Any) -> None:
     found = ft.inspect.memory(create(), STEP, BATCH)
-    assert found.given == found.spare == found.state
-    assert found.total == 3 * found.state + found.chunks + found.rows + found.temporaries
-    assert ft.inspect.memory(create(), STEP, BATCH, donate=True).given == 0
+    assert found.original_state == found.recovery_copy == found.state
+    assert found.total == 3 * found.state + found.chunks + found.logs + found.temporaries
+    assert ft.inspect.memory(create(), STEP, BATCH, donate=True).original_state == 0
     saved = ft.inspect.memory(create(), STEP, BATCH, checkpointer=ft.Checkpointer("run"))
-    assert (found.saved, saved.saved, saved.total) == (0, found.state, found.total + found.state)
+    assert (found.checkpoint_copy, saved.checkpoint_copy) == (0, found.state)
+    assert saved.total == found.total + found.state
     monkeypatch.setattr("functrain.inspect._memory.SPARE_BYTES", found.state - 1)
-    assert ft.inspect.memory(create(), STEP, BATCH).spare == 0
+    assert ft.inspect.memory(create(), STEP, BATCH).recovery_copy == 0
 
 
 def test_metrics_are_beside_the_state() -> None:
@@ -155,7 +156,7 @@ def test_it_prints_as_a_table_and_shows_as_a_line() -> None:
     table = {name.strip(): size.strip() for name, size in cells}
     assert table["params/first"] == "16.0 KiB"
     assert table["3 chunks of 4 batches"] == f"{found.chunks / 1024:.1f} KiB"
-    assert table["together"] == f"{found.total / 1024:.1f} KiB"
+    assert table["total"] == f"{found.total / 1024:.1f} KiB"
     assert repr(found).startswith("Memory(")
     assert "\n" not in repr(found)
 
@@ -164,7 +165,7 @@ def test_what_is_no_step_no_state_and_no_number_is_refused() -> None:
     with pytest.raises(TypeError, match=r"step: expected .* got the loss"):
         ft.inspect.memory(create(), loss_fn, BATCH)  # type: ignore[arg-type]  # it is refused
     with pytest.raises(
-        TypeError, match=r"state: expected an array or its shape, got 'text'. It is at a,"
+        TypeError, match=r"state: expected an array or its shape, got 'text'. The leaf is at a."
     ):
         ft.inspect.memory({"a": "text"}, STEP, BATCH)
     with pytest.raises(ValueError, match="fuse: expected an integer of at least 1, got 0"):

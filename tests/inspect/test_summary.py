@@ -43,11 +43,11 @@ def test_every_leaf_of_params_has_a_row():
 
 def test_totals_are_those_of_the_parts_and_of_the_whole():
     table = rows(summary(create(model_state={"mean": jnp.zeros(3)})))
-    assert table["all of params"][2:] == ("521", "2.0 KiB")
-    assert table["all of model_state"][2:] == ("3", "12 B")
-    assert table["all of opt_state"][2:] == ("521", "2.0 KiB")
+    assert table["params (total)"][2:] == ("521", "2.0 KiB")
+    assert table["model_state (total)"][2:] == ("3", "12 B")
+    assert table["opt_state (total)"][2:] == ("521", "2.0 KiB")
     # step: 4 B, rng: one key of 8 B
-    assert table["whole state"][2:] == ("1,047", "4.1 KiB")
+    assert table["state (total)"][2:] == ("1,047", "4.1 KiB")
 
 
 def test_an_abstract_state_has_the_same_table():
@@ -60,12 +60,12 @@ def test_any_other_pytree_lists_all_its_leaves():
     assert table["a/1"] == ("float64", "[]", "1", "8 B")
     assert table["key"] == ("key<fry>", "[]", "1", "8 B")
     assert table["n"] == ("int", "-", "0", "0 B")
-    assert table["all"] == ("", "", "4", "24 B")
+    assert table["total"] == ("", "", "4", "24 B")
 
 
 @pytest.mark.parametrize("state", [(), None, {}])
 def test_a_tree_without_leaves_has_a_total_of_nothing(state):
-    assert rows(summary(state))["all"] == ("", "", "0", "0 B")
+    assert rows(summary(state))["total"] == ("", "", "0", "0 B")
 
 
 def test_long_paths_are_not_cut_whatever_the_terminal(monkeypatch):
@@ -101,10 +101,10 @@ class Net(nn.Module):
 def test_a_model_without_values_is_summed_up_for_its_inputs(model, inputs):
     table = rows(summary(model, inputs=inputs))
     assert table["Dense_0/kernel"] == ("float32", "[64, 8]", "512", "2.0 KiB")
-    assert table["all of params"][2:] == ("536", "2.1 KiB")
-    assert table["all of model_state"][2:] == ("16", "64 B")
-    assert table["whole model"][2:] == ("552", "2.2 KiB")
-    with pytest.raises(ValueError, match=r"inputs: expected a batch of them.*has no values"):
+    assert table["params (total)"][2:] == ("536", "2.1 KiB")
+    assert table["model_state (total)"][2:] == ("16", "64 B")
+    assert table["model (total)"][2:] == ("552", "2.2 KiB")
+    with pytest.raises(ValueError, match=r"inputs: expected a batch of inputs.*holds no values"):
         summary(model)
 
 
@@ -114,8 +114,8 @@ def test_a_module_of_nnx_has_its_values():
     net = nnx.Sequential(nnx.Linear(64, 8, rngs=nnx.Rngs(0)), nnx.BatchNorm(8, rngs=nnx.Rngs(0)))
     table = rows(summary(net))
     assert table["layers/0/kernel"] == ("float32", "[64, 8]", "512", "2.0 KiB")
-    assert table["all of params"][2:] == ("536", "2.1 KiB")
-    assert table["all of model_state"][2:] == ("16", "64 B")
+    assert table["params (total)"][2:] == ("536", "2.1 KiB")
+    assert table["model_state (total)"][2:] == ("16", "64 B")
 
 
 def test_a_keras_model_is_summed_up_as_keras_counts_it():
@@ -126,14 +126,14 @@ def test_a_keras_model_is_summed_up_as_keras_counts_it():
     assert table[layers[0].kernel.path] == ("float32", "[64, 8]", "512", "2.0 KiB")
     assert layers[0].bias.path not in table
     trainable = sum(int(np.prod(v.shape)) for v in model.trainable_variables)
-    assert table["all of trainable"][2] == str(trainable) == "528"
+    assert table["trainable (total)"][2] == str(trainable) == "528"
     others = sum(int(np.prod(v.shape)) for v in model.non_trainable_variables)
-    assert table["all of non_trainable"][2] == str(others)
-    assert table["whole model"][2] == str(trainable + others)
+    assert table["non_trainable (total)"][2] == str(others)
+    assert table["model (total)"][2] == str(trainable + others)
 
 
 def test_what_has_no_values_to_sum_up_is_refused():
-    with pytest.raises(ValueError, match=r"expected a Keras model that is built.*model\.build"):
+    with pytest.raises(ValueError, match=r"expected a built Keras model.*model\.build"):
         summary(keras.Sequential([keras.layers.Dense(8)]))
     with pytest.raises(TypeError, match=r"state: expected a TrainState.*got builtin_function"):
         summary(len)
@@ -146,7 +146,7 @@ def test_where_leaves_lie_is_shown_where_they_are_divided():
     assert table["leaf"][2:] == ("sharding", "count", "bytes", "bytes on each device")
     assert table["split"][2:] == ("P('data',)", "32", "128 B", "64 B")
     assert table["whole"][2:] == ("", "8", "32 B", "32 B")
-    assert table["all"][3:] == ("40", "160 B", "96 B")
+    assert table["total"][3:] == ("40", "160 B", "96 B")
 
 
 # Its program is one that XLA compiles wrongly, and the first of them in a process warns.
