@@ -1,15 +1,15 @@
-"""A population: many models of one kind, trained by one program.
+"""Populations: many models with the same structure, trained by one program.
 
 Files:
-  _state: the stacked states, and how they come to be and come apart
-  _hyperparameters: learning rates and the like, one a member
-  _over_members: a function of one member as one of all; the stopped stay as they are
-  _loader: batches of which each member has its own
-  _step: the step over all members
-  _predict: what they predict together
-  _select: the best member; copies of the best in place of the worst
-  _early_stopping: stopping each member when it no longer gets better
-  _autotune: at once, one after another, or in blocks: measured
+  _state: the stacked states, and functions to create, stack and index them
+  _hyperparameters: hyperparameters with one value for each member, such as learning rates
+  _over_members: maps a function of one member over all; stopped members do not change
+  _loader: a loader with different batches for each member
+  _step: the step of a population
+  _predict: predictions of all members, combined or each
+  _select: selects the best member, or replaces the worst members by copies of the best
+  _early_stopping: stops each member when its value no longer improves
+  _autotune: measures how many members to compute at once
 """
 
 from functrain.population._autotune import BlockTuning as BlockTuning

@@ -1,4 +1,4 @@
-"""All members at once, one after another, or in blocks: measured."""
+"""Measures how many members to compute at once."""
 
 import time
 from collections.abc import Sequence
@@ -14,18 +14,19 @@ from functrain.engine._plan import auto_steps, nbytes
 from functrain.inspect._autotune import Candidate, measured
 from functrain.population._over_members import Data
 from functrain.population._state import PopulationState, require_population
-from functrain.population._step import step as step_of_all
+from functrain.population._step import step as population_step
 from functrain.rewrites import Mode
 
-MOST_STEPS = 16  # in a program that is measured
+# The largest number of steps in a program that is measured, which bounds the time of one run.
+MAX_STEPS = 16
 
 
 class BlockTuning(NamedTuple):
-    """What `autotune` found; prints as a table.
+    """The result of `autotune`; prints as a table.
 
     Attributes:
       block: The choice, for ``functrain.population.step(step, block=...)``.
-      microseconds: Per step of one member, by block; None is all members at once.
+      microseconds: Time per member and step, by block; None is all members at once.
 
     Examples:
       >>> print(BlockTuning(None, {None: 3.5, 1: 14.25}))
@@ -40,10 +41,10 @@ class BlockTuning(NamedTuple):
     def __str__(self) -> str:
         """Returns the table; a star marks the choice."""
         lines = ["members at once  µs a member-step"]
-        for block, taken in self.microseconds.items():
+        for block, microseconds in self.microseconds.items():
             name = "all" if block is None else str(block)
             mark = "*" if block == self.block else " "
-            lines.append(f"{name:>15}{mark}{taken:>17.1f}")
+            lines.append(f"{name:>15}{mark}{microseconds:>17.1f}")
         return "\n".join(lines)
 
     def __repr__(self) -> str:
@@ -62,25 +63,26 @@ def autotune(
 ) -> BlockTuning:
     """Measures how many members to compute at once, and chooses the fastest.
 
-    `jax.vmap` over members wins where a member's operations are small: dense layers of some
-    hundred units. One after another wins where each fills the machine by itself. It costs a
-    compilation for each way, and some half a second of steps. Nothing is consumed, and the steps
-    that are taken are forgotten.
+    `jax.vmap` over members is faster if a member's operations are small, such as dense layers with
+    a few hundred units. One after another is faster if each member uses the whole machine. Each
+    alternative costs a compilation and about half a second of steps. The population is copied, so
+    it is neither consumed nor changed.
 
     Args:
       population: The population to start from.
-      step: That of one member, as for `functrain.population.step`.
+      step: The step of one member, as for `functrain.population.step`.
       batch: One batch, of full size.
-      blocks: What to try: None for all at once, 1 for one after another, or numbers in between.
+      blocks: The alternatives: None for all at once, 1 for one after another, or numbers in
+        between.
       data: As for `functrain.population.step`.
-      seconds: After so much time no further way is tried. The first is always measured.
+      seconds: No further alternative is tried after this time. The first is always measured.
       rewrites: As for `functrain.fuse`.
 
     Returns:
-      The choice, and what was measured.
+      The choice and the measurements.
 
     Raises:
-      ValueError: `blocks` is empty, or holds what is no number of members.
+      ValueError: `blocks` is empty, or holds something other than None and numbers from 1.
       TypeError: As `functrain.population.step`.
 
     Examples:
@@ -92,18 +94,19 @@ def autotune(
       >>> over_all = ft.population.step(step, block=tuning.block)
     """
     require_population(population, "population")
-    ways = {block: step_of_all(step, data=data, block=block) for block in blocks}
-    require(ways, "blocks", "at least one way", blocks)
-    k = min(MOST_STEPS, auto_steps(nbytes(batch), nbytes(population)))
+    steps = {block: population_step(step, data=data, block=block) for block in blocks}
+    require(steps, "blocks", "at least one number of members", blocks)
+    k = min(MAX_STEPS, auto_steps(nbytes(batch), nbytes(population)))
     chunk = jax.tree.map(lambda x: jnp.stack([jnp.asarray(x)] * k), batch)
-    began = time.perf_counter()
+    start_time = time.perf_counter()
     candidates: dict[int | None, Candidate] = {}
-    for block, over_all in ways.items():
-        if candidates and time.perf_counter() - began > seconds:
+    for block, step_of_all in steps.items():
+        if candidates and time.perf_counter() - start_time > seconds:
             break
-        carry = traits_of(over_all).wrap_state(population)
-        fused = fuse(over_all, k, rewrites=rewrites)
+        carry = traits_of(step_of_all).wrap_state(population)
+        fused = fuse(step_of_all, k, rewrites=rewrites)
         candidates[block] = Candidate(k, fused, carry, chunk)
     rows = zip(candidates, measured(list(candidates.values())), strict=True)
-    taken = {block: row.microseconds / len(population) for block, row in rows}
-    return BlockTuning(min(taken, key=lambda block: taken[block]), taken)
+    microseconds = {block: row.microseconds / len(population) for block, row in rows}
+    fastest = min(microseconds, key=lambda block: microseconds[block])
+    return BlockTuning(fastest, microseconds)

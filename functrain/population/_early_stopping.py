@@ -1,4 +1,4 @@
-"""Stopping each member when it no longer gets better."""
+"""Early stopping of each member of a population."""
 
 from typing import Any
 
@@ -15,30 +15,33 @@ from functrain.population._state import require_population
 
 
 class EarlyStopping(_EarlyStopping):
-    """A hook that stops each member when its value no longer improves, and the run after the last.
+    """A hook that stops each member when its value no longer improves.
 
-    A member that is stopped keeps its state, bit for bit, while the others go on; a checkpoint
-    knows it. Where members are computed one after another (`functrain.population.step`, block=1) it
-    costs no time from there on; where all are computed at once, the time of a step stays.
+    The run ends when all members are stopped. A stopped member keeps its state, bit for bit, while
+    the others are trained; checkpoints store which members are stopped. Where members are computed
+    one after another (`functrain.population.step`, block=1), a stopped member costs no more time.
+    Where all are computed at once, the time of a step does not change.
 
     Args:
-      monitor: Name of the value, one a member, such as ``"val_loss"``.
-      patience: After how many values in a row without an improvement a member stops. As in Keras,
+      monitor: Name of a value with one number for each member, such as ``"val_loss"``.
+      patience: Stop a member after this many values in a row without an improvement. As in Keras,
         0 stops it at the first one, and so does 1.
       min_delta: The value must be better than the best one by more than this to count as an
         improvement.
-      mode: ``"min"`` or ``"max"``, which is better; ``"auto"`` takes it from the name.
+      mode: ``"min"`` if smaller is better, ``"max"`` if larger is; ``"auto"`` infers it from the
+        name.
       restore_best: Give each member, at the end of the run, the state that had its best value.
         This costs a second copy of the states on the device and in every checkpoint; the
         checkpoint of the run's end has a third.
 
     Attributes:
       best: The best value of each member so far, `f64[N]`. NaN is never best.
-      best_step: The steps they were seen at, `i64[N]`; -1 for none.
+      best_step: The steps of the best values, `i64[N]`; -1 for none.
 
     Raises:
       ValueError: As `functrain.hooks.EarlyStopping`.
-      TypeError: (when called) the value is not one a member, or the state no population.
+      TypeError: (when called) the value does not have one number for each member, or the state is
+        not a population.
 
     Examples:
       >>> import functrain as ft, jax.numpy as jnp
@@ -65,7 +68,7 @@ class EarlyStopping(_EarlyStopping):
 
     @property
     def best_step(self) -> np.ndarray:
-        """The steps at which they were seen."""
+        """The steps of the best values."""
         return self._best_step
 
     def _compare(self, event: Event, value: Any) -> None:
@@ -73,12 +76,12 @@ class EarlyStopping(_EarlyStopping):
         values = np.asarray(value, np.float64)
         active = np.asarray(event.state.active)
         expected = f"a value for each of the {len(active)} members, [{len(active)}]"
-        has_all = values.shape == active.shape
-        require(has_all, self.monitor, expected, value, error=TypeError)
-        goes_on = self._update(event, values, active)
-        if (goes_on != active).any():
-            placed = _tree.device_put_like(goes_on, event.state.active)
-            event.state = event.state.replace(active=placed)
+        require(values.shape == active.shape, self.monitor, expected, value, error=TypeError)
+        still_active = self._update(event, values, active)
+        # The run copies a state that a hook assigns, so it is assigned only after a change.
+        if (still_active != active).any():
+            mask = _tree.device_put_like(still_active, event.state.active)
+            event.state = event.state.replace(active=mask)
 
     def _keep(self, state: Any, is_better: np.ndarray) -> None:
         leaves = jax.tree.leaves(state.states)

@@ -1,4 +1,4 @@
-"""Learning rates and the like, one a member: leaves of the state."""
+"""Hyperparameters with one value for each member, stored as leaves of the state."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -12,17 +12,19 @@ from functrain.common import _patterns, _tree
 from functrain.common._checks import require, require_no_problems
 from functrain.population._state import PopulationState, require_population
 
-_INJECTED = "hyperparams"  # where optax.inject_hyperparams keeps them
+# The attribute of optax.inject_hyperparams' state that holds the hyperparameters.
+_INJECTED = "hyperparams"
 
 
 def hyperparameters(population: PopulationState) -> dict[str, np.ndarray]:
-    """Returns what `optax.inject_hyperparams` has made parts of the state, `[N]` each.
+    """Returns the hyperparameters that `optax.inject_hyperparams` keeps in the state.
 
     Args:
       population: The population.
 
     Returns:
-      By name, such as ``learning_rate``; where two optimizers have one of that name, by path.
+      Arrays `[N]` by name, such as ``learning_rate``. If two optimizers have a hyperparameter of
+      that name, both are given by their paths.
 
     Examples:
       >>> import functrain as ft, jax.numpy as jnp, optax
@@ -32,27 +34,32 @@ def hyperparameters(population: PopulationState) -> dict[str, np.ndarray]:
       {'learning_rate': array([0.5, 0.5], dtype=float32)}
     """
     require_population(population, "population")
-    leaves = [(p, x) for p, x in _tree.leaves_with_path(population.states) if _is_injected(p)]
-    times = Counter(_name(path) for path, _ in leaves)
-    return {_name(p) if times[_name(p)] == 1 else p: np.asarray(x) for p, x in leaves}
+    leaves = dict(_tree.leaves_with_path(population.states))
+    injected_paths = list(filter(_is_injected, leaves))
+    counts = Counter(map(_name, injected_paths))
+    values = {}
+    for path in injected_paths:
+        is_unique = counts[_name(path)] == 1
+        values[_name(path) if is_unique else path] = np.asarray(leaves[path])
+    return values
 
 
 def with_hyperparameters(population: PopulationState, values: Mapping[str, Any]) -> PopulationState:
-    """Returns the population with other hyperparameters, one a member.
+    """Returns the population with new hyperparameters, one value for each member.
 
     Args:
       population: The population.
-      values: Arrays `[N]`, or `[N, ...]` for leaves that are no scalars, by name: of what
-        `optax.inject_hyperparams` has made part of the state, such as ``learning_rate``; or by a
-        pattern over paths in a member's state, such as ``model_state/loss_weight`` or
-        ``**/hyperparams/learning_rate``.
+      values: Arrays `[N]`, or `[N, ...]` for leaves that are not scalars. Their names are those of
+        hyperparameters that `optax.inject_hyperparams` keeps in the state, such as
+        ``learning_rate``, or patterns of paths in a member's state, such as
+        ``model_state/loss_weight`` or ``**/hyperparams/learning_rate``.
 
     Returns:
-      The population; the leaves keep their dtypes.
+      The population. The leaves keep their dtypes.
 
     Raises:
-      ValueError: A name has no place in the state (those there are are listed), or several, or
-        belongs to a schedule; or the values are not one a member.
+      ValueError: A name matches no leaf of the state (the error lists candidates) or several, or
+        a schedule sets the hyperparameter; or `values` does not have one value for each member.
 
     Examples:
       >>> import functrain as ft, jax.numpy as jnp, optax
@@ -65,50 +72,54 @@ def with_hyperparameters(population: PopulationState, values: Mapping[str, Any])
     """
     require_population(population, "population")
     leaves = dict(_tree.leaves_with_path(population.states))
-    for name, paths in places(population, values).items():
+    for name, paths in matching_paths(population, values).items():
         for path in paths:
-            leaves[path] = _fitting(name, values[name], leaves[path])
+            leaves[path] = _new_leaf(name, values[name], leaves[path])
     structure = jax.tree.structure(population.states)
     return population.replace(states=jax.tree.unflatten(structure, leaves.values()))
 
 
-def places(population: PopulationState, names: Iterable[str]) -> dict[str, list[str]]:
-    """Returns the paths of the leaves that each name means; see `with_hyperparameters`."""
-    paths = [path for path, _ in _tree.leaves_with_path(population.states)]
-    return {name: _places(name, paths) for name in names}
+def matching_paths(population: PopulationState, names: Iterable[str]) -> dict[str, list[str]]:
+    """Returns the paths of the leaves that each name stands for; see `with_hyperparameters`."""
+    paths = list(dict(_tree.leaves_with_path(population.states)))
+    return {name: _paths_of(name, paths) for name in names}
 
 
-def _places(name: str, paths: list[str]) -> list[str]:
+def _paths_of(name: str, paths: list[str]) -> list[str]:
+    """Returns the paths that a name or a pattern matches, at least one."""
     if "/" in name:
-        found = [path for path in paths if _patterns.matches(name, path)]
+        matches = [path for path in paths if _patterns.matches(name, path)]
     else:
-        found = [path for path in paths if _is_injected(path) and _name(path) == name]
-        found = found or [path for path in paths if path == name]
-        several = found if len(found) > 1 else []
-        advice = f"Name it by its path, or all of them by a pattern: '**/{_INJECTED}/{name}'."
-        expected = f"one place in the state for {name!r}"
-        require_no_problems("hyperparameters", several, expected, advice)
-    if not found:
-        injected = ", ".join(_name(p) for p in paths if _is_injected(p)) or "none"
-        near = _patterns.closest_patterns(name, paths) if "/" in name else paths[:3]
+        matches = [path for path in paths if _is_injected(path) and _name(path) == name]
+        if not matches and name in paths:
+            matches = [name]
+        # One of several optimizers' rates must not be set by accident.
+        ambiguous = matches if len(matches) > 1 else []
+        advice = f"Use its path, or a pattern for all of them: '**/{_INJECTED}/{name}'."
+        expected = f"one leaf of the state for {name!r}"
+        require_no_problems("hyperparameters", ambiguous, expected, advice)
+    if not matches:
+        injected = ", ".join(map(_name, filter(_is_injected, paths))) or "none"
+        candidates = _patterns.closest_patterns(name, paths) if "/" in name else paths[:3]
         raise ValueError(
-            f"hyperparameters: expected a name that has a place in the state, got {name!r}. "
-            f"Injected there are {injected}: optax.inject_hyperparams(optax.adam)("
+            f"hyperparameters: expected the name of a leaf of the state, got {name!r}. "
+            f"Injected hyperparameters: {injected}; optax.inject_hyperparams(optax.adam)("
             "learning_rate=1e-3) injects one. Other leaves are named by their path, such as "
-            f"{', '.join(near)}."
+            f"{', '.join(candidates)}."
         )
-    for path in found:
-        _refuse_scheduled(path, paths)
-    return found
+    for path in matches:
+        _require_not_scheduled(path, paths)
+    return matches
 
 
-def _refuse_scheduled(path: str, paths: list[str]) -> None:
-    """Refuses what a schedule overwrites at the next step."""
+def _require_not_scheduled(path: str, paths: list[str]) -> None:
+    """Raises ValueError if a schedule would overwrite the leaf at the next step."""
     if not _is_injected(path):
         return
-    before = path.split("/")[:-2]
-    schedule = "/".join([*before, f"{_INJECTED}_states", _name(path)])
-    if any(other.startswith(f"{schedule}/") for other in paths):
+    # optax.inject_hyperparams keeps the state of a schedule beside the number that it sets.
+    parent = path.split("/")[:-2]
+    schedule_path = "/".join([*parent, f"{_INJECTED}_states", _name(path)])
+    if any(other.startswith(f"{schedule_path}/") for other in paths):
         raise ValueError(
             f"hyperparameters: expected a number at {path}, got a schedule, which would overwrite "
             "it at the next step. Inject a factor instead, as in optax.chain(optax.adam(schedule), "
@@ -116,14 +127,15 @@ def _refuse_scheduled(path: str, paths: list[str]) -> None:
         )
 
 
-def _fitting(name: str, values: Any, leaf: jax.Array) -> jax.Array:
-    got = jnp.asarray(values)
-    is_number = jnp.issubdtype(leaf.dtype, jnp.inexact) or got.dtype == leaf.dtype
-    is_fitting = got.shape == leaf.shape and is_number
-    expected = f"one a member, {_tree.strong_spec(leaf)}"
-    require(is_fitting, f"hyperparameters[{name!r}]", expected, got)
-    # Beside the leaf it replaces: a population may lie on several devices.
-    return _tree.device_put_like(got.astype(leaf.dtype), leaf)
+def _new_leaf(name: str, values: Any, leaf: jax.Array) -> jax.Array:
+    """Returns the values with the dtype and the sharding of the leaf that they replace."""
+    array = jnp.asarray(values)
+    # Integer leaves, such as counts, must not get rounded floats.
+    has_dtype = jnp.issubdtype(leaf.dtype, jnp.inexact) or array.dtype == leaf.dtype
+    expected = f"one value for each member, {_tree.strong_spec(leaf)}"
+    is_valid = array.shape == leaf.shape and has_dtype
+    require(is_valid, f"hyperparameters[{name!r}]", expected, array)
+    return _tree.device_put_like(array.astype(leaf.dtype), leaf)
 
 
 def _is_injected(path: str) -> bool:

@@ -1,4 +1,4 @@
-"""Batches of which each member has its own: other examples, or another order of the same."""
+"""A loader with different batches for each member."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,7 +15,7 @@ from functrain.data._loader import ArrayLoader, SeekableLoader
 
 
 class Loader(SeekableLoader):
-    """Puts the batches of some loaders, one a member, together: leaves `[N, B, ...]`.
+    """Stacks the batches of several loaders, one for each member: leaves `[N, B, ...]`.
 
     For ``functrain.population.step(step, data="per_member")``. Loaders of the same arrays with
     different seeds give each member its own order. Loaders of rows drawn with replacement make a
@@ -23,13 +23,13 @@ class Loader(SeekableLoader):
     sought, as in `ArrayLoader`.
 
     Args:
-      loaders: An `ArrayLoader` for each of the N members, of equally many examples in batches of
-        one size. With `drop_remainder` they may differ by examples that are dropped.
+      loaders: An `ArrayLoader` for each of the N members, with the same number of examples and
+        the same batch size. With `drop_remainder`, only the dropped examples may differ in number.
 
     Raises:
-      TypeError: One of them is no `ArrayLoader`.
-      ValueError: There is none, or one differs from the first in number of batches, batch size,
-        structure, shapes or dtypes.
+      TypeError: One of them is not an `ArrayLoader`.
+      ValueError: There are no loaders, or one differs from the first in its number of batches,
+        batch size, structure, shapes or dtypes.
 
     Examples:
       >>> import functrain as ft, numpy as np
@@ -43,7 +43,7 @@ class Loader(SeekableLoader):
 
     def __init__(self, loaders: Sequence[ArrayLoader]) -> None:
         self.loaders = tuple(loaders)
-        _require_alike(self.loaders)
+        _require_same_batches(self.loaders)
         first = self.loaders[0]
         self.batch_size = first.batch_size
         self.drop_remainder = first.drop_remainder
@@ -51,7 +51,7 @@ class Loader(SeekableLoader):
 
     @property
     def dropped(self) -> int:
-        """Examples of an epoch that are in none of its batches, of the member that loses most."""
+        """The number of examples of an epoch that are in no batch, of the member with the most."""
         return max(loader.dropped for loader in self.loaders)
 
     def __repr__(self) -> str:
@@ -59,28 +59,30 @@ class Loader(SeekableLoader):
 
     def batch(self, epoch: int, index: int) -> PyTree:
         """Returns one batch, leaves `[N, B, ...]`; the last may be smaller."""
-        return _stacked([loader.batch(epoch, index) for loader in self.loaders], axis=0)
+        return _stack_parts([loader.batch(epoch, index) for loader in self.loaders], axis=0)
 
     def chunk(self, epoch: int, start: int, k: int) -> PyTree:
-        """Returns the K full batches from number `start` on, leaves `[K, N, B, ...]`."""
-        return _stacked([loader.chunk(epoch, start, k) for loader in self.loaders], axis=1)
+        """Returns K full batches, the first being number `start`: leaves `[K, N, B, ...]`."""
+        return _stack_parts([loader.chunk(epoch, start, k) for loader in self.loaders], axis=1)
 
     def shapes(self, examples: int) -> PyTree:
-        """Returns the shapes and dtypes of a batch of so many examples a member."""
+        """Returns the shapes and dtypes of a batch with this many examples for each member."""
         return jax.tree.map(
             lambda x: jax.ShapeDtypeStruct((len(self.loaders), *x.shape), x.dtype),
             self.loaders[0].shapes(examples),
         )
 
     def fingerprint(self) -> dict[str, Any]:
-        """Returns what tells these batches from others, for a run that goes on with them."""
-        return {"data": "population.Loader", "of": [each.fingerprint() for each in self.loaders]}
+        """Returns a description of the data, which a resumed run compares with the saved one."""
+        fingerprints = [loader.fingerprint() for loader in self.loaders]
+        return {"data": "population.Loader", "of": fingerprints}
 
 
-def _stacked(parts: list[PyTree], axis: int) -> PyTree:
+def _stack_parts(parts: list[PyTree], axis: int) -> PyTree:
     def stack(*xs: Any) -> Any:
         if isinstance(xs[0], jax.Array):
             return jnp.stack(xs, axis)
+        # jax on CPU takes over aligned memory without copying it; NumPy's own may be unaligned.
         shape = xs[0].shape
         out = _buffer.empty((*shape[:axis], len(xs), *shape[axis:]), xs[0].dtype)
         return np.stack(xs, axis, out=out)
@@ -88,29 +90,34 @@ def _stacked(parts: list[PyTree], axis: int) -> PyTree:
     return jax.tree.map(stack, *parts)
 
 
-def _require_alike(loaders: Sequence[Any]) -> None:
+def _require_same_batches(loaders: Sequence[Any]) -> None:
+    """Raises an error unless all are loaders with batches like those of the first."""
     require(loaders, "loaders", "one for each member", loaders)
     first = loaders[0]
     advice = "Stack batches of anything else with numpy.stack, and pass them as an iterable."
     for i, loader in enumerate(loaders):
         name = f"loaders, for member {i}"
         require_instance(name, loader, ArrayLoader, "a functrain.ArrayLoader", advice)
-        lines = _tree.spec_differences(_counts(first), _counts(loader))
-        lines = lines or _tree.differences(first.shapes(1), loader.shapes(1))
+        problems = _tree.spec_differences(_settings(first), _settings(loader))
+        problems = problems or _tree.differences(first.shapes(1), loader.shapes(1))
         require_no_problems(
             name,
-            lines,
-            "batches as member 0 has them",
-            "Where only examples differ, drop_remainder=True leaves out those that fill no batch.",
+            problems,
+            "batches like those of member 0",
+            "If only the number of examples differs, drop_remainder=True drops the incomplete "
+            "last batch.",
         )
 
 
-def _counts(loader: ArrayLoader) -> dict[str, Any]:
-    rest = {} if loader.drop_remainder else {"examples": loader.examples}
-    return {
+def _settings(loader: ArrayLoader) -> dict[str, Any]:
+    """Returns the attributes in which all loaders must agree."""
+    settings = {
         "batch_size": loader.batch_size,
         "batches": len(loader),
         "drop_remainder": loader.drop_remainder,
         "placement": loader.placement,
-        **rest,
     }
+    # Dropped examples may differ in number.
+    if not loader.drop_remainder:
+        settings["examples"] = loader.examples
+    return settings

@@ -1,14 +1,16 @@
-"""A function of one member as one of all: at once, one after another, or in blocks.
+"""Maps a function of one member over all members: at once, one after another, or in blocks.
 
-A loop over members is a loop of conditionals, each around a whole member: one that is stopped costs
-nothing, and XLA's CPU backend cannot fuse the slice of a member's leaves into the loops that read
-them, where an index that it does not know keeps it from vectorizing: 4 MNIST convnets took 1.7
-times as long as one after another in programs of their own, and take 0.98 times so.
+One after another, each member is computed inside a conditional. A stopped member then costs
+nothing. The conditional also keeps XLA's CPU backend from fusing the slice of a member's leaves
+into the loops that read them, where the unknown index prevents vectorization: 4 MNIST convnets took
+1.7 times as long as in separate programs without the conditional, and take 0.98 times as long with
+it.
 
-A step leaves members that are stopped as they are. Of members that are computed at once, each leaf
-is chosen where it is made, and what is computed from it takes the chosen one: Adam makes its new
-params of the moments that are kept. Chosen at the end, XLA keeps old and new moments side by side
-and copies them: 32 MNIST MLPs took 1.35 times as long as one after another, and take 1.0 times so.
+A step must not change stopped members. Where members are computed at once, each output leaf is
+replaced by the old leaf of stopped members right after the operation that computes it, and later
+operations use the replaced value: Adam computes its new params from the moments that are kept. When
+the leaves were replaced at the end instead, XLA kept old and new moments side by side and copied
+them: 32 MNIST MLPs took 1.35 times as long as one after another, and now take 1.0 times as long.
 """
 
 import dataclasses
@@ -33,12 +35,13 @@ Function: TypeAlias = Callable[[Any, PyTree], Any]
 
 @dataclasses.dataclass(frozen=True)
 class OverMembers:
-    """A function ``(member, batch)`` of one member as one of all of them.
+    """A function of one member and a batch, mapped over all members.
 
     Attributes:
-      function: Of one member.
-      data: Whether there is one batch for all, or with ``"per_member"`` leaves `[N, ...]`.
-      block: How many members at once; None for all of them.
+      function: The function ``(member, batch) -> result``.
+      data: ``"shared"`` for one batch that all members get; ``"per_member"`` for batches with
+        leaves `[N, ...]`.
+      block: How many members to compute at once; None for all of them.
     """
 
     function: Function
@@ -48,151 +51,179 @@ class OverMembers:
     def __post_init__(self) -> None:
         require_one_of("data", self.data, get_args(Data))
         if self.block not in (None, "auto"):
-            require_integer("block", self.block, advice="None is all members at once.")
+            require_integer("block", self.block, advice="Pass None for all members at once.")
 
     def __call__(self, stacked: PyTree, batch: PyTree, active: jax.Array | None = None) -> Any:
         """Calls the function for all members.
 
         Args:
-          stacked: Leaves `[N, ...]`.
-          batch: As `data` says.
-          active: `bool[N]`, whose results are wanted; of others there may be anything. None for
-            all.
+          stacked: The members, leaves `[N, ...]`.
+          batch: One batch, or with ``data="per_member"`` leaves `[N, B, ...]`.
+          active: `bool[N]`, the members whose results are used; the results of others may be
+            anything. None for all members.
 
         Returns:
-          What it returns, stacked.
+          The results, stacked.
         """
         members = jax.tree.leaves(stacked)[0].shape[0]
-        own = self.data == "per_member"
-        size = self.size(stacked, batch)
-        of_all = jax.vmap(self.function, in_axes=(0, 0 if own else None))
-        if size is None:
-            return of_all(stacked, batch)
-        # A number that the compiler does not know to be 0.
-        wanted = jnp.arange(members) >= 0 if active is None else active
-        xs = stacked, wanted, batch if own else None
-        whole = members - members % size
-        done = _in_blocks(self.function if size == 1 else of_all, xs, batch, size, whole)
-        if whole == members:
-            return done
-        rest, _, rest_batch = jax.tree.map(lambda x: x[whole:], xs)
-        last = of_all(rest, rest_batch if own else batch)
-        return jax.tree.map(lambda *parts: jnp.concatenate(parts), done, last)
+        is_per_member = self.data == "per_member"
+        block_size = self.block_size(stacked, batch)
+        vmapped = jax.vmap(self.function, in_axes=(0, 0 if is_per_member else None))
+        if block_size is None:
+            return vmapped(stacked, batch)
+        # Without a mask all members are computed. The comparison is not a constant for the
+        # compiler, which would otherwise remove the conditional around each member.
+        is_used = jnp.arange(members) >= 0 if active is None else active
+        inputs = stacked, is_used, batch if is_per_member else None
+        in_blocks = members - members % block_size
+        function = self.function if block_size == 1 else vmapped
+        results = _map_blocks(function, inputs, batch, block_size, in_blocks)
+        if in_blocks == members:
+            return results
+        # The members that do not fill a block.
+        last_members, _, last_batch = jax.tree.map(lambda x: x[in_blocks:], inputs)
+        last = vmapped(last_members, last_batch if is_per_member else batch)
+        return jax.tree.map(lambda *parts: jnp.concatenate(parts), results, last)
 
     def step_active(self, stacked: Any, batch: PyTree, active: jax.Array) -> tuple[Any, PyTree]:
-        """Calls ``(member, batch) -> (member, logs)`` for all; the stopped stay as they are.
+        """Calls ``(member, batch) -> (member, logs)`` for all; stopped members do not change.
 
         Args:
-          stacked: Leaves `[N, ...]`.
-          batch: As for the function.
+          stacked: The members, leaves `[N, ...]`.
+          batch: The batch, as for the function.
           active: `bool[N]`.
 
         Returns:
-          Both, stacked. What is logged of members that are stopped may be anything.
+          The new members and the logs, stacked. The logs of stopped members may be anything.
         """
-        size = self.size(stacked, batch)
-        settled = dataclasses.replace(self, block=size)
-        if size is not None:
-            new, logs = settled(stacked, batch, active)
+        block_size = self.block_size(stacked, batch)
+        mapped = dataclasses.replace(self, block=block_size)
+        if block_size is not None:
+            new, logs = mapped(stacked, batch, active)
             return where_active(active, new, stacked), logs
 
-        def staged(stacked: Any, active: jax.Array, batch: PyTree) -> Any:
-            del active  # an input, to choose by
-            return settled(stacked, batch)
+        def call(stacked: Any, active: jax.Array, batch: PyTree) -> Any:
+            del active  # an input of the jaxpr, which the inserted selections read
+            return mapped(stacked, batch)
 
-        closed, shapes = jax.make_jaxpr(staged, return_shape=True)(stacked, active, batch)
-        old = jax.tree.leaves(stacked)
-        jaxpr, left = _chosen_where_made(closed.jaxpr, len(old))
+        closed, shapes = jax.make_jaxpr(call, return_shape=True)(stacked, active, batch)
+        old_leaves = jax.tree.leaves(stacked)
+        jaxpr, remaining = _select_early(closed.jaxpr, len(old_leaves))
         run: Any = core.jaxpr_as_fun(closed.replace(jaxpr=jaxpr))
-        outs = run(*old, active, *jax.tree.leaves(batch))
-        for i in left:
-            outs[i] = where_active(active, outs[i], old[i])
-        new, logs = jax.tree.unflatten(jax.tree.structure(shapes), outs)
+        outputs = run(*old_leaves, active, *jax.tree.leaves(batch))
+        for i in remaining:
+            outputs[i] = where_active(active, outputs[i], old_leaves[i])
+        new, logs = jax.tree.unflatten(jax.tree.structure(shapes), outputs)
         return new, logs
 
-    def size(self, stacked: PyTree, batch: PyTree) -> int | None:
-        """Returns how many members to compute at once, None for all; "auto" goes by what one does.
-
-        On CPU a convolution of a member fills the caches, as many at once do not: vmapped, 4 MNIST
-        convnets took 1.3 times as long as in a loop. Dense members are the faster for it.
-        """
+    def block_size(self, stacked: PyTree, batch: PyTree) -> int | None:
+        """Returns how many members to compute at once, None for all of them."""
         members = jax.tree.leaves(stacked)[0].shape[0]
         if self.data == "per_member":
-            _require_own(batch, members)
-        block = self._by_what_it_does(stacked, batch) if self.block == "auto" else self.block
+            _require_batch_per_member(batch, members)
+        block = self._auto_block(stacked, batch) if self.block == "auto" else self.block
         return None if block is None or block >= members else block
 
-    def _by_what_it_does(self, stacked: PyTree, batch: PyTree) -> int | None:
+    def _auto_block(self, stacked: PyTree, batch: PyTree) -> int | None:
+        """Returns 1 if members have convolutions and run on a CPU, else None.
+
+        The convolution of one member fills the CPU's caches, and those of many at once do not fit:
+        vmapped, 4 MNIST convnets took 1.3 times as long as in a loop. Members with dense layers
+        are faster at once.
+        """
         if jax.default_backend() != "cpu":
             return None
-        first = jax.tree.map(lambda x: x[0], stacked)
-        shown = jax.tree.map(lambda x: x[0], batch) if self.data == "per_member" else batch
-        found = equations(jax.make_jaxpr(self.function)(first, shown).jaxpr)
-        convolves = any(eqn.primitive is primitives.conv_general_dilated_p for eqn, *_ in found)
-        return 1 if convolves else None
+        member = jax.tree.map(lambda x: x[0], stacked)
+        if self.data == "per_member":
+            batch = jax.tree.map(lambda x: x[0], batch)
+        for eqn, *_ in equations(jax.make_jaxpr(self.function)(member, batch).jaxpr):
+            if eqn.primitive is primitives.conv_general_dilated_p:
+                return 1
+        return None
 
 
-def _in_blocks(function: Function, xs: Any, batch: PyTree, size: int, whole: int) -> PyTree:
-    """Calls a function of a block for the first members, block by block."""
-    inner = () if size == 1 else (size,)
-    blocks = jax.tree.map(lambda x: x[:whole].reshape(-1, *inner, *x.shape[1:]), xs)
+def _map_blocks(
+    function: Function, inputs: Any, batch: PyTree, block_size: int, members: int
+) -> PyTree:
+    """Calls a function of a block for the first `members` members, block by block.
 
-    def of_block(block: Any) -> Any:
-        stacked, wanted, own = block
-        shown = batch if own is None else own
-        shapes = jax.eval_shape(function, stacked, shown)
+    Args:
+      function: ``(block of members, batch) -> results``.
+      inputs: Members, the mask of used members, and batches of members or None, `[N, ...]` each.
+      batch: The batch that all members get, if they have no batches.
+      block_size: Members in a block.
+      members: A multiple of `block_size`.
+    """
+    block_shape = () if block_size == 1 else (block_size,)
+    blocks = jax.tree.map(lambda x: x[:members].reshape(-1, *block_shape, *x.shape[1:]), inputs)
+
+    def call_block(block: Any) -> Any:
+        stacked, is_used, batch_of_block = block
+        block_batch = batch if batch_of_block is None else batch_of_block
+        shapes = jax.eval_shape(function, stacked, block_batch)
         return jax.lax.cond(
-            jnp.any(wanted),
+            jnp.any(is_used),
             function,
             lambda *_: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes),
             stacked,
-            shown,
+            block_batch,
         )
 
-    found = jax.lax.map(of_block, blocks)
-    return jax.tree.map(lambda x: x.reshape(whole, *x.shape[1 + len(inner) :]), found)
+    results = jax.lax.map(call_block, blocks)
+    axes = 1 + len(block_shape)
+    return jax.tree.map(lambda x: x.reshape(members, *x.shape[axes:]), results)
 
 
-def _chosen_where_made(jaxpr: Any, leaves: int) -> tuple[Any, list[int]]:
-    """Returns the jaxpr with its first outputs chosen where they are made, and which are not.
+def _select_early(jaxpr: Any, leaves: int) -> tuple[Any, list[int]]:
+    """Inserts the selection between old and new leaves right after each new leaf is computed.
 
-    Chosen are those that it makes, for one leaf alone, in the leaf's type.
+    Args:
+      jaxpr: Its first inputs are the old leaves, then `active`; its first outputs the new leaves.
+      leaves: The number of leaves.
+
+    Returns:
+      The jaxpr, and the outputs for which nothing could be inserted: those that no operation
+      computes, that are returned more than once, or that have another type than the old leaf.
     """
-    outs, olds, active = jaxpr.outvars[:leaves], jaxpr.invars[:leaves], jaxpr.invars[leaves]
-    times = Counter(map(id, outs))
-    old = {
-        id(out): before
-        for out, before in zip(outs, olds, strict=True)
-        if times[id(out)] == 1
-        and (out.aval.shape, out.aval.dtype) == (before.aval.shape, before.aval.dtype)
-    }
-    env: dict[Any, Any] = {}
+    new_vars, old_vars, active = jaxpr.outvars[:leaves], jaxpr.invars[:leaves], jaxpr.invars[leaves]
+    counts = Counter(map(id, new_vars))
+    old_of_new = {}
+    for new, old in zip(new_vars, old_vars, strict=True):
+        has_type = (new.aval.shape, new.aval.dtype) == (old.aval.shape, old.aval.dtype)
+        if has_type and counts[id(new)] == 1:
+            old_of_new[id(new)] = old
+    selected: dict[Any, Any] = {}
     eqns: list[core.JaxprEqn] = []
     for eqn in jaxpr.eqns:
-        eqns.append(eqn.replace(invars=read(env, eqn.invars)))
-        for out in eqn.outvars:
-            if id(out) in old:
-                chosen, (env[out],) = inlined(_choose, eqn, [active, out, old[id(out)]])
-                eqns += chosen
-    left = [i for i, out in enumerate(outs) if isinstance(out, core.Literal) or out not in env]
-    outvars = read(env, jaxpr.outvars)
-    return jaxpr.replace(eqns=eqns, outvars=outvars, debug_info=jaxpr.debug_info), left
+        eqns.append(eqn.replace(invars=read(selected, eqn.invars)))
+        for var in eqn.outvars:
+            if id(var) in old_of_new:
+                inputs = [active, var, old_of_new[id(var)]]
+                selection, (selected[var],) = inlined(_select_leaf, eqn, inputs)
+                eqns += selection
+    remaining = []
+    for i, var in enumerate(new_vars):
+        if isinstance(var, core.Literal) or var not in selected:
+            remaining.append(i)
+    outvars = read(selected, jaxpr.outvars)
+    return jaxpr.replace(eqns=eqns, outvars=outvars, debug_info=jaxpr.debug_info), remaining
 
 
-def _choose(active: jax.Array, new: jax.Array, old: jax.Array) -> list[jax.Array]:
+def _select_leaf(active: jax.Array, new: jax.Array, old: jax.Array) -> list[jax.Array]:
     return [where_active(active, new, old)]
 
 
 def where_active(active: jax.Array, new: PyTree, old: PyTree) -> PyTree:
-    """Returns of each member the new leaves if it is active, else the old ones."""
+    """Returns the new leaves of active members, and the old leaves of the others."""
 
-    def choose(new: jax.Array, old: jax.Array) -> jax.Array:
+    def select(new: jax.Array, old: jax.Array) -> jax.Array:
         return jnp.where(active.reshape(-1, *[1] * (jnp.ndim(new) - 1)), new, old)
 
-    return jax.tree.map(choose, new, old)
+    return jax.tree.map(select, new, old)
 
 
-def _require_own(batch: PyTree, members: int) -> None:
-    wrong = _tree.format_leaves(batch, lambda x: jnp.shape(x)[:1] != (members,))
+def _require_batch_per_member(batch: PyTree, members: int) -> None:
+    problems = _tree.format_leaves(batch, lambda x: jnp.shape(x)[:1] != (members,))
     expected = f"a batch for each of the {members} members, leaves [{members}, B, ...]"
-    require_no_problems("batch", wrong, expected, "One batch for all of them is data='shared'.")
+    advice = "Use data='shared' for one batch that all members get."
+    require_no_problems("batch", problems, expected, advice)

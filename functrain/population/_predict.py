@@ -1,4 +1,4 @@
-"""What members predict, each or together."""
+"""Predictions of the members of a population, combined or each."""
 
 from collections.abc import Callable
 from typing import Any, Literal, TypeAlias
@@ -16,25 +16,25 @@ Combine: TypeAlias = Literal["mean", "vote", "each"] | Callable[[PyTree], PyTree
 
 
 def predict_step(step: Step[Any], *, combine: Combine = "mean", block: Block = "auto") -> Step[Any]:
-    """Returns the step by which a population predicts, for `predict`.
+    """Returns the step with which a population predicts, for `predict`.
 
     Args:
-      step: That of one member, ``(state, inputs) -> (state, outputs)``, from
+      step: The predict step of one member, ``(state, inputs) -> (state, outputs)``, from
         `functrain.predict_step`.
-      combine: ``"mean"``: of the outputs as they are, `[B, ...]`. ``"vote"``: the class, the
-        largest of the last axis, that most members take, `i32[B]`; the smaller of two.
-        ``"each"``: `[B, N, ...]`. Or a function of the outputs `[N, B, ...]` to `[B, ...]`: the
-        probabilities of members that return logits are
-        ``lambda logits: jax.nn.softmax(logits).mean(0)``.
-      block: How many members at once; see `functrain.population.step`.
+      combine: ``"mean"``: the mean of the outputs, `[B, ...]`. ``"vote"``: the class, the argmax
+        over the last axis, that most members predict, `i32[B]`; of two classes with equally many
+        votes, the smaller. ``"each"``: the outputs of each member, `[B, N, ...]`. Or a function
+        from the outputs `[N, B, ...]` to `[B, ...]`: for members that return logits,
+        ``lambda logits: jax.nn.softmax(logits).mean(0)`` returns the mean probabilities.
+      block: How many members to compute at once; see `functrain.population.step`.
 
     Returns:
-      ``(PopulationState, inputs) -> (PopulationState, outputs)``, the state untouched. Members
-      that have been stopped take part, too.
+      ``(PopulationState, inputs) -> (PopulationState, outputs)``, which does not change the state.
+      Stopped members predict, too.
 
     Raises:
-      TypeError: `step` does not predict.
-      ValueError: `combine` or `block` is none of those.
+      TypeError: `step` is not a predict step.
+      ValueError: `combine` or `block` is not one of those.
 
     Examples:
       >>> import functrain as ft, numpy as np
@@ -49,14 +49,15 @@ def predict_step(step: Step[Any], *, combine: Combine = "mean", block: Block = "
     """
     check_predict_step(step)
     expected = "'mean', 'vote', 'each', or a function of the outputs [N, B, ...]"
-    require(callable(combine) or combine in _WAYS, "combine", expected, combine)
-    outputs = OverMembers(lambda state, inputs: step(state, inputs)[1], "shared", block)
+    require(callable(combine) or combine in _COMBINE, "combine", expected, combine)
+    over = OverMembers(lambda state, inputs: step(state, inputs)[1], "shared", block)
 
     def predict(population: PopulationState, inputs: PyTree, /) -> tuple[PopulationState, PyTree]:
         require_population(population)
-        each = outputs(population.states, inputs)
-        combined = combine(each) if callable(combine) else jax.tree.map(_WAYS[combine], each)
-        return population, combined
+        outputs = over(population.states, inputs)
+        if callable(combine):
+            return population, combine(outputs)
+        return population, jax.tree.map(_COMBINE[combine], outputs)
 
     return predict
 
@@ -66,8 +67,8 @@ def _vote(x: jax.Array) -> jax.Array:
     return jnp.argmax(votes, -1)
 
 
-# Of each leaf `[N, B, ...]` of the outputs.
-_WAYS: dict[str, Callable[[jax.Array], jax.Array]] = {
+# Functions of one leaf of the outputs, `[N, B, ...]`.
+_COMBINE: dict[str, Callable[[jax.Array], jax.Array]] = {
     "mean": lambda x: jnp.mean(x, 0),
     "vote": _vote,
     "each": lambda x: jnp.moveaxis(x, 0, 1),

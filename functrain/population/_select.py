@@ -1,4 +1,4 @@
-"""The best member, and copies of the best in place of the worst."""
+"""Selects the best member, or replaces the worst members by copies of the best."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,7 +9,7 @@ import numpy as np
 
 from functrain.common import _tree
 from functrain.common._checks import require, require_one_of
-from functrain.population._hyperparameters import places, with_hyperparameters
+from functrain.population._hyperparameters import matching_paths, with_hyperparameters
 from functrain.population._state import PopulationState, require_population
 
 
@@ -20,14 +20,15 @@ def select(population: PopulationState, values: Any, *, mode: str) -> Any:
       population: The population.
       values: One value for each member, `[N]`, such as ``history.epochs["val_loss"][-1]`` or a
         value that `evaluate` returns. NaN is never best.
-      mode: ``"min"`` or ``"max"``, which is better.
+      mode: ``"min"`` if the smallest value is the best, ``"max"`` if the largest is.
 
     Returns:
-      A state, such as a `TrainState`; of a Keras model ``bridge.to_keras`` takes it home. Which
-      member it is: ``np.nanargmin(values)``.
+      The state of one member, such as a `TrainState`, which ``bridge.to_keras`` accepts if it came
+      from a Keras model. ``np.nanargmin(values)`` is the index of the member.
 
     Raises:
-      ValueError: The values are not one a member, or all NaN, or `mode` is neither.
+      ValueError: `values` does not have one value for each member, all are NaN, or `mode` is
+        invalid.
 
     Examples:
       >>> import functrain as ft, jax.numpy as jnp
@@ -35,7 +36,7 @@ def select(population: PopulationState, values: Any, *, mode: str) -> Any:
       >>> print(select(population, [0.5, 0.1, jnp.nan], mode="min")["w"])
       1.0
     """
-    return population[int(_ranked(population, values, mode)[0])]
+    return population[int(_rank(population, values, mode)[0])]
 
 
 def resample(
@@ -47,30 +48,31 @@ def resample(
     fraction: float = 0.25,
     perturb: Mapping[str, Any] | None = None,
 ) -> PopulationState:
-    """Puts copies of the best members in place of the worst: a step of population-based training.
+    """Replaces the worst members by copies of the best, as in population-based training.
 
-    The copies keep the random keys of the members they replace, so that they go other ways from
-    there, and so do their hyperparameters, if those are perturbed. In a fit, a hook does it:
+    A copy keeps the random keys of the member that it replaces, so that it develops differently
+    from its original; perturbed hyperparameters differ as well. Call it in a hook of a fit:
     ``event.state = resample(event.state, event.values["val_loss"], key, mode="min")``.
 
-    Truncation selection of Jaderberg et al., 2017 (https://arxiv.org/abs/1711.09846).
+    This is the truncation selection of Jaderberg et al., 2017 (https://arxiv.org/abs/1711.09846).
 
     Args:
       population: The population.
       values: One value for each member, `[N]`. NaN is worst.
       key: A typed key `key[]`; fold the step into it: ``jax.random.fold_in(key, event.step)``.
-      mode: ``"min"`` or ``"max"``, which is better.
-      fraction: How many of the members are replaced, and how many they are replaced by: at least
-        one, and at most half.
-      perturb: Hyperparameters to multiply in the copies, by name as in `with_hyperparameters`;
-        each copy by one of the factors given, such as ``{"learning_rate": (0.8, 1.25)}``.
+      mode: ``"min"`` if small values are better, ``"max"`` if large ones are.
+      fraction: The fraction of the members that is replaced, and of those that are copied: at
+        least one member, at most half of them.
+      perturb: Factors by the name of a hyperparameter, as in `with_hyperparameters`. In each copy,
+        the hyperparameter is multiplied by one of its factors, drawn at random:
+        ``{"learning_rate": (0.8, 1.25)}``.
 
     Returns:
-      The population; a copy is active where its original is.
+      The population. A copy is active if its original is.
 
     Raises:
-      ValueError: The values are not one a member, all are NaN, `mode` or `fraction` makes no
-        sense, or a hyperparameter has no place in the state.
+      ValueError: `values` does not have one value for each member, all are NaN, `mode` or
+        `fraction` is invalid, or a hyperparameter is not in the state.
 
     Examples:
       >>> import functrain as ft, jax, jax.numpy as jnp
@@ -79,27 +81,38 @@ def resample(
       >>> print(new.states["w"])
       [0. 1. 1. 3.]
     """
-    order = _ranked(population, values, mode)
-    expected = f"a part of two members or more, of {len(order)}, above 0 and up to 0.5"
-    require(0 < fraction <= 0.5 and len(order) >= 2, "fraction", expected, fraction)
-    count = max(1, int(len(order) * fraction))
-    chosen = jax.random.choice(jax.random.fold_in(key, 0), order[:count], (count,))
-    sources = np.arange(len(order))
-    sources[order[-count:]] = np.asarray(chosen)
+    ranking = _rank(population, values, mode)
+    members = len(ranking)
+    expected = f"a number above 0 and up to 0.5, with two members or more (there are {members})"
+    require(0 < fraction <= 0.5 and members >= 2, "fraction", expected, fraction)
+    count = max(1, int(members * fraction))
+    sources = np.arange(members)
+    best, worst = ranking[:count], ranking[-count:]
+    sources[worst] = np.asarray(jax.random.choice(jax.random.fold_in(key, 0), best, (count,)))
 
-    def taken(x: jax.Array) -> jax.Array:
+    def copy_members(x: jax.Array) -> jax.Array:
+        # With the key of its original a copy would draw the same numbers and stay identical.
         return x if _tree.is_key(x) else _tree.device_put_like(x[sources], x)
 
-    copied = jax.tree.map(taken, population)
-    return _perturbed(copied, sources != np.arange(len(order)), key, perturb or {})
+    population = jax.tree.map(copy_members, population)
+    return _perturb_copies(population, sources != np.arange(members), key, perturb or {})
 
 
-def _perturbed(
+def _perturb_copies(
     population: PopulationState, is_copy: np.ndarray, key: jax.Array, perturb: Mapping[str, Any]
 ) -> PopulationState:
+    """Multiplies hyperparameters of the copies by factors drawn at random.
+
+    Args:
+      population: The population.
+      is_copy: `bool[N]`.
+      key: The key of `resample`, which folds 0 into it for its own draw.
+      perturb: Factors by name.
+    """
     leaves = dict(_tree.leaves_with_path(population.states))
     values = {}
-    for i, (name, paths) in enumerate(sorted(places(population, perturb).items())):
+    # Sorted, so that the draws do not depend on the order of the dict.
+    for i, (name, paths) in enumerate(sorted(matching_paths(population, perturb).items())):
         for path in paths:
             leaf = leaves[path]
             factors = jnp.asarray(perturb[name], leaf.dtype)
@@ -109,12 +122,12 @@ def _perturbed(
     return with_hyperparameters(population, values)
 
 
-def _ranked(population: PopulationState, values: Any, mode: str) -> np.ndarray:
-    """Returns the numbers of the members, the best first."""
+def _rank(population: PopulationState, values: Any, mode: str) -> np.ndarray:
+    """Returns the indices of the members, the best first and NaN last."""
     require_population(population, "population")
     values = np.asarray(values, np.float64)
     expected = f"one value for each of the {len(population)} members, [{len(population)}]"
-    advice = "Of a history it is that of one epoch: history.epochs['val_loss'][-1]."
+    advice = "From a history, pass the values of one epoch: history.epochs['val_loss'][-1]."
     require(values.shape == (len(population),), "values", expected, values, advice)
     require_one_of("mode", mode, ("min", "max"))
     if np.isnan(values).all():

@@ -1,4 +1,4 @@
-"""The states of many members as one: every leaf has a leading axis of members."""
+"""The states of many members, stacked: every leaf has a leading axis of members."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -13,16 +13,16 @@ from functrain.common._types import PyTree
 
 
 class PopulationState(flax.struct.PyTreeNode, eq=False):
-    """The states of N members, stacked, and which of them are still trained.
+    """The stacked states of N members, with a mask of the members that are still trained.
 
-    A state as any other: copied, saved, divided over devices. ``population[i]`` is the state of
-    member i, as it would be alone; ``len(population)`` is N, and so ``list(population)`` works.
-    The members' axis goes over devices with ``jax.device_put(population, NamedSharding(mesh,
+    It can be copied, saved and sharded like any other state. ``population[i]`` is the state of
+    member i, as it would be alone; ``len(population)`` is N, and ``list(population)`` works. To
+    shard the axis of members over devices, use ``jax.device_put(population, NamedSharding(mesh,
     PartitionSpec("members")))``.
 
     Attributes:
       states: A pytree whose leaves are `[N, ...]`, such as a `TrainState` of them.
-      active: `bool[N]`. Of a member that is not, no step changes a bit.
+      active: `bool[N]`. Steps do not change a member that is not active.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -38,21 +38,23 @@ class PopulationState(flax.struct.PyTreeNode, eq=False):
 
     @classmethod
     def of(cls, stacked: PyTree) -> "PopulationState":
-        """Returns the population of states that are stacked already, as `jax.vmap` makes them.
+        """Returns the population of states that are already stacked, as by `jax.vmap`.
 
         Args:
           stacked: A pytree of arrays `[N, ...]`, at least one.
 
         Raises:
-          ValueError: A leaf has another leading axis than the first, or none; it is named.
+          ValueError: The leading axes of the leaves differ, or a leaf has none; the leaves are
+            named.
         """
-        shapes = {path: jnp.shape(x) for path, x in _tree.leaves_with_path(stacked)}
-        leading = next((shape[:1] for shape in shapes.values()), ())
-        wrong = [f"{p}: {s}" for p, s in shapes.items() if not s or s[:1] != leading]
-        wrong = wrong if shapes else ["no leaves"]
-        advice = "functrain.population.stack(states) stacks states."
+        leaves = jax.tree.leaves(stacked)
+        leading = jnp.shape(leaves[0])[:1] if leaves else ()
+        problems = _tree.format_leaves(stacked, lambda x: jnp.shape(x)[:1] != (leading or None))
         require_no_problems(
-            "stacked", wrong, f"leaves [N, ...] with one leading axis, {leading}", advice
+            "stacked",
+            problems if leaves else ["no leaves"],
+            f"leaves [N, ...] with one leading axis, {leading}",
+            "functrain.population.stack(states) stacks states.",
         )
         return cls(stacked, jnp.ones(leading, bool))
 
@@ -68,8 +70,10 @@ class PopulationState(flax.struct.PyTreeNode, eq=False):
 
     def __repr__(self) -> str:
         count = getattr(self.active, "size", "?")
-        readable = _tree.is_readable(self.active)
-        active = f"{int(self.active.sum())} active, " if readable else ""
+        # While the state is traced, or after it was donated, the mask has no values to count.
+        active = ""
+        if _tree.is_readable(self.active):
+            active = f"{int(self.active.sum())} active, "
         return f"PopulationState({count} members, {active}states={_repr.brief(self.states)})"
 
 
@@ -80,25 +84,26 @@ def create(
     members: int | None = None,
     hyperparameters: Mapping[str, Any] | None = None,
 ) -> PopulationState:
-    """Returns a population of states that one function makes of different keys.
+    """Returns a population whose members are created from different random keys.
 
-    Member i is ``make_state(jax.random.fold_in(key, i))``, to the bit: the function is called once
-    a member, and may be any. ``PopulationState.of(jax.vmap(make_state)(keys))`` is faster where
-    there are thousands.
+    Member i is ``make_state(jax.random.fold_in(key, i))``, to the bit: `make_state` is called once
+    for each member and need not be traceable. For thousands of members,
+    ``PopulationState.of(jax.vmap(make_state)(keys))`` is faster.
 
     Args:
-      make_state: Makes the state of one member, of a typed key `key[]`: usually a `TrainState`
-        whose `rng` comes of that key as well, so that members draw numbers of their own.
+      make_state: Creates the state of one member from a typed key `key[]`: usually a `TrainState`
+        whose `rng` comes from that key as well, so that members draw different numbers.
       key: A typed key `key[]`.
-      members: N; by default as many as there are hyperparameters.
-      hyperparameters: By name, `[N]` each; see `with_hyperparameters`.
+      members: N. The length of the hyperparameters by default.
+      hyperparameters: Arrays `[N]` by name; see `with_hyperparameters`.
 
     Returns:
-      The population, all members active.
+      The population, with all members active.
 
     Raises:
-      ValueError: Neither says how many members there are, or they differ, or a hyperparameter has
-        no place in the state; or the states differ in structure or shapes.
+      ValueError: The number of members is not given, or `members` and the hyperparameters
+        disagree; a hyperparameter is not in the state; or the states differ in structure or
+        shapes.
 
     Examples:
       >>> import functrain as ft, jax, jax.numpy as jnp, optax
@@ -111,24 +116,28 @@ def create(
       >>> print(population[1].opt_state.hyperparams["learning_rate"])
       0.01
     """
-    from functrain.population._hyperparameters import places, with_hyperparameters
+    # Imported here since hyperparameters are set in populations, which this file defines.
+    from functrain.population._hyperparameters import matching_paths, with_hyperparameters
 
-    chosen = dict(hyperparameters or {})
-    count = _count(members, chosen)
+    hyperparameters = dict(hyperparameters or {})
+    count = _count_members(members, hyperparameters)
     states = [make_state(jax.random.fold_in(key, 0))]
-    places(PopulationState.of(jax.tree.map(lambda x: jnp.asarray(x)[None], states[0])), chosen)
-    states += [make_state(jax.random.fold_in(key, i)) for i in range(1, count)]
-    return with_hyperparameters(stack(states), chosen)
+    # A misspelled hyperparameter is reported before all other members are created.
+    matching_paths(stack(states), hyperparameters)
+    for i in range(1, count):
+        states.append(make_state(jax.random.fold_in(key, i)))
+    return with_hyperparameters(stack(states), hyperparameters)
 
 
 def stack(states: Sequence[PyTree]) -> PopulationState:
-    """Returns the population of some states, which stay alive.
+    """Stacks states into a population; the given states can still be used.
 
     Args:
-      states: Of one structure, with leaves of the same shapes and dtypes.
+      states: States with the same structure, shapes and dtypes.
 
     Raises:
-      ValueError: There is none, or one differs from the first: the leaves that do are named.
+      ValueError: There are no states, or one differs from the first; the leaves that differ are
+        named.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -139,22 +148,23 @@ def stack(states: Sequence[PyTree]) -> PopulationState:
     states = [_tree.copy(state) for state in states]
     for i, state in enumerate(states):
         expected = f"member {i} with the structure of member 0"
-        advice = "Train members of different sizes in populations of their own."
+        advice = "Train members of different sizes in separate populations."
         require_no_problems("states", _tree.differences(states[0], state), expected, advice)
     return PopulationState.of(jax.tree.map(lambda *leaves: jnp.stack(leaves), *states))
 
 
 def require_population(population: Any, name: str = "state") -> None:
-    """Raises TypeError unless the argument of this name is a population."""
+    """Raises TypeError unless an argument is a population."""
     advice = (
-        "Make one with functrain.population.create(make_state, key, members=N), stack(states), "
+        "Create one with functrain.population.create(make_state, key, members=N), stack(states), "
         "or PopulationState.of(stacked)."
     )
     expected = "a functrain.population.PopulationState"
     require_instance(name, population, PopulationState, expected, advice)
 
 
-def _count(members: int | None, hyperparameters: Mapping[str, Any]) -> int:
+def _count_members(members: int | None, hyperparameters: Mapping[str, Any]) -> int:
+    """Returns the number of members, which all arguments must agree on."""
     counts = {name: len(values) for name, values in hyperparameters.items()}
     if members is not None:
         counts = {"members": members, **counts}
@@ -163,6 +173,6 @@ def _count(members: int | None, hyperparameters: Mapping[str, Any]) -> int:
         got = ", ".join(f"{name}: {n}" for name, n in counts.items()) or "neither"
         raise ValueError(
             "members and hyperparameters: expected one number of members, from members= or from "
-            f"hyperparameters of that length, got {got}"
+            f"the length of the hyperparameters, got {got}. Pass members=N, and N values of each."
         )
     return count

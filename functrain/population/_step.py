@@ -1,4 +1,4 @@
-"""The step over all members."""
+"""The step of a population."""
 
 import dataclasses
 from typing import Any
@@ -24,35 +24,34 @@ def step(
     block: Block = "auto",
     stop_non_finite: bool = False,
 ) -> Step[Any]:
-    """Returns the step of a population: that of one member, taken by all.
+    """Returns the step of a population, which takes the step of one member with all of them.
 
-    A step like any other: `fuse`, `run`, `fit`, `evaluate` and `Checkpointer` take it. What it
-    logs, and its metrics, are one value a member: `[N]` a step, in the history `[steps, N]`, in
-    files a column or tag ``loss/0``, ``loss/1``, ... a member. Of members that are stopped, logs
-    are NaN.
+    It is a step like any other: `fuse`, `run`, `fit` and `evaluate` accept it. Its logs and metrics
+    have one value for each member: `[N]` for a step, `[steps, N]` in the history, and in files a
+    column or tag for each member, ``loss/0``, ``loss/1``, ... The logs of stopped members are NaN.
 
-    A member's values are those it would have alone, but for last bits where the compiler orders
-    sums otherwise for many members than for one. They do not depend on how steps are fused.
+    The values of a member are those it would have alone, except for the last bits where the
+    compiler orders sums differently for many members. They do not depend on how steps are fused.
 
     Args:
-      step: ``(state, batch) -> (state, logs)`` of one member: from `train_step`, with metrics or
-        without, from `eval_step`, or any of your own.
-      data: ``"shared"``: all members see each batch. ``"per_member"``: the leaves of a batch are
-        `[N, B, ...]`, a part for each member.
-      block: How many members at once. With None all of them, by `jax.vmap`; with 1 one after the
-        other in the same program, where one that is stopped costs nothing. In between in blocks.
-        ``"auto"`` takes 1 on CPU where a member has convolutions, and None elsewhere; `autotune`
-        measures which is fastest.
-      stop_non_finite: Stop a member for good at the step after which its loss or its state would
-        not be finite; it keeps the state from before that step.
+      step: The step of one member, ``(state, batch) -> (state, logs)``: from `train_step` with or
+        without metrics, from `eval_step`, or one that you wrote.
+      data: ``"shared"``: all members get each batch. ``"per_member"``: the leaves of a batch are
+        `[N, B, ...]`, one part for each member.
+      block: How many members to compute at once. None: all of them, by `jax.vmap`. 1: one after
+        another in the same program, where stopped members cost nothing. Other numbers: blocks of
+        that many members. ``"auto"``: 1 on CPU if members have convolutions, else None. `autotune`
+        measures the alternatives.
+      stop_non_finite: Stop a member for good if its loss or its state would not be finite after a
+        step; it keeps the state from before that step.
 
     Returns:
-      A step over `PopulationState`, with metrics where `step` has some.
+      A step of a `PopulationState`, with metrics if `step` has metrics.
 
     Raises:
-      TypeError: `step` is no step; or (when traced) the state is no population.
-      ValueError: `data` or `block` is none of those; or (when traced) the batch has no part for
-        each member.
+      TypeError: `step` is not a step; or (when traced) the state is not a population.
+      ValueError: `data` or `block` is not one of those; or (when traced) the batch does not have
+        a part for each member.
 
     Examples:
       >>> import functrain as ft, jax.numpy as jnp, optax
@@ -68,8 +67,8 @@ def step(
       [1. 1. 1.] [0.2 0.4 1. ]
     """
     check_step(step)
-    is_of_one = not traits_of(step).is_population
-    require(is_of_one, "step", "that of one member", step, error=TypeError)
+    is_of_member = not traits_of(step).is_population
+    require(is_of_member, "step", "the step of one member", step, error=TypeError)
     over = OverMembers(step, data, block)
     if isinstance(step, MeteredStep):
         return MeteredPopulationStep(
@@ -80,26 +79,26 @@ def step(
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class _OfAll(StepTraits):
-    """What the steps of a population have in common: the member's over all, and how they stop."""
+    """The base of the steps of a population: the mapped step of a member, and stopping."""
 
     over: OverMembers
     stop_non_finite: bool
     is_population = True
 
     def require_data(self, data: Any, name: str) -> None:
-        """Raises ValueError if members have batches of their own and all would see all of them."""
-        is_fitting = self.over.data == "per_member" or not isinstance(data, Loader)
-        advice = 'For batches of their own: functrain.population.step(step, data="per_member").'
-        require(is_fitting, name, "batches that all members see", data, advice)
+        """Raises ValueError if the data have batches per member, and the step shares batches."""
+        is_matching = self.over.data == "per_member" or not isinstance(data, Loader)
+        advice = 'For batches per member: functrain.population.step(step, data="per_member").'
+        require(is_matching, name, "batches that all members share", data, advice)
 
     def __repr__(self) -> str:
         over = self.over
         return _repr.call(self, member=over.function, data=over.data, block=over.block)
 
-    def _stepped(
+    def _take_step(
         self, population: PopulationState, stacked: PyTree, batch: PyTree
     ) -> tuple[Any, jax.Array, PyTree]:
-        """Returns what is carried, stacked, which members go on, and what is reported of them."""
+        """Returns the new carry, stacked, the members that are active after it, and the logs."""
         was_active = population.active
         new, logs = self.over.step_active(stacked, batch, was_active)
         active = was_active
@@ -108,57 +107,64 @@ class _OfAll(StepTraits):
             active &= _stay_finite(population.states, states, logs)
             new = where_active(active, new, stacked)
 
-        def hide(x: jax.Array) -> Any:
+        def hide_stopped(x: jax.Array) -> Any:
             if not jnp.issubdtype(x.dtype, jnp.inexact):
                 return x
-            # Of the step at which a member stops, the loss is reported as it was.
+            # `was_active`, not `active`: the non-finite loss that stops a member is reported.
             return where_active(was_active, x, jnp.full_like(x, jnp.nan))
 
-        return new, active, jax.tree.map(hide, logs)
+        return new, active, jax.tree.map(hide_stopped, logs)
 
 
 class PopulationStep(_OfAll):
-    """A step without metrics over a population; see `step`."""
+    """The step of a population, without metrics; see `step`."""
 
     def __call__(self, state: PopulationState, batch: PyTree, /) -> tuple[PopulationState, PyTree]:
-        """Takes one step with all members that are active."""
+        """Takes one step with all active members."""
         require_population(state)
-        new, active, logs = self._stepped(state, state.states, batch)
+        new, active, logs = self._take_step(state, state.states, batch)
         return PopulationState(new, active), logs
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class MeteredPopulationStep(_OfAll, MeteredStep):
-    """A step with metrics over a population, which are `[N]` each; see `step`."""
+    """The step of a population, with metrics of each member, `[N]`; see `step`."""
 
     def start(self, state: PyTree) -> Metered:
-        """Returns the population with metrics that have seen nothing, `[N, ...]` each."""
+        """Returns the population with initial metrics, `[N, ...]` each."""
         require_population(state)
-        one, members = _tree.copy(self.metrics.init()), len(state)
-        each = jax.tree.map(lambda x: jnp.array(jnp.broadcast_to(x, (members, *x.shape))), one)
-        return Metered(state, each)
+        members = len(state)
+
+        def repeat(x: jax.Array) -> jax.Array:
+            # jnp.array copies: a broadcast may share one buffer, which must not be donated.
+            return jnp.array(jnp.broadcast_to(x, (members, *x.shape)))
+
+        return Metered(state, jax.tree.map(repeat, _tree.copy(self.metrics.init())))
 
     def values(self, metrics: PyTree) -> PyTree:
-        """Returns what the metrics come to, `f32[N]` each."""
+        """Returns the values of the metrics, `f32[N]` each."""
         return jax.vmap(self.metrics.compute)(metrics)
 
     def __call__(self, metered: Metered, batch: PyTree, /) -> tuple[Metered, PyTree]:
-        """Takes one step with all members that are active; evaluates all of them."""
+        """Takes one step with all active members, or evaluates all members."""
         state = metered.state
         require_population(state)
         stacked = Metered(state.states, metered.metrics)
         if not self.trains:
             new, logs = self.over(stacked, batch)
             return Metered(state, new.metrics), logs
-        new, active, logs = self._stepped(state, stacked, batch)
+        new, active, logs = self._take_step(state, stacked, batch)
         return Metered(PopulationState(new.state, active), new.metrics), logs
 
 
 def _stay_finite(old: PyTree, new: PyTree, logs: PyTree) -> jax.Array:
-    """Returns `bool[N]`: whether loss and state are finite; what was not before need not be."""
-    ok = jnp.isfinite(logs["loss"])
-    for was, is_now in zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True):
-        if jnp.issubdtype(is_now.dtype, jnp.inexact):
-            fine = jnp.isfinite(is_now) | ~jnp.isfinite(was)
-            ok &= jnp.all(fine, axis=tuple(range(1, is_now.ndim)))
-    return jnp.asarray(ok)
+    """Returns `bool[N]`: True for members whose loss and state are finite after the step.
+
+    Numbers that were not finite before it, such as an initial minimum of infinity, are ignored.
+    """
+    is_finite = jnp.isfinite(logs["loss"])
+    for old_leaf, new_leaf in zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True):
+        if jnp.issubdtype(new_leaf.dtype, jnp.inexact):
+            stays_finite = jnp.isfinite(new_leaf) | ~jnp.isfinite(old_leaf)
+            is_finite &= jnp.all(stays_finite, axis=tuple(range(1, new_leaf.ndim)))
+    return jnp.asarray(is_finite)
