@@ -1,4 +1,4 @@
-"""Programs of a model: what is compiled, and for how long it is kept."""
+"""A model's compiled programs: which steps are compiled, and how long programs are cached."""
 
 import warnings
 import weakref
@@ -12,21 +12,24 @@ import numpy as np
 from bridge import keras_private
 from bridge._randomness import random_state, set_random_state
 from bridge.model._pure_layers import frozen_layers, unknown_layers
+from bridge.state._keras_state import variable_lists
 from functrain.internal import jit
 
 T = TypeVar("T")
 Values: TypeAlias = list[jax.Array]
 
-_advised: weakref.WeakSet[keras.Model] = weakref.WeakSet()
+# Models whose user has been told that they run uncompiled.
+_warned: weakref.WeakSet[keras.Model] = weakref.WeakSet()
 _STEPS = ("train_step", "test_step", "predict_step")
 
 
 def cached_for(model: keras.Model, name: str, make: Callable[[], T]) -> T:
-    """Returns what `make` returned for a model, the same until the model is changed.
+    """Returns the result of `make`, cached until the model is changed.
 
-    It is kept in the model itself, so that both are freed together; and it is freed as soon as
-    one of the objects that it was compiled for is, such as the optimizer.
+    It is cached in the model itself, so that both are freed together, and removed as soon as
+    one of the objects for which it was compiled is freed, such as the optimizer.
     """
+    # Written past Keras's __setattr__, which would track the objects in the cache.
     cache: dict[str, tuple[list[Any], T]] = vars(model).setdefault("_bridge_cache", {})
     dependencies = _dependencies(model)
     entry = cache.get(name)
@@ -41,30 +44,23 @@ def cached_for(model: keras.Model, name: str, make: Callable[[], T]) -> T:
 
 
 def _dependencies(model: keras.Model) -> list[Any]:
-    """Returns all objects that a compiled step depends on, but for the values of variables."""
-    optimizer = getattr(model, "optimizer", None)  # a model that was not compiled may lack it
-    lists = (
-        model.trainable_variables,
-        model.non_trainable_variables,
-        optimizer.variables if optimizer is not None else [],
-        model.metrics_variables,
-        model.metrics,
-    )
-    parts = [v for variables in lists for v in (*variables, None)]
-    own_steps = [vars(model).get(name) for name in _STEPS]
-    return [
-        *keras_private.trainer.compiled_parts(model),
-        *own_steps,
-        type(model).train_step,
-        *parts,
-    ]
+    """Returns all objects that a compiled step depends on, except the values of variables."""
+    dependencies = keras_private.trainer.compiled_parts(model)
+    # A user may have replaced a step in the object or in the class.
+    dependencies += [vars(model).get(name) for name in _STEPS]
+    dependencies.append(type(model).train_step)
+    for objects in (*variable_lists(model).values(), model.metrics):
+        # None marks the end of a list, so that a variable that moves to another list is noticed.
+        dependencies += [*objects, None]
+    return dependencies
 
 
 def _reference(x: Any, forget: Callable[[Any], None]) -> Callable[[], Any]:
-    """Returns a function that returns `x`, and does not keep it alive if that is possible."""
+    """Returns a weak reference to `x`, or a function that returns it if there cannot be one."""
     try:
         return weakref.ref(x, forget)
-    except TypeError:  # None, among others
+    except TypeError:
+        # None and plain functions of C have no weak references.
         return lambda: x
 
 
@@ -73,11 +69,11 @@ def _are_same(a: list[Any], b: list[Any]) -> bool:
 
 
 class RunningMeans:
-    """Resets and reads a model's metrics outside of their variables, in one program each.
+    """Programs that reset and read a model's metrics, outside of their variables.
 
-    Only for models all of whose metrics are Keras's own running means and sums. Any other metric
-    may do in Python what a program would do only once, and its result may have other last bits in
-    a program: such metrics are reset and read by Keras, one after the other.
+    They are used only if all metrics are Keras's own running means and sums. Any other metric
+    may have side effects in Python, which a program would run only once, and its result may have
+    other last bits in a program: Keras resets and reads such metrics, one after the other.
     """
 
     def __init__(self, model: keras.Model) -> None:
@@ -88,11 +84,15 @@ class RunningMeans:
 
     @staticmethod
     def of(model: keras.Model) -> "RunningMeans | None":
-        """Returns those of a model; None if it has others, or variables on several devices."""
+        """Returns the programs of a model; None if it has other metrics, or is distributed."""
         if model.run_eagerly or keras.distribution.distribution() is not None:
             return None
-        plain = keras_private.metrics.has_running_means_only
-        return cached_for(model, "metrics", lambda: RunningMeans(model) if plain(model) else None)
+
+        def make() -> RunningMeans | None:
+            is_plain = keras_private.metrics.has_running_means_only(model)
+            return RunningMeans(model) if is_plain else None
+
+        return cached_for(model, "metrics", make)
 
     def reset_variables(self) -> None:
         """Resets the metrics in the model's variables."""
@@ -114,13 +114,13 @@ class RunningMeans:
 
 
 def runs_uncompiled(model: keras.Model, rewrites: str, trace: Callable[[], Any]) -> bool:
-    """Returns True if a step runs operation by operation.
+    """Returns True if a step has to run operation by operation.
 
-    What Keras compiles is compiled. A model that it leaves uncompiled, because a layer such as
-    RandomRotation says that another backend could not, is compiled if nothing in it can differ:
-    all layers are known to be pure, and a trace draws no Python or NumPy randomness. It stays
-    uncompiled where ``compile(run_eagerly=True)`` or ``rewrites="exact"`` asks for that. Keras
-    3.15.1 does not keep whether the False in `jit_compile` was asked for or found out.
+    A step that Keras compiles is compiled. If Keras does not, because a layer such as
+    RandomRotation cannot be compiled on another backend, the step is compiled if that changes no
+    result: all layers are known to be pure, and tracing draws no Python or NumPy randomness. It
+    stays uncompiled with ``compile(run_eagerly=True)`` or ``rewrites="exact"``. Keras 3.15.1 does
+    not record whether the user set ``jit_compile=False`` or Keras derived it.
 
     Args:
       model: The model.
@@ -132,24 +132,27 @@ def runs_uncompiled(model: keras.Model, rewrites: str, trace: Callable[[], Any])
     layers = keras_private.layers.all_layers(model)
     if rewrites == "exact" or all(layer.supports_jit for layer in layers):
         return True
-    has_own_steps = any(name in vars(model) for name in _STEPS)  # which may run any Python code
-    if unknown := [model] if has_own_steps else unknown_layers(model):
-        _advise(model, unknown)
+    # A step that the user set on the object may run any Python code.
+    has_own_steps = any(name in vars(model) for name in _STEPS)
+    unknown = [model] if has_own_steps else unknown_layers(model)
+    if unknown:
+        _warn_of_uncompiled(model, unknown)
         return True
     return not _traces_without_drawing(trace)
 
 
-def _advise(model: keras.Model, unknown: list[Any]) -> None:
-    """Says once for a model how to have it compiled, where its author may well know better."""
-    if model in _advised or frozen_layers(model):
+def _warn_of_uncompiled(model: keras.Model, unknown: list[Any]) -> None:
+    """Warns once for each model that it runs uncompiled, and says how to have it compiled."""
+    if model in _warned or frozen_layers(model):
         return
-    _advised.add(model)
+    _warned.add(model)
     names = ", ".join(sorted({type(layer).__name__ for layer in unknown}))
     warnings.warn(
         f"model {model.name!r} runs uncompiled, which is slow: as in Keras, because of layers with "
-        f"supports_jit=False. JAX could compile those, but {names} may do anything in Python, "
-        "which a program would do only once. If that is not so, say layer.supports_jit = True for "
-        "those layers and compile the model again; if it is, compile(run_eagerly=True).",
+        f"supports_jit=False. JAX could compile those, but {names} may have side effects in "
+        "Python, which a compiled program would run only once. If there are none, set "
+        "layer.supports_jit = True for those layers and compile the model again; otherwise use "
+        "compile(run_eagerly=True).",
         stacklevel=2,
     )
 
@@ -159,14 +162,17 @@ def _traces_without_drawing(trace: Callable[[], Any]) -> bool:
     before = random_state()
     try:
         trace()
-    except Exception:  # Keras makes others of jax's errors; the model's own comes once more
+    except Exception:
+        # Keras replaces jax's errors with other classes. An error of the model is raised again
+        # when the step runs.
         return False
     else:
+        # The repr of a long array leaves out elements, that of a list shows all of them.
         return repr(_as_lists(before)) == repr(_as_lists(random_state()))
     finally:
         set_random_state(before)
 
 
 def _as_lists(tree: Any) -> Any:
-    """Returns a tree with lists for its arrays, which can be compared as a whole."""
+    """Returns a tree with lists in place of its arrays."""
     return jax.tree.map(lambda x: x.tolist() if isinstance(x, np.ndarray) else x, tree)

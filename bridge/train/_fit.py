@@ -1,4 +1,4 @@
-"""fit, evaluate and predict: drop-ins for the methods of a Keras model."""
+"""fit, evaluate and predict: replacements for the methods of a Keras model."""
 
 import contextlib
 import warnings
@@ -17,7 +17,7 @@ from bridge.train._hook import Evaluation, KerasHook
 from bridge.train._loggers import with_loggers
 from bridge.train._memory import Memory
 from bridge.train._runs import Options, run_evaluate, run_fit, run_predict
-from bridge.train._steps import noted
+from bridge.train._steps import note_data
 from functrain import Checkpointer
 from functrain.internal import (
     Batches,
@@ -33,7 +33,7 @@ from functrain.internal import (
 @argument_advice(
     "",
     eval_data="Pass validation_data=(x, y), as in Keras.",
-    hooks="Pass callbacks=[...], those of Keras.",
+    hooks="Pass Keras callbacks, callbacks=[...].",
     metrics="They belong to the model: model.compile(optimizer, loss, metrics=[...]).",
     optimizer="It belongs to the model: model.compile(optimizer, loss).",
     steps="It is steps_per_epoch=, as in Keras.",
@@ -61,67 +61,68 @@ def fit(
     rewrites: Mode = "auto",
     checkpointer: Checkpointer | None = None,
 ) -> Any:
-    """Trains as ``model.fit(x, y, ...)`` does, many steps in one program.
+    """Trains as ``model.fit(x, y, ...)`` does, with many steps in one program.
 
-    Every step is the model's own `train_step`, so that all of Keras comes along; with
-    ``rewrites="exact"`` the results are those of `model.fit`, to the bit.
+    Every step is the model's own `train_step`, so that all features of Keras work; with
+    ``rewrites="exact"`` the results equal those of `model.fit`, to the bit.
 
-    What Keras compiles is compiled. So are models that it leaves uncompiled because of layers that
-    another backend could not compile, such as RandomRotation, if nothing can come of it but speed:
-    every layer is one of Keras's own that is known to draw by keras.random only, the steps are
-    Keras's, and neither ``compile(run_eagerly=True)`` nor ``rewrites="exact"`` says otherwise. (On
-    JAX, Keras treats ``run_eagerly=True`` as ``jit_compile=False``; of such a model it does not
-    keep whether the latter was asked for.) To compile one with layers of yours:
-    ``layer.supports_jit = True`` for those that say False, and `compile` again.
+    Models that Keras compiles are compiled. Models that it leaves uncompiled, because of layers
+    such as RandomRotation that another backend cannot compile, are compiled if only the speed
+    changes: every layer is a Keras layer that is known to draw with keras.random only, the steps
+    are Keras's, and neither ``compile(run_eagerly=True)`` nor ``rewrites="exact"`` forbids it. (On
+    JAX, Keras treats ``run_eagerly=True`` as ``jit_compile=False``; for such models it does not
+    record whether the user set the latter.) To compile a model with your own layers, set
+    ``layer.supports_jit = True`` for those that have False, and call `compile` again.
 
-    A callback of yours that overrides a train-batch method (`on_train_batch_end`, ...) makes
-    "auto" take one step at a time, as does TerminateOnNaN, which may end at any. Say
-    ``chunk_safe = True`` in its class, or pass a number to `fuse`, and it is called for every batch
-    with that batch's logs, when the chunk is over; what it changes (weights, learning rate,
-    `stop_training`) then holds from the next chunk on: with a number, TerminateOnNaN leaves the
-    weights of its chunk's end. If several processes fit and only some of them set `stop_training`,
-    all stop together, a few programs later. The loop
-    is this function's: overrides of `fit`, `evaluate`, `predict` or `make_train_function` in the
-    model's class have no part in it; overrides of steps, losses and metrics have.
+    Your callbacks that override a train-batch method (`on_train_batch_end`, ...) make "auto" take
+    one step at a time, as does TerminateOnNaN, which may end training at any batch. With
+    ``chunk_safe = True`` in the callback's class, or a number as `fuse`, it is called for every
+    batch with that batch's logs, after the chunk; its changes (weights, learning rate,
+    `stop_training`) take effect at the next chunk. With a number, TerminateOnNaN therefore leaves
+    the weights from the end of its chunk. If several processes fit and only some of them set
+    `stop_training`, all stop together, a few programs later. Overrides of `fit`, `evaluate`,
+    `predict` or `make_train_function` in the model's class are not called, since this function has
+    its own loop; overrides of steps, losses and metrics are.
 
     Args:
       model: A compiled model.
-      x: As for `model.fit`, as is everything up to `validation_freq`.
+      x: The data. This and all arguments up to `validation_freq` are those of `model.fit`.
       y: Targets.
-      batch_size: Examples per step; 32 where the data do not say.
+      batch_size: Examples per step; 32 if the data do not determine it.
       epochs: Number of the epoch to stop before.
       verbose: "auto", 0, 1 or 2.
-      callbacks: Keras callbacks. Loggers of functrain, such as `functrain.hooks.TensorBoard`, are
-        taken as well.
-      validation_split: Share of the arrays to evaluate on.
-      validation_data: What to evaluate on.
-      shuffle: Whether to shuffle arrays before each epoch; or "batch".
+      callbacks: Keras callbacks, and loggers of functrain such as `functrain.hooks.TensorBoard`.
+      validation_split: Fraction of the arrays to evaluate on.
+      validation_data: Data to evaluate on.
+      shuffle: True to shuffle arrays before each epoch, or "batch".
       class_weight: Weights by class.
       sample_weight: Weights by example.
       initial_epoch: Number of the first epoch.
-      steps_per_epoch: Steps per epoch, where the data do not say.
+      steps_per_epoch: Steps per epoch, if the data do not determine it.
       validation_steps: Steps per evaluation.
       validation_batch_size: Examples per step of an evaluation.
-      validation_freq: How many epochs from one evaluation to the next, or which epochs have one.
-      fuse: Steps per program. "auto" takes `model.steps_per_execution` where that is above 1,
-        else at most 128, by the sizes of batches and state. Results do not depend on it.
-      rewrites: Which slow operations to rewrite on CPU; see `functrain.fuse`.
-      checkpointer: A `functrain.Checkpointer`. The fit goes on from its last checkpoint, if there
-        is one, in mid-epoch too, as if it had never ended: variables, seeds, metrics, history,
-        NumPy's and Python's global randomness, and what Keras's callbacks remember are brought
-        back; callbacks of yours, too, if they have `state()` and `restore(state)`. It saves itself
-        whenever that is due, at its end, on Ctrl-C, and on SIGTERM, after which the process ends
-        with 143. Exact for arrays; other data are begun anew, and what was taken is left out.
+      validation_freq: Number of epochs between evaluations, or a list of epochs that have one.
+      fuse: Steps per program. "auto" takes `model.steps_per_execution` if that is above 1, else at
+        most 128, depending on the sizes of batches and state. Results do not depend on it.
+      rewrites: Slow operations to rewrite on CPU; see `functrain.fuse`.
+      checkpointer: A `functrain.Checkpointer`. The fit resumes from its last checkpoint, if there
+        is one, also in the middle of an epoch, as if it had never been interrupted. Restored are
+        variables, seeds, metrics, history, NumPy's and Python's global random generators, the
+        states of Keras's callbacks, and those of your callbacks that have `state()` and
+        `restore(state)`. The fit is saved whenever the checkpointer is due, at its end, on
+        Ctrl-C, and on SIGTERM, after which the process ends with status 143. Resuming is exact for
+        arrays; other data are iterated from their start, and batches already taken are skipped.
 
     Returns:
-      `model.history`. The weights, optimizer and metrics are in the model, as they are however it
-      ends: by an error, by a callback or by Ctrl-C.
+      `model.history`. However the fit ends (by an error, a callback or Ctrl-C), the model has its
+      weights, optimizer and metrics.
 
     Raises:
-      TypeError: `model` is no Keras model, or a callback neither one of Keras's nor a logger.
-      ValueError: What `model.fit` raises; an argument is out of its range; arrays in
+      TypeError: `model` is not a Keras model, a callback is neither a Keras callback nor a logger,
+        or the data are strings.
+      ValueError: `model.fit` would raise it; an argument is out of its range; arrays in
         `validation_data` cannot be evaluated; a layer has ``stateful=True``; or the model prepares
-        samples in a `fit` of its own, as tasks of keras_hub do.
+        samples in its own `fit`, as tasks of keras_hub do.
 
     Examples:
       >>> import keras, numpy as np
@@ -140,14 +141,15 @@ def fit(
     require_integer("epochs", epochs, 0)
     require_integer("initial_epoch", initial_epoch, 0)
     _checks.require_validation_arguments(validation_split, validation_freq)
-    epochs = _capped(epochs)
+    epochs = _cap_epochs(epochs)
     data = x, y, sample_weight
     if validation_split and validation_data is None:
         data, validation_data = keras_private.data.split_validation(data, validation_split)
     more = {"shuffle": shuffle, "class_weight": class_weight}
     batches = keras_batches(model, data, batch_size, steps_per_epoch, trains=True, **more)
-    with noted(model, data):
+    with note_data(model, data):
         keras_private.trainer.build_from(model, batches.data)
+    # All remaining checks come before the callbacks begin and before the first step.
     evaluation: Evaluation | None = None
     if validation_data is not None:
         size = validation_batch_size or batch_size
@@ -170,6 +172,7 @@ def fit(
         if checkpointer is not None:
             how_to_evaluate = "validation_data= or validation_split="
             saving = Saving(checkpointer, batches, {"keras": hook}, how_to_evaluate)
+        # With a checkpointer, the run itself handles SIGTERM, to save before it ends.
         signals = DeferredSignals(terminate="handled" if saving is None else "none")
         stack.enter_context(signals)
         return run_fit(
@@ -198,26 +201,26 @@ def evaluate(
     fuse: FuseArg = "auto",
     rewrites: Mode = "auto",
 ) -> Any:
-    """Evaluates as ``model.evaluate(x, y, ...)`` does, many steps in one program.
+    """Evaluates as ``model.evaluate(x, y, ...)`` does, with many steps in one program.
 
     Args:
       model: A compiled model.
-      x: As for `model.evaluate`, as is everything up to `return_dict`.
+      x: The data. This and all arguments up to `return_dict` are those of `model.evaluate`.
       y: Targets.
       batch_size: Examples per step.
       verbose: "auto", 0, 1 or 2.
       sample_weight: Weights by example.
-      steps: Steps to take, where the data do not say.
+      steps: Steps to take, if the data do not determine it.
       callbacks: Keras callbacks.
-      return_dict: Whether to return a dict.
+      return_dict: True to return a dict.
       fuse: As for `fit`.
       rewrites: As for `fit`.
 
     Returns:
-      What `model.evaluate` returns: the metrics, as a list, a scalar or a dict.
+      The metrics, as a list, a scalar or a dict, as `model.evaluate` returns them.
 
     Raises:
-      ValueError: What `model.evaluate` raises.
+      ValueError: `model.evaluate` would raise it.
 
     Examples:
       >>> import keras, numpy as np
@@ -233,7 +236,7 @@ def evaluate(
     _checks.require_arguments(x, y, fuse, rewrites, verbose, callbacks, **numbers)
     data = x, y, sample_weight
     batches = keras_batches(model, data, batch_size, steps, trains=False)
-    with noted(model, data):
+    with note_data(model, data):
         keras_private.trainer.build_from(model, batches.data)
     callbacks = _callback_list(model, callbacks, verbose, 1, batches)
     with DeferredSignals() as signals:
@@ -254,23 +257,23 @@ def predict(
     fuse: FuseArg = "auto",
     rewrites: Mode = "auto",
 ) -> Any:
-    """Predicts as ``model.predict(x, ...)`` does, many steps in one program.
+    """Predicts as ``model.predict(x, ...)`` does, with many steps in one program.
 
     Args:
       model: A model, compiled or not.
-      x: As for `model.predict`, as is everything up to `callbacks`.
+      x: The data. This and all arguments up to `callbacks` are those of `model.predict`.
       batch_size: Examples per step.
       verbose: "auto", 0, 1 or 2.
-      steps: Steps to take, where the data do not say.
+      steps: Steps to take, if the data do not determine it.
       callbacks: Keras callbacks.
       fuse: As for `fit`.
       rewrites: As for `fit`.
 
     Returns:
-      What `model.predict` returns: NumPy arrays in the structure of the model's outputs.
+      NumPy arrays in the structure of the model's outputs, as `model.predict` returns them.
 
     Raises:
-      ValueError: What `model.predict` raises.
+      ValueError: `model.predict` would raise it.
 
     Examples:
       >>> import keras, numpy as np
@@ -282,17 +285,21 @@ def predict(
     numbers = {"batch_size": batch_size, "steps": steps}
     _checks.require_arguments(x, None, fuse, rewrites, verbose, callbacks, **numbers)
     batches = keras_batches(model, (x, None, None), batch_size, steps, trains=False)
+    # A model that was not compiled has no loss or metrics, so calling it builds all there is.
     if not all(layer.built for layer in keras_private.layers.all_layers(model)):
-        _build_by_a_call(model, batches.data)
+        _build_by_call(model, batches.data)
     callbacks = _callback_list(model, callbacks, verbose, 1, batches)
     with DeferredSignals() as signals:
         hook = KerasHook(model, "predict", batches, callbacks)
         return run_predict(hook, Options(fuse, rewrites), signals)
 
 
-def _build_by_a_call(model: keras.Model, epochs: Any) -> None:
+def _build_by_call(model: keras.Model, epochs: Any) -> None:
+    """Builds a model by calling it on the first batch of `epochs`, and resets them."""
     _, _, items = next(iter(epochs))
     x, _, _ = keras.utils.unpack_x_y_sample_weight(next(items).arrays())
+    # In a StatelessScope the call builds variables, and updates such as BatchNormalization's are
+    # dropped.
     with DeferredSignals(), keras.StatelessScope():
         model(x)
     epochs.reset()
@@ -306,6 +313,7 @@ def _callback_list(
     batches: Batches,
     add_history: bool = False,
 ) -> Any:
+    """Returns Keras's list of callbacks, with a progress bar in the first process."""
     if isinstance(callbacks, keras.callbacks.CallbackList):
         return callbacks
     return keras.callbacks.CallbackList(
@@ -319,10 +327,10 @@ def _callback_list(
     )
 
 
-def _capped(epochs: int) -> int:
-    """Returns the number of epochs that `keras.config.set_max_epochs` allows."""
-    most = keras.config.max_epochs()
-    if most and most < epochs:
-        warnings.warn(f"Limiting epochs to {most}", stacklevel=3)
-        return int(most)
+def _cap_epochs(epochs: int) -> int:
+    """Returns `epochs`, or the maximum of `keras.config.set_max_epochs` with Keras's warning."""
+    maximum = keras.config.max_epochs()
+    if maximum and maximum < epochs:
+        warnings.warn(f"Limiting epochs to {maximum}", stacklevel=3)
+        return int(maximum)
     return epochs

@@ -173,7 +173,7 @@ class KerasHook:
                 # The callbacks began this epoch before the checkpoint: what they do now is undone.
                 self.callbacks.on_epoch_begin(event.epoch)
                 self.values.put(event.state)
-            self.memory.bring_back()
+            self.memory.restore_callbacks()
         elif not self.is_lazy:
             self.values.assign()
         if not event.position.batch:
@@ -220,7 +220,7 @@ class KerasHook:
             return
         if self.memory is not None and self.memory.is_pending:  # no epoch was left
             self.values.put(event.state)
-            self.memory.bring_back()
+            self.memory.restore_callbacks()
         self.values.assign()
         self._finalize()
         self._is_finished = True

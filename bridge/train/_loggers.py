@@ -1,4 +1,4 @@
-"""Loggers of functrain, such as its TensorBoard, among the callbacks of Keras."""
+"""functrain's loggers, such as `functrain.hooks.TensorBoard`, as Keras callbacks."""
 
 import dataclasses
 from typing import Any
@@ -14,20 +14,20 @@ from functrain.internal import Logger
 def with_loggers(callbacks: Any) -> tuple[Any, list["LoggerCallback"]]:
     """Returns callbacks with each logger wrapped in a `LoggerCallback`, and a list of these."""
 
-    def wrapped(callback: Any) -> Any:
-        # A CSVLogger has a trigger, which callbacks know nothing of.
+    def wrap(callback: Any) -> Any:
+        # A CSVLogger has a trigger, and Keras's callbacks have nothing that would ask it.
         is_logger = isinstance(callback, Logger) and not hasattr(callback, "every")
         return LoggerCallback(callback) if is_logger else callback
 
-    new = keras.tree.map_structure(wrapped, callbacks)
-    flat = keras.tree.flatten(getattr(new, "callbacks", new))
-    return new, [callback for callback in flat if isinstance(callback, LoggerCallback)]
+    wrapped = keras.tree.map_structure(wrap, callbacks)
+    flat = keras.tree.flatten(getattr(wrapped, "callbacks", wrapped))
+    return wrapped, [callback for callback in flat if isinstance(callback, LoggerCallback)]
 
 
 class LoggerCallback(keras.callbacks.Callback):  # type: ignore[misc]  # keras has no types
-    """Hands a logger what steps and epochs report.
+    """A callback that passes the logs of steps and epochs to a logger of functrain.
 
-    Steps are counted from the optimizer's count on, so that a second fit of a model continues the
+    Steps are counted from the optimizer's count, so that a second fit of a model continues the
     axis of the first.
 
     Args:
@@ -38,33 +38,34 @@ class LoggerCallback(keras.callbacks.Callback):  # type: ignore[misc]  # keras h
         super().__init__()
         self.logger = logger
         self.resume_key = f"{type(logger).__name__}({getattr(logger, 'resume_key', '')})"
-        self._steps_before: int | None = None  # that the model had taken when the fit began
-        self._steps = 0  # of the fit
+        # Steps that the model had taken when the fit began, and steps of the fit.
+        self._steps_before: int | None = None
+        self._steps = 0
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Begins, where a checkpoint has not said at which step."""
+        """Opens the logger, and notes the first step unless a checkpoint has restored it."""
         if self._steps_before is None:
             self._steps_before = _steps_taken(self.model)
         if _is_first_process():
             self.logger.begin()
 
     def take(self, event: LogsReady) -> None:
-        """Logs what the steps of a chunk reported."""
+        """Logs what the steps of a chunk report."""
         self._steps = event.step
         if _is_first_process():
-            # Callbacks of Keras see nested logs under their last name.
+            # Nested logs have their last name only, as in other Keras callbacks.
             logs = {name.rpartition("/")[-1]: values for name, values in event.logs.items()}
             position = self._position(event.epoch)
             self.logger.logs(dataclasses.replace(event, position=position, logs=logs))
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Logs the values of an epoch, those of its evaluation as well."""
+        """Logs the values of an epoch, including those of its evaluation."""
         if _is_first_process():
             values = dict(logs or {})
             self.logger(EpochEnd(position=self._position(epoch), state=(), values=values))
 
     def state(self) -> dict[str, Any]:
-        """Returns what to save."""
+        """Returns the state to save."""
         return {
             "steps_before": self._steps_before,
             "steps": self._steps,
@@ -72,13 +73,14 @@ class LoggerCallback(keras.callbacks.Callback):  # type: ignore[misc]  # keras h
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continues where `state` was returned; to be called before the fit begins."""
+        """Restores what `state` returned. Call it before the fit begins."""
         self._steps_before, self._steps = state["steps_before"], state["steps"]
-        if _is_first_process():  # all processes may see the logger's file
+        # All processes may see the logger's file, and restoring it truncates it.
+        if _is_first_process():
             self.logger.restore(state["logger"])
 
     def close(self) -> None:
-        """Ends; to be called however the fit ended."""
+        """Closes the logger. Call it however the fit ends."""
         self._steps_before = None
         if _is_first_process():
             self.logger.close()
@@ -93,10 +95,10 @@ def _is_first_process() -> bool:
 
 
 def _steps_taken(model: keras.Model) -> int:
-    """Returns how many steps the optimizer of a model has taken."""
+    """Returns the number of steps that the model's optimizer has taken."""
     optimizer = getattr(model, "optimizer", None)
     if optimizer is None:
         return 0
-    # An update takes so many steps.
+    # With gradient accumulation `iterations` counts updates, and each takes several steps.
     steps_per_update = getattr(optimizer, "gradient_accumulation_steps", None) or 1
     return int(keras.ops.convert_to_numpy(optimizer.iterations)) * steps_per_update

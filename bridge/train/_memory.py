@@ -1,4 +1,4 @@
-"""What a fit saves beside the model's values: callbacks, seeds and randomness."""
+"""What a fit saves beside the model's values: states of callbacks, seeds and random generators."""
 
 import os
 import re
@@ -16,25 +16,21 @@ from functrain.internal import tree as _tree
 
 
 class Memory:
-    """What callbacks remember, and the state of the random numbers, in a checkpoint.
+    """The states of callbacks and random generators, in a checkpoint.
 
     Args:
       model: The model.
       callbacks: Keras's list.
 
     Attributes:
-      is_pending: True from `restore` to `bring_back`.
+      is_pending: True after `restore`, until `restore_callbacks`.
     """
 
     def __init__(self, model: keras.Model, callbacks: Any) -> None:
         self._model = model
-        resumable = [
-            callback
-            for callback in callbacks.callbacks
-            if keras_private.callbacks.has_state(callback) or is_resumable(callback)
-        ]
-        watched = keras_private.callbacks.default_key
-        self._callbacks = by_identity(resumable, "callbacks", default_key=watched)
+        resumable = filter(_has_state, callbacks.callbacks)
+        default_key = keras_private.callbacks.default_key
+        self._callbacks = by_identity(resumable, "callbacks", default_key=default_key)
         self._saved: dict[str, Any] | None = None
         self.is_pending = False
 
@@ -42,84 +38,94 @@ class Memory:
         """Returns what to save."""
         states = {name: _state(callback) for name, callback in self._callbacks.items()}
         return {
-            "names": _names(self._model),
+            "names": _comparable_paths(self._model),
             "callbacks": {name: state for name, state in states.items() if state},
             "seed": keras_private.variables.global_seed(),
             "randomness": random_state(),
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Notes what `state` returned, for the other methods.
+        """Keeps what `state` returned, for the other methods.
 
         Raises:
           CheckpointMismatchError: The variables have other names than those of the model.
         """
-        pairs = zip(state["names"], _names(self._model), strict=True)
-        lines = [f"saved {a}, expected {b}" for a, b in pairs if a != b]
+        paths = zip(state["names"], _comparable_paths(self._model), strict=True)
+        lines = [f"saved {saved}, expected {path}" for saved, path in paths if saved != path]
         if lines:
             raise CheckpointMismatchError(
-                "checkpointer: the variables in the checkpoint are not those of the model:\n"
+                "checkpointer: expected a checkpoint with the model's variables, got\n"
                 f"{_tree.bullets(lines)}\nThe model is unchanged."
             )
         self._saved, self.is_pending = state, True
 
     def restore_files(self) -> None:
-        """Has callbacks that write a file continue below the rows that were saved.
+        """Restores callbacks that write a file, so that they continue below the saved rows.
 
-        Loggers of functrain are restored before they begin, as in `functrain.fit`.
+        This comes before the callbacks begin: a CSVLogger opens its file then, and a logger of
+        functrain is restored before it begins, as in `functrain.fit`.
         """
-        for callback, memory in self._remembered():
+        for callback, state in self._saved_states():
             if isinstance(callback, keras.callbacks.CSVLogger):
-                _continue_file(callback, memory["bytes"])
+                _truncate_file(callback, state["bytes"])
             if isinstance(callback, LoggerCallback):
-                callback.restore(memory["own"])
+                callback.restore(state["own"])
 
     def restore_history(self) -> None:
-        """Puts back the history alone, of a fit that is over."""
-        for callback, memory in self._remembered():
+        """Restores only the history, for a fit that has already finished."""
+        for callback, state in self._saved_states():
             if type(callback) is keras.callbacks.History:
-                keras_private.callbacks.restore(callback, memory)
+                keras_private.callbacks.restore(callback, state)
                 self._model.history = callback
 
-    def bring_back(self) -> None:
-        """Puts back what callbacks remembered, and the randomness."""
-        assert self._saved is not None, "restore comes first"
-        for callback, memory in self._remembered():
-            keras_private.callbacks.restore(callback, memory)
-            if "own" in memory and not isinstance(callback, LoggerCallback):
-                callback.restore(memory["own"])
-        keras_private.variables.set_global_seed(self._saved["seed"])
-        set_random_state(self._saved["randomness"])
+    def restore_callbacks(self) -> None:
+        """Restores the callbacks and the random generators."""
+        for callback, state in self._saved_states():
+            keras_private.callbacks.restore(callback, state)
+            if "own" in state and not isinstance(callback, LoggerCallback):
+                callback.restore(state["own"])
+        saved = self._require_saved()
+        keras_private.variables.set_global_seed(saved["seed"])
+        set_random_state(saved["randomness"])
         self.is_pending = False
 
-    def unknown(self) -> list[str]:
-        """Returns the callbacks of the checkpoint that this fit does not have."""
-        assert self._saved is not None, "restore comes first"
-        return sorted(self._saved["callbacks"].keys() - self._callbacks.keys())
+    def missing_callbacks(self) -> list[str]:
+        """Returns the names of callbacks in the checkpoint that this fit does not have."""
+        return sorted(self._require_saved()["callbacks"].keys() - self._callbacks.keys())
 
-    def _remembered(self) -> list[tuple[Any, dict[str, Any]]]:
-        """Returns each callback that the checkpoint knows, with what it remembered."""
-        assert self._saved is not None, "restore comes first"
-        saved = self._saved["callbacks"]
+    def _saved_states(self) -> list[tuple[Any, dict[str, Any]]]:
+        """Returns the callbacks that have a state in the checkpoint, each with that state."""
+        saved = self._require_saved()["callbacks"]
         return [(x, saved[name]) for name, x in self._callbacks.items() if name in saved]
+
+    def _require_saved(self) -> dict[str, Any]:
+        assert self._saved is not None, "restore comes first"
+        return self._saved
 
 
 def variable_paths(model: keras.Model) -> dict[str, str]:
-    """Returns the paths of all variables, by the names that they have in a checkpoint."""
-    return {
-        f"{name}/{i}": variable.path
-        for name, variables in variable_lists(model).items()
-        for i, variable in enumerate(variables)
-    }
+    """Returns the path of each variable, by its name in a checkpoint."""
+    paths: dict[str, str] = {}
+    for name, variables in variable_lists(model).items():
+        for i, variable in enumerate(variables):
+            paths[f"{name}/{i}"] = variable.path
+    return paths
 
 
-def _names(model: keras.Model) -> list[str]:
-    """Returns the paths of all variables, without the numbers that Keras counts objects with."""
+def _comparable_paths(model: keras.Model) -> list[str]:
+    """Returns the paths of all variables, without the numbers with which Keras counts objects.
+
+    Keras counts over the whole process, so a second model of one architecture has other numbers.
+    """
     return [re.sub(r"_\d+(?=_|/|$)", "", path) for path in variable_paths(model).values()]
 
 
+def _has_state(callback: Any) -> bool:
+    return keras_private.callbacks.has_state(callback) or is_resumable(callback)
+
+
 def _state(callback: Any) -> dict[str, Any]:
-    """Returns what a callback remembers: one of Keras's, or a user's with `state` and `restore`."""
+    """Returns the state of a Keras callback, or of a user's with `state` and `restore`."""
     state = keras_private.callbacks.state(callback)
     if is_resumable(callback):
         state["own"] = callback.state()
@@ -129,9 +135,10 @@ def _state(callback: Any) -> dict[str, Any]:
     return state
 
 
-def _continue_file(logger: Any, size: int) -> None:
-    """Cuts off the rows that come again, and has the logger write below the others."""
+def _truncate_file(logger: Any, size: int) -> None:
+    """Removes rows written after the checkpoint, and makes the logger append to the others."""
     path = os.fspath(logger.filename)
+    # A shorter file is not the one that was saved: the logger then begins a new file.
     if size and os.path.exists(path) and os.path.getsize(path) >= size:
         os.truncate(path, size)
         logger.append = True

@@ -1,4 +1,4 @@
-"""A model's values while a run has them: lent to the model, and taken back if they changed."""
+"""The values of a model during a run, which the run and the model's variables hold in turns."""
 
 import jax
 import keras
@@ -19,19 +19,22 @@ _FIELDS = {
 class ModelValues:
     """The values of a model that a run trains, evaluates or predicts with.
 
-    The run owns the arrays, and its programs consume them. The model is told where they are, and
-    assigns them to its variables only when somebody looks: a callback that reads `self.model`.
-    From then on the model's variables are the ones that count.
+    The run owns the arrays, and its programs donate them. The model is told where they are, and
+    assigns them to its variables only when a callback reads `self.model`. From then on the values
+    in the model's variables count.
 
     Args:
-      model: The model; built, as is everything that `compile` made.
+      model: The model; it and all that `compile` made are built.
       kind: "train", "test" or "predict".
     """
 
     def __init__(self, model: keras.Model, kind: str) -> None:
         self._model, self._fields = model, _FIELDS[kind]
-        self._lent: KerasState | None = None  # the last state, whose arrays may be consumed
-        keras_private.trainer_state.forget(model)  # what a step that failed has left
+        # The last state that was lent. Its arrays may have been donated since: only their shapes
+        # are read.
+        self._lent: KerasState | None = None
+        # An earlier step that failed, as in train_on_batch, may have left its values there.
+        keras_private.trainer_state.forget(model)
 
     @property
     def shapes(self) -> PyTree:
@@ -42,12 +45,12 @@ class ModelValues:
         )
 
     def variable_values(self) -> KerasState:
-        """Returns the arrays of the model's variables."""
+        """Returns the arrays of the model's variables, not copy_arrays."""
         return variable_values(self._model, self._fields)
 
     @property
     def are_in_model(self) -> bool:
-        """Returns True if the model's variables have the values: those of a run may be older."""
+        """Returns True if the variables have the values, and those of the run may be older."""
         return keras_private.trainer_state.is_synced(self._model)
 
     def lend(self, state: KerasState) -> None:
@@ -57,30 +60,32 @@ class ModelValues:
         keras_private.trainer_state.publish(self._model, lists)
 
     def assign(self) -> None:
-        """Assigns the values to the model's variables, unless that was done."""
+        """Assigns the values to the model's variables, unless that has been done."""
         keras_private.trainer_state.sync(self._model)
         keras_private.layers.forget_losses(self._model)
 
     def put(self, state: KerasState) -> None:
-        """Assigns other values to the model's variables."""
+        """Assigns another state to the model's variables."""
         self.lend(state)
         self.assign()
 
     def show(self, event: Event) -> None:
-        """Has the run see the model's variables, if they have the values: it may save them."""
+        """Gives the run the values in the model's variables, if they count, to save them."""
         if self.are_in_model:
             event.hand_over(_tree.copy_if_needed(self.variable_values()))
 
     def take_back(self, event: Event) -> None:
-        """Has the run continue with the model's variables, if they have the values.
+        """Gives the run the values in the model's variables, if they count, to continue with.
 
-        A callback may have changed them. They are copied for the run, so that they can be gone
-        back to; those of a large model are not, as they are not by Keras's own fit.
+        A callback may have changed them.
         """
         if not self.are_in_model:
             return
         self.show(event)
+        # The run keeps the originals, so that a program that fails can be undone. A copy of a
+        # large model would need too much memory; Keras's own fit keeps none either.
         if nbytes(event.state) <= SPARE_BYTES:
             event.hand_over(copy_arrays(event.state), spare=event.state)
+        # Otherwise the variables would keep the old values in memory beside the new ones.
         keras_private.trainer_state.purge(self._model, self._fields)
         self.lend(event.state)

@@ -16,7 +16,7 @@ from bridge.train._callbacks import without_history_reading_model
 from bridge.train._compiling import cached_for, runs_uncompiled
 from bridge.train._hook import Evaluation, KerasHook
 from bridge.train._memory import variable_paths
-from bridge.train._steps import KerasStep, PredictStep
+from bridge.train._steps import KerasStep
 from functrain import CheckpointMismatchError, Position
 from functrain.events import ChunkEnd
 from functrain.internal import (
@@ -62,10 +62,8 @@ def begin(
     """
     model, kind, batches = hook.model, hook.kind, hook.batches
 
-    def make_step() -> KerasStep | PredictStep:
-        return PredictStep(model) if kind == "predict" else KerasStep(model, trains=kind == "train")
-
-    step = cached_for(model, kind, make_step)  # with its programs
+    # The cached step keeps its compiled programs.
+    step = cached_for(model, kind, lambda: KerasStep(model, kind))
     state = hook.values.variable_values()
 
     def results(batch: PyTree) -> PyTree:
@@ -277,7 +275,7 @@ def _warn_of_resuming(run: Run, hook: KerasHook, evaluation: Evaluation | None) 
             "It is begun anew: the evaluations to come may have other batches.",
             stacklevel=4,
         )
-    unknown = [] if hook.memory is None else hook.memory.unknown()
+    unknown = [] if hook.memory is None else hook.memory.missing_callbacks()
     if unknown:
         warnings.warn(
             f"callbacks: the checkpoint has {unknown}, which are not among those of this fit.",

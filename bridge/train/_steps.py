@@ -10,8 +10,8 @@ import keras
 
 from bridge import keras_private
 from bridge.state._keras_state import KerasState, Variables, require_compiled
-from bridge.train._carried import carried
-from functrain.internal import PyTree, StepTraits, add_notes
+from bridge.train._carried import carry_metrics
+from functrain.internal import PyTree, StepTraits, add_notes, require_instance
 from functrain.internal import tree as _tree
 
 
@@ -23,11 +23,11 @@ def train_step(model: keras.Model) -> "KerasStep":
 
     Returns:
       ``step(state: KerasState, batch) -> (state, logs)``: pure, not jitted, for `functrain.fuse`,
-      `functrain.run`, `jax.jit`, `jax.vmap`. Logs are what the model's step reports: running
-      values of its metrics, which `state.metrics` carries.
+      `functrain.run`, `jax.jit`, `jax.vmap`. Logs are the values that the model's step reports:
+      running values of its metrics, which `state.metrics` carries.
 
     Raises:
-      TypeError: `model` is no keras.Model.
+      TypeError: `model` is not a keras.Model.
       ValueError: `model` is not compiled.
 
     Examples:
@@ -41,13 +41,13 @@ def train_step(model: keras.Model) -> "KerasStep":
       (5,)
     """
     require_compiled(model)
-    return KerasStep(model, trains=True)
+    return KerasStep(model, "train")
 
 
 def test_step(model: keras.Model) -> "KerasStep":
     """Returns the model's own `test_step`, overridden or not, as a functrain step.
 
-    As `train_step`; the optimizer's variables come back as they were.
+    It is used as `train_step` is, and leaves the optimizer's variables unchanged.
 
     Examples:
       >>> import bridge, jax, keras, numpy as np
@@ -59,111 +59,127 @@ def test_step(model: keras.Model) -> "KerasStep":
       ['loss']
     """
     require_compiled(model)
-    return KerasStep(model, trains=False)
+    return KerasStep(model, "test")
 
 
 class KerasStep(StepTraits):
-    """What `train_step` and `test_step` return."""
+    """One of a model's own steps as a functrain step.
 
+    Args:
+      model: The model; compiled, unless the step predicts.
+      kind: "train", "test" or "predict".
+    """
+
+    # Keras functions that are jitted stay compiled if the step runs operation by operation.
     stays_compiled = True
 
-    def __init__(self, model: keras.Model, *, trains: bool) -> None:
+    def __init__(self, model: keras.Model, kind: str) -> None:
         self.model = model
-        self.trains = trains
+        self.kind = kind
 
     def __call__(self, state: KerasState, batch: PyTree, /) -> tuple[KerasState, PyTree]:
-        """Takes one step."""
-        if not isinstance(state, KerasState):
-            raise TypeError(
-                f"state: expected a KerasState, from bridge.keras_state(model), got "
-                f"{type(state).__name__}. For a TrainState use functrain.train_step."
-            )
-        _refuse_stateful_rnns(self.model)
-        before = len(self.model.variables)
+        """Takes one step; returns the new state, and the logs or outputs."""
+        require_instance(
+            "state",
+            state,
+            KerasState,
+            "a KerasState, from bridge.keras_state(model)",
+            "For a TrainState use functrain.train_step.",
+        )
+        if self.kind == "predict":
+            with note_data(self.model, batch):
+                return self._predict(state, batch)
+        _require_stateless_rnns(self.model)
+        variables_before = len(self.model.variables)
+        with note_data(self.model, batch):
+            state, logs = self._train_or_test(state, batch)
+        _require_no_new_variables(self.model, variables_before)
+        return state, logs
+
+    def _train_or_test(self, state: KerasState, batch: PyTree) -> tuple[KerasState, PyTree]:
         old = (state.trainable, state.non_trainable, state.optimizer, state.metrics)
-        with noted(self.model, batch), carried(self.model, state.metrics) as merge:
-            if self.trains:
-                logs, (trainable, rest, optimizer, metrics) = self.model.train_step(old, batch)
+        with carry_metrics(self.model, state.metrics) as merge:
+            if self.kind == "train":
+                logs, new = self.model.train_step(old, batch)
+                trainable, non_trainable, optimizer, metrics = new
             else:
                 tested = (state.trainable, state.non_trainable, state.metrics)
-                logs, (trainable, rest, metrics) = self.model.test_step(tested, batch)
+                logs, (trainable, non_trainable, metrics) = self.model.test_step(tested, batch)
                 optimizer = state.optimizer
-            rest, metrics = merge(rest, metrics)
-        _refuse_new_variables(self.model, before)
-        new = (trainable, rest, optimizer, metrics)
-        return KerasState(*map(_as_before, old, new)), logs
+            non_trainable, metrics = merge(non_trainable, metrics)
+        new = (trainable, non_trainable, optimizer, metrics)
+        return KerasState(*map(_cast_like, old, new)), logs
 
-
-class PredictStep(StepTraits):
-    """A model's own `predict_step` as a functrain step."""
-
-    stays_compiled = True
-
-    def __init__(self, model: keras.Model) -> None:
-        self.model = model
-
-    def __call__(self, state: KerasState, batch: PyTree, /) -> tuple[KerasState, PyTree]:
-        """Takes one step."""
-        with noted(self.model, batch):
-            outputs, rest = self.model.predict_step((state.trainable, state.non_trainable), batch)
-        return state.replace(non_trainable=_as_before(state.non_trainable, rest)), outputs
+    def _predict(self, state: KerasState, batch: PyTree) -> tuple[KerasState, PyTree]:
+        values = (state.trainable, state.non_trainable)
+        outputs, non_trainable = self.model.predict_step(values, batch)
+        return state.replace(non_trainable=_cast_like(state.non_trainable, non_trainable)), outputs
 
 
 @contextlib.contextmanager
-def noted(model: keras.Model, data: PyTree) -> Iterator[None]:
-    """Context manager: adds to an exception what the data were, and what the model takes.
+def note_data(model: keras.Model, data: PyTree) -> Iterator[None]:
+    """Context manager: adds to an exception the shapes of the data, and of the model's inputs.
 
     Args:
       model: The model.
       data: A batch, or all data: x, (x, y) or (x, y, sample_weight).
     """
-    takes = _input_spec(model) if model.built else ""  # a build that fails notes what it was given
+    # A failing build leaves the wrong input shapes in the model, so they are read before it.
+    inputs = _input_spec(model) if model.built else ""
     try:
         yield
     except Exception as error:
-        known = f"; the model {model.name!r} takes {takes}" if takes else ""
-        add_notes(error, described(data) + known)
+        model_note = f"; the model {model.name!r} takes {inputs}" if inputs else ""
+        add_notes(error, describe_batch(data) + model_note)
         raise
 
 
-def described(data: PyTree) -> str:
+def describe_batch(data: PyTree) -> str:
     """Returns the dtypes and shapes of x, y and sample_weight, or of another batch's leaves."""
     try:
-        values = keras.utils.unpack_x_y_sample_weight(data)
-    except ValueError:  # a batch such as (a, b, c, d), which a train_step of the user's unpacks
-        return "batch " + ", ".join(map(_tree.spec, jax.tree.leaves(data)))
-    parts = zip(("x", "y", "sample_weight"), values, strict=True)
-    specs = [(name, ", ".join(map(_tree.spec, jax.tree.leaves(part)))) for name, part in parts]
-    return ", ".join(f"{name} {spec or 'None'}" for name, spec in specs[: 3 if specs[2][1] else 2])
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+    except ValueError:
+        # A user's train_step may unpack other batches, such as (a, b, c, d).
+        return f"batch {_specs(data)}"
+    text = f"x {_specs(x) or 'None'}, y {_specs(y) or 'None'}"
+    weight_specs = _specs(sample_weight)
+    return f"{text}, sample_weight {weight_specs}" if weight_specs else text
+
+
+def _specs(tree: PyTree) -> str:
+    return ", ".join(map(_tree.spec, jax.tree.leaves(tree)))
 
 
 def _input_spec(model: keras.Model) -> str:
-    """Returns the inputs that a model was made or built for; "" if it does not know."""
+    """Returns the inputs that a model was made or built for; "" if they are unknown."""
     try:
         inputs = keras.tree.flatten(model.inputs)
         return ", ".join(f"{x.dtype}[{', '.join(map(str, x.shape))}]" for x in inputs)
-    except (AttributeError, ValueError):  # a subclass, which knows shapes only
-        built: dict[str, Any] = getattr(model, "get_build_config", dict)() or {}
-        return f"inputs of shape {built['input_shape']}" if "input_shape" in built else ""
+    except (AttributeError, ValueError):
+        # A subclass of keras.Model knows only the shape that it was built for.
+        config: dict[str, Any] = getattr(model, "get_build_config", dict)() or {}
+        return f"inputs of shape {config['input_shape']}" if "input_shape" in config else ""
 
 
-def _as_before(old: Variables, new: Variables) -> Variables:
-    """Gives values the dtypes they had, as a variable does when it is assigned to."""
+def _cast_like(old: Variables, new: Variables) -> Variables:
+    """Returns new values in the dtypes of the old ones, as assigning to a variable casts them."""
     return [jnp.asarray(x, dtype=v.dtype) for v, x in zip(old, new, strict=True)]
 
 
-def _refuse_new_variables(model: keras.Model, before: int) -> None:
-    made = [v.path for v in model.variables[before:]]
-    if made:
+def _require_no_new_variables(model: keras.Model, count: int) -> None:
+    """Raises ValueError if a step has made variables: the state has no place for them."""
+    paths = [variable.path for variable in model.variables[count:]]
+    if paths:
         raise ValueError(
-            f"model: expected {model.name!r} to have all its variables before a step, got one that "
-            f"made {', '.join(made)} in it: a layer is called for the first time where "
+            f"model: expected {model.name!r} to have all its variables before a step, got a step "
+            f"that made {', '.join(paths)}: a layer is called for the first time where "
             "training=True. Call the model once on a batch, model(x, training=True), and compile "
             "it again."
         )
 
 
-def _refuse_stateful_rnns(model: keras.Model) -> None:
+def _require_stateless_rnns(model: keras.Model) -> None:
+    """Raises ValueError for a stateful RNN, whose states are in none of the model's lists."""
     for layer in keras_private.layers.all_layers(model):
         if isinstance(layer, keras.layers.RNN) and layer.stateful:
             raise ValueError(

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import keras
 import numpy as np
+import pandas as pd
 import pytest
 from keras import layers
 
@@ -133,25 +134,41 @@ def test_a_structure_that_is_not_the_models() -> None:
 
 @pytest.mark.parametrize("labels", [["cat", "dog"], [b"cat", b"dog"]], ids=["str", "bytes"])
 @pytest.mark.parametrize("dtype", [None, object])
-def test_text_labels_are_told_how_to_become_numbers(labels: Any, dtype: Any) -> None:
-    texts = np.array(labels * 16, dtype)
-    how = r".*np\.unique\(y, return_inverse=True\).*keras\.layers\.StringLookup"
-    with pytest.raises(
-        TypeError, match=r"^y: expected numbers, got 32 texts, such as b?'cat'" + how
-    ):
-        bridge.fit(compiled(), X, texts, verbose=0)
-    with pytest.raises(TypeError, match=r"^validation_data's y: expected numbers, got 32" + how):
-        bridge.fit(compiled(), X, Y, validation_data=(X, texts), verbose=0)
-    with pytest.raises(TypeError, match=r"^y: expected numbers"):
-        bridge.evaluate(compiled(), X, texts, verbose=0)
-    with pytest.raises(TypeError, match=r"^x: expected numbers, got 32 texts.* ids of its tokens"):
-        bridge.predict(compiled(), texts, verbose=0)
+def test_strings_raise_an_error_that_says_how_to_convert_them(labels: Any, dtype: Any) -> None:
+    strings = np.array(labels * 16, dtype)
+    problem = (
+        r": expected numbers, got strings, such as b?'cat'\. A model cannot be trained on strings\."
+        r".*keras\.layers\.StringLookup or classes, y = np\.unique\(y, return_inverse=True\).*"
+        r"keras\.layers\.TextVectorization"
+    )
+    with pytest.raises(TypeError, match="^y" + problem):
+        bridge.fit(compiled(), X, strings, verbose=0)
+    with pytest.raises(TypeError, match="^x" + problem):
+        bridge.fit(compiled(), {"text": strings}, Y, verbose=0)
+    with pytest.raises(TypeError, match="^validation_data's y" + problem):
+        bridge.fit(compiled(), X, Y, validation_data=(X, strings), verbose=0)
+    with pytest.raises(TypeError, match="^y" + problem):
+        bridge.evaluate(compiled(), X, strings, verbose=0)
+    with pytest.raises(TypeError, match="^x" + problem):
+        bridge.predict(compiled(), strings, verbose=0)
 
 
-@pytest.mark.parametrize("dtype", [None, object])
-def test_a_text_without_an_axis_is_refused_as_texts_are(dtype: Any) -> None:
-    with pytest.raises(TypeError, match=r"^y: expected numbers, got 1 texts, such as 'cat'"):
-        bridge.fit(compiled(), X, np.array("cat", dtype), verbose=0)
+@pytest.mark.parametrize(
+    "strings",
+    [
+        np.array("cat"),
+        np.array("cat", object),
+        np.array([None, "cat"] * 16, object),
+        np.array([[1, "cat"]] * 32, object),
+        ["cat", "dog"] * 16,
+        pd.Series(["cat", "dog"] * 16, dtype="string"),
+        pd.DataFrame({"number": np.arange(32), "animal": ["cat", "dog"] * 16}),
+    ],
+    ids=["scalar", "object scalar", "None first", "mixed", "list", "series", "table"],
+)
+def test_strings_are_found_wherever_they_are(strings: Any) -> None:
+    with pytest.raises(TypeError, match=r"^y: expected numbers, got strings, such as 'cat'"):
+        bridge.fit(compiled(), X, strings, verbose=0)
 
 
 class OfFour(keras.Sequential):
