@@ -1,4 +1,4 @@
-"""Measures how many steps to fuse."""
+"""Measurement of how many steps to fuse."""
 
 import itertools
 import statistics
@@ -22,18 +22,20 @@ from functrain.rewrites import Mode
 from functrain.step._check import check_step
 
 ROUNDS = 5
-ROUND_SECONDS = 0.1  # how long each way runs in a round, once it is known how fast it is
-TOLERANCE = 1.03  # differences below this are noise: the smaller K wins
+# How long each candidate runs in a round.
+ROUND_SECONDS = 0.1
+# Differences below 3 % are noise: the smaller K wins.
+TOLERANCE = 1.03
 
 
 class TuningRow(NamedTuple):
-    """The measurement of one way of taking steps.
+    """The measurement of one candidate.
 
     Attributes:
       k: Steps per program; 0 is plain `jax.jit` of the step, dispatched one by one.
-      microseconds: Per step, the median of the rounds.
-      compile_seconds: Time of the first call, less that of a later one.
-      chunk_bytes: Bytes of the K batches that are in memory at once.
+      microseconds: Time per step, the median of the rounds.
+      compile_seconds: Time of the first call minus the time of a later one.
+      chunk_bytes: Bytes of the K batches of a program.
 
     Examples:
       >>> TuningRow(k=32, microseconds=11.0, compile_seconds=0.4, chunk_bytes=262_144).k
@@ -50,12 +52,12 @@ class Tuning(NamedTuple):
     """The result of `autotune`; prints as a table.
 
     Attributes:
-      k: The choice, for ``fit(fuse=...)``.
+      k: The best number of steps per program, for ``fit(fuse=...)``.
       rows: The measurements.
 
     Examples:
       >>> print(Tuning(k=8, rows=(TuningRow(8, 11.0, 0.4, 65_536),)))
-         K   µs/step  compile s  chunk MiB
+      fuse   µs/step  compile s  chunk MiB
          8*     11.0        0.4        0.1
     """
 
@@ -63,8 +65,8 @@ class Tuning(NamedTuple):
     rows: tuple[TuningRow, ...]
 
     def __repr__(self) -> str:
-        """Returns the table; a star marks the choice, `jit` the plain step."""
-        lines = ["   K   µs/step  compile s  chunk MiB"]
+        """Returns the table; a star marks the best K, and `jit` is the plain step."""
+        lines = ["fuse   µs/step  compile s  chunk MiB"]
         for row in self.rows:
             name = f"{row.k or 'jit':>4}{'*' if row.k == self.k else ' '}"
             mebibytes = row.chunk_bytes / 2**20
@@ -85,30 +87,30 @@ def autotune(
     rewrites: Mode = "auto",
     sharding: _placement.ShardingArg = None,
 ) -> Tuning:
-    """Measures how long a step takes alone and fused, and chooses K.
+    """Measures the time of a step alone and fused, and chooses the number of steps per program.
 
-    Each K costs a compilation and about half a second of steps; `seconds` bounds the sum. The
-    state is copied, so nothing is consumed, and the steps that are taken are forgotten.
+    Each K costs a compilation and about half a second of steps; `seconds` bounds the total. The
+    state is copied, so it is not consumed, and the trained copy is discarded.
 
     Args:
-      state: The state to start from; neither changed nor consumed. For a step with metrics, bare
-        or started.
+      state: The state to start from; neither changed nor consumed. For a step with metrics, with or
+        without them.
       step: ``(state, batch) -> (state, logs)``, as for `fit`.
-      batch: One batch, of full size.
-      fuse: The numbers of steps to try, in rising order.
-      seconds: After so much time no further K is tried. The first is always measured.
-      memory: A K whose chunk is larger than so many bytes is not tried, the first excepted.
-      rewrites: As for `fuse`.
-      sharding: Of the batch, as for `functrain.run`. Several processes try the same, as often as
-        the first of them says, and choose what it chooses.
+      batch: One batch of full size.
+      fuse: The numbers of steps per program to try, in rising order.
+      seconds: No further K is tried after this time. The first is always measured.
+      memory: A K whose chunk has more bytes than this is not tried, except for the first.
+      rewrites: As for `functrain.fuse`.
+      sharding: The sharding of one batch, as for `functrain.run`. If there are several processes,
+        all follow the clock of the first and choose the same K.
 
     Returns:
-      The choice and the table. It is the smallest K within 3 % of the fastest, and 1 where plain
-      `jax.jit` beats every K by more than that.
+      A `Tuning`: K and the measurements. K is the smallest within 3 % of the fastest, and 1 if
+      plain `jax.jit` is faster than every K by more than that.
 
     Raises:
-      ValueError: `fuse` is empty, or does not rise from 1 or more.
-      TypeError: `step` is a loss, or no function.
+      ValueError: `fuse` is empty, not rising, or has a number below 1.
+      TypeError: `step` is a loss, or not a function.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -122,41 +124,45 @@ def autotune(
     """
     ks = list(fuse)
     if not ks or ks[0] < 1 or any(a >= b for a, b in itertools.pairwise(ks)):
-        raise ValueError(f"fuse: expected rising numbers of steps from 1 on, got {ks}")
+        raise ValueError(f"fuse: expected rising numbers of steps of at least 1, got {ks}")
     check_step(step)
     require_batch(batch)
     target = _placement.batch_sharding(sharding)
     carry = _placement.place_on_mesh(traits_of(step).wrap_state(state), target)
     batch = jax.tree.map(jnp.asarray, batch)
     batch_bytes = nbytes(batch)
-    began = time.perf_counter()
+    start_time = time.perf_counter()
     candidates = [Candidate(0, _jitted(step, carry), carry, _placement.place_batch(batch, target))]
     place_chunk = _placement.chunk_placer(target)
     for k in ks:
-        passed = _of_first_process(time.perf_counter() - began, carry)
-        if k != ks[0] and (k * batch_bytes > memory or passed > seconds):
+        elapsed = _of_first_process(time.perf_counter() - start_time, carry)
+        if k != ks[0] and (k * batch_bytes > memory or elapsed > seconds):
             break
         chunk = place_chunk(jax.tree.map(lambda x, k=k: jnp.stack([x] * k), batch))
         candidates.append(Candidate(k, _fuse.fuse(step, k, rewrites=rewrites), carry, chunk))
-    rows = tuple(_of_first_process(measured(candidates), carry))
+    rows = tuple(_of_first_process(measure(candidates), carry))
     return Tuning(_choose(rows), rows)
 
 
 def _choose(rows: Sequence[TuningRow]) -> int:
-    alone, *fused = rows
+    """Returns the smallest K that is as fast as the fastest, up to noise."""
+    single, *fused = rows
     fastest = min(row.microseconds for row in fused)
-    if alone.microseconds * TOLERANCE < fastest:
+    if single.microseconds * TOLERANCE < fastest:
         return 1
     return next(row.k for row in fused if row.microseconds <= fastest * TOLERANCE)
 
 
 def _of_first_process(value: Any, carry: PyTree) -> Any:
-    """Returns the value of the first process where several hold a state: all must do the same."""
-    is_whole_here = all(getattr(x, "is_fully_addressable", True) for x in jax.tree.leaves(carry))
-    return value if is_whole_here else gather_from_processes(value)[0]
+    """Returns the first process's value if a state is spread over several processes."""
+    # Their programs communicate, so all processes must run the same ones equally often.
+    leaves = jax.tree.leaves(carry)
+    is_local = all(getattr(x, "is_fully_addressable", True) for x in leaves)
+    return value if is_local else gather_from_processes(value)[0]
 
 
 def _jitted(step: Any, carry: PyTree) -> Any:
+    """Returns the plain jitted step, which keeps the shardings of the state."""
     pins = _placement.read_pins(carry)
 
     def guarded_step(state: PyTree, batch: PyTree) -> Any:
@@ -167,35 +173,37 @@ def _jitted(step: Any, carry: PyTree) -> Any:
 
 
 class Candidate:
-    """A compiled way of taking `k` steps a call, with its own copy of the state."""
+    """A compiled program that takes `k` steps per call, with its own copy of the state."""
 
     def __init__(self, k: int, program: Any, state: PyTree, batches: PyTree) -> None:
         self.k, self._program, self.batches = k, program, batches
         self._state = _tree.copy(state)
         leaves = jax.tree.leaves(self._state)
-        self._is_on_several = any(len(x.sharding.device_set) > 1 for x in leaves)
+        self._uses_several_devices = any(len(x.sharding.device_set) > 1 for x in leaves)
         first_call = self._seconds(1)
         later_call: float = _of_first_process(self._seconds(1), state)
         self.compile_seconds = first_call - later_call
         self._calls = max(1, round(ROUND_SECONDS / max(later_call, 1e-7)))
 
     def _seconds(self, calls: int) -> float:
-        began = time.perf_counter()
-        for number in range(calls):
+        """Returns the time of some calls."""
+        start_time = time.perf_counter()
+        for i in range(calls):
             self._state, _ = self._program(self._state, self.batches)
-            # With many programs queued, programs on several CPU devices hang.
-            if self._is_on_several and number % RUN_AHEAD == 0:
+            # Programs on several CPU devices hang if many of them are queued.
+            if self._uses_several_devices and i % RUN_AHEAD == 0:
                 jax.block_until_ready(self._state)
         jax.block_until_ready(self._state)
-        return time.perf_counter() - began
+        return time.perf_counter() - start_time
 
     def microseconds(self) -> float:
         """Returns the time of a step, measured in one round."""
         return 1e6 * self._seconds(self._calls) / self._calls / max(1, self.k)
 
 
-def measured(candidates: Sequence[Candidate]) -> list[TuningRow]:
-    """Times the candidates in turn, so that a slow moment of the machine slows all of them."""
+def measure(candidates: Sequence[Candidate]) -> list[TuningRow]:
+    """Returns the time per step of each candidate."""
+    # They take turns, so that a slow moment of the machine affects all of them.
     rounds = [[candidate.microseconds() for candidate in candidates] for _ in range(ROUNDS)]
     medians = map(statistics.median, zip(*rounds, strict=True))
     return [

@@ -1,4 +1,4 @@
-"""Checks this installation for known faults of XLA's CPU compiler."""
+"""A check of this installation for known faults of XLA's CPU compiler."""
 
 import importlib.metadata
 import platform
@@ -16,8 +16,8 @@ from functrain.inspect._sheet import sheet
 
 PACKAGES = ("functrain", "jax", "jaxlib", "keras", "flax", "optax", "orbax-checkpoint", "numpy")
 REMEDY = (
-    "Remedy: jax 0.11.1 or newer (from Python 3.12 on), or for this jax, at some cost of speed,\n"
-    "XLA_FLAGS=--xla_cpu_experimental_ynn_fusion_type= before jax starts."
+    "Remedy: install jax 0.11.1 or newer, which needs Python 3.12. Or keep this jax and set\n"
+    "XLA_FLAGS=--xla_cpu_experimental_ynn_fusion_type= before jax starts; some programs get slower."
 )
 
 
@@ -25,10 +25,10 @@ class Fault(NamedTuple):
     """A known fault of XLA's CPU compiler, and a small program that shows it.
 
     Attributes:
-      issue: Its number at github.com/jax-ml/jax/issues; empty where there is none.
-      title: What goes wrong.
+      issue: Its number at github.com/jax-ml/jax/issues, or "" if there is no issue.
+      title: A short description.
       program: A function of arrays.
-      shapes: The shapes of its arguments, which are normally distributed.
+      shapes: The shapes of its arguments, which are normally distributed random numbers.
     """
 
     issue: str
@@ -66,12 +66,12 @@ FAULTS = (
 
 
 class Finding(NamedTuple):
-    """The result of a fault's program: "right", "wrong" or "crash".
+    """The results of a fault's program, each "right", "wrong" or "crash".
 
     Attributes:
       fault: The fault.
-      plain: The result by `jax.jit`.
-      functrain: The result by a program of functrain.
+      plain: The result with `jax.jit`.
+      functrain: The result with functrain's jit.
     """
 
     fault: Fault
@@ -83,8 +83,8 @@ class Doctor(NamedTuple):
     """The result of `doctor`; prints as two tables.
 
     Attributes:
-      versions: Versions of Python and of the packages that matter.
-      findings: One for each known fault.
+      versions: The versions of Python and of the packages that are involved.
+      findings: The results for each known fault.
 
     Examples:
       >>> Doctor({"jax": "0.12.0"}, ()).is_affected
@@ -96,38 +96,38 @@ class Doctor(NamedTuple):
 
     @property
     def is_affected(self) -> bool:
-        """True if `jax.jit` by itself, and so Keras's fit, computes something wrongly here."""
+        """True if plain `jax.jit`, and so Keras's fit, miscompiles one of the programs here."""
         return any(finding.plain != "right" for finding in self.findings)
 
     def __repr__(self) -> str:
         """Returns the tables, and the remedy if one is needed."""
         versions = sheet(["package", "version"], self.versions.items())
-        rows = [
-            (f"jax#{f.fault.issue}" if f.fault.issue else "", f.fault.title, f.plain, f.functrain)
-            for f in self.findings
-        ]
+        rows = []
+        for fault, plain, ours in self.findings:
+            rows.append((f"jax#{fault.issue}" * bool(fault.issue), fault.title, plain, ours))
         findings = sheet(["issue", "known fault on CPU", "jax.jit", "functrain"], rows)
         return "\n".join([versions, findings, *[REMEDY] * self.is_affected])
 
 
 def doctor() -> Doctor:
-    """Runs the programs that XLA's CPU compiler is known to get wrong, each in two ways.
+    """Runs small programs that XLA's CPU compiler is known to miscompile, in two ways.
 
-    Some versions of jaxlib compile a few programs for CPUs wrongly. functrain's own programs are
-    compiled around that; those of others, such as Keras's fit or `jax.jit` by hand, are not. Each
-    program runs in a process of its own, since some crash: the whole takes some ten seconds.
+    Some versions of jaxlib miscompile a few programs for CPUs. functrain avoids that for its own
+    programs, but other programs are affected, such as those of Keras's fit or of your own
+    `jax.jit`. Each program runs in its own process, since some crash: together they take about ten
+    seconds.
 
     Returns:
-      A table of versions, and one of the faults: "right", "wrong" or "crash" for `jax.jit` and for
-      functrain. It ends with the remedy, if one is needed.
+      A `Doctor`, which prints a table of versions and a table of the faults with "right", "wrong"
+      or "crash" for `jax.jit` and for functrain, and the remedy if one is needed.
 
     Examples:
       >>> import functrain as ft
-      >>> found = ft.inspect.doctor()  # doctest: +SKIP
-      >>> found.is_affected  # doctest: +SKIP
+      >>> report = ft.inspect.doctor()  # doctest: +SKIP
+      >>> report.is_affected  # doctest: +SKIP
       False
     """
-    return Doctor(_versions(), tuple(map(_finding, range(len(FAULTS)))))
+    return Doctor(_versions(), tuple(map(_check_fault, range(len(FAULTS)))))
 
 
 def _versions() -> dict[str, str]:
@@ -140,21 +140,23 @@ def _versions() -> dict[str, str]:
     return versions
 
 
-def _finding(number: int) -> Finding:
-    """Runs the program of a fault in a process of its own, functrain's way first."""
-    code = f"from functrain.inspect._doctor import examine; examine({number})"
+def _check_fault(index: int) -> Finding:
+    """Runs the program of a fault in its own process, with functrain's jit first."""
+    code = f"from functrain.inspect._doctor import print_results; print_results({index})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    # A process that crashes prints fewer results than two.
     ours, plain, *_ = [*done.stdout.split(), "crash", "crash"]
-    return Finding(FAULTS[number], plain, ours)
+    return Finding(FAULTS[index], plain, ours)
 
 
-def examine(number: int) -> None:
+def print_results(index: int) -> None:
     """Prints "right" or "wrong" for a fault's program on a CPU, by functrain and by `jax.jit`."""
-    fault = FAULTS[number]
+    fault = FAULTS[index]
     rng = np.random.default_rng(0)
     arguments = [rng.standard_normal(shape, np.float32) for shape in fault.shapes]
     arguments = jax.device_put(arguments, jax.devices("cpu")[0])
-    with jax.disable_jit():  # operation by operation, nothing is fused
+    # Operation by operation nothing is fused, so none of the faults occurs.
+    with jax.disable_jit():
         expected = fault.program(*arguments)
     for compile_ in (jit, jax.jit):
         got = compile_(fault.program)(*arguments)

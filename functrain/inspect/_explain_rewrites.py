@@ -1,4 +1,4 @@
-"""Tells what the rewrites do to a function, and why."""
+"""A table of the operations of a function that are rewritten, with reasons."""
 
 import dataclasses
 import functools
@@ -24,8 +24,8 @@ from functrain.rewrites._frame import (
 from functrain.rewrites._optimize import Mode, Untraceable
 from functrain.rewrites._rounding import perhaps_unrounded
 
-# Found all over a step: shown where a rewrite would take them, counted elsewhere.
-_EVERYWHERE = {primitives.dot_general_p, primitives.reduce_sum_p}
+# A step has many of these: they are listed only if a rewrite replaces them, otherwise counted.
+_COMMON = {primitives.dot_general_p, primitives.reduce_sum_p}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,12 +33,12 @@ class Row:
     """Equal equations of a program, and the rewrite that replaces them.
 
     Attributes:
-      primitive: Its name.
+      primitive: The name of their primitive.
       shapes: Types of inputs and outputs, such as ``f32[8] -> f32[]``.
       count: The number of these equations.
-      rule: The rewrite that replaces them, "" where they are left.
-      reason: Why they are replaced, or left.
-      where: The layer the first of them came from, if it has a name, and its source line.
+      rule: The rewrite that replaces them, "" if they are kept.
+      reason: Why they are replaced, or kept.
+      location: The layer that the first of them comes from, if it has a name, and its source line.
     """
 
     primitive: str
@@ -46,22 +46,22 @@ class Row:
     count: int
     rule: str
     reason: str
-    where: str
+    location: str
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Explanation:
-    """The result of `explain`; prints as a table.
+    """The result of `explain_rewrites`; prints as a table.
 
     Attributes:
-      rows: The equations that some rewrite looks at, in the order they come; products and sums only
-        where a rewrite would take them.
+      rows: The equations for which there is a rewrite, in the order of the program; products and
+        sums only if a rewrite replaces them.
       others: The number of other equations.
-      note: Why nothing at all is rewritten, or which rewrites failed; "" in any other case.
+      note: Why nothing is rewritten at all, or which rewrites failed; "" otherwise.
 
     Examples:
       >>> print(Explanation(rows=(), others=3, note=""))
-      Nothing to rewrite. 3 equations that no rewrite looks at.
+      Nothing to rewrite. 3 equations without a rewrite.
     """
 
     rows: tuple[Row, ...]
@@ -69,12 +69,13 @@ class Explanation:
     note: str
 
     def __repr__(self) -> str:
-        others = f"{self.others} equations that no rewrite looks at."
+        plural = "s" * (self.others != 1)
+        others = f"{self.others} equation{plural} without a rewrite."
         if not self.rows:
             return f"{self.note or 'Nothing to rewrite.'} {others if self.others else ''}".rstrip()
-        columns = ("operation", "types", "count", "rewritten by", "why", "first met in")
-        cells = (map(str, dataclasses.astuple(row)) for row in self.rows)
-        table = sheet(columns, map(tuple, cells), numbers=("count",))
+        columns = ("operation", "types", "count", "rewritten by", "reason", "first location")
+        cells = [tuple(map(str, dataclasses.astuple(row))) for row in self.rows]
+        table = sheet(columns, cells, numbers=("count",))
         return "\n".join(filter(None, [self.note, table, f"And {others}"]))
 
 
@@ -84,20 +85,20 @@ def explain_rewrites(
     """Explains which operations of a function `optimize` rewrites, and why.
 
     Args:
-      fn: As for `optimize`: any function, or the step you fuse or fit (not the fused program). One
-        with metrics takes a state, bare or started.
-      *args: Its arguments. Shapes will do (`jax.ShapeDtypeStruct`): nothing is computed.
+      fn: As for `optimize`: any function, or the step that you fuse or fit (not the fused program).
+        A step with metrics takes a state with or without them.
+      *args: The arguments of `fn`, or their shapes (`jax.ShapeDtypeStruct`): nothing is computed.
       rewrites: As for `optimize`.
-      **kwargs: Its arguments by keyword.
+      **kwargs: The keyword arguments of `fn`.
 
     Returns:
-      An Explanation: print it. A row for each kind of equation that some rewrite looks at, with
-      the rewrite, or the reason it is left; and a note where nothing is rewritten, because `fn`
-      cannot be traced, a rewrite failed, or rewrites are off here.
+      An `Explanation`; print it for a table. It has a row for each kind of equation for which there
+      is a rewrite, with the rewrite or the reason to keep the equation. A note says why nothing is
+      rewritten: `fn` cannot be traced, a rewrite failed, or rewrites are off for this backend.
 
     Raises:
-      ValueError: As `optimize`.
-      TypeError: The arguments are not those that `fn` takes.
+      ValueError: As for `optimize`.
+      TypeError: `fn` does not accept these arguments.
 
     Examples:
       >>> import jax, jax.numpy as jnp
@@ -115,28 +116,29 @@ def explain_rewrites(
     try:
         closed, _ = _optimize.traced(fn, *args, **kwargs)
     except Untraceable as error:
-        return Explanation((), 0, f"Runs as it was, for {error}")
+        return Explanation((), 0, f"The function runs unchanged: {error}")
     if chosen == "off":
-        note = f"Runs as it was: rewrites are off (backend: {jax.default_backend()})."
-        return _explanation(closed, lambda eqn, _: _left(eqn, "rewrites are off"), note)
+        note = f"The function runs unchanged: rewrites are off (backend: {jax.default_backend()})."
+        return _explanation(closed, lambda eqn, _: _keep(eqn, "rewrites are off"), note)
     failures = _optimize.rewritten(closed, chosen)[1]
-    note = "\n".join(f"A rewrite failed and is left out: {failure}" for failure in failures)
+    note = "\n".join(map("A rewrite failed and is not used: {}".format, failures))
     failed = [getattr(failure, "rewrite", None) for failure in failures]
+    # A failure that is not due to a certain rewrite turns off all of them.
     rules = [] if None in failed else [rule for rule in _optimize.REWRITES if rule not in failed]
     rules = that_pay_in(closed, rules)
-    unknown = functools.cache(perhaps_unrounded)
+    find_unrounded = functools.cache(perhaps_unrounded)
 
     def verdict(eqn: core.JaxprEqn, jaxpr: core.Jaxpr) -> tuple[str, str]:
-        """Returns the name and the reason of the rule, or "" and why there is none."""
+        """Returns the name and reason of the rule, or "" and the reason to keep the equation."""
         rule = first_that_applies(rules, eqn, jaxpr)
         if rule is None:
-            return _left(eqn, "none is known to pay here")
+            return _keep(eqn, "no rewrite is known to be faster here")
         if chosen == "auto":
             return rule.name, rule.reason
         exact = first_that_applies(rules, eqn, jaxpr, exact=True)
-        if exact and not unknown(jaxpr).intersection(eqn.outvars):
+        if exact and not find_unrounded(jaxpr).intersection(eqn.outvars):
             return exact.name, exact.reason
-        return "", f'{rule.name} changes last bits; rewrites="auto" takes it'
+        return "", f'{rule.name} changes last bits; rewrites="auto" uses it'
 
     return _explanation(closed, verdict, note)
 
@@ -145,47 +147,50 @@ def _check_arguments(fn: Callable[..., Any], args: Any, kwargs: Any) -> None:
     """Raises TypeError unless the function takes these arguments."""
     try:
         signature = inspect.signature(fn)
-    except (TypeError, ValueError):  # a callable without a signature, or none: traced says so
+    except (TypeError, ValueError):
+        # It has no signature, or is not callable: tracing raises an error for the latter.
         return
     try:
         signature.bind(*args, **kwargs)
     except TypeError as error:
         raise TypeError(
-            f"explain_rewrites: expected the arguments of fn after it, "
-            f"explain_rewrites(fn, *args), fn{signature}; "
-            f"{error}. A step takes (state, batch): make one of a loss with train_step."
+            "explain_rewrites: expected the arguments of fn after it, explain_rewrites(fn, *args) "
+            f"with fn{signature}, got others: {error}. A step takes (state, batch); "
+            "train_step(loss_fn, tx) makes a step from a loss."
         ) from None
 
 
 def _explanation(
     closed: Any, verdict: Callable[[core.JaxprEqn, core.Jaxpr], tuple[str, str]], note: str
 ) -> Explanation:
-    looked_at = {rule.primitive for rule in _optimize.REWRITES}
-    alike: dict[tuple[str, ...], list[core.JaxprEqn]] = {}
+    """Groups equal equations into rows; `verdict` returns the rule and the reason for each."""
+    primitives_with_rules = {rule.primitive for rule in _optimize.REWRITES}
+    groups: dict[tuple[str, ...], list[core.JaxprEqn]] = {}
     others = 0
-    for eqn, jaxpr, inside in _all(closed):
-        rule, reason = _left(eqn, inside) if inside else verdict(eqn, jaxpr)
-        if eqn.primitive not in looked_at or not (rule or reason):
+    for eqn, jaxpr, obstacle in _all_equations(closed):
+        rule, reason = _keep(eqn, obstacle) if obstacle else verdict(eqn, jaxpr)
+        if eqn.primitive not in primitives_with_rules or not (rule or reason):
             others += 1
             continue
-        alike.setdefault((eqn.primitive.name, types(eqn), rule, reason), []).append(eqn)
+        groups.setdefault((eqn.primitive.name, types(eqn), rule, reason), []).append(eqn)
     rows = [
         Row(name, shapes, len(eqns), rule, reason, place(eqns[0]))
-        for (name, shapes, rule, reason), eqns in alike.items()
+        for (name, shapes, rule, reason), eqns in groups.items()
     ]
     return Explanation(tuple(rows), others, note)
 
 
-def _left(eqn: core.JaxprEqn, why: str) -> tuple[str, str]:
-    """Returns no rule, and why an equation is left unless every step is full of its kind."""
-    return "", "" if eqn.primitive in _EVERYWHERE else why
+def _keep(eqn: core.JaxprEqn, reason: str) -> tuple[str, str]:
+    """Returns no rule, and the reason to keep an equation, which is "" for common ones."""
+    return "", "" if eqn.primitive in _COMMON else reason
 
 
-def _all(jaxpr: Any) -> Iterator[tuple[core.JaxprEqn, core.Jaxpr, str]]:
-    """Yields each equation, the jaxpr around it, and why no rewrite reaches it, or ""."""
-    for eqn, around, _ in equations(jaxpr):
-        yield eqn, around, ""
+def _all_equations(jaxpr: Any) -> Iterator[tuple[core.JaxprEqn, core.Jaxpr, str]]:
+    """Yields each equation, its jaxpr, and the reason that no rewrite may reach it, or ""."""
+    for eqn, parent, _ in equations(jaxpr):
+        yield eqn, parent, ""
         if not is_entered(eqn):
-            for inner in core.jaxprs_in_params(eqn.params):
-                for deeper, where, _ in _all(inner):
-                    yield deeper, where, f"inside {eqn.primitive.name}, which no rewrite may enter"
+            obstacle = f"inside {eqn.primitive.name}, which no rewrite may enter"
+            for body in core.jaxprs_in_params(eqn.params):
+                for inner_eqn, inner_jaxpr, _ in _all_equations(body):
+                    yield inner_eqn, inner_jaxpr, obstacle

@@ -11,7 +11,7 @@ from functrain.common._checks import require
 from functrain.common._types import PyTree, Step, traits_of
 from functrain.engine._fuse import fuse
 from functrain.engine._plan import auto_steps, nbytes
-from functrain.inspect._autotune import Candidate, measured
+from functrain.inspect._autotune import Candidate, measure
 from functrain.population._over_members import Data
 from functrain.population._state import PopulationState, require_population
 from functrain.population._step import step as population_step
@@ -106,7 +106,7 @@ def autotune(
         carry = traits_of(step_of_all).wrap_state(population)
         fused = fuse(step_of_all, k, rewrites=rewrites)
         candidates[block] = Candidate(k, fused, carry, chunk)
-    rows = zip(candidates, measured(list(candidates.values())), strict=True)
+    rows = zip(candidates, measure(list(candidates.values())), strict=True)
     microseconds = {block: row.microseconds / len(population) for block, row in rows}
     fastest = min(microseconds, key=lambda block: microseconds[block])
     return BlockTuning(fastest, microseconds)

@@ -30,4 +30,4 @@ def test_a_fault_is_listed_with_its_issue_and_the_remedy():
 def test_a_process_that_ends_early_has_crashed(monkeypatch, printed, expected):
     done = type("Done", (), {"stdout": printed})
     monkeypatch.setattr(_doctor.subprocess, "run", lambda *args, **options: done)
-    assert _doctor._finding(0)[1:] == expected
+    assert _doctor._check_fault(0)[1:] == expected

@@ -28,7 +28,7 @@ def explained(value: Any, batch: Any) -> Any:
     step, state = of_loss(value)
     found = ft.inspect.explain_nan(state, step, batch)
     is_bad = any(bool(jnp.any(~jnp.isfinite(x))) for x in jax.tree.leaves(step(state, batch)))
-    assert found is None or found.reaches == is_bad
+    assert found is None or found.reaches_output == is_bad
     return found
 
 
@@ -45,8 +45,8 @@ def test_the_first_operation_is_named_with_its_line_and_the_range_of_its_inputs(
         return jnp.sum(jnp.exp(jnp.log(x - 1.0) * p))
 
     found = explained(value, jnp.array([2.0, 0.5, 3.0]))
-    assert (found.operation, found.found) == ("log", "NaN in 1 of 3")
-    assert line_of(value) in found.where
+    assert (found.operation, found.bad_values) == ("log", "NaN in 1 of 3")
+    assert line_of(value) in found.location
     assert found.inputs == ("float32[3]: -0.5 to 2",)
 
 
@@ -57,8 +57,8 @@ def test_an_infinity_that_became_nan_is_followed_to_where_it_was_made() -> None:
 
     found = explained(value, jnp.array([1.0, 100.0, 2.0]))
     assert (found.operation, found.cause.operation) == ("sub", "exp")
-    assert found.cause.found == "inf in 1 of 3"
-    assert "The infinity came from\nexp: inf in 1 of 3" in str(found)
+    assert found.cause.bad_values == "inf in 1 of 3"
+    assert "The infinity came from\nexp: inf in 1 of 3 values" in str(found)
 
 
 def test_a_mask_of_infinities_is_passed_by_until_it_does_harm() -> None:
@@ -67,7 +67,7 @@ def test_a_mask_of_infinities_is_passed_by_until_it_does_harm() -> None:
 
     assert explained(value, jnp.array([[1.0, 2, 0], [3, 0, 0]])) is None
     found = explained(value, jnp.array([[1.0, 2, 0], [0, 0, 0]]))  # nothing is left of a row
-    assert (found.operation, found.found) == ("sub", "NaN in 3 of 6")
+    assert (found.operation, found.bad_values) == ("sub", "NaN in 3 of 6")
 
 
 def test_what_only_the_gradient_suffers_from_is_found_there() -> None:
@@ -76,8 +76,8 @@ def test_what_only_the_gradient_suffers_from_is_found_there() -> None:
 
     found = explained(value, jnp.ones(3))
     assert (found.operation, found.cause.operation) == ("mul", "div")
-    assert "transpose" in found.where
-    assert line_of(value) in found.cause.where
+    assert "transpose" in found.location
+    assert line_of(value) in found.cause.location
 
 
 def test_loops_are_entered_to_the_round() -> None:
@@ -92,9 +92,9 @@ def test_loops_are_entered_to_the_round() -> None:
             jax.lax.while_loop(lambda c: c[0] < 4, body, (0, jnp.sum(p)))[1]
         )
 
-    assert explained(scanned, jnp.ones(60)).within == ("scan, round 38",)
+    assert explained(scanned, jnp.ones(60)).within == ("scan, iteration 38",)
     found = explained(walked, jnp.ones(1))
-    assert (found.operation, found.within) == ("log", ("while, round 3",))
+    assert (found.operation, found.within) == ("log", ("while, iteration 3",))
 
 
 def test_of_a_cond_the_branch_is_named() -> None:
@@ -117,10 +117,10 @@ def test_complex_numbers_are_told_by_their_sizes() -> None:
 def test_what_came_in_is_named_by_its_path() -> None:
     step, state = of_loss(lambda p, x: jnp.sum(p * x["image"]))
     found = ft.inspect.explain_nan(state, step, {"image": jnp.array([1.0, np.nan])})
-    assert (found.operation, found.where) == ("input", "batch/image")
+    assert (found.operation, found.location) == ("input", "batch/image")
     state = state.replace(params=state.params.at[1].set(-jnp.inf))
     found = ft.inspect.explain_nan(state, step, {"image": jnp.ones(3)})
-    assert (found.found, found.where) == ("-inf in 1 of 3", "state/params")
+    assert (found.bad_values, found.location) == ("-inf in 1 of 3", "state/params")
 
 
 @pytest.mark.parametrize(("label", "index"), [(4, 4), (-5, -1)])
@@ -131,16 +131,16 @@ def test_a_label_outside_of_the_classes_is_named_with_its_leaf(label: int, index
     state = ft.TrainState.create(params=params, model_state=model_state, tx=TX)
     labels = np.array([0, 1, label, 3, 2, 1], np.int32)
     found = ft.inspect.explain_nan(state, step, (np.ones((6, 3), np.float32), labels))
-    assert (found.operation, found.found) == ("gather", "NaN in 1 of 6")
+    assert (found.operation, found.bad_values) == ("gather", "NaN in 1 of 6")
     leaf = f"batch/1, int32[6]: {labels.min()} to {labels.max()}"
-    assert found.outside == (4, (index,), leaf)
-    assert f"outside of [0, 4), which gives NaN: {index}. They come from {leaf}." in str(found)
+    assert found.out_of_range == (4, (index,), leaf)
+    assert f"Indices outside of [0, 4) return NaN: {index}. They come from {leaf}." in str(found)
 
 
 def test_a_gather_within_its_bounds_is_not_blamed() -> None:
     found = explained(lambda p, x: jnp.sum(jnp.log(jnp.take(p - 1.0, x) - 1.0)), jnp.arange(3))
     assert found.operation == "log"
-    assert found.outside is None
+    assert found.out_of_range is None
 
 
 def test_what_does_not_reach_the_result_is_said_to() -> None:
@@ -149,8 +149,8 @@ def test_what_does_not_reach_the_result_is_said_to() -> None:
         return jnp.sum(p) + 0.0 * jnp.where(jnp.isfinite(bad), bad, 0.0)
 
     found = explained(value, jnp.zeros(1))
-    assert (found.operation, found.reaches) == ("mul", False)
-    assert "Nothing of it reaches" in str(found)
+    assert (found.operation, found.reaches_output) == ("mul", False)
+    assert "do not depend on these values" in str(found)
 
 
 class Net(nn.Module):
@@ -172,8 +172,8 @@ def test_a_step_with_metrics_and_a_guard_is_taken_with_its_layers_names() -> Non
     step = ft.train_step(loss_fn, tx, metrics={"accuracy": ft.metrics.accuracy()})
     found = ft.inspect.explain_nan(state, step, (x, y))
     assert found is not None
-    assert (found.operation, found.found) == ("sqrt", "NaN in 32 of 32")
-    assert "Net" in found.where
+    assert (found.operation, found.bad_values) == ("sqrt", "NaN in 32 of 32")
+    assert "Net" in found.location
 
 
 def test_a_loss_is_no_step() -> None:
@@ -203,8 +203,8 @@ def test_layers_of_keras_are_named_with_the_line_that_was_written() -> None:
     found = ft.inspect.explain_nan(bridge.create_state(model, TX), step, (X, Y))
     assert found is not None
     assert found.operation == "log"
-    assert "/spoils" in found.where
-    assert f"{line_of(Log.call)}" in found.where
+    assert "/spoils" in found.location
+    assert f"{line_of(Log.call)}" in found.location
 
     model.compile("sgd", "mse")
     batch = np.asarray(X), np.asarray(Y)
@@ -212,8 +212,8 @@ def test_layers_of_keras_are_named_with_the_line_that_was_written() -> None:
         bridge.keras_state(model, batch), bridge.train_step(model), batch
     )
     assert found is not None
-    assert "spoils" in found.where
-    assert f"{line_of(Log.call)}" in found.where
+    assert "spoils" in found.location
+    assert f"{line_of(Log.call)}" in found.location
 
 
 def test_keras_own_layers_are_named() -> None:
@@ -223,9 +223,9 @@ def test_keras_own_layers_are_named() -> None:
     found = ft.inspect.explain_nan(bridge.create_state(model, TX), step, (X, Y))
     assert found is not None
     assert found.cause is not None
-    assert (found.cause.operation, found.cause.found) == ("exp", "inf in 8 of 8")
-    assert "/explodes" in found.cause.where
-    assert "/head" in found.where
+    assert (found.cause.operation, found.cause.bad_values) == ("exp", "inf in 8 of 8")
+    assert "/explodes" in found.cause.location
+    assert "/head" in found.location
 
 
 class Inner(nnx.Module):
@@ -254,13 +254,13 @@ def test_layers_of_nnx_are_named_by_their_class_and_the_line_that_was_written() 
 
     found = explained(Outer())
     assert found.operation == "log"
-    assert f"{line_of(Inner.__call__)}" in found.where
-    assert "(Inner.__call__)" in found.where
+    assert f"{line_of(Inner.__call__)}" in found.location
+    assert "(Inner.__call__)" in found.location
 
     module = Outer()
     module.first.kernel[...] = jnp.full((4, 4), 3e38)  # the layer's own code is in flax
     found = explained(module).cause
-    assert (found.operation, found.found) == ("dot_general", "inf in 8 of 8")
-    assert f"{line_of(Outer.__call__)}" in found.where
-    assert "(Outer.__call__), in linear.py:" in found.where
-    assert "(Linear.__call__)" in found.where
+    assert (found.operation, found.bad_values) == ("dot_general", "inf in 8 of 8")
+    assert f"{line_of(Outer.__call__)}" in found.location
+    assert "(Outer.__call__), in linear.py:" in found.location
+    assert "(Linear.__call__)" in found.location
