@@ -1,4 +1,4 @@
-"""The site: `make docs` builds it, running every block of every page."""
+"""Configuration of the site. `make docs` builds it, and runs every block of every page."""
 
 import os
 import pathlib
@@ -48,6 +48,7 @@ napoleon_use_ivar = True
 napoleon_google_docstring = True
 
 html_theme = "furo"
+pygments_dark_style = "github-dark"
 html_title = f"functrain {version}"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]

@@ -209,7 +209,7 @@ def _public(names: dict[str, list[str]]) -> dict[str, str]:
         if inspect.isclass(value):
             public.setdefault(last, name)
         public[name] = name
-        if hasattr(value, "__qualname__"):
+        if inspect.isclass(value) or inspect.isroutine(value):  # not a Literal, which typing owns
             public[f"{value.__module__}.{value.__qualname__}"] = name
     for key, name in list(public.items()):
         if key.startswith("functrain."):
@@ -223,10 +223,9 @@ def _resolve(
     if node.get("refdomain") != "py":
         return None
     target, names = node["reftarget"], env.functrain_public
-    module = node.get("py:module") or ""
-    beside = (f"{module}.{target}", f"{module.partition('.')[0]}.{target}")
     # A bare `step` or `loss` is mostly an argument, so it links only to a name in the same module.
-    public = next((names[name] for name in (*beside, target) if name in names), None)
+    in_module = f"{node.get('py:module') or ''}.{target}"
+    public = names.get(in_module) or names.get(target)
     if public not in (None, target):
         python = env.domains.python_domain
         page = node["refdoc"]

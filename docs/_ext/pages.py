@@ -29,7 +29,6 @@ SHOWN = {  # files outside docs/, and the pages that show them
 CONTENTS = {  # the captions of the sidebar, and the pages under each
     "Using functrain": "getting-started training keras checkpoints devices populations performance "
     "migrating",
-    "Former pages": "engine",
     "Guides": "guides/mnist guides/from_scratch guides/customize_fit guides/optax_in_keras "
     "guides/flax_model guides/eager_jit_fused guides/resume guides/several_hosts guides/sweep "
     "guides/ensemble guides/vae guides/distillation guides/text guides/dcgan",
