@@ -29,8 +29,10 @@ def state(callback: Any) -> dict[str, Any]:
     OrbaxCheckpoint, TensorBoard and SwapEMAWeights; checked with Keras 3.15.1. Without them a
     resumed run saves, records and stops at other steps than an uninterrupted one.
     """
-    names = [name for name in _state_names(callback) if hasattr(callback, name)]
-    saved = {name: getattr(callback, name) for name in names}
+    saved: dict[str, Any] = {}
+    for name in _state_names(callback):
+        if hasattr(callback, name):
+            saved[name] = getattr(callback, name)
     if getattr(callback, "monitor_op", None):
         # The function itself cannot be saved, and `restore` can make it again.
         saved["compares"] = True

@@ -70,11 +70,11 @@ def variable_attributes(optimizer: Any) -> dict[int, str]:
     A name has no underscores around it, as in `Optimizer._learning_rate`; checked with Keras
     3.15.1.
     """
-    return {
-        id(value): name.strip("_")
-        for name, value in vars(optimizer).items()
-        if isinstance(value, keras.Variable)
-    }
+    names: dict[int, str] = {}
+    for name, value in vars(optimizer).items():
+        if isinstance(value, keras.Variable):
+            names[id(value)] = name.strip("_")
+    return names
 
 
 @contextlib.contextmanager

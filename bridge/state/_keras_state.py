@@ -38,7 +38,7 @@ class KerasState(flax.struct.PyTreeNode):
     metrics: list[jax.Array]
 
     def __repr__(self) -> str:
-        return call(self, **{name: getattr(self, name) for name in self.__dataclass_fields__})
+        return call(self, **vars(self))
 
 
 def keras_state(model: keras.Model, batch: PyTree = None) -> KerasState:

@@ -1,4 +1,4 @@
-"""Batches of whatever Keras's `fit` takes as data."""
+"""Batches of everything that Keras's `fit` accepts as data."""
 
 import itertools
 from collections.abc import Callable, Iterator
@@ -38,9 +38,9 @@ class KerasBatch(NamedTuple):
     """A batch of Keras's iterator.
 
     Attributes:
-      content: The batch; or its rows, a slice or `i64[B]`, if it is not taken from arrays yet.
-      source: The arrays to take it from; None for a batch that was made.
-      examples: Examples in it, if its rows are taken from arrays.
+      content: The batch; or its rows, a slice or `i64[B]`, if `source` is not None.
+      source: The arrays from which the rows will be taken; None for any other batch.
+      examples: The number of rows.
       mark: Its batch events.
     """
 
@@ -54,12 +54,16 @@ class KerasBatch(NamedTuple):
         return self.content if self.source is None else self.source.take(self.content)
 
     def shapes(self) -> PyTree:
-        """Returns the shapes of the batch, without taking it."""
+        """Returns the batch, or only its shapes if its rows have not been taken."""
         return self.content if self.source is None else self.source.shapes(self.examples)
+
+    def signature(self) -> Any:
+        """Returns a value that is equal for two batches that can be stacked."""
+        return self.examples if self.source is not None else batch_signature(self.content)
 
 
 class KerasBatches(Batches):
-    """The batches of Keras's own iterator over epochs. Their sizes may differ anywhere.
+    """The batches of Keras's own iterator over epochs. Any two may have different sizes.
 
     Args:
       epochs: Keras's EpochIterator, from `keras_private.data.epochs`.
@@ -74,25 +78,25 @@ class KerasBatches(Batches):
         self._items: Iterator[KerasBatch] = iter(())
         self._next: KerasBatch | None = None
         self._error: Exception | None = None
-        self._epoch_began: dict[str, Any] = {"fetched": 0}
-        self._resume: dict[str, Any] | None = None
+        self._epoch_position: dict[str, Any] = {"fetched": 0}
+        self._resume_state: dict[str, Any] | None = None
 
     @property
     def full_steps(self) -> int | None:
-        """Batches of full size in an epoch, as far as that is known."""
+        """Batches of full size in an epoch; None if that is unknown."""
         return keras_private.data.full_batches(self.data)
 
     def begin(self, epoch: int, batch: int = 0) -> None:
-        """Begins the next epoch; or continues in it, where `restore` said."""
-        self._epoch_began = keras_private.data.epoch_position(self.data)
+        """Begins the next epoch; after `restore`, continues it at a batch."""
+        self._epoch_position = keras_private.data.epoch_position(self.data)
         self._next = self._error = self.data.missing = None
-        self._items = self._marked()
-        if self._resume is not None and batch:
-            self._leave_out(batch, self._resume)
-        self._resume = None
+        self._items = self._with_marks()
+        if self._resume_state is not None and batch:
+            self._skip(batch, self._resume_state)
+        self._resume_state = None
 
     def peek(self) -> PyTree | None:
-        """Returns the shapes of the next batch, which is fetched for that."""
+        """Fetches the next batch and returns its shapes; None at the end of the epoch."""
         if self._next is None:
             if self._error is not None:
                 raise self._error
@@ -100,79 +104,82 @@ class KerasBatches(Batches):
         return None if self._next is None else self._next.shapes()
 
     def take(self, k: int, limit: int) -> Chunk:
-        """Returns a chunk of the next batches of one kind."""
-        first = self._next
+        """Returns a chunk of the next batches that can be stacked."""
+        first, self._next = self._next, None
         assert first is not None, "peek comes first"
-        self._next = None
-        items, marks = itertools.islice(self._alike(first), limit), []
+        marks: list[Mark | None] = []
+
+        def contents() -> Iterator[PyTree]:
+            for item in itertools.islice(self._stackable(first), limit):
+                marks.append(item.mark)
+                yield item.content
+
         if first.source is None:
-
-            def contents() -> Iterator[PyTree]:
-                for item in items:
-                    marks.append(item.mark)
-                    yield item.content
-
-            chunk, steps = stack_batches(contents(), k)
+            # The source may reuse the memory of a batch, so each is copied before the next.
+            chunk, _ = stack_batches(contents(), k)
             examples = batch_size(first.content)
         else:
-            taken = list(items)
-            marks, steps, examples = [item.mark for item in taken], len(taken), first.examples
-            chunk = pad_chunk(_rows(first.source, taken), k)
-        return Chunk(self._place(chunk), k, steps, examples, marks)
+            chunk = pad_chunk(_take_rows(first.source, list(contents())), k)
+            examples = first.examples
+        return Chunk(self._place(chunk), k, len(marks), examples, marks)
 
     def fingerprint(self) -> dict[str, Any]:
-        """Returns what tells the data from others."""
+        """Returns what distinguishes the data from others."""
         return keras_private.data.fingerprint(self.data)
 
     def state(self, *, epoch_is_over: bool) -> dict[str, Any]:
-        """Returns where the data are."""
+        """Returns the position in the data, and the random state that leads there."""
         if epoch_is_over:
             return {"place": keras_private.data.epoch_position(self.data)}
         return {
-            "place": self._epoch_began,
+            "place": self._epoch_position,
             "first": self.data.random_state,
             "ahead": int(self._next is not None),
         }
 
     def restore(self, state: Any, epoch: int, batch: int) -> list[str]:
-        """Goes to the epoch that was under way; the next `begin` continues at its batch."""
+        """Moves to the epoch of the checkpoint; the next `begin` continues at its batch."""
         keras_private.data.restore_position(self.data, state["place"])
-        self._resume = state
+        self._resume_state = state
         return []
 
-    def _leave_out(self, batches: int, resume: dict[str, Any]) -> None:
-        """Fetches the batches before a checkpoint again, with the randomness they had.
+    def _skip(self, batches: int, resume_state: dict[str, Any]) -> None:
+        """Fetches the batches before a checkpoint again, from the random state that they had.
 
         Raises:
           ValueError: There are fewer of them.
         """
-        now = random_state()
-        if resume["first"] is not None:
-            set_random_state(resume["first"])
-        left_out = sum(1 for _ in itertools.islice(self._items, batches))
-        if left_out < batches:
+        # The callbacks and the layers have drawn since the epoch began. So the order is drawn from
+        # the state at its begin, and the current state is put back.
+        current_state = random_state()
+        if resume_state["first"] is not None:
+            set_random_state(resume_state["first"])
+        skipped = sum(1 for _ in itertools.islice(self._items, batches))
+        if skipped < batches:
             raise ValueError(
                 f"x: expected the {batches} batches of the epoch that were taken before the "
-                f"checkpoint, got {left_out}. The data are not those that were saved."
+                f"checkpoint, got {skipped}. The data are not those that were saved."
             )
-        ahead = list(itertools.islice(self._items, resume["ahead"]))
-        set_random_state(now)
-        self._items = itertools.chain(ahead, self._items)
+        # A batch that was fetched before the checkpoint must be drawn from that state as well.
+        fetched_ahead = list(itertools.islice(self._items, resume_state["ahead"]))
+        set_random_state(current_state)
+        self._items = itertools.chain(fetched_ahead, self._items)
 
-    def _alike(self, first: KerasBatch) -> Iterator[KerasBatch]:
+    def _stackable(self, first: KerasBatch) -> Iterator[KerasBatch]:
         """Yields a batch and those after it that can be stacked with it."""
         yield first
-        expected = _kind(first)
+        signature = first.signature()
         try:
             for item in self._items:
-                if _kind(item) != expected:
+                if item.signature() != signature:
                     self._next = item
                     return
                 yield item
-        except Exception as error:  # raised after the batches before it were handed out
+        except Exception as error:
+            # Batches before the error are trained on first: the next `peek` raises it.
             self._error = error
 
-    def _marked(self) -> Iterator[KerasBatch]:
+    def _with_marks(self) -> Iterator[KerasBatch]:
         """Yields every batch of an epoch with its batch events."""
         epochs = self.data
         with epochs.catch_stop_iteration():
@@ -183,57 +190,54 @@ class KerasBatches(Batches):
                     yield item._replace(mark=Mark(None if i else begin, end if i == last else None))
                 if not group:
                     epochs.missing = begin
-                    raise StopIteration  # which Keras's own warning waits for
+                    # catch_stop_iteration waits for this to give Keras's warning.
+                    raise StopIteration
 
 
-def _kind(item: KerasBatch) -> Any:
-    return item.examples if item.source is not None else batch_signature(item.content)
-
-
-def _rows(source: keras_private.data.ArrayBatches, items: list[KerasBatch]) -> PyTree:
-    """Takes the rows of a chunk at once; rows next to one another are not copied."""
-    rows = [item.content for item in items]
-    if isinstance(rows[0], slice):
-        taken = source.take(slice(rows[0].start, rows[-1].stop))
-    else:
-        taken = source.take(np.concatenate(rows))
-    require_integers_fit(taken, "data")
+def _take_rows(source: keras_private.data.ArrayBatches, rows: list[Any]) -> PyTree:
+    """Takes the rows of a chunk at once; slices next to one another are not copied."""
+    is_contiguous = isinstance(rows[0], slice)
+    chunk_rows = slice(rows[0].start, rows[-1].stop) if is_contiguous else np.concatenate(rows)
+    examples = source.take(chunk_rows)
+    require_integers_fit(examples, "data")
     n = len(rows)
-    return jax.tree.map(lambda x: x.reshape(n, x.shape[0] // n, *x.shape[1:]), taken)
+    return jax.tree.map(lambda x: x.reshape(n, x.shape[0] // n, *x.shape[1:]), examples)
 
 
 def keras_batches(
-    model: keras.Model, data: Any, batch_size: Any, steps: Any, *, trains: bool, **more: Any
+    model: keras.Model, data: Any, batch_size: Any, steps: Any, *, trains: bool, **options: Any
 ) -> Batches:
-    """Returns the batches of whatever `fit` takes.
+    """Returns the batches of everything that `fit` accepts.
 
     Args:
       model: The model, for its `steps_per_execution`.
-      data: x, y and sample_weight; all but the first may be None. Of `Local`, each process has
+      data: x, y and sample_weight; all but the first may be None. With `Local`, each process has
         its part of all three.
       batch_size: Examples per step, or None.
       steps: Steps per epoch, or None.
-      trains: Whether the devices have to divide every batch.
-      **more: shuffle and class_weight.
+      trains: True if the devices have to divide every batch.
+      **options: shuffle and class_weight.
 
     Raises:
-      ValueError: What Keras raises, there is no batch at all, or an array holds integers that jax
+      ValueError: Keras rejects the data, there is no batch, or an array holds integers that jax
         would cut to 32 bits.
     """
     x, y, sample_weight = data
     local = x if isinstance(x, Local) else None
     x = x.data if isinstance(x, Local) else x
     for name, part in (("x", x), ("y", y), ("sample_weight", sample_weight)):
-        require_integers_fit(keras.tree.map_structure(_if_read_now, part), name)
+        # All other arrays are checked chunk by chunk, since reading them all may take long.
+        in_memory = keras.tree.map_structure(_array_in_memory, part)
+        require_integers_fit(in_memory, name)
     epochs = keras_private.data.epochs(
-        passes,
+        pass_factory,
         x=x,
         y=y,
         sample_weight=sample_weight,
         batch_size=batch_size,
         steps_per_epoch=steps,
         steps_per_execution=model.steps_per_execution,
-        **{"shuffle": False, **more},
+        **{"shuffle": False, **options},
     )
     if epochs.num_batches == 0:
         raise ValueError(
@@ -243,12 +247,13 @@ def keras_batches(
     if trains:
         _require_divisible(epochs.data_adapter, 1 if local is None else local.processes)
     if local is not None:
+        # LocalBatches joins the parts of all processes, and puts them on the devices.
         return LocalBatches(KerasBatches(epochs, lambda chunk: chunk), local)
-    return KerasBatches(epochs, _placement(trains=trains))
+    return KerasBatches(epochs, _placer(trains=trains))
 
 
-def _if_read_now(x: Any) -> Any:
-    """Returns an array in memory, and None for what is looked at chunk by chunk."""
+def _array_in_memory(x: Any) -> np.ndarray | None:
+    """Returns an array that is quick to read; None for anything else."""
     return x if isinstance(x, np.ndarray) and is_cheap_to_read(x) else None
 
 
@@ -257,17 +262,19 @@ def _require_divisible(adapter: Any, parts: int) -> None:
     distribution = keras.distribution.distribution()
     if distribution is None or keras_private.data.array_batches(adapter) is None:
         return
-    for what, own in (("", adapter.batch_size), ("last ", adapter.partial_batch_size)):
-        if size := (own or 0) * parts:
-            where = distribution.get_data_layout((size,)).backend_layout
-            try:
-                where.shard_shape((size,))
-            except ValueError as error:
-                raise ValueError(
-                    f"x: expected batches that divide over {where.spec} of the mesh "
-                    f"{dict(where.mesh.shape)}, got a {what}batch of {size}. Take another "
-                    "batch_size, or leave some examples out. The model is unchanged."
-                ) from error
+    for kind, local_size in (("", adapter.batch_size), ("last ", adapter.partial_batch_size)):
+        size = (local_size or 0) * parts
+        if not size:
+            continue
+        sharding = distribution.get_data_layout((size,)).backend_layout
+        try:
+            sharding.shard_shape((size,))
+        except ValueError as error:
+            raise ValueError(
+                f"x: expected batches that divide over {sharding.spec} of the mesh "
+                f"{dict(sharding.mesh.shape)}, got a {kind}batch of {size}. Choose another "
+                "batch_size, or leave some examples out. The model is unchanged."
+            ) from error
 
 
 def _shapes(x: Any) -> str:
@@ -275,7 +282,7 @@ def _shapes(x: Any) -> str:
     return f"of shape {', '.join(shapes)}" if shapes else "of length 0"
 
 
-def passes(adapter: Any) -> Callable[[], Iterator[KerasBatch]]:
+def pass_factory(adapter: Any) -> Callable[[], Iterator[KerasBatch]]:
     """Returns a function that begins a pass over the batches of a data adapter."""
     arrays = keras_private.data.array_batches(adapter)
     if arrays is None:
@@ -285,18 +292,19 @@ def passes(adapter: Any) -> Callable[[], Iterator[KerasBatch]]:
     return lambda: (KerasBatch(rows, arrays, size) for rows, size in arrays)
 
 
-def _placement(*, trains: bool) -> Callable[[PyTree], PyTree]:
+def _placer(*, trains: bool) -> Callable[[PyTree], PyTree]:
     """Returns a function that puts stacked batches where `keras.distribution` wants them.
 
-    Over several processes each of them has the same batches, and takes its own devices' part.
-    Outside of training, all devices get the whole of a batch that they do not divide.
+    If there are several processes, each of them has the same batches, and takes the part of its
+    devices. When not training, all devices get the whole of a batch that they do not divide.
     """
     distribution = keras.distribution.distribution()
-    places: dict[Any, Callable[[PyTree], PyTree]] = {}
+    placers: dict[Any, Callable[[PyTree], PyTree]] = {}
 
     def put(x: Any) -> Any:
-        where = distribution.get_data_layout(x.shape[1:]).backend_layout
-        place = chunk_placer(where, replicates=not trains)
-        return places.setdefault(where.spec, place)(x)
+        sharding = distribution.get_data_layout(x.shape[1:]).backend_layout
+        # A placer compares its first chunk over all processes, so one is kept for each spec.
+        placer = placers.setdefault(sharding.spec, chunk_placer(sharding, replicates=not trains))
+        return placer(x)
 
     return lambda batches: batches if distribution is None else jax.tree.map(put, batches)

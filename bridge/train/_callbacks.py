@@ -1,4 +1,4 @@
-"""Keras callbacks around chunks of steps: who is called, with what, and when."""
+"""Keras callbacks around chunks of steps: which of them are called, with what, and when."""
 
 import contextlib
 import os
@@ -17,6 +17,7 @@ from bridge.train._loggers import LoggerCallback
 from functrain.events import ChunkEnd
 from functrain.internal import PyTree, fetch_rows, row_of_step
 
+# The batch methods of each kind of run: those for the begin and the end, then aliases.
 _METHODS = {
     "train": ("on_train_batch_begin", "on_train_batch_end", "on_batch_begin", "on_batch_end"),
     "test": ("on_test_batch_begin", "on_test_batch_end"),
@@ -24,7 +25,7 @@ _METHODS = {
 }
 
 
-# They read the model as `self.model` only, since none of them runs a function of the user's.
+# These callbacks run no function of the user's, so they read the model as `self.model` only.
 _READ_MODEL_ATTRIBUTE = {
     keras.callbacks.BackupAndRestore,
     keras.callbacks.CSVLogger,
@@ -38,7 +39,8 @@ _READ_MODEL_ATTRIBUTE = {
 }
 
 
-# Not those of CallbackList: a list may hold callbacks of any class.
+# All methods of Keras's own callbacks, to recognize subclasses that keep them. CallbackList is left
+# out: a list may hold callbacks of any class.
 _KERAS_METHODS = {
     method
     for cls in vars(keras.callbacks).values()
@@ -48,8 +50,8 @@ _KERAS_METHODS = {
 }
 
 
-# Attributes in which Keras's own callbacks have the path that they write to.
-_FILES = {
+# The attributes in which Keras's own callbacks keep the path that they write to.
+_PATH_ATTRIBUTES = {
     keras.callbacks.CSVLogger: "filename",
     keras.callbacks.ModelCheckpoint: "filepath",
     keras.callbacks.TensorBoard: "log_dir",
@@ -57,7 +59,7 @@ _FILES = {
 
 
 def flat(callbacks: Any) -> list[Any]:
-    """Returns the callbacks of Keras's list, or of whatever `fit` takes for one."""
+    """Returns the callbacks of a CallbackList, or of the nested lists that `fit` accepts."""
     leaves = keras.tree.flatten(getattr(callbacks, "callbacks", callbacks))
     return [callback for callback in leaves if callback is not None]
 
@@ -65,98 +67,109 @@ def flat(callbacks: Any) -> list[Any]:
 class BatchCallbacks:
     """The batch methods of a list of callbacks, called for whole chunks.
 
-    Three kinds: the progress bar, which only shows logs and gets them one chunk late, so that the
-    device never waits for it; Keras's own callbacks that act on batches, and users', which get
-    them when their chunk is over; and all others, which are not called.
+    There are three kinds of callbacks. The progress bar only shows logs, and gets them one chunk
+    late, so that the device never waits for it. Keras's callbacks that act on batches, and users'
+    callbacks, are called for each batch after its chunk. All others are not called.
 
     Args:
       callbacks: Keras's list.
       kind: "train", "test" or "predict".
-      quiet: Leave the progress bar out, as Keras does for an evaluation in the middle of `fit`.
+      quiet: Do not show the progress bar, as Keras does not for an evaluation within `fit`.
     """
 
     def __init__(self, callbacks: Any, kind: str, *, quiet: bool = False) -> None:
-        self._begin, self._end = _METHODS[kind][:2]
+        self._begin_method, self._end_method = _METHODS[kind][:2]
         self._kind = kind
         self._bars: list[Any] = []
         self._acting: list[Any] = []
-        # A list of another class may do anything: it counts as one callback.
-        own = type(callbacks) is keras.callbacks.CallbackList
-        for callback in callbacks.callbacks if own else [callbacks]:
+        # A list of another class may do anything in its methods, so it counts as one callback.
+        is_keras_list = type(callbacks) is keras.callbacks.CallbackList
+        for callback in callbacks.callbacks if is_keras_list else [callbacks]:
             if type(callback) is keras.callbacks.ProgbarLogger:
                 self._bars += [] if quiet else [callback]
-            elif self._acts(callback):
+            elif self._acts_on_batches(callback):
                 self._acting.append(callback)
+        # The outputs of the steps in one execution of a prediction, which has one batch event.
         self._outputs: list[PyTree] = []
+        # The last chunk, which the progress bars have not shown yet.
         self._late: ChunkEnd | None = None
 
-    def _acts(self, callback: Any) -> bool:
+    def _acts_on_batches(self, callback: Any) -> bool:
         if not any(_overrides(callback, name) for name in _METHODS[self._kind]):
             return False
-        if _acts_as_keras_does(callback, self._kind):
+        if _has_keras_batch_methods(callback, self._kind):
             return not keras_private.callbacks.ignores_batches(callback)
         return True
 
     @property
     def fusible(self) -> bool:
-        """Whether "auto" may fuse: no callback is there that might have to act on every step."""
-        return all(
-            getattr(callback, "chunk_safe", False)
-            or (_acts_as_keras_does(callback, self._kind) and not _ends_batches(callback))
-            for callback in self._acting
-        )
+        """Returns True if "auto" may fuse: no callback might have to act on every step."""
+        return all(map(self._is_chunk_safe, self._acting))
 
-    def until(self) -> int | None:
-        """Returns how many steps from now the model is saved or recorded, if it is by steps."""
-        return self._least(keras_private.callbacks.batches_until_action)
+    def _is_chunk_safe(self, callback: Any) -> bool:
+        # Users set this in callbacks that may be called when their chunk is over.
+        if getattr(callback, "chunk_safe", False):
+            return True
+        return _has_keras_batch_methods(callback, self._kind) and not _may_end_at_batch(callback)
 
-    def between(self) -> int | None:
-        """Returns how many steps there are from one such step to the next."""
-        return self._least(keras_private.callbacks.action_interval)
+    def steps_until_action(self) -> int | None:
+        """Returns in how many steps a callback next saves or records the model; None if never."""
+        return self._smallest(keras_private.callbacks.batches_until_action)
 
-    def _least(self, steps: Callable[[Any], int | None]) -> int | None:
-        found = map(steps, self._acting if self._kind == "train" else [])
-        return min((n for n in found if n is not None), default=None)
+    def action_interval(self) -> int | None:
+        """Returns how many steps there are from one such action to the next."""
+        return self._smallest(keras_private.callbacks.action_interval)
 
-    def before(self, batch: int | None) -> None:
-        """Calls the methods that begin a batch, before its chunk is run."""
-        self._call(self._begin, batch, None)
+    def _smallest(self, count_batches: Callable[[Any], int | None]) -> int | None:
+        # Evaluations and predictions save and record nothing at single batches.
+        counts = map(count_batches, self._acting if self._kind == "train" else [])
+        return min((count for count in counts if count is not None), default=None)
 
-    def after(self, event: ChunkEnd) -> None:
-        """Calls the methods that end batches, when the program of their chunk was dispatched."""
+    def begin_batch(self, batch: int | None) -> None:
+        """Calls the methods that begin a batch, before its chunk runs."""
+        self._call(self._begin_method, batch, None)
+
+    def end_chunk(self, event: ChunkEnd) -> None:
+        """Calls the methods that end batches, after the program of their chunk was dispatched."""
+        # Fetching the rows waits for the device, so it is done only if a callback needs them.
         if self._acting:
             self._replay(event.marks, fetch_rows(event.rows, event.steps))
         if self._bars:
-            self.flush()
+            self.update_progress_bars()
             self._late = event
 
-    def flush(self) -> None:
-        """Brings the progress bar up to date."""
+    def update_progress_bars(self) -> None:
+        """Shows the last batch of the last chunk that has not been shown yet."""
         event, self._late = self._late, None
         if event is None:
             return
         ends = [i for i, mark in enumerate(event.marks) if mark.end is not None]
-        if ends:
-            last = ends[-1]
-            rows = None if self._kind == "predict" else fetch_rows(event.rows, event.steps)
-            logs = None if rows is None else row_of_step(rows, last)
-            for bar in self._bars:
-                getattr(bar, self._end)(
-                    event.marks[last].end, logs=keras_private.callbacks.as_floats(logs)
-                )
+        if not ends:
+            return
+        logs = None
+        # The outputs of a prediction are large, and the bar does not show them.
+        if self._kind != "predict":
+            logs = row_of_step(fetch_rows(event.rows, event.steps), ends[-1])
+        for bar in self._bars:
+            end_batch = getattr(bar, self._end_method)
+            end_batch(event.marks[ends[-1]].end, logs=keras_private.callbacks.as_floats(logs))
 
     def _replay(self, marks: list[Mark], rows: PyTree) -> None:
+        """Calls the methods for the batches of a chunk; the first one has begun already."""
         for i, mark in enumerate(marks):
             if i:
-                self._call(self._begin, mark.begin, None)
+                self._call(self._begin_method, mark.begin, None)
             logs = self._logs(row_of_step(rows, i), mark)
-            self._call(self._end, mark.end, logs)
-            if mark.end is not None and self._is_the_end(logs):
+            self._call(self._end_method, mark.end, logs)
+            if mark.end is not None and self._ends_training(logs):
                 break
 
-    def _is_the_end(self, logs: PyTree) -> bool:
-        """Whether TerminateOnNaN ended training with this batch: none of the rest is reported."""
-        if self._kind != "train" or not any(map(_ends_batches, self._acting)):
+    def _ends_training(self, logs: PyTree) -> bool:
+        """Returns True if TerminateOnNaN ended training with this batch.
+
+        Keras would not have run the rest of the chunk, so it is not reported.
+        """
+        if self._kind != "train" or not any(map(_may_end_at_batch, self._acting)):
             return False
         loss = keras_private.callbacks.as_floats(logs).get("loss")
         return loss is not None and not np.isfinite(loss)
@@ -171,79 +184,83 @@ class BatchCallbacks:
         return {"outputs": jax.tree.map(lambda *x: np.concatenate(x), *self._outputs)}
 
     def _call(self, method: str, batch: int | None, logs: PyTree) -> None:
-        """Calls a method of all, if Keras has an event here."""
+        """Calls a method of all callbacks, if Keras has a batch event at this step."""
         if batch is None:
             return
         logs = keras_private.callbacks.as_floats(logs)
         for callback in self._acting:
+            # Reading `model` brings the model up to date. The functions of a LambdaCallback reach
+            # the model through their closures, where nothing would do that.
             if isinstance(callback, keras.callbacks.LambdaCallback):
-                _ = callback.model  # functions reach the model by themselves: bring it up to date
+                _ = callback.model
             getattr(callback, method)(batch, logs=logs)
 
 
 def only_read_model_attribute(callbacks: Any) -> bool:
-    """Whether all callbacks reach the model through their attribute `model` only.
+    """Returns True if all callbacks reach the model only through their attribute `model`.
 
-    Reading it brings the model up to date; so there is no need to, where nobody reads it.
+    Reading the attribute brings the model up to date, so nothing else has to.
     """
-    own = type(callbacks) is keras.callbacks.CallbackList
-    return own and all(type(callback) in _READ_MODEL_ATTRIBUTE for callback in callbacks.callbacks)
+    is_keras_list = type(callbacks) is keras.callbacks.CallbackList
+    return is_keras_list and _READ_MODEL_ATTRIBUTE.issuperset(map(type, callbacks.callbacks))
 
 
 @contextlib.contextmanager
-def without_history_reading_model(callbacks: Any, model: keras.Model) -> Iterator[None]:
-    """Keeps `History` from reading its attribute `model`, which it does after each epoch.
+def keep_history_from_model(callbacks: Any, model: keras.Model) -> Iterator[None]:
+    """Context manager: keeps `History` from reading its attribute `model` after each epoch.
 
-    It only puts itself into `model.history`, where it is already. The model would be brought up
-    to date without need, and its values copied again for the next epoch.
+    It would only assign itself to `model.history`, where it is already. Reading the attribute
+    brings the model up to date, and the values would be copied again for the next epoch.
     """
-    found = [x for x in callbacks.callbacks if type(x) is keras.callbacks.History]
-    for history in found:
+    histories = [x for x in callbacks.callbacks if type(x) is keras.callbacks.History]
+    # History sets an attribute of the model that it has, so it gets any object.
+    for history in histories:
         history.set_model(types.SimpleNamespace())
     try:
         yield
     finally:
-        for history in found:
+        for history in histories:
             history.set_model(model)
             model.history = history
 
 
 @contextlib.contextmanager
-def files_of_the_first(callbacks: Any) -> Iterator[None]:
-    """Context manager: lets Keras's own callbacks write in the first process only.
+def write_in_first_process(callbacks: Any) -> Iterator[None]:
+    """Context manager: lets Keras's own callbacks write files in the first process only.
 
-    Those of the other processes are not left out, but write where it is thrown away: chunks end
-    where callbacks want it, the same in all processes.
+    In the other processes they write to a temporary directory. They cannot be left out, since
+    chunks end where callbacks need it, and have to end at the same steps in all processes.
     """
     if jax.process_index() == 0:
         yield
         return
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as undo:
         for i, callback in enumerate(flat(callbacks)):
-            for kind, name in _FILES.items():
-                if isinstance(callback, kind):
-                    before = getattr(callback, name)
-                    undo.callback(setattr, callback, name, before)
-                    new = os.path.join(folder, str(i), os.path.basename(os.fspath(before)))
-                    os.makedirs(os.path.dirname(new))
-                    setattr(callback, name, new)
+            for cls, name in _PATH_ATTRIBUTES.items():
+                if isinstance(callback, cls):
+                    path = getattr(callback, name)
+                    undo.callback(setattr, callback, name, path)
+                    new_path = os.path.join(folder, str(i), os.path.basename(os.fspath(path)))
+                    os.makedirs(os.path.dirname(new_path))
+                    setattr(callback, name, new_path)
         yield
 
 
-def _ends_batches(callback: Any) -> bool:
-    """Whether a callback of Keras's may end training at any batch."""
+def _may_end_at_batch(callback: Any) -> bool:
+    """Returns True if a callback of Keras's may end training at any batch."""
     return isinstance(callback, keras.callbacks.TerminateOnNaN)
 
 
 def _overrides(callback: Any, method: str) -> bool:
-    """Whether a callback has its own version of a method of `keras.callbacks.Callback`."""
+    """Returns True if a callback overrides a method of `keras.callbacks.Callback`."""
     return _function(callback, method) is not getattr(keras.callbacks.Callback, method)
 
 
-def _acts_as_keras_does(callback: Any, kind: str) -> bool:
-    """Whether all batch methods are those of classes in `keras.callbacks`."""
+def _has_keras_batch_methods(callback: Any, kind: str) -> bool:
+    """Returns True if all batch methods are those of classes in `keras.callbacks`."""
     return all(_function(callback, method) in _KERAS_METHODS for method in _METHODS[kind])
 
 
 def _function(callback: Any, method: str) -> Any:
+    """Returns the function of a method; None if it is not a plain method."""
     return getattr(getattr(callback, method), "__func__", None)

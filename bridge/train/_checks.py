@@ -86,6 +86,7 @@ def _require_no_preprocessor(model: Any) -> None:
 def _warn_of_overrides(model: keras.Model) -> None:
     """Warns once for each class that its own loops are not called."""
     cls = type(model)
+    # Keras calls make_train_function and make_test_function in its own loops only.
     methods = ("fit", "evaluate", "predict", "make_train_function", "make_test_function")
     own = [name for name in methods if getattr(cls, name) is not getattr(keras.Model, name, None)]
     # A layer with a trainer mixed in has these methods from another class than keras.Model.
@@ -205,6 +206,7 @@ def require_rate(model: keras.Model, callbacks: Any) -> None:
         if not sets_rate and not isinstance(callback, keras.callbacks.TensorBoard):
             continue
         name = type(callback).__name__
+        # An OptaxOptimizer without a learning rate raises an error that says how to make it one.
         try:
             _ = optimizer.learning_rate
         except AttributeError as error:
@@ -228,6 +230,7 @@ def require_together(model: keras.Model, callbacks: Any) -> None:
     """
     if jax.process_count() == 1:
         return
+    # Variables made without a distribution are on this process's devices only.
     local = [v for v in model.variables if getattr(v.value, "is_fully_addressable", True)]
     if keras.distribution.distribution() is None or local:
         problem = f"{local[0].path} on the devices of one" if local else "no distribution"

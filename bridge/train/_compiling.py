@@ -29,13 +29,17 @@ def cached_for(model: keras.Model, name: str, make: Callable[[], T]) -> T:
     It is cached in the model itself, so that both are freed together, and removed as soon as
     one of the objects for which it was compiled is freed, such as the optimizer.
     """
-    # Written past Keras's __setattr__, which would track the objects in the cache.
+    # Written past Keras's __setattr__, which would track the objects in the cache. The references
+    # are weak, so that a model that is compiled again frees the optimizer that it had before.
     cache: dict[str, tuple[list[Any], T]] = vars(model).setdefault("_bridge_cache", {})
     dependencies = _dependencies(model)
     entry = cache.get(name)
-    if entry is None or not _are_same([reference() for reference in entry[0]], dependencies):
+    # Compared by identity: to compare variables by value would wait for the device.
+    ids = [] if entry is None else [id(reference()) for reference in entry[0]]
+    if entry is None or ids != list(map(id, dependencies)):
 
         def forget(_: Any) -> None:
+            # A newer entry may be in its place.
             if cache.get(name) is entry:
                 del cache[name]
 
@@ -47,7 +51,7 @@ def _dependencies(model: keras.Model) -> list[Any]:
     """Returns all objects that a compiled step depends on, except the values of variables."""
     dependencies = keras_private.trainer.compiled_parts(model)
     # A user may have replaced a step in the object or in the class.
-    dependencies += [vars(model).get(name) for name in _STEPS]
+    dependencies += map(vars(model).get, _STEPS)
     dependencies.append(type(model).train_step)
     for objects in (*variable_lists(model).values(), model.metrics):
         # None marks the end of a list, so that a variable that moves to another list is noticed.
@@ -60,12 +64,8 @@ def _reference(x: Any, forget: Callable[[Any], None]) -> Callable[[], Any]:
     try:
         return weakref.ref(x, forget)
     except TypeError:
-        # None and plain functions of C have no weak references.
+        # There are no weak references to None, for example.
         return lambda: x
-
-
-def _are_same(a: list[Any], b: list[Any]) -> bool:
-    return len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True))
 
 
 class RunningMeans:
@@ -103,7 +103,7 @@ class RunningMeans:
     def _reset(self, values: Values) -> Values:
         with self._scope(values) as scope:
             self._model.reset_metrics()
-        return [scope.get_current_value(v) for v in self._variables]
+        return list(map(scope.get_current_value, self._variables))
 
     def _read(self, values: Values) -> dict[str, jax.Array]:
         with self._scope(values):
@@ -127,13 +127,14 @@ def runs_uncompiled(model: keras.Model, rewrites: str, trace: Callable[[], Any])
       rewrites: As for `functrain.fuse`.
       trace: Traces a step.
     """
+    # jit_compile is False as well if run_eagerly is True.
     if model.run_eagerly or model.jit_compile:
         return bool(model.run_eagerly)
     layers = keras_private.layers.all_layers(model)
     if rewrites == "exact" or all(layer.supports_jit for layer in layers):
         return True
     # A step that the user set on the object may run any Python code.
-    has_own_steps = any(name in vars(model) for name in _STEPS)
+    has_own_steps = not vars(model).keys().isdisjoint(_STEPS)
     unknown = [model] if has_own_steps else unknown_layers(model)
     if unknown:
         _warn_of_uncompiled(model, unknown)
@@ -143,6 +144,7 @@ def runs_uncompiled(model: keras.Model, rewrites: str, trace: Callable[[], Any])
 
 def _warn_of_uncompiled(model: keras.Model, unknown: list[Any]) -> None:
     """Warns once for each model that it runs uncompiled, and says how to have it compiled."""
+    # Keras runs these layers uncompiled as well, and compiling them would freeze what they draw.
     if model in _warned or frozen_layers(model):
         return
     _warned.add(model)
@@ -159,6 +161,8 @@ def _warn_of_uncompiled(model: keras.Model, unknown: list[Any]) -> None:
 
 def _traces_without_drawing(trace: Callable[[], Any]) -> bool:
     """Returns True if a step can be traced without drawing from Python's or NumPy's randomness."""
+    # The trace is only a test. Afterwards the generators are as they were, so that the run draws
+    # the same numbers as one that was not tested.
     before = random_state()
     try:
         trace()

@@ -12,7 +12,7 @@ from bridge.state._distribution import require_use
 from bridge.state._keras_state import require_compiled
 from bridge.train import _checks
 from bridge.train._batches import keras_batches
-from bridge.train._callbacks import files_of_the_first
+from bridge.train._callbacks import write_in_first_process
 from bridge.train._hook import Evaluation, KerasHook
 from bridge.train._loggers import with_loggers
 from bridge.train._memory import Memory
@@ -132,6 +132,8 @@ def fit(
       >>> sorted(fit(model, *data, epochs=2, verbose=0).history)
       ['loss', 'mae']
     """
+    # All checks come before the model is built, and before callbacks begin: a fit that raises an
+    # error here has changed nothing.
     _checks.require_model(model)
     require_compiled(model)
     sizes = {"batch_size": batch_size, "validation_batch_size": validation_batch_size}
@@ -149,7 +151,7 @@ def fit(
     batches = keras_batches(model, data, batch_size, steps_per_epoch, trains=True, **more)
     with note_data(model, data):
         keras_private.trainer.build_from(model, batches.data)
-    # All remaining checks come before the callbacks begin and before the first step.
+    # The checks from here on need a built model. No callback has begun yet, and no step was taken.
     evaluation: Evaluation | None = None
     if validation_data is not None:
         size = validation_batch_size or batch_size
@@ -159,7 +161,8 @@ def fit(
     require_use()
     _checks.require_together(model, callbacks)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(files_of_the_first(callbacks))
+        stack.enter_context(write_in_first_process(callbacks))
+        # A fit that fails has to close the files of its loggers, too.
         for logger in loggers:
             stack.callback(logger.close)
         callbacks = _callback_list(model, callbacks, verbose, epochs, batches, add_history=True)
@@ -183,6 +186,7 @@ def fit(
             initial_epoch=initial_epoch,
             saving=saving,
             evaluation=evaluation,
+            # One process prints from which step the run resumes.
             quiet=verbose == 0 or jax.process_index() > 0,
         )
 
@@ -239,6 +243,8 @@ def evaluate(
     with note_data(model, data):
         keras_private.trainer.build_from(model, batches.data)
     callbacks = _callback_list(model, callbacks, verbose, 1, batches)
+    # Ctrl-C between a program that donates the model's values and the assignment of the new ones
+    # would lose both.
     with DeferredSignals() as signals:
         hook = KerasHook(model, "test", batches, callbacks)
         logs = run_evaluate(hook, Options(fuse, rewrites), signals.handle_pending)
@@ -314,6 +320,7 @@ def _callback_list(
     add_history: bool = False,
 ) -> Any:
     """Returns Keras's list of callbacks, with a progress bar in the first process."""
+    # As in Keras, a CallbackList is used as it is, with or without a progress bar.
     if isinstance(callbacks, keras.callbacks.CallbackList):
         return callbacks
     return keras.callbacks.CallbackList(

@@ -1,4 +1,4 @@
-"""Keras's callbacks, metrics and evaluations, as a hook of a run."""
+"""A hook that runs Keras's callbacks, metrics and evaluations around a run."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -10,9 +10,9 @@ import keras
 
 from bridge import keras_private
 from bridge.train._batches import keras_batches
-from bridge.train._callbacks import BatchCallbacks, flat, only_read_model_attribute
+from bridge.train._callbacks import BatchCallbacks, only_read_model_attribute
 from bridge.train._compiling import RunningMeans
-from bridge.train._loggers import LoggerCallback
+from bridge.train._loggers import loggers_among
 from bridge.train._memory import Memory
 from bridge.train._model_values import ModelValues
 from functrain.events import ChunkEnd, EpochEnd, Event, LogsReady, RunEnd
@@ -27,6 +27,7 @@ from functrain.internal import (
     row_of_step,
 )
 
+# The attribute of a model by which callbacks stop each kind of run.
 _STOP = {"train": "stop_training", "test": "stop_evaluating", "predict": "stop_predicting"}
 
 
@@ -41,13 +42,15 @@ class Evaluation:
         self._model, self._freq = model, freq
         data = keras.utils.unpack_x_y_sample_weight(data)
         self.is_iterator = isinstance(data[0], Iterator)
+        # As in Keras, one iterator is made at the first evaluation and serves all of them.
         self._batches = functools.cache(
             lambda: keras_batches(model, data, size, steps, trains=False)
         )
 
     def is_due(self, epoch: int) -> bool:
         """Returns True if an epoch, counted from 0, ends with an evaluation."""
-        if isinstance(self._freq, list):  # of epochs counted from 1
+        # A list counts epochs from 1.
+        if isinstance(self._freq, list):
             return epoch + 1 in self._freq
         return bool((epoch + 1) % self._freq == 0)
 
@@ -61,27 +64,25 @@ class Evaluation:
 class KerasHook:
     """Calls Keras's callbacks around the chunks and epochs of a run.
 
-    The run stops where a callback sets `model.stop_training`, `stop_evaluating` or
-    `stop_predicting`.
+    The run stops if a callback sets `model.stop_training`, `stop_evaluating` or
+    `stop_predicting`. The hook is also a trigger: chunks end where a callback acts on the model.
 
     Args:
-      model: The model; built, as is everything that `compile` made.
+      model: The model; it and all that `compile` made are built.
       kind: "train", "test" or "predict".
       batches: The data of the run.
       callbacks: Keras's list.
-      memory: What callbacks remember, for a fit that saves itself.
-      is_within_fit: Whether it is an evaluation in the middle of a fit: its progress bar is not
-        shown, as in Keras.
+      memory: The states of callbacks, for a fit with a checkpointer.
+      quiet: Do not show the progress bar.
 
     Attributes:
       calls: The batch methods of the callbacks.
       loggers: Loggers of functrain among the callbacks of a fit.
       values: The model's values.
-      until_due: A trigger that is due where a callback acts within an epoch.
-      is_lazy: True if callbacks look at the model through their attribute `model` only.
+      is_lazy: True if callbacks read the model only through their attribute `model`.
       evaluate: Given the number of an epoch, returns the values of the evaluation at its end, or
         None if it has none.
-      finalizes: True if the optimizer has the last word on the weights, after a fit.
+      finalizes: True if the optimizer may overwrite the weights with its averages after the run.
       logs: The values of the last epoch.
     """
 
@@ -93,73 +94,95 @@ class KerasHook:
         callbacks: Any,
         *,
         memory: Memory | None = None,
-        is_within_fit: bool = False,
+        quiet: bool = False,
     ) -> None:
         self.model, self.kind, self.batches, self.callbacks = model, kind, batches, callbacks
-        self.memory, self.is_within_fit = memory, is_within_fit
-        self.calls = BatchCallbacks(callbacks, kind, quiet=is_within_fit)
-        self.loggers = [
-            x for x in flat(callbacks) if kind == "train" and isinstance(x, LoggerCallback)
-        ]
+        self.memory = memory
+        self.calls = BatchCallbacks(callbacks, kind, quiet=quiet)
+        # The evaluations of a fit share its callbacks, and the fit alone passes logs to loggers.
+        self.loggers = loggers_among(callbacks) if kind == "train" else []
         self.values = ModelValues(model, kind)
-        self.until_due = _UntilDue(self)
         self.is_lazy = only_read_model_attribute(callbacks)
         self.evaluate: Callable[[int], dict[str, Any] | None] = lambda epoch: None
         self.finalizes = kind == "train"
         self.logs: dict[str, Any] = {}
         self._means = None if kind == "predict" else RunningMeans.of(model)
         self._last_chunk: ChunkEnd | None = None
-        self._reported_before: PyTree = {}  # by the last step before a checkpoint
+        # The logs of the last step before the checkpoint from which the run resumed.
+        self._logs_before: PyTree = {}
         self._is_finished = False
 
     def __call__(self, event: Event) -> None:
-        """Calls the callbacks that an event is for."""
-        handle: dict[type[Event], Callable[[Any], None]] = {
+        """Calls the callbacks that an event concerns."""
+        handlers: dict[type[Event], Callable[[Any], None]] = {
             EpochBegin: self._begin_epoch,
             ChunkBegin: self._begin_chunk,
             ChunkEnd: self._end_chunk,
             EpochEnd: self._end_epoch,
             RunEnd: self._end_run,
         }
-        handle[type(event)](event)
+        handlers[type(event)](event)
 
     @property
     def is_stopped(self) -> bool:
-        """True if a callback has asked to stop."""
+        """True if a callback has stopped the run. Callbacks may also take that back."""
         return bool(getattr(self.model, _STOP[self.kind]))
 
+    @is_stopped.setter
+    def is_stopped(self, value: bool) -> None:
+        setattr(self.model, _STOP[self.kind], value)
+
+    def begin(self) -> None:
+        """Calls the callbacks that begin a run."""
+        self.is_stopped = False
+        getattr(self.callbacks, f"on_{self.kind}_begin")()
+
+    def next_step(self, step: int) -> int | None:
+        """Returns the next step at which a chunk has to end; None if no callback needs that."""
+        if self.is_stopped and jax.process_count() == 1:
+            # A callback stopped the run before the first batch. Keras checks that only after its
+            # first program, of `steps_per_execution` steps.
+            return step + int(self.model.steps_per_execution)
+        steps = self.calls.steps_until_action()
+        return None if steps is None else step + steps
+
+    def due(self, step: int, epoch: int | None, seconds: float) -> bool:
+        """Returns False: the callbacks are called for every chunk, and act when they are due."""
+        return False
+
     def take_logs(self, event: LogsReady) -> None:
-        """Hands the logs of a chunk to the loggers."""
+        """Passes the logs of a chunk to the loggers."""
         for logger in self.loggers:
             logger.take(event)
 
     def state(self) -> dict[str, Any]:
-        """Returns what to save beside the model's values."""
-        assert self.memory is not None, "a fit that saves itself has one"
-        return {"memory": self.memory.state(), "reported": self._reported()}
+        """Returns what a checkpoint stores beside the model's values."""
+        assert self.memory is not None, "a fit with a checkpointer has one"
+        return {"memory": self.memory.state(), "reported": self._last_logs()}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Notes what `state` returned: callbacks get it back when the first epoch begins."""
-        assert self.memory is not None, "a fit that saves itself has one"
+        """Keeps what `state` returned. Callbacks are restored when the first epoch begins."""
+        assert self.memory is not None, "a fit with a checkpointer has one"
         self.memory.restore(state["memory"])
-        self._reported_before = state["reported"]
+        self._logs_before = state["reported"]
 
     def finish(self, run: Run) -> bool:
         """Assigns the run's values to the model, however the run has ended.
 
-        If a program failed, the model goes back to the epoch's beginning, or to where a callback
-        last saw it.
+        If a program failed, the model gets the values from the beginning of the epoch, or from
+        the last time that a callback read it.
 
         Returns:
-          True if the model is whole; False if a program failed with the values of a large model,
-          of which there is no copy.
+          True if the model is whole; False if a program that failed had donated the values of a
+          large model, of which there is no copy.
         """
         if self._is_finished:
             return True
-        whole = None if self.values.are_in_model else run.last_whole()
-        is_whole = self.values.are_in_model or whole is not None
-        if whole is not None:
-            self.values.lend(whole[0])
+        last_whole = None if self.values.are_in_model else run.last_whole()
+        # Programs donate their states, so one that fails leaves no values but a copy.
+        is_whole = self.values.are_in_model or last_whole is not None
+        if last_whole is not None:
+            self.values.lend(last_whole[0])
         self.values.assign()
         if is_whole:
             self._finalize()
@@ -170,7 +193,8 @@ class KerasHook:
         if self.memory is not None and self.memory.is_pending:
             self.values.put(event.state)
             if event.position.batch:
-                # The callbacks began this epoch before the checkpoint: what they do now is undone.
+                # The callbacks began this epoch before the checkpoint was written. They have to
+                # begin it again, and the changes that they make to the model are undone.
                 self.callbacks.on_epoch_begin(event.epoch)
                 self.values.put(event.state)
             self.memory.restore_callbacks()
@@ -183,42 +207,49 @@ class KerasHook:
         self.values.take_back(event)
 
     def _begin_chunk(self, event: ChunkBegin) -> None:
-        self.calls.before(event.chunk.marks[0].begin)
+        self.calls.begin_batch(event.chunk.marks[0].begin)
+        # As in Keras, weights that a callback sets when a batch begins are those of its step.
         self.values.take_back(event)
 
     def _end_chunk(self, event: ChunkEnd) -> None:
         self._last_chunk = event
+        # Callbacks that read the model now see the values at the end of the chunk.
         self.values.lend(event.state)
-        self.calls.after(event)
+        self.calls.end_chunk(event)
         self.values.take_back(event)
-        self._stop(event)
+        self._stop_if_asked(event)
 
     def _end_epoch(self, event: EpochEnd) -> None:
-        if event.stopped:  # by any of the processes
-            setattr(self.model, _STOP[self.kind], True)
-        self.calls.before(self.batches.data.missing)
-        self.calls.flush()
+        # Another process may have stopped the run.
+        if event.stopped:
+            self.is_stopped = True
+        # Keras begins a batch before it finds out that the data have run out.
+        self.calls.begin_batch(self.batches.data.missing)
+        self.calls.update_progress_bars()
         if self.kind != "predict":
             self.logs = self._epoch_logs(event)
         if self.kind == "train":
-            self._end_epoch_of_fit(event)
-        self._stop(event)
+            self._end_training_epoch(event)
+        self._stop_if_asked(event)
 
-    def _end_epoch_of_fit(self, event: EpochEnd) -> None:
+    def _end_training_epoch(self, event: EpochEnd) -> None:
+        # A callback may reach the model by a name of its own, which assigns nothing.
         if not self.is_lazy:
             self.values.assign()
         evaluated = self.evaluate(event.epoch) or {}
         self.logs.update({f"val_{name}": value for name, value in evaluated.items()})
         self.callbacks.on_epoch_end(event.epoch, self.logs)
+        # The checkpointer chooses the best epoch by these values.
         event.values |= {name: float(x) for name, x in self.logs.items() if is_number(x)}
         self.values.show(event)
 
     def _end_run(self, event: RunEnd) -> None:
         if jax.process_count() > 1:
-            setattr(self.model, _STOP[self.kind], event.was_stopped)
+            self.is_stopped = event.was_stopped
         if self.kind != "train":
             return
-        if self.memory is not None and self.memory.is_pending:  # no epoch was left
+        # A resumed fit that has no epoch left has not restored its callbacks yet.
+        if self.memory is not None and self.memory.is_pending:
             self.values.put(event.state)
             self.memory.restore_callbacks()
         self.values.assign()
@@ -226,25 +257,28 @@ class KerasHook:
         self._is_finished = True
         self.callbacks.on_train_end(logs=self.logs)
         final = self.values.variable_values()
-        if self.memory is not None and not _are_same(final, event.state):
-            event.hand_over(final)  # saved beside the state that a longer fit continues with
+        # The final values are saved beside the state from which a longer fit continues.
+        if self.memory is not None and not _have_equal_values(final, event.state):
+            event.hand_over(final)
 
-    def _stop(self, event: Event) -> None:
+    def _stop_if_asked(self, event: Event) -> None:
         """Stops the run if a callback has asked for it, and not taken that back since."""
         event.stopped = self.is_stopped
-        if jax.process_count() > 1:  # until all of them stop
-            setattr(self.model, _STOP[self.kind], False)
+        # Several processes run until all of them have agreed to stop.
+        if jax.process_count() > 1:
+            self.is_stopped = False
 
     def _finalize(self) -> None:
-        """Has the optimizer of a fit put its averages into the weights, as Keras does."""
+        """Overwrites the weights with the optimizer's averages after a fit, as Keras does."""
         if self.finalizes and isinstance(self.model.optimizer, keras.optimizers.Optimizer):
             self.model.optimizer.finalize_variable_values(self.model.trainable_weights)
 
     def _reset_metrics(self, event: Event) -> None:
-        """Resets the metrics, wherever their values are."""
+        """Resets the metrics, in the model or in the run's state."""
         if self.kind == "predict":
             return
         if self._means is None:
+            # Keras's own reset needs the metrics in the model's variables.
             self.values.assign()
             self.model.reset_metrics()
         elif self.values.are_in_model:
@@ -255,48 +289,32 @@ class KerasHook:
             self.values.lend(event.state)
 
     def _epoch_logs(self, event: EpochEnd) -> dict[str, Any]:
-        """Returns the metrics, or what the last step reported if that is something else.
+        """Returns the metrics, or the logs of the last step if these have other names.
 
         Waits for the device, and assigns the model's values if its metrics need that.
         """
-        if not event.position.batch:  # data that have run out: as in Keras, nothing new
-            return dict(self._reported())
+        # If the data ran out before the epoch, Keras repeats the logs of the last step.
+        if not event.position.batch:
+            return dict(self._last_logs())
         if self._means is None or self.values.are_in_model:
             self.values.assign()
-            return keras_private.trainer.epoch_logs(self.model, self._reported())
+            return keras_private.trainer.epoch_logs(self.model, self._last_logs())
+        # The metrics are read from the run's state: assigning all values to the model, only to take
+        # them back in the next epoch, would copy them.
         metrics = self._means.read(event.state.metrics)
         rows = {} if self._last_chunk is None else self._last_chunk.rows
         are_metrics = isinstance(rows, dict) and rows.keys() == metrics.keys()
-        return dict(jax.device_get(metrics) if are_metrics else self._reported())
+        return dict(jax.device_get(metrics) if are_metrics else self._last_logs())
 
-    def _reported(self) -> PyTree:
-        """Returns what the last step reported."""
+    def _last_logs(self) -> PyTree:
+        """Returns the logs of the last step."""
         last = self._last_chunk
         if last is None:
-            return self._reported_before
+            return self._logs_before
         return row_of_step(fetch_rows(last.rows, last.steps), last.steps - 1)
 
 
-class _UntilDue:
-    """A trigger that is due where a callback saves or records within an epoch."""
-
-    def __init__(self, hook: KerasHook) -> None:
-        self._hook = hook
-
-    def next_step(self, step: int) -> int | None:
-        """Returns the next step at which a chunk has to end."""
-        if self._hook.is_stopped and jax.process_count() == 1:
-            # Before the first batch: Keras looks after its first program.
-            return step + int(self._hook.model.steps_per_execution)
-        steps = self._hook.calls.until()
-        return None if steps is None else step + steps
-
-    def due(self, step: int, epoch: int | None, seconds: float) -> bool:
-        """Returns False: the callbacks themselves know when they are due."""
-        return False
-
-
-def _are_same(a: PyTree, b: PyTree) -> bool:
-    """Returns True if two states have the same values; all processes have to call it."""
+def _have_equal_values(a: PyTree, b: PyTree) -> bool:
+    """Returns True if two states have equal values. All processes have to call it together."""
     pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
     return all(x is y or bool(jnp.array_equal(x, y, equal_nan=True)) for x, y in pairs)

@@ -20,8 +20,13 @@ def with_loggers(callbacks: Any) -> tuple[Any, list["LoggerCallback"]]:
         return LoggerCallback(callback) if is_logger else callback
 
     wrapped = keras.tree.map_structure(wrap, callbacks)
-    flat = keras.tree.flatten(getattr(wrapped, "callbacks", wrapped))
-    return wrapped, [callback for callback in flat if isinstance(callback, LoggerCallback)]
+    return wrapped, loggers_among(wrapped)
+
+
+def loggers_among(callbacks: Any) -> list["LoggerCallback"]:
+    """Returns the wrapped loggers among callbacks."""
+    flat = keras.tree.flatten(getattr(callbacks, "callbacks", callbacks))
+    return [callback for callback in flat if isinstance(callback, LoggerCallback)]
 
 
 class LoggerCallback(keras.callbacks.Callback):  # type: ignore[misc]  # keras has no types

@@ -36,10 +36,15 @@ class Memory:
 
     def state(self) -> dict[str, Any]:
         """Returns what to save."""
-        states = {name: _state(callback) for name, callback in self._callbacks.items()}
+        states: dict[str, Any] = {}
+        for name, callback in self._callbacks.items():
+            state = _state(callback)
+            if state:
+                states[name] = state
+        # The paths tell models apart whose lists of variables have equal shapes.
         return {
             "names": _comparable_paths(self._model),
-            "callbacks": {name: state for name, state in states.items() if state},
+            "callbacks": states,
             "seed": keras_private.variables.global_seed(),
             "randomness": random_state(),
         }
@@ -73,6 +78,7 @@ class Memory:
 
     def restore_history(self) -> None:
         """Restores only the history, for a fit that has already finished."""
+        # The other callbacks do not begin, and have no use for their states.
         for callback, state in self._saved_states():
             if type(callback) is keras.callbacks.History:
                 keras_private.callbacks.restore(callback, state)
@@ -126,6 +132,7 @@ def _has_state(callback: Any) -> bool:
 
 def _state(callback: Any) -> dict[str, Any]:
     """Returns the state of a Keras callback, or of a user's with `state` and `restore`."""
+    # A user's subclass of a Keras callback may have both.
     state = keras_private.callbacks.state(callback)
     if is_resumable(callback):
         state["own"] = callback.state()

@@ -1,4 +1,4 @@
-"""Runs of a model's own steps: functrain's loop, with Keras's state, batches and callbacks."""
+"""Runs of a model's own steps in functrain's loop, with Keras's state, batches and callbacks."""
 
 import contextlib
 import re
@@ -12,7 +12,7 @@ import numpy as np
 
 from bridge import keras_private
 from bridge.state._keras_state import write_keras_state
-from bridge.train._callbacks import without_history_reading_model
+from bridge.train._callbacks import keep_history_from_model
 from bridge.train._compiling import cached_for, runs_uncompiled
 from bridge.train._hook import Evaluation, KerasHook
 from bridge.train._memory import variable_paths
@@ -37,7 +37,7 @@ from functrain.internal import tree as _tree
 
 
 class Options(NamedTuple):
-    """How to run: the same for a fit and its evaluations."""
+    """Options of a run that a fit and its evaluations share."""
 
     fuse: FuseArg
     rewrites: Mode
@@ -55,44 +55,49 @@ def begin(
 
     Args:
       hook: Calls the callbacks.
-      options: How to run.
+      options: Options of the run.
       epochs: Number of the epoch to stop before.
       first_epoch: Number of the first one.
       saving: Saves the run, and resumes it.
     """
     model, kind, batches = hook.model, hook.kind, hook.batches
-
     # The cached step keeps its compiled programs.
     step = cached_for(model, kind, lambda: KerasStep(model, kind))
     state = hook.values.variable_values()
 
-    def results(batch: PyTree) -> PyTree:
+    def result_shapes(batch: PyTree) -> PyTree:
         return jax.eval_shape(step, hook.values.shapes, batch)
 
     def intervals() -> list[int | None]:
-        whole = batches.full_steps
+        steps = batches.full_steps
         if kind == "predict":
-            whole = prediction_interval(whole)
-        due = None if saving is None else longest_interval([saving.trigger])
-        return [whole, hook.calls.between(), due]
+            steps = prediction_interval(steps)
+        saving_interval = None if saving is None else longest_interval([saving.trigger])
+        return [steps, hook.calls.action_interval(), saving_interval]
 
     plan = Plan(
         _fuse(options.fuse, hook),
         state_bytes=nbytes(state),
-        # The outputs of a chunk are in memory together.
-        row_bytes=lambda batch: nbytes(results(batch)[1]) if kind == "predict" else 0,
+        # All outputs of a chunk are in memory together.
+        row_bytes=lambda batch: nbytes(result_shapes(batch)[1]) if kind == "predict" else 0,
         intervals=intervals,
     )
+
+    def is_jitted(batch: PyTree) -> bool:
+        return not runs_uncompiled(model, options.rewrites, lambda: result_shapes(batch))
+
     return begin_run(
         state,
         step,
         batches,
         epochs=epochs,
         start=Position(0, first_epoch),
-        boundaries=[hook.until_due],
+        boundaries=[hook],
         rewrites=options.rewrites,
-        jit=lambda batch: not runs_uncompiled(model, options.rewrites, lambda: results(batch)),
+        jit=is_jitted,
+        # The hook gives the run copies of the variables' arrays before the first step.
         donate=True,
+        # Fetching the logs of every step costs time, and only loggers read them.
         late_logs=bool(hook.loggers),
         saving=saving,
         plan=plan,
@@ -111,63 +116,63 @@ def run_fit(
     evaluation: Evaluation | None,
     quiet: bool,
 ) -> Any:
-    """Trains a model; returns its history. The model is whole at the end, whatever happens."""
+    """Trains a model and returns its history. The model is whole afterwards, also after errors."""
     model, callbacks = hook.model, hook.callbacks
+    # As in Keras 3.15.1, a fit of no epochs leaves the weights as they are.
     hook.finalizes = epochs > 0
-
-    def begin_fit() -> Run:
-        first = keras_private.trainer.initial_epoch(model) or initial_epoch
-        return begin(hook, options, epochs=epochs, first_epoch=first, saving=saving)
-
     with contextlib.ExitStack() as stack:
+        # BackupAndRestore sets the epoch to continue from when it begins. With a checkpointer
+        # there is none, and callbacks begin after the files that they write were restored.
         if saving is None:
-            _begin_training(hook)  # where BackupAndRestore finds the epoch to continue in
-            run = stack.enter_context(contextlib.closing(begin_fit()))
-        else:
-            with _named_variables(model):
-                run = stack.enter_context(contextlib.closing(begin_fit()))
-            if run.resumed is not None:
-                _resume(run, hook, evaluation, quiet=quiet)
-                if run.resumed.finished:
-                    return model.history
-            _begin_training(hook)
+            hook.begin()
+        first_epoch = keras_private.trainer.initial_epoch(model) or initial_epoch
+        with _note_variable_paths(model):
+            run = begin(hook, options, epochs=epochs, first_epoch=first_epoch, saving=saving)
+        stack.enter_context(contextlib.closing(run))
+        if run.resumed is not None:
+            _resume(run, hook, evaluation, quiet=quiet)
+            if run.resumed.finished:
+                return model.history
+        if saving is not None:
+            hook.begin()
         if evaluation is not None:
             hook.evaluate = _evaluator(hook, evaluation, options, run, signals)
         if hook.is_lazy:
-            stack.enter_context(without_history_reading_model(callbacks, model))
-        with _kept_whole(hook, run):
+            stack.enter_context(keep_history_from_model(callbacks, model))
+        with _assign_at_end(hook, run):
             for _ in run.handled(hook, hook.take_logs, signals=signals):
                 pass
-    terminate = keras.callbacks.TerminateOnNaN  # it prints by itself
+    # TerminateOnNaN prints its own message.
+    terminate = keras.callbacks.TerminateOnNaN
     if not any(isinstance(x, terminate) for x in getattr(callbacks, "callbacks", ())):
         _warn_of_loss(model.history)
     return model.history
 
 
-def run_evaluate(hook: KerasHook, options: Options, act: Callable[[], None]) -> dict[str, Any]:
-    """Evaluates a built model; returns its metrics.
+def run_evaluate(
+    hook: KerasHook, options: Options, act_on_signals: Callable[[], None]
+) -> dict[str, Any]:
+    """Evaluates a built model and returns its metrics.
 
     Args:
       hook: Calls the callbacks.
-      options: How to run.
-      act: Called after each chunk, acts on a signal.
+      options: Options of the run.
+      act_on_signals: Called after each chunk.
     """
-    hook.model.stop_evaluating = False
-    hook.callbacks.on_test_begin()
+    hook.begin()
     run = begin(hook, options)
-    with contextlib.closing(run), _kept_whole(hook, run):
+    with contextlib.closing(run), _assign_at_end(hook, run):
         for event in run.handled(hook):
             if isinstance(event, ChunkEnd):
-                act()
+                act_on_signals()
     logs = keras_private.callbacks.as_floats(hook.logs)
     hook.callbacks.on_test_end(logs)
     return logs
 
 
 def run_predict(hook: KerasHook, options: Options, signals: DeferredSignals) -> Any:
-    """Predicts with a built model; returns NumPy arrays."""
-    hook.model.stop_predicting = False
-    hook.callbacks.on_predict_begin()
+    """Predicts with a built model and returns NumPy arrays."""
+    hook.begin()
     run = begin(hook, options)
 
     def chunks() -> Iterator[tuple[PyTree, int]]:
@@ -175,7 +180,7 @@ def run_predict(hook: KerasHook, options: Options, signals: DeferredSignals) -> 
             if isinstance(event, ChunkEnd):
                 yield event.rows, event.steps
 
-    with contextlib.closing(run), _kept_whole(hook, run):
+    with contextlib.closing(run), _assign_at_end(hook, run):
         outputs = fetch_outputs(chunks())
     hook.callbacks.on_predict_end()
     signals.handle_pending()
@@ -184,13 +189,8 @@ def run_predict(hook: KerasHook, options: Options, signals: DeferredSignals) -> 
     return jax.tree.map(lambda *leaves: np.concatenate(leaves), *outputs)
 
 
-def _begin_training(hook: KerasHook) -> None:
-    hook.model.stop_training = False
-    hook.callbacks.on_train_begin()
-
-
 def _resume(run: Run, hook: KerasHook, evaluation: Evaluation | None, *, quiet: bool) -> None:
-    """Continues from a checkpoint as far as that comes before the callbacks begin."""
+    """Restores from a checkpoint all that must be restored before the callbacks begin."""
     assert run.resumed is not None
     assert hook.memory is not None
     if not quiet:
@@ -200,18 +200,18 @@ def _resume(run: Run, hook: KerasHook, evaluation: Evaluation | None, *, quiet: 
         hook.memory.restore_history()
     else:
         hook.memory.restore_files()
-        _warn_of_resuming(run, hook, evaluation)
+        _warn_of_inexact_resuming(run, hook, evaluation)
 
 
 @contextlib.contextmanager
-def _kept_whole(hook: KerasHook, run: Run) -> Iterator[None]:
+def _assign_at_end(hook: KerasHook, run: Run) -> Iterator[None]:
     """Context manager: assigns the values of a run to the model, however the run ends."""
     try:
         yield
     except BaseException as error:
         if not hook.finish(run):
             error.add_note(
-                "The program that failed took the model's values along: there is no copy of a "
+                "The program that failed had donated the model's values, and there is no copy of a "
                 "model of this size. Load its weights again; "
                 "keras.callbacks.BackupAndRestore keeps some on disk."
             )
@@ -232,14 +232,15 @@ def _evaluator(
             return None
         hook.values.assign()
         batches = evaluation.batches()
-        within = KerasHook(hook.model, "test", batches, hook.callbacks, is_within_fit=True)
-        return run_evaluate(within, options, lambda: fit.act_within_event(signals))
+        # As in Keras, the callbacks of the fit are called, and its progress bar is not shown.
+        test_hook = KerasHook(hook.model, "test", batches, hook.callbacks, quiet=True)
+        return run_evaluate(test_hook, options, lambda: fit.act_within_event(signals))
 
     return evaluate
 
 
 def _fuse(fuse: FuseArg, hook: KerasHook) -> FuseArg:
-    """Returns K: of "auto" the model's own, or 1 if a callback may have to act on every step."""
+    """Returns K. "auto" becomes the model's own, or 1 if a callback may act on every step."""
     if fuse != "auto":
         return fuse
     if hook.model.steps_per_execution > 1:
@@ -248,39 +249,38 @@ def _fuse(fuse: FuseArg, hook: KerasHook) -> FuseArg:
 
 
 @contextlib.contextmanager
-def _named_variables(model: keras.Model) -> Iterator[None]:
-    """Context manager: notes the paths of variables that an error about a checkpoint numbers."""
+def _note_variable_paths(model: keras.Model) -> Iterator[None]:
+    """Context manager: adds to errors about a checkpoint the paths of the variables they name."""
     try:
         yield
     except CheckpointMismatchError as error:
+        # A KerasState numbers its leaves, such as trainable/3.
         paths = variable_paths(model)
-        numbered = re.findall(r"\b\w+/\d+", str(error))
-        lines = [f"{name} is {paths[name]}" for name in numbered if name in paths]
+        leaf_names = re.findall(r"\b\w+/\d+", str(error))
+        lines = [f"{name} is {paths[name]}" for name in leaf_names if name in paths]
         if lines:
-            error.add_note(f"Of the model here:\n{_tree.bullets(lines)}")
+            error.add_note(f"In this model:\n{_tree.bullets(lines)}")
         raise
 
 
-def _warn_of_resuming(run: Run, hook: KerasHook, evaluation: Evaluation | None) -> None:
-    """Warns of data and callbacks that do not resume exactly."""
+def _warn_of_inexact_resuming(run: Run, hook: KerasHook, evaluation: Evaluation | None) -> None:
+    """Warns of data and callbacks that cannot resume exactly."""
+    problems: list[str] = []
     if run.position.step and "examples" not in hook.batches.fingerprint():
-        warnings.warn(
-            "x: only arrays are known to give the same batches again. These data are begun "
-            "anew, and the batches of the epoch before the checkpoint left out.",
-            stacklevel=4,
+        problems.append(
+            "x: only arrays are known to give the same batches again. These data are iterated "
+            "from their start, and the batches of the epoch before the checkpoint are skipped."
         )
     if run.position.epoch and evaluation is not None and evaluation.is_iterator:
-        warnings.warn(
-            "validation_data: expected arrays, or data that can be begun again, got an iterator. "
-            "It is begun anew: the evaluations to come may have other batches.",
-            stacklevel=4,
+        problems.append(
+            "validation_data: expected arrays, or data that can be iterated again, got an "
+            "iterator. It starts from its beginning, so evaluations may have other batches."
         )
-    unknown = [] if hook.memory is None else hook.memory.missing_callbacks()
-    if unknown:
-        warnings.warn(
-            f"callbacks: the checkpoint has {unknown}, which are not among those of this fit.",
-            stacklevel=4,
-        )
+    missing = [] if hook.memory is None else hook.memory.missing_callbacks()
+    if missing:
+        problems.append(f"callbacks: the checkpoint has {missing}, which this fit does not have.")
+    for problem in problems:
+        warnings.warn(problem, stacklevel=4)
 
 
 def _warn_of_loss(history: keras.callbacks.History) -> None:
@@ -293,6 +293,7 @@ def _warn_of_loss(history: keras.callbacks.History) -> None:
                 "functrain.inspect.explain_nan(bridge.keras_state(model, batch), "
                 "bridge.train_step(model), batch) names the operation that made it: pass a model "
                 "from before.",
-                stacklevel=5,  # the line that called fit
+                # The line that called fit.
+                stacklevel=5,
             )
             return

@@ -90,6 +90,7 @@ class KerasStep(StepTraits):
             with note_data(self.model, batch):
                 return self._predict(state, batch)
         _require_stateless_rnns(self.model)
+        # A layer that is first called inside the trace makes its variables there.
         variables_before = len(self.model.variables)
         with note_data(self.model, batch):
             state, logs = self._train_or_test(state, batch)
@@ -97,6 +98,7 @@ class KerasStep(StepTraits):
         return state, logs
 
     def _train_or_test(self, state: KerasState, batch: PyTree) -> tuple[KerasState, PyTree]:
+        # Keras's order of the four lists; its steps return logs first, and the state after them.
         old = (state.trainable, state.non_trainable, state.optimizer, state.metrics)
         with carry_metrics(self.model, state.metrics) as merge:
             if self.kind == "train":
