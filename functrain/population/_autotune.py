@@ -97,6 +97,7 @@ def autotune(
     steps = {block: population_step(step, data=data, block=block) for block in blocks}
     require(steps, "blocks", "at least one number of members", blocks)
     k = min(MAX_STEPS, auto_steps(nbytes(batch), nbytes(population)))
+    # The steps that are measured repeat one batch: their time does not depend on its values.
     chunk = jax.tree.map(lambda x: jnp.stack([jnp.asarray(x)] * k), batch)
     start_time = time.perf_counter()
     candidates: dict[int | None, Candidate] = {}
@@ -106,6 +107,7 @@ def autotune(
         carry = traits_of(step_of_all).wrap_state(population)
         fused = fuse(step_of_all, k, rewrites=rewrites)
         candidates[block] = Candidate(k, fused, carry, chunk)
+    # All alternatives are measured in turns, so that a slow moment of the machine affects each.
     rows = zip(candidates, measure(list(candidates.values())), strict=True)
     microseconds = {block: row.microseconds / len(population) for block, row in rows}
     fastest = min(microseconds, key=lambda block: microseconds[block])

@@ -73,6 +73,7 @@ class EarlyStopping(_EarlyStopping):
 
     def _compare(self, event: Event, value: Any) -> None:
         require_population(event.state)
+        # On the host, as the decision to end the run is made there.
         values = np.asarray(value, np.float64)
         active = np.asarray(event.state.active)
         expected = f"a value for each of the {len(active)} members, [{len(active)}]"
@@ -85,11 +86,13 @@ class EarlyStopping(_EarlyStopping):
 
     def _keep(self, state: Any, is_better: np.ndarray) -> None:
         leaves = jax.tree.leaves(state.states)
+        # Before the first improvement no best leaves are kept, and the current ones stand in.
         before = self._put_best_leaves(leaves) or leaves
         self._best_leaves = where_active(jnp.asarray(is_better), leaves, before)
 
     def _best_state(self, state: Any) -> Any:
         leaves, structure = jax.tree.flatten(state.states)
+        # A member whose values were all NaN has no best state and keeps its last one.
         had_one = jnp.asarray(self._best_step >= 0)
         best = where_active(had_one, self._put_best_leaves(leaves), leaves)
         return state.replace(states=jax.tree.unflatten(structure, best))

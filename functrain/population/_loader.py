@@ -47,6 +47,7 @@ class Loader(SeekableLoader):
         first = self.loaders[0]
         self.batch_size = first.batch_size
         self.drop_remainder = first.drop_remainder
+        # Loaders that drop remainders may differ by the examples that are dropped.
         self.examples = min(loader.examples for loader in self.loaders)
 
     @property
@@ -63,6 +64,7 @@ class Loader(SeekableLoader):
 
     def chunk(self, epoch: int, start: int, k: int) -> PyTree:
         """Returns K full batches, the first being number `start`: leaves `[K, N, B, ...]`."""
+        # Axis 1: a fused program scans over axis 0, the steps.
         return _stack_parts([loader.chunk(epoch, start, k) for loader in self.loaders], axis=1)
 
     def shapes(self, examples: int) -> PyTree:
@@ -80,6 +82,7 @@ class Loader(SeekableLoader):
 
 def _stack_parts(parts: list[PyTree], axis: int) -> PyTree:
     def stack(*xs: Any) -> Any:
+        # Loaders with placement="device" return jax arrays, which stay on their device.
         if isinstance(xs[0], jax.Array):
             return jnp.stack(xs, axis)
         # jax on CPU takes over aligned memory without copying it; NumPy's own may be unaligned.

@@ -68,6 +68,7 @@ class OverMembers:
         members = jax.tree.leaves(stacked)[0].shape[0]
         is_per_member = self.data == "per_member"
         block_size = self.block_size(stacked, batch)
+        # With in_axes None all members read one batch, which is not copied for each of them.
         vmapped = jax.vmap(self.function, in_axes=(0, 0 if is_per_member else None))
         if block_size is None:
             return vmapped(stacked, batch)
@@ -160,6 +161,7 @@ def _map_blocks(
     def call_block(block: Any) -> Any:
         stacked, is_used, batch_of_block = block
         block_batch = batch if batch_of_block is None else batch_of_block
+        # A block without used members returns zeros, which `where_active` replaces.
         shapes = jax.eval_shape(function, stacked, block_batch)
         return jax.lax.cond(
             jnp.any(is_used),

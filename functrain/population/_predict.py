@@ -63,6 +63,7 @@ def predict_step(step: Step[Any], *, combine: Combine = "mean", block: Block = "
 
 
 def _vote(x: jax.Array) -> jax.Array:
+    # argmax returns the first of equal counts, so the smaller class wins a tie.
     votes = jax.nn.one_hot(jnp.argmax(x, -1), x.shape[-1]).sum(0)
     return jnp.argmax(votes, -1)
 
@@ -71,5 +72,6 @@ def _vote(x: jax.Array) -> jax.Array:
 _COMBINE: dict[str, Callable[[jax.Array], jax.Array]] = {
     "mean": lambda x: jnp.mean(x, 0),
     "vote": _vote,
+    # predict joins outputs along the axis of examples, which must be the first.
     "each": lambda x: jnp.moveaxis(x, 0, 1),
 }

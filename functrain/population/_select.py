@@ -88,6 +88,7 @@ def resample(
     count = max(1, int(members * fraction))
     sources = np.arange(members)
     best, worst = ranking[:count], ranking[-count:]
+    # fold_in keeps this draw apart from those of the perturbations, which fold in 1, 2, ...
     sources[worst] = np.asarray(jax.random.choice(jax.random.fold_in(key, 0), best, (count,)))
 
     def copy_members(x: jax.Array) -> jax.Array:
@@ -132,4 +133,6 @@ def _rank(population: PopulationState, values: Any, mode: str) -> np.ndarray:
     require_one_of("mode", mode, ("min", "max"))
     if np.isnan(values).all():
         raise ValueError("values: expected at least one that is not NaN, got only NaN.")
+    # argsort puts NaN last in both directions. A stable sort ranks equal members by their index,
+    # so that every process selects the same ones.
     return np.argsort(values if mode == "min" else -values, kind="stable")

@@ -63,6 +63,8 @@ class PopulationState(flax.struct.PyTreeNode, eq=False):
 
     def __getitem__(self, i: int) -> Any:
         """Returns the state of one member."""
+        # jax clamps an index that is out of range, so it is checked here; and list(population)
+        # ends at the first IndexError.
         count = len(self)
         expected = f"a number from 0 to {count - 1}"
         require(-count <= i < count, "member", expected, i, error=IndexError)
@@ -145,6 +147,7 @@ def stack(states: Sequence[PyTree]) -> PopulationState:
       (4, 3)
     """
     require(states, "states", "at least one", states)
+    # Copied, since a run may donate the population's buffers and the caller keeps the states.
     states = [_tree.copy(state) for state in states]
     for i, state in enumerate(states):
         expected = f"member {i} with the structure of member 0"

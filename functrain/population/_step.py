@@ -67,6 +67,7 @@ def step(
       [1. 1. 1.] [0.2 0.4 1. ]
     """
     check_step(step)
+    # A population of populations would have two axes of members, which no log or file knows.
     is_of_member = not traits_of(step).is_population
     require(is_of_member, "step", "the step of one member", step, error=TypeError)
     over = OverMembers(step, data, block)
@@ -105,6 +106,7 @@ class _OfAll(StepTraits):
         if self.stop_non_finite:
             states = new.state if isinstance(new, Metered) else new
             active &= _stay_finite(population.states, states, logs)
+            # A second selection: the first one used the members that were active before the step.
             new = where_active(active, new, stacked)
 
         def hide_stopped(x: jax.Array) -> Any:
@@ -149,7 +151,9 @@ class MeteredPopulationStep(_OfAll, MeteredStep):
         """Takes one step with all active members, or evaluates all members."""
         state = metered.state
         require_population(state)
+        # The metrics of a member are computed, and stopped, together with its state.
         stacked = Metered(state.states, metered.metrics)
+        # Evaluation includes stopped members, whose values select the best one.
         if not self.trains:
             new, logs = self.over(stacked, batch)
             return Metered(state, new.metrics), logs

@@ -40,7 +40,9 @@ def trained(steps: int) -> ft.TrainState:
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 @pytest.mark.parametrize("fuse", [1, 7, 40])
 def test_a_fit_names_its_first_step_with_a_loss_that_is_not_finite(fuse: int, value: float) -> None:
-    message = r"loss: .* in step 58, batch 17 of epoch 1, .*functrain\.explain_nan\(step, st"
+    message = (
+        r"loss: .* in step 58, batch 17 of epoch 1, .*functrain\.inspect\.explain_nan\(state, st"
+    )
     passes = [[*DATA], [*loader(17, 30, value=value).data]]
 
     class Data:
@@ -66,7 +68,7 @@ def test_the_epoch_of_the_loader_is_named_where_the_state_had_taken_steps() -> N
 
 
 def test_a_fit_by_steps_names_the_step_alone() -> None:
-    with pytest.warns(UserWarning, match=r"first in step 46\. functrain\.explain_nan"):
+    with pytest.warns(UserWarning, match=r"first in step 46\. functrain\.inspect\.explain_nan"):
         ft.fit(jnp.zeros(()), step, loader(5), start=ft.Position(40), steps=80, verbose=0)
 
 
