@@ -1,4 +1,4 @@
-"""What is looked at before the first step, so that no epoch is trained in vain."""
+"""Checks before the first step, so that mistakes do not surface after an epoch of training."""
 
 import functools
 import re
@@ -22,13 +22,15 @@ from functrain.hooks._terminate_on_nan import TerminateOnNaN
 from functrain.loop._require import require_batches
 from functrain.step._metered import MeteredStep
 
-_OF_MEMBERS = {
-    True: "hooks: expected functrain.population.EarlyStopping, which stops each member by itself, "
+# Errors for EarlyStopping, by whether the step trains a population.
+_WRONG_EARLY_STOPPING = {
+    True: "hooks: expected functrain.population.EarlyStopping, which stops each member separately, "
     "got functrain.hooks.EarlyStopping, which watches one value.",
     False: "hooks: expected functrain.hooks.EarlyStopping, got that of a population. The step of "
-    "one is functrain.population.step(step).",
+    "a population is functrain.population.step(step).",
 }
-_ADD_NOTHING = (EarlyStopping, Logger, Profile, Sample, TerminateOnNaN)
+# Hooks that add no values to events.
+_ADD_NO_VALUES = (EarlyStopping, Logger, Profile, Sample, TerminateOnNaN)
 
 
 def look_ahead(
@@ -38,103 +40,115 @@ def look_ahead(
     hooks: Sequence[Any],
     checkpointer: Checkpointer | None,
     *,
-    traces: bool,
+    can_trace: bool,
 ) -> None:
-    """Traces each evaluation with its first batch, and asks for the values that are monitored.
+    """Traces each evaluation with its first batch, and checks the names of monitored values.
 
-    Nothing is computed. Of a pass over data that cannot be sought the first batch is fetched, and
-    the first evaluation goes on with that pass.
+    Nothing is computed. If the data can be iterated only once, the first evaluation continues the
+    pass whose first batch was fetched here.
 
     Args:
-      state: What is to be trained.
+      state: The state to train.
       step: The step that trains.
-      batches: What it is trained on.
-      hooks: All of them, in their order.
-      checkpointer: That of the run.
-      traces: Whether steps may be traced: they are compiled, and lie on no mesh with explicit axes.
+      batches: The training data.
+      hooks: All hooks, in their order.
+      checkpointer: The checkpointer of the run.
+      can_trace: False if steps cannot be traced here, since they run uncompiled or on a mesh with
+        explicit axes.
 
     Raises:
-      ValueError: There is nothing to evaluate on; or nobody provides a value that is monitored,
-        as far as that is known: a function among the hooks may add any.
-      TypeError: A metric's value is no scalar. And whatever tracing an evaluation raises.
+      ValueError: There is no data to evaluate on, or no log, metric or evaluation has the name of a
+        monitored value. Names are not checked if a hook is a function, which may add any value.
+      TypeError: The value of a metric is not a scalar.
+      Exception: Whatever tracing an evaluation raises.
     """
-    like = functools.cache(lambda: jax.eval_shape(_tree.copy, state))  # most fits need none
+    # Most fits need no shapes of the state.
+    abstract_state = functools.cache(lambda: jax.eval_shape(_tree.copy, state))
     names = {"loss", *(_metric_names(step) if isinstance(step, MeteredStep) else ())}
-    known = True  # that hooks add nothing else
-    missing: dict[str, str] = {}  # the argument that each was given as
+    knows_all_names = True
+    missing: list[str] = []
     is_population = traits_of(step).is_population
     for hook in hooks:
         if isinstance(hook, Evaluate):
-            _require_evaluation(like, hook, traces)
+            _require_evaluation(abstract_state, hook, can_trace)
             names |= {hook.prefix + name for name in _metric_names(hook.step)}
-        known &= isinstance(hook, (Evaluate, *_ADD_NOTHING))
-        if isinstance(hook, EarlyStopping) and known:
+        knows_all_names &= isinstance(hook, (Evaluate, *_ADD_NO_VALUES))
+        if isinstance(hook, EarlyStopping) and knows_all_names:
             if hook.of_members != is_population:
-                raise ValueError(_OF_MEMBERS[is_population])
-            if hook.monitor not in names:
-                missing.setdefault(hook.monitor, "monitor")
-    best = getattr(checkpointer, "monitor", None)  # what is no checkpointer is refused elsewhere
-    if best in names and is_population:
+                raise ValueError(_WRONG_EARLY_STOPPING[is_population])
+            missing += {hook.monitor} - names
+    # What is not a checkpointer at all is refused elsewhere.
+    monitor = getattr(checkpointer, "monitor", None)
+    if monitor in names and is_population:
         raise ValueError(
-            f"best: expected None, or the value of one member, such as '{best}/0', got {best!r}, "
-            "of which each member of a population has one. functrain.population.select takes the "
-            "best member of any checkpoint."
+            f"monitor: expected None, or the value of one member, such as '{monitor}/0', got "
+            f"{monitor!r}, which has a value for each member of the population. "
+            "functrain.population.select takes the best member of any checkpoint."
         )
-    if best is not None and is_population:
-        best = re.sub(r"/\d+$", "", best)  # the value of one member, such as loss/3
-    if best is not None and known and best not in names:
-        missing.setdefault(best, "best")
-    if missing and traces:
-        _require_logs(missing, names, like, step, batches)
+    if monitor is not None and is_population:
+        # The value of one member, such as loss/3.
+        monitor = re.sub(r"/\d+$", "", monitor)
+    if monitor is not None and knows_all_names:
+        missing += {monitor} - names
+    if missing and can_trace:
+        _require_logs(missing, names, abstract_state, step, batches)
 
 
 def _metric_names(step: MeteredStep) -> set[str]:
+    """Returns the names of the values that a step's metrics compute."""
     with tracing_guards(step):
         values = jax.eval_shape(step.metrics.compute, step.metrics.init())
     _tree.require_scalars(values)
     return {path for path, _ in _tree.leaves_with_path(values)}
 
 
-def _require_evaluation(like: Callable[[], PyTree], hook: Evaluate, traces: bool) -> None:
+def _require_evaluation(
+    abstract_state: Callable[[], PyTree], hook: Evaluate, can_trace: bool
+) -> None:
     """Raises now what the evaluation would raise after an epoch."""
     require_same_run(hook.batches, batch_sharding(hook.how["sharding"]), fuse=hook.how["fuse"])
     hook.step.require_data(hook.batches.data, hook.batches.name)
     batch = hook.batches.first()
     require_batches(int(batch is not None), name=hook.batches.name)
-    if not traces or not hook.how["jit"]:
+    if not can_trace or not hook.how["jit"]:
         return
     shapes = [_tree.shapes(batch)]
     if hook.how["sharding"] is not None:
-        # A step may divide batches itself, as with jax.shard_map, and fail at a smaller last one.
-        others = map(_tree.shapes, hook.batches.known_shapes())
-        shapes += [other for other in others if other != shapes[0]]
+        # A step may divide batches itself, as with jax.shard_map, and fail for a smaller last one.
+        known_shapes = map(_tree.shapes, hook.batches.known_shapes())
+        shapes += [other for other in known_shapes if other != shapes[0]]
     try:
         for shape in shapes:
             with tracing_guards(hook.step):
-                jax.eval_shape(hook.step, jax.eval_shape(hook.step.start, like()), shape)
+                carry = jax.eval_shape(hook.step.start, abstract_state())
+                jax.eval_shape(hook.step, carry, shape)
     except Exception as error:
-        error.add_note(f"This came from evaluating {hook.batches.name}, before the first step.")
+        error.add_note(
+            f"The error was raised while the evaluation of {hook.batches.name} was traced, before "
+            "the first step."
+        )
         raise
 
 
 def _require_logs(
-    missing: dict[str, str],
+    missing: Sequence[str],
     names: set[str],
-    like: Callable[[], PyTree],
+    abstract_state: Callable[[], PyTree],
     step: Any,
     batches: Batches,
 ) -> None:
-    """Looks for values among the logs of the step, where its first batch is known."""
+    """Raises ValueError if a monitored value is not among the logs of the step, either."""
+    # An iterator's first batch is unknown: taking it here would take it from the training.
     shapes = batches.known_shapes()
     if not shapes:
         return
-    carry = jax.eval_shape(traits_of(step).wrap_state, like())
+    carry = jax.eval_shape(traits_of(step).wrap_state, abstract_state())
     with tracing_guards(step):
         logs = jax.eval_shape(step, carry, _tree.shapes(shapes[0]))[1]
-    found = names | {path for path, _ in _tree.leaves_with_path(logs)}
-    for name, argument in missing.items():
-        if name not in found:
+    all_names = names | {path for path, _ in _tree.leaves_with_path(logs)}
+    for name in missing:
+        if name not in all_names:
             raise ValueError(
-                f"{argument}: expected one of {sorted(found)}, got {name!r}. Values of an "
-                "evaluation need eval_data and eval_step, or an Evaluate hook that comes before."
+                f"monitor: expected one of {sorted(all_names)}, got {name!r}. For values of an "
+                "evaluation pass eval_data and eval_step, or put an Evaluate hook before this one."
             )

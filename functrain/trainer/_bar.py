@@ -1,4 +1,4 @@
-"""A progress bar: a line that is drawn anew, in a terminal or in a cell of a notebook."""
+"""A progress bar in a terminal or in a cell of a notebook."""
 
 import html
 import textwrap
@@ -21,26 +21,24 @@ from rich.text import Text
 
 
 class Bar:
-    """A bar with its values beside it, which wrap between values where they do not fit.
-
-    In a notebook it shows itself in a cell.
+    """A progress bar with values beside it; long lines break between two values.
 
     Args:
-      console: Where it is shown.
-      title: In front of it.
-      total: Steps in all, if known.
-      completed: Steps taken.
+      console: The console to show it in. In a notebook, the bar is displayed in a cell instead.
+      title: Text in front of the bar.
+      total: The total number of steps, if known.
+      completed: The number of steps taken.
     """
 
     def __init__(self, console: Console, title: str, total: int | None, completed: int) -> None:
-        whole = Column(no_wrap=True)
+        no_wrap = Column(no_wrap=True)
         self._counts = (
-            MofNCompleteColumn(table_column=whole),
-            TimeRemainingColumn(elapsed_when_finished=True, table_column=whole),
+            MofNCompleteColumn(table_column=no_wrap),
+            TimeRemainingColumn(elapsed_when_finished=True, table_column=no_wrap),
         )
         self._progress = Progress(
-            TextColumn("{task.description}", markup=False, table_column=whole),
-            BarColumn(bar_width=12, table_column=whole),
+            TextColumn("{task.description}", markup=False, table_column=no_wrap),
+            BarColumn(bar_width=12, table_column=no_wrap),
             *self._counts,
             _ValuesColumn(),
             console=console,
@@ -49,8 +47,8 @@ class Bar:
         self._task = self._progress.add_task(title, total=total, completed=completed, values=())
         self._cell: Any = None
         if console.is_jupyter:
-            # rich's own way there needs ipywidgets, and leaves the last refresh out. Its tables
-            # have the width of a terminal, which a page cuts off.
+            # rich's own display in notebooks needs ipywidgets and omits the last refresh. Its
+            # tables are as wide as a terminal, so a page would cut them off.
             from IPython.display import display
 
             self._cell = display(self, display_id=True)
@@ -58,19 +56,20 @@ class Bar:
             self._progress.start()
 
     def update(self, **fields: Any) -> None:
-        """Shows other numbers; `values` are texts such as ``loss 0.5``."""
+        """Updates the numbers; `values` are texts such as ``loss 0.5``."""
         self._progress.update(self._task, **fields)
         if self._cell is not None:
             self._cell.update(self)
 
     def stop(self) -> None:
-        """Leaves it on the screen as it is."""
+        """Stops refreshing; the bar stays on the screen."""
         if self._cell is None:
             self._progress.stop()
 
     def _texts(self) -> list[str]:
+        """Returns the texts of the line, without the bar."""
         (task,) = self._progress.tasks
-        counts = (column.render(task).plain for column in self._counts)
+        counts = [column.render(task).plain for column in self._counts]
         return [task.description, *counts, *task.fields["values"]]
 
     def __repr__(self) -> str:
@@ -78,11 +77,12 @@ class Bar:
 
     def _repr_html_(self) -> str:
         (task,) = self._progress.tasks
-        known = "" if task.total is None else f'value="{task.completed}" max="{task.total}"'
+        # Without a value, the browser shows that the end is unknown.
+        value = "" if task.total is None else f'value="{task.completed}" max="{task.total}"'
         title, *texts = map(html.escape, self._texts())
-        first = f'{title} <progress {known} style="width:7em"></progress>'
-        # Each text stays in one line; lines break between them.
-        spans = (f'<span style="white-space:nowrap">{text}</span>' for text in (first, *texts))
+        bar = f'{title} <progress {value} style="width:7em"></progress>'
+        # Lines break between two texts, and not within a text.
+        spans = map('<span style="white-space:nowrap">{}</span>'.format, (bar, *texts))
         style = "display:flex;flex-wrap:wrap;align-items:center;gap:0 1.2em;font-family:monospace"
         return f'<div style="{style}">{"".join(spans)}</div>'
 
@@ -90,13 +90,13 @@ class Bar:
 class _ValuesColumn(ProgressColumn):
     """The column of the values."""
 
-    def render(self, task: Task) -> "_Values":
+    def render(self, task: Task) -> "_WrappedTexts":
         """Returns the values of a task."""
-        return _Values(task.fields["values"])
+        return _WrappedTexts(task.fields["values"])
 
 
-class _Values:
-    """Texts in a line, or in several: rich breaks lines at any space, also within a text."""
+class _WrappedTexts:
+    """Texts in one or more lines, broken between texts: rich would break at any space."""
 
     def __init__(self, texts: Sequence[str]) -> None:
         self._texts = texts

@@ -1,4 +1,4 @@
-"""The loop most people want: epochs, evaluation, progress, history."""
+"""fit: a training loop with epochs, evaluation, progress and a history."""
 
 import contextlib
 from collections.abc import Sequence
@@ -34,11 +34,11 @@ from functrain.trainer._recorder import Recorder
 
 
 class FitResult(NamedTuple, Generic[StateT]):
-    """What `fit` returns.
+    """The result of `fit`.
 
     Attributes:
       state: The trained state.
-      history: What every step and epoch reported.
+      history: The logs of every step and the values of every epoch.
 
     Examples:
       >>> state, history = FitResult(state=(), history=History({}, {}))
@@ -54,20 +54,20 @@ class FitResult(NamedTuple, Generic[StateT]):
 
 
 @argument_advice(
-    "It is fit(state, step, data): inputs and labels go into one loader, "
+    "Call fit(state, step, data) with inputs and labels in one loader, "
     "functrain.ArrayLoader((x, y), batch_size).",
     check_first=require_state,
     batch_size="It belongs to the data: functrain.ArrayLoader((x, y), batch_size).",
     shuffle="It belongs to the data: functrain.ArrayLoader((x, y), batch_size, shuffle=True).",
     validation_data="Pass eval_data=functrain.ArrayLoader((x, y), batch_size) and "
     "eval_step=functrain.eval_step(loss_fn).",
-    validation_split="Cut the arrays in two, and pass one part as eval_data=functrain.ArrayLoader("
-    "(x, y), batch_size) and eval_step=functrain.eval_step(loss_fn).",
+    validation_split="Split the arrays, and pass one part as eval_data=functrain.ArrayLoader("
+    "(x, y), batch_size) with eval_step=functrain.eval_step(loss_fn).",
     sample_weight="It belongs to the data: functrain.ArrayLoader((x, y, weight), batch_size).",
     callbacks="Pass hooks=[...], functions of an event; Keras's callbacks go into bridge.fit.",
-    steps_per_epoch="Pass steps=, the number of all steps, and eval_every=.",
-    first_epoch="Pass start=functrain.Position(step, epoch), and as epochs the number of the whole "
-    "training.",
+    steps_per_epoch="Pass steps=, the total number of steps, and eval_every=.",
+    first_epoch="Pass start=functrain.Position(step, epoch), and the total number of epochs, "
+    "including earlier ones, as epochs=.",
     initial_epoch="Pass start=functrain.Position(step, epoch).",
     metrics="They belong to the step: functrain.train_step(loss_fn, tx, metrics={...}).",
 )
@@ -92,62 +92,66 @@ def fit(
     verbose: Verbose = "auto",
     history: Literal["steps", "epochs"] = "steps",
 ) -> FitResult[StateT]:
-    """Trains a state for some epochs, or some steps.
+    """Trains a state for a number of epochs or steps.
 
     Args:
-      state: Any pytree of arrays, usually a `TrainState`. Copied once: the caller's stays alive.
+      state: Any pytree of arrays, usually a `TrainState`. It is copied, so yours stays valid.
       step: ``(state, batch) -> (state, logs)``, not jitted, usually from `train_step`.
       data: An `ArrayLoader` or an iterable of batches, as for `run`.
-      epochs: The number of epochs in the whole training, counted from its beginning. That is this
-        call unless `start` says otherwise, whatever the state's step is: a trained state is
-        trained for so many more epochs. 1 where neither `epochs` nor `steps` is given.
-      steps: Instead of `epochs`, the number of steps in the whole training, counted in the same
-        way. The data may have no end; others are passed over as often as it takes.
-      eval_every: With `steps`, how many of them make up what is an epoch everywhere else: for
-        evaluation, means, metrics, lines, the history, hooks and checkpoints. It divides `steps`;
-        all of them by default.
-      start: The position to continue from, as where another fit ended; see `run`. With `steps`,
+      epochs: The total number of epochs of the training. The training begins with this call unless
+        `start` is given, whatever the state's step is: a trained state is trained for this many
+        more epochs. 1 if neither `epochs` nor `steps` is given.
+      steps: Instead of `epochs`, the total number of steps, counted in the same way. The data may
+        be endless; finite data is repeated as often as needed.
+      eval_every: With `steps`, the number of steps that take the role of an epoch: for evaluation,
+        means, metrics, printed lines, the history, hooks and checkpoints. It must divide `steps`,
+        which is the default.
+      start: The position to continue from, such as the end of another fit; see `run`. With `steps`,
         only its step is used. With None, steps and epochs count from 0, and an `ArrayLoader`
-        continues with the orders that come after ``state.step``: a loop of
-        ``fit(state, ..., epochs=1)`` sees a new order each time, and trains as one longer fit
-        does. `Position()` begins with the first order.
-      eval_data: Evaluated at the end of each epoch; its values appear under ``val_``.
-      eval_step: From `functrain.eval_step`; needed with `eval_data`.
-      checkpointer: A `Checkpointer`. The fit goes on from its last checkpoint, if there is one, in
-        mid-epoch too: with the same batches, randomness and logs, as if it had never ended; a
-        history, early stopping and files of logs go on as well. It saves itself whenever that is
-        due, at its end, on Ctrl-C, and on SIGTERM, after which the process ends with 143. Of a fit
-        that is over already, state and history are returned.
+        continues with the orders after ``state.step``: a loop of ``fit(state, ..., epochs=1)``
+        sees a new order each time, and equals one longer fit. `Position()` begins with the first
+        order.
+      eval_data: Data for an evaluation at the end of each epoch; its values have the prefix
+        ``val_``.
+      eval_step: From `functrain.eval_step`; required with `eval_data`.
+      checkpointer: A `Checkpointer`. If it has a checkpoint, the fit resumes from the last one,
+        even in the middle of an epoch, with the same batches, randomness and logs as an
+        uninterrupted fit. The history, early stopping and log files are resumed, too. The fit saves
+        when the checkpointer's trigger fires, at its end, on Ctrl-C, and on SIGTERM, after which
+        the process exits with status 143. If the fit has already finished, its state and history
+        are returned.
       hooks: Called with the run's events, in their order; see `functrain.hooks.Hook`. Chunks end
-        exactly where one is due. Evaluation comes before them, the progress report after.
+        exactly at the steps where a hook is due. The evaluation runs before the hooks, the progress
+        report after them.
       fuse: Steps per program, or ``"auto"``; see `run`. Results do not depend on it.
       rewrites: Which slow operations to rewrite on CPU; see `functrain.fuse`.
-      sharding: Of one batch, as for `run`; of a batch of `eval_data` as well.
+      sharding: The sharding of a batch of `data`, as for `run`, and of a batch of `eval_data`.
       jit: False runs the steps one by one and uncompiled, for debugging.
-      donate: Take over the state instead of copying it; see `run`. The one passed in is CONSUMED.
-      verbose: ``"auto"``: a progress bar in a terminal or notebook, a line per epoch elsewhere.
-        ``"bar"`` or 1, ``"lines"`` or 2, 0 for silence.
+      donate: True donates the state instead of copying it; see `run`. Your state is CONSUMED.
+      verbose: ``"auto"`` shows a progress bar in a terminal or notebook, and prints a line per
+        epoch elsewhere. ``"bar"`` or 1, ``"lines"`` or 2 choose one of them; 0 is silent.
       history: ``"steps"`` keeps the logs of every step and epoch, in memory and in every
-        checkpoint. ``"epochs"`` keeps those of epochs: `history.steps` and `history.points` are
-        empty, and memory and checkpoints do not grow with the number of steps. The steps of an
-        epoch are kept until its end, for their means; with `steps`, `eval_every` makes epochs.
+        checkpoint. ``"epochs"`` keeps the values of epochs only: `history.steps` and
+        `history.points` are empty, and memory and checkpoints do not grow with the number of steps.
+        The logs of an epoch's steps are kept until its end, for their means.
 
     Returns:
       FitResult(state, history).
 
     Raises:
-      ValueError: As `run`; or one of `eval_data` and `eval_step` comes without the other; `epochs`
-        and `steps` are both given, or `eval_every` does not divide `steps`; there is nothing to
-        evaluate on, or a value is watched that nobody provides.
-      TypeError: As `run`; or `eval_step` carries no metrics, or trains.
+      ValueError: As for `run`; or only one of `eval_data` and `eval_step` is given; both `epochs`
+        and `steps` are given; `eval_every` does not divide `steps`; there is no data to evaluate
+        on; or no log, metric or evaluation has the name of a monitored value.
+      TypeError: As for `run`; or `eval_step` has no metrics, or trains.
 
-    What tracing an evaluation with its first batch raises is raised before the first step.
+    Evaluations are traced with their first batch before the first step, so that their errors
+    surface at once.
 
-    Whatever is raised once something has been trained, Ctrl-C included, carries the last whole
-    state and the history up to it as an attribute `fit_result` (in a notebook:
-    ``sys.last_value.fit_result``). Where a program fails, that is the state of at most some
-    seconds before, if it has no more than 256 MiB. The first Ctrl-C, and a SIGTERM that Python
-    handles, wait for the program under way; a second one does not.
+    An exception during training, including Ctrl-C, has an attribute `fit_result` with the last
+    valid state and the history up to it (in a notebook: ``sys.last_value.fit_result``). If a
+    program fails, that state is at most a few seconds old; it is kept only if it has no more than
+    256 MiB. The first Ctrl-C, and a SIGTERM that Python handles, wait until the current program has
+    finished; a second one does not.
 
     Examples:
       >>> import jax.numpy as jnp, numpy as np, optax
@@ -169,8 +173,8 @@ def fit(
     """
     require_flags(jit=jit, donate=donate)
     require_one_of("history", history, ("steps", "epochs"))
-    due = HookRunner(hooks)
-    batches, epochs, begin = _counted(data, epochs, steps, eval_every, require_position(start))
+    runner = HookRunner(hooks)
+    batches, epochs, begin = _plan_epochs(data, epochs, steps, eval_every, require_position(start))
     if (eval_data is None) != (eval_step is None):
         raise ValueError(
             "eval_data and eval_step: expected both or neither. The step comes from "
@@ -179,25 +183,34 @@ def fit(
     require_training_step(step)
     if start is None:
         batches.continue_after(steps_taken(state))
-    how: dict[str, Any] = {"rewrites": rewrites, "sharding": sharding, "jit": jit}
+    options: dict[str, Any] = {"rewrites": rewrites, "sharding": sharding, "jit": jit}
     if eval_step is not None:
-        held_out = as_batches(eval_data, "eval_data")
-        held_out.require_epochs(epochs - begin.epoch)
-        due.hooks.insert(0, Evaluate(eval_step, held_out, **how))
-    traces = jit and not _placement.is_explicit(_placement.batch_sharding(sharding))
-    look_ahead(state, step, batches, due.hooks, checkpointer, traces=traces)
-    # A hook of the user's may read logs that are arrays; functrain's own read numbers.
-    all_own = all(type(hook).__module__.startswith("functrain.") for hook in due.hooks)
+        eval_batches = as_batches(eval_data, "eval_data")
+        eval_batches.require_epochs(epochs - begin.epoch)
+        runner.hooks.insert(0, Evaluate(eval_step, eval_batches, **options))
+    # The checks trace with shapes only, without the shardings that explicit mesh axes require.
+    can_trace = jit and not _placement.is_explicit(_placement.batch_sharding(sharding))
+    look_ahead(state, step, batches, runner.hooks, checkpointer, can_trace=can_trace)
+    # A user's hook may read logs that are arrays, so a warning is due only without such hooks.
+    modules = [type(hook).__module__ for hook in runner.hooks]
+    has_user_hooks = not all(module.startswith("functrain.") for module in modules)
     is_population = traits_of(step).is_population
     recorder = Recorder(
-        begin.step, is_population, keeps_steps=history == "steps", warns_of_arrays=all_own
+        begin.step,
+        is_population,
+        keeps_steps=history == "steps",
+        warns_of_arrays=not has_user_hooks,
     )
     saving: Saving | None = None
     if checkpointer is not None:
-        due.resumable()  # refuses two hooks that a checkpoint could not tell apart
-        saving = Saving(
-            checkpointer, batches, {"history": recorder, "hooks": due, "losses": recorder.losses}
-        )
+        # Raises an error if a checkpoint could not tell two hooks apart.
+        runner.resumable()
+        saved_with_state: dict[str, Any] = {
+            "history": recorder,
+            "hooks": runner,
+            "losses": recorder.losses,
+        }
+        saving = Saving(checkpointer, batches, saved_with_state)
     events = begin_run(
         state,
         step,
@@ -205,41 +218,47 @@ def fit(
         epochs=epochs,
         start=begin,
         fuse=fuse,
-        boundaries=triggers_of(due.hooks),
+        boundaries=triggers_of(runner.hooks),
         donate=donate,
         late_logs=True,
         saving=saving,
-        **how,
+        **options,
     )
-    first = events.position
-    own = verbose if jax.process_index() == 0 else 0
+    first_position = events.position
+    # Of several processes, only one reports.
+    verbose_here = verbose if jax.process_index() == 0 else 0
     try:
         with (
             contextlib.closing(events),
-            # A run that saves itself holds back SIGTERM: it saves before that is acted on.
+            # With a checkpointer, the run itself defers SIGTERM until it has saved.
             DeferredSignals(terminate="handled" if checkpointer is None else "none") as signals,
-            due.running(),
-            ProgressReport(epochs, batches.steps, own, first, resumed=events.resumed) as progress,
+            runner.running(),
+            ProgressReport(
+                epochs, batches.steps, verbose_here, first_position, resumed=events.resumed
+            ) as progress,
         ):
-
+            # Hooks see the means of an epoch, and the recorder keeps the values that hooks add.
             def handle(event: Event) -> None:
                 recorder.before(event)
-                due(event)
+                runner(event)
                 recorder.after(event)
                 progress(event, recorder)
 
             def handle_logs(event: LogsReady) -> None:
                 recorder.logs(event)
-                due.logs(event)
+                runner.logs(event)
 
             for _ in events.handled(handle, handle_logs, signals=signals):
                 pass
     except BaseException as error:
-        _attach_result(error, events, recorder, first)
-        if checkpointer is not None and (saved := checkpointer.latest()) is not None:
-            error.add_note(f"The same fit goes on after step {saved}: {checkpointer.directory}")
+        _attach_result(error, events, recorder, first_position)
+        if checkpointer is not None and (saved_step := checkpointer.latest()) is not None:
+            error.add_note(
+                f"The same call of fit resumes after step {saved_step}: {checkpointer.directory}"
+            )
         raise
-    if not any(isinstance(hook, TerminateOnNaN) for hook in due.hooks):  # it warns by itself
+    # TerminateOnNaN gives its own warning.
+    if not any(isinstance(hook, TerminateOnNaN) for hook in runner.hooks):
         active = events.state.active if is_population else None
         recorder.losses.warn(
             by_epochs=steps is None, epochs_before=batches.epochs_before, active=active
@@ -247,15 +266,19 @@ def fit(
     return FitResult(events.state, recorder.history())
 
 
-def _counted(
+def _plan_epochs(
     data: Any, epochs: int | None, steps: int | None, eval_every: int | None, start: Position
 ) -> tuple[Batches, int, Position]:
-    """Returns data, the number of epochs and where they begin, for a fit by steps as well."""
+    """Returns the batches, the number of epochs and the first position.
+
+    With `steps`, every `eval_every` steps become an epoch.
+    """
     if steps is None:
         if eval_every is not None:
             raise ValueError(
-                f"eval_every: expected it together with steps, got {eval_every!r} alone. A fit by "
-                "epochs evaluates at the end of each; for other steps, functrain.hooks.Evaluate."
+                f"eval_every: expected it together with steps, got {eval_every!r} alone. A fit "
+                "with epochs evaluates at the end of each; functrain.hooks.Evaluate evaluates at "
+                "other steps."
             )
         epochs = 1 if epochs is None else epochs
         require_integer("epochs", epochs)
@@ -263,38 +286,38 @@ def _counted(
     if epochs is not None:
         raise ValueError(
             f"epochs and steps: expected one of them, got {epochs!r} and {steps!r}. Both are "
-            "numbers of the whole training; to evaluate now and then, fit(steps=, eval_every=)."
+            "totals; to evaluate after every few steps, pass steps= and eval_every=."
         )
-    stretch = steps if eval_every is None else eval_every
-    if not is_integer(steps, 1) or not is_integer(stretch, 1) or steps % stretch:
+    interval = steps if eval_every is None else eval_every
+    if not is_integer(steps, 1) or not is_integer(interval, 1) or steps % interval:
         raise ValueError(
             "steps and eval_every: expected an integer of at least 1, and one that divides it, got "
             f"{steps!r} and {eval_every!r}"
         )
-    return (
-        EpochsOfSteps(as_batches(data), stretch),
-        steps // stretch,
-        Position.of(start.step, stretch),
-    )
+    epochs_of_steps = EpochsOfSteps(as_batches(data), interval)
+    return epochs_of_steps, steps // interval, Position.of(start.step, interval)
 
 
 def _attach_result(error: BaseException, events: Run, recorder: Recorder, begin: Position) -> None:
-    """Lets an error carry what was trained until it came."""
+    """Attaches the last valid state and its history to an error."""
     if events.position == begin:
         return
-    found = events.last_whole()
-    if found is None:
+    last_valid = events.last_whole()
+    if last_valid is None:
         error.add_note(
             f"A program failed in the steps up to {events.position.step} of epoch "
-            f"{events.position.epoch}, and took the state along: there is no copy of a state of "
-            "this size. A checkpointer saves it now and then: fit(checkpointer=)."
+            f"{events.position.epoch}, and the state was donated to it: states of this size have "
+            "no recovery copy. fit(checkpointer=) saves the state at intervals."
         )
         return
-    state, at = found
-    if at.step == begin.step:
+    state, position = last_valid
+    if position.step == begin.step:
         return
-    error.fit_result = FitResult(state, recorder.history(at.step))  # type: ignore[attr-defined]
+    result = FitResult(state, recorder.history(position.step))
+    # Exceptions accept new attributes, which type checkers do not know.
+    error.fit_result = result  # type: ignore[attr-defined]
+    failed = "" if position == events.position else " The program after that failed."
     error.add_note(
-        f"What was trained until step {at.step} is in this error's `fit_result`."
-        + ("" if at == events.position else " The program after that failed.")
+        f"The state and history after step {position.step} are in this error's attribute "
+        f"`fit_result`.{failed}"
     )

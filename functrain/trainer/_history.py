@@ -1,4 +1,4 @@
-"""What a fit reported: every step, every epoch, and a picture."""
+"""The history of a fit: logs of steps, values of epochs, and learning curves."""
 
 import base64
 import dataclasses
@@ -18,20 +18,20 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class History:
-    """What a fit reported. ``==`` asks whether two are one object.
+    """The logs and values of a fit. Two histories are equal only if they are the same object.
 
     Attributes:
-      steps: Scalar logs of every step, by name: `f32[steps]` each (in the logs' own dtype); of a
-        population `[steps, N]`, one a member, in `epochs` and `points` as well. Steps and points
-        are empty with ``fit(history="epochs")``.
-      epochs: Values of every epoch, by name: `f64[epochs]` each, NaN where an epoch has none.
-        Logs as means over the epoch's examples (the learning rate as it was last), metrics,
-        evaluations under ``val_``, and ``seconds``.
+      steps: Scalar logs of every step, by name: arrays `f32[steps]`, in the logs' dtype. For a
+        population `[steps, N]` with one number per member; `epochs` and `points` have this axis,
+        too. Steps and points are empty with ``fit(history="epochs")``.
+      epochs: Values of every epoch, by name: arrays `f64[epochs]` with NaN for missing values. They
+        are the means of the logs over the epoch's examples (for the learning rate, the last value),
+        metrics, evaluations with the prefix ``val_``, and ``seconds``.
       points: Values that hooks added within epochs, by name: ``(steps i64[n], values f64[n])``.
-      first_steps_seconds: Time until the first program had run, mostly to compile it: in the
-        process that took the last steps.
-      first_step: Steps the training had taken before those in `steps`, where the fit continued one;
-        `points` count them.
+      first_steps_seconds: Time until the first program had finished, most of which is compilation,
+        in the process that took the last steps.
+      first_step: The number of training steps before those in `steps`, if the fit continued a
+        training. The steps in `points` include them.
 
     Examples:
       >>> history = History(steps={"loss": np.array([3.0, 1.0])}, epochs={"loss": np.array([2.0])})
@@ -46,38 +46,39 @@ class History:
     first_step: int = 0
 
     def __repr__(self) -> str:
-        kinds: dict[str, Iterable[str]] = {
+        names_by_kind: dict[str, Iterable[str]] = {
             f"{_length(self.steps)} steps": self.steps,
             f"{_length(self.epochs)} epochs": self.epochs,
             "points": self.points,
         }
-        parts = (f"{kind}: {', '.join(values)}" for kind, values in kinds.items() if values)
+        parts = [f"{kind}: {', '.join(names)}" for kind, names in names_by_kind.items() if names]
         return f"History({'; '.join(parts)})"
 
     @property
     def history(self) -> NoReturn:
-        """Raises AttributeError: Keras's word for `epochs`."""
+        """Raises AttributeError: Keras's History has a dict of that name."""
         raise AttributeError(
-            "History has no `history`, which is Keras's word: the values of each epoch are in "
-            "`history.epochs`, such as history.epochs['loss'], those of each step in "
-            "`history.steps`."
+            "A functrain History has no attribute `history`, which is Keras's name. Use "
+            'history.epochs["loss"] for the values of each epoch, and history.steps["loss"] for '
+            "those of each step."
         )
 
     def _repr_html_(self) -> str:
-        said = f"<p><code>{html.escape(repr(self))}</code></p>"
-        return f"<div>{said}{_table(self.epochs)}{_curves(self)}</div>"
+        summary = f"<p><code>{html.escape(repr(self))}</code></p>"
+        return f"<div>{summary}{_table(self.epochs)}{_curves(self)}</div>"
 
     def plot(self, path: str | os.PathLike[str] | None = None) -> "Figure":
         """Draws the learning curves, one panel for each quantity; needs matplotlib.
 
-        Values of steps are thin, of epochs bold, of evaluations dashed, `points` at their steps.
-        Of a population the median is bold, half of the members lie in a band, each is a thin line.
+        Thin lines are values of steps, bold lines those of epochs, dashed lines evaluations, dotted
+        lines `points`. For a population, thin lines are members, the bold line is their median, and
+        the band contains half of them.
 
         Args:
-          path: Where to save the picture as well, such as ``curves.png``.
+          path: A file to save the picture to as well, such as ``curves.png``.
 
         Returns:
-          The matplotlib Figure, which a notebook shows as a picture.
+          A matplotlib Figure, which a notebook shows as a picture.
 
         Raises:
           ImportError: matplotlib is not installed.
@@ -89,24 +90,25 @@ class History:
 
 
 def _length(values: dict[str, np.ndarray]) -> int:
+    """Returns the number of steps or epochs."""
     return max(map(len, values.values()), default=0)
 
 
-_FIRST, _LAST = 3, 12  # of more epochs than both, those in between are left out
+# The table shows this many epochs at its start and its end, and leaves out those in between.
+_FIRST, _LAST = 3, 12
 
 
 def _table(epochs: dict[str, np.ndarray]) -> str:
-    """Returns the values of epochs as HTML."""
+    """Returns the values of epochs as an HTML table."""
     count = _length(epochs)
     if not count:
         return ""
-    rows = [
-        [str(i + 1), *(_values.format_value(x[i]) for x in epochs.values())] for i in range(count)
-    ]
+    columns = [list(map(_values.format_value, values)) for values in epochs.values()]
+    rows = [list(row) for row in zip(map(str, range(1, count + 1)), *columns, strict=True)]
     if count > _FIRST + _LAST:
-        rows[_FIRST:-_LAST] = [["...", *("" for _ in epochs)]]
+        rows[_FIRST:-_LAST] = [["...", *[""] * len(epochs)]]
     body = "".join(_row("td", cells) for cells in rows)
-    # A wide table scrolls by itself: a page would cut it off.
+    # A wide table scrolls in its own box: a page would cut it off.
     return (
         '<div style="overflow-x:auto"><table style="white-space:nowrap">'
         f"{_row('th', ['epoch', *epochs])}{body}</table></div>"
@@ -114,11 +116,12 @@ def _table(epochs: dict[str, np.ndarray]) -> str:
 
 
 def _row(tag: str, cells: Iterable[str]) -> str:
-    return f"<tr>{''.join(f'<{tag}>{html.escape(cell)}</{tag}>' for cell in cells)}</tr>"
+    texts = [f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells]
+    return f"<tr>{''.join(texts)}</tr>"
 
 
 def _curves(history: History) -> str:
-    """Returns the curves as HTML, or nothing where matplotlib is not installed."""
+    """Returns the curves as HTML, or "" if matplotlib is not installed."""
     try:
         data = base64.b64encode(_plot.png(history.plot(), dpi=80)).decode()
     except ImportError:

@@ -24,16 +24,16 @@ NOTICEABLE_SECONDS = 1.0
 
 
 class ProgressReport:
-    """Shows how far a fit is: steps, examples per second, losses, metrics, rate, time left.
+    """Shows the progress of a fit: steps, examples per second, logs, metrics, and time left.
 
     Args:
-      epochs: How many there are in the whole training.
-      steps_per_epoch: If known.
-      verbose: ``"auto"`` takes the bar in a terminal or notebook and lines elsewhere; ``"bar"``
-        or 1, ``"lines"`` or 2, and 0 for silence choose.
-      start: Where the training begins or goes on.
-      console: Where to write; standard output by default.
-      resumed: Where it goes on, if it does: that is said first.
+      epochs: The total number of epochs.
+      steps_per_epoch: The number of steps per epoch, if known.
+      verbose: ``"auto"`` shows a bar in a terminal or notebook and prints lines elsewhere;
+        ``"bar"`` or 1, ``"lines"`` or 2 choose one of them; 0 is silent.
+      start: The position at which the fit starts or resumes.
+      console: The console to write to; standard output by default.
+      resumed: The checkpoint that the fit resumes from, if any, which is reported first.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class ProgressReport:
         epochs: int,
         steps_per_epoch: int | None,
         verbose: Verbose = "auto",
-        start: Position = Position(),  # noqa: B008  # a tuple
+        start: Position = Position(),  # noqa: B008  # a tuple, which is immutable
         console: Console | None = None,
         *,
         resumed: Resumed | None = None,
@@ -52,13 +52,13 @@ class ProgressReport:
         self._epochs = epochs
         self._total = steps_per_epoch
         self._bar: Bar | None = None
-        self._compiled = False  # whether that was said
+        self._has_reported_compilation = False
         self._metrics: PyTree = {}
-        self._shown = 0.0
+        self._refresh_time = 0.0
         self._begin(start.epoch, start.batch)
 
     def __enter__(self) -> Self:
-        """Says where the run goes on, and shows the bar, where there is one."""
+        """Reports the checkpoint that is resumed, and shows the bar, if any."""
         if self._resumed and self._style != "none":
             self._print(self._resumed.said())
         if self._style == "bar" and not (self._resumed and self._resumed.finished):
@@ -66,40 +66,41 @@ class ProgressReport:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Leaves the bar where the run has come to, whatever happened."""
+        """Stops the bar at the last step, also after an error."""
         if self._bar is not None:
             self._bar.update(completed=self._steps)
             self._bar.stop()
 
     def __call__(self, event: Event, recorder: Recorder) -> None:
-        """Shows where the run is."""
-        self._say_how_long_compiling_took(recorder)
+        """Shows the progress at an event."""
+        self._report_compilation(recorder)
         if isinstance(event, ChunkEnd):
-            self._chunk(event, recorder)
+            self._update(event, recorder)
         elif isinstance(event, EpochEnd):
-            self._epoch(event)
+            self._finish_epoch(event)
 
-    def _chunk(self, event: ChunkEnd, recorder: Recorder) -> None:
+    def _update(self, event: ChunkEnd, recorder: Recorder) -> None:
         self._steps += event.steps
-        self._seen += event.steps * event.examples
+        self._examples += event.steps * event.examples
         now = time.perf_counter()
-        if self._bar is not None and now - self._shown > REFRESH_SECONDS:
-            self._shown = now
-            # The metrics asked for at the last refresh are there by now: no waiting.
+        if self._bar is not None and now - self._refresh_time > REFRESH_SECONDS:
+            self._refresh_time = now
+            # The metrics of the last refresh have been computed by now, so this does not wait.
             values = {**recorder.latest, **to_values(self._metrics)}
             values.pop(SUM_OF_WEIGHTS, None)
             self._metrics = event.metrics()
             self._bar.update(completed=self._steps, values=self._texts(values))
 
-    def _say_how_long_compiling_took(self, recorder: Recorder) -> None:
+    def _report_compilation(self, recorder: Recorder) -> None:
         seconds = recorder.first_steps_seconds
-        if self._style == "lines" and not self._compiled and not math.isnan(seconds):
-            self._compiled = True
+        is_due = not (self._has_reported_compilation or math.isnan(seconds))
+        if self._style == "lines" and is_due:
+            self._has_reported_compilation = True
             if seconds >= NOTICEABLE_SECONDS:
                 self._print(f"first steps after {seconds:.1f} s, compiling included")
 
-    def _epoch(self, event: EpochEnd) -> None:
-        """Leaves the epoch's values on the screen and begins the next."""
+    def _finish_epoch(self, event: EpochEnd) -> None:
+        """Shows the epoch's values, and begins the next epoch."""
         texts = self._texts(event.values)
         if self._bar is not None:
             self._bar.update(total=self._steps, completed=self._steps, values=texts)
@@ -116,19 +117,23 @@ class ProgressReport:
 
     def _begin(self, epoch: int, steps: int = 0) -> None:
         self._title = f"epoch {epoch + 1}/{self._epochs}"
-        self._steps, self._seen = steps, 0  # steps taken, and examples of them in this process
+        # The steps may include those before a checkpoint. The rate counts those of this process.
+        self._steps, self._examples = steps, 0
         self._metrics = {}
-        self._began = self._shown = time.perf_counter()
+        self._start_time = self._refresh_time = time.perf_counter()
 
     def _show(self) -> None:
         self._bar = Bar(self._console, self._title, self._total, self._steps)
 
     def _texts(self, values: Mapping[str, Any]) -> list[str]:
-        rate = f"{self._seen / max(time.perf_counter() - self._began, 1e-9):,.0f} examples/s"
-        return [rate, *(f"{name} {format_value(value)}" for name, value in values.items())]
+        """Returns the rate and the values as texts."""
+        seconds = max(time.perf_counter() - self._start_time, 1e-9)
+        texts = [f"{name} {format_value(value)}" for name, value in values.items()]
+        return [f"{self._examples / seconds:,.0f} examples/s", *texts]
 
 
 def _style(verbose: Verbose, console: Console) -> str:
+    """Returns "bar", "lines" or "none"."""
     require_one_of("verbose", verbose, ("auto", "bar", "lines", 0, 1, 2))
     if verbose == "auto":
         return "bar" if console.is_terminal or console.is_jupyter else "lines"

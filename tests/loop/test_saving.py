@@ -170,11 +170,11 @@ def test_too_few_epochs_are_refused_with_the_directory_that_goes_on(
 def test_an_error_names_the_directory_that_goes_on(tmp_path: pathlib.Path) -> None:
     with pytest.raises(SystemExit) as caught:
         trained(ft.Checkpointer(tmp_path), leave_at(25))
-    assert caught.value.__notes__[-1] == f"The same fit goes on after step 20: {tmp_path}"
+    assert caught.value.__notes__[-1] == f"The same call of fit resumes after step 20: {tmp_path}"
 
     with pytest.raises(SystemExit) as caught:
         trained(ft.Checkpointer(tmp_path / "other"), leave_at(8))
-    assert not any("goes on" in note for note in caught.value.__notes__)
+    assert not any("resumes" in note for note in caught.value.__notes__)
 
 
 def test_a_training_that_is_over_says_so_and_returns_what_it_came_to(

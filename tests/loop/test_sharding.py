@@ -196,8 +196,7 @@ def test_a_step_that_divides_batches_itself_is_traced_with_the_last_one_before_t
     how: Any = {"eval_data": odd, "eval_step": ft.eval_step(loss_fn), "verbose": 0}
     with pytest.raises(ValueError, match="evenly divi") as caught:
         ft.fit(create(), STEP, loader(), sharding=at("data"), **how)
-    note = "This came from evaluating eval_data, before the first step."
-    assert note in caught.value.__notes__
+    assert any("evaluation of eval_data was traced" in x for x in caught.value.__notes__)
 
 
 def test_a_population_is_evaluated_on_examples_that_devices_do_not_divide() -> None:

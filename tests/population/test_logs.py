@@ -105,7 +105,7 @@ def test_tensorboard_has_a_tag_a_member(tmp_path, history) -> None:
 
 def test_a_line_has_median_and_range(history) -> None:
     out = io.StringIO()
-    recorder = Recorder(of_members=True)
+    recorder = Recorder(is_population=True)
     values = {"loss": np.array([0.5, 0.25, 1.0]), "seconds": 2.0}
     event = ft.events.EpochEnd(position=ft.Position(3), state=(), values=values)
     with ProgressReport(1, 3, "lines", console=Console(file=out, width=200)) as progress:
@@ -116,7 +116,7 @@ def test_a_line_has_median_and_range(history) -> None:
 def test_a_bar_shows_a_population() -> None:
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, width=100)
-    recorder = Recorder(of_members=True)
+    recorder = Recorder(is_population=True)
     event = ft.events.ChunkEnd(
         position=ft.Position(3),
         state=(),
@@ -127,7 +127,7 @@ def test_a_bar_shows_a_population() -> None:
     )
     with ProgressReport(1, 6, "bar", console=console) as progress:
         for _ in range(2):
-            progress._shown = 0.0  # as if some time had passed
+            progress._refresh_time = 0.0  # as if some time had passed
             progress(event, recorder)
     assert "0.75 (0.5 to 1)" in out.getvalue()
 

@@ -48,14 +48,14 @@ def test_an_error_within_a_program_is_raised_as_it_is_with_the_last_whole_state(
     assert 0 < taken <= 10
     assert taken % fuse == 0
     assert float(state["w"]) == X[: 2 * taken].sum()
-    assert any(f"until step {taken}" in note for note in caught.value.__notes__)
+    assert any(f"after step {taken}" in note for note in caught.value.__notes__)
 
 
 def test_where_nothing_was_trained_nothing_is_promised() -> None:
     with pytest.raises(Exception, match="from the host") as caught:
         fitted(failing(at=0), fuse=4)
     assert not hasattr(caught.value, "fit_result")
-    assert not any("trained" in note for note in getattr(caught.value, "__notes__", []))
+    assert not any("fit_result" in note for note in getattr(caught.value, "__notes__", []))
 
     def no_step(state: Any, batch: Any) -> Any:
         raise ValueError("not a step")
@@ -70,7 +70,7 @@ def test_of_a_state_too_large_to_copy_the_note_says_what_is_lost(monkeypatch) ->
     with pytest.raises(Exception, match="from the host") as caught:
         fitted(failing(at=20), fuse=4)
     assert not hasattr(caught.value, "fit_result")
-    assert any("took the state along" in note for note in caught.value.__notes__)
+    assert any("was donated to it" in note for note in caught.value.__notes__)
 
 
 def test_an_owner_of_the_loop_gets_the_last_whole_state_too(monkeypatch) -> None:

@@ -59,6 +59,10 @@ def test_histories_are_equal_if_they_are_one_object(other) -> None:
 
 
 def test_the_word_of_keras_is_told_what_it_is_here() -> None:
-    with pytest.raises(AttributeError, match=r"Keras's word: .* `history\.epochs`"):
+    message = r'functrain History has no .*history\.epochs\["loss"\] .*history\.steps\["loss"\]'
+    with pytest.raises(AttributeError, match=message):
         _ = history().history
+    result = ft.FitResult(state=(), history=history())
+    with pytest.raises(AttributeError, match=message):
+        _ = result.history.history["loss"]
     assert not hasattr(history(), "history")

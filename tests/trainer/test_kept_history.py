@@ -122,7 +122,7 @@ def test_the_seconds_of_the_first_steps_are_those_of_the_process_that_takes_them
         recorder.logs(ft.events.LogsReady(position=ft.Position(1), steps=1, examples=1, logs=logs))
 
     slow = Recorder()
-    slow._began -= 23.8  # the first process compiled for long
+    slow._start_time -= 23.8  # the first process compiled for long
     take_logs(slow)
     assert slow.history().first_steps_seconds >= 23.8
 
@@ -134,7 +134,7 @@ def test_the_seconds_of_the_first_steps_are_those_of_the_process_that_takes_them
         event = ft.events.ChunkEnd(position=ft.Position(2), state=(), steps=1, examples=1, rows={})
         progress(event, resumed)
         assert not stream.getvalue()
-        resumed._began -= 3.2
+        resumed._start_time -= 3.2
         take_logs(resumed)
         progress(event, resumed)
     assert stream.getvalue().startswith("first steps after 3.")
