@@ -1,9 +1,9 @@
-"""How a process ends that failed, while the others wait for it.
+"""The exit of a process that has failed, while others wait for it.
 
-At its exit JAX waits until all processes have come to theirs: five minutes, if they wait for this
-one in the midst of a computation. Here a process that failed ends within seconds, as soon as the
-functions registered with `atexit` have run, and leaves its exit status to the others, who end with
-the same. A process that did not fail waits for the others as before, but not for one that failed.
+At exit, JAX waits until all processes exit: for five minutes, if the others wait for this one
+within a computation. Here a process that failed exits within seconds, as soon as the functions
+registered with `atexit` have run, and the others exit with the same status. A process that did not
+fail waits for the others as before, but not for one that failed.
 """
 
 import atexit
@@ -22,151 +22,154 @@ from typing import Any, NoReturn
 from functrain.distributed import _coordination
 from functrain.distributed._jax_private import do_not_wait_at_exit
 
-_LOOK = 0.05  # seconds between two looks at the notes of the others
-_TOGETHER = 3.0  # seconds for the others to end as well
-_COORDINATOR = 7.0  # the same, of the process with the service: without it JAX aborts the others
-_AFTER_SUCCESS = 60.0  # seconds in which the failure of another ends a process that did not fail
-_EXIT_FUNCTIONS = 5.0  # seconds for the functions that were registered with atexit
+# All in seconds.
+_POLL_INTERVAL = 0.05
+_PEER_TIMEOUT = 3.0  # for the other processes to exit as well
+# The same for the process that runs the service. JAX aborts the others if it exits before them.
+_COORDINATOR_TIMEOUT = 7.0
+# A process that did not fail waits this long for the failure of another.
+_SUCCESS_TIMEOUT = 60.0
+_EXIT_FUNCTIONS_TIMEOUT = 5.0  # for the functions registered with atexit
 _FAILED, _ENDED, _GONE = "functrain/failed", "functrain/ended", "functrain/gone"
 
-_is_ending = False
+_is_exiting = False
 
 
-def end_soon_after_a_failure(before: Callable[[], None]) -> None:
-    """Has an uncaught exception, or `sys.exit` with another status than 0, end all processes.
+def exit_all_on_failure(before_exit: Callable[[], None]) -> None:
+    """Makes an uncaught exception, or `sys.exit` with a status other than 0, end all processes.
 
     Args:
-      before: Called when this process comes to its end, before it waits for the others.
+      before_exit: Called when this process exits, before it waits for the others.
     """
-    ending = _Ending(before)
-    _limit()
-    sys.excepthook = ending.noting_exceptions(sys.excepthook)
-    # SystemExit does not reach the excepthook, and no public name tells the status at exit.
-    sys.exit = ending.noting_status(sys.exit)
-    # Called before the functions of atexit, of which `end` is to be the first: it runs the others.
-    threading._register_atexit(lambda: atexit.register(ending.end))  # type: ignore[attr-defined]
+    monitor = _ExitMonitor(before_exit)
+    _exit_timer()
+    sys.excepthook = monitor.wrap_excepthook(sys.excepthook)
+    # SystemExit does not reach the excepthook, and no public name tells the exit status.
+    sys.exit = monitor.wrap_exit(sys.exit)
+    # `end` runs the functions of atexit, so it has to be the first of them: the last to be
+    # registered. The private hook of threading is called just before atexit's functions.
+    threading._register_atexit(lambda: atexit.register(monitor.end))  # type: ignore[attr-defined]
 
 
-def fail(status: int) -> NoReturn:
-    """Ends this process, and tells the others to end with the same status.
+def exit_all(status: int) -> NoReturn:
+    """Exits this process, and makes the others exit with the same status.
 
-    The first process that fails decides on the status. Any thread may call it: the main thread may
-    be waiting for a program that never ends.
+    The first process that fails decides on the status. Any thread may call it, since the main
+    thread may be waiting for a program that never ends.
     """
-    global _is_ending
-    _is_ending = True
-    with contextlib.suppress(RuntimeError):  # the service is gone, or another was the first
+    global _is_exiting
+    _is_exiting = True
+    # A RuntimeError means that the service has ended, or that another process failed first.
+    with contextlib.suppress(RuntimeError):
         _coordination.put(f"{_FAILED}/first", status)
     with contextlib.suppress(RuntimeError):
         status = int(_coordination.read(_FAILED)["first"])
-    with contextlib.suppress(RuntimeError):  # too late to start a thread
-        _limit().put(status)
+    with contextlib.suppress(RuntimeError):  # it is too late to start a thread
+        _exit_timer().put(status)
     do_not_wait_at_exit()
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
     with contextlib.suppress(RuntimeError):
-        _end_together()
+        _wait_for_peers()
     os._exit(status)
 
 
 @functools.cache
-def _limit() -> queue.SimpleQueue[int]:
-    """Returns a queue; a status that is put there ends the process a little later.
+def _exit_timer() -> queue.SimpleQueue[int]:
+    """Starts a thread that exits the process some seconds after a status is put into its queue.
 
-    Python 3.12 starts no thread once the interpreter shuts down, so this one waits from early on.
+    It is started early, because Python 3.12 starts no threads once the interpreter shuts down.
     """
     statuses: queue.SimpleQueue[int] = queue.SimpleQueue()
 
-    def end() -> None:
+    def exit_later() -> None:
         status = statuses.get()
-        time.sleep(_EXIT_FUNCTIONS + _COORDINATOR)
+        time.sleep(_EXIT_FUNCTIONS_TIMEOUT + _COORDINATOR_TIMEOUT)
         os._exit(status)
 
-    threading.Thread(target=end, daemon=True).start()
+    threading.Thread(target=exit_later, daemon=True).start()
     return statuses
 
 
-def _end_together() -> None:
-    """Waits until the others end, too; the process with the service waits for the longest."""
-    own = _coordination.process_id()
-    _note_end()
-    seconds = _TOGETHER if own else _COORDINATOR
-    _wait_until(lambda: len(_coordination.read(_ENDED)) == _coordination.process_count(), seconds)
-    _coordination.put(f"{_GONE}/{own}", "")
-    if own == 0:
+def _wait_for_peers() -> None:
+    """Waits until the others exit, too. The process that runs the service exits last."""
+    process = _coordination.process_id()
+    _post_end()
+    _wait_until(_all_have_ended, _PEER_TIMEOUT if process else _COORDINATOR_TIMEOUT)
+    _coordination.put(f"{_GONE}/{process}", "")
+    if process == 0:
         _wait_until(lambda: len(_coordination.read(_GONE)) == len(_coordination.read(_ENDED)), 1.0)
 
 
-def _note_end() -> None:
-    with contextlib.suppress(RuntimeError):  # noted before
+def _post_end() -> None:
+    with contextlib.suppress(RuntimeError):  # it is posted already
         _coordination.put(f"{_ENDED}/{_coordination.process_id()}", "")
 
 
-def _wait_until(is_so: Callable[[], Any], seconds: float) -> None:
-    until = time.monotonic() + seconds
-    while not is_so() and time.monotonic() < until:
-        time.sleep(_LOOK)
+def _all_have_ended() -> bool:
+    return len(_coordination.read(_ENDED)) == _coordination.process_count()
 
 
-class _Ending:
-    """Finds out whether this process fails, and ends it accordingly."""
+def _wait_until(condition: Callable[[], Any], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(_POLL_INTERVAL)
 
-    def __init__(self, before: Callable[[], None]) -> None:
-        self._before = before
-        self._uncaught = 0  # the status of an exception that nobody caught
-        self._asked = 0  # the status that sys.exit was last called with
+
+class _ExitMonitor:
+    """Records whether this process fails, and ends it accordingly."""
+
+    def __init__(self, before_exit: Callable[[], None]) -> None:
+        self._before_exit = before_exit
+        self._exception_status = 0  # of an uncaught exception
+        self._exit_status = 0  # of the last call of sys.exit
         frame = sys._getframe()
         while frame.f_back is not None:
             frame = frame.f_back
-        self._outermost: FrameType = frame  # of the script, whose variables live on anyhow
+        # Of the script. To keep it alive costs nothing, since its variables are global.
+        self._outermost_frame: FrameType = frame
 
-    def noting_exceptions(self, hook: Callable[..., Any]) -> Callable[..., Any]:
-        def note(
+    def wrap_excepthook(self, hook: Callable[..., Any]) -> Callable[..., Any]:
+        def hook_and_record(
             kind: type[BaseException], error: BaseException, trace: TracebackType | None
         ) -> None:
             hook(kind, error, trace)
-            if not hasattr(sys, "ps1"):  # at a prompt one goes on
-                self._uncaught = 130 if issubclass(kind, KeyboardInterrupt) else 1
+            if not hasattr(sys, "ps1"):  # an error at a prompt does not end the session
+                self._exception_status = 130 if issubclass(kind, KeyboardInterrupt) else 1
 
-        return note
+        return hook_and_record
 
-    def noting_status(self, leave: Callable[..., NoReturn]) -> Callable[..., NoReturn]:
-        def leave_noted(status: Any = None, /) -> NoReturn:
+    def wrap_exit(self, sys_exit: Callable[..., NoReturn]) -> Callable[..., NoReturn]:
+        def record_and_exit(status: Any = None, /) -> NoReturn:
             if threading.current_thread() is threading.main_thread():
                 is_number = isinstance(status, int)
-                self._asked = status & 0xFF if is_number else int(status is not None)
-            leave(status)
+                self._exit_status = status & 0xFF if is_number else int(status is not None)
+            sys_exit(status)
 
-        return leave_noted
+        return record_and_exit
 
     @property
     def _status(self) -> int:
-        """The exit status as far as it is known: 0 for SystemExit by another way than sys.exit."""
-        last = dis.opname[self._outermost.f_code.co_code[self._outermost.f_lasti]]
-        # A SystemExit that was caught: the script went on, and returned at its end.
-        is_caught = last.startswith("RETURN")
-        return self._uncaught or (0 if is_caught else self._asked)
+        """The exit status; 0 if a SystemExit was raised without sys.exit, which is not recorded."""
+        code, offset = self._outermost_frame.f_code.co_code, self._outermost_frame.f_lasti
+        # If the last instruction of the script is a return, the SystemExit was caught.
+        is_caught = dis.opname[code[offset]].startswith("RETURN")
+        return self._exception_status or (0 if is_caught else self._exit_status)
 
     def end(self) -> None:
-        """Ends this process at once if it failed or another did; else lets JAX wait."""
-        if _is_ending or not _coordination.is_available():
+        """Exits at once if this or another process failed; otherwise leaves the waiting to JAX."""
+        if _is_exiting or not _coordination.is_available():
             return
-        self._before()
-        if status := self._status:
-            fail(status)
+        self._before_exit()
+        if self._status:
+            exit_all(self._status)
         try:
-            _note_end()
-            _wait_until(
-                lambda: (
-                    _coordination.read(_FAILED)
-                    or len(_coordination.read(_ENDED)) == _coordination.process_count()
-                ),
-                _AFTER_SUCCESS,
-            )
-            is_failed = bool(_coordination.read(_FAILED))
-        except RuntimeError:  # the service is gone: the process that ran it has failed
-            is_failed = True
-        if is_failed:
-            fail(1)
+            _post_end()
+            _wait_until(lambda: _coordination.read(_FAILED) or _all_have_ended(), _SUCCESS_TIMEOUT)
+            has_failed = bool(_coordination.read(_FAILED))
+        except RuntimeError:  # the service has ended, because the process that ran it has failed
+            has_failed = True
+        if has_failed:
+            exit_all(1)

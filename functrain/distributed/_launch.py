@@ -1,7 +1,8 @@
-"""Starts processes on this machine that train together, and starts them again when one dies.
+"""``python -m functrain.launch``: starts processes that train together, and restarts them.
 
-A process whose peers are gone cannot go on: JAX ends it, or it waits for ever. So all are ended,
-and all are started again; with a `Checkpointer` they go on from the last checkpoint.
+A process whose peers have died cannot continue: JAX aborts it, or it waits forever. So when one
+process dies, all are stopped, and all are started again. With a `Checkpointer` they resume from the
+last checkpoint.
 """
 
 import argparse
@@ -16,48 +17,48 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import IO
 
-_LOOK = 0.05  # seconds between two looks at the processes
-_LAST_WORDS = 2.0  # seconds from SIGTERM to SIGKILL for the others, when one has died
-_USAGE = 2  # the status of a script that refuses its arguments, by argparse's convention
+_POLL_INTERVAL = 0.05  # seconds
+_KILL_DELAY = 2.0  # seconds from SIGTERM to SIGKILL for the others, when one has died
+# The status of argparse for wrong arguments, with which a restart would fail again.
+_USAGE_ERROR = 2
 _TERMINATED = 128 + signal.SIGTERM
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs ``python -m functrain.launch``; returns the exit status."""
+    """Runs the command, and returns its exit status."""
     parser = _parser()
     options = parser.parse_args(arguments)
     if not os.path.exists(options.script):
         parser.error(
             f"argument script: expected a Python file, got {options.script!r}: no such file"
         )
-    if options.bind and (reason := _cannot_bind(options.processes)):
-        parser.error(f"argument --bind: {reason}")
-    with _noted_signals() as signals:
+    problem = _binding_problem(options.processes) if options.bind else ""
+    if problem:
+        parser.error(f"argument --bind: {problem}")
+    with _recorded_signals() as signals:
         for attempt in range(options.restarts + 1):
             if attempt:
-                _say(f"starting all of them again ({attempt} of {options.restarts})")
+                _print(f"restarting all processes ({attempt} of {options.restarts})")
             status = _run(options, signals)
-            if status in (0, _TERMINATED, _USAGE) or signals:
+            if status in (0, _TERMINATED, _USAGE_ERROR) or signals:
                 return status
     if options.restarts:
-        _say(f"gave up after {options.restarts} restarts")
+        _print(f"gave up after {options.restarts} restarts")
     return status
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m functrain.launch",
-        description="Starts a script in several processes on this machine. The script begins with "
-        "functrain.distributed.initialize().",
+        description="Starts a script in several processes on this machine. The script has to call "
+        "functrain.distributed.initialize() first.",
     )
     add = parser.add_argument
-    add("-n", "--processes", type=int, required=True, help="how many")
-    add("--restarts", type=int, default=3, help="how often to start all again if one dies (3)")
-    add(
-        "--grace", type=float, default=60.0, help="seconds from SIGTERM to the end, to save in (60)"
-    )
-    add("--cpu-devices", type=int, help="devices that each process makes of the CPU, to try things")
-    add("--bind", action="store_true", help="give each process CPU cores of its own (Linux)")
+    add("-n", "--processes", type=int, required=True, help="number of processes")
+    add("--restarts", type=int, default=3, help="restarts of all processes after one dies (3)")
+    add("--grace", type=float, default=60.0, help="seconds to save in after SIGTERM (60)")
+    add("--cpu-devices", type=int, help="CPU devices that each process simulates, for tests")
+    add("--bind", action="store_true", help="give each process its own CPU cores (Linux)")
     add("script", help="a Python file")
     add("arguments", nargs=argparse.REMAINDER, help="its arguments")
     return parser
@@ -65,48 +66,54 @@ def _parser() -> argparse.ArgumentParser:
 
 def _run(options: argparse.Namespace, signals: list[int]) -> int:
     """Runs all processes to their end; returns the status of the first that failed, or 0."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
-    processes = [_start(options, address, i) for i in range(options.processes)]
-    readers = [_mark(process.stdout, i) for i, process in enumerate(processes) if process.stdout]
+    with socket.socket() as free_socket:
+        free_socket.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free_socket.getsockname()[1]}"
+    processes, readers, statuses = list[subprocess.Popen[str]](), [], []
+    for number in range(options.processes):
+        processes.append(_start(options, address, number))
+    for number, process in enumerate(processes):
+        if process.stdout:
+            readers.append(_prefix_lines(process.stdout, number))
     try:
-        first = _watch(processes, signals, options.grace)
-        if first is not None:
+        first_failed = _wait_for_failure(processes, signals, options.grace)
+        if first_failed is not None:
             _terminate(processes)
     finally:
-        # A process in a computation that waits for a peer notices no other signal.
+        # A process that waits for a peer within a computation reacts to no other signal.
         for process in processes:
             process.kill()
-        statuses = [process.wait() and _status(process) for process in processes]
+        for process in processes:
+            process.wait()
+            statuses.append(_exit_status(process))
         for reader in readers:
-            reader.join(_LAST_WORDS)
+            reader.join(_KILL_DELAY)
     if signal.SIGTERM in signals:
         return _TERMINATED
-    if first is None:  # all of them ended between two looks
-        first = next((i for i, status in enumerate(statuses) if status), 0)
-    if statuses[first]:
-        _say(f"process {first} ended with {statuses[first]}")
-    return statuses[first]
+    if first_failed is None:  # all of them may have ended between two polls
+        first_failed = next((i for i, status in enumerate(statuses) if status), 0)
+    if statuses[first_failed]:
+        _print(f"process {first_failed} ended with {statuses[first_failed]}")
+    return statuses[first_failed]
 
 
-def _watch(
+def _wait_for_failure(
     processes: Sequence[subprocess.Popen[str]], signals: list[int], grace: float
 ) -> int | None:
-    """Waits for the processes and passes SIGTERM on; returns the first that failed by itself."""
-    deadline: float | None = None  # after SIGTERM was passed on
-    while any(process.poll() is None for process in processes):
+    """Waits for the processes, and forwards SIGTERM; returns the first that failed without it."""
+    deadline: float | None = None  # set when SIGTERM is forwarded
+    while _any_is_running(processes):
         failed = [i for i, process in enumerate(processes) if process.poll() not in (None, 0)]
         if signal.SIGTERM in signals and deadline is None:
             deadline = time.monotonic() + grace
             for process in processes:
                 process.terminate()
         elif deadline is not None and time.monotonic() > deadline:
-            _say(f"not ended within {grace:g} s of SIGTERM: killed")
+            _print(f"not ended within {grace:g} s of SIGTERM: killed")
             return None
-        elif failed and not signals and _status(processes[failed[0]]) != _TERMINATED:
+        elif failed and not signals and _exit_status(processes[failed[0]]) != _TERMINATED:
             return failed[0]
-        time.sleep(_LOOK)
+        time.sleep(_POLL_INTERVAL)
     return None
 
 
@@ -114,13 +121,17 @@ def _terminate(processes: Sequence[subprocess.Popen[str]]) -> None:
     """Sends SIGTERM to all processes, and waits a little for them to end."""
     for process in processes:
         process.terminate()
-    until = time.monotonic() + _LAST_WORDS
-    while any(process.poll() is None for process in processes) and time.monotonic() < until:
-        time.sleep(_LOOK)
+    deadline = time.monotonic() + _KILL_DELAY
+    while _any_is_running(processes) and time.monotonic() < deadline:
+        time.sleep(_POLL_INTERVAL)
+
+
+def _any_is_running(processes: Sequence[subprocess.Popen[str]]) -> bool:
+    return any(process.poll() is None for process in processes)
 
 
 def _start(options: argparse.Namespace, address: str, number: int) -> subprocess.Popen[str]:
-    """Starts a process; all but the first have their output marked."""
+    """Starts a process. The output of all but the first goes to a pipe."""
     environment = {
         **os.environ,
         "JAX_COORDINATOR_ADDRESS": address,
@@ -128,8 +139,8 @@ def _start(options: argparse.Namespace, address: str, number: int) -> subprocess
         "JAX_PROCESS_ID": str(number),
     }
     if options.cpu_devices is not None:
-        count = f"--xla_force_host_platform_device_count={options.cpu_devices}"
-        environment["XLA_FLAGS"] = f"{environment.get('XLA_FLAGS', '')} {count}".strip()
+        flag = f"--xla_force_host_platform_device_count={options.cpu_devices}"
+        environment["XLA_FLAGS"] = f"{environment.get('XLA_FLAGS', '')} {flag}".strip()
     process = subprocess.Popen(
         [sys.executable, options.script, *options.arguments],
         env=environment,
@@ -137,13 +148,14 @@ def _start(options: argparse.Namespace, address: str, number: int) -> subprocess
         stderr=None if number == 0 else subprocess.STDOUT,
         text=True,
     )
-    if options.bind:  # before it has threads, which are bound as it is
+    # Before the process starts threads, which inherit its cores.
+    if options.bind:
         os.sched_setaffinity(process.pid, _cores(number, options.processes))
     return process
 
 
-def _cannot_bind(processes: int) -> str:
-    """Returns why processes cannot have cores of their own; "" if they can."""
+def _binding_problem(processes: int) -> str:
+    """Returns why processes cannot be bound to their own cores; "" if they can."""
     if not hasattr(os, "sched_setaffinity"):
         return "this system does not bind processes to cores"
     cores = len(os.sched_getaffinity(0))
@@ -151,49 +163,54 @@ def _cannot_bind(processes: int) -> str:
 
 
 def _cores(number: int, processes: int) -> list[int]:
-    """Returns a process's part of the cores that this one may use: neighbours, none left over."""
+    """Returns the cores of a process: neighbours, so that every core is used."""
     cores = sorted(os.sched_getaffinity(0))
-    ends = [len(cores) * i // processes for i in (number, number + 1)]
-    return cores[slice(*ends)]
+    begin, end = len(cores) * number // processes, len(cores) * (number + 1) // processes
+    return cores[begin:end]
 
 
-def _mark(lines: IO[str], number: int) -> threading.Thread:
-    """Passes on what one of them prints, line by line, with its number."""
+def _prefix_lines(lines: IO[str], number: int) -> threading.Thread:
+    """Prints the lines of a process with its number, in a thread."""
 
-    def pass_on() -> None:
+    def print_lines() -> None:
         with lines:
             for line in lines:
-                sys.stdout.write(f"[{number}] {line}")  # at once: the others write, too
+                # In one call, because the threads of other processes write, too.
+                sys.stdout.write(f"[{number}] {line}")
                 sys.stdout.flush()
 
-    reader = threading.Thread(target=pass_on, daemon=True)
+    reader = threading.Thread(target=print_lines, daemon=True)
     reader.start()
     return reader
 
 
-def _status(process: subprocess.Popen[str]) -> int:
-    """Returns the exit status as a shell has it."""
+def _exit_status(process: subprocess.Popen[str]) -> int:
+    """Returns the exit status as a shell reports it: 128 plus the number of a signal."""
     code = process.returncode
     return 128 - code if code < 0 else code
 
 
 @contextlib.contextmanager
-def _noted_signals() -> Iterator[list[int]]:
-    """Notes SIGTERM and the first Ctrl-C, which reaches the processes by itself."""
+def _recorded_signals() -> Iterator[list[int]]:
+    """Context manager that records SIGTERM and the first Ctrl-C instead of handling them.
+
+    The terminal sends Ctrl-C to the processes as well.
+    """
     signals: list[int] = []
 
-    def note(number: int, frame: object) -> None:
+    def record(number: int, frame: object) -> None:
         if signal.SIGINT in signals and number == signal.SIGINT:
             raise KeyboardInterrupt
         signals.append(number)
 
-    before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
+    old_sigterm = signal.signal(signal.SIGTERM, record)
+    old_sigint = signal.signal(signal.SIGINT, record)
     try:
         yield signals
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        signal.signal(signal.SIGTERM, old_sigterm)
+        signal.signal(signal.SIGINT, old_sigint)
 
 
-def _say(what: str) -> None:
-    print(f"functrain.launch: {what}", file=sys.stderr, flush=True)
+def _print(message: str) -> None:
+    print(f"functrain.launch: {message}", file=sys.stderr, flush=True)

@@ -8,32 +8,33 @@ from functrain.data._local import Local
 
 
 def local(data: Any, sharding: NamedSharding) -> Local:
-    """Says of data that each process has a part of its own.
+    """Marks data as this process's part of a data set.
 
-    Without it all processes have the same data, of which each takes its devices' part. With it
-    nobody reads what others need: a batch is what all processes give together, each
-    ``batch_size / processes`` examples, put together by `jax.make_array_from_process_local_data`.
-    Which part a process has is up to its data, with grain ``dataset[jax.process_index() ::
+    Without it, all processes have the same data, and each uses the part for its devices. With it,
+    no process reads the data of another: a batch consists of the batches of all processes, each of
+    ``batch_size / processes`` examples, joined by `jax.make_array_from_process_local_data`. The
+    data themselves choose the part of a process: with grain ``dataset[jax.process_index() ::
     jax.process_count()]`` or, in a `DataLoader`, ``grain.sharding.ShardByJaxProcess()``.
 
-    Before each chunk the processes compare how many batches they have, so that all of them say so
-    where those differ; that waits for the chunk before. A checkpoint keeps where each process is in
-    its part: it goes on in as many processes as wrote it.
+    Before each chunk the processes compare how many batches they have, so that all of them raise an
+    error if those differ; this waits for the chunk before. A checkpoint stores the position of each
+    process in its part: resume with the same number of processes.
 
     Args:
-      data: What this process has, in batches: an `ArrayLoader`, or an iterable, as for
+      data: The part of this process, in batches: an `ArrayLoader`, or an iterable, as for
         `functrain.run`.
-      sharding: Of a whole batch, such as ``NamedSharding(mesh, PartitionSpec("data"))``; the one
-        that `fit` is given. It divides examples over all processes.
+      sharding: Sharding of a whole batch, such as ``NamedSharding(mesh, PartitionSpec("data"))``;
+        the one that `fit` is given. It divides examples over all processes.
 
     Returns:
-      Data for `fit` (``eval_data=``, too), `run`, `evaluate` and `predict`, whose outputs come by
-      batches, in each in the order of the mesh; and for those of `bridge`, in the place of x.
+      Data for `fit` (``eval_data=``, too), `run`, `evaluate` and `predict`, whose outputs are in
+      the order of the batches, and within a batch in the order of the mesh; and for the functions
+      of `bridge`, in place of x.
 
     Raises:
-      TypeError: `sharding` is none.
-      ValueError: Some processes would hold the same part. And in a run, in every process: they
-        have unequally many batches, or batches of other shapes.
+      TypeError: `sharding` is not a NamedSharding.
+      ValueError: Some processes would have the same part. In a run, also if processes have
+        different numbers of batches, or batches of different shapes; it is raised in all of them.
 
     Examples:
       >>> import functrain as ft, jax, numpy as np

@@ -1,12 +1,12 @@
-"""The processes of a run agree on the event after which it stops.
+"""Agreement of the processes of a run on the event after which it stops.
 
-Each counts the events at which a run can stop. A process that is to stop at one leaves a note with
-its number, and waits; every other answers with the number of the first event at which it can still
-stop. All go on to the largest of these numbers, and stop there. Where all processes stop at the
-same event, as hooks do that see the same values, nobody goes a step further.
+Each process counts the events at which a run can stop. A process that wants to stop posts the
+number of its event, and waits. Every other process answers with the number of the first event at
+which it can still stop. All continue to the largest of these numbers, and stop there. If all
+processes stop at the same event, as hooks do that see the same values, none takes an extra step.
 
-The answers come from a thread, since the thread that trains may be waiting for the program that the
-stopping process has not begun yet. So training itself costs nothing: no program, no message.
+A thread answers, because the thread that trains may be waiting for a program that the stopping
+process has not started. So training itself costs nothing: no program, no message.
 """
 
 import contextlib
@@ -20,42 +20,44 @@ from typing import Self
 
 from functrain.distributed import _coordination, _ending
 
-_LOOK = 0.5  # seconds between two looks at the notes of the others
-_LOOK_SOON = 0.01  # seconds, while an answer is waited for
-_PATIENCE = 4.0  # seconds to leave a run in which another process takes no part any more
+# All in seconds.
+_POLL_INTERVAL = 0.5
+_FIRST_PAUSE = 0.01  # while it waits for answers; then twice as long each time
+_LEAVE_TIMEOUT = 4.0  # to leave a run that another process has left
 
-_numbers = itertools.count()  # the same number in all processes, which begin the same runs
-_open: "weakref.WeakSet[StopAgreement]" = weakref.WeakSet()
+# Processes start the same runs in the same order, so a run has the same number in all of them.
+_run_numbers = itertools.count()
+_open_runs: "weakref.WeakSet[StopAgreement]" = weakref.WeakSet()
 
 
 class StopAgreement:
     """Context manager of a run of several processes, in which they agree on its last event.
 
-    It also ends this process if another has left the run, and this one waits for it.
+    It also ends this process if another one has left the run while this one waits for it.
 
     Attributes:
-      begun: Steps of all programs that this process has begun to dispatch.
-      dispatched: Steps of all programs that it has dispatched.
+      started: Steps of all programs whose dispatch this process has started.
+      dispatched: Steps of all programs that this process has dispatched.
     """
 
     def __init__(self) -> None:
-        self.begun = self.dispatched = 0
-        self._passed = 0  # events after which this process has not stopped
-        self._answer: int | None = None  # the event at which it can stop
-        self._last: float | None = None  # the event at which all stop
+        self.started = self.dispatched = 0
+        self._passed_events = 0  # events after which this process has not stopped
+        self._answer: int | None = None  # the first event at which this process can stop
+        self._last_event: float | None = None  # the event at which all stop
         # Reentrant: the garbage collector may close an abandoned run within any of these methods.
         self._lock = threading.RLock()
         self._is_closed = threading.Event()
 
     def __enter__(self) -> Self:
-        """Begins to answer the others."""
-        number = next(_numbers)
+        """Starts to answer the other processes."""
+        number = next(_run_numbers)
         self._folder = f"functrain/run-{number}"
-        _open.add(self)
+        _open_runs.add(self)
         threading.Thread(target=self._answer_others, daemon=True).start()
-        if (
-            _coordination.process_id() == 0 and number > 1
-        ):  # all processes have begun the one before
+        # All processes have started the run before this one, so they are done with the one
+        # before that.
+        if _coordination.process_id() == 0 and number > 1:
             _coordination.remove(f"functrain/run-{number - 2}")
         return self
 
@@ -64,88 +66,97 @@ class StopAgreement:
         self.close()
 
     def close(self) -> None:
-        """Leaves the run: tells the others how many steps this process has taken part in."""
+        """Leaves the run: tells the others how many steps this process has dispatched."""
         with self._lock:
             if self._is_closed.is_set():
                 return
             self._is_closed.set()
-        _open.discard(self)
-        with contextlib.suppress(RuntimeError):  # the service is gone
-            _coordination.put(f"{self._folder}/left-{_coordination.process_id()}", self.dispatched)
+        _open_runs.discard(self)
+        with contextlib.suppress(RuntimeError):  # the service has ended
+            self._post("left", self.dispatched)
 
-    def is_last(self, is_to_stop: bool) -> bool:
-        """Returns True if all processes stop after this event; each of them asks after each event.
+    def is_last(self, wants_to_stop: bool) -> bool:
+        """Returns True if all processes stop after this event. Each calls it after every event.
 
         Args:
-          is_to_stop: Whether this process wants to stop here.
+          wants_to_stop: True if this process has a reason to stop here.
         """
         with self._lock:
-            event = self._passed + 1
-            if is_to_stop and self._answer is None:
+            event = self._passed_events + 1
+            if wants_to_stop and self._answer is None:
                 self._give_answer(event)
             if self._answer is None:
-                self._passed = event
+                self._passed_events = event
                 return False
-        if self._last is None:
-            self._last = self._wait_for_answers()
+        if self._last_event is None:
+            self._last_event = self._wait_for_answers()
         with self._lock:
-            self._passed = event
-        return event >= self._last
+            self._passed_events = event
+        return event >= self._last_event
 
     def _wait_for_answers(self) -> float:
-        """Returns the largest of the answers; of a process that came to the end, infinity."""
-        pause = _LOOK_SOON
+        """Returns the largest answer; infinity if a process reached the end without one."""
+        pause = _FIRST_PAUSE
         while True:
-            stops, left = self._read()
-            if len(stops.keys() | left.keys()) == _coordination.process_count():
-                return max([*stops.values(), *(math.inf for number in left.keys() - stops.keys())])
+            answers, steps_at_exit = self._read()
+            if len(answers.keys() | steps_at_exit.keys()) == _coordination.process_count():
+                reached_end = steps_at_exit.keys() - answers.keys()
+                return math.inf if reached_end else max(answers.values())
             time.sleep(pause)
-            pause = min(2 * pause, _LOOK)
+            pause = min(2 * pause, _POLL_INTERVAL)
 
     def _read(self) -> tuple[dict[int, int], dict[int, int]]:
-        """Returns the answers, and the steps of those who left, by process."""
-        stops: dict[int, int] = {}
-        left: dict[int, int] = {}
+        """Returns the answers, and the steps of the processes that have left, by process."""
+        answers: dict[int, int] = {}
+        steps_at_exit: dict[int, int] = {}
         for name, text in _coordination.read(self._folder).items():
             kind, _, process = name.partition("-")
-            {"stop": stops, "left": left}[kind][int(process)] = int(text)
-        return stops, left
+            {"stop": answers, "left": steps_at_exit}[kind][int(process)] = int(text)
+        return answers, steps_at_exit
+
+    def _post(self, kind: str, number: int) -> None:
+        _coordination.put(f"{self._folder}/{kind}-{_coordination.process_id()}", number)
 
     def _give_answer(self, event: int) -> None:
-        _coordination.put(f"{self._folder}/stop-{_coordination.process_id()}", event)
+        self._post("stop", event)
         self._answer = event
 
     def _answer_others(self) -> None:
-        """Answers a process that is to stop, and ends this one if it waits in vain for another."""
-        while not self._is_closed.wait(_LOOK):
-            # The service may fail to answer once; where it is gone, JAX ends the process.
+        """Answers a process that wants to stop, and ends this one if it waits for one that left."""
+        while not self._is_closed.wait(_POLL_INTERVAL):
+            # The service may fail to answer once. If it has ended, JAX ends the process.
             with contextlib.suppress(RuntimeError):
-                stops, left = self._read()
+                answers, steps_at_exit = self._read()
                 with self._lock:
-                    if stops and self._answer is None and not self._is_closed.is_set():
-                        self._give_answer(self._passed + 1)
-                behind = {process: steps for process, steps in left.items() if steps < self.begun}
-                if behind and not self._is_closed.wait(_PATIENCE):
-                    self._end(behind)
+                    if answers and self._answer is None and not self._is_closed.is_set():
+                        self._give_answer(self._passed_events + 1)
+                behind = {
+                    process: steps
+                    for process, steps in sorted(steps_at_exit.items())
+                    if steps < self.started
+                }
+                if behind and not self._is_closed.wait(_LEAVE_TIMEOUT):
+                    self._exit(behind)
 
-    def _end(self, behind: dict[int, int]) -> None:
-        who = ", ".join(f"process {i} after {steps} steps" for i, steps in sorted(behind.items()))
+    def _exit(self, behind: dict[int, int]) -> None:
+        left = ", ".join(f"process {i} after {steps} steps" for i, steps in behind.items())
         print(
             f"functrain: process {_coordination.process_id()} waits for a program in which not all "
-            f"take part: the run was left by {who}, and here {self.begun} were begun. Do the same "
-            "in every process: stop a run with event.stop(), and give each as many batches.",
+            f"take part: the run was left by {left}, and {self.started} were started here. Do the "
+            "same in every process: stop a run with event.stop(), and give each process the same "
+            "number of batches.",
             file=sys.stderr,
             flush=True,
         )
-        _ending.fail(1)
+        _ending.exit_all(1)
 
 
-def agreement(is_shared: bool) -> StopAgreement | None:
-    """Returns the agreement for a run that processes share, or None for another."""
+def new_stop_agreement(is_shared: bool) -> StopAgreement | None:
+    """Returns an agreement for a run that processes share, None for any other run."""
     return StopAgreement() if is_shared and _coordination.is_available() else None
 
 
-def leave_runs() -> None:
-    """Leaves all runs that are still open, as at the end of the process."""
-    for run in list(_open):
+def leave_all_runs() -> None:
+    """Leaves all runs that are still open when the process exits."""
+    for run in list(_open_runs):
         run.close()

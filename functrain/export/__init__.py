@@ -1,9 +1,9 @@
-"""Files for programs that know nothing of functrain.
+"""Files for programs without functrain.
 
 Files:
-  _params: arrays, for whatever reads safetensors
-  _predict: a model that predicts, for whatever has jax
-  _whole: files that appear under their name when they are whole
+  _params: arrays, for programs that read safetensors
+  _predict: a model that predicts, for programs that have jax
+  _atomic: files that get their name only when they are complete
 
 Examples:
   >>> import functrain as ft, jax.numpy as jnp, tempfile

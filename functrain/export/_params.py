@@ -1,4 +1,4 @@
-"""Arrays, for whatever reads safetensors."""
+"""Arrays, for programs that read safetensors."""
 
 import os
 
@@ -8,26 +8,27 @@ import numpy as np
 from functrain.checkpoint._leaves import fetch_leaves, leaf_path, named_leaves
 from functrain.checkpoint._warm_start import import_safetensors
 from functrain.common import _tree
+from functrain.common._checks import require
 from functrain.common._types import PyTree
-from functrain.export._whole import require_free, written
+from functrain.export._atomic import atomic_write, require_free
 
 
 def params(path: str | os.PathLike[str], params: PyTree, *, overwrite: bool = False) -> None:
-    """Writes arrays into a safetensors file, each under its path.
+    """Writes arrays to a safetensors file, each under its path.
 
-    `functrain.warm_start` reads it back, and so does everything that reads such files:
+    `functrain.warm_start` reads it back, and so does any program that reads such files:
     ``safetensors.numpy.load_file(path)`` returns a dict by path, ``dense/kernel``. Bits and dtypes
-    are kept. There is no structure in the file, and nothing in it can run code.
+    are kept. The file has no structure, and nothing in it can run code.
 
     Args:
-      path: A file `.safetensors`. Missing folders are made.
+      path: A file `.safetensors`. Missing folders are created.
       params: Any pytree of arrays: ``state.params``; or a dict of parts of a state.
-      overwrite: Replace a file.
+      overwrite: True replaces an existing file.
 
     Raises:
-      FileExistsError: There is a file, and `overwrite` is False.
+      FileExistsError: The file exists, and `overwrite` is False.
       ImportError: safetensors is not installed.
-      TypeError: A leaf is no array of numbers, or of a dtype that such files do not have.
+      TypeError: A leaf is not an array of numbers, or of a dtype that such files do not have.
       ValueError: `path` has another suffix, or there are no arrays.
 
     Examples:
@@ -35,41 +36,38 @@ def params(path: str | os.PathLike[str], params: PyTree, *, overwrite: bool = Fa
       >>> params = {"dense": {"kernel": jnp.ones((3, 2)), "bias": jnp.zeros(2)}}
       >>> with tempfile.TemporaryDirectory() as folder:
       ...     ft.export.params(f"{folder}/params.safetensors", params)
-      ...     found = safetensors.numpy.load_file(f"{folder}/params.safetensors")
+      ...     arrays = safetensors.numpy.load_file(f"{folder}/params.safetensors")
       ...     warm = ft.warm_start(params, f"{folder}/params.safetensors")
-      >>> sorted(found), len(warm.taken)
+      >>> sorted(arrays), len(warm.taken)
       (['dense/bias', 'dense/kernel'], 2)
     """
     library = import_safetensors()
     if not isinstance(path, str | os.PathLike):
         raise TypeError("the order is functrain.export.params(path, params), got no path first")
-    if not os.fspath(path).endswith(".safetensors"):
-        raise ValueError(f"path: expected a name that ends in .safetensors, got {path}")
+    has_suffix = os.fspath(path).endswith(".safetensors")
+    require(has_suffix, "path", "a name that ends in .safetensors", os.fspath(path))
     require_free(path, overwrite=overwrite)
     leaves = named_leaves({"params": params})
-    if not leaves:
-        raise ValueError("params: expected arrays, got none.")
+    require(leaves, "params", "a pytree with arrays", params)
     for name, leaf in leaves.items():
-        if _tree.is_key(leaf):
-            raise TypeError(
-                f"{leaf_path(name)}: expected an array of numbers, got {_tree.spec(leaf)}. Such "
-                "files know no keys: export state.params, or a dict of parts without rng."
-            )
+        advice = "safetensors has no keys: export state.params, or a dict of parts without rng."
+        is_number = not _tree.is_key(leaf)
+        require(is_number, leaf_path(name), "an array of numbers", leaf, advice, error=TypeError)
     if jax.process_count() > 1:
         raise NotImplementedError(
-            f"expected to export from one process, got {jax.process_count()}, of which none has "
-            "all. Save with functrain.save, and export from one process that loads it."
+            f"expected to export from one process, got {jax.process_count()}, none of which has "
+            "all arrays. Save with functrain.save, and export from one process that loads it."
         )
-    # The library takes memory as it lies, so it has to lie in order.
-    arrays = {
-        leaf_path(n): np.require(x.shards[0][1], requirements="C")
-        for n, x in fetch_leaves(leaves).items()
-    }
-    with written(path) as file:
+    arrays = {}
+    for name, fetched in fetch_leaves(leaves).items():
+        # The library writes memory as it is, whatever the strides of the array.
+        arrays[leaf_path(name)] = np.require(fetched.shards[0][1], requirements="C")
+    with atomic_write(path) as file:
         try:
             library.numpy.save_file(arrays, file)
         except library.SafetensorError as error:
             dtypes = sorted({str(x.dtype) for x in arrays.values()})
             raise TypeError(
-                f"params: expected dtypes that safetensors has, got {', '.join(dtypes)}: {error}"
+                f"params: expected dtypes that safetensors has, got {', '.join(dtypes)}: {error}. "
+                "Convert the arrays first."
             ) from error

@@ -1,4 +1,4 @@
-"""A model that predicts, for whatever has jax."""
+"""A model that predicts, for programs that have jax."""
 
 import os
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from functrain.common._library import import_optional
 from functrain.common._types import PyTree, Step
 from functrain.engine._guards import tracing_guards
 from functrain.engine._plan import nbytes
-from functrain.export._whole import require_free, written
+from functrain.export._atomic import atomic_write, require_free
 from functrain.rewrites import Mode
 from functrain.step._eval import check_predict_step
 
@@ -33,45 +33,46 @@ def predict(
     rewrites: Mode = "auto",
     overwrite: bool = False,
 ) -> None:
-    """Writes a model with its params into one file, which predicts where there is jax alone.
+    """Writes a model with its params to one file, which predicts with jax alone.
 
-    There::
+    To load it::
 
         import jax
         with open(path, "rb") as file:
             predict = jax.export.deserialize(bytearray(file.read())).call
         outputs = predict(inputs)
 
-    The file holds a program as `jax.export` makes it, with the arrays of the state that it needs
-    (no optimizer's), and no code of Python. JAX promises to run it for six months at least. Both
-    sides need flatbuffers: ``pip install 'functrain[export]'`` here, ``pip install flatbuffers``
-    there.
+    The file holds a program of `jax.export` and the arrays of the state that it needs (not those of
+    the optimizer), but no Python code. JAX promises to run it for at least six months. Both sides
+    need flatbuffers: ``pip install 'functrain[export]'`` to write it, ``pip install flatbuffers``
+    to load it.
 
-    The program is compiled where it is loaded. On CPUs jaxlib before 0.11.1 compiles some sums of
-    products wrongly (https://github.com/jax-ml/jax/issues/39103). There, call
+    The program is compiled where it is loaded. On CPU, jaxlib before 0.11.1 compiles some sums of
+    products wrongly (https://github.com/jax-ml/jax/issues/39103). With such a jaxlib, call
     ``jax.jit(predict, compiler_options={"xla_cpu_experimental_ynn_fusion_type": ""})``.
 
     Args:
-      path: The file. Missing folders are made.
+      path: The file. Missing folders are created.
       state: As for `functrain.predict`.
       step: From `functrain.predict_step`.
       inputs: A batch, or its shapes and dtypes (`jax.ShapeDtypeStruct`); its values are not used.
-      shapes: Which axes may have any length, as `jax.export.symbolic_args_specs` takes them: the
-        first by default. One text for all arrays, or a tree of them; ``"n, length, 3"``; None for
-        the shapes of `inputs` and no others.
-      platforms: Where it is to run: "cpu", "cuda", "rocm", "tpu". Where it is made, by default.
-      rewrites: As for `fuse`, where "cpu" is the only platform; with others nothing is rewritten.
-        Most rewrites want to know all lengths: ``shapes=None``.
-      overwrite: Replace a file.
+      shapes: The axes that may have any length, in the form of `jax.export.symbolic_args_specs`, by
+        default the first axis. One text for all arrays, such as ``"n, length, 3"``, or a tree of
+        them; None for the shapes of `inputs` only.
+      platforms: The platforms that it will run on: "cpu", "cuda", "rocm", "tpu". By default, the
+        platform that exports it.
+      rewrites: As for `fuse`, if "cpu" is the only platform; for others nothing is rewritten. Most
+        rewrites need to know all lengths: ``shapes=None``.
+      overwrite: True replaces an existing file.
 
     Raises:
-      FileExistsError: There is a file, and `overwrite` is False.
+      FileExistsError: The file exists, and `overwrite` is False.
       ImportError: flatbuffers is not installed.
-      TypeError: The step carries metrics; or what it returns is of a class that jax does not know
+      TypeError: The step carries metrics; or it returns an object of a class that jax does not know
         without functrain.
-      ValueError: A platform is not known, `shapes` do not fit, or the arrays are larger than
-        2 GiB, which such a file cannot hold.
-      jax.errors.InconclusiveDimensionOperation: The model asks for the lengths of these axes.
+      ValueError: A platform is unknown, `shapes` do not fit, or the arrays are larger than 2 GiB,
+        which such a file cannot hold.
+      jax.errors.InconclusiveDimensionOperation: The model computes with the lengths of these axes.
 
     Examples:
       >>> import functrain as ft, jax, jax.numpy as jnp, optax, tempfile
@@ -87,18 +88,18 @@ def predict(
       >>> predict(jnp.ones((5, 3))).shape
       (5, 1)
     """
-    import_optional(
-        "flatbuffers", "jax writes such files by flatbuffers: pip install 'functrain[export]'"
-    )
+    to_install = "jax writes such files with flatbuffers: pip install 'functrain[export]'"
+    import_optional("flatbuffers", to_install)
     check_predict_step(step)
     require_free(path, overwrite=overwrite)
-    targets = _targets(jax.export.default_export_platform() if platforms is None else platforms)
+    platforms = _as_platforms(platforms)
     for leaf_path, leaf in _tree.leaves_with_path(state):
-        expected, advice = "a live array", "Take the state that the program returned."
-        require(not _tree.is_deleted(leaf), leaf_path, expected, leaf, advice)
-    # Before memory is taken; what a file holds is known afterwards.
-    _require_small(nbytes(getattr(state, "params", ())))
-    arrays = jax.device_put(state, cpu_device())  # from all devices of a mesh, in one piece
+        advice = "Use the state that the program returned."
+        require(not _tree.is_deleted(leaf), leaf_path, "a live array", leaf, advice)
+    # Checked once before memory is taken, and once more when the size of the file is known.
+    _require_fitting_size(nbytes(getattr(state, "params", ())))
+    # On one device: the program would otherwise need as many devices as the mesh has.
+    arrays = jax.device_put(state, cpu_device())
 
     def predict(inputs: PyTree) -> PyTree:
         result = step(arrays, inputs)
@@ -109,27 +110,31 @@ def predict(
             )
         return result[1]
 
-    mode = rewrites if set(targets) == {"cpu"} else "off"
+    # As in training, only programs for CPUs are rewritten.
+    mode = rewrites if set(platforms) == {"cpu"} else "off"
     with tracing_guards(step):
-        program = _exported(rewriting.optimize(predict, mode), inputs, shapes, targets)
-    data = _serialized(program)
-    with written(path) as name, open(name, "wb") as file:
+        program = _export(rewriting.optimize(predict, mode), inputs, shapes, platforms)
+    data = _serialize(program)
+    with atomic_write(path) as temporary, open(temporary, "wb") as file:
         file.write(data)
 
 
-def _targets(platforms: str | Sequence[str]) -> tuple[str, ...]:
-    targets = (platforms,) if isinstance(platforms, str) else tuple(platforms)
-    if not targets or not set(targets) <= set(PLATFORMS):
-        raise ValueError(f"platforms: expected some of {PLATFORMS}, got {platforms!r}")
-    return targets
+def _as_platforms(platforms: str | Sequence[str] | None) -> tuple[str, ...]:
+    if platforms is None:
+        platforms = jax.export.default_export_platform()
+    names = (platforms,) if isinstance(platforms, str) else tuple(platforms)
+    is_known = bool(names) and set(names) <= set(PLATFORMS)
+    require(is_known, "platforms", f"some of {PLATFORMS}", platforms)
+    return names
 
 
-def _exported(fn: Any, inputs: PyTree, shapes: PyTree, platforms: Sequence[str]) -> Any:
+def _export(fn: Any, inputs: PyTree, shapes: PyTree, platforms: Sequence[str]) -> Any:
     specs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), inputs)
     if shapes is not None:
         try:
-            wanted = shapes if isinstance(shapes, str) else (shapes,)
-            (specs,) = jax.export.symbolic_args_specs((specs,), wanted)
+            # One text is meant for all arguments, a tree for the one argument.
+            args_shapes = shapes if isinstance(shapes, str) else (shapes,)
+            (specs,) = jax.export.symbolic_args_specs((specs,), args_shapes)
         except ValueError as error:
             raise ValueError(
                 f"shapes: expected texts such as 'batch, ...' that fit inputs, got {shapes!r}: "
@@ -147,23 +152,24 @@ def _exported(fn: Any, inputs: PyTree, shapes: PyTree, platforms: Sequence[str])
         raise
 
 
-_MOST = 2**31 - 1  # bytes in a flatbuffer
+_MAX_BYTES = 2**31 - 1  # of a flatbuffer
 
 
-def _require_small(size: int) -> None:
-    if size > _MOST:
+def _require_fitting_size(size: int) -> None:
+    if size > _MAX_BYTES:
         raise ValueError(
-            f"state: expected arrays of less than 2 GiB, which is what such a file can hold, got "
-            f"{_repr.format_bytes(size)}. Write the params with functrain.export.params, and "
-            "keep the function as code."
+            "state: expected arrays of less than 2 GiB, the limit of such a file, got "
+            f"{_repr.format_bytes(size)}. Write the params with functrain.export.params, and keep "
+            "the function as code."
         )
 
 
-def _serialized(program: Any) -> bytearray:
-    _require_small(len(program.mlir_module_serialized))
+def _serialize(program: Any) -> bytearray:
+    _require_fitting_size(len(program.mlir_module_serialized))
     try:
         data: bytearray = program.serialize()
     except ValueError as error:
+        # jax says so of classes whose serialization was not registered.
         if "unregistered" not in str(error):
             raise
         raise TypeError(

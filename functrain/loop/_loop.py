@@ -180,7 +180,7 @@ class Loop:
     def _run(self, chunk: Chunk) -> Generator[LogsReady, None, ChunkEnd]:
         """Dispatches a chunk's program, yields the logs of the one before, returns the event."""
         if self.stopping is not None:  # tells the other processes how far this one is
-            self.stopping.begun += chunk.steps
+            self.stopping.started += chunk.steps
         rows = self.driver.run(chunk)
         if self.stopping is not None:
             self.stopping.dispatched += chunk.steps

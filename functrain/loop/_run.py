@@ -15,7 +15,7 @@ from functrain.common._types import PyTree, Step, traits_of
 from functrain.data._adapt import as_batches
 from functrain.data._batches import Batches
 from functrain.data._epochs_of_steps import EpochsOfSteps
-from functrain.distributed._stopping import agreement
+from functrain.distributed._stopping import new_stop_agreement
 from functrain.engine import _placement
 from functrain.engine._driver import Driver
 from functrain.engine._plan import FuseArg, Plan, nbytes
@@ -235,7 +235,7 @@ def begin_run(
             no_metrics=no_metrics,
             saving=saving,
             resumed=resumed,
-            stopping=agreement(
+            stopping=new_stop_agreement(
                 saving is not None or _placement.spans_processes(carry, batch_sharding)
             ),
             like_keras=like_keras,

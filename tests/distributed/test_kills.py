@@ -74,7 +74,7 @@ def test_a_process_killed_at_twenty_random_moments_costs_no_bit(tmp_path: pathli
     for life in range(TRAININGS):
         training = Watched(tmp_path / str(life))
         kills += sum(training.kill_one(chance) for _ in range(KILLS))
-        restarts += training.ended().count("starting all of them again")
+        restarts += training.ended().count("restarting all processes")
         said = ends(training.lines)  # more than twice, where one was killed when all was over
         assert len(said) >= 2, training.lines[-20:]
         assert set(said) == straight

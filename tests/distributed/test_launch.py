@@ -45,7 +45,7 @@ def test_when_one_dies_all_are_started_again_and_go_on(tmp_path) -> None:
     assert len(ends) == 2
     assert ends[0] == ends[1]
     assert "process 1 ended with 137" in err
-    assert "starting all of them again (1 of 3)" in err
+    assert "restarting all processes (1 of 3)" in err
     assert any("begins " in line for line in lines)  # C++ libraries print into lines
 
 
@@ -105,7 +105,7 @@ def test_a_script_that_refuses_its_arguments_is_not_started_again(tmp_path, capf
     assert _launch.main(["-n", "2", str(path), "--no-such-option"]) == 2
     out, err = capfd.readouterr()
     assert "unrecognized arguments: --no-such-option" in out + err
-    assert "starting all of them again" not in err
+    assert "restarting all processes" not in err
 
 
 def test_the_others_get_sigterm_when_one_dies(tmp_path, capfd) -> None:
