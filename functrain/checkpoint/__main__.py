@@ -1,8 +1,10 @@
 """``python -m functrain.checkpoint``: lists checkpoints, verifies them, compares two."""
 
 import argparse
+import itertools
 import os
 import sys
+import textwrap
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -95,7 +97,8 @@ def list_checkpoints(path: str, checkpoints: list[str]) -> str:
     ]
     values = [manifest.get("values", {}) for manifest in manifests]
     # Values of evaluations come first, because there may be no room for all.
-    names = sorted(dict.fromkeys(name for x in values for name in x), key=_is_training_value)
+    unique_names = dict.fromkeys(itertools.chain.from_iterable(values))
+    names = sorted(unique_names, key=_is_training_value)
     notes, hidden_names = list[str](), list[str]()
     for name in names:
         column = name, _mark_best(name, [x.get(name) for x in values])
@@ -184,7 +187,7 @@ def _render(columns: Sequence[Column], left_aligned: Sequence[str] = ()) -> str:
         table.add_column(name, justify="left" if is_left else "right", no_wrap=True)
     for row in zip(*(cells for _, cells in columns), strict=True):
         table.add_row(*row)
-    return "\n".join(f"  {line}" for line in _table.render(table).splitlines())
+    return textwrap.indent(_table.render(table), "  ")
 
 
 def _table_width(columns: Sequence[Column]) -> int:
@@ -253,7 +256,7 @@ def differences(first: str, second: str) -> tuple[list[Difference], int]:
     result, manifests = [], (read_manifest(first), read_manifest(second))
     names = {**manifests[0]["leaves"], **manifests[1]["leaves"]}
     for name in names:
-        a, b = (manifest["leaves"].get(name) for manifest in manifests)
+        a, b = manifests[0]["leaves"].get(name), manifests[1]["leaves"].get(name)
         description, largest = "", None
         if a is None or b is None:
             description = f"{names[name]['spec']}, {'second' if a is None else 'first'} only"
@@ -289,8 +292,10 @@ def _describe_difference(spec: str, a: np.ndarray, b: np.ndarray) -> tuple[str, 
     if not jnp.issubdtype(a.dtype, jnp.number):
         return description, None
     is_complex = jnp.issubdtype(a.dtype, jnp.complexfloating)
+    # Half precision would round the difference, and unsigned integers would wrap around.
     wide_dtype = np.complex128 if is_complex else np.float64
-    wide_a, wide_b = (x.reshape(-1)[is_different].astype(wide_dtype) for x in (a, b))
+    wide_a = a.reshape(-1)[is_different].astype(wide_dtype)
+    wide_b = b.reshape(-1)[is_different].astype(wide_dtype)
     with np.errstate(invalid="ignore"):  # inf - inf
         return description, float(np.abs(wide_a - wide_b).max())
 

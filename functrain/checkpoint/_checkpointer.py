@@ -204,13 +204,15 @@ class Checkpointer:
         with self._save_lock:
             with _processes.main_group.raise_in_all():
                 position = _as_position(state, position)
+                # `restore` would otherwise return the later one, of a run that was abandoned.
                 last_step = self.latest()
-                if last_step is not None and last_step > position.step:
-                    raise ValueError(
-                        f"{self.directory}: expected a step after {last_step}, the step of the "
-                        f"last checkpoint, got {position.step}. To resume from an earlier one: "
-                        f"rollback({position.step})."
-                    )
+                require(
+                    last_step is None or last_step <= position.step,
+                    self.directory,
+                    f"a step after {last_step}, the step of the last checkpoint",
+                    position.step,
+                    f"To resume from an earlier one: rollback({position.step}).",
+                )
             self._write({STATE: state}, position, values or {}, documents or {}, copy=not wait)
         if wait:
             self.wait()
@@ -416,8 +418,11 @@ class Checkpointer:
                 failure = error
             new_identity = _storage.file_identity(self._target(n))
             is_replaced = new_identity != identity or (step is None and not new_identity)
+            # The writer may have removed or replaced it in the meantime: then start again. Several
+            # processes would see that at different times.
             if failure is not None and is_replaced and not _processes.is_multiprocess():
-                return self._read(likes, step)  # the writer has removed or replaced it meanwhile
+                return self._read(likes, step)
+            # All processes load the same checkpoint, or all pass over it.
             failures = group.exchange_failures(failure)
             if not failures:
                 for reason in reasons:
@@ -459,11 +464,8 @@ class Checkpointer:
     def _find(self, step: int) -> str:
         """Returns the path of an existing checkpoint; raises FileNotFoundError if there is none."""
         steps = self.steps()
-        if step not in steps:
-            raise FileNotFoundError(
-                f"{self.directory}: expected a checkpoint of step {step}, got "
-                f"{f'those of steps {steps}' if steps else 'none'}. Choose one of its steps()."
-            )
+        expected = f"one of the steps that have a checkpoint, {steps}"
+        require(step in steps, self.directory, expected, step, error=FileNotFoundError)
         return _storage.find_checkpoint(self._target(step))
 
     def _require_writable(self) -> None:

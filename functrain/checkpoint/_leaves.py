@@ -75,8 +75,7 @@ def fetch_leaves(leaves: Mapping[str, Any], *, copy: bool = False) -> dict[str, 
     Args:
       leaves: Arrays by name.
       copy: True copies arrays that are in host memory already. It is needed when the next programs
-        donate them: XLA cannot donate memory that NumPy refers to, and would copy the array to new
-        memory at each save, in pieces that malloc keeps (2 more states at the peak).
+        donate them.
 
     Raises:
       TypeError: A leaf is not an array of numbers.
@@ -92,6 +91,8 @@ def fetch_leaves(leaves: Mapping[str, Any], *, copy: bool = False) -> dict[str, 
     fetched = jax.device_put(local_arrays, cpu_device())
 
     def to_numpy(on_host: Any, source: Any) -> np.ndarray:
+        # XLA cannot donate memory that NumPy refers to. Without a copy here, it would copy the
+        # array to new memory at each save, in pieces that malloc keeps: 2 more states at the peak.
         is_alias = isinstance(source, np.ndarray) or source.devices() == {cpu_device()}
         data = np.asarray(on_host)
         return _private_copy(data) if copy and is_alias else data
@@ -131,10 +132,8 @@ def _to_storable(path: str, leaf: Any) -> jax.Array | np.ndarray[Any, Any]:
 
 
 def _private_copy(array: np.ndarray) -> np.ndarray:
-    """Copies an array into memory that the system gets back with the last reference to it.
-
-    malloc would keep the freed memory for the thread that allocated it.
-    """
+    """Copies an array into memory that the system gets back with the last reference to it."""
+    # malloc would keep the freed memory for the thread that allocated it.
     if array.nbytes < _MAPPING_THRESHOLD:
         return array.copy()
     flags = getattr(mmap, "MAP_PRIVATE", 0) | getattr(mmap, "MAP_ANONYMOUS", 0)
@@ -157,6 +156,7 @@ def require_same_leaves(
     directory: str, manifest: Mapping[str, Any], likes: dict[str, PyTree]
 ) -> None:
     """Raises CheckpointMismatchError if a checkpoint has other leaves. No array is read."""
+    # Weak types count as strong ones: arrays are strongly typed when they are restored.
     expected = {name: _tree.strong_spec(leaf) for name, leaf in named_leaves(likes).items()}
     saved = {}
     for name, record in manifest["leaves"].items():

@@ -97,10 +97,8 @@ def parsing(expected: str) -> contextlib.AbstractContextManager[None]:
 
 
 def open_regular_file(path: str) -> io.FileIO:
-    """Opens a file for reading; raises OSError for a pipe, and for a link, which may lead anywhere.
-
-    A pipe would block the open, but for O_NONBLOCK.
-    """
+    """Opens a file for reading; raises OSError for a pipe or a link."""
+    # A link may lead to any file of the user, and a pipe would block the call without O_NONBLOCK.
     flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
     handle = os.open(path, flags | getattr(os, "O_BINARY", 0))
     if not stat.S_ISREG(os.fstat(handle).st_mode):
@@ -265,6 +263,7 @@ def decode(document: Any, arrays: Mapping[str, np.ndarray]) -> Any:
         return list(map(decode_part, document))
     if not isinstance(document, dict):
         return document
+    # The inverse of the cases in `encode`. No name in a file decides on code that is run.
     match document:
         case {"$float": text}:
             return float(text)

@@ -1,9 +1,4 @@
-"""Coordination of the processes of one run (`jax.distributed`).
-
-Each process posts its outcome to JAX's key-value store, and then waits at a barrier for the others.
-A process that failed goes to the barrier at once, so the others never wait for work that it will
-not do.
-"""
+"""Coordination of the processes of one run (`jax.distributed`)."""
 
 import contextlib
 import itertools
@@ -40,8 +35,8 @@ class OtherProcessError(RuntimeError):
 class ProcessGroup:
     """All processes, in one sequence of shared work, such as the parts of a save.
 
-    In a single process every method is a plain call. No program runs on a device, so any thread
-    may use a group.
+    In a single process every method is a plain call. Any thread may use a group, because no program
+    runs on a device.
 
     Args:
       name: The same in all processes, and unique to a sequence.
@@ -95,6 +90,8 @@ class ProcessGroup:
         text = "" if failure is None else f"{type(failure).__name__}: {failure}"
         if not is_multiprocess():
             return {0: text} if text else {}
+        # Each process posts its outcome, and then waits at a barrier for the others. A process that
+        # failed goes to the barrier at once, so the others never wait for work that it will not do.
         process = jax.process_index()
         _coordination.put(f"{self._folder('value', self._round)}/{process}", json.dumps(value))
         _coordination.put(f"{self._folder('failure', self._round)}/{process}", text)

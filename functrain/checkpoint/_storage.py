@@ -3,20 +3,18 @@
     checkpoint.json         the manifest: what each leaf is, and where its bytes are
     arrays-0.safetensors    the leaves, or those parts of them that process 0 has
 
-The arrays are in the format of safetensors. CRC-32 checksums of all parts are in the manifest:
-otherwise a bit that flips on a disk would be returned as a weight. (A CRC detects accidents, not
-attackers.) To restore a piece of a leaf, only the parts that it touches are read and compared, in
-small chunks.
-
-Orbax does not write the arrays, for five reasons. A process cannot leave its barriers when another
-has died, and waits for 20 minutes. Two saves at the same time in one process collided in it. It
-held two to three copies of a state. It compares no bytes when it reads. And checksums need whole
-leaves in memory, because its files do not keep the bytes in their order.
+The arrays are in the format of safetensors. CRC-32 checksums of all parts are in the manifest. To
+restore a piece of a leaf, only the parts that it touches are read and compared, in small chunks.
 
 A checkpoint is written beside its target under a temporary name, and renamed when it is complete.
-Not every system can replace a directory in one operation: the old one is kept beside the target
-until the new one is in place. If a kill interrupts the replacement, the old one is loaded.
 """
+
+# Orbax does not write the arrays, for five reasons:
+# - A process cannot leave its barriers when another has died, and waits for 20 minutes.
+# - Two saves at the same time in one process collided in it.
+# - It held two to three copies of a state.
+# - It compares no bytes when it reads: a bit that flips on a disk would be returned as a weight.
+# - Checksums need whole leaves in memory, because its files do not keep the bytes in their order.
 
 import contextlib
 import functools
@@ -42,6 +40,7 @@ from functrain.common import _locks, _tree
 from functrain.common._checks import require, require_no_problems
 from functrain.common._types import PyTree
 
+# Bytes that are written, or read and compared, at once: the memory that it takes beside a leaf.
 _CHUNK_BYTES = 4 * 2**20
 _NEW, OLD, _DELETED = ".functrain-new", ".functrain-old", ".functrain-gone"
 
@@ -187,6 +186,7 @@ class _StoredArrays:
 
     def read(self, name: str, box: Box | None = None) -> np.ndarray:
         """Returns the part of an array in a box, or all of it, after comparing checksums."""
+        # Every entry of a crafted manifest may be wrong, so all of it is checked in here.
         try:
             record = self._records[name]
             dtype, shape = _manifest.parse_spec(record.get("stored", record["spec"]))
@@ -248,6 +248,7 @@ class _StoredArrays:
                 source: Any = (*_shift(common, chunk_box, -1), ...)
                 array = np.frombuffer(chunk_data, dtype).reshape(_box_shape(chunk))
                 result[target] = array[source]
+        # A CRC detects accidents, not attackers.
         if not is_verified and f"{crc32:08x}" != checksum:
             raise ValueError("other bytes than were saved")
         self._verified.add((process, offset))
@@ -319,6 +320,7 @@ def read_trees(
 
 def verify(directory: str) -> None:
     """Reads all of a checkpoint; the CheckpointCorruptError names damaged files and leaves."""
+    # Damage is collected rather than raised, so that one error names all of it.
     manifest, faults = _manifest.read_manifest(directory), list[str]()
     with _manifest.parsing(f"{directory}: expected the checksums of files"):
         for process, (size, header_size, checksum) in enumerate(manifest["files"]):
@@ -413,6 +415,8 @@ def write_checkpoint(
 
 def _replace(target: str) -> None:
     """Moves the staged checkpoint to its target. At any moment the old or the new is complete."""
+    # Not every system can replace a directory in one operation: the old one is kept beside the
+    # target until the new one is in place. If a kill interrupts this, the old one is loaded.
     if os.path.lexists(target):
         remove(target + OLD)
         os.rename(target, target + OLD)
@@ -432,10 +436,8 @@ def _sync_directory(directory: str) -> None:
 
 
 def remove(path: str) -> None:
-    """Removes a directory.
-
-    It is renamed first: a kill in the middle would otherwise leave a part of it under its name.
-    """
+    """Removes a directory."""
+    # It is renamed first: a kill in the middle would otherwise leave a part of it under its name.
     shutil.rmtree(path + _DELETED, ignore_errors=True)
     if os.path.lexists(path):
         os.rename(path, path + _DELETED)
@@ -545,6 +547,7 @@ def save(path: str | os.PathLike[str], state: PyTree, *, overwrite: bool = False
             )
 
     entries = {"trees": [STATE], "run": _manifest.fingerprint(state)}
+    # Two processes that save to one path take turns; readers find a complete checkpoint anyway.
     with contextlib.ExitStack() as stack:
         if _processes.is_first():
             stack.enter_context(_locks.exclusive_access(os.path.dirname(target)))

@@ -26,7 +26,7 @@ from functrain.checkpoint._checkpointer import find_checkpoints
 from functrain.checkpoint._errors import CheckpointCorruptError, CheckpointMismatchError
 from functrain.checkpoint._manifest import STATE, parse_spec, read_manifest
 from functrain.common import _patterns, _repr, _tree
-from functrain.common._checks import require_instance, require_no_problems
+from functrain.common._checks import require, require_instance, require_no_problems
 from functrain.common._library import import_optional
 from functrain.common._types import PyTree
 from functrain.step._state import TrainState
@@ -155,7 +155,7 @@ def warm_start(
         is_taken = _patterns.any_matches(take_patterns or default, path)
         if is_taken and not _patterns.any_matches(skip_patterns, path):
             requested.append(path)
-    reasons: list[str] = []
+    reasons: list[str] = []  # why checkpoints were passed over
     _, candidates = find_checkpoints(source, "a checkpoint, or a file of arrays")
     for file in reversed(candidates):
         try:
@@ -175,6 +175,7 @@ def warm_start(
 
 def _state_leaves(state: PyTree) -> dict[str, Any]:
     """Returns the leaves of a state by path; raises TypeError unless all are arrays."""
+    # functrain.load takes its path first, so the two arguments are easily swapped.
     if isinstance(state, str | os.PathLike):
         raise TypeError("the order is functrain.warm_start(state, source), got a path first")
     leaves = {}
@@ -214,16 +215,11 @@ def _rename_paths(
     names: dict[str, str] = {}
     for file_path in file_paths:
         path = file_path if rename is None else rename(file_path)
-        if not isinstance(path, str):
-            raise TypeError(
-                f"rename: expected a function of paths to paths, got {type(path).__name__} for "
-                f"{file_path!r}. Return the path itself for leaves that are not to be taken."
-            )
-        if path in names:
-            raise ValueError(
-                f"rename: expected another path for each in {source}, got {path!r} for "
-                f"{names[path]!r} and for {file_path!r}. Return different paths."
-            )
+        call = f"rename({file_path!r})"
+        advice = "Return the path itself for leaves that are not to be taken."
+        require_instance(call, path, str, "a path", advice)
+        advice = f"{source} has {names.get(path)!r}, which is renamed to it, too."
+        require(path not in names, call, "a path that no other leaf is renamed to", path, advice)
         names[path] = file_path
     return names
 
@@ -236,19 +232,23 @@ def _require_used_patterns(
     skip: Sequence[str],
 ) -> None:
     """Raises ValueError for patterns without a match, which are most likely mistyped."""
-    in_both = list(filter(names.__contains__, leaves))
-    checks = [("skip", pattern, [*names, *leaves]) for pattern in skip]
-    checks += [("take", pattern, in_both) for pattern in take or ()]
+    # A leaf may be skipped that only one side has, but to be taken it has to be in both.
+    checks = [("skip", pattern, {*names, *leaves}) for pattern in skip]
+    checks += [("take", pattern, {*names} & {*leaves}) for pattern in take or ()]
     for name, pattern, paths in checks:
-        if any(_patterns.matches(pattern, path) for path in paths):
+        if _matches_any(pattern, paths):
             continue
-        is_in_state = any(_patterns.matches(pattern, path) for path in leaves)
+        is_in_state = _matches_any(pattern, leaves)
         place, candidates = (source, names) if is_in_state else ("the state", leaves)
         close = " or ".join(map(repr, _patterns.closest_patterns(pattern, list(candidates))))
         raise ValueError(
             f"{name}: expected a pattern of paths in {place}, got {pattern!r}, which matches "
             f"none. {f'Nearest: {close}.' if close else 'There are no paths at all.'}"
         )
+
+
+def _matches_any(pattern: str, paths: Collection[str]) -> bool:
+    return any(_patterns.matches(pattern, path) for path in paths)
 
 
 def _require_same_specs(
@@ -302,6 +302,7 @@ def _take(
     """
     file_paths = {path: names[path] for path in requested if path in names}
     if not file_paths:
+        # Files of Keras have other paths than a state. bridge.warm_start translates them.
         from_keras = ", or use bridge.warm_start(state, file, model) for a file of Keras"
         raise (ValueError if arrays.specs else CheckpointMismatchError)(
             f"{source}: expected leaves to take, got none that is asked for. It has, for one, "
@@ -350,6 +351,7 @@ def _read_as(
     data = arrays.read(name, box)
     if _tree.is_key(like) or data.dtype == like.dtype:
         return data
+    # An overflow is reported below, as an error instead of NumPy's warning.
     with np.errstate(over="ignore"):
         converted: np.ndarray = data.astype(like.dtype)
     if not np.array_equal(np.isfinite(data), np.isfinite(converted)):

@@ -1,7 +1,6 @@
-"""Key-value store and barriers of JAX's coordination service, for small messages between processes.
+"""Key-value store and barriers of JAX's coordination service, for small messages."""
 
-Nothing here runs a program on a device, so any thread may call it at any time.
-"""
+# Nothing here runs a program on a device, so any thread may call it at any time.
 
 from typing import Any
 

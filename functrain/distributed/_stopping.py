@@ -4,9 +4,6 @@ Each process counts the events at which a run can stop. A process that wants to 
 number of its event, and waits. Every other process answers with the number of the first event at
 which it can still stop. All continue to the largest of these numbers, and stop there. If all
 processes stop at the same event, as hooks do that see the same values, none takes an extra step.
-
-A thread answers, because the thread that trains may be waiting for a program that the stopping
-process has not started. So training itself costs nothing: no program, no message.
 """
 
 import contextlib
@@ -123,6 +120,8 @@ class StopAgreement:
 
     def _answer_others(self) -> None:
         """Answers a process that wants to stop, and ends this one if it waits for one that left."""
+        # In a thread, because the thread that trains may be waiting for a program that the stopping
+        # process has not started. So training itself costs nothing: no program, no message.
         while not self._is_closed.wait(_POLL_INTERVAL):
             # The service may fail to answer once. If it has ended, JAX ends the process.
             with contextlib.suppress(RuntimeError):

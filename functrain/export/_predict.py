@@ -103,11 +103,10 @@ def predict(
 
     def predict(inputs: PyTree) -> PyTree:
         result = step(arrays, inputs)
-        if not (isinstance(result, tuple) and len(result) == 2):
-            raise TypeError(
-                f"step: expected one that returns (state, outputs), got {type(result).__name__} "
-                "from it. Make one with functrain.predict_step(model)."
-            )
+        is_pair = isinstance(result, tuple) and len(result) == 2
+        advice = "Make one with functrain.predict_step(model)."
+        expected = "a function that returns (state, outputs)"
+        require(is_pair, "step", expected, result, advice, error=TypeError)
         return result[1]
 
     # As in training, only programs for CPUs are rewritten.

@@ -99,7 +99,7 @@ def test_an_earlier_step_is_refused_until_a_rollback_says_so(tmp_path) -> None:
     with pytest.raises(ValueError, match=r"a step after 3.*got 1.*rollback\(1\)"):
         checkpoints.save(LIKE, 1)
     assert checkpoints.steps() == [0, 1, 2, 3]
-    with pytest.raises(FileNotFoundError, match=r"expected a checkpoint of step 9, got .*\[0, 1"):
+    with pytest.raises(FileNotFoundError, match=r"expected one of the steps .*\[0, 1"):
         checkpoints.rollback(9)
     checkpoints.rollback(1)
     assert (checkpoints.steps(), checkpoints.latest(), checkpoints.best()) == ([0, 1], 1, 1)

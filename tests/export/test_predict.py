@@ -158,7 +158,7 @@ class Outputs(NamedTuple):
         ({"step": lambda s, x: (s, Outputs(x))}, TypeError, "which jax knows without functrain"),
         ({"step": "no"}, TypeError, "step: expected"),
         ({"step": keras.Sequential()}, TypeError, r"predict_step\(bridge\.from_keras\(model\)\)"),
-        ({"step": lambda s, x: x}, TypeError, r"returns \(state, outputs\), got .*Tracer"),
+        ({"step": lambda s, x: x}, TypeError, r"returns \(state, outputs\), got float32"),
         ({"rewrites": "all"}, ValueError, "rewrites: expected"),
     ],
 )  # fmt: skip
