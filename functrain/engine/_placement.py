@@ -1,4 +1,4 @@
-"""Where batches and what a program carries lie on several devices."""
+"""Puts batches and carries on several devices, and keeps them there."""
 
 import re
 import zlib
@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from functrain.common import _tree
+from functrain.common._checks import require, require_no_problems
 from functrain.common._gather import gather_from_processes
 from functrain.common._types import PyTree
 from functrain.data._batches import Batches
@@ -20,7 +21,7 @@ ShardingArg: TypeAlias = NamedSharding | Mesh | PartitionSpec | None
 
 
 def batch_sharding(sharding: Any) -> NamedSharding | None:
-    """Returns where a batch is to lie, from what a user says.
+    """Converts the argument `sharding` to the sharding of a batch.
 
     Args:
       sharding: A NamedSharding; a Mesh of one axis, over which examples are then divided; a
@@ -33,18 +34,16 @@ def batch_sharding(sharding: Any) -> NamedSharding | None:
     if sharding is None or isinstance(sharding, NamedSharding):
         return sharding
     if isinstance(sharding, Mesh):
-        if len(sharding.axis_names) != 1:
-            raise ValueError(
-                f"sharding: expected to be told over which of the axes {sharding.axis_names} "
-                "examples are divided, got the mesh alone. Pass "
-                "jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec('data'))."
-            )
-        return NamedSharding(sharding, PartitionSpec(sharding.axis_names[0]))
+        axes = sharding.axis_names
+        advice = "Pass jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec('data'))."
+        expected = "a mesh of one axis, or the axis over which examples are divided"
+        require(len(axes) == 1, "sharding", expected, axes, advice)
+        return NamedSharding(sharding, PartitionSpec(axes[0]))
     if isinstance(sharding, PartitionSpec):
         mesh = jax.sharding.get_mesh()
         if mesh.empty:
             raise ValueError(
-                f"sharding: expected a mesh to go with {sharding}, got none. Pass "
+                f"sharding: expected a mesh for {sharding}, got none. Pass "
                 f"jax.sharding.NamedSharding(mesh, {sharding}), or call within jax.set_mesh(mesh)."
             )
         return NamedSharding(mesh, sharding)
@@ -55,242 +54,252 @@ def batch_sharding(sharding: Any) -> NamedSharding | None:
 
 
 def is_explicit(sharding: NamedSharding | None) -> bool:
-    """Whether shardings are part of arrays' types: a step can be traced on such a mesh only."""
+    """Returns True if the mesh has explicit axes: a step can then be traced on that mesh only."""
     return sharding is not None and jax.sharding.AxisType.Explicit in sharding.mesh.axis_types
 
 
 def chunk_placer(
     sharding: NamedSharding | None, *, replicates: bool = False
 ) -> Callable[[PyTree], PyTree]:
-    """Returns what puts a chunk on the devices: a batch's sharding, with K in front.
+    """Returns a function that puts a chunk on the devices: a batch's sharding, after an axis of K.
 
     Args:
-      sharding: Of one batch.
-      replicates: True to give all devices the whole of a batch that they do not divide, instead of
+      sharding: The sharding of one batch.
+      replicates: True to replicate a batch that the devices do not divide evenly, instead of
         raising ValueError.
     """
     if sharding is None:
         return lambda batches: batches
-    chunked, compared = _chunked(sharding), False
+    chunked, is_compared = _chunk_sharding(sharding), False
 
     def place(batches: PyTree) -> PyTree:
-        nonlocal compared
-        if not (compared or chunked.is_fully_addressable):
-            # The first chunk: to compare all of them would take longer than a step.
-            _require_same_everywhere(batches)
-            compared = True
+        nonlocal is_compared
+        if not (is_compared or chunked.is_fully_addressable):
+            # Only the first chunk: comparing all of them would take longer than a step.
+            _require_same_in_all_processes(batches)
+            is_compared = True
         if replicates:
             return jax.tree.map(lambda x: _put(x, divisible_sharding(x.shape, chunked)), batches)
-        _refuse_indivisible(batches, chunked, sharding.spec)
+        _require_even_shards(batches, chunked, sharding.spec)
         return _put(batches, chunked)
 
     return place
 
 
 def place_batch(batch: PyTree, sharding: NamedSharding | None) -> PyTree:
-    """Puts one batch on the devices, of which every process has all."""
+    """Puts one batch, which every process holds in full, on the devices."""
     if sharding is None:
         return batch
-    _refuse_indivisible(batch, sharding, sharding.spec)
+    _require_even_shards(batch, sharding, sharding.spec)
     return _put(batch, sharding)
 
 
-def _put(batches: PyTree, where: NamedSharding) -> PyTree:
-    if where.is_fully_addressable:
-        return jax.device_put(batches, where)
-    return jax.tree.map(lambda x: _own_part(x, where), batches)
+def _put(batches: PyTree, sharding: NamedSharding) -> PyTree:
+    if sharding.is_fully_addressable:
+        return jax.device_put(batches, sharding)
+    # `device_put` compares the values among all processes each time; `chunk_placer` has compared
+    # the first chunk.
+    return jax.tree.map(lambda x: _put_shards(x, sharding), batches)
 
 
 def chunk_shapes(batch: PyTree, k: int, sharding: NamedSharding | None) -> PyTree:
-    """Returns what k batches look like as a chunk in its place."""
-    where = None if sharding is None else _chunked(sharding)
-    found = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct((k, *x.shape), x.dtype, sharding=where), _tree.shapes(batch)
-    )
-    if sharding is not None and where is not None:
-        _refuse_indivisible(found, where, sharding.spec)
-    return found
+    """Returns the shapes and shardings of a chunk of k batches."""
+    chunked = None if sharding is None else _chunk_sharding(sharding)
+
+    def add_axis(x: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((k, *x.shape), x.dtype, sharding=chunked)
+
+    chunk = jax.tree.map(add_axis, _tree.shapes(batch))
+    if sharding is not None and chunked is not None:
+        _require_even_shards(chunk, chunked, sharding.spec)
+    return chunk
 
 
-def _chunked(sharding: NamedSharding) -> NamedSharding:
+def _chunk_sharding(sharding: NamedSharding) -> NamedSharding:
     return NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec))
 
 
-def _own_part(x: Any, where: NamedSharding) -> Any:
-    """Takes this process's part of an array that every process has."""
-    if _is_shared(x):
-        return jax.device_put(x, where)
-    whole = np.asarray(x)
-    return jax.make_array_from_callback(whole.shape, where, lambda i: whole[i])
+def _put_shards(x: Any, sharding: NamedSharding) -> Any:
+    """Puts this process's shards of an array, which every process holds in full, on its devices."""
+    if _has_remote_shards(x):
+        return jax.device_put(x, sharding)
+    array = np.asarray(x)
+    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
 
 
-def _is_shared(x: Any) -> bool:
+def _has_remote_shards(x: Any) -> bool:
     return isinstance(x, jax.Array) and not x.is_fully_addressable
 
 
-def _require_same_everywhere(batches: PyTree) -> None:
-    """Compares what the processes have, by its bytes."""
+def _require_same_in_all_processes(batches: PyTree) -> None:
+    """Raises ValueError unless all processes have the same batches, by a digest of their bytes."""
     digest = 0
     for path, x in _tree.leaves_with_path(batches):
         digest = zlib.crc32(f"{path} {_tree.strong_spec(x)}".encode(), digest)
-        if not _is_shared(x):
+        # An array that is divided over the processes already is one array, not a copy in each.
+        if not _has_remote_shards(x):
             digest = zlib.crc32(np.ascontiguousarray(x).reshape(-1).view(np.uint8).data, digest)
     if len(set(gather_from_processes(digest))) > 1:
         raise ValueError(
-            "data: expected the same batches in every process, of which jax takes each "
-            "device's part, got others in this one. Give every process the whole data in the "
-            "same order; data of which each has a part go into functrain.distributed.local."
+            "data: expected the same batches in every process, of which each device takes its "
+            "shard, got other batches in this one. Give every process all of the data in the same "
+            "order. If each process has a part of the data, use functrain.distributed.local."
         )
 
 
 def require_same_program(program: Any, args: tuple[PyTree, ...]) -> None:
-    """Refuses to run what is not the same program in every process: they would wait for ever.
+    """Raises ValueError in every process unless all of them are about to run the same program.
 
-    Raises:
-      ValueError: In each process: the code, the shapes, or the number of steps are others.
+    Otherwise they would wait for each other's collectives forever.
     """
-    text = _without_addresses(program.lower(*args).as_text())  # callbacks have some
+    # The text holds the addresses of host callbacks, which differ in each process.
+    text = _strip_addresses(program.lower(*args).as_text())
     first, *others = gather_from_processes(zlib.crc32(text.encode()))
-    if found := [str(i) for i, other in enumerate(others, 1) if other != first]:
+    differing = [str(i) for i, other in enumerate(others, 1) if other != first]
+    if differing:
         raise ValueError(
-            "step: expected the same program in every process, got another in "
-            f"{', '.join(found)} than in process 0. Run the same code, of the same versions, with "
-            "the same arguments everywhere; what only one process does belongs into a hook."
+            "step: expected the same program in every process, got a different one in process "
+            f"{', '.join(differing)}. Run the same code, with the same versions and arguments, "
+            "in every process; use a hook for what only one process does."
         )
 
 
-def require_same_run(batches: Batches, where: NamedSharding | None, **asked: Any) -> None:
-    """Refuses to begin where processes have other data, or are asked for something else.
+def require_same_run(batches: Batches, sharding: NamedSharding | None, **arguments: Any) -> None:
+    """Raises ValueError in every process unless all have the same data, sharding and arguments.
 
-    Raises:
-      ValueError: In each process, with what differs.
+    It runs before the first program, and names what differs.
     """
-    if where is None or where.is_fully_addressable:
+    if sharding is None or sharding.is_fully_addressable:
         return
-    said = {**batches.fingerprint(), "sharding": f"{where.spec} over {dict(where.mesh.shape)}"}
-    each = gather_from_processes(
-        {**said, **{name: _without_addresses(repr(x)) for name, x in asked.items()}}
+    facts = {**batches.fingerprint()}
+    facts["sharding"] = f"{sharding.spec} over {dict(sharding.mesh.shape)}"
+    for name, value in arguments.items():
+        facts[name] = _strip_addresses(repr(value))
+    first, *others = gather_from_processes(facts)
+    lines = []
+    for name, expected in first.items():
+        for i, other in enumerate(others, 1):
+            got = other.get(name, "nothing")
+            if got != expected:
+                lines.append(f"{name}: {expected} in process 0, {got} in process {i}")
+    require_no_problems(
+        batches.name,
+        lines,
+        "the same in every process",
+        "Nothing was run. Give every process the same data and arguments. With "
+        "functrain.distributed.local, where each process has a part of the data, give each the "
+        "same number of batches.",
     )
-    lines = [
-        f"{name}: {first} in process 0, {other.get(name, 'nothing')} in process {i}"
-        for name, first in each[0].items()
-        for i, other in enumerate(each)
-        if other.get(name, "nothing") != first
-    ]
-    if lines:
-        raise ValueError(
-            f"{batches.name}: expected the same in every process, got\n{_tree.bullets(lines)}\n"
-            "Nothing was run. Give every process the same data and arguments; of data of which "
-            "each has a part, functrain.distributed.local, as many batches."
-        )
 
 
-def _without_addresses(text: str) -> str:
+def _strip_addresses(text: str) -> str:
     return re.sub(r"0x[0-9a-f]+", "", text)
 
 
 def require_divisible(batches: Batches, sharding: NamedSharding | None) -> None:
-    """Refuses batches that the devices do not divide, as far as they are known before a run."""
+    """Raises ValueError if devices cannot divide batches evenly whose shapes are known by now."""
     if sharding is None:
         return
     for batch in batches.known_shapes():
-        _refuse_indivisible(batch, sharding, sharding.spec, f"{batches.name}: ")
+        _require_even_shards(batch, sharding, sharding.spec, f"{batches.name}: ")
 
 
-def _refuse_indivisible(
-    batches: PyTree, where: NamedSharding, spec: PartitionSpec, name: str = ""
+def _require_even_shards(
+    batches: PyTree, sharding: NamedSharding, spec: PartitionSpec, prefix: str = ""
 ) -> None:
     lines = []
     for path, x in _tree.leaves_with_path(batches):
         try:
-            where.shard_shape(x.shape)
+            sharding.shard_shape(x.shape)
         except ValueError:
             lines.append(f"{path}: {_tree.spec(x)}")
-    if lines:
-        raise ValueError(
-            f"{name}sharding: expected batches that divide over {spec} of the mesh, got\n"
-            f"{_tree.bullets(lines)}\nTake a batch size that the devices divide, and in training "
-            "drop_remainder=True where the last batch is smaller."
-        )
+    require_no_problems(
+        f"{prefix}sharding",
+        lines,
+        f"batches that divide evenly over {spec} of the mesh",
+        "Choose a batch size that is a multiple of the number of devices, and in training "
+        "drop_remainder=True if the last batch is smaller.",
+    )
 
 
 def place_on_mesh(carry: PyTree, sharding: NamedSharding | None) -> PyTree:
-    """Copies what is on no particular device to all devices of a mesh.
+    """Replicates the uncommitted arrays of a carry over a mesh.
 
-    Left where it is, the first program would move it, and the second find it elsewhere than it
-    was compiled for.
+    Otherwise the first program would move them, and return them with a sharding that the second
+    program was not compiled for.
     """
-    if sharding is None or not _counts(sharding.mesh):
+    if sharding is None or not _is_relevant(sharding.mesh):
         return carry
-    everywhere = NamedSharding(sharding.mesh, PartitionSpec())
+    replicated = NamedSharding(sharding.mesh, PartitionSpec())
 
     def place(x: Any) -> Any:
-        return x if getattr(x, "committed", False) else _tree.device_put(x, everywhere)
+        return x if getattr(x, "committed", False) else _tree.device_put(x, replicated)
 
     return jax.tree.map(place, carry)
 
 
 def spans_processes(carry: PyTree, sharding: NamedSharding | None) -> bool:
-    """Returns True if programs run on devices of several processes: each must begin them."""
+    """Returns True if programs run on devices of several processes, which all must start them."""
     if sharding is not None and not sharding.is_fully_addressable:
         return True
-    return any(_is_shared(x) for x in jax.tree.leaves(carry))
+    return any(map(_has_remote_shards, jax.tree.leaves(carry)))
 
 
 def replicate_beside(small: PyTree, carry: PyTree) -> PyTree:
-    """Copies a few numbers to all devices that a carry lies on, where it lies on several."""
-    mesh = next(filter(None, map(_mesh, jax.tree.leaves(carry))), None)
+    """Replicates a few numbers over the mesh of a carry, if that has one."""
+    mesh = next(filter(None, map(_relevant_mesh, jax.tree.leaves(carry))), None)
     if mesh is None:
         return small
-    everywhere = NamedSharding(mesh, PartitionSpec())
-    return jax.tree.map(lambda x: _tree.device_put(x, everywhere), small)
+    replicated = NamedSharding(mesh, PartitionSpec())
+    return jax.tree.map(lambda x: _tree.device_put(x, replicated), small)
 
 
-def _mesh(x: Any) -> Mesh | None:
-    """Returns the mesh that an array lies on, where that is one that counts."""
+def _relevant_mesh(x: Any) -> Mesh | None:
+    """Returns the mesh of an array; None if it has none, or one like a single device."""
+    # The mesh of a tracer is abstract: it has no devices.
     sharding = None if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
-    if not isinstance(sharding, NamedSharding) or not _counts(sharding.mesh):
+    if not isinstance(sharding, NamedSharding) or not _is_relevant(sharding.mesh):
         return None
     assert isinstance(sharding.mesh, Mesh)
     return sharding.mesh
 
 
-def _counts(mesh: Any) -> bool:
-    """Whether lying on a mesh is more than lying on a device."""
+def _is_relevant(mesh: Any) -> bool:
+    """Returns True if a mesh matters: it has several devices, or is part of arrays' types."""
     return mesh.size > 1 or jax.sharding.AxisType.Explicit in mesh.axis_types
 
 
 class Pins(NamedTuple):
-    """Where the leaves of a carry are to stay; hashable.
+    """The shardings that the leaves of a carry keep in a program; hashable.
 
     Attributes:
-      structure: The carry's.
-      places: For each leaf; None where that is no question.
+      structure: The treedef of the carry.
+      shardings: One for each leaf; None for a leaf that needs none.
     """
 
     structure: Any
-    places: tuple[NamedSharding | None, ...]
+    shardings: tuple[NamedSharding | None, ...]
 
     def tree(self) -> PyTree:
-        """Returns the places in the carry's structure, as `jax.jit` takes them."""
-        return jax.tree.unflatten(self.structure, self.places)
+        """Returns the shardings in the carry's structure, as `jax.jit` takes them."""
+        return jax.tree.unflatten(self.structure, self.shardings)
 
 
 def read_pins(carry: PyTree) -> Pins | None:
-    """Returns where the leaves of a carry are; None where all are on one device.
+    """Returns the shardings of a carry's leaves; None if all are on one device.
 
-    Left to itself the compiler chooses the layout of what a loop carries: biases were seen to
+    Without pins the compiler chooses the shardings of what a loop carries: biases were seen to
     drift from replicated to sharded.
     """
     if jax.device_count() == 1:
         return None
     leaves, structure = jax.tree.flatten(carry)
-    places = tuple(map(_place_of, leaves))
-    return Pins(structure, places) if any(places) else None
+    shardings = tuple(map(_sharding_to_pin, leaves))
+    return Pins(structure, shardings) if any(shardings) else None
 
 
-def _place_of(x: Any) -> NamedSharding | None:
-    mesh = _mesh(x)
+def _sharding_to_pin(x: Any) -> NamedSharding | None:
+    mesh = _relevant_mesh(x)
     if mesh is None:
         return None
     # With explicit axes a sharding is part of an array's type, and cannot drift.
@@ -298,18 +307,21 @@ def _place_of(x: Any) -> NamedSharding | None:
     return x.sharding if all(kind == auto for kind in mesh.axis_types) else None
 
 
-def pin_carry(returned: Any, where: Pins | None) -> Any:
-    """Keeps the carry of ``(carry, rows)`` where it was, inside a program."""
-    if where is None or not isinstance(returned, tuple | list) or len(returned) != 2:
+def pin_carry(returned: Any, pins: Pins | None) -> Any:
+    """Constrains the carry of ``(carry, rows)`` to the pinned shardings, inside a program."""
+    if pins is None or not isinstance(returned, tuple | list) or len(returned) != 2:
         return returned
     carry, rows = returned
-    if _tree.structure(carry) != where.structure:
-        return returned  # which is refused elsewhere, leaf by leaf
-    kept = map(_stay, jax.tree.leaves(carry), where.places)
-    return jax.tree.unflatten(where.structure, kept), rows
+    # A carry of another structure is an error that `check_carry` raises, leaf by leaf.
+    if _tree.structure(carry) != pins.structure:
+        return returned
+    pinned = map(_constrain, jax.tree.leaves(carry), pins.shardings)
+    return jax.tree.unflatten(pins.structure, pinned), rows
 
 
-def _stay(x: Any, where: NamedSharding | None) -> Any:
-    if where is None:
+def _constrain(x: Any, sharding: NamedSharding | None) -> Any:
+    if sharding is None:
         return x
-    return jax.lax.with_sharding_constraint(x if hasattr(x, "dtype") else jnp.asarray(x), where)
+    # A step may return a Python number, which has no sharding to constrain.
+    array = x if hasattr(x, "dtype") else jnp.asarray(x)
+    return jax.lax.with_sharding_constraint(array, sharding)
