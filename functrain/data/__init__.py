@@ -1,18 +1,18 @@
-"""Batches, from anywhere.
+"""Data: turns what users pass into batches and chunks.
 
 Files:
   _batches: the protocol between data and the engine; Steps, for training without data
-  _adapt: from what users pass to that protocol
+  _adapt: converts what users pass to that protocol
   _loader: ArrayLoader, batches of arrays in memory
   _iterator: batches of any iterable
-  _iterator_position: where an iterator is, to be saved and restored
-  _same_data: recognizes the data of a run that resumes
-  _local: data of which each process has a part
-  _epochs_of_steps: epochs of a number of steps
-  _stack: batches stacked into chunks
+  _iterator_position: saves and restores the position of an iterator
+  _same_data: compares the data of a resumed run with those of the saved one
+  _local: data of which each process holds a part
+  _epochs_of_steps: epochs with a given number of steps
+  _stack: stacks batches into chunks
   _batch: inputs, labels and weights of a batch, and its size
-  _arrays: checks which arrays jax can take
-  _buffer: host memory that a CPU device takes without a copy
+  _arrays: checks that leaves are arrays that jax supports
+  _buffer: host memory that a CPU device uses without a copy
 """
 
 from functrain.data._batches import Steps as Steps

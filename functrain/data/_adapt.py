@@ -1,4 +1,4 @@
-"""From what users pass as data to `Batches`."""
+"""Converts what users pass as data to `Batches`."""
 
 import inspect
 from collections.abc import Iterable
@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from functrain.common._checks import require
 from functrain.data._arrays import require_no_number_lists
 from functrain.data._batches import Batches
 from functrain.data._iterator import IteratorBatches
@@ -15,16 +16,16 @@ from functrain.data._local import Local, LocalBatches
 
 
 def as_batches(data: Any, name: str = "data") -> Batches:
-    """Returns the batches of what `fit`, `run`, `evaluate` and `predict` take as data.
+    """Converts the data of `fit`, `run`, `evaluate` and `predict` to `Batches`.
 
     Args:
-      data: A loader that can seek, such as `ArrayLoader`; an iterable of batches; one of these in
-        `functrain.distributed.local`; or `Batches`, which are returned as they are.
-      name: The argument it was passed as, for errors.
+      data: A loader that can seek, such as `ArrayLoader`; an iterable of batches; either of these
+        in `functrain.distributed.local`; or `Batches`, which are returned unchanged.
+      name: The argument that the data were passed as, for errors.
 
     Raises:
-      TypeError: `data` is none of these.
-      ValueError: `data` is known to have no batches.
+      TypeError: `data` is something else.
+      ValueError: `data` is an empty list.
     """
     if isinstance(data, Batches):
         return data
@@ -37,13 +38,14 @@ def as_batches(data: Any, name: str = "data") -> Batches:
 
 
 def _require_iterable(data: Any, name: str) -> None:
-    """Raises TypeError for what is no iterable of batches, and for arrays that have to be cut."""
+    """Raises TypeError unless data are an iterable of batches: arrays are cut by a loader."""
     if inspect.isgeneratorfunction(data):
         raise TypeError(
             f"{name}: expected an iterable of batches, got the generator function "
-            f"{data.__name__}, which is not one until it is called: {data.__name__}(). For more "
-            "than one epoch pass an object whose __iter__ it is."
+            f"{data.__name__}. Call it: {data.__name__}(). For more than one epoch, pass an object "
+            "with this function as __iter__."
         )
+    # All of these can be iterated, but yield rows, keys or characters instead of batches.
     is_array = isinstance(data, dict | np.ndarray | jax.Array | str | bytes)
     is_tuple_of_arrays = isinstance(data, tuple) and any(hasattr(x, "shape") for x in data)
     if is_array or is_tuple_of_arrays or not isinstance(data, Iterable):
@@ -53,11 +55,12 @@ def _require_iterable(data: Any, name: str) -> None:
             "to predict, ArrayLoader(x, batch_size)."
         )
     if isinstance(data, list | tuple):
-        if not data:
-            raise ValueError(f"{name}: expected at least one batch, got an empty list")
+        require(data, name, "at least one batch", data, "Pass a list of batches.")
+        # A number is a valid pytree: each would be a batch of one leaf.
         if isinstance(data[0], bool | int | float | complex | str):
             raise TypeError(
                 f"{name}: expected a list of batches, got one of {type(data[0]).__name__}s. For "
                 "numbers: functrain.ArrayLoader(np.asarray(data), batch_size)."
             )
+        # The other batches are checked when they are fetched.
         require_no_number_lists(data[0], f"{name}: batch 0", (list,))

@@ -1,4 +1,4 @@
-"""What is asked of data from anywhere: arrays of numbers that jax can take."""
+"""Checks that data are arrays of numbers that jax supports."""
 
 import functools
 import numbers
@@ -14,18 +14,18 @@ from functrain.common._types import PyTree
 
 
 def host_arrays(data: PyTree, name: str = "data") -> PyTree:
-    """Returns a pytree with every leaf as a NumPy array.
+    """Converts every leaf of a pytree to a NumPy array.
 
     Raises:
-      TypeError: There are lists of numbers, or a leaf is masked, or is no array of numbers that
-        jax can take.
+      TypeError: There is a list of numbers, or a leaf is a masked array, or has a dtype that jax
+        does not support.
     """
     require_no_number_lists(data, name)
 
     def array(path: tuple[jax.tree_util.KeyEntry, ...], leaf: PyTree) -> np.ndarray:
         require_unmasked(leaf, name, lambda: f" at {_tree.path_str(path)}")
         x = np.asarray(leaf)
-        if not is_takeable(x.dtype):
+        if not is_supported_dtype(x.dtype):
             raise TypeError(
                 f"{name}: expected arrays of numbers, got {type(leaf).__name__} "
                 f"of {x.dtype} at {_tree.path_str(path)}. {_ADVICE.get(x.dtype.kind, _CAST)}"
@@ -36,12 +36,13 @@ def host_arrays(data: PyTree, name: str = "data") -> PyTree:
 
 
 _CAST = "Cast it first, as in x.astype(np.float32)."
+# Advice by the kind of a NumPy dtype: objects, strings, bytes, dates and times.
 _ADVICE = {
-    "O": "Rows of unequal length are padded to one; anything else is cast: x.astype(np.float32).",
-    "U": "Give each text numbers first, such as the ids of its tokens.",
-    "S": "Give each text numbers first, such as the ids of its tokens.",
-    "M": "Make dates numbers first, such as (x - x[0]) / np.timedelta64(1, 's').",
-    "m": "Make times numbers first, such as x / np.timedelta64(1, 's').",
+    "O": "Pad rows of unequal length to one length; cast anything else: x.astype(np.float32).",
+    "U": "Convert strings to numbers first, such as the ids of their tokens.",
+    "S": "Convert strings to numbers first, such as the ids of their tokens.",
+    "M": "Convert dates to numbers first, such as (x - x[0]) / np.timedelta64(1, 's').",
+    "m": "Convert times to numbers first, such as x / np.timedelta64(1, 's').",
 }
 
 
@@ -50,8 +51,9 @@ def require_unmasked(leaf: Any, name: str, path: Callable[[], str] = lambda: "")
 
     Args:
       leaf: Any leaf of the data.
-      name: Of the argument, for the error.
-      path: Returns where the leaf is.
+      name: Name of the argument, for the error.
+      path: Returns a text with the path of the leaf. Called only for the error, since paths are
+        slow to make.
     """
     if isinstance(leaf, np.ma.MaskedArray):
         raise TypeError(
@@ -62,8 +64,9 @@ def require_unmasked(leaf: Any, name: str, path: Callable[[], str] = lambda: "")
 
 
 @functools.cache
-def is_takeable(dtype: np.dtype[Any]) -> bool:
-    """Whether jax has arrays of such a dtype, of either byte order."""
+def is_supported_dtype(dtype: np.dtype[Any]) -> bool:
+    """Returns True if jax has arrays of a dtype, which may have either byte order."""
+    # jax has no list of its dtypes, which include those of ml_dtypes: try one.
     try:
         jnp.asarray(np.empty(0, dtype.newbyteorder("=")))
     except TypeError:
@@ -74,23 +77,24 @@ def is_takeable(dtype: np.dtype[Any]) -> bool:
 def require_no_number_lists(
     data: PyTree, name: str, kinds: tuple[type[Any], ...] = (list, tuple)
 ) -> None:
-    """Refuses lists of numbers at the first one: each number would be a leaf of its own.
+    """Raises TypeError for the first list of numbers: each number would be a leaf.
 
     Args:
       data: Any pytree.
-      name: Of the argument, for the error.
-      kinds: What to take for a list.
+      name: Name of the argument, for the error.
+      kinds: The types that count as lists.
     """
 
-    def look(x: PyTree) -> bool:
-        several = isinstance(x, kinds) and len(x) > 0
-        if several and isinstance(x[0], numbers.Number | np.generic | str | bytes):
-            what = "texts" if isinstance(x[0], str | bytes) else "numbers"
+    def check(x: PyTree) -> bool:
+        has_items = isinstance(x, kinds) and len(x) > 0
+        if has_items and isinstance(x[0], numbers.Number | np.generic | str | bytes):
+            items = "strings" if isinstance(x[0], str | bytes) else "numbers"
             raise TypeError(
-                f"{name}: expected arrays, got a {type(x).__name__} of {len(x):,} {what}, "
+                f"{name}: expected arrays, got a {type(x).__name__} of {len(x):,} {items}, "
                 f"{', '.join(map(repr, x[:3]))}{', ...' * (len(x) > 3)}. Make it an array: "
                 "np.asarray(x)."
             )
         return False
 
-    jax.tree.leaves(data, is_leaf=look)
+    # jax calls `is_leaf` for a list before it flattens it, so long lists are not flattened at all.
+    jax.tree.leaves(data, is_leaf=check)

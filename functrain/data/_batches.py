@@ -1,4 +1,4 @@
-"""Batches: the one protocol between data and the engine."""
+"""Batches: the protocol between data and the engine."""
 
 import abc
 from typing import Any, NamedTuple
@@ -12,14 +12,14 @@ BatchSignature = tuple[Any, tuple[Any, ...]]
 
 
 class Chunk(NamedTuple):
-    """Stacked batches for one program, of which the first `steps` are used.
+    """Stacked batches for one program, which uses the first `steps` of them.
 
     Attributes:
       batches: Every leaf `[k, B, ...]`; zeros after the first `steps`.
-      k: Batches that it has room for.
-      steps: Batches in it.
+      k: Rows of the chunk, the same for most chunks of a run, so that they share a program.
+      steps: Batches in the chunk, at most k.
       examples: Examples in each batch, B.
-      marks: What else the data say of each batch; None for most.
+      marks: Additional information about each batch for hooks; None for most data.
     """
 
     batches: PyTree
@@ -30,16 +30,16 @@ class Chunk(NamedTuple):
 
 
 class Batches(abc.ABC):
-    """The batches of one epoch after another, at a position that can be saved and restored.
+    """The batches of successive epochs, at a position that can be saved and restored.
 
     The engine calls `begin` for each epoch, then `peek` and `take` until `peek` returns None.
 
     Attributes:
       data: The data as the user passed them.
-      name: The argument that they came from, for errors.
-      can_seek: True if every batch can be taken at any time, without those before it.
-      is_iterator: True if the data are used up after one epoch.
-      steps: Batches in an epoch; None if the data do not say.
+      name: The argument that they were passed as, for errors.
+      can_seek: True if every batch can be taken at any time, without the ones before it.
+      is_iterator: True if the data are exhausted after one epoch.
+      steps: Batches in an epoch; None if unknown.
     """
 
     data: Any = None
@@ -50,7 +50,7 @@ class Batches(abc.ABC):
 
     @property
     def full_steps(self) -> int | None:
-        """Batches of full size in an epoch, as far as that is known."""
+        """Batches of full size in an epoch; None if unknown."""
         return self.steps
 
     @abc.abstractmethod
@@ -66,12 +66,15 @@ class Batches(abc.ABC):
         """Returns a chunk of the next batches that can be stacked.
 
         Args:
-          k: Batches that the chunk has room for.
+          k: Rows of the chunk.
           limit: The most batches to take, at most k.
         """
 
     def first(self) -> PyTree | None:
-        """Returns the first batch, or its shapes; None if there is none. `begin` comes after it."""
+        """Returns the first batch, or its shapes; None if there is none.
+
+        Call it before the first `begin`, which then begins with this batch.
+        """
         self.begin(0)
         return self.peek()
 
@@ -80,56 +83,57 @@ class Batches(abc.ABC):
         return None
 
     def known_shapes(self) -> list[PyTree]:
-        """Returns the shapes of every kind of batch, as far as known before anything is fetched."""
+        """Returns the shapes of all batches that are known before the first one is fetched."""
         return []
 
     def fingerprint(self) -> dict[str, Any]:
-        """Returns what tells these data from others, as far as they say."""
+        """Returns properties that distinguish these data from others, for a resumed run."""
         return {"data": type(self.data).__name__, "batches": self.steps}
 
-    def track(self) -> None:  # noqa: B027  # data that can seek have nothing to note
-        """Begins to note the position of data that cannot seek, for `state`."""
+    # Not abstract: data that can seek have no position to track.
+    def track(self) -> None:  # noqa: B027
+        """Begins to track the position of data that cannot seek, for `state`."""
 
     def state(self, *, epoch_is_over: bool) -> Any:
-        """Returns the position to save; None if epoch and batch number say it."""
+        """Returns the position to save; None if epoch and batch number are enough."""
         return None
 
     def restore(self, state: Any, epoch: int, batch: int) -> list[str]:
-        """Has the next `begin` continue at a saved position.
+        """Restores a saved position, at which the next `begin` continues.
 
         Args:
-          state: What `state` returned.
+          state: The value that `state` returned.
           epoch: The epoch to continue in.
-          batch: The batch of it to continue at.
+          batch: The batch of that epoch to continue at.
 
         Returns:
-          How the data differ from those of the saved run; nothing if they are the same.
+          Lines that say how the data differ from those of the saved run; empty if they are equal.
         """
         return []
 
-    def continue_after(self, steps: int) -> None:  # noqa: B027  # only loaders have orders
-        """Has a loader continue with the orders that come after so many steps."""
+    # Not abstract: only loaders have an order that depends on the epoch.
+    def continue_after(self, steps: int) -> None:  # noqa: B027
+        """Makes a loader continue with the orders that follow a number of earlier steps."""
 
     @property
     def epochs_before(self) -> int:
-        """The number of a loader's epochs that come before the first one of this run."""
+        """The number of a loader's epochs before the first one of this run."""
         return 0
 
     def require_epochs(self, epochs: int) -> None:
         """Raises ValueError if an iterator would have to last for several epochs."""
         if epochs > 1 and self.is_iterator:
             raise ValueError(
-                f"{self.name}: expected something that can be iterated {epochs} times, got an "
-                "iterator, which is exhausted after one pass. Pass a list, an ArrayLoader or a "
-                "loader object."
+                f"{self.name}: expected data that can be iterated {epochs} times, got an iterator, "
+                "which is exhausted after one pass. Pass a list, an ArrayLoader or a loader object."
             )
 
 
 class WrappedBatches(Batches):
-    """Batches of other batches, which answer everything that a subclass does not.
+    """Base of batches that wrap others: delegates what a subclass does not override.
 
     Args:
-      inner: The other batches.
+      inner: The wrapped batches.
     """
 
     def __init__(self, inner: Batches) -> None:
@@ -139,7 +143,7 @@ class WrappedBatches(Batches):
 
     @property
     def full_steps(self) -> int | None:
-        """Batches of full size in an epoch, as far as that is known."""
+        """Batches of full size in an epoch; None if unknown."""
         return self._inner.full_steps
 
     def begin(self, epoch: int, batch: int = 0) -> None:
@@ -151,19 +155,19 @@ class WrappedBatches(Batches):
         return self._inner.first()
 
     def full_batch(self) -> PyTree | None:
-        """Returns the shapes of a batch of full size, if they are known."""
+        """Returns the shapes of a batch of full size; None if unknown."""
         return self._inner.full_batch()
 
     def known_shapes(self) -> list[PyTree]:
-        """Returns the shapes of every kind of batch, as far as they are known."""
+        """Returns the shapes of all batches that are known before the first one is fetched."""
         return self._inner.known_shapes()
 
     def track(self) -> None:
-        """Begins to note the position of data that cannot seek."""
+        """Begins to track the position of data that cannot seek."""
         self._inner.track()
 
     def continue_after(self, steps: int) -> None:
-        """Has a loader continue with the orders that come after so many steps."""
+        """Makes a loader continue with the orders that follow a number of earlier steps."""
         self._inner.continue_after(steps)
 
     @property
@@ -173,9 +177,9 @@ class WrappedBatches(Batches):
 
 
 class Steps(Batches):
-    """No data: epochs of a number of steps, whose batches are ``()``.
+    """Epochs without data: a number of steps, whose batches are ``()``.
 
-    For steps that make their own examples, such as reinforcement learning or sampling.
+    For steps that make their own examples, as in reinforcement learning or sampling.
 
     Args:
       steps: Steps in an epoch.
@@ -215,16 +219,16 @@ class Steps(Batches):
         return Chunk((), k, steps, 1)
 
     def fingerprint(self) -> dict[str, Any]:
-        """Returns the number of steps."""
+        """Returns the number of steps in an epoch."""
         return {"data": "Steps", "batches": self.steps}
 
 
 def shapes(batch: PyTree) -> PyTree:
-    """Returns the shapes and dtypes of a batch, 64-bit ones as they are."""
+    """Returns the shapes and dtypes of a batch; 64-bit dtypes are kept, unlike in jax."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
 
 
 def batch_signature(batch: PyTree) -> BatchSignature:
-    """Returns what two batches that can be stacked have in common: structure, shapes, dtypes."""
+    """Returns structure, shapes and dtypes: batches that can be stacked have equal signatures."""
     leaves, structure = jax.tree.flatten(batch)
     return structure, tuple((x.shape, x.dtype) for x in leaves)

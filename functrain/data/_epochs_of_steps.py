@@ -1,4 +1,4 @@
-"""Epochs of a given number of batches, however long the data are."""
+"""Epochs with a given number of batches, regardless of the length of the data."""
 
 from typing import Any
 
@@ -7,79 +7,84 @@ from functrain.data._batches import Batches, Chunk, WrappedBatches
 
 
 class EpochsOfSteps(WrappedBatches):
-    """Epochs of equally many batches, of data that are passed over as often as it takes.
+    """Epochs with the same number of batches, over as many passes over the data as it takes.
 
-    A smaller batch at the end of a pass over the data counts as one batch.
+    A smaller batch at the end of a pass counts as one batch.
 
     Args:
-      batches: Of the data, which may have no end.
+      batches: The batches of the data, which may be endless.
       steps: Batches in each epoch.
     """
 
     def __init__(self, batches: Batches, steps: int) -> None:
         super().__init__(batches)
         self.steps: int = steps
-        # The pass that is under way, and the batches taken in it. None: not begun yet.
+        # The number of the current pass over the data, None before the first one, and the batches
+        # taken in it.
         self._pass: int | None = None
-        self._taken = self._left = 0
+        self._taken = 0
+        self._remaining = 0  # batches of the epoch that are still to be taken
         self._steps_before = 0
 
     @property
     def full_steps(self) -> int:
-        """Batches that follow one another without a smaller one, as far as that is known."""
+        """The most batches of full size that follow one another within an epoch."""
         return min(self._inner.full_steps or self.steps, self.steps)
 
     def begin(self, epoch: int, batch: int = 0) -> None:
         """Begins an epoch; data that cannot seek continue where the last one ended."""
-        self._left, self._epoch = self.steps - batch, epoch
+        self._remaining, self._epoch = self.steps - batch, epoch
         if self._pass is None or self.can_seek:
+            # Endless data, and data of unknown length, have one pass.
             taken, length = self._steps_before + epoch * self.steps + batch, self._inner.steps
             self._pass, self._taken = divmod(taken, length) if length else (0, taken)
             self._inner.begin(self._pass, self._taken)
 
     def peek(self) -> PyTree | None:
-        """Returns the next batch, of the next pass over the data where one has ended."""
-        if not self._left:
+        """Returns the next batch; begins another pass over the data if one has ended."""
+        if not self._remaining:
             return None
         batch = self._inner.peek()
         if batch is not None:
             return batch
+        # A pass without a single batch would be followed by another one forever.
         if self.is_iterator or not self._taken:
             raise ValueError(
-                f"{self.name}: expected {self._left} more batches in epoch {self._epoch}, got the "
-                f"end after {self._taken}. An iterator is exhausted after one pass: pass something "
-                "that can be iterated again, or that has no end."
+                f"{self.name}: expected {self._remaining} more batches in epoch {self._epoch}, got "
+                f"the end of the data after {self._taken}. An iterator is exhausted after one "
+                "pass: pass data that can be iterated again, or that are endless."
             )
-        assert self._pass is not None, "begin comes first"
+        assert self._pass is not None, "call begin first"
         self._pass, self._taken = self._pass + 1, 0
         self._inner.begin(self._pass)
         return self.peek()
 
     def take(self, k: int, limit: int) -> Chunk:
         """Returns a chunk of the next batches, which ends with the epoch."""
-        chunk = self._inner.take(k, min(limit, self._left))
-        self._left -= chunk.steps
+        chunk = self._inner.take(k, min(limit, self._remaining))
+        self._remaining -= chunk.steps
         self._taken += chunk.steps
         return chunk
 
     def fingerprint(self) -> dict[str, Any]:
-        """Returns what tells these data from others."""
+        """Returns properties that distinguish these data from others."""
         return {**self._inner.fingerprint(), "eval_every": self.steps}
 
     def state(self, *, epoch_is_over: bool) -> dict[str, Any]:
-        """Returns the pass, the batches taken in it, and the position of the data."""
+        """Returns the number of the pass, the batches taken in it, and the data's position."""
         return {
             "pass": self._pass,
             "taken": self._taken,
-            # An epoch ends in the middle of a pass.
+            # The end of an epoch is in the middle of a pass.
             "batches": self._inner.state(epoch_is_over=False),
             "steps_before": self._steps_before,
         }
 
     def restore(self, state: Any, epoch: int, batch: int) -> list[str]:
-        """Continues in the pass that was under way."""
+        """Continues in the pass of the saved run."""
         self._steps_before = state["steps_before"]
-        if self.can_seek:  # the epoch and the batch say where
+        # `begin` computes the position of data that can seek from the epoch and the batch.
+        if self.can_seek:
             return self._inner.restore(state["batches"], epoch, batch)
         self._pass, self._taken = state["pass"], state["taken"]
         changed = self._inner.restore(state["batches"], self._pass, self._taken)
@@ -88,13 +93,14 @@ class EpochsOfSteps(WrappedBatches):
         return changed
 
     def continue_after(self, steps: int) -> None:
-        """Has a loader continue with the batches that come after so many steps."""
+        """Makes a loader continue with the batches that follow a number of earlier steps."""
+        # Counted here, not by the inner batches, whose passes are numbered from the first step.
         self._steps_before = steps if self.can_seek else 0
 
     @property
     def epochs_before(self) -> int:
-        """0: its epochs are not those of a loader."""
+        """Always 0: these epochs are not the epochs of a loader."""
         return 0
 
     def require_epochs(self, epochs: int) -> None:
-        """Raises nothing: an iterator may last for several epochs."""
+        """Does nothing: an iterator may last for several of these epochs."""

@@ -11,7 +11,7 @@ import numpy as np
 
 from functrain.common import _tree
 from functrain.common._types import PyTree
-from functrain.data._arrays import is_takeable, require_no_number_lists, require_unmasked
+from functrain.data._arrays import is_supported_dtype, require_no_number_lists, require_unmasked
 from functrain.data._batch import batch_size
 from functrain.data._batches import Batches, Chunk, batch_signature, shapes
 from functrain.data._iterator_position import IteratorPosition
@@ -285,7 +285,7 @@ def _numpy(leaf: Any, batch: PyTree, place: str) -> np.ndarray:
 
     require_unmasked(leaf, "data", lambda: f" at {path()} of {place}")
     array = np.asarray(leaf.numpy() if hasattr(leaf, "numpy") else leaf)
-    if not is_takeable(array.dtype):
+    if not is_supported_dtype(array.dtype):
         raise TypeError(
             f"data: expected batches of numbers, got {type(leaf).__name__} of {array.dtype} at "
             f"{path()} of {place}. Convert it first."

@@ -1,4 +1,4 @@
-"""Batches stacked into chunks."""
+"""Stacks batches into chunks."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -12,47 +12,49 @@ from functrain.data import _buffer
 
 
 def stack_batches(batches: Iterable[PyTree], k: int) -> tuple[PyTree, int]:
-    """Copies batches of one kind into fresh memory: leaves `[k, B, ...]`, and how many there are.
+    """Copies batches of one signature into fresh memory: `[k, B, ...]`; returns their number too.
 
-    Each batch is copied before the next one is fetched, since its source may use the memory
-    again. Arrays of jax are stacked on their device.
+    Each batch is copied before the next one is fetched, since its source may reuse the memory.
+    Arrays of jax are stacked on their device.
     """
-    rows: list[Any] = []
+    # For each leaf a buffer on the host, or a list of arrays on a device.
+    columns: list[Any] = []
     steps = 0
     structure: Any = None
     for batch in batches:
         leaves, structure = jax.tree.flatten(batch)
         if not steps:
-            rows = [
-                [] if isinstance(x, jax.Array) else _buffer.empty((k, *x.shape), x.dtype)
-                for x in leaves
-            ]
-        for row, leaf in zip(rows, leaves, strict=True):
-            if isinstance(row, list):
-                row.append(leaf)
+            for leaf in leaves:
+                on_device = isinstance(leaf, jax.Array)
+                columns.append([] if on_device else _buffer.empty((k, *leaf.shape), leaf.dtype))
+        for column, leaf in zip(columns, leaves, strict=True):
+            if isinstance(column, list):
+                column.append(leaf)
             else:
-                row[steps] = leaf
+                column[steps] = leaf
         steps += 1
-    for i, row in enumerate(rows):
-        if isinstance(row, list):
-            rows[i] = pad_array(jnp.stack(row), k)
+    for i, column in enumerate(columns):
+        if isinstance(column, list):
+            columns[i] = pad_array(jnp.stack(column), k)
         else:
-            row[steps:] = 0
-    chunk = jax.tree.unflatten(structure, rows)
+            column[steps:] = 0
+    chunk = jax.tree.unflatten(structure, columns)
+    # Checked here and not by leaf, since the numbers of a chunk are read once this way.
     require_integers_fit(chunk, "data")
     return chunk, steps
 
 
 def pad_chunk(batches: PyTree, k: int) -> PyTree:
-    """Fills stacked batches up to k with zeros, which no step uses."""
+    """Pads stacked batches with zeros to k rows, which no step uses."""
     return jax.tree.map(lambda x: pad_array(x, k), batches)
 
 
 def pad_array(x: Any, k: int) -> Any:
-    """Fills one array up to k with zeros, on the host in fresh, aligned memory."""
+    """Pads an array with zeros to k rows, on the host in fresh, aligned memory."""
     n = len(x)
     if n == k:
         return x
+    # An array on a device stays there.
     if isinstance(x, jax.Array):
         return jnp.concatenate([x, jnp.zeros((k - n, *x.shape[1:]), x.dtype)])
     out = _buffer.empty((k, *x.shape[1:]), x.dtype)

@@ -63,7 +63,7 @@ class Passes:
     ("data", "kind", "words"),
     [
         ((X, Y), TypeError, r"eval_data: expected an ArrayLoader.*got tuple\. For arrays"),
-        ([], ValueError, "eval_data: expected at least one batch, got an empty list"),
+        ([], ValueError, r"eval_data: expected at least one batch, got \[\]"),
         (Passes(), ValueError, "eval_data: expected at least one batch, got none"),
         (ft.ArrayLoader(X, 8), ValueError, r"expected \(x, y\).*got float32\[8, 3\]"),
         (ft.ArrayLoader((X, ONE_HOT), 8), TypeError, "numpy.integer"),

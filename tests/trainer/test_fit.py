@@ -306,7 +306,7 @@ def test_epochs_can_be_fitted_one_by_one() -> None:
 
 def test_an_evaluation_iterator_must_last() -> None:
     state, step = setup()
-    with pytest.raises(ValueError, match="eval_data: expected something that can be iterated 2"):
+    with pytest.raises(ValueError, match="eval_data: expected data that can be iterated 2"):
         ft.fit(
             state,
             step,

@@ -206,7 +206,7 @@ def test_numbers_that_make_no_sense_are_refused(how, message) -> None:
 
 
 def test_an_iterator_that_ends_too_early_is_named_and_what_was_trained_is_kept() -> None:
-    message = "data: expected 1 more batches in epoch 1, got the end after 7"
+    message = "data: expected 1 more batches in epoch 1, got the end of the data after 7"
     with pytest.raises(ValueError, match=message) as caught:
         fit(iter([*Batches()]), steps=8, eval_every=4)
     assert int(caught.value.fit_result.state.step) == 7
