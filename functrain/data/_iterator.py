@@ -1,4 +1,4 @@
-"""Batches of an iterable: each is copied once, into the chunk it belongs to."""
+"""Batches of an iterable; each is copied once, into its chunk."""
 
 import contextlib
 import itertools
@@ -22,46 +22,52 @@ from functrain.data._stack import stack_batches
 class IteratorBatches(Batches):
     """Batches of an iterable.
 
-    All must be like the first one of the run, but for a smaller one at the end of an epoch. If
-    the iterator raises, the batches before the error are handed out first.
+    All batches must have the shapes of the run's first one, except for a smaller one at the end of
+    an epoch. If the iterator raises, the batches before the error are returned first.
 
     Args:
       data: The iterable.
-      name: The argument it was passed as, for errors.
+      name: The argument that it was passed as, for errors.
     """
 
     def __init__(self, data: Any, name: str = "data") -> None:
         self.data, self.name = data, name
         self.is_iterator = isinstance(data, Iterator)
-        with contextlib.suppress(TypeError, NotImplementedError):  # those without a length
+        # Data without a length raise either of these.
+        with contextlib.suppress(TypeError, NotImplementedError):
             self.steps = len(data)
         self._batches: Iterator[PyTree] = iter(())
-        self._next: PyTree | None = None  # fetched to look at, not taken yet
-        self._error: Exception | None = None  # raised by the iterator after the batches taken
-        self._is_fresh = False  # begun by `first` or `restore`, and nothing taken since
-        self._full: PyTree | None = None  # shapes of the run's first batch: others must be like it
+        # A batch that `peek` has fetched, and `take` has not returned yet.
+        self._next: PyTree | None = None
+        # An error of the iterator, which is raised after the batches before it were taken.
+        self._error: Exception | None = None
+        # True after `first` or `restore`, until `begin` continues there.
+        self._is_open = False
+        # The shapes of the run's first batch, which all others must have.
+        self._full: PyTree | None = None
         self._epoch = self._taken = 0
-        self._smaller_at: int | None = None  # number of a smaller batch taken in this epoch
+        # The number of a smaller batch in this epoch, which must be the last one.
+        self._smaller_at: int | None = None
         self._position: IteratorPosition | None = None
         self._last_summary: Summary | None = None
 
     def first(self) -> PyTree | None:
         """Returns the first batch; the next `begin` continues with it."""
         batch = super().first()
-        self._is_fresh = True
+        self._is_open = True
         return batch
 
     def begin(self, epoch: int, batch: int = 0) -> None:
-        """Begins an epoch; batches before the given one are fetched and left out."""
-        if not self._is_fresh:
+        """Begins an epoch; batches before the given one are fetched and skipped."""
+        if not self._is_open:
             self._open(epoch, batch, None)
-        self._is_fresh = False
+        self._is_open = False
 
     def peek(self) -> PyTree | None:
-        """Returns the next batch, which is fetched for that.
+        """Fetches the next batch if necessary, and returns it.
 
         Raises:
-          ValueError: It is unlike the first one of the run, or follows a smaller one.
+          ValueError: It differs in shape from the run's first batch, or follows a smaller one.
         """
         if self._next is None:
             if self._error is not None:
@@ -72,11 +78,11 @@ class IteratorBatches(Batches):
         return self._next
 
     def take(self, k: int, limit: int) -> Chunk:
-        """Copies the next batches of one kind into a chunk."""
+        """Copies the next batches that can be stacked into a chunk."""
         batch = self._next
-        assert batch is not None, "peek comes first"
+        assert batch is not None, "call peek first"
         self._next = None
-        batches, steps = stack_batches(itertools.islice(self._alike(batch), limit), k)
+        batches, steps = stack_batches(itertools.islice(self._stackable_with(batch), limit), k)
         if batch_signature(batch) != batch_signature(self._full):
             self._smaller_at = self._taken
         self._taken += steps
@@ -90,29 +96,33 @@ class IteratorBatches(Batches):
 
     def known_shapes(self) -> list[PyTree]:
         """Returns the first and the last batch of a list, as arrays."""
+        # In any other iterable, reading a batch would use it up.
         if not isinstance(self.data, list | tuple):
             return []
-        ends = self.data[0], self.data[-1]
-        return [
-            jax.tree.map(lambda x: x if hasattr(x, "shape") else np.asarray(x), b) for b in ends
-        ]
+
+        def as_array(x: Any) -> Any:
+            return x if hasattr(x, "shape") else np.asarray(x)
+
+        return [jax.tree.map(as_array, self.data[0]), jax.tree.map(as_array, self.data[-1])]
 
     def track(self) -> None:
-        """Begins to note where the iterator is."""
+        """Begins to track the position of the iterator."""
         self._position = IteratorPosition(self.data)
-        # A long or endless dataset of grain has a length, and may have no batch at its end.
+        # A long or endless dataset of grain has a length, but may have no batch at its end.
         with contextlib.suppress(Exception):
             self._last_summary = summary(host_batch(self.data[len(self.data) - 1], "data"))
 
     def state(self, *, epoch_is_over: bool) -> dict[str, Any] | None:
-        """Returns where the iterator is, and summaries of the data to recognize them by."""
+        """Returns the position of the iterator, and summaries of the first and the last batch."""
         position = self._position
         if position is None or position.run_start is None:
             return None
         if epoch_is_over:
             saved = position.next_epoch()
         else:
-            if self._next is None and self._error is None:  # nothing fetched ahead
+            # With a batch fetched ahead, the iterator's state is already past that batch. Then the
+            # last saved position is used, and the batches since then are skipped.
+            if self._next is None and self._error is None:
                 position.save()
             saved = position.saved
         return {"position": saved, "first": position.run_start, "last": self._last_summary}
@@ -128,34 +138,35 @@ class IteratorBatches(Batches):
                 return changed
         self._position.run_start = first
         if first["state"] is None:
-            changed = self._fetch_again(first["batch"], epoch, batch, state["position"])
+            changed = self._skip_batches(first["batch"], epoch, batch, state["position"])
         else:
+            # Before the data are opened at the saved position, since this opens them at the start.
             changed = self._compare_first(first)
             if not changed:
                 self._open(epoch, batch, state["position"])
-        self._is_fresh = True
+        self._is_open = True
         return changed
 
     def _open(self, epoch: int, batch: int, saved: dict[str, Any] | None) -> None:
-        """Begins a pass at a batch of it.
+        """Begins a pass at one of its batches.
 
         Args:
           epoch: Number of the epoch, for errors.
-          batch: Number of the batch. Those before it are fetched and left out, but for those
-            before the saved position.
-          saved: A position in a pass over the same data.
+          batch: Number of the batch. The batches between the saved position and this one are
+            fetched and skipped.
+          saved: A position in a pass over the same data, or None for the start.
 
         Raises:
-          ValueError: There are not so many batches.
+          ValueError: The pass has fewer batches.
         """
         self._next = self._error = self._smaller_at = None
         self._epoch, position = epoch, self._position
         iterator, opened_at = (iter(self.data), 0) if position is None else position.begin(saved)
         self._taken = opened_at
         self._batches = self._host_batches(iterator)
-        for left_out in itertools.islice(self._batches, max(0, batch - opened_at)):
+        for skipped in itertools.islice(self._batches, max(0, batch - opened_at)):
             if self._full is None:
-                self._full = shapes(left_out)
+                self._full = shapes(skipped)
             self._taken += 1
         if self._taken < batch:
             raise ValueError(
@@ -167,12 +178,14 @@ class IteratorBatches(Batches):
             position.save()
 
     def _host_batches(self, iterator: Iterator[Any]) -> Iterator[PyTree]:
-        """Yields the batches as arrays, and tells the position of the first one and of the end."""
+        """Yields the batches as arrays; tells the position about the first one and the end."""
         first = self._taken
         for number, batch in enumerate(iterator, first):
+            # Once a pass is enough: looking at every leaf takes time.
             if number == first:
                 require_no_number_lists(batch, f"{self.name}: batch {number}", (list,))
             if batch is None:
+                # `peek` returns None at the end of an epoch, so None cannot be a batch.
                 raise TypeError(
                     f"{self.name}: expected batches, got None as batch {number} of epoch "
                     f"{self._epoch}. A batch without arrays is an empty tuple, ()."
@@ -184,8 +197,8 @@ class IteratorBatches(Batches):
         if self._position is not None:
             self._position.ended = True
 
-    def _alike(self, batch: PyTree) -> Iterator[PyTree]:
-        """Yields a batch and those after it that can be stacked with it."""
+    def _stackable_with(self, batch: PyTree) -> Iterator[PyTree]:
+        """Yields a batch and the following ones that can be stacked with it."""
         yield batch
         expected = batch_signature(batch)
         try:
@@ -195,10 +208,11 @@ class IteratorBatches(Batches):
                     return
                 yield other
         except Exception as error:
+            # Raised by the next `peek`: the batches so far are a chunk.
             self._error = error
 
     def _require_like_first(self, batch: PyTree) -> None:
-        """Raises ValueError unless a batch is like the first one, or a smaller one at the end."""
+        """Raises ValueError unless a batch has the first one's shapes, or is a smaller last one."""
         if self._full is None:
             self._full = shapes(batch)
         if self._smaller_at is not None:
@@ -207,9 +221,9 @@ class IteratorBatches(Batches):
                 f"smaller one at step {self._smaller_at} of epoch {self._epoch}. Each new size "
                 "would compile a program: drop the remainder, or pad to one size."
             )
-        same_structure = _tree.structure(self._full) == _tree.structure(batch)
-        pairs = zip(jax.tree.leaves(batch), jax.tree.leaves(self._full), strict=False)
-        if not same_structure or not all(_has_at_most_as_many(x, full) for x, full in pairs):
+        has_structure = _tree.structure(self._full) == _tree.structure(batch)
+        leaves, full_leaves = jax.tree.leaves(batch), jax.tree.leaves(self._full)
+        if not has_structure or not all(map(_fits_into, leaves, full_leaves)):
             raise ValueError(
                 f"{self.name}: expected every batch like the first, got another at step "
                 f"{self._taken} of epoch {self._epoch}:\n"
@@ -218,26 +232,29 @@ class IteratorBatches(Batches):
             )
 
     def _compare_first(self, first: dict[str, Any]) -> list[str]:
-        """Compares the run's first batch with the one that comes from the same state now."""
-        beginning = {"state": first["state"], "batch": 0, "ended": False}
+        """Compares the run's first batch with the one that its initial state yields now."""
+        run_start = {"state": first["state"], "batch": 0, "ended": False}
         try:
-            now = self._first_seen_from(beginning)
+            summary_now = self._fetch_first_summary(run_start)
         except Exception as error:
-            return [f"the state that was saved is not taken: {type(error).__name__}: {error}"]
-        if now is None:
+            # A loader of another version, or with other settings, may raise any error.
+            return [f"the saved state of the data was rejected: {type(error).__name__}: {error}"]
+        if summary_now is None:
             return ["batches: saved with some, now none"]
-        changed = differences(first["batch"], now, "first")
-        if changed and now != self._first_seen_from(beginning):
+        changed = differences(first["batch"], summary_now, "first")
+        # If two passes from one state differ from each other, the data are not other data: they
+        # are random.
+        if changed and summary_now != self._fetch_first_summary(run_start):
             warnings.warn(
-                f"{self.name}: a {type(self.data).__name__} gives other numbers each time, from "
-                "the same state too: something in it draws random numbers that are no part of "
-                "its state. The run resumes, but not bit for bit.",
+                f"{self.name}: a {type(self.data).__name__} gives other numbers each time, even "
+                "from the same state: it draws random numbers that are not part of its state. The "
+                "run resumes, but not bit for bit.",
                 stacklevel=2,
             )
             return []
         return changed
 
-    def _first_seen_from(self, position: dict[str, Any]) -> Summary | None:
+    def _fetch_first_summary(self, position: dict[str, Any]) -> Summary | None:
         """Opens a pass at a position; returns a summary of the first batch that it fetches."""
         self._open(0, 0, position)
         self._full = None
@@ -245,49 +262,57 @@ class IteratorBatches(Batches):
         assert self._position is not None
         return self._position.first_seen
 
-    def _fetch_again(
+    def _skip_batches(
         self, first: Summary, epoch: int, batch: int, saved: dict[str, Any]
     ) -> list[str]:
         """Continues in data without a state: fetches an epoch's first batches again."""
         is_list = isinstance(self.data, list | tuple)
         if first and batch and not is_list and not saved["ended"]:
             warnings.warn(
-                f"{self.name}: a {type(self.data).__name__} does not say where it is. Its first "
-                f"{batch} batches are fetched again and left out; those after them are the same "
-                "only if it gives the same batches each time.",
+                f"{self.name}: a {type(self.data).__name__} does not report its position. Its "
+                f"first {batch} batches are fetched again and skipped; the batches after them are "
+                "the same only if it yields the same batches in every pass.",
                 stacklevel=2,
             )
         self._open(epoch, batch, saved)
         self.peek()
         assert self._position is not None
-        now = self._position.first_seen
-        if now is None:  # the epoch was over: nothing was fetched
+        # Nothing was fetched if the epoch was over.
+        if self._position.first_seen is None:
             return []
-        return differences(first, now, "first", compares_numbers=is_list)
+        # The numbers of a generator may differ in every pass, which the warning has mentioned.
+        return differences(first, self._position.first_seen, "first", compares_numbers=is_list)
 
 
-def _has_at_most_as_many(x: Any, full: Any) -> bool:
-    """Returns True if an array is like another one, with as many examples or fewer."""
+def _fits_into(x: Any, full: Any) -> bool:
+    """Returns True if an array is like another one, with at most as many examples."""
     same = x.shape[1:] == full.shape[1:] and x.dtype == full.dtype
     return bool(same and x.shape[:1] <= full.shape[:1])
 
 
-def host_batch(batch: PyTree, place: str) -> PyTree:
-    """Returns a batch with tensors of other libraries as NumPy arrays; those of jax stay."""
-    leaves, structure = jax.tree.flatten(batch)
-    arrays = [x if isinstance(x, jax.Array) else _numpy(x, batch, place) for x in leaves]
-    return jax.tree.unflatten(structure, arrays)
+def host_batch(batch: PyTree, label: str) -> PyTree:
+    """Converts tensors of other libraries to NumPy arrays; arrays of jax are kept.
+
+    Args:
+      batch: A pytree.
+      label: Names the batch in errors, such as "batch 0 of epoch 1 of data".
+    """
+    return jax.tree.map(
+        lambda x: x if isinstance(x, jax.Array) else _to_numpy(x, batch, label), batch
+    )
 
 
-def _numpy(leaf: Any, batch: PyTree, place: str) -> np.ndarray:
+def _to_numpy(leaf: Any, batch: PyTree, label: str) -> np.ndarray:
+    # Called only for errors, since paths are slow to make.
     def path() -> str:
         return next(path for path, x in _tree.leaves_with_path(batch) if x is leaf)
 
-    require_unmasked(leaf, "data", lambda: f" at {path()} of {place}")
+    require_unmasked(leaf, "data", lambda: f" at {path()} of {label}")
+    # Some tensors can be converted by their method `numpy` only.
     array = np.asarray(leaf.numpy() if hasattr(leaf, "numpy") else leaf)
     if not is_supported_dtype(array.dtype):
         raise TypeError(
             f"data: expected batches of numbers, got {type(leaf).__name__} of {array.dtype} at "
-            f"{path()} of {place}. Convert it first."
+            f"{path()} of {label}. Convert it first."
         )
     return array

@@ -1,4 +1,4 @@
-"""The position of an iterator, to be saved and restored."""
+"""Saves and restores the position of an iterator."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -7,27 +7,27 @@ from typing import Any
 from functrain.common._types import PyTree
 from functrain.data._same_data import Summary, summary
 
-# Iterators of grain have the first pair of methods, loaders of torchdata the second.
+# Iterators of grain have the first pair of methods, loaders of torchdata the second pair.
 _METHODS = (("get_state", "set_state"), ("state_dict", "load_state_dict"))
 
 
 class IteratorPosition:
-    """Notes where a pass over an iterable is.
+    """Tracks the position of a pass over an iterable.
 
-    The iterable's state can be read only while no batch is fetched ahead, or that batch would be
+    The iterable's state must be read only while no batch is fetched ahead, or that batch would be
     lost. So a position is the last state that was read, and the number of batches taken until then.
 
     Args:
-      data: An iterable. If it has `state_dict` and `load_state_dict` these are used, else those
-        methods of its iterator, or `get_state` and `set_state`.
+      data: An iterable. Its own methods `state_dict` and `load_state_dict`, or `get_state` and
+        `set_state`, are used if it has them, otherwise those of its iterator.
 
     Attributes:
-      taken: Batches of the pass that have been handed out.
+      taken: Batches of the pass that were returned to the engine.
       ended: True if the pass has no more batches.
-      saved: The last position: `state`, None if the data do not say; `batch`, the number of
-        batches taken; `ended`.
+      saved: The last position: `state`, None if the data have none; `batch`, the number of batches
+        taken; `ended`.
       first_seen: A summary of the first batch fetched in this pass.
-      run_start: How the run began: the `state` before its first batch, a summary of that `batch`.
+      run_start: The `state` before the run's first batch, and a summary of that `batch`.
     """
 
     def __init__(self, data: Any) -> None:
@@ -43,8 +43,10 @@ class IteratorPosition:
         saved = {"state": None, "batch": 0, "ended": False} if saved is None else saved
         self.taken, self.ended, self.first_seen = saved["batch"], saved["ended"], None
         has_state = saved["state"] is not None
+        # A loader of torchdata takes a state before it is iterated, an iterator of grain after.
         if self._methods_of_data is not None and has_state:
             self._methods_of_data[1](saved["state"])
+        # Iterating a pass again that has ended would begin the next one.
         iterator = iter(()) if self.ended else iter(self._data)
         self._methods = self._methods_of_data or _state_methods(iterator)
         if self._methods_of_data is None and self._methods is not None and has_state:
@@ -53,21 +55,19 @@ class IteratorPosition:
         return iterator, self.taken
 
     def saw(self, batch: PyTree) -> None:
-        """Notes the first batch that a pass has fetched."""
+        """Records a summary of the first batch that a pass has fetched."""
         self.first_seen = summary(batch)
         if self.run_start is None:
             self.run_start = {"state": self.saved["state"], "batch": self.first_seen}
 
     def save(self) -> None:
-        """Reads the state, after all fetched batches have been handed out."""
+        """Reads the state, after all fetched batches have been taken."""
+        # Copied, since an iterator may keep changing the object that it returns.
         state = None if self._methods is None else copy.deepcopy(self._methods[0]())
-        # Without a state the batches are counted from the beginning of the pass.
-        is_known = self.ended or self._methods is not None
-        self.saved = {
-            "state": state,
-            "batch": self.taken if is_known else 0,
-            "ended": self.ended,
-        }
+        # Without a state, resuming skips batches from the beginning of the pass.
+        has_position = self.ended or self._methods is not None
+        batch = self.taken if has_position else 0
+        self.saved = {"state": state, "batch": batch, "ended": self.ended}
 
     def next_epoch(self) -> dict[str, Any]:
         """Returns the position at which the next pass begins."""
@@ -76,9 +76,9 @@ class IteratorPosition:
 
 
 def _state_methods(owner: Any) -> tuple[Callable[[], Any], Callable[[Any], None]] | None:
-    """Returns the methods that read and set a state, if there are any."""
-    for get, put in _METHODS:
-        read, write = getattr(owner, get, None), getattr(owner, put, None)
-        if callable(read) and callable(write):
-            return read, write
+    """Returns the methods that read and set a state; None if there are none."""
+    for getter_name, setter_name in _METHODS:
+        getter, setter = getattr(owner, getter_name, None), getattr(owner, setter_name, None)
+        if callable(getter) and callable(setter):
+            return getter, setter
     return None

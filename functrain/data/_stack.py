@@ -39,7 +39,6 @@ def stack_batches(batches: Iterable[PyTree], k: int) -> tuple[PyTree, int]:
         else:
             column[steps:] = 0
     chunk = jax.tree.unflatten(structure, columns)
-    # Checked here and not by leaf, since the numbers of a chunk are read once this way.
     require_integers_fit(chunk, "data")
     return chunk, steps
 

@@ -70,7 +70,7 @@ def test_a_look_at_the_next_batch_takes_none(name: str) -> None:
     assert same(taken(batches, 3), taken(others, 3))
 
 
-@pytest.mark.filterwarnings("ignore:data. a Reiterable does not say where it is")
+@pytest.mark.filterwarnings("ignore:data. a Reiterable does not report its position")
 @pytest.mark.parametrize("name", ADAPTERS)
 def test_others_go_on_from_the_position_after_every_batch(name: str) -> None:
     whole = ADAPTERS[name]()

@@ -150,7 +150,7 @@ def test_an_iterator_is_not_used_up_by_a_look_at_it(tmp_path: pathlib.Path) -> N
 
     checkpointer = left_at(tmp_path, generator(), 3, epochs=1)
     taken.clear()
-    with pytest.warns(UserWarning, match="a generator does not say where it is. Its first 2 batch"):
+    with pytest.warns(UserWarning, match="a generator does not report its position. Its first 2 batch"):
         result = trained(generator(), checkpointer, epochs=1)
     assert len(taken) == len(batches())
     assert bits(result) == bits(trained(Opaque(), epochs=1))
@@ -158,7 +158,7 @@ def test_an_iterator_is_not_used_up_by_a_look_at_it(tmp_path: pathlib.Path) -> N
 
 def test_other_iterables_are_fetched_again_with_a_word_about_it(tmp_path: pathlib.Path) -> None:
     checkpointer = left_at(tmp_path, Opaque(), 7)
-    with pytest.warns(UserWarning, match="an? Opaque does not say where it is. Its first 2"):
+    with pytest.warns(UserWarning, match="an? Opaque does not report its position. Its first 2"):
         result = trained(Opaque(), checkpointer)
     assert bits(result) == bits(trained(Opaque()))
 
@@ -222,7 +222,7 @@ CHANGED = {
     "grain.DataLoader, seed": (
         data_loader,
         lambda: data_loader(seed=4),
-        "state that was saved is not taken: ValueError.*Sampler",
+        "saved state of the data was rejected: ValueError.*Sampler",
     ),
     "grain.DataLoader, batch size": (
         data_loader,

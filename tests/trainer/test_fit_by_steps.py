@@ -151,7 +151,7 @@ DATA = {"loader": loader, "list": lambda: [*Batches()], "iterable": Batches}
 DATA |= {"generator": generator, "resumable": Endless}
 
 
-@pytest.mark.filterwarnings("ignore:data. a (Batches|generator) does not say where it is")
+@pytest.mark.filterwarnings("ignore:data. a (Batches|generator) does not report its position")
 @pytest.mark.parametrize("cuts", [[2], [5], [7, 10], [11, 13, 14, 19], [20]], ids=str)
 @pytest.mark.parametrize("kind", DATA)
 def test_a_fit_that_was_killed_is_the_one_that_never_was(kind, cuts, tmp_path) -> None:
