@@ -1,7 +1,8 @@
-"""Batches of arrays in memory, in an order that is a pure function of seed and epoch."""
+"""ArrayLoader: batches of arrays, in an order that is a pure function of seed and epoch."""
 
 import abc
 import functools
+import itertools
 from collections.abc import Iterator
 from typing import Any, Literal, NoReturn
 
@@ -11,7 +12,14 @@ import numpy as np
 
 from functrain.common import _repr, _tree
 from functrain.common._arguments import argument_advice
-from functrain.common._checks import is_integer, require_flags, require_integer, require_one_of
+from functrain.common._checks import (
+    is_integer,
+    require,
+    require_flags,
+    require_integer,
+    require_no_problems,
+    require_one_of,
+)
 from functrain.common._compile import jit_without_arithmetic
 from functrain.common._types import PyTree
 from functrain.common._wide_integers import is_cheap_to_read, is_narrowed, require_integers_fit
@@ -22,12 +30,12 @@ from functrain.data._stack import pad_chunk
 
 
 class SeekableLoader(abc.ABC):
-    """Batches any of which can be asked for, by the numbers of its epoch and of itself.
+    """Base of loaders that return any batch by the number of its epoch and its index.
 
     Attributes:
-      examples: In an epoch.
+      examples: Examples in an epoch.
       batch_size: Examples per batch, B.
-      drop_remainder: Whether a smaller last batch is left out.
+      drop_remainder: True if a smaller last batch is dropped.
     """
 
     examples: int
@@ -35,15 +43,15 @@ class SeekableLoader(abc.ABC):
     drop_remainder: bool
 
     def __len__(self) -> int:
-        """Batches per epoch, a smaller last one included."""
-        whole, rest = divmod(self.examples, self.batch_size)
-        return whole + (rest > 0 and not self.drop_remainder)
+        """Returns the number of batches per epoch, including a smaller last one."""
+        has_smaller = self.remainder > 0 and not self.drop_remainder
+        return self.full_batches + has_smaller
 
     def __iter__(self) -> NoReturn:
-        """Refused: a loader without state cannot know which epoch is meant."""
+        """Raises TypeError: a loader has no state, so it cannot know which epoch is meant."""
         raise TypeError(
             f"{_repr.class_with_article(self)} is iterated epoch by epoch: `for batch in "
-            "loader.epoch(0)`. The order is a function of the epoch's number, so it has to be told."
+            "loader.epoch(0)`. The order is a function of the epoch's number, so you must pass it."
         )
 
     @property
@@ -53,7 +61,7 @@ class SeekableLoader(abc.ABC):
 
     @property
     def remainder(self) -> int:
-        """Examples in the last batch where it is smaller; 0 where it is not."""
+        """Examples in a smaller last batch; 0 if the last batch is full."""
         return self.examples % self.batch_size
 
     @property
@@ -68,7 +76,7 @@ class SeekableLoader(abc.ABC):
 
     @abc.abstractmethod
     def batch(self, epoch: int, index: int) -> PyTree:
-        """Returns one batch; the last may be smaller."""
+        """Returns one batch; the last one may be smaller."""
 
     @abc.abstractmethod
     def chunk(self, epoch: int, start: int, k: int) -> PyTree:
@@ -76,40 +84,41 @@ class SeekableLoader(abc.ABC):
 
     @abc.abstractmethod
     def shapes(self, examples: int) -> PyTree:
-        """Returns the shapes and dtypes of a batch of so many examples."""
+        """Returns the shapes and dtypes of a batch with a number of examples."""
 
     @abc.abstractmethod
     def fingerprint(self) -> dict[str, Any]:
-        """Returns what tells these batches from others, for a run that goes on with them."""
+        """Returns properties that distinguish these batches from others, for a resumed run."""
 
 
 class ArrayLoader(SeekableLoader):
-    """Cuts a pytree of arrays into batches; any position can be sought.
+    """Divides a pytree of arrays into batches, which can be accessed in any order.
 
-    It has no state: the order of an epoch is a pure function of the seed and the epoch's number,
-    so position is a function of the step, and a resumed run sees what it would have seen. A fit of
-    a state that has taken steps before takes the orders of the epochs that come after them.
+    A loader has no state: the order of an epoch is a pure function of the seed and the epoch's
+    number. So the position is a function of the step, and a resumed run gets the batches that the
+    uninterrupted run would have got. A fit of a state that has taken steps before continues with
+    the orders of the epochs after them.
 
     Args:
       data: Pytree of arrays, every leaf `[N, ...]` with the same N: NumPy arrays (memory-mapped
-        ones stay on disk) or anything `np.asarray` takes. Batches come in the byte order of the
-        machine.
+        ones stay on disk) or anything that `np.asarray` accepts. Batches have the byte order of
+        the machine.
       batch_size: Examples per batch, B.
-      shuffle: Draw a new order each epoch, from ``Philox(key=[seed, epoch])``.
-      seed: Of the order; at least 0.
-      drop_remainder: Leave out the last batch where it is smaller than B.
-      placement: ``"host"`` keeps the data where it is and copies each batch to the device.
-        ``"device"`` puts all of it on the default device once and gathers batches there: the
-        device needs room for it, and no batch has to travel.
+      shuffle: True to draw a new order each epoch, from ``Philox(key=[seed, epoch])``.
+      seed: Seed of the order; at least 0.
+      drop_remainder: True to drop the last batch if it is smaller than B.
+      placement: ``"host"`` keeps the data in host memory and copies each batch to the device.
+        ``"device"`` puts all data on the default device once and gathers batches there: the
+        device needs memory for all of it, and no batch has to be transferred.
 
-    Bytes stay bytes: leave `uint8` images as they are and cast and scale them in the step, on the
-    device, where that costs little.
+    Dtypes are kept: leave `uint8` images as they are, and cast and scale them in the step, on the
+    device, where this costs little.
 
     Raises:
-      ValueError: No data, leaves of different lengths, `batch_size` below 1 or above N, or
-        integers that jax would cut to 32 bits; of arrays that are memory-mapped, or windows of
-        others, each chunk is looked at when it is made.
-      TypeError: A leaf is no array of numbers that jax can take, or a list of numbers.
+      ValueError: There are no data, leaves have different lengths, `batch_size` is below 1 or
+        above N, or jax would cut integers to 32 bits. Arrays that are memory-mapped, or windows of
+        other arrays, are checked chunk by chunk instead.
+      TypeError: A leaf is a list of numbers, or has a dtype that jax does not support.
 
     Examples:
       >>> loader = ArrayLoader({"x": np.arange(10)}, batch_size=4)
@@ -136,13 +145,11 @@ class ArrayLoader(SeekableLoader):
         require_flags(shuffle=shuffle, drop_remainder=drop_remainder)
         self.data = host_arrays(data)
         self.examples = _common_length(self.data)
-        if not is_integer(batch_size, 1) or batch_size > self.examples:
-            raise ValueError(
-                f"batch_size: expected 1 to {self.examples}, the number of examples, got "
-                f"{_repr.brief(batch_size)}."
-                + " It is ArrayLoader((x, y), batch_size)."
-                * _tree.is_array(batch_size)
-            )
+        is_valid = is_integer(batch_size, 1) and batch_size <= self.examples
+        # An array here is a common mistake: ArrayLoader(x, y).
+        advice = "Pass ArrayLoader((x, y), batch_size)." if _tree.is_array(batch_size) else ""
+        expected = f"1 to {self.examples}, the number of examples"
+        require(is_valid, "batch_size", expected, batch_size, advice)
         require_integer("seed", seed, 0)
         self.batch_size = int(batch_size)
         self.shuffle = shuffle
@@ -150,16 +157,20 @@ class ArrayLoader(SeekableLoader):
         self.drop_remainder = drop_remainder
         self.placement = placement
 
-        def is_read_now(x: np.ndarray) -> bool:
+        # Reading all integers of a memory-mapped array would read the file, and a view of sliding
+        # windows repeats its numbers many times. Such arrays are checked chunk by chunk.
+        def is_checked_now(x: np.ndarray) -> bool:
             return placement == "device" or is_cheap_to_read(x)
 
-        read_now = jax.tree.map(lambda x: x if is_read_now(x) else None, self.data)
-        require_integers_fit(read_now, "data")
-        read_later = [x for x in jax.tree.leaves(self.data) if not is_read_now(x)]
-        self._checks_chunks = any(map(is_narrowed, read_later))
+        # A None is no leaf, so the paths in errors stay the same.
+        checked_now = jax.tree.map(lambda x: x if is_checked_now(x) else None, self.data)
+        require_integers_fit(checked_now, "data")
+        checked_later = itertools.filterfalse(is_checked_now, jax.tree.leaves(self.data))
+        self._checks_chunks = any(map(is_narrowed, checked_later))
         if placement == "device":
-            self.data = jax.tree.map(lambda x: jnp.asarray(_native(x)), self.data)
-        self._drawn: tuple[int, np.ndarray] | None = None
+            self.data = jax.tree.map(lambda x: jnp.asarray(_to_native_order(x)), self.data)
+        # The last order that was drawn, and its epoch: every chunk of the epoch needs it.
+        self._cached_order: tuple[int, np.ndarray] | None = None
 
     def __repr__(self) -> str:
         return _repr.call(self, **self._settings(), placement=self.placement)
@@ -172,13 +183,14 @@ class ArrayLoader(SeekableLoader):
         """Returns the order of the examples in an epoch, `i64[N]`."""
         if not self.shuffle:
             return np.arange(self.examples)
-        if self._drawn is None or self._drawn[0] != epoch:
+        if self._cached_order is None or self._cached_order[0] != epoch:
+            # Philox takes the epoch as a part of its key, so no epoch depends on an earlier one.
             generator = np.random.Generator(np.random.Philox(key=[self.seed, epoch]))
-            self._drawn = (epoch, generator.permutation(self.examples))
-        return self._drawn[1]
+            self._cached_order = (epoch, generator.permutation(self.examples))
+        return self._cached_order[1]
 
     def batch(self, epoch: int, index: int) -> PyTree:
-        """Returns one batch, leaves `[B, ...]`; the last may be smaller."""
+        """Returns one batch, leaves `[B, ...]`; the last one may be smaller."""
         if not 0 <= index < len(self):
             raise IndexError(f"index: expected 0 to {len(self) - 1}, got {index}")
         start = index * self.batch_size
@@ -192,36 +204,40 @@ class ArrayLoader(SeekableLoader):
                 f"got {start} to {start + k - 1}"
             )
         size = self.batch_size
+        # One gather for all K batches, which are adjacent in the epoch's order.
         rows = self._take(epoch, start * size, (start + k) * size)
         return jax.tree.map(lambda x: x.reshape(k, size, *x.shape[1:]), rows)
 
     def shapes(self, examples: int) -> PyTree:
-        """Returns the shapes and dtypes of a batch of so many examples."""
+        """Returns the shapes and dtypes of a batch with a number of examples."""
         return jax.tree.map(
             lambda x: jax.ShapeDtypeStruct((examples, *x.shape[1:]), x.dtype), self.data
         )
 
     def fingerprint(self) -> dict[str, Any]:
-        """Returns what tells these batches from others, for a run that goes on with them."""
-        like = {path: _tree.strong_spec(x) for path, x in _tree.leaves_with_path(self.shapes(1))}
-        return {"data": "ArrayLoader", **self._settings(), "batch": like}
+        """Returns properties that distinguish these batches from others, for a resumed run."""
+        # The values of the data are not compared, only their specs and the settings.
+        specs = {path: _tree.strong_spec(x) for path, x in _tree.leaves_with_path(self.shapes(1))}
+        return {"data": "ArrayLoader", **self._settings(), "batch": specs}
 
     def _take(self, epoch: int, start: int, stop: int) -> PyTree:
-        """Copies the examples at some places of an epoch's order: `data` may change later."""
+        """Copies the examples between two positions of an epoch's order."""
         if self.placement == "device":
-            # As a whole, so that the gather is one program; i32 reaches 2**31 examples.
+            # All leaves together, so that the gather is one program. i32 indices reach 2**31
+            # examples.
             return _gather(self.data, self.order(epoch)[start:stop].astype(np.int32))
+        # Always a copy, even of adjacent rows: the user may change `data` while a device reads.
         if self.shuffle:
             rows = self.order(epoch)[start:stop]
-            taken = jax.tree.map(lambda x: _buffer.take(x, rows), self.data)
+            examples = jax.tree.map(lambda x: _buffer.take(x, rows), self.data)
         else:
-            taken = jax.tree.map(lambda x: _buffer.copy(x[start:stop]), self.data)
+            examples = jax.tree.map(lambda x: _buffer.copy(x[start:stop]), self.data)
         if self._checks_chunks:
-            require_integers_fit(taken, "data")
-        return taken
+            require_integers_fit(examples, "data")
+        return examples
 
 
-def _native(x: np.ndarray) -> np.ndarray:
+def _to_native_order(x: np.ndarray) -> np.ndarray:
     return x.astype(x.dtype.newbyteorder("="), copy=False)
 
 
@@ -231,30 +247,37 @@ def _gather(data: PyTree, rows: jax.Array) -> PyTree:
 
 
 def _common_length(data: PyTree) -> int:
-    lengths = {path: x.shape[0] if x.ndim else None for path, x in _tree.leaves_with_path(data)}
+    """Returns the number of examples.
+
+    Raises:
+      ValueError: There are none, or leaves have different lengths.
+    """
+    lengths = set()
+    lines = []
+    for path, x in _tree.leaves_with_path(data):
+        lengths.add(x.shape[0] if x.ndim else None)
+        lines.append(f"{path}: {x.shape[0]} examples" if x.ndim else f"{path}: a scalar")
     if not lengths:
         raise ValueError("data: expected a pytree of arrays, got one without leaves")
-    if len(set(lengths.values())) > 1 or None in lengths.values():
-        found = [
-            f"{path}: {'a scalar' if n is None else f'{n} examples'}" for path, n in lengths.items()
-        ]
-        raise ValueError(
-            "data: expected leaves of one length, the number of examples, got\n"
-            f"{_tree.bullets(found)}\nFor several inputs pass a tuple or dict of arrays, not a "
-            "list of examples."
+    if len(lengths) > 1 or None in lengths:
+        require_no_problems(
+            "data",
+            lines,
+            "leaves of one length, the number of examples",
+            "For several inputs pass a tuple or dict of arrays, not a list of examples.",
         )
-    length = next(iter(lengths.values()))
+    (length,) = lengths
     if not length:
         raise ValueError("data: expected at least one example, got none (every leaf has length 0)")
     return int(length)
 
 
 class LoaderBatches(Batches):
-    """Batches of a loader that can seek: full batches are gathered K at a time.
+    """Batches of a loader that can seek; full batches are gathered K at a time.
 
     Args:
       loader: The loader.
-      name: The argument it was passed as, for errors.
+      name: The argument that it was passed as, for errors.
     """
 
     can_seek = True
@@ -265,7 +288,9 @@ class LoaderBatches(Batches):
         self.steps: int = len(loader)
         self._epoch = self._next = 0
         self._steps_before = 0
-        self._shapes = functools.cache(loader.shapes)  # asked for with every chunk
+        # Cached, since every `peek` needs them. It also makes all full batches of a run the same
+        # object, by which `Plan` recognizes them.
+        self._shapes = functools.cache(loader.shapes)
 
     @property
     def full_steps(self) -> int:
@@ -277,7 +302,7 @@ class LoaderBatches(Batches):
         self._epoch, self._next = epoch + self.epochs_before, batch
 
     def peek(self) -> PyTree | None:
-        """Returns the shapes of the next batch, which is not made yet."""
+        """Returns the shapes of the next batch; `take` makes the batch."""
         if self._next >= self.steps:
             return None
         return self._shapes(self._examples())
@@ -303,28 +328,30 @@ class LoaderBatches(Batches):
         return [self.full_batch(), *([self._shapes(self.data.remainder)] * has_smaller)]
 
     def fingerprint(self) -> dict[str, Any]:
-        """Returns what the loader says of itself."""
+        """Returns the fingerprint of the loader."""
         return dict(self.data.fingerprint())
 
     def state(self, *, epoch_is_over: bool) -> dict[str, Any] | None:
-        """Returns the number of steps that the orders come after, if there are any."""
+        """Returns the number of steps before those of this run; None if there are none."""
+        # The loader itself has no state.
         return {"steps_before": self._steps_before} if self._steps_before else None
 
     def restore(self, state: Any, epoch: int, batch: int) -> list[str]:
-        """Continues after as many steps as the first run did, whatever the state of this one."""
+        """Restores the number of earlier steps, whatever the state of this run has counted."""
         self._steps_before = 0 if state is None else state["steps_before"]
         return []
 
     def continue_after(self, steps: int) -> None:
-        """Takes the orders that come after so many steps.
+        """Continues with the orders that follow a number of earlier steps.
 
-        An epoch is whole: after a part of one, the next order begins.
+        After a part of an epoch, the next epoch begins with a new order.
         """
         self._steps_before = steps
 
     @property
     def epochs_before(self) -> int:
         """The number of the loader's epochs before the first one of this run."""
+        # Rounded up.
         return -(-self._steps_before // self.steps)
 
     def _examples(self) -> int:

@@ -150,7 +150,9 @@ def test_an_iterator_is_not_used_up_by_a_look_at_it(tmp_path: pathlib.Path) -> N
 
     checkpointer = left_at(tmp_path, generator(), 3, epochs=1)
     taken.clear()
-    with pytest.warns(UserWarning, match="a generator does not report its position. Its first 2 batch"):
+    with pytest.warns(
+        UserWarning, match="a generator does not report its position. Its first 2 batch"
+    ):
         result = trained(generator(), checkpointer, epochs=1)
     assert len(taken) == len(batches())
     assert bits(result) == bits(trained(Opaque(), epochs=1))
