@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from functrain.common import _tree
+from functrain.common import _repr, _tree
 from functrain.common._types import PyTree
 from functrain.data._arrays import is_supported_dtype, require_no_number_lists, require_unmasked
 from functrain.data._batch import batch_size
@@ -246,9 +246,9 @@ class IteratorBatches(Batches):
         # are random.
         if changed and summary_now != self._fetch_first_summary(run_start):
             warnings.warn(
-                f"{self.name}: a {type(self.data).__name__} gives other numbers each time, even "
-                "from the same state: it draws random numbers that are not part of its state. The "
-                "run resumes, but not bit for bit.",
+                f"{self.name}: {_repr.class_with_article(self.data)} gives other numbers each "
+                "time, even from the same state: it draws random numbers that are not part of its "
+                "state. The run resumes, but not bit for bit.",
                 stacklevel=2,
             )
             return []
@@ -269,9 +269,9 @@ class IteratorBatches(Batches):
         is_list = isinstance(self.data, list | tuple)
         if first and batch and not is_list and not saved["ended"]:
             warnings.warn(
-                f"{self.name}: a {type(self.data).__name__} does not report its position. Its "
-                f"first {batch} batches are fetched again and skipped; the batches after them are "
-                "the same only if it yields the same batches in every pass.",
+                f"{self.name}: {_repr.class_with_article(self.data)} does not report its position. "
+                f"Its first {batch} batches are fetched again and skipped; the batches after them "
+                "are the same only if it yields the same batches in every pass.",
                 stacklevel=2,
             )
         self._open(epoch, batch, saved)

@@ -1,4 +1,4 @@
-"""Data of which each process has a part: put together, batch by batch."""
+"""Data of which each process holds a part, assembled into global batches."""
 
 import math
 import zlib
@@ -9,67 +9,74 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from functrain.common import _tree
+from functrain.common._checks import require
 from functrain.common._gather import gather_from_processes
 from functrain.common._types import PyTree
 from functrain.data._batches import Batches, Chunk, WrappedBatches
 
 
 class Local:
-    """Data of which each process has its own part; see `functrain.distributed.local`.
+    """Data of which each process holds a part; see `functrain.distributed.local`.
 
     Args:
       data: This process's part.
-      sharding: Of a whole batch.
+      sharding: The sharding of a global batch.
 
     Raises:
-      TypeError: `sharding` is no NamedSharding.
-      ValueError: It does not divide examples over all processes.
+      TypeError: `sharding` is not a NamedSharding.
+      ValueError: It does not divide the examples among all processes.
     """
 
     def __init__(self, data: Any, sharding: NamedSharding) -> None:
-        if not isinstance(sharding, NamedSharding):
-            raise TypeError(
-                "sharding: expected that of a whole batch, jax.sharding.NamedSharding(mesh, "
-                f"jax.sharding.PartitionSpec('data')), got {sharding!r}"
-            )
+        expected = (
+            "that of a global batch, jax.sharding.NamedSharding(mesh, "
+            "jax.sharding.PartitionSpec('data'))"
+        )
+        is_named = isinstance(sharding, NamedSharding)
+        require(is_named, "sharding", expected, sharding, error=TypeError)
         self.data, self.sharding = data, sharding
         devices: Any = sharding.device_set
         self.processes = len({device.process_index for device in devices})
-        parts, own = _parts(sharding)
-        if own * self.processes != parts:
+        shards, local_shards = _count_shards(sharding)
+        # Equal shares: with fewer shards than processes, some would hold the same examples.
+        if local_shards * self.processes != shards:
             raise ValueError(
-                f"sharding: expected one that divides examples over {self.processes} processes, "
-                f"each with a part of its own, got {sharding.spec} over the mesh "
-                f"{dict(sharding.mesh.shape)}, of whose {parts} parts this process has {own}. "
-                "Take another order of axes, or give every process the same data, without local."
+                f"sharding: expected one that divides examples evenly over {self.processes} "
+                f"processes, got {sharding.spec} over the mesh {dict(sharding.mesh.shape)}, which "
+                f"gives this process {local_shards} of {shards} shards. Change the order of the "
+                "axes, or give every process the same data, without local."
             )
 
     def __repr__(self) -> str:
         return f"local({self.data!r}, {self.sharding.spec})"
 
     def shapes(self, batch: PyTree) -> PyTree:
-        """Returns what a batch is like as a whole."""
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(self._whole(x.shape), x.dtype), batch)
+        """Returns the shapes of a global batch, given a batch of this process."""
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(self._global_shape(x.shape), x.dtype), batch
+        )
 
     def put(self, batches: PyTree) -> PyTree:
-        """Puts stacked batches of all processes together: each has its part on its devices."""
-        where = NamedSharding(self.sharding.mesh, PartitionSpec(None, *self.sharding.spec))
+        """Assembles global arrays from the stacked batches of all processes."""
+        chunked = NamedSharding(self.sharding.mesh, PartitionSpec(None, *self.sharding.spec))
 
-        def place(x: Any) -> jax.Array:
-            shape = (x.shape[0], *self._whole(x.shape[1:]))
-            here = divisible_sharding(shape, where)
-            whole: jax.Array
-            if here is where:
-                whole = jax.make_array_from_process_local_data(where, np.asarray(x), shape)
+        def assemble(x: Any) -> jax.Array:
+            shape = (x.shape[0], *self._global_shape(x.shape[1:]))
+            possible = divisible_sharding(shape, chunked)
+            array: jax.Array
+            if possible is chunked:
+                array = jax.make_array_from_process_local_data(chunked, np.asarray(x), shape)
             else:
-                gathered = self._gathered(np.asarray(x))
-                whole = jax.make_array_from_callback(shape, here, lambda index: gathered[index])
-            return whole
+                # Devices then need examples of other processes.
+                gathered = self._gather_examples(np.asarray(x))
+                array = jax.make_array_from_callback(shape, possible, lambda index: gathered[index])
+            return array
 
-        return jax.tree.map(place, batches)
+        return jax.tree.map(assemble, batches)
 
-    def _gathered(self, x: np.ndarray) -> np.ndarray:
-        """Returns the examples of all processes, in the order that their devices have them in."""
+    def _gather_examples(self, x: np.ndarray) -> np.ndarray:
+        """Returns the examples of all processes, in the order of the global array."""
+        # A leaf without an axis of examples is the same in every process.
         if self.processes == 1 or x.ndim == 1:
             return x
         from jax.experimental import multihost_utils
@@ -78,58 +85,62 @@ class Local:
         return np.concatenate([parts[i] for i in _processes_in_order(self.sharding)], axis=1)
 
     def require_same(self, name: str, steps: int, batches: PyTree = ()) -> None:
-        """Compares how many batches the processes have next, and of what shapes.
+        """Compares the number and the shapes of the next batches among the processes.
 
         Raises:
-          ValueError: In all of them: it is not the same.
+          ValueError: They are not the same. It is raised in every process.
         """
         if self.processes == 1:
             return
         from jax.experimental import multihost_utils
 
-        one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batches)
-        specs = [f"{path} {_tree.strong_spec(x)}" for path, x in _tree.leaves_with_path(one)]
-        own = np.asarray([steps, zlib.crc32("\n".join(specs).encode())], np.uint32)
-        found = multihost_utils.process_allgather(own)
-        if (found == found[0]).all():
+        specs = []
+        for path, x in _tree.leaves_with_path(batches):
+            shape = jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
+            specs.append(f"{path} {_tree.strong_spec(shape)}")
+        # Two numbers, not the texts: this runs before every chunk.
+        summary = np.asarray([steps, zlib.crc32("\n".join(specs).encode())], np.uint32)
+        summaries = multihost_utils.process_allgather(summary)
+        if (summaries == summaries[0]).all():
             return
-        counts = ", ".join(f"{n} in process {i}" for i, n in enumerate(found[:, 0].tolist()))
-        shapes = f", here of\n{_tree.bullets(specs)}" if specs else ""
+        counts = ", ".join(f"{n} in process {i}" for i, n in enumerate(summaries[:, 0].tolist()))
+        shapes = f"; in this process, batches of\n{_tree.bullets(specs)}" if specs else ""
         raise ValueError(
             f"{name}: expected as many batches, of the same shapes, in every process, got next "
-            f"{counts}{shapes}\nGive each process as many examples; in training "
-            "drop_remainder=True leaves out what is left over."
+            f"{counts}{shapes}\nGive each process the same number of examples; in training "
+            "drop_remainder=True drops a smaller last batch."
         )
 
-    def _whole(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+    def _global_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         return (shape[0] * self.processes, *shape[1:]) if shape else shape
 
 
 class LocalBatches(WrappedBatches):
-    """Batches put together from the parts that the processes have.
+    """Global batches, assembled from the batches of each process.
 
-    Before each chunk the processes compare how many batches they have: or those with more would
-    wait forever for the others.
+    Before each chunk the processes compare how many batches they have. Otherwise a process with
+    more batches would wait forever for the others.
 
     Args:
-      own: The batches of this process.
-      local: How they are put together.
+      local_batches: The batches of this process.
+      local: Assembles global batches.
     """
 
-    def __init__(self, own: Batches, local: Local) -> None:
-        super().__init__(own)
+    def __init__(self, local_batches: Batches, local: Local) -> None:
+        super().__init__(local_batches)
         self._local = local
 
     def peek(self) -> PyTree | None:
-        """Returns the shapes of the next batch; None if none of the processes has one."""
+        """Returns the shapes of the next batch; None if no process has one."""
         batch = self._inner.peek()
         if batch is None:
+            # The other processes compare in `take`, if they have a batch.
             self._local.require_same(self.name, 0)
             return None
         return self._local.shapes(batch)
 
     def take(self, k: int, limit: int) -> Chunk:
-        """Returns the next batches of all processes."""
+        """Returns a chunk of the next global batches."""
         chunk = self._inner.take(k, limit)
         self._local.require_same(self.name, chunk.steps, chunk.batches)
         return chunk._replace(
@@ -138,67 +149,72 @@ class LocalBatches(WrappedBatches):
         )
 
     def first(self) -> PyTree | None:
-        """Returns the shapes of the first batch; None if none of the processes has one."""
+        """Returns the shapes of the first batch; None if no process has one."""
         batch = self._inner.first()
         self._local.require_same(self.name, int(batch is not None))
         return None if batch is None else self._local.shapes(batch)
 
     def full_batch(self) -> PyTree | None:
-        """Returns the shapes of a batch of full size, if they are known."""
+        """Returns the shapes of a batch of full size; None if unknown."""
         batch = self._inner.full_batch()
         return None if batch is None else self._local.shapes(batch)
 
     def known_shapes(self) -> list[PyTree]:
-        """Returns the shapes of every kind of batch, as far as they are known."""
+        """Returns the shapes of all batches that are known before the first one is fetched."""
         return [self._local.shapes(batch) for batch in self._inner.known_shapes()]
 
     def fingerprint(self) -> dict[str, Any]:
-        """Returns the number of batches and of processes; each compares its own part itself."""
+        """Returns the number of batches and of processes."""
+        # `restore` compares the part of each process, which may differ from that of the others.
         return {"data": "local", "batches": self.steps, "processes": self._local.processes}
 
     def state(self, *, epoch_is_over: bool) -> dict[str, Any]:
         """Returns the position of each process."""
-        own = [self._inner.fingerprint(), self._inner.state(epoch_is_over=epoch_is_over)]
-        return {"each": gather_from_processes(own)}
+        local_state = [self._inner.fingerprint(), self._inner.state(epoch_is_over=epoch_is_over)]
+        # A checkpoint is written by one process, so it gets the positions of all.
+        return {"each": gather_from_processes(local_state)}
 
     def restore(self, state: Any, epoch: int, batch: int) -> list[str]:
         """Continues at the position of this process."""
-        saved, own_state = state["each"][jax.process_index()]
-        now = self._inner.fingerprint()
-        if saved != now:
-            return [f"the part of this process: saved with {saved}, now {now}"]
-        return self._inner.restore(own_state, epoch, batch)
+        saved_fingerprint, local_state = state["each"][jax.process_index()]
+        fingerprint = self._inner.fingerprint()
+        if saved_fingerprint != fingerprint:
+            return [f"the part of this process: saved with {saved_fingerprint}, now {fingerprint}"]
+        return self._inner.restore(local_state, epoch, batch)
 
 
-def divisible_sharding(shape: tuple[int, ...], where: NamedSharding) -> NamedSharding:
-    """Returns the sharding, but without dividing the axes of an array that it cannot divide."""
-    sizes = [math.prod(where.mesh.shape[name] for name in _names(axis)) for axis in where.spec]
-    divides = [n % size == 0 for n, size in zip(shape, sizes, strict=False)]
-    if all(divides) and len(shape) >= len(sizes):
-        return where
-    kept = [axis if ok else None for axis, ok in zip(where.spec, divides, strict=False)]
-    return NamedSharding(where.mesh, PartitionSpec(*kept))
+def divisible_sharding(shape: tuple[int, ...], sharding: NamedSharding) -> NamedSharding:
+    """Returns the sharding for a shape; axes that it does not divide evenly are not divided."""
+    entries = []
+    for length, entry in zip(shape, sharding.spec, strict=False):
+        entries.append(entry if length % _mesh_size(sharding, entry) == 0 else None)
+    # The same object if nothing changes, by which `Local.put` recognizes the usual case.
+    is_possible = entries == list(sharding.spec)
+    return sharding if is_possible else NamedSharding(sharding.mesh, PartitionSpec(*entries))
 
 
-def _names(axis: Any) -> tuple[str, ...]:
-    """Returns the axes of a mesh that an entry of a PartitionSpec names."""
-    return (axis,) if isinstance(axis, str) else axis or ()
+def _mesh_size(sharding: NamedSharding, entry: Any) -> int:
+    """Returns the number of shards that an entry of a PartitionSpec makes of an axis."""
+    # An entry is the name of a mesh axis, a tuple of names, or None.
+    names = (entry,) if isinstance(entry, str) else entry or ()
+    return math.prod(map(sharding.mesh.shape.__getitem__, names))
 
 
 def _processes_in_order(sharding: NamedSharding) -> list[int]:
-    """Returns the processes in the order in which they have examples."""
-    axis = sharding.spec[0]
-    parts = math.prod(sharding.mesh.shape[name] for name in _names(axis))
-    by_axis = NamedSharding(sharding.mesh, PartitionSpec(axis))
-    starts: Any = by_axis.devices_indices_map((parts,)).items()
+    """Returns the processes in the order of their examples in a global batch."""
+    # The indices for an array with one element a shard are the numbers of the shards.
+    shards = _mesh_size(sharding, sharding.spec[0])
+    by_axis = NamedSharding(sharding.mesh, PartitionSpec(sharding.spec[0]))
+    starts: Any = by_axis.devices_indices_map((shards,)).items()
     by_start = sorted(starts, key=lambda item: item[1][0].start or 0)
     return list(dict.fromkeys(device.process_index for device, _ in by_start))
 
 
-def _parts(sharding: NamedSharding) -> tuple[int, int]:
-    """Returns into how many parts examples are divided, and how many of them lie here."""
-    axis = sharding.spec[0] if len(sharding.spec) else None
-    parts = math.prod(sharding.mesh.shape[name] for name in _names(axis))
-    by_axis = NamedSharding(sharding.mesh, PartitionSpec(axis))
-    here = by_axis.addressable_devices_indices_map((parts,))
-    return parts, len({index[0].start for index in here.values() if index is not None})
+def _count_shards(sharding: NamedSharding) -> tuple[int, int]:
+    """Returns the number of shards of the examples, and how many of them this process holds."""
+    entry = sharding.spec[0] if len(sharding.spec) else None
+    shards = _mesh_size(sharding, entry)
+    by_axis = NamedSharding(sharding.mesh, PartitionSpec(entry))
+    indices = by_axis.addressable_devices_indices_map((shards,))
+    # A set, since several devices may hold the same shard.
+    return shards, len({index[0].start for index in indices.values() if index is not None})

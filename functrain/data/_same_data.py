@@ -1,4 +1,4 @@
-"""Recognizes data: summaries of batches, and how two of them differ."""
+"""Compares the data of a resumed run with those of the saved one, by summaries of batches."""
 
 from typing import Any, TypeAlias
 
@@ -9,73 +9,80 @@ from functrain.common import _tree
 from functrain.common._types import PyTree
 
 Summary: TypeAlias = dict[str, dict[str, Any]]
-"""By path of the leaf: its `spec`, and some of its `numbers`."""
+"""For each leaf, by its path: its `spec`, and a sample of its `numbers`."""
 
-# Numbers kept of each leaf: enough to tell orders and seeds apart, few enough to read in a file.
-NUMBERS = 24
+# The size of the sample of each leaf: large enough to distinguish orders and seeds, small enough to
+# be read in a file.
+SAMPLE_SIZE = 24
 
 
 def summary(batch: PyTree) -> Summary:
-    """Returns the spec of each leaf, and some of its numbers, evenly spaced.
+    """Returns the spec of each leaf, and an evenly spaced sample of its numbers.
 
     Examples:
       >>> summary({"x": np.arange(3, dtype=np.int32)})
       {'x': {'spec': 'int32[3]', 'numbers': [0.0, 1.0, 2.0]}}
     """
-    return {
-        path: {"spec": _tree.strong_spec(leaf), "numbers": _sample(leaf)}
-        for path, leaf in _tree.leaves_with_path(batch)
-    }
+    leaves: Summary = {}
+    for path, leaf in _tree.leaves_with_path(batch):
+        leaves[path] = {"spec": _tree.strong_spec(leaf), "numbers": _sample(leaf)}
+    return leaves
 
 
 def differences(
-    saved: Summary, now: Summary, which: str, *, compares_numbers: bool = True
+    saved: Summary, current: Summary, batch_name: str, *, compares_numbers: bool = True
 ) -> list[str]:
-    """Returns a line for each leaf whose spec differs, or else whose numbers do.
+    """Returns a line for each leaf whose specs differ, or if none do, whose numbers differ.
 
     Args:
       saved: The summary of a batch in a checkpoint.
-      now: The summary of the same batch now.
-      which: Which batch of the data it is, for the lines.
-      compares_numbers: Whether to compare the numbers too.
+      current: The summary of the same batch in this run.
+      batch_name: Names the batch in the lines: "first" or "last".
+      compares_numbers: True to compare the numbers too.
     """
     lines = []
-    for path in {**saved, **now}:
-        specs = [str(s[path]["spec"]) if path in s else "none" for s in (saved, now)]
-        if specs[0] != specs[1]:
-            lines.append(f"{path} of the {which} batch: saved with {specs[0]}, now {specs[1]}")
+    absent = {"spec": "none"}
+    for path in {**saved, **current}:
+        old_spec = str(saved.get(path, absent)["spec"])
+        new_spec = str(current.get(path, absent)["spec"])
+        if old_spec != new_spec:
+            lines.append(f"{path} of the {batch_name} batch: saved with {old_spec}, now {new_spec}")
+    # Numbers of other shapes are other numbers anyway.
     if lines or not compares_numbers:
         return lines
     for path in saved:
-        numbers = saved[path]["numbers"], now[path]["numbers"]
-        if not _are_close(*numbers):
-            few = [", ".join(f"{x:.4g}" for x in some[:4]) for some in numbers]
+        old, new = saved[path]["numbers"], current[path]["numbers"]
+        if not _are_close(old, new):
             lines.append(
-                f"{path} of the {which} batch: saved with {few[0]}, ..., now {few[1]}, ..."
+                f"{path} of the {batch_name} batch: saved with {_format(old)}, now {_format(new)}"
             )
     return lines
 
 
+def _format(numbers: list[float]) -> str:
+    return ", ".join([*map("{:.4g}".format, numbers[:4]), "..."])
+
+
 def _sample(leaf: Any) -> list[float]:
-    """Returns some of the numbers of a leaf, evenly spaced."""
+    """Returns an evenly spaced sample of the numbers of a leaf."""
     if isinstance(leaf, jax.Array) and _tree.is_key(leaf):
         leaf = jax.random.key_data(leaf)
     flat = np.asarray(leaf).reshape(-1)
     if not flat.size:
         return []
-    numbers = flat[np.unique(np.linspace(0, flat.size - 1, NUMBERS).astype(int))]
+    numbers = flat[np.unique(np.linspace(0, flat.size - 1, SAMPLE_SIZE).astype(int))]
     if numbers.dtype.kind == "c":
         numbers = np.abs(numbers)
-    return [float(x) for x in numbers]
+    # Python floats, because the checkpoint keeps them as JSON.
+    return list(map(float, numbers))
 
 
-def _are_close(saved: list[float], now: list[float]) -> bool:
-    """Returns True if numbers are those that were saved, as another machine may round them.
-
-    A loader may compute its batches, so a hundredth of the numbers' range is no difference.
-    """
+def _are_close(saved: list[float], current: list[float]) -> bool:
+    """Returns True if numbers equal the saved ones, up to the rounding of another machine."""
     if not saved:
         return True
-    finite = [x for x in saved if np.isfinite(x)] or [0.0]
+    finite = list(filter(np.isfinite, saved)) or [0.0]
+    # A loader may compute its batches, so a hundredth of the range of the numbers is tolerated.
+    # The second term is for numbers that are all equal, whose range is 0.
     tolerance = 0.01 * float(np.ptp(finite)) + 1e-6 * float(np.max(np.abs(finite)))
-    return bool(np.allclose(saved, now, rtol=0.0, atol=tolerance, equal_nan=True))
+    return bool(np.allclose(saved, current, rtol=0.0, atol=tolerance, equal_nan=True))

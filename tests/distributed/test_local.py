@@ -18,7 +18,7 @@ REFUSED = {
     "fewer batches": "data: .*batches: 6 in process 0, 4 in process 1",
     "fewer batches, of unknown length": "data: .*got next 6 in process 0, 4 in process 1",
     "a smaller one at the end": "data: .*got next 6 in process 0, 5 in process 1",
-    "the same part in both": "sharding: .* of whose 1 parts this process has 1",
+    "the same part in both": "sharding: .* gives this process 1 of 1 shards",
     "none": "data: .*got next 1 in process 0, 0 in process 1",
     "fewer batches to evaluate on": "eval_data: .*batches: 6 in process 0, 4 in process 1",
     "a clock": "every: expected .* whose clocks differ, got every\\(seconds=1\\)",
@@ -125,5 +125,5 @@ def test_one_process_has_all_of_it() -> None:
 
 
 def test_a_sharding_that_does_not_divide_examples_is_no_number() -> None:
-    with pytest.raises(TypeError, match="expected that of a whole batch"):
+    with pytest.raises(TypeError, match="expected that of a global batch"):
         ft.distributed.local([X], "data")  # type: ignore[arg-type]
