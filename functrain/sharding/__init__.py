@@ -1,10 +1,10 @@
-"""Where a state lies on many devices: meshes, rules, whole states.
+"""Sharding: meshes, rules for params, and the shardings of whole states.
 
 Files:
-  _collectives: what a compiled program sends from device to device
+  _collectives: the traffic between devices in a compiled program
   _mesh: a mesh from the sizes of its axes
-  _rules: rules that say how an array is divided
-  _state: the shardings of a whole state, from those of its params
+  _rules: rules that choose the sharding of an array
+  _state: the shardings of a whole state, derived from those of its params
 """
 
 from functrain.sharding._collectives import Traffic as Traffic

@@ -1,4 +1,4 @@
-"""A mesh from the sizes of its axes."""
+"""Creates a mesh from the sizes of its axes."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 import jax
 from jax.sharding import AxisType, Mesh
 
-from functrain.common._checks import is_integer
+from functrain.common._checks import is_integer, require
 
 
 def mesh(
@@ -18,40 +18,42 @@ def mesh(
     """Returns a mesh of devices with named axes.
 
     Args:
-      axes: The size of each axis; one of them may be -1, which takes the devices that are left.
-      explicit: Whether shardings are part of the types of arrays (`jax.sharding.AxisType`);
-        by default the compiler finds those that the code does not name.
-      devices: Which; all of all processes by default.
+      axes: The size of each axis, by name. One size may be -1, which stands for all remaining
+        devices.
+      explicit: True to make shardings part of the types of arrays (`jax.sharding.AxisType`). By
+        default the compiler chooses the shardings that the code does not specify.
+      devices: The devices to use; by default all devices of all processes.
 
     Returns:
-      A mesh of all the devices, in an order that suits the machine (`jax.make_mesh`).
+      A mesh of all these devices, in an order that suits the machine (`jax.make_mesh`).
 
     Raises:
       ValueError: The sizes do not use all devices.
 
     Examples:
       >>> import jax
-      >>> found = mesh({"data": -1, "model": 1})
-      >>> found.shape["data"] == jax.device_count()
+      >>> two_axes = mesh({"data": -1, "model": 1})
+      >>> two_axes.shape["data"] == jax.device_count()
       True
     """
-    count = jax.device_count() if devices is None else len(devices)
+    device_count = jax.device_count() if devices is None else len(devices)
     sizes = dict(axes)
-    open_axes = [name for name, size in sizes.items() if size == -1]
-    known_sizes = [size for size in sizes.values() if size != -1]
-    if not axes or len(open_axes) > 1 or not all(is_integer(size, 1) for size in known_sizes):
-        raise ValueError(
-            "axes: expected whole numbers from 1 on, by name, and -1 for one of them at the most, "
-            f"got {dict(axes)}"
-        )
-    for name in open_axes:
-        sizes[name] = count // math.prod(known_sizes)
-    if math.prod(sizes.values()) != count:
-        raise ValueError(
-            f"axes: expected sizes whose product is {count}, the number of devices, got "
-            f"{dict(axes)}. Take other sizes, or some of the devices: devices=jax.devices()[:n]."
-        )
-    kind = AxisType.Explicit if explicit else AxisType.Auto
+    fixed_sizes = [size for size in sizes.values() if size != -1]
+    is_valid = len(sizes) - len(fixed_sizes) <= 1 and all(is_integer(n, 1) for n in fixed_sizes)
+    expected = "sizes of at least 1, by name, and -1 for at most one of them"
+    require(sizes and is_valid, "axes", expected, dict(axes))
+    for name, size in axes.items():
+        if size == -1:
+            sizes[name] = device_count // math.prod(fixed_sizes)
+    require(
+        math.prod(sizes.values()) == device_count,
+        "axes",
+        f"sizes whose product is {device_count}, the number of devices",
+        dict(axes),
+        "Change the sizes, or use some of the devices only: devices=jax.devices()[:n].",
+    )
+    # Stated in both cases: recent versions of jax make axes explicit by default.
+    axis_type = AxisType.Explicit if explicit else AxisType.Auto
     return jax.make_mesh(
-        tuple(sizes.values()), tuple(sizes), axis_types=(kind,) * len(sizes), devices=devices
+        tuple(sizes.values()), tuple(sizes), axis_types=(axis_type,) * len(sizes), devices=devices
     )

@@ -1,4 +1,4 @@
-"""Rules that say how an array is divided over the axes of a mesh."""
+"""Rules that choose how an array is divided over the axes of a mesh."""
 
 import math
 from collections.abc import Collection, Mapping
@@ -7,13 +7,13 @@ from typing import Any, Protocol
 import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from functrain.common._checks import require
+from functrain.common._checks import require, require_no_problems
 from functrain.common._patterns import closest_patterns, matches
-from functrain.common._tree import bullets, spec
+from functrain.common._tree import spec
 
 
 class Rule(Protocol):
-    """``(path, x, mesh) -> PartitionSpec``: how a leaf is divided.
+    """A function ``(path, x, mesh) -> PartitionSpec`` that chooses how a leaf is divided.
 
     Examples:
       >>> from jax.sharding import PartitionSpec
@@ -29,7 +29,7 @@ class Rule(Protocol):
 
 
 def replicated(path: str, x: Any, mesh: Mesh | AbstractMesh, /) -> PartitionSpec:
-    """The rule by which every device has all of every leaf.
+    """Returns the spec of a leaf that is replicated on every device; itself a rule.
 
     Examples:
       >>> tuple(replicated("dense/kernel", None, None))
@@ -39,18 +39,19 @@ def replicated(path: str, x: Any, mesh: Mesh | AbstractMesh, /) -> PartitionSpec
 
 
 def fsdp(axis: str | tuple[str, ...] = "data", *, min_size: int = 2**16) -> Rule:
-    """Returns the rule of fully sharded data parallelism: each device has a part of each leaf.
+    """Returns the rule of fully sharded data parallelism: each device holds a part of each leaf.
 
-    The largest axis of a leaf that the mesh's axis divides is divided, the last one of equals.
-    Leaves that no axis divides, and small ones, are on all devices. With batches divided over the
-    same axis the compiler gathers what a step needs, and sums its gradients (ZeRO stage 3,
-    Rajbhandari et al., 2020, https://arxiv.org/abs/1910.02054): layer by layer where equal layers
-    are a `jax.lax.scan`. Where activations are smaller than weights it may gather those instead;
+    Of the axes of a leaf that the size of the mesh axis divides, the largest one is divided, and of
+    equal ones the last. Leaves without such an axis, and small leaves, are replicated. If batches
+    are divided over the same mesh axis, the compiler gathers the weights that a step needs, and
+    sums its gradients (ZeRO stage 3, Rajbhandari et al., 2020, https://arxiv.org/abs/1910.02054).
+    It does so layer by layer if equal layers are a `jax.lax.scan`. If activations are smaller than
+    weights, it may gather the activations instead;
     ``jax.lax.with_sharding_constraint(x, PartitionSpec("data"))`` in a layer keeps them divided.
 
     Args:
-      axis: Of the mesh; several for their product.
-      min_size: Elements below which a leaf is left whole.
+      axis: An axis of the mesh; or several, which count as one axis of their product.
+      min_size: Leaves with fewer elements are replicated.
 
     Returns:
       A rule.
@@ -66,27 +67,28 @@ def fsdp(axis: str | tuple[str, ...] = "data", *, min_size: int = 2**16) -> Rule
     def rule(path: str, x: jax.ShapeDtypeStruct, mesh: Mesh | AbstractMesh, /) -> PartitionSpec:
         names = (axis,) if isinstance(axis, str) else axis
         _require_axes(names, mesh, f"fsdp({axis!r})")
-        parts = math.prod(mesh.shape[name] for name in names)
-        fitting = [i for i, n in enumerate(x.shape) if n % parts == 0]
-        if math.prod(x.shape) < min_size or not fitting:
+        shards = math.prod(map(mesh.shape.__getitem__, names))
+        divisible = [i for i, n in enumerate(x.shape) if n % shards == 0]
+        # Dividing a small leaf saves little memory, and costs a collective all the same.
+        if math.prod(x.shape) < min_size or not divisible:
             return PartitionSpec()
-        chosen = max(fitting, key=lambda i: (x.shape[i], i))
-        return PartitionSpec(*[None] * chosen, axis)
+        largest = max(divisible, key=lambda i: (x.shape[i], i))
+        return PartitionSpec(*[None] * largest, axis)
 
     return rule
 
 
 def rules(patterns: Mapping[str, PartitionSpec | Rule]) -> Rule:
-    """Returns the rule that goes by the paths of leaves: the first pattern that fits counts.
+    """Returns a rule that chooses by the path of a leaf: the first matching pattern counts.
 
     Args:
-      patterns: By pattern over a path: `*` stands within one part, `**` for any number of parts.
-        A PartitionSpec, or a rule.
+      patterns: Maps patterns over paths to a PartitionSpec or a rule. In a pattern, `*` matches
+        within one part of a path, `**` matches any number of parts.
 
     Returns:
-      A rule. Where it is used, a pattern that fits no leaf is refused, and one whose leaves all
-      go to patterns before it (but for `**`, which takes what is left); so is a leaf that no
-      pattern fits, or whose axes the mesh does not divide.
+      A rule. Using it raises ValueError if a pattern matches no leaf, or only leaves that earlier
+      patterns match (except for `**`, which takes all remaining leaves); and if no pattern matches
+      a leaf, or the mesh does not divide its axes evenly.
 
     Examples:
       >>> import jax
@@ -96,14 +98,16 @@ def rules(patterns: Mapping[str, PartitionSpec | Rule]) -> Rule:
       >>> tuple(rule("block/attention/kernel", jax.ShapeDtypeStruct((64, 64), "float32"), mesh))
       (None, 'model')
     """
-    for pattern, x in patterns.items():
-        is_rule = isinstance(x, PartitionSpec) or callable(x)
+    for pattern, rule in patterns.items():
+        is_rule = isinstance(rule, PartitionSpec) or callable(rule)
         expected = "a jax.sharding.PartitionSpec or a rule"
-        require(is_rule, f"patterns[{pattern!r}]", expected, x, error=TypeError)
+        require(is_rule, f"patterns[{pattern!r}]", expected, rule, error=TypeError)
     return _Rules(patterns)
 
 
 class _Rules:
+    """The rule that `rules` returns; a class, so that `shardings` can ask it about its use."""
+
     def __init__(self, patterns: Mapping[str, PartitionSpec | Rule]) -> None:
         self._patterns = dict(patterns)
 
@@ -118,46 +122,53 @@ class _Rules:
                 return rule if isinstance(rule, PartitionSpec) else rule(path, x, mesh)
         raise ValueError(
             f"{path}: expected a rule for this leaf, {spec(x)}, got none among "
-            f"{sorted(self._patterns)}. Add one for all that is left, "
+            f"{sorted(self._patterns)}. Add one for all remaining leaves, "
             '"**": functrain.sharding.replicated.'
         )
 
     def require_use(self, paths: Collection[str]) -> None:
-        """Raises ValueError if a pattern but `**` fits no leaf, or none that is left for it."""
-        lines, left = [], set(paths)
+        """Raises ValueError if a pattern other than `**` is not the first one to match any leaf."""
+        lines, unmatched = [], set(paths)
         for i, pattern in enumerate(self._patterns):
-            fitting = {path for path in paths if matches(pattern, path)}
-            if not fitting:
+            matching = {path for path in paths if matches(pattern, path)}
+            if not matching:
+                # Most likely a misspelled path.
                 lines.append(f"{pattern}: perhaps {', '.join(closest_patterns(pattern, paths))}")
-            elif not fitting & left and pattern != "**":
-                before = list(self._patterns)[:i]
-                others = [p for p in before if any(matches(p, x) for x in fitting)]
-                lines.append(f"{pattern}: {', '.join(others)} came first, and fits all of its")
-            left -= fitting
-        if lines:
-            raise ValueError(
-                f"rules: expected patterns that fit a leaf, each at least one of its own, got\n"
-                f"{bullets(lines)}\nThe first pattern that fits counts: put the narrower first."
-            )
+            elif not matching & unmatched and pattern != "**":
+                earlier_patterns = []
+                for earlier in list(self._patterns)[:i]:
+                    if any(matches(earlier, path) for path in matching):
+                        earlier_patterns.append(earlier)
+                earlier_text = ", ".join(earlier_patterns)
+                lines.append(f"{pattern}: all of its leaves match earlier patterns, {earlier_text}")
+            unmatched -= matching
+        require_no_problems(
+            "rules",
+            lines,
+            "each pattern to be the first one that matches at least one leaf",
+            "The first matching pattern counts: put narrower patterns first.",
+        )
 
 
 def require_fitting_spec(
-    path: str, x: Any, wanted: PartitionSpec, mesh: Mesh | AbstractMesh
+    path: str, x: Any, partition_spec: PartitionSpec, mesh: Mesh | AbstractMesh
 ) -> None:
     """Raises ValueError unless leaf and mesh have the axes of a spec, and it divides the leaf."""
-    if len(wanted) > x.ndim:
-        raise ValueError(f"{path}: expected a spec of {x.ndim} axes at most, got {wanted}")
-    for length, entry in zip(x.shape, wanted, strict=False):
+    expected = f"a spec of at most {x.ndim} axes"
+    require(len(partition_spec) <= x.ndim, path, expected, partition_spec)
+    for length, entry in zip(x.shape, partition_spec, strict=False):
+        # An entry is the name of a mesh axis, a tuple of names, or None.
         names = (entry,) if isinstance(entry, str) else entry or ()
-        _require_axes(names, mesh, f"{path}: {wanted}")
-        parts = math.prod(mesh.shape[name] for name in names)
-        if length % parts:
+        _require_axes(names, mesh, f"{path}: {partition_spec}")
+        shards = math.prod(map(mesh.shape.__getitem__, names))
+        if length % shards:
             raise ValueError(
-                f"{path}: expected {spec(x)} to be divided by {wanted}, but {length} is no "
-                f"multiple of {parts}. Take another spec for it, or functrain.sharding.replicated."
+                f"{path}: expected {spec(x)} to be divided by {partition_spec}, but {length} is "
+                f"not a multiple of {shards}. Use another spec for this leaf, or "
+                "functrain.sharding.replicated."
             )
 
 
-def _require_axes(names: Collection[str], mesh: Mesh | AbstractMesh, what: str) -> None:
+def _require_axes(names: Collection[str], mesh: Mesh | AbstractMesh, name_in_error: str) -> None:
     for name in names:
-        require(name in mesh.shape, what, f"axes of the mesh, {tuple(mesh.shape)}", name)
+        require(name in mesh.shape, name_in_error, f"axes of the mesh, {tuple(mesh.shape)}", name)
