@@ -58,6 +58,7 @@ def _require_iterable(data: Any, name: str) -> None:
         require(data, name, "at least one batch", data, "Pass a list of batches.")
         # A number is a valid pytree: each would be a batch of one leaf.
         if isinstance(data[0], bool | int | float | complex | str):
+            # The list itself is not shown: it may have millions of numbers.
             raise TypeError(
                 f"{name}: expected a list of batches, got one of {type(data[0]).__name__}s. For "
                 "numbers: functrain.ArrayLoader(np.asarray(data), batch_size)."

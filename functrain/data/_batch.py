@@ -35,11 +35,10 @@ def require_batch(batch: PyTree) -> None:
 
 def expand_weight(weight: jax.Array, values: jax.Array) -> jax.Array:
     """Reshapes sample weights `f32[B]` to the rank of per-example losses `f32[B, ...]`."""
-    if values.ndim == 0:
-        raise ValueError(
-            "sample_weight: expected a loss per example, f32[B], got a scalar. Return the loss "
-            "of each example from `loss` (as optax's losses do) instead of their mean."
-        )
+    advice = (
+        "Return the loss of each example from `loss` (as optax's losses do) instead of their mean."
+    )
+    require(values.ndim, "sample_weight", "a loss per example, f32[B]", values, advice)
     # A column of weights, `f32[B, 1]`, counts as `f32[B]`.
     if weight.ndim > values.ndim and weight.shape[-1] == 1:
         weight = weight[..., 0]

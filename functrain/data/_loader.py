@@ -257,8 +257,7 @@ def _common_length(data: PyTree) -> int:
     for path, x in _tree.leaves_with_path(data):
         lengths.add(x.shape[0] if x.ndim else None)
         lines.append(f"{path}: {x.shape[0]} examples" if x.ndim else f"{path}: a scalar")
-    if not lengths:
-        raise ValueError("data: expected a pytree of arrays, got one without leaves")
+    require(lengths, "data", "a pytree of arrays, with at least one leaf", data)
     if len(lengths) > 1 or None in lengths:
         require_no_problems(
             "data",

@@ -39,13 +39,13 @@ class Local:
         self.processes = len({device.process_index for device in devices})
         shards, local_shards = _count_shards(sharding)
         # Equal shares: with fewer shards than processes, some would hold the same examples.
-        if local_shards * self.processes != shards:
-            raise ValueError(
-                f"sharding: expected one that divides examples evenly over {self.processes} "
-                f"processes, got {sharding.spec} over the mesh {dict(sharding.mesh.shape)}, which "
-                f"gives this process {local_shards} of {shards} shards. Change the order of the "
-                "axes, or give every process the same data, without local."
-            )
+        is_even = local_shards * self.processes == shards
+        expected = f"one that divides examples evenly over {self.processes} processes"
+        advice = (
+            f"It gives this process {local_shards} of {shards} shards. Change the order of the "
+            "mesh's axes, or give every process the same data, without local."
+        )
+        require(is_even, "sharding", expected, sharding, advice)
 
     def __repr__(self) -> str:
         return f"local({self.data!r}, {self.sharding.spec})"

@@ -7,7 +7,7 @@ import numpy as np
 
 from functrain import rewrites as _rewrites
 from functrain.common import _repr, _tree
-from functrain.common._checks import is_integer, require_flags, require_integer
+from functrain.common._checks import is_integer, require_flags, require_integer, require_no_problems
 from functrain.common._types import PyTree, StateT, Step
 from functrain.common._wide_integers import require_integers_fit
 from functrain.engine._placement import read_pins
@@ -209,8 +209,10 @@ def _require_live(state: PyTree) -> None:
     if not any(map(_tree.is_deleted, jax.tree.leaves(state))):
         return
     deleted = [path for path, x in _tree.leaves_with_path(state) if _tree.is_deleted(x)]
-    raise ValueError(
-        "state: expected live arrays, got some that an earlier program took over (donation):\n"
-        f"{_tree.bullets(deleted)}\nContinue with the state that this program returned; copy the "
-        "arrays that you want to keep, or pass donate=False."
+    require_no_problems(
+        "state",
+        deleted,
+        "live arrays, none that an earlier program took over (donation)",
+        "Continue with the state that this program returned; copy the arrays that you want to "
+        "keep, or pass donate=False.",
     )

@@ -39,18 +39,17 @@ def batch_sharding(sharding: Any) -> NamedSharding | None:
         expected = "a mesh of one axis, or the axis over which examples are divided"
         require(len(axes) == 1, "sharding", expected, axes, advice)
         return NamedSharding(sharding, PartitionSpec(axes[0]))
-    if isinstance(sharding, PartitionSpec):
-        mesh = jax.sharding.get_mesh()
-        if mesh.empty:
-            raise ValueError(
-                f"sharding: expected a mesh for {sharding}, got none. Pass "
-                f"jax.sharding.NamedSharding(mesh, {sharding}), or call within jax.set_mesh(mesh)."
-            )
-        return NamedSharding(mesh, sharding)
-    raise TypeError(
-        "sharding: expected that of a batch, jax.sharding.NamedSharding(mesh, "
-        f"jax.sharding.PartitionSpec('data')), got {sharding!r}"
+    expected = (
+        "that of a batch, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec('data'))"
     )
+    is_spec = isinstance(sharding, PartitionSpec)
+    require(is_spec, "sharding", expected, sharding, error=TypeError)
+    mesh = jax.sharding.get_mesh()
+    advice = (
+        f"Pass jax.sharding.NamedSharding(mesh, {sharding}), or call within jax.set_mesh(mesh)."
+    )
+    require(not mesh.empty, "sharding", f"a mesh for {sharding}", None, advice)
+    return NamedSharding(mesh, sharding)
 
 
 def is_explicit(sharding: NamedSharding | None) -> bool:
@@ -155,13 +154,13 @@ def require_same_program(program: Any, args: tuple[PyTree, ...]) -> None:
     # The text holds the addresses of host callbacks, which differ in each process.
     text = _strip_addresses(program.lower(*args).as_text())
     first, *others = gather_from_processes(zlib.crc32(text.encode()))
-    differing = [str(i) for i, other in enumerate(others, 1) if other != first]
-    if differing:
-        raise ValueError(
-            "step: expected the same program in every process, got a different one in process "
-            f"{', '.join(differing)}. Run the same code, with the same versions and arguments, "
-            "in every process; use a hook for what only one process does."
-        )
+    require_no_problems(
+        "step",
+        [f"a different one in process {i}" for i, other in enumerate(others, 1) if other != first],
+        "the same program in every process",
+        "Run the same code, with the same versions and arguments, in every process; use a hook "
+        "for what only one process does.",
+    )
 
 
 def require_same_run(batches: Batches, sharding: NamedSharding | None, **arguments: Any) -> None:

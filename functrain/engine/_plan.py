@@ -96,12 +96,9 @@ def _fit_into_memory(fuse: int, batch_bytes: int, intervals: Iterable[int | None
         return fuse
     # No chunk is longer than an interval, so that a larger `fuse` does no harm.
     k = min(fuse, *filter(None, intervals), fuse)
-    if k > room:
-        raise ValueError(
-            f"fuse: expected at most {room:,} steps, whose batches of "
-            f"{_repr.format_bytes(batch_bytes)} take half of this machine's memory, got {fuse:,}. "
-            "Pass fuse='auto', or a smaller number."
-        )
+    size = _repr.format_bytes(batch_bytes)
+    expected = f"at most {room:,} steps, whose batches of {size} take half of this machine's memory"
+    require(k <= room, "fuse", expected, fuse, "Pass fuse='auto', or a smaller number.")
     return k
 
 

@@ -125,8 +125,7 @@ def every(
     """
     units = {"steps": steps, "epochs": epochs, "seconds": seconds}
     passed = {name: value for name, value in units.items() if value is not None}
-    if len(passed) != 1:
-        raise ValueError(f"every: expected one of steps, epochs and seconds, got {passed or None}")
+    require(len(passed) == 1, "every", "one of steps, epochs and seconds", passed or None)
     ((name, value),) = passed.items()
     if name == "seconds":
         require(is_positive(value), "every", "a positive, finite number of seconds", value)

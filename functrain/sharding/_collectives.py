@@ -4,8 +4,8 @@ import math
 import re
 from typing import Any, NamedTuple
 
-# Patterns over the text of a compiled program (HLO), which is the only form of it that jax makes
-# public. Asynchronous collectives are a pair `-start` and `-done`; the result counts, of `-done`.
+# Patterns over the text of a compiled program (HLO). An asynchronous collective is a pair of
+# instructions, `-start` and `-done`: only `-done` counts, whose result is that of the collective.
 _KINDS = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.-]+) [^\n]*\{\n(.*?)^\}", re.MULTILINE | re.DOTALL)
 _COLLECTIVE = re.compile(rf" = (.*?) ({_KINDS})(-done)?\(")
@@ -14,7 +14,7 @@ _CALLED = re.compile(
 )
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _TRIP_COUNT = re.compile(r'known_trip_count":?=?\{"n":"?(\d+)')
-# The name of a dtype ends with its bits: f32, bf16, s8. `pred` has none.
+# The digits in the name of a dtype are its bits: f32, bf16, f8e4m3fn. `pred` has none.
 _SHAPE = re.compile(r"([a-z]+)(\d+)?\w*\[([\d,]*)\]")
 
 

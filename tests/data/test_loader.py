@@ -89,7 +89,7 @@ def test_memory_mapped_data_stays_on_disk(tmp_path) -> None:
         (X, None, "batch_size: expected 1 to 103, the number of examples, got None"),
         (X, 10.0, "batch_size: expected 1 to 103"),
         (X, X, r"got int64\[103\]\. Pass ArrayLoader\(\(x, y\), batch_size\)"),
-        ((), 1, "one without leaves"),
+        ((), 1, "with at least one leaf"),
         (np.zeros((0, 3)), 1, "expected at least one example, got none"),
         ((X, X[:50]), 1, r"(?s)leaves of one length.*0: 103 examples.*1: 50 examples"),
         ({"x": X, "n": 3}, 1, "n: a scalar"),

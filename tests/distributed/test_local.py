@@ -18,7 +18,7 @@ REFUSED = {
     "fewer batches": "data: .*batches: 6 in process 0, 4 in process 1",
     "fewer batches, of unknown length": "data: .*got next 6 in process 0, 4 in process 1",
     "a smaller one at the end": "data: .*got next 6 in process 0, 5 in process 1",
-    "the same part in both": "sharding: .* gives this process 1 of 1 shards",
+    "the same part in both": "sharding: .* It gives this process 1 of 1 shards",
     "none": "data: .*got next 1 in process 0, 0 in process 1",
     "fewer batches to evaluate on": "eval_data: .*batches: 6 in process 0, 4 in process 1",
     "a clock": "every: expected .* whose clocks differ, got every\\(seconds=1\\)",
