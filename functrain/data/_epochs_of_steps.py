@@ -23,7 +23,8 @@ class EpochsOfSteps(WrappedBatches):
         # taken in it.
         self._pass: int | None = None
         self._taken = 0
-        self._remaining = 0  # batches of the epoch that are still to be taken
+        # Batches of the epoch that are still to be taken.
+        self._remaining = 0
         self._steps_before = 0
 
     @property
@@ -35,9 +36,9 @@ class EpochsOfSteps(WrappedBatches):
         """Begins an epoch; data that cannot seek continue where the last one ended."""
         self._remaining, self._epoch = self.steps - batch, epoch
         if self._pass is None or self.can_seek:
-            # Endless data, and data of unknown length, have one pass.
-            taken, length = self._steps_before + epoch * self.steps + batch, self._inner.steps
-            self._pass, self._taken = divmod(taken, length) if length else (0, taken)
+            total, length = self._steps_before + epoch * self.steps + batch, self._inner.steps
+            # Without a length, the data count as one pass that has not ended.
+            self._pass, self._taken = divmod(total, length) if length else (0, total)
             self._inner.begin(self._pass, self._taken)
 
     def peek(self) -> PyTree | None:

@@ -43,7 +43,7 @@ class IteratorBatches(Batches):
         self._error: Exception | None = None
         # True after `first` or `restore`, until `begin` continues there.
         self._is_open = False
-        # The shapes of the run's first batch, which all others must have.
+        # The shapes of the run's first batch, which all full batches must have.
         self._full: PyTree | None = None
         self._epoch = self._taken = 0
         # The number of a smaller batch in this epoch, which must be the last one.

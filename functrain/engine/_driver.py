@@ -45,7 +45,7 @@ SPARE_SECONDS = 2.0
 @contextlib.contextmanager
 def _uncompiled(step: Any) -> Iterator[None]:
     """Context manager: runs a step operation by operation, under the guards of a program."""
-    # Parts of such a step are compiled on their own, and stay so without jit.
+    # Such a step compiles parts of itself, which stay compiled, as in Keras.
     if traits_of(step).stays_compiled:
         yield
         return
@@ -70,7 +70,7 @@ class Driver:
       place: Puts a chunk on the devices.
 
     Attributes:
-      carry: The carry that the last program returned; it may still be computed.
+      carry: The carry that the last program returned. Its arrays may not be ready yet.
     """
 
     step: Any
@@ -103,9 +103,9 @@ class Driver:
             self._pins, self._programs = pins, {}
 
     def run(self, chunk: Chunk) -> PyTree:
-        """Takes a chunk's steps and returns their rows, `[k, ...]`, which may still be computed.
+        """Takes the steps of a chunk and returns their rows, `[k, ...]`.
 
-        Waits only if too many programs are in flight already.
+        The rows may not be ready yet: this waits only if too many programs are in flight already.
         """
         if callable(self.jit):
             batch = jax.tree.map(
@@ -144,7 +144,7 @@ class Driver:
         if not force and time.perf_counter() - self._spare_time < SPARE_SECONDS:
             return
         if nbytes(self.carry) <= SPARE_BYTES:
-            # A copy of what a failed program returned would be useless.
+            # Raises the error of a failed program, whose results are not worth a copy.
             self.wait()
             # The carry is complete now, so the old copy can go first: there is never more than one.
             self._spare = None
@@ -187,7 +187,7 @@ class Driver:
 
 
 def has_all_values(tree: PyTree) -> bool:
-    """Returns True if all arrays have values: no program that failed consumed any. Waits."""
+    """Returns True if no array was consumed or computed by a program that failed. Waits."""
     try:
         jax.block_until_ready(tree)
     except Exception:

@@ -61,7 +61,7 @@ def program(step: Any, kind: Kind, loop: LoopOptions) -> Program:
     It is compiled when it is first called. The i32[] is the number of batches to take, the rows
     are `[K, ...]`, and `done` is a number that is ready when all of the program has run.
     """
-    return cached_program(step, (kind.name, loop), lambda get: _compiled(get, kind, loop))
+    return cached_program(step, (kind.name, loop), lambda get_step: _build(get_step, kind, loop))
 
 
 def prefers_static_length() -> bool:
@@ -73,12 +73,12 @@ def prefers_static_length() -> bool:
     return jax.default_backend() != "cpu"
 
 
-def _compiled(get: Callable[[], Any], kind: Kind, loop: LoopOptions) -> Program:
+def _build(get_step: Callable[[], Any], kind: Kind, loop: LoopOptions) -> Program:
     def run(
         carry: PyTree, chunk: PyTree, n: jax.Array, *const: PyTree
     ) -> tuple[PyTree, PyTree, jax.Array]:
         check_stacked(chunk, loop.k)
-        step = get()
+        step = get_step()
         body = _rewrites.optimize(reject_text_logs(kind.body(step)), loop.rewrites)
 
         def run_step(carry: PyTree, batch: PyTree) -> Any:
