@@ -108,18 +108,18 @@ class Fused(Generic[StateT]):
         return f"Fused({_repr.name(self.step)}, k={self.k})"
 
     @property
-    def program(self) -> "HeldProgram":
+    def program(self) -> "FusedProgram":
         """The compiled program of K steps, for `lower` and `trace`.
 
         ``program(state, chunk, i32[]) -> (state, logs)``. The lowered program has a third result,
         a number that is ready when all of the program has run.
         """
-        return HeldProgram(self._program(self._loop), self.step)
+        return FusedProgram(self._program(self._loop), self.step)
 
     @property
-    def partial(self) -> "HeldProgram":
+    def partial(self) -> "FusedProgram":
         """The same for the program that takes as many steps as its last argument says."""
-        return HeldProgram(self._program(self._partial_loop), self.step)
+        return FusedProgram(self._program(self._partial_loop), self.step)
 
     def __call__(
         self, state: StateT, chunk: PyTree, steps: int | None = None
@@ -152,7 +152,7 @@ class Fused(Generic[StateT]):
         return self._programs[loop]
 
 
-class HeldProgram:
+class FusedProgram:
     """A `jax.jit` object together with its step, which has to live as long as the program.
 
     Examples:
