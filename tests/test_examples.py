@@ -89,7 +89,7 @@ def test_flax_modules_learn(tmp_path) -> None:
 def test_a_training_killed_twice_ends_as_one_that_was_left_alone(tmp_path) -> None:
     output = quick("resume.py", tmp_path)
     assert sum(line.startswith("killed at step") for line in output) == 2
-    assert any(line.startswith("going on after") for line in output)
+    assert any(line.startswith("resuming after") for line in output)
     assert [line.split()[-1] for line in output if "killed twice" in line] == ["equal"] * 3
     assert not any("NOT" in line for line in output)
     assert (tmp_path / "resume.png").exists()

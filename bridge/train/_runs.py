@@ -194,7 +194,7 @@ def _resume(run: Run, hook: KerasHook, evaluation: Evaluation | None, *, quiet: 
     assert run.resumed is not None
     assert hook.memory is not None
     if not quiet:
-        print(run.resumed.said())
+        print(run.resumed.describe())
     if run.resumed.finished:
         write_keras_state(run.state, hook.model)
         hook.memory.restore_history()

@@ -8,7 +8,7 @@ from functrain.data._adapt import as_batches
 from functrain.engine._placement import ShardingArg, batch_sharding
 from functrain.engine._plan import FuseArg
 from functrain.engine._trigger import Every, Trigger, as_trigger
-from functrain.loop._evaluate import active_members, evaluated
+from functrain.loop._evaluate import active_members, evaluate_without_warning
 from functrain.loop._events import Event
 from functrain.loop._finite import warn_of_loss
 from functrain.loop._require import require_all_examples, require_eval_step
@@ -91,18 +91,19 @@ class Evaluate:
             "sharding": sharding,
             "jit": jit,
         }
+        # A loss that stays NaN would otherwise warn in every epoch.
         self._has_warned = False
 
     def __repr__(self) -> str:
         return _repr.call(self, data=self.data, every=self.every, prefix=self.prefix)
 
     def begin(self) -> None:
-        """Lets the next run warn once more."""
+        """Resets the warning: each run warns once."""
         self._has_warned = False
 
     def __call__(self, event: Event, /) -> None:
         """Evaluates the event's state."""
-        values = evaluated(event.state, self.step, self.batches, **self.how)
+        values = evaluate_without_warning(event.state, self.step, self.batches, **self.how)
         if not self._has_warned:
             active = active_members(event.state, self.step)
             # The warning shows the line that called fit: between it and this one are HookRunner,

@@ -166,6 +166,7 @@ class HookRunner:
         Raises:
           ValueError: Two of them have the same identity.
         """
+        # By class and key, not by position: hooks may be added, removed or reordered between runs.
         return by_identity(filter(is_resumable, self.hooks))
 
     def logs(self, event: LogsReady) -> None:
@@ -178,6 +179,7 @@ class HookRunner:
     def running(self) -> Iterator[None]:
         """Context manager: calls `begin` of the hooks, and at the exit `close`."""
         self._called_hooks = list(filter(_is_called_here, self.hooks))
+        # An interval in seconds begins with the run.
         self._last_call_times = [time.perf_counter()] * len(self._called_hooks)
         with contextlib.ExitStack() as closing:
             # The stack closes the last one first, and hooks are closed in their order. All are
@@ -194,6 +196,8 @@ class HookRunner:
             yield
 
     def _is_due(self, i: int, event: Event) -> bool:
+        # A hook without a trigger gets all events, one with a trigger only the ends of chunks and
+        # epochs.
         every: Trigger | None = getattr(self._called_hooks[i], "every", None)
         if every is None or not isinstance(event, ChunkEnd | EpochEnd):
             return every is None

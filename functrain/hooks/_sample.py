@@ -93,6 +93,7 @@ def _to_sample(x: Any, name: str) -> np.ndarray | str:
             "make: expected a picture [H, W] or [H, W, C], several [N, H, W, C], with C of 1, 3 "
             f"or 4, or a text, got {_tree.spec(x)} for {name!r}."
         )
+    # Generated pictures may leave the range, and NaN cannot be converted to bytes.
     if picture.dtype != np.uint8:
         picture = (np.clip(np.nan_to_num(picture), 0.0, 1.0) * 255).round().astype(np.uint8)
     return _arrange_in_grid(picture) if picture.ndim == 4 else picture

@@ -114,7 +114,7 @@ class TensorBoard(Logger):
         if self._writer is not None:
             with self._warn_of_errors():
                 self._writer.flush()
-        return {"last_lines": [line._asdict() for line in self._last_lines]}
+        return {"last_lines": list(map(Line._asdict, self._last_lines))}
 
     def restore(self, state: dict[str, Any], /) -> None:
         """Restores the lines of the last step before the checkpoint."""

@@ -51,6 +51,7 @@ class TextLogger(Logger):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.path.open("a").close()
         except OSError as error:
+            # The same class, such as PermissionError, with the advice in its message.
             raise type(error)(
                 f"path: expected a file that can be written, got {self.path}: {error}. Choose "
                 "another path. No step was taken."
@@ -60,6 +61,7 @@ class TextLogger(Logger):
         """Appends text to the file."""
         if self._file is None:
             self.begin()
+            # Without translation of newlines, the file has the same bytes on every platform.
             self._file = self.path.open("a" if self._keeps_lines else "w", newline="")
         self._file.write(text)
         # The file can be read during the run, and a killed process loses nothing.
@@ -215,7 +217,7 @@ class CSVLogger(TextLogger):
         """Returns the columns and the number of rows of the file."""
         with self.path.open(newline="") as file:
             rows = csv.reader(file)
-            return next(rows, []), sum(1 for _ in rows)
+            return next(rows, []), len(list(rows))
 
     def write(self, lines: Sequence[Line]) -> None:
         """Writes one row for each line."""

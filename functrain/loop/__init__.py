@@ -1,15 +1,15 @@
 """The loops: run, evaluate, predict.
 
 Files:
-  _run: a run, event by event
-  _loop: the loop itself: chunks, what is told of them, and what is saved
-  _events: what happens in a run
-  _saving: a run that saves itself, and where it goes on
-  _finite: losses that are not finite
-  _preemption: SIGTERM where there are several processes
-  _evaluate: a pass over data that measures a state
-  _predict: a pass over data that collects a model's outputs
-  _require: what all three ask of a state, of a step and of the data
+  _run: the public iterator over the events of a run
+  _loop: the training loop behind it: chunks, events, checkpoints
+  _events: the events of a run
+  _saving: saves and resumes a run
+  _finite: warnings about losses that are not finite
+  _preemption: SIGTERM with several processes
+  _evaluate: measures a state on data
+  _predict: collects a model's outputs on data
+  _require: checks of states, steps and data that the loops share
 """
 
 from functrain.loop._evaluate import evaluate as evaluate

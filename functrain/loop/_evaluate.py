@@ -1,4 +1,4 @@
-"""A pass over data that measures a state."""
+"""Measures a state on data."""
 
 from typing import Any
 
@@ -49,25 +49,25 @@ def evaluate(
 ) -> dict[str, Any]:
     """Returns the loss and metrics of a state over all of the data.
 
-    Every example counts once, whatever the batch size and however many devices there are. A batch
-    that the devices do not divide, such as a smaller last one, is computed whole by all of them.
+    Every example counts once, whatever the batch size and the number of devices. If a batch does
+    not divide over the devices, such as a smaller last one, every device computes all of it.
 
     Args:
       state: The state, as `fit` returns it. Neither changed nor consumed.
-      step: From `eval_step`.
+      step: A step from `eval_step`.
       data: An `ArrayLoader` or an iterable of batches, as for `run`.
       fuse: Batches per program.
       rewrites: As for `fuse`.
-      sharding: Of one batch, as for `run`.
-      jit: False for debugging, as in `run`.
+      sharding: The sharding of one batch, as for `run`.
+      jit: False runs uncompiled, for debugging, as in `run`.
 
     Returns:
-      ``{"loss": ..., "accuracy": ...}``, the values of the step's metrics: floats, of a population
-      `f64[N]`; nested ones are joined by ``/``.
+      ``{"loss": ..., "accuracy": ...}``, the values of the step's metrics: floats, for a population
+      `f64[N]`. The names of nested values are joined by ``/``.
 
     Raises:
-      TypeError: The step carries no metrics, or trains, or the state is none.
-      ValueError: No batches, batches that differ, or a loader that drops examples.
+      TypeError: The step has no metrics, or trains, or `state` is not a state.
+      ValueError: There are no batches, they differ, or the loader drops examples.
 
     Examples:
       >>> import jax.numpy as jnp, numpy as np, optax
@@ -78,17 +78,20 @@ def evaluate(
       >>> evaluate(state, eval_step(loss_fn), ArrayLoader(np.arange(5.0), batch_size=2))
       {'loss': 2.0}
     """
-    values = evaluated(state, step, data, fuse=fuse, rewrites=rewrites, sharding=sharding, jit=jit)
-    warn_of_loss(values, active_members(state, step), stacklevel=3)  # the line that called it
+    values = evaluate_without_warning(
+        state, step, data, fuse=fuse, rewrites=rewrites, sharding=sharding, jit=jit
+    )
+    # The warning shows the line that called evaluate; its decorator is between.
+    warn_of_loss(values, active_members(state, step), stacklevel=3)
     return values
 
 
 def active_members(state: PyTree, step: MeteredStep) -> Any:
-    """Returns which members of a population have not been stopped; None where there is none."""
+    """Returns `bool[N]`, False for stopped members of a population; None for a single state."""
     return state.active if step.is_population else None
 
 
-def evaluated(
+def evaluate_without_warning(
     state: PyTree,
     step: MeteredStep,
     data: Any,
@@ -98,28 +101,29 @@ def evaluated(
     sharding: _placement.ShardingArg = None,
     jit: bool = True,
 ) -> dict[str, Any]:
-    """Returns what `evaluate` does, without a warning of a loss that is not finite."""
+    """Returns the values of `evaluate`, without its warning about a loss that is not finite."""
     require_state(state)
     require_eval_step(step)
-    where = _placement.batch_sharding(sharding)
+    mesh_sharding = _placement.batch_sharding(sharding)
     batches = as_batches(data)
     step.require_data(batches.data, batches.name)
     require_all_examples(batches)
-    _placement.require_same_run(batches, where, fuse=fuse)
-    # Not padded and masked: a loss says only what the mean over its batch is, which nobody can undo
-    # for the padding, and batch statistics or contrastive losses see the whole batch. Computed
-    # whole on every device, the last batch is exact for every loss and metric.
-    place = _placement.chunk_placer(where, replicates=True)
+    _placement.require_same_run(batches, mesh_sharding, fuse=fuse)
+    # Padding and masking would not do: a loss returns only the mean over its batch, from which the
+    # padding cannot be removed, and batch statistics or contrastive losses depend on the whole
+    # batch. Computed whole on every device, the last batch is exact for every loss and metric.
+    place = _placement.chunk_placer(mesh_sharding, replicates=True)
     driver = Driver(step, EVALUATION, rewrites=rewrites, jit=jit, place=place)
-    metrics = step.start(state).metrics
-    driver.begin(_placement.place_on_mesh(metrics, where), _placement.place_on_mesh(state, where))
+    metrics = _placement.place_on_mesh(step.start(state).metrics, mesh_sharding)
+    driver.begin(metrics, _placement.place_on_mesh(state, mesh_sharding))
     steps = 0
     batches.begin(0)
     for chunk in chunks(batches, Plan(fuse)):
         driver.run(chunk)
         steps += chunk.steps
     require_batches(steps, name=batches.name)
-    found = compute_metrics(step, driver.carry)
+    values = compute_metrics(step, driver.carry)
+    # Members have one value each, which is not a scalar.
     if not step.is_population:
-        _tree.require_scalars(found)
-    return to_values(found)
+        _tree.require_scalars(values)
+    return to_values(values)

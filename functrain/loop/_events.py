@@ -1,4 +1,4 @@
-"""What happens in a run."""
+"""The events of a run."""
 
 import dataclasses
 from collections.abc import Callable
@@ -15,8 +15,8 @@ from functrain.engine._position import Position
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
-class _Placed:
-    """What has a position in the training."""
+class _Positioned:
+    """An object with a position in the training."""
 
     position: Position
 
@@ -32,19 +32,19 @@ class _Placed:
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
-class Event(_Placed):
-    """Something that happened in a run.
+class Event(_Positioned):
+    """The base class of the events of a run.
 
     Attributes:
-      position: How far the training has come, counted from its very beginning.
-      state: The state after that. The next program consumes it (donation): use it before you
-        let the loop go on, and copy what you keep. Assign another one, of the same structure,
-        shapes and dtypes, and the run goes on with a copy of that.
-      values: What is known of this moment by name, such as ``{"val_loss": 0.3}``; of a population
-        one for each member, `f64[N]`. `fit` puts an epoch's means and metrics in before its hooks
-        run; what hooks add goes into the history.
-      samples: Pictures, `u8[H, W, C]`, and texts of this moment by name, for the loggers among the
-        hooks to come; `functrain.hooks.Sample` puts them there.
+      position: The progress of the training, counted from its very beginning.
+      state: The state at that position. The next program consumes it (donation): use it before
+        the loop continues, and copy what you keep. If you assign another state with the same
+        structure, shapes and dtypes, the run continues with a copy of it.
+      values: The values of this event by name, such as ``{"val_loss": 0.3}``; for a population
+        one per member, `f64[N]`. `fit` adds an epoch's means and metrics before its hooks run;
+        values that hooks add go into the history.
+      samples: Pictures, `u8[H, W, C]`, and texts of this event by name, for the loggers among the
+        later hooks; `functrain.hooks.Sample` adds them.
 
     Examples:
       >>> event = Event(position=Position(step=3), state=())
@@ -56,17 +56,20 @@ class Event(_Placed):
     values: dict[str, Any] = dataclasses.field(default_factory=dict)
     samples: dict[str, np.ndarray | str] = dataclasses.field(default_factory=dict, repr=False)
     stopped: bool = False
+    # A function: most events are handled without computing the metrics.
     _metrics: Callable[[], dict[str, Any]] = dataclasses.field(default=dict, repr=False)
-    _of_members: bool = dataclasses.field(default=False, repr=False)  # of a population
+    # True for a population: values and logs then have one number per member.
+    _of_members: bool = dataclasses.field(default=False, repr=False)
+    # See `hand_over`.
     _is_handed_over: bool = dataclasses.field(default=False, repr=False)
     _spare: PyTree = dataclasses.field(default=None, repr=False)
 
     def hand_over(self, state: PyTree, spare: PyTree = None) -> None:
-        """Assigns a state whose arrays nobody else uses: the run continues without copying it.
+        """Assigns a state whose arrays are used nowhere else, so that the run need not copy it.
 
         Args:
-          state: Of the structure, shapes and dtypes of `event.state`.
-          spare: An equal state that stays as it is, to go back to if a program fails.
+          state: A state with the structure, shapes and dtypes of `event.state`.
+          spare: An equal state that does not change, to return to if a program fails.
         """
         self.state, self._is_handed_over, self._spare = state, True, spare
 
@@ -75,9 +78,9 @@ class Event(_Placed):
         return self._metrics()
 
     def stop(self) -> None:
-        """Ends the run after this event; `RunEnd` still comes.
+        """Ends the run after this event; `RunEnd` still follows.
 
-        Where several processes share the run and only some of them call it, all stop at one event
+        If several processes share the run and only some of them call it, all stop at one event
         that they agree on, a few programs later.
         """
         self.stopped = True
@@ -85,12 +88,12 @@ class Event(_Placed):
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class EpochBegin(Event):
-    """An epoch is about to begin, at the batch that its position says. `run` does not yield it."""
+    """An epoch is about to begin, at the batch of its position. `run` does not yield this event."""
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class ChunkBegin(Event):
-    """A chunk is ready, and its program is about to be dispatched. `run` does not yield it.
+    """A program is about to be dispatched for a chunk. `run` does not yield this event.
 
     Attributes:
       chunk: The chunk, without its arrays.
@@ -101,14 +104,14 @@ class ChunkBegin(Event):
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class ChunkEnd(Event):
-    """A program has been dispatched; its results may still be under way.
+    """A program has been dispatched; its results may not be ready yet.
 
     Attributes:
       steps: Steps in this chunk, at most K.
       examples: Examples per step.
       rows: The logs as the program returned them: every leaf `[K, ...]`, on the device, with rows
-        of zeros where it took fewer steps.
-      marks: What else the data say of each step; None for most.
+        of zeros after the last step.
+      marks: Further information from the data about each step; None for most data.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -125,30 +128,33 @@ class ChunkEnd(Event):
 
     @property
     def logs(self) -> PyTree:
-        """What each step reported: every leaf `[steps, ...]`, on the device."""
+        """The logs of each step: every leaf `[steps, ...]`, on the device."""
         return _rows.take_rows(self.rows, self.steps)
 
     def latest(self) -> dict[str, Any]:
-        """Returns the scalars the last step reported, of a population `f64[N]` each. Waits."""
-        rows = _tree.leaves_with_path(self.rows)
-        found = {path: x for path, x in rows if _rows.is_scalar_per_step(x, self._of_members)}
-        fetched = jax.device_get(found)
-        return {path: _values.to_floats(x[self.steps - 1]) for path, x in fetched.items()}
+        """Returns the scalar logs of the last step, for a population `f64[N]` each. Waits."""
+        logs = {}
+        for path, x in _tree.leaves_with_path(self.rows):
+            if _rows.is_scalar_per_step(x, self._of_members):
+                logs[path] = x
+        # One call for all logs: it starts every copy before it waits for the first.
+        host_logs = jax.device_get(logs)
+        return {path: _values.to_floats(x[self.steps - 1]) for path, x in host_logs.items()}
 
 
 @dataclasses.dataclass(eq=False, kw_only=True, repr=False)
-class LogsReady(_Placed):
+class LogsReady(_Positioned):
     """The logs of a chunk, on the host, one chunk late: the loop does not wait for the device.
 
-    For whoever writes: history, progress, files. It has no state; that is in the `ChunkEnd` of
-    the same position, which came before it.
+    This event is for histories, progress bars and log files. It has no state; see the `ChunkEnd`
+    with the same position, which came before it.
 
     Attributes:
-      position: At the end of the chunk.
-      steps: Steps in it.
+      position: The position at the end of the chunk.
+      steps: Steps in the chunk.
       examples: Examples per step.
-      logs: The numbers each step reported, `[steps]` each, of a population `[steps, N]`, under
-        their paths. They are views of what the program returned: copy what you keep.
+      logs: The scalar logs of each step by path: `[steps]` each, for a population `[steps, N]`.
+        They are views of the program's outputs: copy what you keep.
 
     Examples:
       >>> logs = {"loss": np.array([0.5, 0.25])}
@@ -162,24 +168,26 @@ class LogsReady(_Placed):
     logs: dict[str, np.ndarray]
 
     def __repr__(self) -> str:
-        """Names the logs; their numbers are many."""
+        """Shows the names of the logs without their values."""
         at = f"position={self.position}, steps={self.steps}, examples={self.examples}"
         return f"LogsReady({at}, logs of {', '.join(self.logs) or 'nothing'})"
 
     def rows(self) -> list[tuple[int, dict[str, Any]]]:
-        """Returns for each step its number and what it reported."""
+        """Returns the number and the logs of each step."""
+        # The position is that of the last step.
         first = self.step - self.steps + 1
-        return [
-            (first + i, {name: _values.to_floats(x[i]) for name, x in self.logs.items()})
-            for i in range(self.steps)
-        ]
+        rows = []
+        for i in range(self.steps):
+            values = {name: _values.to_floats(x[i]) for name, x in self.logs.items()}
+            rows.append((first + i, values))
+        return rows
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class EpochEnd(Event):
     """An epoch is over; `metrics()` are those of the whole epoch.
 
-    The position is still within it: its number, and all of its batches.
+    The position is still that of the epoch that has ended, after all of its batches.
 
     Examples:
       >>> EpochEnd(position=Position(step=20, epoch=1, batch=10), state=()).metrics()
@@ -189,10 +197,10 @@ class EpochEnd(Event):
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class RunEnd(Event):
-    """The run is over: all epochs are, or someone called `stop`. Always the last event.
+    """The run is over, after all epochs or a call of `stop`. Always the last event.
 
     Attributes:
-      was_stopped: True if someone called `stop`.
+      was_stopped: True if `stop` was called.
 
     Examples:
       >>> RunEnd(position=Position(step=20, epoch=1, batch=10), state=()).step

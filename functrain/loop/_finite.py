@@ -1,4 +1,4 @@
-"""Losses that are not finite: the first step that had one, and what to do next."""
+"""Warnings about losses that are not finite, with the first such step."""
 
 import warnings
 from collections.abc import Mapping
@@ -10,18 +10,19 @@ from functrain.common._gather import fetch_global
 from functrain.engine._position import Position
 from functrain.loop._events import LogsReady
 
+# The log of `skip_non_finite`: above 0 for a step that was skipped.
 _SKIPPED = "skipped_in_a_row"
 
 
 class LossWatch:
-    """Remembers the first step of a run whose loss was not finite, of each member of a population.
+    """Stores the first step of a run whose loss was not finite, for each member of a population.
 
-    Steps that `functrain.tx.skip_non_finite` left out do not count. Losses are the logs whose name
+    Steps that `functrain.tx.skip_non_finite` skipped do not count. Losses are the logs whose name
     ends with ``loss``.
 
     Attributes:
-      first: By the number of the member, 0 where there is but one model: the position of that
-        step, with the number of its batch from 0 on.
+      first: The position of that step by the index of the member, 0 for a single model. Its batch
+        is counted from 0.
     """
 
     def __init__(self) -> None:
@@ -29,19 +30,23 @@ class LossWatch:
         self._name = "loss"
 
     def logs(self, event: LogsReady) -> None:
-        """Looks at the steps of a chunk."""
-        skipped = [x > 0 for name, x in event.logs.items() if name.endswith(_SKIPPED)]
+        """Checks the steps of a chunk."""
+        skip_counts = [x for name, x in event.logs.items() if name.endswith(_SKIPPED)]
         for name, losses in event.logs.items():
-            if not name.endswith("loss") or np.isfinite(losses.astype(np.float64)).all():
+            if not name.endswith("loss"):
                 continue
             is_bad = ~np.isfinite(losses.astype(np.float64))
-            for was_skipped in skipped:
-                is_bad &= ~was_skipped
-            self._note(event, name, is_bad.reshape(event.steps, -1))
+            for count in skip_counts:
+                is_bad &= ~(count > 0)
+            # The loop calls this for every chunk, and nearly all losses are finite.
+            if is_bad.any():
+                self._store_first(event, name, is_bad.reshape(event.steps, -1))
 
-    def _note(self, event: LogsReady, name: str, is_bad: np.ndarray) -> None:
+    def _store_first(self, event: LogsReady, name: str, is_bad: np.ndarray) -> None:
+        """Stores the first bad step of each member; `is_bad` is `bool[steps, N]`."""
+        # The event has the position at the end of the chunk.
         step, epoch, batch = event.position
-        step, batch = step - event.steps, batch - event.steps  # before the chunk
+        step, batch = step - event.steps, batch - event.steps
         for member in np.flatnonzero(is_bad.any(0)).tolist():
             if member not in self.first:
                 i = int(is_bad[:, member].argmax())
@@ -52,10 +57,10 @@ class LossWatch:
         """Warns of that step, if there is one.
 
         Args:
-          by_epochs: True where an epoch is a pass over the data, so that its batch can be named.
-          epochs_before: The number of the loader's epochs that came before the run's first one.
-          active: `bool[N]`, the members of a population that are trained still: those that have
-            been stopped report NaN since then.
+          by_epochs: True if an epoch is a pass over the data, so that the batch can be named.
+          epochs_before: The number of the loader's epochs before the first epoch of the run.
+          active: `bool[N]`, True for the members of a population that are still trained. Stopped
+            members report NaN.
         """
         first = self.first
         if first and active is not None:
@@ -65,22 +70,25 @@ class LossWatch:
             return
         step, epoch, batch = min(first.values())
         members = "" if active is None else f" of members {sorted(first)}"
-        of_loader = f" (the loader's epoch {epochs_before + epoch})" if epochs_before else ""
-        place = f", batch {batch} of epoch {epoch}{of_loader}, counted from 0" if by_epochs else ""
+        loader_epoch = f" (the loader's epoch {epochs_before + epoch})" if epochs_before else ""
+        place = ""
+        if by_epochs:
+            place = f", batch {batch} of epoch {epoch}{loader_epoch}, counted from 0"
         warnings.warn(
             f"{self._name}: expected finite numbers, got NaN or infinity{members}, first in step "
             f"{step}{place}. functrain.inspect.explain_nan(state, step, batch) names the "
             "operation that made it: pass the state before that step, and its batch.",
-            stacklevel=4,  # the line that called fit
+            # The warning shows the line that called fit.
+            stacklevel=4,
         )
 
     def state(self) -> dict[str, Any]:
-        """Returns what to save beside the state of the run."""
+        """Returns the first steps, for the checkpoint."""
         first = {str(member): list(position) for member, position in self.first.items()}
         return {"name": self._name, "first": first}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Puts back what `state` returned."""
+        """Restores what `state` returned."""
         self._name = state["name"]
         self.first = {int(i): Position(*position) for i, position in state["first"].items()}
 
@@ -89,12 +97,12 @@ def warn_of_loss(values: Mapping[str, Any], active: Any = None, *, stacklevel: i
     """Warns if the loss of an evaluation is not finite; returns True if it has warned.
 
     Args:
-      values: The evaluation's values.
-      active: `bool[N]`, the members of a population that have not been stopped; others may have
-        diverged.
-      stacklevel: The line that the warning shows, as in ``warnings.warn`` called in the caller.
+      values: The values of the evaluation.
+      active: `bool[N]`, False for the members of a population that have been stopped.
+      stacklevel: The stack level of the warning, counted from the caller as in ``warnings.warn``.
     """
     is_bad = ~np.isfinite(values.get("loss", 0.0))
+    # A member may have been stopped because it diverged.
     if active is not None:
         is_bad = is_bad & fetch_global(active)
     if not is_bad.any():

@@ -1,4 +1,4 @@
-"""The loop: chunks, the events that tell of them, and the checkpoints at the end of events."""
+"""The training loop: runs chunks, yields events, and saves checkpoints after them."""
 
 import contextlib
 import dataclasses
@@ -10,6 +10,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from functrain.common import _tree
+from functrain.common._checks import require_no_problems
 from functrain.common._types import PyTree, traits_of
 from functrain.data._batches import Batches, Chunk
 from functrain.distributed._stopping import StopAgreement
@@ -46,20 +47,20 @@ class Loop:
       batches: The data.
       plan: Chooses K.
       boundaries: Triggers at whose steps a chunk ends.
-      position: Where the run begins.
+      position: The position at which the run begins.
       epochs: Number of the epoch to stop before.
-      late_logs: Whether to yield `LogsReady`.
-      sharding: Of one batch, or None.
-      no_metrics: Metrics that have seen nothing; None if the step has none.
-      saving: Called after everyone else has handled an event, or None.
-      resumed: What the checkpoint said that the run resumes from, or None.
+      late_logs: True yields `LogsReady` as well.
+      sharding: The sharding of one batch, or None.
+      no_metrics: Metrics that have seen no batch; None if the step has no metrics.
+      saving: Saves the run after an event has been handled, or None.
+      resumed: The checkpoint that the run resumes from, or None.
       stopping: Agrees with other processes on the last event, or None.
-      like_keras: True yields `EpochBegin` and `ChunkBegin` as well, and ends an epoch that is
-        stopped by `EpochEnd`.
+      like_keras: True yields `EpochBegin` and `ChunkBegin` as well, and `EpochEnd` after an epoch
+        in which the run was stopped.
 
     Attributes:
-      position: How far the training has come.
-      resumed: Where it was resumed, without the arrays that were read.
+      position: The progress of the training.
+      resumed: The checkpoint, without the arrays that were read.
     """
 
     carry: dataclasses.InitVar[PyTree]
@@ -85,48 +86,59 @@ class Loop:
         self._epoch_is_over = resumed is not None and resumed.nothing_left
         self._log_names: dict[Any, list[tuple[int, str]]] = {}
         self.driver.begin(self._with_metrics(carry, None if resumed is None else resumed.metrics))
-        # The driver owns the arrays that were read.
+        # The driver owns the arrays that were read: a reference would keep them in memory.
         self.resumed = resumed and dataclasses.replace(resumed, state=(), metrics=None)
-        self._prepared: Iterator[Chunk] | None = None  # the chunks of the next epoch
-        self._unread: tuple[Position, Chunk, PyTree] | None = None  # the last chunk, for its logs
-        self._open: Event | None = None  # being handled: its state may have been replaced
-        self._last_values = {} if resumed is None else resumed.values  # of the last event
+        # The chunks of the next epoch, if its first chunk has been made in advance.
+        self._prepared_chunks: Iterator[Chunk] | None = None
+        # The position, the chunk and the rows of the last program, whose logs come one chunk later.
+        self._unread: tuple[Position, Chunk, PyTree] | None = None
+        # The event that is being handled. Its state may have been replaced.
+        self._open_event: Event | None = None
+        # The values of the last event.
+        self._last_values = {} if resumed is None else resumed.values
 
     @property
     def state(self) -> PyTree:
-        """The state as it is now; the next program consumes it."""
+        """The current state; the next program consumes it."""
         return _without_metrics(self.driver.carry)
 
     def last_whole(self) -> tuple[PyTree, Position] | None:
-        """Returns the last whole state and its position; see `Run`."""
-        if self._open is not None:
-            with contextlib.suppress(Exception):  # the error that came first is the one to see
-                self._continue_from(self._open)
-        whole = self.driver.last_whole(self.position)
-        return None if whole is None else (_without_metrics(whole[0]), whole[1])
+        """Returns the last complete state and its position; see `Run`."""
+        if self._open_event is not None:
+            # The caller is handling an error already, and a second one would hide it.
+            with contextlib.suppress(Exception):
+                self._continue_from(self._open_event)
+        last = self.driver.last_whole(self.position)
+        if last is None:
+            return None
+        carry, position = last
+        return _without_metrics(carry), position
 
     def unread_logs(self) -> LogsReady | None:
-        """Returns the logs of the last chunk, after an error, if their event has not come yet."""
+        """Returns the logs of the last chunk if their event has not been yielded yet; see `Run`."""
         unread, self._unread = self._unread, None
         return None if unread is None else self._logs(*unread)
 
     def save(self, *, epoch_is_over: bool | None = None) -> None:
-        """Saves the run as the last event was left, due or not; see `Run`."""
-        event = self._open
+        """Saves the run with the state of the last event, even if no save is due; see `Run`."""
+        event = self._open_event
         if self.saving is None or event is None:
             raise ValueError("save: expected a run with a checkpointer, and an event, got none")
         self._continue_from(event)
         is_over = self._epoch_is_over if epoch_is_over is None else epoch_is_over
-        self.saving.save(event, self._to_save(), epoch_is_over=is_over)
+        self.saving.save(event, self._trees_to_save(), epoch_is_over=is_over)
 
     def act_within_event(self, signals: DeferredSignals) -> None:
         """Acts on a signal while an event is handled; see `Run`."""
-        event, saving = self._open, self.saving
+        event, saving = self._open_event, self.saving
         is_asked_to_end = saving is not None and saving.is_asked_to_end()
         if event is None or not (is_asked_to_end or signals.is_pending):
             return
+        # A hook has donated the state to another program: until it has assigned a new one, there is
+        # nothing to save.
         if any(map(_tree.is_deleted, jax.tree.leaves(event.state))):
-            return  # in the hands of someone else: nothing to save until the event is over
+            return
+        # One of several processes must not save alone: the others would have to take part.
         if saving is not None and (is_asked_to_end or jax.process_count() == 1):
             self.save(epoch_is_over=False)
         if saving is not None and is_asked_to_end:
@@ -146,48 +158,55 @@ class Loop:
                 if is_stopped or self.position.epoch + 1 == self.epochs:
                     break
                 self.position = Position(self.position.step, self.position.epoch + 1)
+                # Metrics are those of one epoch.
                 self.driver.begin(self._with_metrics(self.state))
             yield from self._end(is_stopped)
 
     def _epoch(self) -> Generator[Any, None, bool]:
-        """Yields the events of an epoch; returns True if the run stops there."""
-        self._epoch_is_over, taken, is_stopped = False, 0, False
+        """Yields the events of an epoch; returns True if the run stops in it."""
+        self._epoch_is_over, steps_taken, is_stopped = False, 0, False
         if self.like_keras:
             begin_epoch = EpochBegin(**self._event_fields())
-            yield from self._tell(begin_epoch)
+            yield from self._yield_event(begin_epoch)
+            # The event may have come back with a state and a copy of it to fall back on.
             if begin_epoch._spare is None:
                 self.driver.keep_spare(self.position, force=True)
-        if self._prepared is None:
-            self._prepared = self._begin_epoch(self.position)
-        for chunk in self._prepared:
+        if self._prepared_chunks is None:
+            self._prepared_chunks = self._begin_epoch(self.position)
+        for chunk in self._prepared_chunks:
             if self.like_keras:
                 begin = ChunkBegin(**self._event_fields(), chunk=chunk._replace(batches=None))
-                yield from self._tell(begin)
-            event = yield from self._run(chunk)
-            taken += chunk.steps
-            yield from self._tell(event)
+                yield from self._yield_event(begin)
+            event = yield from self._run_chunk(chunk)
+            steps_taken += chunk.steps
+            yield from self._yield_event(event)
             is_stopped = self._is_last(event)
             if is_stopped:
                 break
             yield from self._save_if_due(event)
             self.driver.keep_spare(self.position)
-        self._prepared = None
+        self._prepared_chunks = None
         if is_stopped and not self.like_keras:
-            yield from self._logs_now()
+            yield from self._yield_unread_logs()
             return True
-        return (yield from self._end_epoch(taken, is_stopped))
+        return (yield from self._end_epoch(steps_taken, is_stopped))
 
-    def _run(self, chunk: Chunk) -> Generator[LogsReady, None, ChunkEnd]:
-        """Dispatches a chunk's program, yields the logs of the one before, returns the event."""
-        if self.stopping is not None:  # tells the other processes how far this one is
+    def _run_chunk(self, chunk: Chunk) -> Generator[LogsReady, None, ChunkEnd]:
+        """Dispatches the program of a chunk, yields the logs of the last one, returns the event."""
+        # Other processes read both counts to see whether this one still takes part in the run.
+        if self.stopping is not None:
             self.stopping.started += chunk.steps
         rows = self.driver.run(chunk)
         if self.stopping is not None:
             self.stopping.dispatched += chunk.steps
         self.position = self.position.after(chunk.steps)
         chunk, last = chunk._replace(batches=None), self._unread
-        if self.late_logs:  # before the first yield, whose caller may raise
+        # Stored before the yield, which the caller may end with an exception: `unread_logs` then
+        # still returns the logs of this chunk.
+        if self.late_logs:
             self._unread = self.position, chunk, rows
+        # The program of this chunk has been dispatched, so the device is busy while the host waits
+        # for the logs of the last one.
         if last is not None:
             yield self._logs(*last)
         return ChunkEnd(
@@ -198,32 +217,38 @@ class Loop:
             marks=chunk.marks,
         )
 
-    def _end_epoch(self, taken: int, is_stopped: bool) -> Generator[Any, None, bool]:
-        """Yields the event of an epoch's end; returns True if the run stops there.
+    def _end_epoch(self, steps_taken: int, is_stopped: bool) -> Generator[Any, None, bool]:
+        """Yields the event at the end of an epoch; returns True if the run stops there.
 
         Args:
-          taken: Chunks' steps of this epoch that this run has taken.
-          is_stopped: Whether the run was stopped within the epoch.
+          steps_taken: Steps of this epoch that this run has taken.
+          is_stopped: True if the run was stopped within the epoch.
         """
-        if not self.like_keras:  # which reports such epochs, with a warning of its own
-            require_batches(taken or self.position.batch, f" in epoch {self.position.epoch}")
+        # Keras reports empty epochs itself, with a warning.
+        if not self.like_keras:
+            place = f" in epoch {self.position.epoch}"
+            require_batches(steps_taken or self.position.batch, place)
         self._prepare_next_epoch()
-        yield from self._logs_now()
-        if not (taken or self._epoch_end_is_pending or self.like_keras):
-            return False  # the epoch was over where the run began
+        yield from self._yield_unread_logs()
+        # A run may begin where an epoch is over already, and its event has been handled.
+        if not (steps_taken or self._epoch_end_is_pending or self.like_keras):
+            return False
         self._epoch_end_is_pending, self._epoch_is_over = False, True
         event = EpochEnd(**self._event_fields(), stopped=is_stopped)
-        yield from self._tell(event)
+        yield from self._yield_event(event)
         is_stopped = self._is_last(event)
+        # The last epoch is saved by `_end`.
         if not is_stopped and self.position.epoch + 1 < self.epochs:
             yield from self._save_if_due(event)
         return is_stopped
 
     def _end(self, is_stopped: bool) -> Iterator[Event]:
-        """Yields the last event; saves the last state, and the one that hooks chose instead."""
-        trees, values = self._to_save(), self._last_values
+        """Yields the last event; saves the last state, and the final one if a hook replaced it."""
+        # Read before the event, whose hooks may replace the state, as `EarlyStopping` does. A run
+        # that resumes for more epochs continues from the last state, not from the best one.
+        trees, values = self._trees_to_save(), self._last_values
         event = RunEnd(**self._event_fields(), was_stopped=is_stopped)
-        yield from self._tell(event)
+        yield from self._yield_event(event)
         is_finished = self.resumed is not None and self.resumed.finished
         has_run = self.position.epoch < self.epochs
         if self.saving is not None and has_run and not is_finished:
@@ -236,11 +261,11 @@ class Loop:
                 done={"epochs": self.epochs, "stopped": is_stopped},
             )
 
-    def _tell(self, event: Event) -> Iterator[Event]:
-        """Yields an event, and continues from the state that it was left with."""
-        self._open = event
+    def _yield_event(self, event: Event) -> Iterator[Event]:
+        """Yields an event, and continues with the state that its hooks left in it."""
+        self._open_event = event
         yield event
-        self._open, self._last_values = None, event.values
+        self._open_event, self._last_values = None, event.values
         self._continue_from(event)
 
     def _is_last(self, event: Event) -> bool:
@@ -248,31 +273,31 @@ class Loop:
         return event.stopped if self.stopping is None else self.stopping.is_last(event.stopped)
 
     def _save_if_due(self, event: Event) -> Iterator[LogsReady]:
-        """Calls the hook that saves, after the logs that belong to the checkpoint have come."""
+        """Saves the run if a save is due, after yielding the logs that belong to the checkpoint."""
         saving = self.saving
         if saving is None:
             return
         is_asked_to_end = saving.is_asked_to_end()
         if is_asked_to_end or saving.is_due(event):
-            yield from self._logs_now()
-            saving.save(event, self._to_save(), epoch_is_over=self._epoch_is_over)
+            yield from self._yield_unread_logs()
+            saving.save(event, self._trees_to_save(), epoch_is_over=self._epoch_is_over)
         if is_asked_to_end:
             saving.end()
 
-    def _to_save(self) -> dict[str, PyTree]:
-        """Returns what a checkpoint holds: the state, and within an epoch its metrics so far."""
+    def _trees_to_save(self) -> dict[str, PyTree]:
+        """Returns the trees of a checkpoint: the state, and within an epoch its metrics so far."""
         trees = {"state": self.state}
         if self.no_metrics is not None and not self._epoch_is_over:
             trees["metrics"] = self.driver.carry.metrics
         return trees
 
-    def _logs_now(self) -> Iterator[LogsReady]:
+    def _yield_unread_logs(self) -> Iterator[LogsReady]:
         logs = self.unread_logs()
         if logs is not None:
             yield logs
 
     def _begin_epoch(self, position: Position) -> Iterator[Chunk]:
-        """Yields the chunks of an epoch, from a batch of it on."""
+        """Yields the chunks of an epoch, beginning at the batch of the position."""
         steps_before = position.step - position.batch
 
         def until_due(batch: int) -> int | None:
@@ -282,35 +307,38 @@ class Loop:
         yield from chunks(self.batches, self.plan, until_due, start=position.batch)
 
     def _prepare_next_epoch(self) -> None:
-        """Makes the next epoch's first chunk while the device is busy with the last of this one.
+        """Makes the first chunk of the next epoch while the device computes the last of this one.
 
-        Only if the data can seek: else they may not be asked before the epoch begins.
+        Only for data that can seek: other data must not be read before the epoch begins.
         """
         next_epoch = Position(self.position.step, self.position.epoch + 1)
         if self.batches.can_seek and next_epoch.epoch < self.epochs:
-            following = self._begin_epoch(next_epoch)
-            first = list(itertools.islice(following, 1))
-            self._prepared = itertools.chain(first, following)
+            chunks_of_epoch = self._begin_epoch(next_epoch)
+            first = list(itertools.islice(chunks_of_epoch, 1))
+            self._prepared_chunks = itertools.chain(first, chunks_of_epoch)
 
     def _with_metrics(self, state: PyTree, metrics: PyTree = None) -> PyTree:
-        """Puts metrics beside a state if the step has some: by default such that saw nothing."""
+        """Returns the state with metrics if the step has some; by default with empty ones."""
         if self.no_metrics is None:
             return state
         metrics = self.no_metrics if metrics is None else metrics
+        # A copy: the next program consumes the metrics, and the empty ones are used again.
         return Metered(state, _placement.replicate_beside(copy_arrays(metrics), state))
 
     def _event_fields(self) -> dict[str, Any]:
-        """Returns what every event says."""
+        """Returns the fields that all events have."""
         fields = {"position": self.position, "state": self.state, "_of_members": self._of_members}
         if self.no_metrics is not None:
+            # Bound now: after the next program, the driver has another carry.
             step, metrics = self.step, self.driver.carry.metrics
             fields["_metrics"] = lambda: compute_metrics(step, metrics)
         return fields
 
     def _logs(self, position: Position, chunk: Chunk, rows: PyTree) -> LogsReady:
-        """Fetches the numbers that each step of a chunk reported."""
+        """Fetches the scalar logs of each step of a chunk."""
         leaves, structure = jax.tree.flatten(rows)
-        if structure not in self._log_names:  # paths are slow to make, and the same each time
+        # Making path strings is slow, and they are the same for every chunk.
+        if structure not in self._log_names:
             self._log_names[structure] = [
                 (i, path)
                 for i, (path, x) in enumerate(_tree.leaves_with_path(rows))
@@ -322,17 +350,16 @@ class Loop:
         return LogsReady(position=position, steps=chunk.steps, examples=chunk.examples, logs=logs)
 
     def _continue_from(self, event: Event) -> None:
-        """Continues with the state that an event was left with; copies it if it was replaced."""
+        """Continues with the state of an event; copies the state if a hook has replaced it."""
         state = event.state
         if state is self.state:
             return
+        # The next program consumes the state, and only `hand_over` promises that nothing else uses
+        # its arrays.
         if not event._is_handed_over:
-            changed = _tree.differences(self.state, state)
-            if changed:
-                raise ValueError(
-                    "event.state: expected a state of the structure, shapes and dtypes it had, got"
-                    f"\n{_tree.bullets(changed)}"
-                )
+            changes = _tree.differences(self.state, state)
+            expected = "a state with the structure, shapes and dtypes it had"
+            require_no_problems("event.state", changes, expected)
             state = _placement.place_on_mesh(_tree.copy(state), self.sharding)
         has_metrics = isinstance(self.driver.carry, Metered)
         self.driver.begin(self.driver.carry.replace(state=state) if has_metrics else state)

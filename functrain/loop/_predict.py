@@ -1,4 +1,4 @@
-"""A pass over data that collects a model's outputs."""
+"""Collects a model's outputs on data."""
 
 from typing import Any
 
@@ -21,13 +21,14 @@ from functrain.loop._require import require_all_examples, require_batches, requi
 from functrain.rewrites import Mode
 from functrain.step._eval import check_predict_step
 
+# The carry is empty, and the state a constant beside it: it is neither copied nor returned.
 PREDICTION = Kind(
     "predict", lambda step: lambda nothing, batch, state: (nothing, step(state, batch)[1])
 )
 
 
 @argument_advice(
-    "It is predict(state, step, data): inputs go into a loader, "
+    "The signature is predict(state, step, data): put the inputs into a loader, "
     "functrain.ArrayLoader(x, batch_size).",
     batch_size="It belongs to the data: functrain.ArrayLoader(x, batch_size).",
 )
@@ -43,24 +44,24 @@ def predict(
 ) -> PyTree:
     """Returns the outputs for all of the data, in its order, in host memory.
 
-    A batch that the devices do not divide, such as a smaller last one, is computed whole by all of
-    them.
+    If a batch does not divide over the devices, such as a smaller last one, every device computes
+    all of it.
 
     Args:
       state: The state; neither changed nor consumed.
-      step: From `predict_step`.
+      step: A step from `predict_step`.
       data: Batches of inputs alone: ``ArrayLoader(x, batch_size)`` without shuffling, or an
         iterable.
       fuse: Batches per program.
       rewrites: As for `fuse`.
-      sharding: Of one batch, as for `run`.
-      jit: False for debugging, as in `run`.
+      sharding: The sharding of one batch, as for `run`.
+      jit: False runs uncompiled, for debugging, as in `run`.
 
     Returns:
       NumPy arrays `[N, ...]` in the outputs' structure.
 
     Raises:
-      TypeError: The step carries metrics, or the state is none.
+      TypeError: The step has metrics, or `state` is not a state.
       ValueError: The loader shuffles or drops examples, or there are no batches, or they differ.
 
     Examples:
@@ -73,28 +74,31 @@ def predict(
     """
     require_state(state)
     check_predict_step(step)
-    where = _placement.batch_sharding(sharding)
+    mesh_sharding = _placement.batch_sharding(sharding)
     batches = as_batches(data)
     require_all_examples(batches)
     _require_order(batches)
-    _placement.require_same_run(batches, where, fuse=fuse)
-    place = _placement.chunk_placer(where, replicates=True)
+    _placement.require_same_run(batches, mesh_sharding, fuse=fuse)
+    place = _placement.chunk_placer(mesh_sharding, replicates=True)
     driver = Driver(step, PREDICTION, rewrites=rewrites, jit=jit, place=place)
-    driver.begin((), _placement.place_on_mesh(state, where))
+    driver.begin((), _placement.place_on_mesh(state, mesh_sharding))
 
     plan = Plan(
         fuse,
+        # The outputs of all K batches are in memory at once, beside the inputs.
         row_bytes=lambda batch: _row_bytes(step, state, batch) if jit else 0,
         intervals=lambda: [prediction_interval(batches.full_steps)],
     )
     batches.begin(0)
+    # Outputs are fetched in order, while later chunks are computed.
     parts = _rows.fetch_outputs((driver.run(chunk), chunk.steps) for chunk in chunks(batches, plan))
     require_batches(len(parts))
     return jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
 
 
 def _row_bytes(step: Step[Any], state: PyTree, batch: PyTree) -> int:
-    # Traced once, not at every call.
+    """Returns the size of the outputs of a batch."""
+    # Cached: tracing MobileNetV2 took 0.3 s at every call of predict.
     outputs: Any = cached_program(step, "outputs", lambda get: jit(lambda s, x: get()(s, x)[1]))
     with tracing_guards(step):
         return nbytes(outputs.eval_shape(state, batch))
@@ -103,6 +107,6 @@ def _row_bytes(step: Step[Any], state: PyTree, batch: PyTree) -> int:
 def _require_order(batches: Batches) -> None:
     if isinstance(batches.data, ArrayLoader) and batches.data.shuffle:
         raise ValueError(
-            f"{batches.name}: expected all of the data in their order, got an ArrayLoader that "
+            f"{batches.name}: expected all of the data in order, got an ArrayLoader that "
             "shuffles. Make one with shuffle=False."
         )

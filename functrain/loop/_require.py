@@ -1,4 +1,4 @@
-"""What run, evaluate and predict ask of a state, of a step and of the data."""
+"""Checks of states, steps and data that run, evaluate and predict share."""
 
 from typing import Any
 
@@ -14,88 +14,92 @@ from functrain.step._metered import MeteredStep
 
 
 def require_state(state: PyTree) -> None:
-    """Refuses what is often taken for a state.
+    """Raises an error for objects that are often mistaken for a state.
 
     Raises:
-      TypeError: It is a model, a module, or what `fit` returned; or a loop was called while jax
-        traces a function.
-      ValueError: It holds integers that jax would cut to 32 bits.
+      TypeError: The object is a model, a module, or the result of `fit`; or jax is tracing the
+        function that calls the loop.
+      ValueError: It has integers that jax would truncate to 32 bits.
     """
+    # A forked child would hang in its first program instead of raising an error.
     require_not_forked()
     require_untraced("state", state)
-    if hasattr(state, "stateless_call"):
-        raise TypeError(
-            f"state: expected a pytree of arrays, got the Keras model {type(state).__name__}. Take "
-            "bridge.create_state(model, tx); or train it as it is, with bridge.fit(model, x, y)."
-        )
-    if all(callable(getattr(state, name, None)) for name in ("init", "apply", "bind")):
-        raise TypeError(
-            f"state: expected a pytree of arrays, got the module {type(state).__name__}. With "
-            "model = functrain.from_linen(module), make one of what model.init returns: "
-            "functrain.TrainState.create(params=..., model_state=..., tx=tx)."
-        )
-    if isinstance(state, Model):
-        raise TypeError(
-            "state: expected a pytree of arrays, got a functrain.Model, which is functions. Make "
-            "one of what model.init returns: functrain.TrainState.create(params=..., tx=tx)."
-        )
-    if isinstance(state, tuple) and getattr(state, "_fields", ()) == ("state", "history"):
-        raise TypeError(
-            "state: expected a pytree of arrays, got what fit returned. Take its state: "
-            "state, history = functrain.fit(...)."
-        )
+    _require_pytree(state)
     require_integers_fit(state, "state")
 
 
-def require_training_step(step: Any) -> None:
-    """Refuses steps that a run would take in vain, or cannot take.
+def _require_pytree(state: PyTree) -> None:
+    # Recognized by their methods and fields: importing Keras, linen or the trainer here would load
+    # what the caller may not need, or import upwards.
+    got, advice = "", ""
+    if hasattr(state, "stateless_call"):
+        got = f"the Keras model {type(state).__name__}"
+        advice = (
+            "Pass bridge.create_state(model, tx), or train the model with bridge.fit(model, x, y)."
+        )
+    elif all(callable(getattr(state, name, None)) for name in ("init", "apply", "bind")):
+        got = f"the module {type(state).__name__}"
+        advice = (
+            "With model = functrain.from_linen(module), make a state from model.init's result: "
+            "functrain.TrainState.create(params=..., model_state=..., tx=tx)."
+        )
+    elif isinstance(state, Model):
+        got = "a functrain.Model, which consists of functions"
+        advice = (
+            "Make a state from the result of model.init: "
+            "functrain.TrainState.create(params=..., tx=tx)."
+        )
+    elif isinstance(state, tuple) and getattr(state, "_fields", ()) == ("state", "history"):
+        got = "the result of fit"
+        advice = "Pass its state: state, history = functrain.fit(...)."
+    if got:
+        raise TypeError(f"state: expected a pytree of arrays, got {got}. {advice}")
 
-    Raises:
-      TypeError: It is no function of a state and a batch, evaluates only, or is fused already.
+
+def require_training_step(step: Any) -> None:
+    """Raises TypeError unless a step is a function of a state and a batch that trains.
+
+    Steps that only evaluate, and fused steps, are rejected as well.
     """
     check_step(step)
     if isinstance(step, MeteredStep) and not step.trains:
         raise TypeError(
-            "step: expected one that trains, got one from functrain.eval_step, which leaves the "
-            "state as it is. Make one with functrain.train_step(loss_fn, tx); measure with "
+            "step: expected a step that trains, got one from functrain.eval_step, which does not "
+            "change the state. Make one with functrain.train_step(loss_fn, tx); to measure, call "
             "functrain.evaluate(state, step, data)."
         )
     if isinstance(step, Fused):
         raise TypeError(
             f"step: expected (state, batch) -> (state, logs), got {step!r}, which takes {step.k} "
-            f"batches at once. Pass the step itself, and fuse={step.k}: loops fuse."
+            f"batches at once. Pass the step itself, and fuse={step.k}: loops fuse steps."
         )
 
 
 def require_eval_step(step: Any) -> None:
-    """Refuses a step without metrics, or one that trains.
-
-    Raises:
-      TypeError: As said.
-    """
+    """Raises TypeError unless a step has metrics and does not train."""
     if not isinstance(step, MeteredStep) or step.trains:
         got = "a step that trains" if isinstance(step, MeteredStep) else _repr.brief(step)
         raise TypeError(
-            f"eval_step: expected one from functrain.eval_step(loss_fn, metrics=...), got {got}."
+            f"eval_step: expected a step from functrain.eval_step(loss_fn, metrics=...), got {got}."
         )
 
 
 def require_all_examples(batches: Batches) -> None:
-    """Raises ValueError if a loader leaves out examples that are to be measured or predicted."""
+    """Raises ValueError if a loader drops examples that should be measured or predicted."""
     dropped = getattr(batches.data, "dropped", 0)
     if dropped:
         raise ValueError(
             f"{batches.name}: expected all of the data, got "
             f"{_repr.class_with_article(batches.data)} that drops the remainder, {dropped:,} "
-            "examples. Make one with drop_remainder=False: a smaller "
-            "last batch counts by its examples, and need not divide over the devices."
+            "examples. Make one with drop_remainder=False: the smaller last batch is weighted by "
+            "its examples, and need not divide over the devices."
         )
 
 
-def require_batches(taken: int, where: str = "", *, name: str = "data") -> None:
-    """Refuses a pass that met no batch."""
-    if not taken:
+def require_batches(count: int, place: str = "", *, name: str = "data") -> None:
+    """Raises ValueError if a pass over data had no batch; `place` names the pass."""
+    if not count:
         raise ValueError(
-            f"{name}: expected at least one batch{where}, got none. An iterator or generator is "
-            "exhausted after one pass: pass something that can be iterated again."
+            f"{name}: expected at least one batch{place}, got none. An iterator or generator is "
+            "exhausted after one pass: pass an object that can be iterated again."
         )

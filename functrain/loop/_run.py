@@ -1,4 +1,4 @@
-"""A run, event by event: it steps, the caller decides what happens in between."""
+"""Runs as iterators over events: the caller decides what happens between programs."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
@@ -46,56 +46,56 @@ def run(
     late_logs: bool = False,
     checkpointer: Checkpointer | None = None,
 ) -> "Run":
-    """Yields an event after every program and every epoch: the loop, for those who own theirs.
+    """Yields an event after every program and every epoch, for those who write their own loop.
 
-    Nothing waits for the device but a bound on how far the loop may run ahead: while one program
+    The loop does not wait for the device, except to bound how far it runs ahead: while one program
     computes, the next chunk is made.
 
     Args:
-      state: Any pytree of arrays. Copied once, so the caller's stays alive.
-      step: ``(state, batch) -> (state, logs)``, not jitted. One with metrics starts afresh each
-        epoch; events carry the bare state.
+      state: Any pytree of arrays. It is copied once, so that the caller's arrays stay alive.
+      step: ``(state, batch) -> (state, logs)``, not jitted. The metrics of a step are reset at
+        each epoch; events carry the state without metrics.
       data: An `ArrayLoader`, or an iterable of batches (for more than one epoch, one that can be
         iterated again). Batches are pytrees of NumPy or jax arrays, or of tensors that
-        `np.asarray` takes; they reach the step in their own dtype, so that bytes can be cast and
-        scaled on the device.
-      epochs: Number of the epoch to stop before, counted from the beginning of the training. That
-        is this call where `start` is None.
-      start: The position to continue from, as where another run ended. A loader's order is a
-        function of the epoch, so the run takes the batches that the other one would have taken, in
-        mid-epoch too. Of other data the first batches of the epoch are fetched and left out. With
-        None, steps and epochs count from 0, and an `ArrayLoader` continues with the orders that
-        come after ``state.step``: several runs in a loop see a new order each, those of one longer
-        run. `Position()` begins with the first order. A state without an integer `step` of its
-        own, such as a dict of states, begins with the first order as well.
-      fuse: Steps per program, K. ``"auto"`` takes at most 128, and fewer where the epoch is
-        short, the state is large or the batches are (8 at the least, if they fit into 64 MiB).
-        K batches are in memory at once, two or three times over. Results do not depend on K.
-      boundaries: Triggers (`every`, `at`) at whose steps a chunk must end. The same program takes
-        fewer steps then: nothing further is compiled.
+        `np.asarray` accepts. Their dtypes are kept, so that bytes can be cast and scaled on the
+        device.
+      epochs: Number of the epoch to stop before, counted from the beginning of the training, which
+        is this call if `start` is None.
+      start: The position to continue from, such as the one at which another run ended. A loader's
+        order is a function of the epoch, so the run takes the batches that the other run would
+        have taken, also in mid-epoch. For other data, the first batches of the epoch are fetched
+        and skipped. With None, steps and epochs count from 0, and an `ArrayLoader` continues with
+        the orders that follow ``state.step``: each of several runs in a loop sees a new order, as
+        in one longer run. `Position()` begins with the first order, and so does a state without
+        an integer `step`, such as a dict of states.
+      fuse: Steps per program, K. ``"auto"`` chooses at most 128, and fewer if the epoch is short,
+        or if the state or the batches are large (at least 8, if they fit into 64 MiB). K batches
+        are in memory at once, two or three times over. Results do not depend on K.
+      boundaries: Triggers (`every`, `at`) at whose steps a chunk must end. The same program then
+        takes fewer steps, so that nothing is compiled again.
       rewrites: Which slow operations to rewrite on CPU; see `fuse`.
-      sharding: Of one batch, such as ``NamedSharding(mesh, PartitionSpec("data"))``, or a mesh of
-        one axis; a chunk's leading axis is added. The state keeps the shardings it has; what is on
-        no particular device goes to all of the mesh.
-      jit: False runs every step by itself, uncompiled, for debugging: prints and breakpoints in
-        the step see values.
-      donate: Take over the state instead of copying it: for states that fit into memory but
-        once. The one passed in is CONSUMED.
-      late_logs: Whether to yield `LogsReady` as well: each chunk's logs on the host, one chunk
-        later, for whoever writes them down.
-      checkpointer: A `Checkpointer`. The run goes on from its last checkpoint, if there is one, in
-        mid-epoch too; it saves itself whenever that is due, at its end, and when SIGTERM comes,
-        after which the process ends with 143. What is saved is what an event was left with.
+      sharding: The sharding of one batch, such as ``NamedSharding(mesh, PartitionSpec("data"))``,
+        or a mesh with one axis; the leading axis of a chunk is added. Arrays of the state keep
+        their shardings; those on no particular device are put on the whole mesh.
+      jit: False runs every step separately and uncompiled, for debugging: prints and breakpoints
+        in the step see values.
+      donate: True takes over the state instead of copying it, for states that fit into memory only
+        once. The state that you pass is CONSUMED.
+      late_logs: True yields `LogsReady` as well: the logs of each chunk on the host, one chunk
+        later, for log files and progress bars.
+      checkpointer: A `Checkpointer`. The run resumes from its last checkpoint if there is one, in
+        mid-epoch too. It saves itself when that is due, at its end, and when SIGTERM arrives;
+        the process then ends with status 143. The state is saved after you have handled the event.
 
     Returns:
-      An iterator: `ChunkEnd` after every program, `EpochEnd` after every epoch, `RunEnd` at last.
-      If a program fails, its ``last_whole()`` is the state to go on from.
+      An iterator: `ChunkEnd` after every program, `EpochEnd` after every epoch, `RunEnd` last.
+      If a program fails, its ``last_whole()`` is the state to continue from.
 
     Raises:
-      ValueError: No batches, batches that differ from the first or that the devices do not divide,
-        more epochs than an iterator lasts, a `fuse` below 1, or an event was given a state that
-        does not fit.
-      TypeError: The data is no source of batches, or the step is not as `fuse` wants it.
+      ValueError: There are no batches, they differ from the first or do not divide over the
+        devices, an iterator is exhausted before the last epoch, `fuse` is below 1, or an event was
+        given a state that does not fit.
+      TypeError: `data` is not a source of batches, or the step is not a function as above.
 
     Examples:
       >>> import jax.numpy as jnp, numpy as np
@@ -120,6 +120,7 @@ def run(
     require_training_step(step)
     require_integer("epochs", epochs)
     batches = as_batches(data)
+    # A new order for each of several runs in a loop; an explicit position implies its order.
     if start is None:
         batches.continue_after(steps_taken(state))
     return begin_run(
@@ -157,10 +158,10 @@ def begin_run(
     plan: Plan | None = None,
     like_keras: bool = False,
 ) -> "Run":
-    """Returns the events of a run: `run`, for those who save more than a state, and for Keras.
+    """Returns the events of a run, as `run` does, for callers that save more than a state.
 
     Args:
-      state: As for `run`, as is everything else that is not listed here.
+      state: As for `run`, like all arguments that are not listed here.
       step: The step.
       batches: The data.
       epochs: Number of the epoch to stop before.
@@ -168,16 +169,17 @@ def begin_run(
       fuse: Steps per program.
       boundaries: Triggers at whose steps a chunk must end.
       rewrites: Which slow operations to rewrite.
-      sharding: Of one batch.
-      jit: As for `run`; or a function of the shapes of the first batch that returns it.
-      donate: Whether to take over the state.
-      late_logs: Whether to yield `LogsReady`.
-      saving: Saves the run after everyone else has handled an event, and resumes it.
-      plan: Chooses K; made of `fuse` by default.
+      sharding: The sharding of one batch.
+      jit: As for `run`, or a function that decides, given the shapes of the first batch.
+      donate: True takes over the state.
+      late_logs: True yields `LogsReady`.
+      saving: Saves the run after an event has been handled, and resumes it.
+      plan: Chooses K; by default made from `fuse`.
       like_keras: See `Loop`.
     """
     traits_of(step).require_data(batches.data, batches.name)
     position = require_position(start)
+    # The end of an epoch is the beginning of the next one.
     if batches.steps and position.batch >= batches.steps:
         position = Position(position.step, position.epoch + 1)
     batch_sharding = _placement.batch_sharding(sharding)
@@ -193,12 +195,14 @@ def begin_run(
     )
     no_metrics = step.start(state).metrics if isinstance(step, MeteredStep) else None
     resumed: Resumed | None = None
+    # If an error occurs before the first event, the checkpoint directory must be released again.
     with contextlib.ExitStack() as undo:
         if saving is not None:
             undo.callback(saving.close)
+            # Some data cannot seek, and must note their position from the first batch on.
             batches.track()
-            # The caller's arrays tell a checkpoint where to put its own. They are copied only if
-            # there is none: while it is read, a copy would be one state more in memory.
+            # The caller's arrays show where to put those of the checkpoint. They are copied only if
+            # there is no checkpoint: a copy would be a second state in memory during the read.
             like = _placement.place_on_mesh(_tree.copy_if_needed(state), batch_sharding)
             resumed = saving.resume(like, no_metrics, epochs)
             del like
@@ -206,11 +210,13 @@ def begin_run(
         if resumed is not None:
             position, carry = resumed.position, _tree.copy_if_needed(resumed.state)
         elif like_keras:
-            carry = state  # the hook hands over its own before the first step
+            # The hook of bridge hands over its own state before the first step.
+            carry = state
         else:
             owned = _tree.copy_if_needed(state) if donate else _tree.copy(state)
             carry = _placement.place_on_mesh(owned, batch_sharding)
-        if not like_keras:  # which runs no epoch then
+        # Keras accepts a run without epochs.
+        if not like_keras:
             _require_epochs_left(batches, position, epochs, resumed)
         batches.require_epochs(epochs - position.epoch)
         if plan is None:
@@ -235,31 +241,35 @@ def begin_run(
             no_metrics=no_metrics,
             saving=saving,
             resumed=resumed,
+            # Processes that share arrays or checkpoints must stop at the same step.
             stopping=new_stop_agreement(
                 saving is not None or _placement.spans_processes(carry, batch_sharding)
             ),
             like_keras=like_keras,
         )
+        # From here on, the run closes `saving`.
         undo.pop_all()
-    if like_keras:
-        pass  # the first epoch begins with a copy
-    elif donate or resumed is not None:
-        driver.keep_spare(position, force=True)
-    else:
-        driver.adopt_spare(state, position)  # the caller's, which is left alone
+    # With like_keras, the first epoch begins with a copy.
+    if not like_keras:
+        if donate or resumed is not None:
+            driver.keep_spare(position, force=True)
+        else:
+            # The caller's state does not change, so it serves as the copy.
+            driver.adopt_spare(state, position)
     return Run(loop)
 
 
 def steps_taken(state: PyTree) -> int:
-    """Returns a state's own count of steps; 0 where it has none.
+    """Returns the integer `step` of a state; 0 if it has none. Waits for the state.
 
-    Members of a population that were stopped have taken fewer: it is the largest count. Waits for
-    the state.
+    For a population, this is the largest count: stopped members have taken fewer steps.
     """
+    # A population has the states of its members in `states`.
     step = getattr(getattr(state, "states", state), "step", None)
     is_array = isinstance(step, np.ndarray | np.generic | jax.Array)
     if not (is_array or is_integer(step, 0)) or _tree.is_deleted(step):
         return 0
+    # Members of a population may lie on devices of other processes.
     counts = np.asarray(fetch_global(step))
     is_count = counts.dtype.kind in "iu" and counts.ndim == int(hasattr(state, "states"))
     return max(0, int(counts.max())) if is_count and counts.size else 0
@@ -268,26 +278,28 @@ def steps_taken(state: PyTree) -> int:
 def _require_epochs_left(
     batches: Batches, position: Position, epochs: int, resumed: Resumed | None
 ) -> None:
-    """Raises ValueError for a run that would be over where it begins."""
+    """Raises ValueError if a run would end where it begins."""
+    # Resuming a finished run is not an error: it returns its result.
     if position.epoch < epochs or (resumed and resumed.finished):
         return
     place = f"start={tuple(position)}"
     if resumed is not None:
-        place = f"step {position.step}, where {resumed.directory} goes on"
-    unit, over, asked = "epochs", position.epoch, epochs
+        place = f"step {position.step}, from which {resumed.directory} resumes"
+    unit, done, requested = "epochs", position.epoch, epochs
+    # With `fit(steps=)`, the caller counts steps.
     if isinstance(batches, EpochsOfSteps):
-        unit, over, asked = "steps", position.step, epochs * batches.steps
+        unit, done, requested = "steps", position.step, epochs * batches.steps
     raise ValueError(
-        f"{unit}: expected more than the {over} that are over at {place}, got {asked}. It is the "
-        f"number of {unit} of the whole training, counted from its beginning."
+        f"{unit}: expected more than the {done} that are over at {place}, got {requested}. Pass "
+        f"the number of {unit} of the whole training, counted from its beginning."
     )
 
 
 class Run(Iterator[Event]):
-    """The events of a run, one by one, and the way back if a program fails; see `run`.
+    """An iterator over the events of a run, with the last complete state after an error; see `run`.
 
-    It is closed when nobody refers to it any more, as in a loop that is left with `break`: what is
-    being written is waited for, and signals are handled as before.
+    When the last reference to it is gone, for example after a `break`, the run is closed: it waits
+    until checkpoints are written, and restores the signal handlers.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -300,58 +312,61 @@ class Run(Iterator[Event]):
 
     def __init__(self, loop: Loop) -> None:
         self._loop = loop
-        # It refers to the loop, and to nothing that refers to it: no garbage collector, who may
-        # come late and in any thread, has to find out that it is left.
+        # Nothing refers back to this object: it is closed when its last reference is gone. In a
+        # cycle, it would wait for the garbage collector, which runs late and in any thread.
         self._events = loop.events()
 
     def __repr__(self) -> str:
         return f"Run({self.position})"
 
     def __next__(self) -> Event:
-        """Takes the next chunk, where it is time for one, and returns what happened."""
+        """Runs the next chunk, if one is due, and returns the next event."""
         event: Event = next(self._events)
         return event
 
     @property
     def position(self) -> Position:
-        """How far the training has come."""
+        """The progress of the training."""
         return self._loop.position
 
     @property
     def resumed(self) -> Resumed | None:
-        """Where it went on, if it did: its `position`, and whether it was `finished` already."""
+        """The checkpoint that the run resumed from, with its `position` and `finished`; or None."""
         return self._loop.resumed
 
     @property
     def state(self) -> PyTree:
-        """The state as it is now; the next program consumes it."""
+        """The current state; the next program consumes it."""
         return self._loop.state
 
     def last_whole(self) -> tuple[PyTree, Position] | None:
-        """Returns the last whole state and its position, after an error in the midst of a run.
+        """Returns the last complete state and its position, after an error during a run.
 
-        A program that fails takes the state along that it was given. Then it is the last copy, of
-        at most some seconds ago; there are copies of states up to 256 MiB. None if there is none.
-        A state that the last event was given counts, if it fits.
+        A program that fails has consumed its state. The result is then the last copy, which is at
+        most a few seconds old; copies are made of states up to 256 MiB. Returns None if there is
+        no copy. A state that was assigned to the last event is returned if it fits.
         """
         return self._loop.last_whole()
 
     def unread_logs(self) -> LogsReady | None:
-        """Returns the logs of the last chunk, after an error, if their event has not come yet."""
+        """Returns the logs of the last chunk if their event has not been yielded yet; else None.
+
+        For use after an error.
+        """
         return self._loop.unread_logs()
 
     def save(self, *, epoch_is_over: bool | None = None) -> None:
-        """Saves the run as the last event was left, due or not.
+        """Saves the run with the state of the last event, even if no save is due.
+
+        If the checkpoint depends on logs, take those that are still to come with `unread_logs`
+        first.
 
         Args:
           epoch_is_over: False at the end of an epoch saves the run as it was before that event,
-            which is sent again when the run resumes.
-
-        Logs that have not come yet are to be taken first, with `unread_logs`, where what is saved
-        beside the state depends on them.
+            which is yielded again when the run resumes.
 
         Raises:
-          ValueError: The run has no checkpointer, or no event has come yet.
+          ValueError: The run has no checkpointer, or there has been no event yet.
         """
         self._loop.save(epoch_is_over=epoch_is_over)
 
@@ -362,15 +377,15 @@ class Run(Iterator[Event]):
         *,
         signals: DeferredSignals | None = None,
     ) -> Iterator[Event]:
-        """Yields the events after they have been handled, and a signal has been acted on.
+        """Yields each event after it has been handled; then handles deferred signals.
 
-        A run that has a checkpointer saves itself before that.
+        A run with a checkpointer saves itself before a signal is handled.
 
         Args:
-          handle: Called with each event but `LogsReady`.
-          handle_logs: Called with each `LogsReady`, which is not yielded; after an error, with
-            the logs of the last steps before it.
-          signals: The signals that are held back.
+          handle: Called with each event except `LogsReady`.
+          handle_logs: Called with each `LogsReady`, which is not yielded; after an error, called
+            with the logs of the last steps before it.
+          signals: The deferred signals.
         """
         try:
             for event in self:
@@ -380,14 +395,16 @@ class Run(Iterator[Event]):
                 handle(event)
                 can_save = isinstance(event, ChunkEnd | EpochEnd)
                 if signals is not None and signals.is_pending and can_save:
-                    # A signal comes to each of several processes at another step.
+                    # Several processes get the signal at different steps, so none saves here: they
+                    # could not save together.
                     if self._loop.saving is not None and jax.process_count() == 1:
                         self._handle_unread(handle_logs)
                         self.save()
                     signals.handle_pending()
                 yield event
         except BaseException:
-            with contextlib.suppress(Exception):  # a program that failed has no logs
+            # If the last program failed, it has no logs.
+            with contextlib.suppress(Exception):
                 self._handle_unread(handle_logs)
             raise
 
@@ -397,17 +414,18 @@ class Run(Iterator[Event]):
             handle_logs(logs)
 
     def act_within_event(self, signals: DeferredSignals) -> None:
-        """Acts on a signal that has come while the end of an epoch is handled.
+        """Handles a signal that arrives while the end of an epoch is handled.
 
-        A run that has a checkpointer saves itself as it was before the end of the epoch. Waits
-        for the end of the event if its state is in use elsewhere.
+        A run with a checkpointer saves itself as it was before the end of the epoch. If the state
+        of the event is in use elsewhere, the signal is handled after the event.
         """
         self._loop.act_within_event(signals)
 
     def close(self) -> None:
-        """Ends the run here; what is being written is waited for."""
+        """Ends the run here, and waits until checkpoints are written."""
         self._events.close()
-        if self._loop.saving is not None:  # which a run that never began has not closed
+        # A generator that was never started does not run its `finally` clauses.
+        if self._loop.saving is not None:
             self._loop.saving.close()
 
     def __del__(self) -> None:

@@ -1,4 +1,4 @@
-"""A run that saves itself: what, when, and where it goes on."""
+"""Saves a run in checkpoints, and resumes it from the last one."""
 
 import dataclasses
 import signal
@@ -13,6 +13,7 @@ from functrain.checkpoint._manifest import differences, fingerprint
 from functrain.checkpoint._processes import is_multiprocess
 from functrain.checkpoint._processes import main_group as processes
 from functrain.common import _tree
+from functrain.common._checks import require, require_instance
 from functrain.common._types import PyTree
 from functrain.common._values import split_members
 from functrain.data._batches import Batches
@@ -23,28 +24,29 @@ from functrain.loop._events import EpochEnd, Event
 
 
 class Part(Protocol):
-    """What goes on with a run: a history, hooks."""
+    """A part of a run that resumes with it, such as a history or hooks."""
 
     def state(self) -> Any:
-        """Returns what to save: nested numbers, texts and arrays."""
+        """Returns the state to save: nested numbers, texts and arrays."""
 
     def restore(self, state: Any) -> None:
-        """Puts it back."""
+        """Restores what `state` returned."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Resumed:
-    """Where a run goes on.
+    """The checkpoint that a run resumes from.
 
     Attributes:
-      state: The state to go on with; of a training that is over, its result.
-      metrics: In mid-epoch, those of the epoch so far; else None.
-      position: Where that is.
-      values: What was known of that moment.
-      epoch_end_is_pending: True if the event of the epoch's end has not been sent yet.
-      nothing_left: Whether that was the end of the last epoch: but the end of the run is left.
-      finished: Whether the run is over.
-      stopped: Whether a hook has stopped it.
+      state: The state to continue with; for a training that is over, its result.
+      metrics: In mid-epoch, the metrics of the epoch so far; else None.
+      position: The position to continue from.
+      values: The values of the last event.
+      epoch_end_is_pending: True if the event at the end of the epoch has not been yielded yet.
+      nothing_left: True after the last epoch: at most the end of the run is left.
+      finished: True if the run is over.
+      stopped: True if a hook has stopped the run.
+      directory: The directory of the checkpoints.
     """
 
     state: PyTree
@@ -57,38 +59,41 @@ class Resumed:
     stopped: bool
     directory: str
 
-    def said(self) -> str:
-        """Returns where it goes on, in words."""
-        steps, where = f"{self.position.step:,} steps", self.directory
+    def describe(self) -> str:
+        """Returns a line about the position at which the run resumes, for the user."""
+        steps = f"{self.position.step:,} steps"
         if not self.finished:
-            return f"going on after {steps}, in epoch {self.position.epoch + 1}: {where}"
+            return f"resuming after {steps}, in epoch {self.position.epoch + 1}: {self.directory}"
         if self.stopped:
             return (
-                f"over already, stopped early after {steps}: {where}. To train on from an earlier "
-                "step: Checkpointer.rollback; to begin anew, take another directory."
+                f"already finished, stopped early after {steps}: {self.directory}. To train on "
+                "from an earlier step, use Checkpointer.rollback; to start over, use another "
+                "directory."
             )
         return (
-            f"over already, after {steps}: {where}. More epochs go on from there; to begin anew, "
-            "take another directory."
+            f"already finished, after {steps}: {self.directory}. To continue, pass more epochs; to "
+            "start over, use another directory."
         )
 
 
 class Saving:
-    """Saves a run when its checkpointer is due, at its end, and when SIGTERM comes.
+    """Saves a run when its checkpointer is due, at its end, and after SIGTERM.
 
     Args:
-      checkpointer: Where, and when.
+      checkpointer: Writes the checkpoints, and knows when one is due.
       batches: The data.
-      parts: What else goes on with the run, by name.
-      evaluation: The arguments that make the loop evaluate, for the warning that `best` is missing.
+      parts: Further parts of the run that are saved and resumed, by name.
+      evaluation: The arguments that make the loop evaluate, for the warning that the monitored
+        value is missing.
 
     Attributes:
-      trigger: When chunks must end.
-      is_together: Whether several processes end together, when `is_asked_to_end` says so.
+      trigger: The trigger at whose steps chunks must end.
+      uses_preemption_service: True if JAX handles SIGTERM, so that several processes end at the
+        same step.
 
     Raises:
-      TypeError: `checkpointer` is none.
-      ValueError: It asks the clock, of which several processes have several.
+      TypeError: `checkpointer` is not a Checkpointer.
+      ValueError: It depends on the time, and there are several processes, whose clocks differ.
     """
 
     def __init__(
@@ -98,59 +103,70 @@ class Saving:
         parts: Mapping[str, Part],
         evaluation: str = "eval_data and eval_step, or an Evaluate hook",
     ) -> None:
-        if not isinstance(checkpointer, Checkpointer):
-            raise TypeError(
-                "checkpointer: expected a functrain.Checkpointer, such as "
-                f"functrain.Checkpointer('run'), got {checkpointer!r}"
-            )
+        advice = "Make one with functrain.Checkpointer('run')."
+        expected = "a functrain.Checkpointer"
+        require_instance("checkpointer", checkpointer, Checkpointer, expected, advice)
         self._checkpointer, self._batches, self._parts = checkpointer, batches, parts
         self._evaluation = evaluation
         _require_no_clock(checkpointer)
-        self.trigger, self.is_together = checkpointer.every, _preemption.is_heard()
-        terminate: Literal["none", "any"] = "none" if self.is_together else "any"
+        self.trigger = checkpointer.every
+        self.uses_preemption_service = _preemption.is_enabled()
+        # JAX's preemption service has its own handler of SIGTERM.
+        terminate: Literal["none", "any"] = "none" if self.uses_preemption_service else "any"
         self._signals = DeferredSignals(interrupt=False, terminate=terminate)
         self._is_to_end = False
-        self._fired = time.perf_counter()
-        self._seen_best = checkpointer.monitor is None
+        # An interval in seconds begins with the run.
+        self._last_save_time = time.perf_counter()
+        # True once the monitored value has been seen, or a warning has been given that it is
+        # missing.
+        self._has_checked_monitor = checkpointer.monitor is None
 
     def resume(self, state: PyTree, metrics: PyTree, epochs: int) -> Resumed | None:
-        """Finds out where to go on; None for a beginning.
+        """Reads the last checkpoint, and restores the data and the parts; None if there is none.
 
         Args:
-          state: Structure, dtypes and shardings of the run's state.
-          metrics: Those of its metrics, or None.
-          epochs: How many the run is to have.
+          state: A tree with the structure, dtypes and shardings of the run's state.
+          metrics: A tree with those of its metrics, or None.
+          epochs: The number of epochs of the run.
         """
         checkpointer = self._checkpointer
         checkpointer._prepare()
         if not checkpointer.steps():
             return None
 
-        def likes(about: dict[str, Any]) -> dict[str, PyTree]:
-            self._require_same_run(about)
-            if "metrics" in about["trees"] and metrics is None:
+        def trees_to_read(manifest: dict[str, Any]) -> dict[str, PyTree]:
+            self._require_same_run(manifest)
+            if "metrics" in manifest["trees"] and metrics is None:
                 raise CheckpointMismatchError(
                     f"{checkpointer.directory}: expected a checkpoint of a step without metrics, "
-                    "got one of a step that has some. Nothing was loaded."
+                    "got one of a step with metrics. Nothing was loaded."
                 )
-            over = _is_finished(about, epochs) and "final" in about["trees"]
-            in_midst = {"metrics": metrics} if "metrics" in about["trees"] else {}
-            return {"final" if over else "state": state, **in_midst}
+            # Hooks may have chosen another final state, such as the best one. With more epochs, the
+            # run continues from the last state instead.
+            is_final = _is_finished(manifest, epochs) and "final" in manifest["trees"]
+            trees = {"final" if is_final else "state": state}
+            if "metrics" in manifest["trees"]:
+                trees["metrics"] = metrics
+            return trees
 
-        restored, trees, about = checkpointer._read(likes)
-        self._require_mesh(about, state)
-        position, over = restored.position, about["epoch_over"]
-        finished = _is_finished(about, epochs)
-        nothing_left = finished or (over and position.epoch + 1 == epochs)
-        if over and not nothing_left:
+        # `trees_to_read` raises before any array is read.
+        restored, trees, manifest = checkpointer._read(trees_to_read)
+        self._require_mesh(manifest, state)
+        position, epoch_is_over = restored.position, manifest["epoch_over"]
+        finished = _is_finished(manifest, epochs)
+        nothing_left = finished or (epoch_is_over and position.epoch + 1 == epochs)
+        if epoch_is_over and not nothing_left:
             position = Position(position.step, position.epoch + 1)
         if not nothing_left:
             data = restored.documents["data"]
+            # If one process finds other data, all must raise: the rest would wait for it forever.
             with processes.raise_in_all():
                 self._require_same_data(self._batches.restore(data, position.epoch, position.batch))
+        # Later checkpoints that could not be read are damaged, and the run writes them again.
         checkpointer._set_aside_later_steps(restored.position.step)
-        self._say_what_differs(about, state)
+        self._warn_of_differences(manifest, state)
         for name, part in self._parts.items():
+            # A part that is new in this run, such as another hook, keeps its initial state.
             if name in restored.documents:
                 part.restore(restored.documents[name])
         return Resumed(
@@ -158,21 +174,21 @@ class Saving:
             trees.get("metrics"),
             position,
             restored.values,
-            epoch_end_is_pending=not over,
+            epoch_end_is_pending=not epoch_is_over,
             nothing_left=nothing_left,
             finished=finished,
-            stopped=finished and about["done"]["stopped"],
+            stopped=finished and manifest["done"]["stopped"],
             directory=checkpointer.directory,
         )
 
     def is_due(self, event: Event) -> bool:
-        """Whether to save after an event."""
+        """Returns True if the run should be saved after an event."""
         epochs = event.epoch + 1 if isinstance(event, EpochEnd) else None
-        due = self.trigger.due(event.step, epochs, time.perf_counter() - self._fired)
+        is_due = self.trigger.due(event.step, epochs, time.perf_counter() - self._last_save_time)
         if epochs is not None:
-            self._look_for_best(event)
-            due = due or self._checkpointer._is_improved(event.values)
-        return due and self._checkpointer._is_within_budget()
+            self._check_monitor(event)
+            is_due = is_due or self._checkpointer._is_improved(event.values)
+        return is_due and self._checkpointer._is_within_budget()
 
     def save(
         self,
@@ -186,23 +202,25 @@ class Saving:
 
         Args:
           event: The event.
-          trees: The state, in mid-epoch the metrics too.
-          epoch_is_over: Whether the event of the epoch's end has been sent.
-          done: What to say of a run that is over.
+          trees: The state, and in mid-epoch the metrics.
+          epoch_is_over: True if the event at the end of the epoch has been yielded.
+          done: For a run that is over, its number of epochs, and whether it was stopped.
         """
-        self._fired = time.perf_counter()
-        self._seen_best = self._seen_best or self._checkpointer.monitor in split_members(
-            event.values
-        )
-        if done is not None and epoch_is_over:  # of one epoch, this is the first that is seen
-            self._look_for_best(event)
+        self._last_save_time = time.perf_counter()
+        has_value = self._checkpointer.monitor in split_members(event.values)
+        self._has_checked_monitor = self._has_checked_monitor or has_value
+        # If the run has one epoch, its end was not seen by `is_due`.
+        if done is not None and epoch_is_over:
+            self._check_monitor(event)
         documents = {name: part.state() for name, part in self._parts.items()}
+        # If the save fails, the error should be seen, and not a signal that would end the process.
         with self._signals.discard_on_error(), self._checkpointer._save_lock:
             self._checkpointer._write(
                 trees,
                 event.position,
                 event.values,
                 {**documents, "data": self._batches.state(epoch_is_over=epoch_is_over)},
+                # After the end, no program consumes the state while it is written.
                 copy=done is None,
                 epoch_over=epoch_is_over,
                 done=done,
@@ -210,30 +228,33 @@ class Saving:
             )
 
     def is_asked_to_end(self) -> bool:
-        """Whether SIGTERM has come, and this is the moment to end; asked once after each event."""
+        """Returns True if the run must end now after SIGTERM; call it once after each event."""
         if not self._is_to_end:
-            if self.is_together:
+            if self.uses_preemption_service:
                 self._is_to_end = _preemption.is_time_to_end()
             else:
+                # SIGTERM may reach only some of the processes, so they ask each other.
                 self._is_to_end = any(processes.gather(lambda: bool(self._signals.is_pending)))
         return self._is_to_end
 
     def end(self) -> None:
-        """Ends the process with 143, or hands the signal to whoever handled it before."""
-        self._is_to_end = False  # a handler of the user's may have the run continue
+        """Ends the process with status 143, or passes the signal to its previous handler."""
+        # That handler may let the run continue.
+        self._is_to_end = False
         with self._signals.discard_on_error():
             self._checkpointer.wait()
+        # The signal may have reached another process only, so there may be no handler to call.
         if is_multiprocess():
             raise SystemExit(128 + signal.SIGTERM)
         self._signals.handle_pending()
 
     def __enter__(self) -> Self:
-        """Begins to hold back SIGTERM."""
+        """Begins to defer SIGTERM."""
         self._signals.__enter__()
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        """Waits for what is being written; lets others write, and handle signals."""
+        """Waits until checkpoints are written; releases the directory and the signals."""
         try:
             with self._signals.discard_on_error():
                 self._checkpointer.close()
@@ -241,74 +262,81 @@ class Saving:
             self._signals.__exit__(kind, error, traceback)
 
     def close(self) -> None:
-        """Lets others write, where the run did not begin."""
+        """Releases the directory, for a run that has not begun."""
         self._checkpointer.close()
 
-    def _require_same_run(self, about: dict[str, Any]) -> None:
-        if "epoch_over" not in about:
+    def _require_same_run(self, manifest: dict[str, Any]) -> None:
+        if "epoch_over" not in manifest:
             raise CheckpointMismatchError(
                 f"{self._checkpointer.directory}: expected checkpoints of a run, got those of "
-                "Checkpointer.save. Restore the state by hand, and pass start=, or take another "
-                "directory."
+                "Checkpointer.save. Restore the state with Checkpointer.restore and pass start=, "
+                "or use another directory."
             )
-        self._require_same_data(differences(about["data"], self._batches.fingerprint()))
+        self._require_same_data(differences(manifest["data"], self._batches.fingerprint()))
 
     def _require_same_data(self, differences: list[str]) -> None:
         if differences:
             raise CheckpointMismatchError(
                 f"{self._checkpointer.directory}: the data are not those of the run that was "
-                f"saved:\n{_tree.bullets(differences)}\nNothing was loaded. To go on with other "
-                "data, restore the state with Checkpointer.restore, and begin a run of its own: "
-                "start=, and a checkpointer with another directory."
+                f"saved:\n{_tree.bullets(differences)}\nNothing was loaded. To continue with other "
+                "data, restore the state with Checkpointer.restore, and begin a new run with "
+                "start= and a checkpointer with another directory."
             )
 
-    def _require_mesh(self, about: dict[str, Any], state: PyTree) -> None:
-        """Refuses several processes, each with a state for itself, where they had one together."""
-        saved = about["run"]["mesh"]
+    def _require_mesh(self, manifest: dict[str, Any], state: PyTree) -> None:
+        """Raises an error if each process has its own state, but the saved one was on one mesh."""
+        # A single process may resume without a mesh: it is the whole run.
+        saved = manifest["run"]["mesh"]
         if is_multiprocess() and saved and not fingerprint(state)["mesh"]:
             raise CheckpointMismatchError(
-                f"{self._checkpointer.directory}: expected a state on a mesh of all processes, as "
-                f"the one that was saved on {', '.join(saved)}, got one that each process has for "
-                "itself: each would train alone. Make it with functrain.sharding.create, or pass "
+                f"{self._checkpointer.directory}: expected a state on a mesh of all processes, "
+                f"like the one that was saved on {', '.join(saved)}, got a separate state in each "
+                "process: each would train alone. Make it with functrain.sharding.create, or pass "
                 "sharding=."
             )
 
-    def _say_what_differs(self, about: dict[str, Any], state: PyTree) -> None:
-        lines = differences(about["run"], fingerprint(state))
+    def _warn_of_differences(self, manifest: dict[str, Any], state: PyTree) -> None:
+        lines = differences(manifest["run"], fingerprint(state))
         if lines:
             warnings.warn(
-                f"{self._checkpointer.directory}: the run goes on elsewhere than it was saved, so "
-                f"that last bits may differ from those of one run:\n{_tree.bullets(lines)}",
+                f"{self._checkpointer.directory}: the run resumes in another environment than it "
+                "was saved in, so the last bits may differ from those of an uninterrupted run:\n"
+                f"{_tree.bullets(lines)}",
                 stacklevel=2,
             )
 
-    def _look_for_best(self, event: Event) -> None:
+    def _check_monitor(self, event: Event) -> None:
+        """Warns at the first end of an epoch if the monitored value is missing."""
         name = self._checkpointer.monitor
-        if not self._seen_best and name not in split_members(event.values):
+        if not self._has_checked_monitor and name not in split_members(event.values):
             warnings.warn(
-                f"best: expected one of {sorted(event.values)}, got {name!r}. Values of an "
+                f"monitor: expected one of {sorted(event.values)}, got {name!r}. Values of an "
                 f"evaluation need {self._evaluation}.",
                 stacklevel=2,
             )
-        self._seen_best = True
+        self._has_checked_monitor = True
 
 
 def _require_no_clock(checkpointer: Checkpointer) -> None:
-    """Refuses what depends on the time, where several processes are to do the same."""
+    """Raises ValueError if saves depend on the time, and there are several processes."""
+    # All processes must save at the same step.
     if not is_multiprocess():
         return
-    if getattr(checkpointer.every, "seconds", None) is not None:
-        raise ValueError(
-            "checkpointer: expected every=functrain.every(steps=...) or epochs= where there are "
-            f"several processes, whose clocks differ, got {checkpointer.every!r}"
-        )
-    if checkpointer.budget is not None:
-        raise ValueError(
-            "checkpointer: expected budget=None where there are several processes, whose clocks "
-            f"differ, got {checkpointer.budget}"
-        )
+    require(
+        getattr(checkpointer.every, "seconds", None) is None,
+        "checkpointer",
+        "every=functrain.every(steps=...) or epochs= with several processes, whose clocks differ",
+        checkpointer.every,
+    )
+    require(
+        checkpointer.budget is None,
+        "checkpointer",
+        "budget=None with several processes, whose clocks differ",
+        checkpointer.budget,
+    )
 
 
-def _is_finished(about: Mapping[str, Any], epochs: int) -> bool:
-    done = about["done"]
+def _is_finished(manifest: Mapping[str, Any], epochs: int) -> bool:
+    """Returns True if a checkpoint is that of a run with all of its epochs, or a stopped one."""
+    done = manifest["done"]
     return done is not None and (done["stopped"] or epochs <= done["epochs"])

@@ -154,6 +154,7 @@ def check_predict_step(step: Any) -> None:
     expected = "step: expected (state, inputs) -> (state, outputs)"
     require_no_model(step, expected, "predict_step({})")
     check_step(step)
+    # It has the right signature, but returns logs instead of outputs.
     if isinstance(step, MeteredStep):
         raise TypeError(
             f"{expected}, got a step that carries metrics. Make a step with "

@@ -60,17 +60,18 @@ def micro_batches(loss_fn: LossFn, size: int) -> LossFn:
     check_loss(loss_fn)
     require_integer("size", size)
 
-    def whole(
+    def batch_loss(
         params: PyTree, model_state: PyTree, /, *args: PyTree, rng: jax.Array | None, training: bool
     ) -> LossAndAux:
         def loss_of_part(params: PyTree, model_state: PyTree, rng: Any, args: PyTree) -> LossAndAux:
             return compute_loss(loss_fn, params, model_state, *args, rng=rng, training=training)
 
+        # Without a scan, a small batch costs no more than with `loss_fn`.
         if _example_count(args) <= size:
             return loss_of_part(params, model_state, rng, args)
         return _accumulate(loss_of_part, size)(params, model_state, rng, args)
 
-    return whole
+    return batch_loss
 
 
 def _accumulate(loss_of_part: Callable[..., LossAndAux], size: int) -> Callable[..., LossAndAux]:
@@ -81,7 +82,7 @@ def _accumulate(loss_of_part: Callable[..., LossAndAux], size: int) -> Callable[
     """
 
     @jax.custom_vjp
-    def whole(*primals: PyTree) -> LossAndAux:
+    def total_loss(*primals: PyTree) -> LossAndAux:
         return _scan_parts(lambda *part: (loss_of_part(*part), ()), size, *primals)[0]
 
     def forward(*primals: PyTree) -> tuple[LossAndAux, PyTree]:
@@ -101,8 +102,8 @@ def _accumulate(loss_of_part: Callable[..., LossAndAux], size: int) -> Callable[
 
     # Symbolic zeros show which inputs and outputs are differentiated: only the gradient of the loss
     # with respect to params is known, and any other would silently be zero.
-    whole.defvjp(forward, backward, symbolic_zeros=True)
-    return whole
+    total_loss.defvjp(forward, backward, symbolic_zeros=True)
+    return total_loss
 
 
 _PARAMS_ONLY = (
@@ -150,6 +151,7 @@ def _scan_parts(
     """
 
     def measure(model_state: PyTree, i: Any, args: PyTree) -> Any:
+        # One key for all micro-batches would drop the same units in each of them.
         key = None if rng is None else jax.random.fold_in(rng, i)
         return value_and_grad(params, model_state, key, args)
 
@@ -165,6 +167,7 @@ def _scan_parts(
     divisible = args if count == full_count else jax.tree.map(lambda x: x[:full_count], args)
     parts = jax.tree.map(lambda x: _split(x, full_parts), divisible)
 
+    # The shapes of one micro-batch, for the zeros that the scan begins with.
     first_part = jax.tree.map(lambda x: x[0], parts)
     (loss, aux), grads = jax.eval_shape(measure, model_state, 0, first_part)
     _check_mean(aux)

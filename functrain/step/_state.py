@@ -45,9 +45,11 @@ class TrainState(flax.struct.PyTreeNode, eq=False):
     rng: jax.Array | None
 
     def __repr__(self) -> str:
-        parts = {name: _repr.brief(getattr(self, name)) for name in self.__dataclass_fields__}
-        parts["step"] = _repr.format_scalar(self.step)
-        return f"{type(self).__name__}({', '.join(f'{n}={text}' for n, text in parts.items())})"
+        # Subclasses may have further fields.
+        names = [name for name in self.__dataclass_fields__ if name != "step"]
+        parts = [f"{name}={_repr.brief(getattr(self, name))}" for name in names]
+        step = _repr.format_scalar(self.step)
+        return f"{type(self).__name__}(step={step}, {', '.join(parts)})"
 
     @classmethod
     def create(

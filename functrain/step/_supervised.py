@@ -98,15 +98,18 @@ def supervised(
                 values = loss(outputs, y, sample_weight=weight)
             else:
                 values = loss(outputs, y)
+        # optax checks shapes and dtypes with these errors, which do not show both arguments.
         except (TypeError, ValueError) as error:
             error.add_note(_labels_note(outputs, y))
             raise
         values = jnp.asarray(values)
         if takes_weight:
+            # The loss has applied the weights, and may have reduced its values already.
             value = jnp.mean(_tree.at_least_float32(values))
         else:
             _check_shape(values, outputs)
             value, divisor = _reduce(values, weight, reduction)
+        # Regularization and the like; under strict promotion, its dtype must be that of the value.
         for term in output.losses:
             value = value + jnp.asarray(term, value.dtype)
         return value, Aux(output.model_state, outputs, weight=divisor)

@@ -1,7 +1,6 @@
 """The training step."""
 
 import itertools
-from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -93,10 +92,11 @@ def _applied_rates(
     if schedule is not None:
         return {"learning_rate": jnp.asarray(schedule(_update_count(old)), jnp.float32)}
     # `inject_hyperparams` stores the values that an update used in the state after it.
-    rates = [(_log_name(path), x) for path, x in _leaves_named("learning_rate", new.opt_state)]
-    name_counts = Counter(name for name, _ in rates)
+    rates: dict[str, list[jax.Array]] = {}
+    for path, rate in _leaves_named("learning_rate", new.opt_state):
+        rates.setdefault(_log_name(path), []).append(rate)
     # Two rates with one name, as of a chain, cannot be told apart: neither is logged.
-    return {name: jnp.asarray(x, jnp.float32) for name, x in rates if name_counts[name] == 1}
+    return {name: jnp.asarray(x[0], jnp.float32) for name, x in rates.items() if len(x) == 1}
 
 
 def _log_name(path: list[str]) -> str:
@@ -118,5 +118,9 @@ def _update_count(state: TrainState) -> jax.Array:
 
 def _leaves_named(name: str, tree: PyTree) -> list[tuple[list[str], jax.Array]]:
     """Returns the leaves whose path ends with a name, each with its path as a list."""
-    leaves = [(path.split("/"), x) for path, x in _tree.leaves_with_path(tree)]
-    return [(path, x) for path, x in leaves if path[-1] == name]
+    leaves = []
+    for path, x in _tree.leaves_with_path(tree):
+        keys = path.split("/")
+        if keys[-1] == name:
+            leaves.append((keys, x))
+    return leaves

@@ -48,12 +48,14 @@ def update(
       >>> print(loss, state.params["w"])
       2.0 [0.5 0.5]
     """
+    # By its method, so that subclasses and similar classes work.
     if not hasattr(state, "apply_gradients"):
         raise TypeError(
             f"state: expected a TrainState, got {type(state).__name__}. Make one with "
             "functrain.TrainState.create(params=params, model_state=model_state, tx=tx). For a "
             "population, use functrain.population.step(step)."
         )
+    # The key is a function of the step, so that a resumed run draws the same numbers.
     rng = None if state.rng is None else jax.random.fold_in(state.rng, state.step)
 
     def loss_and_aux(params: PyTree) -> tuple[jax.Array, Aux]:

@@ -60,7 +60,7 @@ class ProgressReport:
     def __enter__(self) -> Self:
         """Reports the checkpoint that is resumed, and shows the bar, if any."""
         if self._resumed and self._style != "none":
-            self._print(self._resumed.said())
+            self._print(self._resumed.describe())
         if self._style == "bar" and not (self._resumed and self._resumed.finished):
             self._show()
         return self

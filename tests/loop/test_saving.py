@@ -129,14 +129,14 @@ def may_add_values(event: Any) -> None:
 
 def test_a_best_value_that_no_epoch_has_is_named(tmp_path: pathlib.Path) -> None:
     checkpointer = ft.Checkpointer(tmp_path, monitor="val_loss")
-    with pytest.warns(UserWarning, match=r"best: expected one of \['mean'\], got 'val_loss'"):
+    with pytest.warns(UserWarning, match=r"monitor: expected one of \['mean'\], got 'val_loss'"):
         trained(checkpointer, may_add_values)
     assert checkpointer.best() is None
     assert checkpointer.steps() == [10, 20, 30]
 
 
 def test_a_best_value_that_the_only_epoch_has_not_is_named(tmp_path: pathlib.Path) -> None:
-    with pytest.warns(UserWarning, match=r"best: expected one of \['mean'\], got 'val_loss'"):
+    with pytest.warns(UserWarning, match=r"monitor: expected one of \['mean'\], got 'val_loss'"):
         trained(ft.Checkpointer(tmp_path, monitor="val_loss"), may_add_values, epochs=1)
 
 
@@ -153,7 +153,9 @@ def test_a_best_value_that_was_saved_in_mid_epoch_is_not_missed(tmp_path: pathli
 
 
 def test_a_directory_alone_is_no_checkpointer(tmp_path: pathlib.Path) -> None:
-    with pytest.raises(TypeError, match=r"checkpointer: expected a functrain.Checkpointer, such"):
+    with pytest.raises(
+        TypeError, match=r"checkpointer: expected a functrain.Checkpointer, got str"
+    ):
         trained(str(tmp_path))
 
 
@@ -162,7 +164,7 @@ def test_too_few_epochs_are_refused_with_the_directory_that_goes_on(
 ) -> None:
     with pytest.raises(SystemExit):
         trained(ft.Checkpointer(tmp_path), leave_at(25))
-    expected = f"epochs: expected more than the 2 that are over at step 20, where {tmp_path} goes"
+    expected = f"epochs: expected more than the 2 that are over at step 20, from which {tmp_path}"
     with pytest.raises(ValueError, match=expected):
         trained(ft.Checkpointer(tmp_path), epochs=2 - 1)
 
@@ -189,8 +191,8 @@ def test_a_training_that_is_over_says_so_and_returns_what_it_came_to(
         "epoch 3/3",
     ]
     assert capsys.readouterr().out == (
-        f"over already, after 30 steps: {tmp_path}. More epochs go on from there; to begin anew, "
-        "take another directory.\n"
+        f"already finished, after 30 steps: {tmp_path}. To continue, pass more epochs; to start "
+        "over, use another directory.\n"
     )
     assert digest((again.state, again.history.steps, again.history.epochs)) == digest(
         (first.state, first.history.steps, first.history.epochs)
@@ -206,7 +208,7 @@ def test_more_epochs_are_those_of_one_training(
     capsys.readouterr()
     more = trained(ft.Checkpointer(tmp_path), verbose="lines")
     said = capsys.readouterr().out.splitlines()
-    assert said[0] == f"going on after 20 steps, in epoch 3: {tmp_path}"
+    assert said[0] == f"resuming after 20 steps, in epoch 3: {tmp_path}"
     assert said[1].startswith("epoch 3/3  10 steps")
     assert digest((more.state, more.history.steps)) == digest(
         (straight.state, straight.history.steps)
@@ -223,7 +225,7 @@ def test_a_run_that_was_stopped_stays_so_and_says_how_to_begin_anew(
     first = trained(ft.Checkpointer(tmp_path), stop)
     again = trained(ft.Checkpointer(tmp_path), epochs=9, verbose="lines")
     said = capsys.readouterr().out
-    assert said.startswith("over already, stopped early after 14 steps: ")
+    assert said.startswith("already finished, stopped early after 14 steps: ")
     assert "rollback" in said
     assert digest((again.state, again.history.steps)) == digest((first.state, first.history.steps))
 

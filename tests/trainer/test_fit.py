@@ -193,7 +193,7 @@ def test_evaluating_needs_both_data_and_step(given) -> None:
 
 def test_a_train_step_is_no_eval_step() -> None:
     state, step = setup()
-    with pytest.raises(TypeError, match=r"eval_step: expected one from functrain\.eval_step"):
+    with pytest.raises(TypeError, match=r"eval_step: expected a step from functrain\.eval_step"):
         ft.fit(state, step, ft.ArrayLoader((X, Y), 10), eval_data=[(X, Y)], eval_step=step)
 
 

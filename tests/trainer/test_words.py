@@ -60,7 +60,7 @@ def test_an_argument_of_keras_is_told_where_it_belongs(name, hint) -> None:
         ((STEP, STATE, LOADER), r"step: expected \(state, batch\).*got TrainState"),
         ((STATE, LOSS, LOADER), r"step: expected .* got the loss loss_fn.*train_step"),
         ((STATE, optax.huber_loss, LOADER), r"got huber_loss, a loss of outputs.*supervised\(mod"),
-        ((STATE, ft.eval_step(LOSS), LOADER), r"step: expected one that trains.*eval_step"),
+        ((STATE, ft.eval_step(LOSS), LOADER), r"step: expected a step that trains.*eval_step"),
         ((STATE, ft.fuse(STEP, 2), LOADER), r"got Fused\(step, k=2\).* fuse=2"),
     ],
     ids=lambda value: value[:40] if isinstance(value, str) else "",
@@ -99,9 +99,9 @@ def test_a_function_that_makes_an_optimizer_is_to_be_called() -> None:
 
 def test_what_fit_returned_is_no_state() -> None:
     result = ft.fit(STATE, STEP, LOADER, verbose=0)
-    with pytest.raises(TypeError, match=r"got what fit returned\. Take its state"):
+    with pytest.raises(TypeError, match=r"got the result of fit\. Pass its state"):
         ft.evaluate(result, ft.eval_step(LOSS), LOADER)
-    with pytest.raises(TypeError, match=r"got what fit returned\. Take its state"):
+    with pytest.raises(TypeError, match=r"got the result of fit\. Pass its state"):
         ft.predict(result, ft.predict_step(MODEL), ft.ArrayLoader(X, 4))
 
 

@@ -208,7 +208,7 @@ def test_a_fit_that_is_over_says_so_and_gives_its_model_and_history_back(tmp_pat
     assert capsys.readouterr().out == ""
     loudly = lambda: {**stopping(), "verbose": 2}  # noqa: E731
     again, found = fit(dense, loudly, checkpointer=checkpoints)
-    assert capsys.readouterr().out.startswith("over already, stopped early after ")
+    assert capsys.readouterr().out.startswith("already finished, stopped early after ")
     assert_same(again, model)
     assert (found.history, found.epoch) == (history.history, history.epoch)
     assert again.history is found

@@ -96,8 +96,9 @@ def test_callbacks_of_keras_are_known_by_their_functions() -> None:
 
 
 def test_a_fit_without_it_names_the_epoch_and_what_finds_the_cause() -> None:
-    message = r"first in epoch 0, .*functrain\.inspect\.explain_nan"
-    with pytest.warns(UserWarning, match=message) as caught:
+    with pytest.warns(
+        UserWarning, match=r"first in epoch 0, .*functrain\.inspect\.explain_nan"
+    ) as caught:
         run(bridge.fit, np.nan, [], epochs=2)
     assert len(caught) == 1
     assert caught[0].filename == __file__
