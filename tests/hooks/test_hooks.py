@@ -370,7 +370,7 @@ def test_a_state_that_does_not_fit_is_refused_at_the_end_too() -> None:
         if isinstance(event, ft.events.RunEnd):
             event.state = "junk"
 
-    with pytest.raises(ValueError, match=r"event\.state: expected a state of the structure"):
+    with pytest.raises(ValueError, match=r"event\.state: expected a state with the structure"):
         fit(junk, epochs=1)
 
 
