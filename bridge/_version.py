@@ -22,6 +22,7 @@ def require_same(functrain: ModuleType) -> None:
       >>> import functrain
       >>> require_same(functrain)
     """
+    # An empty namespace package named functrain has no version.
     version = getattr(functrain, "__version__", None)
     if version == __version__:
         return

@@ -64,6 +64,7 @@ def restore(callback: Any, saved: dict[str, Any]) -> None:
     with Keras 3.15.1. Without it a ModelCheckpoint that saves the best batches has nothing to
     compare with in the epoch that is resumed.
     """
+    # A callback that has begun already may have its function.
     if "compares" in saved and callback.monitor_op is None:
         callback._set_monitor_op()
     for name in _state_names(callback):

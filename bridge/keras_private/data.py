@@ -29,11 +29,13 @@ class _Epochs(JAXEpochIterator):  # type: ignore[misc]  # keras has no types
     missing: int | None = None
     random_state: Any = None
 
+    # The base class puts every batch on the devices. Here whole chunks are put there.
     def _get_iterator(self) -> Iterator[Any]:
         self.fetched = 0
         return self._count(self.begin_pass())
 
     def _count(self, batches: Iterator[Any]) -> Iterator[Any]:
+        # A checkpoint within the epoch stores this, to draw the same order again.
         self.random_state = random_state()
         for batch in batches:
             self.fetched += 1
@@ -114,6 +116,7 @@ def fingerprint(epochs: Any) -> dict[str, Any]:
     Keras 3.15.1. Without it a run resumes with other data, and nothing tells the user.
     """
     adapter = epochs.data_adapter
+    # A resumed run compares these with the checkpoint's, and says which differ.
     details = {"data": type(adapter).__name__, "batches": epochs.num_batches}
     if epochs.steps_per_epoch is not None:
         details["steps_per_epoch"] = epochs.steps_per_epoch
@@ -184,6 +187,7 @@ class ArrayBatches:
 
     def shapes(self, size: int) -> Any:
         """Returns the shapes and dtypes of a batch of `size` rows."""
+        # Taking a row shows the dtypes after Keras's conversion, such as floatx for floats.
         if self._first_row is None:
             self._first_row = self.take(slice(0, 1))
         return jax.tree.map(
@@ -210,6 +214,7 @@ def full_batches(iterator: Any) -> int | None:
     steps: int | None = iterator.num_batches
     adapter = iterator.data_adapter
     ends_partial = type(adapter) is ArrayDataAdapter and adapter.has_partial_batch
+    # With `steps_per_epoch`, an epoch may end before the smaller batch.
     if steps and ends_partial and steps == adapter.num_batches:
         return max(1, steps - 1)
     return steps

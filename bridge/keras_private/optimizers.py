@@ -55,6 +55,7 @@ def slot_lists(optimizer: Any) -> list[tuple[str, list[Any]]]:
     `_trainable_variables`; a name has no underscores around it. Checked with Keras 3.15.1. Without
     it slots could be distinguished by the names of variables only, which the user chooses.
     """
+    # Every class of optimizer names the lists of its slots differently, such as `_momentums`.
     n = len(trained_variables(optimizer))
     lists: list[tuple[str, list[Any]]] = []
     for name, value in vars(optimizer).items():
@@ -85,6 +86,7 @@ def atomic_build(optimizer: Any) -> Iterator[None]:
     them; checked with Keras 3.15.1. Keras sets `built` before it makes the slots: without this, an
     optimizer that ran out of memory there counts as built, and every later step misses its slots.
     """
+    # An optimizer that is built is left alone, and needs no snapshot.
     parts = [] if optimizer is None or optimizer.built else _with_inner(optimizer)
     snapshots = [(part, dict(vars(part)), list(part._variables)) for part in parts]
     # DeferredSignals raises KeyboardInterrupt when it exits, and the build is complete by then.

@@ -24,6 +24,7 @@ def build(model: keras.Model, batch: Any) -> None:
     Calls `Trainer._symbolic_build`; checked with Keras 3.15.1. Without it compiled metrics have
     no variables before the first `fit`, and a state made before that lacks them.
     """
+    # A model that was never compiled may lack the attribute.
     with atomic_build(getattr(model, "optimizer", None)):
         model._symbolic_build(data_batch=batch)
 
@@ -35,6 +36,7 @@ def build_from(model: keras.Model, iterator: Any) -> None:
     that the generator of a built model loses no batch. Checked with Keras 3.15.1.
     """
 
+    # Keras needs arrays for their shapes, and rows of arrays have not been taken yet.
     def batches() -> Iterator[Any]:
         for begin, end, items in iterator:
             yield begin, end, (item.arrays() for item in items)

@@ -87,6 +87,7 @@ def _is_compiled_optimizer(tx: Any, model: Any) -> bool:
 
 def _warn_of_constraints(layout: _variables.Layout, opt_state: PyTree) -> None:
     """Warns if variables have constraints that `tx` does not apply."""
+    # Only trainable variables are updated, so only their constraints could be broken.
     constrained = ["/".join(path) for path, v in layout.params.items() if v.constraint is not None]
     if constrained and not keeps_constraints(opt_state):
         warnings.warn(

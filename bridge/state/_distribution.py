@@ -56,6 +56,7 @@ def from_distribution(distribution: Any, model: keras.Layer) -> Placement:
       True
     """
     require_built(model)
+    # The rule gets paths of the state, and Keras's layouts belong to variables.
     variables = {"/".join(path): v for path, v in _variables.layout(model).variables().items()}
 
     def rule(path: str, x: Any, mesh: Any, /) -> PartitionSpec:
@@ -99,6 +100,7 @@ def to_distribution(mesh: Mesh, rule: ft.sharding.Rule, *, batch: str = "data") 
       (None, 'data')
     """
     require(batch in mesh.shape, "batch", f"an axis of the mesh, {mesh.axis_names}", batch)
+    # Keras names devices by platform and id.
     names = [f"{device.platform}:{device.id}" for device in mesh.devices.flat]
     devices = keras.distribution.DeviceMesh(mesh.devices.shape, mesh.axis_names, names)
     return _ByRule(devices, rule, batch)
@@ -129,6 +131,8 @@ class _ByRule(keras.distribution.ModelParallel):  # type: ignore[misc]  # keras 
         """Returns the rule's spec for a variable; replicated if it is not trained and has none."""
         leaf = jax.ShapeDtypeStruct(tuple(variable.shape), jnp.dtype(variable.dtype))
         self.ruled_paths.add(variable.path)
+        # A rule raises for a path that none of its patterns matches. Moving averages and other
+        # variables that are not trained may do without one.
         try:
             spec = self.rule(variable.path, leaf, mesh)
         except ValueError:
@@ -145,5 +149,6 @@ def require_use() -> None:
     Concerns distributions of `to_distribution`; the message names the patterns.
     """
     distribution = keras.distribution.distribution()
+    # A rule that is a plain function has no patterns to check.
     if isinstance(distribution, _ByRule) and hasattr(distribution.rule, "require_use"):
         distribution.rule.require_use(distribution.ruled_paths)

@@ -13,6 +13,7 @@ from functrain.internal import PyTree, call
 from functrain.internal import tree as _tree
 
 Variables: TypeAlias = list[Any]
+# In the order in which Keras's own train_step takes and returns them.
 FIELDS = ("trainable", "non_trainable", "optimizer", "metrics")
 
 
@@ -70,11 +71,13 @@ def keras_state(model: keras.Model, batch: PyTree = None) -> KerasState:
     require_compiled(model)
     if batch is not None:
         keras_private.trainer.build(model, batch)
+    # Metrics make their variables at the first batch, so a state made before would lack them.
     elif not keras_private.trainer.is_built(model):
         raise ValueError(
             f"model: expected {model.name!r} to be built with its compiled loss and metrics, which "
             "Keras does at the first batch. Pass one: bridge.keras_state(model, batch=(x, y))."
         )
+    # A program may donate the state, and the model must keep its values.
     state: KerasState = _tree.copy(variable_values(model))
     return state
 
@@ -83,6 +86,7 @@ def write_keras_state(state: KerasState, model: keras.Model) -> keras.Model:
     """Copies a state into the variables of its model: all of them, or none if one does not fit."""
     require_compiled(model)
     _variables.require_values(state)
+    # Checked as a whole first, so that a state that does not fit changes nothing.
     differences = _tree.spec_differences(_specs(variable_values(model)), _specs(state))
     if differences:
         raise ValueError(
@@ -100,6 +104,7 @@ def write_keras_state(state: KerasState, model: keras.Model) -> keras.Model:
 
 def variable_lists(model: keras.Model) -> dict[str, Variables]:
     """Returns Keras's four lists of variables, in the order of KerasState."""
+    # A model that was never compiled may lack the attribute `optimizer`.
     return {
         "trainable": model.trainable_variables,
         "non_trainable": model.non_trainable_variables,
@@ -117,7 +122,8 @@ def variable_values(model: keras.Model, fields: Collection[str] = FIELDS) -> Ker
 
 
 def _specs(tree: PyTree) -> dict[str, str]:
-    """Returns the dtype, shape and weak type of each leaf, by path."""
+    """Returns the dtype and shape of each leaf, by path."""
+    # Weak types are left out, since a variable keeps its dtype when it is assigned to.
     return {path: _tree.strong_spec(x) for path, x in _tree.leaves_with_path(tree)}
 
 

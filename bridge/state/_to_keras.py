@@ -77,7 +77,8 @@ def to_keras(
         return write_keras_state(state, model)
     if isinstance(state, Mapping) and "params" in state:
         others = [state.get(name, {}) for name in _variables.COLLECTIONS]
-        # merge also turns flax's FrozenDicts into dicts.
+        # These are the variables of a linen module, which have no optimizer state. `merge` also
+        # turns flax's FrozenDicts into dicts.
         merge = _variables.merge
         state = SimpleNamespace(params=merge(state["params"]), model_state=merge(*others))
         optimizer = "leave"
@@ -92,6 +93,7 @@ def to_keras(
             "functrain.freeze, whose params are only those that it trains. Merge the others into "
             "it: bridge.to_keras(functrain.merge_frozen(state), model)."
         )
+    # All pairs are made and checked before any is written: a model is written whole or not at all.
     pairs = _variables.pair(_variables.layout(model), state.params, state.model_state)
     opt_state = () if optimizer == "leave" else getattr(state, "opt_state", ())
     trees = {"params": state.params, "model_state": state.model_state, "opt_state": opt_state}

@@ -42,6 +42,7 @@ def from_optimizer(opt_state: PyTree, model: Any) -> tuple[PyTree, jax.Array]:
         raise OptimizerMismatchError(problem)
     variables = _counterparts(opt_state, model, optimizer, may_lack_params=False)
     leaves, treedef = jax.tree.flatten(opt_state)
+    # A new state has a leaf for every slot, which the optimizer's variables replace.
     values = list(map(_value_for_leaf, variables, leaves))
     return _tree.copy(jax.tree.unflatten(treedef, values)), _iterations(optimizer).value
 
@@ -60,6 +61,7 @@ def to_optimizer(opt_state: PyTree, model: Any, step: Any) -> Pairs:
       OptimizerMismatchError: The state has no value for some variables of the optimizer.
     """
     optimizer = _optimizer(model, opt_state)
+    # Slots are made when the optimizer is built, at its first step in Keras.
     if not optimizer.built:
         with keras_private.optimizers.atomic_build(optimizer):
             optimizer.build(model.trainable_variables)
@@ -76,11 +78,14 @@ def _optimizer(model: Any, opt_state: PyTree) -> Any:
     """Returns the optimizer of a model.
 
     Raises:
-      OptimizerMismatchError: There is none, or it is of a class that cannot fit the state.
+      OptimizerMismatchError: The model has no optimizer, or one of a class that cannot hold the
+        state.
     """
     optimizer = getattr(model, "optimizer", None)
     if optimizer is None:
         raise OptimizerMismatchError("the model has not been compiled with an optimizer")
+    # An OptaxOptimizer can hold any state of optax, and is compared leaf by leaf. Keras's own
+    # optimizers can hold only states with one of these nodes.
     kinds = (KerasOptState, KerasCount, *slot_fields(optimizer, opt_state))
     if not (isinstance(inner(optimizer), OptaxOptimizer) or _tree.nodes(opt_state, *kinds)):
         raise _no_common_state(optimizer, opt_state)
@@ -112,6 +117,7 @@ def _counterparts(
     """
     params = _variables.layout(model).params
     roles = _roles(opt_state, optimizer, {path: i for i, path in enumerate(params)})
+    # An optimizer keeps the variables that it was built for when layers are frozen afterwards.
     try:
         variable_by_role = _variable_by_role(optimizer, list(params.values()))
     except KeyError as error:
@@ -164,6 +170,7 @@ def _keras_role(node: Any, role: Role, slots: Mapping[str, str]) -> Role | None:
       role: The role of the leaf in that state.
       slots: Keras's name of each slot, by the name of the field in optax.
     """
+    # `bridge.optimizer` keeps Keras's own names, in two groups.
     if isinstance(node, KerasOptState):
         return Role(role.name.removeprefix("scalars/").removeprefix("slots/"), role.owner)
     names = {"count": "iterations", "iterations": "iterations", **slots}
@@ -172,6 +179,7 @@ def _keras_role(node: Any, role: Role, slots: Mapping[str, str]) -> Role | None:
 
 def _variable_by_role(optimizer: Any, params: list[Any]) -> dict[Role, Any]:
     """Returns the variables of a built optimizer by role."""
+    # A LossScaleOptimizer holds the optimizer that has the slots.
     innermost = inner(optimizer)
     if not isinstance(innermost, OptaxOptimizer):
         return dict(zip(roles_of_variables(optimizer, params), optimizer.variables, strict=True))
@@ -199,5 +207,6 @@ def _no_common_state(optimizer: Any, opt_state: PyTree) -> OptimizerMismatchErro
 
 def _state_names(state: Any) -> str:
     """Returns the names of the named tuples in a state."""
+    # jax has no public way to list the nodes of a structure, and its text names all of them.
     names = re.findall(r"namedtuple\[(\w+)\]", str(jax.tree.structure(state)))
     return ", ".join(dict.fromkeys(names)) or "no named state"

@@ -68,6 +68,7 @@ def warm_start(
     state_paths = _state_paths(model)
 
     def to_state_path(file_name: str) -> str:
+        # Arrays that are no variables of the model are reported under their names in the file.
         if file_name not in state_paths:
             return file_name
         path = state_paths[file_name]
@@ -98,6 +99,7 @@ def _state_paths(model: keras.Model) -> dict[str, str]:
     try:
         with keras_private.variables.temporary_values(markers):
             saved_markers = _save_and_read_markers(model)
+    # A layer may override how it is saved, and then fail with any error at other values or shapes.
     except Exception as error:
         raise ValueError(
             f"model: expected {model.name!r} to save its variables with other values, but Keras "
@@ -120,6 +122,7 @@ def _save_and_read_markers(model: keras.Model) -> dict[str, np.ndarray]:
         file = os.path.join(folder, "names.weights.h5")
         model.save_weights(file)
         with open_arrays(file) as arrays:
+            # A variable with other values than a marker may have its shape, but not its content.
             names = [name for name, spec in arrays.specs.items() if spec.endswith("[2]")]
             return {name: arrays.read(name) for name in names}
 

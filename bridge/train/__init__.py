@@ -1,17 +1,17 @@
-"""fit, evaluate, predict: Keras's loops over programs of many steps.
+"""fit, evaluate and predict: Keras's loops over programs of many steps.
 
 Files:
-  _fit: the three, with the arguments of Keras's own
+  _fit: the three functions, with the arguments of Keras's methods
   _checks: checks of their arguments, before anything is done
   _runs: runs of functrain with a model's state, steps, batches and callbacks
   _hook: the hook that calls Keras's callbacks
-  _memory: what callbacks remember in a checkpoint
-  _model_values: the model's values while a run has them
-  _steps: a compiled model's own steps
-  _batches: batches of whatever `fit` takes
-  _callbacks: who is called, with what, and when
-  _loggers: loggers of functrain among the callbacks
-  _compiling: programs of a model: its steps, and the means of its metrics
+  _memory: the states of callbacks and random generators in a checkpoint
+  _model_values: the model's values, which the run and the model's variables hold in turns
+  _steps: a compiled model's steps as functrain steps
+  _batches: batches of everything that `fit` accepts
+  _callbacks: the callbacks' batch methods, and which callbacks are called
+  _loggers: functrain's loggers as callbacks
+  _compiling: a model's compiled programs, and how long they are cached
   _carried: metrics that a layer updates inside its `call`
 """
 

@@ -88,14 +88,15 @@ def _warn_of_overrides(model: keras.Model) -> None:
     cls = type(model)
     # Keras calls make_train_function and make_test_function in its own loops only.
     methods = ("fit", "evaluate", "predict", "make_train_function", "make_test_function")
-    own = [name for name in methods if getattr(cls, name) is not getattr(keras.Model, name, None)]
+    overridden = [name for name in methods if getattr(cls, name) is not getattr(keras.Model, name)]
     # A layer with a trainer mixed in has these methods from another class than keras.Model.
-    if own and isinstance(model, keras.Model) and cls not in _warned:
+    if overridden and isinstance(model, keras.Model) and cls not in _warned:
         _warned.add(cls)
         warnings.warn(
-            f"{cls.__name__} overrides {', '.join(own)}, which bridge.fit, evaluate and predict "
-            "do not call, since they have their own loop. Overrides of train_step, test_step, "
-            "compute_loss and the like are called. To run your own loop, call the model's method.",
+            f"{cls.__name__} overrides {', '.join(overridden)}, which bridge.fit, evaluate and "
+            "predict do not call, since they have their own loop. Overrides of train_step, "
+            "test_step, compute_loss and the like are called. To run your own loop, call the "
+            "model's method.",
             stacklevel=4,
         )
 

@@ -174,7 +174,7 @@ class KerasHook:
 
         Returns:
           True if the model is whole; False if a program that failed had donated the values of a
-          large model, of which there is no copy.
+          model that is too large for the run to keep a copy.
         """
         if self._is_finished:
             return True
@@ -233,7 +233,7 @@ class KerasHook:
         self._stop_if_asked(event)
 
     def _end_training_epoch(self, event: EpochEnd) -> None:
-        # A callback may reach the model by a name of its own, which assigns nothing.
+        # A callback may have kept its own reference to the model, and reading that assigns nothing.
         if not self.is_lazy:
             self.values.assign()
         evaluated = self.evaluate(event.epoch) or {}

@@ -121,8 +121,8 @@ def run_fit(
     # As in Keras 3.15.1, a fit of no epochs leaves the weights as they are.
     hook.finalizes = epochs > 0
     with contextlib.ExitStack() as stack:
-        # BackupAndRestore sets the epoch to continue from when it begins. With a checkpointer
-        # there is none, and callbacks begin after the files that they write were restored.
+        # BackupAndRestore sets the epoch to continue from when it begins. A fit with a checkpointer
+        # does not have it, and its callbacks begin after the files that they write were restored.
         if saving is None:
             hook.begin()
         first_epoch = keras_private.trainer.initial_epoch(model) or initial_epoch
