@@ -1,6 +1,6 @@
-"""What functrain shares with `bridge`, and nobody else: it may change with any release.
+"""Private helpers that functrain shares with `bridge` only: they may change with any release.
 
-`bridge` imports what is not public from here only; a test holds that.
+This is the only module from which `bridge` imports private names; a test checks that.
 """
 
 from functrain.checkpoint._warm_start import open_arrays as open_arrays

@@ -127,6 +127,7 @@ def autotune(
         raise ValueError(f"fuse: expected rising numbers of steps of at least 1, got {ks}")
     check_step(step)
     require_batch(batch)
+    # Placed like the state and the batches of a run, so that the same programs are measured.
     target = _placement.batch_sharding(sharding)
     carry = _placement.place_on_mesh(traits_of(step).wrap_state(state), target)
     batch = jax.tree.map(jnp.asarray, batch)
@@ -180,6 +181,7 @@ class Candidate:
         self._state = _tree.copy(state)
         leaves = jax.tree.leaves(self._state)
         self._uses_several_devices = any(len(x.sharding.device_set) > 1 for x in leaves)
+        # The first call compiles; the difference to a later one is the time of compilation.
         first_call = self._seconds(1)
         later_call: float = _of_first_process(self._seconds(1), state)
         self.compile_seconds = first_call - later_call
@@ -206,7 +208,7 @@ def measure(candidates: Sequence[Candidate]) -> list[TuningRow]:
     # They take turns, so that a slow moment of the machine affects all of them.
     rounds = [[candidate.microseconds() for candidate in candidates] for _ in range(ROUNDS)]
     medians = map(statistics.median, zip(*rounds, strict=True))
-    return [
-        TuningRow(x.k, median, x.compile_seconds, nbytes(x.batches))
-        for x, median in zip(candidates, medians, strict=True)
-    ]
+    rows = []
+    for x, median in zip(candidates, medians, strict=True):
+        rows.append(TuningRow(x.k, median, x.compile_seconds, nbytes(x.batches)))
+    return rows

@@ -125,7 +125,7 @@ def explain_nan(state: PyTree, step: Any, batch: PyTree) -> NotFinite | None:
             return NotFinite("input", _count_bad(x, kind), path)
     with tracing_guards(step):
         closed: Any = jax.make_jaxpr(step)(state, batch)
-    culprit = _search(closed, [x for _, x in leaves], ())
+    culprit = _search(closed, jax.tree.leaves((state, batch)), ())
     if culprit is None or culprit.out_of_range is None:
         return culprit
     source = _find_leaf(culprit.out_of_range, batch)
@@ -139,18 +139,24 @@ def _search(closed: Any, inputs: Sequence[Any], within: tuple[str, ...]) -> NotF
     values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*closed.consts, *inputs), strict=True))
     values.update(zip(results, _evaluate(closed, results, inputs), strict=True))
 
+    # Constants in the program are literals, which hold their value.
     def read(atom: Any) -> Any:
         return atom.val if isinstance(atom, core.Literal) else values[atom]
 
     def find_origin(atoms: Sequence[Any], kinds: tuple[str, ...]) -> core.JaxprEqn | None:
         """Goes back from bad values to the first operation that made one from good inputs."""
+
+        def is_bad(atom: Any) -> bool:
+            return _bad_kind(read(atom)) in kinds
+
         origin = None
-        bad = {a for a in atoms if isinstance(a, core.Var) and _bad_kind(values[a]) in kinds}
+        # Without literals: no equation made them.
+        bad = set(filter(is_bad, filter(_is_variable, atoms)))
         for eqn in reversed(jaxpr.eqns):
             if not bad.isdisjoint(eqn.outvars):
-                bad_inputs = [a for a in eqn.invars if _bad_kind(read(a)) in kinds]
-                # Literals cannot be traced back: no equation made them.
-                bad.update(a for a in bad_inputs if isinstance(a, core.Var))
+                bad_inputs = list(filter(is_bad, eqn.invars))
+                bad.update(filter(_is_variable, bad_inputs))
+                # The last one set is the first in the program.
                 origin = origin if bad_inputs else eqn
         return origin
 
@@ -185,6 +191,11 @@ def _search(closed: Any, inputs: Sequence[Any], within: tuple[str, ...]) -> NotF
     return None if eqn is None else describe(eqn, reaches_output=False)
 
 
+def _is_variable(atom: Any) -> bool:
+    """Returns True unless an input of an equation is a literal."""
+    return isinstance(atom, core.Var)
+
+
 def _evaluate(closed: Any, variables: list[Any], inputs: Sequence[Any]) -> list[Any]:
     """Returns the values of variables of a jaxpr, evaluated equation by equation."""
     # jax requires debug_info with a name for each input and output, and has no public way to make
@@ -198,6 +209,7 @@ def _out_of_range(eqn: core.JaxprEqn, inputs: Sequence[Any]) -> OutOfRange | Non
     """Returns the indices of a gather that are out of range, for the first axis that has some."""
     operand, indices = inputs[0], np.asarray(inputs[1])
     axes, sizes = eqn.params["dimension_numbers"].start_index_map, eqn.params["slice_sizes"]
+    # A gather takes slices. One that starts after `last` would end outside of the axis.
     for column, axis in enumerate(axes):
         starts, last = indices[..., column], operand.shape[axis] - sizes[axis]
         outside = np.unique(starts[(starts < 0) | (starts > last)])
@@ -221,6 +233,7 @@ def _find_leaf(out_of_range: OutOfRange, batch: PyTree) -> str:
 def _search_call(
     eqn: core.JaxprEqn, inputs: list[Any], within: tuple[str, ...]
 ) -> NotFinite | None:
+    # The name of the parameter depends on the primitive.
     body = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
     if body is None:
         return None
@@ -257,6 +270,7 @@ def _search_scan(
 
 
 def _count_stacked(outer: Sequence[Any], inner: Sequence[Any]) -> int:
+    """Returns how many variables of a scan differ in rank inside and outside of its body."""
     pairs = zip(outer, inner, strict=True)
     return sum(len(a.aval.shape) != len(b.aval.shape) for a, b in pairs)
 
@@ -344,10 +358,13 @@ def _location(eqn: core.JaxprEqn) -> str:
     frames = source_info_util.summarize(eqn.source_info, num_frames=_MAX_DEPTH).splitlines()[::-1]
     # The innermost frame comes first. Beyond this file are the frames of the caller of explain_nan.
     frames = list(itertools.takewhile(lambda frame: not frame.startswith(__file__), frames))
-    folders = [getattr(sys.modules.get(name), "__path__", ()) for name in _LIBRARIES]
-    libraries = tuple(f"{folder}/" for folder in itertools.chain(*folders))
-    users = [frame for frame in frames if not frame.startswith(libraries)]
-    lines = dict.fromkeys([*users[:1], *frames[:1]])
+    libraries: list[str] = []
+    for name in _LIBRARIES:
+        for folder in getattr(sys.modules.get(name), "__path__", ()):
+            libraries.append(f"{folder}/")
+    user_frames = [frame for frame in frames if not frame.startswith(tuple(libraries))]
+    # A dict, so that a line that is both of them is shown once.
+    lines = dict.fromkeys([*user_frames[:1], *frames[:1]])
     source = ", in ".join(frame.rpartition("/")[2] for frame in lines)
     return "  ".join(filter(None, [str(eqn.source_info.name_stack), source]))
 

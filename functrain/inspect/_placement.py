@@ -1,6 +1,7 @@
 """A table of the leaves of a state, their shards, and the bytes that each device holds."""
 
 import collections
+import itertools
 import re
 from collections.abc import Iterable
 from typing import Any
@@ -91,8 +92,12 @@ def _with_shardings(state: PyTree, shardings: PyTree) -> PyTree:
 
 def _common_path(paths: list[str]) -> str:
     """Returns one path for paths that differ in numbers only, with `*` for different numbers."""
-    parts = zip(*(re.split(r"(\d+)", path) for path in paths), strict=True)
-    return "".join(part[0] if len(set(part)) == 1 else "*" for part in parts)
+    common = ""
+    # The group in the pattern keeps the numbers, so each column is a number or the text between.
+    split_paths = [re.split(r"(\d+)", path) for path in paths]
+    for column in zip(*split_paths, strict=True):
+        common += column[0] if len(set(column)) == 1 else "*"
+    return common
 
 
 def _break_path(path: str) -> str:
@@ -122,21 +127,28 @@ def _mesh_axes(leaf: Any) -> str:
     # Other kinds of shardings have no mesh, and no names to show.
     if not isinstance(sharding, NamedSharding):
         return type(sharding).__name__
-    parts = [*sharding.spec, *[None] * (leaf.ndim - len(sharding.spec))]
-    return ", ".join("*".join(part) if isinstance(part, tuple) else part or "-" for part in parts)
+    # A spec may be shorter than the shape: the other axes are not divided.
+    texts = ["-"] * leaf.ndim
+    for i, names in enumerate(sharding.spec):
+        if names:
+            texts[i] = "*".join(names) if isinstance(names, tuple) else names
+    return ", ".join(texts)
 
 
 def _meshes(leaves: list[Any]) -> list[str]:
     """Returns a line for each mesh that the leaves are on."""
-    shardings = map(sharding_of, leaves)
-    shapes = [x.mesh.shape for x in shardings if isinstance(x, NamedSharding)]
-    texts = [" ".join(f"{name}={size}" for name, size in shape.items()) for shape in shapes]
-    return [f"mesh: {text}" for text in dict.fromkeys(texts)]
+    lines: dict[str, None] = {}
+    for sharding in map(sharding_of, leaves):
+        if isinstance(sharding, NamedSharding):
+            axes = itertools.starmap("{}={}".format, sharding.mesh.shape.items())
+            lines[f"mesh: {' '.join(axes)}"] = None
+    return list(lines)
 
 
 def _totals(leaves: list[Any]) -> list[str]:
     """Returns lines with the bytes on the devices; devices that hold the same share a line."""
     bytes_of_device: collections.Counter[Any] = collections.Counter()
+    # A leaf may be on some of the devices only, so each device is counted separately.
     for leaf in leaves:
         bytes_of_device.update(dict.fromkeys(_devices(leaf), bytes_on_each(leaf)))
     devices_by_bytes: dict[int, list[Any]] = {}
