@@ -10,6 +10,7 @@ from functrain.common._checks import is_number as is_number
 from functrain.common._checks import require as require
 from functrain.common._checks import require_instance as require_instance
 from functrain.common._checks import require_integer as require_integer
+from functrain.common._checks import require_no_problems as require_no_problems
 from functrain.common._checks import require_one_of as require_one_of
 from functrain.common._checks import require_untraced as require_untraced
 from functrain.common._compile import jit as jit

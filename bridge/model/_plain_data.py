@@ -91,13 +91,13 @@ class PlainData:
             case {"dtype": name}:
                 return jnp.dtype(name).type
             case {"function": name}:
-                return self.named(name)
+                return self.find(name)
             case {"class_name": _}:
                 return keras.saving.deserialize_keras_object(value)
         raise ValueError(f"expected what bridge wrote into a file, got {value}")
 
     def name_of(self, function: Any, where: str) -> str:
-        """Returns the name under which `named` finds a function.
+        """Returns the name under which `find` finds a function.
 
         Raises:
           ValueError: It is neither public in one of the namespaces nor registered with Keras.
@@ -111,7 +111,7 @@ class PlainData:
             return registered
         raise ValueError(self._refusal(function, where))
 
-    def named(self, name: str) -> Any:
+    def find(self, name: str) -> Any:
         """Returns the function that `name_of` named.
 
         Raises:

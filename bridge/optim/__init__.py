@@ -1,13 +1,13 @@
-"""Optimizers, schedules, losses, metrics and constraints, both ways.
+"""Conversion of optimizers, schedules, losses, metrics and constraints.
 
 Files:
   _optimizers: a Keras optimizer as an optax transformation
-  _wrapped: the same by Keras's own code
-  _native: the same in optax's own pieces
-  _slots: what an optimizer remembers, and to which parameter each part belongs
+  _wrapped: that transformation, running Keras's own code
+  _native: that transformation, built from optax transformations
+  _slots: the roles of an optimizer's variables, and the parameters that they belong to
   _optax_optimizer: an optax transformation as a Keras optimizer
-  _schedules: learning rate schedules, both ways
-  _constraints: a Keras model's constraints, kept by optax
+  _schedules: learning rate schedules, from Keras to optax and back
+  _constraints: a Keras model's constraints as an optax transformation
   _losses: Keras losses in optax's argument order
   _metrics: Keras metrics as functrain metrics
 """

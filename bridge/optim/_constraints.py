@@ -1,4 +1,4 @@
-"""A Keras model's constraints, kept by an optax transformation."""
+"""A Keras model's constraints as an optax transformation."""
 
 from typing import Any, NamedTuple
 
@@ -8,28 +8,29 @@ import keras
 import optax
 
 from bridge.model import _variables
-from functrain.internal import PyTree
+from functrain.internal import PyTree, require
 from functrain.internal import tree as _tree
 
 
 class ConstraintState(NamedTuple):
-    """Marks, without a leaf, a transformation that keeps a model's constraints."""
+    """The state of `constraints`, without leaves. `applies_constraints` looks for it."""
 
 
 def constraints(model: keras.Layer) -> optax.GradientTransformation:
-    """Returns the transformation that ends updates within the constraints of a model's variables.
+    """Returns a transformation that applies the constraints of a model's variables.
 
-    It comes last in a chain: ``optax.chain(optax.adam(1e-3), bridge.constraints(model))``. Its
-    updates lead to ``constraint(params + updates)``, as Keras's optimizers do, up to a rounding.
+    It must come last in a chain: ``optax.chain(optax.adam(1e-3), bridge.constraints(model))``. Its
+    updates result in the params ``constraint(params + updates)``, as in Keras, up to a rounding
+    error.
 
     Args:
-      model: The model that `bridge.create_state` made the params of.
+      model: The model from which `bridge.create_state` took the params.
 
     Returns:
-      A transformation without a state, whose `update` needs params.
+      A transformation without state, whose `update` needs params.
 
     Raises:
-      ValueError: (from `update`) params are missing, or are not those of the model.
+      ValueError: (from `update`) params are missing, or do not belong to the model.
 
     Examples:
       >>> import bridge, jax, keras, optax
@@ -45,33 +46,35 @@ def constraints(model: keras.Layer) -> optax.GradientTransformation:
     def update(
         updates: PyTree, state: ConstraintState, params: PyTree = None
     ) -> tuple[PyTree, ConstraintState]:
-        if params is None:
-            raise ValueError("bridge.constraints: update needs the params: tx.update(g, s, params)")
-        held = _variables.fitting(_variables.layout(model).params, params, "params")
+        expected = "params, as in tx.update(grads, state, params)"
+        require(params is not None, "bridge.constraints", expected, params)
+        # The variables are looked up in every trace, since layers may have been frozen since.
+        variables = _variables.fitting(_variables.layout(model).params, params, "params")
 
-        def constrained(path: Any, param: jax.Array, update: jax.Array) -> jax.Array:
-            constraint = held[_tree.keys(path)].constraint
+        def constrain(path: Any, param: jax.Array, update: jax.Array) -> jax.Array:
+            constraint = variables[_tree.keys(path)].constraint
             if constraint is None:
                 return update
-            return difference(jnp.asarray(constraint(param + update), param.dtype), param)
+            return update_to(jnp.asarray(constraint(param + update), param.dtype), param)
 
-        return jax.tree_util.tree_map_with_path(constrained, params, updates), state
+        return jax.tree_util.tree_map_with_path(constrain, params, updates), state
 
     return optax.GradientTransformation(lambda params: ConstraintState(), update)
 
 
-def keeps_constraints(opt_state: PyTree) -> bool:
-    """Whether a transformation with this state keeps a model's constraints."""
+def applies_constraints(opt_state: PyTree) -> bool:
+    """Returns True if the transformation with this state applies a model's constraints."""
     return bool(_tree.nodes(opt_state, ConstraintState))
 
 
-def difference(new: jax.Array, old: jax.Array) -> jax.Array:
-    """Returns what `optax.apply_updates` adds to `old` to get `new`, as far as it can.
+def update_to(new: jax.Array, old: jax.Array) -> jax.Array:
+    """Returns the update with which `optax.apply_updates` turns `old` into `new`.
 
-    The plain difference misses `new` by a rounding whenever its exponent is above that of both.
-    Adding what is missing hits it, unless no float does: where a parameter changes its sign or
-    shrinks by more than half, ``old + update`` has no bits finer than those of `old`.
+    ``old + update`` equals `new` to the bit unless no float does that: if a parameter changes its
+    sign or shrinks by more than half, ``old + update`` has no bits finer than those of `old`.
     """
     update = new - old
-    missing = new - (old + update)
-    return update + jnp.where(jnp.isfinite(missing), missing, jnp.zeros_like(missing))
+    # The difference is rounded if its exponent is above those of both values. The remaining error
+    # is added once more.
+    error = new - (old + update)
+    return update + jnp.where(jnp.isfinite(error), error, jnp.zeros_like(error))

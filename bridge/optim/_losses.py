@@ -10,24 +10,30 @@ import keras
 
 from bridge import keras_private
 from bridge.model import _names
-from functrain.internal import PyTree, brief
+from functrain.internal import PyTree, brief, require
 from functrain.internal import tree as _tree
 from functrain.metrics import Metric
 
-# What reduces to a plain mean, so that there is a value for each example.
+# The reductions to a plain mean, which is also the mean of one value per example.
 _MEANS = ("sum_over_batch_size", "mean")
 
 
-# (outputs, labels, weights) -> the loss, and what its mean was divided by, as `Aux.weight` has it
-_Measure: TypeAlias = Callable[[PyTree, PyTree, PyTree], tuple[jax.Array, Any]]
-_NO_MEAN = ()
+# (outputs, labels, sample weights) -> (loss, divisor). The divisor is what the mean was divided by,
+# with the meaning of `Aux.weight`: None for the number of examples, () if the loss is not a mean.
+_LossAndDivisor: TypeAlias = Callable[[PyTree, PyTree, PyTree], tuple[jax.Array, Any]]
+_NOT_A_MEAN = ()
 
 
 class _Loss:
-    """What `loss` returns."""
+    """The callable that `loss` returns.
 
-    def __init__(self, keras_loss: Any, measure: _Measure) -> None:
-        self.keras_loss, self.with_weight = keras_loss, measure
+    Attributes:
+      keras_loss: The Keras loss.
+      with_weight: The loss with its divisor, for `functrain.supervised`.
+    """
+
+    def __init__(self, keras_loss: Any, with_weight: _LossAndDivisor) -> None:
+        self.keras_loss, self.with_weight = keras_loss, with_weight
 
     def __repr__(self) -> str:
         return f"bridge.loss({brief(self.keras_loss)})"
@@ -39,39 +45,41 @@ class _Loss:
 def loss(keras_loss: Any, *, loss_weights: Any = None) -> Callable[..., jax.Array]:
     """Returns a Keras loss as a pure function ``loss(outputs, y, sample_weight=None)``.
 
-    For `functrain.supervised`, which hands it the batch's sample weights: the loss of a batch is
-    then what ``keras_loss(y, outputs, sample_weight)`` gives, to the bit. The mask that a Keras
-    model leaves on its outputs counts, and so does `ignore_class`, as long as the loss is called
-    in the trace of the forward pass.
+    It is made for `functrain.supervised`, which passes it the batch's sample weights. The loss of a
+    batch then equals ``keras_loss(y, outputs, sample_weight)`` to the bit. It takes the mask that
+    a Keras model attaches to its outputs, and `ignore_class`, into account, provided that the loss
+    is called in the same trace as the forward pass.
 
-    What it returns depends on the reduction:
+    The result depends on the reduction of the Keras loss:
 
     - `"sum_over_batch_size"` or `"mean"` (Keras's default): the loss of each example,
-      `f32[B, ...]`, times its weight and its mask, of which Keras's loss is the plain mean. What
-      is masked is 0, and the others are scaled up by its share.
-    - `None` or `"none"`: what Keras gives, `f32[B, ...]`.
+      `f32[B, ...]`, times its weight and mask. Keras's loss is the plain mean of these values:
+      masked values are 0, and the others are scaled up accordingly.
+    - `None` or `"none"`: the values that Keras returns, `f32[B, ...]`.
     - `"sum"` and `"mean_with_sample_weight"`: Keras's scalar, `f32[]`.
 
-    Of several outputs, in a dict or list, the losses are added up, which gives a scalar.
+    For several outputs, in a dict or list, the result is the sum of the losses, a scalar.
 
-    `functrain.micro_batches` around `supervised` divides by what Keras's loss of the large batch
-    divides by: examples, valid elements or weights. It refuses what is no such mean: `"sum"`, and
-    several outputs with masks or weights of their own to divide by.
+    `functrain.micro_batches` around `supervised` divides by the same number as Keras's loss of the
+    large batch: the number of examples or of valid elements, or the sum of the weights. It raises
+    ValueError for losses that are not such a mean: `"sum"`, and several outputs with different
+    masks or weights.
 
     Args:
-      keras_loss: What `compile` takes: a `keras.losses.Loss`, a name, a function
-        ``(y_true, y_pred)``. For several outputs one for all, or a dict or list of these with
-        the keys of the outputs, where None stands for no loss.
-      loss_weights: With several losses, their factors: floats in the structure of `keras_loss`.
+      keras_loss: Any loss that `compile` takes: a `keras.losses.Loss`, a name, or a function
+        ``(y_true, y_pred)``. For several outputs, one loss for all of them, or a dict or list of
+        losses with the keys of the outputs, in which None stands for no loss.
+      loss_weights: The factors of several losses: floats in the structure of `keras_loss`.
 
     Returns:
       A function of outputs, labels, and weights `f32[B]` or `f32[B, ...]`. It computes in the
-      loss's own dtype, `keras.config.floatx()` unless it says otherwise.
+      dtype of the loss, by default `keras.config.floatx()`.
 
     Raises:
-      TypeError: `keras_loss` is nothing that Keras takes for a loss, or takes outputs first.
-      ValueError: There is no such name, or `loss_weights` does not fit. From the function: the
-        outputs or labels lack a key.
+      TypeError: Keras cannot use `keras_loss` as a loss, or it is a function that takes outputs
+        before labels.
+      ValueError: Keras has no loss of this name, or `loss_weights` does not match `keras_loss`.
+        From the returned function: the outputs or labels lack a key.
 
     Examples:
       >>> import keras, numpy as np
@@ -83,141 +91,155 @@ def loss(keras_loss: Any, *, loss_weights: Any = None) -> Callable[..., jax.Arra
       [0.5 0. ]
     """
     if isinstance(keras_loss, Mapping | list | tuple) and not isinstance(keras_loss, Metric):
-        return _Loss(keras_loss, _several(keras_loss, loss_weights))
-    if loss_weights is not None:
-        raise ValueError(
-            f"loss_weights: expected None with a single loss, got {loss_weights!r}. It weighs "
-            "several outputs; to weigh examples use batches (x, y, sample_weight)."
-        )
-    measure = _measure_of(keras_loss, "keras_loss")
+        return _Loss(keras_loss, _sum_of_losses(keras_loss, loss_weights))
+    advice = "It weights several outputs. To weight examples use batches (x, y, sample_weight)."
+    require(loss_weights is None, "loss_weights", "None with a single loss", loss_weights, advice)
+    single_loss = _loss_of_one_output(keras_loss, "keras_loss")
 
-    def of_any_outputs(outputs: PyTree, y: PyTree, sample_weight: PyTree) -> tuple[jax.Array, Any]:
-        if isinstance(outputs, Mapping | list | tuple):  # one for all, as `compile` does it
-            each = {key: keras_loss for key, _ in _items(outputs)}
-            return _several(each, None)(outputs, y, sample_weight)
-        return measure(outputs, y, sample_weight)
+    def any_loss(outputs: PyTree, y: PyTree, sample_weight: PyTree) -> tuple[jax.Array, Any]:
+        # Like `compile`, uses a single loss for each of several outputs.
+        if isinstance(outputs, Mapping | list | tuple):
+            losses = dict.fromkeys(dict(_items(outputs)), keras_loss)
+            return _sum_of_losses(losses, None)(outputs, y, sample_weight)
+        return single_loss(outputs, y, sample_weight)
 
-    return _Loss(keras_loss, of_any_outputs)
+    return _Loss(keras_loss, any_loss)
 
 
-def _measure_of(keras_loss: Any, where: str, *, is_reduced: bool = False) -> _Measure:
-    """Returns a loss of one output: its values whose mean it is, or what Keras reduces them to."""
-    _check(keras_loss, where)
+def _loss_of_one_output(
+    keras_loss: Any, name: str, *, must_be_scalar: bool = False
+) -> _LossAndDivisor:
+    """Returns the loss of one output: one value per example if possible, else Keras's result."""
+    _require_loss(keras_loss, name)
 
-    def measure(outputs: PyTree, y: PyTree, sample_weight: PyTree) -> tuple[jax.Array, Any]:
+    def loss_and_divisor(
+        outputs: PyTree, y: PyTree, sample_weight: PyTree
+    ) -> tuple[jax.Array, Any]:
         loss = keras_private.losses.get_loss(keras_loss, y, outputs)
-        if loss.reduction in _MEANS and not (is_reduced or _calls_itself(loss)):
+        if loss.reduction in _MEANS and not (must_be_scalar or _overrides_call(loss)):
             values, weight, valid = keras_private.losses.losses_and_weight(
                 loss, y, outputs, sample_weight
             )
             if sample_weight is not None:
-                _check_weight(sample_weight, values)
+                _require_matching_axes(sample_weight, values)
             return jnp.asarray(values if weight is None else values * weight), valid
         value = jnp.asarray(loss(y, outputs, sample_weight))
-        if is_reduced and value.ndim:
-            raise ValueError(
-                f"{where}: expected a loss that reduces to a scalar, got values of shape "
-                f"{value.shape}. With several losses take reduction='sum_over_batch_size'."
-            )
+        if must_be_scalar:
+            advice = "With several losses use reduction='sum_over_batch_size'."
+            require(not value.ndim, name, "a loss that reduces to a scalar", value, advice)
         return value, _divisor(loss, y, outputs, sample_weight)
 
-    return measure
+    return loss_and_divisor
 
 
-def _divisor(found: Any, y: PyTree, outputs: PyTree, sample_weight: PyTree) -> Any:
-    """Returns what a loss is divided by, as `Aux.weight` has it."""
-    if _calls_itself(found) or found.reduction in (None, "none"):
+def _divisor(loss: Any, y: PyTree, outputs: PyTree, sample_weight: PyTree) -> Any:
+    """Returns the number that Keras divides a loss by, with the meaning of `Aux.weight`."""
+    if _overrides_call(loss) or loss.reduction in (None, "none"):
         return None
-    if found.reduction == "sum":
-        return _NO_MEAN
-    _, weight, valid = keras_private.losses.losses_and_weight(found, y, outputs, sample_weight)
-    if found.reduction in _MEANS:
+    if loss.reduction == "sum":
+        return _NOT_A_MEAN
+    _, weight, valid = keras_private.losses.losses_and_weight(loss, y, outputs, sample_weight)
+    if loss.reduction in _MEANS:
         return valid
     return None if weight is None else jnp.sum(weight)
 
 
-def _calls_itself(loss: Any) -> bool:
-    """Whether a loss has a `__call__` of its own, of which nothing but the result is known."""
+def _overrides_call(loss: Any) -> bool:
+    """Returns True if a loss overrides `__call__`, so that its reduction may mean anything."""
     return type(loss).__call__ is not keras.losses.Loss.__call__
 
 
-def _check_weight(sample_weight: PyTree, values: Any) -> None:
-    """Refuses weights that would be broadcast along the wrong axis, as Keras lets them."""
-    have, want = jnp.shape(sample_weight), values.shape
-    if len(have) == len(want) + 1 and have[-1] == 1:
-        have = have[:-1]
-    if len(want) == len(have) + 1 and want[-1] == 1:
-        want = want[:-1]
-    fits = len(have) == len(want) and all(w in (1, v) for w, v in zip(have, want, strict=True))
-    if have and want and not fits:
-        raise ValueError(
-            f"sample_weight: expected as many axes as the losses have, {_tree.spec(values)}, got "
-            f"shape {jnp.shape(sample_weight)}. To weigh whole sequences pass weight[:, None]."
-        )
+def _require_matching_axes(sample_weight: PyTree, values: Any) -> None:
+    """Raises ValueError if weights would be broadcast along the wrong axis of the losses.
+
+    Keras broadcasts weights `[B]` to losses `[B, B]` without an error.
+    """
+    weight_shape, loss_shape = jnp.shape(sample_weight), values.shape
+    if len(weight_shape) == len(loss_shape) + 1 and weight_shape[-1] == 1:
+        weight_shape = weight_shape[:-1]
+    if len(loss_shape) == len(weight_shape) + 1 and loss_shape[-1] == 1:
+        loss_shape = loss_shape[:-1]
+    if not weight_shape or not loss_shape:
+        return
+    matches = len(weight_shape) == len(loss_shape)
+    for weight_size, loss_size in zip(weight_shape, loss_shape, strict=False):
+        matches = matches and weight_size in (1, loss_size)
+    expected = f"as many axes as the losses have, {_tree.spec(values)}"
+    advice = "To weight whole sequences pass weight[:, None]."
+    require(matches, "sample_weight", expected, jnp.asarray(sample_weight), advice)
 
 
-def _several(losses: Any, factors: Any) -> _Measure:
+def _sum_of_losses(losses: Any, factors: Any) -> _LossAndDivisor:
     """Returns the sum of the losses of several outputs, times their factors."""
+    losses = dict(_items(losses))
     if isinstance(factors, Mapping | list | tuple):
         factors = dict(_items(factors))
-    keys = [key for key, _ in _items(losses)]
-    if factors is not None and (not isinstance(factors, dict) or set(factors) != set(keys)):
-        raise ValueError(f"loss_weights: expected a factor for each loss, {keys}, got {factors!r}")
-    measures = {
-        key: _measure_of(one, f"keras_loss[{key!r}]", is_reduced=True)
-        for key, one in _items(losses)
-        if one is not None
-    }
-    if not measures:
-        raise ValueError(f"keras_loss: expected at least one loss, got {losses!r}")
+    has_factors = isinstance(factors, dict) and factors.keys() == losses.keys()
+    expected = f"a factor for each loss, {list(losses)}"
+    require(factors is None or has_factors, "loss_weights", expected, factors)
+    functions: dict[Any, _LossAndDivisor] = {}
+    for key, keras_loss in losses.items():
+        if keras_loss is not None:
+            name = f"keras_loss[{key!r}]"
+            functions[key] = _loss_of_one_output(keras_loss, name, must_be_scalar=True)
+    require(functions, "keras_loss", "at least one loss", losses)
 
-    def measure(outputs: PyTree, y: PyTree, sample_weight: PyTree) -> tuple[jax.Array, Any]:
+    def sum_and_divisor(outputs: PyTree, y: PyTree, sample_weight: PyTree) -> tuple[jax.Array, Any]:
         total: Any = 0
         divisors = []
-        for key, one in measures.items():
+        for key, function in functions.items():
             weights = sample_weight
             if isinstance(sample_weight, Mapping | list | tuple):
-                weights = part_of(sample_weight, key, "sample_weight")
-            value, divisor = one(part_of(outputs, key, "outputs"), part_of(y, key, "y"), weights)
+                weights = entry_of_output(sample_weight, key, "sample_weight")
+            value, divisor = function(
+                entry_of_output(outputs, key, "outputs"), entry_of_output(y, key, "y"), weights
+            )
             total = total + (value * factors[key] if factors else value)
             divisors.append(divisor)
-        alike = len(divisors) == 1 or all(divisor is None for divisor in divisors)
-        return total, divisors[0] if alike else _NO_MEAN
+        # A sum of means with different divisors is not one mean.
+        is_one_mean = len(divisors) == 1 or all(divisor is None for divisor in divisors)
+        return total, divisors[0] if is_one_mean else _NOT_A_MEAN
 
-    return measure
-
-
-def _items(tree: Any) -> list[tuple[Any, Any]]:
-    return list(tree.items() if isinstance(tree, Mapping) else enumerate(tree))
+    return sum_and_divisor
 
 
-def part_of(tree: PyTree, key: Any, name: str) -> Any:
-    """Returns what belongs to one of several outputs: of the outputs, of the labels, of weights."""
+def _items(container: Any) -> list[tuple[Any, Any]]:
+    items = container.items() if isinstance(container, Mapping) else enumerate(container)
+    return list(items)
+
+
+def entry_of_output(container: PyTree, key: Any, name: str) -> Any:
+    """Returns the entry of one of several outputs in the outputs, the labels or the weights.
+
+    Raises:
+      ValueError: There is no entry for the output.
+    """
     try:
-        return tree[key]
+        return container[key]
     except (KeyError, IndexError, TypeError):
-        has = list(tree) if isinstance(tree, Mapping) else type(tree).__name__
-        if isinstance(tree, list | tuple):
-            has = f"{has} of {len(tree)}"
+        got = list(container) if isinstance(container, Mapping) else type(container).__name__
+        if isinstance(container, list | tuple):
+            got = f"{got} of {len(container)}"
         raise ValueError(
             f"{name}: expected a dict or list with an entry for each output, got none for "
-            f"{key!r} in {has}. The outputs, the labels, their losses and their metrics must have "
+            f"{key!r} in {got}. The outputs, the labels, their losses and their metrics must have "
             "the same keys."
         ) from None
 
 
-def _check(keras_loss: Any, where: str) -> None:
-    """Refuses what Keras would fail on later, or would call the wrong way round."""
-    expected = f"{where}: expected a keras.losses.Loss, a name or a function (y_true, y_pred)"
+def _require_loss(keras_loss: Any, name: str) -> None:
+    """Raises TypeError or ValueError for losses that fail later, or that expect outputs first."""
+    expected = "a keras.losses.Loss, a name or a function (y_true, y_pred)"
     if isinstance(keras_loss, keras.Metric | Metric):
-        raise TypeError(f"{expected}, got {type(keras_loss).__name__}")
-    if str(keras_loss).lower() not in ("crossentropy", "ce"):  # chosen by shapes, as `compile` does
-        _names.require_known(keras_loss, keras.losses, expected)
+        raise TypeError(f"{name}: expected {expected}, got {type(keras_loss).__name__}")
+    # `compile` chooses one of several losses for "crossentropy", depending on shapes.
+    if str(keras_loss).lower() not in ("crossentropy", "ce"):
+        _names.require_known(keras_loss, keras.losses, f"{name}: expected {expected}")
     if inspect.isfunction(keras_loss):
         first = next(iter(inspect.signature(keras_loss).parameters), "")
         if first in ("outputs", "logits", "predictions", "log_predictions", "y_pred"):
             raise TypeError(
-                f"{where}: expected a function (y_true, y_pred), as Keras calls it, got "
-                f"{keras_loss.__name__}, whose first argument is {first!r}. A function that takes "
-                "the outputs first goes into functrain.supervised as it is."
+                f"{name}: expected a function (y_true, y_pred), as Keras calls it, got "
+                f"{keras_loss.__name__}, whose first argument is {first!r}. Pass a function that "
+                "takes the outputs first to functrain.supervised as it is."
             )

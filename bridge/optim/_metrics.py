@@ -1,4 +1,4 @@
-"""Keras metrics as functrain metrics: pure functions of a list of arrays."""
+"""Keras metrics as functrain metrics, whose state is a list of arrays."""
 
 import inspect
 from collections.abc import Callable
@@ -10,8 +10,8 @@ import keras
 
 from bridge import keras_private
 from bridge.model import _names, _scope
-from bridge.optim._losses import part_of
-from functrain.internal import PyTree, unpack
+from bridge.optim._losses import entry_of_output
+from functrain.internal import PyTree, require, unpack
 from functrain.metrics import Metric
 
 Example: TypeAlias = tuple[PyTree, PyTree]
@@ -27,33 +27,34 @@ def metric(
 ) -> Metric:
     """Returns a Keras metric as a `functrain.metrics.Metric`.
 
-    Its state is the list of the Keras metric's variables, as arrays; it begins with what
-    `reset_state` leaves. The Keras object itself is neither read nor written, so that one may
-    serve several states at once; all works under `jit`, `scan` and `vmap`.
+    Its state is the list of the Keras metric's variables, as arrays, and starts with the values
+    that `reset_state` assigns. The variables of the Keras object itself are neither read nor
+    written, so several states may use the same object. All three functions work under `jit`,
+    `scan` and `vmap`.
 
-    Metrics that honour the mask on a model's outputs see it where they are updated in the trace
-    of the forward pass: in evaluation. In a training step the gradient strips it, in functrain as
-    in Keras's `fit`.
+    Metrics that use the mask on a model's outputs get it only in evaluation, where they are
+    updated in the same trace as the forward pass. In a training step the gradient computation
+    removes the mask, in functrain as in Keras's `fit`.
 
     Args:
-      keras_metric: What `compile` takes: a `keras.metrics.Metric`, a name, a function
-        ``(y_true, y_pred) -> [B, ...]``, of which the mean is taken.
-      weighted: Weigh by the batch's `sample_weight`, where it has one, as `weighted_metrics` do.
-      output: With several outputs in a dict or list, the key of the one to measure; labels, and
-        weights if they are several, are picked by the same key.
-      values: ``values(outputs, y) -> [B, ...]``, for metrics of one value, such as
+      keras_metric: Any metric that `compile` takes: a `keras.metrics.Metric`, a name, or a
+        function ``(y_true, y_pred) -> [B, ...]``, whose mean is the metric.
+      weighted: Weight by the batch's `sample_weight`, if it has one, as `weighted_metrics` do.
+      output: The key of the output to measure, if a model returns several in a dict or list.
+        Labels, and weights if there are several, are selected with the same key.
+      values: ``values(outputs, y) -> [B, ...]``, for metrics that take a single argument, such as
         `keras.metrics.Mean` and `Sum`.
-      example: ``(outputs, y)``, arrays or `jax.ShapeDtypeStruct`, for metrics that make their
-        variables at their first batch (`F1Score`, `R2Score`, `AUC(multi_label=True)`).
+      example: ``(outputs, y)``, arrays or `jax.ShapeDtypeStruct`, for metrics that create their
+        variables at the first batch (`F1Score`, `R2Score`, `AUC(multi_label=True)`).
 
     Returns:
-      A Metric. Its ``compute`` returns what the Keras metric's `result` does: `f32[]`, or a dict;
-      a result for each class, `f32[C]`, becomes a dict ``{"0": f32[], "1": ...}``.
+      A Metric. Its ``compute`` returns the result of the Keras metric, `f32[]` or a dict. A result
+      with one value per class, `f32[C]`, becomes a dict ``{"0": f32[], "1": ...}``.
 
     Raises:
-      TypeError: `keras_metric` is nothing that Keras takes for a metric.
-      ValueError: There is no such name; the metric needs `example` or `values`. From ``update``:
-        it makes or updates variables that it does not track.
+      TypeError: Keras cannot use `keras_metric` as a metric.
+      ValueError: Keras has no metric of this name, or the metric needs `example` or `values`. From
+        ``update``: the metric creates or updates variables that it does not track.
 
     Examples:
       >>> import keras, numpy as np
@@ -68,19 +69,20 @@ def metric(
       >>> print(accuracy.compute(accuracy.update(accuracy.init(), batch, scores, None)))
       0.75
     """
-    choose = _chooser(keras_metric)
-    like = choose(None, None)
-    _require_values(like, values)
+    select_metric = _metric_selector(keras_metric)
+    any_kind = select_metric(None, None)
+    _require_values(any_kind, values)
 
-    def arguments(outputs: PyTree, y: PyTree) -> tuple[PyTree, ...]:
+    def update_args(outputs: PyTree, y: PyTree) -> tuple[PyTree, ...]:
         return (y, outputs) if values is None else (values(outputs, y),)
 
-    _build(like, example, arguments)
+    _build(any_kind, example, update_args)
 
     def init() -> list[jax.Array]:
+        # A scope records assignments instead of executing them.
         with _scope.initialize_new_variables(), _scope.Scope([]) as scope:
-            like.reset_state()
-        return _values(like.variables, scope)
+            any_kind.reset_state()
+        return _read_values(any_kind.variables, scope)
 
     def update(
         m: list[jax.Array], batch: PyTree, outputs: PyTree, loss: jax.Array
@@ -88,99 +90,130 @@ def metric(
         del loss
         _, y, weight = unpack(batch)
         if output is not None:
-            y = None if y is None else part_of(y, output, "y")
-            outputs = part_of(outputs, output, "outputs")
+            y = None if y is None else entry_of_output(y, output, "y")
+            outputs = entry_of_output(outputs, output, "outputs")
+            # A single array of weights is shared by all outputs.
             if not (weight is None or hasattr(weight, "shape")):
-                weight = part_of(weight, output, "sample_weight")
+                weight = entry_of_output(weight, output, "sample_weight")
         weights = {"sample_weight": weight} if weighted and weight is not None else {}
-        return _update(choose(y, outputs), m, *arguments(outputs, y), **weights)
+        return _update(select_metric(y, outputs), m, *update_args(outputs, y), **weights)
 
     def compute(m: list[jax.Array]) -> Any:
-        with keras.StatelessScope(_paired(like, m)):
-            result = keras.tree.map_structure(keras.ops.convert_to_tensor, like.result())
-        return jax.tree.map(_scalars, result)
+        with keras.StatelessScope(_pair_with_variables(any_kind, m)):
+            result = keras.tree.map_structure(keras.ops.convert_to_tensor, any_kind.result())
+        return jax.tree.map(_split_into_scalars, result)
 
     return Metric(init, update, compute)
 
 
 def _update(keras_metric: Any, m: list[jax.Array], *args: PyTree, **kwargs: PyTree) -> list[Any]:
-    with _scope.initialize_new_variables(), _scope.Scope(_paired(keras_metric, m)) as scope:
+    pairs = _pair_with_variables(keras_metric, m)
+    with _scope.initialize_new_variables(), _scope.Scope(pairs) as scope:
         keras_metric.update_state(*args, **kwargs)
-    _paired(keras_metric, m)  # none was made by the update
+    # Raises ValueError if the update has created variables.
+    _pair_with_variables(keras_metric, m)
     scope.require_all_tracked(
         f"{_name(keras_metric)}: expected updates of the metric's own variables, got those of",
-        "which would be lost. Make them with self.add_variable.",
+        "which would be lost. Create them with self.add_variable.",
     )
-    return _values(keras_metric.variables, scope)
+    return _read_values(keras_metric.variables, scope)
 
 
-def _values(variables: list[Any], scope: keras.StatelessScope) -> list[jax.Array]:
-    values = [(v, scope.get_current_value(v)) for v in variables]
-    return [jnp.asarray(v.value if x is None else x, dtype=v.dtype) for v, x in values]
+def _read_values(variables: list[Any], scope: keras.StatelessScope) -> list[jax.Array]:
+    values = []
+    for variable in variables:
+        value = scope.get_current_value(variable)
+        # None for a variable that was not assigned in the scope.
+        value = variable.value if value is None else value
+        values.append(jnp.asarray(value, dtype=variable.dtype))
+    return values
 
 
-def _paired(keras_metric: Any, m: list[jax.Array]) -> list[tuple[Any, jax.Array]]:
+def _pair_with_variables(keras_metric: Any, m: list[jax.Array]) -> list[tuple[Any, jax.Array]]:
+    """Returns the variables of a metric with their values from a state.
+
+    Raises:
+      ValueError: The numbers of variables and values differ.
+    """
     variables, values = keras_metric.variables, jax.tree.leaves(m)
-    if len(values) != len(variables):
-        raise ValueError(
-            f"{_name(keras_metric)}: expected the {len(variables)} values that init returns, got "
-            f"{len(values)} values. If the metric makes its variables at its first batch, pass "
-            "one: bridge.metric(..., example=(outputs, y))."
-        )
+    expected = f"the {len(variables)} values that init returns"
+    advice = (
+        "If the metric creates its variables at the first batch, pass an example: "
+        "bridge.metric(..., example=(outputs, y))."
+    )
+    is_complete = len(values) == len(variables)
+    require(is_complete, _name(keras_metric), expected, len(values), advice)
     return list(zip(variables, values, strict=True))
 
 
-def _scalars(x: jax.Array) -> Any:
-    """Returns an array as nested dicts of its scalars, which is what logs are made of."""
-    return {str(i): _scalars(row) for i, row in enumerate(x)} if jnp.ndim(x) else x
+def _split_into_scalars(x: jax.Array) -> Any:
+    """Returns an array as nested dicts of its scalars, since logs contain only scalars."""
+    return {str(i): _split_into_scalars(row) for i, row in enumerate(x)} if jnp.ndim(x) else x
 
 
 def _build(
-    keras_metric: Any, example: Any, arguments: Callable[[PyTree, PyTree], tuple[PyTree, ...]]
+    keras_metric: Any, example: Any, update_args: Callable[[PyTree, PyTree], tuple[PyTree, ...]]
 ) -> None:
-    if example is not None:
-        if not isinstance(example, tuple | list) or len(example) != 2:
-            raise TypeError(
-                "example: expected (outputs, y) of one batch, arrays or jax.ShapeDtypeStruct, got "
-                f"{type(example).__name__}"
-            )
+    """Makes a metric create its variables, with the shapes of an example where it needs them.
 
-        def discard(outputs: PyTree, y: PyTree) -> None:
+    Raises:
+      TypeError: `example` is not a pair.
+      ValueError: The metric needs an example, and there is none.
+    """
+    if example is not None:
+        is_pair = isinstance(example, tuple | list) and len(example) == 2
+        expected = "(outputs, y) of one batch, arrays or jax.ShapeDtypeStruct"
+        require(is_pair, "example", expected, example, error=TypeError)
+
+        def build(outputs: PyTree, y: PyTree) -> None:
+            # The scope drops the values, which are tracers.
             with _scope.Scope([]):
-                keras_metric.update_state(*arguments(outputs, y))
+                keras_metric.update_state(*update_args(outputs, y))
 
         with _scope.initialize_new_variables():
-            jax.eval_shape(discard, *example)
+            jax.eval_shape(build, *example)
     if not (keras_private.metrics.is_built_metric(keras_metric) and keras_metric.variables):
         raise ValueError(
-            f"keras_metric: {_name(keras_metric)} makes its variables at its first batch, and "
-            "running metrics begin before it. Pass outputs and labels of one batch, or their "
+            f"keras_metric: {_name(keras_metric)} creates its variables at the first batch, but "
+            "functrain needs them before it. Pass the outputs and labels of one batch, or their "
             "shapes: bridge.metric(..., example=(outputs, y))."
         )
 
 
-def _chooser(keras_metric: Any) -> Callable[[PyTree, PyTree], Any]:
-    """Returns what gives the metric for labels and outputs; "accuracy" depends on their shapes."""
-    if isinstance(keras_metric, str) and keras_metric.lower() in ("accuracy", "acc"):
-        kinds: dict[Any, Any] = {}  # one metric of each kind, all with the same variables
+def _metric_selector(keras_metric: Any) -> Callable[[PyTree, PyTree], Any]:
+    """Returns a function from labels and outputs to the Keras metric.
 
-        def choose(y: PyTree, outputs: PyTree) -> Any:
+    It returns the same metric for all arguments, except that Keras chooses the kind of "accuracy"
+    by shapes.
+    """
+    if isinstance(keras_metric, str) and keras_metric.lower() in ("accuracy", "acc"):
+        # One metric of each kind. The variables of all kinds have the same shapes.
+        kinds: dict[Any, Any] = {}
+
+        def select_accuracy(y: PyTree, outputs: PyTree) -> Any:
             if y is None:
                 return kinds.setdefault(None, keras.metrics.BinaryAccuracy())
-            shapes = [keras.KerasTensor(jnp.shape(x)) for x in (y, outputs)]
-            with _scope.outside_of_traces():  # it is kept, so that no value may be traced
-                found = keras_private.metrics.get_metric(keras_metric, *shapes)
-            return kinds.setdefault(type(found), found)
+            shapes = map(keras.KerasTensor, map(jnp.shape, (y, outputs)))
+            # The metric outlives the trace in which it is created, so it must not hold tracers.
+            with _scope.outside_of_traces():
+                accuracy = keras_private.metrics.get_metric(keras_metric, *shapes)
+            return kinds.setdefault(type(accuracy), accuracy)
 
-        return choose
-    found = _resolve(keras_metric)
-    return lambda y, outputs: found
+        return select_accuracy
+    resolved_metric = _resolve(keras_metric)
+    return lambda y, outputs: resolved_metric
 
 
 def _resolve(keras_metric: Any) -> Any:
+    """Returns the Keras metric of a name, a function or a metric.
+
+    Raises:
+      TypeError: It is something else.
+      ValueError: Keras has no metric of this name.
+    """
     if isinstance(keras_metric, Metric):
         raise TypeError(
-            "keras_metric: expected a Keras metric, got a functrain.metrics.Metric already"
+            "keras_metric: expected a Keras metric, got a functrain.metrics.Metric already."
         )
     if isinstance(keras_metric, list | dict):
         raise TypeError(
@@ -191,17 +224,18 @@ def _resolve(keras_metric: Any) -> Any:
         "keras_metric: expected a keras.metrics.Metric, a name or a function (y_true, y_pred)"
     )
     _names.require_known(keras_metric, keras.metrics, expected)
-    found = keras.metrics.get(keras_metric)
-    return found if isinstance(found, keras.Metric) else keras.metrics.MeanMetricWrapper(found)
+    resolved = keras.metrics.get(keras_metric)
+    is_metric = isinstance(resolved, keras.Metric)
+    return resolved if is_metric else keras.metrics.MeanMetricWrapper(resolved)
 
 
 def _require_values(keras_metric: Any, values: Any) -> None:
-    first = next(iter(inspect.signature(keras_metric.update_state).parameters), "")
-    if first == "values" and values is None:
-        raise ValueError(
-            f"keras_metric: {_name(keras_metric)} takes one value, not labels and outputs. Say "
-            "which: bridge.metric(..., values=lambda outputs, y: ...)."
-        )
+    """Raises ValueError if a metric takes values instead of labels and outputs, and has none."""
+    first_parameter = next(iter(inspect.signature(keras_metric.update_state).parameters), "")
+    needs_values = first_parameter == "values"
+    expected = f"a function, since {_name(keras_metric)} takes one value, not labels and outputs"
+    advice = "Pass bridge.metric(..., values=lambda outputs, y: ...)."
+    require(values is not None or not needs_values, "values", expected, values, advice)
 
 
 def _name(keras_metric: Any) -> str:

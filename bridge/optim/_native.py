@@ -1,4 +1,4 @@
-"""Keras optimizers in optax's own pieces, where those say the same."""
+"""Keras optimizers built from optax transformations, where these compute the same."""
 
 import functools
 import re
@@ -19,38 +19,42 @@ K = keras.optimizers
 
 
 class KerasCount(NamedTuple):
-    """Counts updates, and marks a chain whose states mean what Keras's slots mean."""
+    """The number of updates, `i32[]`. It also marks the chains that `native` returns."""
 
     iterations: jax.Array
 
 
 def native(optimizer: Any) -> optax.GradientTransformation | None:
-    """Returns a Keras optimizer in pieces of optax, or None where optax has none that fit."""
-    make = _MAKERS.get(type(optimizer))
-    core = make(optimizer) if make and _is_plain(optimizer) else None
-    if core is None:
+    """Returns a Keras optimizer as a chain of optax transformations, or None if there is none."""
+    make_parts = _PARTS.get(type(optimizer))
+    parts = make_parts(optimizer) if make_parts and _is_plain(optimizer) else None
+    if parts is None:
         return None
-    decay = [] if optimizer.weight_decay is None else [_decay(optimizer)]
+    before_rate, after_rate = parts
+    decay = [] if optimizer.weight_decay is None else [_weight_decay(optimizer)]
+    # The decay would become part of the momentum. In Keras it does not.
+    if after_rate and decay:
+        return None
     rate = keras_private.optimizers.learning_rate(optimizer)
-    before, after = core
-    if after and decay:  # it would be in the momentum, which Keras's is not
-        return None
     scale = optax.scale_by_learning_rate(
         float(optimizer.learning_rate) if rate is None else schedule(rate)
     )
-    return optax.chain(*_clip(optimizer), *before, *decay, scale, *after, _count())
+    return optax.chain(*_clip(optimizer), *before_rate, *decay, scale, *after_rate, _count())
 
 
 def _is_plain(optimizer: Any) -> bool:
-    """Whether it has no feature that optax has no piece for."""
+    """Returns True if the optimizer uses no feature that optax lacks or computes otherwise."""
     rate = keras_private.optimizers.learning_rate(optimizer)
-    by_function = rate is not None and not isinstance(rate, K.schedules.LearningRateSchedule)
-    ids, _ = keras_private.optimizers.excluded_from_weight_decay(optimizer)
+    rate_is_function = rate is not None and not isinstance(rate, K.schedules.LearningRateSchedule)
+    # Variables excluded by identity are unknown here. `_weight_decay` handles names.
+    excluded_ids, _ = keras_private.optimizers.excluded_from_weight_decay(optimizer)
+    # Keras indexes schedules by microstep, unlike `optax.MultiSteps`.
     accumulates = optimizer.gradient_accumulation_steps
-    return not (by_function or ids or optimizer.use_ema or accumulates)
+    return not (rate_is_function or excluded_ids or optimizer.use_ema or accumulates)
 
 
 def _clip(optimizer: Any) -> list[optax.GradientTransformation]:
+    # Keras raises an error if more than one kind of clipping is set.
     if optimizer.clipnorm:
         return [clip_each_by_norm(optimizer.clipnorm)]
     if optimizer.global_clipnorm:
@@ -58,17 +62,18 @@ def _clip(optimizer: Any) -> list[optax.GradientTransformation]:
     return [optax.clip(optimizer.clipvalue)] if optimizer.clipvalue else []
 
 
-def clip_each_by_norm(most: float) -> optax.GradientTransformation:
-    """Scales each array down to an L2 norm of at most this."""
+def clip_each_by_norm(max_norm: float) -> optax.GradientTransformation:
+    """Returns a transformation that scales each array down to an L2 norm of at most `max_norm`."""
 
-    def clipped(g: jax.Array, _: Any) -> jax.Array:
+    def clip(g: jax.Array, _: Any) -> jax.Array:
         norm = jnp.sqrt(jnp.sum(jnp.square(g)))
-        return g * most / jnp.maximum(norm, most).astype(g.dtype)
+        return g * max_norm / jnp.maximum(norm, max_norm).astype(g.dtype)
 
-    return optax.stateless_with_tree_map(clipped)
+    # `optax.clip_by_block_rms` limits the root mean square instead.
+    return optax.stateless_with_tree_map(clip)
 
 
-def _decay(optimizer: Any) -> optax.GradientTransformation:
+def _weight_decay(optimizer: Any) -> optax.GradientTransformation:
     _, pattern = keras_private.optimizers.excluded_from_weight_decay(optimizer)
 
     def is_decayed(path: Any, _: Any) -> bool:
@@ -88,9 +93,10 @@ def _count() -> optax.GradientTransformation:
 
 
 def scale_by_keras_adam(b1: float, b2: float, eps: float) -> optax.GradientTransformation:
-    """As `optax.scale_by_adam`, with eps added to the root of the second moment as it is.
+    """Returns `optax.scale_by_adam` with Keras's epsilon.
 
-    Optax corrects the second moment first, so that its eps counts for more in early steps.
+    Keras adds eps to the root of the uncorrected second moment. Optax corrects the moment for its
+    bias first, so that the same eps has more effect in early steps.
     """
 
     def update(grads: PyTree, state: optax.ScaleByAdamState, params: PyTree = None) -> Any:
@@ -99,24 +105,28 @@ def scale_by_keras_adam(b1: float, b2: float, eps: float) -> optax.GradientTrans
         mu = jax.tree.map(lambda m, g: m + (g - m) * (1 - b1), state.mu, grads)
         nu = jax.tree.map(lambda v, g: v + (jnp.square(g) - v) * (1 - b2), state.nu, grads)
 
-        def scaled(m: jax.Array, v: jax.Array) -> jax.Array:
+        def scale(m: jax.Array, v: jax.Array) -> jax.Array:
             t = count.astype(m.dtype)
-            p1, p2 = (jnp.power(jnp.asarray(b, m.dtype), t) for b in (b1, b2))
-            return m * (jnp.sqrt(1 - p2) / (1 - p1)) / (jnp.sqrt(v) + eps)
+            # In the dtype of the moments, as Keras computes it.
+            b1_power = jnp.power(jnp.asarray(b1, m.dtype), t)
+            b2_power = jnp.power(jnp.asarray(b2, m.dtype), t)
+            return m * (jnp.sqrt(1 - b2_power) / (1 - b1_power)) / (jnp.sqrt(v) + eps)
 
-        return jax.tree.map(scaled, mu, nu), optax.ScaleByAdamState(count, mu, nu)
+        return jax.tree.map(scale, mu, nu), optax.ScaleByAdamState(count, mu, nu)
 
     return optax.GradientTransformation(optax.scale_by_adam(b1, b2).init, update)
 
 
-Core: TypeAlias = tuple[list[optax.GradientTransformation], list[optax.GradientTransformation]]
+# The transformations before and after the multiplication by the learning rate.
+Parts: TypeAlias = tuple[list[optax.GradientTransformation], list[optax.GradientTransformation]]
 
 
-def _adam(o: Any) -> Core | None:
+def _adam(o: Any) -> Parts | None:
+    # By default optax's AMSGrad takes the maximum of corrected moments, Keras of uncorrected ones.
     return None if o.amsgrad else ([scale_by_keras_adam(o.beta_1, o.beta_2, o.epsilon)], [])
 
 
-def _rmsprop(o: Any) -> Core | None:
+def _rmsprop(o: Any) -> Parts | None:
     if o.centered:
         return None
     # The momentum of Keras's RMSprop, unlike that of its SGD, is subtracted from the params.
@@ -125,13 +135,14 @@ def _rmsprop(o: Any) -> Core | None:
     return [optax.scale_by_rms(o.rho, o.epsilon, eps_in_sqrt=True)], momentum
 
 
-def _lamb(o: Any) -> Core | None:
-    if o.weight_decay is not None:  # Keras takes the norm after the decay
+def _lamb(o: Any) -> Parts | None:
+    # Keras computes the norm of the params after their decay.
+    if o.weight_decay is not None:
         return None
     return [optax.scale_by_adam(o.beta_1, o.beta_2, o.epsilon), optax.scale_by_trust_ratio()], []
 
 
-_MAKERS: dict[type, Callable[[Any], Core | None]] = {
+_PARTS: dict[type, Callable[[Any], Parts | None]] = {
     K.SGD: lambda o: ([], [optax.trace(o.momentum, nesterov=o.nesterov)] if o.momentum else []),
     K.Adam: _adam,
     K.AdamW: _adam,
@@ -144,7 +155,7 @@ _MAKERS: dict[type, Callable[[Any], Core | None]] = {
 }
 
 
-# Which fields of which states of optax hold which slots of Keras.
+# For each Keras optimizer, the fields of optax states that have the same values as Keras's slots.
 _MOMENTS = {"mu": "momentums", "nu": "velocities"}
 _SLOT_FIELDS: dict[type, dict[type, dict[str, str]]] = {
     K.SGD: {optax.TraceState: {"trace": "momentums"}},
@@ -165,11 +176,14 @@ _SLOT_FIELDS: dict[type, dict[type, dict[str, str]]] = {
 
 
 def slot_fields(optimizer: Any, opt_state: PyTree) -> dict[type, dict[str, str]]:
-    """Returns which states of optax hold which slots of an optimizer, by the names of fields.
+    """Returns the optax states that hold slots of a Keras optimizer.
 
-    A trace holds the learning rate, as Keras's momentum does, in chains of `native` only.
+    Returns:
+      For each class of states the Keras slots by the names of the fields that hold them.
     """
-    known = _SLOT_FIELDS.get(type(optimizer), {})
-    if _tree.nodes(opt_state, KerasCount):
-        return known
-    return {cls: of for cls, of in known.items() if cls is not optax.TraceState}
+    fields = dict(_SLOT_FIELDS.get(type(optimizer), {}))
+    # Keras's momentum includes the learning rate. `optax.trace` includes it only in the chains of
+    # `native`, which a KerasCount marks: in `optax.sgd` it comes before the learning rate.
+    if not _tree.nodes(opt_state, KerasCount):
+        fields.pop(optax.TraceState, None)
+    return fields

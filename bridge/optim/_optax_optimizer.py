@@ -13,27 +13,27 @@ import optax
 from bridge import keras_private
 from bridge.model._names import Path, variable_paths
 from bridge.model._variables import at, nest
-from bridge.optim._schedules import FILES, require_takes, schedule
+from bridge.optim._schedules import FILES, require_accepts, schedule
 from bridge.optim._slots import Role, roles_of_leaves
-from functrain.internal import PyTree, argument_advice, brief, check_tx
+from functrain.internal import PyTree, argument_advice, brief, check_tx, require
 from functrain.internal import tree as _tree
 
 _OWNER = "bridge.OptaxOptimizer"
-_TAKES = (
-    f"{_OWNER}: expected a function that makes a transformation, with its arguments by name: "
+_EXPECTED = (
+    f"{_OWNER}: expected a function that creates a transformation, and its arguments by name: "
     "OptaxOptimizer(optax.adam, learning_rate=1e-3), or a schedule as learning_rate"
 )
 _NUMBER = int | float | jax.Array | np.number | np.ndarray
 
 
 class Plan(NamedTuple):
-    """How a state of optax lies in the variables of an optimizer.
+    """The mapping between an optax state and the variables of a Keras optimizer.
 
     Attributes:
-      trained: The model's variables, by their paths in the params that the transformation sees.
-      treedef: The structure of its state.
-      slots: The optimizer's variables, one for each leaf.
-      impls: What `key_impl` says of each leaf.
+      trained: The model's variables, by their paths in the params of the transformation.
+      treedef: The structure of the optax state.
+      slots: The optimizer's variables, one for each leaf of the state.
+      impls: The `key_impl` of each leaf.
     """
 
     trained: dict[Path, Any]
@@ -42,48 +42,48 @@ class Plan(NamedTuple):
     impls: list[Any]
 
     def params(self) -> PyTree:
-        """Returns the params that the variables hold now."""
+        """Returns the current values of the model's variables as params."""
         return nest({path: v.value for path, v in self.trained.items()})
 
     def state(self) -> PyTree:
-        """Returns the state that the variables hold now."""
-        return self.treedef.unflatten(
-            from_numbers(v.value, impl) for v, impl in zip(self.slots, self.impls, strict=True)
-        )
+        """Returns the current values of the optimizer's variables as an optax state."""
+        arrays = [slot.value for slot in self.slots]
+        return self.treedef.unflatten(map(from_plain_array, arrays, self.impls))
 
 
 @keras.saving.register_keras_serializable(package="bridge")
 class OptaxOptimizer(keras_private.optimizers.GradientsOnly):
     """An optax transformation as a Keras optimizer: ``model.compile(OptaxOptimizer(...))``.
 
-    It works in Keras's own `fit` and in `bridge.fit`. Each update is
-    ``optax.apply_updates(params, tx.update(grads, opt_state, params)[0])``, to the bit. The params
+    It works in Keras's own `fit` and in `bridge.fit`. Each update equals
+    ``optax.apply_updates(params, tx.update(grads, opt_state, params)[0])`` to the bit. The params
     are nested dicts of the model's trainable variables, by `variable.path` without the model's
     name, so that masks and label functions of `optax.multi_transform` see
-    ``{"dense": {"bias": ..., "kernel": ...}}``. Constraints are kept, as by all Keras optimizers.
+    ``{"dense": {"bias": ..., "kernel": ...}}``. Constraints are applied, as by all Keras
+    optimizers.
 
-    There are two forms. ``OptaxOptimizer(optax.adam, learning_rate=1e-3)`` takes what makes the
-    transformation: a number as `learning_rate` is then injected into the state, so that
-    LearningRateScheduler and ReduceLROnPlateau change it, and the model can be saved whole where
+    There are two forms. ``OptaxOptimizer(optax.adam, learning_rate=1e-3)`` takes the function that
+    creates the transformation. A number as `learning_rate` is then injected into the state, so
+    that LearningRateScheduler and ReduceLROnPlateau can change it. The whole model can be saved if
     the function is optax's or registered with `keras.saving.register_keras_serializable`.
-    ``OptaxOptimizer(tx)`` takes a ready-made one. It has a `learning_rate` where one was injected,
-    and the model's weights can be saved (`save_weights`, with the optimizer's state), but not the
-    model, since a closure cannot be written to a file.
+    ``OptaxOptimizer(tx)`` takes an existing transformation. It has a `learning_rate` if one was
+    injected into its state. The weights of the model can be saved (`save_weights`, including the
+    optimizer's state), but not the whole model, since a closure cannot be written to a file.
 
     Args:
-      tx: A transformation, or a function that makes one.
-      name: Name of the optimizer.
-      **arguments: For the function. A schedule may be optax's or Keras's.
+      tx: A transformation, or a function that creates one.
+      name: The name of the optimizer.
+      **arguments: Arguments of the function. A schedule may be optax's or Keras's.
 
     Attributes:
       tx: The transformation.
-      opt_state: Its state, as optax has it; read only.
+      opt_state: The optax state of the transformation; read only.
 
     Raises:
-      TypeError: `tx` is neither; or (when built, before the first step) its update needs more
-        than gradients and params, as those of L-BFGS, `polyak_sgd`, `momo`, `sophia` and
-        `optax.contrib.sam` in its opaque mode do.
-      ValueError: (when the model is saved) a function has no name that a file could give.
+      TypeError: `tx` is neither a transformation nor a function. When the optimizer is built,
+        before the first step: its update needs more than gradients and params, like those of
+        L-BFGS, `polyak_sgd`, `momo`, `sophia` and `optax.contrib.sam` in its opaque mode.
+      ValueError: (when the model is saved) a function has no name that a file can contain.
 
     Examples:
       >>> import keras, numpy as np, optax
@@ -106,18 +106,19 @@ class OptaxOptimizer(keras_private.optimizers.GradientsOnly):
         name: str | None = None,
         **arguments: Any,
     ) -> None:
-        # The property of the same name takes its place; a number would become a variable.
+        # A function, since a number would become a variable. The property `learning_rate` below
+        # replaces it.
         super().__init__(learning_rate=lambda: 0.0, name=name)
-        made = _made(tx, arguments)
-        # Past Keras's tracking of attributes, which would put its own containers in their place.
-        self.__dict__.update(_made_by=tx, _arguments=arguments, tx=made, _saved_paths=[])
+        transformation = _create_tx(tx, arguments)
+        # Not by assignment: Keras tracks attributes and would replace dicts by its own containers.
+        self.__dict__.update(_factory=tx, _arguments=arguments, tx=transformation, _saved_paths=[])
 
     def __repr__(self) -> str:
-        given = ", ".join(f"{name}={brief(x)}" for name, x in self._arguments.items())
-        return f"OptaxOptimizer({', '.join(filter(None, [brief(self._made_by), given]))})"
+        arguments = [f"{name}={brief(x)}" for name, x in self._arguments.items()]
+        return f"OptaxOptimizer({', '.join([brief(self._factory), *arguments])})"
 
     def build(self, variables: list[Any]) -> None:
-        """Makes variables for the state of the transformation."""
+        """Creates variables for the state of the transformation."""
         if self.built:
             return
         super().build(variables)
@@ -127,16 +128,19 @@ class OptaxOptimizer(keras_private.optimizers.GradientsOnly):
         _require_no_more_than_gradients(self.tx, params, state)
         leaves, treedef = jax.tree.flatten(state)
         roles = roles_of_leaves(state, {path: i for i, path in enumerate(trained)})
-        # A file knows slots by their order, which must not depend on how Keras named layers.
+        # Keras's files identify variables by their order. Sorting by role makes it independent of
+        # the names of layers, which determine the order of leaves in a dict.
         order = sorted(range(len(leaves)), key=lambda i: (roles[i].name, roles[i].owner or 0))
-        made = {i: self._slot(leaves[i], roles[i], [*trained.values()]) for i in order}
-        slots = [made[i] for i in range(len(leaves))]
-        self.__dict__["_plan"] = Plan(trained, treedef, slots, [*map(key_impl, leaves)])
+        slots: list[Any] = [None] * len(leaves)
+        for i in order:
+            slots[i] = self._add_slot(leaves[i], roles[i], list(trained.values()))
+        self.__dict__["_plan"] = Plan(trained, treedef, slots, list(map(key_impl, leaves)))
 
     def _by_path(self, trained: list[Any]) -> dict[Path, Any]:
-        """Returns variables by the paths of the file that the optimizer comes from, or new ones.
+        """Returns variables by path.
 
-        Keras names the layers of nested models otherwise when it loads them.
+        An optimizer that was loaded from a file uses the paths in the file, since Keras may give
+        other names to the layers of nested models when it loads them.
         """
         paths = variable_paths(trained)
         saved = [(path[-1], tuple(shape)) for path, shape in self._saved_paths]
@@ -144,98 +148,107 @@ class OptaxOptimizer(keras_private.optimizers.GradientsOnly):
             paths = [tuple(path) for path, _ in self._saved_paths]
         return dict(zip(paths, trained, strict=True))
 
-    def _slot(self, leaf: jax.Array, role: Role, trained: list[Any]) -> Any:
-        value = numbers(leaf)
+    def _add_slot(self, leaf: jax.Array, role: Role, trained: list[Any]) -> Any:
+        """Creates the variable for a leaf of the state."""
+        value = to_plain_array(leaf)
         owner = None if role.owner is None else trained[role.owner]
-        is_alike = owner is not None and tuple(owner.shape) == value.shape
+        # A slot with the shape of its parameter is sharded like the parameter.
+        has_owner_shape = owner is not None and tuple(owner.shape) == value.shape
         names = [owner.path, role.name] if owner is not None else [role.name]
         return self.add_variable(
             shape=value.shape,
             initializer=lambda shape, dtype: value,
             dtype=str(value.dtype),
-            layout=keras_private.variables.layout(owner) if is_alike else None,
+            layout=keras_private.variables.layout(owner) if has_owner_shape else None,
             name="_".join(names).replace("/", "_"),
         )
 
     @property
     def plan(self) -> Plan:
-        """How the state lies in this optimizer's variables."""
+        """The mapping between the optax state and this optimizer's variables."""
         if not self.built:
             raise ValueError(
-                f"{_OWNER} {self.name!r} has not been built, which `fit` does, or "
-                "optimizer.build(model.trainable_variables)."
+                f"{_OWNER}: expected a built optimizer, got {self.name!r}, which has not been "
+                "built. `fit` builds it, or optimizer.build(model.trainable_variables)."
             )
         return self.__dict__["_plan"]  # type: ignore[no-any-return]
 
     @property
     def opt_state(self) -> PyTree:
-        """The state of the transformation, as it is now."""
+        """The current state of the transformation."""
         return self.plan.state()
 
     def update_all(self, grads: list[Any], variables: list[Any]) -> None:
-        """Takes one update, of all variables that have gradients."""
+        """Updates all variables that have gradients, and the state."""
         plan = self.plan
-        given = dict(zip(map(id, variables), grads, strict=True))
-        all_grads = {
-            path: given.get(id(v), jnp.zeros_like(v.value)) for path, v in plan.trained.items()
-        }
+        grad_by_id = dict(zip(map(id, variables), grads, strict=True))
+        # The transformation was initialized for all variables. Those without a gradient get zeros,
+        # and are not assigned below.
+        all_grads = {}
+        for path, variable in plan.trained.items():
+            zeros = jnp.zeros_like(variable.value)
+            all_grads[path] = grad_by_id.get(id(variable), zeros)
         params = plan.params()
         updates, state = self.tx.update(nest(all_grads), plan.state(), params)
-        new = optax.apply_updates(params, updates)
+        new_params = optax.apply_updates(params, updates)
         for path, variable in plan.trained.items():
-            if id(variable) in given:
-                variable.assign(at(new, path))
+            if id(variable) in grad_by_id:
+                variable.assign(at(new_params, path))
         for variable, leaf in zip(plan.slots, jax.tree.leaves(state), strict=True):
-            variable.assign(numbers(leaf))
+            variable.assign(to_plain_array(leaf))
 
     @property
     def follows_schedule(self) -> bool:
-        """Whether `learning_rate` is a schedule's, and cannot be set."""
+        """True if `learning_rate` is a schedule, and cannot be set."""
         return callable(self._arguments.get("learning_rate"))
 
     @property
     def learning_rate(self) -> Any:
-        """The variable with the injected learning rate, or what a schedule says now."""
-        given = self._arguments.get("learning_rate")
-        if callable(given):
-            return _as_optax(given)(self.iterations.value)
-        if not self.built and given is not None:
-            return jnp.asarray(given, jnp.float32)
-        return self._rate(AttributeError)
+        """The variable with the injected learning rate, or the current value of a schedule."""
+        argument = self._arguments.get("learning_rate")
+        if callable(argument):
+            return _to_optax(argument)(self.iterations.value)
+        # Before the optimizer is built, there is no variable yet.
+        if not self.built and argument is not None:
+            return jnp.asarray(argument, jnp.float32)
+        # `hasattr` and `getattr` with a default expect an AttributeError.
+        return self._rate_variable(AttributeError)
 
     @learning_rate.setter
     def learning_rate(self, value: Any) -> None:
-        if callable(value) or self.follows_schedule:
-            raise TypeError(
-                f"{_OWNER}: learning_rate can be set from a number to a number, not from or to a "
-                f"schedule; got {value!r}. Compile with a new optimizer instead."
-            )
+        expected = "a number, for a learning rate that is a number and not a schedule"
+        is_number = not (callable(value) or self.follows_schedule)
+        advice = "Compile with a new optimizer instead."
+        require(is_number, "learning_rate", expected, value, advice, error=TypeError)
         if not self.built and "learning_rate" in self._arguments:
             self.__dict__["_arguments"] = {**self._arguments, "learning_rate": float(value)}
-            self.__dict__["tx"] = _made(self._made_by, self._arguments)
+            self.__dict__["tx"] = _create_tx(self._factory, self._arguments)
         else:
-            self._rate(TypeError).assign(value)
+            self._rate_variable(TypeError).assign(value)
 
-    def _rate(self, error: type[Exception]) -> Any:
-        """Returns the variable that holds the one injected learning rate."""
+    def _rate_variable(self, error: type[Exception]) -> Any:
+        """Returns the variable of the only injected learning rate.
+
+        Raises:
+          error: There is none, or more than one.
+        """
         state = self.plan.treedef.unflatten(self.plan.slots) if self.built else ()
-        found = optax.tree.get_all_with_path(state, "learning_rate")
-        variables = [rate for _, rate in found if isinstance(rate, keras.Variable)]
-        if len(variables) == len(found) == 1:
-            return variables[0]
-        where = [jax.tree_util.keystr(path) for path, _ in found]
+        rates = optax.tree.get_all_with_path(state, "learning_rate")
+        if len(rates) == 1 and isinstance(rates[0][1], keras.Variable):
+            return rates[0][1]
+        paths = [jax.tree_util.keystr(path) for path, _ in rates]
         raise error(
-            f"{_OWNER} {self.name!r} has no single learning rate that could be read or set: "
-            f"expected one number injected into the state, found {where or 'none'}. Pass what "
-            "makes the transformation, bridge.OptaxOptimizer(optax.adam, learning_rate=1e-3), or "
-            "inject it: optax.inject_hyperparams(optax.adam)(learning_rate=1e-3)."
+            f"{_OWNER} {self.name!r}: expected one learning rate injected into the state, which "
+            f"can be read and set, got {paths or 'none'}. Pass the function that creates the "
+            "transformation, bridge.OptaxOptimizer(optax.adam, learning_rate=1e-3), or "
+            "inject the rate: optax.inject_hyperparams(optax.adam)(learning_rate=1e-3)."
         )
 
     def get_config(self) -> dict[str, Any]:
-        """Returns names and numbers only, for a file.
+        """Returns the optimizer as plain data for a file.
 
         Raises:
-          ValueError: The transformation was passed ready-made, or an argument is a closure.
+          ValueError: The optimizer was created from a transformation, or an argument is a closure.
         """
         arguments = dict(self._arguments)
         if isinstance(arguments.get("learning_rate"), _NUMBER):
@@ -243,7 +256,7 @@ class OptaxOptimizer(keras_private.optimizers.GradientsOnly):
         trained = self.plan.trained if self.built else {}
         return {
             "name": self.name,
-            "tx": FILES.name_of(self._made_by, _OWNER),
+            "tx": FILES.name_of(self._factory, _OWNER),
             "arguments": FILES.encode_arguments(arguments, _OWNER),
             "variables": [[list(path), list(v.shape)] for path, v in trained.items()],
         }
@@ -255,69 +268,69 @@ class OptaxOptimizer(keras_private.optimizers.GradientsOnly):
         """Returns the optimizer that `get_config` described, without its state."""
         with keras.saving.custom_object_scope(custom_objects or {}):
             arguments = FILES.decode_arguments(config["arguments"])
-            made = cls(FILES.named(config["tx"]), name=config["name"], **arguments)
-        made.__dict__["_saved_paths"] = config["variables"]
-        return made
+            optimizer = cls(FILES.find(config["tx"]), name=config["name"], **arguments)
+        optimizer.__dict__["_saved_paths"] = config["variables"]
+        return optimizer
 
 
-def _made(tx: Any, arguments: Mapping[str, Any]) -> optax.GradientTransformation:
-    """Returns the transformation, with a learning rate that is a number injected into its state."""
+def _create_tx(tx: Any, arguments: Mapping[str, Any]) -> optax.GradientTransformation:
+    """Returns the transformation, with a numeric learning rate injected into its state."""
     if callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None)):
-        if arguments:
-            raise TypeError(
-                f"{_OWNER}: got a ready-made transformation and arguments, {sorted(arguments)}. "
-                "They go with a function that makes one: OptaxOptimizer(optax.adam, b1=0.8)."
-            )
+        expected = "no arguments with an existing transformation"
+        advice = "Pass a function that creates it: OptaxOptimizer(optax.adam, b1=0.8)."
+        require(not arguments, _OWNER, expected, sorted(arguments), advice, error=TypeError)
         return tx
-    if not callable(tx):
-        is_keras = isinstance(tx, keras.optimizers.Optimizer)
-        hint = " Keras takes it as it is: model.compile(optimizer)." if is_keras else ""
-        raise TypeError(
-            f"{_OWNER}: expected an optax transformation, such as optax.adam(1e-3), or a function "
-            f"that makes one and its arguments, got {brief(tx)}.{hint}"
-        )
-    given = {key: _as_optax(value) for key, value in arguments.items()}
-    require_takes(tx, _TAKES, **given)
+    is_keras = isinstance(tx, keras.optimizers.Optimizer)
+    expected = (
+        "an optax transformation, such as optax.adam(1e-3), or a function that creates one and "
+        "its arguments"
+    )
+    advice = "Keras takes it as it is: model.compile(optimizer)." if is_keras else ""
+    require(callable(tx), _OWNER, expected, tx, advice, error=TypeError)
+    optax_arguments = dict(zip(arguments, map(_to_optax, arguments.values()), strict=True))
+    require_accepts(tx, _EXPECTED, **optax_arguments)
 
-    def of_rate(learning_rate: Any) -> optax.GradientTransformation:
-        return tx(**{**given, "learning_rate": learning_rate})
+    # `inject_hyperparams` would inject every numeric argument. Only the learning rate shall be part
+    # of the state, so it is the only parameter here.
+    def create_with_rate(learning_rate: Any) -> optax.GradientTransformation:
+        return tx(**{**optax_arguments, "learning_rate": learning_rate})
 
-    rate: Any = given.get("learning_rate")
-    is_number = isinstance(rate, _NUMBER)
-    made = optax.inject_hyperparams(of_rate)(float(rate)) if is_number else tx(**given)
-    check_tx(made)
-    return made
+    rate: Any = optax_arguments.get("learning_rate")
+    if isinstance(rate, _NUMBER):
+        transformation = optax.inject_hyperparams(create_with_rate)(float(rate))
+    else:
+        transformation = tx(**optax_arguments)
+    check_tx(transformation)
+    return transformation
 
 
-def _as_optax(value: Any) -> Any:
+def _to_optax(value: Any) -> Any:
+    """Returns a Keras schedule as an optax one, and any other value unchanged."""
     is_keras = isinstance(value, keras.optimizers.schedules.LearningRateSchedule)
     return schedule(value) if is_keras else value
 
 
-def numbers(leaf: jax.Array) -> jax.Array:
-    """Returns what a variable can hold of a leaf."""
+def to_plain_array(leaf: jax.Array) -> jax.Array:
+    """Returns a leaf as an array that a Keras variable can hold: a PRNG key as its key data."""
     return jax.random.key_data(leaf) if _tree.is_key(leaf) else leaf
 
 
 def key_impl(leaf: jax.Array) -> Any:
-    """Returns how a PRNG key is made of `numbers`; None for a leaf that is no key."""
+    """Returns the implementation of a PRNG key; None for a leaf that is not a key."""
     return jax.random.key_impl(leaf) if _tree.is_key(leaf) else None
 
 
-def from_numbers(value: jax.Array, impl: Any) -> jax.Array:
-    """Returns the leaf with these `numbers` and this `key_impl`."""
-    return value if impl is None else jax.random.wrap_key_data(value, impl=impl)
+def from_plain_array(array: jax.Array, impl: Any) -> jax.Array:
+    """Returns the leaf from its `to_plain_array` and its `key_impl`."""
+    return array if impl is None else jax.random.wrap_key_data(array, impl=impl)
 
 
 def _require_no_more_than_gradients(tx: Any, params: PyTree, state: PyTree) -> None:
-    """Refuses, before any training, what a Keras optimizer cannot give.
-
-    Raises:
-      TypeError: `update` needs more than gradients and params.
-    """
+    """Raises TypeError if `tx.update` needs more than gradients, state and params."""
     try:
         jax.eval_shape(tx.update, params, state, params)
     except (TypeError, ValueError) as error:
+        # Python's message about keyword-only arguments, and optax's about params and values.
         missing = re.findall(
             r"missing \d+ required keyword-only arguments?: (.*)|(\w+) must be provided", str(error)
         )
@@ -325,8 +338,8 @@ def _require_no_more_than_gradients(tx: Any, params: PyTree, state: PyTree) -> N
             raise
         raise TypeError(
             f"{_OWNER}: this transformation needs more than gradients and params: "
-            f"{''.join(missing[0])}. Keras gives an optimizer nothing else. A loop of yours can: "
+            f"{''.join(missing[0])}. Keras gives an optimizer nothing else. Train without Keras: "
             "bridge.create_state(model, tx), then functrain.train_step(loss_fn, tx), which passes "
-            "value, grad, value_fn and grad_fn (what else it needs, pass to tx.update), then "
+            "value, grad, value_fn and grad_fn (pass other arguments to tx.update yourself), then "
             "bridge.to_keras(state, model)."
         ) from error

@@ -9,42 +9,45 @@ import jax.numpy as jnp
 import keras
 
 from bridge.model._plain_data import PlainData
+from functrain.internal import require
 
 FILES = PlainData(
     namespaces=("optax", "optax.contrib"),
-    advice="Nor can any other function made inside a function, nor what holds one. Pass what makes "
-    "it and its arguments, bridge.OptaxOptimizer(optax.adam, learning_rate=1e-3) or "
-    "bridge.schedule(optax.linear_schedule, init_value=1.0); or put all of it into a function of "
-    'yours with @keras.saving.register_keras_serializable("my_package") above it, and pass that. '
-    "Weights alone (save_weights) can be saved as it is.",
+    advice="The same holds for every function defined inside a function, and for objects that hold "
+    "one. Pass the function that creates it and its arguments, as in "
+    "bridge.OptaxOptimizer(optax.adam, learning_rate=1e-3) or "
+    "bridge.schedule(optax.linear_schedule, init_value=1.0). Or write a function that creates all "
+    'of it, decorated with @keras.saving.register_keras_serializable("my_package"), and pass that '
+    "one. Weights alone (save_weights) can be saved in any case.",
 )
-_TAKES = (
-    "schedule: expected a function of the count, or what makes one with its arguments by name, "
-    "schedule(optax.cosine_decay_schedule, init_value=0.1, decay_steps=100)"
+_EXPECTED = (
+    "schedule: expected a function of the count, or a function that creates one and its arguments "
+    "by name, schedule(optax.cosine_decay_schedule, init_value=0.1, decay_steps=100)"
 )
 
 
 def schedule(schedule: Callable[..., Any], /, **arguments: Any) -> Callable[..., Any]:
     """Returns a Keras schedule as an optax one, or an optax schedule as a Keras one.
 
-    Both count the updates made so far from 0, and every value is the one that the schedule itself
-    computes: 0 apart over 1 000 steps for all of Keras's and all of optax's, boundaries included.
-    Those who write one out in the other's words: `CosineDecay` with a warm-up is optax's
-    `warmup_cosine_decay_schedule` with `decay_steps` = warm-up + Keras's `decay_steps`; the
-    boundaries of `PiecewiseConstantDecay` are optax's less 1.
+    Both kinds count the updates made so far, starting with 0. The values are those that the given
+    schedule computes: they do not differ over 1,000 steps for any schedule of Keras or optax,
+    including boundaries. If you rewrite a schedule by hand instead: `CosineDecay` with a warm-up is
+    optax's `warmup_cosine_decay_schedule` with `decay_steps` = warm-up + Keras's `decay_steps`; the
+    boundaries of `PiecewiseConstantDecay` are those of optax minus 1.
 
     Args:
       schedule: A `keras.optimizers.schedules.LearningRateSchedule`; or a function
-        ``(count i32[]) -> f32[]``; or, with arguments, a function that makes one, such as
-        `optax.cosine_decay_schedule`. A model that trains by the last can be saved, where the
-        function is optax's or registered with `keras.saving.register_keras_serializable`.
-      **arguments: For the function that makes an optax schedule.
+        ``(count i32[]) -> f32[]``; or, together with arguments, a function that creates one, such
+        as `optax.cosine_decay_schedule`. In the last form, a model that uses the schedule can be
+        saved if the function is optax's or registered with
+        `keras.saving.register_keras_serializable`.
+      **arguments: Arguments of the function that creates an optax schedule.
 
     Returns:
-      For a Keras schedule a pure function ``(count i32[]) -> f32[]``, else a Keras schedule.
+      For a Keras schedule a pure function ``(count i32[]) -> f32[]``, otherwise a Keras schedule.
 
     Raises:
-      TypeError: `schedule` is no schedule.
+      TypeError: `schedule` is not a schedule.
 
     Examples:
       >>> import keras, optax
@@ -58,8 +61,9 @@ def schedule(schedule: Callable[..., Any], /, **arguments: Any) -> Callable[...,
       0.5
     """
     if isinstance(schedule, keras.optimizers.schedules.LearningRateSchedule):
-        if arguments:
-            raise TypeError(f"a Keras schedule takes no arguments here, got {sorted(arguments)}")
+        expected = "no arguments for a Keras schedule"
+        require(not arguments, "schedule", expected, sorted(arguments), error=TypeError)
+        # A schedule that was converted from optax before is converted back exactly.
         if isinstance(schedule, OptaxSchedule):
             return schedule.optax_schedule
         return lambda count: jnp.asarray(schedule(count), jnp.float32)
@@ -70,19 +74,19 @@ def schedule(schedule: Callable[..., Any], /, **arguments: Any) -> Callable[...,
             "optax.constant_schedule(value)."
         )
     if arguments:
-        require_takes(schedule, _TAKES, **arguments)
-    made = OptaxSchedule(schedule, arguments)
-    require_takes(made.optax_schedule, _TAKES, 0)
-    return made
+        require_accepts(schedule, _EXPECTED, **arguments)
+    keras_schedule = OptaxSchedule(schedule, arguments)
+    require_accepts(keras_schedule.optax_schedule, _EXPECTED, 0)
+    return keras_schedule
 
 
 @keras.saving.register_keras_serializable(package="bridge")
 class OptaxSchedule(keras.optimizers.schedules.LearningRateSchedule):  # type: ignore[misc]
-    """An optax schedule as Keras sees it.
+    """An optax schedule as a Keras schedule.
 
     Args:
-      function: The schedule; or what makes it, if there are arguments.
-      arguments: Keyword arguments for `function`.
+      function: The schedule, or if there are arguments, the function that creates it.
+      arguments: Keyword arguments of `function`.
     """
 
     def __init__(self, function: Callable[..., Any], arguments: dict[str, Any]) -> None:
@@ -91,12 +95,16 @@ class OptaxSchedule(keras.optimizers.schedules.LearningRateSchedule):  # type: i
         self.optax_schedule = function(**arguments) if arguments else function
 
     def __call__(self, step: Any) -> jax.Array:
-        """Returns the learning rate after so many updates."""
+        """Returns the learning rate after `step` updates."""
         count = keras.ops.convert_to_tensor(step)
         return jnp.asarray(self.optax_schedule(count), jnp.float32)
 
     def get_config(self) -> dict[str, Any]:
-        """Returns names and numbers only."""
+        """Returns the schedule as plain data for a file.
+
+        Raises:
+          ValueError: The function has no name that a file can contain.
+        """
         return {
             "function": FILES.name_of(self._function, "bridge.schedule"),
             "arguments": FILES.encode_arguments(self._arguments, "bridge.schedule"),
@@ -105,14 +113,17 @@ class OptaxSchedule(keras.optimizers.schedules.LearningRateSchedule):  # type: i
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "OptaxSchedule":
         """Returns the schedule that `get_config` described."""
-        return cls(FILES.named(config["function"]), FILES.decode_arguments(config["arguments"]))
+        return cls(FILES.find(config["function"]), FILES.decode_arguments(config["arguments"]))
 
 
-def require_takes(function: Any, expected: str, *args: Any, **arguments: Any) -> None:
-    """Refuses a function that cannot be called so; says what was expected instead.
+def require_accepts(function: Any, expected: str, *args: Any, **arguments: Any) -> None:
+    """Raises TypeError if the signature of a function does not accept some arguments.
 
-    Raises:
-      TypeError: The arguments do not fit its signature.
+    Args:
+      function: The function. It is not called.
+      expected: The beginning of the message: "name: expected ...".
+      *args: The positional arguments.
+      **arguments: The keyword arguments.
     """
     try:
         inspect.signature(function).bind(*args, **arguments)
@@ -121,4 +132,5 @@ def require_takes(function: Any, expected: str, *args: Any, **arguments: Any) ->
             f"{expected}, got {function!r} with {sorted(arguments) or 'no arguments'}: {error}."
         ) from None
     except ValueError:
-        return  # a function of another language may have no signature
+        # Functions written in C may have no signature.
+        return

@@ -1,4 +1,4 @@
-"""What an optimizer remembers, and to which parameter each part of it belongs."""
+"""The roles of an optimizer's variables, and the parameters that its slots belong to."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -13,11 +13,11 @@ from functrain.internal import tree as _tree
 
 
 class Role(NamedTuple):
-    """What a variable of a Keras optimizer, or a leaf of an optax state, is for.
+    """The role of a variable of a Keras optimizer, or of a leaf of an optax state.
 
     Attributes:
-      name: Of a slot ("momentums", "0/mu") or of a scalar ("iterations", "0/count").
-      owner: The number of the parameter that a slot belongs to; None for a scalar.
+      name: The name of a slot ("momentums", "0/mu") or of a scalar ("iterations", "0/count").
+      owner: The index of the parameter that a slot belongs to; None for a scalar.
     """
 
     name: str
@@ -28,12 +28,12 @@ class KerasOptState(NamedTuple):
     """The state of a `bridge.optimizer`.
 
     Attributes:
-      scalars: "iterations" `i32[]`, "learning_rate" `f32[]` unless it is a schedule, and what
-        else an optimizer counts, such as "dynamic_scale" of a LossScaleOptimizer. Another value
-        for "learning_rate" is used from the next update on.
-      slots: By name ("momentums", "velocities", ...), trees that are shaped like the params, with
-        `optax.MaskedNode()` for those that have none.
-      constraints: `ConstraintState()` where updates end within the constraints of a model.
+      scalars: "iterations" `i32[]`, "learning_rate" `f32[]` unless it is a schedule, and other
+        scalars, such as "dynamic_scale" of a LossScaleOptimizer. If you replace the value of
+        "learning_rate", the next update uses the new one.
+      slots: Trees with the structure of the params, by name ("momentums", "velocities", ...), with
+        `optax.MaskedNode()` for params without such a slot.
+      constraints: `ConstraintState()` if updates apply the constraints of a model.
     """
 
     scalars: dict[str, jax.Array]
@@ -42,41 +42,47 @@ class KerasOptState(NamedTuple):
 
 
 def roles_of_variables(optimizer: Any, params: Sequence[Any]) -> list[Role]:
-    """Returns the role of each of `optimizer.variables`.
+    """Returns the role of each variable in `optimizer.variables`.
 
-    Keras finds a parameter's slot by its place in a list, and every list of that length is one of
-    slots: its attribute's name, without underscores in front, is the slot's.
+    A Keras optimizer keeps its slots in lists with one element for each parameter. The name of a
+    slot is the name of the attribute that holds the list, without leading underscores.
 
     Args:
       optimizer: A built Keras optimizer.
-      params: The variables it was built for, in the order that owners are to be counted in.
+      params: The variables that it was built for. `Role.owner` is an index into them.
 
     Raises:
       KeyError: The optimizer was built for a variable that is not in `params`.
     """
-    number = {id(v): i for i, v in enumerate(params)}
+    index = dict(zip(map(id, params), range(len(params)), strict=True))
     roles: dict[int, Role] = {}
-    for prefix, part in _parts(optimizer):
-        owners = [number[id(v)] for v in keras_private.optimizers.trained_variables(part)]
+    for prefix, part in _nested_optimizers(optimizer):
+        owners = [index[id(v)] for v in keras_private.optimizers.trained_variables(part)]
         for name, slots in keras_private.optimizers.slot_lists(part):
             for owner, variable in zip(owners, slots, strict=True):
+                # Muon's lists hold None for parameters without the slot.
                 if isinstance(variable, keras.Variable):
                     roles[id(variable)] = Role(name, owner)
         attributes = keras_private.optimizers.variable_attributes(part)
         for variable in part.variables:
             name = prefix + attributes.get(id(variable), variable.name)
+            # The variables that are in no list are scalars.
             roles.setdefault(id(variable), Role(name))
     return [roles[id(v)] for v in optimizer.variables]
 
 
-def _parts(optimizer: Any) -> Iterator[tuple[str, Any]]:
-    """Yields the optimizers inside an optimizer, innermost first, with prefixes for scalars."""
+def _nested_optimizers(optimizer: Any) -> Iterator[tuple[str, Any]]:
+    """Yields the optimizers inside an optimizer and itself, with prefixes for their scalars.
+
+    Inner optimizers come first, since `variables` of the outer one includes theirs.
+    """
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        yield from _parts(optimizer.inner_optimizer)
+        yield from _nested_optimizers(optimizer.inner_optimizer)
         yield "loss_scale/", optimizer
     elif isinstance(optimizer, keras.optimizers.MultiOptimizer):
         for i, inner in enumerate(optimizer.optimizers):
-            yield from ((f"{i}/{prefix}", part) for prefix, part in _parts(inner))
+            for prefix, part in _nested_optimizers(inner):
+                yield f"{i}/{prefix}", part
         yield "multi/", optimizer
     else:
         yield "", optimizer
@@ -85,18 +91,17 @@ def _parts(optimizer: Any) -> Iterator[tuple[str, Any]]:
 def roles_of_leaves(opt_state: PyTree, params: Mapping[Path, int]) -> list[Role]:
     """Returns the role of each leaf of an optax state.
 
-    Optax's states hold trees that are shaped like the params, so that the path of such a leaf ends
-    with the path of its parameter.
-
     Args:
-      opt_state: The state of a transformation that was given params as nested dicts.
-      params: The paths of the params, with a number for each that does not depend on their keys.
+      opt_state: The state of a transformation that was initialized with params in nested dicts.
+      params: The index of each parameter by its path. `Role.owner` is such an index.
     """
     leaves = jax.tree_util.tree_leaves_with_path(opt_state)
     return [_role(_tree.keys(path), params) for path, _ in leaves]
 
 
 def _role(path: Path, params: Mapping[Path, int]) -> Role:
+    # The slots in an optax state are trees with the structure of the params, so that the path of a
+    # slot ends with the path of its parameter. The longest such ending counts.
     for start in range(len(path)):
         if path[start:] in params:
             return Role("/".join(path[:start]), params[path[start:]])

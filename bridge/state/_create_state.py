@@ -10,8 +10,8 @@ import optax
 from bridge.model import _variables
 from bridge.model._from_keras import require_built
 from bridge.model._pure_layers import warn_of_frozen
-from bridge.optim._constraints import keeps_constraints
-from bridge.optim._optimizers import inner, made_of
+from bridge.optim._constraints import applies_constraints
+from bridge.optim._optimizers import inner_optimizer, origin
 from bridge.state import _transfer
 from functrain import TrainState
 from functrain.internal import PyTree
@@ -82,14 +82,14 @@ def _is_compiled_optimizer(tx: Any, model: Any) -> bool:
     optimizer = getattr(model, "optimizer", None)
     if optimizer is None or not optimizer.built:
         return False
-    return made_of(tx) is optimizer or getattr(inner(optimizer), "tx", None) is tx
+    return origin(tx) is optimizer or getattr(inner_optimizer(optimizer), "tx", None) is tx
 
 
 def _warn_of_constraints(layout: _variables.Layout, opt_state: PyTree) -> None:
     """Warns if variables have constraints that `tx` does not apply."""
     # Only trainable variables are updated, so only their constraints could be broken.
     constrained = ["/".join(path) for path, v in layout.params.items() if v.constraint is not None]
-    if constrained and not keeps_constraints(opt_state):
+    if constrained and not applies_constraints(opt_state):
         warnings.warn(
             "These variables have constraints, which Keras's optimizers apply after an update and "
             f"optax does not:\n{_tree.bullets(constrained)}\n"

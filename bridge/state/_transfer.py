@@ -12,8 +12,8 @@ from bridge import keras_private
 from bridge.model import _variables
 from bridge.model._names import Path
 from bridge.optim._native import KerasCount, slot_fields
-from bridge.optim._optax_optimizer import OptaxOptimizer, from_numbers, key_impl, numbers
-from bridge.optim._optimizers import inner
+from bridge.optim._optax_optimizer import OptaxOptimizer, from_plain_array, key_impl, to_plain_array
+from bridge.optim._optimizers import inner_optimizer
 from bridge.optim._slots import KerasOptState, Role, roles_of_leaves, roles_of_variables
 from functrain.internal import PyTree
 from functrain.internal import tree as _tree
@@ -49,7 +49,7 @@ def from_optimizer(opt_state: PyTree, model: Any) -> tuple[PyTree, jax.Array]:
 
 def _value_for_leaf(variable: Any, leaf: Any) -> Any:
     """Returns the variable's value as a leaf of optax; the leaf itself if it has no variable."""
-    return leaf if variable is None else from_numbers(variable.value, key_impl(leaf))
+    return leaf if variable is None else from_plain_array(variable.value, key_impl(leaf))
 
 
 def to_optimizer(opt_state: PyTree, model: Any, step: Any) -> Pairs:
@@ -70,7 +70,7 @@ def to_optimizer(opt_state: PyTree, model: Any, step: Any) -> Pairs:
     pairs: Pairs = [(_iterations(optimizer), jnp.asarray(step, jnp.int32))]
     for variable, leaf in zip(variables, jax.tree.leaves(opt_state), strict=True):
         if variable is not None:
-            pairs.append((variable, numbers(leaf)))
+            pairs.append((variable, to_plain_array(leaf)))
     return pairs
 
 
@@ -87,7 +87,9 @@ def _optimizer(model: Any, opt_state: PyTree) -> Any:
     # An OptaxOptimizer can hold any state of optax, and is compared leaf by leaf. Keras's own
     # optimizers can hold only states with one of these nodes.
     kinds = (KerasOptState, KerasCount, *slot_fields(optimizer, opt_state))
-    if not (isinstance(inner(optimizer), OptaxOptimizer) or _tree.nodes(opt_state, *kinds)):
+    if not (
+        isinstance(inner_optimizer(optimizer), OptaxOptimizer) or _tree.nodes(opt_state, *kinds)
+    ):
         raise _no_common_state(optimizer, opt_state)
     return optimizer
 
@@ -97,7 +99,7 @@ def _iterations(optimizer: Any) -> Any:
 
     The public `iterations` is that count divided by the steps of gradient accumulation.
     """
-    return inner(optimizer).variables[0]
+    return inner_optimizer(optimizer).variables[0]
 
 
 def _counterparts(
@@ -140,7 +142,7 @@ def _counterparts(
 def _require_same_specs(variables: list[Any], opt_state: PyTree) -> None:
     """Raises OptimizerMismatchError if a leaf has another shape or dtype than its variable."""
     lines: list[str] = []
-    leaves = map(numbers, jax.tree.leaves(opt_state))
+    leaves = map(to_plain_array, jax.tree.leaves(opt_state))
     for v, x in zip(variables, leaves, strict=True):
         if v is not None and (v.shape, v.dtype) != (x.shape, str(x.dtype)):
             lines.append(f"{v.path}: expected {_tree.spec(v.value)}, got {_tree.spec(x)}")
@@ -151,7 +153,7 @@ def _require_same_specs(variables: list[Any], opt_state: PyTree) -> None:
 
 def _roles(opt_state: PyTree, optimizer: Any, params: Mapping[Path, int]) -> list[Role | None]:
     """Returns the role that each leaf of a state has in the optimizer; None if it has none."""
-    if isinstance(inner(optimizer), OptaxOptimizer):
+    if isinstance(inner_optimizer(optimizer), OptaxOptimizer):
         return [*roles_of_leaves(opt_state, params)]
     fields = slot_fields(optimizer, opt_state)
     kinds = (KerasOptState, KerasCount, optax.ScaleByScheduleState, *fields)
@@ -180,7 +182,7 @@ def _keras_role(node: Any, role: Role, slots: Mapping[str, str]) -> Role | None:
 def _variable_by_role(optimizer: Any, params: list[Any]) -> dict[Role, Any]:
     """Returns the variables of a built optimizer by role."""
     # A LossScaleOptimizer holds the optimizer that has the slots.
-    innermost = inner(optimizer)
+    innermost = inner_optimizer(optimizer)
     if not isinstance(innermost, OptaxOptimizer):
         return dict(zip(roles_of_variables(optimizer, params), optimizer.variables, strict=True))
     index = {id(variable): i for i, variable in enumerate(params)}
@@ -191,7 +193,7 @@ def _variable_by_role(optimizer: Any, params: list[Any]) -> dict[Role, Any]:
 
 def _no_common_state(optimizer: Any, opt_state: PyTree) -> OptimizerMismatchError:
     """Returns the error that says which states the optimizer and optax have."""
-    innermost = inner(optimizer)
+    innermost = inner_optimizer(optimizer)
     if isinstance(innermost, OptaxOptimizer):
         return OptimizerMismatchError(
             f"the state of its transformation is {_state_names(innermost.opt_state)}, that of tx "
