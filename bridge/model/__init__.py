@@ -1,16 +1,16 @@
-"""Keras models as pure functions, flax modules as Keras layers.
+"""Keras models as pure functions, and flax modules as Keras layers.
 
 Files:
   _from_keras: a Keras model as a functrain Model
   _to_linen: a Keras model as a linen module
   _from_flax: a flax module as a Keras layer
-  _variables: which variable is which
-  _names: what a variable is called
-  _reach: which steps can touch an object of Keras
-  _scope: a model as a pure function, left whole whatever happens
-  _pure_layers: which layers may be compiled although they say they may not
-  _flax_modules: one interface to linen and to nnx
-  _plain_data: flax modules, functions and their arguments in Keras's files
+  _variables: a model's variables as nested dicts, and back
+  _names: stable names of variables
+  _reach: detection of steps that use Keras objects
+  _scope: running a model as a pure function without damage to its variables
+  _pure_layers: detection of layers that can be compiled although they have supports_jit=False
+  _flax_modules: one interface to linen and nnx modules
+  _plain_data: flax modules, functions and arguments as plain data for Keras files
 """
 
 from bridge.model._from_flax import from_flax as from_flax

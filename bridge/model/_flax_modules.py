@@ -1,7 +1,7 @@
-"""What a Keras layer asks of a flax module: one interface to linen and to nnx.
+"""One interface to linen and nnx modules, for Keras layers that run them.
 
-Values are one nested dict: `params`, and beside it a linen module's other collections by name,
-or as `state` what else an nnx module holds, its random streams excepted.
+The values of a module are one nested dict. It has `params`, and besides the other collections of a
+linen module by name, or `state` with all other values of an nnx module except its random streams.
 """
 
 import functools
@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from functrain import ModelOutput, from_linen, from_nnx
-from functrain.internal import SWITCHES, PyTree, jit
+from functrain.internal import SWITCHES, PyTree, jit, require
 from functrain.internal import tree as _tree
 
 Values: TypeAlias = dict[str, PyTree]
@@ -24,25 +24,25 @@ FirstValues: TypeAlias = tuple[Values, Callable[[], list[jax.Array]]]
 
 
 def wrap(module: Any, variables: Mapping[str, PyTree] | None) -> "FlaxModule":
-    """Returns a module behind the interface.
+    """Returns a linen or nnx module with the common interface.
 
     Raises:
-      TypeError: It is no instance of a flax module, or its call takes what nobody will give it.
-      ValueError: `variables` meet an nnx module, or hold no `params`.
+      TypeError: `module` is not an instance of a flax module, or its call has other required
+        arguments than inputs and a switch for training.
+      ValueError: `variables` are passed with an nnx module, or are not a dict of collections.
     """
     is_linen = isinstance(module, nn.Module)
-    if variables is not None and not is_linen:
-        raise ValueError(
-            "variables: expected None with an nnx module, which has its values. Change them with "
-            "flax.nnx.update(module, ...) before."
-        )
+    advice = "It has its own values. Change them with flax.nnx.update(module, ...) before."
+    has_source = variables is None or is_linen
+    require(has_source, "variables", "None with an nnx module", variables, advice)
     wrapped = Linen(module, variables) if is_linen else Nnx(module)
-    _check_call(module)
+    _require_simple_call(module)
     return wrapped
 
 
 def is_module(module: Any) -> bool:
-    """Whether something is an instance of a flax module."""
+    """Returns True for an instance of a linen or nnx module."""
+    # Imported here, since `import bridge` must not import flax.nnx (see tests/test_house.py).
     from flax import nnx
 
     return isinstance(module, nn.Module | nnx.Module)
@@ -52,18 +52,19 @@ class Linen:
     """A linen module, as functions of its values."""
 
     def __init__(self, module: nn.Module, variables: Mapping[str, PyTree] | None) -> None:
-        self._given = None if variables is None else _own(variables)
+        self._initial_values = None if variables is None else _copy_collections(variables)
         self._model = from_linen(module)
 
     def first_values(self, seed: int, inputs: PyTree) -> FirstValues:
-        """Returns the shapes of the first values, and a function that returns their leaves.
+        """Returns the shapes of the initial values, and a function that returns their leaves.
 
-        So a layer can be built while something is traced, as Keras does with models that are built
-        by their first batch. Values that were given are let go of.
+        Initial values that were passed are returned once, and no reference to them is kept.
 
         Raises:
-          ValueError: Those that were given lack a collection.
+          ValueError: The values that were passed lack a collection.
         """
+        # Shapes first, since Keras may build a layer while something is traced: a model may be
+        # built by its first batch.
 
         def init(inputs: PyTree) -> Values:
             params, rest = self._model.init(jax.random.key(seed), inputs)
@@ -76,28 +77,26 @@ class Linen:
                 return jax.tree.leaves(jit(init)(zeros))
 
         shapes = jax.eval_shape(init, inputs)
-        given, self._given = self._given, None
-        if given is None:
+        initial_values, self._initial_values = self._initial_values, None
+        if initial_values is None:
             return shapes, leaves
-        if missing := set(shapes) - set(given):
-            raise ValueError(
-                f"variables: expected what module.init returns, with {sorted(shapes)}, got "
-                f"{sorted(given)} without {sorted(missing)}. Pass all of it, not the params alone."
-            )
-        return _of_given(given)
+        expected = f"the result of module.init, with {sorted(shapes)}"
+        is_complete = set(shapes) <= set(initial_values)
+        advice = "Pass all collections, not only the params."
+        require(is_complete, "variables", expected, sorted(initial_values), advice)
+        return _shapes_and_leaves(initial_values)
 
-    def apply(
-        self, values: Values, inputs: PyTree, *, rng: jax.Array | None, training: bool
-    ) -> ModelOutput:
-        """Applies the module; its `model_state` are the values that move on."""
-        rest = {name: value for name, value in values.items() if name != "params"}
-        params = values.get("params", {})
-        return self._model.apply(params, rest, inputs, rng=rng, training=training)
+    def apply(self, values: Values, inputs: PyTree, **mode: Any) -> ModelOutput:
+        """Applies the module; `model_state` of the output has the values except `params`."""
+        model_state = dict(values)
+        params = model_state.pop("params", {})
+        return self._model.apply(params, model_state, inputs, **mode)
 
     def draws(self, values: Values, inputs: PyTree, *, training: bool) -> bool:
-        """Whether it draws random numbers; `values` and `inputs` are shapes."""
+        """Returns True if the module draws random numbers; `values` and `inputs` are shapes."""
+        apply = functools.partial(self.apply, rng=None, training=training)
         try:
-            jax.eval_shape(lambda *a: self.apply(*a, rng=None, training=training), values, inputs)
+            jax.eval_shape(apply, values, inputs)
         except ValueError as error:
             if isinstance(error.__cause__, flax.errors.InvalidRngError):
                 return True
@@ -105,15 +104,15 @@ class Linen:
         return False
 
     def to_flax(self, values: Values) -> dict[str, PyTree]:
-        """Returns copies of the values as flax has them: linen variables."""
+        """Returns copies of the values as linen variables."""
         copies: dict[str, PyTree] = _tree.copy(values)
         return copies
 
 
 class Nnx:
-    """An nnx module, with the values it has now: what `Linen` has, but `to_flax` makes a module.
+    """An nnx module with its current values. It has the methods of `Linen`.
 
-    Its random streams are not among the values: each draw seeds them anew.
+    Its random streams are not part of the values, since each application seeds them again.
     """
 
     def __init__(self, module: Any) -> None:
@@ -123,94 +122,106 @@ class Nnx:
         self._graph, *self._states = nnx.split(module, nnx.Param, ...)
         params, state = self._model.init(jax.random.key(0), None)
         streams = nnx.to_pure_dict(nnx.state(module, nnx.RngState))
-        stream_paths = {path for path, _ in _tree.leaves_with_path(streams)}
-        leaves = _tree.leaves_with_path(state)
-        self._streams = [x if path in stream_paths else None for path, x in leaves]
+        stream_paths = dict(_tree.leaves_with_path(streams)).keys()
+        # For each leaf of the state its random stream, or None if it is part of the values.
+        self._streams: list[Any] = []
+        for path, leaf in _tree.leaves_with_path(state):
+            self._streams.append(leaf if path in stream_paths else None)
         self._structure = jax.tree.structure(state)
-        self._given: Values = {"params": params, "state": self._without_streams(state)}
+        self._initial_values: Values = {"params": params, "state": self._without_streams(state)}
 
     def first_values(self, seed: int, inputs: PyTree) -> FirstValues:
         del seed, inputs
-        given, self._given = self._given, {}
-        return _of_given(given)
+        initial_values, self._initial_values = self._initial_values, {}
+        return _shapes_and_leaves(initial_values)
 
-    def apply(
-        self, values: Values, inputs: PyTree, *, rng: jax.Array | None, training: bool
-    ) -> ModelOutput:
-        params, state = self._parts(values)
-        out = self._model.apply(params, state, inputs, rng=rng, training=training)
+    def apply(self, values: Values, inputs: PyTree, **mode: Any) -> ModelOutput:
+        params, state = self._params_and_state(values)
+        out = self._model.apply(params, state, inputs, **mode)
         return out._replace(model_state={"state": self._without_streams(out.model_state)})
 
     def draws(self, values: Values, inputs: PyTree, *, training: bool) -> bool:
-        moved = []
+        advanced = []
 
-        def note(values: Values, inputs: PyTree) -> None:
-            params, state = self._parts(values)
+        # A draw advances a stream, so that its leaf becomes another tracer.
+        def record(values: Values, inputs: PyTree) -> None:
+            params, state = self._params_and_state(values)
             out = self._model.apply(params, state, inputs, training=training)
-            pairs = zip(jax.tree.leaves(state), jax.tree.leaves(out.model_state), strict=True)
-            for (old, new), stream in zip(pairs, self._streams, strict=True):
-                moved.append(stream is not None and new is not old)
+            leaves = zip(
+                jax.tree.leaves(state), jax.tree.leaves(out.model_state), self._streams, strict=True
+            )
+            for old, new, stream in leaves:
+                advanced.append(stream is not None and new is not old)
 
-        jax.eval_shape(note, values, inputs)
-        return any(moved)
+        jax.eval_shape(record, values, inputs)
+        return any(advanced)
 
     def to_flax(self, values: Values) -> Any:
         from flax import nnx
 
+        # `replace_by_pure_dict` changes a state in place, so that it gets copies of the containers.
         states = jax.tree.map(lambda x: x, self._states)
-        for state, new in zip(states, self._parts(values), strict=True):
+        for state, new in zip(states, self._params_and_state(values), strict=True):
             nnx.replace_by_pure_dict(state, _tree.copy(new))
         return nnx.merge(self._graph, *states)
 
-    def _parts(self, values: Values) -> tuple[PyTree, PyTree]:
-        kept = iter(jax.tree.leaves(values.get("state", {})))
-        full = [next(kept) if stream is None else stream for stream in self._streams]
-        return values.get("params", {}), jax.tree.unflatten(self._structure, full)
+    def _params_and_state(self, values: Values) -> tuple[PyTree, PyTree]:
+        """Returns the params, and the state with the streams inserted."""
+        state_values = iter(jax.tree.leaves(values.get("state", {})))
+        leaves = [next(state_values) if x is None else x for x in self._streams]
+        return values.get("params", {}), jax.tree.unflatten(self._structure, leaves)
 
     def _without_streams(self, state: PyTree) -> PyTree:
+        """Returns a state with None in place of the streams."""
         leaves = zip(jax.tree.leaves(state), self._streams, strict=True)
-        kept = [x if stream is None else None for x, stream in leaves]
-        return jax.tree.unflatten(self._structure, kept)
+        values = [x if stream is None else None for x, stream in leaves]
+        return jax.tree.unflatten(self._structure, values)
 
 
 FlaxModule: TypeAlias = Linen | Nnx
 
 
-def _of_given(given: Values) -> FirstValues:
-    return _tree.shapes(given), lambda: jax.tree.leaves(given)
+def _shapes_and_leaves(values: Values) -> FirstValues:
+    return _tree.shapes(values), lambda: jax.tree.leaves(values)
 
 
-def _own(variables: Any) -> Values:
+def _copy_collections(variables: Any) -> Values:
+    """Returns copies of linen variables, without sown values.
+
+    Raises:
+      ValueError: The variables are not a dict of collections.
+    """
     variables = flax.core.unfreeze(variables)
     if not isinstance(variables, dict) or not all(isinstance(v, dict) for v in variables.values()):
         got = sorted(variables) if isinstance(variables, dict) else type(variables).__name__
         raise ValueError(
-            "variables: expected what module.init returns, a dict of collections such as "
-            f"{{'params': ...}}, got {got}"
+            "variables: expected the result of module.init, a dict of collections such as "
+            f"{{'params': ...}}, got {got}. Pass all collections, not only the params."
         )
-    transient = ("losses", "intermediates")
-    copies: Values = _tree.copy({k: v for k, v in variables.items() if k not in transient})
+    # Sown values belong to one application, as in `functrain.from_linen`.
+    for name in ("losses", "intermediates"):
+        variables.pop(name, None)
+    copies: Values = _tree.copy(variables)
     return copies
 
 
-def _check_call(module: Any) -> None:
-    """Refuses a module which needs more than inputs and a switch."""
+def _require_simple_call(module: Any) -> None:
+    """Raises TypeError unless inputs and a switch for training suffice to call a module."""
     parameters = list(inspect.signature(module).parameters.values()) if callable(module) else []
+    name = type(module).__name__
     if not parameters:
         raise TypeError(
-            f"{type(module).__name__}: expected a module with __call__(self, inputs), got one "
-            "without. Add it, or wrap the module in one that has it."
+            f"{name}: expected a module with __call__(self, inputs), got one without it. Add it, "
+            "or wrap the module in one that has it."
         )
-    unknown = [
-        p.name
-        for p in parameters[1:]
-        if p.default is p.empty
-        and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-        and p.name not in SWITCHES
-    ]
-    if unknown:
+    required = []
+    for p in parameters[1:]:
+        is_variadic = p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+        if p.default is p.empty and not is_variadic and p.name not in SWITCHES:
+            required.append(p.name)
+    if required:
         raise TypeError(
-            f"{type(module).__name__}.__call__: expected one pytree of inputs and any of "
-            f"{', '.join(SWITCHES)}, got one that also needs {', '.join(unknown)}. Wrap it in a "
-            "module that takes its inputs in a tuple or dict, and its switch by one of these names."
+            f"{name}.__call__: expected one pytree of inputs and any of {', '.join(SWITCHES)}, got "
+            f"one that also needs {', '.join(required)}. Wrap it in a module that takes its inputs "
+            "in a tuple or dict, and its switch by one of these names."
         )

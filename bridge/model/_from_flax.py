@@ -18,7 +18,7 @@ from functrain.internal import tree as _tree
 
 _FILES = PlainData(
     namespaces=("flax.linen", "flax.linen.initializers", "jax.nn", "jax.numpy", "jax.lax"),
-    advice="Make the layer of a function that makes the module, registered with Keras:\n"
+    advice="Create the layer from a function that creates the module, registered with Keras:\n"
     "  @keras.saving.register_keras_serializable()\n"
     "  def make_net():\n"
     "      return Net(...)\n"
@@ -36,37 +36,38 @@ def from_flax(
 ) -> "FlaxLayer":
     """Returns a Keras layer that runs a flax module, linen or nnx.
 
-    It is a layer like any other: in Sequential, Functional and subclassed models, in `model.fit`,
-    `bridge.fit` and `bridge.from_keras`. Parameters are trainable weights; batch statistics and
-    other collections are non-trainable ones, which move on in training. Weights have the paths
-    they have in flax, such as ``net/params/Dense_0/kernel``. TensorFlow is not needed.
+    The layer works in Sequential, Functional and subclassed models, in `model.fit`, `bridge.fit`
+    and `bridge.from_keras`. Parameters are trainable weights. Batch statistics and other
+    collections are non-trainable weights, which are updated in training. Weights have the same
+    paths as in flax, such as ``net/params/Dense_0/kernel``. TensorFlow is not needed.
 
-    Where the module's ``__call__`` takes `training`, `train`, `deterministic` or
-    `use_running_average`, it is given. Where it draws random numbers, the layer holds a
-    `keras.random.SeedGenerator` that serves every stream. Losses that a linen module sows into
-    `losses` are the layer's losses. Freezing the layer freezes its parameters; statistics move on
-    wherever it is called with ``training=True``.
+    If the module's ``__call__`` takes `training`, `train`, `deterministic` or
+    `use_running_average`, the layer passes it. If the module draws random numbers, the layer holds
+    a `keras.random.SeedGenerator` that serves every stream. Losses that a linen module sows into
+    `losses` are losses of the layer. Freezing the layer freezes its parameters; its statistics are
+    still updated when it is called with ``training=True``.
 
     Args:
       module: An instance of `flax.linen.Module` or `flax.nnx.Module`, called as
-        ``module(inputs)``, inputs being one pytree; or a function without arguments that makes
-        one. A model is saved with its layers' settings: of a linen module these are its fields;
-        for nnx, and for fields that cannot be written down, pass a function registered with
-        `keras.saving.register_keras_serializable`. Saving weights alone takes anything.
-      variables: Of a linen module, as its `init` returns them. None to initialize them when the
-        layer is built. An nnx module has its own values already, which are copied.
-      seed: Of the initial values and of dropout and the like. None to draw one, as Keras's own
-        layers do: `keras.utils.set_random_seed` makes runs repeat.
-      **kwargs: Of `keras.Layer`: `name`, `dtype`, `trainable`.
+        ``module(inputs)``, where inputs are one pytree; or a function without arguments that
+        creates one. A model is saved with its layers' settings, which for a linen module are its
+        fields. For nnx modules, and for fields that cannot be written to a file, pass a function
+        registered with `keras.saving.register_keras_serializable`. Weights alone can be saved for
+        every module.
+      variables: The variables of a linen module, as its `init` returns them. If None, they are
+        initialized when the layer is built. An nnx module has its own values, which are copied.
+      seed: The seed of the initial values, and of dropout and other random layers. If None, a seed
+        is drawn, as in Keras's own layers: `keras.utils.set_random_seed` makes runs repeatable.
+      **kwargs: Arguments of `keras.Layer`: `name`, `dtype`, `trainable`.
 
     Returns:
-      The layer. Beside what every layer has: `module`, and ``to_flax()``, which returns copies of
-      the values of now: a linen module's variables, or a new nnx module.
+      The layer. Besides the attributes of every layer it has `module`, and ``to_flax()``, which
+      returns copies of the current values: the variables of a linen module, or a new nnx module.
 
     Raises:
-      TypeError: `module` is no instance of a flax module, or makes none; or its call needs
-        arguments that are not known.
-      ValueError: `variables` are none, or meet an nnx module.
+      TypeError: `module` is not an instance of a flax module, or does not create one; or its call
+        has required arguments that the layer does not know.
+      ValueError: `variables` are not a dict of collections, or are passed with an nnx module.
 
     Examples:
       >>> import flax.linen as nn, keras
@@ -86,17 +87,18 @@ def from_flax(
 
 
 class FlaxCollection(keras.Layer):  # type: ignore[misc]  # keras has no types
-    """One level of flax's nested dicts: its variables, and the levels below by name."""
+    """One level of flax's nested dicts: its variables, and the layers of the levels below."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
+        # An attribute with this name, since the paths of weights in Keras's files contain it.
         self.below: dict[str, FlaxCollection] = {}
         self.built = True
 
 
 @keras.saving.register_keras_serializable(package="bridge")
 class FlaxLayer(keras.Layer):  # type: ignore[misc]  # keras has no types
-    """What `from_flax` returns."""
+    """The Keras layer that `from_flax` returns."""
 
     def __init__(
         self,
@@ -108,36 +110,39 @@ class FlaxLayer(keras.Layer):  # type: ignore[misc]  # keras has no types
     ) -> None:
         super().__init__(**kwargs)
         self.source = module
-        self.module = _instance(module)
+        self.module = _to_module(module)
         self.seed = seed
         self.collections: dict[str, FlaxCollection] = {}
         self._flax = _flax_modules.wrap(self.module, variables)
-        self._note(None)
+        self._set_input_specs(None)
 
     def __call__(self, inputs: PyTree, *args: Any, **kwargs: Any) -> PyTree:
-        """Notes the dtypes of inputs, which `build` is not told: an embedding needs integers."""
+        """Calls the layer, and builds it in the first call."""
+        # Keras passes only the shapes of inputs to `build`, but an embedding needs to know that
+        # its inputs are integers.
         if not self.built:
-            self._note(keras.tree.map_structure(_symbolic, inputs))
+            self._set_input_specs(keras.tree.map_structure(_to_keras_tensor, inputs))
         return super().__call__(inputs, *args, **kwargs)
 
     def build(self, input_shape: PyTree) -> None:
-        """Makes the weights."""
-        if self._known_inputs is None:
-            tensor = functools.partial(keras.KerasTensor, dtype=self.compute_dtype)
-            self._note(keras.tree.map_shape_structure(tensor, input_shape))
-        inputs = keras.tree.map_structure(self._example, self._known_inputs)
-        seed = random.randint(1, 10**9) if self.seed is None else self.seed  # as Keras draws it
+        """Creates the weights."""
+        if self._input_specs is None:
+            to_tensor = functools.partial(keras.KerasTensor, dtype=self.compute_dtype)
+            self._set_input_specs(keras.tree.map_shape_structure(to_tensor, input_shape))
+        inputs = keras.tree.map_structure(self._to_shape, self._input_specs)
+        # Keras draws the seeds of its own layers in the same way.
+        seed = random.randint(1, 10**9) if self.seed is None else self.seed
         shapes, values = self._flax.first_values(seed, inputs)
         leaves, structure = jax.tree_util.tree_flatten_with_path(shapes)
-        variables = [
-            self._add(_tree.path_str(path).split("/"), leaf, _initializer(values, i))
-            for i, (path, leaf) in enumerate(leaves)
-        ]
-        # Past Keras's tracking, which would hold the variables twice.
-        self.__dict__["_variables_of_flax"] = jax.tree.unflatten(structure, variables)
-        self._draws = [
-            self._flax.draws(shapes, inputs, training=training) for training in (False, True)
-        ]
+        variables = []
+        for i, (path, leaf) in enumerate(leaves):
+            keys = _tree.path_str(path).split("/")
+            variables.append(self._add_variable(keys, leaf, _initializer(values, i)))
+        # Not by assignment: Keras would track the variables a second time.
+        self.__dict__["_flax_variables"] = jax.tree.unflatten(structure, variables)
+        # Indexed by `training`.
+        draws = functools.partial(self._flax.draws, shapes, inputs)
+        self._draws = [draws(training=False), draws(training=True)]
         if any(self._draws):
             self.seed_generator = keras.random.SeedGenerator(self.seed)
 
@@ -150,8 +155,9 @@ class FlaxLayer(keras.Layer):  # type: ignore[misc]  # keras has no types
         values = self._values()
         applied = self._flax.apply(values, inputs, rng=rng, training=training)
         for name, collection in applied.model_state.items():
-            trees = (self._variables_of_flax[name], values[name], collection)
+            trees = (self._flax_variables[name], values[name], collection)
             for variable, old, new in zip(*map(jax.tree.leaves, trees), strict=True):
+                # An assignment in a step without updates would be an operation for nothing.
                 if new is not old:
                     variable.assign(new)
         for loss in applied.losses:
@@ -159,10 +165,10 @@ class FlaxLayer(keras.Layer):  # type: ignore[misc]  # keras has no types
         return applied.outputs
 
     def to_flax(self) -> Any:
-        """Returns copies of the values of now, as the module has them.
+        """Returns copies of the current values in the form of the flax module.
 
         Returns:
-          Of a linen module its variables, for ``layer.module.apply``; of an nnx module a new one.
+          For a linen module its variables, for ``layer.module.apply``; for an nnx module a new one.
 
         Raises:
           ValueError: The layer is not built.
@@ -175,38 +181,39 @@ class FlaxLayer(keras.Layer):  # type: ignore[misc]  # keras has no types
         return self._flax.to_flax(self._values())
 
     def get_config(self) -> dict[str, Any]:
-        """Returns the layer's settings, with those of its module."""
+        """Returns the settings of the layer, including those of its module, for a file."""
         module = _FILES.encode(self.source, "module")
         return {**super().get_config(), "module": module, "seed": self.seed}
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "FlaxLayer":
-        """Makes a layer from its settings."""
+        """Returns the layer with the settings that `get_config` returned."""
         return cls(**{**config, "module": _FILES.decode(config["module"])})
 
     def get_build_config(self) -> dict[str, Any]:
-        """Returns what `build` knew of the inputs."""
-        return {"inputs": keras.saving.serialize_keras_object(self._known_inputs)}
+        """Returns the shapes and dtypes of the inputs with which the layer was built."""
+        return {"inputs": keras.saving.serialize_keras_object(self._input_specs)}
 
     def build_from_config(self, config: dict[str, Any]) -> None:
-        """Builds a layer that is being loaded."""
-        self._note(keras.saving.deserialize_keras_object(config["inputs"]))
-        self.build(keras.tree.map_structure(lambda x: tuple(x.shape), self._known_inputs))
+        """Builds a layer that is loaded from a file."""
+        self._set_input_specs(keras.saving.deserialize_keras_object(config["inputs"]))
+        self.build(keras.tree.map_structure(lambda x: tuple(x.shape), self._input_specs))
 
     def _values(self) -> PyTree:
-        return jax.tree.map(lambda variable: variable.value, self._variables_of_flax)
+        return jax.tree.map(lambda variable: variable.value, self._flax_variables)
 
-    def _note(self, inputs: PyTree) -> None:
-        # Past Keras's tracking, which makes dicts into its own.
-        self.__dict__["_known_inputs"] = inputs
+    def _set_input_specs(self, inputs: PyTree) -> None:
+        # Not by assignment: Keras tracks attributes and would replace dicts by its own containers.
+        self.__dict__["_input_specs"] = inputs
 
-    def _example(self, x: Any) -> jax.ShapeDtypeStruct:
+    def _to_shape(self, x: Any) -> jax.ShapeDtypeStruct:
+        """Returns the shape and dtype with which the module is called; unknown sizes become 1."""
         dtype = self.compute_dtype if "float" in x.dtype else x.dtype
-        shape = [1 if n is None else n for n in x.shape]
+        shape = [1 if size is None else size for size in x.shape]
         return jax.ShapeDtypeStruct(shape, jax.dtypes.canonicalize_dtype(dtype))
 
-    def _add(self, path: list[str], leaf: jax.ShapeDtypeStruct, initializer: Any) -> Any:
-        """Makes the weight at a path, in a layer of its level."""
+    def _add_variable(self, path: list[str], leaf: jax.ShapeDtypeStruct, initializer: Any) -> Any:
+        """Creates the weight with a path of keys, in nested layers for its levels."""
         *levels, name = path
         collections = self.collections
         for level in levels:
@@ -220,31 +227,37 @@ class FlaxLayer(keras.Layer):  # type: ignore[misc]  # keras has no types
                 dtype=jnp.dtype(leaf.dtype).name,
                 initializer=initializer,
                 trainable=levels[0] == "params",
-                autocast=levels[0] == "params",  # statistics keep their precision
+                # Statistics keep their precision under a mixed precision policy.
+                autocast=levels[0] == "params",
                 name=name,
             )
 
 
 def _initializer(values: Callable[[], list[jax.Array]], i: int) -> Any:
-    """Returns what makes the i-th value for Keras, which may ask for it after the build."""
+    """Returns a Keras initializer of the i-th value."""
+    # The values are computed when Keras calls it, which may be after the build.
     return lambda shape, dtype: jnp.array(values()[i], dtype=dtype)
 
 
-def _instance(module: Any) -> Any:
-    """Returns a module, from itself or from a function that makes it."""
-    makes_one = inspect.isroutine(module) or isinstance(module, functools.partial)
-    instance = module() if makes_one else module
+def _to_module(module: Any) -> Any:
+    """Returns a flax module, which may be the result of a function.
+
+    Raises:
+      TypeError: It is not an instance of a flax module.
+    """
+    is_function = inspect.isroutine(module) or isinstance(module, functools.partial)
+    instance = module() if is_function else module
     if not _flax_modules.is_module(instance):
         is_class = inspect.isclass(instance)
         got = f"the class {instance.__name__}" if is_class else type(instance).__name__
+        origin = f" from {module}" if is_function else ""
         raise TypeError(
             "module: expected an instance of flax.linen.Module or flax.nnx.Module, or a function "
-            f"that makes one, got {f'{got} from {module}' if makes_one else got}. Construct the "
-            "module first, as in Net(...)."
+            f"that creates one, got {got}{origin}. Construct the module first, as in Net(...)."
         )
     return instance
 
 
-def _symbolic(x: Any) -> Any:
+def _to_keras_tensor(x: Any) -> Any:
     dtype = keras.backend.standardize_dtype(getattr(x, "dtype", keras.config.floatx()))
     return keras.KerasTensor(getattr(x, "shape", ()), dtype)

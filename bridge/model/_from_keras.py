@@ -11,37 +11,38 @@ from bridge import keras_private
 from bridge.model import _scope, _variables
 from bridge.model._pure_layers import warn_of_frozen
 from functrain import Model, ModelOutput
-from functrain.internal import PyTree
+from functrain.internal import PyTree, require_instance
 from functrain.internal import tree as _tree
 
 
 def from_keras(model: keras.Layer) -> Model:
     """Returns a Keras model as a pair of pure functions.
 
-    Both see the model's architecture only: nothing they do changes its variables. They work under
-    `jit`, `grad`, `vmap`, `scan`, `eval_shape` and `jax.checkpoint`.
+    The functions never change the variables of the model. They work under `jit`, `grad`, `vmap`,
+    `scan`, `eval_shape` and `jax.checkpoint`.
 
-    `init(key, inputs)` returns copies of the values that the model has at that time, as nested
-    dicts that read like the model; Keras has initialized them already, so `key` and `inputs` are
-    not used. `params` are the trainable variables, `model_state` all others.
+    `init(key, inputs)` returns copies of the model's current values as nested dicts, whose keys are
+    the names of layers and variables. `params` has the trainable variables, `model_state` all
+    others. `key` and `inputs` are not used, since Keras has initialized the values already.
 
-    `apply(params, model_state, inputs, *, rng=None, training=False)` is
-    ``model(inputs, training=training)``; `training` is left out where the model's `call` does not
-    take it, as `fit` does. `losses` are those of `add_loss` and of regularizers, `f32[]` each.
-    With `rng=None` dropout and the like draw from Keras's seed counters in `model_state`, which
-    move on. With a key, the i-th SeedGenerator draws from ``fold_in(rng, i)`` for this
-    application, and its counter comes back as it was passed. Outputs keep Keras's masks; a loss
-    which needs them must be called in the same trace. Updates of trainable variables made in
-    `call` are dropped, as `fit` drops them.
+    `apply(params, model_state, inputs, *, rng=None, training=False)` computes
+    ``model(inputs, training=training)``. Like `fit`, it leaves `training` out if the model's `call`
+    does not take it. `losses` has the losses of `add_loss` and of regularizers, `f32[]` each. With
+    ``rng=None`` dropout and other random layers draw from Keras's seed counters in `model_state`,
+    which advance. With a key, the i-th SeedGenerator draws from ``fold_in(rng, i)`` in this
+    application, and its counter is returned unchanged. Outputs keep Keras's masks; a loss that
+    needs them must be called in the same trace. Updates of trainable variables in `call` are
+    dropped, as in `fit`.
 
     Args:
-      model: A built `keras.Model`, or any built layer. Layers may be frozen later; a state made
-        before that is then refused. (A step that has been compiled is not looked at again: make a
-        new one after freezing.)
+      model: A built `keras.Model`, or any built layer. If layers are frozen later, `apply` raises
+        ValueError for states created before. Steps that have been compiled do not notice this:
+        create a new step after freezing layers.
 
     Returns:
-      The pair. `apply` raises ValueError where the state does not fit the model, where the model
-      builds a layer it never called before, and where it updates a variable it does not track.
+      The model. Its `apply` raises ValueError if the state does not match the Keras model, if the
+      model builds a layer that it had never called, or if it updates a variable that it does not
+      track.
 
     Raises:
       TypeError: `model` is not a Keras layer.
@@ -74,28 +75,34 @@ def from_keras(model: keras.Layer) -> Model:
         rng: jax.Array | None = None,
         training: bool = False,
     ) -> ModelOutput:
-        where = _variables.layout(model)  # each time: the model may have changed since
-        pairs = _variables.pair(where, params, model_state)
-        seeds, reseeded = ([], []) if rng is None else (where.seeds, _reseeded(where, rng))
-        # Not `stateless_call`: in Keras 3.15 it runs `call` in place of `__call__`. So nested
-        # layers do not see `training`, a bare layer gets neither autocast nor its activity
-        # regularizer, and a layer used twice keeps the add_loss of one use only.
-        with _scope.initialize_new_variables(), _scope.Scope([*pairs, *reseeded]) as scope:
+        # Computed in every trace, since the model may have changed.
+        layout = _variables.layout(model)
+        pairs = _variables.pair(layout, params, model_state)
+        if rng is not None:
+            # Later pairs replace those of the same variables before them.
+            pairs += _seed_from_key(layout, rng)
+        # Not `stateless_call`: in Keras 3.15 it runs `call` instead of `__call__`. Then nested
+        # layers do not get `training`, a bare layer gets neither autocast nor its activity
+        # regularizer, and a layer that is used twice keeps the add_loss of one use only.
+        with _scope.initialize_new_variables(), _scope.Scope(pairs) as scope:
             outputs, losses = _call(model, inputs, training)
-        _variables.require_same(where, _variables.layout(model))
+        _variables.require_no_new_variables(layout, _variables.layout(model))
         scope.require_all_tracked(
             "the model updated variables that are in neither model.variables nor a layer's "
             "metrics, so their new values would be lost",
-            "An RNN with stateful=True is one cause: use stateful=False, and pass the states "
-            "(return_state=True, initial_state=...). keras.random without seed= is another: give "
-            "it a keras.random.SeedGenerator held as an attribute. A variable of your own must be "
-            "an attribute of its layer, best made by self.add_weight.",
+            "One cause is an RNN with stateful=True: use stateful=False, and pass the states "
+            "(return_state=True, initial_state=...). Another is keras.random without seed=: pass "
+            "it a keras.random.SeedGenerator held as an attribute. A custom variable must be an "
+            "attribute of its layer, ideally created by self.add_weight.",
         )
-        new = {path: scope.get_current_value(v) for path, v in where.model_state.items()}
-        new |= {path: _variables.at(model_state, path) for path in seeds}
-        # A weak type would not fit a scan's carry.
-        strong = {path: jnp.asarray(x, dtype=x.dtype) for path, x in new.items()}
-        return ModelOutput(outputs, _variables.nest(strong), losses)
+        new_state = {}
+        for path, variable in layout.model_state.items():
+            is_reseeded = rng is not None and path in layout.seeds
+            value = scope.get_current_value(variable)
+            value = _variables.get_at(model_state, path) if is_reseeded else value
+            # An explicit dtype removes a weak type, which would change the carry of a scan.
+            new_state[path] = jnp.asarray(value, dtype=value.dtype)
+        return ModelOutput(outputs, _variables.nest(new_state), losses)
 
     return Model(init, apply)
 
@@ -103,6 +110,7 @@ def from_keras(model: keras.Layer) -> Model:
 def _call(
     model: keras.Layer, inputs: PyTree, training: bool
 ) -> tuple[PyTree, tuple[jax.Array, ...]]:
+    # A step that failed in `fit` leaves its losses behind, which are tracers.
     keras_private.layers.forget_losses(model)
     takes_training = "training" in inspect.signature(model.call).parameters
     outputs = model(inputs, training=training) if takes_training else model(inputs)
@@ -110,27 +118,25 @@ def _call(
 
 
 def _scalar(loss: Any) -> jax.Array:
-    """Returns a loss as `f32[]`, summed as Keras's trainer does."""
+    """Returns the sum of a loss as `f32[]` or wider, like Keras's trainer."""
     total = jnp.sum(loss)
     return total.astype(jnp.promote_types(total.dtype, jnp.float32))
 
 
-def _reseeded(where: _variables.Layout, rng: jax.Array) -> list[tuple[Any, jax.Array]]:
-    """Returns every seed counter with random bits of its own, `u32[2]`."""
-    return [
-        (where.model_state[path], jax.random.bits(jax.random.fold_in(rng, i), (2,), jnp.uint32))
-        for i, path in enumerate(where.seeds)
-    ]
+def _seed_from_key(layout: _variables.Layout, rng: jax.Array) -> list[tuple[Any, jax.Array]]:
+    """Returns the pairs of seed counters and random bits, `u32[2]`, which differ for each."""
+    pairs = []
+    for i, path in enumerate(layout.seeds):
+        bits = jax.random.bits(jax.random.fold_in(rng, i), (2,), jnp.uint32)
+        pairs.append((layout.model_state[path], bits))
+    return pairs
 
 
 def require_built(model: Any) -> None:
-    """Refuses what is no layer, or has no variables yet."""
-    if not isinstance(model, keras.Layer):
-        raise TypeError(
-            f"model: expected a keras.Model or keras.Layer, got {type(model).__name__}. For flax "
-            "use functrain.from_linen or functrain.from_nnx."
-        )
-    if not (model.built and _variables.has_state(model)):
+    """Raises TypeError unless `model` is a layer, and ValueError unless it is built."""
+    advice = "For flax use functrain.from_linen or functrain.from_nnx."
+    require_instance("model", model, keras.Layer, "a keras.Model or keras.Layer", advice)
+    if not (model.built and _variables.is_fully_built(model)):
         raise ValueError(
             f"model: expected a built model, got {type(model).__name__} {model.name!r}, which has "
             "no variables yet. Call it once on a batch, model(x), or model.build(input_shape)."

@@ -1,4 +1,4 @@
-"""What a variable is called: keys that read like the model, and are the same in every instance."""
+"""Stable names of variables, which are the same in every instance of a model."""
 
 import difflib
 import itertools
@@ -12,16 +12,15 @@ Path: TypeAlias = tuple[str, ...]
 
 
 def keys(parent: Any, members: Iterable[Any]) -> list[str]:
-    """Returns one key for each thing that a layer or metric holds, unique among them.
+    """Returns unique keys for the members of a layer or metric.
 
-    Keras numbers unnamed layers over the whole process, so `dense` in one instance of a model is
-    `dense_2` in the next. A key is therefore, in this order: the name somebody gave; else the
-    public attribute that holds the member (`fc1`, `blocks_0`); else its class, in snake case.
-    Members that would share a key get `_1`, `_2`, ... in Keras's order.
+    A key is the name that the user gave to the member; or else the public attribute that holds it
+    (`fc1`, `blocks_0`); or else its class in snake case. Members with equal keys get `_1`, `_2`,
+    ... in Keras's order.
 
     Args:
       parent: A layer or a metric.
-      members: Layers, variables, seed generators or metrics it holds, in Keras's order.
+      members: The layers, variables, seed generators or metrics that it holds, in Keras's order.
 
     Returns:
       A list of keys without `/`, one for each member.
@@ -32,30 +31,38 @@ def keys(parent: Any, members: Iterable[Any]) -> list[str]:
       >>> keys(keras.Sequential(layers), layers)
       ['dense', 'dense_1', 'out']
     """
-    held = dict(_held(parent))
-    found: list[str] = []
+    attributes = dict(_attribute_names(parent))
+    unique_keys: list[str] = []
     for member in members:
-        found.append(free(_base(parent, member, held), found))
-    return found
+        unique_keys.append(free(_key(parent, member, attributes), unique_keys))
+    return unique_keys
 
 
-def _base(parent: Any, member: Any, held: dict[int, str]) -> str:
-    kind = snake(type(member))
-    # Bidirectional names its two layers after the one it was given, which may be unnamed.
-    if re.fullmatch(rf"(forward_|backward_)?{kind}(_\d+)?", member.name):
-        return held.get(id(member), kind)
-    # `name=f"{self.name}_proj"` carries the parent's number into the child's name.
-    owner = snake(type(parent))
-    name = re.sub(rf"^{owner}_\d+_", f"{owner}_", member.name)
-    return name.replace("/", ">")  # as Keras does in the paths of metric variables
+def _key(parent: Any, member: Any, attributes: dict[int, str]) -> str:
+    # Keras numbers unnamed layers over the whole process, so that `dense` in one instance of a
+    # model is `dense_2` in the next. Names derived from the class are therefore not used.
+    class_name = snake(type(member))
+    # Bidirectional names its two layers after the given layer, which may be unnamed.
+    if re.fullmatch(rf"(forward_|backward_)?{class_name}(_\d+)?", member.name):
+        return attributes.get(id(member), class_name)
+    # `name=f"{self.name}_proj"` makes the parent's number a part of the child's name.
+    parent_class = snake(type(parent))
+    name = re.sub(rf"^{parent_class}_\d+_", f"{parent_class}_", member.name)
+    # Keras makes the same replacement in the paths of metric variables.
+    return name.replace("/", ">")
 
 
 def require_known(identifier: Any, module: Any, expected: str) -> None:
-    """Refuses a name that a module such as `keras.losses` does not know, and what cannot be called.
+    """Raises an error unless an identifier is callable, or a name in a module.
+
+    Args:
+      identifier: A name, or a callable, which is accepted without a further check.
+      module: A module with a function `get`, such as `keras.losses`.
+      expected: The beginning of the message: "name: expected ...".
 
     Raises:
-      ValueError: There is no such name; the message has what is close.
-      TypeError: The identifier is neither a name nor a function.
+      ValueError: The module does not know the name; the message suggests similar names.
+      TypeError: The identifier is neither a name nor callable.
     """
     if callable(identifier):
         return
@@ -64,78 +71,90 @@ def require_known(identifier: Any, module: Any, expected: str) -> None:
     try:
         module.get(identifier)
     except ValueError:
-        close = difflib.get_close_matches(identifier, dir(module), n=3)
-        hint = f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
+        similar_names = difflib.get_close_matches(identifier, dir(module), n=3)
+        suggestion = " or ".join(map(repr, similar_names))
+        hint = f" Did you mean {suggestion}?" if similar_names else ""
         raise ValueError(f"{expected}, got {identifier!r}.{hint}") from None
 
 
 def free(name: str, used: Collection[str]) -> str:
-    """Returns a name that is not used: itself, or with `_1`, `_2`, ... behind it.
+    """Returns an unused name: the given one, or the first unused of `name_1`, `name_2`, ...
 
     Examples:
       >>> free("dense", {"dense", "dense_1"})
       'dense_2'
     """
-    numbered = (f"{name}_{i}" for i in itertools.count(1))
-    return next(x for x in itertools.chain([name], numbered) if x not in used)
+    candidate = name
+    for i in itertools.count(1):
+        if candidate not in used:
+            break
+        candidate = f"{name}_{i}"
+    return candidate
 
 
 def snake(cls: type) -> str:
-    """Returns the name Keras derives from a class; see keras/src/utils/naming.py."""
+    """Returns the name that Keras derives from a class, as in keras/src/utils/naming.py."""
     name = re.sub(r"\W+", "", cls.__name__)
     name = re.sub("(.)([A-Z][a-z]+)", r"\1_\2", name)
     return re.sub("([a-z])([A-Z])", r"\1_\2", name).lower()
 
 
-def _held(parent: Any) -> Iterator[tuple[int, str]]:
-    """Yields the id of what public attributes hold, with a name; the first attribute comes last."""
+def _attribute_names(parent: Any) -> Iterator[tuple[int, str]]:
+    """Yields the ids of the objects that public attributes hold, with their names."""
+    # In reverse order: in a dict of these pairs the first attribute of an object then wins.
     for attribute, value in reversed(vars(parent).items()):
         if not attribute.startswith("_"):
-            yield from _named(attribute, value)
+            yield from _item_names(attribute, value)
 
 
-def _named(name: str, value: Any) -> Iterator[tuple[int, str]]:
+def _item_names(name: str, value: Any) -> Iterator[tuple[int, str]]:
+    """Yields the ids and names of the objects inside nested dicts and lists."""
     if isinstance(value, dict):
         for key, item in value.items():
-            yield from _named(f"{name}_{key}".replace("/", ">"), item)
+            yield from _item_names(f"{name}_{key}".replace("/", ">"), item)
     elif isinstance(value, list | tuple):
         for i, item in enumerate(value):
-            yield from _named(f"{name}_{i}", item)
+            yield from _item_names(f"{name}_{i}", item)
     else:
         yield id(value), name
 
 
 def variable_paths(variables: Sequence[Any]) -> list[Path]:
-    """Returns unique paths for a model's variables that read like the model.
+    """Returns stable and unique paths for the variables of a model.
 
-    A Keras optimizer sees the variables of a model, not the model. So these are made of
-    `variable.path`: without the model's own name, and with the numbers that Keras gives to
-    unnamed layers counted anew, in order, for each class (`dense_7` is `dense` again). They are
-    those of `bridge.create_state` but for unnamed layers held by attributes, which go by the
-    attribute's name there.
+    A path is `variable.path` without the model's name, and with new numbers for unnamed layers,
+    counted for each class (`dense_7` becomes `dense`). These paths are those of
+    `bridge.create_state`, except that there an unnamed layer in an attribute has the attribute's
+    name.
     """
-    split = [tuple(v.path.split("/")) for v in variables]
-    if len({path[0] for path in split}) == 1 and all(len(path) > 2 for path in split):
-        split = [path[1:] for path in split]
-    classes = {snake(cls) for cls in (keras.Variable, *_subclasses(keras.Layer))}
+    # A Keras optimizer knows the variables of a model but not the model, so `keys` cannot be used.
+    paths = [tuple(v.path.split("/")) for v in variables]
+    roots = {path[0] for path in paths}
+    if len(roots) == 1 and min(map(len, paths)) > 2:
+        paths = [path[1:] for path in paths]
+    class_names = set(map(snake, (keras.Variable, *_subclasses(keras.Layer))))
+    # The new path of each level, starting with the root.
     renamed: dict[tuple[Any, ...], Path] = {(): ()}
-    for number, path in enumerate(split):
+    for index, path in enumerate(paths):
         for depth, name in enumerate(path):
             is_layer = depth < len(path) - 1
-            # Variables of one name are different ones, so that the number is part of what they are.
-            level = path[: depth + 1] if is_layer else (*path, number)
+            # Two variables may have the same path, so that the index is part of the level.
+            level = path[: depth + 1] if is_layer else (*path, index)
             if level not in renamed:
                 parent = renamed[path[:depth]]
                 used = {new[-1] for new in renamed.values() if new and new[:-1] == parent}
-                renamed[level] = (*parent, free(_unnumbered(name, classes), used))
-    return [renamed[*path, number] for number, path in enumerate(split)]
+                renamed[level] = (*parent, free(_without_number(name, class_names), used))
+    return [renamed[*path, index] for index, path in enumerate(paths)]
 
 
-def _unnumbered(name: str, classes: set[str]) -> str:
-    numbered = re.fullmatch(r"((?:forward_|backward_)?(.+))_\d+", name)  # as Bidirectional names
-    return numbered[1] if numbered and numbered[2] in classes else name
+def _without_number(name: str, class_names: set[str]) -> str:
+    """Returns a name without the number that Keras adds to names derived from a class."""
+    # Bidirectional adds these prefixes to the names of its layers.
+    match = re.fullmatch(r"((?:forward_|backward_)?(.+))_\d+", name)
+    return match[1] if match and match[2] in class_names else name
 
 
 def _subclasses(cls: type) -> set[type]:
-    found: set[type] = set(cls.__subclasses__())
-    return found.union(*map(_subclasses, found))
+    """Returns all direct and indirect subclasses of a class."""
+    direct: set[type] = set(cls.__subclasses__())
+    return direct.union(*map(_subclasses, direct))

@@ -1,4 +1,4 @@
-"""Which layers may be compiled although they say they may not: those that are known to be pure."""
+"""Detection of pure layers, which can be compiled although they have supports_jit=False."""
 
 import warnings
 import weakref
@@ -9,10 +9,10 @@ from keras import layers
 
 from bridge import keras_private
 
-# Keras's layers with supports_jit=False that draw by a SeedGenerator they hold, whose counter is
-# in the state, and by nothing else. They say so for the sake of another backend; JAX compiles them
-# (RandomCrop only where it does not crop). Read in Keras 3.15.1, whose others with
-# supports_jit=False look words and numbers up in Python.
+# Keras layers with supports_jit=False whose only randomness is a SeedGenerator that they hold, so
+# that its counter is in the state. The flag is there for another backend; JAX compiles them
+# (RandomCrop only if it does not crop). Checked in the sources of Keras 3.15.1, in which all other
+# layers with supports_jit=False look up words or numbers in Python.
 _PURE = {
     layers.RandomCrop,
     layers.RandomPerspective,
@@ -21,7 +21,7 @@ _PURE = {
     layers.RandomTranslation,
     layers.RandomZoom,
 }
-# Keras's layers that draw by Python's `random`, or run code of the user's.
+# Keras layers that draw from Python's `random`, and those that run code of the user.
 _IMPURE = {layers.AugMix}
 _RUN_ANYTHING = {layers.FlaxLayer, layers.JaxLayer, layers.Lambda}
 _RUN_ANYTHING |= {layers.TFSMLayer, layers.TorchModuleWrapper}
@@ -32,40 +32,36 @@ _warned: weakref.WeakSet[type] = weakref.WeakSet()
 
 
 def unknown_layers(model: keras.Layer) -> list[Any]:
-    """Returns those of a model's layers, itself included, that are not known to be pure.
-
-    A class is known by itself, and not by its name or what it inherits from.
-    """
-    return [layer for layer in keras_private.layers.all_layers(model) if not _is_known(layer)]
+    """Returns the layers of a model, including the model, that are not known to be pure."""
+    return [layer for layer in keras_private.layers.all_layers(model) if not _is_pure(layer)]
 
 
 def frozen_layers(model: keras.Layer) -> list[Any]:
-    """Returns those of a model's layers of which a compiled step does something only once.
+    """Returns the layers of a model that do something in Python, only once in a compiled step.
 
-    Either they say so by supports_jit=False, or they are Keras's own and draw in Python.
+    These are layers with supports_jit=False, and Keras layers that draw in Python.
     """
-    return [
-        layer for layer in unknown_layers(model) if type(layer) in _IMPURE or not layer.supports_jit
-    ]
+    return [x for x in unknown_layers(model) if type(x) in _IMPURE or not x.supports_jit]
 
 
 def warn_of_frozen(model: keras.Layer) -> None:
-    """Says once for a class of layers that what it draws in Python is drawn when it is traced."""
+    """Warns, once for each class, of layers that draw in Python only when they are traced."""
     classes = {type(layer) for layer in frozen_layers(model)} - set(_warned)
     if not classes:
         return
     _warned.update(classes)
     names = ", ".join(sorted(cls.__name__ for cls in classes))
     warnings.warn(
-        f"{names}: Keras leaves models with this layer uncompiled. In a compiled step, what it "
-        "does in Python (random, numpy.random, counters) is done once, when the step is traced, "
-        "and not every time. To draw anew each time: keras.random with a "
-        "keras.random.SeedGenerator held as an attribute, and supports_jit = True. To run the "
-        "model as Keras does: bridge.fit.",
+        f"{names}: Keras does not compile models with this layer. In a compiled step, its Python "
+        "code (random, numpy.random, counters) runs only once, when the step is traced. To draw "
+        "in every step, use keras.random with a keras.random.SeedGenerator held as an attribute, "
+        "and set supports_jit = True. To run the model as Keras does, use bridge.fit.",
         stacklevel=3,
     )
 
 
-def _is_known(layer: Any) -> bool:
-    is_pure = type(layer) in _PURE or layer.supports_jit
-    return keras_private.layers.is_functional(layer) or (type(layer) in _KNOWN and is_pure)
+def _is_pure(layer: Any) -> bool:
+    # By exact class: a subclass, or a class of the same name, may do anything.
+    can_be_compiled = type(layer) in _PURE or layer.supports_jit
+    is_known = type(layer) in _KNOWN and can_be_compiled
+    return is_known or keras_private.layers.is_functional(layer)

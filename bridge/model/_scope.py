@@ -1,4 +1,4 @@
-"""Running a Keras model as a pure function, and leaving it whole whatever happens."""
+"""Running a Keras model as a pure function, without damage to its variables."""
 
 import contextlib
 from collections.abc import Iterable, Iterator
@@ -12,30 +12,30 @@ from functrain.internal import tree as _tree
 
 
 class Scope(keras.StatelessScope):  # type: ignore[misc]  # keras has no types
-    """A StatelessScope that also notes the variables that were updated and are not in its mapping.
+    """A StatelessScope that also records updates of variables which are not in its mapping.
 
     Attributes:
-      untracked: Those variables, by id.
+      untracked: The updated variables that are not in the mapping, by id.
     """
 
     def __init__(self, mapping: list[tuple[Any, Any]]) -> None:
         super().__init__(mapping, collect_losses=True, initialize_variables=False)
-        self._known = frozenset(id(variable) for variable, _ in mapping)
+        self._mapped_ids = frozenset(id(variable) for variable, _ in mapping)
         self.untracked: dict[int, Any] = {}
 
     def add_update(self, update: tuple[Any, Any]) -> None:
-        """Records an `assign`."""
+        """Records an update, which Keras passes for each `assign` inside the scope."""
         variable, _ = update
-        if id(variable) not in self._known:
+        if id(variable) not in self._mapped_ids:
             self.untracked[id(variable)] = variable
         super().add_update(update)
 
     def require_all_tracked(self, problem: str, remedy: str) -> None:
-        """Raises ValueError if variables were updated that are not in the mapping; it names them.
+        """Raises ValueError if variables were updated that are not in the mapping.
 
         Args:
-          problem: What the message says before their names.
-          remedy: What it says behind them.
+          problem: The text before the names of the variables.
+          remedy: The text after them.
         """
         if self.untracked:
             lines = [f"{v.path}: {_tree.spec(v)}" for v in self.untracked.values()]
@@ -44,7 +44,7 @@ class Scope(keras.StatelessScope):  # type: ignore[misc]  # keras has no types
 
 @contextlib.contextmanager
 def name_scopes(names: Iterable[str]) -> Iterator[None]:
-    """Puts names into the paths of the variables made inside."""
+    """Context manager: adds names to the paths of the variables created inside."""
     with contextlib.ExitStack() as stack:
         for name in names:
             stack.enter_context(keras.name_scope(name))
@@ -53,36 +53,36 @@ def name_scopes(names: Iterable[str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def outside_of_traces() -> Iterator[None]:
-    """Leaves every trace and scope for a while: variables made inside have values at once."""
+    """Context manager: leaves all traces and scopes, so that new variables get values at once."""
     with jax.ensure_compile_time_eval(), keras_private.variables.outside_scopes():
         yield
 
 
 @contextlib.contextmanager
 def initialize_new_variables() -> Iterator[None]:
-    """Gives a value to every variable that was created inside, even when an exception ends it.
-
-    A layer met for the first time inside a scope marks itself built and puts its values off; left
-    so, it would draw new weights at each use, and Keras would refuse the next model that is built.
-    """
+    """Context manager: gives values to all variables created inside, even after an exception."""
+    # A layer that is first called inside a scope counts as built, but its values are deferred.
+    # Without values it would draw new weights at each use, and Keras would refuse to build the
+    # next model.
     try:
         yield
     finally:
-        # Leaving an outermost scope is the public way to have Keras make the values it put off.
+        # Leaving an outermost scope is the public way to make Keras compute deferred values.
         with outside_of_traces(), keras.StatelessScope():
             pass
 
 
 @contextlib.contextmanager
 def no_side_effects() -> Iterator[None]:
-    """Refuses a step that changes Keras variables while it is traced.
+    """Context manager: raises an error if a step assigns Keras variables while it is traced.
 
-    A model called as it is, ``model(x)``, assigns its statistics and seed counters; in a trace
-    those would be tracers, which end the model. It may be entered again inside.
+    It may be nested.
 
     Raises:
-      ValueError: It names the variables; they are as they were.
+      ValueError: The step assigned variables. The message names them; their values are unchanged.
     """
+    # A direct call ``model(x)`` assigns statistics and seed counters. In a trace their values would
+    # be tracers, after which the model could not be used any more.
     with initialize_new_variables(), Scope([]) as scope:
         yield
     scope.require_all_tracked(

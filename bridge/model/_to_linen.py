@@ -1,5 +1,6 @@
 """A Keras model as a linen module."""
 
+import operator
 from typing import Any
 
 import flax.linen as nn
@@ -13,23 +14,23 @@ from functrain.internal import tree as _tree
 
 
 def to_linen(model: keras.Layer, *, name: str | None = None) -> nn.Module:
-    """Returns a Keras model as a linen module, to be used alone or inside another.
+    """Returns a Keras model as a linen module, for use alone or inside another module.
 
-    Its variables are the model's, under the same keys as in `bridge.create_state`: `params` are
-    the trainable ones, `batch_stats` all others, frozen weights included, but for the counters of
-    Keras's seed generators, which are in `seeds`. ``init`` returns copies of the values that the
-    model has at that time; the key is not used. The Keras model itself never changes;
-    ``bridge.to_keras(variables, model)`` writes variables back into it.
+    Its variables have the same keys as in `bridge.create_state`. `params` has the trainable
+    variables, `seeds` the counters of Keras's seed generators, and `batch_stats` all others,
+    including frozen weights. ``init`` returns copies of the model's current values and does not
+    use the key. The Keras model itself never changes; ``bridge.to_keras(variables, model)`` writes
+    variables back into it.
 
-    ``__call__(inputs, training=False)``: inputs are one pytree. In training statistics move on, so
-    that `batch_stats` must be mutable. Randomness comes from the rng stream `dropout` (or the
-    only one there is); without rngs from the counters, and `seeds` must be mutable too. Without
-    training what is not mutable stays as it is. The model's own losses are sown into the
-    collection `losses`.
+    The module is called as ``module(inputs, training=False)``, where inputs are one pytree. In
+    training statistics are updated, so that `batch_stats` must be mutable. Random layers draw from
+    the rng stream `dropout`, or from a single stream of another name. Without rngs they draw from
+    the counters, and `seeds` must be mutable as well. Without training, collections that are not
+    mutable stay unchanged. The model's losses are sown into the collection `losses`.
 
     Args:
       model: A built `keras.Model` or layer.
-      name: Of the module, as linen has it.
+      name: The name of the linen module.
 
     Returns:
       A `flax.linen.Module`.
@@ -50,12 +51,13 @@ def to_linen(model: keras.Layer, *, name: str | None = None) -> nn.Module:
       >>> module.apply(variables, np.ones((2, 3)), training=True, rngs=rngs).shape
       (2, 4)
     """
-    from_keras(model)  # its errors, now
+    # Raises the errors about the model here instead of in the first call.
+    from_keras(model)
     return KerasModule(model, name=name)
 
 
 class KerasModule(nn.Module):
-    """What `to_linen` returns."""
+    """The linen module that `to_linen` returns."""
 
     model: Any
 
@@ -64,18 +66,20 @@ class KerasModule(nn.Module):
         """Runs the model."""
         collections = _variables.collections(self.model)
         params = collections.pop("params")
-        values = {key: self.param(key, _copier(value)) for key, value in params.items()}
-        held = [
-            self.variable(name, key, _copier(value), None)
-            for name, tree in collections.items()
-            for key, value in tree.items()
-        ]
-        state = _variables.merge(*({v.name: v.value} for v in held))
+        for key, value in params.items():
+            params[key] = self.param(key, _copier(value))
+        variables = []
+        for collection, tree in collections.items():
+            for key, value in tree.items():
+                variables.append(self.variable(collection, key, _copier(value), None))
+        state = _variables.merge(*({v.name: v.value} for v in variables))
         out = from_keras(self.model).apply(
-            values, state, inputs, rng=self._rng(), training=training
+            params, state, inputs, rng=self._rng(), training=training
         )
+        # `init` returns the values before the first application.
         if not self.is_initializing():
-            for variable in held:
+            for variable in variables:
+                # In training a collection that is not mutable raises flax's error.
                 if training or self.is_mutable_collection(variable.collection):
                     _write(variable, out.model_state)
             for i, loss in enumerate(out.losses):
@@ -83,19 +87,24 @@ class KerasModule(nn.Module):
         return out.outputs
 
     def _rng(self) -> jax.Array | None:
-        streams = self.has_rng("dropout") or self.has_rng("params")  # a single key is "params"
-        return self.make_rng("dropout") if streams and not self.is_initializing() else None
+        # `apply(..., rngs=key)` with a single key gives the stream "params".
+        has_stream = self.has_rng("dropout") or self.has_rng("params")
+        return self.make_rng("dropout") if has_stream and not self.is_initializing() else None
 
 
 def _copier(value: PyTree) -> Any:
+    """Returns an initializer that ignores the key and returns a copy of a value."""
     return lambda key: _tree.copy(value)
 
 
 def _write(variable: Any, state: PyTree) -> None:
-    """Writes the leaves of a linen variable that have changed, for which it must be mutable."""
+    """Assigns new values to a linen variable, unless all leaves are unchanged."""
     old = variable.value
-    new = jax.tree_util.tree_map_with_path(
-        lambda path, _: _variables.at(state[variable.name], _tree.keys(path)), old
-    )
-    if any(a is not b for a, b in zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True)):
+
+    def new_leaf(path: Any, _: Any) -> Any:
+        return _variables.get_at(state[variable.name], _tree.keys(path))
+
+    new = jax.tree_util.tree_map_with_path(new_leaf, old)
+    # An unchanged variable need not be mutable.
+    if any(map(operator.is_not, jax.tree.leaves(old), jax.tree.leaves(new))):
         variable.value = new

@@ -1,4 +1,4 @@
-"""Which variable is which: a Keras model's variables as two nested dicts, and back."""
+"""A Keras model's variables as two nested dicts, params and model_state, and back."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
@@ -11,21 +11,21 @@ import optax
 from bridge import keras_private
 from bridge.model import _names
 from bridge.model._names import Path
-from functrain.internal import PyTree, fetch_global
+from functrain.internal import PyTree, fetch_global, require_no_problems
 from functrain.internal import tree as _tree
 
 
 class Layout(NamedTuple):
-    """Where each variable of a model lives.
+    """The path of each variable of a model.
 
-    Keras's own order, each variable once; the paths are unique, and the same in every instance of
-    an architecture.
+    The variables are in Keras's order, each once. The paths are unique, and the same in every
+    instance of an architecture.
 
     Attributes:
       params: The variables of `model.trainable_variables`, by path.
-      model_state: All others, by path: statistics, frozen weights, seed counters, and metrics
-        that layers hold.
-      seeds: The paths in `model_state` that are the state of a SeedGenerator, `u32[2]` each.
+      model_state: All other variables, by path: statistics, frozen weights, seed counters, and
+        metrics that layers hold.
+      seeds: The paths in `model_state` of the states of SeedGenerators, `u32[2]` each.
     """
 
     params: dict[Path, Any]
@@ -38,9 +38,9 @@ class Layout(NamedTuple):
 
 
 def layout(model: keras.Layer) -> Layout:
-    """Returns where each variable of a model lives now.
+    """Returns the current path of each variable of a model.
 
-    Freezing a layer moves its variables to `model_state`, under the same path.
+    Freezing a layer moves its variables to `model_state`, with the same path.
 
     Args:
       model: A built model or layer.
@@ -50,28 +50,34 @@ def layout(model: keras.Layer) -> Layout:
       >>> list(layout(model).params)
       [('dense', 'kernel'), ('dense', 'bias')]
     """
-    trainable = {id(v) for v in model.trainable_variables}
-    found = Layout({}, {}, ())
+    # By id: paths and names of Keras variables are not unique.
+    trainable_ids = set(map(id, model.trainable_variables))
+    params: dict[Path, Any] = {}
+    model_state: dict[Path, Any] = {}
     seeds = []
     for path, member in _walk(model, (), {id(model)}):
         is_seed = isinstance(member, keras.random.SeedGenerator)
         variable = member.state if is_seed else member
-        part = found.params if id(variable) in trainable else found.model_state
-        part[path] = variable
+        variables = params if id(variable) in trainable_ids else model_state
+        variables[path] = variable
         if is_seed:
             seeds.append(path)
-    return found._replace(seeds=tuple(seeds))
+    return Layout(params, model_state, tuple(seeds))
 
 
-def _walk(node: Any, path: Path, seen: set[int]) -> Iterator[tuple[Path, Any]]:
-    """Yields variables and seed generators with their paths; what is shared, where first met."""
+def _walk(node: Any, path: Path, visited_ids: set[int]) -> Iterator[tuple[Path, Any]]:
+    """Yields variables and seed generators with their paths.
+
+    A shared variable has the path at which it is visited first. A SeedGenerator that a layer
+    shares with its parent is tracked by both.
+    """
     members = _members(node)
     for key, member in zip(_names.keys(node, members), members, strict=True):
-        if id(member) in seen:
+        if id(member) in visited_ids:
             continue
-        seen.add(id(member))
+        visited_ids.add(id(member))
         if isinstance(member, keras.Layer | keras.Metric):
-            yield from _walk(member, (*path, key), seen)
+            yield from _walk(member, (*path, key), visited_ids)
         else:
             yield (*path, key), member
 
@@ -87,67 +93,67 @@ def _members(node: Any) -> list[Any]:
     ]
 
 
-def has_state(model: keras.Layer) -> bool:
-    """Whether a model has variables, or has nothing unbuilt that could make some.
-
-    `built` is no proof: `build` on a subclass can mark it built and leave its layers alone.
-    """
+def is_fully_built(model: keras.Layer) -> bool:
+    """Returns True if a model has variables, or if no unbuilt layer could still create some."""
+    # `model.built` alone proves nothing: the `build` of a subclass can set it and leave the inner
+    # layers unbuilt.
     layers = keras_private.layers.sublayers(model)
-    return bool(model.variables) or all(x.built and has_state(x) for x in layers)
+    return bool(model.variables) or all(x.built and is_fully_built(x) for x in layers)
 
 
-def require_same(before: Layout, after: Layout) -> None:
-    """Refuses an application that made variables.
-
-    Raises:
-      ValueError: It names them.
-    """
-    known = set(map(id, before.variables().values()))
-    lines = [
-        f"{'/'.join(path)}: {_tree.spec(v)}"
-        for path, v in after.variables().items()
-        if id(v) not in known
-    ]
+def require_no_new_variables(before: Layout, after: Layout) -> None:
+    """Raises ValueError if a model has created variables, and names them."""
+    old_ids = set(map(id, before.variables().values()))
+    lines = []
+    for path, variable in after.variables().items():
+        if id(variable) not in old_ids:
+            lines.append(f"{'/'.join(path)}: {_tree.spec(variable)}")
     if lines:
         raise ValueError(
-            "the model made variables while it was applied, which the state does not hold:\n"
+            "the model created variables while it was applied, which the state does not hold:\n"
             f"{_tree.bullets(lines)}\n"
-            "Some of its layers had not been built. They are now; to build all of a model, call "
-            "it once on a batch, model(x, training=True). Then make the state again: "
+            "Some of its layers had not been built. They are built now. To build a whole model, "
+            "call it once on a batch, model(x, training=True). Then create the state again: "
             "bridge.create_state(model, tx)."
         )
 
 
-def values(where: Layout) -> tuple[PyTree, PyTree]:
-    """Returns `(params, model_state)`: the model's own arrays, not copies, in nested dicts.
+def values(layout: Layout) -> tuple[PyTree, PyTree]:
+    """Returns `(params, model_state)` as nested dicts of the model's own arrays, not copies.
 
-    With a mixed precision policy these are the float32 masters.
+    With a mixed precision policy these are the float32 values that Keras casts for computations.
     """
-    params, others = ({path: v.value for path, v in part.items()} for part in where[:2])
-    return nest(params), nest(others)
+    return nest(_arrays(layout.params)), nest(_arrays(layout.model_state))
 
 
-# The collections of a linen module made of a Keras model, beside `params`.
+def _arrays(variables: Mapping[Path, Any]) -> dict[Path, Any]:
+    return {path: variable.value for path, variable in variables.items()}
+
+
+# The collections of a linen module made from a Keras model, besides `params`.
 COLLECTIONS = ("batch_stats", "seeds")
 
 
 def collections(model: keras.Layer) -> dict[str, PyTree]:
     """Returns the model's own arrays, not copies, as collections of a linen module."""
-    where = layout(model)
-    params, _ = values(where)
-    others = {path: v.value for path, v in where.model_state.items()}
-    seeds = {path: others.pop(path) for path in where.seeds}
-    return {"params": params, "batch_stats": nest(others), "seeds": nest(seeds)}
+    model_layout = layout(model)
+    batch_stats = _arrays(model_layout.model_state)
+    seeds = {path: batch_stats.pop(path) for path in model_layout.seeds}
+    params = _arrays(model_layout.params)
+    return {"params": nest(params), "batch_stats": nest(batch_stats), "seeds": nest(seeds)}
 
 
 def merge(*trees: PyTree) -> PyTree:
-    """Returns nested mappings with no leaf in common as one nested dict."""
-    leaves = [pair for tree in trees for pair in jax.tree_util.tree_leaves_with_path(tree)]
-    return nest({_tree.keys(path): leaf for path, leaf in leaves})
+    """Returns nested mappings without common leaves as one nested dict."""
+    leaves: dict[Path, Any] = {}
+    for tree in trees:
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+            leaves[_tree.keys(path)] = leaf
+    return nest(leaves)
 
 
 def nest(leaves: Mapping[Path, Any]) -> dict[str, Any]:
-    """Returns leaves by path as nested dicts."""
+    """Returns a mapping from paths to leaves as nested dicts."""
     tree: dict[str, Any] = {}
     for path, leaf in leaves.items():
         node = tree
@@ -157,113 +163,119 @@ def nest(leaves: Mapping[Path, Any]) -> dict[str, Any]:
     return tree
 
 
-def pair(where: Layout, params: PyTree, model_state: PyTree) -> list[tuple[Any, Any]]:
-    """Returns `(variable, array)` for every variable.
+def pair(layout: Layout, params: PyTree, model_state: PyTree) -> list[tuple[Any, Any]]:
+    """Returns the pair `(variable, array)` of every variable.
 
     Raises:
-      ValueError: The trees are not this model's; the message names the leaves that differ.
+      ValueError: The trees do not match the model; the message names the leaves that differ.
     """
+    expected = {"params": nest(_specs(layout.params))}
+    expected["model_state"] = nest(_specs(layout.model_state))
     trees = {"params": params, "model_state": model_state}
-    expected = {
-        name: nest({path: _spec(v) for path, v in part.items()})
-        for name, part in zip(trees, where[:2], strict=True)
-    }
     lines = _tree.differences(expected, jax.tree.map(_spec, trees))
     if lines and all("got bfloat16[" in line or "got float16[" in line for line in lines):
         raise ValueError(
-            f"params: expected them as the Keras model keeps them, got\n{_tree.bullets(lines)}\n"
-            "functrain.cast does not reach into Keras's layers. For mixed precision call "
+            f"params: expected the dtypes of the Keras model, got\n{_tree.bullets(lines)}\n"
+            "functrain.cast has no effect inside Keras layers. For mixed precision call "
             "keras.config.set_dtype_policy('mixed_bfloat16') before the model is built."
         )
     if lines:
         raise ValueError(
-            "the state does not fit the model. Leaves that differ from the model's variables as "
-            f"they are now:\n{_tree.bullets(lines)}\n"
-            "If the model changed after the state was made (a layer frozen or unfrozen, added, "
-            "quantized), make the state again: bridge.create_state(model, tx). If the state is "
-            "another model's, use it with that one."
+            "the state does not match the model. These leaves differ from the model's current "
+            f"variables:\n{_tree.bullets(lines)}\n"
+            "If the model has changed since the state was created (a layer was frozen, unfrozen, "
+            "added or quantized), create the state again: bridge.create_state(model, tx). If the "
+            "state belongs to another model, use it with that one."
         )
-    parts = zip(where[:2], trees.values(), strict=True)
-    return [(v, at(tree, path)) for part, tree in parts for path, v in part.items()]
+    pairs = [(variable, get_at(params, path)) for path, variable in layout.params.items()]
+    for path, variable in layout.model_state.items():
+        pairs.append((variable, get_at(model_state, path)))
+    return pairs
 
 
-def at(tree: PyTree, path: Path) -> Any:
-    """Returns what is at a path in nested dicts."""
+def get_at(tree: PyTree, path: Path) -> Any:
+    """Returns the leaf or subtree at a path in nested dicts."""
     for key in path:
         tree = tree[key]
     return tree
 
 
+def _specs(variables: Mapping[Path, Any]) -> dict[Path, Any]:
+    return dict(zip(variables, map(_spec, variables.values()), strict=True))
+
+
 def _spec(x: Any) -> Any:
-    """Returns shape and dtype, and forgets a weak type: the variable's dtype wins anyway."""
+    """Returns shape and dtype of an array, without its weak type, and any other leaf unchanged."""
+    # A Keras variable casts to its own dtype, so that a weak type has no effect.
     if _tree.is_array(x) and not _tree.is_key(x):
         return jax.ShapeDtypeStruct(x.shape, jnp.dtype(x.dtype))
     return x
 
 
-def fitting(part: Mapping[Path, Any], tree: PyTree, name: str) -> dict[Path, Any]:
+def select_present(variables: Mapping[Path, Any], tree: PyTree, name: str) -> dict[Path, Any]:
     """Returns the variables that have a leaf in a tree.
 
-    `optax.masked` and `functrain.freeze` leave some out.
+    `optax.masked` and `functrain.freeze` leave some params out.
 
     Args:
-      part: A model's variables, by path.
-      tree: Nested dicts with a leaf for each of them, or None or `optax.MaskedNode()` in the place
-        of a leaf or of a whole branch.
-      name: What messages call the tree.
+      variables: A model's variables, by path.
+      tree: Nested dicts with a leaf for each variable, in which None or `optax.MaskedNode()`
+        replaces the leaves and branches that are left out.
+      name: The name of the tree in messages.
 
     Raises:
-      ValueError: It names the leaves that differ.
+      ValueError: The tree does not match the variables; the message names the leaves that differ.
     """
-    entries = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_masked)
-    masked = {_tree.keys(path): leaf for path, leaf in entries if _is_masked(leaf)}
-    here = {p: v for p, v in part.items() if not any(p[: len(m)] == m for m in masked)}
-    specs = {path: _spec(v) for path, v in here.items()}
-    expected = masked[()] if () in masked else nest(specs | masked)
+    masked: dict[Path, Any] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_masked):
+        if _is_masked(leaf):
+            masked[_tree.keys(path)] = leaf
+    present: dict[Path, Any] = {}
+    for path, variable in variables.items():
+        # A masked branch has a path that is the beginning of the path of a variable.
+        if not any(path[: len(branch)] == branch for branch in masked):
+            present[path] = variable
+    # The whole tree may be masked.
+    expected = masked[()] if () in masked else nest(_specs(present) | masked)
     lines = _tree.differences(expected, jax.tree.map(_spec, tree))
-    if lines:
-        raise ValueError(
-            f"{name}: expected those of the model, as bridge.create_state makes them, got\n"
-            f"{_tree.bullets(lines)}\n"
-            "If layers were frozen or unfrozen since, make the state again."
-        )
-    return here
+    advice = "If layers have been frozen or unfrozen since, create the state again."
+    text = "those of the model, as bridge.create_state returns them"
+    require_no_problems(name, lines, text, advice)
+    return present
 
 
 def _is_masked(x: Any) -> bool:
-    """Returns True for what stands for a param that is left out: None for one that is frozen."""
+    """Returns True for a placeholder of a param that is left out: None if it is frozen."""
     return x is None or isinstance(x, optax.MaskedNode)
 
 
-def write(pairs: list[tuple[Any, Any]]) -> None:
-    """Copies arrays into variables: all of them, or none if one cannot be copied.
-
-    The variables get buffers of their own, so that a program may consume the arrays afterwards. A
-    variable that is this process's own gets the whole of an array that is divided over processes.
-    """
+def assign_all(pairs: list[tuple[Any, Any]]) -> None:
+    """Assigns copies of arrays to variables: to all of them, or to none if a copy fails."""
+    # Copies, since `assign` would share the buffers, and a program may consume them later.
     copies = _tree.copy([array for _, array in pairs])
     for (variable, _), array in zip(pairs, copies, strict=True):
-        is_own = keras_private.variables.layout(variable) is None
+        # A variable without a layout is local to this process and gets the whole array.
+        is_local = keras_private.variables.layout(variable) is None
         is_divided = not array.is_fully_addressable
-        variable.assign(fetch_global(array) if is_own and is_divided else array)
+        variable.assign(fetch_global(array) if is_local and is_divided else array)
 
 
 def require_values(tree: PyTree) -> None:
-    """Refuses what cannot be written into a Keras model.
+    """Raises an error if a leaf has no value that could be assigned to a Keras variable.
 
     Raises:
-      TypeError: A leaf is being traced.
+      TypeError: A leaf is a tracer.
       ValueError: A leaf was donated to a program.
     """
     for path, leaf in _tree.leaves_with_path(tree):
         if isinstance(leaf, jax.core.Tracer):
             raise TypeError(
                 f"{path}: expected an array with a value, got a tracer, {_tree.spec(leaf)}. "
-                "A Keras model cannot be written to from inside jit, grad, vmap or scan: return "
-                "the state from there and call bridge.to_keras on it outside."
+                "A Keras model cannot be changed inside jit, grad, vmap or scan: return the state "
+                "from there and call bridge.to_keras outside."
             )
         if _tree.is_deleted(leaf):
             raise ValueError(
-                f"{path}: expected a live array, got {_tree.spec(leaf)} that a program took over "
-                "(donation). Take the state that the program returned."
+                f"{path}: expected a live array, got {_tree.spec(leaf)} that was donated to "
+                "a program. Use the state that the program returned (donation)."
             )

@@ -49,7 +49,7 @@ def constraints(model: keras.Layer) -> optax.GradientTransformation:
         expected = "params, as in tx.update(grads, state, params)"
         require(params is not None, "bridge.constraints", expected, params)
         # The variables are looked up in every trace, since layers may have been frozen since.
-        variables = _variables.fitting(_variables.layout(model).params, params, "params")
+        variables = _variables.select_present(_variables.layout(model).params, params, "params")
 
         def constrain(path: Any, param: jax.Array, update: jax.Array) -> jax.Array:
             constraint = variables[_tree.keys(path)].constraint

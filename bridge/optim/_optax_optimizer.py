@@ -12,7 +12,7 @@ import optax
 
 from bridge import keras_private
 from bridge.model._names import Path, variable_paths
-from bridge.model._variables import at, nest
+from bridge.model._variables import get_at, nest
 from bridge.optim._schedules import FILES, require_accepts, schedule
 from bridge.optim._slots import Role, roles_of_leaves
 from functrain.internal import PyTree, argument_advice, brief, check_tx, require
@@ -193,7 +193,7 @@ class OptaxOptimizer(keras_private.optimizers.GradientsOnly):
         new_params = optax.apply_updates(params, updates)
         for path, variable in plan.trained.items():
             if id(variable) in grad_by_id:
-                variable.assign(at(new_params, path))
+                variable.assign(get_at(new_params, path))
         for variable, leaf in zip(plan.slots, jax.tree.leaves(state), strict=True):
             variable.assign(to_plain_array(leaf))
 

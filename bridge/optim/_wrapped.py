@@ -185,7 +185,7 @@ class Wrapped:
         """
         if self.model is None:
             return dict.fromkeys(paths)
-        return _variables.fitting(_variables.layout(self.model).params, params, "params")
+        return _variables.select_present(_variables.layout(self.model).params, params, "params")
 
 
 def _stand_in(path: Path, value: Any, model_variable: Any) -> Any:

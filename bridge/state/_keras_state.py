@@ -98,7 +98,7 @@ def write_keras_state(state: KerasState, model: keras.Model) -> keras.Model:
     pairs: list[tuple[Any, Any]] = []
     for name, variables in variable_lists(model).items():
         pairs += zip(variables, getattr(state, name), strict=True)
-    _variables.write(pairs)
+    _variables.assign_all(pairs)
     return model
 
 

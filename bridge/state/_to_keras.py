@@ -108,5 +108,5 @@ def to_keras(
                     "To leave the optimizer unchanged: "
                     'bridge.to_keras(state, model, optimizer="leave"). The model is unchanged.'
                 ) from error
-    _variables.write(pairs)
+    _variables.assign_all(pairs)
     return model

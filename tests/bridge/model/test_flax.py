@@ -253,7 +253,7 @@ def test_what_is_no_flax_module_is_refused() -> None:
     with pytest.raises(TypeError, match=r"expected an instance of flax.*got Dense"):
         bridge.from_flax(layers.Dense(2))
     with pytest.raises(
-        TypeError, match=r"a function that makes one, got int from <function .*<lambda>"
+        TypeError, match=r"a function that creates one, got int from <function .*<lambda>"
     ):
         bridge.from_flax(lambda: 3)
     with pytest.raises(TypeError, match=r"Pair.__call__: expected one pytree.*also needs b"):
@@ -263,12 +263,12 @@ def test_what_is_no_flax_module_is_refused() -> None:
     with pytest.raises(ValueError, match="variables: expected None with an nnx module"):
         bridge.from_flax(make_nnx(), variables={"params": {}})
     with pytest.raises(
-        ValueError, match=r"variables: expected what module.init returns.*\['kernel'\]"
+        ValueError, match=r"variables: expected the result of module.init.*\['kernel'\]"
     ):
         bridge.from_flax(Net(), variables={"kernel": np.ones(3)})
     variables = Net().init(jax.random.key(7), X, train=False)
     for partial in ({}, variables["params"], {"params": variables["params"]}):
-        with pytest.raises(ValueError, match=r"with \['batch_stats', 'params'\], got .* without"):
+        with pytest.raises(ValueError, match=r"with \['batch_stats', 'params'\], got .*Pass all"):
             bridge.from_flax(Net(), variables=partial)(X)
     with pytest.raises(ValueError, match="expected a built layer"):
         bridge.from_flax(Net()).to_flax()
