@@ -114,7 +114,7 @@ def _call(
     keras_private.layers.forget_losses(model)
     takes_training = "training" in inspect.signature(model.call).parameters
     outputs = model(inputs, training=training) if takes_training else model(inputs)
-    return outputs, tuple(_scalar(loss) for loss in model.losses)
+    return outputs, tuple(map(_scalar, model.losses))
 
 
 def _scalar(loss: Any) -> jax.Array:

@@ -1,5 +1,6 @@
 """Detection of pure layers, which can be compiled although they have supports_jit=False."""
 
+import itertools
 import warnings
 import weakref
 from typing import Any
@@ -33,7 +34,7 @@ _warned: weakref.WeakSet[type] = weakref.WeakSet()
 
 def unknown_layers(model: keras.Layer) -> list[Any]:
     """Returns the layers of a model, including the model, that are not known to be pure."""
-    return [layer for layer in keras_private.layers.all_layers(model) if not _is_pure(layer)]
+    return list(itertools.filterfalse(_is_pure, keras_private.layers.all_layers(model)))
 
 
 def frozen_layers(model: keras.Layer) -> list[Any]:
@@ -46,7 +47,7 @@ def frozen_layers(model: keras.Layer) -> list[Any]:
 
 def warn_of_frozen(model: keras.Layer) -> None:
     """Warns, once for each class, of layers that draw in Python only when they are traced."""
-    classes = {type(layer) for layer in frozen_layers(model)} - set(_warned)
+    classes = set(map(type, frozen_layers(model))) - set(_warned)
     if not classes:
         return
     _warned.update(classes)

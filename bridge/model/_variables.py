@@ -123,10 +123,11 @@ def values(layout: Layout) -> tuple[PyTree, PyTree]:
 
     With a mixed precision policy these are the float32 values that Keras casts for computations.
     """
-    return nest(_arrays(layout.params)), nest(_arrays(layout.model_state))
+    return nest(arrays(layout.params)), nest(arrays(layout.model_state))
 
 
-def _arrays(variables: Mapping[Path, Any]) -> dict[Path, Any]:
+def arrays(variables: Mapping[Path, Any]) -> dict[Path, Any]:
+    """Returns the arrays that variables hold, not copies, by path."""
     return {path: variable.value for path, variable in variables.items()}
 
 
@@ -137,9 +138,9 @@ COLLECTIONS = ("batch_stats", "seeds")
 def collections(model: keras.Layer) -> dict[str, PyTree]:
     """Returns the model's own arrays, not copies, as collections of a linen module."""
     model_layout = layout(model)
-    batch_stats = _arrays(model_layout.model_state)
+    batch_stats = arrays(model_layout.model_state)
     seeds = {path: batch_stats.pop(path) for path in model_layout.seeds}
-    params = _arrays(model_layout.params)
+    params = arrays(model_layout.params)
     return {"params": nest(params), "batch_stats": nest(batch_stats), "seeds": nest(seeds)}
 
 

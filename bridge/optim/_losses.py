@@ -115,6 +115,7 @@ def _loss_of_one_output(
     def loss_and_divisor(
         outputs: PyTree, y: PyTree, sample_weight: PyTree
     ) -> tuple[jax.Array, Any]:
+        # In every call, since Keras chooses the loss for "crossentropy" by shapes.
         loss = keras_private.losses.get_loss(keras_loss, y, outputs)
         if loss.reduction in _MEANS and not (must_be_scalar or _overrides_call(loss)):
             values, weight, valid = keras_private.losses.losses_and_weight(

@@ -87,6 +87,7 @@ def _weight_decay(optimizer: Any) -> optax.GradientTransformation:
 def _count() -> optax.GradientTransformation:
     def update(updates: PyTree, state: KerasCount, params: PyTree = None) -> Any:
         del params
+        # Stays at the largest int32 instead of overflowing.
         return updates, KerasCount(optax.safe_increment(state.iterations))
 
     return optax.GradientTransformation(lambda params: KerasCount(jnp.zeros((), jnp.int32)), update)
@@ -114,6 +115,7 @@ def scale_by_keras_adam(b1: float, b2: float, eps: float) -> optax.GradientTrans
 
         return jax.tree.map(scale, mu, nu), optax.ScaleByAdamState(count, mu, nu)
 
+    # With the state of optax's Adam, so that `slot_fields` and other optax code understand it.
     return optax.GradientTransformation(optax.scale_by_adam(b1, b2).init, update)
 
 
@@ -142,6 +144,8 @@ def _lamb(o: Any) -> Parts | None:
     return [optax.scale_by_adam(o.beta_1, o.beta_2, o.epsilon), optax.scale_by_trust_ratio()], []
 
 
+# Keras multiplies by the learning rate before the momentum, so that `trace` comes after the rate.
+# In `optax.sgd` it comes before. With a schedule the results differ.
 _PARTS: dict[type, Callable[[Any], Parts | None]] = {
     K.SGD: lambda o: ([], [optax.trace(o.momentum, nesterov=o.nesterov)] if o.momentum else []),
     K.Adam: _adam,

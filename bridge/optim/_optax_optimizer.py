@@ -12,7 +12,7 @@ import optax
 
 from bridge import keras_private
 from bridge.model._names import Path, variable_paths
-from bridge.model._variables import get_at, nest
+from bridge.model._variables import arrays, get_at, nest
 from bridge.optim._schedules import FILES, require_accepts, schedule
 from bridge.optim._slots import Role, roles_of_leaves
 from functrain.internal import PyTree, argument_advice, brief, check_tx, require
@@ -43,12 +43,12 @@ class Plan(NamedTuple):
 
     def params(self) -> PyTree:
         """Returns the current values of the model's variables as params."""
-        return nest({path: v.value for path, v in self.trained.items()})
+        return nest(arrays(self.trained))
 
     def state(self) -> PyTree:
         """Returns the current values of the optimizer's variables as an optax state."""
-        arrays = [slot.value for slot in self.slots]
-        return self.treedef.unflatten(map(from_plain_array, arrays, self.impls))
+        values = [slot.value for slot in self.slots]
+        return self.treedef.unflatten(map(from_plain_array, values, self.impls))
 
 
 @keras.saving.register_keras_serializable(package="bridge")
@@ -122,12 +122,14 @@ class OptaxOptimizer(keras_private.optimizers.GradientsOnly):
         if self.built:
             return
         super().build(variables)
+        # Keras assigns their gradients to float8 scales, without the optimizer.
         trained = self._by_path([v for v in variables if not v.overwrite_with_gradient])
-        params = nest({path: v.value for path, v in trained.items()})
+        params = nest(arrays(trained))
+        # A copy: leaves of the state may share buffers with each other or with params.
         state = _tree.copy(self.tx.init(params))
         _require_no_more_than_gradients(self.tx, params, state)
         leaves, treedef = jax.tree.flatten(state)
-        roles = roles_of_leaves(state, {path: i for i, path in enumerate(trained)})
+        roles = roles_of_leaves(state, dict(zip(trained, range(len(trained)), strict=True)))
         # Keras's files identify variables by their order. Sorting by role makes it independent of
         # the names of layers, which determine the order of leaves in a dict.
         order = sorted(range(len(leaves)), key=lambda i: (roles[i].name, roles[i].owner or 0))
@@ -251,6 +253,7 @@ class OptaxOptimizer(keras_private.optimizers.GradientsOnly):
           ValueError: The optimizer was created from a transformation, or an argument is a closure.
         """
         arguments = dict(self._arguments)
+        # The current rate, which callbacks may have changed.
         if isinstance(arguments.get("learning_rate"), _NUMBER):
             arguments["learning_rate"] = float(self.learning_rate)
         trained = self.plan.trained if self.built else {}
@@ -258,6 +261,7 @@ class OptaxOptimizer(keras_private.optimizers.GradientsOnly):
             "name": self.name,
             "tx": FILES.name_of(self._factory, _OWNER),
             "arguments": FILES.encode_arguments(arguments, _OWNER),
+            # `_by_path` recognizes the variables of a loaded model by their paths and shapes.
             "variables": [[list(path), list(v.shape)] for path, v in trained.items()],
         }
 

@@ -110,6 +110,7 @@ def optimizer(
         tx = _native.native(keras_optimizer) if native else None
         if tx is None:
             return _with_origin(wrapped, keras_optimizer)
+    # Keras's code, in `Wrapped`, applies the constraints itself.
     if model is not None and any(v.constraint for v in model.trainable_variables):
         tx = optax.chain(tx, constraints(model))
     return _with_origin(tx, keras_optimizer)

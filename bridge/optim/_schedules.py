@@ -76,6 +76,7 @@ def schedule(schedule: Callable[..., Any], /, **arguments: Any) -> Callable[...,
     if arguments:
         require_accepts(schedule, _EXPECTED, **arguments)
     keras_schedule = OptaxSchedule(schedule, arguments)
+    # Fails for `schedule(optax.cosine_decay_schedule)`, in which the arguments are missing.
     require_accepts(keras_schedule.optax_schedule, _EXPECTED, 0)
     return keras_schedule
 

@@ -132,6 +132,7 @@ class Wrapped:
           ValueError: The state belongs to another optimizer or to other params.
         """
         if isinstance(state, KerasOptState):
+            # A missing slot is a KeyError, a tree of another structure a ValueError.
             with contextlib.suppress(KeyError, ValueError):
                 return list(map(jnp.asarray, built.to_values(state)))
         slots = sorted({role.name for role in built.roles if role.owner is not None})
