@@ -108,14 +108,13 @@ def require_no_new_variables(before: Layout, after: Layout) -> None:
     for path, variable in after.variables().items():
         if id(variable) not in old_ids:
             lines.append(f"{'/'.join(path)}: {_tree.spec(variable)}")
-    if lines:
-        raise ValueError(
-            "the model created variables while it was applied, which the state does not hold:\n"
-            f"{_tree.bullets(lines)}\n"
-            "Some of its layers had not been built. They are built now. To build a whole model, "
-            "call it once on a batch, model(x, training=True). Then create the state again: "
-            "bridge.create_state(model, tx)."
-        )
+    expected = "no new variables in a call, since the state does not hold them"
+    advice = (
+        "Some of its layers had not been built. They are built now. To build a whole model, call "
+        "it once on a batch, model(x, training=True). Then create the state again: "
+        "bridge.create_state(model, tx)."
+    )
+    require_no_problems("model", lines, expected, advice)
 
 
 def values(layout: Layout) -> tuple[PyTree, PyTree]:
@@ -175,19 +174,17 @@ def pair(layout: Layout, params: PyTree, model_state: PyTree) -> list[tuple[Any,
     trees = {"params": params, "model_state": model_state}
     lines = _tree.differences(expected, jax.tree.map(_spec, trees))
     if lines and all("got bfloat16[" in line or "got float16[" in line for line in lines):
-        raise ValueError(
-            f"params: expected the dtypes of the Keras model, got\n{_tree.bullets(lines)}\n"
+        advice = (
             "functrain.cast has no effect inside Keras layers. For mixed precision call "
             "keras.config.set_dtype_policy('mixed_bfloat16') before the model is built."
         )
-    if lines:
-        raise ValueError(
-            "the state does not match the model. These leaves differ from the model's current "
-            f"variables:\n{_tree.bullets(lines)}\n"
+    else:
+        advice = (
             "If the model has changed since the state was created (a layer was frozen, unfrozen, "
             "added or quantized), create the state again: bridge.create_state(model, tx). If the "
             "state belongs to another model, use it with that one."
         )
+    require_no_problems("state", lines, "leaves like the model's current variables", advice)
     pairs = [(variable, get_at(params, path)) for path, variable in layout.params.items()]
     for path, variable in layout.model_state.items():
         pairs.append((variable, get_at(model_state, path)))

@@ -55,6 +55,7 @@ def constraints(model: keras.Layer) -> optax.GradientTransformation:
             constraint = variables[_tree.keys(path)].constraint
             if constraint is None:
                 return update
+            # Keras assigns constrained params. An optax update must be a difference.
             return update_to(jnp.asarray(constraint(param + update), param.dtype), param)
 
         return jax.tree_util.tree_map_with_path(constrain, params, updates), state

@@ -124,6 +124,7 @@ def _loss_of_one_output(
             if sample_weight is not None:
                 _require_matching_axes(sample_weight, values)
             return jnp.asarray(values if weight is None else values * weight), valid
+        # Keras's own call, with labels first.
         value = jnp.asarray(loss(y, outputs, sample_weight))
         if must_be_scalar:
             advice = "With several losses use reduction='sum_over_batch_size'."
