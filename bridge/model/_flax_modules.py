@@ -67,8 +67,8 @@ class Linen:
         # built by its first batch.
 
         def init(inputs: PyTree) -> Values:
-            params, rest = self._model.init(jax.random.key(seed), inputs)
-            return {"params": params, **rest}
+            params, collections = self._model.init(jax.random.key(seed), inputs)
+            return {"params": params, **collections}
 
         @functools.cache
         def leaves() -> list[jax.Array]:

@@ -192,7 +192,7 @@ class Wrapped:
 def _stand_in(path: Path, value: Any, model_variable: Any) -> Any:
     """Returns a variable with the attributes of a model's variable that optimizers may read."""
     parts = (path or ("param",)) if model_variable is None else model_variable.path.split("/")
-    # The names of Keras variables cannot contain a slash and cannot be empty.
+    # The names of Keras variables cannot contain a slash. Keras would number an empty one.
     *levels, name = (part.replace("/", ">") or "_" for part in parts)
     with name_scopes(levels):
         variable = keras.Variable(jnp.asarray(value), dtype=str(jnp.result_type(value)), name=name)
