@@ -52,6 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.verify and options.other is not None:
         parser.error("--verify takes one directory")
     try:
+        # Warnings are part of the report, without the line of code that they come from.
         with warnings.catch_warnings():
             warnings.showwarning = lambda message, *_, **__: print(f"Note: {message}")
             expected = "a directory of checkpoints"

@@ -28,6 +28,8 @@ _LOCK_FILE, _DAMAGED = ".functrain-lock", "damaged-"
 
 # Given a manifest, returns the structures to load into, by name of the tree.
 _Likes = Callable[[dict[str, Any]], dict[str, PyTree]]
+# What was saved, the trees by name, and the manifest.
+_Content = tuple["Restored", dict[str, PyTree], dict[str, Any]]
 
 
 class Restored(NamedTuple):
@@ -122,6 +124,7 @@ class Checkpointer:
                 "another path."
             )
         self._sign = 1.0 if monitor is None else _direction.sign(monitor, mode)
+        # Taken by the first save: reading needs no lock.
         self._lock = _locks.Lock(os.path.join(self.directory, _LOCK_FILE))
         self._writer = _Writer()
         # Held by the thread that starts a save, or removes checkpoints.
@@ -293,11 +296,9 @@ class Checkpointer:
         """Raises an error unless checkpoints can be written where all processes can see them."""
         group = _processes.main_group
         group.call_on_first(self._require_writable)
-        first_path, first_steps = group.call_on_first(lambda: [self.directory, self.steps()])
+        path, steps = group.call_on_first(lambda: [self.directory, self.steps()])
         with group.raise_in_all():
-            _processes.wait_until_visible(
-                self.directory, first_path, lambda: self.steps() == first_steps
-            )
+            _processes.wait_until_visible(self.directory, path, lambda: self.steps() == steps)
 
     def _set_aside_later_steps(self, step: int) -> None:
         """Renames the checkpoints of later steps, which are damaged."""
@@ -356,6 +357,8 @@ class Checkpointer:
           copy: True if programs may donate the trees before they are written.
           **entries: Other entries of the manifest.
         """
+        # Documents and leaves are copied before training continues. Only the writing is left to
+        # the thread.
         self.wait()
         start = time.perf_counter()
         flat_values = split_members(values)
@@ -388,14 +391,13 @@ class Checkpointer:
                 if _processes.is_first():
                     self._remove_surplus()
             finally:
+                # A save that failed counts as well, because it took its time.
                 self._last_save_end = time.perf_counter()
                 self._last_save_seconds = self._last_save_end - start
 
         self._writer.start(work)
 
-    def _read(
-        self, likes: _Likes, step: int | None = None
-    ) -> tuple[Restored, dict[str, PyTree], dict[str, Any]]:
+    def _read(self, likes: _Likes, step: int | None = None) -> _Content:
         """Loads a checkpoint. Returns its content, its trees by name, and its manifest.
 
         Args:
@@ -441,9 +443,7 @@ class Checkpointer:
             + "\n".join(reasons)
         )
 
-    def _read_step(
-        self, step: int, likes: _Likes
-    ) -> tuple[Restored, dict[str, PyTree], dict[str, Any]]:
+    def _read_step(self, step: int, likes: _Likes) -> _Content:
         directory = self._find(step)
         manifest = _manifest.read_manifest(directory)
         names = [name for name in manifest["leaves"] if _leaves.tree_name(name) == DOCUMENTS]
@@ -523,10 +523,9 @@ class Checkpointer:
                 for step in steps:
                     # A damaged checkpoint has no value, and so is never best.
                     with contextlib.suppress(CheckpointCorruptError, ValueError, OSError):
-                        manifest = _manifest.read_manifest(
-                            _storage.find_checkpoint(self._target(step))
-                        )
-                        self._monitored[step] = manifest["values"].get(self.monitor, math.nan)
+                        path = _storage.find_checkpoint(self._target(step))
+                        values = _manifest.read_manifest(path)["values"]
+                        self._monitored[step] = values.get(self.monitor, math.nan)
             return {step: x for step, x in self._monitored.items() if step in steps}
 
 

@@ -49,6 +49,5 @@ def corrupt_on(*errors: type[Exception], expected: str, advice: str) -> Iterator
     except errors as error:
         # Parsers quote their input, which can be megabytes long.
         reason = getattr(error, "strerror", None) or str(error)[:200]
-        raise CheckpointCorruptError(
-            f"{expected}, got unreadable data: {reason.rstrip('.')}. {advice}"
-        ) from error
+        message = f"{expected}, got unreadable data: {reason.rstrip('.')}. {advice}"
+        raise CheckpointCorruptError(message) from error

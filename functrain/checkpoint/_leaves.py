@@ -67,7 +67,7 @@ def _index_to_box(index: tuple[slice, ...], shape: tuple[int, ...]) -> Box:
 
 
 def fetch_leaves(leaves: Mapping[str, Any], *, copy: bool = False) -> dict[str, Leaf]:
-    """Fetches leaves to the host; waits for the programs that compute them, but for no disk.
+    """Fetches leaves to the host. Waits for the programs that compute them, but not for the disk.
 
     Of an array that is spread over processes, each process fetches its parts. An array that only
     this process has is assumed to be the same in all of them, and the first one writes it.
@@ -152,9 +152,7 @@ def cpu_device() -> jax.Device | None:
         return None
 
 
-def require_same_leaves(
-    directory: str, manifest: Mapping[str, Any], likes: dict[str, PyTree]
-) -> None:
+def require_leaves(directory: str, manifest: Mapping[str, Any], likes: dict[str, PyTree]) -> None:
     """Raises CheckpointMismatchError if a checkpoint has other leaves. No array is read."""
     # Weak types count as strong ones: arrays are strongly typed when they are restored.
     expected = {name: _tree.strong_spec(leaf) for name, leaf in named_leaves(likes).items()}
@@ -181,6 +179,7 @@ def require_same_leaves(
 
 def restore_leaf(path: str, like: Any, read: Reader) -> Any:
     """Reads an array and converts it to a leaf of the kind and sharding of another leaf."""
+    # An array of NumPy stays one, and a scalar stays a scalar.
     if isinstance(like, np.ndarray | np.generic):
         return read() if isinstance(like, np.ndarray) else read()[()]
     plain = jax.eval_shape(jax.random.key_data, like) if _tree.is_key(like) else like

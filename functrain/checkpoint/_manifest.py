@@ -47,6 +47,7 @@ _PARSE_ERRORS = (
 
 def write_manifest(directory: str, entries: Mapping[str, Any], leaves: Mapping[str, Any]) -> None:
     """Writes the manifest, one entry per line. Its bytes are on disk when the call returns."""
+    # The checksum is that of the values, so the layout of the text is free.
     entries = {"format": FORMAT, **entries}
     checksum = _checksum({**entries, "leaves": leaves})
     body = f'{_json_lines(entries, "  ")},\n  "leaves": {{\n{_json_lines(leaves, "    ")}\n  }}'
@@ -109,6 +110,7 @@ def open_regular_file(path: str) -> io.FileIO:
 
 def is_checkpoint(directory: str) -> bool:
     """Returns True if a directory is a checkpoint, intact or damaged."""
+    # A link may lead anywhere, and what it leads to may change.
     if os.path.islink(directory):
         return False
     # A checkpoint that lost one of the two is a damaged checkpoint.
@@ -134,7 +136,7 @@ def describe_path(path: str) -> str:
         return "a checkpoint"
     last_step = max(filter(is_step_name, os.listdir(path)), default=None)
     if last_step is not None:
-        return f"a directory of checkpoints, the last of which is {last_step}"
+        return f"a directory of checkpoints, the last one {last_step}"
     return "something else"
 
 
@@ -145,6 +147,7 @@ def parse_spec(spec: str) -> tuple[np.dtype[Any], tuple[int, ...]]:
       ValueError: The spec has another form, or is of objects, which are pointers.
       TypeError: JAX does not know the dtype.
     """
+    # NumPy writes the byte order of its dtypes as "<" or ">".
     match = re.fullmatch(r"([<>]?\w+)\[((?:\d+(?:, \d+)*)?)\]", spec)
     if match is not None:
         dtype = jnp.dtype(match[1])
@@ -194,6 +197,7 @@ def fingerprint(state: PyTree) -> dict[str, Any]:
 
 def differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
     """Names the entries of two fingerprints that differ and may change results."""
+    # The versions of functrain and Python are stored for information only.
     return [
         f"{name}: saved with {saved.get(name)}, now {current.get(name)}"
         for name in {**saved, **current}

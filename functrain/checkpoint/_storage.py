@@ -72,6 +72,8 @@ def _write_arrays(path: str, leaves: Mapping[str, Leaf], check: Callable[[], Non
     header, offset = dict[str, Any](), 0
     for name, leaf in leaves.items():
         for box, array in leaf.shards:
+            # A part of an array is stored under the name of the leaf with its box. Dtypes that
+            # safetensors lacks are stored as bytes, along one more axis.
             is_complete = _tree.strong_spec(array) == leaf.stored_spec
             dtype = _SAFETENSORS_NAMES.get(str(array.dtype))
             header[name if is_complete else f"{name}[{_box_to_text(box)}]"] = {
@@ -308,7 +310,7 @@ def read_trees(
     extra_arrays: Iterable[str] = (),
 ) -> tuple[dict[str, PyTree], dict[str, np.ndarray]]:
     """Reads trees into the structures of others, and arrays of other names."""
-    _leaves.require_same_leaves(directory, manifest, likes)
+    _leaves.require_leaves(directory, manifest, likes)
     leaves = _leaves.named_leaves(likes)
     uses: dict[str, Any] = dict.fromkeys(extra_arrays, lambda read: read())
     for name, like in leaves.items():
@@ -370,7 +372,7 @@ def write_checkpoint(
 
     def prepare_staging() -> list[Any]:
         require_free()
-        remove(staging)
+        remove(staging)  # left by a save that was killed
         os.makedirs(staging)
         return [target, specs]
 
@@ -398,6 +400,7 @@ def write_checkpoint(
                 for shard_record in shard_records:
                     records[name]["shards"].append([process, *shard_record])
         _manifest.write_manifest(staging, {**entries, "files": files}, records)
+        # All bytes are on disk before the checkpoint gets its name.
         _sync_directory(staging)
         _replace(target)
 

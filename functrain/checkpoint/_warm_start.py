@@ -160,10 +160,11 @@ def warm_start(
     for file in reversed(candidates):
         try:
             with open_arrays(file) as arrays:
-                names = _rename_paths(file, arrays.specs, rename)
+                names = _map_paths(file, arrays.specs, rename)
                 _require_used_patterns(file, names, leaves, take_patterns, skip_patterns)
                 new_leaves, report = _take(file, arrays, leaves, names, requested, cast)
         except CheckpointCorruptError as error:
+            # An older checkpoint may be intact. Other errors concern the arguments, and end this.
             reasons.append(str(error))
             continue
         for reason in reasons:
@@ -208,9 +209,7 @@ def _as_patterns(name: str, value: str | Sequence[str]) -> tuple[str, ...]:
     return patterns
 
 
-def _rename_paths(
-    source: str, file_paths: Collection[str], rename: Rename | None
-) -> dict[str, str]:
+def _map_paths(source: str, file_paths: Collection[str], rename: Rename | None) -> dict[str, str]:
     """Returns the paths in a file by their paths in the state."""
     names: dict[str, str] = {}
     for file_path in file_paths:

@@ -6,7 +6,7 @@ Files:
   _stopping: agreement of the processes of a run on the event after which it stops
   _coordination: key-value store and barriers of JAX's coordination service
   _jax_private: the private names of JAX in functrain
-  _local: data of which each process has a part
+  _local: data that are divided over the processes
   _launch: starts processes on this machine, and restarts them
 """
 

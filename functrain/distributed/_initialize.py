@@ -63,14 +63,14 @@ def initialize(
     address = coordinator_address or os.environ.get("JAX_COORDINATOR_ADDRESS")
     count = _read_environment("JAX_NUM_PROCESSES") if num_processes is None else num_processes
     number = _read_environment("JAX_PROCESS_ID") if process_id is None else process_id
+    # Otherwise JAX would listen to all addresses of the machine.
     if address is not None and address.rpartition(":")[0] in _LOOPBACK:
         more = {"coordinator_bind_address": address, **more}
     timer = None
     # If one of them is unknown, JAX detects it, or raises an error.
     if address is not None and count is not None and number is not None:
-        timer = _wait_for_coordinator(
-            address, count, number, more.get("initialization_timeout", 300)
-        )
+        timeout = more.get("initialization_timeout", 300)
+        timer = _wait_for_coordinator(address, count, number, timeout)
     try:
         jax.distributed.initialize(address, count, number, **more)
     except ValueError as error:
@@ -103,6 +103,7 @@ def _wait_for_coordinator(address: str, count: int, number: int, seconds: float)
     name = f"process {number} of {count}, coordinator {address}"
     if number:
         seconds -= _wait_for_answer(address, seconds, name)
+    # JAX aborts the process from C++, where no exception can be caught, so the message comes first.
     timer = threading.Timer(0.9 * seconds, _print_missing, [name, seconds])
     timer.daemon = True
     timer.start()

@@ -29,9 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(arguments)
     if not os.path.exists(options.script):
-        parser.error(
-            f"argument script: expected a Python file, got {options.script!r}: no such file"
-        )
+        parser.error(f"argument script: expected a Python file, got no file {options.script!r}")
     problem = _binding_problem(options.processes) if options.bind else ""
     if problem:
         parser.error(f"argument --bind: {problem}")
@@ -66,6 +64,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _run(options: argparse.Namespace, signals: list[int]) -> int:
     """Runs all processes to their end; returns the status of the first that failed, or 0."""
+    # The system chooses a free port, which the first process listens to.
     with socket.socket() as free_socket:
         free_socket.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free_socket.getsockname()[1]}"
@@ -132,6 +131,7 @@ def _any_is_running(processes: Sequence[subprocess.Popen[str]]) -> bool:
 
 def _start(options: argparse.Namespace, address: str, number: int) -> subprocess.Popen[str]:
     """Starts a process. The output of all but the first goes to a pipe."""
+    # Read by functrain.distributed.initialize().
     environment = {
         **os.environ,
         "JAX_COORDINATOR_ADDRESS": address,

@@ -1,4 +1,4 @@
-"""Data of which each process has a part."""
+"""Data that are divided over the processes."""
 
 from typing import Any
 

@@ -53,6 +53,7 @@ def params(path: str | os.PathLike[str], params: PyTree, *, overwrite: bool = Fa
         advice = "safetensors has no keys: export state.params, or a dict of parts without rng."
         is_number = not _tree.is_key(leaf)
         require(is_number, leaf_path(name), "an array of numbers", leaf, advice, error=TypeError)
+    # An array that is spread over processes cannot be fetched by one of them.
     if jax.process_count() > 1:
         raise NotImplementedError(
             f"expected to export from one process, got {jax.process_count()}, none of which has "

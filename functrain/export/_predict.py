@@ -142,6 +142,7 @@ def _export(fn: Any, inputs: PyTree, shapes: PyTree, platforms: Sequence[str]) -
     try:
         return jax.export.export(jax.jit(fn), platforms=platforms)(specs)
     except Exception as error:
+        # The error is that of the model or of jax: a note keeps its class.
         if shapes is not None:
             error.add_note(
                 f"While functrain.export.predict traced the step for {shapes!r}. If it needs the "
