@@ -70,6 +70,7 @@ class KerasBatches(Batches):
       place: Puts a chunk on the devices.
     """
 
+    # The argument that errors about the data name.
     name = "x"
 
     def __init__(self, epochs: Any, place: Callable[[PyTree], PyTree]) -> None:
@@ -77,6 +78,7 @@ class KerasBatches(Batches):
         self.steps = epochs.num_batches
         self._items: Iterator[KerasBatch] = iter(())
         self._next: KerasBatch | None = None
+        # An error of the data after a batch that has been fetched: the next `peek` raises it.
         self._error: Exception | None = None
         self._epoch_position: dict[str, Any] = {"fetched": 0}
         self._resume_state: dict[str, Any] | None = None
@@ -176,7 +178,7 @@ class KerasBatches(Batches):
                     return
                 yield item
         except Exception as error:
-            # Batches before the error are trained on first: the next `peek` raises it.
+            # The batches before the error are trained on first.
             self._error = error
 
     def _with_marks(self) -> Iterator[KerasBatch]:

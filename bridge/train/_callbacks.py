@@ -97,9 +97,9 @@ class BatchCallbacks:
     def _acts_on_batches(self, callback: Any) -> bool:
         if not any(_overrides(callback, name) for name in _METHODS[self._kind]):
             return False
-        if _has_keras_batch_methods(callback, self._kind):
-            return not keras_private.callbacks.ignores_batches(callback)
-        return True
+        # A user's method may do anything; what Keras's methods do is known.
+        is_known = _has_keras_batch_methods(callback, self._kind)
+        return not (is_known and keras_private.callbacks.ignores_batches(callback))
 
     @property
     def fusible(self) -> bool:

@@ -62,13 +62,10 @@ class _Updates:
         assigned: dict[int, Any] = {}
         # A second forward pass in one step continues from the values of the first.
         pairs = list(zip(self._variables, carried or self._values, strict=True))
-        with (
-            keras_private.variables.temporary_values(pairs),
-            _record_assignments(self._variables, assigned),
-        ):
-            y, non_trainable, *losses = self._call(
-                trainable_variables, non_trainable, *args, **kwargs
-            )
+        new_values = keras_private.variables.temporary_values(pairs)
+        with new_values, _record_assignments(self._variables, assigned):
+            results = self._call(trainable_variables, non_trainable, *args, **kwargs)
+        y, non_trainable, *losses = results
         if assigned or carried:
             self._updated_ids |= assigned.keys()
             values = [assigned.get(id(variable), value) for variable, value in pairs]

@@ -180,14 +180,11 @@ def _require_callbacks(callbacks: Any) -> None:
 
 def require_no_other_backup(callbacks: Any) -> None:
     """Raises ValueError if Keras's own callback saves the fit as well as the checkpointer."""
+    expected = "no BackupAndRestore beside checkpointer="
+    advice = "Both restore an interrupted fit: leave it out."
     for callback in flat(callbacks):
-        require(
-            not isinstance(callback, keras.callbacks.BackupAndRestore),
-            "callbacks",
-            "no BackupAndRestore beside checkpointer=",
-            callback,
-            "Both restore an interrupted fit: leave it out.",
-        )
+        is_backup = isinstance(callback, keras.callbacks.BackupAndRestore)
+        require(not is_backup, "callbacks", expected, callback, advice)
 
 
 _RATE_SETTERS = (keras.callbacks.ReduceLROnPlateau, keras.callbacks.LearningRateScheduler)
@@ -245,18 +242,16 @@ def require_together(model: keras.Model, callbacks: Any) -> None:
     for callback in flat(callbacks):
         # Each process would save only the shards on its own devices.
         saves_shards = is_sharded and isinstance(callback, keras.callbacks.ModelCheckpoint)
+        is_backup = isinstance(callback, keras.callbacks.BackupAndRestore)
         model_kind = "sharded model" if saves_shards else "model"
-        require(
-            not saves_shards and not isinstance(callback, keras.callbacks.BackupAndRestore),
-            "callbacks",
-            f"no {type(callback).__name__} where several processes fit a {model_kind}",
-            callback,
-            "Pass checkpointer=functrain.Checkpointer(directory), to which all of them write.",
-        )
+        expected = f"no {type(callback).__name__} where several processes fit a {model_kind}"
+        advice = "Pass checkpointer=functrain.Checkpointer(directory), to which all of them write."
+        require(not saves_shards and not is_backup, "callbacks", expected, callback, advice)
 
 
 def require_validation_arguments(split: Any, freq: Any) -> None:
     """Raises ValueError for wrong values of `validation_split` and `validation_freq`."""
+    # True is an int in Python, and a mistake here.
     is_number = isinstance(split, int | float) and not isinstance(split, bool)
     is_fraction = split is None or (is_number and 0 <= split < 1)
     expected = "a fraction of the arrays, from 0 to below 1"
@@ -290,13 +285,12 @@ def require_validation(
             f"batches, got a {type(data).__name__} of length {len(data)}"
         )
     validation = keras.utils.unpack_x_y_sample_weight(data)
-    _require_no_strings(
-        **{"validation_data's x": validation[0], "validation_data's y": validation[1]}
-    )
+    x, y, _ = validation
+    _require_no_strings(**{"validation_data's x": x, "validation_data's y": y})
     if not _are_arrays(validation):
         return
-    if not jax.tree.leaves(validation[0]):
-        raise ValueError(f"validation_data: expected (x, y) of arrays, got x={validation[0]!r}")
+    if not jax.tree.leaves(x):
+        raise ValueError(f"validation_data: expected (x, y) of arrays, got x={x!r}")
     try:
         # This raises if lengths differ, or if there is no batch.
         keras_batches(model, validation, batch_size, steps, trains=False)

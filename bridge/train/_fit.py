@@ -172,6 +172,7 @@ def fit(
             _checks.require_no_other_backup(callbacks)
             memory = Memory(model, callbacks)
         hook = KerasHook(model, "train", batches, callbacks, memory=memory)
+        # The hook's state is part of the checkpoint, so the hook comes first.
         if checkpointer is not None:
             how_to_evaluate = "validation_data= or validation_split="
             saving = Saving(checkpointer, batches, {"keras": hook}, how_to_evaluate)
@@ -336,6 +337,7 @@ def _callback_list(
 
 def _cap_epochs(epochs: int) -> int:
     """Returns `epochs`, or the maximum of `keras.config.set_max_epochs` with Keras's warning."""
+    # Keras offers this limit for debugging, and applies it in its own fit.
     maximum = keras.config.max_epochs()
     if maximum and maximum < epochs:
         warnings.warn(f"Limiting epochs to {maximum}", stacklevel=3)

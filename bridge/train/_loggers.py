@@ -95,6 +95,7 @@ class LoggerCallback(keras.callbacks.Callback):  # type: ignore[misc]  # keras h
         return Position(self._steps_before + self._steps, epoch)
 
 
+# All processes have the same logs, so one of them writes.
 def _is_first_process() -> bool:
     return jax.process_index() == 0
 

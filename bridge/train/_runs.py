@@ -137,6 +137,7 @@ def run_fit(
             hook.begin()
         if evaluation is not None:
             hook.evaluate = _evaluator(hook, evaluation, options, run, signals)
+        # Otherwise a callback needs the model up to date after each epoch anyway.
         if hook.is_lazy:
             stack.enter_context(keep_history_from_model(callbacks, model))
         with _assign_at_end(hook, run):
@@ -243,6 +244,7 @@ def _fuse(fuse: FuseArg, hook: KerasHook) -> FuseArg:
     """Returns K. "auto" becomes the model's own, or 1 if a callback may act on every step."""
     if fuse != "auto":
         return fuse
+    # The user's way to tell Keras how many steps to take between two batch events.
     if hook.model.steps_per_execution > 1:
         return int(hook.model.steps_per_execution)
     return "auto" if hook.calls.fusible else 1

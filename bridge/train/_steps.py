@@ -79,13 +79,9 @@ class KerasStep(StepTraits):
 
     def __call__(self, state: KerasState, batch: PyTree, /) -> tuple[KerasState, PyTree]:
         """Takes one step; returns the new state, and the logs or outputs."""
-        require_instance(
-            "state",
-            state,
-            KerasState,
-            "a KerasState, from bridge.keras_state(model)",
-            "For a TrainState use functrain.train_step.",
-        )
+        expected = "a KerasState, from bridge.keras_state(model)"
+        advice = "For a TrainState use functrain.train_step."
+        require_instance("state", state, KerasState, expected, advice)
         if self.kind == "predict":
             with note_data(self.model, batch):
                 return self._predict(state, batch)
