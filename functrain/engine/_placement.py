@@ -196,7 +196,7 @@ def _strip_addresses(text: str) -> str:
 
 
 def require_divisible(batches: Batches, sharding: NamedSharding | None) -> None:
-    """Raises ValueError if devices cannot divide batches evenly whose shapes are known by now."""
+    """Raises ValueError if devices cannot divide batches evenly, for shapes known in advance."""
     if sharding is None:
         return
     for batch in batches.known_shapes():

@@ -140,7 +140,7 @@ def auto_steps(batch_bytes: int, state_bytes: int, intervals: Iterable[int | Non
     """
     limit_by_time = max(MIN_STEPS, STATE_BYTES // max(1, state_bytes))
     limit_by_cache = max(MIN_STEPS, CACHE_BYTES // max(1, batch_bytes))
-    # The only limit that may go below MIN_STEPS: large batches hide a dispatch on their own.
+    # The only limit that may go below MIN_STEPS, since a chunk has to fit into memory.
     limit_by_memory = CHUNK_BYTES // max(1, batch_bytes)
     limits = limit_by_time, limit_by_cache, limit_by_memory, *filter(None, intervals)
     return max(1, min(MAX_STEPS, *limits))

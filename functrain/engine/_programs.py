@@ -88,7 +88,7 @@ def _build(get_step: Callable[[], Any], kind: Kind, loop: LoopOptions) -> Progra
         with tracing_guards(step):
             steps = None if loop.takes_all else n
             carry, rows = repeat(run_step, carry, chunk, loop.k, steps, loop.unroll)
-        # The third result is a new buffer that nobody donates. The driver waits for it, since the
+        # The third result is a new buffer that is never donated. The driver waits for it, since the
         # carry is consumed by the next program, and a step may have no logs.
         return carry, rows, n + 0
 

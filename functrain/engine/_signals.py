@@ -46,7 +46,7 @@ class DeferredSignals:
         if self._interrupt and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             self._handlers[signal.SIGINT] = signal.default_int_handler
         handler = signal.getsignal(signal.SIGTERM)
-        # None of these: SIGTERM is ignored, or handled by code that is not Python's.
+        # SIGTERM is left alone if it is ignored, or handled by code other than Python's.
         ends_process = self._terminate == "any" and handler is signal.SIG_DFL
         if self._terminate != "none" and (callable(handler) or ends_process):
             self._handlers[signal.SIGTERM] = handler

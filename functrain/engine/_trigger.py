@@ -183,7 +183,7 @@ def steps_until_due(triggers: Iterable[Trigger], step: int) -> int | None:
         if is_integer(due_step, step + 1):
             due_steps.append(due_step)
         elif due_step is not None:
-            # The class may be a user's own. A step in the past would give chunks without steps.
+            # The class may be a user's. A step in the past would give chunks without steps.
             source = f"next_step({step}) of {_repr.brief(trigger)}"
             raise ValueError(
                 f"every: expected a step after {step}, or None, from {source}, got {due_step!r}."
