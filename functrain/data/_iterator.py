@@ -192,7 +192,7 @@ class IteratorBatches(Batches):
                 )
             arrays = host_batch(batch, f"batch {number} of epoch {self._epoch} of {self.name}")
             if self._position is not None and number == first:
-                self._position.saw(arrays)
+                self._position.record_first(arrays)
             yield arrays
         if self._position is not None:
             self._position.ended = True

@@ -2,13 +2,20 @@
 
 import copy
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from functrain.common._types import PyTree
 from functrain.data._same_data import Summary, summary
 
 # Iterators of grain have the first pair of methods, loaders of torchdata the second pair.
 _METHODS = (("get_state", "set_state"), ("state_dict", "load_state_dict"))
+
+
+class _StateMethods(NamedTuple):
+    """The methods of an object that read and write its state."""
+
+    read: Callable[[], Any]
+    write: Callable[[Any], None]
 
 
 class IteratorPosition:
@@ -45,16 +52,16 @@ class IteratorPosition:
         has_state = saved["state"] is not None
         # A loader of torchdata takes a state before it is iterated, an iterator of grain after.
         if self._methods_of_data is not None and has_state:
-            self._methods_of_data[1](saved["state"])
+            self._methods_of_data.write(saved["state"])
         # Iterating a pass again that has ended would begin the next one.
         iterator = iter(()) if self.ended else iter(self._data)
         self._methods = self._methods_of_data or _state_methods(iterator)
         if self._methods_of_data is None and self._methods is not None and has_state:
-            self._methods[1](saved["state"])
+            self._methods.write(saved["state"])
         self.save()
         return iterator, self.taken
 
-    def saw(self, batch: PyTree) -> None:
+    def record_first(self, batch: PyTree) -> None:
         """Records a summary of the first batch that a pass has fetched."""
         self.first_seen = summary(batch)
         if self.run_start is None:
@@ -63,7 +70,7 @@ class IteratorPosition:
     def save(self) -> None:
         """Reads the state, after all fetched batches have been taken."""
         # Copied, since an iterator may keep changing the object that it returns.
-        state = None if self._methods is None else copy.deepcopy(self._methods[0]())
+        state = None if self._methods is None else copy.deepcopy(self._methods.read())
         # Without a state, resuming skips batches from the beginning of the pass.
         has_position = self.ended or self._methods is not None
         batch = self.taken if has_position else 0
@@ -71,14 +78,14 @@ class IteratorPosition:
 
     def next_epoch(self) -> dict[str, Any]:
         """Returns the position at which the next pass begins."""
-        state = None if self._methods_of_data is None else self._methods_of_data[0]()
+        state = None if self._methods_of_data is None else self._methods_of_data.read()
         return {"state": state, "batch": 0, "ended": False}
 
 
-def _state_methods(owner: Any) -> tuple[Callable[[], Any], Callable[[Any], None]] | None:
+def _state_methods(owner: Any) -> _StateMethods | None:
     """Returns the methods that read and set a state; None if there are none."""
     for getter_name, setter_name in _METHODS:
         getter, setter = getattr(owner, getter_name, None), getattr(owner, setter_name, None)
         if callable(getter) and callable(setter):
-            return getter, setter
+            return _StateMethods(getter, setter)
     return None
