@@ -98,8 +98,8 @@ def supervised(
                 values = loss(outputs, y, sample_weight=weight)
             else:
                 values = loss(outputs, y)
-        # optax checks shapes and dtypes with these errors, which do not show both arguments.
         except (TypeError, ValueError) as error:
+            # optax raises these for shapes and dtypes, and does not show both arguments.
             error.add_note(_labels_note(outputs, y))
             raise
         values = jnp.asarray(values)

@@ -110,7 +110,8 @@ def _update_count(state: TrainState) -> jax.Array:
     """Returns the count that a schedule inside the optimizer is called with."""
     schedule_states = _tree.nodes(state.opt_state, optax.ScaleByScheduleState)
     if schedule_states:
-        return schedule_states[0].count
+        count: jax.Array = schedule_states[0].count
+        return count
     # `optax.MultiSteps` counts its updates under this name.
     update_counts = _leaves_named("gradient_step", state.opt_state)
     return update_counts[0][1] if update_counts else state.step
