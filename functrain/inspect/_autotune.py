@@ -139,6 +139,7 @@ def autotune(
         elapsed = _of_first_process(time.perf_counter() - start_time, carry)
         if k != ks[0] and (k * batch_bytes > memory or elapsed > seconds):
             break
+        # The same batch K times: the time of a step does not depend on the values.
         chunk = place_chunk(jax.tree.map(lambda x, k=k: jnp.stack([x] * k), batch))
         candidates.append(Candidate(k, _fuse.fuse(step, k, rewrites=rewrites), carry, chunk))
     rows = tuple(_of_first_process(measure(candidates), carry))
@@ -200,6 +201,7 @@ class Candidate:
 
     def microseconds(self) -> float:
         """Returns the time of a step, measured in one round."""
+        # The plain step has k = 0, and takes one step per call.
         return 1e6 * self._seconds(self._calls) / self._calls / max(1, self.k)
 
 

@@ -158,6 +158,7 @@ def memory(
         require_integer("fuse", fuse)
     _require_leaves("state", state, lambda x: _tree.is_array(x) or is_number(x), "an array")
     _require_leaves("batch", batch, lambda x: _tree.is_array(x) and x.shape, "an array [B, ...]")
+    # The rule by which a fit chooses K.
     k = fuse or auto_steps(nbytes(batch), nbytes(state))
     target = _placement.batch_sharding(sharding)
     carry, chunk = _carry(step, state, target), _placement.chunk_shapes(batch, k, target)
@@ -170,6 +171,7 @@ def memory(
         k=k,
         leaves=leaves,
         parts=_bytes_by_part(leaves),
+        # A donated state is reused for the results.
         original_state=0 if donate else state_bytes,
         recovery_copy=state_bytes if nbytes(carry) <= SPARE_BYTES else 0,
         chunks=CHUNKS * bytes_on_each(chunk),
@@ -218,6 +220,7 @@ def _analyze_program(
 
 def _bytes_by_path(carry: PyTree) -> dict[str, int]:
     """Returns the bytes of each leaf by its path, the largest first."""
+    # Metrics are carried beside the state: without this, the paths of its leaves would change.
     is_metered = isinstance(carry, Metered)
     parts = (carry.state, {"metrics": carry.metrics}) if is_metered else (carry,)
     leaves = itertools.chain.from_iterable(map(_tree.leaves_with_path, parts))
@@ -227,6 +230,7 @@ def _bytes_by_path(carry: PyTree) -> dict[str, int]:
 def _bytes_by_part(leaves: Mapping[str, int]) -> dict[str, int]:
     """Returns the bytes of each part of the state, the largest first."""
     bytes_of_part: collections.Counter[str] = collections.Counter()
+    # For other pytrees, the parts are the first components of the paths.
     is_train_state = any(path.startswith("params") for path in leaves)
     for path, size in leaves.items():
         name = path.partition("/")[0]

@@ -166,5 +166,6 @@ def _devices(leaf: Any) -> Iterable[Any]:
     sharding = getattr(leaf, "sharding", None)
     if sharding is None:
         return ["one device"]
+    # An abstract mesh has a number of devices, but no device objects.
     is_abstract = isinstance(getattr(sharding, "mesh", None), AbstractMesh)
     return range(sharding.num_devices) if is_abstract else sharding.device_set

@@ -112,6 +112,7 @@ def _spec(leaf: Any) -> str:
 
 def _parts(state: Any, inputs: PyTree) -> Mapping[str, PyTree]:
     """Returns the parts of a state or a model by name, the trained one first, or no parts."""
+    # functrain does not import Keras, so its models are recognized by a method that only they have.
     if hasattr(state, "stateless_call"):
         return _keras_parts(state)
     names = ("params", "model_state", "opt_state")
@@ -123,6 +124,7 @@ def _parts(state: Any, inputs: PyTree) -> Mapping[str, PyTree]:
                 f"inputs: expected a batch of inputs, since {type(state).__name__} holds no "
                 "values, got None. Pass inputs=x, or jax.ShapeDtypeStruct(shape, dtype)."
             )
+        # A model has no opt_state, the last of the names.
         return dict(zip(names, jax.eval_shape(model.init, jax.random.key(0), inputs), strict=False))
     if jax.tree_util.all_leaves([state]) and not _tree.is_array(state):
         raise TypeError(

@@ -79,6 +79,7 @@ def look_ahead(
             missing += {hook.monitor} - names
     # What is not a checkpointer at all is refused elsewhere.
     monitor = getattr(checkpointer, "monitor", None)
+    # A checkpoint is the best for one member, so the value of one member must be named.
     if monitor in names and is_population:
         raise ValueError(
             f"monitor: expected None, or the value of one member, such as '{monitor}/0', got "

@@ -182,11 +182,14 @@ def fit(
         )
     require_training_step(step)
     if start is None:
+        # A later fit of the same state sees new orders of the data.
         batches.continue_after(steps_taken(state))
     options: dict[str, Any] = {"rewrites": rewrites, "sharding": sharding, "jit": jit}
     if eval_step is not None:
         eval_batches = as_batches(eval_data, "eval_data")
+        # An iterator can be used for one evaluation only.
         eval_batches.require_epochs(epochs - begin.epoch)
+        # First, so that the other hooks see its values.
         runner.hooks.insert(0, Evaluate(eval_step, eval_batches, **options))
     # The checks trace with shapes only, without the shardings that explicit mesh axes require.
     can_trace = jit and not _placement.is_explicit(_placement.batch_sharding(sharding))
@@ -220,6 +223,7 @@ def fit(
         fuse=fuse,
         boundaries=triggers_of(runner.hooks),
         donate=donate,
+        # Logs arrive one chunk late, so that the device does not wait for them.
         late_logs=True,
         saving=saving,
         **options,

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
+# No generated `==`: it would compare arrays, which have no single truth value.
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class History:
     """The logs and values of a fit. Two histories are equal only if they are the same object.

@@ -41,6 +41,7 @@ def draw(history: "History") -> "Figure":
     panels = np.ravel(figure.subplots(rows, columns))
     for panel, name in zip(panels, names, strict=False):
         _curves(panel, history, name)
+    # The last row may have more panels than there are quantities.
     for panel in panels[max(1, len(names)) :]:
         panel.remove()
     return figure
@@ -73,6 +74,7 @@ def _curves(panel: Any, history: "History", name: str) -> None:
     if per_step is not None and np.isfinite(per_step).any():
         # High values of the first steps would flatten the rest of the curve.
         low, high = np.nanmin(per_step), np.nanpercentile(per_step, 99)
+        # The last term keeps the limits of a constant curve apart.
         panel.set_ylim(low - 0.05 * (high - low), high + 0.1 * (high - low) + 1e-12)
     for key, ls, marker, color, label in (
         (name, "-", "o", _BLUE, "training"),

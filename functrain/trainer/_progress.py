@@ -19,7 +19,9 @@ from functrain.trainer._recorder import Recorder
 
 Verbose: TypeAlias = Literal["auto", "bar", "lines"] | int
 
+# The bar is updated at most this often.
 REFRESH_SECONDS = 0.2
+# Compilation is reported only if it takes at least this long.
 NOTICEABLE_SECONDS = 1.0
 
 
@@ -87,6 +89,7 @@ class ProgressReport:
             self._refresh_time = now
             # The metrics of the last refresh have been computed by now, so this does not wait.
             values = {**recorder.latest, **to_values(self._metrics)}
+            # The weights of the means are for the history only.
             values.pop(SUM_OF_WEIGHTS, None)
             self._metrics = event.metrics()
             self._bar.update(completed=self._steps, values=self._texts(values))
@@ -103,16 +106,19 @@ class ProgressReport:
         """Shows the epoch's values, and begins the next epoch."""
         texts = self._texts(event.values)
         if self._bar is not None:
+            # Now the number of steps is known, even for data without a length.
             self._bar.update(total=self._steps, completed=self._steps, values=texts)
             self._bar.stop()
             self._bar = None
         elif self._style == "lines":
             self._print("  ".join([self._title, f"{self._steps} steps", *texts]))
         self._begin(event.epoch + 1)
+        # The bar of the next epoch is shown at once, unless this epoch was the last.
         if self._style == "bar" and event.epoch + 1 < self._epochs and not event.stopped:
             self._show()
 
     def _print(self, line: str) -> None:
+        # Without soft_wrap, rich would break lines at the console's width, also in a log file.
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def _begin(self, epoch: int, steps: int = 0) -> None:

@@ -65,11 +65,13 @@ class Recorder:
         if np.isnan(self.first_steps_seconds):
             self.first_steps_seconds = time.perf_counter() - self._start_time
         if self._has_logs and event.logs.keys() != self._steps.keys():
+            # A column of the history has a value for every step.
             raise ValueError(
                 f"logs: expected the names of the first step, {sorted(self._steps)}, from every "
                 f"step, got {sorted(event.logs)} at step {event.step}. Report a value that a batch "
                 "does not have as jnp.nan."
             )
+        # In the order in which the history and the progress report show them.
         for name, values in sorted(event.logs.items(), key=_rank):
             self._steps.setdefault(name, _Column(values[:0])).extend(values)
             self.latest[name] = to_floats(values[-1])
