@@ -30,7 +30,7 @@ def placement(state: PyTree, shardings: PyTree = None) -> str:
 
     Returns:
       A row for each group of leaves: leaves whose paths differ only in numbers, such as those of
-      equal layers, share a row if they are divided alike. `sharded over` lists the mesh axis for
+      equal layers, share a row if they are divided alike. `sharding` lists the mesh axis for
       each axis of the leaf, `-` for an axis that is not divided. `shard` is the shape that one
       device holds, followed by its bytes. The last lines are the total bytes on the devices.
 
@@ -46,9 +46,9 @@ def placement(state: PyTree, shardings: PyTree = None) -> str:
       >>> rule = ft.sharding.rules({"**/kernel": P("data", "model"), "**": ft.sharding.replicated})
       >>> print(ft.inspect.placement(params, ft.sharding.shardings(params, mesh, rule)))
       mesh: data=4 model=2
-      leaves          array           sharded over  shard     bytes
-      layer_*/bias    2 f32[512]      replicated    whole   2.0 KiB
-      layer_*/kernel  2 f32[256,512]  data, model   64x256 64.0 KiB
+      leaves          array           sharding     shard      bytes
+      layer_*/bias    2 f32[512]      replicated   whole    2.0 KiB
+      layer_*/kernel  2 f32[256,512]  data, model  64x256  64.0 KiB
       each of 8 devices: 132.0 KiB of 1.0 MiB
     """
     if shardings is not None:
@@ -65,7 +65,7 @@ def placement(state: PyTree, shardings: PyTree = None) -> str:
             groups.setdefault(group, []).append(path)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("leaves", no_wrap=True)
-    for name in ("array", "sharded over", "shard"):
+    for name in ("array", "sharding", "shard"):
         table.add_column(name, overflow="fold")
     table.add_column("bytes", justify="right", no_wrap=True)
     for (_, spec, *cells), paths in groups.items():

@@ -100,7 +100,7 @@ class ProgressReport:
         if self._style == "lines" and is_due:
             self._has_reported_compilation = True
             if seconds >= NOTICEABLE_SECONDS:
-                self._print(f"first steps after {seconds:.1f} s, compiling included")
+                self._print(f"first steps after {seconds:.1f} s, including compilation")
 
     def _finish_epoch(self, event: EpochEnd) -> None:
         """Shows the epoch's values, and begins the next epoch."""

@@ -238,7 +238,7 @@ def test_progress_is_a_line_an_epoch_where_there_is_no_terminal(monkeypatch) -> 
 
 def test_nothing_is_said_of_compiling_that_nobody_noticed(monkeypatch) -> None:
     monkeypatch.setattr(_progress, "NOTICEABLE_SECONDS", 1e9)
-    assert "compiling" not in output("lines", terminal=False)
+    assert "compilation" not in output("lines", terminal=False)
 
 
 def test_progress_is_a_bar_in_a_terminal() -> None:
