@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 
 import functrain as ft
-from functrain.rewrites._frame import equations, first_that_applies, is_entered
+from functrain.rewrites._frame import walk_equations, select_rewrite, is_entered
 from functrain.rewrites._optimize import REWRITES
 
 # XLA fuses these into their neighbours, where they cost little or nothing by themselves.
@@ -60,7 +60,7 @@ def operations(step: ft.Step[Any], state: Any, batch: Any, rewrites: Any) -> lis
     rules = () if mode == "off" else REWRITES
     counts: collections.Counter[str] = collections.Counter()
     examples = {}
-    for eqn, jaxpr, times in equations(jax.make_jaxpr(step)(state, batch)):
+    for eqn, jaxpr, times in walk_equations(jax.make_jaxpr(step)(state, batch)):
         if not is_entered(eqn) and eqn.primitive.name not in FUSED:
             types = [str(var.aval) for var in (*eqn.invars, *eqn.outvars)]
             key = f"{eqn.primitive} {types} {sorted(eqn.params.items(), key=lambda i: i[0])}"
@@ -68,7 +68,7 @@ def operations(step: ft.Step[Any], state: Any, batch: Any, rewrites: Any) -> lis
             examples[key] = eqn, jaxpr
     found = []
     for key, (eqn, jaxpr) in examples.items():
-        rule = first_that_applies(rules, eqn, jaxpr, exact=mode == "exact")
+        rule = select_rewrite(rules, eqn, jaxpr, exact_only=mode == "exact")
         found.append(Operation(eqn, counts[key], rule.name if rule else ""))
     return [operation for operation in found if operation.nbytes >= SMALL]
 

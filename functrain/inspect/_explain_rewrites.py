@@ -14,15 +14,15 @@ from functrain.common._types import traits_of
 from functrain.inspect._sheet import sheet
 from functrain.rewrites import _optimize
 from functrain.rewrites._frame import (
-    equations,
-    first_that_applies,
+    describe_location,
+    describe_types,
     is_entered,
-    place,
-    that_pay_in,
-    types,
+    select_rewrite,
+    usable_rewrites,
+    walk_equations,
 )
 from functrain.rewrites._optimize import Mode, Untraceable
-from functrain.rewrites._rounding import perhaps_unrounded
+from functrain.rewrites._rounding import find_possibly_unrounded
 
 # A step has many of these: they are listed only if a rewrite replaces them, otherwise counted.
 _COMMON = {primitives.dot_general_p, primitives.reduce_sum_p}
@@ -114,28 +114,28 @@ def explain_rewrites(
     if args:
         args = traits_of(fn).wrap_state(args[0]), *args[1:]
     try:
-        closed, _ = _optimize.traced(fn, *args, **kwargs)
+        closed, _ = _optimize.trace(fn, *args, **kwargs)
     except Untraceable as error:
         return Explanation((), 0, f"The function runs unchanged: {error}")
     if chosen == "off":
         note = f"The function runs unchanged: rewrites are off (backend: {jax.default_backend()})."
         return _explanation(closed, lambda eqn, _: _keep(eqn, "rewrites are off"), note)
-    failures = _optimize.rewritten(closed, chosen)[1]
+    failures = _optimize.rewrite_or_keep(closed, chosen)[1]
     note = "\n".join(map("A rewrite failed and is not used: {}".format, failures))
     failed = [getattr(failure, "rewrite", None) for failure in failures]
     # A failure that is not due to a certain rewrite turns off all of them.
     rules = [] if None in failed else [rule for rule in _optimize.REWRITES if rule not in failed]
-    rules = that_pay_in(closed, rules)
-    find_unrounded = functools.cache(perhaps_unrounded)
+    rules = usable_rewrites(closed, rules)
+    find_unrounded = functools.cache(find_possibly_unrounded)
 
     def verdict(eqn: core.JaxprEqn, jaxpr: core.Jaxpr) -> tuple[str, str]:
         """Returns the name and reason of the rule, or "" and the reason to keep the equation."""
-        rule = first_that_applies(rules, eqn, jaxpr)
+        rule = select_rewrite(rules, eqn, jaxpr)
         if rule is None:
             return _keep(eqn, "no rewrite is known to be faster here")
         if chosen == "auto":
             return rule.name, rule.reason
-        exact = first_that_applies(rules, eqn, jaxpr, exact=True)
+        exact = select_rewrite(rules, eqn, jaxpr, exact_only=True)
         if exact and not find_unrounded(jaxpr).intersection(eqn.outvars):
             return exact.name, exact.reason
         return "", f'{rule.name} changes last bits; rewrites="auto" uses it'
@@ -172,9 +172,9 @@ def _explanation(
         if eqn.primitive not in primitives_with_rules or not (rule or reason):
             others += 1
             continue
-        groups.setdefault((eqn.primitive.name, types(eqn), rule, reason), []).append(eqn)
+        groups.setdefault((eqn.primitive.name, describe_types(eqn), rule, reason), []).append(eqn)
     rows = [
-        Row(name, shapes, len(eqns), rule, reason, place(eqns[0]))
+        Row(name, shapes, len(eqns), rule, reason, describe_location(eqns[0]))
         for (name, shapes, rule, reason), eqns in groups.items()
     ]
     return Explanation(tuple(rows), others, note)
@@ -187,7 +187,7 @@ def _keep(eqn: core.JaxprEqn, reason: str) -> tuple[str, str]:
 
 def _all_equations(jaxpr: Any) -> Iterator[tuple[core.JaxprEqn, core.Jaxpr, str]]:
     """Yields each equation, its jaxpr, and the reason that no rewrite may reach it, or ""."""
-    for eqn, parent, _ in equations(jaxpr):
+    for eqn, parent, _ in walk_equations(jaxpr):
         yield eqn, parent, ""
         if not is_entered(eqn):
             obstacle = f"inside {eqn.primitive.name}, which no rewrite may enter"

@@ -26,7 +26,7 @@ from jax.extend.core import primitives
 from functrain.common import _tree
 from functrain.common._checks import require_integer, require_no_problems, require_one_of
 from functrain.common._types import PyTree
-from functrain.rewrites._frame import equations, inlined, read
+from functrain.rewrites._frame import inline, substitute, walk_equations
 
 Data: TypeAlias = Literal["shared", "per_member"]
 Block: TypeAlias = int | Literal["auto"] | None
@@ -137,7 +137,7 @@ class OverMembers:
         member = jax.tree.map(lambda x: x[0], stacked)
         if self.data == "per_member":
             batch = jax.tree.map(lambda x: x[0], batch)
-        for eqn, *_ in equations(jax.make_jaxpr(self.function)(member, batch).jaxpr):
+        for eqn, *_ in walk_equations(jax.make_jaxpr(self.function)(member, batch).jaxpr):
             if eqn.primitive is primitives.conv_general_dilated_p:
                 return 1
         return None
@@ -197,17 +197,17 @@ def _select_early(jaxpr: Any, leaves: int) -> tuple[Any, list[int]]:
     selected: dict[Any, Any] = {}
     eqns: list[core.JaxprEqn] = []
     for eqn in jaxpr.eqns:
-        eqns.append(eqn.replace(invars=read(selected, eqn.invars)))
+        eqns.append(eqn.replace(invars=substitute(selected, eqn.invars)))
         for var in eqn.outvars:
             if id(var) in old_of_new:
                 inputs = [active, var, old_of_new[id(var)]]
-                selection, (selected[var],) = inlined(_select_leaf, eqn, inputs)
+                selection, (selected[var],) = inline(_select_leaf, eqn, inputs)
                 eqns += selection
     remaining = []
     for i, var in enumerate(new_vars):
         if isinstance(var, core.Literal) or var not in selected:
             remaining.append(i)
-    outvars = read(selected, jaxpr.outvars)
+    outvars = substitute(selected, jaxpr.outvars)
     return jaxpr.replace(eqns=eqns, outvars=outvars, debug_info=jaxpr.debug_info), remaining
 
 

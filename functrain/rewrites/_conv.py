@@ -1,7 +1,7 @@
-"""What the convolution rewrites share: one layout, and parameters read once.
+"""Sizes, layouts and checks that the convolution rewrites share.
 
-Shapes are in the canonical layout: lhs `[N, *S, C]`, rhs `[*W, I, O]`, result `[N, *S', O]`, with
-I the channels that are summed over.
+Shapes are in the canonical layout: lhs `[N, *S, C]`, rhs `[*W, I, O]`, result `[N, *S', O]`. I is
+the number of channels that are summed over: C, or C / G with G groups of features.
 """
 
 import math
@@ -15,7 +15,7 @@ from jax.extend.core import primitives
 from jax.sharding import AxisType
 
 
-def canonical(ndim: int) -> lax.ConvDimensionNumbers:
+def canonical_numbers(ndim: int) -> lax.ConvDimensionNumbers:
     """Returns the dimension numbers of `[N, *S, C]` x `[*W, I, O]` -> `[N, *S', O]`."""
     spatial = tuple(range(1, ndim - 1))
     data = (0, ndim - 1, *spatial)
@@ -32,14 +32,14 @@ def to_canonical(
 
 
 def from_canonical(out: jax.Array, numbers: lax.ConvDimensionNumbers) -> jax.Array:
-    """Transposes a canonical result to where the dimension numbers want it."""
+    """Transposes a canonical result to the layout that the dimension numbers specify."""
     batch, feature, *spatial = numbers.out_spec
-    wanted = (batch, *spatial, feature)
-    return lax.transpose(out, [wanted.index(axis) for axis in range(out.ndim)])
+    target_axes = (batch, *spatial, feature)
+    return lax.transpose(out, list(map(target_axes.index, range(out.ndim))))
 
 
-def groups_last(x: jax.Array, count: int) -> jax.Array:
-    """`[..., G C] -> [..., C G]`."""
+def move_groups_last(x: jax.Array, count: int) -> jax.Array:
+    """Transposes `[..., G C]` to `[..., C G]`, with G = `count`."""
     return jnp.swapaxes(x.reshape(*x.shape[:-1], count, -1), -1, -2).reshape(x.shape)
 
 
@@ -49,10 +49,10 @@ class Sizes(NamedTuple):
     Attributes:
       batch: N.
       image: S, without padding and holes.
-      channels: C, or by group I.
+      channels: I, the channels that are summed over.
       window: W, without holes.
       features: O.
-      places: S', how many places the window has.
+      positions: S', the number of positions of the window, which is the size of the result.
     """
 
     batch: int
@@ -60,54 +60,61 @@ class Sizes(NamedTuple):
     channels: int
     window: tuple[int, ...]
     features: int
-    places: tuple[int, ...]
+    positions: tuple[int, ...]
 
     @property
     def products(self) -> int:
-        """How many numbers are multiplied, those in padding and holes included."""
-        sums = self.batch * math.prod(self.places) * self.features
+        """Returns the number of multiplications, including those with padding and holes."""
+        sums = self.batch * math.prod(self.positions) * self.features
         return sums * math.prod(self.window) * self.channels
 
 
-def sizes(eqn: core.JaxprEqn) -> Sizes | None:
-    """Returns the sizes of a convolution that may be computed in another way, None for any other.
+def conv_sizes(eqn: core.JaxprEqn) -> Sizes | None:
+    """Returns the sizes of a convolution if it may be rewritten, otherwise None.
 
-    That is: real floats of 16 bits or more, and sizes that are known and not 0.
+    A convolution may be rewritten if it is of real floats of 16 bits or more, with sizes that are
+    known and positive, and without sharding except that of the batch.
     """
     lhs, rhs, out = avals(eqn)
     numbers = eqn.params["dimension_numbers"]
-    if not are_floats(lhs, rhs, out) or not sharding_is_free(eqn.params):
+    if not are_floats(lhs, rhs, out) or not is_sharding_free(eqn.params):
         return None
-    if is_sharded(lhs, but=numbers.lhs_spec[0]) or is_sharded(rhs):
+    if is_sharded(lhs, except_axis=numbers.lhs_spec[0]) or is_sharded(rhs):
         return None
-    if out.dtype.itemsize > max(4, lhs.dtype.itemsize):  # sums wider than what is summed
+    # The sums would have to be wider than the float32 or the input's dtype they are computed in.
+    if out.dtype.itemsize > max(4, lhs.dtype.itemsize):
         return None
-    batch, _, *image = (lhs.shape[axis] for axis in numbers.lhs_spec)
-    features, inputs, *window = (rhs.shape[axis] for axis in numbers.rhs_spec)
-    places = (out.shape[axis] for axis in numbers.out_spec[2:])
-    return Sizes(batch, tuple(image), inputs, tuple(window), features, tuple(places))
+    batch, _, *image = map(lhs.shape.__getitem__, numbers.lhs_spec)
+    features, inputs, *window = map(rhs.shape.__getitem__, numbers.rhs_spec)
+    positions = map(out.shape.__getitem__, numbers.out_spec[2:])
+    return Sizes(batch, tuple(image), inputs, tuple(window), features, tuple(positions))
 
 
 def are_floats(*arrays: Any) -> bool:
-    """Whether all are real floats of 16 bits or more, with sizes that are known and not 0."""
-    return all(
+    """Returns True if all are real floats of 16 bits or more, of known and positive sizes."""
+    return all(map(_is_float, arrays))
+
+
+def _is_float(x: Any) -> bool:
+    return (
         jnp.issubdtype(x.dtype, jnp.floating)
         and x.dtype.itemsize > 1
-        and jax.dtypes.canonicalize_dtype(x.dtype) == x.dtype  # else it cannot be made here
+        # Without x64, jax cannot make a float64 array, so no replacement could return one.
+        and jax.dtypes.canonicalize_dtype(x.dtype) == x.dtype
+        # A size that is not an int is the symbol of a shape-polymorphic export.
         and all(isinstance(size, int) and size > 0 for size in x.shape)
-        for x in arrays
     )
 
 
 def avals(eqn: core.JaxprEqn) -> list[Any]:
-    """Returns the types of an equation's inputs and outputs: shapes and dtypes."""
+    """Returns the abstract values (shapes and dtypes) of an equation's inputs and outputs."""
     return [var.aval for var in (*eqn.invars, *eqn.outvars)]
 
 
-def ungrouped(eqn: core.JaxprEqn) -> Sizes | None:
-    """Returns the sizes of a convolution without groups, None for any other; as `sizes`."""
-    params = eqn.params
-    return sizes(eqn) if params["feature_group_count"] == params["batch_group_count"] == 1 else None
+def ungrouped_sizes(eqn: core.JaxprEqn) -> Sizes | None:
+    """Returns the sizes of an ungrouped convolution that may be rewritten, otherwise None."""
+    is_ungrouped = eqn.params["feature_group_count"] == eqn.params["batch_group_count"] == 1
+    return conv_sizes(eqn) if is_ungrouped else None
 
 
 def conv(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
@@ -116,61 +123,67 @@ def conv(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
     Args:
       lhs: `[N, *S, C]`.
       rhs: `[*W, C, O]`.
-      **params: Those of an equation; its groups and dimension numbers do not count.
+      **params: The parameters of an equation; its groups and dimension numbers are ignored.
 
     Returns:
       `[N, *S', O]`.
     """
     params |= {"feature_group_count": 1, "batch_group_count": 1}
-    params |= {"dimension_numbers": canonical(lhs.ndim)}
+    params |= {"dimension_numbers": canonical_numbers(lhs.ndim)}
     out: jax.Array = primitives.conv_general_dilated_p.bind(lhs, rhs, **params)
     return out
 
 
-def is_of_weights(params: dict[str, Any]) -> bool:
-    """Whether channels are where images were, as in the gradient of the weights."""
+def is_weight_gradient(params: dict[str, Any]) -> bool:
+    """Returns True if a convolution looks like the gradient of a layer's weights.
+
+    jax writes that gradient as a convolution in which channels and batch have swapped places.
+    """
     batch, feature, *_ = params["dimension_numbers"].lhs_spec
     return bool(feature < batch)
 
 
 class Groups(NamedTuple):
-    """The sizes of a grouped convolution that decide what it becomes.
+    """The sizes of a grouped convolution that its rewrites depend on.
 
     Attributes:
-      number: G. lhs is `[N, *S, G I]` and rhs `[*W, I, G O]`; by batch lhs is `[G N, *S, I]`.
-      by_batch: Whether the batch is in groups, as in the gradient of the weights, or the features.
-      sides: The two sizes that a group multiplies at each tap: `(I, O)`, or by batch `(N, O)`.
-      taps: The products that make a sum of shifts: `prod(W)`, or by batch `prod(S')`.
+      count: G. With groups of features lhs is `[N, *S, G I]` and rhs `[*W, I, G O]`; with groups
+        of the batch lhs is `[G N, *S, I]`.
+      by_batch: Whether the batch is grouped, as in the gradient of the weights, or the features.
+      sides: The two sizes of the product of one group and tap: `(I, O)`, or by batch `(N, O)`.
+      taps: The number of terms of a sum of shifted products: `prod(W)`, or by batch `prod(S')`.
     """
 
-    number: int
+    count: int
     by_batch: bool
     sides: tuple[int, int]
     taps: int
 
 
-def groups(eqn: core.JaxprEqn) -> Groups | None:
-    """Returns the groups of a convolution, None for one without; as `sizes`."""
-    params, shape = eqn.params, sizes(eqn)
+def conv_groups(eqn: core.JaxprEqn) -> Groups | None:
+    """Returns the groups of a grouped convolution that may be rewritten, otherwise None."""
+    params, sizes = eqn.params, conv_sizes(eqn)
     by_batch = params["batch_group_count"] > 1
     count = params["batch_group_count"] if by_batch else params["feature_group_count"]
-    if shape is None or count == 1:
+    if sizes is None or count == 1:
         return None
-    side = shape.batch // count if by_batch else shape.channels
-    window = shape.places if by_batch else shape.window
-    return Groups(count, by_batch, (side, shape.features // count), math.prod(window))
+    side = sizes.batch // count if by_batch else sizes.channels
+    window = sizes.positions if by_batch else sizes.window
+    return Groups(count, by_batch, (side, sizes.features // count), math.prod(window))
 
 
-def is_sharded(x: Any, but: int | None = None) -> bool:
-    """Whether the type of an array says that some axis is sharded, of those that are not `but`."""
+def is_sharded(x: Any, except_axis: int | None = None) -> bool:
+    """Returns True if the type of an array shards an axis other than `except_axis`."""
     sharding = getattr(x, "sharding", None)
     spec = sharding.spec if sharding is not None else ()
-    return any(name is not None for axis, name in enumerate(spec) if axis != but)
+    return any(name is not None for axis, name in enumerate(spec) if axis != except_axis)
 
 
-def sharding_is_free(params: dict[str, Any]) -> bool:
-    """Whether no sharding is asked for. Inside shard_map one is given that says nothing."""
+def is_sharding_free(params: dict[str, Any]) -> bool:
+    """Returns True if an equation leaves the sharding of its output to the compiler."""
     sharding = params.get("out_sharding")
+    # Inside shard_map jax sets an `out_sharding` on a mesh without explicit axes; it demands
+    # nothing.
     return sharding is None or AxisType.Explicit not in sharding.mesh.axis_types
 
 

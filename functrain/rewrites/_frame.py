@@ -1,4 +1,4 @@
-"""What a rewrite is, and the pass that applies some of them to a jaxpr."""
+"""The definition of a rewrite, and the pass that applies rewrites to a jaxpr."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -9,25 +9,26 @@ from jax import lax
 from jax.extend import core, source_info_util
 from jax.extend.core import primitives
 
-from functrain.rewrites._rounding import is_widening, perhaps_unrounded
+from functrain.rewrites._rounding import find_possibly_unrounded, is_float32_conversion
 
 
 class Rewrite(NamedTuple):
     """A rule that replaces equations of one primitive.
 
     Attributes:
-      name: Names the rule in warnings.
-      primitive: The primitive of the equations it looks at.
+      name: The name of the rule in warnings.
+      primitive: The primitive of the equations that it may replace.
       applies: ``(eqn) -> bool``. Decides from the equation's types and parameters.
-      replace: ``(*inputs, **params) -> output``, or a sequence of outputs where the primitive has
+      replace: ``(*inputs, **params) -> output``, or a sequence of outputs if the primitive has
         several. Plain `jax.lax` code; it may not capture arrays.
-      reason: Why it pays, in a few words for `explain`.
-      exact: ``(eqn) -> bool``. Whether what replaces this equation keeps every bit, when both run
-        under `jax.jit`. Of no equation, unless said.
-      beside: A primitive that the function must have too, such as that of the gradient, where the
-        rewrite does not pay without.
-      within: ``(eqn, jaxpr) -> bool``. Decides, where `applies` has said yes, from the equations
-        around it. The equation's outputs are those in the jaxpr; its inputs may be new ones.
+      reason: Why the replacement is faster, in a few words for `explain_rewrites`.
+      is_exact: ``(eqn) -> bool``. Returns True if the replacement of this equation has the same
+        bits when both run under `jax.jit`. By default no replacement is exact.
+      required_primitive: A primitive that the function must contain too, such as that of the
+        gradient, if the rewrite is slower without it.
+      applies_in_context: ``(eqn, jaxpr) -> bool``. Decides from the surrounding equations, after
+        `applies` has returned True. The equation's outputs are variables of the jaxpr; its inputs
+        may be variables that replace those of the jaxpr.
     """
 
     name: str
@@ -35,25 +36,26 @@ class Rewrite(NamedTuple):
     applies: Callable[[core.JaxprEqn], bool]
     replace: Callable[..., Any]
     reason: str = ""
-    exact: Callable[[core.JaxprEqn], bool] = lambda eqn: False
-    beside: core.Primitive | None = None
-    within: Callable[[core.JaxprEqn, core.Jaxpr], bool] = lambda eqn, jaxpr: True
+    is_exact: Callable[[core.JaxprEqn], bool] = lambda eqn: False
+    required_primitive: core.Primitive | None = None
+    applies_in_context: Callable[[core.JaxprEqn, core.Jaxpr], bool] = lambda eqn, jaxpr: True
 
 
 class RewriteError(Exception):
     """A rewrite failed; the message names it and the equation.
 
     Attributes:
-      rewrite: The one that failed.
+      rewrite: The rewrite that failed.
     """
 
     def __init__(self, rewrite: Rewrite, eqn: core.JaxprEqn, error: Exception) -> None:
         self.rewrite = rewrite
-        super().__init__(f"{rewrite.name}: {error!r}, at {types(eqn)} ({place(eqn)}).")
+        location = describe_location(eqn)
+        super().__init__(f"{rewrite.name}: {error!r}, at {describe_types(eqn)} ({location}).")
 
 
-# Those whose jaxprs are functions that are called, and may be replaced by equal ones. What another
-# primitive does with its jaxprs nobody can know: those stay as they are.
+# The jaxprs of these primitives are called as functions, so an equal function may replace them.
+# Other primitives may use their jaxprs in any way; those jaxprs stay unchanged.
 _CALLS = {
     primitives.jit_p,
     primitives.call_p,
@@ -68,96 +70,104 @@ _CALLS = {
 
 
 def is_entered(eqn: core.JaxprEqn) -> bool:
-    """Whether the pass looks into the jaxprs of an equation."""
+    """Returns True if the pass also rewrites the jaxprs inside this equation."""
+    # `jax.extend` does not export the primitive of shard_map, so it is recognized by its name.
     return eqn.primitive in _CALLS or eqn.primitive.name == "shard_map"
 
 
-def first_that_applies(
-    rewrites: Sequence[Rewrite], eqn: core.JaxprEqn, jaxpr: core.Jaxpr, exact: bool = False
+def select_rewrite(
+    rewrites: Sequence[Rewrite], eqn: core.JaxprEqn, jaxpr: core.Jaxpr, exact_only: bool = False
 ) -> Rewrite | None:
-    """Returns the rewrite that an equation gets; if `exact`, of those that keep every bit of it.
+    """Returns the first rewrite that applies to an equation, or None.
 
     Args:
-      rewrites: In the order they are asked.
+      rewrites: The rewrites, in order of precedence.
       eqn: The equation.
-      jaxpr: What it is an equation of.
-      exact: Whether to leave out those that might change some bit.
+      jaxpr: The jaxpr that contains the equation.
+      exact_only: Whether to skip rewrites that might change a bit of the result.
 
     Raises:
       RewriteError: A rewrite raised.
     """
+    # The user asked for a certain algorithm, which the replacing operation may not have.
     if isinstance(eqn.params.get("precision"), lax.DotAlgorithm | lax.DotAlgorithmPreset):
-        return None  # of this operation: another may not have it
+        return None
     for rewrite in rewrites:
-        if eqn.primitive is rewrite.primitive:
-            with _named(rewrite, eqn):
-                may = rewrite.applies(eqn) and (rewrite.exact(eqn) or not exact)
-                if may and rewrite.within(eqn, jaxpr):
-                    return rewrite
+        if eqn.primitive is not rewrite.primitive:
+            continue
+        with _rewrite_scope(rewrite, eqn):
+            if not rewrite.applies(eqn) or (exact_only and not rewrite.is_exact(eqn)):
+                continue
+            if rewrite.applies_in_context(eqn, jaxpr):
+                return rewrite
     return None
 
 
-def that_pay_in(jaxpr: Any, rewrites: Sequence[Rewrite]) -> list[Rewrite]:
-    """Returns the rewrites without those for which the jaxpr has not what they want beside."""
-    found = {eqn.primitive for eqn, *_ in equations(jaxpr)}
-    return [rewrite for rewrite in rewrites if rewrite.beside in (None, *found)]
+def usable_rewrites(jaxpr: Any, rewrites: Sequence[Rewrite]) -> list[Rewrite]:
+    """Returns the rewrites whose required primitive, if they have one, occurs in the jaxpr."""
+    present = {eqn.primitive for eqn, *_ in walk_equations(jaxpr)}
+    return [rewrite for rewrite in rewrites if rewrite.required_primitive in (None, *present)]
 
 
-def types(eqn: core.JaxprEqn) -> str:
+def describe_types(eqn: core.JaxprEqn) -> str:
     """Returns an equation's types, such as ``f32[8] -> f32[]``."""
-    ins, outs = (
-        " ".join(var.aval.str_short(short_dtypes=True) for var in side)
-        for side in (eqn.invars, eqn.outvars)
-    )
-    return f"{ins} -> {outs}"
+    return f"{_join_types(eqn.invars)} -> {_join_types(eqn.outvars)}"
 
 
-def place(eqn: core.JaxprEqn) -> str:
+def _join_types(atoms: Sequence[Any]) -> str:
+    return " ".join(atom.aval.str_short(short_dtypes=True) for atom in atoms)
+
+
+def describe_location(eqn: core.JaxprEqn) -> str:
     """Returns the layer an equation came from, if it has a name, and its source line."""
     line = source_info_util.summarize(eqn.source_info).rpartition("/")[2]
     return "  ".join(filter(None, [str(eqn.source_info.name_stack), line]))
 
 
-def equations(jaxpr: Any, times: int = 1) -> Iterator[tuple[core.JaxprEqn, core.Jaxpr, int]]:
-    """Yields what the pass looks at, the jaxpr it stands in, and how often a run evaluates it.
+def walk_equations(
+    jaxpr: Any, executions: int = 1
+) -> Iterator[tuple[core.JaxprEqn, core.Jaxpr, int]]:
+    """Yields each equation that the pass sees, its jaxpr, and how often one call executes it.
 
-    A loop counts as often as it is known to go round, and once where it is not; of a `cond` every
-    branch counts.
+    The body of a scan counts once per iteration. The number of iterations of a `while` is unknown,
+    so its body counts once; so does every branch of a `cond`.
     """
     for eqn in jaxpr.eqns:
-        yield eqn, getattr(jaxpr, "jaxpr", jaxpr), times
+        yield eqn, getattr(jaxpr, "jaxpr", jaxpr), executions
         if is_entered(eqn):
-            often = times * eqn.params["length"] if eqn.primitive is primitives.scan_p else times
+            is_scan = eqn.primitive is primitives.scan_p
+            inner_executions = executions * eqn.params["length"] if is_scan else executions
             for inner in core.jaxprs_in_params(eqn.params):
-                yield from equations(inner, often)
+                yield from walk_equations(inner, inner_executions)
 
 
 @contextlib.contextmanager
-def _named(rewrite: Rewrite, eqn: core.JaxprEqn) -> Iterator[None]:
-    """Names the rewrite in errors, and spares it how strict the user wants jax to be."""
+def _rewrite_scope(rewrite: Rewrite, eqn: core.JaxprEqn) -> Iterator[None]:
+    """Raises errors of a rewrite as RewriteError, and turns off the user's strict promotion."""
     try:
         with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
             yield
-    except RewriteError:  # of a later rewrite, about what this one returned
+    except RewriteError:
+        # A later rewrite failed on an equation that this one returned: the error names that one.
         raise
     except Exception as error:
         raise RewriteError(rewrite, eqn, error) from error
 
 
-def rewrite_jaxpr(jaxpr: Any, rewrites: Sequence[Rewrite], exact: bool = False) -> Any:
-    """Returns a jaxpr with every equation replaced that one of the rewrites applies to.
+def rewrite_jaxpr(jaxpr: Any, rewrites: Sequence[Rewrite], exact_only: bool = False) -> Any:
+    """Returns a jaxpr in which rewrites have replaced the equations that they apply to.
 
-    The jaxprs inside it are entered: those of jit, scan, while, cond, remat, custom derivatives and
-    shard_map. An equation of another primitive stays whole. What replaces an equation has its
-    names, source lines and context.
+    The jaxprs inside it are rewritten too: those of jit, scan, while, cond, remat, custom
+    derivatives and shard_map. Equations of other primitives that contain jaxprs are kept. The new
+    equations get the name stack, source line and context of the equation they replace.
 
     Args:
       jaxpr: A `jax.extend.core.Jaxpr` or `ClosedJaxpr`.
-      rewrites: The first that applies is taken. What it returns is looked at by those after it.
-      exact: Whether to leave every equation of which a rewrite might change some bit.
+      rewrites: The first that applies is used. Later ones also see the equations it returns.
+      exact_only: Whether to keep every equation whose replacement might change a bit.
 
     Returns:
-      A jaxpr of the same kind and types, or the object itself where nothing applies.
+      A jaxpr of the same kind and types, or the same object if nothing applies.
 
     Raises:
       RewriteError: A rewrite raised, or returned outputs of other types.
@@ -172,84 +182,108 @@ def rewrite_jaxpr(jaxpr: Any, rewrites: Sequence[Rewrite], exact: bool = False) 
       >>> rewrite_jaxpr(jax.make_jaxpr(lambda x: lax.exp(lax.sin(x)))(1.0), [rule])
       { lambda ; a:f32[]. let b:f32[] = add a a; c:f32[] = exp b in (c,) }
     """
-    return _Pass(that_pay_in(jaxpr, rewrites), exact).jaxpr(jaxpr)
+    return _Pass(usable_rewrites(jaxpr, rewrites), exact_only).rewrite(jaxpr)
 
 
 class _Pass:
-    """One run over a jaxpr and all inside it."""
+    """One pass over a jaxpr and the jaxprs inside it."""
 
-    def __init__(self, rewrites: Sequence[Rewrite], exact: bool) -> None:
+    def __init__(self, rewrites: Sequence[Rewrite], exact_only: bool) -> None:
         self._rewrites = rewrites
-        self._exact = exact
-        # A jaxpr met twice is rewritten once, and stays one object: jax lowers it once, too.
-        # The old one is kept so that its id stays its own.
-        self._done: dict[int, tuple[Any, Any]] = {}
-        self._turned: dict[Any, core.JaxprEqn] = {}  # results -> the transposes they end in
+        self._exact_only = exact_only
+        # A jaxpr that occurs twice is rewritten once and stays one object, so that jax lowers it
+        # once, too. The old jaxpr is stored with the new one: as long as it lives, no other object
+        # gets its id.
+        self._rewritten: dict[int, tuple[Any, Any]] = {}
+        # The last equation of a replacement by its output, if it is a transpose.
+        self._final_transposes: dict[Any, core.JaxprEqn] = {}
         self._replacements: dict[Any, Callable[..., list[Any]]] = {}
 
-    def jaxpr(self, jaxpr: Any) -> Any:
-        if id(jaxpr) not in self._done:
-            self._done[id(jaxpr)] = jaxpr, self._jaxpr(jaxpr)
-        return self._done[id(jaxpr)][1]
+    def rewrite(self, jaxpr: Any) -> Any:
+        """Returns the rewritten jaxpr, or the same object if nothing applies."""
+        if id(jaxpr) not in self._rewritten:
+            self._rewritten[id(jaxpr)] = jaxpr, self._rewrite_equations(jaxpr)
+        return self._rewritten[id(jaxpr)][1]
 
-    def _jaxpr(self, jaxpr: Any) -> Any:
-        if not isinstance(jaxpr, core.Jaxpr):  # closed; since jax 0.12 the two are one class
-            inner = self.jaxpr(jaxpr.jaxpr)
+    def _rewrite_equations(self, jaxpr: Any) -> Any:
+        # Before jax 0.12 a ClosedJaxpr is a class of its own; since then the two are one class.
+        if not isinstance(jaxpr, core.Jaxpr):
+            inner = self.rewrite(jaxpr.jaxpr)
             return jaxpr if inner is jaxpr.jaxpr else jaxpr.replace(jaxpr=inner)
-        left = perhaps_unrounded(jaxpr) if self._exact else ()
-        env: dict[Any, Any] = {}  # outputs of replaced equations -> what stands for them
+        # These results might be rounded at another point, so exact rewrites leave them alone.
+        unrounded = find_possibly_unrounded(jaxpr) if self._exact_only else set()
+        # Maps the outputs of replaced equations to those of their replacements.
+        substitutions: dict[Any, Any] = {}
         eqns: list[core.JaxprEqn] = []
         for eqn in jaxpr.eqns:
-            new = eqn.replace(invars=read(env, eqn.invars)) if env else eqn
-            is_left = any(out in left for out in eqn.outvars)
-            eqns += [new] if is_left else self._eqn(new, jaxpr, env)
-        if not env and all(new is old for new, old in zip(eqns, jaxpr.eqns, strict=True)):
+            new = eqn
+            if substitutions:
+                new = eqn.replace(invars=substitute(substitutions, eqn.invars))
+            if unrounded.intersection(eqn.outvars):
+                eqns.append(new)
+            else:
+                eqns += self._rewrite_equation(new, jaxpr, substitutions)
+        if not substitutions and _are_same(eqns, jaxpr.eqns):
             return jaxpr
-        outvars = read(env, jaxpr.outvars)
+        outvars = substitute(substitutions, jaxpr.outvars)
         return jaxpr.replace(eqns=eqns, outvars=outvars, debug_info=jaxpr.debug_info)
 
-    def _eqn(
-        self, eqn: core.JaxprEqn, jaxpr: core.Jaxpr, env: dict[Any, Any]
+    def _rewrite_equation(
+        self, eqn: core.JaxprEqn, jaxpr: core.Jaxpr, substitutions: dict[Any, Any]
     ) -> list[core.JaxprEqn]:
-        if rewrite := first_that_applies(self._rewrites, eqn, jaxpr, self._exact):
-            with _named(rewrite, eqn):
-                eqns, outs = self._replaced(rewrite, eqn)
+        """Returns the equations that replace one, and records its outputs' substitutions."""
+        if rewrite := select_rewrite(self._rewrites, eqn, jaxpr, self._exact_only):
+            with _rewrite_scope(rewrite, eqn):
+                eqns, outs = self._apply(rewrite, eqn)
             if eqns and eqns[-1].primitive is primitives.transpose_p:
-                self._turned[eqns[-1].outvars[0]] = eqns[-1]
-        elif is_widening(eqn) and (turn := self._turned.get(eqn.invars[0])):  # see _rounding
-            eqns, outs = inlined(_converted_first(turn, eqn), eqn, turn.invars)
+                self._final_transposes[eqns[-1].outvars[0]] = eqns[-1]
+        elif is_float32_conversion(eqn) and eqn.invars[0] in self._final_transposes:
+            # Convert before the transpose, or XLA would round the convolution: see _rounding.
+            transpose = self._final_transposes[eqn.invars[0]]
+            eqns, outs = inline(_convert_then_transpose(transpose, eqn), eqn, transpose.invars)
         elif is_entered(eqn):
-            params = _inside(eqn, lambda: {k: self._param(v) for k, v in eqn.params.items()})
-            same = all(params[name] is value for name, value in eqn.params.items())
-            return [eqn if same else eqn.replace(params=params)]
+            params = _call_inside(eqn, lambda: self._rewrite_params(eqn.params))
+            is_same = all(params[name] is value for name, value in eqn.params.items())
+            return [eqn if is_same else eqn.replace(params=params)]
         else:
             return [eqn]
-        env.update(zip(eqn.outvars, outs, strict=True))
+        substitutions.update(zip(eqn.outvars, outs, strict=True))
         return eqns
 
-    def _replaced(self, rewrite: Rewrite, eqn: core.JaxprEqn) -> tuple[list[Any], list[Any]]:
+    def _apply(self, rewrite: Rewrite, eqn: core.JaxprEqn) -> tuple[list[Any], list[Any]]:
+        # Tracing a replacement again takes less time than making it, so layers of the same shape
+        # share one.
         avals = tuple(var.aval for var in (*eqn.invars, *eqn.outvars))
-        alike = rewrite.name, avals, eqn.ctx, tuple(eqn.params.items())
+        key = rewrite.name, avals, eqn.ctx, tuple(eqn.params.items())
         with _context(eqn):
-            if alike not in self._replacements:
+            if key not in self._replacements:
                 later = self._rewrites[self._rewrites.index(rewrite) + 1 :]
-                self._replacements[alike] = _replacement(rewrite, eqn, later, self._exact)
-        return inlined(self._replacements[alike], eqn, eqn.invars)
+                self._replacements[key] = _make_replacement(rewrite, eqn, later, self._exact_only)
+        return inline(self._replacements[key], eqn, eqn.invars)
 
-    def _param(self, value: Any) -> Any:
+    def _rewrite_params(self, params: dict[str, Any]) -> dict[str, Any]:
+        return dict(zip(params, map(self._rewrite_param, params.values()), strict=True))
+
+    def _rewrite_param(self, value: Any) -> Any:
         if isinstance(value, core.Jaxpr | core.ClosedJaxpr):
-            return self.jaxpr(value)
+            return self.rewrite(value)
+        # The branches of a `cond` are a tuple of jaxprs.
         if type(value) in (tuple, list):
-            new = [self._param(item) for item in value]
-            changed = any(a is not b for a, b in zip(new, value, strict=True))
-            return type(value)(new) if changed else value
+            items = list(map(self._rewrite_param, value))
+            return value if _are_same(items, value) else type(value)(items)
         return value
 
 
-def _inside(eqn: core.JaxprEqn, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Calls `work` where the body of the equation may be traced.
+def _are_same(new: Sequence[Any], old: Sequence[Any]) -> bool:
+    """Returns True if both hold the same objects."""
+    return all(a is b for a, b in zip(new, old, strict=True))
 
-    What varies over which mesh axis is part of a type inside shard_map only, so that is entered.
+
+def _call_inside(eqn: core.JaxprEqn, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Returns ``work()``, called in a context in which the body of the equation can be traced.
+
+    Inside shard_map, a type contains the mesh axes over which the value varies. Such types exist
+    only while a shard_map is traced, so this traces one around the call.
     """
     if eqn.primitive.name != "shard_map":
         return work()
@@ -260,30 +294,28 @@ def _inside(eqn: core.JaxprEqn, work: Callable[[], dict[str, Any]]) -> dict[str,
         return ()
 
     options = {name: eqn.params[name] for name in ("mesh", "in_specs", "check_vma")}
-    old_name, new_name = "manual_axes", "newly_manual_axes"  # before and from jax 0.10.2 on
-    options["axis_names"] = eqn.params[new_name if new_name in eqn.params else old_name]
+    # The parameter is named newly_manual_axes from jax 0.10.2 on.
+    name = "newly_manual_axes" if "newly_manual_axes" in eqn.params else "manual_axes"
+    options["axis_names"] = eqn.params[name]
     with _context(eqn):
         jax.make_jaxpr(jax.shard_map(body, out_specs=(), **options))(*(v.aval for v in eqn.invars))
     return result
 
 
 def retype(x: Any, aval: Any) -> Any:
-    """Returns the array with exactly the type of an abstract value: dtype and weakness."""
+    """Returns the array with the dtype and the weak type of an abstract value."""
     if jax.typeof(x).dtype == aval.dtype and jax.typeof(x).weak_type == aval.weak_type:
         return x
-    # `lax.convert_element_type` makes no weak type; its primitive does.
+    # `lax.convert_element_type` cannot make a weak type; its primitive can.
     return primitives.convert_element_type_p.bind(
         x, new_dtype=aval.dtype, weak_type=aval.weak_type, sharding=None
     )
 
 
-def _replacement(
-    rewrite: Rewrite, eqn: core.JaxprEqn, later: Sequence[Rewrite], exact: bool
+def _make_replacement(
+    rewrite: Rewrite, eqn: core.JaxprEqn, later: Sequence[Rewrite], exact_only: bool
 ) -> Callable[..., list[Any]]:
-    """Returns what a rewrite makes of an equation, with later ones applied, as a function.
-
-    Layers of one shape share it: to trace it once more takes less time than to make it.
-    """
+    """Returns a function that computes an equation as the rewrite and the later ones want it."""
     avals = [var.aval for var in eqn.outvars]
 
     def replace(*inputs: Any) -> list[Any]:
@@ -292,44 +324,58 @@ def _replacement(
         return [retype(out, aval) for out, aval in zip(outs, avals, strict=True)]
 
     closed: Any = jax.make_jaxpr(replace)(*(var.aval for var in eqn.invars))
+    # A captured array would become a constant of the user's program.
     if closed.consts:
         raise TypeError("expected a rewrite that captures no arrays, got one that does")
     if [out.str_short() for out in closed.out_avals] != [aval.str_short() for aval in avals]:
         raise TypeError(f"expected outputs {avals}, got {closed.out_avals}")
-    run: Callable[..., list[Any]] = core.jaxpr_as_fun(rewrite_jaxpr(closed, later, exact))
+    run: Callable[..., list[Any]] = core.jaxpr_as_fun(rewrite_jaxpr(closed, later, exact_only))
     return run
 
 
-def _converted_first(transpose: core.JaxprEqn, conversion: core.JaxprEqn) -> Callable[..., Any]:
+def _convert_then_transpose(
+    transpose: core.JaxprEqn, conversion: core.JaxprEqn
+) -> Callable[..., Any]:
     aval, axes = conversion.outvars[0].aval, transpose.params["permutation"]
     return lambda x: [lax.transpose(retype(x, aval), axes)]
 
 
-def inlined(
+def inline(
     fn: Callable[..., list[Any]], eqn: core.JaxprEqn, inputs: Sequence[Any]
 ) -> tuple[list[Any], list[Any]]:
-    """Returns the equations of a function, with another equation's name and place, and outputs."""
+    """Returns the equations and outputs of a function applied to variables of a jaxpr.
+
+    The equations get the name stack, source line and context of `eqn`.
+    """
     with _context(eqn):
-        # A function of its own: of one that it knows, jax would return the same variables.
+        # The lambda makes a new function for each call. For a function that it has traced before,
+        # jax would return the same variables again.
         jaxpr = jax.make_jaxpr(lambda *xs: fn(*xs))(*(atom.aval for atom in inputs)).jaxpr
-    env = dict(zip(jaxpr.invars, inputs, strict=True))
-    eqns = [
-        new.replace(invars=read(env, new.invars), source_info=eqn.source_info, ctx=eqn.ctx)
-        for new in jaxpr.eqns
-    ]
-    return eqns, read(env, jaxpr.outvars)
+    substitutions = dict(zip(jaxpr.invars, inputs, strict=True))
+    eqns = []
+    for new in jaxpr.eqns:
+        invars = substitute(substitutions, new.invars)
+        eqns.append(new.replace(invars=invars, source_info=eqn.source_info, ctx=eqn.ctx))
+    return eqns, substitute(substitutions, jaxpr.outvars)
 
 
 def _context(eqn: core.JaxprEqn) -> contextlib.AbstractContextManager[Any]:
-    """The mesh and the like that the equation was traced under."""
+    """Returns the jax settings that the equation was traced under, such as the mesh."""
     manager: contextlib.AbstractContextManager[Any] = eqn.ctx.manager
     return manager
 
 
-def readers(var: Any, jaxpr: core.Jaxpr) -> list[core.JaxprEqn]:
+def find_consumers(var: Any, jaxpr: core.Jaxpr) -> list[core.JaxprEqn]:
     """Returns the equations that read a variable."""
+    # Literals cannot be hashed or compared with variables, hence the comparison by identity.
     return [eqn for eqn in jaxpr.eqns if any(atom is var for atom in eqn.invars)]
 
 
-def read(env: dict[Any, Any], atoms: Sequence[Any]) -> list[Any]:
-    return [atom if isinstance(atom, core.Literal) else env.get(atom, atom) for atom in atoms]
+def find_producers(jaxpr: core.Jaxpr) -> dict[Any, core.JaxprEqn]:
+    """Returns the equation that computes each variable."""
+    return {out: eqn for eqn in jaxpr.eqns for out in eqn.outvars}
+
+
+def substitute(substitutions: dict[Any, Any], atoms: Sequence[Any]) -> list[Any]:
+    """Returns the atoms with variables replaced; literals, which are not hashable, are kept."""
+    return [a if isinstance(a, core.Literal) else substitutions.get(a, a) for a in atoms]

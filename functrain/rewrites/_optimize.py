@@ -1,4 +1,4 @@
-"""The way in: a function in, the function with rewritten insides out."""
+"""The entry points: `optimize` rewrites a function, `mode` says which rewrites apply."""
 
 import functools
 import os
@@ -36,7 +36,9 @@ from functrain.rewrites.weight_gradient import weight_gradient
 Mode: TypeAlias = Literal["auto", "exact", "off"]
 F = TypeVar("F", bound=Callable[..., Any])
 
-# In the order they are asked: what one returns is looked at by those after it.
+# In order of precedence: the first rewrite that applies is used, and those after it also see the
+# equations that it returns. So trimmed_conv is in front of the rules that compute the rest of a
+# trimmed convolution, and canonical_conv behind all rules for convolutions that they may leave.
 REWRITES: tuple[Rewrite, ...] = (
     dense_gradient,
     shared_batch,
@@ -67,22 +69,22 @@ REWRITES: tuple[Rewrite, ...] = (
 def optimize(fn: F, rewrites: Mode = "auto") -> F:
     """Returns the function with its slow operations rewritten, on CPU.
 
-    The result traces `fn` when called, once, and evaluates the rewritten jaxpr; so jit it, or
-    call it inside a function that is jitted. Differentiate and `vmap` before, not after: rules
-    look at the operations they find.
+    The result traces `fn` once per call and evaluates the rewritten jaxpr, so jit it, or call it
+    inside a jitted function. Differentiate and `vmap` the function before, not after: rewrites
+    apply only to the operations that they see.
 
     Args:
-      fn: Any function of pytrees of arrays, to pytrees of arrays. What is no array, such as a flag
-        or a shape, has to be bound before: ``optimize(functools.partial(fn, training=True))``.
-      rewrites: "auto" for all rewrites, "exact" for those only that keep every bit under `jit`,
+      fn: Any function from pytrees of arrays to pytrees of arrays. Bind arguments that are not
+        arrays, such as flags or shapes, before: ``optimize(functools.partial(fn, training=True))``.
+      rewrites: "auto" for all rewrites, "exact" for only those that keep every bit under `jit`,
         "off" for none; see `mode`.
 
     Returns:
       A function of the same arguments, keywords and results: structure, shapes, dtypes and weak
-      types. A rewrite that fails is left out, with a warning.
+      types. A rewrite that fails is skipped with a warning.
 
     Raises:
-      ValueError: `rewrites`, or FUNCTRAIN_REWRITES in the environment, is none of the three.
+      ValueError: `rewrites`, or FUNCTRAIN_REWRITES in the environment, is not one of the three.
 
     Examples:
       >>> import jax, jax.numpy as jnp
@@ -99,72 +101,78 @@ def optimize(fn: F, rewrites: Mode = "auto") -> F:
     @functools.wraps(fn)
     def optimized(*args: Any, **kwargs: Any) -> Any:
         try:
-            closed, shapes = traced(fn, *args, **kwargs)
+            closed, out_shapes = trace(fn, *args, **kwargs)
         except Untraceable as error:
-            outs = fn(*args, **kwargs)  # under jit it says itself what is wrong
-            warnings.warn(f"Rewrites: the function runs as it was, for {error}", stacklevel=2)
+            # Under jit this raises the error itself, which says more than the warning would.
+            outs = fn(*args, **kwargs)
+            warnings.warn(f"Rewrites: the function runs unchanged: {error}", stacklevel=2)
             return outs
-        closed, failures = rewritten(closed, chosen)
+        closed, failures = rewrite_or_keep(closed, chosen)
         for failure in failures:
             warnings.warn(
-                f"A rewrite failed and is left out: {failure} Please report it; "
+                f"A rewrite failed and is skipped: {failure} Please report it. "
                 "FUNCTRAIN_REWRITES=off in the environment turns rewrites off.",
                 stacklevel=2,
             )
         run: Any = core.jaxpr_as_fun(closed)
         outs = run(*map(jnp.asarray, jax.tree.leaves((args, kwargs))))
+        # The jaxpr returns no weak types when it is evaluated outside of jit.
         outs = map(retype, map(jnp.asarray, outs), closed.out_avals)
-        return jax.tree.unflatten(jax.tree.structure(shapes), outs)
+        return jax.tree.unflatten(jax.tree.structure(out_shapes), outs)
 
     return optimized  # type: ignore[return-value]  # wraps(F) is callable as F is
 
 
-class Untraceable(Exception):  # noqa: N818  # a property of the function, often no error
-    """A function looks at the values of its arguments, or takes what is no array."""
+class Untraceable(Exception):  # noqa: N818  # a property of the function, often not an error
+    """A function reads the values of its arguments, or takes arguments that are not arrays."""
 
 
-def traced(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+def trace(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, Any]:
     """Returns a function's jaxpr and the shapes of its outputs.
 
     Raises:
-      Untraceable: There is none. An error of the function's own comes as it is.
+      Untraceable: The function cannot be traced. Exceptions that the function itself raises are
+        passed on unchanged.
     """
     for leaf in jax.tree.leaves((args, kwargs)):
         try:
             jax.typeof(leaf)
         except TypeError:
-            raise Untraceable(f"it takes a {type(leaf).__name__}, which is no array.") from None
+            message = f"it takes a {type(leaf).__name__}, which is not an array."
+            raise Untraceable(message) from None
     try:
-        result: tuple[Any, Any] = jax.make_jaxpr(fn, return_shape=True)(*args, **kwargs)
+        jaxpr_and_shapes: tuple[Any, Any] = jax.make_jaxpr(fn, return_shape=True)(*args, **kwargs)
     except jax.errors.JAXTypeError as error:
-        first = str(error).splitlines()[0]
-        raise Untraceable(f"it cannot be traced: {type(error).__name__}: {first}") from error
-    return result
+        first_line = str(error).splitlines()[0]
+        raise Untraceable(f"it cannot be traced: {type(error).__name__}: {first_line}") from error
+    return jaxpr_and_shapes
 
 
-def rewritten(closed: Any, chosen: Mode) -> tuple[Any, list[Exception]]:
-    """Returns a jaxpr rewritten in a mode, and the failures of the rewrites that were left out."""
+def rewrite_or_keep(closed: Any, chosen: Mode) -> tuple[Any, list[Exception]]:
+    """Returns a jaxpr rewritten in a mode, and the errors of the rewrites that were skipped."""
     rules = REWRITES
     failures: list[Exception] = []
+    # A rewrite must never stop a training: each that fails is removed, and the pass runs again.
     while True:
         try:
-            return rewrite_jaxpr(closed, rules, exact=chosen == "exact"), failures
+            return rewrite_jaxpr(closed, rules, exact_only=chosen == "exact"), failures
         except RewriteError as error:
             rules = tuple(rule for rule in rules if rule is not error.rewrite)
             failures.append(error)
-        except Exception as error:  # of the pass itself
+        except Exception as error:
+            # The pass itself failed, so no rewrite can be used.
             return closed, [*failures, error]
 
 
 def mode(rewrites: str = "auto") -> Mode:
-    """Returns which rewrites apply, here and now.
+    """Returns which rewrites apply in this process.
 
     Args:
-      rewrites: What was asked for. FUNCTRAIN_REWRITES in the environment wins over it.
+      rewrites: The requested mode. FUNCTRAIN_REWRITES in the environment overrides it.
 
     Returns:
-      "off" where the default backend is not the CPU, since only XLA's CPU backend needs them;
-      else what was asked for.
+      "off" unless the default backend is the CPU, because only XLA's CPU backend needs rewrites;
+      otherwise the requested mode.
 
     Raises:
       ValueError: One of the two is not "auto", "exact" or "off".
@@ -173,8 +181,9 @@ def mode(rewrites: str = "auto") -> Mode:
       >>> mode("off")
       'off'
     """
-    wins = os.environ.get("FUNCTRAIN_REWRITES") or rewrites
-    for name, value in (("rewrites", rewrites), ("FUNCTRAIN_REWRITES", wins)):
+    # An empty variable counts as not set.
+    requested = os.environ.get("FUNCTRAIN_REWRITES") or rewrites
+    for name, value in (("rewrites", rewrites), ("FUNCTRAIN_REWRITES", requested)):
         if value not in get_args(Mode):
             raise ValueError(f"{name}: expected 'auto', 'exact' or 'off', got {value!r}")
-    return cast(Mode, wins) if jax.default_backend() == "cpu" else "off"
+    return cast(Mode, requested) if jax.default_backend() == "cpu" else "off"

@@ -1,8 +1,9 @@
-"""When a convolution of bfloat16 is rounded: a fact of XLA's CPU backend.
+"""The point at which XLA's CPU backend rounds the result of a bfloat16 convolution.
 
-XLA computes it in float32, and rounds the result for those only who want bfloat16: who converts it
-to float32 next gets it unrounded (its pass is named float-normalization). With a transpose in
-between, as `canonical_conv` writes one, it would be rounded for all; so the conversion goes first.
+XLA computes the convolution in float32. A consumer that converts the result to float32 gets the
+unrounded numbers; all other consumers get rounded ones (the pass is named float-normalization).
+`canonical_conv` writes a transpose after the convolution. If the conversion stayed behind that
+transpose, its consumers would get rounded numbers too, so the pass moves it in front.
 """
 
 from typing import Any
@@ -11,32 +12,30 @@ import jax.numpy as jnp
 from jax.extend import core
 from jax.extend.core import primitives
 
-# Readers of a bfloat16 result that get it rounded, whatever lies between. Of others nobody knows
-# here: calls, which XLA takes apart, and functions that convert before they compute, as erf does.
-_GET_IT_ROUNDED = {
+# Consumers that always get a rounded bfloat16 result, even through a transpose. Others are unknown:
+# XLA inlines calls, and some functions, such as erf, convert their input before they compute.
+_ROUNDED_CONSUMERS = {
     *("add", "add_any", "sub", "mul", "div", "neg", "max", "min", "select_n"),
     *("broadcast_in_dim", "concatenate", "pad", "reshape", "rev", "slice", "squeeze", "transpose"),
     *("conv_general_dilated", "dot_general", "reduce_max", "reduce_sum"),
 }
 
 
-def perhaps_unrounded(jaxpr: Any) -> set[Any]:
-    """Returns the results of narrow convolutions of which nobody knows here who gets them rounded.
-
-    What a jaxpr returns is among them: it may be that of a function which is called.
-    """
-    narrow = {eqn.outvars[0] for eqn in jaxpr.eqns if _is_narrow(eqn)}
-    if not narrow:
-        return narrow
-    unknown = narrow.intersection(_variables(jaxpr.outvars))
+def find_possibly_unrounded(jaxpr: Any) -> set[Any]:
+    """Returns the results of bfloat16 convolutions whose consumers may see unrounded numbers."""
+    results = {eqn.outvars[0] for eqn in jaxpr.eqns if _is_bfloat16_convolution(eqn)}
+    if not results:
+        return results
+    # The jaxpr may be a function that is called, so the consumers of its outputs are unknown.
+    unrounded = results.intersection(_variables(jaxpr.outvars))
     for eqn in jaxpr.eqns:
-        if not is_widening(eqn) and eqn.primitive.name not in _GET_IT_ROUNDED:
-            unknown |= narrow.intersection(_variables(eqn.invars))
-    return unknown
+        if not is_float32_conversion(eqn) and eqn.primitive.name not in _ROUNDED_CONSUMERS:
+            unrounded |= results.intersection(_variables(eqn.invars))
+    return unrounded
 
 
-def is_widening(eqn: Any) -> bool:
-    """Whether an equation converts bfloat16 to float32."""
+def is_float32_conversion(eqn: Any) -> bool:
+    """Returns True if an equation converts bfloat16 to float32."""
     return (
         eqn.primitive is primitives.convert_element_type_p
         and eqn.invars[0].aval.dtype == jnp.bfloat16
@@ -44,11 +43,12 @@ def is_widening(eqn: Any) -> bool:
     )
 
 
-def _is_narrow(eqn: Any) -> bool:
+def _is_bfloat16_convolution(eqn: Any) -> bool:
     return eqn.primitive is primitives.conv_general_dilated_p and all(
         var.aval.dtype == jnp.bfloat16 for var in (*eqn.invars, *eqn.outvars)
     )
 
 
 def _variables(atoms: Any) -> list[Any]:
+    """Returns the atoms that are not literals, which cannot be hashed."""
     return [atom for atom in atoms if not isinstance(atom, core.Literal)]

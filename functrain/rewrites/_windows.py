@@ -1,4 +1,4 @@
-"""Windows over the spatial axes of arrays `[N, *S, ...]`: where they are, and what they see."""
+"""Sliding windows over the spatial axes of arrays `[N, *S, ...]`."""
 
 from collections.abc import Callable, Sequence
 
@@ -7,71 +7,86 @@ import jax.numpy as jnp
 from jax import lax
 
 
-def positions(
-    sizes: Sequence[int], window: Sequence[int], strides: Sequence[int], apart: Sequence[int]
+def output_sizes(
+    sizes: Sequence[int], window: Sequence[int], strides: Sequence[int], dilation: Sequence[int]
 ) -> list[int]:
-    """Returns how many places a window has along each axis."""
+    """Returns the number of positions of a window along each axis.
+
+    Args:
+      sizes: The sizes of the axes, including padding and holes.
+      window: The number of taps of the window along each axis.
+      strides: The distance between two positions of the window.
+      dilation: The distance between two taps of the window.
+    """
     return [
-        (size - (taps - 1) * step - 1) // stride + 1
-        for size, taps, stride, step in zip(sizes, window, strides, apart, strict=True)
+        (size - dilated_size(taps, step)) // stride + 1
+        for size, taps, stride, step in zip(sizes, window, strides, dilation, strict=True)
     ]
 
 
-def window_at(
+def strided_window(
     x: jax.Array,
-    at: Sequence[int],
-    apart: Sequence[int],
+    index: Sequence[int],
+    index_strides: Sequence[int],
     sizes: Sequence[int],
     strides: Sequence[int],
 ) -> jax.Array:
-    """Slices the spatial axes, those after the first."""
+    """Returns one strided window of the spatial axes, `[N, *sizes, ...]`.
+
+    The window starts at ``index * index_strides``. A tap's view of an image has the tap as its
+    index, the positions of the kernel as its sizes, and the stride of the kernel.
+    """
     starts, limits, steps = [0] * x.ndim, list(x.shape), [1] * x.ndim
-    for i, place in enumerate(at):
-        starts[1 + i] = place * apart[i]
-        limits[1 + i] = place * apart[i] + (sizes[i] - 1) * strides[i] + 1
-        steps[1 + i] = strides[i]
+    # The spatial axes are those after the batch.
+    for axis, (i, step, size, stride) in enumerate(
+        zip(index, index_strides, sizes, strides, strict=True), start=1
+    ):
+        starts[axis] = i * step
+        limits[axis] = i * step + dilated_size(size, stride)
+        steps[axis] = stride
     return lax.slice(x, starts, limits, steps)
 
 
-def spread(size: int, holes: int) -> int:
-    """Returns the size of an axis whose elements are that far apart."""
-    return (size - 1) * holes + 1
+def dilated_size(size: int, dilation: int) -> int:
+    """Returns the size of an axis after its elements are moved `dilation` apart."""
+    return (size - 1) * dilation + 1
 
 
-def padded(
+def pad_spatial(
     lhs: jax.Array, padding: Sequence[tuple[int, int]], dilation: Sequence[int]
 ) -> jax.Array:
-    """Pads the spatial axes, between elements too; negative padding crops."""
+    """Pads the spatial axes with zeros, between elements too; negative padding crops."""
     spatial = [(low, high, d - 1) for (low, high), d in zip(padding, dilation, strict=True)]
     return lax.pad(lhs, jnp.zeros((), lhs.dtype), [(0, 0, 0), *spatial, (0, 0, 0)])
 
 
-def wide(x: jax.Array) -> jax.Array:
-    """Converts to float32 at least, which is what sums are taken in."""
+def at_least_float32(x: jax.Array) -> jax.Array:
+    """Converts narrower floats to float32, the dtype that sums are computed in."""
     return lax.convert_element_type(x, jnp.promote_types(x.dtype, jnp.float32))
 
 
-def zeros(like: jax.ShapeDtypeStruct, *of: jax.Array) -> jax.Array:
-    """Returns the beginning of a sum over what is made of some arrays.
+def zeros_for_sum(like: jax.ShapeDtypeStruct, *arrays: jax.Array) -> jax.Array:
+    """Returns zeros of a shape and dtype, as the initial value of a loop that sums over `arrays`.
 
-    Inside shard_map a type says over which mesh axes a value varies, and a loop's sum has to begin
-    with the type it ends with. An empty sum of the arrays has it.
+    Inside shard_map, a type contains the mesh axes over which a value varies, and the carry of a
+    loop must keep its type. The sum over an empty slice is 0 and has the type of the array.
     """
-    zero = sum(jnp.sum(x[:0]) for x in of)
+    zero = sum(jnp.sum(x[:0]) for x in arrays)
     return jnp.broadcast_to(jnp.asarray(zero, like.dtype), like.shape)
 
 
-def unfused(function: Callable[..., jax.Array], *arrays: jax.Array) -> jax.Array:
+def call_unfused(function: Callable[..., jax.Array], *arrays: jax.Array) -> jax.Array:
     """Returns ``function(*arrays)``, computed in a branch that is always taken.
 
-    The compiler does not know that it is, so it fuses what is in it with nothing around. The last
-    array must not be empty.
+    XLA cannot know that it is, so it does not fuse the operations of the function with the
+    operations around it. The last array must not be empty.
     """
 
-    def nothing(*arrays: jax.Array) -> jax.Array:
-        return zeros(jax.eval_shape(function, *arrays), *arrays)
+    def zeros(*arrays: jax.Array) -> jax.Array:
+        return zeros_for_sum(jax.eval_shape(function, *arrays), *arrays)
 
-    any_number = arrays[-1][(0,) * arrays[-1].ndim]
-    always = (any_number == any_number) | (any_number != any_number)  # or NaN
-    out: jax.Array = lax.cond(always, function, nothing, *arrays)
+    first_element = arrays[-1][(0,) * arrays[-1].ndim]
+    # One of the two is true for every number; the second is true for NaN.
+    always = (first_element == first_element) | (first_element != first_element)
+    out: jax.Array = lax.cond(always, function, zeros, *arrays)
     return out

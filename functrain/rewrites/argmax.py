@@ -43,7 +43,7 @@ from jax.extend.core import primitives
 
 from functrain.rewrites._conv import are_floats, avals, is_sharded
 from functrain.rewrites._frame import Rewrite
-from functrain.rewrites._windows import wide
+from functrain.rewrites._windows import at_least_float32
 
 LEAST = 32
 MOST = 2**24  # integers that float32 tells apart
@@ -59,7 +59,7 @@ def _applies(eqn: core.JaxprEqn) -> bool:
 
 
 def _replace(x: jax.Array, *, find: str, axes: tuple[int], index_dtype: jnp.dtype) -> jax.Array:
-    x, (axis,) = wide(x), axes
+    x, (axis,) = at_least_float32(x), axes
     extremum = getattr(jnp, find)(x, axis, keepdims=True)  # NaN where there is one
     found = (x == extremum) | jnp.isnan(x)
     index = lax.broadcasted_iota(jnp.float32, x.shape, axis)
@@ -73,7 +73,7 @@ argmax = Rewrite(
     applies=_applies,
     replace=functools.partial(_replace, find="max"),
     reason="the maximum, then its first place, are faster than both at once",
-    exact=lambda eqn: avals(eqn)[0].dtype != jnp.bfloat16,
+    is_exact=lambda eqn: avals(eqn)[0].dtype != jnp.bfloat16,
 )
 argmin = argmax._replace(
     name="argmin",

@@ -27,7 +27,7 @@ from jax import lax
 from jax.extend import core
 from jax.extend.core import primitives
 
-from functrain.rewrites._conv import are_floats, avals, is_sharded, sharding_is_free
+from functrain.rewrites._conv import are_floats, avals, is_sharded, is_sharding_free
 from functrain.rewrites._frame import Rewrite
 
 LEAST = 2**14  # numbers that XLA turns
@@ -44,7 +44,7 @@ def _applies(eqn: core.JaxprEqn) -> bool:
         return False
     kept = [a for a, n in enumerate(lhs.shape) if n > 1 and a not in (*over, *batch)]
     turned = bool(kept) and max(over) < max(kept)
-    return turned and not any(map(is_sharded, types)) and sharding_is_free(eqn.params)
+    return turned and not any(map(is_sharded, types)) and is_sharding_free(eqn.params)
 
 
 def _replace(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:

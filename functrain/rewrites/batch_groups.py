@@ -21,7 +21,7 @@ from functrain.rewrites._conv import (
     conv,
     from_canonical,
     is_sharded,
-    sharding_is_free,
+    is_sharding_free,
     to_canonical,
 )
 from functrain.rewrites._frame import Rewrite
@@ -34,7 +34,7 @@ def _applies(eqn: core.JaxprEqn) -> bool:
         eqn.params["batch_group_count"] > 1
         and are_floats(*types)
         and all(aval.dtype == jnp.float32 for aval in types)
-        and sharding_is_free(eqn.params)
+        and is_sharding_free(eqn.params)
         and not any(map(is_sharded, types))
     )
 
@@ -85,5 +85,5 @@ batch_groups = Rewrite(
     applies=_applies,
     replace=_replace,
     reason="what XLA makes of it, in the layout of its fast kernels",
-    exact=lambda eqn: True,
+    is_exact=lambda eqn: True,
 )

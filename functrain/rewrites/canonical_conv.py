@@ -17,10 +17,10 @@ from jax.extend.core import primitives
 from functrain.rewrites._conv import (
     are_floats,
     avals,
-    canonical,
+    canonical_numbers,
     from_canonical,
+    is_sharding_free,
     ndim,
-    sharding_is_free,
     to_canonical,
 )
 from functrain.rewrites._frame import Rewrite
@@ -30,15 +30,15 @@ def _applies(eqn: core.JaxprEqn) -> bool:
     params = eqn.params
     return (
         params["feature_group_count"] == params["batch_group_count"] == 1
-        and params["dimension_numbers"] != canonical(ndim(eqn.invars[0]))
-        and sharding_is_free(params)
+        and params["dimension_numbers"] != canonical_numbers(ndim(eqn.invars[0]))
+        and is_sharding_free(params)
     )
 
 
 def _replace(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
     numbers = params["dimension_numbers"]
     lhs, rhs = to_canonical(lhs, rhs, numbers)
-    params["dimension_numbers"] = canonical(lhs.ndim)
+    params["dimension_numbers"] = canonical_numbers(lhs.ndim)
     out: jax.Array = primitives.conv_general_dilated_p.bind(lhs, rhs, **params)
     return from_canonical(out, numbers)
 
@@ -55,5 +55,5 @@ canonical_conv = Rewrite(
     applies=_applies,
     replace=_replace,
     reason="the layout of XLA's fast kernels, in loops too",
-    exact=_is_exact,
+    is_exact=_is_exact,
 )

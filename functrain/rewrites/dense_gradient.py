@@ -38,7 +38,7 @@ from jax import lax
 from jax.extend import core
 from jax.extend.core import primitives
 
-from functrain.rewrites._conv import are_floats, avals, is_sharded, sharding_is_free
+from functrain.rewrites._conv import are_floats, avals, is_sharded, is_sharding_free
 from functrain.rewrites._frame import Rewrite
 
 LEAST_ROWS = 128
@@ -56,7 +56,7 @@ def _applies(eqn: core.JaxprEqn) -> bool:
         return False
     if not are_floats(*types) or len({aval.dtype for aval in types}) > 1 or out.dtype.itemsize < 4:
         return False
-    if any(map(is_sharded, types)) or not sharding_is_free(eqn.params):
+    if any(map(is_sharded, types)) or not is_sharding_free(eqn.params):
         return False
     rows = math.prod(lhs.shape[: len(over)])
     side = min(lhs.size, rhs.size) // rows

@@ -34,9 +34,22 @@ from jax import lax
 from jax.extend import core
 from jax.extend.core import primitives
 
-from functrain.rewrites._conv import from_canonical, groups, groups_last, ndim, to_canonical
+from functrain.rewrites._conv import (
+    conv_groups,
+    from_canonical,
+    move_groups_last,
+    ndim,
+    to_canonical,
+)
 from functrain.rewrites._frame import Rewrite
-from functrain.rewrites._windows import padded, positions, spread, wide, window_at, zeros
+from functrain.rewrites._windows import (
+    at_least_float32,
+    dilated_size,
+    output_sizes,
+    pad_spatial,
+    strided_window,
+    zeros_for_sum,
+)
 
 # Each tap is a slice in the program: 11 x 11 still compiles in a second, 31 x 31 would not.
 MOST_TAPS = 128
@@ -50,7 +63,7 @@ MOST_TERMS = 32
 
 
 def _applies(eqn: core.JaxprEqn) -> bool:
-    shape = groups(eqn)
+    shape = conv_groups(eqn)
     return (
         shape is not None
         and ndim(eqn.invars[0]) > 2
@@ -72,16 +85,16 @@ def _replace(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
 def _shift_sum(lhs: jax.Array, rhs: jax.Array, params: dict[str, Any]) -> jax.Array:
     """`out[n, s, g, o] = sum over w, i of lhs[n, s + w, g, i] rhs[w, i, g, o]`."""
     lhs, rhs = to_canonical(lhs, rhs, params["dimension_numbers"])
-    lhs = padded(lhs, params["padding"], params["lhs_dilation"])
+    lhs = pad_spatial(lhs, params["padding"], params["lhs_dilation"])
     count, inputs, window = params["feature_group_count"], rhs.shape[-2], rhs.shape[:-2]
     strides, apart = params["window_strides"], params["rhs_dilation"]
-    sizes = positions(lhs.shape[1:-1], window, strides, apart)
+    sizes = output_sizes(lhs.shape[1:-1], window, strides, apart)
     rhs = jnp.swapaxes(rhs.reshape(*window, inputs, count, -1), -2, -1)  # [*W, I, O, G]
     bands, rows = _bands(window, inputs)
 
     def band(first: Any, rows: int) -> jax.Array:
         """Sums over some rows of taps, from the first one on."""
-        seen = spread(sizes[0], strides[0]) + (rows - 1) * apart[0]
+        seen = dilated_size(sizes[0], strides[0]) + (rows - 1) * apart[0]
         x = lax.dynamic_slice_in_dim(lhs, first * apart[0], seen, axis=1)
         w = lax.dynamic_slice_in_dim(rhs, first, rows)
         return functools.reduce(lax.add, terms(x, w))
@@ -90,19 +103,19 @@ def _shift_sum(lhs: jax.Array, rhs: jax.Array, params: dict[str, Any]) -> jax.Ar
         """Yields `[N, *S', O, G]` for each tap and input."""
         number, weights = itertools.count(), lax.collapse(rhs, 0, rhs.ndim - 2)
         for tap in itertools.product(*map(range, rhs.shape[:-3])):
-            x = window_at(lhs, tap, apart, sizes, strides)
+            x = strided_window(lhs, tap, apart, sizes, strides)
             x = x.reshape(*x.shape[:-1], count, inputs)
             for i in range(inputs):
                 w = lax.index_in_dim(weights, next(number), keepdims=False)
                 x_i = lax.index_in_dim(x, i, axis=-1, keepdims=False)
-                yield wide(jnp.expand_dims(x_i, -2)) * wide(w)
+                yield at_least_float32(jnp.expand_dims(x_i, -2)) * at_least_float32(w)
 
     if bands == 1:
         out = functools.reduce(lax.add, terms(lhs, rhs))
     else:
         rest = window[0] - bands * rows
         like = jax.eval_shape(lambda: band(0, rows))
-        start = band(bands * rows, rest) if rest else zeros(like, lhs, rhs)
+        start = band(bands * rows, rest) if rest else zeros_for_sum(like, lhs, rhs)
         out = lax.fori_loop(0, bands, lambda i, total: total + band(i * rows, rows), start)
     out = jnp.swapaxes(out, -1, -2)
     return lax.collapse(out, out.ndim - 2)
@@ -127,15 +140,15 @@ def _weight_gradient(lhs: jax.Array, rhs: jax.Array, params: dict[str, Any]) -> 
     # Not by way of the canonical layout, which would turn the images over and back.
     batch, feature, *spatial = numbers.lhs_spec
     lhs = lax.transpose(lhs, (feature, *spatial, batch))
-    lhs = groups_last(padded(lhs, params["padding"], params["lhs_dilation"]), count)
+    lhs = move_groups_last(pad_spatial(lhs, params["padding"], params["lhs_dilation"]), count)
     features, into, *window_axes = numbers.rhs_spec
-    rhs = groups_last(lax.transpose(rhs, (into, *window_axes, features)), count)
+    rhs = move_groups_last(lax.transpose(rhs, (into, *window_axes, features)), count)
     window = rhs.shape[1:-1]
-    rhs = wide(rhs).reshape(*rhs.shape[:-1], 1, -1, count)  # [I, *W, 1, O, G]
-    sizes = positions(lhs.shape[1:-1], window, strides, apart)
+    rhs = at_least_float32(rhs).reshape(*rhs.shape[:-1], 1, -1, count)  # [I, *W, 1, O, G]
+    sizes = output_sizes(lhs.shape[1:-1], window, strides, apart)
 
     def products(place: Sequence[int]) -> jax.Array:
-        x = wide(window_at(lhs, place, strides, window, apart))
+        x = at_least_float32(strided_window(lhs, place, strides, window, apart))
         return x.reshape(*x.shape[:-1], -1, 1, count) * rhs  # [I, *W, N, O, G]
 
     places = list(itertools.product(*map(range, sizes)))

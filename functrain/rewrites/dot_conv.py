@@ -33,15 +33,15 @@ from jax import lax
 from jax.extend import core
 from jax.extend.core import primitives
 
-from functrain.rewrites._conv import from_canonical, ungrouped
+from functrain.rewrites._conv import from_canonical, ungrouped_sizes
 from functrain.rewrites._frame import Rewrite
 
 
 def _applies(eqn: core.JaxprEqn) -> bool:
-    shape = ungrouped(eqn)
+    shape = ungrouped_sizes(eqn)
     return shape is not None and (
         (math.prod(shape.window) == 1 and math.prod(eqn.params["window_strides"]) == 1)
-        or (math.prod(shape.places) == 1 and math.prod(eqn.params["lhs_dilation"]) == 1)
+        or (math.prod(shape.positions) == 1 and math.prod(eqn.params["lhs_dilation"]) == 1)
     )
 
 

@@ -36,7 +36,7 @@ from jax.extend import core
 from jax.extend.core import primitives
 
 from functrain.rewrites._conv import are_floats, avals
-from functrain.rewrites._frame import Rewrite, readers
+from functrain.rewrites._frame import Rewrite, find_consumers
 
 LEAST = 2**12
 
@@ -51,7 +51,7 @@ def _is_gelus(eqn: core.JaxprEqn, jaxpr: core.Jaxpr) -> bool:
     made = {out: each for each in jaxpr.eqns for out in each.outvars}
     (result,) = eqn.outvars
     x, factor = _multiple(made[result].invars[0], made)
-    found = readers(result, jaxpr)
+    found = find_consumers(result, jaxpr)
     others = [atom for each in found for atom in each.invars if atom is not result]
     return (
         math.isclose(factor, -math.sqrt(0.5), rel_tol=1e-6)
@@ -86,5 +86,5 @@ gelu = Rewrite(
     applies=_applies,
     replace=_replace,
     reason="gelu multiplies the tail, for which erfc computes a second series",
-    within=_is_gelus,
+    applies_in_context=_is_gelus,
 )

@@ -22,12 +22,12 @@ from jax import lax
 from jax.extend import core
 from jax.extend.core import primitives
 
-from functrain.rewrites._conv import conv, from_canonical, groups, to_canonical
+from functrain.rewrites._conv import conv, conv_groups, from_canonical, to_canonical
 from functrain.rewrites._frame import Rewrite
 
 
 def _applies(eqn: core.JaxprEqn) -> bool:
-    shape = groups(eqn)
+    shape = conv_groups(eqn)
     return shape is not None and min(shape.sides) > 1
 
 

@@ -39,7 +39,7 @@ from jax.extend.core import primitives
 
 from functrain.rewrites._conv import are_floats, avals
 from functrain.rewrites._frame import Rewrite
-from functrain.rewrites._windows import positions, spread
+from functrain.rewrites._windows import dilated_size, output_sizes
 
 # Each is a slice in the program: 3 x 3 x 3 still compiles in a second.
 MOST_TAPS = 27
@@ -72,10 +72,10 @@ def _replace(x: jax.Array, **params: Any) -> jax.Array:
         params[name] for name in ("window_dimensions", "window_strides", "padding")
     )
     x = lax.pad(x, jnp.array(-jnp.inf, x.dtype), [(*ends, 0) for ends in padding])
-    places = positions(x.shape, window, strides, [1] * x.ndim)
+    places = output_sizes(x.shape, window, strides, [1] * x.ndim)
     slices = []
     for tap in itertools.product(*map(range, window)):
-        limits = [t + spread(p, s) for t, p, s in zip(tap, places, strides, strict=True)]
+        limits = [t + dilated_size(p, s) for t, p, s in zip(tap, places, strides, strict=True)]
         slices.append(lax.slice(x, tap, limits, strides))
     return functools.reduce(lax.max, slices)
 
@@ -90,5 +90,5 @@ max_pool = Rewrite(
 max_pool_apart = max_pool._replace(
     name="max_pool_apart",
     applies=_applies_apart,
-    beside=primitives.select_and_scatter_add_p,
+    required_primitive=primitives.select_and_scatter_add_p,
 )

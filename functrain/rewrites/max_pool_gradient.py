@@ -45,7 +45,7 @@ from jax.extend.core import primitives
 
 from functrain.rewrites._conv import are_floats, avals, is_sharded
 from functrain.rewrites._frame import Rewrite
-from functrain.rewrites._windows import spread, unfused, wide
+from functrain.rewrites._windows import at_least_float32, call_unfused, dilated_size
 
 # Each is a slice in the program: 3 x 3 x 3 still compiles in a second.
 MOST_TAPS = 27
@@ -96,7 +96,7 @@ def _apart(source: jax.Array, operand: jax.Array, **params: Any) -> jax.Array:
 
 def _overlap(source: jax.Array, operand: jax.Array, **params: Any) -> jax.Array:
     """Adds up, tap by tap, what the windows give that were won there; the first window first."""
-    return unfused(functools.partial(_added, **params), source, operand)
+    return call_unfused(functools.partial(_added, **params), source, operand)
 
 
 def _added(source: jax.Array, operand: jax.Array, **params: Any) -> jax.Array:
@@ -104,12 +104,12 @@ def _added(source: jax.Array, operand: jax.Array, **params: Any) -> jax.Array:
         params[name] for name in ("window_dimensions", "window_strides", "padding")
     )
     winner = _winner(source.shape, operand, window, strides, padding)
-    total = jnp.zeros(operand.shape, wide(operand).dtype)
+    total = jnp.zeros(operand.shape, at_least_float32(operand).dtype)
     taps = list(enumerate(itertools.product(*map(range, window))))
     for number, tap in reversed(taps):
-        won = wide(jnp.where(winner == number, source, jnp.zeros((), source.dtype)))
+        won = at_least_float32(jnp.where(winner == number, source, jnp.zeros((), source.dtype)))
         around = [
-            (t - low, size + low - t - spread(places, stride), stride - 1)
+            (t - low, size + low - t - dilated_size(places, stride), stride - 1)
             for t, (low, _), size, places, stride in zip(
                 tap, padding, operand.shape, source.shape, strides, strict=True
             )
@@ -132,7 +132,7 @@ def _winner(
     x = lax.pad(operand, jnp.array(-jnp.inf, operand.dtype), [(*ends, 0) for ends in padding])
     best, winner = x, jnp.zeros(places, jnp.int32)
     for number, tap in enumerate(itertools.product(*map(range, window))):
-        limits = [t + spread(p, s) for t, p, s in zip(tap, places, strides, strict=True)]
+        limits = [t + dilated_size(p, s) for t, p, s in zip(tap, places, strides, strict=True)]
         value = lax.slice(x, tap, limits, strides)
         if number == 0:
             best = value

@@ -61,9 +61,14 @@ from jax import lax
 from jax.extend import core
 from jax.extend.core import primitives
 
-from functrain.rewrites._conv import from_canonical, is_of_weights, to_canonical, ungrouped
+from functrain.rewrites._conv import (
+    from_canonical,
+    is_weight_gradient,
+    to_canonical,
+    ungrouped_sizes,
+)
 from functrain.rewrites._frame import Rewrite
-from functrain.rewrites._windows import padded, positions, window_at
+from functrain.rewrites._windows import output_sizes, pad_spatial, strided_window
 
 # Each is a slice in the program.
 MOST_TAPS = 25
@@ -78,15 +83,15 @@ MOST_BYTES = 2**26
 
 
 def _applies(eqn: core.JaxprEqn) -> bool:
-    shape, params = ungrouped(eqn), eqn.params
-    if shape is None or is_of_weights(params) or math.prod(shape.window) > MOST_TAPS:
+    shape, params = ungrouped_sizes(eqn), eqn.params
+    if shape is None or is_weight_gradient(params) or math.prod(shape.window) > MOST_TAPS:
         return False
     least, holes = min(shape.channels, shape.features), math.prod(params["lhs_dilation"]) > 1
     if all(taps > size for taps, size in zip(shape.window, shape.image, strict=True)) and not holes:
         return least >= LEAST_OVER_EDGES and shape.products >= LEAST_PRODUCTS_OVER_EDGES
     if holes and not _is_turned(params):  # patches would hold them
         return False
-    places = shape.image if _is_turned(params) else shape.places
+    places = shape.image if _is_turned(params) else shape.positions
     rows = shape.batch * math.prod(places)
     return max(rows, LEAST) <= least and shape.products >= LEAST_PRODUCTS
 
@@ -145,10 +150,10 @@ def _sum_of_shifts(product: Any, x: jax.Array, kernel: jax.Array, params: Any) -
 def _windows(x: jax.Array, window: Sequence[int], params: dict[str, Any]) -> list[jax.Array]:
     """Returns what each tap sees from each place: `[N, *S', C]`."""
     strides, apart = params["window_strides"], params["rhs_dilation"]
-    x = padded(x, params["padding"], params["lhs_dilation"])
-    places = positions(x.shape[1:-1], window, strides, apart)
+    x = pad_spatial(x, params["padding"], params["lhs_dilation"])
+    places = output_sizes(x.shape[1:-1], window, strides, apart)
     taps = itertools.product(*map(range, window))
-    return [window_at(x, tap, apart, places, strides) for tap in taps]
+    return [strided_window(x, tap, apart, places, strides) for tap in taps]
 
 
 patch_conv = Rewrite(

@@ -49,10 +49,10 @@ from functrain.rewrites._conv import (
     conv,
     from_canonical,
     to_canonical,
-    ungrouped,
+    ungrouped_sizes,
 )
 from functrain.rewrites._frame import Rewrite
-from functrain.rewrites._windows import positions, spread
+from functrain.rewrites._windows import dilated_size, output_sizes
 
 # Each phase is a convolution in the program.
 MOST_PHASES = 16
@@ -64,13 +64,13 @@ MANY_CHANNELS, FEW_FEATURES, FEW_BYTES = 96, 64, 2**25
 
 
 def _applies(eqn: core.JaxprEqn) -> bool:
-    shape, params = ungrouped(eqn), eqn.params
+    shape, params = ungrouped_sizes(eqn), eqn.params
     phases = math.prod(params["lhs_dilation"])
     return (
         shape is not None
         and 1 < phases <= MOST_PHASES
         and math.prod(params["rhs_dilation"]) == math.prod(params["window_strides"]) == 1
-        and phases < math.prod(shape.window) <= math.prod(shape.places)
+        and phases < math.prod(shape.window) <= math.prod(shape.positions)
         and min(shape.channels, shape.features) >= LEAST_CHANNELS
         and shape.products >= LEAST_PRODUCTS
         and not _is_fast(shape, avals(eqn)[0].dtype.itemsize)
@@ -111,7 +111,7 @@ class _Phase(NamedTuple):
 def _phases(image: int, window: int, padding: tuple[int, int], holes: int) -> list[_Phase]:
     """Place p + t holes sees pixel i through tap w where low + i holes = p + t holes + w."""
     low, high = padding
-    (places,) = positions([low + spread(image, holes) + high], [window], [1], [1])
+    (places,) = output_sizes([low + dilated_size(image, holes) + high], [window], [1], [1])
     longest = -(-places // holes)  # all phases as long: they are stacked
     phases = []
     for p in range(holes):
@@ -133,7 +133,7 @@ def _part(
         return conv(lhs, part, **params)
     # Fewer taps than holes: these places see nothing.
     image = [sum(pad) + size for pad, size in zip(params["padding"], lhs.shape[1:-1], strict=True)]
-    shape = positions(image, part.shape[:-2], params["window_strides"], params["rhs_dilation"])
+    shape = output_sizes(image, part.shape[:-2], params["window_strides"], params["rhs_dilation"])
     dtype = params["preferred_element_type"] or lhs.dtype
     return jnp.zeros((lhs.shape[0], *shape, rhs.shape[-1]), dtype)
 

@@ -45,7 +45,7 @@ from jax import lax
 from jax.extend import core
 from jax.extend.core import primitives
 
-from functrain.rewrites._conv import are_floats, avals, is_sharded, sharding_is_free
+from functrain.rewrites._conv import are_floats, avals, is_sharded, is_sharding_free
 from functrain.rewrites._frame import Rewrite
 
 LEAST_AXES = 4
@@ -64,7 +64,7 @@ def _applies(eqn: core.JaxprEqn) -> bool:
         and operand.shape[-1] >= LEAST_LENGTH
         and operand.size >= LEAST
         and not any(map(is_sharded, types))
-        and sharding_is_free(eqn.params)
+        and is_sharding_free(eqn.params)
     )
 
 
@@ -102,5 +102,5 @@ row_sum = Rewrite(
     applies=_applies,
     replace=_replace,
     reason="a product with ones is not fused with what is around the sum",
-    within=_is_free,
+    applies_in_context=_is_free,
 )

@@ -53,7 +53,7 @@ from jax import lax
 from jax.extend import core
 from jax.extend.core import primitives
 
-from functrain.rewrites._conv import are_floats, avals, is_sharded, sharding_is_free
+from functrain.rewrites._conv import are_floats, avals, is_sharded, is_sharding_free
 from functrain.rewrites._frame import Rewrite
 
 LEAST_SIDE = 8
@@ -65,7 +65,7 @@ def _applies(eqn: core.JaxprEqn) -> bool:
     types = avals(eqn)
     if any(batch) or not are_floats(*types) or len({aval.dtype for aval in types}) > 1:
         return False
-    if any(map(is_sharded, types)) or not sharding_is_free(eqn.params):
+    if any(map(is_sharded, types)) or not is_sharding_free(eqn.params):
         return False
     is_first = types[0].ndim == 2
     shared, each = types[:2] if is_first else types[1::-1]

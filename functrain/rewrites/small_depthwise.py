@@ -32,9 +32,15 @@ from jax import lax
 from jax.extend import core
 from jax.extend.core import primitives
 
-from functrain.rewrites._conv import from_canonical, groups, groups_last, sizes, to_canonical
+from functrain.rewrites._conv import (
+    conv_groups,
+    conv_sizes,
+    from_canonical,
+    move_groups_last,
+    to_canonical,
+)
 from functrain.rewrites._frame import Rewrite
-from functrain.rewrites._windows import positions, spread, wide, zeros
+from functrain.rewrites._windows import at_least_float32, dilated_size, output_sizes, zeros_for_sum
 from functrain.rewrites.depthwise_conv import MOST_CHANNELS
 
 # Terms are written out; with more of them that miss some pixels, the sum over taps is faster.
@@ -46,7 +52,7 @@ TOGETHER = 64
 
 
 def _applies(eqn: core.JaxprEqn) -> bool:
-    group, shape = groups(eqn), sizes(eqn)
+    group, shape = conv_groups(eqn), conv_sizes(eqn)
     if group is None or shape is None or min(group.sides) > 1 or max(group.sides) > MOST_CHANNELS:
         return False
     pixels, ones = math.prod(shape.image), (1,) * len(shape.image)
@@ -88,7 +94,7 @@ def _sum_over_pixels(lhs: jax.Array, rhs: jax.Array, params: dict[str, Any]) -> 
             taps, around = zip(*map(_taps, pixel, axes), strict=True)
             w = rhs[taps]
             for i in range(inputs):
-                product = wide(x[..., None, :, i]) * wide(w[..., i, :, :])
+                product = at_least_float32(x[..., None, :, i]) * at_least_float32(w[..., i, :, :])
                 yield lax.pad(
                     product,
                     jnp.zeros((), product.dtype),
@@ -108,8 +114,8 @@ class _Axis(NamedTuple):
 
     @property
     def places(self) -> int:
-        size = spread(self.image, self.holes) + sum(self.padding)
-        return positions([size], [self.window], [self.stride], [1])[0]
+        size = dilated_size(self.image, self.holes) + sum(self.padding)
+        return output_sizes([size], [self.window], [self.stride], [1])[0]
 
 
 def _axes(image: Sequence[int], window: Sequence[int], params: dict[str, Any]) -> list[_Axis]:
@@ -144,9 +150,9 @@ def _weight_gradient(lhs: jax.Array, rhs: jax.Array, params: dict[str, Any]) -> 
     """
     numbers, count = params["dimension_numbers"], params["batch_group_count"]
     batch, feature, *spatial = numbers.lhs_spec
-    lhs = groups_last(lax.transpose(lhs, (feature, *spatial, batch)), count)  # [I, *S, N G]
+    lhs = move_groups_last(lax.transpose(lhs, (feature, *spatial, batch)), count)  # [I, *S, N G]
     features, into, *window_axes = numbers.rhs_spec
-    rhs = groups_last(lax.transpose(rhs, (into, *window_axes, features)), count)
+    rhs = move_groups_last(lax.transpose(rhs, (into, *window_axes, features)), count)
     images, *image = lhs.shape[:-1]
     window, ones = rhs.shape[1:-1], (1,) * len(image)
     lhs = lhs.reshape(images, *image, *ones, -1, 1, count)
@@ -154,9 +160,9 @@ def _weight_gradient(lhs: jax.Array, rhs: jax.Array, params: dict[str, Any]) -> 
 
     def products(i: Any) -> jax.Array:
         x, g = (lax.dynamic_index_in_dim(of, i, keepdims=False) for of in (lhs, rhs))
-        return wide(x) * wide(g)  # [*S, *W, N, O, G]
+        return at_least_float32(x) * at_least_float32(g)  # [*S, *W, N, O, G]
 
-    start = zeros(jax.eval_shape(products, 0), lhs, rhs)
+    start = zeros_for_sum(jax.eval_shape(products, 0), lhs, rhs)
 
     def some(first: Any) -> jax.Array:
         last = jnp.minimum(first + TOGETHER, images)

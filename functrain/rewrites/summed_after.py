@@ -35,7 +35,7 @@ from jax import lax
 from jax.extend import core
 from jax.extend.core import primitives
 
-from functrain.rewrites._conv import are_floats, avals, is_sharded, sharding_is_free
+from functrain.rewrites._conv import are_floats, avals, is_sharded, is_sharding_free
 from functrain.rewrites._frame import Rewrite, rewrite_jaxpr
 
 # Bytes that a scan may keep for it.
@@ -129,7 +129,7 @@ def _is_simple(eqn: core.JaxprEqn) -> bool:
         and len({aval.dtype for aval in types}) == 1
         and not any(isinstance(atom, core.Literal) for atom in eqn.invars)
         and not any(map(is_sharded, types))
-        and sharding_is_free(eqn.params)
+        and is_sharding_free(eqn.params)
     )
 
 

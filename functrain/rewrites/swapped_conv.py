@@ -27,17 +27,17 @@ from jax import lax
 from jax.extend import core
 from jax.extend.core import primitives
 
-from functrain.rewrites._conv import conv, from_canonical, to_canonical, ungrouped
+from functrain.rewrites._conv import conv, from_canonical, to_canonical, ungrouped_sizes
 from functrain.rewrites._frame import Rewrite
-from functrain.rewrites._windows import positions, spread
+from functrain.rewrites._windows import dilated_size, output_sizes
 
 
 def _applies(eqn: core.JaxprEqn) -> bool:
-    shape, params = ungrouped(eqn), eqn.params
+    shape, params = ungrouped_sizes(eqn), eqn.params
     return (
         shape is not None
         and math.prod(params["lhs_dilation"]) > math.prod(params["rhs_dilation"])
-        and math.prod(shape.window) > math.prod(shape.places)
+        and math.prod(shape.window) > math.prod(shape.positions)
     )
 
 
@@ -54,9 +54,11 @@ def _replace(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
     for i, w, (low, high), stride, holes, apart in zip(
         lhs.shape[1:-1], rhs.shape[:-2], *(params[name] for name in names), strict=True
     ):
-        (places,) = positions([low + spread(i, holes) + high], [w], [stride], [apart])
+        (places,) = output_sizes([low + dilated_size(i, holes) + high], [w], [stride], [apart])
         low = (places - 1) * stride - low
-        padding.append((low, (places - 1) * stride + spread(i, holes) - spread(w, apart) - low))
+        padding.append(
+            (low, (places - 1) * stride + dilated_size(i, holes) - dilated_size(w, apart) - low)
+        )
     params |= {
         "padding": tuple(padding),
         "lhs_dilation": params["rhs_dilation"],

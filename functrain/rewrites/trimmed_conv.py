@@ -19,9 +19,9 @@ from jax import lax
 from jax.extend import core
 from jax.extend.core import primitives
 
-from functrain.rewrites._conv import sizes
+from functrain.rewrites._conv import conv_sizes
 from functrain.rewrites._frame import Rewrite
-from functrain.rewrites._windows import positions, spread
+from functrain.rewrites._windows import dilated_size, output_sizes
 
 
 class _Axis(NamedTuple):
@@ -32,11 +32,11 @@ class _Axis(NamedTuple):
 
 
 def _applies(eqn: core.JaxprEqn) -> bool:
-    shape = sizes(eqn)
+    shape = conv_sizes(eqn)
     if shape is None:
         return False
-    axes = _axes(shape.image, shape.window, shape.places, eqn.params)
-    whole = [_Axis(range(w), range(p)) for w, p in zip(shape.window, shape.places, strict=True)]
+    axes = _axes(shape.image, shape.window, shape.positions, eqn.params)
+    whole = [_Axis(range(w), range(p)) for w, p in zip(shape.window, shape.positions, strict=True)]
     return axes != whole and all(axis.taps and axis.places for axis in axes)
 
 
@@ -57,7 +57,7 @@ def _axis(
     holes: int,
     apart: int,
 ) -> _Axis:
-    low, size = padding[0], spread(image, holes)
+    low, size = padding[0], dilated_size(image, holes)
     taps = _within(window, apart, places, stride, low, size)
     return _Axis(taps, _within(places, stride, window, apart, low, size))
 
@@ -77,12 +77,12 @@ def _replace(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
     image = [lhs.shape[axis] for axis in numbers.lhs_spec[2:]]
     window = [rhs.shape[axis] for axis in numbers.rhs_spec[2:]]
     full = [
-        low + spread(size, holes) + high
+        low + dilated_size(size, holes) + high
         for size, (low, high), holes in zip(
             image, params["padding"], params["lhs_dilation"], strict=True
         )
     ]
-    places = positions(full, window, strides, params["rhs_dilation"])
+    places = output_sizes(full, window, strides, params["rhs_dilation"])
     axes = _axes(image, window, places, params)
     padding = []
     for i, axis in enumerate(axes):
@@ -90,8 +90,8 @@ def _replace(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
         apart, stride = params["rhs_dilation"][i], strides[i]
         low, _ = params["padding"][i]
         low -= axis.taps.start * apart + axis.places.start * stride
-        seen = spread(len(axis.taps), apart) + (len(axis.places) - 1) * stride
-        padding.append((low, seen - low - spread(image[i], params["lhs_dilation"][i])))
+        seen = dilated_size(len(axis.taps), apart) + (len(axis.places) - 1) * stride
+        padding.append((low, seen - low - dilated_size(image[i], params["lhs_dilation"][i])))
     params |= {"padding": tuple(padding)}
     out = primitives.conv_general_dilated_p.bind(lhs, rhs, **params)
     around = [(0, 0, 0)] * out.ndim

@@ -26,9 +26,9 @@ from jax import lax
 from jax.extend import core
 from jax.extend.core import primitives
 
-from functrain.rewrites._conv import conv, from_canonical, to_canonical, ungrouped
+from functrain.rewrites._conv import conv, from_canonical, to_canonical, ungrouped_sizes
 from functrain.rewrites._frame import Rewrite
-from functrain.rewrites._windows import positions, spread
+from functrain.rewrites._windows import dilated_size, output_sizes
 
 # Each is a convolution in the program.
 MOST_CONVOLUTIONS = 8
@@ -38,11 +38,11 @@ _BY_AXIS = ("padding", "window_strides", "lhs_dilation", "rhs_dilation")
 
 
 def _applies(eqn: core.JaxprEqn) -> bool:
-    shape = ungrouped(eqn)
+    shape = ungrouped_sizes(eqn)
     return (
         shape is not None
         and len(shape.image) == 3
-        and min(shape.window[0], shape.places[0]) <= MOST_CONVOLUTIONS
+        and min(shape.window[0], shape.positions[0]) <= MOST_CONVOLUTIONS
         and shape.products >= LEAST_PRODUCTS
     )
 
@@ -56,10 +56,10 @@ def _replace(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
     around = [(0, 0, 0), (low, high, holes - 1), *[(0, 0, 0)] * (lhs.ndim - 2)]
     lhs = lax.pad(lhs, jnp.zeros((), lhs.dtype), around)
     taps = rhs.shape[0]
-    (places,) = positions([lhs.shape[1]], [taps], [stride], [apart])
+    (places,) = output_sizes([lhs.shape[1]], [taps], [stride], [apart])
 
     def planes(start: int, count: int, step: int) -> jax.Array:
-        return lax.slice_in_dim(lhs, start, start + spread(count, step), step, axis=1)
+        return lax.slice_in_dim(lhs, start, start + dilated_size(count, step), step, axis=1)
 
     if taps <= places:
         terms = [

@@ -59,9 +59,15 @@ from jax import lax
 from jax.extend import core
 from jax.extend.core import primitives
 
-from functrain.rewrites._conv import avals, from_canonical, is_of_weights, ungrouped
+from functrain.rewrites._conv import avals, from_canonical, is_weight_gradient, ungrouped_sizes
 from functrain.rewrites._frame import Rewrite
-from functrain.rewrites._windows import padded, positions, unfused, window_at, zeros
+from functrain.rewrites._windows import (
+    call_unfused,
+    output_sizes,
+    pad_spatial,
+    strided_window,
+    zeros_for_sum,
+)
 
 # Each is a slice in the program.
 MOST_TAPS = 49
@@ -111,13 +117,13 @@ def _taps(sizes: Sequence[int], channels: int, params: dict[str, Any]) -> Taps:
 
 def _applies(eqn: core.JaxprEqn) -> bool:
     """In the sizes of such a convolution channels are the batch, and images the channels."""
-    shape, params = ungrouped(eqn), eqn.params
+    shape, params = ungrouped_sizes(eqn), eqn.params
     if shape is None or len(shape.window) != 2 or math.prod(params["lhs_dilation"]) > 1:
         return False
-    channels, places, taps = shape.batch, shape.window, _taps(shape.places, shape.batch, params)
+    channels, places, taps = shape.batch, shape.window, _taps(shape.positions, shape.batch, params)
     if not 1 < math.prod(taps.sizes) <= min(MOST_TAPS, math.prod(places)):
         return False
-    rows, of_weights = shape.channels * math.prod(places), is_of_weights(params)
+    rows, of_weights = shape.channels * math.prod(places), is_weight_gradient(params)
     if channels > MOST_CHANNELS and not (rows <= FEW_ROWS and of_weights):
         return False
     if math.prod(params["window_strides"]) > 1 and not of_weights:
@@ -140,9 +146,11 @@ def _replace(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
     channels, batch, *spatial = numbers.lhs_spec
     features, into, *window = numbers.rhs_spec
     x = lax.transpose(lhs, (batch, *spatial, channels))
-    x = padded(x, params["padding"], params["lhs_dilation"])
+    x = pad_spatial(x, params["padding"], params["lhs_dilation"])
     g = lax.transpose(rhs, (into, *window, features))
-    sizes = positions(x.shape[1:3], g.shape[1:3], params["window_strides"], params["rhs_dilation"])
+    sizes = output_sizes(
+        x.shape[1:3], g.shape[1:3], params["window_strides"], params["rhs_dilation"]
+    )
     taps = _taps(sizes, x.shape[-1], params)
 
     def products(x: jax.Array, g: jax.Array) -> jax.Array:
@@ -165,9 +173,9 @@ def _summed(products: Callable[..., jax.Array], x: jax.Array, g: jax.Array, most
     n = len(x)
     at_once = max(size for size in range(1, min(n, most) + 1) if n % size == 0)
     if at_once == n:
-        return unfused(products, x, g)
+        return call_unfused(products, x, g)
     some = tuple(v.reshape(-1, at_once, *v.shape[1:]) for v in (x, g))
-    start = zeros(jax.eval_shape(products, *(v[0] for v in some)), x, g)
+    start = zeros_for_sum(jax.eval_shape(products, *(v[0] for v in some)), x, g)
     return lax.scan(lambda total, xg: (total + products(*xg), None), start, some)[0]
 
 
@@ -178,7 +186,9 @@ def _products(x: jax.Array, g: jax.Array, taps: Taps, precision: Any) -> jax.Arr
         each = [(0, j) for j in range(columns)]
         patches = _patches(x, each, taps.apart, (x.shape[1], places[1]), (1, taps.strides[1]))
         down = taps.apart[0], 1
-        some = [window_at(patches, (i, 0), down, places, (taps.strides[0], 1)) for i in range(rows)]
+        some = [
+            strided_window(patches, (i, 0), down, places, (taps.strides[0], 1)) for i in range(rows)
+        ]
     else:
         each = list(itertools.product(range(rows), range(columns)))
         some = [_patches(x, each, taps.apart, places, taps.strides)]
@@ -198,7 +208,7 @@ def _products(x: jax.Array, g: jax.Array, taps: Taps, precision: Any) -> jax.Arr
 
 def _patches(x: jax.Array, taps: Any, apart: Any, places: Any, strides: Any) -> jax.Array:
     """Returns what each tap sees from each place, side by side: `[N, *places, taps C]`."""
-    return lax.concatenate([window_at(x, tap, apart, places, strides) for tap in taps], 3)
+    return lax.concatenate([strided_window(x, tap, apart, places, strides) for tap in taps], 3)
 
 
 def _features_last(taps: Taps, x: jax.Array, g: jax.Array) -> bool:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from jax import lax
 
 from functrain.rewrites import optimize
-from functrain.rewrites._frame import Rewrite, equations, rewrite_jaxpr
+from functrain.rewrites._frame import Rewrite, rewrite_jaxpr, walk_equations
 
 Conv = Callable[[jax.Array, jax.Array], jax.Array]
 
@@ -70,7 +70,7 @@ def rewritten(fn: Callable[..., Any], args: Sequence[jax.Array], *rules: Rewrite
 
 def takes(rule: Rewrite, fn: Callable[..., Any], *args: jax.Array) -> list[bool]:
     """Whether the rule takes each of the convolutions of a function."""
-    all_ = [eqn for eqn, *_ in equations(jax.make_jaxpr(fn)(*args))]
+    all_ = [eqn for eqn, *_ in walk_equations(jax.make_jaxpr(fn)(*args))]
     return [rule.applies(eqn) for eqn in all_ if eqn.primitive is rule.primitive]
 
 

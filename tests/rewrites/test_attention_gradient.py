@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from functrain.inspect import explain
+from functrain.inspect import explain_rewrites
 from functrain.rewrites.attention_gradient import LEAST, attention_gradient
 
 from . import cases
@@ -96,7 +96,10 @@ def test_the_sizes_and_types_decide() -> None:
 
 def test_only_auto_takes_it() -> None:
     def rules(mode: Any) -> set[str]:
-        return {row.rule for row in explain(attention, *operands(2, 64, 4, 4), rewrites=mode).rows}
+        return {
+            row.rule
+            for row in explain_rewrites(attention, *operands(2, 64, 4, 4), rewrites=mode).rows
+        }
 
     assert "attention_gradient" in rules("auto")
     assert rules("exact") == {""}

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from jax import lax
 
 from functrain.rewrites import optimize
-from functrain.rewrites._conv import canonical
+from functrain.rewrites._conv import canonical_numbers
 from functrain.rewrites._frame import rewrite_jaxpr
 from functrain.rewrites.canonical_conv import canonical_conv
 
@@ -81,7 +81,7 @@ def test_no_bit_changes_under_jit(case: Any) -> None:
 def test_all_become_canonical(case: Any) -> None:
     conv, x, w = case
     after = rewrite_jaxpr(jax.make_jaxpr(conv)(x, w), [canonical_conv])
-    assert numbers(after) == [canonical(x.ndim)]
+    assert numbers(after) == [canonical_numbers(x.ndim)]
     assert rewrite_jaxpr(after, [canonical_conv]) is after
 
 
@@ -100,7 +100,7 @@ def training(layer: str, dtype: Any) -> tuple[Callable[..., Any], Any, jax.Array
     """A step of gradient descent, its state, and 3 batches."""
     image, kernel, options = LAYERS[layer]
     options = {"window_strides": (1,) * (len(image) - 2), **options}
-    axes = canonical(len(image))
+    axes = canonical_numbers(len(image))
     rng = np.random.default_rng(0)
     xs = normal(rng, (3, *image), dtype)
     params = [normal(rng, kernel, dtype), normal(rng, (*kernel[:-2], 4, 3), dtype)]
@@ -142,14 +142,19 @@ def test_gradient_convolutions_are_rewritten() -> None:
     before = jax.make_jaxpr(step)(params, xs[0])
     after = rewrite_jaxpr(before, [canonical_conv])
     assert len(numbers(before)) == len(numbers(after)) == 5
-    assert set(numbers(after)) == {canonical(4)} != set(numbers(before))
+    assert set(numbers(after)) == {canonical_numbers(4)} != set(numbers(before))
 
 
 def test_a_canonical_or_grouped_one_is_left_alone() -> None:
     def conv(x: jax.Array, w: jax.Array, groups: int) -> Any:
         return jax.make_jaxpr(
             lambda x, w: lax.conv_general_dilated(
-                x, w, (1, 1), "SAME", dimension_numbers=canonical(4), feature_group_count=groups
+                x,
+                w,
+                (1, 1),
+                "SAME",
+                dimension_numbers=canonical_numbers(4),
+                feature_group_count=groups,
             )
         )(x, w)
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from jax import lax
 
-from functrain.inspect import explain
+from functrain.inspect import explain_rewrites
 from functrain.rewrites import optimize
-from functrain.rewrites._frame import equations
+from functrain.rewrites._frame import walk_equations
 from functrain.rewrites.dense_gradient import LEAST_ROWS, NARROW, dense_gradient
 
 from . import cases
@@ -56,7 +56,9 @@ def test_the_product_has_fewer_rows_than_columns(name: str) -> None:
     dense, *args = layer(*LAYERS[name])
     with ANY_SIZE:
         after = cases.rewritten(cases.all_three(dense), args, dense_gradient)
-    (barrier,) = [e for e, *_ in equations(after) if e.primitive.name == "optimization_barrier"]
+    (barrier,) = [
+        e for e, *_ in walk_equations(after) if e.primitive.name == "optimization_barrier"
+    ]
     rows, columns = barrier.outvars[0].aval.shape
     assert rows <= columns
 
@@ -103,7 +105,9 @@ def test_the_sizes_and_types_decide() -> None:
 def test_only_auto_takes_it() -> None:
     dense, *args = layer((16, 64), (32,), (32,))
     for mode, rule in (("auto", "dense_gradient"), ("exact", "")):
-        (row,) = explain(cases.all_three(dense), *args, rewrites=mode).rows  # none for the others
+        (row,) = explain_rewrites(
+            cases.all_three(dense), *args, rewrites=mode
+        ).rows  # none for the others
         assert row.rule == rule
         assert row.reason
 

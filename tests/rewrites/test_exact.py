@@ -10,7 +10,7 @@ import pytest
 from jax import lax
 
 from functrain.engine._loop import repeat
-from functrain.inspect import explain
+from functrain.inspect import explain_rewrites
 from functrain.rewrites import optimize
 
 from ..conftest import digest
@@ -163,7 +163,7 @@ def test_the_loop_keeps_the_gradients_of_grouped_weights(layer: Any) -> None:
 def test_every_gradient_convolution_is_rewritten(layer: Any, dtype: str) -> None:
     with jax.enable_x64(dtype == "float64"):
         step, params, xs = training(layer, dtype)
-        rows = explain(step, params, xs[0], rewrites="exact").rows
+        rows = explain_rewrites(step, params, xs[0], rewrites="exact").rows
     rules = [row.rule for row in rows for _ in range(row.count)]
     assert rules.count("canonical_conv") == 3  # two of weights, one of what is between them
 
@@ -171,6 +171,6 @@ def test_every_gradient_convolution_is_rewritten(layer: Any, dtype: str) -> None
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_a_convolution_whose_rounding_nobody_knows_is_left_and_said(dtype: str) -> None:
     step, params, xs = training(recomputed, dtype)
-    rows = explain(step, params, xs[0], rewrites="exact").rows
+    rows = explain_rewrites(step, params, xs[0], rewrites="exact").rows
     left = [row for row in rows if "changes last bits" in row.reason]
     assert bool(left) == (dtype == "bfloat16")

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from jax import lax
 
-from functrain.inspect import explain
+from functrain.inspect import explain_rewrites
 from functrain.rewrites import optimize
-from functrain.rewrites._frame import equations
+from functrain.rewrites._frame import walk_equations
 from functrain.rewrites.gelu import LEAST, gelu
 
 from . import cases
@@ -34,7 +34,7 @@ def both(fn: Any) -> Any:
 
 
 def taken(fn: Any, *args: Any, mode: Any = "auto") -> bool:
-    return "gelu" in {row.rule for row in explain(fn, *args, rewrites=mode).rows}
+    return "gelu" in {row.rule for row in explain_rewrites(fn, *args, rewrites=mode).rows}
 
 
 @pytest.mark.parametrize("scale", [0.1, 1, 10])
@@ -64,7 +64,7 @@ def test_exact_rewrites_keep_the_relative_error_below_zero() -> None:
 
 def test_no_erfc_is_left() -> None:
     after = cases.rewritten(both(exact_gelu), (WIDE, WIDE), gelu)
-    names = {eqn.primitive.name for eqn, *_ in equations(after)}
+    names = {eqn.primitive.name for eqn, *_ in walk_equations(after)}
     assert "erf" in names
     assert "erfc" not in names
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from functrain.inspect import explain
+from functrain.inspect import explain_rewrites
 from functrain.rewrites import optimize
 from functrain.rewrites.dot_conv import dot_conv
 from functrain.rewrites.patch_conv import patch_conv
@@ -140,7 +140,7 @@ def test_images_with_holes_are_left_to_what_multiplies_none() -> None:
     image, kernel, same = (64, 4, 4, 256), (5, 5, 256, 128), [(2, 3), (2, 3)]
     transposed, x, w = cases.layer(image, kernel, same, lhs_dilation=(2, 2))
     assert cases.takes(patch_conv, transposed, x, w) == [False]
-    assert explain(transposed, x, w).rows[0].rule == "phased_conv"
+    assert explain_rewrites(transposed, x, w).rows[0].rule == "phased_conv"
     strided, x, w = cases.layer((128, 8, 8, 64), (5, 5, 64, 64), window_strides=(2, 2))
     fn, g = cases.all_three(strided), jnp.ones(jax.eval_shape(strided, x, w).shape)
     assert cases.takes(patch_conv, fn, x, w, g) == [False, False, False]

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
 
-from functrain.inspect import explain
+from functrain.inspect import explain_rewrites
 from functrain.rewrites import optimize
-from functrain.rewrites._frame import equations
+from functrain.rewrites._frame import walk_equations
 from functrain.rewrites.max_pool import max_pool, max_pool_apart
 from functrain.rewrites.max_pool_gradient import MOST_TAPS, max_pool_gradient
 
@@ -157,6 +157,6 @@ def test_without_a_gradient_windows_apart_stay_as_they_are(stays: bool) -> None:
     x, g = jnp.ones((1, 7, 7, 2)), jnp.ones((1, 3, 3, 2))
     for fn, left in ((lambda x, g: jax.jit(pool)(x) * g, stays), (both(pool), False)):
         closed = jax.make_jaxpr(optimize(fn))(x, g)
-        kinds = [eqn.primitive.name for eqn, *_ in equations(closed)]
+        kinds = [eqn.primitive.name for eqn, *_ in walk_equations(closed)]
         assert ("reduce_window_max" in kinds) == left
-        assert [row.rule == "" for row in explain(fn, x, g).rows][:1] == [left]
+        assert [row.rule == "" for row in explain_rewrites(fn, x, g).rows][:1] == [left]

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
 
-from functrain.inspect import explain
+from functrain.inspect import explain_rewrites
 from functrain.rewrites import optimize
-from functrain.rewrites._frame import equations
+from functrain.rewrites._frame import walk_equations
 from functrain.rewrites.row_sum import LEAST, LEAST_LENGTH, MOST_WEIGHTED, row_sum
 
 from . import cases
@@ -55,7 +55,7 @@ def test_a_sum_is_as_accurate_as_it_was(shape: list[int], length: int) -> None:
 def test_no_sum_over_scores_is_left() -> None:
     with ANY_SIZE:
         after = cases.rewritten(attention(True), operands(2, 12, 3, 4), row_sum)
-    sums = [eqn for eqn, *_ in equations(after) if eqn.primitive.name == "reduce_sum"]
+    sums = [eqn for eqn, *_ in walk_equations(after) if eqn.primitive.name == "reduce_sum"]
     assert not any(row_sum.applies(eqn) for eqn in sums)
     assert "dot_general" in cases.kinds(after)
 
@@ -86,7 +86,7 @@ def test_the_sizes_and_types_decide() -> None:
 def test_a_long_sum_of_rows_times_one_row_is_left() -> None:
     def taken(other: tuple[int, ...], rows: int) -> bool:
         x, y = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((2, rows, 8, 128), other))
-        shown = explain(lambda x, y: jnp.sum(x * y, -1), x, y)
+        shown = explain_rewrites(lambda x, y: jnp.sum(x * y, -1), x, y)
         return "row_sum" in {row.rule for row in shown.rows}
 
     many = MOST_WEIGHTED // (2 * 8 * 128)
@@ -98,7 +98,7 @@ def test_a_long_sum_of_rows_times_one_row_is_left() -> None:
 
 def test_only_auto_takes_it() -> None:
     def rules(mode: Any) -> set[str]:
-        shown = explain(attention(True), *operands(2, 64, 4, 4), rewrites=mode)
+        shown = explain_rewrites(attention(True), *operands(2, 64, 4, 4), rewrites=mode)
         return {row.rule for row in shown.rows}
 
     assert "row_sum" in rules("auto")

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from jax import lax
 
 import functrain as ft
-from functrain.inspect import explain
+from functrain.inspect import explain_rewrites
 from functrain.rewrites import optimize
 from functrain.rewrites.shared_batch import LEAST_SIDE, shared_batch
 
@@ -130,8 +130,8 @@ def test_other_products_are_left(equation: str) -> None:
 
 def test_only_auto_takes_it() -> None:
     fn, *args = layers()
-    assert [row.rule for row in explain(fn, *args).rows] == ["shared_batch"] * 2
-    assert not any(row.rule for row in explain(fn, *args, rewrites="exact").rows)
+    assert [row.rule for row in explain_rewrites(fn, *args).rows] == ["shared_batch"] * 2
+    assert not any(row.rule for row in explain_rewrites(fn, *args, rewrites="exact").rows)
 
 
 def test_it_goes_on_inside_shard_map() -> None:
@@ -174,7 +174,7 @@ def test_members_of_a_population_train_as_they_would_alone() -> None:
         ft.TrainState.create(params=model.init(key, x)[0], tx=tx, model_state={}) for key in keys
     ]
     together, of_all = ft.population.stack(states), ft.population.step(step)
-    rules = [row.rule for row in explain(of_all, together, (x[:ROWS], y[:ROWS])).rows]
+    rules = [row.rule for row in explain_rewrites(of_all, together, (x[:ROWS], y[:ROWS])).rows]
     assert rules.count("shared_batch") == 2
     data = ft.ArrayLoader((x, y), ROWS)
     results = [ft.fit(together, of_all, data, epochs=2, fuse=k, verbose=0).state for k in (3, 8)]

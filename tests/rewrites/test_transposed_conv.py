@@ -11,7 +11,7 @@ from hypothesis import given
 from jax import lax
 
 from functrain.rewrites import optimize, phased_conv, swapped_conv
-from functrain.rewrites._frame import equations
+from functrain.rewrites._frame import walk_equations
 
 from . import cases
 
@@ -94,7 +94,7 @@ def test_only_auto_takes_them() -> None:
     conv, x, w = layer(2, 4, 3, 3, 5)
     fn, args = cases.all_three(conv), with_cotangent(conv, x, w)
     holes = [
-        sum(eqn.params.get("lhs_dilation", (1,))[0] > 1 for eqn, *_ in equations(jaxpr))
+        sum(eqn.params.get("lhs_dilation", (1,))[0] > 1 for eqn, *_ in walk_equations(jaxpr))
         for jaxpr in (jax.make_jaxpr(optimize(fn, mode))(*args) for mode in ("auto", "exact"))
     ]
     assert holes == [1, 2]

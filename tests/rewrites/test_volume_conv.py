@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 
 from functrain.rewrites import optimize
-from functrain.rewrites._frame import equations
+from functrain.rewrites._frame import walk_equations
 from functrain.rewrites.volume_conv import volume_conv
 
 from . import cases
@@ -34,10 +34,10 @@ def test_no_3d_convolution_is_left_in_a_layer_and_its_gradients() -> None:
     fn, g = cases.all_three(conv), jnp.ones(jax.eval_shape(conv, x, w).shape)
     with ANY_SIZE:
         after = jax.make_jaxpr(optimize(fn))(x, w, g)
-        ranks = [len(e.params.get("window_strides", ())) for e, *_ in equations(after)]
+        ranks = [len(e.params.get("window_strides", ())) for e, *_ in walk_equations(after)]
     assert max(ranks) == 2
     exact = jax.make_jaxpr(optimize(fn, "exact"))(x, w, g)
-    assert max(len(e.params.get("window_strides", ())) for e, *_ in equations(exact)) == 3
+    assert max(len(e.params.get("window_strides", ())) for e, *_ in walk_equations(exact)) == 3
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
