@@ -99,9 +99,8 @@ def list_checkpoints(path: str, checkpoints: list[str]) -> str:
     values = [manifest.get("values", {}) for manifest in manifests]
     # Values of evaluations come first, because there may be no room for all.
     unique_names = dict.fromkeys(itertools.chain.from_iterable(values))
-    names = sorted(unique_names, key=_is_training_value)
     notes, hidden_names = list[str](), list[str]()
-    for name in names:
+    for name in sorted(unique_names, key=_is_training_value):
         column = name, _mark_best(name, [x.get(name) for x in values])
         if hidden_names or _table_width([*columns, column]) > _WIDTH:
             hidden_names.append(name)

@@ -164,6 +164,8 @@ def _chunk_boxes(shape: tuple[int, ...], itemsize: int) -> Iterator[Box]:
 
 # Reading arrays.
 
+_Shard = tuple[int, int, Box, str]  # process, offset in its file, box in the array, checksum
+
 
 class _DamageError(Exception):
     """A leaf cannot be read; the message says why."""
@@ -195,7 +197,7 @@ class _StoredArrays:
             box = _leaves.full_box(shape) if box is None else box
             needed_shards, covered = [], 0
             for shard_record in record["shards"]:
-                shard = self._parse_shard(shard_record, dtype, shape)
+                shard = self._parse_shard(shard_record, dtype.itemsize, shape)
                 common_size = _box_size(_intersection(shard[2], box))
                 covered += common_size
                 if common_size:
@@ -210,16 +212,14 @@ class _StoredArrays:
             raise _DamageError(getattr(error, "strerror", None) or error) from error
         return result
 
-    def _parse_shard(
-        self, record: Any, dtype: np.dtype[Any], shape: tuple[int, ...]
-    ) -> tuple[int, int, Box, str]:
+    def _parse_shard(self, record: Any, itemsize: int, shape: tuple[int, ...]) -> _Shard:
         """Returns process, offset, box and checksum of a shard; raises ValueError if impossible."""
         process, offset, text, checksum = record
         box = _text_to_box(text)
         for side, length in zip(box, shape, strict=True):
             if not 0 <= side.start <= side.stop <= length:
                 raise ValueError("a part of it is outside of it")
-        end = offset + _box_size(box) * dtype.itemsize
+        end = offset + _box_size(box) * itemsize
         if offset < 0 or end > os.fstat(self._open(process).fileno()).st_size:
             raise ValueError("its file is cut short")
         return process, offset, box, checksum

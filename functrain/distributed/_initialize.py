@@ -98,8 +98,7 @@ def _wait_for_coordinator(address: str, count: int, number: int, seconds: float)
     """
     expected = f"a number from 0 to {count - 1}, since num_processes is {count}"
     require(0 <= number < count, "process_id", expected, number)
-    has_port = address.rpartition(":")[2].isdecimal()
-    require(has_port, "coordinator_address", "host:port", address)
+    require(address.rpartition(":")[2].isdecimal(), "coordinator_address", "host:port", address)
     name = f"process {number} of {count}, coordinator {address}"
     if number:
         seconds -= _wait_for_answer(address, seconds, name)

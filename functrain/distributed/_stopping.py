@@ -129,16 +129,14 @@ class StopAgreement:
                 with self._lock:
                     if answers and self._answer is None and not self._is_closed.is_set():
                         self._give_answer(self._passed_events + 1)
-                behind = {
-                    process: steps
-                    for process, steps in sorted(steps_at_exit.items())
-                    if steps < self.started
-                }
+                behind = []
+                for process, steps in sorted(steps_at_exit.items()):
+                    if steps < self.started:
+                        behind.append(f"process {process} after {steps} steps")
                 if behind and not self._is_closed.wait(_LEAVE_TIMEOUT):
-                    self._exit(behind)
+                    self._exit(", ".join(behind))
 
-    def _exit(self, behind: dict[int, int]) -> None:
-        left = ", ".join(f"process {i} after {steps} steps" for i, steps in behind.items())
+    def _exit(self, left: str) -> None:
         print(
             f"functrain: process {_coordination.process_id()} waits for a program in which not all "
             f"take part: the run was left by {left}, and {self.started} were started here. Do the "

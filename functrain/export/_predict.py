@@ -122,7 +122,7 @@ def _as_platforms(platforms: str | Sequence[str] | None) -> tuple[str, ...]:
     if platforms is None:
         platforms = jax.export.default_export_platform()
     names = (platforms,) if isinstance(platforms, str) else tuple(platforms)
-    is_known = bool(names) and set(names) <= set(PLATFORMS)
+    is_known = names and set(names) <= set(PLATFORMS)
     require(is_known, "platforms", f"some of {PLATFORMS}", platforms)
     return names
 
