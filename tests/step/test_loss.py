@@ -74,7 +74,9 @@ def test_the_mean_is_taken_in_float32_for_low_precision_outputs(strict_promotion
 def test_a_scalar_loss_is_taken_as_it_is_but_not_weighted() -> None:
     loss_fn = supervised(MODEL, lambda outputs, y: jnp.mean(outputs))
     assert value(loss_fn, jnp.ones((4, 1)), None) == 1.0
-    with pytest.raises(ValueError, match=r"sample_weight: expected a loss per example.*got float32\[\]"):
+    with pytest.raises(
+        ValueError, match=r"sample_weight: expected a loss per example.*got float32\[\]"
+    ):
         value(loss_fn, jnp.ones((4, 1)), None, jnp.ones(4))
 
 
