@@ -51,4 +51,4 @@ again.compile(
 )
 logs = bridge.fit(again, x, y, epochs=1, verbose=0).history
 require(logs["accuracy"][0] > 0.9, f"bridge.fit to go on from there, got {logs}")
-print(f"functrain {ft.__version__} from the wheel: trained to {reached:.3f}, saved, and went on")
+print(f"functrain {ft.__version__} from the wheel: trained to {reached:.3f}, saved, and resumed")

@@ -27,7 +27,7 @@ import warnings
 from typing import Any
 
 ROOT = pathlib.Path(__file__).parents[1]
-IMPORTED = ("jax", "keras", "bridge", "functrain", "functrain.checkpoint", "orbax.checkpoint")
+IMPORTED = ("jax", "keras", "bridge", "functrain", "functrain.checkpoint")
 WIDTH = 16  # bytes of each number that is sent
 
 # Variables that are read before a program begins, and those of these names that are not.

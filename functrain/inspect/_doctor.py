@@ -14,7 +14,7 @@ import numpy as np
 from functrain.common._compile import jit
 from functrain.inspect._sheet import sheet
 
-PACKAGES = ("functrain", "jax", "jaxlib", "keras", "flax", "optax", "orbax-checkpoint", "numpy")
+PACKAGES = ("functrain", "jax", "jaxlib", "keras", "flax", "optax", "numpy")
 REMEDY = (
     "Remedy: install jax 0.11.1 or newer, which needs Python 3.12. Or keep this jax and set\n"
     "XLA_FLAGS=--xla_cpu_experimental_ynn_fusion_type= before jax starts; some programs get slower."
