@@ -69,11 +69,12 @@ def metric(
       >>> print(accuracy.compute(accuracy.update(accuracy.init(), batch, scores, None)))
       0.75
     """
+    # Keras chooses the kind of "accuracy" by the shapes; other metrics are always the same.
     select_metric = _metric_selector(keras_metric)
     any_kind = select_metric(None, None)
     _require_values(any_kind, values)
 
-    def update_args(outputs: PyTree, y: PyTree) -> tuple[PyTree, ...]:
+    def update_args(y: PyTree, outputs: PyTree) -> tuple[PyTree, ...]:
         return (y, outputs) if values is None else (values(outputs, y),)
 
     _build(any_kind, example, update_args)
@@ -96,7 +97,7 @@ def metric(
             if not (weight is None or hasattr(weight, "shape")):
                 weight = entry_of_output(weight, output, "sample_weight")
         weights = {"sample_weight": weight} if weighted and weight is not None else {}
-        return _update(select_metric(y, outputs), m, *update_args(outputs, y), **weights)
+        return _update(select_metric(y, outputs), m, *update_args(y, outputs), **weights)
 
     def compute(m: list[jax.Array]) -> Any:
         with keras.StatelessScope(_pair_with_variables(any_kind, m)):
@@ -168,7 +169,7 @@ def _build(
         def build(outputs: PyTree, y: PyTree) -> None:
             # The scope drops the values, which are tracers.
             with _scope.Scope([]):
-                keras_metric.update_state(*update_args(outputs, y))
+                keras_metric.update_state(*update_args(y, outputs))
 
         with _scope.initialize_new_variables():
             jax.eval_shape(build, *example)

@@ -129,9 +129,11 @@ def _adam(o: Any) -> Parts | None:
 
 
 def _rmsprop(o: Any) -> Parts | None:
+    """Returns the transformations before and after the learning rate of Keras's RMSprop."""
     if o.centered:
         return None
-    # The momentum of Keras's RMSprop, unlike that of its SGD, is subtracted from the params.
+    # Keras's RMSprop keeps its momentum with the sign of the gradient, its SGD with the sign of
+    # the update. The two changes of sign affect the kept state only, not the updates.
     negate = optax.scale(-1.0)
     momentum = [negate, optax.trace(o.momentum), negate] if o.momentum else []
     return [optax.scale_by_rms(o.rho, o.epsilon, eps_in_sqrt=True)], momentum

@@ -217,7 +217,7 @@ def keras_batches(
         its part of all three.
       batch_size: Examples per step, or None.
       steps: Steps per epoch, or None.
-      trains: True if the devices have to divide every batch.
+      trains: True requires that the devices divide every batch evenly.
       **options: shuffle and class_weight.
 
     Raises:
@@ -232,7 +232,7 @@ def keras_batches(
         in_memory = keras.tree.map_structure(_array_in_memory, part)
         require_integers_fit(in_memory, name)
     epochs = keras_private.data.epochs(
-        pass_factory,
+        pass_starter,
         x=x,
         y=y,
         sample_weight=sample_weight,
@@ -284,7 +284,7 @@ def _shapes(x: Any) -> str:
     return f"of shape {', '.join(shapes)}" if shapes else "of length 0"
 
 
-def pass_factory(adapter: Any) -> Callable[[], Iterator[KerasBatch]]:
+def pass_starter(adapter: Any) -> Callable[[], Iterator[KerasBatch]]:
     """Returns a function that begins a pass over the batches of a data adapter."""
     arrays = keras_private.data.array_batches(adapter)
     if arrays is None:

@@ -125,7 +125,7 @@ HIDDEN_MEMBERS = {
     "functrain.Fused": "partial program",
     "functrain.History": "history",
     "functrain.MeteredStep": "values wrap_state",
-    "functrain.Run": "act_within_event handled resumed save unread_logs",
+    "functrain.Run": "act_within_event handled resumed save take_unread_logs",
     "bridge.OptaxOptimizer": "build follows_schedule from_config get_config opt_state plan "
     "update_all",
 }

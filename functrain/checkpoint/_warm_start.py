@@ -403,8 +403,9 @@ def _open_checkpoint(directory: str) -> Iterator[ArrayFile]:
             names[path], specs[path] = name, record["spec"]
 
     def read(path: str, box: _leaves.Box | None = None) -> np.ndarray:
-        uses = {names[path]: lambda read_leaf: read_leaf(box)}
-        array: np.ndarray = _storage.read_leaves(directory, manifest, uses)[names[path]]
+        name = names[path]
+        readers = {name: lambda read_leaf: read_leaf(box)}
+        array: np.ndarray = _storage.read_leaves(directory, manifest, readers)[name]
         return array
 
     yield ArrayFile(specs, read)

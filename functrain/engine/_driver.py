@@ -107,6 +107,7 @@ class Driver:
 
         The rows may not be ready yet: this waits only if too many programs are in flight already.
         """
+        # A function decides by the shapes of the first batch whether to compile.
         if callable(self.jit):
             batch = jax.tree.map(
                 lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), chunk.batches

@@ -81,8 +81,8 @@ class TensorBoard(Logger):
         self.begin()
         # tensorboardX's SummaryWriter passes events to a thread through a pipe, and does not know
         # when they are on disk. The EventsWriter below it writes them directly. TensorBoard reads
-        # files in the order of their names, whose own time has seconds only: the suffix orders the
-        # files of one second.
+        # files in the order of their names. The time in a name has whole seconds only, and the
+        # suffix orders files of the same second.
         self._writer = self._tensorboardx.event_file_writer.EventsWriter(
             str(self.directory / "events"), f".{time.time_ns()}"
         )

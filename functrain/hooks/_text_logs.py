@@ -72,21 +72,21 @@ class TextLogger(Logger):
             self._file.close()
         self._file, self._keeps_lines = None, keeps_lines
 
-    def _size(self) -> int:
-        """Returns the bytes in the file that stay when the next line is written."""
+    def _kept_bytes(self) -> int:
+        """Returns the size of the part of the file that stays when the next line is written."""
         is_kept = self._keeps_lines or self._file is not None
         return self.path.stat().st_size if is_kept and self.path.exists() else 0
 
     def state(self) -> dict[str, Any]:
         """Returns the size of the file, for the checkpoint."""
-        return {"bytes": self._size()}
+        return {"bytes": self._kept_bytes()}
 
     def restore(self, state: dict[str, Any], /) -> None:
         """Truncates lines that were written after the checkpoint: the run writes them again."""
         saved_size = state["bytes"]
         # If the file was empty at the checkpoint, all of its lines were written after it.
         self._keeps_lines = bool(saved_size)
-        if self._is_complete(saved_size, self._size(), "bytes") and saved_size:
+        if self._is_complete(saved_size, self._kept_bytes(), "bytes") and saved_size:
             os.truncate(self.path, saved_size)
 
     def _is_complete(self, saved_count: int, count: int, unit: str) -> bool:
@@ -208,9 +208,9 @@ class CSVLogger(TextLogger):
         self._row_count = 0
 
     def begin(self) -> None:
-        """Creates the file, or reads the columns of an existing one to append to."""
+        """Creates the file; if lines of an existing file stay, reads its columns."""
         super().begin()
-        if not self._columns and self._size():
+        if not self._columns and self._kept_bytes():
             self._columns, self._row_count = self._read()
 
     def _read(self) -> tuple[list[str], int]:

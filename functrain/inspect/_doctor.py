@@ -110,12 +110,12 @@ class Doctor(NamedTuple):
 
 
 def doctor() -> Doctor:
-    """Runs small programs that XLA's CPU compiler is known to miscompile, in two ways.
+    """Runs small programs that XLA's CPU compiler is known to miscompile.
 
     Some versions of jaxlib miscompile a few programs for CPUs. functrain avoids that for its own
     programs, but other programs are affected, such as those of Keras's fit or of your own
-    `jax.jit`. Each program runs in its own process, since some crash: together they take about ten
-    seconds.
+    `jax.jit`. Each program runs twice, compiled by `jax.jit` and by functrain, in its own process,
+    since some crash. Together they take about ten seconds.
 
     Returns:
       A `Doctor`, which prints a table of versions and a table of the faults with "right", "wrong"

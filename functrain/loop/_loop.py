@@ -114,7 +114,7 @@ class Loop:
         carry, position = last
         return _without_metrics(carry), position
 
-    def unread_logs(self) -> LogsReady | None:
+    def take_unread_logs(self) -> LogsReady | None:
         """Returns the logs of the last chunk if their event has not been yielded yet; see `Run`."""
         unread, self._unread = self._unread, None
         return None if unread is None else self._logs(*unread)
@@ -201,7 +201,7 @@ class Loop:
             self.stopping.dispatched += chunk.steps
         self.position = self.position.after(chunk.steps)
         chunk, last = chunk._replace(batches=None), self._unread
-        # Stored before the yield, which the caller may end with an exception: `unread_logs` then
+        # Stored before the yield, which the caller may end with an exception: `take_unread_logs` then
         # still returns the logs of this chunk.
         if self.late_logs:
             self._unread = self.position, chunk, rows
@@ -292,7 +292,7 @@ class Loop:
         return trees
 
     def _yield_unread_logs(self) -> Iterator[LogsReady]:
-        logs = self.unread_logs()
+        logs = self.take_unread_logs()
         if logs is not None:
             yield logs
 

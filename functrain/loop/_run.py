@@ -348,22 +348,22 @@ class Run(Iterator[Event]):
         """
         return self._loop.last_whole()
 
-    def unread_logs(self) -> LogsReady | None:
-        """Returns the logs of the last chunk if their event has not been yielded yet; else None.
+    def take_unread_logs(self) -> LogsReady | None:
+        """Takes the logs of the last chunk if their event has not been yielded yet, else None.
 
-        For use after an error.
+        The run does not yield them any more. For use after an error.
         """
-        return self._loop.unread_logs()
+        return self._loop.take_unread_logs()
 
     def save(self, *, epoch_is_over: bool | None = None) -> None:
         """Saves the run with the state of the last event, even if no save is due.
 
-        If the checkpoint depends on logs, take those that are still to come with `unread_logs`
-        first.
+        If the checkpoint depends on logs, call `take_unread_logs` first.
 
         Args:
-          epoch_is_over: False at the end of an epoch saves the run as it was before that event,
-            which is yielded again when the run resumes.
+          epoch_is_over: None saves the position of the last event. False, at the end of an epoch,
+            saves a position before the end of the epoch, so that the resumed run yields the
+            `EpochEnd` again.
 
         Raises:
           ValueError: The run has no checkpointer, or there has been no event yet.
@@ -409,7 +409,7 @@ class Run(Iterator[Event]):
             raise
 
     def _handle_unread(self, handle_logs: Callable[[LogsReady], None]) -> None:
-        logs = self.unread_logs()
+        logs = self.take_unread_logs()
         if logs is not None:
             handle_logs(logs)
 

@@ -56,7 +56,11 @@ class Bar:
             self._progress.start()
 
     def update(self, **fields: Any) -> None:
-        """Updates the numbers; `values` are texts such as ``loss 0.5``."""
+        """Updates fields of the bar.
+
+        Args:
+          **fields: `completed` and `total`, in steps, and `values`, texts such as ``loss 0.5``.
+        """
         self._progress.update(self._task, **fields)
         if self._cell is not None:
             self._cell.update(self)

@@ -20,4 +20,4 @@ def compiled(**kwargs):
 
 def epochs(**kwargs):
     data = {"x": np.arange(30.0).reshape(10, 3), "y": np.zeros((10, 2)), "batch_size": 4}
-    return keras_private.data.epochs(_batches.pass_factory, **{**data, **kwargs})
+    return keras_private.data.epochs(_batches.pass_starter, **{**data, **kwargs})

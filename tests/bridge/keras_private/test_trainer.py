@@ -27,7 +27,7 @@ def test_symbolic_build_takes_no_batch_where_all_is_built():
     model = compiled()
     keras_private.trainer.build_from(model, epochs())
     assert keras_private.trainer.is_built(model)
-    source = keras_private.data.epochs(_batches.pass_factory, x=once())
+    source = keras_private.data.epochs(_batches.pass_starter, x=once())
     keras_private.trainer.build_from(model, source)
     assert len([next(items) for _, _, items in itertools.islice(source, 1)]) == 1
 
