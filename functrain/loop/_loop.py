@@ -201,8 +201,8 @@ class Loop:
             self.stopping.dispatched += chunk.steps
         self.position = self.position.after(chunk.steps)
         chunk, last = chunk._replace(batches=None), self._unread
-        # Stored before the yield, which the caller may end with an exception: `take_unread_logs` then
-        # still returns the logs of this chunk.
+        # Stored before the yield, which the caller may end with an exception: then
+        # `take_unread_logs` still returns the logs of this chunk.
         if self.late_logs:
             self._unread = self.position, chunk, rows
         # The program of this chunk has been dispatched, so the device is busy while the host waits
