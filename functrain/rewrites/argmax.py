@@ -1,16 +1,16 @@
-"""Where the largest or smallest number is: the extremum first, then the first that equals it.
+"""Argmax and argmin in two passes: the extremum, then the first index that equals it.
 
-XLA's CPU backend carries number and index through one reduction, one by one. Two reductions of
-numbers are vectorized, and the second is faster over indices in float32 than over integers.
+XLA's CPU backend carries number and index through one scalar reduction. Two reductions of numbers
+are vectorized. The second one is faster over indices in float32 than over integers.
 
-Microseconds, 2 cores, jax 0.10, alone under `jit` and in a loop (`jit/loop`), float32 but for the
-last, over the last axis but for those marked:
+Microseconds, 2 cores, jax 0.10, alone under `jit` and in a loop (`jit/loop`), float32 except for
+the last row, over the last axis unless marked:
 
     shape            as is -> in two passes
     32 10            11/0.14 -> 10/0.32
     512 10           30/3.7 -> 25/16
     4096 2           17/3.7 -> 125/126
-    512 24           29/14 -> 34/33         (so: 32 or more)
+    512 24           29/14 -> 34/33         (hence: 32 or more)
     512 32           96/81 -> 40/22
     32 100           23/14 -> 15/5.6
     8 1000           55/72 -> 12/4.4
@@ -24,13 +24,13 @@ last, over the last axis but for those marked:
     1000 64, axis 0  336/357 -> 47/67
     64 1000, bf16    516/575 -> 80/179
 
-Of integers it gains less than twice, and now and then nothing: they are left. So is `top_k`, which
-k such rounds do not reach: 32 1000, k = 5: 68/58 -> 310/142.
+Integers gain less than a factor of 2, and sometimes nothing, so they are not rewritten. Neither is
+`top_k`, for which k such passes are slower: 32 1000, k = 5: 68/58 -> 310/142.
 
-The index is the same: of equals the first, of NaN the first, and a NaN before all others. Only of
-bfloat16 it may be another: XLA compares it unrounded where it is computed just before, and so what
-is equal when rounded may go to either. That the others keep the index rests on XLA's giving both
-passes the same operand; `tests/rewrites/test_argmax.py` looks whether it does.
+The index is the same: the first of equal numbers, and the first NaN if there is one. Only for
+bfloat16 it may differ: XLA compares numbers that were just computed before it rounds them, so
+numbers that are equal when rounded may be ordered. For other dtypes the index is the same as long
+as XLA gives both passes the same operand, which `tests/rewrites/test_argmax.py` checks.
 """
 
 import functools
@@ -45,25 +45,28 @@ from functrain.rewrites._conv import are_floats, avals, is_sharded
 from functrain.rewrites._frame import Rewrite
 from functrain.rewrites._windows import at_least_float32
 
-LEAST = 32
-MOST = 2**24  # integers that float32 tells apart
+# Shorter axes gain nothing: see the row "512 24" of the table.
+MIN_LENGTH = 32
+# float32 represents all integers up to this one exactly.
+MAX_LENGTH = 2**24
 
 
 def _applies(eqn: core.JaxprEqn) -> bool:
     operand, (axis,) = avals(eqn)[0], eqn.params["axes"]
     return (
         are_floats(operand)
-        and LEAST <= operand.shape[axis] <= MOST
+        and MIN_LENGTH <= operand.shape[axis] <= MAX_LENGTH
         and not any(map(is_sharded, avals(eqn)))
     )
 
 
-def _replace(x: jax.Array, *, find: str, axes: tuple[int], index_dtype: jnp.dtype) -> jax.Array:
+def _replace(x: jax.Array, *, extremum: str, axes: tuple[int], index_dtype: jnp.dtype) -> jax.Array:
     x, (axis,) = at_least_float32(x), axes
-    extremum = getattr(jnp, find)(x, axis, keepdims=True)  # NaN where there is one
-    found = (x == extremum) | jnp.isnan(x)
+    # NaN if the axis contains one. A NaN equals nothing, so it is matched with `isnan`.
+    best = getattr(jnp, extremum)(x, axis, keepdims=True)
+    is_match = (x == best) | jnp.isnan(x)
     index = lax.broadcasted_iota(jnp.float32, x.shape, axis)
-    first = jnp.min(jnp.where(found, index, x.shape[axis] - 1), axis)
+    first = jnp.min(jnp.where(is_match, index, x.shape[axis] - 1), axis)
     return lax.convert_element_type(first, index_dtype)
 
 
@@ -71,13 +74,13 @@ argmax = Rewrite(
     name="argmax",
     primitive=primitives.argmax_p,
     applies=_applies,
-    replace=functools.partial(_replace, find="max"),
+    replace=functools.partial(_replace, extremum="max"),
     reason="the maximum, then its first place, are faster than both at once",
     is_exact=lambda eqn: avals(eqn)[0].dtype != jnp.bfloat16,
 )
 argmin = argmax._replace(
     name="argmin",
     primitive=primitives.argmin_p,
-    replace=functools.partial(_replace, find="min"),
+    replace=functools.partial(_replace, extremum="min"),
     reason="the minimum, then its first place, are faster than both at once",
 )

@@ -1,12 +1,12 @@
-"""Gradients of attention's keys: the other order of the product, which turns the smaller operand.
+"""Gradients of attention's keys with swapped operands, so that the smaller one is transposed.
 
-The gradient of the scores, `[T, S]` for each head, is summed over its rows with the queries,
-`[T, H]`. A kernel for products of batches wants what is summed over last on the left: so XLA turns
-the scores, while it computes them. In the other order it turns the queries; and the result, after
-a barrier, for else XLA would turn the product back.
+The gradient of the scores, `[T, S]` per head, is contracted over its rows with the queries,
+`[T, H]`. XLA's kernel for batched products needs the contracted axis last on the left side, so it
+transposes the scores while it computes them. With swapped operands it transposes the queries, which
+are smaller. Without a barrier XLA would swap the product back; the result is transposed after it.
 
-Microseconds, 2 cores, jax 0.10, alone under `jit` and in a loop (`jit/loop`), the least of some on
-a busy machine; float32, B images or texts and N heads:
+Microseconds, 2 cores, jax 0.10, alone under `jit` and in a loop (`jit/loop`), the minimum of
+several runs on a busy machine; float32, B images or texts and N heads:
 
     B   N   T    S    H       as is -> the other order
     16  4   64   64   16      327/353 -> 250/181
@@ -17,7 +17,7 @@ a busy machine; float32, B images or texts and N heads:
     4   3   197  197  64      1310/1236 -> 1148/1015
     2   8   512  512  64      51275/76595 -> 23201/38560
 
-Sums may be taken in another order: last bits change.
+The sums may be computed in another order, which changes the last bits.
 """
 
 from typing import Any
@@ -30,30 +30,39 @@ from jax.extend.core import primitives
 from functrain.rewrites._conv import are_floats, avals, is_sharded, is_sharding_free
 from functrain.rewrites._frame import Rewrite
 
-LEAST = 2**14  # numbers that XLA turns
+# The least number of elements that XLA would transpose.
+MIN_ELEMENTS = 2**14
 
 
 def _applies(eqn: core.JaxprEqn) -> bool:
-    """Whether the larger operand is on the left, and summed over what is not its last axis."""
-    (over, _), (batch, _) = eqn.params["dimension_numbers"]
+    """Returns True if the larger operand is on the left and XLA would have to transpose it."""
+    (contracted, _), (batch, _) = eqn.params["dimension_numbers"]
     types = avals(eqn)
     lhs, rhs, out = types
-    if not batch or not over or not LEAST <= lhs.size > rhs.size:
+    if not batch or not contracted or not MIN_ELEMENTS <= lhs.size > rhs.size:
         return False
     if not are_floats(*types) or len({aval.dtype for aval in types}) > 1 or out.dtype.itemsize < 4:
         return False
-    kept = [a for a, n in enumerate(lhs.shape) if n > 1 and a not in (*over, *batch)]
-    turned = bool(kept) and max(over) < max(kept)
-    return turned and not any(map(is_sharded, types)) and is_sharding_free(eqn.params)
+    if any(map(is_sharded, types)) or not is_sharding_free(eqn.params):
+        return False
+    # Axes of size 1 do not matter: no data moves when they are transposed.
+    uncontracted = [
+        axis
+        for axis, size in enumerate(lhs.shape)
+        if size > 1 and axis not in (*contracted, *batch)
+    ]
+    return bool(uncontracted) and max(contracted) < max(uncontracted)
 
 
 def _replace(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
-    (over, along), (batch, batch_right) = params["dimension_numbers"]
-    params |= {"dimension_numbers": ((along, over), (batch_right, batch))}
+    (lhs_contracted, rhs_contracted), (lhs_batch, rhs_batch) = params["dimension_numbers"]
+    params |= {"dimension_numbers": ((rhs_contracted, lhs_contracted), (rhs_batch, lhs_batch))}
     params["precision"] = params["precision"] and params["precision"][::-1]
     out = lax.optimization_barrier(primitives.dot_general_p.bind(rhs, lhs, **params))
-    first, middle = len(batch), rhs.ndim - len(along)  # its axes: the batch's, those of rhs, of lhs
-    return lax.transpose(out, (*range(first), *range(middle, out.ndim), *range(first, middle)))
+    # The axes of `out` are those of the batch, then the rest of rhs, then the rest of lhs.
+    rhs_start, lhs_start = len(lhs_batch), rhs.ndim - len(rhs_contracted)
+    batch_axes, rhs_axes = range(rhs_start), range(rhs_start, lhs_start)
+    return lax.transpose(out, (*batch_axes, *range(lhs_start, out.ndim), *rhs_axes))
 
 
 attention_gradient = Rewrite(

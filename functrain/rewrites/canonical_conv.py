@@ -1,11 +1,11 @@
-"""Ungrouped convolutions in the one layout that XLA's fast CPU kernels take.
+"""Ungrouped convolutions in the only layout that XLA's fast CPU kernels accept.
 
-XLA brings convolutions into that layout (NHWC x HWIO -> NHWC) in the entry computation only. In a
-loop's body, which is what a scan makes of a step, the gradients of a convolution keep layouts such
-as ``f01b_i01o->01bf`` and fall to a naive loop, 2-17 times slower
-(https://github.com/jax-ml/jax/issues/12868, open as of jax 0.12). So the transposes are written
-out. The kernel and the order of its sums stay what they are outside a loop: no bit changes, in
-float16, bfloat16 (see `_rounding`), float32 and float64.
+XLA brings convolutions into that layout (NHWC x HWIO -> NHWC) only in the entry computation. In the
+body of a loop, such as a scan over steps, the gradients of a convolution keep layouts such as
+``f01b_i01o->01bf`` and run in a naive kernel, 2 to 17 times slower
+(https://github.com/jax-ml/jax/issues/12868, open as of jax 0.12). So this rewrite writes the
+transposes out. The kernel and the order of its sums stay those outside of a loop, so no bit changes
+in float16, bfloat16 (see `_rounding`), float32 and float64.
 """
 
 from typing import Any
@@ -44,8 +44,8 @@ def _replace(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
 
 
 def _is_exact(eqn: core.JaxprEqn) -> bool:
-    # Where two dtypes meet, XLA converts the operands first, and perhaps does not round what comes
-    # in. Floats of 8 bits are rounded here or there, too; complex ones were not looked at.
+    # If the operands have two dtypes, XLA converts them first and may not round the input.
+    # 8-bit floats are rounded at varying points, too. Complex numbers have not been examined.
     return are_floats(*avals(eqn)) and len({aval.dtype for aval in avals(eqn)}) == 1
 
 

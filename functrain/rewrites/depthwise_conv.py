@@ -52,14 +52,14 @@ from functrain.rewrites._windows import (
 )
 
 # Each tap is a slice in the program: 11 x 11 still compiles in a second, 31 x 31 would not.
-MOST_TAPS = 128
+MAX_TAPS = 128
 # Wider groups are matrix products, which grouped_conv leaves to the kernel made for them.
-MOST_CHANNELS = 4
+MAX_CHANNELS = 4
 # How many sums one pass takes: more run slower, fewer compile longer.
 SUMS = 25
 # How many terms are written out: the compiler repeats a sum in each operation that reads it, a
 # normalization's say, but not a loop. With fewer, what is in the loop does not get all cores.
-MOST_TERMS = 32
+MAX_TERMS = 32
 
 
 def _applies(eqn: core.JaxprEqn) -> bool:
@@ -67,9 +67,9 @@ def _applies(eqn: core.JaxprEqn) -> bool:
     return (
         shape is not None
         and ndim(eqn.invars[0]) > 2
-        and shape.taps <= MOST_TAPS
+        and shape.taps <= MAX_TAPS
         and min(shape.sides) == 1
-        and max(shape.sides) <= MOST_CHANNELS
+        and max(shape.sides) <= MAX_CHANNELS
     )
 
 
@@ -123,7 +123,7 @@ def _shift_sum(lhs: jax.Array, rhs: jax.Array, params: dict[str, Any]) -> jax.Ar
 
 def _bands(window: Sequence[int], inputs: int) -> tuple[int, int]:
     """Returns how many bands of how many rows of taps a loop takes; rows may be left over."""
-    bands = -(-math.prod(window) * inputs // MOST_TERMS)
+    bands = -(-math.prod(window) * inputs // MAX_TERMS)
     rows = max(1, window[0] // bands)
     return window[0] // rows, rows
 

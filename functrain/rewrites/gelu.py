@@ -38,12 +38,12 @@ from jax.extend.core import primitives
 from functrain.rewrites._conv import are_floats, avals
 from functrain.rewrites._frame import Rewrite, find_consumers
 
-LEAST = 2**12
+MIN_ELEMENTS = 2**12
 
 
 def _applies(eqn: core.JaxprEqn) -> bool:
     operand = avals(eqn)[0]
-    return are_floats(operand) and operand.dtype == jnp.float32 and operand.size >= LEAST
+    return are_floats(operand) and operand.dtype == jnp.float32 and operand.size >= MIN_ELEMENTS
 
 
 def _is_gelus(eqn: core.JaxprEqn, jaxpr: core.Jaxpr) -> bool:

@@ -42,7 +42,7 @@ from functrain.rewrites._frame import Rewrite
 from functrain.rewrites._windows import dilated_size, output_sizes
 
 # Each is a slice in the program: 3 x 3 x 3 still compiles in a second.
-MOST_TAPS = 27
+MAX_TAPS = 27
 
 
 def _applies(eqn: core.JaxprEqn) -> bool:
@@ -63,7 +63,7 @@ def _can_be_slices(eqn: core.JaxprEqn) -> bool:
     return (
         are_floats(*avals(eqn))
         and math.prod(params["base_dilation"]) == math.prod(params["window_dilation"]) == 1
-        and 1 < math.prod(params["window_dimensions"]) <= MOST_TAPS
+        and 1 < math.prod(params["window_dimensions"]) <= MAX_TAPS
     )
 
 

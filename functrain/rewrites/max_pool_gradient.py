@@ -48,7 +48,7 @@ from functrain.rewrites._frame import Rewrite
 from functrain.rewrites._windows import at_least_float32, call_unfused, dilated_size
 
 # Each is a slice in the program: 3 x 3 x 3 still compiles in a second.
-MOST_TAPS = 27
+MAX_TAPS = 27
 
 
 def _applies(eqn: core.JaxprEqn) -> bool:
@@ -61,7 +61,7 @@ def _applies(eqn: core.JaxprEqn) -> bool:
             min(ends) >= 0 and max(ends) < taps
             for ends, taps in zip(params["padding"], params["window_dimensions"], strict=True)
         )
-        and 1 < math.prod(params["window_dimensions"]) <= MOST_TAPS
+        and 1 < math.prod(params["window_dimensions"]) <= MAX_TAPS
     )
 
 

@@ -71,29 +71,29 @@ from functrain.rewrites._frame import Rewrite
 from functrain.rewrites._windows import output_sizes, pad_spatial, strided_window
 
 # Each is a slice in the program.
-MOST_TAPS = 25
+MAX_TAPS = 25
 # Of channels and of features, and no fewer than the product has rows: the places of all images.
-LEAST = 256
-LEAST_PRODUCTS = 2**22
+MIN_FEATURES = 256
+MIN_PRODUCTS = 2**22
 # Where the kernel is larger than the image.
-LEAST_OVER_EDGES = 16
-LEAST_PRODUCTS_OVER_EDGES = 2**20
+MIN_OVER_EDGES = 16
+MIN_PRODUCTS_OVER_EDGES = 2**20
 # Bytes of the patches that are made at a time.
-MOST_BYTES = 2**26
+MAX_BYTES = 2**26
 
 
 def _applies(eqn: core.JaxprEqn) -> bool:
     shape, params = ungrouped_sizes(eqn), eqn.params
-    if shape is None or is_weight_gradient(params) or math.prod(shape.window) > MOST_TAPS:
+    if shape is None or is_weight_gradient(params) or math.prod(shape.window) > MAX_TAPS:
         return False
     least, holes = min(shape.channels, shape.features), math.prod(params["lhs_dilation"]) > 1
     if all(taps > size for taps, size in zip(shape.window, shape.image, strict=True)) and not holes:
-        return least >= LEAST_OVER_EDGES and shape.products >= LEAST_PRODUCTS_OVER_EDGES
+        return least >= MIN_OVER_EDGES and shape.products >= MIN_PRODUCTS_OVER_EDGES
     if holes and not _is_turned(params):  # patches would hold them
         return False
     places = shape.image if _is_turned(params) else shape.positions
     rows = shape.batch * math.prod(places)
-    return max(rows, LEAST) <= least and shape.products >= LEAST_PRODUCTS
+    return max(rows, MIN_FEATURES) <= least and shape.products >= MIN_PRODUCTS
 
 
 def _is_turned(params: dict[str, Any]) -> bool:
@@ -127,7 +127,7 @@ def _product_of_patches(product: Any, x: jax.Array, kernel: jax.Array, params: A
         return places.reshape(*patches.shape[:-1], -1)
 
     places = math.prod(jax.eval_shape(of, x[:1]).shape[:-1])
-    at_once = max(1, MOST_BYTES // (places * len(high) * x.dtype.itemsize))
+    at_once = max(1, MAX_BYTES // (places * len(high) * x.dtype.itemsize))
     if len(x) <= at_once:
         return of(x)
     out: jax.Array = lax.map(lambda one: of(one[None])[0], x, batch_size=at_once)

@@ -55,10 +55,10 @@ from functrain.rewrites._frame import Rewrite
 from functrain.rewrites._windows import dilated_size, output_sizes
 
 # Each phase is a convolution in the program.
-MOST_PHASES = 16
+MAX_PHASES = 16
 # What it takes for the products saved to weigh more than laying the phases side by side.
-LEAST_PRODUCTS = 2**28
-LEAST_CHANNELS = 16
+MIN_PRODUCTS = 2**28
+MIN_CHANNELS = 16
 # What is fast in XLA: so many channels, so few features, and so few bytes to add up.
 MANY_CHANNELS, FEW_FEATURES, FEW_BYTES = 96, 64, 2**25
 
@@ -68,11 +68,11 @@ def _applies(eqn: core.JaxprEqn) -> bool:
     phases = math.prod(params["lhs_dilation"])
     return (
         shape is not None
-        and 1 < phases <= MOST_PHASES
+        and 1 < phases <= MAX_PHASES
         and math.prod(params["rhs_dilation"]) == math.prod(params["window_strides"]) == 1
         and phases < math.prod(shape.window) <= math.prod(shape.positions)
-        and min(shape.channels, shape.features) >= LEAST_CHANNELS
-        and shape.products >= LEAST_PRODUCTS
+        and min(shape.channels, shape.features) >= MIN_CHANNELS
+        and shape.products >= MIN_PRODUCTS
         and not _is_fast(shape, avals(eqn)[0].dtype.itemsize)
     )
 

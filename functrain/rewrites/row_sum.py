@@ -48,21 +48,21 @@ from jax.extend.core import primitives
 from functrain.rewrites._conv import are_floats, avals, is_sharded, is_sharding_free
 from functrain.rewrites._frame import Rewrite
 
-LEAST_AXES = 4
-LEAST_LENGTH = 8
-LEAST = 2**13  # numbers to sum
-MOST_WEIGHTED = 2**22  # of those that are a product with one row
+MIN_AXES = 4
+MIN_LENGTH = 8
+MIN_ELEMENTS = 2**13  # numbers to sum
+MAX_WEIGHTED = 2**22  # of those that are a product with one row
 
 
 def _applies(eqn: core.JaxprEqn) -> bool:
     operand, _ = types = avals(eqn)
     return (
         eqn.params["axes"] == (len(operand.shape) - 1,)
-        and len(operand.shape) >= LEAST_AXES
+        and len(operand.shape) >= MIN_AXES
         and are_floats(*types)
         and operand.dtype.itemsize >= 4
-        and operand.shape[-1] >= LEAST_LENGTH
-        and operand.size >= LEAST
+        and operand.shape[-1] >= MIN_LENGTH
+        and operand.size >= MIN_ELEMENTS
         and not any(map(is_sharded, types))
         and is_sharding_free(eqn.params)
     )
@@ -71,7 +71,7 @@ def _applies(eqn: core.JaxprEqn) -> bool:
 def _is_free(eqn: core.JaxprEqn, jaxpr: core.Jaxpr) -> bool:
     """Whether it does not sum many rows times one row, which XLA does as it multiplies."""
     (result,) = eqn.outvars
-    few = avals(eqn)[0].size < MOST_WEIGHTED
+    few = avals(eqn)[0].size < MAX_WEIGHTED
     return few or not any(map(_is_row, _factors(result, jaxpr)))
 
 

@@ -56,7 +56,7 @@ from jax.extend.core import primitives
 from functrain.rewrites._conv import are_floats, avals, is_sharded, is_sharding_free
 from functrain.rewrites._frame import Rewrite
 
-LEAST_SIDE = 8
+MIN_SIDE = 8
 
 
 def _applies(eqn: core.JaxprEqn) -> bool:
@@ -73,7 +73,7 @@ def _applies(eqn: core.JaxprEqn) -> bool:
     if (shared.ndim, each.ndim, tuple(middle)) != (2, 3, (1,)):
         return False
     turned = (each.size + types[2].size) // each.shape[0]
-    pays: bool = 4 * shared.size <= turned and min(shared.shape) >= LEAST_SIDE
+    pays: bool = 4 * shared.size <= turned and min(shared.shape) >= MIN_SIDE
     return pays and shared.dtype.itemsize >= 4
 
 

@@ -41,28 +41,28 @@ from functrain.rewrites._conv import (
 )
 from functrain.rewrites._frame import Rewrite
 from functrain.rewrites._windows import at_least_float32, dilated_size, output_sizes, zeros_for_sum
-from functrain.rewrites.depthwise_conv import MOST_CHANNELS
+from functrain.rewrites.depthwise_conv import MAX_CHANNELS
 
 # Terms are written out; with more of them that miss some pixels, the sum over taps is faster.
-MOST_TERMS = 16
+MAX_TERMS = 16
 # As many parts of the gradient of the weights are kept in a loop: for each, a window.
-MOST_PARTS = 32
+MAX_PARTS = 32
 # How many images are summed one after the other: one sum over thousands would lose digits.
 TOGETHER = 64
 
 
 def _applies(eqn: core.JaxprEqn) -> bool:
     group, shape = conv_groups(eqn), conv_sizes(eqn)
-    if group is None or shape is None or min(group.sides) > 1 or max(group.sides) > MOST_CHANNELS:
+    if group is None or shape is None or min(group.sides) > 1 or max(group.sides) > MAX_CHANNELS:
         return False
     pixels, ones = math.prod(shape.image), (1,) * len(shape.image)
     if eqn.params["rhs_dilation"] != ones or pixels >= group.taps:
         return False
     if group.by_batch:
-        return pixels <= MOST_PARTS and _is_plain(eqn.params)
+        return pixels <= MAX_PARTS and _is_plain(eqn.params)
     axes = _axes(shape.image, shape.window, eqn.params)
     seen = (_seen(pixel, axis) for axis in axes for pixel in range(axis.image))
-    return pixels * group.sides[0] <= MOST_TERMS and all(seen)
+    return pixels * group.sides[0] <= MAX_TERMS and all(seen)
 
 
 def _is_plain(params: dict[str, Any]) -> bool:

@@ -39,9 +39,9 @@ from functrain.rewrites._conv import are_floats, avals, is_sharded, is_sharding_
 from functrain.rewrites._frame import Rewrite, rewrite_jaxpr
 
 # Bytes that a scan may keep for it.
-MOST = 2**23
+MAX_BYTES = 2**23
 # Rows that a product sums over in a round: with more it is fast enough.
-MOST_ROWS = 64
+MAX_ROWS = 64
 _ROOTS = (primitives.dot_general_p, primitives.reduce_sum_p)
 # What may follow the product: it is the same of each term and of their sum.
 _FOLLOWS = {primitives.transpose_p, primitives.reshape_p, primitives.squeeze_p}
@@ -89,7 +89,7 @@ def _sums(params: dict[str, Any]) -> list[_Sum]:
         if one is None or set(one.root.invars).intersection(jaxpr.invars[:consts]):
             continue
         with_it = kept.union(one.root.invars)
-        if params["length"] * sum(map(_nbytes, with_it)) <= MOST:
+        if params["length"] * sum(map(_nbytes, with_it)) <= MAX_BYTES:
             found, kept = [*found, one], with_it
     pays = any(one.root.primitive is primitives.dot_general_p for one in found)
     return found if pays else []
@@ -107,7 +107,7 @@ def _traced_back(carry: int, term: Any, made: dict[Any, core.JaxprEqn]) -> _Sum 
         term = eqn.invars[0]
     while path and path[-1].primitive in _FOLLOWS:  # what is before the first sum
         path.pop()
-    if not path or not all(map(_is_simple, path)) or _rows(path[-1]) > MOST_ROWS:
+    if not path or not all(map(_is_simple, path)) or _rows(path[-1]) > MAX_ROWS:
         return None
     return _Sum(carry, path[-1], path[-2::-1])
 

@@ -31,8 +31,8 @@ from functrain.rewrites._frame import Rewrite
 from functrain.rewrites._windows import dilated_size, output_sizes
 
 # Each is a convolution in the program.
-MOST_CONVOLUTIONS = 8
-LEAST_PRODUCTS = 2**16
+MAX_CONVOLUTIONS = 8
+MIN_PRODUCTS = 2**16
 
 _BY_AXIS = ("padding", "window_strides", "lhs_dilation", "rhs_dilation")
 
@@ -42,8 +42,8 @@ def _applies(eqn: core.JaxprEqn) -> bool:
     return (
         shape is not None
         and len(shape.image) == 3
-        and min(shape.window[0], shape.positions[0]) <= MOST_CONVOLUTIONS
-        and shape.products >= LEAST_PRODUCTS
+        and min(shape.window[0], shape.positions[0]) <= MAX_CONVOLUTIONS
+        and shape.products >= MIN_PRODUCTS
     )
 
 

@@ -70,20 +70,20 @@ from functrain.rewrites._windows import (
 )
 
 # Each is a slice in the program.
-MOST_TAPS = 49
-MOST_CHANNELS = 127
+MAX_TAPS = 49
+MAX_CHANNELS = 127
 # A product's rows are the places of all images: with fewer of these, more channels pay, too.
 FEW_ROWS = 256
-FEW_CHANNELS, LEAST_FEATURES, FEW_TAPS = 4, 32, 9
+FEW_CHANNELS, MIN_FEATURES, FEW_TAPS = 4, 32, 9
 # Of each tap, but of few channels.
-LEAST_PRODUCTS = 2**21
+MIN_PRODUCTS = 2**21
 # With more taps than FEW_TAPS XLA is fast for a multiple of so many features, but for many rows.
 BLOCK, MANY_ROWS = 128, 2**13
 # Bytes that stay in the cache between being written and being read.
-CACHED = 5 * 2**19
+CACHE_BYTES = 5 * 2**19
 # Numbers that a row of patches needs for a fast product: the taps of one row of the kernel, if
 # they have so many together, or all taps.
-WIDE = 96
+MIN_ROW_WIDTH = 96
 
 
 class Taps(NamedTuple):
@@ -111,7 +111,7 @@ class Taps(NamedTuple):
 
 def _taps(sizes: Sequence[int], channels: int, params: dict[str, Any]) -> Taps:
     down, across = sizes
-    by_row = across * channels >= WIDE
+    by_row = across * channels >= MIN_ROW_WIDTH
     return Taps((down, across), params["window_strides"], params["rhs_dilation"], by_row)
 
 
@@ -121,23 +121,23 @@ def _applies(eqn: core.JaxprEqn) -> bool:
     if shape is None or len(shape.window) != 2 or math.prod(params["lhs_dilation"]) > 1:
         return False
     channels, places, taps = shape.batch, shape.window, _taps(shape.positions, shape.batch, params)
-    if not 1 < math.prod(taps.sizes) <= min(MOST_TAPS, math.prod(places)):
+    if not 1 < math.prod(taps.sizes) <= min(MAX_TAPS, math.prod(places)):
         return False
     rows, of_weights = shape.channels * math.prod(places), is_weight_gradient(params)
-    if channels > MOST_CHANNELS and not (rows <= FEW_ROWS and of_weights):
+    if channels > MAX_CHANNELS and not (rows <= FEW_ROWS and of_weights):
         return False
     if math.prod(params["window_strides"]) > 1 and not of_weights:
         return False
     many_taps = math.prod(taps.sizes) > FEW_TAPS
-    if channels <= FEW_CHANNELS and (shape.features < LEAST_FEATURES or many_taps):
+    if channels <= FEW_CHANNELS and (shape.features < MIN_FEATURES or many_taps):
         return False
     if many_taps and of_weights and shape.features % BLOCK == 0 and rows < MANY_ROWS:
         return False
-    if channels > FEW_CHANNELS and shape.products < LEAST_PRODUCTS * math.prod(taps.sizes):
+    if channels > FEW_CHANNELS and shape.products < MIN_PRODUCTS * math.prod(taps.sizes):
         return False
     image = [sum(pad) + size for size, pad in zip(shape.image, params["padding"], strict=True)]
     itemsize: int = avals(eqn)[0].dtype.itemsize
-    return taps.numbers(image, places, channels) * itemsize <= CACHED
+    return taps.numbers(image, places, channels) * itemsize <= CACHE_BYTES
 
 
 def _replace(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
@@ -157,7 +157,7 @@ def _replace(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
         return _products(x, g, taps, params["precision"])
 
     each = taps.numbers(x.shape[1:3], g.shape[1:3], x.shape[-1]) * x.dtype.itemsize
-    out = _summed(products, x, g, max(1, CACHED // each))  # [K or 1, A, B]
+    out = _summed(products, x, g, max(1, CACHE_BYTES // each))  # [K or 1, A, B]
     if not _features_last(taps, x, g):
         out = jnp.swapaxes(out, 1, 2)
     out = out.reshape(*sizes, x.shape[-1], g.shape[-1])

@@ -13,7 +13,7 @@ from jax import lax
 
 from functrain.rewrites import optimize
 from functrain.rewrites._frame import rewrite_jaxpr
-from functrain.rewrites.argmax import LEAST, MOST, argmax, argmin
+from functrain.rewrites.argmax import MAX_LENGTH, MIN_LENGTH, argmax, argmin
 
 from . import cases
 
@@ -40,7 +40,7 @@ def test_the_first_extremum_is_found(find: Any, dtype: str, data: Any) -> None:
     rng = np.random.default_rng(data.draw(st.integers(0, 99)))
     shape = [3] * data.draw(st.integers(0, 2))
     axis = data.draw(st.integers(0, len(shape)))
-    shape.insert(axis, data.draw(st.integers(LEAST, 2 * LEAST + 1)))
+    shape.insert(axis, data.draw(st.integers(MIN_LENGTH, 2 * MIN_LENGTH + 1)))
     some = ODD[: data.draw(st.integers(1, len(ODD)))]  # one: all equal; all: with NaN
     index = data.draw(st.sampled_from(("int32", "uint8", "int16")))
     with jax.enable_x64(dtype == "float64"):
@@ -103,7 +103,7 @@ def loss_and_hits(w: Any, x: Any, y: Any) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize(
-    ("classes", "dtype"), [(LEAST, "float32"), (100, "float16"), (100, "float64")]
+    ("classes", "dtype"), [(MIN_LENGTH, "float32"), (100, "float16"), (100, "float64")]
 )
 def test_a_step_with_an_accuracy_keeps_every_bit(classes: int, dtype: str) -> None:
     def step(w: Any, x: Any, y: Any) -> Any:
@@ -145,11 +145,11 @@ def test_short_axes_integers_and_nothing_are_left(find: Any) -> None:
 
         return cases.takes(RULES[find], fn, jax.ShapeDtypeStruct(shape, dtype)) == [True]
 
-    assert taken(LEAST)
-    assert taken(2, MOST, dtype=jnp.bfloat16)
-    assert not taken(2, LEAST - 1)
+    assert taken(MIN_LENGTH)
+    assert taken(2, MAX_LENGTH, dtype=jnp.bfloat16)
+    assert not taken(2, MIN_LENGTH - 1)
     assert not taken(1)
     assert not taken(0, 100)
-    assert not taken(1, MOST + 1)
+    assert not taken(1, MAX_LENGTH + 1)
     assert not taken(100, dtype=jnp.int32)
     assert not taken(100, dtype=jnp.bool_)

@@ -11,12 +11,12 @@ import pytest
 from jax import lax
 
 from functrain.inspect import explain_rewrites
-from functrain.rewrites.attention_gradient import LEAST, attention_gradient
+from functrain.rewrites.attention_gradient import MIN_ELEMENTS, attention_gradient
 
 from . import cases
 
 ANY_SIZE = mock.patch.multiple(
-    importlib.import_module("functrain.rewrites.attention_gradient"), LEAST=0
+    importlib.import_module("functrain.rewrites.attention_gradient"), MIN_ELEMENTS=0
 )
 # The axes of scores and of queries, and of those what is summed over, and what is batch.
 PRODUCTS = {
@@ -85,7 +85,7 @@ def test_the_sizes_and_types_decide() -> None:
         fn = lambda x, y: lax.dot_general(x, y, numbers)  # noqa: E731
         return cases.takes(attention_gradient, fn, x, y) == [True]
 
-    long = LEAST // 2 // 64
+    long = MIN_ELEMENTS // 2 // 64
     assert taken((64, long), (64, 16))
     assert not taken((64, long - 1), (64, 16))
     assert not taken((long, 64), (64, 16), (2, 1))  # what is summed over is last

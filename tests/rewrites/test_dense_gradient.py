@@ -13,12 +13,12 @@ from jax import lax
 from functrain.inspect import explain_rewrites
 from functrain.rewrites import optimize
 from functrain.rewrites._frame import walk_equations
-from functrain.rewrites.dense_gradient import LEAST_ROWS, NARROW, dense_gradient
+from functrain.rewrites.dense_gradient import MAX_NARROW_SIDE, MIN_ROWS, dense_gradient
 
 from . import cases
 
 ANY_SIZE = mock.patch.multiple(
-    importlib.import_module("functrain.rewrites.dense_gradient"), LEAST_ROWS=0, LEAST_PRODUCTS=0
+    importlib.import_module("functrain.rewrites.dense_gradient"), MIN_ROWS=0, MIN_PRODUCTS=0
 )
 # Axes of rows, of inputs, of outputs.
 LAYERS = {
@@ -94,10 +94,10 @@ def test_the_sizes_and_types_decide() -> None:
         return cases.takes(dense_gradient, cases.all_three(dense), *args) == [False, True, False]
 
     assert taken((16, 64), 64, 64)
-    assert taken((4096,), 128, NARROW)
-    assert not taken((4096,), 128, NARROW + 1)  # both wide, and rows in one axis
+    assert taken((4096,), 128, MAX_NARROW_SIDE)
+    assert not taken((4096,), 128, MAX_NARROW_SIDE + 1)  # both wide, and rows in one axis
     assert not taken((4096,), 128, 1)
-    assert not taken((2, LEAST_ROWS // 2 - 1), 64, 64)
+    assert not taken((2, MIN_ROWS // 2 - 1), 64, 64)
     assert not taken((16, 64), 4, 4)
     assert not taken((16, 64), 64, 64, jnp.bfloat16)
 

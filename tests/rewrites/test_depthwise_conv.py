@@ -11,7 +11,7 @@ from jax import lax
 
 from functrain.rewrites import optimize
 from functrain.rewrites._frame import rewrite_jaxpr
-from functrain.rewrites.depthwise_conv import MOST_CHANNELS, MOST_TAPS, depthwise_conv
+from functrain.rewrites.depthwise_conv import MAX_CHANNELS, MAX_TAPS, depthwise_conv
 from functrain.rewrites.grouped_conv import grouped_conv
 from functrain.rewrites.small_depthwise import small_depthwise
 
@@ -133,10 +133,10 @@ def test_the_shape_decides() -> None:
         return "loop" if "scan" in new else "as it was" if len(new) == 1 else "shifts"
 
     assert became(4, 4, 4) == "shifts"
-    assert became(4, 4, 4 * MOST_CHANNELS) == "shifts"
+    assert became(4, 4, 4 * MAX_CHANNELS) == "shifts"
     assert became(4, 8, 8) == "loop"
-    assert became(4, 4, 4 * (MOST_CHANNELS + 1)) == "as it was"
-    assert became(4, 4, 4, taps=int(MOST_TAPS**0.5) + 1) == "as it was"
+    assert became(4, 4, 4 * (MAX_CHANNELS + 1)) == "as it was"
+    assert became(4, 4, 4, taps=int(MAX_TAPS**0.5) + 1) == "as it was"
 
 
 def test_what_is_no_float_or_empty_is_left_alone() -> None:

@@ -12,11 +12,11 @@ from jax import lax
 from functrain.inspect import explain_rewrites
 from functrain.rewrites import optimize
 from functrain.rewrites._frame import walk_equations
-from functrain.rewrites.gelu import LEAST, gelu
+from functrain.rewrites.gelu import MIN_ELEMENTS, gelu
 
 from . import cases
 
-WIDE = jnp.linspace(-12, 12, LEAST)
+WIDE = jnp.linspace(-12, 12, MIN_ELEMENTS)
 
 
 def exact_gelu(x: Any) -> Any:

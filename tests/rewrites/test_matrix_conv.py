@@ -21,10 +21,10 @@ from . import cases
 module = importlib.import_module("functrain.rewrites.patch_conv")
 ANY_SIZE = mock.patch.multiple(
     module,
-    LEAST=0,
-    LEAST_PRODUCTS=0,
-    LEAST_OVER_EDGES=0,
-    LEAST_PRODUCTS_OVER_EDGES=0,
+    MIN_FEATURES=0,
+    MIN_PRODUCTS=0,
+    MIN_OVER_EDGES=0,
+    MIN_PRODUCTS_OVER_EDGES=0,
 )
 ALWAYS = patch_conv._replace(applies=lambda eqn: True)
 
@@ -148,7 +148,7 @@ def test_images_with_holes_are_left_to_what_multiplies_none() -> None:
 
 def test_patches_of_many_images_are_made_of_some_at_a_time() -> None:
     conv, x, w = cases.layer((2000, 2, 2, 128), (3, 3, 128, 128))
-    with mock.patch.object(module, "MOST_BYTES", 2**20):
+    with mock.patch.object(module, "MAX_BYTES", 2**20):
         program = jax.jit(optimize(conv)).lower(x, w).compile()
         cases.check_accuracy(conv, (x[:70], w), ALWAYS)
     of_all = 2000 * 2 * 2 * 9 * 128 * 4

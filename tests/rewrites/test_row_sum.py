@@ -15,12 +15,12 @@ from jax import lax
 from functrain.inspect import explain_rewrites
 from functrain.rewrites import optimize
 from functrain.rewrites._frame import walk_equations
-from functrain.rewrites.row_sum import LEAST, LEAST_LENGTH, MOST_WEIGHTED, row_sum
+from functrain.rewrites.row_sum import MAX_WEIGHTED, MIN_ELEMENTS, MIN_LENGTH, row_sum
 
 from . import cases
 
 ANY_SIZE = mock.patch.multiple(
-    importlib.import_module("functrain.rewrites.row_sum"), LEAST_LENGTH=1, LEAST=0
+    importlib.import_module("functrain.rewrites.row_sum"), MIN_LENGTH=1, MIN_ELEMENTS=0
 )
 
 
@@ -73,12 +73,12 @@ def test_the_sizes_and_types_decide() -> None:
         x = jax.ShapeDtypeStruct(shape, dtype)
         return cases.takes(row_sum, lambda x: lax.reduce_sum(x, [axis % x.ndim]), x) == [True]
 
-    assert taken(2, 4, 32, LEAST // 256)
-    assert taken(1, 2, 4, 32, LEAST // 256)
-    assert not taken(2, 4, 31, LEAST // 256)
-    assert not taken(8, 32, LEAST // 256)
-    assert not taken(2, 4, 32, LEAST // 256, axis=2)
-    assert not taken(64, 4, 32, LEAST_LENGTH - 1)
+    assert taken(2, 4, 32, MIN_ELEMENTS // 256)
+    assert taken(1, 2, 4, 32, MIN_ELEMENTS // 256)
+    assert not taken(2, 4, 31, MIN_ELEMENTS // 256)
+    assert not taken(8, 32, MIN_ELEMENTS // 256)
+    assert not taken(2, 4, 32, MIN_ELEMENTS // 256, axis=2)
+    assert not taken(64, 4, 32, MIN_LENGTH - 1)
     assert not taken(2, 4, 32, 32, dtype=jnp.int32)
     assert not taken(2, 4, 32, 32, dtype=jnp.bfloat16)
 
@@ -89,7 +89,7 @@ def test_a_long_sum_of_rows_times_one_row_is_left() -> None:
         shown = explain_rewrites(lambda x, y: jnp.sum(x * y, -1), x, y)
         return "row_sum" in {row.rule for row in shown.rows}
 
-    many = MOST_WEIGHTED // (2 * 8 * 128)
+    many = MAX_WEIGHTED // (2 * 8 * 128)
     assert not taken((128,), many)
     assert taken((128,), many - 1)
     assert taken((2, many, 8, 128), many)

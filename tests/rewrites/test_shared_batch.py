@@ -16,12 +16,12 @@ from jax import lax
 import functrain as ft
 from functrain.inspect import explain_rewrites
 from functrain.rewrites import optimize
-from functrain.rewrites.shared_batch import LEAST_SIDE, shared_batch
+from functrain.rewrites.shared_batch import MIN_SIDE, shared_batch
 
 from . import cases
 
 ANY_SIDE = mock.patch.object(
-    importlib.import_module("functrain.rewrites.shared_batch"), "LEAST_SIDE", 1
+    importlib.import_module("functrain.rewrites.shared_batch"), "MIN_SIDE", 1
 )
 MEMBERS, ROWS, INPUTS, OUTPUTS = 3, 8, 12, 32
 
@@ -110,11 +110,11 @@ def test_the_sizes_and_types_decide() -> None:
         return found[0]
 
     assert taken(32, 784, 128)
-    assert taken(32, LEAST_SIDE, 32)
+    assert taken(32, MIN_SIDE, 32)
     assert not taken(32, 784, 64)
     assert not taken(128, 784, 128)
-    assert not taken(LEAST_SIDE - 1, 784, 128)
-    assert not taken(32, LEAST_SIDE - 1, 128)
+    assert not taken(MIN_SIDE - 1, 784, 128)
+    assert not taken(32, MIN_SIDE - 1, 128)
     assert not taken(32, 784, 128, dtype=jnp.bfloat16)
 
 

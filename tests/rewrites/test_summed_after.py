@@ -11,7 +11,7 @@ import pytest
 from jax import lax
 
 from functrain.rewrites import optimize
-from functrain.rewrites.summed_after import MOST, MOST_ROWS, summed_after
+from functrain.rewrites.summed_after import MAX_BYTES, MAX_ROWS, summed_after
 
 from . import cases
 
@@ -88,7 +88,7 @@ def test_it_is_as_accurate_as_it_was(model: str) -> None:
 
 def test_the_gradients_scan_carries_no_weights() -> None:
     assert carries(layer(), *numbers()) == [1, 1]  # the state, and its gradient
-    with mock.patch.object(MODULE, "MOST", 0):
+    with mock.patch.object(MODULE, "MAX_BYTES", 0):
         assert carries(layer(), *numbers()) == [1, 5]
 
 
@@ -148,10 +148,10 @@ def test_the_sizes_decide() -> None:
         shapes = (jax.ShapeDtypeStruct(*each) for each in (w, xs))
         return cases.takes(summed_after, fn, *shapes) == [True]
 
-    assert taken(2, MOST_ROWS, 8)
-    assert not taken(2, MOST_ROWS + 1, 8)
-    assert taken(MOST // 1024, 32, 8)
-    assert not taken(MOST // 1024 + 1, 32, 8)
+    assert taken(2, MAX_ROWS, 8)
+    assert not taken(2, MAX_ROWS + 1, 8)
+    assert taken(MAX_BYTES // 1024, 32, 8)
+    assert not taken(MAX_BYTES // 1024 + 1, 32, 8)
     assert not taken(4, 4, 8, jnp.bfloat16)
 
 

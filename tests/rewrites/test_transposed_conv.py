@@ -16,7 +16,7 @@ from functrain.rewrites._frame import walk_equations
 from . import cases
 
 PHASED, SWAPPED = phased_conv.phased_conv, swapped_conv.swapped_conv
-ANY_SIZE = mock.patch.multiple(phased_conv, LEAST_PRODUCTS=0, LEAST_CHANNELS=0)
+ANY_SIZE = mock.patch.multiple(phased_conv, MIN_PRODUCTS=0, MIN_CHANNELS=0)
 
 
 def layer(n: int, size: int, channels: int, taps: int, features: int, holes: int = 2) -> Any:

@@ -16,7 +16,7 @@ from functrain.rewrites.volume_conv import volume_conv
 from . import cases
 
 ANY_SIZE = mock.patch.multiple(
-    importlib.import_module("functrain.rewrites.volume_conv"), LEAST_PRODUCTS=0
+    importlib.import_module("functrain.rewrites.volume_conv"), MIN_PRODUCTS=0
 )
 LAYER = ((2, 4, 5, 6, 2), (3, 2, 3, 2, 4))
 

@@ -18,15 +18,15 @@ from . import cases
 MODULE = importlib.import_module("functrain.rewrites.weight_gradient")
 # Images all at once, or few; a product for all taps, or one for each row of them.
 HOW = {
-    "all images, all taps": {"CACHED": 2**30, "WIDE": 2**30},
-    "all images, row by row": {"CACHED": 2**30, "WIDE": 1},
-    "some images, all taps": {"CACHED": 2**15, "WIDE": 2**30},
-    "some images, row by row": {"CACHED": 2**15, "WIDE": 1},
+    "all images, all taps": {"CACHE_BYTES": 2**30, "MIN_ROW_WIDTH": 2**30},
+    "all images, row by row": {"CACHE_BYTES": 2**30, "MIN_ROW_WIDTH": 1},
+    "some images, all taps": {"CACHE_BYTES": 2**15, "MIN_ROW_WIDTH": 2**30},
+    "some images, row by row": {"CACHE_BYTES": 2**15, "MIN_ROW_WIDTH": 1},
 }
 
 
 def how(name: str) -> Any:
-    return mock.patch.multiple(MODULE, LEAST_FEATURES=0, LEAST_PRODUCTS=0, **HOW[name])
+    return mock.patch.multiple(MODULE, MIN_FEATURES=0, MIN_PRODUCTS=0, **HOW[name])
 
 
 @pytest.mark.parametrize("name", HOW)
@@ -38,7 +38,7 @@ def how(name: str) -> Any:
 )
 def test_it_is_as_accurate_as_it_was(name: str, case: Any) -> None:
     conv, args = case
-    with how(name), mock.patch.object(MODULE, "is_of_weights", return_value=True):
+    with how(name), mock.patch.object(MODULE, "is_weight_gradient", return_value=True):
         cases.check_accuracy(cases.all_three(conv), args, weight_gradient)
 
 
