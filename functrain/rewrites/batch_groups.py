@@ -6,6 +6,7 @@ the layout of its fast kernels, but not in the body of a loop (see `canonical_co
 writes the same convolution out: the kernel and the order of its sums stay those outside of a loop.
 """
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -59,7 +60,8 @@ def _replace(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
     # Maps each axis of the result to the axes of `out` that it is made of.
     sources = {n: [0], o: [out.ndim - 2, out.ndim - 1]}
     sources |= {axis: [1 + j] for j, axis in enumerate(spatial)}
-    out = lax.transpose(out, sum((sources[axis] for axis in range(out.ndim - 1)), []))
+    axes = map(sources.__getitem__, range(out.ndim - 1))
+    out = lax.transpose(out, tuple(itertools.chain(*axes)))
     return out.reshape(*out.shape[:o], -1, *out.shape[o + 2 :])
 
 

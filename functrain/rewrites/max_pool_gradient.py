@@ -1,7 +1,7 @@
 """Gradients of maximum pooling by comparing numbers in place.
 
-XLA's CPU backend walks through the windows one by one (`select_and_scatter_add`). Here the winner
-of each window is found on strided slices, and each number asks whether it won.
+XLA's CPU backend visits the windows one by one (`select_and_scatter_add`). This rewrite computes
+the winning tap of each window from strided slices, and then compares each tap with the winner.
 
 Milliseconds, 2 cores, jax 0.10, alone under `jit` and in a loop (`jit/loop`); image `[N, H, H, C]`,
 window k x k, stride s:
@@ -15,9 +15,9 @@ window k x k, stride s:
     16 16 64 3 1    21/37 -> 1.5/1.8
     2 8 4 3 2       0.01/0.01 -> 0.01/0.01
 
-Where windows overlap, it stands in a branch of its own: fused with the gradient of a ReLU and a
-normalization, the kernel is not vectorized any more. Milliseconds of all three, 2 cores, beside
-other work:
+If windows overlap, the computation is in a separate branch: fused with the gradient of a ReLU and a
+normalization, the kernel would not be vectorized. Milliseconds of all three, 2 cores, on a busy
+machine:
 
     N H C k s       as is -> fused -> in a branch
     16 16 64 3 1    8.0/7.5 -> 13/13 -> 1.8/1.4
@@ -26,9 +26,9 @@ other work:
     16 17 64 3 2    3.7/3.4 -> 1.4/1.0 -> 1.4/1.0
     2 8 4 3 2       0.13/0.05 -> 0.19/0.05 -> 0.12/0.03
 
-Ties go where they went, to the first, and a NaN wins over what is before it and loses to what is
-after it. Where windows do not overlap, and nothing is summed, it keeps every bit
-by itself; but the compiler fuses it with its neighbours, and those may round otherwise then.
+Ties go to the first number, as in XLA. A NaN wins over the numbers before it and loses to those
+after it. If windows do not overlap, nothing is summed and the rewrite alone keeps every bit. But
+XLA fuses it with the operations around it, which may then round differently.
 """
 
 import functools
@@ -47,7 +47,7 @@ from functrain.rewrites._conv import are_floats, avals, is_sharded
 from functrain.rewrites._frame import Rewrite
 from functrain.rewrites._windows import at_least_float32, call_unfused, dilated_size
 
-# Each is a slice in the program: 3 x 3 x 3 still compiles in a second.
+# Each tap is a slice in the program: 3 x 3 x 3 still compiles in a second.
 MAX_TAPS = 27
 
 
@@ -57,6 +57,7 @@ def _applies(eqn: core.JaxprEqn) -> bool:
         params["select_prim"] is primitives.ge_p
         and are_floats(*avals(eqn))
         and not any(map(is_sharded, avals(eqn)))
+        # With more padding, some windows would see nothing else.
         and all(
             min(ends) >= 0 and max(ends) < taps
             for ends, taps in zip(params["padding"], params["window_dimensions"], strict=True)
@@ -66,80 +67,87 @@ def _applies(eqn: core.JaxprEqn) -> bool:
 
 
 def _replace(source: jax.Array, operand: jax.Array, **params: Any) -> jax.Array:
-    apart = params["window_dimensions"] == params["window_strides"]
-    return (_apart if apart else _overlap)(source, operand, **params)
+    if params["window_dimensions"] == params["window_strides"]:
+        return _scatter_to_tiles(source, operand, **params)
+    # Unfused: see the second table.
+    return call_unfused(functools.partial(_sum_taps, **params), source, operand)
 
 
-def _apart(source: jax.Array, operand: jax.Array, **params: Any) -> jax.Array:
-    """Every number belongs to one window at most: `[..., P, w, ...]` for each axis."""
+def _scatter_to_tiles(source: jax.Array, operand: jax.Array, **params: Any) -> jax.Array:
+    """Computes the gradient if each number belongs to at most one window.
+
+    Each axis is split into positions and taps: `[P, w, ...]` for each `[P w, ...]`.
+    """
     window, padding = params["window_dimensions"], params["padding"]
-    winner = _winner(source.shape, operand, window, window, padding)
-    tiles = [size for pair in zip(source.shape, window, strict=True) for size in pair]
-    kept = tuple(range(0, 2 * source.ndim, 2))
+    winner = _find_winners(source.shape, operand, window, window, padding)
+    tiles = tuple(itertools.chain(*zip(source.shape, window, strict=True)))
+    position_axes = tuple(range(0, 2 * source.ndim, 2))
 
-    def tiled(x: jax.Array) -> jax.Array:
-        return lax.broadcast_in_dim(x, tiles, kept)
+    def spread_over_taps(x: jax.Array) -> jax.Array:
+        return lax.broadcast_in_dim(x, tiles, position_axes)
 
-    number = jnp.zeros((), jnp.int32)
+    tap_number = jnp.zeros((), jnp.int32)
     for axis, taps in enumerate(window):
-        number = number * taps + lax.broadcasted_iota(jnp.int32, tiles, 2 * axis + 1)
-    # A sum that starts from 0 makes a 0 of -0.
-    won = (tiled(winner) == number) & tiled(source != 0)
-    out = jnp.where(won, tiled(source), jnp.zeros((), source.dtype))
-    sizes = [p * w for p, w in zip(source.shape, window, strict=True)]
-    around = [
-        (-low, low + size - total, 0)
-        for (low, _), size, total in zip(padding, operand.shape, sizes, strict=True)
+        tap_number = tap_number * taps + lax.broadcasted_iota(jnp.int32, tiles, 2 * axis + 1)
+    # XLA adds to a sum that starts from 0, which turns -0 into 0; `source != 0` does the same.
+    is_winner = (spread_over_taps(winner) == tap_number) & spread_over_taps(source != 0)
+    out = jnp.where(is_winner, spread_over_taps(source), jnp.zeros((), source.dtype))
+    sizes = [positions * taps for positions, taps in zip(source.shape, window, strict=True)]
+    # Crops the padding, and pads the numbers at the end that no window sees.
+    crops = [
+        (-low, low + size - tiled_size, 0)
+        for (low, _), size, tiled_size in zip(padding, operand.shape, sizes, strict=True)
     ]
-    return lax.pad(out.reshape(sizes), jnp.zeros((), out.dtype), around)
+    return lax.pad(out.reshape(sizes), jnp.zeros((), out.dtype), crops)
 
 
-def _overlap(source: jax.Array, operand: jax.Array, **params: Any) -> jax.Array:
-    """Adds up, tap by tap, what the windows give that were won there; the first window first."""
-    return call_unfused(functools.partial(_added, **params), source, operand)
-
-
-def _added(source: jax.Array, operand: jax.Array, **params: Any) -> jax.Array:
+def _sum_taps(source: jax.Array, operand: jax.Array, **params: Any) -> jax.Array:
+    """Adds up, tap by tap, the gradients of the windows that this tap has won."""
     window, strides, padding = (
         params[name] for name in ("window_dimensions", "window_strides", "padding")
     )
-    winner = _winner(source.shape, operand, window, strides, padding)
+    winner = _find_winners(source.shape, operand, window, strides, padding)
     total = jnp.zeros(operand.shape, at_least_float32(operand).dtype)
     taps = list(enumerate(itertools.product(*map(range, window))))
-    for number, tap in reversed(taps):
-        won = at_least_float32(jnp.where(winner == number, source, jnp.zeros((), source.dtype)))
-        around = [
-            (t - low, size + low - t - dilated_size(places, stride), stride - 1)
-            for t, (low, _), size, places, stride in zip(
-                tap, padding, operand.shape, source.shape, strides, strict=True
-            )
-        ]
-        total += lax.pad(won, jnp.zeros((), won.dtype), around)
+    # The last tap of a number belongs to its first window, so this adds the first window first.
+    for tap_number, tap in reversed(taps):
+        won = jnp.where(winner == tap_number, source, jnp.zeros((), source.dtype))
+        won = at_least_float32(won)
+        pads = []
+        for start, (low, _), size, positions, stride in zip(
+            tap, padding, operand.shape, source.shape, strides, strict=True
+        ):
+            offset = start - low
+            pads.append((offset, size - offset - dilated_size(positions, stride), stride - 1))
+        total += lax.pad(won, jnp.zeros((), won.dtype), pads)
     return lax.convert_element_type(total, operand.dtype)
 
 
-def _winner(
-    places: Sequence[int],
+def _find_winners(
+    positions: Sequence[int],
     operand: jax.Array,
     window: Sequence[int],
     strides: Sequence[int],
     padding: Sequence[tuple[int, int]],
 ) -> jax.Array:
-    """Returns the number of the tap that wins each window, `i32[*places]`.
+    """Returns the number of the tap that wins each window, `i32[*positions]`.
 
-    The holder keeps it as long as it is >= the next number; padding takes part, as -inf.
+    The first tap is the winner until a tap comes that it is not >= to. Padding is -inf.
     """
-    x = lax.pad(operand, jnp.array(-jnp.inf, operand.dtype), [(*ends, 0) for ends in padding])
-    best, winner = x, jnp.zeros(places, jnp.int32)
-    for number, tap in enumerate(itertools.product(*map(range, window))):
-        limits = [t + dilated_size(p, s) for t, p, s in zip(tap, places, strides, strict=True)]
+    pads = [(low, high, 0) for low, high in padding]
+    x = lax.pad(operand, jnp.array(-jnp.inf, operand.dtype), pads)
+    best, winner = x, jnp.zeros(positions, jnp.int32)
+    extents = list(map(dilated_size, positions, strides))
+    for tap_number, tap in enumerate(itertools.product(*map(range, window))):
+        limits = [start + extent for start, extent in zip(tap, extents, strict=True)]
         value = lax.slice(x, tap, limits, strides)
-        if number == 0:
+        if tap_number == 0:
             best = value
             continue
-        kept = best >= value
-        best = jnp.where(kept, best, value)
-        winner = jnp.where(kept, winner, number)
+        # False if either is NaN, so a NaN replaces the winner and is replaced by the next tap.
+        stays = best >= value
+        best = jnp.where(stays, best, value)
+        winner = jnp.where(stays, winner, tap_number)
     return winner
 
 

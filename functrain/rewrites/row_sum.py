@@ -1,17 +1,18 @@
-"""Sums over the last of four axes or more, those of attention's softmax, as products with ones.
+"""Sums over the last of four or more axes, as in attention's softmax, as products with ones.
 
-XLA's CPU backend fuses the sum in the gradient of a softmax with what is before and after it, the
-mask and the product with the values included, into a kernel that takes five times as long as its
-parts. A product with ones is a kernel of its own.
+XLA's CPU backend fuses the sum in the gradient of a softmax with the operations around it,
+including the mask and the product with the values. The fused kernel takes five times as long as its
+parts. A product with ones is a separate kernel.
 
 Microseconds of attention and its gradients, 2 cores, jax 0.10, alone under `jit` and in a loop
-(`jit/loop`), the least of some on a busy machine; `[B, T, N, H]` as of `dot_product_attention`:
+(`jit/loop`), the minimum of several runs on a busy machine; `[B, T, N, H]` as in
+`dot_product_attention`:
 
     B  T   N H           as is -> with ones
     16 64  4 16          2495/2541 -> 1324/1439
     16 64  4 16, causal  2431/2499 -> 1879/1695
     8  32  2 16, causal  239/181 -> 158/119
-    2  16  2 8, causal   40/14 -> 43/14                 (so: 2**13 scores or more)
+    2  16  2 8, causal   40/14 -> 43/14                 (hence: 2**13 scores or more)
     4  197 3 64          9927/8595 -> 8949/7168
     16 197 3 64          86728/75976 -> 85112/53111
     8  128 2 64, causal  5254/4713 -> 4228/4006
@@ -20,20 +21,21 @@ Microseconds of attention and its gradients, 2 cores, jax 0.10, alone under `jit
 
     layer normalization of images [16, 32, 32, 24]  1536/1737 -> 1136/1502
     of [16, 8, 8, 96]                               211/164 -> 136/173
-    a softmax alone, [64, 64, 64]                   238/182 -> 265/283     (so: four axes)
+    a softmax alone, [64, 64, 64]                   238/182 -> 265/283     (hence: four axes)
 
-A sum of rows times one row, as in additive attention and in a normalization's gradient, XLA takes
-as it multiplies; for ones the product has to be written first. Where that leaves the cache it costs
-more than it gains. Milliseconds of processor time, a step of Keras's layer between two dense ones,
-the rest rewritten, medians of 15 or 20 pairs on a very busy machine:
+XLA computes the sum of rows times one row, as in additive attention and in a normalization's
+gradient, while it multiplies. For a product with ones, the rows must first be written to memory.
+If they do not fit into the cache, that costs more than it gains. Milliseconds of processor time, a
+step of Keras's layer between two dense ones, with all other rewrites, medians of 15 or 20 pairs on
+a very busy machine:
 
     additive attention, [16, 64, 64, 128]    98/47 -> 105/54
     [8, 64, 64, 64]                          11.6/8.7 -> 11.2/9.0
     [4, 32, 32, 64]                          1.36/0.83 -> 1.27/0.81
     layer normalization, [16, 32, 32, 24]    7.3/6.7 -> 6.2/5.1
-    [8, 56, 56, 96]                          81/54 -> 82/53    (so: fewer than 2**22 such numbers)
+    [8, 56, 56, 96]                          81/54 -> 82/53    (hence: fewer than 2**22 numbers)
 
-Sums are taken in another order: last bits change.
+The sums are computed in another order, which changes the last bits.
 """
 
 import math
@@ -46,12 +48,14 @@ from jax.extend import core
 from jax.extend.core import primitives
 
 from functrain.rewrites._conv import are_floats, avals, is_sharded, is_sharding_free
-from functrain.rewrites._frame import Rewrite
+from functrain.rewrites._frame import Rewrite, find_producers
 
 MIN_AXES = 4
 MIN_LENGTH = 8
-MIN_ELEMENTS = 2**13  # numbers to sum
-MAX_WEIGHTED = 2**22  # of those that are a product with one row
+# The least number of elements to sum.
+MIN_ELEMENTS = 2**13
+# From this number of elements on, a product with one row is left to XLA.
+MAX_WEIGHTED = 2**22
 
 
 def _applies(eqn: core.JaxprEqn) -> bool:
@@ -68,17 +72,17 @@ def _applies(eqn: core.JaxprEqn) -> bool:
     )
 
 
-def _is_free(eqn: core.JaxprEqn, jaxpr: core.Jaxpr) -> bool:
-    """Whether it does not sum many rows times one row, which XLA does as it multiplies."""
+def _is_small_or_unweighted(eqn: core.JaxprEqn, jaxpr: core.Jaxpr) -> bool:
+    """Returns True unless this sums many rows times one row, which XLA fuses well."""
     (result,) = eqn.outvars
-    few = avals(eqn)[0].size < MAX_WEIGHTED
-    return few or not any(map(_is_row, _factors(result, jaxpr)))
+    is_small = avals(eqn)[0].size < MAX_WEIGHTED
+    return is_small or not any(map(_is_row, _find_factors(result, jaxpr)))
 
 
-def _factors(total: Any, jaxpr: core.Jaxpr) -> list[Any]:
-    """Returns what is multiplied before it is summed up, nothing where that is no product."""
-    made: dict[Any, core.JaxprEqn] = {out: each for each in jaxpr.eqns for out in each.outvars}
-    product = made.get(made[total].invars[0])
+def _find_factors(total: Any, jaxpr: core.Jaxpr) -> list[Any]:
+    """Returns the factors of the product that is summed, or [] if it is not a product."""
+    producers = find_producers(jaxpr)
+    product = producers.get(producers[total].invars[0])
     if product is None or product.primitive is not primitives.mul_p:
         return []
     return list(product.invars)
@@ -91,9 +95,10 @@ def _is_row(factor: Any) -> bool:
 
 def _replace(x: jax.Array, **_: object) -> jax.Array:
     *rows, length = x.shape
-    flat = lax.reshape(x, (x.size // length, length))
+    matrix = lax.reshape(x, (x.size // length, length))
     ones = jnp.ones((length, 1), x.dtype)
-    return lax.reshape(lax.dot(flat, ones, precision=lax.Precision.HIGHEST), rows)
+    # A sum is computed in full precision, whatever precision the user sets for products.
+    return lax.reshape(lax.dot(matrix, ones, precision=lax.Precision.HIGHEST), rows)
 
 
 row_sum = Rewrite(
@@ -102,5 +107,5 @@ row_sum = Rewrite(
     applies=_applies,
     replace=_replace,
     reason="a product with ones is not fused with what is around the sum",
-    applies_in_context=_is_free,
+    applies_in_context=_is_small_or_unweighted,
 )
