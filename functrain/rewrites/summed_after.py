@@ -1,8 +1,8 @@
-"""Products that a scan adds up round by round, as one product after the loop.
+"""Products that a scan adds up in every iteration, as one product after the loop.
 
-The gradient of a recurrent layer has a carry for each weight, to which every round adds a small
-product, `W += x[t]^T g[t]`, and for each bias `b += sum(g[t])`; no round reads them. So x and g
-are kept, stacked over time, and multiplied once.
+The gradient of a recurrent layer has a carry for each weight, to which every iteration adds a small
+product, `W += x[t]^T g[t]`, and one for each bias, `b += sum(g[t])`. No iteration reads them. So
+the rewritten scan returns x and g, stacked over time, and they are multiplied once.
 
 Milliseconds of a layer's loss and gradients, 2 cores, jax 0.10, alone under `jit` and in a loop
 (`jit/loop`), on a busy machine, medians of pairs; batch B, T steps of I features, U units, float32:
@@ -13,18 +13,18 @@ Milliseconds of a layer's loss and gradients, 2 cores, jax 0.10, alone under `ji
     LSTM  8   64  32  32     1.1/1.1 -> 0.80/0.85
     GRU   32  64  128 128    23/24 -> 17/18
     RNN   32  64  32  32     1.1/1.0 -> 0.87/1.1    (least of 25: 0.79/0.80 -> 0.74/0.66)
-    LSTM  128 32  64  64     14/14 -> 14/14         (so: few rows in a round)
-    GRU   32  100 64  256    79/125 -> 91/130       (so: what is kept stays in the cache)
+    LSTM  128 32  64  64     14/14 -> 14/14         (hence: few rows in a round)
+    GRU   32  100 64  256    79/125 -> 91/130       (hence: what is kept stays in the cache)
 
-In a loop on another machine (Intel Xeon, 2 cores, also busy; the least of 40, in turns), where the
-smallest loses:
+In a loop on another machine (Intel Xeon, 2 cores, also busy; the minimum of 40 alternating runs),
+where the smallest layer loses:
 
     LSTM  32  32  8   32     1.45 -> 1.53
     GRU   32  32  8   32     1.62 -> 1.57
     LSTM  8   64  32  32     1.88 -> 1.41
     LSTM  32  64  128 128    46 -> 32
 
-Sums are taken in another order: last bits change.
+The sums are computed in another order, which changes the last bits.
 """
 
 import math
@@ -36,92 +36,106 @@ from jax.extend import core
 from jax.extend.core import primitives
 
 from functrain.rewrites._conv import are_floats, avals, is_sharded, is_sharding_free
-from functrain.rewrites._frame import Rewrite, rewrite_jaxpr
+from functrain.rewrites._frame import Rewrite, find_producers, rewrite_jaxpr
 
-# Bytes that a scan may keep for it.
+# The most bytes that the operands of all iterations may take: they must stay in the cache.
 MAX_BYTES = 2**23
-# Rows that a product sums over in a round: with more it is fast enough.
+# The most rows that a product sums over in an iteration: with more, it is fast enough in the loop.
 MAX_ROWS = 64
 _ROOTS = (primitives.dot_general_p, primitives.reduce_sum_p)
-# What may follow the product: it is the same of each term and of their sum.
-_FOLLOWS = {primitives.transpose_p, primitives.reshape_p, primitives.squeeze_p}
+# Linear operations that only move elements: they can be applied to the sum instead of each term.
+_RESHAPES = {primitives.transpose_p, primitives.reshape_p, primitives.squeeze_p}
 
 
-class _Sum(NamedTuple):
-    """A carry that is only added to.
+class _Accumulator(NamedTuple):
+    """A carry that the loop only adds to.
 
     Attributes:
-      carry: Which.
-      root: The product, or sum, that each term comes from.
-      after: What is then done to it, in order.
+      carry: Its index among the carries.
+      root: The product, or sum, that computes each term.
+      reshapes: The operations that are then applied to the term, in order.
     """
 
     carry: int
     root: core.JaxprEqn
-    after: list[core.JaxprEqn]
+    reshapes: list[core.JaxprEqn]
 
 
 def _applies(eqn: core.JaxprEqn) -> bool:
     params = eqn.params
-    if "num_carry" not in params:  # jax 0.12 has them in a tree of its own, which is not public
+    # jax 0.12 describes the carries by a tree of a class that is not public.
+    if "num_carry" not in params:
         return False
-    simple = params["length"] > 1 and not params.get("_split_transpose")
-    return simple and not params["jaxpr"].effects and bool(_sums(params))
+    if params["length"] <= 1 or params.get("_split_transpose") or params["jaxpr"].effects:
+        return False
+    return bool(_find_accumulators(params))
 
 
-def _sums(params: dict[str, Any]) -> list[_Sum]:
-    """Returns the carries that are only added to, as far as what makes them up may be kept."""
-    jaxpr, consts = _open(params["jaxpr"]), params["num_consts"]
-    made = {out: eqn for eqn in jaxpr.eqns for out in eqn.outvars}
-    read = [atom for eqn in jaxpr.eqns for atom in _variables(eqn.invars)]
-    read += _variables(jaxpr.outvars)
-    found: list[_Sum] = []
-    kept: set[Any] = set()
-    for number in range(params["num_carry"]):
-        old, new = jaxpr.invars[consts + number], jaxpr.outvars[number]
-        add = None if isinstance(new, core.Literal) else made.get(new)
+def _find_accumulators(params: dict[str, Any]) -> list[_Accumulator]:
+    """Returns the carries that are only added to, as many as fit into MAX_BYTES.
+
+    Returns [] if none of them sums products: sums alone gain nothing.
+    """
+    jaxpr, num_consts = _open(params["jaxpr"]), params["num_consts"]
+    producers = find_producers(jaxpr)
+    reads = _variables(jaxpr.outvars)
+    for eqn in jaxpr.eqns:
+        reads += _variables(eqn.invars)
+    consts = jaxpr.invars[:num_consts]
+    accumulators: list[_Accumulator] = []
+    operands: set[Any] = set()
+    for carry in range(params["num_carry"]):
+        old, new = jaxpr.invars[num_consts + carry], jaxpr.outvars[carry]
+        add = None if isinstance(new, core.Literal) else producers.get(new)
         if add is None or add.primitive.name not in ("add", "add_any"):
             continue
         terms = [atom for atom in add.invars if atom is not old]
-        if len(terms) != 1 or not read.count(old) == read.count(new) == 1:
+        # The addition must be the only reader of the carry, and the output the only reader of it.
+        if len(terms) != 1 or not reads.count(old) == reads.count(new) == 1:
             continue
-        one = _traced_back(number, terms[0], made)
-        if one is None or set(one.root.invars).intersection(jaxpr.invars[:consts]):
+        accumulator = _trace_term(carry, terms[0], producers)
+        # Constants of the loop are not stacked over time.
+        if accumulator is None or set(accumulator.root.invars).intersection(consts):
             continue
-        with_it = kept.union(one.root.invars)
-        if params["length"] * sum(map(_nbytes, with_it)) <= MAX_BYTES:
-            found, kept = [*found, one], with_it
-    pays = any(one.root.primitive is primitives.dot_general_p for one in found)
-    return found if pays else []
+        all_operands = operands.union(accumulator.root.invars)
+        if params["length"] * sum(map(_nbytes, all_operands)) <= MAX_BYTES:
+            accumulators.append(accumulator)
+            operands = all_operands
+    has_product = any(a.root.primitive is primitives.dot_general_p for a in accumulators)
+    return accumulators if has_product else []
 
 
-def _traced_back(carry: int, term: Any, made: dict[Any, core.JaxprEqn]) -> _Sum | None:
-    """Returns what a term comes from, None if it is no product and no sum."""
-    path: list[core.JaxprEqn] = []  # the last first
-    while not isinstance(term, core.Literal) and (eqn := made.get(term)):
-        if eqn.primitive not in (*_ROOTS, *_FOLLOWS) or len(eqn.invars) > 2:
+def _trace_term(carry: int, term: Any, producers: dict[Any, core.JaxprEqn]) -> _Accumulator | None:
+    """Returns how a term is computed, or None if it is neither a product nor a sum."""
+    path: list[core.JaxprEqn] = []  # from the term back to the root
+    while not isinstance(term, core.Literal) and (eqn := producers.get(term)):
+        if eqn.primitive not in (*_ROOTS, *_RESHAPES) or len(eqn.invars) > 2:
             break
         path.append(eqn)
         if eqn.primitive is primitives.dot_general_p:
             break
         term = eqn.invars[0]
-    while path and path[-1].primitive in _FOLLOWS:  # what is before the first sum
+    # The root is a product or a sum: what happens to its operands before stays in the loop.
+    while path and path[-1].primitive in _RESHAPES:
         path.pop()
-    if not path or not all(map(_is_simple, path)) or _rows(path[-1]) > MAX_ROWS:
+    if not path or not all(map(_is_movable, path)) or _summed_rows(path[-1]) > MAX_ROWS:
         return None
-    return _Sum(carry, path[-1], path[-2::-1])
+    *reshapes, root = path
+    return _Accumulator(carry, root, reshapes[::-1])
 
 
-def _rows(root: core.JaxprEqn) -> int:
-    """Returns how many numbers a round adds up to one."""
+def _summed_rows(root: core.JaxprEqn) -> int:
+    """Returns the number of terms that one iteration sums for each element of the result."""
     shape = avals(root)[0].shape
     if root.primitive is primitives.reduce_sum_p:
-        return math.prod(shape[axis] for axis in root.params["axes"])
-    (axes, _), _ = root.params["dimension_numbers"]
+        axes = root.params["axes"]
+    else:
+        (axes, _), _ = root.params["dimension_numbers"]
     return math.prod(shape[axis] for axis in axes)
 
 
-def _is_simple(eqn: core.JaxprEqn) -> bool:
+def _is_movable(eqn: core.JaxprEqn) -> bool:
+    """Returns True if an operation may be computed after the loop instead of inside it."""
     types: list[Any] = avals(eqn)
     return (
         are_floats(*types)
@@ -134,79 +148,103 @@ def _is_simple(eqn: core.JaxprEqn) -> bool:
 
 
 def _replace(*inputs: jax.Array, **params: Any) -> list[jax.Array]:
-    params |= {"jaxpr": rewrite_jaxpr(params["jaxpr"], [summed_after])}  # scans inside it
-    sums, jaxpr = _sums(params), _open(params["jaxpr"])
-    first, after = params["num_consts"], params["num_consts"] + params["num_carry"]
-    consts, carry, xs = inputs[:first], inputs[first:after], inputs[after:]
-    gone = {one.carry for one in sums}
-    kept = [number for number in range(len(carry)) if number not in gone]
-    known = dict(zip(jaxpr.invars[after:], xs, strict=True))
-    terms = [v for v in dict.fromkeys(v for one in sums for v in one.root.invars) if v not in known]
-    outs = [v for number, v in enumerate(jaxpr.outvars) if number not in gone]
-    run = core.jaxpr_as_fun(_returning(params["jaxpr"], [*outs, *terms]))
+    # A scan inside the body may have accumulators, too.
+    params |= {"jaxpr": rewrite_jaxpr(params["jaxpr"], [summed_after])}
+    accumulators, jaxpr = _find_accumulators(params), _open(params["jaxpr"])
+    carry_start = params["num_consts"]
+    xs_start = carry_start + params["num_carry"]
+    consts, carry, xs = inputs[:carry_start], inputs[carry_start:xs_start], inputs[xs_start:]
+    removed = {accumulator.carry for accumulator in accumulators}
+    remaining = [number for number in range(len(carry)) if number not in removed]
+    # The operands by variable, stacked over time. Those that are inputs of the scan are known.
+    stacked = dict(zip(jaxpr.invars[xs_start:], xs, strict=True))
+    # A dict instead of a set keeps the order, so that the program is the same in each process.
+    operands: dict[Any, None] = {}
+    for accumulator in accumulators:
+        operands |= dict.fromkeys(accumulator.root.invars)
+    new_outputs = [var for var in operands if var not in stacked]
+    old_outputs = [var for number, var in enumerate(jaxpr.outvars) if number not in removed]
+    run = core.jaxpr_as_fun(_with_outputs(params["jaxpr"], [*old_outputs, *new_outputs]))
 
-    def body(some: list[jax.Array], x: Any) -> Any:
-        full = list(carry)  # those that are gone are not read
-        for number, value in zip(kept, some, strict=True):
-            full[number] = value
-        new = run(*consts, *full, *x)
-        return new[: len(kept)], new[len(kept) :]
+    def body(remaining_carry: list[jax.Array], x: Any) -> Any:
+        # No equation reads the carries that were removed, so their initial values can be passed.
+        full_carry = list(carry)
+        for number, value in zip(remaining, remaining_carry, strict=True):
+            full_carry[number] = value
+        outs = run(*consts, *full_carry, *x)
+        return outs[: len(remaining)], outs[len(remaining) :]
 
-    how = {name: params[name] for name in ("length", "reverse", "unroll")}
-    some, rows = lax.scan(body, [carry[number] for number in kept], xs, **how)
-    ends = dict(zip(kept, some, strict=True))
-    known |= dict(zip(terms, rows[len(rows) - len(terms) :], strict=True))
-    for one in sums:
-        ends[one.carry] = carry[one.carry] + _total(one, [known[v] for v in one.root.invars])
-    return [*(ends[i] for i in range(len(carry))), *rows[: len(rows) - len(terms)]]
+    options = {name: params[name] for name in ("length", "reverse", "unroll")}
+    last, ys = lax.scan(body, [carry[number] for number in remaining], xs, **options)
+    num_ys = len(ys) - len(new_outputs)
+    stacked |= dict(zip(new_outputs, ys[num_ys:], strict=True))
+    results = dict(zip(remaining, last, strict=True))
+    for accumulator in accumulators:
+        root_operands = [stacked[var] for var in accumulator.root.invars]
+        total = _compute_total(accumulator, root_operands)
+        results[accumulator.carry] = carry[accumulator.carry] + total
+    return [*map(results.__getitem__, range(len(carry))), *ys[:num_ys]]
 
 
-def _total(one: _Sum, stacked: list[jax.Array]) -> jax.Array:
-    """Returns the sum of all terms, of the operands of all rounds."""
-    eqn = one.root
+def _compute_total(accumulator: _Accumulator, stacked: list[jax.Array]) -> jax.Array:
+    """Returns the sum of the terms of all iterations.
+
+    Args:
+      accumulator: The accumulator.
+      stacked: The operands of its root, stacked over time: `[T, ...]`.
+    """
+    eqn = accumulator.root
     out: Any
     if eqn.primitive is primitives.reduce_sum_p:
-        axes = (0, *(axis + 1 for axis in eqn.params["axes"]))
-        out = eqn.primitive.bind(*stacked, **eqn.params | {"axes": axes})
+        params = eqn.params | {"axes": (0, *_shift(eqn.params["axes"]))}
+        out = eqn.primitive.bind(*stacked, **params)
     elif eqn.params["dimension_numbers"] == (((0,), (0,)), ((), ())):
+        # `x[t]^T g[t]`: with time and batch as one axis it stays a plain matrix product.
         out = _product(*(lax.collapse(x, 0, 2) for x in stacked), **eqn.params)
     else:
-        contracted, batch = (
-            tuple(tuple(axis + 1 for axis in axes) for axes in pair)
-            for pair in eqn.params["dimension_numbers"]
-        )
-        lhs, rhs = contracted
-        numbers = ((0, *lhs), (0, *rhs)), batch
+        (lhs, rhs), (lhs_batch, rhs_batch) = eqn.params["dimension_numbers"]
+        contracted = (0, *_shift(lhs)), (0, *_shift(rhs))
+        numbers = contracted, (_shift(lhs_batch), _shift(rhs_batch))
         out = eqn.primitive.bind(*stacked, **eqn.params | {"dimension_numbers": numbers})
-    for later in one.after:
-        out = later.primitive.bind(out, **later.params)
+    for reshape in accumulator.reshapes:
+        out = reshape.primitive.bind(out, **reshape.params)
     total: jax.Array = out
     return total
 
 
+def _shift(axes: Any) -> tuple[int, ...]:
+    """Returns the numbers of axes after time has become the first one."""
+    return tuple(axis + 1 for axis in axes)
+
+
 def _product(a: jax.Array, b: jax.Array, *, precision: Any, **params: Any) -> jax.Array:
-    """Returns `[A, B]` of `[T, A]` and `[T, B]`; a wide product is faster than a high one."""
+    """Returns `[A, B]` of `[T, A]` and `[T, B]`, by a product with fewer rows than columns.
+
+    Such a product is faster: see `dense_gradient`.
+    """
     bind: Any = primitives.dot_general_p.bind
     if a.ndim > 2 or b.ndim > 2 or a.shape[1] <= b.shape[1]:
-        wide: jax.Array = bind(a, b, precision=precision, **params)
-        return wide
+        product: jax.Array = bind(a, b, precision=precision, **params)
+        return product
     precision = precision and precision[::-1]
     return lax.transpose(bind(b, a, precision=precision, **params), (1, 0))
 
 
-def _returning(closed: Any, outvars: list[Any]) -> Any:
-    """Returns the jaxpr with other outputs, without what they do not need."""
+def _with_outputs(closed: Any, outvars: list[Any]) -> Any:
+    """Returns the jaxpr with other outputs, without the equations that they do not need."""
     jaxpr, needed, eqns = _open(closed), set(_variables(outvars)), []
     for eqn in reversed(jaxpr.eqns):
         if needed.intersection(eqn.outvars):
             needed |= set(_variables(eqn.invars))
             eqns.append(eqn)
-    debug = jaxpr.debug_info._replace(result_paths=None)
-    new = jaxpr.replace(outvars=outvars, eqns=eqns[::-1], debug_info=debug)
+    # The names of the old outputs do not fit the new ones.
+    debug_info = jaxpr.debug_info._replace(result_paths=None)
+    new = jaxpr.replace(outvars=outvars, eqns=eqns[::-1], debug_info=debug_info)
     return new if closed is jaxpr else closed.replace(jaxpr=new)
 
 
 def _open(jaxpr: Any) -> Any:
+    """Returns the jaxpr inside a ClosedJaxpr, which is the same class since jax 0.12."""
     return jaxpr if isinstance(jaxpr, core.Jaxpr) else jaxpr.jaxpr
 
 
