@@ -1,7 +1,7 @@
-"""Convolutions with one tap or one place as a matrix product.
+"""Convolutions with one tap or one position as a matrix product.
 
-They are the 1 x 1 convolutions, the gradients of both their operands, and what `trimmed_conv`
-leaves of a kernel over a 1 x 1 image.
+These are 1 x 1 convolutions, the gradients of both their operands, and what `trimmed_conv` leaves
+of a kernel over a 1 x 1 image.
 
 Milliseconds, 2 cores, jax 0.10, alone under `jit` and in a loop (`jit/loop`); image `[N, H, H, C]`,
 k x k kernel, O features, stride s:
@@ -16,11 +16,12 @@ k x k kernel, O features, stride s:
     2 4 8 1 16 1       0.02/0.02 -> 0.01/0.02     0.01/0.02 -> 0.01/0.02  0.02/0.02 -> 0.01/0.02
     16 1 512 3 512 1   6.6/27 -> 0.12/11          13/32 -> 0.12/5.7       1.4/1.1 -> 0.20/0.21
 
-One tap with a stride stays a convolution: of a network that only predicts the compiler may make
-one operation, which slices break. The residual net of the benchmark, which has two of them,
-predicted a batch in 27 ms with slices, in 21.9 without, and trained as fast (1.01; ResNet50 0.99).
+One tap with a stride stays a convolution: XLA may compile a network that only predicts into one
+operation, which slices would break up. The residual net of the benchmark, which has two such
+convolutions, predicted a batch in 27 ms with slices and in 21.9 without, and trained equally fast
+(1.01; ResNet50 0.99).
 
-Sums may be taken in another order: last bits change.
+The sums may be computed in another order, which changes the last bits.
 """
 
 import math
@@ -38,72 +39,77 @@ from functrain.rewrites._frame import Rewrite
 
 
 def _applies(eqn: core.JaxprEqn) -> bool:
-    shape = ungrouped_sizes(eqn)
-    return shape is not None and (
-        (math.prod(shape.window) == 1 and math.prod(eqn.params["window_strides"]) == 1)
-        or (math.prod(shape.positions) == 1 and math.prod(eqn.params["lhs_dilation"]) == 1)
+    sizes = ungrouped_sizes(eqn)
+    return sizes is not None and (
+        (math.prod(sizes.window) == 1 and math.prod(eqn.params["window_strides"]) == 1)
+        or (math.prod(sizes.positions) == 1 and math.prod(eqn.params["lhs_dilation"]) == 1)
     )
 
 
 def _replace(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
-    """Contracts the operands as they lie, without transposes: `[N, *S, O]`, then `out_spec`."""
+    """Contracts the operands in their layout, without transposes: `[N, *S, O]`, then `out_spec`."""
     numbers = params["dimension_numbers"]
     window = [rhs.shape[axis] for axis in numbers.rhs_spec[2:]]
-    if math.prod(window) > 1:  # one place
-        lhs = _spaced(lhs, numbers.lhs_spec, params, params["rhs_dilation"])
+    if math.prod(window) > 1:  # one position
+        lhs = _pad_and_stride(lhs, numbers.lhs_spec, params, params["rhs_dilation"])
         for axis, taps in zip(numbers.lhs_spec[2:], window, strict=True):
             lhs = lax.slice_in_dim(lhs, 0, taps, axis=axis)
         out = _dot(lhs, rhs, numbers.lhs_spec[1:], numbers.rhs_spec[1:], params)
         out = jnp.expand_dims(out, range(1, lhs.ndim - 1))
     elif math.prod(params["lhs_dilation"]) == 1:
-        lhs = _spaced(lhs, numbers.lhs_spec, params, params["window_strides"])
-        out = _one_tap(lhs, rhs, params)
-    else:  # the zeros between the pixels need no products
-        out = _one_tap(lhs, rhs, params)
+        lhs = _pad_and_stride(lhs, numbers.lhs_spec, params, params["window_strides"])
+        out = _multiply_one_tap(lhs, rhs, params)
+    else:
+        # The zeros between the pixels need no products, so they are inserted afterwards.
+        out = _multiply_one_tap(lhs, rhs, params)
         spec = (0, out.ndim - 1, *range(1, out.ndim - 1))
-        out = _spaced(out, spec, params, params["window_strides"])
+        out = _pad_and_stride(out, spec, params, params["window_strides"])
     return from_canonical(out, numbers)
 
 
-def _one_tap(lhs: jax.Array, rhs: jax.Array, params: dict[str, Any]) -> jax.Array:
+def _multiply_one_tap(lhs: jax.Array, rhs: jax.Array, params: dict[str, Any]) -> jax.Array:
+    """Returns `[N, *S, O]`."""
     numbers = params["dimension_numbers"]
     batch, feature, *spatial = numbers.lhs_spec
     out = _dot(lhs, rhs, [feature], numbers.rhs_spec[1:], params)
+    # The product has the other axes of lhs in their order, then the features.
     axes = [axis for axis in range(lhs.ndim) if axis != feature]
-    return lax.transpose(out, [axes.index(axis) for axis in (batch, *spatial)] + [out.ndim - 1])
+    return lax.transpose(out, [*map(axes.index, (batch, *spatial)), out.ndim - 1])
 
 
 def _dot(
     lhs: jax.Array,
     rhs: jax.Array,
-    over: Sequence[int],
-    along: Sequence[int],
+    lhs_axes: Sequence[int],
+    rhs_axes: Sequence[int],
     params: dict[str, Any],
 ) -> jax.Array:
-    """Contracts axes of both, in the order that the left one has them in memory."""
-    if len(over) < len(along):  # a single tap, whose axes are of size 1
-        rhs = lax.squeeze(rhs, along[1:])
-        along = [along[0] - sum(axis < along[0] for axis in along[1:])]
-    pairs = sorted(zip(over, along, strict=True))
+    """Contracts axes of both operands, in the order that lhs has them in memory."""
+    # A single tap: the spatial axes of rhs have size 1.
+    if len(lhs_axes) < len(rhs_axes):
+        rhs = lax.squeeze(rhs, rhs_axes[1:])
+        rhs_axes = [rhs_axes[0] - sum(axis < rhs_axes[0] for axis in rhs_axes[1:])]
+    pairs = sorted(zip(lhs_axes, rhs_axes, strict=True))
+    contracted = tuple(zip(*pairs, strict=True))
     return lax.dot_general(
         lhs,
         rhs,
-        (([pair[0] for pair in pairs], [pair[1] for pair in pairs]), ((), ())),
+        (contracted, ((), ())),
         precision=params["precision"],
         preferred_element_type=params["preferred_element_type"],
     )
 
 
-def _spaced(
-    x: jax.Array, spec: Sequence[int], params: dict[str, Any], steps: Sequence[int]
+def _pad_and_stride(
+    x: jax.Array, spec: Sequence[int], params: dict[str, Any], strides: Sequence[int]
 ) -> jax.Array:
-    """Pads the spatial axes, and takes one element in so many."""
-    around, strides = [(0, 0, 0)] * x.ndim, [1] * x.ndim
-    spatial = zip(spec[2:], params["padding"], params["lhs_dilation"], steps, strict=True)
-    for axis, (low, high), holes, step in spatial:
-        around[axis], strides[axis] = (low, high, holes - 1), step
-    x = lax.pad(x, jnp.zeros((), x.dtype), around)
-    return lax.slice(x, [0] * x.ndim, x.shape, strides)
+    """Pads and dilates the spatial axes, and then selects elements with the given strides."""
+    pads, steps = [(0, 0, 0)] * x.ndim, [1] * x.ndim
+    spatial = zip(spec[2:], params["padding"], params["lhs_dilation"], strides, strict=True)
+    for axis, (low, high), dilation, stride in spatial:
+        pads[axis], steps[axis] = (low, high, dilation - 1), stride
+    x = lax.pad(x, jnp.zeros((), x.dtype), pads)
+    return lax.slice(x, [0] * x.ndim, x.shape, steps)
 
 
 dot_conv = Rewrite(

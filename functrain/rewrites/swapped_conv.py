@@ -1,8 +1,8 @@
-"""Gradients of the weights of transposed convolutions, with image and kernel in swapped roles.
+"""Gradients of the weights of transposed convolutions, with image and kernel swapped.
 
 They are convolutions of an image with holes (`lhs_dilation`) by a kernel that is larger than the
-result, and XLA's CPU backend takes seconds for them. Swapped, the holes are in the kernel, as in
-the gradient of a strided convolution, and XLA's kernels step over those.
+result, and XLA's CPU backend takes seconds for them. After the swap the holes are in the kernel, as
+in the gradient of a strided convolution, and XLA's kernels skip those.
 
 Milliseconds, 2 cores, jax 0.10, alone under `jit` and in a loop (`jit/loop`); the layer's image
 is `[N, H, H, C]`, its kernel k x k, its stride 2, its features O:
@@ -16,7 +16,7 @@ is `[N, H, H, C]`, its kernel k x k, its stride 2, its features O:
     4 32 16 4 1      1.0/1.1 -> 0.18/0.14
     4 16 1 4 16      0.23/0.23 -> 0.25/0.22
 
-Sums may be taken in another order: last bits change.
+The sums may be computed in another order, which changes the last bits.
 """
 
 import math
@@ -33,32 +33,34 @@ from functrain.rewrites._windows import dilated_size, output_sizes
 
 
 def _applies(eqn: core.JaxprEqn) -> bool:
-    shape, params = ungrouped_sizes(eqn), eqn.params
+    sizes, params = ungrouped_sizes(eqn), eqn.params
     return (
-        shape is not None
+        sizes is not None
         and math.prod(params["lhs_dilation"]) > math.prod(params["rhs_dilation"])
-        and math.prod(shape.window) > math.prod(shape.positions)
+        and math.prod(sizes.window) > math.prod(sizes.positions)
     )
 
 
 def _replace(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
-    """Place p sees pixel i through tap w where ``low + i holes = p stride + w apart``.
+    """Swaps image and kernel.
 
-    With p counted from the end that reads ``low' + w apart = p' stride + i holes``: the kernel is
-    the image, and the image the kernel.
+    Position p sees pixel i through tap w if ``low + i lhs_dilation = p stride + w rhs_dilation``.
+    With p' counted from the end, that is ``low' + w rhs_dilation = p' stride + i lhs_dilation``:
+    the kernel is the image, and the image is the kernel.
     """
     numbers = params["dimension_numbers"]
     lhs, rhs = to_canonical(lhs, rhs, numbers)
     names = ("padding", "window_strides", "lhs_dilation", "rhs_dilation")
     padding = []
-    for i, w, (low, high), stride, holes, apart in zip(
-        lhs.shape[1:-1], rhs.shape[:-2], *(params[name] for name in names), strict=True
+    for pixels, taps, (low, high), stride, lhs_dilation, rhs_dilation in zip(
+        lhs.shape[1:-1], rhs.shape[:-2], *map(params.__getitem__, names), strict=True
     ):
-        (places,) = output_sizes([low + dilated_size(i, holes) + high], [w], [stride], [apart])
-        low = (places - 1) * stride - low
-        padding.append(
-            (low, (places - 1) * stride + dilated_size(i, holes) - dilated_size(w, apart) - low)
-        )
+        image = dilated_size(pixels, lhs_dilation)
+        kernel = dilated_size(taps, rhs_dilation)
+        (positions,) = output_sizes([low + image + high], [taps], [stride], [rhs_dilation])
+        last_position = (positions - 1) * stride
+        swapped_low = last_position - low
+        padding.append((swapped_low, last_position + image - kernel - swapped_low))
     params |= {
         "padding": tuple(padding),
         "lhs_dilation": params["rhs_dilation"],
@@ -68,7 +70,7 @@ def _replace(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
     last = lhs.ndim - 1
     images = lax.transpose(rhs, (last, *range(last - 1), last - 1))  # [O, *W, C]
     kernels = lax.transpose(lhs, (*range(1, last), last, 0))  # [*S, C, N]
-    out = conv(images, kernels, **params)  # [O, *S', N], places from the end
+    out = conv(images, kernels, **params)  # [O, *S', N], positions from the end
     out = lax.rev(out, tuple(range(1, last)))
     return from_canonical(lax.transpose(out, (last, *range(1, last), 0)), numbers)
 
