@@ -1,8 +1,8 @@
-"""Transposed convolutions as ordinary ones with parts of the kernel, interleaved.
+"""Transposed convolutions as interleaved ordinary ones with parts of the kernel.
 
-With `holes` between the pixels of the image (`lhs_dilation`), every holes-th place of the result
-sees the same taps, one in `holes` along each axis. The places that do, a phase, are an ordinary
-convolution of the image without holes, and all phases together multiply no zeros.
+With d - 1 holes between the pixels of the image (`lhs_dilation` d), every d-th position of the
+result sees the same taps: one in d along each axis. These positions, a phase, are an ordinary
+convolution of the image without holes. All phases together multiply no zeros.
 
 Milliseconds, 2 cores, jax 0.10, alone under `jit` and in a loop (`jit/loop`); a transposed layer
 with stride 2, image `[N, H, H, C]`, k x k kernel, O features; then the gradient of the input of a
@@ -14,27 +14,28 @@ convolution with stride 2:
     8 28 64 4 128          49/42 -> 22/18
     16 4 256 4 128         2.0/1.9 -> 2.1/1.7
     64 7 128 4 128         13/13 -> 20/18
-    8 4 8 3 8              0.02/0.03 -> 0.04/0.03     (so: not the small ones)
-    4 32 16 4 1            0.13/0.14 -> 0.27/0.28     (so: not few channels)
-    512 7 384 2 32         23/24 -> 147/131           (so: more taps than phases)
+    8 4 8 3 8              0.02/0.03 -> 0.04/0.03     (hence: not the small ones)
+    4 32 16 4 1            0.13/0.14 -> 0.27/0.28     (hence: not few channels)
+    512 7 384 2 32         23/24 -> 147/131           (hence: more taps than phases)
     8 16 256 2 128         6.4/7.6 -> 11/9.4
-    128 7 256 3 64         12/12 -> 22/22             (so: not few features of many channels)
+    128 7 256 3 64         12/12 -> 22/22             (hence: not few features of many channels)
     16 28 512 3 32         22/24 -> 51/54
     8 16 256 4 128         13/13 -> 11/10
     64 4 256 5 64          91/90 -> 8.8/8.5           (but of kernels larger than the image)
     8 56 64 3 64, strided  13/11 -> 5.9/7.9
     64 14 64 3 128, same   2.8/2.5 -> 2.9/2.8
 
-XLA itself multiplies every pixel with all taps and adds up what lands on one place. That is fast
-if there is much to sum before, and little to add up: of 349 layers drawn at random the phases took
-1.5 times as long in the 108 that are now left to XLA, by the median, and up to 7 times (AMD EPYC).
-Above 32 MiB the C library takes new memory for it each time.
+XLA multiplies every pixel by all taps, and adds up the products that belong to one position. That
+is fast if each product sums many channels and there is little to add up. Of 349 layers drawn at
+random, 108 are now left to XLA; in those the phases took 1.5 times as long in the median, and up to
+7 times (AMD EPYC). Above 32 MiB the C library allocates new memory for the products each time.
 
-Sums may be taken in another order: last bits change.
+The sums may be computed in another order, which changes the last bits.
 """
 
 import itertools
 import math
+import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -56,98 +57,114 @@ from functrain.rewrites._windows import dilated_size, output_sizes
 
 # Each phase is a convolution in the program.
 MAX_PHASES = 16
-# What it takes for the products saved to weigh more than laying the phases side by side.
+# Below these limits, interleaving the phases costs more than the saved products.
 MIN_PRODUCTS = 2**28
 MIN_CHANNELS = 16
-# What is fast in XLA: so many channels, so few features, and so few bytes to add up.
+# XLA is fast with so many channels, so few features, and so few bytes to add up.
 MANY_CHANNELS, FEW_FEATURES, FEW_BYTES = 96, 64, 2**25
 
 
 def _applies(eqn: core.JaxprEqn) -> bool:
-    shape, params = ungrouped_sizes(eqn), eqn.params
+    sizes, params = ungrouped_sizes(eqn), eqn.params
     phases = math.prod(params["lhs_dilation"])
     return (
-        shape is not None
+        sizes is not None
         and 1 < phases <= MAX_PHASES
         and math.prod(params["rhs_dilation"]) == math.prod(params["window_strides"]) == 1
-        and phases < math.prod(shape.window) <= math.prod(shape.positions)
-        and min(shape.channels, shape.features) >= MIN_CHANNELS
-        and shape.products >= MIN_PRODUCTS
-        and not _is_fast(shape, avals(eqn)[0].dtype.itemsize)
+        and phases < math.prod(sizes.window) <= math.prod(sizes.positions)
+        and min(sizes.channels, sizes.features) >= MIN_CHANNELS
+        and sizes.products >= MIN_PRODUCTS
+        and not _is_fast_in_xla(sizes, avals(eqn)[0].dtype.itemsize)
     )
 
 
-def _is_fast(shape: Sizes, itemsize: int) -> bool:
-    """Whether XLA is fast in adding up what the taps make of every pixel of a 2-D image."""
-    taps = math.prod(shape.window) * shape.features
+def _is_fast_in_xla(sizes: Sizes, itemsize: int) -> bool:
+    """Returns True if XLA adds up the products of pixels and taps of a 2-D image fast."""
+    products_per_pixel = math.prod(sizes.window) * sizes.features
+    pixels = sizes.batch * math.prod(sizes.image)
     return (
-        len(shape.window) == 2
-        and shape.channels >= MANY_CHANNELS
-        and shape.features <= FEW_FEATURES
-        and all(size <= image for size, image in zip(shape.window, shape.image, strict=True))
-        and shape.batch * math.prod(shape.image) * taps * itemsize < FEW_BYTES
+        len(sizes.window) == 2
+        and sizes.channels >= MANY_CHANNELS
+        and sizes.features <= FEW_FEATURES
+        and all(map(operator.le, sizes.window, sizes.image))
+        and pixels * products_per_pixel * itemsize < FEW_BYTES
     )
 
 
 def _replace(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
-    numbers, holes = params["dimension_numbers"], params["lhs_dilation"]
+    numbers, dilation = params["dimension_numbers"], params["lhs_dilation"]
     lhs, rhs = to_canonical(lhs, rhs, numbers)
-    sizes = zip(lhs.shape[1:-1], rhs.shape[:-2], params["padding"], holes, strict=True)
-    axes = [_phases(*axis) for axis in sizes]
-    params |= {"lhs_dilation": (1,) * len(holes)}
-    parts = [_part(lhs, rhs, phase, params) for phase in itertools.product(*axes)]
-    places = [sum(phase.places for phase in phases) for phases in axes]
-    return from_canonical(_interleaved(parts, holes, places), numbers)
+    axes = list(map(_phases, lhs.shape[1:-1], rhs.shape[:-2], params["padding"], dilation))
+    params |= {"lhs_dilation": (1,) * len(dilation)}
+    results = [_convolve(lhs, rhs, phases, params) for phases in itertools.product(*axes)]
+    positions = [sum(phase.positions for phase in phases) for phases in axes]
+    return from_canonical(_interleave(results, dilation, positions), numbers)
 
 
 class _Phase(NamedTuple):
-    """The places p, p + holes, ... along an axis, as a convolution of their own."""
+    """The positions p, p + dilation, ... along an axis, as a separate convolution."""
 
     taps: slice
     padding: tuple[int, int]
-    places: int
+    positions: int
 
 
-def _phases(image: int, window: int, padding: tuple[int, int], holes: int) -> list[_Phase]:
-    """Place p + t holes sees pixel i through tap w where low + i holes = p + t holes + w."""
+def _phases(image: int, window: int, padding: tuple[int, int], dilation: int) -> list[_Phase]:
+    """Returns the phases along an axis.
+
+    Position p + t dilation sees pixel i through tap w if
+    ``low + i dilation = p + t dilation + w``.
+    """
     low, high = padding
-    (places,) = output_sizes([low + dilated_size(image, holes) + high], [window], [1], [1])
-    longest = -(-places // holes)  # all phases as long: they are stacked
+    (positions,) = output_sizes([low + dilated_size(image, dilation) + high], [window], [1], [1])
+    # All phases get the size of the longest, so that they can be stacked.
+    longest = -(-positions // dilation)
     phases = []
-    for p in range(holes):
-        first = (low - p) % holes
-        before, taps = (low - p - first) // holes, range(first, window, holes)
+    for p in range(dilation):
+        first_tap = (low - p) % dilation
+        before = (low - p - first_tap) // dilation
+        taps = range(first_tap, window, dilation)
         after = longest + len(taps) - 1 - image - before
-        phases.append(
-            _Phase(slice(first, None, holes), (before, after), len(range(p, places, holes)))
-        )
+        count = len(range(p, positions, dilation))
+        phases.append(_Phase(slice(first_tap, None, dilation), (before, after), count))
     return phases
 
 
-def _part(
+def _convolve(
     lhs: jax.Array, rhs: jax.Array, phases: Sequence[_Phase], params: dict[str, Any]
 ) -> jax.Array:
-    part = rhs[tuple(phase.taps for phase in phases)]
+    """Returns the results of one phase along each axis."""
+    kernel = rhs[tuple(phase.taps for phase in phases)]
     params = params | {"padding": tuple(phase.padding for phase in phases)}
-    if part.size:
-        return conv(lhs, part, **params)
-    # Fewer taps than holes: these places see nothing.
+    if kernel.size:
+        return conv(lhs, kernel, **params)
+    # With fewer taps than `lhs_dilation`, these positions see only holes.
     image = [sum(pad) + size for pad, size in zip(params["padding"], lhs.shape[1:-1], strict=True)]
-    shape = output_sizes(image, part.shape[:-2], params["window_strides"], params["rhs_dilation"])
+    shape = output_sizes(image, kernel.shape[:-2], params["window_strides"], params["rhs_dilation"])
     dtype = params["preferred_element_type"] or lhs.dtype
     return jnp.zeros((lhs.shape[0], *shape, rhs.shape[-1]), dtype)
 
 
-def _interleaved(
-    parts: Sequence[jax.Array], holes: Sequence[int], places: Sequence[int]
+def _interleave(
+    results: Sequence[jax.Array], dilation: Sequence[int], positions: Sequence[int]
 ) -> jax.Array:
-    """Lays phases `[N, *T, O]` side by side, the last axis' first: `[N, *S', O]`."""
-    rank, (n, *each, features) = len(holes), parts[0].shape
-    out = jnp.stack(parts).reshape(*holes, *parts[0].shape)
+    """Interleaves the phases.
+
+    Args:
+      results: `[N, *T, O]` for each phase; those of the last axis vary fastest.
+      dilation: The number of phases along each axis.
+      positions: The sizes S' of the result.
+
+    Returns:
+      `[N, *S', O]`.
+    """
+    rank, (n, *phase_sizes, features) = len(dilation), results[0].shape
+    out = jnp.stack(results).reshape(*dilation, *results[0].shape)
     pairs = itertools.chain(*((rank + 1 + axis, axis) for axis in range(rank)))
     out = out.transpose(rank, *pairs, 2 * rank + 1)
-    out = out.reshape(n, *(t * h for t, h in zip(each, holes, strict=True)), features)
-    return out[:, *(slice(size) for size in places)]
+    out = out.reshape(n, *map(operator.mul, phase_sizes, dilation), features)
+    # The phases were padded to the longest, so the end is cropped.
+    return out[:, *map(slice, positions)]
 
 
 phased_conv = Rewrite(
