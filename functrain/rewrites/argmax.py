@@ -75,12 +75,12 @@ argmax = Rewrite(
     primitive=primitives.argmax_p,
     applies=_applies,
     replace=functools.partial(_replace, extremum="max"),
-    reason="the maximum, then its first place, are faster than both at once",
+    reason="the maximum, then its first index, are faster than both at once",
     is_exact=lambda eqn: avals(eqn)[0].dtype != jnp.bfloat16,
 )
 argmin = argmax._replace(
     name="argmin",
     primitive=primitives.argmin_p,
     replace=functools.partial(_replace, extremum="min"),
-    reason="the minimum, then its first place, are faster than both at once",
+    reason="the minimum, then its first index, are faster than both at once",
 )

@@ -70,5 +70,5 @@ attention_gradient = Rewrite(
     primitive=primitives.dot_general_p,
     applies=_applies,
     replace=_replace,
-    reason="in the other order the smaller operand is turned",
+    reason="with swapped operands, XLA transposes the smaller one",
 )

@@ -100,6 +100,6 @@ batch_groups = Rewrite(
     primitive=primitives.conv_general_dilated_p,
     applies=_applies,
     replace=_replace,
-    reason="what XLA makes of it, in the layout of its fast kernels",
+    reason="the convolution that XLA derives, in the layout of its fast kernels",
     is_exact=lambda eqn: True,
 )

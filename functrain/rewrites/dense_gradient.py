@@ -93,5 +93,5 @@ dense_gradient = Rewrite(
     primitive=primitives.dot_general_p,
     applies=_applies,
     replace=_replace,
-    reason="the wide product, turned when it is done, needs no copies of x or g",
+    reason="a wide product, transposed afterwards, needs no copies of x or g",
 )

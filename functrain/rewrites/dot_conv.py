@@ -117,5 +117,5 @@ dot_conv = Rewrite(
     primitive=primitives.conv_general_dilated_p,
     applies=_applies,
     replace=_replace,
-    reason="one tap or one place: a matrix product",
+    reason="one tap or one position: a matrix product",
 )

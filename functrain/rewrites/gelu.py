@@ -95,6 +95,6 @@ gelu = Rewrite(
     primitive=primitives.erfc_p,
     applies=_applies,
     replace=_replace,
-    reason="gelu multiplies the tail, for which erfc computes a second series",
+    reason="gelu needs no accurate tail, for which erfc computes a second series",
     applies_in_context=_is_in_gelu,
 )

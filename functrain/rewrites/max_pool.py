@@ -86,7 +86,7 @@ max_pool = Rewrite(
     primitive=primitives.reduce_window_max_p,
     applies=_applies,
     replace=_replace,
-    reason="a maximum of strided slices beats a walk through the windows",
+    reason="a maximum of strided slices beats visiting the windows one by one",
 )
 # A rule of its own, because only disjoint windows require a gradient: see the second table.
 max_pool_apart = max_pool._replace(

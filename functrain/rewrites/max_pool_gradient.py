@@ -156,5 +156,5 @@ max_pool_gradient = Rewrite(
     primitive=primitives.select_and_scatter_add_p,
     applies=_applies,
     replace=_replace,
-    reason="comparing in place beats a walk through the windows",
+    reason="comparing in place beats visiting the windows one by one",
 )

@@ -106,6 +106,6 @@ row_sum = Rewrite(
     primitive=primitives.reduce_sum_p,
     applies=_applies,
     replace=_replace,
-    reason="a product with ones is not fused with what is around the sum",
+    reason="a product with ones is not fused with the operations around the sum",
     applies_in_context=_is_small_or_unweighted,
 )

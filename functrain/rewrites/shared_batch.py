@@ -101,5 +101,5 @@ shared_batch = Rewrite(
     primitive=primitives.dot_general_p,
     applies=_applies,
     replace=_replace,
-    reason="a product for each member, with a copy of the batch, turns none of the weights",
+    reason="a product for each member, with a copy of the batch, transposes no weights",
 )

@@ -41,12 +41,7 @@ from functrain.rewrites._conv import (
     to_canonical,
 )
 from functrain.rewrites._frame import Rewrite
-from functrain.rewrites._windows import (
-    at_least_float32,
-    dilated_size,
-    output_sizes,
-    zeros_for_sum,
-)
+from functrain.rewrites._windows import at_least_float32, dilated_size, output_sizes, zeros_for_sum
 from functrain.rewrites.depthwise_conv import MAX_CHANNELS
 
 # Terms are written out; with more of them that miss some pixels, the sum over taps is faster.

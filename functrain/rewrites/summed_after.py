@@ -262,5 +262,5 @@ summed_after = Rewrite(
     primitive=primitives.scan_p,
     applies=_applies,
     replace=_replace,
-    reason="one product after the loop beats one in every round",
+    reason="one product after the loop beats one in every iteration",
 )

@@ -113,5 +113,5 @@ trimmed_conv = Rewrite(
     primitive=primitives.conv_general_dilated_p,
     applies=_applies,
     replace=_replace,
-    reason="some taps or places see padding only",
+    reason="some taps or positions see only padding",
 )

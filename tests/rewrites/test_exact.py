@@ -169,7 +169,7 @@ def test_every_gradient_convolution_is_rewritten(layer: Any, dtype: str) -> None
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_a_convolution_whose_rounding_nobody_knows_is_left_and_said(dtype: str) -> None:
+def test_a_convolution_of_unknown_rounding_is_kept_and_explained(dtype: str) -> None:
     step, params, xs = training(recomputed, dtype)
     rows = explain_rewrites(step, params, xs[0], rewrites="exact").rows
     left = [row for row in rows if "changes last bits" in row.reason]
