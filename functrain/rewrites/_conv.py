@@ -147,14 +147,14 @@ class Groups(NamedTuple):
     """The sizes of a grouped convolution that its rewrites depend on.
 
     Attributes:
-      count: G. With groups of features lhs is `[N, *S, G I]` and rhs `[*W, I, G O]`; with groups
-        of the batch lhs is `[G N, *S, I]`.
+      num_groups: G. With groups of features lhs is `[N, *S, G I]` and rhs `[*W, I, G O]`; with
+        groups of the batch lhs is `[G N, *S, I]`.
       by_batch: Whether the batch is grouped, as in the gradient of the weights, or the features.
       sides: The two sizes of the product of one group and tap: `(I, O)`, or by batch `(N, O)`.
       taps: The number of terms of a sum of shifted products: `prod(W)`, or by batch `prod(S')`.
     """
 
-    count: int
+    num_groups: int
     by_batch: bool
     sides: tuple[int, int]
     taps: int

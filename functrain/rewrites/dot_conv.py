@@ -90,11 +90,11 @@ def _dot(
         rhs = lax.squeeze(rhs, rhs_axes[1:])
         rhs_axes = [rhs_axes[0] - sum(axis < rhs_axes[0] for axis in rhs_axes[1:])]
     pairs = sorted(zip(lhs_axes, rhs_axes, strict=True))
-    contracted = tuple(zip(*pairs, strict=True))
+    lhs_axes, rhs_axes = zip(*pairs, strict=True)
     return lax.dot_general(
         lhs,
         rhs,
-        (contracted, ((), ())),
+        ((lhs_axes, rhs_axes), ((), ())),
         precision=params["precision"],
         preferred_element_type=params["preferred_element_type"],
     )

@@ -73,7 +73,7 @@ def _applies(eqn: core.JaxprEqn) -> bool:
 
 def _is_undilated(params: dict[str, Any]) -> bool:
     """Returns True if there are no strides, and no holes in the image."""
-    return math.prod((*params["window_strides"], *params["lhs_dilation"])) == 1
+    return all(size == 1 for size in (*params["window_strides"], *params["lhs_dilation"]))
 
 
 def _replace(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
