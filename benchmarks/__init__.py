@@ -1,1 +1,1 @@
-"""The same work done by functrain and by what a user would otherwise pick, side by side."""
+"""Benchmarks that compare functrain with Keras, flax and loops written by hand."""

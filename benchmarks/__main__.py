@@ -1,4 +1,6 @@
-"""Measures functrain beside what a user would otherwise pick; see benchmarks/README.md.
+"""Compares the training time of functrain with that of its alternatives.
+
+The options and the results are described in benchmarks/README.md.
 
 python -m benchmarks --quick
 python -m benchmarks --workloads mnist-convnet --ways functrain-fit,keras-fit --rounds 5
@@ -16,7 +18,8 @@ from typing import Any, NamedTuple
 
 from rich.console import Console
 
-os.environ.setdefault("KERAS_BACKEND", "jax")  # the workloads import keras
+# The workloads import Keras, which reads the backend when it is imported.
+os.environ.setdefault("KERAS_BACKEND", "jax")
 
 from benchmarks import report
 from benchmarks.driver import Backends, measure
@@ -28,13 +31,13 @@ BIG_ROUNDS = 3
 
 
 class Known(NamedTuple):
-    """What can be measured by one command.
+    """The ways and workloads that a command can measure.
 
     Attributes:
-      name: Of the command.
-      says: What it does, for `--help`.
-      ways: By name.
-      workloads: By name; those that are measured where nothing is said.
+      name: The name of the command.
+      says: The description of the command for `--help`.
+      ways: The ways, by name.
+      workloads: The workloads that are measured by default, by name.
       output: The folder for the results.
     """
 
@@ -46,7 +49,8 @@ class Known(NamedTuple):
 
 
 TRAINING = Known("benchmarks", __doc__, WAYS, WORKLOADS, OUTPUT)
-# Losses of equal work may part by what other kernels round otherwise: little in a first epoch.
+# The kernels of different ways round differently, so the losses of equal work may differ, but only
+# little in a first epoch. Larger relative differences than this one are reported.
 DISAGREE = 0.02
 
 
@@ -55,7 +59,8 @@ def main(arguments: Sequence[str] | None = None, known: Known | None = None) -> 
     args = parse(arguments, known or TRAINING)
     console = Console()
     if not console.is_terminal:
-        console = Console(width=110)  # a log: the tables need their columns
+        # In a log file rich assumes 80 columns, which are too few for the tables.
+        console = Console(width=110)
     args.output.mkdir(parents=True, exist_ok=True)
     results: dict[str, Any] = {"machine": report.machine(), "versions": {}}
     results |= {"rounds": args.rounds, "results": []}
@@ -70,7 +75,8 @@ def main(arguments: Sequence[str] | None = None, known: Known | None = None) -> 
             results["versions"] = backends.versions
             console.print(report.table(results["results"][-1]))
             warn(console, results["results"][-1])
-            write(results, args.output)  # each time: an interrupt loses one workload only
+            # The files are written after each workload, so an interrupt loses only one of them.
+            write(results, args.output)
     console.print(f"wrote results.json, results.md and results.png to {args.output}")
     return int(any(way["error"] for r in results["results"] for way in r["ways"].values()))
 
@@ -83,7 +89,7 @@ def row(workload: Workload, steps: int | None, measured: dict[str, Any]) -> dict
 
 
 def warn(console: Console, result: dict[str, Any]) -> None:
-    """Says so where ways did not compute the same."""
+    """Prints a warning for each way whose loss differs from the reference."""
     for name, difference in report.disagreement(result["ways"]).items():
         if not difference <= DISAGREE:
             other = report.reference(result["ways"])
@@ -91,7 +97,7 @@ def warn(console: Console, result: dict[str, Any]) -> None:
 
 
 def why(result: dict[str, Any]) -> str:
-    """Returns what a difference of the mean losses means for a workload."""
+    """Returns a likely reason why the mean losses of a workload differ."""
     if WORKLOADS[result["workload"]].sensitive and result["steps"] > 1:
         return (
             "That may be rounding: changing the inputs by one rounding moved it by up to 5 % after "
@@ -101,14 +107,14 @@ def why(result: dict[str, Any]) -> str:
 
 
 def write(results: dict[str, Any], folder: pathlib.Path) -> None:
-    """Writes all three files."""
+    """Writes results.json, results.md and results.png."""
     (folder / "results.json").write_text(json.dumps(results, indent=1) + "\n")
     (folder / "results.md").write_text(report.markdown(results))
     report.draw(results, folder / "results.png")
 
 
 def parse(arguments: Sequence[str] | None, known: Known = TRAINING) -> argparse.Namespace:
-    """Parses the command line, and turns names into workloads and ways."""
+    """Parses the command line, and replaces names by workloads and ways."""
     parser = argparse.ArgumentParser(
         known.name,
         description=known.says,

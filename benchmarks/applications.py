@@ -1,13 +1,13 @@
-"""Every architecture of keras.applications: one step rewritten beside one step as it is.
+"""Times a step of every architecture in keras.applications with and without rewrites.
 
 python -m benchmarks.applications --output benchmarks/results/applications.md
 python -m benchmarks.applications --names MobileNetV2,ResNet50
 python -m benchmarks.applications --set layers --fused
 .venv-hub/bin/python -m benchmarks.applications --set hub --fused
 
-The step is loss, gradients and new statistics, jitted. Each architecture has a process of its own,
-where both programs take turns. With `--fused` two more do: the step with plain gradient descent, in
-the loop that functrain makes of it.
+The step computes the loss, the gradients and the new statistics, and it is jitted. Each
+architecture has its own process, in which the plain and the rewritten program take turns. With
+`--fused` the same is measured for fused loops of the step with plain gradient descent.
 """
 
 import argparse
@@ -38,12 +38,13 @@ from benchmarks.workloads import draw_kernels
 
 ROUNDS = 10
 NUDGES = 8
-STEPS = 8  # in a fused program
+# Steps in a fused program.
+STEPS = 8
 RATE = 1e-4
 
 
 def architectures(which: str) -> dict[str, Architecture]:
-    """Returns a set by its name; "hub" wants keras-hub, see the Makefile."""
+    """Returns a set of architectures by name; "hub" needs keras-hub (see the Makefile)."""
     if which == "hub":
         from benchmarks.hub import HUB
 
@@ -52,15 +53,15 @@ def architectures(which: str) -> dict[str, Architecture]:
 
 
 class Pair(NamedTuple):
-    """A program as it is and rewritten.
+    """The measurements of a program without and with rewrites.
 
     Attributes:
-      plain: Seconds a step, as it is.
-      rewritten: Seconds a step, rewritten.
-      speed: How many times as fast the second is: the median of the rounds.
-      processor: The same in processor time, of which other programs take less.
-      compile_plain: Seconds from the function to the program.
-      compile_rewritten: The same.
+      plain: Seconds a step without rewrites.
+      rewritten: Seconds a step with rewrites.
+      speed: The speedup by rewriting: the median of the rounds' ratios of wall-clock time.
+      processor: The same ratio in processor time, which other programs disturb less.
+      compile_plain: Seconds to lower and compile the program without rewrites.
+      compile_rewritten: Seconds to lower and compile the program with rewrites.
     """
 
     plain: float
@@ -71,7 +72,7 @@ class Pair(NamedTuple):
     compile_rewritten: float
 
     def cells(self) -> list[str]:
-        """Returns what the table says of it."""
+        """Returns the cells of the table."""
         ms = [report.milliseconds(x) for x in self[:2]]
         ratios = [f"{x:.2f}×" for x in self[2:4]]
         compiling = [f"{x:.1f}" for x in self[4:]]
@@ -80,16 +81,17 @@ class Pair(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Compared:
-    """What came of one architecture.
+    """The results of one architecture.
 
     Attributes:
-      name: As in its set.
-      jitted: The step under `jit`.
-      fused: The same in a fused loop, where that was asked for.
-      difference: Of the rewritten gradients from the plain ones: norm over norm.
-      rounding: How far the plain ones move at most when weights move by one unit in their last
-        place, either way, several times: what no float32 program can be expected to be closer
-        than. Where a move makes an activation positive it is larger by far than elsewhere.
+      name: The name of the architecture in its set.
+      jitted: The times of the step under `jit`.
+      fused: The times of the step in a fused loop, or None without `--fused`.
+      difference: The norm of the difference between the rewritten and the plain gradients,
+        divided by the norm of the plain gradients.
+      rounding: The largest such difference between plain gradients if about half of the weights
+        change by one unit in the last place. No float32 program can be expected to be closer. It
+        is far larger where such a change makes an activation positive.
     """
 
     name: str
@@ -99,21 +101,21 @@ class Compared:
     rounding: float
 
     def row(self) -> str:
-        """Returns a line of the table."""
+        """Returns the row of the table."""
         errors = [f"{x:.1e}" for x in (self.difference, self.rounding)]
         fused = self.fused.cells() if self.fused else []
         return f"| {' | '.join([self.name, *self.jitted.cells(), *errors, *fused])} |"
 
 
 def head(fused: bool) -> str:
-    """Returns the first two lines of the table."""
+    """Returns the two header lines of the table."""
     columns = "plain, ms | rewritten, ms | speed | processor | compile s | rewritten"
     named = f"{columns} | difference | rounding" + f" | fused: {columns}" * fused
     return f"| architecture | {named} |\n|---|{'---:|' * len(named.split('|'))}"
 
 
 def step_of(architecture: Architecture) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Returns ``step(params, rest, x, y) -> (loss, grads, rest)`` and its arguments."""
+    """Returns ``step(params, rest, x, y) -> (loss, grads, rest)`` and example arguments."""
     keras.utils.set_random_seed(0)
     model = architecture.build()
     draw_kernels(model)
@@ -141,7 +143,7 @@ def _variables(model: keras.Model) -> tuple[list[Any], list[Any]]:
 def compare(
     name: str, architecture: Architecture, rounds: int = ROUNDS, fused: bool = False
 ) -> Compared:
-    """Compiles the programs of an architecture, and measures them in turn."""
+    """Compiles the plain and the rewritten program, and measures them in turns."""
     step, args = step_of(architecture)
     programs, compiling = _compiled(jax.jit(step), jax.jit(ft.rewrites.optimize(step)), args)
     plain, rewritten = programs
@@ -157,7 +159,7 @@ def compare(
 
 
 def _fused(step: Callable[..., Any], args: tuple[Any, ...], rounds: int) -> Pair:
-    """Measures both in a loop of some steps, on one batch."""
+    """Measures both programs in a fused loop of `STEPS` steps on one batch."""
     params, rest, *batch = args
 
     def descent(state: Any, batch: Any) -> Any:
@@ -176,7 +178,7 @@ def _fused(step: Callable[..., Any], args: tuple[Any, ...], rounds: int) -> Pair
 
 
 def _compiled(plain: Any, rewritten: Any, args: Any) -> tuple[list[Any], list[float]]:
-    """Returns both compiled, and how long each took."""
+    """Returns both compiled programs, and the seconds that compiling each took."""
     programs, taken = [], []
     for jitted in (plain, rewritten):
         start = time.perf_counter()
@@ -186,7 +188,7 @@ def _compiled(plain: Any, rewritten: Any, args: Any) -> tuple[list[Any], list[fl
 
 
 def _in_turn(programs: Sequence[Any], args: Any, rounds: int) -> list[float]:
-    """Returns the median seconds of both, and of the ratios, by the clock and in processor time."""
+    """Returns the median seconds of both, and median ratios of wall-clock and processor time."""
     taken = np.full((rounds or 1, len(programs), 2), np.nan)
     for times, program in itertools.product(taken[:rounds], range(len(programs))):
         start = time.perf_counter(), time.process_time()
@@ -198,7 +200,7 @@ def _in_turn(programs: Sequence[Any], args: Any, rounds: int) -> list[float]:
 
 
 def _nudged(args: tuple[Any, ...], seed: int) -> tuple[Any, ...]:
-    """Moves every weight by half a unit in the last place, on average: one or none of them."""
+    """Changes about half of the weights, drawn at random, by one unit in the last place."""
     rng = np.random.default_rng(seed)
 
     def nudge(x: jax.Array) -> jax.Array:
@@ -243,7 +245,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for line in _rows(names, args):
         print(line, flush=True)
         lines.append(line)
-        if args.output:  # each time: an interrupt loses one architecture only
+        # The file is written after each architecture, so an interrupt loses only one of them.
+        if args.output:
             args.output.write_text("\n".join(lines) + "\n")
 
 

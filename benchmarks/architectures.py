@@ -1,4 +1,4 @@
-"""What is compared with itself rewritten: keras.applications, and layers in small models."""
+"""Architectures for `benchmarks.applications`: keras.applications, and layers in small models."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -12,11 +12,11 @@ SIZES = {"InceptionResNetV2": 75, "InceptionV3": 75, "Xception": 71}
 
 
 class Architecture(NamedTuple):
-    """A model, and what it takes.
+    """A model, and an example of its inputs.
 
     Attributes:
-      build: Makes the Keras model; its outputs are logits, `f32[B, ..., classes]`.
-      example: Draws a batch of its inputs.
+      build: Returns a new Keras model whose outputs are logits, `f32[B, ..., classes]`.
+      example: Draws a batch of inputs.
     """
 
     build: Callable[[], keras.Model]
@@ -24,7 +24,7 @@ class Architecture(NamedTuple):
 
 
 def application(name: str) -> Architecture:
-    """Returns one of keras.applications, for 8 images of 32×32, or the least it takes."""
+    """Returns one of keras.applications, for 8 images of 32×32 or its minimum size."""
     shape = (SIZES.get(name, 32),) * 2 + (3,)
     make = getattr(keras.applications, name)
     options = {"weights": None, "classes": CLASSES, "classifier_activation": None}
@@ -38,8 +38,8 @@ def around(layer: Callable[[Any], Any], *shape: int) -> Architecture:
     """Returns a layer between two dense ones, so that it passes gradients on.
 
     Args:
-      layer: Applies it.
-      *shape: Of the batch.
+      layer: A function that applies the layer.
+      *shape: The shape of the batch.
     """
 
     def build() -> keras.Model:
@@ -56,7 +56,8 @@ APPLICATIONS = {
     if callable(member) and name[0].isupper()
 }
 
-_SEQUENCE = 16, 64, 128  # batch, time, features
+# Batch, time, features.
+_SEQUENCE = 16, 64, 128
 _LAYERS: dict[str, tuple[Callable[[Any], Any], tuple[int, ...]]] = {
     "MultiHeadAttention": (lambda x: layers.MultiHeadAttention(4, 32)(x, x), _SEQUENCE),
     "MultiHeadAttention-causal": (

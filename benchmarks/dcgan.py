@@ -1,4 +1,4 @@
-"""The DCGAN of `examples/dcgan.py`, as a workload: two networks, two optimizers, one step."""
+"""The DCGAN of `examples/dcgan.py`, as a workload: two networks and two optimizers in one step."""
 
 import importlib.util
 import pathlib
@@ -8,7 +8,7 @@ EXAMPLE = pathlib.Path(__file__).parents[1] / "examples" / "dcgan.py"
 
 
 def make() -> tuple[Any, Any]:
-    """Returns the two states and the step over both."""
+    """Returns the two states, and the step that updates both."""
     spec = importlib.util.spec_from_file_location("dcgan", EXAMPLE)
     assert spec is not None
     assert spec.loader is not None
@@ -18,7 +18,8 @@ def make() -> tuple[Any, Any]:
     gan_step = example.gan_step(nets, txs)
 
     def step(states: Any, batch: Any) -> tuple[Any, Any]:
-        states, logs = gan_step(states, 255 * batch[0])  # it takes bytes and scales them itself
+        # The example expects pixels from 0 to 255 and scales them itself.
+        states, logs = gan_step(states, 255 * batch[0])
         return states, {"loss": logs["d_loss"], "generator_loss": logs["g_loss"]}
 
     return states, step

@@ -1,4 +1,4 @@
-"""The driving side: starts the workers and measures, one way at a time, round after round."""
+"""The driver process: starts the workers, and measures one way at a time in several rounds."""
 
 import dataclasses
 import os
@@ -15,19 +15,20 @@ from benchmarks.worker import Line
 from benchmarks.workloads import Workload
 
 ROOT = pathlib.Path(__file__).parents[1]
-IMPORT_TIMEOUT = 120.0  # seconds until a backend must have been imported
+# The seconds in which a worker must have imported its backend.
+IMPORT_TIMEOUT = 120.0
 
 
 @dataclasses.dataclass
 class Measured:
-    """What one way of one workload came to.
+    """The measurements of one way with one workload.
 
     Attributes:
-      seconds: Per step, one entry a round.
-      losses: Mean loss of the first call's steps, and of the second's: equal work, equal losses.
-      compile_seconds: What the first call took longer than a steady one.
-      peak_bytes: Most memory the process ever held, imports included.
-      error: Why it could not be measured, or nothing.
+      seconds: Seconds per step, one entry for each round.
+      losses: The mean losses of the first and the second call. Equal work has equal losses.
+      compile_seconds: The extra seconds of the first call, compared with the median call.
+      peak_bytes: The peak memory of the process, including imports.
+      error: The reason for a failure, or "".
     """
 
     seconds: list[float] = dataclasses.field(default_factory=list)
@@ -38,15 +39,15 @@ class Measured:
 
     @property
     def median(self) -> float:
-        """Seconds per step."""
+        """The median of the seconds per step."""
         return statistics.median(self.seconds) if self.seconds else float("nan")
 
 
 class Backends:
-    """The worker of each Keras backend, started when first asked for.
+    """The worker process of each Keras backend, started when it is first used.
 
     Args:
-      pythons: The interpreter of each backend's environment.
+      pythons: The Python interpreter of each backend's environment.
     """
 
     def __init__(self, pythons: Mapping[str, str]) -> None:
@@ -72,7 +73,7 @@ class Backends:
         self._folder.cleanup()
 
     def start(self, way: Way, workload: Workload, steps: int | None) -> Line:
-        """Returns a connection to a fresh process that prepares the way."""
+        """Returns a connection to a new process that prepares the way."""
         if way.backend not in self._workers:
             self._workers[way.backend] = self._launch(way.backend)
         _, line = self._workers[way.backend]
@@ -111,8 +112,8 @@ def measure(
 ) -> dict[str, Measured]:
     """Measures the ways of one workload, interleaved.
 
-    Every way is called once to compile, once to warm up, and once a round. The order turns with
-    the rounds, so that no way always runs after the same one.
+    Every way is called once to compile, once to warm up, and once in each round. Each round
+    starts with a different way, so that none has an advantage from its place in the order.
     """
     results: dict[str, Measured] = {}
     lines: dict[str, Line] = {}
@@ -140,7 +141,7 @@ def measure(
 
 
 def _next(lines: dict[str, Line], name: str, results: dict[str, Measured]) -> dict[str, Any]:
-    """Takes in a worker's next message; forgets the worker if it says that it failed."""
+    """Records a worker's next message; drops the worker if the message reports an error."""
     result = results[name]
     try:
         reply = lines[name].receive()

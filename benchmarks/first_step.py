@@ -1,10 +1,10 @@
-"""Time to the first steps in a fresh process: imports, building, compiling; Keras's fit beside.
+"""Times imports, building and the first steps in a new process, compared with Keras's fit.
 
-python -m benchmarks.first_step                          # some ten minutes on two CPU cores
+python -m benchmarks.first_step                          # about ten minutes on two CPU cores
 python -m benchmarks.first_step --workloads digits-mlp --rounds 3
 
-Every measurement is a process of its own, the ways take turns. With the cache, programs lie on disk
-from a run before; modules are compiled in any case, as those of installed packages are.
+Every measurement runs in its own process, and the ways take turns. With the cache, the programs of
+an earlier run are on disk. Python's bytecode is always cached, as it is for installed packages.
 """
 
 import argparse
@@ -25,7 +25,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 STEPS = 8
 PARTS = ("import", "build", "first steps")
 
-# What is imported, and what trains for as many steps as there are batches.
+# The code of each way: its imports, the building of the model, and an epoch of training.
 IMPORTS = {"functrain-fit": "bridge, functrain as ft", "bridge-fit": "bridge", "keras-fit": "keras"}
 BY_FIT = "model = compiled(workload)"
 BUILD = {
@@ -70,9 +70,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def measured(workload: str, rounds: int) -> dict[tuple[str, bool], list[list[float]]]:
-    """Returns seconds of each part and of the whole process, by way and by whether it has a cache.
+    """Returns the seconds of each part and of the whole process, by way and use of the cache.
 
-    The first round fills the caches and is forgotten.
+    The first round fills the caches and is not counted.
     """
     ways = [(way, cache) for cache in (False, True) for way in TRAIN]
     found: dict[tuple[str, bool], list[list[float]]] = {way: [] for way in ways}
@@ -85,7 +85,7 @@ def measured(workload: str, rounds: int) -> dict[tuple[str, bool], list[list[flo
 
 
 def run(way: str, workload: str, folder: pathlib.Path, cache: bool) -> list[float]:
-    """Runs one process; returns the seconds of its parts, and of all of it."""
+    """Runs one process; returns the seconds of its parts, and of the whole process."""
     script = SCRIPT.format(
         imports=IMPORTS[way],
         ways="jax_ways" if way == "functrain-fit" else "keras_ways",
@@ -115,7 +115,7 @@ def run(way: str, workload: str, folder: pathlib.Path, cache: bool) -> list[floa
 
 
 def table(workload: str, found: dict[tuple[str, bool], list[list[float]]]) -> Table:
-    """Returns the medians, and the whole relative to Keras's: the median of the rounds' ratios."""
+    """Returns a table of the medians, and of the median ratio of the sums to those of Keras."""
     made = Table(title=f"{workload}: {STEPS} steps in a fresh process", title_justify="left")
     for column in ("way", "cache", *(f"{part}, s" for part in PARTS), "sum, s", "relative"):
         made.add_column(column, no_wrap=True)

@@ -1,4 +1,4 @@
-"""The flax idioms, linen and nnx, for the nets that are a few lines in either."""
+"""Training loops in the usual style of flax linen and nnx, for the small networks."""
 
 import itertools
 from typing import Any
@@ -15,7 +15,7 @@ from benchmarks.jax_ways import adam, zero_totals
 from benchmarks.keras_ways import Run
 from benchmarks.workloads import Workload
 
-# Inputs, then the width of every layer.
+# The number of inputs, then the width of every layer.
 MLPS = {
     "digits-mlp": (64, 32, 10),
     "mnist-mlp": (784, 64, 64, 10),
@@ -53,7 +53,7 @@ class LinenConvnet(nn.Module):
 
 
 def linen(workload: Workload) -> Run:
-    """The idiom of linen: flax's TrainState and a jitted step in a loop."""
+    """Returns the usual linen loop: flax's TrainState and a jitted step."""
     mlp = MLPS.get(workload.name)
     module = LinenMlp(mlp[1:]) if mlp else LinenConvnet()
     names = [f"Dense_{i}" for i in range(len(mlp) - 1)] if mlp else ["Conv_0", "Conv_1", "Dense_0"]
@@ -118,7 +118,7 @@ class NnxConvnet(nnx.Module):
 
 
 def nnx_loop(workload: Workload) -> Run:
-    """The idiom of nnx: a module, an Optimizer and a MultiMetric, changed in place by `nnx.jit`."""
+    """Returns the usual nnx loop: `nnx.jit` updates module, Optimizer and MultiMetric in place."""
     mlp, rngs = MLPS.get(workload.name), nnx.Rngs(0)
     model = NnxMlp(mlp, rngs) if mlp else NnxConvnet(rngs)
     weights = workload.model().get_weights()

@@ -1,11 +1,11 @@
-"""Measures fused steps on a GPU: by K, by population, with CUDA graphs and without.
+"""Measures fused steps on a GPU: by K, by population size, and with or without CUDA graphs.
 
 python -m benchmarks.gpu                    # on a machine with a GPU: under ten minutes
-python -m benchmarks.gpu --quick            # small sizes; runs to its end on a CPU, too
+python -m benchmarks.gpu --quick            # small sizes; also runs on a CPU
 
-Every setting of XLA's flags has a process of its own, because XLA reads them once. Within a process
-the ways take turns, so that a slow moment of the machine meets all of them. Each way runs three
-times before it is timed: the first calls of a CUDA graph are slower.
+Every setting of XLA's flags has its own process, because XLA reads the flags only once. Within a
+process the ways take turns, so that a slow moment of the machine affects all of them. Each way runs
+three times before it is timed, because the first calls of a CUDA graph are slower.
 """
 
 import argparse
@@ -24,8 +24,8 @@ WORKLOADS = ["digits-mlp", "mnist-mlp", "mnist-convnet", "transformer"]
 KS = [1, 8, 32, 128]
 MEMBERS = [1, 32, 256]
 WARM_UPS = 3
-# XLA's flags by the name of the setting. CUDA graphs are "command buffers" in XLA; by default they
-# do not contain loops.
+# XLA's flags by the name of the setting. XLA calls CUDA graphs "command buffers". By default they
+# contain no loops.
 FLAGS = {
     "default": "",
     "no CUDA graphs": "--xla_gpu_enable_command_buffer=",
@@ -39,7 +39,7 @@ DETERMINISTIC = "--xla_gpu_deterministic_ops=true --xla_gpu_autotune_level=0"
 
 
 def main() -> int:
-    """Runs every part in a process of its own, and writes results.json after each."""
+    """Runs every part in its own process, and writes results.json after each part."""
     parser = argparse.ArgumentParser(prog="benchmarks.gpu", description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="small sizes and few rounds")
     parser.add_argument("--rounds", type=int, help="default 7; 2 with --quick")
@@ -68,7 +68,7 @@ def main() -> int:
 
 
 def _planned() -> list[tuple[str, str, str]]:
-    """Returns (name of the result, name of the part, XLA's flags), in order of importance."""
+    """Returns (result name, part name, XLA flags) for each part, the most important first."""
     flags = [(f"flags: {name}", "flags", value) for name, value in FLAGS.items()]
     independence = [
         ("K-independence", "independence", ""),
@@ -111,12 +111,12 @@ def _text(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)[:300]
 
 
-# What follows runs in the child processes; imports are inside so that the parent does not take the
-# device's memory.
+# The functions below run in the child processes. They import JAX themselves: if the parent process
+# imported and used it, it would reserve the device's memory.
 
 
 def device(quick: bool, rounds: int) -> dict[str, Any]:
-    """Returns the device's name, its memory, and the versions."""
+    """Returns the device's name and memory, and the versions of JAX."""
     import jax
     import jaxlib
 
@@ -131,7 +131,7 @@ def device(quick: bool, rounds: int) -> dict[str, Any]:
 
 
 def steps(quick: bool, rounds: int) -> dict[str, Any]:
-    """Times a step of each workload by K, beside loops by hand and Keras's own step."""
+    """Times a step of each workload for each K, and in loops written by hand."""
     return {name: _steps_of(name, quick, rounds) for name in WORKLOADS}
 
 
@@ -167,7 +167,7 @@ def _steps_of(name: str, quick: bool, rounds: int) -> dict[str, Any]:
 
 
 def populations(quick: bool, rounds: int) -> dict[str, Any]:
-    """Times a step of a whole population, by its size."""
+    """Times a step of a whole population, for several sizes."""
     import functrain as ft
     from benchmarks.jax_ways import functrain_parts
     from benchmarks.workloads import WORKLOADS as KNOWN
@@ -191,7 +191,7 @@ def populations(quick: bool, rounds: int) -> dict[str, Any]:
 
 
 def independence(quick: bool, rounds: int) -> dict[str, Any]:
-    """Says for each K whether 128 steps end in the bits that single steps end in."""
+    """Compares the params after 128 steps, bit for bit, between each K and single steps."""
     import jax
     import numpy as np
 
@@ -231,7 +231,7 @@ def _difference(a: list[Any], b: list[Any]) -> str:
 
 
 def flags(quick: bool, rounds: int) -> dict[str, Any]:
-    """Times steps fused 32 and one by one, for this process's XLA flags."""
+    """Times single steps and 32 fused steps with the XLA flags of this process."""
     names = WORKLOADS[:2] if quick else WORKLOADS
     return {name: _flags_of(name, quick, rounds) for name in names}
 
@@ -296,14 +296,14 @@ def _on_device(workload: Any, n: int) -> Any:
 
 
 def _cut(epoch: Any, n: int, k: int) -> list[Any]:
-    """Returns the whole chunks of K batches; a remainder is left out."""
+    """Returns the full chunks of K batches; a smaller last chunk is left out."""
     import jax
 
     return [jax.tree.map(lambda x, i=i: x[i : i + k], epoch) for i in range(0, n - k + 1, k)]
 
 
 def _passes(program: Any, carry: Any, chunks: list[Any]) -> Callable[[], None]:
-    """Returns a function that takes all chunks through a program, and waits for the last."""
+    """Returns a function that runs a program on all chunks and waits for the result."""
     import jax
 
     carry = jax.tree.map(lambda x: x.copy(), carry)
@@ -318,7 +318,7 @@ def _passes(program: Any, carry: Any, chunks: list[Any]) -> Callable[[], None]:
 
 
 def _timed(ways: dict[str, Callable[[], Any]], n: int, rounds: int) -> dict[str, Any]:
-    """Returns the microseconds a step of each way: the median, and every round."""
+    """Returns the microseconds per step of each way: the median, and those of each round."""
     for run in ways.values():
         for _ in range(WARM_UPS):
             run()

@@ -1,6 +1,6 @@
-"""Models of keras-hub, small, with random weights: nothing is downloaded.
+"""Small models of keras-hub with random weights, so nothing is downloaded.
 
-Each is a task as keras-hub makes it; Whisper, for which it has none, gets a dense head.
+Each is a task model of keras-hub. Whisper has no task model there, so it gets a dense head.
 """
 
 import functools
@@ -19,7 +19,7 @@ GROUPED = TEXT | {"num_query_heads": 4, "num_key_value_heads": 2}
 
 
 def texts(rng: np.random.Generator, prefix: str = "") -> dict[str, np.ndarray]:
-    """Returns tokens, the last of some texts padding."""
+    """Returns tokens and their padding masks; the texts have different lengths."""
     shape = BATCH, LENGTH
     lengths = rng.integers(LENGTH // 2, LENGTH + 1, (BATCH, 1))
     return {
@@ -29,36 +29,36 @@ def texts(rng: np.random.Generator, prefix: str = "") -> dict[str, np.ndarray]:
 
 
 def segments(rng: np.random.Generator) -> dict[str, np.ndarray]:
-    """Returns texts of two parts."""
+    """Returns tokens of two segments, with masks."""
     parts = np.broadcast_to(np.arange(LENGTH) >= LENGTH // 2, (BATCH, LENGTH))
     return texts(rng) | {"segment_ids": parts.astype(np.int32)}
 
 
 def bare(rng: np.random.Generator) -> dict[str, np.ndarray]:
-    """Returns tokens of two parts, without a mask."""
+    """Returns tokens of two segments, without masks."""
     return {key: x for key, x in segments(rng).items() if key != "padding_mask"}
 
 
 def pairs(rng: np.random.Generator) -> dict[str, np.ndarray]:
-    """Returns texts and what they are translated to."""
+    """Returns the inputs of an encoder and a decoder, as for translation."""
     return texts(rng, "encoder_") | texts(rng, "decoder_")
 
 
 def speech(rng: np.random.Generator) -> dict[str, np.ndarray]:
-    """Returns spectra, and the texts that are spoken."""
+    """Returns spectra, and the tokens of the transcripts."""
     spectra = rng.standard_normal((BATCH, 2 * LENGTH, 80), np.float32)
     return texts(rng, "decoder_") | {"encoder_features": spectra}
 
 
 def images(rng: np.random.Generator) -> np.ndarray:
-    """Returns images."""
+    """Returns random images."""
     return rng.uniform(0, 1, (BATCH, SIDE, SIDE, 3)).astype(np.float32)
 
 
 def task(
     name: str, kind: str, example: Callable[[np.random.Generator], Any], **options: Any
 ) -> Architecture:
-    """Returns a task over a backbone of its own: `name`Backbone, `name` and `kind`."""
+    """Returns the task model `name` + `kind` with a new backbone, `name` + "Backbone"."""
 
     def build() -> keras.Model:
         models = keras_hub.models
@@ -71,7 +71,7 @@ def task(
 
 
 def whisper() -> keras.Model:
-    """Returns Whisper with a dense layer over its tokens."""
+    """Returns Whisper with a dense layer that maps its outputs to tokens."""
     backbone = keras_hub.models.WhisperBackbone(
         **TEXT, num_heads=4, max_encoder_sequence_length=2 * LENGTH
     )

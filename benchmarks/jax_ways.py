@@ -1,4 +1,4 @@
-"""functrain's ways, and the loops people write in JAX by hand."""
+"""The ways of functrain and bridge, and training loops written by hand in JAX."""
 
 from typing import Any
 
@@ -12,19 +12,20 @@ import functrain as ft
 from benchmarks.keras_ways import Run, compiled, fitting, predicting
 from benchmarks.workloads import Workload
 
-Totals = dict[str, jax.Array]  # what is summed over an epoch: the loss, and the hits
+# The sums over an epoch of the loss and of the accuracy ("hits").
+Totals = dict[str, jax.Array]
 
 
 def adam() -> optax.GradientTransformation:
-    """The optimizer of every way, with Keras's epsilon."""
+    """Returns the optimizer of every way, Adam with the epsilon of Keras."""
     return optax.adam(1e-3, eps=1e-7)
 
 
-# functrain
+# The ways of functrain and bridge.
 
 
 def functrain_parts(workload: Workload) -> tuple[Any, Any]:
-    """Returns (state, step) of a workload."""
+    """Returns the state and the step of a workload."""
     if workload.own_step:
         return workload.functrain_step()
     net = workload.model()
@@ -35,7 +36,7 @@ def functrain_parts(workload: Workload) -> tuple[Any, Any]:
 
 
 def functrain_fit(workload: Workload, rewrites: Any = "auto") -> Run:
-    """`functrain.fit`, end to end: feed, metrics, history."""
+    """Returns a run of `functrain.fit`, including data loading, metrics and history."""
     state, step = functrain_parts(workload)
     loader = ft.ArrayLoader(workload.data(), workload.batch)
 
@@ -48,12 +49,12 @@ def functrain_fit(workload: Workload, rewrites: Any = "auto") -> Run:
 
 
 def functrain_off(workload: Workload) -> Run:
-    """The same without rewriting slow operations."""
+    """Returns a run of `functrain.fit` without rewrites of slow operations."""
     return functrain_fit(workload, rewrites="off")
 
 
 def functrain_fused(workload: Workload) -> Run:
-    """The fused program alone, over chunks that are on the device already."""
+    """Returns a run of only the fused program, on chunks that are already on the device."""
     state, step = functrain_parts(workload)
     k = min(workload.steps, 128)
     loader = ft.ArrayLoader(workload.data(), workload.batch)
@@ -75,17 +76,17 @@ def functrain_fused(workload: Workload) -> Run:
 
 
 def bridge_fit(workload: Workload, verbose: int = 0) -> Run:
-    """`bridge.fit` on arrays in memory: Keras's own step and callbacks, fused."""
+    """Returns a run of `bridge.fit` on arrays in memory: Keras's own step, fused."""
     return fitting(compiled(workload), workload, bridge.fit, verbose)
 
 
 def bridge_fit_bar(workload: Workload) -> Run:
-    """The same with Keras's progress bar."""
+    """Returns a run of `bridge.fit` with Keras's progress bar."""
     return bridge_fit(workload, verbose=1)
 
 
 def functrain_predict(workload: Workload) -> Run:
-    """`functrain.predict` of a Keras model as a function."""
+    """Returns a run of `functrain.predict` with a converted Keras model."""
     net = workload.model()
     state = bridge.create_state(net, adam())
     step = ft.predict_step(bridge.from_keras(net))
@@ -95,18 +96,18 @@ def functrain_predict(workload: Workload) -> Run:
 
 
 def bridge_predict(workload: Workload) -> Run:
-    """`bridge.predict` of the compiled Keras model."""
+    """Returns a run of `bridge.predict` with the compiled Keras model."""
     model = compiled(workload)
     return predicting(
         workload, lambda x: bridge.predict(model, x, batch_size=workload.batch, verbose=0)
     )
 
 
-# by hand
+# Loops written by hand.
 
 
 def _by_hand(workload: Workload) -> tuple[Any, Any]:
-    """Returns (carry, step): ``step(carry, batch) -> carry``, and carry = (state, totals)."""
+    """Returns the carry (state, totals) and ``step(carry, batch) -> carry``."""
     if workload.own_step:
         return _own_by_hand(workload)
     model, tx = workload.model(), adam()
@@ -143,12 +144,12 @@ def _own_by_hand(workload: Workload) -> tuple[Any, Any]:
 
 
 def zero_totals() -> Totals:
-    """Returns the sums at the beginning of an epoch; separate buffers, for they are donated."""
+    """Returns zeros, as separate arrays, because a buffer cannot be donated twice."""
     return {"loss": jnp.zeros(()), "hits": jnp.zeros(())}
 
 
 def jit_loop(workload: Workload) -> Run:
-    """A jitted, donated step in a Python loop over NumPy batches."""
+    """Returns a Python loop over NumPy batches with a jitted step that donates its carry."""
     carry, step = _by_hand(workload)
     step = jax.jit(step, donate_argnums=0)
     x, y = workload.data()
@@ -165,7 +166,7 @@ def jit_loop(workload: Workload) -> Run:
 
 
 def scan(workload: Workload) -> Run:
-    """`lax.scan` of that step over an epoch that is on the device already."""
+    """Returns a `lax.scan` of the same step over an epoch that is already on the device."""
     carry, step = _by_hand(workload)
     epoch = _stacked(workload, workload.steps)[0]
 
@@ -184,7 +185,7 @@ def scan(workload: Workload) -> Run:
 
 
 def keras_scan_32(workload: Workload) -> Run:
-    """A scan over Keras's own `train_step`, as newer Kerases do for `steps_per_execution`."""
+    """Returns a scan of Keras's `train_step`, as newer versions do for steps_per_execution."""
     model, k = compiled(workload), min(32, workload.steps)
     chunks = _stacked(workload, k)
     _build(model, *(leaf[0] for leaf in chunks[0]))
@@ -213,7 +214,7 @@ def keras_scan_32(workload: Workload) -> Run:
 
 
 def _build(model: Any, x: Any, y: Any) -> None:
-    """Creates the variables that `fit` would create, without training."""
+    """Creates the variables that `fit` would create, without training the model."""
     model.optimizer.build(model.trainable_variables)
     outputs = jax.eval_shape(lambda: model.stateless_call(*_keras_state(model)[:2], x)[0])
     outputs = jnp.zeros(outputs.shape, outputs.dtype)
@@ -239,7 +240,7 @@ def _stacked(workload: Workload, k: int) -> list[Any]:
 
 
 def jit_predict(workload: Workload) -> Run:
-    """A jitted model in a Python loop over NumPy batches; outputs are fetched at the end."""
+    """Returns a Python loop with a jitted model, whose outputs are fetched at the end."""
     model = workload.model()
     variables = [[v.value for v in model.trainable_variables]]
     variables += [[v.value for v in model.non_trainable_variables]]

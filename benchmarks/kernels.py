@@ -1,11 +1,12 @@
-"""The kernels of a fused step as they run: what XLA fused into each, and how long it takes.
+"""Lists the kernels of a fused step, with the operations in each and their times in a trace.
 
 python -m benchmarks.kernels --workload vit
 python -m benchmarks.kernels --workload lstm --rewrites off --top 20
 
-`benchmarks.profile` times operations by themselves; here the whole program runs, and is traced. A
-product that runs beside others may say only how long it took to start: then the sum is less than
-the step. For a step of your own: `kernels(step, state, batch)`.
+`benchmarks.profile` times each operation alone. This module traces the whole program while it runs.
+For a product that runs in parallel with others, the trace may have only the time to start it. The
+sum of the kernels is then less than the time of the step. For a step of your own, call
+`kernels(step, state, batch)`.
 """
 
 import argparse
@@ -27,7 +28,8 @@ from rich.table import Table
 import functrain as ft
 from functrain.common import _table
 
-K = 2  # steps of the program
+# Steps in the program.
+K = 2
 HOLD_OTHERS = {"while", "call", "conditional"}
 NO_WORK = {"parameter", "constant", "broadcast", "bitcast", "tuple", "get-tuple-element", "iota"}
 COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.-]+) \(.*\{$")
@@ -38,12 +40,12 @@ class Kernel(NamedTuple):
     """One kernel of a step.
 
     Attributes:
-      name: XLA's.
-      count: How often a step runs it.
-      seconds: Of one run: the lower quartile.
-      result: Its type, such as ``f32[32,49,64]``.
-      contents: The operations in it, with how many of each: "multiply 3, add".
-      where: The layer and operation that it ends in.
+      name: The name that XLA gave to the kernel.
+      count: The number of runs in a step.
+      seconds: Seconds of one run, the lower quartile.
+      result: The type of the result, such as ``f32[32,49,64]``.
+      contents: The operations in the kernel and their counts, such as "multiply 3, add".
+      where: The layer and the operation of the kernel's last instruction.
     """
 
     name: str
@@ -57,17 +59,17 @@ class Kernel(NamedTuple):
 def kernels(
     step: ft.Step[Any], state: Any, batch: Any, *, rewrites: Any = "auto", rounds: int = 20
 ) -> list[Kernel]:
-    """Traces a fused program of a step.
+    """Returns the kernels of a step, found by tracing a fused program of it.
 
     Args:
       step: ``(state, batch) -> (state, logs)``; one with metrics takes ``step.start(state)``.
-      state: Left alive.
+      state: The state, which is not donated.
       batch: One batch.
       rewrites: As for `functrain.fuse`.
-      rounds: How often the program runs.
+      rounds: The number of runs of the program.
 
     Returns:
-      The kernels, those first that take most of a step.
+      The kernels; those that take most of the step come first.
     """
     fused = ft.fuse(step, K, rewrites=rewrites, donate=False)
     chunk = jax.tree.map(lambda x: np.stack([np.asarray(x)] * K), batch)
@@ -93,7 +95,7 @@ def kernels(
 
 
 def _times(folder: pathlib.Path) -> dict[str, list[float]]:
-    """Returns the seconds of every run of every kernel in a trace."""
+    """Returns the seconds of each run of each kernel in a trace."""
     (path,) = folder.rglob("*.xplane.pb")
     times: dict[str, list[float]] = collections.defaultdict(list)
     for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
@@ -104,7 +106,7 @@ def _times(folder: pathlib.Path) -> dict[str, list[float]]:
 
 
 def _instructions(text: str) -> Iterator[tuple[str, str, str, str, str]]:
-    """Yields computation, name, type, kind and line of every instruction of a program."""
+    """Yields the computation, name, type, kind and line of each instruction in a program."""
     computation = ""
     for line in text.splitlines():
         if begins := COMPUTATION.match(line):
@@ -114,7 +116,7 @@ def _instructions(text: str) -> Iterator[tuple[str, str, str, str, str]]:
 
 
 def _contents(text: str) -> dict[str, str]:
-    """Says of each computation which operations are in it."""
+    """Returns a description of the operations in each computation."""
     counts: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
     for computation, _, _, kind, _ in _instructions(text):
         if kind not in NO_WORK:
@@ -132,7 +134,7 @@ def _where(line: str) -> str:
 
 
 def table(found: Sequence[Kernel], top: int) -> str:
-    """Returns the first kernels as a table, and what all come to."""
+    """Returns a table of the first kernels, and the total time of all."""
     made = Table(box=box.MARKDOWN)
     for heading in ("kernel", "of", "count", "µs each", "µs a step", "result", "where"):
         right = heading in ("count", "µs each", "µs a step")

@@ -1,6 +1,6 @@
-"""What logging costs: the MNIST MLP with and without hooks that write down what it does.
+"""Measures the cost of logging hooks in the training of an MNIST MLP.
 
-python -m benchmarks.logging                # some three minutes on two CPU cores
+python -m benchmarks.logging                # about three minutes on two CPU cores
 """
 
 import argparse
@@ -17,13 +17,15 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-os.environ.setdefault("KERAS_BACKEND", "jax")  # the workloads import keras
+# The workloads import Keras, which reads the backend when it is imported.
+os.environ.setdefault("KERAS_BACKEND", "jax")
 
 import functrain as ft
 from benchmarks.jax_ways import functrain_parts
 from benchmarks.workloads import WORKLOADS
 
-EPOCHS = 4  # of a round
+# Epochs in a round.
+EPOCHS = 4
 ROUNDS = 15
 
 Hooks = Callable[[pathlib.Path], list[Any]]
@@ -41,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def ways() -> dict[str, Hooks]:
-    """What is measured, by name: the hooks of a run, given a folder for it."""
+    """Returns the ways by name: functions from a folder to the hooks of a run."""
     of_hooks: dict[str, Hooks] = {
         "TensorBoard": lambda to: [ft.hooks.TensorBoard(to)],
         "JSONLines": lambda to: [ft.hooks.JSONLines(to / "log.jsonl")],
@@ -62,7 +64,7 @@ def ways() -> dict[str, Hooks]:
 
 
 def measured(folder: pathlib.Path, rounds: int, epochs: int) -> Table:
-    """Times fits with each way's hooks, in turns: on the clock, and in processor time."""
+    """Times fits with the hooks of each way, in turns: wall-clock and processor time."""
     workload = WORKLOADS["mnist-mlp"]
     state, step = functrain_parts(workload)
     loader = ft.ArrayLoader(workload.data(), workload.batch)
@@ -70,13 +72,15 @@ def measured(folder: pathlib.Path, rounds: int, epochs: int) -> Table:
     def seconds(make: Hooks, to: pathlib.Path) -> tuple[float, float]:
         hooks = make(to)
         for hook in hooks:
-            getattr(hook, "begin", lambda: None)()  # files are opened, and wandb's service started
+            # This opens files, and starts the service of wandb, before the time is taken.
+            getattr(hook, "begin", lambda: None)()
         clock, processor = time.perf_counter(), time.process_time()
         ft.fit(state, step, loader, epochs=epochs, hooks=hooks, verbose=0)
         return time.perf_counter() - clock, time.process_time() - processor
 
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in ways()}
-    for i in range(rounds + 1):  # the first one compiles
+    # The first round compiles and is not counted.
+    for i in range(rounds + 1):
         for name, make in ways().items():
             taken = seconds(make, folder / f"{name}{i}")
             found[name] += [taken] * (i > 0)

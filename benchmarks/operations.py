@@ -1,4 +1,4 @@
-"""What a step consists of, and how long each operation takes by itself."""
+"""The operations of a step, and the time that each takes alone."""
 
 import collections
 import math
@@ -15,7 +15,7 @@ import functrain as ft
 from functrain.rewrites._frame import walk_equations, select_rewrite, is_entered
 from functrain.rewrites._optimize import REWRITES
 
-# XLA fuses these into their neighbours, where they cost little or nothing by themselves.
+# XLA fuses these primitives into their neighbours, so they add little or no time.
 FUSED = set(
     """
     abs add add_any and bitcast_convert_type broadcast_in_dim ceil clamp concatenate
@@ -26,17 +26,20 @@ FUSED = set(
     slice split sqrt square squeeze stop_gradient sub tanh transpose xor
     """.split()  # noqa: SIM905
 )
-SMALL = 2**14  # bytes in and out: below, an operation's time is that of the loop around it
-SECONDS = 0.03  # how long one measurement takes, at least
+# Operations that read and write fewer bytes are left out, because their measured time would be that
+# of the loop around them.
+SMALL = 2**14
+# The minimum duration of one measurement.
+SECONDS = 0.03
 
 
 class Operation(NamedTuple):
-    """Equations that do the same work.
+    """Equations of a step that do the same work.
 
     Attributes:
-      eqn: One of them.
-      count: How often a step evaluates them.
-      rule: The rewrite that replaces them, or "".
+      eqn: One of the equations.
+      count: The number of evaluations in a step.
+      rule: The name of the rewrite that replaces the equations, or "".
     """
 
     eqn: Any
@@ -45,17 +48,17 @@ class Operation(NamedTuple):
 
     @property
     def flops(self) -> int:
-        """Of one evaluation; 0 for what is no sum of products."""
+        """The floating-point operations of one evaluation; 0 if it is not a product."""
         return _flops(self.eqn)
 
     @property
     def nbytes(self) -> int:
-        """What one evaluation reads and writes."""
+        """The bytes that one evaluation reads and writes."""
         return sum(map(_nbytes, (*self.eqn.invars, *self.eqn.outvars)))
 
 
 def operations(step: ft.Step[Any], state: Any, batch: Any, rewrites: Any) -> list[Operation]:
-    """Returns the operations of a step, but for those that are fused and those that are small."""
+    """Returns the operations of a step, except those that are fused or small."""
     mode = ft.rewrites.mode(rewrites)
     rules = () if mode == "off" else REWRITES
     counts: collections.Counter[str] = collections.Counter()
@@ -74,10 +77,10 @@ def operations(step: ft.Step[Any], state: Any, batch: Any, rewrites: Any) -> lis
 
 
 def seconds(operation: Operation, rewrites: Any) -> float:
-    """Measures one operation as the body of a loop, which is where a fused step has it.
+    """Returns the seconds of one operation in the body of a loop, as in a fused step.
 
-    The outputs are part of the loop's state, and every round's smallest input depends on those of
-    the round before: so nothing can be left out.
+    The outputs are part of the loop's state, and the smallest input of each iteration depends on
+    the outputs of the one before. So the compiler cannot remove the operation from the loop.
     """
     eqn = operation.eqn
     inputs = [_example(var) for var in eqn.invars]
@@ -97,7 +100,7 @@ def seconds(operation: Operation, rewrites: Any) -> float:
 
 
 def dense_rate(size: int = 1024) -> float:
-    """Measures FLOP/s of a square matrix product in float32."""
+    """Returns the FLOP/s of a square matrix product in float32."""
     x = jnp.ones((size, size)) / size
 
     @jax.jit
@@ -108,9 +111,9 @@ def dense_rate(size: int = 1024) -> float:
 
 
 def _per_round(run: Callable[[int], Any]) -> float:
-    """Returns seconds per round, of a run that takes long enough to be measured.
+    """Returns the seconds per iteration of a run that is long enough to be measured.
 
-    The least of some: what other programs take meanwhile is no property of an operation.
+    This is the minimum of several runs, because other programs can only make a run slower.
     """
     run(1)
     n = 1
@@ -120,7 +123,7 @@ def _per_round(run: Callable[[int], Any]) -> float:
 
 
 def least(run: Callable[[], float], rounds: int = 7, budget: float = 3.0) -> float:
-    """Returns the least of what some runs return, fewer if these seconds are over."""
+    """Returns the minimum of several runs; stops early after `budget` seconds."""
     start = time.perf_counter()
     best = run()
     for _ in range(rounds - 1):
@@ -137,7 +140,7 @@ def _timed(run: Callable[[int], Any], n: int) -> float:
 
 
 def _tied(x: jax.Array, out: jax.Array) -> jax.Array:
-    """Returns x, plus a zero made of another array: which the compiler cannot know."""
+    """Returns x plus a zero computed from `out`, which the compiler cannot simplify away."""
     if _is_key(x):
         return jax.random.wrap_key_data(_tied(jax.random.key_data(x), out))
     first = (jax.random.key_data(out) if _is_key(out) else out).ravel()[0].astype(jnp.float32)
@@ -155,7 +158,8 @@ def _example(var: Any) -> jax.Array:
     rng = np.random.default_rng(0)
     if jnp.issubdtype(aval.dtype, jnp.floating):
         return jnp.asarray(rng.standard_normal(aval.shape, np.float32), aval.dtype)
-    return jnp.asarray(rng.integers(0, 2, aval.shape), aval.dtype)  # indices that exist
+    # Integers may be indices, so only 0 and 1 are drawn, which are within bounds.
+    return jnp.asarray(rng.integers(0, 2, aval.shape), aval.dtype)
 
 
 def _nbytes(var: Any) -> int:
@@ -171,5 +175,6 @@ def _flops(eqn: Any) -> int:
     if eqn.primitive.name == "conv_general_dilated":
         rhs, spec = eqn.invars[1].aval, params["dimension_numbers"].rhs_spec
         products = rhs.size // rhs.shape[spec[0]]
-        return 2 * out.size * products // math.prod(params["lhs_dilation"])  # zeros are no work
+        # Products with the zeros that lhs_dilation inserts do not count as work.
+        return 2 * out.size * products // math.prod(params["lhs_dilation"])
     return 0

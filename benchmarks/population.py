@@ -1,6 +1,8 @@
-"""Many models: a population beside models one after another, by hand, by Keras, by processes.
+"""Compares a population with other ways to train many models.
 
-python -m benchmarks.population                # some ten minutes on two CPU cores
+The other ways are one model after another, a vmap by hand, Keras, and several processes.
+
+python -m benchmarks.population                # about ten minutes on two CPU cores
 python -m benchmarks.population --quick
 """
 
@@ -17,7 +19,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-os.environ.setdefault("KERAS_BACKEND", "jax")  # the workloads import keras
+# The workloads import Keras, which reads the backend when it is imported.
+os.environ.setdefault("KERAS_BACKEND", "jax")
 
 import bridge
 import functrain as ft
@@ -42,9 +45,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--quick", action="store_true", help="fewer and smaller, for a look")
+    parser.add_argument("--quick", action="store_true", help="fewer and smaller workloads")
     args = parser.parse_args(arguments)
-    jax.config.update("jax_num_cpu_devices", DEVICES)  # one program on each of them
+    # One of the ways divides the members among several CPU devices.
+    jax.config.update("jax_num_cpu_devices", DEVICES)
     for name, members, steps in QUICK if args.quick else CASES:
         table = Table(f"{members} × {name}", "µs / member-step", "relative")
         rows = measured(WORKLOADS[name], members, steps, 2 if args.quick else args.rounds)
@@ -57,14 +61,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def measured(
     workload: Workload, members: int, steps: int, rounds: int
 ) -> dict[str, tuple[float, float]]:
-    """Returns µs a member-step, and relative to one after another, each fused: medians.
+    """Returns the median µs per member and step of each way, absolute and relative.
 
-    Way after way in each round, so that a slow moment of the machine meets all of them.
+    The ratios are relative to the first way, which trains one fused model after another. The ways
+    take turns in each round, so that a slow moment of the machine affects all of them.
     """
     count = members * steps
     found: dict[str, list[float]] = {}
     everything = ways(workload, members, steps)
-    for i in range(rounds + 1):  # the first one compiles
+    # The first round compiles and is not counted.
+    for i in range(rounds + 1):
         for name, run in everything.items():
             began = time.perf_counter()
             run()
@@ -81,11 +87,12 @@ def measured(
 
 
 def ways(workload: Workload, members: int, steps: int) -> dict[str, Way]:
-    """Returns what is measured, by name: each trains all members for so many steps."""
+    """Returns the ways by name; each trains all members for `steps` steps."""
     net, state, step, batches = parts(workload, steps)
     stacked = ft.population.stack([state] * members)
     over_all = ft.population.step(step)
-    other = None if "conv" in workload.name else 1  # than what "auto" takes
+    # The block size that "auto" does not choose for this workload.
+    other = None if "conv" in workload.name else 1
     x, y = workload.make_data(steps * workload.batch)
     loader = ft.ArrayLoader((x, y), workload.batch)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
@@ -143,7 +150,7 @@ def parts(workload: Workload, steps: int) -> tuple[Any, Any, Any, Any]:
 
 
 def train(program: Any, state: Any, batches: Any) -> None:
-    """Runs a program, which may consume its state."""
+    """Runs a program on a copy of the state, because the program may donate its buffers."""
     jax.block_until_ready(program(jax.tree.map(jnp.copy, state), batches))
 
 
@@ -153,10 +160,10 @@ _of_process: tuple[Any, Any, Any] = (None, None, None)
 def started_pool(
     name: str, steps: int, members: int | None = None
 ) -> concurrent.futures.ProcessPoolExecutor:
-    """Returns processes that hold the workload; each compiles it at its first call.
+    """Returns a pool of processes that prepare the workload and compile it at the first call.
 
-    With `members`, each holds a population of so many, and is bound to its own part of the cores,
-    as `functrain.launch --bind` does it.
+    With `members`, each process has a population of that size, and is bound to its own part of the
+    cores, like processes that `functrain.launch --bind` starts.
     """
     context = multiprocessing.get_context("spawn")
     numbers = context.SimpleQueue()
@@ -172,7 +179,8 @@ def started_pool(
 
 def _prepare(name: str, steps: int, members: int | None, numbers: Any) -> None:
     global _of_process
-    if members is not None:  # before there are threads
+    # The process is bound before JAX starts its threads, which inherit the binding.
+    if members is not None:
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, cores[numbers.get() :: PROCESSES])
     _, state, step, batches = parts(WORKLOADS[name], steps)

@@ -1,4 +1,6 @@
-"""Measures predictions beside Keras's own on its backends; options as those of `benchmarks`.
+"""Compares the speed of predictions with Keras on its backends.
+
+The options are those of `python -m benchmarks`.
 
 python -m benchmarks.predict --quick
 python -m benchmarks.predict --python torch=.venv-torch/bin/python

@@ -1,11 +1,11 @@
-"""Where a step's time goes, by operation, next to what the machine can do.
+"""Times the operations of a step, and compares their rates with a matrix product.
 
 python -m benchmarks.profile --workload mnist-convnet
 python -m benchmarks.profile --workload resnet50 --rewrites off --top 20
 
-Every operation is timed by itself, in a loop, as the rewrites make it; so the sum is not that of
-the step, where operations overlap and are fused. For a step of your own: `profile(step, state,
-batch)`.
+Every operation is timed alone, in a loop, after the rewrites. The sum of these times differs from
+the time of the step, in which operations overlap and are fused. For a step of your own, call
+`profile(step, state, batch)`.
 """
 
 import argparse
@@ -32,13 +32,14 @@ from functrain.common import _table
 
 @dataclasses.dataclass(frozen=True)
 class Profile:
-    """Where a step's time goes; as a string, a table.
+    """The times of a step and of its operations; `str` returns them as a table.
 
     Attributes:
-      operations: What was timed, the most expensive first.
-      times: Seconds of one evaluation of each.
+      operations: The operations; those that take most of a step come first.
+      times: Seconds of one evaluation of each operation.
       step: Seconds of a step in a fused program.
       dense: FLOP/s of a matrix product.
+      top: The number of rows in the table.
     """
 
     operations: tuple[Operation, ...]
@@ -92,18 +93,18 @@ def profile(
     top: int = 30,
     say: Callable[[str], None] = lambda text: None,
 ) -> Profile:
-    """Times a step in a fused program, and each of its operations by itself.
+    """Times a step in a fused program, and each of its operations alone.
 
     Args:
       step: ``(state, batch) -> (state, logs)``; one with metrics takes ``step.start(state)``.
-      state: Left alive.
+      state: The state, which is not donated.
       batch: One batch.
       rewrites: As for `functrain.fuse`.
-      top: Rows that the table shows.
-      say: Told what is being timed.
+      top: The number of rows in the table.
+      say: A function that is called with the progress as text.
 
     Returns:
-      A Profile: print it.
+      A Profile, which can be printed.
     """
     found = operations(step, state, batch, rewrites)
     dense, times = dense_rate(), []
@@ -121,7 +122,7 @@ def profile(
 
 
 def step_seconds(step: ft.Step[Any], state: Any, batch: Any, rewrites: Any, k: int = 2) -> float:
-    """Measures a step of a fused program: the least of some runs, as `seconds` does."""
+    """Returns the seconds of a step in a fused program, the minimum of several runs."""
     fused = ft.fuse(step, k, rewrites=rewrites, donate=False)
     chunk = jax.tree.map(lambda x: np.stack([np.asarray(x)] * k), batch)
 
@@ -135,7 +136,7 @@ def step_seconds(step: ft.Step[Any], state: Any, batch: Any, rewrites: Any, k: i
 
 
 def describe(eqn: Any) -> str:
-    """Says what an equation is: its primitive, types, and what matters of its parameters."""
+    """Returns the primitive, the types and the important parameters of an equation."""
     types = " ".join(var.aval.str_short(short_dtypes=True) for var in eqn.invars)
     out = eqn.outvars[0].aval.str_short(short_dtypes=True)
     return f"{eqn.primitive.name} {types} -> {out}{_parameters(eqn.params)}"
@@ -179,7 +180,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def example(workload: Any) -> tuple[ft.Step[Any], Any, Any]:
-    """Returns a workload's step, with a state and a batch of its own."""
+    """Returns the step of a workload, and a state and a batch for it."""
     from benchmarks.jax_ways import functrain_parts
 
     state, step = functrain_parts(workload)

@@ -1,4 +1,4 @@
-"""What came of it, for people: tables and a picture."""
+"""Reports of the results: tables and a plot."""
 
 import math
 import os
@@ -9,11 +9,12 @@ from typing import Any
 
 from rich.table import Table
 
-Results = dict[str, Any]  # as in results.json; see README.md
+# The contents of results.json; see README.md.
+Results = dict[str, Any]
 
 
 def machine() -> dict[str, Any]:
-    """Says what the numbers were measured on."""
+    """Returns a description of the machine and its software."""
     return {
         "cpu": _cpu(),
         "cores": os.cpu_count(),
@@ -32,7 +33,7 @@ def _cpu() -> str:
 
 
 def reference(ways: dict[str, Any]) -> str:
-    """Returns the way that others are compared with: Keras's on JAX where it was measured."""
+    """Returns the way that others are compared with: Keras on JAX, if it was measured."""
     names = ("keras-fit", "keras-predict", "jit-loop")
     known = [name for name in names if ways.get(name, {}).get("seconds")]
     measured = [name for name, way in ways.items() if way["seconds"]]
@@ -40,9 +41,9 @@ def reference(ways: dict[str, Any]) -> str:
 
 
 def speed(ways: dict[str, Any], name: str) -> float:
-    """Returns how many times as fast as the reference: the median over the rounds' ratios.
+    """Returns the speed relative to the reference: the median of the rounds' ratios.
 
-    Both sides of a ratio come from one round, so a slow spell of the machine hits both.
+    Both times of a ratio come from the same round, so a slow moment of the machine affects both.
     """
     ours, theirs = ways[name]["seconds"], ways.get(reference(ways), {"seconds": []})["seconds"]
     ratios = [b / a for a, b in zip(ours, theirs, strict=False)]
@@ -50,7 +51,7 @@ def speed(ways: dict[str, Any], name: str) -> float:
 
 
 def disagreement(ways: dict[str, Any]) -> dict[str, float]:
-    """Returns how far each way's losses are from the reference's, relatively, first call."""
+    """Returns the relative difference between each way's first loss and the reference's."""
     expected = ways.get(reference(ways), {}).get("losses", [])
     return {
         name: abs(way["losses"][0] - expected[0]) / max(1e-12, abs(expected[0]))
@@ -60,7 +61,7 @@ def disagreement(ways: dict[str, Any]) -> dict[str, float]:
 
 
 def table(result: dict[str, Any]) -> Table:
-    """Returns one workload's table, the fastest way first."""
+    """Returns the table of a workload, with the fastest way first."""
     ways = result["ways"]
     title = f"{result['workload']}, batch {result['batch']}, {result['steps']} steps a call"
     made = Table(title=title, title_justify="left")
@@ -85,7 +86,7 @@ def table(result: dict[str, Any]) -> Table:
 
 
 def markdown(results: Results) -> str:
-    """Returns the summary for a README: ms a step, and the speed next to the reference."""
+    """Returns a markdown table of ms per step, and of the speed relative to the reference."""
     names = list(dict.fromkeys(name for r in results["results"] for name in r["ways"]))
     lines = [
         _sentence(results),
@@ -121,7 +122,7 @@ def _cell(ways: dict[str, Any], name: str) -> str:
 
 
 def draw(results: Results, path: pathlib.Path) -> None:
-    """Saves the picture: a panel per workload, a bar per way, log scale, min to max as a line."""
+    """Saves a bar chart on a log scale for each workload; lines show the minimum and maximum."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -157,6 +158,6 @@ def _panel(axes: Any, result: dict[str, Any]) -> None:
 
 
 def milliseconds(seconds: float) -> str:
-    """Formats three digits, and all of them before the point."""
+    """Formats with three significant digits, or as a whole number from 1000 ms on."""
     value = 1e3 * seconds
     return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"

@@ -1,8 +1,8 @@
-"""What saving costs: a small run that saves often, and a large state that is saved once.
+"""Measures the cost of saving: a small run that saves often, and a large state saved once.
 
-python -m benchmarks.saving                 # both, some three minutes on two CPU cores
+python -m benchmarks.saving                 # both, about three minutes on two CPU cores
 python -m benchmarks.saving --gigabytes 4
-python -m benchmarks.saving --memory        # memory at its peak, a fresh process for each
+python -m benchmarks.saving --memory        # peak memory, each in a new process
 """
 
 import argparse
@@ -20,7 +20,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-os.environ.setdefault("KERAS_BACKEND", "jax")  # the workloads import keras
+# The workloads import Keras, which reads the backend when it is imported.
+os.environ.setdefault("KERAS_BACKEND", "jax")
 
 import jax
 import jax.numpy as jnp
@@ -32,8 +33,11 @@ import functrain as ft
 from benchmarks.jax_ways import functrain_parts
 from benchmarks.workloads import WORKLOADS
 
-EVERY = 100  # steps
-EPOCHS = 20  # of a round, so that what goes on behind a run's back is in its own time
+# Steps between two checkpoints.
+EVERY = 100
+# Epochs in a round. A round is long, so that background writes count towards the round that started
+# them.
+EPOCHS = 20
 ROUNDS = 5
 PEAKS = "by hand", "fit", "fit, saved", "fit donated", "fit donated, saved", "restore"
 
@@ -41,10 +45,11 @@ PEAKS = "by hand", "fit", "fit, saved", "fit donated", "fit donated, saved", "re
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--gigabytes", type=float, default=1.0, help="of the large state")
+    parser.add_argument("--gigabytes", type=float, default=1.0, help="size of the large state")
     parser.add_argument("--folder", type=pathlib.Path, help="where to write; the disk matters")
     parser.add_argument("--memory", action="store_true", help="measure peaks, not times")
-    parser.add_argument("--peak", choices=PEAKS, help=argparse.SUPPRESS)  # in a fresh process
+    # With --memory the script starts itself with --peak, in a new process for each measurement.
+    parser.add_argument("--peak", choices=PEAKS, help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
     if args.peak:
         print(peak(args.peak))
@@ -60,13 +65,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def small_run(folder: pathlib.Path) -> Table:
-    """The MNIST MLP, whose 100 steps take some 10 ms: saved never, within a budget, and always."""
+    """Times the MNIST MLP without saving, saving within a budget, and saving every time.
+
+    Its 100 steps between checkpoints take about 10 ms, so saving is expensive in comparison.
+    """
     workload = WORKLOADS["mnist-mlp"]
     state, step = functrain_parts(workload)
     loader = ft.ArrayLoader(workload.data(), workload.batch)
 
     def epochs(name: str, **how: Any) -> Iterator[int]:
-        """Runs on and on; yields after each round how many checkpoints were written."""
+        """Trains without end; yields the number of checkpoints written after each round."""
         known: dict[str, Any] = {}
         if how:
             saved = ft.Checkpointer(folder / name, every=ft.every(steps=EVERY), **how)
@@ -109,7 +117,7 @@ def small_run(folder: pathlib.Path) -> Table:
 
 
 def large_state(folder: pathlib.Path, gigabytes: float) -> Table:
-    """How long training stands still for a state of some size: ours, Orbax's own, and a copy."""
+    """Times how long training waits for a large state to be saved, compared with Orbax."""
     parts = 16
     size = int(gigabytes * 2**30 / 4 / parts)
     keys = jax.random.split(jax.random.key(0), parts)
@@ -139,7 +147,8 @@ def large_state(folder: pathlib.Path, gigabytes: float) -> Table:
             began = time.perf_counter()
             rest = way(tree, to)
             waited[name].append(time.perf_counter() - began)
-            tree = step(tree)  # training goes on, and takes the buffers over
+            # The next training step reuses the buffers, as in a real run.
+            tree = step(tree)
             rest()
             whole[name].append(time.perf_counter() - began)
             shutil.rmtree(to, ignore_errors=True)
@@ -154,7 +163,7 @@ def large_state(folder: pathlib.Path, gigabytes: float) -> Table:
 
 
 def peaks(rounds: int = 3) -> Table:
-    """Memory at its peak, in states: what a process had before the state is subtracted."""
+    """Returns the peak memory in multiples of the state, without the process's memory before it."""
     table = Table("a state of 588 MiB", *(f"round {i + 1}" for i in range(rounds)))
     for way in PEAKS:
         command = [sys.executable, "-m", "benchmarks.saving", "--peak", way]
@@ -164,7 +173,7 @@ def peaks(rounds: int = 3) -> Table:
 
 
 def peak(way: str) -> float:
-    """Returns the peak of one way in this process, in states (Linux)."""
+    """Returns the peak memory of one way in this process, in multiples of the state (Linux)."""
     status, tx = pathlib.Path("/proc/self/status"), optax.adam(1e-4)
 
     def mib(name: str) -> float:

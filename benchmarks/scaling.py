@@ -1,11 +1,12 @@
-"""A 7 B and a 70 B transformer with Adam on 64 and on 512 devices, on paper: nothing is allocated.
+"""Computes the memory and communication of 7 B and 70 B transformers on 64 and 512 devices.
 
-    python -m benchmarks.scaling                # all rows, some minutes on two CPU cores
-    python -m benchmarks.scaling --only 7B 64   # those with these words
+    python -m benchmarks.scaling                # all rows, a few minutes on two CPU cores
+    python -m benchmarks.scaling --only 7B 64   # the rows with these words
 
-Shapes only: `jax.eval_shape` makes the states, `functrain.sharding` places them, and the compiler
-makes the program of one step for as many CPU devices as asked. A row has the bytes of the state on
-each device by our rules, those that the compiler wants beside it, and what a step sends.
+Only shapes are used, and no state is allocated: `jax.eval_shape` makes the states,
+`functrain.sharding` computes their shardings, and XLA compiles an Adam step for that many CPU
+devices. A row has the bytes of the state on each device by our rules and by the compiler, the
+temporary memory that the compiler needs, and the bytes that a step sends.
 """
 
 import argparse
@@ -24,20 +25,23 @@ from jax.sharding import PartitionSpec as P
 
 import functrain as ft
 
-TOKENS = 2048  # of one sequence; one sequence a device
+# The tokens of a sequence. Each device has one sequence.
+TOKENS = 2048
 
 
 class Size(NamedTuple):
     layers: int
     width: int
     heads: int
-    groups: int  # of keys and values
+    # The number of heads of keys and values.
+    groups: int
     hidden: int
     words: int = 32_000
 
 
 SIZES = {"7B": Size(32, 4096, 32, 32, 11_008), "70B": Size(80, 8192, 64, 8, 28_672)}
-# Within a layer: what makes many numbers by its columns, what makes few by its rows.
+# Tensor parallelism within a layer. Matrices with many outputs are divided by columns over "model",
+# and the matrices that follow them, "out" and "down", by rows.
 TENSOR = {
     "layers/[qkv]": P(None, "data", "model"),
     "layers/gate": P(None, "data", "model"),
@@ -46,7 +50,8 @@ TENSOR = {
     "layers/down": P(None, "model", "data"),
     "**": ft.sharding.fsdp("data"),
 }
-WAYS: dict[str, tuple[int, Any]] = {  # devices of the axis of the model, rule
+# The number of devices along the "model" axis, and the sharding rule.
+WAYS: dict[str, tuple[int, Any]] = {
     "FSDP": (1, ft.sharding.fsdp("data")),
     "FSDP × tensor 8": (8, ft.sharding.rules(TENSOR)),
 }
@@ -71,7 +76,7 @@ def params(size: Size) -> Any:
 
 
 def loss_of(size: Size, rows: NamedSharding) -> Any:
-    """The loss of a decoder in bfloat16, its layers in a scan that remembers their inputs alone."""
+    """Returns the loss of a bfloat16 decoder, which recomputes each layer in the backward pass."""
 
     def stay(x: jax.Array) -> jax.Array:
         return jax.lax.with_sharding_constraint(x, rows)
@@ -101,7 +106,7 @@ def loss_of(size: Size, rows: NamedSharding) -> Any:
 
 
 def row(name: str, devices: int, way: str) -> str:
-    """Compiles one row, in a process with as many devices."""
+    """Returns one row of the table, compiled in a process with that many devices."""
     size, (parts, rule) = SIZES[name], WAYS[way]
     mesh = ft.sharding.mesh({"data": devices // parts, "model": parts})
     rows, tx = NamedSharding(mesh, P("data")), optax.adam(1e-4)
@@ -133,7 +138,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", nargs="*", default=[], help="words of the rows to make")
+    parser.add_argument("--only", nargs="*", default=[], help="words that the rows must have")
     parser.add_argument("--row", nargs=3, help="one row: model, devices, way; in this process")
     asked = parser.parse_args()
     if asked.row:

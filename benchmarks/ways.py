@@ -1,8 +1,8 @@
-"""How it is trained, or predicted with: every way by name, and which workloads it can do.
+"""The ways of training and predicting, by name.
 
-A way is a function ``way(workload) -> run``; ``run()`` takes `workload.steps` steps from where the
-last call left off, waits for them, and returns their mean loss, by which the ways are compared. One
-that predicts returns a number made of the outputs.
+A way is a function ``way(workload) -> run``. Each call of ``run()`` continues for `workload.steps`
+steps, waits for the result, and returns the mean loss, by which the ways are compared. A way that
+predicts returns a number computed from the outputs instead.
 """
 
 import dataclasses
@@ -15,15 +15,15 @@ HAS_FLAX = ("digits-mlp", "mnist-mlp", "tabular-mlp", "mnist-convnet")
 
 @dataclasses.dataclass(frozen=True)
 class Way:
-    """One way of training, or of predicting.
+    """One way of training or predicting.
 
     Attributes:
-      name: As on the command line. A peer's is ``name@backend``.
-      where: "module:function"; imported only in the process that runs it.
+      name: The name on the command line, ``name@backend`` for backends other than JAX.
+      where: "module:function", imported only in the process that runs the way.
       label: One line for `--help`.
-      backend: The Keras backend it runs on.
-      big: Whether big workloads are worth its compile time.
-      bar: Whether it shows a progress bar, which matters where a step is short.
+      backend: The Keras backend that the way runs on.
+      big: True if the way is also measured with big workloads, despite their compile time.
+      bar: True if the way shows a progress bar, whose cost matters if steps are short.
     """
 
     name: str
@@ -35,11 +35,11 @@ class Way:
 
     @property
     def predicts(self) -> bool:
-        """Whether it predicts: it does not train then."""
+        """True if the way predicts instead of training."""
         return "predict" in self.name
 
     def can(self, workload: Any) -> bool:
-        """Says whether the way does the workload."""
+        """Returns True if the way can run the workload."""
         if self.where.startswith("benchmarks.flax_ways"):
             return workload.name in HAS_FLAX
         if self.bar and workload.name not in HAS_BAR:
@@ -50,7 +50,7 @@ class Way:
         return self.big or not workload.big
 
     def prepare(self, workload: Any) -> Any:
-        """Returns the `run` of a workload."""
+        """Returns the function `run` for a workload."""
         module, _, function = self.where.partition(":")
         return getattr(importlib.import_module(module), function)(workload)
 

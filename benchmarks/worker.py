@@ -1,8 +1,8 @@
-"""The measuring side: one process per Keras backend that imports once, and forks for each way.
+"""The worker process of a Keras backend, which imports it once and forks for each way.
 
-Every way has a process of its own, so that its peak memory and its compilations are its own, and
-stays alive while others are measured, so that the rounds are interleaved. Messages are lines of
-JSON over a Unix socket, since the backends live in environments of their own.
+Every way runs in its own process, so its peak memory and compilations are not mixed with those of
+other ways. The processes stay alive while others are measured, so that rounds can be interleaved.
+Messages are lines of JSON over a Unix socket, because each backend has its own environment.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from typing import Any
 
 
 class Line:
-    """A connection on which both sides send JSON, a line each."""
+    """A connection on which both sides send lines of JSON."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -31,14 +31,14 @@ class Line:
         self._file.flush()
 
     def receive(self) -> dict[str, Any]:
-        """Waits for one message; EOFError when the other side is gone."""
+        """Waits for a message; raises EOFError if the other process has ended."""
         line = self._file.readline()
         if not line:
             raise EOFError("the process at the other end has died; its messages are above")
         return json.loads(line)
 
     def close(self) -> None:
-        """Hangs up: the worker at the other end then exits."""
+        """Closes the connection, after which the worker at the other end exits."""
         self._file.close()
         self._connection.close()
 
@@ -51,13 +51,16 @@ def connect(address: str) -> Line:
 
 
 def main(address: str) -> None:
-    """Imports the backend, then forks a child for each order the driver sends."""
+    """Imports the backend, then forks a child for each order of the driver."""
     backend = os.environ["KERAS_BACKEND"]
     from benchmarks import ways, workloads  # noqa: F401
 
-    if backend == "jax":  # importing is most of a start; nothing here touches a device
+    # Importing takes most of the start of a process, so it is done before the fork. The imports
+    # must not use a device, because JAX's threads would not survive the fork.
+    if backend == "jax":
         from benchmarks import flax_ways  # noqa: F401
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # let finished children go
+    # Finished children are removed without a call of `wait`.
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     line = connect(address)
     line.send(versions={name: _version(name) for name in ("keras", backend, "numpy")})
     with contextlib.suppress(EOFError):
@@ -75,7 +78,7 @@ def _version(name: str) -> str:
 
 
 def _child(line: Line, **order: Any) -> None:
-    """Serves one way until the driver hangs up; never returns into the parent's loop."""
+    """Serves one way until the driver closes the connection, then exits the process."""
     code = 0
     try:
         serve(line, **order)
@@ -91,7 +94,7 @@ def _child(line: Line, **order: Any) -> None:
 
 
 def serve(line: Line, *, way: str, workload: str, steps: int | None) -> None:
-    """Prepares a way, reports its first call, then measures as often as it is asked."""
+    """Prepares a way, reports its first call, then measures at each request."""
     from benchmarks.ways import PREDICTING, WAYS
     from benchmarks.workloads import WORKLOADS
 

@@ -1,4 +1,4 @@
-"""What is trained: a Keras model, data and a batch size, on any Keras backend."""
+"""The workloads: Keras models with data and batch sizes, for any Keras backend."""
 
 import dataclasses
 import importlib
@@ -16,20 +16,22 @@ Arrays = tuple[np.ndarray, np.ndarray]
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """One thing to train.
+    """A model with data and a batch size.
 
     Attributes:
-      name: As on the command line.
+      name: The name on the command line.
       batch: Examples per step.
-      steps: Steps per measurement: one epoch. A multiple of 128, or less than that.
-      build: Makes the Keras model; its outputs are logits.
+      steps: Steps per measurement, which is one epoch: a multiple of 128, or less than 128.
+      build: Returns a new Keras model whose outputs are logits.
       make_data: ``make_data(examples) -> (inputs, labels i32)``.
-      quick: Part of `--quick`.
-      big: Compiles for long; measured with fewer rounds and without the ways that add nothing.
-      sensitive: Rounding changes its loss within an epoch, as BatchNorm over few numbers does: of
-        MobileNetV2 the first loss by 1e-6, the second by 0.8 %, the mean of 8 by up to 5 %.
-      own_step: "module:function" that returns (state, step) as functrain takes them, for what is
-        no classifier; `build` is None then.
+      quick: True if the workload is part of `--quick`.
+      big: True if compiling takes long. Big workloads have fewer rounds, and leave out the ways
+        with `big=False`.
+      sensitive: True if rounding changes the loss within an epoch, for example by BatchNorm over
+        few numbers. For MobileNetV2 rounding changes the first loss by 1e-6, the second by 0.8 %,
+        and the mean of 8 by up to 5 %.
+      own_step: "module:function" that returns the state and the step, for models that are not
+        classifiers. `build` is None then.
     """
 
     name: str
@@ -43,8 +45,8 @@ class Workload:
     own_step: str = ""
 
     def model(self) -> keras.Model:
-        """Builds the model, with the same initial weights on every backend."""
-        assert self.build is not None, f"{self.name} is no Keras model"
+        """Returns a new model, with the same initial weights on every backend."""
+        assert self.build is not None, f"{self.name} is not a Keras model"
         keras.utils.set_random_seed(0)
         model = self.build()
         draw_kernels(model)
@@ -55,13 +57,13 @@ class Workload:
         return self.make_data(self.steps * self.batch)
 
     def functrain_step(self) -> tuple[Any, Any]:
-        """Returns (state, step) of a workload that brings its own."""
+        """Returns the state and the step of a workload with `own_step`."""
         module, _, function = self.own_step.partition(":")
         return getattr(importlib.import_module(module), function)()
 
 
 def draw_kernels(model: keras.Model) -> None:
-    """Draws them with NumPy: every backend of Keras has random numbers of its own."""
+    """Draws the kernels with NumPy, because the backends have different random generators."""
     rng = np.random.default_rng(0)
     for variable in model.trainable_variables:
         shape = tuple(variable.shape)
@@ -71,7 +73,7 @@ def draw_kernels(model: keras.Model) -> None:
 
 
 def noise(*shape: int, classes: int = 10, labels: tuple[int, ...] = ()) -> Callable[[int], Arrays]:
-    """Returns a maker of normal inputs `f32[n, *shape]` with random labels `i32[n, *labels]`."""
+    """Returns a function that draws normal inputs `f32[n, *shape]` and labels `i32[n, *labels]`."""
 
     def make(n: int) -> Arrays:
         rng = np.random.default_rng(0)
@@ -82,13 +84,13 @@ def noise(*shape: int, classes: int = 10, labels: tuple[int, ...] = ()) -> Calla
 
 
 def tokens(n: int) -> Arrays:
-    """Sequences of 64 tokens out of 256, each labelled with its successor."""
+    """Returns n sequences of 64 random tokens below 256, and the next tokens as labels."""
     text = np.random.default_rng(0).integers(256, size=(n, 65), dtype=np.int32)
     return text[:, :-1], text[:, 1:]
 
 
 def words(vocabulary: int, *shape: int, classes: int = 2) -> Callable[[int], Arrays]:
-    """Returns a maker of numbers below a bound, `i32[n, *shape]`, with random labels `i32[n]`."""
+    """Returns a function that draws word indices `i32[n, *shape]` and labels `i32[n]`."""
 
     def make(n: int) -> Arrays:
         rng = np.random.default_rng(0)
@@ -99,7 +101,7 @@ def words(vocabulary: int, *shape: int, classes: int = 2) -> Callable[[int], Arr
 
 
 def mnist(*shape: int) -> Callable[[int], Arrays]:
-    """Returns a reader of the first n MNIST digits, as `f32[n, *shape]` in 0 to 1."""
+    """Returns a function that reads n MNIST digits as `f32[n, *shape]` between 0 and 1."""
 
     def read(n: int) -> Arrays:
         with np.load(MNIST) as file:
@@ -110,7 +112,7 @@ def mnist(*shape: int) -> Callable[[int], Arrays]:
 
 
 def mlp(inputs: int, *widths: int) -> Callable[[], keras.Model]:
-    """Returns the builder of a multi-layer perceptron."""
+    """Returns a function that builds a multi-layer perceptron."""
 
     def build() -> keras.Model:
         hidden = [layers.Dense(width, "relu") for width in widths[:-1]]
@@ -120,7 +122,7 @@ def mlp(inputs: int, *widths: int) -> Callable[[], keras.Model]:
 
 
 def convnet() -> keras.Model:
-    """Two convolutions, each pooled, and a dense layer."""
+    """Returns two convolutions with pooling, and a dense layer."""
     return keras.Sequential(
         [
             keras.Input((28, 28, 1)),
@@ -135,7 +137,7 @@ def convnet() -> keras.Model:
 
 
 def residual() -> keras.Model:
-    """A stem and four residual blocks with BatchNorm, on 28×28."""
+    """Returns a stem and four residual blocks with BatchNorm, for images of 28×28."""
     x = inputs = keras.Input((28, 28, 1))
     x = layers.Conv2D(16, 3, padding="same", use_bias=False)(x)
     for width, strides in ((16, 1), (32, 2), (32, 1), (64, 2)):
@@ -150,7 +152,7 @@ def residual() -> keras.Model:
 
 
 def separable() -> keras.Model:
-    """Separable, depthwise and transposed convolutions: the slow ones."""
+    """Returns separable, depthwise and transposed convolutions, which are slow on CPUs."""
     return keras.Sequential(
         [
             keras.Input((32, 32, 3)),
@@ -165,20 +167,20 @@ def separable() -> keras.Model:
 
 
 def application(name: str) -> Callable[[], keras.Model]:
-    """Returns the builder of one of `keras.applications`, for 32×32 images and ten classes."""
+    """Returns a function that builds one of `keras.applications` for 32×32 images."""
     make = getattr(keras.applications, name)
     shape = (32, 32, 3)
     return lambda: make(weights=None, input_shape=shape, classes=10, classifier_activation=None)
 
 
 def with_places(x: Any) -> Any:
-    """Adds an embedding of its place to every vector of `f32[B, T, C]`."""
+    """Adds position embeddings to `f32[B, T, C]`."""
     places = keras.ops.cumsum(keras.ops.ones_like(x[..., 0], dtype="int32"), axis=1) - 1
     return x + layers.Embedding(x.shape[1], x.shape[2])(places)
 
 
 def encoder_block(x: Any, heads: int, causal: bool = False) -> Any:
-    """Attention and a dense part four times as wide, each normalized first and added."""
+    """Applies a pre-norm transformer block, whose dense part is four times as wide."""
     width = x.shape[-1]
     h = layers.LayerNormalization()(x)
     x = x + layers.MultiHeadAttention(heads, width // heads)(h, h, use_causal_mask=causal)
@@ -187,7 +189,7 @@ def encoder_block(x: Any, heads: int, causal: bool = False) -> Any:
 
 
 def transformer() -> keras.Model:
-    """Two causal blocks of width 64 over 64 tokens, predicting the next one."""
+    """Returns two causal blocks of width 64 that predict the next of 64 tokens."""
     inputs = keras.Input((64,), dtype="int32")
     x = with_places(layers.Embedding(256, 64)(inputs))
     for _ in range(2):
@@ -196,7 +198,7 @@ def transformer() -> keras.Model:
 
 
 def vit() -> keras.Model:
-    """Four blocks of width 64 over the 49 patches of a digit."""
+    """Returns four blocks of width 64 over the 49 patches of a digit."""
     inputs = keras.Input((28, 28, 1))
     x = layers.Reshape((49, 64))(layers.Conv2D(64, 4, strides=4)(inputs))
     x = with_places(x)
@@ -207,9 +209,9 @@ def vit() -> keras.Model:
 
 
 def bert_tiny() -> keras.Model:
-    """BERT's two layers of width 128, normalized after each part, and a class for a text.
+    """Returns two post-norm BERT layers of width 128 that classify texts of 64 tokens.
 
-    Of 64 tokens out of 8192; without dropout, whose random numbers differ between backends.
+    There is no dropout, because its random numbers differ between backends.
     """
     inputs = keras.Input((64,), dtype="int32")
     x = layers.LayerNormalization()(with_places(layers.Embedding(8192, 128)(inputs)))
@@ -221,17 +223,17 @@ def bert_tiny() -> keras.Model:
 
 
 def recurrent(layer: Callable[[], keras.Layer]) -> Callable[[], keras.Model]:
-    """Returns the builder of one recurrent layer over 32 steps of 8 features."""
+    """Returns a function that builds a recurrent layer over 32 steps of 8 features."""
     return lambda: keras.Sequential([keras.Input((32, 8)), layer(), layers.Dense(10)])
 
 
 def two_way_lstm() -> keras.Layer:
-    """An LSTM of 32 units forwards, and one backwards."""
+    """Returns a bidirectional LSTM with 32 units in each direction."""
     return layers.Bidirectional(layers.LSTM(32))
 
 
 def bag_of_words() -> keras.Model:
-    """The mean of 64 embedded words out of 10,000, and two dense layers."""
+    """Returns the mean of 64 word embeddings out of 10,000, and two dense layers."""
     return keras.Sequential(
         [
             keras.Input((64,), dtype="int32"),
@@ -244,7 +246,7 @@ def bag_of_words() -> keras.Model:
 
 
 def wide_embeddings() -> keras.Model:
-    """Eight columns of 1000 categories, each embedded in 32 numbers, and three dense layers."""
+    """Returns embeddings of eight columns with 1000 categories each, and three dense layers."""
     inputs = keras.Input((8,), dtype="int32")
     columns = [layers.Embedding(1000, 32)(inputs[:, i]) for i in range(8)]
     x = layers.Concatenate()(columns)
@@ -254,7 +256,8 @@ def wide_embeddings() -> keras.Model:
 
 
 def _application(key: str, name: str) -> Workload:
-    sensitive = key == "mobilenet-v2"  # the others were not measured
+    # The sensitivity to rounding was measured for MobileNetV2 only.
+    sensitive = key == "mobilenet-v2"
     return Workload(key, 16, 8, application(name), noise(32, 32, 3), big=True, sensitive=sensitive)
 
 
