@@ -1,4 +1,4 @@
-"""What every example does first: its arguments, and one line where something is missing."""
+"""Reads the options of every example, and reports missing requirements in one line."""
 
 import argparse
 import importlib.util
@@ -11,23 +11,24 @@ SCRIPT = pathlib.Path(sys.argv[0])
 
 
 def arguments(prose: str, quick: str, **defaults: object) -> argparse.Namespace:
-    """Reads the command line, sees to Keras's backend, and makes the folder for the pictures.
+    """Parses the command line, selects the JAX backend of Keras, and creates the output folder.
 
     Args:
-      prose: The script's docstring, for ``--help``.
-      quick: What ``--quick`` does.
-      **defaults: Further options with their defaults; a pair is (default, help).
+      prose: The script's docstring, which ``--help`` prints.
+      quick: The help text of ``--quick``.
+      **defaults: Further options: a default value, or a pair of a default value and a help text.
 
     Returns:
-      The options, with `quick`, `seed`, `data` (the folder) and `output` (the folder, made).
+      The options, including `quick`, `seed`, `data` (the folder with the data sets) and `output`
+      (the folder for pictures and files, which now exists).
     """
     parser = argparse.ArgumentParser(
         description=prose, formatter_class=argparse.RawTextHelpFormatter
     )
     for name, default in {"seed": 0, **defaults}.items():
-        value, says = default if isinstance(default, tuple) else (default, None)
+        value, help_text = default if isinstance(default, tuple) else (default, None)
         option = "--" + name.replace("_", "-")
-        parser.add_argument(option, type=type(value), default=value, help=says)
+        parser.add_argument(option, type=type(value), default=value, help=help_text)
     parser.add_argument("--quick", action="store_true", help=quick)
     parser.add_argument("--output", type=pathlib.Path, help="folder to write to")
     args = parser.parse_args()
@@ -35,6 +36,8 @@ def arguments(prose: str, quick: str, **defaults: object) -> argparse.Namespace:
         if isinstance(value := getattr(args, name), int) and value < 1:
             parser.error(f"--{name.replace('_', '-')}: expected at least 1, got {value}")
     args.output = args.output or FOLDER / "output" / (SCRIPT.stem + "-quick" * args.quick)
+    # These checks run before the script imports Keras or functrain, so that a missing package or a
+    # wrong backend gives one line with the remedy instead of a traceback.
     _require_packages()
     _require_jax()
     _require_writable(args.output)
@@ -43,16 +46,18 @@ def arguments(prose: str, quick: str, **defaults: object) -> argparse.Namespace:
 
 
 def _require_packages() -> None:
-    for name, line in (
+    """Exits with the pip command if a package is not installed."""
+    for name, install_command in (
         ("functrain", "pip install ."),
         ("bridge", "pip install ."),
         ("matplotlib", "pip install matplotlib"),
     ):
         if importlib.util.find_spec(name) is None:
-            sys.exit(f"{SCRIPT.name} needs {name}: {line}")
+            sys.exit(f"{SCRIPT.name} needs {name}: {install_command}")
 
 
 def _require_jax() -> None:
+    """Selects the JAX backend of Keras; exits if the environment selects another one."""
     backend = os.environ.setdefault("KERAS_BACKEND", "jax")
     if backend != "jax":
         sys.exit(
@@ -62,13 +67,14 @@ def _require_jax() -> None:
 
 
 def _require_writable(folder: pathlib.Path) -> None:
+    """Creates the folder; exits if files cannot be written to it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        trial = folder / ".writable"
-        trial.touch()
-        trial.unlink()
+        probe = folder / ".writable"
+        probe.touch()
+        probe.unlink()
     except OSError as error:
-        taken = "a file is in the way" if isinstance(error, FileExistsError) else error.strerror
+        reason = "a file is in the way" if isinstance(error, FileExistsError) else error.strerror
         sys.exit(
-            f"{SCRIPT.name} cannot write to {folder} ({taken}): name another folder with --output"
+            f"{SCRIPT.name} cannot write to {folder} ({reason}): name another folder with --output"
         )

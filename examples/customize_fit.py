@@ -1,13 +1,14 @@
-"""A training step of your own inside fit, and fit fused: seven ways to bend it, none to break it.
+"""Seven ways to customize `fit`, each trained by `model.fit` and by the fused `bridge.fit`.
 
-Each cell writes a Keras model with a part of its own (step, metrics, loss), trains it with
-`model.fit` and with `bridge.fit`, and checks that the two agree.
+Each cell defines a Keras model that replaces one part of training: the step, the metrics or the
+loss. The cell trains the model with `model.fit` and with `bridge.fit`, and checks that both give
+the same results.
 
     python examples/customize_fit.py            # about half a minute on two CPU cores
     python examples/customize_fit.py --quick    # some seconds
 """
 
-# %% Keras runs on JAX from here on
+# %% Options. `arguments` also selects the JAX backend, so it runs before Keras is imported
 from _example import arguments
 
 args = arguments(__doc__, quick="two epochs", epochs=20)
@@ -22,7 +23,7 @@ import numpy as np
 
 epochs = 2 if args.quick else args.epochs
 
-# %% The data: a regression, 1000 examples of 32 numbers
+# %% Data. A linear regression with 1000 examples of 32 features
 rng = np.random.default_rng(args.seed)
 x = rng.normal(size=(1000, 32)).astype(np.float32)
 y = (x @ rng.normal(size=(32, 4)) / 6).astype(np.float32)
@@ -56,7 +57,8 @@ def compare(title, make, *data, **kwargs):
             strict=True,
         )
     )
-    # The compiler may round a sum otherwise in a loop than in a step: rare, and a last bit
+    # XLA may round a sum differently inside a loop than in a single step. This is rare, and changes
+    # only the last bit.
     assert apart < 1e-5, (title, apart)
     same = f"within {apart:.0e}" if apart else "to the bit"
     last = {name: round(float(values[-1]), 4) for name, values in found.items()}
@@ -65,7 +67,7 @@ def compare(title, make, *data, **kwargs):
     return ours
 
 
-# %% 1. A train_step of one's own, with the compiled loss and metrics
+# %% 1. A custom train_step that uses the compiled loss and metrics
 class Custom(keras.Model):
     def train_step(self, state, data):
         trainable, non_trainable, optimizer, metrics = state
@@ -84,7 +86,7 @@ class Custom(keras.Model):
             if metric.name == "loss":
                 values = metric.stateless_update_state(values, loss)
             else:
-                # 2. sample weights go to the metrics as they went to the loss
+                # The metrics use the same sample weights as the loss, which example 2 passes.
                 values = metric.stateless_update_state(
                     values, y, y_pred, sample_weight=sample_weight
                 )
@@ -103,7 +105,7 @@ def custom():
 compare("1. own train_step", custom, x, y)
 
 
-# %% 2. The same with sample weights
+# %% 2. The same step with sample weights
 def weighted():
     model = custom()
     model.compile("adam", "mse", weighted_metrics=["mae"])
@@ -113,7 +115,8 @@ def weighted():
 compare("2. with sample weights", weighted, x, y, sample_weight=weight)
 
 
-# %% 3. Lower still: an optimizer alone is compiled; loss, tracker and metric are one's own
+# %% 3. A lower-level train_step. Only the optimizer is compiled. The model computes the loss and
+# updates its metrics itself
 class Bare(keras.Sequential):
     def __init__(self, layers):
         super().__init__(layers)
@@ -147,7 +150,7 @@ class Bare(keras.Sequential):
         logs, metrics = self.update(metrics, loss, y, aux[0])
         return logs, (trainable, aux[1], optimizer, metrics)
 
-    # 4. a test_step, too
+    # Example 4 runs this step through `evaluate`.
     def test_step(self, state, data):
         trainable, non_trainable, metrics = state
         x, y = data
@@ -164,13 +167,13 @@ def bare():
 
 model = compare("3. own loss and metrics", bare, x, y)
 
-# %% 4. evaluate runs the model's own test_step
+# %% 4. A custom test_step, which `bridge.evaluate` runs
 found = bridge.evaluate(model, x, y, verbose=0, rewrites="exact")
 np.testing.assert_allclose(found, model.evaluate(x, y, verbose=0), rtol=1e-6)
 print("4. own test_step:", [round(float(value), 4) for value in np.ravel(found)])
 
 
-# %% 5. Callbacks go on working
+# %% 5. Callbacks. They work as in Keras and can change the learning rate or stop training
 def watched():
     return [
         keras.callbacks.ReduceLROnPlateau("loss", patience=1, min_delta=0.05),
@@ -191,7 +194,7 @@ for name, series in expected.items():
 print("5. callbacks: the same history, learning rate included")
 
 
-# %% 6. Sequential, Functional and subclassed models
+# %% 6. A subclassed model. The models above are Functional and Sequential
 class Subclassed(keras.Model):
     def __init__(self):
         super().__init__()
@@ -210,7 +213,7 @@ def subclassed():
 compare("6. subclassed", subclassed, x, y)
 
 
-# %% 7. Another algorithm: distillation, whose loss asks a teacher
+# %% 7. Distillation, a custom loss that depends on a second model, the teacher
 class Distilled(keras.Sequential):
     def __init__(self, layers, teacher):
         super().__init__(layers)
@@ -233,7 +236,7 @@ def distilled():
 
 compare("7. distillation", distilled, x, y)
 
-# %% A picture: what fusing gains for steps of one's own
+# %% Plot. The speedup of `bridge.fit` over `model.fit` for each custom step
 figure = matplotlib.figure.Figure(figsize=(7, 3), layout="constrained")
 panel = figure.subplots()
 bars = panel.barh(list(speedups), list(speedups.values()))

@@ -1,14 +1,16 @@
-"""A DCGAN that draws digits: two networks, two optimizers, one step, and any number of them fused.
+"""A DCGAN that generates digits: two networks and two optimizers in one fused step.
 
-A state may be any pytree: here it is a dict of two TrainStates, and the step is two `ft.update`s.
-fit, fuse, hooks and checkpoints need not know. After every epoch the script draws 64 digits and
-saves a checkpoint; started again, it goes on where it was.
+A training state may be any pytree. Here it is a dict of two TrainStates, and the step calls
+`ft.update` twice. `ft.fit`, fusing, hooks and checkpoints work without any change. After every
+epoch the script draws 64 digits and saves a checkpoint. If it is started again, it resumes from
+that checkpoint.
 
-    python examples/dcgan.py            # 20 epochs: some two hours on two CPU cores
-    python examples/dcgan.py --quick    # eight steps, for a look
+    python examples/dcgan.py            # 20 epochs: about two hours on two CPU cores
+    python examples/dcgan.py --quick    # eight steps, to try it out
 """
 
-# %% Keras runs on JAX from here on. (The benchmark and the tests import the networks and the step.)
+# %% Options. `arguments` also selects the JAX backend, so it runs before Keras is imported. The
+# benchmarks import the networks and the step of this file, and must not parse these options
 if __name__ == "__main__":
     from _example import arguments
 
@@ -35,7 +37,8 @@ from keras import layers
 LATENT = 128
 
 
-# %% The discriminator: images [B, 28, 28, 1] in, the logit of "generated" [B, 1] out
+# %% The discriminator. It maps images `[B, 28, 28, 1]` to logits `[B, 1]`, which are high for
+# images that it takes for generated ones
 def discriminator():
     return keras.Sequential(
         [
@@ -50,7 +53,7 @@ def discriminator():
     )
 
 
-# %% The generator: latents [B, 128] in, images out
+# %% The generator. It maps latents `[B, 128]` to images `[B, 28, 28, 1]`
 def generator():
     return keras.Sequential(
         [
@@ -67,9 +70,10 @@ def generator():
     )
 
 
-# %% The state: one TrainState for each network. All randomness comes from the generator's key
+# %% The state. It is a dict with a TrainState for each network. The generator's key is the only
+# source of randomness in the step
 def create(seed=0):
-    """Returns (the Keras models, the optimizers, the states), dicts with the keys "d" and "g"."""
+    """Returns the Keras models, the optimizers and the states, as dicts with keys "d" and "g"."""
     keras.utils.set_random_seed(seed)
     nets = {"d": discriminator(), "g": generator()}
     txs = {"d": optax.adam(3e-4, eps=1e-7), "g": optax.adam(4e-4, eps=1e-7)}
@@ -77,9 +81,10 @@ def create(seed=0):
     return nets, txs, {n: bridge.create_state(nets[n], txs[n], rng=keys[n]) for n in nets}
 
 
-# %% The step. The discriminator learns to tell generated (1) from real (0), with some noise on the
-# labels; then the generator learns to have its digits called real. The discriminator is an argument
-# of the generator's loss, which is why nothing there touches it
+# %% The step. First the discriminator learns to tell generated images (label 1) from real ones
+# (label 0), with a little noise added to the labels. Then the generator learns to make images that
+# the discriminator takes for real. The discriminator's state is an ordinary argument of the
+# generator's loss, so this second update does not change it
 def gan_step(nets, txs):
     models = {n: bridge.from_keras(net) for n, net in nets.items()}
 
@@ -89,8 +94,9 @@ def gan_step(nets, txs):
 
     def deceive(params, model_state, latents, d, *, rng, training):
         images, model_state, _ = models["g"].apply(params, model_state, latents, training=training)
-        real = jnp.zeros((len(latents), 1))  # which they are not
-        loss, _ = judge(d.params, d.model_state, images, real, rng=None, training=training)
+        # The generator is rewarded if the discriminator takes its images for real ones (label 0).
+        real_labels = jnp.zeros((len(latents), 1))
+        loss, _ = judge(d.params, d.model_state, images, real_labels, rng=None, training=training)
         return loss, ft.Aux(model_state)
 
     def step(states, images):
@@ -110,7 +116,8 @@ def gan_step(nets, txs):
     return step
 
 
-# %% Pictures: 64 digits from latents that stay the same, and a sheet with a row for every epoch
+# %% Pictures. `digits` draws 64 digits, always from the same latents. `contact_sheet` stacks the
+# first row of every epoch's picture
 def digits(g, net, seed=0):
     latents = np.random.default_rng(seed).normal(size=(64, LATENT)).astype(np.float32)
     images = ft.predict(g, ft.predict_step(bridge.from_keras(net)), ft.ArrayLoader(latents, 64))
@@ -124,12 +131,14 @@ def contact_sheet(folder):
     image.imsave(folder / "dcgan.png", np.concatenate(rows), cmap="gray", vmin=0, vmax=1)
 
 
-# %% Training: fit, with two hooks. The generator goes home at the end, a Keras model like any other
+# %% Training. Two hooks report the losses and save a checkpoint after each epoch. At the end the
+# trained values are copied back into the Keras generator, which is saved as an ordinary Keras model
 def train(args):
     from matplotlib import image
 
     with np.load(args.data / "mnist.npz") as file:
-        images = np.concatenate([file["x_train"], file["x_test"]])[..., None]  # all 70 000
+        # A GAN needs no test set, so all 70 000 images are used.
+        images = np.concatenate([file["x_train"], file["x_test"]])[..., None]
     epochs, batch_size = (2, 8) if args.quick else (args.epochs, args.batch_size)
     images = images[:32] if args.quick else images
     loader = ft.ArrayLoader(images, batch_size, shuffle=True, seed=args.seed)
@@ -139,15 +148,18 @@ def train(args):
     with contextlib.suppress(FileNotFoundError):
         states = ft.load(checkpoint, like=states)
     start = ft.Position.of(step=int(states["d"].step), steps_per_epoch=len(loader))
-    if start.batch:  # it is saved after whole epochs only
+    # Checkpoints are saved after whole epochs only, so a partial epoch means that the number of
+    # steps in an epoch has changed.
+    if start.batch:
         sys.exit(
-            f"{checkpoint} has taken {start.step} steps, which are no whole epochs of "
-            f"{len(loader)}: take the --batch-size it was begun with, or another --output"
+            f"{checkpoint} was saved at step {start.step}, which is not a multiple of the "
+            f"{len(loader)} steps in an epoch: "
+            "use the --batch-size of that run, or another --output"
         )
     if start.epoch:
-        print(f"goes on after epoch {start.epoch}, from {checkpoint}")
+        print(f"resuming after epoch {start.epoch}, from {checkpoint}")
     if start.epoch >= epochs:
-        print(f"nothing left to do; delete {checkpoint} to begin again, or ask for more --epochs")
+        print(f"nothing left to do: delete {checkpoint} to start again, or raise --epochs")
         return
 
     @ft.every(steps=4 if args.quick else 200)

@@ -1,13 +1,13 @@
-"""One loop three ways: eager, jitted and fused, with the times, and the same results.
+"""One training step, run eager, jitted and fused, with the times and the results of each.
 
-Nothing about the step changes: it is a function of arrays, called as it stands, compiled by
-jax.jit, or repeated 128 times within one program by ft.fuse.
+The step is a pure function of arrays, and it is the same in all three cases. It is called directly,
+compiled by `jax.jit`, or compiled by `ft.fuse` into a program that takes 128 steps.
 
-    python examples/eager_jit_fused.py            # a minute on two CPU cores, most of it eager
-    python examples/eager_jit_fused.py --quick    # 100 steps an epoch
+    python examples/eager_jit_fused.py            # about a minute on two CPU cores, mostly eager
+    python examples/eager_jit_fused.py --quick    # 100 steps in each epoch
 """
 
-# %% Keras runs on JAX from here on
+# %% Options. `arguments` also selects the JAX backend, so it runs before Keras is imported
 from _example import arguments
 
 args = arguments(
@@ -24,7 +24,7 @@ import matplotlib.figure
 import numpy as np
 import optax
 
-# %% The data: validation examples are drawn at random
+# %% Data. 10 000 training images, chosen at random, are held out for validation
 with np.load(args.data / "mnist.npz") as file:
     x = file["x_train"].reshape(-1, 784).astype(np.float32) / 255
     y = file["y_train"].astype(np.int32)
@@ -35,7 +35,7 @@ train = ft.ArrayLoader((x[rest], y[rest]), args.batch_size, shuffle=True, seed=a
 validation = ft.ArrayLoader((x[drawn], y[drawn]), 1_000)
 
 
-# %% The model, with a layer that adds a loss of its own: 0.1 times its mean activity
+# %% The model. One of its layers adds a loss, 0.1 times its mean activation
 class Calm(keras.layers.Layer):
     def call(self, inputs):
         self.add_loss(0.1 * keras.ops.mean(inputs))
@@ -53,7 +53,8 @@ keras_model = keras.Sequential(
     ]
 )
 
-# %% The step: the gradient is explicit in ft.update, the optimizer's update too
+# %% The step. `ft.train_step` builds a pure function that computes the gradient, applies the
+# optimizer and updates the metrics
 tx = optax.sgd(0.1)
 loss_fn = ft.supervised(
     bridge.from_keras(keras_model), optax.softmax_cross_entropy_with_integer_labels
@@ -64,7 +65,8 @@ eval_step = ft.eval_step(loss_fn, metrics=metrics)
 start = bridge.create_state(keras_model, tx)
 
 
-# %% Eager and jitted: an open loop over batches. `take` is the step, or the step compiled
+# %% Eager and jitted. Both are a plain loop over batches. `take` is either the step or the compiled
+# step
 def single_steps(take):
     def epoch(state, number):
         metered = step.start(state)
@@ -77,8 +79,9 @@ def single_steps(take):
     return epoch
 
 
-# %% Fused: the same loop, over chunks of batches stacked [K, B, ...]. (ft.run plans the chunks for
-# you, and ft.fit is a short function over ft.run; here they are laid out to be seen)
+# %% Fused. This is the same loop over chunks, which stack K batches to arrays `[K, B, ...]`. It is
+# written out here to show how it works. `ft.run` plans the chunks for you, and `ft.fit` is a short
+# function that calls `ft.run`
 def fused_steps(k):
     fused, one = ft.fuse(step, k), ft.fuse(step, 1)
 
@@ -102,7 +105,7 @@ ways = {
     "fused": fused_steps(k),
 }
 
-# %% Training: every way trains the same model on the same batches
+# %% Training. The three ways train the same model on the same batches
 table, trained, accuracies = {}, {}, {}
 for name, epoch in ways.items():
     state, seconds, accuracies[name] = start, [], []
@@ -118,15 +121,16 @@ for name, epoch in ways.items():
         print(f"  accuracy {accuracy:.4f}, validation {held_out:.4f}, {seconds[-1]:.2f} s")
     table[name], trained[name] = seconds, state
 
-# %% The times. The first epoch compiles, where something is compiled; the last one does not
+# %% The times. The first epoch of the jitted and the fused loop includes compilation. The last
+# epoch does not
 print(f"\n{'':8}{'first epoch':>14}{'last epoch':>14}{'a step':>12}{'':>10}")
 speed = {name: table["eager"][-1] / seconds[-1] for name, seconds in table.items()}
 for name, seconds in table.items():
     each = 1e3 * seconds[-1] / len(train)
     print(f"{name:8}{seconds[0]:>12.2f} s{seconds[-1]:>12.2f} s{each:>9.3f} ms{speed[name]:>9.1f}x")
 
-# %% The results: jitted and fused agree to the bit. Eager rounds a little differently, since the
-# compiler joins operations, and over the steps such differences grow
+# %% The results. Jitted and fused training agree to the bit. Eager execution rounds differently,
+# because the compiler merges operations, and the differences grow from step to step
 params = {name: jax.tree.leaves(state.params) for name, state in trained.items()}
 for a, b in zip(params["jitted"], params["fused"], strict=True):
     np.testing.assert_array_equal(a, b)
@@ -135,7 +139,8 @@ apart = max(
 )
 print(f"jitted and fused: equal to the bit; eager within {apart:.1e} of them")
 
-# %% A trap that is closed here: an iterator that has been used up would train nothing
+# %% Exhausted iterators. Training on an iterator that has no batches left would do nothing, so
+# `ft.run` raises an error
 spent = train.epoch(0)
 for _ in spent:
     pass
@@ -144,7 +149,7 @@ try:
 except ValueError as error:
     print(f"an exhausted iterator is refused: {str(error).split(':')[1].split('.')[0].strip()}")
 
-# %% A picture
+# %% Plot. The time of a step, and the accuracy after each epoch, for each of the three ways
 figure = matplotlib.figure.Figure(figsize=(9, 3.6), layout="constrained")
 left, right = figure.subplots(1, 2)
 bars = left.bar(table.keys(), [1e3 * seconds[-1] / len(train) for seconds in table.values()])

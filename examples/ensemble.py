@@ -1,15 +1,15 @@
-"""A deep ensemble: some networks in one program are better calibrated than any of them.
+"""A deep ensemble: ten networks, trained in one program, predict better together than alone.
 
-Ten small MNIST classifiers that differ in nothing but their keys are trained on few examples as one
-population. Their mean probability is compared with single members: negative log-likelihood, and
-the expected calibration error, how far confidence and accuracy are apart (Lakshminarayanan et al.,
-2017, https://arxiv.org/abs/1612.01474).
+Ten small MNIST classifiers are trained on few examples, as one population. They differ only in
+their random keys. The mean of their probabilities is compared with single members by two measures:
+the negative log-likelihood (NLL), and the expected calibration error (ECE), which is the gap
+between confidence and accuracy (Lakshminarayanan et al., 2017, https://arxiv.org/abs/1612.01474).
 
     python examples/ensemble.py            # ten members, half a minute on two CPU cores
     python examples/ensemble.py --quick    # four members, a few seconds
 """
 
-# %% Arguments
+# %% Options
 from _example import arguments
 
 args = arguments(
@@ -23,7 +23,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import optax
 
-# %% The data: few examples, so that confidence is worth a look
+# %% Data. With few training examples the networks are overconfident, so calibration matters
 members, epochs = (4, 3) if args.quick else (args.members, args.epochs)
 with np.load(args.data / "mnist.npz") as file:
     images = (file["x_train"].reshape(-1, 784) / 255).astype(np.float32)
@@ -32,7 +32,7 @@ train = ft.ArrayLoader((images[: args.examples], labels[: args.examples]), 50, s
 x, y = images[-10_000:], labels[-10_000:]
 
 
-# %% A linen module, and a state that a key makes
+# %% The model. `make_state` returns the state of one member, initialized from its random key
 class Network(nn.Module):
     @nn.compact
     def __call__(self, x):
@@ -48,12 +48,12 @@ def make_state(key):
     return ft.TrainState.create(params=params, model_state=model_state, tx=tx, rng=key)
 
 
-# %% Training all of them
+# %% Training. One program takes the step of all members
 population = ft.population.create(make_state, jax.random.key(args.seed), members=members)
 step = ft.population.step(ft.train_step(loss_fn, tx))
 population, history = ft.fit(population, step, train, epochs=epochs, verbose=0)
 
-# %% What each says, [examples, members, classes]
+# %% Predictions. `each` has the probabilities of every member, `[examples, members, classes]`
 each_step = ft.population.predict_step(
     ft.predict_step(model), combine=lambda logits: jax.nn.softmax(logits).swapaxes(0, 1)
 )
@@ -81,7 +81,8 @@ def ece(probabilities: np.ndarray) -> float:
     return float((np.abs(confidence - accuracy) * share).sum())
 
 
-# %% Ensembles of the first n, and each member by itself
+# %% Evaluation. `together[n - 1]` is the ensemble of the first n members, and `alone` has each
+# single member
 together = [each[:, :n].mean(1) for n in range(1, members + 1)]
 alone = [each[:, i] for i in range(members)]
 for name, measure in (("nll", nll), ("ece", ece)):
@@ -90,7 +91,7 @@ for name, measure in (("nll", nll), ("ece", ece)):
 accuracy = [float((p.argmax(1) == y).mean()) for p in (*alone, together[-1])]
 print(f"accuracy: single {np.mean(accuracy[:-1]):.4f}, ensemble {accuracy[-1]:.4f}")
 
-# %% The picture
+# %% Plot. NLL and ECE by the size of the ensemble, and accuracy by confidence
 figure, panels = plt.subplots(1, 3, figsize=(12, 3.6), layout="constrained")
 sizes = np.arange(1, members + 1)
 for panel, (name, measure) in zip(panels, (("nll", nll), ("ece", ece)), strict=False):

@@ -1,13 +1,14 @@
-"""Flax modules, linen and nnx, through the same loop as a Keras model.
+"""Flax modules, linen and nnx, trained by the same loop as a Keras model.
 
-A small convnet with BatchNorm and dropout is written twice. Each becomes a pair of pure functions;
-from there on the loop does not know which of them it trains.
+The script defines a small convolutional network with BatchNorm and dropout twice, in linen and in
+nnx. Each is converted to a pair of pure functions, `init` and `apply`, and the training code is
+the same for both.
 
-    python examples/flax_model.py            # two epochs each, some minutes on two CPU cores
-    python examples/flax_model.py --quick    # some seconds
+    python examples/flax_model.py            # two epochs each, a few minutes on two CPU cores
+    python examples/flax_model.py --quick    # a few seconds
 """
 
-# %% The options. No Keras model is in sight, and Keras is not imported
+# %% Options. This example uses no Keras model and does not import Keras
 from _example import arguments
 
 args = arguments(__doc__, quick="an epoch of 1 600 digits each", epochs=2, batch_size=64)
@@ -21,7 +22,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-# %% The data: bytes, which the models scale on the device
+# %% Data. The pixels stay bytes; the models scale them on the device
 with np.load(args.data / "mnist.npz") as file:
     x, y = file["x_train"][..., None], file["y_train"].astype(np.int32)
     test = file["x_test"][..., None], file["y_test"].astype(np.int32)
@@ -32,7 +33,8 @@ train = ft.ArrayLoader((x, y), args.batch_size, shuffle=True, seed=args.seed)
 validation = ft.ArrayLoader(test, 500)
 
 
-# %% In linen: a module describes, its values live outside. A `train` argument is passed along
+# %% A linen module. It only describes the computation, and its values are stored outside of it.
+# `ft.from_linen` passes `training` on as the module's `train` argument
 class LinenNet(nn.Module):
     @nn.compact
     def __call__(self, x, train):
@@ -49,7 +51,7 @@ key = jax.random.key(args.seed)
 params, model_state = linen.init(key, x[:1])
 
 
-# %% In nnx: a module holds its values; training never changes them, it works on copies
+# %% An nnx module. It contains its values. Training works on copies and never changes the module
 class NnxNet(nnx.Module):
     def __init__(self, rngs):
         self.convs, self.norms = nnx.List(), nnx.List()
@@ -70,14 +72,14 @@ class NnxNet(nnx.Module):
 nnx_model = ft.from_nnx(NnxNet(nnx.Rngs(args.seed)))
 nnx_params, nnx_state = nnx_model.init(key, x[:1])
 
-# %% The optimizer, and a state of each. `rng` is what dropout draws from
+# %% The optimizer and the initial values of both models
 tx = optax.adamw(2e-3)
 starts = {
     "linen": (linen, params, model_state),
     "nnx": (nnx_model, nnx_params, nnx_state),
 }
 
-# %% The same loop for both
+# %% Training. The same code trains both models. The `rng` of the state is the key for dropout
 histories = {}
 for name, (model, params, model_state) in starts.items():
     state = ft.TrainState.create(params=params, model_state=model_state, tx=tx, rng=key)
@@ -95,7 +97,7 @@ for name, (model, params, model_state) in starts.items():
     histories[name] = history
     print(f"{name}: validation accuracy {history.epochs['val_accuracy'][-1]:.4f}")
 
-# %% An nnx module takes the trained values back
+# %% Back to nnx. `nnx.update` copies the trained values into a module
 trained = NnxNet(nnx.Rngs(args.seed))
 nnx.update(trained, state.params)
 nnx.update(trained, state.model_state)
@@ -103,7 +105,7 @@ trained.eval()
 agree = np.mean(np.argmax(trained(test[0][:500]), -1) == test[1][:500])
 print(f"the nnx module itself: accuracy {agree:.4f} on the first 500")
 
-# %% A picture
+# %% Plot. The smoothed training loss and the validation loss of both models
 figure = matplotlib.figure.Figure(figsize=(7, 4), layout="constrained")
 panel = figure.subplots()
 for name, history in histories.items():

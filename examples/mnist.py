@@ -1,13 +1,14 @@
-"""MNIST: a Keras model trains in a pure, scan-fused JAX loop and comes home a Keras model.
+"""A Keras model is trained on MNIST with an optax optimizer, and saved as a Keras model.
 
-The model is Keras, the optimizer is optax, the loop is functrain: 32 steps in one program. At the
-end a fresh process loads the saved file with plain Keras and must find the same accuracy.
+The model comes from Keras, the optimizer from optax and the loop from functrain, which runs 32
+steps in one program. At the end a new process loads the saved file with plain Keras and checks that
+the accuracy is the same.
 
-    python examples/mnist.py            # 10 epochs, some ten seconds on two CPU cores
-    python examples/mnist.py --quick    # a few seconds, for a look
+    python examples/mnist.py            # 10 epochs, about ten seconds on two CPU cores
+    python examples/mnist.py --quick    # a few seconds, to try it out
 """
 
-# %% Keras runs on JAX from here on
+# %% Options. `arguments` also selects the JAX backend, so it runs before Keras is imported
 from _example import arguments
 
 args = arguments(
@@ -27,7 +28,7 @@ import keras
 import numpy as np
 import optax
 
-# %% The data: 60 000 images to learn from, of which 10 000 choose nothing and only watch
+# %% Data. Of the 60 000 training images, the last 10 000 are for validation
 with np.load(args.data / "mnist.npz") as file:
     images, labels = file["x_train"].reshape(-1, 784), file["y_train"].astype(np.int32)
     test = file["x_test"].reshape(-1, 784), file["y_test"].astype(np.int32)
@@ -39,7 +40,7 @@ if args.quick:
 
 loader = ft.ArrayLoader(train, args.batch_size, shuffle=True, seed=args.seed)
 
-# %% The model: any Keras model. Pixels stay uint8 until they are on the device
+# %% The model. Any Keras model works. Pixels are copied to the device as uint8 and are scaled there
 keras.utils.set_random_seed(args.seed)
 keras_model = keras.Sequential(
     [
@@ -52,7 +53,7 @@ keras_model = keras.Sequential(
     name="mlp",
 )
 
-# %% The optimizer: an optax chain with a schedule
+# %% The optimizer. It is an optax chain with a schedule
 schedule = optax.warmup_cosine_decay_schedule(
     init_value=0.0,
     peak_value=4e-3,
@@ -61,7 +62,7 @@ schedule = optax.warmup_cosine_decay_schedule(
 )
 tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, weight_decay=1e-1))
 
-# %% The pure parts: a state, a loss, a step
+# %% The state, the loss and the step. The state is a pytree, and the others are pure functions
 state = bridge.create_state(keras_model, tx)
 model = bridge.from_keras(keras_model)
 loss_fn = ft.supervised(model, optax.softmax_cross_entropy_with_integer_labels)
@@ -81,7 +82,7 @@ state, history = ft.fit(
     fuse=args.fuse,
 )
 
-# %% Home again: the Keras model takes the values, and is saved as any Keras model
+# %% Back to Keras. The trained values are copied into the Keras model, which is saved as usual
 bridge.to_keras(state, keras_model)
 accuracy = ft.evaluate(state, eval_step, ft.ArrayLoader(test, 1_000))["accuracy"]
 keras_model.save(args.output / "mnist.keras")
@@ -89,7 +90,8 @@ history.plot(args.output / "curves.png")
 print(f"test accuracy {accuracy:.4f} after {int(state.step)} steps")
 print(f"wrote {args.output / 'mnist.keras'} and {args.output / 'curves.png'}")
 
-# %% Plain Keras, in a process that knows nothing of functrain, finds the same accuracy
+# %% Check with plain Keras. A new process, which does not import functrain, loads the saved model
+# and computes the same accuracy
 PLAIN_KERAS = """
 import sys, keras, numpy as np
 model = keras.models.load_model(sys.argv[1])
@@ -101,6 +103,6 @@ print(model.evaluate(x, y, batch_size=1_000, verbose=0, return_dict=True)["accur
 command = [sys.executable, "-c", PLAIN_KERAS]
 paths = [args.output / "mnist.keras", args.data / "mnist.npz"]
 reloaded = float(subprocess.run([*command, *paths], check=True, stdout=subprocess.PIPE).stdout)
-print(f"test accuracy {reloaded:.4f} as plain Keras finds it in a fresh process")
+print(f"test accuracy {reloaded:.4f} computed by plain Keras in a new process")
 if abs(reloaded - accuracy) > 1e-7:
     sys.exit(f"expected the same accuracy, got {accuracy!r} here and {reloaded!r} there")

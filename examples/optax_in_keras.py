@@ -1,13 +1,13 @@
-"""Optax in Keras: schedules, rates by layer, clipping, accumulation, optimizers Keras has not.
+"""Optax optimizers in `model.compile`: schedules, rates by layer, clipping and accumulation.
 
-Every cell compiles the same Keras model with another optimizer of optax and trains it with
-bridge.fit, which takes the arguments of model.fit. model.fit itself works as well.
+Every cell compiles the same Keras model with a different optimizer and trains it with `bridge.fit`,
+which takes the same arguments as `model.fit`. These optimizers also work with `model.fit`.
 
-    python examples/optax_in_keras.py            # some two minutes on two CPU cores
-    python examples/optax_in_keras.py --quick    # a few seconds, for a look
+    python examples/optax_in_keras.py            # about two minutes on two CPU cores
+    python examples/optax_in_keras.py --quick    # a few seconds, to try it out
 """
 
-# %% Keras runs on JAX from here on
+# %% Options. `arguments` also selects the JAX backend, so it runs before Keras is imported
 from _example import arguments
 
 args = arguments(__doc__, quick="one epoch over 6 400 images", epochs=3)
@@ -21,7 +21,7 @@ import numpy as np
 import optax
 import optax.contrib
 
-# %% The data: MNIST, 60 000 images to learn from and 10 000 to test on
+# %% Data. MNIST has 60 000 images for training and 10 000 for testing
 with np.load(args.data / "mnist.npz") as file:
     x, y = file["x_train"].reshape(-1, 784).astype(np.float32) / 255, file["y_train"].astype(int)
     test = file["x_test"].reshape(-1, 784).astype(np.float32) / 255, file["y_test"].astype(int)
@@ -31,7 +31,8 @@ if args.quick:
 STEPS = epochs * len(x) // 64
 
 
-# %% The model, anew for each optimizer: layers with names, since labels go by them
+# %% The model. A new one is built for each optimizer. Its layers have names, because the optimizer
+# with rates by layer selects them by name
 def make_model() -> keras.Model:
     keras.utils.set_random_seed(args.seed)
     layers = [
@@ -57,17 +58,20 @@ def train(title: str, optimizer: keras.optimizers.Optimizer, **arguments) -> ker
     return model
 
 
-# %% Any optimizer: what makes it, and its arguments. Keras's callbacks set the learning rate
+# %% Any optax optimizer. `bridge.OptaxOptimizer` takes the optax function and its arguments. Keras
+# callbacks can set the learning rate
 halve = keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate / 2 if epoch else rate)
 adan = bridge.OptaxOptimizer(optax.adan, learning_rate=2e-3)
 model = train("adan, halved each epoch", adan, callbacks=[halve])
 
-# %% Saved whole, with the optimizer's state, since a file can name `optax.adan`
+# %% Saving and loading. The file includes the optimizer and its state, because it can refer to the
+# function `optax.adan` by name
 model.save(args.output / "adan.keras")
 again = keras.models.load_model(args.output / "adan.keras")
 print(f"loaded after {int(again.optimizer.iterations)} iterations")
 
-# %% A schedule of optax, with a name and arguments; a Keras schedule works in its place
+# %% Schedules. `bridge.schedule` takes an optax schedule and its arguments, and returns a Keras
+# schedule, which works with optax and with Keras optimizers
 cosine = bridge.schedule(
     optax.warmup_cosine_decay_schedule,
     init_value=0.0,
@@ -79,7 +83,7 @@ train("adamw, warm-up and cosine", bridge.OptaxOptimizer(optax.adamw, learning_r
 train("Keras's Adam, the same schedule", keras.optimizers.Adam(cosine))
 
 
-# %% Learning rates by layer. Params are nested dicts: {"body": {"kernel": ...}, "head": ...}
+# %% Learning rates by layer. The params are nested dicts, `{"body": {"kernel": ...}, "head": ...}`
 def by_layer(params):
     return {layer: jax.tree.map(lambda _, k=layer: k, held) for layer, held in params.items()}
 
@@ -88,7 +92,8 @@ rates = optax.multi_transform({"body": optax.adam(1e-3), "head": optax.sgd(0.1)}
 train("adam in the body, sgd in the head", bridge.OptaxOptimizer(rates))
 
 
-# %% Clipping, and weight decay for matrices only; registered, so that a model can be saved
+# %% Clipping and weight decay. Only matrices decay. The function is registered with Keras, so that
+# a model with this optimizer can be saved
 @keras.saving.register_keras_serializable("examples")
 def clipped(learning_rate, norm, decay):
     return optax.chain(
@@ -104,14 +109,15 @@ def clipped(learning_rate, norm, decay):
 optimizer = bridge.OptaxOptimizer(clipped, learning_rate=2e-3, norm=1.0, decay=1e-2)
 train("clipped, decay for matrices", optimizer).save(args.output / "clipped.keras")
 
-# %% Accumulation: one update for the mean gradient of four batches
+# %% Gradient accumulation. One update uses the mean gradient of four batches
 steps = optax.MultiSteps(optax.adam(4e-3), every_k_schedule=4)
 train("adam, four batches an update", bridge.OptaxOptimizer(steps))
 
-# %% From optax.contrib: Prodigy, which finds its learning rate itself
+# %% Prodigy from optax.contrib. It estimates its learning rate during training
 train("prodigy", bridge.OptaxOptimizer(optax.contrib.prodigy()))
 
-# %% The other way: Keras's Muon in a loop of functrain, then on in Keras, slots and all
+# %% A Keras optimizer in functrain. Muon trains in `ft.fit`, and then continues in `model.fit` with
+# the optimizer's state
 model = make_model()
 model.compile(keras.optimizers.Muon(1e-2), loss, metrics=["accuracy"])
 tx = optax.chain(optax.zero_nans(), bridge.optimizer(model.optimizer))
@@ -125,7 +131,7 @@ accuracy = model.evaluate(*test, batch_size=1_000, verbose=0, return_dict=True)[
 print(f"{'Muon, in functrain, then in Keras':<36} test accuracy {accuracy:.4f}")
 accuracies["Muon, in functrain, then in Keras"] = accuracy
 
-# %% A picture
+# %% Plot. The test accuracy with each optimizer
 figure = matplotlib.figure.Figure(figsize=(8, 3.5), layout="constrained")
 panel = figure.subplots()
 bars = panel.barh(list(accuracies), list(accuracies.values()))

@@ -1,14 +1,15 @@
-"""A training that is killed twice, goes on, and ends where one ends that was left alone.
+"""A training run that is killed twice and resumed gives the same bits as an uninterrupted run.
 
-The script starts itself as a process of its own, which SIGKILL ends twice in mid-epoch: nothing can
-prepare for that. Each time the same command is run again. Then the same training runs in one go,
-and the bits of both are compared: of parameters, optimizer, randomness, history and log file.
+The script starts itself as a separate process. SIGKILL, which a process cannot catch, ends that
+process twice in mid-epoch, and each time the script runs the same command again. Then it trains
+once without interruption, and compares both results bit for bit: the parameters, the optimizer
+state, the random keys, the history and the log file.
 
-    python examples/resume.py            # three epochs, a minute on two CPU cores
-    python examples/resume.py --quick    # some 20 seconds
+    python examples/resume.py            # three epochs, about a minute on two CPU cores
+    python examples/resume.py --quick    # about 20 seconds
 """
 
-# %% The options
+# %% Options. The script sets `--folder` and `--kill-at` itself when it starts the training process
 from _example import arguments
 
 args = arguments(
@@ -17,7 +18,7 @@ args = arguments(
     epochs=3,
     batch_size=64,
     every=(20, "steps between two checkpoints"),
-    folder=("", "where the training is; made by the script itself"),
+    folder=("", "the folder of the run; set by the script itself"),
     kill_at=(10**9, "the step at which the process kills itself; set by the script itself"),
 )
 
@@ -38,7 +39,8 @@ import numpy as np
 import optax
 
 
-# %% A convnet with what makes resuming hard: BatchNorm's statistics, and dropout
+# %% The model. It has two parts that make exact resuming harder: BatchNorm, whose statistics must
+# be restored, and dropout, whose random keys must be restored
 class Net(nn.Module):
     @nn.compact
     def __call__(self, x, train):
@@ -50,7 +52,8 @@ class Net(nn.Module):
         return nn.Dense(10)(x)
 
 
-# %% The training. All there is to resuming is the checkpointer
+# %% Training. The `checkpointer` argument is all that resuming needs. `ft.fit` saves checkpoints to
+# it, and restores the latest one when it starts
 def train(folder, *more_hooks):
     with np.load(args.data / "mnist.npz") as file:
         x, y = file["x_train"][..., None], file["y_train"].astype(np.int32)
@@ -75,7 +78,8 @@ def train(folder, *more_hooks):
     )
 
 
-# %% One life of it: the process kills itself at a step, as the machine's owner might
+# %% The training process. It trains in `--folder`, and kills itself at the step `--kill-at`, as a
+# preempted machine might
 if args.folder:
 
     @ft.at(args.kill_at)
@@ -86,32 +90,37 @@ if args.folder:
     train(pathlib.Path(args.folder), kill)
     sys.exit()
 
-# %% Three lives of one training: the command is the same each time, but for when it is killed
-broken, straight = args.output / "broken", args.output / "straight"
-for folder in (broken, straight):
+# %% Three processes for one run. The first two are killed, and the third one finishes. The command
+# differs only in `--kill-at`
+resumed_folder, straight_folder = args.output / "resumed", args.output / "straight"
+for folder in (resumed_folder, straight_folder):
     shutil.rmtree(folder, ignore_errors=True)
 per_epoch = (3_200 if args.quick else 16_000) // args.batch_size
 kills = [per_epoch - 5, 2 * per_epoch - 7, 10**9]
-for life, step in enumerate(kills, 1):
-    print(f"life {life}:", flush=True)
-    options = ["--folder", str(broken), "--kill-at", str(step)]
-    done = subprocess.run([sys.executable, *sys.argv, *options], check=False)
-    assert done.returncode == (0 if step == kills[-1] else -signal.SIGKILL), done.returncode
+for attempt, step in enumerate(kills, 1):
+    print(f"process {attempt}:", flush=True)
+    options = ["--folder", str(resumed_folder), "--kill-at", str(step)]
+    process = subprocess.run([sys.executable, *sys.argv, *options], check=False)
+    expected_code = 0 if step == kills[-1] else -signal.SIGKILL
+    assert process.returncode == expected_code, process.returncode
 
-# %% The same training in one go; and the broken one, which is over: it gives back what came of it
-print("in one go:")
-whole = train(straight)
-print("the broken one once more:")
-pieces = train(broken)
+# %% The uninterrupted run. Then `train` is called for the resumed run, too. That run has finished,
+# so `ft.fit` takes no more steps and returns the state and history from its last checkpoint
+print("without interruption:")
+straight = train(straight_folder)
+print("the resumed run, which has finished:")
+resumed = train(resumed_folder)
 
 
-# %% The bits of both
+# %% Comparison. The SHA-256 digests of both results must be equal. The `seconds` of the history are
+# left out, since they are measured times
 def sha(tree):
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for leaf in jax.tree.leaves(tree):
-        key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-        found.update(np.asarray(jax.random.key_data(leaf) if key else leaf).tobytes())
-    return found.hexdigest()[:16]
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            leaf = jax.random.key_data(leaf)
+        digest.update(np.asarray(leaf).tobytes())
+    return digest.hexdigest()[:16]
 
 
 def without_seconds(history):
@@ -119,17 +128,21 @@ def without_seconds(history):
     return [history.steps, epochs]
 
 
-for name, a, b in (
-    ("state", sha(whole.state), sha(pieces.state)),
-    ("history", sha(without_seconds(whole.history)), sha(without_seconds(pieces.history))),
-    ("log.csv", *(sha(np.fromfile(f / "log.csv", np.uint8)) for f in (straight, broken))),
-):
-    print(f"{name:8} in one go {a}, killed twice {b}: {'equal' if a == b else 'NOT equal'}")
+def log_sha(folder):
+    return sha(np.fromfile(folder / "log.csv", np.uint8))
 
-# %% A picture: the loss of both, and where the process died
+
+for name, a, b in (
+    ("state", sha(straight.state), sha(resumed.state)),
+    ("history", sha(without_seconds(straight.history)), sha(without_seconds(resumed.history))),
+    ("log.csv", log_sha(straight_folder), log_sha(resumed_folder)),
+):
+    print(f"{name:8} uninterrupted {a}, killed twice {b}: {'equal' if a == b else 'NOT equal'}")
+
+# %% Plot. The loss of both runs, and the steps at which the process was killed
 figure = matplotlib.figure.Figure(figsize=(7, 4), layout="constrained")
 panel = figure.subplots()
-for result, style, label in ((whole, "-", "in one go"), (pieces, "--", "killed twice")):
+for result, style, label in ((straight, "-", "uninterrupted"), (resumed, "--", "killed twice")):
     loss = result.history.steps["loss"]
     smooth = np.convolve(loss, np.ones(10) / 10, mode="valid")
     panel.plot(np.arange(10, len(loss) + 1), smooth, style, lw=1.5, label=label)

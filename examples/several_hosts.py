@@ -1,14 +1,15 @@
-"""One training script, on one device, on eight, and on two processes with four each.
+"""One training script on one device, on eight devices, and on two processes with four each.
 
-What it is run on is said by the machine and by who starts it, nowhere in the training. Eight
-devices are made of the CPU here, and two hosts are two processes; on a cluster each host runs the
-same script. It starts itself three times, and compares what comes out.
+The training code does not mention the number of devices or hosts: it uses what it is started on.
+Here the CPU is split into eight devices, and two processes on this machine take the place of two
+hosts. On a cluster each host runs the same script. The script starts itself three times and
+compares the results.
 
-    python examples/several_hosts.py            # a minute or two on two CPU cores
+    python examples/several_hosts.py            # one or two minutes on two CPU cores
     python examples/several_hosts.py --quick    # half of that
 """
 
-# %% The options
+# %% Options. The script sets `--report` itself when it starts a training run
 from _example import arguments
 
 args = arguments(
@@ -16,7 +17,7 @@ args = arguments(
     quick="1 600 digits",
     epochs=2,
     batch_size=64,
-    report=("", "where to write what came out; set by the script itself"),
+    report=("", "file for the results; set by the script itself"),
 )
 
 import json
@@ -36,7 +37,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 
-# %% A convnet. BatchNorm's means are those of the whole batch, wherever its parts are
+# %% The model. BatchNorm computes its means over the whole batch, even if the batch is divided
+# among devices
 class Net(nn.Module):
     @nn.compact
     def __call__(self, x, train):
@@ -47,9 +49,11 @@ class Net(nn.Module):
         return nn.Dense(10)(nn.relu(nn.Dense(128)(x.reshape(len(x), -1))))
 
 
-# %% The training: a mesh of whatever devices there are, a rule for the state, and fit
+# %% Training. The mesh includes all devices of all processes. The rule `fsdp` divides the arrays of
+# the state among the devices, and `sharding` divides the batches
 def train():
-    ft.distributed.initialize()  # does nothing where there is one process
+    # With a single process this call does nothing.
+    ft.distributed.initialize()
     mesh = ft.sharding.mesh({"data": -1})
     with np.load(args.data / "mnist.npz") as file:
         x, y = file["x_train"][..., None], file["y_train"].astype(np.int32)
@@ -74,54 +78,58 @@ def train():
     return result, ft.inspect.placement(state), ft.inspect.placement(state.params)
 
 
-# %% One run of it: what to compare is written by the first process
+# %% A training run. The first process writes the results to `--report`
 if args.report:
     (_, history), whole, params = train()
     if jax.process_index() == 0:
         losses = history.steps["loss"].tolist()
         accuracy = float(history.epochs["accuracy"][-1])
-        found = {
+        results = {
             "whole": whole.splitlines()[-1],
             "params": params,
             "loss": losses,
             "accuracy": accuracy,
         }
-        pathlib.Path(args.report).write_text(json.dumps(found))
+        pathlib.Path(args.report).write_text(json.dumps(results))
     sys.exit()
 
-# %% The same command, started in three ways
+# %% The same command, started in three ways. `functrain.launch` starts two processes with four
+# devices each
 LAUNCH = ["-m", "functrain.launch", "-n", "2", "--cpu-devices", "4"]
 ways = {
     "one device": ([], 1),
     "eight devices": ([], 8),
     "two processes of four": (LAUNCH, 1),
 }
-found = {}
+reports = {}
 for name, (launcher, devices) in ways.items():
     print(f"{name}:", flush=True)
-    report = args.output / f"{name.replace(' ', '-')}.json"
-    command = [sys.executable, *launcher, *sys.argv, "--report", str(report)]
+    report_path = args.output / f"{name.replace(' ', '-')}.json"
+    command = [sys.executable, *launcher, *sys.argv, "--report", str(report_path)]
     flags = f"--xla_force_host_platform_device_count={devices}"
     subprocess.run(command, check=True, env={**os.environ, "XLA_FLAGS": flags})
-    found[name] = json.loads(report.read_text())
-    report.unlink()
+    reports[name] = json.loads(report_path.read_text())
+    report_path.unlink()
 
-# %% What each device had
-for name, one in found.items():
-    print(f"{name}: {one['whole']}")
-print(found["two processes of four"]["params"])
+# %% The memory of each device. It is printed for the whole state, and then for each of the params
+for name, report in reports.items():
+    print(f"{name}: {report['whole']}")
+print(reports["two processes of four"]["params"])
 
-# %% The numbers: sums are taken in another order, so that last digits may differ
-first, *others = found.values()
-for name, one in found.items():
-    off = np.max(np.abs(np.subtract(one["loss"], first["loss"])))
-    print(f"{name}: accuracy {one['accuracy']:.4f}, losses within {off:.1e} of the first")
+# %% The results. Sums are computed in a different order on several devices, so the last digits of
+# the losses may differ
+first = reports["one device"]
+for name, report in reports.items():
+    difference = np.max(np.abs(np.subtract(report["loss"], first["loss"])))
+    print(
+        f"{name}: accuracy {report['accuracy']:.4f}, losses within {difference:.1e} of one device"
+    )
 
-# %% A picture
+# %% Plot. The training loss of the three runs
 figure = matplotlib.figure.Figure(figsize=(7, 4), layout="constrained")
 panel = figure.subplots()
-for (name, one), style in zip(found.items(), ("-", "--", ":"), strict=True):
-    panel.plot(one["loss"], style, label=name)
+for (name, report), style in zip(reports.items(), ("-", "--", ":"), strict=True):
+    panel.plot(report["loss"], style, label=name)
 panel.set(xlabel="step", ylabel="loss", yscale="log")
 panel.legend()
 figure.savefig(args.output / "several_hosts.png", dpi=120)

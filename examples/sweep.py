@@ -1,13 +1,13 @@
-"""A sweep in one program: 32 learning rates, each with some seeds, as one population.
+"""A sweep over 32 learning rates with three seeds each, trained as a population in one program.
 
-Every member is a small MNIST classifier with a learning rate and a seed of its own. One program
-trains them all; the picture shows loss against learning rate.
+Every member of the population is a small MNIST classifier with its own learning rate and seed. One
+program trains all of them, and the plot shows the loss against the learning rate.
 
     python examples/sweep.py            # 32 rates × 3 seeds, about a minute on two CPU cores
     python examples/sweep.py --quick    # 8 rates × 2 seeds, a few seconds
 """
 
-# %% Arguments
+# %% Options
 from _example import arguments
 
 args = arguments(__doc__, quick="8 rates, 2 seeds, 60 steps", rates=32, seeds=3, batch_size=64)
@@ -19,7 +19,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import optax
 
-# %% The data: every member sees the same batches
+# %% Data. Every member sees the same batches
 rates, seeds, examples = (8, 2, 3_840) if args.quick else (args.rates, args.seeds, 38_400)
 with np.load(args.data / "mnist.npz") as file:
     images = file["x_train"].reshape(-1, 784)
@@ -28,7 +28,7 @@ train = ft.ArrayLoader((images[:examples], labels[:examples]), args.batch_size, 
 held_out = ft.ArrayLoader((images[-5_000:], labels[-5_000:]), 1_000)
 
 
-# %% One model: two functions
+# %% The model. An `ft.Model` is a pair of functions, `init` and `apply`
 def init(key, x):
     a, b = jax.random.split(key)
     return {
@@ -46,7 +46,8 @@ def apply(params, model_state, x, *, rng=None, training=False):
 model = ft.Model(init, apply)
 loss_fn = ft.supervised(model, optax.softmax_cross_entropy_with_integer_labels)
 
-# %% inject_hyperparams makes the rate a part of the state, so that each member has its own
+# %% The population. `optax.inject_hyperparams` makes the learning rate a part of the optimizer
+# state, so each member can have its own
 tx = optax.inject_hyperparams(optax.sgd)(learning_rate=0.1, momentum=0.9)
 
 
@@ -63,7 +64,8 @@ population = ft.population.create(
 )
 print(population)
 
-# %% Training: the step of one, taken by all. Members that diverge are stopped where they are
+# %% Training. `ft.population.step` turns the step of one member into a step of all members. With
+# `stop_non_finite`, members that diverge stop training
 step = ft.population.step(ft.train_step(loss_fn, tx), stop_non_finite=True)
 metrics = {"accuracy": ft.metrics.accuracy()}
 eval_step = ft.population.step(ft.eval_step(loss_fn, metrics=metrics))
@@ -71,7 +73,7 @@ population, history = ft.fit(
     population, step, train, eval_data=held_out, eval_step=eval_step, verbose=2
 )
 
-# %% What came of it: the best member is a state like any other
+# %% Selection. The state of the best member is an ordinary TrainState
 losses = history.epochs["val_loss"][-1].reshape(rates, seeds)
 accuracies = history.epochs["val_accuracy"][-1]
 best = int(np.nanargmin(losses))
@@ -81,7 +83,7 @@ stopped = int((~np.asarray(population.active)).sum())
 print(f"best: learning rate {np.repeat(grid, seeds)[best]:.4f}, accuracy {alone['accuracy']:.4f}")
 print(f"{stopped} of {len(population)} members diverged and were stopped")
 
-# %% The picture
+# %% Plot. The held-out loss of every member by learning rate, and the training loss of each rate
 figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.8), layout="constrained")
 for losses_of_seed in losses.T:
     left.plot(grid, losses_of_seed, ".", color="#b8c4d6")

@@ -1,17 +1,19 @@
 """A small causal transformer learns to write like Shakespeare, letter by letter.
 
-What a large model would need is put around it, one function for each: it computes in bfloat16, the
-batch is cut into micro-batches whose gradients are added, and the average of the weights is what is
-evaluated, as perplexity, and what writes at the end.
+The script uses three techniques that large models need, and each is one function call: it computes
+in bfloat16, divides every batch into micro-batches and accumulates their gradients, and keeps an
+exponential moving average (EMA) of the weights. The averaged weights are used for the validation
+perplexity and for the text that is generated at the end.
 
-The text is four tragedies, 580 000 letters. A bigram model, which knows how often a letter follows
-another, is counted first: that is what the transformer has to beat, on text that neither has seen.
+The data set is four tragedies with 580 000 letters. The baseline is a bigram model, which counts
+how often each letter follows another. The transformer should reach a lower perplexity on held-out
+text.
 
-    python examples/text.py            # some minutes on two CPU cores
-    python examples/text.py --quick    # some seconds, for a look
+    python examples/text.py            # a few minutes on two CPU cores
+    python examples/text.py --quick    # a few seconds, to try it out
 """
 
-# %% The options
+# %% Options
 from _example import arguments
 
 args = arguments(
@@ -19,9 +21,9 @@ args = arguments(
     quick="40 steps of 16 examples",
     steps=(1_600, "a multiple of 200: perplexity is measured every 200"),
     batch_size=32,
-    micro_batch=(8, "examples that are in memory at once"),
+    micro_batch=(8, "examples whose gradient is computed at once"),
     letters=(300, "letters in a sample"),
-    temperature=(0.8, "of the sampling; lower is safer"),
+    temperature=(0.8, "sampling temperature; lower values give more likely text"),
 )
 
 import gzip
@@ -36,42 +38,46 @@ import optax
 
 CONTEXT, WIDTH, BLOCKS, HEADS = 64, 128, 2, 4
 
-# %% The data: letters as numbers. The last tenth, the end of Othello, is for validation
+# %% Data. Letters are encoded as integers. The last tenth, the end of Othello, is for validation
 with gzip.open(args.data / "tragedies.txt.gz", "rt", encoding="ascii") as file:
     text = file.read()
 alphabet = sorted(set(text))
 codes = np.array([alphabet.index(letter) for letter in text], np.uint8)
-learn, held_out = np.split(codes, [len(codes) * 9 // 10])
+train_codes, held_out = np.split(codes, [len(codes) * 9 // 10])
 
 
 def windows(codes, every):
-    """Returns inputs `u8[N, T]` and the letters that follow, without copying any."""
+    """Returns inputs `u8[N, T]` and the next letters `u8[N, T]`, both views of `codes`."""
     view = np.lib.stride_tricks.sliding_window_view(codes, CONTEXT + 1)[::every]
     return view[:, :-1], view[:, 1:]
 
 
 steps, every, batch_size = (40, 20, 16) if args.quick else (args.steps, 200, args.batch_size)
-train = ft.ArrayLoader(windows(learn, 5), batch_size, shuffle=True, seed=args.seed)
+train = ft.ArrayLoader(windows(train_codes, 5), batch_size, shuffle=True, seed=args.seed)
 validation = windows(held_out, CONTEXT * (10 if args.quick else 1))
 validation = ft.ArrayLoader(validation, 45)
 print(f"{len(codes):,} letters of {len(alphabet)} kinds, {len(train):,} batches in an epoch")
 
-# %% What has to be beaten: how well letters are told from none, and from one before them
+# %% The baselines. A unigram model predicts each letter by its frequency, and a bigram model also
+# uses the letter before it. Pairs that do not occur get a small count, so that no probability is
+# zero
 counts = np.zeros((len(alphabet), len(alphabet)))
-np.add.at(counts, (learn[:-1], learn[1:]), 1)
-counts += 0.1  # no pair is impossible
-chances = counts.sum(0) / counts.sum(), counts / counts.sum(1, keepdims=True)
-unigram = np.exp(-np.log(chances[0][held_out[1:]]).mean())
-bigram = np.exp(-np.log(chances[1][held_out[:-1], held_out[1:]]).mean())
+np.add.at(counts, (train_codes[:-1], train_codes[1:]), 1)
+counts += 0.1
+letter_probs = counts.sum(0) / counts.sum()
+pair_probs = counts / counts.sum(1, keepdims=True)
+unigram = np.exp(-np.log(letter_probs[held_out[1:]]).mean())
+bigram = np.exp(-np.log(pair_probs[held_out[:-1], held_out[1:]]).mean())
 print(f"validation perplexity of a unigram model {unigram:.3f}, of a bigram model {bigram:.3f}")
 
 
-# %% The model. A block looks back with attention, then thinks with two dense layers
+# %% The model. Each block has causal self-attention and two dense layers. `ft.cast` makes the model
+# compute in bfloat16, and the params stay float32
 class Transformer(nn.Module):
     @nn.compact
     def __call__(self, letters):
-        places = self.param("places", nn.initializers.normal(0.02), (CONTEXT, WIDTH))
-        x = nn.Embed(len(alphabet), WIDTH)(letters) + places
+        positions = self.param("positions", nn.initializers.normal(0.02), (CONTEXT, WIDTH))
+        x = nn.Embed(len(alphabet), WIDTH)(letters) + positions
         for _ in range(BLOCKS):
             mask = nn.make_causal_mask(letters)
             x += nn.MultiHeadDotProductAttention(HEADS)(nn.LayerNorm()(x), mask=mask)
@@ -79,9 +85,10 @@ class Transformer(nn.Module):
         return nn.Dense(len(alphabet))(nn.LayerNorm()(x))
 
 
-model = ft.cast(ft.from_linen(Transformer()), jnp.bfloat16)  # params stay float32
+model = ft.cast(ft.from_linen(Transformer()), jnp.bfloat16)
 
-# %% The loss, on some examples at a time; and the optimizer, with a schedule, clipping, an average
+# %% The loss and the optimizer. The optimizer clips gradients, follows a schedule, and keeps an
+# average of the params
 loss_fn = ft.supervised(model, optax.softmax_cross_entropy_with_integer_labels)
 schedule = optax.warmup_cosine_decay_schedule(0.0, 3e-3, steps // 10, steps, 1e-4)
 tx = optax.chain(
@@ -89,11 +96,13 @@ tx = optax.chain(
     optax.adamw(schedule, weight_decay=0.1),
     ft.tx.ema(0.98, debias=True),
 )
-params, _ = model.init(jax.random.key(args.seed), learn[None, :CONTEXT])
+params, _ = model.init(jax.random.key(args.seed), train_codes[None, :CONTEXT])
 state = ft.TrainState.create(params=params, tx=tx)
 print(f"a transformer of {sum(leaf.size for leaf in jax.tree.leaves(params)):,} parameters")
 
-# %% Training. Perplexity is the exponential of the mean loss: a metric of three lines
+# %% Training. Perplexity is the exponential of the mean loss, so the metric changes only `compute`.
+# `ft.micro_batches` accumulates gradients, and `get_state` selects the averaged params for
+# evaluation
 mean = ft.metrics.mean_loss()
 perplexity = ft.metrics.Metric(mean.init, mean.update, lambda m: jnp.exp(mean.compute(m)))
 state, history = ft.fit(
@@ -111,7 +120,8 @@ state, history = ft.fit(
 )
 
 
-# %% Writing: a letter at a time, all of it one program. The window moves on with each letter
+# %% Generating text. One program draws all letters, one after another. Each letter is appended to
+# the window of letters that the model sees, and the first letter of the window is dropped
 @jax.jit
 def write(params, window, key):
     def letter(window, key):
@@ -129,22 +139,29 @@ def decode(codes):
 for i, start in enumerate((0, len(held_out) // 2)):
     prompt = held_out[start : start + CONTEXT]
     drawn = write(ft.tx.ema_params(state), prompt, jax.random.key(args.seed + i))
-    print(
-        f"\n--- what Shakespeare began\n{decode(prompt)}\n--- goes on\n{decode(np.asarray(drawn))}"
-    )
+    print(f"\n--- prompt\n{decode(prompt)}\n--- generated\n{decode(np.asarray(drawn))}")
 
-# %% A picture, and the verdict
-reached = history.epochs["val_perplexity"]
+# %% Plot. The training and validation perplexity, compared with the baselines
+val_perplexity = history.epochs["val_perplexity"]
 figure = matplotlib.figure.Figure(figsize=(7, 4), layout="constrained")
 panel = figure.subplots()
-taken = np.arange(1, steps + 1)
-panel.plot(taken, np.exp(history.steps["loss"]), color="#b8c4d6", lw=0.7, label="training")
-panel.plot(taken[every - 1 :: every], reached, "s-", color="#d1602a", ms=4, label="validation")
+step_numbers = np.arange(1, steps + 1)
+panel.plot(step_numbers, np.exp(history.steps["loss"]), color="#b8c4d6", lw=0.7, label="training")
+panel.plot(
+    step_numbers[every - 1 :: every],
+    val_perplexity,
+    "s-",
+    color="#d1602a",
+    ms=4,
+    label="validation",
+)
 panel.axhline(unigram, color="gray", ls=":", label="unigram model")
 panel.axhline(bigram, color="black", ls="--", label="bigram model")
 panel.set(xlabel="step", ylabel="perplexity, per letter", yscale="log")
 panel.legend()
 figure.savefig(args.output / "text.png", dpi=120)
-verdict = "below" if reached[-1] < bigram else "not below"
-print(f"\nvalidation perplexity {reached[-1]:.3f}, {verdict} the bigram model's {bigram:.3f}")
+verdict = "below" if val_perplexity[-1] < bigram else "not below"
+print(
+    f"\nvalidation perplexity {val_perplexity[-1]:.3f}, {verdict} the bigram model's {bigram:.3f}"
+)
 print(f"wrote {args.output / 'text.png'}")

@@ -1,13 +1,14 @@
-"""A variational autoencoder: two losses that are added, each with its curve; averaged weights.
+"""A variational autoencoder with a loss of two terms, both logged, and averaged weights.
 
-The loss is one function. It returns its two parts under their names; `train_step` logs them, and
-`eval_step(logs=...)` averages them over the examples that are held out, with the averaged weights.
+The loss is one function that returns the sum of its two terms, and each term under a name.
+`train_step` logs the terms. `eval_step(logs=...)` averages them over the held-out examples, and
+evaluates with an exponential moving average (EMA) of the weights.
 
-    python examples/vae.py            # ten epochs, some minutes on two CPU cores
-    python examples/vae.py --quick    # some seconds
+    python examples/vae.py            # ten epochs, a few minutes on two CPU cores
+    python examples/vae.py --quick    # a few seconds
 """
 
-# %% The options
+# %% Options
 from _example import arguments
 
 args = arguments(__doc__, quick="two epochs of 3 200 digits", epochs=10, batch_size=64, latents=20)
@@ -20,7 +21,7 @@ import numpy as np
 import optax
 from matplotlib import image
 
-# %% The data: bytes; the loss scales them on the device
+# %% Data. The pixels stay bytes; the loss scales them on the device
 with np.load(args.data / "mnist.npz") as file:
     images, held_out = file["x_train"], file["x_test"]
 if args.quick:
@@ -29,7 +30,8 @@ train = ft.ArrayLoader(images, args.batch_size, shuffle=True, seed=args.seed)
 validation = ft.ArrayLoader(held_out, 250)
 
 
-# %% The model: an encoder to means and variances, a decoder to the logits of pixels
+# %% The model. The encoder returns the means and log variances of the latents, and the decoder the
+# logits of the pixels
 class Encoder(nn.Module):
     @nn.compact
     def __call__(self, x):
@@ -46,7 +48,9 @@ class Decoder(nn.Module):
 encoder, decoder = ft.from_linen(Encoder()), ft.from_linen(Decoder())
 
 
-# %% The loss: what it costs to write an image, and to say which latents. Drawn in training only
+# %% The loss. `rec` is the cross-entropy of the reconstruction, and `kl` is the divergence of the
+# latents from a standard normal distribution. Latents are sampled in training only; evaluation uses
+# their means
 def loss_fn(params, model_state, images, *, rng, training):
     x = images.astype(jnp.float32) / 255
     mean, log_variance = encoder.apply(params["encoder"], {}, x).outputs
@@ -59,7 +63,8 @@ def loss_fn(params, model_state, images, *, rng, training):
     return rec + kl, ft.Aux(model_state, logits, {"rec": rec, "kl": kl})
 
 
-# %% The state, the step, and what evaluates: the average of the weights
+# %% Training. The optimizer logs the norm of the gradient, skips updates that are not finite, and
+# keeps the average of the weights. `get_state` selects that average for evaluation
 keys = jax.random.split(jax.random.key(args.seed), 3)
 params = {
     "encoder": encoder.init(keys[0], jnp.zeros((1, 28, 28)))[0],
@@ -83,17 +88,18 @@ for name in ("rec", "kl"):
     first, *_, last = history.epochs[f"val_{name}"]
     print(f"{name}: validation {last:.2f} nats an image, {first:.2f} after the first epoch")
 
-# %% A picture: digits held out above their reconstructions, then digits of nothing but latents
-averaged, shown = ft.tx.ema_params(state), held_out[:16].astype(np.float32) / 255
+# %% Pictures. The first row has held-out digits, the second one their reconstructions, and the
+# others digits that are decoded from random latents
+averaged, originals = ft.tx.ema_params(state), held_out[:16].astype(np.float32) / 255
 
 
-def decoded(z):
+def decode(z):
     return jax.nn.sigmoid(decoder.apply(averaged["decoder"], {}, z).outputs)
 
 
-again = decoded(encoder.apply(averaged["encoder"], {}, shown).outputs[0])
-drawn = decoded(jax.random.normal(jax.random.key(args.seed), (64, args.latents)))
-sheet = np.concatenate([shown, again, drawn]).reshape(-1, 16, 28, 28)
+reconstructions = decode(encoder.apply(averaged["encoder"], {}, originals).outputs[0])
+samples = decode(jax.random.normal(jax.random.key(args.seed), (64, args.latents)))
+sheet = np.concatenate([originals, reconstructions, samples]).reshape(-1, 16, 28, 28)
 sheet = np.pad(sheet.swapaxes(1, 2).reshape(-1, 28, 16 * 28), ((0, 0), (2, 2), (0, 0)))
 image.imsave(args.output / "vae.png", sheet.reshape(-1, 16 * 28), cmap="gray", vmin=0, vmax=1)
 print(f"wrote {args.output / 'vae.png'}")

@@ -100,7 +100,7 @@ def test_text_is_learned_and_written(tmp_path) -> None:
     output = quick("text.py", tmp_path)
     unigram = number(output, "validation perplexity of", "unigram model")
     assert number(output, "epoch 2/2", "val_perplexity") < unigram
-    assert len(output[output.index("--- goes on") + 1]) > 0
+    assert len(output[output.index("--- generated") + 1]) > 0
     assert (tmp_path / "text.png").exists()
 
 
@@ -130,13 +130,13 @@ def test_text_beats_the_bigram_model(tmp_path) -> None:
 
 
 @pytest.mark.long
-def test_dcgan_draws_and_goes_on_where_it_was(tmp_path) -> None:
+def test_dcgan_draws_digits_and_resumes(tmp_path) -> None:
     first = quick("dcgan.py", tmp_path)
     assert number(first, "step 8:", "d") > 0
     pictures = {path.name for path in tmp_path.glob("*.png")}
     assert pictures == {"epoch_001.png", "epoch_002.png", "dcgan.png"}
     again = quick("dcgan.py", tmp_path)
-    assert again[0].startswith("goes on after epoch 2")
+    assert again[0].startswith("resuming after epoch 2")
 
 
 @pytest.mark.long
