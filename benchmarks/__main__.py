@@ -30,33 +30,33 @@ OUTPUT = pathlib.Path(__file__).parent / "output"
 BIG_ROUNDS = 3
 
 
-class Known(NamedTuple):
+class Suite(NamedTuple):
     """The ways and workloads that a command can measure.
 
     Attributes:
       name: The name of the command.
-      says: The description of the command for `--help`.
+      description: The description of the command for `--help`.
       ways: The ways, by name.
       workloads: The workloads that are measured by default, by name.
       output: The folder for the results.
     """
 
     name: str
-    says: str | None
+    description: str | None
     ways: Mapping[str, Way]
     workloads: Mapping[str, Workload]
     output: pathlib.Path
 
 
-TRAINING = Known("benchmarks", __doc__, WAYS, WORKLOADS, OUTPUT)
+TRAINING = Suite("benchmarks", __doc__, WAYS, WORKLOADS, OUTPUT)
 # The kernels of different ways round differently, so the losses of equal work may differ, but only
 # little in a first epoch. Larger relative differences than this one are reported.
 DISAGREE = 0.02
 
 
-def main(arguments: Sequence[str] | None = None, known: Known | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, suite: Suite | None = None) -> int:
     """Runs the command line; returns the exit status."""
-    args = parse(arguments, known or TRAINING)
+    args = parse(arguments, suite or TRAINING)
     console = Console()
     if not console.is_terminal:
         # In a log file rich assumes 80 columns, which are too few for the tables.
@@ -84,8 +84,8 @@ def main(arguments: Sequence[str] | None = None, known: Known | None = None) -> 
 def row(workload: Workload, steps: int | None, measured: dict[str, Any]) -> dict[str, Any]:
     """Returns one workload's part of results.json."""
     ways = {n: {"median": m.median, **dataclasses.asdict(m)} for n, m in measured.items()}
-    known = {"workload": workload.name, "batch": workload.batch}
-    return {**known, "steps": steps or workload.steps, "ways": ways}
+    header = {"workload": workload.name, "batch": workload.batch}
+    return {**header, "steps": steps or workload.steps, "ways": ways}
 
 
 def warn(console: Console, result: dict[str, Any]) -> None:
@@ -113,12 +113,12 @@ def write(results: dict[str, Any], folder: pathlib.Path) -> None:
     report.draw(results, folder / "results.png")
 
 
-def parse(arguments: Sequence[str] | None, known: Known = TRAINING) -> argparse.Namespace:
+def parse(arguments: Sequence[str] | None, suite: Suite = TRAINING) -> argparse.Namespace:
     """Parses the command line, and replaces names by workloads and ways."""
     parser = argparse.ArgumentParser(
-        known.name,
-        description=known.says,
-        epilog="ways:\n" + "\n".join(f"  {w.name:27}  {w.label}" for w in known.ways.values()),
+        suite.name,
+        description=suite.description,
+        epilog="ways:\n" + "\n".join(f"  {w.name:27}  {w.label}" for w in suite.ways.values()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--quick", action="store_true", help="small workloads, 3 rounds")
@@ -126,7 +126,7 @@ def parse(arguments: Sequence[str] | None, known: Known = TRAINING) -> argparse.
     parser.add_argument("--ways", help="comma-separated; see below")
     parser.add_argument("--rounds", type=int, help="default 5")
     parser.add_argument("--steps", type=int, help="per call, in place of each workload's own")
-    parser.add_argument("--output", type=pathlib.Path, default=known.output)
+    parser.add_argument("--output", type=pathlib.Path, default=suite.output)
     parser.add_argument(
         "--python",
         action="append",
@@ -137,23 +137,26 @@ def parse(arguments: Sequence[str] | None, known: Known = TRAINING) -> argparse.
     args = parser.parse_args(arguments)
     args.pythons = {"jax": sys.executable, **dict(item.split("=", 1) for item in args.python)}
     args.rounds = args.rounds or (3 if args.quick else 5)
-    small = [name for name, workload in known.workloads.items() if workload.quick]
-    default = small if args.quick else list(known.workloads)
+    small = [name for name, workload in suite.workloads.items() if workload.quick]
+    default = small if args.quick else list(suite.workloads)
     args.workloads = _chosen(parser, WORKLOADS, args.workloads, default)
-    runnable = [name for name, way in known.ways.items() if way.backend in args.pythons]
-    args.ways = _chosen(parser, known.ways, args.ways, runnable)
+    runnable = [name for name, way in suite.ways.items() if way.backend in args.pythons]
+    args.ways = _chosen(parser, suite.ways, args.ways, runnable)
     _require_pythons(parser, args.ways, args.pythons)
     return args
 
 
 def _chosen(
-    parser: argparse.ArgumentParser, known: Mapping[str, Any], names: str | None, default: list[str]
+    parser: argparse.ArgumentParser,
+    choices: Mapping[str, Any],
+    names: str | None,
+    default: list[str],
 ) -> list[Any]:
-    wanted = names.split(",") if names else default
-    unknown = sorted(set(wanted) - set(known))
+    chosen_names = names.split(",") if names else default
+    unknown = sorted(set(chosen_names) - set(choices))
     if unknown:
-        parser.error(f"expected names out of {', '.join(known)}; got {', '.join(unknown)}")
-    return [known[name] for name in wanted]
+        parser.error(f"expected names out of {', '.join(choices)}; got {', '.join(unknown)}")
+    return [choices[name] for name in chosen_names]
 
 
 def _require_pythons(

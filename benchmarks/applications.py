@@ -179,24 +179,24 @@ def _fused(step: Callable[..., Any], args: tuple[Any, ...], rounds: int) -> Pair
 
 def _compiled(plain: Any, rewritten: Any, args: Any) -> tuple[list[Any], list[float]]:
     """Returns both compiled programs, and the seconds that compiling each took."""
-    programs, taken = [], []
+    programs, compile_seconds = [], []
     for jitted in (plain, rewritten):
         start = time.perf_counter()
         programs.append(jitted.lower(*args).compile())
-        taken.append(time.perf_counter() - start)
-    return programs, taken
+        compile_seconds.append(time.perf_counter() - start)
+    return programs, compile_seconds
 
 
 def _in_turn(programs: Sequence[Any], args: Any, rounds: int) -> list[float]:
     """Returns the median seconds of both, and median ratios of wall-clock and processor time."""
-    taken = np.full((rounds or 1, len(programs), 2), np.nan)
-    for times, program in itertools.product(taken[:rounds], range(len(programs))):
+    durations = np.full((rounds or 1, len(programs), 2), np.nan)
+    for times, program in itertools.product(durations[:rounds], range(len(programs))):
         start = time.perf_counter(), time.process_time()
         jax.block_until_ready(programs[program](*args))
         end = time.perf_counter(), time.process_time()
         times[program] = np.subtract(end, start)
-    ratios = taken[:, 0] / taken[:, 1]
-    return [*np.median(taken[..., 0], axis=0).tolist(), *np.median(ratios, axis=0).tolist()]
+    ratios = durations[:, 0] / durations[:, 1]
+    return [*np.median(durations[..., 0], axis=0).tolist(), *np.median(ratios, axis=0).tolist()]
 
 
 def _nudged(args: tuple[Any, ...], seed: int) -> tuple[Any, ...]:
@@ -231,14 +231,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--output", type=pathlib.Path, help="a file for the table")
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
-    known = architectures(args.set)
-    names = args.names.split(",") if args.names else list(known)
-    if unknown := set(names).difference(known):
-        parser.error(f"--names: expected some of {', '.join(known)}, got {sorted(unknown)}")
+    available = architectures(args.set)
+    names = args.names.split(",") if args.names else list(available)
+    if unknown := set(names).difference(available):
+        parser.error(f"--names: expected some of {', '.join(available)}, got {sorted(unknown)}")
     if args.one:
         (name,) = names
-        made = compare(name, known[name], args.rounds, args.fused)
-        print(json.dumps(dataclasses.asdict(made)))
+        compared = compare(name, available[name], args.rounds, args.fused)
+        print(json.dumps(dataclasses.asdict(compared)))
         return
     lines = [_sentence(args.rounds, args.set), "", head(args.fused)]
     print("\n".join(lines))
@@ -261,21 +261,22 @@ def _rows(names: Sequence[str], args: argparse.Namespace) -> Iterator[str]:
             yield _read(json.loads(done.stdout.splitlines()[-1])).row()
 
 
-def _read(made: dict[str, Any]) -> Compared:
-    pairs = {key: made[key] and Pair(*made[key]) for key in ("jitted", "fused")}
-    return Compared(**made | pairs)
+def _read(fields: dict[str, Any]) -> Compared:
+    pairs = {key: fields[key] and Pair(*fields[key]) for key in ("jitted", "fused")}
+    return Compared(**fields | pairs)
 
 
 def _sentence(rounds: int, which: str) -> str:
     m = report.machine()
     hub = f", keras-hub {importlib.metadata.version('keras-hub')}" if which == "hub" else ""
     return (
-        f"One step (loss, gradients, statistics), jitted; medians of {rounds} interleaved rounds, "
-        "speed that of their ratios, by the clock and in processor time. "
+        f"A jitted step (loss, gradients, statistics): medians of {rounds} interleaved rounds. "
+        "The speeds are medians of the rounds' ratios, in wall-clock and in processor time. "
         f"{m['cpu']}, {m['cores']} cores, {m['system']}, Python {m['python']}, jax "
-        f"{jax.__version__}, keras {keras.__version__}{hub}. Difference: of the "
-        "gradients, norm over norm; rounding: by how much the plain ones move when half the "
-        f"weights move by a unit in their last place, the most of {NUDGES}."
+        f"{jax.__version__}, keras {keras.__version__}{hub}. Difference: the norm "
+        "of the difference between the gradients, divided by the norm of the plain ones. Rounding: "
+        "the same for plain gradients after half of the weights change by one unit in the last "
+        f"place, the largest of {NUDGES} trials."
     )
 
 

@@ -75,13 +75,13 @@ def measured(workload: str, rounds: int) -> dict[tuple[str, bool], list[list[flo
     The first round fills the caches and is not counted.
     """
     ways = [(way, cache) for cache in (False, True) for way in TRAIN]
-    found: dict[tuple[str, bool], list[list[float]]] = {way: [] for way in ways}
+    durations: dict[tuple[str, bool], list[list[float]]] = {way: [] for way in ways}
     with tempfile.TemporaryDirectory() as folder:
         for i in range(rounds + 1):
             for way, cache in ways:
-                taken = run(way, workload, pathlib.Path(folder), cache)
-                found[way, cache] += [taken] * (i > 0)
-    return found
+                run_durations = run(way, workload, pathlib.Path(folder), cache)
+                durations[way, cache] += [run_durations] * (i > 0)
+    return durations
 
 
 def run(way: str, workload: str, folder: pathlib.Path, cache: bool) -> list[float]:
@@ -104,28 +104,30 @@ def run(way: str, workload: str, folder: pathlib.Path, cache: bool) -> list[floa
         env["JAX_COMPILATION_CACHE_DIR"] = str(folder / way)
         env["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
         env["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
-    began = time.perf_counter()
+    start = time.perf_counter()
     done = subprocess.run(
         [sys.executable, "-c", script], env=env, stdout=subprocess.PIPE, text=True
     )
-    whole = time.perf_counter() - began
+    total = time.perf_counter() - start
     if done.returncode:
         raise RuntimeError(f"{way} of {workload} failed; its messages are above")
-    return [*json.loads(done.stdout.splitlines()[-1]), whole]
+    return [*json.loads(done.stdout.splitlines()[-1]), total]
 
 
-def table(workload: str, found: dict[tuple[str, bool], list[list[float]]]) -> Table:
+def table(workload: str, durations: dict[tuple[str, bool], list[list[float]]]) -> Table:
     """Returns a table of the medians, and of the median ratio of the sums to those of Keras."""
-    made = Table(title=f"{workload}: {STEPS} steps in a fresh process", title_justify="left")
+    table = Table(title=f"{workload}: {STEPS} steps in a fresh process", title_justify="left")
     for column in ("way", "cache", *(f"{part}, s" for part in PARTS), "sum, s", "relative"):
-        made.add_column(column, no_wrap=True)
-    for (way, cache), rounds in found.items():
-        cells = [f"{statistics.median(taken):.2f}" for taken in list(zip(*rounds, strict=True))[:3]]
-        sums, other = ([sum(r[:3]) for r in rows] for rows in (rounds, found["keras-fit", cache]))
+        table.add_column(column, no_wrap=True)
+    for (way, cache), rounds in durations.items():
+        cells = [f"{statistics.median(part):.2f}" for part in list(zip(*rounds, strict=True))[:3]]
+        sums, other = (
+            [sum(r[:3]) for r in rows] for rows in (rounds, durations["keras-fit", cache])
+        )
         ratio = statistics.median(a / b for a, b in zip(sums, other, strict=True))
         total = statistics.median(sums)
-        made.add_row(way, "yes" if cache else "no", *cells, f"{total:.2f}", f"{ratio:.2f}")
-    return made
+        table.add_row(way, "yes" if cache else "no", *cells, f"{total:.2f}", f"{ratio:.2f}")
+    return table
 
 
 if __name__ == "__main__":

@@ -58,11 +58,11 @@ def main() -> int:
     for name, part, flags in _planned():
         if not name.startswith(only):
             continue
-        began = time.perf_counter()
+        start = time.perf_counter()
         results[name] = _in_child(part, flags, args)
         failed |= "error" in results[name]
         (args.output / "results.json").write_text(json.dumps(results, indent=1) + "\n")
-        print(f"{name}: {time.perf_counter() - began:.0f} s")
+        print(f"{name}: {time.perf_counter() - start:.0f} s")
         print(_table(results[name]), flush=True)
     return int(failed)
 
@@ -325,9 +325,9 @@ def _timed(ways: dict[str, Callable[[], Any]], n: int, rounds: int) -> dict[str,
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(rounds):
         for name, run in ways.items():
-            began = time.perf_counter()
+            start = time.perf_counter()
             run()
-            seconds[name].append(time.perf_counter() - began)
+            seconds[name].append(time.perf_counter() - start)
     return {
         name: {
             "µs a step": statistics.median(times) / n * 1e6,

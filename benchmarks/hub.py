@@ -64,8 +64,8 @@ def task(
         models = keras_hub.models
         backbone = getattr(models, f"{name}Backbone")(**options)
         head = {} if kind.endswith("LM") else {"num_classes": CLASSES}
-        made: keras.Model = getattr(models, name + kind)(backbone=backbone, **head)
-        return made
+        model: keras.Model = getattr(models, name + kind)(backbone=backbone, **head)
+        return model
 
     return Architecture(build, example)
 

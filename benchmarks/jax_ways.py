@@ -133,11 +133,11 @@ def _by_hand(workload: Workload) -> tuple[Any, Any]:
 
 
 def _own_by_hand(workload: Workload) -> tuple[Any, Any]:
-    state, own = workload.functrain_step()
+    state, own_step = workload.functrain_step()
 
     def step(carry: Any, batch: Any) -> Any:
         state, totals = carry
-        state, logs = own(state, batch)
+        state, logs = own_step(state, batch)
         return state, {**totals, "loss": totals["loss"] + logs["loss"]}
 
     return (state, zero_totals()), step
@@ -199,15 +199,15 @@ def keras_scan_32(workload: Workload) -> Run:
         return state, logs["loss"][-1]
 
     program = jax.jit(steps, donate_argnums=0)
-    *kept, metrics = _keras_state(model)
+    *training_state, metrics = _keras_state(model)
 
     def run() -> float:
-        nonlocal kept
-        state = (*kept, jax.tree.map(jnp.copy, metrics))
+        nonlocal training_state
+        state = (*training_state, jax.tree.map(jnp.copy, metrics))
         for chunk in chunks:
             state, loss = program(state, chunk)
-        kept = state[:3]
-        jax.block_until_ready(kept)
+        training_state = state[:3]
+        jax.block_until_ready(training_state)
         return float(loss)
 
     return run

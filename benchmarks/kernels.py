@@ -74,7 +74,9 @@ def kernels(
     fused = ft.fuse(step, K, rewrites=rewrites, donate=False)
     chunk = jax.tree.map(lambda x: np.stack([np.asarray(x)] * K), batch)
     text = fused.program.lower(state, chunk, np.int32(K)).compile().as_text()
-    known = {name: (result, kind, line) for _, name, result, kind, line in _instructions(text)}
+    instructions = {
+        name: (result, kind, line) for _, name, result, kind, line in _instructions(text)
+    }
     jax.block_until_ready(fused(state, chunk))
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
@@ -82,16 +84,18 @@ def kernels(
                 jax.block_until_ready(fused(state, chunk))
         times = _times(pathlib.Path(folder))
     inside = _contents(text)
-    found = []
+    result_kernels = []
     for name, seconds in times.items():
-        result, kind, line = known.get(name, ("", "", ""))
+        result, kind, line = instructions.get(name, ("", "", ""))
         if kind not in HOLD_OTHERS:
             called = re.search(r"calls=%?([\w.-]+)", line)
             contents = inside.get(called[1], kind) if called else kind
             count = len(seconds) / rounds / K
-            took = float(np.quantile(seconds, 0.25))
-            found.append(Kernel(name, count, took, result.split("{")[0], contents, _where(line)))
-    return sorted(found, key=lambda kernel: -kernel.count * kernel.seconds)
+            duration = float(np.quantile(seconds, 0.25))
+            result_kernels.append(
+                Kernel(name, count, duration, result.split("{")[0], contents, _where(line))
+            )
+    return sorted(result_kernels, key=lambda kernel: -kernel.count * kernel.seconds)
 
 
 def _times(folder: pathlib.Path) -> dict[str, list[float]]:
@@ -111,8 +115,8 @@ def _instructions(text: str) -> Iterator[tuple[str, str, str, str, str]]:
     for line in text.splitlines():
         if begins := COMPUTATION.match(line):
             computation = begins[1]
-        elif found := INSTRUCTION.match(line):
-            yield computation, found[1], found[2], found[3], line
+        elif match := INSTRUCTION.match(line):
+            yield computation, match[1], match[2], match[3], line
 
 
 def _contents(text: str) -> dict[str, str]:
@@ -128,22 +132,22 @@ def _contents(text: str) -> dict[str, str]:
 
 
 def _where(line: str) -> str:
-    found = re.search(r'op_name="([^"]*)"', line)
-    name = found[1].partition(";")[0] if found else ""
+    match = re.search(r'op_name="([^"]*)"', line)
+    name = match[1].partition(";")[0] if match else ""
     return re.sub(r"jit\(\w+\)/|while/body/|closed_call/", "", name)
 
 
-def table(found: Sequence[Kernel], top: int) -> str:
+def table(kernels: Sequence[Kernel], top: int) -> str:
     """Returns a table of the first kernels, and the total time of all."""
-    made = Table(box=box.MARKDOWN)
-    for heading in ("kernel", "of", "count", "µs each", "µs a step", "result", "where"):
+    table = Table(box=box.MARKDOWN)
+    for heading in ("kernel", "contents", "count", "µs each", "µs a step", "result", "where"):
         right = heading in ("count", "µs each", "µs a step")
-        made.add_column(heading, justify="right" if right else "left", no_wrap=True)
-    for name, count, seconds, result, contents, where in found[:top]:
+        table.add_column(heading, justify="right" if right else "left", no_wrap=True)
+    for name, count, seconds, result, contents, where in kernels[:top]:
         each, step = (f"{1e6 * value:.3g}" for value in (seconds, count * seconds))
-        made.add_row(name, contents, f"{count:g}", each, step, result, where)
-    total, number = sum(k.count * k.seconds for k in found), sum(k.count for k in found)
-    return f"{_table.render(made)}\n\n{number:.0f} kernels a step come to {1e3 * total:.3g} ms."
+        table.add_row(name, contents, f"{count:g}", each, step, result, where)
+    total, number = sum(k.count * k.seconds for k in kernels), sum(k.count for k in kernels)
+    return f"{_table.render(table)}\n\n{number:.0f} kernels in a step take {1e3 * total:.3g} ms."
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

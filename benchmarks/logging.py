@@ -78,20 +78,20 @@ def measured(folder: pathlib.Path, rounds: int, epochs: int) -> Table:
         ft.fit(state, step, loader, epochs=epochs, hooks=hooks, verbose=0)
         return time.perf_counter() - clock, time.process_time() - processor
 
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in ways()}
+    durations: dict[str, list[tuple[float, float]]] = {name: [] for name in ways()}
     # The first round compiles and is not counted.
     for i in range(rounds + 1):
         for name, make in ways().items():
-            taken = seconds(make, folder / f"{name}{i}")
-            found[name] += [taken] * (i > 0)
+            values = seconds(make, folder / f"{name}{i}")
+            durations[name] += [values] * (i > 0)
     steps = epochs * workload.steps
     table = Table("hooks", "µs / step", "relative", "processor, µs / step", "relative")
-    for name, both in found.items():
+    for name, both in durations.items():
         cells = []
         for kind in (0, 1):
-            taken, without = ([round[kind] for round in of] for of in (both, found["none"]))
-            ratio = statistics.median(a / b for a, b in zip(taken, without, strict=True))
-            cells += [f"{1e6 * statistics.median(taken) / steps:.1f}", f"{ratio:.3f}"]
+            values, without = ([round[kind] for round in of] for of in (both, durations["none"]))
+            ratio = statistics.median(a / b for a, b in zip(values, without, strict=True))
+            cells += [f"{1e6 * statistics.median(values) / steps:.1f}", f"{ratio:.3f}"]
         table.add_row(name, *cells)
     return table
 

@@ -69,11 +69,11 @@ def operations(step: ft.Step[Any], state: Any, batch: Any, rewrites: Any) -> lis
             key = f"{eqn.primitive} {types} {sorted(eqn.params.items(), key=lambda i: i[0])}"
             counts[key] += times
             examples[key] = eqn, jaxpr
-    found = []
+    all_operations = []
     for key, (eqn, jaxpr) in examples.items():
         rule = select_rewrite(rules, eqn, jaxpr, exact_only=mode == "exact")
-        found.append(Operation(eqn, counts[key], rule.name if rule else ""))
-    return [operation for operation in found if operation.nbytes >= SMALL]
+        all_operations.append(Operation(eqn, counts[key], rule.name if rule else ""))
+    return [operation for operation in all_operations if operation.nbytes >= SMALL]
 
 
 def seconds(operation: Operation, rewrites: Any) -> float:
@@ -117,8 +117,8 @@ def _per_round(run: Callable[[int], Any]) -> float:
     """
     run(1)
     n = 1
-    while (took := _timed(run, n)) < SECONDS:
-        n = max(2 * n, min(100 * n, math.ceil(1.2 * n * SECONDS / max(took, 1e-6))))
+    while (duration := _timed(run, n)) < SECONDS:
+        n = max(2 * n, min(100 * n, math.ceil(1.2 * n * SECONDS / max(duration, 1e-6))))
     return least(lambda: _timed(run, n)) / n
 
 

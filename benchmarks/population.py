@@ -52,8 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, members, steps in QUICK if args.quick else CASES:
         table = Table(f"{members} × {name}", "µs / member-step", "relative")
         rows = measured(WORKLOADS[name], members, steps, 2 if args.quick else args.rounds)
-        for way, (taken, ratio) in rows.items():
-            table.add_row(way, f"{taken:.1f}", f"{ratio:.2f}")
+        for way, (microseconds, ratio) in rows.items():
+            table.add_row(way, f"{microseconds:.1f}", f"{ratio:.2f}")
         Console().print(table)
     return 0
 
@@ -67,22 +67,22 @@ def measured(
     take turns in each round, so that a slow moment of the machine affects all of them.
     """
     count = members * steps
-    found: dict[str, list[float]] = {}
+    durations: dict[str, list[float]] = {}
     everything = ways(workload, members, steps)
     # The first round compiles and is not counted.
     for i in range(rounds + 1):
         for name, run in everything.items():
-            began = time.perf_counter()
+            start = time.perf_counter()
             run()
             if i:
-                found.setdefault(name, []).append((time.perf_counter() - began) / count * 1e6)
-    first = next(iter(found.values()))
+                durations.setdefault(name, []).append((time.perf_counter() - start) / count * 1e6)
+    first = next(iter(durations.values()))
     return {
         name: (
-            statistics.median(taken),
-            statistics.median(a / b for a, b in zip(taken, first, strict=True)),
+            statistics.median(times),
+            statistics.median(a / b for a, b in zip(times, first, strict=True)),
         )
-        for name, taken in found.items()
+        for name, times in durations.items()
     }
 
 

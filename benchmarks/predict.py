@@ -8,13 +8,13 @@ python -m benchmarks.predict --python torch=.venv-torch/bin/python
 
 import sys
 
-from benchmarks.__main__ import OUTPUT, Known, main
+from benchmarks.__main__ import OUTPUT, Suite, main
 from benchmarks.ways import PREDICTING
 from benchmarks.workloads import WORKLOADS
 
 NAMES = ("digits-mlp", "lstm", "transformer", "mnist-convnet", "residual", "mobilenet-v2")
-SHOWN = {name: WORKLOADS[name] for name in NAMES}
-KNOWN = Known("benchmarks.predict", __doc__, PREDICTING, SHOWN, OUTPUT / "predict")
+SELECTED = {name: WORKLOADS[name] for name in NAMES}
+SUITE = Suite("benchmarks.predict", __doc__, PREDICTING, SELECTED, OUTPUT / "predict")
 
 if __name__ == "__main__":
-    sys.exit(main(known=KNOWN))
+    sys.exit(main(suite=SUITE))

@@ -55,29 +55,32 @@ class Profile:
             table.add_column(heading, justify="right", no_wrap=True)
         table.add_column("rewritten by")
         rows = list(zip(self.operations, self.times, strict=True))
-        for operation, took in rows[: self.top]:
-            table.add_row(*self._row(operation, took))
-        total = sum(o.count * took for o, took in rows)
-        left = sum(o.count * took for o, took in rows[self.top :])
+        for operation, duration in rows[: self.top]:
+            table.add_row(*self._row(operation, duration))
+        total = sum(o.count * duration for o, duration in rows)
+        left = sum(o.count * duration for o, duration in rows[self.top :])
         return (
             f"{_table.render(table)}\n\n"
-            f"A step takes {milliseconds(self.step)} ms. By themselves its {len(rows)} kinds of "
-            f"operations come to {milliseconds(total)} ms, {milliseconds(left)} of them not shown; "
-            f"what is fused is not among them. Dense: {self.dense / 1e9:.0f} GFLOP/s."
+            f"A step takes {milliseconds(self.step)} ms. Timed alone, its {len(rows)} kinds of "
+            f"operations take {milliseconds(total)} ms in sum, {milliseconds(left)} ms of this in "
+            "rows that are not shown. Fused operations are not included. "
+            f"Dense: {self.dense / 1e9:.0f} GFLOP/s."
         )
 
-    def _row(self, operation: Operation, took: float) -> list[str]:
-        whole = operation.count * took
-        flops = operation.flops / took
+    def _row(self, operation: Operation, duration: float) -> list[str]:
+        seconds_per_step = operation.count * duration
+        flops = operation.flops / duration
         rate = (
-            f"{flops / 1e9:.3g} GFLOP/s" if flops else f"{operation.nbytes / took / 1e9:.3g} GB/s"
+            f"{flops / 1e9:.3g} GFLOP/s"
+            if flops
+            else f"{operation.nbytes / duration / 1e9:.3g} GB/s"
         )
         return [
             describe(operation.eqn),
             str(operation.count),
-            milliseconds(took),
-            milliseconds(whole),
-            f"{whole / self.step:.1%}",
+            milliseconds(duration),
+            milliseconds(seconds_per_step),
+            f"{seconds_per_step / self.step:.1%}",
             rate,
             f"{flops / self.dense:.1%}" if flops else "",
             operation.rule,
@@ -106,14 +109,14 @@ def profile(
     Returns:
       A Profile, which can be printed.
     """
-    found = operations(step, state, batch, rewrites)
+    step_operations = operations(step, state, batch, rewrites)
     dense, times = dense_rate(), []
-    for i, operation in enumerate(found):
-        say(f"{i + 1} of {len(found)}: {describe(operation.eqn)}")
+    for i, operation in enumerate(step_operations):
+        say(f"{i + 1} of {len(step_operations)}: {describe(operation.eqn)}")
         times.append(seconds(operation, rewrites))
-    order = sorted(range(len(found)), key=lambda i: -times[i] * found[i].count)
+    order = sorted(range(len(step_operations)), key=lambda i: -times[i] * step_operations[i].count)
     return Profile(
-        operations=tuple(found[i] for i in order),
+        operations=tuple(step_operations[i] for i in order),
         times=tuple(times[i] for i in order),
         step=step_seconds(step, state, batch, rewrites),
         dense=max(dense, dense_rate()),
@@ -152,9 +155,9 @@ def _parameters(params: dict[str, Any]) -> str:
         "window_dimensions": "window",
         "axes": "axes",
     }
-    known = {name: params[key] for key, name in short.items() if key in params}
-    said = {k: v for k, v in known.items() if k == "axes" or np.max(v, initial=1) > 1}
-    return "".join(f", {k} {'×'.join(map(str, np.ravel(v)))}" for k, v in said.items())
+    named = {name: params[key] for key, name in short.items() if key in params}
+    shown = {k: v for k, v in named.items() if k == "axes" or np.max(v, initial=1) > 1}
+    return "".join(f", {k} {'×'.join(map(str, np.ravel(v)))}" for k, v in shown.items())
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -167,16 +170,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--top", type=int, default=30, help="rows to show")
     parser.add_argument("--output", type=pathlib.Path, help="a file to add the table to")
     args = parser.parse_args(arguments)
-    made = profile(
+    profiled = profile(
         *example(WORKLOADS[args.workload]),
         rewrites=args.rewrites,
         top=args.top,
         say=lambda text: print(text, file=sys.stderr),
     )
-    print(made)
+    print(profiled)
     if args.output:
         with args.output.open("a") as file:
-            file.write(f"## {args.workload}, rewrites={args.rewrites}\n\n{made}\n\n")
+            file.write(f"## {args.workload}, rewrites={args.rewrites}\n\n{profiled}\n\n")
 
 
 def example(workload: Any) -> tuple[ft.Step[Any], Any, Any]:

@@ -35,9 +35,9 @@ def _cpu() -> str:
 def reference(ways: dict[str, Any]) -> str:
     """Returns the way that others are compared with: Keras on JAX, if it was measured."""
     names = ("keras-fit", "keras-predict", "jit-loop")
-    known = [name for name in names if ways.get(name, {}).get("seconds")]
+    references = [name for name in names if ways.get(name, {}).get("seconds")]
     measured = [name for name, way in ways.items() if way["seconds"]]
-    return (known or measured or [""])[0]
+    return (references or measured or [""])[0]
 
 
 def speed(ways: dict[str, Any], name: str) -> float:
@@ -64,17 +64,17 @@ def table(result: dict[str, Any]) -> Table:
     """Returns the table of a workload, with the fastest way first."""
     ways = result["ways"]
     title = f"{result['workload']}, batch {result['batch']}, {result['steps']} steps a call"
-    made = Table(title=title, title_justify="left")
-    made.add_column("way", no_wrap=True)
+    table = Table(title=title, title_justify="left")
+    table.add_column("way", no_wrap=True)
     columns = "ms a step", "min – max", f"speed / {reference(ways)}", "compile s", "peak MiB"
     for column in columns:
-        made.add_column(column, justify="right", no_wrap=True)
+        table.add_column(column, justify="right", no_wrap=True)
     for name, way in sorted(ways.items(), key=lambda item: item[1]["median"] or math.inf):
         if way["error"]:
-            made.add_row(name, f"failed: {way['error']}")
+            table.add_row(name, f"failed: {way['error']}")
             continue
         low, high = (f"{1e3 * f(way['seconds']):.4g}" for f in (min, max))
-        made.add_row(
+        table.add_row(
             name,
             f"{1e3 * way['median']:.4g}",
             f"{low} – {high}",
@@ -82,7 +82,7 @@ def table(result: dict[str, Any]) -> Table:
             f"{way['compile_seconds']:.1f}",
             f"{way['peak_bytes'] / 2**20:.0f}",
         )
-    return made
+    return table
 
 
 def markdown(results: Results) -> str:
@@ -102,7 +102,7 @@ def markdown(results: Results) -> str:
 
 def _sentence(results: Results) -> str:
     m = results["machine"]
-    versions = {k: v for known in results["versions"].values() for k, v in known.items()}
+    versions = {k: v for installed in results["versions"].values() for k, v in installed.items()}
     listed = ", ".join(f"{name} {version}" for name, version in versions.items())
     return (
         f"ms a step, median of {results['rounds']} rounds (big nets: fewer), in brackets the speed "

@@ -75,12 +75,12 @@ def small_run(folder: pathlib.Path) -> Table:
 
     def epochs(name: str, **how: Any) -> Iterator[int]:
         """Trains without end; yields the number of checkpoints written after each round."""
-        known: dict[str, Any] = {}
+        options: dict[str, Any] = {}
         if how:
             saved = ft.Checkpointer(folder / name, every=ft.every(steps=EVERY), **how)
-            known["checkpointer"] = saved
+            options["checkpointer"] = saved
         ended, due = 0, 0
-        for event in ft.run(state, step, loader, epochs=10**9, fuse=EVERY, **known):
+        for event in ft.run(state, step, loader, epochs=10**9, fuse=EVERY, **options):
             due += isinstance(event, ft.events.ChunkEnd) and event.step % EVERY == 0
             ended += isinstance(event, ft.events.EpochEnd)
             if ended == EPOCHS:
@@ -99,17 +99,17 @@ def small_run(folder: pathlib.Path) -> Table:
     written: dict[str, int] = {}
     for _ in range(ROUNDS):
         for name, way in ways.items():
-            began = time.perf_counter()
+            start = time.perf_counter()
             written[name] = next(way)
-            seconds[name].append(time.perf_counter() - began)
+            seconds[name].append(time.perf_counter() - start)
     rounds = ROUNDS + 1
     due = EPOCHS * workload.steps // EVERY
     table = Table("saved", "ms / 100 steps", "relative", "checkpoints / 1000 steps")
-    for name, found in seconds.items():
-        ratios = [a / b for a, b in zip(found, seconds["not at all"], strict=True)]
+    for name, durations in seconds.items():
+        ratios = [a / b for a, b in zip(durations, seconds["not at all"], strict=True)]
         table.add_row(
             name,
-            f"{1e3 * statistics.median(found) / due:.1f}",
+            f"{1e3 * statistics.median(durations) / due:.1f}",
             f"{statistics.median(ratios):.2f}",
             f"{10 * written[name] / (rounds * due):.2f}",
         )
@@ -139,25 +139,25 @@ def large_state(folder: pathlib.Path, gigabytes: float) -> Table:
 
     ways = {"functrain.Checkpointer": ours, "Orbax's Checkpointer": orbaxs, "a copy by NumPy": copy}
     waited: dict[str, list[float]] = {name: [] for name in ways}
-    whole: dict[str, list[float]] = {name: [] for name in ways}
+    written: dict[str, list[float]] = {name: [] for name in ways}
     for i in range(ROUNDS):
         for name, way in ways.items():
             jax.block_until_ready(tree)
             to = folder / f"{name.split('.')[0].split()[0]}{i}"
-            began = time.perf_counter()
+            start = time.perf_counter()
             rest = way(tree, to)
-            waited[name].append(time.perf_counter() - began)
+            waited[name].append(time.perf_counter() - start)
             # The next training step reuses the buffers, as in a real run.
             tree = step(tree)
             rest()
-            whole[name].append(time.perf_counter() - began)
+            written[name].append(time.perf_counter() - start)
             shutil.rmtree(to, ignore_errors=True)
     table = Table(f"{gigabytes:g} GiB", "training waits, s", "until it is written, s")
     for name in ways:
         table.add_row(
             name,
             f"{statistics.median(waited[name]):.3f}",
-            "" if name.startswith("a copy") else f"{statistics.median(whole[name]):.1f}",
+            "" if name.startswith("a copy") else f"{statistics.median(written[name]):.1f}",
         )
     return table
 
@@ -190,7 +190,7 @@ def peak(way: str) -> float:
 
     step, loader = ft.train_step(loss_fn, tx), ft.ArrayLoader(np.ones((16, 512), np.float32), 4)
     with tempfile.TemporaryDirectory() as folder:
-        kept = ft.Checkpointer(folder, keep=1) if "save" in way else None
+        checkpointer = ft.Checkpointer(folder, keep=1) if "save" in way else None
         before = mib("VmRSS")
         state = jax.block_until_ready(jax.jit(create)())
         size = sum(x.nbytes for x in jax.tree.leaves(state)) / 2**20
@@ -206,7 +206,9 @@ def peak(way: str) -> float:
             ft.load(f"{folder}/state", jax.eval_shape(create))
         else:
             donate = "donated" in way
-            ft.fit(state, step, loader, epochs=5, donate=donate, checkpointer=kept, verbose=0)
+            ft.fit(
+                state, step, loader, epochs=5, donate=donate, checkpointer=checkpointer, verbose=0
+            )
         return float((mib("VmHWM") - before) / size)
 
 

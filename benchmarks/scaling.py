@@ -111,23 +111,25 @@ def row(name: str, devices: int, way: str) -> str:
     mesh = ft.sharding.mesh({"data": devices // parts, "model": parts})
     rows, tx = NamedSharding(mesh, P("data")), optax.adam(1e-4)
     state = jax.eval_shape(lambda: ft.TrainState.create(params=params(size), tx=tx))
-    where = ft.sharding.shardings(state, mesh, rule)
-    held = sum(
+    shardings = ft.sharding.shardings(state, mesh, rule)
+    state_bytes = sum(
         math.prod(s.shard_shape(x.shape)) * x.dtype.itemsize
-        for x, s in zip(*map(jax.tree.leaves, (state, where)), strict=True)
+        for x, s in zip(*map(jax.tree.leaves, (state, shardings)), strict=True)
     )
     count = sum(math.prod(x.shape) for x in jax.tree.leaves(state.params))
     state = jax.tree.map(
-        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, where
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, shardings
     )
     batch = jax.ShapeDtypeStruct((devices, TOKENS), np.int32, sharding=rows)
     step = jax.jit(
-        ft.train_step(loss_of(size, rows), tx), out_shardings=(where, None), donate_argnums=0
+        ft.train_step(loss_of(size, rows), tx), out_shardings=(shardings, None), donate_argnums=0
     )
     program = step.lower(state, batch).compile()
     memory, sent = program.memory_analysis(), ft.sharding.collectives(program)
     moved = ", ".join(f"{x.times} {kind} ({x.bytes / 2**30:.1f})" for kind, x in sent.items())
-    gib = [x / 2**30 for x in (held, memory.argument_size_in_bytes, memory.temp_size_in_bytes)]
+    gib = [
+        x / 2**30 for x in (state_bytes, memory.argument_size_in_bytes, memory.temp_size_in_bytes)
+    ]
     return (
         f"| {name} ({count / 1e9:.1f}) | {devices} | {way} | {gib[0]:.2f} | {gib[1]:.2f} | "
         f"{gib[2]:.1f} | {moved} |"
@@ -140,9 +142,9 @@ def main() -> None:
     )
     parser.add_argument("--only", nargs="*", default=[], help="words that the rows must have")
     parser.add_argument("--row", nargs=3, help="one row: model, devices, way; in this process")
-    asked = parser.parse_args()
-    if asked.row:
-        print(row(asked.row[0], int(asked.row[1]), asked.row[2]), flush=True)
+    args = parser.parse_args()
+    if args.row:
+        print(row(args.row[0], int(args.row[1]), args.row[2]), flush=True)
         return
     print(
         "| model (10⁹ parameters) | devices | rule | state a device by the rule, GiB | by the "
@@ -152,7 +154,7 @@ def main() -> None:
     for name in SIZES:
         for devices in ("64", "512"):
             for way in WAYS:
-                if set(asked.only) <= {name, devices, *way.split()}:
+                if set(args.only) <= {name, devices, *way.split()}:
                     flags = f"--xla_force_host_platform_device_count={devices}"
                     subprocess.run(
                         [sys.executable, "-m", "benchmarks.scaling", "--row", name, devices, way],

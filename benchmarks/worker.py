@@ -71,9 +71,9 @@ def main(address: str) -> None:
 
 def _version(name: str) -> str:
     names = (name, f"{name}-cpu", f"{name}_cpu")
-    for known in names:
+    for distribution in names:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            return importlib.metadata.version(known)
+            return importlib.metadata.version(distribution)
     return "?"
 
 
