@@ -1,7 +1,8 @@
 """Runs as iterators over events: the caller decides what happens between programs."""
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+import weakref
+from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -315,6 +316,9 @@ class Run(Iterator[Event]):
         # Nothing refers back to this object: it is closed when its last reference is gone. In a
         # cycle, it would wait for the garbage collector, which runs late and in any thread.
         self._events = loop.events()
+        # Also runs at the exit of the interpreter, before modules are cleared. `__del__` would run
+        # afterwards, and fail.
+        weakref.finalize(self, _close, self._events, loop)
 
     def __repr__(self) -> str:
         return f"Run({self.position})"
@@ -423,11 +427,11 @@ class Run(Iterator[Event]):
 
     def close(self) -> None:
         """Ends the run here, and waits until checkpoints are written."""
-        self._events.close()
-        # A generator that was never started does not run its `finally` clauses.
-        if self._loop.saving is not None:
-            self._loop.saving.close()
+        _close(self._events, self._loop)
 
-    def __del__(self) -> None:
-        if hasattr(self, "_events"):
-            self.close()
+
+def _close(events: Generator[Event, None, None], loop: Loop) -> None:
+    events.close()
+    # A generator that was never started does not run its `finally` clauses.
+    if loop.saving is not None:
+        loop.saving.close()
