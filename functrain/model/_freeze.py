@@ -13,7 +13,8 @@ from functrain.model._model import Model, ModelOutput
 def freeze(model: Model, *patterns: str) -> Model:
     """Returns the model with some params moved to `model_state`, where they are not trained.
 
-    No gradient is computed for frozen params, and the optimizer holds no state for them.
+    No gradient is computed for frozen params, and the optimizer holds no state for them. The rest
+    of `model_state`, such as the statistics of batch normalization, is updated as before.
 
     Args:
       model: A linen, nnx or Keras model, or one written by hand. Apply `cast` and `remat` first:
@@ -25,8 +26,8 @@ def freeze(model: Model, *patterns: str) -> Model:
     Returns:
       A model whose ``init`` returns params with None in place of the frozen ones, and the
       model_state ``{"frozen": params with None for the trained ones, "model": model_state of the
-      given model}``. To start from pretrained params, freeze the model first, then use
-      `warm_start`, or fill in the ``params`` from ``init``. `merge_frozen` undoes the split.
+      given model}``. To start from pretrained params, freeze
+      ``Model(lambda key, x: (params, model_state), model.apply)``. `merge_frozen` undoes the split.
 
     Raises:
       ValueError: No pattern is given. From ``init``: a pattern matches no param. From ``apply``:

@@ -255,7 +255,7 @@ def test_the_open_way_says_once_what_is_frozen() -> None:
             return x * random.random()
 
     model, _ = make(Own(), *rotations())
-    with pytest.warns(UserWarning, match="^Own: Keras leaves models with this layer uncompiled"):
+    with pytest.warns(UserWarning, match="^Own: Keras does not compile models with this layer"):
         bridge.from_keras(model)
     bridge.from_keras(model)
     with warnings.catch_warnings():
