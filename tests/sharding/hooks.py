@@ -88,7 +88,7 @@ def fit(form: str, folder: pathlib.Path) -> dict[str, Any]:
         "Evaluate": ft.hooks.Evaluate(MEASURE, ft.ArrayLoader(X, 32), **how),
         "EarlyStopping": best,
         "Sample": picture,
-        "Memory": ft.hooks.DeviceMemory(),
+        "DeviceMemory": ft.hooks.DeviceMemory(),
         "TerminateOnNaN": ft.hooks.TerminateOnNaN(),
         "Profile": ft.hooks.Profile(folder / "profile", start=2, steps=2),
         "CSVLogger": ft.hooks.CSVLogger(folder / "run.csv", every=ft.every(steps=1)),

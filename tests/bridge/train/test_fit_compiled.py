@@ -235,7 +235,7 @@ def test_compile_once_more_takes_an_explicit_no_back() -> None:
 
 def test_what_is_uncompiled_for_a_layer_not_known_is_told_how_to_be_compiled() -> None:
     model, counted = make(layers.RandomRotation(0.2, seed=1), layers.Lambda(lambda x: x))
-    with pytest.warns(UserWarning, match=r"Lambda may do anything.*\n?.*supports_jit = True"):
+    with pytest.warns(UserWarning, match=r"Lambda may have side effects.*\n?.*supports_jit = True"):
         fit(model)
     fit(model)  # once
     counted.calls = 0
