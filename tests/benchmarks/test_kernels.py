@@ -56,4 +56,4 @@ def test_the_table_shows_the_first_and_the_sum_of_all() -> None:
     text = table(two, 1)
     assert "| a " in text
     assert "| b " not in text
-    assert text.endswith("3 kernels a step come to 0.007 ms.")
+    assert text.endswith("3 kernels in a step take 0.007 ms.")
