@@ -234,16 +234,16 @@ def _compare(first: str, second: str) -> int:
     if not found_differences:
         print(f"All of {leaf_count:,} leaves are the same, bit for bit.")
         return 0
-    shown = found_differences[:_MAX_DIFFERENCES]
-    amounts = ["" if x.largest is None else f"{x.largest:.3g}" for x in shown]
-    descriptions = [_repr.shorten_start(x.description, 36) for x in shown]
+    listed_differences = found_differences[:_MAX_DIFFERENCES]
+    amounts = ["" if x.largest is None else f"{x.largest:.3g}" for x in listed_differences]
+    descriptions = [_repr.shorten_start(x.description, 36) for x in listed_differences]
     # The names get the rest of the width.
-    others = [("differs", descriptions), ("most", amounts)]
-    width = _WIDTH - 2 - _table_width(others)
-    names = [_repr.shorten_start(x.name, width) for x in shown]
-    print(_render([("leaf", names), *others], left_aligned=("leaf", "differs")))
-    if len(found_differences) > len(shown):
-        print(f"  ... and {len(found_differences) - len(shown):,} more")
+    other_columns = [("differs", descriptions), ("most", amounts)]
+    width = _WIDTH - 2 - _table_width(other_columns)
+    names = [_repr.shorten_start(x.name, width) for x in listed_differences]
+    print(_render([("leaf", names), *other_columns], left_aligned=("leaf", "differs")))
+    if len(found_differences) > len(listed_differences):
+        print(f"  ... and {len(found_differences) - len(listed_differences):,} more")
     print(f"{len(found_differences):,} of {leaf_count:,} leaves differ.")
     return 1
 
