@@ -85,7 +85,7 @@ def small_run(folder: pathlib.Path) -> Table:
             ended += isinstance(event, ft.events.EpochEnd)
             if ended == EPOCHS:
                 jax.block_until_ready(event.state)
-                yield due - (saved.left_out if how else due)
+                yield due - (saved.skipped if how else due)
                 ended = 0
 
     ways = {

@@ -44,7 +44,7 @@ def warm_start(
       cast: As for `functrain.warm_start`.
 
     Returns:
-      WarmStart(state, taken, left, missing, kept, source).
+      WarmStart(state, loaded, unused, missing, unchanged, source).
 
     Raises:
       TypeError: `model` is not a keras.Model.
@@ -60,7 +60,7 @@ def warm_start(
       >>> with tempfile.TemporaryDirectory() as folder:
       ...     build(10).save(f"{folder}/old.keras")
       ...     warm = warm_start(state, f"{folder}/old.keras", model, skip="params/dense/**")
-      >>> warm.taken
+      >>> warm.loaded
       {'params/body/bias': 'layers/dense/vars/1', 'params/body/kernel': 'layers/dense/vars/0'}
     """
     require_instance("model", model, keras.Model, "a keras.Model")

@@ -83,7 +83,7 @@ class Checkpointer:
         epoch so far is always saved, also when it is not due. NaN is never best.
       mode: ``"min"`` or ``"max"`` says which values are better; ``"auto"`` tells by the name.
       budget: Largest share of the time that saving may take, such as 0.1. A checkpoint that is due
-        too early is skipped, and counted in `left_out`; the one at the end of a run never is. With
+        too early is not saved, but counted in `skipped`; the one at the end of a run is saved. With
         None, every checkpoint that is due is saved.
 
     Raises:
@@ -116,7 +116,7 @@ class Checkpointer:
         is_share = budget is None or 0 < budget <= 1
         require(is_share, "budget", "a share above 0 and at most 1, or None", budget)
         self.every = as_trigger(every, Every(epochs=1))
-        self.monitor, self.budget, self.keep, self.left_out = monitor, budget, keep, 0
+        self.monitor, self.budget, self.keep, self.skipped = monitor, budget, keep, 0
         self.directory = _storage.resolve_local_path(directory, "directory")
         if os.path.lexists(self.directory) and not os.path.isdir(self.directory):
             raise FileExistsError(
@@ -326,14 +326,14 @@ class Checkpointer:
         return best_step(values_by_step, self._sign) == new_step
 
     def _is_within_budget(self) -> bool:
-        """Returns True if the budget allows a save now; otherwise counts it in `left_out`."""
+        """Returns True if the budget allows a save now; otherwise counts it in `skipped`."""
         if self.budget is None:
             return True
         # Read before the clock: otherwise a save that ends in between would be overlooked.
         is_busy = self._writer.is_busy
         elapsed = time.perf_counter() - self._last_save_end
         if is_busy or elapsed < self._last_save_seconds / self.budget:
-            self.left_out += 1
+            self.skipped += 1
             return False
         return True
 

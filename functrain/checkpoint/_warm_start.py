@@ -53,38 +53,42 @@ class WarmStart(NamedTuple):
 
     Attributes:
       state: The state with the leaves of the file.
-      taken: Paths in the state that were taken, each with the path in the file.
-      left: Paths in the file that were not taken.
+      loaded: Paths in the state that were taken, each with the path in the file.
+      unused: Paths in the file that were not taken.
       missing: Paths in the state that were asked for, but are not in the file: they are unchanged.
-      kept: Paths in the state that were not asked for: they are unchanged.
+      unchanged: Paths in the state that were not asked for.
       source: The file or the checkpoint.
 
     Examples:
       >>> warm = WarmStart((), {"params/a/w": "a/w"}, ("b/w", "b/b"), (), ("step",), "old.h5")
       >>> print(warm)
       Warm start from old.h5
-        taken       1 leaf: params/a/w
-        left        2 of the file: b/w, b/b
-        missing     0 of the state
-        kept        1 of the state, not asked for: step
+        loaded        1 leaf: params/a/w
+        unused        2 of the file: b/w, b/b
+        missing       0 of the state
+        unchanged     1 of the state, not asked for: step
     """
 
     state: PyTree
-    taken: Mapping[str, str]
-    left: tuple[str, ...]
+    loaded: Mapping[str, str]
+    unused: tuple[str, ...]
     missing: tuple[str, ...]
-    kept: tuple[str, ...]
+    unchanged: tuple[str, ...]
     source: str
 
     def __repr__(self) -> str:
         lines = [f"Warm start from {_repr.shorten_start(self.source, 64)}"]
         for name, paths, unit in (
-            ("taken", self.taken, "leaf" if len(self.taken) == 1 else "leaves"),
-            ("left", self.left, "of the file"),
+            ("loaded", self.loaded, "leaf" if len(self.loaded) == 1 else "leaves"),
+            ("unused", self.unused, "of the file"),
             ("missing", self.missing, "of the state"),
-            ("kept", self.kept, "of the state" + ", not asked for" * bool(self.kept)),
+            (
+                "unchanged",
+                self.unchanged,
+                "of the state" + ", not asked for" * bool(self.unchanged),
+            ),
         ):
-            lines.append(_summary_line(f"  {name:<8}{len(paths):>5,} {unit}", list(paths)))
+            lines.append(_summary_line(f"  {name:<10}{len(paths):>5,} {unit}", list(paths)))
         return "\n".join(lines)
 
 
@@ -120,7 +124,7 @@ def warm_start(
         hold is an error.
 
     Returns:
-      WarmStart(state, taken, left, missing, kept, source).
+      WarmStart(state, loaded, unused, missing, unchanged, source).
 
     Raises:
       FileNotFoundError: Nothing is at `source`.
@@ -141,10 +145,10 @@ def warm_start(
       ...     warm = warm_start(create(2), f"{folder}/old", skip="params/head")
       >>> print(warm)
       Warm start from .../old
-        taken       1 leaf: params/body
-        left        ...
-        missing     0 of the state
-        kept        ...
+        loaded        1 leaf: params/body
+        unused        ...
+        missing       0 of the state
+        unchanged     ...
     """
     leaves = _state_leaves(state)
     default = ("params/**", "model_state/**") if isinstance(state, TrainState) else ("**",)
@@ -326,10 +330,10 @@ def _take(
         new_leaves[path] = _leaves.restore_leaf(path, leaves[path], read)
     return new_leaves, WarmStart(
         state=None,
-        taken=file_paths,
-        left=_without(arrays.specs, file_paths.values()),
+        loaded=file_paths,
+        unused=_without(arrays.specs, file_paths.values()),
         missing=_without(requested, names),
-        kept=_without(leaves, requested),
+        unchanged=_without(leaves, requested),
         source=source,
     )
 

@@ -38,7 +38,7 @@ def params(path: str | os.PathLike[str], params: PyTree, *, overwrite: bool = Fa
       ...     ft.export.params(f"{folder}/params.safetensors", params)
       ...     arrays = safetensors.numpy.load_file(f"{folder}/params.safetensors")
       ...     warm = ft.warm_start(params, f"{folder}/params.safetensors")
-      >>> sorted(arrays), len(warm.taken)
+      >>> sorted(arrays), len(warm.loaded)
       (['dense/bias', 'dense/kernel'], 2)
     """
     library = import_safetensors()

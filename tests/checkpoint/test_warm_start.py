@@ -40,13 +40,13 @@ def test_a_training_begins_anew_with_the_params_and_statistics_of_another(old) -
     for part in ("step", "opt_state", "rng"):
         assert digest(getattr(warm.state, part)) == digest(getattr(state, part))
     assert warm.missing == ()
-    assert {path.split("/")[0] for path in warm.kept} == {"step", "opt_state", "rng"}
-    assert set(warm.left) == set(warm.kept)
+    assert {path.split("/")[0] for path in warm.unchanged} == {"step", "opt_state", "rng"}
+    assert set(warm.unused) == set(warm.unchanged)
 
 
 def test_patterns_take_whatever_they_name(old) -> None:
     warm = ft.warm_start(create(), old, take=["params/encoder/*/kernel", "step"])
-    assert list(warm.taken) == [
+    assert list(warm.loaded) == [
         "step",
         "params/encoder/layer_0/kernel",
         "params/encoder/layer_1/kernel",
@@ -71,8 +71,8 @@ def test_a_head_of_another_width_is_an_error_until_it_is_skipped(old) -> None:
     assert warm.state.params["head"] is not None
     assert digest(warm.state.params["head"]) == digest(state.params["head"])
     assert warm.state.params["encoder"]["layer_0"]["kernel"][0, 0] == 8
-    assert "params/head/kernel" in warm.kept
-    assert "params/head/kernel" in warm.left
+    assert "params/head/kernel" in warm.unchanged
+    assert "params/head/kernel" in warm.unused
 
 
 def test_what_was_added_to_a_model_stays_as_it_is_and_is_called_missing(old) -> None:
@@ -88,7 +88,7 @@ def test_a_part_of_a_file_goes_where_rename_says(old) -> None:
     warm = ft.warm_start(params, old, rename=lambda p: p.replace("params/", "teacher/"))
     assert digest(warm.state["teacher"]) == digest(create(8.0).params)
     assert warm.missing == ("scale",)
-    assert warm.taken["teacher/head/bias"] == "params/head/bias"
+    assert warm.loaded["teacher/head/bias"] == "params/head/bias"
 
 
 def test_dtypes_are_converted_only_when_asked(old) -> None:
@@ -229,10 +229,10 @@ def test_the_report_is_a_table_of_a_few_lines(old) -> None:
     assert len(lines) == 5
     assert max(map(len, lines)) <= 80
     assert lines[1:3] == [
-        "  taken       3 leaves: params/encoder (2), model_state/mean",
-        "  left       13 of the file: step, params/head (2), opt_state/0 (9), rng",
+        "  loaded        3 leaves: params/encoder (2), model_state/mean",
+        "  unused       13 of the file: step, params/head (2), opt_state/0 (9), rng",
     ]
-    assert lines[3] == "  missing     0 of the state"
+    assert lines[3] == "  missing       0 of the state"
 
 
 def test_the_report_of_a_large_state_is_as_short(tmp_path) -> None:
@@ -241,7 +241,7 @@ def test_the_report_of_a_large_state_is_as_short(tmp_path) -> None:
     }
     ft.save(tmp_path / "c", {"a": big})
     lines = repr(ft.warm_start({"a": big}, tmp_path / "c")).splitlines()
-    assert lines[1] == "  taken     120 leaves: a (120)"
+    assert lines[1] == "  loaded      120 leaves: a (120)"
     assert max(map(len, lines[1:])) <= 80
 
 

@@ -58,8 +58,8 @@ def test_names_of_torch_go_where_rename_says(tmp_path) -> None:
     path = write_safetensors(tmp_path / "torch.safetensors", arrays)
     state = {"params": {"encoder": [{"weight": jnp.zeros((2, 3))}]}}
     warm = ft.warm_start(state, path, rename=lambda name: "params/" + name.replace(".", "/"))
-    assert warm.taken == {"params/encoder/0/weight": "encoder.0.weight"}
-    assert warm.left == ("encoder.0.bias",)
+    assert warm.loaded == {"params/encoder/0/weight": "encoder.0.weight"}
+    assert warm.unused == ("encoder.0.bias",)
     assert warm.state["params"]["encoder"][0]["weight"][0, 0] == 1
 
 

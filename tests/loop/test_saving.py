@@ -76,11 +76,11 @@ def test_a_run_saves_itself_when_that_is_due_and_at_its_end(
     assert checkpointer.steps() == saved
 
 
-def test_what_the_budget_does_not_allow_is_left_out_and_counted(tmp_path: pathlib.Path) -> None:
+def test_what_the_budget_does_not_allow_is_skipped_and_counted(tmp_path: pathlib.Path) -> None:
     checkpointer = ft.Checkpointer(tmp_path, every=ft.every(steps=5), budget=1e-9)
     trained(checkpointer)
     assert checkpointer.steps() == [5, 30]
-    assert checkpointer.left_out == 5  # after 10, 15, 20, 25 and 30 steps; the end is saved
+    assert checkpointer.skipped == 5  # after 10, 15, 20, 25 and 30 steps; the end is saved
 
 
 @pytest.mark.parametrize(

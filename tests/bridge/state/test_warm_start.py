@@ -113,7 +113,7 @@ def test_a_state_gets_what_load_weights_would_give_the_model(
     for expected, found in zip(values(reference), values(model), strict=True):
         np.testing.assert_array_equal(expected, found)
     assert all("seed_generator" in name for name in warm.missing)
-    assert all(name.startswith(("optimizer/", "layers/spectral")) for name in warm.left)
+    assert all(name.startswith(("optimizer/", "layers/spectral")) for name in warm.unused)
 
 
 def classifier(classes):
@@ -133,7 +133,7 @@ def test_a_head_of_another_width_is_named_as_the_state_names_it(tmp_path) -> Non
     warm = bridge.warm_start(state, tmp_path / "old.keras", model, skip="params/head/*")
     np.testing.assert_array_equal(warm.state.params["body"]["kernel"], old.weights[0].value)
     np.testing.assert_array_equal(warm.state.params["head"]["kernel"], model.weights[2].value)
-    assert sorted(warm.left) == ["layers/dense_1/vars/0", "layers/dense_1/vars/1"]
+    assert sorted(warm.unused) == ["layers/dense_1/vars/0", "layers/dense_1/vars/1"]
 
 
 def test_a_file_of_a_part_goes_into_a_state_of_the_whole(tmp_path) -> None:
