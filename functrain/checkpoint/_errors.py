@@ -27,7 +27,7 @@ class CheckpointMismatchError(ValueError):
     """
 
 
-def require_match(condition: Any, message: str) -> None:
+def raise_mismatch_unless(condition: Any, message: str) -> None:
     """Raises CheckpointMismatchError unless a condition holds."""
     if not condition:
         raise CheckpointMismatchError(message)

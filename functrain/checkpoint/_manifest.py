@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from functrain._version import __version__
-from functrain.checkpoint._errors import corrupt_on, require_match
+from functrain.checkpoint._errors import corrupt_on, raise_mismatch_unless
 from functrain.common import _tree
 from functrain.common._checks import require_instance
 from functrain.common._library import import_optional
@@ -64,7 +64,7 @@ def read_manifest(directory: str) -> dict[str, Any]:
       CheckpointMismatchError: The directory is not a checkpoint, or one of another format.
       CheckpointCorruptError: The manifest is damaged.
     """
-    require_match(
+    raise_mismatch_unless(
         is_checkpoint(directory),
         f"{directory}: expected a checkpoint, got {describe_path(directory)}. Load what "
         "functrain.save wrote, or the directory of one step of a functrain.Checkpointer.",
@@ -76,7 +76,7 @@ def read_manifest(directory: str) -> dict[str, Any]:
         manifest = {"run": {}, "documents": {}, "values": {}, **sealed["checkpoint"]}
         if sealed["crc32"] != _checksum(sealed["checkpoint"]):
             raise ValueError("its checksum does not match")
-        require_match(
+        raise_mismatch_unless(
             manifest["format"] == FORMAT,
             f"{directory}: expected a checkpoint of format {FORMAT}, got one of format "
             f"{manifest['format']}, written by functrain {manifest['run'].get('functrain', '?')}. "

@@ -375,7 +375,7 @@ def open_arrays(path: str) -> contextlib.AbstractContextManager[ArrayFile]:
     readers = {".safetensors": _open_safetensors, ".keras": _open_keras}
     readers |= {".h5": _open_hdf5, ".hdf5": _open_hdf5}
     suffix = os.path.splitext(path)[1].lower()
-    _errors.require_match(
+    _errors.raise_mismatch_unless(
         suffix in readers,
         f"{path}: expected a checkpoint's directory, or a file named {', '.join(readers)}, got "
         f"{f'one named {suffix}' if suffix else 'a file without a suffix'}. Convert it.",
@@ -385,7 +385,7 @@ def open_arrays(path: str) -> contextlib.AbstractContextManager[ArrayFile]:
     # A pickle starts with the opcode PROTO and a version up to 5.
     is_pickle = first_bytes[:1] == b"\x80" and first_bytes[1:] <= b"\x05"
     is_zip = first_bytes == b"PK" and suffix != ".keras"
-    _errors.require_match(
+    _errors.raise_mismatch_unless(
         not is_pickle and not is_zip,
         f"{path}: expected a file of the format in its name, got "
         f"{'a pickle' if is_pickle else 'a zip archive, as torch.save writes it'}. Nothing is "
@@ -480,7 +480,7 @@ def _open_hdf5(path: str, file: IO[bytes] | None = None) -> Iterator[ArrayFile]:
             stack.enter_context(h5py.File(file or path, "r")).visititems(add_dataset)
         specs = {}
         for name, dataset in datasets.items():
-            _errors.require_match(
+            _errors.raise_mismatch_unless(
                 not dataset.external and not dataset.is_virtual,
                 f"{path}: expected arrays within the file, got {name}, whose values are in "
                 "another file. Such files are not read. Copy the values into one file.",
@@ -507,14 +507,14 @@ def _open_keras(path: str) -> Iterator[ArrayFile]:
     with tempfile.TemporaryFile() as weights:
         with _library_errors(path, *zip_errors), zipfile.ZipFile(path) as archive:
             names = archive.namelist()
-            _errors.require_match(
+            _errors.raise_mismatch_unless(
                 member in names,
                 f"{path}: expected an archive with {member}, as Keras 3 saves it, got one with "
                 f"{names[:5]}. Save the model with Keras 3.",
             )
             info = archive.getinfo(member)
             # A few kilobytes can expand to gigabytes. Weights hardly compress.
-            _errors.require_match(
+            _errors.raise_mismatch_unless(
                 info.file_size <= max(2**28, 100 * info.compress_size),
                 f"{path}: expected {member} as Keras stores it, got {info.compress_size} bytes "
                 f"that stand for {info.file_size}. Such files are not read.",
