@@ -208,7 +208,14 @@ class _StoredArrays:
             result = np.empty(_box_shape(box), dtype)
             for shard in needed_shards:
                 self._read_shard(*shard, result, box)
-        except (ArithmeticError, LookupError, OSError, TypeError, ValueError) as error:
+        except (
+            ArithmeticError,
+            AttributeError,  # a number or a list in place of a text or a dict
+            LookupError,
+            OSError,
+            TypeError,
+            ValueError,
+        ) as error:
             raise _DamageError(getattr(error, "strerror", None) or error) from error
         return result
 

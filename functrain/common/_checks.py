@@ -78,11 +78,15 @@ def require_one_of(name: str, value: Any, choices: Collection[Any], advice: str 
       >>> require_one_of("mode", "best", ("min", "max"))
       Traceback (most recent call last):
       ValueError: mode: expected 'min' or 'max', got 'best'.
+      >>> require_one_of("format", "json", ("csv",))
+      Traceback (most recent call last):
+      ValueError: format: expected 'csv', got 'json'.
     """
     *others, last = map(repr, choices)
+    expected = f"{', '.join(others)} or {last}" if others else last
     # The type is checked first: an array has no single truth value for `==`, and a list no hash.
     is_choice = isinstance(value, str | int | None) and value in choices
-    require(is_choice, name, f"{', '.join(others)} or {last}", value, advice)
+    require(is_choice, name, expected, value, advice)
 
 
 def require_instance(name: str, value: Any, classes: Any, expected: str, advice: str = "") -> None:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, TypeVar
 
 from functrain.common import _repr
+from functrain.common._arguments import argument_advice
 from functrain.common._checks import is_integer, is_positive, require
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -94,6 +95,7 @@ class At(_Decorator):
         return epoch is None and step in self.steps
 
 
+@argument_advice("Say what is counted: every(steps=50), every(epochs=1) or every(seconds=60).")
 def every(
     *, steps: int | None = None, epochs: int | None = None, seconds: float | None = None
 ) -> Every:
@@ -148,12 +150,25 @@ def as_trigger(every: Any, default: Trigger) -> Trigger:
         return default
     if is_integer(every, 1):
         return Every(steps=int(every))
-    # Not isinstance: `Trigger` is a protocol, which a user's class need not inherit from.
-    is_trigger = hasattr(every, "next_step") and hasattr(every, "due")
     expected = "a number of steps from 1 on, or a trigger such as functrain.every(epochs=1)"
-    require(is_trigger, "every", expected, every)
+    require(is_trigger(every), "every", expected, every)
     trigger: Trigger = every
     return trigger
+
+
+def is_trigger(x: Any) -> bool:
+    """Returns True if an object has the methods of a trigger."""
+    # Not isinstance: `Trigger` is a protocol, which a user's class need not inherit from.
+    return hasattr(x, "next_step") and hasattr(x, "due") and not isinstance(x, type)
+
+
+def require_triggers(name: str, triggers: Any) -> tuple[Trigger, ...]:
+    """Returns triggers as a tuple; raises TypeError for a number, or for one without a list."""
+    as_tuple = tuple(triggers) if isinstance(triggers, Iterable) else (None,)
+    expected = "a sequence of triggers"
+    advice = f"Write {name}=[functrain.every(steps=50)], or functrain.at(10, 100)."
+    require(all(map(is_trigger, as_tuple)), name, expected, triggers, advice, error=TypeError)
+    return as_tuple
 
 
 def at(*steps: int) -> At:

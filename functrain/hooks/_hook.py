@@ -10,7 +10,7 @@ import jax
 
 from functrain.common import _repr
 from functrain.common._checks import require
-from functrain.engine._trigger import Trigger
+from functrain.engine._trigger import Trigger, is_trigger
 from functrain.loop._events import ChunkEnd, EpochEnd, Event, LogsReady
 
 
@@ -97,7 +97,7 @@ def _require_hook(hook: Any, name: str) -> None:
             "in bridge.fit(callbacks=)."
         )
     every = getattr(hook, "every", None)
-    if every is not None and not (hasattr(every, "next_step") and hasattr(every, "due")):
+    if every is not None and not is_trigger(every):
         raise TypeError(
             f"{name}: expected its `every` to be a trigger, such as functrain.every(steps=100), "
             f"got {every!r}, in {_repr.brief(hook)}"

@@ -10,6 +10,7 @@ import numpy as np
 
 from functrain.checkpoint._checkpointer import Checkpointer
 from functrain.common import _tree
+from functrain.common._arguments import argument_advice
 from functrain.common._checks import is_integer, require_flags, require_integer
 from functrain.common._gather import fetch_global
 from functrain.common._types import PyTree, Step, traits_of
@@ -22,7 +23,7 @@ from functrain.engine._driver import Driver
 from functrain.engine._plan import FuseArg, Plan, nbytes
 from functrain.engine._position import Position, require_position
 from functrain.engine._signals import DeferredSignals
-from functrain.engine._trigger import Trigger, longest_interval
+from functrain.engine._trigger import Trigger, longest_interval, require_triggers
 from functrain.loop._events import ChunkEnd, EpochEnd, Event, LogsReady
 from functrain.loop._loop import Loop
 from functrain.loop._require import require_state, require_training_step
@@ -31,6 +32,20 @@ from functrain.rewrites import Mode
 from functrain.step._metered import MeteredStep
 
 
+@argument_advice(
+    "Call run(state, step, data) with inputs and labels in one loader, "
+    "functrain.ArrayLoader((x, y), batch_size).",
+    steps="Use functrain.fit(state, step, data, steps=...); or leave your loop when event.step is "
+    "reached, with boundaries=[functrain.at(steps)].",
+    hooks="Use functrain.fit(state, step, data, hooks=...); or call them in your loop.",
+    callbacks="Use functrain.fit(state, step, data, hooks=...); or call functions in your loop.",
+    eval_data="Use functrain.fit; or call functrain.evaluate(state, step, data) in your loop.",
+    eval_step="Use functrain.fit; or call functrain.evaluate(state, step, data) in your loop.",
+    verbose="Use functrain.fit, which shows its progress; or print in your loop.",
+    history="Use functrain.fit, which returns a history; or pass late_logs=True and keep the logs.",
+    batch_size="It belongs to the data: functrain.ArrayLoader((x, y), batch_size).",
+    shuffle="It belongs to the data: functrain.ArrayLoader((x, y), batch_size, shuffle=True).",
+)
 def run(
     state: PyTree,
     step: Step[Any],
@@ -185,7 +200,7 @@ def begin_run(
         position = Position(position.step, position.epoch + 1)
     batch_sharding = _placement.batch_sharding(sharding)
     _placement.require_divisible(batches, batch_sharding)
-    triggers = tuple(boundaries)
+    triggers = require_triggers("boundaries", boundaries)
     _placement.require_same_run(
         batches,
         batch_sharding,

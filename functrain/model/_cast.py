@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from functrain.common import _tree
 from functrain.common._checks import require
 from functrain.common._types import PyTree
-from functrain.model._model import Model, ModelOutput
+from functrain.model._model import Model, ModelOutput, require_model
 
 
 def cast(model: Model, dtype: Any = jnp.bfloat16) -> Model:
@@ -29,7 +29,7 @@ def cast(model: Model, dtype: Any = jnp.bfloat16) -> Model:
       dtype: The dtype to compute in. For float16, whose range is small, see `loss_scale`.
 
     Raises:
-      TypeError: `dtype` is not a floating-point type.
+      TypeError: `model` is not a Model, or `dtype` is not a floating-point type.
 
     Examples:
       >>> import flax.linen as nn, jax, jax.numpy as jnp
@@ -40,6 +40,7 @@ def cast(model: Model, dtype: Any = jnp.bfloat16) -> Model:
       >>> params["kernel"].dtype, model.apply(params, model_state, x).outputs.dtype
       (dtype('float32'), dtype('float32'))
     """
+    require_model(model)
     is_float = jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
     require(is_float, "dtype", "a floating-point type", dtype, error=TypeError)
 

@@ -4,10 +4,10 @@ from typing import Any
 
 import jax
 
-from functrain.common import _patterns, _tree
+from functrain.common import _patterns, _repr, _tree
 from functrain.common._checks import require
 from functrain.common._types import PyTree, StateT
-from functrain.model._model import Model, ModelOutput
+from functrain.model._model import Model, ModelOutput, require_model
 
 
 def freeze(model: Model, *patterns: str) -> Model:
@@ -30,6 +30,7 @@ def freeze(model: Model, *patterns: str) -> Model:
       ``Model(lambda key, x: (params, model_state), model.apply)``. `merge_frozen` undoes the split.
 
     Raises:
+      TypeError: `model` is not a Model.
       ValueError: No pattern is given. From ``init``: a pattern matches no param. From ``apply``:
         `model_state` does not come from a frozen model.
 
@@ -45,7 +46,9 @@ def freeze(model: Model, *patterns: str) -> Model:
       >>> print(frozen.apply(params, model_state, 2.0).outputs)
       3.0
     """
-    require(patterns, "patterns", 'one or more, such as "encoder/**"', patterns)
+    require_model(model)
+    are_texts = bool(patterns) and all(isinstance(pattern, str) for pattern in patterns)
+    require(are_texts, "patterns", 'one or more, such as "encoder/**"', patterns)
 
     def init(key: jax.Array, inputs: PyTree, /) -> tuple[PyTree, PyTree]:
         params, model_state = model.init(key, inputs)
@@ -145,6 +148,11 @@ def merge_frozen(state: StateT) -> StateT:
       {'a': Array([1., 1.], dtype=float32), 'b': Array([0., 0.], dtype=float32)}
     """
     frozen_state: Any = state
+    if not _has_frozen(getattr(state, "model_state", None)):
+        raise ValueError(
+            f"state: expected the state of a frozen model, got {_repr.state_repr(state)}. A state "
+            "without frozen params has all its params already: use it as it is."
+        )
     frozen, model_state = _split_model_state(frozen_state.model_state)
     params = _merge_params(frozen_state.params, frozen)
     merged: StateT = frozen_state.replace(params=params, model_state=model_state)

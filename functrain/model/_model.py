@@ -1,10 +1,12 @@
 """A model as a pair of pure functions, in the style of optax optimizers."""
 
+import inspect
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 
+from functrain.common._checks import require_instance
 from functrain.common._types import PyTree
 
 
@@ -79,3 +81,22 @@ class Model(NamedTuple):
 
     init: Callable[[jax.Array, PyTree], tuple[PyTree, PyTree]]
     apply: ApplyFn
+
+
+# The functions that make a Model, by the library whose class the argument has.
+_MAKERS = {
+    "keras": "bridge.from_keras",
+    "flax.linen": "functrain.from_linen",
+    "flax.nnx": "functrain.from_nnx",
+}
+
+
+def require_model(model: Any) -> None:
+    """Raises TypeError unless an argument is a Model, with the function that makes one of it."""
+    advice = f"Make one with {', '.join(_MAKERS.values())} or functrain.Model(init, apply)."
+    # By the names of modules: importing Keras would load what the caller may not need.
+    bases = inspect.getmro(model if isinstance(model, type) else type(model))
+    for library, maker in _MAKERS.items():
+        if any(f"{base.__module__}.".startswith(f"{library}.") for base in bases):
+            advice = f"Pass {maker}(model)."
+    require_instance("model", model, Model, "a functrain.Model", advice)

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from functrain.common._types import PyTree
-from functrain.model._model import Model, ModelOutput
+from functrain.model._model import Model, ModelOutput, require_model
 
 
 def remat(model: Model, policy: Callable[..., Any] | None = None) -> Model:
@@ -24,6 +24,9 @@ def remat(model: Model, policy: Callable[..., Any] | None = None) -> Model:
         only where the loss itself needs much. `flax.linen.remat` and `keras.RematScope` work layer
         by layer and save more.
 
+    Raises:
+      TypeError: `model` is not a Model.
+
     Examples:
       >>> import flax.linen as nn, jax, jax.numpy as jnp
       >>> from functrain import from_linen
@@ -32,6 +35,8 @@ def remat(model: Model, policy: Callable[..., Any] | None = None) -> Model:
       >>> model.apply(params, model_state, jnp.ones((1, 3)), training=True).outputs.shape
       (1, 2)
     """
+
+    require_model(model)
 
     def apply(*arrays: PyTree, training: bool = False, **rng: Any) -> ModelOutput:
         # `training` is bound first: `jax.checkpoint` would trace it like an array.

@@ -8,8 +8,10 @@ import jax
 import jax.numpy as jnp
 
 from functrain.common import _repr, _tree
+from functrain.common._arguments import argument_advice
 from functrain.common._checks import is_integer, require, require_instance, require_no_problems
 from functrain.common._types import PyTree
+from functrain.step._state import require_key
 
 
 class PopulationState(flax.struct.PyTreeNode, eq=False):
@@ -79,6 +81,7 @@ class PopulationState(flax.struct.PyTreeNode, eq=False):
         return f"PopulationState({count} members, {active}states={_repr.brief(self.states)})"
 
 
+@argument_advice("Call create(make_state, key, members=N).")
 def create(
     make_state: Callable[[jax.Array], PyTree],
     key: jax.Array,
@@ -103,6 +106,7 @@ def create(
       The population, with all members active.
 
     Raises:
+      TypeError: `make_state` is not a function, or `key` is not a single typed key.
       ValueError: The number of members is not given, or `members` and the hyperparameters
         disagree; a hyperparameter is not in the state; or the states differ in structure or
         shapes.
@@ -121,6 +125,13 @@ def create(
     # Imported here since hyperparameters are set in populations, which this file defines.
     from functrain.population._hyperparameters import matching_paths, with_hyperparameters
 
+    advice = (
+        "Call create(make_state, key, members=N); functrain.population.stack(states) stacks states."
+    )
+    is_function = callable(make_state) and not isinstance(make_state, type)
+    expected = "a function, key -> state"
+    require(is_function, "make_state", expected, make_state, advice, error=TypeError)
+    require_key("key", key)
     hyperparameters = dict(hyperparameters or {})
     count = _count_members(members, hyperparameters)
     states = [make_state(jax.random.fold_in(key, 0))]

@@ -36,8 +36,9 @@ def check_loss(loss_fn: Any) -> None:
     if missing:
         raise TypeError(
             f"{expected}, got {_repr.name(loss_fn)}({', '.join(arguments)}) without "
-            f"{' and '.join(missing)}. A step needs no train_step around it: pass it to fit as it "
-            "is. A loss must accept both arguments, even if it ignores them."
+            f"{' and '.join(missing)}. For a step from train_step, pass the loss that it was made "
+            "from; a step of your own goes into fit as it is. A loss must accept both arguments, "
+            "even if it ignores them."
         )
 
 

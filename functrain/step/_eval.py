@@ -10,7 +10,7 @@ from functrain.common import _repr
 from functrain.common._checks import require
 from functrain.common._types import PyTree, Step
 from functrain.metrics._metric import Metric, collection, mean_loss
-from functrain.model._model import Model
+from functrain.model._model import Model, require_model
 from functrain.step._check import (
     check_loss,
     check_step,
@@ -118,6 +118,9 @@ def _require_params(state: Any) -> None:
 def predict_step(model: Model) -> Step[TrainState]:
     """Returns the step ``(state, inputs) -> (state, outputs)``, which keeps the state unchanged.
 
+    Raises:
+      TypeError: `model` is not a Model.
+
     Examples:
       >>> import jax.numpy as jnp, optax
       >>> from functrain import ModelOutput
@@ -130,6 +133,8 @@ def predict_step(model: Model) -> Step[TrainState]:
       >>> outputs.shape
       (2, 1)
     """
+
+    require_model(model)
 
     def step(state: TrainState, inputs: PyTree, /) -> tuple[TrainState, PyTree]:
         try:

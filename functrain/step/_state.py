@@ -121,11 +121,17 @@ class TrainState(flax.struct.PyTreeNode, eq=False):
 
 def check_rng(rng: Any) -> None:
     """Raises TypeError unless `rng` is a single typed key or None."""
+    if rng is not None:
+        require_key("rng", rng)
+
+
+def require_key(name: str, key: Any) -> None:
+    """Raises TypeError unless an argument is a single typed key."""
     advice = (
         "Make it with jax.random.key(seed), or from an old-style key with jax.random.wrap_key_data."
     )
-    is_one_key = _tree.is_key(rng) and rng.shape == ()
-    require(rng is None or is_one_key, "rng", "one typed key, key[]", rng, advice, error=TypeError)
+    is_one_key = _tree.is_key(key) and key.shape == ()
+    require(is_one_key, name, "one typed key, key[]", key, advice, error=TypeError)
 
 
 def check_tx(tx: Any) -> None:

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 
 from functrain.common import _repr, _tree
 from functrain.common._arguments import parameters
-from functrain.common._checks import require, require_instance, require_one_of
+from functrain.common._checks import require, require_one_of
 from functrain.common._types import PyTree
 from functrain.data._batch import expand_weight, unpack
-from functrain.model._model import Model, ModelOutput
+from functrain.model._model import Model, ModelOutput, require_model
 from functrain.step._loss import Aux, LossFn
 
 Reduction: TypeAlias = Literal["mean", "weighted_mean"]
@@ -61,8 +61,7 @@ def supervised(
       1.0 (4, 1)
     """
     require_one_of("reduction", reduction, get_args(Reduction))
-    makers = "bridge.from_keras, functrain.from_linen, functrain.from_nnx or Model(init, apply)"
-    require_instance("model", model, Model, "a functrain.Model", f"Make one with {makers}.")
+    require_model(model)
     advice = f"For the losses that Keras's compile takes, use bridge.loss({loss!r})."
     require(callable(loss), "loss", "loss(outputs, y)", loss, advice, error=TypeError)
     arguments = list(parameters(loss))

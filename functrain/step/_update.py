@@ -9,9 +9,10 @@ import optax
 from functrain.common import _tree
 from functrain.common._checks import require
 from functrain.common._types import PyTree
+from functrain.step._check import check_loss
 from functrain.step._loss import Aux, LossFn
 from functrain.step._notes import error_notes
-from functrain.step._state import TrainState
+from functrain.step._state import TrainState, check_tx
 from functrain.tx._guards import finite_and_scale, scale_loss, unscale_gradients
 
 
@@ -33,7 +34,8 @@ def update(
       before the update, and the aux.
 
     Raises:
-      TypeError: (when traced) the state is not a TrainState; the loss function does not return a
+      TypeError: (when traced) the state is not a TrainState, `loss_fn` is not a loss, or `tx` is not
+        an optax transformation; the loss function does not return a
         pair of a scalar and an Aux; or it draws random numbers and the state has no `rng`.
       ValueError: (when traced) the state's `opt_state` belongs to another optimizer, or
         `skip_non_finite` guards only a part of it.
@@ -52,9 +54,12 @@ def update(
     if not hasattr(state, "apply_gradients"):
         raise TypeError(
             f"state: expected a TrainState, got {type(state).__name__}. Make one with "
-            "functrain.TrainState.create(params=params, model_state=model_state, tx=tx). For a "
-            "population, use functrain.population.step(step)."
+            "functrain.TrainState.create(params=params, model_state=model_state, tx=tx), and call "
+            "update(state, loss_fn, tx, batch). For a population, use "
+            "functrain.population.step(step)."
         )
+    check_loss(loss_fn)
+    check_tx(tx)
     # The key is a function of the step, so that a resumed run draws the same numbers.
     rng = None if state.rng is None else jax.random.fold_in(state.rng, state.step)
 

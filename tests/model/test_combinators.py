@@ -170,8 +170,30 @@ def test_wrong_patterns_and_states_are_refused_in_words() -> None:
     params, model_state = model.init(jax.random.key(0), X)
     with pytest.raises(ValueError, match=r"expected \{'frozen': \.\.\., 'model': \.\.\.\}, got"):
         ft.freeze(model, "body/**").apply(params, model_state, X)
-    with pytest.raises(ValueError, match=r"model_state: expected .*that freeze"):
-        ft.merge_frozen(create(model))
+    for unfrozen in (create(model), params):
+        with pytest.raises(ValueError, match=r"state: expected the state of a frozen .*use it as"):
+            ft.merge_frozen(unfrozen)
+    with pytest.raises(ValueError, match=r"patterns: expected one or more, .*got \(\['body'\],\)"):
+        ft.freeze(model, ["body"])
+
+
+@pytest.mark.parametrize(
+    ("argument", "advice"),
+    [
+        (Net(), r"got Net\. Pass functrain\.from_linen\(model\)"),
+        (Net, r"got the class Net\. Pass functrain\.from_linen"),
+        (NnxNet(), r"got NnxNet\. Pass functrain\.from_nnx\(model\)"),
+        (keras.layers.Dense(3), r"got Dense\. Pass bridge\.from_keras\(model\)"),
+        ("body/**", r"got str\. Make one with bridge\.from_keras, functrain\.from_linen"),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else type(value).__name__,
+)
+@pytest.mark.parametrize(
+    "make", [lambda model: ft.freeze(model, "body/**"), ft.cast, ft.remat, ft.predict_step]
+)
+def test_what_is_no_model_is_refused_at_once_with_the_way_to_one(make, argument, advice) -> None:
+    with pytest.raises(TypeError, match=f"model: expected a functrain.Model, {advice}"):
+        make(argument)
 
 
 def test_mixed_precision_is_flaxs_own() -> None:

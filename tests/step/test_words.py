@@ -138,6 +138,20 @@ def test_a_loader_of_inputs_alone_is_refused_with_its_shape() -> None:
         ft.fit(start(), step, ft.ArrayLoader(X, 4), verbose=0)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((logging(), start(), TX), r"state: .* got function.*update\(state, loss_fn, tx, batch\)"),
+        ((start(), TX, logging()), "loss_fn: expected .*got GradientTransformation"),
+        ((start(), ft.train_step(logging(), TX), TX), "loss_fn: .* pass the loss that it was made"),
+        ((start(), logging(), optax.adam), r"tx: expected .* got adam\. Call it"),
+    ],
+)
+def test_arguments_of_update_that_are_mixed_up_are_named(arguments, words) -> None:
+    with pytest.raises(TypeError, match=words):
+        ft.update(*arguments, (X, X))
+
+
 @pytest.mark.parametrize("loss", [logging(), ft.supervised(ft.Model(None, None), lambda o, y: o)])
 def test_a_loss_is_no_step(loss) -> None:
     with pytest.raises(TypeError, match=r"step: expected \(state, batch\).*got the loss loss_fn"):
