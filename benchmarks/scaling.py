@@ -126,7 +126,7 @@ def row(name: str, devices: int, way: str) -> str:
     )
     program = step.lower(state, batch).compile()
     memory, sent = program.memory_analysis(), ft.sharding.collectives(program)
-    moved = ", ".join(f"{x.times} {kind} ({x.bytes / 2**30:.1f})" for kind, x in sent.items())
+    moved = ", ".join(f"{x.calls} {kind} ({x.bytes / 2**30:.1f})" for kind, x in sent.items())
     gib = [
         x / 2**30 for x in (state_bytes, memory.argument_size_in_bytes, memory.temp_size_in_bytes)
     ]

@@ -147,7 +147,7 @@ def train(args):
     checkpoint = args.output / "checkpoint"
     with contextlib.suppress(FileNotFoundError):
         states = ft.load(checkpoint, like=states)
-    start = ft.Position.of(step=int(states["d"].step), steps_per_epoch=len(loader))
+    start = ft.Position.from_step(step=int(states["d"].step), steps_per_epoch=len(loader))
     # Checkpoints are saved after whole epochs only, so a partial epoch means that the number of
     # steps in an epoch has changed.
     if start.batch:

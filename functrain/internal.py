@@ -58,7 +58,7 @@ from functrain.loop._saving import Saving as Saving
 from functrain.model._freeze import is_frozen as is_frozen
 from functrain.model._switches import SWITCHES as SWITCHES
 from functrain.rewrites import Mode as Mode
-from functrain.rewrites import mode as mode
+from functrain.rewrites import resolve_mode as resolve_mode
 from functrain.sharding._rules import require_fitting_spec as require_fitting_spec
 from functrain.step._notes import add_notes as add_notes
 from functrain.step._state import check_tx as check_tx

@@ -27,7 +27,7 @@ from functrain.internal import (
 )
 
 
-class Mark(NamedTuple):
+class BatchEvents(NamedTuple):
     """The batch events that Keras has around a step: a pair for each steps_per_execution steps."""
 
     begin: int | None
@@ -41,13 +41,13 @@ class KerasBatch(NamedTuple):
       content: The batch; or its rows, a slice or `i64[B]`, if `source` is not None.
       source: The arrays from which the rows will be taken; None for any other batch.
       examples: The number of rows.
-      mark: Its batch events.
+      events: Its batch events.
     """
 
     content: Any
     source: keras_private.data.ArrayBatches | None = None
     examples: int = 0
-    mark: Mark | None = None
+    events: BatchEvents | None = None
 
     def arrays(self) -> PyTree:
         """Returns the batch."""
@@ -109,11 +109,11 @@ class KerasBatches(Batches):
         """Returns a chunk of the next batches that can be stacked."""
         first, self._next = self._next, None
         assert first is not None, "peek comes first"
-        marks: list[Mark | None] = []
+        batch_events: list[BatchEvents | None] = []
 
         def contents() -> Iterator[PyTree]:
             for item in itertools.islice(self._stackable(first), limit):
-                marks.append(item.mark)
+                batch_events.append(item.events)
                 yield item.content
 
         if first.source is None:
@@ -123,7 +123,7 @@ class KerasBatches(Batches):
         else:
             chunk = pad_chunk(_take_rows(first.source, list(contents())), k)
             examples = first.examples
-        return Chunk(self._place(chunk), k, len(marks), examples, marks)
+        return Chunk(self._place(chunk), k, len(batch_events), examples, batch_events)
 
     def fingerprint(self) -> dict[str, Any]:
         """Returns what distinguishes the data from others."""
@@ -189,7 +189,9 @@ class KerasBatches(Batches):
                 group = list(itertools.islice(iterator, epochs.steps_per_execution))
                 last = len(group) - 1
                 for i, item in enumerate(group):
-                    yield item._replace(mark=Mark(None if i else begin, end if i == last else None))
+                    yield item._replace(
+                        events=BatchEvents(None if i else begin, end if i == last else None)
+                    )
                 if not group:
                     epochs.missing = begin
                     # catch_stop_iteration waits for this to give Keras's warning.

@@ -12,7 +12,7 @@ import keras
 import numpy as np
 
 from bridge import keras_private
-from bridge.train._batches import Mark
+from bridge.train._batches import BatchEvents
 from bridge.train._loggers import LoggerCallback
 from functrain.events import ChunkEnd
 from functrain.internal import PyTree, fetch_rows, row_of_step
@@ -133,7 +133,7 @@ class BatchCallbacks:
         """Calls the methods that end batches, after the program of their chunk was dispatched."""
         # Fetching the rows waits for the device, so it is done only if a callback needs them.
         if self._acting:
-            self._replay(event.marks, fetch_rows(event.rows, event.steps))
+            self._replay(event.batch_info, fetch_rows(event.rows, event.steps))
         if self._bars:
             self.update_progress_bars()
             self._late = event
@@ -143,7 +143,7 @@ class BatchCallbacks:
         event, self._late = self._late, None
         if event is None:
             return
-        ends = [i for i, mark in enumerate(event.marks) if mark.end is not None]
+        ends = [i for i, events in enumerate(event.batch_info) if events.end is not None]
         if not ends:
             return
         logs = None
@@ -152,16 +152,16 @@ class BatchCallbacks:
             logs = row_of_step(fetch_rows(event.rows, event.steps), ends[-1])
         for bar in self._bars:
             end_batch = getattr(bar, self._end_method)
-            end_batch(event.marks[ends[-1]].end, logs=keras_private.callbacks.as_floats(logs))
+            end_batch(event.batch_info[ends[-1]].end, logs=keras_private.callbacks.as_floats(logs))
 
-    def _replay(self, marks: list[Mark], rows: PyTree) -> None:
+    def _replay(self, batch_events: list[BatchEvents], rows: PyTree) -> None:
         """Calls the methods for the batches of a chunk; the first one has begun already."""
-        for i, mark in enumerate(marks):
+        for i, events in enumerate(batch_events):
             if i:
-                self._call(self._begin_method, mark.begin, None)
-            logs = self._logs(row_of_step(rows, i), mark)
-            self._call(self._end_method, mark.end, logs)
-            if mark.end is not None and self._ends_training(logs):
+                self._call(self._begin_method, events.begin, None)
+            logs = self._logs(row_of_step(rows, i), events)
+            self._call(self._end_method, events.end, logs)
+            if events.end is not None and self._ends_training(logs):
                 break
 
     def _ends_training(self, logs: PyTree) -> bool:
@@ -174,11 +174,11 @@ class BatchCallbacks:
         loss = keras_private.callbacks.as_floats(logs).get("loss")
         return loss is not None and not np.isfinite(loss)
 
-    def _logs(self, logs: PyTree, mark: Mark) -> PyTree:
+    def _logs(self, logs: PyTree, events: BatchEvents) -> PyTree:
         """Returns a step's logs; in `predict`, the outputs of all steps since the last end."""
         if self._kind != "predict":
             return logs
-        if mark.begin is not None:
+        if events.begin is not None:
             self._outputs = []
         self._outputs.append(logs)
         return {"outputs": jax.tree.map(lambda *x: np.concatenate(x), *self._outputs)}

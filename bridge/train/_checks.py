@@ -17,7 +17,6 @@ from bridge.train._steps import KerasStep, describe_batch
 from functrain import FitResult, Model, TrainState
 from functrain.internal import (
     PyTree,
-    mode,
     require,
     require_fuse,
     require_integer,
@@ -25,6 +24,7 @@ from functrain.internal import (
     require_one_of,
     require_unmasked,
     require_untraced,
+    resolve_mode,
 )
 
 # Classes whose user has been told that their loops are not called.
@@ -116,7 +116,7 @@ def require_arguments(
       **numbers: By the names of the arguments, None or integers of at least 1.
     """
     require_fuse(fuse)
-    mode(rewrites)
+    resolve_mode(rewrites)
     require_untraced("x and y", (x, y))
     require_one_of("verbose", verbose, ("auto", 0, 1, 2))
     advice = "A generator of batches goes into x, and yields (inputs, targets)."

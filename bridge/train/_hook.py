@@ -178,11 +178,11 @@ class KerasHook:
         """
         if self._is_finished:
             return True
-        last_whole = None if self.values.are_in_model else run.last_whole()
+        last_complete_state = None if self.values.are_in_model else run.last_complete_state()
         # Programs donate their states, so one that fails leaves no values but a copy.
-        is_whole = self.values.are_in_model or last_whole is not None
-        if last_whole is not None:
-            self.values.lend(last_whole[0])
+        is_whole = self.values.are_in_model or last_complete_state is not None
+        if last_complete_state is not None:
+            self.values.lend(last_complete_state[0])
         self.values.assign()
         if is_whole:
             self._finalize()
@@ -207,7 +207,7 @@ class KerasHook:
         self.values.take_back(event)
 
     def _begin_chunk(self, event: ChunkBegin) -> None:
-        self.calls.begin_batch(event.chunk.marks[0].begin)
+        self.calls.begin_batch(event.chunk.batch_info[0].begin)
         # As in Keras, weights that a callback sets when a batch begins are those of its step.
         self.values.take_back(event)
 

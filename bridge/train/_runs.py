@@ -141,7 +141,7 @@ def run_fit(
         if hook.is_lazy:
             stack.enter_context(keep_history_from_model(callbacks, model))
         with _assign_at_end(hook, run):
-            for _ in run.handled(hook, hook.take_logs, signals=signals):
+            for _ in run.handle_events(hook, hook.take_logs, signals=signals):
                 pass
     # TerminateOnNaN prints its own message.
     terminate = keras.callbacks.TerminateOnNaN
@@ -163,7 +163,7 @@ def run_evaluate(
     hook.begin()
     run = begin(hook, options)
     with contextlib.closing(run), _assign_at_end(hook, run):
-        for event in run.handled(hook):
+        for event in run.handle_events(hook):
             if isinstance(event, ChunkEnd):
                 act_on_signals()
     logs = keras_private.callbacks.as_floats(hook.logs)
@@ -177,7 +177,7 @@ def run_predict(hook: KerasHook, options: Options, signals: DeferredSignals) -> 
     run = begin(hook, options)
 
     def chunks() -> Iterator[tuple[PyTree, int]]:
-        for event in run.handled(hook, signals=signals):
+        for event in run.handle_events(hook, signals=signals):
             if isinstance(event, ChunkEnd):
                 yield event.rows, event.steps
 
@@ -235,7 +235,7 @@ def _evaluator(
         batches = evaluation.batches()
         # As in Keras, the callbacks of the fit are called, and its progress bar is not shown.
         test_hook = KerasHook(hook.model, "test", batches, hook.callbacks, quiet=True)
-        return run_evaluate(test_hook, options, lambda: fit.act_within_event(signals))
+        return run_evaluate(test_hook, options, lambda: fit.handle_signal_in_epoch_end(signals))
 
     return evaluate
 

@@ -102,7 +102,7 @@ PAGES = {  # by file name, in the order of the sidebar
         "EarlyStopping select resample predict_step autotune BlockTuning",
     ),
     "export": Page("Export (ft.export)", "functrain.export", "predict params"),
-    "rewrites": Page("Rewrites (ft.rewrites)", "functrain.rewrites", "optimize mode Mode"),
+    "rewrites": Page("Rewrites (ft.rewrites)", "functrain.rewrites", "optimize resolve_mode Mode"),
     "bridge": Page(
         "Keras (bridge)",
         "bridge",
@@ -125,7 +125,7 @@ HIDDEN_MEMBERS = {
     "functrain.Fused": "partial program",
     "functrain.History": "history",
     "functrain.MeteredStep": "values wrap_state",
-    "functrain.Run": "act_within_event handled resumed save take_unread_logs",
+    "functrain.Run": "handle_events handle_signal_in_epoch_end resumed save take_unread_logs",
     "bridge.OptaxOptimizer": "build follows_schedule from_config get_config opt_state plan "
     "update_all",
 }

@@ -19,14 +19,14 @@ class Chunk(NamedTuple):
       k: Rows of the chunk, the same for most chunks of a run, so that they share a program.
       steps: Batches in the chunk, at most k.
       examples: Examples in each batch, B.
-      marks: Additional information about each batch for hooks; None for most data.
+      batch_info: Additional information about each batch for hooks; None for most data.
     """
 
     batches: PyTree
     k: int
     steps: int
     examples: int
-    marks: Any = None
+    batch_info: Any = None
 
 
 class Batches(abc.ABC):

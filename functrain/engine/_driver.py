@@ -80,7 +80,7 @@ class Driver:
     place: Callable[[PyTree], PyTree] = lambda batches: batches
 
     def __post_init__(self) -> None:
-        self.rewrites = _rewrites.mode(self.rewrites)
+        self.rewrites = _rewrites.resolve_mode(self.rewrites)
         if not callable(self.jit):
             require_flags(jit=self.jit)
         self._programs: dict[tuple[int, bool], Program] = {}
@@ -88,7 +88,7 @@ class Driver:
         self._compared: list[Program] = []
         self._const: tuple[PyTree, ...] = ()
         self._in_flight: collections.deque[PyTree] = collections.deque()
-        # A copy of the carry with its mark, and the time at which it was made.
+        # A copy of the carry with its position, and the time at which it was made.
         self._spare: tuple[PyTree, Any] | None = None
         self._spare_time = -float("inf")
         self._pins: _placement.Pins | None = None
@@ -135,11 +135,11 @@ class Driver:
         while self._in_flight:
             jax.block_until_ready(self._in_flight.popleft())
 
-    def keep_spare(self, mark: Any, *, force: bool = False) -> None:
+    def keep_spare(self, position: Any, *, force: bool = False) -> None:
         """Copies the carry to fall back on, if it is small and the last copy is old enough.
 
         Args:
-          mark: Returned with the copy by `last_whole`, such as a position.
+          position: Returned with the copy by `last_complete_state`.
           force: True to copy the carry even if the last copy is recent.
         """
         if not force and time.perf_counter() - self._spare_time < SPARE_SECONDS:
@@ -149,21 +149,21 @@ class Driver:
             self.wait()
             # The carry is complete now, so the old copy can go first: there is never more than one.
             self._spare = None
-            self.adopt_spare(copy_arrays(self.carry), mark)
+            self.adopt_spare(copy_arrays(self.carry), position)
 
-    def adopt_spare(self, carry: PyTree, mark: Any) -> None:
+    def adopt_spare(self, carry: PyTree, position: Any) -> None:
         """Keeps a copy of the carry that the caller made as the one to fall back on, if small."""
         if nbytes(carry) <= SPARE_BYTES:
-            self._spare, self._spare_time = (carry, mark), time.perf_counter()
+            self._spare, self._spare_time = (carry, position), time.perf_counter()
 
-    def last_whole(self, mark: Any) -> tuple[PyTree, Any] | None:
-        """Returns the carry and the mark, or if a program failed the last copy and its own mark.
+    def last_complete_state(self, position: Any) -> tuple[PyTree, Any] | None:
+        """Returns the carry and `position`, or if a program failed the last copy and its position.
 
         Returns None if there is no such copy. Waits for the programs in flight.
         """
         # Not `wait`: it would raise the error that is being handled once more.
         self._in_flight.clear()
-        return (self.carry, mark) if has_all_values(self.carry) else self._spare
+        return (self.carry, position) if has_all_values(self.carry) else self._spare
 
     def _program(self, k: int, is_full: bool) -> Program:
         takes_all = is_full and prefers_static_length()

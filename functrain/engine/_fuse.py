@@ -75,7 +75,7 @@ def fuse(
     require_integer("unroll", unroll)
     require_flags(donate=donate)
     check_step(step)
-    chosen = _rewrites.mode(rewrites)
+    chosen = _rewrites.resolve_mode(rewrites)
     # A loop of unknown length cannot be unrolled.
     takes_all = unroll > 1 or prefers_static_length()
     return Fused(step, k, LoopOptions(k, chosen, takes_all=takes_all, unroll=unroll, donate=donate))

@@ -25,7 +25,7 @@ class Position(_Parts):
     Examples:
       >>> Position(step=25, epoch=2, batch=5)
       Position(step=25, epoch=2, batch=5)
-      >>> Position.of(step=25, steps_per_epoch=10)
+      >>> Position.from_step(step=25, steps_per_epoch=10)
       Position(step=25, epoch=2, batch=5)
     """
 
@@ -41,7 +41,7 @@ class Position(_Parts):
         return super().__new__(cls, int(step), int(epoch), int(batch))
 
     @classmethod
-    def of(cls, step: int, steps_per_epoch: int) -> Self:
+    def from_step(cls, step: int, steps_per_epoch: int) -> Self:
         """Returns the position after a number of steps, if all epochs have the same length.
 
         Args:
@@ -71,7 +71,7 @@ def require_position(start: object) -> Position:
     if not isinstance(start, Position):
         raise TypeError(
             f"start: expected a functrain.Position(step, epoch, batch), got {start!r}. If all "
-            "epochs of the training have the same length, pass functrain.Position.of("
+            "epochs of the training have the same length, pass functrain.Position.from_step("
             "step=int(state.step), steps_per_epoch=len(loader))."
         )
     expected = "no more batches in the epoch than steps in all"

@@ -51,7 +51,7 @@ class Evaluate:
       ...     hooks=[ft.hooks.Evaluate(ft.eval_step(loss_fn), loader, every=ft.every(steps=2))],
       ...     verbose=0,
       ... )
-      >>> steps, values = result.history.points["val_loss"]
+      >>> steps, values = result.history.within_epochs["val_loss"]
       >>> print(steps, values)
       [2 4] [0. 0.]
     """
@@ -85,7 +85,7 @@ class Evaluate:
         self.data = self.batches.data
         self.every = as_trigger(every, Every(epochs=1))
         self.prefix = prefix
-        self.how: dict[str, Any] = {
+        self.options: dict[str, Any] = {
             "fuse": fuse,
             "rewrites": rewrites,
             "sharding": sharding,
@@ -103,7 +103,7 @@ class Evaluate:
 
     def __call__(self, event: Event, /) -> None:
         """Evaluates the event's state."""
-        values = evaluate_without_warning(event.state, self.step, self.batches, **self.how)
+        values = evaluate_without_warning(event.state, self.step, self.batches, **self.options)
         if not self._has_warned:
             active = active_members(event.state, self.step)
             # The warning shows the line that called fit: between it and this one are HookRunner,

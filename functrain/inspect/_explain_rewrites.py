@@ -109,7 +109,7 @@ def explain_rewrites(
       >>> row.rule, row.count, row.shapes
       ('canonical_conv', 1, 'f32[2,3,8,8] f32[4,3,3,3] -> f32[2,4,8,8]')
     """
-    chosen = _optimize.mode(rewrites)
+    chosen = _optimize.resolve_mode(rewrites)
     _check_arguments(fn, args, kwargs)
     if args:
         args = traits_of(fn).wrap_state(args[0]), *args[1:]

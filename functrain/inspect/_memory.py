@@ -209,7 +209,9 @@ def _analyze_program(
 ) -> tuple[int, int]:
     """Compiles the program of a fit; returns the bytes of its logs and of its temporaries."""
     pins = _placement.read_pins(carry)
-    loop = LoopOptions(k, _rewrites.mode(rewrites), takes_all=prefers_static_length(), pins=pins)
+    loop = LoopOptions(
+        k, _rewrites.resolve_mode(rewrites), takes_all=prefers_static_length(), pins=pins
+    )
     run: Any = program(step, TRAINING, loop)
     lowered = run.lower(carry, chunk, np.int32(k))
     stats, logs = lowered.compile().memory_analysis(), nbytes(lowered.out_info[1])

@@ -111,7 +111,7 @@ class ChunkEnd(Event):
       examples: Examples per step.
       rows: The logs as the program returned them: every leaf `[K, ...]`, on the device, with rows
         of zeros after the last step.
-      marks: Further information from the data about each step; None for most data.
+      batch_info: Additional information about each batch; None for most data.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -124,7 +124,7 @@ class ChunkEnd(Event):
     steps: int
     examples: int
     rows: PyTree = dataclasses.field(repr=False)
-    marks: Any = dataclasses.field(default=None, repr=False)
+    batch_info: Any = dataclasses.field(default=None, repr=False)
 
     @property
     def logs(self) -> PyTree:

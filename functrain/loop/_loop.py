@@ -102,13 +102,13 @@ class Loop:
         """The current state; the next program consumes it."""
         return _without_metrics(self.driver.carry)
 
-    def last_whole(self) -> tuple[PyTree, Position] | None:
+    def last_complete_state(self) -> tuple[PyTree, Position] | None:
         """Returns the last complete state and its position; see `Run`."""
         if self._open_event is not None:
             # The caller is handling an error already, and a second one would hide it.
             with contextlib.suppress(Exception):
                 self._continue_from(self._open_event)
-        last = self.driver.last_whole(self.position)
+        last = self.driver.last_complete_state(self.position)
         if last is None:
             return None
         carry, position = last
@@ -128,7 +128,7 @@ class Loop:
         is_over = self._epoch_is_over if epoch_is_over is None else epoch_is_over
         self.saving.save(event, self._trees_to_save(), epoch_is_over=is_over)
 
-    def act_within_event(self, signals: DeferredSignals) -> None:
+    def handle_signal_in_epoch_end(self, signals: DeferredSignals) -> None:
         """Acts on a signal while an event is handled; see `Run`."""
         event, saving = self._open_event, self.saving
         is_asked_to_end = saving is not None and saving.is_asked_to_end()
@@ -214,7 +214,7 @@ class Loop:
             steps=chunk.steps,
             examples=chunk.examples,
             rows=rows,
-            marks=chunk.marks,
+            batch_info=chunk.batch_info,
         )
 
     def _end_epoch(self, steps_taken: int, is_stopped: bool) -> Generator[Any, None, bool]:

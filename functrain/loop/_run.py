@@ -105,7 +105,7 @@ def run(
 
     Returns:
       An iterator: `ChunkEnd` after every program, `EpochEnd` after every epoch, `RunEnd` last.
-      If a program fails, its ``last_whole()`` is the state to continue from.
+      If a program fails, its ``last_complete_state()`` is the state to continue from.
 
     Raises:
       ValueError: There are no batches, they differ from the first or do not divide over the
@@ -358,14 +358,14 @@ class Run(Iterator[Event]):
         """The current state; the next program consumes it."""
         return self._loop.state
 
-    def last_whole(self) -> tuple[PyTree, Position] | None:
+    def last_complete_state(self) -> tuple[PyTree, Position] | None:
         """Returns the last complete state and its position, after an error during a run.
 
         A program that fails has consumed its state. The result is then the last copy, which is at
         most a few seconds old; copies are made of states up to 256 MiB. Returns None if there is
         no copy. A state that was assigned to the last event is returned if it fits.
         """
-        return self._loop.last_whole()
+        return self._loop.last_complete_state()
 
     def take_unread_logs(self) -> LogsReady | None:
         """Takes the logs of the last chunk if their event has not been yielded yet, else None.
@@ -389,7 +389,7 @@ class Run(Iterator[Event]):
         """
         self._loop.save(epoch_is_over=epoch_is_over)
 
-    def handled(
+    def handle_events(
         self,
         handle: Callable[[Event], None],
         handle_logs: Callable[[LogsReady], None] = lambda event: None,
@@ -432,13 +432,13 @@ class Run(Iterator[Event]):
         if logs is not None:
             handle_logs(logs)
 
-    def act_within_event(self, signals: DeferredSignals) -> None:
+    def handle_signal_in_epoch_end(self, signals: DeferredSignals) -> None:
         """Handles a signal that arrives while the end of an epoch is handled.
 
         A run with a checkpointer saves itself as it was before the end of the epoch. If the state
         of the event is in use elsewhere, the signal is handled after the event.
         """
-        self._loop.act_within_event(signals)
+        self._loop.handle_signal_in_epoch_end(signals)
 
     def close(self) -> None:
         """Ends the run here, and waits until checkpoints are written."""

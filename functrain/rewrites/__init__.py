@@ -4,7 +4,7 @@ One rewrite a file. To add one: write the file, list it in `_optimize.REWRITES`,
 """
 
 from functrain.rewrites._optimize import Mode as Mode
-from functrain.rewrites._optimize import mode as mode
 from functrain.rewrites._optimize import optimize as optimize
+from functrain.rewrites._optimize import resolve_mode as resolve_mode
 
-__all__ = ["Mode", "mode", "optimize"]
+__all__ = ["Mode", "optimize", "resolve_mode"]

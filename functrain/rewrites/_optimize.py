@@ -1,4 +1,4 @@
-"""The entry points: `optimize` rewrites a function, `mode` says which rewrites apply."""
+"""The entry points: `optimize` rewrites a function, `resolve_mode` says which rewrites apply."""
 
 import functools
 import os
@@ -77,7 +77,7 @@ def optimize(fn: F, rewrites: Mode = "auto") -> F:
       fn: Any function from pytrees of arrays to pytrees of arrays. Bind arguments that are not
         arrays, such as flags or shapes, before: ``optimize(functools.partial(fn, training=True))``.
       rewrites: "auto" for all rewrites, "exact" for only those that keep every bit under `jit`,
-        "off" for none; see `mode`.
+        "off" for none; see `resolve_mode`.
 
     Returns:
       A function of the same arguments, keywords and results: structure, shapes, dtypes and weak
@@ -94,7 +94,7 @@ def optimize(fn: F, rewrites: Mode = "auto") -> F:
       >>> print(jax.jit(optimize(fn))(image, kernel).shape)
       (2, 4, 8, 8)
     """
-    chosen = mode(rewrites)
+    chosen = resolve_mode(rewrites)
     if chosen == "off":
         return fn
 
@@ -164,7 +164,7 @@ def rewrite_or_keep(closed: Any, chosen: Mode) -> tuple[Any, list[Exception]]:
             return closed, [*failures, error]
 
 
-def mode(rewrites: str = "auto") -> Mode:
+def resolve_mode(rewrites: str = "auto") -> Mode:
     """Returns which rewrites apply in this process.
 
     Args:
@@ -178,7 +178,7 @@ def mode(rewrites: str = "auto") -> Mode:
       ValueError: One of the two is not "auto", "exact" or "off".
 
     Examples:
-      >>> mode("off")
+      >>> resolve_mode("off")
       'off'
     """
     # An empty variable counts as not set.

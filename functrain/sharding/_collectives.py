@@ -22,7 +22,7 @@ class Traffic(NamedTuple):
     """The data that one kind of collective moves in a program.
 
     Attributes:
-      times: How often the collective runs.
+      calls: How often the collective runs.
       bytes: Bytes of all its results on each device.
 
     Examples:
@@ -30,7 +30,7 @@ class Traffic(NamedTuple):
       2048
     """
 
-    times: int
+    calls: int
     bytes: int
 
 
@@ -60,18 +60,18 @@ def collectives(program: Any) -> dict[str, Traffic]:
     bodies = {name: body.splitlines() for _, name, body in computations}
     traffic: dict[str, Traffic] = {}
 
-    def add_computation(name: str, times: int) -> None:
+    def add_computation(name: str, calls: int) -> None:
         for line in bodies.get(name, ()):
             collective = _COLLECTIVE.search(line)
             if collective is not None:
                 shapes, kind, _ = collective.groups()
                 count, total = traffic.get(kind, (0, 0))
-                traffic[kind] = Traffic(count + times, total + times * _count_bytes(shapes))
+                traffic[kind] = Traffic(count + calls, total + calls * _count_bytes(shapes))
             # A loop of unknown length has no trip count.
             trip_count = _TRIP_COUNT.search(line)
             rounds = int(trip_count[1]) if trip_count else 1
             for called in _called_computations(line):
-                add_computation(called, times * rounds)
+                add_computation(called, calls * rounds)
 
     # Each call counts, so the walk begins at the entry and follows the calls.
     for is_entry, name, _ in computations:

@@ -107,14 +107,16 @@ def _require_evaluation(
     abstract_state: Callable[[], PyTree], hook: Evaluate, can_trace: bool
 ) -> None:
     """Raises now what the evaluation would raise after an epoch."""
-    require_same_run(hook.batches, batch_sharding(hook.how["sharding"]), fuse=hook.how["fuse"])
+    require_same_run(
+        hook.batches, batch_sharding(hook.options["sharding"]), fuse=hook.options["fuse"]
+    )
     hook.step.require_data(hook.batches.data, hook.batches.name)
     batch = hook.batches.first()
     require_batches(int(batch is not None), name=hook.batches.name)
-    if not can_trace or not hook.how["jit"]:
+    if not can_trace or not hook.options["jit"]:
         return
     shapes = [_tree.shapes(batch)]
-    if hook.how["sharding"] is not None:
+    if hook.options["sharding"] is not None:
         # A step may divide batches itself, as with jax.shard_map, and fail for a smaller last one.
         known_shapes = map(_tree.shapes, hook.batches.known_shapes())
         shapes += [other for other in known_shapes if other != shapes[0]]

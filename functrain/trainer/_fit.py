@@ -132,8 +132,8 @@ def fit(
         epoch elsewhere. ``"bar"`` or 1, ``"lines"`` or 2 choose one of them; 0 is silent.
       history: ``"steps"`` keeps the logs of every step and epoch, in memory and in every
         checkpoint. ``"epochs"`` keeps the values of epochs only: `history.steps` and
-        `history.points` are empty, and memory and checkpoints do not grow with the number of steps.
-        The logs of an epoch's steps are kept until its end, for their means.
+        `history.within_epochs` are empty, and memory and checkpoints do not grow with the number of
+        steps. The logs of an epoch's steps are kept until its end, for their means.
 
     Returns:
       FitResult(state, history).
@@ -252,7 +252,7 @@ def fit(
                 recorder.logs(event)
                 runner.logs(event)
 
-            for _ in events.handled(handle, handle_logs, signals=signals):
+            for _ in events.handle_events(handle, handle_logs, signals=signals):
                 pass
     except BaseException as error:
         _attach_result(error, events, recorder, first_position)
@@ -299,14 +299,14 @@ def _plan_epochs(
             f"{steps!r} and {eval_every!r}"
         )
     epochs_of_steps = EpochsOfSteps(as_batches(data), interval)
-    return epochs_of_steps, steps // interval, Position.of(start.step, interval)
+    return epochs_of_steps, steps // interval, Position.from_step(start.step, interval)
 
 
 def _attach_result(error: BaseException, events: Run, recorder: Recorder, begin: Position) -> None:
     """Attaches the last valid state and its history to an error."""
     if events.position == begin:
         return
-    last_valid = events.last_whole()
+    last_valid = events.last_complete_state()
     if last_valid is None:
         error.add_note(
             f"A program failed in the steps up to {events.position.step} of epoch "

@@ -23,16 +23,17 @@ class History:
 
     Attributes:
       steps: Scalar logs of every step, by name: arrays `f32[steps]`, in the logs' dtype. For a
-        population `[steps, N]` with one number per member; `epochs` and `points` have this axis,
-        too. Steps and points are empty with ``fit(history="epochs")``.
+        population `[steps, N]` with one number per member; `epochs` and `within_epochs` have this
+        axis, too. `steps` and `within_epochs` are empty with ``fit(history="epochs")``.
       epochs: Values of every epoch, by name: arrays `f64[epochs]` with NaN for missing values. They
         are the means of the logs over the epoch's examples (for the learning rate, the last value),
         metrics, evaluations with the prefix ``val_``, and ``seconds``.
-      points: Values that hooks added within epochs, by name: ``(steps i64[n], values f64[n])``.
+      within_epochs: Values that hooks added within epochs, by name:
+        ``(steps i64[n], values f64[n])``.
       first_steps_seconds: Time until the first program had finished, most of which is compilation,
         in the process that took the last steps.
       first_step: The number of training steps before those in `steps`, if the fit continued a
-        training. The steps in `points` include them.
+        training. The steps in `within_epochs` include them.
 
     Examples:
       >>> history = History(steps={"loss": np.array([3.0, 1.0])}, epochs={"loss": np.array([2.0])})
@@ -42,7 +43,9 @@ class History:
 
     steps: dict[str, np.ndarray]
     epochs: dict[str, np.ndarray]
-    points: dict[str, tuple[np.ndarray, np.ndarray]] = dataclasses.field(default_factory=dict)
+    within_epochs: dict[str, tuple[np.ndarray, np.ndarray]] = dataclasses.field(
+        default_factory=dict
+    )
     first_steps_seconds: float = float("nan")
     first_step: int = 0
 
@@ -50,7 +53,7 @@ class History:
         names_by_kind: dict[str, Iterable[str]] = {
             f"{_length(self.steps)} steps": self.steps,
             f"{_length(self.epochs)} epochs": self.epochs,
-            "points": self.points,
+            "within epochs": self.within_epochs,
         }
         parts = [f"{kind}: {', '.join(names)}" for kind, names in names_by_kind.items() if names]
         return f"History({'; '.join(parts)})"
@@ -72,8 +75,8 @@ class History:
         """Draws the learning curves, one panel for each quantity; needs matplotlib.
 
         Thin lines are values of steps, bold lines those of epochs, dashed lines evaluations, dotted
-        lines `points`. For a population, thin lines are members, the bold line is their median, and
-        the band contains half of them.
+        lines `within_epochs`. For a population, thin lines are members, the bold line is their
+        median, and the band contains half of them.
 
         Args:
           path: A file to save the picture to as well, such as ``curves.png``.

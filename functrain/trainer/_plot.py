@@ -30,7 +30,7 @@ def draw(history: "History") -> "Figure":
         def _repr_png_(self) -> bytes:
             return png(self, dpi=100)
 
-    all_values = {**history.steps, **history.epochs, **history.points}
+    all_values = {**history.steps, **history.epochs, **history.within_epochs}
     all_values.pop("seconds", None)
     # A dict keeps the order. A value and its evaluation share a panel.
     names = list(dict.fromkeys(name.removeprefix("val_") for name in all_values))
@@ -86,9 +86,9 @@ def _curves(panel: Any, history: "History", name: str) -> None:
             epoch_length = (last - first) / len(values) if last else 1
             ends = first + np.arange(1, len(values) + 1) * epoch_length
             _draw(panel, ends, values, color, label, ls=ls, marker=marker, ms=3.5, lw=1.5)
-        if key in history.points:
+        if key in history.within_epochs:
             line: dict[str, Any] = {"ls": ":", "marker": marker, "ms": 2.5, "lw": 1}
-            _draw(panel, *history.points[key], color, f"{label}, within epochs", **line)
+            _draw(panel, *history.within_epochs[key], color, f"{label}, within epochs", **line)
     panel.legend(fontsize=8)
 
 
@@ -119,7 +119,7 @@ def _draw(
 
 def _last_step(history: "History") -> int:
     """Returns the last step with a log or a point; 0 if the history has values of epochs only."""
-    last_steps = [int(steps[-1]) for steps, _ in history.points.values()]
+    last_steps = [int(steps[-1]) for steps, _ in history.within_epochs.values()]
     if history.steps:
         last_steps.append(history.first_step + max(map(len, history.steps.values())))
     return max(last_steps, default=0)

@@ -53,7 +53,8 @@ class Recorder:
         self._steps_begin = first_step  # the number of steps before the first one that is kept
         self._has_logs = False
         self._epochs: list[dict[str, Any]] = []  # {"step": last step, "values": ...}
-        self._points: dict[str, dict[str, list[Any]]] = {}  # {"steps": ..., "values": ...} by name
+        # {"steps": ..., "values": ...} by name
+        self._within_epochs: dict[str, dict[str, list[Any]]] = {}
         self._examples = _Column(np.zeros(0))  # the number of examples of each step of this epoch
         self._start_time = self._epoch_start_time = time.perf_counter()
         self.first_steps_seconds = self._saved_first_steps_seconds = float("nan")
@@ -107,7 +108,7 @@ class Recorder:
             self._epoch_start_time = now
         elif self._keeps_steps:
             for name, value in event.values.items():
-                points = self._points.setdefault(name, {"steps": [], "values": []})
+                points = self._within_epochs.setdefault(name, {"steps": [], "values": []})
                 points["steps"].append(event.step)
                 points["values"].append(value)
 
@@ -119,9 +120,9 @@ class Recorder:
             "steps_begin": self._steps_begin,
             "steps": {name: column.values().copy() for name, column in self._steps.items()},
             "epochs": self._epochs.copy(),
-            "points": {
+            "within_epochs": {
                 name: {"steps": points["steps"].copy(), "values": points["values"].copy()}
-                for name, points in self._points.items()
+                for name, points in self._within_epochs.items()
             },
             "examples": self._examples.values().copy(),
             "epoch_seconds": time.perf_counter() - self._epoch_start_time,
@@ -146,7 +147,7 @@ class Recorder:
             if len(values) > skipped_steps:
                 self.latest[name] = to_floats(values[-1])
         self._epochs = state["epochs"]
-        self._points = state["points"] if self._keeps_steps else {}
+        self._within_epochs = state["within_epochs"] if self._keeps_steps else {}
         self._examples = _Column(state["examples"])
         self._epoch_start_time = time.perf_counter() - state["epoch_seconds"]
         self._saved_first_steps_seconds = state["first_steps_seconds"]
@@ -155,11 +156,11 @@ class Recorder:
         """Returns the history so far, or up to a step."""
         last = np.inf if last_step is None else last_step
         epochs = [epoch["values"] for epoch in self._epochs if epoch["step"] <= last]
-        points = {}
-        for name, point in self._points.items():
+        within_epochs = {}
+        for name, point in self._within_epochs.items():
             steps = [step for step in point["steps"] if step <= last]
             if steps:
-                points[name] = np.array(steps), _stack(point["values"][: len(steps)])
+                within_epochs[name] = np.array(steps), _stack(point["values"][: len(steps)])
         # A dict keeps the order in which the names first appeared.
         names = dict.fromkeys(itertools.chain.from_iterable(epochs))
         count = None if last_step is None else max(0, last_step - self._steps_begin)
@@ -168,7 +169,7 @@ class Recorder:
         return History(
             steps={name: column.values()[:count].copy() for name, column in columns.items()},
             epochs={name: _stack([values.get(name, nan) for values in epochs]) for name in names},
-            points=points,
+            within_epochs=within_epochs,
             first_steps_seconds=self._first_steps_seconds(),
             first_step=self._steps_begin if self._keeps_steps else self._first_step,
         )

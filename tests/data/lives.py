@@ -28,7 +28,7 @@ def bits(result: ft.FitResult[Any]) -> str:
     """A hash of the state and of the history, all but seconds."""
     history = result.history
     epochs = {name: x for name, x in history.epochs.items() if name != "seconds"}
-    return digest((result.state, history.steps, epochs, history.points))
+    return digest((result.state, history.steps, epochs, history.within_epochs))
 
 
 def resumed_from_every_checkpoint(make: Any, folder: Any, every: Any, fuse: int) -> dict[int, str]:

@@ -72,8 +72,8 @@ def test_a_program_that_failed_is_gone_back_behind(monkeypatch) -> None:
 
     with pytest.raises(Exception, match="from the host"):
         run()
-    state, mark = driver.last_whole(taken)
-    assert mark == 20
+    state, position = driver.last_complete_state(taken)
+    assert position == 20
     assert float(state) == X[:40].sum()
 
 
@@ -87,8 +87,8 @@ def test_the_old_copy_goes_before_the_new_one_is_made(monkeypatch: Any) -> None:
     monkeypatch.setattr(_driver, "copy_arrays", counting)
     driver = Driver(silent)
     driver.begin(jnp.zeros(shape))
-    for mark in range(3):
-        driver.keep_spare(mark, force=True)
+    for position in range(3):
+        driver.keep_spare(position, force=True)
     assert alive == [1, 1, 1]
 
 
@@ -96,7 +96,7 @@ def test_the_last_state_is_the_last_whole_one_where_nothing_failed() -> None:
     driver = Driver(silent)
     driver.begin(jnp.zeros(()))
     driver.run(next(chunks()))
-    assert driver.last_whole("now") == (driver.carry, "now")
+    assert driver.last_complete_state("now") == (driver.carry, "now")
 
 
 def test_large_outputs_make_for_shorter_programs() -> None:

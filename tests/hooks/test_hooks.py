@@ -132,7 +132,7 @@ def test_values_that_hooks_add_are_in_the_history() -> None:
         norm, ft.hooks.Evaluate(EVAL, LOADER, every=ft.every(steps=100), prefix="mid_")
     )
     assert history.epochs["norm"].shape == (2,)
-    steps, values = history.points["mid_loss"]
+    steps, values = history.within_epochs["mid_loss"]
     assert steps.tolist() == [100, 200, 300]
     assert np.all(np.isfinite(values))
 
@@ -142,7 +142,7 @@ def test_evaluating_within_an_epoch_equals_evaluating_that_state() -> None:
         if event.step == 100:
             expected = ft.evaluate(event.state, EVAL, LOADER)["loss"]
     _, history = fit(ft.hooks.Evaluate(EVAL, LOADER, every=ft.at(100)), epochs=1)
-    assert history.points["val_loss"][1][0] == expected
+    assert history.within_epochs["val_loss"][1][0] == expected
 
 
 def test_a_hook_that_fails_closes_the_others() -> None:

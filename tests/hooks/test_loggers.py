@@ -49,7 +49,7 @@ def test_event_files_hold_what_the_history_holds_at_the_same_steps(tmp_path) -> 
     assert found["loss"] == list(zip(numbers, history.steps["loss"].tolist(), strict=True))
     rates = history.steps["learning_rate"].tolist()
     assert found["learning_rate"] == list(zip(numbers, rates, strict=True))
-    steps, values = history.points["val_loss"]
+    steps, values = history.within_epochs["val_loss"]
     assert found["val_loss"] == list(zip(steps, values.astype(np.float32), strict=True))
     for name in ("loss", "val_loss", "learning_rate"):
         epochs = history.epochs[name].astype(np.float32)
@@ -69,8 +69,8 @@ def test_json_lines_hold_what_the_history_holds_in_the_order_of_the_steps(tmp_pa
     assert steps["epoch"].tolist() == [0] * 20 + [1] * 20 + [2] * 20
     np.testing.assert_array_equal(steps["loss"].astype(np.float32), history.steps["loss"])
     evaluated = table[table["val_loss"].notna()]
-    assert evaluated["step"].tolist() == history.points["val_loss"][0].tolist()
-    assert evaluated["val_loss"].tolist() == history.points["val_loss"][1].tolist()
+    assert evaluated["step"].tolist() == history.within_epochs["val_loss"][0].tolist()
+    assert evaluated["val_loss"].tolist() == history.within_epochs["val_loss"][1].tolist()
     epochs = table[table["epoch/loss"].notna()]
     assert epochs["epoch/loss"].tolist() == history.epochs["loss"].tolist()
     assert table["step"].is_monotonic_increasing

@@ -72,7 +72,7 @@ def test_a_run_of_wandb_holds_what_the_history_holds(tmp_path) -> None:
     assert list(losses) == list(range(4, 61, 4))
     assert list(losses.values()) == history.steps["loss"][3::4].tolist()
     values = {row["_step"]: row["val_loss"] for row in rows if "val_loss" in row}
-    steps, expected = history.points["val_loss"]
+    steps, expected = history.within_epochs["val_loss"]
     assert values == dict(zip(steps.tolist(), expected.tolist(), strict=True))
     epochs = {row["_step"]: row["epoch/loss"] for row in rows if "epoch/loss" in row}
     assert epochs == dict(zip([20, 40, 60], history.epochs["loss"].tolist(), strict=True))

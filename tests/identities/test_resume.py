@@ -120,7 +120,7 @@ def stopped_early(folder: Any, last: Any = None, epochs: int = 9, **how: Any) ->
     state, history = ft.fit(
         start, count, DATA, epochs=epochs, hooks=hooks, checkpointer=checkpointer, verbose=0
     )
-    return digest((state, history.points)), float(state["n"]), early
+    return digest((state, history.within_epochs)), float(state["n"]), early
 
 
 @pytest.mark.parametrize("restore_best", [True, False])

@@ -232,7 +232,7 @@ def bits(result: ft.FitResult[Any], folder: pathlib.Path) -> str:
     files = [(folder / name).read_bytes() for name in ("epochs.csv", "steps.csv")]
     rows = [np.frombuffer(file, np.uint8) for file in files]
     first = np.int64(history.first_step)
-    return digest((result.state, history.steps, epochs, history.points, first, rows))
+    return digest((result.state, history.steps, epochs, history.within_epochs, first, rows))
 
 
 def main(name: str, folder: pathlib.Path, fuse: int, killed_at: int) -> None:

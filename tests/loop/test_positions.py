@@ -37,7 +37,7 @@ def test_the_rest_of_a_run_is_the_runs_rest(at, fuse) -> None:
         if isinstance(event, ft.events.ChunkEnd) and event.step == at:
             middle = {"w": np.array(event.state["w"])}
             break
-    start = ft.Position.of(step=at, steps_per_epoch=len(LOADER))
+    start = ft.Position.from_step(step=at, steps_per_epoch=len(LOADER))
     for event in ft.run(middle, step, LOADER, epochs=3, start=start, fuse=fuse):
         assert digest(event.state) == whole[event.step]
     assert event.position == (21, 2, 7)
@@ -122,4 +122,4 @@ def test_the_number_of_epochs_is_that_of_the_whole_training() -> None:
 
 def test_a_position_needs_the_length_of_an_epoch() -> None:
     with pytest.raises(ValueError, match="steps_per_epoch: expected an integer of at least 1"):
-        ft.Position.of(step=3, steps_per_epoch=0)
+        ft.Position.from_step(step=3, steps_per_epoch=0)

@@ -14,7 +14,7 @@ from jax.extend.core import primitives
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
-from functrain.rewrites import _optimize, mode, optimize
+from functrain.rewrites import _optimize, optimize, resolve_mode
 from functrain.rewrites._frame import Rewrite, RewriteError, find_consumers, rewrite_jaxpr
 
 X = jnp.linspace(0.1, 2.0, 8)
@@ -379,21 +379,21 @@ def test_an_unknown_mode_is_refused() -> None:
 
 def test_the_environment_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FUNCTRAIN_REWRITES", "off")
-    assert mode("auto") == "off"
+    assert resolve_mode("auto") == "off"
     assert optimize(jnp.sin) is jnp.sin
     monkeypatch.setenv("FUNCTRAIN_REWRITES", "")
-    assert mode("exact") == "exact"
+    assert resolve_mode("exact") == "exact"
     monkeypatch.setenv("FUNCTRAIN_REWRITES", "yes")
     with pytest.raises(ValueError, match=r"FUNCTRAIN_REWRITES: expected .* got 'yes'"):
-        mode("auto")
+        resolve_mode("auto")
 
 
 def test_only_the_cpu_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert [mode(m) for m in ("auto", "exact", "off")] == ["auto", "exact", "off"]
+    assert [resolve_mode(m) for m in ("auto", "exact", "off")] == ["auto", "exact", "off"]
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert [mode(m) for m in ("auto", "exact", "off")] == ["off", "off", "off"]
+    assert [resolve_mode(m) for m in ("auto", "exact", "off")] == ["off", "off", "off"]
     with pytest.raises(ValueError, match="rewrites"):
-        mode("on")
+        resolve_mode("on")
 
 
 def test_a_program_without_slow_operations_is_not_warned_about_or_changed() -> None:

@@ -78,7 +78,7 @@ def test_an_owner_of_the_loop_gets_the_last_whole_state_too(monkeypatch) -> None
     events = ft.run({"w": jnp.zeros(())}, failing(at=20), LOADER, fuse=2)
     with pytest.raises(Exception, match="from the host"):
         collections.deque((jax.block_until_ready(event.state) for event in events), maxlen=0)
-    state, position = events.last_whole()
+    state, position = events.last_complete_state()
     assert position.step == 10
     assert float(state["w"]) == X[:20].sum()
 

@@ -71,7 +71,7 @@ def fit(data: Any, *hooks: Any, **how: Any) -> Any:
 def bits(result: Any) -> str:
     state, history = result
     epochs = {name: x for name, x in history.epochs.items() if name != "seconds"}
-    return digest((state, history.steps, epochs, history.points))
+    return digest((state, history.steps, epochs, history.within_epochs))
 
 
 HELD_OUT = {"eval_data": ft.ArrayLoader(X, 13), "eval_step": EVAL}

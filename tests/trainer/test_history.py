@@ -9,7 +9,7 @@ def history(**parts):
         **{
             "steps": {"loss": np.arange(8.0), "learning_rate": np.ones(8)},
             "epochs": {"loss": np.array([1.5, 5.5]), "seconds": np.ones(2)},
-            "points": {
+            "within_epochs": {
                 "val_loss": (np.array([2, 6]), np.array([2.5, 6.5])),
                 "norm": (np.array([3]), np.array([0.5])),
             },
@@ -31,13 +31,15 @@ def test_values_within_epochs_are_drawn_at_their_steps() -> None:
 
 
 def test_an_evaluation_of_what_training_does_not_report_has_a_panel() -> None:
-    (panel,) = history(steps={}, epochs={"val_f1": np.array([0.5, 0.6])}, points={}).plot().axes
+    (panel,) = (
+        history(steps={}, epochs={"val_f1": np.array([0.5, 0.6])}, within_epochs={}).plot().axes
+    )
     assert panel.get_xlabel() == "epoch"
     assert lines(panel) == {"validation": [[1, 0.5], [2, 0.6]]}
 
 
 def test_a_fit_that_went_on_is_drawn_where_it_was() -> None:
-    later = history(first_step=100, points={"val_loss": (np.array([102]), np.array([2.5]))})
+    later = history(first_step=100, within_epochs={"val_loss": (np.array([102]), np.array([2.5]))})
     found = lines(later.plot().axes[0])
     assert found["each step"][0][0] == 101
     assert found["training"] == [[104, 1.5], [108, 5.5]]
@@ -46,7 +48,8 @@ def test_a_fit_that_went_on_is_drawn_where_it_was() -> None:
 
 def test_a_history_is_shown_by_its_names() -> None:
     assert repr(history()) == (
-        "History(8 steps: loss, learning_rate; 2 epochs: loss, seconds; points: val_loss, norm)"
+        "History(8 steps: loss, learning_rate; 2 epochs: loss, seconds; "
+        "within epochs: val_loss, norm)"
     )
     assert repr(ft.History({}, {})) == "History()"
 

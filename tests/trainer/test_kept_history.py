@@ -49,8 +49,8 @@ def test_a_history_of_epochs_has_the_same_epochs_and_nothing_else() -> None:
     whole, epochs = fit(), fit(history="epochs")
     assert without_seconds(epochs) == without_seconds(whole)
     assert set(whole.steps) == {"loss", "learning_rate"}
-    assert set(whole.points) == {"norm"}
-    assert (epochs.steps, epochs.points, epochs.first_step) == ({}, {}, 0)
+    assert set(whole.within_epochs) == {"norm"}
+    assert (epochs.steps, epochs.within_epochs, epochs.first_step) == ({}, {}, 0)
     with pytest.raises(ValueError, match="history: expected 'steps' or 'epochs', got 'epoch'"):
         fit(history="epoch")
 
@@ -95,7 +95,7 @@ def test_a_history_of_epochs_resumes_in_the_middle_of_one(at: int, tmp_path: pat
     assert caught.value.fit_result.history.steps == {}
     resumed = fit(history="epochs", checkpointer=checkpointer())
     assert without_seconds(resumed) == without_seconds(fit())
-    assert (resumed.steps, resumed.points) == ({}, {})
+    assert (resumed.steps, resumed.within_epochs) == ({}, {})
 
 
 def test_a_resumed_fit_may_keep_more_or_less(tmp_path: pathlib.Path) -> None:
@@ -108,12 +108,12 @@ def test_a_resumed_fit_may_keep_more_or_less(tmp_path: pathlib.Path) -> None:
     whole = fit()
     fewer = resumed("steps", "epochs")
     assert without_seconds(fewer) == without_seconds(whole)
-    assert (fewer.steps, fewer.points) == ({}, {})
+    assert (fewer.steps, fewer.within_epochs) == ({}, {})
     more = resumed("epochs", "steps")
     assert without_seconds(more) == without_seconds(whole)
     assert more.first_step == 18  # from the beginning of the epoch in which it was resumed
     np.testing.assert_array_equal(more.steps["loss"], whole.steps["loss"][18:])
-    assert more.points["norm"][0].tolist() == [25, 30, 35]
+    assert more.within_epochs["norm"][0].tolist() == [25, 30, 35]
 
 
 def test_the_seconds_of_the_first_steps_are_those_of_the_process_that_takes_them() -> None:

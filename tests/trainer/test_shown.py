@@ -110,7 +110,7 @@ def history(epochs=2):
     return ft.History(
         steps={"loss": np.arange(8.0)},
         epochs={"loss": np.arange(epochs) + 0.5, "val_<b>": np.full(epochs, np.nan)},
-        points={"val_loss": (np.array([2, 6]), np.array([2.5, 6.5]))},
+        within_epochs={"val_loss": (np.array([2, 6]), np.array([2.5, 6.5]))},
     )
 
 
