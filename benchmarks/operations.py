@@ -59,7 +59,7 @@ class Operation(NamedTuple):
 
 def operations(step: ft.Step[Any], state: Any, batch: Any, rewrites: Any) -> list[Operation]:
     """Returns the operations of a step, except those that are fused or small."""
-    mode = ft.rewrites.mode(rewrites)
+    mode = ft.rewrites.resolve_mode(rewrites)
     rules = () if mode == "off" else REWRITES
     counts: collections.Counter[str] = collections.Counter()
     examples = {}

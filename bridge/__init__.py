@@ -15,6 +15,7 @@ from bridge._version import require_same
 # A stale functrain would fail below with an ImportError about a name that it does not have.
 require_same(functrain)
 
+from bridge.model import FlaxLayer as FlaxLayer
 from bridge.model import from_flax as from_flax
 from bridge.model import from_keras as from_keras
 from bridge.model import to_linen as to_linen
@@ -27,6 +28,7 @@ from bridge.optim import metric as metric
 from bridge.optim import optimizer as optimizer
 from bridge.optim import schedule as schedule
 from bridge.state import KerasState as KerasState
+from bridge.state import Placement as Placement
 from bridge.state import create_state as create_state
 from bridge.state import from_distribution as from_distribution
 from bridge.state import keras_state as keras_state
@@ -47,8 +49,10 @@ add_guard(reaches_keras, no_side_effects)
 del add_guard, functrain, no_side_effects, reaches_keras, require_jax, require_same
 
 __all__ = [
+    "FlaxLayer",
     "KerasState",
     "OptaxOptimizer",
+    "Placement",
     "__version__",
     "constraints",
     "create_state",

@@ -13,6 +13,7 @@ Files:
   _plain_data: flax modules, functions and arguments as plain data for Keras files
 """
 
+from bridge.model._from_flax import FlaxLayer as FlaxLayer
 from bridge.model._from_flax import from_flax as from_flax
 from bridge.model._from_keras import from_keras as from_keras
 from bridge.model._to_linen import to_linen as to_linen

@@ -10,6 +10,7 @@ Files:
 """
 
 from bridge.state._create_state import create_state as create_state
+from bridge.state._distribution import Placement as Placement
 from bridge.state._distribution import from_distribution as from_distribution
 from bridge.state._distribution import to_distribution as to_distribution
 from bridge.state._keras_state import KerasState as KerasState

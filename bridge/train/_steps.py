@@ -11,11 +11,12 @@ import keras
 from bridge import keras_private
 from bridge.state._keras_state import KerasState, Variables, require_compiled
 from bridge.train._carried import carry_metrics
+from functrain import Step
 from functrain.internal import PyTree, StepTraits, add_notes, require_instance
 from functrain.internal import tree as _tree
 
 
-def train_step(model: keras.Model) -> "KerasStep":
+def train_step(model: keras.Model) -> Step[KerasState]:
     """Returns the model's own `train_step`, overridden or not, as a functrain step.
 
     Args:
@@ -44,7 +45,7 @@ def train_step(model: keras.Model) -> "KerasStep":
     return KerasStep(model, "train")
 
 
-def test_step(model: keras.Model) -> "KerasStep":
+def test_step(model: keras.Model) -> Step[KerasState]:
     """Returns the model's own `test_step`, overridden or not, as a functrain step.
 
     It is used as `train_step` is, and leaves the optimizer's variables unchanged.

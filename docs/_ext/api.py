@@ -84,8 +84,8 @@ PAGES = {  # by file name, in the order of the sidebar
     "inspect": Page(
         "Diagnostics (ft.inspect)",
         "functrain.inspect",
-        "summary memory autotune explain_nan explain_rewrites Explanation placement doctor Doctor "
-        "MiscompilationWarning",
+        "summary memory Memory autotune Tuning explain_nan NotFinite explain_rewrites Explanation "
+        "placement doctor Doctor MiscompilationWarning",
     ),
     "sharding": Page(
         "Sharding (ft.sharding)",
@@ -108,7 +108,7 @@ PAGES = {  # by file name, in the order of the sidebar
         "bridge",
         "fit evaluate predict from_keras create_state to_keras warm_start loss metric optimizer "
         "schedule constraints OptaxOptimizer train_step test_step keras_state KerasState "
-        "from_flax to_linen from_distribution to_distribution",
+        "from_flax FlaxLayer to_linen from_distribution Placement to_distribution",
     ),
 }
 MODULES = sorted({page.module for page in PAGES.values()})
@@ -122,15 +122,19 @@ HIDDEN_MEMBERS = {
     "functrain.ArrayLoader": LOADER_METHODS,
     "functrain.Steps": LOADER_METHODS,
     "functrain.population.Loader": LOADER_METHODS,
-    "functrain.Fused": "partial program",
+    "functrain.Fused": "partial",
     "functrain.History": "history",
     "functrain.MeteredStep": "values wrap_state",
     "functrain.Run": "handle_events handle_signal_in_epoch_end resumed save take_unread_logs",
+    "bridge.FlaxLayer": "build build_from_config call from_config get_build_config get_config",
     "bridge.OptaxOptimizer": "build follows_schedule from_config get_config opt_state plan "
     "update_all",
 }
 # Classes that users receive and do not construct: their pages show no signature.
-RECEIVED = {"Doctor", "Explanation", "Fused", "History", "Run", *functrain.events.__all__}
+RECEIVED = {
+    *{"Doctor", "Explanation", "FlaxLayer", "Fused", "History", "Memory", "NotFinite", "Placement"},
+    *{"Run", "Tuning", *functrain.events.__all__},
+}
 REPRS = {"<class 'jax.numpy.bfloat16'>": "jnp.bfloat16"}  # of defaults
 OWN_TYPE = re.compile(r"\b(?:functrain|bridge)(?:\.\w+)+")
 

@@ -108,7 +108,7 @@ class Fused(Generic[StateT]):
         return f"Fused({_repr.name(self.step)}, k={self.k})"
 
     @property
-    def program(self) -> "FusedProgram":
+    def program(self) -> jax.stages.Wrapped:
         """The compiled program of K steps, for `lower` and `trace`.
 
         ``program(state, chunk, i32[]) -> (state, logs)``. The lowered program has a third result,
@@ -117,7 +117,7 @@ class Fused(Generic[StateT]):
         return FusedProgram(self._program(self._loop), self.step)
 
     @property
-    def partial(self) -> "FusedProgram":
+    def partial(self) -> jax.stages.Wrapped:
         """The same for the program that takes as many steps as its last argument says."""
         return FusedProgram(self._program(self._partial_loop), self.step)
 
@@ -168,17 +168,19 @@ class FusedProgram:
     def __repr__(self) -> str:
         return _repr.call(self, step=self._step)
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the program."""
-        return self._program(*args)[:2]
+        return self._program(*args, **kwargs)[:2]
 
-    def lower(self, *args: Any) -> Any:
+    def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """Lowers the program, as `jax.jit(...).lower` does."""
-        return self._program.lower(*args)
+        lowered: jax.stages.Lowered = self._program.lower(*args, **kwargs)
+        return lowered
 
-    def trace(self, *args: Any) -> Any:
+    def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
         """Traces the program, as `jax.jit(...).trace` does."""
-        return self._program.trace(*args)
+        traced: jax.stages.Traced = self._program.trace(*args, **kwargs)
+        return traced
 
 
 class _Arguments(NamedTuple):

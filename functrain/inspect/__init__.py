@@ -13,12 +13,15 @@ Files:
 """
 
 from functrain.common._compile import MiscompilationWarning as MiscompilationWarning
+from functrain.inspect._autotune import Tuning as Tuning
 from functrain.inspect._autotune import autotune as autotune
 from functrain.inspect._doctor import Doctor as Doctor
 from functrain.inspect._doctor import doctor as doctor
+from functrain.inspect._explain_nan import NotFinite as NotFinite
 from functrain.inspect._explain_nan import explain_nan as explain_nan
 from functrain.inspect._explain_rewrites import Explanation as Explanation
 from functrain.inspect._explain_rewrites import explain_rewrites as explain_rewrites
+from functrain.inspect._memory import Memory as Memory
 from functrain.inspect._memory import memory as memory
 from functrain.inspect._placement import placement as placement
 from functrain.inspect._summary import summary as summary
@@ -26,7 +29,10 @@ from functrain.inspect._summary import summary as summary
 __all__ = [
     "Doctor",
     "Explanation",
+    "Memory",
     "MiscompilationWarning",
+    "NotFinite",
+    "Tuning",
     "autotune",
     "doctor",
     "explain_nan",
