@@ -98,7 +98,18 @@ class FlaxCollection(keras.Layer):  # type: ignore[misc]  # keras has no types
 
 @keras.saving.register_keras_serializable(package="bridge")
 class FlaxLayer(keras.Layer):  # type: ignore[misc]  # keras has no types
-    """The Keras layer that `from_flax` returns."""
+    """The Keras layer that `from_flax` returns.
+
+    Attributes:
+      module: The flax module.
+
+    Examples:
+      >>> import flax.linen as nn
+      >>> layer = from_flax(nn.Dense(2))
+      >>> layer.build((None, 3))
+      >>> layer.to_flax()["params"]["kernel"].shape
+      (3, 2)
+    """
 
     def __init__(
         self,

@@ -232,7 +232,7 @@ def _compare(first: str, second: str) -> int:
         if runs[0].get(name) != runs[1].get(name):
             print(f"  {name}: {runs[0].get(name)} and {runs[1].get(name)}")
     if not found_differences:
-        print(f"All of {leaf_count:,} leaves are the same, bit for bit.")
+        print(f"All {leaf_count:,} leaves are the same, bit for bit.")
         return 0
     listed_differences = found_differences[:_MAX_DIFFERENCES]
     amounts = ["" if x.largest is None else f"{x.largest:.3g}" for x in listed_differences]

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from functrain.common import _repr, _tree
@@ -23,9 +24,11 @@ class Sample:
 
     Args:
       make: A function of the state that returns a picture, a text, or a dict of them by name. A
-        picture is `[H, W]` or `[H, W, C]` with C of 1, 3 or 4. Several pictures of one size,
-        `[N, H, W, C]`, become one with rows and columns. Values are uint8, or floats from 0
-        (dark) to 1.
+        picture is an array `[H, W]` or `[H, W, C]` with C of 1 (grey), 3 (RGB) or 4 (RGBA), or a
+        matplotlib Figure, best made without pyplot, which would keep it in memory. Several
+        pictures of one size, `[N, H, W, C]`, become one with rows and columns. Values are uint8,
+        bool, or floats from 0 (dark) to 1 (light); floats outside of this range are clipped, and
+        NaN is dark. Divide floats from 0 to 255 by 255.
       every: A number of steps, or a trigger such as ``ft.every(seconds=60)``. The end of each epoch
         by default.
       directory: The directory for PNG and text files. Requires pillow.
@@ -85,18 +88,33 @@ def _to_sample(x: Any, name: str) -> np.ndarray | str:
     """Returns a text unchanged, and one or several pictures as `u8[H, W, C]`."""
     if isinstance(x, str):
         return x
+    if hasattr(x, "savefig"):
+        x = _draw(x)
     picture: np.ndarray[Any, Any] = np.asarray(x) if _tree.is_array(x) else np.empty(())
     if picture.ndim == 2:
         picture = picture[..., None]
-    if picture.ndim not in (3, 4) or picture.shape[-1] not in (1, 3, 4):
+    has_shape = picture.ndim in (3, 4) and picture.shape[-1] in (1, 3, 4) and picture.size > 0
+    # Other integers have no known range: clipped to 1, pictures from 0 to 255 would be white.
+    is_uint8_or_bool = picture.dtype in (np.uint8, np.bool_)
+    if not (has_shape and (is_uint8_or_bool or jnp.issubdtype(picture.dtype, jnp.floating))):
         raise TypeError(
             "make: expected a picture [H, W] or [H, W, C], several [N, H, W, C], with C of 1, 3 "
-            f"or 4, or a text, got {_tree.spec(x)} for {name!r}."
+            "or 4, of uint8, bool or floats from 0 to 1, a matplotlib Figure, or a text, got "
+            f"{_tree.spec(x)} for {name!r}."
         )
     # Generated pictures may leave the range, and NaN cannot be converted to bytes.
     if picture.dtype != np.uint8:
         picture = (np.clip(np.nan_to_num(picture), 0.0, 1.0) * 255).round().astype(np.uint8)
     return _arrange_in_grid(picture) if picture.ndim == 4 else picture
+
+
+def _draw(figure: Any) -> np.ndarray:
+    """Returns a matplotlib Figure as a picture."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    canvas: Any = FigureCanvasAgg(figure)  # some of its methods have no types
+    canvas.draw()
+    return np.array(canvas.buffer_rgba())
 
 
 def _arrange_in_grid(pictures: np.ndarray) -> np.ndarray:

@@ -80,6 +80,9 @@ class Event(_Positioned):
     def stop(self) -> None:
         """Ends the run after this event; `RunEnd` still follows.
 
+        After the last program of an epoch, `EpochEnd` follows as well, if the data have a length.
+        Otherwise the epoch is unfinished: it is not evaluated and not in `history.epochs`.
+
         If several processes share the run and only some of them call it, all stop at one event
         that they agree on, a few programs later.
         """

@@ -186,7 +186,10 @@ class Loop:
             yield from self._save_if_due(event)
             self.driver.keep_spare(self.position)
         self._prepared_chunks = None
-        if is_stopped and not self.like_keras:
+        # An epoch without batches left has ended, although the run stops. Where the number of its
+        # batches is unknown, the data are not asked for another one.
+        is_complete = self.batches.steps is not None and self.position.batch >= self.batches.steps
+        if is_stopped and not (is_complete or self.like_keras):
             yield from self._yield_unread_logs()
             return True
         return (yield from self._end_epoch(steps_taken, is_stopped))
@@ -222,13 +225,14 @@ class Loop:
 
         Args:
           steps_taken: Steps of this epoch that this run has taken.
-          is_stopped: True if the run was stopped within the epoch.
+          is_stopped: True if the run was stopped before this event.
         """
         # Keras reports empty epochs itself, with a warning.
         if not self.like_keras:
             place = f" in epoch {self.position.epoch}"
             require_batches(steps_taken or self.position.batch, place)
-        self._prepare_next_epoch()
+        if not is_stopped:
+            self._prepare_next_epoch()
         yield from self._yield_unread_logs()
         # A run may begin where an epoch is over already, and its event has been handled.
         if not (steps_taken or self._epoch_end_is_pending or self.like_keras):

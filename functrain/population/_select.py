@@ -19,7 +19,8 @@ def select(population: PopulationState, values: Any, *, mode: str) -> Any:
     Args:
       population: The population.
       values: One value for each member, `[N]`, such as ``history.epochs["val_loss"][-1]`` or a
-        value that `evaluate` returns. NaN is never best.
+        value that `evaluate` returns. NaN is never best. After a fit in which `EarlyStopping` has
+        restored the best states, pass its `best`.
       mode: ``"min"`` if the smallest value is the best, ``"max"`` if the largest is.
 
     Returns:

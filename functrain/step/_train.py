@@ -34,11 +34,12 @@ def train_step(
       tx: The optimizer the state was created with.
       metrics: Running metrics by name. The step then runs over `Metered(state, metrics)`; `fit`
         and `run` add the metrics to the state, reset them at each epoch, and remove them.
-      learning_rate: The schedule inside `tx`, used for the logs only, since optax does not expose
-        it. It is called with the optimizer's own count of updates, which differs from the count
-        of steps under `optax.MultiSteps`. Rates injected by `optax.inject_hyperparams` are logged
-        without this argument, those of `groups` as ``<group>/learning_rate``. Between two updates
-        of `optax.MultiSteps`, the rate of the last update is logged.
+      learning_rate: The schedule inside `tx`, to log its values. It has no effect on the updates,
+        whose learning rate is that of `tx`; optax does not expose the schedule of an optimizer. It
+        is called with the optimizer's own count of updates, which differs from the count of steps
+        under `optax.MultiSteps`. Rates injected by `optax.inject_hyperparams` are logged without
+        this argument, those of `param_groups` as ``<group>/learning_rate``. Between two updates of
+        `optax.MultiSteps`, the rate of the last update is logged.
 
     Returns:
       ``step(state, batch) -> (state, logs)`` with

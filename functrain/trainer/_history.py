@@ -76,7 +76,7 @@ class History:
 
         Thin lines are values of steps, bold lines those of epochs, dashed lines evaluations, dotted
         lines `within_epochs`. For a population, thin lines are members, the bold line is their
-        median, and the band contains half of them.
+        median, and the band contains half of them; a stopped member counts with its last value.
 
         Args:
           path: A file to save the picture to as well, such as ``curves.png``.

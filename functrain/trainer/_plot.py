@@ -111,10 +111,18 @@ def _draw(
     members = values.shape[1]
     # The more members, the more transparent their lines.
     panel.plot(steps, values, color=color, lw=member_lw, alpha=min(0.5, 8 / members))
-    low, median, high = np.nanpercentile(values, [25, 50, 75], axis=1)
+    # A member that has stopped counts with its last value, so that the median does not jump.
+    low, median, high = np.nanpercentile(_fill_forward(values), [25, 50, 75], axis=1)
     panel.fill_between(steps, low, high, color=color, alpha=0.25, lw=0)
     name = f"{label}, median of {members}" if label else f"median of {members}"
     panel.plot(steps, median, color=color, lw=1.8, label=name)
+
+
+def _fill_forward(values: np.ndarray) -> np.ndarray:
+    """Replaces each NaN by the last number of its member before it, if there is one."""
+    rows = np.where(np.isnan(values), 0, np.arange(len(values))[:, None])
+    filled: np.ndarray = np.take_along_axis(values, np.maximum.accumulate(rows), axis=0)
+    return filled
 
 
 def _last_step(history: "History") -> int:

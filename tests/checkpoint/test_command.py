@@ -126,7 +126,7 @@ def test_a_checkpoint_that_says_nothing_of_itself_is_listed_as_damaged(run, caps
 def test_two_checkpoints_of_one_state_are_the_same(run, tmp_path, capsys) -> None:
     ft.save(tmp_path / "single", create(1200.0))
     assert main([str(run), str(tmp_path / "single")]) == 0
-    assert "All of 4 leaves are the same, bit for bit." in capsys.readouterr().out
+    assert "All 4 leaves are the same, bit for bit." in capsys.readouterr().out
 
 
 def test_leaves_that_differ_are_named_with_by_how_much(tmp_path, capsys) -> None:

@@ -105,6 +105,13 @@ def test_a_hook_can_stop_the_run() -> None:
     assert len(history.steps["loss"]) == 64
 
 
+@pytest.mark.parametrize(("steps", "epochs"), [(187, 0), (188, 1), (376, 2)])
+def test_a_stop_after_the_last_step_of_an_epoch_still_ends_that_epoch(steps, epochs) -> None:
+    _, history = fit(ft.at(steps)(lambda event: event.stop()), epochs=3)
+    assert len(history.steps["loss"]) == steps
+    assert len(history.epochs.get("loss", [])) == epochs
+
+
 def test_a_hook_can_change_the_state() -> None:
     @ft.at(64)
     def reset(event):

@@ -1,3 +1,4 @@
+import matplotlib.figure
 import numpy as np
 import PIL.Image
 import pytest
@@ -51,7 +52,27 @@ def test_floats_out_of_range_are_the_darkest_and_the_lightest() -> None:
     assert found[0, :, 0].tolist() == [0, 128, 255, 0]
 
 
-@pytest.mark.parametrize("wrong", [None, 3.0, np.zeros((2, 3, 5)), np.zeros(4), ["a"]], ids=str)
+def test_a_figure_of_matplotlib_is_a_picture() -> None:
+    figure = matplotlib.figure.Figure(figsize=(2, 1), dpi=50, facecolor="red")
+    picture = made(figure)
+    assert picture.shape == (50, 100, 4)
+    assert picture[0, 0].tolist() == [255, 0, 0, 255]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        None,
+        3.0,
+        np.zeros((2, 3, 5)),
+        np.zeros(4),
+        ["a"],
+        np.full((2, 2), 255),
+        np.zeros((0, 2, 2, 3)),
+        np.ones((2, 2), complex),
+    ],
+    ids=str,
+)
 def test_what_is_no_picture_is_refused_by_name(wrong) -> None:
     with pytest.raises(TypeError, match=r"make: expected a picture \[H, W\].*'sample'"):
         made(wrong)
