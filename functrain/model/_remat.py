@@ -35,7 +35,6 @@ def remat(model: Model, policy: Callable[..., Any] | None = None) -> Model:
       >>> model.apply(params, model_state, jnp.ones((1, 3)), training=True).outputs.shape
       (1, 2)
     """
-
     require_model(model)
 
     def apply(*arrays: PyTree, training: bool = False, **rng: Any) -> ModelOutput:

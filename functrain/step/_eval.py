@@ -133,7 +133,6 @@ def predict_step(model: Model) -> Step[TrainState]:
       >>> outputs.shape
       (2, 1)
     """
-
     require_model(model)
 
     def step(state: TrainState, inputs: PyTree, /) -> tuple[TrainState, PyTree]:
