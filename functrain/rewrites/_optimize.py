@@ -100,12 +100,16 @@ def optimize(fn: F, rewrites: Mode = "auto") -> F:
 
     @functools.wraps(fn)
     def optimized(*args: Any, **kwargs: Any) -> Any:
+        reason = ""
         try:
             closed, out_shapes = trace(fn, *args, **kwargs)
         except Untraceable as error:
+            reason = str(error)
+        # Outside of `except`, so that errors of the function are not chained to Untraceable.
+        if reason:
             # Under jit this raises the error itself, which says more than the warning would.
             outs = fn(*args, **kwargs)
-            warnings.warn(f"Rewrites: the function runs unchanged: {error}", stacklevel=2)
+            warnings.warn(f"Rewrites: the function runs unchanged: {reason}", stacklevel=2)
             return outs
         closed, failures = rewrite_or_keep(closed, chosen)
         for failure in failures:
