@@ -212,7 +212,7 @@ def _warn_once() -> None:
         f"jaxlib {jaxlib_version} miscompiles a part of this program on CPU "
         "(https://github.com/jax-ml/jax/issues/39103). functrain has compiled the program without "
         "that kind of fusion, so its results are right. The same computation outside of "
-        "functrain, with jax.jit or Keras's fit, is wrong: use jax 0.11.1 or newer (it needs "
+        "functrain, with jax.jit or Keras's fit, may be wrong: use jax 0.11.1 or newer (it needs "
         "Python 3.12), or set XLA_FLAGS=--xla_cpu_experimental_ynn_fusion_type= before jax starts. "
         "functrain.inspect.doctor() shows what is affected. To silence this warning, call "
         'warnings.simplefilter("ignore", functrain.inspect.MiscompilationWarning).',

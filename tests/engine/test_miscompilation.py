@@ -164,6 +164,7 @@ def test_the_user_is_told_once(monkeypatch):
             _compile.jit(lambda w, x: summed(w, x))(W[2], X)
     assert [w.category for w in caught] == [ft.inspect.MiscompilationWarning]
     assert "issues/39103" in str(caught[0].message)
+    assert "with jax.jit or Keras's fit, may be wrong" in str(caught[0].message)
     assert "XLA_FLAGS=--xla_cpu_experimental_ynn_fusion_type=" in str(caught[0].message)
 
 
