@@ -153,7 +153,7 @@ def _input_spec(model: keras.Model) -> str:
     """Returns the inputs that a model was made or built for; "" if they are unknown."""
     try:
         inputs = keras.tree.flatten(model.inputs)
-        return ", ".join(f"{x.dtype}[{', '.join(map(str, x.shape))}]" for x in inputs)
+        return ", ".join(map(_tree.strong_spec, inputs))
     except (AttributeError, ValueError):
         # A subclass of keras.Model knows only the shape that it was built for.
         config: dict[str, Any] = getattr(model, "get_build_config", dict)() or {}

@@ -1,6 +1,6 @@
 """Pytrees: paths and specs of leaves for error messages, and copies of states."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -66,7 +66,17 @@ def strong_spec(x: PyTree) -> str:
     """Returns the `spec` of a leaf without a mention of weak types."""
     if not is_array(x):
         return type(x).__name__
-    return f"{x.dtype}[{', '.join(map(str, x.shape))}]"
+    return format_spec(x.dtype, x.shape)
+
+
+def format_spec(dtype: Any, shape: Iterable[Any]) -> str:
+    """Returns a dtype and a shape as text.
+
+    Examples:
+      >>> format_spec("float32", (8, 3))
+      'float32[8, 3]'
+    """
+    return f"{dtype}[{', '.join(map(str, shape))}]"
 
 
 def differences(expected: PyTree, got: PyTree) -> list[str]:
@@ -235,6 +245,6 @@ def require_scalars(values: PyTree) -> None:
     """Raises TypeError if the value of a metric is not a scalar."""
     if non_scalars := format_leaves(values, jnp.shape):
         raise TypeError(
-            "metrics: expected a scalar, f32[], from each metric's compute, or a dict of them, got"
-            f"\n{non_scalars}\nReduce the value in compute, or return its elements as a dict."
+            "metrics: expected a scalar, float32[], from each metric's compute, or a dict of them, "
+            f"got\n{non_scalars}\nReduce the value in compute, or return its elements as a dict."
         )

@@ -38,7 +38,7 @@ def expand_weight(weight: jax.Array, values: jax.Array) -> jax.Array:
     advice = (
         "Return the loss of each example from `loss` (as optax's losses do) instead of their mean."
     )
-    require(values.ndim, "sample_weight", "a loss per example, f32[B]", values, advice)
+    require(values.ndim, "sample_weight", "a loss per example, float32[B]", values, advice)
     # A column of weights, `f32[B, 1]`, counts as `f32[B]`.
     if weight.ndim > values.ndim and weight.shape[-1] == 1:
         weight = weight[..., 0]

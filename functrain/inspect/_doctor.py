@@ -16,8 +16,9 @@ from functrain.inspect._sheet import sheet
 
 PACKAGES = ("functrain", "jax", "jaxlib", "keras", "flax", "optax", "numpy")
 REMEDY = (
-    "Remedy: install jax 0.11.1 or newer, which needs Python 3.12. Or keep this jax and set\n"
-    "XLA_FLAGS=--xla_cpu_experimental_ynn_fusion_type= before jax starts; some programs get slower."
+    "Remedy: install jax 0.11.1 or newer, which needs Python 3.12. Or keep this jax\n"
+    "and set XLA_FLAGS=--xla_cpu_experimental_ynn_fusion_type= before jax starts;\n"
+    "some programs get slower."
 )
 
 
@@ -40,13 +41,13 @@ class Fault(NamedTuple):
 FAULTS = (
     Fault(
         "39103",
-        "sums of products over few features: wrong rows",
+        "sums of products, few features: wrong rows",
         lambda w, x: jnp.sum(w @ x.T, axis=0),
         ((2, 3), (40_000, 3)),
     ),
     Fault(
         "",
-        "sums of products over many rows: a crash",
+        "sums of products, many rows: a crash",
         lambda x, w: jnp.max(x @ w.T, axis=0),
         ((33_000, 16), (32, 16)),
     ),

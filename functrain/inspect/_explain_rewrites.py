@@ -3,15 +3,16 @@
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 from jax.extend import core
 from jax.extend.core import primitives
 
+from functrain.common import _repr
 from functrain.common._types import traits_of
-from functrain.inspect._sheet import sheet
 from functrain.rewrites import _optimize
 from functrain.rewrites._frame import (
     describe_location,
@@ -24,8 +25,9 @@ from functrain.rewrites._frame import (
 from functrain.rewrites._optimize import Mode, Untraceable
 from functrain.rewrites._rounding import find_possibly_unrounded
 
+_WIDTH = 80  # columns of a terminal
 # A step has many of these: they are listed only if a rewrite replaces them, otherwise counted.
-_COMMON = {primitives.dot_general_p, primitives.reduce_sum_p}
+_COMMON = {primitives.dot_general_p, primitives.reduce_sum_p, primitives.scan_p}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +36,7 @@ class Row:
 
     Attributes:
       primitive: The name of their primitive.
-      shapes: Types of inputs and outputs, such as ``f32[8] -> f32[]``.
+      shapes: Types of inputs and outputs, such as ``float32[8] -> float32[]``.
       count: The number of these equations.
       rule: The rewrite that replaces them, "" if they are kept.
       reason: Why they are replaced, or kept.
@@ -51,11 +53,11 @@ class Row:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Explanation:
-    """The result of `explain_rewrites`; prints as a table.
+    """The result of `explain_rewrites`; prints as a table of at most 80 columns.
 
     Attributes:
-      rows: The equations for which there is a rewrite, in the order of the program; products and
-        sums only if a rewrite replaces them.
+      rows: The equations for which there is a rewrite, in the order of the program; products,
+        sums and scans only if a rewrite replaces them.
       others: The number of other equations.
       note: Why nothing is rewritten at all, or which rewrites failed; "" otherwise.
 
@@ -72,11 +74,36 @@ class Explanation:
         plural = "s" * (self.others != 1)
         others = f"{self.others} equation{plural} without a rewrite."
         if not self.rows:
-            return f"{self.note or 'Nothing to rewrite.'} {others if self.others else ''}".rstrip()
-        columns = ("operation", "types", "count", "rewritten by", "reason", "first location")
-        cells = [tuple(map(str, dataclasses.astuple(row))) for row in self.rows]
-        table = sheet(columns, cells, numbers=("count",))
-        return "\n".join(filter(None, [self.note, table, f"And {others}"]))
+            return _wrap(f"{self.note or 'Nothing to rewrite.'} {others if self.others else ''}")
+        lines = [_wrap(line) for line in self.note.splitlines()]
+        return "\n".join([*lines, *_table_lines(self.rows), f"And {others}"])
+
+
+def _table_lines(rows: Sequence[Row]) -> Iterator[str]:
+    """Yields the lines of the table: three cells a row, and below them what is too long for one."""
+    table = [("operation", "count", "rewritten by", "types", "reason", "first location")]
+    for row in rows:
+        details = row.shapes, row.reason, row.location
+        table.append((row.primitive, str(row.count), row.rule or "-", *details))
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    for operation, count, rule, types, reason, location in table:
+        yield f"{operation:<{widths[0]}}  {count:>{widths[1]}}  {rule}"
+        yield _wrap(types, indent="    ")
+        yield _wrap(reason, indent="    ")
+        yield f"    {_repr.shorten_start(location, _WIDTH - 4)}"
+
+
+def _wrap(text: str, indent: str = "") -> str:
+    """Breaks a text into lines, but not within a shape."""
+    # textwrap does not break lines at a no-break space.
+    lines = textwrap.wrap(
+        text.replace(", ", ",\N{NO-BREAK SPACE}"),
+        width=_WIDTH,
+        initial_indent=indent,
+        subsequent_indent=indent,
+        break_on_hyphens=False,
+    )
+    return "\n".join(lines).replace("\N{NO-BREAK SPACE}", " ")
 
 
 def explain_rewrites(
@@ -106,8 +133,10 @@ def explain_rewrites(
       ...     return jax.lax.conv(image, kernel, (1, 1), "SAME")
       >>> explanation = explain_rewrites(fn, jnp.ones((2, 3, 8, 8)), jnp.ones((4, 3, 3, 3)))
       >>> row = explanation.rows[0]
-      >>> row.rule, row.count, row.shapes
-      ('canonical_conv', 1, 'f32[2,3,8,8] f32[4,3,3,3] -> f32[2,4,8,8]')
+      >>> row.rule, row.count
+      ('canonical_conv', 1)
+      >>> row.shapes
+      'float32[2, 3, 8, 8] float32[4, 3, 3, 3] -> float32[2, 4, 8, 8]'
     """
     chosen = _optimize.resolve_mode(rewrites)
     _check_arguments(fn, args, kwargs)

@@ -46,9 +46,9 @@ def placement(state: PyTree, shardings: PyTree = None) -> str:
       >>> rule = ft.sharding.rules({"**/kernel": P("data", "model"), "**": ft.sharding.replicated})
       >>> print(ft.inspect.placement(params, ft.sharding.shardings(params, mesh, rule)))
       mesh: data=4 model=2
-      leaves          array           sharding     shard      bytes
-      layer_*/bias    2 f32[512]      replicated   whole    2.0 KiB
-      layer_*/kernel  2 f32[256,512]  data, model  64x256  64.0 KiB
+      leaves          array                sharding     shard      bytes
+      layer_*/bias    2 float32[512]       replicated   whole    2.0 KiB
+      layer_*/kernel  2 float32[256, 512]  data, model  64x256  64.0 KiB
       each of 8 devices: 132.0 KiB of 1.0 MiB
     """
     if shardings is not None:
@@ -61,7 +61,13 @@ def placement(state: PyTree, shardings: PyTree = None) -> str:
             shape, size = shard_shape(leaf), _repr.format_bytes(bytes_on_each(leaf))
             shard = "whole" if shape == leaf.shape else "x".join(map(str, shape))
             # Everything that a row shows. Equal layers have paths that differ in numbers only.
-            group = re.sub(r"\d+", "*", path), _short_spec(leaf), _mesh_axes(leaf), shard, size
+            group = (
+                re.sub(r"\d+", "*", path),
+                _tree.strong_spec(leaf),
+                _mesh_axes(leaf),
+                shard,
+                size,
+            )
             groups.setdefault(group, []).append(path)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("leaves", no_wrap=True)
@@ -109,12 +115,6 @@ def _break_path(path: str) -> str:
         lines[-1] += part
     # A single part may still be too long.
     return "\n".join(_repr.shorten_start(line, _MAX_PATH_WIDTH) for line in lines if line)
-
-
-def _short_spec(leaf: Any) -> str:
-    """Returns dtype and shape in jax's short form, ``f32[8,3]``."""
-    text = _tree.strong_spec(leaf).replace(", ", ",")
-    return text.replace("float", "f").replace("uint", "u").replace("int", "i")
 
 
 def _mesh_axes(leaf: Any) -> str:

@@ -2,11 +2,13 @@
 
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import flax.linen as nn
 import jax
+from jax.extend import core
+from jax.extend.core import primitives
 from jax.sharding import NamedSharding
 
 from functrain.common import _repr, _tree
@@ -19,6 +21,7 @@ from functrain.inspect._sheet import sheet
 from functrain.model._linen import from_linen
 from functrain.model._model import Model
 from functrain.model._nnx import from_nnx
+from functrain.rewrites._frame import walk_equations
 
 
 def summary(
@@ -38,11 +41,13 @@ def summary(
       batch: One batch for the step, or its shapes.
 
     Returns:
-      A row for each leaf: its path, dtype, shape, number of elements, and bytes of one copy
+      A row for each leaf: its path, dtype and shape, number of elements, and bytes of one copy
       (``1 KiB`` = 1024 bytes). If leaves are on several devices, also its sharding, and the bytes
       on each device. With a step, a line with the FLOPs and the memory traffic of one step of the
-      plain program, as counted by the compiler, which counts the body of a loop once. The table is
-      never cut to the width of a terminal.
+      plain program, as counted by the compiler. The body of a scan, such as that of micro-batches,
+      counts once for each iteration; that of a `while` once, since its length is unknown. For a
+      state on several devices the costs are those of each device, and the line says if loop bodies
+      count once. The table is never cut to the width of a terminal.
 
     Raises:
       TypeError: `state` is neither a pytree of arrays nor a model.
@@ -54,17 +59,17 @@ def summary(
       >>> from functrain import TrainState
       >>> params = {"dense": {"bias": jnp.zeros(8), "kernel": jnp.ones((64, 8))}}
       >>> print(summary(TrainState.create(params=params, tx=optax.adam(1e-3))))
-      +---------------------+---------+---------+-------+---------+
-      | params              | dtype   | shape   | count |   bytes |
-      +---------------------+---------+---------+-------+---------+
-      | dense/bias          | float32 | [8]     |     8 |    32 B |
-      | dense/kernel        | float32 | [64, 8] |   512 | 2.0 KiB |
-      +---------------------+---------+---------+-------+---------+
-      | params (total)      |         |         |   520 | 2.0 KiB |
-      | model_state (total) |         |         |     0 |     0 B |
-      | opt_state (total)   |         |         | 1,041 | 4.1 KiB |
-      | state (total)       |         |         | 1,562 | 6.1 KiB |
-      +---------------------+---------+---------+-------+---------+
+      +---------------------+----------------+-------+---------+
+      | params              | array          | count |   bytes |
+      +---------------------+----------------+-------+---------+
+      | dense/bias          | float32[8]     |     8 |    32 B |
+      | dense/kernel        | float32[64, 8] |   512 | 2.0 KiB |
+      +---------------------+----------------+-------+---------+
+      | params (total)      |                |   520 | 2.0 KiB |
+      | model_state (total) |                |     0 |     0 B |
+      | opt_state (total)   |                | 1,041 | 4.1 KiB |
+      | state (total)       |                | 1,562 | 6.1 KiB |
+      +---------------------+----------------+-------+---------+
     """
     if (step is None) != (batch is None):
         raise ValueError(
@@ -78,7 +83,7 @@ def summary(
     is_divided = any(map(_spec, jax.tree.leaves(everything)))
     leaves = [(path, *_cells(leaf, is_divided)) for path, leaf in _tree.leaves_with_path(listed)]
     # The columns about devices are left out where all leaves are on one device.
-    texts = (first_header, "dtype", "shape", "sharding")[: 3 + is_divided]
+    texts = (first_header, "array", "sharding")[: 2 + is_divided]
     numbers = ("count", "bytes", "bytes on each device")[: 2 + is_divided]
     blank = [""] * (len(texts) - 1)
     trees = {**parts, kind if parts else "": everything}
@@ -92,9 +97,8 @@ def summary(
 
 def _cells(leaf: Any, is_divided: bool) -> tuple[str, ...]:
     """Returns the cells of a leaf's row, without its path."""
-    is_array = _tree.is_array(leaf)
-    kind = (str(leaf.dtype), str(list(leaf.shape))) if is_array else (type(leaf).__name__, "-")
-    return (*kind, _spec(leaf), *_sizes(leaf, True)) if is_divided else (*kind, *_sizes(leaf))
+    spec = _tree.strong_spec(leaf)
+    return (spec, _spec(leaf), *_sizes(leaf, True)) if is_divided else (spec, *_sizes(leaf))
 
 
 def _sizes(tree: PyTree, is_divided: bool = False) -> tuple[str, ...]:
@@ -173,10 +177,37 @@ def _by_path(variables: Any) -> dict[str, Any]:
 
 def _costs(step: Any, state: PyTree, batch: PyTree) -> str:
     """Returns a line with the cost of one step, as counted by the compiler."""
+    args = traits_of(step).wrap_state(state), batch
     with tracing_guards(step):
         # A new function: jit of the step itself would reuse a trace made without the guards.
-        program = jit(lambda *args: step(*args))
-        lowered = program.lower(traits_of(step).wrap_state(state), batch)
+        traced = jit(lambda *args: step(*args)).trace(*args)
+        lowered = traced.lower()
+    flops, traffic = _count(lowered)
+    scans = list(_scans(traced.jaxpr))
+    is_divided = any(map(sharding_of, jax.tree.leaves(args)))
+    # A body alone has no shardings, so the share of one device is unknown.
+    for body, missing_count in () if is_divided else scans:
+        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in body.in_avals]
+        body_flops, body_traffic = _count(jit(core.jaxpr_as_fun(body)).lower(*shapes))
+        flops, traffic = flops + missing_count * body_flops, traffic + missing_count * body_traffic
+    where = " on each device" * is_divided
+    note = "; the body of each scan counts once" * (is_divided and bool(scans))
+    size = _repr.format_bytes(traffic)
+    return f"one step{where}: {flops:,.0f} FLOPs, {size} of memory read and written{note}"
+
+
+def _count(lowered: Any) -> tuple[float, float]:
+    """Returns the FLOPs and the bytes read and written of a program, each loop body once."""
     costs = lowered.compile().cost_analysis() or {}
-    flops, traffic = costs.get("flops", math.nan), costs.get("bytes accessed", math.nan)
-    return f"one step: {flops:,.0f} FLOPs, {_repr.format_bytes(traffic)} of memory read and written"
+    return costs.get("flops", math.nan), costs.get("bytes accessed", math.nan)
+
+
+def _scans(jaxpr: Any) -> Iterator[tuple[Any, int]]:
+    """Yields the body of each scan, and how many more times it runs than the compiler counts."""
+    for eqn, _, executions in walk_equations(jaxpr):
+        if eqn.primitive is primitives.scan_p:
+            length, unroll = eqn.params["length"], eqn.params["unroll"]
+            # A loop of unrolled bodies, which counts once, and the remaining bodies.
+            counted = length if unroll >= length else unroll + length % unroll
+            if length > counted:
+                yield eqn.params["jaxpr"], executions * (length - counted)

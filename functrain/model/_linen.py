@@ -138,5 +138,5 @@ def _flatten_losses(collection: PyTree) -> tuple[jax.Array, ...]:
     """
     for path, leaf in _tree.leaves_with_path(collection):
         advice = "Reduce it with jnp.sum or jnp.mean before self.sow."
-        require(jnp.shape(leaf) == (), f"losses/{path}", "a scalar, f32[]", leaf, advice)
+        require(jnp.shape(leaf) == (), f"losses/{path}", "a scalar, float32[]", leaf, advice)
     return tuple(jax.tree.leaves(collection))

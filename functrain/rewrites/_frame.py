@@ -9,6 +9,7 @@ from jax import lax
 from jax.extend import core, source_info_util
 from jax.extend.core import primitives
 
+from functrain.common import _tree
 from functrain.rewrites._rounding import find_possibly_unrounded, is_float32_conversion
 
 
@@ -110,17 +111,18 @@ def usable_rewrites(jaxpr: Any, rewrites: Sequence[Rewrite]) -> list[Rewrite]:
 
 
 def describe_types(eqn: core.JaxprEqn) -> str:
-    """Returns an equation's types, such as ``f32[8] -> f32[]``."""
+    """Returns an equation's types, such as ``float32[8] -> float32[]``."""
     return f"{_join_types(eqn.invars)} -> {_join_types(eqn.outvars)}"
 
 
 def _join_types(atoms: Sequence[Any]) -> str:
-    return " ".join(atom.aval.str_short(short_dtypes=True) for atom in atoms)
+    return " ".join(_tree.strong_spec(atom.aval) for atom in atoms)
 
 
 def describe_location(eqn: core.JaxprEqn) -> str:
     """Returns the layer an equation came from, if it has a name, and its source line."""
-    line = source_info_util.summarize(eqn.source_info).rpartition("/")[2]
+    # Without the folder in front of it, and the function behind it.
+    line = source_info_util.summarize(eqn.source_info).rpartition("/")[2].partition(" ")[0]
     return "  ".join(filter(None, [str(eqn.source_info.name_stack), line]))
 
 

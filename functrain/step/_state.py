@@ -177,5 +177,5 @@ def _kind_specs(tree: PyTree) -> dict[str, str]:
         if not _tree.is_key(x):
             # bfloat16 and other dtypes of ml_dtypes have the kind "V".
             kind = kind_names.get(jnp.result_type(x).kind, "float")
-            specs[path] = f"{kind}[{', '.join(map(str, jnp.shape(x)))}]"
+            specs[path] = _tree.format_spec(kind, jnp.shape(x))
     return specs

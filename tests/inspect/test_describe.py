@@ -60,8 +60,8 @@ def test_equal_layers_share_a_row_and_no_line_is_longer_than_80_columns() -> Non
     assert max(map(len, text.splitlines())) <= 80
     state = jax.eval_shape(make)
     text = ft.inspect.placement(state, ft.sharding.shardings(state, mesh, RULE))
-    assert text.count("  3 f32[64,256]  -, model  ") == 3  # of the params, of Adam's moments
-    assert re.search(r"params/table +f32\[2000,64\] +data, - +500x64 +125.0 KiB", text)
+    assert text.count("  3 float32[64, 256]  -, model  ") == 3  # of the params, of Adam's moments
+    assert re.search(r"params/table +float32\[2000, 64\] +data, - +500x64 +125.0 KiB", text)
 
 
 def test_what_lies_on_one_device_is_told_from_what_lies_on_all() -> None:
@@ -73,7 +73,7 @@ def test_what_lies_on_one_device_is_told_from_what_lies_on_all() -> None:
     }
     text = ft.inspect.placement(state)
     assert said(text) == {str(one): 2048, str(two): 1024}
-    assert re.search(r"one +f32\[256\] +one device", text)
+    assert re.search(r"one +float32\[256\] +one device", text)
 
 
 def test_shardings_of_another_state_are_refused() -> None:

@@ -18,6 +18,10 @@ def test_a_fault_is_listed_with_its_issue_and_the_remedy():
     affected = ft.inspect.Doctor({"jax": "0.10.1"}, (_doctor.Finding(fault, "wrong", "right"),))
     assert "jax#39103" in str(affected)
     assert "XLA_FLAGS=--xla_cpu_experimental_ynn_fusion_type= " in repr(affected)
+    crashes = ft.inspect.Doctor(
+        {"jax": "0.10.1"}, tuple(_doctor.Finding(x, "crash", "right") for x in _doctor.FAULTS)
+    )
+    assert max(map(len, repr(crashes).splitlines())) <= 80
     well = ft.inspect.Doctor({"jax": "0.12.0"}, (_doctor.Finding(fault, "right", "right"),))
     assert "XLA_FLAGS" not in str(well)
     assert not well.is_affected

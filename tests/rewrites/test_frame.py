@@ -331,7 +331,9 @@ def test_a_rewrite_that_fails_is_left_out_alone(fails: str, rules: Any) -> None:
     with pytest.warns(UserWarning, match="skipped: broken: ZeroDivision") as warned:
         jaxpr = jax.make_jaxpr(optimize(fn))(X)
     assert names(jaxpr) == ["cos", "tan"]
-    assert [str(w.message).count(r"at f32[8] -> f32[8] (test_frame.py:") for w in warned] == [1]
+    assert [
+        str(w.message).count(r"at float32[8] -> float32[8] (test_frame.py:") for w in warned
+    ] == [1]
 
 
 def test_an_error_of_the_step_itself_is_the_users() -> None:
