@@ -29,6 +29,7 @@ from functrain.common import _patterns, _repr, _tree
 from functrain.common._checks import require, require_instance, require_no_problems
 from functrain.common._library import import_optional
 from functrain.common._types import PyTree
+from functrain.model._freeze import merged_paths
 from functrain.step._state import TrainState
 
 Rename = Callable[[str], str]
@@ -104,7 +105,10 @@ def warm_start(
     """Replaces leaves of a state by those of a file; all others are unchanged.
 
     Leaves are matched by path. Patterns match paths of the state, as for files: `*` stands for one
-    part of a path, `**` for any number of them: ``"params/encoder/**"``, ``"**/kernel"``.
+    part of a path, `**` for any number of them: ``"params/encoder/**"``, ``"**/kernel"``. A leaf
+    that the file does not have under its path is also looked for where it is with and without
+    `freeze`: ``params/body/kernel`` fills ``model_state/frozen/body/kernel``, and vice versa.
+    Patterns match both paths of such a leaf.
 
     Args:
       state: Any pytree of arrays. Leaves that are taken get the sharding of those they replace, and
@@ -114,9 +118,9 @@ def warm_start(
         checkpoint that is not damaged is read (of a finished run, its result), or of one of its
         steps; a file `.safetensors`, `.weights.h5` (or another HDF5) or `.keras`. For the names
         that Keras gives to layers see `bridge.warm_start`.
-      take: Patterns of the leaves to take. By default all; of a `TrainState` params and
-        model_state, so that training starts anew: at step 0, with the optimizer and the rng of
-        `state`.
+      take: Patterns of the leaves to take. By default all; of each `TrainState` in the tree only
+        params and model_state, so that training starts anew: at step 0, with the optimizer and the
+        rng of `state`.
       skip: Patterns of leaves not to take even so, such as a head of another width.
       rename: Given a path in the file, returns the path in the state:
         ``rename=lambda path: f"params/{path}"``.
@@ -151,21 +155,24 @@ def warm_start(
         unchanged     ...
     """
     leaves = _state_leaves(state)
-    default = ("params/**", "model_state/**") if isinstance(state, TrainState) else ("**",)
     take_patterns = None if take is None else _as_patterns("take", take)
     skip_patterns = _as_patterns("skip", skip)
     requested = []
-    for path in leaves:
-        is_taken = _patterns.any_matches(take_patterns or default, path)
-        if is_taken and not _patterns.any_matches(skip_patterns, path):
+    merged = merged_paths(leaves)
+    for path, is_taken in zip(leaves, _taken_by_default(state), strict=True):
+        paths = {path, merged[path]}
+        if take_patterns is not None:
+            is_taken = any(_matches_any(pattern, paths) for pattern in take_patterns)
+        if is_taken and not any(_matches_any(pattern, paths) for pattern in skip_patterns):
             requested.append(path)
     reasons: list[str] = []  # why checkpoints were passed over
     _, candidates = find_checkpoints(source, "a checkpoint, or a file of arrays")
     for file in reversed(candidates):
         try:
             with open_arrays(file) as arrays:
-                names = _map_paths(file, arrays.specs, rename)
-                _require_used_patterns(file, names, leaves, take_patterns, skip_patterns)
+                names = _add_frozen(_map_paths(file, arrays.specs, rename), merged)
+                known_paths = dict.fromkeys([*leaves, *merged.values()])
+                _require_used_patterns(file, names, known_paths, take_patterns, skip_patterns)
                 new_leaves, report = _take(file, arrays, leaves, names, requested, cast)
         except CheckpointCorruptError as error:
             # An older checkpoint may be intact. Other errors concern the arguments, and end this.
@@ -192,6 +199,19 @@ def _state_leaves(state: PyTree) -> dict[str, Any]:
             raise TypeError(f"state: expected an array at {path}, got {_tree.spec(leaf)}.{hint}")
         leaves[path] = leaf
     return leaves
+
+
+def _taken_by_default(state: PyTree) -> list[bool]:
+    """Returns for each leaf whether a new training takes it: a TrainState's optimizer stays."""
+
+    def mark(node: Any) -> Any:
+        if not isinstance(node, TrainState):
+            return True
+        fields = {"params": node.params, "model_state": node.model_state}
+        is_taken = jax.tree.map(lambda _: True, fields)
+        return jax.tree.map(lambda _: False, node).replace(**is_taken)
+
+    return jax.tree.leaves(jax.tree.map(mark, state, is_leaf=lambda x: isinstance(x, TrainState)))
 
 
 def _summary_line(head: str, paths: Sequence[str]) -> str:
@@ -225,6 +245,18 @@ def _map_paths(source: str, file_paths: Collection[str], rename: Rename | None) 
         require(path not in names, call, "a path that no other leaf is renamed to", path, advice)
         names[path] = file_path
     return names
+
+
+def _add_frozen(names: Mapping[str, str], merged: Mapping[str, str]) -> dict[str, str]:
+    """Adds leaves whose paths differ only because a model is frozen, in the file or the state.
+
+    Args:
+      names: Paths in the file by path in the state.
+      merged: The `merged_paths` of the state.
+    """
+    merged_names = {path: names[name] for name, path in merged_paths(names).items()}
+    frozen_names = {p: merged_names[path] for p, path in merged.items() if path in merged_names}
+    return {**frozen_names, **merged_names, **names}
 
 
 def _require_used_patterns(
@@ -455,7 +487,7 @@ def _open_safetensors(path: str) -> Iterator[ArrayFile]:
     specs = {}
     for name, record in header.items():
         dtype = _storage.DTYPES.get(record["dtype"], record["dtype"])
-        specs[name] = _format_spec(dtype, record["shape"])
+        specs[name] = _tree.format_spec(dtype, record["shape"])
     yield ArrayFile(specs, read)
 
 
@@ -485,7 +517,7 @@ def _open_hdf5(path: str, file: IO[bytes] | None = None) -> Iterator[ArrayFile]:
                 f"{path}: expected arrays within the file, got {name}, whose values are in "
                 "another file. Such files are not read. Copy the values into one file.",
             )
-            specs[name] = _format_spec(_hdf5_dtype(dataset), dataset.shape or ())
+            specs[name] = _tree.format_spec(_hdf5_dtype(dataset), dataset.shape or ())
         yield ArrayFile(specs, read)
 
 
@@ -493,10 +525,6 @@ def _hdf5_dtype(dataset: Any) -> np.dtype:
     """Returns the dtype of a dataset. HDF5 has no bfloat16: Keras marks it by an attribute."""
     is_bfloat16 = dataset.attrs.get("dtype") == "bfloat16" and dataset.dtype.itemsize == 2
     return jnp.dtype("bfloat16") if is_bfloat16 else dataset.dtype
-
-
-def _format_spec(dtype: Any, shape: Any) -> str:
-    return f"{dtype}[{', '.join(map(str, shape))}]"
 
 
 @contextlib.contextmanager

@@ -1,5 +1,7 @@
 """Models with frozen params."""
 
+import re
+from collections.abc import Collection
 from typing import Any
 
 import jax
@@ -8,6 +10,9 @@ from functrain.common import _patterns, _repr, _tree
 from functrain.common._checks import require
 from functrain.common._types import PyTree, StateT
 from functrain.model._model import Model, ModelOutput, require_model
+
+_MODEL_STATE_PATH = re.compile(r"((?:.*?/)?)model_state/([^/]+)(.*)")
+_MERGED_PART = {"frozen": "params", "model": "model_state"}
 
 
 def freeze(model: Model, *patterns: str) -> Model:
@@ -115,6 +120,26 @@ def is_frozen(state: Any) -> bool:
     if trained_structure != frozen_structure:
         return False
     return all((a is None) != (b is None) for a, b in zip(trained, frozen, strict=True))
+
+
+def merged_paths(paths: Collection[str]) -> dict[str, str]:
+    """Returns the paths that leaves have after `merge_frozen`, by their paths before it.
+
+    Args:
+      paths: Paths of the leaves of a state, or of a tree of states, frozen or not.
+    """
+    matches = [match for path in paths if (match := _MODEL_STATE_PATH.fullmatch(path))]
+    parts: dict[str, set[str]] = {}  # what each model_state consists of
+    for prefix, part, _ in (match.groups() for match in matches):
+        parts.setdefault(prefix, set()).add(part)
+    merged = dict(zip(paths, paths, strict=True))
+    for match in matches:
+        prefix, part, rest = match.groups()
+        # A model that is not frozen may have layers called "frozen" and "model", too.
+        is_split = "frozen" in parts[prefix] <= {"frozen", "model"}
+        if is_split and (path := prefix + _MERGED_PART[part] + rest) not in merged:
+            merged[match.string] = path
+    return merged
 
 
 def _flatten_with_none(tree: PyTree) -> tuple[list[Any], Any]:

@@ -44,6 +44,76 @@ def test_a_training_begins_anew_with_the_params_and_statistics_of_another(old) -
     assert set(warm.unused) == set(warm.unchanged)
 
 
+def test_each_train_state_in_a_tree_begins_anew(tmp_path) -> None:
+    trained = {"gan": (create(8.0).replace(step=jnp.int32(9)), create(9.0)), "best": jnp.ones(())}
+    ft.save(tmp_path / "old", trained)
+    new = {"gan": (create(), create()), "best": jnp.zeros(())}
+    warm = ft.warm_start(new, tmp_path / "old")
+    for start, state, old_state in zip(new["gan"], warm.state["gan"], trained["gan"], strict=True):
+        assert digest(state.params) == digest(old_state.params)
+        assert digest(state.model_state) == digest(old_state.model_state)
+        for part in ("step", "opt_state", "rng"):
+            assert digest(getattr(state, part)) == digest(getattr(start, part))
+    assert warm.state["best"] == 1
+    assert digest(ft.warm_start(new, tmp_path / "old", take="**").state) == digest(trained)
+
+
+def create_frozen(value, *patterns):
+    """A state of which the params that match a pattern are frozen; without patterns, of none."""
+    if not patterns:
+        return create(value)
+    state = create(value)
+    model = ft.Model(lambda key, x: (state.params, state.model_state), apply=None)
+    params, model_state = ft.freeze(model, *patterns).init(jax.random.key(0), None)
+    return ft.TrainState.create(params=params, model_state=model_state, tx=optax.adam(1e-3))
+
+
+def whole(state):
+    state = ft.merge_frozen(state) if "frozen" in state.model_state else state
+    return digest((state.params, state.model_state))
+
+
+@pytest.mark.parametrize(
+    ("saved_patterns", "patterns"),
+    [((), ["encoder/**"]), (["encoder/**"], ()), (["encoder/**"], ["encoder/**"]),
+     (["**/bias"], ["encoder/layer_1/**", "head/*"])],
+    ids=["frozen later", "frozen before", "frozen alike", "frozen otherwise"],
+)  # fmt: skip
+def test_frozen_params_are_filled_as_the_others_are(tmp_path, saved_patterns, patterns) -> None:
+    saved, new = create_frozen(8.0, *saved_patterns), create_frozen(0.0, *patterns)
+    ft.save(tmp_path / "old", saved)
+    warm = ft.warm_start(new, tmp_path / "old")
+    assert warm.missing == ()
+    assert whole(warm.state) == whole(saved)
+    two = ft.warm_start({"a": new, "b": new}, tmp_path / "old", rename="a/{}".format).state
+    assert whole(two["a"]) == whole(saved)
+    assert whole(two["b"]) == whole(new)
+    head = ft.warm_start(new, tmp_path / "old", take="params/head/**").state
+    assert whole(head) == whole(ft.warm_start(create(), tmp_path / "old", take="**/head/*").state)
+    rest = ft.warm_start(new, tmp_path / "old", skip="params/head/**").state
+    assert whole(rest) == whole(ft.warm_start(create(), tmp_path / "old", skip="**/head/*").state)
+
+
+def test_a_file_of_params_fills_the_frozen_ones(tmp_path) -> None:
+    ft.export.params(tmp_path / "params.safetensors", create(8.0).params)
+    state = create_frozen(0.0, "encoder/**")
+    warm = ft.warm_start(state, tmp_path / "params.safetensors", rename="params/{}".format)
+    assert warm.taken["model_state/frozen/encoder/layer_1/kernel"] == "encoder/layer_1/kernel"
+    assert warm.missing == ("model_state/model/mean",)
+    assert digest(ft.merge_frozen(warm.state).params) == digest(create(8.0).params)
+
+
+def test_layers_called_frozen_are_layers(tmp_path) -> None:
+    """A path of a model that is not frozen is not translated."""
+    model_state = {"frozen": {"w": jnp.ones(2)}, "model": jnp.ones(2), "other": jnp.ones(2)}
+    ft.save(
+        tmp_path / "old", {"params": {"w": jnp.full(2, 7.0)}, "model_state": {"x": jnp.ones(1)}}
+    )
+    like = {"params": {"w": jnp.zeros(2)}, "model_state": model_state}
+    warm = ft.warm_start(like, tmp_path / "old")
+    assert list(warm.taken) == ["params/w"]
+
+
 def test_patterns_take_whatever_they_name(old) -> None:
     warm = ft.warm_start(create(), old, take=["params/encoder/*/kernel", "step"])
     assert list(warm.loaded) == [
