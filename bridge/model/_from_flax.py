@@ -16,7 +16,7 @@ from bridge.model._scope import name_scopes
 from functrain.internal import PyTree
 from functrain.internal import tree as _tree
 
-_FILES = PlainData(
+_CODEC = PlainData(
     namespaces=("flax.linen", "flax.linen.initializers", "jax.nn", "jax.numpy", "jax.lax"),
     advice="Create the layer from a function that creates the module, registered with Keras:\n"
     "  @keras.saving.register_keras_serializable()\n"
@@ -193,13 +193,13 @@ class FlaxLayer(keras.Layer):  # type: ignore[misc]  # keras has no types
 
     def get_config(self) -> dict[str, Any]:
         """Returns the settings of the layer, including those of its module, for a file."""
-        module = _FILES.encode(self.source, "module")
+        module = _CODEC.encode(self.source, "module")
         return {**super().get_config(), "module": module, "seed": self.seed}
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "FlaxLayer":
         """Returns the layer with the settings that `get_config` returned."""
-        return cls(**{**config, "module": _FILES.decode(config["module"])})
+        return cls(**{**config, "module": _CODEC.decode(config["module"])})
 
     def get_build_config(self) -> dict[str, Any]:
         """Returns the shapes and dtypes of the inputs with which the layer was built."""

@@ -98,13 +98,13 @@ class PlainData:
             case {"dtype": name}:
                 return jnp.dtype(name).type
             case {"function": name}:
-                return self.find(name)
+                return self.find_function(name)
             case {"class_name": _}:
                 return keras.saving.deserialize_keras_object(value)
         raise ValueError(f"expected data that bridge wrote into a file, got {value}")
 
     def name_of(self, function: Any, name: str) -> str:
-        """Returns the name with which `find` returns a function.
+        """Returns the name with which `find_function` returns a function.
 
         Args:
           function: The function.
@@ -124,7 +124,7 @@ class PlainData:
         label = getattr(function, "__qualname__", None) or f"a {type(function).__name__}"
         raise ValueError(f"{name}: {label} cannot be written to a file. {self.advice}")
 
-    def find(self, name: str) -> Any:
+    def find_function(self, name: str) -> Any:
         """Returns the function with a name that `name_of` returned.
 
         Raises:

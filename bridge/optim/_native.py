@@ -54,6 +54,7 @@ def _is_plain(optimizer: Any) -> bool:
 
 
 def _clip(optimizer: Any) -> list[optax.GradientTransformation]:
+    """Returns the optimizer's clipping as a list of one transformation, or of none."""
     # Keras raises an error if more than one kind of clipping is set.
     if optimizer.clipnorm:
         return [clip_each_by_norm(optimizer.clipnorm)]

@@ -13,7 +13,7 @@ import optax
 from bridge import keras_private
 from bridge.model._names import Path, variable_paths
 from bridge.model._variables import arrays, get_at, nest
-from bridge.optim._schedules import FILES, require_accepts, schedule
+from bridge.optim._schedules import CODEC, require_accepts, schedule
 from bridge.optim._slots import Role, roles_of_leaves
 from functrain.internal import PyTree, argument_advice, brief, check_tx, require
 from functrain.internal import tree as _tree
@@ -26,7 +26,7 @@ _EXPECTED = (
 _NUMBER = int | float | jax.Array | np.number | np.ndarray
 
 
-class Plan(NamedTuple):
+class StateMapping(NamedTuple):
     """The mapping between an optax state and the variables of a Keras optimizer.
 
     Attributes:
@@ -136,7 +136,8 @@ class OptaxOptimizer(keras_private.optimizers.GradientsOnly):
         slots: list[Any] = [None] * len(leaves)
         for i in order:
             slots[i] = self._add_slot(leaves[i], roles[i], list(trained.values()))
-        self.__dict__["_plan"] = Plan(trained, treedef, slots, list(map(key_impl, leaves)))
+        impls = list(map(key_impl, leaves))
+        self.__dict__["_mapping"] = StateMapping(trained, treedef, slots, impls)
 
     def _by_path(self, trained: list[Any]) -> dict[Path, Any]:
         """Returns variables by path.
@@ -166,37 +167,37 @@ class OptaxOptimizer(keras_private.optimizers.GradientsOnly):
         )
 
     @property
-    def plan(self) -> Plan:
+    def mapping(self) -> StateMapping:
         """The mapping between the optax state and this optimizer's variables."""
         if not self.built:
             raise ValueError(
                 f"{_OWNER}: expected a built optimizer, got {self.name!r}, which has not been "
                 "built. `fit` builds it, or optimizer.build(model.trainable_variables)."
             )
-        return self.__dict__["_plan"]  # type: ignore[no-any-return]
+        return self.__dict__["_mapping"]  # type: ignore[no-any-return]
 
     @property
     def opt_state(self) -> PyTree:
         """The current state of the transformation."""
-        return self.plan.state()
+        return self.mapping.state()
 
     def update_all(self, grads: list[Any], variables: list[Any]) -> None:
         """Updates all variables that have gradients, and the state."""
-        plan = self.plan
+        mapping = self.mapping
         grad_by_id = dict(zip(map(id, variables), grads, strict=True))
         # The transformation was initialized for all variables. Those without a gradient get zeros,
         # and are not assigned below.
         all_grads = {}
-        for path, variable in plan.trained.items():
+        for path, variable in mapping.trained.items():
             zeros = jnp.zeros_like(variable.value)
             all_grads[path] = grad_by_id.get(id(variable), zeros)
-        params = plan.params()
-        updates, state = self.tx.update(nest(all_grads), plan.state(), params)
+        params = mapping.params()
+        updates, state = self.tx.update(nest(all_grads), mapping.state(), params)
         new_params = optax.apply_updates(params, updates)
-        for path, variable in plan.trained.items():
+        for path, variable in mapping.trained.items():
             if id(variable) in grad_by_id:
                 variable.assign(get_at(new_params, path))
-        for variable, leaf in zip(plan.slots, jax.tree.leaves(state), strict=True):
+        for variable, leaf in zip(mapping.slots, jax.tree.leaves(state), strict=True):
             variable.assign(to_plain_array(leaf))
 
     @property
@@ -234,7 +235,7 @@ class OptaxOptimizer(keras_private.optimizers.GradientsOnly):
         Raises:
           error: There is none, or more than one.
         """
-        state = self.plan.treedef.unflatten(self.plan.slots) if self.built else ()
+        state = self.mapping.treedef.unflatten(self.mapping.slots) if self.built else ()
         rates = optax.tree.get_all_with_path(state, "learning_rate")
         if len(rates) == 1 and isinstance(rates[0][1], keras.Variable):
             return rates[0][1]
@@ -256,11 +257,11 @@ class OptaxOptimizer(keras_private.optimizers.GradientsOnly):
         # The current rate, which callbacks may have changed.
         if isinstance(arguments.get("learning_rate"), _NUMBER):
             arguments["learning_rate"] = float(self.learning_rate)
-        trained = self.plan.trained if self.built else {}
+        trained = self.mapping.trained if self.built else {}
         return {
             "name": self.name,
-            "tx": FILES.name_of(self._factory, _OWNER),
-            "arguments": FILES.encode_arguments(arguments, _OWNER),
+            "tx": CODEC.name_of(self._factory, _OWNER),
+            "arguments": CODEC.encode_arguments(arguments, _OWNER),
             # `_by_path` recognizes the variables of a loaded model by their paths and shapes.
             "variables": [[list(path), list(v.shape)] for path, v in trained.items()],
         }
@@ -271,8 +272,9 @@ class OptaxOptimizer(keras_private.optimizers.GradientsOnly):
     ) -> "OptaxOptimizer":
         """Returns the optimizer that `get_config` described, without its state."""
         with keras.saving.custom_object_scope(custom_objects or {}):
-            arguments = FILES.decode_arguments(config["arguments"])
-            optimizer = cls(FILES.find(config["tx"]), name=config["name"], **arguments)
+            arguments = CODEC.decode_arguments(config["arguments"])
+            optimizer = cls(CODEC.find_function(config["tx"]), name=config["name"], **arguments)
+        # Not by assignment, for the same reason as in `__init__`. `_by_path` reads them.
         optimizer.__dict__["_saved_paths"] = config["variables"]
         return optimizer
 

@@ -11,7 +11,7 @@ import keras
 from bridge.model._plain_data import PlainData
 from functrain.internal import require
 
-FILES = PlainData(
+CODEC = PlainData(
     namespaces=("optax", "optax.contrib"),
     advice="The same holds for every function defined inside a function, and for objects that hold "
     "one. Pass the function that creates it and its arguments, as in "
@@ -107,14 +107,16 @@ class OptaxSchedule(keras.optimizers.schedules.LearningRateSchedule):  # type: i
           ValueError: The function has no name that a file can contain.
         """
         return {
-            "function": FILES.name_of(self._function, "bridge.schedule"),
-            "arguments": FILES.encode_arguments(self._arguments, "bridge.schedule"),
+            "function": CODEC.name_of(self._function, "bridge.schedule"),
+            "arguments": CODEC.encode_arguments(self._arguments, "bridge.schedule"),
         }
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "OptaxSchedule":
         """Returns the schedule that `get_config` described."""
-        return cls(FILES.find(config["function"]), FILES.decode_arguments(config["arguments"]))
+        return cls(
+            CODEC.find_function(config["function"]), CODEC.decode_arguments(config["arguments"])
+        )
 
 
 def require_accepts(function: Any, expected: str, *args: Any, **arguments: Any) -> None:

@@ -163,18 +163,21 @@ class Wrapped:
             leaves[_tree.keys(path)] = leaf
         model_variables = self._select_model_variables(params, leaves)
         with keras_private.variables.outside_scopes():
-            # Keras optimizers are built for variables. These have the values of the params.
+            # Keras optimizers are built for variables, not params. A stand-in has the value of a
+            # param and, if there is a model, the attributes of the model's variable.
             stand_ins = [_stand_in(path, leaves[path], v) for path, v in model_variables.items()]
-            # Variables without a stand-in are masked out of the params.
-            by_id = dict(self._model_variables)
-            by_id.update(zip(map(id, model_variables.values()), stand_ins, strict=True))
-            copy = _copy_unbuilt(self._template, by_id)
+            # In the copy, the stand-ins replace the model's variables. A variable that is masked
+            # out of the params has no stand-in, and stays.
+            replacements = dict(self._model_variables)
+            replacements.update(zip(map(id, model_variables.values()), stand_ins, strict=True))
+            copy = _copy_unbuilt(self._template, replacements)
             copy.build(stand_ins)
             values = [v.value for v in copy.variables]
         # The copy is kept: its variables must hold neither tracers nor memory.
         for variable in (*copy.variables, *stand_ins):
             keras_private.variables.swap_value(variable, None)
         leaf_index = dict(zip(leaves, range(len(leaves)), strict=True))
+        # For each stand-in, the index of its leaf in the params.
         order = [leaf_index[path] for path in model_variables]
         roles = roles_of_variables(copy, stand_ins)
         return _Built(copy, roles, order, jax.tree.structure(params)), values

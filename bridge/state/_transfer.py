@@ -186,9 +186,9 @@ def _variable_by_role(optimizer: Any, params: list[Any]) -> dict[Role, Any]:
     if not isinstance(innermost, OptaxOptimizer):
         return dict(zip(roles_of_variables(optimizer, params), optimizer.variables, strict=True))
     index = {id(variable): i for i, variable in enumerate(params)}
-    plan = innermost.plan
-    paths = {path: index[id(variable)] for path, variable in plan.trained.items()}
-    return dict(zip(roles_of_leaves(innermost.opt_state, paths), plan.slots, strict=True))
+    mapping = innermost.mapping
+    paths = {path: index[id(variable)] for path, variable in mapping.trained.items()}
+    return dict(zip(roles_of_leaves(innermost.opt_state, paths), mapping.slots, strict=True))
 
 
 def _no_common_state(optimizer: Any, opt_state: PyTree) -> OptimizerMismatchError:

@@ -17,9 +17,9 @@ def carry_metrics(model: keras.Model, metrics: Variables) -> Iterator[Merge]:
     """Context manager: makes updates of metrics in `call` part of the step that is being traced.
 
     Keras's steps pass only weights to the forward pass, so that such an update raises an error or
-    is lost. Here the forward pass reads the metrics' values from the state, and the new ones are
-    appended to the non-trainable values that it returns: to the loss, to another forward pass,
-    or out of a user's step that calls `stateless_call` and no loss of Keras's.
+    is lost. Here the forward pass reads the metrics' values from the state, and appends the new
+    ones to the non-trainable values that it returns. The step passes these to Keras's loss or to
+    another forward pass, or returns them if it is a user's step that computes its own loss.
 
     Args:
       model: The compiled model. Nothing is changed if no layer holds a metric.

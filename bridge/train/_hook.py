@@ -35,7 +35,7 @@ class Evaluation:
     """The data that `fit` evaluates on, and the epochs that end with an evaluation.
 
     Attributes:
-      is_iterator: True if each evaluation has the batches that follow those of the last one.
+      is_iterator: True if each evaluation has the batches that follow those of the previous one.
     """
 
     def __init__(self, model: keras.Model, data: Any, size: Any, steps: Any, freq: Any) -> None:
@@ -106,7 +106,8 @@ class KerasHook:
         self.evaluate: Callable[[int], dict[str, Any] | None] = lambda epoch: None
         self.finalizes = kind == "train"
         self.logs: dict[str, Any] = {}
-        self._means = None if kind == "predict" else RunningMeans.of(model)
+        # None if Keras itself resets and reads the metrics: see `RunningMeans.of`.
+        self._running_means = None if kind == "predict" else RunningMeans.of(model)
         self._last_chunk: ChunkEnd | None = None
         # The logs of the last step before the checkpoint from which the run resumed.
         self._logs_before: PyTree = {}
@@ -233,7 +234,8 @@ class KerasHook:
         self._stop_if_asked(event)
 
     def _end_training_epoch(self, event: EpochEnd) -> None:
-        # A callback may have kept its own reference to the model, and reading that assigns nothing.
+        # The values are assigned when a callback reads its attribute `model`. A callback with its
+        # own reference to the model would see old values.
         if not self.is_lazy:
             self.values.assign()
         evaluated = self.evaluate(event.epoch) or {}
@@ -241,7 +243,7 @@ class KerasHook:
         self.callbacks.on_epoch_end(event.epoch, self.logs)
         # The checkpointer chooses the best epoch by these values.
         event.values |= {name: float(x) for name, x in self.logs.items() if is_number(x)}
-        self.values.show(event)
+        self.values.hand_over(event)
 
     def _end_run(self, event: RunEnd) -> None:
         if jax.process_count() > 1:
@@ -274,17 +276,17 @@ class KerasHook:
             self.model.optimizer.finalize_variable_values(self.model.trainable_weights)
 
     def _reset_metrics(self, event: Event) -> None:
-        """Resets the metrics, in the model or in the run's state."""
+        """Resets the metrics before an epoch, where they are: in the model or the run's state."""
         if self.kind == "predict":
             return
-        if self._means is None:
+        if self._running_means is None:
             # Keras's own reset needs the metrics in the model's variables.
             self.values.assign()
             self.model.reset_metrics()
         elif self.values.are_in_model:
-            self._means.reset_variables()
+            self._running_means.reset_variables()
         else:
-            metrics = self._means.reset(event.state.metrics)
+            metrics = self._running_means.reset(event.state.metrics)
             event.hand_over(event.state.replace(metrics=metrics))
             self.values.lend(event.state)
 
@@ -296,12 +298,12 @@ class KerasHook:
         # If the data ran out before the epoch, Keras repeats the logs of the last step.
         if not event.position.batch:
             return dict(self._last_logs())
-        if self._means is None or self.values.are_in_model:
+        if self._running_means is None or self.values.are_in_model:
             self.values.assign()
             return keras_private.trainer.epoch_logs(self.model, self._last_logs())
         # The metrics are read from the run's state: assigning all values to the model, only to take
         # them back in the next epoch, would copy them.
-        metrics = self._means.read(event.state.metrics)
+        metrics = self._running_means.read(event.state.metrics)
         rows = {} if self._last_chunk is None else self._last_chunk.rows
         are_metrics = isinstance(rows, dict) and rows.keys() == metrics.keys()
         return dict(jax.device_get(metrics) if are_metrics else self._last_logs())

@@ -45,7 +45,7 @@ class ModelValues:
         )
 
     def variable_values(self) -> KerasState:
-        """Returns the arrays of the model's variables, not copy_arrays."""
+        """Returns the arrays of the model's variables, not copies."""
         return variable_values(self._model, self._fields)
 
     @property
@@ -69,7 +69,7 @@ class ModelValues:
         self.lend(state)
         self.assign()
 
-    def show(self, event: Event) -> None:
+    def hand_over(self, event: Event) -> None:
         """Gives the run the values in the model's variables, if they count, to save them."""
         if self.are_in_model:
             event.hand_over(_tree.copy_if_needed(self.variable_values()))
@@ -81,7 +81,7 @@ class ModelValues:
         """
         if not self.are_in_model:
             return
-        self.show(event)
+        self.hand_over(event)
         # The run keeps the originals, so that a program that fails can be undone. A copy of a
         # large model would need too much memory; Keras's own fit keeps none either.
         if nbytes(event.state) <= SPARE_BYTES:

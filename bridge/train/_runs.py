@@ -51,7 +51,7 @@ def begin(
     first_epoch: int = 0,
     saving: Saving | None = None,
 ) -> Run:
-    """Returns the run of a model's own steps over the hook's batches.
+    """Begins a run in functrain's loop that takes a model's own steps over the hook's batches.
 
     Args:
       hook: Calls the callbacks.
@@ -69,6 +69,7 @@ def begin(
         return jax.eval_shape(step, hook.values.shapes, batch)
 
     def intervals() -> list[int | None]:
+        """Returns the steps between pauses (epochs, callbacks, saves), for the choice of K."""
         steps = batches.full_steps
         if kind == "predict":
             steps = prediction_interval(steps)
@@ -78,7 +79,7 @@ def begin(
     plan = Plan(
         _fuse(options.fuse, hook),
         state_bytes=nbytes(state),
-        # All outputs of a chunk are in memory together.
+        # Outputs of a step; those of all steps of a chunk are in memory together.
         row_bytes=lambda batch: nbytes(result_shapes(batch)[1]) if kind == "predict" else 0,
         intervals=intervals,
     )
@@ -101,6 +102,7 @@ def begin(
         late_logs=bool(hook.loggers),
         saving=saving,
         plan=plan,
+        # Yields EpochBegin and ChunkBegin as well, at which the hook calls Keras's callbacks.
         like_keras=True,
     )
 

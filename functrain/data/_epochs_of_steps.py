@@ -33,7 +33,7 @@ class EpochsOfSteps(WrappedBatches):
         return min(self._inner.full_steps or self.steps, self.steps)
 
     def begin(self, epoch: int, batch: int = 0) -> None:
-        """Begins an epoch; data that cannot seek continue where the last one ended."""
+        """Begins an epoch; data that cannot seek continue where the previous one ended."""
         self._remaining, self._epoch = self.steps - batch, epoch
         if self._pass is None or self.can_seek:
             total, length = self._steps_before + epoch * self.steps + batch, self._inner.steps

@@ -113,7 +113,11 @@ class IteratorBatches(Batches):
             self._last_summary = summary(host_batch(self.data[len(self.data) - 1], "data"))
 
     def state(self, *, epoch_is_over: bool) -> dict[str, Any] | None:
-        """Returns the position of the iterator, and summaries of the first and the last batch."""
+        """Returns the position of the iterator, and what tells other data apart when it resumes.
+
+        `first` is the iterator's state when the run began and a summary of its first batch; `last`
+        is a summary of the last batch, if the data can be indexed.
+        """
         position = self._position
         if position is None or position.run_start is None:
             return None

@@ -22,7 +22,8 @@ class IteratorPosition:
     """Tracks the position of a pass over an iterable.
 
     The iterable's state must be read only while no batch is fetched ahead, or that batch would be
-    lost. So a position is the last state that was read, and the number of batches taken until then.
+    lost. So a position is the latest state that was read, and the number of batches taken until
+    then.
 
     Args:
       data: An iterable. Its own methods `state_dict` and `load_state_dict`, or `get_state` and
@@ -39,6 +40,7 @@ class IteratorPosition:
 
     def __init__(self, data: Any) -> None:
         self._data = data
+        # The methods of the data, or None: then `begin` looks for those of the iterator.
         self._methods_of_data = self._methods = _state_methods(data)
         self.saved: dict[str, Any] = {"state": None, "batch": 0, "ended": False}
         self.taken, self.ended = 0, False

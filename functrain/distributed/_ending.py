@@ -159,7 +159,10 @@ class _ExitMonitor:
         return self._exception_status or (0 if is_caught else self._exit_status)
 
     def end(self) -> None:
-        """Exits at once if this or another process failed; otherwise leaves the waiting to JAX."""
+        """Exits at once if this process failed, or if another fails while this one waits for it.
+
+        Waits for a minute, and leaves further waiting to JAX. Called by atexit.
+        """
         if _is_exiting or not _coordination.is_available():
             return
         self._before_exit()

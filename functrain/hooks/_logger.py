@@ -37,7 +37,7 @@ class Logger:
     Args:
       steps: The logs of every `steps`-th step are written; for other steps, only the values that
         hooks have added. None writes the logs of the steps at which the logger is called.
-      **repr_fields: The fields that `repr` shows.
+      repr_fields: The names and values that `repr` shows.
     """
 
     # One process writes for all.
@@ -45,7 +45,7 @@ class Logger:
     # The prefix of the values of an epoch, to keep them apart from those of its last step.
     epoch_prefix = "epoch/"
 
-    def __init__(self, steps: int | None, /, **repr_fields: Any) -> None:
+    def __init__(self, steps: int | None, repr_fields: dict[str, Any]) -> None:
         if steps is not None:
             require_integer("every", steps)
         self.steps, self._repr_fields = steps, repr_fields

@@ -52,13 +52,13 @@ class TensorBoard(Logger):
     def __init__(self, directory: str | os.PathLike[str], *, every: int = 10) -> None:
         self.directory = pathlib.Path(directory)
         self.resume_key = self.directory.name
-        super().__init__(every, directory=str(self.directory), every=every)
+        super().__init__(every, repr_fields={"directory": str(self.directory), "every": every})
         self._tensorboardx = import_optional(
             "tensorboardX",
             "TensorBoard's files need the library: pip install 'functrain[tensorboard]'",
         )
         self._writer: Any = None
-        # The lines of the last step that was written.
+        # The lines of the last step that was written: the file of a resumed run begins with them.
         self._last_lines: list[Line] = []
 
     def begin(self) -> None:

@@ -24,17 +24,21 @@ class TextLogger(Logger):
       path: The file. Missing directories are created.
       append: True appends to an existing file; False replaces it.
       steps: As for `Logger`.
-      **repr_fields: Further fields that `repr` shows.
+      repr_fields: Names and values that `repr` shows, in addition to the path and `append`.
 
     Attributes:
       resume_key: The file's name, so that a directory may be moved between two runs.
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], append: bool, steps: int | None, /, **repr_fields: Any
+        self,
+        path: str | os.PathLike[str],
+        append: bool,
+        steps: int | None,
+        repr_fields: dict[str, Any],
     ) -> None:
         self.path = pathlib.Path(path)
-        super().__init__(steps, path=str(self.path), append=append, **repr_fields)
+        super().__init__(steps, {"path": str(self.path), "append": append, **repr_fields})
         self.resume_key = self.path.name
         self.append = append
         # True if lines that are in the file already stay when it is opened.
@@ -142,7 +146,7 @@ class JSONLines(TextLogger):
     def __init__(
         self, path: str | os.PathLike[str], *, every: int = 10, append: bool = False
     ) -> None:
-        super().__init__(path, append, every, every=every)
+        super().__init__(path, append, steps=every, repr_fields={"every": every})
 
     def write(self, lines: Sequence[Line]) -> None:
         """Writes one JSON object for each line."""
@@ -201,7 +205,7 @@ class CSVLogger(TextLogger):
         every: int | Trigger | None = None,
     ) -> None:
         self.every = as_trigger(every, Every(epochs=1))
-        super().__init__(path, append, None, every=self.every)
+        super().__init__(path, append, steps=None, repr_fields={"every": self.every})
         # Empty before the first row is written or read.
         self._columns: list[str] = []
         # The number of rows in the file, without the header.

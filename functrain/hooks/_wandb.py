@@ -36,8 +36,8 @@ class WandB(Logger):
     """
 
     def __init__(self, *, every: int = 100, **init: Any) -> None:
-        names = {name: init[name] for name in ("project", "name") if name in init}
-        super().__init__(every, **names, every=every)
+        settings = {name: init[name] for name in ("project", "name") if name in init}
+        super().__init__(every, repr_fields={**settings, "every": every})
         self.init = init
         self._wandb = import_optional(
             "wandb", "Weights & Biases need their library: pip install 'functrain[wandb]'"

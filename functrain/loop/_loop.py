@@ -90,7 +90,7 @@ class Loop:
         self.resumed = resumed and dataclasses.replace(resumed, state=(), metrics=None)
         # The chunks of the next epoch, if its first chunk has been made in advance.
         self._prepared_chunks: Iterator[Chunk] | None = None
-        # The position, the chunk and the rows of the last program, whose logs come one chunk later.
+        # The position, the chunk and the rows of the latest program. Its logs come one chunk later.
         self._unread: tuple[Position, Chunk, PyTree] | None = None
         # The event that is being handled. Its state may have been replaced.
         self._open_event: Event | None = None
@@ -195,7 +195,7 @@ class Loop:
         return (yield from self._end_epoch(steps_taken, is_stopped))
 
     def _run_chunk(self, chunk: Chunk) -> Generator[LogsReady, None, ChunkEnd]:
-        """Dispatches the program of a chunk, yields the logs of the last one, returns the event."""
+        """Dispatches a chunk's program, yields the previous chunk's logs, returns the event."""
         # Other processes read both counts to see whether this one still takes part in the run.
         if self.stopping is not None:
             self.stopping.started += chunk.steps
@@ -203,15 +203,15 @@ class Loop:
         if self.stopping is not None:
             self.stopping.dispatched += chunk.steps
         self.position = self.position.after(chunk.steps)
-        chunk, last = chunk._replace(batches=None), self._unread
+        chunk, previous = chunk._replace(batches=None), self._unread
         # Stored before the yield, which the caller may end with an exception: then
         # `take_unread_logs` still returns the logs of this chunk.
         if self.late_logs:
             self._unread = self.position, chunk, rows
         # The program of this chunk has been dispatched, so the device is busy while the host waits
-        # for the logs of the last one.
-        if last is not None:
-            yield self._logs(*last)
+        # for the logs of the previous one.
+        if previous is not None:
+            yield self._logs(*previous)
         return ChunkEnd(
             **self._event_fields(),
             steps=chunk.steps,
@@ -311,7 +311,7 @@ class Loop:
         yield from chunks(self.batches, self.plan, until_due, start=position.batch)
 
     def _prepare_next_epoch(self) -> None:
-        """Makes the first chunk of the next epoch while the device computes the last of this one.
+        """Makes the next epoch's first chunk while the device computes the last one of this epoch.
 
         Only for data that can seek: other data must not be read before the epoch begins.
         """

@@ -77,27 +77,29 @@ MAX_TAPS = 25
 MIN_FEATURES = 256
 MIN_PRODUCTS = 2**22
 # The limits if the kernel is larger than the image.
-MIN_OVER_EDGES = 16
+MIN_CHANNELS_OVER_EDGES = 16
 MIN_PRODUCTS_OVER_EDGES = 2**20
 # The most bytes of patches that are made at a time.
 MAX_BYTES = 2**26
 
 
 def _applies(eqn: core.JaxprEqn) -> bool:
+    """Returns True for kernels larger than the image, and for many channels at few positions."""
     sizes, params = ungrouped_sizes(eqn), eqn.params
     if sizes is None or is_weight_gradient(params) or math.prod(sizes.window) > MAX_TAPS:
         return False
-    fewest = min(sizes.channels, sizes.features)
+    min_channels = min(sizes.channels, sizes.features)
     has_holes = math.prod(params["lhs_dilation"]) > 1
-    is_over_edges = all(map(operator.gt, sizes.window, sizes.image))
-    if is_over_edges and not has_holes:
-        return fewest >= MIN_OVER_EDGES and sizes.products >= MIN_PRODUCTS_OVER_EDGES
-    # The patches would contain the holes; shifts do not.
+    is_larger_than_image = all(map(operator.gt, sizes.window, sizes.image))
+    if is_larger_than_image and not has_holes:
+        return min_channels >= MIN_CHANNELS_OVER_EDGES and sizes.products >= MIN_PRODUCTS_OVER_EDGES
+    # Patches would contain the holes. Shifts, which `_replace` may use for transposed kernels, do
+    # not.
     if has_holes and not _is_kernel_transposed(params):
         return False
     positions = sizes.image if _is_kernel_transposed(params) else sizes.positions
     rows = sizes.batch * math.prod(positions)
-    return max(rows, MIN_FEATURES) <= fewest and sizes.products >= MIN_PRODUCTS
+    return max(rows, MIN_FEATURES) <= min_channels and sizes.products >= MIN_PRODUCTS
 
 
 def _is_kernel_transposed(params: dict[str, Any]) -> bool:

@@ -148,11 +148,11 @@ def _convolve(
 def _interleave(
     results: Sequence[jax.Array], dilation: Sequence[int], positions: Sequence[int]
 ) -> jax.Array:
-    """Interleaves the phases.
+    """Puts the results of the phases of a transposed convolution in the order of their positions.
 
     Args:
       results: `[N, *T, O]` for each phase; those of the last axis vary fastest.
-      dilation: The number of phases along each axis.
+      dilation: `lhs_dilation`, which is the number of phases along each axis.
       positions: The sizes S' of the result.
 
     Returns:

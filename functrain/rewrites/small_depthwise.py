@@ -85,7 +85,11 @@ def _replace(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
 
 
 def _sum_over_pixels(lhs: jax.Array, rhs: jax.Array, params: dict[str, Any]) -> jax.Array:
-    """`out[n, s, g, o] = sum over p, i of lhs[n, p, g, i] rhs[p - s, i, g, o]`."""
+    """`out[n, s, g, o] = sum over p, i of lhs[n, p, g, i] rhs[p - s, i, g, o]`.
+
+    Image n, position s, group g, output o of the group; pixel p, input i of the group. A tap
+    `p - s` outside of the window is 0. The formula leaves out strides, padding and holes.
+    """
     lhs, rhs = to_canonical(lhs, rhs, params["dimension_numbers"])
     count, inputs, (_, *image, _) = params["feature_group_count"], rhs.shape[-2], lhs.shape
     window = rhs.shape[:-2]
@@ -159,6 +163,7 @@ def _taps_that_see(pixel: int, axis: _Axis) -> tuple[slice, tuple[int, int, int]
 def _weight_gradient(lhs: jax.Array, rhs: jax.Array, params: dict[str, Any]) -> jax.Array:
     """`out[n, s, g, o] = sum over p, i of lhs[g, n, p, i] rhs[p - s, i, g, o]`.
 
+    Image i, input n of the group, pixel p, group g, output o of the group, tap s of the result.
     Here the window is the gradient of the output, and the result is as small as a kernel. The
     products of each pixel with the whole window are summed over the images, and each of these sums
     is then added to the part of the result that it belongs to.

@@ -72,8 +72,9 @@ def _applies(eqn: core.JaxprEqn) -> bool:
 
 
 def _find_accumulators(params: dict[str, Any]) -> list[_Accumulator]:
-    """Returns the carries that are only added to, as many as fit into MAX_BYTES.
+    """Returns the carries that are only added to.
 
+    As many as possible: the operands of their products, stacked over time, may take MAX_BYTES.
     Returns [] if none of them sums products: sums alone gain nothing.
     """
     jaxpr, num_consts = _open(params["jaxpr"]), params["num_consts"]

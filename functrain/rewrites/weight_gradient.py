@@ -184,7 +184,8 @@ def _sum_over_images(
     """
     n = len(x)
     group_size = max(size for size in range(1, min(n, max_images) + 1) if n % size == 0)
-    # XLA fuses nothing into a loop. For a single group, the branch has the same effect.
+    # XLA fuses nothing into a loop. A single group needs no loop: `call_unfused` prevents the
+    # fusion there.
     if group_size == n:
         return call_unfused(products, x, g)
     groups = tuple(array.reshape(-1, group_size, *array.shape[1:]) for array in (x, g))

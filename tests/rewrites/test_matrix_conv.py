@@ -23,7 +23,7 @@ ANY_SIZE = mock.patch.multiple(
     module,
     MIN_FEATURES=0,
     MIN_PRODUCTS=0,
-    MIN_OVER_EDGES=0,
+    MIN_CHANNELS_OVER_EDGES=0,
     MIN_PRODUCTS_OVER_EDGES=0,
 )
 ALWAYS = patch_conv._replace(applies=lambda eqn: True)
