@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxlib.version import __version__ as jaxlib_version
 
 from functrain.common import _tree
+from functrain.common._platform import platform_of
 
 # jaxlib 0.10.0 to 0.11.0 compile parts of CPU programs with YNNPACK ("ynn fusions"). Two kinds of
 # these fusions are wrong:
@@ -151,7 +152,8 @@ class CheckedJit:
         # jax defines its flags at run time, so type checkers do not know them.
         is_disabled = jax.config.jax_disable_jit  # type: ignore[attr-defined]
         leaves, structure = jax.tree.flatten(args)
-        if is_disabled or _is_transformed(leaves):
+        # Only programs for CPUs are affected.
+        if is_disabled or _is_transformed(leaves) or platform_of(leaves) != "cpu":
             return self._transformed
         signature = structure, tuple(map(_leaf_signature, leaves))
         if was_retraced or signature not in self._choices:

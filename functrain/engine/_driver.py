@@ -15,6 +15,7 @@ from functrain import rewrites as _rewrites
 from functrain.common import _tree
 from functrain.common._checks import require_flags
 from functrain.common._compile import jit_without_arithmetic
+from functrain.common._platform import current_platform, platform_of
 from functrain.common._types import PyTree, traits_of
 from functrain.data._batches import Chunk
 from functrain.engine import _placement
@@ -71,6 +72,7 @@ class Driver:
 
     Attributes:
       carry: The carry that the last program returned. Its arrays may not be ready yet.
+      platform: The platform that the programs are compiled for, once `begin` was called.
     """
 
     step: Any
@@ -80,7 +82,9 @@ class Driver:
     place: Callable[[PyTree], PyTree] = lambda batches: batches
 
     def __post_init__(self) -> None:
-        self.rewrites = _rewrites.resolve_mode(self.rewrites)
+        # Raises for a mode that does not exist, before anything is computed.
+        _rewrites.resolve_mode(self.rewrites)
+        self.platform = current_platform()
         if not callable(self.jit):
             require_flags(jit=self.jit)
         self._programs: dict[tuple[int, bool], Program] = {}
@@ -98,9 +102,9 @@ class Driver:
         """Takes over a carry that nothing else refers to; leaves the constants alone."""
         self.carry, self._const = carry, const
         # Programs are compiled for the shardings of the carry.
-        pins = _placement.read_pins(carry)
-        if pins != self._pins:
-            self._pins, self._programs = pins, {}
+        pins, platform = _placement.read_pins(carry), platform_of((carry, const))
+        if (pins, platform) != (self._pins, self.platform):
+            self._pins, self.platform, self._programs = pins, platform, {}
 
     def run(self, chunk: Chunk) -> PyTree:
         """Takes the steps of a chunk and returns their rows, `[k, ...]`.
@@ -166,9 +170,15 @@ class Driver:
         return (self.carry, position) if has_all_values(self.carry) else self._spare
 
     def _program(self, k: int, is_full: bool) -> Program:
-        takes_all = is_full and prefers_static_length()
+        takes_all = is_full and prefers_static_length(self.platform)
         if (k, takes_all) not in self._programs:
-            loop = LoopOptions(k, self.rewrites, takes_all=takes_all, pins=self._pins)
+            loop = LoopOptions(
+                k,
+                _rewrites.resolve_mode(self.rewrites, self.platform),
+                self.platform,
+                takes_all=takes_all,
+                pins=self._pins,
+            )
             self._programs[k, takes_all] = program(self.step, self.kind, loop)
         return self._programs[k, takes_all]
 

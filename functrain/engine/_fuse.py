@@ -8,6 +8,7 @@ import numpy as np
 from functrain import rewrites as _rewrites
 from functrain.common import _repr, _tree
 from functrain.common._checks import is_integer, require_flags, require_integer, require_no_problems
+from functrain.common._platform import platform_of
 from functrain.common._types import PyTree, StateT, Step
 from functrain.common._wide_integers import require_integers_fit
 from functrain.engine._placement import read_pins
@@ -75,10 +76,9 @@ def fuse(
     require_integer("unroll", unroll)
     require_flags(donate=donate)
     check_step(step)
-    chosen = _rewrites.resolve_mode(rewrites)
-    # A loop of unknown length cannot be unrolled.
-    takes_all = unroll > 1 or prefers_static_length()
-    return Fused(step, k, LoopOptions(k, chosen, takes_all=takes_all, unroll=unroll, donate=donate))
+    # Raises for a mode that does not exist.
+    _rewrites.resolve_mode(rewrites)
+    return Fused(step, k, unroll=unroll, donate=donate, rewrites=rewrites)
 
 
 class Fused(Generic[StateT]):
@@ -97,10 +97,12 @@ class Fused(Generic[StateT]):
       True
     """
 
-    def __init__(self, step: Step[StateT], k: int, loop: LoopOptions) -> None:
+    def __init__(
+        self, step: Step[StateT], k: int, *, unroll: int, donate: bool, rewrites: Mode
+    ) -> None:
         self.step = step
         self.k = k
-        self._loop, self._partial_loop = loop, loop._replace(takes_all=False, unroll=1)
+        self._unroll, self._donate, self._rewrites = unroll, donate, rewrites
         self._programs: dict[LoopOptions, Program] = {}
 
     def __repr__(self) -> str:
@@ -112,14 +114,10 @@ class Fused(Generic[StateT]):
         """The compiled program of K steps, for `lower` and `trace`.
 
         ``program(state, chunk, i32[]) -> (state, logs)``. The lowered program has a third result,
-        a number that is ready when all of the program has run.
+        a number that is ready when all of the program has run. It is made for the devices of its
+        arguments, so that of shapes on a `functrain.target` is the one that a TPU or GPU would run.
         """
-        return FusedProgram(self._program(self._loop), self.step)
-
-    @property
-    def partial(self) -> jax.stages.Wrapped:
-        """The same for the program that takes as many steps as its last argument says."""
-        return FusedProgram(self._program(self._partial_loop), self.step)
+        return FusedProgram(self)
 
     def __call__(
         self, state: StateT, chunk: PyTree, steps: int | None = None
@@ -130,7 +128,7 @@ class Fused(Generic[StateT]):
             raise ValueError(f"steps: expected a whole number from 1 to {self.k}, got {n!r}")
         _require_live(state)
         require_integers_fit(_Arguments(state, chunk), "fused")
-        loop = self._loop if n == self.k else self._partial_loop
+        loop = self._options(state, is_full=n == self.k)
         if jax.device_count() > 1:
             loop = loop._replace(pins=read_pins(state))
             if loop.donate:
@@ -146,6 +144,15 @@ class Fused(Generic[StateT]):
             raise
         return new_state, rows
 
+    def _options(self, state: PyTree, *, is_full: bool = True) -> LoopOptions:
+        """Returns the options of the program for a state's devices."""
+        platform = platform_of(state)
+        mode = _rewrites.resolve_mode(self._rewrites, platform)
+        # A loop of unknown length cannot be unrolled.
+        takes_all = is_full and (self._unroll > 1 or prefers_static_length(platform))
+        unroll = self._unroll if is_full else 1
+        return LoopOptions(self.k, mode, platform, takes_all, unroll, self._donate)
+
     def _program(self, loop: LoopOptions) -> Program:
         if loop not in self._programs:
             self._programs[loop] = program(self.step, TRAINING, loop)
@@ -153,7 +160,7 @@ class Fused(Generic[StateT]):
 
 
 class FusedProgram:
-    """A `jax.jit` object together with its step, which has to live as long as the program.
+    """The program of a `Fused`, with the methods of a `jax.jit` object.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -162,25 +169,31 @@ class FusedProgram:
       2.0
     """
 
-    def __init__(self, program: Any, step: Any) -> None:
-        self._program, self._step = program, step
+    def __init__(self, fused: Fused[Any]) -> None:
+        self._fused = fused
 
     def __repr__(self) -> str:
-        return _repr.call(self, step=self._step)
+        return _repr.call(self, step=self._fused.step)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the program."""
-        return self._program(*args, **kwargs)[:2]
+        return self._program_for(args)(*args, **kwargs)[:2]
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """Lowers the program, as `jax.jit(...).lower` does."""
-        lowered: jax.stages.Lowered = self._program.lower(*args, **kwargs)
+        lowered: jax.stages.Lowered = self._program_for(args).lower(*args, **kwargs)
         return lowered
 
     def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
         """Traces the program, as `jax.jit(...).trace` does."""
-        traced: jax.stages.Traced = self._program.trace(*args, **kwargs)
+        traced: jax.stages.Traced = self._program_for(args).trace(*args, **kwargs)
         return traced
+
+    def _program_for(self, args: tuple[Any, ...]) -> Any:
+        """Returns the program for the devices and shardings of the state, the first argument."""
+        state, *_ = args
+        options = self._fused._options(state)
+        return self._fused._program(options._replace(pins=read_pins(state)))
 
 
 class _Arguments(NamedTuple):

@@ -290,8 +290,6 @@ def read_pins(carry: PyTree) -> Pins | None:
     Without pins the compiler chooses the shardings of what a loop carries: biases were seen to
     drift from replicated to sharded.
     """
-    if jax.device_count() == 1:
-        return None
     leaves, structure = jax.tree.flatten(carry)
     shardings = tuple(map(_sharding_to_pin, leaves))
     return Pins(structure, shardings) if any(shardings) else None

@@ -9,6 +9,7 @@ import jax
 
 from functrain import rewrites as _rewrites
 from functrain.common._compile import jit
+from functrain.common._platform import compiling_for
 from functrain.common._types import PyTree
 from functrain.engine._guards import tracing_guards
 from functrain.engine._loop import check_stacked, reject_text_logs, repeat
@@ -40,7 +41,8 @@ class LoopOptions(NamedTuple):
 
     Attributes:
       k: Batches in a chunk.
-      rewrites: Which slow operations to rewrite.
+      rewrites: Which slow operations to rewrite, if the platform is "cpu".
+      platform: The platform that the program is compiled for.
       takes_all: True if the program always takes all K batches, in a loop of known length.
       unroll: Steps in the loop's body.
       donate: True if the program takes over the carry's buffers.
@@ -49,6 +51,7 @@ class LoopOptions(NamedTuple):
 
     k: int
     rewrites: Mode
+    platform: str
     takes_all: bool = False
     unroll: int = 1
     donate: bool = True
@@ -64,13 +67,13 @@ def program(step: Any, kind: Kind, loop: LoopOptions) -> Program:
     return cached_program(step, (kind.name, loop), lambda get_step: _build(get_step, kind, loop))
 
 
-def prefers_static_length() -> bool:
-    """Returns True if loops of known length suit the device better.
+def prefers_static_length(platform: str) -> bool:
+    """Returns True if loops of known length suit the platform better.
 
     Off CPU, in each round of a loop of unknown length the host has to wait for the condition. On
     CPU the compiler must not know the length, so that results do not depend on K.
     """
-    return jax.default_backend() != "cpu"
+    return platform != "cpu"
 
 
 def _build(get_step: Callable[[], Any], kind: Kind, loop: LoopOptions) -> Program:
@@ -85,7 +88,7 @@ def _build(get_step: Callable[[], Any], kind: Kind, loop: LoopOptions) -> Progra
             with error_notes(batch):
                 return pin_carry(body(carry, batch, *const), loop.pins)
 
-        with tracing_guards(step):
+        with tracing_guards(step), compiling_for(loop.platform):
             steps = None if loop.takes_all else n
             carry, rows = repeat(run_step, carry, chunk, loop.k, steps, loop.unroll)
         # The third result is a new buffer that is never donated. The driver waits for it, since the

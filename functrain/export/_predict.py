@@ -12,6 +12,7 @@ from functrain.checkpoint._leaves import cpu_device
 from functrain.common import _repr, _tree
 from functrain.common._checks import require
 from functrain.common._library import import_optional
+from functrain.common._platform import compiling_for
 from functrain.common._types import PyTree, Step
 from functrain.engine._guards import tracing_guards
 from functrain.engine._plan import nbytes
@@ -109,10 +110,10 @@ def predict(
         require(is_pair, "step", expected, result, advice, error=TypeError)
         return result[1]
 
-    # As in training, only programs for CPUs are rewritten.
-    mode = rewrites if set(platforms) == {"cpu"} else "off"
-    with tracing_guards(step):
-        program = _export(rewriting.optimize(predict, mode), inputs, shapes, platforms)
+    # As in training, only programs for CPUs are rewritten. Any other name stands for the rest.
+    platform = "cpu" if set(platforms) == {"cpu"} else "gpu"
+    with tracing_guards(step), compiling_for(platform):
+        program = _export(rewriting.optimize(predict, rewrites), inputs, shapes, platforms)
     data = _serialize(program)
     with atomic_write(path) as temporary, open(temporary, "wb") as file:
         file.write(data)

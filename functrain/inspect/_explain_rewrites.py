@@ -7,11 +7,11 @@ import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import jax
 from jax.extend import core
 from jax.extend.core import primitives
 
 from functrain.common import _repr
+from functrain.common._platform import platform_of
 from functrain.common._types import traits_of
 from functrain.rewrites import _optimize
 from functrain.rewrites._frame import (
@@ -138,7 +138,8 @@ def explain_rewrites(
       >>> row.shapes
       'float32[2, 3, 8, 8] float32[4, 3, 3, 3] -> float32[2, 4, 8, 8]'
     """
-    chosen = _optimize.resolve_mode(rewrites)
+    platform = platform_of((args, kwargs))
+    chosen = _optimize.resolve_mode(rewrites, platform)
     _check_arguments(fn, args, kwargs)
     if args:
         args = traits_of(fn).wrap_state(args[0]), *args[1:]
@@ -147,7 +148,7 @@ def explain_rewrites(
     except Untraceable as error:
         return Explanation((), 0, f"The function runs unchanged: {error}")
     if chosen == "off":
-        note = f"The function runs unchanged: rewrites are off (backend: {jax.default_backend()})."
+        note = f"The function runs unchanged: rewrites are off (platform: {platform})."
         return _explanation(closed, lambda eqn, _: _keep(eqn, "rewrites are off"), note)
     failures = _optimize.rewrite_or_keep(closed, chosen)[1]
     note = "\n".join(map("A rewrite failed and is not used: {}".format, failures))

@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from functrain import rewrites as _rewrites
 from functrain.common import _repr, _tree
 from functrain.common._checks import is_number, require, require_flags, require_integer
+from functrain.common._platform import platform_of
 from functrain.common._types import PyTree, Step
 from functrain.data._batch import require_batch
 from functrain.engine import _placement
@@ -166,7 +167,7 @@ def memory(
     leaves = _bytes_by_path(carry)
     state_bytes = sum(leaves.values())
     # On accelerators the copy is fetched to the host before it is written.
-    copies_for_checkpoint = checkpointer is not None and jax.default_backend() == "cpu"
+    copies_for_checkpoint = checkpointer is not None and platform_of(carry) == "cpu"
     return Memory(
         k=k,
         leaves=leaves,
@@ -209,9 +210,9 @@ def _analyze_program(
 ) -> tuple[int, int]:
     """Compiles the program of a fit; returns the bytes of its logs and of its temporaries."""
     pins = _placement.read_pins(carry)
-    loop = LoopOptions(
-        k, _rewrites.resolve_mode(rewrites), takes_all=prefers_static_length(), pins=pins
-    )
+    platform = platform_of(carry)
+    mode, takes_all = _rewrites.resolve_mode(rewrites, platform), prefers_static_length(platform)
+    loop = LoopOptions(k, mode, platform, takes_all=takes_all, pins=pins)
     run: Any = program(step, TRAINING, loop)
     lowered = run.lower(carry, chunk, np.int32(k))
     stats, logs = lowered.compile().memory_analysis(), nbytes(lowered.out_info[1])

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
+from functrain.common._platform import current_platform
 from functrain.rewrites._frame import Rewrite, RewriteError, retype, rewrite_jaxpr
 from functrain.rewrites.argmax import argmax, argmin
 from functrain.rewrites.attention_gradient import attention_gradient
@@ -67,7 +68,7 @@ REWRITES: tuple[Rewrite, ...] = (
 
 
 def optimize(fn: F, rewrites: Mode = "auto") -> F:
-    """Returns the function with its slow operations rewritten, on CPU.
+    """Returns the function with its slow operations rewritten, if it is compiled for a CPU.
 
     The result traces `fn` once per call and evaluates the rewritten jaxpr, so jit it, or call it
     inside a jitted function. Differentiate and `vmap` the function before, not after: rewrites
@@ -94,12 +95,15 @@ def optimize(fn: F, rewrites: Mode = "auto") -> F:
       >>> print(jax.jit(optimize(fn))(image, kernel).shape)
       (2, 4, 8, 8)
     """
-    chosen = resolve_mode(rewrites)
-    if chosen == "off":
+    if resolve_mode(rewrites, "cpu") == "off":
         return fn
 
     @functools.wraps(fn)
     def optimized(*args: Any, **kwargs: Any) -> Any:
+        # Chosen for each program, since one may be compiled for a CPU and one for a GPU.
+        chosen = resolve_mode(rewrites)
+        if chosen == "off":
+            return fn(*args, **kwargs)
         reason = ""
         try:
             closed, out_shapes = trace(fn, *args, **kwargs)
@@ -168,15 +172,17 @@ def rewrite_or_keep(closed: Any, chosen: Mode) -> tuple[Any, list[Exception]]:
             return closed, [*failures, error]
 
 
-def resolve_mode(rewrites: str = "auto") -> Mode:
-    """Returns which rewrites apply in this process.
+def resolve_mode(rewrites: str = "auto", platform: str | None = None) -> Mode:
+    """Returns which rewrites apply to a program.
 
     Args:
       rewrites: The requested mode. FUNCTRAIN_REWRITES in the environment overrides it.
+      platform: The platform that the program is compiled for: "cpu", "gpu" or "tpu". By default
+        that of the program that is being traced, or else of the default device.
 
     Returns:
-      "off" unless the default backend is the CPU, because only XLA's CPU backend needs rewrites;
-      otherwise the requested mode.
+      "off" for every platform but "cpu", because only XLA's CPU compiler needs rewrites; otherwise
+      the requested mode.
 
     Raises:
       ValueError: One of the two is not "auto", "exact" or "off".
@@ -190,4 +196,4 @@ def resolve_mode(rewrites: str = "auto") -> Mode:
     for name, value in (("rewrites", rewrites), ("FUNCTRAIN_REWRITES", requested)):
         if value not in get_args(Mode):
             raise ValueError(f"{name}: expected 'auto', 'exact' or 'off', got {value!r}")
-    return cast(Mode, requested) if jax.default_backend() == "cpu" else "off"
+    return cast(Mode, requested) if (platform or current_platform()) == "cpu" else "off"

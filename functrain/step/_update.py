@@ -34,8 +34,8 @@ def update(
       before the update, and the aux.
 
     Raises:
-      TypeError: (when traced) `state` is not a TrainState, `loss_fn` is not a loss, or `tx` is not an
-        optax transformation; or the loss does not return a pair of a scalar and an Aux, or draws
+      TypeError: (when traced) `state` is not a TrainState, `loss_fn` is not a loss, or `tx` is not
+        an optax transformation; or the loss does not return a pair of a scalar and an Aux, or draws
         random numbers although the state has no `rng`.
       ValueError: (when traced) the state's `opt_state` belongs to another optimizer, or
         `skip_non_finite` guards only a part of it.

@@ -14,6 +14,7 @@ import functrain as ft
 from benchmarks.jax_ways import functrain_parts
 from benchmarks.keras_ways import compiled
 from benchmarks.workloads import WORKLOADS
+from functrain.common._platform import compiling_for
 
 K = 4
 BACKENDS = {"cuda": "gpu", "tpu": "tpu"}
@@ -34,8 +35,7 @@ def lowered(state: Any, step: Any, batch: Any, platform: str) -> Lowered:
     """Lowers K steps for a platform, with what functrain would decide there."""
     chunk = jax.tree.map(lambda x: jax.ShapeDtypeStruct((K, *x.shape), x.dtype), batch)
     by_hand = jax.jit(lambda state, chunk: jax.lax.scan(step, state, chunk), donate_argnums=0)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jax, "default_backend", lambda: BACKENDS.get(platform, platform))
+    with compiling_for(BACKENDS.get(platform, platform)):
         fused = ft.fuse(step, K).program.trace(state, chunk, np.int32(K))
         return Lowered(
             state,

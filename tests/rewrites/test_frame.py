@@ -14,6 +14,7 @@ from jax.extend.core import primitives
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
+from functrain.common._platform import compiling_for
 from functrain.rewrites import _optimize, optimize, resolve_mode
 from functrain.rewrites._frame import Rewrite, RewriteError, find_consumers, rewrite_jaxpr
 
@@ -390,10 +391,13 @@ def test_the_environment_wins(monkeypatch: pytest.MonkeyPatch) -> None:
         resolve_mode("auto")
 
 
-def test_only_the_cpu_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert [resolve_mode(m) for m in ("auto", "exact", "off")] == ["auto", "exact", "off"]
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert [resolve_mode(m) for m in ("auto", "exact", "off")] == ["off", "off", "off"]
+def test_only_programs_for_a_cpu_need_it() -> None:
+    modes = ("auto", "exact", "off")
+    assert [resolve_mode(m) for m in modes] == ["auto", "exact", "off"]
+    assert [resolve_mode(m, "gpu") for m in modes] == ["off", "off", "off"]
+    with compiling_for("tpu"):
+        assert [resolve_mode(m) for m in modes] == ["off", "off", "off"]
+        assert [resolve_mode(m, "cpu") for m in modes] == ["auto", "exact", "off"]
     with pytest.raises(ValueError, match="rewrites"):
         resolve_mode("on")
 
