@@ -14,9 +14,10 @@ from bridge.state._keras_state import KerasState, variable_values
 from bridge.train._batches import keras_batches
 from bridge.train._callbacks import flat
 from bridge.train._steps import KerasStep, describe_batch
-from functrain import FitResult, Model, TrainState
+from functrain import ArrayLoader, Checkpointer, FitResult, Model, Steps, TrainState
 from functrain.internal import (
     PyTree,
+    brief,
     require,
     require_fuse,
     require_integer,
@@ -121,6 +122,7 @@ def require_arguments(
     require_one_of("verbose", verbose, ("auto", 0, 1, 2))
     advice = "A generator of batches goes into x, and yields (inputs, targets)."
     require(x is not None, "x", "arrays, a dataset, a loader or a generator", x, advice)
+    _require_no_loader("x", x)
     _require_no_strings(x=x, y=y)
     for name, data in (("x", x), ("y", y)):
         # Keras rejects lists of numbers as well, with all the numbers in its message.
@@ -132,6 +134,16 @@ def require_arguments(
         if number is not None:
             require_integer(name, number)
     _require_callbacks(callbacks)
+
+
+def _require_no_loader(name: str, data: Any) -> None:
+    """Raises TypeError for data of functrain's own loops, which Keras cannot iterate."""
+    advice = (
+        "Pass the arrays themselves and batch_size=, as in bridge.fit(model, x, y, batch_size=32); "
+        "or train with functrain.fit(state, step, data)."
+    )
+    is_known = not isinstance(data, ArrayLoader | Steps)
+    require(is_known, name, "data that Keras accepts", data, advice, error=TypeError)
 
 
 def _require_no_strings(**arguments: Any) -> None:
@@ -172,10 +184,22 @@ def _require_callbacks(callbacks: Any) -> None:
             )
         if not hasattr(callback, "on_epoch_end"):
             raise TypeError(
-                f"callbacks: expected those of Keras, got {callback!r}. Hooks of functrain go into "
-                "functrain.fit(hooks=). Only its loggers (TensorBoard, JSONLines, WandB) can be "
-                "passed to bridge.fit as well."
+                f"callbacks: expected those of Keras, got {brief(callback)}. "
+                f"{_advice_for_hook(callback)}"
             )
+
+
+def _advice_for_hook(hook: Any) -> str:
+    """Returns what to do with an object of functrain that was passed as a callback."""
+    if isinstance(hook, Checkpointer):
+        return "Pass it to bridge.fit as checkpointer=."
+    name = type(hook).__name__
+    if hasattr(keras.callbacks, name):
+        return f"Use keras.callbacks.{name}; the hook of functrain goes into functrain.fit(hooks=)."
+    return (
+        "Hooks of functrain go into functrain.fit(hooks=). Only its loggers (TensorBoard, "
+        "JSONLines, WandB) can be passed to bridge.fit as well."
+    )
 
 
 def require_no_other_backup(callbacks: Any) -> None:
@@ -284,6 +308,7 @@ def require_validation(
             "validation_data: expected (x, y), (x, y, sample_weight) or an iterable of such "
             f"batches, got a {type(data).__name__} of length {len(data)}"
         )
+    _require_no_loader("validation_data", data)
     validation = keras.utils.unpack_x_y_sample_weight(data)
     x, y, _ = validation
     _require_no_strings(**{"validation_data's x": x, "validation_data's y": y})

@@ -502,7 +502,8 @@ def file_identity(target: str) -> dict[str, tuple[int, int, int]]:
 def resolve_local_path(path: str | os.PathLike[str], name: str = "path") -> str:
     """Returns an absolute path that later changes of links or the working directory leave alone."""
     is_path = isinstance(path, str | os.PathLike)
-    require(is_path, name, "a path, such as 'runs/first'", path, error=TypeError)
+    advice = "The path comes first: save(path, state), load(path, like)." if name == "path" else ""
+    require(is_path, name, "a path, such as 'runs/first'", path, advice, error=TypeError)
     text = os.fspath(path)
     expected = "a path on this machine, such as 'runs/first' or '.'"
     advice = "Mount remote storage as a folder, or copy the files."
@@ -543,8 +544,8 @@ def save(path: str | os.PathLike[str], state: PyTree, *, overwrite: bool = False
       [0. 1. 2.]
     """
     with _processes.main_group.raise_in_all():
-        leaves = _leaves.fetch_leaves(_leaves.named_leaves({STATE: state}))
         target = resolve_local_path(path)
+        leaves = _leaves.fetch_leaves(_leaves.named_leaves({STATE: state}))
         os.makedirs(os.path.dirname(target), exist_ok=True)
 
     def require_free() -> None:

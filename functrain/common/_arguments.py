@@ -5,6 +5,8 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec, TypeVar
 
+from functrain.common import _repr
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -16,6 +18,30 @@ def parameters(function: Any) -> Mapping[str, inspect.Parameter]:
         return inspect.signature(function).parameters
     except (TypeError, ValueError):
         return {}
+
+
+def accepts(function: Any, count: int, *keywords: str) -> bool:
+    """Returns False if a function cannot be called with these arguments.
+
+    Args:
+      function: The function; one without a signature counts as accepting any arguments.
+      count: The number of positional arguments.
+      *keywords: The names of the keyword arguments.
+    """
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return True
+    try:
+        signature.bind(*range(count), **dict.fromkeys(keywords))
+    except TypeError:
+        return False
+    return True
+
+
+def describe_signature(function: Any) -> str:
+    """Returns the name of a function with the names of its parameters."""
+    return f"{_repr.name(function)}({', '.join(parameters(function))})"
 
 
 def argument_advice(

@@ -28,7 +28,7 @@ def host_arrays(data: PyTree, name: str = "data") -> PyTree:
         if not is_supported_dtype(x.dtype):
             raise TypeError(
                 f"{name}: expected arrays of numbers, got {type(leaf).__name__} "
-                f"of {x.dtype} at {_tree.path_str(path)}. {_ADVICE.get(x.dtype.kind, _CAST)}"
+                f"of {x.dtype} at {_tree.path_str(path)}. {dtype_advice(x.dtype)}"
             )
         return x
 
@@ -44,6 +44,11 @@ _ADVICE = {
     "M": "Convert dates to numbers first, such as (x - x[0]) / np.timedelta64(1, 's').",
     "m": "Convert times to numbers first, such as x / np.timedelta64(1, 's').",
 }
+
+
+def dtype_advice(dtype: np.dtype[Any]) -> str:
+    """Returns how to convert an array of a dtype that jax does not support."""
+    return _ADVICE.get(dtype.kind, _CAST)
 
 
 def require_unmasked(leaf: Any, name: str, path: Callable[[], str] = lambda: "") -> None:

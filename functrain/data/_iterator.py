@@ -11,7 +11,12 @@ import numpy as np
 
 from functrain.common import _repr, _tree
 from functrain.common._types import PyTree
-from functrain.data._arrays import is_supported_dtype, require_no_number_lists, require_unmasked
+from functrain.data._arrays import (
+    dtype_advice,
+    is_supported_dtype,
+    require_no_number_lists,
+    require_unmasked,
+)
 from functrain.data._batch import batch_size
 from functrain.data._batches import Batches, Chunk, batch_signature, shapes
 from functrain.data._iterator_position import IteratorPosition
@@ -317,6 +322,6 @@ def _to_numpy(leaf: Any, batch: PyTree, label: str) -> np.ndarray:
     if not is_supported_dtype(array.dtype):
         raise TypeError(
             f"data: expected batches of numbers, got {type(leaf).__name__} of {array.dtype} at "
-            f"{path()} of {label}. Convert it first."
+            f"{path()} of {label}. {dtype_advice(array.dtype)}"
         )
     return array

@@ -143,11 +143,14 @@ class ArrayLoader(SeekableLoader):
     ) -> None:
         require_one_of("placement", placement, ("host", "device"))
         require_flags(shuffle=shuffle, drop_remainder=drop_remainder)
+        is_data = not isinstance(data, int | SeekableLoader)
+        advice = "Pass ArrayLoader((x, y), batch_size)."
+        require(is_data, "data", "a pytree of arrays", data, advice, error=TypeError)
         self.data = host_arrays(data)
         self.examples = _common_length(self.data)
         is_valid = is_integer(batch_size, 1) and batch_size <= self.examples
         # An array here is a common mistake: ArrayLoader(x, y).
-        advice = "Pass ArrayLoader((x, y), batch_size)." if _tree.is_array(batch_size) else ""
+        advice = advice if _tree.is_array(batch_size) else ""
         expected = f"1 to {self.examples}, the number of examples"
         require(is_valid, "batch_size", expected, batch_size, advice)
         require_integer("seed", seed, 0)

@@ -8,7 +8,9 @@ from typing import Any, Protocol, TypeAlias
 
 import jax
 
+from functrain.checkpoint._checkpointer import Checkpointer
 from functrain.common import _repr
+from functrain.common._arguments import accepts, describe_signature
 from functrain.common._checks import require
 from functrain.engine._trigger import Trigger, is_trigger
 from functrain.loop._events import ChunkEnd, EpochEnd, Event, LogsReady
@@ -89,12 +91,27 @@ def is_resumable(hook: Any) -> bool:
 
 
 def _require_hook(hook: Any, name: str) -> None:
-    if not callable(hook) or isinstance(hook, type):
-        got = f"the class {hook.__name__}" if isinstance(hook, type) else _repr.brief(hook)
+    got, advice = "", ""
+    if isinstance(hook, type):
+        got = f"the class {hook.__name__}"
+        advice = f"Pass an object of it: {hook.__name__}(...)."
+    elif isinstance(hook, Checkpointer):
+        got, advice = "a Checkpointer", "Pass it as checkpointer=."
+    # Keras's callbacks have this method; functrain does not import Keras to check their class.
+    elif hasattr(hook, "on_epoch_end"):
+        got = f"the Keras callback {type(hook).__name__}"
+        advice = (
+            "Keras callbacks belong in bridge.fit(callbacks=...); functrain.hooks has hooks for the "
+            "same purposes."
+        )
+    elif not callable(hook):
+        got = _repr.brief(hook)
+    elif not accepts(hook, 1):
+        got, advice = describe_signature(hook), "The event has the step, the state and the values."
+    if got:
         raise TypeError(
             f"{name}: expected a function of one event, or an object that is called with one, got "
-            f"{got}. Pass an object of a class, such as EarlyStopping(...). Keras callbacks belong "
-            "in bridge.fit(callbacks=)."
+            f"{got}. {advice}".rstrip()
         )
     every = getattr(hook, "every", None)
     if every is not None and not is_trigger(every):

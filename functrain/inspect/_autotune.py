@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from functrain.common import _tree
+from functrain.common._checks import is_integer, require
 from functrain.common._compile import jit
 from functrain.common._gather import gather_from_processes
 from functrain.common._types import PyTree, Step, traits_of
@@ -122,9 +123,10 @@ def autotune(
       >>> tuning.k in (1, 16)
       True
     """
-    ks = list(fuse)
-    if not ks or ks[0] < 1 or any(a >= b for a, b in itertools.pairwise(ks)):
-        raise ValueError(f"fuse: expected rising numbers of steps of at least 1, got {ks}")
+    ks = list(fuse) if isinstance(fuse, Sequence) else []
+    are_rising = all(is_integer(k, 1) for k in ks) and all(a < b for a, b in itertools.pairwise(ks))
+    advice = "For one number, write fuse=(16,)."
+    require(ks and are_rising, "fuse", "rising numbers of steps of at least 1", fuse, advice)
     check_step(step)
     require_batch(batch)
     # Placed like the state and the batches of a run, so that the same programs are measured.

@@ -84,6 +84,8 @@ class Loop:
         self._of_members = traits_of(self.step).is_population
         self._epoch_end_is_pending = resumed is not None and resumed.epoch_end_is_pending
         self._epoch_is_over = resumed is not None and resumed.nothing_left
+        # To tell a state that was changed in place; see `_require_structure`.
+        self._structure = _tree.structure(carry)
         self._log_names: dict[Any, list[tuple[int, str]]] = {}
         self.driver.begin(self._with_metrics(carry, None if resumed is None else resumed.metrics))
         # The driver owns the arrays that were read: a reference would keep them in memory.
@@ -199,7 +201,11 @@ class Loop:
         # Other processes read both counts to see whether this one still takes part in the run.
         if self.stopping is not None:
             self.stopping.started += chunk.steps
-        rows = self.driver.run(chunk)
+        try:
+            rows = self.driver.run(chunk)
+        except Exception as error:
+            self._require_structure(error)
+            raise
         if self.stopping is not None:
             self.stopping.dispatched += chunk.steps
         self.position = self.position.after(chunk.steps)
@@ -363,12 +369,30 @@ class Loop:
         if not event._is_handed_over:
             changes = _tree.differences(self.state, state)
             expected = "a state with the structure, shapes and dtypes it had"
-            require_no_problems("event.state", changes, expected)
+            advice = "Assign a state with all of its leaves: event.state = new_state."
+            require_no_problems("event.state", changes, expected, advice)
             state = _placement.place_on_mesh(_tree.copy(state), self.sharding)
         has_metrics = isinstance(self.driver.carry, Metered)
         self.driver.begin(self.driver.carry.replace(state=state) if has_metrics else state)
         if event._spare is not None:
             self.driver.adopt_spare(event._spare, self.position)
+
+    def _require_structure(self, error: Exception) -> None:
+        """Raises ValueError from an error of a program if its state was changed in place."""
+        # Looked at after an error only: flattening a large state for every program takes time. The
+        # hook of bridge hands over a state of its own.
+        before = jax.tree.unflatten(self._structure, [0] * self._structure.num_leaves)
+        paths, paths_before = (
+            dict(_tree.leaves_with_path(self.state)),
+            _tree.leaves_with_path(before),
+        )
+        missing = [f"{path}: missing" for path, _ in paths_before if path not in paths]
+        if missing and not self.like_keras:
+            raise ValueError(
+                "event.state: expected the leaves it had, got a state that was changed in place:\n"
+                f"{_tree.bullets(missing)}\nAssign a changed copy with all of its leaves: "
+                "event.state = new_state."
+            ) from error
 
 
 def _without_metrics(carry: PyTree) -> PyTree:

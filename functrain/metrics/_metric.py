@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from functrain.common import _repr
-from functrain.common._arguments import parameters
+from functrain.common._arguments import accepts, describe_signature, parameters
 from functrain.common._checks import require_instance
 from functrain.common._types import PyTree
 from functrain.data._batch import batch_size, expand_weight
@@ -150,7 +150,8 @@ def collection(metrics: Mapping[str, Metric]) -> Metric:
     """Returns several metrics as one, whose states and values are dicts by name.
 
     Raises:
-      TypeError: `metrics` is not a mapping, or a value in it is not a Metric.
+      TypeError: `metrics` is not a mapping, or a value in it is not a Metric, or cannot be called
+        as one.
 
     Examples:
       >>> from functrain.metrics import accuracy
@@ -165,6 +166,7 @@ def collection(metrics: Mapping[str, Metric]) -> Metric:
     for name, metric in metrics.items():
         advice = f"Call it: {_repr.name(metric)}(...)." if inspect.isfunction(metric) else _MAKE
         require_instance(f"metrics[{name!r}]", metric, Metric, "a Metric", advice)
+        _require_functions(f"metrics[{name!r}]", metric)
 
     def init() -> Any:
         return {name: metric.init() for name, metric in metrics.items()}
@@ -177,6 +179,24 @@ def collection(metrics: Mapping[str, Metric]) -> Metric:
         return {name: metric.compute(m[name]) for name, metric in metrics.items()}
 
     return Metric(init, update, compute)
+
+
+def _require_functions(name: str, metric: Metric) -> None:
+    """Raises TypeError if a function of a metric has other parameters than it is called with."""
+    weight = [name for name in ("weight",) if name in parameters(metric.update)]
+    checks = (
+        ("init", accepts(metric.init, 0), "init() -> m"),
+        (
+            "update",
+            accepts(metric.update, 4, *weight),
+            "update(m, batch, outputs, loss) -> m; with a parameter `weight`, it gets Aux.weight",
+        ),
+        ("compute", accepts(metric.compute, 1), "compute(m) -> a scalar"),
+    )
+    for field, is_accepted, expected in checks:
+        if not is_accepted:
+            got = describe_signature(getattr(metric, field))
+            raise TypeError(f"{name}.{field}: expected {expected}, got {got}.")
 
 
 def _zero() -> _Sum:

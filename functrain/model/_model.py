@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import jax
 
@@ -32,6 +32,32 @@ class ModelOutput(NamedTuple):
     outputs: PyTree
     model_state: PyTree
     losses: tuple[jax.Array, ...] = ()
+
+
+def _reject_use_as_array(self: ModelOutput, *args: Any) -> NoReturn:
+    raise TypeError(
+        "expected an array, got a ModelOutput, the result of model.apply. Its field `outputs` has "
+        "the predictions: model.apply(...).outputs"
+    )
+
+
+def _reject_attribute(self: ModelOutput, name: str) -> NoReturn:
+    raise AttributeError(
+        f"A ModelOutput has no attribute {name!r}. It has the fields outputs (the predictions), "
+        "model_state and losses: use model.apply(...).outputs"
+    )
+
+
+# Set here, since type checkers would compare methods with those of a tuple, whose `+` and `*`
+# would silently concatenate and repeat.
+for _name in ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"]:
+    setattr(ModelOutput, f"__{_name}__", _reject_use_as_array)
+    setattr(ModelOutput, f"__r{_name}__", _reject_use_as_array)
+for _name in ["neg", "abs", "eq", "ne", "lt", "le", "gt", "ge", "array", "jax_array"]:
+    setattr(ModelOutput, f"__{_name}__", _reject_use_as_array)
+# With None, an operator between an array of NumPy and a ModelOutput calls the methods above.
+setattr(ModelOutput, "__array_ufunc__", None)  # noqa: B010
+setattr(ModelOutput, "__getattr__", _reject_attribute)  # noqa: B010
 
 
 class ApplyFn(Protocol):

@@ -94,6 +94,9 @@ def autotune(
       >>> over_all = ft.population.step(step, block=tuning.block)
     """
     require_population(population, "population")
+    advice = "For one number, write blocks=(4,)."
+    is_sequence = isinstance(blocks, Sequence)
+    require(is_sequence, "blocks", "a sequence of numbers of members", blocks, advice)
     steps = {block: population_step(step, data=data, block=block) for block in blocks}
     require(steps, "blocks", "at least one number of members", blocks)
     k = min(MAX_STEPS, auto_steps(nbytes(batch), nbytes(population)))

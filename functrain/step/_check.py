@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from functrain.common import _repr, _tree
-from functrain.common._arguments import parameters
+from functrain.common._arguments import describe_signature, parameters
 from functrain.common._checks import require
 from functrain.model._model import Model
 
@@ -35,7 +35,7 @@ def check_loss(loss_fn: Any) -> None:
     missing = [name for name in ("rng", "training") if name not in arguments]
     if missing:
         raise TypeError(
-            f"{expected}, got {_repr.name(loss_fn)}({', '.join(arguments)}) without "
+            f"{expected}, got {describe_signature(loss_fn)} without "
             f"{' and '.join(missing)}. For a step from train_step, pass the loss that it was made "
             "from; a step of your own goes into fit as it is. A loss must accept both arguments, "
             "even if it ignores them."

@@ -53,6 +53,11 @@ def test_every_dtype_of_jax_comes_back_as_an_array_of_jax(tmp_path, dtype) -> No
     assert got["x"].dtype == dtype
 
 
+def test_a_state_before_its_path_is_told_the_order(tmp_path) -> None:
+    with pytest.raises(TypeError, match=r"path: expected a path.*got 3 in 1 array.*save\(path, st"):
+        ft.save({"w": np.ones(3)}, tmp_path / "saved")
+
+
 def test_a_nan_keeps_what_it_carries(tmp_path) -> None:
     words = np.array([0x7FC01234, 0xFFC00001, 0x7F800001, 0x80000000], np.uint32)
     tree = {"numpy": words.view(np.float32), "jax": jnp.asarray(words).view(jnp.float32)}

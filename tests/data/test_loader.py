@@ -100,6 +100,14 @@ def test_data_that_makes_no_batches_is_refused(data, batch_size, message) -> Non
         ArrayLoader(data, batch_size)
 
 
+@pytest.mark.parametrize("data", [10, ArrayLoader(X, 10)])
+def test_what_is_no_data_is_told_the_order_of_the_arguments(data) -> None:
+    with pytest.raises(
+        TypeError, match=r"data: expected a pytree .*Pass ArrayLoader\(\(x, y\), ba"
+    ):
+        ArrayLoader(data, X)
+
+
 @pytest.mark.parametrize("seed", [None, -1, 0.5, True])
 def test_a_seed_that_is_none_is_refused(seed) -> None:
     with pytest.raises(ValueError, match=f"seed: expected an integer of at least 0, got {seed}"):

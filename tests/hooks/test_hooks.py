@@ -2,6 +2,7 @@ import itertools
 
 import jax
 import jax.numpy as jnp
+import keras
 import numpy as np
 import optax
 import pytest
@@ -130,6 +131,20 @@ def test_a_state_that_does_not_fit_is_refused_by_leaf() -> None:
         fit(break_it)
 
 
+@pytest.mark.parametrize("by_hook", [True, False])
+def test_a_state_changed_in_place_is_named_by_its_missing_leaf(by_hook) -> None:
+    def remove(event):
+        event.state["count"] = None
+
+    step, state, data = lambda s, b: ({"count": s["count"] + 1}, {}), {"count": 0}, [np.ones(2)] * 3
+    with pytest.raises(ValueError, match=r"(?s)event\.state: .* in place:\n  count: missing"):
+        if by_hook:
+            ft.fit(state, step, data, fuse=1, hooks=[remove], verbose=0)
+        else:
+            for event in ft.run(state, step, data, fuse=1):
+                remove(event)
+
+
 def test_values_that_hooks_add_are_in_the_history() -> None:
     @ft.every(epochs=1)
     def norm(event):
@@ -253,10 +268,19 @@ def test_settings_that_make_no_sense_are_refused(make, message) -> None:
         make()
 
 
-@pytest.mark.parametrize("hook", [3, ft.hooks.CSVLogger])
-def test_what_is_no_hook_is_refused_by_place(hook) -> None:
-    with pytest.raises(TypeError, match=r"hooks\[0\]: expected a function of one event"):
-        fit(hook)
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda path: 3, "got 3"),
+        (lambda path: ft.hooks.CSVLogger, r"got the class CSVLogger\. Pass an object of it"),
+        (ft.Checkpointer, r"got a Checkpointer\. Pass it as checkpointer="),
+        (keras.callbacks.CSVLogger, r"got the Keras callback CSVLogger\. .*bridge\.fit"),
+        (lambda path: lambda step, logs: None, r"got <lambda>\(step, logs\)"),
+    ],
+)
+def test_what_is_no_hook_is_refused_by_place(tmp_path, make, words) -> None:
+    with pytest.raises(TypeError, match=rf"hooks\[0\]: expected a function of one event.*{words}"):
+        fit(make(tmp_path / "run"))
 
 
 def test_a_number_for_a_trigger_is_refused_with_the_hook_that_has_it(tmp_path) -> None:

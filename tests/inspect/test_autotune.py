@@ -66,7 +66,7 @@ def test_the_choice_is_the_smallest_of_the_fastest(microseconds, choice) -> None
     assert _choose(rows) == choice
 
 
-@pytest.mark.parametrize("ks", [(), (0, 1), (4, 2)])
+@pytest.mark.parametrize("ks", [(), (0, 1), (4, 2), 16, "auto", (1.5, 2)])
 def test_numbers_of_steps_must_rise(ks) -> None:
     with pytest.raises(ValueError, match="fuse: expected rising numbers of steps"):
         ft.inspect.autotune({"w": jnp.zeros(3)}, step, np.ones(8), fuse=ks)

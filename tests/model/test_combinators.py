@@ -177,6 +177,31 @@ def test_wrong_patterns_and_states_are_refused_in_words() -> None:
         ft.freeze(model, ["body"])
 
 
+ARRAY = np.ones((2, 3), np.float32)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda output: output - ARRAY,
+        lambda output: ARRAY - output,
+        lambda output: jnp.asarray(ARRAY) - output,
+        lambda output: 2 * output,
+        lambda output: output == ARRAY,
+        jnp.mean,
+        np.asarray,
+    ],
+)
+def test_what_a_model_returns_is_no_array_and_says_where_the_array_is(use) -> None:
+    output = ft.ModelOutput(ARRAY, {})
+    with pytest.raises(TypeError, match=r"got a ModelOutput.*model\.apply\(\.\.\.\)\.outputs"):
+        use(output)
+    with pytest.raises(AttributeError, match=r"no attribute 'shape'.*fields outputs"):
+        _ = output.shape
+    assert not hasattr(output, "dtype")
+    assert jax.tree.leaves(output)[0] is ARRAY
+
+
 @pytest.mark.parametrize(
     ("argument", "advice"),
     [

@@ -129,6 +129,8 @@ def test_autotune_chooses_the_fastest_of_what_it_measured() -> None:
     assert not begin.active.is_deleted()
     with pytest.raises(ValueError, match="at least one"):
         P.autotune(begin, PLAIN, (X, X), blocks=())
+    with pytest.raises(ValueError, match=r"blocks: expected a sequence .* got 4.*blocks=\(4,\)"):
+        P.autotune(begin, PLAIN, (X, X), blocks=4)
 
 
 def test_members_with_convolutions_come_one_after_another_on_cpu() -> None:

@@ -76,3 +76,13 @@ def test_the_word_of_keras_is_told_what_it_is_here() -> None:
     with pytest.raises(AttributeError, match=message):
         _ = result.history.history["loss"]
     assert not hasattr(history(), "history")
+
+
+def test_a_value_is_asked_of_steps_or_of_epochs() -> None:
+    result = ft.FitResult(state=(), history=history())
+    assert result[1] is result.history
+    for holder in (result, result.history):
+        with pytest.raises(
+            TypeError, match=r"history\.epochs\['loss'\] .*history\.steps\['loss'\]"
+        ):
+            holder["loss"]

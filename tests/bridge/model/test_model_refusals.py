@@ -101,6 +101,8 @@ def test_a_model_that_only_says_it_is_built_is_refused():
 
 def test_what_is_no_keras_model_is_refused():
     for use in (bridge.from_keras, lambda m: bridge.create_state(m, SGD)):
+        with pytest.raises(TypeError, match=r"got Model\. .*TrainState\.create\(params=params"):
+            use(functrain.freeze(functrain.Model(init=None, apply=None), "bias"))
         with pytest.raises(TypeError, match=r"expected a keras.Model or keras.Layer, got int"):
             use(3)
 

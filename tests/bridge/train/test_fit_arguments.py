@@ -53,6 +53,18 @@ def test_an_argument_that_means_nothing(arguments: Any, words: str) -> None:
     assert int(model.optimizer.iterations.value) == 0
 
 
+@pytest.mark.parametrize("data", [ft.ArrayLoader((X, Y), 8), ft.Steps(3)])
+def test_loaders_of_functrain_are_refused_before_a_step(data: Any) -> None:
+    model = compiled()
+    words = "expected data that Keras accepts, got .*Pass the arrays themselves and batch_size="
+    for call in (bridge.fit, bridge.evaluate, bridge.predict):
+        with pytest.raises(TypeError, match=f"x: {words}"):
+            call(model, data, verbose=0)
+    with pytest.raises(TypeError, match=f"validation_data: {words}"):
+        bridge.fit(model, X, Y, validation_data=data, verbose=0)
+    assert int(model.optimizer.iterations.value) == 0
+
+
 @pytest.mark.parametrize("which", [0, 1])
 def test_big_endian_arrays_train_as_those_of_the_machine(which: int) -> None:
     losses = []

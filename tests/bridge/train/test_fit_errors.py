@@ -52,8 +52,14 @@ def test_a_fuse_that_is_no_number_of_steps(method: str, fuse: Any) -> None:
 
 @pytest.mark.parametrize("hook", [ft.hooks.EarlyStopping("val_loss"), ft.hooks.CSVLogger("x.csv")])
 def test_hooks_of_functrain(hook: Any) -> None:
-    with pytest.raises(TypeError, match=r"callbacks: expected those of Keras.*fit\(hooks=\)"):
+    words = rf"callbacks: expected those of Keras.*Use keras\.callbacks\.{type(hook).__name__}"
+    with pytest.raises(TypeError, match=rf"{words}.*fit\(hooks=\)"):
         fit(fresh(), callbacks=[hook])
+
+
+def test_a_checkpointer_among_callbacks(tmp_path: Any) -> None:
+    with pytest.raises(TypeError, match="Pass it to bridge.fit as checkpointer="):
+        fit(fresh(), callbacks=[ft.Checkpointer(tmp_path / "run")])
 
 
 def test_unknown_rewrites() -> None:
