@@ -101,8 +101,8 @@ def _require_hook(hook: Any, name: str) -> None:
     elif hasattr(hook, "on_epoch_end"):
         got = f"the Keras callback {type(hook).__name__}"
         advice = (
-            "Keras callbacks belong in bridge.fit(callbacks=...); functrain.hooks has hooks for the "
-            "same purposes."
+            "Keras callbacks belong in bridge.fit(callbacks=...); functrain.hooks has hooks for "
+            "the same purposes."
         )
     elif not callable(hook):
         got = _repr.brief(hook)

@@ -382,11 +382,8 @@ class Loop:
         # Looked at after an error only: flattening a large state for every program takes time. The
         # hook of bridge hands over a state of its own.
         before = jax.tree.unflatten(self._structure, [0] * self._structure.num_leaves)
-        paths, paths_before = (
-            dict(_tree.leaves_with_path(self.state)),
-            _tree.leaves_with_path(before),
-        )
-        missing = [f"{path}: missing" for path, _ in paths_before if path not in paths]
+        paths = dict(_tree.leaves_with_path(self.state))
+        missing = [f"{p}: missing" for p, _ in _tree.leaves_with_path(before) if p not in paths]
         if missing and not self.like_keras:
             raise ValueError(
                 "event.state: expected the leaves it had, got a state that was changed in place:\n"

@@ -127,7 +127,7 @@ def test_what_is_no_metric_is_refused_by_name() -> None:
     [
         ("init", lambda key: 0, r"expected init\(\) -> m, got <lambda>\(key\)"),
         ("update", lambda m, y, outputs: m, r"update\(m, batch, .*got <lambda>\(m, y, outputs\)"),
-        ("update", lambda m, b, o, l, more: m, r"got <lambda>\(m, b, o, l, more\)"),
+        ("update", lambda m, b, o, loss, n: m, r"got <lambda>\(m, b, o, loss, n\)"),
         ("compute", lambda m, batch: m, r"expected compute\(m\)"),
     ],
 )

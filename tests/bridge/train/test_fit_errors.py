@@ -58,7 +58,7 @@ def test_hooks_of_functrain(hook: Any) -> None:
 
 
 def test_a_checkpointer_among_callbacks(tmp_path: Any) -> None:
-    with pytest.raises(TypeError, match="Pass it to bridge.fit as checkpointer="):
+    with pytest.raises(TypeError, match=r"Pass it to bridge\.fit as checkpointer="):
         fit(fresh(), callbacks=[ft.Checkpointer(tmp_path / "run")])
 
 
