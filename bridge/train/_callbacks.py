@@ -81,18 +81,18 @@ class BatchCallbacks:
         self._begin_method, self._end_method = _METHODS[kind][:2]
         self._kind = kind
         self._bars: list[Any] = []
-        self._acting: list[Any] = []
+        self._acting_callbacks: list[Any] = []
         # A list of another class may do anything in its methods, so it counts as one callback.
         is_keras_list = type(callbacks) is keras.callbacks.CallbackList
         for callback in callbacks.callbacks if is_keras_list else [callbacks]:
             if type(callback) is keras.callbacks.ProgbarLogger:
                 self._bars += [] if quiet else [callback]
             elif self._acts_on_batches(callback):
-                self._acting.append(callback)
+                self._acting_callbacks.append(callback)
         # The outputs of the steps in one execution of a prediction, which has one batch event.
         self._outputs: list[PyTree] = []
-        # The last chunk, which the progress bars have not shown yet.
-        self._late: ChunkEnd | None = None
+        # The latest chunk, until the progress bars show it.
+        self._unshown_chunk: ChunkEnd | None = None
 
     def _acts_on_batches(self, callback: Any) -> bool:
         if not any(_overrides(callback, name) for name in _METHODS[self._kind]):
@@ -104,7 +104,7 @@ class BatchCallbacks:
     @property
     def fusible(self) -> bool:
         """Returns True if "auto" may fuse: no callback might have to act on every step."""
-        return all(map(self._is_chunk_safe, self._acting))
+        return all(map(self._is_chunk_safe, self._acting_callbacks))
 
     def _is_chunk_safe(self, callback: Any) -> bool:
         # Users set this in callbacks that may be called when their chunk is over.
@@ -122,7 +122,7 @@ class BatchCallbacks:
 
     def _smallest(self, count_batches: Callable[[Any], int | None]) -> int | None:
         # Evaluations and predictions save and record nothing at single batches.
-        counts = map(count_batches, self._acting if self._kind == "train" else [])
+        counts = map(count_batches, self._acting_callbacks if self._kind == "train" else [])
         return min((count for count in counts if count is not None), default=None)
 
     def begin_batch(self, batch: int | None) -> None:
@@ -132,15 +132,15 @@ class BatchCallbacks:
     def end_chunk(self, event: ChunkEnd) -> None:
         """Calls the methods that end batches, after the program of their chunk was dispatched."""
         # Fetching the rows waits for the device, so it is done only if a callback needs them.
-        if self._acting:
+        if self._acting_callbacks:
             self._replay(event.batch_info, fetch_rows(event.rows, event.steps))
         if self._bars:
             self.update_progress_bars()
-            self._late = event
+            self._unshown_chunk = event
 
     def update_progress_bars(self) -> None:
-        """Shows the last batch of the last chunk that has not been shown yet."""
-        event, self._late = self._late, None
+        """Shows the last batch of a chunk that has not been shown yet."""
+        event, self._unshown_chunk = self._unshown_chunk, None
         if event is None:
             return
         ends = [i for i, events in enumerate(event.batch_info) if events.end is not None]
@@ -169,7 +169,7 @@ class BatchCallbacks:
 
         Keras would not have run the rest of the chunk, so it is not reported.
         """
-        if self._kind != "train" or not any(map(_may_end_at_batch, self._acting)):
+        if self._kind != "train" or not any(map(_may_end_at_batch, self._acting_callbacks)):
             return False
         loss = keras_private.callbacks.as_floats(logs).get("loss")
         return loss is not None and not np.isfinite(loss)
@@ -188,7 +188,7 @@ class BatchCallbacks:
         if batch is None:
             return
         logs = keras_private.callbacks.as_floats(logs)
-        for callback in self._acting:
+        for callback in self._acting_callbacks:
             # Reading `model` brings the model up to date. The functions of a LambdaCallback reach
             # the model through their closures, where nothing would do that.
             if isinstance(callback, keras.callbacks.LambdaCallback):

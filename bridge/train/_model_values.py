@@ -30,16 +30,16 @@ class ModelValues:
 
     def __init__(self, model: keras.Model, kind: str) -> None:
         self._model, self._fields = model, _FIELDS[kind]
-        # The last state that was lent. Its arrays may have been donated since: only their shapes
+        # The latest state that was lent. Its arrays may have been donated since: only their shapes
         # are read.
-        self._lent: KerasState | None = None
+        self._lent_state: KerasState | None = None
         # An earlier step that failed, as in train_on_batch, may have left its values there.
         keras_private.trainer_state.forget(model)
 
     @property
     def shapes(self) -> PyTree:
         """Shapes, dtypes and shardings of the state that a step of this kind takes."""
-        state = self.variable_values() if self._lent is None else self._lent
+        state = self.variable_values() if self._lent_state is None else self._lent_state
         return jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
         )
@@ -55,7 +55,7 @@ class ModelValues:
 
     def lend(self, state: KerasState) -> None:
         """Tells the model where its values are, for callbacks that read it."""
-        self._lent = state
+        self._lent_state = state
         lists = {f"{name}_variables": getattr(state, name) for name in self._fields}
         keras_private.trainer_state.publish(self._model, lists)
 

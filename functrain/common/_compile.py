@@ -106,10 +106,10 @@ class CheckedJit:
         # For calls within transformations. It shares no cache with the others, so a program that it
         # has traced does not count as checked.
         self._transformed: Any = jax.jit(function, **options)
-        self._plain: Any = jax.jit(checked, **options)
-        self._remedied: Any = jax.jit(checked, compiler_options=REMEDY, **options)
-        self._choices: dict[Any, Any] = {}  # by signature: _plain or _remedied
-        self._has_wrong = False
+        self._jitted: Any = jax.jit(checked, **options)
+        self._jitted_with_remedy: Any = jax.jit(checked, compiler_options=REMEDY, **options)
+        self._choices: dict[Any, Any] = {}  # by signature: _jitted or _jitted_with_remedy
+        self._has_miscompiled = False
         # Signatures that were traced but whose check has not finished: another thread is checking
         # them, or Ctrl-C or an error interrupted the check. `jax.jit` would run their programs
         # without tracing, that is without raising `_UncheckedError`.
@@ -120,10 +120,10 @@ class CheckedJit:
         was_retraced = False
         # The first signature is checked without this attempt: after an exception from its trace,
         # jax dispatches a signature in Python from then on (0.2 ms more per call of a small MLP).
-        may_run_plain = self._choices and not (self._has_wrong or self._unchecked)
-        if may_run_plain and jax.device_count() == 1:
+        may_run_at_once = self._choices and not (self._has_miscompiled or self._unchecked)
+        if may_run_at_once and jax.device_count() == 1:
             try:
-                return self._plain(*args)
+                return self._jitted(*args)
             except _UncheckedError:
                 was_retraced = True
         return self._allow_tracing(self._choose(args, was_retraced=was_retraced), *args)
@@ -164,7 +164,7 @@ class CheckedJit:
         """Compiles and inspects the program; returns the `jax.jit` object to run it with."""
         self._unchecked.add(signature)
         try:
-            lowered = self._allow_tracing(self._plain.lower, *args)
+            lowered = self._allow_tracing(self._jitted.lower, *args)
         except Exception:
             # The function raised, so jax has cached no trace that could run unchecked. Ctrl-C is
             # no Exception: it may come after the trace was cached.
@@ -172,11 +172,11 @@ class CheckedJit:
             raise
         # jax caches the executable, so the call that follows neither traces nor compiles again.
         is_wrong = is_miscompiled(lowered.compile().as_text() or "")
-        self._has_wrong |= is_wrong
+        self._has_miscompiled |= is_wrong
         self._unchecked.discard(signature)
         if is_wrong:
             _warn_once()
-        return self._remedied if is_wrong else self._plain
+        return self._jitted_with_remedy if is_wrong else self._jitted
 
     def _allow_tracing(self, function: Callable[..., Any], *args: Any) -> Any:
         """Calls a function that may trace the program without raising `_UncheckedError`."""

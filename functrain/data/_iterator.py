@@ -49,7 +49,7 @@ class IteratorBatches(Batches):
         # True after `first` or `restore`, until `begin` continues there.
         self._is_open = False
         # The shapes of the run's first batch, which all full batches must have.
-        self._full: PyTree | None = None
+        self._full_shapes: PyTree | None = None
         self._epoch = self._taken = 0
         # The number of a smaller batch in this epoch, which must be the last one.
         self._smaller_at: int | None = None
@@ -88,7 +88,7 @@ class IteratorBatches(Batches):
         assert batch is not None, "call peek first"
         self._next = None
         batches, steps = stack_batches(itertools.islice(self._stackable_with(batch), limit), k)
-        if batch_signature(batch) != batch_signature(self._full):
+        if batch_signature(batch) != batch_signature(self._full_shapes):
             self._smaller_at = self._taken
         self._taken += steps
         if self._position is not None:
@@ -97,7 +97,7 @@ class IteratorBatches(Batches):
 
     def full_batch(self) -> PyTree | None:
         """Returns the shapes of the first batch of the run, once it is known."""
-        return self._full
+        return self._full_shapes
 
     def known_shapes(self) -> list[PyTree]:
         """Returns the first and the last batch of a list, as arrays."""
@@ -174,8 +174,8 @@ class IteratorBatches(Batches):
         self._taken = opened_at
         self._batches = self._host_batches(iterator)
         for skipped in itertools.islice(self._batches, max(0, batch - opened_at)):
-            if self._full is None:
-                self._full = shapes(skipped)
+            if self._full_shapes is None:
+                self._full_shapes = shapes(skipped)
             self._taken += 1
         if self._taken < batch:
             raise ValueError(
@@ -222,21 +222,21 @@ class IteratorBatches(Batches):
 
     def _require_like_first(self, batch: PyTree) -> None:
         """Raises ValueError unless a batch has the first one's shapes, or is a smaller last one."""
-        if self._full is None:
-            self._full = shapes(batch)
+        if self._full_shapes is None:
+            self._full_shapes = shapes(batch)
         if self._smaller_at is not None:
             raise ValueError(
                 f"{self.name}: expected only the last batch to be smaller, but batches follow the "
                 f"smaller one at step {self._smaller_at} of epoch {self._epoch}. Each new size "
                 "would compile a program: drop the remainder, or pad to one size."
             )
-        has_structure = _tree.structure(self._full) == _tree.structure(batch)
-        leaves, full_leaves = jax.tree.leaves(batch), jax.tree.leaves(self._full)
+        has_structure = _tree.structure(self._full_shapes) == _tree.structure(batch)
+        leaves, full_leaves = jax.tree.leaves(batch), jax.tree.leaves(self._full_shapes)
         if not has_structure or not all(map(_fits_into, leaves, full_leaves)):
             raise ValueError(
                 f"{self.name}: expected every batch like the first, got another at step "
                 f"{self._taken} of epoch {self._epoch}:\n"
-                f"{_tree.bullets(_tree.differences(self._full, batch))}\n"
+                f"{_tree.bullets(_tree.differences(self._full_shapes, batch))}\n"
                 "Only the last batch of an epoch may be smaller."
             )
 
@@ -266,7 +266,7 @@ class IteratorBatches(Batches):
     def _fetch_first_summary(self, position: dict[str, Any]) -> Summary | None:
         """Opens a pass at a position; returns a summary of the first batch that it fetches."""
         self._open(0, 0, position)
-        self._full = None
+        self._full_shapes = None
         self.peek()
         assert self._position is not None
         return self._position.first_seen

@@ -12,7 +12,7 @@ from functrain.data import _buffer
 
 
 def stack_batches(batches: Iterable[PyTree], k: int) -> tuple[PyTree, int]:
-    """Copies batches of one signature into fresh memory: `[k, B, ...]`; returns their number too.
+    """Copies batches of one signature into new arrays `[k, B, ...]`; also returns their number.
 
     Each batch is copied before the next one is fetched, since its source may reuse the memory.
     Arrays of jax are stacked on their device.

@@ -12,7 +12,7 @@ from jax._src import api, distributed
 
 
 def global_state() -> Any:
-    """Returns JAX's state: `client`, None without a service; `process_id`; `num_processes`."""
+    """Returns JAX's state: `client` (None without a service), `process_id`, `num_processes`."""
     return distributed.global_state
 
 

@@ -89,7 +89,7 @@ class Driver:
             require_flags(jit=self.jit)
         self._programs: dict[tuple[int, bool], Program] = {}
         # Programs that were compared with those of the other processes.
-        self._compared: list[Program] = []
+        self._compared_programs: list[Program] = []
         self._const: tuple[PyTree, ...] = ()
         self._in_flight: collections.deque[PyTree] = collections.deque()
         # A copy of the carry with its position, and the time at which it was made.
@@ -121,11 +121,11 @@ class Driver:
         if self.jit:
             compiled = self._program(chunk.k, chunk.steps == chunk.k)
             args = (self.carry, chunk.batches, np.int32(chunk.steps), *self._const)
-            if jax.process_count() > 1 and compiled not in self._compared:
+            if jax.process_count() > 1 and compiled not in self._compared_programs:
                 # Costs no second lowering: jax keeps the one that the call needs (checked with
                 # 0.10.1 and 0.12.0).
                 _placement.require_same_program(compiled, args)
-                self._compared.append(compiled)
+                self._compared_programs.append(compiled)
             self.carry, rows, done = compiled(*args)
         else:
             rows = done = self._run_uncompiled(chunk)

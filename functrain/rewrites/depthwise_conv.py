@@ -84,7 +84,11 @@ def _replace(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
 
 
 def _sum_of_shifts(lhs: jax.Array, rhs: jax.Array, params: dict[str, Any]) -> jax.Array:
-    """`out[n, s, g, o] = sum over w, i of lhs[n, s + w, g, i] rhs[w, i, g, o]`."""
+    """`out[n, s, g, o] = sum over w, i of lhs[n, s + w, g, i] rhs[w, i, g, o]`.
+
+    Image n, position s, group g, output o of the group; tap w, input i of the group. The formula
+    leaves out strides, padding and holes.
+    """
     lhs, rhs = to_canonical(lhs, rhs, params["dimension_numbers"])
     lhs = pad_spatial(lhs, params["padding"], params["lhs_dilation"])
     count, inputs, window = params["feature_group_count"], rhs.shape[-2], rhs.shape[:-2]
@@ -133,6 +137,7 @@ def _split_into_bands(window: Sequence[int], inputs: int) -> tuple[int, int]:
 def _weight_gradient(lhs: jax.Array, rhs: jax.Array, params: dict[str, Any]) -> jax.Array:
     """`out[n, s, g, o] = sum over w, i of lhs[g, n, s + w, i] rhs[w, i, g, o]`.
 
+    Input n of the group, tap s of the result, group g, output o of the group; pixel w, image i.
     Here the window is as large as an image and the result as small as a kernel, with one sum for
     each position. Several sums are computed in one pass over the image, which XLA compiles to one
     kernel. Each image is summed first, because XLA sums a batch one number after the other.

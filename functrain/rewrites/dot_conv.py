@@ -68,7 +68,7 @@ def _replace(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
 
 
 def _multiply_one_tap(lhs: jax.Array, rhs: jax.Array, params: dict[str, Any]) -> jax.Array:
-    """Returns `[N, *S, O]`."""
+    """Multiplies each pixel by a kernel of one tap; returns `[N, *S, O]`."""
     numbers = params["dimension_numbers"]
     batch, feature, *spatial = numbers.lhs_spec
     out = _dot(lhs, rhs, [feature], numbers.rhs_spec[1:], params)

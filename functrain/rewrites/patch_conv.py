@@ -126,7 +126,10 @@ def _replace(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
 
 
 def _product_of_patches(product: Any, x: jax.Array, kernel: jax.Array, params: Any) -> jax.Array:
-    """`[N S', W I] x [W I, O]`: the views of all taps side by side, for some images at a time."""
+    """Multiplies patches `[N S', W I]` by the kernel `[W I, O]`, for some images at a time.
+
+    A patch consists of the views of all taps, side by side.
+    """
     weights = lax.collapse(kernel, 0, -1)
 
     def convolve(x: jax.Array) -> jax.Array:
@@ -144,7 +147,7 @@ def _product_of_patches(product: Any, x: jax.Array, kernel: jax.Array, params: A
 
 
 def _sum_of_shifts(product: Any, x: jax.Array, kernel: jax.Array, params: Any) -> jax.Array:
-    """`[N S, I] x [W O, I]`: the products of each pixel with each tap, shifted and added up."""
+    """Multiplies pixels `[N S, I]` by all taps `[W O, I]`, then shifts and adds the products."""
     rows, weights = lax.collapse(x, 0, -1), lax.collapse(jnp.swapaxes(kernel, -2, -1), 0, -1)
     products = product(rows, weights, (((1,), (1,)), ((), ()))).reshape(*x.shape[:-1], -1)
     features = kernel.shape[-1]

@@ -102,7 +102,7 @@ def _replace(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
 
 
 class _Phase(NamedTuple):
-    """The positions p, p + dilation, ... along an axis, as a separate convolution."""
+    """The positions p, p + dilation, ... along an axis, for one p, as a separate convolution."""
 
     taps: slice
     padding: tuple[int, int]
@@ -112,7 +112,7 @@ class _Phase(NamedTuple):
 def _phases(image: int, window: int, padding: tuple[int, int], dilation: int) -> list[_Phase]:
     """Returns the phases along an axis.
 
-    Position p + t dilation sees pixel i through tap w if
+    Position t of phase p is position p + t dilation of the result. It sees pixel i through tap w if
     ``low + i dilation = p + t dilation + w``.
     """
     low, high = padding

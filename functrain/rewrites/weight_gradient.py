@@ -96,7 +96,7 @@ class Taps(NamedTuple):
       sizes: K and L.
       dilation: The distance between neighbouring taps along both axes.
       strides: The distance between neighbouring positions of the kernel.
-      by_row: Whether each row of taps has its own product; otherwise all taps share one.
+      by_row: True if each row of taps has its own product; otherwise all taps share one.
     """
 
     sizes: tuple[int, int]
@@ -151,7 +151,11 @@ def _applies(eqn: core.JaxprEqn) -> bool:
 
 
 def _replace(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
-    """`out[c, k, l, o] = sum over n, i, j of x[n, i + k, j + l, c] g[n, i, j, o]`."""
+    """`out[c, k, l, o] = sum over n, i, j of x[n, i + k, j + l, c] g[n, i, j, o]`.
+
+    Channel c, tap k, l, feature o; image n, position i, j. x are the layer's images, and g is the
+    gradient of its output. The formula leaves out strides, padding and holes.
+    """
     numbers = params["dimension_numbers"]
     channels, batch, *spatial = numbers.lhs_spec
     features, into, *window = numbers.rhs_spec
@@ -194,7 +198,12 @@ def _sum_over_images(
 
 
 def _products(x: jax.Array, g: jax.Array, taps: Taps, precision: Any) -> jax.Array:
-    """Returns `[K, L C, O]`, or `[1, K L C, O]`; the last two swapped if `O` is the smaller."""
+    """Multiplies patches of the images x by the output's gradient g.
+
+    Returns:
+      `[K, L C, O]` if each row of taps has its own product, otherwise `[1, K L C, O]`. The last two
+      axes are swapped if O is the smaller.
+    """
     (rows, columns), positions = taps.sizes, g.shape[1:3]
     if taps.by_row:
         # The patches of all rows of the image are made once. Each row of taps then sees some of
@@ -232,7 +241,7 @@ def _make_patches(x: jax.Array, taps: Any, dilation: Any, sizes: Any, strides: A
 
 
 def _are_features_last(taps: Taps, x: jax.Array, g: jax.Array) -> bool:
-    """Returns True if a product is `[L C, O]`: one with fewer rows than columns is faster."""
+    """Returns True if O is the last axis of a product: fewer rows than columns are faster."""
     columns = taps.sizes[1] if taps.by_row else math.prod(taps.sizes)
     return columns * x.shape[-1] <= g.shape[-1]
 

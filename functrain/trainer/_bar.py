@@ -45,13 +45,13 @@ class Bar:
             refresh_per_second=5,
         )
         self._task = self._progress.add_task(title, total=total, completed=completed, values=())
-        self._cell: Any = None
+        self._notebook_display: Any = None
         if console.is_jupyter:
             # rich's own display in notebooks needs ipywidgets and omits the last refresh. Its
             # tables are as wide as a terminal, so a page would cut them off.
             from IPython.display import display
 
-            self._cell = display(self, display_id=True)
+            self._notebook_display = display(self, display_id=True)
         else:
             self._progress.start()
 
@@ -62,12 +62,12 @@ class Bar:
           **fields: `completed` and `total`, in steps, and `values`, texts such as ``loss 0.5``.
         """
         self._progress.update(self._task, **fields)
-        if self._cell is not None:
-            self._cell.update(self)
+        if self._notebook_display is not None:
+            self._notebook_display.update(self)
 
     def stop(self) -> None:
         """Stops refreshing; the bar stays on the screen."""
-        if self._cell is None:
+        if self._notebook_display is None:
             self._progress.stop()
 
     def _texts(self) -> list[str]:

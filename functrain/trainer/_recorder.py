@@ -236,23 +236,23 @@ class _Column:
     """An array that grows at its end. It holds copies: a view would keep device buffers alive."""
 
     def __init__(self, numbers: np.ndarray) -> None:
-        self._numbers, self._n = numbers.copy(), len(numbers)
+        self._buffer, self._length = numbers.copy(), len(numbers)
 
     def extend(self, numbers: np.ndarray) -> None:
         """Appends numbers."""
-        end = self._n + len(numbers)
+        end = self._length + len(numbers)
         # Grows by half of its size, so that appending takes constant time on average.
-        if end > len(self._numbers):
-            size = max(end, 64, 3 * len(self._numbers) // 2)
-            larger = np.empty((size, *numbers.shape[1:]), self._numbers.dtype)
-            larger[: self._n] = self.values()
-            self._numbers = larger
-        self._numbers[self._n : end] = numbers
-        self._n = end
+        if end > len(self._buffer):
+            size = max(end, 64, 3 * len(self._buffer) // 2)
+            larger = np.empty((size, *numbers.shape[1:]), self._buffer.dtype)
+            larger[: self._length] = self.values()
+            self._buffer = larger
+        self._buffer[self._length : end] = numbers
+        self._length = end
 
     def values(self) -> np.ndarray:
         """Returns a view of all numbers so far."""
-        return self._numbers[: self._n]
+        return self._buffer[: self._length]
 
 
 def _stack(values: Sequence[Any]) -> np.ndarray:
