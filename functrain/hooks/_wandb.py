@@ -36,7 +36,9 @@ class WandB(Logger):
     """
 
     def __init__(self, *, every: int = 100, **init: Any) -> None:
-        settings = {name: init[name] for name in ("project", "name") if name in init}
+        settings: dict[str, Any] = {
+            name: init[name] for name in ("project", "name") if name in init
+        }
         super().__init__(every, repr_fields={**settings, "every": every})
         self.init = init
         self._wandb = import_optional(
