@@ -15,7 +15,9 @@ def fetch_global(tree: PyTree) -> PyTree:
     An array whose shards are spread over processes is gathered on each of them. That is a
     collective operation: all processes must fetch the same arrays in the same order.
     """
-    return jax.device_get(jax.tree.map(_gather_shards, tree))
+    if jax.process_count() > 1:
+        tree = jax.tree.map(_gather_shards, tree)
+    return jax.device_get(tree)
 
 
 def _gather_shards(x: Any) -> Any:

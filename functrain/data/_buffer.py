@@ -1,5 +1,6 @@
 """Host memory that a CPU device can use without a copy."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,7 +19,8 @@ def empty(shape: Sequence[int], dtype: Any) -> np.ndarray:
     """
     # jax ignores the byte order of a dtype, and would read swapped numbers without an error.
     dtype = np.dtype(dtype).newbyteorder("=")
-    size = int(np.prod(shape)) * dtype.itemsize
+    # Not `np.prod`, which takes 6 µs: with K = 1 this runs for every leaf of every batch.
+    size = math.prod(shape) * dtype.itemsize
     raw = np.empty(size + ALIGNMENT, np.uint8)
     start = -raw.ctypes.data % ALIGNMENT
     aligned: np.ndarray = raw[start : start + size].view(dtype).reshape(shape)

@@ -106,8 +106,8 @@ def autotune(
         all follow the clock of the first and choose the same K.
 
     Returns:
-      A `Tuning`: K and the measurements. K is the smallest within 3 % of the fastest, and 1 if
-      plain `jax.jit` is faster than every K by more than that.
+      A `Tuning`: K and the measurements. K is the smallest within 3 % of the fastest K. The plain
+      `jax.jit` is not chosen, since `fit` runs a loop for K = 1 too, but its time is in the rows.
 
     Raises:
       ValueError: `fuse` is empty, not rising, or has a number below 1.
@@ -149,11 +149,11 @@ def autotune(
 
 
 def _choose(rows: Sequence[TuningRow]) -> int:
-    """Returns the smallest K that is as fast as the fastest, up to noise."""
-    single, *fused = rows
+    """Returns the smallest K that is as fast as the fastest K, up to noise."""
+    # Without the plain step: `fit` runs the program with a loop for K = 1 too, so that its results
+    # do not depend on K.
+    fused = [row for row in rows if row.k]
     fastest = min(row.microseconds for row in fused)
-    if single.microseconds * TOLERANCE < fastest:
-        return 1
     return next(row.k for row in fused if row.microseconds <= fastest * TOLERANCE)
 
 
