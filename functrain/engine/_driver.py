@@ -140,11 +140,11 @@ class Driver:
             jax.block_until_ready(self._in_flight.popleft())
 
     def keep_spare(self, position: Any, *, force: bool = False) -> None:
-        """Copies the carry to fall back on, if it is small and the last copy is old enough.
+        """Copies the carry to fall back on, if it is small and the latest copy is old enough.
 
         Args:
           position: Returned with the copy by `last_complete_state`.
-          force: True to copy the carry even if the last copy is recent.
+          force: True to copy the carry even if the latest copy is recent.
         """
         if not force and time.perf_counter() - self._spare_time < SPARE_SECONDS:
             return
@@ -161,7 +161,7 @@ class Driver:
             self._spare, self._spare_time = (carry, position), time.perf_counter()
 
     def last_complete_state(self, position: Any) -> tuple[PyTree, Any] | None:
-        """Returns the carry and `position`, or if a program failed the last copy and its position.
+        """Returns the carry and `position`; if a program failed, the latest copy and its position.
 
         Returns None if there is no such copy. Waits for the programs in flight.
         """

@@ -189,7 +189,7 @@ class EarlyStopping:
         self._best_leaves = jax.tree.leaves(_tree.copy(state))
 
     def _best_state(self, state: Any) -> Any:
-        """Returns the best state, with the structure and the placement of the last one."""
+        """Returns the best state, with the structure and the placement of `state`."""
         leaves, structure = jax.tree.flatten(state)
         return jax.tree.unflatten(structure, self._put_best_leaves(leaves))
 

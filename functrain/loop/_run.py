@@ -361,7 +361,7 @@ class Run(Iterator[Event]):
     def last_complete_state(self) -> tuple[PyTree, Position] | None:
         """Returns the last complete state and its position, after an error during a run.
 
-        A program that fails has consumed its state. The result is then the last copy, which is at
+        A program that fails has consumed its state. The result is then the latest copy, which is at
         most a few seconds old; copies are made of states up to 256 MiB. Returns None if there is
         no copy. A state that was assigned to the last event is returned if it fits.
         """
