@@ -122,7 +122,6 @@ HIDDEN_MEMBERS = {
     "functrain.ArrayLoader": LOADER_METHODS,
     "functrain.Steps": LOADER_METHODS,
     "functrain.population.Loader": LOADER_METHODS,
-    "functrain.Fused": "partial",
     "functrain.History": "history",
     "functrain.MeteredStep": "values wrap_state",
     "functrain.Run": "handle_events handle_signal_in_epoch_end resumed save take_unread_logs",
