@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 import traceback
-import warnings
 from collections.abc import Callable, Mapping
 from concurrent import futures
 from typing import Any, NamedTuple, Self
@@ -21,6 +20,7 @@ from functrain.common import _direction, _locks, _repr
 from functrain.common._checks import is_integer, require, require_integer
 from functrain.common._types import PyTree
 from functrain.common._values import split_members
+from functrain.common._warnings import warn
 from functrain.engine._position import Position, require_position
 from functrain.engine._trigger import Every, Trigger, as_trigger
 
@@ -428,7 +428,7 @@ class Checkpointer:
             failures = group.exchange_failures(failure)
             if not failures:
                 for reason in reasons:
-                    warnings.warn(f"Passed over, for step {n}: {reason}", stacklevel=3)
+                    warn(f"Passed over, for step {n}: {reason}")
                 return result
             reason = _processes.describe_failures(failures)
             # An older checkpoint helps only if this one is damaged. An OtherProcessError is a

@@ -23,7 +23,6 @@ import json
 import math
 import os
 import shutil
-import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -39,6 +38,7 @@ from functrain.checkpoint._processes import ProcessGroup
 from functrain.common import _locks, _tree
 from functrain.common._checks import require, require_no_problems
 from functrain.common._types import PyTree
+from functrain.common._warnings import warn
 
 # Bytes that are written, or read and compared, at once: the memory that it takes beside a leaf.
 _CHUNK_BYTES = 4 * 2**20
@@ -479,11 +479,10 @@ def find_checkpoint(target: str, expected: str = "a checkpoint") -> str:
         return target
     if not is_checkpoint(target + OLD):
         raise FileNotFoundError(f"{target}: expected {expected}, got nothing. Check the path.")
-    warnings.warn(
+    warn(
         f"{target}: expected a checkpoint, got nothing: a save was interrupted while it replaced "
         f"this checkpoint. The previous one was kept, and is loaded: {target + OLD}. The next save "
         "cleans up.",
-        stacklevel=3,
     )
     return target + OLD
 

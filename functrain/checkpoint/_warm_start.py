@@ -11,7 +11,6 @@ import json
 import os
 import shutil
 import tempfile
-import warnings
 import zipfile
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -29,6 +28,7 @@ from functrain.common import _patterns, _repr, _tree
 from functrain.common._checks import require, require_instance, require_no_problems
 from functrain.common._library import import_optional
 from functrain.common._types import PyTree
+from functrain.common._warnings import warn
 from functrain.model._freeze import merged_paths
 from functrain.step._state import TrainState
 
@@ -179,7 +179,7 @@ def warm_start(
             reasons.append(str(error))
             continue
         for reason in reasons:
-            warnings.warn(f"Passed over, for {file}: {reason}", stacklevel=2)
+            warn(f"Passed over, for {file}: {reason}")
         values = {**leaves, **new_leaves}.values()
         return report._replace(state=jax.tree.unflatten(jax.tree.structure(state), values))
     raise CheckpointCorruptError("\n".join(reasons))

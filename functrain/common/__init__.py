@@ -14,6 +14,7 @@ Files:
   _repr: short texts for large objects
   _patterns: selection of leaves by patterns over their paths
   _table: tables as text
+  _warnings: warnings that show the user's source line
   _library: optional dependencies
   _locks: file locks between processes
 """

@@ -3,7 +3,6 @@
 import functools
 import re
 import threading
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +12,7 @@ from jaxlib.version import __version__ as jaxlib_version
 
 from functrain.common import _tree
 from functrain.common._platform import platform_of
+from functrain.common._warnings import warn
 
 # jaxlib 0.10.0 to 0.11.0 compile parts of CPU programs with YNNPACK ("ynn fusions"). Two kinds of
 # these fusions are wrong:
@@ -210,7 +210,7 @@ def _warn_once() -> None:
     if _has_warned:
         return
     _has_warned = True
-    warnings.warn(
+    warn(
         f"jaxlib {jaxlib_version} miscompiles a part of this program on CPU "
         "(https://github.com/jax-ml/jax/issues/39103). functrain has compiled the program without "
         "that kind of fusion, so its results are right. The same computation outside of "
@@ -219,5 +219,4 @@ def _warn_once() -> None:
         "functrain.inspect.doctor() shows what is affected. To silence this warning, call "
         'warnings.simplefilter("ignore", functrain.inspect.MiscompilationWarning).',
         MiscompilationWarning,
-        stacklevel=2,
     )

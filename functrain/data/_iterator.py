@@ -2,7 +2,6 @@
 
 import contextlib
 import itertools
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +10,7 @@ import numpy as np
 
 from functrain.common import _repr, _tree
 from functrain.common._types import PyTree
+from functrain.common._warnings import warn
 from functrain.data._arrays import (
     dtype_advice,
     is_supported_dtype,
@@ -254,11 +254,10 @@ class IteratorBatches(Batches):
         # If two passes from one state differ from each other, the data are not other data: they
         # are random.
         if changed and summary_now != self._fetch_first_summary(run_start):
-            warnings.warn(
+            warn(
                 f"{self.name}: {_repr.class_with_article(self.data)} gives other numbers each "
                 "time, even from the same state: it draws random numbers that are not part of its "
                 "state. The run resumes, but not bit for bit.",
-                stacklevel=2,
             )
             return []
         return changed
@@ -277,11 +276,10 @@ class IteratorBatches(Batches):
         """Continues in data without a state: fetches an epoch's first batches again."""
         is_list = isinstance(self.data, list | tuple)
         if first and batch and not is_list and not saved["ended"]:
-            warnings.warn(
+            warn(
                 f"{self.name}: {_repr.class_with_article(self.data)} does not report its position. "
                 f"Its first {batch} batches are fetched again and skipped; the batches after them "
                 "are the same only if it yields the same batches in every pass.",
-                stacklevel=2,
             )
         self._open(epoch, batch, saved)
         self.peek()

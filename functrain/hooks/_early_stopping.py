@@ -1,7 +1,6 @@
 """Stops a run when a monitored value no longer improves."""
 
 import math
-import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -10,6 +9,7 @@ import numpy as np
 
 from functrain.common import _direction, _repr, _tree
 from functrain.common._checks import require
+from functrain.common._warnings import warn
 from functrain.engine._trigger import Trigger
 from functrain.hooks._hook import triggers_of
 from functrain.loop._events import EpochEnd, Event, RunEnd
@@ -133,10 +133,9 @@ class EarlyStopping:
         # value.
         self._best_leaves = state["best_state"] if self.restore_best else []
         if self.restore_best and not self._best_leaves and (best_step >= 0).any():
-            warnings.warn(
+            warn(
                 "restore_best: the checkpoint has no best state, since it was saved with "
                 "restore_best=False. The best state is the best one from here on.",
-                stacklevel=2,
             )
             return
         self._best, self._best_step = np.asarray(state["best"]), best_step
@@ -223,10 +222,9 @@ class EarlyStopping:
 
     def _end(self, event: RunEnd) -> None:
         if self._pending_triggers and not self._has_seen_values:
-            warnings.warn(
+            warn(
                 f"EarlyStopping: expected {self.monitor!r} during the run, but no hook added it. "
                 f"These hooks before it were never due: {self._pending_triggers}.",
-                stacklevel=2,
             )
         if self._best_leaves:
             event.state = self._best_state(event.state)

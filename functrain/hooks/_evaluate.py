@@ -106,7 +106,5 @@ class Evaluate:
         values = evaluate_without_warning(event.state, self.step, self.batches, **self.options)
         if not self._has_warned:
             active = active_members(event.state, self.step)
-            # The warning shows the line that called fit: between it and this one are HookRunner,
-            # three functions of fit, and its decorator.
-            self._has_warned = warn_of_loss(values, active, stacklevel=7)
+            self._has_warned = warn_of_loss(values, active)
         event.values |= {f"{self.prefix}{name}": value for name, value in values.items()}

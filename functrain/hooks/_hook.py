@@ -2,7 +2,6 @@
 
 import contextlib
 import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol, TypeAlias
 
@@ -12,6 +11,7 @@ from functrain.checkpoint._checkpointer import Checkpointer
 from functrain.common import _repr
 from functrain.common._arguments import accepts, describe_signature
 from functrain.common._checks import require
+from functrain.common._warnings import warn
 from functrain.engine._trigger import Trigger, is_trigger
 from functrain.loop._events import ChunkEnd, EpochEnd, Event, LogsReady
 
@@ -162,15 +162,13 @@ class HookRunner:
         """Restores what `state` returned, hook by hook."""
         hooks = self.resumable()
         for name in hooks.keys() - state.keys():
-            warnings.warn(
+            warn(
                 f"hooks: {name} starts without a saved state: the checkpoint has "
                 f"{sorted(state) or 'no hooks'}.",
-                stacklevel=2,
             )
         for name in state.keys() - hooks.keys():
-            warnings.warn(
+            warn(
                 f"hooks: the checkpoint has {name}, which is not among the hooks of this run.",
-                stacklevel=2,
             )
         for name in hooks.keys() & state.keys():
             # A logger truncates its file, which is one file for all processes.

@@ -1,7 +1,6 @@
 """The base class of loggers, which write lines in order without waiting for the device."""
 
 import contextlib
-import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -10,6 +9,7 @@ import numpy as np
 from functrain.common import _repr
 from functrain.common._checks import require_integer
 from functrain.common._values import is_loggable, split_members
+from functrain.common._warnings import warn
 from functrain.loop._events import ChunkEnd, EpochEnd, Event, LogsReady
 
 
@@ -111,10 +111,9 @@ class Logger:
         except Exception as error:
             if not self._has_warned:
                 self._has_warned = True
-                warnings.warn(
+                warn(
                     f"{self!r} could not write: {type(error).__name__}: {error}. The training "
                     "continues; lines of this log are missing from here on.",
-                    stacklevel=4,
                 )
 
     def begin(self) -> None:

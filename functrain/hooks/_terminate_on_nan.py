@@ -1,12 +1,12 @@
 """Stops a run when its loss is no longer finite."""
 
-import warnings
 from typing import Any
 
 import numpy as np
 
 from functrain.common import _repr
 from functrain.common._checks import require, require_integer
+from functrain.common._warnings import warn
 from functrain.loop._events import Event, LogsReady, RunEnd
 
 
@@ -79,12 +79,11 @@ class TerminateOnNaN:
         event.stop()
         if isinstance(event, RunEnd):
             steps = f"{self.after} steps up to" if self.after > 1 else "step"
-            warnings.warn(
+            warn(
                 f"TerminateOnNaN: {self.monitor!r} was not finite in {steps} {self.step}. The run "
                 f"ended after step {event.step}, since logs arrive one program late. "
                 "functrain.inspect.explain_nan(state, step, batch) names the operation that made "
                 "it.",
-                stacklevel=2,
             )
 
     def state(self) -> dict[str, Any]:

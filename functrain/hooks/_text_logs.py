@@ -7,10 +7,10 @@ import json
 import math
 import os
 import pathlib
-import warnings
 from collections.abc import Iterable, Sequence
 from typing import IO, Any
 
+from functrain.common._warnings import warn
 from functrain.engine._trigger import Every, Trigger, as_trigger
 from functrain.hooks._logger import Line, Logger
 
@@ -96,10 +96,9 @@ class TextLogger(Logger):
     def _is_complete(self, saved_count: int, count: int, unit: str) -> bool:
         """Returns True if the file is at least as long as at the checkpoint; warns otherwise."""
         if count < saved_count:
-            warnings.warn(
+            warn(
                 f"{self.path}: expected the {saved_count} {unit} it had at the checkpoint, got "
                 f"{count}. Lines are missing.",
-                stacklevel=3,
             )
         return count >= saved_count
 

@@ -82,7 +82,7 @@ def evaluate(
         state, step, data, fuse=fuse, rewrites=rewrites, sharding=sharding, jit=jit
     )
     # The warning shows the line that called evaluate; its decorator is between.
-    warn_of_loss(values, active_members(state, step), stacklevel=3)
+    warn_of_loss(values, active_members(state, step))
     return values
 
 

@@ -1,12 +1,12 @@
 """Warnings about losses that are not finite, with the first such step."""
 
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from functrain.common._gather import fetch_global
+from functrain.common._warnings import warn
 from functrain.engine._position import Position
 from functrain.loop._events import LogsReady
 
@@ -74,12 +74,10 @@ class LossWatch:
         place = ""
         if by_epochs:
             place = f", batch {batch} of epoch {epoch}{loader_epoch}, counted from 0"
-        warnings.warn(
+        warn(
             f"{self._name}: expected finite numbers, got NaN or infinity{members}, first in step "
             f"{step}{place}. functrain.inspect.explain_nan(state, step, batch) names the "
             "operation that made it: pass the state before that step, and its batch.",
-            # The warning shows the line that called fit.
-            stacklevel=4,
         )
 
     def state(self) -> dict[str, Any]:
@@ -93,13 +91,12 @@ class LossWatch:
         self.first = {int(i): Position(*position) for i, position in state["first"].items()}
 
 
-def warn_of_loss(values: Mapping[str, Any], active: Any = None, *, stacklevel: int) -> bool:
+def warn_of_loss(values: Mapping[str, Any], active: Any = None) -> bool:
     """Warns if the loss of an evaluation is not finite; returns True if it has warned.
 
     Args:
       values: The values of the evaluation.
       active: `bool[N]`, False for the members of a population that have been stopped.
-      stacklevel: The stack level of the warning, counted from the caller as in ``warnings.warn``.
     """
     is_bad = ~np.isfinite(values.get("loss", 0.0))
     # A member may have been stopped because it diverged.
@@ -108,10 +105,9 @@ def warn_of_loss(values: Mapping[str, Any], active: Any = None, *, stacklevel: i
     if not is_bad.any():
         return False
     members = f" of members {np.flatnonzero(is_bad).tolist()}" if is_bad.ndim else ""
-    warnings.warn(
+    warn(
         f"evaluate: expected a finite loss, got NaN or infinity{members}. Evaluate the batches one "
         "by one, functrain.evaluate(state, step, [batch]), to find the first that has it; "
         "functrain.inspect.explain_nan(state, step, batch) names the operation that made it.",
-        stacklevel=stacklevel + 1,
     )
     return True

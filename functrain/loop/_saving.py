@@ -3,7 +3,6 @@
 import dataclasses
 import signal
 import time
-import warnings
 from collections.abc import Mapping
 from typing import Any, Literal, Protocol, Self
 
@@ -16,6 +15,7 @@ from functrain.common import _tree
 from functrain.common._checks import require, require_instance
 from functrain.common._types import PyTree
 from functrain.common._values import split_members
+from functrain.common._warnings import warn
 from functrain.data._batches import Batches
 from functrain.engine._position import Position
 from functrain.engine._signals import DeferredSignals
@@ -298,21 +298,19 @@ class Saving:
     def _warn_of_differences(self, manifest: dict[str, Any], state: PyTree) -> None:
         lines = differences(manifest["run"], fingerprint(state))
         if lines:
-            warnings.warn(
+            warn(
                 f"{self._checkpointer.directory}: the run resumes in another environment than it "
                 "was saved in, so the last bits may differ from those of an uninterrupted run:\n"
                 f"{_tree.bullets(lines)}",
-                stacklevel=2,
             )
 
     def _check_monitor(self, event: Event) -> None:
         """Warns at the first end of an epoch if the monitored value is missing."""
         name = self._checkpointer.monitor
         if not self._has_checked_monitor and name not in split_members(event.values):
-            warnings.warn(
+            warn(
                 f"monitor: expected one of {sorted(event.values)}, got {name!r}. Values of an "
                 f"evaluation need {self._evaluation}.",
-                stacklevel=2,
             )
         self._has_checked_monitor = True
 

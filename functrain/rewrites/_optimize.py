@@ -2,7 +2,6 @@
 
 import functools
 import os
-import warnings
 from collections.abc import Callable
 from typing import Any, Literal, TypeAlias, TypeVar, cast, get_args
 
@@ -11,6 +10,7 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from functrain.common._platform import current_platform
+from functrain.common._warnings import warn
 from functrain.rewrites._frame import Rewrite, RewriteError, retype, rewrite_jaxpr
 from functrain.rewrites.argmax import argmax, argmin
 from functrain.rewrites.attention_gradient import attention_gradient
@@ -113,14 +113,13 @@ def optimize(fn: F, rewrites: Mode = "auto") -> F:
         if reason:
             # Under jit this raises the error itself, which says more than the warning would.
             outs = fn(*args, **kwargs)
-            warnings.warn(f"Rewrites: the function runs unchanged: {reason}", stacklevel=2)
+            warn(f"Rewrites: the function runs unchanged: {reason}")
             return outs
         closed, failures = rewrite_or_keep(closed, chosen)
         for failure in failures:
-            warnings.warn(
+            warn(
                 f"A rewrite failed and is skipped: {failure} Please report it. "
                 "FUNCTRAIN_REWRITES=off in the environment turns rewrites off.",
-                stacklevel=2,
             )
         run: Any = core.jaxpr_as_fun(closed)
         outs = run(*map(jnp.asarray, jax.tree.leaves((args, kwargs))))

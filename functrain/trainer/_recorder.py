@@ -2,7 +2,6 @@
 
 import itertools
 import time
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +10,7 @@ import numpy as np
 from functrain.common import _tree
 from functrain.common._types import PyTree
 from functrain.common._values import is_loggable, to_floats, to_values
+from functrain.common._warnings import warn
 from functrain.engine import _rows
 from functrain.loop._events import ChunkEnd, EpochEnd, Event, LogsReady
 from functrain.loop._finite import LossWatch
@@ -224,11 +224,10 @@ def _warn_of_arrays(rows: PyTree, is_population: bool) -> None:
         if not (_tree.is_key(x) or _rows.is_scalar_per_step(x, is_population)):
             arrays.append(f"{path!r} of shape {list(x.shape[1 + is_population :])}")
     if arrays:
-        warnings.warn(
+        warn(
             f"logs: expected one number per step{' and member' * is_population}, got "
             f"{', '.join(arrays)}. The history and the loggers leave arrays out. Reduce them in "
             "the step, as with jnp.mean, or read event.logs in your own hook.",
-            stacklevel=7,  # the line that called fit
         )
 
 

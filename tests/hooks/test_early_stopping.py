@@ -185,8 +185,9 @@ def test_a_value_that_nobody_is_left_to_provide_is_refused_at_that_epoch() -> No
 
 def test_a_value_that_never_came_is_told_at_the_end() -> None:
     hooks = stopping_before(Evaluate(EVAL, LOADER, every=ft.every(epochs=5)))
-    with pytest.warns(UserWarning, match=r"'val_loss'.*never due: \[every\(epochs=5\)\]"):
+    with pytest.warns(UserWarning, match=r"'val_loss'.*never due: \[every\(epochs=5\)\]") as caught:
         fit(*hooks, epochs=2)
+    assert [warning.filename for warning in caught] == [__file__]
 
 
 @pytest.mark.parametrize("cut", [1, 2, 3, 4])

@@ -73,6 +73,13 @@ def test_counting_goes_on_where_a_run_was(tmp_path) -> None:
     assert train([6, 7, 8], tmp_path, after=3)[1] == 8
 
 
+def test_the_warning_shows_the_line_that_called_fit() -> None:
+    loader = ft.ArrayLoader(np.full(4, np.nan, np.float32), 1)
+    with pytest.warns(UserWarning, match="step 1") as caught:
+        ft.fit(jnp.zeros((), jnp.int32), step, loader, hooks=[ft.hooks.TerminateOnNaN()], verbose=0)
+    assert [warning.filename for warning in caught] == [__file__]
+
+
 def test_a_hook_can_be_used_again() -> None:
     hook = ft.hooks.TerminateOnNaN()
     for bad in (True, False):

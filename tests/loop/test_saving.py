@@ -129,8 +129,10 @@ def may_add_values(event: Any) -> None:
 
 def test_a_best_value_that_no_epoch_has_is_named(tmp_path: pathlib.Path) -> None:
     checkpointer = ft.Checkpointer(tmp_path, monitor="val_loss")
-    with pytest.warns(UserWarning, match=r"monitor: expected one of \['mean'\], got 'val_loss'"):
+    words = r"monitor: expected one of \['mean'\], got 'val_loss'"
+    with pytest.warns(UserWarning, match=words) as caught:
         trained(checkpointer, may_add_values)
+    assert [warning.filename for warning in caught] == [__file__]
     assert checkpointer.best() is None
     assert checkpointer.steps() == [10, 20, 30]
 
