@@ -194,10 +194,9 @@ def _advice_for_hook(hook: Any) -> str:
     if isinstance(hook, Checkpointer):
         return "Pass it to bridge.fit as checkpointer=."
     name = type(hook).__name__
-    if hasattr(keras.callbacks, name):
-        return f"Use keras.callbacks.{name}; the hook of functrain goes into functrain.fit(hooks=)."
+    advice = f"Use keras.callbacks.{name}. " if hasattr(keras.callbacks, name) else ""
     return (
-        "Hooks of functrain go into functrain.fit(hooks=). Only its loggers (TensorBoard, "
+        f"{advice}Hooks of functrain go into functrain.fit(hooks=). Only its loggers (TensorBoard, "
         "JSONLines, WandB) can be passed to bridge.fit as well."
     )
 

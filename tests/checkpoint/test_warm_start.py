@@ -98,7 +98,7 @@ def test_a_file_of_params_fills_the_frozen_ones(tmp_path) -> None:
     ft.export.params(tmp_path / "params.safetensors", create(8.0).params)
     state = create_frozen(0.0, "encoder/**")
     warm = ft.warm_start(state, tmp_path / "params.safetensors", rename="params/{}".format)
-    assert warm.taken["model_state/frozen/encoder/layer_1/kernel"] == "encoder/layer_1/kernel"
+    assert warm.loaded["model_state/frozen/encoder/layer_1/kernel"] == "encoder/layer_1/kernel"
     assert warm.missing == ("model_state/model/mean",)
     assert digest(ft.merge_frozen(warm.state).params) == digest(create(8.0).params)
 
@@ -111,7 +111,7 @@ def test_layers_called_frozen_are_layers(tmp_path) -> None:
     )
     like = {"params": {"w": jnp.zeros(2)}, "model_state": model_state}
     warm = ft.warm_start(like, tmp_path / "old")
-    assert list(warm.taken) == ["params/w"]
+    assert list(warm.loaded) == ["params/w"]
 
 
 def test_patterns_take_whatever_they_name(old) -> None:
