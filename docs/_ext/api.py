@@ -126,7 +126,7 @@ HIDDEN_MEMBERS = {
     "functrain.MeteredStep": "values wrap_state",
     "functrain.Run": "handle_events handle_signal_in_epoch_end resumed save take_unread_logs",
     "bridge.FlaxLayer": "build build_from_config call from_config get_build_config get_config",
-    "bridge.OptaxOptimizer": "build follows_schedule from_config get_config opt_state plan "
+    "bridge.OptaxOptimizer": "build follows_schedule from_config get_config mapping opt_state "
     "update_all",
 }
 # Classes that users receive and do not construct: their pages show no signature.
