@@ -52,6 +52,8 @@ from functrain.step import predict_step as predict_step
 from functrain.step import supervised as supervised
 from functrain.step import train_step as train_step
 from functrain.step import update as update
+from functrain.targets import Target as Target
+from functrain.targets import target as target
 from functrain.trainer import FitResult as FitResult
 from functrain.trainer import History as History
 from functrain.trainer import fit as fit
@@ -73,6 +75,7 @@ __all__ = [
     "Run",
     "Step",
     "Steps",
+    "Target",
     "TrainState",
     "WarmStart",
     "__version__",
@@ -105,6 +108,7 @@ __all__ = [
     "save",
     "sharding",
     "supervised",
+    "target",
     "train_step",
     "tx",
     "update",

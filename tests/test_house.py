@@ -25,6 +25,7 @@ FLOORS = [
     ["functrain.metrics"],
     ["functrain.tx"],
     ["functrain.sharding"],
+    ["functrain.targets"],
     ["functrain.distributed"],
     ["functrain.step"],
     ["functrain.engine"],

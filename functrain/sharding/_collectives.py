@@ -1,21 +1,8 @@
 """The collectives of a compiled program: how often they run, and the bytes they move."""
 
-import math
-import re
 from typing import Any, NamedTuple
 
-# Patterns over the text of a compiled program (HLO). An asynchronous collective is a pair of
-# instructions, `-start` and `-done`: only `-done` counts, whose result is that of the collective.
-_KINDS = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
-_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.-]+) [^\n]*\{\n(.*?)^\}", re.MULTILINE | re.DOTALL)
-_COLLECTIVE = re.compile(rf" = (.*?) ({_KINDS})(-done)?\(")
-_CALLED = re.compile(
-    r"(?:body|calls|to_apply|condition|true_computation|false_computation)=%?([\w.-]+)"
-)
-_BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
-_TRIP_COUNT = re.compile(r'known_trip_count":?=?\{"n":"?(\d+)')
-# The digits in the name of a dtype are its bits: f32, bf16, f8e4m3fn. `pred` has none.
-_SHAPE = re.compile(r"([a-z]+)(\d+)?\w*\[([\d,]*)\]")
+from functrain.common._hlo import COLLECTIVES, instructions
 
 
 class Traffic(NamedTuple):
@@ -56,45 +43,12 @@ def collectives(program: Any) -> dict[str, Traffic]:
       True
     """
     text = program if isinstance(program, str) else program.as_text()
-    computations = _COMPUTATION.findall(text)
-    bodies = {name: body.splitlines() for _, name, body in computations}
     traffic: dict[str, Traffic] = {}
-
-    def add_computation(name: str, calls: int) -> None:
-        for line in bodies.get(name, ()):
-            collective = _COLLECTIVE.search(line)
-            if collective is not None:
-                shapes, kind, _ = collective.groups()
-                count, total = traffic.get(kind, (0, 0))
-                traffic[kind] = Traffic(count + calls, total + calls * _count_bytes(shapes))
-            # A loop of unknown length has no trip count.
-            trip_count = _TRIP_COUNT.search(line)
-            rounds = int(trip_count[1]) if trip_count else 1
-            for called in _called_computations(line):
-                add_computation(called, calls * rounds)
-
-    # Each call counts, so the walk begins at the entry and follows the calls.
-    for is_entry, name, _ in computations:
-        if is_entry:
-            add_computation(name, 1)
+    for instruction, times in instructions(text):
+        # An asynchronous collective is a pair of instructions, `-start` and `-done`. Only the
+        # second one counts, whose result is that of the collective.
+        kind = instruction.opcode.removesuffix("-done")
+        if kind in COLLECTIVES:
+            calls, total = traffic.get(kind, (0, 0))
+            traffic[kind] = Traffic(calls + times, total + times * instruction.bytes)
     return traffic
-
-
-def _called_computations(line: str) -> list[str]:
-    """Returns the names of the computations that an instruction runs."""
-    # The computation that an all-reduce calls is its sum, which moves nothing.
-    if _COLLECTIVE.search(line):
-        return []
-    branches = _BRANCHES.search(line)
-    names = branches[1].replace("%", "").split(", ") if branches else []
-    return [*_CALLED.findall(line), *names]
-
-
-def _count_bytes(shapes: str) -> int:
-    """Returns the bytes of a shape such as ``f32[8,3]{1,0}``, or of several in brackets."""
-    total = 0
-    for kind, bits, axes in _SHAPE.findall(shapes):
-        itemsize = 1 if kind == "pred" else max(1, int(bits or 0) // 8)
-        # A scalar, f32[], has no axes, and the product of none is 1.
-        total += itemsize * math.prod(map(int, filter(None, axes.split(","))))
-    return total

@@ -1,0 +1,89 @@
+"""The memory, bandwidth and speed of devices, as their makers state them."""
+
+import os
+from typing import NamedTuple
+
+import jax
+
+_GIB = 2**30
+_GOOGLE = "https://cloud.google.com/tpu/docs/"
+_NVIDIA = "https://www.nvidia.com/en-us/data-center/"
+
+
+class Chip(NamedTuple):
+    """What is known about a device. Estimates are made from it.
+
+    Attributes:
+      name: Its name.
+      memory_bytes: The memory that a program can use.
+      bandwidth: Bytes that it reads or writes in a second.
+      peak_flops: Operations a second in products of bfloat16; 0 if unknown.
+      clock_hz: Cycles a second; 0 if unknown.
+      source: Where the figures are from.
+
+    Examples:
+      >>> import functrain as ft
+      >>> ft.target().chip.memory_bytes > 0
+      True
+    """
+
+    name: str
+    memory_bytes: int
+    bandwidth: float
+    peak_flops: float
+    clock_hz: float
+    source: str
+
+
+# By the names that jax gives the devices. The memory of a TPU is what its compiler says that a
+# program may use, some 2 % less than what the chip has. No page states their clocks: they follow
+# from the peak of n matrix units of size s, which is 2 n s² operations a cycle.
+_CHIPS = {
+    "TPU v4": Chip("TPU v4", int(30.75 * _GIB), 1.2e12, 275e12, 1.05e9, _GOOGLE + "v4"),
+    "TPU v5 lite": Chip("TPU v5e", int(15.75 * _GIB), 0.82e12, 197e12, 1.5e9, _GOOGLE + "v5e"),
+    "TPU v5": Chip("TPU v5p", int(95.74 * _GIB), 2.77e12, 459e12, 1.75e9, _GOOGLE + "v5p"),
+    "TPU v6 lite": Chip("TPU v6e", int(31.25 * _GIB), 1.64e12, 918e12, 1.75e9, _GOOGLE + "v6e"),
+    "NVIDIA A100-SXM4-80GB": Chip(
+        "NVIDIA A100", 85_100_068_864, 2.039e12, 312e12, 1.41e9, _NVIDIA + "a100/"
+    ),
+    "NVIDIA H100 80GB HBM3": Chip(
+        "NVIDIA H100", 84_942_979_072, 3.352e12, 989e12, 1.98e9, _NVIDIA + "h100/"
+    ),
+    "NVIDIA H200": Chip("NVIDIA H200", 151_397_597_184, 4.8e12, 989e12, 1.98e9, _NVIDIA + "h200/"),
+    "NVIDIA B200": Chip(
+        "NVIDIA B200", 191_514_411_008, 7.672e12, 2250e12, 1.965e9, _NVIDIA + "dgx-b200/"
+    ),
+}
+
+
+def chip_of(device: jax.Device) -> Chip:
+    """Returns what is known about a device; what the system reports if it is not in the table."""
+    known = known_chip(device.device_kind)
+    memory = 0 if known else _reported_memory(device)
+    return known or Chip(device.device_kind, memory, 0.0, 0.0, 0.0, "reported by the system")
+
+
+def known_chip(kind: str) -> Chip | None:
+    """Returns the figures of a kind of device, by the name that jax gives it."""
+    # "NVIDIA H200 141GB HBM3e" is an H200.
+    starts = [name for name in _CHIPS if kind == name or kind.startswith(f"{name} 1")]
+    return _CHIPS[starts[0]] if starts else None
+
+
+def _reported_memory(device: jax.Device) -> int:
+    """Returns the bytes of memory that a device reports, or those of this machine."""
+    try:
+        stats = device.memory_stats() or {}
+    except (RuntimeError, NotImplementedError):
+        # Devices that are only compiled for.
+        stats = {}
+    return int(stats.get("bytes_limit") or machine_memory())
+
+
+def machine_memory() -> int:
+    """Returns the memory of this machine, or a large number if the system does not report it."""
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        # Windows has no sysconf; other systems may lack these names.
+        return 2**63
