@@ -62,5 +62,6 @@ from functrain.rewrites import resolve_mode as resolve_mode
 from functrain.sharding._rules import require_fitting_spec as require_fitting_spec
 from functrain.step._notes import add_notes as add_notes
 from functrain.step._state import check_tx as check_tx
+from functrain.targets._chips import accelerator_of as accelerator_of
 
 tree = _tree

@@ -27,6 +27,7 @@ from functrain.internal import (
     PyTree,
     Run,
     Saving,
+    accelerator_of,
     begin_run,
     fetch_outputs,
     longest_interval,
@@ -82,6 +83,7 @@ def begin(
         # Outputs of a step; those of all steps of a chunk are in memory together.
         row_bytes=lambda batch: nbytes(result_shapes(batch)[1]) if kind == "predict" else 0,
         intervals=intervals,
+        chip=accelerator_of(state),
     )
 
     def is_jitted(batch: PyTree) -> bool:

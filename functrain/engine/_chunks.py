@@ -35,10 +35,24 @@ def chunks(
             full_batch = batches.full_batch()
             plan.settle(batch if full_batch is None else full_batch)
         if plan.is_like_first(batch):
-            limit = until_due(number)
-            chunk = batches.take(plan.k, plan.k if limit is None else min(plan.k, limit))
+            chunk = batches.take(*_rows_and_limit(plan, until_due(number), batches, number))
         else:
             # Room for one batch only: a chunk with room for K would hold zeros in all other rows.
             chunk = batches.take(1, 1)
         yield chunk
         number += chunk.steps
+
+
+def _rows_and_limit(
+    plan: Plan, until_due: int | None, batches: Batches, number: int
+) -> tuple[int, int]:
+    """Returns the rows of the next chunk, and how many batches it may take."""
+    limit = plan.k if until_due is None else min(plan.k, until_due)
+    if plan.chip is None:
+        return plan.k, limit
+    # On accelerators the compiler knows the length of the loop, so every length is a program. The
+    # powers of two make up any length with few programs.
+    if batches.full_steps is not None and number < batches.full_steps:
+        limit = min(limit, batches.full_steps - number)
+    rows = plan.k if limit == plan.k else 2 ** (limit.bit_length() - 1)
+    return rows, rows

@@ -1,7 +1,6 @@
 """Chooses the number of steps in a program by a cheap rule, without measuring."""
 
 import dataclasses
-import os
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, TypeAlias
 
@@ -11,6 +10,7 @@ from functrain.common import _repr
 from functrain.common._checks import is_integer, require
 from functrain.common._types import PyTree
 from functrain.data._batches import BatchSignature, batch_signature, shapes
+from functrain.targets._chips import Chip, machine_memory
 
 FuseArg: TypeAlias = int | Literal["auto"]
 
@@ -29,6 +29,14 @@ STATE_BYTES = 256 * 2**20
 # one program and 0.34 ms in four (the minimum of each; medians 6 to 9 % apart), a step of a convnet
 # 2.61 and 2.75 ms.
 PREDICTING_PROGRAMS = 4
+# On accelerators, the time that a program takes: short enough for progress and interrupts.
+PROGRAM_SECONDS = 0.25
+# The shortest step of an accelerator: the smallest networks are a dozen kernels of 1 to 2 µs.
+STEP_SECONDS = 20e-6
+# The part of an accelerator's memory that a chunk may take; three of them exist at once.
+CHUNK_PART = 1 / 64
+# For a device that is not in the table of chips: less than that of any accelerator in use.
+BANDWIDTH = 200e9
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -41,6 +49,7 @@ class Plan:
       row_bytes: Given the first batch, returns the size of a step's outputs. Needed only for
         predictions, whose outputs are large.
       intervals: Returns the numbers of steps between pauses; see `auto_steps`.
+      chip: The accelerator that the programs run on; None for a CPU.
 
     Attributes:
       batch: Shapes of the first batch. Batches of these shapes are stacked, K at a time.
@@ -55,6 +64,7 @@ class Plan:
     state_bytes: int = 0
     row_bytes: Callable[[PyTree], int] = lambda batch: 0
     intervals: Callable[[], Iterable[int | None]] = lambda: ()
+    chip: Chip | None = None
 
     def __post_init__(self) -> None:
         require_fuse(self.fuse)
@@ -79,7 +89,7 @@ class Plan:
         self.batch = shapes(batch)
         size = nbytes(batch) + self.row_bytes(batch)
         if self.fuse == "auto":
-            self.k = auto_steps(size, self.state_bytes, self.intervals())
+            self.k = auto_steps(size, self.state_bytes, self.intervals(), chip=self.chip)
         else:
             self.k = _fit_into_memory(int(self.fuse), size, self.intervals())
 
@@ -91,7 +101,7 @@ def _fit_into_memory(fuse: int, batch_bytes: int, intervals: Iterable[int | None
       ValueError: There is no room for those either.
     """
     # Half of the memory, since two chunks exist at a time. A single batch is always allowed.
-    room = max(1, _memory_bytes() // (2 * max(1, batch_bytes)))
+    room = max(1, machine_memory() // (2 * max(1, batch_bytes)))
     if fuse <= room:
         return fuse
     # No chunk is longer than an interval, so that a larger `fuse` does no harm.
@@ -102,22 +112,19 @@ def _fit_into_memory(fuse: int, batch_bytes: int, intervals: Iterable[int | None
     return k
 
 
-def _memory_bytes() -> int:
-    """Returns the memory of this machine, or a large number if the system does not report it."""
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError, OSError):
-        # Windows has no sysconf; other systems may lack these names.
-        return 2**63
-
-
 def require_fuse(fuse: Any) -> None:
     """Raises ValueError unless `fuse` is "auto" or a positive integer."""
     is_valid = (isinstance(fuse, str) and fuse == "auto") or is_integer(fuse, 1)
     require(is_valid, "fuse", "'auto' or a whole number of steps", fuse)
 
 
-def auto_steps(batch_bytes: int, state_bytes: int, intervals: Iterable[int | None] = ()) -> int:
+def auto_steps(
+    batch_bytes: int,
+    state_bytes: int,
+    intervals: Iterable[int | None] = (),
+    *,
+    chip: Chip | None = None,
+) -> int:
     """Returns K, within limits on memory and on the time that a program takes.
 
     Args:
@@ -125,6 +132,7 @@ def auto_steps(batch_bytes: int, state_bytes: int, intervals: Iterable[int | Non
       state_bytes: Size of the state.
       intervals: Numbers of steps between pauses: the length of an epoch, the interval of a trigger.
         None where unknown. K is no larger than any of them.
+      chip: The accelerator; None for a CPU.
 
     Examples:
       >>> auto_steps(batch_bytes=8_192, state_bytes=100_000, intervals=[1_000, None])
@@ -138,12 +146,18 @@ def auto_steps(batch_bytes: int, state_bytes: int, intervals: Iterable[int | Non
       >>> auto_steps(batch_bytes=32 * 2**20, state_bytes=100_000)
       2
     """
-    limit_by_time = max(MIN_STEPS, STATE_BYTES // max(1, state_bytes))
-    limit_by_cache = max(MIN_STEPS, CACHE_BYTES // max(1, batch_bytes))
-    # The only limit that may go below MIN_STEPS, since a chunk has to fit into memory.
-    limit_by_memory = CHUNK_BYTES // max(1, batch_bytes)
-    limits = limit_by_time, limit_by_cache, limit_by_memory, *filter(None, intervals)
-    return max(1, min(MAX_STEPS, *limits))
+    if chip is None:
+        limit_by_time = STATE_BYTES // max(1, state_bytes)
+        limit_by_cache = CACHE_BYTES // max(1, batch_bytes)
+        # The only limit that may go below MIN_STEPS, since a chunk has to fit into memory.
+        limit_by_memory = CHUNK_BYTES // max(1, batch_bytes)
+    else:
+        # A step reads and writes its state at least once.
+        step_seconds = max(STEP_SECONDS, 2 * state_bytes / (chip.bandwidth or BANDWIDTH))
+        limit_by_time, limit_by_cache = int(PROGRAM_SECONDS / step_seconds), MAX_STEPS
+        limit_by_memory = int(CHUNK_PART * chip.memory_bytes / max(1, batch_bytes))
+    limits = max(MIN_STEPS, limit_by_time), max(MIN_STEPS, limit_by_cache), limit_by_memory
+    return max(1, min(MAX_STEPS, *limits, *filter(None, intervals)))
 
 
 def nbytes(tree: PyTree) -> int:

@@ -3,29 +3,23 @@
 import collections
 import dataclasses
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-import jax
-import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
-
-from functrain import rewrites as _rewrites
 from functrain.common import _repr, _tree
-from functrain.common._checks import is_number, require, require_flags, require_integer
+from functrain.common._checks import require_flags
 from functrain.common._platform import platform_of
 from functrain.common._types import PyTree, Step
-from functrain.data._batch import require_batch
 from functrain.engine import _placement
 from functrain.engine._driver import RUN_AHEAD, SPARE_BYTES
-from functrain.engine._plan import auto_steps, nbytes
-from functrain.engine._programs import TRAINING, LoopOptions, prefers_static_length, program
+from functrain.engine._plan import nbytes
+from functrain.inspect._fit_program import FitProgram, TooLargeError, compile_program, lower_fit
 from functrain.inspect._leaf import bytes_on_each
 from functrain.inspect._sheet import sheet
 from functrain.metrics._metric import Metered
 from functrain.rewrites import Mode
-from functrain.step._check import check_step
-from functrain.step._metered import MeteredStep
+from functrain.targets._chips import Chip
+from functrain.targets._target import Target
 
 # Chunks that exist at once: one for each program in flight, and the one being assembled meanwhile.
 CHUNKS = RUN_AHEAD + 1
@@ -46,6 +40,8 @@ class Memory:
       temporaries: Other memory of the program: activations, gradients.
       checkpoint_copy: The copy that a checkpointer writes while training continues. 0 without a
         checkpointer, and on accelerators, whose copy is in the memory of the host.
+      padding: What an accelerator adds to arguments whose shapes do not fit its tiles.
+      chip: The device, with its memory; None if that is not known.
 
     Examples:
       >>> needed = Memory(8, {"w": 4000}, {"w": 4000}, 4000, 4000, 300, 96, 8000)
@@ -62,6 +58,8 @@ class Memory:
     logs: int
     temporaries: int
     checkpoint_copy: int = 0
+    padding: int = 0
+    chip: Chip | None = None
 
     @property
     def state(self) -> int:
@@ -72,11 +70,17 @@ class Memory:
     def total(self) -> int:
         """The bytes of all copies of the state, and of everything else."""
         copies = self.state + self.original_state + self.recovery_copy + self.checkpoint_copy
-        return copies + self.chunks + self.logs + self.temporaries
+        return copies + self.chunks + self.logs + self.temporaries + self.padding
+
+    @property
+    def fits(self) -> bool | None:
+        """True if the total fits into the memory of the device; None if that is not known."""
+        return None if self.chip is None else self.total <= self.chip.memory_bytes
 
     def __repr__(self) -> str:
         total, state = map(_repr.format_bytes, (self.total, self.state))
-        return f"Memory({total}: state={state}, k={self.k})"
+        fits = {None: "", True: ", fits", False: ", does not fit"}[self.fits]
+        return f"Memory({total}: state={state}, k={self.k}{fits})"
 
     def __str__(self) -> str:
         """Returns the table, never cut to the width of a terminal."""
@@ -91,11 +95,43 @@ class Memory:
                 f"{CHUNKS} chunks of {self.k} batches": self.chunks,
                 "logs": self.logs,
                 "program temporaries": self.temporaries,
+                **({"padding": self.padding} if self.padding else {}),
             },
             {"total": self.total},
         )
         columns = ["memory of a fit", "bytes"]
-        return sheet(columns, *map(_format_rows, sections), numbers=["bytes"])
+        table = sheet(columns, *map(_format_rows, sections), numbers=["bytes"])
+        return table if self.chip is None else "\n".join([table, *self._verdict(self.chip)])
+
+    def _verdict(self, chip: Chip) -> list[str]:
+        """Returns lines that say whether it fits, and what to do if it does not."""
+        rest = chip.memory_bytes - self.total
+        size, room = _repr.format_bytes(abs(rest)), _repr.format_bytes(chip.memory_bytes)
+        if rest >= 0:
+            return [f"It fits: {size} of {room} are free on a {chip.name}."]
+        return [f"It does not fit: {size} more than the {room} of a {chip.name}.", *self.advice()]
+
+    def advice(self) -> list[str]:
+        """Returns what would need less memory, as lines, what saves most first.
+
+        Examples:
+          >>> Memory(8, {"w": 4000}, {"w": 4000}, 4000, 4000, 300, 96, 8000).advice()[0]
+          '- 7.8 KiB of temporaries: a smaller batch, ft.micro_batches, or ft.remat.'
+        """
+        divide = "divide it over the chips of a slice, with ft.sharding.fsdp"
+        options = {
+            "temporaries: a smaller batch, ft.micro_batches, or ft.remat": self.temporaries,
+            f"state: {divide}": self.state,
+            "your original state: fit(donate=True) takes it over": self.original_state,
+            f"chunks: fewer steps per program than fuse={self.k}": self.chunks,
+        }
+        ordered = sorted(options.items(), key=lambda option: -option[1])
+        # Savings below a hundredth of all of it do not matter.
+        return [
+            f"- {_repr.format_bytes(size)} of {text}."
+            for text, size in ordered
+            if size * 100 > self.total
+        ]
 
 
 def _format_rows(section: Mapping[str, int]) -> list[tuple[str, str]]:
@@ -112,6 +148,7 @@ def memory(
     donate: bool = False,
     checkpointer: Any = None,
     rewrites: Mode = "auto",
+    target: Target | None = None,
 ) -> Memory:
     """Returns the memory that a fit needs, from the program that it would run.
 
@@ -130,9 +167,12 @@ def memory(
       donate: True if `fit` is called with ``donate=True``, and does not copy the state.
       checkpointer: The checkpointer of the fit: on CPU it needs one more copy of the state.
       rewrites: As in `fit`.
+      target: The devices to compile for, from `functrain.target`; by default those on which the
+        state is placed, or this machine. They need not be there.
 
     Returns:
-      A `Memory` with numbers of bytes; print it for a table.
+      A `Memory` with numbers of bytes; print it for a table. For a target, and for an accelerator
+      of this machine, it also says whether that fits, and what to do if it does not.
 
     Raises:
       ValueError: `fuse` is below 1, or the batch does not divide over the devices.
@@ -152,73 +192,49 @@ def memory(
       >>> needed.k, needed.parts["params"] == 4 * 4096**2, needed.state == 12 * 4096**2 + 8
       (8, True, True)
     """
-    check_step(step)
     require_flags(donate=donate)
-    require_batch(batch)
-    if fuse is not None:
-        require_integer("fuse", fuse)
-    _require_leaves("state", state, lambda x: _tree.is_array(x) or is_number(x), "an array")
-    _require_leaves("batch", batch, lambda x: _tree.is_array(x) and x.shape, "an array [B, ...]")
-    # The rule by which a fit chooses K.
-    k = fuse or auto_steps(nbytes(batch), nbytes(state))
-    target = _placement.batch_sharding(sharding)
-    carry, chunk = _carry(step, state, target), _placement.chunk_shapes(batch, k, target)
-    logs, temporaries = _analyze_program(step, carry, chunk, k, rewrites)
-    leaves = _bytes_by_path(carry)
-    state_bytes = sum(leaves.values())
+    program = lower_fit(
+        "memory",
+        state,
+        step,
+        batch,
+        fuse=fuse,
+        target=target,
+        sharding=sharding,
+        rewrites=rewrites,
+    )
+    leaves = _bytes_by_path(program.carry)
+    state_bytes, chunk_bytes = sum(leaves.values()), bytes_on_each(program.chunk)
+    logs, temporaries, arguments = _analyze(program)
     # On accelerators the copy is fetched to the host before it is written.
-    copies_for_checkpoint = checkpointer is not None and platform_of(carry) == "cpu"
+    is_cpu = platform_of(program.carry) == "cpu"
     return Memory(
-        k=k,
+        k=program.k,
         leaves=leaves,
         parts=_bytes_by_part(leaves),
         # A donated state is reused for the results.
         original_state=0 if donate else state_bytes,
-        recovery_copy=state_bytes if nbytes(carry) <= SPARE_BYTES else 0,
-        chunks=CHUNKS * bytes_on_each(chunk),
+        recovery_copy=state_bytes if nbytes(program.carry) <= SPARE_BYTES else 0,
+        chunks=CHUNKS * chunk_bytes,
         logs=CHUNKS * logs,
         temporaries=temporaries,
-        checkpoint_copy=state_bytes if copies_for_checkpoint else 0,
+        checkpoint_copy=state_bytes if checkpointer is not None and is_cpu else 0,
+        padding=0 if is_cpu else max(0, arguments - state_bytes - chunk_bytes),
+        chip=None if is_cpu and target is None else program.chip,
     )
 
 
-def _require_leaves(name: str, tree: PyTree, is_valid: Callable[[Any], Any], expected: str) -> None:
-    """Raises TypeError if a leaf of the argument is not valid."""
-    for path, x in _tree.leaves_with_path(tree):
-        advice = f"The leaf is at {path}. The arguments are memory(state, step, batch)."
-        require(is_valid(x), name, f"{expected} or its shape", x, advice, error=TypeError)
-
-
-def _carry(step: Any, state: PyTree, target: NamedSharding | None) -> PyTree:
-    """Returns the shapes and shardings of what a fit carries: the state, and its metrics."""
-    # A fit replicates the leaves that have no sharding over the mesh of its batches.
-    replicated = None if target is None else NamedSharding(target.mesh, PartitionSpec())
-
-    def with_sharding(x: Any, shape: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        sharding = getattr(x, "sharding", None)
-        sharding = sharding if isinstance(sharding, NamedSharding) else replicated
-        return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
-
-    carry = jax.tree.map(with_sharding, state, jax.eval_shape(_tree.copy, state))
-    if not isinstance(step, MeteredStep) or isinstance(state, Metered):
-        return carry
-    return Metered(carry, jax.eval_shape(step.start, carry).metrics)
-
-
-def _analyze_program(
-    step: Any, carry: PyTree, chunk: PyTree, k: int, rewrites: Mode
-) -> tuple[int, int]:
-    """Compiles the program of a fit; returns the bytes of its logs and of its temporaries."""
-    pins = _placement.read_pins(carry)
-    platform = platform_of(carry)
-    mode, takes_all = _rewrites.resolve_mode(rewrites, platform), prefers_static_length(platform)
-    loop = LoopOptions(k, mode, platform, takes_all=takes_all, pins=pins)
-    run: Any = program(step, TRAINING, loop)
-    lowered = run.lower(carry, chunk, np.int32(k))
-    stats, logs = lowered.compile().memory_analysis(), nbytes(lowered.out_info[1])
+def _analyze(program: FitProgram) -> tuple[int, int, int]:
+    """Compiles a program; returns the bytes of its logs, temporaries and arguments."""
+    logs = nbytes(program.lowered.out_info[1])
+    try:
+        stats = compile_program(program.lowered).memory_analysis()
+    except TooLargeError as error:
+        return logs, error.program, error.arguments
     # Results that could not reuse the buffer of a donated argument need memory, too.
     results = stats.output_size_in_bytes - stats.alias_size_in_bytes - logs
-    return logs, int(stats.temp_size_in_bytes + max(0, results))
+    temporaries = int(stats.temp_size_in_bytes + max(0, results))
+    return logs, temporaries, int(stats.argument_size_in_bytes)
 
 
 def _bytes_by_path(carry: PyTree) -> dict[str, int]:

@@ -22,6 +22,7 @@ from functrain.loop._require import (
 from functrain.metrics._metric import Metered
 from functrain.rewrites import Mode
 from functrain.step._metered import MeteredStep
+from functrain.targets._chips import accelerator_of
 
 # The state is a constant beside the carry, not in it: nothing has to be copied or returned.
 EVALUATION = Kind(
@@ -118,7 +119,7 @@ def evaluate_without_warning(
     driver.begin(metrics, _placement.place_on_mesh(state, mesh_sharding))
     steps = 0
     batches.begin(0)
-    for chunk in chunks(batches, Plan(fuse)):
+    for chunk in chunks(batches, Plan(fuse, chip=accelerator_of(state))):
         driver.run(chunk)
         steps += chunk.steps
     require_batches(steps, name=batches.name)

@@ -20,6 +20,7 @@ from functrain.engine._programs import Kind, cached_program
 from functrain.loop._require import require_all_examples, require_batches, require_state
 from functrain.rewrites import Mode
 from functrain.step._eval import check_predict_step
+from functrain.targets._chips import accelerator_of
 
 # The carry is empty, and the state a constant beside it: it is neither copied nor returned.
 PREDICTION = Kind(
@@ -88,6 +89,7 @@ def predict(
         # The outputs of all K batches are in memory at once, beside the inputs.
         row_bytes=lambda batch: _row_bytes(step, state, batch) if jit else 0,
         intervals=lambda: [prediction_interval(batches.full_steps)],
+        chip=accelerator_of(state),
     )
     batches.begin(0)
     # Outputs are fetched in order, while later chunks are computed.

@@ -30,6 +30,7 @@ from functrain.loop._require import require_state, require_training_step
 from functrain.loop._saving import Resumed, Saving
 from functrain.rewrites import Mode
 from functrain.step._metered import MeteredStep
+from functrain.targets._chips import accelerator_of
 
 
 @argument_advice(
@@ -240,6 +241,7 @@ def begin_run(
                 fuse,
                 state_bytes=nbytes(carry),
                 intervals=lambda: [batches.full_steps, longest_interval(triggers)],
+                chip=accelerator_of(carry),
             )
         place = _placement.chunk_placer(batch_sharding)
         driver = Driver(step, rewrites=rewrites, jit=jit, place=place)

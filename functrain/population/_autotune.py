@@ -99,7 +99,9 @@ def autotune(
     require(is_sequence, "blocks", "a sequence of numbers of members", blocks, advice)
     steps = {block: population_step(step, data=data, block=block) for block in blocks}
     require(steps, "blocks", "at least one number of members", blocks)
-    k = min(MAX_STEPS, auto_steps(nbytes(batch), nbytes(population)))
+    k = min(
+        MAX_STEPS, auto_steps(nbytes(batch), nbytes(population), chip=accelerator_of(population))
+    )
     # The steps that are measured repeat one batch: their time does not depend on its values.
     chunk = jax.tree.map(lambda x: jnp.stack([jnp.asarray(x)] * k), batch)
     start_time = time.perf_counter()

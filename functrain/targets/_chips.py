@@ -5,6 +5,9 @@ from typing import NamedTuple
 
 import jax
 
+from functrain.common._platform import platform_of
+from functrain.common._types import PyTree
+
 _GIB = 2**30
 _GOOGLE = "https://cloud.google.com/tpu/docs/"
 _NVIDIA = "https://www.nvidia.com/en-us/data-center/"
@@ -61,6 +64,17 @@ def chip_of(device: jax.Device) -> Chip:
     known = known_chip(device.device_kind)
     memory = 0 if known else _reported_memory(device)
     return known or Chip(device.device_kind, memory, 0.0, 0.0, 0.0, "reported by the system")
+
+
+def accelerator_of(tree: PyTree) -> Chip | None:
+    """Returns the accelerator that a program of these arguments runs on; None for a CPU."""
+    if platform_of(tree) == "cpu":
+        return None
+    for leaf in jax.tree.leaves(tree):
+        sharding = getattr(leaf, "sharding", None)
+        if sharding is not None and getattr(leaf, "committed", True):
+            return chip_of(next(iter(sharding.device_set)))
+    return chip_of(jax.devices()[0])
 
 
 def known_chip(kind: str) -> Chip | None:

@@ -1,0 +1,350 @@
+"""The cost of a step on a device, as its compiler estimates it, before anything runs."""
+
+import collections
+import dataclasses
+import html
+import math
+import re
+from typing import Any, NamedTuple
+
+import jax
+from jax.extend.core import primitives
+
+from functrain.common import _hlo, _repr
+from functrain.common._platform import compiling_for, platform_of
+from functrain.common._types import PyTree, Step
+from functrain.engine import _placement
+from functrain.engine._guards import tracing_guards
+from functrain.inspect._fit_program import FitProgram, compile_program, lower_fit
+from functrain.inspect._sheet import sheet
+from functrain.rewrites import Mode
+from functrain.rewrites._frame import walk_equations
+from functrain.sharding._collectives import Traffic, collectives
+from functrain.targets._chips import Chip
+from functrain.targets._target import Target
+
+# A program is started from Python; functrain's own loop takes about this long for that.
+DISPATCH_SECONDS = 100e-6
+# The least time that a GPU takes for a kernel, however small.
+KERNEL_SECONDS = 2e-6
+# Rows of the printed table; all layers are in `Cost.layers`.
+ROWS = 12
+
+# What jax adds to the names of a user's functions and scopes.
+_WRAPPERS = re.compile(
+    r"\b(?:jit|pjit|jvp|transpose|vmap|remat|checkpoint|custom_jvp|custom_vjp|shard_map)\(([^()]*)\)"
+)
+_PARTS_OF_LOOPS = {
+    "while",
+    "body",
+    "cond",
+    "scan",
+    "closed_call",
+    "checkpoint",
+    "rematted_computation",
+    "",
+}
+
+
+class Layer(NamedTuple):
+    """The part of a step that belongs to one layer or scope of the model.
+
+    Attributes:
+      name: Its path, such as ``resnet50/conv1_conv``; "loss" for what the loss does outside of any
+        layer, "optimizer", "metrics", and "other".
+      seconds: Estimated time of a step; 0 if the compiler estimates no times.
+      kernels: Kernels of a step.
+    """
+
+    name: str
+    seconds: float
+    kernels: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """The cost of a step on each device, from `cost`. Prints as a table; a chart in notebooks.
+
+    All of it is estimated from the compiled program. Nothing was measured.
+
+    Attributes:
+      k: Steps per program.
+      chip: The device.
+      seconds: Estimated time of a step on the device, without the host.
+      basis: What `seconds` is estimated from.
+      kernels: Kernels of a step.
+      flops: Operations of the products and convolutions of a step, on all devices.
+      devices: How many devices share them.
+      layers: The parts of the step, the largest first.
+      traffic: What the devices send to each other in a step, by kind of collective.
+      overlapped: The kinds of collectives that run while the device computes.
+
+    Examples:
+      >>> import functrain as ft, jax.numpy as jnp
+      >>> def step(state, batch):
+      ...     return state + jnp.mean(batch @ batch.T), {}
+      >>> found = ft.inspect.cost(jnp.zeros(()), step, jnp.ones((32, 64)), fuse=4)
+      >>> found.k, found.flops
+      (4, 131072)
+    """
+
+    k: int
+    chip: Chip
+    seconds: float
+    basis: str
+    kernels: float
+    flops: int
+    devices: int
+    layers: tuple[Layer, ...]
+    traffic: dict[str, Traffic]
+    overlapped: frozenset[str]
+
+    @property
+    def dispatch_saved(self) -> float:
+        """The part of the time with one step per program that fusing K steps saves."""
+        saved = DISPATCH_SECONDS * (1 - 1 / self.k)
+        return saved / (self.seconds + DISPATCH_SECONDS)
+
+    @property
+    def utilization(self) -> float:
+        """The part of the peak in bfloat16 that the step would reach; NaN if that is unknown."""
+        peak = self.chip.peak_flops * self.devices * self.seconds
+        return self.flops / peak if peak else math.nan
+
+    def __repr__(self) -> str:
+        return f"Cost({_format_time(self.seconds)} a step on {self.chip.name}, k={self.k})"
+
+    def __str__(self) -> str:
+        """Returns the tables, at most 80 columns wide."""
+        summary = sheet(["estimated cost of a step", ""], self._summary())
+        shown = [*self.layers[:ROWS], *_rest(self.layers[ROWS:])]
+        rows = [
+            (_shorten(layer.name), f"{layer.kernels:.1f}", self._time(layer), self._share(layer))
+            for layer in shown
+        ]
+        columns = ["layer", "kernels", "time", "share"]
+        parts = sheet(columns, rows, numbers=columns[1:])
+        if not self.traffic:
+            return f"{summary}\n{parts}"
+        sent = [
+            (
+                kind,
+                f"{x.calls / self.k:.1f}",
+                _repr.format_bytes(x.bytes / self.k),
+                self._waits(kind),
+            )
+            for kind, x in self.traffic.items()
+        ]
+        columns = ["collective", "calls", "bytes", "overlaps with computing"]
+        return f"{summary}\n{parts}\n{sheet(columns, sent, numbers=columns[1:3])}"
+
+    def _repr_html_(self) -> str:
+        """Returns the tables and a chart of the layers, for notebooks."""
+        longest = max((self._weight(layer) for layer in self.layers), default=0.0) or 1.0
+        bars = "".join(
+            f'<tr><td style="text-align:left">{html.escape(layer.name)}</td><td style="text-align:'
+            f'left"><div style="background:#3b76c4;height:0.8em;width:'
+            f'{300 * self._weight(layer) / longest:.0f}px"></div></td></tr>'
+            for layer in self.layers[:ROWS]
+        )
+        return f"<pre>{html.escape(str(self))}</pre><table>{bars}</table>"
+
+    def _summary(self) -> list[tuple[str, str]]:
+        rows = [
+            ("device", f"{self.devices} × {self.chip.name}"),
+            ("time of a step", _format_time(self.seconds)),
+            ("estimated from", self.basis),
+            ("kernels", f"{self.kernels:.1f}"),
+            ("FLOPs of products", f"{self.flops:,}"),
+            (f"saved by fusing {self.k} steps", f"{self.dispatch_saved:.0%} of single steps' time"),
+        ]
+        if not math.isnan(self.utilization):
+            rows.insert(5, ("of the peak in bfloat16", f"{self.utilization:.1%}"))
+        return rows
+
+    def _weight(self, layer: Layer) -> float:
+        """Returns the time of a layer, or its kernels where no times are known."""
+        return layer.seconds if self._has_times() else layer.kernels
+
+    def _has_times(self) -> bool:
+        return any(layer.seconds for layer in self.layers)
+
+    def _time(self, layer: Layer) -> str:
+        return _format_time(layer.seconds) if self._has_times() else "-"
+
+    def _share(self, layer: Layer) -> str:
+        total = sum(map(self._weight, self.layers))
+        return f"{self._weight(layer) / total:.1%}" if total else "-"
+
+    def _waits(self, kind: str) -> str:
+        return "yes" if kind in self.overlapped else "no"
+
+
+def cost(
+    state: PyTree,
+    step: Step[Any],
+    batch: PyTree,
+    *,
+    fuse: int | None = None,
+    target: Target | None = None,
+    sharding: _placement.ShardingArg = None,
+    rewrites: Mode = "auto",
+) -> Cost:
+    """Returns the cost of a step as the compiler of its device estimates it. Nothing runs.
+
+    The TPU compiler estimates the cycles of every kernel. For other devices the time is a lower
+    bound, a roofline: the larger of FLOPs by peak speed and bytes by bandwidth, and 2 µs for each
+    kernel of a GPU. Neither was measured; compare estimates with each other.
+
+    Args:
+      state: The state, or its shapes.
+      step: ``(state, batch) -> (state, logs)``, with metrics or without.
+      batch: One batch of full size, or its shapes.
+      fuse: Steps per program; None for the number that ``fuse="auto"`` chooses.
+      target: The devices to compile for, from `functrain.target`; by default those on which the
+        state is placed, or this machine.
+      sharding: The sharding of one batch, as in `fit`.
+      rewrites: As in `fit`.
+
+    Returns:
+      A `Cost`; print it for tables.
+
+    Raises:
+      MemoryError: The program is larger than the memory of the device; see `memory`.
+      ValueError: `fuse` is below 1, or the batch does not divide over the devices.
+      TypeError: `step` is not a step, or a leaf is not an array.
+
+    Examples:
+      >>> import functrain as ft, jax.numpy as jnp
+      >>> def step(state, batch):
+      ...     return state + jnp.mean(batch @ batch.T), {}
+      >>> ft.inspect.cost(jnp.zeros(()), step, jnp.ones((32, 64)), fuse=4).dispatch_saved < 0.75
+      True
+    """
+    program = lower_fit(
+        "cost", state, step, batch, fuse=fuse, target=target, sharding=sharding, rewrites=rewrites
+    )
+    compiled = compile_program(program.lowered)
+    text = compiled.as_text() or ""
+    cycles, kernels = collections.Counter[str](), collections.Counter[str]()
+    overlapped = set()
+    for instruction, calls in _hlo.instructions(text):
+        name = layer_name(instruction.op_name)
+        cycles[name] += calls * instruction.cycles
+        kernels[name] += calls * (instruction.opcode in _hlo.KERNELS)
+        if instruction.opcode.endswith("-start"):
+            overlapped.add(instruction.opcode.removesuffix("-start"))
+    k, chip = program.k, program.chip
+    flops = product_flops(step, program)
+    clock = chip.clock_hz or math.inf
+    layers = [Layer(name, cycles[name] / clock / k, kernels[name] / k) for name in kernels]
+    layers.sort(key=lambda layer: (layer.seconds, layer.kernels), reverse=True)
+    total_cycles, total_kernels = sum(cycles.values()) / k, sum(kernels.values()) / k
+    devices = _device_count(program.carry)
+    if total_cycles:
+        seconds, basis = total_cycles / clock, "the TPU compiler's cycles"
+    else:
+        seconds, basis = _roofline(program, compiled, flops / devices, total_kernels)
+    return Cost(
+        k=k,
+        chip=chip,
+        seconds=seconds,
+        basis=basis,
+        kernels=total_kernels,
+        flops=flops,
+        devices=devices,
+        layers=tuple(layer for layer in layers if layer.seconds or layer.kernels),
+        traffic=collectives(text),
+        overlapped=frozenset(overlapped),
+    )
+
+
+def layer_name(op_name: str) -> str:
+    """Returns the layer or scope that an operation belongs to.
+
+    Args:
+      op_name: The names of scopes and transformations, and of the operation, as jax joins them.
+
+    Examples:
+      >>> layer_name("jit(run)/while/body/closed_call/transpose(jvp(mlp))/dense/dot_general")
+      'mlp/dense'
+      >>> layer_name("jit(run)/while/body/closed_call/jvp()/reduce_sum")
+      'loss'
+      >>> layer_name("jit(run)/while/body/closed_call/add")
+      'other'
+    """
+    scopes, is_differentiated = op_name, "jvp(" in op_name
+    # A program's own function is no layer, nor are jax's functions such as `jit(relu)`.
+    scopes = re.sub(r"\b(?:jit|pjit)\([^()]*\)", "", scopes)
+    while (stripped := _WRAPPERS.sub(r"\1", scopes)) != scopes:
+        scopes = stripped
+    # The last part is the operation.
+    parts = [part for part in scopes.split("/")[:-1] if part not in _PARTS_OF_LOOPS]
+    if parts:
+        return "/".join(parts)
+    return "loss" if is_differentiated else "other"
+
+
+def product_flops(step: Any, program: FitProgram) -> int:
+    """Returns the operations of all products and convolutions of a step, on all devices."""
+    batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), program.chunk)
+    with tracing_guards(step), compiling_for(platform_of(program.carry)):
+        closed = jax.make_jaxpr(lambda *args: step(*args))(program.carry, batch)
+    total = 0
+    for eqn, _, executions in walk_equations(closed.jaxpr):
+        if eqn.primitive is primitives.dot_general_p:
+            (contracted, _), _ = eqn.params["dimension_numbers"]
+            shape = eqn.invars[0].aval.shape
+            terms = math.prod(shape[axis] for axis in contracted)
+        elif eqn.primitive is primitives.conv_general_dilated_p:
+            numbers = eqn.params["dimension_numbers"]
+            kernel = eqn.invars[1].aval.shape
+            # Every output is a sum over the kernel, without its axis of output features.
+            terms = math.prod(kernel) // kernel[numbers.rhs_spec[0]]
+        else:
+            continue
+        total += 2 * executions * terms * math.prod(eqn.outvars[0].aval.shape)
+    return total
+
+
+def _roofline(
+    program: FitProgram, compiled: Any, flops: float, kernels: float
+) -> tuple[float, str]:
+    """Returns the least time that a step can take by speed and bandwidth, and how it was found."""
+    chip = program.chip
+    if not chip.peak_flops or not chip.bandwidth:
+        return math.nan, f"nothing: the speed of {chip.name} is unknown"
+    # The body of the loop counts once, which is a step.
+    costs = compiled.cost_analysis() or {}
+    moved = costs.get("bytes accessed", 0.0)
+    seconds = max(flops / chip.peak_flops, moved / chip.bandwidth)
+    return seconds + kernels * KERNEL_SECONDS, "a roofline, and 2 µs for each kernel"
+
+
+def _device_count(carry: PyTree) -> int:
+    shardings = [x.sharding for x in jax.tree.leaves(carry) if x.sharding is not None]
+    return max((sharding.num_devices for sharding in shardings), default=1)
+
+
+def _rest(layers: tuple[Layer, ...]) -> list[Layer]:
+    if not layers:
+        return []
+    seconds, kernels = (sum(x) for x in list(zip(*layers, strict=True))[1:])
+    return [Layer(f"{len(layers)} others", seconds, kernels)]
+
+
+def _shorten(name: str, width: int = 44) -> str:
+    return name if len(name) <= width else "…" + name[1 - width :]
+
+
+def _format_time(seconds: float) -> str:
+    """Returns a time in a unit that suits it.
+
+    Examples:
+      >>> _format_time(2.5e-5), _format_time(0.0125), _format_time(3)
+      ('25.0 µs', '12.5 ms', '3.0 s')
+    """
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds * 1e6:.1f} µs"

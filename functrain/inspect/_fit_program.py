@@ -1,0 +1,189 @@
+"""The program that a fit would run, lowered for shapes: nothing is computed or allocated."""
+
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+
+from functrain import rewrites as _rewrites
+from functrain.common import _repr, _tree
+from functrain.common._checks import is_number, require, require_integer
+from functrain.common._platform import platform_of
+from functrain.common._types import PyTree
+from functrain.data._batch import require_batch
+from functrain.engine import _placement
+from functrain.engine._plan import auto_steps, nbytes
+from functrain.engine._programs import TRAINING, LoopOptions, prefers_static_length, program
+from functrain.metrics._metric import Metered
+from functrain.rewrites import Mode
+from functrain.step._check import check_step
+from functrain.step._metered import MeteredStep
+from functrain.targets._chips import Chip, accelerator_of, chip_of
+from functrain.targets._compilers import quiet_compiler
+from functrain.targets._target import Target
+
+
+class FitProgram(NamedTuple):
+    """The lowered program of a fit.
+
+    Attributes:
+      k: Steps per program.
+      carry: Shapes and shardings of the state and its metrics.
+      chunk: Shapes and shardings of K batches.
+      lowered: The program.
+      chip: The device that it is made for.
+    """
+
+    k: int
+    carry: PyTree
+    chunk: PyTree
+    lowered: Any
+    chip: Chip
+
+
+def lower_fit(
+    name: str,
+    state: PyTree,
+    step: Any,
+    batch: PyTree,
+    *,
+    fuse: int | None = None,
+    target: Target | None = None,
+    sharding: _placement.ShardingArg = None,
+    rewrites: Mode = "auto",
+) -> FitProgram:
+    """Lowers the program that a fit would run; see `functrain.inspect.memory` for the arguments.
+
+    Args:
+      name: The public function, for messages.
+      state: The state, or its shapes.
+      step: The step.
+      batch: One batch, or its shapes.
+      fuse: Steps per program; None for the number that a fit chooses.
+      target: The devices to compile for.
+      sharding: The sharding of one batch.
+      rewrites: As in `fit`.
+    """
+    check_step(step)
+    require_batch(batch)
+    if fuse is not None:
+        require_integer("fuse", fuse)
+    arguments = f"The arguments are {name}(state, step, batch)."
+    _require_leaves(
+        "state", state, lambda x: _tree.is_array(x) or is_number(x), "an array", arguments
+    )
+    is_batch = "an array [B, ...]"
+    _require_leaves("batch", batch, lambda x: _tree.is_array(x) and x.shape, is_batch, arguments)
+    mesh_sharding = _placement.batch_sharding(sharding)
+    _require_devices(target, mesh_sharding)
+    default: Sharding | None = None
+    if mesh_sharding is not None:
+        # A fit replicates the leaves that have no sharding over the mesh of its batches.
+        default = NamedSharding(mesh_sharding.mesh, PartitionSpec())
+    elif target is not None:
+        default = SingleDeviceSharding(target.devices[0])
+    carry = _carry(step, state, default)
+    platform, accelerator = platform_of(carry), accelerator_of(carry)
+    k = fuse or auto_steps(nbytes(batch), nbytes(state), chip=accelerator)
+    chunk = _placement.chunk_shapes(batch, k, mesh_sharding)
+    options = LoopOptions(
+        k,
+        _rewrites.resolve_mode(rewrites, platform),
+        platform,
+        takes_all=prefers_static_length(platform),
+        pins=_placement.read_pins(carry),
+    )
+    run: Any = program(step, TRAINING, options)
+    with quiet_compiler():
+        lowered = run.lower(carry, chunk, np.int32(k))
+    return FitProgram(k, carry, chunk, lowered, accelerator or chip_of(jax.devices()[0]))
+
+
+def _require_devices(target: Target | None, sharding: NamedSharding | None) -> None:
+    """Raises ValueError if the mesh of the batches has other devices than the target."""
+    if target is None or sharding is None:
+        return
+    is_of_target = sharding.device_set <= set(target.devices)
+    advice = "Make the mesh with target.mesh({'data': -1})."
+    require(is_of_target, "sharding", f"a mesh of the devices of {target}", sharding.mesh, advice)
+
+
+def _require_leaves(
+    name: str, tree: PyTree, is_valid: Callable[[Any], Any], expected: str, arguments: str
+) -> None:
+    """Raises TypeError if a leaf of the argument is not valid."""
+    for path, x in _tree.leaves_with_path(tree):
+        advice = f"The leaf is at {path}. {arguments}"
+        require(is_valid(x), name, f"{expected} or its shape", x, advice, error=TypeError)
+
+
+def _carry(step: Any, state: PyTree, default: Sharding | None) -> PyTree:
+    """Returns the shapes and shardings of what a fit carries: the state, and its metrics."""
+
+    def with_sharding(x: Any, shape: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        sharding = getattr(x, "sharding", None)
+        # Shapes are placed where they say, arrays only if they are divided.
+        is_placed = isinstance(sharding, NamedSharding) or not isinstance(x, jax.Array)
+        sharding = sharding if is_placed and sharding is not None else default
+        return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
+
+    carry = jax.tree.map(with_sharding, state, jax.eval_shape(_tree.copy, state))
+    if not isinstance(step, MeteredStep) or isinstance(state, Metered):
+        return carry
+    return Metered(carry, jax.eval_shape(step.start, carry).metrics)
+
+
+class TooLargeError(Exception):
+    """The compiler's refusal of a program that is larger than the memory of the device.
+
+    Attributes:
+      program: Bytes of the program's temporaries.
+      arguments: Bytes of its arguments.
+      capacity: Bytes that a program may use.
+      largest: The largest temporaries: their bytes, and the operation that makes them.
+    """
+
+    def __init__(self, message: str) -> None:
+        found = dict(re.findall(r"^ +(program|arguments) +([\d.]+[BKMGT])", message, re.MULTILINE))
+        self.program = parse_bytes(found.get("program", "0B"))
+        self.arguments = parse_bytes(found.get("arguments", "0B"))
+        capacity = re.search(r"of ([\d.]+[KMGT]) hbm", message)
+        self.capacity = parse_bytes(capacity[1]) if capacity else 0
+        allocations = re.findall(r"Size: (\S+)\n +Operator: op_name=\"(.*)\"\n", message)
+        self.largest = [(parse_bytes(size), op_name) for size, op_name in allocations]
+        sizes = map(_repr.format_bytes, (self.program, self.arguments, self.capacity))
+        text = "{} of temporaries and {} of arguments do not fit into {}".format(*sizes)
+        lines = [f"{_repr.format_bytes(size)} in {where}" for size, where in self.largest[:5]]
+        largest = f". The largest temporaries:\n{_tree.bullets(lines)}" if lines else "."
+        super().__init__(f"The program is too large for the device: {text}{largest}")
+
+
+def parse_bytes(text: str) -> int:
+    """Returns the bytes of a size as XLA writes it: 40.00G, 258.00M, 16.0K or 512B.
+
+    Examples:
+      >>> parse_bytes("1.5K"), parse_bytes("512B")
+      (1536, 512)
+    """
+    units = {unit: 1024**i for i, unit in enumerate("BKMGT")}
+    return int(float(text[:-1]) * units[text[-1]])
+
+
+def compile_program(lowered: Any) -> Any:
+    """Compiles a lowered program.
+
+    Raises:
+      TooLargeError: It is larger than the memory of its device, as its compiler says.
+    """
+    try:
+        with quiet_compiler():
+            return lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        message = str(error)
+        if "RESOURCE_EXHAUSTED" not in message:
+            raise
+    # Outside of `except`: the compiler's message, of hundreds of lines, is not repeated.
+    raise TooLargeError(message)

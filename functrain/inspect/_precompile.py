@@ -1,0 +1,71 @@
+"""Programs in jax's compilation cache, for devices that are not there."""
+
+import os
+from typing import Any
+
+from functrain.common._types import PyTree, Step
+from functrain.engine import _placement
+from functrain.engine._cache import enable_compilation_cache
+from functrain.inspect._fit_program import compile_program, lower_fit
+from functrain.rewrites import Mode
+from functrain.targets._target import Target
+
+
+def precompile(
+    state: PyTree,
+    step: Step[Any],
+    batch: PyTree,
+    *,
+    target: Target,
+    directory: str | os.PathLike[str],
+    fuse: int | None = None,
+    sharding: _placement.ShardingArg = None,
+    rewrites: Mode = "auto",
+) -> int:
+    """Compiles the program of a fit into jax's compilation cache, so that the device starts at once.
+
+    On the device, call ``functrain.enable_compilation_cache(directory)`` before the fit. The key of
+    an entry depends on the program, the versions of jax and of the compiler, XLA's flags, and the
+    kind and arrangement of the devices; all of them have to agree. It has been seen that a second
+    process with the same target finds the entry. It has not been tried on a device.
+
+    Args:
+      state: As for `memory`.
+      step: As for `memory`.
+      batch: As for `memory`.
+      target: The devices to compile for, from `functrain.target`.
+      directory: The folder of the cache; it is made if it is missing.
+      fuse: Steps per program; by default, what ``fuse="auto"`` chooses.
+      sharding: As for `memory`.
+      rewrites: As in `fit`.
+
+    Returns:
+      The number of files that the cache has now.
+
+    Raises:
+      MemoryError: The program is larger than the memory of the device; see `memory`.
+
+    Examples:
+      >>> import functrain as ft, jax.numpy as jnp, tempfile
+      >>> def step(state, batch):
+      ...     return state + jnp.mean(batch), {}
+      >>> with tempfile.TemporaryDirectory() as directory:
+      ...     count = ft.inspect.precompile(
+      ...         jnp.zeros(()), step, jnp.ones(8), target=ft.target(), directory=directory
+      ...     )
+      >>> count > 0
+      True
+    """
+    enable_compilation_cache(directory)
+    program = lower_fit(
+        "precompile",
+        state,
+        step,
+        batch,
+        fuse=fuse,
+        target=target,
+        sharding=sharding,
+        rewrites=rewrites,
+    )
+    compile_program(program.lowered)
+    return len(os.listdir(directory))
