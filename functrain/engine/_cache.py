@@ -1,8 +1,20 @@
 """The on-disk cache of compiled programs, which spares the next process their compilation."""
 
+import contextlib
 import os
+from collections.abc import Iterator
 
 import jax
+from jax.experimental.compilation_cache.compilation_cache import reset_cache
+
+_DIRECTORY = "jax_compilation_cache_dir"
+_OPTIONS = {
+    # By default jax caches only programs that took a second to compile, which leaves out those of
+    # small models.
+    "jax_persistent_cache_min_compile_time_secs": 0.0,
+    # -1 rather than 0, which lets jax set a limit for the file system of the cache.
+    "jax_persistent_cache_min_entry_size_bytes": -1,
+}
 
 
 def enable_compilation_cache(directory: str | os.PathLike[str]) -> None:
@@ -22,9 +34,20 @@ def enable_compilation_cache(directory: str | os.PathLike[str]) -> None:
     """
     directory = os.path.abspath(directory)
     os.makedirs(directory, exist_ok=True)
-    jax.config.update("jax_compilation_cache_dir", directory)
-    # By default jax caches only programs that took a second to compile, which leaves out those of
-    # small models.
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    # -1 rather than 0, which lets jax set a limit for the file system of the cache.
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    for name, value in (_OPTIONS | {_DIRECTORY: directory}).items():
+        jax.config.update(name, value)
+
+
+@contextlib.contextmanager
+def compilation_cache(directory: str | os.PathLike[str]) -> Iterator[None]:
+    """Context manager: as `enable_compilation_cache`, until the block ends."""
+    before = {name: getattr(jax.config, name) for name in (_DIRECTORY, *_OPTIONS)}
+    # jax opens the cache once, so that another directory needs a new start.
+    reset_cache()
+    enable_compilation_cache(directory)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+        reset_cache()

@@ -2,10 +2,14 @@
 
 Files:
   _autotune: measurement of how many steps to fuse
+  _precompile: programs in jax's compilation cache, for devices that are not there
   _placement: a table of the shards that each device holds
+  _cost: the time, kernels and traffic of a step, as its compiler estimates them
   _doctor: a check of this installation for known faults of XLA
   _explain_rewrites: a table of the operations of a function that are rewritten, with reasons
   _explain_nan: a search for the operation that made the first NaN or infinity
+  _fit_program: the program that a fit would run, lowered for shapes
+  _largest_batch: the largest batch whose fit has room on a device
   _leaf: the shard of an array on one device
   _memory: the memory that a fit needs, from its compiled program
   _sheet: tables of bytes as plain text
@@ -15,29 +19,39 @@ Files:
 from functrain.common._compile import MiscompilationWarning as MiscompilationWarning
 from functrain.inspect._autotune import Tuning as Tuning
 from functrain.inspect._autotune import autotune as autotune
+from functrain.inspect._cost import Cost as Cost
+from functrain.inspect._cost import Layer as Layer
+from functrain.inspect._cost import cost as cost
 from functrain.inspect._doctor import Doctor as Doctor
 from functrain.inspect._doctor import doctor as doctor
 from functrain.inspect._explain_nan import NotFinite as NotFinite
 from functrain.inspect._explain_nan import explain_nan as explain_nan
 from functrain.inspect._explain_rewrites import Explanation as Explanation
 from functrain.inspect._explain_rewrites import explain_rewrites as explain_rewrites
+from functrain.inspect._largest_batch import largest_batch as largest_batch
 from functrain.inspect._memory import Memory as Memory
 from functrain.inspect._memory import memory as memory
 from functrain.inspect._placement import placement as placement
+from functrain.inspect._precompile import precompile as precompile
 from functrain.inspect._summary import summary as summary
 
 __all__ = [
+    "Cost",
     "Doctor",
     "Explanation",
+    "Layer",
     "Memory",
     "MiscompilationWarning",
     "NotFinite",
     "Tuning",
     "autotune",
+    "cost",
     "doctor",
     "explain_nan",
     "explain_rewrites",
+    "largest_batch",
     "memory",
     "placement",
+    "precompile",
     "summary",
 ]

@@ -34,16 +34,7 @@ ROWS = 12
 _WRAPPERS = re.compile(
     r"\b(?:jit|pjit|jvp|transpose|vmap|remat|checkpoint|custom_jvp|custom_vjp|shard_map)\(([^()]*)\)"
 )
-_PARTS_OF_LOOPS = {
-    "while",
-    "body",
-    "cond",
-    "scan",
-    "closed_call",
-    "checkpoint",
-    "rematted_computation",
-    "",
-}
+_PARTS_OF_LOOPS = {"", "while", "body", "cond", "scan", "closed_call", "rematted_computation"}
 
 
 class Layer(NamedTuple):
@@ -131,7 +122,7 @@ class Cost:
                 kind,
                 f"{x.calls / self.k:.1f}",
                 _repr.format_bytes(x.bytes / self.k),
-                self._waits(kind),
+                "yes" if kind in self.overlapped else "no",
             )
             for kind, x in self.traffic.items()
         ]
@@ -175,9 +166,6 @@ class Cost:
     def _share(self, layer: Layer) -> str:
         total = sum(map(self._weight, self.layers))
         return f"{self._weight(layer) / total:.1%}" if total else "-"
-
-    def _waits(self, kind: str) -> str:
-        return "yes" if kind in self.overlapped else "no"
 
 
 def cost(
@@ -294,17 +282,20 @@ def product_flops(step: Any, program: FitProgram) -> int:
     for eqn, _, executions in walk_equations(closed.jaxpr):
         if eqn.primitive is primitives.dot_general_p:
             (contracted, _), _ = eqn.params["dimension_numbers"]
-            shape = eqn.invars[0].aval.shape
-            terms = math.prod(shape[axis] for axis in contracted)
+            terms = math.prod(_shape(eqn.invars[0])[axis] for axis in contracted)
         elif eqn.primitive is primitives.conv_general_dilated_p:
             numbers = eqn.params["dimension_numbers"]
-            kernel = eqn.invars[1].aval.shape
+            kernel = _shape(eqn.invars[1])
             # Every output is a sum over the kernel, without its axis of output features.
             terms = math.prod(kernel) // kernel[numbers.rhs_spec[0]]
         else:
             continue
-        total += 2 * executions * terms * math.prod(eqn.outvars[0].aval.shape)
+        total += 2 * executions * terms * math.prod(_shape(eqn.outvars[0]))
     return total
+
+
+def _shape(variable: Any) -> tuple[int, ...]:
+    return tuple(variable.aval.shape)
 
 
 def _roofline(

@@ -71,12 +71,10 @@ def lower_fit(
     require_batch(batch)
     if fuse is not None:
         require_integer("fuse", fuse)
-    arguments = f"The arguments are {name}(state, step, batch)."
-    _require_leaves(
-        "state", state, lambda x: _tree.is_array(x) or is_number(x), "an array", arguments
-    )
-    is_batch = "an array [B, ...]"
-    _require_leaves("batch", batch, lambda x: _tree.is_array(x) and x.shape, is_batch, arguments)
+    order = f"The arguments are {name}(state, step, batch)."
+    _require_leaves("state", state, lambda x: _tree.is_array(x) or is_number(x), "an array", order)
+    expected = "an array [B, ...]"
+    _require_leaves("batch", batch, lambda x: _tree.is_array(x) and x.shape, expected, order)
     mesh_sharding = _placement.batch_sharding(sharding)
     _require_devices(target, mesh_sharding)
     default: Sharding | None = None
@@ -112,11 +110,11 @@ def _require_devices(target: Target | None, sharding: NamedSharding | None) -> N
 
 
 def _require_leaves(
-    name: str, tree: PyTree, is_valid: Callable[[Any], Any], expected: str, arguments: str
+    name: str, tree: PyTree, is_valid: Callable[[Any], Any], expected: str, order: str
 ) -> None:
     """Raises TypeError if a leaf of the argument is not valid."""
     for path, x in _tree.leaves_with_path(tree):
-        advice = f"The leaf is at {path}. {arguments}"
+        advice = f"The leaf is at {path}. {order}"
         require(is_valid(x), name, f"{expected} or its shape", x, advice, error=TypeError)
 
 
@@ -136,7 +134,7 @@ def _carry(step: Any, state: PyTree, default: Sharding | None) -> PyTree:
     return Metered(carry, jax.eval_shape(step.start, carry).metrics)
 
 
-class TooLargeError(Exception):
+class TooLargeError(MemoryError):
     """The compiler's refusal of a program that is larger than the memory of the device.
 
     Attributes:

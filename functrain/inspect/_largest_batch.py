@@ -65,14 +65,15 @@ def largest_batch(
         """Returns True if a batch of this many times `multiple_of` examples fits."""
         if count not in checked:
             shapes = _resize(batch, count * multiple_of)
-            options: Any = dict(fuse=fuse, target=target, sharding=sharding, donate=donate)
-            found = memory(state, step, shapes, **options)
+            found = memory(
+                state, step, shapes, fuse=fuse, target=target, sharding=sharding, donate=donate
+            )
             advice = "Pass target=, such as functrain.target('tpu:v5e')."
             require(found.fits is not None, "target", "a device of known memory", target, advice)
             checked[count] = bool(found.fits)
         return checked[count]
 
-    too_large = max(1, examples.pop() // multiple_of)
+    too_large: int = max(1, examples.pop() // multiple_of)
     while fits(too_large):
         too_large *= 2
     largest = too_large // 2

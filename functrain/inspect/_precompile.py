@@ -5,7 +5,7 @@ from typing import Any
 
 from functrain.common._types import PyTree, Step
 from functrain.engine import _placement
-from functrain.engine._cache import enable_compilation_cache
+from functrain.engine._cache import compilation_cache
 from functrain.inspect._fit_program import compile_program, lower_fit
 from functrain.rewrites import Mode
 from functrain.targets._target import Target
@@ -22,7 +22,9 @@ def precompile(
     sharding: _placement.ShardingArg = None,
     rewrites: Mode = "auto",
 ) -> int:
-    """Compiles the program of a fit into jax's compilation cache, so that the device starts at once.
+    """Compiles the program of a fit for a target into jax's compilation cache.
+
+    A run on that device then starts at once.
 
     On the device, call ``functrain.enable_compilation_cache(directory)`` before the fit. The key of
     an entry depends on the program, the versions of jax and of the compiler, XLA's flags, and the
@@ -56,7 +58,6 @@ def precompile(
       >>> count > 0
       True
     """
-    enable_compilation_cache(directory)
     program = lower_fit(
         "precompile",
         state,
@@ -67,5 +68,6 @@ def precompile(
         sharding=sharding,
         rewrites=rewrites,
     )
-    compile_program(program.lowered)
+    with compilation_cache(directory):
+        compile_program(program.lowered)
     return len(os.listdir(directory))

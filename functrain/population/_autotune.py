@@ -16,6 +16,7 @@ from functrain.population._over_members import Data
 from functrain.population._state import PopulationState, require_population
 from functrain.population._step import step as population_step
 from functrain.rewrites import Mode
+from functrain.targets._chips import accelerator_of
 
 # The largest number of steps in a program that is measured, which bounds the time of one run.
 MAX_STEPS = 16
@@ -99,9 +100,8 @@ def autotune(
     require(is_sequence, "blocks", "a sequence of numbers of members", blocks, advice)
     steps = {block: population_step(step, data=data, block=block) for block in blocks}
     require(steps, "blocks", "at least one number of members", blocks)
-    k = min(
-        MAX_STEPS, auto_steps(nbytes(batch), nbytes(population), chip=accelerator_of(population))
-    )
+    chip = accelerator_of(population)
+    k = min(MAX_STEPS, auto_steps(nbytes(batch), nbytes(population), chip=chip))
     # The steps that are measured repeat one batch: their time does not depend on its values.
     chunk = jax.tree.map(lambda x: jnp.stack([jnp.asarray(x)] * k), batch)
     start_time = time.perf_counter()

@@ -78,7 +78,10 @@ class MeteredStep(StepTraits):
         else:
             key = jax.random.fold_in(self.rng, metered.metrics[_BATCH_COUNT])
             state, loss, aux = self.base(metered.state, batch, key)
-        metrics = update_metric(self.metrics, metered.metrics, batch, aux.outputs, loss, aux.weight)
+        with jax.named_scope("metrics"):
+            metrics = update_metric(
+                self.metrics, metered.metrics, batch, aux.outputs, loss, aux.weight
+            )
         if self.trains and isinstance(state, TrainState):
             finite, _ = finite_and_scale(state.opt_state)
             # With `skip_non_finite`, a step that was skipped does not count in the metrics.
