@@ -35,8 +35,11 @@ from bridge.state import keras_state as keras_state
 from bridge.state import to_distribution as to_distribution
 from bridge.state import to_keras as to_keras
 from bridge.state import warm_start as warm_start
+from bridge.train import cost as cost
 from bridge.train import evaluate as evaluate
 from bridge.train import fit as fit
+from bridge.train import largest_batch as largest_batch
+from bridge.train import memory as memory
 from bridge.train import predict as predict
 from bridge.train import test_step as test_step
 from bridge.train import train_step as train_step
@@ -55,6 +58,7 @@ __all__ = [
     "Placement",
     "__version__",
     "constraints",
+    "cost",
     "create_state",
     "evaluate",
     "fit",
@@ -62,7 +66,9 @@ __all__ = [
     "from_flax",
     "from_keras",
     "keras_state",
+    "largest_batch",
     "loss",
+    "memory",
     "metric",
     "optimizer",
     "predict",

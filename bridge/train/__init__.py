@@ -7,6 +7,7 @@ Files:
   _hook: the hook that calls Keras's callbacks
   _memory: the states of callbacks and random generators in a checkpoint
   _model_values: the model's values, which the run and the model's variables hold in turns
+  _reports: the memory and the cost of training on devices that need not be there
   _steps: a compiled model's steps as functrain steps
   _batches: batches of everything that `fit` accepts
   _callbacks: the callbacks' batch methods, and which callbacks are called
@@ -18,5 +19,8 @@ Files:
 from bridge.train._fit import evaluate as evaluate
 from bridge.train._fit import fit as fit
 from bridge.train._fit import predict as predict
+from bridge.train._reports import cost as cost
+from bridge.train._reports import largest_batch as largest_batch
+from bridge.train._reports import memory as memory
 from bridge.train._steps import test_step as test_step
 from bridge.train._steps import train_step as train_step

@@ -53,6 +53,7 @@ PAGES = {  # by file name, in the order of the sidebar
         "Model ModelOutput from_linen from_nnx freeze merge_frozen cast remat",
     ),
     "fusing": Page("Fusing", "functrain", "fuse Fused enable_compilation_cache"),
+    "targets": Page("Targets", "functrain", "target Target"),
     "checkpoints": Page(
         "Checkpoints",
         "functrain",
@@ -84,8 +85,9 @@ PAGES = {  # by file name, in the order of the sidebar
     "inspect": Page(
         "Diagnostics (ft.inspect)",
         "functrain.inspect",
-        "summary memory Memory autotune Tuning explain_nan NotFinite explain_rewrites Explanation "
-        "placement doctor Doctor MiscompilationWarning",
+        "summary memory Memory largest_batch cost Cost Layer precompile autotune Tuning "
+        "explain_nan NotFinite explain_rewrites Explanation placement doctor Doctor "
+        "MiscompilationWarning",
     ),
     "sharding": Page(
         "Sharding (ft.sharding)",
@@ -107,8 +109,9 @@ PAGES = {  # by file name, in the order of the sidebar
         "Keras (bridge)",
         "bridge",
         "fit evaluate predict from_keras create_state to_keras warm_start loss metric optimizer "
-        "schedule constraints OptaxOptimizer train_step test_step keras_state KerasState "
-        "from_flax FlaxLayer to_linen from_distribution Placement to_distribution",
+        "schedule constraints OptaxOptimizer memory largest_batch cost train_step test_step "
+        "keras_state KerasState from_flax FlaxLayer to_linen from_distribution Placement "
+        "to_distribution",
     ),
 }
 MODULES = sorted({page.module for page in PAGES.values()})

@@ -10,6 +10,7 @@ Files:
   _arguments: signatures, and advice on arguments with other libraries' names
   _direction: which values are better when they are larger
   _compile: `jax.jit` that avoids known miscompilations of XLA
+  _hlo: instructions of compiled programs, and how often they run
   _platform: the platform that a program is compiled for
   _repr: short texts for large objects
   _patterns: selection of leaves by patterns over their paths

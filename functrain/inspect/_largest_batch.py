@@ -1,5 +1,6 @@
 """The largest batch whose fit has room on a device."""
 
+import math
 from typing import Any
 
 import jax
@@ -26,9 +27,9 @@ def largest_batch(
 ) -> int:
     """Returns the largest batch size whose `memory` fits into that of the device.
 
-    The size is doubled until it does not fit, or halved until it does, and then found by bisection,
-    to within a sixteenth or `multiple_of`. Each size is compiled for, which takes seconds to
-    minutes; nothing runs.
+    Memory grows almost in proportion to the batch, so each size that is tried follows from those
+    before it, until the answer is known to within a sixteenth or `multiple_of`. For each size a
+    program is compiled, which takes seconds to minutes. Nothing runs.
 
     Args:
       state: As for `memory`.
@@ -59,30 +60,51 @@ def largest_batch(
     require_integer("multiple_of", multiple_of)
     examples = {np.shape(x)[0] for x in jax.tree.leaves(batch) if np.shape(x)}
     require(len(examples) == 1, "batch", "leaves with one first axis, the examples", batch)
-    checked: dict[int, bool] = {0: True}
-
-    def fits(count: int) -> bool:
-        """Returns True if a batch of this many times `multiple_of` examples fits."""
-        if count not in checked:
-            shapes = _resize(batch, count * multiple_of)
-            found = memory(
-                state, step, shapes, fuse=fuse, target=target, sharding=sharding, donate=donate
+    largest, too_large = 0, math.inf
+    count: int = max(1, examples.pop() // multiple_of)
+    totals: dict[int, int] = {}
+    while True:
+        shapes = _resize(batch, count * multiple_of)
+        found = memory(
+            state, step, shapes, fuse=fuse, target=target, sharding=sharding, donate=donate
+        )
+        if found.chip is None:
+            expected = "the devices, such as functrain.target('tpu:v5e')"
+            raise ValueError(
+                f"target: expected {expected}, since the memory of this one is unknown"
             )
-            advice = "Pass target=, such as functrain.target('tpu:v5e')."
-            require(found.fits is not None, "target", "a device of known memory", target, advice)
-            checked[count] = bool(found.fits)
-        return checked[count]
+        totals[count] = found.total
+        if found.fits:
+            largest = count
+        else:
+            too_large = count
+        tolerance = max(1, largest // 16)
+        if too_large - largest <= tolerance:
+            return largest * multiple_of
+        count = _next_count(totals, found.chip.memory_bytes, largest, too_large, tolerance)
 
-    too_large: int = max(1, examples.pop() // multiple_of)
-    while fits(too_large):
-        too_large *= 2
-    largest = too_large // 2
-    while not fits(largest):
-        too_large, largest = largest, largest // 2
-    while too_large - largest > max(1, largest // 16):
-        middle = (largest + too_large) // 2
-        largest, too_large = (middle, too_large) if fits(middle) else (largest, middle)
-    return largest * multiple_of
+
+def _next_count(
+    totals: dict[int, int], room: int, largest: int, too_large: float, tolerance: int
+) -> int:
+    """Returns the size to try next: where a line through two sizes reaches the room.
+
+    Args:
+      totals: The bytes of the sizes that were tried.
+      room: The bytes that there are.
+      largest: The largest size that fits.
+      too_large: The smallest size that does not fit.
+      tolerance: The shortest step.
+    """
+    nearest = sorted(totals, key=lambda count: abs(totals[count] - room))[:2]
+    low, high = min(nearest), max(nearest)
+    if low == high:
+        return max(1, low * 2 if largest else low // 2)
+    slope = max(1.0, (totals[high] - totals[low]) / (high - low))
+    # A little less, since a size that fits is what is looked for.
+    guess = int(0.98 * (low + (room - totals[low]) / slope))
+    upper = min(too_large - 1, max(1, largest) * 16)
+    return int(min(max(guess, largest + tolerance), upper))
 
 
 def _resize(batch: PyTree, examples: int) -> PyTree:

@@ -27,9 +27,10 @@ def precompile(
     A run on that device then starts at once.
 
     On the device, call ``functrain.enable_compilation_cache(directory)`` before the fit. The key of
-    an entry depends on the program, the versions of jax and of the compiler, XLA's flags, and the
-    kind and arrangement of the devices; all of them have to agree. It has been seen that a second
-    process with the same target finds the entry. It has not been tried on a device.
+    an entry depends on the program, the versions of jaxlib and of the compiler, XLA's flags, and
+    the kind, number and arrangement of the devices; all of them have to agree. That a device finds
+    and loads the entry has not been tried. Without the device, a second process finds it but
+    cannot load it: jax warns and compiles again.
 
     Args:
       state: As for `memory`.

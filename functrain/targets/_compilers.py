@@ -16,7 +16,6 @@ from functrain.targets._chips import Chip, known_chip
 
 # The smallest topology of each generation that libtpu knows, and the range of sizes for messages.
 TPUS = {
-    "v4": ("2x2x1", "2x2x1 to 16x16x16"),
     "v5e": ("2x2", "2x2, 2x4, 4x4, ... 16x16"),
     "v5p": ("2x2x1", "2x2x1 to 16x16x24"),
     "v6e": ("2x2", "2x2, 2x4, 4x4, ... 16x16"),

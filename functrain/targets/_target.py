@@ -135,7 +135,7 @@ def target(name: str | None = None) -> Target:
     Args:
       name: The target; by default the devices of this machine. Or one of:
 
-        - ``"tpu:v5e:4x4"``: a TPU slice by generation (v4, v5e, v5p, v6e, 7x) and topology. Without
+        - ``"tpu:v5e:4x4"``: a TPU slice by generation (v5e, v5p, v6e) and topology. Without
           a topology, such as ``"tpu:v5e"``, one chip.
         - ``"cuda:h100"``, ``"cuda:a100"``, ``"cuda:h200"``, ``"cuda:b200"``: one NVIDIA GPU.
         - The text of a target configuration, as XLA writes it for a GPU of yours.

@@ -1,0 +1,149 @@
+"""The memory and the cost of training a Keras model on devices that need not be there."""
+
+import dataclasses
+from typing import Any
+
+import keras
+
+import functrain as ft
+from bridge.state import keras_state
+from bridge.state._keras_state import variable_lists
+from bridge.train._steps import train_step
+
+
+def memory(
+    model: keras.Model,
+    batch: Any,
+    *,
+    fuse: int | None = None,
+    target: ft.Target | None = None,
+    sharding: Any = None,
+) -> ft.inspect.Memory:
+    """Returns the memory that `bridge.fit` of a compiled Keras model needs; nothing runs.
+
+    Args:
+      model: A compiled model.
+      batch: A batch of full size as `fit` passes it to the model, such as ``(x, y)``: arrays or
+        shapes (`jax.ShapeDtypeStruct`).
+      fuse: Steps per program; None for the number that ``fuse="auto"`` chooses.
+      target: The devices to compile for, from `functrain.target`; by default this machine.
+      sharding: The sharding of one batch, or a mesh; see `functrain.fit`.
+
+    Returns:
+      As `functrain.inspect.memory`: print it for a table that also says whether it fits. Leaves are
+      named as the model's variables.
+
+    Raises:
+      ValueError: The model is not compiled.
+
+    Examples:
+      >>> import bridge, functrain as ft, keras, numpy as np
+      >>> model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
+      >>> model.compile("adam", "mse")
+      >>> batch = np.ones((32, 8), "float32"), np.ones((32, 1), "float32")
+      >>> bridge.memory(model, batch, target=ft.target()).fits
+      True
+    """
+    found = ft.inspect.memory(
+        keras_state(model, batch),
+        train_step(model),
+        batch,
+        fuse=fuse,
+        target=target,
+        sharding=sharding,
+    )
+    names = _variable_names(model)
+    leaves = {names.get(path, path): size for path, size in found.leaves.items()}
+    return dataclasses.replace(found, leaves=leaves)
+
+
+def largest_batch(
+    model: keras.Model,
+    batch: Any,
+    *,
+    multiple_of: int = 8,
+    fuse: int | None = None,
+    target: ft.Target | None = None,
+    sharding: Any = None,
+) -> int:
+    """Returns the largest batch size of a compiled Keras model whose training fits on a device.
+
+    See `functrain.inspect.largest_batch`.
+
+    Args:
+      model: As for `memory`.
+      batch: A batch of any size to begin with.
+      multiple_of: Sizes that do not divide by this are not tried.
+      fuse: As for `memory`.
+      target: As for `memory`.
+      sharding: As for `memory`.
+
+    Examples:
+      >>> import bridge, functrain as ft, keras, numpy as np
+      >>> model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
+      >>> model.compile("adam", "mse")
+      >>> batch = np.ones((2**24, 8), "float32"), np.ones((2**24, 1), "float32")
+      >>> size = bridge.largest_batch(model, batch, target=ft.target(), multiple_of=2**24)
+      >>> size % 2**24
+      0
+    """
+    return ft.inspect.largest_batch(
+        keras_state(model, batch),
+        train_step(model),
+        batch,
+        multiple_of=multiple_of,
+        fuse=fuse,
+        target=target,
+        sharding=sharding,
+    )
+
+
+def cost(
+    model: keras.Model,
+    batch: Any,
+    *,
+    fuse: int | None = None,
+    target: ft.Target | None = None,
+    sharding: Any = None,
+) -> ft.inspect.Cost:
+    """Returns the estimated cost of a training step of a compiled Keras model; nothing runs.
+
+    Args:
+      model: As for `memory`.
+      batch: As for `memory`.
+      fuse: As for `memory`.
+      target: As for `memory`.
+      sharding: As for `memory`.
+
+    Returns:
+      As `functrain.inspect.cost`: print it for tables of the time, kernels and layers of a step.
+
+    Raises:
+      MemoryError: The program is larger than the memory of the device.
+      ValueError: The model is not compiled.
+
+    Examples:
+      >>> import bridge, keras, numpy as np
+      >>> model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
+      >>> model.compile("adam", "mse")
+      >>> batch = np.ones((32, 8), "float32"), np.ones((32, 1), "float32")
+      >>> bridge.cost(model, batch, fuse=8).flops
+      1024
+    """
+    return ft.inspect.cost(
+        keras_state(model, batch),
+        train_step(model),
+        batch,
+        fuse=fuse,
+        target=target,
+        sharding=sharding,
+    )
+
+
+def _variable_names(model: keras.Model) -> dict[str, str]:
+    """Returns the names of the model's variables by the paths of their values in a state."""
+    return {
+        f"{group}/{i}": f"{group}/{variable.path}"
+        for group, variables in variable_lists(model).items()
+        for i, variable in enumerate(variables)
+    }
