@@ -51,11 +51,11 @@ def largest_batch(
     Examples:
       >>> import functrain as ft, jax, jax.numpy as jnp
       >>> def step(state, batch):
-      ...     return state + jnp.mean(batch @ batch.T), {}
+      ...     return state + jnp.mean(batch), {}
       >>> batch = jax.ShapeDtypeStruct((64, 1024), jnp.float32)
-      >>> size = largest_batch(jnp.zeros(()), step, batch, target=ft.target(), multiple_of=4096)
-      >>> size % 4096
-      0
+      >>> size = largest_batch(jnp.zeros(()), step, batch, target=ft.target())
+      >>> size > 64, size % 8
+      (True, 0)
     """
     require_integer("multiple_of", multiple_of)
     examples = {np.shape(x)[0] for x in jax.tree.leaves(batch) if np.shape(x)}
