@@ -46,7 +46,7 @@ def digest(tree: Any) -> str:
 # --- what takes long -----------------------------------------------------------------------------
 
 DURATIONS = pathlib.Path(__file__).with_name("durations.json")  # what `make durations` measured
-RECORDED_FROM, SLOW_FROM, VERY_SLOW_FROM = 1.0, 1.2, 10.0  # seconds of processor time
+SLOW_FROM, VERY_SLOW_FROM = 1.0, 10.0  # seconds of processor time
 BEGAN = pytest.StashKey[float]()
 
 
@@ -105,7 +105,7 @@ class Durations:
                 self.durations[report.nodeid] = round(float(seconds), 1)
 
     def pytest_sessionfinish(self) -> None:
-        recorded = {k: v for k, v in sorted(self.durations.items()) if v >= RECORDED_FROM}
+        recorded = {k: v for k, v in sorted(self.durations.items()) if v >= SLOW_FROM}
         DURATIONS.write_text(json.dumps(recorded, indent=0) + "\n")
 
 
