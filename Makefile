@@ -2,7 +2,8 @@
 #   make train    the main job: MNIST through the functional core and back to Keras
 #   make test     ruff, mypy, pytest (with the doctests)
 # make test-slow runs the tests that take seconds each, make test-all all of them; make durations
-# measures which those are; make bench compares with the peers (ARGS=--quick: 3 minutes).
+# measures which those are; make test-tpu looks at programs for TPUs; make bench compares with the
+# peers (ARGS=--quick: 3 minutes).
 # PYTHON=python3.13 picks another interpreter; CONSTRAINTS= (empty) takes the newest releases.
 
 PYTHON ?= python3
@@ -22,7 +23,7 @@ export KERAS_BACKEND := jax
 # Without bytecode every worker compiles the packages, and rewrites all tests, each time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test test-quick test-slow test-all durations test-adapters test-ray test-wheel smoke docs guides bench bench-peers bench-hub bench-gpu lint ruff mypy clean
+.PHONY: train test test-quick test-slow test-all durations test-adapters test-ray test-tpu test-cuda test-wheel smoke docs guides bench bench-peers bench-hub bench-gpu lint ruff mypy clean
 
 train: $(READY)
 	$(BIN)/python examples/mnist.py
@@ -54,6 +55,11 @@ test-adapters: .venv-adapters/.ready
 # A run within Ray, in an environment that has it.
 test-ray: .venv-ray/.ready
 	.venv-ray/bin/python -m pytest -m ray tests/distributed/test_ray.py
+
+# Programs for TPUs and NVIDIA GPUs, from their compilers, which need no device. ARGS="-m tpu" adds
+# those that take long.
+test-tpu test-cuda: test-%: .venv-%/.ready
+	JAX_PLATFORMS=cpu PYTHONPATH="$(CURDIR)/.venv-$*" $(PYTEST) -m "$* and not long" tests/targets $(ARGS)
 
 smoke: $(READY)
 	$(PYTEST) -m smoke tests
@@ -100,6 +106,13 @@ bench-hub: .venv-hub/.ready
 .venv-tensorflow/.ready .venv-torch/.ready .venv-adapters/.ready .venv-ray/.ready .venv-hub/.ready: .venv-%/.ready:
 	$(PYTHON) -m venv --clear .venv-$*
 	.venv-$*/bin/python -m pip install --quiet --constraint constraints.txt $(IN_$*)
+	@touch $@
+
+# Only a compiler, beside the packages of $(VENV): all of jax[cuda12] takes 5 GB.
+.venv-tpu/.ready .venv-cuda/.ready: .venv-%/.ready: $(READY)
+	rm -rf .venv-$*
+	wanted="$$($(BIN)/python .ci/compilers.py $*)" && \
+	  $(BIN)/python -m pip install --quiet --no-deps --target .venv-$* $$wanted
 	@touch $@
 
 IN_tensorflow := keras tensorflow-cpu

@@ -18,6 +18,7 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # what one process compiled s
 
 import gc
 import hashlib
+import importlib.util
 import json
 import pathlib
 import signal
@@ -47,6 +48,7 @@ def digest(tree: Any) -> str:
 
 DURATIONS = pathlib.Path(__file__).with_name("durations.json")  # what `make durations` measured
 SLOW_FROM, VERY_SLOW_FROM = 1.0, 10.0  # seconds of processor time
+COMPILERS = {"tpu": "libtpu", "cuda": "jax_plugins.xla_cuda12"}  # of the tests with these marks
 BEGAN = pytest.StashKey[float]()
 
 
@@ -63,13 +65,27 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks what takes seconds: `make test` leaves it to `make test-slow`.
 
     The slowest come first, so that no worker waits for another one's at the end. A test that is
-    not in the file counts as quick, and an entry without a test as nothing.
+    not in the file counts as quick, and an entry without a test as nothing. Tests that need a
+    compiler for accelerators are skipped without it.
     """
     durations = json.loads(DURATIONS.read_text())
     items.sort(key=lambda item: durations.get(item.nodeid, 0) < VERY_SLOW_FROM)
     for item in items:
         if durations.get(item.nodeid, 0) >= SLOW_FROM:
             item.add_marker(pytest.mark.slow)
+    for mark, module in COMPILERS.items():
+        skip = pytest.mark.skipif(not is_installed(module), reason=f"needs {module}")
+        for item in items:
+            if item.get_closest_marker(mark):
+                item.add_marker(skip)
+
+
+def is_installed(module: str) -> bool:
+    """Returns True if a module can be imported; nothing is imported but its package."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
 
 
 def processor_seconds() -> float:

@@ -88,17 +88,12 @@ def tpu_devices(name: str) -> tuple[jax.Device, ...]:
     import_optional("libtpu", f"The compiler for TPUs is not installed: {advice}")
     for variable, value in _WITHOUT_TPU.items():
         os.environ.setdefault(variable, value)
-    try:
+    expected = f"a topology of {generation} ({sizes}), or none for one chip"
+    # libtpu also accepts topologies with more axes, which no slice has.
+    has_right_axes = not topology or topology.count("x") == smallest.count("x")
+    require(has_right_axes, "name", expected, f"tpu:{name}")
+    with _explained(f"tpu:{name}", expected, advice):
         devices = _describe("tpu", f"{generation}:{topology or smallest}")
-    except jax.errors.JaxRuntimeError as error:
-        message = str(error).splitlines()[0]
-        if "INVALID_ARGUMENT" not in message:
-            error.add_note(
-                f"While libtpu was asked for 'tpu:{name}'. If its version does not fit: {advice}"
-            )
-            raise
-        expected = f"a topology of {generation} ({sizes}), or none for one chip"
-        raise ValueError(f"name: expected {expected}, got 'tpu:{name}': {message}") from None
     return devices if topology else devices[:1]
 
 
@@ -109,6 +104,7 @@ def cuda_devices(name: str) -> tuple[tuple[jax.Device, ...], Chip]:
     else:
         require(name in GPUS, "name", ", ".join(map(repr, known_targets())), f"cuda:{name}")
         config = _target_config(GPUS[name])
+    chip = _chip_of_config(config)
     advice = f"pip install 'jax[cuda12]=={jax.__version__}', or 'functrain[cuda]'"
     with quiet_compiler():
         import_optional(
@@ -116,8 +112,31 @@ def cuda_devices(name: str) -> tuple[tuple[jax.Device, ...], Chip]:
         )
     # jax would look for a driver and for libraries that only running programs need.
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
-    devices = _describe("cuda", "1x1x1", topology="1x1x1", target_config=config)
-    return devices, _chip_of_config(config)
+    expected = "the name of a GPU, or its target configuration in the text form of XLA"
+    with _explained(config[:80], expected, advice):
+        devices = _describe("cuda", "1x1x1", topology="1x1x1", target_config=config)
+    return devices, chip
+
+
+@contextlib.contextmanager
+def _explained(name: str, expected: str, advice: str) -> Iterator[None]:
+    """Context manager: raises ValueError if a compiler rejects a name.
+
+    Args:
+      name: The name, or the beginning of it.
+      expected: What the compiler accepts.
+      advice: What to do about its other errors, if the version of the compiler does not fit.
+    """
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        message = str(error).splitlines()[0]
+        if "INVALID_ARGUMENT" not in message and "Failed to parse" not in message:
+            error.add_note(
+                f"While a compiler was asked for {name!r}. If its version does not fit: {advice}"
+            )
+            raise
+        raise ValueError(f"name: expected {expected}, got {name!r}: {message}") from None
 
 
 def _describe(platform: str, name: str, **options: str) -> tuple[jax.Device, ...]:

@@ -68,9 +68,10 @@ class Target:
             if "sizes of at least 1" in str(error):
                 raise
             sizes = ", ".join(map(str, self._mesh_sizes(len(axes))))
+            count = "one axis" if len(axes) == 1 else f"{len(axes)} axes"
             message = (
                 f"axes: expected sizes that the {len(self.devices)} devices of {self.name!r} "
-                f"allow, got {dict(axes)}. With {len(axes)} axes: {sizes}."
+                f"allow, got {dict(axes)}. With {count}: {sizes}."
             )
             raise ValueError(message) from error
 

@@ -1,0 +1,197 @@
+"""Targets by name, and names that are no targets. Most of it needs no compiler."""
+
+import sys
+import types
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import topologies
+from jax.sharding import NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+
+import functrain as ft
+from functrain.targets._compilers import GPUS, _target_config, known_targets
+
+H100 = _target_config(GPUS["h100"])
+OWN_CARD = _target_config(
+    GPUS["a100"]._replace(description="NVIDIA L4", memory=24 * 2**30, bandwidth=300 * 10**9)
+)
+
+
+# --- names ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name", ["tpu:v9", "tpu", "tpu:", "cuda:v5e", "cuda:", "vax", "", "TPU:v5e"]
+)
+def test_an_unknown_name_lists_those_that_are_known(name: str) -> None:
+    with pytest.raises(ValueError, match=r"^name: expected ") as raised:
+        ft.target(name)
+    message = str(raised.value)
+    assert all(repr(known) in message for known in known_targets())
+    assert message.count(f"got '{name}") == 1
+
+
+@pytest.mark.parametrize("name", [3, ("tpu:v5e",), b"tpu:v5e"])
+def test_what_is_not_a_name_is_refused(name: Any) -> None:
+    with pytest.raises(TypeError, match="name: expected the name of a target, got"):
+        ft.target(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "extra"),
+    [("tpu:v5e:2x2", "libtpu", "tpu"), ("cuda:h100", "jax_plugins.xla_cuda12", "cuda")],
+)
+def test_a_missing_compiler_is_named_with_its_pip_line(
+    name: str, module: str, extra: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    expected = (
+        rf"not installed: pip install 'jax\[\w+\]=={jax.__version__}', or 'functrain\[{extra}\]'"
+    )
+    with pytest.raises(ImportError, match=expected):
+        ft.target(name)
+
+
+def test_a_compiler_of_another_version_is_named_with_its_pip_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(**options: str) -> None:
+        raise jax.errors.JaxRuntimeError("INTERNAL: unexpected version of the interface")
+
+    monkeypatch.setitem(sys.modules, "libtpu", types.ModuleType("libtpu"))
+    monkeypatch.setattr(topologies, "get_topology_desc", refuse)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="unexpected version") as raised:
+        ft.target("tpu:v5e")
+    assert f"pip install 'jax[tpu]=={jax.__version__}'" in raised.value.__notes__[0]
+
+
+@pytest.mark.parametrize(
+    "field", ["device_description_str", "device_memory_size", "clock_rate_ghz"]
+)
+def test_a_configuration_without_a_field_is_refused_with_its_name(field: str) -> None:
+    with pytest.raises(
+        ValueError, match=f"name: expected a target configuration with {field}, got"
+    ):
+        ft.target(H100.replace(field, "other"))
+
+
+@pytest.mark.tpu
+@pytest.mark.parametrize("topology", ["3x3", "abc", "2x2x2", "0x0", "2x2:3", "17x17"])
+def test_a_topology_that_does_not_exist_is_refused_with_those_that_do(topology: str) -> None:
+    expected = rf"expected a topology of v5e \(2x2, .* 16x16\).*, got 'tpu:v5e:{topology}'"
+    with pytest.raises(ValueError, match=expected):
+        ft.target(f"tpu:v5e:{topology}")
+
+
+@pytest.mark.tpu
+@pytest.mark.parametrize(
+    ("name", "count", "chip", "gib"),
+    [
+        ("tpu:v5e", 1, "TPU v5e", 15.75),
+        ("tpu:v5e:4x4", 16, "TPU v5e", 15.75),
+        ("tpu:v5p:2x2x1", 4, "TPU v5p", 95.74),
+        ("tpu:v6e:2x2", 4, "TPU v6e", 31.25),
+    ],
+)
+def test_a_slice_has_its_chips_and_their_memory(
+    name: str, count: int, chip: str, gib: float
+) -> None:
+    found = ft.target(name)
+    assert (found.platform, len(found.devices), found.chip.name) == ("tpu", count, chip)
+    assert found.chip.memory_bytes == int(gib * 2**30)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", sorted(GPUS))
+def test_a_gpu_has_the_figures_of_its_configuration(name: str) -> None:
+    found = ft.target(f"cuda:{name}")
+    assert (found.platform, len(found.devices)) == ("gpu", 1)
+    assert found.chip.memory_bytes == GPUS[name].memory
+    assert found.chip.bandwidth == pytest.approx(GPUS[name].bandwidth, rel=1e-3)
+    assert found.chip.clock_hz == pytest.approx(GPUS[name].clock_ghz * 1e9)
+
+
+@pytest.mark.cuda
+def test_the_configuration_of_a_card_is_a_target() -> None:
+    found = ft.target(OWN_CARD)
+    assert (found.name, found.platform) == ("NVIDIA L4", "gpu")
+    assert found.chip.memory_bytes == 24 * 2**30
+    assert found.chip.bandwidth == 300e9
+    program = jax.jit(jnp.sum).lower(found.shapes(np.ones((8, 8), np.float32))).compile()
+    assert "fusion" in program.as_text()
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(
+    "config",
+    [H100[:-1] + "\nanother: 3", H100.replace("}", "", 1), H100.replace("132 ", "many ")],
+    ids=["unknown field", "missing bracket", "not a number"],
+)
+def test_a_configuration_that_cannot_be_read_is_refused(config: str) -> None:
+    with pytest.raises(ValueError, match=r"name: expected the name of a GPU, or its target conf"):
+        ft.target(config)
+
+
+# --- this machine --------------------------------------------------------------------------------
+
+
+def test_without_a_name_the_target_is_this_machine() -> None:
+    here = ft.target()
+    assert here.devices == tuple(jax.devices())
+    assert here.platform == jax.default_backend()
+    assert repr(here).startswith("Target('cpu': 2 × cpu, ")
+
+
+def test_arrays_of_this_machine_can_be_moved_and_those_put_somewhere_stay() -> None:
+    here = ft.target()
+    first, second = here.devices
+    tree = {"free": jnp.ones(3), "put": jax.device_put(jnp.ones(2), second), "host": np.ones(4)}
+    shapes = here.shapes(tree, SingleDeviceSharding(first))
+    assert {name: list(x.sharding.device_set) for name, x in shapes.items()} == {
+        "free": [first],
+        "put": [second],
+        "host": [first],
+    }
+    assert jax.tree.map(np.shape, tree) == {name: x.shape for name, x in shapes.items()}
+
+
+def test_shapes_take_a_sharding_for_each_leaf() -> None:
+    here = ft.target()
+    mesh = here.mesh({"data": -1})
+    placed = {"w": NamedSharding(mesh, P("data")), "b": NamedSharding(mesh, P())}
+    shapes = here.shapes({"w": np.ones((4, 2)), "b": np.ones(2)}, placed)
+    assert {name: x.sharding for name, x in shapes.items()} == placed
+    assert here.shapes(shapes) == shapes, "what is placed on the target keeps its place"
+
+
+@pytest.mark.parametrize(
+    ("axes", "allowed"),
+    [
+        ({"data": 3}, r"With one axis: \(2,\)\.$"),
+        ({"data": 2, "model": 2}, r"With 2 axes: \(1, 2\), \(2, 1\)\.$"),
+        ({"data": 3, "model": -1}, r"With 2 axes: \(1, 2\), \(2, 1\)\.$"),
+    ],
+)
+def test_a_mesh_of_other_sizes_is_refused_with_the_sizes_there_are(
+    axes: dict[str, int], allowed: str
+) -> None:
+    with pytest.raises(ValueError, match=rf"axes: expected sizes that the 2 devices .*{allowed}"):
+        ft.target().mesh(axes)
+
+
+@pytest.mark.parametrize("axes", [{}, {"data": 0}, {"data": -1, "model": -1}, {"data": "2"}])
+def test_axes_without_a_meaning_are_refused(axes: Any) -> None:
+    with pytest.raises(ValueError, match="axes: expected sizes of at least 1"):
+        ft.target().mesh(axes)
+
+
+@pytest.mark.tpu
+def test_a_mesh_that_the_connections_do_not_allow_is_refused_with_those_they_do() -> None:
+    target = ft.target("tpu:v5p:4x4x4")
+    with pytest.raises(ValueError, match=r"got .*With 2 axes: \(1, 64\), \(4, 16\), \(16, 4\)"):
+        target.mesh({"data": 2, "model": 32})
+    assert target.mesh({"data": 4, "model": -1}).shape == {"data": 4, "model": 16}
