@@ -155,7 +155,8 @@ def copy_if_needed(tree: PyTree) -> PyTree:
 
     def copy_or_reuse(path: tuple[jax.tree_util.KeyEntry, ...], leaf: PyTree) -> jax.Array:
         # Arrays of PRNG keys have no `weak_type`.
-        must_copy = getattr(leaf, "weak_type", False) or path_str(path) in shared_paths
+        is_shared = bool(shared_paths) and path_str(path) in shared_paths
+        must_copy = getattr(leaf, "weak_type", False) or is_shared
         if isinstance(leaf, jax.Array) and not is_deleted(leaf) and not must_copy:
             return leaf
         return _copy(path, leaf)
@@ -223,22 +224,31 @@ def is_readable(x: PyTree) -> bool:
 
 def aliases(tree: PyTree) -> list[tuple[str, str]]:
     """Returns the pairs of paths whose leaves share one buffer on a device."""
+    buffers = [_buffer(leaf) for leaf in jax.tree.leaves(tree)]
+    live = [buffer for buffer in buffers if buffer is not None]
+    # Paths take longer than all of this, and most trees need none.
+    if len(set(live)) == len(live):
+        return []
     first: dict[object, str] = {}
     pairs = []
-    for path, leaf in leaves_with_path(tree):
-        if not is_concrete(leaf) or leaf.is_deleted():
-            continue
-        key: object = id(leaf)
-        if not is_key(leaf) and leaf.size and leaf.sharding.addressable_devices:
-            # Not `addressable_shards`: its cache makes an array on one device refer to itself, so
-            # that only the garbage collector would free it.
-            shard = leaf.addressable_data(0)
-            key = shard.device, shard.unsafe_buffer_pointer()
-        if key in first:
-            pairs.append((first[key], path))
-        else:
-            first[key] = path
+    for (path, _), buffer in zip(leaves_with_path(tree), buffers, strict=True):
+        if buffer in first:
+            pairs.append((first[buffer], path))
+        elif buffer is not None:
+            first[buffer] = path
     return pairs
+
+
+def _buffer(leaf: PyTree) -> object:
+    """Returns a value that two leaves have in common if they share memory; None without memory."""
+    if not is_concrete(leaf) or leaf.is_deleted():
+        return None
+    if is_key(leaf) or not leaf.size or not leaf.sharding.addressable_devices:
+        return id(leaf)
+    # Not `addressable_shards`: its cache makes an array on one device refer to itself, so that only
+    # the garbage collector would free it.
+    shard = leaf.addressable_data(0)
+    return shard.device, shard.unsafe_buffer_pointer()
 
 
 def require_scalars(values: PyTree) -> None:
