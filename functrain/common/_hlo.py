@@ -40,6 +40,7 @@ KERNELS = {
     "triangular-solve",
 }
 COLLECTIVES = {"all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute"}
+_COLLECTIVE = re.compile(rf" (?:{'|'.join(COLLECTIVES)})\(")
 
 
 class Instruction(NamedTuple):
@@ -73,18 +74,21 @@ class Instruction(NamedTuple):
 def count_bytes(shapes: str) -> int:
     """Returns the bytes of a shape such as ``f32[8,3]{1,0}``, or of several in brackets."""
     total = 0
-    for kind, bits, axes in _SHAPE.findall(shapes):
-        itemsize = 1 if kind == "pred" else max(1, int(bits or 0) // 8)
+    for kind, digits, axes in _SHAPE.findall(shapes):
+        # A token has no bits.
+        bits = 8 if kind == "pred" else int(digits or 0)
         # A scalar, f32[], has no axes, and the product of none is 1.
-        total += itemsize * math.prod(map(int, filter(None, axes.split(","))))
+        count = math.prod(map(int, filter(None, axes.split(","))))
+        total += math.ceil(bits * count / 8)
     return total
 
 
 def instructions(text: str) -> Iterator[tuple[Instruction, int]]:
     """Yields each instruction that runs on its own, and how often it runs.
 
-    Instructions within a fusion are part of it. Those of a loop's body run as often as the loop, if
-    the compiler knows the number of rounds, else once. All branches of a conditional are counted.
+    Instructions within a fusion are part of it, but for collectives. Those of a loop's body run as
+    often as the loop, if the compiler knows the number of rounds, else once. All branches of a
+    conditional are counted.
 
     Args:
       text: The text of a compiled program.
@@ -97,6 +101,8 @@ def instructions(text: str) -> Iterator[tuple[Instruction, int]]:
             parsed[name] = list(_parse(name, computations))
         for instruction in parsed[name]:
             yield instruction, times
+            for collective in _fused_collectives(instruction, computations):
+                yield collective, times
             if instruction.opcode == "while":
                 rounds = _rounds(instruction.text, computations)
                 yield from walk(_find(_BODY, instruction.text), times * rounds)
@@ -117,6 +123,26 @@ def _parse(name: str, computations: dict[str, str]) -> Iterator[Instruction]:
             for called in _CALLED.findall(line) if not op_name else ():
                 op_name = "".join(_OP_NAME.findall(computations.get(called, ""))[-1:])
             yield Instruction(found[1], found[2], found[3], op_name, line)
+
+
+def _fused_collectives(fusion: Instruction, computations: dict[str, str]) -> Iterator[Instruction]:
+    """Yields the collectives that the TPU compiler has put into a fusion.
+
+    Those that overlap with computing are in several fusions: one that starts the collective, others
+    that compute meanwhile, and one that ends it. They are yielded as a pair, `-start` and `-done`.
+    """
+    name = _find(_CALLED, fusion.text) if fusion.opcode == "fusion" else ""
+    body = computations.get(name, "")
+    if not _COLLECTIVE.search(body) or name.startswith("async_collective_fusion"):
+        return
+    ends = [end for end in ("start", "done") if f'"AsyncCollective{end.title()}"' in body]
+    for instruction in _parse(name, computations):
+        opcode = instruction.opcode
+        if opcode == "all-reduce" and name.startswith("all-reduce-scatter"):
+            # It sums the whole, of which each device keeps a part: the results of the fusion.
+            yield instruction._replace(opcode="reduce-scatter", shapes=fusion.shapes)
+        elif opcode in COLLECTIVES:
+            yield instruction._replace(opcode="-".join([opcode, *ends]))
 
 
 def _called_computations(instruction: Instruction) -> list[str]:

@@ -5,16 +5,12 @@ import re
 from typing import Any, NamedTuple
 
 import jax
-import keras
 import numpy as np
 import pytest
 
-import bridge
 import functrain as ft
-from benchmarks.jax_ways import functrain_parts
-from benchmarks.keras_ways import compiled
-from benchmarks.workloads import WORKLOADS
 from functrain.common._platform import compiling_for
+from tests.workload_parts import parts
 
 K = 4
 BACKENDS = {"cuda": "gpu", "tpu": "tpu"}
@@ -44,27 +40,9 @@ def lowered(state: Any, step: Any, batch: Any, platform: str) -> Lowered:
         )
 
 
-def parts(name: str) -> tuple[Any, Any, Any]:
-    """Returns a state, a step over it, and a batch; `keras: ` has Keras's own step."""
-    workload = WORKLOADS[name.removeprefix("keras: ")]
-    batch = workload.make_data(workload.batch)
-    if name.startswith("keras: "):
-        model = compiled(workload)
-        return bridge.keras_state(model, batch), bridge.train_step(model), batch
-    state, step = functrain_parts(workload)
-    return step.start(state) if isinstance(step, ft.MeteredStep) else state, step, batch
-
-
 @pytest.fixture(scope="module", params=NAMES)
 def workload(request: pytest.FixtureRequest) -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        made = keras.layers.LSTM.__init__
-
-        def without_cudnn(self: Any, *args: Any) -> None:  # cannot be traced without a GPU
-            made(self, *args, use_cudnn=False)
-
-        patch.setattr(keras.layers.LSTM, "__init__", without_cudnn)
-        return parts(request.param)
+    return parts(request.param)
 
 
 @pytest.fixture(scope="module", params=BACKENDS)
