@@ -134,6 +134,11 @@ def _carry(step: Any, state: PyTree, default: Sharding | None) -> PyTree:
     return Metered(carry, jax.eval_shape(step.start, carry).metrics)
 
 
+_SINGLE_BUFFER = re.compile(
+    r"Allocation \(size=(\d+)\) would exceed memory \(size=(\d+)\).*?shape: (\w+\[[\d,]*\])"
+)
+
+
 class TooLargeError(MemoryError):
     """The compiler's refusal of a program that is larger than the memory of the device.
 
@@ -152,6 +157,11 @@ class TooLargeError(MemoryError):
         self.capacity = parse_bytes(capacity[1]) if capacity else 0
         allocations = re.findall(r"Size: (\S+)\n +Operator: op_name=\"(.*)\"\n", message)
         self.largest = [(parse_bytes(size), op_name) for size, op_name in allocations]
+        # A buffer that is larger than the whole memory is refused before all others are counted.
+        single = _SINGLE_BUFFER.search(message)
+        if single:
+            self.program, self.capacity = int(single[1]), int(single[2])
+            self.largest = [(self.program, single[3])]
         sizes = map(_repr.format_bytes, (self.program, self.arguments, self.capacity))
         text = "{} of temporaries and {} of arguments do not fit into {}".format(*sizes)
         lines = [f"{_repr.format_bytes(size)} in {where}" for size, where in self.largest[:5]]

@@ -230,6 +230,9 @@ def _analyze(program: FitProgram) -> tuple[int, int, int]:
     try:
         stats = compile_program(program.lowered).memory_analysis()
     except TooLargeError as error:
+        # Without sizes in the compiler's message, the rest alone would seem to fit.
+        if not error.program:
+            raise
         return logs, error.program, error.arguments
     # Results that could not reuse the buffer of a donated argument need memory, too.
     results = stats.output_size_in_bytes - stats.alias_size_in_bytes - logs

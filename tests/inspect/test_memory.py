@@ -13,6 +13,7 @@ import pytest
 
 import bridge
 import functrain as ft
+from functrain.inspect import _fit_program
 
 X, Y = np.ones((64, 32), np.float32), np.zeros(64, np.int32)
 BATCH = X[:16], Y[:16]
@@ -217,3 +218,30 @@ def test_a_fit_takes_what_was_said(width: int, how: str) -> None:
     assert done.returncode == 0, done.stderr
     said, grown = map(int, done.stdout.split())
     assert 0.97 * said < grown < 1.1 * said
+
+
+ONE_BUFFER = (
+    "RESOURCE_EXHAUSTED: Allocation (size=21474836480) would exceed memory (size=17179869184) :: "
+    "%s0 = inlined_call_operand.hbm [shape: bf16[80,8,2048,8192], index: 0, kind: output, shape "
+    "index: {}] /* operand 0 */ :: custom-call.29"
+)
+
+
+def refused(monkeypatch: pytest.MonkeyPatch, message: str) -> ft.inspect.Memory:
+    def refuse(lowered: Any) -> Any:
+        raise _fit_program.TooLargeError(message)
+
+    monkeypatch.setattr("functrain.inspect._memory.compile_program", refuse)
+    state, batch = jnp.zeros(()), jnp.ones(8)
+    return ft.inspect.memory(state, lambda state, batch: (state + batch.mean(), {}), batch)
+
+
+def test_a_buffer_that_the_compiler_refuses_counts_as_temporaries(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert refused(monkeypatch, ONE_BUFFER).temporaries == 21474836480
+
+
+def test_a_refusal_without_sizes_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(MemoryError, match="too large"):
+        refused(monkeypatch, "RESOURCE_EXHAUSTED: no more of it")
