@@ -34,7 +34,9 @@ ROWS = 12
 _WRAPPERS = re.compile(
     r"\b(?:jit|pjit|jvp|transpose|vmap|remat|checkpoint|custom_jvp|custom_vjp|shard_map)\(([^()]*)\)"
 )
-_PARTS_OF_LOOPS = {"", "while", "body", "cond", "scan", "closed_call", "rematted_computation"}
+_PARTS_OF_CONTROL_FLOW = re.compile(
+    r"while|body|cond|scan|closed_call|rematted_computation|branch_\d+_fun|"
+)
 
 
 class Layer(NamedTuple):
@@ -276,7 +278,7 @@ def layer_name(op_name: str) -> str:
     while (stripped := _WRAPPERS.sub(r"\1", scopes)) != scopes:
         scopes = stripped
     # The last part is the operation.
-    parts = [part for part in scopes.split("/")[:-1] if part not in _PARTS_OF_LOOPS]
+    parts = [part for part in scopes.split("/")[:-1] if not _PARTS_OF_CONTROL_FLOW.fullmatch(part)]
     if parts:
         return "/".join(parts)
     return "loss" if is_differentiated else "other"

@@ -16,7 +16,13 @@ from functrain.common._types import PyTree
 from functrain.data._batch import require_batch
 from functrain.engine import _placement
 from functrain.engine._plan import auto_steps, nbytes
-from functrain.engine._programs import TRAINING, LoopOptions, prefers_static_length, program
+from functrain.engine._programs import (
+    TRAINING,
+    LoopOptions,
+    new_program,
+    prefers_static_length,
+    program,
+)
 from functrain.metrics._metric import Metered
 from functrain.rewrites import Mode
 from functrain.step._check import check_step
@@ -54,6 +60,7 @@ def lower_fit(
     target: Target | None = None,
     sharding: _placement.ShardingArg = None,
     rewrites: Mode = "auto",
+    is_new: bool = False,
 ) -> FitProgram:
     """Lowers the program that a fit would run; see `functrain.inspect.memory` for the arguments.
 
@@ -66,6 +73,7 @@ def lower_fit(
       target: The devices to compile for.
       sharding: The sharding of one batch.
       rewrites: As in `fit`.
+      is_new: True for a program that is compiled even if this process has compiled it before.
     """
     check_step(step)
     require_batch(batch)
@@ -76,7 +84,7 @@ def lower_fit(
     expected = "an array [B, ...]"
     _require_leaves("batch", batch, lambda x: _tree.is_array(x) and x.shape, expected, order)
     mesh_sharding = _placement.batch_sharding(sharding)
-    _require_devices(target, mesh_sharding)
+    _require_devices(target, state, mesh_sharding)
     default: Sharding | None = None
     if mesh_sharding is not None:
         # A fit replicates the leaves that have no sharding over the mesh of its batches.
@@ -85,7 +93,10 @@ def lower_fit(
         default = SingleDeviceSharding(target.devices[0])
     carry = _carry(step, state, default)
     platform, accelerator = platform_of(carry), accelerator_of(carry)
-    k = fuse or auto_steps(nbytes(batch), nbytes(state), chip=accelerator)
+    chip = accelerator or chip_of(jax.devices()[0])
+    if target is not None:
+        chip = target.chip
+    k = fuse or auto_steps(nbytes(batch), nbytes(state), chip=chip if accelerator else None)
     chunk = _placement.chunk_shapes(batch, k, mesh_sharding)
     options = LoopOptions(
         k,
@@ -94,19 +105,30 @@ def lower_fit(
         takes_all=prefers_static_length(platform),
         pins=_placement.read_pins(carry),
     )
-    run: Any = program(step, TRAINING, options)
+    run: Any = (new_program if is_new else program)(step, TRAINING, options)
     with quiet_compiler():
         lowered = run.lower(carry, chunk, np.int32(k))
-    return FitProgram(k, carry, chunk, lowered, accelerator or chip_of(jax.devices()[0]))
+    return FitProgram(k, carry, chunk, lowered, chip)
 
 
-def _require_devices(target: Target | None, sharding: NamedSharding | None) -> None:
-    """Raises ValueError if the mesh of the batches has other devices than the target."""
-    if target is None or sharding is None:
+def _require_devices(target: Any, state: PyTree, sharding: NamedSharding | None) -> None:
+    """Raises an error unless the state and the mesh of the batches are those of the target."""
+    if target is None:
         return
-    is_of_target = sharding.device_set <= set(target.devices)
-    advice = "Make the mesh with target.mesh({'data': -1})."
-    require(is_of_target, "sharding", f"a mesh of the devices of {target}", sharding.mesh, advice)
+    expected = "a target from functrain.target, or None"
+    require(isinstance(target, Target), "target", expected, target, error=TypeError)
+    devices = set(target.devices)
+    if sharding is not None:
+        advice = "Make the mesh with target.mesh({'data': -1})."
+        is_of_target = sharding.device_set <= devices
+        require(
+            is_of_target, "sharding", f"a mesh of the devices of {target}", sharding.mesh, advice
+        )
+    for path, x in _tree.leaves_with_path(state):
+        own = _own_sharding(x)
+        advice = f"The leaf is at {path}. Place its shape with target.shapes(state, shardings)."
+        is_of_target = own is None or own.device_set <= devices
+        require(is_of_target, "state", f"leaves on the devices of {target}", own, advice)
 
 
 def _require_leaves(
@@ -122,16 +144,23 @@ def _carry(step: Any, state: PyTree, default: Sharding | None) -> PyTree:
     """Returns the shapes and shardings of what a fit carries: the state, and its metrics."""
 
     def with_sharding(x: Any, shape: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        sharding = getattr(x, "sharding", None)
-        # Shapes are placed where they say, arrays only if they are divided.
-        is_placed = isinstance(sharding, NamedSharding) or not isinstance(x, jax.Array)
-        sharding = sharding if is_placed and sharding is not None else default
+        sharding = _own_sharding(x) or default
         return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
 
     carry = jax.tree.map(with_sharding, state, jax.eval_shape(_tree.copy, state))
     if not isinstance(step, MeteredStep) or isinstance(state, Metered):
         return carry
     return Metered(carry, jax.eval_shape(step.start, carry).metrics)
+
+
+def _own_sharding(x: Any) -> Sharding | None:
+    """Returns the sharding that a leaf of the state keeps: shapes that of theirs, if any.
+
+    Of arrays only those that are divided.
+    """
+    sharding: Sharding | None = getattr(x, "sharding", None)
+    is_placed = isinstance(sharding, NamedSharding) or not isinstance(x, jax.Array)
+    return sharding if is_placed else None
 
 
 _SINGLE_BUFFER = re.compile(
@@ -164,7 +193,13 @@ class TooLargeError(MemoryError):
             self.largest = [(self.program, single[3])]
         sizes = map(_repr.format_bytes, (self.program, self.arguments, self.capacity))
         text = "{} of temporaries and {} of arguments do not fit into {}".format(*sizes)
-        lines = [f"{_repr.format_bytes(size)} in {where}" for size, where in self.largest[:5]]
+        # The compiler does not always count the arguments.
+        text = text if self.arguments else text.replace(" and 0 B of arguments", "")
+        lines = [
+            f"{_repr.format_bytes(size)} in {where}"
+            for size, where in self.largest[:5]
+            if size * 100 > self.program
+        ]
         largest = f". The largest temporaries:\n{_tree.bullets(lines)}" if lines else "."
         super().__init__(f"The program is too large for the device: {text}{largest}")
 

@@ -59,16 +59,17 @@ def precompile(
       >>> count > 0
       True
     """
-    program = lower_fit(
-        "precompile",
-        state,
-        step,
-        batch,
-        fuse=fuse,
-        target=target,
-        sharding=sharding,
-        rewrites=rewrites,
-    )
     with compilation_cache(directory):
+        program = lower_fit(
+            "precompile",
+            state,
+            step,
+            batch,
+            fuse=fuse,
+            target=target,
+            sharding=sharding,
+            rewrites=rewrites,
+            is_new=True,
+        )
         compile_program(program.lowered)
     return len(os.listdir(directory))

@@ -1,6 +1,7 @@
 """Devices that are not there, from compilers that run without them."""
 
 import contextlib
+import functools
 import os
 import re
 import sys
@@ -139,6 +140,8 @@ def _explained(name: str, expected: str, advice: str) -> Iterator[None]:
         raise ValueError(f"name: expected {expected}, got {name!r}: {message}") from None
 
 
+# Devices that are described twice are not equal, so a mesh of the one would not suit the other.
+@functools.cache
 def _describe(platform: str, name: str, **options: str) -> tuple[jax.Device, ...]:
     # Imported here, since few programs need it.
     from jax.experimental import topologies

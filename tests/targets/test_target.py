@@ -65,7 +65,7 @@ def test_a_compiler_of_another_version_is_named_with_its_pip_line(
     monkeypatch.setitem(sys.modules, "libtpu", types.ModuleType("libtpu"))
     monkeypatch.setattr(topologies, "get_topology_desc", refuse)
     with pytest.raises(jax.errors.JaxRuntimeError, match="unexpected version") as raised:
-        ft.target("tpu:v5e")
+        ft.target("tpu:v5e:8x16")
     assert f"pip install 'jax[tpu]=={jax.__version__}'" in raised.value.__notes__[0]
 
 
@@ -187,6 +187,12 @@ def test_a_mesh_of_other_sizes_is_refused_with_the_sizes_there_are(
 def test_axes_without_a_meaning_are_refused(axes: Any) -> None:
     with pytest.raises(ValueError, match="axes: expected sizes of at least 1"):
         ft.target().mesh(axes)
+
+
+@pytest.mark.tpu
+def test_two_targets_of_one_name_have_the_same_devices() -> None:
+    assert ft.target("tpu:v5e:2x2") == ft.target("tpu:v5e:2x2")
+    assert ft.target("tpu:v5e").devices == ft.target("tpu:v5e:2x2").devices[:1]
 
 
 @pytest.mark.tpu

@@ -1,0 +1,74 @@
+"""The largest batch that fits, held to a search through all sizes."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import functrain as ft
+
+WIDTH = 32
+STATE = {"w": jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)}
+
+
+def step(state: Any, batch: Any) -> Any:
+    x, y = batch
+    h = jnp.sin(jnp.tanh(x @ state["w"]) @ state["w"])
+    return {"w": state["w"] + jnp.mean(h) + jnp.mean(y)}, {"loss": jnp.mean(h)}
+
+
+def batch(examples: int) -> Any:
+    shapes = (examples, WIDTH), (examples,)
+    return tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
+
+
+def chip_with(memory: int) -> ft.Target:
+    here = ft.target()
+    return dataclasses.replace(here, chip=here.chip._replace(memory_bytes=memory))
+
+
+@pytest.mark.parametrize("kib", [40, 100, 200])
+@pytest.mark.parametrize("first", [8, 64, 4096])
+def test_it_is_that_of_a_search_through_all_sizes(kib: int, first: int) -> None:
+    target = chip_with(kib * 1024)
+    found = ft.inspect.largest_batch(STATE, step, batch(first), fuse=2, target=target)
+
+    def fits(examples: int) -> bool:
+        shapes = batch(examples)
+        return bool(ft.inspect.memory(STATE, step, shapes, fuse=2, target=target).fits)
+
+    assert found > 0
+    assert found % 8 == 0
+    assert fits(found)
+    # The answer is known to within a sixteenth.
+    assert not fits(found + max(8, found // 16 // 8 * 8))
+
+
+def test_zero_says_that_not_even_the_smallest_fits() -> None:
+    assert ft.inspect.largest_batch(STATE, step, batch(64), target=chip_with(100)) == 0
+
+
+def test_sizes_are_multiples() -> None:
+    target = chip_with(100 * 1024)
+    found = ft.inspect.largest_batch(STATE, step, batch(64), multiple_of=24, target=target)
+    assert found % 24 == 0
+
+
+def test_a_machine_of_unknown_memory_asks_for_a_target() -> None:
+    with pytest.raises(ValueError, match=r"target: expected the devices, such as functrain.target"):
+        ft.inspect.largest_batch(STATE, step, batch(8))
+
+
+@pytest.mark.parametrize("multiple", [0, -8, 1.5, True])
+def test_multiples_below_one_are_refused(multiple: Any) -> None:
+    with pytest.raises(ValueError, match="multiple_of"):
+        ft.inspect.largest_batch(STATE, step, batch(8), multiple_of=multiple, target=ft.target())
+
+
+def test_leaves_with_different_first_axes_are_refused() -> None:
+    uneven = np.ones((8, WIDTH), np.float32), np.ones(4, np.float32)
+    with pytest.raises(ValueError, match="batch: expected leaves with one first axis"):
+        ft.inspect.largest_batch(STATE, step, uneven, target=ft.target())
