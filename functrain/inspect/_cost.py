@@ -67,7 +67,7 @@ class Cost:
     Attributes:
       k: Steps per program.
       chip: The device.
-      seconds: Estimated time of a step on the device, without the host.
+      seconds: Estimated time of a step on the device, without the host; NaN if it is unknown.
       basis: What `seconds` is estimated from.
       kernels: Kernels of a step.
       flops: Operations of the products and convolutions of a step, on all devices.
@@ -148,15 +148,17 @@ class Cost:
 
     def _summary(self) -> list[tuple[str, str]]:
         rows = [
-            ("device", f"{self.devices} × {self.chip.name}"),
+            ("device", f"{self.devices} × {_shorten(self.chip.name)}"),
             ("time of a step", _format_time(self.seconds)),
             ("estimated from", self.basis),
             ("kernels", f"{self.kernels:.1f}"),
             ("FLOPs of products", f"{self.flops:,}"),
-            (f"saved by fusing {self.k} steps", f"{self.dispatch_saved:.0%} of single steps' time"),
         ]
         if not math.isnan(self.utilization):
-            rows.insert(5, ("of the peak in bfloat16", f"{self.utilization:.1%}"))
+            rows.append(("of the peak in bfloat16", f"{self.utilization:.1%}"))
+        if not math.isnan(self.dispatch_saved):
+            saved = f"{self.dispatch_saved:.0%} of single steps' time"
+            rows.append((f"saved by fusing {self.k} steps", saved))
         return rows
 
     def _weight(self, layer: Layer) -> float:
@@ -312,7 +314,7 @@ def _shape(variable: Any) -> tuple[int, ...]:
 def _roofline(chip: Chip, flops: float, moved: float, kernels: float) -> tuple[float, str]:
     """Returns the time that a step takes by speed and bandwidth, and how it was found."""
     if not chip.peak_flops or not chip.bandwidth:
-        return math.nan, f"nothing: the speed of {chip.name} is unknown"
+        return math.nan, "nothing: the speed of the device is unknown"
     seconds = max(flops / chip.peak_flops, moved / chip.bandwidth)
     return seconds + kernels * KERNEL_SECONDS, "a roofline, and 2 µs for each kernel"
 
@@ -340,6 +342,8 @@ def _format_time(seconds: float) -> str:
       >>> _format_time(2.5e-5), _format_time(0.0125), _format_time(3)
       ('25.0 µs', '12.5 ms', '3.0 s')
     """
+    if math.isnan(seconds):
+        return "unknown"
     for unit, size in (("s", 1.0), ("ms", 1e-3)):
         if seconds >= size:
             return f"{seconds / size:.1f} {unit}"

@@ -1,0 +1,262 @@
+"""The estimated cost of a step: operations counted by hand, layers by name, tables that fit."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import functrain as ft
+from functrain.inspect._cost import (
+    DISPATCH_SECONDS,
+    KERNEL_SECONDS,
+    Cost,
+    Layer,
+    layer_name,
+    product_flops,
+)
+from functrain.inspect._fit_program import lower_fit
+from functrain.sharding import Traffic
+from functrain.targets import Chip
+
+CHIP = Chip("TPU v9", 2**30, 1e9, 1e12, 1e9, "made up")
+BODY = "jit(run)/while/body/closed_call"
+
+
+def f32(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def flops(step: Any, state: Any, batch: Any) -> int:
+    return product_flops(step, lower_fit("test", state, step, batch, fuse=2))
+
+
+# --- operations ----------------------------------------------------------------------------------
+
+
+def test_products_of_an_mlp_are_those_counted_by_hand() -> None:
+    def loss(params: Any, x: Any) -> Any:
+        return jnp.sum(jnp.tanh(x @ params["a"]) @ params["b"])
+
+    def step(params: Any, x: Any) -> Any:
+        gradients = jax.grad(loss)(params, x)
+        return jax.tree.map(jnp.subtract, params, gradients), {}
+
+    rows, inputs, hidden, outputs = 8, 16, 32, 4
+    params = {"a": f32(inputs, hidden), "b": f32(hidden, outputs)}
+    first, second = 2 * rows * inputs * hidden, 2 * rows * hidden * outputs
+    # Forward; the gradients of both kernels; and that of the hidden layer, not that of the inputs.
+    assert flops(step, params, f32(rows, inputs)) == 2 * first + 3 * second
+
+
+@pytest.mark.parametrize(("is_remat", "products"), [(False, 3), (True, 4)])
+def test_layers_in_a_scan_count_each_and_once_more_if_they_are_computed_again(
+    is_remat: bool, products: int
+) -> None:
+    rows, width, depth = 8, 16, 5
+
+    def layer(x: Any, w: Any) -> Any:
+        return jnp.tanh(x @ w), None
+
+    def loss(kernels: Any, x: Any) -> Any:
+        body = jax.checkpoint(layer) if is_remat else layer
+        return jnp.sum(jax.lax.scan(body, x, kernels)[0])
+
+    def step(kernels: Any, x: Any) -> Any:
+        return kernels - jax.grad(loss)(kernels, x), {}
+
+    found = flops(step, f32(depth, width, width), f32(rows, width))
+    assert found == products * depth * 2 * rows * width**2
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_a_convolution_counts_its_kernel_for_every_output(groups: int) -> None:
+    def step(kernel: Any, x: Any) -> Any:
+        y = jax.lax.conv_general_dilated(
+            x,
+            kernel,
+            window_strides=(2, 2),
+            padding="VALID",
+            dimension_numbers=("NHWC", "HWIO", "NHWC"),
+            feature_group_count=groups,
+        )
+        return kernel + jnp.mean(y), {}
+
+    images, outputs = f32(8, 9, 9, 4), 8 * 4 * 4 * 6
+    assert flops(step, f32(3, 3, 4 // groups, 6), images) == 2 * outputs * 3 * 3 * 4 // groups
+
+
+def test_batched_products_count_each_of_them() -> None:
+    def step(state: Any, x: Any) -> Any:
+        return state + jnp.mean(jnp.einsum("bij,bjk->bik", x, x)), {}
+
+    assert flops(step, f32(), f32(4, 8, 8)) == 4 * 2 * 8**3
+
+
+# --- layers --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("op_name", "layer"),
+    [
+        (f"{BODY}/transpose(jvp(mlp))/dense/dot_general", "mlp/dense"),
+        (f"{BODY}/jvp(mlp)/dense/jit(relu)/max", "mlp/dense"),
+        (f"{BODY}/transpose(jvp(vmap(mlp)))/dense/add", "mlp/dense"),
+        (f"{BODY}/jvp(checkpoint(mlp))/rematted_computation/dense/dot_general", "mlp/dense"),
+        (f"{BODY}/jvp(mlp)/while/body/attention/dot_general", "mlp/attention"),
+        (f"{BODY}/cond/branch_0_fun/dense/add", "dense"),
+        (f"{BODY}/jvp()/reduce_sum", "loss"),
+        (f"{BODY}/jvp(jit(loss))/mul", "loss"),
+        (f"{BODY}/optimizer/add", "optimizer"),
+        (f"{BODY}/add", "other"),
+        ("jit(<lambda>)/while/cond/lt", "other"),
+        ("add", "other"),
+        ("", "other"),
+    ],
+)
+def test_an_operation_belongs_to_the_scope_that_it_was_traced_in(op_name: str, layer: str) -> None:
+    assert layer_name(op_name) == layer
+
+
+# --- the report ----------------------------------------------------------------------------------
+
+
+def report(**changes: Any) -> Cost:
+    layers = (Layer("mlp/dense", 3e-6, 2.0), Layer("optimizer", 1e-6, 5.0))
+    made = Cost(8, CHIP, 25e-6, "cycles", 7.0, 10**6, 1, layers, {}, frozenset())
+    return dataclasses.replace(made, **changes)
+
+
+def test_dispatch_saved_is_that_of_one_program_for_k_steps() -> None:
+    for k, seconds in (1, 25e-6), (8, 25e-6), (128, 1e-3):
+        single, fused = seconds + DISPATCH_SECONDS, seconds + DISPATCH_SECONDS / k
+        found = report(k=k, seconds=seconds).dispatch_saved
+        assert found == pytest.approx(1 - fused / single, abs=1e-12)
+
+
+def test_the_part_of_the_peak_is_that_of_all_devices() -> None:
+    assert report(flops=10**6, seconds=1e-5).utilization == pytest.approx(0.1)
+    assert report(flops=10**6, seconds=1e-5, devices=4).utilization == pytest.approx(0.025)
+    assert math.isnan(report(chip=CHIP._replace(peak_flops=0.0)).utilization)
+
+
+LONG_NAME = "/".join(["a_module_with_a_long_name"] * 8)
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        report(),
+        report(layers=()),
+        report(layers=tuple(Layer(f"{LONG_NAME}/{i}", 1e-6 * i, 1e5) for i in range(40))),
+        report(flops=10**18, k=128, devices=4096, seconds=123.0),
+        report(seconds=math.nan, chip=CHIP._replace(name="a long name " * 8)),
+        report(
+            traffic={"collective-permute": Traffic(10**6, 10**13), "all-gather": Traffic(8, 800)},
+            overlapped=frozenset({"all-gather"}),
+        ),
+    ],
+)
+def test_the_tables_are_at_most_80_columns_wide(found: Cost) -> None:
+    assert max(map(len, str(found).splitlines())) <= 80
+
+
+def test_layers_beyond_a_dozen_are_added_up() -> None:
+    layers = tuple(Layer(f"layer{i}", 2e-6, 1.0) for i in range(20))
+    text = str(report(layers=layers))
+    (rest,) = (line for line in text.splitlines() if "8 others" in line)
+    assert [cell.strip() for cell in rest.split("|")[2:5]] == ["8.0", "16.0 µs", "40.0%"]
+    assert "layer11" in text
+    assert "layer12" not in text
+
+
+def test_without_estimated_times_layers_have_shares_of_the_kernels() -> None:
+    layers = Layer("mlp", 0.0, 3.0), Layer("optimizer", 0.0, 1.0)
+    text = str(report(layers=layers))
+    assert "75.0%" in text
+    assert "25.0%" in text
+
+
+def test_collectives_are_listed_for_a_step() -> None:
+    traffic = {"all-gather": Traffic(16, 8 * 1024), "all-reduce": Traffic(8, 32)}
+    text = str(report(traffic=traffic, overlapped=frozenset({"all-gather", "copy"})))
+    gather, reduce = (line.split("|")[1:5] for line in text.splitlines() if "| all-" in line)
+    assert [x.strip() for x in gather] == ["all-gather", "2.0", "1.0 KiB", "yes"]
+    assert [x.strip() for x in reduce] == ["all-reduce", "1.0", "4 B", "no"]
+
+
+def test_a_notebook_shows_names_as_text() -> None:
+    shown = report(layers=(Layer("<lambda>", 1e-6, 1.0),))._repr_html_()
+    assert "<lambda>" not in shown
+    assert shown.count("&lt;lambda&gt;") == 2
+
+
+def test_operations_are_those_of_all_devices_and_each_holds_its_part() -> None:
+    here = ft.target()
+    mesh = here.mesh({"data": -1})
+
+    def step(w: Any, x: Any) -> Any:
+        return w - jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w), {}
+
+    def cost(**places: Any) -> Cost:
+        return ft.inspect.cost(f32(64, 64), step, f32(32, 64), fuse=4, target=here, **places)
+
+    alone, divided = cost(), cost(sharding=mesh)
+    assert (alone.devices, divided.devices) == (1, 2)
+    assert alone.flops == divided.flops == 2 * 2 * 32 * 64 * 64
+    assert alone.traffic == {}
+    # The gradients of a step are summed over the devices, four times in a program.
+    assert divided.traffic["all-reduce"].bytes >= 64 * 64 * 4
+
+
+def test_the_roofline_is_that_of_the_targets_chip() -> None:
+    here = ft.target()
+
+    def cost(**figures: float) -> Cost:
+        target = dataclasses.replace(here, chip=CHIP._replace(**figures))
+
+        def step(w: Any, x: Any) -> Any:
+            return w + jnp.mean(x @ x), {}
+
+        return ft.inspect.cost(f32(), step, f32(64, 64), fuse=4, target=target)
+
+    slow = cost(peak_flops=1e6, bandwidth=1e30)
+    expected = 2 * 64**3 / 1e6 + slow.kernels * KERNEL_SECONDS
+    assert slow.seconds == pytest.approx(expected)
+    assert "roofline" in slow.basis
+    assert slow.utilization == pytest.approx(1.0, rel=1e-2)
+    assert cost(peak_flops=1e6, bandwidth=1.0).seconds > 10 * slow.seconds
+    unknown = cost(peak_flops=0.0)
+    assert math.isnan(unknown.seconds)
+    assert unknown.basis == "nothing: the speed of the device is unknown"
+    assert "nan" not in str(unknown)
+    assert repr(unknown).startswith("Cost(unknown a step on ")
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda step: ft.inspect.cost(f32(), step, f32(8), fuse=0), "fuse"),
+        (lambda step: ft.inspect.cost(f32(), 3, f32(8)), "step"),
+        (lambda step: ft.inspect.cost(f32(8), f32(), step), "step"),
+        (lambda step: ft.inspect.cost("state", step, f32(8)), "state"),
+    ],
+)
+def test_what_is_no_step_no_state_and_no_number_is_refused(
+    call: Callable[[Any], Any], message: str
+) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        call(lambda state, batch: (state, {}))
+
+
+def test_numpy_arrays_are_as_good_as_shapes() -> None:
+    def step(w: Any, x: Any) -> Any:
+        return w + jnp.mean(x @ x), {}
+
+    arrays = ft.inspect.cost(np.zeros((), np.float32), step, np.ones((8, 8), np.float32), fuse=2)
+    shapes = ft.inspect.cost(f32(), step, f32(8, 8), fuse=2)
+    assert (arrays.flops, arrays.k, arrays.kernels) == (shapes.flops, shapes.k, shapes.kernels)
