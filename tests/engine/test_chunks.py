@@ -7,16 +7,39 @@ import pytest
 import functrain as ft
 from functrain.data._adapt import as_batches
 from functrain.engine._chunks import chunks
-from functrain.engine._plan import Plan
+from functrain.engine._plan import (
+    CHUNK_PART,
+    MAX_STEPS,
+    MIN_STEPS,
+    PROGRAM_SECONDS,
+    STEP_SECONDS,
+    Plan,
+    auto_steps,
+)
 from functrain.engine._trigger import steps_until_due
+from functrain.targets import Chip
+
+ACCELERATOR = Chip("made up", 16 * 2**30, 1e12, 1e14, 1e9, "")
 
 
 class Feed:
     """Epochs of data in chunks, with one plan for all of them."""
 
-    def __init__(self, data: Any, fuse: Any, boundaries: Any = (), state_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        data: Any,
+        fuse: Any,
+        boundaries: Any = (),
+        state_bytes: int = 0,
+        chip: Chip | None = None,
+    ) -> None:
         self.batches, self.boundaries = as_batches(data), boundaries
-        self.plan = Plan(fuse, intervals=lambda: [self.batches.full_steps], state_bytes=state_bytes)
+        self.plan = Plan(
+            fuse,
+            intervals=lambda: [self.batches.full_steps],
+            state_bytes=state_bytes,
+            chip=chip,
+        )
 
     def epoch(self, epoch: int = 0, step: int = 0, start: int = 0) -> Any:
         def until(batch: int) -> int | None:
@@ -67,6 +90,82 @@ def test_auto_takes_fewer_steps_for_short_epochs_and_large_batches() -> None:
 def test_auto_takes_fewer_steps_of_a_large_state() -> None:
     data = ft.ArrayLoader(np.arange(10_000), 10)
     assert sizes(Feed(data, "auto", state_bytes=2**30))[0] == (8, 10)
+
+
+# --- on accelerators, whose programs have loops of a known length --------------------------------
+
+
+def rows(feed: Feed, *at: int) -> list[tuple[int, int]]:
+    """Returns the steps and the rows of each chunk."""
+    return [(chunk.steps, len(chunk.batches)) for chunk in feed.epoch(*at)]
+
+
+@pytest.mark.parametrize("as_loader", [True, False])
+def test_on_accelerators_what_is_left_comes_in_powers_of_two(as_loader) -> None:
+    data = ft.ArrayLoader(np.arange(2 * 23), 2) if as_loader else batches(*[2] * 23)
+    assert rows(Feed(data, 8, chip=ACCELERATOR)) == [(n, n) for n in (8, 8, 4, 2, 1)]
+    # K itself need not be one.
+    assert rows(Feed(data, 9, chip=ACCELERATOR)) == [(n, n) for n in (9, 9, 4, 1)]
+    assert rows(Feed(data, 23, chip=ACCELERATOR)) == [(23, 23)]
+
+
+@pytest.mark.parametrize("k", range(1, 20))
+@pytest.mark.parametrize("length", [1, 7, 31, 40])
+def test_on_accelerators_few_lengths_make_up_every_epoch(k: int, length: int) -> None:
+    found = rows(Feed(ft.ArrayLoader(np.arange(length), 1), k, chip=ACCELERATOR))
+    assert sum(steps for steps, _ in found) == length
+    assert all(steps == rows for steps, rows in found), "no chunk has rows that are not used"
+    lengths = {steps for steps, _ in found} - {k}
+    assert all(n & (n - 1) == 0 for n in lengths)
+
+
+def test_on_accelerators_a_chunk_ends_where_something_is_due() -> None:
+    data = ft.ArrayLoader(np.arange(24), 2)
+    feed = Feed(data, 8, boundaries=[ft.every(steps=7)], chip=ACCELERATOR)
+    # Seven steps are 4 + 2 + 1; the five that are left are 4 + 1.
+    assert [steps for steps, _ in rows(feed)] == [4, 2, 1, 4, 1]
+
+
+def test_on_accelerators_an_epoch_of_unknown_length_ends_with_unused_rows() -> None:
+    found = rows(Feed(iter(batches(*[2] * 11)), 4, chip=ACCELERATOR))
+    assert found == [(4, 4), (4, 4), (3, 4)]
+
+
+def test_on_accelerators_a_smaller_last_batch_has_a_chunk_to_itself() -> None:
+    feed = Feed(ft.ArrayLoader(np.arange(23), 2), 4, chip=ACCELERATOR)
+    assert sizes(feed) == [(4, 2), (4, 2), (2, 2), (1, 2), (1, 1)]
+
+
+def test_on_accelerators_auto_is_limited_by_the_time_of_a_program() -> None:
+    def steps(state_bytes: int) -> int:
+        return auto_steps(1, state_bytes, chip=ACCELERATOR)
+
+    assert steps(0) == MAX_STEPS
+    for seconds in (2 * STEP_SECONDS, 4e-3, 10e-3):
+        # A step reads its state and writes it.
+        state_bytes = int(seconds * ACCELERATOR.bandwidth / 2)
+        assert steps(state_bytes) == min(MAX_STEPS, int(PROGRAM_SECONDS / seconds))
+    assert steps(100 * 2**30) == MIN_STEPS
+
+
+def test_on_accelerators_auto_is_limited_by_the_memory_and_not_by_a_processors_cache() -> None:
+    room = int(CHUNK_PART * ACCELERATOR.memory_bytes)
+    for k in (1, 5, 100):
+        assert auto_steps(room // k, 0, chip=ACCELERATOR) == k
+    assert auto_steps(room // 100, 0) < 100
+    assert auto_steps(2 * room, 0, chip=ACCELERATOR) == 1
+
+
+def test_on_accelerators_auto_is_no_longer_than_an_interval() -> None:
+    assert auto_steps(1, 0, [1_000, 7, None], chip=ACCELERATOR) == 7
+
+
+def test_a_chip_of_unknown_bandwidth_has_programs_of_ordinary_length() -> None:
+    unknown = ACCELERATOR._replace(bandwidth=0.0)
+    assert MIN_STEPS <= auto_steps(1, 2**30, chip=unknown) < MAX_STEPS
+
+
+# -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("as_loader", [True, False])

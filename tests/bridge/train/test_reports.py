@@ -1,0 +1,87 @@
+"""Reports about Keras models before they train: those of their steps, with Keras's names."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+import pytest
+
+import bridge
+import functrain as ft
+
+X, Y = np.ones((32, 8), np.float32), np.zeros(32, np.int32)
+SHAPES = jax.ShapeDtypeStruct((32, 8), jnp.float32), jax.ShapeDtypeStruct((32,), jnp.int32)
+
+
+@pytest.fixture(scope="module")
+def model() -> keras.Model:
+    layers = [
+        keras.Input((8,)),
+        keras.layers.Dense(16, "relu", name="hidden"),
+        keras.layers.BatchNormalization(name="norm"),
+        keras.layers.Dense(4, name="logits"),
+    ]
+    made = keras.Sequential(layers, name="small")
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    made.compile(keras.optimizers.Adam(), loss, metrics=["accuracy"])
+    return made
+
+
+def test_memory_names_the_leaves_as_the_models_variables(model: keras.Model) -> None:
+    found = bridge.memory(model, (X, Y))
+    names = {name for name in found.leaves if not name.startswith(("optimizer", "metrics"))}
+    weights = {variable.path for variable in model.weights}
+    assert {name.partition("/")[2] for name in names} >= weights
+    hidden = next(v for v in model.trainable_variables if v.path.endswith("hidden/kernel"))
+    (size,) = (n for name, n in found.leaves.items() if name == f"trainable/{hidden.path}")
+    assert size == 4 * 8 * 16
+    assert not [name for name in found.leaves if name.rpartition("/")[2].isdigit()]
+
+
+def test_the_reports_are_those_of_keras_own_step(model: keras.Model) -> None:
+    state, step = bridge.keras_state(model, (X, Y)), bridge.train_step(model)
+    ours = bridge.memory(model, (X, Y), fuse=4)
+    theirs = ft.inspect.memory(state, step, (X, Y), fuse=4)
+    assert (ours.total, ours.k, ours.parts) == (theirs.total, 4, theirs.parts)
+    assert sorted(ours.leaves.values()) == sorted(theirs.leaves.values())
+    cost = bridge.cost(model, (X, Y), fuse=4)
+    assert cost == ft.inspect.cost(state, step, (X, Y), fuse=4)
+    # Forward, and the gradients of the kernels and of the second layer's inputs.
+    assert cost.flops == 2 * 32 * (2 * 8 * 16 + 3 * 16 * 4)
+
+
+def test_shapes_will_do(model: keras.Model) -> None:
+    assert bridge.memory(model, SHAPES, fuse=4) == bridge.memory(model, (X, Y), fuse=4)
+    assert bridge.cost(model, SHAPES, fuse=4) == bridge.cost(model, (X, Y), fuse=4)
+
+
+def test_nothing_runs_and_the_model_stays_as_it_is(model: keras.Model) -> None:
+    before = [np.array(v.value) for v in model.variables]
+    bridge.memory(model, SHAPES)
+    bridge.cost(model, SHAPES)
+    after = [np.array(v.value) for v in model.variables]
+    assert all(map(np.array_equal, before, after))
+
+
+def test_the_largest_batch_is_that_of_the_step(model: keras.Model) -> None:
+    here = ft.target()
+    target = dataclasses.replace(here, chip=here.chip._replace(memory_bytes=300 * 1024))
+    found = bridge.largest_batch(model, SHAPES, multiple_of=64, fuse=4, target=target)
+    assert found % 64 == 0
+    assert bridge.memory(model, resized(found), fuse=4, target=target).fits
+    larger = resized(found + 64)
+    assert not bridge.memory(model, larger, fuse=4, target=target).fits
+
+
+def resized(examples: int) -> Any:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct((examples, *x.shape[1:]), x.dtype), SHAPES)
+
+
+def test_a_model_that_is_not_compiled_is_refused() -> None:
+    model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
+    for report in (bridge.memory, bridge.cost, bridge.largest_batch):
+        with pytest.raises(ValueError, match="compile"):
+            report(model, (X, Y))
