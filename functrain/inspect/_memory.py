@@ -21,6 +21,9 @@ from functrain.rewrites import Mode
 from functrain.targets._chips import Chip
 from functrain.targets._target import Target
 
+# Leaves of the printed table; all of them are in `Memory.leaves`.
+ROWS = 12
+
 # Chunks that exist at once: one for each program in flight, and the one being assembled meanwhile.
 CHUNKS = RUN_AHEAD + 1
 
@@ -83,9 +86,9 @@ class Memory:
         return f"Memory({total}: state={state}, k={self.k}{fits})"
 
     def __str__(self) -> str:
-        """Returns the table, never cut to the width of a terminal."""
+        """Returns a table of the largest leaves, the parts of the state and all other memory."""
         sections: tuple[Mapping[str, int], ...] = (
-            self.leaves,
+            _largest(self.leaves),
             {f"{name} (total)": size for name, size in self.parts.items()},
             {
                 "state": self.state,
@@ -132,6 +135,18 @@ class Memory:
             for text, size in ordered
             if size * 100 > self.total
         ]
+
+
+def _largest(leaves: Mapping[str, int]) -> dict[str, int]:
+    """Returns the largest leaves, and the sum of all others.
+
+    Examples:
+      >>> _largest({str(i): 1 for i in range(14)})["other leaves (2)"]
+      2
+    """
+    rows = list(leaves.items())
+    others = [size for _, size in rows[ROWS:]]
+    return {**dict(rows[:ROWS]), **({f"other leaves ({len(others)})": sum(others)} if others else {})}
 
 
 def _format_rows(section: Mapping[str, int]) -> list[tuple[str, str]]:

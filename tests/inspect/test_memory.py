@@ -162,6 +162,14 @@ def test_it_prints_as_a_table_and_shows_as_a_line() -> None:
     assert "\n" not in repr(found)
 
 
+def test_small_leaves_of_a_large_model_share_a_row() -> None:
+    leaves = {f"layer {i}": 1024 for i in range(300)}
+    text = str(ft.inspect.Memory(8, leaves, {"params": 300 * 1024}, 0, 0, 0, 0, 0))
+    assert text.count("| layer ") == 12
+    assert "| other leaves (288) | 288.0 KiB |" in text
+    assert "other leaves" not in str(ft.inspect.memory(create(), STEP, BATCH))
+
+
 def test_what_is_no_step_no_state_and_no_number_is_refused() -> None:
     with pytest.raises(TypeError, match=r"step: expected .* got the loss"):
         ft.inspect.memory(create(), loss_fn, BATCH)  # type: ignore[arg-type]  # it is refused
