@@ -196,6 +196,15 @@ def test_a_sweep_finds_a_rate_that_learns(tmp_path) -> None:
 
 
 @pytest.mark.long
+def test_memory_cost_and_largest_batch_are_printed_for_this_machine(tmp_path) -> None:
+    output = quick("will_it_fit.py", tmp_path)
+    assert number(output, "largest batch", "that fits:") > 64
+    assert any(line.startswith("It fits:") for line in output)
+    assert any("FLOPs of products" in line for line in output)
+    assert (tmp_path / "will_it_fit.png").exists()
+
+
+@pytest.mark.long
 def test_an_ensemble_is_more_likely_than_its_members(tmp_path) -> None:
     output = quick("ensemble.py", tmp_path)
     assert number(output, "nll:", "ensemble") < number(output, "nll:", "single")

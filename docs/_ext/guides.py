@@ -42,6 +42,7 @@ TITLES = {
     "sweep": "Learning-rate sweep",
     "text": "Transformer language model",
     "vae": "Variational autoencoder",
+    "will_it_fit": "Memory and cost before renting a device",
 }
 
 

@@ -27,14 +27,15 @@ SHOWN = {  # files outside docs/, and the pages that show them
     "benchmarks/results/profiles.md": "more/profiles",
 }
 CONTENTS = {  # the captions of the sidebar, and the pages under each
-    "Using functrain": "getting-started training keras checkpoints devices populations performance "
-    "migrating",
+    "Using functrain": "getting-started training keras checkpoints devices accelerators "
+    "populations performance migrating",
     "Guides": "guides/mnist guides/from_scratch guides/customize_fit guides/optax_in_keras "
-    "guides/flax_model guides/eager_jit_fused guides/resume guides/several_hosts guides/sweep "
-    "guides/ensemble guides/vae guides/distillation guides/text guides/dcgan",
+    "guides/flax_model guides/eager_jit_fused guides/resume guides/several_hosts "
+    "guides/will_it_fit guides/sweep guides/ensemble guides/vae guides/distillation guides/text "
+    "guides/dcgan",
     "API": "api/training api/steps api/models api/fusing api/checkpoints api/events api/hooks "
-    "api/metrics api/tx api/inspect api/sharding api/distributed api/population api/export "
-    "api/rewrites api/bridge",
+    "api/metrics api/tx api/inspect api/sharding api/targets api/distributed api/population "
+    "api/export api/rewrites api/bridge",
     "Design": "design/index design/checkpoint-store design/loop-length design/rewrites",
     "Measurements": "more/benchmarks more/profiles more/applications more/layers more/hub",
     "Project": "more/changelog more/contributing",

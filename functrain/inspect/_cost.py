@@ -15,6 +15,7 @@ from functrain.common._platform import compiling_for, platform_of
 from functrain.common._types import PyTree, Step
 from functrain.engine import _placement
 from functrain.engine._guards import tracing_guards
+from functrain.engine._programs import prefers_static_length
 from functrain.inspect._fit_program import FitProgram, compile_program, lower_fit
 from functrain.inspect._sheet import sheet
 from functrain.rewrites import Mode
@@ -156,7 +157,7 @@ class Cost:
         ]
         if not math.isnan(self.utilization):
             rows.append(("of the peak in bfloat16", f"{self.utilization:.1%}"))
-        if not math.isnan(self.dispatch_saved):
+        if self.k > 1 and not math.isnan(self.dispatch_saved):
             saved = f"{self.dispatch_saved:.0%} of single steps' time"
             rows.append((f"saved by fusing {self.k} steps", saved))
         return rows
@@ -237,15 +238,17 @@ def cost(
     k, chip = program.k, program.chip
     flops = product_flops(step, program)
     clock = chip.clock_hz or math.inf
+    # In a loop of unknown length, which a CPU has, every instruction was counted once.
+    steps = k if prefers_static_length(platform_of(program.carry)) else 1
     names = cycles | kernels
-    layers = [Layer(name, cycles[name] / clock / k, kernels[name] / k) for name in names]
+    layers = [Layer(name, cycles[name] / clock / steps, kernels[name] / steps) for name in names]
     layers.sort(key=lambda layer: (layer.seconds, layer.kernels), reverse=True)
-    total_cycles, total_kernels = sum(cycles.values()) / k, sum(kernels.values()) / k
+    total_cycles, total_kernels = (sum(x.values()) / steps for x in (cycles, kernels))
     devices = _device_count(program.carry)
     if total_cycles:
         seconds, basis = total_cycles / clock, "the TPU compiler's cycles"
     else:
-        seconds, basis = _roofline(chip, flops / devices, moved / k, total_kernels)
+        seconds, basis = _roofline(chip, flops / devices, moved / steps, total_kernels)
     return Cost(
         k=k,
         chip=chip,
@@ -336,7 +339,7 @@ def _shorten(name: str, width: int = 44) -> str:
 
 
 def _format_time(seconds: float) -> str:
-    """Returns a time in a unit that suits it.
+    """Returns a time in a unit that suits it, "unknown" for NaN.
 
     Examples:
       >>> _format_time(2.5e-5), _format_time(0.0125), _format_time(3)

@@ -111,8 +111,8 @@ class Memory:
         rest = chip.memory_bytes - self.total
         size, room = _repr.format_bytes(abs(rest)), _repr.format_bytes(chip.memory_bytes)
         if rest >= 0:
-            return [f"It fits: {size} of {room} are free on a {chip.name}."]
-        return [f"It does not fit: {size} more than the {room} of a {chip.name}.", *self.advice()]
+            return [f"It fits: {size} of {room} are free ({chip.name})."]
+        return [f"It does not fit: {size} more than {room} ({chip.name}).", *self.advice()]
 
     def advice(self) -> list[str]:
         """Returns what would need less memory, as lines, what saves most first.
@@ -146,7 +146,10 @@ def _largest(leaves: Mapping[str, int]) -> dict[str, int]:
     """
     rows = list(leaves.items())
     others = [size for _, size in rows[ROWS:]]
-    return {**dict(rows[:ROWS]), **({f"other leaves ({len(others)})": sum(others)} if others else {})}
+    return {
+        **dict(rows[:ROWS]),
+        **({f"other leaves ({len(others)})": sum(others)} if others else {}),
+    }
 
 
 def _format_rows(section: Mapping[str, int]) -> list[tuple[str, str]]:

@@ -166,7 +166,7 @@ def test_small_leaves_of_a_large_model_share_a_row() -> None:
     leaves = {f"layer {i}": 1024 for i in range(300)}
     text = str(ft.inspect.Memory(8, leaves, {"params": 300 * 1024}, 0, 0, 0, 0, 0))
     assert text.count("| layer ") == 12
-    assert "| other leaves (288) | 288.0 KiB |" in text
+    assert "| other leaves (288)    | 288.0 KiB |" in text
     assert "other leaves" not in str(ft.inspect.memory(create(), STEP, BATCH))
 
 
