@@ -23,7 +23,7 @@ export KERAS_BACKEND := jax
 # Without bytecode every worker compiles the packages, and rewrites all tests, each time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test test-quick test-slow test-all durations test-adapters test-ray test-tpu test-cuda test-wheel smoke docs guides bench bench-peers bench-hub bench-gpu lint ruff mypy clean
+.PHONY: train test test-quick test-slow test-all durations test-adapters test-ray test-tpu test-cuda test-wheel smoke docs guides bench bench-peers bench-hub bench-gpu bench-targets lint ruff mypy clean
 
 train: $(READY)
 	$(BIN)/python examples/mnist.py
@@ -59,7 +59,7 @@ test-ray: .venv-ray/.ready
 # Programs for TPUs and NVIDIA GPUs, from their compilers, which need no device. ARGS="-m tpu" adds
 # those that take long.
 test-tpu test-cuda: test-%: .venv-%/.ready
-	JAX_PLATFORMS=cpu PYTHONPATH="$(CURDIR)/.venv-$*" $(PYTEST) -m "$* and not long" tests/targets $(ARGS)
+	JAX_PLATFORMS=cpu PYTHONPATH="$(CURDIR)/.venv-$*" $(PYTEST) -m "$* and not long" tests/targets tests/benchmarks/test_targets.py $(ARGS)
 
 smoke: $(READY)
 	$(PYTEST) -m smoke tests
@@ -98,6 +98,10 @@ bench-peers: $(READY) .venv-tensorflow/.ready .venv-torch/.ready
 # On a machine with a GPU, and jax for it; ARGS=--quick runs anywhere.
 bench-gpu: $(READY)
 	$(BIN)/python -m benchmarks.gpu $(ARGS)
+
+# What the compilers for TPUs and NVIDIA GPUs say about the workloads; no device is needed.
+bench-targets: .venv-tpu/.ready .venv-cuda/.ready
+	PYTHONPATH="$(CURDIR)/.venv-tpu:$(CURDIR)/.venv-cuda" $(BIN)/python -m benchmarks.targets $(ARGS)
 
 # Models of keras-hub, with random weights, in an environment that has it.
 bench-hub: .venv-hub/.ready

@@ -15,6 +15,7 @@ import pathlib
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
@@ -116,17 +117,25 @@ def _text(value: Any) -> str:
 
 
 def device(quick: bool, rounds: int) -> dict[str, Any]:
-    """Returns the device's name and memory, and the versions of JAX."""
-    import jax
-    import jaxlib
+    """Returns the device's name, memory and target configuration, and the versions of JAX."""
+    with tempfile.TemporaryDirectory() as folder:
+        # XLA writes the configuration of a GPU beside every program that it dumps. With its text,
+        # `functrain.target` compiles for this GPU on other machines.
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={folder}"
+        import jax
+        import jaxlib
 
-    first = jax.devices()[0]
+        first = jax.devices()[0]
+        jax.jit(lambda x: x + 1)(0.0).block_until_ready()
+        configs = sorted(pathlib.Path(folder).glob("*.gpu_target_config.pbtxt"))
+        target_config = configs[0].read_text() if configs else ""
     return {
         "kind": first.device_kind,
         "platform": first.platform,
         "jax": jax.__version__,
         "jaxlib": jaxlib.__version__,
         "memory": first.memory_stats() or {},
+        "target_config": target_config,
     }
 
 
@@ -160,10 +169,8 @@ def _steps_of(name: str, quick: bool, rounds: int) -> dict[str, Any]:
     )
     ways[f"scan {min(n, 32)} by hand"] = _passes(scan, carry, _cut(epoch, n, min(n, 32)))
     timed = _timed(ways, n, rounds)
-    return {
-        **timed,
-        "kernels a step": _kernels(ft.fuse(step, min(n, 32)), step.start(state), epoch),
-    }
+    cost = ft.inspect.cost(state, step, batches[0], fuse=min(n, 32))
+    return {**timed, "kernels a step": cost.kernels}
 
 
 def populations(quick: bool, rounds: int) -> dict[str, Any]:
@@ -335,25 +342,6 @@ def _timed(ways: dict[str, Callable[[], Any]], n: int, rounds: int) -> dict[str,
         }
         for name, times in seconds.items()
     }
-
-
-def _kernels(fused: Any, carry: Any, epoch: Any) -> int | None:
-    """Counts the kernels in the loop of a fused program; None if the text has no such loop."""
-    import re
-
-    import jax
-    import numpy as np
-
-    chunk = jax.tree.map(lambda x: x[: fused.k], epoch)
-    text = fused.program.lower(carry, chunk, np.int32(fused.k)).compile().as_text()
-    bodies = re.findall(r" while\(.*?body=%?([\w.\-]+)", text)
-    if not bodies:
-        return None
-    lines = text[re.search(rf"\n%?{re.escape(bodies[0])} \(", text).end() :].split("\n}", 1)[0]
-    launched = re.compile(
-        r" (fusion|custom-call|copy|dot|convolution|reduce|sort|scatter|gather)\(%"
-    )
-    return len(launched.findall(lines))
 
 
 if __name__ == "__main__":

@@ -186,20 +186,9 @@ def scan(workload: Workload) -> Run:
 
 def keras_scan_32(workload: Workload) -> Run:
     """Returns a scan of Keras's `train_step`, as newer versions do for steps_per_execution."""
-    model, k = compiled(workload), min(32, workload.steps)
-    chunks = _stacked(workload, k)
-    _build(model, *(leaf[0] for leaf in chunks[0]))
-
-    def steps(state: Any, chunk: Any) -> Any:
-        def step(state: Any, batch: Any) -> Any:
-            logs, state = model.train_step(state, batch)
-            return state, logs
-
-        state, logs = jax.lax.scan(step, state, chunk)
-        return state, logs["loss"][-1]
-
-    program = jax.jit(steps, donate_argnums=0)
-    *training_state, metrics = _keras_state(model)
+    chunks = _stacked(workload, min(32, workload.steps))
+    first_batch = jax.tree.map(lambda leaf: leaf[0], chunks[0])
+    (*training_state, metrics), program = keras_scan(compiled(workload), first_batch)
 
     def run() -> float:
         nonlocal training_state
@@ -211,6 +200,21 @@ def keras_scan_32(workload: Workload) -> Run:
         return float(loss)
 
     return run
+
+
+def keras_scan(model: Any, batch: Any) -> tuple[Any, jax.stages.Wrapped]:
+    """Returns the state of a compiled Keras model, and a jitted scan of its `train_step`."""
+    _build(model, *batch)
+
+    def step(state: Any, batch: Any) -> Any:
+        logs, state = model.train_step(state, batch)
+        return state, logs
+
+    def steps(state: Any, chunk: Any) -> Any:
+        state, logs = jax.lax.scan(step, state, chunk)
+        return state, logs["loss"][-1]
+
+    return _keras_state(model), jax.jit(steps, donate_argnums=0)
 
 
 def _build(model: Any, x: Any, y: Any) -> None:

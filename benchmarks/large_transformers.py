@@ -1,19 +1,5 @@
-"""Computes the memory and communication of 7 B and 70 B transformers on 64 and 512 devices.
+"""Transformers of 7 B and 70 B parameters, as shapes, and rules that divide them over devices."""
 
-    python -m benchmarks.scaling                # all rows, a few minutes on two CPU cores
-    python -m benchmarks.scaling --only 7B 64   # the rows with these words
-
-Only shapes are used, and no state is allocated: `jax.eval_shape` makes the states,
-`functrain.sharding` computes their shardings, and XLA compiles an Adam step for that many CPU
-devices. A row has the bytes of the state on each device by our rules and by the compiler, the
-temporary memory that the compiler needs, and the bytes that a step sends.
-"""
-
-import argparse
-import math
-import os
-import subprocess
-import sys
 from typing import Any, NamedTuple
 
 import jax
@@ -105,63 +91,13 @@ def loss_of(size: Size, rows: NamedSharding) -> Any:
     return loss_fn
 
 
-def row(name: str, devices: int, way: str) -> str:
-    """Returns one row of the table, compiled in a process with that many devices."""
-    size, (parts, rule) = SIZES[name], WAYS[way]
-    mesh = ft.sharding.mesh({"data": devices // parts, "model": parts})
+def on_target(size: Size, target: ft.Target, way: str) -> tuple[Any, Any, Any, NamedSharding]:
+    """Returns the shapes of the state on a target, the step, a batch, and the batch's sharding."""
+    parts, rule = WAYS[way]
+    count = len(target.devices)
+    mesh = target.mesh({"data": count // parts, "model": parts})
     rows, tx = NamedSharding(mesh, P("data")), optax.adam(1e-4)
     state = jax.eval_shape(lambda: ft.TrainState.create(params=params(size), tx=tx))
-    shardings = ft.sharding.shardings(state, mesh, rule)
-    state_bytes = sum(
-        math.prod(s.shard_shape(x.shape)) * x.dtype.itemsize
-        for x, s in zip(*map(jax.tree.leaves, (state, shardings)), strict=True)
-    )
-    count = sum(math.prod(x.shape) for x in jax.tree.leaves(state.params))
-    state = jax.tree.map(
-        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, shardings
-    )
-    batch = jax.ShapeDtypeStruct((devices, TOKENS), np.int32, sharding=rows)
-    step = jax.jit(
-        ft.train_step(loss_of(size, rows), tx), out_shardings=(shardings, None), donate_argnums=0
-    )
-    program = step.lower(state, batch).compile()
-    memory, sent = program.memory_analysis(), ft.sharding.collectives(program)
-    moved = ", ".join(f"{x.calls} {kind} ({x.bytes / 2**30:.1f})" for kind, x in sent.items())
-    gib = [
-        x / 2**30 for x in (state_bytes, memory.argument_size_in_bytes, memory.temp_size_in_bytes)
-    ]
-    return (
-        f"| {name} ({count / 1e9:.1f}) | {devices} | {way} | {gib[0]:.2f} | {gib[1]:.2f} | "
-        f"{gib[2]:.1f} | {moved} |"
-    )
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--only", nargs="*", default=[], help="words that the rows must have")
-    parser.add_argument("--row", nargs=3, help="one row: model, devices, way; in this process")
-    args = parser.parse_args()
-    if args.row:
-        print(row(args.row[0], int(args.row[1]), args.row[2]), flush=True)
-        return
-    print(
-        "| model (10⁹ parameters) | devices | rule | state a device by the rule, GiB | by the "
-        "compiler | beside it, GiB | a step sends (GiB a device) |\n|---|---|---|---|---|---|---|",
-        flush=True,
-    )
-    for name in SIZES:
-        for devices in ("64", "512"):
-            for way in WAYS:
-                if set(args.only) <= {name, devices, *way.split()}:
-                    flags = f"--xla_force_host_platform_device_count={devices}"
-                    subprocess.run(
-                        [sys.executable, "-m", "benchmarks.scaling", "--row", name, devices, way],
-                        check=True,
-                        env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
-                    )
-
-
-if __name__ == "__main__":
-    main()
+    state = target.shapes(state, ft.sharding.shardings(state, mesh, rule))
+    batch = jax.ShapeDtypeStruct((count, TOKENS), np.int32)
+    return state, ft.train_step(loss_of(size, rows), tx), batch, rows
