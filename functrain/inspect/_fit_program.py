@@ -176,6 +176,8 @@ class TooLargeError(MemoryError):
       arguments: Bytes of its arguments.
       capacity: Bytes that a program may use.
       largest: The largest temporaries: their bytes, and the operation that makes them.
+      is_one_buffer: True if a single buffer exceeds the memory. The compiler counts no others then,
+        and the buffer may be an argument.
     """
 
     def __init__(self, message: str) -> None:
@@ -188,6 +190,7 @@ class TooLargeError(MemoryError):
         self.largest = [(parse_bytes(size), op_name) for size, op_name in allocations]
         # A buffer that is larger than the whole memory is refused before all others are counted.
         single = _SINGLE_BUFFER.search(message)
+        self.is_one_buffer = single is not None
         if single:
             self.program, self.capacity = int(single[1]), int(single[2])
             self.largest = [(self.program, single[3])]
@@ -200,6 +203,9 @@ class TooLargeError(MemoryError):
             for size, where in self.largest[:5]
             if size * 100 > self.program
         ]
+        if single:
+            size, room = map(_repr.format_bytes, (self.program, self.capacity))
+            text, lines = f"one buffer, {single[3]}, takes {size} of {room}", []
         largest = f". The largest temporaries:\n{_tree.bullets(lines)}" if lines else "."
         super().__init__(f"The program is too large for the device: {text}{largest}")
 

@@ -251,7 +251,11 @@ def _analyze(program: FitProgram) -> tuple[int, int, int]:
         # Without sizes in the compiler's message, the rest alone would seem to fit.
         if not error.program:
             raise
-        return logs, error.program, error.arguments
+        leaves = _tree.leaves_with_path((program.carry, program.chunk))
+        largest = max(bytes_on_each(x) for _, x in leaves)
+        # The buffer that the compiler refused may be a leaf, which is counted already.
+        is_leaf = error.is_one_buffer and largest > error.capacity
+        return logs, 0 if is_leaf else error.program, error.arguments
     # Results that could not reuse the buffer of a donated argument need memory, too.
     results = stats.output_size_in_bytes - stats.alias_size_in_bytes - logs
     temporaries = int(stats.temp_size_in_bytes + max(0, results))

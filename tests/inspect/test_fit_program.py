@@ -66,6 +66,17 @@ def test_arguments_that_the_compiler_did_not_count_are_not_named() -> None:
     assert "16.1 GiB of temporaries do not fit into 15.8 GiB" in message
 
 
+def test_a_buffer_that_exceeds_the_memory_by_itself_is_named() -> None:
+    message = (
+        "RESOURCE_EXHAUSTED: Allocation (size=42949672960) would exceed memory (size=17179869184) "
+        ":: %s0 = inlined_call_operand.hbm [shape: f32[327680,32768], index: 0, kind: input]"
+    )
+    assert str(TooLargeError(message)) == (
+        "The program is too large for the device: one buffer, f32[327680,32768], takes 40.0 GiB of "
+        "16.0 GiB."
+    )
+
+
 def test_other_errors_of_the_compiler_are_raised_as_they_are() -> None:
     with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL: another one"):
         compile_program(Refusing("INTERNAL: another one"))
@@ -113,7 +124,7 @@ def test_the_memory_is_that_of_the_targets_chip() -> None:
     found = ft.inspect.memory(jnp.zeros(2), step, BATCH, target=small)
     assert (found.fits, found.chip) == (False, small.chip)
     assert "It does not fit: " in str(found)
-    assert "more than the 10 B of a small." in str(found)
+    assert "more than 10 B (small)." in str(found)
     assert repr(found).endswith("does not fit)")
     assert ft.inspect.memory(jnp.zeros(2), step, BATCH, target=here).fits
     assert ft.inspect.memory(jnp.zeros(2), step, BATCH).fits is None

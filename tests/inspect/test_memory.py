@@ -235,12 +235,14 @@ ONE_BUFFER = (
 )
 
 
-def refused(monkeypatch: pytest.MonkeyPatch, message: str) -> ft.inspect.Memory:
+def refused(
+    monkeypatch: pytest.MonkeyPatch, message: str, shape: tuple[int, ...] = ()
+) -> ft.inspect.Memory:
     def refuse(lowered: Any) -> Any:
         raise _fit_program.TooLargeError(message)
 
     monkeypatch.setattr("functrain.inspect._memory.compile_program", refuse)
-    state, batch = jnp.zeros(()), jnp.ones(8)
+    state, batch = jax.ShapeDtypeStruct(shape, jnp.bfloat16), jnp.ones(8, jnp.bfloat16)
     return ft.inspect.memory(state, lambda state, batch: (state + batch.mean(), {}), batch)
 
 
@@ -248,6 +250,13 @@ def test_a_buffer_that_the_compiler_refuses_counts_as_temporaries(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert refused(monkeypatch, ONE_BUFFER).temporaries == 21474836480
+
+
+def test_a_refused_buffer_that_is_a_leaf_of_the_state_counts_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = refused(monkeypatch, ONE_BUFFER, (80, 8, 2048, 8192))
+    assert (found.state, found.temporaries) == (21474836480, 0)
 
 
 def test_a_refusal_without_sizes_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,218 @@
+"""Reports for a TPU or a GPU that is not there: what fits, what it costs, and its program."""
+
+import dataclasses
+import pathlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+import optax
+import pytest
+
+import bridge
+import functrain as ft
+from functrain.inspect._fit_program import TooLargeError
+from tests.workload_parts import parts
+
+TX = optax.sgd(0.1)
+GIB = 2**30
+
+
+def f32(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def add_mean(state: Any, batch: Any) -> Any:
+    return jax.tree.map(lambda x: x + jnp.mean(batch), state), {}
+
+
+def loss_fn(params: Any, model_state: Any, x: Any, *, rng: Any, training: bool) -> Any:
+    return jnp.mean((jnp.tanh(x @ params["a"]) @ params["b"]) ** 2), ft.Aux(model_state)
+
+
+def wide() -> Any:
+    """Returns the shapes of a state whose hidden layer has 32768 units."""
+
+    def create() -> ft.TrainState:
+        params = {"a": jnp.ones((128, 2**15)), "b": jnp.ones((2**15, 128))}
+        return ft.TrainState.create(params=params, tx=TX)
+
+    return jax.eval_shape(create)
+
+
+@pytest.fixture(scope="module")
+def v5e() -> ft.Target:
+    return ft.target("tpu:v5e")
+
+
+# --- memory --------------------------------------------------------------------------------------
+
+
+@pytest.mark.tpu
+def test_a_state_beyond_the_memory_is_reported_in_words_with_advice(
+    v5e: ft.Target, capfd: pytest.CaptureFixture[str]
+) -> None:
+    found = ft.inspect.memory(
+        {"w": f32(10 * 2**15, 2**15)}, add_mean, f32(8, 8), target=v5e, fuse=2
+    )
+    assert found.fits is False
+    assert (found.state, found.original_state, found.recovery_copy) == (40 * GIB, 40 * GIB, 0)
+    verdict, *advice = str(found).splitlines()[-3:]
+    assert verdict == "It does not fit: 64.3 GiB more than 15.8 GiB (TPU v5e)."
+    assert advice == [
+        "- 40.0 GiB of state: divide it over the chips of a slice, with ft.sharding.fsdp.",
+        "- 40.0 GiB of your original state: fit(donate=True) takes it over.",
+    ]
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.tpu
+def test_temporaries_beyond_the_memory_are_counted_and_named(v5e: ft.Target) -> None:
+    arguments = wide(), ft.train_step(loss_fn, TX), f32(2**17, 128)
+    found = ft.inspect.memory(*arguments, target=v5e, fuse=2)
+    assert found.fits is False
+    # The activations of the hidden layer.
+    assert 16 * GIB <= found.temporaries < 17 * GIB
+    assert "GiB of temporaries: a smaller batch, ft.micro_batches, or ft.remat." in str(found)
+    with pytest.raises(TooLargeError, match=r"16\.\d GiB of temporaries") as raised:
+        ft.inspect.cost(*arguments, target=v5e, fuse=2)
+    assert "16.0 GiB in " in str(raised.value)
+    assert raised.value.__cause__ is raised.value.__context__ is None
+
+
+@pytest.mark.tpu
+def test_what_fits_says_how_much_is_free(v5e: ft.Target) -> None:
+    found = ft.inspect.memory(wide(), ft.train_step(loss_fn, TX), f32(2**13, 128), target=v5e)
+    assert found.fits
+    assert found.chip == v5e.chip
+    free = (v5e.chip.memory_bytes - found.total) / GIB
+    assert str(found).endswith(f"It fits: {free:.1f} GiB of 15.8 GiB are free (TPU v5e).")
+
+
+@pytest.mark.tpu
+def test_a_state_that_is_divided_counts_its_part_on_each_chip() -> None:
+    target = ft.target("tpu:v5e:2x2")
+    mesh = target.mesh({"data": -1})
+    shapes = {"w": f32(2, 2**30)}
+    state = target.shapes(shapes, ft.sharding.shardings(shapes, mesh, ft.sharding.fsdp()))
+    found = ft.inspect.memory(state, add_mean, f32(8, 8), target=target, sharding=mesh, fuse=2)
+    assert found.state == 2 * GIB
+    assert found.fits
+
+
+@pytest.mark.tpu
+@pytest.mark.long
+def test_the_largest_batch_fits_and_a_larger_one_does_not(v5e: ft.Target) -> None:
+    step = ft.train_step(loss_fn, TX)
+
+    def fits(examples: int) -> bool | None:
+        return ft.inspect.memory(wide(), step, f32(examples, 128), target=v5e, fuse=2).fits
+
+    found = ft.inspect.largest_batch(
+        wide(), step, f32(1024, 128), target=v5e, fuse=2, multiple_of=1024
+    )
+    # 15.75 GiB of activations of 128 KiB an example, less the state and the chunks.
+    assert 100_000 < found < 2**17
+    assert fits(found)
+    assert not fits(found + max(1024, found // 16))
+
+
+# --- cost ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.tpu
+def test_the_time_on_a_tpu_is_that_of_its_compilers_cycles(v5e: ft.Target) -> None:
+    state, step, batch = parts("digits-mlp")
+    found = ft.inspect.cost(state, step, batch, target=v5e, fuse=32)
+    assert found.basis == "the TPU compiler's cycles"
+    assert found.seconds == pytest.approx(sum(layer.seconds for layer in found.layers))
+    assert found.kernels == pytest.approx(sum(layer.kernels for layer in found.layers))
+    # libtpu 0.0.41: 25,323 cycles and 17 kernels.
+    assert 15_000 < found.seconds * v5e.chip.clock_hz < 35_000
+    assert 10 < found.kernels < 25
+    assert found.dispatch_saved > 0.5
+    assert max(map(len, str(found).splitlines())) <= 80
+    names = {layer.name for layer in found.layers}
+    assert "loss" in names
+    faster = dataclasses.replace(v5e, chip=v5e.chip._replace(clock_hz=2 * v5e.chip.clock_hz))
+    half = ft.inspect.cost(state, step, batch, target=faster, fuse=32)
+    assert half.seconds == pytest.approx(found.seconds / 2)
+
+
+@pytest.mark.tpu
+def test_gathers_of_divided_kernels_overlap_with_computing() -> None:
+    target = ft.target("tpu:v5e:2x2")
+    mesh = target.mesh({"data": -1})
+
+    def create() -> ft.TrainState:
+        params = {"a": jnp.ones((256, 1024)), "b": jnp.ones((1024, 256))}
+        return ft.TrainState.create(params=params, tx=TX)
+
+    shapes = jax.eval_shape(create)
+    state = target.shapes(shapes, ft.sharding.shardings(shapes, mesh, ft.sharding.fsdp()))
+    found = ft.inspect.cost(
+        state, ft.train_step(loss_fn, TX), f32(2048, 256), target=target, sharding=mesh, fuse=4
+    )
+    size = 2 * 256 * 1024
+    assert found.traffic["all-gather"].bytes == 4 * 2 * size
+    assert found.traffic["reduce-scatter"].bytes == 4 * 4 * size // 4
+    assert "all-gather" in found.overlapped
+    assert found.devices == 4
+    assert found.flops == 5 * 2 * 2048 * 256 * 1024
+
+
+@pytest.mark.cuda
+def test_the_time_on_a_gpu_is_a_roofline() -> None:
+    target = ft.target("cuda:h100")
+    state, step, batch = parts("digits-mlp")
+    found = ft.inspect.cost(state, step, batch, target=target, fuse=8)
+    assert found.basis == "a roofline, and 2 µs for each kernel"
+    assert 2e-6 * found.kernels < found.seconds < 3e-6 * found.kernels
+    assert 10 < found.kernels < 40
+    assert max(map(len, str(found).splitlines())) <= 80
+
+
+@pytest.mark.cuda
+def test_memory_on_a_gpu_is_that_of_its_card() -> None:
+    target = ft.target("cuda:h100")
+    small = ft.inspect.memory({"w": f32(GIB)}, add_mean, f32(8, 8), target=target, fuse=2)
+    large = ft.inspect.memory({"w": f32(16, GIB)}, add_mean, f32(8, 8), target=target, fuse=2)
+    assert (small.fits, large.fits) == (True, False)
+    assert "more than 79.1 GiB (NVIDIA H100)." in str(large)
+
+
+# --- programs ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("tpu:v5e", marks=pytest.mark.tpu),
+        pytest.param("cuda:h100", marks=pytest.mark.cuda),
+    ],
+)
+def test_the_program_is_written_into_the_cache_also_after_other_reports(
+    name: str, tmp_path: pathlib.Path
+) -> None:
+    arguments, target = (jnp.zeros(3), add_mean, np.ones(8, np.float32)), ft.target(name)
+    directory = jax.config.jax_compilation_cache_dir
+    ft.inspect.memory(*arguments, target=target, fuse=5)
+    count = ft.inspect.precompile(*arguments, target=target, directory=tmp_path, fuse=5)
+    assert count > 0
+    assert [path for path in tmp_path.iterdir() if path.name.startswith("jit_run")]
+    assert jax.config.jax_compilation_cache_dir == directory
+
+
+@pytest.mark.tpu
+def test_a_keras_model_has_its_layers_and_variables_in_the_reports(v5e: ft.Target) -> None:
+    layers = [keras.Input((64,)), keras.layers.Dense(32, name="hidden"), keras.layers.Dense(10)]
+    model = keras.Sequential(layers, name="small")
+    model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    batch = f32(32, 64), jax.ShapeDtypeStruct((32,), jnp.int32)
+    cost = bridge.cost(model, batch, target=v5e, fuse=8)
+    assert any("hidden" in layer.name for layer in cost.layers)
+    memory = bridge.memory(model, batch, target=v5e, fuse=8)
+    assert memory.fits
+    assert any("hidden/kernel" in path for path in memory.leaves)
