@@ -8,7 +8,8 @@ import keras
 import functrain as ft
 from bridge.state import keras_state
 from bridge.state._keras_state import variable_lists
-from bridge.train._steps import train_step
+from bridge.train._compiling import cached_for
+from bridge.train._steps import KerasStep
 
 
 def memory(
@@ -44,17 +45,17 @@ def memory(
       >>> bridge.memory(model, batch, target=ft.target()).fits
       True
     """
-    found = ft.inspect.memory(
+    needed = ft.inspect.memory(
         keras_state(model, batch),
-        train_step(model),
+        _training_step(model),
         batch,
         fuse=fuse,
         target=target,
         sharding=sharding,
     )
     names = _variable_names(model)
-    leaves = {names.get(path, path): size for path, size in found.leaves.items()}
-    return dataclasses.replace(found, leaves=leaves)
+    leaves = {names.get(path, path): size for path, size in needed.leaves.items()}
+    return dataclasses.replace(needed, leaves=leaves)
 
 
 def largest_batch(
@@ -88,7 +89,7 @@ def largest_batch(
     """
     return ft.inspect.largest_batch(
         keras_state(model, batch),
-        train_step(model),
+        _training_step(model),
         batch,
         multiple_of=multiple_of,
         fuse=fuse,
@@ -131,12 +132,17 @@ def cost(
     """
     return ft.inspect.cost(
         keras_state(model, batch),
-        train_step(model),
+        _training_step(model),
         batch,
         fuse=fuse,
         target=target,
         sharding=sharding,
     )
+
+
+def _training_step(model: keras.Model) -> KerasStep:
+    """Returns the step that `fit` uses, whose programs are compiled once for all reports."""
+    return cached_for(model, "train", lambda: KerasStep(model, "train"))
 
 
 def _variable_names(model: keras.Model) -> dict[str, str]:

@@ -116,13 +116,13 @@ def instructions(text: str) -> Iterator[tuple[Instruction, int]]:
 
 def _parse(name: str, computations: dict[str, str]) -> Iterator[Instruction]:
     for line in computations.get(name, "").splitlines():
-        found = _INSTRUCTION.match(line)
-        if found:
+        match = _INSTRUCTION.match(line)
+        if match:
             op_name = _find(_OP_NAME, line)
             # Some fusions have no name of their own: that of the last operation in them.
             for called in _CALLED.findall(line) if not op_name else ():
                 op_name = "".join(_OP_NAME.findall(computations.get(called, ""))[-1:])
-            yield Instruction(found[1], found[2], found[3], op_name, line)
+            yield Instruction(match[1], match[2], match[3], op_name, line)
 
 
 def _fused_collectives(fusion: Instruction, computations: dict[str, str]) -> Iterator[Instruction]:
@@ -156,9 +156,9 @@ def _called_computations(instruction: Instruction) -> list[str]:
 
 def _rounds(loop: str, computations: dict[str, str]) -> int:
     """Returns how often a loop runs, given its line; 1 if it cannot be known."""
-    known = _find(_TRIP_COUNT, loop)
-    if known:
-        return int(known)
+    trip_count = _find(_TRIP_COUNT, loop)
+    if trip_count:
+        return int(trip_count)
     # The TPU compiler states no count: it is the constant that the condition compares with.
     text = computations.get(_find(_CONDITION, loop), "")
     for called in _CALLED.findall(text):
@@ -168,5 +168,5 @@ def _rounds(loop: str, computations: dict[str, str]) -> int:
 
 def _find(pattern: re.Pattern[str], text: str) -> str:
     """Returns the first group of the first match, "" without a match."""
-    found = pattern.search(text)
-    return found[1] if found else ""
+    match = pattern.search(text)
+    return match[1] if match else ""

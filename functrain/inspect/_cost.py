@@ -115,26 +115,26 @@ class Cost:
     def __str__(self) -> str:
         """Returns the tables, at most 80 columns wide."""
         summary = sheet(["estimated cost of a step", ""], self._summary())
-        shown = [*self.layers[:ROWS], *_rest(self.layers[ROWS:])]
+        rows_of_layers = [*self.layers[:ROWS], *_rest(self.layers[ROWS:])]
         rows = [
             (_shorten(layer.name), f"{layer.kernels:.1f}", self._time(layer), self._share(layer))
-            for layer in shown
+            for layer in rows_of_layers
         ]
         columns = ["layer", "kernels", "time", "share"]
         parts = sheet(columns, rows, numbers=columns[1:])
         if not self.traffic:
             return f"{summary}\n{parts}"
-        sent = [
+        traffic = [
             (
                 kind,
-                f"{x.calls / self.k:.1f}",
-                _repr.format_bytes(x.bytes / self.k),
+                str(x.calls),
+                _repr.format_bytes(x.bytes),
                 "yes" if kind in self.overlapped else "no",
             )
             for kind, x in self.traffic.items()
         ]
         columns = ["collective", "calls", "bytes", "overlaps with computing"]
-        return f"{summary}\n{parts}\n{sheet(columns, sent, numbers=columns[1:3])}"
+        return f"{summary}\n{parts}\n{sheet(columns, traffic, numbers=columns[1:3])}"
 
     def _repr_html_(self) -> str:
         """Returns the tables and a chart of the layers, for notebooks."""
@@ -258,7 +258,10 @@ def cost(
         flops=flops,
         devices=devices,
         layers=tuple(layer for layer in layers if layer.seconds or layer.kernels),
-        traffic=collectives(text),
+        traffic={
+            kind: Traffic(round(x.calls / steps), round(x.bytes / steps))
+            for kind, x in collectives(text).items()
+        },
         overlapped=frozenset(overlapped),
     )
 

@@ -125,10 +125,10 @@ def _require_devices(target: Any, state: PyTree, sharding: NamedSharding | None)
             is_of_target, "sharding", f"a mesh of the devices of {target}", sharding.mesh, advice
         )
     for path, x in _tree.leaves_with_path(state):
-        own = _own_sharding(x)
+        own_sharding = _own_sharding(x)
         advice = f"The leaf is at {path}. Place its shape with target.shapes(state, shardings)."
-        is_of_target = own is None or own.device_set <= devices
-        require(is_of_target, "state", f"leaves on the devices of {target}", own, advice)
+        is_of_target = own_sharding is None or own_sharding.device_set <= devices
+        require(is_of_target, "state", f"leaves on the devices of {target}", own_sharding, advice)
 
 
 def _require_leaves(
@@ -181,9 +181,11 @@ class TooLargeError(MemoryError):
     """
 
     def __init__(self, message: str) -> None:
-        found = dict(re.findall(r"^ +(program|arguments) +([\d.]+[BKMGT])", message, re.MULTILINE))
-        self.program = parse_bytes(found.get("program", "0B"))
-        self.arguments = parse_bytes(found.get("arguments", "0B"))
+        sizes_by_name = dict(
+            re.findall(r"^ +(program|arguments) +([\d.]+[BKMGT])", message, re.MULTILINE)
+        )
+        self.program = parse_bytes(sizes_by_name.get("program", "0B"))
+        self.arguments = parse_bytes(sizes_by_name.get("arguments", "0B"))
         capacity = re.search(r"of ([\d.]+[KMGT]) hbm", message)
         self.capacity = parse_bytes(capacity[1]) if capacity else 0
         allocations = re.findall(r"Size: (\S+)\n +Operator: op_name=\"(.*)\"\n", message)
@@ -199,8 +201,8 @@ class TooLargeError(MemoryError):
         # The compiler does not always count the arguments.
         text = text if self.arguments else text.replace(" and 0 B of arguments", "")
         lines = [
-            f"{_repr.format_bytes(size)} in {where}"
-            for size, where in self.largest[:5]
+            f"{_repr.format_bytes(size)} in {op_name}"
+            for size, op_name in self.largest[:5]
             if size * 100 > self.program
         ]
         if single:

@@ -65,23 +65,23 @@ def largest_batch(
     totals: dict[int, int] = {}
     while True:
         shapes = _resize(batch, count * multiple_of)
-        found = memory(
+        needed = memory(
             state, step, shapes, fuse=fuse, target=target, sharding=sharding, donate=donate
         )
-        if found.chip is None:
+        if needed.chip is None:
             expected = "the devices, such as functrain.target('tpu:v5e')"
             raise ValueError(
                 f"target: expected {expected}, since the memory of this one is unknown"
             )
-        totals[count] = found.total
-        if found.fits:
+        totals[count] = needed.total
+        if needed.fits:
             largest = count
         else:
             too_large = count
         tolerance = max(1, largest // 16)
         if too_large - largest <= tolerance:
             return largest * multiple_of
-        count = _next_count(totals, found.chip.memory_bytes, largest, too_large, tolerance)
+        count = _next_count(totals, needed.chip.memory_bytes, largest, too_large, tolerance)
 
 
 def _next_count(

@@ -108,9 +108,9 @@ class Memory:
 
     def _verdict(self, chip: Chip) -> list[str]:
         """Returns lines that say whether it fits, and what to do if it does not."""
-        rest = chip.memory_bytes - self.total
-        size, room = _repr.format_bytes(abs(rest)), _repr.format_bytes(chip.memory_bytes)
-        if rest >= 0:
+        free_bytes = chip.memory_bytes - self.total
+        size, room = _repr.format_bytes(abs(free_bytes)), _repr.format_bytes(chip.memory_bytes)
+        if free_bytes >= 0:
             return [f"It fits: {size} of {room} are free ({chip.name})."]
         return [f"It does not fit: {size} more than {room} ({chip.name}).", *self.advice()]
 

@@ -61,9 +61,9 @@ _CHIPS = {
 
 def chip_of(device: jax.Device) -> Chip:
     """Returns what is known about a device; what the system reports if it is not in the table."""
-    known = known_chip(device.device_kind)
-    memory = 0 if known else _reported_memory(device)
-    return known or Chip(device.device_kind, memory, 0.0, 0.0, 0.0, "reported by the system")
+    chip = known_chip(device.device_kind)
+    memory = 0 if chip else _reported_memory(device)
+    return chip or Chip(device.device_kind, memory, 0.0, 0.0, 0.0, "reported by the system")
 
 
 def accelerator_of(tree: PyTree) -> Chip | None:

@@ -82,8 +82,8 @@ def tpu_devices(name: str) -> tuple[jax.Device, ...]:
       name: The generation and the topology, such as ``v5e:4x4``; without the topology, one chip.
     """
     generation, _, topology = name.partition(":")
-    known = ", ".join(map(repr, known_targets()))
-    require(generation in TPUS, "name", known, f"tpu:{name}")
+    names = ", ".join(map(repr, known_targets()))
+    require(generation in TPUS, "name", names, f"tpu:{name}")
     smallest, sizes = TPUS[generation]
     advice = f"pip install 'jax[tpu]=={jax.__version__}', or 'functrain[tpu]'"
     import_optional("libtpu", f"The compiler for TPUs is not installed: {advice}")
@@ -209,8 +209,8 @@ def _chip_of_config(config: str) -> Chip:
 
 
 def _field(config: str, pattern: str) -> str:
-    found = re.search(pattern, config)
+    match = re.search(pattern, config)
     field = pattern.partition(":")[0]
-    require(found, "name", f"a target configuration with {field}", config[:80])
-    assert found is not None
-    return found[1]
+    require(match, "name", f"a target configuration with {field}", config[:80])
+    assert match is not None
+    return match[1]

@@ -101,17 +101,19 @@ class Target:
 
     def _place(self, x: object, sharding: Sharding) -> jax.ShapeDtypeStruct:
         shape = _tree.shapes(x)
-        own = getattr(x, "sharding", None)
-        is_placed = isinstance(own, Sharding) and own.device_set <= set(self.devices)
+        own_sharding = getattr(x, "sharding", None)
+        is_placed = isinstance(own_sharding, Sharding) and own_sharding.device_set <= set(
+            self.devices
+        )
         # An array of the machine at hand that was not put anywhere may be moved.
         is_placed = is_placed and getattr(x, "committed", True)
         return jax.ShapeDtypeStruct(
-            shape.shape, shape.dtype, sharding=own if is_placed else sharding
+            shape.shape, shape.dtype, sharding=own_sharding if is_placed else sharding
         )
 
     def _mesh_sizes(self, axes: int) -> list[tuple[int, ...]]:
         """Returns the sizes of all meshes that these devices allow, with a number of axes."""
-        count, found = len(self.devices), []
+        count, possible = len(self.devices), []
         divisors = [n for n in range(1, count + 1) if count % n == 0]
         for sizes in itertools.product(divisors, repeat=axes):
             if math.prod(sizes) != count:
@@ -121,8 +123,8 @@ class Target:
                 make_mesh(names, devices=self.devices)
             except NotImplementedError:
                 continue
-            found.append(sizes)
-        return found
+            possible.append(sizes)
+        return possible
 
 
 def target(name: str | None = None) -> Target:
@@ -155,17 +157,17 @@ def target(name: str | None = None) -> Target:
     if name is None:
         return _machine_at_hand()
     require(isinstance(name, str), "name", "the name of a target", name, error=TypeError)
-    platform, _, rest = name.partition(":")
+    platform, _, device = name.partition(":")
     if "gpu_device_info" in name:
         devices, chip = cuda_devices(name)
         return Target(chip.name, "gpu", devices, chip)
     if platform == "cuda":
-        devices, chip = cuda_devices(rest)
+        devices, chip = cuda_devices(device)
         return Target(name, "gpu", devices, chip)
-    known = ", ".join(map(repr, known_targets()))
+    names = ", ".join(map(repr, known_targets()))
     advice = "Or no name, for the devices of this machine."
-    require(platform == "tpu", "name", f"{known}, or a GPU's target configuration", name, advice)
-    devices = tpu_devices(rest)
+    require(platform == "tpu", "name", f"{names}, or a GPU's target configuration", name, advice)
+    devices = tpu_devices(device)
     return Target(name, "tpu", devices, chip_of(devices[0]))
 
 
