@@ -1,5 +1,6 @@
 """States, steps and batches of the benchmark's workloads."""
 
+import functools
 from typing import Any
 
 import keras
@@ -17,12 +18,10 @@ def parts(name: str) -> tuple[Any, Any, Any]:
     workload = WORKLOADS[name.removeprefix("keras: ")]
     batch = workload.make_data(workload.batch)
     with pytest.MonkeyPatch.context() as patch:
-        made = keras.layers.LSTM.__init__
-
-        def without_cudnn(self: Any, *args: Any) -> None:  # cannot be traced without a GPU
-            made(self, *args, use_cudnn=False)
-
-        patch.setattr(keras.layers.LSTM, "__init__", without_cudnn)
+        for layer in (keras.layers.LSTM, keras.layers.GRU):
+            # cuDNN cannot be traced without a GPU.
+            without_cudnn = functools.partialmethod(layer.__init__, use_cudnn=False)
+            patch.setattr(layer, "__init__", without_cudnn)
         if name.startswith("keras: "):
             model = compiled(workload)
             return bridge.keras_state(model, batch), bridge.train_step(model), batch
