@@ -216,8 +216,12 @@ def independence(quick: bool, rounds: int) -> dict[str, Any]:
         def trained(k: int, state=state, step=step, epoch=epoch, n=n) -> list[np.ndarray]:
             carry = jax.tree.map(lambda x: x.copy(), step.start(state))
             fused = ft.fuse(step, k)
-            for chunk in _cut(epoch, n, k):
-                carry, _ = fused(carry, chunk)
+            # Chunks of the batches in their order, and from the first again, so that all are full.
+            # The last one takes as many steps as there are left.
+            for start in range(0, n, k):
+                rows = np.arange(start, start + k) % n
+                chunk = jax.tree.map(lambda x, rows=rows: x[rows], epoch)
+                carry, _ = fused(carry, chunk, min(k, n - start))
             return [np.asarray(x) for x in jax.tree.leaves(carry.state.params)]
 
         ks = [k for k in (1, 7, 8, 32, 128) if k <= n]

@@ -266,6 +266,8 @@ def markdown(results: dict[str, Any]) -> str:
         f"These are estimates of the compilers; nothing was measured. {results['date']}, "
         f"{of_versions}. `python -m benchmarks.targets` writes this page.",
     ]
+    # Written by hand if the rows are not those of a single run.
+    parts += [results["note"]] if "note" in results else []
     rows = [row for row in results["rows"] if "error" not in row]
     for target in dict.fromkeys(row["target"] for row in rows):
         here = [row for row in rows if row["target"] == target]
