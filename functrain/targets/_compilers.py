@@ -172,9 +172,10 @@ def quiet_compiler() -> Iterator[None]:
             os.dup2(original, 2)
             os.close(original)
             file.seek(0)
-            for line in file.read().decode(errors="replace").splitlines():
+            for line in file.read().decode(errors="replace").splitlines(keepends=True):
                 if line.strip() and not _HARMLESS.search(line):
-                    print(line, file=sys.stderr)
+                    # Not to `sys.stderr`, which in a notebook is the output of the cell.
+                    os.write(2, line.encode())
 
 
 def _target_config(gpu: Gpu) -> str:

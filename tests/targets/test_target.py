@@ -1,5 +1,6 @@
 """Targets by name, and names that are no targets. Most of it needs no compiler."""
 
+import os
 import sys
 import types
 from typing import Any
@@ -13,7 +14,7 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import functrain as ft
-from functrain.targets._compilers import GPUS, _target_config, known_targets
+from functrain.targets._compilers import GPUS, _target_config, known_targets, quiet_compiler
 
 H100 = _target_config(GPUS["h100"])
 OWN_CARD = _target_config(
@@ -201,3 +202,11 @@ def test_a_mesh_that_the_connections_do_not_allow_is_refused_with_those_they_do(
     with pytest.raises(ValueError, match=r"got .*With 2 axes: \(1, 64\), \(4, 16\), \(16, 4\)"):
         target.mesh({"data": 2, "model": 32})
     assert target.mesh({"data": 4, "model": -1}).shape == {"data": 4, "model": 16}
+
+
+def test_only_harmless_lines_of_the_compilers_are_dropped(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    with quiet_compiler():
+        os.write(2, b"I0000 cudart_stub.cc:31] Could not find cuda drivers\nout of disk\n")
+    assert capfd.readouterr().err == "out of disk\n"
