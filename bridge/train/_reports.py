@@ -52,6 +52,8 @@ def memory(
         fuse=fuse,
         target=target,
         sharding=sharding,
+        # `fit` moves the values out of the variables, which keep no second copy.
+        donate=True,
     )
     names = _variable_names(model)
     leaves = {names.get(path, path): size for path, size in needed.leaves.items()}
@@ -95,6 +97,7 @@ def largest_batch(
         fuse=fuse,
         target=target,
         sharding=sharding,
+        donate=True,
     )
 
 

@@ -39,8 +39,10 @@ class Chip(NamedTuple):
 
 
 # By the names that jax gives the devices. The memory of a TPU is what its compiler says that a
-# program may use, some 2 % less than what the chip has. No page states their clocks: they follow
-# from the peak of n matrix units of size s, which is 2 n s² operations a cycle.
+# program may use, some 2 % less than what the chip has (for v4 it is assumed). The clock of v5e is
+# that of https://jax-ml.github.io/scaling-book; those of v4 and v5p follow from the peak of n
+# matrix units of size s, which is 2 n s² operations a cycle, and that of v6e is assumed. Memory,
+# bandwidth and clock of the GPUs are those of XLA's target configurations.
 _CHIPS = {
     "TPU v4": Chip("TPU v4", int(30.75 * _GIB), 1.2e12, 275e12, 1.05e9, _GOOGLE + "v4"),
     "TPU v5 lite": Chip("TPU v5e", int(15.75 * _GIB), 0.82e12, 197e12, 1.5e9, _GOOGLE + "v5e"),
