@@ -3,7 +3,7 @@
 This is the only module from which `bridge` imports private names; a test checks that.
 """
 
-from functrain.checkpoint._warm_start import open_arrays as open_arrays
+from functrain.checkpoint._array_files import open_arrays as open_arrays
 from functrain.common import _tree
 from functrain.common._arguments import argument_advice as argument_advice
 from functrain.common._checks import is_number as is_number
@@ -52,7 +52,7 @@ from functrain.hooks._hook import is_resumable as is_resumable
 from functrain.hooks._logger import Logger as Logger
 from functrain.loop._events import ChunkBegin as ChunkBegin
 from functrain.loop._events import EpochBegin as EpochBegin
-from functrain.loop._run import Run as Run
+from functrain.loop._iterator import Run as Run
 from functrain.loop._run import begin_run as begin_run
 from functrain.loop._saving import Saving as Saving
 from functrain.model._freeze import is_frozen as is_frozen

@@ -4,11 +4,15 @@
 
 Files:
   _checkpointer: the checkpoints of one training: writing, retention, and restoring
-  _storage: one checkpoint on disk: its arrays, their checksums, and atomic replacement
+  _step_directory: their directory: its names, its lock, and the best step
+  _writer: the thread that writes them
+  _storage: one checkpoint on disk: a directory that is complete, or not there
+  _arrays: the arrays of a checkpoint, and their checksums
   _manifest: the JSON file with everything but the arrays
   _leaves: conversion between leaves of a state and stored arrays
   _processes: coordination of the processes of one run
   _warm_start: parts of a state from a checkpoint, or from files of other programs
+  _array_files: readers of those files
   _errors: errors of checkpoints
 """
 

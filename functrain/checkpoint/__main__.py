@@ -4,7 +4,6 @@ import argparse
 import itertools
 import os
 import sys
-import textwrap
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -12,14 +11,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from rich.table import Table
 
 from functrain.checkpoint import _storage
-from functrain.checkpoint._checkpointer import best_step, find_checkpoints
+from functrain.checkpoint._arrays import read_leaves
 from functrain.checkpoint._errors import CheckpointCorruptError
 from functrain.checkpoint._leaves import leaf_path, tree_name
 from functrain.checkpoint._manifest import STATE, read_manifest
-from functrain.common import _direction, _repr, _table
+from functrain.checkpoint._step_directory import best_step, find_checkpoints
+from functrain.common import _direction, _repr
 
 _WIDTH = 80  # columns
 _MAX_DIFFERENCES = 40
@@ -99,22 +98,23 @@ def list_checkpoints(path: str, checkpoints: list[str]) -> str:
     values = [manifest.get("values", {}) for manifest in manifests]
     # Values of evaluations come first, because there may be no room for all.
     unique_names = dict.fromkeys(itertools.chain.from_iterable(values))
-    notes, hidden_names = list[str](), list[str]()
-    for name in sorted(unique_names, key=_is_training_value):
+    hidden_names: list[str] = []
+    for name in sorted(unique_names, key=lambda name: not name.startswith("val_")):
         column = name, _mark_best(name, [x.get(name) for x in values])
         if hidden_names or _table_width([*columns, column]) > _WIDTH:
             hidden_names.append(name)
         else:
             columns.append(column)
-            if "*" in "".join(column[1]):
-                notes = ["* the best value"]
+    lines = [_render(columns)]
     if hidden_names:
-        notes.insert(0, f"Not shown: {_join_names(hidden_names)}.")
+        lines.append(f"Not shown: {_join_names(hidden_names)}.")
+    if "*" in lines[0]:
+        lines.append("* the best value")
     damaged = [f"{n:,}" for n, manifest in zip(steps, manifests, strict=True) if not manifest]
     if damaged:
-        notes.append(f"Damaged: {_join_names(damaged)}. --verify tells what is wrong with them.")
+        lines.append(f"Damaged: {_join_names(damaged)}. --verify tells what is wrong with them.")
     head = f"{_repr.shorten_start(path, _WIDTH - 18)}: {_count(len(checkpoints), 'checkpoint')}"
-    return "\n".join([head, _render(columns), *notes])
+    return "\n".join([head, *lines])
 
 
 def describe(directory: str) -> str:
@@ -145,7 +145,8 @@ def _read_manifest_if_intact(directory: str) -> dict[str, Any]:
 
 
 def _size(directory: str) -> str:
-    return _repr.format_bytes(_storage.size_on_disk(directory))
+    files = os.scandir(directory)
+    return _repr.format_bytes(sum(file.stat(follow_symlinks=False).st_size for file in files))
 
 
 def _format_epoch(manifest: Mapping[str, Any]) -> str:
@@ -161,10 +162,6 @@ def _format_time(manifest: Mapping[str, Any]) -> str:
     return str(manifest.get("saved_at", "?"))[:16].replace("T", " ")
 
 
-def _is_training_value(name: str) -> bool:
-    return not name.startswith("val_")
-
-
 def _mark_best(name: str, values: list[float | None]) -> list[str]:
     """Formats values, the best one with a star if the name tells which is best."""
     by_row = {i: x for i, x in enumerate(values) if x is not None}
@@ -175,19 +172,18 @@ def _mark_best(name: str, values: list[float | None]) -> list[str]:
     texts = []
     for row, value in enumerate(values):
         text = "" if value is None else f"{value:.4g}"
-        texts.append(text + ("*" if row == best_row else " "))
+        texts.append(f"{text}*" if row == best_row else text)
     return texts
 
 
 def _render(columns: Sequence[Column], left_aligned: Sequence[str] = ()) -> str:
     """Renders columns side by side with headings, aligned right except for some."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for name, _ in columns:
-        is_left = name in left_aligned
-        table.add_column(name, justify="left" if is_left else "right", no_wrap=True)
-    for row in zip(*(cells for _, cells in columns), strict=True):
-        table.add_row(*row)
-    return textwrap.indent(_table.render(table), "  ")
+    aligned = []
+    for name, cells in columns:
+        align = str.ljust if name in left_aligned else str.rjust
+        width = _table_width([(name, cells)]) - 2
+        aligned.append([align(text, width) for text in (name, *cells)])
+    return "\n".join(f"  {'  '.join(row)}".rstrip() for row in zip(*aligned, strict=True))
 
 
 def _table_width(columns: Sequence[Column]) -> int:
@@ -277,7 +273,7 @@ def _checksums(record: Mapping[str, Any]) -> list[Any]:
 
 
 def _read(directory: str, manifest: Mapping[str, Any], name: str) -> np.ndarray:
-    array: np.ndarray = _storage.read_leaves(directory, manifest, {name: lambda read: read()})[name]
+    array: np.ndarray = read_leaves(directory, manifest, {name: lambda read: read()})[name]
     return array
 
 

@@ -1,30 +1,26 @@
 """A series of checkpoints of one training: writing, retention, and restoring."""
 
-import atexit
-import contextlib
 import datetime
+import functools
 import math
 import os
-import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Mapping
-from concurrent import futures
 from typing import Any, NamedTuple, Self
 
 from functrain.checkpoint import _leaves, _manifest, _processes, _storage
-from functrain.checkpoint._errors import CheckpointCorruptError, CheckpointMismatchError
-from functrain.checkpoint._manifest import DOCUMENTS, STATE, is_checkpoint, is_step_name
-from functrain.common import _direction, _locks, _repr
+from functrain.checkpoint._errors import CheckpointCorruptError
+from functrain.checkpoint._manifest import DOCUMENTS, STATE
+from functrain.checkpoint._step_directory import Monitor, StepDirectory
+from functrain.checkpoint._writer import Writer
+from functrain.common import _direction, _repr
 from functrain.common._checks import is_integer, require, require_integer
 from functrain.common._types import PyTree
 from functrain.common._values import split_members
 from functrain.common._warnings import warn
 from functrain.engine._position import Position, require_position
 from functrain.engine._trigger import Every, Trigger, as_trigger
-
-_LOCK_FILE, _DAMAGED = ".functrain-lock", "damaged-"
 
 # Given a manifest, returns the structures to load into, by name of the tree.
 _Likes = Callable[[dict[str, Any]], dict[str, PyTree]]
@@ -117,22 +113,13 @@ class Checkpointer:
         require(is_share, "budget", "a share above 0 and at most 1, or None", budget)
         self.every = as_trigger(every, Every(epochs=1))
         self.monitor, self.budget, self.keep, self.skipped = monitor, budget, keep, 0
-        self.directory = _storage.resolve_local_path(directory, "directory")
-        if os.path.lexists(self.directory) and not os.path.isdir(self.directory):
-            raise FileExistsError(
-                f"{self.directory}: expected a directory for checkpoints, got a file. Choose "
-                "another path."
-            )
-        self._sign = 1.0 if monitor is None else _direction.sign(monitor, mode)
-        # Taken by the first save: reading needs no lock.
-        self._lock = _locks.Lock(os.path.join(self.directory, _LOCK_FILE))
-        self._writer = _Writer()
+        self._steps = StepDirectory(directory)
+        self.directory = self._steps.path
+        self._monitored = Monitor(monitor, mode, self._steps)
+        self._writer = Writer()
         # Held by the thread that starts a save, or removes checkpoints.
         self._save_lock = threading.RLock()
         self._save_group: _processes.ProcessGroup | None = None
-        # Values of `monitor` by step; None until they are read from the manifests.
-        self._monitored: dict[int, float] | None = None
-        self._monitored_lock = threading.Lock()
         self._last_save_end, self._last_save_seconds = -math.inf, 0.0
 
     def __repr__(self) -> str:
@@ -150,19 +137,7 @@ class Checkpointer:
 
     def steps(self) -> list[int]:
         """Returns the steps that have a checkpoint, in ascending order."""
-        if not os.path.isdir(self.directory):
-            return []
-        steps = set()
-        for name in os.listdir(self.directory):
-            step_name = name.removesuffix(_storage.OLD)
-            path = os.path.join(self.directory, name)
-            if not is_step_name(step_name):
-                continue
-            if is_checkpoint(path):
-                steps.add(int(step_name))
-            elif not os.path.lexists(path):
-                return self.steps()  # the writer has replaced it since the listing
-        return sorted(steps)
+        return self._steps.steps()
 
     def latest(self) -> int | None:
         """Returns the step of the last checkpoint; None if there is none."""
@@ -176,7 +151,7 @@ class Checkpointer:
         """
         advice = "Name one in Checkpointer(..., monitor='val_loss')."
         require(self.monitor is not None, "monitor", "the name of a value", None, advice)
-        return best_step(self._monitored_values(), self._sign)
+        return self._monitored.best()
 
     def save(
         self,
@@ -248,17 +223,7 @@ class Checkpointer:
           The damage by step; empty if all checkpoints are intact.
         """
         self.wait()
-        damage: dict[int, str] = {}
-        for n in self.steps() if step is None else [step]:
-            try:
-                _storage.verify(self._find(n))
-            except (CheckpointCorruptError, CheckpointMismatchError, FileNotFoundError) as error:
-                if step is None and n not in self.steps():
-                    continue  # the writer has removed it since the listing
-                if not isinstance(error, CheckpointCorruptError):
-                    raise
-                damage[n] = str(error)
-        return damage
+        return self._steps.verify(step)
 
     def rollback(self, step: int) -> None:
         """Removes all checkpoints of later steps, so that training can resume from this one.
@@ -270,12 +235,11 @@ class Checkpointer:
         """
         with self._save_lock:
             self.wait()
-            _processes.main_group.call_on_first(self._require_writable)
+            _processes.main_group.call_on_first(self._steps.require_writable)
             with _processes.main_group.raise_in_all():
                 # Otherwise a rollback to a damaged checkpoint could leave no intact one.
-                _storage.verify(self._find(step))
-            self._for_later_steps(step, self._remove)
-            self._monitored = None
+                _storage.verify(self._steps.find(step))
+            _processes.main_group.call_on_first(lambda: self._steps.remove_later(step))
 
     def wait(self) -> None:
         """Waits for the save in progress, and raises its error."""
@@ -288,28 +252,17 @@ class Checkpointer:
         finally:
             # A second Ctrl-C interrupts the wait: then the lock is released with the process.
             if not self._writer.is_busy:
-                self._lock.release()
+                self._steps.release()
 
     # Used by runs, in `functrain/loop/_saving.py`.
 
     def _prepare(self) -> None:
         """Raises an error unless checkpoints can be written where all processes can see them."""
         group = _processes.main_group
-        group.call_on_first(self._require_writable)
+        group.call_on_first(self._steps.require_writable)
         path, steps = group.call_on_first(lambda: [self.directory, self.steps()])
         with group.raise_in_all():
             _processes.wait_until_visible(self.directory, path, lambda: self.steps() == steps)
-
-    def _set_aside_later_steps(self, step: int) -> None:
-        """Renames the checkpoints of later steps, which are damaged."""
-
-        def set_aside(later_step: int) -> None:
-            new_path = os.path.join(self.directory, f"{_DAMAGED}{later_step:012d}")
-            _storage.remove(new_path)
-            with contextlib.suppress(OSError):
-                os.rename(self._target(later_step), new_path)
-
-        self._for_later_steps(step, set_aside)
 
     def _is_improved(self, values: Mapping[str, Any]) -> bool:
         """Returns True if the value of `monitor=` is better than every saved one."""
@@ -320,10 +273,7 @@ class Checkpointer:
         # would answer differently.
         if _processes.is_multiprocess():
             self.wait()
-        saved = self._monitored_values()
-        new_step = max(saved, default=0) + 1
-        values_by_step = {**saved, new_step: flat_values[self.monitor]}
-        return best_step(values_by_step, self._sign) == new_step
+        return self._monitored.is_improved(flat_values[self.monitor])
 
     def _is_within_budget(self) -> bool:
         """Returns True if the budget allows a save now; otherwise counts it in `skipped`."""
@@ -349,13 +299,8 @@ class Checkpointer:
     ) -> None:
         """Starts to write a checkpoint, and returns when its arrays are in host memory.
 
-        Args:
-          trees: By name in the file: `state`, and others whose structure is known when restoring.
-          position: As for `save`.
-          values: As for `save`.
-          documents: As for `save`.
-          copy: True if programs may donate the trees before they are written.
-          **entries: Other entries of the manifest.
+        `trees` are the state, and others whose structure is known when restoring. `copy` is needed
+        if programs may donate them before they are written. `entries` go into the manifest.
         """
         # Documents and leaves are copied before training continues. Only the writing is left to
         # the thread.
@@ -378,18 +323,16 @@ class Checkpointer:
             "run": _manifest.fingerprint(trees.get(STATE)),
             "documents": encoded_documents,
         }
-        _processes.main_group.call_on_first(self._require_writable)
-        target = self._target(position.step)
+        _processes.main_group.call_on_first(self._steps.require_writable)
+        target = self._steps.target(position.step)
         self._save_group = group = self._save_group or _processes.new_save_group()
 
         def work() -> None:
             try:
-                _storage.write_checkpoint(target, leaves, entries, group, self._require_writable)
-                with self._monitored_lock:
-                    if self._monitored is not None and self.monitor is not None:
-                        self._monitored[position.step] = flat_values.get(self.monitor, math.nan)
-                if _processes.is_first():
-                    self._remove_surplus()
+                _storage.write_checkpoint(target, leaves, entries, group)
+                self._monitored.record(position.step, flat_values)
+                if _processes.is_first() and self.keep is not None:
+                    self._steps.remove_surplus(self.keep, self._monitored.best())
             finally:
                 # A save that failed counts as well, because it took its time.
                 self._last_save_end = time.perf_counter()
@@ -398,12 +341,7 @@ class Checkpointer:
         self._writer.start(work)
 
     def _read(self, likes: _Likes, step: int | None = None) -> _Content:
-        """Loads a checkpoint. Returns its content, its trees by name, and its manifest.
-
-        Args:
-          likes: Given the manifest, returns the structures to load into, by name.
-          step: The step to load; None for the last checkpoint that is not damaged.
-        """
+        """Loads a checkpoint. Returns its content, its trees by name, and its manifest."""
         self.wait()
         group = _processes.main_group
         candidates = [step] if step is not None else group.call_on_first(self.steps)[::-1]
@@ -413,17 +351,16 @@ class Checkpointer:
             )
         reasons: list[str] = []
         for n in candidates:
-            identity, failure = _storage.file_identity(self._target(n)), None
+            failure, read = None, functools.partial(self._read_step, n, likes)
             try:
-                result = self._read_step(n, likes)
+                result = _storage.read_unless_replaced(self._steps.target(n), read)
             except Exception as error:
                 failure = error
-            new_identity = _storage.file_identity(self._target(n))
-            is_replaced = new_identity != identity or (step is None and not new_identity)
-            # The writer may have removed or replaced it in the meantime: then start again. Several
-            # processes would see that at different times.
-            if failure is not None and is_replaced and not _processes.is_multiprocess():
-                return self._read(likes, step)
+            # The writer has removed it since the listing. Several processes would see that at
+            # different times.
+            is_removed = step is None and isinstance(failure, FileNotFoundError)
+            if is_removed and not _processes.is_multiprocess():
+                return self._read(likes)
             # All processes load the same checkpoint, or all pass over it.
             failures = group.exchange_failures(failure)
             if not failures:
@@ -444,7 +381,7 @@ class Checkpointer:
         )
 
     def _read_step(self, step: int, likes: _Likes) -> _Content:
-        directory = self._find(step)
+        directory = self._steps.find(step)
         manifest = _manifest.read_manifest(directory)
         names = [name for name in manifest["leaves"] if _leaves.tree_name(name) == DOCUMENTS]
         trees, arrays = _storage.read_trees(directory, manifest, likes(manifest), names)
@@ -452,101 +389,8 @@ class Checkpointer:
             documents = {}
             for name, document in manifest["documents"].items():
                 documents[name] = _manifest.decode(document, arrays)
-            position = Position(**manifest.get("position", {"step": manifest.get("step", 0)}))
+            position = Position(**manifest.get("position", {}))
         return Restored(trees.get(STATE), position, manifest["values"], documents), trees, manifest
-
-    # The directories of steps, such as `000000001200`. Only complete checkpoints have such names.
-
-    def _target(self, step: int) -> str:
-        """Returns the path where the checkpoint of a step belongs."""
-        return os.path.join(self.directory, f"{step:012d}")
-
-    def _find(self, step: int) -> str:
-        """Returns the path of an existing checkpoint; raises FileNotFoundError if there is none."""
-        steps = self.steps()
-        expected = f"one of the steps that have a checkpoint, {steps}"
-        require(step in steps, self.directory, expected, step, error=FileNotFoundError)
-        return _storage.find_checkpoint(self._target(step))
-
-    def _require_writable(self) -> None:
-        """Locks the directory, and cleans up what killed saves left.
-
-        Raises:
-          RuntimeError: Another process or checkpointer writes to the directory.
-          OSError: The directory cannot be created, or written to.
-        """
-        if self._lock.is_held():
-            return
-        os.makedirs(self.directory, exist_ok=True)
-        self._lock.acquire()
-        try:
-            for entry in list(os.scandir(self.directory)):
-                if is_step_name(entry.name):
-                    _require_replaceable(entry)
-            _storage.clean_up(self.directory)
-        except BaseException:
-            self._lock.release()
-            raise
-
-    def _for_later_steps(self, step: int, act: Callable[[int], None]) -> None:
-        """Calls a function in the first process for each later checkpoint, the last one first."""
-
-        def work() -> None:
-            for later_step in reversed(self.steps()):
-                if later_step > step:
-                    act(later_step)
-
-        _processes.main_group.call_on_first(work)
-
-    def _remove(self, step: int) -> None:
-        """Removes a checkpoint. A kill leaves it complete, or not under its name."""
-        _storage.undo_interrupted_replace(self._target(step))
-        _storage.remove(self._target(step))
-
-    def _remove_surplus(self) -> None:
-        """Removes all checkpoints but the best one and the newest `keep`."""
-        if self.keep is None:
-            return
-        best = best_step(self._monitored_values(), self._sign)
-        for step in self.steps()[: -self.keep]:
-            if step != best:
-                self._remove(step)
-
-    def _monitored_values(self) -> dict[int, float]:
-        """Returns the values of `monitor=` by step, NaN where none was saved."""
-        if self.monitor is None:
-            return {}
-        with self._monitored_lock:
-            steps = set(self.steps())
-            if self._monitored is None:
-                self._monitored = {}
-                for step in steps:
-                    # A damaged checkpoint has no value, and so is never best.
-                    with contextlib.suppress(CheckpointCorruptError, ValueError, OSError):
-                        path = _storage.find_checkpoint(self._target(step))
-                        values = _manifest.read_manifest(path)["values"]
-                        self._monitored[step] = values.get(self.monitor, math.nan)
-            return {step: x for step, x in self._monitored.items() if step in steps}
-
-
-def find_checkpoints(path: str | os.PathLike[str], expected: str) -> tuple[str, list[str]]:
-    """Returns a real path, and the checkpoints in it, oldest first; or itself if there are none."""
-    path = _storage.find_checkpoint(os.path.realpath(path), expected)
-    checkpoints = []
-    for step in Checkpointer(path).steps() if os.path.isdir(path) else []:
-        checkpoints.append(_storage.find_checkpoint(os.path.join(path, f"{step:012d}")))
-    return path, checkpoints or [path]
-
-
-def best_step(values: Mapping[int, float], sign: float) -> int | None:
-    """Returns the step with the best value, the first of equal ones. NaN is never best.
-
-    Args:
-      values: Values by step.
-      sign: 1.0 if less is better, -1.0 if more is better.
-    """
-    numbers = {step: sign * x for step, x in values.items() if not math.isnan(x)}
-    return min(sorted(numbers), key=numbers.__getitem__, default=None)
 
 
 def _as_position(state: PyTree, position: Position | int | None) -> Position:
@@ -554,72 +398,5 @@ def _as_position(state: PyTree, position: Position | int | None) -> Position:
         step: Any = getattr(state, "step", None)
         advice = "Pass one, because the state has no step."
         require(step is not None, "position", "a functrain.Position or a step", None, advice)
-        position = int(step)
-    return Position(int(position)) if is_integer(position, 0) else require_position(position)
-
-
-def _require_replaceable(entry: os.DirEntry[str]) -> None:
-    """Raises FileExistsError if something else than a checkpoint has the name of a step."""
-    is_folder = entry.is_dir(follow_symlinks=False)
-    is_empty_folder = is_folder and not os.listdir(entry.path)
-    if not is_empty_folder and not is_checkpoint(entry.path):
-        content = "folder of something else" if is_folder else "file or link"
-        raise FileExistsError(
-            f"{entry.path}: expected a checkpoint, got a {content} under the name of a step. Move "
-            "it away."
-        )
-
-
-class _Writer:
-    """Runs one task at a time in a thread. The next `wait` raises its error.
-
-    The interpreter exits only when the task has ended, so a script may end during a save.
-    """
-
-    def __init__(self) -> None:
-        self._task: futures.Future[None] | None = None
-        self._thread: threading.Thread | None = None
-
-    @property
-    def is_busy(self) -> bool:
-        return self._task is not None and not self._task.done()
-
-    def start(self, work: Callable[[], None]) -> None:
-        """Starts a task. The previous one has been waited for."""
-
-        def run() -> None:
-            self._thread = threading.current_thread()
-            work()
-
-        # The interpreter waits at exit for the threads of executors, even after a shutdown.
-        executor = futures.ThreadPoolExecutor(1, "functrain checkpoint")
-        self._task = executor.submit(run)
-        executor.shutdown(wait=False)
-        _unfinished.add(self)
-
-    def wait(self) -> None:
-        """Waits for the current task, and raises its error."""
-        task = self._task
-        # The garbage collector may close an abandoned run in the writer's thread, which must not
-        # wait for itself.
-        if task is None or threading.current_thread() is self._thread:
-            return
-        futures.wait([task])
-        if self._task is task:  # otherwise another thread has waited, and started the next one
-            self._task = self._thread = None
-            _unfinished.discard(self)
-        task.result()
-
-
-_unfinished: set[_Writer] = set()
-
-
-@atexit.register  # runs after the threads of executors have ended
-def _report_failures() -> None:
-    """Prints the errors of saves whose `wait` was never called."""
-    for writer in list(_unfinished):
-        try:
-            writer.wait()
-        except BaseException:
-            print("functrain: a checkpoint could not be written:", file=sys.stderr)
-            traceback.print_exc()
+        return Position(int(step))
+    return Position(position) if is_integer(position, 0) else require_position(position)

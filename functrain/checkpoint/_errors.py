@@ -4,6 +4,13 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+# Errors of parsing a file that was damaged or crafted: deep nesting ends in a RecursionError, and
+# a saved tensor in an ImportError if PyTorch is missing.
+PARSE_ERRORS = (
+    *(ArithmeticError, AttributeError, ImportError, LookupError, OSError),
+    *(RecursionError, TypeError, ValueError),
+)
+
 
 class CheckpointCorruptError(RuntimeError):
     """A checkpoint is damaged: a file is missing, unreadable, or has other bytes than were saved.
@@ -37,10 +44,7 @@ def raise_mismatch_unless(condition: Any, message: str) -> None:
 def corrupt_on(*errors: type[Exception], expected: str, advice: str) -> Iterator[None]:
     """Context manager that turns errors of a reader into a CheckpointCorruptError.
 
-    Args:
-      *errors: Classes of errors that a damaged file causes.
-      expected: Beginning of the message, ``"PATH: expected ..."``.
-      advice: End of the message, as full sentences.
+    Its message begins with `expected`, such as ``"PATH: expected ..."``, and ends with `advice`.
     """
     try:
         yield

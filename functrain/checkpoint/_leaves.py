@@ -70,16 +70,8 @@ def fetch_leaves(leaves: Mapping[str, Any], *, copy: bool = False) -> dict[str, 
     """Fetches leaves to the host. Waits for the programs that compute them, but not for the disk.
 
     Of an array that is spread over processes, each process fetches its parts. An array that only
-    this process has is assumed to be the same in all of them, and the first one writes it.
-
-    Args:
-      leaves: Arrays by name.
-      copy: True copies arrays that are in host memory already. It is needed when the next programs
-        donate them.
-
-    Raises:
-      TypeError: A leaf is not an array of numbers.
-      ValueError: A leaf was donated to a program.
+    this process has is assumed to be the same in all of them, and the first one writes it. `copy`
+    copies arrays that are in host memory already, in case the next programs donate them.
     """
     arrays: dict[str, Any] = {}
     local_arrays: dict[str, jax.Array] = {}

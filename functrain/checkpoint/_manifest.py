@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from functrain._version import __version__
-from functrain.checkpoint._errors import corrupt_on, raise_mismatch_unless
+from functrain.checkpoint._errors import PARSE_ERRORS, corrupt_on, raise_mismatch_unless
 from functrain.common import _tree
 from functrain.common._checks import require_instance
 from functrain.common._library import import_optional
@@ -37,12 +37,6 @@ MANIFEST = "checkpoint.json"
 STATE, DOCUMENTS = "state", "documents"  # names of trees
 
 _ENTRY_TYPES = {"trees": list, "leaves": dict, "files": list, "run": dict, "documents": dict}
-# Errors of parsing a file that was damaged or crafted: deep nesting ends in a RecursionError, and
-# a saved tensor in an ImportError if PyTorch is missing.
-_PARSE_ERRORS = (
-    *(ArithmeticError, AttributeError, ImportError, LookupError, OSError),
-    *(RecursionError, TypeError, ValueError),
-)
 
 
 def write_manifest(directory: str, entries: Mapping[str, Any], leaves: Mapping[str, Any]) -> None:
@@ -58,12 +52,7 @@ def write_manifest(directory: str, entries: Mapping[str, Any], leaves: Mapping[s
 
 
 def read_manifest(directory: str) -> dict[str, Any]:
-    """Returns the manifest of a checkpoint.
-
-    Raises:
-      CheckpointMismatchError: The directory is not a checkpoint, or one of another format.
-      CheckpointCorruptError: The manifest is damaged.
-    """
+    """Returns the manifest of a checkpoint, if it is intact and of this format."""
     raise_mismatch_unless(
         is_checkpoint(directory),
         f"{directory}: expected a checkpoint, got {describe_path(directory)}. Load what "
@@ -94,7 +83,7 @@ def read_manifest(directory: str) -> dict[str, Any]:
 def parsing(expected: str) -> contextlib.AbstractContextManager[None]:
     """Context manager that turns errors of parsing a manifest into a CheckpointCorruptError."""
     advice = "It is damaged: take another checkpoint."
-    return corrupt_on(*_PARSE_ERRORS, expected=expected, advice=advice)
+    return corrupt_on(*PARSE_ERRORS, expected=expected, advice=advice)
 
 
 def open_regular_file(path: str) -> io.FileIO:
@@ -143,9 +132,8 @@ def describe_path(path: str) -> str:
 def parse_spec(spec: str) -> tuple[np.dtype[Any], tuple[int, ...]]:
     """Returns dtype and shape of a spec such as ``float32[8, 3]``.
 
-    Raises:
-      ValueError: The spec has another form, or is of objects, which are pointers.
-      TypeError: JAX does not know the dtype.
+    Raises ValueError for another form or for objects, which are pointers; TypeError for an unknown
+    dtype.
     """
     # NumPy writes the byte order of its dtypes as "<" or ">".
     match = re.fullmatch(r"([<>]?\w+)\[((?:\d+(?:, \d+)*)?)\]", spec)
@@ -209,15 +197,9 @@ def differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[st
 
 
 def encode(value: Any, name: str, arrays: dict[str, Any]) -> Any:
-    """Converts a document to JSON, and collects its arrays.
+    """Converts a document to JSON, and adds its arrays to `arrays`, under names below `name`.
 
-    Args:
-      value: Dicts, lists and tuples of numbers, texts, bytes, None and arrays.
-      name: Name of the document: the prefix of the names of its arrays, and for errors.
-      arrays: Receives the arrays by name.
-
-    Raises:
-      TypeError: The document holds anything else.
+    A document consists of dicts, lists and tuples of numbers, texts, bytes, None and arrays.
 
     Examples:
       >>> arrays = {}

@@ -36,10 +36,7 @@ class ProcessGroup:
     """All processes, in one sequence of shared work, such as the parts of a save.
 
     In a single process every method is a plain call. Any thread may use a group, because no program
-    runs on a device.
-
-    Args:
-      name: The same in all processes, and unique to a sequence.
+    runs on a device. The name is the same in all processes, and unique to a sequence.
     """
 
     def __init__(self, name: str) -> None:
@@ -48,13 +45,7 @@ class ProcessGroup:
     def gather(self, work: Callable[[], Any], *, only_first: bool = False) -> list[Any]:
         """Calls a function in every process, and returns all results, which have to be JSON.
 
-        Args:
-          work: The function.
-          only_first: True returns the results in the first process, and [] in the others.
-
-        Raises:
-          Exception: The error of `work` in this process.
-          OtherProcessError: `work` failed in another process only.
+        With `only_first`, the others get []. An exception in one process is raised in all.
         """
         if not is_multiprocess():
             return [work()]
@@ -146,8 +137,7 @@ _save_group_numbers = itertools.count()
 def new_save_group() -> ProcessGroup:
     """Returns a group for the saves of one Checkpointer.
 
-    Processes match groups by their number, so all of them must begin their first saves in the same
-    order.
+    All processes must begin their first saves in the same order: they match groups by number.
     """
     return ProcessGroup(f"saves-{next(_save_group_numbers)}")
 
@@ -155,8 +145,7 @@ def new_save_group() -> ProcessGroup:
 def wait_until_visible(path: str, first_path: str, is_visible: Callable[[], bool]) -> None:
     """Waits until this process can see what the first process wrote to a network disk.
 
-    Raises:
-      ValueError: It stays invisible, or the first process has written to another path.
+    Raises ValueError if that stays invisible, or the first process has written to another path.
     """
     deadline = time.monotonic() + _VISIBILITY_TIMEOUT
     while path != first_path or not is_visible():

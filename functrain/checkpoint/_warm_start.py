@@ -1,50 +1,27 @@
-"""Parts of a state from a file: warm starts, transfer learning, new heads.
-
-No file is trusted: nothing is unpickled, no code is run, and no memory is taken for an array before
-its shape and dtype are known to be those of the state.
-"""
+"""Parts of a state from a file: warm starts, transfer learning, new heads."""
 
 import collections
-import contextlib
-import functools
-import json
 import os
-import shutil
-import tempfile
-import zipfile
-import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import IO, Any, NamedTuple
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from functrain.checkpoint import _errors, _leaves, _storage
-from functrain.checkpoint._checkpointer import find_checkpoints
+from functrain.checkpoint import _leaves
+from functrain.checkpoint._array_files import ArrayFile, open_arrays
 from functrain.checkpoint._errors import CheckpointCorruptError, CheckpointMismatchError
-from functrain.checkpoint._manifest import STATE, parse_spec, read_manifest
+from functrain.checkpoint._manifest import STATE, parse_spec
+from functrain.checkpoint._step_directory import find_checkpoints
 from functrain.common import _patterns, _repr, _tree
 from functrain.common._checks import require, require_instance, require_no_problems
-from functrain.common._library import import_optional
 from functrain.common._types import PyTree
 from functrain.common._warnings import warn
 from functrain.model._freeze import merged_paths
 from functrain.step._state import TrainState
 
 Rename = Callable[[str], str]
-
-
-class ArrayFile(NamedTuple):
-    """An open file of arrays.
-
-    Attributes:
-      specs: Dtype and shape of each array, such as ``float32[8, 3]``, by path.
-      read: Given a path, returns the array; given also a box, that part of it.
-    """
-
-    specs: Mapping[str, str]
-    read: Callable[..., np.ndarray]
 
 
 class WarmStart(NamedTuple):
@@ -78,18 +55,15 @@ class WarmStart(NamedTuple):
     source: str
 
     def __repr__(self) -> str:
-        lines = [f"Warm start from {_repr.shorten_start(self.source, 64)}"]
-        for name, paths, unit in (
-            ("loaded", self.loaded, "leaf" if len(self.loaded) == 1 else "leaves"),
-            ("unused", self.unused, "of the file"),
-            ("missing", self.missing, "of the state"),
-            (
-                "unchanged",
-                self.unchanged,
-                "of the state" + ", not asked for" * bool(self.unchanged),
-            ),
-        ):
-            lines.append(_summary_line(f"  {name:<10}{len(paths):>5,} {unit}", list(paths)))
+        leaves = "leaf" if len(self.loaded) == 1 else "leaves"
+        reason = ", not asked for" if self.unchanged else ""
+        lines = [
+            f"Warm start from {_repr.shorten_start(self.source, 64)}",
+            _summary_line("loaded", self.loaded, leaves),
+            _summary_line("unused", self.unused, "of the file"),
+            _summary_line("missing", self.missing, "of the state"),
+            _summary_line("unchanged", self.unchanged, f"of the state{reason}"),
+        ]
         return "\n".join(lines)
 
 
@@ -162,8 +136,8 @@ def warm_start(
     for path, is_taken in zip(leaves, _taken_by_default(state), strict=True):
         paths = {path, merged[path]}
         if take_patterns is not None:
-            is_taken = any(_matches_any(pattern, paths) for pattern in take_patterns)
-        if is_taken and not any(_matches_any(pattern, paths) for pattern in skip_patterns):
+            is_taken = _matches_any(take_patterns, paths)
+        if is_taken and not _matches_any(skip_patterns, paths):
             requested.append(path)
     reasons: list[str] = []  # why checkpoints were passed over
     _, candidates = find_checkpoints(source, "a checkpoint, or a file of arrays")
@@ -173,15 +147,30 @@ def warm_start(
                 names = _add_frozen(_map_paths(file, arrays.specs, rename), merged)
                 known_paths = dict.fromkeys([*leaves, *merged.values()])
                 _require_used_patterns(file, names, known_paths, take_patterns, skip_patterns)
-                new_leaves, report = _take(file, arrays, leaves, names, requested, cast)
+                loaded = {path: names[path] for path in requested if path in names}
+                if not loaded:
+                    _raise_nothing_to_take(file, names, requested)
+                specs = {path: arrays.specs[name] for path, name in loaded.items()}
+                _require_same_specs(file, specs, leaves, cast)
+                _require_values({path: leaves[path] for path in _without(leaves, loaded)})
+                new_leaves = dict(leaves)
+                # One by one, so that the buffers of the file exist for one leaf at a time.
+                for path, name in loaded.items():
+                    new_leaves[path] = _read_leaf(arrays, name, path, leaves[path])
         except CheckpointCorruptError as error:
             # An older checkpoint may be intact. Other errors concern the arguments, and end this.
             reasons.append(str(error))
             continue
         for reason in reasons:
             warn(f"Passed over, for {file}: {reason}")
-        values = {**leaves, **new_leaves}.values()
-        return report._replace(state=jax.tree.unflatten(jax.tree.structure(state), values))
+        return WarmStart(
+            state=jax.tree.unflatten(jax.tree.structure(state), new_leaves.values()),
+            loaded=loaded,
+            unused=_without(arrays.specs, loaded.values()),
+            missing=_without(requested, names),
+            unchanged=_without(leaves, requested),
+            source=file,
+        )
     raise CheckpointCorruptError("\n".join(reasons))
 
 
@@ -214,10 +203,10 @@ def _taken_by_default(state: PyTree) -> list[bool]:
     return jax.tree.leaves(jax.tree.map(mark, state, is_leaf=lambda x: isinstance(x, TrainState)))
 
 
-def _summary_line(head: str, paths: Sequence[str]) -> str:
+def _summary_line(label: str, paths: Collection[str], unit: str) -> str:
     """Returns a line that names paths, grouped by the deepest folders that fit into 80 columns."""
-    line, deepest = head, max((path.count("/") + 1 for path in paths), default=0)
-    for depth in range(deepest, 0, -1):
+    line = head = f"  {label:<10}{len(paths):>5,} {unit}"
+    for depth in range(max((path.count("/") + 1 for path in paths), default=0), 0, -1):
         folders = collections.Counter("/".join(path.split("/")[:depth]) for path in paths)
         names = [name if name in paths else f"{name} ({n:,})" for name, n in folders.items()]
         line = f"{head}: {', '.join(names)}"
@@ -248,12 +237,7 @@ def _map_paths(source: str, file_paths: Collection[str], rename: Rename | None) 
 
 
 def _add_frozen(names: Mapping[str, str], merged: Mapping[str, str]) -> dict[str, str]:
-    """Adds leaves whose paths differ only because a model is frozen, in the file or the state.
-
-    Args:
-      names: Paths in the file by path in the state.
-      merged: The `merged_paths` of the state.
-    """
+    """Adds leaves whose paths differ only because a model is frozen, in the file or the state."""
     merged_names = {path: names[name] for name, path in merged_paths(names).items()}
     frozen_names = {p: merged_names[path] for p, path in merged.items() if path in merged_names}
     return {**frozen_names, **merged_names, **names}
@@ -271,9 +255,9 @@ def _require_used_patterns(
     checks = [("skip", pattern, {*names, *leaves}) for pattern in skip]
     checks += [("take", pattern, {*names} & {*leaves}) for pattern in take or ()]
     for name, pattern, paths in checks:
-        if _matches_any(pattern, paths):
+        if _matches_any([pattern], paths):
             continue
-        is_in_state = _matches_any(pattern, leaves)
+        is_in_state = _matches_any([pattern], leaves)
         place, candidates = (source, names) if is_in_state else ("the state", leaves)
         close = " or ".join(map(repr, _patterns.closest_patterns(pattern, list(candidates))))
         raise ValueError(
@@ -282,8 +266,22 @@ def _require_used_patterns(
         )
 
 
-def _matches_any(pattern: str, paths: Collection[str]) -> bool:
-    return any(_patterns.matches(pattern, path) for path in paths)
+def _matches_any(patterns: Iterable[str], paths: Iterable[str]) -> bool:
+    return any(_patterns.any_matches(patterns, path) for path in paths)
+
+
+def _raise_nothing_to_take(
+    source: str, names: Mapping[str, str], requested: Sequence[str]
+) -> NoReturn:
+    # Files of Keras have other paths than a state. bridge.warm_start translates them.
+    from_keras = ", or use bridge.warm_start(state, file, model) for a file of Keras"
+    raise (ValueError if names else CheckpointMismatchError)(
+        f"{source}: expected leaves to take, got none that is asked for. It has, for one, "
+        f"{next(iter(names), 'nothing')}; the state has "
+        f"{next(iter(requested), 'nothing that is asked for')}. Pass as rename= a function "
+        "from paths in the file to paths in the state"
+        f"{from_keras if source.endswith(('.keras', '.h5')) else ''}."
+    )
 
 
 def _require_same_specs(
@@ -317,56 +315,15 @@ def _float_shape(spec: str) -> tuple[int, ...] | None:
     return shape if jnp.issubdtype(dtype, jnp.floating) else None
 
 
-def _take(
-    source: str,
-    arrays: ArrayFile,
-    leaves: Mapping[str, Any],
-    names: Mapping[str, str],
-    requested: Collection[str],
-    cast: bool,
-) -> tuple[dict[str, Any], WarmStart]:
-    """Reads leaves from a file. Returns them by path, and the report without a state.
-
-    Args:
-      source: The file.
-      arrays: Its arrays.
-      leaves: Leaves of the state by path.
-      names: Paths in the file by path in the state.
-      requested: Paths in the state that are asked for.
-      cast: As for `warm_start`.
-    """
-    file_paths = {path: names[path] for path in requested if path in names}
-    if not file_paths:
-        # Files of Keras have other paths than a state. bridge.warm_start translates them.
-        from_keras = ", or use bridge.warm_start(state, file, model) for a file of Keras"
-        raise (ValueError if arrays.specs else CheckpointMismatchError)(
-            f"{source}: expected leaves to take, got none that is asked for. It has, for one, "
-            f"{next(iter(names), 'nothing')}; the state has "
-            f"{next(iter(requested), 'nothing that is asked for')}. Pass as rename= a function "
-            "from paths in the file to paths in the state"
-            f"{from_keras if source.endswith(('.keras', '.h5')) else ''}."
-        )
-    specs = {path: arrays.specs[name] for path, name in file_paths.items()}
-    _require_same_specs(source, specs, leaves, cast)
+def _require_values(leaves: Mapping[str, Any]) -> None:
+    """Raises ValueError for leaves that have no values, and get none from the file."""
+    abstract = [p for p, x in leaves.items() if isinstance(x, jax.ShapeDtypeStruct)]
     require_no_problems(
         "state",
-        [path for path, x in leaves.items() if path not in file_paths and _has_no_values(x)],
+        abstract + [path for path, x in leaves.items() if _tree.is_deleted(x)],
         "arrays with values, neither abstract nor donated to a program, wherever none is taken",
         "Nothing was taken. Create the state with values, or use the one that the program "
         "returned.",
-    )
-    new_leaves = {}
-    for path, name in file_paths.items():
-        # One by one, so that the buffers of the file exist for one leaf at a time.
-        read = functools.partial(_read_as, arrays, name, path, leaves[path])
-        new_leaves[path] = _leaves.restore_leaf(path, leaves[path], read)
-    return new_leaves, WarmStart(
-        state=None,
-        loaded=file_paths,
-        unused=_without(arrays.specs, file_paths.values()),
-        missing=_without(requested, names),
-        unchanged=_without(leaves, requested),
-        source=source,
     )
 
 
@@ -375,180 +332,21 @@ def _without(paths: Collection[str], removed: Collection[str]) -> tuple[str, ...
     return tuple(path for path in paths if path not in removed)
 
 
-def _has_no_values(leaf: Any) -> bool:
-    return isinstance(leaf, jax.ShapeDtypeStruct) or _tree.is_deleted(leaf)
+def _read_leaf(arrays: ArrayFile, name: str, path: str, like: Any) -> Any:
+    """Reads an array as a leaf of the kind, dtype and sharding of another leaf."""
 
-
-def _read_as(
-    arrays: ArrayFile, name: str, path: str, like: Any, box: _leaves.Box | None = None
-) -> np.ndarray:
-    """Returns an array, or the part of it in a box, in the dtype of a leaf."""
-    data = arrays.read(name, box)
-    if _tree.is_key(like) or data.dtype == like.dtype:
-        return data
-    # An overflow is reported below, as an error instead of NumPy's warning.
-    with np.errstate(over="ignore"):
-        converted: np.ndarray = data.astype(like.dtype)
-    if not np.array_equal(np.isfinite(data), np.isfinite(converted)):
-        raise ValueError(
-            f"cast: expected numbers that {like.dtype} can hold, got larger ones in {path}, "
-            f"{data.dtype} in the file. Nothing was taken. Use a wider dtype in the state."
-        )
-    return converted
-
-
-# Readers of the file formats.
-
-
-def open_arrays(path: str) -> contextlib.AbstractContextManager[ArrayFile]:
-    """Opens a checkpoint, or a file of a format that its suffix tells."""
-    if os.path.isdir(path):
-        return _open_checkpoint(path)
-    readers = {".safetensors": _open_safetensors, ".keras": _open_keras}
-    readers |= {".h5": _open_hdf5, ".hdf5": _open_hdf5}
-    suffix = os.path.splitext(path)[1].lower()
-    _errors.raise_mismatch_unless(
-        suffix in readers,
-        f"{path}: expected a checkpoint's directory, or a file named {', '.join(readers)}, got "
-        f"{f'one named {suffix}' if suffix else 'a file without a suffix'}. Convert it.",
-    )
-    with open(path, "rb") as file:
-        first_bytes = file.read(2)
-    # A pickle starts with the opcode PROTO and a version up to 5.
-    is_pickle = first_bytes[:1] == b"\x80" and first_bytes[1:] <= b"\x05"
-    is_zip = first_bytes == b"PK" and suffix != ".keras"
-    _errors.raise_mismatch_unless(
-        not is_pickle and not is_zip,
-        f"{path}: expected a file of the format in its name, got "
-        f"{'a pickle' if is_pickle else 'a zip archive, as torch.save writes it'}. Nothing is "
-        "unpickled here: that can run code. If you trust the file, load it with the program that "
-        "wrote it, and save its arrays with safetensors.",
-    )
-    return readers[suffix](path)
-
-
-@contextlib.contextmanager
-def _open_checkpoint(directory: str) -> Iterator[ArrayFile]:
-    """Opens the state in a checkpoint; of a finished run, the state that it returned."""
-    manifest = read_manifest(directory)
-    tree = "final" if "final" in manifest["trees"] else STATE
-    names, specs = dict[str, str](), dict[str, str]()
-    for name, record in manifest["leaves"].items():
-        if _leaves.tree_name(name) == tree:
-            path = _leaves.leaf_path(name)
-            names[path], specs[path] = name, record["spec"]
-
-    def read(path: str, box: _leaves.Box | None = None) -> np.ndarray:
-        name = names[path]
-        readers = {name: lambda read_leaf: read_leaf(box)}
-        array: np.ndarray = _storage.read_leaves(directory, manifest, readers)[name]
-        return array
-
-    yield ArrayFile(specs, read)
-
-
-def import_safetensors() -> Any:
-    """Returns the library; the ImportError tells how to install it."""
-    to_install = "safetensors files need the library: pip install 'functrain[safetensors]'"
-    import_optional("safetensors.numpy", to_install)
-    return import_optional("safetensors", to_install)
-
-
-def _library_errors(path: str, *errors: type[Exception]) -> contextlib.AbstractContextManager[None]:
-    """Context manager that turns a library's errors into a CheckpointCorruptError."""
-    return _errors.corrupt_on(
-        *errors,
-        expected=f"{path}: expected an intact {os.path.splitext(path)[1]} file",
-        advice="It is damaged, cut short, or not of the format in its name.",
-    )
-
-
-@contextlib.contextmanager
-def _open_safetensors(path: str) -> Iterator[ArrayFile]:
-    library = import_safetensors()
-    # Opening it checks the header, its offsets, and the length of the file.
-    with _library_errors(path, library.SafetensorError), library.safe_open(path, "numpy"):
-        pass
-    # The arrays are read here, because the library returns NumPy's own dtypes and bfloat16, but
-    # not float8.
-    with open(path, "rb") as file:
-        header_length = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(header_length))
-    header.pop("__metadata__", None)
-
-    def read(name: str, box: _leaves.Box | None = None) -> np.ndarray:
-        dtype = jnp.dtype(_storage.DTYPES[header[name]["dtype"]])
-        begin, end = header[name]["data_offsets"]
-        offset = 8 + header_length + begin
-        data = np.fromfile(path, np.uint8, end - begin, offset=offset)
-        array: np.ndarray = data.view(dtype).reshape(header[name]["shape"])
-        return array if box is None else array[box]
-
-    specs = {}
-    for name, record in header.items():
-        dtype = _storage.DTYPES.get(record["dtype"], record["dtype"])
-        specs[name] = _tree.format_spec(dtype, record["shape"])
-    yield ArrayFile(specs, read)
-
-
-@contextlib.contextmanager
-def _open_hdf5(path: str, file: IO[bytes] | None = None) -> Iterator[ArrayFile]:
-    """Opens an HDF5 file, or one within an archive. Links to other files are not followed."""
-    import h5py
-
-    datasets: dict[str, Any] = {}
-
-    def add_dataset(name: str, node: Any) -> None:
-        if isinstance(node, h5py.Dataset):
-            datasets[name] = node
-
-    def read(name: str, box: _leaves.Box | None = None) -> np.ndarray:
-        with _library_errors(path, OSError):
-            raw = datasets[name][() if box is None else box]
-        return np.asarray(raw).view(_hdf5_dtype(datasets[name]))
-
-    with contextlib.ExitStack() as stack:
-        with _library_errors(path, OSError, RuntimeError):
-            stack.enter_context(h5py.File(file or path, "r")).visititems(add_dataset)
-        specs = {}
-        for name, dataset in datasets.items():
-            _errors.raise_mismatch_unless(
-                not dataset.external and not dataset.is_virtual,
-                f"{path}: expected arrays within the file, got {name}, whose values are in "
-                "another file. Such files are not read. Copy the values into one file.",
+    def read(box: _leaves.Box | None = None) -> np.ndarray:
+        data = arrays.read(name, box)
+        if _tree.is_key(like) or data.dtype == like.dtype:
+            return data
+        # An overflow is reported below, as an error instead of NumPy's warning.
+        with np.errstate(over="ignore"):
+            converted: np.ndarray = data.astype(like.dtype)
+        if not np.array_equal(np.isfinite(data), np.isfinite(converted)):
+            raise ValueError(
+                f"cast: expected numbers that {like.dtype} can hold, got larger ones in {path}, "
+                f"{data.dtype} in the file. Nothing was taken. Use a wider dtype in the state."
             )
-            specs[name] = _tree.format_spec(_hdf5_dtype(dataset), dataset.shape or ())
-        yield ArrayFile(specs, read)
+        return converted
 
-
-def _hdf5_dtype(dataset: Any) -> np.dtype:
-    """Returns the dtype of a dataset. HDF5 has no bfloat16: Keras marks it by an attribute."""
-    is_bfloat16 = dataset.attrs.get("dtype") == "bfloat16" and dataset.dtype.itemsize == 2
-    return jnp.dtype("bfloat16") if is_bfloat16 else dataset.dtype
-
-
-@contextlib.contextmanager
-def _open_keras(path: str) -> Iterator[ArrayFile]:
-    """Opens the weights in a Keras archive, which has checksums. Its config is not read."""
-    member = "model.weights.h5"
-    zip_errors = (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError)
-    with tempfile.TemporaryFile() as weights:
-        with _library_errors(path, *zip_errors), zipfile.ZipFile(path) as archive:
-            names = archive.namelist()
-            _errors.raise_mismatch_unless(
-                member in names,
-                f"{path}: expected an archive with {member}, as Keras 3 saves it, got one with "
-                f"{names[:5]}. Save the model with Keras 3.",
-            )
-            info = archive.getinfo(member)
-            # A few kilobytes can expand to gigabytes. Weights hardly compress.
-            _errors.raise_mismatch_unless(
-                info.file_size <= max(2**28, 100 * info.compress_size),
-                f"{path}: expected {member} as Keras stores it, got {info.compress_size} bytes "
-                f"that stand for {info.file_size}. Such files are not read.",
-            )
-            with archive.open(member) as file:
-                shutil.copyfileobj(file, weights)
-        weights.seek(0)
-        with _open_hdf5(path, weights) as arrays:
-            yield arrays
+    return _leaves.restore_leaf(path, like, read)

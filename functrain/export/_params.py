@@ -5,8 +5,8 @@ import os
 import jax
 import numpy as np
 
+from functrain.checkpoint._array_files import import_safetensors
 from functrain.checkpoint._leaves import fetch_leaves, leaf_path, named_leaves
-from functrain.checkpoint._warm_start import import_safetensors
 from functrain.common import _tree
 from functrain.common._checks import require
 from functrain.common._types import PyTree

@@ -1,7 +1,8 @@
 """The loops: run, evaluate, predict.
 
 Files:
-  _run: the public iterator over the events of a run
+  _run: begins a run
+  _iterator: the public iterator over its events
   _loop: the training loop behind it: chunks, events, checkpoints
   _events: the events of a run
   _saving: saves and resumes a run
@@ -18,6 +19,6 @@ from functrain.loop._events import EpochEnd as EpochEnd
 from functrain.loop._events import Event as Event
 from functrain.loop._events import LogsReady as LogsReady
 from functrain.loop._events import RunEnd as RunEnd
+from functrain.loop._iterator import Run as Run
 from functrain.loop._predict import predict as predict
-from functrain.loop._run import Run as Run
 from functrain.loop._run import run as run

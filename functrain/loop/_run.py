@@ -1,8 +1,7 @@
-"""Runs as iterators over events: the caller decides what happens between programs."""
+"""Begins a run: the state, the data and the last checkpoint become a loop."""
 
 import contextlib
-import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -22,9 +21,8 @@ from functrain.engine import _placement
 from functrain.engine._driver import Driver
 from functrain.engine._plan import FuseArg, Plan, nbytes
 from functrain.engine._position import Position, require_position
-from functrain.engine._signals import DeferredSignals
 from functrain.engine._trigger import Trigger, longest_interval, require_triggers
-from functrain.loop._events import ChunkEnd, EpochEnd, Event, LogsReady
+from functrain.loop._iterator import Run
 from functrain.loop._loop import Loop
 from functrain.loop._require import require_state, require_training_step
 from functrain.loop._saving import Resumed, Saving
@@ -62,7 +60,7 @@ def run(
     donate: bool = False,
     late_logs: bool = False,
     checkpointer: Checkpointer | None = None,
-) -> "Run":
+) -> Run:
     """Yields an event after every program and every epoch, for those who write their own loop.
 
     The loop does not wait for the device, except to bound how far it runs ahead: while one program
@@ -174,25 +172,12 @@ def begin_run(
     saving: Saving | None = None,
     plan: Plan | None = None,
     like_keras: bool = False,
-) -> "Run":
+) -> Run:
     """Returns the events of a run, as `run` does, for callers that save more than a state.
 
-    Args:
-      state: As for `run`, like all arguments that are not listed here.
-      step: The step.
-      batches: The data.
-      epochs: Number of the epoch to stop before.
-      start: The position to continue from.
-      fuse: Steps per program.
-      boundaries: Triggers at whose steps a chunk must end.
-      rewrites: Which slow operations to rewrite.
-      sharding: The sharding of one batch.
-      jit: As for `run`, or a function that decides, given the shapes of the first batch.
-      donate: True takes over the state.
-      late_logs: True yields `LogsReady`.
-      saving: Saves the run after an event has been handled, and resumes it.
-      plan: Chooses K; by default made from `fuse`.
-      like_keras: See `Loop`.
+    The arguments are those of `run`, but for these: `saving` saves the run after an event has been
+    handled, and resumes it. `plan` chooses K; by default it is made from `fuse`. `jit` may be a
+    function that decides, given the shapes of the first batch. For `like_keras` see `Loop`.
     """
     traits_of(step).require_data(batches.data, batches.name)
     position = require_position(start)
@@ -311,144 +296,3 @@ def _require_epochs_left(
         f"{unit}: expected more than the {done} that are over at {place}, got {requested}. Pass "
         f"the number of {unit} of the whole training, counted from its beginning."
     )
-
-
-class Run(Iterator[Event]):
-    """An iterator over the events of a run, with the last complete state after an error; see `run`.
-
-    When the last reference to it is gone, for example after a `break`, the run is closed: it waits
-    until checkpoints are written, and restores the signal handlers.
-
-    Examples:
-      >>> import jax.numpy as jnp
-      >>> events = run(jnp.zeros(()), lambda total, x: (total + x, {}), [jnp.ones(())] * 3)
-      >>> [type(event).__name__ for event in events]
-      ['ChunkEnd', 'EpochEnd', 'RunEnd']
-      >>> events.position
-      Position(step=3, epoch=0, batch=3)
-    """
-
-    def __init__(self, loop: Loop) -> None:
-        self._loop = loop
-        # Nothing refers back to this object: it is closed when its last reference is gone. In a
-        # cycle, it would wait for the garbage collector, which runs late and in any thread.
-        self._events = loop.events()
-        # Also runs at the exit of the interpreter, before modules are cleared. `__del__` would run
-        # afterwards, and fail.
-        weakref.finalize(self, _close, self._events, loop)
-
-    def __repr__(self) -> str:
-        return f"Run({self.position})"
-
-    def __next__(self) -> Event:
-        """Runs the next chunk, if one is due, and returns the next event."""
-        event: Event = next(self._events)
-        return event
-
-    @property
-    def position(self) -> Position:
-        """The progress of the training."""
-        return self._loop.position
-
-    @property
-    def resumed(self) -> Resumed | None:
-        """The checkpoint that the run resumed from, with its `position` and `finished`; or None."""
-        return self._loop.resumed
-
-    @property
-    def state(self) -> PyTree:
-        """The current state; the next program consumes it."""
-        return self._loop.state
-
-    def last_complete_state(self) -> tuple[PyTree, Position] | None:
-        """Returns the last complete state and its position, after an error during a run.
-
-        A program that fails has consumed its state. The result is then the latest copy, which is at
-        most a few seconds old; copies are made of states up to 256 MiB. Returns None if there is
-        no copy. A state that was assigned to the last event is returned if it fits.
-        """
-        return self._loop.last_complete_state()
-
-    def take_unread_logs(self) -> LogsReady | None:
-        """Takes the logs of the last chunk if their event has not been yielded yet, else None.
-
-        The run does not yield them any more. For use after an error.
-        """
-        return self._loop.take_unread_logs()
-
-    def save(self, *, epoch_is_over: bool | None = None) -> None:
-        """Saves the run with the state of the last event, even if no save is due.
-
-        If the checkpoint depends on logs, call `take_unread_logs` first.
-
-        Args:
-          epoch_is_over: None saves the position of the last event. False, at the end of an epoch,
-            saves a position before the end of the epoch, so that the resumed run yields the
-            `EpochEnd` again.
-
-        Raises:
-          ValueError: The run has no checkpointer, or there has been no event yet.
-        """
-        self._loop.save(epoch_is_over=epoch_is_over)
-
-    def handle_events(
-        self,
-        handle: Callable[[Event], None],
-        handle_logs: Callable[[LogsReady], None] = lambda event: None,
-        *,
-        signals: DeferredSignals | None = None,
-    ) -> Iterator[Event]:
-        """Yields each event after it has been handled; then handles deferred signals.
-
-        A run with a checkpointer saves itself before a signal is handled.
-
-        Args:
-          handle: Called with each event except `LogsReady`.
-          handle_logs: Called with each `LogsReady`, which is not yielded; after an error, called
-            with the logs of the last steps before it.
-          signals: The deferred signals.
-        """
-        try:
-            for event in self:
-                if isinstance(event, LogsReady):
-                    handle_logs(event)
-                    continue
-                handle(event)
-                can_save = isinstance(event, ChunkEnd | EpochEnd)
-                if signals is not None and signals.is_pending and can_save:
-                    # Several processes get the signal at different steps, so none saves here: they
-                    # could not save together.
-                    if self._loop.saving is not None and jax.process_count() == 1:
-                        self._handle_unread(handle_logs)
-                        self.save()
-                    signals.handle_pending()
-                yield event
-        except BaseException:
-            # If the last program failed, it has no logs.
-            with contextlib.suppress(Exception):
-                self._handle_unread(handle_logs)
-            raise
-
-    def _handle_unread(self, handle_logs: Callable[[LogsReady], None]) -> None:
-        logs = self.take_unread_logs()
-        if logs is not None:
-            handle_logs(logs)
-
-    def handle_signal_in_epoch_end(self, signals: DeferredSignals) -> None:
-        """Handles a signal that arrives while the end of an epoch is handled.
-
-        A run with a checkpointer saves itself as it was before the end of the epoch. If the state
-        of the event is in use elsewhere, the signal is handled after the event.
-        """
-        self._loop.handle_signal_in_epoch_end(signals)
-
-    def close(self) -> None:
-        """Ends the run here, and waits until checkpoints are written."""
-        _close(self._events, self._loop)
-
-
-def _close(events: Generator[Event, None, None], loop: Loop) -> None:
-    events.close()
-    # A generator that was never started does not run its `finally` clauses.
-    if loop.saving is not None:
-        loop.saving.close()

@@ -163,7 +163,8 @@ class Saving:
             with processes.raise_in_all():
                 self._require_same_data(self._batches.restore(data, position.epoch, position.batch))
         # Later checkpoints that could not be read are damaged, and the run writes them again.
-        checkpointer._set_aside_later_steps(restored.position.step)
+        step = restored.position.step
+        processes.call_on_first(lambda: checkpointer._steps.set_aside_later(step))
         self._warn_of_differences(manifest, state)
         for name, part in self._parts.items():
             # A part that is new in this run, such as another hook, keeps its initial state.

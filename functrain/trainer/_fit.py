@@ -22,8 +22,9 @@ from functrain.hooks._evaluate import Evaluate
 from functrain.hooks._hook import HookLike, HookRunner, triggers_of
 from functrain.hooks._terminate_on_nan import TerminateOnNaN
 from functrain.loop._events import Event, LogsReady
+from functrain.loop._iterator import Run
 from functrain.loop._require import require_state, require_training_step
-from functrain.loop._run import Run, begin_run, steps_taken
+from functrain.loop._run import begin_run, steps_taken
 from functrain.loop._saving import Saving
 from functrain.rewrites import Mode
 from functrain.step._metered import MeteredStep

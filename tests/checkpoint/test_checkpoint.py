@@ -183,7 +183,7 @@ def test_a_failed_overwrite_leaves_the_old_checkpoint(tmp_path, monkeypatch):
 
     save(tmp_path / "c", {"x": jnp.ones(1)})
     with monkeypatch.context() as patch:
-        patch.setattr(_storage, "_write_arrays", full_disk)
+        patch.setattr(_storage, "write_arrays", full_disk)
         with pytest.raises(OSError, match="no space"):
             save(tmp_path / "c", {"x": jnp.zeros(1)}, overwrite=True)
     assert load(tmp_path / "c", like={"x": jnp.zeros(1)})["x"] == 1

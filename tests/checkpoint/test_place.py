@@ -82,7 +82,7 @@ def test_saving_again_does_not_delete_the_only_checkpoint_before_another_is_whol
     put(tmp_path / "c", 1)
     os.rename(tmp_path / "c", tmp_path / "c.functrain-old")
     with monkeypatch.context() as patch:
-        patch.setattr(_storage, "_write_arrays", full_disk)
+        patch.setattr(_storage, "write_arrays", full_disk)
         with pytest.raises(OSError, match="no space"):
             put(tmp_path / "c", 2, overwrite=True)
     assert value(tmp_path / "c") == 1

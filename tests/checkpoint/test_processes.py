@@ -163,9 +163,9 @@ TOGETHER = """
         said(checkpoints.save)(make(9), 9)
         said(checkpoints._prepare)()
 
-    from functrain.checkpoint import _storage
+    from functrain.checkpoint import _arrays, _storage
 
-    real = _storage._write_arrays
+    real = _storage.write_arrays
 
     def full(path, leaves, check):
         raise OSError("the disk is full")
@@ -182,13 +182,13 @@ TOGETHER = """
     with ft.Checkpointer(f"{folder}/run") as checkpoints:
         for failing in (0, 1):
             for other in (real, slow):
-                _storage._write_arrays = full if own == failing else other
+                _storage.write_arrays = full if own == failing else other
                 said(checkpoints.save)(make(3), 3)
-        _storage._write_arrays = real
+        _storage.write_arrays = real
         said(checkpoints.save)(make(4), 4)
         print(checkpoints.steps())
 
-    real_read = _storage._StoredArrays._read_shard
+    real_read = _arrays._StoredArrays._read_shard
 
     def read(self, *args):
         if own:
@@ -197,9 +197,9 @@ TOGETHER = """
         self._check()
         return real_read(self, *args)
 
-    _storage._StoredArrays._read_shard = read
+    _arrays._StoredArrays._read_shard = read
     said(ft.load)(f"{folder}/one", make(0))
-    _storage._StoredArrays._read_shard = real_read
+    _arrays._StoredArrays._read_shard = real_read
     print(values(ft.load(f"{folder}/one", make(0))))
 
     def fit(**when):

@@ -13,7 +13,7 @@ import optax
 import pytest
 
 import functrain as ft
-from functrain.checkpoint import _checkpointer
+from functrain.checkpoint import _writer
 from tests.conftest import digest
 
 TX = optax.sgd(0.1)
@@ -119,7 +119,7 @@ def test_a_thread_that_cannot_begin_is_an_error_and_not_waited_for(monkeypatch) 
     def no_more_threads(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    background = _checkpointer._Writer()
+    background = _writer.Writer()
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", no_more_threads)
         with pytest.raises(RuntimeError, match="can't start new thread"):

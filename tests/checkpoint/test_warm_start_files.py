@@ -16,7 +16,7 @@ import pytest
 import safetensors.numpy
 
 import functrain as ft
-from functrain.checkpoint._warm_start import open_arrays
+from functrain.checkpoint._array_files import open_arrays
 
 
 def write_safetensors(path, arrays):

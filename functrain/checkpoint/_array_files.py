@@ -1,0 +1,190 @@
+"""Readers of files of arrays: checkpoints, safetensors, HDF5 and Keras archives.
+
+No file is trusted: nothing is unpickled, no code is run, and specs are known before any array is
+read.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+import tempfile
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import IO, Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from functrain.checkpoint import _errors, _leaves
+from functrain.checkpoint._arrays import DTYPES, read_leaves
+from functrain.checkpoint._manifest import STATE, read_manifest
+from functrain.common import _tree
+from functrain.common._library import import_optional
+
+
+class ArrayFile(NamedTuple):
+    """An open file of arrays.
+
+    Attributes:
+      specs: Dtype and shape of each array, such as ``float32[8, 3]``, by path.
+      read: Given a path, returns the array; given also a box, that part of it.
+    """
+
+    specs: Mapping[str, str]
+    read: Callable[..., np.ndarray]
+
+
+def open_arrays(path: str) -> contextlib.AbstractContextManager[ArrayFile]:
+    """Opens a checkpoint, or a file of a format that its suffix tells."""
+    if os.path.isdir(path):
+        return _open_checkpoint(path)
+    readers = {".safetensors": _open_safetensors, ".keras": _open_keras}
+    readers |= {".h5": _open_hdf5, ".hdf5": _open_hdf5}
+    suffix = os.path.splitext(path)[1].lower()
+    _errors.raise_mismatch_unless(
+        suffix in readers,
+        f"{path}: expected a checkpoint's directory, or a file named {', '.join(readers)}, got "
+        f"{f'one named {suffix}' if suffix else 'a file without a suffix'}. Convert it.",
+    )
+    with open(path, "rb") as file:
+        first_bytes = file.read(2)
+    # A pickle starts with the opcode PROTO and a version up to 5.
+    is_pickle = first_bytes[:1] == b"\x80" and first_bytes[1:] <= b"\x05"
+    is_zip = first_bytes == b"PK" and suffix != ".keras"
+    _errors.raise_mismatch_unless(
+        not is_pickle and not is_zip,
+        f"{path}: expected a file of the format in its name, got "
+        f"{'a pickle' if is_pickle else 'a zip archive, as torch.save writes it'}. Nothing is "
+        "unpickled here: that can run code. If you trust the file, load it with the program that "
+        "wrote it, and save its arrays with safetensors.",
+    )
+    return readers[suffix](path)
+
+
+@contextlib.contextmanager
+def _open_checkpoint(directory: str) -> Iterator[ArrayFile]:
+    """Opens the state in a checkpoint; of a finished run, the state that it returned."""
+    manifest = read_manifest(directory)
+    tree = "final" if "final" in manifest["trees"] else STATE
+    names, specs = dict[str, str](), dict[str, str]()
+    for name, record in manifest["leaves"].items():
+        if _leaves.tree_name(name) == tree:
+            path = _leaves.leaf_path(name)
+            names[path], specs[path] = name, record["spec"]
+
+    def read(path: str, box: _leaves.Box | None = None) -> np.ndarray:
+        name = names[path]
+        uses = {name: lambda read_leaf: read_leaf(box)}
+        array: np.ndarray = read_leaves(directory, manifest, uses)[name]
+        return array
+
+    yield ArrayFile(specs, read)
+
+
+def import_safetensors() -> Any:
+    """Returns the library; the ImportError tells how to install it."""
+    to_install = "safetensors files need the library: pip install 'functrain[safetensors]'"
+    import_optional("safetensors.numpy", to_install)
+    return import_optional("safetensors", to_install)
+
+
+def _library_errors(path: str, *errors: type[Exception]) -> contextlib.AbstractContextManager[None]:
+    """Context manager that turns a library's errors into a CheckpointCorruptError."""
+    return _errors.corrupt_on(
+        *errors,
+        expected=f"{path}: expected an intact {os.path.splitext(path)[1]} file",
+        advice="It is damaged, cut short, or not of the format in its name.",
+    )
+
+
+@contextlib.contextmanager
+def _open_safetensors(path: str) -> Iterator[ArrayFile]:
+    library = import_safetensors()
+    # Opening it checks the header, its offsets, and the length of the file.
+    with _library_errors(path, library.SafetensorError), library.safe_open(path, "numpy"):
+        pass
+    # The arrays are read here, because the library returns NumPy's own dtypes and bfloat16, but
+    # not float8.
+    with open(path, "rb") as file:
+        header_length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(header_length))
+    header.pop("__metadata__", None)
+
+    def read(name: str, box: _leaves.Box | None = None) -> np.ndarray:
+        dtype = jnp.dtype(DTYPES[header[name]["dtype"]])
+        begin, end = header[name]["data_offsets"]
+        offset = 8 + header_length + begin
+        data = np.fromfile(path, np.uint8, end - begin, offset=offset)
+        array: np.ndarray = data.view(dtype).reshape(header[name]["shape"])
+        return array if box is None else array[box]
+
+    specs = {}
+    for name, record in header.items():
+        dtype = DTYPES.get(record["dtype"], record["dtype"])
+        specs[name] = _tree.format_spec(dtype, record["shape"])
+    yield ArrayFile(specs, read)
+
+
+@contextlib.contextmanager
+def _open_hdf5(path: str, file: IO[bytes] | None = None) -> Iterator[ArrayFile]:
+    """Opens an HDF5 file, or one within an archive. Links to other files are not followed."""
+    import h5py
+
+    datasets: dict[str, Any] = {}
+
+    def add_dataset(name: str, node: Any) -> None:
+        if isinstance(node, h5py.Dataset):
+            datasets[name] = node
+
+    def read(name: str, box: _leaves.Box | None = None) -> np.ndarray:
+        with _library_errors(path, OSError):
+            raw = datasets[name][() if box is None else box]
+        return np.asarray(raw).view(_hdf5_dtype(datasets[name]))
+
+    with contextlib.ExitStack() as stack:
+        with _library_errors(path, OSError, RuntimeError):
+            stack.enter_context(h5py.File(file or path, "r")).visititems(add_dataset)
+        specs = {}
+        for name, dataset in datasets.items():
+            _errors.raise_mismatch_unless(
+                not dataset.external and not dataset.is_virtual,
+                f"{path}: expected arrays within the file, got {name}, whose values are in "
+                "another file. Such files are not read. Copy the values into one file.",
+            )
+            specs[name] = _tree.format_spec(_hdf5_dtype(dataset), dataset.shape or ())
+        yield ArrayFile(specs, read)
+
+
+def _hdf5_dtype(dataset: Any) -> np.dtype:
+    """Returns the dtype of a dataset. HDF5 has no bfloat16: Keras marks it by an attribute."""
+    is_bfloat16 = dataset.attrs.get("dtype") == "bfloat16" and dataset.dtype.itemsize == 2
+    return jnp.dtype("bfloat16") if is_bfloat16 else dataset.dtype
+
+
+@contextlib.contextmanager
+def _open_keras(path: str) -> Iterator[ArrayFile]:
+    """Opens the weights in a Keras archive, which has checksums. Its config is not read."""
+    member = "model.weights.h5"
+    zip_errors = (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError)
+    with tempfile.TemporaryFile() as weights:
+        with _library_errors(path, *zip_errors), zipfile.ZipFile(path) as archive:
+            names = archive.namelist()
+            _errors.raise_mismatch_unless(
+                member in names,
+                f"{path}: expected an archive with {member}, as Keras 3 saves it, got one with "
+                f"{names[:5]}. Save the model with Keras 3.",
+            )
+            info = archive.getinfo(member)
+            # A few kilobytes can expand to gigabytes. Weights hardly compress.
+            _errors.raise_mismatch_unless(
+                info.file_size <= max(2**28, 100 * info.compress_size),
+                f"{path}: expected {member} as Keras stores it, got {info.compress_size} bytes "
+                f"that stand for {info.file_size}. Such files are not read.",
+            )
+            with archive.open(member) as file:
+                shutil.copyfileobj(file, weights)
+        weights.seek(0)
+        with _open_hdf5(path, weights) as arrays:
+            yield arrays

@@ -1,0 +1,191 @@
+"""A directory with one checkpoint per step, such as `000000001200`, and with one writer."""
+
+import contextlib
+import math
+import os
+from collections.abc import Mapping
+
+from functrain.checkpoint import _manifest, _storage
+from functrain.checkpoint._errors import CheckpointCorruptError, CheckpointMismatchError
+from functrain.checkpoint._manifest import is_checkpoint, is_step_name
+from functrain.common import _direction, _locks
+from functrain.common._checks import require
+
+_LOCK_FILE, _DAMAGED = ".functrain-lock", "damaged-"
+
+
+class StepDirectory:
+    """The checkpoints in a directory. Only complete ones have the names of steps."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = _storage.resolve_local_path(path, "directory")
+        if os.path.lexists(self.path) and not os.path.isdir(self.path):
+            raise FileExistsError(
+                f"{self.path}: expected a directory for checkpoints, got a file. Choose another "
+                "path."
+            )
+        self._lock = _locks.Lock(os.path.join(self.path, _LOCK_FILE))
+
+    def steps(self) -> list[int]:
+        """Returns the steps that have a checkpoint, in ascending order."""
+        if not os.path.isdir(self.path):
+            return []
+        steps = set()
+        for name in os.listdir(self.path):
+            step_name = name.removesuffix(_storage.OLD)
+            path = os.path.join(self.path, name)
+            if not is_step_name(step_name):
+                continue
+            if is_checkpoint(path):
+                steps.add(int(step_name))
+            elif not os.path.lexists(path):
+                return self.steps()  # the writer has replaced it since the listing
+        return sorted(steps)
+
+    def target(self, step: int) -> str:
+        """Returns the path where the checkpoint of a step belongs."""
+        return os.path.join(self.path, f"{step:012d}")
+
+    def find(self, step: int) -> str:
+        """Returns the path of an existing checkpoint; raises FileNotFoundError if there is none."""
+        steps = self.steps()
+        expected = f"one of the steps that have a checkpoint, {steps}"
+        require(step in steps, self.path, expected, step, error=FileNotFoundError)
+        return _storage.find_checkpoint(self.target(step))
+
+    def verify(self, step: int | None) -> dict[int, str]:
+        """Verifies a checkpoint, or all; see `Checkpointer.verify`."""
+        damage: dict[int, str] = {}
+        for n in self.steps() if step is None else [step]:
+            try:
+                _storage.verify(self.find(n))
+            except (CheckpointCorruptError, CheckpointMismatchError, FileNotFoundError) as error:
+                if step is None and n not in self.steps():
+                    continue  # the writer has removed it since the listing
+                if not isinstance(error, CheckpointCorruptError):
+                    raise
+                damage[n] = str(error)
+        return damage
+
+    def require_writable(self) -> None:
+        """Creates and locks the directory, and cleans up what killed saves left.
+
+        Raises RuntimeError if another checkpointer writes to it. Reading needs no lock.
+        """
+        if self._lock.is_held():
+            return
+        os.makedirs(self.path, exist_ok=True)
+        self._lock.acquire()
+        try:
+            for entry in list(os.scandir(self.path)):
+                if is_step_name(entry.name):
+                    _require_replaceable(entry)
+            _storage.clean_up(self.path)
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def release(self) -> None:
+        """Lets others write."""
+        self._lock.release()
+
+    def remove(self, step: int) -> None:
+        """Removes a checkpoint. A kill leaves it complete, or not under its name."""
+        _storage.undo_interrupted_replace(self.target(step))
+        _storage.remove(self.target(step))
+
+    def remove_surplus(self, keep: int, best: int | None) -> None:
+        """Removes all checkpoints but the best one and the newest `keep`."""
+        for step in self.steps()[:-keep]:
+            if step != best:
+                self.remove(step)
+
+    def remove_later(self, step: int) -> None:
+        """Removes the checkpoints of later steps."""
+        for later_step in self._later(step):
+            self.remove(later_step)
+
+    def set_aside_later(self, step: int) -> None:
+        """Renames the checkpoints of later steps, which are damaged."""
+        for later_step in self._later(step):
+            new_path = os.path.join(self.path, f"{_DAMAGED}{later_step:012d}")
+            _storage.remove(new_path)
+            with contextlib.suppress(OSError):
+                os.rename(self.target(later_step), new_path)
+
+    def _later(self, step: int) -> list[int]:
+        """Returns the later steps, the last one first: a kill leaves no gap."""
+        return [x for x in reversed(self.steps()) if x > step]
+
+
+def _require_replaceable(entry: os.DirEntry[str]) -> None:
+    """Raises FileExistsError if something else than a checkpoint has the name of a step."""
+    is_folder = entry.is_dir(follow_symlinks=False)
+    is_empty_folder = is_folder and not os.listdir(entry.path)
+    if not is_empty_folder and not is_checkpoint(entry.path):
+        content = "folder of something else" if is_folder else "file or link"
+        raise FileExistsError(
+            f"{entry.path}: expected a checkpoint, got a {content} under the name of a step. Move "
+            "it away."
+        )
+
+
+class Monitor:
+    """The values of one name in the checkpoints of a directory. None monitors nothing."""
+
+    def __init__(self, name: str | None, mode: _direction.Mode, directory: StepDirectory) -> None:
+        self._name, self._directory = name, directory
+        self._sign = 1.0 if name is None else _direction.sign(name, mode)
+        self._values: dict[int, float] = {}  # by step, as far as they have been saved or read
+
+    def best(self) -> int | None:
+        """Returns the step of the best value; None if there is none."""
+        return best_step(self._saved_values(), self._sign)
+
+    def is_improved(self, value: float) -> bool:
+        """Returns True if a value is better than every saved one."""
+        saved = self._saved_values()
+        best = best_step(saved, self._sign)
+        if best is None:
+            return not math.isnan(value)
+        return self._sign * value < self._sign * saved[best]
+
+    def record(self, step: int, values: Mapping[str, float]) -> None:
+        """Stores the value of a checkpoint that has been written; NaN if it has none."""
+        if self._name is not None:
+            self._values[step] = values.get(self._name, math.nan)
+
+    def _saved_values(self) -> dict[int, float]:
+        """Returns the values by step, NaN where none was saved."""
+        if self._name is None:
+            return {}
+        values = {}
+        for step in self._directory.steps():
+            # A damaged checkpoint has no value, and so is never best.
+            with contextlib.suppress(CheckpointCorruptError, ValueError, OSError):
+                if step not in self._values:
+                    path = _storage.find_checkpoint(self._directory.target(step))
+                    saved = _manifest.read_manifest(path)["values"]
+                    # The writer's thread may have stored a newer one in the meantime.
+                    self._values.setdefault(step, saved.get(self._name, math.nan))
+                values[step] = self._values[step]
+        return values
+
+
+def best_step(values: Mapping[int, float], sign: float) -> int | None:
+    """Returns the step with the best value, the first of equal ones. NaN is never best.
+
+    `sign` is 1.0 if less is better, and -1.0 if more is better.
+    """
+    numbers = {step: sign * x for step, x in values.items() if not math.isnan(x)}
+    return min(sorted(numbers), key=numbers.__getitem__, default=None)
+
+
+def find_checkpoints(path: str | os.PathLike[str], expected: str) -> tuple[str, list[str]]:
+    """Returns a real path, and the checkpoints in it, oldest first; or itself if there are none."""
+    path = _storage.find_checkpoint(os.path.realpath(path), expected)
+    if not os.path.isdir(path):
+        return path, [path]
+    directory = StepDirectory(path)
+    checkpoints = [_storage.find_checkpoint(directory.target(x)) for x in directory.steps()]
+    return path, checkpoints or [path]
