@@ -1,15 +1,20 @@
 """The memory and the cost of training a Keras model on devices that need not be there."""
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import keras
 
 import functrain as ft
-from bridge.state import keras_state
-from bridge.state._keras_state import variable_lists
+from bridge import keras_private
+from bridge.state import KerasState
+from bridge.state._keras_state import require_compiled, variable_lists, variable_values
 from bridge.train._compiling import cached_for
 from bridge.train._steps import KerasStep
+from functrain.internal import require
+from functrain.internal import tree as _tree
 
 
 def memory(
@@ -25,7 +30,8 @@ def memory(
     Args:
       model: A compiled model.
       batch: A batch of full size as `fit` passes it to the model, such as ``(x, y)``: arrays or
-        shapes (`jax.ShapeDtypeStruct`).
+        shapes (`jax.ShapeDtypeStruct`). For a model with several inputs, x is a dict, as
+        ``model.input`` is. A model of keras_hub takes what its preprocessor returns.
       fuse: Steps per program; None for the number that ``fuse="auto"`` chooses.
       target: The devices to compile for, from `functrain.target`; by default this machine.
       sharding: The sharding of one batch, or a mesh; see `functrain.fit`.
@@ -35,6 +41,7 @@ def memory(
       named as the model's variables.
 
     Raises:
+      TypeError: A leaf of the batch is no array of numbers, and no shape of one.
       ValueError: The model is not compiled.
 
     Examples:
@@ -45,16 +52,17 @@ def memory(
       >>> bridge.memory(model, batch, target=ft.target()).fits
       True
     """
-    needed = ft.inspect.memory(
-        keras_state(model, batch),
-        _training_step(model),
-        batch,
-        fuse=fuse,
-        target=target,
-        sharding=sharding,
-        # `fit` moves the values out of the variables, which keep no second copy.
-        donate=True,
-    )
+    with _batch_notes(batch):
+        needed = ft.inspect.memory(
+            _built_state(model, batch),
+            _training_step(model),
+            batch,
+            fuse=fuse,
+            target=target,
+            sharding=sharding,
+            # `fit` moves the values out of the variables, which keep no second copy.
+            donate=True,
+        )
     names = _variable_names(model)
     leaves = {names.get(path, path): size for path, size in needed.leaves.items()}
     return dataclasses.replace(needed, leaves=leaves)
@@ -64,7 +72,7 @@ def largest_batch(
     model: keras.Model,
     batch: Any,
     *,
-    multiple_of: int = 8,
+    multiple_of: int | None = None,
     fuse: int | None = None,
     target: ft.Target | None = None,
     sharding: Any = None,
@@ -76,10 +84,14 @@ def largest_batch(
     Args:
       model: As for `memory`.
       batch: A batch of any size to begin with.
-      multiple_of: Sizes that do not divide by this are not tried.
+      multiple_of: Sizes that do not divide by this are not tried; by default 8 for each of the
+        devices that share a batch.
       fuse: As for `memory`.
       target: As for `memory`.
       sharding: As for `memory`.
+
+    Returns:
+      The number of examples; 0 if not even `multiple_of` fit.
 
     Examples:
       >>> import bridge, functrain as ft, keras, numpy as np
@@ -89,16 +101,17 @@ def largest_batch(
       >>> bridge.largest_batch(model, batch, target=ft.target()) > 32
       True
     """
-    return ft.inspect.largest_batch(
-        keras_state(model, batch),
-        _training_step(model),
-        batch,
-        multiple_of=multiple_of,
-        fuse=fuse,
-        target=target,
-        sharding=sharding,
-        donate=True,
-    )
+    with _batch_notes(batch):
+        return ft.inspect.largest_batch(
+            _built_state(model, batch),
+            _training_step(model),
+            batch,
+            multiple_of=multiple_of,
+            fuse=fuse,
+            target=target,
+            sharding=sharding,
+            donate=True,
+        )
 
 
 def cost(
@@ -133,14 +146,42 @@ def cost(
       >>> bridge.cost(model, batch, fuse=8).flops
       1024
     """
-    return ft.inspect.cost(
-        keras_state(model, batch),
-        _training_step(model),
-        batch,
-        fuse=fuse,
-        target=target,
-        sharding=sharding,
-    )
+    with _batch_notes(batch):
+        return ft.inspect.cost(
+            _built_state(model, batch),
+            _training_step(model),
+            batch,
+            fuse=fuse,
+            target=target,
+            sharding=sharding,
+        )
+
+
+def _built_state(model: keras.Model, batch: Any) -> KerasState:
+    """Builds a model for batches like this one; returns its variables' arrays, not copied."""
+    require_compiled(model)
+    expected = "arrays of numbers, or their shapes such as jax.ShapeDtypeStruct((32, 8), 'float32')"
+    for path, leaf in _tree.leaves_with_path(batch):
+        is_valid = (
+            _tree.is_array(leaf) and leaf.shape and getattr(leaf.dtype, "kind", "f") not in "USO"
+        )
+        advice = f"The leaf is at {path}. The batch is (x, y), as fit would make it."
+        if getattr(model, "preprocessor", None) is not None:
+            advice += " Pass what model.preprocessor returns."
+        require(is_valid, "batch", expected, leaf, advice, error=TypeError)
+    keras_private.trainer.build(model, batch)
+    return variable_values(model)
+
+
+@contextlib.contextmanager
+def _batch_notes(batch: Any) -> Iterator[None]:
+    """Context manager: adds a note to the errors of a batch without labels."""
+    try:
+        yield
+    except Exception as error:
+        if not isinstance(batch, tuple | list) or len(batch) < 2:
+            error.add_note("The batch has no labels. If the loss needs them, pass (x, y).")
+        raise
 
 
 def _training_step(model: keras.Model) -> KerasStep:

@@ -13,6 +13,7 @@ from functrain.common import _repr, _tree
 from functrain.common._checks import is_number, require, require_integer
 from functrain.common._platform import platform_of
 from functrain.common._types import PyTree
+from functrain.common._warnings import warn
 from functrain.data._batch import require_batch
 from functrain.engine import _placement
 from functrain.engine._plan import auto_steps, nbytes
@@ -78,7 +79,7 @@ def lower_fit(
     check_step(step)
     require_batch(batch)
     if fuse is not None:
-        require_integer("fuse", fuse)
+        require_integer("fuse", fuse, advice="Leave it out for the number that a fit chooses.")
     order = f"The arguments are {name}(state, step, batch)."
     _require_leaves("state", state, lambda x: _tree.is_array(x) or is_number(x), "an array", order)
     expected = "an array [B, ...]"
@@ -92,6 +93,7 @@ def lower_fit(
     elif target is not None:
         default = SingleDeviceSharding(target.devices[0])
     carry = _carry(step, state, default)
+    _warn_about_idle_devices(target, carry)
     platform, accelerator = platform_of(carry), accelerator_of(carry)
     chip = accelerator or chip_of(jax.devices()[0])
     if target is not None:
@@ -116,7 +118,8 @@ def _require_devices(target: Any, state: PyTree, sharding: NamedSharding | None)
     if target is None:
         return
     expected = "a target from functrain.target, or None"
-    require(isinstance(target, Target), "target", expected, target, error=TypeError)
+    advice = f"Pass functrain.target({target!r})." if isinstance(target, str) else ""
+    require(isinstance(target, Target), "target", expected, target, advice, error=TypeError)
     devices = set(target.devices)
     if sharding is not None:
         advice = "Make the mesh with target.mesh({'data': -1})."
@@ -131,13 +134,25 @@ def _require_devices(target: Any, state: PyTree, sharding: NamedSharding | None)
         require(is_of_target, "state", f"leaves on the devices of {target}", own_sharding, advice)
 
 
+def _warn_about_idle_devices(target: Target | None, carry: PyTree) -> None:
+    """Warns if a program for a slice would run on one of its devices."""
+    if target is None or len(target.devices) == 1 or target.devices[0] in jax.devices():
+        return
+    if all(x.sharding.num_devices == 1 for x in jax.tree.leaves(carry)):
+        warn(
+            f"target: {target.name!r} has {len(target.devices)} devices, and without sharding= the "
+            "program uses one of them. Pass sharding=target.mesh({'data': -1})."
+        )
+
+
 def _require_leaves(
     name: str, tree: PyTree, is_valid: Callable[[Any], Any], expected: str, order: str
 ) -> None:
     """Raises TypeError if a leaf of the argument is not valid."""
     for path, x in _tree.leaves_with_path(tree):
         advice = f"The leaf is at {path}. {order}"
-        require(is_valid(x), name, f"{expected} or its shape", x, advice, error=TypeError)
+        expected_leaf = f"{expected} or its jax.ShapeDtypeStruct"
+        require(is_valid(x), name, expected_leaf, x, advice, error=TypeError)
 
 
 def _carry(step: Any, state: PyTree, default: Sharding | None) -> PyTree:

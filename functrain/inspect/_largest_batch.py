@@ -5,12 +5,14 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from functrain.common import _tree
 from functrain.common._checks import require, require_integer
 from functrain.common._types import PyTree, Step
 from functrain.engine import _placement
 from functrain.inspect._memory import memory
+from functrain.targets._chips import Chip, accelerator_of
 from functrain.targets._target import Target
 
 
@@ -19,7 +21,7 @@ def largest_batch(
     step: Step[Any],
     batch: PyTree,
     *,
-    multiple_of: int = 8,
+    multiple_of: int | None = None,
     fuse: int | None = None,
     target: Target | None = None,
     sharding: _placement.ShardingArg = None,
@@ -29,14 +31,14 @@ def largest_batch(
 
     Memory grows almost in proportion to the batch, so each size that is tried follows from those
     before it, until the answer is known to within a sixteenth or `multiple_of`. For each size a
-    program is compiled, which takes seconds to minutes. Nothing runs.
+    program is compiled, which takes seconds to minutes; three to ten sizes are tried. Nothing runs.
 
     Args:
       state: As for `memory`.
       step: As for `memory`.
       batch: A batch of any size to begin with. The first axis of all its leaves is the examples.
-      multiple_of: Sizes that do not divide by this are not tried, such as 8 times the number of
-        devices.
+      multiple_of: Sizes that do not divide by this are not tried; by default 8 for each of the
+        devices that share a batch.
       fuse: Steps per program; by default, what ``fuse="auto"`` would choose for each size.
       target: As for `memory`.
       sharding: As for `memory`.
@@ -46,7 +48,8 @@ def largest_batch(
       The number of examples; 0 if not even `multiple_of` fit.
 
     Raises:
-      ValueError: The memory of the device is not known: pass a target; or `multiple_of` is below 1.
+      ValueError: The memory of the device is not known: pass a target; or `multiple_of` is not a
+        multiple of the number of devices that share a batch.
 
     Examples:
       >>> import functrain as ft, jax, jax.numpy as jnp
@@ -57,7 +60,15 @@ def largest_batch(
       >>> size > 64, size % 8
       (True, 0)
     """
+    mesh_sharding = _placement.batch_sharding(sharding)
+    shards = _shard_count(mesh_sharding)
+    multiple_of = 8 * shards if multiple_of is None else multiple_of
     require_integer("multiple_of", multiple_of)
+    expected = f"a multiple of {shards}, the number of devices that share a batch"
+    require(multiple_of % shards == 0, "multiple_of", expected, multiple_of)
+    expected = "the devices, such as functrain.target('tpu:v5e')"
+    advice = "How much memory a CPU may use is unknown; functrain.target() allows all of it."
+    require(target or _accelerator(state, mesh_sharding), "target", expected, target, advice)
     examples = {np.shape(x)[0] for x in jax.tree.leaves(batch) if np.shape(x)}
     require(len(examples) == 1, "batch", "leaves with one first axis, the examples", batch)
     largest, too_large = 0, math.inf
@@ -68,12 +79,13 @@ def largest_batch(
         needed = memory(
             state, step, shapes, fuse=fuse, target=target, sharding=sharding, donate=donate
         )
-        if needed.chip is None:
-            expected = "the devices, such as functrain.target('tpu:v5e')"
-            raise ValueError(
-                f"target: expected {expected}, since the memory of this one is unknown"
-            )
-        totals[count] = needed.total
+        assert needed.chip is not None
+        room = needed.chip.memory_bytes
+        # What a batch of no examples would need.
+        copies = needed.original_state + needed.recovery_copy + needed.checkpoint_copy
+        totals |= {0: needed.state + copies, count: needed.total}
+        if totals[0] > room:
+            return 0
         if needed.fits:
             largest = count
         else:
@@ -81,7 +93,21 @@ def largest_batch(
         tolerance = max(1, largest // 16)
         if too_large - largest <= tolerance:
             return largest * multiple_of
-        count = _next_count(totals, needed.chip.memory_bytes, largest, too_large, tolerance)
+        count = _next_count(totals, room, largest, too_large, tolerance)
+
+
+def _accelerator(state: PyTree, sharding: NamedSharding | None) -> Chip | None:
+    """Returns the accelerator of this machine, or of the placed arguments, if there is one."""
+    replicated = None if sharding is None else NamedSharding(sharding.mesh, PartitionSpec())
+    return accelerator_of((state, jax.ShapeDtypeStruct((), np.float32, sharding=replicated)))
+
+
+def _shard_count(sharding: NamedSharding | None) -> int:
+    """Returns the number of parts that the examples of a batch are divided into."""
+    if sharding is None:
+        return 1
+    examples = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:1]))
+    return sharding.num_devices // examples.shard_shape((sharding.num_devices,))[0]
 
 
 def _next_count(
@@ -90,7 +116,7 @@ def _next_count(
     """Returns the size to try next: where a line through two sizes reaches the room.
 
     Args:
-      totals: The bytes of the sizes that were tried.
+      totals: The bytes of the sizes that were tried, and of none.
       room: The bytes that there are.
       largest: The largest size that fits.
       too_large: The smallest size that does not fit.
@@ -98,11 +124,14 @@ def _next_count(
     """
     nearest = sorted(totals, key=lambda count: abs(totals[count] - room))[:2]
     low, high = min(nearest), max(nearest)
-    if low == high:
-        return max(1, low * 2 if largest else low // 2)
     slope = max(1.0, (totals[high] - totals[low]) / (high - low))
     # A little less, since a size that fits is what is looked for.
-    guess = int(0.98 * (low + (room - totals[low]) / slope))
+    guess = 0.98 * (low + (room - totals[low]) / slope)
+    # The TPU compiler computes values twice rather than exceed the memory. From there on the totals
+    # stay below the room, and do not say how far it is to the first size that does not fit.
+    is_full = sum(0.95 * room < total <= room for total in totals.values()) > 1
+    if is_full or len(totals) > 6:
+        guess = (largest + min(too_large, 2 * largest or too_large)) / 2
     upper = min(too_large - 1, max(1, largest) * 16)
     return int(min(max(guess, largest + tolerance), upper))
 

@@ -86,7 +86,10 @@ class Memory:
         return f"Memory({total}: state={state}, k={self.k}{fits})"
 
     def __str__(self) -> str:
-        """Returns a table of the largest leaves, the parts of the state and all other memory."""
+        """Returns a table of the largest leaves, the parts of the state and all other memory.
+
+        It is at most 80 columns wide.
+        """
         sections: tuple[Mapping[str, int], ...] = (
             _largest(self.leaves),
             {f"{name} (total)": size for name, size in self.parts.items()},
@@ -95,7 +98,7 @@ class Memory:
                 "your original state": self.original_state,
                 "recovery copy": self.recovery_copy,
                 "checkpoint copy": self.checkpoint_copy,
-                f"{CHUNKS} chunks of {self.k} batches": self.chunks,
+                f"{CHUNKS} chunks of {self.k} batch{'es' * (self.k > 1)}": self.chunks,
                 "logs": self.logs,
                 "program temporaries": self.temporaries,
                 **({"padding": self.padding} if self.padding else {}),
@@ -111,7 +114,9 @@ class Memory:
         free_bytes = chip.memory_bytes - self.total
         size, room = _repr.format_bytes(abs(free_bytes)), _repr.format_bytes(chip.memory_bytes)
         if free_bytes >= 0:
-            return [f"It fits: {size} of {room} are free ({chip.name})."]
+            lines = [f"It fits: {size} of {room} are free ({chip.name})."]
+            is_tight = free_bytes * 50 < chip.memory_bytes
+            return lines + ["Evaluations, hooks and compiled code are not counted."] * is_tight
         return [f"It does not fit: {size} more than {room} ({chip.name}).", *self.advice()]
 
     def advice(self) -> list[str]:
@@ -153,7 +158,9 @@ def _largest(leaves: Mapping[str, int]) -> dict[str, int]:
 
 
 def _format_rows(section: Mapping[str, int]) -> list[tuple[str, str]]:
-    return [(name, _repr.format_bytes(size)) for name, size in section.items()]
+    return [
+        (_repr.shorten_start(name, 60), _repr.format_bytes(size)) for name, size in section.items()
+    ]
 
 
 def memory(

@@ -28,6 +28,7 @@ def mesh(
       A mesh of all these devices, in an order that suits the machine (`jax.make_mesh`).
 
     Raises:
+      TypeError: `axes` is not a mapping.
       ValueError: The sizes do not use all devices.
 
     Examples:
@@ -37,6 +38,8 @@ def mesh(
       True
     """
     device_count = jax.device_count() if devices is None else len(devices)
+    expected = "sizes by name, such as {'data': -1}"
+    require(isinstance(axes, Mapping), "axes", expected, axes, error=TypeError)
     sizes = dict(axes)
     fixed_sizes = [size for size in sizes.values() if size != -1]
     is_valid = len(sizes) - len(fixed_sizes) <= 1 and all(is_integer(n, 1) for n in fixed_sizes)

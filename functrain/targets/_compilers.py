@@ -15,12 +15,9 @@ from functrain.common._checks import require
 from functrain.common._library import import_optional
 from functrain.targets._chips import Chip, known_chip
 
-# The smallest topology of each generation that libtpu knows, and the range of sizes for messages.
-TPUS = {
-    "v5e": ("2x2", "2x2, 2x4, 4x4, ... 16x16"),
-    "v5p": ("2x2x1", "2x2x1 to 16x16x24"),
-    "v6e": ("2x2", "2x2, 2x4, 4x4, ... 16x16"),
-}
+# The topologies of the slices of each generation, from the smallest that libtpu knows.
+_FLAT = "2x2, 2x4, 4x4, 4x8, 8x8, 8x16, 16x16"
+TPUS = {"v5e": _FLAT, "v5p": "2x2x1 to 16x16x24", "v6e": _FLAT}
 
 
 class Gpu(NamedTuple):
@@ -83,16 +80,18 @@ def tpu_devices(name: str) -> tuple[jax.Device, ...]:
     """
     generation, _, topology = name.partition(":")
     names = ", ".join(map(repr, known_targets()))
-    require(generation in TPUS, "name", names, f"tpu:{name}")
-    smallest, sizes = TPUS[generation]
+    advice = "A slice is named by its topology: 'tpu:v5e:8x8' has 64 chips."
+    require(generation in TPUS, "name", names, f"tpu:{name}" if name else "tpu", advice)
+    sizes = TPUS[generation]
+    smallest = re.split(", | to ", sizes)[0]
     advice = f"pip install 'jax[tpu]=={jax.__version__}', or 'functrain[tpu]'"
     import_optional("libtpu", f"The compiler for TPUs is not installed: {advice}")
     for variable, value in _WITHOUT_TPU.items():
         os.environ.setdefault(variable, value)
     expected = f"a topology of {generation} ({sizes}), or none for one chip"
-    # libtpu also accepts topologies with more axes, which no slice has.
-    has_right_axes = not topology or topology.count("x") == smallest.count("x")
-    require(has_right_axes, "name", expected, f"tpu:{name}")
+    # libtpu also accepts topologies that no slice has: with more axes, or larger ones.
+    is_slice = topology.count("x") == 2 if generation == "v5p" else topology in sizes.split(", ")
+    require(not topology or is_slice, "name", expected, f"tpu:{name}")
     with _explained(f"tpu:{name}", expected, advice):
         devices = _describe("tpu", f"{generation}:{topology or smallest}")
     return devices if topology else devices[:1]
@@ -103,7 +102,8 @@ def cuda_devices(name: str) -> tuple[tuple[jax.Device, ...], Chip]:
     if "gpu_device_info" in name:
         config = name
     else:
-        require(name in GPUS, "name", ", ".join(map(repr, known_targets())), f"cuda:{name}")
+        names = ", ".join(map(repr, known_targets()))
+        require(name in GPUS, "name", names, f"cuda:{name}" if name else "cuda")
         config = _target_config(GPUS[name])
     chip = _chip_of_config(config)
     advice = f"pip install 'jax[cuda12]=={jax.__version__}', or 'functrain[cuda]'"

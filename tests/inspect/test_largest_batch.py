@@ -48,13 +48,68 @@ def test_it_is_that_of_a_search_through_all_sizes(kib: int, first: int) -> None:
 
 
 def test_zero_says_that_not_even_the_smallest_fits() -> None:
-    assert ft.inspect.largest_batch(STATE, step, batch(64), target=chip_with(100)) == 0
+    state = 4 * WIDTH * WIDTH
+    for room in (100, 3 * state + 100):
+        assert ft.inspect.largest_batch(STATE, step, batch(64), target=chip_with(room)) == 0
+
+
+def sizes_tried_on(room: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Returns a list that sizes are added to; the compiler of their device makes room.
+
+    Up to 200 examples memory grows with the batch, up to 560 it stays at 15,000 bytes.
+    """
+    sizes: list[int] = []
+
+    def memory(state: Any, step: Any, shapes: Any, **options: Any) -> ft.inspect.Memory:
+        examples = shapes[0].shape[0]
+        sizes.append(examples)
+        temporaries = 70 * min(examples, 200) if examples <= 560 else 70 * examples
+        chip = chip_with(room).chip
+        return ft.inspect.Memory(1, {"w": 1000}, {}, 0, 0, 0, 0, temporaries, chip=chip)
+
+    monkeypatch.setattr("functrain.inspect._largest_batch.memory", memory)
+    return sizes
+
+
+@pytest.mark.parametrize("first", [8, 64, 512, 4096])
+def test_few_sizes_are_tried_though_memory_does_not_grow_with_all_of_them(
+    first: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = sizes_tried_on(15_500, monkeypatch)
+    found = ft.inspect.largest_batch(STATE, step, batch(first), target=ft.target())
+    assert 560 * 16 / 17 - 8 < found <= 560
+    assert len(tried) <= 10
+
+
+def test_a_state_beyond_the_memory_needs_one_size_to_say_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tried = sizes_tried_on(999, monkeypatch)
+    assert ft.inspect.largest_batch(STATE, step, batch(64), target=ft.target()) == 0
+    assert tried == [64]
 
 
 def test_sizes_are_multiples() -> None:
     target = chip_with(100 * 1024)
     found = ft.inspect.largest_batch(STATE, step, batch(64), multiple_of=24, target=target)
     assert found % 24 == 0
+
+
+def test_sizes_divide_over_the_devices_that_share_a_batch() -> None:
+    target, options = chip_with(100 * 1024), {"fuse": 2}
+    mesh = target.mesh({"data": -1})
+    found = ft.inspect.largest_batch(
+        STATE, step, batch(64), target=target, sharding=mesh, **options
+    )
+    assert found % 16 == 0
+    # Each of the two devices has half of the batch.
+    alone = ft.inspect.largest_batch(STATE, step, batch(64), target=target, **options)
+    assert 1.8 * alone < found < 2.2 * alone
+    expected = "multiple_of: expected a multiple of 2, the number of devices that share a batch"
+    with pytest.raises(ValueError, match=expected):
+        ft.inspect.largest_batch(
+            STATE, step, batch(64), target=target, sharding=mesh, multiple_of=7
+        )
 
 
 def test_a_machine_of_unknown_memory_asks_for_a_target() -> None:

@@ -170,18 +170,36 @@ def test_small_leaves_of_a_large_model_share_a_row() -> None:
     assert "other leaves" not in str(ft.inspect.memory(create(), STEP, BATCH))
 
 
+def test_the_table_is_at_most_80_columns_wide() -> None:
+    leaves = {f"optimizer/adam/{'self_attention_layer_' * 5}{i}_velocity": 1000 for i in range(5)}
+    text = str(ft.inspect.Memory(1, leaves, {"optimizer": 2**60}, 0, 0, 0, 0, 0))
+    assert max(map(len, text.splitlines())) <= 80
+    assert text.count("_velocity ") == 5, "the ends of long names, which differ, are shown"
+    assert "3 chunks of 1 batch " in text
+
+
+@pytest.mark.parametrize(("free", "lines"), [(100, 1), (10, 2)])
+def test_a_close_fit_says_what_is_not_counted(free: int, lines: int) -> None:
+    chip = ft.target().chip._replace(memory_bytes=1000)
+    verdict = str(ft.inspect.Memory(1, {"w": 1000 - free}, {}, 0, 0, 0, 0, 0, chip=chip))
+    _, _, verdict = verdict.partition("It fits: ")
+    assert len(verdict.splitlines()) == lines
+    assert ("not counted" in verdict) == (lines == 2)
+
+
 def test_what_is_no_step_no_state_and_no_number_is_refused() -> None:
     with pytest.raises(TypeError, match=r"step: expected .* got the loss"):
         ft.inspect.memory(create(), loss_fn, BATCH)  # type: ignore[arg-type]  # it is refused
     with pytest.raises(
-        TypeError, match=r"state: expected an array or its shape, got 'text'. The leaf is at a."
+        TypeError,
+        match=r"state: expected an array or its jax\.Shape.*, got 'text'. The leaf is at a.",
     ):
         ft.inspect.memory({"a": "text"}, STEP, BATCH)
     with pytest.raises(ValueError, match="fuse: expected an integer of at least 1, got 0"):
         ft.inspect.memory(create(), STEP, BATCH, fuse=0)
     with pytest.raises(
         TypeError,
-        match=r"batch: expected an array \[B, \.\.\.\] or its shape, got 4.*memory\(state, st",
+        match=r"batch: expected an array \[B, \.\.\.\] or its jax\.Sh.*, got 4.*memory\(state, st",
     ):
         ft.inspect.memory(3, STEP, 4)
 

@@ -119,6 +119,16 @@ def test_the_largest_batch_fits_and_a_larger_one_does_not(v5e: ft.Target) -> Non
     assert not fits(found + max(1024, found // 16))
 
 
+@pytest.mark.tpu
+def test_one_device_of_a_slice_without_a_mesh_is_warned_about() -> None:
+    target, arguments = ft.target("tpu:v5e:2x2"), ({"w": f32(8)}, add_mean, f32(8, 8))
+    with pytest.warns(UserWarning, match=r"has 4 devices.* Pass sharding=target.mesh\("):
+        ft.inspect.memory(*arguments, target=target, fuse=2)
+    # A warning would be an error.
+    mesh = target.mesh({"data": -1})
+    ft.inspect.memory(*arguments, target=target, fuse=2, sharding=mesh)
+
+
 # --- cost ----------------------------------------------------------------------------------------
 
 

@@ -33,7 +33,13 @@ def test_an_unknown_name_lists_those_that_are_known(name: str) -> None:
         ft.target(name)
     message = str(raised.value)
     assert all(repr(known) in message for known in known_targets())
-    assert message.count(f"got '{name}") == 1
+    assert message.count(f"got '{name.removesuffix(':')}'") == 1
+
+
+@pytest.mark.parametrize("name", ["tpu:v5e-64", "tpu:v5litepod-64"])
+def test_a_slice_named_by_its_size_is_told_to_name_its_topology(name: str) -> None:
+    with pytest.raises(ValueError, match=r"topology: 'tpu:v5e:8x8' has 64 chips"):
+        ft.target(name)
 
 
 @pytest.mark.parametrize("name", [3, ("tpu:v5e",), b"tpu:v5e"])
@@ -81,7 +87,7 @@ def test_a_configuration_without_a_field_is_refused_with_its_name(field: str) ->
 
 
 @pytest.mark.tpu
-@pytest.mark.parametrize("topology", ["3x3", "abc", "2x2x2", "0x0", "2x2:3", "17x17"])
+@pytest.mark.parametrize("topology", ["3x3", "abc", "2x2x2", "0x0", "2x2:3", "17x17", "1x1"])
 def test_a_topology_that_does_not_exist_is_refused_with_those_that_do(topology: str) -> None:
     expected = rf"expected a topology of v5e \(2x2, .* 16x16\).*, got 'tpu:v5e:{topology}'"
     with pytest.raises(ValueError, match=expected):
@@ -187,6 +193,12 @@ def test_a_mesh_of_other_sizes_is_refused_with_the_sizes_there_are(
 @pytest.mark.parametrize("axes", [{}, {"data": 0}, {"data": -1, "model": -1}, {"data": "2"}])
 def test_axes_without_a_meaning_are_refused(axes: Any) -> None:
     with pytest.raises(ValueError, match="axes: expected sizes of at least 1"):
+        ft.target().mesh(axes)
+
+
+@pytest.mark.parametrize("axes", [8, "data", ["data"]])
+def test_axes_that_have_no_names_are_refused(axes: Any) -> None:
+    with pytest.raises(TypeError, match=r"axes: expected sizes by name, such as {'data': -1}"):
         ft.target().mesh(axes)
 
 

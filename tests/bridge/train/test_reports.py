@@ -82,6 +82,40 @@ def resized(examples: int) -> Any:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct((examples, *x.shape[1:]), x.dtype), SHAPES)
 
 
+def test_the_variables_are_not_copied(model: keras.Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(tree: Any) -> Any:
+        raise AssertionError("copied")
+
+    monkeypatch.setattr("bridge.state._keras_state._tree.copy", refuse)
+    with pytest.raises(AssertionError, match="copied"):
+        bridge.keras_state(model, SHAPES)
+    monkeypatch.setattr("functrain.inspect._fit_program._tree.copy", lambda tree: tree)
+    bridge.memory(model, SHAPES)
+
+
+@pytest.mark.parametrize("x", [["a", "b"], np.array(["a", "b"]), 32, (32, 8)])
+def test_data_that_are_no_numbers_are_refused_with_what_to_pass(x: Any, model: keras.Model) -> None:
+    with pytest.raises(TypeError, match=r"batch: expected arrays of numbers, .*\(x, y\)"):
+        bridge.memory(model, (x, Y))
+
+
+def test_a_model_with_a_preprocessor_asks_for_what_it_returns() -> None:
+    model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
+    model.compile("adam", "mse")
+    model.preprocessor = lambda x, y: (x, y)
+    with pytest.raises(TypeError, match=r"Pass what model\.preprocessor"):
+        bridge.memory(model, (np.array(["a", "b"]), Y[:2]))
+
+
+def test_a_batch_without_labels_is_noted(model: keras.Model) -> None:
+    for batch in (X, (X,)):
+        with pytest.raises(ValueError, match="None") as raised:
+            bridge.cost(model, batch)
+        assert "The batch has no labels. If the loss needs them, pass (x, y)." in (
+            raised.value.__notes__
+        )
+
+
 def test_a_model_that_is_not_compiled_is_refused() -> None:
     model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
     for report in (bridge.memory, bridge.cost, bridge.largest_batch):
