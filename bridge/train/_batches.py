@@ -221,10 +221,6 @@ def keras_batches(
       steps: Steps per epoch, or None.
       trains: True requires that the devices divide every batch evenly.
       **options: shuffle and class_weight.
-
-    Raises:
-      ValueError: Keras rejects the data, there is no batch, or an array holds integers that jax
-        would cut to 32 bits.
     """
     x, y, sample_weight = data
     local = x if isinstance(x, Local) else None

@@ -36,10 +36,6 @@ def require_model(model: Any) -> None:
     """Raises an error for an object that is not a Keras model, or prepares its own data.
 
     Warns if the model's class overrides loops that are not called.
-
-    Raises:
-      TypeError: `model` is not a keras.Model.
-      ValueError: `model` has a preprocessor, as tasks of keras_hub do.
     """
     if not keras_private.trainer.is_trainer(model):
         raise TypeError(
@@ -107,14 +103,7 @@ def require_arguments(
 ) -> None:
     """Raises an error for wrong values of the arguments that fit, evaluate and predict share.
 
-    Args:
-      x: The data.
-      y: Their labels, or None.
-      fuse: Steps per program.
-      rewrites: Which operations to rewrite.
-      verbose: How to show the progress.
-      callbacks: Keras callbacks.
-      **numbers: By the names of the arguments, None or integers of at least 1.
+    `numbers` are, by the names of the arguments, None or integers of at least 1.
     """
     require_fuse(fuse)
     resolve_mode(rewrites)
@@ -290,17 +279,7 @@ def require_validation(
     """Raises ValueError for arrays that the model's test_step cannot evaluate.
 
     Only arrays are checked, since looking at other data might use them up. A step is traced if a
-    batch has another form than one of the training data.
-
-    Args:
-      model: A compiled model, built as far as the training data allow.
-      data: The `validation_data` of `fit`.
-      training: x, y and sample_weight of training.
-      batch_size: Examples per step of an evaluation, or None.
-      steps: Steps per evaluation, or None.
-
-    Raises:
-      ValueError: There is no batch, the step cannot be traced, or Keras rejects the data.
+    batch has another form than one of the training data: x, y and sample_weight in `training`.
     """
     if isinstance(data, tuple | list) and not 1 <= len(data) <= 3:
         raise ValueError(

@@ -52,15 +52,7 @@ def begin(
     first_epoch: int = 0,
     saving: Saving | None = None,
 ) -> Run:
-    """Begins a run in functrain's loop that takes a model's own steps over the hook's batches.
-
-    Args:
-      hook: Calls the callbacks.
-      options: Options of the run.
-      epochs: Number of the epoch to stop before.
-      first_epoch: Number of the first one.
-      saving: Saves the run, and resumes it.
-    """
+    """Begins a run in functrain's loop that takes a model's own steps over the hook's batches."""
     model, kind, batches = hook.model, hook.kind, hook.batches
     # The cached step keeps its compiled programs.
     step = cached_for(model, kind, lambda: KerasStep(model, kind))
@@ -157,13 +149,7 @@ def run_fit(
 def run_evaluate(
     hook: KerasHook, options: Options, act_on_signals: Callable[[], None]
 ) -> dict[str, Any]:
-    """Evaluates a built model and returns its metrics.
-
-    Args:
-      hook: Calls the callbacks.
-      options: Options of the run.
-      act_on_signals: Called after each chunk.
-    """
+    """Evaluates a built model and returns its metrics; calls `act_on_signals` after each chunk."""
     hook.begin()
     run = begin(hook, options)
     with contextlib.closing(run), _assign_at_end(hook, run):

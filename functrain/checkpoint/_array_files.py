@@ -17,8 +17,9 @@ from typing import IO, Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from functrain.checkpoint import _errors, _leaves
+from functrain.checkpoint import _leaves
 from functrain.checkpoint._arrays import DTYPES, read_leaves
+from functrain.checkpoint._errors import CheckpointMismatchError, corrupt_on
 from functrain.checkpoint._manifest import STATE, read_manifest
 from functrain.common import _tree
 from functrain.common._library import import_optional
@@ -43,23 +44,23 @@ def open_arrays(path: str) -> contextlib.AbstractContextManager[ArrayFile]:
     readers = {".safetensors": _open_safetensors, ".keras": _open_keras}
     readers |= {".h5": _open_hdf5, ".hdf5": _open_hdf5}
     suffix = os.path.splitext(path)[1].lower()
-    _errors.raise_mismatch_unless(
-        suffix in readers,
-        f"{path}: expected a checkpoint's directory, or a file named {', '.join(readers)}, got "
-        f"{f'one named {suffix}' if suffix else 'a file without a suffix'}. Convert it.",
-    )
+    if suffix not in readers:
+        raise CheckpointMismatchError(
+            f"{path}: expected a checkpoint's directory, or a file named {', '.join(readers)}, got "
+            f"{f'one named {suffix}' if suffix else 'a file without a suffix'}. Convert it."
+        )
     with open(path, "rb") as file:
         first_bytes = file.read(2)
     # A pickle starts with the opcode PROTO and a version up to 5.
     is_pickle = first_bytes[:1] == b"\x80" and first_bytes[1:] <= b"\x05"
     is_zip = first_bytes == b"PK" and suffix != ".keras"
-    _errors.raise_mismatch_unless(
-        not is_pickle and not is_zip,
-        f"{path}: expected a file of the format in its name, got "
-        f"{'a pickle' if is_pickle else 'a zip archive, as torch.save writes it'}. Nothing is "
-        "unpickled here: that can run code. If you trust the file, load it with the program that "
-        "wrote it, and save its arrays with safetensors.",
-    )
+    if is_pickle or is_zip:
+        raise CheckpointMismatchError(
+            f"{path}: expected a file of the format in its name, got "
+            f"{'a pickle' if is_pickle else 'a zip archive, as torch.save writes it'}. Nothing is "
+            "unpickled here: that can run code. If you trust the file, load it with the program "
+            "that wrote it, and save its arrays with safetensors."
+        )
     return readers[suffix](path)
 
 
@@ -92,7 +93,7 @@ def import_safetensors() -> Any:
 
 def _library_errors(path: str, *errors: type[Exception]) -> contextlib.AbstractContextManager[None]:
     """Context manager that turns a library's errors into a CheckpointCorruptError."""
-    return _errors.corrupt_on(
+    return corrupt_on(
         *errors,
         expected=f"{path}: expected an intact {os.path.splitext(path)[1]} file",
         advice="It is damaged, cut short, or not of the format in its name.",
@@ -148,11 +149,11 @@ def _open_hdf5(path: str, file: IO[bytes] | None = None) -> Iterator[ArrayFile]:
             stack.enter_context(h5py.File(file or path, "r")).visititems(add_dataset)
         specs = {}
         for name, dataset in datasets.items():
-            _errors.raise_mismatch_unless(
-                not dataset.external and not dataset.is_virtual,
-                f"{path}: expected arrays within the file, got {name}, whose values are in "
-                "another file. Such files are not read. Copy the values into one file.",
-            )
+            if dataset.external or dataset.is_virtual:
+                raise CheckpointMismatchError(
+                    f"{path}: expected arrays within the file, got {name}, whose values are in "
+                    "another file. Such files are not read. Copy the values into one file."
+                )
             specs[name] = _tree.format_spec(_hdf5_dtype(dataset), dataset.shape or ())
         yield ArrayFile(specs, read)
 
@@ -171,18 +172,18 @@ def _open_keras(path: str) -> Iterator[ArrayFile]:
     with tempfile.TemporaryFile() as weights:
         with _library_errors(path, *zip_errors), zipfile.ZipFile(path) as archive:
             names = archive.namelist()
-            _errors.raise_mismatch_unless(
-                member in names,
-                f"{path}: expected an archive with {member}, as Keras 3 saves it, got one with "
-                f"{names[:5]}. Save the model with Keras 3.",
-            )
+            if member not in names:
+                raise CheckpointMismatchError(
+                    f"{path}: expected an archive with {member}, as Keras 3 saves it, got one with "
+                    f"{names[:5]}. Save the model with Keras 3."
+                )
             info = archive.getinfo(member)
             # A few kilobytes can expand to gigabytes. Weights hardly compress.
-            _errors.raise_mismatch_unless(
-                info.file_size <= max(2**28, 100 * info.compress_size),
-                f"{path}: expected {member} as Keras stores it, got {info.compress_size} bytes "
-                f"that stand for {info.file_size}. Such files are not read.",
-            )
+            if info.file_size > max(2**28, 100 * info.compress_size):
+                raise CheckpointMismatchError(
+                    f"{path}: expected {member} as Keras stores it, got {info.compress_size} bytes "
+                    f"that stand for {info.file_size}. Such files are not read."
+                )
             with archive.open(member) as file:
                 shutil.copyfileobj(file, weights)
         weights.seek(0)

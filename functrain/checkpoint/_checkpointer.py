@@ -35,8 +35,7 @@ class Restored(NamedTuple):
       state: The state, in the structure that was asked for.
       position: The position of the training.
       values: The values that were saved with it, such as ``{"val_loss": 0.3}``.
-      documents: The documents that were saved with it: by a run its history, and the states of
-        hooks and loader.
+      documents: The documents that were saved with it; by a run its history, hooks and data.
 
     Examples:
       >>> Restored(state=(), position=Position(step=3), values={}, documents={}).position.step
@@ -282,10 +281,9 @@ class Checkpointer:
         # Read before the clock: otherwise a save that ends in between would be overlooked.
         is_busy = self._writer.is_busy
         elapsed = time.perf_counter() - self._last_save_end
-        if is_busy or elapsed < self._last_save_seconds / self.budget:
-            self.skipped += 1
-            return False
-        return True
+        is_within = not is_busy and elapsed >= self._last_save_seconds / self.budget
+        self.skipped += not is_within
+        return is_within
 
     def _write(
         self,

@@ -2,7 +2,6 @@
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
 
 # Errors of parsing a file that was damaged or crafted: deep nesting ends in a RecursionError, and
 # a saved tensor in an ImportError if PyTorch is missing.
@@ -32,12 +31,6 @@ class CheckpointMismatchError(ValueError):
       >>> issubclass(CheckpointMismatchError, ValueError)
       True
     """
-
-
-def raise_mismatch_unless(condition: Any, message: str) -> None:
-    """Raises CheckpointMismatchError unless a condition holds."""
-    if not condition:
-        raise CheckpointMismatchError(message)
 
 
 @contextlib.contextmanager

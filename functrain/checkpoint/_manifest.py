@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from functrain._version import __version__
-from functrain.checkpoint._errors import PARSE_ERRORS, corrupt_on, raise_mismatch_unless
+from functrain.checkpoint._errors import PARSE_ERRORS, CheckpointMismatchError, corrupt_on
 from functrain.common import _tree
 from functrain.common._checks import require_instance
 from functrain.common._library import import_optional
@@ -53,11 +53,11 @@ def write_manifest(directory: str, entries: Mapping[str, Any], leaves: Mapping[s
 
 def read_manifest(directory: str) -> dict[str, Any]:
     """Returns the manifest of a checkpoint, if it is intact and of this format."""
-    raise_mismatch_unless(
-        is_checkpoint(directory),
-        f"{directory}: expected a checkpoint, got {describe_path(directory)}. Load what "
-        "functrain.save wrote, or the directory of one step of a functrain.Checkpointer.",
-    )
+    if not is_checkpoint(directory):
+        raise CheckpointMismatchError(
+            f"{directory}: expected a checkpoint, got {describe_path(directory)}. Load what "
+            "functrain.save wrote, or the directory of one step of a functrain.Checkpointer."
+        )
     path = os.path.join(directory, MANIFEST)
     with parsing(f"{path}: expected the manifest of a checkpoint"):
         with open_regular_file(path) as file:
@@ -65,12 +65,12 @@ def read_manifest(directory: str) -> dict[str, Any]:
         manifest = {"run": {}, "documents": {}, "values": {}, **sealed["checkpoint"]}
         if sealed["crc32"] != _checksum(sealed["checkpoint"]):
             raise ValueError("its checksum does not match")
-        raise_mismatch_unless(
-            manifest["format"] == FORMAT,
-            f"{directory}: expected a checkpoint of format {FORMAT}, got one of format "
-            f"{manifest['format']}, written by functrain {manifest['run'].get('functrain', '?')}. "
-            "Load it with that version.",
-        )
+        if manifest["format"] != FORMAT:
+            version = manifest["run"].get("functrain", "?")
+            raise CheckpointMismatchError(
+                f"{directory}: expected a checkpoint of format {FORMAT}, got one of format "
+                f"{manifest['format']}, written by functrain {version}. Load it with that version."
+            )
         for name, kind in _ENTRY_TYPES.items():
             require_instance(name, manifest[name], kind, f"a {kind.__name__}")
         for name, record in manifest["leaves"].items():

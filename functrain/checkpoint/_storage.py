@@ -273,9 +273,8 @@ def save(path: str | os.PathLike[str], state: PyTree, *, overwrite: bool = False
 
     entries = {"trees": [STATE], "run": _manifest.fingerprint(state)}
     # Two processes that save to one path take turns; readers find a complete checkpoint anyway.
-    with contextlib.ExitStack() as stack:
-        if _processes.is_first():
-            stack.enter_context(_locks.exclusive_access(os.path.dirname(target)))
+    lock = _locks.exclusive_access(os.path.dirname(target))
+    with lock if _processes.is_first() else contextlib.nullcontext():
         _processes.main_group.call_on_first(require_free)
         write_checkpoint(target, leaves, entries, _processes.main_group)
 

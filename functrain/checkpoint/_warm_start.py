@@ -288,21 +288,20 @@ def _require_same_specs(
     source: str, specs: Mapping[str, str], leaves: Mapping[str, Any], cast: bool
 ) -> None:
     """Raises CheckpointMismatchError for another shape or dtype. No array is read."""
-    lines, wrong_paths, all_castable = [], [], True
+    lines, all_castable = dict[str, str](), True
     for path, spec in specs.items():
         state_spec = _tree.strong_spec(leaves[path])
         shape = _float_shape(spec)
         is_castable = shape is not None and shape == _float_shape(state_spec)
         if spec != state_spec and not (cast and is_castable):
-            wrong_paths.append(path)
-            lines.append(f"{path}: the file has {spec}, the state {state_spec}")
+            lines[path] = f"{path}: the file has {spec}, the state {state_spec}"
             all_castable = all_castable and is_castable
     if lines:
         raise CheckpointMismatchError(
             f"{source}: expected the shapes and dtypes of the state, got others:\n"
-            f"{_tree.bullets(lines)}\nNothing was taken. "
+            f"{_tree.bullets(list(lines.values()))}\nNothing was taken. "
             f"{'To convert: cast=True. ' if all_castable else ''}"
-            f"To leave them unchanged: skip={wrong_paths[0]!r}, or a pattern."
+            f"To leave them unchanged: skip={next(iter(lines))!r}, or a pattern."
         )
 
 
@@ -317,10 +316,13 @@ def _float_shape(spec: str) -> tuple[int, ...] | None:
 
 def _require_values(leaves: Mapping[str, Any]) -> None:
     """Raises ValueError for leaves that have no values, and get none from the file."""
-    abstract = [p for p, x in leaves.items() if isinstance(x, jax.ShapeDtypeStruct)]
+
+    def has_no_values(leaf: Any) -> bool:
+        return isinstance(leaf, jax.ShapeDtypeStruct) or _tree.is_deleted(leaf)
+
     require_no_problems(
         "state",
-        abstract + [path for path, x in leaves.items() if _tree.is_deleted(x)],
+        [path for path, leaf in leaves.items() if has_no_values(leaf)],
         "arrays with values, neither abstract nor donated to a program, wherever none is taken",
         "Nothing was taken. Create the state with values, or use the one that the program "
         "returned.",

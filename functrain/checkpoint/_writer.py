@@ -24,16 +24,29 @@ class Writer:
 
     def start(self, work: Callable[[], None]) -> None:
         """Starts a task. The previous one has been waited for."""
+        task: futures.Future[None] = futures.Future()
 
         def run() -> None:
-            self._thread = threading.current_thread()
-            work()
+            if not task.set_running_or_notify_cancel():
+                return
+            try:
+                work()
+            except BaseException as error:
+                task.set_exception(error)
+            else:
+                task.set_result(None)
 
-        # The interpreter waits at exit for the threads of executors, even after a shutdown.
-        executor = futures.ThreadPoolExecutor(1, "functrain checkpoint")
-        self._task = executor.submit(run)
-        executor.shutdown(wait=False)
+        # Not the thread of an executor, which would never end if Ctrl-C interrupted its start. The
+        # interpreter waits at exit for threads that are not daemons.
+        thread = threading.Thread(target=run, name="functrain checkpoint", daemon=False)
+        self._task, self._thread = task, thread
         _unfinished.add(self)
+        try:
+            thread.start()
+        except BaseException:  # the system has no more threads, or Ctrl-C
+            if task.cancel():  # it has not begun, and will not
+                self._forget(task)
+            raise
 
     def wait(self) -> None:
         """Waits for the current task, and raises its error."""
@@ -43,16 +56,19 @@ class Writer:
         if task is None or threading.current_thread() is self._thread:
             return
         futures.wait([task])
+        self._forget(task)
+        task.result()
+
+    def _forget(self, task: futures.Future[None]) -> None:
         if self._task is task:  # otherwise another thread has waited, and started the next one
             self._task = self._thread = None
             _unfinished.discard(self)
-        task.result()
 
 
 _unfinished: set[Writer] = set()
 
 
-@atexit.register  # runs after the threads of executors have ended
+@atexit.register  # runs after the interpreter has waited for the threads
 def _report_failures() -> None:
     """Prints the errors of saves whose `wait` was never called."""
     for writer in list(_unfinished):

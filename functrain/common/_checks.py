@@ -71,7 +71,7 @@ def require_integer(name: str, value: Any, minimum: int = 1, advice: str = "") -
     require(is_integer(value, minimum), name, expected, value, advice)
 
 
-def require_one_of(name: str, value: Any, choices: Collection[Any], advice: str = "") -> None:
+def require_one_of(name: str, value: Any, choices: Collection[Any]) -> None:
     """Raises ValueError unless a value is one of the choices.
 
     Examples:
@@ -86,7 +86,7 @@ def require_one_of(name: str, value: Any, choices: Collection[Any], advice: str 
     expected = f"{', '.join(others)} or {last}" if others else last
     # The type is checked first: an array has no single truth value for `==`, and a list no hash.
     is_choice = isinstance(value, str | int | None) and value in choices
-    require(is_choice, name, expected, value, advice)
+    require(is_choice, name, expected, value)
 
 
 def require_instance(name: str, value: Any, classes: Any, expected: str, advice: str = "") -> None:

@@ -46,7 +46,7 @@ def require_match(name: str, pattern: str, paths: Collection[str]) -> None:
         )
 
 
-def closest_patterns(pattern: str, paths: Collection[str], max_count: int = 3) -> list[str]:
+def closest_patterns(pattern: str, paths: Collection[str]) -> list[str]:
     """Returns suggestions for a pattern that matches no path: similar patterns, or paths.
 
     Examples:
@@ -64,6 +64,6 @@ def closest_patterns(pattern: str, paths: Collection[str], max_count: int = 3) -
         parts = path.split("/")
         folders |= {"/".join(parts[:n]) for n in range(1, len(parts))}
     name = pattern.removesuffix("/**")
-    close = difflib.get_close_matches(name, sorted(folders | set(paths)), max_count, cutoff=0.3)
+    close = difflib.get_close_matches(name, sorted(folders | set(paths)), cutoff=0.3)
     suggestions = [f"{x}/**" if x in folders else x for x in close]
-    return suggestions or sorted(paths)[:max_count]
+    return suggestions or sorted(paths)[:3]

@@ -13,21 +13,21 @@ from functrain.common import _tree
 from functrain.common._types import PyTree
 
 
-def host_arrays(data: PyTree, name: str = "data") -> PyTree:
+def host_arrays(data: PyTree) -> PyTree:
     """Converts every leaf of a pytree to a NumPy array.
 
     Raises:
       TypeError: There is a list of numbers, or a leaf is a masked array, or has a dtype that jax
         does not support.
     """
-    require_no_number_lists(data, name)
+    require_no_number_lists(data, "data")
 
     def array(path: tuple[jax.tree_util.KeyEntry, ...], leaf: PyTree) -> np.ndarray:
-        require_unmasked(leaf, name, lambda: f" at {_tree.path_str(path)}")
+        require_unmasked(leaf, "data", lambda: f" at {_tree.path_str(path)}")
         x = np.asarray(leaf)
         if not is_supported_dtype(x.dtype):
             raise TypeError(
-                f"{name}: expected arrays of numbers, got {type(leaf).__name__} "
+                f"data: expected arrays of numbers, got {type(leaf).__name__} "
                 f"of {x.dtype} at {_tree.path_str(path)}. {dtype_advice(x.dtype)}"
             )
         return x

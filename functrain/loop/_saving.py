@@ -88,8 +88,6 @@ class Saving:
 
     Attributes:
       trigger: The trigger at whose steps chunks must end.
-      uses_preemption_service: True if JAX handles SIGTERM, so that several processes end at the
-        same step.
 
     Raises:
       TypeError: `checkpointer` is not a Checkpointer.
@@ -110,9 +108,9 @@ class Saving:
         self._evaluation = evaluation
         _require_no_clock(checkpointer)
         self.trigger = checkpointer.every
-        self.uses_preemption_service = _preemption.is_enabled()
         # JAX's preemption service has its own handler of SIGTERM.
-        terminate: Literal["none", "any"] = "none" if self.uses_preemption_service else "any"
+        self._uses_preemption_service = _preemption.is_enabled()
+        terminate: Literal["none", "any"] = "none" if self._uses_preemption_service else "any"
         self._signals = DeferredSignals(interrupt=False, terminate=terminate)
         self._is_to_end = False
         # An interval in seconds begins with the run.
@@ -231,7 +229,7 @@ class Saving:
     def is_asked_to_end(self) -> bool:
         """Returns True if the run must end now after SIGTERM; call it once after each event."""
         if not self._is_to_end:
-            if self.uses_preemption_service:
+            if self._uses_preemption_service:
                 self._is_to_end = _preemption.is_time_to_end()
             else:
                 # SIGTERM may reach only some of the processes, so they ask each other.

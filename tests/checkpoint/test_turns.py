@@ -125,3 +125,31 @@ def test_a_thread_that_cannot_begin_is_an_error_and_not_waited_for(monkeypatch) 
         with pytest.raises(RuntimeError, match="can't start new thread"):
             background.start(lambda: None)
     background.wait()
+
+
+def test_ctrl_c_while_the_thread_of_a_save_begins_loses_neither_the_save_nor_its_error(
+    monkeypatch,
+) -> None:
+    begun, released = threading.Event(), threading.Event()
+    start = threading.Thread.start
+
+    def interrupted_start(thread: threading.Thread) -> None:
+        start(thread)
+        assert begun.wait(60)
+        raise KeyboardInterrupt
+
+    def work() -> None:
+        begun.set()
+        assert released.wait(60)
+        raise OSError("the disk is full")
+
+    background = _writer.Writer()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", interrupted_start)
+        with pytest.raises(KeyboardInterrupt):
+            background.start(work)
+    assert background.is_busy
+    released.set()
+    with pytest.raises(OSError, match="the disk is full"):
+        background.wait()
+    assert not background.is_busy
