@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from functrain.checkpoint import _storage
-from functrain.checkpoint._arrays import read_leaves
+from functrain.checkpoint._arrays import read_array
 from functrain.checkpoint._errors import CheckpointCorruptError
 from functrain.checkpoint._leaves import leaf_path, tree_name
 from functrain.checkpoint._manifest import STATE, read_manifest
@@ -88,6 +88,7 @@ def _verify(checkpoints: list[str]) -> int:
 def list_checkpoints(path: str, checkpoints: list[str]) -> str:
     """Returns a table of the checkpoints in a directory."""
     steps = [int(os.path.basename(checkpoint)[:12]) for checkpoint in checkpoints]
+    # A damaged checkpoint has a row as well, with its step and its size.
     manifests = list(map(_read_manifest_if_intact, checkpoints))
     columns: list[Column] = [
         ("step", list(map("{:,}".format, steps))),
@@ -259,8 +260,9 @@ def differences(first: str, second: str) -> tuple[list[Difference], int]:
         elif a["spec"] != b["spec"]:
             description = f"{a['spec']} and {b['spec']}"
         elif _checksums(a) != _checksums(b):
-            arrays = _read(first, manifests[0], name), _read(second, manifests[1], name)
-            description, largest = _describe_difference(a["spec"], *arrays)
+            array = read_array(first, manifests[0], name)
+            other = read_array(second, manifests[1], name)
+            description, largest = _describe_difference(a["spec"], array, other)
         if description:
             shown_name = leaf_path(name) if tree_name(name) == STATE else name
             result.append(Difference(shown_name, description, largest))
@@ -270,11 +272,6 @@ def differences(first: str, second: str) -> tuple[list[Difference], int]:
 def _checksums(record: Mapping[str, Any]) -> list[Any]:
     """Returns box and checksum of each part of a leaf."""
     return [shard[2:] for shard in record["shards"]]
-
-
-def _read(directory: str, manifest: Mapping[str, Any], name: str) -> np.ndarray:
-    array: np.ndarray = read_leaves(directory, manifest, {name: lambda read: read()})[name]
-    return array
 
 
 def _describe_difference(spec: str, a: np.ndarray, b: np.ndarray) -> tuple[str, float | None]:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from functrain.checkpoint import _leaves
-from functrain.checkpoint._arrays import DTYPES, read_leaves
+from functrain.checkpoint._arrays import DTYPES, read_array
 from functrain.checkpoint._errors import CheckpointMismatchError, corrupt_on
 from functrain.checkpoint._manifest import STATE, read_manifest
 from functrain.common import _tree
@@ -76,10 +76,7 @@ def _open_checkpoint(directory: str) -> Iterator[ArrayFile]:
             names[path], specs[path] = name, record["spec"]
 
     def read(path: str, box: _leaves.Box | None = None) -> np.ndarray:
-        name = names[path]
-        uses = {name: lambda read_leaf: read_leaf(box)}
-        array: np.ndarray = read_leaves(directory, manifest, uses)[name]
-        return array
+        return read_array(directory, manifest, names[path], box)
 
     yield ArrayFile(specs, read)
 

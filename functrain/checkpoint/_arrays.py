@@ -139,8 +139,6 @@ def _chunk_boxes(shape: tuple[int, ...], itemsize: int) -> Iterator[Box]:
 
 # Reading arrays.
 
-_Shard = tuple[int, int, Box, str]  # process, offset in its file, box in the array, checksum
-
 
 class _StoredArrays(contextlib.ExitStack):
     """The arrays of a checkpoint. As a context manager, it closes their files."""
@@ -159,12 +157,16 @@ class _StoredArrays(contextlib.ExitStack):
             dtype, shape = _manifest.parse_spec(record.get("stored", record["spec"]))
             box = _leaves.full_box(shape) if box is None else box
             needed_shards, covered = [], 0
-            for shard_record in record["shards"]:
-                shard = self._parse_shard(shard_record, dtype.itemsize, shape)
-                common_size = _box_size(_intersection(shard[2], box))
+            for process, offset, text, checksum in record["shards"]:
+                shard_box = _text_to_box(text)
+                if _intersection(shard_box, _leaves.full_box(shape)) != shard_box:
+                    raise ValueError("a part of it is outside of it")
+                common_size = _box_size(_intersection(shard_box, box))
                 covered += common_size
+                # A checkpoint of many processes has many files: only those needed are opened.
                 if common_size:
-                    needed_shards.append(shard)
+                    self._require_bytes(process, offset, _box_size(shard_box) * dtype.itemsize)
+                    needed_shards.append((process, offset, shard_box, checksum))
             # Before memory is taken: a crafted spec may ask for terabytes.
             if covered != _box_size(box):
                 raise ValueError("parts of it are missing")
@@ -175,17 +177,10 @@ class _StoredArrays(contextlib.ExitStack):
             raise CheckpointCorruptError(getattr(error, "strerror", None) or error) from error
         return result
 
-    def _parse_shard(self, record: Any, itemsize: int, shape: tuple[int, ...]) -> _Shard:
-        """Returns process, offset, box and checksum of a shard; raises ValueError if impossible."""
-        process, offset, text, checksum = record
-        box = _text_to_box(text)
-        for side, length in zip(box, shape, strict=True):
-            if not 0 <= side.start <= side.stop <= length:
-                raise ValueError("a part of it is outside of it")
-        end = offset + _box_size(box) * itemsize
-        if offset < 0 or end > os.fstat(self._open(process).fileno()).st_size:
+    def _require_bytes(self, process: int, offset: int, count: int) -> None:
+        size = os.fstat(self._open(process).fileno()).st_size
+        if not 0 <= offset <= offset + count <= size:
             raise ValueError("its file is cut short")
-        return process, offset, box, checksum
 
     def _read_shard(
         self, process: int, offset: int, shard_box: Box, checksum: str, result: np.ndarray, box: Box
@@ -260,3 +255,11 @@ def read_leaves(
             "The checkpoint is damaged: take another."
         )
     return results
+
+
+def read_array(
+    directory: str, manifest: Mapping[str, Any], name: str, box: Box | None = None
+) -> np.ndarray:
+    """Reads one leaf as it is stored, or the part of it in a box."""
+    array: np.ndarray = read_leaves(directory, manifest, {name: lambda read: read(box)})[name]
+    return array

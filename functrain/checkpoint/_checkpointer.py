@@ -24,7 +24,6 @@ from functrain.engine._trigger import Every, Trigger, as_trigger
 
 # Given a manifest, returns the structures to load into, by name of the tree.
 _Likes = Callable[[dict[str, Any]], dict[str, PyTree]]
-# What was saved, the trees by name, and the manifest.
 _Content = tuple["Restored", dict[str, PyTree], dict[str, Any]]
 
 
@@ -381,6 +380,7 @@ class Checkpointer:
     def _read_step(self, step: int, likes: _Likes) -> _Content:
         directory = self._steps.find(step)
         manifest = _manifest.read_manifest(directory)
+        # No structure is needed for the arrays of documents: they are read by their names.
         names = [name for name in manifest["leaves"] if _leaves.tree_name(name) == DOCUMENTS]
         trees, arrays = _storage.read_trees(directory, manifest, likes(manifest), names)
         with _manifest.parsing(f"{directory}: expected a position and documents"):

@@ -1,12 +1,13 @@
 """A directory with one checkpoint per step, such as `000000001200`, and with one writer."""
 
 import contextlib
+import functools
 import math
 import os
 from collections.abc import Mapping
 
 from functrain.checkpoint import _manifest, _storage
-from functrain.checkpoint._errors import CheckpointCorruptError, CheckpointMismatchError
+from functrain.checkpoint._errors import CheckpointCorruptError
 from functrain.checkpoint._manifest import is_checkpoint, is_step_name
 from functrain.common import _direction, _locks
 from functrain.common._checks import require
@@ -32,6 +33,7 @@ class StepDirectory:
             return []
         steps = set()
         for name in os.listdir(self.path):
+            # If a replacement was interrupted, only the old checkpoint is there, under this name.
             step_name = name.removesuffix(_storage.OLD)
             path = os.path.join(self.path, name)
             if not is_step_name(step_name):
@@ -58,14 +60,17 @@ class StepDirectory:
         damage: dict[int, str] = {}
         for n in self.steps() if step is None else [step]:
             try:
-                _storage.verify(self.find(n))
-            except (CheckpointCorruptError, CheckpointMismatchError, FileNotFoundError) as error:
-                if step is None and n not in self.steps():
-                    continue  # the writer has removed it since the listing
-                if not isinstance(error, CheckpointCorruptError):
-                    raise
+                _storage.read_unless_replaced(self.target(n), functools.partial(self._verify, n))
+            except CheckpointCorruptError as error:
                 damage[n] = str(error)
+            except FileNotFoundError:
+                if step is not None:
+                    raise
+                # The writer has removed it since the listing.
         return damage
+
+    def _verify(self, step: int) -> None:
+        _storage.verify(self.find(step))
 
     def require_writable(self) -> None:
         """Creates and locks the directory, and cleans up what killed saves left.
@@ -77,6 +82,7 @@ class StepDirectory:
         os.makedirs(self.path, exist_ok=True)
         self._lock.acquire()
         try:
+            # A save would replace, and `keep` remove, whatever has the name of a step.
             for entry in list(os.scandir(self.path)):
                 if is_step_name(entry.name):
                     _require_replaceable(entry)
@@ -91,6 +97,7 @@ class StepDirectory:
 
     def remove(self, step: int) -> None:
         """Removes a checkpoint. A kill leaves it complete, or not under its name."""
+        # Otherwise the next cleaning would bring an old one back.
         _storage.undo_interrupted_replace(self.target(step))
         _storage.remove(self.target(step))
 

@@ -238,6 +238,7 @@ def _map_paths(source: str, file_paths: Collection[str], rename: Rename | None) 
 
 def _add_frozen(names: Mapping[str, str], merged: Mapping[str, str]) -> dict[str, str]:
     """Adds leaves whose paths differ only because a model is frozen, in the file or the state."""
+    # An exact match has precedence over one by the merged path.
     merged_names = {path: names[name] for name, path in merged_paths(names).items()}
     frozen_names = {p: merged_names[path] for p, path in merged.items() if path in merged_names}
     return {**frozen_names, **merged_names, **names}

@@ -13,7 +13,7 @@ import optax
 import pytest
 
 import functrain as ft
-from functrain.checkpoint import _writer
+from functrain.checkpoint import _storage, _writer
 from tests.conftest import digest
 
 TX = optax.sgd(0.1)
@@ -113,6 +113,22 @@ def test_threads_that_save_with_one_checkpointer_take_turns(tmp_path: pathlib.Pa
         assert in_threads(save, save, save) == [None] * 3
     assert checkpoints.verify() == {}
     assert checkpoints.latest() == 11
+
+
+def test_a_checkpoint_that_is_replaced_while_it_is_verified_is_not_called_damaged(
+    tmp_path, monkeypatch
+) -> None:
+    verify = _storage.verify
+    with ft.Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save({"w": np.zeros(3)}, 1)
+
+        def verify_too_late(directory: str) -> None:
+            monkeypatch.setattr(_storage, "verify", verify)
+            checkpoints.save({"w": np.ones(3)}, 1)
+            raise ft.CheckpointCorruptError("the files that were listed are gone")
+
+        monkeypatch.setattr(_storage, "verify", verify_too_late)
+        assert checkpoints.verify() == {}
 
 
 def test_a_thread_that_cannot_begin_is_an_error_and_not_waited_for(monkeypatch) -> None:
