@@ -62,7 +62,7 @@ def predict(
         them; None for the shapes of `inputs` only.
       platforms: The platforms that it will run on: "cpu", "cuda", "rocm", "tpu". By default, the
         platform that exports it.
-      rewrites: As for `fuse`, if "cpu" is the only platform; for others nothing is rewritten. Most
+      rewrites: As for `fuse`, if there is a single platform; for several nothing is rewritten. Most
         rewrites need to know all lengths: ``shapes=None``.
       overwrite: True replaces an existing file.
 
@@ -110,13 +110,17 @@ def predict(
         require(is_pair, "step", expected, result, advice, error=TypeError)
         return result[1]
 
-    # As in training, only programs for CPUs are rewritten. Any other name stands for the rest.
-    platform = "cpu" if set(platforms) == {"cpu"} else "gpu"
+    # Rewrites are for one platform, and a program for several cannot have those of each.
+    platform = _PLATFORMS.get(platforms[0], platforms[0]) if len(platforms) == 1 else "several"
     with tracing_guards(step), compiling_for(platform):
         program = _export(rewriting.optimize(predict, rewrites), inputs, shapes, platforms)
     data = _serialize(program)
     with atomic_write(path) as temporary, open(temporary, "wb") as file:
         file.write(data)
+
+
+# jax exports programs for kinds of GPUs.
+_PLATFORMS = {"cuda": "gpu", "rocm": "gpu"}
 
 
 def _as_platforms(platforms: str | Sequence[str] | None) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ from functrain.rewrites import _optimize
 from functrain.rewrites._frame import (
     describe_location,
     describe_types,
+    inline_calls,
     is_entered,
     select_rewrite,
     usable_rewrites,
@@ -27,7 +28,15 @@ from functrain.rewrites._rounding import find_possibly_unrounded
 
 _WIDTH = 80  # columns of a terminal
 # A step has many of these: they are listed only if a rewrite replaces them, otherwise counted.
-_COMMON = {primitives.dot_general_p, primitives.reduce_sum_p, primitives.scan_p}
+_COMMON = {
+    primitives.broadcast_in_dim_p,
+    primitives.dot_general_p,
+    primitives.gather_p,
+    primitives.reduce_sum_p,
+    primitives.scan_p,
+    primitives.scatter_add_p,
+    primitives.select_n_p,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,13 +158,15 @@ def explain_rewrites(
         return Explanation((), 0, f"The function runs unchanged: {error}")
     if chosen == "off":
         note = f"The function runs unchanged: rewrites are off (platform: {platform})."
-        return _explanation(closed, lambda eqn, _: _keep(eqn, "rewrites are off"), note)
-    failures = _optimize.rewrite_or_keep(closed, chosen)[1]
+        return _explanation(closed, platform, lambda eqn, _: _keep(eqn, "rewrites are off"), note)
+    if platform != "cpu":
+        closed = inline_calls(closed)
+    failures = _optimize.rewrite_or_keep(closed, chosen, platform)[1]
     note = "\n".join(map("A rewrite failed and is not used: {}".format, failures))
     failed = [getattr(failure, "rewrite", None) for failure in failures]
     # A failure that is not due to a certain rewrite turns off all of them.
-    rules = [] if None in failed else [rule for rule in _optimize.REWRITES if rule not in failed]
-    rules = usable_rewrites(closed, rules)
+    usable = usable_rewrites(closed, _optimize.rules_for(platform))
+    rules = [] if None in failed else [rule for rule in usable if rule not in failed]
     find_unrounded = functools.cache(find_possibly_unrounded)
 
     def verdict(eqn: core.JaxprEqn, jaxpr: core.Jaxpr) -> tuple[str, str]:
@@ -170,7 +181,7 @@ def explain_rewrites(
             return exact.name, exact.reason
         return "", f'{rule.name} changes last bits; rewrites="auto" uses it'
 
-    return _explanation(closed, verdict, note)
+    return _explanation(closed, platform, verdict, note)
 
 
 def _check_arguments(fn: Callable[..., Any], args: Any, kwargs: Any) -> None:
@@ -191,7 +202,10 @@ def _check_arguments(fn: Callable[..., Any], args: Any, kwargs: Any) -> None:
 
 
 def _explanation(
-    closed: Any, verdict: Callable[[core.JaxprEqn, core.Jaxpr], tuple[str, str]], note: str
+    closed: Any,
+    platform: str,
+    verdict: Callable[[core.JaxprEqn, core.Jaxpr], tuple[str, str]],
+    note: str,
 ) -> Explanation:
     """Groups equal equations into rows; `verdict` returns the rule and the reason for each."""
     primitives_with_rules = {rule.primitive for rule in _optimize.REWRITES}

@@ -1,10 +1,13 @@
 """The definition of a rewrite, and the pass that applies rewrites to a jaxpr."""
 
 import contextlib
+import functools
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.extend import core, source_info_util
 from jax.extend.core import primitives
@@ -30,16 +33,34 @@ class Rewrite(NamedTuple):
       applies_in_context: ``(eqn, jaxpr) -> bool``. Decides from the surrounding equations, after
         `applies` has returned True. The equation's outputs are variables of the jaxpr; its inputs
         may be variables that replace those of the jaxpr.
+      replace_in_context: ``(eqn, jaxpr) -> Replacement or None``. Used in place of `replace`, by
+        rules that need other variables than the inputs of the equation. None if the rule does not
+        apply.
+      platforms: The platforms that it is for: "cpu", "gpu", "tpu".
     """
 
     name: str
     primitive: core.Primitive
     applies: Callable[[core.JaxprEqn], bool]
-    replace: Callable[..., Any]
+    replace: Callable[..., Any] | None = None
     reason: str = ""
     is_exact: Callable[[core.JaxprEqn], bool] = lambda eqn: False
     required_primitive: core.Primitive | None = None
     applies_in_context: Callable[[core.JaxprEqn, core.Jaxpr], bool] = lambda eqn, jaxpr: True
+    replace_in_context: Callable[[core.JaxprEqn, core.Jaxpr], "Replacement | None"] | None = None
+    platforms: tuple[str, ...] = ("cpu",)
+
+
+class Replacement(NamedTuple):
+    """What replaces an equation: a function of variables that are computed before it.
+
+    Attributes:
+      fn: ``(*inputs) -> output``, plain `jax.lax` code, which captures no arrays.
+      inputs: Variables or literals of the jaxpr.
+    """
+
+    fn: Callable[..., Any]
+    inputs: Sequence[Any]
 
 
 class RewriteError(Exception):
@@ -68,6 +89,21 @@ _CALLS = {
     primitives.custom_jvp_call_p,
     primitives.custom_vjp_call_p,
 }
+
+# The calls that may be inlined, and the parameter that holds the called jaxpr.
+_INLINED = {
+    primitives.jit_p: "jaxpr",
+    primitives.custom_jvp_call_p: "call_jaxpr",
+    primitives.custom_vjp_call_p: "call_jaxpr",
+}
+
+# Operations on two arrays, one of which may have axes of length one where the other has not.
+_BROADCASTING = frozenset(
+    (
+        *("add", "add_any", "div", "eq", "ge", "gt", "le", "lt", "max", "min", "mul", "ne"),
+        *("pow", "rem", "sub"),
+    )
+)
 
 
 def is_entered(eqn: core.JaxprEqn) -> bool:
@@ -99,7 +135,9 @@ def select_rewrite(
         with _rewrite_scope(rewrite, eqn):
             if not rewrite.applies(eqn) or (exact_only and not rewrite.is_exact(eqn)):
                 continue
-            if rewrite.applies_in_context(eqn, jaxpr):
+            if not rewrite.applies_in_context(eqn, jaxpr):
+                continue
+            if rewrite.replace_in_context is None or rewrite.replace_in_context(eqn, jaxpr):
                 return rewrite
     return None
 
@@ -187,6 +225,21 @@ def rewrite_jaxpr(jaxpr: Any, rewrites: Sequence[Rewrite], exact_only: bool = Fa
     return _Pass(usable_rewrites(jaxpr, rewrites), exact_only).rewrite(jaxpr)
 
 
+def inline_calls(jaxpr: Any) -> Any:
+    """Returns a jaxpr without calls of jitted functions, so that rules see across their borders.
+
+    Arrays are broadcast by equations of their own, not by additions and the like. The equations of
+    such a function get the name stack and source line of the call. XLA inlines these calls too, so
+    the compiled program is the same.
+
+    Examples:
+      >>> import jax
+      >>> inline_calls(jax.make_jaxpr(jax.jit(jax.lax.sin))(1.0))
+      { lambda ; a:f32[]. let b:f32[] = sin a in (b,) }
+    """
+    return _Inliner([], exact_only=False).rewrite(jaxpr)
+
+
 class _Pass:
     """One pass over a jaxpr and the jaxprs inside it."""
 
@@ -236,7 +289,15 @@ class _Pass:
         """Returns the equations that replace one, and records its outputs' substitutions."""
         if rewrite := select_rewrite(self._rewrites, eqn, jaxpr, self._exact_only):
             with _rewrite_scope(rewrite, eqn):
-                eqns, outs = self._apply(rewrite, eqn)
+                if rewrite.replace_in_context is None:
+                    eqns, outs = self._apply(rewrite, eqn)
+                else:
+                    replacement = rewrite.replace_in_context(eqn, jaxpr)
+                    assert replacement is not None
+                    inputs = substitute(substitutions, replacement.inputs)
+                    with _context(eqn):
+                        closed = _trace_replacement(replacement.fn, eqn, inputs)
+                    eqns, outs = inline(core.jaxpr_as_fun(closed), eqn, inputs)
             if eqns and eqns[-1].primitive is primitives.transpose_p:
                 self._final_transposes[eqns[-1].outvars[0]] = eqns[-1]
         elif is_float32_conversion(eqn) and eqn.invars[0] in self._final_transposes:
@@ -274,6 +335,30 @@ class _Pass:
             items = list(map(self._rewrite_param, value))
             return value if _are_same(items, value) else type(value)(items)
         return value
+
+
+class _Inliner(_Pass):
+    """The pass of `inline_calls`."""
+
+    def _rewrite_equation(
+        self, eqn: core.JaxprEqn, jaxpr: core.Jaxpr, substitutions: dict[Any, Any]
+    ) -> list[core.JaxprEqn]:
+        if eqn.primitive in _INLINED:
+            called = self.rewrite(eqn.params[_INLINED[eqn.primitive]])
+            eqns, outs = inline(core.jaxpr_as_fun(called), eqn, eqn.invars)
+        elif eqn.primitive.name in _BROADCASTING:
+            eqns, outs = inline(functools.partial(_broadcast_apart, eqn), eqn, eqn.invars)
+        else:
+            return super()._rewrite_equation(eqn, jaxpr, substitutions)
+        substitutions.update(zip(eqn.outvars, outs, strict=True))
+        return eqns
+
+
+def _broadcast_apart(eqn: core.JaxprEqn, *inputs: jax.Array) -> list[jax.Array]:
+    result: Any = eqn.outvars[0].aval
+    # Scalars stay, since they are broadcast by every operation.
+    arrays = [x if x.ndim == 0 else jnp.broadcast_to(x, result.shape) for x in inputs]
+    return [eqn.primitive.bind(*arrays, **eqn.params)]
 
 
 def _are_same(new: Sequence[Any], old: Sequence[Any]) -> bool:
@@ -318,21 +403,33 @@ def _make_replacement(
     rewrite: Rewrite, eqn: core.JaxprEqn, later: Sequence[Rewrite], exact_only: bool
 ) -> Callable[..., list[Any]]:
     """Returns a function that computes an equation as the rewrite and the later ones want it."""
+    assert rewrite.replace is not None
+    fn = functools.partial(rewrite.replace, **eqn.params)
+    closed = _trace_replacement(fn, eqn, eqn.invars)
+    run: Callable[..., list[Any]] = core.jaxpr_as_fun(rewrite_jaxpr(closed, later, exact_only))
+    return run
+
+
+def _trace_replacement(fn: Callable[..., Any], eqn: core.JaxprEqn, inputs: Sequence[Any]) -> Any:
+    """Returns the jaxpr of a function that replaces an equation.
+
+    Raises:
+      TypeError: It captures arrays, or its outputs are not those of the equation.
+    """
     avals = [var.aval for var in eqn.outvars]
 
     def replace(*inputs: Any) -> list[Any]:
-        outs = rewrite.replace(*inputs, **eqn.params)
+        outs = fn(*inputs)
         outs = outs if eqn.primitive.multiple_results else [outs]
         return [retype(out, aval) for out, aval in zip(outs, avals, strict=True)]
 
-    closed: Any = jax.make_jaxpr(replace)(*(var.aval for var in eqn.invars))
+    closed: Any = jax.make_jaxpr(replace)(*(var.aval for var in inputs))
     # A captured array would become a constant of the user's program.
     if closed.consts:
         raise TypeError("expected a rewrite that captures no arrays, got one that does")
     if [out.str_short() for out in closed.out_avals] != [aval.str_short() for aval in avals]:
         raise TypeError(f"expected outputs {avals}, got {closed.out_avals}")
-    run: Callable[..., list[Any]] = core.jaxpr_as_fun(rewrite_jaxpr(closed, later, exact_only))
-    return run
+    return closed
 
 
 def _convert_then_transpose(
@@ -373,9 +470,27 @@ def find_consumers(var: Any, jaxpr: core.Jaxpr) -> list[core.JaxprEqn]:
     return [eqn for eqn in jaxpr.eqns if any(atom is var for atom in eqn.invars)]
 
 
+# Kept while the jaxpr lives: rules that look around ask for it at every equation.
+_producers: weakref.WeakKeyDictionary[core.Jaxpr, dict[Any, core.JaxprEqn]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
 def find_producers(jaxpr: core.Jaxpr) -> dict[Any, core.JaxprEqn]:
     """Returns the equation that computes each variable."""
-    return {out: eqn for eqn in jaxpr.eqns for out in eqn.outvars}
+    if jaxpr not in _producers:
+        _producers[jaxpr] = {out: eqn for eqn in jaxpr.eqns for out in eqn.outvars}
+    return _producers[jaxpr]
+
+
+def find_producer(atom: Any, jaxpr: core.Jaxpr) -> core.JaxprEqn | None:
+    """Returns the equation that computes an atom; None for an input of the jaxpr or a literal."""
+    return None if isinstance(atom, core.Literal) else find_producers(jaxpr).get(atom)
+
+
+def original_equation(eqn: core.JaxprEqn, jaxpr: core.Jaxpr) -> core.JaxprEqn:
+    """Returns the equation of the jaxpr, whose inputs have not been replaced yet."""
+    return find_producers(jaxpr)[eqn.outvars[0]]
 
 
 def substitute(substitutions: dict[Any, Any], atoms: Sequence[Any]) -> list[Any]:

@@ -11,20 +11,30 @@ from jax.extend import core
 
 from functrain.common._platform import current_platform
 from functrain.common._warnings import warn
-from functrain.rewrites._frame import Rewrite, RewriteError, retype, rewrite_jaxpr
+from functrain.rewrites._frame import (
+    Rewrite,
+    RewriteError,
+    inline_calls,
+    retype,
+    rewrite_jaxpr,
+)
 from functrain.rewrites.argmax import argmax, argmin
 from functrain.rewrites.attention_gradient import attention_gradient
 from functrain.rewrites.batch_groups import batch_groups
+from functrain.rewrites.broadcast_first import broadcast_first
 from functrain.rewrites.canonical_conv import canonical_conv
+from functrain.rewrites.centered_sum import centered_sum
 from functrain.rewrites.dense_gradient import dense_gradient
 from functrain.rewrites.depthwise_conv import depthwise_conv
 from functrain.rewrites.dot_conv import dot_conv
 from functrain.rewrites.gelu import gelu
 from functrain.rewrites.grouped_conv import grouped_conv
+from functrain.rewrites.label_pick import label_pick, label_pick_gradient
 from functrain.rewrites.max_pool import max_pool, max_pool_apart
 from functrain.rewrites.max_pool_gradient import max_pool_gradient
 from functrain.rewrites.patch_conv import patch_conv
 from functrain.rewrites.phased_conv import phased_conv
+from functrain.rewrites.pooled_gradient import bias_before_pooling, relu_before_pooling
 from functrain.rewrites.row_sum import row_sum
 from functrain.rewrites.shared_batch import shared_batch
 from functrain.rewrites.small_depthwise import small_depthwise
@@ -64,11 +74,17 @@ REWRITES: tuple[Rewrite, ...] = (
     argmin,
     row_sum,
     gelu,
+    label_pick,
+    label_pick_gradient,
+    centered_sum,
+    bias_before_pooling,
+    relu_before_pooling,
+    broadcast_first,
 )
 
 
 def optimize(fn: F, rewrites: Mode = "auto") -> F:
-    """Returns the function with its slow operations rewritten, if it is compiled for a CPU.
+    """Returns the function with its slow operations rewritten for the platform it is compiled for.
 
     The result traces `fn` once per call and evaluates the rewritten jaxpr, so jit it, or call it
     inside a jitted function. Differentiate and `vmap` the function before, not after: rewrites
@@ -101,7 +117,8 @@ def optimize(fn: F, rewrites: Mode = "auto") -> F:
     @functools.wraps(fn)
     def optimized(*args: Any, **kwargs: Any) -> Any:
         # Chosen for each program, since one may be compiled for a CPU and one for a GPU.
-        chosen = resolve_mode(rewrites)
+        platform = current_platform()
+        chosen = resolve_mode(rewrites, platform)
         if chosen == "off":
             return fn(*args, **kwargs)
         reason = ""
@@ -115,7 +132,7 @@ def optimize(fn: F, rewrites: Mode = "auto") -> F:
             outs = fn(*args, **kwargs)
             warn(f"Rewrites: the function runs unchanged: {reason}")
             return outs
-        closed, failures = rewrite_or_keep(closed, chosen)
+        closed, failures = rewrite_or_keep(closed, chosen, platform)
         for failure in failures:
             warn(
                 f"A rewrite failed and is skipped: {failure} Please report it. "
@@ -155,20 +172,34 @@ def trace(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, Any]:
     return jaxpr_and_shapes
 
 
-def rewrite_or_keep(closed: Any, chosen: Mode) -> tuple[Any, list[Exception]]:
-    """Returns a jaxpr rewritten in a mode, and the errors of the rewrites that were skipped."""
-    rules = REWRITES
+def rewrite_or_keep(closed: Any, chosen: Mode, platform: str) -> tuple[Any, list[Exception]]:
+    """Returns the rewritten jaxpr, and the errors of the rewrites that were skipped."""
+    rules = rules_for(platform)
     failures: list[Exception] = []
     # A rewrite must never stop a training: each that fails is removed, and the pass runs again.
     while True:
         try:
-            return rewrite_jaxpr(closed, rules, exact_only=chosen == "exact"), failures
+            return _rewrite(closed, rules, platform, exact_only=chosen == "exact"), failures
         except RewriteError as error:
             rules = tuple(rule for rule in rules if rule is not error.rewrite)
             failures.append(error)
         except Exception as error:
             # The pass itself failed, so no rewrite can be used.
             return closed, [*failures, error]
+
+
+def _rewrite(closed: Any, rules: tuple[Rewrite, ...], platform: str, *, exact_only: bool) -> Any:
+    """Returns a jaxpr rewritten for a platform."""
+    # The rules for CPUs were measured in one pass, with the calls as they are.
+    if platform != "cpu":
+        closed = rewrite_jaxpr(inline_calls(closed), rules, exact_only)
+    # The second pass sees what the first one has put in place of several equations.
+    return rewrite_jaxpr(closed, rules, exact_only)
+
+
+def rules_for(platform: str) -> tuple[Rewrite, ...]:
+    """Returns the rewrites for programs on a platform, in order of precedence."""
+    return tuple(rule for rule in REWRITES if platform in rule.platforms)
 
 
 def resolve_mode(rewrites: str = "auto", platform: str | None = None) -> Mode:
@@ -180,8 +211,7 @@ def resolve_mode(rewrites: str = "auto", platform: str | None = None) -> Mode:
         that of the program that is being traced, or else of the default device.
 
     Returns:
-      "off" for every platform but "cpu", because only XLA's CPU compiler needs rewrites; otherwise
-      the requested mode.
+      The requested mode, or "off" for a platform for which there are no rewrites.
 
     Raises:
       ValueError: One of the two is not "auto", "exact" or "off".
@@ -195,4 +225,4 @@ def resolve_mode(rewrites: str = "auto", platform: str | None = None) -> Mode:
     for name, value in (("rewrites", rewrites), ("FUNCTRAIN_REWRITES", requested)):
         if value not in get_args(Mode):
             raise ValueError(f"{name}: expected 'auto', 'exact' or 'off', got {value!r}")
-    return cast(Mode, requested) if (platform or current_platform()) == "cpu" else "off"
+    return cast(Mode, requested) if rules_for(platform or current_platform()) else "off"

@@ -28,11 +28,11 @@ class Lowered(NamedTuple):
 
 
 def lowered(state: Any, step: Any, batch: Any, platform: str) -> Lowered:
-    """Lowers K steps for a platform, with what functrain would decide there."""
+    """Lowers K steps for a platform, with what functrain would decide there but for rewrites."""
     chunk = jax.tree.map(lambda x: jax.ShapeDtypeStruct((K, *x.shape), x.dtype), batch)
     by_hand = jax.jit(lambda state, chunk: jax.lax.scan(step, state, chunk), donate_argnums=0)
     with compiling_for(BACKENDS.get(platform, platform)):
-        fused = ft.fuse(step, K).program.trace(state, chunk, np.int32(K))
+        fused = ft.fuse(step, K, rewrites="off").program.trace(state, chunk, np.int32(K))
         return Lowered(
             state,
             fused.lower(lowering_platforms=(platform,)),

@@ -186,7 +186,7 @@ def test_where_rewrites_are_off_it_says_so(how: str, monkeypatch: pytest.MonkeyP
         monkeypatch.setenv("FUNCTRAIN_REWRITES", "off")
     image, kernel = jnp.ones((2, 3, 8, 8)), jnp.ones((4, 3, 3, 3))
     off = "off" if how == "argument" else "auto"
-    with compiling_for("gpu" if how == "platform" else "cpu"):
+    with compiling_for("neuron" if how == "platform" else "cpu"):
         explanation = explain_rewrites(
             lambda x, w: lax.conv(x, w, (1, 1), "SAME"), image, kernel, rewrites=off
         )

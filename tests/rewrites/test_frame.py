@@ -16,7 +16,13 @@ from jax.sharding import PartitionSpec as P
 
 from functrain.common._platform import compiling_for
 from functrain.rewrites import _optimize, optimize, resolve_mode
-from functrain.rewrites._frame import Rewrite, RewriteError, find_consumers, rewrite_jaxpr
+from functrain.rewrites._frame import (
+    Rewrite,
+    RewriteError,
+    find_consumers,
+    inline_calls,
+    rewrite_jaxpr,
+)
 
 X = jnp.linspace(0.1, 2.0, 8)
 
@@ -372,7 +378,7 @@ def test_an_operation_that_asks_for_an_algorithm_is_left_alone() -> None:
     x, w = jnp.ones((16, 512, 2, 2)), jnp.ones((512, 512, 3, 3))
     np.testing.assert_array_equal(jax.jit(optimize(fn))(x, w), jax.jit(fn)(x, w))
     plain = jax.make_jaxpr(fn)(x, w)
-    assert _optimize.rewrite_or_keep(plain, "auto") == (plain, [])
+    assert _optimize.rewrite_or_keep(plain, "auto", "cpu") == (plain, [])
 
 
 def test_an_unknown_mode_is_refused() -> None:
@@ -391,15 +397,50 @@ def test_the_environment_wins(monkeypatch: pytest.MonkeyPatch) -> None:
         resolve_mode("auto")
 
 
-def test_only_programs_for_a_cpu_need_it() -> None:
+def test_a_platform_without_rewrites_has_none_in_any_mode() -> None:
     modes = ("auto", "exact", "off")
-    assert [resolve_mode(m) for m in modes] == ["auto", "exact", "off"]
-    assert [resolve_mode(m, "gpu") for m in modes] == ["off", "off", "off"]
-    with compiling_for("tpu"):
-        assert [resolve_mode(m) for m in modes] == ["off", "off", "off"]
-        assert [resolve_mode(m, "cpu") for m in modes] == ["auto", "exact", "off"]
+    for platform in ("cpu", "gpu", "tpu"):
+        with compiling_for(platform):
+            assert [resolve_mode(mode) for mode in modes] == ["auto", "exact", "off"]
+    assert [resolve_mode(mode, "neuron") for mode in modes] == ["off", "off", "off"]
     with pytest.raises(ValueError, match="rewrites"):
         resolve_mode("on")
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
+def test_a_program_gets_the_rewrites_of_its_platform(platform: str, monkeypatch: Any) -> None:
+    rules = [
+        Rewrite(name, primitives.sin_p, lambda eqn: True, replace, platforms=platforms)
+        for name, replace, platforms in (
+            ("for one", lambda x, **_: lax.cos(x), ("tpu",)),
+            ("for two", lambda x, **_: lax.exp(x), ("cpu", "gpu")),
+        )
+    ]
+    monkeypatch.setattr(_optimize, "REWRITES", tuple(rules))
+    with compiling_for(platform):
+        jaxpr = jax.make_jaxpr(optimize(jnp.sin))(X).jaxpr
+    assert [eqn.primitive.name for eqn in jaxpr.eqns] == ["cos" if platform == "tpu" else "exp"]
+
+
+def test_calls_are_inlined_with_their_place_in_the_model_and_the_source() -> None:
+    @jax.jit
+    def inner(x: jax.Array, y: jax.Array) -> jax.Array:
+        return jax.nn.relu(x) - y
+
+    def fn(x: jax.Array) -> jax.Array:
+        with jax.named_scope("layer"):
+            return inner(x, x[:1]) + inner(x, x[:1])
+
+    x = jnp.arange(-3.0, 3.0).reshape(3, 2)
+    before = jax.make_jaxpr(fn)(x)
+    after = inline_calls(before)
+    names = {eqn.primitive.name for eqn in after.jaxpr.eqns}
+    assert names == {"slice", "max", "broadcast_in_dim", "sub", "add"}
+    assert {str(eqn.source_info.name_stack) for eqn in after.jaxpr.eqns} == {"layer"}
+    # Each equation has its own variables, although the function is called twice.
+    outputs = [var for eqn in after.jaxpr.eqns for var in eqn.outvars]
+    assert len(set(outputs)) == len(outputs)
+    np.testing.assert_array_equal(jax.extend.core.jaxpr_as_fun(after)(x)[0], fn(x))
 
 
 def test_a_program_without_slow_operations_is_not_warned_about_or_changed() -> None:

@@ -1,0 +1,161 @@
+"""Operations on one number per row, after the number is broadcast to its row.
+
+A normalization or a loss computes a few numbers for each row, such as ``rsqrt(variance + epsilon)``
+or ``1 / sum``, and uses them on the whole row. XLA's TPU compiler makes a kernel of its own of what
+is computed for each row. A kernel costs 1,800 cycles, however small it is. Computed again for each
+number of the row, the operations are part of the kernel that uses them.
+
+TABLE
+
+The results may differ in their last bits, since kernels round at different points.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend import core
+from jax.extend.core import primitives
+
+from functrain.rewrites._conv import avals, is_sharded, ndim
+from functrain.rewrites._frame import Replacement, Rewrite, find_producer, original_equation
+
+# Operations on larger arrays cost more than a kernel on their rows.
+MAX_SIZE = 2**18
+MAX_OPERATIONS = 16
+MAX_INPUTS = 4
+
+# `jax.extend` does not export all of these primitives, so they are recognized by their names.
+_ELEMENTWISE = frozenset(
+    (
+        *("abs", "add", "add_any", "and", "convert_element_type", "copy", "div", "eq", "exp"),
+        *("ge", "gt", "integer_pow", "is_finite", "le", "log", "log1p", "lt", "max", "min"),
+        *("mul", "ne", "neg", "not", "or", "rsqrt", "select_n", "sign", "sqrt", "square"),
+        *("stop_gradient", "sub"),
+    )
+)
+
+
+class _RowOperations:
+    """The operations that compute an array of rows, to be repeated in the shape of a larger array.
+
+    Attributes:
+      inputs: The variables that the operations start from.
+      operations: The equations in order, each with the keys of its arguments and of its result.
+    """
+
+    def __init__(self, shape: tuple[int, ...], jaxpr: core.Jaxpr) -> None:
+        self._shape, self._jaxpr = shape, jaxpr
+        # The key of a value is a variable, and the axes of the larger array along which it varies.
+        self._axes_of_inputs: list[tuple[int, ...]] = []
+        self._known: set[Any] = set()
+        self.inputs: list[Any] = []
+        self.operations: list[tuple[core.JaxprEqn, list[Any], Any]] = []
+
+    def add(self, atom: Any, axes: Sequence[int]) -> Any:
+        """Adds what computes an atom; returns its key.
+
+        Args:
+          atom: A variable or a literal.
+          axes: For each of its axes, the axis of the larger array.
+        """
+        if isinstance(atom, core.Literal):
+            return atom
+        shape = atom.aval.shape
+        axes = tuple(axis for axis, size in zip(axes, shape, strict=True) if size != 1)
+        key = atom, axes
+        if key in self._known:
+            return key
+        producer = find_producer(atom, self._jaxpr)
+        if producer is not None and producer.primitive.name in _ELEMENTWISE:
+            of_axis = dict(zip((i for i, size in enumerate(shape) if size != 1), axes, strict=True))
+            args = [
+                # The axis of an axis of length one does not matter.
+                self.add(arg, [of_axis.get(i, 0) for i in range(ndim(arg))])
+                for arg in producer.invars
+            ]
+            self.operations.append((producer, args, key))
+        elif producer is not None and (before := _axes_before(producer, axes)) is not None:
+            return self.add(producer.invars[0], before)
+        else:
+            self.inputs.append(atom)
+            self._axes_of_inputs.append(axes)
+        self._known.add(key)
+        return key
+
+    def evaluate(self, key: Any, inputs: Sequence[jax.Array]) -> jax.Array:
+        """Returns the value with a key, in the shape of the larger array."""
+        values = {
+            (atom, axes): self._spread(x, axes)
+            for atom, axes, x in zip(self.inputs, self._axes_of_inputs, inputs, strict=True)
+        }
+        for eqn, args, result in self.operations:
+            arrays = [self._literal(a) if isinstance(a, core.Literal) else values[a] for a in args]
+            values[result] = eqn.primitive.bind(*arrays, **eqn.params)
+        return values[key]
+
+    def _spread(self, x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
+        """Broadcasts rows in a way that the compiler does not undo."""
+        x = lax.reshape(x, [size for size in x.shape if size != 1])
+        x = lax.broadcast_in_dim(x, self._shape, axes)
+        if not axes:
+            return x
+        # XLA moves operations on a broadcast array in front of the broadcast, but not in front of a
+        # selection. The condition is always true, which XLA does not find out.
+        free = max(set(range(len(self._shape))).difference(axes))
+        positions = [lax.broadcasted_iota(jnp.int32, self._shape, i) for i in (axes[0], free)]
+        return jnp.where(sum(positions) >= 0, x, jnp.zeros((), x.dtype))
+
+    def _literal(self, literal: core.Literal) -> jax.Array:
+        aval: Any = literal.aval
+        return lax.full(self._shape, literal.val, aval.dtype)
+
+
+def _axes_before(eqn: core.JaxprEqn, axes: tuple[int, ...]) -> list[int] | None:
+    """Returns the axes of the input of an equation that only adds or removes axes.
+
+    None for every other equation. The axes are those of the result that are longer than one.
+    """
+    if len(eqn.invars) != 1 or eqn.primitive not in _MOVES:
+        return None
+    before, after = (aval.shape for aval in avals(eqn))
+    if eqn.primitive is primitives.broadcast_in_dim_p:
+        of_axis = dict(zip((i for i, size in enumerate(after) if size != 1), axes, strict=True))
+        return [of_axis.get(i, 0) for i in eqn.params["broadcast_dimensions"]]
+    # A sum over axes of length one removes them, and a reshape may add or remove such axes.
+    longer = [size for size in before if size != 1]
+    if longer != [size for size in after if size != 1] or eqn.params.get("dimensions"):
+        return None
+    remaining = iter(axes)
+    return [0 if size == 1 else next(remaining) for size in before]
+
+
+_MOVES = (primitives.broadcast_in_dim_p, primitives.reshape_p, primitives.reduce_sum_p)
+
+
+def _applies(eqn: core.JaxprEqn) -> bool:
+    row, result = avals(eqn)[0], avals(eqn)[-1]
+    is_small = 1 < row.size < result.size <= MAX_SIZE
+    # A broadcast to a dynamic shape has more inputs.
+    return is_small and len(eqn.invars) == 1 and not is_sharded(result)
+
+
+def _replace(eqn: core.JaxprEqn, jaxpr: core.Jaxpr) -> Replacement | None:
+    (row,) = original_equation(eqn, jaxpr).invars
+    rows = _RowOperations(eqn.params["shape"], jaxpr)
+    key = rows.add(row, eqn.params["broadcast_dimensions"])
+    if not 0 < len(rows.operations) <= MAX_OPERATIONS or len(rows.inputs) > MAX_INPUTS:
+        return None
+    return Replacement(lambda *inputs: rows.evaluate(key, inputs), rows.inputs)
+
+
+broadcast_first = Rewrite(
+    name="broadcast_first",
+    primitive=primitives.broadcast_in_dim_p,
+    applies=_applies,
+    replace_in_context=_replace,
+    reason="what is computed for each row becomes part of the kernel that uses it",
+    platforms=("tpu",),
+)

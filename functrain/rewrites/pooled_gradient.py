@@ -1,0 +1,124 @@
+"""Gradients of ReLU and of a bias in front of max pooling, taken before pooling spreads them.
+
+The gradient of max pooling gives each number to the largest number of a window. ReLU in front of it
+then keeps the numbers whose input was above zero, and a bias in front of that gets their sum. All
+of this can be decided for each window: the largest number of a window is above zero if the result
+of pooling is. There are four or nine times as many inputs as windows.
+
+TABLE
+
+ReLU's gradient is the same. The sum is computed in another order.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+from jax.extend.core import primitives
+
+from functrain.rewrites._conv import are_floats, avals, is_sharded, ndim
+from functrain.rewrites._frame import (
+    Replacement,
+    Rewrite,
+    find_consumers,
+    find_producer,
+    original_equation,
+)
+
+
+def _selects(eqn: core.JaxprEqn) -> bool:
+    (result,) = eqn.outvars
+    return len(eqn.invars) == 3 and are_floats(result.aval) and not is_sharded(result.aval)
+
+
+def _mask_windows(eqn: core.JaxprEqn, jaxpr: core.Jaxpr) -> Replacement | None:
+    inputs = original_equation(eqn, jaxpr).invars
+    mask, zeros, spread = (find_producer(atom, jaxpr) for atom in inputs)
+    if mask is None or zeros is None or spread is None:
+        return None
+    is_gradient = (
+        mask.primitive is primitives.gt_p
+        and _is_zero(mask.invars[1])
+        and zeros.primitive is primitives.broadcast_in_dim_p
+        and _is_zero(zeros.invars[0])
+        and _spreads_to_maxima(spread)
+    )
+    if not is_gradient:
+        return None
+    source, operand = spread.invars
+    relu = find_producer(operand, jaxpr)
+    is_of_relu = (
+        relu is not None
+        and relu.primitive is primitives.max_p
+        and relu.invars[0] is mask.invars[0]
+        and _is_zero(relu.invars[1])
+    )
+    pooled = _find_pooled(operand, spread, jaxpr) if is_of_relu else None
+    if pooled is None:
+        return None
+
+    def spread_masked(source: jax.Array, operand: jax.Array, pooled: jax.Array) -> jax.Array:
+        masked = jnp.where(pooled > 0, source, jnp.zeros_like(source))
+        result: jax.Array = spread.primitive.bind(masked, operand, **spread.params)
+        return result
+
+    return Replacement(spread_masked, [source, operand, pooled])
+
+
+def _is_zero(atom: Any) -> bool:
+    return isinstance(atom, core.Literal) and ndim(atom) == 0 and atom.val == 0
+
+
+def _spreads_to_maxima(eqn: core.JaxprEqn) -> bool:
+    is_scatter = eqn.primitive is primitives.select_and_scatter_add_p
+    return is_scatter and eqn.params["select_prim"] is primitives.ge_p
+
+
+def _find_pooled(operand: Any, spread: core.JaxprEqn, jaxpr: core.Jaxpr) -> Any:
+    """Returns the variable of the max pooling whose gradient an equation spreads, or None."""
+    names = ("window_dimensions", "window_strides", "padding")
+    for eqn in find_consumers(operand, jaxpr):
+        if (
+            eqn.primitive is primitives.reduce_window_max_p
+            and all(eqn.params[name] == spread.params[name] for name in names)
+            and {*eqn.params["base_dilation"], *eqn.params["window_dilation"]} == {1}
+        ):
+            return eqn.outvars[0]
+    return None
+
+
+def _sums_positions(eqn: core.JaxprEqn) -> bool:
+    operand, _ = avals(eqn)
+    return are_floats(operand) and operand.ndim > 2 and not is_sharded(operand)
+
+
+def _sum_windows(eqn: core.JaxprEqn, jaxpr: core.Jaxpr) -> Replacement | None:
+    total = original_equation(eqn, jaxpr)
+    spread = find_producer(total.invars[0], jaxpr)
+    if spread is None or not _spreads_to_maxima(spread):
+        return None
+    axes = total.params["axes"]
+    kept = set(range(ndim(total.invars[0]))).difference(axes)
+    # A number may move within its window, so windows must lie within the axes that are summed.
+    if any(spread.params["window_dimensions"][axis] > 1 for axis in kept):
+        return None
+    return Replacement(lambda source: jnp.sum(source, axis=axes), spread.invars[:1])
+
+
+relu_before_pooling = Rewrite(
+    name="relu_before_pooling",
+    primitive=primitives.select_n_p,
+    applies=_selects,
+    replace_in_context=_mask_windows,
+    reason="one comparison for each window instead of each number in it",
+    platforms=("gpu", "tpu"),
+)
+bias_before_pooling = Rewrite(
+    name="bias_before_pooling",
+    primitive=primitives.reduce_sum_p,
+    applies=_sums_positions,
+    replace_in_context=_sum_windows,
+    reason="a window has one gradient, and several numbers to which it may go",
+    platforms=("gpu", "tpu"),
+)

@@ -1,0 +1,241 @@
+"""The rewrites for TPUs and GPUs, run on a CPU: what they replace, and that the numbers agree."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from jax.extend.core import jaxpr_as_fun
+
+from functrain.rewrites import _optimize
+from functrain.rewrites._frame import walk_equations
+
+from . import cases
+
+
+def rewritten_for_tpu(fn: Callable[..., Any], *args: Any) -> Any:
+    closed, failures = _optimize.rewrite_or_keep(jax.make_jaxpr(fn)(*args), "auto", "tpu")
+    assert failures == []
+    return closed
+
+
+def primitives_of(jaxpr: Any) -> list[str]:
+    return [eqn.primitive.name for eqn, *_ in walk_equations(jaxpr)]
+
+
+def check(fn: Callable[..., Any], *args: Any) -> Any:
+    """The results are as close to those in float64 as the results without rewrites."""
+    closed = rewritten_for_tpu(fn, *args)
+    with jax.enable_x64(True):
+        wide = jax.tree.map(
+            lambda x: np.asarray(x, np.float64) if x.dtype == np.float32 else x, args
+        )
+        exact = list(map(np.asarray, jax.tree.leaves(jax.jit(fn)(*wide))))
+        exact_rewritten = jaxpr_as_fun(rewritten_for_tpu(fn, *wide))(*jax.tree.leaves(wide))
+        # In float64 the two differ only by rounding.
+        for x, y in zip(exact, exact_rewritten, strict=True):
+            np.testing.assert_allclose(y, x, rtol=1e-12, atol=1e-12)
+    plain = jax.tree.leaves(jax.jit(fn)(*args))
+    got = jax.jit(jaxpr_as_fun(closed))(*jax.tree.leaves(args))
+    for x, was, now in zip(exact, plain, got, strict=True):
+        assert (now.shape, now.dtype) == (was.shape, was.dtype)
+        error, error_was = (np.max(np.abs(np.asarray(a, np.float64) - x)) for a in (now, was))
+        assert error <= 2 * error_was + 4 * np.finfo(np.float32).eps * (1 + np.max(np.abs(x)))
+    return closed
+
+
+def value_and_gradient(loss: Callable[..., Any]) -> Callable[..., Any]:
+    return jax.value_and_grad(lambda x, *args: jnp.sum(loss(x, *args) ** 2))
+
+
+cross_entropy = optax.softmax_cross_entropy_with_integer_labels
+
+
+@pytest.mark.parametrize("shape", [(32, 10), (4, 8, 5), (2, 2)])
+def test_the_log_probability_of_a_label_needs_no_gather(shape: tuple[int, ...]) -> None:
+    rng = np.random.default_rng(0)
+    labels = jnp.asarray(rng.integers(shape[-1], size=shape[:-1]))
+    closed = check(value_and_gradient(cross_entropy), cases.normal(rng, shape), labels)
+    gathers = [
+        eqn
+        for eqn, *_ in walk_equations(closed)
+        # What is left takes the only column of a column.
+        if eqn.primitive.name in ("gather", "scatter-add") and eqn.invars[0].aval.shape == shape
+    ]
+    assert gathers == []
+
+
+def test_members_of_a_population_pick_their_own_labels() -> None:
+    rng = np.random.default_rng(0)
+    labels = jnp.asarray(rng.integers(5, size=(3, 8)))
+    check(value_and_gradient(jax.vmap(cross_entropy)), cases.normal(rng, (3, 8, 5)), labels)
+
+
+@pytest.mark.parametrize("mode", ["fill", "clip", "promise_in_bounds"])
+def test_labels_outside_of_the_classes_are_treated_as_before(mode: Any) -> None:
+    rng = np.random.default_rng(0)
+    scores = cases.normal(rng, (8, 5)).at[2, 1].set(jnp.inf).at[3, 0].set(jnp.nan)
+    # jax promises nothing for labels outside, if it is told that there are none.
+    outside = [1, 2, 0, 4] if mode == "promise_in_bounds" else [-1, -6, 5, 99]
+    labels = jnp.array([0, 4, *outside, 3, 2])
+
+    def pick(x: jax.Array, y: jax.Array) -> tuple[jax.Array, Any]:
+        def picked(x: jax.Array) -> jax.Array:
+            return jnp.take_along_axis(x, y[:, None], axis=1, mode=mode)[:, 0]
+
+        value, pull = jax.vjp(picked, x)
+        return value, pull(jnp.arange(1.0, 9.0))
+
+    closed = rewritten_for_tpu(pick, scores, labels)
+    value, gradient = jaxpr_as_fun(closed)(scores, labels)
+    np.testing.assert_array_equal(value, pick(scores, labels)[0])
+    np.testing.assert_array_equal(gradient, pick(scores, labels)[1][0])
+
+
+def test_other_gathers_and_scatters_are_kept() -> None:
+    def lookup(table: jax.Array, rows: jax.Array) -> jax.Array:
+        return jnp.sum(table[rows] ** 2)
+
+    def several(x: jax.Array, columns: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.take_along_axis(x, columns, axis=1) ** 2)
+
+    x, rows = jnp.ones((8, 5)), jnp.zeros((8, 2), int)
+    for fn in (jax.grad(lookup), jax.grad(several)):
+        names = primitives_of(rewritten_for_tpu(fn, x, rows))
+        assert "gather" in names
+        assert "scatter-add" in names
+
+
+def normalize(axes: tuple[int, ...]) -> Callable[..., Any]:
+    def fn(x: jax.Array, scale: jax.Array) -> jax.Array:
+        centered = x - jnp.mean(x, axes, keepdims=True)
+        variance = jnp.var(x, axes, keepdims=True)
+        return centered * lax.rsqrt(variance + 1e-3) * scale
+
+    return fn
+
+
+@pytest.mark.parametrize("axes", [(1,), (0,)])
+def test_the_gradient_of_a_variance_does_not_sum_centered_numbers(axes: tuple[int, ...]) -> None:
+    rng = np.random.default_rng(0)
+    x, scale = cases.normal(rng, (64, 32)), cases.normal(rng, (32,))
+    fn = value_and_gradient(normalize(axes))
+    closed = check(fn, 3 + x, scale)
+    before, after = (primitives_of(j) for j in (jax.make_jaxpr(fn)(x, scale), closed))
+    assert after.count("reduce_sum") < before.count("reduce_sum")
+
+
+def test_a_sum_of_numbers_minus_another_mean_is_kept() -> None:
+    def fn(x: jax.Array) -> tuple[jax.Array, ...]:
+        rows, columns = jnp.mean(x, 1, keepdims=True), jnp.mean(x, 0, keepdims=True)
+        half = jnp.sum(x, 1, keepdims=True) / 16
+        return (
+            jnp.sum(x - columns, 1),
+            jnp.sum(x - half, 1),
+            jnp.sum((x - rows) * x, 1),
+            jnp.sum(x[::-1] - rows, 1),
+        )
+
+    x = cases.normal(np.random.default_rng(0), (4, 8))
+    before = primitives_of(jax.make_jaxpr(fn)(x)).count("reduce_sum")
+    assert primitives_of(check(fn, x)).count("reduce_sum") == before
+
+
+@pytest.mark.parametrize(
+    "layer", ["LayerNormalization", "GroupNormalization", "BatchNormalization"]
+)
+def test_normalizations_of_keras_keep_their_values_and_gradients(layer: str) -> None:
+    model = getattr(keras.layers, layer)(**({"groups": 4} if layer[0] == "G" else {}))
+    model.build((4, 6, 6, 8))
+    training = {"training": True} if "Batch" in type(model).__name__ else {}
+    rng = np.random.default_rng(0)
+
+    def fn(params: Any, x: jax.Array) -> jax.Array:
+        rest = [jnp.asarray(v.value, x.dtype) for v in model.non_trainable_variables]
+        return model.stateless_call(params, rest, x, **training)[0]
+
+    params = [cases.normal(rng, v.shape) for v in model.trainable_variables]
+    x = cases.normal(rng, (4, 6, 6, 8))
+    gradients = jax.grad(lambda *args: jnp.sum(fn(*args) ** 3), (0, 1))
+    with jax.enable_x64(True):
+        # Keras computes normalizations in float32.
+        closed = rewritten_for_tpu(gradients, params, x)
+        got = jaxpr_as_fun(closed)(*jax.tree.leaves((params, x)))
+        for now, was in zip(got, jax.tree.leaves(gradients(params, x)), strict=True):
+            np.testing.assert_allclose(now, was, rtol=2e-5, atol=2e-5 * np.max(np.abs(was)))
+
+
+def test_what_is_computed_for_each_row_is_computed_after_the_broadcast() -> None:
+    def fn(x: jax.Array) -> jax.Array:
+        return x / (1 + jnp.sqrt(jnp.sum(x**2, axis=-1, keepdims=True)))
+
+    x = cases.normal(np.random.default_rng(0), (16, 8))
+    closed = check(fn, x)
+    # The first one is not used any more: the compiler drops it.
+    roots = [eqn.outvars[0].aval.shape for eqn in closed.eqns if eqn.primitive.name == "sqrt"]
+    assert roots == [(16, 1), (16, 8)]
+    (quotient,) = (eqn for eqn in closed.eqns if eqn.primitive.name == "div")
+    assert [var.aval.shape for var in quotient.invars] == [(16, 8), (16, 8)]
+
+
+@pytest.mark.parametrize("shape", [(2**10, 2**9), (1, 8)])
+def test_rows_that_are_too_long_or_single_are_kept(shape: tuple[int, ...]) -> None:
+    def fn(x: jax.Array) -> jax.Array:
+        return x / (1 + jnp.sqrt(jnp.sum(x**2, axis=-1, keepdims=True)))
+
+    closed = rewritten_for_tpu(fn, jnp.ones(shape))
+    assert primitives_of(closed).count("sqrt") == 1
+
+
+def pooling(window: int, stride: int, padding: str) -> Callable[..., Any]:
+    def fn(x: jax.Array, bias: jax.Array) -> jax.Array:
+        shape, strides = (1, window, window, 1), (1, stride, stride, 1)
+        return lax.reduce_window(jax.nn.relu(x + bias), -jnp.inf, lax.max, shape, strides, padding)
+
+    return fn
+
+
+@pytest.mark.parametrize(
+    ("window", "stride", "padding"),
+    [(2, 2, "VALID"), (3, 2, "SAME"), (3, 1, "SAME"), (2, 3, "VALID")],
+)
+def test_relu_and_bias_in_front_of_pooling_are_decided_for_each_window(
+    window: int, stride: int, padding: str
+) -> None:
+    rng = np.random.default_rng(0)
+    x, bias = cases.normal(rng, (2, 9, 9, 3)), cases.normal(rng, (3,))
+    weights = cases.normal(rng, jax.eval_shape(pooling(window, stride, padding), x, bias).shape)
+
+    def fn(x: jax.Array, bias: jax.Array, weights: jax.Array) -> Any:
+        loss = lambda x, bias: jnp.sum(weights * pooling(window, stride, padding)(x, bias))  # noqa: E731
+        return jax.grad(loss, (0, 1))(x, bias)
+
+    closed = check(fn, x, bias, weights)
+    small = weights.shape
+    compared = [e.outvars[0].aval.shape for e in closed.eqns if e.primitive.name == "gt"]
+    # The mask of all numbers is not used any more: the compiler drops it.
+    assert set(compared) == {x.shape, small}
+    sums = [e.invars[0].aval.shape for e in closed.eqns if e.primitive.name == "reduce_sum"]
+    assert small in sums
+    assert x.shape not in sums or x.shape == small
+
+
+def test_another_activation_in_front_of_pooling_is_kept() -> None:
+    def fn(x: jax.Array) -> jax.Array:
+        pooled = lax.reduce_window(
+            jnp.where(x > 0, x, 0.1 * x), -jnp.inf, lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID"
+        )
+        return jnp.sum(pooled**2)
+
+    x = cases.normal(np.random.default_rng(0), (2, 8, 8, 3))
+    closed = check(jax.grad(fn), x)
+    (spread,) = (
+        eqn for eqn, *_ in walk_equations(closed) if eqn.primitive.name.startswith("select_and_sc")
+    )
+    assert spread.invars[0].aval.shape == (2, 4, 4, 3)
+    assert "gt" in primitives_of(closed)
