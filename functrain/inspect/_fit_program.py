@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSha
 from functrain import rewrites as _rewrites
 from functrain.common import _repr, _tree
 from functrain.common._checks import is_number, require, require_integer
-from functrain.common._platform import platform_of
+from functrain.common._platform import compiling_for, platform_of
 from functrain.common._types import PyTree
 from functrain.common._warnings import warn
 from functrain.data._batch import require_batch
@@ -109,8 +109,23 @@ def lower_fit(
     )
     run: Any = (new_program if is_new else program)(step, TRAINING, options)
     with quiet_compiler():
-        lowered = run.lower(carry, chunk, np.int32(k))
+        lowered = _lower(run, carry, chunk, np.int32(k))
     return FitProgram(k, carry, chunk, lowered, chip)
+
+
+def _lower(run: Any, carry: PyTree, *args: Any) -> Any:
+    """Lowers a program for the devices on which its carry is placed."""
+    sharding, *others = {x.sharding for x in jax.tree.leaves(carry)} or {None}
+    if others or not isinstance(sharding, SingleDeviceSharding):
+        return run.lower(carry, *args)
+    # A fit on one device commits its arrays to none. With their shardings, the program would have
+    # another key in jax's compilation cache. It is traced without the default device, since
+    # constants are made there.
+    with compiling_for(platform_of(carry)):
+        traced = run.trace(_tree.shapes(carry), *args)
+    (device,) = sharding.device_set
+    with jax.default_device(device):
+        return traced.lower()
 
 
 def _require_devices(target: Any, state: PyTree, sharding: NamedSharding | None) -> None:
@@ -165,7 +180,8 @@ def _carry(step: Any, state: PyTree, default: Sharding | None) -> PyTree:
     carry = jax.tree.map(with_sharding, state, jax.eval_shape(_tree.copy, state))
     if not isinstance(step, MeteredStep) or isinstance(state, Metered):
         return carry
-    return Metered(carry, jax.eval_shape(step.start, carry).metrics)
+    metrics = jax.eval_shape(step.start, carry).metrics
+    return Metered(carry, jax.tree.map(with_sharding, metrics, metrics))
 
 
 def _own_sharding(x: Any) -> Sharding | None:
