@@ -104,7 +104,7 @@ def fit(
       validation_freq: Number of epochs between evaluations, or a list of epochs that have one.
       fuse: Steps per program. "auto" takes `model.steps_per_execution` if that is above 1, else at
         most 128, depending on the sizes of batches and state. Results do not depend on it.
-      rewrites: Slow operations to rewrite on CPU; see `functrain.fuse`.
+      rewrites: Slow operations to rewrite; see `functrain.fuse`.
       checkpointer: A `functrain.Checkpointer`. The fit resumes from its last checkpoint, if there
         is one, also in the middle of an epoch, as if it had never been interrupted. Restored are
         variables, seeds, metrics, history, NumPy's and Python's global random generators, the

@@ -65,7 +65,7 @@ class Driver:
     Args:
       step: The step that the programs repeat. They are cached for as long as it lives.
       kind: What the programs do with the step: train, evaluate or predict.
-      rewrites: Which slow operations to rewrite on CPU.
+      rewrites: Which slow operations to rewrite.
       jit: False runs the body batch by batch, uncompiled. A function decides at the first chunk,
         given the shapes of a batch.
       place: Puts a chunk on the devices.

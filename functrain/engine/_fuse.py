@@ -44,7 +44,7 @@ def fuse(
         and changes the last bits of the results.
       donate: True to reuse the state's buffers for the new state. The state passed in is then
         CONSUMED: its arrays are deleted. Copy the arrays that you want to keep.
-      rewrites: Which slow operations to rewrite on CPU: "auto", "exact" (only those that keep
+      rewrites: Which slow operations to rewrite: "auto", "exact" (only those that keep
         every bit under jit) or "off"; see `functrain.rewrites`.
 
     Returns:

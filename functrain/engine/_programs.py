@@ -41,7 +41,7 @@ class LoopOptions(NamedTuple):
 
     Attributes:
       k: Batches in a chunk.
-      rewrites: Which slow operations to rewrite, if the platform is "cpu".
+      rewrites: Which slow operations to rewrite.
       platform: The platform that the program is compiled for.
       takes_all: True if the program always takes all K batches, in a loop of known length.
       unroll: Steps in the loop's body.

@@ -88,7 +88,7 @@ def run(
         are in memory at once, two or three times over. Results do not depend on K.
       boundaries: Triggers (`every`, `at`) at whose steps a chunk must end. The same program then
         takes fewer steps, so that nothing is compiled again.
-      rewrites: Which slow operations to rewrite on CPU; see `fuse`.
+      rewrites: Which slow operations to rewrite; see `fuse`.
       sharding: The sharding of one batch, such as ``NamedSharding(mesh, PartitionSpec("data"))``,
         or a mesh with one axis; the leading axis of a chunk is added. Arrays of the state keep
         their shardings; those on no particular device are put on the whole mesh.

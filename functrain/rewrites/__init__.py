@@ -1,4 +1,4 @@
-"""Operations that XLA compiles badly on CPU, rewritten before they are compiled.
+"""Operations that XLA compiles badly, rewritten before they are compiled, for each platform.
 
 One rewrite a file. To add one: write the file, list it in `_optimize.REWRITES`, test it.
 """

@@ -130,7 +130,7 @@ def fit(
         exactly at the steps where a hook is due. The evaluation runs before the hooks, the progress
         report after them.
       fuse: Steps per program, or ``"auto"``; see `run`. Results do not depend on it.
-      rewrites: Which slow operations to rewrite on CPU; see `functrain.fuse`.
+      rewrites: Which slow operations to rewrite; see `functrain.fuse`.
       sharding: The sharding of a batch of `data`, as for `run`, and of a batch of `eval_data`.
       jit: False runs the steps one by one and uncompiled, for debugging.
       donate: True donates the state instead of copying it; see `run`. Your state is CONSUMED.

@@ -27,12 +27,12 @@ class Lowered(NamedTuple):
     by_hand: jax.stages.Lowered
 
 
-def lowered(state: Any, step: Any, batch: Any, platform: str) -> Lowered:
-    """Lowers K steps for a platform, with what functrain would decide there but for rewrites."""
+def lowered(state: Any, step: Any, batch: Any, platform: str, rewrites: Any = "off") -> Lowered:
+    """Lowers K steps for a platform, with what functrain would decide there."""
     chunk = jax.tree.map(lambda x: jax.ShapeDtypeStruct((K, *x.shape), x.dtype), batch)
     by_hand = jax.jit(lambda state, chunk: jax.lax.scan(step, state, chunk), donate_argnums=0)
     with compiling_for(BACKENDS.get(platform, platform)):
-        fused = ft.fuse(step, K, rewrites="off").program.trace(state, chunk, np.int32(K))
+        fused = ft.fuse(step, K, rewrites=rewrites).program.trace(state, chunk, np.int32(K))
         return Lowered(
             state,
             fused.lower(lowering_platforms=(platform,)),
@@ -109,7 +109,7 @@ def test_types_are_those_of_the_step_by_hand(program: Lowered) -> None:
 
 
 def test_on_cpu_the_length_is_not_known_and_slow_operations_are_rewritten() -> None:
-    found = lowered(*parts("mnist-convnet"), "cpu")
+    found = lowered(*parts("mnist-convnet"), "cpu", "auto")
     assert trip_counts(found.fused.as_text()) == [None]
     pooling = "stablehlo.select_and_scatter"
     assert operations(found.by_hand.as_text())[pooling]
