@@ -111,9 +111,9 @@ class Checkpointer:
         require(is_share, "budget", "a share above 0 and at most 1, or None", budget)
         self.every = as_trigger(every, Every(epochs=1))
         self.monitor, self.budget, self.keep, self.skipped = monitor, budget, keep, 0
-        self._steps = StepDirectory(directory)
-        self.directory = self._steps.path
-        self._monitored = Monitor(monitor, mode, self._steps)
+        self._directory = StepDirectory(directory)
+        self.directory = self._directory.path
+        self._monitored = Monitor(monitor, mode, self._directory)
         self._writer = Writer()
         # Held by the thread that starts a save, or removes checkpoints.
         self._save_lock = threading.RLock()
@@ -135,7 +135,7 @@ class Checkpointer:
 
     def steps(self) -> list[int]:
         """Returns the steps that have a checkpoint, in ascending order."""
-        return self._steps.steps()
+        return self._directory.steps()
 
     def latest(self) -> int | None:
         """Returns the step of the last checkpoint; None if there is none."""
@@ -221,7 +221,7 @@ class Checkpointer:
           The damage by step; empty if all checkpoints are intact.
         """
         self.wait()
-        return self._steps.verify(step)
+        return self._directory.verify(step)
 
     def rollback(self, step: int) -> None:
         """Removes all checkpoints of later steps, so that training can resume from this one.
@@ -233,11 +233,11 @@ class Checkpointer:
         """
         with self._save_lock:
             self.wait()
-            _processes.main_group.call_on_first(self._steps.require_writable)
+            _processes.main_group.call_on_first(self._directory.require_writable)
             with _processes.main_group.raise_in_all():
                 # Otherwise a rollback to a damaged checkpoint could leave no intact one.
-                _storage.verify(self._steps.find(step))
-            _processes.main_group.call_on_first(lambda: self._steps.remove_later(step))
+                _storage.verify(self._directory.find(step))
+            _processes.main_group.call_on_first(lambda: self._directory.remove_later(step))
 
     def wait(self) -> None:
         """Waits for the save in progress, and raises its error."""
@@ -250,14 +250,14 @@ class Checkpointer:
         finally:
             # A second Ctrl-C interrupts the wait: then the lock is released with the process.
             if not self._writer.is_busy:
-                self._steps.release()
+                self._directory.release()
 
     # Used by runs, in `functrain/loop/_saving.py`.
 
     def _prepare(self) -> None:
         """Raises an error unless checkpoints can be written where all processes can see them."""
         group = _processes.main_group
-        group.call_on_first(self._steps.require_writable)
+        group.call_on_first(self._directory.require_writable)
         path, steps = group.call_on_first(lambda: [self.directory, self.steps()])
         with group.raise_in_all():
             _processes.wait_until_visible(self.directory, path, lambda: self.steps() == steps)
@@ -265,13 +265,11 @@ class Checkpointer:
     def _is_improved(self, values: Mapping[str, Any]) -> bool:
         """Returns True if the value of `monitor=` is better than every saved one."""
         flat_values = split_members(values)
-        if self.monitor is None or self.monitor not in flat_values:
-            return False
         # Otherwise only some processes could know the value of the save in progress, and they
         # would answer differently.
-        if _processes.is_multiprocess():
+        if self.monitor in flat_values and _processes.is_multiprocess():
             self.wait()
-        return self._monitored.is_improved(flat_values[self.monitor])
+        return self._monitored.is_improved(flat_values)
 
     def _is_within_budget(self) -> bool:
         """Returns True if the budget allows a save now; otherwise counts it in `skipped`."""
@@ -320,8 +318,8 @@ class Checkpointer:
             "run": _manifest.fingerprint(trees.get(STATE)),
             "documents": encoded_documents,
         }
-        _processes.main_group.call_on_first(self._steps.require_writable)
-        target = self._steps.target(position.step)
+        _processes.main_group.call_on_first(self._directory.require_writable)
+        target = self._directory.target(position.step)
         self._save_group = group = self._save_group or _processes.new_save_group()
 
         def work() -> None:
@@ -329,7 +327,7 @@ class Checkpointer:
                 _storage.write_checkpoint(target, leaves, entries, group)
                 self._monitored.record(position.step, flat_values)
                 if _processes.is_first() and self.keep is not None:
-                    self._steps.remove_surplus(self.keep, self._monitored.best())
+                    self._directory.remove_surplus(self.keep, self._monitored.best())
             finally:
                 # A save that failed counts as well, because it took its time.
                 self._last_save_end = time.perf_counter()
@@ -350,7 +348,7 @@ class Checkpointer:
         for n in candidates:
             failure, read = None, functools.partial(self._read_step, n, likes)
             try:
-                result = _storage.read_unless_replaced(self._steps.target(n), read)
+                result = _storage.read_unless_replaced(self._directory.target(n), read)
             except Exception as error:
                 failure = error
             # The writer has removed it since the listing. Several processes would see that at
@@ -378,7 +376,7 @@ class Checkpointer:
         )
 
     def _read_step(self, step: int, likes: _Likes) -> _Content:
-        directory = self._steps.find(step)
+        directory = self._directory.find(step)
         manifest = _manifest.read_manifest(directory)
         # No structure is needed for the arrays of documents: they are read by their names.
         names = [name for name in manifest["leaves"] if _leaves.tree_name(name) == DOCUMENTS]

@@ -149,13 +149,14 @@ class Monitor:
         """Returns the step of the best value; None if there is none."""
         return best_step(self._saved_values(), self._sign)
 
-    def is_improved(self, value: float) -> bool:
-        """Returns True if a value is better than every saved one."""
+    def is_improved(self, values: Mapping[str, float]) -> bool:
+        """Returns True if the value is among `values`, and better than every saved one."""
+        value = values.get(self._name or "", math.nan)
+        if math.isnan(value):
+            return False
         saved = self._saved_values()
         best = best_step(saved, self._sign)
-        if best is None:
-            return not math.isnan(value)
-        return self._sign * value < self._sign * saved[best]
+        return best is None or self._sign * value < self._sign * saved[best]
 
     def record(self, step: int, values: Mapping[str, float]) -> None:
         """Stores the value of a checkpoint that has been written; NaN if it has none."""

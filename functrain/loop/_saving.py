@@ -162,7 +162,7 @@ class Saving:
                 self._require_same_data(self._batches.restore(data, position.epoch, position.batch))
         # Later checkpoints that could not be read are damaged, and the run writes them again.
         step = restored.position.step
-        processes.call_on_first(lambda: checkpointer._steps.set_aside_later(step))
+        processes.call_on_first(lambda: checkpointer._directory.set_aside_later(step))
         self._warn_of_differences(manifest, state)
         for name, part in self._parts.items():
             # A part that is new in this run, such as another hook, keeps its initial state.

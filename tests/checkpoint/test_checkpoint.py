@@ -1,6 +1,7 @@
 """What save and load promise: the same bits back, or an error that names the leaf."""
 
 import os
+import zlib
 
 import chex
 import jax
@@ -11,7 +12,15 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from functrain import TrainState
-from functrain.checkpoint import CheckpointMismatchError, _storage, load, save
+from functrain.checkpoint import (
+    CheckpointCorruptError,
+    CheckpointMismatchError,
+    _arrays,
+    _manifest,
+    _storage,
+    load,
+    save,
+)
 
 TX = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2))
 
@@ -228,3 +237,20 @@ def test_a_donated_leaf_is_named(tmp_path):
 def test_two_leaves_of_one_path_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"a/b: expected one leaf of this path"):
         save(tmp_path / "c", {"a/b": jnp.ones(1), "a": {"b": jnp.ones(1)}})
+
+
+def test_a_part_of_an_array_is_read_from_the_files_that_hold_it(tmp_path) -> None:
+    directory = str(tmp_path / "c")
+    data = np.arange(8, dtype=np.float32)
+    save(directory, {"x": data})
+    manifest = _manifest.read_manifest(directory)
+    leaf = manifest["leaves"]["state/x"]
+    offset = leaf["shards"][0][1]
+    leaf["shards"] = [
+        [0, offset, "0:4", f"{zlib.crc32(data[:4]):08x}"],
+        [1, offset, "4:8", f"{zlib.crc32(data[4:]):08x}"],  # of a file that is not there
+    ]
+    half = _arrays.read_array(directory, manifest, "state/x", (slice(1, 4),))
+    assert half.tolist() == [1, 2, 3]
+    with pytest.raises(CheckpointCorruptError, match=r"x: float32\[8\]: No such file"):
+        _arrays.read_array(directory, manifest, "state/x")
