@@ -12,12 +12,20 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from functrain.common import _tree
 from functrain.common._checks import require_no_problems
 from functrain.common._types import PyTree
+from functrain.engine._scalar_rows import scan_with_scalar_rows
 
 Body = Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]
 
 
 def repeat(
-    body: Body, carry: PyTree, stacked: PyTree, k: int, n: jax.Array | None, unroll: int = 1
+    body: Body,
+    carry: PyTree,
+    stacked: PyTree,
+    k: int,
+    n: jax.Array | None,
+    unroll: int = 1,
+    *,
+    scalar_rows: bool = False,
 ) -> tuple[PyTree, PyTree]:
     """Applies ``body(carry, x) -> (carry, y)`` to the first n of K stacked inputs, in turn.
 
@@ -34,6 +42,8 @@ def repeat(
       n: i32[], 0 to K. None applies the body to all K inputs by `lax.scan`, for devices on which
         loops of unknown length are slow.
       unroll: Passed to `lax.scan`; used only if n is None.
+      scalar_rows: Keep the scalars of the carry and of y in the rows of one array, which saves
+        kernels on GPUs; used only if n is None.
 
     Returns:
       The carry after n applications, and the y stacked `[K, ...]`, zeros from row n on.
@@ -43,6 +53,8 @@ def repeat(
     run, returned = _stage(body, carry, first)
     new_carry, outputs = require_pair(returned)
     check_carry(carry, new_carry)
+    if n is None and scalar_rows and k > 1:
+        return scan_with_scalar_rows(run, carry, stacked, outputs, k, unroll)
     if n is None:
         result: tuple[PyTree, PyTree] = lax.scan(run, carry, stacked, length=k, unroll=unroll)
         return result

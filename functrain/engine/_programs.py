@@ -82,6 +82,9 @@ def prefers_static_length(platform: str) -> bool:
 
 
 def _build(get_step: Callable[[], Any], kind: Kind, loop: LoopOptions) -> Program:
+    # Over several devices the rows would need a sharding.
+    scalar_rows = loop.platform == "gpu" and loop.pins is None
+
     def run(
         carry: PyTree, chunk: PyTree, n: jax.Array, *const: PyTree
     ) -> tuple[PyTree, PyTree, jax.Array]:
@@ -95,7 +98,9 @@ def _build(get_step: Callable[[], Any], kind: Kind, loop: LoopOptions) -> Progra
 
         with tracing_guards(step), compiling_for(loop.platform):
             steps = None if loop.takes_all else n
-            carry, rows = repeat(run_step, carry, chunk, loop.k, steps, loop.unroll)
+            carry, rows = repeat(
+                run_step, carry, chunk, loop.k, steps, loop.unroll, scalar_rows=scalar_rows
+            )
         # The third result is a new buffer that is never donated. The driver waits for it, since the
         # carry is consumed by the next program, and a step may have no logs.
         return carry, rows, n + 0
