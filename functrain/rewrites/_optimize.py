@@ -8,6 +8,7 @@ from typing import Any, Literal, TypeAlias, TypeVar, cast, get_args
 import jax
 import jax.numpy as jnp
 from jax.extend import core
+from jax.extend.core import primitives
 
 from functrain.common._platform import current_platform
 from functrain.common._warnings import warn
@@ -21,6 +22,7 @@ from functrain.rewrites._frame import (
 from functrain.rewrites.argmax import argmax, argmin
 from functrain.rewrites.attention_gradient import attention_gradient
 from functrain.rewrites.batch_groups import batch_groups
+from functrain.rewrites.batched_over_time import batched_over_time
 from functrain.rewrites.broadcast_first import broadcast_first
 from functrain.rewrites.canonical_conv import canonical_conv
 from functrain.rewrites.centered_sum import centered_sum
@@ -38,9 +40,10 @@ from functrain.rewrites.pooled_gradient import bias_before_pooling, relu_before_
 from functrain.rewrites.row_sum import row_sum
 from functrain.rewrites.shared_batch import shared_batch
 from functrain.rewrites.small_depthwise import small_depthwise
-from functrain.rewrites.summed_after import summed_after
+from functrain.rewrites.summed_after import summed_after, summed_after_gpu, summed_after_tpu
 from functrain.rewrites.swapped_conv import swapped_conv
 from functrain.rewrites.trimmed_conv import trimmed_conv
+from functrain.rewrites.unrolled_scan import unrolled_scan, unrolled_scan_gpu
 from functrain.rewrites.volume_conv import volume_conv
 from functrain.rewrites.weight_gradient import weight_gradient
 
@@ -50,7 +53,14 @@ F = TypeVar("F", bound=Callable[..., Any])
 # In order of precedence: the first rewrite that applies is used, and those after it also see the
 # equations that it returns. So trimmed_conv is in front of the rules that compute the rest of a
 # trimmed convolution, and canonical_conv behind all rules for convolutions that they may leave.
+# The rules for the scans of accelerators come first, so that the others see the bodies; a GPU's
+# sums are taken out of a scan before it is unrolled, a TPU's only if it is not.
 REWRITES: tuple[Rewrite, ...] = (
+    summed_after_gpu,
+    unrolled_scan,
+    unrolled_scan_gpu,
+    summed_after_tpu,
+    batched_over_time,
     dense_gradient,
     shared_batch,
     attention_gradient,
@@ -193,6 +203,8 @@ def _rewrite(closed: Any, rules: tuple[Rewrite, ...], platform: str, *, exact_on
     # The rules for CPUs were measured in one pass, with the calls as they are.
     if platform != "cpu":
         closed = rewrite_jaxpr(inline_calls(closed), rules, exact_only)
+        # A scan whose loop was kept is smaller now, but it would not gain from being unrolled.
+        rules = tuple(rule for rule in rules if rule.primitive is not primitives.scan_p)
     # The second pass sees what the first one has put in place of several equations.
     return rewrite_jaxpr(closed, rules, exact_only)
 

@@ -11,7 +11,13 @@ import pytest
 from jax import lax
 
 from functrain.rewrites import optimize
-from functrain.rewrites.summed_after import MAX_BYTES, MAX_ROWS, summed_after
+from functrain.rewrites.summed_after import (
+    MAX_BYTES,
+    MAX_ROWS,
+    summed_after,
+    summed_after_gpu,
+    summed_after_tpu,
+)
 
 from . import cases
 
@@ -88,8 +94,16 @@ def test_it_is_as_accurate_as_it_was(model: str) -> None:
 
 def test_the_gradients_scan_carries_no_weights() -> None:
     assert carries(layer(), *numbers()) == [1, 1]  # the state, and its gradient
-    with mock.patch.object(MODULE, "MAX_BYTES", 0):
+    with mock.patch.dict(MODULE.MAX_BYTES, cpu=0):
         assert carries(layer(), *numbers()) == [1, 5]
+
+
+def test_only_for_a_tpu_an_unrolled_scan_keeps_its_sums() -> None:
+    p, xs = numbers()
+    unrolled = layer(unroll=len(xs))
+    assert cases.takes(summed_after_tpu, layer(), p, xs) == [False, True]
+    assert cases.takes(summed_after_tpu, unrolled, p, xs) == [False, False]
+    assert cases.takes(summed_after_gpu, unrolled, p, xs) == [False, True]
 
 
 def test_a_sum_goes_on_from_where_it_began() -> None:
@@ -142,16 +156,21 @@ def test_other_carries_are_left(why: str) -> None:
 
 
 def test_the_sizes_decide() -> None:
-    def taken(steps: int, rows: int, columns: int, dtype: Any = jnp.float32) -> bool:
+    def taken(
+        steps: int, rows: int, columns: int, dtype: Any = jnp.float32, rule: Any = summed_after
+    ) -> bool:
         w, xs = ((columns, columns), dtype), ((steps, rows, columns), dtype)
         fn = scan_of(lambda c, x: (c + product(x), None))
         shapes = (jax.ShapeDtypeStruct(*each) for each in (w, xs))
-        return cases.takes(summed_after, fn, *shapes) == [True]
+        return cases.takes(rule, fn, *shapes) == [True]
 
-    assert taken(2, MAX_ROWS, 8)
-    assert not taken(2, MAX_ROWS + 1, 8)
-    assert taken(MAX_BYTES // 1024, 32, 8)
-    assert not taken(MAX_BYTES // 1024 + 1, 32, 8)
+    max_rows, max_steps = int(MAX_ROWS["cpu"]), MAX_BYTES["cpu"] // 1024
+    assert taken(2, max_rows, 8)
+    assert not taken(2, max_rows + 1, 8)
+    assert taken(2, max_rows + 1, 8, rule=summed_after_gpu)
+    assert taken(max_steps, 32, 8)
+    assert not taken(max_steps + 1, 32, 8)
+    assert taken(max_steps + 1, 32, 8, rule=summed_after_tpu)
     assert not taken(4, 4, 8, jnp.bfloat16)
 
 

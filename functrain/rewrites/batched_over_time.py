@@ -1,0 +1,219 @@
+"""Parts of a scan's body on which no carry depends, computed for all iterations at once.
+
+The forward pass of a recurrent layer stacks a dozen arrays for its gradient: gates, activations and
+their derivatives. On a TPU each iteration writes them by several kernels of 1,800 cycles or more.
+The rewritten scan stacks only its carries. From them, the values of all iterations are computed
+after the loop, as one batch; the products that the loop needs are computed once more for it, which
+costs little as long as they are small. Likewise, products of inputs with weights, `x[t] @ W`, are
+computed for all iterations before the loop.
+
+A training step of a recurrent layer and a dense layer with Adam, in a loop of 32 steps; batch B, T
+steps of I features, U units, float32. Estimates of the compiler for TPU v5e, jax 0.10, without a
+device: cycles of a step (seconds to compile), as it is, with `summed_after`, and with this rewrite,
+too:
+
+           B    T    I   U      as is -> summed after -> batched
+    LSTM   32   32   8   32     641,136 (1.8) -> 565,557 (0.9) -> 390,959 (1.3)
+    GRU    32   32   8   32     752,070 (0.7) -> 625,772 (0.7) -> 353,869 (1.6)
+    LSTM   64   64   32  128    1,500,648 (1.9) -> 1,383,867 (3.8) -> 915,622 (7.1)
+    LSTM   128  64   64  256    2,378,425 (3.8) -> the same -> 2,079,750 (6.5)
+    LSTM   32   128  8   32     2,457,840 (1.1) -> 2,160,857 (1.6) -> 1,422,446 (5.7)
+    GRU    32   128  8   32     2,846,579 (2.1) -> 2,343,070 (2.5) -> 1,292,872 (7.5)
+    RNN    32   128  8   32     1,171,056 (0.9) -> 634,297 (2.2) -> 601,958 (2.9)
+
+Shorter scans are unrolled instead: see `unrolled_scan`. Without the layout that the inputs get, the
+GRU with T = 32 takes 1,042,610 cycles: XLA lets the batch be the slowest axis, and gathers what an
+iteration needs by kernels of their own.
+
+Sums of products may be computed in another order, which changes the last bits.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
+from jax.extend import core
+from jax.extend.core import primitives
+
+from functrain.rewrites._conv import is_sharded
+from functrain.rewrites._frame import Rewrite
+from functrain.rewrites._scans import is_small, open_jaxpr, variables, with_outputs
+
+# The operations that may be applied to all iterations at once. Random numbers are not among them:
+# for some kinds of keys, a batch gets other numbers. Nor are loops and branches, which get slower.
+_BATCHED_NAMES = """
+abs add add_any and atan2 broadcast_in_dim ceil clamp concatenate convert_element_type copy cos
+custom_jvp_call div dot_general eq erf exp exp2 expand_dims expm1 floor ge gt integer_pow is_finite
+jit le log log1p logistic lt max min mul ne neg not or pow reduce_and reduce_max reduce_min
+reduce_or reduce_sum reshape rsqrt select_n sign sin slice split sqrt square squeeze stop_gradient
+sub tan tanh transpose xor
+"""
+_BATCHED = frozenset(_BATCHED_NAMES.split())
+
+
+class _Plan(NamedTuple):
+    """How a scan is divided.
+
+    Attributes:
+      products: Products of inputs and constants of the loop, computed before it.
+      carried: Carries whose values at the begin of each iteration are needed after the loop.
+      stacked: The variables that the loop stacks.
+      later: Outputs of the body that are computed after the loop.
+    """
+
+    products: list[Any]
+    carried: list[Any]
+    stacked: list[Any]
+    later: list[Any]
+
+
+def _applies(eqn: core.JaxprEqn) -> bool:
+    params = eqn.params
+    # jax 0.12 describes the carries by a tree of a class that is not public. Without a loop,
+    # nothing is stacked.
+    if "num_carry" not in params or params["unroll"] == params["length"]:
+        return False
+    if params["length"] <= 1 or params.get("_split_transpose") or params["jaxpr"].effects:
+        return False
+    if any(is_sharded(var.aval) for var in eqn.invars) or not is_small(params):
+        return False
+    return _plan(params) is not None
+
+
+def _plan(params: dict[str, Any]) -> _Plan | None:
+    """Returns how to divide a scan, or None if that gains nothing or is not possible."""
+    jaxpr = open_jaxpr(params["jaxpr"])
+    consts, carry, xs = _split(jaxpr.invars, params)
+    last = jaxpr.outvars[: len(carry)]
+    outputs = list(dict.fromkeys(variables(jaxpr.outvars[len(carry) :])))
+    products = _find_products(jaxpr, consts, xs, last)
+    unplanned = _Plan(products, [], [var for var in outputs if var not in xs], [])
+    later = [var for var in outputs if var not in {*jaxpr.invars, *variables(last)}]
+    sources = _find_sources(jaxpr, later, products)
+    if sources is None:
+        return unplanned if products else None
+    carried = [var for var in carry if var in sources or var in outputs]
+    # The value of a carry before an iteration is that after the iteration before.
+    stacked = [last[carry.index(var)] for var in carried]
+    stacked += [var for var in outputs if var in variables(last) and var not in xs]
+    if len(variables(stacked)) < len(stacked):
+        return unplanned if products else None
+    stacked = list(dict.fromkeys(stacked))
+    if len(stacked) < len(unplanned.stacked):
+        return _Plan(products, carried, stacked, later)
+    return unplanned if products else None
+
+
+def _find_products(
+    jaxpr: core.Jaxpr, consts: list[Any], xs: list[Any], last: list[Any]
+) -> list[Any]:
+    """Returns the products of inputs that the carries depend on, but that depend on no carry."""
+    in_loop = {out for eqn in with_outputs(jaxpr, last).eqns for out in eqn.outvars}
+    constant, independent, products = set(consts), {*consts, *xs}, []
+    for eqn in jaxpr.eqns:
+        reads = variables(eqn.invars)
+        if constant.issuperset(reads):
+            constant |= set(eqn.outvars)
+            independent |= set(eqn.outvars)
+        elif _is_batched(eqn) and independent.issuperset(reads):
+            independent |= set(eqn.outvars)
+            if eqn.primitive is primitives.dot_general_p and eqn.outvars[0] in in_loop:
+                products.append(eqn.outvars[0])
+    return products
+
+
+def _find_sources(jaxpr: core.Jaxpr, outputs: list[Any], products: list[Any]) -> set[Any] | None:
+    """Returns the inputs of a body, and products, that outputs are computed from.
+
+    None if an operation between them cannot be applied to all iterations at once.
+    """
+    part = with_outputs(jaxpr, outputs, [*jaxpr.invars, *products])
+    if not all(map(_is_batched, part.eqns)):
+        return None
+    reads = {var for eqn in part.eqns for var in variables(eqn.invars)}
+    return reads.intersection(part.invars)
+
+
+def _is_batched(eqn: core.JaxprEqn) -> bool:
+    inner = [eqn for jaxpr in core.jaxprs_in_params(eqn.params) for eqn in open_jaxpr(jaxpr).eqns]
+    types = [var.aval for var in (*eqn.invars, *eqn.outvars)]
+    return (
+        eqn.primitive.name in _BATCHED
+        and not any(map(is_sharded, types))
+        and all(map(_is_batched, inner))
+    )
+
+
+def _replace(*inputs: jax.Array, **params: Any) -> list[jax.Array]:
+    plan = _plan(params)
+    assert plan is not None  # `_applies` has checked it
+    jaxpr = open_jaxpr(params["jaxpr"])
+    consts, carry, xs = _split(jaxpr.invars, params)
+    const_values, start, _ = _split(list(inputs), params)
+    # The values of variables in all iterations.
+    values = dict(zip(xs, inputs[len(consts) + len(carry) :], strict=True))
+
+    def compute(outvars: list[Any]) -> None:
+        """Adds variables that are computed from those whose values are known."""
+        part = with_outputs(params["jaxpr"], outvars, [*consts, *values])
+        axes = [None] * len(consts) + [0] * len(values)
+        run = jax.vmap(core.jaxpr_as_fun(part), in_axes=axes, axis_size=params["length"])
+        values.update(zip(outvars, run(*const_values, *values.values()), strict=True))
+
+    compute(plan.products)
+    last = jaxpr.outvars[: len(carry)]
+    part = with_outputs(params["jaxpr"], [*last, *plan.stacked], [*consts, *carry, *values])
+    run = core.jaxpr_as_fun(part)
+
+    def body(carry_values: list[jax.Array], x: list[jax.Array]) -> Any:
+        outs = run(*const_values, *carry_values, *x)
+        return outs[: len(carry)], outs[len(carry) :]
+
+    options = {name: params[name] for name in ("length", "reverse", "unroll")}
+    end, ys = lax.scan(body, start, list(map(_with_time_first, values.values())), **options)
+    values.update(zip(plan.stacked, ys, strict=True))
+    for var in plan.carried:
+        number = carry.index(var)
+        values[var] = _shift(values[last[number]], start[number], params["reverse"])
+    compute([var for var in plan.later if var not in values])
+    return [*end, *(_stack(var, values, params["length"]) for var in jaxpr.outvars[len(carry) :])]
+
+
+def _split(values: list[Any], params: dict[str, Any]) -> tuple[list[Any], list[Any], list[Any]]:
+    """Returns constants, carries and inputs of a scan or of its body."""
+    num_consts, num_carry = params["num_consts"], params["num_carry"]
+    xs_start = num_consts + num_carry
+    return values[:num_consts], values[num_consts:xs_start], values[xs_start:]
+
+
+def _with_time_first(x: jax.Array) -> jax.Array:
+    """Returns the array in a layout in which the elements of an iteration are neighbours."""
+    constrained: jax.Array = with_layout_constraint(x, Layout(tuple(range(x.ndim))))
+    return constrained
+
+
+def _shift(stacked: jax.Array, start: jax.Array, reverse: bool) -> jax.Array:
+    """Returns the values of a carry before each iteration, given those after it."""
+    first = lax.expand_dims(start, (0,))
+    parts = [stacked[1:], first] if reverse else [first, stacked[:-1]]
+    return lax.concatenate(parts, 0)
+
+
+def _stack(atom: Any, values: dict[Any, jax.Array], length: int) -> jax.Array:
+    """Returns the values of an output of the body in all iterations."""
+    if not isinstance(atom, core.Literal):
+        return values[atom]
+    aval: Any = atom.aval
+    return jnp.full((length, *aval.shape), atom.val, aval.dtype)
+
+
+batched_over_time = Rewrite(
+    name="batched_over_time",
+    primitive=primitives.scan_p,
+    applies=_applies,
+    replace=_replace,
+    reason="values of all iterations at once need fewer kernels than stacking them",
+    platforms=("tpu",),
+)

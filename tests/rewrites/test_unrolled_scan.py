@@ -1,0 +1,95 @@
+"""Short scans of small bodies without a loop, for TPUs and GPUs."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import functrain.rewrites.unrolled_scan as module
+from functrain.rewrites._frame import rewrite_jaxpr, walk_equations
+from functrain.rewrites.unrolled_scan import unrolled_scan, unrolled_scan_gpu
+
+from . import cases, recurrent
+
+
+def factors(rule: Any, fn: Any, *args: Any) -> list[int]:
+    """Returns how many iterations each scan runs at once, after the rewrite."""
+    jaxpr = rewrite_jaxpr(jax.make_jaxpr(fn)(*args), [rule])
+    return [e.params["unroll"] for e, *_ in walk_equations(jaxpr) if e.primitive.name == "scan"]
+
+
+def scan(steps: int, body: Any = lambda c, x: (jnp.tanh(c + x), c), **options: Any) -> Any:
+    return lambda c, x: lax.scan(body, c, jnp.broadcast_to(x, (steps, *x.shape)), **options)
+
+
+@pytest.mark.parametrize("model", recurrent.MODELS)
+def test_it_is_as_accurate_as_it_was(model: str) -> None:
+    cases.check_accuracy(recurrent.MODELS[model], recurrent.numbers(), unrolled_scan)
+
+
+def test_a_part_of_a_long_scan_is_as_accurate_as_it_was(monkeypatch: Any) -> None:
+    monkeypatch.setitem(module.MAX_EQUATIONS, "gpu", 100)
+    monkeypatch.setattr(module, "PART", 2)
+    model, args = recurrent.MODELS["masked and reverse"], recurrent.numbers(steps=7)
+    assert factors(unrolled_scan_gpu, model, *args) == [2, 2]
+    cases.check_accuracy(model, args, unrolled_scan_gpu)
+
+
+def test_nan_stays_where_it_is() -> None:
+    xs, *weights = recurrent.numbers()
+    args = [xs.at[3, 1].set(jnp.nan), *weights]
+    fn = recurrent.MODELS["lstm"]
+    run = jax.extend.core.jaxpr_as_fun(rewrite_jaxpr(jax.make_jaxpr(fn)(*args), [unrolled_scan]))
+    for got, want in zip(jax.jit(run)(*args), jax.tree.leaves(jax.jit(fn)(*args)), strict=True):
+        np.testing.assert_array_equal(np.isnan(got), np.isnan(want))
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+
+
+def test_the_length_decides() -> None:
+    longest = {name: limit // 2 for name, limit in module.MAX_EQUATIONS.items()}
+    x = jnp.ones(3)
+    assert factors(unrolled_scan, scan(longest["tpu"]), x, x) == [longest["tpu"]]
+    assert factors(unrolled_scan, scan(longest["tpu"] + 1), x, x) == [1]
+    assert factors(unrolled_scan_gpu, scan(longest["gpu"]), x, x) == [longest["gpu"]]
+    assert factors(unrolled_scan_gpu, scan(longest["gpu"] + 1), x, x) == [module.PART]
+
+
+def test_the_scans_inside_a_scan_count() -> None:
+    def body(c: Any, x: Any) -> Any:
+        return scan(100)(c, x)[0], None
+
+    x = jnp.ones(3)
+    assert factors(unrolled_scan, scan(5, body), x, x) == [5, 100]
+    # The outer one would be too long; the inner one is not.
+    assert factors(unrolled_scan, scan(50, body), x, x) == [1, 100]
+
+
+def normal(c: Any, x: Any) -> Any:
+    return c + jax.random.normal(jax.random.key(0), c.shape), None
+
+
+def says(c: Any, x: Any) -> Any:
+    jax.debug.callback(lambda: None)
+    return c + x, None
+
+
+LEFT = {
+    "of one iteration": scan(1),
+    "of no iteration": scan(0),
+    "unrolled by the user": scan(6, unroll=2),
+    "with effects": scan(6, says),
+    "of random numbers": scan(64, normal),
+    "of large arrays": scan(6, lambda c, x: (c + jnp.sum(jnp.outer(x, jnp.ones(2**18))), None)),
+}
+
+
+@pytest.mark.parametrize("kind", LEFT)
+def test_other_scans_are_left(kind: str) -> None:
+    x = jnp.ones(3)
+    assert cases.takes(unrolled_scan, scan(6), x, x) == [True]
+    assert not any(cases.takes(unrolled_scan, LEFT[kind], x, x))
+    # Half of the scan of random numbers would do.
+    assert kind == "of random numbers" or not any(cases.takes(unrolled_scan_gpu, LEFT[kind], x, x))
