@@ -117,7 +117,12 @@ class Cost:
         summary = sheet(["estimated cost of a step", ""], self._summary())
         rows_of_layers = [*self.layers[:ROWS], *_rest(self.layers[ROWS:])]
         rows = [
-            (_shorten(layer.name), f"{layer.kernels:.1f}", self._time(layer), self._share(layer))
+            (
+                _repr.shorten_start(layer.name, 44),
+                f"{layer.kernels:.1f}",
+                self._time(layer),
+                self._share(layer),
+            )
             for layer in rows_of_layers
         ]
         columns = ["layer", "kernels", "time", "share"]
@@ -149,7 +154,7 @@ class Cost:
 
     def _summary(self) -> list[tuple[str, str]]:
         rows = [
-            ("device", f"{self.devices} × {_shorten(self.chip.name)}"),
+            ("device", f"{self.devices} × {_repr.shorten_start(self.chip.name, 44)}"),
             ("time of a step", _format_time(self.seconds)),
             ("estimated from", self.basis),
             ("kernels", f"{self.kernels:.1f}"),
@@ -335,10 +340,6 @@ def _rest(layers: tuple[Layer, ...]) -> list[Layer]:
         return []
     seconds, kernels = (sum(x) for x in list(zip(*layers, strict=True))[1:])
     return [Layer(f"{len(layers)} others", seconds, kernels)]
-
-
-def _shorten(name: str, width: int = 44) -> str:
-    return name if len(name) <= width else "…" + name[1 - width :]
 
 
 def _format_time(seconds: float) -> str:

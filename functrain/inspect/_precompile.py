@@ -26,11 +26,14 @@ def precompile(
 
     A run on that device then starts at once.
 
-    On the device, call ``functrain.enable_compilation_cache(directory)`` before the fit. The key of
-    an entry depends on the program, the versions of jaxlib and of the compiler, XLA's flags, and
-    the kind, number and arrangement of the devices; all of them have to agree. That a device finds
-    and loads the entry has not been tried. Without the device, a second process finds it but
-    cannot load it: jax warns and compiles again.
+    On the device, call ``functrain.enable_compilation_cache(directory)`` before the fit, with the
+    same `fuse`: ``fuse="auto"`` takes fewer steps if an epoch is shorter. For a Keras model, pass
+    ``bridge.keras_state(model, batch)`` and ``bridge.train_step(model)``.
+
+    The key of an entry depends on the program, the versions of jaxlib and of the compiler, XLA's
+    flags, and the kind, number and arrangement of the devices; all of them have to agree. That a
+    TPU or a GPU loads the entry has not been tried. Without the device, a second process finds it
+    but cannot load it: jax warns and compiles again.
 
     Args:
       state: As for `memory`.

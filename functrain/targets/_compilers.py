@@ -151,10 +151,11 @@ def _describe(platform: str, name: str, **options: str) -> tuple[jax.Device, ...
     return tuple(described.devices)
 
 
-# Lines that the compilers write without a device, and that ask for nothing to be done.
+# Lines that the compilers write without a device, and that ask for nothing to be done. That a
+# program needs more memory than the compiler aims at, `functrain.inspect.memory` reports.
 _HARMLESS = re.compile(
     r"accelerator type|TPU_WORKER_HOSTNAMES|InitGoogle|InitializeLog|Source Location Trace"
-    r"|libtpu_init_utils|cudart_stub|SortRewriter|autotun"
+    r"|libtpu_init_utils|cudart_stub|SortRewriter|autotun|hlo_rematerialization"
 )
 
 

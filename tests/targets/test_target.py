@@ -221,4 +221,7 @@ def test_only_harmless_lines_of_the_compilers_are_dropped(
 ) -> None:
     with quiet_compiler():
         os.write(2, b"I0000 cudart_stub.cc:31] Could not find cuda drivers\nout of disk\n")
+        os.write(
+            2, b"W0000 hlo_rematerialization.cc:3233] Can't reduce memory use below 59.44GiB\n"
+        )
     assert capfd.readouterr().err == "out of disk\n"
