@@ -1,6 +1,9 @@
 """The types of steps and pytrees."""
 
+from collections.abc import Callable
 from typing import Any, Protocol, TypeAlias, TypeVar
+
+import jax
 
 PyTree: TypeAlias = Any
 """Any nesting of containers that `jax.tree` knows, with arrays as leaves."""
@@ -40,6 +43,25 @@ class StepTraits:
         """Returns the state in the form that the step takes: here unchanged."""
         # A MeteredStep adds the metrics' initial values to it.
         return state
+
+    def run_chunk(
+        self,
+        run: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]],
+        carry: PyTree,
+        chunk: PyTree,
+        n: jax.Array,
+        on_chip_bytes: int,
+    ) -> tuple[PyTree, PyTree]:
+        """Returns ``run(carry, chunk)``, which trains; a subclass may run a part at a time.
+
+        Args:
+          run: Takes the steps of a chunk: ``(carry, chunk) -> (carry, rows)``.
+          carry: What the step carries.
+          chunk: The batches, stacked.
+          n: i32[], the number of steps that it takes.
+          on_chip_bytes: `Chip.on_chip_bytes` of the device.
+        """
+        return run(carry, chunk)
 
     def require_data(self, data: Any, name: str) -> None:
         """Raises ValueError if the step cannot take batches of this data.

@@ -32,6 +32,7 @@ from functrain.engine._programs import (
 )
 from functrain.rewrites import Mode
 from functrain.step._notes import error_notes
+from functrain.targets._chips import on_chip_bytes
 
 # How many programs may be in flight before the driver waits for the oldest: enough to keep a
 # device busy, few enough to bound memory and the time an interrupt takes.
@@ -178,6 +179,7 @@ class Driver:
                 self.platform,
                 takes_all=takes_all,
                 pins=self._pins,
+                on_chip_bytes=on_chip_bytes(self.carry),
             )
             self._programs[k, takes_all] = program(self.step, self.kind, loop)
         return self._programs[k, takes_all]

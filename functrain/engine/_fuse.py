@@ -21,6 +21,7 @@ from functrain.engine._programs import (
 )
 from functrain.rewrites import Mode
 from functrain.step._check import check_step
+from functrain.targets._chips import on_chip_bytes
 
 
 def fuse(
@@ -151,7 +152,10 @@ class Fused(Generic[StateT]):
         # A loop of unknown length cannot be unrolled.
         takes_all = is_full and (self._unroll > 1 or prefers_static_length(platform))
         unroll = self._unroll if is_full else 1
-        return LoopOptions(self.k, mode, platform, takes_all, unroll, self._donate)
+        on_chip = on_chip_bytes(state) if platform == "tpu" else 0
+        return LoopOptions(
+            self.k, mode, platform, takes_all, unroll, self._donate, on_chip_bytes=on_chip
+        )
 
     def _program(self, loop: LoopOptions) -> Program:
         if loop not in self._programs:

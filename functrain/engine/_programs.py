@@ -10,7 +10,7 @@ import jax
 from functrain import rewrites as _rewrites
 from functrain.common._compile import jit
 from functrain.common._platform import compiling_for
-from functrain.common._types import PyTree
+from functrain.common._types import PyTree, traits_of
 from functrain.engine._guards import tracing_guards
 from functrain.engine._loop import check_stacked, reject_text_logs, repeat
 from functrain.engine._placement import Pins, pin_carry
@@ -47,6 +47,7 @@ class LoopOptions(NamedTuple):
       unroll: Steps in the loop's body.
       donate: True if the program takes over the carry's buffers.
       pins: The shardings that the carry's leaves keep; None on a single device.
+      on_chip_bytes: `Chip.on_chip_bytes` of the device.
     """
 
     k: int
@@ -56,6 +57,7 @@ class LoopOptions(NamedTuple):
     unroll: int = 1
     donate: bool = True
     pins: Pins | None = None
+    on_chip_bytes: int = 0
 
 
 def program(step: Any, kind: Kind, loop: LoopOptions) -> Program:
@@ -96,11 +98,17 @@ def _build(get_step: Callable[[], Any], kind: Kind, loop: LoopOptions) -> Progra
             with error_notes(batch):
                 return pin_carry(body(carry, batch, *const), loop.pins)
 
-        with tracing_guards(step), compiling_for(loop.platform):
+        def run_chunk(carry: PyTree, chunk: PyTree) -> tuple[PyTree, PyTree]:
             steps = None if loop.takes_all else n
-            carry, rows = repeat(
+            return repeat(
                 run_step, carry, chunk, loop.k, steps, loop.unroll, scalar_rows=scalar_rows
             )
+
+        # Only training changes a state; and one that is divided is on several chips.
+        is_whole = kind is TRAINING and loop.pins is None
+        on_chip_bytes = loop.on_chip_bytes if is_whole else 0
+        with tracing_guards(step), compiling_for(loop.platform):
+            carry, rows = traits_of(step).run_chunk(run_chunk, carry, chunk, n, on_chip_bytes)
         # The third result is a new buffer that is never donated. The driver waits for it, since the
         # carry is consumed by the next program, and a step may have no logs.
         return carry, rows, n + 0

@@ -106,6 +106,7 @@ def lower_fit(
         platform,
         takes_all=prefers_static_length(platform),
         pins=_placement.read_pins(carry),
+        on_chip_bytes=chip.on_chip_bytes if accelerator else 0,
     )
     run: Any = (new_program if is_new else program)(step, TRAINING, options)
     with quiet_compiler():

@@ -4,6 +4,7 @@ Files:
   _state: the stacked states, and functions to create, stack and index them
   _hyperparameters: hyperparameters with one value for each member, such as learning rates
   _over_members: maps a function of one member over all; stopped members do not change
+  _blocks: takes the steps of a program with as many members as stay on the chip of a TPU
   _loader: a loader with different batches for each member
   _step: the step of a population
   _predict: predictions of all members, combined or each

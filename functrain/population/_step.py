@@ -10,6 +10,7 @@ from functrain.common import _repr, _tree
 from functrain.common._checks import require
 from functrain.common._types import PyTree, Step, StepTraits, traits_of
 from functrain.metrics._metric import Metered
+from functrain.population._blocks import Run, copy_onto_chip, count_blocks, run_blocks
 from functrain.population._loader import Loader
 from functrain.population._over_members import Block, Data, OverMembers, where_active
 from functrain.population._state import PopulationState, require_population
@@ -85,6 +86,17 @@ class _OfAll(StepTraits):
     over: OverMembers
     stop_non_finite: bool
     is_population = True
+
+    def run_chunk(
+        self, run: Run, carry: PyTree, chunk: PyTree, n: jax.Array, on_chip_bytes: int
+    ) -> tuple[PyTree, PyTree]:
+        """Takes the steps of a chunk with as many members at a time as stay on the chip."""
+        if on_chip_bytes == 0:
+            return run(carry, chunk)
+        blocks = count_blocks(carry, on_chip_bytes)
+        if blocks == 1:
+            return run(copy_onto_chip(carry, n, on_chip_bytes), chunk)
+        return run_blocks(run, carry, chunk, blocks, 1 if self.over.data == "per_member" else None)
 
     def require_data(self, data: Any, name: str) -> None:
         """Raises ValueError if the data have batches per member, and the step shares batches."""

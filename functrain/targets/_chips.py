@@ -9,6 +9,7 @@ from functrain.common._platform import platform_of
 from functrain.common._types import PyTree
 
 _GIB = 2**30
+_VMEM = 128 * 2**20
 _GOOGLE = "https://cloud.google.com/tpu/docs/"
 _NVIDIA = "https://www.nvidia.com/en-us/data-center/"
 
@@ -23,6 +24,8 @@ class Chip(NamedTuple):
       peak_flops: Operations a second in products of bfloat16; 0 if unknown.
       clock_hz: Cycles a second; 0 if unknown.
       source: Where the figures are from.
+      on_chip_bytes: The memory on the chip in which its compiler keeps the state of a loop, if it
+        fits; 0 if it keeps none there, or if that is unknown.
 
     Examples:
       >>> import functrain as ft
@@ -36,6 +39,7 @@ class Chip(NamedTuple):
     peak_flops: float
     clock_hz: float
     source: str
+    on_chip_bytes: int = 0
 
 
 # By the names that jax gives the devices. The memory of a TPU is what its compiler says that a
@@ -45,9 +49,13 @@ class Chip(NamedTuple):
 # bandwidth and clock of the GPUs are those of XLA's target configurations.
 _CHIPS = {
     "TPU v4": Chip("TPU v4", int(30.75 * _GIB), 1.2e12, 275e12, 1.05e9, _GOOGLE + "v4"),
-    "TPU v5 lite": Chip("TPU v5e", int(15.75 * _GIB), 0.82e12, 197e12, 1.5e9, _GOOGLE + "v5e"),
+    "TPU v5 lite": Chip(
+        "TPU v5e", int(15.75 * _GIB), 0.82e12, 197e12, 1.5e9, _GOOGLE + "v5e", _VMEM
+    ),
     "TPU v5": Chip("TPU v5p", int(95.74 * _GIB), 2.77e12, 459e12, 1.75e9, _GOOGLE + "v5p"),
-    "TPU v6 lite": Chip("TPU v6e", int(31.25 * _GIB), 1.64e12, 918e12, 1.75e9, _GOOGLE + "v6e"),
+    "TPU v6 lite": Chip(
+        "TPU v6e", int(31.25 * _GIB), 1.64e12, 918e12, 1.75e9, _GOOGLE + "v6e", _VMEM
+    ),
     "NVIDIA A100-SXM4-80GB": Chip(
         "NVIDIA A100", 85_100_068_864, 2.039e12, 312e12, 1.41e9, _NVIDIA + "a100/"
     ),
@@ -77,6 +85,12 @@ def accelerator_of(tree: PyTree) -> Chip | None:
         if sharding is not None and getattr(leaf, "committed", True):
             return chip_of(next(iter(sharding.device_set)))
     return chip_of(jax.devices()[0])
+
+
+def on_chip_bytes(tree: PyTree) -> int:
+    """Returns `Chip.on_chip_bytes` of the device that a program of these arguments runs on."""
+    chip = accelerator_of(tree)
+    return chip.on_chip_bytes if chip else 0
 
 
 def known_chip(kind: str) -> Chip | None:
