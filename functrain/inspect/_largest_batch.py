@@ -122,8 +122,10 @@ def _next_count(
       too_large: The smallest size that does not fit.
       tolerance: The shortest step.
     """
-    nearest = sorted(totals, key=lambda count: abs(totals[count] - room))[:2]
-    low, high = min(nearest), max(nearest)
+    if too_large == math.inf:
+        low, high = sorted(totals)[-2:]
+    else:
+        low, high = largest, int(too_large)
     slope = max(1.0, (totals[high] - totals[low]) / (high - low))
     # A little less, since a size that fits is what is looked for.
     guess = 0.98 * (low + (room - totals[low]) / slope)
@@ -132,7 +134,8 @@ def _next_count(
     is_full = sum(0.95 * room < total <= room for total in totals.values()) > 1
     if is_full or len(totals) > 6:
         guess = (largest + min(too_large, 2 * largest or too_large)) / 2
-    upper = min(too_large - 1, max(1, largest) * 16)
+    # Sizes right below one that does not fit would say little.
+    upper = largest * 16 if too_large == math.inf else too_large - (too_large - largest + 7) // 8
     return int(min(max(guess, largest + tolerance), upper))
 
 
