@@ -19,7 +19,7 @@ from functrain.rewrites._frame import (
     retype,
     rewrite_jaxpr,
 )
-from functrain.rewrites.argmax import argmax, argmin
+from functrain.rewrites.argmax import argmax, argmin, short_argmax
 from functrain.rewrites.attention_gradient import attention_gradient
 from functrain.rewrites.batch_groups import batch_groups
 from functrain.rewrites.batched_over_time import batched_over_time
@@ -33,7 +33,10 @@ from functrain.rewrites.gelu import gelu
 from functrain.rewrites.grouped_conv import grouped_conv
 from functrain.rewrites.label_pick import label_pick, label_pick_gradient
 from functrain.rewrites.max_pool import max_pool, max_pool_apart
-from functrain.rewrites.max_pool_gradient import max_pool_gradient
+from functrain.rewrites.max_pool_gradient import (
+    max_pool_gradient,
+    max_pool_gradient_apart,
+)
 from functrain.rewrites.patch_conv import patch_conv
 from functrain.rewrites.phased_conv import phased_conv
 from functrain.rewrites.pooled_gradient import bias_before_pooling, relu_before_pooling
@@ -80,8 +83,10 @@ REWRITES: tuple[Rewrite, ...] = (
     max_pool,
     max_pool_apart,
     max_pool_gradient,
+    max_pool_gradient_apart,
     argmax,
     argmin,
+    short_argmax,
     row_sum,
     gelu,
     label_pick,

@@ -66,6 +66,10 @@ def _applies(eqn: core.JaxprEqn) -> bool:
     )
 
 
+def _are_windows_tiles(eqn: core.JaxprEqn) -> bool:
+    return bool(eqn.params["window_dimensions"] == eqn.params["window_strides"])
+
+
 def _replace(source: jax.Array, operand: jax.Array, **params: Any) -> jax.Array:
     if params["window_dimensions"] == params["window_strides"]:
         return _scatter_to_tiles(source, operand, **params)
@@ -157,4 +161,14 @@ max_pool_gradient = Rewrite(
     applies=_applies,
     replace=_replace,
     reason="comparing in place beats visiting the windows one by one",
+)
+# For GPUs, which run four kernels for a gradient: the winners' indices, zeros, a copy of them, and
+# the sum by index. Compared in place, it is fused with the gradient of ReLU. Kernels of a step of
+# mnist-convnet (H100, jax 0.10.1, estimates of the compiler): 33.6 -> 27.6. Windows that overlap
+# are left: each number would be compared with the winners of several.
+max_pool_gradient_apart = max_pool_gradient._replace(
+    name="max_pool_gradient_apart",
+    applies=lambda eqn: _applies(eqn) and _are_windows_tiles(eqn),
+    reason="comparing in place takes fewer kernels than adding by index",
+    platforms=("gpu",),
 )

@@ -10,12 +10,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
+from jax.extend.core import jaxpr_as_fun
 
 from functrain.inspect import explain_rewrites
 from functrain.rewrites import optimize
-from functrain.rewrites._frame import walk_equations
+from functrain.rewrites._frame import rewrite_jaxpr, walk_equations
 from functrain.rewrites.max_pool import max_pool, max_pool_apart
-from functrain.rewrites.max_pool_gradient import MAX_TAPS, max_pool_gradient
+from functrain.rewrites.max_pool_gradient import (
+    MAX_TAPS,
+    max_pool_gradient,
+    max_pool_gradient_apart,
+)
 
 from . import cases
 
@@ -160,3 +165,22 @@ def test_without_a_gradient_windows_apart_stay_as_they_are(stays: bool) -> None:
         kinds = [eqn.primitive.name for eqn, *_ in walk_equations(closed)]
         assert ("reduce_window_max" in kinds) == left
         assert [row.rule == "" for row in explain_rewrites(fn, x, g).rows][:1] == [left]
+
+
+@pytest.mark.parametrize("padding", ["VALID", "SAME"])
+def test_on_a_gpu_gradients_of_windows_side_by_side_keep_every_bit(padding: str) -> None:
+    fn = both(pooling((1, 2, 2, 1), (1, 2, 2, 1), padding))
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.choice(ODD, (2, 7, 6, 3)), jnp.float32)
+    g = cases.normal(rng, jax.eval_shape(pooling((1, 2, 2, 1), (1, 2, 2, 1), padding), x).shape)
+    closed = rewrite_jaxpr(jax.make_jaxpr(fn)(x, g), [max_pool_gradient_apart])
+    assert "select_and_scatter_add" not in cases.kinds(closed)
+    for got, want in zip(jax.jit(jaxpr_as_fun(closed))(x, g), jax.jit(fn)(x, g), strict=True):
+        assert bits(got) == bits(want)
+
+
+@pytest.mark.parametrize("stride", [1, 2, 4])
+def test_on_a_gpu_gradients_of_other_windows_are_left(stride: int) -> None:
+    pool = pooling((1, 3, 3, 1), (1, stride, stride, 1), "VALID")
+    x = jnp.ones((1, 9, 9, 2))
+    assert cases.takes(max_pool_gradient_apart, both(pool), x, pool(x)) == [False]
