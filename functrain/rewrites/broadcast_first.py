@@ -5,7 +5,15 @@ or ``1 / sum``, and uses them on the whole row. XLA's TPU compiler makes a kerne
 is computed for each row. A kernel costs 1,800 cycles, however small it is. Computed again for each
 number of the row, the operations are part of the kernel that uses them.
 
-TABLE
+Estimated cycles of a step on a TPU v5e, in a program of 32 steps, jax 0.10.1, without and with this
+rewrite, beside the others for TPUs; the last column is for arrays of at most 2**16 numbers:
+
+                                      without   with      2**16
+    MLP of 64-32-10, batch of 32      21,681    16,209    16,209
+    MLP of 784-64-64-10               26,708    21,236    21,236
+    transformer, 16 x 64 x 64         356,787   307,543   321,008
+    BERT, 16 x 64 x 128               477,118   357,601   473,457
+    vision transformer, 32 x 49 x 64  1,048,833 764,186   1,043,353
 
 The results may differ in their last bits, since kernels round at different points.
 """

@@ -4,9 +4,12 @@ TPUs and GPUs gather such numbers with several kernels, and add their gradient t
 with several more. A comparison of the label with the index of each class is fused into the kernels
 around it.
 
-Estimates of the compilers for a step of 32, jax 0.10.1 (cycles on a TPU v5e, kernels on an H100):
+Estimated cycles of a step on a TPU v5e, in a program of 32 steps, jax 0.10.1:
 
-TABLE
+    MLP of 64-32-10, batch of 32         25,323 -> 21,681
+    MLP of 784-64-64-10, batch of 32     30,350 -> 26,708
+    transformer, 16 texts of 64 tokens   388,678 -> 386,887
+    convnet of 28 x 28, batch of 32      227,034 -> 223,392
 
 The number is the same; only -0.0 becomes 0.0.
 """

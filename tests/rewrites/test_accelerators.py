@@ -12,7 +12,8 @@ import pytest
 from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
-from functrain.rewrites import _optimize
+from functrain.common._platform import compiling_for
+from functrain.rewrites import _optimize, optimize
 from functrain.rewrites._frame import walk_equations
 
 from . import cases
@@ -239,3 +240,57 @@ def test_another_activation_in_front_of_pooling_is_kept() -> None:
     )
     assert spread.invars[0].aval.shape == (2, 4, 4, 3)
     assert "gt" in primitives_of(closed)
+
+
+def image_classifier(key: jax.Array) -> tuple[Any, Callable[..., jax.Array]]:
+    """A convolution with pooling, a normalization and two dense layers, as a loss of a batch."""
+    shapes = {"conv": (3, 3, 1, 4), "dense": (64, 16), "scores": (16, 10)}
+    keys = jax.random.split(key, len(shapes))
+    params: dict[str, jax.Array] = {
+        name: jax.random.normal(k, shape) / np.prod(shape[:-1]) ** 0.5
+        for k, (name, shape) in zip(keys, shapes.items(), strict=True)
+    }
+    params |= {"conv bias": jnp.zeros(4), "scale": jnp.ones(16), "scores bias": jnp.zeros(10)}
+
+    def loss(params: Any, batch: Any) -> jax.Array:
+        images, labels = batch
+        numbers = ("NHWC", "HWIO", "NHWC")
+        x = lax.conv_general_dilated(
+            images, params["conv"], (1, 1), "SAME", dimension_numbers=numbers
+        )
+        x = jax.nn.relu(x + params["conv bias"])
+        x = lax.reduce_window(x, -jnp.inf, lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
+        x = normalize((1,))(x.reshape(len(x), -1) @ params["dense"], params["scale"])
+        scores = jax.nn.relu(x) @ params["scores"] + params["scores bias"]
+        return jnp.mean(cross_entropy(scores, labels))
+
+    return params, loss
+
+
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+def test_weights_after_a_hundred_steps_are_those_of_the_plain_step(platform: str) -> None:
+    with jax.enable_x64(True):
+        params, loss = image_classifier(jax.random.key(0))
+        tx = optax.sgd(0.05, momentum=0.9)
+
+        def step(state: Any, batch: Any) -> Any:
+            params, opt_state = state
+            value, grads = jax.value_and_grad(loss)(params, batch)
+            updates, opt_state = tx.update(grads, opt_state, params)
+            return (optax.apply_updates(params, updates), opt_state), value
+
+        with compiling_for(platform):
+            rewritten = optimize(step)
+            rng = np.random.default_rng(0)
+            labels = rng.integers(10, size=(100, 16))
+            images = rng.normal(size=(100, 16, 8, 8, 1)) + labels[..., None, None, None] / 5
+            state, batches = (params, tx.init(params)), (jnp.asarray(images), jnp.asarray(labels))
+            assert str(jax.make_jaxpr(rewritten)(state, (images[0], labels[0]))).count("gather") < 3
+            run = lambda step: jax.jit(lambda s, b: lax.scan(step, s, b))(state, batches)  # noqa: E731
+            (plain, _), losses = run(step)
+            (new, _), new_losses = run(rewritten)
+        assert losses[-1] < losses[0]
+        for x, y in zip(
+            jax.tree.leaves((plain, losses)), jax.tree.leaves((new, new_losses)), strict=True
+        ):
+            np.testing.assert_allclose(y, x, rtol=1e-12, atol=1e-12)
