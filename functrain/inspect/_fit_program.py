@@ -148,6 +148,10 @@ def _require_devices(target: Any, state: PyTree, sharding: NamedSharding | None)
         advice = f"The leaf is at {path}. Place its shape with target.shapes(state, shardings)."
         is_of_target = own_sharding is None or own_sharding.device_set <= devices
         require(is_of_target, "state", f"leaves on the devices of {target}", own_sharding, advice)
+        if own_sharding is not None and sharding is not None:
+            is_of_mesh = own_sharding.device_set == sharding.device_set
+            expected = "leaves on the mesh of the batches"
+            require(is_of_mesh, "state", expected, own_sharding, advice)
 
 
 def _warn_about_idle_devices(target: Target | None, carry: PyTree) -> None:
@@ -242,6 +246,9 @@ class TooLargeError(MemoryError):
             text, lines = f"one buffer, {single[3]}, takes {size} of {room}", []
         largest = f". The largest temporaries:\n{_tree.bullets(lines)}" if lines else "."
         super().__init__(f"The program is too large for the device: {text}{largest}")
+        self.add_note(
+            "functrain.inspect.memory and bridge.memory list what would need less memory."
+        )
 
 
 def parse_bytes(text: str) -> int:

@@ -58,6 +58,7 @@ def test_a_program_that_is_too_large_is_reported_in_words_without_the_compilers_
     ]
     assert raised.value.__cause__ is raised.value.__context__ is None
     assert isinstance(raised.value, MemoryError)
+    assert "functrain.inspect.memory" in raised.value.__notes__[0]
     assert raised.value.capacity == int(15.75 * 2**30)
 
 
@@ -116,6 +117,13 @@ def test_a_mesh_of_other_devices_than_the_target_is_refused(first_device: ft.Tar
     mesh = ft.target().mesh({"data": -1})
     with pytest.raises(ValueError, match=r"sharding: expected a mesh of the devices of .*mesh\("):
         ft.inspect.memory(jnp.zeros(2), step, BATCH, target=first_device, sharding=mesh)
+
+
+def test_a_state_on_one_device_does_not_go_with_batches_on_a_mesh() -> None:
+    here = ft.target()
+    state, mesh = here.shapes(jnp.zeros(2)), here.mesh({"data": -1})
+    with pytest.raises(ValueError, match=r"state: expected leaves on the mesh of the batches"):
+        ft.inspect.memory({"w": state}, lambda s, b: (s, {}), BATCH, target=here, sharding=mesh)
 
 
 def test_the_memory_is_that_of_the_targets_chip() -> None:

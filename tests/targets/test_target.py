@@ -175,6 +175,13 @@ def test_shapes_take_a_sharding_for_each_leaf() -> None:
     assert here.shapes(shapes) == shapes, "what is placed on the target keeps its place"
 
 
+def test_a_mesh_or_a_rule_in_place_of_shardings_is_refused() -> None:
+    here = ft.target()
+    for other in (here.mesh({"data": -1}), ft.sharding.fsdp("data")):
+        with pytest.raises(TypeError, match=r"sharding: expected a sharding, or a tree of them"):
+            here.shapes({"w": np.ones((4, 2))}, other)
+
+
 @pytest.mark.parametrize(
     ("axes", "allowed"),
     [
