@@ -10,19 +10,22 @@ from functrain.rewrites._frame import walk_equations
 
 # The most bytes of a value in a small body. What is larger takes longer than a kernel to start.
 MAX_VALUE_BYTES = 2**21
-# The most bytes that the values of all iterations may take, even if XLA frees none of them.
-MAX_BYTES = 2**29
 
 
-def is_small(params: dict[str, Any]) -> bool:
-    """Returns True if the kernels of a scan's body take less time than it takes to start them."""
+def is_small(params: dict[str, Any], max_bytes: int) -> bool:
+    """Returns True if the kernels of a scan's body take less time than it takes to start them.
+
+    Args:
+      params: The parameters of the scan.
+      max_bytes: The most bytes that the values of all iterations may take.
+    """
     total = 0
     for eqn, _, executions in walk_equations(params["jaxpr"]):
         outputs = list(map(nbytes, eqn.outvars))
         total += params["length"] * executions * sum(outputs)
         if max([*outputs, *map(nbytes, eqn.invars)], default=0) > MAX_VALUE_BYTES:
             return False
-    return total <= MAX_BYTES
+    return total <= max_bytes
 
 
 def with_outputs(closed: Any, outvars: Sequence[Any], invars: Sequence[Any] | None = None) -> Any:

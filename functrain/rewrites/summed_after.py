@@ -24,11 +24,17 @@ where the smallest layer loses:
     LSTM  8   64  32  32     1.88 -> 1.41
     LSTM  32  64  128 128    46 -> 32
 
-For a GPU every product in the loop is a kernel, and so is each sum. By the estimates of the TPU
-compiler a loop is faster too, but without a loop each sum is part of its product's kernel: LSTM,
-T = 32, unrolled (`unrolled_scan`), 260,513 cycles of a step with the sums inside, 363,060 after it;
-as a loop 641,136 and 565,557. Kernels of a step for H100: 938 -> 779, GRU 711 -> 616, two LSTMs
-1,860 -> 1,541.
+For a GPU every product in a loop is a kernel, and so is each sum. For a TPU a loop is faster, too,
+unless it is large; without a loop (`unrolled_scan`) each sum is part of its product's kernel.
+Estimates of the compilers for a training step of such a layer, without a device:
+
+    H100, kernels     LSTM      32   32   8   32     938 -> 779
+                      GRU       32   32   8   32     711 -> 616
+    v5e, cycles       LSTM      32   32   8   32     641,136 -> 565,557
+                      unrolled  32   32   8   32     260,513 -> 363,060
+                      LSTM      64   64   32  128    1,500,648 -> 1,383,867
+                      LSTM      128  64   64  256    2,378,425 -> 2,445,459     (hence: a limit)
+                      16 GRUs   32   128  8   32     6,046,153 -> 7,328,565
 
 The sums are computed in another order, which changes the last bits.
 """
@@ -46,7 +52,7 @@ from functrain.rewrites._frame import Rewrite, find_producers, rewrite_jaxpr
 from functrain.rewrites._scans import nbytes, open_jaxpr, variables, with_outputs
 
 # The most bytes that the operands of all iterations may take: on a CPU they must stay in the cache.
-MAX_BYTES = {"cpu": 2**23, "gpu": 2**26, "tpu": 2**25}
+MAX_BYTES = {"cpu": 2**23, "gpu": 2**26, "tpu": 2**24}
 # The most rows that a product sums over in an iteration: with more, it is fast enough in the loop.
 # On a GPU and a TPU every product less is a kernel less.
 MAX_ROWS = {"cpu": 64, "gpu": math.inf, "tpu": math.inf}

@@ -44,6 +44,8 @@ from functrain.rewrites._scans import is_small
 MAX_EQUATIONS = {"tpu": 2048, "gpu": 1024}
 # How many iterations one of a longer scan runs, for a GPU.
 PART = 8
+# The most bytes that the values of all iterations may take, even if XLA frees none of them.
+MAX_BYTES = 2**29
 # About as many operations generate random numbers.
 _RANDOM_EQUATIONS = 100
 
@@ -55,7 +57,7 @@ def _find_factor(params: dict[str, Any], platform: str) -> int:
     if length <= 1 or params.get("unroll") != 1 or params.get("_split_transpose"):
         return 1
     body = params["jaxpr"]
-    if body.effects or not is_small(params):
+    if body.effects or not is_small(params, MAX_BYTES):
         return 1
     num_equations = _count_equations(body)
     if num_equations * length <= MAX_EQUATIONS[platform]:
