@@ -69,25 +69,34 @@ class OverMembers:
         members = jax.tree.leaves(stacked)[0].shape[0]
         is_per_member = self.data == "per_member"
         block_size = self.block_size(stacked, batch)
-        if members == 1 and current_platform() != "cpu":
-            return _call_single(self.function, stacked, batch, is_per_member)
-        # With in_axes None all members read one batch, which is not copied for each of them.
-        vmapped = jax.vmap(self.function, in_axes=(0, 0 if is_per_member else None))
         if block_size is None:
-            return vmapped(stacked, batch)
+            return self._call_at_once(stacked, batch)
         # Without a mask all members are computed. The comparison is not a constant for the
         # compiler, which would otherwise remove the conditional around each member.
         is_used = jnp.arange(members) >= 0 if active is None else active
         inputs = stacked, is_used, batch if is_per_member else None
         in_blocks = members - members % block_size
-        function = self.function if block_size == 1 else vmapped
+        function = self.function if block_size == 1 else self._call_at_once
         results = _map_blocks(function, inputs, batch, block_size, in_blocks)
         if in_blocks == members:
             return results
         # The members that do not fill a block.
         last_members, _, last_batch = jax.tree.map(lambda x: x[in_blocks:], inputs)
-        last = vmapped(last_members, last_batch if is_per_member else batch)
+        last = self._call_at_once(last_members, last_batch if is_per_member else batch)
         return jax.tree.map(lambda *parts: jnp.concatenate(parts), results, last)
+
+    def _call_at_once(self, stacked: PyTree, batch: PyTree) -> Any:
+        """Calls the function for all given members at once."""
+        members = jax.tree.leaves(stacked)[0].shape[0]
+        is_per_member = self.data == "per_member"
+        if members == 1 and current_platform() != "cpu":
+            return _call_single(self.function, stacked, batch, is_per_member)
+        # With an axis of None all members read one batch, which is not copied for each of them.
+        axes: Any = 0 if is_per_member else None
+        if current_platform() == "tpu" and not is_per_member:
+            axes = jax.tree.map(lambda x: 0 if _are_labels(x) else None, batch)
+            batch = jax.tree.map(lambda x: _repeat_labels(x, members), batch)
+        return jax.vmap(self.function, in_axes=(0, axes))(stacked, batch)
 
     def step_active(self, stacked: Any, batch: PyTree, active: jax.Array) -> tuple[Any, PyTree]:
         """Calls ``(member, batch) -> (member, logs)`` for all; stopped members do not change.
@@ -144,6 +153,25 @@ class OverMembers:
             if eqn.primitive is primitives.conv_general_dilated_p:
                 return 1
         return None
+
+
+def _repeat_labels(x: Any, members: int) -> Any:
+    """Returns `[N, B]` for a leaf `[B]` of a batch, such as labels; other leaves unchanged.
+
+    What a TPU computes from labels that all members share, such as a comparison with each class, it
+    stores by a kernel of its own before it repeats it for the members. What it computes from labels
+    that are repeated is part of the kernels that use it, and the loss picks a logit as it does in
+    one member. The barrier keeps the compiler from moving the repetition behind the computation. A
+    step of 32 MLPs 64-32-10 takes 36,440 cycles on a v5e instead of 46,109, by the estimates of the
+    compiler of jax 0.10, and 38,214 without the barrier. On an H100 nothing is saved.
+    """
+    if not _are_labels(x):
+        return x
+    return jax.lax.optimization_barrier(jnp.broadcast_to(x, (members, *x.shape)))
+
+
+def _are_labels(x: Any) -> bool:
+    return jnp.ndim(x) == 1 and not _tree.is_key(x)
 
 
 def _call_single(function: Function, stacked: PyTree, batch: PyTree, is_per_member: bool) -> Any:

@@ -16,7 +16,19 @@ from functrain.population._blocks import copy_onto_chip, count_blocks
 from functrain.targets._chips import known_chip
 from tests.workload_parts import parts
 
-from .setting import METERED, PLAIN, X, Y, alone, assert_close, bits, of_all, population
+from .setting import (
+    KEY,
+    MEMBERS,
+    METERED,
+    PLAIN,
+    X,
+    Y,
+    alone,
+    assert_close,
+    bits,
+    of_all,
+    population,
+)
 
 K = 4
 SHARED = (X[: K * 8].reshape(K, 8, 8), Y[: K * 8].reshape(K, 8))
@@ -83,6 +95,32 @@ def test_a_stopped_population_of_one_on_an_accelerator_keeps_every_bit() -> None
         new, logs = jax.jit(ft.population.step(PLAIN))(of_one, (X[:16], Y[:16]))
     assert bits(new) == bits(of_one)
     assert np.isnan(logs["loss"])
+
+
+@pytest.mark.parametrize("block", [None, 2])
+def test_members_with_repeated_labels_train_as_they_would_alone(block: int | None) -> None:
+    batch = X[:16], Y[:16]
+    with compiling_for("tpu"):
+        new, logs = jax.jit(ft.population.step(PLAIN, block=block))(population(), batch)
+    for i in range(MEMBERS):
+        state, expected = jax.jit(PLAIN)(alone(i), batch)
+        assert_close(new[i], state)
+        np.testing.assert_allclose(logs["loss"][i], expected["loss"], rtol=1e-6)
+
+
+@pytest.mark.parametrize(("platform", "count"), [("tpu", 1), ("gpu", 0), ("cpu", 0)])
+def test_labels_are_repeated_for_the_members_of_a_tpu(platform: str, count: int) -> None:
+    batch = {"x": X[:16], "y": Y[:16], "nothing": None, "keys": jax.random.split(KEY, 16)}
+    step = ft.population.step(lambda state, batch: PLAIN(state, (batch["x"], batch["y"])))
+    with compiling_for(platform):
+        found = str(jax.make_jaxpr(lambda *args: step(*args))(population(), batch))
+    assert found.count("optimization_barrier") == count
+    assert (f"i32[{MEMBERS},16]" in found.split("optimization_barrier")[0]) == (count == 1)
+
+
+@pytest.mark.tpu
+def test_the_members_of_a_population_pick_a_logit_as_one_member_does() -> None:
+    assert cycles("digits-mlp", 32) <= 2.4 * cycles("digits-mlp", 1)
 
 
 def cycles(name: str, members: int) -> float:
