@@ -98,7 +98,9 @@ def test_the_estimates_of_a_small_network_are_those_that_were_found_before(
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads((tmp_path / "targets.json").read_text())["rows"]
     cost = {row.get("way", row.get("members")): row for row in rows}
-    assert cost["fused 32"]["cycles"] == pytest.approx(25_323, rel=0.05)
-    assert cost[32]["cycles"] == pytest.approx(48_739, rel=0.05)
+    # What the compiler said of the plain step before there were rewrites for it.
+    assert cost["scan by hand"]["cycles"] == pytest.approx(25_323, rel=0.05)
+    assert cost["fused 32"]["cycles"] <= 17_500
+    assert cost[32]["cycles"] <= 48_739
     assert cost["fused 32"]["kernels"] <= cost["scan by hand"]["kernels"]
     assert "| digits-mlp |" in (tmp_path / "targets.md").read_text()

@@ -170,7 +170,8 @@ def test_a_step_has_the_operations_of_a_scan_by_hand(program: Compiled) -> None:
     fused, by_hand = (x.cost_analysis() for x in (program.fused, program.by_hand))
     # The compiler for GPUs does not count them.
     if by_hand is not None:
-        assert 0 < fused["flops"] <= by_hand["flops"]
+        # What is computed for each row is computed again for each number of the row.
+        assert 0 < fused["flops"] <= 1.1 * by_hand["flops"]
     products = [
         sum(n for x, n in executions(p) if x.opcode in _hlo.KERNELS and is_product(x))
         for p in program[1:]
