@@ -40,6 +40,7 @@ from functrain.rewrites.max_pool_gradient import (
 from functrain.rewrites.patch_conv import patch_conv
 from functrain.rewrites.phased_conv import phased_conv
 from functrain.rewrites.pooled_gradient import bias_before_pooling, relu_before_pooling
+from functrain.rewrites.relu_mask import relu_mask
 from functrain.rewrites.row_sum import row_sum
 from functrain.rewrites.shared_batch import shared_batch
 from functrain.rewrites.small_depthwise import small_depthwise
@@ -94,6 +95,7 @@ REWRITES: tuple[Rewrite, ...] = (
     centered_sum,
     bias_before_pooling,
     relu_before_pooling,
+    relu_mask,
     broadcast_first,
 )
 

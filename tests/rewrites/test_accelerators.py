@@ -267,6 +267,45 @@ def image_classifier(key: jax.Array) -> tuple[Any, Callable[..., jax.Array]]:
     return params, loss
 
 
+def members(relu: Callable[..., Any], x: jax.Array, w: jax.Array) -> jax.Array:
+    """Returns the squared outputs of three members that share a batch."""
+    return jnp.sum(jax.vmap(lambda w: relu(x @ w) @ w)(w) ** 2)
+
+
+@pytest.mark.parametrize("relu", [jax.nn.relu, keras.ops.relu])
+def test_the_gradient_of_the_relu_of_members_is_decided_by_its_output(relu: Any) -> None:
+    rng = np.random.default_rng(0)
+    x, w = cases.normal(rng, (8, 16)), cases.normal(rng, (3, 16, 16))
+    names = primitives_of(check(jax.grad(lambda w, x: members(relu, x, w)), w, x))
+    assert ("ge" in names, "gt" in names) == (True, False)
+
+
+@pytest.mark.parametrize("value", [0.0, -0.0, np.inf, -np.inf, np.nan, 1e-37, -1e-37])
+def test_the_mask_of_relu_is_that_of_its_input(value: float) -> None:
+    def gradient(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jax.grad(lambda x: jnp.sum(jax.nn.relu(x) @ w))(x)
+
+    x, w = jnp.full((2, 3, 4), value, jnp.float32), jnp.ones((2, 4, 5))
+    rewritten = rewritten_for_tpu(gradient, x, w)
+    assert "gt" not in primitives_of(rewritten)
+    np.testing.assert_array_equal(
+        jax.jit(jaxpr_as_fun(rewritten))(x, w)[0], jax.jit(gradient)(x, w)
+    )
+
+
+def test_comparisons_with_zero_that_are_no_masks_of_members_are_kept() -> None:
+    x, w = jnp.linspace(-1, 1, 18).reshape(2, 3, 3), jnp.ones((2, 3, 3))
+    for fn in (
+        lambda x: (x @ w, x > 0),
+        lambda x: (jnp.maximum(x, 1) @ w, x > 0),
+        lambda x: (jnp.maximum(x, 0) @ w, x > 1),
+        lambda x: (jnp.maximum(2 * x, 0) @ w, x > 0),
+        lambda x: (jnp.maximum(x, 0) @ w[0], x > 0),
+        lambda x: (jnp.maximum(x, 0) + w, x > 0),
+    ):
+        assert "gt" in primitives_of(rewritten_for_tpu(fn, x))
+
+
 @pytest.mark.parametrize("platform", ["gpu", "tpu"])
 def test_weights_after_a_hundred_steps_are_those_of_the_plain_step(platform: str) -> None:
     with jax.enable_x64(True):
