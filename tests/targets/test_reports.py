@@ -139,8 +139,8 @@ def test_the_time_on_a_tpu_is_that_of_its_compilers_cycles(v5e: ft.Target) -> No
     assert found.basis == "the TPU compiler's cycles"
     assert found.seconds == pytest.approx(sum(layer.seconds for layer in found.layers))
     assert found.kernels == pytest.approx(sum(layer.kernels for layer in found.layers))
-    # libtpu 0.0.41: 25,323 cycles and 17 kernels.
-    assert 15_000 < found.seconds * v5e.chip.clock_hz < 35_000
+    # libtpu 0.0.41: 16,209 cycles and 12 kernels; 25,323 and 17 without rewrites.
+    assert 10_000 < found.seconds * v5e.chip.clock_hz < 20_000
     assert 10 < found.kernels < 25
     assert found.dispatch_saved > 0.5
     assert max(map(len, str(found).splitlines())) <= 80
