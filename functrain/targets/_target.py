@@ -155,7 +155,7 @@ def target(name: str | None = None) -> Target:
       >>> import functrain as ft
       >>> ft.target("tpu:v9")
       Traceback (most recent call last):
-      ValueError: name: expected ...'tpu:v5e', ..., got 'tpu:v9'.
+      ValueError: name: expected ...'tpu:v5e', ..., got 'tpu:v9'....
     """
     if name is None:
         return _machine_at_hand()
