@@ -47,9 +47,9 @@ def scan_with_scalar_rows(
       k: K.
       unroll: Passed to `lax.scan`.
     """
-    of_carry, of_outputs = _Split(jax.tree.map(jax.typeof, carry)), _Split(outputs)
-    scalars, arrays = of_carry.split(carry)
-    before_first = [*scalars, *[jnp.int32(0)] * of_outputs.count]
+    carry_leaves, output_leaves = _Split(jax.tree.map(jax.typeof, carry)), _Split(outputs)
+    scalars, arrays = carry_leaves.split(carry)
+    before_first = [*scalars, *[jnp.int32(0)] * output_leaves.count]
     if len(before_first) < 2:
         result: tuple[PyTree, PyTree] = lax.scan(body, carry, stacked, length=k, unroll=unroll)
         return result
@@ -59,17 +59,17 @@ def scan_with_scalar_rows(
     def step(loop_state: Any, x: Any) -> Any:
         i, rows, arrays = loop_state
         row = lax.dynamic_index_in_dim(rows, i - 1, keepdims=False)
-        carry, y = body(of_carry.join(row[: of_carry.count], arrays), x)
-        scalars, arrays = of_carry.split(carry)
-        logged, others = of_outputs.split(y)
-        row = jnp.stack([*scalars, *logged])
+        carry, y = body(carry_leaves.join(row[: carry_leaves.count], arrays), x)
+        scalars, arrays = carry_leaves.split(carry)
+        scalar_logs, array_logs = output_leaves.split(y)
+        row = jnp.stack([*scalars, *scalar_logs])
         rows = lax.dynamic_update_index_in_dim(rows, row, i, 0)
-        return (i + 1, rows, arrays), others
+        return (i + 1, rows, arrays), array_logs
 
     first = jnp.int32(0), rows, arrays
-    (_, rows, arrays), others = lax.scan(step, first, stacked, length=k, unroll=unroll)
-    last = of_carry.join(rows[k - 1, : of_carry.count], arrays)
-    return last, of_outputs.join(rows[:k, of_carry.count :].T, others)
+    (_, rows, arrays), array_logs = lax.scan(step, first, stacked, length=k, unroll=unroll)
+    last = carry_leaves.join(rows[k - 1, : carry_leaves.count], arrays)
+    return last, output_leaves.join(rows[:k, carry_leaves.count :].T, array_logs)
 
 
 class _Split:
@@ -83,23 +83,23 @@ class _Split:
     def split(self, tree: PyTree) -> tuple[list[jax.Array], list[Any]]:
         """Returns the scalars, each `i32[]`, and the other leaves."""
         scalars: list[jax.Array] = []
-        others: list[Any] = []
+        arrays: list[Any] = []
         for x, dtype in zip(jax.tree.leaves(tree), self._dtypes, strict=True):
             if dtype is None:
-                others.append(x)
+                arrays.append(x)
             else:
                 scalars.append(lax.bitcast_convert_type(x, jnp.int32))
-        return scalars, others
+        return scalars, arrays
 
-    def join(self, scalars: jax.Array, others: Sequence[Any]) -> PyTree:
+    def join(self, scalars: jax.Array, arrays: Sequence[Any]) -> PyTree:
         """Returns the tree of `[count]` scalars, or of `[count, K]`, and the other leaves."""
-        remaining_scalars, remaining = iter(scalars), iter(others)
+        next_scalars, next_arrays = iter(scalars), iter(arrays)
         leaves = []
         for dtype in self._dtypes:
             if dtype is None:
-                leaves.append(next(remaining))
+                leaves.append(next(next_arrays))
             else:
-                leaves.append(lax.bitcast_convert_type(next(remaining_scalars), dtype))
+                leaves.append(lax.bitcast_convert_type(next(next_scalars), dtype))
         return jax.tree.unflatten(self._structure, leaves)
 
 

@@ -187,6 +187,11 @@ def is_sharding_free(params: dict[str, Any]) -> bool:
     return sharding is None or AxisType.Explicit not in sharding.mesh.axis_types
 
 
+def is_zero(atom: Any) -> bool:
+    """Returns True if an input of an equation is the scalar literal 0."""
+    return isinstance(atom, core.Literal) and ndim(atom) == 0 and float(atom.val) == 0
+
+
 def ndim(var: Any) -> int:
     """Returns the number of axes of an equation's input or output."""
     return len(var.aval.shape)

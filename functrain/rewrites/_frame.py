@@ -137,9 +137,16 @@ def select_rewrite(
                 continue
             if not rewrite.applies_in_context(eqn, jaxpr):
                 continue
-            if rewrite.replace_in_context is None or rewrite.replace_in_context(eqn, jaxpr):
+            if rewrite.replace or _replacement_in_context(rewrite, eqn, jaxpr):
                 return rewrite
     return None
+
+
+def _replacement_in_context(
+    rewrite: Rewrite, eqn: core.JaxprEqn, jaxpr: core.Jaxpr
+) -> Replacement | None:
+    in_context = rewrite.replace_in_context
+    return in_context(eqn, jaxpr) if in_context else None
 
 
 def usable_rewrites(jaxpr: Any, rewrites: Sequence[Rewrite]) -> list[Rewrite]:
@@ -289,15 +296,13 @@ class _Pass:
         """Returns the equations that replace one, and records its outputs' substitutions."""
         if rewrite := select_rewrite(self._rewrites, eqn, jaxpr, self._exact_only):
             with _rewrite_scope(rewrite, eqn):
-                if rewrite.replace_in_context is None:
-                    eqns, outs = self._apply(rewrite, eqn)
-                else:
-                    replacement = rewrite.replace_in_context(eqn, jaxpr)
-                    assert replacement is not None
+                if replacement := _replacement_in_context(rewrite, eqn, jaxpr):
                     inputs = substitute(substitutions, replacement.inputs)
                     with _context(eqn):
                         closed = _trace_replacement(replacement.fn, eqn, inputs)
                     eqns, outs = inline(core.jaxpr_as_fun(closed), eqn, inputs)
+                else:
+                    eqns, outs = self._apply(rewrite, eqn)
             if eqns and eqns[-1].primitive is primitives.transpose_p:
                 self._final_transposes[eqns[-1].outvars[0]] = eqns[-1]
         elif is_float32_conversion(eqn) and eqn.invars[0] in self._final_transposes:

@@ -12,6 +12,7 @@ Estimated cycles of a step of a convnet on a TPU v5e, in a program of 32 steps, 
 ReLU's gradient is the same. The sum is computed in another order.
 """
 
+import itertools
 from typing import Any
 
 import jax
@@ -19,11 +20,10 @@ import jax.numpy as jnp
 from jax.extend import core
 from jax.extend.core import primitives
 
-from functrain.rewrites._conv import are_floats, avals, is_sharded, ndim
+from functrain.rewrites._conv import are_floats, avals, is_sharded, is_zero, ndim
 from functrain.rewrites._frame import (
     Replacement,
     Rewrite,
-    find_consumers,
     find_producer,
     original_equation,
 )
@@ -35,15 +35,15 @@ def _selects(eqn: core.JaxprEqn) -> bool:
 
 
 def _mask_windows(eqn: core.JaxprEqn, jaxpr: core.Jaxpr) -> Replacement | None:
-    inputs = original_equation(eqn, jaxpr).invars
-    mask, zeros, spread = (find_producer(atom, jaxpr) for atom in inputs)
+    select = original_equation(eqn, jaxpr)
+    mask, zeros, spread = (find_producer(atom, jaxpr) for atom in select.invars)
     if mask is None or zeros is None or spread is None:
         return None
     is_gradient = (
         mask.primitive is primitives.gt_p
-        and _is_zero(mask.invars[1])
+        and is_zero(mask.invars[1])
         and zeros.primitive is primitives.broadcast_in_dim_p
-        and _is_zero(zeros.invars[0])
+        and is_zero(zeros.invars[0])
         and _spreads_to_maxima(spread)
     )
     if not is_gradient:
@@ -54,9 +54,9 @@ def _mask_windows(eqn: core.JaxprEqn, jaxpr: core.Jaxpr) -> Replacement | None:
         relu is not None
         and relu.primitive is primitives.max_p
         and relu.invars[0] is mask.invars[0]
-        and _is_zero(relu.invars[1])
+        and is_zero(relu.invars[1])
     )
-    pooled = _find_pooled(operand, spread, jaxpr) if is_of_relu else None
+    pooled = _find_pooled(spread, select, jaxpr) if is_of_relu else None
     if pooled is None:
         return None
 
@@ -68,21 +68,21 @@ def _mask_windows(eqn: core.JaxprEqn, jaxpr: core.Jaxpr) -> Replacement | None:
     return Replacement(spread_masked, [source, operand, pooled])
 
 
-def _is_zero(atom: Any) -> bool:
-    return isinstance(atom, core.Literal) and ndim(atom) == 0 and atom.val == 0
-
-
 def _spreads_to_maxima(eqn: core.JaxprEqn) -> bool:
     is_scatter = eqn.primitive is primitives.select_and_scatter_add_p
     return is_scatter and eqn.params["select_prim"] is primitives.ge_p
 
 
-def _find_pooled(operand: Any, spread: core.JaxprEqn, jaxpr: core.Jaxpr) -> Any:
-    """Returns the variable of the max pooling whose gradient an equation spreads, or None."""
+def _find_pooled(spread: core.JaxprEqn, select: core.JaxprEqn, jaxpr: core.Jaxpr) -> Any:
+    """Returns the variable of the max pooling whose gradient is spread, or None.
+
+    It must be computed before the selection, to be an input of what replaces that.
+    """
     names = ("window_dimensions", "window_strides", "padding")
-    for eqn in find_consumers(operand, jaxpr):
+    for eqn in itertools.takewhile(lambda eqn: eqn is not select, jaxpr.eqns):
         if (
             eqn.primitive is primitives.reduce_window_max_p
+            and eqn.invars[0] is spread.invars[1]
             and all(eqn.params[name] == spread.params[name] for name in names)
             and {*eqn.params["base_dilation"], *eqn.params["window_dilation"]} == {1}
         ):

@@ -101,6 +101,6 @@ def test_the_estimates_of_a_small_network_are_those_that_were_found_before(
     # What the compiler said of the plain step before there were rewrites for it.
     assert cost["scan by hand"]["cycles"] == pytest.approx(25_323, rel=0.05)
     assert cost["fused 32"]["cycles"] <= 17_500
-    assert cost[32]["cycles"] <= 48_739
+    assert cost[32]["cycles"] <= 36_000
     assert cost["fused 32"]["kernels"] <= cost["scan by hand"]["kernels"]
     assert "| digits-mlp |" in (tmp_path / "targets.md").read_text()

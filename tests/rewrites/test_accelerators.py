@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
-from jax.extend.core import jaxpr_as_fun
+from jax.extend.core import jaxpr_as_fun, primitives
 
 from functrain.common._platform import compiling_for
 from functrain.rewrites import _optimize, optimize
@@ -224,6 +224,21 @@ def test_relu_and_bias_in_front_of_pooling_are_decided_for_each_window(
     sums = [e.invars[0].aval.shape for e in closed.eqns if e.primitive.name == "reduce_sum"]
     assert small in sums
     assert x.shape not in sums or x.shape == small
+
+
+def test_pooling_that_is_computed_after_its_gradient_is_no_input_of_it() -> None:
+    windows = {"window_dimensions": (1, 2, 2, 1), "window_strides": (1, 2, 2, 1)}
+
+    def fn(x: jax.Array, source: jax.Array) -> tuple[jax.Array, jax.Array]:
+        output = jnp.maximum(x, 0)
+        spread = primitives.select_and_scatter_add_p.bind(
+            source, output, select_prim=primitives.ge_p, padding=((0, 0),) * 4, **windows
+        )
+        gradient = lax.select(x > 0, spread, jnp.zeros_like(x))
+        return gradient, lax.reduce_window(output, -jnp.inf, lax.max, **windows, padding="VALID")
+
+    rng = np.random.default_rng(0)
+    check(fn, cases.normal(rng, (2, 8, 8, 3)), cases.normal(rng, (2, 4, 4, 3)))
 
 
 def test_another_activation_in_front_of_pooling_is_kept() -> None:
