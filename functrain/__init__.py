@@ -40,7 +40,9 @@ from functrain.model import cast as cast
 from functrain.model import freeze as freeze
 from functrain.model import from_linen as from_linen
 from functrain.model import from_nnx as from_nnx
+from functrain.model import lora as lora
 from functrain.model import merge_frozen as merge_frozen
+from functrain.model import merge_lora as merge_lora
 from functrain.model import remat as remat
 from functrain.step import Aux as Aux
 from functrain.step import LossFn as LossFn
@@ -96,7 +98,9 @@ __all__ = [
     "hooks",
     "inspect",
     "load",
+    "lora",
     "merge_frozen",
+    "merge_lora",
     "metrics",
     "micro_batches",
     "population",

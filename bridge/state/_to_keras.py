@@ -10,7 +10,7 @@ from bridge.model import _variables
 from bridge.model._from_keras import require_built
 from bridge.state import _transfer
 from bridge.state._keras_state import KerasState, write_keras_state
-from functrain.internal import PyTree, is_frozen
+from functrain.internal import PyTree, is_frozen, is_lora
 
 
 class HasVariables(Protocol):
@@ -43,7 +43,8 @@ def to_keras(
     Args:
       state: A TrainState, or any object with `params` and `model_state`; or a KerasState; or the
         variables of `bridge.to_linen(model)`, a dict of collections. For a model frozen by
-        `functrain.freeze`, pass ``functrain.merge_frozen(state)``.
+        `functrain.freeze`, pass ``functrain.merge_frozen(state)``, and for one with adapters from
+        `functrain.lora`, ``functrain.merge_lora(state)``.
       model: A built `keras.Model` or layer.
       optimizer: "auto" leaves the optimizer unchanged if the state does not fit it, "require"
         raises then, and "leave" always leaves it unchanged. Ignored for a KerasState.
@@ -55,8 +56,8 @@ def to_keras(
       TypeError: `state` has no `params` or `model_state`, or is being traced; or `model` is not a
         Keras layer.
       ValueError: `model` is not built; the state is not one of this architecture (the message
-        names the leaves); the state is that of a frozen model; or the optimizer is required, and
-        `opt_state` does not fit it.
+        names the leaves); the state is that of a frozen model, or has adapters; or the optimizer
+        is required, and `opt_state` does not fit it.
 
     Examples:
       >>> import bridge, jax, keras, numpy as np, optax
@@ -92,6 +93,12 @@ def to_keras(
             "state: expected all params of the model, got the state of a model frozen by "
             "functrain.freeze, whose params are only those that it trains. Merge the others into "
             "it: bridge.to_keras(functrain.merge_frozen(state), model)."
+        )
+    if is_lora(state):
+        raise ValueError(
+            "state: expected the params of the model, got the state of a model of functrain.lora, "
+            "whose params are adapters. Add them to the base: "
+            "bridge.to_keras(functrain.merge_lora(state), model)."
         )
     # All pairs are made and checked before any is written: a model is written whole or not at all.
     pairs = _variables.pair(_variables.layout(model), state.params, state.model_state)

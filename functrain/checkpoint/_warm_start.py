@@ -81,8 +81,8 @@ def warm_start(
     Leaves are matched by path. Patterns match paths of the state, as for files: `*` stands for one
     part of a path, `**` for any number of them: ``"params/encoder/**"``, ``"**/kernel"``. A leaf
     that the file does not have under its path is also looked for where it is with and without
-    `freeze`: ``params/body/kernel`` fills ``model_state/frozen/body/kernel``, and vice versa.
-    Patterns match both paths of such a leaf.
+    `freeze`: ``params/body/kernel`` fills ``model_state/frozen/body/kernel``, and vice versa. The
+    base of a model of `lora` is filled in the same way. Patterns match both paths of such a leaf.
 
     Args:
       state: Any pytree of arrays. Leaves that are taken get the sharding of those they replace, and
@@ -132,7 +132,7 @@ def warm_start(
     take_patterns = None if take is None else _as_patterns("take", take)
     skip_patterns = _as_patterns("skip", skip)
     requested = []
-    merged = merged_paths(leaves)
+    merged = merged_paths(leaves, with_lora=True)
     for path, is_taken in zip(leaves, _taken_by_default(state), strict=True):
         paths = {path, merged[path]}
         if take_patterns is not None:

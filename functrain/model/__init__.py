@@ -5,6 +5,7 @@ Files:
   _linen: models from linen modules
   _nnx: models from nnx modules
   _freeze: models with frozen params
+  _lora: frozen models with trained matrices of low rank
   _cast: mixed precision
   _remat: less memory in exchange for more computation
   _switches: the arguments that tell flax modules whether they train
@@ -14,6 +15,8 @@ from functrain.model._cast import cast as cast
 from functrain.model._freeze import freeze as freeze
 from functrain.model._freeze import merge_frozen as merge_frozen
 from functrain.model._linen import from_linen as from_linen
+from functrain.model._lora import lora as lora
+from functrain.model._lora import merge_lora as merge_lora
 from functrain.model._model import Model as Model
 from functrain.model._model import ModelOutput as ModelOutput
 from functrain.model._nnx import from_nnx as from_nnx

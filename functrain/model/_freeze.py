@@ -98,12 +98,18 @@ def _split_model_state(model_state: PyTree) -> tuple[PyTree, PyTree]:
     advice = (
         "Create the state with the params and model_state that freeze(model, ...).init returns."
     )
-    require(_has_frozen(model_state), "model_state", expected, model_state, advice)
+    require(has_frozen(model_state), "model_state", expected, model_state, advice)
     return model_state["frozen"], model_state["model"]
 
 
-def _has_frozen(model_state: PyTree) -> bool:
+def has_frozen(model_state: PyTree) -> bool:
+    """Returns True for the model_state of a frozen model."""
     return isinstance(model_state, dict) and model_state.keys() == {"frozen", "model"}
+
+
+def has_base(model_state: PyTree) -> bool:
+    """Returns True for the model_state of a model of `lora`."""
+    return isinstance(model_state, dict) and model_state.keys() == {"frozen", "model", "lora_scale"}
 
 
 def is_frozen(state: Any) -> bool:
@@ -112,7 +118,7 @@ def is_frozen(state: Any) -> bool:
     Its `model_state` then holds a second tree of params, and each param has a value in exactly one
     of the two trees.
     """
-    if not _has_frozen(state.model_state):
+    if not has_frozen(state.model_state):
         return False
     # The keys alone prove nothing: a model may have layers that are called "frozen" and "model".
     trained, trained_structure = _flatten_with_none(state.params)
@@ -122,12 +128,15 @@ def is_frozen(state: Any) -> bool:
     return all((a is None) != (b is None) for a, b in zip(trained, frozen, strict=True))
 
 
-def merged_paths(paths: Collection[str]) -> dict[str, str]:
+def merged_paths(paths: Collection[str], *, with_lora: bool = False) -> dict[str, str]:
     """Returns the paths that leaves have after `merge_frozen`, by their paths before it.
 
     Args:
       paths: Paths of the leaves of a state, or of a tree of states, frozen or not.
+      with_lora: Whether the base of a model of `lora` gets the paths of the original params, too.
+        It has their shapes, but not the values that `merge_lora` returns.
     """
+    allowed = {*_MERGED_PART, "lora_scale"} if with_lora else {*_MERGED_PART}
     matches = [match for path in paths if (match := _MODEL_STATE_PATH.fullmatch(path))]
     parts: dict[str, set[str]] = {}  # what each model_state consists of
     for prefix, part, _ in (match.groups() for match in matches):
@@ -136,7 +145,7 @@ def merged_paths(paths: Collection[str]) -> dict[str, str]:
     for match in matches:
         prefix, part, rest = match.groups()
         # A model that is not frozen may have layers called "frozen" and "model", too.
-        is_split = "frozen" in parts[prefix] <= {"frozen", "model"}
+        is_split = "frozen" in parts[prefix] <= allowed and part in _MERGED_PART
         if is_split and (path := prefix + _MERGED_PART[part] + rest) not in merged:
             merged[match.string] = path
     return merged
@@ -173,12 +182,15 @@ def merge_frozen(state: StateT) -> StateT:
       {'a': Array([1., 1.], dtype=float32), 'b': Array([0., 0.], dtype=float32)}
     """
     frozen_state: Any = state
-    if not _has_frozen(getattr(state, "model_state", None)):
+    model_state = getattr(state, "model_state", None)
+    if not has_frozen(model_state):
+        advice = "A state without frozen params has all its params already: use it as it is."
+        if has_base(model_state):
+            advice = "For the state of a model of lora, use functrain.merge_lora."
         raise ValueError(
-            f"state: expected the state of a frozen model, got {_repr.state_repr(state)}. A state "
-            "without frozen params has all its params already: use it as it is."
+            f"state: expected the state of a frozen model, got {_repr.state_repr(state)}. {advice}"
         )
-    frozen, model_state = _split_model_state(frozen_state.model_state)
+    frozen, model_state = _split_model_state(model_state)
     params = _merge_params(frozen_state.params, frozen)
     merged: StateT = frozen_state.replace(params=params, model_state=model_state)
     return merged
