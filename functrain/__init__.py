@@ -38,6 +38,7 @@ from functrain.model import Model as Model
 from functrain.model import ModelOutput as ModelOutput
 from functrain.model import cast as cast
 from functrain.model import freeze as freeze
+from functrain.model import from_equinox as from_equinox
 from functrain.model import from_linen as from_linen
 from functrain.model import from_nnx as from_nnx
 from functrain.model import lora as lora
@@ -92,6 +93,7 @@ __all__ = [
     "export",
     "fit",
     "freeze",
+    "from_equinox",
     "from_linen",
     "from_nnx",
     "fuse",

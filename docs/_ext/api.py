@@ -50,7 +50,8 @@ PAGES = {  # by file name, in the order of the sidebar
     "models": Page(
         "Models",
         "functrain",
-        "Model ModelOutput from_linen from_nnx freeze merge_frozen lora merge_lora cast remat",
+        "Model ModelOutput from_linen from_nnx from_equinox freeze merge_frozen lora merge_lora "
+        "cast remat",
     ),
     "fusing": Page("Fusing", "functrain", "fuse Fused enable_compilation_cache"),
     "targets": Page("Targets", "functrain", "target Target"),
@@ -69,7 +70,7 @@ PAGES = {  # by file name, in the order of the sidebar
         "Hooks (ft.hooks)",
         "functrain.hooks",
         "Hook Evaluate EarlyStopping TerminateOnNaN CSVLogger JSONLines TensorBoard WandB Sample "
-        "Profile DeviceMemory",
+        "Profile DeviceMemory Throughput Watchdog",
     ),
     "metrics": Page(
         "Metrics (ft.metrics)",

@@ -8,6 +8,8 @@ Files:
   _sample: pictures and texts on a schedule
   _profile: a trace of some steps
   _device_memory: the memory in use on the devices
+  _throughput: steps, examples, tokens and operations a second
+  _watchdog: the stacks of all threads when a run makes no progress
   _logger: the base class of loggers, which write without waiting for the device
   _text_logs: values as a CSV file, and as JSON lines
   _tensorboard: values, pictures and texts for TensorBoard
@@ -24,7 +26,9 @@ from functrain.hooks._tensorboard import TensorBoard as TensorBoard
 from functrain.hooks._terminate_on_nan import TerminateOnNaN as TerminateOnNaN
 from functrain.hooks._text_logs import CSVLogger as CSVLogger
 from functrain.hooks._text_logs import JSONLines as JSONLines
+from functrain.hooks._throughput import Throughput as Throughput
 from functrain.hooks._wandb import WandB as WandB
+from functrain.hooks._watchdog import Watchdog as Watchdog
 
 __all__ = [
     "CSVLogger",
@@ -37,5 +41,7 @@ __all__ = [
     "Sample",
     "TensorBoard",
     "TerminateOnNaN",
+    "Throughput",
     "WandB",
+    "Watchdog",
 ]

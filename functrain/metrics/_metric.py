@@ -94,12 +94,21 @@ class _Sum(NamedTuple):
     weight: jax.Array  # f32[]
 
 
-def mean(value: Callable[[PyTree, PyTree], jax.Array], *, weighted: bool = False) -> Metric:
+def mean(
+    value: Callable[[PyTree, PyTree], jax.Array],
+    *,
+    weighted: bool = False,
+    where: Callable[[PyTree, PyTree], jax.Array] | None = None,
+) -> Metric:
     """Returns the metric of the mean of a value over all examples.
 
     Args:
-      value: ``value(outputs, y) -> [B, ...]``, any real dtype: the values of the examples.
+      value: ``value(outputs, y) -> [B, ...]``, any real dtype: the values of the examples. `y` is
+        the second item of a batch that is a tuple, and None for other batches.
       weighted: Weight each example by the batch's `sample_weight`, if it has one.
+      where: ``where(outputs, y) -> bool``, of a shape that broadcasts to that of the values: only
+        values where it is True count, such as the returns of episodes that have ended. Other values
+        may be NaN. The mean of no values is NaN.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -107,14 +116,23 @@ def mean(value: Callable[[PyTree, PyTree], jax.Array], *, weighted: bool = False
       >>> batch = None, jnp.zeros(4)
       >>> print(bias.compute(bias.update(bias.init(), batch, jnp.full(4, 0.5), None)))
       0.5
+      >>> returns = mean(lambda out, y: out["return"], where=lambda out, y: out["done"])
+      >>> outputs = {"return": jnp.array([7.0, 30.0]), "done": jnp.array([False, True])}
+      >>> print(returns.compute(returns.update(returns.init(), (), outputs, None)))
+      30.0
     """
 
     def update(m: _Sum, batch: PyTree, outputs: PyTree, loss: jax.Array) -> _Sum:
+        y = batch[1] if isinstance(batch, tuple | list) and len(batch) > 1 else None
         # The sums are float32 for every dtype of the outputs: a scan keeps the dtypes of its carry.
-        values = jnp.asarray(value(outputs, batch[1])).astype(jnp.float32)
+        values = jnp.asarray(value(outputs, y)).astype(jnp.float32)
         weight = jnp.ones_like(values)
-        if weighted and len(batch) == 3:
+        if weighted and isinstance(batch, tuple | list) and len(batch) == 3:
             weight *= expand_weight(jnp.asarray(batch[2]).astype(jnp.float32), values)
+        if where is not None:
+            counts = jnp.broadcast_to(where(outputs, y), values.shape)
+            # Not a product with 0, which keeps a NaN.
+            values, weight = jnp.where(counts, values, 0.0), jnp.where(counts, weight, 0.0)
         return _Sum(m.total + jnp.sum(values * weight), m.weight + jnp.sum(weight))
 
     return Metric(_zero, update, _ratio)

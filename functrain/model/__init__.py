@@ -4,6 +4,7 @@ Files:
   _model: Model, the pair of init and apply, and what apply returns
   _linen: models from linen modules
   _nnx: models from nnx modules
+  _equinox: models from Equinox modules
   _freeze: models with frozen params
   _lora: frozen models with trained matrices of low rank
   _cast: mixed precision
@@ -12,6 +13,7 @@ Files:
 """
 
 from functrain.model._cast import cast as cast
+from functrain.model._equinox import from_equinox as from_equinox
 from functrain.model._freeze import freeze as freeze
 from functrain.model._freeze import merge_frozen as merge_frozen
 from functrain.model._linen import from_linen as from_linen

@@ -114,6 +114,7 @@ _MAKERS = {
     "keras": "bridge.from_keras",
     "flax.linen": "functrain.from_linen",
     "flax.nnx": "functrain.from_nnx",
+    "equinox": "functrain.from_equinox",
 }
 
 

@@ -5,10 +5,13 @@ import jax.numpy as jnp
 import optax
 
 from functrain.common import _tree
+from functrain.common._checks import require_integer
 from functrain.common._types import PyTree
 
 
-def log_norm(name: str = "gradient_norm") -> optax.GradientTransformation:
+def log_norm(
+    name: str = "gradient_norm", *, depth: int | None = None
+) -> optax.GradientTransformation:
     """Returns a transformation that logs the global norm of the updates and changes nothing.
 
     It is `optax.snapshot` of `optax.tree.norm`, except that the norm is NaN until the first
@@ -19,6 +22,12 @@ def log_norm(name: str = "gradient_norm") -> optax.GradientTransformation:
       name: The name in the logs. The position in the chain determines whose norm is logged: first
         in the chain, that of the gradients; after `optax.clip_by_global_norm`, that of the clipped
         gradients; last, that of the updates.
+      depth: Also log the norm of each part of the params, down to this number of names in their
+        paths. With 1, the kernel and the bias of a dense layer share ``gradient_norm/dense``; with
+        2 they have norms of their own, ``gradient_norm/dense/kernel``.
+
+    Raises:
+      ValueError: `depth` is below 1.
 
     Examples:
       >>> import jax.numpy as jnp, optax
@@ -26,14 +35,39 @@ def log_norm(name: str = "gradient_norm") -> optax.GradientTransformation:
       >>> _, opt_state = tx.update(jnp.array([3.0, 4.0]), tx.init(jnp.zeros(2)))
       >>> print(logged(opt_state))
       {'clipped': Array(1., dtype=float32), 'gradient_norm': Array(5., dtype=float32)}
+      >>> gradients = {"dense": {"kernel": jnp.full(4, 2.0), "bias": jnp.full(1, 3.0)}}
+      >>> tx = log_norm("norm", depth=1)
+      >>> _, opt_state = tx.update(gradients, tx.init(gradients))
+      >>> print(logged(opt_state))
+      {'norm': Array(5., dtype=float32), 'norm/dense': Array(5., dtype=float32)}
     """
-    snapshot = optax.snapshot(name, optax.tree.norm)
+    if depth is not None:
+        require_integer("depth", depth)
+
+    def norms(updates: PyTree) -> dict[str, jax.Array]:
+        measured = {name: optax.tree.norm(updates)}
+        for part, leaves in _parts(updates, depth).items():
+            measured[f"{name}/{part}"] = optax.tree.norm(leaves)
+        return measured
 
     def init(params: PyTree) -> PyTree:
-        # `optax.snapshot` starts with a measurement of the params, not of gradients.
-        return jax.tree.map(lambda norm: jnp.full_like(norm, jnp.nan), snapshot.init(params))
+        # Not a measurement of the params, which `optax.snapshot` starts with.
+        return optax.SnapshotState(
+            jax.tree.map(lambda norm: jnp.full_like(norm, jnp.nan), norms(params))
+        )
 
-    return optax.GradientTransformation(init, snapshot.update)
+    def update(updates: PyTree, state: PyTree, params: PyTree = None) -> tuple[PyTree, PyTree]:
+        return updates, optax.SnapshotState(norms(updates))
+
+    return optax.GradientTransformation(init, update)
+
+
+def _parts(tree: PyTree, depth: int | None) -> dict[str, list[jax.Array]]:
+    """Returns the leaves of a tree by the first `depth` names of their paths."""
+    parts: dict[str, list[jax.Array]] = {}
+    for path, leaf in _tree.leaves_with_path(tree) if depth is not None else ():
+        parts.setdefault("/".join(path.split("/")[:depth]), []).append(leaf)
+    return parts
 
 
 def logged(state: PyTree) -> dict[str, jax.Array]:

@@ -1,5 +1,6 @@
 """Every architecture, rewritten, computes what it did: keras.applications, layers, keras-hub."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -16,12 +17,19 @@ from benchmarks.architectures import APPLICATIONS, LAYERS, around
 TIMES_ROUNDING = 4
 
 
+@pytest.fixture(autouse=True)
+def free_memory() -> Iterator[None]:
+    """Drops the programs of a test, which hold its weights: those of all models take 25 GB."""
+    yield
+    keras.backend.clear_session()
+    jax.clear_caches()
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("name", [*APPLICATIONS, *LAYERS])
 def test_a_rewritten_step_differs_by_rounding_only(name: str) -> None:
     made = compare(name, (APPLICATIONS | LAYERS)[name], rounds=0)
     assert made.difference <= TIMES_ROUNDING * made.rounding
-    keras.backend.clear_session()
 
 
 @pytest.mark.long
@@ -39,7 +47,6 @@ def test_a_rewritten_step_is_as_accurate_as_it_was(name: str) -> None:
         exact = [np.asarray(x) for x in exact]
     assert all(x.dtype == np.float64 for x in exact)
     assert distance(rewritten, exact) <= 2 * distance(plain, exact)
-    keras.backend.clear_session()
 
 
 def with_values(wide: Any, values: Any) -> Any:

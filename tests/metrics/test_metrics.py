@@ -111,6 +111,29 @@ def test_a_state_keeps_its_types_so_that_it_can_be_scanned(metric, strict_promot
         assert (a.shape, a.dtype, a.weak_type) == (b.shape, b.dtype, b.weak_type)
 
 
+def test_a_mean_counts_only_the_values_where_a_condition_holds() -> None:
+    metric = ft.metrics.mean(lambda o, y: o, where=lambda o, y: y > 0, weighted=True)
+    values = np.array([1.0, np.nan, 3.0, 5.0], np.float32)
+    batches = [
+        (values, np.array([1, 0, 1, 0]), np.array([1.0, 1.0, 3.0, 1.0], np.float32)),
+        (values, np.array([0, 0, 0, 1]), np.array([1.0, 1.0, 3.0, 2.0], np.float32)),
+    ]
+    assert running(metric, batches) == pytest.approx((1 + 3 * 3 + 2 * 5) / (1 + 3 + 2))
+
+
+def test_a_mean_of_no_values_is_nan() -> None:
+    metric = ft.metrics.mean(lambda o, y: o, where=lambda o, y: jnp.zeros(o.shape, bool))
+    assert np.isnan(running(metric, [(np.ones(3, np.float32), np.ones(3), None)]))
+
+
+@pytest.mark.parametrize("batch", [(), {"x": np.ones(3)}, np.ones((3, 2))], ids=str)
+def test_a_batch_that_is_no_tuple_has_no_labels(batch) -> None:
+    seen = []
+    metric = ft.metrics.mean(lambda o, y: seen.append(y) or o)
+    metric.update(metric.init(), batch, jnp.ones(3), jnp.float32(0))
+    assert seen == [None]
+
+
 def test_before_any_batch_the_value_is_nan() -> None:
     assert np.isnan(ft.metrics.accuracy().compute(ft.metrics.accuracy().init()))
 

@@ -46,6 +46,36 @@ def test_a_norm_that_nothing_has_passed_is_not_a_number() -> None:
     assert np.isnan(rows[0]["gradient_norm"])
 
 
+def test_norms_of_parts_of_the_params_are_logged_down_to_a_depth() -> None:
+    gradients = {
+        "first": {
+            "kernel": np.array([[1.0, 2.0]], np.float32),
+            "bias": np.array([2.0], np.float32),
+        },
+        "second": [np.array([4.0], np.float32)],
+    }
+    norms = {}
+    for depth in (None, 1, 2):
+        tx = optax.chain(ft.tx.log_norm("norm", depth=depth), optax.sgd(0.1))
+        _, opt_state = tx.update(gradients, tx.init(gradients))
+        norms[depth] = {name: float(x) for name, x in ft.tx.logged(opt_state).items()}
+    assert norms == {
+        None: {"norm": 5.0},
+        1: {"norm": 5.0, "norm/first": 3.0, "norm/second": 4.0},
+        2: {
+            "norm": 5.0,
+            "norm/first/kernel": pytest.approx(5**0.5),
+            "norm/first/bias": 2.0,
+            "norm/second/0": 4.0,
+        },
+    }
+
+
+def test_a_depth_below_one_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"depth: expected .*got 0"):
+        ft.tx.log_norm(depth=0)
+
+
 def test_what_optax_snapshots_is_logged_if_it_is_a_scalar() -> None:
     tx = optax.chain(
         optax.snapshot("largest", lambda g: jnp.max(g["w"])),

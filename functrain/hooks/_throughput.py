@@ -1,0 +1,118 @@
+"""Steps, examples, tokens and operations a second."""
+
+import time
+from collections.abc import Callable
+
+import jax
+
+from functrain.common import _repr
+from functrain.common._checks import is_integer, require
+from functrain.engine._trigger import Every, Trigger, as_trigger
+from functrain.loop._events import Event, LogsReady
+from functrain.targets._chips import known_chip
+
+
+class Throughput:
+    """A hook that adds the speed of the training to the event's values.
+
+    The speed is that since the hook was last due, with everything that the training did in this
+    time, such as evaluating and saving. The first program, which includes compilation, does not
+    count. A step counts when its logs have arrived from the device, so that the hook does not wait
+    for the device.
+
+    The values, each per second:
+
+    - ``throughput/steps`` and ``throughput/examples``;
+    - ``throughput/tokens``, with `tokens_per_example`;
+    - ``throughput/flops``, with `flops_per_step`, and ``throughput/utilization``, the part of the
+      peak of all devices in bfloat16, for devices whose peak is known. For the operations of the
+      model alone, without those that are repeated to save memory, this is the model FLOP/s
+      utilization (MFU) of Chowdhery et al., "PaLM", 2022.
+
+    A first value at which no program has been timed yet is left out.
+
+    Args:
+      every: A number of steps, or a trigger such as ``ft.every(seconds=60)``. The end of each epoch
+        by default.
+      tokens_per_example: The length of the sequences.
+      flops_per_step: The operations of a step on all devices, such as
+        ``ft.inspect.cost(state, step, batch).flops``.
+
+    Raises:
+      ValueError: `tokens_per_example` or `flops_per_step` is not a positive number.
+
+    Examples:
+      >>> import functrain as ft, jax.numpy as jnp
+      >>> hook = Throughput(every=64, tokens_per_example=128)
+      >>> def step(count, batch):
+      ...     return count + 1, {"loss": jnp.sum(batch)}
+      >>> data = ft.ArrayLoader(jnp.ones((1024, 8)), 4)
+      >>> _, history = ft.fit(0, step, data, hooks=[hook], fuse=32, verbose=0)
+      >>> sorted(history.within_epochs)
+      ['throughput/examples', 'throughput/steps', 'throughput/tokens']
+    """
+
+    # One process reports for all.
+    only_first = True
+
+    def __init__(
+        self,
+        *,
+        every: int | Trigger | None = None,
+        tokens_per_example: int | None = None,
+        flops_per_step: float | None = None,
+    ) -> None:
+        self.every = as_trigger(every, Every(epochs=1))
+        self.tokens_per_example, self.flops_per_step = tokens_per_example, flops_per_step
+        is_count = tokens_per_example is None or is_integer(tokens_per_example, 1)
+        require(is_count, "tokens_per_example", "a positive whole number", tokens_per_example)
+        is_positive = flops_per_step is None or 0 < flops_per_step < float("inf")
+        require(is_positive, "flops_per_step", "a positive number", flops_per_step)
+        self._clock: Callable[[], float] = time.perf_counter
+        self.begin()
+
+    def __repr__(self) -> str:
+        return _repr.call(
+            self,
+            every=self.every,
+            tokens_per_example=self.tokens_per_example,
+            flops_per_step=self.flops_per_step,
+        )
+
+    def begin(self) -> None:
+        """Forgets an earlier run."""
+        # The time at which the last counted step had ended, and that from which steps count.
+        self._latest = self._since = float("nan")
+        self._steps = self._examples = 0
+
+    def logs(self, event: LogsReady, /) -> None:
+        """Counts the steps of a chunk, which have ended."""
+        is_first = self._since != self._since
+        self._latest = self._clock()
+        if is_first:
+            self._since = self._latest
+        else:
+            self._steps += event.steps
+            self._examples += event.steps * event.examples
+
+    def __call__(self, event: Event, /) -> None:
+        """Adds the values."""
+        if self._steps == 0:
+            return
+        seconds = self._latest - self._since
+        rates = {"steps": self._steps / seconds, "examples": self._examples / seconds}
+        if self.tokens_per_example is not None:
+            rates["tokens"] = rates["examples"] * self.tokens_per_example
+        if self.flops_per_step is not None:
+            rates["flops"] = rates["steps"] * self.flops_per_step
+            if peak := _peak_flops(event.state):
+                rates["utilization"] = rates["flops"] / peak
+        event.values.update({f"throughput/{name}": rate for name, rate in rates.items()})
+        self._since, self._steps, self._examples = self._latest, 0, 0
+
+
+def _peak_flops(state: object) -> float:
+    """Returns the peak of all devices that hold a state, in operations a second; 0 if unknown."""
+    devices = {d for x in jax.tree.leaves(state) if isinstance(x, jax.Array) for d in x.devices()}
+    chips = [known_chip(device.device_kind) for device in devices]
+    return sum(chip.peak_flops for chip in chips if chip is not None)

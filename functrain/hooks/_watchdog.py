@@ -1,0 +1,94 @@
+"""The stacks of all threads when a run makes no progress."""
+
+import faulthandler
+import sys
+import threading
+from typing import IO
+
+from functrain.common import _repr
+from functrain.common._checks import require
+from functrain.engine._position import Position
+from functrain.loop._events import Event, LogsReady
+
+
+class Watchdog:
+    """A hook that prints the stacks of all threads when no step ends for a number of seconds.
+
+    The stacks show what a run waits for that seems to hang, such as a data loader or another
+    process. They are printed once for each time that the run makes no progress; the run itself goes
+    on. Compilation counts as well, so `seconds` should be longer than the longest compilation,
+    evaluation and save. In a run of several processes, each prints its own.
+
+    Args:
+      seconds: The number of seconds.
+      file: A file that has a descriptor. The standard error stream by default.
+
+    Raises:
+      ValueError: `seconds` is not a positive number.
+
+    Examples:
+      >>> hooks = [Watchdog(600)]  # for fit(hooks=...)
+      >>> hooks[0]
+      Watchdog(seconds=600)
+    """
+
+    def __init__(self, seconds: float, *, file: IO[str] | None = None) -> None:
+        is_number = isinstance(seconds, int | float) and 0 < seconds < threading.TIMEOUT_MAX
+        require(is_number, "seconds", "a positive number", seconds)
+        self.seconds, self._file = seconds, file
+        self._last: Position | None = None
+        self._has_progressed, self._is_over = threading.Event(), threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def __repr__(self) -> str:
+        return _repr.call(self, seconds=self.seconds)
+
+    def begin(self) -> None:
+        """Starts to watch."""
+        self._last = None
+        self._is_over.clear()
+        self._thread = threading.Thread(target=self._watch, name="functrain-watchdog", daemon=True)
+        self._thread.start()
+
+    def logs(self, event: LogsReady, /) -> None:
+        """Notes that steps have ended: their logs have arrived from the device."""
+        self._note(event.position)
+
+    def __call__(self, event: Event, /) -> None:
+        """Notes progress other than that of steps, such as the end of an evaluation."""
+        self._note(event.position)
+
+    def close(self) -> None:
+        """Ends the watch."""
+        self._is_over.set()
+        self._has_progressed.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _note(self, position: Position) -> None:
+        self._last = position
+        self._has_progressed.set()
+
+    def _watch(self) -> None:
+        has_printed = False
+        while not self._is_over.is_set():
+            if self._has_progressed.wait(self.seconds):
+                self._has_progressed.clear()
+                has_printed = False
+            elif not has_printed:
+                self._print_stacks()
+                has_printed = True
+
+    def _print_stacks(self) -> None:
+        place = "its first step" if self._last is None else f"step {self._last.step}"
+        # A notebook replaces sys.stderr by an object without a descriptor.
+        file = self._file or sys.__stderr__
+        if file is not None:
+            since = "before" if self._last is None else "after"
+            file.write(
+                f"functrain.hooks.Watchdog: no step has ended for {self.seconds:g} seconds, "
+                f"{since} {place}. The stacks of all threads:\n"
+            )
+            file.flush()
+            faulthandler.dump_traceback(file, all_threads=True)

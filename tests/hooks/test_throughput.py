@@ -1,0 +1,83 @@
+import jax
+import numpy as np
+import pytest
+
+import functrain as ft
+from functrain.events import ChunkEnd, LogsReady
+from functrain.targets import _chips
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+def finish(hook, clock, seconds, steps=10, examples=4):
+    clock.now += seconds
+    hook.logs(LogsReady(position=ft.Position(steps), steps=steps, examples=examples, logs={}))
+
+
+def values(hook, state=()):
+    event = ChunkEnd(position=ft.Position(1), state=state, steps=1, examples=1, rows={})
+    hook(event)
+    return {name.removeprefix("throughput/"): x for name, x in event.values.items()}
+
+
+def test_rates_are_those_since_the_hook_was_last_due(clock) -> None:
+    hook = ft.hooks.Throughput(tokens_per_example=16, flops_per_step=1e6)
+    hook._clock = clock
+    finish(hook, clock, 60.0)  # the first program is compiled
+    assert values(hook) == {}
+    finish(hook, clock, 2.0)
+    finish(hook, clock, 3.0, steps=5)
+    assert values(hook) == {"steps": 3.0, "examples": 12.0, "tokens": 192.0, "flops": 3e6}
+    finish(hook, clock, 10.0)
+    assert values(hook) == {"steps": 1.0, "examples": 4.0, "tokens": 64.0, "flops": 1e6}
+
+
+def test_nothing_is_added_where_no_step_has_ended_since(clock) -> None:
+    hook = ft.hooks.Throughput()
+    hook._clock = clock
+    finish(hook, clock, 1.0)
+    finish(hook, clock, 1.0)
+    assert values(hook)
+    assert values(hook) == {}
+
+
+def test_the_utilization_is_the_part_of_the_peak_of_all_devices(clock, monkeypatch) -> None:
+    devices = jax.devices()
+    chip = _chips.known_chip("TPU v5 lite")
+    monkeypatch.setattr("functrain.hooks._throughput.known_chip", lambda kind: chip)
+    hook = ft.hooks.Throughput(flops_per_step=chip.peak_flops / 40)
+    hook._clock = clock
+    finish(hook, clock, 1.0)
+    finish(hook, clock, 1.0)
+    state = [jax.device_put(np.ones(2), device) for device in devices]
+    assert values(hook, state)["utilization"] == pytest.approx(10 / 40 / len(devices))
+
+
+def test_a_second_run_counts_from_its_own_beginning() -> None:
+    hook = ft.hooks.Throughput()
+    data = [np.ones(2)] * 8
+    for _ in range(2):
+        history = ft.fit(0, lambda s, b: (s + 1, {"x": b[0]}), data, epochs=3, hooks=[hook], fuse=2,
+                         verbose=0).history  # fmt: skip
+        assert (history.epochs["throughput/steps"] > 0).all()
+        np.testing.assert_allclose(
+            history.epochs["throughput/examples"], 2 * history.epochs["throughput/steps"]
+        )
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"), [("tokens_per_example", 0), ("flops_per_step", -1.0)]
+)
+def test_what_is_not_positive_is_refused(argument, value) -> None:
+    with pytest.raises(ValueError, match=rf"{argument}: expected a positive .*got {value}"):
+        ft.hooks.Throughput(**{argument: value})

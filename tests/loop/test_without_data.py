@@ -1,0 +1,77 @@
+"""Training without data: batches without arrays in every part of the library."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import functrain as ft
+
+TX = optax.sgd(0.1)
+
+
+def loss_fn(params, model_state, batch, *, rng, training):
+    x = jax.random.normal(rng, (8,)) if training else jnp.ones(8)
+    outputs = x * params["w"]
+    return jnp.mean((outputs - 3 * x) ** 2), ft.Aux(model_state, outputs=outputs)
+
+
+def create(key=None):
+    key = jax.random.key(0) if key is None else key
+    return ft.TrainState.create(params={"w": jnp.zeros(())}, tx=TX, rng=key)
+
+
+STEP = ft.train_step(loss_fn, TX)
+METRICS = {"largest": ft.metrics.mean(lambda outputs, y: outputs, where=lambda o, y: o > 0)}
+
+
+def by_hand(steps):
+    state, losses = create(), []
+    for _ in range(steps):
+        state, logs = jax.jit(STEP)(state, ())
+        losses.append(logs["loss"])
+    return state, np.array(losses)
+
+
+@pytest.mark.parametrize("data", [ft.Steps(5), [()] * 5], ids=["Steps", "tuples"])
+def test_a_fit_without_data_takes_the_steps_by_hand(data) -> None:
+    state, history = ft.fit(create(), STEP, data, epochs=2, verbose=0)
+    expected, losses = by_hand(10)
+    np.testing.assert_array_equal(history.steps["loss"], losses)
+    np.testing.assert_array_equal(state.params["w"], expected.params["w"])
+
+
+def test_endless_batches_without_data_are_counted_in_steps() -> None:
+    _, history = ft.fit(create(), STEP, itertools.repeat(()), steps=7, verbose=0)
+    np.testing.assert_array_equal(history.steps["loss"], by_hand(7)[1])
+
+
+def test_a_fused_step_without_data_returns_a_row_for_each_step() -> None:
+    _, logs = ft.fuse(STEP, 4, donate=False)(create(), ())
+    np.testing.assert_array_equal(logs["loss"], by_hand(4)[1])
+
+
+def test_metrics_and_evaluations_need_no_data() -> None:
+    step = ft.train_step(loss_fn, TX, metrics=METRICS)
+    eval_step = ft.eval_step(loss_fn, metrics=METRICS)
+    state, history = ft.fit(
+        create(), step, ft.Steps(5), eval_data=ft.Steps(2), eval_step=eval_step, verbose=0
+    )
+    np.testing.assert_allclose(history.epochs["val_largest"], state.params["w"], rtol=1e-6)
+    assert ft.evaluate(state, eval_step, ft.Steps(3))["largest"] == pytest.approx(
+        float(state.params["w"])
+    )
+    assert np.isfinite(history.epochs["largest"]).all()
+
+
+@pytest.mark.parametrize("data", ["shared", "per_member"])
+def test_members_of_a_population_train_without_data(data) -> None:
+    population = ft.population.create(create, jax.random.key(0), members=3)
+    step = ft.population.step(STEP, data=data)
+    result = ft.fit(population, step, ft.Steps(4), verbose=0).state
+    for i in range(3):
+        alone = ft.fit(population[i], STEP, ft.Steps(4), verbose=0).state
+        np.testing.assert_allclose(result[i].params["w"], alone.params["w"], rtol=1e-6)

@@ -1,0 +1,220 @@
+"""from_equinox, held against the same modules trained with Equinox and optax alone."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import functrain as ft
+
+KEY = jax.random.key(7)
+X = np.linspace(-1, 1, 32 * 5, dtype=np.float32).reshape(32, 5)
+Y = np.sin(X @ np.ones((5, 2), np.float32))
+IMAGES = np.random.default_rng(0).normal(size=(32, 1, 8, 8)).astype(np.float32)
+CLASSES = np.arange(32) % 4
+
+
+class CNN(eqx.Module):
+    """The network of Equinox's example for MNIST, for smaller images."""
+
+    layers: list
+
+    def __init__(self, key):
+        keys = jax.random.split(key, 3)
+        self.layers = [
+            eqx.nn.Conv2d(1, 3, kernel_size=3, key=keys[0]),
+            eqx.nn.MaxPool2d(kernel_size=2),
+            jax.nn.relu,
+            jnp.ravel,
+            eqx.nn.Linear(75, 16, key=keys[1]),
+            jax.nn.sigmoid,
+            eqx.nn.Linear(16, 4, key=keys[2]),
+        ]
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class RNN(eqx.Module):
+    """The network of Equinox's example of a recurrent network: a GRU over a sequence."""
+
+    cell: eqx.nn.GRUCell
+    linear: eqx.nn.Linear
+
+    def __init__(self, key):
+        cell_key, linear_key = jax.random.split(key)
+        self.cell = eqx.nn.GRUCell(1, 8, key=cell_key)
+        self.linear = eqx.nn.Linear(8, 2, key=linear_key)
+
+    def __call__(self, sequence):
+        def advance(hidden, x):
+            return self.cell(x[None], hidden), None
+
+        hidden, _ = jax.lax.scan(advance, jnp.zeros(8), sequence)
+        return self.linear(hidden)
+
+
+class Stateful(eqx.Module):
+    """Statistics of the batch, dropout, and an array of whole numbers that is not trained."""
+
+    hidden: eqx.nn.Linear
+    norm: eqx.nn.BatchNorm
+    dropout: eqx.nn.Dropout
+    order: jax.Array
+
+    def __init__(self, key):
+        self.hidden = eqx.nn.Linear(5, 2, key=key)
+        self.norm = eqx.nn.BatchNorm(2, axis_name="batch", mode="batch")
+        self.dropout = eqx.nn.Dropout(0.5)
+        self.order = jnp.array([1, 0])
+
+    def __call__(self, x, state, *, key=None):
+        x, state = self.norm(self.hidden(x)[self.order], state)
+        return self.dropout(x, key=key), state
+
+
+def train_by_hand(module, loss_fn, data, steps):
+    """Equinox's own way: filter_value_and_grad, apply_updates."""
+    tx = optax.adam(1e-2)
+    opt_state = tx.init(eqx.filter(module, eqx.is_inexact_array))
+
+    @eqx.filter_jit
+    def step(module, opt_state):
+        loss, grads = eqx.filter_value_and_grad(loss_fn)(module, *data)
+        updates, opt_state = tx.update(grads, opt_state, eqx.filter(module, eqx.is_inexact_array))
+        return eqx.apply_updates(module, updates), opt_state, loss
+
+    losses = []
+    for _ in range(steps):
+        module, opt_state, loss = step(module, opt_state)
+        losses.append(float(loss))
+    return module, losses
+
+
+def cross_entropy(outputs, y):
+    return optax.softmax_cross_entropy_with_integer_labels(outputs, y)
+
+
+CASES = {
+    "MLP": (lambda: eqx.nn.MLP(5, 2, 8, depth=2, key=KEY), optax.squared_error, (X, Y)),
+    "CNN": (lambda: CNN(KEY), cross_entropy, (IMAGES, CLASSES)),
+    "RNN": (lambda: RNN(KEY), optax.squared_error, (X, Y)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_training_equals_equinox_and_optax_by_hand(name) -> None:
+    make, loss, data = CASES[name]
+    module = make()
+
+    def loss_fn(module, x, y):
+        return jnp.mean(loss(jax.vmap(module)(x), y))
+
+    expected, losses = train_by_hand(module, loss_fn, data, 6)
+    model, tx = ft.from_equinox(module), optax.adam(1e-2)
+    params, model_state = model.init(KEY, data[0])
+    state = ft.TrainState.create(params=params, model_state=model_state, tx=tx)
+    step = ft.train_step(ft.supervised(model, loss), tx)
+    result = ft.fit(state, step, [data] * 6, verbose=0)
+    np.testing.assert_allclose(result.history.steps["loss"], losses, rtol=1e-6)
+    trained = eqx.combine(result.state.params, module)
+    for ours, theirs in zip(jax.tree.leaves(trained), jax.tree.leaves(expected), strict=True):
+        if eqx.is_array(theirs):
+            np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=1e-6)
+
+
+def test_statistics_and_dropout_equal_those_of_equinox() -> None:
+    module, eqx_state = eqx.nn.make_with_state(Stateful)(KEY)
+    model = ft.from_equinox(module, eqx_state)
+    params, model_state = model.init(KEY, X)
+    outputs, new_state, losses = model.apply(params, model_state, X, rng=KEY, training=True)
+    mapped = jax.vmap(
+        lambda x, state, key: module(x, state, key=key),
+        in_axes=(0, None, 0),
+        out_axes=(0, None),
+        axis_name="batch",
+    )
+    expected, expected_state = mapped(X, eqx_state, jax.random.split(KEY, len(X)))
+    np.testing.assert_array_equal(outputs, expected)
+    assert losses == ()
+    leaves = zip(jax.tree.leaves(new_state["state"]), jax.tree.leaves(expected_state), strict=True)
+    for ours, theirs in leaves:
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_evaluation_uses_the_statistics_and_no_dropout() -> None:
+    module, eqx_state = eqx.nn.make_with_state(Stateful)(KEY)
+    model = ft.from_equinox(module, eqx_state)
+    params, model_state = model.init(KEY, X)
+    evaluated = model.apply(params, model_state, X)
+    inference = eqx.nn.inference_mode(module)
+    expected = jax.vmap(lambda x: inference(x, eqx_state)[0], axis_name="batch")(X)
+    np.testing.assert_array_equal(evaluated.outputs, expected)
+    for ours, theirs in zip(
+        jax.tree.leaves(evaluated.model_state), jax.tree.leaves(model_state), strict=True
+    ):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_a_stateful_module_trains_whatever_the_number_of_fused_steps(tmp_path) -> None:
+    module, eqx_state = eqx.nn.make_with_state(Stateful)(KEY)
+    model, tx = ft.from_equinox(module, eqx_state), optax.adam(1e-2)
+    params, model_state = model.init(KEY, X)
+    state = ft.TrainState.create(params=params, model_state=model_state, tx=tx, rng=KEY)
+    step = ft.train_step(ft.supervised(model, optax.squared_error), tx)
+    data = ft.ArrayLoader((X, Y), 8, shuffle=True)
+    straight = ft.fit(state, step, data, epochs=4, fuse=3, verbose=0).state
+    ft.fit(state, step, data, epochs=2, checkpointer=ft.Checkpointer(tmp_path), verbose=0)
+    resumed = ft.fit(
+        state, step, data, epochs=4, fuse=4, checkpointer=ft.Checkpointer(tmp_path), verbose=0
+    ).state
+    for a, b in zip(jax.tree.leaves(straight), jax.tree.leaves(resumed), strict=True):
+        if not jax.dtypes.issubdtype(a.dtype, jax.dtypes.prng_key):
+            np.testing.assert_array_equal(a, b)
+    np.testing.assert_array_equal(straight.model_state["arrays"].order, [1, 0])
+
+
+def test_a_module_that_takes_whole_batches_is_not_mapped() -> None:
+    class Whole(eqx.Module):
+        weight: jax.Array
+
+        def __call__(self, x):
+            return (x - x.mean(0)) @ self.weight
+
+    model = ft.from_equinox(Whole(jnp.ones((5, 2))), axis_name=None)
+    params, model_state = model.init(KEY, X)
+    expected = (X - X.mean(0)) @ np.ones((5, 2), np.float32)
+    np.testing.assert_allclose(model.apply(params, model_state, X).outputs, expected, atol=1e-6)
+
+
+def test_a_training_leaves_the_module_unchanged_and_usable() -> None:
+    module, eqx_state = eqx.nn.make_with_state(Stateful)(KEY)
+    before = jax.tree.map(np.asarray, eqx.filter((module, eqx_state), eqx.is_array))
+    model, tx = ft.from_equinox(module, eqx_state), optax.sgd(0.1)
+    params, model_state = model.init(KEY, X)
+    state = ft.TrainState.create(params=params, model_state=model_state, tx=tx, rng=KEY)
+    step = ft.train_step(ft.supervised(model, optax.squared_error), tx)
+    ft.fit(state, step, [(X, Y)] * 2, donate=True, verbose=0)
+    after = eqx.filter((module, eqx_state), eqx.is_array)
+    for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
+        np.testing.assert_array_equal(old, new)
+
+
+def test_the_class_instead_of_a_module_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"module: expected an instance of equinox.Module, got .*"):
+        ft.from_equinox(CNN)
+
+
+def test_something_else_than_a_state_is_refused() -> None:
+    module = eqx.nn.MLP(5, 2, 8, depth=1, key=KEY)
+    with pytest.raises(TypeError, match=r"state: expected an equinox.nn.State, got dict"):
+        ft.from_equinox(module, {})
+
+
+def test_a_module_in_place_of_a_model_is_told_how_to_make_one() -> None:
+    with pytest.raises(TypeError, match=r"Pass functrain.from_equinox\(model\)"):
+        ft.supervised(eqx.nn.MLP(5, 2, 8, depth=1, key=KEY), optax.squared_error)
