@@ -15,11 +15,11 @@ from functrain.checkpoint._manifest import DOCUMENTS, STATE
 from functrain.checkpoint._step_directory import Monitor, StepDirectory
 from functrain.checkpoint._writer import Writer
 from functrain.common import _direction, _repr
-from functrain.common._checks import is_integer, require, require_integer
+from functrain.common._checks import require, require_integer
 from functrain.common._types import PyTree
 from functrain.common._values import split_members
 from functrain.common._warnings import warn
-from functrain.engine._position import Position, require_position
+from functrain.engine._position import Position, as_position
 from functrain.engine._trigger import Every, Trigger, as_trigger
 
 # Given a manifest, returns the structures to load into, by name of the tree.
@@ -65,14 +65,16 @@ class Checkpointer:
     its name only when it is complete, and all bytes have checksums: damaged ones are never
     returned.
 
-    Several processes (`jax.distributed`) each make a Checkpointer with one directory that all of
-    them can see, and call its methods alike. Each process writes its parts of the arrays.
+    Several processes (`jax.distributed`) each make a Checkpointer with one directory that all can
+    see, and call its methods alike. Each process writes its parts of the arrays.
 
     Args:
       directory: A local directory. It is created by the first save.
       every: A number of steps, or a trigger such as ``ft.every(seconds=600)``. By default, a
         checkpoint is saved at the end of each epoch.
       keep: The number of newest checkpoints to keep; None for all. The best one is kept as well.
+      keep_every: A number of steps, such as 10_000: every checkpoint whose step is a multiple of it
+        is kept as well. It does not cause a save: choose a multiple of `every`.
       monitor: Name of a value, such as ``"val_loss"``, whose best checkpoint is kept. The best
         epoch so far is always saved, also when it is not due. NaN is never best.
       mode: ``"min"`` or ``"max"`` says which values are better; ``"auto"`` tells by the name.
@@ -101,16 +103,20 @@ class Checkpointer:
         *,
         every: int | Trigger | None = None,
         keep: int | None = 3,
+        keep_every: int | None = None,
         monitor: str | None = None,
         mode: _direction.Mode = "auto",
         budget: float | None = None,
     ) -> None:
         if keep is not None:
             require_integer("keep", keep, advice="Pass None to keep all checkpoints.")
+        if keep_every is not None:
+            require_integer("keep_every", keep_every)
         is_share = budget is None or 0 < budget <= 1
         require(is_share, "budget", "a share above 0 and at most 1, or None", budget)
         self.every = as_trigger(every, Every(epochs=1))
-        self.monitor, self.budget, self.keep, self.skipped = monitor, budget, keep, 0
+        self.keep, self.keep_every, self.monitor = keep, keep_every, monitor
+        self.budget, self.skipped = budget, 0
         self._directory = StepDirectory(directory)
         self.directory = self._directory.path
         self._monitored = Monitor(monitor, mode, self._directory)
@@ -122,8 +128,8 @@ class Checkpointer:
 
     def __repr__(self) -> str:
         parts = {"directory": self.directory, "every": self.every, "keep": self.keep}
-        monitor = {} if self.monitor is None else {"monitor": self.monitor}
-        return _repr.call(self, **parts, **monitor)
+        optional = {"keep_every": self.keep_every, "monitor": self.monitor}
+        return _repr.call(self, **parts, **{k: v for k, v in optional.items() if v is not None})
 
     def __enter__(self) -> Self:
         """Returns the checkpointer, which the end of the block closes."""
@@ -179,7 +185,7 @@ class Checkpointer:
         """
         with self._save_lock:
             with _processes.main_group.raise_in_all():
-                position = _as_position(state, position)
+                position = as_position(state, position)
                 # `restore` would otherwise return the later one, of a run that was abandoned.
                 last_step = self.latest()
                 require(
@@ -327,7 +333,8 @@ class Checkpointer:
                 _storage.write_checkpoint(target, leaves, entries, group)
                 self._monitored.record(position.step, flat_values)
                 if _processes.is_first() and self.keep is not None:
-                    self._directory.remove_surplus(self.keep, self._monitored.best())
+                    best = self._monitored.best()
+                    self._directory.remove_surplus(self.keep, best, self.keep_every)
             finally:
                 # A save that failed counts as well, because it took its time.
                 self._last_save_end = time.perf_counter()
@@ -387,12 +394,3 @@ class Checkpointer:
                 documents[name] = _manifest.decode(document, arrays)
             position = Position(**manifest.get("position", {}))
         return Restored(trees.get(STATE), position, manifest["values"], documents), trees, manifest
-
-
-def _as_position(state: PyTree, position: Position | int | None) -> Position:
-    if position is None:
-        step: Any = getattr(state, "step", None)
-        advice = "Pass one, because the state has no step."
-        require(step is not None, "position", "a functrain.Position or a step", None, advice)
-        return Position(int(step))
-    return Position(position) if is_integer(position, 0) else require_position(position)

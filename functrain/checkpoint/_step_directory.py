@@ -101,10 +101,11 @@ class StepDirectory:
         _storage.undo_interrupted_replace(self.target(step))
         _storage.remove(self.target(step))
 
-    def remove_surplus(self, keep: int, best: int | None) -> None:
-        """Removes all checkpoints but the best one and the newest `keep`."""
+    def remove_surplus(self, keep: int, best: int | None, keep_every: int | None) -> None:
+        """Removes all checkpoints but the best, the newest `keep`, and multiples of `keep_every`."""
         for step in self.steps()[:-keep]:
-            if step != best:
+            is_multiple = keep_every is not None and step % keep_every == 0
+            if step != best and not is_multiple:
                 self.remove(step)
 
     def remove_later(self, step: int) -> None:

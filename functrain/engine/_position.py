@@ -1,6 +1,6 @@
 """The progress of a training: step, epoch and batch."""
 
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 from functrain.common._checks import is_integer, require, require_integer
 
@@ -77,3 +77,13 @@ def require_position(start: object) -> Position:
     expected = "no more batches in the epoch than steps in all"
     require(start.batch <= start.step, "start", expected, start)
     return start
+
+
+def as_position(state: Any, position: Position | int | None) -> Position:
+    """Returns a position from one, from its step, or from the `step` of a state."""
+    if position is None:
+        step = getattr(state, "step", None)
+        advice = "Pass one, because the state has no step."
+        require(step is not None, "position", "a functrain.Position or a step", None, advice)
+        position = int(step)
+    return Position(position) if is_integer(position, 0) else require_position(position)
