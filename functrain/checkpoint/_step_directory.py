@@ -102,7 +102,7 @@ class StepDirectory:
         _storage.remove(self.target(step))
 
     def remove_surplus(self, keep: int, best: int | None, keep_every: int | None) -> None:
-        """Removes all checkpoints but the best, the newest `keep`, and multiples of `keep_every`."""
+        """Removes all checkpoints but the best, the newest, and multiples of `keep_every`."""
         for step in self.steps()[:-keep]:
             is_multiple = keep_every is not None and step % keep_every == 0
             if step != best and not is_multiple:
