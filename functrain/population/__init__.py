@@ -2,6 +2,7 @@
 
 Files:
   _state: the stacked states, and functions to create, stack and index them
+  _shared: leaves that all members share, such as a frozen base
   _hyperparameters: hyperparameters with one value for each member, such as learning rates
   _over_members: maps a function of one member over all; stopped members do not change
   _blocks: takes the steps of a program with as many members as stay on the chip of a TPU

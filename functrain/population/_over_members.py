@@ -132,8 +132,7 @@ class OverMembers:
     def block_size(self, stacked: PyTree, batch: PyTree) -> int | None:
         """Returns how many members to compute at once, None for all of them."""
         members = jax.tree.leaves(stacked)[0].shape[0]
-        if self.data == "per_member":
-            _require_batch_per_member(batch, members)
+        self.require_valid(batch, members)
         block = self._auto_block(stacked, batch) if self.block == "auto" else self.block
         return None if block is None or block >= members else block
 
@@ -146,13 +145,23 @@ class OverMembers:
         """
         if current_platform() != "cpu":
             return None
-        member = jax.tree.map(lambda x: x[0], stacked)
-        if self.data == "per_member":
-            batch = jax.tree.map(lambda x: x[0], batch)
-        for eqn, *_ in walk_equations(jax.make_jaxpr(self.function)(member, batch).jaxpr):
+        first = self.take_first(stacked, batch)
+        for eqn, *_ in walk_equations(jax.make_jaxpr(self.function)(*first).jaxpr):
             if eqn.primitive is primitives.conv_general_dilated_p:
                 return 1
         return None
+
+    def take_first(self, stacked: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
+        """Returns the first member and its batch."""
+        member = jax.tree.map(lambda x: x[0], stacked)
+        if self.data == "per_member":
+            batch = jax.tree.map(lambda x: x[0], batch)
+        return member, batch
+
+    def require_valid(self, batch: PyTree, members: int) -> None:
+        """Raises ValueError if each member needs a batch, and there is none for some."""
+        if self.data == "per_member":
+            _require_batch_per_member(batch, members)
 
 
 def _repeat_labels(x: Any, members: int) -> Any:

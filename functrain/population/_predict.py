@@ -1,5 +1,6 @@
 """Predictions of the members of a population, combined or each."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, Literal, TypeAlias
 
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 from functrain.common._checks import require
 from functrain.common._types import PyTree, Step
 from functrain.population._over_members import Block, OverMembers
+from functrain.population._shared import join
 from functrain.population._state import PopulationState, require_population
 from functrain.step._eval import check_predict_step
 
@@ -50,11 +52,16 @@ def predict_step(step: Step[Any], *, combine: Combine = "mean", block: Block = "
     check_predict_step(step)
     expected = "'mean', 'vote', 'each', or a function of the outputs [N, B, ...]"
     require(callable(combine) or combine in _COMBINE, "combine", expected, combine)
-    over = OverMembers(lambda state, inputs: step(state, inputs)[1], "shared", block)
+    over = OverMembers(step, "shared", block)
 
     def predict(population: PopulationState, inputs: PyTree, /) -> tuple[PopulationState, PyTree]:
         require_population(population)
-        outputs = over(population.states, inputs)
+        shared = population.shared
+
+        def predict_one(own: PyTree, inputs: PyTree) -> PyTree:
+            return step(join(own, shared), inputs)[1]
+
+        outputs = dataclasses.replace(over, function=predict_one)(population.states, inputs)
         if callable(combine):
             return population, combine(outputs)
         return population, jax.tree.map(_COMBINE[combine], outputs)

@@ -96,7 +96,10 @@ def resample(
         # With the key of its original a copy would draw the same numbers and stay identical.
         return x if _tree.is_key(x) else _tree.device_put_like(x[sources], x)
 
-    population = jax.tree.map(copy_members, population)
+    population = population.replace(
+        states=jax.tree.map(copy_members, population.states),
+        active=copy_members(population.active),
+    )
     return _perturb_copies(population, sources != np.arange(members), key, perturb or {})
 
 

@@ -1,6 +1,6 @@
-"""The states of many members, stacked: every leaf has a leading axis of members."""
+"""The states of many members, stacked: leaves have a leading axis of members, or are shared."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import flax.struct
@@ -11,6 +11,7 @@ from functrain.common import _repr, _tree
 from functrain.common._arguments import argument_advice
 from functrain.common._checks import is_integer, require, require_instance, require_no_problems
 from functrain.common._types import PyTree
+from functrain.population._shared import as_patterns, join, split_states
 from functrain.step._state import require_key
 
 
@@ -20,11 +21,15 @@ class PopulationState(flax.struct.PyTreeNode, eq=False):
     It can be copied, saved and sharded like any other state. ``population[i]`` is the state of
     member i, as it would be alone; ``len(population)`` is N, and ``list(population)`` works. To
     shard the axis of members over devices, use ``jax.device_put(population, NamedSharding(mesh,
-    PartitionSpec("members")))``.
+    PartitionSpec("members")))``, or with shared leaves, which lack that axis,
+    ``population.replace(states=jax.device_put(population.states, ...))``.
 
     Attributes:
-      states: A pytree whose leaves are `[N, ...]`, such as a `TrainState` of them.
+      states: A pytree whose leaves are `[N, ...]`, such as a `TrainState` of them. It has None in
+        place of shared leaves.
       active: `bool[N]`. Steps do not change a member that is not active.
+      shared: A pytree of the leaves that all members have in common, each stored once, and None in
+        place of other leaves. Steps do not change them. None if members share nothing.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -37,6 +42,7 @@ class PopulationState(flax.struct.PyTreeNode, eq=False):
 
     states: PyTree
     active: jax.Array
+    shared: PyTree = None
 
     @classmethod
     def of(cls, stacked: PyTree) -> "PopulationState":
@@ -64,13 +70,14 @@ class PopulationState(flax.struct.PyTreeNode, eq=False):
         return int(self.active.shape[0])
 
     def __getitem__(self, i: int) -> Any:
-        """Returns the state of one member."""
+        """Returns the state of one member, with a copy of the leaves that members share."""
         # jax clamps an index that is out of range, so it is checked here; and list(population)
         # ends at the first IndexError.
         count = len(self)
         expected = f"a number from 0 to {count - 1}"
         require(-count <= i < count, "member", expected, i, error=IndexError)
-        return jax.tree.map(lambda x: x[i], self.states)
+        # Copied, since a program may consume the state of a member, or the population.
+        return join(jax.tree.map(lambda x: x[i], self.states), _tree.copy(self.shared))
 
     def __repr__(self) -> str:
         count = getattr(self.active, "size", "?")
@@ -78,7 +85,9 @@ class PopulationState(flax.struct.PyTreeNode, eq=False):
         active = ""
         if _tree.is_readable(self.active):
             active = f"{int(self.active.sum())} active, "
-        return f"PopulationState({count} members, {active}states={_repr.brief(self.states)})"
+        shared = "" if self.shared is None else f", shared={_repr.brief(self.shared)}"
+        states = _repr.brief(self.states)
+        return f"PopulationState({count} members, {active}states={states}{shared})"
 
 
 @argument_advice("Call create(make_state, key, members=N).")
@@ -88,6 +97,7 @@ def create(
     *,
     members: int | None = None,
     hyperparameters: Mapping[str, Any] | None = None,
+    shared: str | Sequence[str] = (),
 ) -> PopulationState:
     """Returns a population whose members are created from different random keys.
 
@@ -101,6 +111,7 @@ def create(
       key: A typed key `key[]`.
       members: N. The length of the hyperparameters by default.
       hyperparameters: Arrays `[N]` by name; see `with_hyperparameters`.
+      shared: Patterns of the leaves that all members have in common, stored once; see `stack`.
 
     Returns:
       The population, with all members active.
@@ -108,8 +119,8 @@ def create(
     Raises:
       TypeError: `make_state` is not a function, or `key` is not a single typed key.
       ValueError: The number of members is not given, or `members` and the hyperparameters
-        disagree; a hyperparameter is not in the state; or the states differ in structure or
-        shapes.
+        disagree; a hyperparameter is not in the state; the states differ in structure or shapes;
+        or leaves cannot be shared.
 
     Examples:
       >>> import functrain as ft, jax, jax.numpy as jnp, optax
@@ -134,37 +145,54 @@ def create(
     require_key("key", key)
     hyperparameters = dict(hyperparameters or {})
     count = _count_members(members, hyperparameters)
-    states = [make_state(jax.random.fold_in(key, 0))]
-    # A misspelled hyperparameter is reported before all other members are created.
-    matching_paths(stack(states), hyperparameters)
-    for i in range(1, count):
-        states.append(make_state(jax.random.fold_in(key, i)))
-    return with_hyperparameters(stack(states), hyperparameters)
+
+    def make_states() -> Iterator[PyTree]:
+        first = make_state(jax.random.fold_in(key, 0))
+        # A misspelled hyperparameter is reported before all other members are created.
+        matching_paths(_stack([first], shared), hyperparameters)
+        yield first
+        for i in range(1, count):
+            yield make_state(jax.random.fold_in(key, i))
+
+    return with_hyperparameters(_stack(make_states(), shared), hyperparameters)
 
 
-def stack(states: Sequence[PyTree]) -> PopulationState:
+def stack(states: Sequence[PyTree], *, shared: str | Sequence[str] = ()) -> PopulationState:
     """Stacks states into a population; the given states can still be used.
 
     Args:
       states: States with the same structure, shapes and dtypes.
+      shared: Patterns of the paths of leaves that all states have in common and no step changes:
+        ``"model_state/frozen/**"`` for models of `functrain.lora` and `functrain.freeze`. The
+        population stores these leaves once.
 
     Raises:
       ValueError: There are no states, or one differs from the first; the leaves that differ are
-        named.
+        named. Or a pattern of `shared` matches no leaf, one that steps change, or one with other
+        values in another state.
 
     Examples:
       >>> import jax.numpy as jnp
       >>> stack([{"w": jnp.zeros(3)}] * 4).states["w"].shape
       (4, 3)
+      >>> states = [{"w": jnp.full(3, i), "base": jnp.ones(100)} for i in range(4)]
+      >>> stack(states, shared="base")
+      PopulationState(4 members, 4 active, states=12 in 1 array, shared=100 in 1 array)
     """
     require(states, "states", "at least one", states)
+    return _stack(states, shared)
+
+
+def _stack(states: Iterable[PyTree], shared: str | Sequence[str]) -> PopulationState:
+    own_leaves, shared_leaves = split_states(states, as_patterns(shared))
     # Copied, since a run may donate the population's buffers and the caller keeps the states.
-    states = [_tree.copy(state) for state in states]
-    for i, state in enumerate(states):
+    own_leaves = [_tree.copy(state) for state in own_leaves]
+    for i, state in enumerate(own_leaves):
         expected = f"member {i} with the structure of member 0"
         advice = "Train members of different sizes in separate populations."
-        require_no_problems("states", _tree.differences(states[0], state), expected, advice)
-    return PopulationState.of(jax.tree.map(lambda *leaves: jnp.stack(leaves), *states))
+        require_no_problems("states", _tree.differences(own_leaves[0], state), expected, advice)
+    population = PopulationState.of(jax.tree.map(lambda *leaves: jnp.stack(leaves), *own_leaves))
+    return population.replace(shared=_tree.copy(shared_leaves))
 
 
 def require_population(population: Any, name: str = "state") -> None:

@@ -9,10 +9,12 @@ import jax.numpy as jnp
 from functrain.common import _repr, _tree
 from functrain.common._checks import require
 from functrain.common._types import PyTree, Step, StepTraits, traits_of
+from functrain.engine._plan import nbytes
 from functrain.metrics._metric import Metered
 from functrain.population._blocks import Run, copy_onto_chip, count_blocks, run_blocks
 from functrain.population._loader import Loader
 from functrain.population._over_members import Block, Data, OverMembers, where_active
+from functrain.population._shared import joining, map_state, require_unchanged
 from functrain.population._state import PopulationState, require_population
 from functrain.step._check import check_step
 from functrain.step._metered import MeteredStep
@@ -93,10 +95,25 @@ class _OfAll(StepTraits):
         """Takes the steps of a chunk with as many members at a time as stay on the chip."""
         if on_chip_bytes == 0:
             return run(carry, chunk)
-        blocks = count_blocks(carry, on_chip_bytes)
+        shared = (carry.state if isinstance(carry, Metered) else carry).shared
+
+        def with_shared(carry: PyTree, shared: PyTree) -> PyTree:
+            return map_state(lambda population: population.replace(shared=shared), carry)
+
+        def run_own(own: PyTree, chunk: PyTree) -> tuple[PyTree, PyTree]:
+            carry, rows = run(with_shared(own, shared), chunk)
+            return with_shared(carry, None), rows
+
+        # What members share is read by each block, and is not divided.
+        own = with_shared(carry, None)
+        on_chip_bytes = max(on_chip_bytes - nbytes(shared), 1)
+        blocks = count_blocks(own, on_chip_bytes)
         if blocks == 1:
-            return run(copy_onto_chip(carry, n, on_chip_bytes), chunk)
-        return run_blocks(run, carry, chunk, blocks, 1 if self.over.data == "per_member" else None)
+            own, rows = run_own(copy_onto_chip(own, n, on_chip_bytes), chunk)
+        else:
+            axis = 1 if self.over.data == "per_member" else None
+            own, rows = run_blocks(run_own, own, chunk, blocks, axis)
+        return with_shared(own, shared), rows
 
     def require_data(self, data: Any, name: str) -> None:
         """Raises ValueError if the data have batches per member, and the step shares batches."""
@@ -108,12 +125,22 @@ class _OfAll(StepTraits):
         over = self.over
         return _repr.call(self, member=over.function, data=over.data, block=over.block)
 
+    def _over(self, population: PopulationState) -> OverMembers:
+        """Returns the mapped step for members without the leaves that they share."""
+        function = joining(self.over.function, population.shared)
+        return dataclasses.replace(self.over, function=function)
+
     def _take_step(
         self, population: PopulationState, stacked: PyTree, batch: PyTree
     ) -> tuple[Any, jax.Array, PyTree]:
         """Returns the new carry, stacked, the members that are active after it, and the logs."""
         was_active = population.active
-        new, logs = self.over.step_active(stacked, batch, was_active)
+        over = self._over(population)
+        over.require_valid(batch, len(population))
+        if population.shared is not None:
+            member, batch_of_one = over.take_first(stacked, batch)
+            require_unchanged(self.over.function, member, batch_of_one, population.shared)
+        new, logs = over.step_active(stacked, batch, was_active)
         active = was_active
         if self.stop_non_finite:
             states = new.state if isinstance(new, Metered) else new
@@ -137,7 +164,7 @@ class PopulationStep(_OfAll):
         """Takes one step with all active members."""
         require_population(state)
         new, active, logs = self._take_step(state, state.states, batch)
-        return PopulationState(new, active), logs
+        return state.replace(states=new, active=active), logs
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -167,10 +194,10 @@ class MeteredPopulationStep(_OfAll, MeteredStep):
         stacked = Metered(state.states, metered.metrics)
         # Evaluation includes stopped members, whose values select the best one.
         if not self.trains:
-            new, logs = self.over(stacked, batch)
+            new, logs = self._over(state)(stacked, batch)
             return Metered(state, new.metrics), logs
         new, active, logs = self._take_step(state, stacked, batch)
-        return Metered(PopulationState(new.state, active), new.metrics), logs
+        return Metered(state.replace(states=new.state, active=active), new.metrics), logs
 
 
 def _stay_finite(old: PyTree, new: PyTree, logs: PyTree) -> jax.Array:

@@ -1,0 +1,196 @@
+"""Leaves that all members of a population share, such as a frozen base under their adapters."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+
+from functrain.common import _patterns, _tree
+from functrain.common._checks import require_instance, require_no_problems
+from functrain.common._types import PyTree
+from functrain.metrics._metric import Metered
+from functrain.rewrites._frame import find_producer, is_entered
+from functrain.step._state import TrainState
+
+
+def as_patterns(shared: str | Sequence[str]) -> tuple[str, ...]:
+    """Returns the argument `shared` as a tuple of patterns."""
+    patterns = (shared,) if isinstance(shared, str) else tuple(shared)
+    for pattern in patterns:
+        require_instance("shared", pattern, str, "patterns, such as 'model_state/frozen/**'")
+    return patterns
+
+
+def split_states(
+    states: Iterable[PyTree], patterns: Sequence[str]
+) -> tuple[list[PyTree], PyTree | None]:
+    """Returns the states with None in place of shared leaves, and those leaves in such a tree.
+
+    Args:
+      states: The members, taken one at a time, so that only two of them have all leaves at once.
+      patterns: Patterns of the paths of shared leaves; none for states that share nothing.
+
+    Raises:
+      ValueError: A pattern matches no leaf, or one that every step changes; or shared leaves differ
+        between members.
+    """
+    own: list[PyTree] = []
+    shared: PyTree | None = None
+    for i, state in enumerate(states):
+        if not patterns:
+            own.append(state)
+            continue
+        if i == 0:
+            _require_sharable(state, patterns)
+        shared_leaves = _select(state, patterns, is_match=True)
+        shared = shared_leaves if i == 0 else shared
+        _require_equal(shared, shared_leaves, i)
+        own.append(_select(state, patterns, is_match=False))
+    return own, shared
+
+
+def join(own: PyTree, shared: PyTree | None) -> PyTree:
+    """Returns a state with its own leaves and the shared ones."""
+    if shared is None:
+        return own
+    return jax.tree.map(lambda a, b: b if a is None else a, own, shared, is_leaf=_is_none)
+
+
+def without_shared(state: PyTree, shared: PyTree | None) -> PyTree:
+    """Returns a state with None in place of the leaves that are shared."""
+    if shared is None:
+        return state
+    return jax.tree.map(lambda b, x: x if b is None else None, shared, state, is_leaf=_is_none)
+
+
+def map_state(function: Callable[[PyTree], PyTree], carry: PyTree) -> PyTree:
+    """Returns a state, or a state with metrics, with the function applied to the state."""
+    if isinstance(carry, Metered):
+        return Metered(function(carry.state), carry.metrics)
+    return function(carry)
+
+
+def joining(step: Callable[..., Any], shared: PyTree | None) -> Callable[..., Any]:
+    """Returns the step of a member, for states, with or without metrics, that lack shared leaves.
+
+    The shared leaves of the state that it returns are dropped, since a step does not change them.
+    """
+    if shared is None:
+        return step
+
+    def call(carry: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
+        new, logs = step(map_state(lambda own: join(own, shared), carry), batch)
+        return map_state(lambda state: without_shared(state, shared), new), logs
+
+    return call
+
+
+def require_unchanged(step: Callable[..., Any], carry: PyTree, batch: PyTree, shared: Any) -> None:
+    """Raises ValueError if the step of a member computes new values for shared leaves.
+
+    Args:
+      step: ``(carry, batch) -> (carry, logs)``.
+      carry: The carry of a member, without shared leaves.
+      batch: The batch of a member.
+      shared: The shared leaves.
+    """
+    if shared is None:
+        return
+    carry = map_state(lambda own: join(own, shared), carry)
+    jaxpr, (new, _) = jax.make_jaxpr(step, return_shape=True)(carry, batch)
+    # The indices of outputs in the place of their arrays show which of them are shared leaves.
+    leaves, structure = jax.tree.flatten(new)
+    indices = jax.tree.unflatten(structure, range(len(leaves)))
+    state = indices.state if isinstance(indices, Metered) else indices
+    changed = []
+    shared_indices = jax.tree.map(
+        lambda b, i: None if b is None else i, shared, state, is_leaf=_is_none
+    )
+    for path, i in _tree.leaves_with_path(shared_indices):
+        if _is_computed(jaxpr.jaxpr.outvars[i], jaxpr.jaxpr):
+            changed.append(path)
+    advice = "Share only what steps keep, such as model_state/frozen/** of lora or freeze."
+    require_no_problems("shared", changed, "leaves that a step does not change", advice)
+
+
+def _is_computed(atom: Any, jaxpr: core.Jaxpr) -> bool:
+    """Returns True if an operation computes a variable, and False if it is known to be passed on.
+
+    Loops and conditionals pass on what their bodies do.
+    """
+    eqn = find_producer(atom, jaxpr)
+    if eqn is None:
+        return False
+    if not is_entered(eqn):
+        return True
+    i = next(i for i, var in enumerate(eqn.outvars) if var is atom)
+    for inner in core.jaxprs_in_params(eqn.params):
+        inner = getattr(inner, "jaxpr", inner)
+        # The condition of a loop has one output, and no other.
+        if len(inner.outvars) == len(eqn.outvars) and _is_computed(inner.outvars[i], inner):
+            return True
+    return False
+
+
+def _select(state: PyTree, patterns: Sequence[str], *, is_match: bool) -> PyTree:
+    """Returns the leaves that match a pattern, or those that do not, and None for the others."""
+
+    def select(path: Any, leaf: PyTree) -> PyTree:
+        return leaf if _patterns.any_matches(patterns, _tree.path_str(path)) is is_match else None
+
+    return jax.tree_util.tree_map_with_path(select, state)
+
+
+def _require_sharable(state: PyTree, patterns: Sequence[str]) -> None:
+    """Raises ValueError if a pattern matches no leaf, or one that belongs to a single member."""
+    paths = [path for path, _ in _tree.leaves_with_path(state)]
+    for pattern in patterns:
+        _patterns.require_match("shared", pattern, paths)
+    trained = []
+    for path, is_trained in zip(paths, _are_trained(state), strict=True):
+        if is_trained and _patterns.any_matches(patterns, path):
+            trained.append(path)
+    advice = (
+        "Each member trains its params. functrain.lora(model, ...) and freeze(model, ...) "
+        'move the others into model_state: shared="model_state/frozen/**".'
+    )
+    require_no_problems("shared", trained, "leaves of model_state", advice)
+
+
+def _are_trained(state: PyTree) -> list[bool]:
+    """Returns for each leaf whether it is one of a TrainState's besides its model_state."""
+
+    def mark(node: Any) -> Any:
+        if not isinstance(node, TrainState):
+            return False
+        model_state = jax.tree.map(lambda _: False, node.model_state)
+        return jax.tree.map(lambda _: True, node).replace(model_state=model_state)
+
+    return jax.tree.leaves(jax.tree.map(mark, state, is_leaf=lambda x: isinstance(x, TrainState)))
+
+
+def _require_equal(expected: PyTree, got: PyTree, member: int) -> None:
+    """Raises ValueError unless a member has the shared leaves of the first one, bit for bit."""
+    if got is expected:
+        return
+    lines = _tree.differences(expected, got)
+    if not lines:
+        leaves = zip(_tree.leaves_with_path(expected), jax.tree.leaves(got), strict=True)
+        lines = [path for (path, a), b in leaves if not _are_equal(a, b)]
+    name = f"the leaves of member 0 in member {member}"
+    advice = "Create what members share once, outside of make_state, and not from a member's key."
+    require_no_problems("shared", lines, name, advice)
+
+
+def _are_equal(a: Any, b: Any) -> bool:
+    if a is b:
+        return True
+    if _tree.is_key(a):
+        a, b = jax.random.key_data(a), jax.random.key_data(b)
+    return bool(jnp.array_equal(a, b, equal_nan=jnp.issubdtype(a.dtype, jnp.inexact)))
+
+
+def _is_none(x: PyTree) -> bool:
+    return x is None
