@@ -7,6 +7,7 @@ Files:
   trainer: what `compile` made of a model, and what its epochs report
   trainer_state: where a model's values are while it trains
   data: the batches of everything that `fit` takes
+  pipelines: the data that tasks of keras_hub prepare
   callbacks: the state of Keras's own callbacks, and the batches at which they act
   layers: what a layer holds, and the layers inside it
   variables: a variable's value and layout, and the scopes that hide it
@@ -21,6 +22,7 @@ from bridge.keras_private import layers as layers
 from bridge.keras_private import losses as losses
 from bridge.keras_private import metrics as metrics
 from bridge.keras_private import optimizers as optimizers
+from bridge.keras_private import pipelines as pipelines
 from bridge.keras_private import trainer as trainer
 from bridge.keras_private import trainer_state as trainer_state
 from bridge.keras_private import variables as variables

@@ -33,7 +33,7 @@ _warned: weakref.WeakSet[type] = weakref.WeakSet()
 
 
 def require_model(model: Any) -> None:
-    """Raises an error for an object that is not a Keras model, or prepares its own data.
+    """Raises TypeError for an object that is not a Keras model.
 
     Warns if the model's class overrides loops that are not called.
     """
@@ -41,7 +41,6 @@ def require_model(model: Any) -> None:
         raise TypeError(
             f"model: expected a keras.Model, got {type(model).__name__}{_advice_for(model)}"
         )
-    _require_no_preprocessor(model)
     _warn_of_overrides(model)
 
 
@@ -61,31 +60,14 @@ def _advice_for(thing: Any) -> str:
     return "."
 
 
-def _require_no_preprocessor(model: Any) -> None:
-    """Raises ValueError for models that prepare samples in their own fit, evaluate and predict.
-
-    keras_hub.models.Task does so in `preprocess_samples`, with data pipelines of grain or tf.data
-    whose order cannot be repeated here.
-    """
-    prepares = callable(getattr(model, "preprocess_samples", None))
-    if prepares and getattr(model, "preprocessor", model) is not None:
-        raise ValueError(
-            f"model: expected one that takes its data unchanged, got {type(model).__name__}, "
-            "whose own fit, evaluate and predict prepare them by model.preprocess_samples. "
-            "Prepare all data first, those for validation too, and switch that off:\n"
-            "    data = model.preprocess_samples(x, y)\n"
-            "    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)\n"
-            "    model.preprocessor = None\n"
-            "    bridge.fit(model, x, y)"
-        )
-
-
 def _warn_of_overrides(model: keras.Model) -> None:
     """Warns once for each class that its own loops are not called."""
     cls = type(model)
+    # Of a class that prepares data in these methods, that part of them is called.
+    base = keras_private.pipelines.preparing_class(model) or keras.Model
     # Keras calls make_train_function and make_test_function in its own loops only.
     methods = ("fit", "evaluate", "predict", "make_train_function", "make_test_function")
-    overridden = [name for name in methods if getattr(cls, name) is not getattr(keras.Model, name)]
+    overridden = [name for name in methods if getattr(cls, name) is not getattr(base, name)]
     # A layer with a trainer mixed in has these methods from another class than keras.Model.
     if overridden and isinstance(model, keras.Model) and cls not in _warned:
         _warned.add(cls)
@@ -99,7 +81,7 @@ def _warn_of_overrides(model: keras.Model) -> None:
 
 
 def require_arguments(
-    x: Any, y: Any, fuse: Any, rewrites: Any, verbose: Any, callbacks: Any, **numbers: Any
+    x: Any, fuse: Any, rewrites: Any, verbose: Any, callbacks: Any, **numbers: Any
 ) -> None:
     """Raises an error for wrong values of the arguments that fit, evaluate and predict share.
 
@@ -107,11 +89,19 @@ def require_arguments(
     """
     require_fuse(fuse)
     resolve_mode(rewrites)
-    require_untraced("x and y", (x, y))
     require_one_of("verbose", verbose, ("auto", 0, 1, 2))
     advice = "A generator of batches goes into x, and yields (inputs, targets)."
     require(x is not None, "x", "arrays, a dataset, a loader or a generator", x, advice)
     _require_no_loader("x", x)
+    for name, number in numbers.items():
+        if number is not None:
+            require_integer(name, number)
+    _require_callbacks(callbacks)
+
+
+def require_data(x: Any, y: Any = None) -> None:
+    """Raises an error for strings, lists of numbers, traced and masked arrays."""
+    require_untraced("x and y", (x, y))
     _require_no_strings(x=x, y=y)
     for name, data in (("x", x), ("y", y)):
         # Keras rejects lists of numbers as well, with all the numbers in its message.
@@ -119,10 +109,6 @@ def require_arguments(
             require_no_number_lists(data, name)
         for leaf in keras.tree.flatten(data):
             require_unmasked(leaf, name)
-    for name, number in numbers.items():
-        if number is not None:
-            require_integer(name, number)
-    _require_callbacks(callbacks)
 
 
 def _require_no_loader(name: str, data: Any) -> None:

@@ -84,6 +84,10 @@ def fit(
     `predict` or `make_train_function` in the model's class are not called, since this function has
     its own loop; overrides of steps, losses and metrics are.
 
+    Tasks of keras_hub take strings, images and so on as in their own `fit`: its first part, which
+    splits off validation data and maps the preprocessor over batches, is called. As there, the
+    order of the examples is that of the data, whatever `shuffle` says.
+
     Args:
       model: A compiled model.
       x: The data. This and all arguments up to `validation_freq` are those of `model.fit`.
@@ -121,8 +125,7 @@ def fit(
       TypeError: `model` is not a Keras model, a callback is neither a Keras callback nor a logger,
         or the data are strings.
       ValueError: `model.fit` would raise it; an argument is out of its range; arrays in
-        `validation_data` cannot be evaluated; a layer has ``stateful=True``; or the model prepares
-        samples in its own `fit`, as tasks of keras_hub do.
+        `validation_data` cannot be evaluated; or a layer has ``stateful=True``.
 
     Examples:
       >>> import keras, numpy as np
@@ -137,26 +140,44 @@ def fit(
     _checks.require_model(model)
     require_compiled(model)
     sizes = {"batch_size": batch_size, "validation_batch_size": validation_batch_size}
-    steps = {"steps_per_epoch": steps_per_epoch, "validation_steps": validation_steps}
+    numbers = {"steps_per_epoch": steps_per_epoch, "validation_steps": validation_steps}
     callbacks, loggers = with_loggers(callbacks)
-    _checks.require_arguments(x, y, fuse, rewrites, verbose, callbacks, **sizes, **steps)
+    _checks.require_arguments(x, fuse, rewrites, verbose, callbacks, **sizes, **numbers)
     require_integer("epochs", epochs, 0)
     require_integer("initial_epoch", initial_epoch, 0)
     _checks.require_validation_arguments(validation_split, validation_freq)
     epochs = _cap_epochs(epochs)
-    data = x, y, sample_weight
-    if validation_split and validation_data is None:
-        data, validation_data = keras_private.data.split_validation(data, validation_split)
-    more = {"shuffle": shuffle, "class_weight": class_weight}
-    batches = keras_batches(model, data, batch_size, steps_per_epoch, trains=True, **more)
+    # From here on `own` has the data and the arguments about them as Keras's own fit gets them.
+    own = keras_private.pipelines.prepared(
+        model,
+        "fit",
+        x=x,
+        y=y,
+        batch_size=batch_size,
+        epochs=epochs,
+        callbacks=callbacks,
+        validation_split=validation_split,
+        validation_data=validation_data,
+        class_weight=class_weight,
+        sample_weight=sample_weight,
+        steps_per_epoch=steps_per_epoch,
+        validation_steps=validation_steps,
+    )
+    _checks.require_data(own.x, own.y)
+    data, validation_data = (own.x, own.y, own.sample_weight), own.validation_data
+    if own.validation_split and validation_data is None:
+        data, validation_data = keras_private.data.split_validation(data, own.validation_split)
+    more = {"shuffle": shuffle, "class_weight": own.class_weight}
+    batches = keras_batches(model, data, own.batch_size, own.steps_per_epoch, trains=True, **more)
     with note_data(model, data):
         keras_private.trainer.build_from(model, batches.data)
     # The checks from here on need a built model. No callback has begun yet, and no step was taken.
     evaluation: Evaluation | None = None
     if validation_data is not None:
-        size = validation_batch_size or batch_size
-        _checks.require_validation(model, validation_data, data, size, validation_steps)
-        evaluation = Evaluation(model, validation_data, size, validation_steps, validation_freq)
+        size, steps = validation_batch_size or own.batch_size, own.validation_steps
+        _checks.require_validation(model, validation_data, data, size, steps)
+        evaluation = Evaluation(model, validation_data, size, steps, validation_freq)
+    callbacks = own.callbacks
     _checks.require_rate(model, callbacks)
     require_use()
     _checks.require_together(model, callbacks)
@@ -238,9 +259,12 @@ def evaluate(
     _checks.require_model(model)
     require_compiled(model)
     numbers = {"batch_size": batch_size, "steps": steps}
-    _checks.require_arguments(x, y, fuse, rewrites, verbose, callbacks, **numbers)
-    data = x, y, sample_weight
-    batches = keras_batches(model, data, batch_size, steps, trains=False)
+    _checks.require_arguments(x, fuse, rewrites, verbose, callbacks, **numbers)
+    arguments = {"x": x, "y": y, "batch_size": batch_size, "sample_weight": sample_weight}
+    own = keras_private.pipelines.prepared(model, "evaluate", **arguments, steps=steps)
+    _checks.require_data(own.x, own.y)
+    data = own.x, own.y, own.sample_weight
+    batches = keras_batches(model, data, own.batch_size, own.steps, trains=False)
     with note_data(model, data):
         keras_private.trainer.build_from(model, batches.data)
     callbacks = _callback_list(model, callbacks, verbose, 1, batches)
@@ -290,8 +314,11 @@ def predict(
     """
     _checks.require_model(model)
     numbers = {"batch_size": batch_size, "steps": steps}
-    _checks.require_arguments(x, None, fuse, rewrites, verbose, callbacks, **numbers)
-    batches = keras_batches(model, (x, None, None), batch_size, steps, trains=False)
+    _checks.require_arguments(x, fuse, rewrites, verbose, callbacks, **numbers)
+    arguments = {"x": x, "batch_size": batch_size, "steps": steps}
+    own = keras_private.pipelines.prepared(model, "predict", **arguments)
+    _checks.require_data(own.x)
+    batches = keras_batches(model, (own.x, None, None), own.batch_size, own.steps, trains=False)
     # A model that was not compiled has no loss or metrics, so calling it builds all there is.
     if not all(layer.built for layer in keras_private.layers.all_layers(model)):
         _build_by_call(model, batches.data)

@@ -233,42 +233,6 @@ def test_a_model_that_runs_uncompiled_is_not_traced_to_find_out() -> None:
     assert model.calls == 3
 
 
-class Task(keras.Model):
-    """Prepares samples as the tasks of keras_hub do, in loops of its own."""
-
-    def __init__(self, preprocessor: Any) -> None:
-        x = keras.Input((3,))
-        super().__init__(x, layers.Dense(4)(x))
-        self.preprocessor = preprocessor
-        self.compile("sgd", "mse")
-
-    def preprocess_samples(self, x: Any, y: Any = None, sample_weight: Any = None) -> Any:
-        x = x if self.preprocessor is None else self.preprocessor(x)
-        return keras.utils.pack_x_y_sample_weight(x, y, sample_weight)
-
-
-@pytest.mark.parametrize("method", ["fit", "evaluate", "predict"])
-def test_a_model_that_prepares_samples_in_loops_of_its_own(method: str) -> None:
-    task = Task(layers.Rescaling(2.0))
-    with pytest.raises(
-        ValueError, match=r"(?s)got Task, whose own fit.*model\.preprocessor = None"
-    ):
-        getattr(bridge, method)(task, X)
-
-
-def test_samples_prepared_first_train_as_the_refusal_says() -> None:
-    model, twin = Task(layers.Rescaling(2.0)), Task(None)
-    twin.set_weights(model.get_weights())
-    data = model.preprocess_samples(X, Y)
-    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-    model.preprocessor = None
-    assert sample_weight is None
-    bridge.fit(model, x, y, verbose=0, rewrites="exact", shuffle=False)
-    twin.fit(2 * X, Y, verbose=0, shuffle=False)
-    for ours, theirs in zip(model.get_weights(), twin.get_weights(), strict=True):
-        np.testing.assert_array_equal(ours, theirs)
-
-
 @pytest.mark.parametrize(
     ("name", "hint"),
     [

@@ -1,0 +1,54 @@
+"""What keras_hub's pipelines pass on to Keras (checked with keras_hub 0.32.0)."""
+
+import bridge  # isort: skip  # before keras: it chooses the backend
+
+from typing import Any
+
+import keras
+import pytest
+
+from bridge import keras_private
+
+del bridge
+
+
+class Pipeline(keras.Model):
+    def preprocess_samples(self, x: Any) -> Any:
+        return x + self.shift
+
+    def fit(self, x: Any, **kwargs: Any) -> Any:
+        return super().fit(self.preprocess_samples(x), None, 4, **kwargs)
+
+
+class Task(Pipeline):
+    shift = 1
+
+    def preprocess_samples(self, x: Any) -> Any:
+        return 10 * super().preprocess_samples(x)
+
+
+def test_the_class_that_prepares_is_found_among_the_bases() -> None:
+    assert keras_private.pipelines.preparing_class(Task()) is Pipeline
+    assert keras_private.pipelines.preparing_class(keras.Sequential()) is None
+
+
+def test_arguments_are_those_passed_on_by_name_and_with_defaults() -> None:
+    own = keras_private.pipelines.prepared(Task(), "fit", x=1, epochs=3)
+    assert (own.x, own.y, own.batch_size, own.epochs, own.validation_freq) == (20, None, 4, 3, 1)
+
+
+def test_a_method_that_does_not_prepare_takes_its_arguments_unchanged() -> None:
+    assert keras_private.pipelines.prepared(Task(), "predict", x=1, steps=2).x == 1
+    assert keras_private.pipelines.prepared(keras.Sequential(), "fit", x=1, y=2).y == 2
+
+
+@pytest.mark.adapters
+@pytest.mark.filterwarnings("ignore")  # of TensorFlow
+def test_keras_hub_has_one_class_that_prepares() -> None:
+    keras_hub = pytest.importorskip("keras_hub")
+    (cls,) = (
+        c
+        for c in keras_hub.models.Task.__mro__
+        if "fit" in vars(c) and c.__module__ != keras.Model.fit.__module__
+    )
+    assert cls.__name__ == "PipelineModel"
