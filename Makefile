@@ -121,7 +121,7 @@ bench-hub: .venv-hub/.ready
 
 IN_tensorflow := keras tensorflow-cpu
 IN_torch := keras torch
-IN_adapters := --editable '.[test,wandb,optuna]' tensorflow-cpu torch torchdata nbclient ipykernel
+IN_adapters := --editable '.[test,wandb,optuna]' keras-hub torch torchdata nbclient ipykernel # keras-hub brings TensorFlow
 IN_ray := --editable '.[test]' 'ray[train]'
 IN_hub := --editable . keras-hub # brings TensorFlow, which it imports
 

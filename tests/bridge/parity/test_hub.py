@@ -1,0 +1,193 @@
+"""Tasks of keras_hub: bridge.fit equals task.fit. `make test-adapters` has keras_hub.
+
+The weights are random and the vocabularies made by hand, so nothing is downloaded.
+"""
+
+import bridge  # isort: skip  # before keras: it chooses the backend
+
+import importlib
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+import functrain as ft
+from tests.bridge import parity
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    pytest.importorskip("keras_hub")
+    from tests.bridge.parity import hub_cases as hub
+    from tests.bridge.parity.hub_cases import IMAGES, LABELS, TEXTS, WEIGHTS
+
+pytestmark = [pytest.mark.adapters, pytest.mark.filterwarnings("ignore")]  # of TensorFlow
+CASES = parity.Cases()
+Case = parity.Case
+
+
+def case(make: Callable[[], Any], x: Any, y: Any = None, **more: Any) -> Case:
+    return make(), {"x": x, "y": y, "batch_size": 8, "shuffle": True, **more}
+
+
+@CASES.every_run
+def text_classifier() -> Case:
+    return case(hub.text_classifier, TEXTS, LABELS)
+
+
+@CASES.every_run
+def sample_weight_and_a_validation_split() -> Case:
+    arguments = {"sample_weight": WEIGHTS, "validation_split": 0.25}
+    return case(hub.text_classifier, np.array(TEXTS), LABELS, **arguments)
+
+
+@CASES.every_run
+def class_weight_and_validation_data() -> Case:
+    arguments = {"class_weight": {0: 1.0, 1: 3.0}, "validation_data": (TEXTS[:9], LABELS[:9])}
+    return case(hub.text_classifier, TEXTS, LABELS, **arguments)
+
+
+@CASES
+def too_many_steps_per_epoch() -> Case:
+    validation = {"validation_data": (TEXTS[:9], LABELS[:9]), "validation_freq": 2}
+    return case(hub.text_classifier, TEXTS, LABELS, steps_per_epoch=20, epochs=3, **validation)
+
+
+@CASES
+def no_preprocessor() -> Case:
+    task, arguments = case(hub.text_classifier, TEXTS, LABELS)
+    x, y, _ = keras.utils.unpack_x_y_sample_weight(task.preprocess_samples(TEXTS, LABELS))
+    task.preprocessor = None
+    return task, arguments | {"x": x, "y": y}
+
+
+@CASES
+def pairs_of_texts() -> Case:
+    return case(hub.text_classifier, (TEXTS, TEXTS[::-1]), LABELS)
+
+
+@CASES.every_run
+def masked_lm() -> Case:
+    return case(hub.masked_lm, TEXTS)
+
+
+@CASES.every_run
+def gpt2() -> Case:
+    return case(hub.gpt2, TEXTS, validation_data=(TEXTS[:9],))
+
+
+@CASES.every_run
+def llama3() -> Case:
+    return case(hub.llama3, TEXTS)
+
+
+@CASES.every_run
+def image_classifier() -> Case:
+    return case(hub.image_classifier, IMAGES, LABELS)
+
+
+def tf_data(*data: Any) -> Any:
+    tf = pytest.importorskip("tensorflow")
+    return tf.data.Dataset.from_tensor_slices(data).shuffle(50, seed=1).batch(8)
+
+
+@CASES.every_run
+def a_shuffled_tf_dataset_and_class_weight() -> Case:
+    arguments = {"batch_size": None, "class_weight": {0: 1.0, 1: 3.0}}
+    return case(hub.text_classifier, tf_data(TEXTS, LABELS), **arguments)
+
+
+@CASES
+def a_grain_dataset() -> Case:
+    grain = pytest.importorskip("grain")
+    rows = list(zip(TEXTS, LABELS, strict=True))
+    batches = grain.MapDataset.source(rows).shuffle(seed=3).batch(8)
+    return case(hub.text_classifier, batches, batch_size=None)
+
+
+def task_fit(task: Any, **arguments: Any) -> Any:
+    return task.fit(**arguments)
+
+
+def assert_fits_as_the_task(make: Callable[[], Case], fuse: Any = "auto") -> None:
+    theirs, their_history = parity.run(make, task_fit)
+    ours, history = parity.run(make, bridge.fit, fuse=fuse, rewrites="exact")
+    np.testing.assert_equal(history, their_history)
+    for one, other in zip(parity.variables(ours), parity.variables(theirs), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@CASES.each
+def test_fit_equals_the_fit_of_the_task(make: Any, fuse: Any) -> None:
+    assert_fits_as_the_task(make, fuse)
+
+
+@pytest.mark.parametrize("make", [text_classifier, pytest.param(gpt2, marks=pytest.mark.long)])
+def test_fit_equals_that_of_the_task_where_grain_is_missing(make: Any, monkeypatch: Any) -> None:
+    without(monkeypatch, "grain")
+    assert_fits_as_the_task(make)
+
+
+@pytest.mark.parametrize("make", [sample_weight_and_a_validation_split, gpt2, image_classifier])
+def test_evaluate_and_predict_equal_those_of_the_task(make: Any) -> None:
+    task, arguments = make()
+    data = {"x": arguments["x"], "y": arguments["y"], "batch_size": 8, "verbose": 0}
+    weighted = {**data, "sample_weight": arguments.get("sample_weight"), "return_dict": True}
+    ours = bridge.evaluate(task, **weighted, rewrites="exact")
+    assert ours == task.evaluate(**weighted)
+    del data["y"]
+    predicted = bridge.predict(task, **data, rewrites="exact", fuse=2)
+    np.testing.assert_array_equal(predicted, task.predict(**data))
+
+
+def test_a_fit_that_resumes_ends_as_one_that_was_not_interrupted(tmp_path: Any) -> None:
+    class Stop(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            if self.model.optimizer.iterations == 8:  # the third step of the second epoch
+                raise KeyboardInterrupt
+
+    def fit(folder: str, *callbacks: Any) -> Any:
+        def way(task: Any, **arguments: Any) -> Any:
+            checkpointer = ft.Checkpointer(tmp_path / folder)
+            return bridge.fit(
+                task, **arguments, rewrites="exact", callbacks=callbacks, checkpointer=checkpointer
+            )
+
+        return parity.run(sample_weight_and_a_validation_split, way, fuse=1)
+
+    whole, history = fit("whole")
+    with pytest.raises(KeyboardInterrupt):
+        fit("parts", Stop())
+    resumed, resumed_history = fit("parts")
+    np.testing.assert_equal(resumed_history, history)
+    for one, other in zip(parity.variables(resumed), parity.variables(whole), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def without(monkeypatch: Any, *libraries: str) -> None:
+    """Makes keras_hub believe that a library is missing."""
+    pipeline_model = importlib.import_module("keras_hub.src.utils.pipeline_model")
+    for library in libraries:
+        monkeypatch.setattr(pipeline_model, library, None)
+
+
+def test_missing_libraries_are_named_before_the_first_step(monkeypatch: Any) -> None:
+    without(monkeypatch, "grain", "tf")
+    task, arguments = text_classifier()
+    with pytest.raises(ImportError, match="requires `grain` or `tensorflow`"):
+        bridge.fit(task, **arguments, verbose=0)
+    assert task.optimizer.iterations == 0
+
+
+@pytest.mark.parametrize("libraries", [(), ("grain",), ("tf",)], ids=str)
+def test_a_tokenizer_without_a_vocabulary_is_named_before_the_first_step(
+    libraries: Any, monkeypatch: Any
+) -> None:
+    without(monkeypatch, *libraries)
+    task, arguments = text_classifier()
+    task.preprocessor.tokenizer.set_vocabulary(None)
+    with pytest.raises(Exception, match="No vocabulary has been set"):
+        bridge.fit(task, **arguments, verbose=0)
+    assert task.optimizer.iterations == 0
