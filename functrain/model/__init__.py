@@ -7,6 +7,7 @@ Files:
   _equinox: models from Equinox modules
   _freeze: models with frozen params
   _lora: frozen models with trained matrices of low rank
+  _factored: products with matrices and their adapters
   _cast: mixed precision
   _remat: less memory in exchange for more computation
   _switches: the arguments that tell flax modules whether they train

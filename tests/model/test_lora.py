@@ -1,7 +1,9 @@
 """lora: adapters of low rank beside a frozen base."""
 
 import os
+import re
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import keras
@@ -44,12 +46,17 @@ def by_hand(kernel):
     return ft.Model(lambda key, x: ({"kernel": kernel}, {}), apply)
 
 
+@pytest.mark.parametrize("factored", [False, True])
 @pytest.mark.parametrize(
     ("kind", "base_dtype"), [("linen", None), ("nnx", None), ("keras", None), ("linen", "int8")]
 )
-def test_only_adapters_are_trained_and_at_first_the_model_is_its_base(kind, base_dtype) -> None:
+def test_only_adapters_are_trained_and_at_first_the_model_is_its_base(
+    kind, base_dtype, factored
+) -> None:
     model = MODELS[kind]()
-    adapted = ft.lora(model, "body/**", "head/kernel", rank=2, base_dtype=base_dtype)
+    adapted = ft.lora(
+        model, "body/**", "head/kernel", rank=2, base_dtype=base_dtype, factored=factored
+    )
     state = create(adapted)
     shapes = {path: x.shape for path, x in jax.tree_util.tree_leaves_with_path(state.params)}
     assert sorted(shapes.values()) == [(2, 3), (2, 8), (6, 2), (8, 2)]
@@ -80,6 +87,7 @@ def keras_pair(layer, shape):
     return net, own
 
 
+@pytest.mark.parametrize("factored", [False, True])
 @pytest.mark.parametrize(
     ("layer", "shape"),
     [
@@ -88,9 +96,12 @@ def keras_pair(layer, shape):
     ],
     ids=["Dense", "EinsumDense"],
 )
-def test_outputs_and_gradients_are_those_of_kerass_own_adapters(layer, shape) -> None:
+def test_outputs_and_gradients_are_those_of_kerass_own_adapters(layer, shape, factored) -> None:
     net, own = keras_pair(layer(), shape)
-    model, keras_model = ft.lora(bridge.from_keras(net), "**", rank=2, alpha=6), own
+    model, keras_model = (
+        ft.lora(bridge.from_keras(net), "**", rank=2, alpha=6, factored=factored),
+        own,
+    )
     x = np.random.default_rng(0).normal(size=(5, *shape)).astype("float32")
     adapters, model_state = model.init(KEY, x)
     # Keras reports no gradient for `a` as long as `b` is zero.
@@ -246,6 +257,98 @@ def test_it_combines_with_mixed_precision_and_freezing() -> None:
     )
 
 
+USES = {  # of a matrix [6, 6]
+    "product": lambda w, x: x @ w,
+    "on the left": lambda w, x: jnp.einsum("io,bi->ob", w, x),
+    "over its outputs": lambda w, x: jnp.einsum("io,bo->bi", w, x),
+    "on the left, over its outputs": lambda w, x: jnp.einsum("io,bo->ib", w, x),
+    "twice": lambda w, x: x @ w @ w,
+    "transposed": lambda w, x: x @ w.T,
+    "in a jitted function": lambda w, x: jax.jit(lambda w, x: jnp.tanh(x @ w))(w, x),
+    "in half precision": lambda w, x: x.astype("bfloat16") @ w.astype("bfloat16"),
+    "rows": lambda w, x: w[jnp.arange(3)] + x[:3],
+    "in a loop": lambda w, x: jax.lax.scan(lambda x, _: (jnp.sin(x @ w), None), x, length=2)[0],
+    "in a checkpoint": lambda w, x: jax.checkpoint(lambda w, x: jnp.sin(x @ w))(w, x),
+    "with itself": lambda w, x: w @ w,
+    "returned": lambda w, x: w,
+    "in a batch": lambda w, x: jnp.einsum("io,io->i", w, w + x[:6]),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_factored_products_are_those_of_the_sum(use) -> None:
+    kernel = jax.random.normal(KEY, (6, 6))
+
+    def apply(params, model_state, x, *, rng=None, training=False):
+        return ft.ModelOutput(USES[use](params["kernel"], x), model_state)
+
+    def value_and_grad(factored):
+        model = ft.lora(by_hand(kernel)._replace(apply=apply), "**", rank=2, factored=factored)
+        _, model_state = model.init(KEY, X)
+        a, b = jax.random.normal(KEY, (2, 6, 2))
+
+        def loss(params):
+            outputs = model.apply(params, model_state, X).outputs.astype("float32")
+            return (outputs**2).mean(), outputs
+
+        return jax.jit(jax.value_and_grad(loss, has_aux=True))({"kernel": {"a": a, "b": b.T}})
+
+    tolerance = {"rtol": 0.05, "atol": 0.5} if "half" in use else {"rtol": 1e-4, "atol": 1e-4}
+    for got, expected in zip(
+        *map(jax.tree.leaves, map(value_and_grad, (True, False))), strict=True
+    ):
+        assert got.dtype == expected.dtype
+        np.testing.assert_allclose(got, expected, **tolerance)
+
+
+class Attention(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Dense(8, name="in")(x)[:, None] + jnp.arange(4.0)[:, None]
+        x = nn.MultiHeadDotProductAttention(2, name="attention")(x, x)
+        return nn.Dense(3, name="head")(jnp.tanh(x).mean(1))
+
+
+def test_attention_is_factored_and_computes_no_gradient_of_a_matrix() -> None:
+    def grads_and_shapes(factored):
+        model = ft.lora(ft.from_linen(Attention()), "**/kernel", rank=1, factored=factored)
+        state = create(model)
+        params = jax.tree.map(lambda x: x + 0.1, state.params)
+
+        def loss(params):
+            return (model.apply(params, state.model_state, X, training=True).outputs ** 2).mean()
+
+        grad = jax.jit(jax.grad(loss))
+        products = re.findall(r"f32\[([\d,]*)\] = dot_general", str(jax.make_jaxpr(grad)(params)))
+        kernels = [x.shape for x in jax.tree.leaves(state.model_state["frozen"]) if x.ndim > 1]
+        return grad(params), set(products) & {",".join(map(str, shape)) for shape in kernels}
+
+    grads, of_kernels = grads_and_shapes(True)
+    expected, of_merged_kernels = grads_and_shapes(False)
+    assert not of_kernels
+    assert of_merged_kernels
+    for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-6)
+
+
+def test_a_factored_model_has_dropout_statistics_and_losses() -> None:
+    class Noisy(nn.Module):
+        @nn.compact
+        def __call__(self, x, train):
+            self.sow("losses", "penalty", (x**2).mean())
+            x = nn.Dropout(0.5, deterministic=not train)(nn.Dense(8, name="body")(x))
+            return nn.BatchNorm(use_running_average=not train)(x)
+
+    outputs = []
+    for factored in (True, False):
+        model = ft.lora(ft.from_linen(Noisy()), "**/kernel", rank=2, factored=factored)
+        params, model_state = model.init(KEY, X)
+        inputs = jnp.asarray(X)  # NumPy would square them otherwise, and round in its own way
+        outputs.append(model.apply(params, model_state, inputs, rng=KEY, training=True))
+    assert len(outputs[0].losses) == 1
+    assert digest(outputs[0]) == digest(outputs[1])
+
+
 def test_adapters_are_saved_alone_and_the_base_is_filled_from_its_file(tmp_path) -> None:
     kernel = jax.random.normal(KEY, (512, 512))
     model = by_hand(kernel)
@@ -281,6 +384,8 @@ def test_wrong_arguments_and_states_are_refused() -> None:
         ft.lora(model, "**", rank=0)
     with pytest.raises(ValueError, match=r"alpha: expected a positive number, .*got -1"):
         ft.lora(model, "**", rank=2, alpha=-1)
+    with pytest.raises(ValueError, match="factored: expected True or False, got 1"):
+        ft.lora(model, "**", rank=2, factored=1)
     with pytest.raises(ValueError, match="base_dtype: expected 'int8' or None, got 'int4'"):
         ft.lora(model, "**", rank=2, base_dtype="int4")
     with pytest.raises(ValueError, match=r"got 'bodi/\*\*', which matches none.*body/\*\*"):

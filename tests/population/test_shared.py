@@ -22,7 +22,11 @@ RATES = np.geomspace(0.3, 0.01, MEMBERS).astype(np.float32)
 BASE = MODEL.init(jax.random.key(5), X)
 LORA = ft.lora(ft.Model(lambda key, x: BASE, MODEL.apply), "a", "b", rank=2, alpha=4)
 TX = optax.inject_hyperparams(optax.adam)(learning_rate=0.1)
+FACTORED = ft.lora(
+    ft.Model(lambda key, x: BASE, MODEL.apply), "a", "b", rank=2, alpha=4, factored=True
+)
 STEP = ft.train_step(ft.supervised(LORA, CROSS_ENTROPY), TX, metrics=METRICS)
+FACTORED_STEP = ft.train_step(ft.supervised(FACTORED, CROSS_ENTROPY), TX, metrics=METRICS)
 EVAL = ft.eval_step(ft.supervised(LORA, CROSS_ENTROPY), metrics=METRICS)
 SHARE = "model_state/frozen/**"
 BASE_BYTES = sum(x.nbytes for x in jax.tree.leaves(BASE[0]))
@@ -66,9 +70,11 @@ def test_a_member_is_as_it_would_be_alone_and_the_base_is_stored_once() -> None:
     assert bits(member) == bits(alone(1))
 
 
-@pytest.mark.parametrize("block", [None, 1, 3])
-def test_each_of_eight_adapters_ends_as_it_would_alone(block) -> None:
-    end, history = ft.fit(population(), of_all(block=block), loader(), epochs=2, verbose=0)
+@pytest.mark.parametrize(
+    ("block", "step"), [(None, STEP), (None, FACTORED_STEP), (1, STEP), (3, STEP)]
+)
+def test_each_of_eight_adapters_ends_as_it_would_alone(block, step) -> None:
+    end, history = ft.fit(population(), of_all(step, block=block), loader(), epochs=2, verbose=0)
     losses = ft.evaluate(end, of_all(EVAL, block=block), loader())["loss"]
     for i in (0, 3, 7):
         single = ft.fit(alone(i), STEP, loader(), epochs=2, verbose=0)
