@@ -23,7 +23,7 @@ export KERAS_BACKEND := jax
 # Without bytecode every worker compiles the packages, and rewrites all tests, each time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test test-quick test-slow test-all durations test-adapters test-ray test-tpu test-cuda test-wheel smoke docs guides bench bench-peers bench-hub bench-gpu bench-targets lint ruff mypy clean
+.PHONY: train test test-quick test-slow test-all durations test-adapters test-ray test-remote test-tpu test-cuda test-wheel smoke docs guides bench bench-peers bench-hub bench-gpu bench-targets lint ruff mypy clean
 
 train: $(READY)
 	$(BIN)/python examples/mnist.py
@@ -55,6 +55,11 @@ test-adapters: .venv-adapters/.ready
 # A run within Ray, in an environment that has it.
 test-ray: .venv-ray/.ready
 	.venv-ray/bin/python -m pytest -m ray tests/distributed/test_ray.py
+
+# Checkpoints in emulations of object stores, in an environment that has them. ARGS="-m remote" adds
+# the 100 kills.
+test-remote: .venv-remote/.ready
+	.venv-remote/bin/python -m pytest $(SPREAD) -m "remote and not long" tests/checkpoint $(ARGS)
 
 # Programs for TPUs and NVIDIA GPUs, from their compilers, which need no device. ARGS="-m tpu" adds
 # those that take long.
@@ -112,6 +117,13 @@ bench-hub: .venv-hub/.ready
 	.venv-$*/bin/python -m pip install --quiet --constraint constraints.txt $(IN_$*)
 	@touch $@
 
+# botocore does not take the python-dateutil of the other environments.
+.venv-remote/.ready: constraints.txt
+	$(PYTHON) -m venv --clear .venv-remote
+	grep -v '^python-dateutil' constraints.txt > .venv-remote/constraints.txt
+	.venv-remote/bin/python -m pip install --quiet --constraint .venv-remote/constraints.txt $(IN_remote)
+	@touch $@
+
 # Only a compiler, beside the packages of $(VENV): all of jax[cuda12] takes 5 GB.
 .venv-tpu/.ready .venv-cuda/.ready: .venv-%/.ready: $(READY)
 	rm -rf .venv-$*
@@ -123,6 +135,7 @@ IN_tensorflow := keras tensorflow-cpu
 IN_torch := keras torch
 IN_adapters := --editable '.[test,wandb,optuna]' keras-hub torch torchdata nbclient ipykernel # keras-hub brings TensorFlow
 IN_ray := --editable '.[test]' 'ray[train]'
+IN_remote := --editable '.[test,remote]' 'moto[server]' gcp-storage-emulator
 IN_hub := --editable . keras-hub # brings TensorFlow, which it imports
 
 lint: ruff mypy

@@ -4,9 +4,11 @@
 
 Files:
   _checkpointer: the checkpoints of one training: writing, retention, and restoring
-  _step_directory: their directory: its names, its lock, and the best step
+  _step_directory: their directory: its names, its writer, and the best step
   _writer: the thread that writes them
-  _storage: one checkpoint on disk: a directory that is complete, or not there
+  _storage: one checkpoint: a directory that is complete, or not there
+  _local: how that is achieved on disk
+  _remote: how that is achieved in an object store
   _arrays: the arrays of a checkpoint, and their checksums
   _manifest: the JSON file with everything but the arrays
   _leaves: conversion between leaves of a state and stored arrays

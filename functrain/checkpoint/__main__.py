@@ -17,6 +17,7 @@ from functrain.checkpoint._arrays import read_array
 from functrain.checkpoint._errors import CheckpointCorruptError
 from functrain.checkpoint._leaves import leaf_path, tree_name
 from functrain.checkpoint._manifest import STATE, read_manifest
+from functrain.checkpoint._remote import files_at
 from functrain.checkpoint._step_directory import best_step, find_checkpoints
 from functrain.common import _direction, _repr
 
@@ -146,8 +147,7 @@ def _read_manifest_if_intact(directory: str) -> dict[str, Any]:
 
 
 def _size(directory: str) -> str:
-    files = os.scandir(directory)
-    return _repr.format_bytes(sum(file.stat(follow_symlinks=False).st_size for file in files))
+    return _repr.format_bytes(files_at(directory).size(directory))
 
 
 def _format_epoch(manifest: Mapping[str, Any]) -> str:

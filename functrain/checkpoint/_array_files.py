@@ -21,6 +21,7 @@ from functrain.checkpoint import _leaves
 from functrain.checkpoint._arrays import DTYPES, read_array
 from functrain.checkpoint._errors import CheckpointMismatchError, corrupt_on
 from functrain.checkpoint._manifest import STATE, read_manifest
+from functrain.checkpoint._remote import files_at
 from functrain.common import _tree
 from functrain.common._library import import_optional
 
@@ -39,8 +40,13 @@ class ArrayFile(NamedTuple):
 
 def open_arrays(path: str) -> contextlib.AbstractContextManager[ArrayFile]:
     """Opens a checkpoint, or a file of a format that its suffix tells."""
-    if os.path.isdir(path):
+    if files_at(path).is_directory(path):
         return _open_checkpoint(path)
+    if "://" in path:
+        raise CheckpointMismatchError(
+            f"{path}: expected a directory of functrain's checkpoints in the object store, got "
+            "another object. Other files are read from disk only: download it."
+        )
     readers = {".safetensors": _open_safetensors, ".keras": _open_keras}
     readers |= {".h5": _open_hdf5, ".hdf5": _open_hdf5}
     suffix = os.path.splitext(path)[1].lower()

@@ -6,7 +6,6 @@ leaf, only the parts that it touches are read and compared, in small chunks.
 
 import contextlib
 import functools
-import io
 import json
 import math
 import os
@@ -19,7 +18,8 @@ import numpy as np
 from functrain.checkpoint import _leaves, _manifest
 from functrain.checkpoint._errors import PARSE_ERRORS, CheckpointCorruptError
 from functrain.checkpoint._leaves import Box, Leaf, Reader
-from functrain.checkpoint._manifest import arrays_path
+from functrain.checkpoint._local import arrays_name
+from functrain.checkpoint._remote import files_at
 from functrain.common import _tree
 
 # Bytes that are written, or read and compared, at once: the memory that it takes beside a leaf.
@@ -35,8 +35,8 @@ DTYPES |= {"F16": "float16", "F32": "float32", "F64": "float64"}
 _SAFETENSORS_NAMES = dict(zip(DTYPES.values(), DTYPES, strict=True))
 
 
-def write_arrays(path: str, leaves: Mapping[str, Leaf], check: Callable[[], None]) -> Any:
-    """Writes the parts that this process has. Their bytes are on disk when the call returns.
+def write_arrays(file: Any, leaves: Mapping[str, Leaf], check: Callable[[], None]) -> Any:
+    """Writes the parts that this process has into an open file.
 
     `check` is called before each chunk; its exception ends the writing.
 
@@ -61,16 +61,13 @@ def write_arrays(path: str, leaves: Mapping[str, Leaf], check: Callable[[], None
     text += b" " * (-len(text) % 8)  # the format aligns the data to 8 bytes
     text = len(text).to_bytes(8, "little") + text
     shards = dict[str, Any]()
-    with open(path, "wb") as file:
-        file.write(text)
-        for name, leaf in leaves.items():
-            for box, array in leaf.shards:
-                begin = file.tell()
-                checksum = _write_in_chunks(file, array, check)
-                record = [begin, _box_to_text(box), f"{checksum:08x}"]
-                shards.setdefault(name, []).append(record)
-        file.flush()
-        os.fsync(file.fileno())
+    file.write(text)
+    for name, leaf in leaves.items():
+        for box, array in leaf.shards:
+            begin = file.tell()
+            checksum = _write_in_chunks(file, array, check)
+            record = [begin, _box_to_text(box), f"{checksum:08x}"]
+            shards.setdefault(name, []).append(record)
     return [len(text) + offset, len(text), f"{zlib.crc32(text):08x}"], shards
 
 
@@ -143,17 +140,17 @@ def _chunk_boxes(shape: tuple[int, ...], itemsize: int) -> Iterator[Box]:
 class _StoredArrays(contextlib.ExitStack):
     """The arrays of a checkpoint. As a context manager, it closes their files."""
 
-    def __init__(self, directory: str, leaf_records: Any, check: Callable[[], None]) -> None:
+    def __init__(self, directory: str, manifest: Any, check: Callable[[], None]) -> None:
         super().__init__()
-        self._directory, self._leaf_records, self._check = directory, leaf_records, check
-        self._files: dict[int, io.FileIO] = {}
+        self._directory, self._manifest, self._check = directory, manifest, check
+        self._files: dict[int, Any] = {}
         self._verified = set[tuple[int, int]]()  # process and offset of shards
 
     def read(self, name: str, box: Box | None = None) -> np.ndarray:
         """Returns the part of an array in a box, or all of it, after comparing checksums."""
         # Every entry of a crafted manifest may be wrong, so all of it is checked in here.
         try:
-            record = self._leaf_records[name]
+            record = self._manifest["leaves"][name]
             dtype, shape = _manifest.parse_spec(record.get("stored", record["spec"]))
             box = _leaves.full_box(shape) if box is None else box
             needed_shards, covered = [], 0
@@ -178,7 +175,7 @@ class _StoredArrays(contextlib.ExitStack):
         return result
 
     def _require_bytes(self, process: int, offset: int, count: int) -> None:
-        size = os.fstat(self._open(process).fileno()).st_size
+        size = self._open(process).seek(0, os.SEEK_END)
         if not 0 <= offset <= offset + count <= size:
             raise ValueError("its file is cut short")
 
@@ -213,9 +210,10 @@ class _StoredArrays(contextlib.ExitStack):
             raise ValueError("other bytes than were saved")
         self._verified.add((process, offset))
 
-    def _open(self, process: int) -> io.FileIO:
+    def _open(self, process: int) -> Any:
         if process not in self._files:
-            file = _manifest.open_regular_file(arrays_path(self._directory, process))
+            name = arrays_name(process, self._manifest["save_id"])
+            file = files_at(self._directory).open(os.path.join(self._directory, name))
             self._files[process] = self.enter_context(file)
         return self._files[process]
 
@@ -237,7 +235,7 @@ def read_leaves(
       faults: Damage that is known already: one CheckpointCorruptError names all of it.
     """
     results, lines = dict[str, Any](), list(faults)
-    with _StoredArrays(directory, manifest["leaves"], check) as stored:
+    with _StoredArrays(directory, manifest, check) as stored:
         for name, use in uses.items():
             try:
                 result = use(functools.partial(stored.read, name))

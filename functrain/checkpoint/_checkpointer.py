@@ -69,7 +69,8 @@ class Checkpointer:
     see, and call its methods alike. Each process writes its parts of the arrays.
 
     Args:
-      directory: A local directory. It is created by the first save.
+      directory: A local directory, or a URL such as ``gs://bucket/run`` or ``s3://bucket/run``
+        (``pip install 'functrain[remote]'``). It is created by the first save.
       every: A number of steps, or a trigger such as ``ft.every(seconds=600)``. By default, a
         checkpoint is saved at the end of each epoch.
       keep: The number of newest checkpoints to keep; None for all. The best one is kept as well.
@@ -85,6 +86,7 @@ class Checkpointer:
     Raises:
       ValueError: An argument is invalid.
       FileExistsError: `directory` is a file.
+      ImportError: It is a URL, and the library for it is not installed.
 
     Examples:
       >>> import jax.numpy as jnp, tempfile
@@ -178,7 +180,8 @@ class Checkpointer:
             `save`, `wait` or `close`.
 
         Raises:
-          RuntimeError: Another process or checkpointer writes to the directory.
+          RuntimeError: Another process or checkpointer writes to the directory; an object store
+            refused the request or could not be reached.
           ValueError: Later checkpoints exist. `rollback` deletes them.
           TypeError: A leaf is not an array, or a document holds something else.
           OSError: The checkpoint cannot be written.
@@ -330,7 +333,7 @@ class Checkpointer:
 
         def work() -> None:
             try:
-                _storage.write_checkpoint(target, leaves, entries, group)
+                _storage.write_checkpoint(target, leaves, entries, group, self._directory.is_locked)
                 self._monitored.record(position.step, flat_values)
                 if _processes.is_first() and self.keep is not None:
                     best = self._monitored.best()

@@ -33,6 +33,17 @@ class CheckpointMismatchError(ValueError):
     """
 
 
+class ObjectStoreError(RuntimeError):
+    """An object store, such as ``gs://`` or ``s3://``, refused a request or could not be reached.
+
+    The message is that of its client. It says nothing about the checkpoint, which may be intact.
+
+    Examples:
+      >>> issubclass(ObjectStoreError, RuntimeError)
+      True
+    """
+
+
 @contextlib.contextmanager
 def corrupt_on(*errors: type[Exception], expected: str, advice: str) -> Iterator[None]:
     """Context manager that turns errors of a reader into a CheckpointCorruptError.

@@ -9,13 +9,11 @@ up by a name in a file.
 import base64
 import contextlib
 import functools
-import io
 import json
 import math
 import os
 import platform
 import re
-import stat
 import zlib
 from collections.abc import Mapping
 from importlib import metadata
@@ -27,42 +25,42 @@ import numpy as np
 
 from functrain._version import __version__
 from functrain.checkpoint._errors import PARSE_ERRORS, CheckpointMismatchError, corrupt_on
+from functrain.checkpoint._local import MANIFEST
+from functrain.checkpoint._remote import files_at
 from functrain.common import _tree
 from functrain.common._checks import require_instance
 from functrain.common._library import import_optional
 from functrain.common._types import PyTree
 
 FORMAT = 2
-MANIFEST = "checkpoint.json"
 STATE, DOCUMENTS = "state", "documents"  # names of trees
 
 _ENTRY_TYPES = {"trees": list, "leaves": dict, "files": list, "run": dict, "documents": dict}
 
 
-def write_manifest(directory: str, entries: Mapping[str, Any], leaves: Mapping[str, Any]) -> None:
-    """Writes the manifest, one entry per line. Its bytes are on disk when the call returns."""
+def format_manifest(entries: Mapping[str, Any], leaves: Mapping[str, Any]) -> bytes:
+    """Returns the file of a manifest, with one entry per line."""
     # The checksum is that of the values, so the layout of the text is free.
     entries = {"format": FORMAT, **entries}
     checksum = _checksum({**entries, "leaves": leaves})
     body = f'{_json_lines(entries, "  ")},\n  "leaves": {{\n{_json_lines(leaves, "    ")}\n  }}'
-    with open(os.path.join(directory, MANIFEST), "w", encoding="ascii") as file:
-        file.write(f'{{"checkpoint": {{\n{body}\n}}, "crc32": "{checksum}"}}\n')
-        file.flush()
-        os.fsync(file.fileno())
+    return f'{{"checkpoint": {{\n{body}\n}}, "crc32": "{checksum}"}}\n'.encode("ascii")
 
 
 def read_manifest(directory: str) -> dict[str, Any]:
     """Returns the manifest of a checkpoint, if it is intact and of this format."""
-    if not is_checkpoint(directory):
+    files = files_at(directory)
+    if not files.is_checkpoint(directory):
         raise CheckpointMismatchError(
             f"{directory}: expected a checkpoint, got {describe_path(directory)}. Load what "
             "functrain.save wrote, or the directory of one step of a functrain.Checkpointer."
         )
     path = os.path.join(directory, MANIFEST)
     with parsing(f"{path}: expected the manifest of a checkpoint"):
-        with open_regular_file(path) as file:
+        with files.open(path) as file:
             sealed = json.load(file)
-        manifest = {"run": {}, "documents": {}, "values": {}, **sealed["checkpoint"]}
+        defaults = {"run": {}, "documents": {}, "values": {}, "save_id": ""}
+        manifest = {**defaults, **sealed["checkpoint"]}
         if sealed["crc32"] != _checksum(sealed["checkpoint"]):
             raise ValueError("its checksum does not match")
         if manifest["format"] != FORMAT:
@@ -75,6 +73,9 @@ def read_manifest(directory: str) -> dict[str, Any]:
             require_instance(name, manifest[name], kind, f"a {kind.__name__}")
         for name, record in manifest["leaves"].items():
             require_instance(name, record["spec"], str, "a dtype and a shape")
+        # It becomes a part of names of files.
+        if not re.fullmatch("[0-9a-f]*", manifest["save_id"]):
+            raise ValueError("its save_id is not hexadecimal")
         values = decode(manifest["values"], {})
         manifest["values"] = {name: float(x) for name, x in values.items()}
     return manifest
@@ -86,46 +87,16 @@ def parsing(expected: str) -> contextlib.AbstractContextManager[None]:
     return corrupt_on(*PARSE_ERRORS, expected=expected, advice=advice)
 
 
-def open_regular_file(path: str) -> io.FileIO:
-    """Opens a file for reading; raises OSError for a pipe or a link."""
-    # A link may lead to any file of the user, and a pipe would block the call without O_NONBLOCK.
-    flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
-    handle = os.open(path, flags | getattr(os, "O_BINARY", 0))
-    if not stat.S_ISREG(os.fstat(handle).st_mode):
-        os.close(handle)
-        raise OSError(0, "not a regular file", path)
-    return open(handle, "rb", buffering=0)
-
-
-def is_checkpoint(directory: str) -> bool:
-    """Returns True if a directory is a checkpoint, intact or damaged."""
-    # A link may lead anywhere, and what it leads to may change.
-    if os.path.islink(directory):
-        return False
-    # A checkpoint that lost one of the two is a damaged checkpoint.
-    manifest, arrays = os.path.join(directory, MANIFEST), arrays_path(directory, 0)
-    return os.path.lexists(manifest) or os.path.lexists(arrays)
-
-
-def arrays_path(directory: str, process: int) -> str:
-    """Returns the path of the file with the arrays of a process."""
-    return os.path.join(directory, f"arrays-{process:d}.safetensors")
-
-
-def is_step_name(name: str) -> bool:
-    """Returns True if a name is that of a step's checkpoint: twelve digits."""
-    return len(name) == 12 and name.isascii() and name.isdigit()
-
-
 def describe_path(path: str) -> str:
     """Returns what is at a path, for error messages."""
-    if not os.path.isdir(path):
-        return "a file" if os.path.lexists(path) else "nothing"
-    if is_checkpoint(path):
+    files = files_at(path)
+    if not files.is_directory(path):
+        return "a file" if files.exists(path) else "nothing"
+    if files.is_checkpoint(path):
         return "a checkpoint"
-    last_step = max(filter(is_step_name, os.listdir(path)), default=None)
+    last_step = max(files.steps(path), default=None)
     if last_step is not None:
-        return f"a directory of checkpoints, the last one {last_step}"
+        return f"a directory of checkpoints, the last one {last_step:012d}"
     return "something else"
 
 

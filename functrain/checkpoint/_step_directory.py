@@ -5,44 +5,29 @@ import functools
 import math
 import os
 from collections.abc import Mapping
+from typing import Any
 
 from functrain.checkpoint import _manifest, _storage
 from functrain.checkpoint._errors import CheckpointCorruptError
-from functrain.checkpoint._manifest import is_checkpoint, is_step_name
-from functrain.common import _direction, _locks
+from functrain.checkpoint._remote import files_at, resolve_path
+from functrain.common import _direction
 from functrain.common._checks import require
 
-_LOCK_FILE, _DAMAGED = ".functrain-lock", "damaged-"
+_DAMAGED = "damaged-"
 
 
 class StepDirectory:
     """The checkpoints in a directory. Only complete ones have the names of steps."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = _storage.resolve_local_path(path, "directory")
-        if os.path.lexists(self.path) and not os.path.isdir(self.path):
-            raise FileExistsError(
-                f"{self.path}: expected a directory for checkpoints, got a file. Choose another "
-                "path."
-            )
-        self._lock = _locks.Lock(os.path.join(self.path, _LOCK_FILE))
+        self.path = resolve_path(path, "directory")
+        self._files = files_at(self.path)
+        self._files.require_directory(self.path)
+        self._lock = self._files.lock(self.path)
 
     def steps(self) -> list[int]:
         """Returns the steps that have a checkpoint, in ascending order."""
-        if not os.path.isdir(self.path):
-            return []
-        steps = set()
-        for name in os.listdir(self.path):
-            # If a replacement was interrupted, only the old checkpoint is there, under this name.
-            step_name = name.removesuffix(_storage.OLD)
-            path = os.path.join(self.path, name)
-            if not is_step_name(step_name):
-                continue
-            if is_checkpoint(path):
-                steps.add(int(step_name))
-            elif not os.path.lexists(path):
-                return self.steps()  # the writer has replaced it since the listing
-        return sorted(steps)
+        return self._files.steps(self.path)
 
     def target(self, step: int) -> str:
         """Returns the path where the checkpoint of a step belongs."""
@@ -53,7 +38,11 @@ class StepDirectory:
         steps = self.steps()
         expected = f"one of the steps that have a checkpoint, {steps}"
         require(step in steps, self.path, expected, step, error=FileNotFoundError)
-        return _storage.find_checkpoint(self.target(step))
+        return self._files.find(self.target(step))
+
+    def read_manifest(self, step: int) -> dict[str, Any]:
+        """Returns the manifest of an existing checkpoint."""
+        return _manifest.read_manifest(self._files.find(self.target(step)))
 
     def verify(self, step: int | None) -> dict[int, str]:
         """Verifies a checkpoint, or all; see `Checkpointer.verify`."""
@@ -77,65 +66,45 @@ class StepDirectory:
 
         Raises RuntimeError if another checkpointer writes to it. Reading needs no lock.
         """
-        if self._lock.is_held():
+        if self.is_locked():
             return
-        os.makedirs(self.path, exist_ok=True)
+        self._files.make_directory(self.path)
         self._lock.acquire()
         try:
-            # A save would replace, and `keep` remove, whatever has the name of a step.
-            for entry in list(os.scandir(self.path)):
-                if is_step_name(entry.name):
-                    _require_replaceable(entry)
-            _storage.clean_up(self.path)
+            self._files.clean_up(self.path)
         except BaseException:
             self._lock.release()
             raise
 
+    def is_locked(self) -> bool:
+        """Returns True if this is the writer; raises RuntimeError if another has taken over."""
+        return self._lock.is_held()
+
     def release(self) -> None:
         """Lets others write."""
         self._lock.release()
-
-    def remove(self, step: int) -> None:
-        """Removes a checkpoint. A kill leaves it complete, or not under its name."""
-        # Otherwise the next cleaning would bring an old one back.
-        _storage.undo_interrupted_replace(self.target(step))
-        _storage.remove(self.target(step))
 
     def remove_surplus(self, keep: int, best: int | None, keep_every: int | None) -> None:
         """Removes all checkpoints but the best, the newest, and multiples of `keep_every`."""
         for step in self.steps()[:-keep]:
             is_multiple = keep_every is not None and step % keep_every == 0
             if step != best and not is_multiple:
-                self.remove(step)
+                self._files.remove_step(self.target(step))
 
     def remove_later(self, step: int) -> None:
         """Removes the checkpoints of later steps."""
         for later_step in self._later(step):
-            self.remove(later_step)
+            self._files.remove_step(self.target(later_step))
 
     def set_aside_later(self, step: int) -> None:
         """Renames the checkpoints of later steps, which are damaged."""
         for later_step in self._later(step):
             new_path = os.path.join(self.path, f"{_DAMAGED}{later_step:012d}")
-            _storage.remove(new_path)
-            with contextlib.suppress(OSError):
-                os.rename(self.target(later_step), new_path)
+            self._files.set_aside(self.target(later_step), new_path)
 
     def _later(self, step: int) -> list[int]:
         """Returns the later steps, the last one first: a kill leaves no gap."""
         return [x for x in reversed(self.steps()) if x > step]
-
-
-def _require_replaceable(entry: os.DirEntry[str]) -> None:
-    """Raises FileExistsError if something else than a checkpoint has the name of a step."""
-    is_folder = entry.is_dir(follow_symlinks=False)
-    is_empty_folder = is_folder and not os.listdir(entry.path)
-    if not is_empty_folder and not is_checkpoint(entry.path):
-        content = "folder of something else" if is_folder else "file or link"
-        raise FileExistsError(
-            f"{entry.path}: expected a checkpoint, got a {content} under the name of a step. Move "
-            "it away."
-        )
 
 
 class Monitor:
@@ -173,8 +142,7 @@ class Monitor:
             # A damaged checkpoint has no value, and so is never best.
             with contextlib.suppress(CheckpointCorruptError, ValueError, OSError):
                 if step not in self._values:
-                    path = _storage.find_checkpoint(self._directory.target(step))
-                    saved = _manifest.read_manifest(path)["values"]
+                    saved = self._directory.read_manifest(step)["values"]
                     # The writer's thread may have stored a newer one in the meantime.
                     self._values.setdefault(step, saved.get(self._name, math.nan))
                 values[step] = self._values[step]
@@ -192,9 +160,10 @@ def best_step(values: Mapping[int, float], sign: float) -> int | None:
 
 def find_checkpoints(path: str | os.PathLike[str], expected: str) -> tuple[str, list[str]]:
     """Returns a real path, and the checkpoints in it, oldest first; or itself if there are none."""
-    path = _storage.find_checkpoint(os.path.realpath(path), expected)
-    if not os.path.isdir(path):
+    path = resolve_path(path)
+    files = files_at(path)
+    path = files.find(path, expected)
+    if not files.is_directory(path):
         return path, [path]
     directory = StepDirectory(path)
-    checkpoints = [_storage.find_checkpoint(directory.target(x)) for x in directory.steps()]
-    return path, checkpoints or [path]
+    return path, [files.find(directory.target(x)) for x in directory.steps()] or [path]

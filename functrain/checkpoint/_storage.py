@@ -1,9 +1,9 @@
-"""One checkpoint on disk: a directory that is complete, or not there.
+"""One checkpoint: a directory that is complete, or not there.
 
     checkpoint.json         the manifest: what each leaf is, and where its bytes are
     arrays-0.safetensors    the leaves, or those parts of them that process 0 has
 
-A checkpoint is written beside its target under a temporary name, and renamed when it is complete.
+`_local` and `_remote` say how it becomes complete, on disk and in an object store.
 """
 
 # Orbax does not write the arrays: it has no checksums for them, holds copies of the state, and
@@ -12,7 +12,6 @@ A checkpoint is written beside its target under a temporary name, and renamed wh
 import contextlib
 import functools
 import os
-import shutil
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
@@ -23,16 +22,15 @@ import numpy as np
 from functrain.checkpoint import _leaves, _manifest, _processes
 from functrain.checkpoint._arrays import read_leaves, write_arrays
 from functrain.checkpoint._leaves import Leaf
-from functrain.checkpoint._manifest import STATE, arrays_path, is_checkpoint, is_step_name
+from functrain.checkpoint._local import arrays_name
+from functrain.checkpoint._manifest import STATE
 from functrain.checkpoint._processes import ProcessGroup
-from functrain.common import _locks, _tree
-from functrain.common._checks import require, require_no_problems
+from functrain.checkpoint._remote import files_at, resolve_path
+from functrain.common import _tree
+from functrain.common._checks import require_no_problems
 from functrain.common._types import PyTree
-from functrain.common._warnings import warn
 
 _T = TypeVar("_T")
-
-_NEW, OLD, _DELETED = ".functrain-new", ".functrain-old", ".functrain-gone"
 
 
 def read_trees(
@@ -58,15 +56,15 @@ def verify(directory: str) -> None:
     manifest, faults = _manifest.read_manifest(directory), list[str]()
     with _manifest.parsing(f"{directory}: expected the checksums of files"):
         for process, (size, header_size, checksum) in enumerate(manifest["files"]):
-            path = arrays_path(directory, process)
+            name = arrays_name(process, manifest["save_id"])
             try:
-                with _manifest.open_regular_file(path) as file:
+                with files_at(directory).open(os.path.join(directory, name)) as file:
                     # The bytes behind the header are leaves, which are verified below.
                     is_same = f"{zlib.crc32(file.read(header_size)):08x}" == checksum
-                    if not is_same or os.fstat(file.fileno()).st_size != size:
+                    if not is_same or file.seek(0, os.SEEK_END) != size:
                         raise OSError(0, "other bytes than were saved")
             except OSError as error:
-                faults.append(f"{os.path.basename(path)}: {error.strerror}")
+                faults.append(f"{name}: {error.strerror}")
     uses = dict.fromkeys(manifest["leaves"], lambda read: read() is None)
     read_leaves(directory, manifest, uses, faults=faults)
 
@@ -75,30 +73,31 @@ def verify(directory: str) -> None:
 
 
 def write_checkpoint(
-    target: str, leaves: Mapping[str, Leaf], entries: Mapping[str, Any], group: ProcessGroup
+    target: str,
+    leaves: Mapping[str, Leaf],
+    entries: Mapping[str, Any],
+    group: ProcessGroup,
+    require_writer: Callable[[], object] = lambda: None,
 ) -> None:
-    """Writes a checkpoint, and moves it to its target when it is complete. All processes call it.
+    """Writes a checkpoint, which appears at its target when it is complete. All processes call it.
 
     If it cannot be written, or the processes save different states or to different places, nothing
     of it is left. `entries` go into the manifest. No other save uses `group` at the same time.
+    `require_writer` is called before the checkpoint appears, and its exception prevents that.
     """
-    staging, specs = target + _NEW, {name: leaf.spec for name, leaf in leaves.items()}
-
-    def prepare_staging() -> list[Any]:
-        remove(staging)  # left by a save that was killed
-        os.makedirs(staging)
-        return [target, specs]
+    files, specs = files_at(target), {name: leaf.spec for name, leaf in leaves.items()}
+    save_id = ""
 
     def write_parts() -> Any:
-        _processes.wait_until_visible(target, first_target, lambda: os.path.isdir(staging))
+        _processes.wait_until_visible(target, first_target, lambda: files.has_begun(target))
         require_no_problems(
             target,
             _tree.spec_differences(first_specs, specs),
             "a state of the same leaves in all processes",
             "Nothing was saved. Create the state in the same way in every process.",
         )
-        path = arrays_path(staging, jax.process_index())
-        return write_arrays(path, leaves, group.require_no_failure)
+        with files.create(target, arrays_name(jax.process_index(), save_id)) as file:
+            return write_arrays(file, leaves, group.require_no_failure)
 
     def finish() -> None:
         records: dict[str, Any] = {}
@@ -108,121 +107,37 @@ def write_checkpoint(
                 records[name]["stored"] = leaf.stored_spec
             for process, (_, shards) in enumerate(outcomes):
                 records[name]["shards"] += [[process, *shard] for shard in shards.get(name, [])]
-        files = [file for file, _ in outcomes]
-        _manifest.write_manifest(staging, {**entries, "files": files}, records)
-        # All bytes are on disk before the checkpoint gets its name.
-        _sync_directory(staging)
-        _replace(target)
+        identified = {"save_id": save_id} if save_id else {}
+        file_records = [record for record, _ in outcomes]
+        manifest = {**entries, **identified, "files": file_records}
+        names = [arrays_name(process, save_id) for process in range(len(outcomes))]
+        require_writer()
+        files.commit(target, _manifest.format_manifest(manifest, records), names)
 
     try:
-        first_target, first_specs = group.call_on_first(prepare_staging)
+        begin = group.call_on_first(lambda: [target, specs, files.begin(target)])
+        first_target, first_specs, save_id = begin
         outcomes = group.gather(write_parts, only_first=True)
         group.call_on_first(finish)
     except BaseException as error:
         if _processes.is_first():
-            shutil.rmtree(staging, ignore_errors=True)  # a full disk needs the space
+            files.abort(target, save_id)
         if isinstance(error, OSError) and error.errno and error.filename is None:
-            raise OSError(error.errno, error.strerror, staging) from None
+            raise OSError(error.errno, error.strerror, target) from None
         raise
-
-
-def _replace(target: str) -> None:
-    """Moves the staged checkpoint to its target. At any moment the old or the new is complete."""
-    # Not every system can replace a directory in one operation: the old one is kept beside the
-    # target until the new one is in place. If a kill interrupts this, the old one is loaded.
-    if os.path.lexists(target):
-        remove(target + OLD)
-        os.rename(target, target + OLD)
-    os.rename(target + _NEW, target)
-    _sync_directory(os.path.dirname(target))
-    remove(target + OLD)
-
-
-def _sync_directory(directory: str) -> None:
-    """Flushes the names in a directory to disk, where the system can."""
-    if hasattr(os, "O_DIRECTORY"):  # not on Windows
-        handle = os.open(directory, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
-
-
-def remove(path: str) -> None:
-    """Removes a directory."""
-    # It is renamed first: a kill in the middle would otherwise leave a part of it under its name.
-    shutil.rmtree(path + _DELETED, ignore_errors=True)
-    if os.path.lexists(path):
-        os.rename(path, path + _DELETED)
-        shutil.rmtree(path + _DELETED)
-
-
-def undo_interrupted_replace(target: str) -> None:
-    """Moves the old checkpoint back if a replacement was interrupted between its two renames."""
-    if is_checkpoint(target + OLD) and not os.path.lexists(target):
-        os.rename(target + OLD, target)
-
-
-def clean_up(directory: str) -> None:
-    """Removes what interrupted saves of steps left, and restores what they had moved away."""
-    for name in sorted(os.listdir(directory)):
-        path = os.path.join(directory, name)
-        if not is_step_name(name.partition(".")[0]):
-            continue
-        if name.endswith(OLD):
-            undo_interrupted_replace(path.removesuffix(OLD))
-            remove(path)
-        elif name.endswith((_NEW, _DELETED)):
-            shutil.rmtree(path, ignore_errors=True)
-
-
-def find_checkpoint(target: str, expected: str = "a checkpoint") -> str:
-    """Returns the target, or the old checkpoint beside it if a replacement was interrupted."""
-    if os.path.lexists(target):
-        return target
-    if not is_checkpoint(target + OLD):
-        raise FileNotFoundError(f"{target}: expected {expected}, got nothing. Check the path.")
-    warn(
-        f"{target}: expected a checkpoint, got nothing: a save was interrupted while it replaced "
-        f"this checkpoint. The previous one was kept, and is loaded: {target + OLD}. The next save "
-        "cleans up.",
-    )
-    return target + OLD
 
 
 def read_unless_replaced(target: str, read: Callable[[], _T]) -> _T:
     """Calls a function that reads a checkpoint; again if it was replaced in the meantime."""
+    files = files_at(target)
     while True:
-        identity = _file_identity(target)
+        identity = files.identity(target)
         try:
             return read()
         except Exception:
             # Several processes would see the replacement at different times.
-            if _processes.is_multiprocess() or _file_identity(target) == identity:
+            if _processes.is_multiprocess() or files.identity(target) == identity:
                 raise
-
-
-def _file_identity(target: str) -> dict[str, tuple[int, int, int]]:
-    """Returns a value that changes when the checkpoint at a path is removed or replaced."""
-    identities = {}
-    for path in (target, target + OLD):
-        with contextlib.suppress(OSError):
-            status = os.stat(path)
-            # Inode numbers are reused, so the mtime is part of the identity.
-            identities[path] = status.st_dev, status.st_ino, status.st_mtime_ns
-    return identities
-
-
-def resolve_local_path(path: str | os.PathLike[str], name: str = "path") -> str:
-    """Returns an absolute path that later changes of links or the working directory leave alone."""
-    is_path = isinstance(path, str | os.PathLike)
-    advice = "The path comes first: save(path, state), load(path, like)." if name == "path" else ""
-    require(is_path, name, "a path, such as 'runs/first'", path, advice, error=TypeError)
-    text = os.fspath(path)
-    expected = "a path on this machine, such as 'runs/first' or '.'"
-    advice = "Mount remote storage as a folder, or copy the files."
-    require(text and "://" not in text, name, expected, text, advice)
-    return os.path.realpath(path)
 
 
 # One state in one directory.
@@ -239,7 +154,8 @@ def save(path: str | os.PathLike[str], state: PyTree, *, overwrite: bool = False
     (`jax.distributed`), all of them call it, with a path that all of them can see.
 
     Args:
-      path: A local directory that does not exist yet. Missing parents are created.
+      path: A directory that does not exist yet, or a URL such as ``gs://bucket/run`` or
+        ``s3://bucket/run`` (``pip install 'functrain[remote]'``). Missing parents are created.
       state: Any pytree of arrays (`jax.Array` of any dtype, typed keys `key[...]`, numpy arrays
         and scalars), such as a `TrainState`. None and empty containers are structure, not leaves.
       overwrite: True replaces what an earlier `save` wrote at `path`.
@@ -247,7 +163,8 @@ def save(path: str | os.PathLike[str], state: PyTree, *, overwrite: bool = False
     Raises:
       FileExistsError: `path` exists, and `overwrite` is False or it holds something else.
       TypeError: A leaf is not an array.
-      ValueError: An array was donated, two leaves have the same path, or `path` is a URL.
+      ValueError: An array was donated, or two leaves have the same path.
+      RuntimeError: An object store refused the request or could not be reached.
 
     Examples:
       >>> import jax, jax.numpy as jnp, tempfile
@@ -258,14 +175,15 @@ def save(path: str | os.PathLike[str], state: PyTree, *, overwrite: bool = False
       [0. 1. 2.]
     """
     with _processes.main_group.raise_in_all():
-        target = resolve_local_path(path)
+        target = resolve_path(path)
+        files = files_at(target)
         leaves = _leaves.fetch_leaves(_leaves.named_leaves({STATE: state}))
-        os.makedirs(os.path.dirname(target), exist_ok=True)
+        files.make_directory(os.path.dirname(target))
 
     def require_free() -> None:
         if overwrite:
-            undo_interrupted_replace(target)
-        if os.path.lexists(target) and not (overwrite and is_checkpoint(target)):
+            files.undo_interrupted_replace(target)
+        if not files.is_free(target) and not (overwrite and files.is_checkpoint(target)):
             raise FileExistsError(
                 f"{target}: expected no such path, got {_manifest.describe_path(target)}. Choose "
                 f"another path, or {'remove it' if overwrite else 'pass overwrite=True'}."
@@ -273,8 +191,8 @@ def save(path: str | os.PathLike[str], state: PyTree, *, overwrite: bool = False
 
     entries = {"trees": [STATE], "run": _manifest.fingerprint(state)}
     # Two processes that save to one path take turns; readers find a complete checkpoint anyway.
-    lock = _locks.exclusive_access(os.path.dirname(target))
-    with lock if _processes.is_first() else contextlib.nullcontext():
+    turn = files.taking_turns(target)
+    with turn if _processes.is_first() else contextlib.nullcontext():
         _processes.main_group.call_on_first(require_free)
         write_checkpoint(target, leaves, entries, _processes.main_group)
 
@@ -315,10 +233,10 @@ def load(path: str | os.PathLike[str], like: PyTree) -> PyTree:
       >>> print(state.step, state.params["w"])
       0 [1. 1. 1.]
     """
-    target = resolve_local_path(path)
+    target = resolve_path(path)
 
     def read() -> PyTree:
-        directory = find_checkpoint(target)
+        directory = files_at(target).find(target)
         manifest = _manifest.read_manifest(directory)
         return read_trees(directory, manifest, {STATE: like})[0][STATE]
 

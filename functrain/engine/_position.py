@@ -82,7 +82,7 @@ def require_position(start: object) -> Position:
 def as_position(state: Any, position: Position | int | None) -> Position:
     """Returns a position from one, from its step, or from the `step` of a state."""
     if position is None:
-        step = getattr(state, "step", None)
+        step: Any = getattr(state, "step", None)
         advice = "Pass one, because the state has no step."
         require(step is not None, "position", "a functrain.Position or a step", None, advice)
         position = int(step)

@@ -167,18 +167,6 @@ def test_a_file_in_the_way_is_refused_at_once(tmp_path) -> None:
     assert (tmp_path / "file").read_text() == "mine"
 
 
-def test_an_address_is_refused(tmp_path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    for use in (
-        ft.Checkpointer,
-        lambda path: ft.save(path, LIKE),
-        lambda path: ft.load(path, LIKE),
-    ):
-        with pytest.raises(ValueError, match=r"expected a path on this machine.*gs://bucket/run"):
-            use("gs://bucket/run")
-    assert os.listdir(tmp_path) == []
-
-
 def test_a_relative_path_stays_where_it_was_when_the_process_goes_elsewhere(
     tmp_path, monkeypatch
 ) -> None:

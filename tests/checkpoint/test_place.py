@@ -10,7 +10,7 @@ import pytest
 
 import functrain as ft
 from functrain import load, save
-from functrain.checkpoint import _storage
+from functrain.checkpoint import _local, _storage
 
 
 def value(path):
@@ -38,8 +38,8 @@ def kill_at(monkeypatch, moment):
         return act
 
     names = types.SimpleNamespace(**{**vars(os), "rename": mortal(os.rename)})
-    monkeypatch.setattr(_storage, "os", names)
-    monkeypatch.setattr(_storage, "shutil", types.SimpleNamespace(rmtree=mortal(shutil.rmtree)))
+    monkeypatch.setattr(_local, "os", names)
+    monkeypatch.setattr(_local, "shutil", types.SimpleNamespace(rmtree=mortal(shutil.rmtree)))
 
 
 def find_value(path):
