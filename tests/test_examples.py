@@ -123,6 +123,28 @@ def test_a_variational_autoencoder_learns_both_its_losses(tmp_path) -> None:
 
 
 @pytest.mark.long
+def test_a_diffusion_model_learns_and_draws(tmp_path) -> None:
+    output = quick("diffusion.py", tmp_path)
+    # The loss is 1 for a network that always predicts 0.
+    last = number(output, "validation loss", "loss")
+    assert last < number(output, "validation loss", f"{last:.4f},") < 1.1
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "diffusion-00000025.png",
+        "diffusion-00000050.png",
+    }
+
+
+@pytest.mark.long
+def test_agents_that_were_killed_twice_are_those_of_one_run(tmp_path) -> None:
+    output = quick("ppo.py", tmp_path)
+    assert [line.split()[-1] for line in output[:2]] == ["equal", "equal"]
+    assert "NOT" not in "".join(output[:2])
+    # Agents that push at random hold the pole for 22 steps.
+    assert number(output, "mean return", "tenth:") > 40
+    assert (tmp_path / "ppo.png").exists()
+
+
+@pytest.mark.long
 def test_text_beats_the_bigram_model(tmp_path) -> None:
     output = run(EXAMPLES / "text.py", "--steps", 400, "--output", tmp_path).splitlines()
     assert "below the bigram model's" in output[-2]

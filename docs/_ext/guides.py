@@ -30,6 +30,7 @@ the code works, and does not reach the results that the text mentions."""
 TITLES = {
     "customize_fit": "Custom training steps in fit",
     "dcgan": "DCGAN",
+    "diffusion": "Diffusion model",
     "distillation": "Knowledge distillation",
     "eager_jit_fused": "Eager, jitted and fused steps",
     "ensemble": "Deep ensemble",
@@ -37,6 +38,7 @@ TITLES = {
     "from_scratch": "A training loop from scratch",
     "mnist": "MNIST with Keras and optax",
     "optax_in_keras": "Optax optimizers in Keras",
+    "ppo": "Reinforcement learning with PPO",
     "resume": "Resuming a killed run",
     "several_hosts": "Several devices and hosts",
     "sweep": "Learning-rate sweep",
