@@ -1,4 +1,5 @@
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -10,30 +11,31 @@ def step(state, batch):
     return state + 1, {"loss": batch[0]}
 
 
-def loader_that_hangs(file, released):
-    """Yields a batch, then waits until the watchdog has printed."""
+def test_the_stacks_name_what_a_run_waits_for_and_the_run_goes_on(tmp_path) -> None:
+    path = tmp_path / "stacks.txt"
 
     def batches():
         yield np.ones(2, np.float32)
-        while "Watchdog" not in file.read_text() and not released.wait(0.05):
-            pass
+        # Until the stacks have been printed.
+        while "in batches" not in path.read_text():
+            time.sleep(0.05)
         yield np.ones(2, np.float32)
 
-    return batches()
-
-
-def test_the_stacks_name_what_a_run_waits_for_and_the_run_goes_on(tmp_path) -> None:
-    path = tmp_path / "stacks.txt"
     with path.open("w") as file:
         hook = ft.hooks.Watchdog(0.5, file=file)
-        data = loader_that_hangs(path, threading.Event())
-        state, _ = ft.fit(0, step, data, hooks=[hook], fuse=1, verbose=0)
+        state, _ = ft.fit(0, step, batches(), hooks=[hook], fuse=1, verbose=0)
     assert state == 2
-    text = path.read_text()
-    assert "no step has ended for 0.5 seconds" in text
-    assert "in batches" in text
-    # Once for each time that the run makes no progress.
-    assert text.count("Watchdog: ") == 1
+    assert "no step has ended for 0.5 seconds, after step 1. The stacks" in path.read_text()
+
+
+def test_stacks_are_printed_once_for_each_time_that_a_run_makes_no_progress(tmp_path) -> None:
+    with (tmp_path / "stacks.txt").open("w") as file:
+        hook = ft.hooks.Watchdog(0.01, file=file)
+        hook.begin()
+        time.sleep(0.5)
+        hook.close()
+    text = (tmp_path / "stacks.txt").read_text()
+    assert text.count("no step has ended for 0.01 seconds, before its first step") == 1
 
 
 def test_a_run_that_goes_on_prints_nothing_and_leaves_no_thread(tmp_path) -> None:
