@@ -21,6 +21,7 @@ from functrain.checkpoint import WarmStart as WarmStart
 from functrain.checkpoint import load as load
 from functrain.checkpoint import save as save
 from functrain.checkpoint import warm_start as warm_start
+from functrain.checkpoint import watch_checkpoints as watch_checkpoints
 from functrain.common._types import Step as Step
 from functrain.data import ArrayLoader as ArrayLoader
 from functrain.data import Steps as Steps
@@ -119,4 +120,5 @@ __all__ = [
     "tx",
     "update",
     "warm_start",
+    "watch_checkpoints",
 ]

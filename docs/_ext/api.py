@@ -58,7 +58,7 @@ PAGES = {  # by file name, in the order of the sidebar
     "checkpoints": Page(
         "Checkpoints",
         "functrain",
-        "Checkpointer save load warm_start WarmStart CheckpointMismatchError "
+        "Checkpointer save load warm_start WarmStart watch_checkpoints CheckpointMismatchError "
         "CheckpointCorruptError",
     ),
     "events": Page(

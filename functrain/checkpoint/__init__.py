@@ -1,6 +1,6 @@
 """Checkpoints: complete or absent, and restored bit for bit.
 
-``python -m functrain.checkpoint DIRECTORY`` lists, verifies and compares them.
+``python -m functrain.checkpoint DIRECTORY`` lists, verifies, compares and watches them.
 
 Files:
   _checkpointer: the checkpoints of one training: writing, retention, and restoring
@@ -13,6 +13,7 @@ Files:
   _manifest: the JSON file with everything but the arrays
   _leaves: conversion between leaves of a state and stored arrays
   _processes: coordination of the processes of one run
+  _watch: new checkpoints, for an evaluation in another process
   _warm_start: parts of a state from a checkpoint, or from files of other programs
   _array_files: readers of those files
   _errors: errors of checkpoints
@@ -26,3 +27,4 @@ from functrain.checkpoint._storage import load as load
 from functrain.checkpoint._storage import save as save
 from functrain.checkpoint._warm_start import WarmStart as WarmStart
 from functrain.checkpoint._warm_start import warm_start as warm_start
+from functrain.checkpoint._watch import watch_checkpoints as watch_checkpoints

@@ -1,4 +1,4 @@
-"""``python -m functrain.checkpoint``: lists checkpoints, verifies them, compares two."""
+"""``python -m functrain.checkpoint``: lists, verifies, compares and watches checkpoints."""
 
 import argparse
 import itertools
@@ -14,11 +14,12 @@ import numpy as np
 
 from functrain.checkpoint import _storage
 from functrain.checkpoint._arrays import read_array
-from functrain.checkpoint._errors import CheckpointCorruptError
+from functrain.checkpoint._errors import CheckpointCorruptError, ObjectStoreError
 from functrain.checkpoint._leaves import leaf_path, tree_name
 from functrain.checkpoint._manifest import STATE, read_manifest
 from functrain.checkpoint._remote import files_at
 from functrain.checkpoint._step_directory import best_step, find_checkpoints
+from functrain.checkpoint._watch import call_for_each
 from functrain.common import _direction, _repr
 
 _WIDTH = 80  # columns
@@ -30,8 +31,10 @@ examples:
   python -m functrain.checkpoint run/000000001200        describes one checkpoint
   python -m functrain.checkpoint run --verify            reads every byte
   python -m functrain.checkpoint run other               compares their last checkpoints
+  python -m functrain.checkpoint run --watch evaluate:main --progress run.evaluated
+                                                         calls a function with each new one
 
-The exit status is 0; 1 if a checkpoint is damaged, or two differ; 2 if there is no checkpoint.
+The exit status is 0; 1 if a checkpoint is damaged, or two differ; 2 if there is none.
 """
 
 Column = tuple[str, Sequence[str]]  # a heading, and a text for each row
@@ -41,16 +44,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command, and returns its exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m functrain.checkpoint",
-        description="Lists the checkpoints of a directory, verifies them, compares two.",
+        description="Lists the checkpoints of a directory, verifies them, compares two, or calls a "
+        "function with each new one.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("directory", help="of a Checkpointer, of one step, or from functrain.save")
     parser.add_argument("other", nargs="?", help="another directory, to compare with")
     parser.add_argument("--verify", action="store_true", help="compare all bytes with checksums")
+    parser.add_argument(
+        "--watch", metavar="MODULE:FUNCTION", help="call it with the path of each checkpoint"
+    )
+    parser.add_argument(
+        "--progress", metavar="FILE", help="remember the last step there, for a restart of --watch"
+    )
+    help_text = "seconds between two looks of --watch; 10 by default"
+    parser.add_argument("--interval", type=float, default=10.0, metavar="SECONDS", help=help_text)
+    help_text = "end --watch after this time without a new checkpoint"
+    parser.add_argument("--timeout", type=float, metavar="SECONDS", help=help_text)
     options = parser.parse_args(arguments)
     if options.verify and options.other is not None:
         parser.error("--verify takes one directory")
+    if options.watch is not None:
+        times = {"interval": options.interval, "timeout": options.timeout}
+        call_for_each(options.directory, options.watch, options.progress, **times)
+        return 0
     try:
         # Warnings are part of the report, without the line of code that they come from.
         with warnings.catch_warnings():
@@ -63,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 return _verify(checkpoints)
             is_single = checkpoints == [path]
             print(describe(path) if is_single else list_checkpoints(path, checkpoints))
-    except (OSError, ValueError, CheckpointCorruptError) as error:
+    except (ImportError, OSError, ValueError, CheckpointCorruptError, ObjectStoreError) as error:
         print(error, file=sys.stderr)
         return 1 if isinstance(error, CheckpointCorruptError) else 2
     return 0
@@ -300,5 +318,6 @@ def _bits(array: np.ndarray) -> np.ndarray:
 
 if __name__ == "__main__":
     # An accelerator may be in use by another program.
-    jax.config.update("jax_platforms", "cpu")
+    if not any(argument.startswith("--watch") for argument in sys.argv):  # it may need it
+        jax.config.update("jax_platforms", "cpu")
     sys.exit(main())
