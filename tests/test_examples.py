@@ -210,6 +210,16 @@ def test_a_missing_package_is_named_in_a_line() -> None:
 
 
 @pytest.mark.long
+def test_adapters_learn_what_their_base_does_not_know(tmp_path) -> None:
+    output = quick("lora.py", tmp_path)
+    (means,) = (line.split()[1:] for line in output if line.startswith("mean"))
+    base, adapter, all_params = map(float, means)
+    assert base < adapter < all_params
+    assert number(output, "a file of eight adapters", "adapters:") < 0.5
+    assert (tmp_path / "lora.png").exists()
+
+
+@pytest.mark.long
 def test_a_sweep_finds_a_rate_that_learns(tmp_path) -> None:
     output = quick("sweep.py", tmp_path)
     assert number(output, "best:", "accuracy") > 0.7

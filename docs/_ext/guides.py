@@ -36,6 +36,7 @@ TITLES = {
     "ensemble": "Deep ensemble",
     "flax_model": "Flax models",
     "from_scratch": "A training loop from scratch",
+    "lora": "Adapters for eight tasks",
     "mnist": "MNIST with Keras and optax",
     "optax_in_keras": "Optax optimizers in Keras",
     "ppo": "Reinforcement learning with PPO",
