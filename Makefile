@@ -23,7 +23,7 @@ export KERAS_BACKEND := jax
 # Without bytecode every worker compiles the packages, and rewrites all tests, each time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test test-quick test-slow test-all durations test-adapters test-ray test-remote test-tpu test-cuda test-wheel smoke docs guides bench bench-peers bench-hub bench-gpu bench-targets lint ruff mypy clean
+.PHONY: train test test-quick test-slow test-all durations test-adapters test-ray test-remote test-tpu test-cuda test-wheel smoke smoke-head docs guides bench bench-peers bench-hub bench-gpu bench-targets lint ruff mypy clean
 
 train: $(READY)
 	$(BIN)/python examples/mnist.py
@@ -67,6 +67,11 @@ test-tpu test-cuda: test-%: .venv-%/.ready
 	JAX_PLATFORMS=cpu PYTHONPATH="$(CURDIR)/.venv-$*" $(PYTEST) -m "$* and not long" tests/targets tests/benchmarks/test_targets.py $(ARGS)
 
 smoke: $(READY)
+	$(PYTEST) -m smoke tests
+
+# With a development version, as in HEAD=git+https://github.com/keras-team/keras; VENV= keeps it apart.
+smoke-head: $(READY)
+	$(BIN)/python -m pip install --quiet "$(HEAD)"
 	$(PYTEST) -m smoke tests
 
 # The wheel of the sdist, installed in an empty environment, imported and trained with elsewhere.
