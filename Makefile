@@ -87,6 +87,7 @@ docs: $(READY)
 	$(BIN)/python -m sphinx -b html -W --keep-going -j 2 docs docs/_build/html $(ARGS)
 
 # Runs examples in full, for the site: ARGS="text vae" two of them; all take hours, dcgan most of them.
+# finetune needs keras-hub: make .venv-hub/.ready; .venv-hub/bin/python docs/_ext/full_runs.py finetune
 guides: $(READY)
 	$(BIN)/python docs/_ext/full_runs.py $(ARGS)
 
@@ -141,7 +142,7 @@ IN_torch := keras torch
 IN_adapters := --editable '.[test,wandb,optuna]' keras-hub torch torchdata nbclient ipykernel # keras-hub brings TensorFlow
 IN_ray := --editable '.[test]' 'ray[train]'
 IN_remote := --editable '.[test,remote]' 'moto[server]' gcp-storage-emulator
-IN_hub := --editable . keras-hub # brings TensorFlow, which it imports
+IN_hub := --editable '.[plot]' keras-hub # brings TensorFlow, which it imports
 
 lint: ruff mypy
 

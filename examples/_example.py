@@ -8,14 +8,22 @@ import sys
 
 FOLDER = pathlib.Path(__file__).parent
 SCRIPT = pathlib.Path(sys.argv[0])
+PACKAGES = {
+    "functrain": "pip install .",
+    "bridge": "pip install .",
+    "matplotlib": "pip install matplotlib",
+}
 
 
-def arguments(prose: str, quick: str, **defaults: object) -> argparse.Namespace:
+def arguments(
+    prose: str, quick: str, packages: dict[str, str] | None = None, **defaults: object
+) -> argparse.Namespace:
     """Parses the command line, selects the JAX backend of Keras, and creates the output folder.
 
     Args:
       prose: The script's docstring, which ``--help`` prints.
       quick: The help text of ``--quick``.
+      packages: Further packages that the script needs: for each the command that installs it.
       **defaults: Further options: a default value, or a pair of a default value and a help text.
 
     Returns:
@@ -38,20 +46,17 @@ def arguments(prose: str, quick: str, **defaults: object) -> argparse.Namespace:
     args.output = args.output or FOLDER / "output" / (SCRIPT.stem + "-quick" * args.quick)
     # These checks run before the script imports Keras or functrain, so that a missing package or a
     # wrong backend gives one line with the remedy instead of a traceback.
-    _require_packages()
+    _require_packages(PACKAGES)
     _require_jax()
     _require_writable(args.output)
+    _require_packages(packages or {})
     args.data = FOLDER / "data"
     return args
 
 
-def _require_packages() -> None:
+def _require_packages(packages: dict[str, str]) -> None:
     """Exits with the pip command if a package is not installed."""
-    for name, install_command in (
-        ("functrain", "pip install ."),
-        ("bridge", "pip install ."),
-        ("matplotlib", "pip install matplotlib"),
-    ):
+    for name, install_command in packages.items():
         if importlib.util.find_spec(name) is None:
             sys.exit(f"{SCRIPT.name} needs {name}: {install_command}")
 

@@ -7,13 +7,14 @@ import os
 import pathlib
 import subprocess
 import sys
+from importlib.util import find_spec
 
 import pytest
 
 EXAMPLES = pathlib.Path(__file__).parents[1] / "examples"
 SCRIPTS = sorted(path.name for path in EXAMPLES.glob("[a-z]*.py"))
-WITHOUT_MATPLOTLIB = (
-    "import runpy, sys; sys.modules['matplotlib'] = None; sys.argv = sys.argv[1:]; "
+WITHOUT = (
+    "import runpy, sys; sys.modules[sys.argv[1]] = None; sys.argv = sys.argv[2:]; "
     "sys.path[0] = sys.argv[0].rpartition('/')[0]; runpy.run_path(sys.argv[0])"
 )
 
@@ -204,9 +205,12 @@ def test_a_folder_that_cannot_be_written_is_named_in_a_line(script, tmp_path) ->
     assert_one_line(done, str(taken / "below"), "--output")
 
 
-def test_a_missing_package_is_named_in_a_line() -> None:
-    done = start("-c", WITHOUT_MATPLOTLIB, EXAMPLES / "mnist.py", "--quick")
-    assert_one_line(done, "matplotlib", "pip install")
+@pytest.mark.parametrize(
+    ("package", "script"), [("matplotlib", "mnist.py"), ("keras_hub", "finetune.py")]
+)
+def test_a_missing_package_is_named_in_a_line(package, script, tmp_path) -> None:
+    done = start("-c", WITHOUT, package, EXAMPLES / script, "--quick", "--output", tmp_path)
+    assert_one_line(done, script, package, "pip install")
 
 
 @pytest.mark.long
@@ -254,3 +258,15 @@ def test_one_script_trains_alike_on_one_device_on_eight_and_on_two_processes(tmp
     assert len(held) == 3
     assert sum("each of 8 devices: 153.8 KiB" in line for line in held) == 2
     assert (tmp_path / "several_hosts.png").exists()
+
+
+@pytest.mark.long
+@pytest.mark.adapters
+@pytest.mark.skipif(find_spec("keras_hub") is None, reason="needs keras_hub")
+def test_a_language_model_is_fine_tuned_and_predicts_the_same_elsewhere(tmp_path) -> None:
+    output = quick("finetune.py", tmp_path)
+    base = number(output, "base:", "loss on Othello")
+    for dtype in ("float32", "int8", "int4"):
+        assert number(output, f"{dtype}: loss", "loss on Othello") < base + 0.1
+    assert number(output, "logits here", "at most") < 1e-5
+    assert (tmp_path / "finetune.png").exists()

@@ -115,6 +115,18 @@ def test_a_guide_shows_a_stored_full_run_or_says_that_there_is_none(
         assert f"({script.stem}/{picture.name})" in page
 
 
+def test_an_example_whose_package_is_missing_is_not_run(extension, monkeypatch) -> None:
+    packages = {"text": ("no_such_package",), "unstored": ("no_such_package",)}
+    monkeypatch.setattr(extension("full_runs"), "FURTHER_PACKAGES", packages)
+    guides, examples = extension("guides"), ROOT / "examples"
+    shown = guides._short_run(examples / "text.py")
+    assert shown == ROOT / "docs" / "results" / "text"
+    page = guides._page(examples / "text.py", shown)
+    assert "python examples/text.py\n\nA full run of" in page
+    with pytest.raises(Exception, match=r"unstored.py needs \['no_such_package'\], and no full"):
+        guides._short_run(examples / "unstored.py")
+
+
 def test_a_full_run_is_told_with_its_date_machine_and_versions(extension) -> None:
     about = {"date": "2026-11-23", "cores": 2, "processor": "X", "minutes": 0.3}
     about |= {"versions": {"functrain": "1.2", "jax": "0.9"}, "machine_was_busy": True}

@@ -10,6 +10,7 @@ import argparse
 import datetime
 import hashlib
 import importlib.metadata
+import importlib.util
 import json
 import os
 import pathlib
@@ -26,12 +27,20 @@ ROOT = DOCS.parent
 EXAMPLES = ROOT / "examples"
 RESULTS = DOCS / "results"
 PRINTED, ABOUT = "printed.txt", "about.json"
+# Examples with packages that the environment of the site need not have.
+FURTHER_PACKAGES = {"finetune": ("keras_hub",)}
 DOCSTRING = re.compile(r'\A""".*?"""', re.DOTALL)
 
 
 def scripts() -> list[pathlib.Path]:
     """Returns the examples."""
     return sorted(EXAMPLES.glob("[a-z]*.py"))
+
+
+def missing_packages(script: pathlib.Path) -> list[str]:
+    """Returns the further packages of an example that are not installed."""
+    packages = FURTHER_PACKAGES.get(script.stem, ())
+    return [name for name in packages if importlib.util.find_spec(name) is None]
 
 
 def run(script: pathlib.Path, output: pathlib.Path, *options: str) -> str:
@@ -112,6 +121,9 @@ def main() -> None:
     if unknown := set(chosen) - set(names):
         parser.error(f"expected names of examples, {', '.join(names)}, got {sorted(unknown)}")
     for name in chosen:
+        if missing := missing_packages(EXAMPLES / f"{name}.py"):
+            print(f"{name} is left out: it needs {', '.join(missing)}", flush=True)
+            continue
         print(f"{name} ...", flush=True)
         store(EXAMPLES / f"{name}.py")
 

@@ -1,9 +1,9 @@
 """Writes a page for each example: its cells, and the output and pictures of a full run.
 
 The full runs are stored in `docs/results` (see `full_runs`). The build also runs every example for
-a short time, so that an example that fails stops the build. A guide shows its short run only as
-long as no full run is stored. Short runs are kept in `_build/guides` until the example or the
-packages change.
+a short time, so that an example that fails stops the build, unless a package that only this example
+needs is missing. A guide shows its short run only as long as no full run is stored. Short runs are
+kept in `_build/guides` until the example or the packages change.
 """
 
 import ast
@@ -16,7 +16,16 @@ import re
 import shutil
 from typing import Any, NamedTuple
 
-from full_runs import ABOUT, EXAMPLES, PRINTED, RESULTS, code_digest, run, scripts
+from full_runs import (
+    ABOUT,
+    EXAMPLES,
+    PRINTED,
+    RESULTS,
+    code_digest,
+    missing_packages,
+    run,
+    scripts,
+)
 from pages import DOCS, digest, write
 from sphinx.application import Sphinx
 from sphinx.errors import ExtensionError
@@ -34,6 +43,7 @@ TITLES = {
     "distillation": "Knowledge distillation",
     "eager_jit_fused": "Eager, jitted and fused steps",
     "ensemble": "Deep ensemble",
+    "finetune": "Fine-tuning with keras_hub",
     "flax_model": "Flax models",
     "from_scratch": "A training loop from scratch",
     "lora": "Adapters for eight tasks",
@@ -73,7 +83,14 @@ def cells(source: str) -> list[Cell]:
 
 
 def _short_run(script: pathlib.Path) -> pathlib.Path:
-    """Returns the folder with the output and pictures of a short run."""
+    """Returns the folder with the output and pictures of a short run.
+
+    For an example whose packages are missing, this is the folder of its full run.
+    """
+    if missing := missing_packages(script):
+        if not (RESULTS / script.stem / ABOUT).exists():
+            raise ExtensionError(f"{script.name} needs {missing}, and no full run is stored")
+        return RESULTS / script.stem
     sha = hashlib.sha256(digest().encode() + script.read_bytes())
     sha.update((EXAMPLES / "_example.py").read_bytes())
     folder = RUNS / f"{script.stem}-{sha.hexdigest()[:16]}"
@@ -122,7 +139,7 @@ def _page(script: pathlib.Path, short: pathlib.Path) -> str:
     for heading, sentences, code in cells(source):
         parts += [f"## {heading}", sentences, f"```py\n{code}\n```"]
     about, folder = _results(script, short)
-    option = " --quick" if folder == short else ""
+    option = "" if folder == RESULTS / script.stem else " --quick"
     parts += ["## Output", f"    python examples/{script.name}{option}", about]
     if (folder / PRINTED).exists():
         parts.append(f"```text\n{(folder / PRINTED).read_text().rstrip()}\n```")

@@ -56,7 +56,8 @@ def _codes(before: list[str], after: list[str]) -> dict[str, int]:
 
 
 def gpt2(length: int = 12) -> Any:
-    codes = _codes(["<|endoftext|>"], [])
+    # `generate` stops at the number of this piece, and 0 fills up texts.
+    codes = _codes(["!"], ["<|endoftext|>"])
     tokenizer = hub.tokenizers.GPT2Tokenizer(vocabulary=codes, merges=MERGES)
     backbone = hub.models.GPT2Backbone(
         **SIZES, vocabulary_size=len(codes), num_heads=2, max_sequence_length=length

@@ -10,6 +10,8 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import keras
 import numpy as np
 import pytest
@@ -86,6 +88,31 @@ def llama3() -> Case:
 @CASES.every_run
 def image_classifier() -> Case:
     return case(hub.image_classifier, IMAGES, LABELS)
+
+
+def with_lora(quantized: str | None = None) -> Any:
+    """Returns a GPT-2 of which only adapters of rank 2, and what LoRA leaves alone, are trained."""
+    task = hub.gpt2()
+    if quantized is not None:
+        task.backbone.quantize(quantized)
+    task.backbone.enable_lora(2)
+    assert any("lora" in variable.path for variable in task.trainable_variables)
+    return task
+
+
+@CASES.every_run
+def lora() -> Case:
+    return case(with_lora, TEXTS)
+
+
+@CASES
+def lora_on_an_int8_base() -> Case:
+    return case(lambda: with_lora("int8"), TEXTS)
+
+
+@CASES.every_run
+def lora_on_an_int4_base() -> Case:
+    return case(lambda: with_lora("int4"), TEXTS)
 
 
 def tf_data(*data: Any) -> Any:
@@ -191,3 +218,38 @@ def test_a_tokenizer_without_a_vocabulary_is_named_before_the_first_step(
     with pytest.raises(Exception, match="No vocabulary has been set"):
         bridge.fit(task, **arguments, verbose=0)
     assert task.optimizer.iterations == 0
+
+
+def test_a_callback_generates_from_the_weights_of_its_epoch() -> None:
+    class Sample(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            texts.append(self.model.generate("the", max_length=8))
+
+    def make() -> Case:
+        task, arguments = case(hub.gpt2, TEXTS, callbacks=[Sample()])
+        sampler = hub.hub.samplers.RandomSampler(seed=0)
+        task.compile("adam", task.loss, sampler=sampler, weighted_metrics=[])
+        return task, arguments
+
+    texts: list[str] = []
+    parity.run(make, task_fit)
+    theirs = texts.copy()
+    texts.clear()
+    parity.run(make, bridge.fit, rewrites="exact")
+    assert texts == theirs
+    assert len(set(texts)) == 2
+
+
+@pytest.mark.parametrize(("mode", "is_right"), [("int8", False), ("int4", True)])
+def test_the_gradient_through_a_quantized_tied_embedding(mode: str, is_right: bool) -> None:
+    """As long as int8 is wrong in Keras, docs/keras.md and the guide leave embeddings out."""
+    layer = keras.layers.ReversibleEmbedding(50, 16)
+    layer.build()
+    table = np.asarray(layer.embeddings.value)
+    layer.quantize(mode)
+    rng = np.random.default_rng(0)
+    x, weights = (rng.normal(size=(4, n)).astype(np.float32) for n in (16, 50))
+    gradient = jax.grad(lambda x: jnp.sum(layer(x, reverse=True) * weights))(x)
+    right = weights @ table
+    cosine = np.vdot(gradient, right) / np.linalg.norm(gradient) / np.linalg.norm(right)
+    assert (cosine > 0.99) == is_right
