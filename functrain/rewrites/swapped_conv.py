@@ -16,6 +16,9 @@ is `[N, H, H, C]`, its kernel k x k, its stride 2, its features O:
     4 32 16 4 1      1.0/1.1 -> 0.18/0.14
     4 16 1 4 16      0.23/0.23 -> 0.25/0.22
 
+On a TPU v5e, XLA reverses the image in memory instead: by the estimate of its compiler, the step of
+the DCGAN in `examples/dcgan.py` takes 1,192,675 cycles with the swap and 1,401,988 without.
+
 The sums may be computed in another order, which changes the last bits.
 """
 
@@ -81,4 +84,5 @@ swapped_conv = Rewrite(
     applies=_applies,
     replace=_replace,
     reason="holes in the kernel cost less than holes in the image",
+    platforms=("cpu", "tpu"),
 )

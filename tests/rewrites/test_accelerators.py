@@ -321,6 +321,22 @@ def test_comparisons_with_zero_that_are_no_masks_of_members_are_kept() -> None:
         assert "gt" in primitives_of(rewritten_for_tpu(fn, x))
 
 
+def test_gradients_of_transposed_convolutions_have_no_holes_in_their_image() -> None:
+    rng = np.random.default_rng(0)
+    x, kernel = rng.normal(size=(8, 7, 7, 4)), rng.normal(size=(4, 4, 6, 4))
+
+    def loss(kernel: Any, x: Any) -> Any:
+        out = lax.conv_transpose(x, kernel, (2, 2), "SAME", transpose_kernel=True)
+        return jnp.mean(jnp.tanh(out))
+
+    args = kernel.astype(np.float32), x.astype(np.float32)
+    plain = str(jax.make_jaxpr(jax.grad(loss))(*args))
+    rewritten = str(check(jax.grad(loss), *args))
+    # The one that remains is the forward pass.
+    assert plain.count("lhs_dilation=(2, 2)") == 2
+    assert rewritten.count("lhs_dilation=(2, 2)") == 1
+
+
 @pytest.mark.parametrize("platform", ["gpu", "tpu"])
 def test_weights_after_a_hundred_steps_are_those_of_the_plain_step(platform: str) -> None:
     with jax.enable_x64(True):
