@@ -29,6 +29,7 @@ from functrain.rewrites.centered_sum import centered_sum
 from functrain.rewrites.dense_gradient import dense_gradient
 from functrain.rewrites.depthwise_conv import depthwise_conv
 from functrain.rewrites.dot_conv import dot_conv
+from functrain.rewrites.few_features import few_features
 from functrain.rewrites.gelu import gelu
 from functrain.rewrites.grouped_conv import grouped_conv
 from functrain.rewrites.label_pick import label_pick, label_pick_gradient
@@ -74,6 +75,7 @@ REWRITES: tuple[Rewrite, ...] = (
     depthwise_conv,
     grouped_conv,
     swapped_conv,
+    few_features,
     dot_conv,
     volume_conv,
     patch_conv,
