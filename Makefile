@@ -123,11 +123,13 @@ bench-hub: .venv-hub/.ready
 	.venv-$*/bin/python -m pip install --quiet --constraint constraints.txt $(IN_$*)
 	@touch $@
 
-# botocore does not take the python-dateutil of the other environments.
+# Object stores need older releases of some packages than the other environments have. In one call, pip
+# does not find the releases that it finds in two.
 .venv-remote/.ready: constraints.txt
 	$(PYTHON) -m venv --clear .venv-remote
-	grep -v '^python-dateutil' constraints.txt > .venv-remote/constraints.txt
-	.venv-remote/bin/python -m pip install --quiet --constraint .venv-remote/constraints.txt $(IN_remote)
+	grep -E '^(jax|jaxlib|flax|optax|chex|keras|numpy|orbax-checkpoint|pytest)' constraints.txt > .venv-remote/constraints.txt
+	.venv-remote/bin/python -m pip install --quiet --constraint .venv-remote/constraints.txt --editable '.[test,remote]'
+	.venv-remote/bin/python -m pip install --quiet --constraint .venv-remote/constraints.txt s3fs gcsfs 'moto[server]' gcp-storage-emulator
 	@touch $@
 
 # Only a compiler, beside the packages of $(VENV): all of jax[cuda12] takes 5 GB.
@@ -141,7 +143,6 @@ IN_tensorflow := keras tensorflow-cpu
 IN_torch := keras torch
 IN_adapters := --editable '.[test,wandb,optuna]' keras-hub torch torchdata nbclient ipykernel # keras-hub brings TensorFlow
 IN_ray := --editable '.[test]' 'ray[train]'
-IN_remote := --editable '.[test,remote]' 'moto[server]' gcp-storage-emulator
 IN_hub := --editable '.[plot]' keras-hub # brings TensorFlow, which it imports
 
 lint: ruff mypy
