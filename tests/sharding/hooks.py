@@ -90,6 +90,8 @@ def fit(form: str, folder: pathlib.Path) -> dict[str, Any]:
         "Sample": picture,
         "DeviceMemory": ft.hooks.DeviceMemory(),
         "TerminateOnNaN": ft.hooks.TerminateOnNaN(),
+        "Throughput": ft.hooks.Throughput(flops_per_step=1e6),
+        "Watchdog": ft.hooks.Watchdog(600),
         "Profile": ft.hooks.Profile(folder / "profile", start=2, steps=2),
         "CSVLogger": ft.hooks.CSVLogger(folder / "run.csv", every=ft.every(steps=1)),
         "JSONLines": ft.hooks.JSONLines(folder / "run.jsonl", every=1),
