@@ -12,8 +12,9 @@ import numpy as np
 from jax import lax
 
 import functrain as ft
-from functrain.rewrites._frame import walk_equations, select_rewrite, is_entered
 from functrain.rewrites._optimize import REWRITES
+from functrain.rewrites._equations import is_entered, walk_equations
+from functrain.rewrites._rewrite import select_rewrite
 
 # XLA fuses these primitives into their neighbours, so they add little or no time.
 FUSED = set(
@@ -71,8 +72,8 @@ def operations(step: ft.Step[Any], state: Any, batch: Any, rewrites: Any) -> lis
             examples[key] = eqn, jaxpr
     all_operations = []
     for key, (eqn, jaxpr) in examples.items():
-        rule = select_rewrite(rules, eqn, jaxpr, exact_only=mode == "exact")
-        all_operations.append(Operation(eqn, counts[key], rule.name if rule else ""))
+        selected = select_rewrite(rules, eqn, jaxpr, exact_only=mode == "exact")
+        all_operations.append(Operation(eqn, counts[key], selected[0].name if selected else ""))
     return [operation for operation in all_operations if operation.nbytes >= SMALL]
 
 

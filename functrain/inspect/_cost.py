@@ -19,7 +19,7 @@ from functrain.engine._programs import prefers_static_length
 from functrain.inspect._fit_program import FitProgram, compile_program, lower_fit
 from functrain.inspect._sheet import sheet
 from functrain.rewrites import Mode
-from functrain.rewrites._frame import walk_equations
+from functrain.rewrites._equations import walk_equations
 from functrain.sharding._collectives import Traffic, collectives
 from functrain.targets._chips import Chip
 from functrain.targets._target import Target

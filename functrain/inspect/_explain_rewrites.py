@@ -14,16 +14,15 @@ from functrain.common import _repr
 from functrain.common._platform import platform_of
 from functrain.common._types import traits_of
 from functrain.rewrites import _optimize
-from functrain.rewrites._frame import (
+from functrain.rewrites._equations import (
     describe_location,
     describe_types,
-    inline_calls,
     is_entered,
-    select_rewrite,
-    usable_rewrites,
     walk_equations,
 )
 from functrain.rewrites._optimize import Mode, Untraceable
+from functrain.rewrites._pass import inline_calls
+from functrain.rewrites._rewrite import select_rewrite, usable_rewrites
 from functrain.rewrites._rounding import find_possibly_unrounded
 
 _WIDTH = 80  # columns of a terminal
@@ -171,14 +170,15 @@ def explain_rewrites(
 
     def verdict(eqn: core.JaxprEqn, jaxpr: core.Jaxpr) -> tuple[str, str]:
         """Returns the name and reason of the rule, or "" and the reason to keep the equation."""
-        rule = select_rewrite(rules, eqn, jaxpr)
-        if rule is None:
+        selected = select_rewrite(rules, eqn, jaxpr)
+        if selected is None:
             return _keep(eqn, "no rewrite is known to be faster here")
+        rule, _ = selected
         if chosen == "auto":
             return rule.name, rule.reason
         exact = select_rewrite(rules, eqn, jaxpr, exact_only=True)
         if exact and not find_unrounded(jaxpr).intersection(eqn.outvars):
-            return exact.name, exact.reason
+            return exact[0].name, exact[0].reason
         return "", f'{rule.name} changes last bits; rewrites="auto" uses it'
 
     return _explanation(closed, platform, verdict, note)

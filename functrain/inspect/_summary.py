@@ -21,7 +21,7 @@ from functrain.inspect._sheet import sheet
 from functrain.model._linen import from_linen
 from functrain.model._model import Model
 from functrain.model._nnx import from_nnx
-from functrain.rewrites._frame import walk_equations
+from functrain.rewrites._equations import walk_equations
 
 
 def summary(

@@ -14,7 +14,8 @@ from jax import lax
 from jax.extend import core
 from jax.extend.core import primitives
 
-from functrain.rewrites._frame import inline, substitute
+from functrain.rewrites._equations import substitute
+from functrain.rewrites._pass import inline
 
 
 class Adapter(NamedTuple):

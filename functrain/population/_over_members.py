@@ -27,7 +27,8 @@ from functrain.common import _tree
 from functrain.common._checks import require_integer, require_no_problems, require_one_of
 from functrain.common._platform import current_platform
 from functrain.common._types import PyTree
-from functrain.rewrites._frame import inline, substitute, walk_equations
+from functrain.rewrites._equations import substitute, walk_equations
+from functrain.rewrites._pass import inline
 
 Data: TypeAlias = Literal["shared", "per_member"]
 Block: TypeAlias = int | Literal["auto"] | None

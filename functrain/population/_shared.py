@@ -11,7 +11,7 @@ from functrain.common import _patterns, _tree
 from functrain.common._checks import require_instance, require_no_problems
 from functrain.common._types import PyTree
 from functrain.metrics._metric import Metered
-from functrain.rewrites._frame import find_producer, is_entered
+from functrain.rewrites._equations import find_producer, is_entered
 from functrain.step._state import TrainState
 
 

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 from jax.extend.core import primitives
-from jax.sharding import AxisType
+
+from functrain.rewrites._equations import are_floats, avals, is_sharded, is_sharding_free
 
 
 def canonical_numbers(ndim: int) -> lax.ConvDimensionNumbers:
@@ -90,27 +91,6 @@ def conv_sizes(eqn: core.JaxprEqn) -> Sizes | None:
     return Sizes(batch, tuple(image), inputs, tuple(window), features, tuple(positions))
 
 
-def are_floats(*arrays: Any) -> bool:
-    """Returns True if all are real floats of 16 bits or more, of known and positive sizes."""
-    return all(map(_is_float, arrays))
-
-
-def _is_float(x: Any) -> bool:
-    return (
-        jnp.issubdtype(x.dtype, jnp.floating)
-        and x.dtype.itemsize > 1
-        # Without x64, jax cannot make a float64 array, so no replacement could return one.
-        and jax.dtypes.canonicalize_dtype(x.dtype) == x.dtype
-        # A size that is not an int is the symbol of a shape-polymorphic export.
-        and all(isinstance(size, int) and size > 0 for size in x.shape)
-    )
-
-
-def avals(eqn: core.JaxprEqn) -> list[Any]:
-    """Returns the abstract values (shapes and dtypes) of an equation's inputs and outputs."""
-    return [var.aval for var in (*eqn.invars, *eqn.outvars)]
-
-
 def ungrouped_sizes(eqn: core.JaxprEqn) -> Sizes | None:
     """Returns the sizes of an ungrouped convolution that may be rewritten, otherwise None."""
     is_ungrouped = eqn.params["feature_group_count"] == eqn.params["batch_group_count"] == 1
@@ -170,28 +150,3 @@ def conv_groups(eqn: core.JaxprEqn) -> Groups | None:
     side = sizes.batch // count if by_batch else sizes.channels
     window = sizes.positions if by_batch else sizes.window
     return Groups(count, by_batch, (side, sizes.features // count), math.prod(window))
-
-
-def is_sharded(x: Any, except_axis: int | None = None) -> bool:
-    """Returns True if the type of an array shards an axis other than `except_axis`."""
-    sharding = getattr(x, "sharding", None)
-    spec = sharding.spec if sharding is not None else ()
-    return any(name is not None for axis, name in enumerate(spec) if axis != except_axis)
-
-
-def is_sharding_free(params: dict[str, Any]) -> bool:
-    """Returns True if an equation leaves the sharding of its output to the compiler."""
-    sharding = params.get("out_sharding")
-    # Inside shard_map jax sets an `out_sharding` on a mesh without explicit axes; it demands
-    # nothing.
-    return sharding is None or AxisType.Explicit not in sharding.mesh.axis_types
-
-
-def is_zero(atom: Any) -> bool:
-    """Returns True if an input of an equation is the scalar literal 0."""
-    return isinstance(atom, core.Literal) and ndim(atom) == 0 and float(atom.val) == 0
-
-
-def ndim(var: Any) -> int:
-    """Returns the number of axes of an equation's input or output."""
-    return len(var.aval.shape)

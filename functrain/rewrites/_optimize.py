@@ -12,13 +12,8 @@ from jax.extend.core import primitives
 
 from functrain.common._platform import current_platform
 from functrain.common._warnings import warn
-from functrain.rewrites._frame import (
-    Rewrite,
-    RewriteError,
-    inline_calls,
-    retype,
-    rewrite_jaxpr,
-)
+from functrain.rewrites._pass import inline_calls, retype, rewrite_jaxpr
+from functrain.rewrites._rewrite import Rewrite, RewriteError
 from functrain.rewrites.argmax import argmax, argmin, short_argmax
 from functrain.rewrites.attention_gradient import attention_gradient
 from functrain.rewrites.batch_groups import batch_groups

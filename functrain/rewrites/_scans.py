@@ -1,12 +1,9 @@
 """The bodies of scans: their size, and parts of them as jaxprs."""
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
-from jax.extend import core
-
-from functrain.rewrites._frame import walk_equations
+from functrain.rewrites._equations import nbytes, open_jaxpr, variables, walk_equations
 
 # The most bytes of a value in a small body. What is larger takes longer than a kernel to start.
 MAX_VALUE_BYTES = 2**21
@@ -50,19 +47,3 @@ def with_outputs(closed: Any, outvars: Sequence[Any], invars: Sequence[Any] | No
         invars=invars, outvars=list(outvars), eqns=eqns[::-1], debug_info=debug_info
     )
     return new if closed is jaxpr else closed.replace(jaxpr=new)
-
-
-def open_jaxpr(jaxpr: Any) -> Any:
-    """Returns the jaxpr inside a ClosedJaxpr, which is the same class since jax 0.12."""
-    return jaxpr if isinstance(jaxpr, core.Jaxpr) else jaxpr.jaxpr
-
-
-def variables(atoms: Sequence[Any]) -> list[Any]:
-    """Returns the atoms that are not literals."""
-    return [atom for atom in atoms if not isinstance(atom, core.Literal)]
-
-
-def nbytes(atom: Any) -> int:
-    """Returns the bytes of a variable or literal."""
-    size: int = math.prod(atom.aval.shape) * atom.aval.dtype.itemsize
-    return size

@@ -27,8 +27,8 @@ from jax import lax
 from jax.extend import core
 from jax.extend.core import primitives
 
-from functrain.rewrites._conv import are_floats, avals, is_sharded, is_sharding_free
-from functrain.rewrites._frame import Rewrite
+from functrain.rewrites._equations import are_floats, avals, is_sharded, is_sharding_free
+from functrain.rewrites._rewrite import Rewrite
 
 # The least number of elements that XLA would transpose.
 MIN_ELEMENTS = 2**14

@@ -16,16 +16,9 @@ from jax import lax
 from jax.extend import core
 from jax.extend.core import primitives
 
-from functrain.rewrites._conv import (
-    are_floats,
-    avals,
-    conv,
-    from_canonical,
-    is_sharded,
-    is_sharding_free,
-    to_canonical,
-)
-from functrain.rewrites._frame import Rewrite
+from functrain.rewrites._conv import conv, from_canonical, to_canonical
+from functrain.rewrites._equations import are_floats, avals, is_sharded, is_sharding_free
+from functrain.rewrites._rewrite import Rewrite
 
 
 def _applies(eqn: core.JaxprEqn) -> bool:

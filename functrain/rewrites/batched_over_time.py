@@ -44,9 +44,9 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend import core
 from jax.extend.core import primitives
 
-from functrain.rewrites._conv import is_sharded
-from functrain.rewrites._frame import Rewrite
-from functrain.rewrites._scans import is_small, open_jaxpr, variables, with_outputs
+from functrain.rewrites._equations import is_sharded, open_jaxpr, variables
+from functrain.rewrites._rewrite import Rewrite
+from functrain.rewrites._scans import is_small, with_outputs
 
 # The most bytes that the values of all iterations may take: see the populations.
 MAX_BYTES = 3 * 2**26

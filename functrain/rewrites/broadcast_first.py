@@ -27,8 +27,8 @@ from jax import lax
 from jax.extend import core
 from jax.extend.core import primitives
 
-from functrain.rewrites._conv import avals, is_sharded, ndim
-from functrain.rewrites._frame import Replacement, Rewrite, find_producer, original_equation
+from functrain.rewrites._equations import avals, find_producer, is_sharded, ndim, original_equation
+from functrain.rewrites._rewrite import Replacement, Rewrite
 
 # Operations on larger arrays cost more than a kernel on their rows.
 MAX_SIZE = 2**18

@@ -14,16 +14,9 @@ import jax
 from jax.extend import core
 from jax.extend.core import primitives
 
-from functrain.rewrites._conv import (
-    are_floats,
-    avals,
-    canonical_numbers,
-    from_canonical,
-    is_sharding_free,
-    ndim,
-    to_canonical,
-)
-from functrain.rewrites._frame import Rewrite
+from functrain.rewrites._conv import canonical_numbers, from_canonical, to_canonical
+from functrain.rewrites._equations import are_floats, avals, is_sharding_free, ndim
+from functrain.rewrites._rewrite import Rewrite
 
 
 def _applies(eqn: core.JaxprEqn) -> bool:

@@ -18,8 +18,15 @@ import jax.numpy as jnp
 from jax.extend import core
 from jax.extend.core import primitives
 
-from functrain.rewrites._conv import are_floats, avals, is_sharded, ndim
-from functrain.rewrites._frame import Replacement, Rewrite, find_producer, original_equation
+from functrain.rewrites._equations import (
+    are_floats,
+    avals,
+    find_producer,
+    is_sharded,
+    ndim,
+    original_equation,
+)
+from functrain.rewrites._rewrite import Replacement, Rewrite
 
 # Operations that only add or remove axes of length one, or repeat numbers along an axis.
 _MOVES = (primitives.broadcast_in_dim_p, primitives.reshape_p)

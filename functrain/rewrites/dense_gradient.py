@@ -39,8 +39,8 @@ from jax import lax
 from jax.extend import core
 from jax.extend.core import primitives
 
-from functrain.rewrites._conv import are_floats, avals, is_sharded, is_sharding_free
-from functrain.rewrites._frame import Rewrite
+from functrain.rewrites._equations import are_floats, avals, is_sharded, is_sharding_free
+from functrain.rewrites._rewrite import Rewrite
 
 # The limits come from the rows of the table with "hence" and "2 16".
 MIN_ROWS = 128

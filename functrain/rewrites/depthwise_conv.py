@@ -34,14 +34,9 @@ from jax import lax
 from jax.extend import core
 from jax.extend.core import primitives
 
-from functrain.rewrites._conv import (
-    conv_groups,
-    from_canonical,
-    move_groups_last,
-    ndim,
-    to_canonical,
-)
-from functrain.rewrites._frame import Rewrite
+from functrain.rewrites._conv import conv_groups, from_canonical, move_groups_last, to_canonical
+from functrain.rewrites._equations import ndim
+from functrain.rewrites._rewrite import Rewrite
 from functrain.rewrites._windows import (
     at_least_float32,
     dilated_size,

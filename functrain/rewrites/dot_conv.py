@@ -35,7 +35,7 @@ from jax.extend import core
 from jax.extend.core import primitives
 
 from functrain.rewrites._conv import from_canonical, ungrouped_sizes
-from functrain.rewrites._frame import Rewrite
+from functrain.rewrites._rewrite import Rewrite
 
 
 def _applies(eqn: core.JaxprEqn) -> bool:

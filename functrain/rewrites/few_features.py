@@ -26,7 +26,7 @@ from jax.extend import core
 from jax.extend.core import primitives
 
 from functrain.rewrites._conv import conv, from_canonical, to_canonical, ungrouped_sizes
-from functrain.rewrites._frame import Rewrite
+from functrain.rewrites._rewrite import Rewrite
 
 _MAX_FEATURES = 4
 # The second convolution costs more than it saves for fewer products.

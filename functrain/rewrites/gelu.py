@@ -36,8 +36,8 @@ from jax import lax
 from jax.extend import core
 from jax.extend.core import primitives
 
-from functrain.rewrites._conv import are_floats, avals
-from functrain.rewrites._frame import Rewrite, find_consumers, find_producers
+from functrain.rewrites._equations import are_floats, avals, find_consumers, find_producers
+from functrain.rewrites._rewrite import Rewrite
 
 # Smaller arrays gain nothing: see the row "8 64" of the table.
 MIN_ELEMENTS = 2**12

@@ -24,7 +24,7 @@ from jax.extend import core
 from jax.extend.core import primitives
 
 from functrain.rewrites._conv import conv, conv_groups, from_canonical, to_canonical
-from functrain.rewrites._frame import Rewrite
+from functrain.rewrites._rewrite import Rewrite
 
 
 def _applies(eqn: core.JaxprEqn) -> bool:

@@ -23,8 +23,8 @@ from jax import lax
 from jax.extend import core
 from jax.extend.core import primitives
 
-from functrain.rewrites._conv import are_floats, avals, is_sharded
-from functrain.rewrites._frame import Rewrite
+from functrain.rewrites._equations import are_floats, avals, is_sharded
+from functrain.rewrites._rewrite import Rewrite
 
 ACCELERATORS = ("gpu", "tpu")
 

@@ -43,8 +43,8 @@ from jax import lax
 from jax.extend import core
 from jax.extend.core import primitives
 
-from functrain.rewrites._conv import are_floats, avals, is_sharded
-from functrain.rewrites._frame import Rewrite
+from functrain.rewrites._equations import are_floats, avals, is_sharded
+from functrain.rewrites._rewrite import Rewrite
 from functrain.rewrites._windows import at_least_float32, call_unfused, dilated_size
 
 # Each tap is a slice in the program: 3 x 3 x 3 still compiles in a second.

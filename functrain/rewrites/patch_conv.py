@@ -67,7 +67,7 @@ from functrain.rewrites._conv import (
     to_canonical,
     ungrouped_sizes,
 )
-from functrain.rewrites._frame import Rewrite
+from functrain.rewrites._rewrite import Rewrite
 from functrain.rewrites._windows import output_sizes, pad_spatial, strided_window
 
 # Each tap is a slice in the program.

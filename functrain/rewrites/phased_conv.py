@@ -44,15 +44,9 @@ import jax.numpy as jnp
 from jax.extend import core
 from jax.extend.core import primitives
 
-from functrain.rewrites._conv import (
-    Sizes,
-    avals,
-    conv,
-    from_canonical,
-    to_canonical,
-    ungrouped_sizes,
-)
-from functrain.rewrites._frame import Rewrite
+from functrain.rewrites._conv import Sizes, conv, from_canonical, to_canonical, ungrouped_sizes
+from functrain.rewrites._equations import avals
+from functrain.rewrites._rewrite import Rewrite
 from functrain.rewrites._windows import dilated_size, output_sizes
 
 # Each phase is a convolution in the program.

@@ -20,13 +20,16 @@ import jax.numpy as jnp
 from jax.extend import core
 from jax.extend.core import primitives
 
-from functrain.rewrites._conv import are_floats, avals, is_sharded, is_zero, ndim
-from functrain.rewrites._frame import (
-    Replacement,
-    Rewrite,
+from functrain.rewrites._equations import (
+    are_floats,
+    avals,
     find_producer,
+    is_sharded,
+    is_zero,
+    ndim,
     original_equation,
 )
+from functrain.rewrites._rewrite import Replacement, Rewrite
 
 
 def _selects(eqn: core.JaxprEqn) -> bool:

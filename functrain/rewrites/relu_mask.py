@@ -21,8 +21,14 @@ from jax import lax
 from jax.extend import core
 from jax.extend.core import primitives
 
-from functrain.rewrites._conv import are_floats, avals, is_zero
-from functrain.rewrites._frame import Replacement, Rewrite, find_consumers, original_equation
+from functrain.rewrites._equations import (
+    are_floats,
+    avals,
+    find_consumers,
+    is_zero,
+    original_equation,
+)
+from functrain.rewrites._rewrite import Replacement, Rewrite
 
 
 def _applies(eqn: core.JaxprEqn) -> bool:

@@ -47,8 +47,14 @@ from jax import lax
 from jax.extend import core
 from jax.extend.core import primitives
 
-from functrain.rewrites._conv import are_floats, avals, is_sharded, is_sharding_free
-from functrain.rewrites._frame import Rewrite, find_producers
+from functrain.rewrites._equations import (
+    are_floats,
+    avals,
+    find_producers,
+    is_sharded,
+    is_sharding_free,
+)
+from functrain.rewrites._rewrite import Rewrite
 
 MIN_AXES = 4
 MIN_LENGTH = 8

@@ -54,8 +54,8 @@ from jax import lax
 from jax.extend import core
 from jax.extend.core import primitives
 
-from functrain.rewrites._conv import are_floats, avals, is_sharded, is_sharding_free
-from functrain.rewrites._frame import Rewrite
+from functrain.rewrites._equations import are_floats, avals, is_sharded, is_sharding_free
+from functrain.rewrites._rewrite import Rewrite
 
 # The least number of rows and of inputs: see the rows "4 16 2", "64 16 2" and "64 2" of the table.
 MIN_SIDE = 8

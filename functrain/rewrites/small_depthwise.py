@@ -40,7 +40,7 @@ from functrain.rewrites._conv import (
     move_groups_last,
     to_canonical,
 )
-from functrain.rewrites._frame import Rewrite
+from functrain.rewrites._rewrite import Rewrite
 from functrain.rewrites._windows import at_least_float32, dilated_size, output_sizes, zeros_for_sum
 from functrain.rewrites.depthwise_conv import MAX_CHANNELS
 

@@ -47,9 +47,19 @@ from jax import lax
 from jax.extend import core
 from jax.extend.core import primitives
 
-from functrain.rewrites._conv import are_floats, avals, is_sharded, is_sharding_free
-from functrain.rewrites._frame import Rewrite, find_producers, rewrite_jaxpr
-from functrain.rewrites._scans import nbytes, open_jaxpr, variables, with_outputs
+from functrain.rewrites._equations import (
+    are_floats,
+    avals,
+    find_producers,
+    is_sharded,
+    is_sharding_free,
+    nbytes,
+    open_jaxpr,
+    variables,
+)
+from functrain.rewrites._pass import rewrite_jaxpr
+from functrain.rewrites._rewrite import Rewrite
+from functrain.rewrites._scans import with_outputs
 
 # The most bytes that the operands of all iterations may take: on a CPU they must stay in the cache.
 MAX_BYTES = {"cpu": 2**23, "gpu": 2**26, "tpu": 2**24}

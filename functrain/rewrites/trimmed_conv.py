@@ -20,7 +20,7 @@ from jax.extend import core
 from jax.extend.core import primitives
 
 from functrain.rewrites._conv import conv_sizes
-from functrain.rewrites._frame import Rewrite
+from functrain.rewrites._rewrite import Rewrite
 from functrain.rewrites._windows import dilated_size, output_sizes
 
 

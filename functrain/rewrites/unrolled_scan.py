@@ -37,7 +37,9 @@ import jax
 from jax.extend import core
 from jax.extend.core import primitives
 
-from functrain.rewrites._frame import Rewrite, rewrite_jaxpr, walk_equations
+from functrain.rewrites._equations import walk_equations
+from functrain.rewrites._pass import rewrite_jaxpr
+from functrain.rewrites._rewrite import Rewrite
 from functrain.rewrites._scans import is_small
 
 # The most equations that the bodies of all iterations may have, so that compilers take seconds.

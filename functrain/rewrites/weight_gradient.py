@@ -59,8 +59,9 @@ from jax import lax
 from jax.extend import core
 from jax.extend.core import primitives
 
-from functrain.rewrites._conv import avals, from_canonical, is_weight_gradient, ungrouped_sizes
-from functrain.rewrites._frame import Rewrite
+from functrain.rewrites._conv import from_canonical, is_weight_gradient, ungrouped_sizes
+from functrain.rewrites._equations import avals
+from functrain.rewrites._rewrite import Rewrite
 from functrain.rewrites._windows import (
     call_unfused,
     output_sizes,

@@ -16,7 +16,8 @@ import functrain as ft
 from functrain.common._platform import compiling_for
 from functrain.inspect import explain_rewrites
 from functrain.rewrites import _optimize, optimize
-from functrain.rewrites._frame import Rewrite, rewrite_jaxpr
+from functrain.rewrites._pass import rewrite_jaxpr
+from functrain.rewrites._rewrite import Rewrite
 
 X = jnp.linspace(0.1, 2.0, 8)
 

@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from jax import lax
 
 from functrain.rewrites import optimize
-from functrain.rewrites._frame import Rewrite, rewrite_jaxpr, walk_equations
+from functrain.rewrites._equations import walk_equations
+from functrain.rewrites._pass import rewrite_jaxpr
+from functrain.rewrites._rewrite import Rewrite
 
 Conv = Callable[[jax.Array, jax.Array], jax.Array]
 

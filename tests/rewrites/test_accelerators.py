@@ -14,7 +14,7 @@ from jax.extend.core import jaxpr_as_fun, primitives
 
 from functrain.common._platform import compiling_for
 from functrain.rewrites import _optimize, optimize
-from functrain.rewrites._frame import walk_equations
+from functrain.rewrites._equations import walk_equations
 
 from . import cases
 

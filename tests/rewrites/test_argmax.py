@@ -13,7 +13,7 @@ from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
 from functrain.rewrites import optimize
-from functrain.rewrites._frame import rewrite_jaxpr
+from functrain.rewrites._pass import rewrite_jaxpr
 from functrain.rewrites.argmax import MAX_LENGTH, MIN_LENGTH, argmax, argmin, short_argmax
 
 from . import cases

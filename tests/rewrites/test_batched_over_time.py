@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from jax import lax
 
-from functrain.rewrites._frame import rewrite_jaxpr, walk_equations
+from functrain.rewrites._equations import walk_equations
+from functrain.rewrites._pass import rewrite_jaxpr
 from functrain.rewrites.batched_over_time import batched_over_time
 from functrain.rewrites.summed_after import summed_after_tpu
 from functrain.rewrites.unrolled_scan import unrolled_scan

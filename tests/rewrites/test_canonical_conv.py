@@ -13,7 +13,7 @@ from jax import lax
 
 from functrain.rewrites import optimize
 from functrain.rewrites._conv import canonical_numbers
-from functrain.rewrites._frame import rewrite_jaxpr
+from functrain.rewrites._pass import rewrite_jaxpr
 from functrain.rewrites.canonical_conv import canonical_conv
 
 from . import cases

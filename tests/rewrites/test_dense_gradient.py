@@ -12,7 +12,7 @@ from jax import lax
 
 from functrain.inspect import explain_rewrites
 from functrain.rewrites import optimize
-from functrain.rewrites._frame import walk_equations
+from functrain.rewrites._equations import walk_equations
 from functrain.rewrites.dense_gradient import MAX_NARROW_SIDE, MIN_ROWS, dense_gradient
 
 from . import cases

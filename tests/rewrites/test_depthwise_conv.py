@@ -10,7 +10,7 @@ from hypothesis import given
 from jax import lax
 
 from functrain.rewrites import optimize
-from functrain.rewrites._frame import rewrite_jaxpr
+from functrain.rewrites._pass import rewrite_jaxpr
 from functrain.rewrites.depthwise_conv import MAX_CHANNELS, MAX_TAPS, depthwise_conv
 from functrain.rewrites.grouped_conv import grouped_conv
 from functrain.rewrites.small_depthwise import small_depthwise

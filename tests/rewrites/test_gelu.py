@@ -11,7 +11,7 @@ from jax import lax
 
 from functrain.inspect import explain_rewrites
 from functrain.rewrites import optimize
-from functrain.rewrites._frame import walk_equations
+from functrain.rewrites._equations import walk_equations
 from functrain.rewrites.gelu import MIN_ELEMENTS, gelu
 
 from . import cases

@@ -14,7 +14,8 @@ from jax.extend.core import jaxpr_as_fun
 
 from functrain.inspect import explain_rewrites
 from functrain.rewrites import optimize
-from functrain.rewrites._frame import rewrite_jaxpr, walk_equations
+from functrain.rewrites._equations import walk_equations
+from functrain.rewrites._pass import rewrite_jaxpr
 from functrain.rewrites.max_pool import max_pool, max_pool_apart
 from functrain.rewrites.max_pool_gradient import (
     MAX_TAPS,

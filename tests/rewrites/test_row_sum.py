@@ -14,7 +14,7 @@ from jax import lax
 
 from functrain.inspect import explain_rewrites
 from functrain.rewrites import optimize
-from functrain.rewrites._frame import walk_equations
+from functrain.rewrites._equations import walk_equations
 from functrain.rewrites.row_sum import MAX_WEIGHTED, MIN_ELEMENTS, MIN_LENGTH, row_sum
 
 from . import cases

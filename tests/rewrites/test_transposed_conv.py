@@ -11,7 +11,7 @@ from hypothesis import given
 from jax import lax
 
 from functrain.rewrites import optimize, phased_conv, swapped_conv
-from functrain.rewrites._frame import walk_equations
+from functrain.rewrites._equations import walk_equations
 
 from . import cases
 

@@ -9,7 +9,8 @@ import pytest
 from jax import lax
 
 import functrain.rewrites.unrolled_scan as module
-from functrain.rewrites._frame import rewrite_jaxpr, walk_equations
+from functrain.rewrites._equations import walk_equations
+from functrain.rewrites._pass import rewrite_jaxpr
 from functrain.rewrites.unrolled_scan import unrolled_scan, unrolled_scan_gpu
 
 from . import cases, recurrent

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 
 from functrain.rewrites import optimize
-from functrain.rewrites._frame import walk_equations
+from functrain.rewrites._equations import walk_equations
 from functrain.rewrites.volume_conv import volume_conv
 
 from . import cases

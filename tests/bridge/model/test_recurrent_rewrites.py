@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from keras import layers
 
-from functrain.rewrites._frame import rewrite_jaxpr, walk_equations
+from functrain.rewrites._equations import walk_equations
 from functrain.rewrites._optimize import REWRITES
+from functrain.rewrites._pass import rewrite_jaxpr
 
 LAYERS = {
     "LSTM": lambda: layers.LSTM(8),

@@ -1,94 +1,24 @@
-"""The definition of a rewrite, and the pass that applies rewrites to a jaxpr."""
+"""The pass that applies rewrites to a jaxpr."""
 
 import contextlib
 import functools
-import weakref
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend import core, source_info_util
+from jax.extend import core
 from jax.extend.core import primitives
 
-from functrain.common import _tree
+from functrain.rewrites._equations import is_entered, substitute
+from functrain.rewrites._rewrite import (
+    Rewrite,
+    rewrite_scope,
+    select_rewrite,
+    usable_rewrites,
+)
 from functrain.rewrites._rounding import find_possibly_unrounded, is_float32_conversion
-
-
-class Rewrite(NamedTuple):
-    """A rule that replaces equations of one primitive.
-
-    Attributes:
-      name: The name of the rule in warnings.
-      primitive: The primitive of the equations that it may replace.
-      applies: ``(eqn) -> bool``. Decides from the equation's types and parameters.
-      replace: ``(*inputs, **params) -> output``, or a sequence of outputs if the primitive has
-        several. Plain `jax.lax` code; it may not capture arrays.
-      reason: Why the replacement is faster, in a few words for `explain_rewrites`.
-      is_exact: ``(eqn) -> bool``. Returns True if the replacement of this equation has the same
-        bits when both run under `jax.jit`. By default no replacement is exact.
-      required_primitive: A primitive that the function must contain too, such as that of the
-        gradient, if the rewrite is slower without it.
-      applies_in_context: ``(eqn, jaxpr) -> bool``. Decides from the surrounding equations, after
-        `applies` has returned True. The equation's outputs are variables of the jaxpr; its inputs
-        may be variables that replace those of the jaxpr.
-      replace_in_context: ``(eqn, jaxpr) -> Replacement or None``. Used in place of `replace`, by
-        rules that need other variables than the inputs of the equation. None if the rule does not
-        apply.
-      platforms: The platforms that it is for: "cpu", "gpu", "tpu".
-    """
-
-    name: str
-    primitive: core.Primitive
-    applies: Callable[[core.JaxprEqn], bool]
-    replace: Callable[..., Any] | None = None
-    reason: str = ""
-    is_exact: Callable[[core.JaxprEqn], bool] = lambda eqn: False
-    required_primitive: core.Primitive | None = None
-    applies_in_context: Callable[[core.JaxprEqn, core.Jaxpr], bool] = lambda eqn, jaxpr: True
-    replace_in_context: Callable[[core.JaxprEqn, core.Jaxpr], "Replacement | None"] | None = None
-    platforms: tuple[str, ...] = ("cpu",)
-
-
-class Replacement(NamedTuple):
-    """What replaces an equation: a function of variables that are computed before it.
-
-    Attributes:
-      fn: ``(*inputs) -> output``, plain `jax.lax` code, which captures no arrays.
-      inputs: Variables or literals of the jaxpr.
-    """
-
-    fn: Callable[..., Any]
-    inputs: Sequence[Any]
-
-
-class RewriteError(Exception):
-    """A rewrite failed; the message names it and the equation.
-
-    Attributes:
-      rewrite: The rewrite that failed.
-    """
-
-    def __init__(self, rewrite: Rewrite, eqn: core.JaxprEqn, error: Exception) -> None:
-        self.rewrite = rewrite
-        location = describe_location(eqn)
-        super().__init__(f"{rewrite.name}: {error!r}, at {describe_types(eqn)} ({location}).")
-
-
-# The jaxprs of these primitives are called as functions, so an equal function may replace them.
-# Other primitives may use their jaxprs in any way; those jaxprs stay unchanged.
-_CALLS = {
-    primitives.jit_p,
-    primitives.call_p,
-    primitives.closed_call_p,
-    primitives.remat_p,
-    primitives.scan_p,
-    primitives.while_p,
-    primitives.cond_p,
-    primitives.custom_jvp_call_p,
-    primitives.custom_vjp_call_p,
-}
 
 # The calls that may be inlined, and the parameter that holds the called jaxpr.
 _INLINED = {
@@ -97,6 +27,7 @@ _INLINED = {
     primitives.custom_vjp_call_p: "call_jaxpr",
 }
 
+
 # Operations on two arrays, one of which may have axes of length one where the other has not.
 _BROADCASTING = frozenset(
     (
@@ -104,101 +35,6 @@ _BROADCASTING = frozenset(
         *("pow", "rem", "sub"),
     )
 )
-
-
-def is_entered(eqn: core.JaxprEqn) -> bool:
-    """Returns True if the pass also rewrites the jaxprs inside this equation."""
-    # `jax.extend` does not export the primitive of shard_map, so it is recognized by its name.
-    return eqn.primitive in _CALLS or eqn.primitive.name == "shard_map"
-
-
-def select_rewrite(
-    rewrites: Sequence[Rewrite], eqn: core.JaxprEqn, jaxpr: core.Jaxpr, exact_only: bool = False
-) -> Rewrite | None:
-    """Returns the first rewrite that applies to an equation, or None.
-
-    Args:
-      rewrites: The rewrites, in order of precedence.
-      eqn: The equation.
-      jaxpr: The jaxpr that contains the equation.
-      exact_only: Whether to skip rewrites that might change a bit of the result.
-
-    Raises:
-      RewriteError: A rewrite raised.
-    """
-    # The user asked for a certain algorithm, which the replacing operation may not have.
-    if isinstance(eqn.params.get("precision"), lax.DotAlgorithm | lax.DotAlgorithmPreset):
-        return None
-    for rewrite in rewrites:
-        if eqn.primitive is not rewrite.primitive:
-            continue
-        with _rewrite_scope(rewrite, eqn):
-            if not rewrite.applies(eqn) or (exact_only and not rewrite.is_exact(eqn)):
-                continue
-            if not rewrite.applies_in_context(eqn, jaxpr):
-                continue
-            if rewrite.replace or _replacement_in_context(rewrite, eqn, jaxpr):
-                return rewrite
-    return None
-
-
-def _replacement_in_context(
-    rewrite: Rewrite, eqn: core.JaxprEqn, jaxpr: core.Jaxpr
-) -> Replacement | None:
-    in_context = rewrite.replace_in_context
-    return in_context(eqn, jaxpr) if in_context else None
-
-
-def usable_rewrites(jaxpr: Any, rewrites: Sequence[Rewrite]) -> list[Rewrite]:
-    """Returns the rewrites whose required primitive, if they have one, occurs in the jaxpr."""
-    present = {eqn.primitive for eqn, *_ in walk_equations(jaxpr)}
-    return [rewrite for rewrite in rewrites if rewrite.required_primitive in (None, *present)]
-
-
-def describe_types(eqn: core.JaxprEqn) -> str:
-    """Returns an equation's types, such as ``float32[8] -> float32[]``."""
-    return f"{_join_types(eqn.invars)} -> {_join_types(eqn.outvars)}"
-
-
-def _join_types(atoms: Sequence[Any]) -> str:
-    return " ".join(_tree.strong_spec(atom.aval) for atom in atoms)
-
-
-def describe_location(eqn: core.JaxprEqn) -> str:
-    """Returns the layer an equation came from, if it has a name, and its source line."""
-    # Without the folder in front of it, and the function behind it.
-    line = source_info_util.summarize(eqn.source_info).rpartition("/")[2].partition(" ")[0]
-    return "  ".join(filter(None, [str(eqn.source_info.name_stack), line]))
-
-
-def walk_equations(
-    jaxpr: Any, executions: int = 1
-) -> Iterator[tuple[core.JaxprEqn, core.Jaxpr, int]]:
-    """Yields each equation that the pass sees, its jaxpr, and how often one call executes it.
-
-    The body of a scan counts once per iteration. The number of iterations of a `while` is unknown,
-    so its body counts once; so does every branch of a `cond`.
-    """
-    for eqn in jaxpr.eqns:
-        yield eqn, getattr(jaxpr, "jaxpr", jaxpr), executions
-        if is_entered(eqn):
-            is_scan = eqn.primitive is primitives.scan_p
-            inner_executions = executions * eqn.params["length"] if is_scan else executions
-            for inner in core.jaxprs_in_params(eqn.params):
-                yield from walk_equations(inner, inner_executions)
-
-
-@contextlib.contextmanager
-def _rewrite_scope(rewrite: Rewrite, eqn: core.JaxprEqn) -> Iterator[None]:
-    """Raises errors of a rewrite as RewriteError, and turns off the user's strict promotion."""
-    try:
-        with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-            yield
-    except RewriteError:
-        # A later rewrite failed on an equation that this one returned: the error names that one.
-        raise
-    except Exception as error:
-        raise RewriteError(rewrite, eqn, error) from error
 
 
 def rewrite_jaxpr(jaxpr: Any, rewrites: Sequence[Rewrite], exact_only: bool = False) -> Any:
@@ -294,9 +130,10 @@ class _Pass:
         self, eqn: core.JaxprEqn, jaxpr: core.Jaxpr, substitutions: dict[Any, Any]
     ) -> list[core.JaxprEqn]:
         """Returns the equations that replace one, and records its outputs' substitutions."""
-        if rewrite := select_rewrite(self._rewrites, eqn, jaxpr, self._exact_only):
-            with _rewrite_scope(rewrite, eqn):
-                if replacement := _replacement_in_context(rewrite, eqn, jaxpr):
+        if selected := select_rewrite(self._rewrites, eqn, jaxpr, self._exact_only):
+            rewrite, replacement = selected
+            with rewrite_scope(rewrite, eqn):
+                if replacement:
                     inputs = substitute(substitutions, replacement.inputs)
                     with _context(eqn):
                         closed = _trace_replacement(replacement.fn, eqn, inputs)
@@ -467,37 +304,3 @@ def _context(eqn: core.JaxprEqn) -> contextlib.AbstractContextManager[Any]:
     """Returns the jax settings that the equation was traced under, such as the mesh."""
     manager: contextlib.AbstractContextManager[Any] = eqn.ctx.manager
     return manager
-
-
-def find_consumers(var: Any, jaxpr: core.Jaxpr) -> list[core.JaxprEqn]:
-    """Returns the equations that read a variable."""
-    # Literals cannot be hashed or compared with variables, hence the comparison by identity.
-    return [eqn for eqn in jaxpr.eqns if any(atom is var for atom in eqn.invars)]
-
-
-# Kept while the jaxpr lives: rules that look around ask for it at every equation.
-_producers: weakref.WeakKeyDictionary[core.Jaxpr, dict[Any, core.JaxprEqn]] = (
-    weakref.WeakKeyDictionary()
-)
-
-
-def find_producers(jaxpr: core.Jaxpr) -> dict[Any, core.JaxprEqn]:
-    """Returns the equation that computes each variable."""
-    if jaxpr not in _producers:
-        _producers[jaxpr] = {out: eqn for eqn in jaxpr.eqns for out in eqn.outvars}
-    return _producers[jaxpr]
-
-
-def find_producer(atom: Any, jaxpr: core.Jaxpr) -> core.JaxprEqn | None:
-    """Returns the equation that computes an atom; None for an input of the jaxpr or a literal."""
-    return None if isinstance(atom, core.Literal) else find_producers(jaxpr).get(atom)
-
-
-def original_equation(eqn: core.JaxprEqn, jaxpr: core.Jaxpr) -> core.JaxprEqn:
-    """Returns the equation of the jaxpr, whose inputs have not been replaced yet."""
-    return find_producers(jaxpr)[eqn.outvars[0]]
-
-
-def substitute(substitutions: dict[Any, Any], atoms: Sequence[Any]) -> list[Any]:
-    """Returns the atoms with variables replaced; literals, which are not hashable, are kept."""
-    return [a if isinstance(a, core.Literal) else substitutions.get(a, a) for a in atoms]

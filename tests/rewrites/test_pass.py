@@ -16,13 +16,9 @@ from jax.sharding import PartitionSpec as P
 
 from functrain.common._platform import compiling_for
 from functrain.rewrites import _optimize, optimize, resolve_mode
-from functrain.rewrites._frame import (
-    Rewrite,
-    RewriteError,
-    find_consumers,
-    inline_calls,
-    rewrite_jaxpr,
-)
+from functrain.rewrites._equations import find_consumers
+from functrain.rewrites._pass import inline_calls, rewrite_jaxpr
+from functrain.rewrites._rewrite import Rewrite, RewriteError
 
 X = jnp.linspace(0.1, 2.0, 8)
 
@@ -339,7 +335,7 @@ def test_a_rewrite_that_fails_is_left_out_alone(fails: str, rules: Any) -> None:
         jaxpr = jax.make_jaxpr(optimize(fn))(X)
     assert names(jaxpr) == ["cos", "tan"]
     assert [
-        str(w.message).count(r"at float32[8] -> float32[8] (test_frame.py:") for w in warned
+        str(w.message).count(r"at float32[8] -> float32[8] (test_pass.py:") for w in warned
     ] == [1]
 
 

@@ -1,0 +1,163 @@
+"""Questions about equations: what they compute, where they are, and what is around them."""
+
+import math
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core, source_info_util
+from jax.extend.core import primitives
+from jax.sharding import AxisType
+
+from functrain.common import _tree
+
+# The jaxprs of these primitives are called as functions, so an equal function may replace them.
+# Other primitives may use their jaxprs in any way; those jaxprs stay unchanged.
+_CALLS = {
+    primitives.jit_p,
+    primitives.call_p,
+    primitives.closed_call_p,
+    primitives.remat_p,
+    primitives.scan_p,
+    primitives.while_p,
+    primitives.cond_p,
+    primitives.custom_jvp_call_p,
+    primitives.custom_vjp_call_p,
+}
+
+
+def is_entered(eqn: core.JaxprEqn) -> bool:
+    """Returns True if the pass also rewrites the jaxprs inside this equation."""
+    # `jax.extend` does not export the primitive of shard_map, so it is recognized by its name.
+    return eqn.primitive in _CALLS or eqn.primitive.name == "shard_map"
+
+
+def walk_equations(
+    jaxpr: Any, executions: int = 1
+) -> Iterator[tuple[core.JaxprEqn, core.Jaxpr, int]]:
+    """Yields each equation that the pass sees, its jaxpr, and how often one call executes it.
+
+    The body of a scan counts once per iteration. The number of iterations of a `while` is unknown,
+    so its body counts once; so does every branch of a `cond`.
+    """
+    for eqn in jaxpr.eqns:
+        yield eqn, getattr(jaxpr, "jaxpr", jaxpr), executions
+        if is_entered(eqn):
+            is_scan = eqn.primitive is primitives.scan_p
+            inner_executions = executions * eqn.params["length"] if is_scan else executions
+            for inner in core.jaxprs_in_params(eqn.params):
+                yield from walk_equations(inner, inner_executions)
+
+
+def describe_types(eqn: core.JaxprEqn) -> str:
+    """Returns an equation's types, such as ``float32[8] -> float32[]``."""
+    return f"{_join_types(eqn.invars)} -> {_join_types(eqn.outvars)}"
+
+
+def _join_types(atoms: Sequence[Any]) -> str:
+    return " ".join(_tree.strong_spec(atom.aval) for atom in atoms)
+
+
+def describe_location(eqn: core.JaxprEqn) -> str:
+    """Returns the layer an equation came from, if it has a name, and its source line."""
+    # Without the folder in front of it, and the function behind it.
+    line = source_info_util.summarize(eqn.source_info).rpartition("/")[2].partition(" ")[0]
+    return "  ".join(filter(None, [str(eqn.source_info.name_stack), line]))
+
+
+def find_consumers(var: Any, jaxpr: core.Jaxpr) -> list[core.JaxprEqn]:
+    """Returns the equations that read a variable."""
+    # Literals cannot be hashed or compared with variables, hence the comparison by identity.
+    return [eqn for eqn in jaxpr.eqns if any(atom is var for atom in eqn.invars)]
+
+
+# Kept while the jaxpr lives: rules that look around ask for it at every equation.
+_producers: weakref.WeakKeyDictionary[core.Jaxpr, dict[Any, core.JaxprEqn]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def find_producers(jaxpr: core.Jaxpr) -> dict[Any, core.JaxprEqn]:
+    """Returns the equation that computes each variable."""
+    if jaxpr not in _producers:
+        _producers[jaxpr] = {out: eqn for eqn in jaxpr.eqns for out in eqn.outvars}
+    return _producers[jaxpr]
+
+
+def find_producer(atom: Any, jaxpr: core.Jaxpr) -> core.JaxprEqn | None:
+    """Returns the equation that computes an atom; None for an input of the jaxpr or a literal."""
+    return None if isinstance(atom, core.Literal) else find_producers(jaxpr).get(atom)
+
+
+def original_equation(eqn: core.JaxprEqn, jaxpr: core.Jaxpr) -> core.JaxprEqn:
+    """Returns the equation of the jaxpr, whose inputs have not been replaced yet."""
+    return find_producers(jaxpr)[eqn.outvars[0]]
+
+
+def substitute(substitutions: dict[Any, Any], atoms: Sequence[Any]) -> list[Any]:
+    """Returns the atoms with variables replaced; literals, which are not hashable, are kept."""
+    return [a if isinstance(a, core.Literal) else substitutions.get(a, a) for a in atoms]
+
+
+def avals(eqn: core.JaxprEqn) -> list[Any]:
+    """Returns the abstract values (shapes and dtypes) of an equation's inputs and outputs."""
+    return [var.aval for var in (*eqn.invars, *eqn.outvars)]
+
+
+def ndim(var: Any) -> int:
+    """Returns the number of axes of an equation's input or output."""
+    return len(var.aval.shape)
+
+
+def are_floats(*arrays: Any) -> bool:
+    """Returns True if all are real floats of 16 bits or more, of known and positive sizes."""
+    return all(map(_is_float, arrays))
+
+
+def _is_float(x: Any) -> bool:
+    return (
+        jnp.issubdtype(x.dtype, jnp.floating)
+        and x.dtype.itemsize > 1
+        # Without x64, jax cannot make a float64 array, so no replacement could return one.
+        and jax.dtypes.canonicalize_dtype(x.dtype) == x.dtype
+        # A size that is not an int is the symbol of a shape-polymorphic export.
+        and all(isinstance(size, int) and size > 0 for size in x.shape)
+    )
+
+
+def is_sharded(x: Any, except_axis: int | None = None) -> bool:
+    """Returns True if the type of an array shards an axis other than `except_axis`."""
+    sharding = getattr(x, "sharding", None)
+    spec = sharding.spec if sharding is not None else ()
+    return any(name is not None for axis, name in enumerate(spec) if axis != except_axis)
+
+
+def is_sharding_free(params: dict[str, Any]) -> bool:
+    """Returns True if an equation leaves the sharding of its output to the compiler."""
+    sharding = params.get("out_sharding")
+    # Inside shard_map jax sets an `out_sharding` on a mesh without explicit axes; it demands
+    # nothing.
+    return sharding is None or AxisType.Explicit not in sharding.mesh.axis_types
+
+
+def is_zero(atom: Any) -> bool:
+    """Returns True if an input of an equation is the scalar literal 0."""
+    return isinstance(atom, core.Literal) and ndim(atom) == 0 and float(atom.val) == 0
+
+
+def open_jaxpr(jaxpr: Any) -> Any:
+    """Returns the jaxpr inside a ClosedJaxpr, which is the same class since jax 0.12."""
+    return jaxpr if isinstance(jaxpr, core.Jaxpr) else jaxpr.jaxpr
+
+
+def variables(atoms: Sequence[Any]) -> list[Any]:
+    """Returns the atoms that are not literals."""
+    return [atom for atom in atoms if not isinstance(atom, core.Literal)]
+
+
+def nbytes(atom: Any) -> int:
+    """Returns the bytes of a variable or literal."""
+    size: int = math.prod(atom.aval.shape) * atom.aval.dtype.itemsize
+    return size
