@@ -197,7 +197,9 @@ def memory(
 
     Returns:
       A `Memory` with numbers of bytes; print it for a table. For a target, and for an accelerator
-      of this machine, it also says whether that fits, and what to do if it does not.
+      of this machine, it also says whether that fits, and what to do if it does not. On CPU with
+      jaxlib 0.10, a fit may take one copy of the largest param more: YNNPACK copies an operand of
+      a matrix product into memory that the compiler does not report.
 
     Raises:
       ValueError: `fuse` is below 1, or the batch does not divide over the devices.

@@ -243,7 +243,9 @@ def test_a_fit_takes_what_was_said(width: int, how: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     said, grown = map(int, done.stdout.split())
-    assert 0.97 * said < grown < 1.1 * said
+    # YNNPACK of jaxlib 0.10 copies an operand of a product, which the compiler does not report.
+    packed = 4 * width**2 if jax.__version_info__ < (0, 11) else 0
+    assert 0.97 * said < grown < 1.1 * said + packed
 
 
 ONE_BUFFER = (
