@@ -69,8 +69,10 @@ test-tpu test-cuda: test-%: .venv-%/.ready
 smoke: $(READY)
 	$(PYTEST) -m smoke tests
 
-# With a development version, as in HEAD=git+https://github.com/keras-team/keras; VENV= keeps it apart.
+# With a development version, as in HEAD=git+https://github.com/jax-ml/jax or HEAD=keras-nightly, whose
+# files are in the place of Keras's; VENV= keeps it apart.
 smoke-head: $(READY)
+	$(if $(filter keras%,$(HEAD)),$(BIN)/python -m pip uninstall --quiet --yes keras)
 	$(BIN)/python -m pip install --quiet "$(HEAD)"
 	$(PYTEST) -m smoke tests
 
@@ -91,20 +93,23 @@ docs: $(READY)
 guides: $(READY)
 	$(BIN)/python docs/_ext/full_runs.py $(ARGS)
 
+# ARGS=--update writes into benchmarks/results instead of benchmarks/output, and says at the end which
+# figures of the pages have changed.
 bench: $(READY)
-	$(BIN)/python -m benchmarks $(ARGS)
-	$(BIN)/python -m benchmarks.saving
-	$(BIN)/python -m benchmarks.logging
-	$(BIN)/python -m benchmarks.population
-	$(BIN)/python -m benchmarks.predict $(filter --quick,$(ARGS)) $(PEERS)
+	$(BIN)/python -m benchmarks $(ARGS) $(PEERS)
+	$(BIN)/python -m benchmarks.predict $(filter --quick --update,$(ARGS)) $(PEERS)
+	$(BIN)/python -m benchmarks.population $(filter --quick --update,$(ARGS))
+	$(BIN)/python -m benchmarks.first_step $(filter --quick --update,$(ARGS))
+	$(BIN)/python -m benchmarks.saving $(filter --update,$(ARGS))
+	$(BIN)/python -m benchmarks.logging $(filter --update,$(ARGS))
+	$(if $(filter --update,$(ARGS)),$(BIN)/python -m benchmarks.figures)
 
 # Those whose environments have been made: see bench-peers.
-PEERS = $(foreach peer,tensorflow torch,$(if $(wildcard .venv-$(peer)/.ready),--python $(peer)=.venv-$(peer)/bin/python))
+PEERS = $(foreach peer,tensorflow torch keras-head,$(if $(wildcard .venv-$(peer)/.ready),--python $(peer)=.venv-$(peer)/bin/python))
 
-# Keras on TensorFlow and on torch, in environments of their own.
-bench-peers: $(READY) .venv-tensorflow/.ready .venv-torch/.ready
-	$(BIN)/python -m benchmarks --python tensorflow=.venv-tensorflow/bin/python \
-	  --python torch=.venv-torch/bin/python --output benchmarks/output/peers $(ARGS)
+# With PyTorch, Keras on TensorFlow and on torch, and Keras's next release, in environments of their own.
+bench-peers: $(READY) .venv-tensorflow/.ready .venv-torch/.ready .venv-keras-head/.ready
+	$(MAKE) bench
 
 # On a machine with a GPU, and jax for it; ARGS=--quick runs anywhere.
 bench-gpu: $(READY)
@@ -118,7 +123,7 @@ bench-targets: .venv-tpu/.ready .venv-cuda/.ready
 bench-hub: .venv-hub/.ready
 	.venv-hub/bin/python -m benchmarks.applications --set hub $(ARGS)
 
-.venv-tensorflow/.ready .venv-torch/.ready .venv-adapters/.ready .venv-ray/.ready .venv-hub/.ready: .venv-%/.ready:
+.venv-tensorflow/.ready .venv-torch/.ready .venv-keras-head/.ready .venv-adapters/.ready .venv-ray/.ready .venv-hub/.ready: .venv-%/.ready:
 	$(PYTHON) -m venv --clear .venv-$*
 	.venv-$*/bin/python -m pip install --quiet --constraint constraints.txt $(IN_$*)
 	@touch $@
@@ -141,6 +146,7 @@ bench-hub: .venv-hub/.ready
 
 IN_tensorflow := keras tensorflow-cpu
 IN_torch := keras torch
+IN_keras-head := keras-nightly jax
 IN_adapters := --editable '.[test,wandb,optuna]' keras-hub torch torchdata nbclient ipykernel # keras-hub brings TensorFlow
 IN_ray := --editable '.[test]' 'ray[train]'
 IN_hub := --editable '.[plot]' keras-hub # brings TensorFlow, which it imports

@@ -26,7 +26,6 @@ from benchmarks.driver import Backends, measure
 from benchmarks.ways import WAYS, Way
 from benchmarks.workloads import WORKLOADS, Workload
 
-OUTPUT = pathlib.Path(__file__).parent / "output"
 BIG_ROUNDS = 3
 
 
@@ -38,17 +37,17 @@ class Suite(NamedTuple):
       description: The description of the command for `--help`.
       ways: The ways, by name.
       workloads: The workloads that are measured by default, by name.
-      output: The folder for the results.
+      results: The name of its files, without suffix.
     """
 
     name: str
     description: str | None
     ways: Mapping[str, Way]
     workloads: Mapping[str, Workload]
-    output: pathlib.Path
+    results: str
 
 
-TRAINING = Suite("benchmarks", __doc__, WAYS, WORKLOADS, OUTPUT)
+TRAINING = Suite("benchmarks", __doc__, WAYS, WORKLOADS, "results")
 # The kernels of different ways round differently, so the losses of equal work may differ, but only
 # little in a first epoch. Larger relative differences than this one are reported.
 DISAGREE = 0.02
@@ -56,13 +55,11 @@ DISAGREE = 0.02
 
 def main(arguments: Sequence[str] | None = None, suite: Suite | None = None) -> int:
     """Runs the command line; returns the exit status."""
-    args = parse(arguments, suite or TRAINING)
-    console = Console()
-    if not console.is_terminal:
-        # In a log file rich assumes 80 columns, which are too few for the tables.
-        console = Console(width=110)
+    suite = suite or TRAINING
+    args = parse(arguments, suite)
+    console = report.console()
     args.output.mkdir(parents=True, exist_ok=True)
-    results: dict[str, Any] = {"machine": report.machine(), "versions": {}}
+    results: dict[str, Any] = {**report.about(), "versions": {}}
     results |= {"rounds": args.rounds, "results": []}
     with Backends(args.pythons) as backends, console.status("starting") as status:
         for workload in args.workloads:
@@ -76,8 +73,8 @@ def main(arguments: Sequence[str] | None = None, suite: Suite | None = None) -> 
             console.print(report.table(results["results"][-1]))
             warn(console, results["results"][-1])
             # The files are written after each workload, so an interrupt loses only one of them.
-            write(results, args.output)
-    console.print(f"wrote results.json, results.md and results.png to {args.output}")
+            write(results, args.output / suite.results)
+    console.print(f"wrote {suite.results}.json, .md and .png to {args.output}")
     return int(any(way["error"] for r in results["results"] for way in r["ways"].values()))
 
 
@@ -106,11 +103,11 @@ def why(result: dict[str, Any]) -> str:
     return "Is it equal work?"
 
 
-def write(results: dict[str, Any], folder: pathlib.Path) -> None:
-    """Writes results.json, results.md and results.png."""
-    (folder / "results.json").write_text(json.dumps(results, indent=1) + "\n")
-    (folder / "results.md").write_text(report.markdown(results))
-    report.draw(results, folder / "results.png")
+def write(results: dict[str, Any], path: pathlib.Path) -> None:
+    """Writes the results as JSON, as a table and as a picture, to the path with a suffix each."""
+    path.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n")
+    path.with_suffix(".md").write_text(report.markdown(results))
+    report.draw(results, path.with_suffix(".png"))
 
 
 def parse(arguments: Sequence[str] | None, suite: Suite = TRAINING) -> argparse.Namespace:
@@ -126,13 +123,13 @@ def parse(arguments: Sequence[str] | None, suite: Suite = TRAINING) -> argparse.
     parser.add_argument("--ways", help="comma-separated; see below")
     parser.add_argument("--rounds", type=int, help="default 5")
     parser.add_argument("--steps", type=int, help="per call, in place of each workload's own")
-    parser.add_argument("--output", type=pathlib.Path, default=suite.output)
+    report.add_output(parser)
     parser.add_argument(
         "--python",
         action="append",
         default=[],
-        metavar="BACKEND=PATH",
-        help="the interpreter of a peer's environment (tensorflow or torch, keras, numpy)",
+        metavar="ENVIRONMENT=PATH",
+        help="the interpreter of another environment: tensorflow, torch or keras-head",
     )
     args = parser.parse_args(arguments)
     args.pythons = {"jax": sys.executable, **dict(item.split("=", 1) for item in args.python)}
@@ -140,7 +137,7 @@ def parse(arguments: Sequence[str] | None, suite: Suite = TRAINING) -> argparse.
     small = [name for name, workload in suite.workloads.items() if workload.quick]
     default = small if args.quick else list(suite.workloads)
     args.workloads = _chosen(parser, WORKLOADS, args.workloads, default)
-    runnable = [name for name, way in suite.ways.items() if way.backend in args.pythons]
+    runnable = [name for name, way in suite.ways.items() if way.environment in args.pythons]
     args.ways = _chosen(parser, suite.ways, args.ways, runnable)
     _require_pythons(parser, args.ways, args.pythons)
     return args
@@ -162,9 +159,9 @@ def _chosen(
 def _require_pythons(
     parser: argparse.ArgumentParser, ways: list[Way], pythons: dict[str, str]
 ) -> None:
-    missing = {way.backend for way in ways} - set(pythons)
+    missing = {way.environment for way in ways} - set(pythons)
     if missing:
-        parser.error(f"name the interpreter of {', '.join(missing)} with --python BACKEND=PATH")
+        parser.error(f"name the interpreter of {', '.join(missing)} with --python ENVIRONMENT=PATH")
 
 
 if __name__ == "__main__":

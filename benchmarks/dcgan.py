@@ -4,6 +4,9 @@ import importlib.util
 import pathlib
 from typing import Any
 
+import bridge
+from benchmarks.workloads import draw_kernels
+
 EXAMPLE = pathlib.Path(__file__).parents[1] / "examples" / "dcgan.py"
 
 
@@ -15,6 +18,10 @@ def make() -> tuple[Any, Any]:
     example = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)
     nets, txs, states = example.create()
+    for name, net in nets.items():
+        # Kernels that other libraries can draw, too.
+        draw_kernels(net)
+        states[name] = bridge.create_state(net, txs[name], rng=states[name].rng)
     gan_step = example.gan_step(nets, txs)
 
     def step(states: Any, batch: Any) -> tuple[Any, Any]:

@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Self
 
-from benchmarks.ways import Way
+from benchmarks.ways import KERAS_BACKENDS, Way
 from benchmarks.worker import Line
 from benchmarks.workloads import Workload
 
@@ -44,10 +44,10 @@ class Measured:
 
 
 class Backends:
-    """The worker process of each Keras backend, started when it is first used.
+    """The worker process of each environment, started when it is first used.
 
     Args:
-      pythons: The Python interpreter of each backend's environment.
+      pythons: The Python interpreter of each environment.
     """
 
     def __init__(self, pythons: Mapping[str, str]) -> None:
@@ -74,20 +74,22 @@ class Backends:
 
     def start(self, way: Way, workload: Workload, steps: int | None) -> Line:
         """Returns a connection to a new process that prepares the way."""
-        if way.backend not in self._workers:
-            self._workers[way.backend] = self._launch(way.backend)
-        _, line = self._workers[way.backend]
+        if way.environment not in self._workers:
+            self._workers[way.environment] = self._launch(way.environment)
+        _, line = self._workers[way.environment]
         line.send(way=way.name, workload=workload.name, steps=steps)
         return self._accept()
 
-    def _launch(self, backend: str) -> tuple[subprocess.Popen[bytes], Line]:
+    def _launch(self, environment: str) -> tuple[subprocess.Popen[bytes], Line]:
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-        quiet = {"TF_CPP_MIN_LOG_LEVEL": "3"}
-        env = {**os.environ, **quiet, "KERAS_BACKEND": backend, "PYTHONPATH": path}
-        command = [self._pythons[backend], "-m", "benchmarks.worker", self._address]
-        process = subprocess.Popen(command, env=env, cwd=ROOT)
+        backend = KERAS_BACKENDS.get(environment, environment)
+        # Without PyTorch's cache of compiled functions on disk, whose time would not be measured.
+        settings = {"TF_CPP_MIN_LOG_LEVEL": "3", "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
+        env = {**os.environ, **settings, "KERAS_BACKEND": backend, "PYTHONPATH": path}
+        command = [self._pythons[environment], "-m", "benchmarks.worker"]
+        process = subprocess.Popen([*command, self._address, environment], env=env, cwd=ROOT)
         line = self._accept()
-        self.versions[backend] = line.receive()["versions"]
+        self.versions[environment] = line.receive()["versions"]
         return process, line
 
     def _accept(self) -> Line:

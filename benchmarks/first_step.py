@@ -18,11 +18,13 @@ import tempfile
 import time
 from collections.abc import Sequence
 
-from rich.console import Console
 from rich.table import Table
+
+from benchmarks import report
 
 ROOT = pathlib.Path(__file__).parents[1]
 STEPS = 8
+WORKLOADS = "digits-mlp,mnist-convnet,residual"
 PARTS = ("import", "build", "first steps")
 
 # The code of each way: its imports, the building of the model, and an epoch of training.
@@ -61,11 +63,15 @@ print(json.dumps([times[0] - began, *times[1:]]))
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status."""
     parser = argparse.ArgumentParser("benchmarks.first_step", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--workloads", default="digits-mlp,mnist-convnet,residual")
+    parser.add_argument("--rounds", type=int, help="default 5")
+    parser.add_argument("--quick", action="store_true", help="one round of the smallest workload")
+    parser.add_argument("--workloads", help=f"comma-separated; default {WORKLOADS}")
+    report.add_output(parser)
     args = parser.parse_args(arguments)
-    for workload in args.workloads.split(","):
-        Console(width=110).print(table(workload, measured(workload, args.rounds)))
+    workloads = args.workloads or ("digits-mlp" if args.quick else WORKLOADS)
+    rounds = args.rounds or (1 if args.quick else 5)
+    tables = [table(name, measured(name, rounds)) for name in workloads.split(",")]
+    report.publish("first_step", tables, args.output)
     return 0
 
 
@@ -120,13 +126,13 @@ def table(workload: str, durations: dict[tuple[str, bool], list[list[float]]]) -
     for column in ("way", "cache", *(f"{part}, s" for part in PARTS), "sum, s", "relative"):
         table.add_column(column, no_wrap=True)
     for (way, cache), rounds in durations.items():
-        cells = [f"{statistics.median(part):.2f}" for part in list(zip(*rounds, strict=True))[:3]]
+        cells = [f"{statistics.median(part):.1f}" for part in list(zip(*rounds, strict=True))[:3]]
         sums, other = (
             [sum(r[:3]) for r in rows] for rows in (rounds, durations["keras-fit", cache])
         )
         ratio = statistics.median(a / b for a, b in zip(sums, other, strict=True))
         total = statistics.median(sums)
-        table.add_row(way, "yes" if cache else "no", *cells, f"{total:.2f}", f"{ratio:.2f}")
+        table.add_row(way, "yes" if cache else "no", *cells, f"{total:.1f}", f"{ratio:.2f}")
     return table
 
 

@@ -14,13 +14,13 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 # The workloads import Keras, which reads the backend when it is imported.
 os.environ.setdefault("KERAS_BACKEND", "jax")
 
 import functrain as ft
+from benchmarks import report
 from benchmarks.jax_ways import functrain_parts
 from benchmarks.workloads import WORKLOADS
 
@@ -36,9 +36,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--epochs", type=int, default=EPOCHS, help="of a round")
+    report.add_output(parser)
     args = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
-        Console().print(measured(pathlib.Path(folder), args.rounds, args.epochs))
+        table = measured(pathlib.Path(folder), args.rounds, args.epochs)
+    report.publish("logging", [table], args.output)
     return 0
 
 
@@ -91,7 +93,7 @@ def measured(folder: pathlib.Path, rounds: int, epochs: int) -> Table:
         for kind in (0, 1):
             values, without = ([round[kind] for round in of] for of in (both, durations["none"]))
             ratio = statistics.median(a / b for a, b in zip(values, without, strict=True))
-            cells += [f"{1e6 * statistics.median(values) / steps:.1f}", f"{ratio:.3f}"]
+            cells += [f"{1e6 * statistics.median(values) / steps:.0f}", f"{ratio:.2f}"]
         table.add_row(name, *cells)
     return table
 

@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 # The workloads import Keras, which reads the backend when it is imported.
@@ -29,6 +28,7 @@ import jax.numpy as jnp
 import keras
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
+from benchmarks import report
 from benchmarks.jax_ways import adam
 from benchmarks.workloads import WORKLOADS, Workload
 
@@ -46,15 +46,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--quick", action="store_true", help="fewer and smaller workloads")
+    report.add_output(parser)
     args = parser.parse_args(arguments)
     # One of the ways divides the members among several CPU devices.
     jax.config.update("jax_num_cpu_devices", DEVICES)
+    tables = []
     for name, members, steps in QUICK if args.quick else CASES:
-        table = Table(f"{members} × {name}", "µs / member-step", "relative")
+        title = f"{members} × {name}"
+        table = Table("way", "µs / member-step", "relative", title=title)
         rows = measured(WORKLOADS[name], members, steps, 2 if args.quick else args.rounds)
         for way, (microseconds, ratio) in rows.items():
-            table.add_row(way, f"{microseconds:.1f}", f"{ratio:.2f}")
-        Console().print(table)
+            table.add_row(way, report.milliseconds(microseconds / 1e3), f"{ratio:.2f}")
+        tables.append(table)
+    report.publish("population", tables, args.output)
     return 0
 
 

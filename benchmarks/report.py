@@ -1,16 +1,69 @@
-"""Reports of the results: tables and a plot."""
+"""Reports of the results: tables, files and a plot."""
 
+import argparse
+import datetime
+import importlib.metadata
+import json
 import math
 import os
 import pathlib
 import platform
 import statistics
+from collections.abc import Sequence
 from typing import Any
 
+from rich.console import Console
 from rich.table import Table
+
+ROOT = pathlib.Path(__file__).parent
+OUTPUT, RESULTS = ROOT / "output", ROOT / "results"
 
 # The contents of results.json; see README.md.
 Results = dict[str, Any]
+
+
+def about() -> dict[str, Any]:
+    """Returns the date, the version of functrain, and the machine of a measurement."""
+    return {
+        "date": datetime.date.today().isoformat(),
+        "functrain": importlib.metadata.version("functrain"),
+        "machine": machine(),
+        "jax": importlib.metadata.version("jax"),
+    }
+
+
+def add_output(parser: argparse.ArgumentParser) -> None:
+    """Adds the options that choose the folder of the results."""
+    folder: dict[str, Any] = {"dest": "output", "default": OUTPUT}
+    parser.add_argument("--output", type=pathlib.Path, help="the folder of the results", **folder)
+    parser.add_argument(
+        "--update",
+        action="store_const",
+        const=RESULTS,
+        help="write into benchmarks/results, whose figures the pages quote",
+        **folder,
+    )
+
+
+def publish(name: str, tables: Sequence[Table], folder: pathlib.Path) -> None:
+    """Prints tables, and writes their cells into `name`.json."""
+    written = []
+    for table in tables:
+        console().print(table)
+        columns = [list(column.cells) for column in table.columns]
+        header = [str(column.header) for column in table.columns]
+        rows = [list(row) for row in zip(*columns, strict=True)]
+        written.append({"title": str(table.title or ""), "columns": header, "rows": rows})
+    folder.mkdir(parents=True, exist_ok=True)
+    results = {**about(), "tables": written}
+    (folder / f"{name}.json").write_text(json.dumps(results, indent=1) + "\n")
+
+
+def console() -> Console:
+    """Returns a console that is wide enough for the tables."""
+    console = Console()
+    # In a log file rich assumes 80 columns.
+    return console if console.is_terminal else Console(width=110)
 
 
 def machine() -> dict[str, Any]:
@@ -95,23 +148,34 @@ def markdown(results: Results) -> str:
         "|---|" + "---:|" * len(names),
     ]
     for result in results["results"]:
-        cells = [_cell(result["ways"], name) for name in names]
+        cells = [cell(result["ways"], name) for name in names]
         lines.append(f"| {result['workload']} ({result['batch']}) | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
 def _sentence(results: Results) -> str:
     m = results["machine"]
-    versions = {k: v for installed in results["versions"].values() for k, v in installed.items()}
-    listed = ", ".join(f"{name} {version}" for name, version in versions.items())
+    listed = ", ".join(_versions(results["versions"]))
     return (
         f"ms a step, median of {results['rounds']} rounds (big nets: fewer), in brackets the speed "
-        f"relative to Keras on JAX (or jit-loop). {m['cpu']}, {m['cores']} cores, {m['system']}, "
-        f"Python {m['python']}, {listed}."
+        f"relative to Keras on JAX (or jit-loop). {results['date']}, {m['cpu']}, {m['cores']} "
+        f"cores, {m['system']}, Python {m['python']}, functrain {results['functrain']}, {listed}."
     )
 
 
-def _cell(ways: dict[str, Any], name: str) -> str:
+def _versions(environments: dict[str, dict[str, str]]) -> list[str]:
+    """Returns each version once; where two environments differ, the second one is named."""
+    first: dict[str, str] = {}
+    others = []
+    for environment, installed in environments.items():
+        for name, version in installed.items():
+            if first.setdefault(name, version) != version:
+                others.append(f"{name}@{environment} {version}")
+    return [*(f"{name} {version}" for name, version in first.items()), *others]
+
+
+def cell(ways: dict[str, Any], name: str) -> str:
+    """Returns the milliseconds and the relative speed of a way, in bold if it is the fastest."""
     if name not in ways:
         return ""
     if ways[name]["error"]:

@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 # The workloads import Keras, which reads the backend when it is imported.
@@ -30,6 +29,7 @@ import optax
 from orbax.checkpoint import v1 as ocp
 
 import functrain as ft
+from benchmarks import report
 from benchmarks.jax_ways import functrain_parts
 from benchmarks.workloads import WORKLOADS
 
@@ -50,17 +50,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--memory", action="store_true", help="measure peaks, not times")
     # With --memory the script starts itself with --peak, in a new process for each measurement.
     parser.add_argument("--peak", choices=PEAKS, help=argparse.SUPPRESS)
+    report.add_output(parser)
     args = parser.parse_args(arguments)
     if args.peak:
         print(peak(args.peak))
         return 0
-    console = Console()
     if args.memory:
-        console.print(peaks())
+        report.publish("saving-memory", [peaks()], args.output)
         return 0
     with tempfile.TemporaryDirectory(dir=args.folder, ignore_cleanup_errors=True) as folder:
-        console.print(small_run(pathlib.Path(folder)))
-        console.print(large_state(pathlib.Path(folder), args.gigabytes))
+        tables = [
+            small_run(pathlib.Path(folder)),
+            large_state(pathlib.Path(folder), args.gigabytes),
+        ]
+    report.publish("saving", tables, args.output)
     return 0
 
 

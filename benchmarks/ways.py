@@ -11,6 +11,12 @@ from typing import Any
 
 HAS_BAR = ("digits-mlp", "mnist-mlp", "mnist-convnet")
 HAS_FLAX = ("digits-mlp", "mnist-mlp", "tabular-mlp", "mnist-convnet")
+HAS_TORCH = (
+    *("digits-mlp", "mnist-mlp", "tabular-mlp", "lstm", "transformer", "mnist-convnet"),
+    *("residual", "separable", "dcgan", "mobilenet-v2", "resnet50"),
+)
+# The environments whose name is not the Keras backend that they use.
+KERAS_BACKENDS = {"keras-head": "jax"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,10 +24,12 @@ class Way:
     """One way of training or predicting.
 
     Attributes:
-      name: The name on the command line, ``name@backend`` for backends other than JAX.
+      name: The name on the command line, ``name@environment`` for ways of Keras in other
+        environments.
       where: "module:function", imported only in the process that runs the way.
       label: One line for `--help`.
-      backend: The Keras backend that the way runs on.
+      environment: The environment that the way runs in. Its name is that of the Keras backend, or
+        one of `KERAS_BACKENDS`.
       big: True if the way is also measured with big workloads, despite their compile time.
       bar: True if the way shows a progress bar, whose cost matters if steps are short.
     """
@@ -29,7 +37,7 @@ class Way:
     name: str
     where: str
     label: str
-    backend: str = "jax"
+    environment: str = "jax"
     big: bool = True
     bar: bool = False
 
@@ -42,6 +50,8 @@ class Way:
         """Returns True if the way can run the workload."""
         if self.where.startswith("benchmarks.flax_ways"):
             return workload.name in HAS_FLAX
+        if self.where.startswith("benchmarks.torch_ways"):
+            return workload.name in HAS_TORCH
         if self.bar and workload.name not in HAS_BAR:
             return False
         needs_keras = "keras" in self.name or self.name.startswith("bridge-fit") or self.predicts
@@ -56,6 +66,7 @@ class Way:
 
 
 _JAX, _FLAX, _KERAS = "benchmarks.jax_ways", "benchmarks.flax_ways", "benchmarks.keras_ways"
+_TORCH = "benchmarks.torch_ways"
 _ALL = [
     Way("functrain-fit", f"{_JAX}:functrain_fit", "functrain.fit, end to end"),
     Way("functrain-fused", f"{_JAX}:functrain_fused", "functrain.fuse, chunks on the device"),
@@ -84,6 +95,15 @@ _ALL = [
         big=False,
     ),
     Way("keras-fit@torch", f"{_KERAS}:keras_fit", "Keras fit on torch", "torch"),
+    Way("torch-eager", f"{_TORCH}:torch_eager", "plain PyTorch, fused Adam", "torch"),
+    Way("torch-compile", f"{_TORCH}:torch_compile", "the same, torch.compile", "torch"),
+    Way(
+        "keras-fit-32@keras-head",
+        f"{_KERAS}:keras_fit_32",
+        "Keras's next release on JAX, steps_per_execution=32, which it scans",
+        "keras-head",
+        big=False,
+    ),
 ]
 WAYS = {way.name: way for way in _ALL}
 

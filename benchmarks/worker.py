@@ -1,8 +1,8 @@
-"""The worker process of a Keras backend, which imports it once and forks for each way.
+"""The worker process of an environment, which imports Keras once and forks for each way.
 
 Every way runs in its own process, so its peak memory and compilations are not mixed with those of
 other ways. The processes stay alive while others are measured, so that rounds can be interleaved.
-Messages are lines of JSON over a Unix socket, because each backend has its own environment.
+Messages are lines of JSON over a Unix socket, because each environment has its own interpreter.
 """
 
 import contextlib
@@ -50,14 +50,14 @@ def connect(address: str) -> Line:
     return Line(connection)
 
 
-def main(address: str) -> None:
+def main(address: str, environment: str) -> None:
     """Imports the backend, then forks a child for each order of the driver."""
     backend = os.environ["KERAS_BACKEND"]
     from benchmarks import ways, workloads  # noqa: F401
 
     # Importing takes most of the start of a process, so it is done before the fork. The imports
     # must not use a device, because JAX's threads would not survive the fork.
-    if backend == "jax":
+    if environment == "jax":
         from benchmarks import flax_ways  # noqa: F401
     # Finished children are removed without a call of `wait`.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
@@ -70,7 +70,7 @@ def main(address: str) -> None:
 
 
 def _version(name: str) -> str:
-    names = (name, f"{name}-cpu", f"{name}_cpu")
+    names = (name, f"{name}-cpu", f"{name}_cpu", f"{name}-nightly")
     for distribution in names:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             return importlib.metadata.version(distribution)
@@ -116,4 +116,4 @@ def _timed(run: Any) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

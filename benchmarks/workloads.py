@@ -68,8 +68,13 @@ def draw_kernels(model: keras.Model) -> None:
     for variable in model.trainable_variables:
         shape = tuple(variable.shape)
         if len(shape) >= 2:
-            scale = np.float32(np.prod(shape[:-1]) ** -0.5)
-            variable.assign(scale * rng.standard_normal(shape, dtype=np.float32))
+            variable.assign(drawn_kernel(rng, shape))
+
+
+def drawn_kernel(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    """Returns a normal kernel of Keras's shape, whose variance is one over its inputs."""
+    scale = np.float32(np.prod(shape[:-1]) ** -0.5)
+    return scale * rng.standard_normal(shape, dtype=np.float32)
 
 
 def noise(*shape: int, classes: int = 10, labels: tuple[int, ...] = ()) -> Callable[[int], Arrays]:

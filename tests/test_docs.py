@@ -1,7 +1,6 @@
 """What the pages say: their code runs as it stands, and all that they name is there."""
 
 import contextlib
-import itertools
 import os
 import pathlib
 import re
@@ -161,20 +160,6 @@ def test_every_public_name_that_is_written_exists(page: pathlib.Path) -> None:
 def test_the_index_lists_every_page() -> None:
     linked = set(re.findall(r"\]\(([\w-]+\.md)\)", (DOCS / "index.md").read_text()))
     assert linked == {page.name for page in DOCS.glob("*.md")} - {"index.md"}
-
-
-def rows(page: pathlib.Path) -> list[list[str]]:
-    return [re.split(r"\s*\|\s*", line.strip("| ")) for line in page.read_text().splitlines()]
-
-
-def test_the_speeds_of_the_readme_are_those_of_the_measurements() -> None:
-    measured = (ROOT / "benchmarks/results").glob("results*.md")
-    cells = {cell.strip("*") for page in measured for row in rows(page) for cell in row}
-    pages = README, DOCS / "performance.md"
-    for page, workload in itertools.product(pages, ["(32)", "(16)", "(64)"]):
-        found = [row for row in rows(page) if row[0].endswith(workload)]
-        for row in found:
-            assert {cell.strip("*") for cell in row[1:] if cell} <= cells, row
 
 
 def test_a_block_that_fails_is_seen(tmp_path: pathlib.Path) -> None:
