@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from benchmarks.report import RESULTS, Results, cell, milliseconds
 
 ROOT = pathlib.Path(__file__).parents[1]
-PAGES = ("README.md", "docs/index.md", "docs/performance.md")
+PAGES = ("README.md", "docs/index.md", "docs/performance.md", "docs/comparison.md")
 MARK = re.compile(r"<!-- figures: (\S+) -->")
 NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?")
 ROW = re.compile(r"\| (\S+) \((\d+)\) \|")

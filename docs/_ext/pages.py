@@ -28,7 +28,7 @@ SHOWN = {  # files outside docs/, and the pages that show them
 }
 CONTENTS = {  # the captions of the sidebar, and the pages under each
     "Using functrain": "getting-started training keras checkpoints devices accelerators "
-    "populations performance migrating",
+    "populations performance comparison migrating",
     "Guides": "guides/mnist guides/from_scratch guides/customize_fit guides/optax_in_keras "
     "guides/flax_model guides/eager_jit_fused guides/resume guides/several_hosts "
     "guides/will_it_fit guides/sweep guides/lora guides/ensemble guides/vae guides/distillation "
