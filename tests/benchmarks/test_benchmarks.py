@@ -9,7 +9,10 @@ import sys
 import pytest
 from rich.console import Console
 
+import functrain
 from benchmarks.__main__ import warn
+from benchmarks.report import _versions
+from benchmarks.ways import HAS_TORCH
 
 ROOT = pathlib.Path(__file__).parents[2]
 STEPS = 8
@@ -29,7 +32,8 @@ def bench(
         timeout=300,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    return json.loads((folder / "results.json").read_text())
+    (path,) = folder.glob("*.json")
+    return json.loads(path.read_text())
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +43,8 @@ def results(tmp_path_factory):
 
 
 def test_results_tell_the_machine_the_versions_and_every_way(results) -> None:
+    assert results["date"]
+    assert results["functrain"] == functrain.__version__
     assert set(results["machine"]) == {"cpu", "cores", "system", "python"}
     assert set(results["versions"]["jax"]) == {"keras", "jax", "numpy"}
     (result,) = results["results"]
@@ -56,6 +62,12 @@ def test_a_table_and_a_picture_are_written(results) -> None:
     assert (results["folder"] / "results.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_versions_that_differ_between_environments_are_told_apart() -> None:
+    jax, head = {"keras": "3.15.1", "jax": "0.12.0.1"}, {"keras": "3.16.0", "jax": "0.12.0.1"}
+    told = _versions({"jax": jax, "keras-head": head})
+    assert told == ["keras 3.15.1", "jax 0.12.0.1", "keras@keras-head 3.16.0"]
+
+
 def test_all_ways_do_equal_work(results) -> None:
     ways = results["results"][0]["ways"]
     expected = ways["jit-loop"]["losses"]
@@ -69,11 +81,31 @@ def test_all_ways_of_the_small_nets_do_equal_work(workload, tmp_path) -> None:
     from benchmarks.ways import WAYS
     from benchmarks.workloads import WORKLOADS
 
-    can = [w.name for w in WAYS.values() if w.backend == "jax" and w.can(WORKLOADS[workload])]
+    can = [w.name for w in WAYS.values() if w.environment == "jax" and w.can(WORKLOADS[workload])]
     (result,) = bench(tmp_path, workload, ",".join(can))["results"]
     first = result["ways"]["jit-loop"]["losses"][0]
     for way in result["ways"].values():  # one call only: rounding grows from step to step
         assert way["losses"][0] == pytest.approx(first, rel=1e-4)
+
+
+@pytest.mark.adapters
+@pytest.mark.parametrize("workload", sorted({*HAS_TORCH} - {"dcgan"}))
+def test_plain_pytorch_does_equal_work(workload, tmp_path) -> None:
+    ways = ["torch-eager", "keras-fit@torch"]
+    if workload == "digits-mlp":  # compiling takes long
+        ways.append("torch-compile")
+    arguments = ["--python", f"torch={sys.executable}", "--steps", "1"]
+    (result,) = bench(tmp_path, workload, ",".join(ways), *arguments)["results"]
+    losses = [way["losses"][0] for way in result["ways"].values()]
+    assert losses == pytest.approx([losses[0]] * len(ways), rel=1e-4)
+
+
+@pytest.mark.adapters
+def test_the_dcgan_of_pytorch_has_the_losses_of_the_example(tmp_path) -> None:
+    arguments = ["--python", f"torch={sys.executable}", "--steps", "1"]
+    (result,) = bench(tmp_path, "dcgan", "torch-eager,jit-loop", *arguments)["results"]
+    ours, theirs = (result["ways"][way]["losses"][0] for way in ("jit-loop", "torch-eager"))
+    assert theirs == pytest.approx(ours, rel=0.02)  # other random numbers
 
 
 @pytest.mark.long
@@ -81,7 +113,7 @@ def test_all_ways_of_the_small_nets_do_equal_work(workload, tmp_path) -> None:
 def test_all_ways_predict_the_same(workload, tmp_path) -> None:
     from benchmarks.ways import PREDICTING
 
-    ways = ",".join(way.name for way in PREDICTING.values() if way.backend == "jax")
+    ways = ",".join(way.name for way in PREDICTING.values() if way.environment == "jax")
     (result,) = bench(tmp_path, workload, ways, module="benchmarks.predict")["results"]
     first = result["ways"]["jit-predict"]["losses"][0]
     for way in result["ways"].values():
@@ -133,7 +165,7 @@ def test_a_peer_needs_its_interpreter(capsys) -> None:
 
     with pytest.raises(SystemExit):
         parse(["--ways", "keras-fit@torch"])
-    assert "--python BACKEND=PATH" in capsys.readouterr().err
+    assert "--python ENVIRONMENT=PATH" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
