@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import keras
-import numpy as np
 from keras.src.backend.jax.trainer import JAXEpochIterator
 from keras.src.trainers.data_adapters import array_slicing
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
@@ -21,6 +20,7 @@ class _Epochs(JAXEpochIterator):  # type: ignore[misc]  # keras has no types
       begin_pass: Makes the iterator over the batches of one pass.
       fetched: Number of batches fetched from the current pass.
       random_state: What `random_state` returned when the first of them was fetched.
+      pass_number: The `adapter_epoch` at that time.
       missing: The number of a batch that was begun, only to find that the data have run out.
     """
 
@@ -28,6 +28,7 @@ class _Epochs(JAXEpochIterator):  # type: ignore[misc]  # keras has no types
     fetched = 0
     missing: int | None = None
     random_state: Any = None
+    pass_number: int | None = None
 
     # The base class puts every batch on the devices. Here whole chunks are put there.
     def _get_iterator(self) -> Iterator[Any]:
@@ -37,6 +38,7 @@ class _Epochs(JAXEpochIterator):  # type: ignore[misc]  # keras has no types
     def _count(self, batches: Iterator[Any]) -> Iterator[Any]:
         # A checkpoint within the epoch stores this, to draw the same order again.
         self.random_state = random_state()
+        self.pass_number = adapter_epoch(self)
         for batch in batches:
             self.fetched += 1
             yield batch
@@ -82,15 +84,29 @@ def epoch_position(epochs: Any) -> dict[str, Any]:
     Reads `EpochIterator._current_iterator` and `_steps_seen`; checked with Keras 3.15.1. With
     `steps_per_epoch` one iterator lasts for several epochs.
     """
+    number = adapter_epoch(epochs)
+    order = {} if number is None else {"adapter_epoch": number}
     is_shared = epochs.steps_per_epoch is not None and epochs._current_iterator is not None
     # Otherwise each epoch begins a new pass, and no batch has to be fetched again.
     if not is_shared or not epochs.fetched:
-        return {"fetched": 0}
+        return {"fetched": 0, **order}
     return {
+        **order,
         "fetched": epochs.fetched,
         "steps_seen": epochs._steps_seen,
         "randomness": epochs.random_state,
+        "pass_number": epochs.pass_number,
     }
+
+
+def adapter_epoch(epochs: Any) -> int | None:
+    """Returns the number from which Keras 3.16 draws the order of arrays; None before 3.16.
+
+    Reads `ArrayDataAdapter._epoch`, which counts the epochs; checked with Keras 3.16.0.dev. Without
+    it a resumed run begins with the order of the first epoch.
+    """
+    number = getattr(epochs.data_adapter, "_epoch", None)
+    return None if number is None else int(number)
 
 
 def restore_position(epochs: Any, position: dict[str, Any]) -> None:
@@ -99,14 +115,20 @@ def restore_position(epochs: Any, position: dict[str, Any]) -> None:
     Sets `EpochIterator._current_iterator` and `_steps_seen`; checked with Keras 3.15.1. Without
     it a run with `steps_per_epoch` resumes with the first batches of its data.
     """
+    if "adapter_epoch" in position:
+        epochs.data_adapter._epoch = position["adapter_epoch"]
     if not position["fetched"]:
         return
+    if "adapter_epoch" in position:
+        epochs.data_adapter._epoch = position["pass_number"]
     # The order of the batches is drawn again, so it has to be drawn from the same random state.
     set_random_state(position["randomness"])
     epochs._current_iterator = epochs._get_iterator()
     epochs._steps_seen = position["steps_seen"]
     for _ in range(position["fetched"]):
         next(epochs._current_iterator)
+    if "adapter_epoch" in position:
+        epochs.data_adapter._epoch = position["adapter_epoch"]
 
 
 def fingerprint(epochs: Any) -> dict[str, Any]:
@@ -135,9 +157,9 @@ def fingerprint(epochs: Any) -> dict[str, Any]:
 def array_batches(adapter: Any) -> "ArrayBatches | None":
     """Returns the data of an adapter if they are dense arrays, else None.
 
-    Reads `ArrayDataAdapter._inputs`, `_num_samples`, `_batch_size`, `_size` and `_shuffle`, and
-    calls `array_slicing.convert_to_sliceable`; checked with Keras 3.15.1. Without it batches are
-    made one by one and then stacked, which takes longer than a small model's step.
+    Reads `ArrayDataAdapter._inputs`, `_num_samples`, `_batch_size` and `_size`, and calls
+    `_get_iterator` and `array_slicing.convert_to_sliceable`; checked with Keras 3.15.1. Without it
+    batches are made one by one and then stacked, which takes longer than a small model's step.
     """
     # A subclass may yield other batches than these arrays.
     if type(adapter) is not ArrayDataAdapter:
@@ -168,22 +190,13 @@ class ArrayBatches:
     def __iter__(self) -> Iterator[Any]:
         """Yields the rows of every batch, a slice or `i64[B]`, and B.
 
-        Calls NumPy's global generator exactly as Keras's adapter does, so that the order of the
-        examples is that of `model.fit`.
+        The order of the examples is that of `model.fit`.
         """
-        # These lines repeat ArrayDataAdapter's own loop, with rows in place of arrays: whole chunks
-        # are then taken at once.
-        adapter = self._adapter
-        n, size, shuffle = adapter._num_samples, adapter._batch_size, adapter._shuffle
-        order = np.random.permutation(n) if shuffle and shuffle != "batch" else None
-        for i in range(adapter._size):
-            start, stop = i * size, min((i + 1) * size, n)
-            if order is not None:
-                yield order[start:stop], stop - start
-            elif shuffle:
-                yield np.random.permutation(stop - start) + start, stop - start
-            else:
-                yield slice(start, stop), stop - start
+        # Keras's own loop slices one leaf, 0, by a function that returns the rows instead: whole
+        # chunks are then taken at once.
+        for rows in self._adapter._get_iterator(lambda leaf, indices: indices, 0):
+            count = rows.stop - rows.start if isinstance(rows, slice) else len(rows)
+            yield rows, count
 
     def shapes(self, size: int) -> Any:
         """Returns the shapes and dtypes of a batch of `size` rows."""

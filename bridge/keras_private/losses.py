@@ -5,7 +5,7 @@ import operator
 from typing import Any
 
 import keras
-from keras.src.backend import get_keras_mask
+from keras.src.backend.common.masking import get_keras_mask
 from keras.src.losses.loss import apply_mask, squeeze_or_expand_to_same_rank
 from keras.src.trainers import compile_utils
 

@@ -5,7 +5,6 @@ from typing import Any
 import keras
 from keras.src.metrics import reduction_metrics
 from keras.src.trainers import compile_utils
-from keras.src.trainers.trainer import Trainer
 
 _RUNNING_MEANS = (reduction_metrics.Mean, reduction_metrics.Sum)
 
@@ -31,14 +30,14 @@ def is_built_metric(metric: Any) -> bool:
 def has_running_means_only(model: keras.Model) -> bool:
     """Returns True if Keras's own `Mean` or `Sum` resets and reads all metrics of a model.
 
-    Compares with `reduction_metrics.Mean` and `Sum` and with `Trainer`, and looks into
-    `CompileMetrics`; checked with Keras 3.15.1. Their results are a quotient or a plain value,
-    which have the same bits in a separate program as in none. Without it every epoch resets and
-    reads metrics one operation at a time.
+    Compares with `reduction_metrics.Mean` and `Sum`, and looks into `CompileMetrics`; checked with
+    Keras 3.15.1. Their results are a quotient or a plain value, which have the same bits in a
+    separate program as in none. Without it every epoch resets and reads metrics one operation at
+    a time.
     """
     # A user may override these methods in the class or in the object.
     for name in ("reset_metrics", "get_metrics_result"):
-        if name in vars(model) or getattr(type(model), name) is not getattr(Trainer, name):
+        if name in vars(model) or getattr(type(model), name) is not getattr(keras.Model, name):
             return False
     metrics: list[Any] = []
     for metric in model.metrics:

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import keras
-from keras.src.backend.jax.trainer import JAXTrainer
 
 from bridge.keras_private.optimizers import atomic_build
 
@@ -12,10 +11,10 @@ from bridge.keras_private.optimizers import atomic_build
 def is_trainer(model: Any) -> bool:
     """Returns True if an object has Keras's train_step, fit and so on, as a keras.Model has.
 
-    Names `JAXTrainer`; checked with Keras 3.15.1. A layer with a trainer mixed in is not a
-    keras.Model, but Keras accepts it as one.
+    Reads the first base of `keras.Model`, which is `JAXTrainer` in Keras 3.15.1 and `Trainer` in
+    3.16. A layer with a trainer mixed in is not a keras.Model, but Keras accepts it as one.
     """
-    return isinstance(model, JAXTrainer)
+    return isinstance(model, keras.Model.__bases__[0])
 
 
 def build(model: keras.Model, batch: Any) -> None:

@@ -11,7 +11,7 @@ import keras
 import numpy as np
 import optax
 import pytest
-from keras.src.backend import set_keras_mask
+from keras.src.backend.common.masking import set_keras_mask
 
 import functrain as ft
 

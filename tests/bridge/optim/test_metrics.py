@@ -12,7 +12,7 @@ import numpy as np
 import optax
 import pytest
 from keras import layers, metrics
-from keras.src.backend import set_keras_mask
+from keras.src.backend.common.masking import set_keras_mask
 
 import functrain as ft
 from tests.bridge.metric_cases import CASES, MORE, SIZES, C, Make, data
