@@ -17,6 +17,7 @@ from functrain.common import _tree
 from functrain.common._types import PyTree, traits_of
 from functrain.data._batch import require_batch
 from functrain.engine._guards import tracing_guards
+from functrain.rewrites._scans import split_inputs
 from functrain.step._check import check_step
 
 
@@ -253,26 +254,15 @@ def _search_scan(
     eqn: core.JaxprEqn, inputs: list[Any], within: tuple[str, ...]
 ) -> NotFinite | None:
     length, body = eqn.params["length"], eqn.params["jaxpr"]
-    # The parameters that hold these counts have different names in different versions of jax, so
-    # they are counted: a stacked array has one more axis outside of the body than inside.
-    num_stacked = _count_stacked(eqn.invars, body.jaxpr.invars)
-    num_carry = len(eqn.outvars) - _count_stacked(eqn.outvars, body.jaxpr.outvars)
-    num_consts = len(inputs) - num_stacked - num_carry
-    consts, carry = inputs[:num_consts], inputs[num_consts : num_consts + num_carry]
+    consts, carry, xs = split_inputs(inputs, eqn)
     iterations = range(length - 1, -1, -1) if eqn.params["reverse"] else range(length)
     for i in iterations:
-        args = [*consts, *carry, *(x[i] for x in inputs[num_consts + num_carry :])]
+        args = [*consts.values(), *carry.values(), *(x[i] for x in xs.values())]
         outputs, culprit = _run_iteration(body, args, (*within, f"scan, iteration {i}"))
         if culprit:
             return culprit
-        carry = outputs[:num_carry]
+        carry = dict(zip(carry, outputs, strict=False))
     return None
-
-
-def _count_stacked(outer: Sequence[Any], inner: Sequence[Any]) -> int:
-    """Returns how many variables of a scan differ in rank inside and outside of its body."""
-    pairs = zip(outer, inner, strict=True)
-    return sum(len(a.aval.shape) != len(b.aval.shape) for a, b in pairs)
 
 
 def _search_while(

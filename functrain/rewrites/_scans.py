@@ -1,12 +1,82 @@
-"""The bodies of scans: their size, and parts of them as jaxprs."""
+"""Scans: the parts of their inputs, the size of their bodies, and scans of a part of a body."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
-from functrain.rewrites._equations import nbytes, open_jaxpr, variables, walk_equations
+import jax
+from jax import lax
+from jax.extend import core
+from jax.extend.core import primitives
+
+from functrain.rewrites._equations import nbytes, ndim, open_jaxpr, variables, walk_equations
 
 # The most bytes of a value in a small body. What is larger takes longer than a kernel to start.
 MAX_VALUE_BYTES = 2**21
+
+
+def split_inputs(
+    inputs: Sequence[Any], eqn: core.JaxprEqn
+) -> tuple[dict[Any, Any], dict[Any, Any], dict[Any, Any]]:
+    """Returns the constants, carries and stacked arrays of a scan, by the variables of its body.
+
+    Args:
+      inputs: The inputs of the scan.
+      eqn: The scan.
+    """
+    # The parameters that hold these counts have different names in different versions of jax, so
+    # they are counted: a stacked array has one more axis outside of the body than inside.
+    body = open_jaxpr(eqn.params["jaxpr"])
+    num_carry = len(eqn.outvars) - _count_stacked(eqn.outvars, body.outvars)
+    xs_start = len(inputs) - _count_stacked(eqn.invars, body.invars)
+    carry_start = xs_start - num_carry
+    pairs = list(zip(body.invars, inputs, strict=True))
+    return dict(pairs[:carry_start]), dict(pairs[carry_start:xs_start]), dict(pairs[xs_start:])
+
+
+def _count_stacked(outer: Sequence[Any], inner: Sequence[Any]) -> int:
+    return sum(ndim(a) != ndim(b) for a, b in zip(outer, inner, strict=True))
+
+
+def trace_scan(inputs: Sequence[jax.Array], params: dict[str, Any]) -> core.JaxprEqn:
+    """Returns the equation of a scan with these inputs and parameters.
+
+    A rewrite's `replace` gets no equation, and the parameters alone do not tell carries from other
+    outputs.
+    """
+    bind = functools.partial(primitives.scan_p.bind, **params)
+    eqn: core.JaxprEqn = jax.make_jaxpr(bind)(*inputs).eqns[-1]
+    return eqn
+
+
+def scan_part(
+    params: dict[str, Any],
+    outvars: Sequence[Any],
+    consts: dict[Any, jax.Array],
+    carry: dict[Any, jax.Array],
+    xs: dict[Any, jax.Array],
+) -> tuple[list[jax.Array], list[jax.Array]]:
+    """Scans over the part of a body that computes some of its variables.
+
+    Args:
+      params: The parameters of the scan.
+      outvars: The next values of the carries, then the variables to stack.
+      consts: Variables of the body that are the same in all iterations, and their values.
+      carry: Variables that are carried, and their initial values.
+      xs: Variables with other values in each iteration, and their values, stacked.
+
+    Returns:
+      The final values of the carries, and the stacked variables.
+    """
+    run = core.jaxpr_as_fun(with_outputs(params["jaxpr"], outvars, [*consts, *carry, *xs]))
+
+    def body(carry_values: list[jax.Array], x: list[jax.Array]) -> Any:
+        outs = run(*consts.values(), *carry_values, *x)
+        return outs[: len(carry)], outs[len(carry) :]
+
+    options = {name: params[name] for name in ("length", "reverse", "unroll")}
+    last, ys = lax.scan(body, list(carry.values()), list(xs.values()), **options)
+    return last, ys
 
 
 def is_small(params: dict[str, Any], max_bytes: int) -> bool:

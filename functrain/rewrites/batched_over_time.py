@@ -46,7 +46,7 @@ from jax.extend.core import primitives
 
 from functrain.rewrites._equations import is_sharded, open_jaxpr, variables
 from functrain.rewrites._rewrite import Rewrite
-from functrain.rewrites._scans import is_small, with_outputs
+from functrain.rewrites._scans import is_small, scan_part, split_inputs, trace_scan, with_outputs
 
 # The most bytes that the values of all iterations may take: see the populations.
 MAX_BYTES = 3 * 2**26
@@ -55,9 +55,9 @@ MAX_BYTES = 3 * 2**26
 _BATCHED_NAMES = """
 abs add add_any and atan2 broadcast_in_dim ceil clamp concatenate convert_element_type copy cos
 custom_jvp_call div dot_general eq erf exp exp2 expand_dims expm1 floor ge gt integer_pow is_finite
-jit le log log1p logistic lt max min mul ne neg not or pow reduce_and reduce_max reduce_min
-reduce_or reduce_sum reshape rsqrt select_n sign sin slice split sqrt square squeeze stop_gradient
-sub tan tanh transpose xor
+jit le log log1p logistic lt max min mul ne neg not one_minus_square or pow reduce_and reduce_max
+reduce_min reduce_or reduce_sum reshape rsqrt select_n sign sin slice split sqrt square squeeze
+stop_gradient sub tan tanh transpose xor
 """
 _BATCHED = frozenset(_BATCHED_NAMES.split())
 
@@ -80,21 +80,20 @@ class _Plan(NamedTuple):
 
 def _applies(eqn: core.JaxprEqn) -> bool:
     params = eqn.params
-    # jax 0.12 describes the carries by a tree of a class that is not public. Without a loop,
-    # nothing is stacked.
-    if "num_carry" not in params or params["unroll"] == params["length"]:
+    # Without a loop, nothing is stacked.
+    if params["unroll"] == params["length"]:
         return False
     if params["length"] <= 1 or params.get("_split_transpose") or params["jaxpr"].effects:
         return False
     if any(is_sharded(var.aval) for var in eqn.invars) or not is_small(params, MAX_BYTES):
         return False
-    return _plan(params) is not None
+    return _plan(eqn) is not None
 
 
-def _plan(params: dict[str, Any]) -> _Plan | None:
+def _plan(eqn: core.JaxprEqn) -> _Plan | None:
     """Returns how to divide a scan, or None if that gains nothing or is not possible."""
-    jaxpr = open_jaxpr(params["jaxpr"])
-    consts, carry, xs = _split(jaxpr.invars, params)
+    jaxpr = open_jaxpr(eqn.params["jaxpr"])
+    consts, carry, xs = map(list, split_inputs(eqn.invars, eqn))
     last = jaxpr.outvars[: len(carry)]
     outputs = list(dict.fromkeys(variables(jaxpr.outvars[len(carry) :])))
     products = _find_products(jaxpr, consts, xs, last)
@@ -156,45 +155,29 @@ def _is_batched(eqn: core.JaxprEqn) -> bool:
 
 
 def _replace(*inputs: jax.Array, **params: Any) -> list[jax.Array]:
-    plan = _plan(params)
+    eqn = trace_scan(inputs, params)
+    plan = _plan(eqn)
     assert plan is not None  # `_applies` has checked it
     jaxpr = open_jaxpr(params["jaxpr"])
-    consts, carry, xs = _split(jaxpr.invars, params)
-    const_values, start, _ = _split(list(inputs), params)
-    # The values of variables in all iterations.
-    values = dict(zip(xs, inputs[len(consts) + len(carry) :], strict=True))
+    # The values of variables: constants, initial values of carries, and those of all iterations.
+    consts, carry, values = split_inputs(inputs, eqn)
 
     def compute(outvars: list[Any]) -> None:
         """Adds variables that are computed from those whose values are known."""
         part = with_outputs(params["jaxpr"], outvars, [*consts, *values])
         axes = [None] * len(consts) + [0] * len(values)
         run = jax.vmap(core.jaxpr_as_fun(part), in_axes=axes, axis_size=params["length"])
-        values.update(zip(outvars, run(*const_values, *values.values()), strict=True))
+        values.update(zip(outvars, run(*consts.values(), *values.values()), strict=True))
 
     compute(plan.products)
-    last = jaxpr.outvars[: len(carry)]
-    part = with_outputs(params["jaxpr"], [*last, *plan.stacked], [*consts, *carry, *values])
-    run = core.jaxpr_as_fun(part)
-
-    def body(carry_values: list[jax.Array], x: list[jax.Array]) -> Any:
-        outs = run(*const_values, *carry_values, *x)
-        return outs[: len(carry)], outs[len(carry) :]
-
-    options = {name: params[name] for name in ("length", "reverse", "unroll")}
-    end, ys = lax.scan(body, start, list(map(_with_time_first, values.values())), **options)
+    last = dict(zip(carry, jaxpr.outvars, strict=False))
+    xs = {var: _with_time_first(x) for var, x in values.items()}
+    end, ys = scan_part(params, [*last.values(), *plan.stacked], consts, carry, xs)
     values.update(zip(plan.stacked, ys, strict=True))
     for var in plan.carried:
-        number = carry.index(var)
-        values[var] = _shift(values[last[number]], start[number], params["reverse"])
+        values[var] = _shift(values[last[var]], carry[var], params["reverse"])
     compute([var for var in plan.later if var not in values])
     return [*end, *(_stack(var, values, params["length"]) for var in jaxpr.outvars[len(carry) :])]
-
-
-def _split(values: list[Any], params: dict[str, Any]) -> tuple[list[Any], list[Any], list[Any]]:
-    """Returns constants, carries and inputs of a scan or of its body."""
-    num_consts, num_carry = params["num_consts"], params["num_carry"]
-    xs_start = num_consts + num_carry
-    return values[:num_consts], values[num_consts:xs_start], values[xs_start:]
 
 
 def _with_time_first(x: jax.Array) -> jax.Array:

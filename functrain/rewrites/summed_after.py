@@ -4,25 +4,19 @@ The gradient of a recurrent layer has a carry for each weight, to which every it
 product, `W += x[t]^T g[t]`, and one for each bias, `b += sum(g[t])`. No iteration reads them. So
 the rewritten scan returns x and g, stacked over time, and they are multiplied once.
 
-Milliseconds of a layer's loss and gradients, 2 cores, jax 0.10, alone under `jit` and in a loop
-(`jit/loop`), on a busy machine, medians of pairs; batch B, T steps of I features, U units, float32:
+Milliseconds of a training step (loss, gradients, SGD) in a loop of steps, 2 cores (AMD EPYC), the
+least of 9 to 42 runs in turn, as is -> summed after; batch B, T steps of I features, U units,
+float32:
 
-          B   T   I   U      as is -> summed after
-    LSTM  32  32  8   32     1.1/1.1 -> 1.0/0.87
-    LSTM  32  64  128 128    29/35 -> 22/27
-    LSTM  8   64  32  32     1.1/1.1 -> 0.80/0.85
-    GRU   32  64  128 128    23/24 -> 17/18
-    RNN   32  64  32  32     1.1/1.0 -> 0.87/1.1    (least of 25: 0.79/0.80 -> 0.74/0.66)
-    LSTM  128 32  64  64     14/14 -> 14/14         (hence: few rows in a round)
-    GRU   32  100 64  256    79/125 -> 91/130       (hence: what is kept stays in the cache)
-
-In a loop on another machine (Intel Xeon, 2 cores, also busy; the minimum of 40 alternating runs),
-where the smallest layer loses:
-
-    LSTM  32  32  8   32     1.45 -> 1.53
-    GRU   32  32  8   32     1.62 -> 1.57
-    LSTM  8   64  32  32     1.88 -> 1.41
-    LSTM  32  64  128 128    46 -> 32
+          B    T    I   U      jax 0.10        jax 0.12
+    LSTM  32   32   8   32     0.82 -> 0.75    0.82 -> 0.78
+    LSTM  8    64   32  32     0.85 -> 0.67    0.69 -> 0.55
+    RNN   32   64   32  32     0.71 -> 0.55    0.76 -> 0.64
+    GRU   32   64   128 128    15.8 -> 12.7    15.8 -> 12.5
+    LSTM  128  32   64  64     10.7 -> 9.9     10.5 -> 9.6
+    LSTM  256  16   32  64     9.2 -> 9.5      12.1 -> 11.5
+    RNN   512  16   32  32     1.71 -> 1.62    1.87 -> 2.05    (hence: few rows in a round)
+    GRU   32   100  64  256    -               48.2 -> 47.2    (hence: a limit for the bytes)
 
 For a GPU every product in a loop is a kernel, and so is each sum. For a TPU a loop is faster, too,
 unless it is large; without a loop (`unrolled_scan`) each sum is part of its product's kernel.
@@ -50,7 +44,7 @@ from jax.extend.core import primitives
 from functrain.rewrites._equations import (
     are_floats,
     avals,
-    find_producers,
+    find_producer,
     is_sharded,
     is_sharding_free,
     nbytes,
@@ -59,13 +53,13 @@ from functrain.rewrites._equations import (
 )
 from functrain.rewrites._pass import rewrite_jaxpr
 from functrain.rewrites._rewrite import Rewrite
-from functrain.rewrites._scans import with_outputs
+from functrain.rewrites._scans import scan_part, split_inputs, trace_scan, with_outputs
 
 # The most bytes that the operands of all iterations may take: on a CPU they must stay in the cache.
 MAX_BYTES = {"cpu": 2**23, "gpu": 2**26, "tpu": 2**24}
 # The most rows that a product sums over in an iteration: with more, it is fast enough in the loop.
 # On a GPU and a TPU every product less is a kernel less.
-MAX_ROWS = {"cpu": 64, "gpu": math.inf, "tpu": math.inf}
+MAX_ROWS = {"cpu": 128, "gpu": math.inf, "tpu": math.inf}
 _ROOTS = (primitives.dot_general_p, primitives.reduce_sum_p)
 # Linear operations that only move elements: they can be applied to the sum instead of each term.
 _RESHAPES = {primitives.transpose_p, primitives.reshape_p, primitives.squeeze_p}
@@ -75,190 +69,156 @@ class _Accumulator(NamedTuple):
     """A carry that the loop only adds to.
 
     Attributes:
-      carry: Its index among the carries.
-      root: The product, or sum, that computes each term.
-      reshapes: The operations that are then applied to the term, in order.
+      term: The variable that each iteration adds.
+      root: The product, or sum, whose elements the term holds.
     """
 
-    carry: int
+    term: Any
     root: core.JaxprEqn
-    reshapes: list[core.JaxprEqn]
 
 
 def _applies(eqn: core.JaxprEqn, platform: str) -> bool:
     params = eqn.params
     # On a TPU, without a loop, each sum is part of the kernel of its product.
-    if platform == "tpu" and params.get("unroll") == params["length"]:
-        return False
-    # jax 0.12 describes the carries by a tree of a class that is not public.
-    if "num_carry" not in params:
+    if platform == "tpu" and params["unroll"] == params["length"]:
         return False
     if params["length"] <= 1 or params.get("_split_transpose") or params["jaxpr"].effects:
         return False
-    return bool(_find_accumulators(params, platform))
+    return bool(_find_accumulators(eqn, platform))
 
 
-def _find_accumulators(params: dict[str, Any], platform: str) -> list[_Accumulator]:
-    """Returns the carries that are only added to.
+def _find_accumulators(eqn: core.JaxprEqn, platform: str) -> dict[Any, _Accumulator]:
+    """Returns the carries that are only added to, by their variable in the body.
 
     As many as possible: the operands of their products, stacked over time, may take MAX_BYTES.
-    Returns [] if none of them sums products: sums alone gain nothing.
+    Returns {} if none of them sums products: sums alone gain nothing.
     """
-    jaxpr, num_consts = open_jaxpr(params["jaxpr"]), params["num_consts"]
-    producers = find_producers(jaxpr)
+    jaxpr = open_jaxpr(eqn.params["jaxpr"])
+    consts, carry, _ = split_inputs(eqn.invars, eqn)
     reads = variables(jaxpr.outvars)
-    for eqn in jaxpr.eqns:
-        reads += variables(eqn.invars)
-    consts = jaxpr.invars[:num_consts]
-    accumulators: list[_Accumulator] = []
+    for inner in jaxpr.eqns:
+        reads += variables(inner.invars)
+    accumulators: dict[Any, _Accumulator] = {}
     operands: set[Any] = set()
-    for carry in range(params["num_carry"]):
-        old, new = jaxpr.invars[num_consts + carry], jaxpr.outvars[carry]
-        add = None if isinstance(new, core.Literal) else producers.get(new)
+    for old, new in zip(carry, jaxpr.outvars, strict=False):
+        add = find_producer(new, jaxpr)
         if add is None or add.primitive.name not in ("add", "add_any"):
             continue
         terms = [atom for atom in add.invars if atom is not old]
         # The addition must be the only reader of the carry, and the output the only reader of it.
         if len(terms) != 1 or not reads.count(old) == reads.count(new) == 1:
             continue
-        accumulator = _trace_term(carry, terms[0], producers, MAX_ROWS[platform])
-        # Constants of the loop are not stacked over time.
-        if accumulator is None or set(accumulator.root.invars).intersection(consts):
+        root = _find_root(terms[0], jaxpr)
+        if root is None or not _is_movable(root, consts):
             continue
-        all_operands = operands.union(accumulator.root.invars)
-        if params["length"] * sum(map(nbytes, all_operands)) <= MAX_BYTES[platform]:
-            accumulators.append(accumulator)
+        all_operands = operands.union(root.invars)
+        num_bytes = eqn.params["length"] * sum(map(nbytes, all_operands))
+        if num_bytes <= MAX_BYTES[platform] and _summed_rows(root) <= MAX_ROWS[platform]:
+            accumulators[old] = _Accumulator(terms[0], root)
             operands = all_operands
-    has_product = any(a.root.primitive is primitives.dot_general_p for a in accumulators)
-    return accumulators if has_product else []
+    sums_product = any(
+        accumulator.root.primitive is primitives.dot_general_p
+        for accumulator in accumulators.values()
+    )
+    return accumulators if sums_product else {}
 
 
-def _trace_term(
-    carry: int, term: Any, producers: dict[Any, core.JaxprEqn], max_rows: float
-) -> _Accumulator | None:
-    """Returns how a term is computed, or None if it is neither a product nor a sum."""
-    path: list[core.JaxprEqn] = []  # from the term back to the root
-    while not isinstance(term, core.Literal) and (eqn := producers.get(term)):
-        if eqn.primitive not in (*_ROOTS, *_RESHAPES) or len(eqn.invars) > 2:
-            break
-        path.append(eqn)
-        if eqn.primitive is primitives.dot_general_p:
-            break
-        term = eqn.invars[0]
-    # The root is a product or a sum: what happens to its operands before stays in the loop.
-    while path and path[-1].primitive in _RESHAPES:
-        path.pop()
-    if not path or not all(map(_is_movable, path)) or _summed_rows(path[-1]) > max_rows:
-        return None
-    *reshapes, root = path
-    return _Accumulator(carry, root, reshapes[::-1])
+def _find_root(term: Any, jaxpr: core.Jaxpr) -> core.JaxprEqn | None:
+    """Returns the product or sum that a term is computed from, or None if there is none.
+
+    What happens to its operands before stays in the loop.
+    """
+    root, eqn = None, find_producer(term, jaxpr)
+    while eqn is not None and eqn.primitive in (*_ROOTS, *_RESHAPES):
+        root = eqn if eqn.primitive in _ROOTS else root
+        is_product = eqn.primitive is primitives.dot_general_p
+        eqn = None if is_product else find_producer(eqn.invars[0], jaxpr)
+    return root
+
+
+def _is_movable(root: core.JaxprEqn, consts: dict[Any, Any]) -> bool:
+    """Returns True if a product or sum may be computed after the loop instead of inside it."""
+    types: list[Any] = avals(root)
+    return (
+        are_floats(*types)
+        and len({aval.dtype for aval in types}) == 1
+        and types[0].dtype.itemsize >= 4
+        # What is the same in all iterations is not stacked over time.
+        and all(isinstance(atom, core.Var) and atom not in consts for atom in root.invars)
+        and not any(map(is_sharded, types))
+        and is_sharding_free(root.params)
+    )
 
 
 def _summed_rows(root: core.JaxprEqn) -> int:
     """Returns the number of terms that one iteration sums for each element of the result."""
-    shape = avals(root)[0].shape
-    if root.primitive is primitives.reduce_sum_p:
-        axes = root.params["axes"]
-    else:
-        (axes, _), _ = root.params["dimension_numbers"]
+    shape, axes = avals(root)[0].shape, _summed_axes(root)[0][0]
     return math.prod(shape[axis] for axis in axes)
 
 
-def _is_movable(eqn: core.JaxprEqn) -> bool:
-    """Returns True if an operation may be computed after the loop instead of inside it."""
-    types: list[Any] = avals(eqn)
-    return (
-        are_floats(*types)
-        and min(aval.dtype.itemsize for aval in types) >= 4
-        and len({aval.dtype for aval in types}) == 1
-        and not any(isinstance(atom, core.Literal) for atom in eqn.invars)
-        and not any(map(is_sharded, types))
-        and is_sharding_free(eqn.params)
-    )
+def _summed_axes(root: core.JaxprEqn) -> Any:
+    """Returns the axes of each operand that are summed over, and those of a product's batch."""
+    is_product = root.primitive is primitives.dot_general_p
+    return root.params["dimension_numbers"] if is_product else ((root.params["axes"],), ())
 
 
 def _replace(rewrite: Rewrite, *inputs: jax.Array, **params: Any) -> list[jax.Array]:
     # A scan inside the body may have accumulators, too.
     params |= {"jaxpr": rewrite_jaxpr(params["jaxpr"], [rewrite])}
-    accumulators = _find_accumulators(params, rewrite.platforms[0])
-    jaxpr = open_jaxpr(params["jaxpr"])
-    carry_start = params["num_consts"]
-    xs_start = carry_start + params["num_carry"]
-    consts, carry, xs = inputs[:carry_start], inputs[carry_start:xs_start], inputs[xs_start:]
-    removed = {accumulator.carry for accumulator in accumulators}
-    remaining = [number for number in range(len(carry)) if number not in removed]
-    # The operands by variable, stacked over time. Those that are inputs of the scan are known.
-    stacked = dict(zip(jaxpr.invars[xs_start:], xs, strict=True))
+    eqn = trace_scan(inputs, params)
+    accumulators = _find_accumulators(eqn, rewrite.platforms[0])
+    consts, carry, values = split_inputs(inputs, eqn)
+    outvars = open_jaxpr(params["jaxpr"]).outvars
+    last, outputs = dict(zip(carry, outvars, strict=False)), outvars[len(carry) :]
+    kept = {var: start for var, start in carry.items() if var not in accumulators}
     # A dict instead of a set keeps the order, so that the program is the same in each process.
-    operands: dict[Any, None] = {}
-    for accumulator in accumulators:
-        operands |= dict.fromkeys(accumulator.root.invars)
-    new_outputs = [var for var in operands if var not in stacked]
-    old_outputs = [var for number, var in enumerate(jaxpr.outvars) if number not in removed]
-    run = core.jaxpr_as_fun(with_outputs(params["jaxpr"], [*old_outputs, *new_outputs]))
-
-    def body(remaining_carry: list[jax.Array], x: Any) -> Any:
-        # No equation reads the carries that were removed, so their initial values can be passed.
-        full_carry = list(carry)
-        for number, value in zip(remaining, remaining_carry, strict=True):
-            full_carry[number] = value
-        outs = run(*consts, *full_carry, *x)
-        return outs[: len(remaining)], outs[len(remaining) :]
-
-    options = {name: params[name] for name in ("length", "reverse", "unroll")}
-    last, ys = lax.scan(body, [carry[number] for number in remaining], xs, **options)
-    num_ys = len(ys) - len(new_outputs)
-    stacked |= dict(zip(new_outputs, ys[num_ys:], strict=True))
-    results = dict(zip(remaining, last, strict=True))
-    for accumulator in accumulators:
-        root_operands = [stacked[var] for var in accumulator.root.invars]
-        total = _compute_total(accumulator, root_operands)
-        results[accumulator.carry] = carry[accumulator.carry] + total
-    return [*map(results.__getitem__, range(len(carry))), *ys[:num_ys]]
+    operands = dict.fromkeys(
+        var for accumulator in accumulators.values() for var in accumulator.root.invars
+    )
+    # Those that are inputs of the scan are stacked already.
+    stacked = [var for var in operands if var not in values]
+    part = [*map(last.__getitem__, kept), *outputs, *stacked]
+    ends, ys = scan_part(params, part, consts, kept, values)
+    values.update(zip(stacked, ys[len(outputs) :], strict=True))
+    results = dict(zip(kept, ends, strict=True))
+    terms = _sum_terms(params["jaxpr"], list(accumulators.values()), values)
+    for var, term in zip(accumulators, terms, strict=True):
+        results[var] = carry[var] + term
+    return [*map(results.__getitem__, carry), *ys[: len(outputs)]]
 
 
-def _compute_total(accumulator: _Accumulator, stacked: list[jax.Array]) -> jax.Array:
-    """Returns the sum of the terms of all iterations.
+def _sum_terms(
+    body: Any, accumulators: list[_Accumulator], values: dict[Any, jax.Array]
+) -> list[jax.Array]:
+    """Returns the sums of the terms of all iterations, given the stacked operands of the roots."""
+    sums = {
+        accumulator.root.outvars[0]: _sum_over_time(accumulator.root, values)
+        for accumulator in accumulators
+    }
+    # What moves the elements of a term moves those of the sum.
+    moves = with_outputs(body, [accumulator.term for accumulator in accumulators], list(sums))
+    terms: list[jax.Array] = core.jaxpr_as_fun(moves)(*sums.values())
+    return terms
 
-    Args:
-      accumulator: The accumulator.
-      stacked: The operands of its root, stacked over time: `[T, ...]`.
-    """
-    eqn = accumulator.root
-    out: Any
-    if eqn.primitive is primitives.reduce_sum_p:
-        params = eqn.params | {"axes": (0, *_shift(eqn.params["axes"]))}
-        out = eqn.primitive.bind(*stacked, **params)
-    elif eqn.params["dimension_numbers"] == (((0,), (0,)), ((), ())):
-        # `x[t]^T g[t]`: with time and batch as one axis it stays a plain matrix product.
-        out = _product(*(lax.collapse(x, 0, 2) for x in stacked), **eqn.params)
+
+def _sum_over_time(root: core.JaxprEqn, values: dict[Any, jax.Array]) -> Any:
+    """Returns the result of a product or sum, summed over all iterations."""
+    operands = [values[var] for var in root.invars]
+    axes, batch = _summed_axes(root)
+    if root.primitive is primitives.reduce_sum_p:
+        changed: dict[str, Any] = {"axes": (0, *_shift(axes[0]))}
+    elif axes == ((0,), (0,)) and batch == ((), ()):
+        # `x[t]^T g[t]`: time and batch as one axis. With two axes XLA transposes an operand.
+        operands, changed = [lax.collapse(x, 0, 2) for x in operands], {}
     else:
-        (lhs, rhs), (lhs_batch, rhs_batch) = eqn.params["dimension_numbers"]
-        contracted = (0, *_shift(lhs)), (0, *_shift(rhs))
-        numbers = contracted, (_shift(lhs_batch), _shift(rhs_batch))
-        out = eqn.primitive.bind(*stacked, **eqn.params | {"dimension_numbers": numbers})
-    for reshape in accumulator.reshapes:
-        out = reshape.primitive.bind(out, **reshape.params)
-    total: jax.Array = out
-    return total
+        contracted = tuple((0, *_shift(each)) for each in axes)
+        changed = {"dimension_numbers": (contracted, tuple(map(_shift, batch)))}
+    return root.primitive.bind(*operands, **root.params | changed)
 
 
 def _shift(axes: Any) -> tuple[int, ...]:
     """Returns the numbers of axes after time has become the first one."""
     return tuple(axis + 1 for axis in axes)
-
-
-def _product(a: jax.Array, b: jax.Array, *, precision: Any, **params: Any) -> jax.Array:
-    """Returns `[A, B]` of `[T, A]` and `[T, B]`, by a product with fewer rows than columns.
-
-    Such a product is faster: see `dense_gradient`.
-    """
-    bind: Any = primitives.dot_general_p.bind
-    if a.ndim > 2 or b.ndim > 2 or a.shape[1] <= b.shape[1]:
-        product: jax.Array = bind(a, b, precision=precision, **params)
-        return product
-    precision = precision and precision[::-1]
-    return lax.transpose(bind(b, a, precision=precision, **params), (1, 0))
 
 
 def _make_rewrite(name: str, platform: str) -> Rewrite:

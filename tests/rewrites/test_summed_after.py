@@ -11,6 +11,8 @@ import pytest
 from jax import lax
 
 from functrain.rewrites import optimize
+from functrain.rewrites._equations import walk_equations
+from functrain.rewrites._scans import split_inputs
 from functrain.rewrites.summed_after import (
     MAX_BYTES,
     MAX_ROWS,
@@ -21,9 +23,6 @@ from functrain.rewrites.summed_after import (
 
 from . import cases
 
-pytestmark = pytest.mark.skipif(
-    tuple(map(int, jax.__version__.split(".")[:2])) >= (0, 12), reason="a scan says it otherwise"
-)
 MODULE = importlib.import_module("functrain.rewrites.summed_after")
 SIZES = {"in": (3, 8), "own": (8, 8), "bias": (8,), "row": (1, 8)}
 
@@ -70,10 +69,14 @@ def flat(fn: Any) -> Any:
     return lambda xs, *p: fn(dict(zip(SIZES, p, strict=True)), xs)
 
 
+def rewritten_scans(fn: Any, *args: Any) -> list[Any]:
+    eqns = jax.make_jaxpr(optimize(fn))(*args).eqns
+    return [eqn for eqn in eqns if eqn.primitive.name == "scan"]
+
+
 def carries(fn: Any, *args: Any) -> list[int]:
     """How many each scan has."""
-    eqns = jax.make_jaxpr(optimize(fn))(*args).eqns
-    return [eqn.params["num_carry"] for eqn in eqns if eqn.primitive.name == "scan"]
+    return [len(split_inputs(eqn.invars, eqn)[1]) for eqn in rewritten_scans(fn, *args)]
 
 
 MODELS = {
@@ -96,6 +99,13 @@ def test_the_gradients_scan_carries_no_weights() -> None:
     assert carries(layer(), *numbers()) == [1, 1]  # the state, and its gradient
     with mock.patch.dict(MODULE.MAX_BYTES, cpu=0):
         assert carries(layer(), *numbers()) == [1, 5]
+
+
+def test_the_gradients_scan_sums_nothing() -> None:
+    backward = rewritten_scans(layer(), *numbers())[1]
+    names = [eqn.primitive.name for eqn, *_ in walk_equations(backward.params["jaxpr"])]
+    assert names.count("dot_general") == 1  # the gradient of the state
+    assert "reduce_sum" not in names
 
 
 def test_only_for_a_tpu_an_unrolled_scan_keeps_its_sums() -> None:
