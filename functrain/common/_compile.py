@@ -1,6 +1,7 @@
 """`jax.jit` for every program of functrain, which avoids known miscompilations of XLA."""
 
 import functools
+import os
 import re
 import threading
 from collections.abc import Callable
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 from jaxlib.version import __version__ as jaxlib_version
 
 from functrain.common import _tree
+from functrain.common._checks import require_one_of
 from functrain.common._platform import platform_of
 from functrain.common._warnings import warn
 
@@ -48,10 +50,20 @@ def jit(function: Callable[..., Any], **options: Any) -> Any:
 
     With a jaxlib that has no such fusions this is `jax.jit` itself. Otherwise every program is
     inspected after its compilation and before its first run, and compiled again if it has one.
-    Within a transformation (an outer `jax.jit`, `jax.vmap`, `jax.grad`) the function is inlined
-    into the outer program, and compiled with it.
+    FUNCTRAIN_CHECK_PROGRAMS=off in the environment turns this off. Within a transformation (an
+    outer `jax.jit`, `jax.vmap`, `jax.grad`) the function is inlined into the outer program, and
+    compiled with it.
     """
-    return CheckedJit(function, options) if IS_AFFECTED else jax.jit(function, **options)
+    if IS_AFFECTED and _is_on():
+        return CheckedJit(function, options)
+    return jax.jit(function, **options)
+
+
+def _is_on() -> bool:
+    """Returns True unless FUNCTRAIN_CHECK_PROGRAMS in the environment turns the inspection off."""
+    value = os.environ.get("FUNCTRAIN_CHECK_PROGRAMS") or "on"
+    require_one_of("FUNCTRAIN_CHECK_PROGRAMS", value, ("on", "off"))
+    return value == "on"
 
 
 def jit_without_arithmetic(function: Callable[..., Any]) -> Any:

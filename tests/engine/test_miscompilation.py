@@ -176,6 +176,18 @@ def test_other_programs_bring_no_warning(monkeypatch):
         np.testing.assert_array_equal(_compile.jit(lambda x: x @ x.T)(x), x @ x.T)
 
 
+def test_the_inspection_can_be_turned_off(monkeypatch):
+    def fail(hlo):
+        raise AssertionError
+
+    monkeypatch.setattr(_compile, "is_miscompiled", fail)
+    monkeypatch.setenv("FUNCTRAIN_CHECK_PROGRAMS", "off")
+    assert _compile.jit(lambda x: x + 1)(1) == 2
+    monkeypatch.setenv("FUNCTRAIN_CHECK_PROGRAMS", "no")
+    with pytest.raises(ValueError, match="FUNCTRAIN_CHECK_PROGRAMS: expected 'on' or 'off', got"):
+        _compile.jit(lambda x: x + 1)
+
+
 @if_affected
 def test_every_shape_is_traced_once_and_chosen_by_itself():
     traced = []
