@@ -6,9 +6,10 @@ import jax
 
 from functrain.common import _tree
 from functrain.common._arguments import parameters
-from functrain.common._checks import require_instance
+from functrain.common._checks import require, require_instance
 from functrain.common._library import import_optional
 from functrain.common._types import PyTree
+from functrain.model._freeze import wrapped_state_advice
 from functrain.model._model import Model, ModelOutput
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ def from_equinox(
     Raises:
       TypeError: `module` is not an instance of an Equinox module, or `state` is not a state.
       ImportError: Equinox is not installed.
+      ValueError: (from ``apply``) `model_state` is not that of this model.
 
     Examples:
       >>> import equinox as eqx, jax, jax.numpy as jnp
@@ -77,6 +79,9 @@ def from_equinox(
         rng: jax.Array | None = None,
         training: bool = False,
     ) -> ModelOutput:
+        is_own = isinstance(model_state, dict) and model_state.keys() == {"arrays", "state"}
+        advice = wrapped_state_advice(model_state) or "Take it from init."
+        require(is_own, "model_state", "{'arrays': ..., 'state': ...}", model_state, advice)
         whole = eqx.combine(params, model_state["arrays"], static)
         whole = eqx.nn.inference_mode(whole, value=not training)
 

@@ -112,6 +112,20 @@ def has_base(model_state: PyTree) -> bool:
     return isinstance(model_state, dict) and model_state.keys() == {"frozen", "model", "lora_scale"}
 
 
+def wrapped_state_advice(model_state: PyTree) -> str:
+    """Returns advice if a model_state is that of `freeze` or `lora`, for errors of other models."""
+    if has_base(model_state):
+        wrapper, merge = "lora", "merge_lora"
+    elif has_frozen(model_state):
+        wrapper, merge = "freeze", "merge_frozen"
+    else:
+        return ""
+    return (
+        f"This model_state is that of a model of functrain.{wrapper}. Pass that model, as in "
+        f"supervised({wrapper}(model, ...), loss), or the state functrain.{merge}(state)."
+    )
+
+
 def is_frozen(state: Any) -> bool:
     """Returns True if a state belongs to a frozen model.
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from functrain.common import _tree
 from functrain.common._checks import require, require_instance
 from functrain.common._types import PyTree
+from functrain.model._freeze import wrapped_state_advice
 from functrain.model._model import Model, ModelOutput
 from functrain.model._switches import switches
 
@@ -94,6 +95,12 @@ def from_linen(module: nn.Module) -> Model:
             flax.errors.ApplyScopeInvalidVariablesStructureError,
         ) as error:
             raise ValueError(_missing_collection_message(module, params, collections)) from error
+        except Exception as error:
+            # flax takes the parts of such a model_state for collections, and fails in many ways.
+            if advice := wrapped_state_advice(collections):
+                expected = f"the collections that init returned, got {sorted(collections)}"
+                raise ValueError(f"model_state: expected {expected}. {advice}") from error
+            raise
         losses = _flatten_losses(updated.get("losses", {}))
         if training and collections:
             # Collections that the module creates in this call are dropped: the structure of

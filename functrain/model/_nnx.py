@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from functrain.common import _tree
 from functrain.common._checks import require_instance, require_no_problems
 from functrain.common._types import PyTree
+from functrain.model._freeze import wrapped_state_advice
 from functrain.model._model import Model, ModelOutput
 from functrain.model._switches import switches
 
@@ -115,6 +116,7 @@ def _to_nnx_state(reference: PyTree, values: PyTree, name: str) -> PyTree:
     if list(expected_leaves) != list(dict(_tree.leaves_with_path(values))):
         differences = _tree.differences(expected, values)
         advice = "Take them from init. If the module has changed since, call from_nnx again."
+        advice = wrapped_state_advice(values) or advice
         require_no_problems(name, differences, "the leaves that init returned", advice)
     return jax.tree.unflatten(jax.tree.structure(reference), jax.tree.leaves(values))
 

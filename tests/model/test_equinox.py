@@ -218,3 +218,10 @@ def test_something_else_than_a_state_is_refused() -> None:
 def test_a_module_in_place_of_a_model_is_told_how_to_make_one() -> None:
     with pytest.raises(TypeError, match=r"Pass functrain.from_equinox\(model\)"):
         ft.supervised(eqx.nn.MLP(5, 2, 8, depth=1, key=KEY), optax.squared_error)
+
+
+def test_the_state_of_a_model_of_lora_is_told_which_model_to_pass() -> None:
+    model = ft.from_equinox(eqx.nn.MLP(5, 2, 8, depth=1, key=KEY))
+    params, model_state = ft.lora(model, "**/weight", rank=1).init(KEY, X)
+    with pytest.raises(ValueError, match=r"model_state: expected .*supervised\(lora\(model, ...\)"):
+        model.apply(params, model_state, X)

@@ -412,3 +412,21 @@ def test_wrong_arguments_and_states_are_refused() -> None:
         ft.merge_lora(create(ft.freeze(model, "body/**")))
     with pytest.raises(ValueError, match=r"use functrain\.merge_lora"):
         ft.merge_frozen(create(ft.lora(model, "body/**", rank=2)))
+
+
+@pytest.mark.parametrize("kind", ["linen", "nnx"])
+@pytest.mark.parametrize(
+    ("wrap", "advice"),
+    [
+        (lambda model: ft.lora(model, "body/**", rank=1), r"lora\. .*merge_lora\(state\)"),
+        (lambda model: ft.freeze(model, "body/**"), r"freeze\. .*merge_frozen\(state\)"),
+    ],
+    ids=["lora", "freeze"],
+)
+def test_a_state_with_the_model_that_was_wrapped_is_told_which_one_to_pass(
+    kind, wrap, advice
+) -> None:
+    model = MODELS[kind]()
+    state = create(wrap(model))
+    with pytest.raises(ValueError, match=rf"model_state: expected (.*\n)*.*{advice}"):
+        model.apply(state.params, state.model_state, X)
