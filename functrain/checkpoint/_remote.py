@@ -80,9 +80,10 @@ def _store(path: str) -> Iterator[Any]:
     except FileNotFoundError as error:
         raise FileNotFoundError(errno.ENOENT, "no such object or bucket", path) from error
     except Exception as error:
+        answer = str(error)[:500].rstrip(".")
         raise ObjectStoreError(
             f"{path}: expected an object store that grants the request, got "
-            f"{type(error).__name__}: {str(error)[:500]}. Check the name of the bucket, the "
+            f"{type(error).__name__}: {answer}. Check the name of the bucket, the "
             "credentials, their permissions, and the network."
         ) from error
 
