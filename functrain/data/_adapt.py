@@ -52,7 +52,7 @@ def _require_iterable(data: Any, name: str) -> None:
         raise TypeError(
             f"{name}: expected an ArrayLoader or an iterable of batches, got "
             f"{type(data).__name__}. For arrays: functrain.ArrayLoader((x, y), batch_size); "
-            "to predict, ArrayLoader(x, batch_size)."
+            "to predict, ArrayLoader(x, batch_size). Without data: functrain.Steps(n)."
         )
     if isinstance(data, list | tuple):
         require(data, name, "at least one batch", data, "Pass a list of batches.")

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from functrain.common import _tree
-from functrain.common._arguments import parameters
+from functrain.common._arguments import accepts, parameters
 from functrain.common._checks import require, require_instance
 from functrain.common._library import import_optional
 from functrain.common._types import PyTree
@@ -42,7 +42,8 @@ def from_equinox(
       ``state.model_state["state"]`` its state.
 
     Raises:
-      TypeError: `module` is not an instance of an Equinox module, or `state` is not a state.
+      TypeError: `module` is not an instance of an Equinox module, or `state` is not a state, or is
+        missing for a module that takes one.
       ImportError: Equinox is not installed.
       ValueError: (from ``apply``) `model_state` is not that of this model.
 
@@ -62,6 +63,11 @@ def from_equinox(
     if state is not None:
         advice = "module, state = equinox.nn.make_with_state(Net)(key) makes both."
         require_instance("state", state, eqx.nn.State, "an equinox.nn.State", advice)
+    elif not accepts(module, 1) and accepts(module, 2):
+        raise TypeError(
+            "state: expected the state of a module that is called as module(x, state), got None. "
+            "Make both with module, state = equinox.nn.make_with_state(Net)(key)."
+        )
     params, rest = eqx.partition(module, eqx.is_inexact_array)
     arrays, static = eqx.partition(rest, eqx.is_array)
     takes_key = "key" in parameters(module)

@@ -209,6 +209,12 @@ def test_the_class_instead_of_a_module_is_refused() -> None:
         ft.from_equinox(CNN)
 
 
+def test_a_module_with_a_state_that_is_not_passed_is_refused() -> None:
+    module, _ = eqx.nn.make_with_state(Stateful)(KEY)
+    with pytest.raises(TypeError, match=r"state: expected .*got None\. .*make_with_state\(Net\)"):
+        ft.from_equinox(module)
+
+
 def test_something_else_than_a_state_is_refused() -> None:
     module = eqx.nn.MLP(5, 2, 8, depth=1, key=KEY)
     with pytest.raises(TypeError, match=r"state: expected an equinox.nn.State, got dict"):
