@@ -1,9 +1,8 @@
 """The memory and the cost of training a Keras model on devices that need not be there."""
 
-import contextlib
 import dataclasses
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import keras
 
@@ -15,6 +14,8 @@ from bridge.train._compiling import cached_for
 from bridge.train._steps import KerasStep
 from functrain.internal import require
 from functrain.internal import tree as _tree
+
+T = TypeVar("T")
 
 
 def memory(
@@ -52,17 +53,9 @@ def memory(
       >>> bridge.memory(model, batch, target=ft.target()).fits
       True
     """
-    with _batch_notes(batch):
-        needed = ft.inspect.memory(
-            _built_state(model, batch),
-            _training_step(model),
-            batch,
-            fuse=fuse,
-            target=target,
-            sharding=sharding,
-            # `fit` moves the values out of the variables, which keep no second copy.
-            donate=True,
-        )
+    # `fit` moves the values out of the variables, which keep no second copy.
+    options = {"fuse": fuse, "target": target, "sharding": sharding, "donate": True}
+    needed = _report(ft.inspect.memory, model, batch, **options)
     names = _variable_names(model)
     leaves = {names.get(path, path): size for path, size in needed.leaves.items()}
     return dataclasses.replace(needed, leaves=leaves)
@@ -101,17 +94,8 @@ def largest_batch(
       >>> bridge.largest_batch(model, batch, target=ft.target()) > 32
       True
     """
-    with _batch_notes(batch):
-        return ft.inspect.largest_batch(
-            _built_state(model, batch),
-            _training_step(model),
-            batch,
-            multiple_of=multiple_of,
-            fuse=fuse,
-            target=target,
-            sharding=sharding,
-            donate=True,
-        )
+    options = {"fuse": fuse, "target": target, "sharding": sharding, "donate": True}
+    return _report(ft.inspect.largest_batch, model, batch, multiple_of=multiple_of, **options)
 
 
 def cost(
@@ -146,15 +130,21 @@ def cost(
       >>> bridge.cost(model, batch, fuse=8).flops
       1024
     """
-    with _batch_notes(batch):
-        return ft.inspect.cost(
-            _built_state(model, batch),
-            _training_step(model),
-            batch,
-            fuse=fuse,
-            target=target,
-            sharding=sharding,
-        )
+    options = {"fuse": fuse, "target": target, "sharding": sharding}
+    return _report(ft.inspect.cost, model, batch, **options)
+
+
+def _report(function: Callable[..., T], model: keras.Model, batch: Any, **options: Any) -> T:
+    """Calls a function of `functrain.inspect` with a model's values and the step of `fit`."""
+    try:
+        state = _built_state(model, batch)
+        # The cached step keeps its programs, so that they are compiled once for all reports.
+        step = cached_for(model, "train", lambda: KerasStep(model, "train"))
+        return function(state, step, batch, **options)
+    except Exception as error:
+        if not isinstance(batch, tuple | list) or len(batch) < 2:
+            error.add_note("The batch has no labels. If the loss needs them, pass (x, y).")
+        raise
 
 
 def _built_state(model: keras.Model, batch: Any) -> KerasState:
@@ -171,22 +161,6 @@ def _built_state(model: keras.Model, batch: Any) -> KerasState:
         require(is_valid, "batch", expected, leaf, advice, error=TypeError)
     keras_private.trainer.build(model, batch)
     return variable_values(model)
-
-
-@contextlib.contextmanager
-def _batch_notes(batch: Any) -> Iterator[None]:
-    """Context manager: adds a note to the errors of a batch without labels."""
-    try:
-        yield
-    except Exception as error:
-        if not isinstance(batch, tuple | list) or len(batch) < 2:
-            error.add_note("The batch has no labels. If the loss needs them, pass (x, y).")
-        raise
-
-
-def _training_step(model: keras.Model) -> KerasStep:
-    """Returns the step that `fit` uses, whose programs are compiled once for all reports."""
-    return cached_for(model, "train", lambda: KerasStep(model, "train"))
 
 
 def _variable_names(model: keras.Model) -> dict[str, str]:
