@@ -6,11 +6,10 @@ Files:
   _stopping: agreement of the processes of a run on the event after which it stops
   _coordination: key-value store and barriers of JAX's coordination service
   _jax_private: the private names of JAX in functrain
-  _local: data that are divided over the processes
   _launch: starts processes on this machine, and restarts them
 """
 
+from functrain.data._local import local as local
 from functrain.distributed._initialize import initialize as initialize
-from functrain.distributed._local import local as local
 
 __all__ = ["initialize", "local"]
