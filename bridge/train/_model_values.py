@@ -81,11 +81,13 @@ class ModelValues:
         """
         if not self.are_in_model:
             return
-        self.hand_over(event)
+        values = self.variable_values()
         # The run keeps the originals, so that a program that fails can be undone. A copy of a
         # large model would need too much memory; Keras's own fit keeps none either.
-        if nbytes(event.state) <= SPARE_BYTES:
-            event.hand_over(copy_arrays(event.state), spare=event.state)
+        if nbytes(values) <= SPARE_BYTES:
+            event.hand_over(copy_arrays(values), spare=values)
+        else:
+            self.hand_over(event)
         # Otherwise the variables would keep the old values in memory beside the new ones.
         keras_private.trainer_state.purge(self._model, self._fields)
         self.lend(event.state)
