@@ -91,6 +91,7 @@ def test_all_ways_of_the_small_nets_do_equal_work(workload, tmp_path) -> None:
 @pytest.mark.adapters
 @pytest.mark.parametrize("workload", sorted({*HAS_TORCH} - {"dcgan"}))
 def test_plain_pytorch_does_equal_work(workload, tmp_path) -> None:
+    pytest.importorskip("torch")
     ways = ["torch-eager", "keras-fit@torch"]
     if workload == "digits-mlp":  # compiling takes long
         ways.append("torch-compile")
@@ -102,6 +103,7 @@ def test_plain_pytorch_does_equal_work(workload, tmp_path) -> None:
 
 @pytest.mark.adapters
 def test_the_dcgan_of_pytorch_has_the_losses_of_the_example(tmp_path) -> None:
+    pytest.importorskip("torch")
     arguments = ["--python", f"torch={sys.executable}", "--steps", "1"]
     (result,) = bench(tmp_path, "dcgan", "torch-eager,jit-loop", *arguments)["results"]
     ours, theirs = (result["ways"][way]["losses"][0] for way in ("jit-loop", "torch-eager"))
