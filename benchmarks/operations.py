@@ -92,7 +92,7 @@ def seconds(operation: Operation, rewrites: Any) -> float:
     def loop(n: jax.Array, *inputs: Any) -> Any:
         def body(_: Any, state: Any) -> Any:
             xs, outs = state
-            xs = tuple(tie(x, outs[0]) if i == linked else x for i, x in enumerate(xs))
+            xs = tuple(_tied(x, outs[0]) if i == linked else x for i, x in enumerate(xs))
             return xs, jax.tree.leaves(once(*xs))
 
         return lax.fori_loop(0, n, body, (inputs, [_example(var) for var in eqn.outvars]))[1]
@@ -140,10 +140,10 @@ def _timed(run: Callable[[int], Any], n: int) -> float:
     return time.perf_counter() - start
 
 
-def tie(x: jax.Array, out: jax.Array) -> jax.Array:
+def _tied(x: jax.Array, out: jax.Array) -> jax.Array:
     """Returns x plus a zero computed from `out`, which the compiler cannot simplify away."""
     if _is_key(x):
-        return jax.random.wrap_key_data(tie(jax.random.key_data(x), out))
+        return jax.random.wrap_key_data(_tied(jax.random.key_data(x), out))
     first = (jax.random.key_data(out) if _is_key(out) else out).ravel()[0].astype(jnp.float32)
     return x + jnp.where(jnp.abs(first) > 1e30, 1, 0).astype(x.dtype)
 

@@ -175,10 +175,10 @@ def explain_rewrites(
             return _keep(eqn, "no rewrite is known to be faster here")
         rule, _ = selected
         if chosen == "auto":
-            return rule.name, rule.reason_for(eqn)
+            return rule.name, rule.reason
         exact = select_rewrite(rules, eqn, jaxpr, exact_only=True)
         if exact and not find_unrounded(jaxpr).intersection(eqn.outvars):
-            return exact[0].name, exact[0].reason_for(eqn)
+            return exact[0].name, exact[0].reason
         return "", f'{rule.name} changes last bits; rewrites="auto" uses it'
 
     return _explanation(closed, platform, verdict, note)

@@ -21,29 +21,38 @@ from functrain.rewrites.batched_over_time import batched_over_time
 from functrain.rewrites.broadcast_first import broadcast_first
 from functrain.rewrites.canonical_conv import canonical_conv
 from functrain.rewrites.centered_sum import centered_sum
-from functrain.rewrites.convolution import convolution, swapped_conv
 from functrain.rewrites.dense_gradient import dense_gradient
+from functrain.rewrites.depthwise_conv import depthwise_conv
+from functrain.rewrites.dot_conv import dot_conv
 from functrain.rewrites.few_features import few_features
 from functrain.rewrites.gelu import gelu
+from functrain.rewrites.grouped_conv import grouped_conv
 from functrain.rewrites.label_pick import label_pick, label_pick_gradient
 from functrain.rewrites.max_pool import max_pool, max_pool_apart
 from functrain.rewrites.max_pool_gradient import (
     max_pool_gradient,
     max_pool_gradient_apart,
 )
+from functrain.rewrites.patch_conv import patch_conv
+from functrain.rewrites.phased_conv import phased_conv
 from functrain.rewrites.pooled_gradient import bias_before_pooling, relu_before_pooling
 from functrain.rewrites.relu_mask import relu_mask
 from functrain.rewrites.row_sum import row_sum
 from functrain.rewrites.shared_batch import shared_batch
+from functrain.rewrites.small_depthwise import small_depthwise
 from functrain.rewrites.summed_after import summed_after, summed_after_gpu, summed_after_tpu
+from functrain.rewrites.swapped_conv import swapped_conv
+from functrain.rewrites.trimmed_conv import trimmed_conv
 from functrain.rewrites.unrolled_scan import unrolled_scan, unrolled_scan_gpu
+from functrain.rewrites.volume_conv import volume_conv
+from functrain.rewrites.weight_gradient import weight_gradient
 
 Mode: TypeAlias = Literal["auto", "exact", "off"]
 F = TypeVar("F", bound=Callable[..., Any])
 
 # In order of precedence: the first rewrite that applies is used, and those after it also see the
-# equations that it returns. So canonical_conv is behind `convolution`, which leaves to it what
-# XLA's own kernel computes best.
+# equations that it returns. So trimmed_conv is in front of the rules that compute the rest of a
+# trimmed convolution, and canonical_conv behind all rules for convolutions that they may leave.
 # The rules for the scans of accelerators come first, so that the others see the bodies; a GPU's
 # sums are taken out of a scan before it is unrolled, a TPU's only if it is not.
 REWRITES: tuple[Rewrite, ...] = (
@@ -56,9 +65,17 @@ REWRITES: tuple[Rewrite, ...] = (
     shared_batch,
     attention_gradient,
     summed_after,
-    convolution,
+    trimmed_conv,
+    small_depthwise,
+    depthwise_conv,
+    grouped_conv,
     swapped_conv,
     few_features,
+    dot_conv,
+    volume_conv,
+    patch_conv,
+    weight_gradient,
+    phased_conv,
     batch_groups,
     canonical_conv,
     max_pool,

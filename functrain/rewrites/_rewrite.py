@@ -21,7 +21,6 @@ class Rewrite(NamedTuple):
       replace: ``(*inputs, **params) -> output``, or a sequence of outputs if the primitive has
         several. Plain `jax.lax` code; it may not capture arrays.
       reason: Why the replacement is faster, in a few words for `explain_rewrites`.
-      explain: ``(eqn) -> str``. Returns the reason for one equation, in place of `reason`.
       is_exact: ``(eqn) -> bool``. Returns True if the replacement of this equation has the same
         bits when both run under `jax.jit`. By default no replacement is exact.
       required_primitive: A primitive that the function must contain too, such as that of the
@@ -40,16 +39,11 @@ class Rewrite(NamedTuple):
     applies: Callable[[core.JaxprEqn], bool]
     replace: Callable[..., Any] | None = None
     reason: str = ""
-    explain: Callable[[core.JaxprEqn], str] | None = None
     is_exact: Callable[[core.JaxprEqn], bool] = lambda eqn: False
     required_primitive: core.Primitive | None = None
     applies_in_context: Callable[[core.JaxprEqn, core.Jaxpr], bool] = lambda eqn, jaxpr: True
     replace_in_context: Callable[[core.JaxprEqn, core.Jaxpr], "Replacement | None"] | None = None
     platforms: tuple[str, ...] = ("cpu",)
-
-    def reason_for(self, eqn: core.JaxprEqn) -> str:
-        """Returns why the replacement of an equation is faster."""
-        return self.explain(eqn) if self.explain else self.reason
 
 
 class Replacement(NamedTuple):

@@ -16,13 +16,9 @@ from jax import lax
 from jax.extend import core
 from jax.extend.core import primitives
 
+from functrain.rewrites._conv import conv, from_canonical, to_canonical
 from functrain.rewrites._equations import are_floats, avals, is_sharded, is_sharding_free
 from functrain.rewrites._rewrite import Rewrite
-from functrain.rewrites.convolution._description import (
-    convolve_ungrouped,
-    from_canonical,
-    to_canonical,
-)
 
 
 def _applies(eqn: core.JaxprEqn) -> bool:
@@ -40,9 +36,7 @@ def _applies(eqn: core.JaxprEqn) -> bool:
 def _replace(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
     count, numbers = params["batch_group_count"], params["dimension_numbers"]
     if lhs.shape[numbers.lhs_spec[0]] == rhs.shape[numbers.rhs_spec[0]] == count:
-        return _select_diagonal(
-            convolve_ungrouped(*to_canonical(lhs, rhs, numbers), **params), numbers
-        )
+        return _select_diagonal(conv(*to_canonical(lhs, rhs, numbers), **params), numbers)
     # Both operands get the groups as their last spatial axis: `[N / G, *S, G, C]` and
     # `[*W, G, C, O / G]`.
     n, c, *spatial = numbers.lhs_spec
@@ -54,7 +48,7 @@ def _replace(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
     group_axis = {"window_strides": count - 1, "lhs_dilation": count, "rhs_dilation": 1}
     params |= {name: (*params[name], value) for name, value in group_axis.items()}
     params["padding"] = (*params["padding"], (0, 0))
-    out = convolve_ungrouped(lhs, rhs, **params)  # [N / G, *S', G, O / G]
+    out = conv(lhs, rhs, **params)  # [N / G, *S', G, O / G]
     n, o, *spatial = numbers.out_spec
     # Maps each axis of the result to the axes of `out` that it is made of.
     sources = {n: [0], o: [out.ndim - 2, out.ndim - 1]}

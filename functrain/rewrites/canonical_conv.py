@@ -14,13 +14,9 @@ import jax
 from jax.extend import core
 from jax.extend.core import primitives
 
+from functrain.rewrites._conv import canonical_numbers, from_canonical, to_canonical
 from functrain.rewrites._equations import are_floats, avals, is_sharding_free, ndim
 from functrain.rewrites._rewrite import Rewrite
-from functrain.rewrites.convolution._description import (
-    canonical_numbers,
-    from_canonical,
-    to_canonical,
-)
 
 
 def _applies(eqn: core.JaxprEqn) -> bool:

@@ -25,14 +25,8 @@ import jax.numpy as jnp
 from jax.extend import core
 from jax.extend.core import primitives
 
+from functrain.rewrites._conv import conv, from_canonical, to_canonical, ungrouped_sizes
 from functrain.rewrites._rewrite import Rewrite
-from functrain.rewrites.convolution._description import (
-    convolve_ungrouped,
-    describe,
-    from_canonical,
-    is_rewritable,
-    to_canonical,
-)
 
 _MAX_FEATURES = 4
 # The second convolution costs more than it saves for fewer products.
@@ -42,14 +36,14 @@ _LANES = 128
 
 
 def _applies(eqn: core.JaxprEqn) -> bool:
-    if not is_rewritable(eqn):
+    sizes, params = ungrouped_sizes(eqn), eqn.params
+    if sizes is None or len(sizes.window) != 2 or min(sizes.window) == 1:
         return False
-    conv = describe(*(var.aval for var in eqn.invars), eqn.params)
-    if conv.is_grouped or len(conv.window) != 2 or min(conv.window) == 1:
-        return False
-    is_plain = {*conv.strides, *conv.image_dilation, *conv.window_dilation} == {1}
-    is_narrow = conv.features <= _MAX_FEATURES and conv.window[0] * conv.features <= _LANES
-    return is_plain and is_narrow and conv.products >= _MIN_PRODUCTS
+    names = ("window_strides", "lhs_dilation", "rhs_dilation")
+    is_plain = all(set(params[name]) == {1} for name in names)
+    is_narrow = sizes.features <= _MAX_FEATURES
+    fits = sizes.window[0] * sizes.features <= _LANES
+    return is_plain and is_narrow and fits and sizes.products >= _MIN_PRODUCTS
 
 
 def _replace(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
@@ -59,11 +53,11 @@ def _replace(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
     rows, columns, channels, features = rhs.shape
     row_padding, column_padding = params["padding"]
     by_row = rhs.transpose(1, 2, 0, 3).reshape(1, columns, channels, rows * features)
-    sums = convolve_ungrouped(lhs, by_row, **{**params, "padding": ((0, 0), column_padding)})
+    sums = conv(lhs, by_row, **{**params, "padding": ((0, 0), column_padding)})
     # At its row r, the selection takes those features that row r of the kernel has made.
     selection = jnp.eye(rows * features, dtype=sums.dtype).reshape(rows, features, 1, -1)
     selection = selection.transpose(0, 2, 3, 1)
-    out = convolve_ungrouped(sums, selection, **{**params, "padding": (row_padding, (0, 0))})
+    out = conv(sums, selection, **{**params, "padding": (row_padding, (0, 0))})
     return from_canonical(out, numbers)
 
 

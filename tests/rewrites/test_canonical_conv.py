@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from jax import lax
 
 from functrain.rewrites import optimize
+from functrain.rewrites._conv import canonical_numbers
 from functrain.rewrites._pass import rewrite_jaxpr
 from functrain.rewrites.canonical_conv import canonical_conv
-from functrain.rewrites.convolution._description import canonical_numbers
 
 from . import cases
 

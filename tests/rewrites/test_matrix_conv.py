@@ -1,0 +1,184 @@
+"""Convolutions that are matrix products: one tap, one place, few small images."""
+
+import importlib
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+
+from functrain.inspect import explain_rewrites
+from functrain.rewrites import optimize
+from functrain.rewrites.dot_conv import dot_conv
+from functrain.rewrites.patch_conv import patch_conv
+from functrain.rewrites.trimmed_conv import trimmed_conv
+
+from . import cases
+
+module = importlib.import_module("functrain.rewrites.patch_conv")
+ANY_SIZE = mock.patch.multiple(
+    module,
+    MIN_FEATURES=0,
+    MIN_PRODUCTS=0,
+    MIN_CHANNELS_OVER_EDGES=0,
+    MIN_PRODUCTS_OVER_EDGES=0,
+)
+ALWAYS = patch_conv._replace(applies=lambda eqn: True)
+
+
+@cases.drawn(4)
+@given(cases.convolutions(sides=(4, 4), windows=(1, 1), strides=(1, 1), holes=(1, 1)))
+def test_one_tap_is_a_product(case: Any) -> None:
+    conv, args = case
+    after = cases.rewritten(cases.all_three(conv), args, trimmed_conv, dot_conv)
+    assert cases.kinds(after).count("conv_general_dilated") < 2
+
+
+@cases.drawn(4)
+@given(cases.convolutions(sides=(4, 4), windows=(1, 1)))
+def test_one_tap_is_as_accurate_as_it_was(case: Any) -> None:
+    conv, args = case
+    cases.check_accuracy(cases.all_three(conv), args, trimmed_conv, dot_conv)
+
+
+@cases.drawn(3)
+@given(cases.convolutions(sides=(4, 4), windows=(1, 1), strides=(2, 2)))
+def test_one_tap_with_a_stride_stays(case: Any) -> None:
+    conv, args = case
+    forward = cases.rewritten(conv, args[:2], trimmed_conv, dot_conv)
+    assert cases.kinds(forward).count("conv_general_dilated") == 1
+
+
+@cases.drawn(4)
+@given(cases.convolutions(sides=(4, 4), holes=(1, 1), apart=(1, 2), sizes=(1, 2), pads=(1, 2)))
+def test_a_kernel_larger_than_the_image_is_as_accurate_as_it_was(case: Any) -> None:
+    conv, args = case
+    cases.check_accuracy(cases.all_three(conv), args, trimmed_conv, dot_conv, ALWAYS)
+
+
+@cases.drawn(4)
+@given(cases.convolutions(sides=(4, 4)))
+def test_any_convolution_may_take_patches(case: Any) -> None:
+    conv, args = case
+    cases.check_accuracy(cases.all_three(conv), args, ALWAYS)
+
+
+LAYERS = {
+    "1 x 1": ((2, 4, 4, 3), (1, 1, 3, 5), {}),
+    "1 x 1, strided": ((2, 5, 5, 18), (1, 1, 18, 20), {"window_strides": (2, 2)}),
+    "1 x 1 image": ((2, 1, 1, 3), (3, 3, 3, 5), {}),
+    "2 x 2 image": ((2, 2, 2, 3), (3, 3, 3, 5), {}),
+    "1-D": ((2, 2, 3), (5, 3, 5), {}),
+}
+
+
+def layer(name: str) -> Any:
+    image, kernel, options = LAYERS[name]
+    return cases.layer(image, kernel, **options)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_no_convolution_is_left(name: str) -> None:
+    conv, x, w = layer(name)
+
+    def fn(x: jax.Array, w: jax.Array, g: jax.Array) -> tuple[jax.Array, ...]:
+        out, pull = jax.vjp(lambda x: conv(x, w), x)
+        return out, *pull(g)
+
+    args = x, w, jnp.ones(jax.eval_shape(conv, x, w).shape)
+    with ANY_SIZE:
+        assert "conv_general_dilated" not in cases.kinds(jax.make_jaxpr(optimize(fn))(*args))
+    assert "dot_general" not in cases.kinds(jax.make_jaxpr(optimize(fn, "exact"))(*args))
+
+
+def test_gradients_of_weights_take_no_patches_of_all_images() -> None:
+    conv, x, w = cases.layer((64, 2, 2, 4), (3, 3, 4, 4))
+    fn, g = cases.all_three(conv), conv(x, w)
+    with ANY_SIZE:
+        assert cases.takes(patch_conv, fn, x, w, g) == [True, False, True]
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_scan_of_steps_does_not_depend_on_its_length(name: str) -> None:
+    conv, x, w = layer(name)
+    with ANY_SIZE:
+        cases.check_chunks(conv, x, w)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_nan_and_inf_in_an_image_pass_through_alike(name: str) -> None:
+    conv, x, w = layer(name)
+    x = x.at[(0,) * x.ndim].set(jnp.nan).at[(1,) + (0,) * (x.ndim - 1)].set(jnp.inf)
+    with ANY_SIZE:
+        got, want = jax.jit(optimize(conv))(x, w), jax.jit(conv)(x, w)
+    finite = np.isfinite(want)
+    np.testing.assert_array_equal(np.isfinite(got), finite)
+    np.testing.assert_array_equal(np.asarray(got)[~finite], np.asarray(want)[~finite])
+
+
+def test_the_size_decides() -> None:
+    def taken(n: int, size: int, channels: int, taps: int, features: int | None = None) -> bool:
+        kernel = taps, taps, channels, features or channels
+        conv, x, w = cases.layer((n, size, size, channels), kernel)
+        return cases.takes(patch_conv, conv, x, w) == [True]
+
+    assert taken(16, 2, 512, 3)
+    assert taken(16, 4, 256, 3)
+    assert taken(1024, 2, 64, 3)
+    assert not taken(17, 4, 256, 3)
+    assert not taken(64, 4, 64, 3)
+    assert not taken(4, 2, 8, 3)
+    assert not taken(16, 4, 256, 3, features=32)
+    assert not taken(512, 3, 128, 5, features=4)
+
+
+def test_images_with_holes_are_left_to_what_multiplies_none() -> None:
+    """With its holes such an image is wider than the kernel, and patches would copy them."""
+    image, kernel, same = (64, 4, 4, 256), (5, 5, 256, 128), [(2, 3), (2, 3)]
+    transposed, x, w = cases.layer(image, kernel, same, lhs_dilation=(2, 2))
+    assert cases.takes(patch_conv, transposed, x, w) == [False]
+    assert explain_rewrites(transposed, x, w).rows[0].rule == "phased_conv"
+    strided, x, w = cases.layer((128, 8, 8, 64), (5, 5, 64, 64), window_strides=(2, 2))
+    fn, g = cases.all_three(strided), jnp.ones(jax.eval_shape(strided, x, w).shape)
+    assert cases.takes(patch_conv, fn, x, w, g) == [False, False, False]
+
+
+def test_patches_of_many_images_are_made_of_some_at_a_time() -> None:
+    conv, x, w = cases.layer((2000, 2, 2, 128), (3, 3, 128, 128))
+    with mock.patch.object(module, "MAX_BYTES", 2**20):
+        program = jax.jit(optimize(conv)).lower(x, w).compile()
+        cases.check_accuracy(conv, (x[:70], w), ALWAYS)
+    of_all = 2000 * 2 * 2 * 9 * 128 * 4
+    assert program.memory_analysis().temp_size_in_bytes < of_all / 2
+
+
+def test_a_program_does_not_grow_with_the_image() -> None:
+    """In the gradient of the weights every place of the image is a tap."""
+    conv, x, w = cases.layer((32, 26, 26, 1), (3, 3, 1, 8))
+    fn, g = cases.all_three(conv), jnp.ones((32, 26, 26, 8))
+    assert len(jax.make_jaxpr(optimize(fn))(x, w, g).eqns) < 40
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_only_taps_that_see_something_are_left(groups: int) -> None:
+    conv, x, w = cases.layer((2, 2, 3, 4), (5, 3, 4 // groups, 8), feature_group_count=groups)
+    after = cases.rewritten(conv, (x, w), trimmed_conv)
+    (eqn,) = (eqn for eqn in after.eqns if eqn.primitive.name == "conv_general_dilated")
+    assert eqn.invars[1].aval.shape == (3, 3, 4 // groups, 8)
+    assert not trimmed_conv.applies(eqn)
+
+
+def test_places_that_see_nothing_are_zeros_with_groups_too() -> None:
+    conv, x, w = cases.layer((2, 2, 2, 4), (7, 7, 1, 8), feature_group_count=4)
+    fn, g = cases.all_three(conv), conv(x, w)
+    assert cases.takes(trimmed_conv, fn, x, w, g) == [True, True, True]
+    cases.check_accuracy(fn, (x, w, g), trimmed_conv)
+
+
+def test_an_image_that_no_tap_sees_is_left_alone() -> None:
+    conv, x, w = cases.layer((2, 2, 2, 3), (1, 1, 3, 4), [(5, -3), (5, -3)])
+    assert cases.takes(trimmed_conv, conv, x, w) == [False]
+    np.testing.assert_array_equal(jax.jit(optimize(conv))(x, w), jax.jit(conv)(x, w))
