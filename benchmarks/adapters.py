@@ -3,7 +3,7 @@
 The models are the classifier of examples/lora.py, and the transformer of docs/training.md#lora. The
 first table has the memory that a fit needs, the second one the time of a step of all eight.
 
-python -m benchmarks.adapters                # about five minutes on two CPU cores
+python -m benchmarks.adapters
 python -m benchmarks.adapters --quick
 """
 
