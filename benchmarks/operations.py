@@ -80,19 +80,19 @@ def operations(step: ft.Step[Any], state: Any, batch: Any, rewrites: Any) -> lis
 def seconds(operation: Operation, rewrites: Any) -> float:
     """Returns the seconds of one operation in the body of a loop, as in a fused step.
 
-    The outputs are part of the loop's state, and the smallest input of each iteration depends on
-    the outputs of the one before. So the compiler cannot remove the operation from the loop.
+    The outputs are part of the loop's state, and the inputs of each iteration depend on the outputs
+    of the one before. So the compiler cannot move the operation, or a part of it such as the
+    transpose of an input, out of the loop.
     """
     eqn = operation.eqn
     inputs = [_example(var) for var in eqn.invars]
-    linked = min(range(len(inputs)), key=lambda i: inputs[i].size)
     once = ft.rewrites.optimize(lambda *xs: eqn.primitive.bind(*xs, **eqn.params), rewrites)
 
     @jax.jit
     def loop(n: jax.Array, *inputs: Any) -> Any:
         def body(_: Any, state: Any) -> Any:
             xs, outs = state
-            xs = tuple(_tied(x, outs[0]) if i == linked else x for i, x in enumerate(xs))
+            xs = tuple(tied(x, outs[0]) for x in xs)
             return xs, jax.tree.leaves(once(*xs))
 
         return lax.fori_loop(0, n, body, (inputs, [_example(var) for var in eqn.outvars]))[1]
@@ -140,10 +140,10 @@ def _timed(run: Callable[[int], Any], n: int) -> float:
     return time.perf_counter() - start
 
 
-def _tied(x: jax.Array, out: jax.Array) -> jax.Array:
+def tied(x: jax.Array, out: jax.Array) -> jax.Array:
     """Returns x plus a zero computed from `out`, which the compiler cannot simplify away."""
     if _is_key(x):
-        return jax.random.wrap_key_data(_tied(jax.random.key_data(x), out))
+        return jax.random.wrap_key_data(tied(jax.random.key_data(x), out))
     first = (jax.random.key_data(out) if _is_key(out) else out).ravel()[0].astype(jnp.float32)
     return x + jnp.where(jnp.abs(first) > 1e30, 1, 0).astype(x.dtype)
 

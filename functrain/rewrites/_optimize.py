@@ -25,7 +25,6 @@ from functrain.rewrites.dense_gradient import dense_gradient
 from functrain.rewrites.depthwise_conv import depthwise_conv
 from functrain.rewrites.dot_conv import dot_conv
 from functrain.rewrites.few_features import few_features
-from functrain.rewrites.gelu import gelu
 from functrain.rewrites.grouped_conv import grouped_conv
 from functrain.rewrites.label_pick import label_pick, label_pick_gradient
 from functrain.rewrites.max_pool import max_pool, max_pool_apart
@@ -37,7 +36,6 @@ from functrain.rewrites.patch_conv import patch_conv
 from functrain.rewrites.phased_conv import phased_conv
 from functrain.rewrites.pooled_gradient import bias_before_pooling, relu_before_pooling
 from functrain.rewrites.relu_mask import relu_mask
-from functrain.rewrites.row_sum import row_sum
 from functrain.rewrites.shared_batch import shared_batch
 from functrain.rewrites.small_depthwise import small_depthwise
 from functrain.rewrites.summed_after import summed_after, summed_after_gpu, summed_after_tpu
@@ -45,7 +43,6 @@ from functrain.rewrites.swapped_conv import swapped_conv
 from functrain.rewrites.trimmed_conv import trimmed_conv
 from functrain.rewrites.unrolled_scan import unrolled_scan, unrolled_scan_gpu
 from functrain.rewrites.volume_conv import volume_conv
-from functrain.rewrites.weight_gradient import weight_gradient
 
 Mode: TypeAlias = Literal["auto", "exact", "off"]
 F = TypeVar("F", bound=Callable[..., Any])
@@ -74,7 +71,6 @@ REWRITES: tuple[Rewrite, ...] = (
     dot_conv,
     volume_conv,
     patch_conv,
-    weight_gradient,
     phased_conv,
     batch_groups,
     canonical_conv,
@@ -85,8 +81,6 @@ REWRITES: tuple[Rewrite, ...] = (
     argmax,
     argmin,
     short_argmax,
-    row_sum,
-    gelu,
     label_pick,
     label_pick_gradient,
     centered_sum,

@@ -25,12 +25,10 @@ class Rewrite(NamedTuple):
         bits when both run under `jax.jit`. By default no replacement is exact.
       required_primitive: A primitive that the function must contain too, such as that of the
         gradient, if the rewrite is slower without it.
-      applies_in_context: ``(eqn, jaxpr) -> bool``. Decides from the surrounding equations, after
-        `applies` has returned True. The equation's outputs are variables of the jaxpr; its inputs
-        may be variables that replace those of the jaxpr.
       replace_in_context: ``(eqn, jaxpr) -> Replacement or None``. Used in place of `replace`, by
         rules that need other variables than the inputs of the equation. None if the rule does not
-        apply.
+        apply. The equation's outputs are variables of the jaxpr; its inputs may be variables that
+        replace those of the jaxpr.
       platforms: The platforms that it is for: "cpu", "gpu", "tpu".
     """
 
@@ -41,7 +39,6 @@ class Rewrite(NamedTuple):
     reason: str = ""
     is_exact: Callable[[core.JaxprEqn], bool] = lambda eqn: False
     required_primitive: core.Primitive | None = None
-    applies_in_context: Callable[[core.JaxprEqn, core.Jaxpr], bool] = lambda eqn, jaxpr: True
     replace_in_context: Callable[[core.JaxprEqn, core.Jaxpr], "Replacement | None"] | None = None
     platforms: tuple[str, ...] = ("cpu",)
 
@@ -95,8 +92,6 @@ def select_rewrite(
             continue
         with rewrite_scope(rewrite, eqn):
             if not rewrite.applies(eqn) or (exact_only and not rewrite.is_exact(eqn)):
-                continue
-            if not rewrite.applies_in_context(eqn, jaxpr):
                 continue
             if rewrite.replace:
                 return rewrite, None

@@ -4,31 +4,21 @@ With d - 1 holes between the pixels of the image (`lhs_dilation` d), every d-th 
 result sees the same taps: one in d along each axis. These positions, a phase, are an ordinary
 convolution of the image without holes. All phases together multiply no zeros.
 
-Milliseconds, 2 cores, jax 0.10, alone under `jit` and in a loop (`jit/loop`); a transposed layer
-with stride 2, image `[N, H, H, C]`, k x k kernel, O features; then the gradient of the input of a
-convolution with stride 2:
+Milliseconds in a loop, two cores of an AMD EPYC, jax 0.12; a transposed layer with stride 2, image
+`[N, H, H, C]`, k x k kernel, O features; then the gradient of the input of a convolution with
+stride 2:
 
-    N H C k O              forward, canonical -> phases
-    64 14 128 4 128        86/89 -> 53/39
-    16 16 64 4 32          2.6/2.0 -> 1.4/1.5
-    8 28 64 4 128          49/42 -> 22/18
-    16 4 256 4 128         2.0/1.9 -> 2.1/1.7
-    64 7 128 4 128         13/13 -> 20/18
-    8 4 8 3 8              0.02/0.03 -> 0.04/0.03     (hence: not the small ones)
-    4 32 16 4 1            0.13/0.14 -> 0.27/0.28     (hence: not few channels)
-    512 7 384 2 32         23/24 -> 147/131           (hence: more taps than phases)
-    8 16 256 2 128         6.4/7.6 -> 11/9.4
-    128 7 256 3 64         12/12 -> 22/22             (hence: not few features of many channels)
-    16 28 512 3 32         22/24 -> 51/54
-    8 16 256 4 128         13/13 -> 11/10
-    64 4 256 5 64          91/90 -> 8.8/8.5           (but of kernels larger than the image)
-    8 56 64 3 64, strided  13/11 -> 5.9/7.9
-    64 14 64 3 128, same   2.8/2.5 -> 2.9/2.8
-
-XLA multiplies every pixel by all taps, and adds up the products that belong to one position. That
-is fast if each product sums many channels and there is little to add up. Of 349 layers drawn at
-random, 108 are now left to XLA; in those the phases took 1.5 times as long in the median, and up to
-7 times (AMD EPYC). Above 32 MiB the C library allocates new memory for the products each time.
+    N H C k O                canonical -> phases
+    8 28 64 4 128            46 -> 12
+    64 4 64 5 64             41 -> 1.5 (each phase a matrix product)
+    16 28 128 3 32           8.4 -> 6.8
+    64 7 128 4 128           12.3 -> 11.4
+    32 7 256 3 64            2.6 -> 3.1
+    4 32 16 4 1              0.18 -> 0.35      (hence: not few features)
+    64 7 384 2 32            1.7 -> 2.6        (hence: more taps than phases)
+    8 56 64 3 64, strided    5.6 -> 4.1
+    8 8 16 5 32, strided     0.88 -> 0.08
+    64 28 3 3 64, strided    0.75 -> 0.97      (hence: not few channels)
 
 The sums may be computed in another order, which changes the last bits.
 """
@@ -44,18 +34,14 @@ import jax.numpy as jnp
 from jax.extend import core
 from jax.extend.core import primitives
 
-from functrain.rewrites._conv import Sizes, conv, from_canonical, to_canonical, ungrouped_sizes
-from functrain.rewrites._equations import avals
+from functrain.rewrites._conv import conv, from_canonical, to_canonical, ungrouped_sizes
 from functrain.rewrites._rewrite import Rewrite
 from functrain.rewrites._windows import dilated_size, output_sizes
 
 # Each phase is a convolution in the program.
 MAX_PHASES = 16
-# Below these limits, interleaving the phases costs more than the saved products.
-MIN_PRODUCTS = 2**28
+# With fewer channels or features, interleaving the phases costs more than the saved products.
 MIN_CHANNELS = 16
-# XLA is fast with so many channels, so few features, and so few bytes to add up.
-MANY_CHANNELS, FEW_FEATURES, FEW_BYTES = 96, 64, 2**25
 
 
 def _applies(eqn: core.JaxprEqn) -> bool:
@@ -67,21 +53,6 @@ def _applies(eqn: core.JaxprEqn) -> bool:
         and math.prod(params["rhs_dilation"]) == math.prod(params["window_strides"]) == 1
         and phases < math.prod(sizes.window) <= math.prod(sizes.positions)
         and min(sizes.channels, sizes.features) >= MIN_CHANNELS
-        and sizes.products >= MIN_PRODUCTS
-        and not _is_fast_in_xla(sizes, avals(eqn)[0].dtype.itemsize)
-    )
-
-
-def _is_fast_in_xla(sizes: Sizes, itemsize: int) -> bool:
-    """Returns True if XLA adds up the products of pixels and taps of a 2-D image fast."""
-    products_per_pixel = math.prod(sizes.window) * sizes.features
-    pixels = sizes.batch * math.prod(sizes.image)
-    return (
-        len(sizes.window) == 2
-        and sizes.channels >= MANY_CHANNELS
-        and sizes.features <= FEW_FEATURES
-        and all(map(operator.le, sizes.window, sizes.image))
-        and pixels * products_per_pixel * itemsize < FEW_BYTES
     )
 
 

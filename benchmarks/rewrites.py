@@ -1,0 +1,423 @@
+"""Measures what each rewrite for CPUs gains, and how good the choice among them is.
+
+python -m benchmarks.rewrites leave-one-out                  # some 30 minutes on two idle cores
+python -m benchmarks.rewrites leave-one-out --workloads dcgan,members
+python -m benchmarks.rewrites regret --layers 140            # some 40 minutes
+python -m benchmarks.rewrites regret --layers 140 --first 1000 --update
+
+`leave-one-out` compiles the fused step of each workload with all rewrites, and without each of
+those that apply. A rewrite should gain 5 % of a step of some workload; otherwise it can be deleted.
+
+`regret` draws convolution layers at random: one to three axes, batches of 1 to 256, groups,
+strides, dilations, transposed ones, float32 and bfloat16. Each is measured with both its gradients
+in the body of a loop, as in a fused step: as jax writes it, in the canonical layout, with all
+rewrites, without each of those that apply, and with rewrites that the rules did not choose. Regret
+is the time with the chosen rewrites over that of the fastest program.
+
+In both, the programs take turns.
+"""
+
+import argparse
+import concurrent.futures
+import functools
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+from unittest import mock
+
+os.environ.setdefault("KERAS_BACKEND", "jax")
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+import optax
+from jax import lax
+from jax.extend import core
+from keras import layers
+from rich.table import Table
+
+import functrain as ft
+from benchmarks import report
+from benchmarks.operations import tied
+from benchmarks.profile import example
+from benchmarks.workloads import WORKLOADS, Workload, mlp, noise
+from functrain.rewrites import _optimize, phased_conv
+from functrain.rewrites._pass import rewrite_jaxpr
+from functrain.rewrites._rewrite import Rewrite
+from functrain.rewrites.canonical_conv import canonical_conv
+from functrain.rewrites.patch_conv import MAX_TAPS, patch_conv
+
+# --- Leave one out --------------------------------------------------------------------------------
+
+ROUNDS = 15
+# Seconds of one measurement, in which a program runs several steps.
+SECONDS = 0.08
+# Rules that are one rewrite in several parts.
+PARTS = {
+    "max_pool_apart": "max_pool",
+    "max_pool_gradient_apart": "max_pool_gradient",
+    "argmin": "argmax",
+}
+
+
+def volume() -> keras.Model:
+    """Returns a convnet of 3-D images."""
+    inputs = keras.Input((16, 16, 16, 4))
+    x = layers.Conv3D(16, 3, padding="same", activation="relu")(inputs)
+    x = layers.Conv3D(32, 3, strides=2, padding="same", activation="relu")(x)
+    return keras.Model(inputs, layers.Dense(10)(layers.GlobalAveragePooling3D()(x)))
+
+
+def grouped() -> keras.Model:
+    """Returns a convnet whose convolutions have groups."""
+    inputs = keras.Input((32, 32, 3))
+    x = layers.Conv2D(64, 3, strides=2, padding="same", activation="relu")(inputs)
+    for _ in range(2):
+        x = layers.Conv2D(64, 3, padding="same", groups=8, activation="relu")(x)
+    return keras.Model(inputs, layers.Dense(10)(layers.GlobalAveragePooling2D()(x)))
+
+
+def members() -> tuple[Any, Any, Any]:
+    """Returns the step of eight MLPs that share a batch, with their states and the batch."""
+    rng, optimizer = np.random.default_rng(0), optax.adam(1e-3)
+    shapes = [(8, 784, 256), (8, 256, 10)]
+    params = [
+        jnp.asarray(rng.normal(size=shape) / shape[1] ** 0.5, jnp.float32) for shape in shapes
+    ]
+
+    def step(state: Any, batch: Any) -> Any:
+        params, opt_state = state
+        x, y = batch
+
+        def loss_fn(params: Any) -> jax.Array:
+            logits = jax.nn.relu(x @ params[0]) @ params[1]
+            return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
+
+        loss, grads = jax.value_and_grad(loss_fn)(params)
+        updates, opt_state = optimizer.update(grads, opt_state)
+        return (optax.apply_updates(params, updates), opt_state), {"loss": loss}
+
+    batch = (
+        jnp.asarray(rng.normal(size=(32, 784)), jnp.float32),
+        jnp.asarray(rng.integers(10, size=32)),
+    )
+    return jax.vmap(step, in_axes=(0, None)), (params, jax.vmap(optimizer.init)(params)), batch
+
+
+SMALL_WORKLOADS = (
+    Workload("volume", 8, 8, volume, noise(16, 16, 16, 4)),
+    Workload("grouped", 16, 8, grouped, noise(32, 32, 3)),
+    Workload("thousand-classes", 256, 8, mlp(64, 128, 1000), noise(64, classes=1000)),
+)
+EXAMPLES: dict[str, Callable[[], tuple[Any, Any, Any]]] = {
+    **{
+        each.name: functools.partial(example, each)
+        for each in (*SMALL_WORKLOADS, *WORKLOADS.values())
+    },
+    "members": members,
+}
+
+
+class Gain(NamedTuple):
+    """What a rewrite gains in a workload.
+
+    Attributes:
+      workload: The name of the workload.
+      rewrite: The name of the rewrite.
+      ratio: The time of a step without the rewrite over that with all rewrites, the median of the
+        rounds' ratios.
+    """
+
+    workload: str
+    rewrite: str
+    ratio: float
+
+
+def leave_one_out(name: str) -> list[Gain]:
+    """Returns the gain of each rewrite that applies to the step of a workload."""
+    step, state, batch = EXAMPLES[name]()
+    rows = ft.inspect.explain_rewrites(step, state, batch).rows
+    rewrites = sorted({PARTS.get(row.rule, row.rule) for row in rows} - {""})
+    steps = 2
+    run = _compile_without("", step, state, batch, steps)
+    steps = min(256, max(2, math.ceil(SECONDS / _seconds(run) * steps)))
+    runs = {each: _compile_without(each, step, state, batch, steps) for each in ("", *rewrites)}
+    times: dict[str, list[float]] = {each: [] for each in runs}
+    for _ in range(ROUNDS):
+        for each, run in runs.items():
+            times[each].append(_seconds(run))
+    ratios = {each: np.median(np.divide(times[each], times[""])) for each in rewrites}
+    return [Gain(name, each, float(ratio)) for each, ratio in ratios.items()]
+
+
+def _compile_without(
+    left_out: str, step: Any, state: Any, batch: Any, steps: int
+) -> Callable[[], None]:
+    """Returns a program of several steps that lacks a rewrite, after a first run."""
+    kept = [rule for rule in _optimize.REWRITES if PARTS.get(rule.name, rule.name) != left_out]
+    chunk = jax.tree.map(lambda x: np.stack([np.asarray(x)] * steps), batch)
+    args = state, chunk, np.int32(steps)
+    # Otherwise jax would find the program with the other rules.
+    jax.clear_caches()
+    with mock.patch.object(_optimize, "REWRITES", tuple(kept)):
+        program = ft.fuse(step, steps, donate=False).program.lower(*args).compile()
+
+    def run() -> None:
+        jax.block_until_ready(program(*args))
+
+    run()
+    return run
+
+
+def _seconds(run: Callable[[], None]) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+# --- Regret ---------------------------------------------------------------------------------------
+
+KINDS = ["plain"] * 5 + ["strided"] * 2 + ["dilated", "transposed", "transposed", "grouped"]
+KINDS += ["depthwise"] * 2
+BATCHES = [1, 2, 4, 8, 16, 32, 64, 128, 256]
+SIZES = [1, 2, 3, 4, 5, 7, 8, 10, 13, 14, 16, 20, 28, 32, 48, 56, 64, 96, 112, 128]
+VOLUME_SIZES = [2, 4, 6, 8, 12, 16, 24, 32]
+CHANNELS = [1, 2, 3, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 256, 384, 512, 768, 1024]
+MIN_PRODUCTS, MAX_PRODUCTS, MAX_ELEMENTS = 2**17, 2**29, 2**23
+# Seconds of one measurement of a convolution, and how many there are.
+CONV_SECONDS, CONV_ROUNDS = 0.012, 5
+# After the first round, programs that take longer than this times the fastest are left out.
+HOPELESS = 3
+
+
+class Layer(NamedTuple):
+    """A convolution `[N, *S, C]` x `[*W, I, O]`."""
+
+    image: tuple[int, ...]
+    kernel: tuple[int, ...]
+    dtype: str
+    options: dict[str, Any]
+
+    def __call__(self, x: jax.Array, w: jax.Array) -> jax.Array:
+        """Convolves an image with a kernel."""
+        return lax.conv_general_dilated(x, w, **self.options)
+
+    @property
+    def types(self) -> list[jax.ShapeDtypeStruct]:
+        """Returns the types of an image and a kernel."""
+        return [jax.ShapeDtypeStruct(shape, self.dtype) for shape in (self.image, self.kernel)]
+
+
+def draw(seed: int) -> Layer:
+    """Returns a layer of a size that takes between some microseconds and some milliseconds."""
+    rng = np.random.default_rng(seed)
+    while not _is_measurable(layer := _draw(rng)):
+        pass
+    return layer
+
+
+def _draw(rng: np.random.Generator) -> Layer:
+    rank = int(rng.choice([1, 2, 2, 2, 2, 3]))
+    size = int(rng.choice(SIZES if rank < 3 else VOLUME_SIZES))
+    if rank == 1:
+        size *= int(rng.choice([1, 2, 8]))
+    batch, inputs, outputs = (int(rng.choice(sizes)) for sizes in (BATCHES, CHANNELS, CHANNELS))
+    taps = int(rng.choice([1, 2, 3, 3, 3, 3, 4, 5, 5, 7] if rank < 3 else [1, 2, 3, 3, 3, 5]))
+    kind = str(rng.choice(KINDS))
+    stride, holes, groups = 1 + (kind == "strided"), 1 + (kind == "transposed"), 1
+    if kind == "grouped":
+        groups = int(rng.choice([2, 4, 8, 16, 32]))
+        inputs, outputs = (max(side // groups, 2) * groups for side in (inputs, outputs))
+    if kind == "depthwise":
+        groups, outputs = inputs, inputs * int(rng.choice([1, 1, 1, 2]))
+        stride = int(rng.choice([1, 1, 2]))
+    padding: Any = str(rng.choice(["SAME", "SAME", "VALID"]))
+    if kind == "transposed":
+        same = (taps - 1 - (taps - 2) // 2 if taps > 1 else 0, taps // 2)
+        padding = [same if padding == "SAME" else (taps - 1, taps - 1)] * rank
+    spatial = "DHW"[3 - rank :]
+    options = {
+        "window_strides": (stride,) * rank,
+        "padding": padding,
+        "lhs_dilation": (holes,) * rank,
+        "rhs_dilation": (1 + (kind == "dilated"),) * rank,
+        "feature_group_count": groups,
+        "dimension_numbers": (f"N{spatial}C", f"{spatial}IO", f"N{spatial}C"),
+    }
+    dtype = str(rng.choice(["float32", "float32", "bfloat16"]))
+    kernel = (*[taps] * rank, inputs // groups, outputs)
+    return Layer((batch, *[size] * rank, inputs), kernel, dtype, options)
+
+
+def _is_measurable(layer: Layer) -> bool:
+    out = jax.eval_shape(layer, *layer.types)
+    products = out.size * math.prod(layer.kernel[:-1])
+    elements = max(out.size, math.prod(layer.image), math.prod(layer.kernel))
+    return MIN_PRODUCTS <= products <= MAX_PRODUCTS and elements <= MAX_ELEMENTS
+
+
+def equations(layer: Layer) -> list[core.JaxprEqn]:
+    """Returns the equations of a layer and of the gradients of its kernel and its image."""
+
+    def fn(x: jax.Array, w: jax.Array, g: jax.Array) -> tuple[jax.Array, ...]:
+        out, pull = jax.vjp(layer, x, w)
+        return out, *pull(g)
+
+    jaxpr = jax.make_jaxpr(fn)(*layer.types, jax.eval_shape(layer, *layer.types)).jaxpr
+    return [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "conv_general_dilated"]
+
+
+def _can_take_patches(eqn: core.JaxprEqn) -> bool:
+    window = [
+        eqn.invars[1].aval.shape[axis] for axis in eqn.params["dimension_numbers"].rhs_spec[2:]
+    ]
+    is_grouped = eqn.params["feature_group_count"] * eqn.params["batch_group_count"] > 1
+    return math.prod(window) <= MAX_TAPS and not is_grouped
+
+
+def _rule_sets() -> dict[str, tuple[Rewrite, ...]]:
+    """Returns the sets of rules that are compared, by name."""
+    rules = _optimize.rules_for("cpu")
+    patches = patch_conv._replace(applies=_can_take_patches)
+    sets = {
+        "as jax writes it": (),
+        "canonical": (canonical_conv,),
+        "all rules": rules,
+        "patches": (patches, *rules),
+    }
+    for rule in rules:
+        if rule.primitive is canonical_conv.primitive:
+            sets[f"without {rule.name}"] = tuple(each for each in rules if each is not rule)
+    return sets
+
+
+def measure(eqn: core.JaxprEqn) -> dict[str, float]:
+    """Returns the seconds of a convolution with each set of rules, in the body of a loop."""
+    rng = np.random.default_rng(0)
+    x, w = (jnp.asarray(rng.standard_normal(v.aval.shape), v.aval.dtype) for v in eqn.invars)
+    out = jnp.zeros(eqn.outvars[0].aval.shape, eqn.outvars[0].aval.dtype)
+    closed = jax.make_jaxpr(lambda x, w: eqn.primitive.bind(x, w, **eqn.params))(x, w)
+    jaxprs = {name: rewrite_jaxpr(closed, rules) for name, rules in _rule_sets().items()}
+    with mock.patch.object(phased_conv, "MIN_CHANNELS", 0):
+        jaxprs["phases"] = rewrite_jaxpr(closed, _optimize.rules_for("cpu"))
+    # Programs that are alike are measured once.
+    names: dict[str, list[str]] = {}
+    for name, jaxpr in jaxprs.items():
+        names.setdefault(str(jaxpr), []).append(name)
+    distinct = [jaxprs[alike[0]] for alike in names.values()]
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        runs = list(pool.map(lambda jaxpr: _compile_loop(jaxpr, x, w, out), distinct))
+    seconds = _measure_in_turn(runs)
+    return {name: seconds[i] for i, alike in enumerate(names.values()) for name in alike}
+
+
+def _compile_loop(jaxpr: Any, x: jax.Array, w: jax.Array, out: jax.Array) -> Callable[[int], Any]:
+    """Returns a program that evaluates a jaxpr a number of times.
+
+    Both operands of each iteration depend on the result of the one before. Otherwise the compiler
+    would take the transpose of one operand, or its patches, out of the loop.
+    """
+    evaluate: Any = core.jaxpr_as_fun(jaxpr)
+
+    def loop(n: jax.Array, x: jax.Array, w: jax.Array, out: jax.Array) -> jax.Array:
+        def body(_: Any, state: Any) -> Any:
+            x, w, out = state
+            x, w = tied(x, out), tied(w, out)
+            return x, w, *evaluate(x, w)
+
+        return lax.fori_loop(0, n, body, (x, w, out))[2]
+
+    compiled = jax.jit(loop).lower(np.int32(1), x, w, out).compile()
+    return lambda n: jax.block_until_ready(compiled(np.int32(n), x, w, out))
+
+
+def _measure_in_turn(runs: Sequence[Callable[[int], Any]]) -> list[float]:
+    """Returns the least seconds of one iteration of each program."""
+    counts = []
+    for run in runs:
+        # The first iteration needs time for its memory, which a fused step needs only once.
+        once = _seconds(functools.partial(run, 4)) / 4
+        counts.append(max(8, math.ceil(CONV_SECONDS / max(once, 1e-7))))
+    seconds = [math.inf] * len(runs)
+    for _ in range(CONV_ROUNDS):
+        fastest = min(seconds)
+        for i, run in enumerate(runs):
+            if seconds[i] == math.inf or seconds[i] <= HOPELESS * fastest:
+                duration = _seconds(functools.partial(run, counts[i])) / counts[i]
+                seconds[i] = min(seconds[i], duration)
+    return seconds
+
+
+def regret(seeds: Sequence[int], file: Any) -> list[dict[str, float]]:
+    """Returns the seconds of all convolutions of drawn layers, after writing them to a file."""
+    measured = []
+    for seed in seeds:
+        for eqn in equations(draw(seed)):
+            measured.append(measure(eqn))
+            file.write(json.dumps({"seed": seed, "seconds": measured[-1]}) + "\n")
+            file.flush()
+        jax.clear_caches()
+    return measured
+
+
+def summarize(measured: Sequence[dict[str, float]]) -> Table:
+    """Returns a table of the regret."""
+    chosen = np.array([each["all rules"] for each in measured])
+    best = np.array([min(each.values()) for each in measured])
+    xla = np.array([min(each["as jax writes it"], each["canonical"]) for each in measured])
+    table = Table(title=f"Regret of the rewrites over {len(measured)} convolutions")
+    table.add_column("quantity")
+    table.add_column("value", justify="right")
+    median, most = np.quantile(chosen / best, [0.5, 0.95])
+    table.add_row("time over the fastest program's, median", f"{median:.2f}")
+    table.add_row("the same, 95th percentile", f"{most:.2f}")
+    table.add_row("more than 1.2 times XLA's own time", f"{np.mean(chosen > 1.2 * xla):.1%}")
+    table.add_row(
+        "XLA's own time over that of the rewrites, median", f"{np.median(xla / chosen):.2f}"
+    )
+    table.add_row(
+        "total of XLA's own time over that of the rewrites", f"{xla.sum() / chosen.sum():.2f}"
+    )
+    return table
+
+
+def _table_of_gains(gains: Sequence[Gain]) -> Table:
+    table = Table(title="Time of a step without a rewrite, relative to all rewrites")
+    for name in ("rewrite", "most", "workloads"):
+        table.add_column(name)
+    for name in sorted({gain.rewrite for gain in gains}):
+        own = sorted((gain for gain in gains if gain.rewrite == name), key=lambda gain: -gain.ratio)
+        workloads = ", ".join(f"{gain.workload} {gain.ratio:.2f}" for gain in own)
+        table.add_row(name, f"{own[0].ratio:.2f}", workloads)
+    return table
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs one of the two commands."""
+    parser = argparse.ArgumentParser("benchmarks.rewrites", description=__doc__)
+    parser.add_argument("command", choices=["leave-one-out", "regret"])
+    parser.add_argument("--workloads", help="comma-separated; default: all")
+    parser.add_argument("--layers", type=int, default=140, help="the number of layers")
+    parser.add_argument("--first", type=int, default=0, help="the seed of the first layer")
+    report.add_output(parser)
+    args = parser.parse_args(argv)
+    if args.command == "leave-one-out":
+        names = args.workloads.split(",") if args.workloads else list(EXAMPLES)
+        gains = []
+        for name in names:
+            gains += leave_one_out(name)
+            print(*(f"{g.workload} without {g.rewrite}: {g.ratio:.3f}" for g in gains), sep="\n")
+        report.publish("rewrites", [_table_of_gains(gains)], args.output)
+        return
+    report.OUTPUT.mkdir(parents=True, exist_ok=True)
+    with (report.OUTPUT / "regret.jsonl").open("a") as file:
+        measured = regret(range(args.first, args.first + args.layers), file)
+    report.publish("regret", [summarize(measured)], args.output)
+
+
+if __name__ == "__main__":
+    main()
