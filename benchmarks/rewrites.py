@@ -302,7 +302,7 @@ def measure(eqn: core.JaxprEqn) -> dict[str, float]:
     out = jnp.zeros(eqn.outvars[0].aval.shape, eqn.outvars[0].aval.dtype)
     closed = jax.make_jaxpr(lambda x, w: eqn.primitive.bind(x, w, **eqn.params))(x, w)
     jaxprs = {name: rewrite_jaxpr(closed, rules) for name, rules in _rule_sets().items()}
-    with mock.patch.object(phased_conv, "MIN_CHANNELS", 0):
+    with mock.patch.object(phased_conv, "MIN_FEATURES", 0):
         jaxprs["phases"] = rewrite_jaxpr(closed, _optimize.rules_for("cpu"))
     # Programs that are alike are measured once.
     names: dict[str, list[str]] = {}

@@ -16,6 +16,9 @@ k x k kernel, O features, stride s:
     2 4 8 1 16 1       0.02/0.02 -> 0.01/0.02     0.01/0.02 -> 0.01/0.02  0.02/0.02 -> 0.01/0.02
     16 1 512 3 512 1   6.6/27 -> 0.12/11          13/32 -> 0.12/5.7       1.4/1.1 -> 0.20/0.21
 
+On jax 0.12, in a loop, a 1 x 1 convolution of 16 images of 16x16x4 to 64 features takes 0.13 ms and
+a product 0.25, the gradient of its input 0.10 and 0.27. So narrow ones stay convolutions.
+
 One tap with a stride stays a convolution: XLA may compile a network that only predicts into one
 operation, which slices would break up. The residual net of the benchmark, which has two such
 convolutions, predicted a batch in 27 ms with slices and in 21.9 without, and trained equally fast
@@ -37,13 +40,18 @@ from jax.extend.core import primitives
 from functrain.rewrites._conv import from_canonical, ungrouped_sizes
 from functrain.rewrites._rewrite import Rewrite
 
+# A product with so few channels, or so few features, takes longer than XLA's kernel.
+NARROW = 8
+
 
 def _applies(eqn: core.JaxprEqn) -> bool:
-    sizes = ungrouped_sizes(eqn)
-    return sizes is not None and (
-        (math.prod(sizes.window) == 1 and math.prod(eqn.params["window_strides"]) == 1)
-        or (math.prod(sizes.positions) == 1 and math.prod(eqn.params["lhs_dilation"]) == 1)
-    )
+    sizes, params = ungrouped_sizes(eqn), eqn.params
+    if sizes is None:
+        return False
+    if math.prod(sizes.positions) == 1 and math.prod(params["lhs_dilation"]) == 1:
+        return True
+    has_one_tap = math.prod(sizes.window) == 1 and math.prod(params["window_strides"]) == 1
+    return has_one_tap and min(sizes.channels, sizes.features) > NARROW
 
 
 def _replace(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:

@@ -16,7 +16,7 @@ from functrain.rewrites._equations import walk_equations
 from . import cases
 
 PHASED, SWAPPED = phased_conv.phased_conv, swapped_conv.swapped_conv
-ANY_SIZE = mock.patch.object(phased_conv, "MIN_CHANNELS", 0)
+ANY_SIZE = mock.patch.object(phased_conv, "MIN_FEATURES", 0)
 
 
 def layer(n: int, size: int, channels: int, taps: int, features: int, holes: int = 2) -> Any:
@@ -81,7 +81,7 @@ def test_the_size_decides() -> None:
     left = False, False
     assert taken(8, 8, 16, 4, 32) == [(False, True), (True, False), left]
     assert taken(64, 4, 16, 5, 16)[0] == (False, True)  # a kernel larger than its image
-    assert taken(8, 4, 8, 3, 8) == [left, (True, False), left]
+    assert taken(8, 4, 8, 3, 8) == [(False, True), (True, False), left]
     assert taken(64, 32, 128, 4, 1) == [left, (True, False), left]
     assert taken(64, 14, 128, 2, 128)[0] == left  # a tap for each phase
 
