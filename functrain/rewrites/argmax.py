@@ -2,6 +2,7 @@
 
 XLA's CPU backend carries number and index through one scalar reduction. Two reductions of numbers
 are vectorized. The second one is faster over indices in float32 than over integers.
+`benchmarks/upstream/argmax.py` reproduces it.
 
 Microseconds, 2 cores, jax 0.10, alone under `jit` and in a loop (`jit/loop`), float32 except for
 the last row, over the last axis unless marked:

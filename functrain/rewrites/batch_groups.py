@@ -4,6 +4,7 @@ XLA's CPU backend turns them into a convolution with one more dimension, along t
 holes such that each group meets only its own weights. In the entry computation it brings that into
 the layout of its fast kernels, but not in the body of a loop (see `canonical_conv`). This rewrite
 writes the same convolution out: the kernel and the order of its sums stay those outside of a loop.
+The issue is https://github.com/jax-ml/jax/issues/12868, open as of jax 0.12.
 """
 
 import itertools

@@ -1,9 +1,10 @@
 """Depthwise convolutions as a sum of shifted products.
 
-XLA's CPU backend computes them in slow kernels, and the gradient of the weights (a convolution
-whose window is the image) in even slower ones. Milliseconds, on 2 cores with jax 0.10, alone under
-`jit` and as the body of a scan (`jit/scan`); image `[N, H, H, C]`, kernel k, stride s, channel
-multiplier m, float32 except for the last row:
+XLA's CPU backend computes them in slow kernels (https://github.com/jax-ml/jax/issues/23713, open),
+and the gradient of the weights (a convolution whose window is the image) in even slower ones, which
+`benchmarks/upstream/depthwise_gradient.py` reproduces. Milliseconds, on 2 cores with jax 0.10,
+alone under `jit` and as the body of a scan (`jit/scan`); image `[N, H, H, C]`, kernel k, stride s,
+channel multiplier m, float32 except for the last row:
 
     N H C k s m          forward as is -> shifts    of the input             of the weights
     8 16 96 3 1 1        4.0/3.8 -> 0.4/0.5         4.1/0.15 -> 0.5/0.5      2.9/168 -> 0.3/0.4

@@ -1,8 +1,9 @@
 """Grouped convolutions as a loop over the groups, with ungrouped ones in the canonical layout.
 
-XLA's CPU backend takes seconds for the gradient of the weights. Milliseconds, 2 cores, jax 0.10,
-alone under `jit` and as the body of a scan (`jit/scan`); image `[N, H, H, C]`, 3 x 3 kernel, as
-many features as channels, G groups:
+XLA's CPU backend takes seconds for the gradient of the weights.
+`benchmarks/upstream/grouped_conv.py` reproduces it. Milliseconds, 2 cores, jax 0.10, alone under
+`jit` and as the body of a scan (`jit/scan`); image `[N, H, H, C]`, 3 x 3 kernel, as many features
+as channels, G groups:
 
     N H C G          forward as is -> loop    of the input            of the weights
     8 16 64 4        1.2/0.8 -> 0.6/0.4       1.1/8.4 -> 0.6/0.4      55/25 -> 0.7/0.4

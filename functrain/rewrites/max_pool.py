@@ -1,5 +1,7 @@
 """Maximum pooling as a maximum of strided slices, one for each tap of the window.
 
+XLA's `reduce_window` is slower on CPU: `benchmarks/upstream/max_pool.py` reproduces it.
+
 Milliseconds, 2 cores, jax 0.10, alone under `jit` and in a loop (`jit/loop`); image `[N, H, H, C]`,
 window k x k, stride s:
 

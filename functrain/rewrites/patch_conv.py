@@ -4,6 +4,7 @@ XLA's CPU backend computes them in a naive kernel, up to a hundred times slower 
 requires. Here the patches that the taps see (im2col) are multiplied by the kernel at once. If the
 kernel is transposed, as in the gradient of a layer's input, and there are no more pixels than
 positions, each pixel is multiplied by all taps instead, and the products are shifted and added up.
+`benchmarks/upstream/patch_conv.py` reproduces it.
 
 The second method needs no transposed kernel, so it is also used if the kernel is the largest array
 that is read: if there are fewer pixels than channels.

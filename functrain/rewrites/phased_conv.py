@@ -2,7 +2,9 @@
 
 With d - 1 holes between the pixels of the image (`lhs_dilation` d), every d-th position of the
 result sees the same taps: one in d along each axis. These positions, a phase, are an ordinary
-convolution of the image without holes. All phases together multiply no zeros.
+convolution of the image without holes. All phases together multiply no zeros. XLA's CPU backend
+multiplies the zeros (https://github.com/jax-ml/jax/issues/23783, open;
+`benchmarks/upstream/phased_conv.py` reproduces it).
 
 Milliseconds in a loop, two cores of an AMD EPYC, jax 0.12; a transposed layer with stride 2, image
 `[N, H, H, C]`, k x k kernel, O features; then the gradient of the input of a convolution with

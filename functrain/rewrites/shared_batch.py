@@ -4,7 +4,7 @@
 transposes all weights, and the result; the same happens to the gradient. With a copy of the batch
 for each member, only the batch is transposed. That is faster if the copies are small in comparison
 with the weights and results: if a layer has four times as many outputs as the batch has rows, or
-few inputs.
+few inputs. `benchmarks/upstream/shared_batch.py` reproduces it for one layer.
 
 Microseconds of one core per member and step, N MLPs with a shared batch of B and Adam, jax 0.10, in
 a loop, the minimum of several alternating runs on a busy machine:

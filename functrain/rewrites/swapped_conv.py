@@ -3,6 +3,7 @@
 They are convolutions of an image with holes (`lhs_dilation`) by a kernel that is larger than the
 result, and XLA's CPU backend takes seconds for them. After the swap the holes are in the kernel, as
 in the gradient of a strided convolution, and XLA's kernels skip those.
+`benchmarks/upstream/swapped_conv.py` reproduces it.
 
 Milliseconds, 2 cores, jax 0.10, alone under `jit` and in a loop (`jit/loop`); the layer's image
 is `[N, H, H, C]`, its kernel k x k, its stride 2, its features O:

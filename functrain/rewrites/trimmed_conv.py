@@ -4,7 +4,8 @@ If the kernel is larger than the image, such as a 3 x 3 kernel over the 1 x 1 im
 deep network, some taps see only padding. In the gradient of the weights, some positions do, and
 their results are zeros. So the kernel is cropped, or the result padded; in the example a matrix
 product remains, a ninth of the work. The same holds for groups: a depthwise 7 x 7 kernel over a
-2 x 2 image, as in ConvNeXt, keeps 9 of 49 taps.
+2 x 2 image, as in ConvNeXt, keeps 9 of 49 taps. XLA's CPU backend multiplies all taps:
+`benchmarks/upstream/trimmed_conv.py` reproduces it.
 
 An infinite weight at such a tap no longer gives NaN, because it is not multiplied by the zeros of
 the padding. XLA may compute the rest by other kernels, which changes the last bits.

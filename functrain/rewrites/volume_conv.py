@@ -3,6 +3,7 @@
 In a layer, every tap of the kernel's first axis is a 2-D convolution of all planes of all volumes,
 and the results are summed. In the gradient of the weights, where the kernel is larger than the
 result, every position along the first axis is one, with the planes as channels.
+`benchmarks/upstream/volume_conv.py` reproduces it.
 
 Milliseconds, 2 cores, jax 0.10, alone under `jit` and in a loop (`jit/loop`); image
 `[N, H, H, H, C]`, k x k x k kernel, O features, stride s:
