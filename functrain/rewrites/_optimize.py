@@ -50,6 +50,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 # In order of precedence: the first rewrite that applies is used, and those after it also see the
 # equations that it returns. So trimmed_conv is in front of the rules that compute the rest of a
 # trimmed convolution, and canonical_conv behind all rules for convolutions that they may leave.
+# volume_conv is behind patch_conv, which would take the planes of weight gradients for layers.
 # The rules for the scans of accelerators come first, so that the others see the bodies; a GPU's
 # sums are taken out of a scan before it is unrolled, a TPU's only if it is not.
 REWRITES: tuple[Rewrite, ...] = (
@@ -69,9 +70,9 @@ REWRITES: tuple[Rewrite, ...] = (
     swapped_conv,
     few_features,
     dot_conv,
-    volume_conv,
-    patch_conv,
     phased_conv,
+    patch_conv,
+    volume_conv,
     batch_groups,
     canonical_conv,
     max_pool,
