@@ -1,7 +1,8 @@
 """Maximum pooling as a maximum of strided slices, one for each tap of the window.
 
-XLA's `reduce_window` is slower on CPU. On jax 0.12 it is as fast alone, but slices are fused with the
-operations around them: a step of the benchmark's convnet takes 1.05 times as long with the former.
+XLA's `reduce_window` is slower on CPU. On jax 0.12 it is as fast alone, but slices are fused with
+the operations around them: with `reduce_window` a step of the benchmark's convnet takes 1.06 times
+as long.
 
 Milliseconds, 2 cores, jax 0.10, alone under `jit` and in a loop (`jit/loop`); image `[N, H, H, C]`,
 window k x k, stride s:
