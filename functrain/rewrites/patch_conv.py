@@ -45,7 +45,7 @@ from functrain.rewrites._conv import (
     ungrouped_sizes,
 )
 from functrain.rewrites._rewrite import Rewrite
-from functrain.rewrites._windows import dilated_size, output_sizes, pad_spatial, strided_window
+from functrain.rewrites._windows import output_sizes, pad_spatial, strided_window
 
 # Each tap is a slice in the program.
 MAX_TAPS = 64
@@ -60,13 +60,12 @@ def _applies(eqn: core.JaxprEqn) -> bool:
     # Patches would contain the holes, which `phased_conv` leaves out.
     if math.prod(params["lhs_dilation"]) > 1:
         return False
-    if math.prod(sizes.window) == 1:
+    taps, pixels = math.prod(sizes.window), math.prod(sizes.image)
+    if taps == 1:
         return False
-    pixels = math.prod(sizes.image)
-    window = math.prod(map(dilated_size, sizes.window, params["rhs_dilation"]))
     # The image may be padded by the operation before, which XLA makes a part of the convolution.
     unpadded = math.prod(map(operator.mul, sizes.positions, params["window_strides"]))
-    if window > min(pixels, unpadded):
+    if taps > min(pixels, unpadded):
         return True
     has_few_pixels = sizes.batch * pixels <= sizes.channels
     return has_few_pixels and _takes_shifts(sizes.image, sizes.positions, params)
