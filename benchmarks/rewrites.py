@@ -2,7 +2,7 @@
 
 python -m benchmarks.rewrites leave-one-out                  # some 30 minutes on two idle cores
 python -m benchmarks.rewrites leave-one-out --workloads dcgan,members
-python -m benchmarks.rewrites regret --layers 140            # some 40 minutes
+python -m benchmarks.rewrites regret --layers 140            # some 25 minutes
 python -m benchmarks.rewrites regret --layers 140 --first 1000 --update
 
 `leave-one-out` compiles the fused step of each workload with all rewrites, and without each of
@@ -409,8 +409,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         names = args.workloads.split(",") if args.workloads else list(EXAMPLES)
         gains = []
         for name in names:
-            gains += leave_one_out(name)
-            print(*(f"{g.workload} without {g.rewrite}: {g.ratio:.3f}" for g in gains), sep="\n")
+            of_workload = leave_one_out(name)
+            for gain in of_workload:
+                print(f"{name} without {gain.rewrite}: {gain.ratio:.3f}", flush=True)
+            gains += of_workload
         report.publish("rewrites", [_table_of_gains(gains)], args.output)
         return
     report.OUTPUT.mkdir(parents=True, exist_ok=True)

@@ -6,6 +6,9 @@ kernel is transposed, as in the gradient of a layer's input, and there are no mo
 positions, each pixel is multiplied by all taps instead, and the products are shifted and added up.
 `benchmarks/upstream/patch_conv.py` reproduces it.
 
+A kernel larger than the result is treated alike: the image may have been padded by an operation of
+its own, which XLA makes a part of the convolution.
+
 The second method needs no transposed kernel, so it is also used if the kernel is the largest array
 that is read: if there are fewer pixels than channels.
 
