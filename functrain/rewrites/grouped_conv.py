@@ -31,7 +31,10 @@ from functrain.rewrites._rewrite import Rewrite
 def _applies(eqn: core.JaxprEqn) -> bool:
     # If one side is 1, the convolution is depthwise, which depthwise_conv computes.
     groups = conv_groups(eqn)
-    return groups is not None and min(groups.sides) > 1
+    if groups is None or min(groups.sides) == 1:
+        return False
+    # For one tap, XLA's kernel for the gradient of the weights is up to 20 times faster.
+    return not (groups.by_batch and groups.taps == 1)
 
 
 def _replace(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:

@@ -1,16 +1,23 @@
-"""Convolutions with a kernel larger than the image, as one matrix product of all taps.
+"""Convolutions that XLA's CPU backend computes slowly, as one matrix product of all taps.
 
-XLA's CPU backend computes them in a naive kernel, up to a hundred times slower than the arithmetic
-requires. Here the patches that the taps see (im2col) are multiplied by the kernel at once. If the
-kernel is transposed, as in the gradient of a layer's input, and there are no more pixels than
-positions, each pixel is multiplied by all taps instead, and the products are shifted and added up.
-`benchmarks/upstream/patch_conv.py` reproduces it.
+There are two ways to do that:
 
-A kernel larger than the result is treated alike: the image may have been padded by an operation of
-its own, which XLA makes a part of the convolution.
+- Patches: what the taps see at a position (im2col, `[W C]`) is multiplied by the kernel.
+- Shifts: each pixel is multiplied by all taps (`[W O]`), and the products are shifted and added up.
 
-The second method needs no transposed kernel, so it is also used if the kernel is the largest array
-that is read: if there are fewer pixels than channels.
+They are used for
+
+- a kernel larger than the image, which XLA computes in a naive kernel, up to a hundred times slower
+  than the arithmetic requires. A kernel larger than the result is treated alike: the image may have
+  been padded by an operation of its own, which XLA makes a part of the convolution. If the kernel
+  is transposed, as in the gradient of a layer's input, and there are no more pixels than positions,
+  shifts are used.
+- a transposed kernel that is the largest array that is read: shifts do not transpose it.
+- few features, by shifts, since there are few products to shift;
+- few channels with not many features, or floats of 16 bits, by patches, unless these fill the cache.
+  XLA's kernels are slower than the product for both.
+
+`benchmarks/upstream/patch_conv.py` reproduces the first of them.
 
 Milliseconds in a loop, two cores of an AMD EPYC, jax 0.12; image `[N, H, H, C]`, k x k kernel, O
 features:
@@ -32,7 +39,7 @@ import functools
 import itertools
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -42,41 +49,77 @@ from jax.extend import core
 from jax.extend.core import primitives
 
 from functrain.rewrites._conv import (
+    Sizes,
     from_canonical,
     is_weight_gradient,
     to_canonical,
     ungrouped_sizes,
 )
+from functrain.rewrites._equations import avals
 from functrain.rewrites._rewrite import Rewrite
 from functrain.rewrites._windows import output_sizes, pad_spatial, strided_window
 
 # Each tap is a slice in the program.
 MAX_TAPS = 64
-# The most bytes of patches that are made at a time.
+# The most bytes of patches, or of products to be shifted, that are made at a time.
 MAX_BYTES = 2**26
+# So few features or channels that shifts or patches are small.
+FEW = 4
+# The floats of a vector. XLA's kernel for few channels is fast for at least that many features.
+LANES = 16
+# Patches that are larger would not stay in the cache.
+MAX_CACHED_BYTES = 2**23
 
 
 def _applies(eqn: core.JaxprEqn) -> bool:
-    sizes, params = ungrouped_sizes(eqn), eqn.params
-    if sizes is None or is_weight_gradient(params) or math.prod(sizes.window) > MAX_TAPS:
-        return False
+    sizes = ungrouped_sizes(eqn)
+    return sizes is not None and _method(sizes, eqn.params, avals(eqn)[0].dtype) is not None
+
+
+def _method(sizes: Sizes, params: dict[str, Any], dtype: Any) -> Callable[..., jax.Array] | None:
+    """Returns the way to compute a convolution, or None if XLA's kernel is faster."""
     # Patches would contain the holes, which `phased_conv` leaves out.
-    if math.prod(params["lhs_dilation"]) > 1:
-        return False
-    taps, pixels = math.prod(sizes.window), math.prod(sizes.image)
-    if taps == 1:
-        return False
+    if is_weight_gradient(params) or math.prod(params["lhs_dilation"]) > 1:
+        return None
+    if not 1 < math.prod(sizes.window) <= MAX_TAPS:
+        return None
+    if _has_few_features(sizes, params):
+        return _sum_of_shifts
+    has_small_patches = _patch_bytes(sizes, dtype) <= MAX_CACHED_BYTES
+    if sizes.channels <= FEW and sizes.features <= LANES and has_small_patches:
+        return _product_of_patches
+    if _is_kernel_large(sizes, params):
+        return _sum_of_shifts if _avoids_transpose(sizes, params) else _product_of_patches
+    has_planes = len(sizes.image) < 3
+    return _product_of_patches if dtype.itemsize == 2 and has_planes and has_small_patches else None
+
+
+def _is_kernel_large(sizes: Sizes, params: dict[str, Any]) -> bool:
+    """Returns True if there are more taps than pixels, or a large kernel would be transposed."""
+    pixels = math.prod(sizes.image)
     # The image may be padded by the operation before, which XLA makes a part of the convolution.
     unpadded = math.prod(map(operator.mul, sizes.positions, params["window_strides"]))
-    if taps > min(pixels, unpadded):
+    if math.prod(sizes.window) > min(pixels, unpadded):
         return True
-    has_few_pixels = sizes.batch * pixels <= sizes.channels
-    return has_few_pixels and _takes_shifts(sizes.image, sizes.positions, params)
+    return sizes.batch * pixels <= sizes.channels and _avoids_transpose(sizes, params)
 
 
-def _takes_shifts(image: Sequence[int], positions: Sequence[int], params: dict[str, Any]) -> bool:
+def _avoids_transpose(sizes: Sizes, params: dict[str, Any]) -> bool:
     """Returns True if shifts transpose no kernel, and multiply no more than patches would."""
-    return _is_kernel_transposed(params) and math.prod(image) <= math.prod(positions)
+    return _is_kernel_transposed(params) and math.prod(sizes.image) <= math.prod(sizes.positions)
+
+
+def _has_few_features(sizes: Sizes, params: dict[str, Any]) -> bool:
+    """Returns True if the products that are shifted are few."""
+    if sizes.features > FEW or math.prod(params["window_strides"]) > 1:
+        return False
+    products = sizes.batch * math.prod(sizes.image) * math.prod(sizes.window) * sizes.features
+    return products * 4 <= MAX_BYTES
+
+
+def _patch_bytes(sizes: Sizes, dtype: Any) -> int:
+    rows = sizes.batch * math.prod(sizes.positions)
+    return rows * math.prod(sizes.window) * sizes.channels * int(dtype.itemsize)
 
 
 def _is_kernel_transposed(params: dict[str, Any]) -> bool:
@@ -86,17 +129,19 @@ def _is_kernel_transposed(params: dict[str, Any]) -> bool:
 
 
 def _replace(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
-    """Computes a product of patches, or shifts if transposing the kernel would cost more."""
     numbers, dtype = params["dimension_numbers"], params["preferred_element_type"] or lhs.dtype
     image, kernel = to_canonical(lhs, rhs, numbers)
+    *window, channels, features = kernel.shape
+    (view, *_) = jax.eval_shape(lambda x: _tap_views(x, window, params), image)
+    pixels, positions = image.shape[1:-1], view.shape[1:-1]
+    sizes = Sizes(len(image), pixels, channels, tuple(window), features, positions)
+    # Without a method of its own, which benchmarks ask for, it takes patches.
+    method = _method(sizes, params, lhs.dtype) or _product_of_patches
     product = functools.partial(
         lax.dot_general,
         precision=params["precision"],
         preferred_element_type=jnp.promote_types(dtype, jnp.float32),
     )
-    (tap, *_) = jax.eval_shape(lambda x: _tap_views(x, kernel.shape[:-2], params), image)
-    use_shifts = _takes_shifts(image.shape[1:-1], tap.shape[1:-1], params)
-    method = _sum_of_shifts if use_shifts else _product_of_patches
     out = lax.convert_element_type(method(product, image, kernel, params), dtype)
     return from_canonical(out, numbers)
 
@@ -148,5 +193,5 @@ patch_conv = Rewrite(
     primitive=primitives.conv_general_dilated_p,
     applies=_applies,
     replace=_replace,
-    reason="a kernel larger than the image: one matrix product for all taps",
+    reason="one matrix product for all taps is faster than XLA's kernel",
 )

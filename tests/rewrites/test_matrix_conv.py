@@ -20,6 +20,7 @@ from . import cases
 
 module = importlib.import_module("functrain.rewrites.patch_conv")
 ANY_SIZE = mock.patch.object(importlib.import_module("functrain.rewrites.dot_conv"), "NARROW", 0)
+ANY_CHANNELS = mock.patch.object(module, "FEW", 0)
 ALWAYS = patch_conv._replace(applies=lambda eqn: True)
 
 
@@ -52,14 +53,23 @@ def test_one_tap_with_a_stride_stays(case: Any) -> None:
 @given(cases.convolutions(sides=(4, 4), holes=(1, 1), apart=(1, 2), sizes=(1, 2), pads=(1, 2)))
 def test_a_kernel_larger_than_the_image_is_as_accurate_as_it_was(case: Any) -> None:
     conv, args = case
-    cases.check_accuracy(cases.all_three(conv), args, trimmed_conv, dot_conv, ALWAYS)
+    with ANY_CHANNELS:
+        cases.check_accuracy(cases.all_three(conv), args, trimmed_conv, dot_conv, ALWAYS)
 
 
 @cases.drawn(4)
 @given(cases.convolutions(sides=(4, 4)))
 def test_any_convolution_may_take_patches(case: Any) -> None:
     conv, args = case
-    cases.check_accuracy(cases.all_three(conv), args, ALWAYS)
+    with ANY_CHANNELS:
+        cases.check_accuracy(cases.all_three(conv), args, ALWAYS)
+
+
+@cases.drawn(4)
+@given(cases.convolutions(sides=(2, 5), holes=(1, 1), windows=(2, 3)))
+def test_few_channels_or_features_are_as_accurate_as_they_were(case: Any) -> None:
+    conv, args = case
+    cases.check_accuracy(cases.all_three(conv), args, patch_conv)
 
 
 LAYERS = {
@@ -129,6 +139,36 @@ def test_patches_are_for_kernels_larger_than_the_image() -> None:
     assert taken(4, 1, batch=2) == [False, False, False]
 
 
+def test_few_features_are_shifted_and_few_channels_copied() -> None:
+    def taken(channels: int, features: int, side: int = 16, **options: Any) -> list[bool]:
+        conv, x, w = cases.layer((4, side, side, channels), (3, 3, channels, features), **options)
+        fn, g = cases.all_three(conv), jnp.ones(jax.eval_shape(conv, x, w).shape)
+        return cases.takes(patch_conv, fn, x, w, g)
+
+    assert taken(32, 32) == [False, False, False]
+    assert taken(32, 4) == [True, False, False]
+    assert taken(16, 4) == taken(4, 16) == [True, False, True]
+    assert taken(4, 32) == [False, False, True]
+    # Shifts would compute products that no position of a strided window sees.
+    assert taken(32, 4, window_strides=(2, 2)) == [False, False, False]
+    # The products, or the patches, of large images would not stay in the cache.
+    with mock.patch.object(module, "MAX_BYTES", 4 * 16 * 16 * 9 * 4 * 4 - 1):
+        assert taken(32, 4) == [False, False, False]
+    with mock.patch.object(module, "MAX_CACHED_BYTES", 4 * 16 * 16 * 9 * 4 * 4 - 1):
+        assert taken(4, 16) == [False, False, True]
+
+
+def test_half_precision_takes_patches() -> None:
+    def taken(rank: int) -> list[bool]:
+        conv, x, w = cases.layer((4, *[8] * rank, 16), (*[3] * rank, 16, 16))
+        x, w = x.astype(jnp.bfloat16), w.astype(jnp.bfloat16)
+        fn, g = cases.all_three(conv), jnp.ones(x.shape, x.dtype)
+        return cases.takes(patch_conv, fn, x, w, g)
+
+    assert taken(1) == taken(2) == [True, False, True]
+    assert taken(3) == [False, False, False]
+
+
 def test_images_with_holes_are_left_to_what_multiplies_none() -> None:
     """With its holes such an image is wider than the kernel, and patches would copy them."""
     image, kernel, same = (64, 4, 4, 256), (5, 5, 256, 128), [(2, 3), (2, 3)]
@@ -150,10 +190,10 @@ def test_patches_of_many_images_are_made_of_some_at_a_time() -> None:
 
 
 def test_a_program_does_not_grow_with_the_image() -> None:
-    """In the gradient of the weights every place of the image is a tap."""
+    """In the gradient of the weights each of the 676 pixels is a tap."""
     conv, x, w = cases.layer((32, 26, 26, 1), (3, 3, 1, 8))
     fn, g = cases.all_three(conv), jnp.ones((32, 26, 26, 8))
-    assert len(jax.make_jaxpr(optimize(fn))(x, w, g).eqns) < 40
+    assert len(jax.make_jaxpr(optimize(fn))(x, w, g).eqns) < 100
 
 
 @pytest.mark.parametrize("groups", [1, 2, 4])
@@ -170,6 +210,12 @@ def test_places_that_see_nothing_are_zeros_with_groups_too() -> None:
     fn, g = cases.all_three(conv), conv(x, w)
     assert cases.takes(trimmed_conv, fn, x, w, g) == [True, True, True]
     cases.check_accuracy(fn, (x, w, g), trimmed_conv)
+
+
+def test_an_empty_result_is_left_alone() -> None:
+    conv, x, w = cases.layer((2, 2, 2, 3), (3, 3, 3, 4), "VALID")
+    assert not any(cases.takes(rule, conv, x, w)[0] for rule in (patch_conv, dot_conv))
+    assert jax.jit(optimize(conv))(x, w).shape == (2, 0, 0, 4)
 
 
 def test_an_image_that_no_tap_sees_is_left_alone() -> None:
