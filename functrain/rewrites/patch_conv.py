@@ -13,9 +13,11 @@ They are used for
   is transposed, as in the gradient of a layer's input, and there are no more pixels than positions,
   shifts are used.
 - a transposed kernel that is the largest array that is read: shifts do not transpose it.
-- few features, by shifts, since there are few products to shift;
-- few channels with not many features, or floats of 16 bits, by patches, unless these fill the cache.
-  XLA's kernels are slower than the product for both.
+- few features, by shifts, since there are few products to shift.
+- few channels, by patches, if there are not more features than a vector has floats. For more, XLA's
+  kernel is faster.
+- floats of 16 bits, for which XLA's kernel is slow, by patches. These, and those for few channels,
+  have to fit in the cache.
 
 `benchmarks/upstream/patch_conv.py` reproduces the first of them.
 

@@ -71,7 +71,9 @@ def main(directory: str, epochs: int, fatal: int | None = None) -> None:
         fuse=2,
         verbose="lines",
     )
-    print("ends", digest_of(state), [float(x) for x in history.steps["loss"]])
+    # Two lines: another process may write into a line of more than the 4096 bytes of PIPE_BUF.
+    print("ends", digest_of(state), flush=True)
+    print("losses", [float(x) for x in history.steps["loss"]])
 
 
 if __name__ == "__main__":

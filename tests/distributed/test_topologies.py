@@ -10,9 +10,10 @@ from tests.checkpoint.test_processes import said, train
 
 
 def losses(processes: int, folder: pathlib.Path) -> list[float]:
-    lines = said(train(processes, folder / str(processes), 2), "ends ")
-    assert len(set(lines)) == 1, "a digest of the state, and all losses"
-    return ast.literal_eval(lines[0].split(maxsplit=2)[2])  # type: ignore[no-any-return]
+    printed = train(processes, folder / str(processes), 2)
+    assert len(set(said(printed, "ends "))) == 1, "digests of the state"
+    (line,) = set(said(printed, "losses "))
+    return ast.literal_eval(line.removeprefix("losses "))  # type: ignore[no-any-return]
 
 
 @pytest.mark.long
