@@ -35,18 +35,29 @@ def test_a_rewritten_step_differs_by_rounding_only(name: str) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["MobileNetV2", "ResNet50", "ConvNeXtTiny"])  # no dropout
 def test_a_rewritten_step_is_as_accurate_as_it_was(name: str) -> None:
+    """By the median of nine batches, because rounding may move the input of a ReLU across 0.
+
+    The gradients of such a batch are up to a thousand times further from the exact ones, whether
+    the step is rewritten or not.
+    """
     step, args = step_of(APPLICATIONS[name])
-    plain, rewritten = jax.jit(step)(*args)[1], jax.jit(ft.rewrites.optimize(step))(*args)[1]
+    programs = jax.jit(step), jax.jit(ft.rewrites.optimize(step))
     with jax.enable_x64(True):
         keras.config.set_dtype_policy("float64")
         try:
             wide_step, wide_args = step_of(APPLICATIONS[name])
-            exact = jax.jit(wide_step)(*with_values(wide_args, args))[1]
         finally:
             keras.config.set_dtype_policy("float32")
-        exact = [np.asarray(x) for x in exact]
-    assert all(x.dtype == np.float64 for x in exact)
-    assert distance(rewritten, exact) <= 2 * distance(plain, exact)
+    wide_program, errors = jax.jit(wide_step), []
+    for seed in range(9):
+        x = jax.numpy.asarray(APPLICATIONS[name].example(np.random.default_rng(seed)))
+        batch = *args[:2], x, args[3]
+        with jax.enable_x64(True):
+            exact = [np.asarray(v) for v in wide_program(*with_values(wide_args, batch))[1]]
+        assert all(v.dtype == np.float64 for v in exact)
+        errors.append([distance(program(*batch)[1], exact) for program in programs])
+    plain, rewritten = np.median(errors, axis=0)
+    assert rewritten <= 2 * plain
 
 
 def with_values(wide: Any, values: Any) -> Any:
