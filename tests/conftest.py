@@ -16,6 +16,8 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # what one process compiled s
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
+import contextlib
+import ctypes
 import gc
 import hashlib
 import importlib.util
@@ -133,6 +135,17 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
+
+
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    if nextitem is None or nextitem.path != item.path:
+        return_free_memory()
+
+
+def return_free_memory() -> None:
+    """Gives the system what was freed: glibc would keep gigabytes of it."""
+    with contextlib.suppress(AttributeError):  # in other C libraries
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def pytest_ignore_collect(collection_path: pathlib.Path) -> bool | None:

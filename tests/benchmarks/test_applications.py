@@ -11,6 +11,7 @@ import pytest
 import functrain as ft
 from benchmarks.applications import compare, distance, head, main, step_of
 from benchmarks.architectures import APPLICATIONS, LAYERS, around
+from tests.conftest import return_free_memory
 
 # Both programs round, each in its own order; and a move of the weights by their last place moves
 # the gradients by no less than one of them.
@@ -23,6 +24,7 @@ def free_memory() -> Iterator[None]:
     yield
     keras.backend.clear_session()
     jax.clear_caches()
+    return_free_memory()
 
 
 @pytest.mark.long
