@@ -13,11 +13,9 @@ They are used for
   is transposed, as in the gradient of a layer's input, and there are no more pixels than positions,
   shifts are used.
 - a transposed kernel that is the largest array that is read: shifts do not transpose it.
-- few features, by shifts, since there are few products to shift.
-- few channels, by patches, if there are not more features than a vector has floats. For more, XLA's
-  kernel is faster.
-- floats of 16 bits, for which XLA's kernel is slow, by patches. These, and those for few channels,
-  have to fit in the cache.
+- few features, by shifts, since few products are shifted. For float32 images with many channels,
+  XLA's kernel is faster.
+- floats of 16 bits, by patches, for few positions or many features.
 
 `benchmarks/upstream/patch_conv.py` reproduces the first of them.
 
@@ -33,6 +31,10 @@ features:
     16 4 512 3 512            (kept)                      12 -> 7.6
     4 7 512 3 512             (kept)                      12 -> 6.9
     64 3 64 3 64              (kept: 0.30, with a product 0.32)
+    16 56 8 3 4               3.0 -> 0.8
+    16 32 16 3 3              1.6 -> 0.44
+    2 10 256 3 48, bfloat16   0.64 -> 0.47                0.54 -> 0.34
+    256 7 256 5 4, bfloat16   8.5 -> 3.6                  5.3 -> 4.3
 
 The sums may be computed in another order, which changes the last bits.
 """
@@ -65,12 +67,12 @@ from functrain.rewrites._windows import output_sizes, pad_spatial, strided_windo
 MAX_TAPS = 64
 # The most bytes of patches, or of products to be shifted, that are made at a time.
 MAX_BYTES = 2**26
-# So few features or channels that shifts or patches are small.
-FEW = 4
-# The floats of a vector. XLA's kernel for few channels is fast for at least that many features.
-LANES = 16
-# Patches that are larger would not stay in the cache.
-MAX_CACHED_BYTES = 2**23
+# So few features that few products are shifted.
+FEW_FEATURES = 4
+# XLA's kernel for float32 images is fast for more channels than that.
+FEW_CHANNELS = 16
+# For 16 bits, patches for more rows, or fewer features, take longer than XLA's kernel.
+MANY_ROWS, MANY_FEATURES = 2048, 128
 
 
 def _applies(eqn: core.JaxprEqn) -> bool:
@@ -85,15 +87,11 @@ def _method(sizes: Sizes, params: dict[str, Any], dtype: Any) -> Callable[..., j
         return None
     if not 1 < math.prod(sizes.window) <= MAX_TAPS:
         return None
-    if _has_few_features(sizes, params):
+    if _has_few_features(sizes, params, dtype):
         return _sum_of_shifts
-    has_small_patches = _patch_bytes(sizes, dtype) <= MAX_CACHED_BYTES
-    if sizes.channels <= FEW and sizes.features <= LANES and has_small_patches:
-        return _product_of_patches
     if _is_kernel_large(sizes, params):
         return _sum_of_shifts if _avoids_transpose(sizes, params) else _product_of_patches
-    has_planes = len(sizes.image) < 3
-    return _product_of_patches if dtype.itemsize == 2 and has_planes and has_small_patches else None
+    return _product_of_patches if dtype.itemsize == 2 and _are_patches_fast(sizes) else None
 
 
 def _is_kernel_large(sizes: Sizes, params: dict[str, Any]) -> bool:
@@ -111,17 +109,19 @@ def _avoids_transpose(sizes: Sizes, params: dict[str, Any]) -> bool:
     return _is_kernel_transposed(params) and math.prod(sizes.image) <= math.prod(sizes.positions)
 
 
-def _has_few_features(sizes: Sizes, params: dict[str, Any]) -> bool:
-    """Returns True if the products that are shifted are few."""
-    if sizes.features > FEW or math.prod(params["window_strides"]) > 1:
+def _has_few_features(sizes: Sizes, params: dict[str, Any], dtype: Any) -> bool:
+    """Returns True if few products are shifted, and XLA has no fast kernel."""
+    if sizes.features > FEW_FEATURES or math.prod(params["window_strides"]) > 1:
         return False
+    is_fast = dtype.itemsize > 2 and len(sizes.image) == 2 and sizes.channels > FEW_CHANNELS
     products = sizes.batch * math.prod(sizes.image) * math.prod(sizes.window) * sizes.features
-    return products * 4 <= MAX_BYTES
+    return not is_fast and products * 4 <= MAX_BYTES
 
 
-def _patch_bytes(sizes: Sizes, dtype: Any) -> int:
+def _are_patches_fast(sizes: Sizes) -> bool:
+    """Returns True if patches of 16 bits take less time than XLA's kernel."""
     rows = sizes.batch * math.prod(sizes.positions)
-    return rows * math.prod(sizes.window) * sizes.channels * int(dtype.itemsize)
+    return len(sizes.image) < 3 and (rows <= MANY_ROWS or sizes.features >= MANY_FEATURES)
 
 
 def _is_kernel_transposed(params: dict[str, Any]) -> bool:

@@ -173,12 +173,9 @@ def test_every_gradient_convolution_is_rewritten(layer: Any, dtype: str) -> None
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_a_convolution_of_unknown_rounding_is_kept_and_explained(dtype: str) -> None:
     step, params, xs = training(recomputed, dtype)
-    # patch_conv, which is never exact, would take the few channels of the image.
+    # patch_conv, which is never exact, would take the few positions in bfloat16.
     patch_conv = importlib.import_module("functrain.rewrites.patch_conv")
-    with (
-        mock.patch.object(patch_conv, "FEW", 0),
-        mock.patch.object(patch_conv, "MAX_CACHED_BYTES", 0),
-    ):
+    with mock.patch.object(patch_conv, "MANY_ROWS", 0):
         rows = explain_rewrites(step, params, xs[0], rewrites="exact").rows
     left = [row for row in rows if "changes last bits" in row.reason]
     assert bool(left) == (dtype == "bfloat16")

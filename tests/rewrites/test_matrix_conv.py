@@ -1,5 +1,6 @@
 """Convolutions that are matrix products: one tap, one place, few small images."""
 
+import functools
 import importlib
 from typing import Any
 from unittest import mock
@@ -20,7 +21,7 @@ from . import cases
 
 module = importlib.import_module("functrain.rewrites.patch_conv")
 ANY_SIZE = mock.patch.object(importlib.import_module("functrain.rewrites.dot_conv"), "NARROW", 0)
-ANY_CHANNELS = mock.patch.object(module, "FEW", 0)
+ANY_FEATURES = mock.patch.object(module, "FEW_FEATURES", 0)
 ALWAYS = patch_conv._replace(applies=lambda eqn: True)
 
 
@@ -53,7 +54,7 @@ def test_one_tap_with_a_stride_stays(case: Any) -> None:
 @given(cases.convolutions(sides=(4, 4), holes=(1, 1), apart=(1, 2), sizes=(1, 2), pads=(1, 2)))
 def test_a_kernel_larger_than_the_image_is_as_accurate_as_it_was(case: Any) -> None:
     conv, args = case
-    with ANY_CHANNELS:
+    with ANY_FEATURES:
         cases.check_accuracy(cases.all_three(conv), args, trimmed_conv, dot_conv, ALWAYS)
 
 
@@ -61,13 +62,13 @@ def test_a_kernel_larger_than_the_image_is_as_accurate_as_it_was(case: Any) -> N
 @given(cases.convolutions(sides=(4, 4)))
 def test_any_convolution_may_take_patches(case: Any) -> None:
     conv, args = case
-    with ANY_CHANNELS:
+    with ANY_FEATURES:
         cases.check_accuracy(cases.all_three(conv), args, ALWAYS)
 
 
 @cases.drawn(4)
-@given(cases.convolutions(sides=(2, 5), holes=(1, 1), windows=(2, 3)))
-def test_few_channels_or_features_are_as_accurate_as_they_were(case: Any) -> None:
+@given(cases.convolutions(sides=(5, 4), holes=(1, 1), windows=(2, 3), strides=(1, 1)))
+def test_few_features_are_as_accurate_as_they_were(case: Any) -> None:
     conv, args = case
     cases.check_accuracy(cases.all_three(conv), args, patch_conv)
 
@@ -139,34 +140,35 @@ def test_patches_are_for_kernels_larger_than_the_image() -> None:
     assert taken(4, 1, batch=2) == [False, False, False]
 
 
-def test_few_features_are_shifted_and_few_channels_copied() -> None:
-    def taken(channels: int, features: int, side: int = 16, **options: Any) -> list[bool]:
-        conv, x, w = cases.layer((4, side, side, channels), (3, 3, channels, features), **options)
-        fn, g = cases.all_three(conv), jnp.ones(jax.eval_shape(conv, x, w).shape)
-        return cases.takes(patch_conv, fn, x, w, g)
+def taken_by_size(image: tuple[int, ...], features: int, **options: Any) -> list[bool]:
+    """Whether a layer with three taps along each axis, and its gradients, take patch_conv."""
+    dtype = options.pop("dtype", jnp.float32)
+    conv, x, w = cases.layer(image, (*[3] * (len(image) - 2), image[-1], features), **options)
+    x, w = x.astype(dtype), w.astype(dtype)
+    fn, g = cases.all_three(conv), jnp.ones(jax.eval_shape(conv, x, w).shape, dtype)
+    return cases.takes(patch_conv, fn, x, w, g)
 
-    assert taken(32, 32) == [False, False, False]
-    assert taken(32, 4) == [True, False, False]
-    assert taken(16, 4) == taken(4, 16) == [True, False, True]
-    assert taken(4, 32) == [False, False, True]
+
+def test_products_for_few_features_are_shifted() -> None:
+    assert taken_by_size((4, 8, 8, 16), 4) == [True, False, False]
+    assert taken_by_size((4, 8, 8, 4), 4) == [True, False, True]
+    assert taken_by_size((4, 8, 8, 16), 5) == [False, False, False]
+    # XLA has a fast kernel for many channels of images.
+    assert taken_by_size((4, 8, 8, 17), 4) == [False, False, False]
+    assert taken_by_size((4, 8, 17), 4) == [True, False, False]
+    assert taken_by_size((4, 8, 8, 17), 4, dtype=jnp.bfloat16)[0]
     # Shifts would compute products that no position of a strided window sees.
-    assert taken(32, 4, window_strides=(2, 2)) == [False, False, False]
-    # The products, or the patches, of large images would not stay in the cache.
-    with mock.patch.object(module, "MAX_BYTES", 4 * 16 * 16 * 9 * 4 * 4 - 1):
-        assert taken(32, 4) == [False, False, False]
-    with mock.patch.object(module, "MAX_CACHED_BYTES", 4 * 16 * 16 * 9 * 4 * 4 - 1):
-        assert taken(4, 16) == [False, False, True]
+    assert taken_by_size((4, 8, 8, 16), 4, window_strides=(2, 2)) == [False, False, False]
+    with mock.patch.object(module, "MAX_BYTES", 4 * 8 * 8 * 9 * 4 * 4 - 1):
+        assert taken_by_size((4, 8, 8, 16), 4) == [False, False, False]
 
 
-def test_half_precision_takes_patches() -> None:
-    def taken(rank: int) -> list[bool]:
-        conv, x, w = cases.layer((4, *[8] * rank, 16), (*[3] * rank, 16, 16))
-        x, w = x.astype(jnp.bfloat16), w.astype(jnp.bfloat16)
-        fn, g = cases.all_three(conv), jnp.ones(x.shape, x.dtype)
-        return cases.takes(patch_conv, fn, x, w, g)
-
-    assert taken(1) == taken(2) == [True, False, True]
-    assert taken(3) == [False, False, False]
+def test_half_precision_takes_patches_for_few_positions_or_many_features() -> None:
+    half = functools.partial(taken_by_size, dtype=jnp.bfloat16)
+    assert half((32, 8, 8, 16), 16) == half((32, 64, 16), 16) == [True, False, True]
+    assert half((33, 8, 8, 16), 16) == [False, False, False]
+    assert half((33, 8, 8, 16), 128) == [True, False, False]
+    assert half((2, 8, 8, 8, 16), 16) == [False, False, False]
 
 
 def test_images_with_holes_are_left_to_what_multiplies_none() -> None:
