@@ -139,12 +139,12 @@ def explain_rewrites(
       >>> import jax, jax.numpy as jnp
       >>> def fn(image, kernel):
       ...     return jax.lax.conv(image, kernel, (1, 1), "SAME")
-      >>> explanation = explain_rewrites(fn, jnp.ones((2, 3, 8, 8)), jnp.ones((4, 3, 3, 3)))
+      >>> explanation = explain_rewrites(fn, jnp.ones((2, 3, 8, 8)), jnp.ones((5, 3, 3, 3)))
       >>> row = explanation.rows[0]
       >>> row.rule, row.count
       ('canonical_conv', 1)
       >>> row.shapes
-      'float32[2, 3, 8, 8] float32[4, 3, 3, 3] -> float32[2, 4, 8, 8]'
+      'float32[2, 3, 8, 8] float32[5, 3, 3, 3] -> float32[2, 5, 8, 8]'
     """
     platform = platform_of((args, kwargs))
     chosen = _optimize.resolve_mode(rewrites, platform)
