@@ -125,7 +125,7 @@ bench-hub: .venv-hub/.ready
 
 .venv-tensorflow/.ready .venv-torch/.ready .venv-keras-head/.ready .venv-adapters/.ready .venv-ray/.ready .venv-hub/.ready: .venv-%/.ready:
 	$(PYTHON) -m venv --clear .venv-$*
-	.venv-$*/bin/python -m pip install --quiet --constraint constraints.txt $(IN_$*)
+	.venv-$*/bin/python -m pip install --quiet $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS)) $(IN_$*)
 	@touch $@
 
 # Object stores need older releases of some packages than the other environments have. In one call, pip
