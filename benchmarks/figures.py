@@ -69,7 +69,8 @@ def times(ways: Ways, slower: str, faster: str) -> float:
 
 def _convnet(results: dict[str, Ways]) -> list[str]:
     ways = results["mnist-convnet"]
-    return [f"{1e3 * ways[name]['median']:.1f}" for name in ("bridge-fit", "keras-fit")]
+    names = ("bridge-fit", "keras-fit", "keras-fit@tensorflow", "torch-eager")
+    return [f"{1e3 * ways[name]['median']:.1f}" for name in names]
 
 
 def _beside_scan(results: dict[str, Ways]) -> list[str]:
@@ -104,7 +105,8 @@ PERFORMANCE = ("docs/performance.md",)
 SENTENCES = [
     Sentence(
         README,
-        "small MNIST convnet takes {} ms in `bridge.fit` and {} ms in Keras's `fit` on JAX",
+        "small MNIST convnet takes {} ms in `bridge.fit`, {} ms in Keras's `fit` on JAX, {} ms on "
+        "TensorFlow and {} ms in plain PyTorch",
         _convnet,
     ),
     Sentence(PERFORMANCE, "it takes {} to {} times as long as functrain-fused", _slow_scans),

@@ -24,7 +24,6 @@ SHOWN = {  # files outside docs/, and the pages that show them
     "benchmarks/results/applications.md": "more/applications",
     "benchmarks/results/layers.md": "more/layers",
     "benchmarks/results/hub.md": "more/hub",
-    "benchmarks/results/profiles.md": "more/profiles",
 }
 CONTENTS = {  # the captions of the sidebar, and the pages under each
     "Using functrain": "getting-started training keras checkpoints devices accelerators "
@@ -37,7 +36,7 @@ CONTENTS = {  # the captions of the sidebar, and the pages under each
     "api/metrics api/tx api/inspect api/sharding api/targets api/distributed api/population "
     "api/export api/rewrites api/bridge",
     "Design": "design/index design/checkpoint-store design/loop-length design/rewrites",
-    "Measurements": "more/benchmarks more/profiles more/applications more/layers more/hub",
+    "Measurements": "more/benchmarks more/applications more/layers more/hub",
     "Project": "more/changelog more/contributing",
 }
 MADE_BY_THE_BUILD = ("guides", "api", "more")

@@ -22,7 +22,9 @@ def test_running_means_are_told_from_other_metrics():
 
     def plain(*metrics, kind=model):
         kind.compile("sgd", "mse", metrics=list(metrics))
-        keras_private.trainer.build(kind, (np.ones((2, 2), np.float32), np.ones((2, 1), np.float32)))
+        keras_private.trainer.build(
+            kind, (np.ones((2, 2), np.float32), np.ones((2, 1), np.float32))
+        )
         return keras_private.metrics.has_running_means_only(kind)
 
     class Resets(keras.metrics.MeanAbsoluteError):
