@@ -102,7 +102,7 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks.first_step $(filter --quick --update,$(ARGS))
 	$(BIN)/python -m benchmarks.saving $(filter --update,$(ARGS))
 	$(BIN)/python -m benchmarks.logging $(filter --update,$(ARGS))
-	$(if $(filter --update,$(ARGS)),$(BIN)/python -m benchmarks.figures)
+	$(if $(filter --update,$(ARGS)),-$(BIN)/python -m benchmarks.figures)
 
 # Those whose environments have been made: see bench-peers.
 PEERS = $(foreach peer,tensorflow torch keras-head,$(if $(wildcard .venv-$(peer)/.ready),--python $(peer)=.venv-$(peer)/bin/python))
