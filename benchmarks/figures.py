@@ -31,8 +31,8 @@ CONVOLUTIONS = (
     *("mnist-convnet", "residual", "separable", "dcgan"),
     *("mobilenet-v2", "efficientnet-b0", "convnext-tiny", "resnet50"),
 )
-# Networks of dense layers and embeddings.
-WITHOUT_REWRITES = ("digits-mlp", "mnist-mlp", "tabular-mlp", "tabular-embeddings", "bag-of-words")
+# Networks of dense layers and embeddings, in which little is rewritten.
+DENSE = ("digits-mlp", "mnist-mlp", "tabular-mlp", "tabular-embeddings", "bag-of-words")
 
 # The ways of a workload, by name.
 Ways = dict[str, Any]
@@ -74,9 +74,9 @@ def _convnet(results: dict[str, Ways]) -> list[str]:
 
 
 def _beside_scan(results: dict[str, Ways]) -> list[str]:
-    """Returns the percents that the slowest network without convolutions takes beyond a scan."""
+    """Returns the percents that the slowest dense network takes beyond a scan, fused and in fit."""
     return [
-        f"{100 * (max(times(results[name], way, 'scan') for name in WITHOUT_REWRITES) - 1):.0f}"
+        f"{100 * (max(times(results[name], way, 'scan') for name in DENSE) - 1):.0f}"
         for way in ("functrain-fused", "functrain-fit")
     ]
 
