@@ -131,7 +131,8 @@ class Groups(NamedTuple):
         groups of the batch lhs is `[G N, *S, I]`.
       by_batch: Whether the batch is grouped, as in the gradient of the weights, or the features.
       sides: The two sizes of the product of one group and tap: `(I, O)`, or by batch `(N, O)`.
-      taps: The number of terms of a sum of shifted products: `prod(W)`, or by batch `prod(S')`.
+      taps: The taps of the layer's kernel: `prod(W)`, or by batch `prod(S')`, since the result of
+        that gradient has the shape of the kernel.
     """
 
     num_groups: int

@@ -122,8 +122,28 @@ def _is_float(x: Any) -> bool:
         and x.dtype.itemsize > 1
         # Without x64, jax cannot make a float64 array, so no replacement could return one.
         and jax.dtypes.canonicalize_dtype(x.dtype) == x.dtype
-        # A size that is not an int is the symbol of a shape-polymorphic export.
-        and all(isinstance(size, int) and size > 0 for size in x.shape)
+        and has_known_sizes(x)
+        and all(size > 0 for size in x.shape)
+    )
+
+
+def has_known_sizes(x: Any) -> bool:
+    """Returns False if a size is a symbol, as in a shape-polymorphic export."""
+    return all(isinstance(size, int) for size in x.shape)
+
+
+def are_wide_floats(eqn: core.JaxprEqn) -> bool:
+    """Returns True if all arrays of an equation are unsharded and of one dtype.
+
+    The dtype is that of real floats of 32 bits or more. The sizes are known and positive.
+    """
+    types = avals(eqn)
+    return (
+        are_floats(*types)
+        and len({aval.dtype for aval in types}) == 1
+        and types[0].dtype.itemsize >= 4
+        and not any(map(is_sharded, types))
+        and is_sharding_free(eqn.params)
     )
 
 

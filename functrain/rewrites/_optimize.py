@@ -50,7 +50,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 # In order of precedence: the first rewrite that applies is used, and those after it also see the
 # equations that it returns. So trimmed_conv is in front of the rules that compute the rest of a
 # trimmed convolution, and canonical_conv behind all rules for convolutions that they may leave.
-# volume_conv is behind patch_conv, which would take the planes of weight gradients for layers.
+# volume_conv is behind patch_conv, which would otherwise see the 2-D convolutions that volume_conv
+# returns for the gradient of weights, and take them for layers.
 # The rules for the scans of accelerators come first, so that the others see the bodies; a GPU's
 # sums are taken out of a scan before it is unrolled, a TPU's only if it is not.
 REWRITES: tuple[Rewrite, ...] = (
@@ -204,7 +205,7 @@ def _rewrite(closed: Any, rules: tuple[Rewrite, ...], platform: str, *, exact_on
         closed = rewrite_jaxpr(inline_calls(closed), rules, exact_only)
         # A scan whose loop was kept is smaller now, but it would not gain from being unrolled.
         rules = tuple(rule for rule in rules if rule.primitive is not primitives.scan_p)
-    # The second pass sees what the first one has put in place of several equations.
+    # For an accelerator this is a second pass: it also sees the equations of the first one.
     return rewrite_jaxpr(closed, rules, exact_only)
 
 

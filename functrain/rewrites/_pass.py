@@ -73,7 +73,7 @@ def inline_calls(jaxpr: Any) -> Any:
 
     Arrays are broadcast by equations of their own, not by additions and the like. The equations of
     such a function get the name stack and source line of the call. XLA inlines these calls too, so
-    the compiled program is the same.
+    the compiled program is the same. Calls whose inputs or outputs have shardings are kept.
 
     Examples:
       >>> import jax
@@ -185,7 +185,7 @@ class _Inliner(_Pass):
     def _rewrite_equation(
         self, eqn: core.JaxprEqn, jaxpr: core.Jaxpr, substitutions: dict[Any, Any]
     ) -> list[core.JaxprEqn]:
-        if eqn.primitive in _INLINED:
+        if eqn.primitive in _INLINED and not _has_shardings(eqn.params):
             called = self.rewrite(eqn.params[_INLINED[eqn.primitive]])
             eqns, outs = inline(core.jaxpr_as_fun(called), eqn, eqn.invars)
         elif eqn.primitive.name in _BROADCASTING:
@@ -194,6 +194,12 @@ class _Inliner(_Pass):
             return super()._rewrite_equation(eqn, jaxpr, substitutions)
         substitutions.update(zip(eqn.outvars, outs, strict=True))
         return eqns
+
+
+def _has_shardings(params: dict[str, Any]) -> bool:
+    """Returns True if a call specifies the sharding of an input or output."""
+    shardings = (*params.get("in_shardings", ()), *params.get("out_shardings", ()))
+    return any(isinstance(sharding, jax.sharding.Sharding) for sharding in shardings)
 
 
 def _broadcast_apart(eqn: core.JaxprEqn, *inputs: jax.Array) -> list[jax.Array]:

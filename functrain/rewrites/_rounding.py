@@ -9,8 +9,9 @@ transpose, its consumers would get rounded numbers too, so the pass moves it in 
 from typing import Any
 
 import jax.numpy as jnp
-from jax.extend import core
 from jax.extend.core import primitives
+
+from functrain.rewrites._equations import variables
 
 # Consumers that always get a rounded bfloat16 result, even through a transpose. Others are unknown:
 # XLA inlines calls, and some functions, such as erf, convert their input before they compute.
@@ -27,10 +28,10 @@ def find_possibly_unrounded(jaxpr: Any) -> set[Any]:
     if not results:
         return results
     # The jaxpr may be a function that is called, so the consumers of its outputs are unknown.
-    unrounded = results.intersection(_variables(jaxpr.outvars))
+    unrounded = results.intersection(variables(jaxpr.outvars))
     for eqn in jaxpr.eqns:
         if not is_float32_conversion(eqn) and eqn.primitive.name not in _ROUNDED_CONSUMERS:
-            unrounded |= results.intersection(_variables(eqn.invars))
+            unrounded |= results.intersection(variables(eqn.invars))
     return unrounded
 
 
@@ -47,8 +48,3 @@ def _is_bfloat16_convolution(eqn: Any) -> bool:
     return eqn.primitive is primitives.conv_general_dilated_p and all(
         var.aval.dtype == jnp.bfloat16 for var in (*eqn.invars, *eqn.outvars)
     )
-
-
-def _variables(atoms: Any) -> list[Any]:
-    """Returns the atoms that are not literals, which cannot be hashed."""
-    return [atom for atom in atoms if not isinstance(atom, core.Literal)]

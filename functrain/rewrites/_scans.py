@@ -9,7 +9,15 @@ from jax import lax
 from jax.extend import core
 from jax.extend.core import primitives
 
-from functrain.rewrites._equations import nbytes, ndim, open_jaxpr, variables, walk_equations
+from functrain.rewrites._equations import (
+    avals,
+    has_known_sizes,
+    nbytes,
+    ndim,
+    open_jaxpr,
+    variables,
+    walk_equations,
+)
 
 # The most bytes of a value in a small body. What is larger takes longer than a kernel to start.
 MAX_VALUE_BYTES = 2**21
@@ -88,6 +96,8 @@ def is_small(params: dict[str, Any], max_bytes: int) -> bool:
     """
     total = 0
     for eqn, _, executions in walk_equations(params["jaxpr"]):
+        if not all(map(has_known_sizes, avals(eqn))):
+            return False
         outputs = list(map(nbytes, eqn.outvars))
         total += params["length"] * executions * sum(outputs)
         if max([*outputs, *map(nbytes, eqn.invars)], default=0) > MAX_VALUE_BYTES:

@@ -1,10 +1,15 @@
 """Sliding windows over the spatial axes of arrays `[N, *S, ...]`."""
 
+import itertools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+# Each tap of a pooling window is a slice in the program: 3 x 3 x 3 still compiles in a second.
+MAX_POOL_TAPS = 27
 
 
 def output_sizes(
@@ -45,6 +50,40 @@ def strided_window(
         limits[axis] = i * step + dilated_size(size, stride)
         steps[axis] = stride
     return lax.slice(x, starts, limits, steps)
+
+
+def does_every_window_see_numbers(params: dict[str, Any]) -> bool:
+    """Returns True if no window of a pooling sees only padding."""
+    return all(
+        min(ends) >= 0 and max(ends) < taps
+        for ends, taps in zip(params["padding"], params["window_dimensions"], strict=True)
+    )
+
+
+def pool_views(
+    x: jax.Array,
+    positions: Sequence[int],
+    window: Sequence[int],
+    strides: Sequence[int],
+    padding: Sequence[tuple[int, int]],
+) -> list[jax.Array]:
+    """Returns what each tap of a pooling window sees at each position; padding is -inf.
+
+    Args:
+      x: The array that is pooled.
+      positions: The number of positions along each axis, which is the shape of the results.
+      window: The number of taps along each axis of `x`, as are the other parameters.
+      strides: The distance between two positions.
+      padding: The padding before and after each axis.
+    """
+    x = lax.pad(x, jnp.array(-jnp.inf, x.dtype), [(low, high, 0) for low, high in padding])
+    # The sizes of the part of the array between the first and the last position of a tap.
+    extents = list(map(dilated_size, positions, strides))
+    views = []
+    for tap in itertools.product(*map(range, window)):
+        limits = [start + extent for start, extent in zip(tap, extents, strict=True)]
+        views.append(lax.slice(x, tap, limits, strides))
+    return views
 
 
 def dilated_size(size: int, dilation: int) -> int:

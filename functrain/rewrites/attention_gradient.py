@@ -28,7 +28,7 @@ from jax import lax
 from jax.extend import core
 from jax.extend.core import primitives
 
-from functrain.rewrites._equations import are_floats, avals, is_sharded, is_sharding_free
+from functrain.rewrites._equations import are_wide_floats, avals
 from functrain.rewrites._rewrite import Rewrite
 
 # The least number of elements that XLA would transpose.
@@ -38,13 +38,10 @@ MIN_ELEMENTS = 2**14
 def _applies(eqn: core.JaxprEqn) -> bool:
     """Returns True if the larger operand is on the left and XLA would have to transpose it."""
     (contracted, _), (batch, _) = eqn.params["dimension_numbers"]
-    types = avals(eqn)
-    lhs, rhs, out = types
-    if not batch or not contracted or not MIN_ELEMENTS <= lhs.size > rhs.size:
+    lhs, rhs, _ = avals(eqn)
+    if not batch or not contracted or not are_wide_floats(eqn):
         return False
-    if not are_floats(*types) or len({aval.dtype for aval in types}) > 1 or out.dtype.itemsize < 4:
-        return False
-    if any(map(is_sharded, types)) or not is_sharding_free(eqn.params):
+    if not MIN_ELEMENTS <= lhs.size > rhs.size:
         return False
     # Axes of size 1 do not matter: no data moves when they are transposed.
     uncontracted = [

@@ -54,7 +54,7 @@ MAX_BYTES = 3 * 2**26
 # for some kinds of keys, a batch gets other numbers. Nor are loops and branches, which get slower.
 _BATCHED_NAMES = """
 abs add add_any and atan2 broadcast_in_dim ceil clamp concatenate convert_element_type copy cos
-custom_jvp_call div dot_general eq erf exp exp2 expand_dims expm1 floor ge gt integer_pow is_finite
+custom_jvp_call div dot_general eq erf exp exp2 expm1 floor ge gt integer_pow is_finite
 jit le log log1p logistic lt max min mul ne neg not one_minus_square or pow reduce_and reduce_max
 reduce_min reduce_or reduce_sum reshape rsqrt select_n sign sin slice split sqrt square squeeze
 stop_gradient sub tan tanh transpose xor
@@ -83,7 +83,7 @@ def _applies(eqn: core.JaxprEqn) -> bool:
     # Without a loop, nothing is stacked.
     if params["unroll"] == params["length"]:
         return False
-    if params["length"] <= 1 or params.get("_split_transpose") or params["jaxpr"].effects:
+    if params["length"] <= 1 or params["jaxpr"].effects:
         return False
     if any(is_sharded(var.aval) for var in eqn.invars) or not is_small(params, MAX_BYTES):
         return False
@@ -177,7 +177,8 @@ def _replace(*inputs: jax.Array, **params: Any) -> list[jax.Array]:
     for var in plan.carried:
         values[var] = _shift(values[last[var]], carry[var], params["reverse"])
     compute([var for var in plan.later if var not in values])
-    return [*end, *(_stack(var, values, params["length"]) for var in jaxpr.outvars[len(carry) :])]
+    outputs = jaxpr.outvars[len(carry) :]
+    return [*end, *(_stack(atom, consts, values, params["length"]) for atom in outputs)]
 
 
 def _with_time_first(x: jax.Array) -> jax.Array:
@@ -193,12 +194,14 @@ def _shift(stacked: jax.Array, start: jax.Array, reverse: bool) -> jax.Array:
     return lax.concatenate(parts, 0)
 
 
-def _stack(atom: Any, values: dict[Any, jax.Array], length: int) -> jax.Array:
+def _stack(
+    atom: Any, consts: dict[Any, jax.Array], values: dict[Any, jax.Array], length: int
+) -> jax.Array:
     """Returns the values of an output of the body in all iterations."""
-    if not isinstance(atom, core.Literal):
-        return values[atom]
-    aval: Any = atom.aval
-    return jnp.full((length, *aval.shape), atom.val, aval.dtype)
+    if isinstance(atom, core.Literal):
+        aval: Any = atom.aval
+        return jnp.full((length, *aval.shape), atom.val, aval.dtype)
+    return lax.broadcast(consts[atom], (length,)) if atom in consts else values[atom]
 
 
 batched_over_time = Rewrite(

@@ -27,7 +27,14 @@ from jax import lax
 from jax.extend import core
 from jax.extend.core import primitives
 
-from functrain.rewrites._equations import avals, find_producer, is_sharded, ndim, original_equation
+from functrain.rewrites._equations import (
+    avals,
+    find_producer,
+    has_known_sizes,
+    is_sharded,
+    ndim,
+    original_equation,
+)
 from functrain.rewrites._rewrite import Replacement, Rewrite
 
 # Operations on larger arrays cost more than a kernel on their rows.
@@ -145,9 +152,11 @@ _MOVES = (primitives.broadcast_in_dim_p, primitives.reshape_p, primitives.reduce
 
 def _applies(eqn: core.JaxprEqn) -> bool:
     row, result = avals(eqn)[0], avals(eqn)[-1]
-    is_small = 1 < row.size < result.size <= MAX_SIZE
     # A broadcast to a dynamic shape has more inputs.
-    return is_small and len(eqn.invars) == 1 and not is_sharded(result)
+    if len(eqn.invars) > 1 or not has_known_sizes(result):
+        return False
+    is_small: bool = 1 < row.size < result.size <= MAX_SIZE
+    return is_small and not is_sharded(result)
 
 
 def _replace(eqn: core.JaxprEqn, jaxpr: core.Jaxpr) -> Replacement | None:

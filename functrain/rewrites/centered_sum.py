@@ -9,6 +9,7 @@ Estimated cycles of a step on a TPU v5e, in a program of 32 steps, jax 0.10.1:
     vision transformer of width 64, batch of 32      1,168,604 -> 1,050,657
 
 The sum that is left out would be the sum of rounding errors, so the gradient becomes more accurate.
+If one of the numbers is not finite, the sum was NaN and is zero now.
 """
 
 import math

@@ -39,7 +39,7 @@ from jax import lax
 from jax.extend import core
 from jax.extend.core import primitives
 
-from functrain.rewrites._equations import are_floats, avals, is_sharded, is_sharding_free
+from functrain.rewrites._equations import are_wide_floats, avals
 from functrain.rewrites._rewrite import Rewrite
 
 # The limits come from the rows of the table with "hence" and "2 16".
@@ -52,14 +52,11 @@ MAX_NARROW_SIDE = 32
 def _applies(eqn: core.JaxprEqn) -> bool:
     """Returns True if both operands are contracted over all their leading axes, as x and g are."""
     (lhs_contracted, rhs_contracted), (batch, _) = eqn.params["dimension_numbers"]
-    types = avals(eqn)
-    lhs, rhs, out = types
+    lhs, rhs, out = avals(eqn)
     leading = tuple(range(len(lhs_contracted)))
     if batch or tuple(lhs_contracted) != leading or tuple(rhs_contracted) != leading:
         return False
-    if not are_floats(*types) or len({aval.dtype for aval in types}) > 1 or out.dtype.itemsize < 4:
-        return False
-    if any(map(is_sharded, types)) or not is_sharding_free(eqn.params):
+    if not are_wide_floats(eqn):
         return False
     rows = math.prod(lhs.shape[: len(leading)])
     narrow_side = min(lhs.size, rhs.size) // rows

@@ -49,7 +49,7 @@ from functrain.rewrites._windows import (
 
 # Each tap is a slice in the program: 11 x 11 still compiles in a second, 31 x 31 would not.
 MAX_TAPS = 128
-# Wider groups are matrix products, which grouped_conv leaves to the kernel made for them.
+# Wider groups are left to XLA's kernel.
 MAX_CHANNELS = 4
 # The number of sums that one pass computes: more run slower, fewer compile longer.
 SUMS_PER_PASS = 25

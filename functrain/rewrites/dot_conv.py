@@ -59,7 +59,7 @@ def _applies(eqn: core.JaxprEqn) -> bool:
 
 
 def _replace(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
-    """Contracts the operands in their layout, without transposes: `[N, *S, O]`, then `out_spec`."""
+    """Contracts the operands without transposing them, then transposes the result to its layout."""
     numbers = params["dimension_numbers"]
     window = [rhs.shape[axis] for axis in numbers.rhs_spec[2:]]
     if math.prod(window) > 1:  # one position

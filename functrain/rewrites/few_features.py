@@ -15,7 +15,9 @@ kernels of k x k x C x O:
     8 14 16 3 1       8,913 -> 19,270 (kept)
     32 28 128 3 8     20,442 -> 30,958 (kept)
 
-The sums of the first convolution are rounded as all inputs of convolutions are on TPUs.
+The sums of the first convolution are rounded as all inputs of convolutions are on TPUs. A number
+that is not finite in one of the features makes all of them NaN, since the selection multiplies it
+by zeros.
 """
 
 from typing import Any

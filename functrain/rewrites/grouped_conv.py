@@ -29,7 +29,7 @@ from functrain.rewrites._rewrite import Rewrite
 
 
 def _applies(eqn: core.JaxprEqn) -> bool:
-    # If one side is 1, the convolution is depthwise, which depthwise_conv computes.
+    # If one side is 1, the convolution is depthwise: depthwise_conv computes it, or XLA does.
     groups = conv_groups(eqn)
     if groups is None or min(groups.sides) == 1:
         return False

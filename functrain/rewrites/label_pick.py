@@ -19,6 +19,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.extend import core
 from jax.extend.core import primitives
@@ -57,6 +58,10 @@ def _picks_one_of_each_row(
     rows = tuple(range(len(operand.shape) - 1))
     return (
         are_floats(operand)
+        # One number of a single long row is not a label, and a sum over the row takes longer.
+        and bool(rows)
+        # The indices of all classes must fit into the dtype of the labels.
+        and np.iinfo(indices.dtype).max >= operand.shape[-1] - 1
         and axes == (len(rows),)
         and operand_rows == index_rows == rows
         and indices.size == math.prod(operand.shape[:-1])

@@ -31,22 +31,17 @@ may then round differently.
 """
 
 import functools
-import itertools
 import math
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 from jax.extend.core import primitives
 
 from functrain.rewrites._equations import are_floats, avals
 from functrain.rewrites._rewrite import Rewrite
-from functrain.rewrites._windows import dilated_size, output_sizes
-
-# Each tap is a slice in the program: 3 x 3 x 3 still compiles in a second.
-MAX_TAPS = 27
+from functrain.rewrites._windows import MAX_POOL_TAPS, output_sizes, pool_views
 
 
 def _applies(eqn: core.JaxprEqn) -> bool:
@@ -67,22 +62,17 @@ def _can_be_slices(eqn: core.JaxprEqn) -> bool:
     return (
         are_floats(*avals(eqn))
         and math.prod(params["base_dilation"]) == math.prod(params["window_dilation"]) == 1
-        and 1 < math.prod(params["window_dimensions"]) <= MAX_TAPS
+        and 1 < math.prod(params["window_dimensions"]) <= MAX_POOL_TAPS
     )
 
 
 def _replace(x: jax.Array, **params: Any) -> jax.Array:
-    window, strides = params["window_dimensions"], params["window_strides"]
-    padding = [(low, high, 0) for low, high in params["padding"]]
-    x = lax.pad(x, jnp.array(-jnp.inf, x.dtype), padding)
-    positions = output_sizes(x.shape, window, strides, [1] * x.ndim)
-    # The sizes of the part of the image between the first and the last position of a tap.
-    extents = list(map(dilated_size, positions, strides))
-    slices = []
-    for tap in itertools.product(*map(range, window)):
-        limits = [start + extent for start, extent in zip(tap, extents, strict=True)]
-        slices.append(lax.slice(x, tap, limits, strides))
-    return functools.reduce(lax.max, slices)
+    window, strides, padding = (
+        params[name] for name in ("window_dimensions", "window_strides", "padding")
+    )
+    sizes = [size + sum(ends) for size, ends in zip(x.shape, padding, strict=True)]
+    positions = output_sizes(sizes, window, strides, [1] * x.ndim)
+    return functools.reduce(lax.max, pool_views(x, positions, window, strides, padding))
 
 
 max_pool = Rewrite(

@@ -46,10 +46,14 @@ from jax.extend.core import primitives
 
 from functrain.rewrites._equations import are_floats, avals, is_sharded
 from functrain.rewrites._rewrite import Rewrite
-from functrain.rewrites._windows import at_least_float32, call_unfused, dilated_size
-
-# Each tap is a slice in the program: 3 x 3 x 3 still compiles in a second.
-MAX_TAPS = 27
+from functrain.rewrites._windows import (
+    MAX_POOL_TAPS,
+    at_least_float32,
+    call_unfused,
+    dilated_size,
+    does_every_window_see_numbers,
+    pool_views,
+)
 
 
 def _applies(eqn: core.JaxprEqn) -> bool:
@@ -58,21 +62,17 @@ def _applies(eqn: core.JaxprEqn) -> bool:
         params["select_prim"] is primitives.ge_p
         and are_floats(*avals(eqn))
         and not any(map(is_sharded, avals(eqn)))
-        # With more padding, some windows would see nothing else.
-        and all(
-            min(ends) >= 0 and max(ends) < taps
-            for ends, taps in zip(params["padding"], params["window_dimensions"], strict=True)
-        )
-        and 1 < math.prod(params["window_dimensions"]) <= MAX_TAPS
+        and does_every_window_see_numbers(params)
+        and 1 < math.prod(params["window_dimensions"]) <= MAX_POOL_TAPS
     )
 
 
-def _are_windows_tiles(eqn: core.JaxprEqn) -> bool:
-    return bool(eqn.params["window_dimensions"] == eqn.params["window_strides"])
+def _are_windows_tiles(params: dict[str, Any]) -> bool:
+    return bool(params["window_dimensions"] == params["window_strides"])
 
 
 def _replace(source: jax.Array, operand: jax.Array, **params: Any) -> jax.Array:
-    if params["window_dimensions"] == params["window_strides"]:
+    if _are_windows_tiles(params):
         return _scatter_to_tiles(source, operand, **params)
     # Unfused: see the second table.
     return call_unfused(functools.partial(_sum_taps, **params), source, operand)
@@ -139,16 +139,9 @@ def _find_winners(
 
     The first tap is the winner until a tap comes that it is not >= to. Padding is -inf.
     """
-    pads = [(low, high, 0) for low, high in padding]
-    x = lax.pad(operand, jnp.array(-jnp.inf, operand.dtype), pads)
-    best, winner = x, jnp.zeros(positions, jnp.int32)
-    extents = list(map(dilated_size, positions, strides))
-    for tap_number, tap in enumerate(itertools.product(*map(range, window))):
-        limits = [start + extent for start, extent in zip(tap, extents, strict=True)]
-        value = lax.slice(x, tap, limits, strides)
-        if tap_number == 0:
-            best = value
-            continue
+    best, *others = pool_views(operand, positions, window, strides, padding)
+    winner = jnp.zeros(positions, jnp.int32)
+    for tap_number, value in enumerate(others, start=1):
         # False if either is NaN, so a NaN replaces the winner and is replaced by the next tap.
         stays = best >= value
         best = jnp.where(stays, best, value)
@@ -169,7 +162,7 @@ max_pool_gradient = Rewrite(
 # are left: each number would be compared with the winners of several.
 max_pool_gradient_apart = max_pool_gradient._replace(
     name="max_pool_gradient_apart",
-    applies=lambda eqn: _applies(eqn) and _are_windows_tiles(eqn),
+    applies=lambda eqn: _applies(eqn) and _are_windows_tiles(eqn.params),
     reason="comparing in place takes fewer kernels than adding by index",
     platforms=("gpu",),
 )

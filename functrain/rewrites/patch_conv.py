@@ -12,7 +12,8 @@ They are used for
   been padded by an operation of its own, which XLA makes a part of the convolution. If the kernel
   is transposed, as in the gradient of a layer's input, and there are no more pixels than positions,
   shifts are used.
-- a transposed kernel that is the largest array that is read: shifts do not transpose it.
+- a transposed kernel, if there are no more pixels in the batch than channels: shifts do not
+  transpose it.
 - few features, by shifts, since few products are shifted. For float32 images with many channels,
   XLA's kernel is faster.
 - floats of 16 bits, by patches, for few positions or many features.
@@ -59,7 +60,7 @@ from functrain.rewrites._conv import (
     to_canonical,
     ungrouped_sizes,
 )
-from functrain.rewrites._equations import avals
+from functrain.rewrites._equations import avals, is_sharded
 from functrain.rewrites._rewrite import Rewrite
 from functrain.rewrites._windows import output_sizes, pad_spatial, strided_window
 
@@ -134,10 +135,9 @@ def _replace(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
     numbers, dtype = params["dimension_numbers"], params["preferred_element_type"] or lhs.dtype
     image, kernel = to_canonical(lhs, rhs, numbers)
     *window, channels, features = kernel.shape
-    (view, *_) = jax.eval_shape(lambda x: _tap_views(x, window, params), image)
-    pixels, positions = image.shape[1:-1], view.shape[1:-1]
+    pixels, positions = image.shape[1:-1], _positions(image, window, params)
     sizes = Sizes(len(image), pixels, channels, tuple(window), features, positions)
-    # Without a method of its own, which benchmarks ask for, it takes patches.
+    # Benchmarks also replace convolutions to which the rewrite does not apply, by patches.
     method = _method(sizes, params, lhs.dtype) or _product_of_patches
     product = functools.partial(
         lax.dot_general,
@@ -161,9 +161,10 @@ def _product_of_patches(product: Any, x: jax.Array, kernel: jax.Array, params: A
         out: jax.Array = product(rows, weights, (((1,), (0,)), ((), ())))
         return out.reshape(*patches.shape[:-1], -1)
 
-    positions = math.prod(jax.eval_shape(convolve, x[:1]).shape[:-1])
+    positions = math.prod(_positions(x, kernel.shape[:-2], params))
     max_images = max(1, MAX_BYTES // (positions * len(weights) * x.dtype.itemsize))
-    if len(x) <= max_images:
+    # A loop over the images of a sharded batch would move them between devices.
+    if len(x) <= max_images or is_sharded(jax.typeof(x)):
         return convolve(x)
     out: jax.Array = lax.map(lambda image: convolve(image[None])[0], x, batch_size=max_images)
     return out
@@ -179,6 +180,12 @@ def _sum_of_shifts(product: Any, x: jax.Array, kernel: jax.Array, params: Any) -
     for tap, view in enumerate(_tap_views(products, kernel.shape[:-2], params)):
         terms.append(lax.slice_in_dim(view, tap * features, (tap + 1) * features, axis=-1))
     return functools.reduce(operator.add, terms)
+
+
+def _positions(x: jax.Array, window: Sequence[int], params: dict[str, Any]) -> tuple[int, ...]:
+    """Returns the number of positions of a window along each axis of an image."""
+    view = jax.eval_shape(lambda x: _tap_views(x, window, params)[0], x)
+    return tuple(view.shape[1:-1])
 
 
 def _tap_views(x: jax.Array, window: Sequence[int], params: dict[str, Any]) -> list[jax.Array]:

@@ -30,6 +30,7 @@ from functrain.rewrites._equations import (
     original_equation,
 )
 from functrain.rewrites._rewrite import Replacement, Rewrite
+from functrain.rewrites._windows import does_every_window_see_numbers
 
 
 def _selects(eqn: core.JaxprEqn) -> bool:
@@ -103,10 +104,17 @@ def _sum_windows(eqn: core.JaxprEqn, jaxpr: core.Jaxpr) -> Replacement | None:
     spread = find_producer(total.invars[0], jaxpr)
     if spread is None or not _spreads_to_maxima(spread):
         return None
-    axes = total.params["axes"]
+    axes, params = total.params["axes"], spread.params
+    by_axis = (params["window_dimensions"], params["window_strides"], params["padding"])
     kept = set(range(ndim(total.invars[0]))).difference(axes)
     # A number may move within its window, so windows must lie within the axes that are summed.
-    if any(spread.params["window_dimensions"][axis] > 1 for axis in kept):
+    is_per_element = all(
+        (taps, stride, ends) == (1, 1, (0, 0))
+        for axis, (taps, stride, ends) in enumerate(zip(*by_axis, strict=True))
+        if axis in kept
+    )
+    # The number of a window that sees nothing but padding is in no sum.
+    if not is_per_element or not does_every_window_see_numbers(params):
         return None
     return Replacement(lambda source: jnp.sum(source, axis=axes), spread.invars[:1])
 

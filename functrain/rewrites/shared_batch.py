@@ -54,7 +54,7 @@ from jax import lax
 from jax.extend import core
 from jax.extend.core import primitives
 
-from functrain.rewrites._equations import are_floats, avals, is_sharded, is_sharding_free
+from functrain.rewrites._equations import are_wide_floats, avals
 from functrain.rewrites._rewrite import Rewrite
 
 # The least number of rows and of inputs: see the rows "4 16 2", "64 16 2" and "64 2" of the table.
@@ -64,12 +64,9 @@ MIN_SIDE = 8
 def _applies(eqn: core.JaxprEqn) -> bool:
     """Returns True for a matrix times those of all members, `[N, K, H]`, over the axis K."""
     contracted, batch = eqn.params["dimension_numbers"]
-    types = avals(eqn)
-    if any(batch) or not are_floats(*types) or len({aval.dtype for aval in types}) > 1:
+    if any(batch) or not are_wide_floats(eqn):
         return False
-    if any(map(is_sharded, types)) or not is_sharding_free(eqn.params):
-        return False
-    lhs, rhs, out = types
+    lhs, rhs, out = avals(eqn)
     is_lhs_shared = lhs.ndim == 2
     shared, stacked = (lhs, rhs) if is_lhs_shared else (rhs, lhs)
     stacked_contracted = contracted[1] if is_lhs_shared else contracted[0]
@@ -78,7 +75,7 @@ def _applies(eqn: core.JaxprEqn) -> bool:
     # What XLA would transpose, per member, must be at least four times the copy of the batch.
     transposed = (stacked.size + out.size) // stacked.shape[0]
     is_faster: bool = 4 * shared.size <= transposed and min(shared.shape) >= MIN_SIDE
-    return is_faster and shared.dtype.itemsize >= 4
+    return is_faster
 
 
 def _replace(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:

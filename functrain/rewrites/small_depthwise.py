@@ -64,7 +64,7 @@ def _applies(eqn: core.JaxprEqn) -> bool:
     if math.prod(eqn.params["rhs_dilation"]) > 1 or pixels >= groups.taps:
         return False
     if groups.by_batch:
-        return pixels <= MAX_PARTS and _is_undilated(eqn.params)
+        return pixels <= MAX_PARTS and _is_plain(eqn.params)
     if pixels * groups.sides[0] > MAX_TERMS:
         return False
     # Every pixel must be seen from some position along each axis.
@@ -72,7 +72,7 @@ def _applies(eqn: core.JaxprEqn) -> bool:
     return all(_positions_that_see(pixel, axis) for axis in axes for pixel in range(axis.image))
 
 
-def _is_undilated(params: dict[str, Any]) -> bool:
+def _is_plain(params: dict[str, Any]) -> bool:
     """Returns True if there are no strides, and no holes in the image."""
     return all(size == 1 for size in (*params["window_strides"], *params["lhs_dilation"]))
 
@@ -213,7 +213,7 @@ def _weight_gradient(lhs: jax.Array, rhs: jax.Array, params: dict[str, Any]) -> 
 def _pads_to_result(pixel: int, axis: tuple[int, int, tuple[int, int]]) -> tuple[int, int, int]:
     """Returns the padding, or cropping, of a window to the size of the reversed result.
 
-    The last position of the result sees the pixel by the element ``-before`` of the window.
+    At the last position of the result, the pixel meets element ``-before`` of the window.
     """
     size, window, (low, high) = axis
     positions = size + low + high - window + 1

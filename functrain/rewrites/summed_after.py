@@ -44,11 +44,9 @@ from jax.extend import core
 from jax.extend.core import primitives
 
 from functrain.rewrites._equations import (
-    are_floats,
+    are_wide_floats,
     avals,
     find_producer,
-    is_sharded,
-    is_sharding_free,
     nbytes,
     open_jaxpr,
     variables,
@@ -84,7 +82,7 @@ def _applies(eqn: core.JaxprEqn, platform: str) -> bool:
     # On a TPU, without a loop, each sum is part of the kernel of its product.
     if platform == "tpu" and params["unroll"] == params["length"]:
         return False
-    if params["length"] <= 1 or params.get("_split_transpose") or params["jaxpr"].effects:
+    if params["length"] <= 1 or params["jaxpr"].effects:
         return False
     return bool(_find_accumulators(eqn, platform))
 
@@ -140,16 +138,9 @@ def _find_root(term: Any, jaxpr: core.Jaxpr) -> core.JaxprEqn | None:
 
 def _is_movable(root: core.JaxprEqn, consts: dict[Any, Any]) -> bool:
     """Returns True if a product or sum may be computed after the loop instead of inside it."""
-    types: list[Any] = avals(root)
-    return (
-        are_floats(*types)
-        and len({aval.dtype for aval in types}) == 1
-        and types[0].dtype.itemsize >= 4
-        # What is the same in all iterations is not stacked over time.
-        and all(isinstance(atom, core.Var) and atom not in consts for atom in root.invars)
-        and not any(map(is_sharded, types))
-        and is_sharding_free(root.params)
-    )
+    # What is the same in all iterations is not stacked over time.
+    varies = all(isinstance(atom, core.Var) and atom not in consts for atom in root.invars)
+    return varies and are_wide_floats(root)
 
 
 def _summed_rows(root: core.JaxprEqn) -> int:

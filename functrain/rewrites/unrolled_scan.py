@@ -56,7 +56,7 @@ def _find_factor(params: dict[str, Any], platform: str) -> int:
     """Returns how many iterations an iteration of the rewritten scan runs; 1 for no change."""
     length: int = params["length"]
     # Another `unroll` is the user's choice.
-    if length <= 1 or params.get("unroll") != 1 or params.get("_split_transpose"):
+    if length <= 1 or params.get("unroll") != 1:
         return 1
     body = params["jaxpr"]
     if body.effects or not is_small(params, MAX_BYTES):

@@ -39,6 +39,14 @@ def convolved(params: Any, x: jax.Array) -> jax.Array:
     ).mean((1, 2))
 
 
+def smaller_than_its_kernels(params: Any, x: jax.Array) -> jax.Array:
+    """Convolves images of 2 x 2, as a product of patches."""
+    numbers = ("NHWC", "HWIO", "NHWC")
+    kernel = jnp.tile(params["dense"][:27].reshape(3, 3, 3, 2), 4)
+    out = lax.conv_general_dilated(x[:, :2, :2], kernel, (1, 1), "SAME", dimension_numbers=numbers)
+    return out[..., :2].mean((1, 2))
+
+
 def step_of(model: Any) -> Any:
     def loss_fn(params: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
         out = model(params, batch[0])
@@ -66,7 +74,7 @@ def setup(mesh: Any, k: int) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("rewrites", ["auto", "off"])
-@pytest.mark.parametrize("model", [dense, pooled, convolved])
+@pytest.mark.parametrize("model", [dense, pooled, convolved, smaller_than_its_kernels])
 @pytest.mark.parametrize(("k", "steps"), [(1, 1), (3, 3), (3, 2)])
 def test_a_fused_step_is_the_jitted_step(
     k: int, steps: int, model: Any, rewrites: Any, mesh: Any

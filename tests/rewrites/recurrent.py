@@ -32,7 +32,7 @@ def gru(p: Any, carry: Any, x: Any) -> Any:
 
 
 def layer(
-    cell: Callable[..., Any], reverse: bool = False, masked: bool = False, unroll: int = 1
+    cell: Callable[..., Any], reverse: bool = False, masked: bool = False
 ) -> Callable[..., Any]:
     """Returns a function of weights and inputs: the loss, outputs, last state and gradients."""
 
@@ -47,7 +47,7 @@ def layer(
             return new, new[0]
 
         start = 2 * (jnp.zeros((xs.shape[1], UNITS), xs.dtype),)
-        last, hs = lax.scan(body, start, (xs, mask), reverse=reverse, unroll=unroll)
+        last, hs = lax.scan(body, start, (xs, mask), reverse=reverse)
         return jnp.sum(last[0] ** 2) + jnp.mean(hs), (hs, last)
 
     return jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
@@ -61,11 +61,11 @@ def flat(fn: Callable[..., Any]) -> Callable[..., Any]:
     return lambda xs, *p: fn(dict(zip(SIZES, p, strict=True)), xs)
 
 
-def numbers(steps: int = 4, rows: int = 4) -> list[jax.Array]:
+def numbers() -> list[jax.Array]:
     """Returns inputs `[T, B, 3]` and the weights."""
     rng = np.random.default_rng(0)
     weights = [cases.normal(rng, size) / 2 for size in SIZES.values()]
-    return [cases.normal(rng, (steps, rows, 3)), *weights]
+    return [cases.normal(rng, (4, 4, 3)), *weights]
 
 
 MODELS = {

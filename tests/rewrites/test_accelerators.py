@@ -98,6 +98,24 @@ def test_labels_outside_of_the_classes_are_treated_as_before(mode: Any) -> None:
     np.testing.assert_array_equal(gradient, pick(scores, labels)[1][0])
 
 
+@pytest.mark.parametrize(("shape", "dtype"), [((8, 300), "uint8"), ((300,), "int32")])
+def test_labels_too_narrow_for_the_classes_and_single_rows_are_kept(
+    shape: tuple[int, ...], dtype: str
+) -> None:
+    rng = np.random.default_rng(0)
+    rows = tuple(range(len(shape) - 1))
+    numbers = lax.GatherDimensionNumbers((), (len(rows),), (len(rows),), rows, rows)
+    ones = (1,) * len(shape)
+
+    def pick(x: jax.Array, labels: jax.Array) -> jax.Array:
+        return lax.gather(x, labels, numbers, ones, mode="promise_in_bounds")
+
+    x, labels = cases.normal(rng, shape), rng.integers(200, size=(*shape[:-1], 1)).astype(dtype)
+    closed = rewritten_for_tpu(pick, x, labels)
+    assert "gather" in primitives_of(closed)
+    np.testing.assert_array_equal(jaxpr_as_fun(closed)(x, labels)[0], pick(x, labels))
+
+
 def test_other_gathers_and_scatters_are_kept() -> None:
     def lookup(table: jax.Array, rows: jax.Array) -> jax.Array:
         return jnp.sum(table[rows] ** 2)
@@ -226,6 +244,32 @@ def test_relu_and_bias_in_front_of_pooling_are_decided_for_each_window(
     assert x.shape not in sums or x.shape == small
 
 
+@pytest.mark.parametrize(
+    ("window", "strides", "padding"),
+    [
+        ((1, 2, 2, 1), (1, 2, 2, 1), ((0, 0), (2, 0), (2, 0), (0, 0))),
+        ((1, 2, 2, 1), (1, 2, 2, 2), ((0, 0), (0, 0), (0, 0), (0, 0))),
+    ],
+    ids=["windows of padding", "features that are left out"],
+)
+def test_the_gradient_of_a_bias_sums_only_numbers_that_reach_it(
+    window: Any, strides: Any, padding: Any
+) -> None:
+    def pool(x: jax.Array, bias: jax.Array) -> jax.Array:
+        return lax.reduce_window(x + bias, -jnp.inf, lax.max, window, strides, padding)
+
+    rng = np.random.default_rng(0)
+    x, bias = cases.normal(rng, (2, 8, 8, 3)), cases.normal(rng, (3,))
+    source = cases.normal(rng, jax.eval_shape(pool, x, bias).shape)
+
+    def gradient(bias: jax.Array, x: jax.Array, source: jax.Array) -> Any:
+        return jax.vjp(lambda bias: pool(x, bias), bias)[1](source)
+
+    closed = rewritten_for_tpu(gradient, bias, x, source)
+    sums = [e.invars[0].aval.shape for e in closed.eqns if e.primitive.name == "reduce_sum"]
+    assert x.shape in sums
+
+
 def test_pooling_that_is_computed_after_its_gradient_is_no_input_of_it() -> None:
     windows = {"window_dimensions": (1, 2, 2, 1), "window_strides": (1, 2, 2, 1)}
 
@@ -306,6 +350,17 @@ def test_the_mask_of_relu_is_that_of_its_input(value: float) -> None:
     np.testing.assert_array_equal(
         jax.jit(jaxpr_as_fun(rewritten))(x, w)[0], jax.jit(gradient)(x, w)
     )
+
+
+@pytest.mark.parametrize(("dtype", "is_kept"), [("float16", True), ("bfloat16", False)])
+def test_small_numbers_of_float16_keep_their_gradient(dtype: str, is_kept: bool) -> None:
+    def gradient(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jax.grad(lambda x: jnp.sum(jax.nn.relu(x) @ w).astype(jnp.float32))(x)
+
+    x, w = jnp.full((2, 3, 4), 3e-5, dtype), jnp.ones((2, 4, 5), dtype)
+    rewritten = rewritten_for_tpu(gradient, x, w)
+    assert ("gt" in primitives_of(rewritten)) == is_kept
+    np.testing.assert_array_equal(jaxpr_as_fun(rewritten)(x, w)[0], gradient(x, w))
 
 
 def test_comparisons_with_zero_that_are_no_masks_of_members_are_kept() -> None:

@@ -69,6 +69,15 @@ def test_a_constant_and_an_input_may_be_outputs(reverse: bool) -> None:
     cases.check_accuracy(fn, (cases.normal(rng, 3), cases.normal(rng, (5, 3))), batched_over_time)
 
 
+def test_an_array_from_outside_of_the_loop_may_be_an_output() -> None:
+    def fn(c: Any, xs: Any, w: Any) -> Any:
+        return lax.scan(lambda c, x: (gate(c, x)[0], (*gate(c, x)[1], w)), c, xs)
+
+    rng = np.random.default_rng(0)
+    args = cases.normal(rng, 3), cases.normal(rng, (5, 3)), cases.normal(rng, 3)
+    cases.check_accuracy(fn, args, batched_over_time)
+
+
 def noisy(c: Any, x: Any) -> Any:
     new = jnp.tanh(c + x)
     return new, (new + jax.random.normal(jax.random.key(0), (3,)), jnp.exp(new))

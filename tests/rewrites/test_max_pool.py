@@ -16,9 +16,9 @@ from functrain.inspect import explain_rewrites
 from functrain.rewrites import optimize
 from functrain.rewrites._equations import walk_equations
 from functrain.rewrites._pass import rewrite_jaxpr
+from functrain.rewrites._windows import MAX_POOL_TAPS
 from functrain.rewrites.max_pool import max_pool, max_pool_apart
 from functrain.rewrites.max_pool_gradient import (
-    MAX_TAPS,
     max_pool_gradient,
     max_pool_gradient_apart,
 )
@@ -144,7 +144,7 @@ def test_exact_leaves_them_for_what_the_compiler_fuses_with_them() -> None:
 
 
 def test_large_windows_and_integers_are_left_alone() -> None:
-    side = int(MAX_TAPS**0.5) + 1
+    side = int(MAX_POOL_TAPS**0.5) + 1
     fn = both(pooling((1, side, side, 1), (1, side, side, 1), "VALID"))
     x, g = jnp.ones((1, side, side, 2)), jnp.ones((1, 1, 1, 2))
     for rule in (max_pool, max_pool_apart, max_pool_gradient):

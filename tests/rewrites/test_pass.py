@@ -427,6 +427,50 @@ def test_calls_are_inlined_with_their_place_in_the_model_and_the_source() -> Non
     np.testing.assert_array_equal(jax.extend.core.jaxpr_as_fun(after)(x)[0], fn(x))
 
 
+def test_a_call_that_places_its_output_is_kept() -> None:
+    mesh = Mesh(jax.devices()[:2], ("data",))
+    sharding = jax.sharding.NamedSharding(mesh, P("data"))
+    placed = jax.jit(jnp.sin, out_shardings=sharding)
+    after = inline_calls(jax.make_jaxpr(lambda x: jax.jit(jnp.cos)(placed(x)))(X))
+    assert [eqn.primitive.name for eqn in after.jaxpr.eqns] == ["jit", "cos"]
+    assert after.jaxpr.eqns[0].params["out_shardings"] == (sharding,)
+
+
+def attention(x: jax.Array) -> jax.Array:
+    weights = jax.nn.softmax(jnp.einsum("nth,nsh->nts", x, x))
+    return jnp.einsum("nts,nsh->nth", weights, x) + jnp.arange(16.0)
+
+
+def recurrence(x: jax.Array) -> jax.Array:
+    def cell(carry: jax.Array, row: jax.Array) -> tuple[jax.Array, jax.Array]:
+        new = jnp.tanh(carry @ jnp.ones((16, 16)) + row)
+        return new, new * row
+
+    return lax.scan(cell, x[:, 0], jnp.swapaxes(x, 0, 1))[1]
+
+
+def layers(x: jax.Array) -> jax.Array:
+    image = lax.reduce_window(x[..., None], -jnp.inf, lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "SAME")
+    numbers = ("NHWC", "HWIO", "NHWC")
+    kernel = jnp.ones((3, 3, 1, 2))
+    out = lax.conv_general_dilated(image, kernel, (1, 1), "SAME", dimension_numbers=numbers)
+    return jax.nn.relu(out).mean((1, 2)) @ jnp.ones((2, 64))
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
+@pytest.mark.parametrize("model", [attention, recurrence, layers])
+def test_no_rewrite_fails_if_a_size_is_a_symbol(model: Any, platform: str) -> None:
+    (batch,) = jax.export.symbolic_shape("batch")
+    x = jax.ShapeDtypeStruct((batch, 12, 16), jnp.float32)
+
+    def fn(x: jax.Array) -> Any:
+        out, pull = jax.vjp(model, x)
+        return jnp.argmax(out, axis=-1), pull(out)
+
+    _, failures = _optimize.rewrite_or_keep(jax.make_jaxpr(fn)(x), "auto", platform)
+    assert failures == []
+
+
 def test_a_program_without_slow_operations_is_not_warned_about_or_changed() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
