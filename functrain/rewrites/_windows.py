@@ -29,6 +29,19 @@ def output_sizes(
     ]
 
 
+def conv_positions(
+    image: Sequence[int], window: Sequence[int], params: dict[str, Any]
+) -> list[int]:
+    """Returns the number of positions of a convolution's window along each spatial axis."""
+    sizes = [
+        dilated_size(size, dilation) + sum(ends)
+        for size, dilation, ends in zip(
+            image, params["lhs_dilation"], params["padding"], strict=True
+        )
+    ]
+    return output_sizes(sizes, window, params["window_strides"], params["rhs_dilation"])
+
+
 def strided_window(
     x: jax.Array,
     index: Sequence[int],

@@ -62,7 +62,7 @@ from functrain.rewrites._conv import (
 )
 from functrain.rewrites._equations import avals, is_sharded
 from functrain.rewrites._rewrite import Rewrite
-from functrain.rewrites._windows import output_sizes, pad_spatial, strided_window
+from functrain.rewrites._windows import conv_positions, output_sizes, pad_spatial, strided_window
 
 # Each tap is a slice in the program.
 MAX_TAPS = 64
@@ -135,7 +135,8 @@ def _replace(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
     numbers, dtype = params["dimension_numbers"], params["preferred_element_type"] or lhs.dtype
     image, kernel = to_canonical(lhs, rhs, numbers)
     *window, channels, features = kernel.shape
-    pixels, positions = image.shape[1:-1], _positions(image, window, params)
+    pixels = image.shape[1:-1]
+    positions = tuple(conv_positions(pixels, window, params))
     sizes = Sizes(len(image), pixels, channels, tuple(window), features, positions)
     # Benchmarks also replace convolutions to which the rewrite does not apply, by patches.
     method = _method(sizes, params, lhs.dtype) or _product_of_patches
@@ -161,7 +162,7 @@ def _product_of_patches(product: Any, x: jax.Array, kernel: jax.Array, params: A
         out: jax.Array = product(rows, weights, (((1,), (0,)), ((), ())))
         return out.reshape(*patches.shape[:-1], -1)
 
-    positions = math.prod(_positions(x, kernel.shape[:-2], params))
+    positions = math.prod(conv_positions(x.shape[1:-1], kernel.shape[:-2], params))
     max_images = max(1, MAX_BYTES // (positions * len(weights) * x.dtype.itemsize))
     # A loop over the images of a sharded batch would move them between devices.
     if len(x) <= max_images or is_sharded(jax.typeof(x)):
@@ -180,12 +181,6 @@ def _sum_of_shifts(product: Any, x: jax.Array, kernel: jax.Array, params: Any) -
     for tap, view in enumerate(_tap_views(products, kernel.shape[:-2], params)):
         terms.append(lax.slice_in_dim(view, tap * features, (tap + 1) * features, axis=-1))
     return functools.reduce(operator.add, terms)
-
-
-def _positions(x: jax.Array, window: Sequence[int], params: dict[str, Any]) -> tuple[int, ...]:
-    """Returns the number of positions of a window along each axis of an image."""
-    view = jax.eval_shape(lambda x: _tap_views(x, window, params)[0], x)
-    return tuple(view.shape[1:-1])
 
 
 def _tap_views(x: jax.Array, window: Sequence[int], params: dict[str, Any]) -> list[jax.Array]:

@@ -42,7 +42,7 @@ from functrain.rewrites._conv import (
     to_canonical,
 )
 from functrain.rewrites._rewrite import Rewrite
-from functrain.rewrites._windows import at_least_float32, dilated_size, output_sizes, zeros_for_sum
+from functrain.rewrites._windows import at_least_float32, conv_positions, zeros_for_sum
 from functrain.rewrites.depthwise_conv import MAX_CHANNELS
 
 # Terms are written out; with more of them that miss some pixels, the sum over taps is faster.
@@ -121,20 +121,15 @@ class _Axis(NamedTuple):
 
     image: int
     window: int
+    positions: int
     padding: tuple[int, int]
     stride: int
     dilation: int
 
-    @property
-    def positions(self) -> int:
-        """Returns the number of positions of the window."""
-        size = dilated_size(self.image, self.dilation) + sum(self.padding)
-        return output_sizes([size], [self.window], [self.stride], [1])[0]
-
 
 def _make_axes(image: Sequence[int], window: Sequence[int], params: dict[str, Any]) -> list[_Axis]:
     options = (params["padding"], params["window_strides"], params["lhs_dilation"])
-    return list(map(_Axis, image, window, *options))
+    return list(map(_Axis, image, window, conv_positions(image, window, params), *options))
 
 
 def _first_tap(pixel: int, axis: _Axis) -> int:

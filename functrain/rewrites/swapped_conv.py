@@ -33,7 +33,7 @@ from jax.extend.core import primitives
 
 from functrain.rewrites._conv import conv, from_canonical, to_canonical, ungrouped_sizes
 from functrain.rewrites._rewrite import Rewrite
-from functrain.rewrites._windows import dilated_size, output_sizes
+from functrain.rewrites._windows import conv_positions, dilated_size
 
 
 def _applies(eqn: core.JaxprEqn) -> bool:
@@ -55,13 +55,14 @@ def _replace(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
     numbers = params["dimension_numbers"]
     lhs, rhs = to_canonical(lhs, rhs, numbers)
     names = ("padding", "window_strides", "lhs_dilation", "rhs_dilation")
+    spatial, window = lhs.shape[1:-1], rhs.shape[:-2]
+    sizes = (spatial, window, conv_positions(spatial, window, params))
     padding = []
-    for pixels, taps, (low, high), stride, lhs_dilation, rhs_dilation in zip(
-        lhs.shape[1:-1], rhs.shape[:-2], *map(params.__getitem__, names), strict=True
+    for pixels, taps, positions, (low, _), stride, lhs_dilation, rhs_dilation in zip(
+        *sizes, *map(params.__getitem__, names), strict=True
     ):
         image = dilated_size(pixels, lhs_dilation)
         kernel = dilated_size(taps, rhs_dilation)
-        (positions,) = output_sizes([low + image + high], [taps], [stride], [rhs_dilation])
         last_position = (positions - 1) * stride
         swapped_low = last_position - low
         padding.append((swapped_low, last_position + image - kernel - swapped_low))

@@ -22,7 +22,7 @@ from jax.extend.core import primitives
 
 from functrain.rewrites._conv import conv_sizes
 from functrain.rewrites._rewrite import Rewrite
-from functrain.rewrites._windows import dilated_size, output_sizes
+from functrain.rewrites._windows import conv_positions, dilated_size
 
 
 class _Axis(NamedTuple):
@@ -85,9 +85,7 @@ def _replace(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
     image = list(map(lhs.shape.__getitem__, numbers.lhs_spec[2:]))
     window = list(map(rhs.shape.__getitem__, numbers.rhs_spec[2:]))
     dilated_image = list(map(dilated_size, image, params["lhs_dilation"]))
-    padded_image = list(map(sum, params["padding"]))
-    padded_image = [pad + size for pad, size in zip(padded_image, dilated_image, strict=True)]
-    positions = output_sizes(padded_image, window, strides, params["rhs_dilation"])
+    positions = conv_positions(image, window, params)
     axes = _trim_axes(image, window, positions, params)
     padding = []
     for i, (taps, trimmed_positions) in enumerate(axes):
