@@ -101,6 +101,8 @@ class Recorder:
                     f"event.values[{name!r}]: expected a number, got {_tree.spec(value)}. A "
                     "history holds no arrays and no text: keep them in the hook."
                 )
+            # A number, not an array of the state: the next program consumes those.
+            event.values[name] = to_floats(value)
         if isinstance(event, EpochEnd):
             now = time.perf_counter()
             values = {**event.values, "seconds": now - self._epoch_start_time}

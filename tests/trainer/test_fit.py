@@ -90,6 +90,17 @@ def test_logs_that_a_hook_of_ones_own_may_read_are_no_warning() -> None:
     assert means
 
 
+def test_an_array_of_the_state_that_a_hook_puts_into_the_values_is_kept_as_a_number() -> None:
+    @ft.every(steps=4)
+    def count(event):
+        event.values["count"] = event.state.step
+
+    _, history = ft.fit(*setup(), ft.ArrayLoader((X, Y), 10), hooks=[count], verbose=0)
+    steps, counts = history.within_epochs["count"]
+    assert steps.tolist() == counts.tolist() == [4, 8]
+    assert counts.dtype == np.float64
+
+
 @pytest.mark.parametrize("jit", [True, False])
 def test_a_text_in_logs_is_refused_and_named(jit) -> None:
     def step(state, batch):
