@@ -1,5 +1,6 @@
 """Converts what users pass as data to `Batches`."""
 
+import copy
 import inspect
 from collections.abc import Iterable
 from typing import Any
@@ -9,7 +10,7 @@ import numpy as np
 
 from functrain.common._checks import require
 from functrain.data._arrays import require_no_number_lists
-from functrain.data._batches import Batches
+from functrain.data._batches import Batches, Steps
 from functrain.data._iterator import IteratorBatches
 from functrain.data._loader import LoaderBatches, SeekableLoader
 from functrain.data._local import Local, LocalBatches
@@ -20,13 +21,17 @@ def as_batches(data: Any, name: str = "data") -> Batches:
 
     Args:
       data: A loader that can seek, such as `ArrayLoader`; an iterable of batches; either of these
-        in `functrain.distributed.local`; or `Batches`, which are returned unchanged.
+        in `functrain.distributed.local`; `Steps`, which are copied; or other `Batches`, which are
+        returned unchanged.
       name: The argument that the data were passed as, for errors.
 
     Raises:
       TypeError: `data` is something else.
       ValueError: `data` is an empty list.
     """
+    if isinstance(data, Steps):
+        # A copy, since data and eval_data may be one object, and each has its own position.
+        return copy.copy(data)
     if isinstance(data, Batches):
         return data
     if isinstance(data, Local):

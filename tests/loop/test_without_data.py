@@ -67,6 +67,13 @@ def test_metrics_and_evaluations_need_no_data() -> None:
     assert np.isfinite(history.epochs["largest"]).all()
 
 
+def test_one_object_can_be_the_data_and_the_evaluation_data() -> None:
+    data = ft.Steps(5)
+    evaluate = ft.hooks.Evaluate(ft.eval_step(loss_fn), data, every=1)
+    _, history = ft.fit(create(), STEP, data, epochs=2, hooks=[evaluate], verbose=0)
+    np.testing.assert_array_equal(history.steps["loss"], by_hand(10)[1])
+
+
 @pytest.mark.parametrize("data", ["shared", "per_member"])
 def test_members_of_a_population_train_without_data(data) -> None:
     population = ft.population.create(create, jax.random.key(0), members=3)
