@@ -186,7 +186,9 @@ class Saving:
         is_due = self.trigger.due(event.step, epochs, time.perf_counter() - self._last_save_time)
         if epochs is not None:
             self._check_monitor(event)
-            is_due = is_due or self._checkpointer._is_improved(event.values)
+            # The best epoch is saved whatever the budget.
+            if self._checkpointer._is_improved(event.values):
+                return True
         return is_due and self._checkpointer._is_within_budget()
 
     def save(
