@@ -14,7 +14,7 @@ from bridge.optim._constraints import applies_constraints
 from bridge.optim._optimizers import inner_optimizer, origin
 from bridge.state import _transfer
 from functrain import TrainState
-from functrain.internal import PyTree
+from functrain.internal import PyTree, require_one_of
 from functrain.internal import tree as _tree
 
 
@@ -47,8 +47,8 @@ def create_state(
 
     Raises:
       TypeError: `model` is not a Keras layer, or `rng` is not a single typed key.
-      ValueError: `model` is not built; or its optimizer's slots are required, and the state of
-        `tx` cannot hold them.
+      ValueError: `model` is not built; `optimizer` is none of these words; or its optimizer's slots
+        are required, and the state of `tx` cannot hold them.
 
     Examples:
       >>> import keras, optax
@@ -57,6 +57,7 @@ def create_state(
       >>> state.params["out"]["kernel"].shape
       (3, 2)
     """
+    require_one_of("optimizer", optimizer, ("auto", "require", "new"))
     require_built(model)
     warn_of_frozen(model)
     layout = _variables.layout(model)

@@ -10,7 +10,7 @@ from bridge.model import _variables
 from bridge.model._from_keras import require_built
 from bridge.state import _transfer
 from bridge.state._keras_state import KerasState, write_keras_state
-from functrain.internal import PyTree, is_frozen, is_lora
+from functrain.internal import PyTree, is_frozen, is_lora, require_one_of
 
 
 class HasVariables(Protocol):
@@ -55,9 +55,9 @@ def to_keras(
     Raises:
       TypeError: `state` has no `params` or `model_state`, or is being traced; or `model` is not a
         Keras layer.
-      ValueError: `model` is not built; the state is not one of this architecture (the message
-        names the leaves); the state is that of a frozen model, or has adapters; or the optimizer
-        is required, and `opt_state` does not fit it.
+      ValueError: `model` is not built; `optimizer` is none of these words; the state is not one of
+        this architecture (the message names the leaves); the state is that of a frozen model, or
+        has adapters; or the optimizer is required, and `opt_state` does not fit it.
 
     Examples:
       >>> import bridge, jax, keras, numpy as np, optax
@@ -73,6 +73,7 @@ def to_keras(
             f"{type(state).__name__} and {type(model).__name__}. The order is "
             "bridge.to_keras(state, model)."
         )
+    require_one_of("optimizer", optimizer, ("auto", "require", "leave"))
     require_built(model)
     if isinstance(state, KerasState):
         return write_keras_state(state, model)
@@ -107,7 +108,7 @@ def to_keras(
     _variables.require_values(trees)
     if optimizer != "leave":
         try:
-            pairs += _transfer.to_optimizer(opt_state, model, getattr(state, "step", 0))
+            pairs += _transfer.to_optimizer(opt_state, model, getattr(state, "step", None))
         except _transfer.OptimizerMismatchError as error:
             if optimizer == "require":
                 raise ValueError(

@@ -55,7 +55,8 @@ def _value_for_leaf(variable: Any, leaf: Any) -> Any:
 def to_optimizer(opt_state: PyTree, model: Any, step: Any) -> Pairs:
     """Returns new values for the variables of the model's optimizer, and builds it if necessary.
 
-    Slots of params that were frozen or masked out of the state keep their values.
+    Slots of params that were frozen or masked out of the state keep their values, and so does the
+    count of steps if `step` is None and the state has no count.
 
     Raises:
       OptimizerMismatchError: The state has no value for some variables of the optimizer.
@@ -67,7 +68,9 @@ def to_optimizer(opt_state: PyTree, model: Any, step: Any) -> Pairs:
             optimizer.build(model.trainable_variables)
     variables = _counterparts(opt_state, model, optimizer, may_lack_params=True)
     # The step comes first: if the state counts updates too, its own count overwrites the step.
-    pairs: Pairs = [(_iterations(optimizer), jnp.asarray(step, jnp.int32))]
+    pairs: Pairs = []
+    if step is not None:
+        pairs.append((_iterations(optimizer), jnp.asarray(step, jnp.int32)))
     for variable, leaf in zip(variables, jax.tree.leaves(opt_state), strict=True):
         if variable is not None:
             pairs.append((variable, to_plain_array(leaf)))
@@ -129,9 +132,12 @@ def _counterparts(
         ) from error
     missing = variable_by_role.keys() - {*roles, *_OPTIONAL}
     surplus = set(roles) - {None, *_OPTIONAL} - variable_by_role.keys()
-    # A frozen param lacks all its slots. A param that lacks only some has another optimizer.
+    # A frozen param lacks all its slots. A param that lacks only some has another optimizer, and
+    # so has a state in which all params lack them.
     owners_in_state = {None, *(role.owner for role in roles if role)}
-    is_frozen = may_lack_params and owners_in_state.isdisjoint(role.owner for role in missing)
+    has_slots = len(owners_in_state) > 1
+    lacks_whole_params = owners_in_state.isdisjoint(role.owner for role in missing)
+    is_frozen = may_lack_params and has_slots and lacks_whole_params
     if surplus or (missing and not is_frozen):
         raise _no_common_state(optimizer, opt_state)
     variables = [variable_by_role.get(role) if role else None for role in roles]

@@ -5,6 +5,7 @@ import bridge  # isort: skip  # before keras: it chooses the backend
 import subprocess
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -342,6 +343,30 @@ class TestErrors:
         np.testing.assert_array_equal(
             np.concatenate([np.ravel(v.value) for v in slots]), before[74:]
         )
+
+    @pytest.mark.parametrize("native", [False, True])
+    def test_a_state_without_any_slots_does_not_fit_an_optimizer_that_has_some(self, native):
+        model = fit(make_model(K.Adam(1e-3)))
+        state = bridge.create_state(model, bridge.optimizer(K.SGD(0.1), native=native))
+        before = values(model)
+        with pytest.raises(ValueError, match="Adam and this state of optax have in common"):
+            bridge.to_keras(state, model, optimizer="require")
+        np.testing.assert_array_equal(values(bridge.to_keras(state, model)), before)
+
+    def test_an_object_without_a_step_leaves_the_count_of_steps(self):
+        model = fit(make_model(bridge.OptaxOptimizer(optax.sgd(0.1))))
+        state = bridge.create_state(model, model.optimizer.tx)
+        variables = SimpleNamespace(params=state.params, model_state=state.model_state)
+        bridge.to_keras(variables, model)
+        assert int(model.optimizer.iterations) == 8
+
+    def test_another_word_for_what_becomes_of_the_optimizer(self):
+        model = fit(make_model(K.Adam(1e-2)))
+        with pytest.raises(ValueError, match="'require' or 'new', got 'leave'"):
+            bridge.create_state(model, optax.adam(1e-3), optimizer="leave")
+        state = bridge.create_state(model, optax.adam(1e-3))
+        with pytest.raises(ValueError, match="'require' or 'leave', got 'required'"):
+            bridge.to_keras(state, model, optimizer="required")
 
     def test_a_state_whose_slots_were_donated_leaves_the_model_as_it_is(self):
         model = fit(make_model(K.Adam(1e-2)))
