@@ -134,6 +134,13 @@ def _chunk_boxes(shape: tuple[int, ...], itemsize: int) -> Iterator[Box]:
             yield *outer, side, *_leaves.full_box(shape[axis + 1 :])
 
 
+def is_complete(record: Mapping[str, Any]) -> bool:
+    """Returns True if the parts of a leaf in a manifest have as many elements as the leaf."""
+    _, shape = _manifest.parse_spec(record.get("stored", record["spec"]))
+    boxes = [_text_to_box(text) for _, _, text, _ in record["shards"]]
+    return sum(map(_box_size, boxes)) == math.prod(shape)
+
+
 # Reading arrays.
 
 

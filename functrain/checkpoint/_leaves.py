@@ -26,11 +26,13 @@ class Leaf(NamedTuple):
       spec: Its dtype and shape as messages show them, such as ``float32[8, 3]``.
       stored_spec: Dtype and shape of the array in the file: of a PRNG key, those of its key data.
       shards: The parts that this process writes, each with its box in the whole array.
+      is_copy: True if the first process writes the same array, unless it has no part of it.
     """
 
     spec: str
     stored_spec: str
     shards: list[tuple[Box, np.ndarray]]
+    is_copy: bool
 
 
 def named_leaves(trees: dict[str, PyTree]) -> dict[str, Any]:
@@ -69,9 +71,9 @@ def _index_to_box(index: tuple[slice, ...], shape: tuple[int, ...]) -> Box:
 def fetch_leaves(leaves: Mapping[str, Any], *, copy: bool = False) -> dict[str, Leaf]:
     """Fetches leaves to the host. Waits for the programs that compute them, but not for the disk.
 
-    Of an array that is spread over processes, each process fetches its parts. An array that only
-    this process has is assumed to be the same in all of them, and the first one writes it. `copy`
-    copies arrays that are in host memory already, in case the next programs donate them.
+    Of an array that is spread over processes, each process fetches its parts. An array that is
+    whole in this process is assumed to be the same in all processes that have it. `copy` copies
+    arrays that are in host memory already, in case the next programs donate them.
     """
     arrays: dict[str, Any] = {}
     local_arrays: dict[str, jax.Array] = {}
@@ -91,15 +93,18 @@ def fetch_leaves(leaves: Mapping[str, Any], *, copy: bool = False) -> dict[str, 
 
     result = {}
     for name, array in arrays.items():
-        shards = []
+        shards, is_copy = [], False
         if isinstance(array, jax.Array) and name not in fetched:
             for shard in array.addressable_shards:
                 if shard.replica_id == 0:  # one of the processes that have this part writes it
                     box = _index_to_box(shard.index, array.shape)
                     shards.append((box, to_numpy(shard.data, shard.data)))
-        elif is_first():
+        # A committed array may be on a mesh of this process alone, so that no other one has it.
+        elif is_first() or getattr(array, "committed", False):
             shards.append((full_box(array.shape), to_numpy(fetched.get(name, array), array)))
-        result[name] = Leaf(_tree.strong_spec(leaves[name]), _tree.strong_spec(array), shards)
+            is_copy = not is_first()
+        specs = _tree.strong_spec(leaves[name]), _tree.strong_spec(array)
+        result[name] = Leaf(*specs, shards, is_copy)
     return result
 
 
@@ -186,11 +191,17 @@ def restore_leaf(path: str, like: Any, read: Reader) -> Any:
     if sharding is None or sharding.is_fully_addressable:
         array = jax.device_put(read(), sharding)  # jnp.array would copy twice
     else:  # each process reads its parts only, and never holds the whole array
-        parts = []
+        parts, pieces = [], dict[str, np.ndarray]()  # several devices may have the same piece
         indices = sharding.addressable_devices_indices_map(plain.shape)
         for device, index in indices.items():
-            parts.append(jax.device_put(read(_index_to_box(index, plain.shape)), device))
-        array = jax.make_array_from_single_device_arrays(plain.shape, sharding, parts)
+            box = _index_to_box(index, plain.shape)
+            if str(box) not in pieces:
+                pieces[str(box)] = read(box)
+            parts.append(jax.device_put(pieces[str(box)], device))
+        # The dtype is stated for a process that has none of the parts.
+        array = jax.make_array_from_single_device_arrays(
+            plain.shape, sharding, parts, dtype=plain.dtype
+        )
     # Otherwise the buffers of all leaves would stay in memory until the transfers end.
     jax.block_until_ready(array)
     if not _tree.is_key(like):

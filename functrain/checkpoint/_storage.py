@@ -20,7 +20,7 @@ import jax
 import numpy as np
 
 from functrain.checkpoint import _leaves, _manifest, _processes
-from functrain.checkpoint._arrays import read_leaves, write_arrays
+from functrain.checkpoint._arrays import is_complete, read_leaves, write_arrays
 from functrain.checkpoint._leaves import Leaf
 from functrain.checkpoint._local import arrays_name
 from functrain.checkpoint._manifest import STATE
@@ -96,8 +96,9 @@ def write_checkpoint(
             "a state of the same leaves in all processes",
             "Nothing was saved. Create the state in the same way in every process.",
         )
+        own = {name: leaf for name, leaf in leaves.items() if not leaf.is_copy or name in lacking}
         with files.create(target, arrays_name(jax.process_index(), save_id)) as file:
-            return write_arrays(file, leaves, group.require_no_failure)
+            return write_arrays(file, own, group.require_no_failure)
 
     def finish() -> None:
         records: dict[str, Any] = {}
@@ -107,6 +108,12 @@ def write_checkpoint(
                 records[name]["stored"] = leaf.stored_spec
             for process, (_, shards) in enumerate(outcomes):
                 records[name]["shards"] += [[process, *shard] for shard in shards.get(name, [])]
+        require_no_problems(
+            target,
+            [_leaves.leaf_path(name) for name, x in records.items() if not is_complete(x)],
+            "parts of the processes that make up each array once",
+            "Nothing was saved. Place these arrays in the same way in every process.",
+        )
         identified = {"save_id": save_id} if save_id else {}
         file_records = [record for record, _ in outcomes]
         manifest = {**entries, **identified, "files": file_records}
@@ -115,8 +122,9 @@ def write_checkpoint(
         files.commit(target, _manifest.format_manifest(manifest, records), names)
 
     try:
-        begin = group.call_on_first(lambda: [target, specs, files.begin(target)])
-        first_target, first_specs, save_id = begin
+        lacking = [name for name, leaf in leaves.items() if not leaf.shards]
+        begin = group.call_on_first(lambda: [target, specs, lacking, files.begin(target)])
+        first_target, first_specs, lacking, save_id = begin
         outcomes = group.gather(write_parts, only_first=True)
         group.call_on_first(finish)
     except BaseException as error:

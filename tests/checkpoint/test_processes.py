@@ -257,3 +257,54 @@ def test_what_one_process_can_do_with_checkpoints_several_can(tmp_path: pathlib.
     same = [[line for i, line in enumerate(x) if i not in differing] for x in (first, second)]
     assert same[0] == same[1]
     assert sorted(os.listdir(tmp_path)) == ["one", "run", "run0", "small"]
+
+
+APART = """
+    import os, sys
+    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
+    import jax, jax.numpy as jnp, numpy as np, functrain as ft
+    from functrain.checkpoint import _arrays
+
+    folder = sys.argv[1]
+    ft.distributed.initialize()
+    devices = {"all": jax.devices(), "first": jax.devices()[:2], "second": jax.devices()[2:]}
+    meshes = {name: ft.sharding.mesh({"data": -1}, devices=x) for name, x in devices.items()}
+
+    def make(value):
+        state = {"own": jax.device_put(jnp.full(3, value), jax.local_devices()[0])}
+        for name, mesh in meshes.items():
+            for axis in ("data", None):
+                where = jax.NamedSharding(mesh, jax.P(axis))
+                program = jax.jit(lambda: jnp.full((8, 3), value), out_shardings=where)
+                state[f"{name} {axis}"] = program()
+        return state
+
+    reads = []
+    real = _arrays._StoredArrays.read
+    _arrays._StoredArrays.read = lambda *args: (reads.append(args[1]), real(*args))[1]
+    ft.save(f"{folder}/state", make(1))
+    found = ft.load(f"{folder}/state", make(0))
+    for name, x in found.items():
+        same = [bool((shard.data == 1).all()) for shard in x.addressable_shards]
+        print(name, len(same), all(same), reads.count(f"state/{name}"))
+    x = make(1)["all data"] if jax.process_index() else np.ones((8, 3), np.int32)
+    try:
+        ft.save(f"{folder}/other", {"x": x})
+    except (RuntimeError, ValueError) as error:
+        print("refused", "that make up each array once, got\\n  x\\n" in str(error))
+"""
+
+
+def test_what_is_on_devices_of_one_process_is_written_there_and_each_piece_is_read_once(
+    tmp_path: pathlib.Path,
+) -> None:
+    printed = ended(start(2, ["-c", textwrap.dedent(APART)], str(tmp_path)))
+    everywhere = ["own 1 True 1", "all data 2 True 2", "all None 2 True 1"]
+    here = ["{} data 2 True 1", "{} None 2 True 1"]
+    there = ["{} data 0 True 0", "{} None 0 True 0"]
+    for number, lines in enumerate(printed):
+        places = (here, there) if number == 0 else (there, here)
+        parts = zip(("first", "second"), places, strict=True)
+        lines_of_parts = [line.format(name) for name, place in parts for line in place]
+        assert {*lines} >= {*everywhere, *lines_of_parts, "refused True"}
+    assert os.listdir(tmp_path) == ["state"]
