@@ -1,5 +1,6 @@
 """The fused step: a compiled program of many steps over a chunk of batches."""
 
+import operator
 from typing import Any, Generic, NamedTuple
 
 import jax
@@ -114,8 +115,10 @@ class Fused(Generic[StateT]):
     def program(self) -> jax.stages.Wrapped:
         """The compiled program of K steps, for `lower` and `trace`.
 
-        ``program(state, chunk, i32[]) -> (state, logs)``. The lowered program has a third result,
-        a number that is ready when all of the program has run. It is made for the devices of its
+        ``program(state, chunk, i32[]) -> (state, logs)`` takes the given number of steps, 1 to K.
+        With a number below K, a tracer or a shape, the program can take any number of steps, in a
+        loop that is not unrolled. The lowered program has a third result, a number that is ready
+        when all of the program has run. It is made for the devices of its
         arguments, so that of shapes on a `functrain.target` is the one that a TPU or GPU would run.
         """
         return FusedProgram(self)
@@ -125,11 +128,10 @@ class Fused(Generic[StateT]):
     ) -> tuple[StateT, PyTree]:
         """Takes K steps, or the first `steps` of them; see `fuse`."""
         n = self.k if steps is None else steps
-        if not is_integer(n, 1) or n > self.k:
-            raise ValueError(f"steps: expected a whole number from 1 to {self.k}, got {n!r}")
+        is_full = self._is_full(n)
         _require_live(state)
         require_integers_fit(_Arguments(state, chunk), "fused")
-        loop = self._options(state, is_full=n == self.k)
+        loop = self._options(state, is_full)
         if jax.device_count() > 1:
             loop = loop._replace(pins=read_pins(state))
             if loop.donate:
@@ -145,8 +147,14 @@ class Fused(Generic[StateT]):
             raise
         return new_state, rows
 
-    def _options(self, state: PyTree, *, is_full: bool = True) -> LoopOptions:
-        """Returns the options of the program for a state's devices."""
+    def _is_full(self, steps: Any) -> bool:
+        """Returns True if a number of steps is K; raises ValueError if it is no valid number."""
+        if not is_integer(steps, 1) or steps > self.k:
+            raise ValueError(f"steps: expected a whole number from 1 to {self.k}, got {steps!r}")
+        return steps == self.k
+
+    def _options(self, state: PyTree, is_full: bool) -> LoopOptions:
+        """Returns the options of the program for a state's devices, and for all K steps or any."""
         platform = platform_of(state)
         mode = _rewrites.resolve_mode(self._rewrites, platform)
         # A loop of unknown length cannot be unrolled.
@@ -179,24 +187,28 @@ class FusedProgram:
     def __repr__(self) -> str:
         return _repr.call(self, step=self._fused.step)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, state: PyTree, chunk: PyTree, steps: Any) -> Any:
         """Runs the program."""
-        return self._program_for(args)(*args, **kwargs)[:2]
+        return self._program_for(state, steps)(state, chunk, steps)[:2]
 
-    def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
+    def lower(self, state: PyTree, chunk: PyTree, steps: Any) -> jax.stages.Lowered:
         """Lowers the program, as `jax.jit(...).lower` does."""
-        lowered: jax.stages.Lowered = self._program_for(args).lower(*args, **kwargs)
+        lowered: jax.stages.Lowered = self._program_for(state, steps).lower(state, chunk, steps)
         return lowered
 
-    def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
+    def trace(self, state: PyTree, chunk: PyTree, steps: Any) -> jax.stages.Traced:
         """Traces the program, as `jax.jit(...).trace` does."""
-        traced: jax.stages.Traced = self._program_for(args).trace(*args, **kwargs)
+        traced: jax.stages.Traced = self._program_for(state, steps).trace(state, chunk, steps)
         return traced
 
-    def _program_for(self, args: tuple[Any, ...]) -> Any:
-        """Returns the program for the devices and shardings of the state, the first argument."""
-        state, *_ = args
-        options = self._fused._options(state)
+    def _program_for(self, state: PyTree, steps: Any) -> Any:
+        """Returns the program for the devices and shardings of a state, and a number of steps."""
+        try:
+            is_full = self._fused._is_full(operator.index(steps))
+        except TypeError:
+            # A tracer or a shape may stand for any number.
+            is_full = False
+        options = self._fused._options(state, is_full)
         return self._fused._program(options._replace(pins=read_pins(state)))
 
 
