@@ -66,10 +66,12 @@ def _group_names(patterns: Mapping[str, Any]) -> dict[str, str]:
     # Names appear in the paths of logs, where the slashes of a pattern would add levels.
     names: dict[str, str] = {}
     for pattern in patterns:
-        name = "_".join(re.findall(r"\w+", pattern)) or "rest"
-        # "bias_2" also counts as similar to "bias", so that the number does not repeat that name.
-        similar = [x for x in names.values() if x == name or x.startswith(f"{name}_")]
-        names[pattern] = f"{name}_{len(similar) + 1}" if similar else name
+        name = words = "_".join(re.findall(r"\w+", pattern)) or "rest"
+        number = 1
+        while name in names.values():
+            number += 1
+            name = f"{words}_{number}"
+        names[pattern] = name
     return names
 
 

@@ -1,4 +1,5 @@
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -69,3 +70,12 @@ def test_rates_are_logged_by_group_as_they_are_applied() -> None:
     assert history.epochs["bias/learning_rate"][0] == pytest.approx(0.8)
     np.testing.assert_allclose(history.steps["head/learning_rate"], [0.5] * 3)
     np.testing.assert_allclose(state.params["head"]["bias"], 1 - 2.7, rtol=1e-6)
+
+
+@pytest.mark.parametrize("patterns", [["x_2/*", "x/*", "**"], ["x/*", "x_3/*", "*/x/*"]], ids=str)
+def test_each_group_has_its_optimizer_also_if_patterns_end_with_numbers(patterns) -> None:
+    rates = {pattern.replace("*", "a"): 1.0 + i for i, pattern in enumerate(patterns)}
+    tx = ft.tx.param_groups(dict(zip(patterns, map(optax.sgd, rates.values()), strict=True)))
+    params = dict.fromkeys(rates, jnp.ones(()))
+    updates, _ = tx.update(params, tx.init(params), params)
+    assert updates == {path: -rate for path, rate in rates.items()}
