@@ -1,5 +1,6 @@
 """Gradients of large batches in little memory, accumulated over micro-batches."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -12,7 +13,8 @@ from functrain.common._checks import require_integer, require_no_problems
 from functrain.common._types import PyTree
 from functrain.step._check import check_loss
 from functrain.step._loss import Aux, LossFn
-from functrain.step._update import compute_loss
+from functrain.step._update import compute_loss, scaled
+from functrain.tx._guards import unscale_gradients
 
 LossAndAux: TypeAlias = tuple[jax.Array, Aux]
 
@@ -28,6 +30,9 @@ def micro_batches(loss_fn: LossFn, size: int) -> LossFn:
 
     Operations over the batch see one micro-batch: batch statistics are carried from one
     micro-batch to the next, and random numbers are drawn from ``fold_in(rng, i)``.
+
+    `functrain.tx.loss_scale` scales the loss of each micro-batch, if `train_step` or `update` gets
+    this loss itself: a function around it hides that it is split.
 
     Args:
       loss_fn: The loss, a mean over examples. If its divisor is not their number, the loss returns
@@ -59,23 +64,53 @@ def micro_batches(loss_fn: LossFn, size: int) -> LossFn:
     """
     check_loss(loss_fn)
     require_integer("size", size)
+    return _BatchLoss(loss_fn, size)
 
-    def batch_loss(
-        params: PyTree, model_state: PyTree, /, *args: PyTree, rng: jax.Array | None, training: bool
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _BatchLoss:
+    """The loss of a large batch; see `micro_batches`.
+
+    Attributes:
+      loss_fn: The loss of a micro-batch.
+      size: Examples in a micro-batch.
+      scale: The factor of a micro-batch's loss while it is differentiated, or None. It changes
+        neither the loss nor the gradient, except that small float16 gradients do not underflow.
+    """
+
+    loss_fn: LossFn
+    size: int
+    scale: jax.Array | None = None
+
+    def with_scale(self, scale: jax.Array | None) -> LossFn:
+        """Returns this loss with another scale, for `update`."""
+        return dataclasses.replace(self, scale=scale)
+
+    def __call__(
+        self,
+        params: PyTree,
+        model_state: PyTree,
+        /,
+        *args: PyTree,
+        rng: jax.Array | None,
+        training: bool,
     ) -> LossAndAux:
+        """Returns the loss and the Aux of all examples."""
+
         def loss_of_part(params: PyTree, model_state: PyTree, rng: Any, args: PyTree) -> LossAndAux:
-            return compute_loss(loss_fn, params, model_state, *args, rng=rng, training=training)
+            return compute_loss(
+                self.loss_fn, params, model_state, *args, rng=rng, training=training
+            )
 
         # Without a scan, a small batch costs no more than with `loss_fn`.
-        if _example_count(args) <= size:
+        if _example_count(args) <= self.size:
             return loss_of_part(params, model_state, rng, args)
-        return _accumulate(loss_of_part, size)(params, model_state, rng, args)
-
-    return batch_loss
+        total_loss = _accumulate(loss_of_part, self.size)
+        return total_loss(params, model_state, rng, args, self.scale)
 
 
 def _accumulate(loss_of_part: Callable[..., LossAndAux], size: int) -> Callable[..., LossAndAux]:
-    """Returns ``(params, model_state, rng, args) -> (loss, Aux)`` over all micro-batches.
+    """Returns ``(params, model_state, rng, args, scale) -> (loss, Aux)`` over all micro-batches.
 
     Differentiating a scan would keep the activations of every micro-batch. This custom derivative
     computes the gradients inside the scan and adds them up there.
@@ -83,22 +118,32 @@ def _accumulate(loss_of_part: Callable[..., LossAndAux], size: int) -> Callable[
 
     @jax.custom_vjp
     def total_loss(*primals: PyTree) -> LossAndAux:
-        return _scan_parts(lambda *part: (loss_of_part(*part), ()), size, *primals)[0]
+        return _scan_parts(lambda *part: (loss_of_part(*part), ()), size, *primals[:-1])[0]
 
     def forward(*primals: PyTree) -> tuple[LossAndAux, PyTree]:
         if any(x.perturbed for x in jax.tree.leaves(primals[1:], is_leaf=_is_primal)):
             raise TypeError(_PARAMS_ONLY.format("model_state, the batch or rng"))
-        primals = jax.tree.map(lambda x: x.value, primals, is_leaf=_is_primal)
-        return _scan_parts(jax.value_and_grad(loss_of_part, has_aux=True), size, *primals)
+        *primals, scale = jax.tree.map(lambda x: x.value, primals, is_leaf=_is_primal)
+        scaled_value_and_grad = jax.value_and_grad(scaled(loss_of_part, scale), has_aux=True)
 
-    def backward(grads: PyTree, cotangents: tuple[Any, Any]) -> tuple[PyTree, None, None, None]:
+        def value_and_grad(*part: PyTree) -> tuple[LossAndAux, PyTree]:
+            (_, loss_and_aux), grads = scaled_value_and_grad(*part)
+            return loss_and_aux, grads
+
+        loss_and_aux, grads = _scan_parts(value_and_grad, size, *primals)
+        return loss_and_aux, (grads, scale)
+
+    def backward(residuals: PyTree, cotangents: tuple[Any, Any]) -> tuple[PyTree, ...]:
+        grads, scale = residuals
         loss_cotangent, aux_cotangents = cotangents
         if not all(isinstance(x, SymbolicZero) for x in jax.tree.leaves(aux_cotangents)):
             raise TypeError(_PARAMS_ONLY.format("Aux"))
         if isinstance(loss_cotangent, SymbolicZero):
-            return jax.tree.map(jnp.zeros_like, grads), None, None, None
-        params_grads = jax.tree.map(lambda g: (g * loss_cotangent).astype(g.dtype), grads)
-        return params_grads, None, None, None
+            return jax.tree.map(jnp.zeros_like, grads), None, None, None, None
+        # `grads` are those of the scaled loss. `update` scales as well, so its factor is 1.
+        factor = unscale_gradients(loss_cotangent, scale)
+        params_grads = jax.tree.map(lambda g: (g * factor).astype(g.dtype), grads)
+        return params_grads, None, None, None, None
 
     # Symbolic zeros show which inputs and outputs are differentiated: only the gradient of the loss
     # with respect to params is known, and any other would silently be zero.
@@ -198,7 +243,8 @@ def _weigh(loss: jax.Array, aux: Aux, grads: PyTree, *, count: int) -> tuple[PyT
     def times_weight(x: Any) -> Any:
         # Sums of many micro-batches lose bits in half precision.
         x = _tree.at_least_float32(jnp.asarray(x))
-        return x * weight.astype(x.dtype)
+        # A mean of no examples is NaN, which its weight of 0 does not remove.
+        return jnp.where(weight == 0, 0, x * weight.astype(x.dtype))
 
     return weight, *jax.tree.map(times_weight, (loss, aux.logs, grads))
 

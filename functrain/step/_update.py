@@ -1,5 +1,6 @@
 """One gradient step, the building block of training steps."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -63,20 +64,22 @@ def update(
     # The key is a function of the step, so that a resumed run draws the same numbers.
     rng = None if state.rng is None else jax.random.fold_in(state.rng, state.step)
 
+    # Gradients of float16 models underflow, so `loss_scale` multiplies the loss before it is
+    # differentiated. The loss that is reported is not scaled.
+    _, scale = finite_and_scale(state.opt_state)
+    # The loss of `micro_batches` is differentiated in parts.
+    if hasattr(loss_fn, "with_scale"):
+        loss_fn = loss_fn.with_scale(scale)
+
     def loss_and_aux(params: PyTree) -> tuple[jax.Array, Aux]:
         return compute_loss(loss_fn, params, state.model_state, *args, rng=rng, training=True)
 
-    def scaled_loss(params: PyTree) -> tuple[jax.Array, tuple[jax.Array, Aux]]:
-        loss, aux = loss_and_aux(params)
-        return scale_loss(loss, scale), (loss, aux)
+    scaled_loss = scaled(loss_and_aux, scale)
 
     def grad_fn(params: PyTree, adversarial_step: Any) -> PyTree:
         """Returns the gradients at other params, for `optax.contrib.sam`."""
         return unscale_gradients(jax.grad(lambda p: scaled_loss(p)[0])(params), scale)
 
-    # Gradients of float16 models underflow, so `loss_scale` multiplies the loss before it is
-    # differentiated. The loss that is reported is not scaled.
-    _, scale = finite_and_scale(state.opt_state)
     (_, (loss, aux)), grads = jax.value_and_grad(scaled_loss, has_aux=True)(state.params)
     grads = unscale_gradients(grads, scale)
     new = state.apply_gradients(
@@ -94,6 +97,18 @@ def update(
     if finite is not None:
         model_state = _tree.select(finite, model_state, state.model_state)
     return new.replace(model_state=model_state), loss, aux
+
+
+def scaled(
+    loss_and_aux: Callable[..., tuple[jax.Array, Aux]], scale: jax.Array | None
+) -> Callable[..., tuple[jax.Array, tuple[jax.Array, Aux]]]:
+    """Returns ``(...) -> (scaled loss, (loss, Aux))``, to be differentiated."""
+
+    def scaled_loss(*args: PyTree) -> tuple[jax.Array, tuple[jax.Array, Aux]]:
+        loss, aux = loss_and_aux(*args)
+        return scale_loss(loss, scale), (loss, aux)
+
+    return scaled_loss
 
 
 def compute_loss(

@@ -159,6 +159,17 @@ def test_logs_are_averaged_by_weight() -> None:
     np.testing.assert_allclose(aux.weight, w.sum(), rtol=1e-6)
 
 
+def test_a_micro_batch_without_weights_adds_nothing() -> None:
+    def loss_fn(params, model_state, batch, *, rng, training):
+        x, w = batch
+        mean = jnp.sum(params * x * w) / jnp.sum(w)  # 0 / 0 in the last micro-batch
+        return mean, ft.Aux(model_state, logs={"mean": mean}, weight=jnp.sum(w))
+
+    batch = np.array([1.0, 3, 5, 7, 9], np.float32), np.array([1.0, 1, 1, 1, 0], np.float32)
+    loss, aux, grad = gradient(ft.micro_batches(loss_fn, 2), jnp.ones(()), (), batch)
+    assert (loss, aux.logs["mean"], grad) == (4, 4, 4)
+
+
 def test_it_trains_evaluates_and_does_not_depend_on_k() -> None:
     tx = optax.adam(1e-2)
     model = ft.from_linen(Net(norm=True))

@@ -60,17 +60,19 @@ def test_losses_params_and_scales_are_those_of_flax() -> None:
     assert 2 <= skipped[-1] < len(X)
 
 
-def test_small_gradients_survive_float16() -> None:
-    def tiny(params, model_state, batch, *, rng, training):
+@pytest.mark.parametrize("split", [lambda f: f, lambda f: ft.micro_batches(f, 2)])
+def test_small_gradients_survive_float16(split) -> None:
+    def tiny(params, model_state, x, *, rng, training):
         half = params["w"].astype(jnp.float16) * jnp.float16(2.0**-10)
-        return (half * jnp.float16(2.0**-15)).astype(jnp.float32), ft.Aux(model_state)
+        return jnp.mean((half * x).astype(jnp.float32)) + 1, ft.Aux(model_state)
 
+    x = jnp.full(4, 2.0**-15, jnp.float16)
     moved = {}
     for name, tx in {"plain": optax.sgd(1.0), "scaled": ft.tx.loss_scale(optax.sgd(1.0))}.items():
         state = ft.TrainState.create(params={"w": jnp.zeros(())}, tx=tx)
-        new, loss, _ = ft.update(state, tiny, tx, None)
+        new, loss, _ = ft.update(state, split(tiny), tx, x)
         moved[name] = float(new.params["w"])
-        assert loss == 0.0
+        assert loss == 1.0
     assert moved == {"plain": 0.0, "scaled": -(2.0**-25)}
 
 
