@@ -227,7 +227,7 @@ def cost(
     program = lower_fit(
         "cost", state, step, batch, fuse=fuse, target=target, sharding=sharding, rewrites=rewrites
     )
-    text = compile_program(program.lowered).as_text() or ""
+    text = compile_program(program).as_text() or ""
     cycles, kernels = collections.Counter[str](), collections.Counter[str]()
     overlapped, moved = set(), 0
     for instruction, calls in _hlo.instructions(text):

@@ -1,5 +1,6 @@
 """The program that a fit would run, lowered for shapes: nothing is computed or allocated."""
 
+import contextlib
 import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -28,7 +29,7 @@ from functrain.metrics._metric import Metered
 from functrain.rewrites import Mode
 from functrain.step._check import check_step
 from functrain.step._metered import MeteredStep
-from functrain.targets._chips import Chip, accelerator_of, chip_of
+from functrain.targets._chips import Chip, chip_of, device_of, is_present
 from functrain.targets._compilers import quiet_compiler
 from functrain.targets._target import Target
 
@@ -94,11 +95,10 @@ def lower_fit(
         default = SingleDeviceSharding(target.devices[0])
     carry = _carry(step, state, default)
     _warn_about_idle_devices(target, carry)
-    platform, accelerator = platform_of(carry), accelerator_of(carry)
-    chip = accelerator or chip_of(jax.devices()[0])
-    if target is not None:
-        chip = target.chip
-    k = fuse or auto_steps(nbytes(batch), nbytes(state), chip=chip if accelerator else None)
+    platform = platform_of(carry)
+    chip = chip_of(device_of(carry)) if target is None else target.chip
+    accelerator = None if platform == "cpu" else chip
+    k = fuse or auto_steps(nbytes(batch), nbytes(state), chip=accelerator)
     chunk = _placement.chunk_shapes(batch, k, mesh_sharding)
     options = LoopOptions(
         k,
@@ -106,12 +106,10 @@ def lower_fit(
         platform,
         takes_all=prefers_static_length(platform),
         pins=_placement.read_pins(carry),
-        on_chip_bytes=chip.on_chip_bytes if accelerator else 0,
+        on_chip_bytes=accelerator.on_chip_bytes if accelerator else 0,
     )
     run: Any = (new_program if is_new else program)(step, TRAINING, options)
-    with quiet_compiler():
-        lowered = _lower(run, carry, chunk, np.int32(k))
-    return FitProgram(k, carry, chunk, lowered, chip)
+    return FitProgram(k, carry, chunk, _lower(run, carry, chunk, np.int32(k)), chip)
 
 
 def _lower(run: Any, carry: PyTree, *args: Any) -> Any:
@@ -262,15 +260,16 @@ def parse_bytes(text: str) -> int:
     return int(float(text[:-1]) * units[text[-1]])
 
 
-def compile_program(lowered: Any) -> Any:
+def compile_program(program: FitProgram) -> Any:
     """Compiles a lowered program.
 
     Raises:
       TooLargeError: It is larger than the memory of its device, as its compiler says.
     """
+    is_here = is_present(device_of(program.carry))
     try:
-        with quiet_compiler():
-            return lowered.compile()
+        with contextlib.nullcontext() if is_here else quiet_compiler():
+            return program.lowered.compile()
     except jax.errors.JaxRuntimeError as error:
         message = str(error)
         if "RESOURCE_EXHAUSTED" not in message:

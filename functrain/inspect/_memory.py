@@ -255,7 +255,7 @@ def _analyze(program: FitProgram) -> tuple[int, int, int]:
     """Compiles a program; returns the bytes of its logs, temporaries and arguments."""
     logs = nbytes(program.lowered.out_info[1])
     try:
-        stats = compile_program(program.lowered).memory_analysis()
+        stats = compile_program(program).memory_analysis()
     except TooLargeError as error:
         # Without sizes in the compiler's message, the rest alone would seem to fit.
         if not error.program:

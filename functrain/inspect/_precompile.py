@@ -74,5 +74,5 @@ def precompile(
             rewrites=rewrites,
             is_new=True,
         )
-        compile_program(program.lowered)
+        compile_program(program)
     return len(os.listdir(directory))

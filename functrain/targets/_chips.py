@@ -4,6 +4,7 @@ import os
 from typing import NamedTuple
 
 import jax
+from jax.extend.backend import backends
 
 from functrain.common._platform import platform_of
 from functrain.common._types import PyTree
@@ -71,20 +72,32 @@ _CHIPS = {
 
 def chip_of(device: jax.Device) -> Chip:
     """Returns what is known about a device; what the system reports if it is not in the table."""
-    chip = known_chip(device.device_kind)
-    memory = 0 if chip else _reported_memory(device)
-    return chip or Chip(device.device_kind, memory, 0.0, 0.0, 0.0, "reported by the system")
+    chip, memory = known_chip(device.device_kind), _reported_memory(device)
+    if chip is None:
+        memory = memory or machine_memory()
+        return Chip(device.device_kind, memory, 0.0, 0.0, 0.0, "reported by the system")
+    # jax takes only a part of a GPU's memory, 75 % by default.
+    return chip._replace(memory_bytes=min(chip.memory_bytes, memory or chip.memory_bytes))
+
+
+def device_of(tree: PyTree) -> jax.Device:
+    """Returns the device that a program of these arguments runs on, one of them if it has many."""
+    for leaf in jax.tree.leaves(tree):
+        sharding = getattr(leaf, "sharding", None)
+        if sharding is not None and getattr(leaf, "committed", True):
+            # Those of other processes do not report their memory.
+            return next(iter(sharding.addressable_devices or sharding.device_set))
+    return jax.local_devices()[0]
+
+
+def is_present(device: jax.Device) -> bool:
+    """Returns True for a device that can run programs, False for one of a compiler without it."""
+    return device.client in backends().values()
 
 
 def accelerator_of(tree: PyTree) -> Chip | None:
     """Returns the accelerator that a program of these arguments runs on; None for a CPU."""
-    if platform_of(tree) == "cpu":
-        return None
-    for leaf in jax.tree.leaves(tree):
-        sharding = getattr(leaf, "sharding", None)
-        if sharding is not None and getattr(leaf, "committed", True):
-            return chip_of(next(iter(sharding.device_set)))
-    return chip_of(jax.devices()[0])
+    return None if platform_of(tree) == "cpu" else chip_of(device_of(tree))
 
 
 def on_chip_bytes(tree: PyTree) -> int:
@@ -101,13 +114,13 @@ def known_chip(kind: str) -> Chip | None:
 
 
 def _reported_memory(device: jax.Device) -> int:
-    """Returns the bytes of memory that a device reports, or those of this machine."""
+    """Returns the bytes of memory that a device reports, 0 if it reports none."""
     try:
         stats = device.memory_stats() or {}
     except (RuntimeError, NotImplementedError):
         # Devices that are only compiled for.
         stats = {}
-    return int(stats.get("bytes_limit") or machine_memory())
+    return int(stats.get("bytes_limit", 0))
 
 
 def machine_memory() -> int:

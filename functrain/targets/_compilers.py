@@ -4,8 +4,9 @@ import contextlib
 import functools
 import os
 import re
+import subprocess
 import sys
-import tempfile
+import threading
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -153,30 +154,67 @@ def _describe(platform: str, name: str, **options: str) -> tuple[jax.Device, ...
 
 # Lines that the compilers write without a device, and that ask for nothing to be done. That a
 # program needs more memory than the compiler aims at, `functrain.inspect.memory` reports.
-_HARMLESS = re.compile(
+_HARMLESS = (
     r"accelerator type|TPU_WORKER_HOSTNAMES|InitGoogle|InitializeLog|Source Location Trace"
     r"|libtpu_init_utils|cudart_stub|SortRewriter|autotun|hlo_rematerialization"
 )
+_FILTER = """
+import re, sys
+for line in sys.stdin.buffer:
+    if line.strip() and not re.search(sys.argv[1].encode(), line):
+        sys.stdout.buffer.write(line)
+        sys.stdout.buffer.flush()
+"""
+
+# The descriptors of a process are those of all its threads, which may compile at the same time.
+_lock = threading.Lock()
+_num_quiet = 0
+_redirection = contextlib.ExitStack()
 
 
 @contextlib.contextmanager
 def quiet_compiler() -> Iterator[None]:
     """Context manager: drops what compilers write about a device that is not there."""
+    global _num_quiet
+    with _lock:
+        if not _num_quiet:
+            _redirection.enter_context(_filtered_stderr())
+        _num_quiet += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _num_quiet -= 1
+            if not _num_quiet:
+                _redirection.close()
+
+
+@contextlib.contextmanager
+def _filtered_stderr() -> Iterator[None]:
+    """Context manager: drops harmless lines that are written to the file descriptor of stderr."""
+    # It is None in a program without a console.
+    if sys.stderr is None:
+        yield
+        return
     sys.stderr.flush()
-    with tempfile.TemporaryFile() as file:
-        # The compilers write to the file descriptor, past sys.stderr.
-        original = os.dup(2)
-        os.dup2(file.fileno(), 2)
-        try:
-            yield
-        finally:
-            os.dup2(original, 2)
-            os.close(original)
-            file.seek(0)
-            for line in file.read().decode(errors="replace").splitlines(keepends=True):
-                if line.strip() and not _HARMLESS.search(line):
-                    # Not to `sys.stderr`, which in a notebook is the output of the cell.
-                    os.write(2, line.encode())
+    # Another process, which still writes the last lines of this one if the compiler crashes.
+    command = [sys.executable, "-ISc", _FILTER, _HARMLESS]
+    lines_filter = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=2, start_new_session=True
+    )
+    assert lines_filter.stdin is not None
+    original = os.dup(2)
+    # The compilers write to the file descriptor, past sys.stderr.
+    os.dup2(lines_filter.stdin.fileno(), 2)
+    lines_filter.stdin.close()
+    try:
+        yield
+    finally:
+        os.dup2(original, 2)
+        os.close(original)
+        # It ends later if another thread has started a process meanwhile, which writes to it.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            lines_filter.wait(timeout=5)
 
 
 def _target_config(gpu: Gpu) -> str:

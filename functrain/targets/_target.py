@@ -143,7 +143,9 @@ def target(name: str | None = None) -> Target:
 
         - ``"tpu:v5e:4x4"``: a TPU slice by generation (v5e, v5p, v6e) and topology. Without
           a topology, such as ``"tpu:v5e"``, one chip.
-        - ``"cuda:h100"``, ``"cuda:a100"``, ``"cuda:h200"``, ``"cuda:b200"``: one NVIDIA GPU.
+        - ``"cuda:h100"``, ``"cuda:a100"``, ``"cuda:h200"``, ``"cuda:b200"``: one NVIDIA GPU. Its
+          memory is all of the card's, of which jax takes 75 % unless
+          ``XLA_PYTHON_CLIENT_MEM_FRACTION`` says otherwise.
         - The text of a target configuration, as XLA writes it for a GPU of yours.
 
     Raises:
@@ -177,4 +179,4 @@ def target(name: str | None = None) -> Target:
 def _machine_at_hand() -> Target:
     devices = tuple(jax.devices())
     platform = devices[0].platform
-    return Target(platform, platform, devices, chip_of(devices[0]))
+    return Target(platform, platform, devices, chip_of(jax.local_devices()[0]))

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import functrain as ft
-from functrain.inspect._fit_program import TooLargeError, compile_program
+from functrain.inspect._fit_program import FitProgram, TooLargeError, compile_program
 
 BATCH = np.ones((8, 4), np.float32)
 MESSAGE = """RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in hbm.
@@ -38,19 +38,19 @@ def step(state: Any, batch: Any) -> Any:
     return state + jnp.mean(batch), {}
 
 
-class Refusing:
-    """A lowered program whose compiler raises an error."""
+def refused(message: str) -> FitProgram:
+    """Returns a program whose compiler raises an error."""
 
-    def __init__(self, message: str) -> None:
-        self.message = message
+    class Lowered:
+        def compile(self) -> None:
+            raise jax.errors.JaxRuntimeError(message)
 
-    def compile(self) -> None:
-        raise jax.errors.JaxRuntimeError(self.message)
+    return FitProgram(1, (), (), Lowered(), ft.target().chip)
 
 
 def test_a_program_that_is_too_large_is_reported_in_words_without_the_compilers_trace() -> None:
     with pytest.raises(TooLargeError) as raised:
-        compile_program(Refusing(MESSAGE.replace("ARGUMENTS", "1.50G")))
+        compile_program(refused(MESSAGE.replace("ARGUMENTS", "1.50G")))
     assert str(raised.value).splitlines() == [
         "The program is too large for the device: 16.1 GiB of temporaries and 1.5 GiB of arguments "
         "do not fit into 15.8 GiB. The largest temporaries:",
@@ -80,7 +80,7 @@ def test_a_buffer_that_exceeds_the_memory_by_itself_is_named() -> None:
 
 def test_other_errors_of_the_compiler_are_raised_as_they_are() -> None:
     with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL: another one"):
-        compile_program(Refusing("INTERNAL: another one"))
+        compile_program(refused("INTERNAL: another one"))
 
 
 def test_what_is_no_target_is_refused() -> None:

@@ -41,7 +41,7 @@ def compiled(target: ft.Target, state: Any, step: Any, batch: Any, mesh: Any = N
     )
     with quiet_compiler():
         scan = by_hand.lower(program.carry, program.chunk).compile()
-    return Compiled(program.carry, compile_program(program.lowered), scan)
+    return Compiled(program.carry, compile_program(program), scan)
 
 
 # --- workloads -----------------------------------------------------------------------------------

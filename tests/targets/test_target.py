@@ -1,6 +1,8 @@
 """Targets by name, and names that are no targets. Most of it needs no compiler."""
 
 import os
+import signal
+import subprocess
 import sys
 import types
 from typing import Any
@@ -14,6 +16,7 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import functrain as ft
+from functrain.targets._chips import chip_of, device_of
 from functrain.targets._compilers import GPUS, _target_config, known_targets, quiet_compiler
 
 H100 = _target_config(GPUS["h100"])
@@ -232,3 +235,57 @@ def test_only_harmless_lines_of_the_compilers_are_dropped(
             2, b"W0000 hlo_rematerialization.cc:3233] Can't reduce memory use below 59.44GiB\n"
         )
     assert capfd.readouterr().err == "out of disk\n"
+
+
+def test_stderr_is_back_once_the_last_of_several_compilers_has_ended(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    first, second = quiet_compiler(), quiet_compiler()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    os.write(2, b"autotuning\n")
+    second.__exit__(None, None, None)
+    os.write(2, b"autotuning, by the user\n")
+    assert capfd.readouterr().err == "autotuning, by the user\n"
+
+
+def test_what_a_compiler_writes_before_it_crashes_is_shown() -> None:
+    crash = "with quiet_compiler(): os.write(2, b'autotuning\\na fault\\n'); os.abort()"
+    code = f"import os\nfrom functrain.targets._compilers import quiet_compiler\n{crash}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
+    assert (done.returncode, done.stderr) == (-signal.SIGABRT, b"a fault\n")
+
+
+def test_a_program_without_a_console_can_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", None)
+    with quiet_compiler():
+        pass
+
+
+# --- memory --------------------------------------------------------------------------------------
+
+
+def device(kind: str, memory: int | None) -> Any:
+    """Returns a device that reports its memory, or that of another process, which does not."""
+
+    def memory_stats() -> dict[str, int]:
+        if memory is None:
+            raise jax.errors.JaxRuntimeError("INVALID_ARGUMENT: only for addressable devices")
+        return {"bytes_limit": memory}
+
+    return types.SimpleNamespace(device_kind=kind, memory_stats=memory_stats)
+
+
+def test_the_memory_of_a_known_chip_is_the_part_of_it_that_jax_takes() -> None:
+    known = chip_of(device("NVIDIA H200", None))
+    assert chip_of(device("NVIDIA H200", 3 * 2**30)) == known._replace(memory_bytes=3 * 2**30)
+    assert chip_of(device("NVIDIA H200", 2**50)) == known
+
+
+def test_the_memory_of_a_mesh_is_that_of_a_device_of_this_process() -> None:
+    here, elsewhere = device("new", 3 * 2**30), device("new", None)
+    mesh = types.SimpleNamespace(device_set=[elsewhere, here], addressable_devices=[here])
+    assert device_of([types.SimpleNamespace(sharding=mesh)]) is here
+    everywhere_else = types.SimpleNamespace(device_set=[elsewhere], addressable_devices=[])
+    assert device_of([types.SimpleNamespace(sharding=everywhere_else)]) is elsewhere
