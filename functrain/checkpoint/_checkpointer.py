@@ -182,13 +182,15 @@ class Checkpointer:
         Raises:
           RuntimeError: Another process or checkpointer writes to the directory; an object store
             refused the request or could not be reached.
-          ValueError: Later checkpoints exist. `rollback` deletes them.
+          ValueError: Later checkpoints exist, which `rollback` deletes; or the step has more than
+            twelve digits.
           TypeError: A leaf is not an array, or a document holds something else.
           OSError: The checkpoint cannot be written.
         """
         with self._save_lock:
             with _processes.main_group.raise_in_all():
                 position = as_position(state, position)
+                self.wait()  # the save in progress may be that of a later step
                 # `restore` would otherwise return the later one, of a run that was abandoned.
                 last_step = self.latest()
                 require(
@@ -199,8 +201,9 @@ class Checkpointer:
                     f"To resume from an earlier one: rollback({position.step}).",
                 )
             self._write({STATE: state}, position, values or {}, documents or {}, copy=not wait)
-        if wait:
-            self.wait()
+            # With the lock: the save of another thread would get this one's error.
+            if wait:
+                self.wait()
 
     def restore(self, like: PyTree, step: int | None = None) -> Restored:
         """Loads a state into the structure, dtypes and shardings of another.
@@ -312,6 +315,7 @@ class Checkpointer:
         start = time.perf_counter()
         flat_values = split_members(values)
         with _processes.main_group.raise_in_all():
+            target = self._directory.new_target(position.step)
             arrays, encoded_documents = _leaves.named_leaves(trees), {}
             for name, document in documents.items():
                 path = f"{DOCUMENTS}/{name}"
@@ -328,7 +332,6 @@ class Checkpointer:
             "documents": encoded_documents,
         }
         _processes.main_group.call_on_first(self._directory.require_writable)
-        target = self._directory.target(position.step)
         self._save_group = group = self._save_group or _processes.new_save_group()
 
         def work() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from functrain.checkpoint import _manifest, _storage
 from functrain.checkpoint._errors import CheckpointCorruptError
+from functrain.checkpoint._local import is_step_name
 from functrain.checkpoint._remote import files_at, resolve_path
 from functrain.common import _direction
 from functrain.common._checks import require
@@ -32,6 +33,13 @@ class StepDirectory:
     def target(self, step: int) -> str:
         """Returns the path where the checkpoint of a step belongs."""
         return os.path.join(self.path, f"{step:012d}")
+
+    def new_target(self, step: int) -> str:
+        """Returns the path of a new checkpoint; raises ValueError if it would not be found."""
+        target = self.target(step)
+        is_found = is_step_name(os.path.basename(target))
+        require(is_found, self.path, "a step of at most twelve digits", step)
+        return target
 
     def find(self, step: int) -> str:
         """Returns the path of an existing checkpoint; raises FileNotFoundError if there is none."""

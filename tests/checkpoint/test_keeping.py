@@ -137,6 +137,25 @@ def test_a_rollback_to_a_damaged_checkpoint_removes_nothing(tmp_path) -> None:
     checkpoints.close()
 
 
+def test_an_earlier_step_is_refused_while_a_later_one_is_being_saved(tmp_path) -> None:
+    with ft.Checkpointer(tmp_path, keep=1) as checkpoints:
+        checkpoints.save({"x": np.zeros(1_000_000)}, 20, wait=False)
+        with pytest.raises(ValueError, match=r"expected a step after 20.*got 10"):
+            checkpoints.save(LIKE, 10)
+        assert checkpoints.steps() == [20]
+
+
+def test_a_step_of_more_digits_than_a_name_has_is_refused_before_anything_is_written(
+    tmp_path,
+) -> None:
+    with ft.Checkpointer(tmp_path / "run") as checkpoints:
+        with pytest.raises(ValueError, match="run: expected a step of at most twelve digits"):
+            checkpoints.save(LIKE, 10**12)
+        assert not (tmp_path / "run").exists()
+        checkpoints.save(LIKE, 10**12 - 1)
+        assert checkpoints.steps() == [10**12 - 1]
+
+
 def test_a_step_that_is_saved_again_is_replaced(tmp_path) -> None:
     with ft.Checkpointer(tmp_path, monitor="loss") as checkpoints:
         for version, loss in enumerate([1.0, NAN, 2.0]):

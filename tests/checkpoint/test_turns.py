@@ -115,6 +115,26 @@ def test_threads_that_save_with_one_checkpointer_take_turns(tmp_path: pathlib.Pa
     assert checkpoints.latest() == 11
 
 
+def test_the_error_of_a_save_is_raised_by_it_and_not_by_that_of_another_thread(
+    tmp_path, monkeypatch
+) -> None:
+    def full_disk(*_: Any) -> None:
+        raise OSError("the disk is full")
+
+    checkpoints = ft.Checkpointer(tmp_path)
+
+    class Turns(contextlib.ExitStack):
+        def __exit__(self, *_: object) -> None:
+            with contextlib.suppress(OSError):
+                checkpoints.wait()  # as the save of another thread, whose turn it is now
+
+    monkeypatch.setattr(_storage, "write_checkpoint", full_disk)
+    monkeypatch.setattr(checkpoints, "_save_lock", Turns())
+    with pytest.raises(OSError, match="the disk is full"):
+        checkpoints.save({"w": np.zeros(3)}, 1)
+    checkpoints.close()
+
+
 def test_a_checkpoint_that_is_replaced_while_it_is_verified_is_not_called_damaged(
     tmp_path, monkeypatch
 ) -> None:
