@@ -56,11 +56,13 @@ def open_arrays(path: str) -> contextlib.AbstractContextManager[ArrayFile]:
             f"{f'one named {suffix}' if suffix else 'a file without a suffix'}. Convert it."
         )
     with open(path, "rb") as file:
-        first_bytes = file.read(2)
+        first_bytes = file.read(8)
     # A pickle starts with the opcode PROTO and a version up to 5.
-    is_pickle = first_bytes[:1] == b"\x80" and first_bytes[1:] <= b"\x05"
-    is_zip = first_bytes == b"PK" and suffix != ".keras"
-    if is_pickle or is_zip:
+    is_pickle = first_bytes[:1] == b"\x80" and first_bytes[1:2] <= b"\x05"
+    is_zip = first_bytes[:2] == b"PK" and suffix != ".keras"
+    # In safetensors, these bytes are a length within the file, and it may start in the same way.
+    is_length = int.from_bytes(first_bytes, "little") <= os.path.getsize(path) - 8
+    if (is_pickle or is_zip) and not is_length:
         raise CheckpointMismatchError(
             f"{path}: expected a file of the format in its name, got "
             f"{'a pickle' if is_pickle else 'a zip archive, as torch.save writes it'}. Nothing is "

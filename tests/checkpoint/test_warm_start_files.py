@@ -86,6 +86,16 @@ def test_a_header_that_promises_more_than_the_file_has_takes_no_memory(tmp_path)
         ft.warm_start({"x": np.zeros(4, np.float32)}, path)
 
 
+@pytest.mark.parametrize("length", [128, 384, int.from_bytes(b"PK", "little")])
+def test_a_safetensors_file_that_begins_like_a_pickle_or_an_archive_is_read(
+    tmp_path, length
+) -> None:
+    header = json.dumps({"x": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}).encode()
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(length.to_bytes(8, "little") + header.ljust(length) + bytes(8))
+    assert not ft.warm_start({"x": np.ones(2, np.float32)}, path).state["x"].any()
+
+
 class Runs:
     """Says so when it is unpickled."""
 
