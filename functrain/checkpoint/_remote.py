@@ -160,8 +160,8 @@ class RemoteFiles:
         return sorted(int(x) for x, name in folders if name == MANIFEST and is_step_name(x))
 
     def find(self, target: str, expected: str = "a checkpoint") -> str:
-        """Returns the target; raises FileNotFoundError if nothing is there."""
-        if not self.exists(target):
+        """Returns the target; raises FileNotFoundError if nothing but a killed save is there."""
+        if self.is_free(target):
             raise FileNotFoundError(f"{target}: expected {expected}, got nothing. Check the path.")
         return target
 

@@ -194,6 +194,10 @@ def test_a_state_is_saved_where_a_save_was_killed(url) -> None:
         with faulty(die), contextlib.suppress(Killed):
             ft.save(place, state(1))
             break
+        # The manifest is the last object: until it is there, nothing is.
+        if "checkpoint.json" not in objects(place):
+            with pytest.raises(FileNotFoundError, match="expected a checkpoint, got nothing"):
+                ft.load(place, LIKE)
         with contextlib.suppress(FileExistsError):  # it was killed after the manifest
             ft.save(place, state(1))
         assert np.all(ft.load(place, LIKE)["x"] == 1)
