@@ -104,7 +104,8 @@ def action_interval(callback: Any) -> int | None:
     # A callback of the user's may have a `save_freq` that means something else.
     interval = getattr(callback, "save_freq", "epoch")
     counts_batches = hasattr(callback, "_batches_seen_since_last_saving")
-    return interval if counts_batches and isinstance(interval, int) else None
+    # Keras saves at every batch if `save_freq` is 0 or False.
+    return max(1, int(interval)) if counts_batches and isinstance(interval, int) else None
 
 
 def batches_until_action(callback: Any) -> int | None:

@@ -1,11 +1,13 @@
 """The batches of everything that `fit` takes."""
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import keras
+import numpy as np
 from keras.src.backend.jax.trainer import JAXEpochIterator
 from keras.src.trainers.data_adapters import array_slicing
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
@@ -114,6 +116,9 @@ def restore_position(epochs: Any, position: dict[str, Any]) -> None:
 
     Sets `EpochIterator._current_iterator` and `_steps_seen`; checked with Keras 3.15.1. Without
     it a run with `steps_per_epoch` resumes with the first batches of its data.
+
+    Raises:
+      ValueError: The data have fewer batches.
     """
     if "adapter_epoch" in position:
         epochs.data_adapter._epoch = position["adapter_epoch"]
@@ -125,10 +130,23 @@ def restore_position(epochs: Any, position: dict[str, Any]) -> None:
     set_random_state(position["randomness"])
     epochs._current_iterator = epochs._get_iterator()
     epochs._steps_seen = position["steps_seen"]
-    for _ in range(position["fetched"]):
-        next(epochs._current_iterator)
+    skip(epochs._current_iterator, position["fetched"])
     if "adapter_epoch" in position:
         epochs.data_adapter._epoch = position["adapter_epoch"]
+
+
+def skip(batches: Iterator[Any], count: int) -> None:
+    """Fetches the batches before a checkpoint again. Public names only.
+
+    Raises:
+      ValueError: There are fewer of them.
+    """
+    skipped = sum(1 for _ in itertools.islice(batches, count))
+    if skipped < count:
+        raise ValueError(
+            f"x: expected the {count} batches that were taken before the checkpoint, got {skipped}. "
+            "The data are not those that were saved."
+        )
 
 
 def fingerprint(epochs: Any) -> dict[str, Any]:
@@ -164,8 +182,22 @@ def array_batches(adapter: Any) -> "ArrayBatches | None":
     # A subclass may yield other batches than these arrays.
     if type(adapter) is not ArrayDataAdapter:
         return None
-    arrays = ArrayBatches(adapter)
-    return arrays if arrays.are_dense else None
+    are_dense = all(map(_is_dense, keras.tree.flatten(adapter._inputs)))
+    return ArrayBatches(adapter) if are_dense else None
+
+
+def _is_dense(x: Any) -> bool:
+    """Returns True if batches of an array can be stacked."""
+    # Most are NumPy arrays, and converting one may cast it as a whole.
+    if x is None or isinstance(x, np.ndarray):
+        return True
+    # Sparse arrays, and tensors of TensorFlow or PyTorch, go through Keras's own iterator.
+    dense = (
+        array_slicing.NumpySliceable,
+        array_slicing.PandasDataFrameSliceable,
+        array_slicing.PandasSeriesSliceable,
+    )
+    return isinstance(array_slicing.convert_to_sliceable(x, target_backend="jax"), dense)
 
 
 class ArrayBatches:
@@ -173,25 +205,18 @@ class ArrayBatches:
 
     def __init__(self, adapter: Any) -> None:
         self._adapter = adapter
-        self._inputs = array_slicing.convert_to_sliceable(adapter._inputs, target_backend="jax")
+        self._sliceables: Any = None
         self._first_row: Any = None
-
-    @property
-    def are_dense(self) -> bool:
-        """Returns True if batches of the arrays can be stacked."""
-        # Sparse arrays, and tensors of TensorFlow or PyTorch, go through Keras's own iterator.
-        dense = (
-            array_slicing.NumpySliceable,
-            array_slicing.PandasDataFrameSliceable,
-            array_slicing.PandasSeriesSliceable,
-        )
-        return all(x is None or isinstance(x, dense) for x in keras.tree.flatten(self._inputs))
 
     def __iter__(self) -> Iterator[Any]:
         """Yields the rows of every batch, a slice or `i64[B]`, and B.
 
         The order of the examples is that of `model.fit`.
         """
+        # For each pass, as in Keras: this may cast the arrays, which callbacks may change in place.
+        self._sliceables = array_slicing.convert_to_sliceable(
+            self._adapter._inputs, target_backend="jax"
+        )
         # Keras's own loop slices one leaf, 0, by a function that returns the rows instead: whole
         # chunks are then taken at once.
         for rows in self._adapter._get_iterator(lambda leaf, indices: indices, 0):
@@ -208,14 +233,14 @@ class ArrayBatches:
         )
 
     def take(self, rows: Any) -> Any:
-        """Returns some rows of all arrays, as Keras passes them to a step."""
+        """Returns some rows of all arrays, as Keras passes them to a step, once a pass has begun."""
 
         def convert(sliceable: Any) -> Any:
             array = sliceable.convert_to_jax_compatible(sliceable[rows])
             # JAX accepts arrays in the byte order of the machine only.
             return array.astype(array.dtype.newbyteorder("="), copy=False)
 
-        return keras.tree.map_structure(convert, self._inputs, none_is_leaf=False)
+        return keras.tree.map_structure(convert, self._sliceables, none_is_leaf=False)
 
 
 def full_batches(iterator: Any) -> int | None:

@@ -156,12 +156,7 @@ class KerasBatches(Batches):
         current_state = random_state()
         if resume_state["first"] is not None:
             set_random_state(resume_state["first"])
-        skipped = sum(1 for _ in itertools.islice(self._items, batches))
-        if skipped < batches:
-            raise ValueError(
-                f"x: expected the {batches} batches of the epoch that were taken before the "
-                f"checkpoint, got {skipped}. The data are not those that were saved."
-            )
+        keras_private.data.skip(self._items, batches)
         # A batch that was fetched before the checkpoint must be drawn from that state as well.
         fetched_ahead = list(itertools.islice(self._items, resume_state["ahead"]))
         set_random_state(current_state)

@@ -165,6 +165,23 @@ def double_precision_arrays() -> Case:
     return dense(x=X.astype(np.float64), y=Y.astype(np.float64))
 
 
+class Grows(keras.callbacks.Callback):
+    """Changes an array in place before every epoch."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        super().__init__()
+        self.array = array
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.array += 1
+
+
+@CASES.every_run
+def double_precision_arrays_that_change_with_the_epoch() -> Case:
+    x = X.astype(np.float64)
+    return dense(x=x, callbacks=[Grows(x)])
+
+
 @CASES
 def bytes_scaled_in_the_model() -> Case:
     net = [keras.Input((8,), dtype="uint8"), layers.Rescaling(1 / 255), layers.Dense(4)]

@@ -44,7 +44,7 @@ def test_chunks_end_where_a_checkpoint_is_due(tmp_path: pathlib.Path) -> None:
     assert sizes.seen == [4] * 4 + [8] * 4 + [12] * 4 + [13]
 
 
-@pytest.mark.parametrize("every", ["epoch", 5])
+@pytest.mark.parametrize("every", ["epoch", 5, False])
 def test_backup_and_restore_goes_on_as_keras_does(every: Any, tmp_path: pathlib.Path) -> None:
     results = []
     for name, way in (("theirs", keras.Model.fit), ("ours", bridge.fit)):

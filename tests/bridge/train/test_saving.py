@@ -422,6 +422,17 @@ def test_generators_are_begun_anew_with_a_warning(tmp_path) -> None:
     assert found.history == history.history
 
 
+def test_a_generator_that_ends_before_the_checkpoint_is_refused(tmp_path) -> None:
+    def run(batches: int, epochs: int) -> None:
+        data = ((X[:10], Y[:10]) for _ in range(batches))
+        how = {"steps_per_epoch": 5, "epochs": epochs, "shuffle": False, "verbose": 0}
+        bridge.fit(dense(), data, checkpointer=ft.Checkpointer(tmp_path), **how)
+
+    run(batches=10, epochs=1)
+    with pytest.raises(ValueError, match="x: expected the 5 batches .*, got 3"):
+        run(batches=3, epochs=2)
+
+
 def test_an_iterator_to_evaluate_on_is_begun_anew_with_a_warning(tmp_path) -> None:
     def evaluated_on(epochs: int) -> Arguments:
         batches = ((X[i : i + 10], Y[i : i + 10]) for i in range(0, 80, 10))
