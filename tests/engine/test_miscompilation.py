@@ -278,6 +278,20 @@ def test_a_program_is_checked_anew_for_another_sharding():
 
 
 @if_affected
+@pytest.mark.parametrize("look", ["__call__", "lower", "trace"])
+def test_a_program_is_checked_anew_in_another_context(look):
+    def function(w, x):
+        return summed(w, x) if jax.config.jax_default_matmul_precision else jnp.zeros(EXAMPLES)
+
+    program = _compile.jit(function)
+    assert not program(W[2], X).any()
+    with jax.default_matmul_precision("highest"):
+        getattr(program, look)(W[2], X)
+        np.testing.assert_allclose(program(W[2], X), exact(), atol=1e-5)
+    assert not program(W[2], X).any()
+
+
+@if_affected
 def test_a_function_that_raises_leaves_nothing_unchecked():
     program = _compile.jit(lambda x: jnp.zeros(3) + x)
     with pytest.raises(TypeError):
