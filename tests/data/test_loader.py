@@ -74,6 +74,21 @@ def test_batches_are_copies(tmp_path) -> None:
     np.testing.assert_array_equal(data, X)
 
 
+def test_arrays_changed_at_the_last_chunk_of_an_epoch_make_the_whole_next_epoch() -> None:
+    x = np.zeros(12, np.float32)
+    loader = ArrayLoader(x, 2)
+
+    @ft.every(steps=len(loader))
+    def change(event):
+        x[:] += 1
+
+    def step(state, batch):
+        return state, {"x": batch[0]}
+
+    _, history = ft.fit(0, step, loader, epochs=2, hooks=[change], fuse=4, verbose=0)
+    assert history.steps["x"].tolist() == [0] * 6 + [1] * 6
+
+
 def test_memory_mapped_data_stays_on_disk(tmp_path) -> None:
     np.save(tmp_path / "x.npy", X)
     loader = ArrayLoader(np.load(tmp_path / "x.npy", mmap_mode="r"), 10)
