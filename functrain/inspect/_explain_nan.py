@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,6 +14,7 @@ from jax.extend import core, source_info_util
 from jax.extend.core import primitives
 
 from functrain.common import _tree
+from functrain.common._checks import is_number
 from functrain.common._types import PyTree, traits_of
 from functrain.data._batch import require_batch
 from functrain.engine._guards import tracing_guards
@@ -94,8 +95,9 @@ def explain_nan(state: PyTree, step: Any, batch: PyTree) -> NotFinite | None:
 
     The step runs uncompiled, operation by operation, so it is slow, and a compiled program may
     round differently. The operation is the first whose output has NaN while its inputs have none,
-    and which led to the NaN in the result, so masks of infinities that do no harm are ignored. If
-    an infinity caused the NaN, `cause` is the operation that made the infinity.
+    and which led to the NaN in the result, so infinities that do no harm, such as those of masks,
+    are ignored. If an infinity caused the NaN, `cause` is the operation that made the infinity. An
+    infinity in the state or the batch is reported only if no operation made one, or NaN.
 
     Args:
       state: The state before the step, without metrics. Not changed.
@@ -120,14 +122,21 @@ def explain_nan(state: PyTree, step: Any, batch: PyTree) -> NotFinite | None:
     require_batch(batch)
     state = traits_of(step).wrap_state(state)
     # The leaves in the order of the step's arguments. jax would sort the keys of a plain dict.
-    leaves = list(_tree.leaves_with_path(OrderedDict(state=state, batch=batch)))
+    leaves = _tree.leaves_with_path(OrderedDict(state=state, batch=batch))
+    bad_inputs: dict[str, NotFinite] = {}
     for path, x in leaves:
+        x = np.asarray(x) if is_number(x) else x
         if kind := _bad_kind(x):
-            return NotFinite("input", _count_bad(x, kind), path)
+            bad_inputs.setdefault(kind, NotFinite("input", _count_bad(x, kind), path))
+    if "nan" in bad_inputs:
+        return bad_inputs["nan"]
     with tracing_guards(step):
         closed: Any = jax.make_jaxpr(step)(state, batch)
     culprit = _search(closed, jax.tree.leaves((state, batch)), ())
-    if culprit is None or culprit.out_of_range is None:
+    if culprit is None:
+        # Infinities may be meant, as that of the best loss so far.
+        return bad_inputs.get("inf")
+    if culprit.out_of_range is None:
         return culprit
     source = _find_leaf(culprit.out_of_range, batch)
     return dataclasses.replace(culprit, out_of_range=culprit.out_of_range._replace(leaf=source))
@@ -253,42 +262,62 @@ def _search_cond(
 def _search_scan(
     eqn: core.JaxprEqn, inputs: list[Any], within: tuple[str, ...]
 ) -> NotFinite | None:
-    length, body = eqn.params["length"], eqn.params["jaxpr"]
+    length, run = eqn.params["length"], core.jaxpr_as_fun(eqn.params["jaxpr"])
     consts, carry, xs = split_inputs(inputs, eqn)
-    iterations = range(length - 1, -1, -1) if eqn.params["reverse"] else range(length)
-    for i in iterations:
-        args = [*consts.values(), *carry.values(), *(x[i] for x in xs.values())]
-        outputs, culprit = _run_iteration(body, args, (*within, f"scan, iteration {i}"))
-        if culprit:
-            return culprit
-        carry = dict(zip(carry, outputs, strict=False))
-    return None
+
+    def iterations() -> Iterator[_Iteration]:
+        state = list(carry.values())
+        for i in range(length - 1, -1, -1) if eqn.params["reverse"] else range(length):
+            args = [*consts.values(), *state, *(x[i] for x in xs.values())]
+            outputs = run(*args)
+            yield _Iteration(f"scan, iteration {i}", args, outputs)
+            state = outputs[: len(carry)]
+
+    return _search_iterations(eqn.params["jaxpr"], iterations(), within)
 
 
 def _search_while(
     eqn: core.JaxprEqn, inputs: list[Any], within: tuple[str, ...]
 ) -> NotFinite | None:
-    condition, body = core.jaxpr_as_fun(eqn.params["cond_jaxpr"]), eqn.params["body_jaxpr"]
+    bodies = eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]
+    condition, run = map(core.jaxpr_as_fun, bodies)
     # The inputs are the constants of the condition, those of the body, and the carry.
     num_condition = eqn.params["cond_nconsts"]
     num_consts = num_condition + eqn.params["body_nconsts"]
-    carry = inputs[num_consts:]
-    for i in itertools.count():
-        if not condition(*inputs[:num_condition], *carry)[0]:
-            return None
-        args = [*inputs[num_condition:num_consts], *carry]
-        carry, culprit = _run_iteration(body, args, (*within, f"while, iteration {i}"))
-        if culprit:
-            return culprit
-    return None
+
+    def iterations() -> Iterator[_Iteration]:
+        carry = inputs[num_consts:]
+        for i in itertools.count():
+            if not condition(*inputs[:num_condition], *carry)[0]:
+                return
+            args = [*inputs[num_condition:num_consts], *carry]
+            carry = run(*args)
+            yield _Iteration(f"while, iteration {i}", args, carry)
+
+    return _search_iterations(bodies[1], iterations(), within)
 
 
-def _run_iteration(
-    body: Any, inputs: list[Any], within: tuple[str, ...]
-) -> tuple[list[Any], NotFinite | None]:
-    """Returns the outputs of one iteration, and the operation in it that made a bad value."""
-    outputs = core.jaxpr_as_fun(body)(*inputs)
-    return outputs, _search(body, inputs, within) if any(map(_bad_kind, outputs)) else None
+class _Iteration(NamedTuple):
+    """An iteration of a loop."""
+
+    name: str
+    inputs: list[Any]
+    outputs: list[Any]
+
+
+def _search_iterations(
+    body: Any, iterations: Iterable[_Iteration], within: tuple[str, ...]
+) -> NotFinite | None:
+    """Returns the operation that made the first NaN in the outputs of a body, or else infinity."""
+    infinity = None
+    for name, inputs, outputs in iterations:
+        kinds = set(map(_bad_kind, outputs))
+        if "nan" in kinds or ("inf" in kinds and infinity is None):
+            culprit = _search(body, inputs, (*within, name))
+            if culprit is not None and "nan" in kinds:
+                return culprit
+            infinity = infinity or culprit
+    return infinity
 
 
 # The functions that search the body of an equation. They return None if it made no bad value.

@@ -97,6 +97,19 @@ def test_loops_are_entered_to_the_round() -> None:
     assert (found.operation, found.within) == ("log", ("while, iteration 3",))
 
 
+def test_of_a_loop_the_round_of_the_nan_is_named_not_an_earlier_one_of_an_infinity() -> None:
+    def body(c: Any, x: Any) -> Any:
+        return c + jnp.exp(jnp.log(x)), jnp.log(x)
+
+    def step(state: Any, batch: Any) -> Any:
+        return jax.lax.scan(body, state, batch)[0], {}
+
+    found = ft.inspect.explain_nan(jnp.zeros(()), step, jnp.array([0.0, 1.0, -1.0]))
+    assert found is not None
+    assert (found.operation, found.bad_values) == ("log", "NaN in 1 of 1")
+    assert found.within == ("scan, iteration 2",)
+
+
 def test_of_a_cond_the_branch_is_named() -> None:
     def value(p: Any, x: Any) -> Any:
         return jnp.sum(jax.lax.cond(x[0] > 0, lambda p: p / 0.0, lambda p: p, p))
@@ -121,6 +134,22 @@ def test_what_came_in_is_named_by_its_path() -> None:
     state = state.replace(params=state.params.at[1].set(-jnp.inf))
     found = ft.inspect.explain_nan(state, step, {"image": jnp.ones(3)})
     assert (found.bad_values, found.location) == ("-inf in 1 of 3", "state/params")
+
+
+def test_an_infinity_that_is_meant_to_be_in_the_state_is_not_blamed_for_nan() -> None:
+    def step(state: Any, batch: Any) -> Any:
+        loss = jnp.sum(jnp.log(batch["x"]))
+        return jnp.minimum(state, loss), {"loss": loss}
+
+    mask = jnp.array([0.0, -jnp.inf])
+    found = ft.inspect.explain_nan(jnp.inf, step, {"x": jnp.array([-1.0]), "mask": mask})
+    assert found is not None
+    assert (found.operation, found.bad_values) == ("log", "NaN in 1 of 1")
+
+
+def test_a_number_that_is_nan_is_named_by_its_path() -> None:
+    found = ft.inspect.explain_nan({"w": 1.0}, lambda s, b: (s, {}), {"weight": np.nan})
+    assert found == ft.inspect.NotFinite("input", "NaN in 1 of 1", "batch/weight")
 
 
 @pytest.mark.parametrize(("label", "index"), [(4, 4), (-5, -1)])
