@@ -81,7 +81,8 @@ class Sample:
         # All processes call the hook, since `make` may compute on devices of all of them.
         if self.directory is not None and jax.process_index() == 0:
             for name, sample in self.latest.items():
-                _save(sample, self.directory / f"{name}-{event.step:08d}")
+                suffix = "txt" if isinstance(sample, str) else "png"
+                _save(sample, self.directory / f"{name}-{event.step:08d}.{suffix}")
 
 
 def _to_sample(x: Any, name: str) -> np.ndarray | str:
@@ -132,11 +133,11 @@ def _arrange_in_grid(pictures: np.ndarray) -> np.ndarray:
 def _save(sample: np.ndarray | str, path: pathlib.Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     if isinstance(sample, str):
-        path.with_suffix(".txt").write_text(sample, encoding="utf-8")
+        path.write_text(sample, encoding="utf-8")
     else:
         # Pillow expects grayscale pictures without an axis of channels.
         picture = sample[..., 0] if sample.shape[-1] == 1 else sample
-        _import_pillow().fromarray(picture).save(path.with_suffix(".png"))
+        _import_pillow().fromarray(picture).save(path)
 
 
 def _import_pillow() -> Any:

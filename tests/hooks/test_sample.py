@@ -33,6 +33,15 @@ def test_pictures_are_written_on_a_schedule_and_read_by_pillow(tmp_path) -> None
     assert hook.latest["words"] == "grün"
 
 
+def test_a_name_with_a_dot_is_kept_in_the_names_of_the_files(tmp_path) -> None:
+    samples = {"lr0.1": np.eye(2), "top.k": "words"}
+    fit(ft.hooks.Sample(lambda state: samples, every=ft.at(3, 5), directory=tmp_path))
+    assert {path.name for path in tmp_path.iterdir()} == {
+        *("lr0.1-00000003.png", "lr0.1-00000005.png"),
+        *("top.k-00000003.txt", "top.k-00000005.txt"),
+    }
+
+
 def test_it_sees_the_state_of_its_step() -> None:
     seen = []
     hook = ft.hooks.Sample(lambda state: seen.append(int(state.step)) or "", every=ft.at(5, 33))
