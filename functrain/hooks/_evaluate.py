@@ -1,5 +1,6 @@
 """Evaluation during training."""
 
+from collections.abc import Iterable
 from typing import Any
 
 from functrain.common import _repr
@@ -26,7 +27,8 @@ class Evaluate:
       data: The data to evaluate on, as for `functrain.evaluate`.
       every: A number of steps, or a trigger such as ``ft.every(seconds=60)``. The end of each epoch
         by default.
-      prefix: The prefix of the names of the values.
+      prefix: The prefix of the names of the values. Evaluations that are due at the same event need
+        different ones.
       fuse: Batches per program.
       rewrites: As for `functrain.evaluate`.
       sharding: The sharding of one batch, as for `functrain.evaluate`.
@@ -35,7 +37,7 @@ class Evaluate:
     Raises:
       TypeError: The step has no metrics, or trains.
       ValueError: The loader drops examples, or `every` counts seconds although the devices belong
-        to several processes.
+        to several processes; or (in `fit`) another value of the event has the name of one of these.
 
     Examples:
       >>> import jax.numpy as jnp, numpy as np, optax
@@ -107,4 +109,13 @@ class Evaluate:
         if not self._has_warned:
             active = active_members(event.state, self.step)
             self._has_warned = warn_of_loss(values, active)
-        event.values |= {f"{self.prefix}{name}": value for name, value in values.items()}
+        prefixed = {f"{self.prefix}{name}": value for name, value in values.items()}
+        self.require_new(prefixed, event.values)
+        event.values |= prefixed
+
+    def require_new(self, names: Iterable[str], earlier: Iterable[str]) -> None:
+        """Raises ValueError if an evaluation would replace earlier values of an event."""
+        clashes = sorted(set(names).intersection(earlier))
+        expected = f"one that gives names other than {clashes}, which the event has already"
+        advice = "Give each evaluation its own, such as Evaluate(step, data, prefix='test_')."
+        require(not clashes, "prefix", expected, self.prefix, advice)

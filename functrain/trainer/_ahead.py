@@ -43,7 +43,7 @@ def look_ahead(
     *,
     can_trace: bool,
 ) -> None:
-    """Traces each evaluation with its first batch, and checks the names of monitored values.
+    """Traces each evaluation with its first batch, and checks the names of values.
 
     Nothing is computed. If the data can be iterated only once, the first evaluation continues the
     pass whose first batch was fetched here.
@@ -58,21 +58,29 @@ def look_ahead(
         explicit axes.
 
     Raises:
-      ValueError: There is no data to evaluate on, or no log, metric or evaluation has the name of a
-        monitored value. Names are not checked if a hook is a function, which may add any value.
+      ValueError: There is no data to evaluate on, two values have one name, or no log, metric or
+        evaluation has the name of a monitored value. Monitored names are not checked if a hook is a
+        function, which may add any value.
       TypeError: The value of a metric is not a scalar.
       Exception: Whatever tracing an evaluation raises.
     """
     # Most fits need no shapes of the state.
     abstract_state = functools.cache(lambda: jax.eval_shape(_tree.copy, state))
     names = {"loss", *(_metric_names(step) if isinstance(step, MeteredStep) else ())}
+    # A step without metrics may report no loss, so its names are unknown here.
+    names_of_epochs = names.copy() if isinstance(step, MeteredStep) else set()
     knows_all_names = True
     missing: list[str] = []
     is_population = traits_of(step).is_population
     for hook in hooks:
         if isinstance(hook, Evaluate):
             _require_evaluation(abstract_state, hook, can_trace)
-            names |= {hook.prefix + name for name in _metric_names(hook.step)}
+            evaluated = {hook.prefix + name for name in _metric_names(hook.step)}
+            # Others are due within epochs: names that clash are found when two are due together.
+            if getattr(hook.every, "epochs", None):
+                hook.require_new(evaluated, names_of_epochs)
+                names_of_epochs |= evaluated
+            names |= evaluated
         knows_all_names &= isinstance(hook, (Evaluate, *_ADD_NO_VALUES))
         if isinstance(hook, EarlyStopping) and knows_all_names:
             if hook.of_members != is_population:

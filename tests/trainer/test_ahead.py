@@ -134,6 +134,21 @@ def test_a_value_that_somebody_provides_can_be_watched(tmp_path) -> None:
     assert all(hook.best_step is not None for hook in watching)
 
 
+@pytest.mark.parametrize(("prefix", "name"), [("val_", "val_accuracy"), ("", "accuracy")])
+def test_an_evaluation_that_would_replace_a_value_is_refused(prefix, name) -> None:
+    fit = Fit(accuracy=ft.metrics.accuracy())
+    how = {"eval_data": LOADER, "eval_step": EVAL}
+    words = rf"prefix: expected one that gives names other than \['{name}'.*prefix='test_'"
+    with pytest.raises(ValueError, match=words) as error:
+        fit(**how, hooks=[ft.hooks.Evaluate(EVAL, LOADER, prefix=prefix)])
+    assert not hasattr(error.value, "fit_result")  # raised before the first step
+    often = [ft.hooks.Evaluate(EVAL, LOADER, every=n, prefix="val_") for n in (2, 3)]
+    fit(**how, hooks=often, epochs=1)  # steps 2 and 3, and the end of the epoch
+    with pytest.raises(ValueError, match=words.replace(name, "val_accuracy")) as error:
+        fit(**how, hooks=often)
+    assert error.value.fit_result.state.step == 6
+
+
 def test_a_value_may_come_from_a_function_of_the_user_s() -> None:
     def add(event):
         event.values["score"] = 1.0
