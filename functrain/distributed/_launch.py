@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import IO
 
 _POLL_INTERVAL = 0.05  # seconds
@@ -52,14 +52,30 @@ def _parser() -> argparse.ArgumentParser:
         "functrain.distributed.initialize() first.",
     )
     add = parser.add_argument
-    add("-n", "--processes", type=int, required=True, help="number of processes")
-    add("--restarts", type=int, default=3, help="restarts of all processes after one dies (3)")
-    add("--grace", type=float, default=60.0, help="seconds to save in after SIGTERM (60)")
-    add("--cpu-devices", type=int, help="CPU devices that each process simulates, for tests")
+    count = _at_least(1, int)
+    add("-n", "--processes", type=count, required=True, help="number of processes")
+    help_text = "restarts of all processes after one dies (3)"
+    add("--restarts", type=_at_least(0, int), default=3, help=help_text)
+    help_text = "seconds to save in after SIGTERM (60)"
+    add("--grace", type=_at_least(0, float), default=60.0, help=help_text)
+    add("--cpu-devices", type=count, help="CPU devices that each process simulates, for tests")
     add("--bind", action="store_true", help="give each process its own CPU cores (Linux)")
     add("script", help="a Python file")
     add("arguments", nargs=argparse.REMAINDER, help="its arguments")
     return parser
+
+
+def _at_least(minimum: int, kind: type[int] | type[float]) -> Callable[[str], float]:
+    """Returns a function that converts an argument to a number, and refuses smaller ones."""
+
+    def convert(text: str) -> float:
+        with contextlib.suppress(ValueError):
+            if (number := kind(text)) >= minimum:
+                return number
+        noun = "an integer" if kind is int else "a number"
+        raise argparse.ArgumentTypeError(f"expected {noun} of at least {minimum}, got {text!r}")
+
+    return convert
 
 
 def _run(options: argparse.Namespace, signals: list[int]) -> int:
@@ -68,31 +84,26 @@ def _run(options: argparse.Namespace, signals: list[int]) -> int:
     with socket.socket() as free_socket:
         free_socket.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free_socket.getsockname()[1]}"
-    processes, readers, statuses = list[subprocess.Popen[str]](), [], []
-    for number in range(options.processes):
-        processes.append(_start(options, address, number))
-    for number, process in enumerate(processes):
-        if process.stdout:
-            readers.append(_prefix_lines(process.stdout, number))
+    processes, readers = list[subprocess.Popen[str]](), []
     try:
+        for number in range(options.processes):
+            processes.append(_start(options, address, number))
+        for number, process in enumerate(processes):
+            if process.stdout:
+                readers.append(_prefix_lines(process.stdout, number))
         first_failed = _wait_for_failure(processes, signals, options.grace)
         if first_failed is not None:
             _terminate(processes)
     finally:
-        # A process that waits for a peer within a computation reacts to no other signal.
-        for process in processes:
-            process.kill()
-        for process in processes:
-            process.wait()
-            statuses.append(_exit_status(process))
+        statuses = _kill(processes)
         for reader in readers:
             reader.join(_KILL_DELAY)
-    if signal.SIGTERM in signals:
-        return _TERMINATED
+    expected = (0, _TERMINATED) if signal.SIGTERM in signals else (0,)
     if first_failed is None:  # all of them may have ended between two polls
-        first_failed = next((i for i, status in enumerate(statuses) if status), 0)
-    if statuses[first_failed]:
-        _print(f"process {first_failed} ended with {statuses[first_failed]}")
+        first_failed = next((i for i, x in enumerate(statuses) if x not in expected), None)
+    if first_failed is None:
+        return expected[-1]
+    _print(f"process {first_failed} ended with {statuses[first_failed]}")
     return statuses[first_failed]
 
 
@@ -125,6 +136,19 @@ def _terminate(processes: Sequence[subprocess.Popen[str]]) -> None:
         time.sleep(_POLL_INTERVAL)
 
 
+def _kill(processes: Sequence[subprocess.Popen[str]]) -> list[int]:
+    """Kills processes that still run; returns all exit statuses, of those the one of SIGTERM."""
+    # A process that waits for a peer within a computation reacts to no other signal.
+    running = [process for process in processes if process.poll() is None]
+    statuses = []
+    for process in running:
+        process.kill()
+    for process in processes:
+        process.wait()
+        statuses.append(_TERMINATED if process in running else _exit_status(process))
+    return statuses
+
+
 def _any_is_running(processes: Sequence[subprocess.Popen[str]]) -> bool:
     return any(process.poll() is None for process in processes)
 
@@ -147,6 +171,7 @@ def _start(options: argparse.Namespace, address: str, number: int) -> subprocess
         stdout=None if number == 0 else subprocess.PIPE,
         stderr=None if number == 0 else subprocess.STDOUT,
         text=True,
+        errors="replace",
     )
     # Before the process starts threads, which inherit its cores.
     if options.bind:
@@ -173,10 +198,13 @@ def _prefix_lines(lines: IO[str], number: int) -> threading.Thread:
     """Prints the lines of a process with its number, in a thread."""
 
     def print_lines() -> None:
+        encoding = sys.stdout.encoding or "utf-8"
         with lines:
             for line in lines:
+                # An error here would close the pipe, and so end the process that writes to it.
+                text = f"[{number}] {line}".encode(encoding, "replace").decode(encoding)
                 # In one call, because the threads of other processes write, too.
-                sys.stdout.write(f"[{number}] {line}")
+                sys.stdout.write(text)
                 sys.stdout.flush()
 
     reader = threading.Thread(target=print_lines, daemon=True)

@@ -6,6 +6,7 @@ import pathlib
 import signal
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -152,6 +153,60 @@ def test_who_does_not_end_after_sigterm_is_killed(tmp_path) -> None:
     _, err = process.communicate(timeout=30)
     assert process.returncode == 143
     assert "not ended within 0.2 s of SIGTERM" in err
+
+
+def test_one_that_fails_after_sigterm_gives_its_status(tmp_path) -> None:
+    path = script(
+        tmp_path,
+        f"import signal\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(143 - 142 * int(own)))\n"
+        f"{READY}\ntime.sleep(60)",
+    )
+    process = launched(path)
+    assert process.stdout is not None
+    for _ in range(2):
+        process.stdout.readline()
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 1
+    assert err == "functrain.launch: process 1 ended with 1\n"
+
+
+def test_bytes_that_are_no_text_and_text_that_the_output_lacks_are_replaced(
+    tmp_path, monkeypatch
+) -> None:
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    write = "sys.stdout.buffer.write(b'\\xff \\xc3\\xa9\\n'); print('after')"
+    out, err = launched(script(tmp_path, f"if own == '1': {write}")).communicate(timeout=60)
+    assert (out, err) == ("[1] ? ?\n[1] after\n", "")
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "minimum"),
+    [("-n", 0, 1), ("--restarts", -1, 0), ("--grace", "nan", 0), ("--cpu-devices", "two", 1)],
+)
+def test_a_number_that_makes_no_sense_is_refused_with_the_option(
+    capsys, option, value, minimum
+) -> None:
+    with pytest.raises(SystemExit):
+        _launch.main(["-n", "2", f"{option}={value}", __file__])
+    kind = "a number" if option == "--grace" else "an integer"
+    said = f"{option}: expected {kind} of at least {minimum}, got '{value}'"
+    assert said in capsys.readouterr().err.replace("-n/--processes", "-n")
+
+
+def test_if_one_cannot_be_started_the_others_are_ended(tmp_path, monkeypatch) -> None:
+    started, start = [], _launch._start
+
+    def start_one(*arguments: Any) -> subprocess.Popen[str]:
+        if started:
+            raise OSError("no more processes")
+        started.append(start(*arguments))
+        return started[0]
+
+    monkeypatch.setattr(_launch, "_start", start_one)
+    with pytest.raises(OSError, match="no more processes"):
+        _launch.main(["-n", "2", str(script(tmp_path, "time.sleep(60)"))])
+    assert started[0].returncode is not None
 
 
 @pytest.mark.parametrize(
