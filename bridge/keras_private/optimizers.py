@@ -13,10 +13,24 @@ def learning_rate(optimizer: Any) -> Any:
     """Returns the schedule or function that gives an optimizer its learning rate, else None.
 
     Reads `Optimizer._learning_rate`; checked with Keras 3.15.1. The public `learning_rate` calls
-    the schedule. Without it a user's schedule would have to be serializable to be used.
+    the schedule.
     """
     rate = getattr(optimizer, "_learning_rate", None)
     return None if isinstance(rate, keras.Variable) or not callable(rate) else rate
+
+
+def settings(optimizer: Any) -> dict[str, Any]:
+    """Returns an optimizer's `get_config`, with any number instead of a schedule or function.
+
+    Sets `Optimizer._learning_rate` of a copy; checked with Keras 3.15.1. Without it a user's
+    schedule would have to be serializable to be used.
+    """
+    if learning_rate(optimizer) is None:
+        return dict(optimizer.get_config())
+    # `copy.copy` would pickle the optimizer, and the schedule with it.
+    copy = object.__new__(type(optimizer))
+    vars(copy).update(vars(optimizer), _learning_rate=0.0)
+    return dict(copy.get_config())
 
 
 def optimizer_map(optimizer: Any) -> Any:

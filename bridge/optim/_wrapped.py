@@ -228,8 +228,8 @@ def _copy_unbuilt(optimizer: Any, stand_ins: Mapping[int, Any]) -> Any:
     if isinstance(optimizer, keras.optimizers.MultiOptimizer):
         return _copy_multi_optimizer(optimizer, stand_ins)
     rate = keras_private.optimizers.learning_rate(optimizer)
-    settings = optimizer.get_config()
-    # A schedule has no state, so both optimizers may use it. Only some can be serialized.
+    settings = keras_private.optimizers.settings(optimizer)
+    # A schedule has no state, so both optimizers may use it.
     if rate is not None:
         settings["learning_rate"] = rate
         if not isinstance(rate, keras.optimizers.schedules.LearningRateSchedule):

@@ -19,6 +19,17 @@ def test_learning_rate_of_an_optimizer_is_its_schedule_or_function():
     assert keras_private.optimizers.learning_rate(keras.optimizers.SGD(0.1)) is None
 
 
+def test_settings_have_no_learning_rate_that_is_a_schedule():
+    schedule = keras.optimizers.schedules.CosineDecay(0.1, 10)
+    optimizer = keras.optimizers.SGD(schedule, momentum=0.9)
+    settings = keras_private.optimizers.settings(optimizer)
+    assert settings == {**optimizer.get_config(), "learning_rate": settings["learning_rate"]}
+    assert isinstance(settings["learning_rate"], float)
+    assert keras_private.optimizers.learning_rate(optimizer) is schedule
+    plain = keras.optimizers.SGD(0.1)
+    assert keras_private.optimizers.settings(plain) == plain.get_config()
+
+
 def test_optimizer_map_is_what_a_multi_optimizer_was_given():
     chosen = keras.optimizers.OptimizerMap(keras.optimizers.SGD(0.1))
     assert keras_private.optimizers.optimizer_map(keras.optimizers.MultiOptimizer(chosen)) is chosen

@@ -302,6 +302,21 @@ def test_a_step_trains_through_it_and_shows_its_learning_rate():
     assert np.all(logs["learning_rate"] == 0.25)
 
 
+class Unserializable(K.schedules.LearningRateSchedule):
+    def __call__(self, step):
+        return 0.5 / (step + 1)
+
+
+@pytest.mark.parametrize("native", [False, True])
+def test_a_schedule_need_not_be_serializable(native):
+    tx = bridge.optimizer(K.SGD(Unserializable()), native=native)
+    params = {"w": jnp.ones(3)}
+    updates, state = tx.update(params, tx.init(params), params)
+    np.testing.assert_array_equal(updates["w"], -0.5)
+    updates, state = tx.update(params, state, params)
+    np.testing.assert_array_equal(updates["w"], -0.25)
+
+
 def test_a_loss_scaled_by_hand_says_so():
     tx = bridge.optimizer(K.LossScaleOptimizer(K.SGD(0.5)))
     params = {"w": jnp.ones(3)}
