@@ -94,11 +94,19 @@ def place_batch(batch: PyTree, sharding: NamedSharding | None) -> PyTree:
 
 
 def _put(batches: PyTree, sharding: NamedSharding) -> PyTree:
+    shardings = jax.tree.map(lambda x: _leaf_sharding(x.shape, sharding), batches)
     if sharding.is_fully_addressable:
-        return jax.device_put(batches, sharding)
+        return jax.device_put(batches, shardings)
     # `device_put` compares the values among all processes each time; `chunk_placer` has compared
     # the first chunk.
-    return jax.tree.map(lambda x: _put_shards(x, sharding), batches)
+    return jax.tree.map(_put_shards, batches, shardings)
+
+
+def _leaf_sharding(shape: tuple[int, ...], sharding: NamedSharding) -> NamedSharding:
+    """Returns a sharding without the axes that a leaf lacks, such as labels `[B]` of sequences."""
+    spec = sharding.spec[: len(shape)]
+    is_whole = len(spec) == len(sharding.spec)
+    return sharding if is_whole else NamedSharding(sharding.mesh, PartitionSpec(*spec))
 
 
 def chunk_shapes(batch: PyTree, k: int, sharding: NamedSharding | None) -> PyTree:
@@ -106,7 +114,9 @@ def chunk_shapes(batch: PyTree, k: int, sharding: NamedSharding | None) -> PyTre
     chunked = None if sharding is None else _chunk_sharding(sharding)
 
     def add_axis(x: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((k, *x.shape), x.dtype, sharding=chunked)
+        shape = (k, *x.shape)
+        leaf_sharding = None if chunked is None else _leaf_sharding(shape, chunked)
+        return jax.ShapeDtypeStruct(shape, x.dtype, sharding=leaf_sharding)
 
     chunk = jax.tree.map(add_axis, _tree.shapes(batch))
     if sharding is not None and chunked is not None:
@@ -209,7 +219,7 @@ def _require_even_shards(
     lines = []
     for path, x in _tree.leaves_with_path(batches):
         try:
-            sharding.shard_shape(x.shape)
+            _leaf_sharding(x.shape, sharding).shard_shape(x.shape)
         except ValueError:
             lines.append(f"{path}: {_tree.spec(x)}")
     require_no_problems(

@@ -216,6 +216,23 @@ def test_the_last_of_a_list_of_batches_is_looked_at_as_well() -> None:
         ft.run(create(), STEP, batches, sharding=at("data"))
 
 
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_leaves_that_lack_axes_of_the_sharding_are_divided_along_those_they_have(kind) -> None:
+    devices = jax.make_mesh((1, 2), ("data", "sequence"), axis_types=(kind, kind))
+    sharding = NamedSharding(devices, PartitionSpec("data", "sequence"))
+    batches = [{"x": X[i : i + 8], "y": Y[i : i + 8], "scale": np.float32(i)} for i in (0, 8)]
+
+    def step(total: Any, batch: Any) -> Any:
+        rows = batch.get("scale", 1) * batch["x"].sum(1) + batch["y"]
+        return total + rows.sum(), {}
+
+    start = jnp.zeros(())
+    expected = ft.fit(start, step, batches, verbose=0).state
+    found = ft.fit(start, step, batches, sharding=sharding, verbose=0).state
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    assert ft.inspect.memory(start, step, {"x": X, "y": Y}, sharding=sharding).state == 4
+
+
 def test_a_mesh_of_one_axis_and_a_spec_within_a_mesh_say_enough() -> None:
     how: Any = {"fuse": 2, "verbose": 0}
     expected = ft.fit(create(), STEP, loader(), sharding=at("data"), **how).state

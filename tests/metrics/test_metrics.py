@@ -171,6 +171,12 @@ def test_labels_of_another_shape_are_refused() -> None:
         metric.update(metric.init(), (None, np.zeros(3, int)), np.zeros((4, 2)), None)
 
 
+def test_labels_whose_axes_are_in_another_order_are_refused() -> None:
+    metric = ft.metrics.mean_squared_error()
+    with pytest.raises(ValueError, match=r"expected the shape of outputs \(2, 3, 4, 5\), got \(2, 5"):
+        metric.update(metric.init(), (None, np.ones((2, 5, 3, 4))), jnp.ones((2, 3, 4, 5)), None)
+
+
 def top_k_in_float64(k, outputs, labels):
     """By counting: a hit if the label is a class, its score a number, and fewer than k beat it."""
     hits = []
