@@ -158,8 +158,8 @@ def _reshape_labels(y: jax.Array, outputs: jax.Array) -> jax.Array:
       ValueError: The shapes differ otherwise.
     """
     y = jnp.asarray(y)
-    # Without this check [B] and [B, 1] would be broadcast to [B, B], and labels [B, C, H, W] compared
-    # with the wrong outputs [B, H, W, C].
+    # Without this check [B] and [B, 1] would be broadcast to [B, B], and the elements of labels
+    # [B, C, H, W] would be compared with others of outputs [B, H, W, C].
     without_ones, expected_axes = ([n for n in x.shape if n != 1] for x in (y, outputs))
     is_compatible = without_ones == expected_axes and y.shape[:1] == outputs.shape[:1]
     require(is_compatible, "labels", f"the shape of outputs {outputs.shape}", y.shape)
