@@ -36,7 +36,8 @@ def predict_step(step: Step[Any], *, combine: Combine = "mean", block: Block = "
 
     Raises:
       TypeError: `step` is not a predict step.
-      ValueError: `combine` or `block` is not one of those.
+      ValueError: `combine` or `block` is not one of those; or (when traced) there are no classes to
+        vote for.
 
     Examples:
       >>> import functrain as ft, numpy as np
@@ -70,6 +71,11 @@ def predict_step(step: Step[Any], *, combine: Combine = "mean", block: Block = "
 
 
 def _vote(x: jax.Array) -> jax.Array:
+    # With one score per example, argmax is always 0.
+    has_classes = x.ndim >= 3 and x.shape[-1] >= 2
+    expected = "outputs [N, B, ..., C] with scores of at least two classes for 'vote'"
+    advice = "For one score per example: combine=lambda scores: (scores > 0).mean(0) > 0.5."
+    require(has_classes, "combine", expected, x, advice)
     # argmax returns the first of equal counts, so the smaller class wins a tie.
     votes = jax.nn.one_hot(jnp.argmax(x, -1), x.shape[-1]).sum(0)
     return jnp.argmax(votes, -1)

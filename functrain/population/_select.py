@@ -59,7 +59,7 @@ def resample(
 
     Args:
       population: The population.
-      values: One value for each member, `[N]`. NaN is worst.
+      values: One value for each member, `[N]`. NaN is worst, and never copied.
       key: A typed key `key[]`; fold the step into it: ``jax.random.fold_in(key, event.step)``.
       mode: ``"min"`` if small values are better, ``"max"`` if large ones are.
       fraction: The fraction of the members that is replaced, and of those that are copied: at
@@ -73,7 +73,8 @@ def resample(
 
     Raises:
       ValueError: `values` does not have one value for each member, all are NaN, `mode` or
-        `fraction` is invalid, or a hyperparameter is not in the state.
+        `fraction` is invalid, a hyperparameter is not in the state, or an integer one has factors
+        that are not integers.
 
     Examples:
       >>> import functrain as ft, jax, jax.numpy as jnp
@@ -88,7 +89,9 @@ def resample(
     require(0 < fraction <= 0.5 and members >= 2, "fraction", expected, fraction)
     count = max(1, int(members * fraction))
     sources = np.arange(members)
-    best, worst = ranking[:count], ranking[-count:]
+    # A member whose value is NaN is never copied, even if fewer than `count` others are left.
+    has_value = ~np.isnan(np.asarray(values, np.float64))
+    best, worst = ranking[: min(count, has_value.sum())], ranking[-count:]
     # fold_in keeps this draw apart from those of the perturbations, which fold in 1, 2, ...
     sources[worst] = np.asarray(jax.random.choice(jax.random.fold_in(key, 0), best, (count,)))
 
@@ -120,6 +123,11 @@ def _perturb_copies(
     for i, (name, paths) in enumerate(sorted(matching_paths(population, perturb).items())):
         for path in paths:
             leaf = leaves[path]
+            # In the dtype of an integer leaf, fractions would be rounded down, often to 0.
+            are_integers = np.issubdtype(np.asarray(perturb[name]).dtype, np.integer)
+            expected = f"integers as factors of {_tree.strong_spec(leaf)}"
+            is_valid = are_integers or jnp.issubdtype(leaf.dtype, jnp.inexact)
+            require(is_valid, f"perturb[{name!r}]", expected, perturb[name])
             factors = jnp.asarray(perturb[name], leaf.dtype)
             drawn = jax.random.choice(jax.random.fold_in(key, i + 1), factors, (len(is_copy),))
             factor = jnp.where(is_copy, drawn, 1).astype(leaf.dtype)

@@ -47,6 +47,13 @@ def test_a_vote_takes_the_class_of_most_and_the_smaller_of_two() -> None:
     np.testing.assert_array_equal(found, [1, 0, 0, 3])
 
 
+@pytest.mark.parametrize("outputs", [jnp.ones((2, 1)), jnp.ones(2)])
+def test_a_vote_without_classes_is_refused(outputs) -> None:
+    step = P.predict_step(lambda state, x: (state, outputs), combine="vote")
+    with pytest.raises(ValueError, match=r"combine: expected outputs \[N, B, ..., C\] with scores"):
+        ft.predict(P.stack([0.0, 1.0]), step, [np.ones(2)])
+
+
 def test_the_best_member_comes_out_as_it_is() -> None:
     made = population()
     assert bits(P.select(made, [0.2, 0.1, np.nan], mode="min")) == bits(alone(1))
@@ -75,6 +82,8 @@ def test_copies_of_the_best_replace_the_worst_and_keep_their_own_keys() -> None:
             assert new.states["w"][i].tolist() == [source] * 2
             assert bool(new.active[i]) == (source != 3)
         assert bits(new.states["rng"]) == bits(made.states["rng"])
+        one_left = P.resample(made, [np.nan] * 7 + [1], jax.random.key(seed), mode="min")
+        assert sorted(one_left.states["n"].tolist()) == [0, 1, 2, 3, 4, 7, 7, 7]
     largest = P.resample(made, by, KEY, mode="max", fraction=0.5)
     assert set(largest.states["n"].tolist()) <= {0, 1, 4, 5}
 

@@ -169,6 +169,8 @@ def test_values_to_select_by_are_one_a_member() -> None:
         P.resample(make(), np.ones(3), KEY, mode="min", fraction=0.75)
     with pytest.raises(ValueError, match="the name of a leaf"):
         P.resample(make(), np.ones(3), KEY, mode="min", perturb={"decay": (0.5, 2)})
+    with pytest.raises(ValueError, match=r"perturb.*integers as factors of int32\[3\], got \(0.8"):
+        P.resample(make(), np.ones(3), KEY, mode="min", perturb={"model_state/seen": (0.8, 2)})
 
 
 def watched(**how):
