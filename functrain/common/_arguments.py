@@ -59,6 +59,7 @@ def argument_advice(
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
         kinds = [p.kind for p in parameters(function).values()]
+        first = next(iter(parameters(function)))
         name = function.__qualname__.removesuffix(".__init__")
         # `self` is not an argument to the caller, so it is not counted.
         is_method = name != function.__qualname__
@@ -66,8 +67,8 @@ def argument_advice(
 
         @functools.wraps(function)
         def checked(*args: P.args, **kwargs: P.kwargs) -> T:
-            if args and check_first is not None:
-                check_first(args[0])
+            if check_first is not None and (args or first in kwargs):
+                check_first(args[0] if args else kwargs[first])
             count = len(args) - is_method
             if count > max_count:
                 plural = "s" * (max_count != 1)

@@ -30,6 +30,11 @@ def test_a_keras_model_is_sent_to_the_bridge_whatever_comes_with_it(args, kwargs
         ft.fit(KERAS, *args, **kwargs)
 
 
+def test_a_state_passed_by_its_name_is_looked_at_first_too() -> None:
+    with pytest.raises(TypeError, match=r"got the Keras model Seq.*bridge\.fit\(model, x, y\)"):
+        ft.fit(state=KERAS, step=STEP, data=X)
+
+
 @pytest.mark.parametrize(
     ("name", "hint"),
     [
