@@ -1,5 +1,6 @@
 """`jax.jit` for every program of functrain, which avoids known miscompilations of XLA."""
 
+import contextlib
 import functools
 import os
 import re
@@ -103,9 +104,9 @@ class CheckedJit:
     """A jitted function whose programs are checked before they run, for affected jaxlibs.
 
     On one device, a program that has run once costs nothing more: `jax.jit` finds it in its cache.
-    `jax.jit` traces the function only for new shapes, and tracing raises `_UncheckedError` until
-    the program has been checked. With several devices, jax compiles for a new sharding without
-    tracing again, so each call looks up whether its signature was checked.
+    `jax.jit` traces the function only for new shapes and contexts, and tracing raises
+    `_UncheckedError` until the program has been checked. With several devices, jax compiles for a
+    new sharding without tracing again, so each call looks up whether its signature was checked.
     """
 
     def __init__(self, function: Callable[..., Any], options: dict[str, Any]) -> None:
@@ -129,37 +130,44 @@ class CheckedJit:
 
     def __call__(self, *args: Any) -> Any:
         """Runs the program, after a check before its first run."""
-        was_retraced = False
         # The first signature is checked without this attempt: after an exception from its trace,
         # jax dispatches a signature in Python from then on (0.2 ms more per call of a small MLP).
         may_run_at_once = self._choices and not (self._has_miscompiled or self._unchecked)
         if may_run_at_once and jax.device_count() == 1:
-            try:
+            with contextlib.suppress(_UncheckedError):
                 return self._jitted(*args)
-            except _UncheckedError:
-                was_retraced = True
-        return self._allow_tracing(self._choose(args, was_retraced=was_retraced), *args)
+        return self._use("__call__", args)
 
     def lower(self, *args: Any) -> Any:
         """Lowers the program that a call would run; it is compiled for the check."""
-        return self._allow_tracing(self._choose(args).lower, *args)
+        return self._use("lower", args)
 
     def trace(self, *args: Any) -> Any:
         """Traces the program that a call would run; it is compiled for the check."""
-        return self._allow_tracing(self._choose(args).trace, *args)
+        return self._use("trace", args)
 
     def eval_shape(self, *args: Any) -> Any:
         """Returns the shapes of the results without compiling."""
         return self._transformed.eval_shape(*args)
 
-    def _choose(self, args: tuple[Any, ...], *, was_retraced: bool = False) -> Any:
+    def _use(self, method: str, args: tuple[Any, ...]) -> Any:
+        """Calls a method of the `jax.jit` object that computes the right numbers."""
+        choice = self._choose(args)
+        if choice is self._jitted:
+            try:
+                return getattr(choice, method)(*args)
+            except _UncheckedError:
+                # The check of this signature was made in another context, such as another matmul
+                # precision, for which jax traces again. A remedy is right in every context.
+                choice = self._choose(args, again=True)
+        return self._allow_tracing(getattr(choice, method), *args)
+
+    def _choose(self, args: tuple[Any, ...], *, again: bool = False) -> Any:
         """Returns the `jax.jit` object that computes the right numbers for these arguments.
 
         Args:
           args: Arrays, or their shapes.
-          was_retraced: True if jax has just traced these arguments. An earlier check of the same
-            signature does not count then: it was made in another context, such as another matmul
-            precision.
+          again: True checks a signature that has been checked before.
         """
         # jax defines its flags at run time, so type checkers do not know them.
         is_disabled = jax.config.jax_disable_jit  # type: ignore[attr-defined]
@@ -168,9 +176,12 @@ class CheckedJit:
         if is_disabled or _is_transformed(leaves) or platform_of(leaves) != "cpu":
             return self._transformed
         signature = structure, tuple(map(_leaf_signature, leaves))
-        if was_retraced or signature not in self._choices:
-            self._choices[signature] = self._check(signature, args)
-        return self._choices[signature]
+        choice = None if again else self._choices.get(signature)
+        if choice is None:
+            # If the check is interrupted, an earlier one in another context must not count.
+            self._choices.pop(signature, None)
+            choice = self._choices[signature] = self._check(signature, args)
+        return choice
 
     def _check(self, signature: Any, args: tuple[Any, ...]) -> Any:
         """Compiles and inspects the program; returns the `jax.jit` object to run it with."""
