@@ -190,7 +190,9 @@ class LogsReady(_Positioned):
 class EpochEnd(Event):
     """An epoch is over; `metrics()` are those of the whole epoch.
 
-    The position is still that of the epoch that has ended, after all of its batches.
+    The position is still that of the epoch that has ended, after all of its batches. The first
+    chunk of the next epoch has been made already if the data are a loader: a change of the loader's
+    arrays in place reaches that epoch from its second chunk on.
 
     Examples:
       >>> EpochEnd(position=Position(step=20, epoch=1, batch=10), state=()).metrics()
