@@ -242,6 +242,7 @@ def cost(
             overlapped.add(instruction.opcode.removesuffix("-start"))
     k, chip = program.k, program.chip
     flops = product_flops(step, program)
+    # Without a clock, no layer has a time.
     clock = chip.clock_hz or math.inf
     # In a loop of unknown length, which a CPU has, every instruction was counted once.
     steps = k if prefers_static_length(platform_of(program.carry)) else 1
@@ -250,7 +251,7 @@ def cost(
     layers.sort(key=lambda layer: (layer.seconds, layer.kernels), reverse=True)
     total_cycles, total_kernels = (sum(x.values()) / steps for x in (cycles, kernels))
     devices = _device_count(program.carry)
-    if total_cycles:
+    if total_cycles and chip.clock_hz:
         seconds, basis = total_cycles / clock, "the TPU compiler's cycles"
     else:
         seconds, basis = _roofline(chip, flops / devices, moved / steps, total_kernels)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -235,6 +236,21 @@ def test_the_roofline_is_that_of_the_targets_chip() -> None:
     assert unknown.basis == "nothing: the speed of the device is unknown"
     assert "nan" not in str(unknown)
     assert repr(unknown).startswith("Cost(unknown a step on ")
+
+
+def test_cycles_of_a_chip_without_a_clock_are_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    copy = '  ROOT %copy.1 = f32[8]{0} copy(%x), backend_config={"estimated_cycles":"99"}'
+    text = f"ENTRY %main (x: f32[8]) -> f32[8] {{\n{copy}\n}}\n"
+    made = types.SimpleNamespace(as_text=lambda: text)
+    monkeypatch.setattr("functrain.inspect._cost.compile_program", lambda program: made)
+
+    def cost(**figures: float) -> Cost:
+        target = dataclasses.replace(ft.target(), chip=CHIP._replace(**figures))
+        return ft.inspect.cost(f32(), lambda x, y: (x, {}), f32(8), fuse=1, target=target)
+
+    assert cost().seconds == pytest.approx(99e-9)
+    assert cost(clock_hz=0.0).basis == "a roofline, and 2 µs for each kernel"
+    assert math.isnan(cost(clock_hz=0.0, peak_flops=0.0).seconds)
 
 
 @pytest.mark.parametrize(
