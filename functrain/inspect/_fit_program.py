@@ -81,16 +81,15 @@ def lower_fit(
     require_batch(batch)
     if fuse is not None:
         require_integer("fuse", fuse, advice="Leave it out for the number that a fit chooses.")
-    order = f"The arguments are {name}(state, step, batch)."
-    _require_leaves("state", state, lambda x: _tree.is_array(x) or is_number(x), "an array", order)
-    expected = "an array [B, ...]"
-    _require_leaves("batch", batch, lambda x: _tree.is_array(x) and x.shape, expected, order)
+    require_arrays(name, state, batch)
     mesh_sharding = _placement.batch_sharding(sharding)
     _require_devices(target, state, mesh_sharding)
+    own_shardings = map(_own_sharding, jax.tree.leaves(state))
+    meshes = [x.mesh for x in (mesh_sharding, *own_shardings) if isinstance(x, NamedSharding)]
     default: Sharding | None = None
-    if mesh_sharding is not None:
-        # A fit replicates the leaves that have no sharding over the mesh of its batches.
-        default = NamedSharding(mesh_sharding.mesh, PartitionSpec())
+    if meshes:
+        # A fit replicates the leaves that have no sharding over the mesh of its batches or state.
+        default = NamedSharding(meshes[0], PartitionSpec())
     elif target is not None:
         default = SingleDeviceSharding(target.devices[0])
     carry = _carry(step, state, default)
@@ -163,6 +162,20 @@ def _warn_about_idle_devices(target: Target | None, carry: PyTree) -> None:
         )
 
 
+def require_arrays(name: str, state: PyTree, batch: PyTree) -> None:
+    """Raises TypeError unless the leaves of the arguments are arrays, those of the batch with axes.
+
+    Args:
+      name: The public function, for messages.
+      state: The state, or its shapes.
+      batch: One batch, or its shapes.
+    """
+    order = f"The arguments are {name}(state, step, batch)."
+    _require_leaves("state", state, lambda x: _tree.is_array(x) or is_number(x), "an array", order)
+    expected = "an array [B, ...]"
+    _require_leaves("batch", batch, lambda x: _tree.is_array(x) and x.shape, expected, order)
+
+
 def _require_leaves(
     name: str, tree: PyTree, is_valid: Callable[[Any], Any], expected: str, order: str
 ) -> None:
@@ -174,10 +187,15 @@ def _require_leaves(
 
 
 def _carry(step: Any, state: PyTree, default: Sharding | None) -> PyTree:
-    """Returns the shapes and shardings of what a fit carries: the state, and its metrics."""
+    """Returns the shapes and shardings of what a fit carries: the state, and its metrics.
+
+    Without a default, arrays that were put on a device stay there.
+    """
 
     def with_sharding(x: Any, shape: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         sharding = _own_sharding(x) or default
+        if sharding is None and getattr(x, "committed", False):
+            sharding = x.sharding
         return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
 
     carry = jax.tree.map(with_sharding, state, jax.eval_shape(_tree.copy, state))
@@ -208,6 +226,7 @@ class TooLargeError(MemoryError):
     Attributes:
       program: Bytes of the program's temporaries.
       arguments: Bytes of its arguments.
+      reserved: Bytes that the compiler keeps for itself.
       capacity: Bytes that a program may use.
       largest: The largest temporaries: their bytes, and the operation that makes them.
       is_one_buffer: True if a single buffer exceeds the memory. The compiler counts no others then,
@@ -216,10 +235,12 @@ class TooLargeError(MemoryError):
 
     def __init__(self, message: str) -> None:
         sizes_by_name = dict(
-            re.findall(r"^ +(program|arguments) +([\d.]+[BKMGT])", message, re.MULTILINE)
+            re.findall(r"^ +(reserved|program|arguments) +([\d.]+[BKMGT])", message, re.MULTILINE)
         )
-        self.program = parse_bytes(sizes_by_name.get("program", "0B"))
-        self.arguments = parse_bytes(sizes_by_name.get("arguments", "0B"))
+        self.reserved, self.program, self.arguments = (
+            parse_bytes(sizes_by_name.get(name, "0B"))
+            for name in ("reserved", "program", "arguments")
+        )
         capacity = re.search(r"of ([\d.]+[KMGT]) hbm", message)
         self.capacity = parse_bytes(capacity[1]) if capacity else 0
         allocations = re.findall(r"Size: (\S+)\n +Operator: op_name=\"(.*)\"\n", message)
@@ -242,6 +263,8 @@ class TooLargeError(MemoryError):
         if single:
             size, room = map(_repr.format_bytes, (self.program, self.capacity))
             text, lines = f"one buffer, {single[3]}, takes {size} of {room}", []
+        if not self.program:
+            text, lines = message.partition("\n")[0].removesuffix("."), []
         largest = f". The largest temporaries:\n{_tree.bullets(lines)}" if lines else "."
         super().__init__(f"The program is too large for the device: {text}{largest}")
         self.add_note(

@@ -11,6 +11,7 @@ from functrain.common import _tree
 from functrain.common._checks import require, require_integer
 from functrain.common._types import PyTree, Step
 from functrain.engine import _placement
+from functrain.inspect._fit_program import TooLargeError, require_arrays
 from functrain.inspect._memory import memory
 from functrain.targets._chips import Chip, accelerator_of
 from functrain.targets._target import Target
@@ -60,6 +61,7 @@ def largest_batch(
       >>> size > 64, size % 8
       (True, 0)
     """
+    require_arrays("largest_batch", state, batch)
     mesh_sharding = _placement.batch_sharding(sharding)
     shards = _shard_count(mesh_sharding)
     multiple_of = 8 * shards if multiple_of is None else multiple_of
@@ -69,27 +71,33 @@ def largest_batch(
     expected = "the devices, such as functrain.target('tpu:v5e')"
     advice = "How much memory a CPU may use is unknown; functrain.target() allows all of it."
     require(target or _accelerator(state, mesh_sharding), "target", expected, target, advice)
-    examples = {np.shape(x)[0] for x in jax.tree.leaves(batch) if np.shape(x)}
+    examples = {x.shape[0] for x in jax.tree.leaves(batch)}
     require(len(examples) == 1, "batch", "leaves with one first axis, the examples", batch)
     largest, too_large = 0, math.inf
     count: int = max(1, examples.pop() // multiple_of)
     totals: dict[int, int] = {}
+    room = 0
     while True:
         shapes = _resize(batch, count * multiple_of)
-        needed = memory(
-            state, step, shapes, fuse=fuse, target=target, sharding=sharding, donate=donate
-        )
-        assert needed.chip is not None
-        room = needed.chip.memory_bytes
-        # What a batch of no examples would need.
-        copies = needed.original_state + needed.recovery_copy + needed.checkpoint_copy
-        totals |= {0: needed.state + copies, count: needed.total}
-        if totals[0] > room:
-            return 0
-        if needed.fits:
-            largest = count
-        else:
+        try:
+            needed = memory(
+                state, step, shapes, fuse=fuse, target=target, sharding=sharding, donate=donate
+            )
+        except TooLargeError:
+            # Its compiler does not say what it would need.
             too_large = count
+        else:
+            assert needed.chip is not None
+            room = needed.chip.memory_bytes
+            # What a batch of no examples would need.
+            copies = needed.original_state + needed.recovery_copy + needed.checkpoint_copy
+            totals |= {0: needed.state + copies, count: needed.total}
+            if totals[0] > room:
+                return 0
+            if needed.fits:
+                largest = count
+            else:
+                too_large = count
         tolerance = max(1, largest // 16)
         if too_large - largest <= tolerance:
             return largest * multiple_of
@@ -116,7 +124,7 @@ def _next_count(
     """Returns the size to try next: where a line through two sizes reaches the room.
 
     Args:
-      totals: The bytes of the sizes that were tried, and of none.
+      totals: The bytes of the sizes that were tried, and of none, as far as they are known.
       room: The bytes that there are.
       largest: The largest size that fits.
       too_large: The smallest size that does not fit.
@@ -126,14 +134,15 @@ def _next_count(
         low, high = sorted(totals)[-2:]
     else:
         low, high = largest, int(too_large)
-    slope = max(1.0, (totals[high] - totals[low]) / (high - low))
-    # A little less, since a size that fits is what is looked for.
-    guess = 0.98 * (low + (room - totals[low]) / slope)
     # The TPU compiler computes values twice rather than exceed the memory. From there on the totals
     # stay below the room, and do not say how far it is to the first size that does not fit.
     is_full = sum(0.95 * room < total <= room for total in totals.values()) > 1
-    if is_full or len(totals) > 6:
+    if is_full or len(totals) > 6 or not {low, high} <= totals.keys():
         guess = (largest + min(too_large, 2 * largest or too_large)) / 2
+    else:
+        slope = max(1.0, (totals[high] - totals[low]) / (high - low))
+        # A little less, since a size that fits is what is looked for.
+        guess = 0.98 * (low + (room - totals[low]) / slope)
     # Sizes right below one that does not fit would say little.
     upper = largest * 16 if too_large == math.inf else too_large - (too_large - largest + 7) // 8
     return int(min(max(guess, largest + tolerance), upper))

@@ -45,6 +45,8 @@ class Memory:
         checkpointer, and on accelerators, whose copy is in the memory of the host.
       padding: What an accelerator adds to arguments whose shapes do not fit its tiles.
       chip: The device, with its memory; None if that is not known.
+      is_refused: True if the compiler refused the program as too large. It counts more than this
+        report, so it may do so even where `total` seems to fit.
 
     Examples:
       >>> needed = Memory(8, {"w": 4000}, {"w": 4000}, 4000, 4000, 300, 96, 8000)
@@ -63,6 +65,7 @@ class Memory:
     checkpoint_copy: int = 0
     padding: int = 0
     chip: Chip | None = None
+    is_refused: bool = False
 
     @property
     def state(self) -> int:
@@ -78,7 +81,9 @@ class Memory:
     @property
     def fits(self) -> bool | None:
         """True if the total fits into the memory of the device; None if that is not known."""
-        return None if self.chip is None else self.total <= self.chip.memory_bytes
+        if self.chip is None:
+            return None
+        return not self.is_refused and self.total <= self.chip.memory_bytes
 
     def __repr__(self) -> str:
         total, state = map(_repr.format_bytes, (self.total, self.state))
@@ -113,11 +118,12 @@ class Memory:
         """Returns lines that say whether it fits, and what to do if it does not."""
         free_bytes = chip.memory_bytes - self.total
         size, room = _repr.format_bytes(abs(free_bytes)), _repr.format_bytes(chip.memory_bytes)
-        if free_bytes >= 0:
+        if self.fits:
             lines = [f"It fits: {size} of {room} are free ({chip.name})."]
             is_tight = free_bytes * 50 < chip.memory_bytes
             return lines + ["Evaluations, hooks and compiled code are not counted."] * is_tight
-        return [f"It does not fit: {size} more than {room} ({chip.name}).", *self.advice()]
+        reason = f"{size} more than {room}" if free_bytes < 0 else "the compiler refused it"
+        return [f"It does not fit: {reason} ({chip.name}).", *self.advice()]
 
     def advice(self) -> list[str]:
         """Returns what would need less memory, as lines, what saves most first.
@@ -232,7 +238,7 @@ def memory(
     )
     leaves = _bytes_by_path(program.carry)
     state_bytes, chunk_bytes = sum(leaves.values()), bytes_on_each(program.chunk)
-    logs, temporaries, arguments = _analyze(program)
+    logs, temporaries, arguments, is_refused = _analyze(program)
     # On accelerators the copy is fetched to the host before it is written.
     is_cpu = platform_of(program.carry) == "cpu"
     return Memory(
@@ -248,11 +254,16 @@ def memory(
         checkpoint_copy=state_bytes if checkpointer is not None and is_cpu else 0,
         padding=0 if is_cpu else max(0, arguments - state_bytes - chunk_bytes),
         chip=None if is_cpu and target is None else program.chip,
+        is_refused=is_refused,
     )
 
 
-def _analyze(program: FitProgram) -> tuple[int, int, int]:
-    """Compiles a program; returns the bytes of its logs, temporaries and arguments."""
+def _analyze(program: FitProgram) -> tuple[int, int, int, bool]:
+    """Compiles a program.
+
+    Returns:
+      The bytes of its logs, temporaries and arguments, and True if the compiler refused it.
+    """
     logs = nbytes(program.lowered.out_info[1])
     try:
         stats = compile_program(program).memory_analysis()
@@ -264,11 +275,12 @@ def _analyze(program: FitProgram) -> tuple[int, int, int]:
         largest = max(bytes_on_each(x) for _, x in leaves)
         # The buffer that the compiler refused may be a leaf, which is counted already.
         is_leaf = error.is_one_buffer and largest > error.capacity
-        return logs, 0 if is_leaf else error.program, error.arguments
+        temporaries = 0 if is_leaf else error.program + error.reserved
+        return logs, temporaries, error.arguments, True
     # Results that could not reuse the buffer of a donated argument need memory, too.
     results = stats.output_size_in_bytes - stats.alias_size_in_bytes - logs
     temporaries = int(stats.temp_size_in_bytes + max(0, results))
-    return logs, temporaries, int(stats.argument_size_in_bytes)
+    return logs, temporaries, int(stats.argument_size_in_bytes), False
 
 
 def _bytes_by_path(carry: PyTree) -> dict[str, int]:
@@ -277,16 +289,21 @@ def _bytes_by_path(carry: PyTree) -> dict[str, int]:
     is_metered = isinstance(carry, Metered)
     parts = (carry.state, {"metrics": carry.metrics}) if is_metered else (carry,)
     leaves = itertools.chain.from_iterable(map(_tree.leaves_with_path, parts))
-    return dict(collections.Counter({path: bytes_on_each(x) for path, x in leaves}).most_common())
+    sizes: collections.Counter[str] = collections.Counter()
+    # Paths may be equal, as those of {"a/b": x, "a": {"b": y}}.
+    for path, x in leaves:
+        sizes[path] += bytes_on_each(x)
+    return dict(sizes.most_common())
 
 
 def _bytes_by_part(leaves: Mapping[str, int]) -> dict[str, int]:
     """Returns the bytes of each part of the state, the largest first."""
     bytes_of_part: collections.Counter[str] = collections.Counter()
     # For other pytrees, the parts are the first components of the paths.
-    is_train_state = any(path.startswith("params") for path in leaves)
+    names = {path: path.partition("/")[0] for path in leaves}
+    is_train_state = "params" in names.values()
     for path, size in leaves.items():
-        name = path.partition("/")[0]
+        name = names[path]
         is_part = not is_train_state or name in ("params", "opt_state", "model_state")
         bytes_of_part[name if is_part else "other"] += size
     return dict(bytes_of_part.most_common())

@@ -6,12 +6,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import functrain as ft
-from functrain.inspect._fit_program import FitProgram, TooLargeError, compile_program
+from functrain.inspect._fit_program import FitProgram, TooLargeError, compile_program, lower_fit
 
 BATCH = np.ones((8, 4), np.float32)
 MESSAGE = """RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in hbm.
@@ -111,6 +112,35 @@ def test_an_array_on_one_other_device_is_taken_as_one_on_the_target(
 ) -> None:
     state = jax.device_put(jnp.zeros(2), jax.devices()[1])
     assert ft.inspect.memory(state, step, BATCH, target=first_device).state == 8
+
+
+def test_an_array_that_was_put_on_a_device_stays_there_without_a_target() -> None:
+    second = jax.devices()[1]
+    state = {"put": jax.device_put(jnp.zeros(2), second), "free": jnp.zeros(2)}
+    program = lower_fit("test", state, lambda state, batch: (state, {}), BATCH)
+    assert program.carry["put"].sharding.device_set == {second}
+    assert program.carry["free"].sharding is None
+    carried = compile_program(program).input_shardings[0][0]
+    assert carried["free"].device_set == {second}
+
+
+@pytest.mark.parametrize("has_target", [True, False])
+def test_what_has_no_place_is_replicated_over_the_mesh_of_the_state(has_target: bool) -> None:
+    here = ft.target()
+    on_mesh = NamedSharding(here.mesh({"data": -1}), P("data"))
+    state = {"divided": jax.device_put(jnp.zeros(2), on_mesh), "free": jnp.zeros(2)}
+
+    def loss_fn(params: Any, model_state: Any, batch: Any, *, rng: Any, training: bool) -> Any:
+        outputs = jnp.zeros(8) + params["divided"].sum() * params["free"].sum()
+        return outputs.mean(), ft.Aux(model_state, outputs=outputs)
+
+    metrics: Any = {"mae": ft.metrics.mean_absolute_error()}
+    step = ft.train_step(loss_fn, optax.sgd(0.1), metrics=metrics)
+    train_state = ft.TrainState.create(params=state, tx=optax.sgd(0.1))
+    batch = BATCH, np.ones(8, np.float32)
+    found = ft.inspect.memory(train_state, step, batch, fuse=2, target=here if has_target else None)
+    assert found.leaves["params/divided"] == 4
+    assert found.leaves["params/free"] == 8
 
 
 def test_a_mesh_of_other_devices_than_the_target_is_refused(first_device: ft.Target) -> None:

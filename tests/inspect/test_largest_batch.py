@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 import functrain as ft
+from functrain.inspect import _largest_batch
+from functrain.inspect._fit_program import TooLargeError
 
 WIDTH = 32
 STATE = {"w": jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)}
@@ -100,6 +102,24 @@ def test_sizes_right_below_one_that_does_not_fit_are_not_tried(
     assert len(tried) <= 7
 
 
+@pytest.mark.parametrize("first", [8, 64, 4096])
+def test_a_size_that_the_compiler_refuses_without_a_reason_does_not_fit(
+    first: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = sizes_tried_on(10**6, monkeypatch)
+    report = _largest_batch.memory
+
+    def memory(state: Any, step: Any, shapes: Any, **options: Any) -> ft.inspect.Memory:
+        if shapes[0].shape[0] > 500:
+            raise TooLargeError("RESOURCE_EXHAUSTED: no more of it")
+        return report(state, step, shapes, **options)
+
+    monkeypatch.setattr("functrain.inspect._largest_batch.memory", memory)
+    found = ft.inspect.largest_batch(STATE, step, batch(first), target=ft.target())
+    assert 500 * 16 / 17 - 8 < found <= 500
+    assert len(sizes) <= 10
+
+
 def test_a_state_beyond_the_memory_needs_one_size_to_say_so(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -140,6 +160,13 @@ def test_a_machine_of_unknown_memory_asks_for_a_target() -> None:
 def test_multiples_below_one_are_refused(multiple: Any) -> None:
     with pytest.raises(ValueError, match="multiple_of"):
         ft.inspect.largest_batch(STATE, step, batch(8), multiple_of=multiple, target=ft.target())
+
+
+@pytest.mark.parametrize("other", [np.float32(1), 1.0, jnp.zeros(())])
+def test_leaves_without_examples_are_refused(other: Any) -> None:
+    expected = r"batch: expected an array \[B, \.\.\.\].* The leaf is at 1\. .*largest_batch\("
+    with pytest.raises(TypeError, match=expected):
+        ft.inspect.largest_batch(STATE, step, (batch(8)[0], other), target=ft.target())
 
 
 def test_leaves_with_different_first_axes_are_refused() -> None:

@@ -1,5 +1,6 @@
 """What a fit will need of memory: held to the arrays, to XLA, and to the process that ran."""
 
+import dataclasses
 import subprocess
 import sys
 from typing import Any
@@ -50,6 +51,13 @@ def test_leaves_and_parts_are_those_of_the_state() -> None:
     assert found.parts["other"] == 4
     assert found.leaves["params/first"] == 4 * 32 * 128
     assert list(found.leaves.values()) == sorted(found.leaves.values(), reverse=True)
+
+
+def test_parts_are_told_by_their_whole_names_and_leaves_of_equal_paths_are_added_up() -> None:
+    state = {"params_g": jnp.ones(3), "d/w": jnp.ones(2), "d": {"w": jnp.ones(4)}}
+    found = ft.inspect.memory(state, lambda state, batch: (state, {}), BATCH)
+    assert found.parts == {"d": 4 * 6, "params_g": 4 * 3}
+    assert found.leaves == {"d/w": 4 * 6, "params_g": 4 * 3}
 
 
 def test_metrics_of_a_population_are_part_of_what_is_carried() -> None:
@@ -256,14 +264,16 @@ ONE_BUFFER = (
 
 
 def refused(
-    monkeypatch: pytest.MonkeyPatch, message: str, shape: tuple[int, ...] = ()
+    monkeypatch: pytest.MonkeyPatch, message: str, shape: tuple[int, ...] = (), **options: Any
 ) -> ft.inspect.Memory:
     def refuse(lowered: Any) -> Any:
         raise _fit_program.TooLargeError(message)
 
     monkeypatch.setattr("functrain.inspect._memory.compile_program", refuse)
     state, batch = jax.ShapeDtypeStruct(shape, jnp.bfloat16), jnp.ones(8, jnp.bfloat16)
-    return ft.inspect.memory(state, lambda state, batch: (state + batch.mean(), {}), batch)
+    return ft.inspect.memory(
+        state, lambda state, batch: (state + batch.mean(), {}), batch, **options
+    )
 
 
 def test_a_buffer_that_the_compiler_refuses_counts_as_temporaries(
@@ -279,6 +289,19 @@ def test_a_refused_buffer_that_is_a_leaf_of_the_state_counts_there(
     assert (found.state, found.temporaries) == (21474836480, 0)
 
 
+def test_what_the_compiler_refuses_does_not_fit_whatever_its_sizes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    message = "RESOURCE_EXHAUSTED: \n    reserved   258.00M\n    program   15.60G\n"
+    found = refused(monkeypatch, message, target=ft.target())
+    assert found.temporaries == 258 * 2**20 + int(15.6 * 2**30)
+    roomy = found.chip._replace(name="roomy", memory_bytes=2**40)
+    found = dataclasses.replace(found, chip=roomy)
+    assert found.total < roomy.memory_bytes
+    assert found.fits is False
+    assert "It does not fit: the compiler refused it (roomy).\n- 15.9 GiB of temp" in str(found)
+
+
 def test_a_refusal_without_sizes_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(MemoryError, match="too large"):
+    with pytest.raises(MemoryError, match=r"too large for the device: RESOURCE_EXH.* more of it\."):
         refused(monkeypatch, "RESOURCE_EXHAUSTED: no more of it")
