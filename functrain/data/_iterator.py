@@ -104,11 +104,8 @@ class IteratorBatches(Batches):
         # In any other iterable, reading a batch would use it up.
         if not isinstance(self.data, list | tuple):
             return []
-
-        def as_array(x: Any) -> Any:
-            return x if hasattr(x, "shape") else np.asarray(x)
-
-        return [jax.tree.map(as_array, self.data[0]), jax.tree.map(as_array, self.data[-1])]
+        ends = (0, len(self.data) - 1)
+        return [host_batch(self.data[i], f"batch {i} of epoch 0 of {self.name}") for i in ends]
 
     def track(self) -> None:
         """Begins to track the position of the iterator."""

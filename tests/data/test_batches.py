@@ -132,3 +132,25 @@ def test_none_as_a_batch_is_refused_with_what_stands_for_no_arrays() -> None:
         ft.fit(0, lambda state, batch: (state, {}), [None], verbose=0)
     state, _ = ft.fit(0, lambda state, batch: (state + 1, {}), [()] * 3, verbose=0)
     assert int(state) == 3
+
+
+class Tensor:
+    """An array of another library, whose dtype is none of NumPy's."""
+
+    dtype = "float32 of another library"
+
+    def __init__(self, x: np.ndarray) -> None:
+        self.x, self.shape = x, x.shape
+
+    def numpy(self) -> np.ndarray:
+        return self.x
+
+
+def test_a_list_of_tensors_is_looked_at_before_the_first_step() -> None:
+    def step(state: Any, batch: Any) -> Any:
+        return state, {"error": batch.mean()}
+
+    stopping = ft.hooks.EarlyStopping("error")
+    batches = [Tensor(X[:4]), Tensor(X[4:6])]
+    _, history = ft.fit(0, step, batches, hooks=[stopping], verbose=0)
+    assert history.steps["error"].tolist() == [1.5, 4.5]
