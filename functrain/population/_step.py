@@ -45,8 +45,8 @@ def step(
         another in the same program, where stopped members cost nothing. Other numbers: blocks of
         that many members. ``"auto"``: 1 on CPU if members have convolutions, else None. `autotune`
         measures the alternatives.
-      stop_non_finite: Stop a member for good if its loss or its state would not be finite after a
-        step; it keeps the state from before that step.
+      stop_non_finite: Stop a member for good if a loss (a log whose name ends with ``loss``) or its
+        state would not be finite after a step; it keeps the state from before that step.
 
     Returns:
       A step of a `PopulationState`, with metrics if `step` has metrics.
@@ -144,7 +144,7 @@ class _OfAll(StepTraits):
         active = was_active
         if self.stop_non_finite:
             states = new.state if isinstance(new, Metered) else new
-            active &= _stay_finite(population.states, states, logs)
+            active = _where_finite(active, population.states, states, logs)
             # A second selection: the first one used the members that were active before the step.
             new = where_active(active, new, stacked)
 
@@ -200,14 +200,16 @@ class MeteredPopulationStep(_OfAll, MeteredStep):
         return Metered(state.replace(states=new.state, active=active), new.metrics), logs
 
 
-def _stay_finite(old: PyTree, new: PyTree, logs: PyTree) -> jax.Array:
-    """Returns `bool[N]`: True for members whose loss and state are finite after the step.
+def _where_finite(active: jax.Array, old: PyTree, new: PyTree, logs: PyTree) -> jax.Array:
+    """Returns the active members whose losses and state are finite after the step, `bool[N]`.
 
-    Numbers that were not finite before it, such as an initial minimum of infinity, are ignored.
+    Losses are the logs whose name ends with ``loss``. Numbers that were not finite before the step,
+    such as an initial minimum of infinity, are ignored.
     """
-    is_finite = jnp.isfinite(logs["loss"])
+    checks = [jnp.isfinite(x) for name, x in _tree.leaves_with_path(logs) if name.endswith("loss")]
     for old_leaf, new_leaf in zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True):
         if jnp.issubdtype(new_leaf.dtype, jnp.inexact):
-            stays_finite = jnp.isfinite(new_leaf) | ~jnp.isfinite(old_leaf)
-            is_finite &= jnp.all(stays_finite, axis=tuple(range(1, new_leaf.ndim)))
-    return jnp.asarray(is_finite)
+            checks.append(jnp.isfinite(new_leaf) | ~jnp.isfinite(old_leaf))
+    for is_finite in checks:
+        active &= jnp.all(is_finite, axis=tuple(range(1, is_finite.ndim)))
+    return active

@@ -67,6 +67,15 @@ def test_what_was_not_finite_from_the_beginning_stops_nobody() -> None:
     assert new.active.all()
 
 
+@pytest.mark.parametrize(("name", "stops"), [("g_loss", True), ("c/loss", True), ("norm", False)])
+def test_a_member_is_stopped_by_any_loss_that_is_not_finite(name, stops) -> None:
+    step = ft.population.step(
+        lambda state, x: (state, {"g_loss": 0.0, name: x}), data="per_member", stop_non_finite=True
+    )
+    new, _ = step(ft.population.stack([0.0] * 2), jnp.array([1.0, jnp.nan]))
+    assert new.active.tolist() == [True, not stops]
+
+
 def early(**how) -> ft.population.EarlyStopping:
     return ft.population.EarlyStopping("val_loss", **{"patience": 2, "restore_best": True, **how})
 
