@@ -121,7 +121,12 @@ class OptaxOptimizer(keras_private.optimizers.GradientsOnly):
         """Creates variables for the state of the transformation."""
         if self.built:
             return
-        super().build(variables)
+        # A transformation that is refused must not leave an optimizer that counts as built.
+        with keras_private.optimizers.atomic_build(self):
+            super().build(variables)
+            self.__dict__["_mapping"] = self._create_slots(variables)
+
+    def _create_slots(self, variables: list[Any]) -> StateMapping:
         # Keras assigns their gradients to float8 scales, without the optimizer.
         trained = self._by_path([v for v in variables if not v.overwrite_with_gradient])
         params = nest(arrays(trained))
@@ -137,7 +142,7 @@ class OptaxOptimizer(keras_private.optimizers.GradientsOnly):
         for i in order:
             slots[i] = self._add_slot(leaves[i], roles[i], list(trained.values()))
         impls = list(map(key_impl, leaves))
-        self.__dict__["_mapping"] = StateMapping(trained, treedef, slots, impls)
+        return StateMapping(trained, treedef, slots, impls)
 
     def _by_path(self, trained: list[Any]) -> dict[Path, Any]:
         """Returns variables by path.

@@ -134,3 +134,11 @@ def _with_origin(tx: Any, keras_optimizer: Any) -> optax.GradientTransformationE
 def inner_optimizer(optimizer: Any) -> Any:
     """Returns the optimizer in a LossScaleOptimizer, or the optimizer itself."""
     return getattr(optimizer, "inner_optimizer", optimizer)
+
+
+def step_counter(optimizer: Any) -> Any:
+    """Returns the variable that counts steps.
+
+    The public `iterations` is that count divided by the steps of gradient accumulation.
+    """
+    return inner_optimizer(optimizer).variables[0]

@@ -13,7 +13,7 @@ from bridge.model import _variables
 from bridge.model._names import Path
 from bridge.optim._native import KerasCount, slot_fields
 from bridge.optim._optax_optimizer import OptaxOptimizer, from_plain_array, key_impl, to_plain_array
-from bridge.optim._optimizers import inner_optimizer
+from bridge.optim._optimizers import inner_optimizer, step_counter
 from bridge.optim._slots import KerasOptState, Role, roles_of_leaves, roles_of_variables
 from functrain.internal import PyTree
 from functrain.internal import tree as _tree
@@ -44,7 +44,7 @@ def from_optimizer(opt_state: PyTree, model: Any) -> tuple[PyTree, jax.Array]:
     leaves, treedef = jax.tree.flatten(opt_state)
     # A new state has a leaf for every slot, which the optimizer's variables replace.
     values = list(map(_value_for_leaf, variables, leaves))
-    return _tree.copy(jax.tree.unflatten(treedef, values)), _iterations(optimizer).value
+    return _tree.copy(jax.tree.unflatten(treedef, values)), step_counter(optimizer).value
 
 
 def _value_for_leaf(variable: Any, leaf: Any) -> Any:
@@ -70,7 +70,7 @@ def to_optimizer(opt_state: PyTree, model: Any, step: Any) -> Pairs:
     # The step comes first: if the state counts updates too, its own count overwrites the step.
     pairs: Pairs = []
     if step is not None:
-        pairs.append((_iterations(optimizer), jnp.asarray(step, jnp.int32)))
+        pairs.append((step_counter(optimizer), jnp.asarray(step, jnp.int32)))
     for variable, leaf in zip(variables, jax.tree.leaves(opt_state), strict=True):
         if variable is not None:
             pairs.append((variable, to_plain_array(leaf)))
@@ -95,14 +95,6 @@ def _optimizer(model: Any, opt_state: PyTree) -> Any:
     ):
         raise _no_common_state(optimizer, opt_state)
     return optimizer
-
-
-def _iterations(optimizer: Any) -> Any:
-    """Returns the variable that counts steps.
-
-    The public `iterations` is that count divided by the steps of gradient accumulation.
-    """
-    return inner_optimizer(optimizer).variables[0]
 
 
 def _counterparts(

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import keras
 
+from bridge.optim._optimizers import step_counter
 from functrain import Position
 from functrain.events import EpochEnd, LogsReady
 from functrain.internal import Logger
@@ -103,8 +104,4 @@ def _is_first_process() -> bool:
 def _steps_taken(model: keras.Model) -> int:
     """Returns the number of steps that the model's optimizer has taken."""
     optimizer = getattr(model, "optimizer", None)
-    if optimizer is None:
-        return 0
-    # With gradient accumulation `iterations` counts updates, and each takes several steps.
-    steps_per_update = getattr(optimizer, "gradient_accumulation_steps", None) or 1
-    return int(keras.ops.convert_to_numpy(optimizer.iterations)) * steps_per_update
+    return 0 if optimizer is None else int(step_counter(optimizer).value)

@@ -158,6 +158,14 @@ class TestErrors:
         ):
             fitted(bridge.OptaxOptimizer(tx))
 
+    def test_a_build_that_was_refused_is_refused_again(self):
+        optimizer = bridge.OptaxOptimizer(optax.polyak_sgd())
+        for _ in range(2):
+            with pytest.raises(TypeError, match="needs more than gradients and params"):
+                fitted(optimizer)
+        assert not optimizer.built
+        assert [v.name for v in optimizer.variables] == ["iteration"]
+
     def test_no_learning_rate_to_be_seen(self):
         optimizer = fitted(bridge.OptaxOptimizer(optax.adam(1e-2))).optimizer
         assert not hasattr(optimizer, "learning_rate")

@@ -80,8 +80,21 @@ def test_each_so_many_steps_are_written_and_programs_are_as_long_as_without(tmp_
     assert Programs.seen == {13, 26}
 
 
-def test_a_second_fit_of_a_model_continues_the_axis(tmp_path) -> None:
-    model = fresh()
+def accumulating() -> keras.optimizers.Optimizer:
+    return keras.optimizers.Adam(gradient_accumulation_steps=3)
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        keras.optimizers.Adam,
+        accumulating,
+        lambda: keras.optimizers.LossScaleOptimizer(accumulating()),
+    ],
+    ids=["adam", "accumulation", "loss scale"],
+)
+def test_a_second_fit_of_a_model_continues_the_axis(optimizer: Any, tmp_path) -> None:
+    model = fresh(optimizer=optimizer())
     for _ in range(2):
         fit(model, epochs=1, callbacks=[ft.hooks.TensorBoard(tmp_path)])
     assert [step for step, _ in scalars(tmp_path)["epoch/loss"]] == [13, 26]
