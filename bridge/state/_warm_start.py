@@ -106,13 +106,13 @@ def _state_paths(model: keras.Model) -> dict[str, str]:
             f"could not write the file that shows their names: {error}. Load the file by "
             "model.load_weights, and make a state of the model: bridge.create_state(model, tx)."
         ) from error
+    path_by_marker = {(i, ~i): path for i, path in enumerate(paths)}
     state_paths: dict[str, str] = {}
     for name, marker in saved_markers.items():
-        number = int(marker[0])
-        is_marker = marker[1] == ~number and 0 <= number < len(paths)
+        path = path_by_marker.get(tuple(marker.tolist()))
         # Keras writes some variables twice, such as the kernel in a SpectralNormalization.
-        if is_marker and paths[number] not in state_paths.values():
-            state_paths[name] = paths[number]
+        if path is not None and path not in state_paths.values():
+            state_paths[name] = path
     return state_paths
 
 

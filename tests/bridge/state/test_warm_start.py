@@ -181,6 +181,17 @@ def test_a_file_with_a_lambda_is_read_and_its_code_is_not(tmp_path) -> None:
     np.testing.assert_allclose(out, 2 * (np.array(old(x)) - 1), rtol=1e-6)
 
 
+def test_slots_that_are_not_finite_do_not_matter(tmp_path) -> None:
+    old, model = classifier(2), classifier(2)
+    old.save(tmp_path / "old.keras")
+    model.compile("adam", "mse")
+    model.optimizer.build(model.trainable_variables)
+    for variable in model.optimizer.variables[2:]:
+        variable.assign(jnp.full(variable.shape, jnp.nan))
+    state = bridge.create_state(model, optax.identity())
+    assert bridge.warm_start(state, tmp_path / "old.keras", model).missing == ()
+
+
 def test_a_file_of_another_architecture_says_what_each_side_has(tmp_path) -> None:
     keras.Sequential([keras.Input((8, 3)), layers.Conv1D(2, 3)]).save(tmp_path / "conv.keras")
     model = classifier(2)
