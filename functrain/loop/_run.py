@@ -10,7 +10,7 @@ import numpy as np
 from functrain.checkpoint._checkpointer import Checkpointer
 from functrain.common import _tree
 from functrain.common._arguments import argument_advice
-from functrain.common._checks import is_integer, require_flags, require_integer
+from functrain.common._checks import is_integer, require, require_flags, require_integer
 from functrain.common._gather import fetch_global
 from functrain.common._types import PyTree, Step, traits_of
 from functrain.data._adapt import as_batches
@@ -181,8 +181,11 @@ def begin_run(
     """
     traits_of(step).require_data(batches.data, batches.name)
     position = require_position(start)
-    # The end of an epoch is the beginning of the next one.
     if batches.steps and position.batch >= batches.steps:
+        expected = f"at most {batches.steps} batches in an epoch of {batches.name}"
+        advice = "functrain.Position.from_step(step, steps_per_epoch) divides steps into epochs."
+        require(position.batch == batches.steps, "start", expected, position, advice)
+        # The end of an epoch is the beginning of the next one.
         position = Position(position.step, position.epoch + 1)
     batch_sharding = _placement.batch_sharding(sharding)
     _placement.require_divisible(batches, batch_sharding)

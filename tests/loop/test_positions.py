@@ -92,6 +92,7 @@ def test_a_csv_goes_on_with_the_steps_of_the_training(tmp_path) -> None:
     [
         (3, TypeError, r"expected a functrain\.Position\(step, epoch, batch\), got 3"),
         (ft.Position(2, 0, 3), ValueError, "no more batches in the epoch than steps"),
+        (ft.Position(14, 0, 8), ValueError, "start: expected at most 7 batches in an epoch"),
         (ft.Position(14, 2), ValueError, "epochs: expected more than the 2 that are over"),
         (ft.Position(14, 1, 7), ValueError, "epochs: expected more than the 2 that are over"),
     ],
