@@ -29,6 +29,18 @@ class Chunk(NamedTuple):
     batch_info: Any = None
 
 
+class ShortPassError(ValueError):
+    """A pass over the data has fewer batches than were to be skipped.
+
+    Attributes:
+      batches: The number of batches in the pass.
+    """
+
+    def __init__(self, message: str, batches: int) -> None:
+        super().__init__(message)
+        self.batches = batches
+
+
 class Batches(abc.ABC):
     """The batches of successive epochs, at a position that can be saved and restored.
 
@@ -55,7 +67,11 @@ class Batches(abc.ABC):
 
     @abc.abstractmethod
     def begin(self, epoch: int, batch: int = 0) -> None:
-        """Begins an epoch at one of its batches; continues one begun by `first` or `restore`."""
+        """Begins an epoch at one of its batches; continues one begun by `first` or `restore`.
+
+        Raises:
+          ShortPassError: The epoch has fewer batches.
+        """
 
     @abc.abstractmethod
     def peek(self) -> PyTree | None:

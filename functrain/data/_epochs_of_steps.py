@@ -3,7 +3,7 @@
 from typing import Any
 
 from functrain.common._types import PyTree
-from functrain.data._batches import Batches, Chunk, WrappedBatches
+from functrain.data._batches import Batches, Chunk, ShortPassError, WrappedBatches
 
 
 class EpochsOfSteps(WrappedBatches):
@@ -37,9 +37,19 @@ class EpochsOfSteps(WrappedBatches):
         self._remaining, self._epoch = self.steps - batch, epoch
         if self._pass is None or self.can_seek:
             total, length = self._steps_before + epoch * self.steps + batch, self._inner.steps
-            # Without a length, the data count as one pass that has not ended.
-            self._pass, self._taken = divmod(total, length) if length else (0, total)
-            self._inner.begin(self._pass, self._taken)
+            try:
+                # Without a length, the data count as one pass that has not ended.
+                self._begin_pass(*(divmod(total, length) if length else (0, total)))
+            except ShortPassError as error:
+                # Now the length is known. An empty pass and an iterator cannot be repeated.
+                if length or self.is_iterator or not error.batches:
+                    raise
+                self._begin_pass(*divmod(total, error.batches))
+
+    def _begin_pass(self, number: int, taken: int = 0) -> None:
+        """Begins a pass over the data at one of its batches."""
+        self._pass, self._taken = number, taken
+        self._inner.begin(number, taken)
 
     def peek(self) -> PyTree | None:
         """Returns the next batch; begins another pass over the data if one has ended."""
@@ -56,8 +66,7 @@ class EpochsOfSteps(WrappedBatches):
                 "pass: pass data that can be iterated again, or that are endless."
             )
         assert self._pass is not None, "call begin first"
-        self._pass, self._taken = self._pass + 1, 0
-        self._inner.begin(self._pass)
+        self._begin_pass(self._pass + 1)
         return self.peek()
 
     def take(self, k: int, limit: int) -> Chunk:
@@ -87,10 +96,10 @@ class EpochsOfSteps(WrappedBatches):
         # `begin` computes the position of data that can seek from the epoch and the batch.
         if self.can_seek:
             return self._inner.restore(state["batches"], epoch, batch)
-        self._pass, self._taken = state["pass"], state["taken"]
-        changed = self._inner.restore(state["batches"], self._pass, self._taken)
+        position = state["pass"], state["taken"]
+        changed = self._inner.restore(state["batches"], *position)
         if not changed:
-            self._inner.begin(self._pass, self._taken)
+            self._begin_pass(*position)
         return changed
 
     def continue_after(self, steps: int) -> None:

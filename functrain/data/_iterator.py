@@ -18,7 +18,7 @@ from functrain.data._arrays import (
     require_unmasked,
 )
 from functrain.data._batch import batch_size
-from functrain.data._batches import Batches, Chunk, batch_signature, shapes
+from functrain.data._batches import Batches, Chunk, ShortPassError, batch_signature, shapes
 from functrain.data._iterator_position import IteratorPosition
 from functrain.data._same_data import Summary, differences, summary
 from functrain.data._stack import stack_batches
@@ -163,7 +163,7 @@ class IteratorBatches(Batches):
           saved: A position in a pass over the same data, or None for the start.
 
         Raises:
-          ValueError: The pass has fewer batches.
+          ShortPassError: The pass has fewer batches.
         """
         self._next = self._error = self._smaller_at = None
         self._epoch, position = epoch, self._position
@@ -175,9 +175,10 @@ class IteratorBatches(Batches):
                 self._full_shapes = shapes(skipped)
             self._taken += 1
         if self._taken < batch:
-            raise ValueError(
+            raise ShortPassError(
                 f"start: expected more than {batch} batches in epoch {epoch} of {self.name}, got "
-                f"{self._taken}. The data are not those of the first run."
+                f"{self._taken}. The data are not those of the first run.",
+                self._taken,
             )
         if position is not None and self._taken > opened_at:
             position.taken = self._taken

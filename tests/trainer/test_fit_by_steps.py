@@ -136,11 +136,12 @@ def test_without_eval_every_it_evaluates_at_the_end() -> None:
     ]
 
 
-def test_a_fit_goes_on_from_a_step() -> None:
-    straight, whole = fit(loader(), steps=20, eval_every=5)
-    state, before = fit(loader(), steps=10, eval_every=5)
+@pytest.mark.parametrize("data", [loader, lambda: [*Batches()], Batches])
+def test_a_fit_goes_on_from_a_step(data) -> None:
+    straight, whole = fit(data(), steps=20, eval_every=5)
+    state, before = fit(data(), steps=10, eval_every=5)
     again = ft.fit(
-        state, STEP, loader(), steps=20, eval_every=5, start=ft.Position(10), fuse=4, verbose=0
+        state, STEP, data(), steps=20, eval_every=5, start=ft.Position(10), fuse=4, verbose=0
     )
     assert digest(again.state) == digest(straight)
     losses = np.concatenate([before.steps["loss"], again.history.steps["loss"]])
