@@ -34,6 +34,9 @@ def enable_compilation_cache(directory: str | os.PathLike[str]) -> None:
     """
     directory = os.path.abspath(directory)
     os.makedirs(directory, exist_ok=True)
+    # jax opens the cache once, so that another directory needs a new start.
+    if directory != getattr(jax.config, _DIRECTORY):
+        reset_cache()
     for name, value in (_OPTIONS | {_DIRECTORY: directory}).items():
         jax.config.update(name, value)
 
@@ -42,8 +45,6 @@ def enable_compilation_cache(directory: str | os.PathLike[str]) -> None:
 def compilation_cache(directory: str | os.PathLike[str]) -> Iterator[None]:
     """Context manager: as `enable_compilation_cache`, until the block ends."""
     before = {name: getattr(jax.config, name) for name in (_DIRECTORY, *_OPTIONS)}
-    # jax opens the cache once, so that another directory needs a new start.
-    reset_cache()
     enable_compilation_cache(directory)
     try:
         yield

@@ -1,5 +1,10 @@
 import sys
 
+import jax
+import numpy as np
+
+import functrain as ft
+from functrain.engine._cache import compilation_cache
 from tests import fork_server
 
 PROGRAM = """
@@ -28,3 +33,11 @@ def test_a_second_process_takes_its_programs_from_the_cache(tmp_path) -> None:
     ]
     assert hits[0] == 0
     assert hits[1] > 0
+
+
+def test_programs_go_into_the_directory_that_was_named_last(tmp_path) -> None:
+    with compilation_cache(tmp_path / "first"):
+        for factor, name in enumerate(("first", "second")):
+            ft.enable_compilation_cache(tmp_path / name)
+            jax.jit(lambda x, factor=factor: x * (2 + factor))(np.ones(3))
+            assert list((tmp_path / name).iterdir())
