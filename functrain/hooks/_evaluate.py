@@ -3,6 +3,8 @@
 from collections.abc import Iterable
 from typing import Any
 
+import jax
+
 from functrain.common import _repr
 from functrain.common._checks import require, require_flags
 from functrain.data._adapt import as_batches
@@ -75,14 +77,6 @@ class Evaluate:
         self.batches = as_batches(data)
         mesh_sharding = batch_sharding(sharding)
         require_all_examples(self.batches)
-        spans_processes = mesh_sharding and not mesh_sharding.is_fully_addressable
-        # All processes must enter the evaluation after the same step, or they wait forever.
-        require(
-            getattr(every, "seconds", None) is None or not spans_processes,
-            "every",
-            "functrain.every(steps=...) or epochs= with several processes, whose clocks differ",
-            every,
-        )
         self.step = step
         self.data = self.batches.data
         self.every = as_trigger(every, Every(epochs=1))
@@ -95,6 +89,7 @@ class Evaluate:
         }
         # A loss that stays NaN would otherwise warn in every epoch.
         self._has_warned = False
+        self.require_same_steps([mesh_sharding])
 
     def __repr__(self) -> str:
         return _repr.call(self, data=self.data, every=self.every, prefix=self.prefix)
@@ -112,6 +107,16 @@ class Evaluate:
         prefixed = {f"{self.prefix}{name}": value for name, value in values.items()}
         self.require_new(prefixed, event.values)
         event.values |= prefixed
+
+    def require_same_steps(self, shardings: Iterable[jax.sharding.Sharding | None]) -> None:
+        """Raises ValueError if arrays lie in several processes, and `every` counts seconds."""
+        # All processes must enter the evaluation after the same step, or they wait forever.
+        spans_processes = not all(s is None or s.is_fully_addressable for s in shardings)
+        expected = (
+            "functrain.every(steps=...) or epochs= with several processes, whose clocks differ"
+        )
+        counts_seconds = getattr(self.every, "seconds", None) is not None
+        require(not (counts_seconds and spans_processes), "every", expected, self.every)
 
     def require_new(self, names: Iterable[str], earlier: Iterable[str]) -> None:
         """Raises ValueError if an evaluation would replace earlier values of an event."""

@@ -3,11 +3,11 @@
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from functrain.common import _tree
 from functrain.common._checks import require
+from functrain.common._gather import fetch_global
 from functrain.hooks._early_stopping import EarlyStopping as _EarlyStopping
 from functrain.loop._events import Event
 from functrain.population._over_members import where_active
@@ -75,7 +75,7 @@ class EarlyStopping(_EarlyStopping):
         require_population(event.state)
         # On the host, as the decision to end the run is made there.
         values = np.asarray(value, np.float64)
-        active = np.asarray(event.state.active)
+        active = fetch_global(event.state.active)
         expected = f"a value for each of the {len(active)} members, [{len(active)}]"
         require(values.shape == active.shape, self.monitor, expected, value, error=TypeError)
         still_active = self._update(event, values, active)
@@ -88,11 +88,12 @@ class EarlyStopping(_EarlyStopping):
         leaves = jax.tree.leaves(state.states)
         # Before the first improvement no best leaves are kept, and the current ones stand in.
         before = self._put_best_leaves(leaves) or leaves
-        self._best_leaves = where_active(jnp.asarray(is_better), leaves, before)
+        mask = _tree.device_put_like(is_better, state.active)
+        self._best_leaves = where_active(mask, leaves, before)
 
     def _best_state(self, state: Any) -> Any:
         leaves, structure = jax.tree.flatten(state.states)
         # A member whose values were all NaN has no best state and keeps its last one.
-        had_one = jnp.asarray(self._best_step >= 0)
+        had_one = _tree.device_put_like(self._best_step >= 0, state.active)
         best = where_active(had_one, self._put_best_leaves(leaves), leaves)
         return state.replace(states=jax.tree.unflatten(structure, best))

@@ -41,6 +41,7 @@ def look_ahead(
     hooks: Sequence[Any],
     checkpointer: Checkpointer | None,
     *,
+    sharding: jax.NamedSharding | None,
     can_trace: bool,
 ) -> None:
     """Traces each evaluation with its first batch, and checks the names of values.
@@ -54,13 +55,14 @@ def look_ahead(
       batches: The training data.
       hooks: All hooks, in their order.
       checkpointer: The checkpointer of the run.
+      sharding: The sharding of a batch.
       can_trace: False if steps cannot be traced here, since they run uncompiled or on a mesh with
         explicit axes.
 
     Raises:
-      ValueError: There is no data to evaluate on, two values have one name, or no log, metric or
-        evaluation has the name of a monitored value. Monitored names are not checked if a hook is a
-        function, which may add any value.
+      ValueError: There is no data to evaluate on, two values have one name, an evaluation is due by
+        the clocks of several processes, or no log, metric or evaluation has the name of a monitored
+        value. Monitored names are not checked if a hook is a function, which may add any value.
       TypeError: The value of a metric is not a scalar.
       Exception: Whatever tracing an evaluation raises.
     """
@@ -74,6 +76,8 @@ def look_ahead(
     is_population = traits_of(step).is_population
     for hook in hooks:
         if isinstance(hook, Evaluate):
+            placements = [x.sharding for x in jax.tree.leaves(state) if isinstance(x, jax.Array)]
+            hook.require_same_steps([sharding, *placements])
             _require_evaluation(abstract_state, hook, can_trace)
             evaluated = {hook.prefix + name for name in _metric_names(hook.step)}
             # Others are due within epochs: names that clash are found when two are due together.

@@ -198,8 +198,17 @@ def fit(
         # First, so that the other hooks see its values.
         runner.hooks.insert(0, Evaluate(eval_step, eval_batches, **options))
     # The checks trace with shapes only, without the shardings that explicit mesh axes require.
-    can_trace = jit and not _placement.is_explicit(_placement.batch_sharding(sharding))
-    look_ahead(state, step, batches, runner.hooks, checkpointer, can_trace=can_trace)
+    mesh_sharding = _placement.batch_sharding(sharding)
+    can_trace = jit and not _placement.is_explicit(mesh_sharding)
+    look_ahead(
+        state,
+        step,
+        batches,
+        runner.hooks,
+        checkpointer,
+        sharding=mesh_sharding,
+        can_trace=can_trace,
+    )
     # A user's hook may read logs that are arrays, so a warning is due only without such hooks.
     modules = [type(hook).__module__ for hook in runner.hooks]
     has_user_hooks = not all(module.startswith("functrain.") for module in modules)

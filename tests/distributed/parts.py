@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.experimental import multihost_utils
 
 import functrain as ft
 
@@ -121,6 +122,21 @@ def undivided(trained: Any) -> None:
         say(f"undivided {name}", [loss, outputs.tolist()])
 
 
+def stopped() -> None:
+    """Stops the members of a population that is divided over the processes."""
+
+    def step(x: Any, batch: Any) -> Any:
+        return x + 1, {"loss": jnp.abs(x - 1)}  # the best state is 2
+
+    members = jax.device_put(ft.population.stack(list(jnp.arange(4.0))), ROWS)
+    hook = ft.population.EarlyStopping("loss", restore_best=True)
+    over_all = ft.population.step(step)
+    how: Any = {"sharding": jax.NamedSharding(MESH, jax.P()), "hooks": [hook], "verbose": 0}
+    result, history = ft.fit(members, over_all, ft.Steps(1), epochs=9, **how)
+    best = multihost_utils.process_allgather(result.states, tiled=True)
+    say("stopped", [best.tolist(), hook.best_step.tolist(), len(history.epochs["loss"])])
+
+
 def main() -> None:
     losses("MapDataset", part)
     losses("DataLoader", loader)
@@ -131,6 +147,7 @@ def main() -> None:
     outputs = ft.predict(trained, lambda state, x: (state, 2 * x), local(part()), sharding=ROWS)
     say("predicted", outputs.tolist())
     undivided(trained)
+    stopped()
     for name, make in {"shuffled": shuffled, "DataLoader resumed": loader}.items():
         resumed(name, make)
     resumed("ArrayLoader resumed", arrays)
@@ -151,6 +168,8 @@ def main() -> None:
     refused("the same part in both", part(), everywhere, by=ft.distributed.local)
     clock: Any = {"by": ft.hooks.Evaluate, "every": ft.every(seconds=1), "sharding": ROWS}
     refused("a clock", MEASURE, ft.ArrayLoader(X, 8), **clock)
+    clock_in_fit = ft.hooks.Evaluate(MEASURE, ft.ArrayLoader(X, 8), every=ft.every(seconds=1))
+    refused("a clock in a fit", ft.ArrayLoader(X, 8), hooks=[clock_in_fit])
     refused("other lengths", ft.ArrayLoader(X[: 48 - 8 * OWN], 8))
     refused("other epochs", ft.ArrayLoader(X, 8), epochs=2 + OWN)
     hook = ft.every(steps=2 + OWN)(lambda event: None)

@@ -22,6 +22,7 @@ REFUSED = {
     "none": "data: .*got next 1 in process 0, 0 in process 1",
     "fewer batches to evaluate on": "eval_data: .*batches: 6 in process 0, 4 in process 1",
     "a clock": "every: expected .* whose clocks differ, got every\\(seconds=1\\)",
+    "a clock in a fit": "every: expected .* whose clocks differ, got every\\(seconds=1\\)",
     "other lengths": "data: .*examples: 48 in process 0, 40 in process 1",
     "other epochs": "data: .*epochs: 2 in process 0, 3 in process 1",
     "other arguments": r"data: .*every\(steps=2\),\) in process 0, \(every\(steps=3\)",
@@ -75,6 +76,10 @@ def test_a_part_each_is_evaluated_and_predicted_as_a_whole(found) -> None:
     expected = np.concatenate([2 * whole(i) for i in range(6)])
     np.testing.assert_array_equal(found[0]["predicted"], expected)
     assert found[0]["predicted"] == found[1]["predicted"]
+
+
+def test_members_that_are_divided_over_processes_stop_with_their_best_states(found) -> None:
+    assert found[0]["stopped"] == found[1]["stopped"] == [[2, 2, 3, 4], [2, 1, 1, 1], 3]
 
 
 @pytest.mark.parametrize("name", ["of each", "of all"])
