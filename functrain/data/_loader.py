@@ -105,7 +105,7 @@ class ArrayLoader(SeekableLoader):
         the machine.
       batch_size: Examples per batch, B.
       shuffle: True to draw a new order each epoch, from ``Philox(key=[seed, epoch])``.
-      seed: Seed of the order; at least 0.
+      seed: Seed of the order; at least 0, and below 2**64.
       drop_remainder: True to drop the last batch if it is smaller than B.
       placement: ``"host"`` keeps the data in host memory and copies each batch to the device.
         ``"device"`` puts all data on the default device once and gathers batches there: the
@@ -159,6 +159,7 @@ class ArrayLoader(SeekableLoader):
         expected = f"1 to {self.examples}, the number of examples"
         require(is_valid, "batch_size", expected, batch_size, advice)
         require_integer("seed", seed, 0)
+        require(seed < 2**64, "seed", "an integer below 2**64", seed)
         self.batch_size = int(batch_size)
         self.shuffle = shuffle
         self.seed = int(seed)
@@ -193,7 +194,8 @@ class ArrayLoader(SeekableLoader):
             return np.arange(self.examples)
         if self._cached_order is None or self._cached_order[0] != epoch:
             # Philox takes the epoch as a part of its key, so no epoch depends on an earlier one.
-            generator = np.random.Generator(np.random.Philox(key=[self.seed, epoch]))
+            key = np.array([self.seed, epoch], np.uint64)
+            generator = np.random.Generator(np.random.Philox(key=key))
             self._cached_order = (epoch, generator.permutation(self.examples))
         return self._cached_order[1]
 

@@ -129,6 +129,13 @@ def test_a_seed_that_is_none_is_refused(seed) -> None:
         ArrayLoader(X, 10, seed=seed)
 
 
+def test_large_seeds_have_orders_of_their_own() -> None:
+    orders = [ArrayLoader(X, 10, shuffle=True, seed=2**63 + i).order(1) for i in (0, 1)]
+    assert not np.array_equal(*orders)
+    with pytest.raises(ValueError, match=r"seed: expected an integer below 2\*\*64, got 184"):
+        ArrayLoader(X, 10, seed=2**64)
+
+
 def test_ragged_examples_are_refused_by_name() -> None:
     with pytest.raises(TypeError, match="expected arrays of numbers, got ndarray of object at x"):
         ArrayLoader({"x": np.array([[1], [1, 2]], dtype=object)}, 1)
