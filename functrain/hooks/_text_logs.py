@@ -8,7 +8,7 @@ import math
 import os
 import pathlib
 from collections.abc import Iterable, Sequence
-from typing import IO, Any
+from typing import Any
 
 from functrain.common._warnings import warn
 from functrain.engine._trigger import Every, Trigger, as_trigger
@@ -43,7 +43,8 @@ class TextLogger(Logger):
         self.append = append
         # True if lines that are in the file already stay when it is opened.
         self._keeps_lines = append
-        self._file: IO[str] | None = None
+        self._file: io.FileIO | None = None
+        self._has_warned_of_names = False
 
     def begin(self) -> None:
         """Creates the file, so that a path that cannot be written fails before the first step.
@@ -62,19 +63,38 @@ class TextLogger(Logger):
             ) from error
 
     def _add(self, text: str) -> None:
-        """Appends text to the file."""
+        """Appends text to the file; if that fails, as on a full disk, the file stays as it was."""
         if self._file is None:
             self.begin()
-            # Without translation of newlines, the file has the same bytes on every platform.
-            self._file = self.path.open("a" if self._keeps_lines else "w", newline="")
-        self._file.write(text)
-        # The file can be read during the run, and a killed process loses nothing.
-        self._file.flush()
+            # Without a buffer, the file can be read during the run, a killed process loses nothing,
+            # and no text is written after its write has failed.
+            self._file = self.path.open("ab", buffering=0)
+            if not self._keeps_lines:
+                self._file.truncate(0)
+        size, rest = self.path.stat().st_size, text.encode()
+        try:
+            while rest:
+                rest = rest[self._file.write(rest) :]
+        except OSError:
+            self._file.truncate(size)
+            raise
+
+    def _fields(self, position: dict[str, int], values: dict[str, Any]) -> dict[str, Any]:
+        """Returns the position and the values of a line, without values named like the position."""
+        hidden = sorted(position.keys() & values.keys())
+        if hidden and not self._has_warned_of_names:
+            self._has_warned_of_names = True
+            warn(
+                f"{self!r}: expected values with other names than those of the position, 'step' "
+                f"and 'epoch', got {hidden}. They are not written: rename them.",
+            )
+        return {**position, **values, **position}
 
     def _close(self, keeps_lines: bool) -> None:
-        if self._file is not None:
-            self._file.close()
-        self._file, self._keeps_lines = None, keeps_lines
+        # First, so that a file that cannot be closed is not written again.
+        file, self._file, self._keeps_lines = self._file, None, keeps_lines
+        if file is not None:
+            file.close()
 
     def _kept_bytes(self) -> int:
         """Returns the size of the part of the file that stays when the next line is written."""
@@ -149,13 +169,13 @@ class JSONLines(TextLogger):
 
     def write(self, lines: Sequence[Line]) -> None:
         """Writes one JSON object for each line."""
-        self._add("".join(f"{_json(line)}\n" for line in lines))
+        self._add("".join(f"{self._json(line)}\n" for line in lines))
 
-
-def _json(line: Line) -> str:
-    texts = {name: x for name, x in line.samples.items() if isinstance(x, str)}
-    numbers = {name: x if math.isfinite(x) else None for name, x in line.values.items()}
-    return json.dumps({"step": line.step, "epoch": line.epoch, **numbers, **texts})
+    def _json(self, line: Line) -> str:
+        texts = {name: x for name, x in line.samples.items() if isinstance(x, str)}
+        numbers = {name: x if math.isfinite(x) else None for name, x in line.values.items()}
+        position = {"step": line.step, "epoch": line.epoch}
+        return json.dumps(self._fields(position, {**numbers, **texts}))
 
 
 class CSVLogger(TextLogger):
@@ -218,7 +238,7 @@ class CSVLogger(TextLogger):
 
     def _read(self) -> tuple[list[str], int]:
         """Returns the columns and the number of rows of the file."""
-        with self.path.open(newline="") as file:
+        with self.path.open(newline="", encoding="utf-8") as file:
             rows = csv.reader(file)
             return next(rows, []), len(list(rows))
 
@@ -227,7 +247,7 @@ class CSVLogger(TextLogger):
         if self._file is None:
             self.begin()
         for line in lines:
-            row: dict[str, Any] = {"epoch": line.epoch, "step": line.step, **line.values}
+            row = self._fields({"epoch": line.epoch, "step": line.step}, line.values)
             if not row.keys() <= set(self._columns):
                 # A dict keeps the order of the columns and drops duplicates.
                 self._set_columns(list(dict.fromkeys([*self._columns, *row])))
@@ -243,7 +263,10 @@ class CSVLogger(TextLogger):
             # Replacing the file at once keeps all rows if the process is killed meanwhile.
             new_path = self.path.with_name(f".{self.path.name}.new")
             try:
-                with self.path.open(newline="") as file, new_path.open("w", newline="") as new:
+                with (
+                    self.path.open(newline="", encoding="utf-8") as file,
+                    new_path.open("w", newline="", encoding="utf-8") as new,
+                ):
                     new.write(_csv(columns))
                     for cells in itertools.islice(csv.reader(file), 1, 1 + self._row_count):
                         # New columns come last, and columns that a restored run drops are last too.

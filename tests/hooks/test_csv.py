@@ -1,4 +1,5 @@
 import csv
+import resource
 
 import jax.numpy as jnp
 import numpy as np
@@ -42,6 +43,26 @@ def test_csv_goes_on_below_what_a_run_before_it_wrote(tmp_path) -> None:
     ]
     log(2, append=False, mae=1.0)
     assert (tmp_path / "log.csv").read_text().splitlines() == ["epoch,step,mae", "2,4,1.0"]
+
+
+def test_a_row_that_did_not_fit_on_the_disk_is_missing_and_no_other(tmp_path) -> None:
+    path = tmp_path / "log.csv"
+    log = ft.hooks.CSVLogger(path)
+
+    def add(step: int, **values: float) -> None:
+        at = ft.Position(step=step)
+        log(ft.events.EpochEnd(position=at, state=(), values={"loss": 0.5, **values}))
+
+    add(1)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 3, limits[1]))
+    with pytest.warns(UserWarning, match="could not write: OSError.*too large"):
+        add(2)
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    add(3)
+    add(4, accuracy=1.0)
+    assert path.read_text().splitlines()[1:] == ["0,1,0.5,", "0,3,0.5,", "0,4,0.5,1.0"]
+    log.close()
 
 
 def every_other_epoch(path) -> list:

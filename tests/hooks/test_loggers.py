@@ -216,6 +216,21 @@ def test_a_logger_that_cannot_write_warns_once_and_training_continues(
     assert len(history.steps["loss"]) == 60
 
 
+@pytest.mark.parametrize("kind", ["JSONLines", "CSVLogger"])
+def test_values_named_like_the_position_leave_it_as_it_is(kind, tmp_path) -> None:
+    log = getattr(ft.hooks, kind)(tmp_path / "log", every=1)
+    at_two = ft.Position(step=2, epoch=1)
+    rows = {"step": np.array([7.0, 8.0]), "epoch": np.array([5.0, 5.0]), "loss": np.ones(2)}
+    how = {"position": at_two, "steps": 2, "examples": 1}
+    log(ft.events.ChunkEnd(state=(), rows=rows, **how))
+    with pytest.warns(UserWarning, match=r"got \['epoch', 'step'\].*rename them") as caught:
+        log.logs(ft.events.LogsReady(logs=rows, **how))
+    assert len(caught) == 1
+    log.close()
+    last = (tmp_path / "log").read_text().splitlines()[-1]
+    assert last in ('{"step": 2, "epoch": 1, "loss": 1.0}', "1,2,1.0")
+
+
 def test_a_file_that_was_empty_at_the_checkpoint_has_no_line_twice(tmp_path) -> None:
     def hooks() -> list[Any]:
         return [ft.hooks.JSONLines(tmp_path / "log.jsonl", every=8, append=True)]
