@@ -20,6 +20,7 @@ from functrain.hooks._logger import Logger
 from functrain.hooks._profile import Profile
 from functrain.hooks._sample import Sample
 from functrain.hooks._terminate_on_nan import TerminateOnNaN
+from functrain.hooks._watchdog import Watchdog
 from functrain.loop._require import require_batches
 from functrain.step._metered import MeteredStep
 
@@ -31,7 +32,7 @@ _WRONG_EARLY_STOPPING = {
     "a population is functrain.population.step(step).",
 }
 # Hooks that add no values to events.
-_ADD_NO_VALUES = (EarlyStopping, Logger, Profile, Sample, TerminateOnNaN)
+_ADD_NO_VALUES = (EarlyStopping, Logger, Profile, Sample, TerminateOnNaN, Watchdog)
 
 
 def look_ahead(
@@ -86,10 +87,11 @@ def look_ahead(
                 names_of_epochs |= evaluated
             names |= evaluated
         knows_all_names &= isinstance(hook, (Evaluate, *_ADD_NO_VALUES))
-        if isinstance(hook, EarlyStopping) and knows_all_names:
+        if isinstance(hook, EarlyStopping):
             if hook.of_members != is_population:
                 raise ValueError(_WRONG_EARLY_STOPPING[is_population])
-            missing += {hook.monitor} - names
+            if knows_all_names:
+                missing += {hook.monitor} - names
     # What is not a checkpointer at all is refused elsewhere.
     monitor = getattr(checkpointer, "monitor", None)
     # A checkpoint is the best for one member, so the value of one member must be named.

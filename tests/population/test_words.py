@@ -195,7 +195,7 @@ def test_a_metric_that_nobody_computes_is_refused_before_the_first_step(tmp_path
 
 def test_a_value_a_member_is_not_one_value(tmp_path) -> None:
     with pytest.raises(ValueError, match=re.escape("functrain.population.EarlyStopping")):
-        watched(hooks=[ft.hooks.EarlyStopping("val_loss")])
+        watched(hooks=[lambda event: None, ft.hooks.EarlyStopping("val_loss")])
     with pytest.raises(ValueError, match="'val_loss/0'"):
         watched(checkpointer=ft.Checkpointer(tmp_path / "run", monitor="val_loss"))
     with pytest.raises(ValueError, match=re.escape("is functrain.population.step")):

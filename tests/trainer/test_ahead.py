@@ -117,6 +117,7 @@ def test_a_value_nobody_provides_is_found_before_the_first_step(how, tmp_path) -
     keeping = ft.Checkpointer(tmp_path, monitor="val_accuracy")
     log = ft.hooks.CSVLogger(tmp_path / "log.csv")
     others = [log, ft.hooks.JSONLines(tmp_path / "log.jsonl"), ft.hooks.TerminateOnNaN()]
+    others.append(ft.hooks.Watchdog(600))
     for watching in ({"hooks": [*others, stopping]}, {"checkpointer": keeping}):
         fit = Fit(logging)
         with pytest.raises(ValueError, match=r"\['extra', 'loss'.*got 'val_accuracy'\..*eval_d"):
