@@ -3,11 +3,11 @@
 from collections.abc import Mapping
 from typing import Any
 
-import jax
 import numpy as np
 
 from functrain.common import _tree
 from functrain.common._checks import is_number
+from functrain.common._gather import fetch_global
 from functrain.common._types import PyTree
 
 
@@ -24,8 +24,11 @@ def to_floats(x: Any) -> Any:
 
 
 def to_values(values: PyTree) -> dict[str, Any]:
-    """Fetches a tree of scalars as floats by path; numbers `[N]` of members as arrays."""
-    host = jax.device_get(values)
+    """Fetches a tree of scalars as floats by path; numbers `[N]` of members as arrays.
+
+    Members may be divided over processes, which then all have to call it.
+    """
+    host = fetch_global(values)
     return {path: to_floats(value) for path, value in _tree.leaves_with_path(host)}
 
 

@@ -4,10 +4,10 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import numpy as np
 
 from functrain.common import _tree, _values
+from functrain.common._gather import fetch_global
 from functrain.common._types import PyTree
 from functrain.data._batches import Chunk
 from functrain.engine import _rows
@@ -135,13 +135,16 @@ class ChunkEnd(Event):
         return _rows.take_rows(self.rows, self.steps)
 
     def latest(self) -> dict[str, Any]:
-        """Returns the scalar logs of the last step, for a population `f64[N]` each. Waits."""
+        """Returns the scalar logs of the last step, for a population `f64[N]` each. Waits.
+
+        If members are divided over several processes, all of these have to call it.
+        """
         logs = {}
         for path, x in _tree.leaves_with_path(self.rows):
             if _rows.is_scalar_per_step(x, self._of_members):
                 logs[path] = x
         # One call for all logs: it starts every copy before it waits for the first.
-        host_logs = jax.device_get(logs)
+        host_logs = fetch_global(logs)
         return {path: _values.to_floats(x[self.steps - 1]) for path, x in host_logs.items()}
 
 

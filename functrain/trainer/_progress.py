@@ -5,6 +5,7 @@ import time
 from collections.abc import Mapping
 from typing import Any, Literal, Self, TypeAlias
 
+import jax
 from rich.console import Console
 
 from functrain.common._checks import require_one_of
@@ -91,7 +92,8 @@ class ProgressReport:
             values = {**recorder.latest, **to_values(self._metrics)}
             # The weights of the means are for the history only.
             values.pop(SUM_OF_WEIGHTS, None)
-            self._metrics = event.metrics()
+            # Of several processes only one has a bar, and all would have to compute and fetch them.
+            self._metrics = event.metrics() if jax.process_count() == 1 else {}
             self._bar.update(completed=self._steps, values=self._texts(values))
 
     def _report_compilation(self, recorder: Recorder) -> None:

@@ -31,6 +31,13 @@ if other == "autotune":
     tuning = ft.inspect.autotune(jnp.zeros(()), step, data[:4], fuse=(1, 3), sharding=mesh)
     print(tuning.k, [row.microseconds for row in tuning.rows])
     sys.exit()
+if other == "members":
+    divided, everywhere = (jax.NamedSharding(mesh, jax.P(*axes)) for axes in (["data"], []))
+    members = jax.device_put(ft.population.stack([jnp.zeros(()), jnp.ones(())]), divided)
+    over_all = ft.population.step(lambda x, batch: (x + 1, {"x": x}))
+    first, *_ = ft.run(members, over_all, ft.Steps(2), sharding=everywhere)
+    print(first.latest()["x"].tolist())
+    sys.exit()
 if other == "keys":
     lowered = collections.Counter()
 
@@ -98,6 +105,10 @@ def test_autotune_measures_in_all_of_them_and_they_choose_the_same() -> None:
     first, second = run_both("autotune")
     assert first == second
     assert first[:2] in ("1 ", "3 ")
+
+
+def test_the_latest_logs_of_members_divided_over_the_processes_are_those_of_all() -> None:
+    assert run_both("members") == ["[1.0, 2.0]"] * 2
 
 
 def test_batches_of_each_process_its_own_are_refused_in_words() -> None:
