@@ -1,6 +1,7 @@
 """A check of this installation for known faults of XLA's CPU compiler."""
 
 import importlib.metadata
+import os
 import platform
 import subprocess
 import sys
@@ -15,6 +16,8 @@ from functrain.common._compile import jit
 from functrain.inspect._sheet import sheet
 
 PACKAGES = ("functrain", "jax", "jaxlib", "keras", "flax", "optax", "numpy")
+# The seconds in which a process must have ended, which takes a few.
+TIMEOUT = 300
 REMEDY = (
     "Remedy: install jax 0.11.1 or newer, which needs Python 3.12. Or keep this jax\n"
     "and set XLA_FLAGS=--xla_cpu_experimental_ynn_fusion_type= before jax starts;\n"
@@ -122,6 +125,10 @@ def doctor() -> Doctor:
       A `Doctor`, which prints a table of versions and a table of the faults with "right", "wrong"
       or "crash" for `jax.jit` and for functrain, and the remedy if one is needed.
 
+    Raises:
+      RuntimeError: A process failed without a crash; the message has the end of its traceback.
+      subprocess.TimeoutExpired: A process has not ended after five minutes.
+
     Examples:
       >>> import functrain as ft
       >>> report = ft.inspect.doctor()  # doctest: +SKIP
@@ -144,7 +151,16 @@ def _versions() -> dict[str, str]:
 def _check_fault(index: int) -> Finding:
     """Runs the program of a fault in its own process, with functrain's jit first."""
     code = f"from functrain.inspect._doctor import print_results; print_results({index})"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    command, env = [sys.executable, "-c", code], {**os.environ, "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(
+        command, env=env, capture_output=True, text=True, check=False, timeout=TIMEOUT
+    )
+    # That of an error in Python; of a crash it is the number of a signal, below zero.
+    if done.returncode == 1:
+        raise RuntimeError(
+            f"doctor: expected a process that runs {FAULTS[index].title!r}, got an error of this "
+            f"installation:\n{done.stderr[-1000:]}"
+        )
     # A process that crashes prints fewer results than two.
     ours, plain, *_ = [*done.stdout.split(), "crash", "crash"]
     return Finding(FAULTS[index], plain, ours)

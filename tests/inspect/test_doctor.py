@@ -1,5 +1,8 @@
 """The doctor tells what this installation computes wrongly, and that functrain does not."""
 
+import signal
+import subprocess
+
 import pytest
 
 import functrain as ft
@@ -32,6 +35,19 @@ def test_a_fault_is_listed_with_its_issue_and_the_remedy():
     [("right right", ("right", "right")), ("right", ("crash", "right")), ("", ("crash", "crash"))],
 )
 def test_a_process_that_ends_early_has_crashed(monkeypatch, printed, expected):
-    done = type("Done", (), {"stdout": printed})
+    code = 0 if len(printed.split()) == 2 else -signal.SIGABRT
+    done = subprocess.CompletedProcess([], code, printed)
     monkeypatch.setattr(_doctor.subprocess, "run", lambda *args, **options: done)
     assert _doctor._check_fault(0)[1:] == expected
+
+
+def test_a_fault_is_looked_for_on_the_cpu_whatever_the_platform_of_the_environment(monkeypatch):
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+    assert _doctor._check_fault(0).functrain == "right"
+
+
+def test_an_error_of_the_installation_is_no_crash(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", "")
+    monkeypatch.setattr(_doctor.sys, "executable", "false")
+    with pytest.raises(RuntimeError, match=r"doctor: expected a process that runs 'sums of prod"):
+        _doctor._check_fault(0)
