@@ -11,8 +11,9 @@ from jax.extend import core
 from jax.extend.core import primitives
 
 from functrain.common import _repr
-from functrain.common._platform import platform_of
+from functrain.common._platform import compiling_for, platform_of
 from functrain.common._types import traits_of
+from functrain.engine._guards import tracing_guards
 from functrain.rewrites import _optimize
 from functrain.rewrites._equations import (
     describe_location,
@@ -152,7 +153,9 @@ def explain_rewrites(
     if args:
         args = traits_of(fn).wrap_state(args[0]), *args[1:]
     try:
-        closed, _ = _optimize.trace(fn, *args, **kwargs)
+        # A step, such as that of a population, may be another program on each platform.
+        with tracing_guards(fn), compiling_for(platform):
+            closed, _ = _optimize.trace(fn, *args, **kwargs)
     except Untraceable as error:
         return Explanation((), 0, f"The function runs unchanged: {error}")
     if chosen == "off":

@@ -13,7 +13,7 @@ from jax.extend import core
 from jax.extend.core import primitives
 
 import functrain as ft
-from functrain.common._platform import compiling_for
+from functrain.common._platform import compiling_for, current_platform
 from functrain.inspect import explain_rewrites
 from functrain.rewrites import _optimize, optimize
 from functrain.rewrites._pass import rewrite_jaxpr
@@ -193,6 +193,20 @@ def test_where_rewrites_are_off_it_says_so(how: str, monkeypatch: pytest.MonkeyP
         )
     assert "rewrites are off" in explanation.note
     assert [row.rule for row in explanation.rows] == [""]
+
+
+def test_a_function_is_traced_for_the_platform_of_its_arguments(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("functrain.inspect._explain_rewrites.platform_of", lambda args: "tpu")
+    platforms = []
+
+    def fn(x: jax.Array) -> jax.Array:
+        platforms.append(current_platform())
+        return x
+
+    explain_rewrites(fn, X)
+    assert platforms == ["tpu"]
 
 
 def test_a_step_that_is_fused_can_be_explained() -> None:
