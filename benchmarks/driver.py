@@ -131,8 +131,7 @@ def measure(
         start = number % max(1, len(names))
         for name in names[start:] + names[:start]:
             say(f"{workload.name}: round {number + 1} of {rounds}, {name}")
-            lines[name].send(run=True)
-            reply = _next(lines, name, results)
+            reply = _next(lines, name, results, run=True)
             if reply and number >= 0:
                 results[name].seconds.append(reply["seconds"] / per_call)
     for result in results.values():
@@ -142,10 +141,14 @@ def measure(
     return results
 
 
-def _next(lines: dict[str, Line], name: str, results: dict[str, Measured]) -> dict[str, Any]:
-    """Records a worker's next message; drops the worker if the message reports an error."""
+def _next(
+    lines: dict[str, Line], name: str, results: dict[str, Measured], **request: bool
+) -> dict[str, Any]:
+    """Sends a worker a request, and records its next message; drops it if it reports an error."""
     result = results[name]
     try:
+        if request:
+            lines[name].send(**request)
         reply = lines[name].receive()
     except EOFError as error:
         reply = {"error": str(error)}

@@ -12,9 +12,10 @@ import numpy as np
 from jax import lax
 
 import functrain as ft
-from functrain.rewrites._optimize import REWRITES
+from functrain.common._platform import current_platform
 from functrain.rewrites._equations import is_entered, walk_equations
-from functrain.rewrites._rewrite import select_rewrite
+from functrain.rewrites._optimize import rules_for
+from functrain.rewrites._rewrite import select_rewrite, usable_rewrites
 
 # XLA fuses these primitives into their neighbours, so they add little or no time.
 FUSED = set(
@@ -61,10 +62,11 @@ class Operation(NamedTuple):
 def operations(step: ft.Step[Any], state: Any, batch: Any, rewrites: Any) -> list[Operation]:
     """Returns the operations of a step, except those that are fused or small."""
     mode = ft.rewrites.resolve_mode(rewrites)
-    rules = () if mode == "off" else REWRITES
+    closed = jax.make_jaxpr(step)(state, batch)
+    rules = [] if mode == "off" else usable_rewrites(closed, rules_for(current_platform()))
     counts: collections.Counter[str] = collections.Counter()
     examples = {}
-    for eqn, jaxpr, times in walk_equations(jax.make_jaxpr(step)(state, batch)):
+    for eqn, jaxpr, times in walk_equations(closed):
         if not is_entered(eqn) and eqn.primitive.name not in FUSED:
             types = [str(var.aval) for var in (*eqn.invars, *eqn.outvars)]
             key = f"{eqn.primitive} {types} {sorted(eqn.params.items(), key=lambda i: i[0])}"

@@ -122,7 +122,9 @@ def table(result: dict[str, Any]) -> Table:
     columns = "ms a step", "min – max", f"speed / {reference(ways)}", "compile s", "peak MiB"
     for column in columns:
         table.add_column(column, justify="right", no_wrap=True)
-    for name, way in sorted(ways.items(), key=lambda item: item[1]["median"] or math.inf):
+    # Those that failed come last: their median is NaN.
+    ordered = sorted(ways.items(), key=lambda item: (bool(item[1]["error"]), item[1]["median"]))
+    for name, way in ordered:
         if way["error"]:
             table.add_row(name, f"failed: {way['error']}")
             continue

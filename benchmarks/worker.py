@@ -17,6 +17,8 @@ import sys
 import time
 from typing import Any
 
+_DIED = "the process at the other end has died; its messages are above"
+
 
 class Line:
     """A connection on which both sides send lines of JSON."""
@@ -26,20 +28,28 @@ class Line:
         self._file = connection.makefile("rw")
 
     def send(self, **message: Any) -> None:
-        """Sends one message."""
-        self._file.write(json.dumps(message) + "\n")
-        self._file.flush()
+        """Sends one message; raises EOFError if the other process has ended."""
+        try:
+            self._file.write(json.dumps(message) + "\n")
+            self._file.flush()
+        except ConnectionError:
+            raise EOFError(_DIED) from None
 
     def receive(self) -> dict[str, Any]:
         """Waits for a message; raises EOFError if the other process has ended."""
-        line = self._file.readline()
+        try:
+            line = self._file.readline()
+        except ConnectionError:
+            line = ""
         if not line:
-            raise EOFError("the process at the other end has died; its messages are above")
+            raise EOFError(_DIED)
         return json.loads(line)
 
     def close(self) -> None:
         """Closes the connection, after which the worker at the other end exits."""
-        self._file.close()
+        # A message that could not be sent is still in the buffer of the file.
+        with contextlib.suppress(ConnectionError):
+            self._file.close()
         self._connection.close()
 
 

@@ -1,8 +1,10 @@
 """The benchmark measures equal work, and says what it found. Nothing here looks at a clock."""
 
 import json
+import math
 import os
 import pathlib
+import socket
 import subprocess
 import sys
 
@@ -11,8 +13,10 @@ from rich.console import Console
 
 import functrain
 from benchmarks.__main__ import warn
-from benchmarks.report import _versions
+from benchmarks.driver import Measured, _next
+from benchmarks.report import _versions, table
 from benchmarks.ways import HAS_TORCH
+from benchmarks.worker import Line
 
 ROOT = pathlib.Path(__file__).parents[2]
 STEPS = 8
@@ -66,6 +70,28 @@ def test_versions_that_differ_between_environments_are_told_apart() -> None:
     jax, head = {"keras": "3.15.1", "jax": "0.12.0.1"}, {"keras": "3.16.0", "jax": "0.12.0.1"}
     told = _versions({"jax": jax, "keras-head": head})
     assert told == ["keras 3.15.1", "jax 0.12.0.1", "keras@keras-head 3.16.0"]
+
+
+def way(*seconds: float) -> dict:
+    median = seconds[0] if seconds else math.nan
+    rest = {"error": "" if seconds else "it died", "losses": [], "compile_seconds": 1.0}
+    return {"median": median, "seconds": list(seconds), "peak_bytes": 1, **rest}
+
+
+def test_ways_that_failed_come_last_in_the_table() -> None:
+    ways = {"slow": way(3.0), "failed": way(), "fast": way(1.0), "also": way(), "middle": way(2.0)}
+    result = {"workload": "digits-mlp", "batch": 32, "steps": 8, "ways": ways}
+    order = list(table(result).columns[0].cells)
+    assert order == ["fast", "middle", "slow", "failed", "also"]
+
+
+def test_a_worker_that_was_killed_is_dropped_with_its_reason() -> None:
+    ours, theirs = socket.socketpair()
+    lines, results = {"way": Line(ours)}, {"way": Measured()}
+    theirs.close()
+    assert _next(lines, "way", results, run=True) == {}
+    assert lines == {}
+    assert "died" in results["way"].error
 
 
 def test_all_ways_do_equal_work(results) -> None:

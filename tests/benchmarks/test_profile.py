@@ -10,6 +10,7 @@ from jax import lax
 
 from benchmarks.operations import Operation, operations, seconds
 from benchmarks.profile import describe, main, profile
+from functrain.rewrites import _optimize
 
 NO_PADDING = ((0, 0), (0, 0))
 NHWC = ("NHWC", "HWIO", "NHWC")
@@ -41,6 +42,14 @@ def test_a_step_is_taken_apart() -> None:
     ]
     assert found[2].rule  # the gradient
     assert {o.rule for o in operations(step, W, X, "off")} == {""}
+
+
+def test_rewrites_of_other_platforms_are_not_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = operations(step, W, X, "auto")[2].rule
+    rules = {rule.name: rule for rule in _optimize.REWRITES}
+    rules[name] = rules[name]._replace(platforms=("tpu",))
+    monkeypatch.setattr(_optimize, "REWRITES", tuple(rules.values()))
+    assert name not in {o.rule for o in operations(step, W, X, "auto")}
 
 
 def test_operations_in_loops_count_as_often_as_they_run() -> None:
