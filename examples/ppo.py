@@ -164,7 +164,7 @@ def train(folder, *more_hooks):
         ft.population.step(step),
         ft.Steps(updates),
         hooks=[ft.hooks.JSONLines(folder / "log.jsonl", every=10), *more_hooks],
-        checkpointer=ft.Checkpointer(folder / "checkpoints", every=updates // 10, keep=1),
+        checkpointer=ft.Checkpointer(folder / "checkpoints", every=max(1, updates // 10), keep=1),
         verbose=0,
     )
 

@@ -95,8 +95,8 @@ if args.folder:
 resumed_folder, straight_folder = args.output / "resumed", args.output / "straight"
 for folder in (resumed_folder, straight_folder):
     shutil.rmtree(folder, ignore_errors=True)
-per_epoch = (3_200 if args.quick else 16_000) // args.batch_size
-kills = [per_epoch - 5, 2 * per_epoch - 7, 10**9]
+steps = args.epochs * ((3_200 if args.quick else 16_000) // args.batch_size)
+kills = [steps // 3 - 5, 2 * steps // 3 - 7, 10**9]
 for attempt, step in enumerate(kills, 1):
     print(f"process {attempt}:", flush=True)
     options = ["--folder", str(resumed_folder), "--kill-at", str(step)]

@@ -97,6 +97,17 @@ def test_a_training_killed_twice_ends_as_one_that_was_left_alone(tmp_path) -> No
 
 
 @pytest.mark.long
+@pytest.mark.parametrize(
+    ("script", "options"),
+    [("resume.py", ["--quick", "--epochs", 1]), ("ppo.py", ["--agents", 2, "--updates", 5])],
+)
+def test_a_short_training_can_be_killed_twice_as_well(script, options, tmp_path) -> None:
+    output = run(EXAMPLES / script, *options, "--output", tmp_path)
+    assert "killed twice" in output
+    assert "NOT" not in output
+
+
+@pytest.mark.long
 def test_text_is_learned_and_written(tmp_path) -> None:
     output = quick("text.py", tmp_path)
     unigram = number(output, "validation perplexity of", "unigram model")
