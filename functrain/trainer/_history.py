@@ -33,7 +33,9 @@ class History:
       first_steps_seconds: Time until the first program had finished, most of which is compilation,
         in the process that took the last steps.
       first_step: The number of training steps before those in `steps`, if the fit continued a
-        training. The steps in `within_epochs` include them.
+        training. The steps in `within_epochs` and `epoch_ends` include them.
+      epoch_ends: The number of training steps at the end of every epoch, `i64[epochs]`; None in a
+        history that no fit made.
 
     Examples:
       >>> history = History(steps={"loss": np.array([3.0, 1.0])}, epochs={"loss": np.array([2.0])})
@@ -48,6 +50,7 @@ class History:
     )
     first_steps_seconds: float = float("nan")
     first_step: int = 0
+    epoch_ends: np.ndarray | None = None
 
     def __repr__(self) -> str:
         names_by_kind: dict[str, Iterable[str]] = {

@@ -83,8 +83,10 @@ def _curves(panel: Any, history: "History", name: str) -> None:
         values = history.epochs.get(key)
         # For a population, the median of each step is drawn already.
         if values is not None and (values.ndim == 1 or key != name or per_step is None):
-            epoch_length = (last - first) / len(values) if last else 1
-            ends = first + np.arange(1, len(values) + 1) * epoch_length
+            ends = history.epoch_ends
+            if ends is None or not last:
+                epoch_length = (last - first) / len(values) if last else 1
+                ends = first + np.arange(1, len(values) + 1) * epoch_length
             _draw(panel, ends, values, color, label, ls=ls, marker=marker, ms=3.5, lw=1.5)
         if key in history.within_epochs:
             line: dict[str, Any] = {"ls": ":", "marker": marker, "ms": 2.5, "lw": 1}

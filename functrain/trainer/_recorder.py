@@ -157,7 +157,8 @@ class Recorder:
     def history(self, last_step: int | None = None) -> History:
         """Returns the history so far, or up to a step."""
         last = np.inf if last_step is None else last_step
-        epochs = [epoch["values"] for epoch in self._epochs if epoch["step"] <= last]
+        finished_epochs = [epoch for epoch in self._epochs if epoch["step"] <= last]
+        epochs = [epoch["values"] for epoch in finished_epochs]
         within_epochs = {}
         for name, point in self._within_epochs.items():
             steps = [step for step in point["steps"] if step <= last]
@@ -174,6 +175,7 @@ class Recorder:
             within_epochs=within_epochs,
             first_steps_seconds=self._first_steps_seconds(),
             first_step=self._steps_begin if self._keeps_steps else self._first_step,
+            epoch_ends=np.array([epoch["step"] for epoch in finished_epochs], np.int64),
         )
 
     def _first_steps_seconds(self) -> float:

@@ -30,6 +30,17 @@ def test_values_within_epochs_are_drawn_at_their_steps() -> None:
     assert lines(norm) == {"training, within epochs": [[3, 0.5]]}
 
 
+def test_values_of_epochs_are_drawn_at_their_ends_although_the_last_one_is_unfinished() -> None:
+    @ft.at(10)
+    def stop(event):
+        event.stop()
+
+    data = ft.ArrayLoader(np.zeros(8, np.float32), 2)  # four steps an epoch
+    found = ft.fit(0.0, lambda x, _: (x + 1, {"loss": x}), data, epochs=3, hooks=[stop], verbose=0)
+    assert found.history.epoch_ends.tolist() == [4, 8]
+    assert lines(found.history.plot().axes[0])["training"] == [[4, 1.5], [8, 5.5]]
+
+
 def test_an_evaluation_of_what_training_does_not_report_has_a_panel() -> None:
     (panel,) = (
         history(steps={}, epochs={"val_f1": np.array([0.5, 0.6])}, within_epochs={}).plot().axes
