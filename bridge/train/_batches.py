@@ -296,10 +296,12 @@ def _placer(*, trains: bool) -> Callable[[PyTree], PyTree]:
     distribution = keras.distribution.distribution()
     placers: dict[Any, Callable[[PyTree], PyTree]] = {}
 
-    def put(x: Any) -> Any:
+    def put(path: Any, x: Any) -> Any:
         sharding = distribution.get_data_layout(x.shape[1:]).backend_layout
-        # A placer compares its first chunk over all processes, so one is kept for each spec.
-        placer = placers.setdefault(sharding.spec, chunk_placer(sharding, replicates=not trains))
-        return placer(x)
+        # A placer compares its first chunk over all processes, so one is kept for each leaf.
+        placer = chunk_placer(sharding, replicates=not trains)
+        return placers.setdefault((path, sharding.spec), placer)(x)
 
-    return lambda batches: batches if distribution is None else jax.tree.map(put, batches)
+    if distribution is None:
+        return lambda batches: batches
+    return lambda batches: jax.tree_util.tree_map_with_path(put, batches)

@@ -184,6 +184,7 @@ def refusals(folder: str) -> None:
     refused(callbacks=[keras.callbacks.ModelCheckpoint(f"{folder}/x.weights.h5")])
     refused(X[:13], Y[:13])
     refused(X + jax.process_index(), Y)
+    refused(X, Y + jax.process_index())
     np.random.seed(jax.process_index())
     refused()
 
