@@ -172,7 +172,7 @@ class BatchCallbacks:
         if self._kind != "train" or not any(map(_may_end_at_batch, self._acting_callbacks)):
             return False
         loss = keras_private.callbacks.as_floats(logs).get("loss")
-        return loss is not None and not np.isfinite(loss)
+        return loss is not None and not np.all(np.isfinite(loss))
 
     def _logs(self, logs: PyTree, events: BatchEvents) -> PyTree:
         """Returns a step's logs; in `predict`, the outputs of all steps since the last end."""

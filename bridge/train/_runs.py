@@ -258,7 +258,7 @@ def _note_variable_paths(model: keras.Model) -> Iterator[None]:
 def _warn_of_inexact_resuming(run: Run, hook: KerasHook, evaluation: Evaluation | None) -> None:
     """Warns of data and callbacks that cannot resume exactly."""
     problems: list[str] = []
-    if run.position.step and "examples" not in hook.batches.fingerprint():
+    if run.position.step and "examples" not in keras_private.data.fingerprint(hook.batches.data):
         problems.append(
             "x: only arrays are known to give the same batches again. These data are iterated "
             "from their start, and the batches of the epoch before the checkpoint are skipped."
@@ -278,7 +278,8 @@ def _warn_of_inexact_resuming(run: Run, hook: KerasHook, evaluation: Evaluation 
 def _warn_of_loss(history: keras.callbacks.History) -> None:
     """Warns of the first epoch whose loss was not finite."""
     for epoch, loss in zip(history.epoch, history.history.get("loss", ()), strict=False):
-        if not np.isfinite(loss):
+        # A train_step of the user's may report one for each output.
+        if not np.all(np.isfinite(loss)):
             warnings.warn(
                 f"bridge.fit: expected a finite loss, got {loss}, first in epoch {epoch}, counted "
                 "from 0. Look for NaN in the data, and for labels outside of the classes. "

@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 from keras import layers
 
+import functrain as ft
+
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(48, 8)).astype(np.float32)
 Y = RNG.normal(size=(48, 4)).astype(np.float32)
@@ -86,3 +88,10 @@ def test_examples_that_devices_do_not_divide_are_evaluated_and_predicted(distrib
     )
     values = bridge.evaluate(model, x, y, batch_size=43, verbose=0, return_dict=True)
     assert history.history["val_loss"] == [pytest.approx(values["loss"], rel=1e-5)]
+
+
+def test_arrays_of_each_process_are_known_to_go_on_exactly(distribution: Any, tmp_path) -> None:
+    x = ft.distributed.local(X, distribution.get_data_layout((1,)).backend_layout)
+    for epochs in (1, 2):  # the second would warn
+        how = {"epochs": epochs, "batch_size": 8, "checkpointer": ft.Checkpointer(tmp_path)}
+        bridge.fit(fresh(), x, Y, verbose=0, **how)

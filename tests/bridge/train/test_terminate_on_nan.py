@@ -95,6 +95,21 @@ def test_callbacks_of_keras_are_known_by_their_functions() -> None:
     assert mine.seen == [1, 2, 3, 4]
 
 
+def test_a_loss_for_each_output_need_not_be_finite_either() -> None:
+    class Reports(keras.Sequential):
+        def train_step(self, state: Any, data: Any) -> Any:
+            logs, state = super().train_step(state, data)
+            # With the keys of the metrics alone, Keras reports the metrics instead.
+            return {"loss": keras.ops.stack([logs["loss"], np.nan]), "more": 1.0}, state
+
+    model = Reports([keras.Input((4,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mae")
+    with pytest.warns(
+        UserWarning, match=r"expected a finite loss, got \[.*nan\], first in epoch 0"
+    ):
+        bridge.fit(model, np.ones((64, 4)), np.ones((64, 1)), verbose=0)
+
+
 def test_a_fit_without_it_names_the_epoch_and_what_finds_the_cause() -> None:
     with pytest.warns(
         UserWarning, match=r"first in epoch 0, .*functrain\.inspect\.explain_nan"
