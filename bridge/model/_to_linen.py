@@ -24,9 +24,10 @@ def to_linen(model: keras.Layer, *, name: str | None = None) -> nn.Module:
 
     The module is called as ``module(inputs, training=False)``, where inputs are one pytree. In
     training statistics are updated, so that `batch_stats` must be mutable. Random layers draw from
-    the rng stream `dropout`, or from a single stream of another name. Without rngs they draw from
-    the counters, and `seeds` must be mutable as well. Without training, collections that are not
-    mutable stay unchanged. The model's losses are sown into the collection `losses`.
+    the rng stream `dropout`, or if there is none from `params`, to which flax gives a single key,
+    ``rngs=key``. Without both they draw from the counters, and `seeds` must be mutable as well.
+    Without training, collections that are not mutable stay unchanged. The model's losses are sown
+    into the collection `losses`.
 
     Args:
       model: A built `keras.Model` or layer.
