@@ -1,5 +1,6 @@
 """The memory and the cost of training a Keras model on devices that need not be there."""
 
+import collections
 import dataclasses
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -57,8 +58,11 @@ def memory(
     options = {"fuse": fuse, "target": target, "sharding": sharding, "donate": True}
     needed = _report(ft.inspect.memory, model, batch, **options)
     names = _variable_names(model)
-    leaves = {names.get(path, path): size for path, size in needed.leaves.items()}
-    return dataclasses.replace(needed, leaves=leaves)
+    # Keras may give several variables one path.
+    leaves: collections.Counter[str] = collections.Counter()
+    for path, size in needed.leaves.items():
+        leaves[names.get(path, path)] += size
+    return dataclasses.replace(needed, leaves=dict(leaves.most_common()))
 
 
 def largest_batch(

@@ -41,6 +41,24 @@ def test_memory_names_the_leaves_as_the_models_variables(model: keras.Model) -> 
     assert not [name for name in found.leaves if name.rpartition("/")[2].isdigit()]
 
 
+def test_layers_of_equal_names_are_counted_each() -> None:
+    class Twins(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = (
+                keras.layers.Dense(8, name="d"),
+                keras.layers.Dense(8, name="d"),
+            )
+
+        def call(self, x: Any) -> Any:
+            return self.second(self.first(x))
+
+    model = Twins()
+    model.compile("sgd", "mse")
+    found = bridge.memory(model, (X, np.zeros((32, 8), np.float32)))
+    assert found.state == sum(found.parts.values()) > 2 * 4 * (8 * 8 + 8)
+
+
 def test_the_reports_are_those_of_keras_own_step(model: keras.Model) -> None:
     state, step = bridge.keras_state(model, (X, Y)), bridge.train_step(model)
     ours = bridge.memory(model, (X, Y), fuse=4)
