@@ -63,6 +63,10 @@ class StepTraits:
         """
         return run(carry, chunk)
 
+    def example_axis(self) -> int:
+        """Returns the axis of a batch's leaves that its examples lie along."""
+        return 0
+
     def require_data(self, data: Any, name: str) -> None:
         """Raises ValueError if the step cannot take batches of this data.
 

@@ -50,11 +50,11 @@ def expand_weight(weight: jax.Array, values: jax.Array) -> jax.Array:
     return weight.reshape(weight.shape + (1,) * (values.ndim - weight.ndim))
 
 
-def batch_size(batch: PyTree) -> int:
-    """Returns the number of examples: the first axis of the first leaf that has one, else 1."""
+def batch_size(batch: PyTree, axis: int = 0) -> int:
+    """Returns the number of examples: the length of the first leaf that has the axis, else 1."""
     for leaf in jax.tree.leaves(batch):
-        if jnp.ndim(leaf):
-            size: int = leaf.shape[0]
+        if jnp.ndim(leaf) > axis:
+            size: int = leaf.shape[axis]
             return size
     return 1
 

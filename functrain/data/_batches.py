@@ -127,6 +127,10 @@ class Batches(abc.ABC):
         """
         return []
 
+    # Not abstract: loaders know their examples.
+    def find_examples_along(self, axis: int) -> None:  # noqa: B027
+        """Sets the axis of a batch's leaves that its examples lie along, at first 0."""
+
     # Not abstract: only loaders have an order that depends on the epoch.
     def continue_after(self, steps: int) -> None:  # noqa: B027
         """Makes a loader continue with the orders that follow a number of earlier steps."""
@@ -181,6 +185,10 @@ class WrappedBatches(Batches):
     def track(self) -> None:
         """Begins to track the position of data that cannot seek."""
         self._inner.track()
+
+    def find_examples_along(self, axis: int) -> None:
+        """Sets the axis of a batch's leaves that its examples lie along."""
+        self._inner.find_examples_along(axis)
 
     def continue_after(self, steps: int) -> None:
         """Makes a loader continue with the orders that follow a number of earlier steps."""

@@ -50,6 +50,7 @@ class IteratorBatches(Batches):
         self._is_open = False
         # The shapes of the run's first batch, which all full batches must have.
         self._full_shapes: PyTree | None = None
+        self._example_axis = 0
         self._epoch = self._taken = 0
         # The number of a smaller batch in this epoch, which must be the last one.
         self._smaller_at: int | None = None
@@ -93,7 +94,11 @@ class IteratorBatches(Batches):
         self._taken += steps
         if self._position is not None:
             self._position.taken += steps
-        return Chunk(batches, k, steps, batch_size(batch))
+        return Chunk(batches, k, steps, batch_size(batch, self._example_axis))
+
+    def find_examples_along(self, axis: int) -> None:
+        """Sets the axis of a batch's leaves that its examples lie along."""
+        self._example_axis = axis
 
     def full_batch(self) -> PyTree | None:
         """Returns the shapes of the first batch of the run, once it is known."""
@@ -229,8 +234,8 @@ class IteratorBatches(Batches):
                 "would compile a program: drop the remainder, or pad to one size."
             )
         has_structure = _tree.structure(self._full_shapes) == _tree.structure(batch)
-        leaves, full_leaves = jax.tree.leaves(batch), jax.tree.leaves(self._full_shapes)
-        if not has_structure or not all(map(_fits_into, leaves, full_leaves)):
+        pairs = zip(jax.tree.leaves(batch), jax.tree.leaves(self._full_shapes), strict=False)
+        if not has_structure or not all(_fits_into(*pair, self._example_axis) for pair in pairs):
             raise ValueError(
                 f"{self.name}: expected every batch like the first, got another at step "
                 f"{self._taken} of epoch {self._epoch}:\n"
@@ -289,10 +294,12 @@ class IteratorBatches(Batches):
         return differences(first, self._position.first_seen, "first", compares_numbers=is_list)
 
 
-def _fits_into(x: Any, full: Any) -> bool:
-    """Returns True if an array is like another one, with at most as many examples."""
-    same = x.shape[1:] == full.shape[1:] and x.dtype == full.dtype
-    return bool(same and x.shape[:1] <= full.shape[:1])
+def _fits_into(x: Any, full: Any, axis: int) -> bool:
+    """Returns True if an array is like another one, with at most as many examples along an axis."""
+    if (len(x.shape), x.dtype) != (len(full.shape), full.dtype):
+        return False
+    lengths = enumerate(zip(x.shape, full.shape, strict=True))
+    return all(n == most or (i == axis and n < most) for i, (n, most) in lengths)
 
 
 def host_batch(batch: PyTree, label: str) -> PyTree:

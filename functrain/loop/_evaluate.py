@@ -108,6 +108,7 @@ def evaluate_without_warning(
     mesh_sharding = _placement.batch_sharding(sharding)
     batches = as_batches(data)
     step.require_data(batches.data, batches.name)
+    batches.find_examples_along(step.example_axis())
     require_all_examples(batches)
     _placement.require_same_run(batches, mesh_sharding, fuse=fuse)
     # Padding and masking would not do: a loss returns only the mean over its batch, from which the

@@ -180,6 +180,7 @@ def begin_run(
     function that decides, given the shapes of the first batch. For `like_keras` see `Loop`.
     """
     traits_of(step).require_data(batches.data, batches.name)
+    batches.find_examples_along(traits_of(step).example_axis())
     position = require_position(start)
     if batches.steps and position.batch >= batches.steps:
         expected = f"at most {batches.steps} batches in an epoch of {batches.name}"

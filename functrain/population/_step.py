@@ -115,6 +115,10 @@ class _OfAll(StepTraits):
             own, rows = run_blocks(run_own, own, chunk, blocks, axis)
         return with_shared(own, shared), rows
 
+    def example_axis(self) -> int:
+        """Returns 1 if the first axis of a batch is that of the members."""
+        return int(self.over.data == "per_member")
+
     def require_data(self, data: Any, name: str) -> None:
         """Raises ValueError if the data have batches per member, and the step shares batches."""
         is_matching = self.over.data == "per_member" or not isinstance(data, Loader)

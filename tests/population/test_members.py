@@ -107,6 +107,19 @@ def test_a_loader_for_each_member_is_what_the_member_would_see_alone(placement, 
             )
 
 
+def test_a_list_of_batches_for_each_member_may_end_with_a_smaller_one() -> None:
+    own = ft.population.Loader([loader(20, seed=i) for i in range(MEMBERS)])
+    batches = [own.batch(epoch=0, index=i) for i in range(len(own))]
+    how = {"eval_step": of_all(EVAL, data="per_member"), "verbose": 0}
+    by_loader, by_list = (
+        ft.fit(population(), of_all(METERED, data="per_member"), data, eval_data=data, **how)
+        for data in (own, batches)
+    )
+    assert bits(by_list.state) == bits(by_loader.state)
+    for name in ("loss", "accuracy", "val_loss"):  # means over examples, not over members
+        np.testing.assert_array_equal(by_list.history.epochs[name], by_loader.history.epochs[name])
+
+
 def test_a_run_on_loaders_of_members_goes_on_to_the_bit(tmp_path) -> None:
     step = of_all(METERED, data="per_member")
     data = ft.population.Loader([loader(seed=i) for i in range(MEMBERS)])
