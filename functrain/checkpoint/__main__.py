@@ -1,12 +1,13 @@
 """``python -m functrain.checkpoint``: lists, verifies, compares and watches checkpoints."""
 
 import argparse
+import contextlib
 import itertools
 import os
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +38,7 @@ examples:
 The exit status is 0; 1 if a checkpoint is damaged, or two differ; 2 if there is none.
 """
 
+_T = TypeVar("_T")
 Column = tuple[str, Sequence[str]]  # a heading, and a text for each row
 
 
@@ -80,11 +82,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if options.verify:
                 return _verify(checkpoints)
             is_single = checkpoints == [path]
-            print(describe(path) if is_single else list_checkpoints(path, checkpoints))
+            print(_read(path, describe) if is_single else list_checkpoints(path, checkpoints))
     except (ImportError, OSError, ValueError, CheckpointCorruptError, ObjectStoreError) as error:
         print(error, file=sys.stderr)
         return 1 if isinstance(error, CheckpointCorruptError) else 2
     return 0
+
+
+def _read(target: str, read: Callable[[str], _T]) -> _T:
+    """Calls a function with the path of a checkpoint, which a training may replace meanwhile."""
+    return _storage.read_unless_replaced(target, lambda: read(files_at(target).find(target)))
 
 
 def _verify(checkpoints: list[str]) -> int:
@@ -93,12 +100,13 @@ def _verify(checkpoints: list[str]) -> int:
     for checkpoint in checkpoints:
         name = _repr.shorten_start(os.path.basename(checkpoint), 40)
         try:
-            _storage.verify(checkpoint)
+            _read(checkpoint, _storage.verify)
+            print(f"{name}  intact, {_read(checkpoint, _size)}")
         except CheckpointCorruptError as error:
             damaged += 1
             print(f"{name}  damaged\n{error}")
-        else:
-            print(f"{name}  intact, {_size(checkpoint)}")
+        except FileNotFoundError:
+            print(f"{name}  removed since it was listed")
     if damaged:
         print(f"{damaged} of {len(checkpoints)} damaged.")
     return 1 if damaged else 0
@@ -106,14 +114,20 @@ def _verify(checkpoints: list[str]) -> int:
 
 def list_checkpoints(path: str, checkpoints: list[str]) -> str:
     """Returns a table of the checkpoints in a directory."""
-    steps = [int(os.path.basename(checkpoint)[:12]) for checkpoint in checkpoints]
-    # A damaged checkpoint has a row as well, with its step and its size.
-    manifests = list(map(_read_manifest_if_intact, checkpoints))
+    steps, manifests, sizes = list[int](), list[dict[str, Any]](), list[str]()
+    for checkpoint in checkpoints:
+        # A training may have removed it since the listing.
+        with contextlib.suppress(FileNotFoundError):
+            # A damaged checkpoint has a row as well, with its step and its size.
+            manifest = _read_manifest_if_intact(checkpoint)
+            sizes.append(_read(checkpoint, _size))
+            manifests.append(manifest)
+            steps.append(int(os.path.basename(checkpoint)))
     columns: list[Column] = [
         ("step", list(map("{:,}".format, steps))),
         ("epoch", list(map(_format_epoch, manifests))),
         ("saved (UTC)", list(map(_format_time, manifests))),
-        ("size", list(map(_size, checkpoints))),
+        ("size", sizes),
     ]
     values = [manifest.get("values", {}) for manifest in manifests]
     # Values of evaluations come first, because there may be no room for all.
@@ -133,7 +147,7 @@ def list_checkpoints(path: str, checkpoints: list[str]) -> str:
     damaged = [f"{n:,}" for n, manifest in zip(steps, manifests, strict=True) if not manifest]
     if damaged:
         lines.append(f"Damaged: {_join_names(damaged)}. --verify tells what is wrong with them.")
-    head = f"{_repr.shorten_start(path, _WIDTH - 18)}: {_count(len(checkpoints), 'checkpoint')}"
+    head = f"{_repr.shorten_start(path, _WIDTH - 18)}: {_count(len(steps), 'checkpoint')}"
     return "\n".join([head, *lines])
 
 
@@ -159,7 +173,7 @@ def describe(directory: str) -> str:
 def _read_manifest_if_intact(directory: str) -> dict[str, Any]:
     """Returns the manifest of a checkpoint, {} if it is damaged."""
     try:
-        return read_manifest(directory)
+        return _read(directory, read_manifest)
     except CheckpointCorruptError:
         return {}
 
@@ -237,11 +251,15 @@ class Difference(NamedTuple):
 
 def _compare(first: str, second: str) -> int:
     """Prints a report on two checkpoints; returns 1 if they differ."""
-    found_differences, leaf_count = differences(first, second)
+
+    def read(first: str, second: str) -> Any:
+        return differences(first, second), list(map(read_manifest, (first, second)))
+
+    found, manifests = _read(first, lambda a: _read(second, lambda b: read(a, b)))
+    found_differences, leaf_count = found
     runs = []
-    for label, path in (("first", first), ("second", second)):
+    for label, path, manifest in zip(("first", "second"), (first, second), manifests, strict=True):
         print(f"  {label:<7}{_repr.shorten_start(path, _WIDTH - 9)}")
-        manifest = read_manifest(path)
         runs.append({"step": manifest.get("step"), **manifest["run"]})
     for name in {**runs[0], **runs[1]}:
         if runs[0].get(name) != runs[1].get(name):

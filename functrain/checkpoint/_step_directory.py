@@ -167,11 +167,14 @@ def best_step(values: Mapping[int, float], sign: float) -> int | None:
 
 
 def find_checkpoints(path: str | os.PathLike[str], expected: str) -> tuple[str, list[str]]:
-    """Returns a real path, and the checkpoints in it, oldest first; or itself if there are none."""
+    """Returns a real path, and the targets of checkpoints in it; or itself if there are none.
+
+    The oldest comes first. A training may remove or replace them before they are read.
+    """
     path = resolve_path(path)
     files = files_at(path)
     path = files.find(path, expected)
     if not files.is_directory(path):
         return path, [path]
     directory = StepDirectory(path)
-    return path, [files.find(directory.target(x)) for x in directory.steps()] or [path]
+    return path, list(map(directory.target, directory.steps())) or [path]

@@ -1,6 +1,7 @@
 """Parts of a state from a file: warm starts, transfer learning, new heads."""
 
 import collections
+import functools
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
@@ -13,7 +14,9 @@ from functrain.checkpoint import _leaves
 from functrain.checkpoint._array_files import ArrayFile, open_arrays
 from functrain.checkpoint._errors import CheckpointCorruptError, CheckpointMismatchError
 from functrain.checkpoint._manifest import STATE, parse_spec
+from functrain.checkpoint._remote import files_at
 from functrain.checkpoint._step_directory import find_checkpoints
+from functrain.checkpoint._storage import read_unless_replaced
 from functrain.common import _patterns, _repr, _tree
 from functrain.common._checks import require, require_instance, require_no_problems
 from functrain.common._types import PyTree
@@ -139,30 +142,23 @@ def warm_start(
             is_taken = _matches_any(take_patterns, paths)
         if is_taken and not _matches_any(skip_patterns, paths):
             requested.append(path)
-    reasons: list[str] = []  # why checkpoints were passed over
-    _, candidates = find_checkpoints(source, "a checkpoint, or a file of arrays")
-    for file in reversed(candidates):
-        try:
-            with open_arrays(file) as arrays:
-                names = _add_frozen(_map_paths(file, arrays.specs, rename), merged)
-                known_paths = dict.fromkeys([*leaves, *merged.values()])
-                _require_used_patterns(file, names, known_paths, take_patterns, skip_patterns)
-                loaded = {path: names[path] for path in requested if path in names}
-                if not loaded:
-                    _raise_nothing_to_take(file, names, requested)
-                specs = {path: arrays.specs[name] for path, name in loaded.items()}
-                _require_same_specs(file, specs, leaves, cast)
-                _require_values({path: leaves[path] for path in _without(leaves, loaded)})
-                new_leaves = dict(leaves)
-                # One by one, so that the buffers of the file exist for one leaf at a time.
-                for path, name in loaded.items():
-                    new_leaves[path] = _read_leaf(arrays, name, path, leaves[path])
-        except CheckpointCorruptError as error:
-            # An older checkpoint may be intact. Other errors concern the arguments, and end this.
-            reasons.append(str(error))
-            continue
-        for reason in reasons:
-            warn(f"Passed over, for {file}: {reason}")
+
+    def read(target: str) -> WarmStart:
+        file = files_at(target).find(target)
+        with open_arrays(file) as arrays:
+            names = _add_frozen(_map_paths(file, arrays.specs, rename), merged)
+            known_paths = dict.fromkeys([*leaves, *merged.values()])
+            _require_used_patterns(file, names, known_paths, take_patterns, skip_patterns)
+            loaded = {path: names[path] for path in requested if path in names}
+            if not loaded:
+                _raise_nothing_to_take(file, names, requested)
+            specs = {path: arrays.specs[name] for path, name in loaded.items()}
+            _require_same_specs(file, specs, leaves, cast)
+            _require_values({path: leaves[path] for path in _without(leaves, loaded)})
+            new_leaves = dict(leaves)
+            # One by one, so that the buffers of the file exist for one leaf at a time.
+            for path, name in loaded.items():
+                new_leaves[path] = _read_leaf(arrays, name, path, leaves[path])
         return WarmStart(
             state=jax.tree.unflatten(jax.tree.structure(state), new_leaves.values()),
             loaded=loaded,
@@ -171,6 +167,27 @@ def warm_start(
             unchanged=_without(leaves, requested),
             source=file,
         )
+
+    reasons: list[str] = []  # why checkpoints were passed over
+    expected = "a checkpoint, or a file of arrays"
+    _, targets = find_checkpoints(source, expected)
+    while targets:
+        target = targets.pop()
+        try:
+            warm = read_unless_replaced(target, functools.partial(read, target))
+        except CheckpointCorruptError as error:
+            # An older checkpoint may be intact. Other errors concern the arguments, and end this.
+            reasons.append(str(error))
+            continue
+        except FileNotFoundError:
+            _, targets = find_checkpoints(source, expected)
+            if target in targets:
+                raise
+            reasons.clear()  # a training has removed it since the listing
+            continue
+        for reason in reasons:
+            warn(f"Passed over, for {warm.source}: {reason}")
+        return warm
     raise CheckpointCorruptError("\n".join(reasons))
 
 

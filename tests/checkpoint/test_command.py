@@ -12,6 +12,7 @@ import optax
 import pytest
 
 import functrain as ft
+from functrain.checkpoint import __main__, _storage
 from functrain.checkpoint.__main__ import differences, main
 
 
@@ -195,6 +196,37 @@ def test_what_is_no_checkpoint_is_said_in_a_line(tmp_path, monkeypatch, capsys, 
     assert printed.out == ""
     assert printed.err.count("\n") == 1
     assert "expected a" in printed.err
+
+
+@pytest.mark.parametrize(
+    ("options", "module", "name", "step"),
+    [
+        ([], __main__, "read_manifest", 1),
+        ([], __main__, "read_manifest", 2),
+        (["--verify"], _storage, "verify", 1),
+        (["--verify"], _storage, "verify", 2),
+        (["."], __main__, "differences", 1),
+    ],
+)
+def test_a_checkpoint_that_is_replaced_or_removed_meanwhile_is_not_called_damaged(
+    tmp_path, monkeypatch, capsys, options, module, name, step
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    read, later = getattr(module, name), [create(2.0)]
+    with ft.Checkpointer(".", keep=1) as checkpoints:
+        checkpoints.save(create(1.0), 1)
+
+        def read_too_late(*arguments):
+            if not later:
+                return read(*arguments)
+            checkpoints.save(later.pop(), step)
+            raise ft.CheckpointCorruptError("the files that were listed are gone")
+
+        monkeypatch.setattr(module, name, read_too_late)
+        assert main([".", *options]) == 0
+    printed = capsys.readouterr()
+    assert "amaged" not in printed.out
+    assert printed.err == ""
 
 
 def test_the_command_runs_in_a_process_of_its_own_and_ends_with_its_status(run) -> None:

@@ -8,6 +8,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import functrain as ft
+from functrain.checkpoint import _warm_start
 from tests.conftest import digest
 
 
@@ -319,3 +320,22 @@ def test_a_checkpoint_without_leaves_is_refused_as_one_that_has_nothing_to_take(
     ft.save(tmp_path / "empty", {})
     with pytest.raises(ft.CheckpointMismatchError, match="expected leaves to take, got none"):
         ft.warm_start({"w": jnp.ones(2)}, tmp_path / "empty")
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_a_checkpoint_that_is_replaced_or_removed_while_it_is_read_is_not_called_damaged(
+    tmp_path, monkeypatch, step
+) -> None:
+    open_arrays = _warm_start.open_arrays
+    with ft.Checkpointer(tmp_path, keep=1) as checkpoints:
+        checkpoints.save({"x": np.zeros(3)}, 1)
+
+        def open_too_late(file):
+            monkeypatch.setattr(_warm_start, "open_arrays", open_arrays)
+            checkpoints.save({"x": np.ones(3)}, step)
+            raise ft.CheckpointCorruptError("the files that were listed are gone")
+
+        monkeypatch.setattr(_warm_start, "open_arrays", open_too_late)
+        warm = ft.warm_start({"x": np.zeros(3)}, tmp_path)
+    assert warm.state["x"].all()
+    assert warm.source.endswith(f"{step:012d}")
