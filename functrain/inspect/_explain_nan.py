@@ -14,7 +14,6 @@ from jax.extend import core, source_info_util
 from jax.extend.core import primitives
 
 from functrain.common import _tree
-from functrain.common._checks import is_number
 from functrain.common._types import PyTree, traits_of
 from functrain.data._batch import require_batch
 from functrain.engine._guards import tracing_guards
@@ -125,7 +124,7 @@ def explain_nan(state: PyTree, step: Any, batch: PyTree) -> NotFinite | None:
     leaves = _tree.leaves_with_path(OrderedDict(state=state, batch=batch))
     bad_inputs: dict[str, NotFinite] = {}
     for path, x in leaves:
-        x = np.asarray(x) if is_number(x) else x
+        x = np.asarray(x) if isinstance(x, float | complex) else x
         if kind := _bad_kind(x):
             bad_inputs.setdefault(kind, NotFinite("input", _count_bad(x, kind), path))
     if "nan" in bad_inputs:

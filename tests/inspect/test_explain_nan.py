@@ -148,7 +148,8 @@ def test_an_infinity_that_is_meant_to_be_in_the_state_is_not_blamed_for_nan() ->
 
 
 def test_a_number_that_is_nan_is_named_by_its_path() -> None:
-    found = ft.inspect.explain_nan({"w": 1.0}, lambda s, b: (s, {}), {"weight": np.nan})
+    state = {"w": 1.0, "rng": jax.random.key(0)}
+    found = ft.inspect.explain_nan(state, lambda s, b: (s, {}), {"weight": np.nan})
     assert found == ft.inspect.NotFinite("input", "NaN in 1 of 1", "batch/weight")
 
 
