@@ -129,7 +129,7 @@ class _Rules:
     def require_use(self, paths: Collection[str]) -> None:
         """Raises ValueError if a pattern other than `**` is not the first one to match any leaf."""
         lines, unmatched = [], set(paths)
-        for i, pattern in enumerate(self._patterns):
+        for i, (pattern, rule) in enumerate(self._patterns.items()):
             matching = {path for path in paths if matches(pattern, path)}
             if not matching:
                 # Most likely a misspelled path.
@@ -141,6 +141,9 @@ class _Rules:
                         earlier_patterns.append(earlier)
                 earlier_text = ", ".join(earlier_patterns)
                 lines.append(f"{pattern}: all of its leaves match earlier patterns, {earlier_text}")
+            if matching & unmatched:  # the rule of a pattern may be another one of `rules`
+                check = getattr(rule, "require_use", lambda paths: None)
+                check([path for path in paths if path in matching & unmatched])
             unmatched -= matching
         require_no_problems(
             "rules",

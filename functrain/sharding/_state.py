@@ -104,7 +104,8 @@ def put(state: PyTree, mesh: Mesh, rule: Rule) -> PyTree:
       >>> tuple(state["kernel"].sharding.spec)
       (None, 'data')
     """
-    return jax.tree.map(_tree.device_put, _tree.copy(state), shardings(state, mesh, rule))
+    state = _tree.copy(state)  # of a number, too, it makes an array with a shape
+    return jax.tree.map(_tree.device_put, state, shardings(state, mesh, rule))
 
 
 def _is_state(x: Any) -> bool:

@@ -159,6 +159,24 @@ def test_training_a_divided_state_leaves_it_where_it_was_and_gives_the_same() ->
     np.testing.assert_allclose(two.state.params["w"], one.state.params["w"], atol=1e-5)
 
 
+def test_numbers_of_a_tree_are_put_on_a_mesh_as_arrays() -> None:
+    mesh = ft.sharding.mesh({"data": 2})
+    state = ft.sharding.put({"scale": 2.0}, mesh, ft.sharding.fsdp())
+    assert state["scale"] == 2
+    assert state["scale"].sharding.is_fully_replicated
+
+
+def test_rules_within_rules_are_asked_about_the_leaves_that_they_get() -> None:
+    inner = ft.sharding.rules({"block/up/kernel": P(), "**": P("data")})
+    outer = ft.sharding.rules({"**/bias": P(), "block/**": inner, "**": ft.sharding.replicated})
+    found = ft.sharding.shardings(abstract(optax.sgd(0.1)), MESH, outer).params["block"]
+    assert specs(found["down"]["kernel"]) == P("data")
+    inner = ft.sharding.rules({"**/bias": P(), "**": P()})
+    outer = ft.sharding.rules({"**/bias": P(), "**": inner})
+    with pytest.raises(ValueError, match=r"rules: .*\n.*\*\*/bias: perhaps"):
+        ft.sharding.shardings(abstract(optax.sgd(0.1)), MESH, outer)
+
+
 def test_meshes_are_made_of_sizes_by_name() -> None:
     assert dict(ft.sharding.mesh({"data": -1, "model": 2}).shape) == {"data": 1, "model": 2}
     assert dict(ft.sharding.mesh({"a": 1}, devices=jax.devices()[:1]).shape) == {"a": 1}
@@ -178,6 +196,10 @@ def test_sizes_that_make_no_mesh_are_refused(axes: Any) -> None:
     [
         (ft.sharding.rules({"**/up/**": P()}), r"down/kernel: expected a rule for this leaf"),
         (ft.sharding.rules({"**/upp/**": P(), "**": P()}), r"(?s)each pattern.*\*\*/upp"),
+        (
+            ft.sharding.rules({"**": ft.sharding.rules({"**/upp": P(), "**": P()})}),
+            r"\*\*/upp: per",
+        ),
         (lambda path, x, mesh: P("rows"), r"expected axes of the mesh, .*got 'rows'"),
         (lambda path, x, mesh: P(None, None, "data"), r"kernel: expected a spec of at most 2 axes"),
         (ft.sharding.fsdp("rows"), r"fsdp\('rows'\): expected axes of the mesh"),
