@@ -246,6 +246,7 @@ class Checkpointer:
         with self._save_lock:
             self.wait()
             _processes.main_group.call_on_first(self._directory.require_writable)
+            self._visible_steps()
             with _processes.main_group.raise_in_all():
                 # Otherwise a rollback to a damaged checkpoint could leave no intact one.
                 _storage.verify(self._directory.find(step))
@@ -274,14 +275,30 @@ class Checkpointer:
         with group.raise_in_all():
             _processes.wait_until_visible(self.directory, path, lambda: self.steps() == steps)
 
+    def _visible_steps(self) -> list[int]:
+        """Returns the steps that the first process sees, as soon as this one sees them as well."""
+        if not _processes.is_multiprocess():
+            return self.steps()
+        group = _processes.main_group
+        steps: list[int]
+        path, steps = group.call_on_first(lambda: [self.directory, self.steps()])
+        with group.raise_in_all():
+            _processes.wait_until_visible(
+                self.directory, path, lambda: set(steps) <= set(self.steps())
+            )
+        return steps
+
     def _is_improved(self, values: Mapping[str, Any]) -> bool:
         """Returns True if the value of `monitor=` is better than every saved one."""
         flat_values = split_members(values)
-        # Otherwise only some processes could know the value of the save in progress, and they
-        # would answer differently.
-        if self.monitor in flat_values and _processes.is_multiprocess():
+        if self.monitor not in flat_values:
+            return False
+        # Only some processes could know the value of the save in progress, and the listing of
+        # another than the first may be old. They must not answer differently.
+        if _processes.is_multiprocess():
             self.wait()
-        return self._monitored.is_improved(flat_values)
+        group = _processes.main_group
+        return bool(group.call_on_first(lambda: bool(self._monitored.is_improved(flat_values))))
 
     def _is_within_budget(self) -> bool:
         """Returns True if the budget allows a save now; otherwise counts it in `skipped`."""
@@ -352,7 +369,8 @@ class Checkpointer:
         """Loads a checkpoint. Returns its content, its trees by name, and its manifest."""
         self.wait()
         group = _processes.main_group
-        candidates = [step] if step is not None else group.call_on_first(self.steps)[::-1]
+        steps = self._visible_steps()
+        candidates = [step] if step is not None else steps[::-1]
         if not candidates:
             raise FileNotFoundError(
                 f"{self.directory}: expected a checkpoint, got none. Check the directory."

@@ -184,7 +184,8 @@ class LocalFiles:
         shutil.rmtree(path + _DELETED, ignore_errors=True)
         if os.path.lexists(path):
             os.rename(path, path + _DELETED)
-            shutil.rmtree(path + _DELETED)
+            # What cannot be deleted now, such as an open file on NFS, is left to the next writer.
+            shutil.rmtree(path + _DELETED, ignore_errors=True)
 
     def remove_step(self, target: str) -> None:
         """Removes the checkpoint of a step, and an older one that was kept beside it."""

@@ -8,11 +8,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from functrain.checkpoint import _manifest, _storage
-from functrain.checkpoint._errors import CheckpointCorruptError
+from functrain.checkpoint._errors import CheckpointCorruptError, ObjectStoreError
 from functrain.checkpoint._local import is_step_name
 from functrain.checkpoint._remote import files_at, resolve_path
 from functrain.common import _direction
 from functrain.common._checks import require
+from functrain.common._warnings import warn
 
 _DAMAGED = "damaged-"
 
@@ -93,11 +94,20 @@ class StepDirectory:
         self._lock.release()
 
     def remove_surplus(self, keep: int, best: int | None, keep_every: int | None) -> None:
-        """Removes all checkpoints but the best, the newest, and multiples of `keep_every`."""
+        """Removes all checkpoints but the best, the newest, and multiples of `keep_every`.
+
+        Warns if that fails: the new checkpoint is written.
+        """
         for step in self.steps()[:-keep]:
             is_multiple = keep_every is not None and step % keep_every == 0
             if step != best and not is_multiple:
-                self._files.remove_step(self.target(step))
+                try:
+                    self._files.remove_step(self.target(step))
+                except (OSError, ObjectStoreError) as error:
+                    warn(
+                        f"{self.target(step)}: expected to remove this old checkpoint, got "
+                        f"{error}. It is kept, and the next save tries again."
+                    )
 
     def remove_later(self, step: int) -> None:
         """Removes the checkpoints of later steps."""

@@ -93,7 +93,8 @@ def _next_checkpoint(directory: StepDirectory, last_step: int) -> tuple[int, str
         # The training may have removed it since the listing.
         with contextlib.suppress(FileNotFoundError):
             if step > last_step:
-                return step, directory.find(step)
+                directory.find(step)
+                return step, directory.target(step)
     return None
 
 
@@ -131,5 +132,5 @@ def call_for_each(directory: str, function: str, progress: str | None, **options
         if progress is not None and _processes.is_first():
             # A kill leaves the old file or the new one.
             with open(f"{progress}.new", "w", encoding="ascii") as file:
-                file.write(os.path.basename(path)[:12])
+                file.write(os.path.basename(path))
             os.replace(f"{progress}.new", progress)

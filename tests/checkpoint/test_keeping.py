@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import os
 import pathlib
 from typing import Any
 
@@ -154,6 +155,41 @@ def test_a_step_of_more_digits_than_a_name_has_is_refused_before_anything_is_wri
         assert not (tmp_path / "run").exists()
         checkpoints.save(LIKE, 10**12 - 1)
         assert checkpoints.steps() == [10**12 - 1]
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_is_a_warning_and_removed_later(
+    tmp_path, monkeypatch
+) -> None:
+    rename = os.rename
+
+    def refuse(source, target):
+        if f"{1:012d}" in source:
+            raise PermissionError("it is in use")
+        rename(source, target)
+
+    with ft.Checkpointer(tmp_path, keep=1) as checkpoints:
+        checkpoints.save(LIKE, 1)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "rename", refuse)
+            with pytest.warns(UserWarning, match=r"0001: .*in use"):
+                checkpoints.save(LIKE, 2)
+        assert checkpoints.steps() == [1, 2]
+        checkpoints.save(LIKE, 3)
+        assert checkpoints.steps() == [3]
+
+
+def test_files_that_cannot_be_deleted_yet_are_left_to_the_next_writer(
+    tmp_path, monkeypatch
+) -> None:
+    with ft.Checkpointer(tmp_path, keep=1) as checkpoints:
+        checkpoints.save(LIKE, 1)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "rmdir", lambda *_, **__: os.listdir("it is not empty"))
+            checkpoints.save(LIKE, 2)
+        assert checkpoints.steps() == [2]
+    with ft.Checkpointer(tmp_path, keep=1) as checkpoints:
+        checkpoints.save(LIKE, 3)
+    assert sorted(os.listdir(tmp_path)) == [f"{3:012d}", ".functrain-lock"][::-1]
 
 
 def test_a_step_that_is_saved_again_is_replaced(tmp_path) -> None:

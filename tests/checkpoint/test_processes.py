@@ -308,3 +308,38 @@ def test_what_is_on_devices_of_one_process_is_written_there_and_each_piece_is_re
         lines_of_parts = [line.format(name) for name, place in parts for line in place]
         assert {*lines} >= {*everywhere, *lines_of_parts, "refused True"}
     assert os.listdir(tmp_path) == ["state"]
+
+
+STALE = """
+    import os, sys, time
+    import jax, numpy as np, functrain as ft
+    from functrain.checkpoint import _step_directory
+
+    ft.distributed.initialize()
+    real, until = _step_directory.StepDirectory.steps, 0.0
+
+    def steps(directory):
+        is_stale = jax.process_index() and time.monotonic() < until
+        return [] if is_stale else real(directory)
+
+    _step_directory.StepDirectory.steps = steps
+    state = {"x": np.ones(3)}
+    with ft.Checkpointer(sys.argv[1], monitor="loss") as checkpoints:
+        checkpoints.save(state, 1, values={"loss": 1.0})
+        for act in (
+            lambda: checkpoints._is_improved({"loss": 2.0}),
+            lambda: checkpoints.restore(state).position.step,
+            lambda: checkpoints.restore(state, 1).position.step,
+            lambda: checkpoints.rollback(1),
+        ):
+            until = time.monotonic() + 0.5
+            print("found", act())
+"""
+
+
+def test_a_process_that_sees_a_checkpoint_late_does_as_the_first_one(
+    tmp_path: pathlib.Path,
+) -> None:
+    for lines in ended(start(2, ["-c", textwrap.dedent(STALE)], str(tmp_path))):
+        found = [line for line in lines if line.startswith("found")]
+        assert found == ["found False", "found 1", "found 1", "found None"]

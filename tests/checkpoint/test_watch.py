@@ -65,6 +65,14 @@ def test_one_that_is_removed_before_its_turn_is_left_out(tmp_path) -> None:
     assert numbers(watched) == [4]
 
 
+def test_one_whose_replacement_was_interrupted_is_given_by_its_step(tmp_path) -> None:
+    save(tmp_path, 12)
+    (tmp_path / f"{12:012d}").rename(tmp_path / f"{12:012d}.functrain-old")
+    with pytest.warns(UserWarning, match="was kept, and is loaded"):
+        (path,) = ft.watch_checkpoints(tmp_path, timeout=0.05, **QUICK)
+    assert path.endswith(f"{12:012d}")
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
