@@ -144,8 +144,8 @@ def skip(batches: Iterator[Any], count: int) -> None:
     skipped = sum(1 for _ in itertools.islice(batches, count))
     if skipped < count:
         raise ValueError(
-            f"x: expected the {count} batches that were taken before the checkpoint, got {skipped}. "
-            "The data are not those that were saved."
+            f"x: expected the {count} batches that were taken before the checkpoint, "
+            f"got {skipped}. The data are not those that were saved."
         )
 
 
@@ -233,7 +233,7 @@ class ArrayBatches:
         )
 
     def take(self, rows: Any) -> Any:
-        """Returns some rows of all arrays, as Keras passes them to a step, once a pass has begun."""
+        """Returns some rows of all arrays, as Keras passes them to a step, in a pass."""
 
         def convert(sliceable: Any) -> Any:
             array = sliceable.convert_to_jax_compatible(sliceable[rows])

@@ -429,7 +429,7 @@ def test_a_generator_that_ends_before_the_checkpoint_is_refused(tmp_path) -> Non
         bridge.fit(dense(), data, checkpointer=ft.Checkpointer(tmp_path), **how)
 
     run(batches=10, epochs=1)
-    with pytest.raises(ValueError, match="x: expected the 5 batches .*, got 3"):
+    with pytest.raises(ValueError, match=r"x: expected the 5 batches .*, got 3"):
         run(batches=3, epochs=2)
 
 
