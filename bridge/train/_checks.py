@@ -16,6 +16,7 @@ from bridge.train._callbacks import flat
 from bridge.train._steps import KerasStep, describe_batch
 from functrain import ArrayLoader, Checkpointer, FitResult, Model, Steps, TrainState
 from functrain.internal import (
+    Local,
     PyTree,
     brief,
     require,
@@ -117,7 +118,8 @@ def _require_no_loader(name: str, data: Any) -> None:
         "Pass the arrays themselves and batch_size=, as in bridge.fit(model, x, y, batch_size=32); "
         "or train with functrain.fit(state, step, data)."
     )
-    is_known = not isinstance(data, ArrayLoader | Steps)
+    own_data = data.data if isinstance(data, Local) else data
+    is_known = not isinstance(own_data, ArrayLoader | Steps)
     require(is_known, name, "data that Keras accepts", data, advice, error=TypeError)
 
 

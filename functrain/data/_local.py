@@ -130,7 +130,7 @@ def local(data: Any, sharding: NamedSharding) -> Local:
 
     Args:
       data: The part of this process, in batches: an `ArrayLoader`, or an iterable, as for
-        `functrain.run`.
+        `functrain.run`. For the functions of `bridge`, what Keras accepts, such as arrays.
       sharding: Sharding of a whole batch, such as ``NamedSharding(mesh, PartitionSpec("data"))``;
         the one that `fit` is given. It divides examples over all processes.
 
