@@ -63,8 +63,9 @@ def fit(
 ) -> Any:
     """Trains as ``model.fit(x, y, ...)`` does, with many steps in one program.
 
-    Every step is the model's own `train_step`, so that all features of Keras work; with
-    ``rewrites="exact"`` the results equal those of `model.fit`, to the bit.
+    Every step is the model's own `train_step`, so that all features of Keras work. With
+    ``rewrites="exact"`` the results equal those of `model.fit` to the bit in the configurations
+    that are tested; the page "Keras" names two cases that differ.
 
     Models that Keras compiles are compiled. Models that it leaves uncompiled, because of layers
     such as RandomRotation that another backend cannot compile, are compiled if only the speed
@@ -95,7 +96,8 @@ def fit(
       batch_size: Examples per step; 32 if the data do not determine it.
       epochs: Number of the epoch to stop before.
       verbose: "auto", 0, 1 or 2.
-      callbacks: Keras callbacks, and loggers of functrain such as `functrain.hooks.TensorBoard`.
+      callbacks: Keras callbacks, and the loggers `TensorBoard`, `JSONLines` and `WandB` of
+        `functrain.hooks`.
       validation_split: Fraction of the arrays to evaluate on.
       validation_data: Data to evaluate on.
       shuffle: True to shuffle arrays before each epoch, or "batch".
@@ -107,7 +109,7 @@ def fit(
       validation_batch_size: Examples per step of an evaluation.
       validation_freq: Number of epochs between evaluations, or a list of epochs that have one.
       fuse: Steps per program. "auto" takes `model.steps_per_execution` if that is above 1, else at
-        most 128, depending on the sizes of batches and state. Results do not depend on it.
+        most 128, depending on the sizes of batches and state. On CPU, results do not depend on it.
       rewrites: Slow operations to rewrite; see `functrain.fuse`.
       checkpointer: A `functrain.Checkpointer`. The fit resumes from its last checkpoint, if there
         is one, also in the middle of an epoch, as if it had never been interrupted. Restored are
@@ -119,11 +121,12 @@ def fit(
 
     Returns:
       `model.history`. However the fit ends (by an error, a callback or Ctrl-C), the model has its
-      weights, optimizer and metrics.
+      weights, optimizer and metrics. If a program fails on the device, they are those of an earlier
+      step; if the model is larger than 256 MiB they are lost, and a note of the error says so.
 
     Raises:
-      TypeError: `model` is not a Keras model, a callback is neither a Keras callback nor a logger,
-        or the data are strings.
+      TypeError: `model` is not a Keras model, a callback is neither a Keras callback nor one of
+        these loggers, or the data are strings.
       ValueError: `model.fit` would raise it; an argument is out of its range; arrays in
         `validation_data` cannot be evaluated; or a layer has ``stateful=True``.
 

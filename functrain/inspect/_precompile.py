@@ -24,7 +24,7 @@ def precompile(
 ) -> int:
     """Compiles the program of a fit for a target into jax's compilation cache.
 
-    A run on that device then starts at once.
+    A run on that device should then start without compiling.
 
     On the device, call ``functrain.enable_compilation_cache(directory)`` before the fit, with the
     same `fuse`: ``fuse="auto"`` takes fewer steps if an epoch is shorter. For a Keras model, pass

@@ -85,9 +85,9 @@ def run(
         an integer `step`, such as a dict of states.
       fuse: Steps per program, K. ``"auto"`` chooses at most 128, and fewer if the epoch is short,
         or if the state or the batches are large (at least 8, if they fit into 64 MiB). K batches
-        are in memory at once, two or three times over. Results do not depend on K.
-      boundaries: Triggers (`every`, `at`) at whose steps a chunk must end. The same program then
-        takes fewer steps, so that nothing is compiled again.
+        are in memory at once, two or three times over. On CPU, results do not depend on K.
+      boundaries: Triggers (`every`, `at`) at whose steps a chunk must end. On CPU, the same program
+        then takes fewer steps, so that nothing is compiled again.
       rewrites: Which slow operations to rewrite; see `fuse`.
       sharding: The sharding of one batch, such as ``NamedSharding(mesh, PartitionSpec("data"))``,
         or a mesh with one axis; the leading axis of a chunk is added. Arrays of the state keep

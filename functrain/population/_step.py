@@ -34,7 +34,8 @@ def step(
     column or tag for each member, ``loss/0``, ``loss/1``, ... The logs of stopped members are NaN.
 
     The values of a member are those it would have alone, except for the last bits where the
-    compiler orders sums differently for many members. They do not depend on how steps are fused.
+    compiler orders sums differently for many members. On CPU, they do not depend on how steps are
+    fused.
 
     Args:
       step: The step of one member, ``(state, batch) -> (state, logs)``: from `train_step` with or

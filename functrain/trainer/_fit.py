@@ -129,7 +129,7 @@ def fit(
       hooks: Called with the run's events, in their order; see `functrain.hooks.Hook`. Chunks end
         exactly at the steps where a hook is due. The evaluation runs before the hooks, the progress
         report after them.
-      fuse: Steps per program, or ``"auto"``; see `run`. Results do not depend on it.
+      fuse: Steps per program, or ``"auto"``; see `run`. On CPU, results do not depend on it.
       rewrites: Which slow operations to rewrite; see `functrain.fuse`.
       sharding: The sharding of a batch of `data`, as for `run`, and of a batch of `eval_data`.
       jit: False runs the steps one by one and uncompiled, for debugging.

@@ -26,8 +26,9 @@ class History:
         population `[steps, N]` with one number per member; `epochs` and `within_epochs` have this
         axis, too. `steps` and `within_epochs` are empty with ``fit(history="epochs")``.
       epochs: Values of every epoch, by name: arrays `f64[epochs]` with NaN for missing values. They
-        are the means of the logs over the epoch's examples (for the learning rate, the last value),
-        metrics, evaluations with the prefix ``val_``, and ``seconds``.
+        are the means of the logs over the epoch's examples (for the learning rate, the loss scale
+        and the counts of skipped steps, the last value), metrics, evaluations with the prefix
+        ``val_``, and ``seconds``.
       within_epochs: Values that hooks added within epochs, by name:
         ``(steps i64[n], values f64[n])``.
       first_steps_seconds: Time until the first program had finished, most of which is compilation,
