@@ -1,5 +1,6 @@
 """Keras losses as pure functions in optax's argument order."""
 
+import contextlib
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
@@ -68,7 +69,8 @@ def loss(keras_loss: Any, *, loss_weights: Any = None) -> Callable[..., jax.Arra
     Args:
       keras_loss: Any loss that `compile` takes: a `keras.losses.Loss`, a name, or a function
         ``(y_true, y_pred)``. For several outputs, one loss for all of them, or a dict or list of
-        losses with the keys of the outputs, in which None stands for no loss.
+        losses with the keys of the outputs, in which None stands for no loss. A list of one loss
+        also serves a single output.
       loss_weights: The factors of several losses: floats in the structure of `keras_loss`.
 
     Returns:
@@ -79,7 +81,8 @@ def loss(keras_loss: Any, *, loss_weights: Any = None) -> Callable[..., jax.Arra
       TypeError: Keras cannot use `keras_loss` as a loss, or it is a function that takes outputs
         before labels.
       ValueError: Keras has no loss of this name, or `loss_weights` does not match `keras_loss`.
-        From the returned function: the outputs or labels lack a key.
+        From the returned function: the outputs or labels lack a key, or are an array where an
+        entry for each output is needed.
 
     Examples:
       >>> import keras, numpy as np
@@ -187,6 +190,9 @@ def _sum_of_losses(losses: Any, factors: Any) -> _LossAndDivisor:
     require(functions, "keras_loss", "at least one loss", losses)
 
     def sum_and_divisor(outputs: PyTree, y: PyTree, sample_weight: PyTree) -> tuple[jax.Array, Any]:
+        if losses.keys() == {0}:
+            # Like `compile`, takes a list of one loss for a model with a single output.
+            outputs, y = _as_list(outputs), _as_list(y)
         total: Any = 0
         divisors = []
         for key, function in functions.items():
@@ -210,23 +216,27 @@ def _items(container: Any) -> list[tuple[Any, Any]]:
     return list(items)
 
 
+def _as_list(tree: PyTree) -> PyTree:
+    return tree if isinstance(tree, Mapping | list | tuple) else [tree]
+
+
 def entry_of_output(container: PyTree, key: Any, name: str) -> Any:
     """Returns the entry of one of several outputs in the outputs, the labels or the weights.
 
     Raises:
       ValueError: There is no entry for the output.
     """
-    try:
-        return container[key]
-    except (KeyError, IndexError, TypeError):
-        got = list(container) if isinstance(container, Mapping) else type(container).__name__
-        if isinstance(container, list | tuple):
-            got = f"{got} of {len(container)}"
-        raise ValueError(
-            f"{name}: expected a dict or list with an entry for each output, got none for "
-            f"{key!r} in {got}. The outputs, the labels, their losses and their metrics must have "
-            "the same keys."
-        ) from None
+    # An array has entries too: its examples.
+    if isinstance(container, Mapping | list | tuple):
+        with contextlib.suppress(KeyError, IndexError, TypeError):
+            return container[key]
+    got = list(container) if isinstance(container, Mapping) else type(container).__name__
+    if isinstance(container, list | tuple):
+        got = f"{got} of {len(container)}"
+    raise ValueError(
+        f"{name}: expected a dict or list with an entry for each output, got none for {key!r} in "
+        f"{got}. The outputs, the labels, their losses and their metrics must have the same keys."
+    )
 
 
 def _require_loss(keras_loss: Any, name: str) -> None:

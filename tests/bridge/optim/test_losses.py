@@ -278,6 +278,24 @@ def test_outputs_of_another_structure_are_refused() -> None:
         loss([np.ones((2, 1))], {"a": np.ones((2, 1))})
 
 
+@pytest.mark.parametrize("loss", [["mse", "mae"], "mse"], ids=["list", "single"])
+def test_an_array_is_no_list_of_outputs(loss: Any) -> None:
+    array = np.ones((2, 1))
+    with pytest.raises(ValueError, match=r"y: expected a dict or list .* none for 0 in ndarray"):
+        bridge.loss(loss)([array, array], array)
+    if isinstance(loss, list):
+        with pytest.raises(ValueError, match=r"outputs: expected a dict or list .* in ndarray"):
+            bridge.loss(loss)(array, [array, array])
+
+
+def test_a_list_of_one_loss_is_that_of_a_single_output_as_in_compile() -> None:
+    outputs, y = data("numbers", B)
+    expected = jnp.mean(bridge.loss("mse")(outputs, y))
+    for given in ((outputs, y), ([outputs], y), ([outputs], [y])):
+        np.testing.assert_allclose(bridge.loss(["mse"])(*given), expected, rtol=1e-6)
+    np.testing.assert_allclose(bridge.loss("mse")([outputs], y), expected, rtol=1e-6)
+
+
 def test_weights_along_the_wrong_axis_are_refused() -> None:
     outputs, y = np.ones((3, 3, 1)), np.zeros((3, 3, 1))
     loss = bridge.loss("mse")

@@ -335,3 +335,6 @@ def test_a_metric_that_needs_more_says_what() -> None:
     several = bridge.metric("mae", output="a")
     with pytest.raises(ValueError, match=r"y: expected a dict or list .* none for 'a' in \['b'\]"):
         several.update(several.init(), (None, {"b": 0}), {"b": 0}, None)
+    first = bridge.metric("mae", output=0)
+    with pytest.raises(ValueError, match=r"y: expected a dict or list .* none for 0 in ndarray"):
+        first.update(first.init(), (None, np.ones((2, 1))), [np.ones((2, 1))], None)
