@@ -201,8 +201,11 @@ class FlaxLayer(keras.Layer):  # type: ignore[misc]  # keras has no types
         """Returns the layer with the settings that `get_config` returned."""
         return cls(**{**config, "module": _CODEC.decode(config["module"])})
 
-    def get_build_config(self) -> dict[str, Any]:
-        """Returns the shapes and dtypes of the inputs with which the layer was built."""
+    def get_build_config(self) -> dict[str, Any] | None:
+        """Returns the shapes and dtypes of the inputs with which the layer was built, if it was."""
+        # Keras builds a layer that is loaded unless it has no build config.
+        if self._input_specs is None:
+            return None
         return {"inputs": keras.saving.serialize_keras_object(self._input_specs)}
 
     def build_from_config(self, config: dict[str, Any]) -> None:

@@ -53,6 +53,13 @@ def test_a_saved_model_comes_back(name: str, tmp_path: Any) -> None:
     np.testing.assert_array_equal(model.predict(X, verbose=0), clone.predict(X, verbose=0))
 
 
+def test_an_unbuilt_layer_comes_back_unbuilt() -> None:
+    config = keras.layers.serialize(bridge.from_flax(nn.Dense(2)))
+    back = keras.layers.deserialize(config)
+    assert not back.built
+    assert back(X).shape == (len(X), 2)
+
+
 def test_weights_alone_are_saved_and_loaded_whatever_the_module(tmp_path: Any) -> None:
     model, other = model_of(make_nnx()), model_of(NnxNet(nnx.Rngs(9)))
     model.save_weights(tmp_path / "x.weights.h5")
