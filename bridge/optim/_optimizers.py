@@ -25,9 +25,10 @@ def optimizer(
     ``2 * eps * max(|old|, |new|)`` of them: one rounding comes from the subtraction, the other from
     the compiler, which may fuse it with Keras's last operation.
 
-    Names in settings (`exclude_from_weight_decay(var_names=...)`, Muon's `exclude_layers`, an
-    OptimizerMap) are matched against the paths of the params, or with `model` against the paths of
-    its variables.
+    The names in Muon's `exclude_layers` and in an OptimizerMap are matched against the paths of the
+    params, or with `model` against the paths of its variables. Those in
+    `exclude_from_weight_decay(var_names=...)` are matched against the last part of a path only, as
+    in Keras: "kernel", not the name of a layer.
 
     Gradients must be those of the unscaled loss, and `loss_scale_factor` is ignored. A
     LossScaleOptimizer skips updates that would overflow at its scale. To scale the loss before it
@@ -47,7 +48,8 @@ def optimizer(
         identity, and float8 scales are overwritten as in Keras.
       native: If True, optax transformations are used where they compute the same. They need fewer
         operations and no params, and other optax code understands their states. The table below
-        lists them. Keras's code is used for all other optimizers.
+        lists them. Keras's code is used for all other optimizers, and for a `model` with float8
+        scales.
 
     Returns:
       The transformation. Its state is a `KerasOptState(scalars, slots)`, or with native
@@ -84,7 +86,8 @@ def optimizer(
       TypeError: `keras_optimizer` is not a Keras optimizer, or its learning rate is an optax
         schedule.
       ValueError: It was built for another model, or excludes variables from weight decay that are
-        not known. From `update`: params are missing, or gradients or state do not match them.
+        not known; or it is an OptaxOptimizer, and `model` has float8 scales. From `update`: params
+        are missing, or gradients or state do not match them.
 
     Examples:
       >>> import jax.numpy as jnp, keras, optax
@@ -102,16 +105,22 @@ def optimizer(
     is_optax = hasattr(keras_optimizer, "init")
     advice = "It is an optax transformation already." if is_optax else ""
     require(is_optimizer, "keras_optimizer", expected, keras_optimizer, advice, error=TypeError)
+    variables = [] if model is None else model.trainable_variables
+    # The gradient of a float8 scale is its new value, which only Keras's code assigns.
+    has_scales = any(v.overwrite_with_gradient for v in variables)
     if isinstance(inner_optimizer(keras_optimizer), OptaxOptimizer):
+        expected = "an optimizer of Keras's own for a model with float8 scales"
+        advice = "To train this model with optax use bridge.fit, which overwrites the scales."
+        require(not has_scales, "keras_optimizer", expected, keras_optimizer, advice)
         tx = inner_optimizer(keras_optimizer).tx
     else:
         # Made in any case, since it raises the errors about the arguments.
         wrapped = Wrapped(keras_optimizer, model)
-        tx = _native.native(keras_optimizer) if native else None
+        tx = _native.native(keras_optimizer) if native and not has_scales else None
         if tx is None:
             return _with_origin(wrapped, keras_optimizer)
     # Keras's code, in `Wrapped`, applies the constraints itself.
-    if model is not None and any(v.constraint for v in model.trainable_variables):
+    if any(v.constraint for v in variables):
         tx = optax.chain(tx, constraints(model))
     return _with_origin(tx, keras_optimizer)
 

@@ -263,6 +263,30 @@ def test_float8_scales_are_overwritten_as_keras_does_it():
         assert np.all(np.abs(ours.value - other.value) <= roundings)
 
 
+def with_a_scale():
+    """A model with a variable whose gradient is its new value, as that of a float8 scale is."""
+    model = keras.Sequential([keras.Input((3,)), layers.Dense(2, name="a")])
+    model.layers[0].bias.overwrite_with_gradient = True
+    return model
+
+
+@pytest.mark.parametrize("given", [None, 8.0])
+def test_a_float8_scale_is_overwritten_whatever_scales_the_gradients(given):
+    model = with_a_scale()
+    inner = K.LossScaleOptimizer(K.Adam(0.1)) if given is None else K.Adam(0.1)
+    tx = bridge.optimizer(inner, model=model, native=True)
+    state = bridge.create_state(model, tx)
+    grads = jax.tree.map(lambda p: jnp.full_like(p, 3.0), state.params)
+    updates, _ = tx.update(grads, state.opt_state, state.params, loss_scale=given)
+    np.testing.assert_array_equal(updates["a"]["bias"], 3.0)
+    np.testing.assert_allclose(updates["a"]["kernel"], -0.1, rtol=1e-4)
+
+
+def test_an_optax_optimizer_is_refused_with_float8_scales():
+    with pytest.raises(ValueError, match=r"Keras's own .* float8 scales.*bridge\.fit"):
+        bridge.optimizer(bridge.OptaxOptimizer(optax.adam(0.1)), model=with_a_scale())
+
+
 def test_constraints_of_a_model_go_with_any_optax_chain():
     model = constrained()
     with pytest.warns(UserWarning, match=r"a/kernel\n.*bridge.constraints\(model\)"):
@@ -289,6 +313,19 @@ def test_variables_excluded_from_weight_decay_by_identity_are_known_with_their_m
     new = state.apply_gradients(still, tx).params
     np.testing.assert_allclose(new["a"]["kernel"], state.params["a"]["kernel"], rtol=1e-6)
     np.testing.assert_allclose(new["b"]["kernel"], 0.95 * state.params["b"]["kernel"], rtol=1e-6)
+
+
+def test_excluded_variables_may_be_untrained_but_not_another_models():
+    net = [layers.BatchNormalization(name="n"), layers.Dense(2)]
+    model = keras.Sequential([keras.Input((3,)), *net])
+    theirs = K.AdamW(0.1, weight_decay=0.5)
+    theirs.exclude_from_weight_decay(var_list=model.layers[0].weights)
+    state = bridge.create_state(model, tx := bridge.optimizer(theirs, model=model))
+    still = jax.tree.map(jnp.zeros_like, state.params)
+    new = state.apply_gradients(still, tx).params["n"]
+    np.testing.assert_array_equal(new["gamma"], 1.0)
+    with pytest.raises(ValueError, match=r"whose variables.*got a model without some of them"):
+        bridge.optimizer(theirs, model=constrained())
 
 
 def test_a_step_trains_through_it_and_shows_its_learning_rate():
