@@ -156,8 +156,10 @@ def fingerprint(epochs: Any) -> dict[str, Any]:
     Keras 3.15.1. Without it a run resumes with other data, and nothing tells the user.
     """
     adapter = epochs.data_adapter
-    # A resumed run compares these with the checkpoint's, and says which differ.
-    details = {"data": type(adapter).__name__, "batches": epochs.num_batches}
+    # A resumed run compares these with the checkpoint's, and says which differ. Where the adapter
+    # does not know the number of batches, `num_batches` changes when the first epoch ends.
+    batches = epochs.steps_per_epoch or adapter.num_batches
+    details = {"data": type(adapter).__name__, "batches": batches}
     if epochs.steps_per_epoch is not None:
         details["steps_per_epoch"] = epochs.steps_per_epoch
     if type(adapter) is not ArrayDataAdapter:

@@ -1,5 +1,6 @@
 """A hook that runs Keras's callbacks, metrics and evaluations around a run."""
 
+import copy
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -81,7 +82,7 @@ class KerasHook:
       values: The model's values.
       is_lazy: True if callbacks read the model only through their attribute `model`.
       evaluate: Given the number of an epoch, returns the values of the evaluation at its end, or
-        None if it has none.
+        None if it has none. None if no epoch has one.
       finalizes: True if the optimizer may overwrite the weights with its averages after the run.
       logs: The values of the last epoch.
     """
@@ -103,7 +104,7 @@ class KerasHook:
         self.loggers = loggers_among(callbacks) if kind == "train" else []
         self.values = ModelValues(model, kind)
         self.is_lazy = only_read_model_attribute(callbacks)
-        self.evaluate: Callable[[int], dict[str, Any] | None] = lambda epoch: None
+        self.evaluate: Callable[[int], dict[str, Any] | None] | None = None
         self.finalizes = kind == "train"
         self.logs: dict[str, Any] = {}
         # None if Keras itself resets and reads the metrics: see `RunningMeans.of`.
@@ -111,6 +112,8 @@ class KerasHook:
         self._last_chunk: ChunkEnd | None = None
         # The logs of the last step before the checkpoint from which the run resumed.
         self._logs_before: PyTree = {}
+        # During an evaluation, what `state` returned before the end of the epoch.
+        self._state_before_end: dict[str, Any] | None = None
         self._is_finished = False
 
     def __call__(self, event: Event) -> None:
@@ -159,13 +162,19 @@ class KerasHook:
     def state(self) -> dict[str, Any]:
         """Returns what a checkpoint stores beside the model's values."""
         assert self.memory is not None, "a fit with a checkpointer has one"
-        return {"memory": self.memory.state(), "reported": self._last_logs()}
+        if self._state_before_end is not None:
+            return self._state_before_end
+        return {
+            "memory": self.memory.state(),
+            "reported": self._last_logs(),
+            "logs": keras_private.callbacks.as_floats(self.logs),
+        }
 
     def restore(self, state: dict[str, Any]) -> None:
         """Keeps what `state` returned. Callbacks are restored when the first epoch begins."""
         assert self.memory is not None, "a fit with a checkpointer has one"
         self.memory.restore(state["memory"])
-        self._logs_before = state["reported"]
+        self._logs_before, self.logs = state["reported"], state["logs"]
 
     def finish(self, run: Run) -> bool:
         """Assigns the run's values to the model, however the run has ended.
@@ -224,6 +233,10 @@ class KerasHook:
         # Another process may have stopped the run.
         if event.stopped:
             self.is_stopped = True
+        # A signal in the evaluation saves the fit as it was before the end of the epoch. Callbacks
+        # may change their states in place until then.
+        if self.memory is not None and self.evaluate is not None:
+            self._state_before_end = copy.deepcopy(self.state())
         # Keras begins a batch before it finds out that the data have run out.
         self.calls.begin_batch(self.batches.data.missing)
         self.calls.update_progress_bars()
@@ -238,8 +251,9 @@ class KerasHook:
         # own reference to the model would see old values.
         if not self.is_lazy:
             self.values.assign()
-        evaluated = self.evaluate(event.epoch) or {}
-        self.logs.update({f"val_{name}": value for name, value in evaluated.items()})
+        evaluated = None if self.evaluate is None else self.evaluate(event.epoch)
+        self._state_before_end = None
+        self.logs.update({f"val_{name}": value for name, value in (evaluated or {}).items()})
         self.callbacks.on_epoch_end(event.epoch, self.logs)
         # The checkpointer chooses the best epoch by these values.
         event.values |= {name: float(x) for name, x in self.logs.items() if is_number(x)}

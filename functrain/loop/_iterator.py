@@ -116,7 +116,8 @@ class Run(Iterator[Event]):
                     handle_logs(event)
                     continue
                 handle(event)
-                can_save = isinstance(event, ChunkEnd | EpochEnd)
+                # A run that has been stopped ends by itself, and then saves that it was stopped.
+                can_save = isinstance(event, ChunkEnd | EpochEnd) and not event.stopped
                 if signals is not None and signals.is_pending and can_save:
                     # Several processes get the signal at different steps, so none saves here: they
                     # could not save together.
@@ -139,8 +140,9 @@ class Run(Iterator[Event]):
     def handle_signal_in_epoch_end(self, signals: DeferredSignals) -> None:
         """Handles a signal that arrives while the end of an epoch is handled.
 
-        A run with a checkpointer saves itself as it was before the end of the epoch. If the state
-        of the event is in use elsewhere, the signal is handled after the event.
+        A run with a checkpointer saves itself as it was before the end of the epoch. If the run has
+        been stopped, or the state of the event is in use elsewhere, the signal is handled after the
+        event.
         """
         self._loop.handle_signal_in_epoch_end(signals)
 

@@ -136,6 +136,9 @@ class Loop:
         is_asked_to_end = saving is not None and saving.is_asked_to_end()
         if event is None or not (is_asked_to_end or signals.is_pending):
             return
+        # A run that has been stopped ends after this event, and then saves that it was stopped.
+        if event.stopped:
+            return
         # A hook has donated the state to another program: until it has assigned a new one, there is
         # nothing to save.
         if any(map(_tree.is_deleted, jax.tree.leaves(event.state))):
@@ -153,7 +156,8 @@ class Loop:
             for context in (self.saving, self.stopping):
                 if context is not None:
                     stack.enter_context(context)
-            is_stopped = False
+            # A hook may have stopped the run before the checkpoint that it resumes from.
+            is_stopped = self.resumed is not None and self.resumed.stopped
             is_over = self.resumed is not None and self.resumed.nothing_left
             while not is_over and self.position.epoch < self.epochs:
                 is_stopped = yield from self._epoch()

@@ -245,6 +245,19 @@ def test_ctrl_c_saves_before_it_goes_on(tmp_path: pathlib.Path) -> None:
     )
 
 
+@pytest.mark.usefixtures("ctrl_c")
+def test_ctrl_c_beside_a_stop_does_not_undo_the_stop(tmp_path: pathlib.Path) -> None:
+    @ft.at(13)
+    def stop(event: Any) -> None:
+        event.stop()
+
+    with pytest.raises(KeyboardInterrupt) as error:
+        trained(ft.Checkpointer(tmp_path), stop, sends(signal.SIGINT, 13))
+    assert len(error.value.fit_result.history.steps["mean"]) == 13
+    again = trained(ft.Checkpointer(tmp_path), stop)
+    assert len(again.history.steps["mean"]) == 13
+
+
 def test_a_loop_that_is_left_lets_go_of_signals_and_of_the_directory(
     tmp_path: pathlib.Path,
 ) -> None:

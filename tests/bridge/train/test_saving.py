@@ -7,6 +7,7 @@ import signal
 from collections.abc import Callable
 from typing import Any
 
+import grain
 import keras
 import numpy as np
 import pytest
@@ -303,6 +304,49 @@ def test_ctrl_c_in_an_evaluation_saves_what_training_had(
     assert found.history == history.history
 
 
+def test_ctrl_c_in_an_evaluation_saves_callbacks_as_they_were_before_it(tmp_path, ctrl_c) -> None:
+    def swapped() -> dict[str, Any]:
+        # It swaps the weights when an evaluation begins, and again when it ends.
+        swap = keras.callbacks.SwapEMAWeights()
+        return {**evaluated(), "epochs": 2, "callbacks": [swap]}
+
+    model, history = fit(with_ema, swapped, keras.Model.fit)
+    checkpoints, callbacks = ft.Checkpointer(tmp_path), [Signalled("on_test_batch_end")]
+    with pytest.raises(KeyboardInterrupt):
+        fit(with_ema, swapped, checkpointer=checkpoints, callbacks=callbacks)
+    again, found = fit(with_ema, swapped, checkpointer=checkpoints)
+    assert_same(again, model)
+    assert found.history == history.history
+
+
+def test_ctrl_c_in_the_evaluation_of_a_stopped_fit_does_not_undo_the_stop(tmp_path, ctrl_c) -> None:
+    def stop(batch: int, logs: Any) -> None:
+        stopper.model.stop_training = True
+
+    stopper = keras.callbacks.LambdaCallback(on_train_batch_end=stop)
+    callbacks = [stopper, Signalled("on_test_batch_end")]
+    checkpoints = ft.Checkpointer(tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        fit(dense, evaluated, checkpointer=checkpoints, callbacks=callbacks, fuse=1)
+    _, history = fit(dense, evaluated, checkpointer=checkpoints)
+    assert checkpoints.steps() == [1]
+    assert len(history.history["val_loss"]) == 1
+
+
+def test_a_fit_with_nothing_left_ends_with_the_logs_of_its_last_epoch(tmp_path, ctrl_c) -> None:
+    def interrupt(epoch: int, logs: Any) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    seen: list[dict[str, Any]] = []
+    checkpoints = ft.Checkpointer(tmp_path)
+    interrupting = keras.callbacks.LambdaCallback(on_epoch_end=interrupt)
+    reading = keras.callbacks.LambdaCallback(on_train_end=seen.append)
+    with pytest.raises(KeyboardInterrupt):
+        fit(dense, lambda: {"epochs": 1}, checkpointer=checkpoints, callbacks=[interrupting])
+    _, history = fit(dense, lambda: {"epochs": 1}, checkpointer=checkpoints, callbacks=[reading])
+    assert seen == [{name: values[-1] for name, values in history.history.items()}]
+
+
 def test_sigterm_that_a_handler_takes_saves_once_and_the_fit_goes_on(tmp_path) -> None:
     class Terminated(keras.callbacks.Callback):
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
@@ -420,6 +464,27 @@ def test_generators_are_begun_anew_with_a_warning(tmp_path) -> None:
         again, found = run(**how)
     assert_same(again, model)
     assert found.history == history.history
+
+
+@pytest.mark.filterwarnings("ignore:Your input ran out of data")
+def test_data_of_unknown_length_resume_in_a_later_epoch(tmp_path) -> None:
+    def run(way: Any = bridge.fit, **more: Any) -> Any:
+        keras.utils.set_random_seed(0)
+        model = dense()
+        rows = list(zip(X[:80], Y[:80], strict=True))
+        data = grain.MapDataset.source(rows).batch(10)
+        return model, way(model, data, epochs=3, verbose=0, shuffle=False, **more)
+
+    model, history = run(keras.Model.fit)
+    how = {"rewrites": "exact", "checkpointer": ft.Checkpointer(tmp_path)}
+    with pytest.raises(Interrupted):
+        run(callbacks=[Interrupt(13)], **how)
+    with pytest.warns(UserWarning, match="only arrays are known to give the same batches"):
+        again, found = run(**how)
+    assert_same(again, model)
+    assert found.history == history.history
+    _, finished = run(**how)
+    assert finished.history == history.history
 
 
 def test_a_generator_that_ends_before_the_checkpoint_is_refused(tmp_path) -> None:
