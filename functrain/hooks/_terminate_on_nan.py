@@ -47,13 +47,16 @@ class TerminateOnNaN:
         self.step: int | None = None
         # The length of the current series of steps that were not finite.
         self._in_a_row = 0
+        self._is_restored = False
 
     def __repr__(self) -> str:
         return _repr.call(self, after=self.after, monitor=self.monitor)
 
     def begin(self) -> None:
-        """Forgets the step at which an earlier run ended."""
-        self.step = None
+        """Forgets the step at which an earlier run ended, unless a checkpoint has restored it."""
+        if not self._is_restored:
+            self.step = None
+        self._is_restored = False
 
     def logs(self, event: LogsReady, /) -> None:
         """Checks the steps of a chunk."""
@@ -87,12 +90,13 @@ class TerminateOnNaN:
             )
 
     def state(self) -> dict[str, Any]:
-        """Returns the number of steps in a row, for the checkpoint."""
-        return {"in_a_row": self._in_a_row}
+        """Returns the number of steps in a row and the last of them, for the checkpoint."""
+        return {"in_a_row": self._in_a_row, "step": self.step}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Restores the number of steps in a row."""
-        self._in_a_row = state["in_a_row"]
+        """Restores what `state` returned, for the run that begins next."""
+        self._in_a_row, self.step = state["in_a_row"], state["step"]
+        self._is_restored = True
 
     def close(self) -> None:
         """Resets the count for the next run."""

@@ -73,6 +73,17 @@ def test_counting_goes_on_where_a_run_was(tmp_path) -> None:
     assert train([6, 7, 8], tmp_path, after=3)[1] == 8
 
 
+def test_a_step_that_was_found_before_a_checkpoint_stops_the_resumed_run(tmp_path) -> None:
+    @ft.at(4)
+    def cut(event):
+        raise KeyError
+
+    with pytest.raises(KeyError):
+        train([3], tmp_path, cut)
+    assert ft.Checkpointer(tmp_path).latest() == 3
+    assert train([3], tmp_path)[:2] == (6, 3)
+
+
 def test_the_warning_shows_the_line_that_called_fit() -> None:
     loader = ft.ArrayLoader(np.full(4, np.nan, np.float32), 1)
     with pytest.warns(UserWarning, match="step 1") as caught:
