@@ -3,7 +3,7 @@
 import dataclasses
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, Protocol, Self
 
 from functrain.checkpoint._checkpointer import Checkpointer
@@ -118,6 +118,7 @@ class Saving:
         # True once the monitored value has been seen, or a warning has been given that it is
         # missing.
         self._has_checked_monitor = checkpointer.monitor is None
+        self._data_state: Callable[..., Any] = batches.state
 
     def resume(self, state: PyTree, metrics: PyTree, epochs: int) -> Resumed | None:
         """Reads the last checkpoint, and restores the data and the parts; None if there is none.
@@ -155,8 +156,11 @@ class Saving:
         nothing_left = finished or (epoch_is_over and position.epoch + 1 == epochs)
         if epoch_is_over and not nothing_left:
             position = Position(position.step, position.epoch + 1)
-        if not nothing_left:
-            data = restored.documents["data"]
+        data = restored.documents["data"]
+        if nothing_left:
+            # The data do not begin in this run, so a save keeps their saved position.
+            self._data_state = lambda **_: data
+        else:
             # If one process finds other data, all must raise: the rest would wait for it forever.
             with processes.raise_in_all():
                 self._require_same_data(self._batches.restore(data, position.epoch, position.batch))
@@ -214,13 +218,14 @@ class Saving:
         if done is not None and epoch_is_over:
             self._check_monitor(event)
         documents = {name: part.state() for name, part in self._parts.items()}
+        documents["data"] = self._data_state(epoch_is_over=epoch_is_over)
         # If the save fails, the error should be seen, and not a signal that would end the process.
         with self._signals.discard_on_error(), self._checkpointer._save_lock:
             self._checkpointer._write(
                 trees,
                 event.position,
                 event.values,
-                {**documents, "data": self._batches.state(epoch_is_over=epoch_is_over)},
+                documents,
                 # After the end, no program consumes the state while it is written.
                 copy=done is None,
                 epoch_over=epoch_is_over,

@@ -267,8 +267,10 @@ def fit(
                 recorder.logs(event)
                 runner.logs(event)
 
-            for _ in events.handle_events(handle, handle_logs, signals=signals):
-                pass
+            # The hooks of a finished fit have handled its end, and their values are in its history.
+            if events.resumed is None or not events.resumed.finished:
+                for _ in events.handle_events(handle, handle_logs, signals=signals):
+                    pass
     except BaseException as error:
         _attach_result(error, events, recorder, first_position)
         if checkpointer is not None and (saved_step := checkpointer.latest()) is not None:

@@ -140,6 +140,14 @@ def test_an_iterator_that_says_where_it_is_goes_on(tmp_path: pathlib.Path) -> No
     assert bits(trained(iter(iter_dataset()), checkpointer, epochs=1)) == whole
 
 
+def test_a_run_with_nothing_left_keeps_the_position_of_its_data(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(KeyError):
+        trained(Resumable(), ft.Checkpointer(tmp_path), hooks=[failing_at(5)])
+    for epochs in (1, 2):
+        result = trained(Resumable(), ft.Checkpointer(tmp_path), epochs=epochs)
+    assert bits(result) == bits(trained(Resumable()))
+
+
 def test_an_iterator_is_not_used_up_by_a_look_at_it(tmp_path: pathlib.Path) -> None:
     taken = []
 

@@ -238,6 +238,26 @@ def test_a_run_that_was_stopped_stays_so_and_says_how_to_begin_anew(
     assert digest((again.state, again.history.steps)) == digest((first.state, first.history.steps))
 
 
+def test_a_fit_that_is_over_does_not_record_its_end_again(tmp_path: pathlib.Path) -> None:
+    def test(event: Any) -> None:
+        if isinstance(event, ft.events.RunEnd):
+            event.values["test_loss"] = 0.5
+
+    log, found = tmp_path / "log.jsonl", []
+    for _ in range(2):
+        history = trained(ft.Checkpointer(tmp_path / "c"), test, ft.hooks.JSONLines(log)).history
+        found.append((log.read_text(), digest(history.within_epochs)))
+    assert found[0] == found[1]
+
+
+def test_the_end_of_a_run_that_was_stopped_says_so_again(tmp_path: pathlib.Path) -> None:
+    for _ in range(2):
+        checkpointer = ft.Checkpointer(tmp_path)
+        for event in ft.run({"w": jnp.zeros(2)}, step, DATA, checkpointer=checkpointer):
+            event.stop()
+        assert event.was_stopped
+
+
 def test_events_of_a_run_that_is_over_are_its_end(tmp_path: pathlib.Path) -> None:
     def run() -> Any:
         state = {"w": jnp.zeros(2)}
@@ -248,6 +268,7 @@ def test_events_of_a_run_that_is_over_are_its_end(tmp_path: pathlib.Path) -> Non
     assert events.resumed.finished
     (end,) = events
     assert isinstance(end, ft.events.RunEnd)
+    assert not end.was_stopped
     assert (end.position, digest(end.state)) == (last.position, digest(last.state))
 
 
