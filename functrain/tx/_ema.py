@@ -16,12 +16,13 @@ class EmaState(NamedTuple):
 
     Attributes:
       ema: The average, with the structure of the params; float32 for params in half precision.
+        Zeros before the first update.
       weight: `f32[]`, the sum of the weights of the params averaged so far, by which the average
-        is divided; None without `debias`.
+        is divided: 0 before the first update, and without `debias` 1 from then on.
     """
 
     ema: PyTree
-    weight: jax.Array | None
+    weight: jax.Array
 
 
 def ema(decay: float, *, debias: bool = False) -> optax.GradientTransformationExtraArgs:
@@ -29,8 +30,8 @@ def ema(decay: float, *, debias: bool = False) -> optax.GradientTransformationEx
 
     This differs from `optax.ema`, which averages the updates and replaces them by their average.
     This one averages the params after each update,
-    ``ema = decay * ema + (1 - decay) * new_params``, starting from the initial params, and passes
-    the updates through unchanged. It must come last in a chain:
+    ``ema = decay * ema + (1 - decay) * new_params``, starting from the params before the first
+    update, and passes the updates through unchanged. It must come last in a chain:
     ``optax.chain(optax.adam(1e-3), ft.tx.ema(0.999))``. The average is part of `opt_state`, so it
     is saved, sharded and fused with it; `ema_params` returns it.
 
@@ -43,7 +44,7 @@ def ema(decay: float, *, debias: bool = False) -> optax.GradientTransformationEx
     Args:
       decay: The decay rate, at least 0 and less than 1.
       debias: Start from zero and divide by ``1 - decay**n`` after n updates, as Adam does, so that
-        the initial params are not part of the average.
+        the params before the first update are not part of the average.
 
     Returns:
       A transformation whose `update` needs params. It averages in float32 or wider.
@@ -64,10 +65,8 @@ def ema(decay: float, *, debias: bool = False) -> optax.GradientTransformationEx
 
     def init(params: PyTree) -> EmaState:
         # In bfloat16, with 8 significant bits, small changes such as 0.001 * params would be lost.
-        if debias:
-            zeros = optax.tree.zeros_like(jax.tree.map(_tree.at_least_float32, params))
-            return EmaState(zeros, jnp.zeros(()))
-        return EmaState(jax.tree.map(_tree.at_least_float32, params), None)
+        zeros = optax.tree.zeros_like(jax.tree.map(_tree.at_least_float32, params))
+        return EmaState(zeros, jnp.zeros(()))
 
     def update(
         updates: PyTree, state: EmaState, params: PyTree = None, **extra_args: Any
@@ -76,11 +75,14 @@ def ema(decay: float, *, debias: bool = False) -> optax.GradientTransformationEx
         require(params is not None, "ema", expected, params)
         new_params = jax.tree.map(_round_to_dtype, optax.apply_updates(params, updates))
 
-        def average(ema: jax.Array, param: jax.Array) -> jax.Array:
+        def average(ema: jax.Array, old_param: jax.Array, param: jax.Array) -> jax.Array:
+            if not debias:
+                # Not from `init`, whose params a warm start may have replaced since.
+                ema = jnp.where(state.weight > 0, ema, _tree.at_least_float32(old_param))
             return decay * ema + (1 - decay) * _tree.at_least_float32(param)
 
-        new_ema = jax.tree.map(average, state.ema, new_params)
-        weight = None if state.weight is None else decay * state.weight + (1 - decay)
+        new_ema = jax.tree.map(average, state.ema, params, new_params)
+        weight = decay * state.weight + (1 - decay) if debias else jnp.ones(())
         return updates, EmaState(new_ema, weight)
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -138,10 +140,9 @@ def ema_params(state: Any) -> PyTree:
     ema, weight = averages[0]
 
     def debiased(average: jax.Array, param: jax.Array) -> jax.Array:
-        if weight is not None:
-            # `where` evaluates both branches, and 0 / 0 would be NaN.
-            divisor = jnp.where(weight > 0, weight, 1.0)
-            average = jnp.where(weight > 0, average / divisor, param.astype(average.dtype))
+        # `where` evaluates both branches, and 0 / 0 would be NaN.
+        divisor = jnp.where(weight > 0, weight, 1.0)
+        average = jnp.where(weight > 0, average / divisor, param.astype(average.dtype))
         return average.astype(param.dtype)
 
     return jax.tree.map(debiased, ema, state.params)

@@ -46,7 +46,7 @@ def test_the_average_is_that_of_its_formula_in_float64(dtype, debias) -> None:
     kept = state.opt_state[1]
     assert kept.ema["w"].dtype == jnp.float32
     expected = average / weight
-    ema = kept.ema["w"] / (1 if kept.weight is None else kept.weight)
+    ema = kept.ema["w"] / kept.weight
     np.testing.assert_allclose(ema, expected, rtol=2e-6)
     found = ft.tx.ema_params(state)["w"]
     assert found.dtype == dtype
@@ -56,6 +56,17 @@ def test_the_average_is_that_of_its_formula_in_float64(dtype, debias) -> None:
 def test_training_is_the_same_with_it_and_without() -> None:
     with_it, _ = walked(optax.chain(optax.adam(0.1), ft.tx.ema(0.9)))
     assert digest(with_it.params) == digest(walked(optax.adam(0.1))[0].params)
+
+
+def test_the_average_starts_from_params_that_were_replaced_before_the_first_step() -> None:
+    tx = optax.chain(optax.sgd(0.05), ft.tx.ema(0.9))
+    begin = ft.TrainState.create(params=jax.tree.map(jnp.zeros_like, BEGIN), tx=tx)
+    begin = begin.replace(params=jax.tree.map(jnp.asarray, BEGIN))
+    np.testing.assert_array_equal(ft.tx.ema_params(begin)["w"], BEGIN["w"])
+    step = jax.jit(ft.train_step(loss_fn, tx))
+    state, _ = step(begin, DATA.batch(0, 0))
+    from_create, _ = step(ft.TrainState.create(params=BEGIN, tx=tx), DATA.batch(0, 0))
+    assert digest(ft.tx.ema_params(state)) == digest(ft.tx.ema_params(from_create))
 
 
 def test_under_multi_steps_it_takes_a_step_with_each_update() -> None:
