@@ -97,7 +97,8 @@ def warm_start(
         that Keras gives to layers see `bridge.warm_start`.
       take: Patterns of the leaves to take. By default all; of each `TrainState` in the tree only
         params and model_state, so that training starts anew: at step 0, with the optimizer and the
-        rng of `state`.
+        rng of `state`. An optimizer that starts from a copy of the params, such as
+        `optax.contrib.schedule_free`, gets a copy of the new ones, unless `state` was trained.
       skip: Patterns of leaves not to take even so, such as a head of another width.
       rename: Given a path in the file, returns the path in the state:
         ``rename=lambda path: f"params/{path}"``.
@@ -134,13 +135,16 @@ def warm_start(
     leaves = _state_leaves(state)
     take_patterns = None if take is None else _as_patterns("take", take)
     skip_patterns = _as_patterns("skip", skip)
-    requested = []
+    requested, skipped = [], []
+    copied = _copied_params(state, leaves)
     merged = merged_paths(leaves, with_lora=True)
     for path, is_taken in zip(leaves, _taken_by_default(state), strict=True):
         paths = {path, merged[path]}
         if take_patterns is not None:
             is_taken = _matches_any(take_patterns, paths)
-        if is_taken and not _matches_any(skip_patterns, paths):
+        if _matches_any(skip_patterns, paths):
+            skipped.append(path)
+        elif is_taken:
             requested.append(path)
 
     def read(target: str) -> WarmStart:
@@ -159,12 +163,18 @@ def warm_start(
             # One by one, so that the buffers of the file exist for one leaf at a time.
             for path, name in loaded.items():
                 new_leaves[path] = _read_leaf(arrays, name, path, leaves[path])
+            copies = {path: param for path, param in copied.items() if param in loaded}
+            for path in _without(copies, [*loaded, *skipped]):
+                new_param = new_leaves[copies[path]].astype(leaves[path].dtype)
+                # A copy even of the same dtype: a buffer of two leaves cannot be donated.
+                new_leaves[path] = _tree.device_put_like(_tree.copy(new_param), leaves[path])
+                loaded[path] = names[copies[path]]
         return WarmStart(
             state=jax.tree.unflatten(jax.tree.structure(state), new_leaves.values()),
             loaded=loaded,
             unused=_without(arrays.specs, loaded.values()),
             missing=_without(requested, names),
-            unchanged=_without(leaves, requested),
+            unchanged=_without(leaves, [*requested, *loaded]),
             source=file,
         )
 
@@ -218,6 +228,33 @@ def _taken_by_default(state: PyTree) -> list[bool]:
         return jax.tree.map(lambda _: False, node).replace(**is_taken)
 
     return jax.tree.leaves(jax.tree.map(mark, state, is_leaf=lambda x: isinstance(x, TrainState)))
+
+
+def _copied_params(state: PyTree, leaves: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the paths of optimizers' copies of the params, each with the path of its param."""
+    paths = jax.tree.unflatten(jax.tree.structure(state), leaves)
+    copied = dict[str, str]()
+    for train_state in _tree.nodes(paths, TrainState):
+        structure = _tree.structure(train_state.params)
+
+        def mirrors(node: Any, structure: Any = structure) -> bool:
+            return bool(_tree.structure(node) == structure)
+
+        for node in filter(mirrors, jax.tree.leaves(train_state.opt_state, is_leaf=mirrors)):
+            pairs = dict(zip(*map(jax.tree.leaves, (node, train_state.params)), strict=True))
+            are_equal = all(_is_copy(leaves[a], leaves[b]) for a, b in pairs.items())
+            # Moments start with zeros, as many biases do.
+            if are_equal and any(jnp.any(leaves[path] != 0) for path in pairs):
+                copied |= pairs
+    return copied
+
+
+def _is_copy(leaf: Any, param: Any) -> bool:
+    """Returns True if a leaf has the values of a param in its own dtype."""
+    have_values = all(_tree.is_concrete(x) and not _tree.is_deleted(x) for x in (leaf, param))
+    if not have_values or leaf.shape != param.shape or _tree.is_key(leaf):
+        return False
+    return bool(jnp.array_equal(leaf, _tree.device_put_like(param.astype(leaf.dtype), leaf)))
 
 
 def _summary_line(label: str, paths: Collection[str], unit: str) -> str:

@@ -45,6 +45,20 @@ def test_a_training_begins_anew_with_the_params_and_statistics_of_another(old) -
     assert set(warm.unused) == set(warm.unchanged)
 
 
+@pytest.mark.parametrize("state_dtype", [None, jnp.bfloat16])
+def test_an_optimizers_copy_of_the_params_is_one_of_the_new_params(old, state_dtype) -> None:
+    tx = optax.contrib.schedule_free_adamw(1e-3, state_dtype=state_dtype)
+    state = create(1.0)
+    state = state.replace(opt_state=tx.init(state.params))
+    warm = ft.warm_start(state, old, skip="**/layer_1/*")
+    assert digest(warm.state.opt_state) == digest(tx.init(warm.state.params))
+    assert warm.loaded["opt_state/z/head/kernel"] == "params/head/kernel"
+    assert not {*warm.loaded} & {*warm.unchanged}
+    kept = ft.warm_start(state, old, skip="opt_state/z/**").state
+    assert digest(kept.opt_state) == digest(state.opt_state)
+    jax.jit(lambda s: s, donate_argnums=0)(warm.state)
+
+
 def test_each_train_state_in_a_tree_begins_anew(tmp_path) -> None:
     trained = {"gan": (create(8.0).replace(step=jnp.int32(9)), create(9.0)), "best": jnp.ones(())}
     ft.save(tmp_path / "old", trained)
