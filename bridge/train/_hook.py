@@ -23,6 +23,7 @@ from functrain.internal import (
     EpochBegin,
     PyTree,
     Run,
+    copy_arrays,
     fetch_rows,
     is_number,
     row_of_step,
@@ -201,12 +202,13 @@ class KerasHook:
 
     def _begin_epoch(self, event: EpochBegin) -> None:
         if self.memory is not None and self.memory.is_pending:
-            self.values.put(event.state)
             if event.position.batch:
                 # The callbacks began this epoch before the checkpoint was written. They have to
-                # begin it again, and the changes that they make to the model are undone.
+                # begin it again, and the changes that they make to the model are undone. They get a
+                # copy, since Keras's evaluate and predict donate the model's arrays.
+                self.values.put(copy_arrays(event.state))
                 self.callbacks.on_epoch_begin(event.epoch)
-                self.values.put(event.state)
+            self.values.put(event.state)
             self.memory.restore_callbacks()
         elif not self.is_lazy:
             self.values.assign()
@@ -268,7 +270,12 @@ class KerasHook:
         if self.memory is not None and self.memory.is_pending:
             self.values.put(event.state)
             self.memory.restore_callbacks()
-        self.values.assign()
+        if self.memory is None or self.is_lazy:
+            self.values.assign()
+        else:
+            # A callback may evaluate or predict, which donates the model's arrays, and the run
+            # saves its own after that.
+            self.values.put(copy_arrays(event.state))
         self._finalize()
         self._is_finished = True
         self.callbacks.on_train_end(logs=self.logs)

@@ -535,6 +535,29 @@ def test_another_model_or_other_data_are_refused(make, arguments, message, tmp_p
     assert model.optimizer.iterations == 36
 
 
+class Predicts(keras.callbacks.Callback):
+    """Predicts, which donates the model's arrays, where an epoch begins and where the fit ends."""
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.model.predict(X, verbose=0)
+
+    def on_train_end(self, logs: Any = None) -> None:
+        self.model.predict(X, verbose=0)
+
+
+def predicts() -> dict[str, Any]:
+    return {"callbacks": [Predicts()], "epochs": 2}
+
+
+def test_callbacks_may_predict_in_a_resumed_epoch_and_at_the_end(tmp_path) -> None:
+    model, _ = fit(dense, predicts, keras.Model.fit)
+    pieces = [(5, 2), (None, 2)]
+    again, _ = fit_in_pieces(dense, predicts, tmp_path, ft.every(steps=2), pieces)
+    assert_same(again, model)
+    finished, _ = fit(dense, predicts, checkpointer=ft.Checkpointer(tmp_path))
+    assert_same(finished, model)
+
+
 def test_it_refuses_a_second_backup(tmp_path) -> None:
     def both() -> dict[str, Any]:
         return {"callbacks": [keras.callbacks.BackupAndRestore(tmp_path / "b")]}
