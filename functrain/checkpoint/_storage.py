@@ -23,7 +23,7 @@ from functrain.checkpoint import _leaves, _manifest, _processes
 from functrain.checkpoint._arrays import is_complete, read_leaves, write_arrays
 from functrain.checkpoint._leaves import Leaf
 from functrain.checkpoint._local import arrays_name
-from functrain.checkpoint._manifest import STATE
+from functrain.checkpoint._manifest import DOCUMENTS, STATE
 from functrain.checkpoint._processes import ProcessGroup
 from functrain.checkpoint._remote import files_at, resolve_path
 from functrain.common import _tree
@@ -90,9 +90,16 @@ def write_checkpoint(
 
     def write_parts() -> Any:
         _processes.wait_until_visible(target, first_target, lambda: files.has_begun(target))
+        # Documents are those of the first process: the others may lack the arrays of a logger,
+        # which is called there alone.
+        expected = {
+            name: spec
+            for name, spec in first_specs.items()
+            if name in specs or _leaves.tree_name(name) != DOCUMENTS
+        }
         require_no_problems(
             target,
-            _tree.spec_differences(first_specs, specs),
+            _tree.spec_differences(expected, specs),
             "a state of the same leaves in all processes",
             "Nothing was saved. Create the state in the same way in every process.",
         )

@@ -155,8 +155,9 @@ class HookRunner:
                 hook(event)
 
     def state(self) -> dict[str, Any]:
-        """Returns the states of the hooks by their identities, for the checkpoint."""
-        return {name: hook.state() for name, hook in self.resumable().items()}
+        """Returns the states of this process's hooks by their identities, for the checkpoint."""
+        called = {name: hook for name, hook in self.resumable().items() if _is_called_here(hook)}
+        return {name: hook.state() for name, hook in called.items()}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Restores what `state` returned, hook by hook."""

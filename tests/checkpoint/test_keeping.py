@@ -112,6 +112,15 @@ def test_documents_with_arrays_of_like_names_and_any_name_come_back(tmp_path) ->
         assert checkpoints.verify() == {}
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", "int4"])
+def test_documents_keep_small_numbers_as_those_of_python(dtype, tmp_path) -> None:
+    with ft.Checkpointer(tmp_path) as checkpoints:
+        number = np.ones(1, jnp.dtype(dtype))[0]
+        checkpoints.save(LIKE, 1, documents={"hook": number})
+        found = checkpoints.restore(LIKE).documents["hook"]
+        assert (found, type(found)) == (1, type(number.item()))
+
+
 def test_an_earlier_step_is_refused_until_a_rollback_says_so(tmp_path) -> None:
     checkpoints = saved(tmp_path, [3.0, 2.0, 1.0, 4.0], keep=None)
     with pytest.raises(ValueError, match=r"a step after 3.*got 1.*rollback\(1\)"):

@@ -482,8 +482,16 @@ def test_only_the_first_process_restores_the_file_of_a_logger(tmp_path, monkeypa
         saved = HookRunner([logger]).state()
         logger(ft.events.EpochEnd(position=ft.Position(8, 1), state=(), values={"loss": 1.0}))
         logger.close()
-        monkeypatch.setattr(jax, "process_index", lambda: process)
-        HookRunner([ft.hooks.CSVLogger(path)]).restore(saved)
+        with monkeypatch.context() as patch:
+            patch.setattr(jax, "process_index", lambda: process)
+            HookRunner([ft.hooks.CSVLogger(path)]).restore(saved)
         return len(path.read_text().splitlines()) - 1
 
     assert [rows_after_a_restore(process) for process in (1, 0)] == [2, 1]
+
+
+def test_only_the_first_process_saves_the_state_of_a_logger(tmp_path, monkeypatch) -> None:
+    hooks = HookRunner([ft.hooks.TensorBoard(tmp_path), ft.hooks.EarlyStopping()])
+    assert len(hooks.state()) == 2
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    assert list(hooks.state()) == ["EarlyStopping(val_loss)"]
