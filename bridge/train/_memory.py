@@ -1,7 +1,9 @@
 """What a fit saves beside the model's values: states of callbacks, seeds and random generators."""
 
+import contextlib
 import os
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -64,17 +66,23 @@ class Memory:
             )
         self._saved, self.is_pending = state, True
 
-    def restore_files(self) -> None:
-        """Restores callbacks that write a file, so that they continue below the saved rows.
+    @contextlib.contextmanager
+    def files_restored(self) -> Iterator[None]:
+        """Context manager: callbacks that write a file continue below the saved rows.
 
-        This comes before the callbacks begin: a CSVLogger opens its file then, and a logger of
+        It is entered before the callbacks begin: a CSVLogger opens its file then, and a logger of
         functrain is restored before it begins, as in `functrain.fit`.
         """
-        for callback, state in self._saved_states():
-            if isinstance(callback, keras.callbacks.CSVLogger):
-                _truncate_file(callback, state["bytes"])
-            if isinstance(callback, LoggerCallback):
-                callback.restore(state["own"])
+        with contextlib.ExitStack() as stack:
+            for callback, state in self._saved_states():
+                if isinstance(callback, keras.callbacks.CSVLogger):
+                    # In a later fit, it begins its file as the user said.
+                    for name in ("append", "append_header"):
+                        stack.callback(setattr, callback, name, getattr(callback, name))
+                    _truncate_file(callback, state["bytes"])
+                if isinstance(callback, LoggerCallback):
+                    callback.restore(state["own"])
+            yield
 
     def restore_history(self) -> None:
         """Restores only the history, for a fit that has already finished."""

@@ -129,6 +129,8 @@ def run_fit(
             _resume(run, hook, evaluation, quiet=quiet)
             if run.resumed.finished:
                 return model.history
+            assert hook.memory is not None
+            stack.enter_context(hook.memory.files_restored())
         if saving is not None:
             hook.begin()
         if evaluation is not None:
@@ -190,7 +192,6 @@ def _resume(run: Run, hook: KerasHook, evaluation: Evaluation | None, *, quiet: 
         write_keras_state(run.state, hook.model)
         hook.memory.restore_history()
     else:
-        hook.memory.restore_files()
         _warn_of_inexact_resuming(run, hook, evaluation)
 
 

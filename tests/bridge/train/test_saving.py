@@ -244,6 +244,17 @@ def test_a_csv_file_goes_on_without_a_row_too_many(tmp_path) -> None:
     assert (tmp_path / "pieces.csv").read_text() == (tmp_path / "straight.csv").read_text()
 
 
+def test_a_csv_file_begins_anew_in_a_later_fit_that_does_not_resume(tmp_path) -> None:
+    logger = keras.callbacks.CSVLogger(tmp_path / "log.csv")
+    for epochs in (1, 2):
+        checkpoints, callbacks = ft.Checkpointer(tmp_path / "c"), [logger]
+        fit(dense, lambda n=epochs: {"epochs": n}, checkpointer=checkpoints, callbacks=callbacks)
+    fit(dense, lambda: {"epochs": 1}, callbacks=[logger])
+    header, row = (tmp_path / "log.csv").read_text().splitlines()
+    assert header.startswith("epoch,")
+    assert row.startswith("0,")
+
+
 def test_a_csv_file_keeps_its_columns_where_later_rows_have_others(tmp_path) -> None:
     def logged(name: str, epochs: int) -> Arguments:
         def arguments() -> dict[str, Any]:
