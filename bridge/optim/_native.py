@@ -12,6 +12,7 @@ import optax
 
 from bridge import keras_private
 from bridge.optim._schedules import schedule
+from bridge.optim._slots import kind_of
 from functrain.internal import PyTree
 from functrain.internal import tree as _tree
 
@@ -19,9 +20,15 @@ K = keras.optimizers
 
 
 class KerasCount(NamedTuple):
-    """The number of updates, `i32[]`. It also marks the chains that `native` returns."""
+    """The number of updates. It also marks the chains that `native` returns.
+
+    Attributes:
+      iterations: The number, `i32[]`.
+      kind: The `kind_of` the optimizer, without leaves.
+    """
 
     iterations: jax.Array
+    kind: Any
 
 
 def native(optimizer: Any) -> optax.GradientTransformation | None:
@@ -39,7 +46,9 @@ def native(optimizer: Any) -> optax.GradientTransformation | None:
     scale = optax.scale_by_learning_rate(
         float(optimizer.learning_rate) if rate is None else schedule(rate)
     )
-    return optax.chain(*_clip(optimizer), *before_rate, *decay, scale, *after_rate, _count())
+    return optax.chain(
+        *_clip(optimizer), *before_rate, *decay, scale, *after_rate, _count(optimizer)
+    )
 
 
 def _is_plain(optimizer: Any) -> bool:
@@ -85,13 +94,17 @@ def _weight_decay(optimizer: Any) -> optax.GradientTransformation:
     return optax.add_decayed_weights(optimizer.weight_decay, mask)
 
 
-def _count() -> optax.GradientTransformation:
+def _count(optimizer: Any) -> optax.GradientTransformation:
+    kind = kind_of(optimizer)
+
     def update(updates: PyTree, state: KerasCount, params: PyTree = None) -> Any:
         del params
         # Stays at the largest int32 instead of overflowing.
-        return updates, KerasCount(optax.safe_increment(state.iterations))
+        return updates, KerasCount(optax.safe_increment(state.iterations), kind)
 
-    return optax.GradientTransformation(lambda params: KerasCount(jnp.zeros((), jnp.int32)), update)
+    return optax.GradientTransformation(
+        lambda params: KerasCount(jnp.zeros((), jnp.int32), kind), update
+    )
 
 
 def scale_by_keras_adam(b1: float, b2: float, eps: float) -> optax.GradientTransformation:
@@ -193,4 +206,7 @@ def slot_fields(optimizer: Any, opt_state: PyTree) -> dict[type, dict[str, str]]
     # `native`, which a KerasCount marks: in `optax.sgd` it comes before the learning rate.
     if not _tree.nodes(opt_state, KerasCount):
         fields.pop(optax.TraceState, None)
+        # Adamax's state in optax has the class of Adam's, which holds other values.
+        if type(optimizer) is K.Adamax:
+            fields.clear()
     return fields

@@ -34,11 +34,23 @@ class KerasOptState(NamedTuple):
       slots: Trees with the structure of the params, by name ("momentums", "velocities", ...), with
         `optax.MaskedNode()` for params without such a slot.
       constraints: `ConstraintState()` if updates apply the constraints of a model.
+      kind: The `kind_of` the optimizer, without leaves.
     """
 
     scalars: dict[str, jax.Array]
     slots: dict[str, PyTree]
     constraints: Any = None
+    kind: Any = None
+
+
+def kind_of(optimizer: Any) -> dict[str, tuple[()]]:
+    """Returns the classes of a built optimizer and those inside it, as a pytree without leaves.
+
+    In a state it is a part of the structure. Slots of different optimizers may have the same names.
+    """
+    names = [type(part).__name__ for _, part in _nested_optimizers(optimizer)]
+    # AdamW's slots are those of Adam.
+    return {"/".join("Adam" if name == "AdamW" else name for name in names): ()}
 
 
 def roles_of_variables(optimizer: Any, params: Sequence[Any]) -> list[Role]:

@@ -16,7 +16,7 @@ from bridge.model._names import Path
 from bridge.model._scope import name_scopes
 from bridge.optim._constraints import ConstraintState, update_to
 from bridge.optim._schedules import require_accepts
-from bridge.optim._slots import KerasOptState, Role, roles_of_variables
+from bridge.optim._slots import KerasOptState, Role, kind_of, roles_of_variables
 from functrain.internal import PyTree, require, require_no_problems
 from functrain.internal import tree as _tree
 
@@ -70,7 +70,7 @@ class _Built(NamedTuple):
                 no_slots = [optax.MaskedNode()] * len(self.order)
                 slots.setdefault(role.name, no_slots)[role.owner] = value
         trees = dict(zip(slots, map(self.to_tree, slots.values()), strict=True))
-        return KerasOptState(scalars, trees, constraints)
+        return KerasOptState(scalars, trees, constraints, kind_of(self.optimizer))
 
     def to_values(self, state: KerasOptState) -> list[Any]:
         """Returns the values of `optimizer.variables` in a state: the inverse of `to_state`."""

@@ -37,8 +37,12 @@ def to_keras(
     A KerasState also has values for the optimizer and the metrics. A TrainState has values for
     the slots and the iterations of a compiled optimizer if both are known to mean the same: if the
     state is that of `bridge.optimizer` of such an optimizer, native or not, or of the model's
-    OptaxOptimizer, or of optax's adam, adamw, lion, rmsprop, adagrad or adadelta, for the Keras
-    optimizer of the same name. The slots of frozen params keep their values.
+    OptaxOptimizer. The slots of frozen params keep their values.
+
+    optax's adam, adamw, lion, rmsprop, adagrad and adadelta keep the same values as the Keras
+    optimizers of these names, but their states do not say by which of them they were made: a state
+    of adamax or yogi looks like one of adam, with other values. So these are written only with
+    ``optimizer="require"``, by which you say that the state is of the optimizer of that name.
 
     Args:
       state: A TrainState, or any object with `params` and `model_state`; or a KerasState; or the
@@ -47,7 +51,8 @@ def to_keras(
         `functrain.lora`, ``functrain.merge_lora(state)``.
       model: A built `keras.Model` or layer.
       optimizer: "auto" leaves the optimizer unchanged if the state does not fit it, "require"
-        raises then, and "leave" always leaves it unchanged. Ignored for a KerasState.
+        raises then, and accepts optax's own states, and "leave" always leaves it unchanged. Ignored
+        for a KerasState.
 
     Returns:
       `model`.
@@ -108,7 +113,8 @@ def to_keras(
     _variables.require_values(trees)
     if optimizer != "leave":
         try:
-            pairs += _transfer.to_optimizer(opt_state, model, getattr(state, "step", None))
+            step, allow_plain = getattr(state, "step", None), optimizer == "require"
+            pairs += _transfer.to_optimizer(opt_state, model, step, allow_plain=allow_plain)
         except _transfer.OptimizerMismatchError as error:
             if optimizer == "require":
                 raise ValueError(

@@ -14,7 +14,7 @@ from bridge.model._names import Path
 from bridge.optim._native import KerasCount, slot_fields
 from bridge.optim._optax_optimizer import OptaxOptimizer, from_plain_array, key_impl, to_plain_array
 from bridge.optim._optimizers import inner_optimizer, step_counter
-from bridge.optim._slots import KerasOptState, Role, roles_of_leaves, roles_of_variables
+from bridge.optim._slots import KerasOptState, Role, kind_of, roles_of_leaves, roles_of_variables
 from functrain.internal import PyTree
 from functrain.internal import tree as _tree
 
@@ -36,7 +36,7 @@ def from_optimizer(opt_state: PyTree, model: Any) -> tuple[PyTree, jax.Array]:
     Raises:
       OptimizerMismatchError: The optimizer is not built, or has other variables.
     """
-    optimizer = _optimizer(model, opt_state)
+    optimizer = _optimizer(model, opt_state, allow_plain=True)
     if not optimizer.built:
         problem = f"the optimizer {optimizer.name!r} has not been built, and has no slots"
         raise OptimizerMismatchError(problem)
@@ -52,16 +52,22 @@ def _value_for_leaf(variable: Any, leaf: Any) -> Any:
     return leaf if variable is None else from_plain_array(variable.value, key_impl(leaf))
 
 
-def to_optimizer(opt_state: PyTree, model: Any, step: Any) -> Pairs:
+def to_optimizer(opt_state: PyTree, model: Any, step: Any, *, allow_plain: bool) -> Pairs:
     """Returns new values for the variables of the model's optimizer, and builds it if necessary.
 
     Slots of params that were frozen or masked out of the state keep their values, and so does the
     count of steps if `step` is None and the state has no count.
 
+    Args:
+      opt_state: The state of optax.
+      model: The model.
+      step: The number of updates, or None.
+      allow_plain: Allows states that do not say of which optimizer they are: optax's own.
+
     Raises:
       OptimizerMismatchError: The state has no value for some variables of the optimizer.
     """
-    optimizer = _optimizer(model, opt_state)
+    optimizer = _optimizer(model, opt_state, allow_plain=allow_plain)
     # Slots are made when the optimizer is built, at its first step in Keras.
     if not optimizer.built:
         with keras_private.optimizers.atomic_build(optimizer):
@@ -77,7 +83,7 @@ def to_optimizer(opt_state: PyTree, model: Any, step: Any) -> Pairs:
     return pairs
 
 
-def _optimizer(model: Any, opt_state: PyTree) -> Any:
+def _optimizer(model: Any, opt_state: PyTree, *, allow_plain: bool) -> Any:
     """Returns the optimizer of a model.
 
     Raises:
@@ -89,7 +95,8 @@ def _optimizer(model: Any, opt_state: PyTree) -> Any:
         raise OptimizerMismatchError("the model has not been compiled with an optimizer")
     # An OptaxOptimizer can hold any state of optax, and is compared leaf by leaf. Keras's own
     # optimizers can hold only states with one of these nodes.
-    kinds = (KerasOptState, KerasCount, *slot_fields(optimizer, opt_state))
+    plain = slot_fields(optimizer, opt_state) if allow_plain else ()
+    kinds = (KerasOptState, KerasCount, *plain)
     if not (
         isinstance(inner_optimizer(optimizer), OptaxOptimizer) or _tree.nodes(opt_state, *kinds)
     ):
@@ -130,11 +137,20 @@ def _counterparts(
     has_slots = len(owners_in_state) > 1
     lacks_whole_params = owners_in_state.isdisjoint(role.owner for role in missing)
     is_frozen = may_lack_params and has_slots and lacks_whole_params
-    if surplus or (missing and not is_frozen):
+    if _is_of_another_kind(opt_state, optimizer) or surplus or (missing and not is_frozen):
         raise _no_common_state(optimizer, opt_state)
     variables = [variable_by_role.get(role) if role else None for role in roles]
     _require_same_specs(variables, opt_state)
     return variables
+
+
+def _is_of_another_kind(opt_state: PyTree, optimizer: Any) -> bool:
+    """Returns True if a state is that of `bridge.optimizer` of another kind of optimizer."""
+    # The state of an OptaxOptimizer is compared leaf by leaf.
+    if isinstance(inner_optimizer(optimizer), OptaxOptimizer):
+        return False
+    kind = kind_of(optimizer)
+    return any(node.kind != kind for node in _tree.nodes(opt_state, KerasOptState, KerasCount))
 
 
 def _require_same_specs(variables: list[Any], opt_state: PyTree) -> None:

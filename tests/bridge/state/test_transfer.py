@@ -321,6 +321,35 @@ class TestErrors:
         with pytest.raises(ValueError, match="SGD and this state of optax have in common"):
             bridge.create_state(model, optax.sgd(1e-2, momentum=0.9), optimizer="require")
 
+    @pytest.mark.parametrize("make", [optax.adamax, optax.yogi, optax.adam])
+    def test_a_plain_state_of_adams_class_is_written_only_if_required(self, make):
+        model = fit(make_model(K.Adam(1e-2)))
+        slots = [np.array(v.value) for v in model.optimizer.variables]
+        state = bridge.create_state(model, make(1e-2))
+        bridge.to_keras(state, model)
+        assert all(map(np.array_equal, slots, [v.value for v in model.optimizer.variables]))
+        bridge.to_keras(state, model, optimizer="require")
+        assert int(model.optimizer.iterations) == 0
+        model = fit(make_model(K.Adamax(1e-2)))
+        with pytest.raises(ValueError, match="Adamax and this state of optax have in common"):
+            bridge.create_state(model, make(1e-2), optimizer="require")
+
+    @pytest.mark.parametrize(
+        ("ours", "theirs", "native"),
+        [
+            (K.Adamax, K.Adam, True),
+            (lambda: K.RMSprop(momentum=0.9), lambda: K.SGD(momentum=0.9), True),
+            (lambda: K.RMSprop(momentum=0.9), K.Adam, False),
+            (K.Lion, lambda: K.SGD(momentum=0.9), False),
+        ],
+        ids=["Adamax and Adam", "RMSprop and SGD", "RMSprop and Adam", "Lion and SGD"],
+    )
+    def test_slots_of_the_same_name_in_another_optimizer(self, ours, theirs, native):
+        model = fit(make_model(theirs()))
+        state = bridge.create_state(model, bridge.optimizer(ours(), native=native))
+        with pytest.raises(ValueError, match="and this state of optax have in common"):
+            bridge.to_keras(state, model, optimizer="require")
+
     def test_required_and_not_built_or_not_compiled(self):
         with pytest.raises(ValueError, match="has not been built"):
             bridge.create_state(make_model(K.Adam()), optax.adam(1e-3), optimizer="require")
