@@ -30,9 +30,9 @@ class SkipState(NamedTuple):
 def skip_non_finite(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
     """Returns the transformation that skips updates whose gradients are not finite.
 
-    A step whose loss or gradients contain NaN or infinity leaves `params`, `model_state` and the
-    state of `tx` unchanged to the bit. (`update` and `train_step` restore the model state.) `step`
-    still advances, and with it the randomness of the next step. `train_step` logs the counts
+    A step whose loss, gradients or updates contain NaN or infinity leaves `params`, `model_state`
+    and the state of `tx` unchanged to the bit. (`update` and `train_step` restore the model state.)
+    `step` still advances, and with it the randomness of the next step. `train_step` logs the counts
     ``skipped`` and ``skipped_in_a_row``, and the loss itself; its metrics, and the epoch means in
     a history, leave skipped steps out. A run without NaN or infinity gives the same bits with and
     without this wrapper.
@@ -70,11 +70,13 @@ def skip_non_finite(tx: optax.GradientTransformation) -> optax.GradientTransform
     def update(
         updates: PyTree, state: SkipState, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, SkipState]:
-        checked_leaves = jax.tree.leaves((updates, extra_args.get("value")))
+        grads = updates
+        updates, new_inner = inner.update(grads, state.inner, params, **extra_args)
+        # The updates too: `optax.contrib.sam` takes gradients at other params, within `inner`.
+        checked_leaves = jax.tree.leaves((grads, extra_args.get("value"), updates))
         is_finite = [jnp.all(jnp.isfinite(x)) for x in checked_leaves]
         # Params without leaves are finite, too.
         finite = jnp.all(jnp.array([True, *is_finite]))
-        updates, new_inner = inner.update(updates, state.inner, params, **extra_args)
         # -0.0 instead of 0.0: x + -0.0 is x for every x, but -0.0 + 0.0 is 0.0.
         updates = jax.tree.map(lambda x: jnp.where(finite, x, -jnp.zeros_like(x)), updates)
         counts = state.logs.measurement

@@ -84,6 +84,20 @@ def test_the_loss_counts_even_where_its_gradient_is_finite() -> None:
     assert (float(new.params["w"]), float(new.model_state["seen"])) == (1.0, 0.0)
 
 
+@pytest.mark.parametrize("guard", [ft.tx.skip_non_finite, ft.tx.loss_scale])
+def test_a_gradient_that_overflows_within_the_optimizer_changes_nothing(guard) -> None:
+    def loss_fn(params, model_state, batch, *, rng, training):
+        # Finite up to 1, where the step begins, and without a bound above.
+        return jnp.where(params["w"] > 1, jnp.inf, params["w"]) * params["w"], ft.Aux(model_state)
+
+    sam = optax.contrib.sam(optax.adam(0.1), optax.sgd(0.1), opaque_mode=True)
+    tx = guard(sam)
+    state = ft.TrainState.create(params={"w": 1.0}, tx=tx)
+    new, logs = jax.jit(ft.train_step(loss_fn, tx))(state, None)
+    assert (float(new.params["w"]), int(logs["skipped"])) == (1.0, 1)
+    assert all(jnp.isfinite(x).all() for x in jax.tree.leaves(new.opt_state))
+
+
 def test_a_run_with_skipped_steps_is_the_run_without_their_batches() -> None:
     # Without a key, so that nothing but the batches tells the steps apart.
     def loss_fn(params, model_state, batch, *, rng, training):
