@@ -73,8 +73,8 @@ def resample(
 
     Raises:
       ValueError: `values` does not have one value for each member, all are NaN, `mode` or
-        `fraction` is invalid, a hyperparameter is not in the state, or an integer one has factors
-        that are not integers.
+        `fraction` is invalid, a hyperparameter is not in the state or its factors are not a
+        sequence, or an integer one has factors that are not integers.
 
     Examples:
       >>> import functrain as ft, jax, jax.numpy as jnp
@@ -123,6 +123,10 @@ def _perturb_copies(
     for i, (name, paths) in enumerate(sorted(matching_paths(population, perturb).items())):
         for path in paths:
             leaf = leaves[path]
+            # jax.random.choice would take a single number n for range(n).
+            expected = "a sequence of factors, such as (0.8, 1.25)"
+            is_sequence = np.ndim(perturb[name]) == 1 and len(perturb[name]) > 0
+            require(is_sequence, f"perturb[{name!r}]", expected, perturb[name])
             # In the dtype of an integer leaf, fractions would be rounded down, often to 0.
             are_integers = np.issubdtype(np.asarray(perturb[name]).dtype, np.integer)
             expected = f"integers as factors of {_tree.strong_spec(leaf)}"

@@ -6,6 +6,7 @@ from typing import Any
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from functrain.common import _repr, _tree
 from functrain.common._arguments import argument_advice
@@ -207,6 +208,9 @@ def require_population(population: Any, name: str = "state") -> None:
 
 def _count_members(members: int | None, hyperparameters: Mapping[str, Any]) -> int:
     """Returns the number of members, which all arguments must agree on."""
+    for name, values in hyperparameters.items():
+        expected = "a sequence with one value for each member"
+        require(np.ndim(values), f"hyperparameters[{name!r}]", expected, values)
     counts = {name: len(values) for name, values in hyperparameters.items()}
     if members is not None:
         counts = {"members": members, **counts}

@@ -38,6 +38,8 @@ def test_hyperparameters_of_different_lengths_are_refused_before_a_state_is_made
         P.create(never, KEY, hyperparameters=rates)
     with pytest.raises(ValueError, match="members: 4, learning_rate: 3"):
         P.create(never, KEY, members=4, hyperparameters={"learning_rate": RATES})
+    with pytest.raises(ValueError, match=r"\['learning_rate'\]: expected a sequence .*got 0\.1"):
+        P.create(never, KEY, members=4, hyperparameters={"learning_rate": 0.1})
     with pytest.raises(ValueError, match="neither"):
         P.create(never, KEY)
 
@@ -169,6 +171,9 @@ def test_values_to_select_by_are_one_a_member() -> None:
         P.resample(make(), np.ones(3), KEY, mode="min", fraction=0.75)
     with pytest.raises(ValueError, match="the name of a leaf"):
         P.resample(make(), np.ones(3), KEY, mode="min", perturb={"decay": (0.5, 2)})
+    for factors in (1.25, (), [[0.8, 1.25]]):
+        with pytest.raises(ValueError, match=r"perturb\['learning_rate'\]: expected a sequence"):
+            P.resample(make(), np.ones(3), KEY, mode="min", perturb={"learning_rate": factors})
     with pytest.raises(ValueError, match=r"perturb.*integers as factors of int32\[3\], got \(0.8"):
         P.resample(make(), np.ones(3), KEY, mode="min", perturb={"model_state/seen": (0.8, 2)})
 
