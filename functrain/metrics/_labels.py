@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from functrain.common._checks import require
+from functrain.common._checks import require, require_integer
 from functrain.metrics._metric import Metric, mean
 
 
@@ -48,6 +48,9 @@ def top_k_accuracy(k: int = 5, *, weighted: bool = False) -> Metric:
       k: The number of classes that count.
       weighted: Weight each example by the batch's `sample_weight`, if it has one.
 
+    Raises:
+      ValueError: `k` is not an integer of at least 1.
+
     Examples:
       >>> import jax.numpy as jnp
       >>> metric = top_k_accuracy(2)
@@ -56,6 +59,7 @@ def top_k_accuracy(k: int = 5, *, weighted: bool = False) -> Metric:
       >>> print(metric.compute(metric.update(metric.init(), batch, scores, None)))
       0.5
     """
+    require_integer("k", k)
 
     def is_among_k_largest(outputs: jax.Array, y: jax.Array) -> jax.Array:
         _require_scores(outputs, "top_k_accuracy")
@@ -73,7 +77,7 @@ def top_k_accuracy(k: int = 5, *, weighted: bool = False) -> Metric:
 def binary_accuracy(threshold: float = 0.5, *, weighted: bool = False) -> Metric:
     """Returns the metric of how often ``outputs > threshold`` equals the label, 0 or 1.
 
-    Outputs are `[B]` or `[B, 1]`, and so are labels.
+    Outputs are `[B]` or `[B, 1]`, and so are labels. A label above 0.5 counts as 1.
 
     Args:
       threshold: The output above which the prediction is 1. For logits use 0.0.
@@ -89,7 +93,8 @@ def binary_accuracy(threshold: float = 0.5, *, weighted: bool = False) -> Metric
     """
 
     def is_correct(outputs: jax.Array, y: jax.Array) -> jax.Array:
-        return (outputs > threshold) == (_reshape_labels(y, outputs) > 0)
+        # Smoothed labels, such as 0.05 and 0.95, are 0 and 1.
+        return (outputs > threshold) == (_reshape_labels(y, outputs).astype(jnp.float32) > 0.5)
 
     return mean(is_correct, weighted=weighted)
 

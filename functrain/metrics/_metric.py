@@ -103,8 +103,9 @@ def mean(
     """Returns the metric of the mean of a value over all examples.
 
     Args:
-      value: ``value(outputs, y) -> [B, ...]``, any real dtype: the values of the examples. `y` is
-        the second item of a batch that is a tuple, and None for other batches.
+      value: ``value(outputs, y) -> [B, ...]``, any real dtype: the values of the examples. A scalar
+        is their mean, and counts once for each example. `y` is the second item of a batch that is a
+        tuple, and None for other batches.
       weighted: Weight each example by the batch's `sample_weight`, if it has one.
       where: ``where(outputs, y) -> bool``, of a shape that broadcasts to that of the values: only
         values where it is True count, such as the returns of episodes that have ended. Other values
@@ -123,12 +124,13 @@ def mean(
     """
 
     def update(m: _Sum, batch: PyTree, outputs: PyTree, loss: jax.Array) -> _Sum:
-        y = batch[1] if isinstance(batch, tuple | list) and len(batch) > 1 else None
+        parts = batch if isinstance(batch, tuple | list) else ()
+        y = parts[1] if len(parts) > 1 else None
         # The sums are float32 for every dtype of the outputs: a scan keeps the dtypes of its carry.
         values = jnp.asarray(value(outputs, y)).astype(jnp.float32)
-        weight = jnp.ones_like(values)
-        if weighted and isinstance(batch, tuple | list) and len(batch) == 3:
-            weight *= expand_weight(jnp.asarray(batch[2]).astype(jnp.float32), values)
+        weight = jnp.full_like(values, 1 if values.ndim else batch_size(batch))
+        if weighted and len(parts) == 3 and parts[2] is not None:
+            weight *= expand_weight(jnp.asarray(parts[2]).astype(jnp.float32), values)
         if where is not None:
             counts = jnp.broadcast_to(where(outputs, y), values.shape)
             # Not a product with 0, which keeps a NaN.

@@ -85,6 +85,32 @@ def test_weights_of_shape_b_1_are_weights_of_b() -> None:
     assert values[0] == values[1]
 
 
+def test_a_batch_may_have_none_for_its_weights() -> None:
+    outputs, y, _ = BATCHES[0]
+    metrics = [ft.metrics.accuracy(weighted=weighted) for weighted in (True, False)]
+    assert running(metrics[0], [(outputs, y, None)]) == running(metrics[1], [(outputs, y, None)])
+
+
+def test_a_mean_over_a_batch_counts_as_often_as_the_batch_has_examples() -> None:
+    values = [
+        running(ft.metrics.mean(value), BATCHES)
+        for value in (lambda o, y: o[:, 0], lambda o, y: o[:, 0].mean())
+    ]
+    np.testing.assert_allclose(values[0], values[1], rtol=1e-5)
+
+
+def test_smoothed_labels_are_those_that_they_were() -> None:
+    outputs, y = np.array([0.9, 0.1, 0.8, 0.2], np.float32), np.array([1, 0, 0, 1], np.float32)
+    for labels in (y, y * 0.9 + 0.05, y * 2 - 1, y > 0):
+        assert running(ft.metrics.binary_accuracy(), [(outputs, labels, None)]) == 0.5
+
+
+@pytest.mark.parametrize("k", [0, -1, 2.5])
+def test_a_k_that_is_no_count_is_refused(k) -> None:
+    with pytest.raises(ValueError, match=f"k: expected an integer of at least 1, got {k}"):
+        ft.metrics.top_k_accuracy(k)
+
+
 def test_mean_loss_counts_every_example_once() -> None:
     metric = ft.metrics.mean_loss()
     m = metric.init()
