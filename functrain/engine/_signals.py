@@ -31,6 +31,7 @@ class DeferredSignals:
         self._interrupt, self._terminate = interrupt, terminate
         self._handlers: dict[int, Any] = {}
         self._pending: list[tuple[int, FrameType | None]] = []
+        self._is_over = False
 
     @property
     def is_pending(self) -> bool:
@@ -56,10 +57,13 @@ class DeferredSignals:
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         """Restores the previous handlers, and handles a pending signal."""
+        self._is_over = True
         if threading.current_thread() is not threading.main_thread():
             return
-        for number, handler in self._handlers.items():
-            signal.signal(number, handler)
+        for number in self._handlers:
+            # Of two blocks that overlap, the second one stays in place when the first one ends.
+            if signal.getsignal(number) == self._defer:
+                signal.signal(number, self._previous_handler(number))
         if error is None or isinstance(error, Exception):
             self.handle_pending()
             return
@@ -88,15 +92,23 @@ class DeferredSignals:
             self._pending.clear()
             raise
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:
+    def _previous_handler(self, number: int) -> Any:
+        """Returns the handler before this block, or before a block that is over by now."""
         handler = self._handlers[number]
+        owner = getattr(handler, "__self__", None)
+        if isinstance(owner, DeferredSignals) and owner._is_over:
+            return owner._previous_handler(number)
+        return handler
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        handler = self._previous_handler(number)
         # 128 + number is the status that shells report for a process that a signal ended.
         if not callable(handler):
             raise SystemExit(128 + number)
         handler(number, frame)
 
     def _defer(self, number: int, frame: FrameType | None) -> None:
-        if self._pending:
+        if self._pending or self._is_over:
             self._handle(number, frame)
             return
         self._pending.append((number, frame))

@@ -101,6 +101,8 @@ def run(
       checkpointer: A `Checkpointer`. The run resumes from its last checkpoint if there is one, in
         mid-epoch too. It saves itself when that is due, at its end, and when SIGTERM arrives;
         the process then ends with status 143. The state is saved after you have handled the event.
+        Call the iterator's ``close()`` if you leave it and keep a reference to it: until then it
+        holds the directory and SIGTERM.
 
     Returns:
       An iterator: `ChunkEnd` after every program, `EpochEnd` after every epoch, `RunEnd` last.

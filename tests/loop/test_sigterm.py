@@ -271,6 +271,26 @@ def test_a_loop_that_is_left_lets_go_of_signals_and_of_the_directory(
         assert signal.getsignal(signal.SIGTERM) is before
 
 
+def test_runs_that_overlap_do_not_take_sigterm_from_one_another(
+    tmp_path: pathlib.Path, handled: list[Any]
+) -> None:
+    before, seen = signal.getsignal(signal.SIGTERM), []
+    handled.append(lambda: seen.append("SIGTERM"))
+    data = ft.ArrayLoader(np.ones((40, 3), np.float32), 2)
+    short, long = (
+        ft.run(START, step, data, epochs=n, checkpointer=ft.Checkpointer(tmp_path / str(n)))
+        for n in (1, 2)
+    )
+    next(short)
+    next(long)
+    list(short)
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert not seen
+    list(long)
+    assert seen == ["SIGTERM"]
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
 def test_a_thread_saves_without_signals(tmp_path: pathlib.Path) -> None:
     found = []
     before = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
