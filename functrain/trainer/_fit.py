@@ -273,10 +273,11 @@ def fit(
                     pass
     except BaseException as error:
         _attach_result(error, events, recorder, first_position)
-        if checkpointer is not None and (saved_step := checkpointer.latest()) is not None:
-            error.add_note(
-                f"The same call of fit resumes after step {saved_step}: {checkpointer.directory}"
-            )
+        # The note is not worth another error, as of a store that cannot be reached.
+        with contextlib.suppress(Exception):
+            if checkpointer is not None and (saved_step := checkpointer.latest()) is not None:
+                place = f"step {saved_step}: {checkpointer.directory}"
+                error.add_note(f"The same call of fit resumes after {place}")
         raise
     # TerminateOnNaN gives its own warning.
     if not any(isinstance(hook, TerminateOnNaN) for hook in runner.hooks):

@@ -6,8 +6,10 @@ import signal
 import warnings
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import functrain as ft
@@ -187,6 +189,24 @@ def test_an_error_names_the_directory_that_goes_on(tmp_path: pathlib.Path) -> No
     assert not any("resumes" in note for note in caught.value.__notes__)
 
 
+def test_an_error_stays_what_it_is_where_the_directory_cannot_be_read(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpointer = ft.Checkpointer(tmp_path)
+
+    def fail() -> None:
+        raise OSError("no network")
+
+    @ft.at(8)
+    def leave(event: Any) -> None:
+        monkeypatch.setattr(checkpointer, "latest", fail)
+        raise SystemExit
+
+    with pytest.raises(SystemExit) as caught:
+        trained(checkpointer, leave)
+    assert hasattr(caught.value, "fit_result")
+
+
 def test_a_training_that_is_over_says_so_and_returns_what_it_came_to(
     tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -247,6 +267,42 @@ def test_a_fit_that_is_over_does_not_record_its_end_again(tmp_path: pathlib.Path
     for _ in range(2):
         history = trained(ft.Checkpointer(tmp_path / "c"), test, ft.hooks.JSONLines(log)).history
         found.append((log.read_text(), digest(history.within_epochs)))
+    assert found[0] == found[1]
+
+
+def test_an_error_at_the_end_of_a_run_loses_no_step(tmp_path: pathlib.Path) -> None:
+    ends: list[int] = []
+
+    def test(event: Any) -> None:
+        if isinstance(event, ft.events.RunEnd):
+            ends.append(event.step)
+            if len(ends) == 1:
+                raise KeyError
+
+    checkpointer = ft.Checkpointer(tmp_path)
+    with pytest.raises(KeyError):
+        trained(checkpointer, test, epochs=1)
+    assert checkpointer.steps() == [10]
+    again, straight = trained(checkpointer, test, epochs=1), trained(None, epochs=1)
+    assert ends == [10, 10]
+    assert digest((again.state, again.history.steps)) == digest(
+        (straight.state, straight.history.steps)
+    )
+
+
+def test_a_save_before_the_end_of_an_epoch_has_its_metrics(tmp_path: pathlib.Path) -> None:
+    def loss_fn(params: Any, model_state: Any, batch: Any, *, rng: Any, training: bool) -> Any:
+        return (params * batch).mean(), ft.Aux(model_state)
+
+    tx, found = optax.sgd(0.1), []
+    by_step = ft.train_step(loss_fn, tx, metrics={"again": ft.metrics.mean_loss()})
+    for _ in range(2):
+        state = ft.TrainState.create(params=jnp.ones(()), tx=tx)
+        events = ft.run(state, by_step, DATA, checkpointer=ft.Checkpointer(tmp_path))
+        end = next(event for event in events if isinstance(event, ft.events.EpochEnd))
+        found.append(jax.device_get(end.metrics()))
+        events.save(epoch_is_over=False)
+        events.close()
     assert found[0] == found[1]
 
 
