@@ -170,8 +170,14 @@ def fingerprint(epochs: Any) -> dict[str, Any]:
         "examples": int(adapter._num_samples),
         "batch_size": int(adapter._batch_size),
         "shuffle": str(adapter._shuffle),
-        "arrays": [f"{x.dtype}[{', '.join(map(str, x.shape[1:]))}]" for x in leaves],
+        "arrays": [f"{_dtype_names(x)}[{', '.join(map(str, x.shape[1:]))}]" for x in leaves],
     }
+
+
+def _dtype_names(x: Any) -> str:
+    """Returns the name of an array's dtype, or those of the columns of a DataFrame."""
+    dtypes = [x.dtype] if hasattr(x, "dtype") else x.dtypes
+    return ", ".join(sorted(set(map(str, dtypes))))
 
 
 def array_batches(adapter: Any) -> "ArrayBatches | None":

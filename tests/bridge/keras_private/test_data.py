@@ -72,3 +72,9 @@ def test_arrays_are_described_by_what_makes_their_batches():
     assert found["data"] == "ArrayDataAdapter"
     assert (found["examples"], found["batch_size"], found["shuffle"]) == (10, 4, "batch")
     assert found["arrays"][0] == "float64[3]"
+
+
+def test_a_data_frame_is_described_by_the_dtypes_of_its_columns():
+    frame = pytest.importorskip("pandas").DataFrame({"a": [1, 2], "b": [0.5, 1.5], "c": [3, 4]})
+    found = keras_private.data.fingerprint(epochs(x=frame, y=np.ones(2)))
+    assert found["arrays"][0] == "float64, int64[3]"
