@@ -4,10 +4,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from functrain.common import _tree
-from functrain.common._checks import require
+from functrain.common._checks import require, require_no_problems
 from functrain.common._types import PyTree
 from functrain.tx._extra_args import with_any_extra_args
 
@@ -125,8 +126,9 @@ def loss_scale(
     `growth_interval` consecutive finite gradients the scale is multiplied by `factor`.
     `train_step` logs the scale as ``loss_scale``, and the counts of skipped steps.
 
-    Method: "Mixed precision training", Micikevicius et al., 2018, section 3.2. bfloat16 has the
-    range of float32 and needs no scale.
+    Method: "Mixed precision training", Micikevicius et al., 2018, section 3.2. Params stay in
+    float32, and so do the gradients after the division; `functrain.cast` makes a model compute in
+    float16. bfloat16 has the range of float32 and needs no scale.
 
     Args:
       tx: The complete optimizer, as for `skip_non_finite`.
@@ -136,7 +138,7 @@ def loss_scale(
       min_scale: The smallest scale.
 
     Raises:
-      ValueError: A number is out of range.
+      ValueError: A number is out of range. From `init`: a param is float16.
 
     Examples:
       >>> import jax.numpy as jnp, optax
@@ -146,18 +148,28 @@ def loss_scale(
       >>> print(state.apply_gradients({"w": jnp.full(2, jnp.inf)}, tx).opt_state.scale)
       512.0
     """
-    is_valid = 0 < min_scale <= initial_scale and growth_interval >= 1 and factor > 1
+    largest = float(np.finfo(np.float32).max)
+    are_scales = 0 < min_scale <= initial_scale <= largest and 1 < factor <= largest
+    is_valid = are_scales and growth_interval >= 1
     arguments = {
         "initial_scale": initial_scale,
         "growth_interval": growth_interval,
         "factor": factor,
         "min_scale": min_scale,
     }
-    expected = "0 < min_scale <= initial_scale, growth_interval >= 1 and factor > 1"
+    expected = (
+        "0 < min_scale <= initial_scale and factor > 1, finite in float32, and growth_interval >= 1"
+    )
     require(is_valid, "loss_scale", expected, arguments)
     skipping = skip_non_finite(tx)
 
     def init(params: PyTree) -> LossScaleState:
+        # Their gradients are float16, too: divided by the scale, small ones would be zero again.
+        half = _tree.format_leaves(params, lambda x: jnp.result_type(x) == jnp.float16)
+        advice = (
+            "Keep params in float32, and compute in float16: functrain.cast(model, jnp.float16)."
+        )
+        require_no_problems("params", half, "no float16 under loss_scale", advice)
         scale = jnp.asarray(initial_scale, jnp.float32)
         logs = optax.SnapshotState({"loss_scale": scale})
         return LossScaleState(skipping.init(params), scale, jnp.zeros((), jnp.int32), logs)

@@ -99,7 +99,23 @@ def test_the_scale_does_not_depend_on_k_and_has_an_end() -> None:
     assert begin.opt_state.scale == 2.0
 
 
-@pytest.mark.parametrize("given", [{"initial_scale": 0.5}, {"growth_interval": 0}, {"factor": 1.0}])
+def test_params_in_float16_whose_gradients_would_be_zero_are_refused() -> None:
+    params = {"w": jnp.ones(2, jnp.float16), "b": jnp.zeros(())}
+    with pytest.raises(ValueError, match=r"no float16 .*got\n  w: float16\[2\]\n.*functrain\.cast"):
+        ft.TrainState.create(params=params, tx=ft.tx.loss_scale(optax.sgd(0.1)))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"initial_scale": 0.5},
+        {"initial_scale": np.inf},
+        {"initial_scale": 1e39},
+        {"growth_interval": 0},
+        {"factor": 1.0},
+        {"factor": np.inf},
+    ],
+)
 def test_numbers_that_make_no_sense_are_refused(given) -> None:
     with pytest.raises(ValueError, match="expected 0 < min_scale <= initial_scale"):
         ft.tx.loss_scale(optax.sgd(0.1), **given)
