@@ -14,9 +14,9 @@ def log_norm(
 ) -> optax.GradientTransformation:
     """Returns a transformation that logs the global norm of the updates and changes nothing.
 
-    It is `optax.snapshot` of `optax.tree.norm`, except that the norm is NaN until the first
-    update, which `optax.MultiSteps` delays. `train_step` logs every scalar that an
-    `optax.snapshot` in the optimizer measures.
+    It is `optax.snapshot` of `optax.tree.norm`, computed in float32 or wider, except that the norm
+    is NaN until the first update, which `optax.MultiSteps` delays. `train_step` logs every scalar
+    that an `optax.snapshot` in the optimizer measures.
 
     Args:
       name: The name in the logs. The position in the chain determines whose norm is logged: first
@@ -45,6 +45,8 @@ def log_norm(
         require_integer("depth", depth)
 
     def norms(updates: PyTree) -> dict[str, jax.Array]:
+        # Squares overflow in float16, and their sums stop growing in bfloat16.
+        updates = jax.tree.map(_tree.at_least_float32, updates)
         measured = {name: optax.tree.norm(updates)}
         for part, leaves in _parts(updates, depth).items():
             measured[f"{name}/{part}"] = optax.tree.norm(leaves)

@@ -71,6 +71,24 @@ def test_norms_of_parts_of_the_params_are_logged_down_to_a_depth() -> None:
     }
 
 
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+@pytest.mark.parametrize("value", [1e-5, 300.0])
+def test_norms_of_half_precision_are_computed_in_float32(dtype, value) -> None:
+    gradients = [jnp.full(4, value, dtype) for _ in range(300)]
+    tx = ft.tx.log_norm(depth=1)
+    logs = ft.tx.logged(tx.update(gradients, tx.init(gradients))[1])
+    expected = np.float64(gradients[0][0])
+    assert logs["gradient_norm"] == pytest.approx(expected * 1200**0.5, rel=1e-5)
+    assert logs["gradient_norm/0"] == pytest.approx(expected * 2, rel=1e-5)
+
+
+def test_updates_that_are_wider_than_their_params_keep_the_dtypes_of_the_state() -> None:
+    tx = optax.chain(optax.adam(1e-3, mu_dtype=jnp.float32), ft.tx.log_norm())
+    state = ft.TrainState.create(params={"w": jnp.ones(2, jnp.bfloat16)}, tx=tx)
+    _, logs = ft.fuse(ft.train_step(loss_fn, tx), 2)(state, np.zeros((2, 1)))
+    assert np.isfinite(logs["gradient_norm"]).all()
+
+
 def test_a_depth_below_one_is_refused() -> None:
     with pytest.raises(ValueError, match=r"depth: expected .*got 0"):
         ft.tx.log_norm(depth=0)
