@@ -262,11 +262,16 @@ def _quantize(w: Any) -> dict[str, jax.Array]:
     """Returns a matrix as int8 with one scale for each output, rounded symmetrically."""
     w = jnp.asarray(w)
     inputs = tuple(range(_first_output(w.shape)))
-    largest = jnp.max(jnp.abs(_tree.at_least_float32(w)), axis=inputs, keepdims=True)
-    scale = (largest / 127).astype(w.dtype)
+    wide = _tree.at_least_float32(w)
+    exact = jnp.max(jnp.abs(wide), axis=inputs, keepdims=True) / 127
+    scale = exact.astype(w.dtype)
+    # Up, since float16 has few digits for small scales: no weight may exceed 127 of them.
+    is_below = _tree.at_least_float32(scale) < exact
+    scale = jnp.where(is_below, jnp.nextafter(scale, jnp.full_like(scale, jnp.inf)), scale)
     # An output whose weights are all zero has the scale 1, by which they can be divided.
     scale = jnp.where(scale > 0, scale, jnp.ones_like(scale))
-    values = jnp.clip(jnp.round(w / scale), -127, 127).astype(jnp.int8)
+    # In half precision the quotients would be rounded as well, before they are rounded to integers.
+    values = jnp.round(wide / _tree.at_least_float32(scale)).astype(jnp.int8)
     return {"values": values, "scale": scale}
 
 

@@ -183,6 +183,18 @@ def test_int8_is_within_half_a_step_of_each_output() -> None:
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_int8_of_half_precision_is_within_half_a_step(dtype) -> None:
+    kernel = np.random.default_rng(0).normal(size=(64, 8)) * 10.0 ** np.arange(-7, 1)
+    kernel = jnp.asarray(kernel, dtype)
+    _, model_state = ft.lora(by_hand(kernel), "**", rank=2, base_dtype="int8").init(KEY, X)
+    stored = model_state["frozen"]["kernel"]
+    assert stored["scale"].dtype == dtype
+    scale = np.float64(stored["scale"])
+    error = np.abs(stored["values"] * scale - np.float64(kernel))
+    assert (error <= scale / 2 * 1.00001).all()
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_a_base_of_half_precision_keeps_its_dtype_and_adapters_are_float32(dtype) -> None:
     kernel = jax.random.normal(KEY, (6, 3)).astype(dtype)
     for base_dtype in (None, "int8"):
