@@ -128,7 +128,7 @@ class Loop:
             raise ValueError("save: expected a run with a checkpointer, and an event, got none")
         self._continue_from(event)
         is_over = self._epoch_is_over if epoch_is_over is None else epoch_is_over
-        self.saving.save(event, self._trees_to_save(), epoch_is_over=is_over)
+        self.saving.save(event, self._trees_to_save(is_over), epoch_is_over=is_over)
 
     def handle_signal_in_epoch_end(self, signals: DeferredSignals) -> None:
         """Acts on a signal while an event is handled; see `Run`."""
@@ -260,9 +260,14 @@ class Loop:
         """Yields the last event; saves the last state, and the final one if a hook replaced it."""
         # Read before the event, whose hooks may replace the state, as `EarlyStopping` does. A run
         # that resumes for more epochs continues from the last state, not from the best one.
-        trees, values = self._trees_to_save(), self._last_values
+        trees, values = self._trees_to_save(self._epoch_is_over), self._last_values
         event = RunEnd(**self._event_fields(), was_stopped=is_stopped)
-        yield from self._yield_event(event)
+        try:
+            yield from self._yield_event(event)
+        # Also GeneratorExit: an error of a hook ends the loop that reads these events.
+        except BaseException:
+            self._save_before_end(event, trees)
+            raise
         is_finished = self.resumed is not None and self.resumed.finished
         has_run = self.position.epoch < self.epochs
         if self.saving is not None and has_run and not is_finished:
@@ -274,6 +279,17 @@ class Loop:
                 epoch_is_over=self._epoch_is_over,
                 done={"epochs": self.epochs, "stopped": is_stopped},
             )
+
+    def _save_before_end(self, event: RunEnd, trees: dict[str, PyTree]) -> None:
+        """Saves the last epoch although the end of the run has failed: a resumed run repeats it."""
+        is_new = self.resumed is None or not self.resumed.nothing_left
+        # A resumed run must not continue one that was stopped, and no process saves alone.
+        is_saved = is_new and not event.was_stopped and jax.process_count() == 1
+        if self.saving is not None and self.position.epoch < self.epochs and is_saved:
+            event = dataclasses.replace(event, values=self._last_values)
+            # A second error would hide the one that is being handled.
+            with contextlib.suppress(Exception):
+                self.saving.save(event, trees, epoch_is_over=self._epoch_is_over)
 
     def _yield_event(self, event: Event) -> Iterator[Event]:
         """Yields an event, and continues with the state that its hooks left in it."""
@@ -294,14 +310,15 @@ class Loop:
         is_asked_to_end = saving.is_asked_to_end()
         if is_asked_to_end or saving.is_due(event):
             yield from self._yield_unread_logs()
-            saving.save(event, self._trees_to_save(), epoch_is_over=self._epoch_is_over)
+            trees = self._trees_to_save(self._epoch_is_over)
+            saving.save(event, trees, epoch_is_over=self._epoch_is_over)
         if is_asked_to_end:
             saving.end()
 
-    def _trees_to_save(self) -> dict[str, PyTree]:
+    def _trees_to_save(self, epoch_is_over: bool) -> dict[str, PyTree]:
         """Returns the trees of a checkpoint: the state, and within an epoch its metrics so far."""
         trees = {"state": self.state}
-        if self.no_metrics is not None and not self._epoch_is_over:
+        if self.no_metrics is not None and not epoch_is_over:
             trees["metrics"] = self.driver.carry.metrics
         return trees
 
