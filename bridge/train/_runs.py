@@ -1,6 +1,7 @@
 """Runs of a model's own steps in functrain's loop, with Keras's state, batches and callbacks."""
 
 import contextlib
+import functools
 import re
 import warnings
 from collections.abc import Callable, Iterator
@@ -61,8 +62,15 @@ def begin(
     def result_shapes(batch: PyTree) -> PyTree:
         return jax.eval_shape(step, hook.values.shapes, batch)
 
+    @functools.cache
+    def is_jitted() -> bool:
+        return not runs_uncompiled(model, options.rewrites, lambda: result_shapes(plan.batch))
+
     def intervals() -> list[int | None]:
         """Returns the steps between pauses (epochs, callbacks, saves), for the choice of K."""
+        # Uncompiled steps gain nothing from a chunk, and an error would lose those before it.
+        if not is_jitted():
+            return [1]
         steps = batches.full_steps
         if kind == "predict":
             steps = prediction_interval(steps)
@@ -78,9 +86,6 @@ def begin(
         chip=accelerator_of(state),
     )
 
-    def is_jitted(batch: PyTree) -> bool:
-        return not runs_uncompiled(model, options.rewrites, lambda: result_shapes(batch))
-
     return begin_run(
         state,
         step,
@@ -89,7 +94,7 @@ def begin(
         start=Position(0, first_epoch),
         boundaries=[hook],
         rewrites=options.rewrites,
-        jit=is_jitted,
+        jit=lambda batch: is_jitted(),
         # The hook gives the run copies of the variables' arrays before the first step.
         donate=True,
         # Fetching the logs of every step costs time, and only loggers read them.

@@ -226,6 +226,21 @@ def test_a_model_that_keras_would_compile_stays_uncompiled_where_that_was_asked_
     assert counted.calls >= STEPS
 
 
+def test_an_error_in_an_uncompiled_step_leaves_the_steps_before_it() -> None:
+    class Failing(keras.Sequential):
+        def train_step(self, state: Any, data: Any) -> Any:
+            steps.append(1)
+            assert len(steps) < 4, "the fourth step fails"
+            return super().train_step(state, data)
+
+    for way in (keras.Model.fit, bridge.fit):
+        steps: list[int] = []
+        model, _ = make(*rotations(), cls=Failing, run_eagerly=True)
+        with pytest.raises(AssertionError, match="the fourth step fails"):
+            fit(model, way)
+        assert int(model.optimizer.iterations) == 3
+
+
 def test_compile_once_more_takes_an_explicit_no_back() -> None:
     model, counted = make(*rotations(), run_eagerly=True)
     model.compile("sgd", counted)
