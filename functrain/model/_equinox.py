@@ -37,6 +37,7 @@ def from_equinox(
     Returns:
       A model. ``init(key, inputs)`` uses neither argument: it returns copies of the current arrays.
       params is the module with its floating-point and complex arrays, and None for everything else.
+      `TrainState.create` refuses complex ones; `freeze` makes them constants.
       model_state is ``{"arrays": the module with its other arrays, "state": state}``. After a
       training, ``equinox.combine(state.params, module)`` is the trained module, and
       ``state.model_state["state"]`` its state.

@@ -77,9 +77,13 @@ class TrainState(flax.struct.PyTreeNode, eq=False):
         check_rng(rng)
         check_tx(tx)
         params = _tree.copy(params)
-        advice = "The optimizer trains all params. Put other arrays into model_state."
+        # The gradients of jax point uphill in the imaginary part, and optax expects conjugates.
+        advice = (
+            "The optimizer trains all params. Put other arrays into model_state; train a complex "
+            "array as two, its real and its imaginary part."
+        )
         for path, leaf in _tree.leaves_with_path(params):
-            is_float = jnp.issubdtype(leaf.dtype, jnp.inexact)
+            is_float = jnp.issubdtype(leaf.dtype, jnp.floating)
             expected = "a floating-point array"
             require(is_float, f"params/{path}", expected, leaf, advice, error=TypeError)
         return cls(
