@@ -92,10 +92,13 @@ def _applied_rates(
     """Returns the learning rates of an update as logs; an empty dict if they are unknown."""
     if schedule is not None:
         return {"learning_rate": jnp.asarray(schedule(_update_count(old)), jnp.float32)}
-    # `inject_hyperparams` stores the values that an update used in the state after it.
+    # `inject_hyperparams` stores the values that an update used in the state after it, as the
+    # optimizers of `bridge` do. Elsewhere, it is the name of a param, as in its moments.
     rates: dict[str, list[jax.Array]] = {}
-    for path, rate in _leaves_named("learning_rate", new.opt_state):
-        rates.setdefault(_log_name(path), []).append(rate)
+    for path, rate in _tree.leaves_with_path(new.opt_state):
+        keys = path.split("/")
+        if keys[-1] == "learning_rate" and keys[-2:-1] in (["hyperparams"], ["scalars"]):
+            rates.setdefault(_log_name(keys), []).append(rate)
     # Two rates with one name, as of a chain, cannot be told apart: neither is logged.
     return {name: jnp.asarray(x[0], jnp.float32) for name, x in rates.items() if len(x) == 1}
 
@@ -113,16 +116,5 @@ def _update_count(state: TrainState) -> jax.Array:
     if schedule_states:
         count: jax.Array = schedule_states[0].count
         return count
-    # `optax.MultiSteps` counts its updates under this name.
-    update_counts = _leaves_named("gradient_step", state.opt_state)
-    return update_counts[0][1] if update_counts else state.step
-
-
-def _leaves_named(name: str, tree: PyTree) -> list[tuple[list[str], jax.Array]]:
-    """Returns the leaves whose path ends with a name, each with its path as a list."""
-    leaves = []
-    for path, x in _tree.leaves_with_path(tree):
-        keys = path.split("/")
-        if keys[-1] == name:
-            leaves.append((keys, x))
-    return leaves
+    multi_steps_states = _tree.nodes(state.opt_state, optax.MultiStepsState)
+    return multi_steps_states[0].gradient_step if multi_steps_states else state.step

@@ -52,6 +52,15 @@ def test_a_schedule_that_multi_steps_does_not_show_is_asked_with_its_updates() -
     assert logged == [1, 1, 0.9, 0.9, 0.8]
 
 
+def test_a_param_with_the_name_of_the_rate_is_not_logged_as_it() -> None:
+    injected = optax.inject_hyperparams(optax.adam)(learning_rate=0.5)
+    params = {"w": np.float32(0), "learning_rate": np.float32(0.1)}
+    for tx, expected in ((injected, 0.5), (optax.adam(0.5), None)):
+        state = ft.TrainState.create(params=params, tx=tx)
+        _, logs = ft.train_step(loss_fn, tx)(state, None)
+        assert logs.get("learning_rate") == expected
+
+
 def test_a_number_for_the_schedule_is_refused() -> None:
     with pytest.raises(TypeError, match=r"learning_rate: expected the schedule.*got 0\.001"):
         ft.train_step(loss_fn, optax.sgd(1e-3), learning_rate=1e-3)
