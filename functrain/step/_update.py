@@ -23,7 +23,8 @@ def update(
     """Takes one gradient step. `train_step` is built on it; for a GAN, call it twice.
 
     Args:
-      state: The state. The loss gets its `rng`, folded with its `step`.
+      state: The state. The loss gets its `rng`, folded with its `step`. For random numbers outside
+        of the loss, fold in a constant as well: they must not depend on the same key.
       loss_fn: ``loss_fn(params, model_state, *args, rng=, training=True) -> (f32[], Aux)``.
       tx: The optimizer. If its `update` takes `value`, `grad`, `value_fn` (line searches, plateau
         schedules) or `grad_fn` (`optax.contrib.sam`), it gets them, for the same batch and random
