@@ -28,6 +28,9 @@ def micro_batches(loss_fn: LossFn, size: int) -> LossFn:
     micro-batch. The result is a loss like any other, for `train_step`, `update`, `eval_step` and
     `jax.grad`.
 
+    If all weights of a batch that is split are zero, so are its loss and its gradient, including
+    those of penalties that `supervised` adds.
+
     Operations over the batch see one micro-batch: batch statistics are carried from one
     micro-batch to the next, and random numbers are drawn from ``fold_in(rng, i)``.
 
@@ -227,7 +230,7 @@ def _scan_parts(
         carry, last_outputs = step(carry, (full_parts, remainder))
         outputs = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), outputs, last_outputs)
     model_state, (weight, *sums) = carry
-    # A batch of zero weights has no loss, as in `supervised`.
+    # A batch of zero weights has no loss. Unlike that of `supervised`, it has no penalties, either.
     divisor = jnp.where(weight == 0, jnp.ones_like(weight), weight)
     mean_loss, logs, mean_grads = jax.tree.map(lambda x: x / divisor.astype(x.dtype), sums)
     loss, grads = jax.tree.map(
