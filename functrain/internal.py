@@ -31,6 +31,7 @@ from functrain.data._batches import batch_signature as batch_signature
 from functrain.data._iterator import host_batch as host_batch
 from functrain.data._local import Local as Local
 from functrain.data._local import LocalBatches as LocalBatches
+from functrain.data._stack import copy_batch as copy_batch
 from functrain.data._stack import pad_chunk as pad_chunk
 from functrain.data._stack import stack_batches as stack_batches
 from functrain.engine._driver import SPARE_BYTES as SPARE_BYTES

@@ -1,5 +1,6 @@
 """Batches of everything that Keras's `fit` accepts as data."""
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -19,6 +20,7 @@ from functrain.internal import (
     batch_signature,
     batch_size,
     chunk_placer,
+    copy_batch,
     host_batch,
     is_cheap_to_read,
     pad_chunk,
@@ -179,9 +181,11 @@ class KerasBatches(Batches):
     def _with_marks(self) -> Iterator[KerasBatch]:
         """Yields every batch of an epoch with its batch events."""
         epochs = self.data
+        # The source may reuse the memory of a batch, so each batch of a group is copied.
+        own = functools.partial(map, _copied) if epochs.steps_per_execution > 1 else iter
         with epochs.catch_stop_iteration():
             for begin, end, iterator in epochs:
-                group = list(itertools.islice(iterator, epochs.steps_per_execution))
+                group = list(itertools.islice(own(iterator), epochs.steps_per_execution))
                 last = len(group) - 1
                 # `_replace` takes a microsecond more, and the smallest steps take twenty.
                 for i, (content, source, examples, _) in enumerate(group):
@@ -191,6 +195,11 @@ class KerasBatches(Batches):
                     epochs.missing = begin
                     # catch_stop_iteration waits for this to give Keras's warning.
                     raise StopIteration
+
+
+def _copied(batch: KerasBatch) -> KerasBatch:
+    """Copies a batch whose arrays belong to its source."""
+    return batch._replace(content=copy_batch(batch.content)) if batch.source is None else batch
 
 
 def _take_rows(source: keras_private.data.ArrayBatches, rows: list[Any]) -> PyTree:

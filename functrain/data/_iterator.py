@@ -21,7 +21,7 @@ from functrain.data._batch import batch_size
 from functrain.data._batches import Batches, Chunk, ShortPassError, batch_signature, shapes
 from functrain.data._iterator_position import IteratorPosition
 from functrain.data._same_data import Summary, differences, summary
-from functrain.data._stack import stack_batches
+from functrain.data._stack import copy_batch, stack_batches
 
 
 class IteratorBatches(Batches):
@@ -59,7 +59,8 @@ class IteratorBatches(Batches):
 
     def first(self) -> PyTree | None:
         """Returns the first batch; the next `begin` continues with it."""
-        batch = super().first()
+        # Batches of other data may be fetched before this one is taken, from the same memory.
+        self._next = batch = copy_batch(super().first())
         self._is_open = True
         return batch
 

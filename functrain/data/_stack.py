@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from functrain.common._types import PyTree
 from functrain.common._wide_integers import require_integers_fit
@@ -41,6 +42,11 @@ def stack_batches(batches: Iterable[PyTree], k: int) -> tuple[PyTree, int]:
     chunk = jax.tree.unflatten(structure, columns)
     require_integers_fit(chunk, "data")
     return chunk, steps
+
+
+def copy_batch(batch: PyTree) -> PyTree:
+    """Copies the arrays on the host, since the source of a batch may reuse their memory."""
+    return jax.tree.map(lambda x: x if isinstance(x, jax.Array) else np.array(x), batch)
 
 
 def pad_chunk(batches: PyTree, k: int) -> PyTree:

@@ -45,7 +45,7 @@ class Fit:
 
     def __call__(self, **how):
         state = ft.TrainState.create(params={"w": jnp.zeros((3, 2))}, tx=TX)
-        return ft.fit(state, self.step, LOADER, **{"epochs": 2, "verbose": 0, **how})
+        return ft.fit(state, self.step, **{"data": LOADER, "epochs": 2, "verbose": 0, **how})
 
 
 class Passes:
@@ -109,6 +109,23 @@ def test_looking_ahead_takes_no_batch_and_no_pass_from_the_evaluation() -> None:
     assert data.passes == 2
     once = fit(epochs=1, eval_data=iter(data), eval_step=EVAL).history.epochs["val_loss"]
     assert once == pytest.approx(whole[:1])
+
+
+def test_data_may_reuse_the_memory_of_a_batch_that_was_looked_at() -> None:
+    memory = np.empty_like(X[:4]), np.empty_like(Y[:4])
+
+    class Reused(Passes):
+        def __iter__(self):
+            for batch in self.batches:
+                jax.tree.map(np.copyto, memory, batch)
+                yield memory
+
+    data = Reused(*((X[i : i + 4], Y[i : i + 4]) for i in range(0, 20, 4)))
+    found, expected = (
+        Fit()(data=data, epochs=1, eval_data=x, eval_step=EVAL).history.epochs["val_loss"]
+        for x in (data, data.batches)
+    )
+    assert found == expected
 
 
 @pytest.mark.parametrize("how", [{}, {"eval_data": LOADER, "eval_step": ft.eval_step(LOSS)}])

@@ -1,5 +1,7 @@
 """Everything fit takes as data."""
 
+import bridge  # isort: skip  # before keras: it chooses the backend
+
 from typing import Any
 
 import keras
@@ -219,3 +221,24 @@ def inputs_without_targets() -> Case:
 @CASES.each
 def test_fit_equals_keras_to_the_bit_whatever_is_fused(make: Any, fuse: Any) -> None:
     parity.assert_fits_as_keras(make, fuse)
+
+
+class Reused(Batches):
+    """Batches in one memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.x, self.y = np.empty_like(X[:BATCH]), np.empty_like(Y[:BATCH])
+
+    def __len__(self) -> int:
+        return N // BATCH
+
+    def __getitem__(self, i: int) -> Any:
+        self.x[:], self.y[:] = X[i * BATCH :][:BATCH], Y[i * BATCH :][:BATCH]
+        return self.x, self.y
+
+
+def test_a_py_dataset_may_reuse_the_memory_of_a_batch() -> None:
+    model, _ = dense(compiled={"steps_per_execution": 3})
+    found = bridge.predict(model, Reused(), verbose=0)
+    np.testing.assert_allclose(found, model.predict(X, verbose=0)[: len(found)], rtol=1e-5)
