@@ -37,14 +37,16 @@ class Profile:
     ) -> None:
         require_integer("start", start)
         require_integer("steps", steps)
-        self.directory = pathlib.Path(directory)
+        self._given_directory = os.fspath(directory)
+        # The process may change its working directory during the run.
+        self.directory = pathlib.Path(directory).absolute()
         self.start, self.steps = start, steps
         # A trigger also ends the chunk at its steps, so that no program is traced in part.
         self.every = at(start, start + steps)
         self._is_tracing = False
 
     def __repr__(self) -> str:
-        return _repr.call(self, directory=str(self.directory), start=self.start, steps=self.steps)
+        return _repr.call(self, directory=self._given_directory, start=self.start, steps=self.steps)
 
     def __call__(self, event: Event, /) -> None:
         """Begins or ends the trace."""

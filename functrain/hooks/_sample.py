@@ -62,7 +62,8 @@ class Sample:
     ) -> None:
         self.make = make
         self.every = as_trigger(every, Every(epochs=1))
-        self.directory = None if directory is None else pathlib.Path(directory)
+        # The process may change its working directory during the run.
+        self.directory = None if directory is None else pathlib.Path(directory).absolute()
         self.name = name
         self.latest: dict[str, np.ndarray | str] = {}
         # A missing library should not surface only at the first sample.

@@ -50,9 +50,10 @@ class TensorBoard(Logger):
     """
 
     def __init__(self, directory: str | os.PathLike[str], *, every: int = 10) -> None:
-        self.directory = pathlib.Path(directory)
+        # The process may change its working directory during the run.
+        self.directory = pathlib.Path(directory).absolute()
         self.resume_key = self.directory.name
-        super().__init__(every, repr_fields={"directory": str(self.directory), "every": every})
+        super().__init__(every, repr_fields={"directory": os.fspath(directory), "every": every})
         self._tensorboardx = import_optional(
             "tensorboardX",
             "TensorBoard's files need the library: pip install 'functrain[tensorboard]'",

@@ -37,8 +37,9 @@ class TextLogger(Logger):
         steps: int | None,
         repr_fields: dict[str, Any],
     ) -> None:
-        self.path = pathlib.Path(path)
-        super().__init__(steps, {"path": str(self.path), "append": append, **repr_fields})
+        # The process may change its working directory during the run.
+        self.path = pathlib.Path(path).absolute()
+        super().__init__(steps, {"path": os.fspath(path), "append": append, **repr_fields})
         self.resume_key = self.path.name
         self.append = append
         # True if lines that are in the file already stay when it is opened.
@@ -71,7 +72,7 @@ class TextLogger(Logger):
             self._file = self.path.open("ab", buffering=0)
             if not self._keeps_lines:
                 self._file.truncate(0)
-        size, rest = self.path.stat().st_size, text.encode()
+        size, rest = os.fstat(self._file.fileno()).st_size, text.encode()
         try:
             while rest:
                 rest = rest[self._file.write(rest) :]
@@ -272,11 +273,11 @@ class CSVLogger(TextLogger):
                         # New columns come last, and columns that a restored run drops are last too.
                         cells += [""] * (len(columns) - len(cells))
                         new.write(_csv(cells[: len(columns)]))
+                # The open file is the one to be replaced, which Windows refuses for open files.
+                self._close(keeps_lines=True)
                 os.replace(new_path, self.path)
             finally:
                 new_path.unlink(missing_ok=True)
-            # The open file is the one that was replaced.
-            self._close(keeps_lines=True)
         self._columns = columns
 
     def state(self) -> dict[str, Any]:

@@ -326,6 +326,27 @@ def test_a_missing_library_is_named_with_the_line_that_installs_it(
         make()
 
 
+def test_relative_paths_stay_where_they_were_when_the_process_goes_elsewhere(
+    tmp_path, monkeypatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    hooks = [
+        ft.hooks.Sample(lambda state: "", directory="samples"),
+        ft.hooks.TensorBoard("runs"),
+        ft.hooks.JSONLines("log.jsonl", every=1),
+        ft.hooks.CSVLogger("log.csv", every=6),
+    ]
+    go = ft.at(10)(lambda event: monkeypatch.chdir(elsewhere))
+    fit(*hooks, go, epochs=1)
+    assert not list(elsewhere.iterdir())
+    assert {path.name for path in tmp_path.iterdir()} == {
+        *("elsewhere", "samples", "runs", "log.jsonl", "log.csv")
+    }
+    assert [line["step"] for line in lines(tmp_path / "log.jsonl")] == [*range(1, 21), 20]
+
+
 def test_loggers_are_shown_in_a_line() -> None:
     assert repr(ft.hooks.JSONLines("log.jsonl")) == (
         "JSONLines(path='log.jsonl', append=False, every=10)"
