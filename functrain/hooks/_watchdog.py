@@ -1,5 +1,6 @@
 """The stacks of all threads when a run makes no progress."""
 
+import contextlib
 import faulthandler
 import sys
 import threading
@@ -24,7 +25,7 @@ class Watchdog:
       file: A file that has a descriptor. The standard error stream by default.
 
     Raises:
-      ValueError: `seconds` is not a positive number.
+      ValueError: `seconds` is not a positive number, or `file` has no descriptor.
 
     Examples:
       >>> hooks = [Watchdog(600)]  # for fit(hooks=...)
@@ -35,6 +36,14 @@ class Watchdog:
     def __init__(self, seconds: float, *, file: IO[str] | None = None) -> None:
         is_number = isinstance(seconds, int | float) and 0 < seconds < threading.TIMEOUT_MAX
         require(is_number, "seconds", "a positive number", seconds)
+        if file is not None:
+            try:
+                file.fileno()
+            except (AttributeError, OSError, ValueError) as error:
+                raise ValueError(
+                    f"file: expected an open file with a descriptor, got {file!r}. Pass one from "
+                    "open(path, 'w')."
+                ) from error
         self.seconds, self._file = seconds, file
         self._last: Position | None = None
         self._has_progressed, self._is_over = threading.Event(), threading.Event()
@@ -77,7 +86,9 @@ class Watchdog:
                 self._has_progressed.clear()
                 has_printed = False
             elif not has_printed:
-                self._print_stacks()
+                # A full disk or a closed pipe does not end the watch.
+                with contextlib.suppress(OSError, ValueError):
+                    self._print_stacks()
                 has_printed = True
 
     def _print_stacks(self) -> None:

@@ -1,3 +1,4 @@
+import io
 import threading
 import time
 
@@ -45,6 +46,11 @@ def test_a_run_that_goes_on_prints_nothing_and_leaves_no_thread(tmp_path) -> Non
         ft.fit(0, step, [np.ones(2, np.float32)] * 4, hooks=[hook], verbose=0)
     assert path.read_text() == ""
     assert not [x for x in threading.enumerate() if x.name == "functrain-watchdog"]
+
+
+def test_a_file_without_a_descriptor_is_refused() -> None:
+    with pytest.raises(ValueError, match="file: expected an open file with a descriptor, got"):
+        ft.hooks.Watchdog(600, file=io.StringIO())
 
 
 @pytest.mark.parametrize("seconds", [0, -1, float("nan"), float("inf"), "60"])
