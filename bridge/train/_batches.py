@@ -144,6 +144,9 @@ class KerasBatches(Batches):
     def restore(self, state: Any, epoch: int, batch: int) -> list[str]:
         """Moves to the epoch of the checkpoint; the next `begin` continues at its batch."""
         keras_private.data.restore_position(self.data, state["place"])
+        if state["place"]["fetched"]:
+            # A pass that began in an earlier epoch was drawn again, up to this one, just now.
+            state = {**state, "first": random_state()}
         self._resume_state = state
         return []
 

@@ -5,6 +5,7 @@ import bridge  # isort: skip  # before keras: it chooses the backend
 import pathlib
 import signal
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import grain
@@ -166,6 +167,18 @@ def test_it_goes_on_from_the_end_of_an_epoch_too(steps, tmp_path) -> None:
     again, found = fit_in_pieces(augmented, plain, tmp_path, ft.every(steps=steps), pieces)
     assert_same(again, model)
     assert found.history == history.history
+
+
+def test_a_batch_that_was_fetched_ahead_of_a_checkpoint_keeps_its_order(tmp_path) -> None:
+    def in_later_epochs() -> dict[str, Any]:
+        return {"shuffle": "batch", "steps_per_epoch": 3}  # the ninth batch is smaller
+
+    model, _ = fit(dense, in_later_epochs, keras.Model.fit)
+    # Unforeseen, as by a signal: no chunk ends for it.
+    at_eight = SimpleNamespace(next_step=lambda step: None, due=lambda step, *_: step == 8)
+    pieces = [(9, 3), (None, 3)]
+    again, _ = fit_in_pieces(dense, in_later_epochs, tmp_path, at_eight, pieces)
+    assert_same(again, model)
 
 
 def test_saved_at_the_ends_of_epochs_it_repeats_the_rest_of_one(tmp_path) -> None:
