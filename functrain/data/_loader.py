@@ -192,12 +192,14 @@ class ArrayLoader(SeekableLoader):
         """Returns the order of the examples in an epoch, `i64[N]`."""
         if not self.shuffle:
             return np.arange(self.examples)
-        if self._cached_order is None or self._cached_order[0] != epoch:
+        # Read once: another thread may store the order of another epoch at any time.
+        cached = self._cached_order
+        if cached is None or cached[0] != epoch:
             # Philox takes the epoch as a part of its key, so no epoch depends on an earlier one.
             key = np.array([self.seed, epoch], np.uint64)
             generator = np.random.Generator(np.random.Philox(key=key))
-            self._cached_order = (epoch, generator.permutation(self.examples))
-        return self._cached_order[1]
+            cached = self._cached_order = (epoch, generator.permutation(self.examples))
+        return cached[1]
 
     def batch(self, epoch: int, index: int) -> PyTree:
         """Returns one batch, leaves `[B, ...]`; the last one may be smaller."""

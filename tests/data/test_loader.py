@@ -74,6 +74,20 @@ def test_batches_are_copies(tmp_path) -> None:
     np.testing.assert_array_equal(data, X)
 
 
+def test_an_order_is_that_of_its_epoch_though_another_thread_comes_between() -> None:
+    loader = ArrayLoader(X, 10, shuffle=True)
+    expected = loader.order(3)
+
+    class Interrupted(int):
+        """The number of an epoch, at whose comparison another thread reads another order."""
+
+        def __ne__(self, other):
+            loader.order(0)
+            return int(self) != other
+
+    np.testing.assert_array_equal(loader.order(Interrupted(3)), expected)
+
+
 def test_arrays_changed_at_the_last_chunk_of_an_epoch_make_the_whole_next_epoch() -> None:
     x = np.zeros(12, np.float32)
     loader = ArrayLoader(x, 2)
