@@ -23,8 +23,12 @@ def swap_value(variable: Any, value: Any) -> Any:
 @contextlib.contextmanager
 def temporary_values(pairs: Iterable[tuple[Any, Any]]) -> Iterator[None]:
     """Context manager: gives variables other values until it exits."""
-    old_pairs = [(variable, swap_value(variable, value)) for variable, value in pairs]
+    old_pairs: list[tuple[Any, Any]] = []
     try:
+        for variable, value in pairs:
+            # Noted before it is replaced: Ctrl-C may come at any time.
+            old_pairs.append((variable, variable._value))
+            swap_value(variable, value)
         yield
     finally:
         for variable, value in old_pairs:

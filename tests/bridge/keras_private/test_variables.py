@@ -36,6 +36,18 @@ def test_other_values_of_variables_are_put_back_after_an_error():
     np.testing.assert_array_equal(variable.value, np.zeros(2))
 
 
+def test_values_are_put_back_if_only_some_could_be_replaced():
+    variable = keras.Variable(np.zeros(2))
+
+    def pairs():
+        yield variable, np.ones(2)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), keras_private.variables.temporary_values(pairs()):
+        pass
+    np.testing.assert_array_equal(variable.value, np.zeros(2))
+
+
 def test_layout_of_a_variable_is_what_it_was_made_with():
     assert keras_private.variables.layout(keras.Variable(0.0)) is None
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
