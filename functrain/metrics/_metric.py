@@ -90,8 +90,13 @@ class Metered(flax.struct.PyTreeNode, eq=False):
 
 
 class _Sum(NamedTuple):
-    total: jax.Array  # f32[]
-    weight: jax.Array  # f32[]
+    """A weighted sum. Each number, `f32[]`, is kept with what rounding has taken from it."""
+
+    total: tuple[jax.Array, jax.Array]
+    weight: tuple[jax.Array, jax.Array]
+
+    def add(self, total: jax.Array, weight: jax.Array) -> "_Sum":
+        return _Sum(_add(self.total, total), _add(self.weight, weight))
 
 
 def mean(
@@ -135,7 +140,7 @@ def mean(
             counts = jnp.broadcast_to(where(outputs, y), values.shape)
             # Not a product with 0, which keeps a NaN.
             values, weight = jnp.where(counts, values, 0.0), jnp.where(counts, weight, 0.0)
-        return _Sum(m.total + jnp.sum(values * weight), m.weight + jnp.sum(weight))
+        return m.add(jnp.sum(values * weight), jnp.sum(weight))
 
     return Metric(_zero, update, _ratio)
 
@@ -161,7 +166,7 @@ def mean_loss() -> Metric:
         divisor = jnp.asarray(batch_size(batch) if counts_examples else weight, jnp.float32)
         # The mean of a batch whose weights are all 0 may be 0 / 0, which must not reach the sum.
         total = jnp.where(divisor == 0, 0.0, loss.astype(jnp.float32) * divisor)
-        return _Sum(m.total + total, m.weight + divisor)
+        return m.add(total, divisor)
 
     return Metric(_zero, update, _ratio)
 
@@ -220,8 +225,22 @@ def _require_functions(name: str, metric: Metric) -> None:
 
 
 def _zero() -> _Sum:
-    return _Sum(jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32))
+    # Four arrays, since a buffer of two leaves cannot be donated.
+    zeros = [jnp.zeros((), jnp.float32) for _ in range(4)]
+    return _Sum((zeros[0], zeros[1]), (zeros[2], zeros[3]))
+
+
+def _add(number: tuple[jax.Array, jax.Array], x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Adds `x` to a number and the rounding error to its second part."""
+    # A float32 count that grows by the same batch size loses the same part of it in every step:
+    # 96 of 100 examples are counted after 2**26.
+    old, lost = number
+    new = old + x
+    added = new - old
+    error = (old - (new - added)) + (x - added)
+    # Infinity minus infinity is NaN.
+    return new, lost + jnp.where(jnp.isfinite(new), error, 0.0)
 
 
 def _ratio(m: _Sum) -> jax.Array:
-    return m.total / m.weight
+    return jnp.add(*m.total) / jnp.add(*m.weight)

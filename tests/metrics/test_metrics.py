@@ -85,6 +85,26 @@ def test_weights_of_shape_b_1_are_weights_of_b() -> None:
     assert values[0] == values[1]
 
 
+@pytest.mark.parametrize("metric", [ft.metrics.mean_loss(), ft.metrics.mean(lambda o, y: o)])
+def test_the_mean_of_very_many_examples_does_not_drift(metric) -> None:
+    batches = 1_500_000  # 2**26 examples are passed in the first half
+    losses = jnp.linspace(1, 2, batches)
+
+    def step(m, loss):
+        return metric.update(m, (np.ones(100),), jnp.full(100, loss), loss), None
+
+    m, _ = jax.jit(lambda m: jax.lax.scan(step, m, losses))(metric.init())
+    assert float(metric.compute(m)) == pytest.approx(1.5, rel=1e-6)
+
+
+def test_a_mean_with_infinity_is_infinite() -> None:
+    metric = ft.metrics.mean_loss()
+    m = metric.init()
+    for loss in (1.0, jnp.inf, 1.0):
+        m = metric.update(m, np.ones((4, 2)), None, jnp.float32(loss))
+    assert metric.compute(m) == jnp.inf
+
+
 def test_a_batch_may_have_none_for_its_weights() -> None:
     outputs, y, _ = BATCHES[0]
     metrics = [ft.metrics.accuracy(weighted=weighted) for weighted in (True, False)]

@@ -39,7 +39,7 @@ def test_metrics_and_steps_are_shown_without_addresses() -> None:
     assert repr(step) == "MeteredStep(base=train, trains=True)"
     shown = repr(step.start(start()))
     assert shown.startswith("Metered(state=TrainState(step=0, ")
-    assert shown.endswith("metrics=2 in 2 arrays)")
+    assert shown.endswith("metrics=4 in 4 arrays)")
 
 
 def test_states_are_equal_if_they_are_one_object() -> None:
