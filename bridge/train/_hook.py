@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -111,6 +112,8 @@ class KerasHook:
         # None if Keras itself resets and reads the metrics: see `RunningMeans.of`.
         self._running_means = None if kind == "predict" else RunningMeans.of(model)
         self._last_chunk: ChunkEnd | None = None
+        # The steps taken since the end of an execution, of `steps_per_execution` steps.
+        self._steps_in_execution = 0
         # The logs of the last step before the checkpoint from which the run resumed.
         self._logs_before: PyTree = {}
         # During an evaluation, what `state` returned before the end of the epoch.
@@ -144,12 +147,18 @@ class KerasHook:
 
     def next_step(self, step: int) -> int | None:
         """Returns the next step at which a chunk has to end; None if no callback needs that."""
+        execution = int(self.model.steps_per_execution)
         if self.is_stopped and jax.process_count() == 1:
             # A callback stopped the run before the first batch. Keras checks that only after its
             # first program, of `steps_per_execution` steps.
-            return step + int(self.model.steps_per_execution)
+            return step + execution
         steps = self.calls.steps_until_action()
-        return None if steps is None else step + steps
+        if self._steps_in_execution and not self.calls.fusible:
+            # A save came within an execution. The next chunk ends where the execution does.
+            steps = 1
+        # Callbacks act at the ends of executions only, and have counted up to the last one.
+        last_end = step - self._steps_in_execution
+        return None if steps is None else last_end + math.ceil(steps / execution) * execution
 
     def due(self, step: int, epoch: int | None, seconds: float) -> bool:
         """Returns False: the callbacks are called for every chunk, and act when they are due."""
@@ -201,6 +210,7 @@ class KerasHook:
         return is_whole
 
     def _begin_epoch(self, event: EpochBegin) -> None:
+        self._steps_in_execution = event.position.batch % int(self.model.steps_per_execution)
         if self.memory is not None and self.memory.is_pending:
             if event.position.batch:
                 # The callbacks began this epoch before the checkpoint was written. They have to
@@ -225,6 +235,8 @@ class KerasHook:
 
     def _end_chunk(self, event: ChunkEnd) -> None:
         self._last_chunk = event
+        for events in event.batch_info:
+            self._steps_in_execution = self._steps_in_execution + 1 if events.end is None else 0
         # Callbacks that read the model now see the values at the end of the chunk.
         self.values.lend(event.state)
         self.calls.end_chunk(event)

@@ -14,17 +14,24 @@ import numpy as np
 import orbax.checkpoint
 import pytest
 
+import functrain as ft
 from tests.bridge.fitting import Sizes, X, Y, assert_same, fit, fresh
 
 
-@pytest.mark.parametrize("every", ["epoch", 4, 7])
-def test_model_checkpoint_writes_what_keras_writes(every: Any, tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize(
+    ("every", "execution", "fuse"),
+    [("epoch", 1, "auto"), (4, 1, "auto"), (7, 1, "auto"), (5, 3, "auto"), (5, 3, 7)],
+)
+def test_model_checkpoint_writes_what_keras_writes(
+    every: Any, execution: int, fuse: Any, tmp_path: pathlib.Path
+) -> None:
     for name, way in (("theirs", keras.Model.fit), ("ours", bridge.fit)):
         path = tmp_path / name / "{epoch}-{batch}.weights.h5"
         if every == "epoch":
             path = tmp_path / name / "{epoch}.weights.h5"
         save = keras.callbacks.ModelCheckpoint(path, save_weights_only=True, save_freq=every)
-        fit(fresh(), way, callbacks=[save])
+        fused = {"fuse": fuse} if way is bridge.fit else {}
+        fit(fresh(steps_per_execution=execution), way, callbacks=[save], **fused)
     files = sorted(file.name for file in (tmp_path / "theirs").iterdir())
     assert files == sorted(file.name for file in (tmp_path / "ours").iterdir())
     for file in files:
@@ -42,6 +49,16 @@ def test_chunks_end_where_a_checkpoint_is_due(tmp_path: pathlib.Path) -> None:
     save = keras.callbacks.ModelCheckpoint(path, save_weights_only=True, save_freq=4)
     fit(fresh(), callbacks=[save, sizes], epochs=1, fuse=8)
     assert sizes.seen == [4] * 4 + [8] * 4 + [12] * 4 + [13]
+
+
+def test_a_save_within_an_execution_leaves_callbacks_with_the_model_at_its_end(
+    tmp_path: pathlib.Path,
+) -> None:
+    theirs, ours = Sizes(), Sizes()
+    fit(fresh(steps_per_execution=3), keras.Model.fit, callbacks=[theirs])
+    checkpoints = ft.Checkpointer(tmp_path, every=ft.every(steps=4))
+    fit(fresh(steps_per_execution=3), callbacks=[ours], checkpointer=checkpoints)
+    assert ours.seen == theirs.seen
 
 
 @pytest.mark.parametrize("every", ["epoch", 5, False])
