@@ -4,6 +4,7 @@ A checkpoint is written beside its target under a temporary name, and renamed wh
 """
 
 import contextlib
+import errno
 import io
 import os
 import re
@@ -238,5 +239,9 @@ def _sync_directory(directory: str) -> None:
         handle = os.open(directory, os.O_RDONLY)
         try:
             os.fsync(handle)
+        except OSError as error:
+            # Some network file systems cannot flush directories.
+            if error.errno not in (errno.EINVAL, errno.EBADF, errno.EOPNOTSUPP):
+                raise
         finally:
             os.close(handle)

@@ -1,6 +1,7 @@
 """A thread for one save at a time, which loses no error."""
 
 import atexit
+import os
 import sys
 import threading
 import traceback
@@ -66,6 +67,18 @@ class Writer:
 
 
 _unfinished: set[Writer] = set()
+
+
+def _forget_in_child() -> None:
+    """Forgets the tasks of the parent: a forked child has no thread that would end them."""
+    for writer in _unfinished:
+        writer._task = writer._thread = None
+    _unfinished.clear()
+
+
+# Windows has no fork.
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_in_child)
 
 
 @atexit.register  # runs after the interpreter has waited for the threads

@@ -1,6 +1,7 @@
 """File locks. The OS releases them when the process ends, even if it is killed."""
 
 import contextlib
+import errno
 import os
 import weakref
 from collections.abc import Iterator
@@ -11,12 +12,17 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 
+# What `flock` fails with on file systems that have no locks, such as some of FUSE and Lustre.
+_NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
+
+
 class Lock:
     """An exclusive lock for the one writer of a directory, held through a file in it.
 
     The open file holds the lock: if the process is killed, or the object is garbage-collected, the
     file is closed and the lock released. Forked children do not share the lock. The lock file is
-    never removed: a second writer could then create and lock another file of the same name.
+    never removed: a second writer could then create and lock another file of the same name. Where
+    the file system has no locks, a second writer is not noticed.
     """
 
     def __init__(self, path: str) -> None:
@@ -39,12 +45,14 @@ class Lock:
         # O_NOFOLLOW, which Windows lacks: a symbolic link here could name a file to be overwritten.
         flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
         handle = os.open(self._path, flags, 0o666)
+        self._handle, self._close = handle, weakref.finalize(self, os.close, handle)
+        _held_locks.add(self)
         try:
             if fcntl is not None:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             writer = os.read(handle, 100).decode(errors="replace") or "another process"
-            os.close(handle)
+            self.release(for_all=False)
             if writer == f"process {os.getpid()}":
                 writer = "another writer in this process"
             raise RuntimeError(
@@ -52,8 +60,9 @@ class Lock:
                 f"but {writer} is writing to it. Wait until it has finished, call its close(), or "
                 "choose another directory."
             ) from None
-        self._handle, self._close = handle, weakref.finalize(self, os.close, handle)
-        _held_locks.add(self)
+        except BaseException:  # such as Ctrl-C
+            self.release()
+            raise
         # The name is for the error above only: do without it if the disk is full.
         with contextlib.suppress(OSError):
             os.ftruncate(handle, 0)
@@ -70,9 +79,18 @@ class Lock:
         if self._close is not None:
             # A forked child may still have the file open, and closing it here would not unlock it.
             if for_all and fcntl is not None and self._close.alive:
-                fcntl.flock(self._handle, fcntl.LOCK_UN)
+                _flock(self._handle, fcntl.LOCK_UN)
             self._close()
         self._close = None
+
+
+def _flock(handle: int, operation: int) -> None:
+    """Locks or unlocks a file, where the file system can."""
+    try:
+        fcntl.flock(handle, operation)
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
 
 
 _held_locks: "weakref.WeakSet[Lock]" = weakref.WeakSet()
@@ -109,4 +127,7 @@ def exclusive_access(directory: str) -> Iterator[None]:
             fcntl.flock(handle, fcntl.LOCK_EX)
         yield
     finally:
+        # A forked child may still have the directory open, and closing it would not unlock it.
+        with contextlib.suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_UN)
         os.close(handle)

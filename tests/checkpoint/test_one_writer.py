@@ -1,9 +1,12 @@
 """One writer to a directory; what others put there is neither overwritten nor followed."""
 
+import errno
+import fcntl
 import gc
 import os
 import pathlib
 import shutil
+import stat
 import subprocess
 import sys
 import warnings
@@ -106,6 +109,58 @@ os.kill(os.getpid(), signal.SIGKILL)
         assert ft.Checkpointer(tmp_path).steps() == [1, 2]
     finally:
         os.kill(child, 9)
+
+
+def test_a_child_forked_during_a_save_holds_no_lock_and_waits_for_nothing(tmp_path) -> None:
+    program = f"""
+import fcntl, os, sys, warnings
+warnings.simplefilter("ignore")
+from functrain.checkpoint._writer import Writer
+from functrain.common import _locks
+read, write = os.pipe()
+writer = Writer()
+writer.start(lambda: os.read(read, 1))
+if (child := os.fork()) == 0:
+    os.write(write, b" ")  # for the parent
+    sys.exit()
+os.waitpid(child, 0)
+with _locks.exclusive_access({str(tmp_path)!r}):
+    if os.fork() == 0:
+        os.read(read, 1)
+fcntl.flock(os.open({str(tmp_path)!r}, os.O_RDONLY), fcntl.LOCK_EX | fcntl.LOCK_NB)
+os.write(write, b"  ")
+"""
+    fork_server.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+def test_ctrl_c_while_a_directory_is_locked_unlocks_it(tmp_path, monkeypatch) -> None:
+    def interrupted(*arguments: Any) -> None:
+        monkeypatch.undo()
+        fcntl.flock(*arguments)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("fcntl.flock", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        fill(tmp_path, 1)
+    fill(tmp_path, 1)
+
+
+def test_a_file_system_without_locks_and_flushes_of_directories_is_written_to(
+    tmp_path, monkeypatch
+) -> None:
+    def no_lock(*arguments: Any) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    def files_only(handle: int, sync: Any = os.fsync) -> None:
+        if stat.S_ISDIR(os.fstat(handle).st_mode):
+            raise OSError(errno.EINVAL, "Invalid argument")
+        sync(handle)
+
+    monkeypatch.setattr("fcntl.flock", no_lock)
+    monkeypatch.setattr("os.fsync", files_only)
+    fill(tmp_path / "run", 1, 2)
+    ft.save(tmp_path / "state", LIKE)
+    assert ft.Checkpointer(tmp_path / "run").steps() == [1, 2]
 
 
 @pytest.mark.parametrize("kind", ["link", "dangling", "file", "other"])
