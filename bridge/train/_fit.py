@@ -109,7 +109,8 @@ def fit(
       validation_batch_size: Examples per step of an evaluation.
       validation_freq: Number of epochs between evaluations, or a list of epochs that have one.
       fuse: Steps per program. "auto" takes `model.steps_per_execution` if that is above 1, else at
-        most 128, depending on the sizes of batches and state. On CPU, results do not depend on it.
+        most 128, depending on the sizes of batches and state, and 1 if steps run uncompiled. On
+        CPU, results do not depend on it.
       rewrites: Slow operations to rewrite; see `functrain.fuse`.
       checkpointer: A `functrain.Checkpointer`. The fit resumes from its last checkpoint, if there
         is one, also in the middle of an epoch, as if it had never been interrupted. Restored are
