@@ -61,11 +61,11 @@ def flat(fn: Callable[..., Any]) -> Callable[..., Any]:
     return lambda xs, *p: fn(dict(zip(SIZES, p, strict=True)), xs)
 
 
-def numbers() -> list[jax.Array]:
+def numbers(steps: int = 4) -> list[jax.Array]:
     """Returns inputs `[T, B, 3]` and the weights."""
     rng = np.random.default_rng(0)
     weights = [cases.normal(rng, size) / 2 for size in SIZES.values()]
-    return [cases.normal(rng, (4, 4, 3)), *weights]
+    return [cases.normal(rng, (steps, 4, 3)), *weights]
 
 
 MODELS = {
