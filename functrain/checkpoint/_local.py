@@ -161,6 +161,8 @@ class LocalFiles:
     def abort(self, target: str, save_id: str) -> None:
         """Removes a checkpoint that could not be written: a full disk needs the space."""
         shutil.rmtree(target + _NEW, ignore_errors=True)
+        # Ctrl-C may have come between the two renames of `commit`.
+        self.undo_interrupted_replace(target)
 
     # A directory of checkpoints, and its one writer.
 

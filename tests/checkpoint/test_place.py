@@ -65,6 +65,22 @@ def test_a_save_killed_at_any_moment_of_the_exchange_leaves_one_that_is_found(
     assert not os.path.lexists(tmp_path / "c.functrain-old")
 
 
+def test_ctrl_c_in_the_midst_of_the_exchange_leaves_the_one_before(tmp_path, monkeypatch) -> None:
+    put(tmp_path / "c", 1)
+
+    def rename(old, new):
+        if new == str(tmp_path / "c") and old.endswith(".functrain-new"):
+            raise KeyboardInterrupt
+        os.rename(old, new)
+
+    names = types.SimpleNamespace(**{**vars(os), "rename": rename})
+    monkeypatch.setattr(_local, "os", names)
+    with pytest.raises(KeyboardInterrupt):
+        put(tmp_path / "c", 2, overwrite=True)
+    assert value(tmp_path / "c") == 1
+    assert os.listdir(tmp_path) == ["c"]
+
+
 def test_the_kept_checkpoint_is_loaded_with_a_warning_that_says_so(tmp_path) -> None:
     put(tmp_path / "c", 1)
     os.rename(tmp_path / "c", tmp_path / "c.functrain-old")
