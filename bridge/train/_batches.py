@@ -1,6 +1,5 @@
 """Batches of everything that Keras's `fit` accepts as data."""
 
-import functools
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -184,11 +183,12 @@ class KerasBatches(Batches):
     def _with_marks(self) -> Iterator[KerasBatch]:
         """Yields every batch of an epoch with its batch events."""
         epochs = self.data
-        # The source may reuse the memory of a batch, so each batch of a group is copied.
-        own = functools.partial(map, _copied) if epochs.steps_per_execution > 1 else iter
         with epochs.catch_stop_iteration():
             for begin, end, iterator in epochs:
-                group = list(itertools.islice(own(iterator), epochs.steps_per_execution))
+                if epochs.steps_per_execution > 1:
+                    # All are fetched before one is used, and the source may reuse their memory.
+                    iterator = map(_copied, iterator)
+                group = list(itertools.islice(iterator, epochs.steps_per_execution))
                 last = len(group) - 1
                 # `_replace` takes a microsecond more, and the smallest steps take twenty.
                 for i, (content, source, examples, _) in enumerate(group):

@@ -121,19 +121,19 @@ def _perturb_copies(
     values = {}
     # Sorted, so that the draws do not depend on the order of the dict.
     for i, (name, paths) in enumerate(sorted(matching_paths(population, perturb).items())):
+        factors, argument = np.asarray(perturb[name]), f"perturb[{name!r}]"
+        # jax.random.choice would take a single number n for range(n).
+        expected = "a sequence of factors, such as (0.8, 1.25)"
+        require(factors.ndim == 1 and factors.size, argument, expected, perturb[name])
         for path in paths:
             leaf = leaves[path]
-            # jax.random.choice would take a single number n for range(n).
-            expected = "a sequence of factors, such as (0.8, 1.25)"
-            is_sequence = np.ndim(perturb[name]) == 1 and len(perturb[name]) > 0
-            require(is_sequence, f"perturb[{name!r}]", expected, perturb[name])
             # In the dtype of an integer leaf, fractions would be rounded down, often to 0.
-            are_integers = np.issubdtype(np.asarray(perturb[name]).dtype, np.integer)
+            are_integers = jnp.issubdtype(factors.dtype, jnp.integer)
             expected = f"integers as factors of {_tree.strong_spec(leaf)}"
             is_valid = are_integers or jnp.issubdtype(leaf.dtype, jnp.inexact)
-            require(is_valid, f"perturb[{name!r}]", expected, perturb[name])
-            factors = jnp.asarray(perturb[name], leaf.dtype)
-            drawn = jax.random.choice(jax.random.fold_in(key, i + 1), factors, (len(is_copy),))
+            require(is_valid, argument, expected, perturb[name])
+            of_leaf = jnp.asarray(factors, leaf.dtype)
+            drawn = jax.random.choice(jax.random.fold_in(key, i + 1), of_leaf, (len(is_copy),))
             factor = jnp.where(is_copy, drawn, 1).astype(leaf.dtype)
             values[path] = leaf * factor.reshape(-1, *[1] * (leaf.ndim - 1))
     return with_hyperparameters(population, values)

@@ -123,6 +123,15 @@ def test_the_others_get_sigterm_when_one_dies(tmp_path, capfd) -> None:
     assert "cleared up" in capfd.readouterr().out
 
 
+def end_by_sigterm(process: Any) -> str:
+    """Sends SIGTERM once both processes are ready; returns what the launcher says."""
+    for _ in range(2):
+        process.stdout.readline()
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=30)
+    return err
+
+
 def test_sigterm_is_passed_on_and_waited_for(tmp_path) -> None:
     wait = "signal.signal(signal.SIGTERM, lambda *_: (sys.stdout.write('saved\\n'), sys.exit(143)))"
     path = script(
@@ -146,13 +155,8 @@ def test_who_does_not_end_after_sigterm_is_killed(tmp_path) -> None:
         f"import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n{READY}\ntime.sleep(60)",
     )
     process = launched("--grace", 0.2, path)
-    assert process.stdout is not None
-    for _ in range(2):
-        process.stdout.readline()
-    process.send_signal(signal.SIGTERM)
-    _, err = process.communicate(timeout=30)
+    assert "not ended within 0.2 s of SIGTERM" in end_by_sigterm(process)
     assert process.returncode == 143
-    assert "not ended within 0.2 s of SIGTERM" in err
 
 
 def test_one_that_fails_after_sigterm_gives_its_status(tmp_path) -> None:
@@ -162,13 +166,8 @@ def test_one_that_fails_after_sigterm_gives_its_status(tmp_path) -> None:
         f"{READY}\ntime.sleep(60)",
     )
     process = launched(path)
-    assert process.stdout is not None
-    for _ in range(2):
-        process.stdout.readline()
-    process.send_signal(signal.SIGTERM)
-    _, err = process.communicate(timeout=30)
+    assert end_by_sigterm(process) == "functrain.launch: process 1 ended with 1\n"
     assert process.returncode == 1
-    assert err == "functrain.launch: process 1 ended with 1\n"
 
 
 def test_bytes_that_are_no_text_and_text_that_the_output_lacks_are_replaced(
