@@ -1,0 +1,157 @@
+"""bridge.fit with a checkpointer where Ctrl-C or SIGTERM comes."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from typing import Any
+
+import keras
+import pytest
+
+import functrain as ft
+from tests import fork_server
+from tests.bridge.fitting import assert_same
+from tests.bridge.train.interrupting import (
+    EPOCHS,
+    dense,
+    evaluated,
+    fit,
+    plain,
+    with_ema,
+)
+
+SCRIPT = """
+import bridge, functrain as ft, keras, numpy as np, pathlib, sys
+x = np.ones((640, 6), np.float32)
+model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1)])
+model.compile("sgd", "mse")
+
+class Ready(keras.callbacks.Callback):
+    def on_epoch_end(self, epoch, logs=None):
+        pathlib.Path(sys.argv[2]).touch()
+
+checkpoints = ft.Checkpointer(sys.argv[1], every=ft.every(steps=10**6))
+bridge.fit(model, x, x[:, :1], batch_size=8, epochs=10**6, fuse=4, verbose=0,
+           callbacks=[Ready()], checkpointer=checkpoints)
+"""
+
+
+class Signalled(keras.callbacks.Callback):
+    """Has Ctrl-C come in an evaluation, with the model brought up to date by a callback."""
+
+    chunk_safe = True
+
+    def __init__(self, method: str) -> None:
+        super().__init__()
+        self.came = False
+        setattr(self, method, self._raise_once)
+
+    def _raise_once(self, *_: Any, logs: Any = None) -> None:
+        assert self.model.metrics_variables
+        if not self.came:
+            self.came = True
+            signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.parametrize(
+    ("method", "is_large"),
+    [
+        ("on_test_batch_end", True),
+        ("on_test_end", False),
+        pytest.param("on_test_batch_end", False, marks=pytest.mark.long),
+        pytest.param("on_test_end", True, marks=pytest.mark.long),
+    ],
+)
+def test_ctrl_c_in_an_evaluation_saves_what_training_had(
+    method, is_large, tmp_path, monkeypatch, ctrl_c
+) -> None:
+    def two_epochs() -> dict[str, Any]:
+        return {**evaluated(), "epochs": 2}
+
+    model, history = fit(dense, two_epochs, keras.Model.fit)
+    if is_large:
+        monkeypatch.setattr("bridge.train._model_values.SPARE_BYTES", 0)
+    checkpoints = ft.Checkpointer(tmp_path, every=ft.every(steps=1000))
+    with pytest.raises(KeyboardInterrupt):
+        fit(dense, two_epochs, checkpointer=checkpoints, callbacks=[Signalled(method)])
+    assert checkpoints.latest() == 7
+    again, found = fit(dense, two_epochs, checkpointer=checkpoints)
+    assert_same(again, model)
+    assert found.history == history.history
+
+
+def test_ctrl_c_in_an_evaluation_saves_callbacks_as_they_were_before_it(tmp_path, ctrl_c) -> None:
+    def swapped() -> dict[str, Any]:
+        # It swaps the weights when an evaluation begins, and again when it ends.
+        swap = keras.callbacks.SwapEMAWeights()
+        return {**evaluated(), "epochs": 2, "callbacks": [swap]}
+
+    model, history = fit(with_ema, swapped, keras.Model.fit)
+    checkpoints, callbacks = ft.Checkpointer(tmp_path), [Signalled("on_test_batch_end")]
+    with pytest.raises(KeyboardInterrupt):
+        fit(with_ema, swapped, checkpointer=checkpoints, callbacks=callbacks)
+    again, found = fit(with_ema, swapped, checkpointer=checkpoints)
+    assert_same(again, model)
+    assert found.history == history.history
+
+
+def test_ctrl_c_in_the_evaluation_of_a_stopped_fit_does_not_undo_the_stop(tmp_path, ctrl_c) -> None:
+    def stop(batch: int, logs: Any) -> None:
+        stopper.model.stop_training = True
+
+    stopper = keras.callbacks.LambdaCallback(on_train_batch_end=stop)
+    callbacks = [stopper, Signalled("on_test_batch_end")]
+    checkpoints = ft.Checkpointer(tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        fit(dense, evaluated, checkpointer=checkpoints, callbacks=callbacks, fuse=1)
+    _, history = fit(dense, evaluated, checkpointer=checkpoints)
+    assert checkpoints.steps() == [1]
+    assert len(history.history["val_loss"]) == 1
+
+
+def test_a_fit_with_nothing_left_ends_with_the_logs_of_its_last_epoch(tmp_path, ctrl_c) -> None:
+    def interrupt(epoch: int, logs: Any) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    seen: list[dict[str, Any]] = []
+    checkpoints = ft.Checkpointer(tmp_path)
+    interrupting = keras.callbacks.LambdaCallback(on_epoch_end=interrupt)
+    reading = keras.callbacks.LambdaCallback(on_train_end=seen.append)
+    with pytest.raises(KeyboardInterrupt):
+        fit(dense, lambda: {"epochs": 1}, checkpointer=checkpoints, callbacks=[interrupting])
+    _, history = fit(dense, lambda: {"epochs": 1}, checkpointer=checkpoints, callbacks=[reading])
+    assert seen == [{name: values[-1] for name, values in history.history.items()}]
+
+
+def test_sigterm_that_a_handler_takes_saves_once_and_the_fit_goes_on(tmp_path) -> None:
+    class Terminated(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            if not epoch:
+                signal.raise_signal(signal.SIGTERM)
+
+    taken: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: taken.append(number))
+    try:
+        checkpoints = ft.Checkpointer(tmp_path, every=ft.every(steps=1000))
+        fit(dense, plain, checkpointer=checkpoints, callbacks=[Terminated()])
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert taken == [signal.SIGTERM]
+    assert checkpoints.steps() == [9, 9 * EPOCHS]
+
+
+def test_sigterm_saves_and_ends_with_143(tmp_path) -> None:
+    ready = tmp_path / "ready"
+    command = [sys.executable, "-c", SCRIPT, str(tmp_path / "c"), str(ready)]
+    environment = {**os.environ, "KERAS_BACKEND": "jax"}
+    with fork_server.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as process:
+        while not ready.exists() and process.poll() is None:
+            time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 143, errors
+    checkpoints = ft.Checkpointer(tmp_path / "c")
+    assert checkpoints.latest() is not None
+    assert checkpoints.verify() == {}
