@@ -241,7 +241,7 @@ class ArrayBatches:
         )
 
     def take(self, rows: Any) -> Any:
-        """Returns some rows of all arrays, as Keras passes them to a step, in a pass."""
+        """Returns rows of all arrays, as Keras passes them to a step; a pass must have begun."""
 
         def convert(sliceable: Any) -> Any:
             array = sliceable.convert_to_jax_compatible(sliceable[rows])

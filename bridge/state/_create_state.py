@@ -38,8 +38,8 @@ def create_state(
         compiled with. "auto": if that optimizer is built, and `tx` is
         ``bridge.optimizer(model.optimizer)``, native or not, or the `tx` of its OptaxOptimizer.
         "require": always, also from Keras's Adam, AdamW, Lion, RMSprop, Adagrad or Adadelta to
-        the optax optimizer of the same name. That it is this one, you have to know: adamax and
-        yogi have states like that of adam, for other values. "new": never.
+        the optax optimizer of the same name. Make sure that `tx` is that one: the states of adamax
+        and yogi look like that of adam, but hold other values. "new": never.
 
     Returns:
       A TrainState of nested dicts: `params` are the trainable variables (float32 masters under a

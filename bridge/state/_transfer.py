@@ -131,8 +131,8 @@ def _counterparts(
         ) from error
     missing = variable_by_role.keys() - {*roles, *_OPTIONAL}
     surplus = set(roles) - {None, *_OPTIONAL} - variable_by_role.keys()
-    # A frozen param lacks all its slots. A param that lacks only some has another optimizer, and
-    # so has a state in which all params lack them.
+    # A frozen param lacks all of its slots. If a param lacks only some, or if all params lack all,
+    # the state is that of another optimizer.
     owners_in_state = {None, *(role.owner for role in roles if role)}
     has_slots = len(owners_in_state) > 1
     lacks_whole_params = owners_in_state.isdisjoint(role.owner for role in missing)

@@ -83,8 +83,8 @@ class KerasHook:
       loggers: Loggers of functrain among the callbacks of a fit.
       values: The model's values.
       is_lazy: True if callbacks read the model only through their attribute `model`.
-      evaluate: Given the number of an epoch, returns the values of the evaluation at its end, or
-        None if it has none. None if no epoch has one.
+      is_evaluation_due: Given the number of an epoch, returns True if it ends with an evaluation.
+      evaluate: Evaluates, and returns the values.
       finalizes: True if the optimizer may overwrite the weights with its averages after the run.
       logs: The values of the last epoch.
     """
@@ -106,7 +106,8 @@ class KerasHook:
         self.loggers = loggers_among(callbacks) if kind == "train" else []
         self.values = ModelValues(model, kind)
         self.is_lazy = only_read_model_attribute(callbacks)
-        self.evaluate: Callable[[int], dict[str, Any] | None] | None = None
+        self.is_evaluation_due: Callable[[int], bool] = lambda epoch: False
+        self.evaluate: Callable[[], dict[str, Any]] = dict
         self.finalizes = kind == "train"
         self.logs: dict[str, Any] = {}
         # None if Keras itself resets and reads the metrics: see `RunningMeans.of`.
@@ -154,7 +155,7 @@ class KerasHook:
             return step + execution
         steps = self.calls.steps_until_action()
         if self._steps_in_execution and not self.calls.fusible:
-            # A save came within an execution. The next chunk ends where the execution does.
+            # A chunk has ended within an execution, as for a save. The next one ends with it.
             steps = 1
         # Callbacks act at the ends of executions only, and have counted up to the last one.
         last_end = step - self._steps_in_execution
@@ -214,9 +215,9 @@ class KerasHook:
         if self.memory is not None and self.memory.is_pending:
             if event.position.batch:
                 # The callbacks began this epoch before the checkpoint was written. They have to
-                # begin it again, and the changes that they make to the model are undone. They get a
-                # copy, since Keras's evaluate and predict donate the model's arrays.
-                self.values.put(copy_arrays(event.state))
+                # begin it again, and the changes that they make to the model are undone.
+                self.values.put(event.state)
+                self._give_copy_to_callbacks()
                 self.callbacks.on_epoch_begin(event.epoch)
             self.values.put(event.state)
             self.memory.restore_callbacks()
@@ -249,7 +250,7 @@ class KerasHook:
             self.is_stopped = True
         # A signal in the evaluation saves the fit as it was before the end of the epoch. Callbacks
         # may change their states in place until then.
-        if self.memory is not None and self.evaluate is not None:
+        if self.memory is not None and self.is_evaluation_due(event.epoch):
             self._state_before_end = copy.deepcopy(self.state())
         # Keras begins a batch before it finds out that the data have run out.
         self.calls.begin_batch(self.batches.data.missing)
@@ -265,9 +266,9 @@ class KerasHook:
         # own reference to the model would see old values.
         if not self.is_lazy:
             self.values.assign()
-        evaluated = None if self.evaluate is None else self.evaluate(event.epoch)
+        evaluated = self.evaluate() if self.is_evaluation_due(event.epoch) else {}
         self._state_before_end = None
-        self.logs.update({f"val_{name}": value for name, value in (evaluated or {}).items()})
+        self.logs.update({f"val_{name}": value for name, value in evaluated.items()})
         self.callbacks.on_epoch_end(event.epoch, self.logs)
         # The checkpointer chooses the best epoch by these values.
         event.values |= {name: float(x) for name, x in self.logs.items() if is_number(x)}
@@ -282,12 +283,9 @@ class KerasHook:
         if self.memory is not None and self.memory.is_pending:
             self.values.put(event.state)
             self.memory.restore_callbacks()
-        if self.memory is None or self.is_lazy:
-            self.values.assign()
-        else:
-            # A callback may evaluate or predict, which donates the model's arrays, and the run
-            # saves its own after that.
-            self.values.put(copy_arrays(event.state))
+        self.values.assign()
+        if self.memory is not None:
+            self._give_copy_to_callbacks()
         self._finalize()
         self._is_finished = True
         self.callbacks.on_train_end(logs=self.logs)
@@ -295,6 +293,15 @@ class KerasHook:
         # The final values are saved beside the state from which a longer fit continues.
         if self.memory is not None and not _have_equal_values(final, event.state):
             event.hand_over(final)
+
+    def _give_copy_to_callbacks(self) -> None:
+        """Assigns copies of the model's arrays to it, if callbacks may evaluate or predict.
+
+        Keras donates the model's arrays then, and the run needs its own to continue or to save.
+        """
+        # Callbacks may differ between processes, which have to run the same programs.
+        if not self.is_lazy or jax.process_count() > 1:
+            self.values.put(copy_arrays(self.values.variable_values()))
 
     def _stop_if_asked(self, event: Event) -> None:
         """Stops the run if a callback has asked for it, and not taken that back since."""

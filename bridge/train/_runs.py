@@ -1,7 +1,6 @@
 """Runs of a model's own steps in functrain's loop, with Keras's state, batches and callbacks."""
 
 import contextlib
-import functools
 import re
 import warnings
 from collections.abc import Callable, Iterator
@@ -62,14 +61,21 @@ def begin(
     def result_shapes(batch: PyTree) -> PyTree:
         return jax.eval_shape(step, hook.values.shapes, batch)
 
-    @functools.cache
-    def is_jitted() -> bool:
-        return not runs_uncompiled(model, options.rewrites, lambda: result_shapes(plan.batch))
+    # Decided once, since it may warn.
+    decisions: list[bool] = []
 
-    def intervals() -> list[int | None]:
+    # Closures that refer to the plan, which refers to them, would keep the model's arrays in memory
+    # until the garbage collector runs.
+    def is_jitted(batch: PyTree) -> bool:
+        if not decisions:
+            uncompiled = runs_uncompiled(model, options.rewrites, lambda: result_shapes(batch))
+            decisions.append(not uncompiled)
+        return decisions[0]
+
+    def intervals(batch: PyTree) -> list[int | None]:
         """Returns the steps between pauses (epochs, callbacks, saves), for the choice of K."""
         # Uncompiled steps gain nothing from a chunk, and an error would lose those before it.
-        if not is_jitted():
+        if not is_jitted(batch):
             return [1]
         steps = batches.full_steps
         if kind == "predict":
@@ -94,7 +100,7 @@ def begin(
         start=Position(0, first_epoch),
         boundaries=[hook],
         rewrites=options.rewrites,
-        jit=lambda batch: is_jitted(),
+        jit=is_jitted,
         # The hook gives the run copies of the variables' arrays before the first step.
         donate=True,
         # Fetching the logs of every step costs time, and only loggers read them.
@@ -139,6 +145,7 @@ def run_fit(
         if saving is not None:
             hook.begin()
         if evaluation is not None:
+            hook.is_evaluation_due = evaluation.is_due
             hook.evaluate = _evaluator(hook, evaluation, options, run, signals)
         # Otherwise a callback needs the model up to date after each epoch anyway.
         if hook.is_lazy:
@@ -218,15 +225,13 @@ def _assign_at_end(hook: KerasHook, run: Run) -> Iterator[None]:
 
 def _evaluator(
     hook: KerasHook, evaluation: Evaluation, options: Options, fit: Run, signals: DeferredSignals
-) -> Callable[[int], dict[str, Any] | None]:
-    """Returns a function that evaluates at the end of an epoch of a fit, if that is due.
+) -> Callable[[], dict[str, Any]]:
+    """Returns a function that evaluates at the end of an epoch of a fit.
 
     If a signal comes meanwhile, the fit saves itself as it was before the end of the epoch.
     """
 
-    def evaluate(epoch: int) -> dict[str, Any] | None:
-        if not evaluation.is_due(epoch):
-            return None
+    def evaluate() -> dict[str, Any]:
         hook.values.assign()
         batches = evaluation.batches()
         # As in Keras, the callbacks of the fit are called, and its progress bar is not shown.

@@ -48,7 +48,8 @@ class Plan:
       state_bytes: Size of the program's carry.
       row_bytes: Given the first batch, returns the size of a step's outputs. Needed only for
         predictions, whose outputs are large.
-      intervals: Returns the numbers of steps between pauses; see `auto_steps`.
+      intervals: Given the shapes of the first batch, returns the numbers of steps between pauses;
+        see `auto_steps`.
       chip: The accelerator that the programs run on; None for a CPU.
 
     Attributes:
@@ -63,7 +64,7 @@ class Plan:
     fuse: FuseArg
     state_bytes: int = 0
     row_bytes: Callable[[PyTree], int] = lambda batch: 0
-    intervals: Callable[[], Iterable[int | None]] = lambda: ()
+    intervals: Callable[[PyTree], Iterable[int | None]] = lambda batch: ()
     chip: Chip | None = None
 
     def __post_init__(self) -> None:
@@ -87,11 +88,11 @@ class Plan:
         """Chooses K at the first batch."""
         self._first_batch, self._signature = batch, batch_signature(batch)
         self.batch = shapes(batch)
-        size = nbytes(batch) + self.row_bytes(batch)
+        size, intervals = nbytes(batch) + self.row_bytes(batch), self.intervals(self.batch)
         if self.fuse == "auto":
-            self.k = auto_steps(size, self.state_bytes, self.intervals(), chip=self.chip)
+            self.k = auto_steps(size, self.state_bytes, intervals, chip=self.chip)
         else:
-            self.k = _fit_into_memory(int(self.fuse), size, self.intervals())
+            self.k = _fit_into_memory(int(self.fuse), size, intervals)
 
 
 def _fit_into_memory(fuse: int, batch_bytes: int, intervals: Iterable[int | None]) -> int:

@@ -57,13 +57,15 @@ class DeferredSignals:
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         """Restores the previous handlers, and handles a pending signal."""
-        self._is_over = True
         if threading.current_thread() is not threading.main_thread():
+            self._is_over = True
             return
         for number in self._handlers:
             # Of two blocks that overlap, the second one stays in place when the first one ends.
             if signal.getsignal(number) == self._defer:
                 signal.signal(number, self._previous_handler(number))
+        # Not before: a signal that came in between would raise, and leave this handler in place.
+        self._is_over = True
         if error is None or isinstance(error, Exception):
             self.handle_pending()
             return

@@ -1,5 +1,6 @@
 """Text logs: CSV files and JSON lines."""
 
+import contextlib
 import csv
 import io
 import itertools
@@ -70,14 +71,16 @@ class TextLogger(Logger):
             # Without a buffer, the file can be read during the run, a killed process loses nothing,
             # and no text is written after its write has failed.
             self._file = self.path.open("ab", buffering=0)
-            if not self._keeps_lines:
+            # Pipes and devices, such as /dev/null, cannot be truncated.
+            if not self._keeps_lines and self.path.is_file():
                 self._file.truncate(0)
         size, rest = os.fstat(self._file.fileno()).st_size, text.encode()
         try:
             while rest:
                 rest = rest[self._file.write(rest) :]
         except OSError:
-            self._file.truncate(size)
+            with contextlib.suppress(OSError):
+                self._file.truncate(size)
             raise
 
     def _fields(self, position: dict[str, int], values: dict[str, Any]) -> dict[str, Any]:
@@ -257,7 +260,8 @@ class CSVLogger(TextLogger):
 
     def _set_columns(self, columns: list[str]) -> None:
         """Writes a new header; keeps the first `_row_count` rows, with empty new cells."""
-        if not self._row_count:
+        # What was written to a pipe or a device cannot be changed.
+        if not (self._row_count and self.path.is_file()):
             self._close(keeps_lines=False)
             self._add(_csv(columns))
         else:

@@ -29,7 +29,7 @@ from functrain.metrics._metric import Metered
 from functrain.rewrites import Mode
 from functrain.step._check import check_step
 from functrain.step._metered import MeteredStep
-from functrain.targets._chips import Chip, chip_of, device_of, is_present
+from functrain.targets._chips import Chip, chip_of, device_of, is_present, known_chip
 from functrain.targets._compilers import quiet_compiler
 from functrain.targets._target import Target
 
@@ -88,15 +88,18 @@ def lower_fit(
     meshes = [x.mesh for x in (mesh_sharding, *own_shardings) if isinstance(x, NamedSharding)]
     default: Sharding | None = None
     if meshes:
-        # A fit replicates the leaves that have no sharding over the mesh of its batches or state.
+        # A fit replicates the leaves that have no sharding over the mesh of its batches. Without
+        # one, jax replicates them over that of the state when it runs the first program.
         default = NamedSharding(meshes[0], PartitionSpec())
     elif target is not None:
         default = SingleDeviceSharding(target.devices[0])
     carry = _carry(step, state, default)
     _warn_about_idle_devices(target, carry)
     platform = platform_of(carry)
-    chip = chip_of(device_of(carry)) if target is None else target.chip
-    accelerator = None if platform == "cpu" else chip
+    device = device_of(carry)
+    chip = chip_of(device) if target is None else target.chip
+    # As `accelerator_of`, except that a target may be a GPU that is not in the table.
+    accelerator = None if platform == "cpu" else known_chip(device.device_kind) or chip
     k = fuse or auto_steps(nbytes(batch), nbytes(state), chip=accelerator)
     chunk = _placement.chunk_shapes(batch, k, mesh_sharding)
     options = LoopOptions(

@@ -116,12 +116,14 @@ class Run(Iterator[Event]):
                     handle_logs(event)
                     continue
                 handle(event)
+                saving = self._loop.saving
+                can_save = isinstance(event, ChunkEnd | EpochEnd)
                 # A run that has been stopped ends by itself, and then saves that it was stopped.
-                can_save = isinstance(event, ChunkEnd | EpochEnd) and not event.stopped
-                if signals is not None and signals.is_pending and can_save:
+                will_save = saving is not None and event.stopped
+                if signals is not None and signals.is_pending and can_save and not will_save:
                     # Several processes get the signal at different steps, so none saves here: they
                     # could not save together.
-                    if self._loop.saving is not None and jax.process_count() == 1:
+                    if saving is not None and jax.process_count() == 1:
                         self._handle_unread(handle_logs)
                         self.save()
                     signals.handle_pending()
@@ -130,6 +132,8 @@ class Run(Iterator[Event]):
             # If the last program failed, it has no logs.
             with contextlib.suppress(Exception):
                 self._handle_unread(handle_logs)
+            # A run that fails at its end is saved, with the states of hooks that are still open.
+            self.close()
             raise
 
     def _handle_unread(self, handle_logs: Callable[[LogsReady], None]) -> None:
@@ -140,9 +144,9 @@ class Run(Iterator[Event]):
     def handle_signal_in_epoch_end(self, signals: DeferredSignals) -> None:
         """Handles a signal that arrives while the end of an epoch is handled.
 
-        A run with a checkpointer saves itself as it was before the end of the epoch. If the run has
-        been stopped, or the state of the event is in use elsewhere, the signal is handled after the
-        event.
+        A run with a checkpointer saves itself as it was before the end of the epoch; if it has been
+        stopped, the signal is handled after the event. So it is if the state of the event is in use
+        elsewhere.
         """
         self._loop.handle_signal_in_epoch_end(signals)
 

@@ -137,7 +137,7 @@ class Loop:
         if event is None or not (is_asked_to_end or signals.is_pending):
             return
         # A run that has been stopped ends after this event, and then saves that it was stopped.
-        if event.stopped:
+        if saving is not None and event.stopped:
             return
         # A hook has donated the state to another program: until it has assigned a new one, there is
         # nothing to save.

@@ -88,7 +88,7 @@ def predict(
         fuse,
         # The outputs of all K batches are in memory at once, beside the inputs.
         row_bytes=lambda batch: _row_bytes(step, state, batch) if jit else 0,
-        intervals=lambda: [prediction_interval(batches.full_steps)],
+        intervals=lambda batch: [prediction_interval(batches.full_steps)],
         chip=accelerator_of(state),
     )
     batches.begin(0)

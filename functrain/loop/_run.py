@@ -231,7 +231,7 @@ def begin_run(
             plan = Plan(
                 fuse,
                 state_bytes=nbytes(carry),
-                intervals=lambda: [batches.full_steps, longest_interval(triggers)],
+                intervals=lambda batch: [batches.full_steps, longest_interval(triggers)],
                 chip=accelerator_of(carry),
             )
         place = _placement.chunk_placer(batch_sharding)

@@ -96,8 +96,15 @@ def is_present(device: jax.Device) -> bool:
 
 
 def accelerator_of(tree: PyTree) -> Chip | None:
-    """Returns the accelerator that a program of these arguments runs on; None for a CPU."""
-    return None if platform_of(tree) == "cpu" else chip_of(device_of(tree))
+    """Returns the accelerator that a program of these arguments runs on; None for a CPU.
+
+    Its memory is that of the table, also if jax takes only a part of it. Otherwise K would differ
+    between a device and its compiler, and so would the programs.
+    """
+    if platform_of(tree) == "cpu":
+        return None
+    device = device_of(tree)
+    return known_chip(device.device_kind) or chip_of(device)
 
 
 def on_chip_bytes(tree: PyTree) -> int:

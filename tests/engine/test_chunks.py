@@ -36,7 +36,7 @@ class Feed:
         self.batches, self.boundaries = as_batches(data), boundaries
         self.plan = Plan(
             fuse,
-            intervals=lambda: [self.batches.full_steps],
+            intervals=lambda batch: [self.batches.full_steps],
             state_bytes=state_bytes,
             chip=chip,
         )
@@ -282,7 +282,7 @@ def test_a_fuse_below_one_is_refused(fuse) -> None:
 
 
 def test_more_steps_than_memory_has_room_for_are_capped_by_the_epoch() -> None:
-    plan = Plan(10**12, intervals=lambda: [None, 7, 9])
+    plan = Plan(10**12, intervals=lambda batch: [None, 7, 9])
     plan.settle(np.zeros((8, 3), np.float32))
     assert plan.k == 7
 

@@ -127,3 +127,16 @@ def test_a_csv_of_steps_does_not_wait_for_the_device_and_has_its_row_when_the_lo
     )
     assert (tmp_path / "log.csv").read_text().splitlines()[1:] == ["0,2,0.25,1.0"]
     log.close()
+
+
+@pytest.mark.parametrize("logger", [ft.hooks.CSVLogger, ft.hooks.JSONLines])
+def test_a_log_may_be_a_pipe(logger, tmp_path) -> None:
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    # Open for reading and writing, so that the logger does not wait for a reader.
+    pipe = os.open(path, os.O_RDWR)
+    fit(logger(path), epochs=2)
+    written = os.read(pipe, 2**16).decode()
+    os.close(pipe)
+    fit(logger(tmp_path / "file"), epochs=2)
+    assert written == (tmp_path / "file").read_text()

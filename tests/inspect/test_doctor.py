@@ -31,11 +31,15 @@ def test_a_fault_is_listed_with_its_issue_and_the_remedy():
 
 
 @pytest.mark.parametrize(
-    ("printed", "expected"),
-    [("right right", ("right", "right")), ("right", ("crash", "right")), ("", ("crash", "crash"))],
+    ("printed", "code", "expected"),
+    [
+        ("right right", 0, ("right", "right")),
+        ("right", -signal.SIGABRT, ("crash", "right")),
+        ("right", 1, ("crash", "right")),
+        ("", -signal.SIGABRT, ("crash", "crash")),
+    ],
 )
-def test_a_process_that_ends_early_has_crashed(monkeypatch, printed, expected):
-    code = 0 if len(printed.split()) == 2 else -signal.SIGABRT
+def test_a_process_that_ends_early_has_crashed(monkeypatch, printed, code, expected):
     done = subprocess.CompletedProcess([], code, printed)
     monkeypatch.setattr(_doctor.subprocess, "run", lambda *args, **options: done)
     assert _doctor._check_fault(0)[1:] == expected

@@ -290,6 +290,24 @@ def test_an_error_at_the_end_of_a_run_loses_no_step(tmp_path: pathlib.Path) -> N
     )
 
 
+@pytest.mark.parametrize("logger", [ft.hooks.JSONLines, ft.hooks.CSVLogger])
+def test_an_error_at_the_end_of_a_run_loses_no_line_of_a_log(
+    logger: Any, tmp_path: pathlib.Path
+) -> None:
+    def fail(event: Any) -> None:
+        if isinstance(event, ft.events.RunEnd):
+            raise KeyError
+
+    straight, interrupted = tmp_path / "straight", tmp_path / "interrupted"
+    trained(ft.Checkpointer(tmp_path / "a"), logger(straight), epochs=3)
+    checkpointer = ft.Checkpointer(tmp_path / "b")
+    with pytest.raises(KeyError):
+        trained(checkpointer, logger(interrupted), fail, epochs=2)
+    for epochs in (2, 3):
+        trained(checkpointer, logger(interrupted), epochs=epochs)
+    assert interrupted.read_text() == straight.read_text()
+
+
 def test_a_save_before_the_end_of_an_epoch_has_its_metrics(tmp_path: pathlib.Path) -> None:
     def loss_fn(params: Any, model_state: Any, batch: Any, *, rng: Any, training: bool) -> Any:
         return (params * batch).mean(), ft.Aux(model_state)

@@ -16,7 +16,8 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import functrain as ft
-from functrain.targets._chips import chip_of, device_of
+from functrain.targets import _chips
+from functrain.targets._chips import accelerator_of, chip_of, device_of
 from functrain.targets._compilers import GPUS, _target_config, known_targets, quiet_compiler
 
 H100 = _target_config(GPUS["h100"])
@@ -281,6 +282,13 @@ def test_the_memory_of_a_known_chip_is_the_part_of_it_that_jax_takes() -> None:
     known = chip_of(device("NVIDIA H200", None))
     assert chip_of(device("NVIDIA H200", 3 * 2**30)) == known._replace(memory_bytes=3 * 2**30)
     assert chip_of(device("NVIDIA H200", 2**50)) == known
+
+
+def test_k_is_chosen_for_the_whole_memory_of_a_known_chip_as_its_compiler_does(monkeypatch) -> None:
+    present = device("NVIDIA H200", 3 * 2**30)
+    monkeypatch.setattr(_chips, "platform_of", lambda tree: "gpu")
+    monkeypatch.setattr(_chips, "device_of", lambda tree: present)
+    assert accelerator_of(()) == chip_of(device("NVIDIA H200", None))
 
 
 def test_the_memory_of_a_mesh_is_that_of_a_device_of_this_process() -> None:

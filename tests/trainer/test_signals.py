@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import functrain as ft
+from functrain.internal import DeferredSignals
 
 LOADER = ft.ArrayLoader(np.arange(40, dtype=np.float32), 2)
 
@@ -101,3 +102,16 @@ def test_signals_belong_to_their_handlers_again_afterwards() -> None:
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     ft.fit(jnp.zeros(()), step, LOADER, verbose=0)
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+
+
+def test_a_signal_while_handlers_are_restored_comes_after_that(monkeypatch, ctrl_c) -> None:
+    restore = DeferredSignals._previous_handler
+
+    def interrupted(self: DeferredSignals, number: int) -> Any:
+        monkeypatch.undo()
+        signal.raise_signal(signal.SIGINT)
+        return restore(self, number)
+
+    with pytest.raises(KeyboardInterrupt), DeferredSignals():
+        monkeypatch.setattr(DeferredSignals, "_previous_handler", interrupted)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

@@ -2,6 +2,7 @@
 
 import bridge  # isort: skip  # before keras: it chooses the backend
 
+import gc
 import signal
 from collections.abc import Callable
 from typing import Any
@@ -217,3 +218,35 @@ def test_ctrl_c_while_a_model_is_built_waits_for_the_whole_model(monkeypatch) ->
             bridge.keras_state(model, batch)
         assert variables.made == 8
         jax.tree.map(np.testing.assert_array_equal, bridge.keras_state(model, batch), expected)
+
+
+@pytest.mark.parametrize("way", [bridge.fit, bridge.evaluate, bridge.predict])
+def test_the_arrays_of_a_run_do_not_wait_for_the_garbage_collector(way) -> None:
+    model = fresh()
+    arguments = (model, X) if way is bridge.predict else (model, X, Y)
+    way(*arguments, verbose=0)
+    gc.collect()
+    before = len(jax.live_arrays())
+    gc.disable()
+    try:
+        way(*arguments, verbose=0)
+        assert len(jax.live_arrays()) == before
+    finally:
+        gc.enable()
+
+
+def test_ctrl_c_ends_the_evaluation_of_a_stopped_fit(ctrl_c) -> None:
+    batches: list[int] = []
+
+    def interrupt(batch: int, logs: Any) -> None:
+        batches.append(batch)
+        signal.raise_signal(signal.SIGINT)
+
+    def stop(batch: int, logs: Any) -> None:
+        callback.model.stop_training = True
+
+    callback = keras.callbacks.LambdaCallback(on_train_batch_end=stop)
+    callback.on_test_batch_end = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        fit(fresh(), callbacks=[callback], validation_data=(X, Y))
+    assert batches == [0]

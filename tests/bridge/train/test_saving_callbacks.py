@@ -196,6 +196,16 @@ def test_callbacks_may_predict_in_a_resumed_epoch_and_at_the_end(tmp_path) -> No
     assert_same(finished, model)
 
 
+def test_a_fit_of_no_epochs_keeps_what_a_callback_assigned(tmp_path) -> None:
+    def assign(logs: Any = None) -> None:
+        callback.model.set_weights([np.full_like(x, 7) for x in callback.model.get_weights()])
+
+    callback = keras.callbacks.LambdaCallback(on_train_begin=assign)
+    checkpoints = ft.Checkpointer(tmp_path)
+    model, _ = fit(dense, lambda: {"epochs": 0}, checkpointer=checkpoints, callbacks=[callback])
+    assert all((x == 7).all() for x in model.get_weights())
+
+
 def test_it_refuses_a_second_backup(tmp_path) -> None:
     def both() -> dict[str, Any]:
         return {"callbacks": [keras.callbacks.BackupAndRestore(tmp_path / "b")]}
