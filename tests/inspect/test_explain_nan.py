@@ -110,6 +110,53 @@ def test_of_a_loop_the_round_of_the_nan_is_named_not_an_earlier_one_of_an_infini
     assert found.within == ("scan, iteration 2",)
 
 
+def test_an_infinity_is_followed_from_one_round_of_a_loop_to_the_next() -> None:
+    def scanned(state: Any, batch: Any) -> Any:
+        def body(c: Any, x: Any) -> Any:
+            return (c[0] * 1e20, c[1] + (c[0] - c[0])), ()
+
+        return jax.lax.scan(body, state, batch)[0], {}
+
+    def walked(state: Any, batch: Any) -> Any:
+        def body(c: Any) -> Any:
+            return c[0] + 1, (c[1][0] * batch[0], c[1][1] + (c[1][0] - c[1][0]))
+
+        return jax.lax.while_loop(lambda c: c[0] < batch.size, body, (0, state))[1], {}
+
+    for step, loop in ((scanned, "scan"), (walked, "while")):
+        found = ft.inspect.explain_nan((1.0, 0.0), step, jnp.full(6, 1e20))
+        assert found is not None
+        assert found.cause is not None
+        assert (found.operation, found.within) == ("sub", (f"{loop}, iteration 2",))
+        assert (found.cause.operation, found.cause.within) == ("mul", (f"{loop}, iteration 1",))
+
+
+def test_nan_of_an_output_that_nothing_uses_is_not_the_cause_of_an_infinity() -> None:
+    def step(state: Any, batch: Any) -> Any:
+        w, _ = jax.lax.scan(lambda c, x: (c * 1e30, jnp.log(x)), state, batch)
+        return w - w, {}
+
+    found = ft.inspect.explain_nan(jnp.ones(2), step, jnp.array([1.0, 1.0, -1.0]))
+    assert found is not None
+    assert found.cause is not None
+    assert (found.operation, found.cause.operation) == ("sub", "mul")
+    assert found.cause.bad_values == "inf in 2 of 2"
+    assert found.cause.within == ("scan, iteration 1",)
+
+
+def test_of_a_bodys_infinities_the_one_that_led_to_nan_is_the_cause() -> None:
+    @jax.jit
+    def two(x: Any) -> Any:
+        return 1.0 / (x - x), jnp.exp(x)
+
+    def value(p: Any, x: Any) -> Any:
+        mask, large = two(x)
+        return jnp.sum(jnp.where(mask > 0, p, 0.0) * (large - large))
+
+    found = explained(value, jnp.array([1.0, 100.0, 2.0]))
+    assert (found.operation, found.cause.operation) == ("sub", "exp")
+
+
 def test_of_a_cond_the_branch_is_named() -> None:
     def value(p: Any, x: Any) -> Any:
         return jnp.sum(jax.lax.cond(x[0] > 0, lambda p: p / 0.0, lambda p: p, p))
@@ -145,6 +192,63 @@ def test_an_infinity_that_is_meant_to_be_in_the_state_is_not_blamed_for_nan() ->
     found = ft.inspect.explain_nan(jnp.inf, step, {"x": jnp.array([-1.0]), "mask": mask})
     assert found is not None
     assert (found.operation, found.bad_values) == ("log", "NaN in 1 of 1")
+
+
+def in_loop(x: Any) -> Any:
+    return jax.lax.scan(lambda c, x: (c + (x - x), ()), 0.0, x)[0]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        lambda x: jnp.sum(x * 0.0),
+        lambda x: jnp.sum(x - jnp.mean(x)),
+        jax.jit(lambda x: jnp.sum(x - jnp.max(x))),
+        lambda x: jax.lax.cond(x[0] > 0, lambda x: jnp.sum(x * 0.0), jnp.sum, x),
+        in_loop,
+    ],
+)
+def test_an_infinite_input_is_the_cause_of_the_nan_that_it_led_to(value: Any) -> None:
+    def step(state: Any, batch: Any) -> Any:
+        loss = value(batch["x"])
+        best = jnp.minimum(state["best_loss"], loss)
+        return {"w": state["w"] - loss, "best_loss": best}, {"loss": loss}
+
+    state = {"best_loss": jnp.inf, "w": jnp.ones(2)}
+    batch = {"mask": jnp.array([0.0, -jnp.inf]), "x": jnp.array([1.0, jnp.inf])}
+    found = ft.inspect.explain_nan(state, step, batch)
+    assert found is not None
+    assert found.operation in ("mul", "sub")
+    assert found.cause == ft.inspect.NotFinite("input", "inf in 1 of 2", "batch/x")
+    assert "The infinity came from\ninput: inf in 1 of 2 values" in str(found)
+
+
+def test_an_infinite_number_in_the_state_is_the_cause_of_the_nan_that_it_led_to() -> None:
+    found = ft.inspect.explain_nan({"w": np.inf}, lambda s, b: ({"w": s["w"] * b}, {}), 0.0)
+    assert found is not None
+    assert found.cause == ft.inspect.NotFinite("input", "inf in 1 of 1", "state/w")
+
+
+def test_an_infinity_that_is_meant_is_not_blamed_for_the_nan_of_an_operations_infinity() -> None:
+    def step(state: Any, batch: Any) -> Any:
+        def body(c: Any, x: Any) -> Any:
+            w, best_loss = c
+            return (w * 1e30, jnp.minimum(best_loss, jnp.sum(w))), ()
+
+        (w, best_loss), _ = jax.lax.scan(body, (state["w"], state["best_loss"]), None, length=2)
+        return {"best_loss": best_loss, "w": w - w}, {}
+
+    state = {"best_loss": jnp.array(jnp.inf), "w": jnp.ones(2)}
+    found = ft.inspect.explain_nan(state, step, 0)
+    assert found is not None
+    assert found.cause is not None
+    assert (found.operation, found.cause.operation) == ("sub", "mul")
+    assert found.cause.within == ("scan, iteration 1",)
+
+
+def test_an_infinity_beside_the_value_that_made_nan_is_not_its_cause() -> None:
+    found = explained(lambda p, x: jnp.sum(p * jnp.log(x)), jnp.array([-1.0, jnp.inf, 1.0]))
+    assert (found.operation, found.bad_values, found.cause) == ("log", "NaN in 1 of 3", None)
 
 
 def test_a_number_that_is_nan_is_named_by_its_path() -> None:
