@@ -127,9 +127,32 @@ class _Rules:
         )
 
     def require_use(self, paths: Collection[str]) -> None:
-        """Raises ValueError if a pattern other than `**` is not the first one to match any leaf."""
+        """Raises ValueError if a pattern other than `**` is not the first one to match any leaf.
+
+        The same holds for `rules` within these.
+        """
+        uses: dict[int, tuple[_Rules, list[str]]] = {}
+        self._collect_uses(paths, uses)
+        for used, its_paths in uses.values():
+            used._require_own_use(its_paths)
+
+    def _collect_uses(
+        self, paths: Collection[str], uses: dict[int, tuple["_Rules", list[str]]]
+    ) -> None:
+        """Adds the leaves that these rules get, and those of the rules within, by their id."""
+        # All leaves together: if several patterns share rules, each may need another part of them.
+        uses.setdefault(id(self), (self, []))[1].extend(paths)
+        unmatched = list(paths)
+        for pattern, rule in self._patterns.items():
+            matching = [path for path in unmatched if matches(pattern, path)]
+            unmatched = [path for path in unmatched if not matches(pattern, path)]
+            if matching and isinstance(rule, _Rules):
+                rule._collect_uses(matching, uses)
+
+    def _require_own_use(self, paths: Collection[str]) -> None:
+        """Raises as `require_use`, for the patterns of these rules alone."""
         lines, unmatched = [], set(paths)
-        for i, (pattern, rule) in enumerate(self._patterns.items()):
+        for i, pattern in enumerate(self._patterns):
             matching = {path for path in paths if matches(pattern, path)}
             if not matching:
                 # Most likely a misspelled path.
@@ -141,9 +164,6 @@ class _Rules:
                         earlier_patterns.append(earlier)
                 earlier_text = ", ".join(earlier_patterns)
                 lines.append(f"{pattern}: all of its leaves match earlier patterns, {earlier_text}")
-            if matching & unmatched:  # the rule of a pattern may be another one of `rules`
-                check = getattr(rule, "require_use", lambda paths: None)
-                check([path for path in paths if path in matching & unmatched])
             unmatched -= matching
         require_no_problems(
             "rules",

@@ -177,6 +177,28 @@ def test_rules_within_rules_are_asked_about_the_leaves_that_they_get() -> None:
         ft.sharding.shardings(abstract(optax.sgd(0.1)), MESH, outer)
 
 
+def test_rules_under_several_patterns_are_asked_about_the_leaves_of_all_of_them() -> None:
+    layer = {"kernel": jax.ShapeDtypeStruct((8, 4), jnp.float32)}
+    params = {"encoder": layer | {"embedding": layer["kernel"]}, "decoder": layer}
+    shared = ft.sharding.rules(
+        {"**/kernel": P(None), "**/embedding": P("data"), "**": ft.sharding.replicated}
+    )
+    # The second pair has rules between the outer ones and the shared ones.
+    for encoder, decoder in (
+        (shared, shared),
+        (ft.sharding.rules({"**": shared}), ft.sharding.rules({"decoder/*": shared})),
+    ):
+        outer = ft.sharding.rules({"encoder/**": encoder, "decoder/**": decoder})
+        found = ft.sharding.shardings(params, MESH, outer)
+        assert specs(found["encoder"]["embedding"]) == P("data")
+    # What no leaf of either matches is refused; the problems of the outer rules come first.
+    with pytest.raises(ValueError, match=r"\*\*/embedding: perhaps"):
+        ft.sharding.shardings({"encoder": layer, "decoder": layer}, MESH, outer)
+    outer = ft.sharding.rules({"encoder/**": shared, "decode/**": shared, "**": P()})
+    with pytest.raises(ValueError, match=r"decode/\*\*: perhaps"):
+        ft.sharding.shardings({"encoder": layer, "decoder": layer}, MESH, outer)
+
+
 def test_meshes_are_made_of_sizes_by_name() -> None:
     assert dict(ft.sharding.mesh({"data": -1, "model": 2}).shape) == {"data": 1, "model": 2}
     assert dict(ft.sharding.mesh({"a": 1}, devices=jax.devices()[:1]).shape) == {"a": 1}
