@@ -34,11 +34,11 @@ def enable_compilation_cache(directory: str | os.PathLike[str]) -> None:
     """
     directory = os.path.abspath(directory)
     os.makedirs(directory, exist_ok=True)
-    # jax opens the cache once, so that another directory needs a new start.
-    if directory != getattr(jax.config, _DIRECTORY):
-        reset_cache()
     for name, value in (_OPTIONS | {_DIRECTORY: directory}).items():
         jax.config.update(name, value)
+    # jax opens the directory once, at its first program, and does not tell which one is open: the
+    # config may have named another one since. After a reset it opens the one that is named now.
+    reset_cache()
 
 
 @contextlib.contextmanager

@@ -41,3 +41,17 @@ def test_programs_go_into_the_directory_that_was_named_last(tmp_path) -> None:
             ft.enable_compilation_cache(tmp_path / name)
             jax.jit(lambda x, factor=factor: x * (2 + factor))(np.ones(3))
             assert list((tmp_path / name).iterdir())
+
+
+def test_a_directory_that_only_the_config_of_jax_names_is_opened(tmp_path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    with compilation_cache(first):
+        jax.jit(lambda x: x * 5)(np.ones(3))
+        before = list(first.iterdir())
+        # jax has opened the first directory, and does not close it here.
+        jax.config.update("jax_compilation_cache_dir", str(second))
+        ft.enable_compilation_cache(second)
+        jax.jit(lambda x: x * 6)(np.ones(3))
+        assert before
+        assert list(first.iterdir()) == before
+        assert list(second.iterdir())
