@@ -46,7 +46,7 @@ def log_norm(
 
     def norms(updates: PyTree) -> dict[str, jax.Array]:
         # Squares overflow in float16, and their sums stop growing in bfloat16.
-        updates = jax.tree.map(_tree.at_least_float32, updates)
+        updates = jax.tree.map(lambda x: _tree.at_least_float32(jnp.asarray(x)), updates)
         measured = {name: optax.tree.norm(updates)}
         for part, leaves in _parts(updates, depth).items():
             measured[f"{name}/{part}"] = optax.tree.norm(leaves)
