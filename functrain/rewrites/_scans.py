@@ -46,6 +46,13 @@ def _count_stacked(outer: Sequence[Any], inner: Sequence[Any]) -> int:
     return sum(ndim(a) != ndim(b) for a, b in zip(outer, inner, strict=True))
 
 
+def is_known_loop(params: dict[str, Any]) -> bool:
+    """Returns True for a scan without effects, of a known length above 1."""
+    length = params["length"]
+    # The length may be a symbol, as in a shape-polymorphic export: it cannot be compared with 1.
+    return isinstance(length, int) and length > 1 and not params["jaxpr"].effects
+
+
 def trace_scan(inputs: Sequence[jax.Array], params: dict[str, Any]) -> core.JaxprEqn:
     """Returns the equation of a scan with these inputs and parameters.
 
@@ -96,7 +103,8 @@ def is_small(params: dict[str, Any], max_bytes: int) -> bool:
     """
     total = 0
     for eqn, _, executions in walk_equations(params["jaxpr"]):
-        if not all(map(has_known_sizes, avals(eqn))):
+        # Inside of a scan whose length is a symbol, the number of executions is one as well.
+        if not isinstance(executions, int) or not all(map(has_known_sizes, avals(eqn))):
             return False
         outputs = list(map(nbytes, eqn.outvars))
         total += params["length"] * executions * sum(outputs)

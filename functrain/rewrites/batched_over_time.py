@@ -46,7 +46,14 @@ from jax.extend.core import primitives
 
 from functrain.rewrites._equations import is_sharded, open_jaxpr, variables
 from functrain.rewrites._rewrite import Rewrite
-from functrain.rewrites._scans import is_small, scan_part, split_inputs, trace_scan, with_outputs
+from functrain.rewrites._scans import (
+    is_known_loop,
+    is_small,
+    scan_part,
+    split_inputs,
+    trace_scan,
+    with_outputs,
+)
 
 # The most bytes that the values of all iterations may take: see the populations.
 MAX_BYTES = 3 * 2**26
@@ -81,9 +88,7 @@ class _Plan(NamedTuple):
 def _applies(eqn: core.JaxprEqn) -> bool:
     params = eqn.params
     # Without a loop, nothing is stacked.
-    if params["unroll"] == params["length"]:
-        return False
-    if params["length"] <= 1 or params["jaxpr"].effects:
+    if not is_known_loop(params) or params["unroll"] == params["length"]:
         return False
     if any(is_sharded(var.aval) for var in eqn.invars) or not is_small(params, MAX_BYTES):
         return False

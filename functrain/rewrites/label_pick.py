@@ -19,7 +19,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.extend import core
 from jax.extend.core import primitives
@@ -61,11 +60,17 @@ def _picks_one_of_each_row(
         # One number of a single long row is not a label, and a sum over the row takes longer.
         and bool(rows)
         # The indices of all classes must fit into the dtype of the labels.
-        and np.iinfo(indices.dtype).max >= operand.shape[-1] - 1
+        and operand.shape[-1] - 1 <= _largest(indices.dtype)
         and axes == (len(rows),)
         and operand_rows == index_rows == rows
         and indices.size == math.prod(operand.shape[:-1])
     )
+
+
+def _largest(dtype: Any) -> int:
+    # Not `np.iinfo`, which does not know int4.
+    info = jnp.iinfo(dtype)  # type: ignore[no-untyped-call]  # of ml_dtypes
+    return int(info.max)
 
 
 def _spread(indices: jax.Array, shape: tuple[int, ...]) -> jax.Array:

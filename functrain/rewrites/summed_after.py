@@ -53,7 +53,13 @@ from functrain.rewrites._equations import (
 )
 from functrain.rewrites._pass import rewrite_jaxpr
 from functrain.rewrites._rewrite import Rewrite
-from functrain.rewrites._scans import scan_part, split_inputs, trace_scan, with_outputs
+from functrain.rewrites._scans import (
+    is_known_loop,
+    scan_part,
+    split_inputs,
+    trace_scan,
+    with_outputs,
+)
 
 # The most bytes that the operands of all iterations may take: on a CPU they must stay in the cache.
 MAX_BYTES = {"cpu": 2**23, "gpu": 2**26, "tpu": 2**24}
@@ -79,10 +85,10 @@ class _Accumulator(NamedTuple):
 
 def _applies(eqn: core.JaxprEqn, platform: str) -> bool:
     params = eqn.params
+    if not is_known_loop(params):
+        return False
     # On a TPU, without a loop, each sum is part of the kernel of its product.
     if platform == "tpu" and params["unroll"] == params["length"]:
-        return False
-    if params["length"] <= 1 or params["jaxpr"].effects:
         return False
     return bool(_find_accumulators(eqn, platform))
 

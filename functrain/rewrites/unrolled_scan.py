@@ -40,7 +40,7 @@ from jax.extend.core import primitives
 from functrain.rewrites._equations import walk_equations
 from functrain.rewrites._pass import rewrite_jaxpr
 from functrain.rewrites._rewrite import Rewrite
-from functrain.rewrites._scans import is_small
+from functrain.rewrites._scans import is_known_loop, is_small
 
 # The most equations that the bodies of all iterations may have, so that compilers take seconds.
 MAX_EQUATIONS = {"tpu": 2048, "gpu": 1024}
@@ -54,14 +54,11 @@ _RANDOM_EQUATIONS = 100
 
 def _find_factor(params: dict[str, Any], platform: str) -> int:
     """Returns how many iterations an iteration of the rewritten scan runs; 1 for no change."""
-    length: int = params["length"]
     # Another `unroll` is the user's choice.
-    if length <= 1 or params.get("unroll") != 1:
+    if not is_known_loop(params) or params.get("unroll") != 1 or not is_small(params, MAX_BYTES):
         return 1
-    body = params["jaxpr"]
-    if body.effects or not is_small(params, MAX_BYTES):
-        return 1
-    num_equations = _count_equations(body)
+    length: int = params["length"]
+    num_equations = _count_equations(params["jaxpr"])
     if num_equations * length <= MAX_EQUATIONS[platform]:
         return length
     is_part_fast = platform == "gpu" and num_equations * PART <= MAX_EQUATIONS[platform]

@@ -457,15 +457,44 @@ def layers(x: jax.Array) -> jax.Array:
     return jax.nn.relu(out).mean((1, 2)) @ jnp.ones((2, 64))
 
 
+def nested_loops(x: jax.Array) -> jax.Array:
+    """Values of known sizes, which a scan of eight iterations computes as often as x has columns.
+
+    No iteration reads a column.
+    """
+
+    def inner(carry: jax.Array, column: jax.Array) -> tuple[jax.Array, None]:
+        return jnp.tanh(carry @ jnp.ones((16, 16))), None
+
+    def outer(carry: jax.Array, _: None) -> tuple[jax.Array, jax.Array]:
+        new = lax.scan(inner, carry, x[0])[0]
+        return new, new * 2
+
+    return lax.scan(outer, jnp.ones((4, 16)), length=8)[1] + x.sum()
+
+
 @pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
-@pytest.mark.parametrize("model", [attention, recurrence, layers])
-def test_no_rewrite_fails_if_a_size_is_a_symbol(model: Any, platform: str) -> None:
-    (batch,) = jax.export.symbolic_shape("batch")
-    x = jax.ShapeDtypeStruct((batch, 12, 16), jnp.float32)
+@pytest.mark.parametrize("shape", ["batch, 12, 16", "8, time, 16"])
+@pytest.mark.parametrize("model", [attention, recurrence, layers, nested_loops])
+def test_no_rewrite_fails_if_a_size_is_a_symbol(model: Any, shape: str, platform: str) -> None:
+    x = jax.ShapeDtypeStruct(jax.export.symbolic_shape(shape), jnp.float32)
 
     def fn(x: jax.Array) -> Any:
         out, pull = jax.vjp(model, x)
         return jnp.argmax(out, axis=-1), pull(out)
+
+    _, failures = _optimize.rewrite_or_keep(jax.make_jaxpr(fn)(x), "auto", platform)
+    assert failures == []
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
+@pytest.mark.parametrize("dtype", [jnp.int4, jnp.uint4])
+def test_no_rewrite_fails_for_labels_of_four_bits(dtype: Any, platform: str) -> None:
+    x, labels = jnp.ones((8, 5)), jnp.ones(8, dtype)
+
+    def fn(x: jax.Array) -> Any:
+        out, pull = jax.vjp(lambda x: jax.vmap(lambda row, j: row[j])(x, labels), x)
+        return out, pull(out)
 
     _, failures = _optimize.rewrite_or_keep(jax.make_jaxpr(fn)(x), "auto", platform)
     assert failures == []
