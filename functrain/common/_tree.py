@@ -21,9 +21,16 @@ def keys(path: tuple[jax.tree_util.KeyEntry, ...]) -> tuple[str, ...]:
     return tuple(jax.tree_util.keystr((entry,), simple=True) for entry in path)
 
 
-def leaves_with_path(tree: PyTree) -> Iterator[tuple[str, PyTree]]:
-    """Yields every leaf with its path as a string."""
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+def leaves_with_path(
+    tree: PyTree, is_leaf: Callable[[PyTree], bool] | None = None
+) -> Iterator[tuple[str, PyTree]]:
+    """Yields every leaf with its path as a string.
+
+    Args:
+      tree: A pytree.
+      is_leaf: As in jax: a node for which it returns True is a leaf.
+    """
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf):
         yield path_str(path), leaf
 
 

@@ -19,6 +19,9 @@ from functrain.step._state import TrainState, check_tx
 from functrain.step._update import update
 from functrain.tx._logs import logged
 
+# The states that keep the rate of the last update as `learning_rate`.
+_LINE_SEARCHES = (optax.ScaleByZoomLinesearchState, optax.ScaleByBacktrackingLinesearchState)
+
 
 def train_step(
     loss_fn: LossFn,
@@ -37,9 +40,10 @@ def train_step(
       learning_rate: The schedule inside `tx`, to log its values. It has no effect on the updates,
         whose learning rate is that of `tx`; optax does not expose the schedule of an optimizer. It
         is called with the optimizer's own count of updates, which differs from the count of steps
-        under `optax.MultiSteps`. Rates injected by `optax.inject_hyperparams` are logged without
-        this argument, those of `param_groups` as ``<group>/learning_rate``. Between two updates of
-        `optax.MultiSteps`, the rate of the last update is logged.
+        under `optax.MultiSteps`. Rates injected by `optax.inject_hyperparams`, and those that the
+        line search of `optax.lbfgs` finds, are logged without this argument; those of
+        `param_groups` as ``<group>/learning_rate``. Between two updates of `optax.MultiSteps`, the
+        rate of the last update is logged.
 
     Returns:
       ``step(state, batch) -> (state, logs)`` with
@@ -92,15 +96,23 @@ def _applied_rates(
     """Returns the learning rates of an update as logs; an empty dict if they are unknown."""
     if schedule is not None:
         return {"learning_rate": jnp.asarray(schedule(_update_count(old)), jnp.float32)}
-    # `inject_hyperparams` stores the values that an update used in the state after it, as the
-    # optimizers of `bridge` do. Elsewhere, it is the name of a param, as in its moments.
     rates: dict[str, list[jax.Array]] = {}
-    for path, rate in _tree.leaves_with_path(new.opt_state):
+    for path, x in _tree.leaves_with_path(new.opt_state, lambda x: isinstance(x, _LINE_SEARCHES)):
         keys = path.split("/")
-        if keys[-1] == "learning_rate" and keys[-2:-1] in (["hyperparams"], ["scalars"]):
-            rates.setdefault(_log_name(keys), []).append(rate)
+        if isinstance(x, _LINE_SEARCHES):
+            rates.setdefault(_log_name(keys), []).append(x.learning_rate)
+        elif _is_injected_rate(keys):
+            rates.setdefault(_log_name(keys), []).append(x)
     # Two rates with one name, as of a chain, cannot be told apart: neither is logged.
     return {name: jnp.asarray(x[0], jnp.float32) for name, x in rates.items() if len(x) == 1}
+
+
+def _is_injected_rate(path: list[str]) -> bool:
+    """Returns True for the path of a rate that an optimizer keeps as a hyperparameter."""
+    # `inject_hyperparams` stores the values that an update used in the state after it, as the
+    # optimizers of `bridge` do. Elsewhere `learning_rate` may be the name of a param, whose moments
+    # have this name, too.
+    return path[-1] == "learning_rate" and path[-2:-1] in (["hyperparams"], ["scalars"])
 
 
 def _log_name(path: list[str]) -> str:

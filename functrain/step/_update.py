@@ -81,6 +81,12 @@ def update(
         """Returns the gradients at other params, for `optax.contrib.sam`."""
         return unscale_gradients(jax.grad(lambda p: scaled_loss(p)[0])(params), scale)
 
+    def value_fn(params: PyTree, grad_fn: Any = None) -> jax.Array:
+        """Returns the loss at other params, for line searches."""
+        # `optax.scale_by_backtracking_linesearch` raises for an argument that neither it nor this
+        # function takes, hence `grad_fn`.
+        return loss_and_aux(params)[0]
+
     (_, (loss, aux)), grads = jax.value_and_grad(scaled_loss, has_aux=True)(state.params)
     grads = unscale_gradients(grads, scale)
     new = state.apply_gradients(
@@ -88,13 +94,13 @@ def update(
         tx,
         value=loss,
         grad=grads,
-        value_fn=lambda params: loss_and_aux(params)[0],
+        value_fn=value_fn,
         grad_fn=grad_fn,
     )
     finite, _ = finite_and_scale(new.opt_state)
     model_state = aux.model_state
-    # `skip_non_finite` sees gradients only. The forward pass of a skipped step may have put NaN
-    # into batch statistics as well.
+    # `skip_non_finite` checks the loss, the gradients and the updates, but does not see the model
+    # state. The forward pass of a skipped step may have put NaN into it, as into batch statistics.
     if finite is not None:
         model_state = _tree.select(finite, model_state, state.model_state)
     return new.replace(model_state=model_state), loss, aux

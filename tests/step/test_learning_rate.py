@@ -61,6 +61,28 @@ def test_a_param_with_the_name_of_the_rate_is_not_logged_as_it() -> None:
         assert logs.get("learning_rate") == expected
 
 
+LINE_SEARCHES = {
+    "zoom": optax.lbfgs(),
+    "backtracking": optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(20)),
+}
+
+
+@pytest.mark.parametrize("name", LINE_SEARCHES)
+def test_the_rate_that_a_line_search_found_is_logged(name: str) -> None:
+    tx = LINE_SEARCHES[name]
+
+    def square(params, model_state, batch, *, rng, training):
+        loss = 10 * (params["w"] - 0.3) ** 2 + 0 * params["learning_rate"]
+        return loss, ft.Aux(model_state)
+
+    params = {"w": np.float32(0), "learning_rate": np.float32(0.1)}
+    state = ft.TrainState.create(params=params, tx=tx)
+    new, logs = jax.jit(ft.train_step(square, tx))(state, None)
+    (found,) = [x.learning_rate for x in new.opt_state if "Linesearch" in type(x).__name__]
+    assert logs["learning_rate"] == found
+    assert 0 < float(found) < 1
+
+
 def test_a_number_for_the_schedule_is_refused() -> None:
     with pytest.raises(TypeError, match=r"learning_rate: expected the schedule.*got 0\.001"):
         ft.train_step(loss_fn, optax.sgd(1e-3), learning_rate=1e-3)
