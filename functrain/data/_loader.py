@@ -111,10 +111,11 @@ class ArrayLoader(SeekableLoader):
         ``"device"`` puts all data on the default device once and gathers batches there: the
         device needs memory for all of it, and no batch has to be transferred.
 
-    Every chunk is copied when it is made, so you may change the arrays in place between epochs. Do
-    it at the last `ChunkEnd` of an epoch, as with a hook that is due
+    With ``placement="host"`` every chunk is copied when it is made, so you may change the arrays in
+    place between epochs. Do it at the last `ChunkEnd` of an epoch, as with a hook that is due
     ``functrain.every(steps=len(loader))``: at `EpochEnd`, the first chunk of the next epoch has
-    been copied already.
+    been copied already. With ``"device"`` all data are copied when the loader is made: a change
+    after that has no effect.
 
     Dtypes are kept: leave `uint8` images as they are, and cast and scale them in the step, on the
     device, where this costs little.

@@ -118,8 +118,8 @@ class Fused(Generic[StateT]):
         ``program(state, chunk, i32[]) -> (state, logs)`` takes the given number of steps, 1 to K.
         With a number below K, a tracer or a shape, the program can take any number of steps, in a
         loop that is not unrolled. The lowered program has a third result, a number that is ready
-        when all of the program has run. It is made for the devices of its
-        arguments, so that of shapes on a `functrain.target` is the one that a TPU or GPU would run.
+        when all of the program has run. The program is made for the devices of its arguments: with
+        shapes on a `functrain.target`, it is the one that a TPU or GPU would run.
         """
         return FusedProgram(self)
 

@@ -265,7 +265,8 @@ def _quantize(w: Any) -> dict[str, jax.Array]:
     wide = _tree.at_least_float32(w)
     exact = jnp.max(jnp.abs(wide), axis=inputs, keepdims=True) / 127
     scale = exact.astype(w.dtype)
-    # Up, since float16 has few digits for small scales: no weight may exceed 127 of them.
+    # Rounded up, because a weight must not be more than 127 times the scale, and float16 has few
+    # digits for small numbers.
     is_below = _tree.at_least_float32(scale) < exact
     scale = jnp.where(is_below, jnp.nextafter(scale, jnp.full_like(scale, jnp.inf)), scale)
     # An output whose weights are all zero has the scale 1, by which they can be divided.

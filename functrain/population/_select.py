@@ -63,7 +63,8 @@ def resample(
       key: A typed key `key[]`; fold the step into it: ``jax.random.fold_in(key, event.step)``.
       mode: ``"min"`` if small values are better, ``"max"`` if large ones are.
       fraction: The fraction of the members that is replaced, and of those that are copied: at
-        least one member, at most half of them.
+        least one member, at most half of them. If fewer members than that have a value other than
+        NaN, only those are copied.
       perturb: Factors by the name of a hyperparameter, as in `with_hyperparameters`. In each copy,
         the hyperparameter is multiplied by one of its factors, drawn at random:
         ``{"learning_rate": (0.8, 1.25)}``.

@@ -77,7 +77,8 @@ class TrainState(flax.struct.PyTreeNode, eq=False):
         check_rng(rng)
         check_tx(tx)
         params = _tree.copy(params)
-        # The gradients of jax point uphill in the imaginary part, and optax expects conjugates.
+        # For a complex array, jax returns the conjugate of the direction in which the loss grows: a
+        # step against it, as optax takes, goes uphill in the imaginary part.
         advice = (
             "The optimizer trains all params. Put other arrays into model_state; train a complex "
             "array as two, its real and its imaginary part."

@@ -1,4 +1,4 @@
-"""Guards against gradients that are not finite: skipped updates and loss scaling."""
+"""Guards against numbers that are not finite: skipped steps and loss scaling."""
 
 from typing import Any, NamedTuple
 
@@ -29,7 +29,7 @@ class SkipState(NamedTuple):
 
 
 def skip_non_finite(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """Returns the transformation that skips updates whose gradients are not finite.
+    """Returns the transformation that skips steps whose loss, gradients or updates are not finite.
 
     A step whose loss, gradients or updates contain NaN or infinity leaves `params`, `model_state`
     and the state of `tx` unchanged to the bit. (`update` and `train_step` restore the model state.)
@@ -121,10 +121,10 @@ def loss_scale(
 
     The range of float16 is small, so that small gradients become zero. `update` and `train_step`
     therefore multiply the loss by the scale before they differentiate it, and divide the gradient
-    by the scale afterwards: `tx` and the logs get the true values. If the gradient is not finite,
-    the step is skipped as by `skip_non_finite`, and the scale is divided by `factor`. After
-    `growth_interval` consecutive finite gradients the scale is multiplied by `factor`.
-    `train_step` logs the scale as ``loss_scale``, and the counts of skipped steps.
+    by the scale afterwards: `tx` and the logs get the true values. If the loss, a gradient or
+    an update is not finite, the step is skipped as by `skip_non_finite`, and the scale is divided
+    by `factor`. After `growth_interval` consecutive finite steps the scale is multiplied by
+    `factor`. `train_step` logs the scale as ``loss_scale``, and the counts of skipped steps.
 
     Method: "Mixed precision training", Micikevicius et al., 2018, section 3.2. Params stay in
     float32, and so do the gradients after the division; `functrain.cast` makes a model compute in
