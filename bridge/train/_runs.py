@@ -64,8 +64,8 @@ def begin(
     # Decided once, since it may warn.
     decisions: list[bool] = []
 
-    # Closures that refer to the plan, which refers to them, would keep the model's arrays in memory
-    # until the garbage collector runs.
+    # They do not refer to the plan, which refers to them: in a cycle, the model's arrays would stay
+    # in memory until the garbage collector runs.
     def is_jitted(batch: PyTree) -> bool:
         if not decisions:
             uncompiled = runs_uncompiled(model, options.rewrites, lambda: result_shapes(batch))
@@ -147,6 +147,8 @@ def run_fit(
         if evaluation is not None:
             hook.is_evaluation_due = evaluation.is_due
             hook.evaluate = _evaluator(hook, evaluation, options, run, signals)
+            # The function refers to the hook and to the run, which refer to it.
+            stack.callback(setattr, hook, "evaluate", dict)
         # Otherwise a callback needs the model up to date after each epoch anyway.
         if hook.is_lazy:
             stack.enter_context(keep_history_from_model(callbacks, model))

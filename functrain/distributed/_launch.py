@@ -137,7 +137,7 @@ def _terminate(processes: Sequence[subprocess.Popen[str]]) -> None:
 
 
 def _kill(processes: Sequence[subprocess.Popen[str]]) -> list[int]:
-    """Kills processes that still run; returns all exit statuses, of killed ones that of SIGTERM."""
+    """Kills processes that still run; returns all exit statuses, 143 for those that it killed."""
     # A process that waits for a peer within a computation reacts to no other signal.
     running = [process for process in processes if process.poll() is None]
     statuses = []

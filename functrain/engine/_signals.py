@@ -60,12 +60,15 @@ class DeferredSignals:
         if threading.current_thread() is not threading.main_thread():
             self._is_over = True
             return
-        for number in self._handlers:
-            # Of two blocks that overlap, the second one stays in place when the first one ends.
-            if signal.getsignal(number) == self._defer:
-                signal.signal(number, self._previous_handler(number))
-        # Not before: a signal that came in between would raise, and leave this handler in place.
-        self._is_over = True
+        try:
+            for number in self._handlers:
+                # Of two blocks that overlap, the second one stays in place when the first one ends.
+                if signal.getsignal(number) == self._defer:
+                    signal.signal(number, self._previous_handler(number))
+        finally:
+            # Not before: Ctrl-C would raise at once, and leave this handler in place. If it comes
+            # when its own handler is back, this one may stay in place for SIGTERM and passes it on.
+            self._is_over = True
         if error is None or isinstance(error, Exception):
             self.handle_pending()
             return

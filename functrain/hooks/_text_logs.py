@@ -54,6 +54,8 @@ class TextLogger(Logger):
         Raises:
           OSError: The file cannot be written.
         """
+        if self._is_stream:
+            return  # the reader of a pipe would take it for the end
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.path.open("a").close()
@@ -64,6 +66,11 @@ class TextLogger(Logger):
                 "another path. No step was taken."
             ) from error
 
+    @property
+    def _is_stream(self) -> bool:
+        """True for a pipe or a device, such as /dev/null: what was written cannot be changed."""
+        return self.path.exists() and not (self.path.is_file() or self.path.is_dir())
+
     def _add(self, text: str) -> None:
         """Appends text to the file; if that fails, as on a full disk, the file stays as it was."""
         if self._file is None:
@@ -71,8 +78,7 @@ class TextLogger(Logger):
             # Without a buffer, the file can be read during the run, a killed process loses nothing,
             # and no text is written after its write has failed.
             self._file = self.path.open("ab", buffering=0)
-            # Pipes and devices, such as /dev/null, cannot be truncated.
-            if not self._keeps_lines and self.path.is_file():
+            if not (self._keeps_lines or self._is_stream):
                 self._file.truncate(0)
         size, rest = os.fstat(self._file.fileno()).st_size, text.encode()
         try:
@@ -111,6 +117,8 @@ class TextLogger(Logger):
 
     def restore(self, state: dict[str, Any], /) -> None:
         """Truncates lines that were written after the checkpoint: the run writes them again."""
+        if self._is_stream:
+            return
         saved_size = state["bytes"]
         # If the file was empty at the checkpoint, all of its lines were written after it.
         self._keeps_lines = bool(saved_size)
@@ -260,8 +268,9 @@ class CSVLogger(TextLogger):
 
     def _set_columns(self, columns: list[str]) -> None:
         """Writes a new header; keeps the first `_row_count` rows, with empty new cells."""
-        # What was written to a pipe or a device cannot be changed.
-        if not (self._row_count and self.path.is_file()):
+        if self._is_stream:
+            self._add(_csv(columns))
+        elif not self._row_count:
             self._close(keeps_lines=False)
             self._add(_csv(columns))
         else:
@@ -290,6 +299,8 @@ class CSVLogger(TextLogger):
 
     def restore(self, state: dict[str, Any], /) -> None:
         """Drops rows and columns that were added after the checkpoint: the run adds them again."""
+        if self._is_stream:
+            return
         saved_count = state["rows"]
         self._keeps_lines = bool(saved_count)
         count = self._read()[1] if self.path.exists() else 0

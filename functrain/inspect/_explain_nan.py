@@ -98,7 +98,8 @@ def explain_nan(state: PyTree, step: Any, batch: PyTree) -> NotFinite | None:
     and which led to the NaN in the result, so infinities that do no harm, such as those of masks,
     are ignored. If an infinity caused the NaN, `cause` is the operation that made the infinity, or
     the leaf of the state or the batch that held it. Other infinities in the state or the batch are
-    reported only if no operation made one, or NaN.
+    reported only if no operation made one, or NaN. Constants of the step, such as ``jnp.nan``, are
+    not named.
 
     Args:
       state: The state before the step, without metrics. Not changed.
@@ -106,7 +107,8 @@ def explain_nan(state: PyTree, step: Any, batch: PyTree) -> NotFinite | None:
       batch: The batch.
 
     Returns:
-      The operation, which prints as text; None if everything is finite.
+      The operation, which prints as text; None if everything is finite, or only a constant is
+      not.
 
     Raises:
       TypeError: `step` is not a step.

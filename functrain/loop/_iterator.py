@@ -100,9 +100,10 @@ class Run(Iterator[Event]):
         *,
         signals: DeferredSignals | None = None,
     ) -> Iterator[Event]:
-        """Yields each event after it has been handled; then handles deferred signals.
+        """Yields each event after it, and the deferred signals, have been handled.
 
-        A run with a checkpointer saves itself before a signal is handled.
+        A run with a checkpointer saves itself before a signal is handled, and after an error at its
+        end.
 
         Args:
           handle: Called with each event except `LogsReady`.
@@ -132,8 +133,8 @@ class Run(Iterator[Event]):
             # If the last program failed, it has no logs.
             with contextlib.suppress(Exception):
                 self._handle_unread(handle_logs)
-            # A run that fails at its end is saved, with the states of hooks that are still open.
-            self.close()
+            # Here and not when the run is closed, which is after the hooks are.
+            self._loop.save_failed_end()
             raise
 
     def _handle_unread(self, handle_logs: Callable[[LogsReady], None]) -> None:
@@ -144,9 +145,9 @@ class Run(Iterator[Event]):
     def handle_signal_in_epoch_end(self, signals: DeferredSignals) -> None:
         """Handles a signal that arrives while the end of an epoch is handled.
 
-        A run with a checkpointer saves itself as it was before the end of the epoch; if it has been
-        stopped, the signal is handled after the event. So it is if the state of the event is in use
-        elsewhere.
+        A run with a checkpointer saves itself as it was before the end of the epoch. If that run
+        has been stopped, or a hook has donated the state of the event, the signal is handled after
+        the event.
         """
         self._loop.handle_signal_in_epoch_end(signals)
 

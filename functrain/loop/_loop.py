@@ -98,6 +98,8 @@ class Loop:
         self._open_event: Event | None = None
         # The values of the last event.
         self._last_values = {} if resumed is None else resumed.values
+        # While the end of the run is handled, its event and the trees of its checkpoint.
+        self._unsaved_end: tuple[RunEnd, dict[str, PyTree]] | None = None
 
     @property
     def state(self) -> PyTree:
@@ -262,12 +264,14 @@ class Loop:
         # that resumes for more epochs continues from the last state, not from the best one.
         trees, values = self._trees_to_save(self._epoch_is_over), self._last_values
         event = RunEnd(**self._event_fields(), was_stopped=is_stopped)
+        self._unsaved_end = event, trees
         try:
             yield from self._yield_event(event)
         # Also GeneratorExit: an error of a hook ends the loop that reads these events.
         except BaseException:
-            self._save_before_end(event, trees)
+            self.save_failed_end()
             raise
+        self._unsaved_end = None
         is_finished = self.resumed is not None and self.resumed.finished
         has_run = self.position.epoch < self.epochs
         if self.saving is not None and has_run and not is_finished:
@@ -280,8 +284,11 @@ class Loop:
                 done={"epochs": self.epochs, "stopped": is_stopped},
             )
 
-    def _save_before_end(self, event: RunEnd, trees: dict[str, PyTree]) -> None:
-        """Saves the last epoch although the end of the run has failed: a resumed run repeats it."""
+    def save_failed_end(self) -> None:
+        """Saves the last epoch if the end of the run has failed: a resumed run repeats the end."""
+        if self._unsaved_end is None:
+            return
+        (event, trees), self._unsaved_end = self._unsaved_end, None
         is_new = self.resumed is None or not self.resumed.nothing_left
         # A resumed run must not continue one that was stopped, and no process saves alone.
         is_saved = is_new and not event.was_stopped and jax.process_count() == 1

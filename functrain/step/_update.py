@@ -81,12 +81,6 @@ def update(
         """Returns the gradients at other params, for `optax.contrib.sam`."""
         return unscale_gradients(jax.grad(lambda p: scaled_loss(p)[0])(params), scale)
 
-    def value_fn(params: PyTree, grad_fn: Any = None) -> jax.Array:
-        """Returns the loss at other params, for line searches."""
-        # `optax.scale_by_backtracking_linesearch` raises for an argument that neither it nor this
-        # function takes, hence `grad_fn`.
-        return loss_and_aux(params)[0]
-
     (_, (loss, aux)), grads = jax.value_and_grad(scaled_loss, has_aux=True)(state.params)
     grads = unscale_gradients(grads, scale)
     new = state.apply_gradients(
@@ -94,7 +88,7 @@ def update(
         tx,
         value=loss,
         grad=grads,
-        value_fn=value_fn,
+        value_fn=lambda params: loss_and_aux(params)[0],
         grad_fn=grad_fn,
     )
     finite, _ = finite_and_scale(new.opt_state)

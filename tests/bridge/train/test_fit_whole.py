@@ -220,16 +220,24 @@ def test_ctrl_c_while_a_model_is_built_waits_for_the_whole_model(monkeypatch) ->
         jax.tree.map(np.testing.assert_array_equal, bridge.keras_state(model, batch), expected)
 
 
-@pytest.mark.parametrize("way", [bridge.fit, bridge.evaluate, bridge.predict])
-def test_the_arrays_of_a_run_do_not_wait_for_the_garbage_collector(way) -> None:
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda model: bridge.fit(model, X, Y, verbose=0),
+        lambda model: bridge.fit(model, X, Y, validation_data=(X, Y), verbose=0),
+        lambda model: bridge.evaluate(model, X, Y, verbose=0),
+        lambda model: bridge.predict(model, X, verbose=0),
+    ],
+    ids=["fit", "fit with evaluations", "evaluate", "predict"],
+)
+def test_the_arrays_of_a_run_do_not_wait_for_the_garbage_collector(run) -> None:
     model = fresh()
-    arguments = (model, X) if way is bridge.predict else (model, X, Y)
-    way(*arguments, verbose=0)
+    run(model)
     gc.collect()
     before = len(jax.live_arrays())
     gc.disable()
     try:
-        way(*arguments, verbose=0)
+        run(model)
         assert len(jax.live_arrays()) == before
     finally:
         gc.enable()
