@@ -1,8 +1,10 @@
 """What wandb has kept, offline. `make test-adapters` has it; elsewhere this is skipped."""
 
+import contextlib
 import json
 import pathlib
 import struct
+import time
 from typing import Any
 
 import pytest
@@ -21,13 +23,20 @@ pytestmark = [
 
 def records(folder: pathlib.Path) -> list[tuple[str, list[dict[str, Any]]]]:
     """Reads each run of a folder: its id, and what it logged, in wandb's own messages."""
+    from google.protobuf.message import DecodeError
     from wandb.proto.wandb_internal_pb2 import Record
 
     found = []
     for path in sorted(folder.glob("wandb/offline-run-*/*.wandb"), key=lambda p: p.stat().st_mtime):
+        log: list[Any] = []
+        # `finish` does not wait for the service, which writes the file.
+        deadline = time.monotonic() + 60
+        while not (log and log[-1].HasField("exit")):
+            assert time.monotonic() < deadline, f"{path} has no end"
+            with contextlib.suppress(DecodeError):  # of a record that is half written
+                log = [Record.FromString(text) for text in leveldb_log(path.read_bytes()[7:])]
         rows = []
-        for text in leveldb_log(path.read_bytes()[7:]):
-            record = Record.FromString(text)
+        for record in log:
             if record.HasField("history"):
                 items = record.history.item
                 rows.append({item.key or "/".join(item.nested_key): item for item in items})
