@@ -61,12 +61,12 @@ def begin(
     def result_shapes(batch: PyTree) -> PyTree:
         return jax.eval_shape(step, hook.values.shapes, batch)
 
-    # Decided once, since it may warn.
     decisions: list[bool] = []
 
-    # They do not refer to the plan, which refers to them: in a cycle, the model's arrays would stay
-    # in memory until the garbage collector runs.
+    # The plan refers to these functions. If they referred to the plan, the model's arrays would
+    # stay in memory until the garbage collector runs, so they get the batch as an argument.
     def is_jitted(batch: PyTree) -> bool:
+        # Decided once, since it may warn.
         if not decisions:
             uncompiled = runs_uncompiled(model, options.rewrites, lambda: result_shapes(batch))
             decisions.append(not uncompiled)

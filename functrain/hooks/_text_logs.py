@@ -55,7 +55,7 @@ class TextLogger(Logger):
           OSError: The file cannot be written.
         """
         if self._is_stream:
-            return  # the reader of a pipe would take it for the end
+            return  # the reader of a pipe takes it for the end when the file is closed
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.path.open("a").close()
@@ -268,10 +268,9 @@ class CSVLogger(TextLogger):
 
     def _set_columns(self, columns: list[str]) -> None:
         """Writes a new header; keeps the first `_row_count` rows, with empty new cells."""
-        if self._is_stream:
-            self._add(_csv(columns))
-        elif not self._row_count:
-            self._close(keeps_lines=False)
+        if self._is_stream or not self._row_count:
+            if not self._is_stream:
+                self._close(keeps_lines=False)
             self._add(_csv(columns))
         else:
             # Replacing the file at once keeps all rows if the process is killed meanwhile.

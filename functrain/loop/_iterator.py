@@ -133,7 +133,7 @@ class Run(Iterator[Event]):
             # If the last program failed, it has no logs.
             with contextlib.suppress(Exception):
                 self._handle_unread(handle_logs)
-            # Here and not when the run is closed, which is after the hooks are.
+            # Now, while the hooks are open: the run itself is closed after them.
             self._loop.save_failed_end()
             raise
 

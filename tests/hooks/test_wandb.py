@@ -33,6 +33,7 @@ def records(folder: pathlib.Path) -> list[tuple[str, list[dict[str, Any]]]]:
         deadline = time.monotonic() + 60
         while not (log and log[-1].HasField("exit")):
             assert time.monotonic() < deadline, f"{path} has no end"
+            time.sleep(0.05)
             with contextlib.suppress(DecodeError):  # of a record that is half written
                 log = [Record.FromString(text) for text in leveldb_log(path.read_bytes()[7:])]
         rows = []
