@@ -192,6 +192,8 @@ MIN_PRODUCTS, MAX_PRODUCTS, MAX_ELEMENTS = 2**17, 2**29, 2**23
 CONV_SECONDS, CONV_ROUNDS = 0.012, 5
 # After the first round, programs that take longer than this times the fastest are left out.
 HOPELESS = 3
+# A program whose first iteration takes longer, in seconds, is not run again.
+MAX_SECONDS = 1
 
 
 class Layer(NamedTuple):
@@ -319,14 +321,16 @@ def _compile_loop(jaxpr: Any, x: jax.Array, w: jax.Array, out: jax.Array) -> Cal
     """Returns a program that evaluates a jaxpr a number of times.
 
     Both operands of each iteration depend on the result of the one before. Otherwise the compiler
-    would take the transpose of one operand, or its patches, out of the loop.
+    would take the transpose of one operand, or its patches, out of the loop. The barrier makes it
+    compute them before the convolution. Otherwise it would compute the dependence of the kernel
+    again for each product of a rewrite that consists of elementwise operations.
     """
     evaluate: Any = core.jaxpr_as_fun(jaxpr)
 
     def loop(n: jax.Array, x: jax.Array, w: jax.Array, out: jax.Array) -> jax.Array:
         def body(_: Any, state: Any) -> Any:
             x, w, out = state
-            x, w = tied(x, out), tied(w, out)
+            x, w = lax.optimization_barrier((tied(x, out), tied(w, out)))
             return x, w, *evaluate(x, w)
 
         return lax.fori_loop(0, n, body, (x, w, out))[2]
@@ -337,17 +341,20 @@ def _compile_loop(jaxpr: Any, x: jax.Array, w: jax.Array, out: jax.Array) -> Cal
 
 def _measure_in_turn(runs: Sequence[Callable[[int], Any]]) -> list[float]:
     """Returns the least seconds of one iteration of each program."""
-    counts = []
-    for run in runs:
+    counts, seconds = {}, [math.inf] * len(runs)
+    for i, run in enumerate(runs):
+        first = _seconds(functools.partial(run, 1))
+        if first > MAX_SECONDS:
+            seconds[i] = first
+            continue
         # The first iteration needs time for its memory, which a fused step needs only once.
         once = _seconds(functools.partial(run, 4)) / 4
-        counts.append(max(8, math.ceil(CONV_SECONDS / max(once, 1e-7))))
-    seconds = [math.inf] * len(runs)
+        counts[i] = max(8, math.ceil(CONV_SECONDS / max(once, 1e-7)))
     for _ in range(CONV_ROUNDS):
         fastest = min(seconds)
-        for i, run in enumerate(runs):
+        for i, count in counts.items():
             if seconds[i] == math.inf or seconds[i] <= HOPELESS * fastest:
-                duration = _seconds(functools.partial(run, counts[i])) / counts[i]
+                duration = _seconds(functools.partial(runs[i], count)) / count
                 seconds[i] = min(seconds[i], duration)
     return seconds
 
