@@ -2,7 +2,7 @@
 
 python -m benchmarks.rewrites leave-one-out                  # some 30 minutes on two idle cores
 python -m benchmarks.rewrites leave-one-out --workloads dcgan,members
-python -m benchmarks.rewrites regret --layers 140            # some 25 minutes
+python -m benchmarks.rewrites regret --layers 140            # some 15 minutes
 python -m benchmarks.rewrites regret --layers 140 --first 1000 --update
 
 `leave-one-out` compiles the fused step of each workload with all rewrites, and without each of
