@@ -2,7 +2,7 @@
 
 python -m benchmarks.rewrites leave-one-out                  # some 30 minutes on two idle cores
 python -m benchmarks.rewrites leave-one-out --workloads dcgan,members
-python -m benchmarks.rewrites regret --layers 140            # some 15 minutes
+python -m benchmarks.rewrites regret --layers 140            # 15 minutes or more
 python -m benchmarks.rewrites regret --layers 140 --first 1000 --update
 
 `leave-one-out` compiles the fused step of each workload with all rewrites, and without each of
@@ -322,8 +322,8 @@ def _compile_loop(jaxpr: Any, x: jax.Array, w: jax.Array, out: jax.Array) -> Cal
 
     Both operands of each iteration depend on the result of the one before. Otherwise the compiler
     would take the transpose of one operand, or its patches, out of the loop. The barrier makes it
-    compute them before the convolution. Otherwise it would compute the dependence of the kernel
-    again for each product of a rewrite that consists of elementwise operations.
+    compute both operands before the convolution. Otherwise it would repeat the addition in `tied`
+    for each product, if a rewrite consists of elementwise operations.
     """
     evaluate: Any = core.jaxpr_as_fun(jaxpr)
 
