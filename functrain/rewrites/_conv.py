@@ -39,9 +39,14 @@ def from_canonical(out: jax.Array, numbers: lax.ConvDimensionNumbers) -> jax.Arr
     return lax.transpose(out, list(map(target_axes.index, range(out.ndim))))
 
 
+def split_axis(x: jax.Array, axis: int, count: int) -> jax.Array:
+    """Splits an axis of size `count k` into two axes, of the sizes `count` and k."""
+    return x.reshape(*x.shape[:axis], count, -1, *x.shape[axis + 1 :])
+
+
 def move_groups_last(x: jax.Array, count: int) -> jax.Array:
     """Transposes `[..., G C]` to `[..., C G]`, with G = `count`."""
-    return jnp.swapaxes(x.reshape(*x.shape[:-1], count, -1), -1, -2).reshape(x.shape)
+    return jnp.swapaxes(split_axis(x, x.ndim - 1, count), -1, -2).reshape(x.shape)
 
 
 class Sizes(NamedTuple):

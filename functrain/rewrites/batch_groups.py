@@ -17,7 +17,7 @@ from jax import lax
 from jax.extend import core
 from jax.extend.core import primitives
 
-from functrain.rewrites._conv import conv, from_canonical, to_canonical
+from functrain.rewrites._conv import conv, from_canonical, split_axis, to_canonical
 from functrain.rewrites._equations import are_floats, avals, is_sharded, is_sharding_free
 from functrain.rewrites._rewrite import Rewrite
 
@@ -85,7 +85,7 @@ def _split(x: jax.Array, axis: int, count: int, order: Sequence[tuple[int, int]]
       count: The number of groups.
       order: The new axes as pairs of an axis of `x` and a part; the part of other axes is 0.
     """
-    x = x.reshape(*x.shape[:axis], count, -1, *x.shape[axis + 1 :])
+    x = split_axis(x, axis, count)
     return lax.transpose(x, [old + part + (old > axis) for old, part in order])
 
 

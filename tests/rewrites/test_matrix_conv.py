@@ -42,6 +42,14 @@ def test_one_tap_is_as_accurate_as_it_was(case: Any) -> None:
         cases.check_accuracy(cases.all_three(conv), args, trimmed_conv, dot_conv)
 
 
+@cases.drawn(4)
+@given(cases.convolutions(sides=(-2, -3), groups=(2, 4), windows=(1, 1)))
+def test_one_tap_with_groups_is_as_accurate_as_it_was(case: Any) -> None:
+    conv, args = case
+    cases.check_accuracy(cases.all_three(conv), args, trimmed_conv, dot_conv)
+    assert "conv_general_dilated" not in cases.kinds(cases.rewritten(conv, args[:2], dot_conv))
+
+
 @cases.drawn(3)
 @given(cases.convolutions(sides=(4, 4), windows=(1, 1), strides=(2, 2)))
 def test_one_tap_with_a_stride_stays(case: Any) -> None:
@@ -77,6 +85,8 @@ LAYERS = {
     "1 x 1": ((2, 4, 4, 3), (1, 1, 3, 5), {}),
     "1 x 1 image": ((2, 1, 1, 3), (3, 3, 3, 5), {}),
     "2 x 2 image": ((2, 2, 2, 3), (3, 3, 3, 5), {}),
+    "1 x 1, groups": ((2, 4, 4, 6), (1, 1, 3, 4), {"feature_group_count": 2}),
+    "1 x 1 image, groups": ((2, 1, 1, 6), (3, 3, 3, 4), {"feature_group_count": 2}),
     "1-D": ((2, 2, 3), (5, 3, 5), {}),
 }
 
