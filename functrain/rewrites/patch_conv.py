@@ -16,7 +16,8 @@ They are used for
   transpose it.
 - few features, by shifts, since few products are shifted. For float32 images with many channels,
   XLA's kernel is faster.
-- floats of 16 bits, by patches, for few positions or many features.
+- floats of 16 bits with many features, by patches.
+- a kernel over a volume of one or two channels, by patches.
 
 `benchmarks/upstream/patch_conv.py` reproduces the first of them.
 
@@ -34,8 +35,12 @@ features:
     64 3 64 3 64              (kept: 0.30, with a product 0.32)
     16 56 8 3 4               3.0 -> 0.8
     16 32 16 3 3              1.6 -> 0.44
-    2 10 256 3 48, bfloat16   0.64 -> 0.47                0.54 -> 0.34
     256 7 256 5 4, bfloat16   8.5 -> 3.6                  5.3 -> 4.3
+
+Steps of networks in bfloat16 took 0.80 to 1.07 as long after patches for few features were given up
+(DenseNet121 0.90, a U-Net 0.92), and steps of small 3-D networks with one channel 0.55 to 0.94 as
+long with patches as with the 2-D convolutions of `volume_conv` (one with volumes of 64 x 64 x 64
+took 1.09).
 
 The sums may be computed in another order, which changes the last bits.
 """
@@ -72,8 +77,10 @@ MAX_BYTES = 2**26
 FEW_FEATURES = 4
 # XLA's kernel for float32 images is fast for more channels than that.
 FEW_CHANNELS = 16
-# For 16 bits, patches for more rows, or fewer features, take longer than XLA's kernel.
-MANY_ROWS, MANY_FEATURES = 2048, 128
+# For 16 bits, patches for fewer features take longer than XLA's kernel.
+MANY_FEATURES = 128
+# In a volume, larger patches take longer than the 2-D convolutions of volume_conv.
+MAX_VOLUME_PATCH = 64
 
 
 def _applies(eqn: core.JaxprEqn) -> bool:
@@ -92,7 +99,7 @@ def _method(sizes: Sizes, params: dict[str, Any], dtype: Any) -> Callable[..., j
         return _sum_of_shifts
     if _is_kernel_large(sizes, params):
         return _sum_of_shifts if _avoids_transpose(sizes, params) else _product_of_patches
-    return _product_of_patches if dtype.itemsize == 2 and _are_patches_fast(sizes) else None
+    return _product_of_patches if _are_patches_fast(sizes, dtype) else None
 
 
 def _is_kernel_large(sizes: Sizes, params: dict[str, Any]) -> bool:
@@ -119,10 +126,11 @@ def _has_few_features(sizes: Sizes, params: dict[str, Any], dtype: Any) -> bool:
     return not is_fast and products * 4 <= MAX_BYTES
 
 
-def _are_patches_fast(sizes: Sizes) -> bool:
-    """Returns True if patches of 16 bits take less time than XLA's kernel."""
-    rows = sizes.batch * math.prod(sizes.positions)
-    return len(sizes.image) < 3 and (rows <= MANY_ROWS or sizes.features >= MANY_FEATURES)
+def _are_patches_fast(sizes: Sizes, dtype: Any) -> bool:
+    """Returns True if patches of an image, or of a volume, take less time than XLA's kernel."""
+    if len(sizes.image) == 3:
+        return math.prod(sizes.window) * sizes.channels <= MAX_VOLUME_PATCH
+    return dtype.itemsize == 2 and sizes.features >= MANY_FEATURES
 
 
 def _is_kernel_transposed(params: dict[str, Any]) -> bool:
