@@ -31,10 +31,13 @@ groups; as it is, as a loop over the groups, as products:
     8 28 384 96 8   4.0, 14.5 -> 7.3   6.3, 9.7 -> 7.0    171, 12.8 -> 8.2
     64 32 8 8 4     10.9, 0.83 -> 2.0  0.28, 1.0 -> 2.4   9.5, 2.2 -> 1.0
 
-One tap with a stride stays a convolution if there are no groups: XLA may compile a network that only predicts into one
-operation, which slices would break up. The residual net of the benchmark, which has two such
-convolutions, predicted a batch in 27 ms with slices and in 21.9 without, and trained equally fast
-(1.01; ResNet50 0.99).
+Steps of networks with such convolutions (two ShuffleNets, a ResNeXt, a 1-D network) took 0.08 to
+0.75 times as long as before, when the loop computed the layers but XLA the gradients of weights.
+
+One tap with a stride stays a convolution if there are no groups: XLA may compile a network that
+only predicts into one operation, which slices would break up. The residual net of the benchmark,
+which has two such convolutions, predicted a batch in 27 ms with slices and in 21.9 without, and
+trained equally fast (1.01; ResNet50 0.99).
 
 The sums may be computed in another order, which changes the last bits.
 """
