@@ -38,9 +38,9 @@ features:
     256 7 256 5 4, bfloat16   8.5 -> 3.6                  5.3 -> 4.3
 
 Steps of networks in bfloat16 took 0.80 to 1.07 as long after patches for few features were given up
-(DenseNet121 0.90, a U-Net 0.92), and steps of small 3-D networks with one channel 0.55 to 0.94 as
-long with patches as with the 2-D convolutions of `volume_conv` (one with volumes of 64 x 64 x 64
-took 1.09).
+(DenseNet121 0.90, a U-Net 0.92). Steps of small 3-D networks with one channel took 0.55 to 0.94 as
+long with patches as with the 2-D convolutions of `volume_conv`; one with a single volume of
+64 x 64 x 64 took 1.09 to 1.15 as long on jax 0.12.
 
 The sums may be computed in another order, which changes the last bits.
 """
