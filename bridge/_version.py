@@ -3,7 +3,7 @@
 import pathlib
 from types import ModuleType
 
-__version__ = "0.3.0"
+__version__ = "0.4.0.dev0"
 
 
 def require_same(functrain: ModuleType) -> None:
