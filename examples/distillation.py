@@ -98,7 +98,7 @@ for name, share in (("alone", 0.0), ("taught", args.share)):
         ft.train_step(loss_fn, tx),
         few,
         steps=args.steps,
-        eval_every=args.steps // 10,
+        steps_per_epoch=args.steps // 10,
         eval_data=ft.ArrayLoader(test, 500),
         eval_step=ft.eval_step(loss_fn, metrics=accuracy),
         verbose=0,

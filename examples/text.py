@@ -110,7 +110,7 @@ state, history = ft.fit(
     ft.train_step(ft.micro_batches(loss_fn, args.micro_batch), tx, learning_rate=schedule),
     train,
     steps=steps,
-    eval_every=every,
+    steps_per_epoch=every,
     eval_data=validation,
     eval_step=ft.eval_step(
         loss_fn,

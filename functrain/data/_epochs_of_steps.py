@@ -78,7 +78,7 @@ class EpochsOfSteps(WrappedBatches):
 
     def fingerprint(self) -> dict[str, Any]:
         """Returns properties that distinguish these data from others."""
-        return {**self._inner.fingerprint(), "eval_every": self.steps}
+        return {**self._inner.fingerprint(), "steps_per_epoch": self.steps}
 
     def state(self, *, epoch_is_over: bool) -> dict[str, Any]:
         """Returns the number of the pass, the batches taken in it, and the data's position."""

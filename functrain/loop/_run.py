@@ -51,6 +51,7 @@ def run(
     data: Any,
     *,
     epochs: int = 1,
+    steps_per_epoch: int | None = None,
     start: Position | None = None,
     fuse: FuseArg = "auto",
     boundaries: Iterable[Trigger] = (),
@@ -76,6 +77,8 @@ def run(
         device.
       epochs: Number of the epoch to stop before, counted from the beginning of the training, which
         is this call if `start` is None.
+      steps_per_epoch: The length of an epoch, if it is not one pass over the data, which may be
+        endless. Finite data is repeated as often as needed. Of `start`, only the step is used.
       start: The position to continue from, such as the one at which another run ended. A loader's
         order is a function of the epoch, so the run takes the batches that the other run would
         have taken, also in mid-epoch. For other data, the first batches of the epoch are fetched
@@ -136,7 +139,7 @@ def run(
     require_flags(jit=jit, donate=donate, late_logs=late_logs)
     require_training_step(step)
     require_integer("epochs", epochs)
-    batches = as_batches(data)
+    batches, begin = batches_by_epoch(data, steps_per_epoch, start)
     # A new order for each of several runs in a loop; an explicit position implies its order.
     if start is None:
         batches.continue_after(steps_taken(state))
@@ -145,7 +148,7 @@ def run(
         step,
         batches,
         epochs=epochs,
-        start=start,
+        start=begin,
         fuse=fuse,
         boundaries=boundaries,
         rewrites=rewrites,
@@ -155,6 +158,18 @@ def run(
         late_logs=late_logs,
         saving=None if checkpointer is None else Saving(checkpointer, batches, {}),
     )
+
+
+def batches_by_epoch(
+    data: Any, steps_per_epoch: int | None, start: Position | None
+) -> tuple[Batches, Position]:
+    """Returns the batches of epochs of a given length or of one pass, and the first position."""
+    batches, position = as_batches(data), require_position(start)
+    if steps_per_epoch is None:
+        return batches, position
+    require_integer("steps_per_epoch", steps_per_epoch)
+    epochs_of_steps = EpochsOfSteps(batches, int(steps_per_epoch))
+    return epochs_of_steps, Position.from_step(position.step, steps_per_epoch)
 
 
 def begin_run(

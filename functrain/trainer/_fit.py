@@ -13,10 +13,9 @@ from functrain.common._checks import is_integer, require_flags, require_integer,
 from functrain.common._types import StateT, Step, traits_of
 from functrain.data._adapt import as_batches
 from functrain.data._batches import Batches
-from functrain.data._epochs_of_steps import EpochsOfSteps
 from functrain.engine import _placement
 from functrain.engine._plan import FuseArg
-from functrain.engine._position import Position, require_position
+from functrain.engine._position import Position
 from functrain.engine._signals import DeferredSignals
 from functrain.hooks._evaluate import Evaluate
 from functrain.hooks._hook import HookLike, HookRunner, triggers_of
@@ -24,7 +23,7 @@ from functrain.hooks._terminate_on_nan import TerminateOnNaN
 from functrain.loop._events import Event, LogsReady
 from functrain.loop._iterator import Run
 from functrain.loop._require import require_state, require_training_step
-from functrain.loop._run import begin_run, steps_taken
+from functrain.loop._run import batches_by_epoch, begin_run, steps_taken
 from functrain.loop._saving import Saving
 from functrain.rewrites import Mode
 from functrain.step._metered import MeteredStep
@@ -71,7 +70,6 @@ class FitResult(NamedTuple, Generic[StateT]):
     "(x, y), batch_size) with eval_step=functrain.eval_step(loss_fn).",
     sample_weight="It belongs to the data: functrain.ArrayLoader((x, y, weight), batch_size).",
     callbacks="Pass hooks=[...], functions of an event; Keras's callbacks go into bridge.fit.",
-    steps_per_epoch="Pass steps=, the total number of steps, and eval_every=.",
     first_epoch="Pass start=functrain.Position(step, epoch), and the total number of epochs, "
     "including earlier ones, as epochs=.",
     initial_epoch="Pass start=functrain.Position(step, epoch).",
@@ -84,7 +82,7 @@ def fit(
     *,
     epochs: int | None = None,
     steps: int | None = None,
-    eval_every: int | None = None,
+    steps_per_epoch: int | None = None,
     start: Position | None = None,
     eval_data: Any = None,
     eval_step: MeteredStep | None = None,
@@ -109,14 +107,14 @@ def fit(
         more epochs. 1 if neither `epochs` nor `steps` is given.
       steps: Instead of `epochs`, the total number of steps, counted in the same way. The data may
         be endless; finite data is repeated as often as needed.
-      eval_every: With `steps`, the number of steps that take the role of an epoch: for evaluation,
+      steps_per_epoch: The length of an epoch, if it is not one pass over the data: for evaluation,
         means, metrics, printed lines, the history, hooks and checkpoints. It must divide `steps`,
-        which is the default.
-      start: The position to continue from, such as the end of another fit; see `run`. With `steps`,
-        only its step is used. With None, steps and epochs count from 0, and an `ArrayLoader`
-        continues with the orders after ``state.step``: a loop of ``fit(state, ..., epochs=1)``
-        sees a new order each time, and equals one longer fit. `Position()` begins with the first
-        order.
+        which then is the default.
+      start: The position to continue from, such as the end of another fit; see `run`. With `steps`
+        or `steps_per_epoch`, only its step is used. With None, steps and epochs count from 0, and
+        an `ArrayLoader` continues with the orders after ``state.step``: a loop of
+        ``fit(state, ..., epochs=1)`` sees a new order each time, and equals one longer fit.
+        `Position()` begins with the first order.
       eval_data: Data for an evaluation at the end of each epoch; its values have the prefix
         ``val_``.
       eval_step: From `functrain.eval_step`; required with `eval_data`.
@@ -146,8 +144,8 @@ def fit(
 
     Raises:
       ValueError: As for `run`; or only one of `eval_data` and `eval_step` is given; both `epochs`
-        and `steps` are given; `eval_every` does not divide `steps`; there is no data to evaluate
-        on; or no log, metric or evaluation has the name of a monitored value.
+        and `steps` are given; `steps_per_epoch` does not divide `steps`; there is no data to
+        evaluate on; or no log, metric or evaluation has the name of a monitored value.
       TypeError: As for `run`; or `eval_step` has no metrics, or trains.
 
     Evaluations are traced with their first batch before the first step, so that their errors
@@ -180,7 +178,7 @@ def fit(
     require_flags(jit=jit, donate=donate)
     require_one_of("history", history, ("steps", "epochs"))
     runner = HookRunner(hooks)
-    batches, epochs, begin = _plan_epochs(data, epochs, steps, eval_every, require_position(start))
+    batches, epochs, begin = _plan_epochs(data, epochs, steps, steps_per_epoch, start)
     if (eval_data is None) != (eval_step is None):
         raise ValueError(
             "eval_data and eval_step: expected both or neither. The step comes from "
@@ -289,35 +287,31 @@ def fit(
 
 
 def _plan_epochs(
-    data: Any, epochs: int | None, steps: int | None, eval_every: int | None, start: Position
+    data: Any,
+    epochs: int | None,
+    steps: int | None,
+    steps_per_epoch: int | None,
+    start: Position | None,
 ) -> tuple[Batches, int, Position]:
-    """Returns the batches, the number of epochs and the first position.
-
-    With `steps`, every `eval_every` steps become an epoch.
-    """
+    """Returns the batches, the number of epochs and the first position."""
     if steps is None:
-        if eval_every is not None:
-            raise ValueError(
-                f"eval_every: expected it together with steps, got {eval_every!r} alone. A fit "
-                "with epochs evaluates at the end of each; functrain.hooks.Evaluate evaluates at "
-                "other steps."
-            )
         epochs = 1 if epochs is None else epochs
         require_integer("epochs", epochs)
-        return as_batches(data), epochs, start
+        batches, begin = batches_by_epoch(data, steps_per_epoch, start)
+        return batches, epochs, begin
     if epochs is not None:
         raise ValueError(
             f"epochs and steps: expected one of them, got {epochs!r} and {steps!r}. Both are "
-            "totals; to evaluate after every few steps, pass steps= and eval_every=."
+            "totals; to evaluate after every few steps, pass steps_per_epoch= with either."
         )
-    interval = steps if eval_every is None else eval_every
+    interval = steps if steps_per_epoch is None else steps_per_epoch
     if not is_integer(steps, 1) or not is_integer(interval, 1) or steps % interval:
         raise ValueError(
-            "steps and eval_every: expected an integer of at least 1, and one that divides it, got "
-            f"{steps!r} and {eval_every!r}"
+            "steps and steps_per_epoch: expected an integer of at least 1, and one that divides "
+            f"it, got {steps!r} and {steps_per_epoch!r}"
         )
-    epochs_of_steps = EpochsOfSteps(as_batches(data), interval)
-    return epochs_of_steps, steps // interval, Position.from_step(start.step, interval)
+    batches, begin = batches_by_epoch(data, interval, start)
+    return batches, steps // interval, begin
 
 
 def _attach_result(error: BaseException, events: Run, recorder: Recorder, begin: Position) -> None:

@@ -93,7 +93,7 @@ def test_a_start_says_otherwise() -> None:
     assert fit(state, steps=9, start=ft.Position(7))[1].ravel().tolist() == orders(1)[0][:4]
 
 
-@pytest.mark.parametrize("how", [{"epochs": 3}, {"steps": 20, "eval_every": 10}], ids=str)
+@pytest.mark.parametrize("how", [{"epochs": 3}, {"steps": 20, "steps_per_epoch": 10}], ids=str)
 @pytest.mark.parametrize("end", [3, 7, 10, 16])
 def test_a_checkpoint_keeps_the_orders_whatever_state_it_is_resumed_with(
     end: int, how: Any, tmp_path: pathlib.Path

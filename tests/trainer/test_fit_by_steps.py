@@ -79,13 +79,13 @@ HELD_OUT = {"eval_data": ft.ArrayLoader(X, 13), "eval_step": EVAL}
 
 @pytest.mark.parametrize("data", [loader, lambda: [*Batches()], Batches])
 def test_steps_that_make_up_passes_are_the_epochs_to_the_bit(data) -> None:
-    by_steps = fit(data(), steps=21, eval_every=7, **HELD_OUT)
+    by_steps = fit(data(), steps=21, steps_per_epoch=7, **HELD_OUT)
     assert bits(by_steps) == bits(fit(data(), epochs=3, **HELD_OUT))
 
 
 @pytest.mark.parametrize("fuse", [1, 3, 40])
 def test_stretches_cut_through_passes_and_train_on_the_same_batches(fuse) -> None:
-    state, history = fit(loader(), steps=20, eval_every=5, fuse=fuse, **HELD_OUT)
+    state, history = fit(loader(), steps=20, steps_per_epoch=5, fuse=fuse, **HELD_OUT)
     expected, by_epochs = fit(loader(), ft.at(20)(lambda event: event.stop()), epochs=3)
     assert digest(state) == digest(expected)
     assert digest(history.steps) == digest(by_epochs.steps)
@@ -105,7 +105,7 @@ def test_an_epoch_of_the_history_is_what_its_steps_were_and_the_state_after_them
         seen[event.step] = ft.evaluate(event.state, EVAL, HELD_OUT["eval_data"])["loss"]
         assert event.position == ft.Position(event.step, event.step // 5 - 1, 5)
 
-    _, history = fit(loader(), look, steps=15, eval_every=5, **HELD_OUT)
+    _, history = fit(loader(), look, steps=15, steps_per_epoch=5, **HELD_OUT)
     assert history.epochs["val_loss"].tolist() == list(seen.values())
     assert list(seen) == [5, 10, 15]
     sizes = np.array(([4] * 6 + [2]) * 3, np.float64)[:15].reshape(3, 5)
@@ -118,7 +118,7 @@ def test_an_epoch_of_the_history_is_what_its_steps_were_and_the_state_after_them
 @pytest.mark.parametrize("data", [generator, Endless])
 def test_data_without_end_are_trained_on_for_so_many_steps(data, capsys) -> None:
     source = data()
-    state, history = fit(source, steps=12, eval_every=6, verbose="lines", **HELD_OUT)
+    state, history = fit(source, steps=12, steps_per_epoch=6, verbose="lines", **HELD_OUT)
     assert int(state.step) == len(history.steps["loss"]) == 12
     lines = capsys.readouterr().out.splitlines()
     assert [line.split("  ")[:2] for line in lines] == [
@@ -129,7 +129,7 @@ def test_data_without_end_are_trained_on_for_so_many_steps(data, capsys) -> None
     np.testing.assert_array_equal(next(source), X[12:16])  # not a batch too many was taken
 
 
-def test_without_eval_every_it_evaluates_at_the_end() -> None:
+def test_without_steps_per_epoch_it_evaluates_at_the_end() -> None:
     state, history = fit(generator(), steps=9, **HELD_OUT)
     assert history.epochs["val_loss"].tolist() == [
         ft.evaluate(state, EVAL, HELD_OUT["eval_data"])["loss"]
@@ -138,10 +138,10 @@ def test_without_eval_every_it_evaluates_at_the_end() -> None:
 
 @pytest.mark.parametrize("data", [loader, lambda: [*Batches()], Batches])
 def test_a_fit_goes_on_from_a_step(data) -> None:
-    straight, whole = fit(data(), steps=20, eval_every=5)
-    state, before = fit(data(), steps=10, eval_every=5)
+    straight, whole = fit(data(), steps=20, steps_per_epoch=5)
+    state, before = fit(data(), steps=10, steps_per_epoch=5)
     again = ft.fit(
-        state, STEP, data(), steps=20, eval_every=5, start=ft.Position(10), fuse=4, verbose=0
+        state, STEP, data(), steps=20, steps_per_epoch=5, start=ft.Position(10), fuse=4, verbose=0
     )
     assert digest(again.state) == digest(straight)
     losses = np.concatenate([before.steps["loss"], again.history.steps["loss"]])
@@ -158,7 +158,7 @@ DATA |= {"generator": generator, "resumable": Endless}
 def test_a_fit_that_was_killed_is_the_one_that_never_was(kind, cuts, tmp_path) -> None:
     def go(*hooks: Any) -> Any:
         saves = ft.Checkpointer(tmp_path, every=ft.every(steps=3))
-        how = {"steps": 20, "eval_every": 5, "checkpointer": saves}
+        how = {"steps": 20, "steps_per_epoch": 5, "checkpointer": saves}
         return fit(DATA[kind](), *hooks, **how, **HELD_OUT)
 
     for step in cuts:
@@ -169,24 +169,24 @@ def test_a_fit_that_was_killed_is_the_one_that_never_was(kind, cuts, tmp_path) -
 
         with contextlib.suppress(KeyError):
             go(cut)
-    assert bits(go()) == bits(fit(DATA[kind](), steps=20, eval_every=5, **HELD_OUT))
+    assert bits(go()) == bits(fit(DATA[kind](), steps=20, steps_per_epoch=5, **HELD_OUT))
 
 
 def test_more_steps_go_on_from_the_end_of_a_fit(tmp_path) -> None:
-    fit(loader(), steps=10, eval_every=5, checkpointer=ft.Checkpointer(tmp_path))
-    more = fit(loader(), steps=20, eval_every=5, checkpointer=ft.Checkpointer(tmp_path))
-    assert bits(more) == bits(fit(loader(), steps=20, eval_every=5))
+    fit(loader(), steps=10, steps_per_epoch=5, checkpointer=ft.Checkpointer(tmp_path))
+    more = fit(loader(), steps=20, steps_per_epoch=5, checkpointer=ft.Checkpointer(tmp_path))
+    assert bits(more) == bits(fit(loader(), steps=20, steps_per_epoch=5))
 
 
 def test_stretches_of_another_length_are_refused_by_name(tmp_path) -> None:
     fit(loader(), steps=10, checkpointer=ft.Checkpointer(tmp_path))
-    with pytest.raises(CheckpointMismatchError, match="eval_every: saved with 10, now 20"):
+    with pytest.raises(CheckpointMismatchError, match="steps_per_epoch: saved with 10, now 20"):
         fit(loader(), steps=20, checkpointer=ft.Checkpointer(tmp_path))
 
 
 def test_early_stopping_counts_stretches() -> None:
     hook = ft.hooks.EarlyStopping("val_loss", patience=1, min_delta=1e9, restore_best=True)
-    state, _ = fit(loader(), hook, steps=50, eval_every=5, **HELD_OUT)
+    state, _ = fit(loader(), hook, steps=50, steps_per_epoch=5, **HELD_OUT)
     assert hook.best_step == int(state.step) == 5
 
 
@@ -194,10 +194,11 @@ def test_early_stopping_counts_stretches() -> None:
     ("how", "message"),
     [
         ({"epochs": 2, "steps": 10}, "epochs and steps: expected one of them, got 2 and 10"),
-        ({"eval_every": 5}, "eval_every: expected it together with steps, got 5 alone"),
-        ({"steps": 10, "eval_every": 4}, "one that divides it, got 10 and 4"),
-        ({"steps": 0}, "steps and eval_every: expected an integer of at least 1"),
-        ({"steps": 2.5}, "steps and eval_every: expected an integer of at least 1"),
+        ({"steps_per_epoch": 0}, "steps_per_epoch: expected an integer of at least 1, got 0"),
+        ({"epochs": 2, "steps_per_epoch": 2.5}, "steps_per_epoch: expected an integer"),
+        ({"steps": 10, "steps_per_epoch": 4}, "one that divides it, got 10 and 4"),
+        ({"steps": 0}, "steps and steps_per_epoch: expected an integer of at least 1"),
+        ({"steps": 2.5}, "steps and steps_per_epoch: expected an integer of at least 1"),
         ({"steps": 10, "start": ft.Position(10)}, "steps: expected more than the 10 that are over"),
     ],
 )
@@ -209,13 +210,22 @@ def test_numbers_that_make_no_sense_are_refused(how, message) -> None:
 def test_an_iterator_that_ends_too_early_is_named_and_what_was_trained_is_kept() -> None:
     message = "data: expected 1 more batches in epoch 1, got the end of the data after 7"
     with pytest.raises(ValueError, match=message) as caught:
-        fit(iter([*Batches()]), steps=8, eval_every=4)
+        fit(iter([*Batches()]), steps=8, steps_per_epoch=4)
     assert int(caught.value.fit_result.state.step) == 7
 
 
-def test_keras_s_word_for_it_is_answered() -> None:
-    with pytest.raises(TypeError, match=r"steps_per_epoch.*eval_every="):
-        fit(loader(), steps_per_epoch=3)
+@pytest.mark.parametrize("data", [loader, lambda: [*Batches()], generator])
+def test_epochs_of_a_given_length_are_the_same_training_as_steps(data) -> None:
+    by_epochs = fit(data(), epochs=4, steps_per_epoch=5, **HELD_OUT)
+    assert bits(by_epochs) == bits(fit(data(), steps=20, steps_per_epoch=5, **HELD_OUT))
+
+
+def test_run_has_epochs_of_a_given_length() -> None:
+    state = ft.TrainState.create(params={"w": jnp.zeros(3)}, tx=TX)
+    events = [*ft.run(state, STEP, loader(), epochs=2, steps_per_epoch=10, fuse=4)]
+    ends = [event.position for event in events if isinstance(event, ft.events.EpochEnd)]
+    assert ends == [ft.Position(10, 0, 10), ft.Position(20, 1, 10)]
+    assert digest(events[-1].state) == digest(fit(loader(), steps=20).state)
 
 
 def without_data(params: Any, model_state: Any, batch: Any, *, rng: Any, training: bool) -> Any:
@@ -229,7 +239,13 @@ def test_training_needs_no_data(fuse, jit) -> None:
     how: Any = {"eval_step": ft.eval_step(step), "verbose": 0, "fuse": fuse, "jit": jit}
     nothing = itertools.repeat(())
     state, history = ft.fit(
-        state, ft.train_step(step, tx), nothing, steps=20, eval_every=5, eval_data=[()] * 3, **how
+        state,
+        ft.train_step(step, tx),
+        nothing,
+        steps=20,
+        steps_per_epoch=5,
+        eval_data=[()] * 3,
+        **how,
     )
     losses = 9.0 * 0.25 ** np.arange(21)  # the error halves at each step
     np.testing.assert_allclose(history.steps["loss"], losses[:20], rtol=1e-5)
@@ -243,7 +259,7 @@ def test_a_training_without_data_is_resumed(tmp_path) -> None:
     tx = optax.adam(0.1)
     state, step = ft.TrainState.create(params={"w": jnp.zeros(1)}, tx=tx), without_data
     step = ft.train_step(step, tx)
-    how: Any = {"eval_every": 4, "verbose": 0}
+    how: Any = {"steps_per_epoch": 4, "verbose": 0}
     whole = ft.fit(state, step, itertools.repeat(()), steps=12, **how)
     for steps in (8, 12):
         checkpointer = ft.Checkpointer(tmp_path, every=ft.every(steps=3))

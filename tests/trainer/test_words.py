@@ -41,7 +41,6 @@ def test_a_state_passed_by_its_name_is_looked_at_first_too() -> None:
         ("batch_size", r"ArrayLoader\(\(x, y\), batch_size\)"),
         ("validation_data", r"eval_data=functrain\.ArrayLoader.*eval_step="),
         ("validation_split", r"eval_data=functrain\.ArrayLoader"),
-        ("steps_per_epoch", "Pass steps=.*eval_every="),
         ("sample_weight", r"ArrayLoader\(\(x, y, weight\), batch_size\)"),
         ("callbacks", r"hooks=\[\.\.\.\].*bridge\.fit"),
     ],
