@@ -3,7 +3,6 @@
 Files:
   _optimizers: a Keras optimizer as an optax transformation
   _wrapped: that transformation, running Keras's own code
-  _native: that transformation, built from optax transformations
   _slots: the roles of an optimizer's variables, and the parameters that they belong to
   _optax_optimizer: an optax transformation as a Keras optimizer
   _schedules: learning rate schedules, from Keras to optax and back

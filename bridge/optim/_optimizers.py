@@ -5,7 +5,6 @@ from typing import Any
 import keras
 import optax
 
-from bridge.optim import _native
 from bridge.optim._constraints import constraints
 from bridge.optim._optax_optimizer import OptaxOptimizer
 from bridge.optim._wrapped import Wrapped
@@ -13,7 +12,7 @@ from functrain.internal import PyTree, require
 
 
 def optimizer(
-    keras_optimizer: Any, *, model: keras.Layer | None = None, native: bool = False
+    keras_optimizer: Any, *, model: keras.Layer | None = None
 ) -> optax.GradientTransformationExtraArgs:
     """Returns a Keras optimizer as an optax transformation.
 
@@ -46,41 +45,10 @@ def optimizer(
         them, or those that `optax.masked` or `optax.multi_transform` selects. With a model, updates
         apply the constraints of its variables, variables can be excluded from weight decay by
         identity, and float8 scales are overwritten as in Keras.
-      native: If True, optax transformations are used where they compute the same. They need fewer
-        operations and no params, and other optax code understands their states. The table below
-        lists them. Keras's code is used for all other optimizers, and for a `model` with float8
-        scales.
 
     Returns:
-      The transformation. Its state is a `KerasOptState(scalars, slots)`, or with native
-      transformations that of a chain. Unless it is native, its `update` needs params.
-
-    The native transformations, and the largest difference of a parameter from Keras's after 100
-    steps with gradients from 1e-6 to 1e6, relative to the largest parameter (float32, CPU):
-
-    ========================= ============================================== ==========
-    Keras                     optax                                          difference
-    ========================= ============================================== ==========
-    SGD, momentum, nesterov   scale_by_learning_rate, trace                  0
-    Adam, AdamW               scale_by_adam with eps where Keras has it      1e-7, 9e-7
-    Adamax                    scale_by_adamax                                1e-7
-    RMSprop, momentum         scale_by_rms(eps_in_sqrt=True), trace          2e-7
-    Adagrad                   scale_by_rss                                   1e-7
-    Adadelta                  scale_by_adadelta                              1e-7
-    Lion, with weight decay   scale_by_lion                                  0, 9e-7
-    Lamb                      scale_by_adam, scale_by_trust_ratio            4e-7
-    clipvalue, clipnorm       clip, scaling of each array                    as above
-    global_clipnorm           clip_by_global_norm                            as above
-    any schedule              the same function                              as above
-    ========================= ============================================== ==========
-
-    Keras's code is used where optax computes something else or has no counterpart: amsgrad,
-    centered RMSprop, weight decay in Lamb and together with a momentum that includes the learning
-    rate (SGD, RMSprop), EMA, accumulation (which indexes schedules by microstep, unlike
-    `optax.MultiSteps`), Adafactor, Ftrl, Muon, Nadam, ScheduleFreeAdamW, LossScaleOptimizer,
-    MultiOptimizer and custom classes. In bfloat16 native transformations round at other places:
-    params differ by up to 2e-2, by 4e-2 for Lion, where a sign changes, and by much more for Lamb,
-    whose norms have 8 bits.
+      The transformation. Its state is a `KerasOptState(scalars, slots)`, and its `update` needs
+      params.
 
     Raises:
       TypeError: `keras_optimizer` is not a Keras optimizer, or its learning rate is an optax
@@ -114,12 +82,8 @@ def optimizer(
         require(not has_scales, "keras_optimizer", expected, keras_optimizer, advice)
         tx = inner_optimizer(keras_optimizer).tx
     else:
-        # Made in any case, since it raises the errors about the arguments.
-        wrapped = Wrapped(keras_optimizer, model)
-        tx = _native.native(keras_optimizer) if native and not has_scales else None
-        if tx is None:
-            return _with_origin(wrapped, keras_optimizer)
-    # Keras's code, in `Wrapped`, applies the constraints itself.
+        # Keras's code applies the constraints itself.
+        return _with_origin(Wrapped(keras_optimizer, model), keras_optimizer)
     if any(v.constraint for v in variables):
         tx = optax.chain(tx, constraints(model))
     return _with_origin(tx, keras_optimizer)

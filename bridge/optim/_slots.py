@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 import keras
+import optax
 
 from bridge import keras_private
 from bridge.model._names import Path
@@ -118,3 +119,29 @@ def _role(path: Path, params: Mapping[Path, int]) -> Role:
         if path[start:] in params:
             return Role("/".join(path[:start]), params[path[start:]])
     return Role("/".join(path))
+
+
+# For each Keras optimizer, the fields of optax states that have the same values as Keras's slots.
+_MOMENTS = {"mu": "momentums", "nu": "velocities"}
+_SLOT_FIELDS: dict[type, dict[type, dict[str, str]]] = {
+    keras.optimizers.Adam: {optax.ScaleByAdamState: _MOMENTS},
+    keras.optimizers.AdamW: {optax.ScaleByAdamState: _MOMENTS},
+    keras.optimizers.Lamb: {optax.ScaleByAdamState: _MOMENTS},
+    keras.optimizers.RMSprop: {optax.ScaleByRmsState: {"nu": "velocities"}},
+    keras.optimizers.Adagrad: {optax.ScaleByRssState: {"sum_of_squares": "accumulators"}},
+    keras.optimizers.Adadelta: {
+        optax.ScaleByAdaDeltaState: {"e_g": "accumulated_grads", "e_x": "accumulated_delta_vars"}
+    },
+    keras.optimizers.Lion: {optax.ScaleByLionState: {"mu": "momentums"}},
+}
+
+
+def slot_fields(optimizer: Any) -> dict[type, dict[str, str]]:
+    """Returns the optax states that hold slots of a Keras optimizer.
+
+    Keras's momentum includes the learning rate, unlike that of `optax.sgd`.
+
+    Returns:
+      For each class of states the Keras slots by the names of the fields that hold them.
+    """
+    return _SLOT_FIELDS.get(type(optimizer), {})

@@ -36,7 +36,7 @@ def create_state(
         SeedGenerator.
       optimizer: Says when `opt_state` and `step` continue from the optimizer that the model was
         compiled with. "auto": if that optimizer is built, and `tx` is
-        ``bridge.optimizer(model.optimizer)``, native or not, or the `tx` of its OptaxOptimizer.
+        ``bridge.optimizer(model.optimizer)``, or the `tx` of its OptaxOptimizer.
         "require": always, also from Keras's Adam, AdamW, Lion, RMSprop, Adagrad or Adadelta to
         the optax optimizer of the same name. Make sure that `tx` is that one: the states of adamax
         and yogi look like that of adam, but hold other values. "new": never.

@@ -36,7 +36,7 @@ def to_keras(
     Every variable is copied, seed counters too; if any value does not fit, nothing is written.
     A KerasState also has values for the optimizer and the metrics. A TrainState has values for
     the slots and the iterations of a compiled optimizer if both are known to mean the same: if the
-    state is that of `bridge.optimizer` of such an optimizer, native or not, or of the model's
+    state is that of `bridge.optimizer` of such an optimizer, or of the model's
     OptaxOptimizer. The slots of frozen params keep their values.
 
     optax's adam, adamw, lion, rmsprop, adagrad and adadelta keep the same values as the Keras

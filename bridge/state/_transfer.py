@@ -11,10 +11,16 @@ import optax
 from bridge import keras_private
 from bridge.model import _variables
 from bridge.model._names import Path
-from bridge.optim._native import KerasCount, slot_fields
 from bridge.optim._optax_optimizer import OptaxOptimizer, from_plain_array, key_impl, to_plain_array
 from bridge.optim._optimizers import inner_optimizer, step_counter
-from bridge.optim._slots import KerasOptState, Role, kind_of, roles_of_leaves, roles_of_variables
+from bridge.optim._slots import (
+    KerasOptState,
+    Role,
+    kind_of,
+    roles_of_leaves,
+    roles_of_variables,
+    slot_fields,
+)
 from functrain.internal import PyTree
 from functrain.internal import tree as _tree
 
@@ -95,8 +101,8 @@ def _optimizer(model: Any, opt_state: PyTree, *, allow_plain: bool) -> Any:
         raise OptimizerMismatchError("the model has not been compiled with an optimizer")
     # An OptaxOptimizer can hold any state of optax, and is compared leaf by leaf. Keras's own
     # optimizers can hold only states with one of these nodes.
-    plain = slot_fields(optimizer, opt_state) if allow_plain else ()
-    kinds = (KerasOptState, KerasCount, *plain)
+    plain = slot_fields(optimizer) if allow_plain else ()
+    kinds = (KerasOptState, *plain)
     if not (
         isinstance(inner_optimizer(optimizer), OptaxOptimizer) or _tree.nodes(opt_state, *kinds)
     ):
@@ -150,7 +156,7 @@ def _is_of_another_kind(opt_state: PyTree, optimizer: Any) -> bool:
     if isinstance(inner_optimizer(optimizer), OptaxOptimizer):
         return False
     kind = kind_of(optimizer)
-    return any(node.kind != kind for node in _tree.nodes(opt_state, KerasOptState, KerasCount))
+    return any(node.kind != kind for node in _tree.nodes(opt_state, KerasOptState))
 
 
 def _require_same_specs(variables: list[Any], opt_state: PyTree) -> None:
@@ -169,8 +175,8 @@ def _roles(opt_state: PyTree, optimizer: Any, params: Mapping[Path, int]) -> lis
     """Returns the role that each leaf of a state has in the optimizer; None if it has none."""
     if isinstance(inner_optimizer(optimizer), OptaxOptimizer):
         return [*roles_of_leaves(opt_state, params)]
-    fields = slot_fields(optimizer, opt_state)
-    kinds = (KerasOptState, KerasCount, optax.ScaleByScheduleState, *fields)
+    fields = slot_fields(optimizer)
+    kinds = (KerasOptState, optax.ScaleByScheduleState, *fields)
     roles: list[Role | None] = []
     for node in jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, kinds)):
         for role in roles_of_leaves(node, params):
@@ -189,7 +195,7 @@ def _keras_role(node: Any, role: Role, slots: Mapping[str, str]) -> Role | None:
     # `bridge.optimizer` keeps Keras's own names, in two groups.
     if isinstance(node, KerasOptState):
         return Role(role.name.removeprefix("scalars/").removeprefix("slots/"), role.owner)
-    names = {"count": "iterations", "iterations": "iterations", **slots}
+    names = {"count": "iterations", **slots}
     return Role(names[role.name], role.owner) if role.name in names else None
 
 
@@ -215,9 +221,9 @@ def _no_common_state(optimizer: Any, opt_state: PyTree) -> OptimizerMismatchErro
         )
     return OptimizerMismatchError(
         f"no state is known that {type(optimizer).__name__} and this state of optax have in "
-        f"common: {_state_names(opt_state)}. Known are bridge.optimizer(model.optimizer), with or "
-        "without native=True, the tx of a bridge.OptaxOptimizer, and optax's own adam, adamw, "
-        "lion, rmsprop, adagrad and adadelta for Keras's of these names"
+        f"common: {_state_names(opt_state)}. Known are bridge.optimizer(model.optimizer), the tx "
+        "of a bridge.OptaxOptimizer, and optax's own adam, adamw, lion, rmsprop, adagrad and "
+        "adadelta for Keras's of these names"
     )
 
 

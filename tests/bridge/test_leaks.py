@@ -105,7 +105,6 @@ def test_from_keras(seeded: bool) -> None:
         jax.jit(jax.grad(loss))(params)
 
 
-@pytest.mark.parametrize("native", [True, False])
 @pytest.mark.parametrize(
     "make",
     [
@@ -114,8 +113,8 @@ def test_from_keras(seeded: bool) -> None:
     ],
     ids=["Adam", "SGD of a schedule"],
 )
-def test_optimizers(make: Any, native: bool) -> None:
-    tx = bridge.optimizer(make(), native=native)
+def test_optimizers(make: Any) -> None:
+    tx = bridge.optimizer(make())
     with jax.checking_leaks():
         state = jax.jit(tx.init)(PARAMS)
         jax.jit(tx.update)(PARAMS, state, PARAMS)

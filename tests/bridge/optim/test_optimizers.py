@@ -274,7 +274,7 @@ def with_a_scale():
 def test_a_float8_scale_is_overwritten_whatever_scales_the_gradients(given):
     model = with_a_scale()
     inner = K.LossScaleOptimizer(K.Adam(0.1)) if given is None else K.Adam(0.1)
-    tx = bridge.optimizer(inner, model=model, native=True)
+    tx = bridge.optimizer(inner, model=model)
     state = bridge.create_state(model, tx)
     grads = jax.tree.map(lambda p: jnp.full_like(p, 3.0), state.params)
     updates, _ = tx.update(grads, state.opt_state, state.params, loss_scale=given)
@@ -344,9 +344,8 @@ class Unserializable(K.schedules.LearningRateSchedule):
         return 0.5 / (step + 1)
 
 
-@pytest.mark.parametrize("native", [False, True])
-def test_a_schedule_need_not_be_serializable(native):
-    tx = bridge.optimizer(K.SGD(Unserializable()), native=native)
+def test_a_schedule_need_not_be_serializable():
+    tx = bridge.optimizer(K.SGD(Unserializable()))
     params = {"w": jnp.ones(3)}
     updates, state = tx.update(params, tx.init(params), params)
     np.testing.assert_array_equal(updates["w"], -0.5)

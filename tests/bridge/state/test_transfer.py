@@ -53,9 +53,8 @@ def values(model: keras.Model) -> np.ndarray:
 TX: dict[str, Callable[[Any], Any]] = {
     "wrapped": lambda model: bridge.optimizer(model.optimizer),
     "wrapped, with the model": lambda model: bridge.optimizer(model.optimizer, model=model),
-    "native": lambda model: bridge.optimizer(model.optimizer, native=True),
 }
-QUICK = {("Adam", "native"), ("Muon", "wrapped"), ("SGD momentum, schedule", "native")}
+QUICK = {("Adam", "wrapped"), ("Muon", "wrapped"), ("SGD momentum, schedule", "wrapped")}
 QUICK |= {("Adam accumulation, schedule", "wrapped")}
 SKIPPED = {"Adam ema"}  # Keras's fit ends with overwriting the weights: another run by design
 
@@ -213,7 +212,7 @@ def test_the_state_survives_the_model_and_the_model_the_state() -> None:
 
 def test_a_file_written_after_a_functional_run_goes_on_in_plain_keras(tmp_path: Any) -> None:
     model = make_model(K.Adam(1e-2))
-    state = go_on(model, bridge.optimizer(model.optimizer, native=True))
+    state = go_on(model, bridge.optimizer(model.optimizer))
     bridge.to_keras(state, model).save(tmp_path / "model.keras")
     np.savez(tmp_path / "data.npz", x=X, y=Y)
     code = (
@@ -234,7 +233,6 @@ FROZEN_TX: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "optax.adam": (lambda: K.Adam(1e-2), lambda model: optax.adam(1e-2)),
     "wrapped": (lambda: K.Adam(1e-2), TX["wrapped"]),
     "wrapped, with the model": (lambda: K.Adam(1e-2), TX["wrapped, with the model"]),
-    "native": (lambda: K.Adam(1e-2), TX["native"]),
     "OptaxOptimizer": (
         lambda: bridge.OptaxOptimizer(optax.adam(1e-2)),
         lambda model: model.optimizer.tx,
@@ -253,10 +251,7 @@ def train_frozen(model: keras.Model, tx: Any) -> ft.TrainState:
 
 @pytest.mark.parametrize(
     "how",
-    [
-        pytest.param(how, marks=[pytest.mark.long] * (how in ("wrapped", "native")))
-        for how in FROZEN_TX
-    ],
+    [pytest.param(how, marks=[pytest.mark.long] * (how == "wrapped")) for how in FROZEN_TX],
 )
 def test_a_frozen_model_comes_home_with_the_slots_of_what_was_trained(how: str) -> None:
     optimizer, make_tx = FROZEN_TX[how]
@@ -335,18 +330,18 @@ class TestErrors:
             bridge.create_state(model, make(1e-2), optimizer="require")
 
     @pytest.mark.parametrize(
-        ("ours", "theirs", "native"),
+        ("ours", "theirs"),
         [
-            (K.Adamax, K.Adam, True),
-            (lambda: K.RMSprop(momentum=0.9), lambda: K.SGD(momentum=0.9), True),
-            (lambda: K.RMSprop(momentum=0.9), K.Adam, False),
-            (K.Lion, lambda: K.SGD(momentum=0.9), False),
+            (K.Adamax, K.Adam),
+            (lambda: K.RMSprop(momentum=0.9), lambda: K.SGD(momentum=0.9)),
+            (lambda: K.RMSprop(momentum=0.9), K.Adam),
+            (K.Lion, lambda: K.SGD(momentum=0.9)),
         ],
         ids=["Adamax and Adam", "RMSprop and SGD", "RMSprop and Adam", "Lion and SGD"],
     )
-    def test_slots_of_the_same_name_in_another_optimizer(self, ours, theirs, native):
+    def test_slots_of_the_same_name_in_another_optimizer(self, ours, theirs):
         model = fit(make_model(theirs()))
-        state = bridge.create_state(model, bridge.optimizer(ours(), native=native))
+        state = bridge.create_state(model, bridge.optimizer(ours()))
         with pytest.raises(ValueError, match="and this state of optax have in common"):
             bridge.to_keras(state, model, optimizer="require")
 
@@ -373,10 +368,9 @@ class TestErrors:
             np.concatenate([np.ravel(v.value) for v in slots]), before[74:]
         )
 
-    @pytest.mark.parametrize("native", [False, True])
-    def test_a_state_without_any_slots_does_not_fit_an_optimizer_that_has_some(self, native):
+    def test_a_state_without_any_slots_does_not_fit_an_optimizer_that_has_some(self):
         model = fit(make_model(K.Adam(1e-3)))
-        state = bridge.create_state(model, bridge.optimizer(K.SGD(0.1), native=native))
+        state = bridge.create_state(model, bridge.optimizer(K.SGD(0.1)))
         before = values(model)
         with pytest.raises(ValueError, match="Adam and this state of optax have in common"):
             bridge.to_keras(state, model, optimizer="require")
