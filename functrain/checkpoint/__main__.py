@@ -22,6 +22,7 @@ from functrain.checkpoint._remote import files_at
 from functrain.checkpoint._step_directory import best_step, find_checkpoints
 from functrain.checkpoint._watch import call_for_each
 from functrain.common import _direction, _repr
+from functrain.common._paths import path_text
 
 _WIDTH = 80  # columns
 _MAX_DIFFERENCES = 40
@@ -57,9 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--watch", metavar="MODULE:FUNCTION", help="call it with the path of each checkpoint"
     )
-    parser.add_argument(
-        "--progress", metavar="FILE", help="remember the last step there, for a restart of --watch"
-    )
+    help_text = "remember the last step there, for a restart of --watch"
+    parser.add_argument("--progress", type=path_text, metavar="FILE", help=help_text)
     help_text = "seconds between two looks of --watch; 10 by default"
     parser.add_argument("--interval", type=float, default=10.0, metavar="SECONDS", help=help_text)
     help_text = "end --watch after this time without a new checkpoint"

@@ -35,7 +35,9 @@ DTYPES |= {"F16": "float16", "F32": "float32", "F64": "float64"}
 _SAFETENSORS_NAMES = dict(zip(DTYPES.values(), DTYPES, strict=True))
 
 
-def write_arrays(file: Any, leaves: Mapping[str, Leaf], check: Callable[[], None]) -> Any:
+def write_arrays(
+    file: Any, leaves: Mapping[str, Leaf], check: Callable[[], None] = lambda: None
+) -> Any:
     """Writes the parts that this process has into an open file.
 
     `check` is called before each chunk; its exception ends the writing.

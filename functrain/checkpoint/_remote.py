@@ -25,6 +25,7 @@ from functrain.checkpoint._errors import ObjectStoreError
 from functrain.checkpoint._local import MANIFEST, LocalFiles, is_arrays_name, is_step_name
 from functrain.common._checks import require
 from functrain.common._library import import_optional
+from functrain.common._paths import path_text
 
 # The package of each protocol that fsspec knows and that is tested here.
 _PACKAGES = {"gs": "gcsfs", "s3": "s3fs", "memory": "fsspec"}
@@ -35,18 +36,16 @@ _READ_BYTES, _WRITE_BYTES = 16 * 2**20, 64 * 2**20
 
 def resolve_path(path: str | os.PathLike[str], name: str = "path") -> str:
     """Returns a URL, or an absolute path that later changes of links leave alone."""
-    is_path = isinstance(path, str | os.PathLike)
     advice = "The path comes first: save(path, state), load(path, like)." if name == "path" else ""
-    require(is_path, name, "a path, such as 'runs/first'", path, advice, error=TypeError)
-    text = os.fspath(path)
+    text = path_text(path, name, advice)
     known = " or ".join(f"{protocol}://" for protocol in _PACKAGES if protocol != "memory")
     expected = f"a path on this machine, such as 'runs/first' or '.', or a URL of {known}"
     advice = "Mount other storage as a folder, or copy the files."
     if re.match(rf"({'|'.join(_PACKAGES)}):/[^/]", text):
         require(False, name, expected, text, "pathlib removes a slash from URLs: pass a text.")
     protocol, is_url, rest = text.partition("://")
-    require(text and (not is_url or (protocol in _PACKAGES and rest)), name, expected, text, advice)
-    return text.rstrip("/") if is_url else os.path.realpath(path)
+    require(not is_url or (protocol in _PACKAGES and rest), name, expected, text, advice)
+    return text.rstrip("/") if is_url else os.path.realpath(text)
 
 
 def files_at(path: str) -> "LocalFiles | RemoteFiles":

@@ -28,6 +28,7 @@ from functrain.checkpoint._processes import ProcessGroup
 from functrain.checkpoint._remote import files_at, resolve_path
 from functrain.common import _tree
 from functrain.common._checks import require_no_problems
+from functrain.common._paths import errors_name_path
 from functrain.common._types import PyTree
 
 _T = TypeVar("_T")
@@ -132,13 +133,12 @@ def write_checkpoint(
         lacking = [name for name, leaf in leaves.items() if not leaf.shards]
         begin = group.call_on_first(lambda: [target, specs, lacking, files.begin(target)])
         first_target, first_specs, lacking, save_id = begin
-        outcomes = group.gather(write_parts, only_first=True)
-        group.call_on_first(finish)
-    except BaseException as error:
+        with errors_name_path(target):
+            outcomes = group.gather(write_parts, only_first=True)
+            group.call_on_first(finish)
+    except BaseException:
         if _processes.is_first():
             files.abort(target, save_id)
-        if isinstance(error, OSError) and error.errno and error.filename is None:
-            raise OSError(error.errno, error.strerror, target) from None
         raise
 
 

@@ -17,5 +17,6 @@ Files:
   _table: tables as text
   _warnings: warnings that show the user's source line
   _library: optional dependencies
+  _paths: arguments that are paths
   _locks: file locks between processes
 """

@@ -17,6 +17,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import IO
 
+from functrain.common._paths import path_text
+
 _POLL_INTERVAL = 0.05  # seconds
 _KILL_DELAY = 2.0  # seconds from SIGTERM to SIGKILL for the others, when one has died
 # The status of argparse for wrong arguments, with which a restart would fail again.
@@ -60,7 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--grace", type=_at_least(0, float), default=60.0, help=help_text)
     add("--cpu-devices", type=count, help="CPU devices that each process simulates, for tests")
     add("--bind", action="store_true", help="give each process its own CPU cores (Linux)")
-    add("script", help="a Python file")
+    add("script", type=path_text, help="a Python file")
     add("arguments", nargs=argparse.REMAINDER, help="its arguments")
     return parser
 

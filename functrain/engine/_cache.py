@@ -7,6 +7,9 @@ from collections.abc import Iterator
 import jax
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
+from functrain.common._library import import_optional
+from functrain.common._paths import path_text
+
 _DIRECTORY = "jax_compilation_cache_dir"
 _OPTIONS = {
     # By default jax caches only programs that took a second to compile, which leaves out those of
@@ -25,15 +28,24 @@ def enable_compilation_cache(directory: str | os.PathLike[str]) -> None:
     the space.
 
     Args:
-      directory: Created if it is missing. Share it between runs, but not between machines of
-        different kinds.
+      directory: Created if it is missing; or a URL such as ``gs://bucket/programs``, for which jax
+        needs etils. Share it between runs, but not between machines of different kinds.
+
+    Raises:
+      ImportError: `directory` is a URL, and etils is not installed.
 
     Examples:
       >>> import functrain as ft
       >>> ft.enable_compilation_cache("/tmp/programs")  # doctest: +SKIP
     """
-    directory = os.path.abspath(directory)
-    os.makedirs(directory, exist_ok=True)
+    directory = path_text(directory, "directory")
+    if "://" in directory:
+        # Without this library, jax would make a local folder named "gs:".
+        to_install = "jax needs etils for URLs: pip install 'etils[epath,epath-gcs]'"
+        import_optional("etils.epath", to_install)
+    else:
+        directory = os.path.abspath(directory)
+        os.makedirs(directory, exist_ok=True)
     for name, value in (_OPTIONS | {_DIRECTORY: directory}).items():
         jax.config.update(name, value)
     # jax opens the directory once, at its first program, and does not tell which one is open: the

@@ -3,30 +3,40 @@
 import contextlib
 import os
 from collections.abc import Iterator
+from typing import IO
+
+from functrain.common._paths import absolute_path, errors_name_path
 
 
-def require_free(path: str | os.PathLike[str], *, overwrite: bool) -> None:
-    """Raises FileExistsError if a path is a directory; or a file, unless `overwrite` is True."""
-    if os.path.isdir(path):
+def require_free(path: str | os.PathLike[str], *, overwrite: bool) -> str:
+    """Returns the path to write to, with links followed.
+
+    Raises FileExistsError if it is a directory or a device; or a file, unless `overwrite` is True.
+    """
+    advice = "The path comes first: export.params(path, params), export.predict(path, state, ...)."
+    path = absolute_path(path, advice=advice)
+    if os.path.exists(path) and not os.path.isfile(path):
+        kind = "directory" if os.path.isdir(path) else "device or a pipe"
         raise FileExistsError(
-            f"{path}: expected the path of a file, got a directory. Add the name of a file."
+            f"{path}: expected the path of a file, got a {kind}. Add or change the name."
         )
     if os.path.lexists(path) and not overwrite:
         raise FileExistsError(
             f"{path}: expected no such file, got one. Choose another path, or pass overwrite=True."
         )
+    return os.path.realpath(path)
 
 
 @contextlib.contextmanager
-def atomic_write(path: str | os.PathLike[str]) -> Iterator[str]:
-    """Yields a temporary path to write to, which is renamed at the end, or removed on an error."""
-    target = os.path.realpath(path)
+def atomic_write(target: str) -> Iterator[IO[bytes]]:
+    """Yields a new file to write to, which gets its name at the end, or is removed on an error."""
     os.makedirs(os.path.dirname(target), exist_ok=True)
     temporary = f"{target}.{os.urandom(4).hex()}.functrain-new"
     try:
-        yield temporary
-        # Otherwise a power loss could leave the name without the bytes.
-        with open(temporary, "rb+") as file:
+        with errors_name_path(target), open(temporary, "wb") as file:
+            yield file
+            # Otherwise a power loss could leave the name without the bytes.
+            file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, target)
     finally:

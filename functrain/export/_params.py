@@ -3,9 +3,8 @@
 import os
 
 import jax
-import numpy as np
 
-from functrain.checkpoint._array_files import import_safetensors
+from functrain.checkpoint._arrays import DTYPES, write_arrays
 from functrain.checkpoint._leaves import fetch_leaves, leaf_path, named_leaves
 from functrain.common import _tree
 from functrain.common._checks import require
@@ -27,7 +26,7 @@ def params(path: str | os.PathLike[str], params: PyTree, *, overwrite: bool = Fa
 
     Raises:
       FileExistsError: The file exists, and `overwrite` is False.
-      ImportError: safetensors is not installed.
+      OSError: The file cannot be written.
       TypeError: A leaf is not an array of numbers, or of a dtype that such files do not have.
       ValueError: `path` has another suffix, or there are no arrays.
 
@@ -41,12 +40,9 @@ def params(path: str | os.PathLike[str], params: PyTree, *, overwrite: bool = Fa
       >>> sorted(arrays), len(warm.loaded)
       (['dense/bias', 'dense/kernel'], 2)
     """
-    library = import_safetensors()
-    if not isinstance(path, str | os.PathLike):
-        raise TypeError("the order is functrain.export.params(path, params), got no path first")
+    target = require_free(path, overwrite=overwrite)
     has_suffix = os.fspath(path).endswith(".safetensors")
     require(has_suffix, "path", "a name that ends in .safetensors", os.fspath(path))
-    require_free(path, overwrite=overwrite)
     leaves = named_leaves({"params": params})
     require(leaves, "params", "a pytree with arrays", params)
     for name, leaf in leaves.items():
@@ -59,16 +55,12 @@ def params(path: str | os.PathLike[str], params: PyTree, *, overwrite: bool = Fa
             f"expected to export from one process, got {jax.process_count()}, none of which has "
             "all arrays. Save with functrain.save, and export from one process that loads it."
         )
-    arrays = {}
-    for name, fetched in fetch_leaves(leaves).items():
-        # The library writes memory as it is, whatever the strides of the array.
-        arrays[leaf_path(name)] = np.require(fetched.shards[0][1], requirements="C")
-    with atomic_write(path) as file:
-        try:
-            library.numpy.save_file(arrays, file)
-        except library.SafetensorError as error:
-            dtypes = sorted({str(x.dtype) for x in arrays.values()})
-            raise TypeError(
-                f"params: expected dtypes that safetensors has, got {', '.join(dtypes)}: {error}. "
-                "Convert the arrays first."
-            ) from error
+    fetched = {leaf_path(name): leaf for name, leaf in fetch_leaves(leaves).items()}
+    for name, leaf in fetched.items():
+        dtype, expected = leaf.shards[0][1].dtype, "a dtype that safetensors has"
+        advice = "Convert the array first."
+        require(str(dtype) in DTYPES.values(), name, expected, dtype, advice, error=TypeError)
+    # The largest elements come first, so that every array is aligned in the file.
+    in_order = sorted(fetched.items(), key=lambda item: -item[1].shards[0][1].itemsize)
+    with atomic_write(target) as file:
+        write_arrays(file, dict(in_order))

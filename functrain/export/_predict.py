@@ -92,7 +92,7 @@ def predict(
     to_install = "jax writes such files with flatbuffers: pip install 'functrain[export]'"
     import_optional("flatbuffers", to_install)
     check_predict_step(step)
-    require_free(path, overwrite=overwrite)
+    target = require_free(path, overwrite=overwrite)
     platforms = _as_platforms(platforms)
     for leaf_path, leaf in _tree.leaves_with_path(state):
         advice = "Use the state that the program returned."
@@ -115,7 +115,7 @@ def predict(
     with tracing_guards(step), compiling_for(platform):
         program = _export(rewriting.optimize(predict, rewrites), inputs, shapes, platforms)
     data = _serialize(program)
-    with atomic_write(path) as temporary, open(temporary, "wb") as file:
+    with atomic_write(target) as file:
         file.write(data)
 
 

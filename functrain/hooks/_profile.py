@@ -1,12 +1,12 @@
 """A trace of some steps."""
 
 import os
-import pathlib
 
 import jax
 
 from functrain.common import _repr
 from functrain.common._checks import require_integer
+from functrain.common._paths import absolute_path
 from functrain.engine._trigger import at
 from functrain.loop._events import Event
 
@@ -37,9 +37,9 @@ class Profile:
     ) -> None:
         require_integer("start", start)
         require_integer("steps", steps)
-        self._given_directory = os.fspath(directory)
         # The process may change its working directory during the run.
-        self.directory = pathlib.Path(directory).absolute()
+        self.directory = absolute_path(directory, "directory")
+        self._given_directory = os.fspath(directory)
         self.start, self.steps = start, steps
         # A trigger also ends the chunk at its steps, so that no program is traced in part.
         self.every = at(start, start + steps)

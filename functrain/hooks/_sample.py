@@ -11,6 +11,7 @@ import numpy as np
 
 from functrain.common import _repr, _tree
 from functrain.common._library import import_optional
+from functrain.common._paths import absolute_path
 from functrain.common._types import PyTree
 from functrain.engine._trigger import Every, Trigger, as_trigger
 from functrain.loop._events import Event
@@ -63,7 +64,7 @@ class Sample:
         self.make = make
         self.every = as_trigger(every, Every(epochs=1))
         # The process may change its working directory during the run.
-        self.directory = None if directory is None else pathlib.Path(directory).absolute()
+        self.directory = None if directory is None else absolute_path(directory, "directory")
         self.name = name
         self.latest: dict[str, np.ndarray | str] = {}
         # A missing library should not surface only at the first sample.

@@ -1,12 +1,12 @@
 """Values, pictures and texts for TensorBoard."""
 
 import os
-import pathlib
 import time
 from collections.abc import Sequence
 from typing import Any
 
 from functrain.common._library import import_optional
+from functrain.common._paths import absolute_path
 from functrain.hooks._logger import Line, Logger
 
 
@@ -51,7 +51,7 @@ class TensorBoard(Logger):
 
     def __init__(self, directory: str | os.PathLike[str], *, every: int = 10) -> None:
         # The process may change its working directory during the run.
-        self.directory = pathlib.Path(directory).absolute()
+        self.directory = absolute_path(directory, "directory")
         self.resume_key = self.directory.name
         super().__init__(every, repr_fields={"directory": os.fspath(directory), "every": every})
         self._tensorboardx = import_optional(

@@ -7,10 +7,10 @@ import itertools
 import json
 import math
 import os
-import pathlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from functrain.common._paths import absolute_path
 from functrain.common._warnings import warn
 from functrain.engine._trigger import Every, Trigger, as_trigger
 from functrain.hooks._logger import Line, Logger
@@ -39,7 +39,7 @@ class TextLogger(Logger):
         repr_fields: dict[str, Any],
     ) -> None:
         # The process may change its working directory during the run.
-        self.path = pathlib.Path(path).absolute()
+        self.path = absolute_path(path)
         super().__init__(steps, {"path": os.fspath(path), "append": append, **repr_fields})
         self.resume_key = self.path.name
         self.append = append

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NoReturn
 import numpy as np
 
 from functrain.common import _values
+from functrain.common._paths import path_text
 from functrain.trainer import _plot
 
 if TYPE_CHECKING:
@@ -100,7 +101,7 @@ class History:
         """
         figure = _plot.draw(self)
         if path is not None:
-            figure.savefig(path, dpi=120)
+            figure.savefig(path_text(path), dpi=120)
         return figure
 
 
