@@ -1,5 +1,6 @@
 """The state that training carries from step to step."""
 
+import dataclasses
 from typing import Any, Self
 
 import flax.struct
@@ -44,6 +45,12 @@ class TrainState(flax.struct.PyTreeNode, eq=False):
     opt_state: PyTree
     rng: jax.Array | None
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        # flax makes a dataclass of each subclass. By default, that would replace `__eq__`,
+        # `__hash__` and `__repr__` by functions that compare and print all arrays.
+        options = {"eq": False, "repr": False, **options}
+        super().__init_subclass__(**options)  # type: ignore[no-untyped-call]  # flax has no types
+
     def __repr__(self) -> str:
         # Subclasses may have further fields.
         names = [name for name in self.__dataclass_fields__ if name != "step"]
@@ -59,6 +66,7 @@ class TrainState(flax.struct.PyTreeNode, eq=False):
         tx: optax.GradientTransformation,
         model_state: PyTree = (),
         rng: jax.Array | None = None,
+        **fields: Any,
     ) -> Self:
         """Returns the state before the first step.
 
@@ -68,14 +76,18 @@ class TrainState(flax.struct.PyTreeNode, eq=False):
           tx: The optimizer; its `init` makes `opt_state`.
           model_state: Pytree of arrays, copied as well.
           rng: A typed key `key[]` from `jax.random.key`, or None for no randomness.
+          **fields: The fields that a subclass adds, pytrees of arrays. They are copied as well,
+            except for those that are not part of the pytree.
 
         Raises:
           TypeError: `tx` is not an optax transformation, `rng` is not a single typed key, `params`
-            has a leaf that cannot be trained, or a leaf is not an array.
+            has a leaf that cannot be trained, a leaf is not an array, or `fields` are not those of
+            the class.
           ValueError: A leaf has integers that jax would truncate to 32 bits.
         """
         check_rng(rng)
         check_tx(tx)
+        fields = _copy_fields(cls, fields)
         params = _tree.copy(params)
         # For a complex array, jax returns the conjugate of the direction in which the loss grows: a
         # step against it, as optax takes, goes uphill in the imaginary part.
@@ -95,6 +107,7 @@ class TrainState(flax.struct.PyTreeNode, eq=False):
             # share cannot be donated.
             opt_state=_tree.copy(tx.init(params)),
             rng=_tree.copy(rng),
+            **fields,
         )
 
     def apply_gradients(
@@ -122,6 +135,34 @@ class TrainState(flax.struct.PyTreeNode, eq=False):
             params = optax.apply_updates(self.params, updates)
             step = self.step + jnp.ones((), self.step.dtype)
         return self.replace(step=step, params=params, opt_state=opt_state)
+
+
+def _copy_fields(cls: type[TrainState], values: dict[str, Any]) -> dict[str, Any]:
+    """Returns copies of the fields that a subclass adds; raises TypeError for unknown or missing.
+
+    A field that is not part of the pytree, such as a function, is not copied.
+    """
+    base = {field.name for field in dataclasses.fields(TrainState)}
+    added = {field.name: field for field in dataclasses.fields(cls) if field.name not in base}
+    defaults = {}
+    for name, field in added.items():
+        if field.default is not dataclasses.MISSING:
+            defaults[name] = field.default
+        elif field.default_factory is not dataclasses.MISSING:
+            defaults[name] = field.default_factory()
+    if not (added.keys() - defaults.keys()) <= values.keys() <= added.keys():
+        fields = [f"{name}=..." if name in defaults else name for name in added]
+        expected = f"the fields {', '.join(fields)}" if fields else "no further fields"
+        got = ", ".join(values) or "none of them"
+        raise TypeError(
+            f"{cls.__name__}.create: expected {expected}, got {got}. It makes step and opt_state; "
+            "further fields are declared in a subclass: class State(functrain.TrainState): ema: Any"
+        )
+    copies = dict[str, Any]()
+    for name, value in {**defaults, **values}.items():
+        is_in_tree = added[name].metadata.get("pytree_node", True)
+        copies[name] = _tree.copy(value) if is_in_tree else value
+    return copies
 
 
 def check_rng(rng: Any) -> None:

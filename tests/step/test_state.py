@@ -1,3 +1,9 @@
+import copy
+import dataclasses
+import pickle
+from typing import Any, Generic, TypeVar
+
+import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -5,6 +11,19 @@ import optax
 import pytest
 
 from functrain import TrainState
+
+T = TypeVar("T")
+
+
+class Averaged(TrainState):
+    average: Any
+    decay: Any = 0.9
+    name: str = flax.struct.field(pytree_node=False, default="ema")
+
+
+class Deeper(Averaged, Generic[T]):
+    extra: Any = None
+
 
 PARAMS = {"w": np.ones((2, 3), np.float32), "b": np.zeros(3, np.float32)}
 
@@ -81,3 +100,53 @@ def test_params_that_cannot_be_trained_are_refused_by_name() -> None:
 def test_a_function_in_the_state_is_refused_by_name() -> None:
     with pytest.raises(TypeError, match="expected an array at act, got function"):
         TrainState.create(params=PARAMS, tx=optax.sgd(0.1), model_state={"act": lambda x: x})
+
+
+@pytest.mark.parametrize("cls", [Averaged, Deeper, Deeper[int]])
+def test_a_subclass_behaves_as_its_base(cls) -> None:
+    mine = jnp.ones(3)
+
+    def make():
+        return cls.create(params=PARAMS, tx=optax.sgd(0.1), average={"w": mine}, name=len)
+
+    state, other = make(), make()
+    assert state == state != other
+    assert len({state, other}) == 2
+    assert "rng=None, average=3 in 1 array, decay=float32[], name=<built-in" in repr(state)
+    assert not any(getattr(x, "weak_type", False) for x in jax.tree.leaves(state))
+    for twin in (copy.deepcopy(state), copy.copy(state), state.replace(), other):
+        assert type(twin) is type(state)
+        assert jax.tree.structure(twin) == jax.tree.structure(state)
+        jax.tree.map(np.testing.assert_array_equal, twin, state)
+    new = jax.jit(lambda s, g: s.apply_gradients(g, optax.sgd(0.1)), donate_argnums=0)(
+        state, {k: np.ones_like(v) for k, v in PARAMS.items()}
+    )
+    np.testing.assert_array_equal(new.params["w"], PARAMS["w"] - np.float32(0.1))
+    np.testing.assert_array_equal(new.average["w"], mine)
+
+
+def test_a_subclass_is_pickled() -> None:
+    state = Deeper.create(params=PARAMS, tx=optax.sgd(0.1), average=jnp.ones(2))
+    loaded = pickle.loads(pickle.dumps(state))
+    assert type(loaded) is Deeper
+    assert [f.name for f in dataclasses.fields(loaded)][-4:] == [
+        "average",
+        "decay",
+        "name",
+        "extra",
+    ]
+    jax.tree.map(np.testing.assert_array_equal, loaded, state)
+
+
+@pytest.mark.parametrize(
+    ("cls", "fields", "message"),
+    [
+        (Averaged, {}, r"the fields average, decay=\.\.\., name=\.\.\., got none of them"),
+        (Averaged, {"average": 1.0, "avg": 1.0}, "got average, avg"),
+        (TrainState, {"apply_fn": len}, "expected no further fields, got apply_fn"),
+        (Averaged, {"average": len}, "expected an array at .*, got"),
+    ],
+)
+def test_fields_that_do_not_fit_the_class_are_refused(cls, fields, message) -> None:
+    with pytest.raises(TypeError, match=message):
+        cls.create(params=PARAMS, tx=optax.sgd(0.1), **fields)
