@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from functrain.common import _direction, _repr, _tree
-from functrain.common._checks import require
+from functrain.common._checks import is_number, require
 from functrain.common._warnings import warn
 from functrain.engine._trigger import Trigger
 from functrain.hooks._hook import triggers_of
@@ -19,8 +19,9 @@ class EarlyStopping:
     """A hook that stops the run when a value no longer improves; it can restore the best state.
 
     The value is compared each time it is reported: each epoch, or whenever an `Evaluate` with
-    another `every` has added it. `patience`, `min_delta` and `mode` mean what they mean in
-    ``keras.callbacks.EarlyStopping``, and the run stops after the same value.
+    another `every` has added it. `patience`, `min_delta`, `mode`, `baseline` and `start_from_epoch`
+    mean what they mean in ``keras.callbacks.EarlyStopping``, and the run stops after the same
+    value.
 
     Args:
       monitor: Name of the value, such as ``"val_loss"``.
@@ -30,6 +31,9 @@ class EarlyStopping:
         improvement.
       mode: ``"min"`` or ``"max"``, the better direction. ``"auto"`` takes it from the name: `loss`,
         `error`, `mse` and the like should be small, `accuracy`, `auc`, `f1` and the like large.
+      baseline: A value that the run must beat: only an improvement that is better than this, too,
+        starts the count of `patience` anew. None asks for improvements only.
+      start_from_epoch: The number of epochs at the start whose values are ignored.
       restore_best: True restores the state with the best value at the end of the run, stopped
         early or not, as Keras's `restore_best_weights` does. This costs a second copy of the state
         on the device and in every checkpoint; the checkpoint of the run's end has a third.
@@ -68,14 +72,21 @@ class EarlyStopping:
         patience: int = 0,
         min_delta: float = 0.0,
         mode: _direction.Mode = "auto",
+        baseline: float | None = None,
+        start_from_epoch: int = 0,
         restore_best: bool = False,
     ) -> None:
-        require(patience >= 0, "patience", "0 or more", patience)
-        require(min_delta >= 0, "min_delta", "0 or more", min_delta)
+        minimums = {"patience": patience, "min_delta": min_delta}
+        for name, value in {**minimums, "start_from_epoch": start_from_epoch}.items():
+            require(is_number(value) and value >= 0, name, "a number, 0 or more", value)
+        is_baseline = baseline is None or is_number(baseline)
+        require(is_baseline, "baseline", "a number, or None", baseline)
         self._sign = _direction.sign(monitor, mode)
         self.monitor = self.resume_key = monitor
         self.patience = patience
         self.min_delta = min_delta
+        self.baseline = baseline
+        self.start_from_epoch = start_from_epoch
         self.restore_best = restore_best
         self._pending_triggers: list[Trigger] = []
         self._is_restored = False
@@ -100,7 +111,9 @@ class EarlyStopping:
         # that there is none.
         self._best = np.asarray(self._sign * math.inf)
         self._best_step = np.asarray(-1)
-        # The number of values since the best one; -1 before the first value.
+        self._has_seen_value = False
+        # Keras's `wait`: the number of values since the last one that counted as an improvement;
+        # -1 before the first value.
         self._failures = np.asarray(-1)
         self._best_leaves: list[Any] = []
 
@@ -128,6 +141,7 @@ class EarlyStopping:
         self._reset()
         self._is_restored = True
         self._failures = np.asarray(state["failures"])
+        self._has_seen_value = bool((self._failures >= 0).any())
         best_step = np.asarray(state["best_step"])
         # Without restore_best the leaves are no longer updated, and would belong to an earlier best
         # value.
@@ -145,13 +159,11 @@ class EarlyStopping:
         if isinstance(event, RunEnd):
             self._end(event)
         elif self.monitor in event.values:
-            self._compare(event, event.values[self.monitor])
-        elif not self._has_seen_values:
+            self._has_seen_value = True
+            if event.epoch >= self.start_from_epoch:
+                self._compare(event, event.values[self.monitor])
+        elif not self._has_seen_value:
             self._handle_missing_value(event)
-
-    @property
-    def _has_seen_values(self) -> bool:
-        return bool((self._failures >= 0).any())
 
     def _compare(self, event: Event, value: Any) -> None:
         self._update(event, np.asarray(float(value)), np.asarray(True))
@@ -167,20 +179,33 @@ class EarlyStopping:
         Returns:
           `bool[]` or `bool[N]`: True for members that continue.
         """
-        # Keras adds min_delta to the new value as well, and compares in float32, as keras.ops does
-        # on JAX. The same rounding leads to the same decision.
-        new, best = self._sign * values + self.min_delta, self._sign * self._best
-        is_better = active & (np.asarray(new, np.float32) < np.asarray(best, np.float32))
+        is_first = self._failures < 0
+        # Keras takes any first value for its best one. Here NaN is never best.
+        is_better = self._is_better(values, self._best) | (is_first & ~np.isnan(values))
+        is_better &= active
         self._best = np.where(is_better, values, self._best)
         self._best_step = np.where(is_better, event.step, self._best_step)
-        # The run never stops at the first value: even NaN only raises the count from -1 to 0.
-        self._failures = np.where(is_better, 0, self._failures + active)
+        # As in Keras, a run never stops at its first value, even NaN.
+        is_improvement = is_better | is_first
+        restarts = is_improvement
+        if self.baseline is not None:
+            restarts = is_improvement & self._is_better(values, self.baseline)
+        failures = np.where(restarts, 0, np.maximum(self._failures, 0) + 1)
+        self._failures = np.where(active, failures, self._failures)
         if self.restore_best and is_better.any():
             self._keep(event.state, is_better)
-        continues: np.ndarray = active & (self._failures < max(1, self.patience))
+        # As in Keras, a run does not stop at its best value, even if that is below the baseline.
+        is_patient = self._failures < max(1, self.patience)
+        continues: np.ndarray = active & (is_patient | is_improvement)
         if not continues.any():
             event.stop()
         return continues
+
+    def _is_better(self, values: np.ndarray, reference: Any) -> Any:
+        # Keras adds min_delta to the new value as well, and compares in float32, as keras.ops does
+        # on JAX. The same rounding leads to the same decision.
+        new, old = self._sign * values + self.min_delta, self._sign * reference
+        return np.asarray(new, np.float32) < np.asarray(old, np.float32)
 
     def _keep(self, state: Any, is_better: np.ndarray) -> None:
         """Keeps a copy of the best state. Populations override this, and use `is_better`."""
@@ -221,7 +246,7 @@ class EarlyStopping:
         )
 
     def _end(self, event: RunEnd) -> None:
-        if self._pending_triggers and not self._has_seen_values:
+        if self._pending_triggers and not self._has_seen_value:
             warn(
                 f"EarlyStopping: expected {self.monitor!r} during the run, but no hook added it. "
                 f"These hooks before it were never due: {self._pending_triggers}.",

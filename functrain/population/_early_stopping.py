@@ -30,6 +30,8 @@ class EarlyStopping(_EarlyStopping):
         improvement.
       mode: ``"min"`` if smaller is better, ``"max"`` if larger is; ``"auto"`` infers it from the
         name.
+      baseline: A value that each member must beat, as for `functrain.hooks.EarlyStopping`.
+      start_from_epoch: The number of epochs at the start whose values are ignored.
       restore_best: Give each member, at the end of the run, the state that had its best value.
         This costs a second copy of the states on the device and in every checkpoint; the
         checkpoint of the run's end has a third.

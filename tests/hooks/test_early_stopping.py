@@ -112,16 +112,21 @@ RULES = st.fixed_dictionaries(
         "patience": st.integers(0, 3),
         "min_delta": st.sampled_from([0.0, 1e-9, 0.1, 0.5]),
         "mode": st.sampled_from(["min", "max"]),
+        "baseline": st.none() | SCORES,
+        "start_from_epoch": st.integers(0, 3),
     }
 )
 
 
 @hypothesis.given(values=st.lists(SCORES | st.just(np.inf), min_size=1, max_size=9), how=RULES)
 @hypothesis.example(values=[0.5, 0.5], how={"patience": 0, "min_delta": 0.0, "mode": "min"})
+@hypothesis.example(values=[0.5, 0.4, 0.5], how={"patience": 1, "mode": "min", "baseline": 0.3})
+@hypothesis.example(values=[0.1, 0.5, 0.6], how={"patience": 1, "mode": "min", "baseline": 0.3})
+@hypothesis.example(values=[0.1, 0.5, 0.4], how={"mode": "min", "start_from_epoch": 1})
 @hypothesis.example(values=[0.5, 0.5], how={"patience": 1, "min_delta": 0.0, "mode": "max"})
 @hypothesis.example(values=[0.5, 0.5 - 1e-9], how={"patience": 1, "min_delta": 0.0, "mode": "min"})
 @hypothesis.example(values=[0.3, 0.2], how={"patience": 1, "min_delta": 0.1, "mode": "min"})
-@hypothesis.settings(deadline=None, max_examples=60)
+@hypothesis.settings(deadline=None, max_examples=80)
 def test_it_stops_where_keras_stops_with_the_same_best_epoch(values, how) -> None:
     hook = EarlyStopping("score", **how)
     expected, best_epoch = epochs_of_keras(values, **how)
@@ -134,7 +139,24 @@ def test_it_stops_where_keras_stops_with_the_same_best_epoch(values, how) -> Non
     counted = epochs_of_ours(members, state, of_each)
     stops_at = max(expected, epochs_of_keras([0.0] * len(values), **how)[0])
     assert counted == stops_at
-    assert max(0, members.best_step[0]) == best_epoch
+    assert max(0, np.ravel(members.best_step)[0]) == best_epoch
+
+
+@pytest.mark.parametrize("name", ["patience", "min_delta", "baseline", "start_from_epoch"])
+def test_settings_that_are_no_numbers_are_refused(name) -> None:
+    with pytest.raises(ValueError, match=f"{name}: expected a number.*got '3'"):
+        EarlyStopping("val_loss", **{name: "3"})
+
+
+def test_a_value_of_an_ignored_epoch_need_not_come_again() -> None:
+    def at_first(event):
+        if isinstance(event, ft.events.EpochEnd) and event.epoch == 0:
+            event.values["score"] = 1.0
+
+    hook = EarlyStopping("score", mode="min", start_from_epoch=2)
+    assert len(fit(at_first, hook, epochs=4).history.epochs["loss"]) == 4
+    with pytest.raises(ValueError, match="monitor: expected one of"):
+        fit(EarlyStopping("score", mode="min", start_from_epoch=2), epochs=4)
 
 
 def test_a_first_value_of_nan_is_improved_by_any_number() -> None:
