@@ -45,7 +45,7 @@ from benchmarks import report
 from benchmarks.operations import tied
 from benchmarks.profile import example
 from benchmarks.workloads import WORKLOADS, Workload, mlp, noise
-from functrain.rewrites import _optimize, phased_conv
+from functrain.rewrites import _optimize
 from functrain.rewrites._pass import rewrite_jaxpr
 from functrain.rewrites._rewrite import Rewrite
 from functrain.rewrites.canonical_conv import canonical_conv
@@ -304,8 +304,6 @@ def measure(eqn: core.JaxprEqn) -> dict[str, float]:
     out = jnp.zeros(eqn.outvars[0].aval.shape, eqn.outvars[0].aval.dtype)
     closed = jax.make_jaxpr(lambda x, w: eqn.primitive.bind(x, w, **eqn.params))(x, w)
     jaxprs = {name: rewrite_jaxpr(closed, rules) for name, rules in _rule_sets().items()}
-    with mock.patch.object(phased_conv, "MIN_FEATURES", 0):
-        jaxprs["phases"] = rewrite_jaxpr(closed, _optimize.rules_for("cpu"))
     # Programs that are alike are measured once.
     names: dict[str, list[str]] = {}
     for name, jaxpr in jaxprs.items():

@@ -33,14 +33,12 @@ from functrain.rewrites.max_pool_gradient import (
     max_pool_gradient_apart,
 )
 from functrain.rewrites.patch_conv import patch_conv
-from functrain.rewrites.phased_conv import phased_conv
 from functrain.rewrites.pooled_gradient import bias_before_pooling, relu_before_pooling
 from functrain.rewrites.relu_mask import relu_mask
 from functrain.rewrites.shared_batch import shared_batch
 from functrain.rewrites.small_depthwise import small_depthwise
 from functrain.rewrites.summed_after import summed_after, summed_after_gpu, summed_after_tpu
 from functrain.rewrites.swapped_conv import swapped_conv
-from functrain.rewrites.trimmed_conv import trimmed_conv
 from functrain.rewrites.unrolled_scan import unrolled_scan, unrolled_scan_gpu
 from functrain.rewrites.volume_conv import volume_conv
 
@@ -48,8 +46,8 @@ Mode: TypeAlias = Literal["auto", "exact", "off"]
 F = TypeVar("F", bound=Callable[..., Any])
 
 # In order of precedence: the first rewrite that applies is used, and those after it also see the
-# equations that it returns. So trimmed_conv is in front of the rules that compute the rest of a
-# trimmed convolution, and canonical_conv behind all rules for convolutions that they may leave.
+# equations that it returns. So canonical_conv is behind all rules for convolutions that they may
+# leave.
 # volume_conv is behind patch_conv, which would otherwise see the 2-D convolutions that volume_conv
 # returns for the gradient of weights, and take them for layers.
 # The rules for the scans of accelerators come first, so that the others see the bodies; a GPU's
@@ -64,14 +62,12 @@ REWRITES: tuple[Rewrite, ...] = (
     shared_batch,
     attention_gradient,
     summed_after,
-    trimmed_conv,
     small_depthwise,
     depthwise_conv,
     dot_conv,
     grouped_conv,
     swapped_conv,
     few_features,
-    phased_conv,
     patch_conv,
     volume_conv,
     batch_groups,

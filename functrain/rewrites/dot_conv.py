@@ -1,7 +1,7 @@
 """Convolutions with one tap or one position as a matrix product, or with groups as one for each.
 
-These are 1 x 1 convolutions, the gradients of both their operands, and what `trimmed_conv` leaves
-of a kernel over a 1 x 1 image. XLA's CPU backend is slower for them than for the product, which
+These are 1 x 1 convolutions, the gradients of both their operands, and kernels that cover their
+padded image. XLA's CPU backend is slower for them than for the product, which
 `benchmarks/upstream/dot_conv.py` reproduces.
 
 Milliseconds, 2 cores, jax 0.10, alone under `jit` and in a loop (`jit/loop`); image `[N, H, H, C]`,

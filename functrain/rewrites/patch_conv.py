@@ -90,7 +90,7 @@ def _applies(eqn: core.JaxprEqn) -> bool:
 
 def _method(sizes: Sizes, params: dict[str, Any], dtype: Any) -> Callable[..., jax.Array] | None:
     """Returns the way to compute a convolution, or None if XLA's kernel is faster."""
-    # Patches would contain the holes, which `phased_conv` leaves out.
+    # Patches would contain the holes.
     if is_weight_gradient(params) or math.prod(params["lhs_dilation"]) > 1:
         return None
     if not 1 < math.prod(sizes.window) <= MAX_TAPS:

@@ -71,7 +71,7 @@ def test_programs_that_are_alike_are_measured_once() -> None:
     # As it is, which is canonical already, and as a product of patches.
     assert set(measured.values()) == {1.0, 2.0}
     assert measured["as jax writes it"] == measured["without patch_conv"] == 1.0
-    assert measured["all rules"] == measured["without trimmed_conv"] == 2.0
+    assert measured["all rules"] == measured["without swapped_conv"] == 2.0
 
 
 def test_the_summary_is_about_the_fastest_program() -> None:

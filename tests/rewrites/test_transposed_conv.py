@@ -1,7 +1,6 @@
-"""Transposed convolutions, in phases and with swapped roles: as accurate, in fewer products."""
+"""Gradients of transposed convolutions, with swapped roles: as accurate, in fewer products."""
 
 from typing import Any
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -10,13 +9,12 @@ import pytest
 from hypothesis import given
 from jax import lax
 
-from functrain.rewrites import optimize, phased_conv, swapped_conv
+from functrain.rewrites import optimize, swapped_conv
 from functrain.rewrites._equations import walk_equations
 
 from . import cases
 
-PHASED, SWAPPED = phased_conv.phased_conv, swapped_conv.swapped_conv
-ANY_SIZE = mock.patch.object(phased_conv, "MIN_FEATURES", 0)
+SWAPPED = swapped_conv.swapped_conv
 
 
 def layer(n: int, size: int, channels: int, taps: int, features: int, holes: int = 2) -> Any:
@@ -40,8 +38,7 @@ def with_cotangent(conv: Any, x: jax.Array, w: jax.Array) -> list[jax.Array]:
 @given(cases.convolutions(sides=(3, 3), holes=(2, 3), apart=(1, 1), strides=(1, 1), sizes=(5, 6)))
 def test_a_layer_and_its_gradients_are_as_accurate_as_they_were(case: Any) -> None:
     conv, args = case
-    with ANY_SIZE:
-        cases.check_accuracy(cases.all_three(conv), args, SWAPPED, PHASED)
+    cases.check_accuracy(cases.all_three(conv), args, SWAPPED)
 
 
 @cases.drawn(4)
@@ -52,38 +49,13 @@ def test_any_convolution_may_swap(case: Any) -> None:
     cases.check_accuracy(conv, args[:2], always)
 
 
-@cases.drawn(4)
-@given(cases.convolutions(sides=(3, 3), holes=(2, 3), apart=(1, 1), strides=(1, 1), sizes=(5, 6)))
-def test_any_with_holes_may_take_phases(case: Any) -> None:
-    conv, args = case
-    always = PHASED._replace(applies=lambda eqn: True)
-    cases.check_accuracy(conv, args[:2], always)
-
-
-def test_places_that_see_no_tap_are_zero() -> None:
-    conv, x, w = layer(2, 4, 3, 1, 5, holes=3)
-    with ANY_SIZE:
-        got = jax.jit(optimize(conv))(x * jnp.nan, w)
-        np.testing.assert_array_equal(np.isnan(got), np.isnan(jax.jit(conv)(x * jnp.nan, w)))
-    np.testing.assert_array_equal(got[:, 1::3, 1::3], 0)
-
-
 def test_the_size_decides() -> None:
-    def taken(*sizes: int) -> list[tuple[bool, bool]]:
-        """By swapping or phases: the layer, and the gradients of its weights and of its input."""
+    def taken(*sizes: int) -> list[bool]:
+        """Whether the layer, and the gradients of its weights and of its input, are swapped."""
         conv, x, w = layer(*sizes)
-        args = with_cotangent(conv, x, w)
-        fn = cases.all_three(conv)
-        return list(
-            zip(cases.takes(SWAPPED, fn, *args), cases.takes(PHASED, fn, *args), strict=True)
-        )
+        return cases.takes(SWAPPED, cases.all_three(conv), *with_cotangent(conv, x, w))
 
-    left = False, False
-    assert taken(8, 8, 16, 4, 32) == [(False, True), (True, False), left]
-    assert taken(64, 4, 16, 5, 16)[0] == (False, True)  # a kernel larger than its image
-    assert taken(8, 4, 8, 3, 8) == [(False, True), (True, False), left]
-    assert taken(64, 32, 128, 4, 1) == [left, (True, False), left]
-    assert taken(64, 14, 128, 2, 128)[0] == left  # a tap for each phase
+    assert taken(8, 8, 16, 4, 32) == taken(64, 32, 128, 4, 1) == [False, True, False]
 
 
 def test_only_auto_takes_them() -> None:
@@ -99,5 +71,4 @@ def test_only_auto_takes_them() -> None:
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_a_scan_of_steps_does_not_depend_on_its_length(dtype: Any) -> None:
     conv, x, w = layer(2, 4, 3, 4, 3)
-    with ANY_SIZE:
-        cases.check_chunks(conv, x.astype(dtype), w.astype(dtype))
+    cases.check_chunks(conv, x.astype(dtype), w.astype(dtype))
