@@ -1,6 +1,6 @@
 """Proximal policy optimization: 32 agents learn to balance a pole, killed twice on the way.
 
-Reinforcement learning has no data: the step itself acts in the environment, and `ft.Steps` counts
+Reinforcement learning has no data: the step itself acts in the environment, and `ft.NoData` counts
 the steps. The environment is CartPole (Barto, Sutton and Anderson, 1983), with the constants and
 the limit of 500 steps of Gymnasium's CartPole-v1; the algorithm is PPO (Schulman et al., 2017,
 https://arxiv.org/abs/1707.06347), with the settings of purejaxrl. The agents differ in their random
@@ -156,13 +156,13 @@ def step(learner, batch):
     return Learner(train, carts, age, returns), {"loss": losses.mean(), "return": returns.mean()}
 
 
-# %% Training. `ft.Steps` takes the place of data, and the population that of one agent
+# %% Training. `ft.NoData` takes the place of data, and the population that of one agent
 def train(folder, *more_hooks):
     population = ft.population.create(make_learner, jax.random.key(args.seed), members=agents)
     return ft.fit(
         population,
         ft.population.step(step),
-        ft.Steps(updates),
+        ft.NoData(updates),
         hooks=[ft.hooks.JSONLines(folder / "log.jsonl", every=10), *more_hooks],
         checkpointer=ft.Checkpointer(folder / "checkpoints", every=max(1, updates // 10), keep=1),
         verbose=0,

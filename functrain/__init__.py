@@ -24,7 +24,7 @@ from functrain.checkpoint import warm_start as warm_start
 from functrain.checkpoint import watch_checkpoints as watch_checkpoints
 from functrain.common._types import Step as Step
 from functrain.data import ArrayLoader as ArrayLoader
-from functrain.data import Steps as Steps
+from functrain.data import NoData as NoData
 from functrain.engine import Fused as Fused
 from functrain.engine import Position as Position
 from functrain.engine import at as at
@@ -75,10 +75,10 @@ __all__ = [
     "MeteredStep",
     "Model",
     "ModelOutput",
+    "NoData",
     "Position",
     "Run",
     "Step",
-    "Steps",
     "Target",
     "TrainState",
     "WarmStart",

@@ -14,7 +14,7 @@ from bridge.state._keras_state import KerasState, variable_values
 from bridge.train._batches import keras_batches
 from bridge.train._callbacks import flat
 from bridge.train._steps import KerasStep, describe_batch
-from functrain import ArrayLoader, Checkpointer, FitResult, Model, Steps, TrainState
+from functrain import ArrayLoader, Checkpointer, FitResult, Model, NoData, TrainState
 from functrain.internal import (
     Local,
     PyTree,
@@ -119,7 +119,7 @@ def _require_no_loader(name: str, data: Any) -> None:
         "or train with functrain.fit(state, step, data)."
     )
     own_data = data.data if isinstance(data, Local) else data
-    is_known = not isinstance(own_data, ArrayLoader | Steps)
+    is_known = not isinstance(own_data, ArrayLoader | NoData)
     require(is_known, name, "data that Keras accepts", data, advice, error=TypeError)
 
 

@@ -39,7 +39,7 @@ PAGES = {  # by file name, in the order of the sidebar
     "training": Page(
         "Training",
         "functrain",
-        "fit FitResult History evaluate predict run Run ArrayLoader Steps Position every at",
+        "fit FitResult History evaluate predict run Run ArrayLoader NoData Position every at",
     ),
     "steps": Page(
         "States, losses and steps",
@@ -124,7 +124,7 @@ HIDDEN_MEMBERS = {
     **{f"functrain.hooks.{name}": HOOK_METHODS for name in functrain.hooks.__all__},
     "functrain.population.EarlyStopping": HOOK_METHODS,
     "functrain.ArrayLoader": LOADER_METHODS,
-    "functrain.Steps": LOADER_METHODS,
+    "functrain.NoData": LOADER_METHODS,
     "functrain.population.Loader": LOADER_METHODS,
     "functrain.History": "history",
     "functrain.MeteredStep": "values wrap_state",

@@ -1,7 +1,7 @@
 """Data: turns what users pass into batches and chunks.
 
 Files:
-  _batches: the protocol between data and the engine; Steps, for training without data
+  _batches: the protocol between data and the engine; NoData, for training without data
   _adapt: converts what users pass to that protocol
   _loader: ArrayLoader, batches of arrays in memory
   _iterator: batches of any iterable
@@ -15,5 +15,5 @@ Files:
   _buffer: host memory that a CPU device uses without a copy
 """
 
-from functrain.data._batches import Steps as Steps
+from functrain.data._batches import NoData as NoData
 from functrain.data._loader import ArrayLoader as ArrayLoader

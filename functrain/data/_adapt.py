@@ -10,7 +10,7 @@ import numpy as np
 
 from functrain.common._checks import require
 from functrain.data._arrays import require_no_number_lists
-from functrain.data._batches import Batches, Steps
+from functrain.data._batches import Batches, NoData
 from functrain.data._iterator import IteratorBatches
 from functrain.data._loader import LoaderBatches, SeekableLoader
 from functrain.data._local import Local, LocalBatches
@@ -21,7 +21,7 @@ def as_batches(data: Any, name: str = "data") -> Batches:
 
     Args:
       data: A loader that can seek, such as `ArrayLoader`; an iterable of batches; either of these
-        in `functrain.distributed.local`; `Steps`, which are copied; or other `Batches`, which are
+        in `functrain.distributed.local`; `NoData`, which is copied; or other `Batches`, which are
         returned unchanged.
       name: The argument that the data were passed as, for errors.
 
@@ -29,7 +29,7 @@ def as_batches(data: Any, name: str = "data") -> Batches:
       TypeError: `data` is something else.
       ValueError: `data` is an empty list.
     """
-    if isinstance(data, Steps):
+    if isinstance(data, NoData):
         # A copy, since data and eval_data may be one object, and each has its own position.
         return copy.copy(data)
     if isinstance(data, Batches):
@@ -57,7 +57,7 @@ def _require_iterable(data: Any, name: str) -> None:
         raise TypeError(
             f"{name}: expected an ArrayLoader or an iterable of batches, got "
             f"{type(data).__name__}. For arrays: functrain.ArrayLoader((x, y), batch_size); "
-            "to predict, ArrayLoader(x, batch_size). Without data: functrain.Steps(n)."
+            "to predict, ArrayLoader(x, batch_size). Without data: functrain.NoData(n)."
         )
     if isinstance(data, list | tuple):
         require(data, name, "at least one batch", data, "Pass a list of batches.")

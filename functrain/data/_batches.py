@@ -200,7 +200,7 @@ class WrappedBatches(Batches):
         return self._inner.epochs_before
 
 
-class Steps(Batches):
+class NoData(Batches):
     """Epochs without data: a number of steps, whose batches are ``()``.
 
     For steps that make their own examples, as in reinforcement learning or sampling.
@@ -213,7 +213,7 @@ class Steps(Batches):
 
     Examples:
       >>> import functrain as ft
-      >>> state, _ = ft.fit(0, lambda count, batch: (count + 1, {}), Steps(5), epochs=2, verbose=0)
+      >>> state, _ = ft.fit(0, lambda count, batch: (count + 1, {}), NoData(5), epochs=2, verbose=0)
       >>> print(state)
       10
     """
@@ -226,7 +226,7 @@ class Steps(Batches):
         self._next = 0
 
     def __repr__(self) -> str:
-        return f"Steps({self.steps})"
+        return f"NoData({self.steps})"
 
     def begin(self, epoch: int, batch: int = 0) -> None:
         """Begins an epoch."""
@@ -244,7 +244,7 @@ class Steps(Batches):
 
     def fingerprint(self) -> dict[str, Any]:
         """Returns the number of steps in an epoch."""
-        return {"data": "Steps", "batches": self.steps}
+        return {"data": "NoData", "batches": self.steps}
 
 
 def shapes(batch: PyTree) -> PyTree:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import functrain as ft
-from functrain.data import Steps
+from functrain.data import NoData
 from functrain.data._adapt import as_batches
 from functrain.data._batches import Batches, batch_signature
 from functrain.data._epochs_of_steps import EpochsOfSteps
@@ -32,7 +32,7 @@ ADAPTERS = {
     "iterable": lambda: as_batches(Reiterable()),
     "epochs of steps": lambda: EpochsOfSteps(as_batches(ft.ArrayLoader(X, 4)), 4),
     "epochs of steps of an iterable": lambda: EpochsOfSteps(as_batches(Reiterable()), 4),
-    "no data": lambda: Steps(6),
+    "no data": lambda: NoData(6),
 }
 
 
@@ -102,7 +102,7 @@ def test_a_run_without_data_counts_and_resumes(tmp_path: pathlib.Path) -> None:
         return {**state, "step": state["step"] + 1, "sum": state["sum"] + drawn}, {"drawn": drawn}
 
     start = {"rng": jax.random.key(0), "step": jnp.int32(0), "sum": jnp.float32(0)}
-    expected, history = ft.fit(start, step, Steps(7), epochs=3, fuse=4, verbose=0)
+    expected, history = ft.fit(start, step, NoData(7), epochs=3, fuse=4, verbose=0)
     assert int(expected["step"]) == len(history.steps["drawn"]) == 21
 
     @ft.at(10)
@@ -112,7 +112,7 @@ def test_a_run_without_data_counts_and_resumes(tmp_path: pathlib.Path) -> None:
     def run(*hooks: Any) -> Any:
         saves = ft.Checkpointer(tmp_path, every=ft.every(steps=3))
         how = {"epochs": 3, "fuse": 5, "verbose": 0, "checkpointer": saves, "hooks": hooks}
-        return ft.fit(start, step, Steps(7), **how)
+        return ft.fit(start, step, NoData(7), **how)
 
     with pytest.raises(KeyError):
         run(fail)
@@ -124,7 +124,7 @@ def test_a_run_without_data_counts_and_resumes(tmp_path: pathlib.Path) -> None:
 @pytest.mark.parametrize("steps", [0, -1, 2.0, True, None])
 def test_a_number_of_steps_below_one_is_refused(steps: Any) -> None:
     with pytest.raises(ValueError, match="steps: expected an integer of at least 1"):
-        Steps(steps)
+        NoData(steps)
 
 
 def test_none_as_a_batch_is_refused_with_what_stands_for_no_arrays() -> None:

@@ -132,7 +132,7 @@ def stopped() -> None:
     hook = ft.population.EarlyStopping("loss", restore_best=True)
     over_all = ft.population.step(step)
     how: Any = {"sharding": jax.NamedSharding(MESH, jax.P()), "hooks": [hook], "verbose": 0}
-    result, history = ft.fit(members, over_all, ft.Steps(1), epochs=9, **how)
+    result, history = ft.fit(members, over_all, ft.NoData(1), epochs=9, **how)
     best = multihost_utils.process_allgather(result.states, tiled=True)
     say("stopped", [best.tolist(), hook.best_step.tolist(), len(history.epochs["loss"])])
 

@@ -35,7 +35,7 @@ if other == "members":
     divided, everywhere = (jax.NamedSharding(mesh, jax.P(*axes)) for axes in (["data"], []))
     members = jax.device_put(ft.population.stack([jnp.zeros(()), jnp.ones(())]), divided)
     over_all = ft.population.step(lambda x, batch: (x + 1, {"x": x}))
-    first, *_ = ft.run(members, over_all, ft.Steps(2), sharding=everywhere)
+    first, *_ = ft.run(members, over_all, ft.NoData(2), sharding=everywhere)
     print(first.latest()["x"].tolist())
     sys.exit()
 if other == "keys":

@@ -36,7 +36,7 @@ def by_hand(steps):
     return state, np.array(losses)
 
 
-@pytest.mark.parametrize("data", [ft.Steps(5), [()] * 5], ids=["Steps", "tuples"])
+@pytest.mark.parametrize("data", [ft.NoData(5), [()] * 5], ids=["NoData", "tuples"])
 def test_a_fit_without_data_takes_the_steps_by_hand(data) -> None:
     state, history = ft.fit(create(), STEP, data, epochs=2, verbose=0)
     expected, losses = by_hand(10)
@@ -58,17 +58,17 @@ def test_metrics_and_evaluations_need_no_data() -> None:
     step = ft.train_step(loss_fn, TX, metrics=METRICS)
     eval_step = ft.eval_step(loss_fn, metrics=METRICS)
     state, history = ft.fit(
-        create(), step, ft.Steps(5), eval_data=ft.Steps(2), eval_step=eval_step, verbose=0
+        create(), step, ft.NoData(5), eval_data=ft.NoData(2), eval_step=eval_step, verbose=0
     )
     np.testing.assert_allclose(history.epochs["val_largest"], state.params["w"], rtol=1e-6)
-    assert ft.evaluate(state, eval_step, ft.Steps(3))["largest"] == pytest.approx(
+    assert ft.evaluate(state, eval_step, ft.NoData(3))["largest"] == pytest.approx(
         float(state.params["w"])
     )
     assert np.isfinite(history.epochs["largest"]).all()
 
 
 def test_one_object_can_be_the_data_and_the_evaluation_data() -> None:
-    data = ft.Steps(5)
+    data = ft.NoData(5)
     evaluate = ft.hooks.Evaluate(ft.eval_step(loss_fn), data, every=1)
     _, history = ft.fit(create(), STEP, data, epochs=2, hooks=[evaluate], verbose=0)
     np.testing.assert_array_equal(history.steps["loss"], by_hand(10)[1])
@@ -78,7 +78,7 @@ def test_one_object_can_be_the_data_and_the_evaluation_data() -> None:
 def test_members_of_a_population_train_without_data(data) -> None:
     population = ft.population.create(create, jax.random.key(0), members=3)
     step = ft.population.step(STEP, data=data)
-    result = ft.fit(population, step, ft.Steps(4), verbose=0).state
+    result = ft.fit(population, step, ft.NoData(4), verbose=0).state
     for i in range(3):
-        alone = ft.fit(population[i], STEP, ft.Steps(4), verbose=0).state
+        alone = ft.fit(population[i], STEP, ft.NoData(4), verbose=0).state
         np.testing.assert_allclose(result[i].params["w"], alone.params["w"], rtol=1e-6)

@@ -57,7 +57,7 @@ ROWS = jax.NamedSharding(ft.sharding.mesh({"data": -1}), jax.P("data"))
 LOADER = ft.ArrayLoader((X, Y), 8)
 
 
-@pytest.mark.parametrize("data", [LOADER, ft.Steps(3), ft.distributed.local(LOADER, ROWS)])
+@pytest.mark.parametrize("data", [LOADER, ft.NoData(3), ft.distributed.local(LOADER, ROWS)])
 def test_loaders_of_functrain_are_refused_before_a_step(data: Any) -> None:
     model = compiled()
     words = "expected data that Keras accepts, got .*Pass the arrays themselves and batch_size="
