@@ -83,7 +83,6 @@ start = [0.0] * len(reports)
 for label, attribute in {
     "state": "state",
     "original state": "original_state",
-    "recovery copy": "recovery_copy",
     "chunks": "chunks",
     "temporaries": "temporaries",
 }.items():

@@ -122,8 +122,8 @@ def fit(
 
     Returns:
       `model.history`. However the fit ends (by an error, a callback or Ctrl-C), the model has its
-      weights, optimizer and metrics. If a program fails on the device, they are those of an earlier
-      step; if the model is larger than 256 MiB they are lost, and a note of the error says so.
+      weights, optimizer and metrics. If a program fails on the device, they are lost, as in
+      Keras's own fit, and a note of the error says so.
 
     Raises:
       TypeError: `model` is not a Keras model, a callback is neither a Keras callback nor one of

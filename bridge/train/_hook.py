@@ -190,17 +190,12 @@ class KerasHook:
     def finish(self, run: Run) -> bool:
         """Assigns the run's values to the model, however the run has ended.
 
-        If a program failed, the model gets the values from the beginning of the epoch, or from
-        the last time that a callback read it.
-
         Returns:
-          True if the model is whole; False if a program that failed had donated the values of a
-          model that is too large for the run to keep a copy.
+          True if the model is whole; False if a program failed, which had consumed the values.
         """
         if self._is_finished:
             return True
         last_complete_state = None if self.values.are_in_model else run.last_complete_state()
-        # Programs donate their states, so one that fails leaves no values but a copy.
         is_whole = self.values.are_in_model or last_complete_state is not None
         if last_complete_state is not None:
             self.values.lend(last_complete_state[0])

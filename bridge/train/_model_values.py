@@ -6,7 +6,7 @@ import keras
 from bridge import keras_private
 from bridge.state._keras_state import FIELDS, KerasState, variable_values
 from functrain.events import Event
-from functrain.internal import SPARE_BYTES, PyTree, copy_arrays, nbytes
+from functrain.internal import PyTree
 from functrain.internal import tree as _tree
 
 _FIELDS = {
@@ -81,13 +81,7 @@ class ModelValues:
         """
         if not self.are_in_model:
             return
-        values = self.variable_values()
-        # The run keeps the originals, so that a program that fails can be undone. A copy of a
-        # large model would need too much memory; Keras's own fit keeps none either.
-        if nbytes(values) <= SPARE_BYTES:
-            event.hand_over(copy_arrays(values), spare=values)
-        else:
-            self.hand_over(event)
+        self.hand_over(event)
         # Otherwise the variables would keep the old values in memory beside the new ones.
         keras_private.trainer_state.purge(self._model, self._fields)
         self.lend(event.state)

@@ -217,9 +217,8 @@ def _assign_at_end(hook: KerasHook, run: Run) -> Iterator[None]:
     except BaseException as error:
         if not hook.finish(run):
             error.add_note(
-                "The program that failed had donated the model's values, and there is no copy of a "
-                "model of this size. Load its weights again; "
-                "keras.callbacks.BackupAndRestore keeps some on disk."
+                "The program that failed had consumed the model's values. Load its weights again; "
+                "bridge.fit(checkpointer=) and keras.callbacks.BackupAndRestore keep some on disk."
             )
         raise
     hook.finish(run)

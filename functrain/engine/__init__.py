@@ -1,7 +1,7 @@
 """The engine: runs many steps in one compiled program.
 
 Files:
-  _driver: passes a carry through programs, and keeps a copy in case one fails
+  _driver: passes a carry through programs
   _programs: compiled programs, cached for as long as their step lives
   _loop: repeats a body over stacked batches, inside a program
   _scalar_rows: the same with scalars in the rows of one array, for GPUs

@@ -1,9 +1,8 @@
-"""The driver: passes a carry through compiled programs, and keeps a copy in case one fails."""
+"""The driver: passes a carry through compiled programs."""
 
 import collections
 import contextlib
 import dataclasses
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,7 +20,6 @@ from functrain.data._batches import Chunk
 from functrain.engine import _placement
 from functrain.engine._guards import tracing_guards
 from functrain.engine._loop import check_carry, reject_text_logs, require_pair
-from functrain.engine._plan import nbytes
 from functrain.engine._programs import (
     TRAINING,
     Kind,
@@ -37,11 +35,6 @@ from functrain.targets._chips import on_chip_bytes
 # How many programs may be in flight before the driver waits for the oldest: enough to keep a
 # device busy, few enough to bound memory and the time an interrupt takes.
 RUN_AHEAD = 2
-# A carry of at most this size is copied from time to time. A program consumes its carry, so one
-# that fails (out of memory, an error in a host callback) would leave nothing else to continue from.
-SPARE_BYTES = 256 * 2**20
-# The shortest time between two such copies: copying 256 MiB takes some 50 ms.
-SPARE_SECONDS = 2.0
 
 
 @contextlib.contextmanager
@@ -93,9 +86,6 @@ class Driver:
         self._compared_programs: list[Program] = []
         self._const: tuple[PyTree, ...] = ()
         self._in_flight: collections.deque[PyTree] = collections.deque()
-        # A copy of the carry with its position, and the time at which it was made.
-        self._spare: tuple[PyTree, Any] | None = None
-        self._spare_time = -float("inf")
         self._pins: _placement.Pins | None = None
         self.carry: PyTree = ()
 
@@ -135,40 +125,18 @@ class Driver:
             jax.block_until_ready(self._in_flight.popleft())
         return rows
 
-    def wait(self) -> None:
-        """Waits for all programs in flight; an exception of one of them is raised here."""
-        while self._in_flight:
-            jax.block_until_ready(self._in_flight.popleft())
+    def is_complete(self) -> bool:
+        """Returns True if all values of the carry exist. Waits for the programs in flight.
 
-    def keep_spare(self, position: Any, *, force: bool = False) -> None:
-        """Copies the carry to fall back on, if it is small and the latest copy is old enough.
-
-        Args:
-          position: Returned with the copy by `last_complete_state`.
-          force: True to copy the carry even if the latest copy is recent.
+        A program consumes its carry, so nothing is left if one fails.
         """
-        if not force and time.perf_counter() - self._spare_time < SPARE_SECONDS:
-            return
-        if nbytes(self.carry) <= SPARE_BYTES:
-            # Raises the error of a failed program, whose results are not worth a copy.
-            self.wait()
-            # The carry is complete now, so the old copy can go first: there is never more than one.
-            self._spare = None
-            self.adopt_spare(copy_arrays(self.carry), position)
-
-    def adopt_spare(self, carry: PyTree, position: Any) -> None:
-        """Keeps a copy of the carry that the caller made as the one to fall back on, if small."""
-        if nbytes(carry) <= SPARE_BYTES:
-            self._spare, self._spare_time = (carry, position), time.perf_counter()
-
-    def last_complete_state(self, position: Any) -> tuple[PyTree, Any] | None:
-        """Returns the carry and `position`; if a program failed, the latest copy and its position.
-
-        Returns None if there is no such copy. Waits for the programs in flight.
-        """
-        # Not `wait`: it would raise the error that is being handled once more.
+        # They were waited for only to bound how many there are.
         self._in_flight.clear()
-        return (self.carry, position) if has_all_values(self.carry) else self._spare
+        try:
+            jax.block_until_ready(self.carry)
+        except Exception:
+            return False
+        return not any(map(_tree.is_deleted, jax.tree.leaves(self.carry)))
 
     def _program(self, k: int, is_full: bool) -> Program:
         takes_all = is_full and prefers_static_length(self.platform)
@@ -197,15 +165,6 @@ class Driver:
         # both those from before the chunk.
         self.carry = carry
         return jax.tree.map(lambda *leaves: jnp.stack(leaves), *rows)
-
-
-def has_all_values(tree: PyTree) -> bool:
-    """Returns True if no array was consumed or computed by a program that failed. Waits."""
-    try:
-        jax.block_until_ready(tree)
-    except Exception:
-        return False
-    return not any(map(_tree.is_deleted, jax.tree.leaves(tree)))
 
 
 def copy_arrays(tree: PyTree) -> PyTree:

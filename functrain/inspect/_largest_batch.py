@@ -90,7 +90,7 @@ def largest_batch(
             assert needed.chip is not None
             room = needed.chip.memory_bytes
             # What a batch of no examples would need.
-            copies = needed.original_state + needed.recovery_copy + needed.checkpoint_copy
+            copies = needed.original_state + needed.checkpoint_copy
             totals |= {0: needed.state + copies, count: needed.total}
             if totals[0] > room:
                 return 0

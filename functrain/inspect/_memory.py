@@ -11,7 +11,7 @@ from functrain.common._checks import require_flags
 from functrain.common._platform import platform_of
 from functrain.common._types import PyTree, Step
 from functrain.engine import _placement
-from functrain.engine._driver import RUN_AHEAD, SPARE_BYTES
+from functrain.engine._driver import RUN_AHEAD
 from functrain.engine._plan import nbytes
 from functrain.inspect._fit_program import FitProgram, TooLargeError, compile_program, lower_fit
 from functrain.inspect._leaf import bytes_on_each
@@ -37,7 +37,6 @@ class Memory:
       leaves: Each leaf of the state and of its metrics by path, the largest first.
       parts: Each part of the state: params, opt_state, model_state, other.
       original_state: The caller's state, which a fit copies; 0 with ``donate=True``.
-      recovery_copy: The copy that a fit returns if a program fails; 0 for states above 256 MiB.
       chunks: The chunks of K batches that are in memory at once, at most.
       logs: The logs of the programs in flight.
       temporaries: Other memory of the program: activations, gradients.
@@ -49,16 +48,15 @@ class Memory:
         report, so it may do so even where `total` seems to fit.
 
     Examples:
-      >>> needed = Memory(8, {"w": 4000}, {"w": 4000}, 4000, 4000, 300, 96, 8000)
+      >>> needed = Memory(8, {"w": 4000}, {"w": 4000}, 4000, 300, 96, 8000)
       >>> needed, needed.state, needed.total
-      (Memory(19.9 KiB: state=3.9 KiB, k=8), 4000, 20396)
+      (Memory(16.0 KiB: state=3.9 KiB, k=8), 4000, 16396)
     """
 
     k: int
     leaves: Mapping[str, int]
     parts: Mapping[str, int]
     original_state: int
-    recovery_copy: int
     chunks: int
     logs: int
     temporaries: int
@@ -75,7 +73,7 @@ class Memory:
     @property
     def total(self) -> int:
         """The bytes of all copies of the state, and of everything else."""
-        copies = self.state + self.original_state + self.recovery_copy + self.checkpoint_copy
+        copies = self.state + self.original_state + self.checkpoint_copy
         return copies + self.chunks + self.logs + self.temporaries + self.padding
 
     @property
@@ -101,7 +99,6 @@ class Memory:
             {
                 "state": self.state,
                 "your original state": self.original_state,
-                "recovery copy": self.recovery_copy,
                 "checkpoint copy": self.checkpoint_copy,
                 f"{CHUNKS} chunks of {self.k} batch{'es' * (self.k > 1)}": self.chunks,
                 "logs": self.logs,
@@ -129,7 +126,7 @@ class Memory:
         """Returns what would need less memory, as lines, what saves most first.
 
         Examples:
-          >>> Memory(8, {"w": 4000}, {"w": 4000}, 4000, 4000, 300, 96, 8000).advice()[0]
+          >>> Memory(8, {"w": 4000}, {"w": 4000}, 4000, 300, 96, 8000).advice()[0]
           '- 7.8 KiB of temporaries: a smaller batch, ft.micro_batches, or ft.remat.'
         """
         divide = "divide it over the chips of a slice, with ft.sharding.fsdp"
@@ -247,7 +244,6 @@ def memory(
         parts=_bytes_by_part(leaves),
         # A donated state is reused for the results.
         original_state=0 if donate else state_bytes,
-        recovery_copy=state_bytes if nbytes(program.carry) <= SPARE_BYTES else 0,
         chunks=CHUNKS * chunk_bytes,
         logs=CHUNKS * logs,
         temporaries=temporaries,

@@ -62,16 +62,14 @@ class Event(_Positioned):
     _of_members: bool = dataclasses.field(default=False, repr=False)
     # See `hand_over`.
     _is_handed_over: bool = dataclasses.field(default=False, repr=False)
-    _spare: PyTree = dataclasses.field(default=None, repr=False)
 
-    def hand_over(self, state: PyTree, spare: PyTree = None) -> None:
+    def hand_over(self, state: PyTree) -> None:
         """Assigns a state whose arrays are used nowhere else, so that the run need not copy it.
 
         Args:
           state: A state with the structure, shapes and dtypes of `event.state`.
-          spare: An equal state that does not change, to return to if a program fails.
         """
-        self.state, self._is_handed_over, self._spare = state, True, spare
+        self.state, self._is_handed_over = state, True
 
     def metrics(self) -> dict[str, Any]:
         """Returns the running metrics of the epoch so far, as arrays on the device."""

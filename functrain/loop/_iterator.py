@@ -65,9 +65,8 @@ class Run(Iterator[Event]):
     def last_complete_state(self) -> tuple[PyTree, Position] | None:
         """Returns the last complete state and its position, after an error during a run.
 
-        A program that fails has consumed its state. The result is then the latest copy, which is at
-        most a few seconds old; copies are made of states up to 256 MiB. Returns None if there is
-        no copy. A state that was assigned to the last event is returned if it fits.
+        Returns None if a program has failed: it has consumed its state. A state that was assigned
+        to the last event is returned if it fits.
         """
         return self._loop.last_complete_state()
 
@@ -145,7 +144,7 @@ class Run(Iterator[Event]):
     def handle_signal_in_epoch_end(self, signals: DeferredSignals) -> None:
         """Handles a signal that arrives while the end of an epoch is handled.
 
-        A run with a checkpointer saves itself as it was before the end of the epoch. If that run
+        A run with a checkpointer saves itself as it was before the end of the epoch first. If it
         has been stopped, or a hook has donated the state of the event, the signal is handled after
         the event.
         """

@@ -104,7 +104,8 @@ class Loop:
     @property
     def state(self) -> PyTree:
         """The current state; the next program consumes it."""
-        return _without_metrics(self.driver.carry)
+        carry = self.driver.carry
+        return carry.state if isinstance(carry, Metered) else carry
 
     def last_complete_state(self) -> tuple[PyTree, Position] | None:
         """Returns the last complete state and its position; see `Run`."""
@@ -112,11 +113,7 @@ class Loop:
             # The caller is handling an error already, and a second one would hide it.
             with contextlib.suppress(Exception):
                 self._continue_from(self._open_event)
-        last = self.driver.last_complete_state(self.position)
-        if last is None:
-            return None
-        carry, position = last
-        return _without_metrics(carry), position
+        return (self.state, self.position) if self.driver.is_complete() else None
 
     def take_unread_logs(self) -> LogsReady | None:
         """Returns the logs of the last chunk if their event has not been yielded yet; see `Run`."""
@@ -138,12 +135,11 @@ class Loop:
         is_asked_to_end = saving is not None and saving.is_asked_to_end()
         if event is None or not (is_asked_to_end or signals.is_pending):
             return
-        # A run that has been stopped ends after this event, and then saves that it was stopped.
-        if saving is not None and event.stopped:
-            return
-        # A hook has donated the state to another program: until it has assigned a new one, there is
-        # nothing to save.
-        if any(map(_tree.is_deleted, jax.tree.leaves(event.state))):
+        # A run that has been stopped ends after this event, and then saves that it was stopped. And
+        # a hook may have donated the state to another program: until it has assigned a new one,
+        # there is nothing to save.
+        is_donated = any(map(_tree.is_deleted, jax.tree.leaves(event.state)))
+        if saving is not None and (event.stopped or is_donated):
             return
         # One of several processes must not save alone: the others would have to take part.
         if saving is not None and (is_asked_to_end or jax.process_count() == 1):
@@ -174,11 +170,7 @@ class Loop:
         """Yields the events of an epoch; returns True if the run stops in it."""
         self._epoch_is_over, steps_taken, is_stopped = False, 0, False
         if self.like_keras:
-            begin_epoch = EpochBegin(**self._event_fields())
-            yield from self._yield_event(begin_epoch)
-            # The event may have come back with a state and a copy of it to fall back on.
-            if begin_epoch._spare is None:
-                self.driver.keep_spare(self.position, force=True)
+            yield from self._yield_event(EpochBegin(**self._event_fields()))
         if self._prepared_chunks is None:
             self._prepared_chunks = self._begin_epoch(self.position)
         for chunk in self._prepared_chunks:
@@ -192,7 +184,6 @@ class Loop:
             if is_stopped:
                 break
             yield from self._save_if_due(event)
-            self.driver.keep_spare(self.position)
         self._prepared_chunks = None
         # An epoch without batches left has ended, although the run stops. Where the number of its
         # batches is unknown, the data are not asked for another one.
@@ -402,8 +393,6 @@ class Loop:
             state = _placement.place_on_mesh(_tree.copy(state), self.sharding)
         has_metrics = isinstance(self.driver.carry, Metered)
         self.driver.begin(self.driver.carry.replace(state=state) if has_metrics else state)
-        if event._spare is not None:
-            self.driver.adopt_spare(event._spare, self.position)
 
     def _require_structure(self, error: Exception) -> None:
         """Raises ValueError from an error of a program if its state was changed in place."""
@@ -418,7 +407,3 @@ class Loop:
                 f"{_tree.bullets(missing)}\nAssign a changed copy with all of its leaves: "
                 "event.state = new_state."
             ) from error
-
-
-def _without_metrics(carry: PyTree) -> PyTree:
-    return carry.state if isinstance(carry, Metered) else carry

@@ -109,7 +109,8 @@ def run(
 
     Returns:
       An iterator: `ChunkEnd` after every program, `EpochEnd` after every epoch, `RunEnd` last.
-      If a program fails, its ``last_complete_state()`` is the state to continue from.
+      After an error of your loop or of the data, its ``last_complete_state()`` is the state to
+      continue from; a program that fails leaves none.
 
     Raises:
       ValueError: There are no batches, they differ from the first or do not divide over the
@@ -273,13 +274,6 @@ def begin_run(
         )
         # From here on, the run closes `saving`.
         undo.pop_all()
-    # With like_keras, the first epoch begins with a copy.
-    if not like_keras:
-        if donate or resumed is not None:
-            driver.keep_spare(position, force=True)
-        else:
-            # The caller's state does not change, so it serves as the copy.
-            driver.adopt_spare(state, position)
     return Run(loop)
 
 

@@ -151,11 +151,11 @@ def fit(
     Evaluations are traced with their first batch before the first step, so that their errors
     surface at once.
 
-    An exception during training, including Ctrl-C, has an attribute `fit_result` with the last
-    valid state and the history up to it (in a notebook: ``sys.last_value.fit_result``). If a
-    program fails, that state is at most a few seconds old; it is kept only if it has no more than
-    256 MiB. The first Ctrl-C, and a SIGTERM that Python handles, wait until the current program has
-    finished; a second one does not.
+    An exception during training, including Ctrl-C and errors of hooks and data, has an attribute
+    `fit_result` with the last state and the history up to it (in a notebook:
+    ``sys.last_value.fit_result``). A program that fails has consumed the state: a note of the
+    exception says so, and names the last checkpoint. The first Ctrl-C, and a SIGTERM that Python
+    handles, wait until the current program has finished; a second one does not.
 
     Examples:
       >>> import jax.numpy as jnp, numpy as np, optax
@@ -315,25 +315,21 @@ def _plan_epochs(
 
 
 def _attach_result(error: BaseException, events: Run, recorder: Recorder, begin: Position) -> None:
-    """Attaches the last valid state and its history to an error."""
+    """Attaches the last state and its history to an error."""
     if events.position == begin:
         return
-    last_valid = events.last_complete_state()
-    if last_valid is None:
+    last = events.last_complete_state()
+    if last is None:
         error.add_note(
-            f"A program failed in the steps up to {events.position.step} of epoch "
-            f"{events.position.epoch}, and the state was donated to it: states of this size have "
-            "no recovery copy. fit(checkpointer=) saves the state at intervals."
+            f"A program failed within the {events.position.step:,} steps that were begun, and had "
+            "consumed the state. fit(checkpointer=) saves the state at intervals."
         )
         return
-    state, position = last_valid
-    if position.step == begin.step:
-        return
+    state, position = last
     result = FitResult(state, recorder.history(position.step))
     # Exceptions accept new attributes, which type checkers do not know.
     error.fit_result = result  # type: ignore[attr-defined]
-    failed = "" if position == events.position else " The program after that failed."
     error.add_note(
         f"The state and history after step {position.step} are in this error's attribute "
-        f"`fit_result`.{failed}"
+        "`fit_result`."
     )

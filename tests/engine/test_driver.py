@@ -1,5 +1,6 @@
 """One place for run-ahead, programs, and what is left when a program fails."""
 
+import contextlib
 from typing import Any
 
 import jax
@@ -11,7 +12,7 @@ import functrain as ft
 from functrain.data._adapt import as_batches
 from functrain.engine import _chunks, _driver
 from functrain.engine._driver import RUN_AHEAD, Driver
-from functrain.engine._plan import Plan
+from functrain.engine._plan import Plan, nbytes
 
 X = np.arange(64, dtype=np.float32)
 
@@ -49,54 +50,23 @@ def test_constants_are_left_alone() -> None:
     assert not const.is_deleted()
 
 
-def test_a_program_that_failed_is_gone_back_behind(monkeypatch) -> None:
-    monkeypatch.setattr(_driver, "SPARE_SECONDS", 0.0)
-
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_driver_knows_whether_a_program_left_its_carry(fails) -> None:
     def check(x: Any) -> None:
-        if x == 40:
+        if x == 20 and fails:
             raise RuntimeError("from the host")
 
-    def failing(state: Any, batch: Any) -> Any:
+    def step(state: Any, batch: Any) -> Any:
         jax.debug.callback(check, batch[0])
         return state + batch.sum(), {}
 
-    driver, taken = Driver(failing), 0
+    driver = Driver(step)
     driver.begin(jnp.zeros(()))
-
-    def run() -> None:
-        nonlocal taken
+    with contextlib.suppress(jax.errors.JaxRuntimeError):
         for chunk in chunks():
             driver.run(chunk)
-            taken += chunk.steps
-            driver.keep_spare(taken)
-
-    with pytest.raises(Exception, match="from the host"):
-        run()
-    state, position = driver.last_complete_state(taken)
-    assert position == 20
-    assert float(state) == X[:40].sum()
-
-
-def test_the_old_copy_goes_before_the_new_one_is_made(monkeypatch: Any) -> None:
-    alive, copied, shape = [], _driver.copy_arrays, (7, 13)
-
-    def counting(tree: Any) -> Any:
-        alive.append(sum(x.shape == shape for x in jax.live_arrays()))
-        return copied(tree)
-
-    monkeypatch.setattr(_driver, "copy_arrays", counting)
-    driver = Driver(silent)
-    driver.begin(jnp.zeros(shape))
-    for position in range(3):
-        driver.keep_spare(position, force=True)
-    assert alive == [1, 1, 1]
-
-
-def test_the_last_state_is_the_last_whole_one_where_nothing_failed() -> None:
-    driver = Driver(silent)
-    driver.begin(jnp.zeros(()))
-    driver.run(next(chunks()))
-    assert driver.last_complete_state("now") == (driver.carry, "now")
+    assert driver.is_complete() != fails
+    assert fails or float(driver.carry) == X.sum()
 
 
 def test_large_outputs_make_for_shorter_programs() -> None:
@@ -113,7 +83,7 @@ def test_large_outputs_make_for_shorter_programs() -> None:
         return plan.k
 
     def rows(batch: Any) -> int:
-        sizes.append(_driver.nbytes(jax.eval_shape(step, 0.0, batch)[1]))
+        sizes.append(nbytes(jax.eval_shape(step, 0.0, batch)[1]))
         return sizes[-1]
 
     assert seen("auto") == 7  # 64 MiB

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 import functrain as ft
-from functrain.engine import _driver
 from tests import fork_server
 
 X = np.arange(40, dtype=np.float32)
@@ -35,20 +34,20 @@ def fitted(step: Any, **how: Any) -> Any:
     return ft.fit({"w": jnp.zeros(())}, step, LOADER, verbose=0, **how)
 
 
+@pytest.mark.parametrize("donate", [True, False])
 @pytest.mark.parametrize("fuse", [1, 4])
-def test_an_error_within_a_program_is_raised_as_it_is_with_the_last_whole_state(
-    fuse, monkeypatch
-) -> None:
-    monkeypatch.setattr(_driver, "SPARE_SECONDS", 0.0)  # a copy after every program
+def test_the_note_of_a_program_that_fails_names_the_last_checkpoint(fuse, donate, tmp_path) -> None:
+    state, saves = {"w": jnp.zeros(())}, ft.Checkpointer(tmp_path, every=4)
+    how: Any = {"fuse": fuse, "verbose": 0, "checkpointer": saves, "donate": donate}
     with pytest.raises(Exception, match="from the host") as caught:
-        fitted(failing(at=20), fuse=fuse)
-    assert "earlier program" not in str(caught.value)
-    state, history = caught.value.fit_result
-    taken = len(history.steps["w"])
-    assert 0 < taken <= 10
-    assert taken % fuse == 0
-    assert float(state["w"]) == X[: 2 * taken].sum()
-    assert any(f"after step {taken}" in note for note in caught.value.__notes__)
+        ft.fit(state, failing(at=20), LOADER, **how)
+    assert not hasattr(caught.value, "fit_result")
+    notes = "\n".join(caught.value.__notes__)
+    assert "had consumed the state" in notes
+    assert f"resumes after step 8: {tmp_path}" in notes
+    assert state["w"].is_deleted() == donate
+    resumed = ft.fit({"w": jnp.zeros(())}, failing(at=-1), LOADER, **how)
+    assert float(resumed.state["w"]) == X.sum()
 
 
 def test_where_nothing_was_trained_nothing_is_promised() -> None:
@@ -65,22 +64,26 @@ def test_where_nothing_was_trained_nothing_is_promised() -> None:
     assert not hasattr(caught.value, "fit_result")
 
 
-def test_of_a_state_too_large_to_copy_the_note_says_what_is_lost(monkeypatch) -> None:
-    monkeypatch.setattr(_driver, "SPARE_BYTES", 0)
-    with pytest.raises(Exception, match="from the host") as caught:
-        fitted(failing(at=20), fuse=4)
-    assert not hasattr(caught.value, "fit_result")
-    assert any("was donated to it" in note for note in caught.value.__notes__)
+@pytest.mark.parametrize("how", [{"fuse": 2}, {"fuse": 4, "jit": False}], ids=str)
+def test_an_owner_of_the_loop_gets_the_last_state_after_an_error_of_the_data(how) -> None:
+    def data() -> Any:
+        yield from X[:20].reshape(10, 2)
+        raise OSError("a file is missing")
+
+    step = lambda state, batch: ({"w": state["w"] + batch.sum()}, {})  # noqa: E731
+    events = ft.run({"w": jnp.zeros(())}, step, data(), **how)
+    with pytest.raises(OSError, match="a file is missing"):
+        collections.deque(events, maxlen=0)
+    state, position = events.last_complete_state()
+    assert position == ft.Position(10, 0, 10)
+    assert float(state["w"]) == X[:20].sum()
 
 
-def test_an_owner_of_the_loop_gets_the_last_whole_state_too(monkeypatch) -> None:
-    monkeypatch.setattr(_driver, "SPARE_SECONDS", 0.0)
+def test_an_owner_of_the_loop_is_told_that_a_program_that_failed_left_no_state() -> None:
     events = ft.run({"w": jnp.zeros(())}, failing(at=20), LOADER, fuse=2)
     with pytest.raises(Exception, match="from the host"):
         collections.deque((jax.block_until_ready(event.state) for event in events), maxlen=0)
-    state, position = events.last_complete_state()
-    assert position.step == 10
-    assert float(state["w"]) == X[:20].sum()
+    assert events.last_complete_state() is None
 
 
 def test_history_and_state_of_an_error_are_of_one_step() -> None:

@@ -33,7 +33,6 @@ assert all(len(x) == 8_000 for x in history.steps.values()), history
 print((before[1] - before[0]) / 6_000)
 """
 
-# The spare of states up to 256 MiB is a copy more; this one is above that.
 STATE = """
 params = {"w": np.ones((5_000, 5_000), np.float32)}
 tx = optax.adam(1e-3)

@@ -55,24 +55,12 @@ class Signalled(keras.callbacks.Callback):
             signal.raise_signal(signal.SIGINT)
 
 
-@pytest.mark.parametrize(
-    ("method", "is_large"),
-    [
-        ("on_test_batch_end", True),
-        ("on_test_end", False),
-        pytest.param("on_test_batch_end", False, marks=pytest.mark.long),
-        pytest.param("on_test_end", True, marks=pytest.mark.long),
-    ],
-)
-def test_ctrl_c_in_an_evaluation_saves_what_training_had(
-    method, is_large, tmp_path, monkeypatch, ctrl_c
-) -> None:
+@pytest.mark.parametrize("method", ["on_test_batch_end", "on_test_end"])
+def test_ctrl_c_in_an_evaluation_saves_what_training_had(method, tmp_path, ctrl_c) -> None:
     def two_epochs() -> dict[str, Any]:
         return {**evaluated(), "epochs": 2}
 
     model, history = fit(dense, two_epochs, keras.Model.fit)
-    if is_large:
-        monkeypatch.setattr("bridge.train._model_values.SPARE_BYTES", 0)
     checkpoints = ft.Checkpointer(tmp_path, every=ft.every(steps=1000))
     with pytest.raises(KeyboardInterrupt):
         fit(dense, two_epochs, checkpointer=checkpoints, callbacks=[Signalled(method)])
