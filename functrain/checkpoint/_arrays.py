@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from functrain.checkpoint import _leaves, _manifest
-from functrain.checkpoint._errors import PARSE_ERRORS, CheckpointCorruptError
+from functrain.checkpoint._errors import PARSE_ERRORS, CheckpointCorruptError, is_refusal
 from functrain.checkpoint._leaves import Box, Leaf, Reader
 from functrain.checkpoint._local import arrays_name
 from functrain.checkpoint._remote import files_at
@@ -136,11 +136,35 @@ def _chunk_boxes(shape: tuple[int, ...], itemsize: int) -> Iterator[Box]:
             yield *outer, side, *_leaves.full_box(shape[axis + 1 :])
 
 
-def is_complete(record: Mapping[str, Any]) -> bool:
-    """Returns True if the parts of a leaf in a manifest have as many elements as the leaf."""
-    _, shape = _manifest.parse_spec(record.get("stored", record["spec"]))
+def require_complete(record: Mapping[str, Any]) -> None:
+    """Raises ValueError unless the parts of a leaf in a manifest make up the array, each once."""
+    _, shape = _stored_spec(record)
     boxes = [_text_to_box(text) for _, _, text, _ in record["shards"]]
-    return sum(map(_box_size, boxes)) == math.prod(shape)
+    # The parts of a sharding are the cells of a grid. Their sizes alone could add up even if one
+    # part is there twice and another one is missing.
+    cell_count = 1
+    for axis, length in enumerate(shape):
+        sides = sorted({(box[axis].start, box[axis].stop) for box in boxes})
+        starts, stops = [start for start, _ in sides], [stop for _, stop in sides]
+        if [*starts, length] != [0, *stops]:
+            raise ValueError("parts of it are missing, or outside of it")
+        cell_count *= len(sides)
+    if not len(boxes) == len(set(map(_box_to_text, boxes))) == cell_count:
+        raise ValueError("parts of it are missing, or there twice")
+
+
+def _stored_spec(record: Mapping[str, Any]) -> tuple[np.dtype[Any], tuple[int, ...]]:
+    """Returns dtype and shape of the stored array; raises ValueError if they are not the leaf's."""
+    spec = record["spec"]
+    if not spec.startswith("key<"):
+        if "stored" in record:
+            raise ValueError(f"it is stored as {record['stored'][:100]!r}")
+        return _manifest.parse_spec(spec)
+    # A key is stored as its key data, which have further axes.
+    dtype, shape = _manifest.parse_spec(record["stored"])
+    if dtype != np.uint32 or spec.partition(">")[2] != f"[{', '.join(map(str, shape[:-1]))}]":
+        raise ValueError(f"it is stored as {record['stored'][:100]!r}")
+    return dtype, shape
 
 
 # Reading arrays.
@@ -153,6 +177,7 @@ class _StoredArrays(contextlib.ExitStack):
         super().__init__()
         self._directory, self._manifest, self._check = directory, manifest, check
         self._files: dict[int, Any] = {}
+        self._complete = set[str]()  # names of leaves
         self._verified = set[tuple[int, int]]()  # process and offset of shards
 
     def read(self, name: str, box: Box | None = None) -> np.ndarray:
@@ -160,26 +185,26 @@ class _StoredArrays(contextlib.ExitStack):
         # Every entry of a crafted manifest may be wrong, so all of it is checked in here.
         try:
             record = self._manifest["leaves"][name]
-            dtype, shape = _manifest.parse_spec(record.get("stored", record["spec"]))
+            dtype, shape = _stored_spec(record)
+            # Once for a leaf, although its pieces are read one after the other.
+            if name not in self._complete:
+                require_complete(record)
+                self._complete.add(name)
             box = _leaves.full_box(shape) if box is None else box
-            needed_shards, covered = [], 0
+            needed_shards = []
             for process, offset, text, checksum in record["shards"]:
                 shard_box = _text_to_box(text)
-                if _intersection(shard_box, _leaves.full_box(shape)) != shard_box:
-                    raise ValueError("a part of it is outside of it")
-                common_size = _box_size(_intersection(shard_box, box))
-                covered += common_size
                 # A checkpoint of many processes has many files: only those needed are opened.
-                if common_size:
+                if _box_size(_intersection(shard_box, box)):
+                    # Before memory is taken: a crafted spec may ask for terabytes.
                     self._require_bytes(process, offset, _box_size(shard_box) * dtype.itemsize)
                     needed_shards.append((process, offset, shard_box, checksum))
-            # Before memory is taken: a crafted spec may ask for terabytes.
-            if covered != _box_size(box):
-                raise ValueError("parts of it are missing")
             result = np.empty(_box_shape(box), dtype)
             for shard in needed_shards:
                 self._read_shard(*shard, result, box)
         except PARSE_ERRORS as error:
+            if is_refusal(error):
+                raise
             raise CheckpointCorruptError(getattr(error, "strerror", None) or error) from error
         return result
 

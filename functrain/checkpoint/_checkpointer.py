@@ -77,7 +77,7 @@ class Checkpointer:
       keep_every: A number of steps, such as 10_000: every checkpoint whose step is a multiple of it
         is kept as well. It does not cause a save: choose a multiple of `every`.
       monitor: Name of a value, such as ``"val_loss"``, whose best checkpoint is kept. The best
-        epoch so far is always saved, also when it is not due. NaN is never best.
+        epoch so far is always saved, also when it is not due. NaN and infinity are never best.
       mode: ``"min"`` or ``"max"`` says which values are better; ``"auto"`` tells by the name.
       budget: Largest share of the time that saving may take, such as 0.1. A checkpoint that is due
         too early is not saved, but counted in `skipped`; the one at the end of a run is saved. With
@@ -245,6 +245,8 @@ class Checkpointer:
         """
         with self._save_lock:
             self.wait()
+            # First, since the next line would create the directory.
+            _processes.main_group.call_on_first(lambda: self._directory.find(step))
             _processes.main_group.call_on_first(self._directory.require_writable)
             self._visible_steps()
             with _processes.main_group.raise_in_all():

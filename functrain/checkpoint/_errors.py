@@ -1,6 +1,7 @@
 """Errors of checkpoints, and the checks that raise them."""
 
 import contextlib
+import errno
 from collections.abc import Iterator
 
 # Errors of parsing a file that was damaged or crafted: deep nesting ends in a RecursionError, and
@@ -44,6 +45,12 @@ class ObjectStoreError(RuntimeError):
     """
 
 
+def is_refusal(error: BaseException) -> bool:
+    """Returns True for an OSError that says nothing about the file, such as a PermissionError."""
+    refusals = errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM
+    return isinstance(error, OSError) and error.errno in refusals
+
+
 @contextlib.contextmanager
 def corrupt_on(*errors: type[Exception], expected: str, advice: str) -> Iterator[None]:
     """Context manager that turns errors of a reader into a CheckpointCorruptError.
@@ -55,6 +62,8 @@ def corrupt_on(*errors: type[Exception], expected: str, advice: str) -> Iterator
     except CheckpointMismatchError:  # a ValueError, which `errors` may contain
         raise
     except errors as error:
+        if is_refusal(error):
+            raise
         # Parsers quote their input, which can be megabytes long.
         reason = getattr(error, "strerror", None) or str(error)[:200]
         message = f"{expected}, got unreadable data: {reason.rstrip('.')}. {advice}"

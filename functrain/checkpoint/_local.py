@@ -65,8 +65,12 @@ class LocalFiles:
         if os.path.islink(directory):
             return False
         # A checkpoint that lost one of the two is a damaged checkpoint.
-        names = MANIFEST, arrays_name(0)
-        return any(os.path.lexists(os.path.join(directory, name)) for name in names)
+        for name in (MANIFEST, arrays_name(0)):
+            # os.path.lexists would return False where access is denied.
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                os.lstat(os.path.join(directory, name))
+                return True
+        return False
 
     def steps(self, directory: str) -> list[int]:
         """Returns the steps that have a checkpoint, in ascending order."""

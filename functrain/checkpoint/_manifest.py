@@ -25,7 +25,7 @@ import numpy as np
 
 from functrain._version import __version__
 from functrain.checkpoint._errors import PARSE_ERRORS, CheckpointMismatchError, corrupt_on
-from functrain.checkpoint._local import MANIFEST
+from functrain.checkpoint._local import MANIFEST, is_step_name
 from functrain.checkpoint._remote import files_at
 from functrain.common import _tree
 from functrain.common._checks import require_instance
@@ -73,6 +73,12 @@ def read_manifest(directory: str) -> dict[str, Any]:
             require_instance(name, manifest[name], kind, f"a {kind.__name__}")
         for name, record in manifest["leaves"].items():
             require_instance(name, record["spec"], str, "a dtype and a shape")
+        # Somebody may have renamed it: another step's values would be taken for those of this one.
+        step_name = os.path.basename(directory).partition(".")[0]
+        if "step" in manifest and is_step_name(step_name):
+            steps = {int(step_name), manifest["step"], manifest["position"]["step"]}
+            if len(steps) > 1:
+                raise ValueError(f"it is the checkpoint of step {manifest['step']}")
         # It becomes a part of names of files.
         if not re.fullmatch("[0-9a-f]*", manifest["save_id"]):
             raise ValueError("its save_id is not hexadecimal")
@@ -144,6 +150,7 @@ def fingerprint(state: PyTree) -> dict[str, Any]:
         "jax": jax.__version__,
         "jaxlib": metadata.version("jaxlib"),
         "python": platform.python_version(),
+        "numpy": np.__version__,  # the order of shuffled data depends on it
         "platform": device.platform,
         "device": device.device_kind,
         "devices": jax.device_count(),

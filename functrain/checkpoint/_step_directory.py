@@ -140,7 +140,7 @@ class Monitor:
     def is_improved(self, values: Mapping[str, float]) -> bool:
         """Returns True if the value is among `values`, and better than every saved one."""
         value = values.get(self._name or "", math.nan)
-        if math.isnan(value):
+        if not math.isfinite(value):
             return False
         saved = self._saved_values()
         best = best_step(saved, self._sign)
@@ -168,11 +168,13 @@ class Monitor:
 
 
 def best_step(values: Mapping[int, float], sign: float) -> int | None:
-    """Returns the step with the best value, the first of equal ones. NaN is never best.
+    """Returns the step with the best value, the first of equal ones.
+
+    NaN and infinity are never best: such a checkpoint would stay the best one for ever.
 
     `sign` is 1.0 if less is better, and -1.0 if more is better.
     """
-    numbers = {step: sign * x for step, x in values.items() if not math.isnan(x)}
+    numbers = {step: sign * x for step, x in values.items() if math.isfinite(x)}
     return min(sorted(numbers), key=numbers.__getitem__, default=None)
 
 

@@ -20,7 +20,8 @@ import jax
 import numpy as np
 
 from functrain.checkpoint import _leaves, _manifest, _processes
-from functrain.checkpoint._arrays import is_complete, read_leaves, write_arrays
+from functrain.checkpoint._arrays import read_leaves, require_complete, write_arrays
+from functrain.checkpoint._errors import is_refusal
 from functrain.checkpoint._leaves import Leaf
 from functrain.checkpoint._local import arrays_name
 from functrain.checkpoint._manifest import DOCUMENTS, STATE
@@ -65,6 +66,8 @@ def verify(directory: str) -> None:
                     if not is_same or file.seek(0, os.SEEK_END) != size:
                         raise OSError(0, "other bytes than were saved")
             except OSError as error:
+                if is_refusal(error):
+                    raise
                 faults.append(f"{name}: {error.strerror}")
     uses = dict.fromkeys(manifest["leaves"], lambda read: read() is None)
     read_leaves(directory, manifest, uses, faults=faults)
@@ -109,16 +112,20 @@ def write_checkpoint(
             return write_arrays(file, own, group.require_no_failure)
 
     def finish() -> None:
-        records: dict[str, Any] = {}
+        records, incomplete = dict[str, Any](), list[str]()
         for name, leaf in leaves.items():
             records[name] = {"spec": leaf.spec, "shards": []}
             if leaf.stored_spec != leaf.spec:
                 records[name]["stored"] = leaf.stored_spec
             for process, (_, shards) in enumerate(outcomes):
                 records[name]["shards"] += [[process, *shard] for shard in shards.get(name, [])]
+            try:
+                require_complete(records[name])
+            except ValueError as error:
+                incomplete.append(f"{_leaves.leaf_path(name)}: {error}")
         require_no_problems(
             target,
-            [_leaves.leaf_path(name) for name, x in records.items() if not is_complete(x)],
+            incomplete,
             "parts of the processes that make up each array once",
             "Nothing was saved. Place these arrays in the same way in every process.",
         )

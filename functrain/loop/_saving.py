@@ -306,7 +306,7 @@ class Saving:
         if lines:
             warn(
                 f"{self._checkpointer.directory}: the run resumes in another environment than it "
-                "was saved in, so the last bits may differ from those of an uninterrupted run:\n"
+                "was saved in, so results may differ from those of an uninterrupted run:\n"
                 f"{_tree.bullets(lines)}",
             )
 

@@ -187,3 +187,57 @@ def test_a_fit_goes_on_from_the_last_whole_checkpoint_and_comes_to_the_same(tmp_
             assert step == 6
             assert "  arrays-0.safetensors: " in wrong
             assert wrong.count("other bytes") == 1
+
+
+def test_steps_that_were_renamed_are_damaged_wherever_they_are_read(tmp_path) -> None:
+    with ft.Checkpointer(tmp_path, keep=None) as checkpoints:
+        for step in (1, 2, 3):
+            checkpoints.save({"x": jnp.full(3, step)}, step)
+    one, three = tmp_path / f"{1:012d}", tmp_path / f"{3:012d}"
+    one.rename(tmp_path / "moved")
+    three.rename(one)
+    (tmp_path / "moved").rename(three)
+    like = {"x": jnp.zeros(3, jnp.int32)}
+    with pytest.raises(CheckpointCorruptError, match="it is the checkpoint of step 1"):
+        checkpoints.restore(like, step=3)
+    assert sorted(checkpoints.verify()) == [1, 3]
+    with pytest.warns(UserWarning, match="Passed over"):
+        assert checkpoints.restore(like).position.step == 2
+    with pytest.warns(UserWarning, match="Passed over"):
+        assert ft.warm_start(like, tmp_path).state["x"].tolist() == [2, 2, 2]
+    with pytest.raises(CheckpointCorruptError, match="of step 1"):
+        ft.load(three, like)
+    assert ft.load(three.rename(tmp_path / "best"), like)["x"].tolist() == [1, 1, 1]
+
+
+@contextlib.contextmanager
+def as_nobody(directory: pathlib.Path) -> Iterator[None]:
+    """Owns a directory without the rights of root, who may read what has mode 0."""
+    if os.geteuid():
+        yield
+        return
+    for path in directory.parents:
+        path.chmod(path.stat().st_mode | 0o711)
+    for path in (directory, *directory.rglob("*")):
+        os.chown(path, 65534, -1)
+    os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+@pytest.mark.parametrize("name", ["", "checkpoint.json", "arrays-0.safetensors"])
+def test_what_may_not_be_read_is_not_damaged(tmp_path, name) -> None:
+    run = tmp_path / "run"
+    fit(run, 2)
+    newest = run / f"{6:012d}" / name
+    mode = newest.stat().st_mode
+    newest.chmod(0)
+    with as_nobody(run):
+        for read in (lambda: fit(run, 3), ft.Checkpointer(run).verify):
+            with pytest.raises(PermissionError, match=f"{6:012d}"):
+                read()
+    newest.chmod(mode)
+    assert sorted(os.listdir(run)) == [".functrain-lock", f"{3:012d}", f"{6:012d}"]
+    assert fit(run, 3).state.step == 9

@@ -1,4 +1,4 @@
-"""What is kept: always the newest and the best; NaN is never best; a rollback is explicit."""
+"""What is kept: the newest, and the best finite value; a rollback is explicit."""
 
 import itertools
 import math
@@ -48,7 +48,7 @@ def test_the_newest_and_the_best_are_kept_in_this_life_and_the_next(
             tmp_path / str(n), monitor="loss", mode=mode, keep=keep
         ) as checkpoints:
             checkpoints.save({"x": np.full(3, n - 1)}, n - 1, values={"loss": losses[n - 1]})
-            known = {i: x for i, x in enumerate(losses[:n]) if not math.isnan(x)}
+            known = {i: x for i, x in enumerate(losses[:n]) if math.isfinite(x)}
             choose = min if mode == "min" else max
             best = choose(known, key=known.__getitem__) if known else None
             newest = list(range(n))[-keep:]
@@ -243,3 +243,9 @@ def test_a_leaf_of_another_kind_is_named_before_anything_is_loaded(tmp_path) -> 
         for (message, like), step in itertools.product(wrong.items(), (None, 1)):
             with pytest.raises(ft.CheckpointMismatchError, match=message):
                 checkpoints.restore(like, step)
+
+
+def test_a_rollback_where_nothing_is_makes_no_directory(tmp_path) -> None:
+    with pytest.raises(FileNotFoundError, match="expected one of the steps"):
+        ft.Checkpointer(tmp_path / "mistyped").rollback(3)
+    assert not os.listdir(tmp_path)

@@ -70,6 +70,7 @@ def put(*keys: Any, value: Any) -> Edit:
 
 X, HOOK = ("leaves", "state/x"), ("leaves", "documents/hook/x")
 SHARD = (*X, "shards", 0)
+HALF = f"{zlib.crc32(bytes(48)):08x}"  # the checksum of six zeros
 EDITS: dict[str, Edit] = {
     "no body": lambda body: [],
     "format of text": put("format", value="1"),
@@ -96,6 +97,15 @@ EDITS: dict[str, Edit] = {
     "a part that is outside": put(*SHARD, 2, value="0:3,-4:0"),
     "a part of a number": put(*SHARD, 2, value=5),
     "a leaf of a number": put(*X, value=5),
+    "the same part twice": lambda body: body["leaves"]["state/x"].update(
+        shards=[[*body["leaves"]["state/x"]["shards"][0][:2], "0:3,0:2", HALF]] * 2
+    ),
+    "a part within another": lambda body: body["leaves"]["state/y"].update(
+        shards=[[0, 0, box, "00000000"] for box in ("0:4", "1:2")]
+    ),
+    "bytes in another order": put(*X, "stored", value=">f8[3, 4]"),
+    "another dtype of the same size": put(*X, "stored", value="int64[3, 4]"),
+    "another shape of the same size": put(*X, "stored", value="float64[4, 3]"),
     "no parts": put(*X, "shards", value=[]),
     "another digest": put(*SHARD, 3, value=["00000000"]),
     "fewer digests": put(*SHARD, 3, value=[]),
