@@ -2,13 +2,11 @@
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from functrain.common import _repr
 from functrain.common._arguments import argument_advice
 from functrain.common._checks import is_integer, is_positive, require
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Trigger(Protocol):
@@ -40,14 +38,51 @@ class Trigger(Protocol):
         ...
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class ScheduledHook:
+    """A hook with its schedule, as ``@every(steps=100)`` makes it. It can be called like the hook.
+
+    Attributes:
+      hook: The function, which does not change: it may have several schedules.
+      every: The trigger.
+    """
+
+    hook: Callable[[Any], Any]
+    every: Trigger
+
+    def __call__(self, event: Any) -> Any:
+        """Calls the hook, due or not."""
+        return self.hook(event)
+
+    def __repr__(self) -> str:
+        return f"{self.every!r}({_repr.name(self.hook)})"
+
+
+def without_schedule(hook: Any) -> Any:
+    """Returns the hook within a `ScheduledHook`, or the hook itself."""
+    return hook.hook if isinstance(hook, ScheduledHook) else hook
+
+
 class _Decorator:
     """Base of triggers that turn a function into a hook, as in ``@every(steps=100)``."""
 
-    def __call__(self, function: F) -> F:
-        """Makes the function a hook that is called when the trigger is due."""
-        # Hooks carry their trigger in this attribute. The type of a function does not declare it.
-        function.every = self  # type: ignore[attr-defined]
-        return function
+    def __call__(self: Any, hook: Callable[[Any], Any]) -> ScheduledHook:
+        """Returns a hook that is called when the trigger is due.
+
+        Raises:
+          TypeError: It is not a function of an event, but a class, for example.
+          ValueError: It has a schedule already.
+        """
+        is_hook = callable(hook) and not isinstance(hook, type)
+        advice = "In a class of hooks, write every = functrain.every(steps=100)."
+        require(is_hook, repr(self), "a function of one event", hook, advice, error=TypeError)
+        schedule = getattr(hook, "every", None)
+        advice = (
+            "Pass every= to functrain's own hooks. For two schedules of one function, write "
+            "hooks=[functrain.every(steps=50)(log), functrain.at(1)(log)]."
+        )
+        require(schedule is None, repr(self), "a hook without a schedule", schedule, advice)
+        return ScheduledHook(hook, self)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,7 +146,8 @@ def every(
 
     Returns:
       A trigger for a hook's `every`, or for `run(boundaries=...)`. It is a decorator as well:
-      ``@every(steps=100)`` makes a function of one event a hook.
+      ``@every(steps=100)`` makes a hook of a function of one event, with the attributes `hook`,
+      which is that function, and `every`. ``every(steps=100)(log)`` leaves `log` as it is.
 
     Raises:
       ValueError: Not exactly one argument is given, or it is not positive and finite.

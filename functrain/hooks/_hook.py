@@ -12,7 +12,7 @@ from functrain.common import _repr
 from functrain.common._arguments import accepts, describe_signature
 from functrain.common._checks import require
 from functrain.common._warnings import warn
-from functrain.engine._trigger import Trigger, is_trigger
+from functrain.engine._trigger import Trigger, is_trigger, without_schedule
 from functrain.loop._events import ChunkEnd, EpochEnd, Event, LogsReady
 
 
@@ -123,7 +123,7 @@ def _require_hook(hook: Any, name: str) -> None:
 
 def _is_called_here(hook: Any) -> bool:
     """Returns True if a hook is called in this process."""
-    return jax.process_index() == 0 or not getattr(hook, "only_first", False)
+    return jax.process_index() == 0 or not getattr(without_schedule(hook), "only_first", False)
 
 
 def triggers_of(hooks: Iterable[Any]) -> list[Trigger]:
@@ -144,7 +144,12 @@ class HookRunner:
         require(is_iterable, "hooks", "a sequence of hooks", hooks, advice, error=TypeError)
         self.hooks: list[Any] = list(hooks)
         for i, hook in enumerate(self.hooks):
-            _require_hook(hook, f"hooks[{i}]")
+            _require_hook(without_schedule(hook), f"hooks[{i}]")
+
+    def unscheduled(self) -> list[Any]:
+        """Returns the hooks without their schedules; once for a hook that has several."""
+        hooks = map(without_schedule, self.hooks)
+        return list({id(hook): hook for hook in hooks}.values())
 
     def __call__(self, event: Event) -> None:
         """Calls the hooks that are due."""
@@ -183,11 +188,11 @@ class HookRunner:
           ValueError: Two of them have the same identity.
         """
         # By class and key, not by position: hooks may be added, removed or reordered between runs.
-        return by_identity(filter(is_resumable, self.hooks))
+        return by_identity(filter(is_resumable, self.unscheduled()))
 
     def logs(self, event: LogsReady) -> None:
         """Passes the logs of a chunk to the hooks that have a method `logs`."""
-        for hook in self._called_hooks:
+        for hook in filter(_is_called_here, self.unscheduled()):
             if callable(getattr(hook, "logs", None)):
                 hook.logs(event)
 
@@ -197,16 +202,17 @@ class HookRunner:
         self._called_hooks = list(filter(_is_called_here, self.hooks))
         # An interval in seconds begins with the run.
         self._last_call_times = [time.perf_counter()] * len(self._called_hooks)
+        hooks = list(filter(_is_called_here, self.unscheduled()))
         with contextlib.ExitStack() as closing:
             # The stack closes the last one first, and hooks are closed in their order. All are
             # registered before the first begins, so that an error in `begin` closes them too.
-            for hook in reversed(self._called_hooks):
+            for hook in reversed(hooks):
                 if getattr(hook, "close", None) is not None:
                     closing.callback(hook.close)
-            for i, hook in enumerate(self._called_hooks):
+            for hook in hooks:
                 # `EarlyStopping` has this method: its value may come from a hook before it.
                 if getattr(hook, "set_earlier_hooks", None) is not None:
-                    hook.set_earlier_hooks(self._called_hooks[:i])
+                    hook.set_earlier_hooks(self._called_hooks[: self._called_hooks.index(hook)])
                 if getattr(hook, "begin", None) is not None:
                     hook.begin()
             yield

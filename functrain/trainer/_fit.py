@@ -202,13 +202,13 @@ def fit(
         state,
         step,
         batches,
-        runner.hooks,
+        runner.unscheduled(),
         checkpointer,
         sharding=mesh_sharding,
         can_trace=can_trace,
     )
     # A user's hook may read logs that are arrays, so a warning is due only without such hooks.
-    modules = [type(hook).__module__ for hook in runner.hooks]
+    modules = [type(hook).__module__ for hook in runner.unscheduled()]
     has_user_hooks = not all(module.startswith("functrain.") for module in modules)
     is_population = traits_of(step).is_population
     recorder = Recorder(
@@ -278,7 +278,7 @@ def fit(
                 error.add_note(f"The same call of fit resumes after {place}")
         raise
     # TerminateOnNaN gives its own warning.
-    if not any(isinstance(hook, TerminateOnNaN) for hook in runner.hooks):
+    if not any(isinstance(hook, TerminateOnNaN) for hook in runner.unscheduled()):
         active = events.state.active if is_population else None
         recorder.losses.warn(
             by_epochs=steps is None, epochs_before=batches.epochs_before, active=active

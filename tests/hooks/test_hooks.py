@@ -1,3 +1,4 @@
+import functools
 import itertools
 
 import jax
@@ -495,3 +496,80 @@ def test_only_the_first_process_saves_the_state_of_a_logger(tmp_path, monkeypatc
     assert len(hooks.state()) == 2
     monkeypatch.setattr(jax, "process_index", lambda: 1)
     assert list(hooks.state()) == ["EarlyStopping(val_loss)"]
+
+
+class Recording:
+    """A hook with all methods, one of which takes the events."""
+
+    def __init__(self):
+        self.calls = []
+
+    def __call__(self, event):
+        self.calls.append(event.step)
+
+    def method(self, event):
+        self.calls.append(event.step)
+
+    def begin(self):
+        self.calls.append("begin")
+
+    def logs(self, event):
+        self.calls.append(("logs", event.step))
+
+    def close(self):
+        self.calls.append("close")
+
+
+@pytest.mark.parametrize("kind", ["function", "bound method", "partial", "builtin method"])
+def test_a_schedule_does_not_change_the_function_that_it_calls(kind) -> None:
+    calls, recording = [], Recording()
+
+    def function(event):
+        calls.append(event.step)
+
+    hook = {
+        "function": function,
+        "bound method": recording.method,
+        "partial": functools.partial(lambda steps, event: steps.append(event.step), calls),
+        "builtin method": calls.append,
+    }[kind]
+    often, once, each_epoch = ft.every(steps=100)(hook), ft.at(7)(hook), ft.every(epochs=1)(hook)
+    fit(often, once, each_epoch)
+    steps = [getattr(x, "step", x) for x in calls or recording.calls]
+    assert steps == [7, 100, 188, 200, 300, 376]
+    assert not hasattr(hook, "every")
+    fit(hook)  # without a schedule it gets every event
+    assert len(calls or recording.calls) > 12
+
+
+def test_an_object_with_two_schedules_begins_and_ends_once() -> None:
+    hook = Recording()
+    fit(ft.at(3)(hook), ft.at(5)(hook), fuse=400, epochs=1)
+    logs = [("logs", step) for step in (3, 5, 187, 188)]
+    calls = [x for x in hook.calls if x not in logs]
+    assert calls == ["begin", 3, 5, "close"]
+    assert [x for x in hook.calls if x in logs] == logs
+
+
+@pytest.mark.parametrize(
+    ("hook", "error", "message"),
+    [
+        (Recording, TypeError, "expected a function of one event, got .*In a class of hooks"),
+        (ft.ArrayLoader(X, 2), TypeError, r"every\(steps=2\): expected a function of one event"),
+        (ft.every(steps=3)(print), ValueError, r"without a schedule, got every\(steps=3\)"),
+        (ft.hooks.Evaluate(EVAL, LOADER), ValueError, "Pass every= to functrain's own hooks"),
+    ],
+)
+def test_a_schedule_of_what_is_no_hook_or_has_one_is_refused(hook, error, message) -> None:
+    with pytest.raises(error, match=message):
+        ft.every(steps=2)(hook)
+
+
+def test_early_stopping_knows_the_schedule_of_the_hook_that_makes_its_value() -> None:
+    @ft.every(steps=50)
+    def measure(event):
+        event.values["measured"] = -event.step
+
+    stopping = ft.hooks.EarlyStopping("measured", patience=1, mode="max")
+    fit(measure, stopping)
+    assert stopping.best_step == 50
