@@ -15,8 +15,9 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from bridge.model._variables import OVERWRITTEN
 from functrain import ModelOutput, from_linen, from_nnx
-from functrain.internal import SWITCHES, PyTree, jit, require
+from functrain.internal import SWITCHES, OverwrittenByGradient, PyTree, jit, require
 from functrain.internal import tree as _tree
 
 Values: TypeAlias = dict[str, PyTree]
@@ -106,7 +107,8 @@ class Linen:
     def to_flax(self, values: Values) -> dict[str, PyTree]:
         """Returns copies of the values as linen variables."""
         copies: dict[str, PyTree] = _tree.copy(values)
-        return copies
+        # A plain dict, as flax returns it.
+        return {name: dict(tree) for name, tree in copies.items()}
 
 
 class Nnx:
@@ -202,6 +204,8 @@ def _copy_collections(variables: Any) -> Values:
     for name in ("losses", "intermediates"):
         variables.pop(name, None)
     copies: Values = _tree.copy(variables)
+    if OVERWRITTEN in copies:
+        copies[OVERWRITTEN] = OverwrittenByGradient(copies[OVERWRITTEN])
     return copies
 
 

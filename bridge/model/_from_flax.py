@@ -13,6 +13,7 @@ import keras
 from bridge.model import _flax_modules
 from bridge.model._plain_data import PlainData
 from bridge.model._scope import name_scopes
+from bridge.model._variables import OVERWRITTEN
 from functrain.internal import PyTree
 from functrain.internal import tree as _tree
 
@@ -38,8 +39,10 @@ def from_flax(
 
     The layer works in Sequential, Functional and subclassed models, in `model.fit`, `bridge.fit`
     and `bridge.from_keras`. Parameters are trainable weights. Batch statistics and other
-    collections are non-trainable weights, which are updated in training. Weights have the same
-    paths as in flax, such as ``net/params/Dense_0/kernel``. TensorFlow is not needed.
+    collections are non-trainable weights, which are updated in training. Float8 scales are
+    trainable weights that optimizers overwrite with their gradients, as in Keras's own float8
+    layers. Weights have the same paths as in flax, such as ``net/params/Dense_0/kernel``.
+    TensorFlow is not needed.
 
     If the module's ``__call__`` takes `training`, `train`, `deterministic` or
     `use_running_average`, the layer passes it. If the module draws random numbers, the layer holds
@@ -240,9 +243,10 @@ class FlaxLayer(keras.Layer):  # type: ignore[misc]  # keras has no types
                 shape=leaf.shape,
                 dtype=jnp.dtype(leaf.dtype).name,
                 initializer=initializer,
-                trainable=levels[0] == "params",
+                trainable=levels[0] in ("params", OVERWRITTEN),
                 # Statistics keep their precision under a mixed precision policy.
                 autocast=levels[0] == "params",
+                overwrite_with_gradient=levels[0] == OVERWRITTEN,
                 name=name,
             )
 

@@ -23,7 +23,8 @@ def from_keras(model: keras.Layer) -> Model:
 
     `init(key, inputs)` returns copies of the model's current values as nested dicts, whose keys are
     the names of layers and variables. `params` has the trainable variables, `model_state` all
-    others. `key` and `inputs` are not used, since Keras has initialized the values already.
+    others, among them the scales of float8 layers, which steps replace by their gradients. `key`
+    and `inputs` are not used, since Keras has initialized the values already.
 
     `apply(params, model_state, inputs, *, rng=None, training=False)` computes
     ``model(inputs, training=training)``. Like `fit`, it leaves `training` out if the model's `call`

@@ -17,10 +17,10 @@ def to_linen(model: keras.Layer, *, name: str | None = None) -> nn.Module:
     """Returns a Keras model as a linen module, for use alone or inside another module.
 
     Its variables have the same keys as in `bridge.create_state`. `params` has the trainable
-    variables, `seeds` the counters of Keras's seed generators, and `batch_stats` all others,
-    including frozen weights. ``init`` returns copies of the model's current values and does not
-    use the key. The Keras model itself never changes; ``bridge.to_keras(variables, model)`` writes
-    variables back into it.
+    variables, `seeds` the counters of Keras's seed generators, `_overwrite_with_gradient` the
+    scales of float8 layers, and `batch_stats` all others, including frozen weights. ``init``
+    returns copies of the model's current values and does not use the key. The Keras model itself
+    never changes; ``bridge.to_keras(variables, model)`` writes variables back into it.
 
     The module is called as ``module(inputs, training=False)``, where inputs are one pytree. In
     training statistics are updated, so that `batch_stats` must be mutable. Random layers draw from
@@ -73,13 +73,22 @@ class KerasModule(nn.Module):
         for collection, tree in collections.items():
             for key, value in tree.items():
                 variables.append(self.variable(collection, key, _copier(value), None))
-        state = _variables.merge(*({v.name: v.value} for v in variables))
+        state: dict[str, dict[str, PyTree]] = {}
+        for variable in variables:
+            state.setdefault(variable.collection, {})[variable.name] = variable.value
         out = from_keras(self.model).apply(
-            params, state, inputs, rng=self._rng(), training=training
+            params,
+            _variables.from_collections(state),
+            inputs,
+            rng=self._rng(),
+            training=training,
         )
         # `init` returns the values before the first application.
         if not self.is_initializing():
             for variable in variables:
+                # The gradients of float8 scales are their new values.
+                if variable.collection == _variables.OVERWRITTEN:
+                    continue
                 # In training a collection that is not mutable raises flax's error.
                 if training or self.is_mutable_collection(variable.collection):
                     _write(variable, out.model_state)

@@ -11,8 +11,11 @@ import optax
 from bridge import keras_private
 from bridge.model import _names
 from bridge.model._names import Path
-from functrain.internal import PyTree, fetch_global, require_no_problems
+from functrain.internal import OverwrittenByGradient, PyTree, fetch_global, require_no_problems
 from functrain.internal import tree as _tree
+
+# The key in `model_state` of the float8 scales, and flax's name of their collection.
+OVERWRITTEN = "_overwrite_with_gradient"
 
 
 class Layout(NamedTuple):
@@ -22,9 +25,9 @@ class Layout(NamedTuple):
     instance of an architecture.
 
     Attributes:
-      params: The variables of `model.trainable_variables`, by path.
+      params: The variables of `model.trainable_variables` that optimizers update, by path.
       model_state: All other variables, by path: statistics, frozen weights, seed counters, and
-        metrics that layers hold.
+        metrics that layers hold. The paths of float8 scales begin with `OVERWRITTEN`.
       seeds: The paths in `model_state` of the states of SeedGenerators, `u32[2]` each.
     """
 
@@ -58,8 +61,12 @@ def layout(model: keras.Layer) -> Layout:
     for path, member in _walk(model, (), {id(model)}):
         is_seed = isinstance(member, keras.random.SeedGenerator)
         variable = member.state if is_seed else member
-        variables = params if id(variable) in trainable_ids else model_state
-        variables[path] = variable
+        if id(variable) not in trainable_ids:
+            model_state[path] = variable
+        elif variable.overwrite_with_gradient:
+            model_state[OVERWRITTEN, *path] = variable
+        else:
+            params[path] = variable
         if is_seed:
             seeds.append(path)
     return Layout(params, model_state, tuple(seeds))
@@ -131,7 +138,7 @@ def arrays(variables: Mapping[Path, Any]) -> dict[Path, Any]:
 
 
 # The collections of a linen module made from a Keras model, besides `params`.
-COLLECTIONS = ("batch_stats", "seeds")
+COLLECTIONS = ("batch_stats", "seeds", OVERWRITTEN)
 
 
 def collections(model: keras.Layer) -> dict[str, PyTree]:
@@ -139,8 +146,18 @@ def collections(model: keras.Layer) -> dict[str, PyTree]:
     model_layout = layout(model)
     batch_stats = arrays(model_layout.model_state)
     seeds = {path: batch_stats.pop(path) for path in model_layout.seeds}
+    stats = nest(batch_stats)
+    scales = dict(stats.pop(OVERWRITTEN, {}))
     params = arrays(model_layout.params)
-    return {"params": nest(params), "batch_stats": nest(batch_stats), "seeds": nest(seeds)}
+    trees = {"params": nest(params), "batch_stats": stats, "seeds": nest(seeds)}
+    return {**trees, OVERWRITTEN: scales}
+
+
+def from_collections(collections: Mapping[str, PyTree]) -> PyTree:
+    """Returns the model_state from the collections of a linen module; some may be missing."""
+    state = merge(*(collections.get(name, {}) for name in COLLECTIONS if name != OVERWRITTEN))
+    scales = collections.get(OVERWRITTEN)
+    return merge(state, {OVERWRITTEN: scales}) if scales else state
 
 
 def merge(*trees: PyTree) -> PyTree:
@@ -153,13 +170,15 @@ def merge(*trees: PyTree) -> PyTree:
 
 
 def nest(leaves: Mapping[Path, Any]) -> dict[str, Any]:
-    """Returns a mapping from paths to leaves as nested dicts."""
+    """Returns a mapping from paths to leaves as nested dicts, with the float8 scales marked."""
     tree: dict[str, Any] = {}
     for path, leaf in leaves.items():
         node = tree
         for key in path[:-1]:
             node = node.setdefault(key, {})
         node[path[-1]] = leaf
+    if OVERWRITTEN in tree:
+        tree[OVERWRITTEN] = OverwrittenByGradient(tree[OVERWRITTEN])
     return tree
 
 

@@ -43,8 +43,8 @@ def optimizer(
         initial slots: see `bridge.create_state`.
       model: The model whose params, as `bridge.create_state` returns them, will be trained: all of
         them, or those that `optax.masked` or `optax.multi_transform` selects. With a model, updates
-        apply the constraints of its variables, variables can be excluded from weight decay by
-        identity, and float8 scales are overwritten as in Keras.
+        apply the constraints of its variables, and variables can be excluded from weight decay by
+        identity.
 
     Returns:
       The transformation. Its state is a `KerasOptState(scalars, slots)`, and its `update` needs
@@ -54,8 +54,7 @@ def optimizer(
       TypeError: `keras_optimizer` is not a Keras optimizer, or its learning rate is an optax
         schedule.
       ValueError: It was built for another model, or excludes variables from weight decay that are
-        not known; or it is an OptaxOptimizer, and `model` has float8 scales. From `update`: params
-        are missing, or gradients or state do not match them.
+        not known. From `update`: params are missing, or gradients or state do not match them.
 
     Examples:
       >>> import jax.numpy as jnp, keras, optax
@@ -73,18 +72,11 @@ def optimizer(
     is_optax = hasattr(keras_optimizer, "init")
     advice = "It is an optax transformation already." if is_optax else ""
     require(is_optimizer, "keras_optimizer", expected, keras_optimizer, advice, error=TypeError)
-    variables = [] if model is None else model.trainable_variables
-    # The gradient of a float8 scale is its new value, which only Keras's code assigns.
-    has_scales = any(v.overwrite_with_gradient for v in variables)
-    if isinstance(inner_optimizer(keras_optimizer), OptaxOptimizer):
-        expected = "an optimizer of Keras's own for a model with float8 scales"
-        advice = "To train this model with optax use bridge.fit, which overwrites the scales."
-        require(not has_scales, "keras_optimizer", expected, keras_optimizer, advice)
-        tx = inner_optimizer(keras_optimizer).tx
-    else:
+    if not isinstance(inner_optimizer(keras_optimizer), OptaxOptimizer):
         # Keras's code applies the constraints itself.
         return _with_origin(Wrapped(keras_optimizer, model), keras_optimizer)
-    if any(v.constraint for v in variables):
+    tx = inner_optimizer(keras_optimizer).tx
+    if model is not None and any(v.constraint for v in model.trainable_variables):
         tx = optax.chain(tx, constraints(model))
     return _with_origin(tx, keras_optimizer)
 

@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -34,15 +34,12 @@ class _Built(NamedTuple):
       roles: The roles of `optimizer.variables`.
       order: For each parameter, in the optimizer's order, the index of its leaf in the params.
       treedef: The structure of the params.
-      are_overwritten: For each parameter, in the optimizer's order, True if its gradient is its
-        new value: that of a float8 scale.
     """
 
     optimizer: Any
     roles: list[Role]
     order: list[int]
     treedef: Any
-    are_overwritten: list[bool]
 
     def in_order(self, tree: PyTree) -> list[Any]:
         """Returns the leaves of a tree with the structure of the params, in optimizer order."""
@@ -53,11 +50,6 @@ class _Built(NamedTuple):
         """Returns values in optimizer order as a tree: the inverse of `in_order`."""
         leaves = dict(zip(self.order, values, strict=True))
         return self.treedef.unflatten(leaves[i] for i in range(len(leaves)))
-
-    def map_grads(self, function: Callable[[Any], Any], grads: list[Any]) -> list[Any]:
-        """Applies a function to all gradients in optimizer order that are not new values."""
-        pairs = zip(grads, self.are_overwritten, strict=True)
-        return [g if is_new_value else function(g) for g, is_new_value in pairs]
 
     def to_state(self, values: list[Any], constraints: Any) -> KerasOptState:
         """Returns the values of `optimizer.variables` as a state."""
@@ -122,12 +114,12 @@ class Wrapped:
         old_values, grads = self.values(built, state), built.in_order(updates)
         old_params = list(map(jnp.asarray, built.in_order(params)))
         if loss_scale is not None:
-            grads = built.map_grads(lambda g: g / loss_scale, grads)
+            grads = [g / loss_scale for g in grads]
         if isinstance(self.optimizer, keras.optimizers.LossScaleOptimizer):
             # Keras expects gradients of the scaled loss and divides them by its scale. The scale is
             # a power of 2, so that no bit is lost.
             scale = old_values[built.roles.index(Role("loss_scale/dynamic_scale"))]
-            grads = built.map_grads(lambda g: g * scale.astype(g.dtype), grads)
+            grads = [g * scale.astype(g.dtype) for g in grads]
         new_params, new_values = built.optimizer.stateless_apply(old_values, grads, old_params)
         # Keras may change dtypes, but a state that is scanned over must keep them.
         new_values = [jnp.asarray(x, v.dtype) for x, v in zip(new_values, old_values, strict=True)]
@@ -189,9 +181,7 @@ class Wrapped:
         # For each stand-in, the index of its leaf in the params.
         order = [leaf_index[path] for path in model_variables]
         roles = roles_of_variables(copy, stand_ins)
-        are_overwritten = [v.overwrite_with_gradient for v in stand_ins]
-        treedef = jax.tree.structure(params)
-        return _Built(copy, roles, order, treedef, are_overwritten), values
+        return _Built(copy, roles, order, jax.tree.structure(params)), values
 
     def _select_model_variables(self, params: PyTree, paths: Iterable[Path]) -> dict[Path, Any]:
         """Returns the model's variables that are in the params, in Keras's order.
@@ -212,7 +202,6 @@ def _stand_in(path: Path, value: Any, model_variable: Any) -> Any:
         variable = keras.Variable(jnp.asarray(value), dtype=str(jnp.result_type(value)), name=name)
     if model_variable is not None:
         variable.constraint = model_variable.constraint
-        variable.overwrite_with_gradient = model_variable.overwrite_with_gradient
     return variable
 
 

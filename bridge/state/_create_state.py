@@ -12,9 +12,10 @@ from bridge.model._from_keras import require_built
 from bridge.model._pure_layers import warn_of_frozen
 from bridge.optim._constraints import applies_constraints
 from bridge.optim._optimizers import inner_optimizer, origin
+from bridge.optim._slots import ACCUMULATED, KerasOptState
 from bridge.state import _transfer
 from functrain import TrainState
-from functrain.internal import PyTree, require_one_of
+from functrain.internal import PyTree, require, require_one_of
 from functrain.internal import tree as _tree
 
 
@@ -43,13 +44,15 @@ def create_state(
 
     Returns:
       A TrainState of nested dicts: `params` are the trainable variables (float32 masters under a
-      mixed precision policy), `model_state` all others. Paths are the same for every instance of
-      an architecture.
+      mixed precision policy), `model_state` all others. Float8 scales are in `model_state` too:
+      `functrain.update` replaces them by their gradients, and no optimizer sees them. Paths are
+      the same for every instance of an architecture.
 
     Raises:
       TypeError: `model` is not a Keras layer, or `rng` is not a single typed key.
       ValueError: `model` is not built; `optimizer` is none of these words; or its optimizer's slots
-        are required, and the state of `tx` cannot hold them.
+        are required, and the state of `tx` cannot hold them; or the model has float8 scales, and
+        `tx` is a Keras optimizer that accumulates gradients.
 
     Examples:
       >>> import keras, optax
@@ -64,6 +67,15 @@ def create_state(
     layout = _variables.layout(model)
     params, model_state = _variables.values(layout)
     state = TrainState.create(params=params, model_state=model_state, tx=tx, rng=rng)
+    accumulates = any(ACCUMULATED in x.slots for x in _tree.nodes(state.opt_state, KerasOptState))
+    # Keras takes the largest scale of the steps between two updates, which only its `fit` knows.
+    require(
+        not (accumulates and _variables.OVERWRITTEN in model_state),
+        "tx",
+        "an optimizer without gradient_accumulation_steps for a model with float8 scales",
+        tx,
+        "Use functrain.micro_batches, or train with bridge.fit.",
+    )
     if optimizer == "require" or (optimizer == "auto" and _is_compiled_optimizer(tx, model)):
         try:
             opt_state, step = _transfer.from_optimizer(state.opt_state, model)

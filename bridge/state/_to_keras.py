@@ -83,11 +83,10 @@ def to_keras(
     if isinstance(state, KerasState):
         return write_keras_state(state, model)
     if isinstance(state, Mapping) and "params" in state:
-        others = [state.get(name, {}) for name in _variables.COLLECTIONS]
         # These are the variables of a linen module, which have no optimizer state. `merge` also
         # turns flax's FrozenDicts into dicts.
-        merge = _variables.merge
-        state = SimpleNamespace(params=merge(state["params"]), model_state=merge(*others))
+        params, model_state = _variables.merge(state["params"]), _variables.from_collections(state)
+        state = SimpleNamespace(params=params, model_state=model_state)
         optimizer = "leave"
     if not (hasattr(state, "params") and hasattr(state, "model_state")):
         raise TypeError(

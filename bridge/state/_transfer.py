@@ -125,16 +125,24 @@ def _counterparts(
       OptimizerMismatchError: A leaf or a variable has no counterpart, or one of another shape or
         dtype.
     """
-    params = _variables.layout(model).params
+    layout = _variables.layout(model)
+    params = layout.params
+    # Float8 scales are not part of a state's params. Keras has few slots for them.
+    scales = [v for path, v in layout.model_state.items() if path[0] == _variables.OVERWRITTEN]
     roles = _roles(opt_state, optimizer, {path: i for i, path in enumerate(params)})
     # An optimizer keeps the variables that it was built for when layers are frozen afterwards.
     try:
-        variable_by_role = _variable_by_role(optimizer, list(params.values()))
+        variable_by_role = _variable_by_role(optimizer, [*params.values(), *scales])
     except KeyError as error:
         raise OptimizerMismatchError(
             f"the optimizer {optimizer.name!r} was built for other variables than the model "
             "trains now. If layers were frozen or unfrozen, compile the model again"
         ) from error
+    variable_by_role = {
+        role: variable
+        for role, variable in variable_by_role.items()
+        if role.owner is None or role.owner < len(params)
+    }
     missing = variable_by_role.keys() - {*roles, *_OPTIONAL}
     surplus = set(roles) - {None, *_OPTIONAL} - variable_by_role.keys()
     # A frozen param lacks all of its slots. If a param lacks only some, or if all params lack all,

@@ -10,6 +10,7 @@ Files:
   _factored: products with matrices and their adapters
   _cast: mixed precision
   _remat: less memory in exchange for more computation
+  _overwritten: values in a model state that their gradients replace
   _switches: the arguments that tell flax modules whether they train
 """
 

@@ -6,12 +6,14 @@ import flax.errors
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 
 from functrain.common import _tree
 from functrain.common._checks import require, require_instance
 from functrain.common._types import PyTree
 from functrain.model._freeze import wrapped_state_advice
 from functrain.model._model import Model, ModelOutput
+from functrain.model._overwritten import OverwrittenByGradient
 from functrain.model._switches import switches
 
 
@@ -63,6 +65,9 @@ def from_linen(module: nn.Module) -> Model:
         # Sown values belong to one application, not to the state that the next one receives.
         for name in ("losses", "intermediates"):
             variables.pop(name, None)
+        if OVERWRITE_WITH_GRADIENT in variables:
+            scales = variables[OVERWRITE_WITH_GRADIENT]
+            variables[OVERWRITE_WITH_GRADIENT] = OverwrittenByGradient(scales)
         return params, variables
 
     def apply(
@@ -76,6 +81,11 @@ def from_linen(module: nn.Module) -> Model:
     ) -> ModelOutput:
         # A state that was created without a model_state has () there, and dict(()) is {}.
         collections = dict(model_state)
+        scales = collections.get(OVERWRITE_WITH_GRADIENT, OverwrittenByGradient())
+        advice = "Take the model_state from init of this Model, and replace its leaves."
+        is_marked = isinstance(scales, OverwrittenByGradient)
+        name = f"model_state/{OVERWRITE_WITH_GRADIENT}"
+        require(is_marked, name, "the float8 scales that init returned", scales, advice)
         try:
             outputs, updated = module.apply(
                 {"params": params, **collections},
@@ -106,6 +116,9 @@ def from_linen(module: nn.Module) -> Model:
             # Collections that the module creates in this call are dropped: the structure of
             # model_state must stay the same from step to step.
             model_state = {name: updated.get(name, x) for name, x in collections.items()}
+            if OVERWRITE_WITH_GRADIENT in collections:
+                # A call reads the scales, and the step replaces them.
+                model_state[OVERWRITE_WITH_GRADIENT] = scales
         return ModelOutput(outputs, model_state, losses)
 
     return Model(init, apply)

@@ -11,6 +11,7 @@ from jax.custom_derivatives import SymbolicZero
 from functrain.common import _tree
 from functrain.common._checks import require_integer, require_no_problems
 from functrain.common._types import PyTree
+from functrain.model._overwritten import join_overwritten, split_overwritten
 from functrain.step._check import check_loss
 from functrain.step._loss import Aux, LossFn
 from functrain.step._update import compute_loss, scaled
@@ -32,7 +33,9 @@ def micro_batches(loss_fn: LossFn, size: int) -> LossFn:
     those of penalties that `supervised` adds.
 
     Operations over the batch see one micro-batch: batch statistics are carried from one
-    micro-batch to the next, and random numbers are drawn from ``fold_in(rng, i)``.
+    micro-batch to the next, and random numbers are drawn from ``fold_in(rng, i)``. Float8 scales
+    stay the same during the batch; each new one is the largest that a micro-batch returns, as when
+    a Keras optimizer accumulates gradients.
 
     `functrain.tx.loss_scale` scales the loss of each micro-batch, if `train_step` or `update` gets
     this loss itself: a function around it hides that it is split.
@@ -99,21 +102,32 @@ class _BatchLoss:
         training: bool,
     ) -> LossAndAux:
         """Returns the loss and the Aux of all examples."""
-
-        def loss_of_part(params: PyTree, model_state: PyTree, rng: Any, args: PyTree) -> LossAndAux:
+        # Without a scan, a small batch costs no more than with `loss_fn`.
+        if _example_count(args) <= self.size:
             return compute_loss(
                 self.loss_fn, params, model_state, *args, rng=rng, training=training
             )
 
-        # Without a scan, a small batch costs no more than with `loss_fn`.
-        if _example_count(args) <= self.size:
-            return loss_of_part(params, model_state, rng, args)
+        def loss_of_part(
+            trained: PyTree, model_state: PyTree, rng: Any, args: PyTree
+        ) -> LossAndAux:
+            params, scales = trained
+            model_state = join_overwritten(model_state, scales)
+            loss, aux = compute_loss(
+                self.loss_fn, params, model_state, *args, rng=rng, training=training
+            )
+            return loss, aux._replace(model_state=split_overwritten(aux.model_state)[1])
+
         total_loss = _accumulate(loss_of_part, self.size)
-        return total_loss(params, model_state, rng, args, self.scale)
+        scales, rest = split_overwritten(model_state)
+        loss, aux = total_loss((params, scales), rest, rng, args, self.scale)
+        return loss, aux._replace(model_state=join_overwritten(aux.model_state, scales))
 
 
 def _accumulate(loss_of_part: Callable[..., LossAndAux], size: int) -> Callable[..., LossAndAux]:
-    """Returns ``(params, model_state, rng, args, scale) -> (loss, Aux)`` over all micro-batches.
+    """Returns ``(trained, model_state, rng, args, scale) -> (loss, Aux)`` over all micro-batches.
+
+    `trained` is the pair of the params and the float8 scales, which have gradients too.
 
     Differentiating a scan would keep the activations of every micro-batch. This custom derivative
     computes the gradients inside the scan and adds them up there.
@@ -143,10 +157,11 @@ def _accumulate(loss_of_part: Callable[..., LossAndAux], size: int) -> Callable[
             raise TypeError(_PARAMS_ONLY.format("Aux"))
         if isinstance(loss_cotangent, SymbolicZero):
             return jax.tree.map(jnp.zeros_like, grads), None, None, None, None
+        grads, new_scales = grads
         # `grads` are those of the scaled loss. `update` scales as well, so its factor is 1.
         factor = unscale_gradients(loss_cotangent, scale)
         params_grads = jax.tree.map(lambda g: (g * factor).astype(g.dtype), grads)
-        return params_grads, None, None, None, None
+        return (params_grads, new_scales), None, None, None, None
 
     # Symbolic zeros show which inputs and outputs are differentiated: only the gradient of the loss
     # with respect to params is known, and any other would silently be zero.
@@ -181,7 +196,7 @@ def _join(x: jax.Array) -> jax.Array:
 def _scan_parts(
     value_and_grad: Callable[..., Any],
     size: int,
-    params: PyTree,
+    trained: PyTree,
     model_state: PyTree,
     rng: Any,
     args: PyTree,
@@ -189,11 +204,11 @@ def _scan_parts(
     """Runs the micro-batches one after the other; returns the loss, the Aux and the gradients.
 
     Args:
-      value_and_grad: ``(params, model_state, rng, args) -> ((loss, Aux), gradients or ())`` for
+      value_and_grad: ``(trained, model_state, rng, args) -> ((loss, Aux), gradients or ())`` for
         one micro-batch.
       size: Examples in a micro-batch.
-      params: The params.
-      model_state: The model state before the batch.
+      trained: The params and the float8 scales.
+      model_state: The model state before the batch, without the scales.
       rng: A key, or None.
       args: The batch.
     """
@@ -201,13 +216,16 @@ def _scan_parts(
     def measure(model_state: PyTree, i: Any, args: PyTree) -> Any:
         # One key for all micro-batches would drop the same units in each of them.
         key = None if rng is None else jax.random.fold_in(rng, i)
-        return value_and_grad(params, model_state, key, args)
+        loss_and_aux, grads = value_and_grad(trained, model_state, key, args)
+        return loss_and_aux, *(grads or ((), ()))
 
-    def step(carry: tuple[PyTree, PyTree], part: tuple[Any, PyTree]) -> Any:
-        model_state, sums = carry
-        (loss, aux), grads = measure(model_state, *part)
+    def step(carry: tuple[PyTree, PyTree, PyTree], part: tuple[Any, PyTree]) -> Any:
+        model_state, sums, largest_scales = carry
+        (loss, aux), grads, scales = measure(model_state, *part)
         terms = _weigh(loss, aux, grads, count=_example_count(part[1]))
-        return (aux.model_state, jax.tree.map(jnp.add, sums, terms)), aux.outputs
+        sums = jax.tree.map(jnp.add, sums, terms)
+        largest_scales = jax.tree.map(jnp.maximum, largest_scales, scales)
+        return (aux.model_state, sums, largest_scales), aux.outputs
 
     count = _example_count(args)
     full_parts = count // size
@@ -217,26 +235,28 @@ def _scan_parts(
 
     # The shapes of one micro-batch, for the zeros that the scan begins with.
     first_part = jax.tree.map(lambda x: x[0], parts)
-    (loss, aux), grads = jax.eval_shape(measure, model_state, 0, first_part)
+    (loss, aux), grads, scales = jax.eval_shape(measure, model_state, 0, first_part)
     _check_mean(aux)
     _check_outputs(aux.outputs, size)
     sum_shapes = jax.eval_shape(lambda *x: _weigh(*x, count=size), loss, aux, grads)
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), sum_shapes)
-    carry, outputs = jax.lax.scan(step, (model_state, zeros), (jnp.arange(full_parts), parts))
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (sum_shapes, scales))
+    carry = (model_state, *zeros)
+    carry, outputs = jax.lax.scan(step, carry, (jnp.arange(full_parts), parts))
     outputs = jax.tree.map(_join, outputs)
     # A scan takes parts of one size only, so the smaller last one follows it.
     if count % size:
         remainder = jax.tree.map(lambda x: x[full_count:], args)
         carry, last_outputs = step(carry, (full_parts, remainder))
         outputs = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), outputs, last_outputs)
-    model_state, (weight, *sums) = carry
+    model_state, (weight, *sums), new_scales = carry
     # A batch of zero weights has no loss. Unlike that of `supervised`, it has no penalties, either.
     divisor = jnp.where(weight == 0, jnp.ones_like(weight), weight)
     mean_loss, logs, mean_grads = jax.tree.map(lambda x: x / divisor.astype(x.dtype), sums)
     loss, grads = jax.tree.map(
         lambda x, like: x.astype(like.dtype), (mean_loss, mean_grads), (loss, grads)
     )
-    return (loss, Aux(model_state, outputs, logs, None if aux.weight is None else weight)), grads
+    aux = Aux(model_state, outputs, logs, None if aux.weight is None else weight)
+    return (loss, aux), (grads, new_scales)
 
 
 def _weigh(loss: jax.Array, aux: Aux, grads: PyTree, *, count: int) -> tuple[PyTree, ...]:

@@ -10,6 +10,11 @@ import optax
 from functrain.common import _tree
 from functrain.common._checks import require
 from functrain.common._types import PyTree
+from functrain.model._overwritten import (
+    OverwrittenByGradient,
+    join_overwritten,
+    split_overwritten,
+)
 from functrain.step._check import check_loss
 from functrain.step._loss import Aux, LossFn
 from functrain.step._notes import error_notes
@@ -72,8 +77,13 @@ def update(
     if hasattr(loss_fn, "with_scale"):
         loss_fn = loss_fn.with_scale(scale)
 
-    def loss_and_aux(params: PyTree) -> tuple[jax.Array, Aux]:
-        return compute_loss(loss_fn, params, state.model_state, *args, rng=rng, training=True)
+    scales, _ = split_overwritten(state.model_state)
+
+    def loss_and_aux(
+        params: PyTree, scales: list[OverwrittenByGradient] = scales
+    ) -> tuple[jax.Array, Aux]:
+        model_state = join_overwritten(state.model_state, scales)
+        return compute_loss(loss_fn, params, model_state, *args, rng=rng, training=True)
 
     scaled_loss = scaled(loss_and_aux, scale)
 
@@ -81,7 +91,8 @@ def update(
         """Returns the gradients at other params, for `optax.contrib.sam`."""
         return unscale_gradients(jax.grad(lambda p: scaled_loss(p)[0])(params), scale)
 
-    (_, (loss, aux)), grads = jax.value_and_grad(scaled_loss, has_aux=True)(state.params)
+    differentiate = jax.value_and_grad(scaled_loss, argnums=(0, 1), has_aux=True)
+    (_, (loss, aux)), (grads, new_scales) = differentiate(state.params, scales)
     grads = unscale_gradients(grads, scale)
     new = state.apply_gradients(
         grads,
@@ -92,7 +103,8 @@ def update(
         grad_fn=grad_fn,
     )
     finite, _ = finite_and_scale(new.opt_state)
-    model_state = aux.model_state
+    # Float8 scales have new values in place of gradients.
+    model_state = join_overwritten(aux.model_state, new_scales)
     # `skip_non_finite` checks the loss, the gradients and the updates, but does not see the model
     # state. The forward pass of a skipped step may have put NaN into it, as into batch statistics.
     if finite is not None:

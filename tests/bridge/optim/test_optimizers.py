@@ -232,61 +232,6 @@ def test_an_optax_optimizer_keeps_constraints_with_its_model():
     assert np.min(new["bias"]) == -1
 
 
-@pytest.mark.long
-def test_float8_scales_are_overwritten_as_keras_does_it():
-    """Their gradients are their new values, which no optimizer may scale or average."""
-    x = np.random.default_rng(0).normal(size=(16, 16)).astype(np.float32)
-    y = np.random.default_rng(1).normal(size=(16, 16)).astype(np.float32)
-
-    def make():
-        keras.utils.set_random_seed(0)
-        model = keras.Sequential([keras.Input((16,)), layers.Dense(16), layers.Dense(16)])
-        for layer in model.layers:
-            layer.quantize("float8")
-        model.compile(K.Adam(1e-2), "mse")
-        return model
-
-    model, theirs = make(), make()
-    tx = bridge.optimizer(model.optimizer, model=model)
-    state = bridge.create_state(model, tx)
-    loss_fn = ft.supervised(bridge.from_keras(model), bridge.loss("mse"))
-    assert sum(v.overwrite_with_gradient for v in model.trainable_variables) == 2 * 6
-    before = [np.asarray(v.value) for v in theirs.trainable_variables]
-    # After more steps one of them rounds a number to the next float8, and they part.
-    theirs.fit(x, y, batch_size=8, epochs=1, shuffle=False, verbose=0)
-    state, _ = ft.fit(state, ft.train_step(loss_fn, tx), ft.ArrayLoader((x, y), 8), verbose=False)
-    bridge.to_keras(state, model)
-    pairs = zip(model.trainable_variables, theirs.trainable_variables, before, strict=True)
-    for ours, other, old in pairs:
-        assert not np.array_equal(other.value, old)
-        roundings = 2 * np.finfo(np.float32).eps * np.maximum(np.abs(old), np.abs(other.value))
-        assert np.all(np.abs(ours.value - other.value) <= roundings)
-
-
-def with_a_scale():
-    """A model with a variable whose gradient is its new value, as that of a float8 scale is."""
-    model = keras.Sequential([keras.Input((3,)), layers.Dense(2, name="a")])
-    model.layers[0].bias.overwrite_with_gradient = True
-    return model
-
-
-@pytest.mark.parametrize("given", [None, 8.0])
-def test_a_float8_scale_is_overwritten_whatever_scales_the_gradients(given):
-    model = with_a_scale()
-    inner = K.LossScaleOptimizer(K.Adam(0.1)) if given is None else K.Adam(0.1)
-    tx = bridge.optimizer(inner, model=model)
-    state = bridge.create_state(model, tx)
-    grads = jax.tree.map(lambda p: jnp.full_like(p, 3.0), state.params)
-    updates, _ = tx.update(grads, state.opt_state, state.params, loss_scale=given)
-    np.testing.assert_array_equal(updates["a"]["bias"], 3.0)
-    np.testing.assert_allclose(updates["a"]["kernel"], -0.1, rtol=1e-4)
-
-
-def test_an_optax_optimizer_is_refused_with_float8_scales():
-    with pytest.raises(ValueError, match=r"Keras's own .* float8 scales.*bridge\.fit"):
-        bridge.optimizer(bridge.OptaxOptimizer(optax.adam(0.1)), model=with_a_scale())
-
-
 def test_constraints_of_a_model_go_with_any_optax_chain():
     model = constrained()
     with pytest.warns(UserWarning, match=r"a/kernel\n.*bridge.constraints\(model\)"):
