@@ -21,6 +21,7 @@ from functrain.common._types import PyTree as PyTree
 from functrain.common._types import StepTraits as StepTraits
 from functrain.common._wide_integers import is_cheap_to_read as is_cheap_to_read
 from functrain.common._wide_integers import require_integers_fit as require_integers_fit
+from functrain.data._arrays import host_batch as host_batch
 from functrain.data._arrays import require_no_number_lists as require_no_number_lists
 from functrain.data._arrays import require_unmasked as require_unmasked
 from functrain.data._batch import batch_size as batch_size
@@ -28,7 +29,6 @@ from functrain.data._batch import unpack as unpack
 from functrain.data._batches import Batches as Batches
 from functrain.data._batches import Chunk as Chunk
 from functrain.data._batches import batch_signature as batch_signature
-from functrain.data._iterator import host_batch as host_batch
 from functrain.data._local import Local as Local
 from functrain.data._local import LocalBatches as LocalBatches
 from functrain.data._stack import copy_batch as copy_batch

@@ -11,7 +11,8 @@ Files:
   _epochs_of_steps: epochs with a given number of steps
   _stack: stacks batches into chunks
   _batch: inputs, labels and weights of a batch, and its size
-  _arrays: checks that leaves are arrays that jax supports
+  _arrays: converts leaves to arrays that jax supports
+  _lookahead: an iterator whose next batch can be looked at
   _buffer: host memory that a CPU device uses without a copy
 """
 

@@ -36,7 +36,8 @@ def as_batches(data: Any, name: str = "data") -> Batches:
         return data
     if isinstance(data, Local):
         return LocalBatches(as_batches(data.data, name), data)
-    if isinstance(data, SeekableLoader):
+    # A subclass that iterates in its own way is an iterable like any other.
+    if isinstance(data, SeekableLoader) and type(data).__iter__ is SeekableLoader.__iter__:
         return LoaderBatches(data, name)
     _require_iterable(data, name)
     return IteratorBatches(data, name)

@@ -1,8 +1,8 @@
-"""Checks that data are arrays of numbers that jax supports."""
+"""Converts data to arrays of numbers that jax supports."""
 
 import functools
 import numbers
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -24,6 +24,7 @@ def host_arrays(data: PyTree) -> PyTree:
 
     def array(path: tuple[jax.tree_util.KeyEntry, ...], leaf: PyTree) -> np.ndarray:
         require_unmasked(leaf, "data", lambda: f" at {_tree.path_str(path)}")
+        _require_array_like(leaf, lambda: f" at {_tree.path_str(path)}")
         x = np.asarray(leaf)
         if not is_supported_dtype(x.dtype):
             raise TypeError(
@@ -34,6 +35,54 @@ def host_arrays(data: PyTree) -> PyTree:
 
     return jax.tree_util.tree_map_with_path(array, data)
 
+
+def host_batch(batch: PyTree, label: str) -> PyTree:
+    """Converts tensors of other libraries to NumPy arrays; arrays of jax are kept.
+
+    Args:
+      batch: A pytree.
+      label: Names the batch in errors, such as "batch 0 of epoch 1 of data".
+    """
+    return jax.tree.map(
+        lambda x: x if isinstance(x, jax.Array) else _to_numpy(x, batch, label), batch
+    )
+
+
+def _to_numpy(leaf: Any, batch: PyTree, label: str) -> np.ndarray:
+    # Called only for errors, since paths are slow to make.
+    def path() -> str:
+        return next(path for path, x in _tree.leaves_with_path(batch) if x is leaf)
+
+    require_unmasked(leaf, "data", lambda: f" at {path()} of {label}")
+    _require_array_like(leaf, lambda: f" at {path()} of {label}")
+    # Some tensors can be converted by their method `numpy` only.
+    array = np.asarray(leaf.numpy() if hasattr(leaf, "numpy") else leaf)
+    if not is_supported_dtype(array.dtype):
+        raise TypeError(
+            f"data: expected batches of numbers, got {type(leaf).__name__} of {array.dtype} at "
+            f"{path()} of {label}. {dtype_advice(array.dtype)}"
+        )
+    return array
+
+
+def _require_array_like(leaf: Any, path: Callable[[], str]) -> None:
+    """Raises TypeError for a dataset that is read item by item.
+
+    `np.asarray` would call its `__getitem__` until that raises an IndexError, which it need not do.
+    """
+    is_array = isinstance(leaf, Sequence) or any(hasattr(leaf, name) for name in _ARRAY_PROTOCOLS)
+    if is_array or not hasattr(leaf, "__getitem__"):
+        return
+    advice = (
+        "Make arrays of it first, with np.stack([dataset[i] for i in range(len(dataset))]), or "
+        "pass an iterable of batches to fit, such as a DataLoader of grain or torch."
+    )
+    if hasattr(leaf, "toarray"):
+        advice = "Make it dense: x.toarray()."
+    raise TypeError(f"data: expected arrays, got {type(leaf).__name__}{path()}. {advice}")
+
+
+_ARRAY_PROTOCOLS = ("__array__", "__array_interface__", "__array_struct__", "numpy")
 
 _CAST = "Cast it first, as in x.astype(np.float32)."
 # Advice by the kind of a NumPy dtype: objects, strings, bytes, dates and times.

@@ -6,17 +6,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
-import numpy as np
 
 from functrain.common import _repr, _tree
 from functrain.common._types import PyTree
 from functrain.common._warnings import warn
-from functrain.data._arrays import (
-    dtype_advice,
-    is_supported_dtype,
-    require_no_number_lists,
-    require_unmasked,
-)
+from functrain.data._arrays import host_batch, require_no_number_lists
 from functrain.data._batch import batch_size
 from functrain.data._batches import Batches, Chunk, ShortPassError, batch_signature, shapes
 from functrain.data._iterator_position import IteratorPosition
@@ -145,7 +139,7 @@ class IteratorBatches(Batches):
             return []
         first, last = state["first"], state["last"]
         if last and self._last_summary:
-            changed = differences(last, self._last_summary, "last")
+            changed = differences(last, self._last_summary, "the last batch")
             if changed:
                 return changed
         self._position.run_start = first
@@ -254,7 +248,7 @@ class IteratorBatches(Batches):
             return [f"the saved state of the data was rejected: {type(error).__name__}: {error}"]
         if summary_now is None:
             return ["batches: saved with some, now none"]
-        changed = differences(first["batch"], summary_now, "first")
+        changed = differences(first["batch"], summary_now, "the first batch")
         # If two passes from one state differ from each other, the data are not other data: they
         # are random.
         if changed and summary_now != self._fetch_first_summary(run_start):
@@ -292,7 +286,9 @@ class IteratorBatches(Batches):
         if self._position.first_seen is None:
             return []
         # The numbers of a generator may differ in every pass, which the warning has mentioned.
-        return differences(first, self._position.first_seen, "first", compares_numbers=is_list)
+        return differences(
+            first, self._position.first_seen, "the first batch", compares_numbers=is_list
+        )
 
 
 def _fits_into(x: Any, full: Any, axis: int) -> bool:
@@ -301,31 +297,3 @@ def _fits_into(x: Any, full: Any, axis: int) -> bool:
         return False
     lengths = enumerate(zip(x.shape, full.shape, strict=True))
     return all(n == most or (i == axis and n < most) for i, (n, most) in lengths)
-
-
-def host_batch(batch: PyTree, label: str) -> PyTree:
-    """Converts tensors of other libraries to NumPy arrays; arrays of jax are kept.
-
-    Args:
-      batch: A pytree.
-      label: Names the batch in errors, such as "batch 0 of epoch 1 of data".
-    """
-    return jax.tree.map(
-        lambda x: x if isinstance(x, jax.Array) else _to_numpy(x, batch, label), batch
-    )
-
-
-def _to_numpy(leaf: Any, batch: PyTree, label: str) -> np.ndarray:
-    # Called only for errors, since paths are slow to make.
-    def path() -> str:
-        return next(path for path, x in _tree.leaves_with_path(batch) if x is leaf)
-
-    require_unmasked(leaf, "data", lambda: f" at {path()} of {label}")
-    # Some tensors can be converted by their method `numpy` only.
-    array = np.asarray(leaf.numpy() if hasattr(leaf, "numpy") else leaf)
-    if not is_supported_dtype(array.dtype):
-        raise TypeError(
-            f"data: expected batches of numbers, got {type(leaf).__name__} of {array.dtype} at "
-            f"{path()} of {label}. {dtype_advice(array.dtype)}"
-        )
-    return array

@@ -3,15 +3,15 @@
 import abc
 import functools
 import itertools
-from collections.abc import Iterator
-from typing import Any, Literal, NoReturn
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from functrain.common import _repr, _tree
-from functrain.common._arguments import argument_advice
+from functrain.common._arguments import accepts, argument_advice, describe_signature
 from functrain.common._checks import (
     is_integer,
     require,
@@ -24,9 +24,11 @@ from functrain.common._compile import jit_without_arithmetic
 from functrain.common._types import PyTree
 from functrain.common._wide_integers import is_cheap_to_read, is_narrowed, require_integers_fit
 from functrain.data import _buffer
-from functrain.data._arrays import host_arrays
+from functrain.data._arrays import host_arrays, host_batch
 from functrain.data._batches import Batches, Chunk
-from functrain.data._stack import pad_chunk
+from functrain.data._lookahead import Lookahead
+from functrain.data._same_data import Summary, differences, summary
+from functrain.data._stack import pad_chunk, stack_batches
 
 
 class SeekableLoader(abc.ABC):
@@ -36,23 +38,22 @@ class SeekableLoader(abc.ABC):
       examples: Examples in an epoch.
       batch_size: Examples per batch, B.
       drop_remainder: True if a smaller last batch is dropped.
+      knows_shapes: True if `shapes` are those of the batches; False if only a batch can tell.
     """
 
     examples: int
     batch_size: int
     drop_remainder: bool
+    knows_shapes: bool = True
 
     def __len__(self) -> int:
         """Returns the number of batches per epoch, including a smaller last one."""
         has_smaller = self.remainder > 0 and not self.drop_remainder
         return self.full_batches + has_smaller
 
-    def __iter__(self) -> NoReturn:
-        """Raises TypeError: a loader has no state, so it cannot know which epoch is meant."""
-        raise TypeError(
-            f"{_repr.class_with_article(self)} is iterated epoch by epoch: `for batch in "
-            "loader.epoch(0)`. The order is a function of the epoch's number, so you must pass it."
-        )
+    def __iter__(self) -> Iterator[PyTree]:
+        """Yields the batches of epoch 0; `epoch` yields those of any epoch."""
+        return self.epoch(0)
 
     @property
     def full_batches(self) -> int:
@@ -90,6 +91,10 @@ class SeekableLoader(abc.ABC):
     def fingerprint(self) -> dict[str, Any]:
         """Returns properties that distinguish these batches from others, for a resumed run."""
 
+    def summary(self) -> Summary:
+        """Returns a few numbers of the data, which distinguish them from other data."""
+        return {}
+
 
 class ArrayLoader(SeekableLoader):
     """Divides a pytree of arrays into batches, which can be accessed in any order.
@@ -103,13 +108,19 @@ class ArrayLoader(SeekableLoader):
       data: Pytree of arrays, every leaf `[N, ...]` with the same N: NumPy arrays (memory-mapped
         ones stay on disk) or anything that `np.asarray` accepts. Batches have the byte order of
         the machine.
-      batch_size: Examples per batch, B.
+      batch_size: Examples per batch, B. If there are fewer examples, all are one batch.
       shuffle: True to draw a new order each epoch, from ``Philox(key=[seed, epoch])``.
       seed: Seed of the order; at least 0, and below 2**64.
       drop_remainder: True to drop the last batch if it is smaller than B.
       placement: ``"host"`` keeps the data in host memory and copies each batch to the device.
         ``"device"`` puts all data on the default device once and gathers batches there: the
         device needs memory for all of it, and no batch has to be transferred.
+      transform: ``transform(batch, rng) -> batch``, called for every batch, a smaller last one too,
+        to augment or convert it on the host. The leaves of the batch are NumPy arrays `[B, ...]`,
+        copies that it may change. ``rng`` is a `numpy.random.Generator` that is a pure function of
+        seed, epoch and the number of the batch: with no other source of randomness, batches do not
+        depend on K, and a resumed run gets the same ones. It may return other arrays, shapes and
+        dtypes, for which NumPy arrays or anything that `np.asarray` accepts will do.
 
     With ``placement="host"`` every chunk is copied when it is made, so you may change the arrays in
     place between epochs. Do it at the last `ChunkEnd` of an epoch, as with a hook that is due
@@ -120,11 +131,16 @@ class ArrayLoader(SeekableLoader):
     Dtypes are kept: leave `uint8` images as they are, and cast and scale them in the step, on the
     device, where this costs little.
 
+    Iterating over a loader yields the batches of epoch 0. A subclass may override `order`, or
+    `batch`, from which chunks are then made.
+
     Raises:
-      ValueError: There are no data, leaves have different lengths, `batch_size` is below 1 or
-        above N, or jax would cut integers to 32 bits. Arrays that are memory-mapped, or windows of
-        other arrays, are checked chunk by chunk instead.
-      TypeError: A leaf is a list of numbers, or has a dtype that jax does not support.
+      ValueError: There are no data, leaves have different lengths, `batch_size` is below 1,
+        `drop_remainder` drops everything, data on the device have a `transform`, or jax would cut
+        integers to 32 bits. Arrays that are memory-mapped, or windows of other arrays, are checked
+        chunk by chunk instead.
+      TypeError: A leaf is a list of numbers, a dataset that is read item by item, or has a dtype
+        that jax does not support; or `transform` does not take two arguments.
 
     Examples:
       >>> loader = ArrayLoader({"x": np.arange(10)}, batch_size=4)
@@ -134,6 +150,11 @@ class ArrayLoader(SeekableLoader):
       [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
       >>> loader.chunk(epoch=0, start=0, k=2)["x"].shape
       (2, 4)
+      >>> def flip(images, rng):
+      ...     return np.where(rng.random((len(images), 1)) < 0.5, images, images[:, ::-1])
+      >>> flipped = ArrayLoader(np.eye(4, 2), batch_size=2, transform=flip)
+      >>> [batch.shape for batch in flipped]
+      [(2, 2), (2, 2)]
     """
 
     @argument_advice("It is ArrayLoader((x, y), batch_size): all arrays go into one pytree.")
@@ -146,6 +167,7 @@ class ArrayLoader(SeekableLoader):
         seed: int = 0,
         drop_remainder: bool = False,
         placement: Literal["host", "device"] = "host",
+        transform: Callable[[PyTree, np.random.Generator], PyTree] | None = None,
     ) -> None:
         require_one_of("placement", placement, ("host", "device"))
         require_flags(shuffle=shuffle, drop_remainder=drop_remainder)
@@ -154,18 +176,25 @@ class ArrayLoader(SeekableLoader):
         require(is_data, "data", "a pytree of arrays", data, advice, error=TypeError)
         self.data = host_arrays(data)
         self.examples = _common_length(self.data)
-        is_valid = is_integer(batch_size, 1) and batch_size <= self.examples
         # An array here is a common mistake: ArrayLoader(x, y).
         advice = advice if _tree.is_array(batch_size) else ""
-        expected = f"1 to {self.examples}, the number of examples"
-        require(is_valid, "batch_size", expected, batch_size, advice)
+        require(is_integer(batch_size, 1), "batch_size", "an integer from 1", batch_size, advice)
+        if drop_remainder:
+            expected = f"1 to {self.examples}, the number of examples, with drop_remainder=True"
+            require(batch_size <= self.examples, "batch_size", expected, batch_size)
+        _require_transform(transform, placement)
         require_integer("seed", seed, 0)
         require(seed < 2**64, "seed", "an integer below 2**64", seed)
-        self.batch_size = int(batch_size)
+        self.batch_size = min(int(batch_size), self.examples)
         self.shuffle = shuffle
         self.seed = int(seed)
         self.drop_remainder = drop_remainder
         self.placement = placement
+        self.transform = transform
+        makes_own_batches = type(self).batch is not ArrayLoader.batch
+        self._makes_own_order = shuffle or type(self).order is not ArrayLoader.order
+        # Only the batches themselves can tell what a function of the user makes of them.
+        self.knows_shapes = transform is None and not makes_own_batches
 
         # Reading all integers of a memory-mapped array would read the file, and a view of sliding
         # windows repeats its numbers many times. Such arrays are checked chunk by chunk.
@@ -183,14 +212,15 @@ class ArrayLoader(SeekableLoader):
         self._cached_order: tuple[int, np.ndarray] | None = None
 
     def __repr__(self) -> str:
-        return _repr.call(self, **self._settings(), placement=self.placement)
+        transform = {} if self.transform is None else {"transform": self.transform}
+        return _repr.call(self, **self._settings(), placement=self.placement, **transform)
 
     def _settings(self) -> dict[str, Any]:
         names = ("examples", "batch_size", "shuffle", "seed", "drop_remainder")
         return {name: getattr(self, name) for name in names}
 
     def order(self, epoch: int) -> np.ndarray:
-        """Returns the order of the examples in an epoch, `i64[N]`."""
+        """Returns the order of the examples in an epoch, `i64[N]`; it is read-only."""
         if not self.shuffle:
             return np.arange(self.examples)
         # Read once: another thread may store the order of another epoch at any time.
@@ -199,7 +229,10 @@ class ArrayLoader(SeekableLoader):
             # Philox takes the epoch as a part of its key, so no epoch depends on an earlier one.
             key = np.array([self.seed, epoch], np.uint64)
             generator = np.random.Generator(np.random.Philox(key=key))
-            cached = self._cached_order = (epoch, generator.permutation(self.examples))
+            order = generator.permutation(self.examples)
+            # The next chunks are made from it as well.
+            order.setflags(write=False)
+            cached = self._cached_order = (epoch, order)
         return cached[1]
 
     def batch(self, epoch: int, index: int) -> PyTree:
@@ -207,7 +240,16 @@ class ArrayLoader(SeekableLoader):
         if not 0 <= index < len(self):
             raise IndexError(f"index: expected 0 to {len(self) - 1}, got {index}")
         start = index * self.batch_size
-        return self._take(epoch, start, min(start + self.batch_size, self.examples))
+        batch = self._take(epoch, start, min(start + self.batch_size, self.examples))
+        if self.transform is None:
+            return batch
+        # The counter begins far beyond what the order of the epoch draws with the same key.
+        counter = np.array([0, 0, index, 1], np.uint64)
+        generator = np.random.Philox(key=np.array([self.seed, epoch], np.uint64), counter=counter)
+        batch = self.transform(batch, np.random.Generator(generator))
+        batch = host_batch(batch, f"batch {index} of epoch {epoch}, from the transform")
+        require_integers_fit(batch, "data")
+        return batch
 
     def chunk(self, epoch: int, start: int, k: int) -> PyTree:
         """Returns the K full batches from number `start` on, stacked: leaves `[K, B, ...]`."""
@@ -216,35 +258,42 @@ class ArrayLoader(SeekableLoader):
                 f"chunk: expected batches within 0 to {self.full_batches - 1} (the full ones), "
                 f"got {start} to {start + k - 1}"
             )
+        if not self.knows_shapes:
+            batches = (self.batch(epoch, index) for index in range(start, start + k))
+            return stack_batches(batches, k)[0]
         size = self.batch_size
         # One gather for all K batches, which are adjacent in the epoch's order.
         rows = self._take(epoch, start * size, (start + k) * size)
         return jax.tree.map(lambda x: x.reshape(k, size, *x.shape[1:]), rows)
 
     def shapes(self, examples: int) -> PyTree:
-        """Returns the shapes and dtypes of a batch with a number of examples."""
+        """Returns the shapes and dtypes of a batch, before the transform."""
         return jax.tree.map(
             lambda x: jax.ShapeDtypeStruct((examples, *x.shape[1:]), x.dtype), self.data
         )
 
     def fingerprint(self) -> dict[str, Any]:
         """Returns properties that distinguish these batches from others, for a resumed run."""
-        # The values of the data are not compared, only their specs and the settings.
         specs = {path: _tree.strong_spec(x) for path, x in _tree.leaves_with_path(self.shapes(1))}
         return {"data": "ArrayLoader", **self._settings(), "batch": specs}
 
+    def summary(self) -> Summary:
+        """Returns the spec and a few numbers of each leaf."""
+        return summary(self.data)
+
     def _take(self, epoch: int, start: int, stop: int) -> PyTree:
         """Copies the examples between two positions of an epoch's order."""
+        rows = self.order(epoch)[start:stop] if self._makes_own_order else None
         if self.placement == "device":
+            rows = np.arange(start, stop) if rows is None else rows
             # All leaves together, so that the gather is one program. i32 indices reach 2**31
             # examples.
-            return _gather(self.data, self.order(epoch)[start:stop].astype(np.int32))
+            return _gather(self.data, rows.astype(np.int32))
         # Always a copy, even of adjacent rows: the user may change `data` while a device reads.
-        if self.shuffle:
-            rows = self.order(epoch)[start:stop]
-            examples = jax.tree.map(lambda x: _buffer.take(x, rows), self.data)
-        else:
+        if rows is None:
             examples = jax.tree.map(lambda x: _buffer.copy(x[start:stop]), self.data)
+        else:
+            examples = jax.tree.map(lambda x: _buffer.take(x, rows), self.data)
         if self._checks_chunks:
             require_integers_fit(examples, "data")
         return examples
@@ -257,6 +306,20 @@ def _to_native_order(x: np.ndarray) -> np.ndarray:
 @jit_without_arithmetic
 def _gather(data: PyTree, rows: jax.Array) -> PyTree:
     return jax.tree.map(lambda x: x[rows], data)
+
+
+def _require_transform(transform: Any, placement: str) -> None:
+    """Raises an error unless a transform is None, or a function that can be applied."""
+    if transform is None:
+        return
+    if not callable(transform) or not accepts(transform, 2):
+        got = describe_signature(transform) if callable(transform) else _repr.brief(transform)
+        raise TypeError(
+            f"transform: expected a function transform(batch, rng) -> batch, got {got}. Ignore "
+            "the generator if nothing is random: lambda batch, rng: f(batch)."
+        )
+    advice = "A transform gets NumPy arrays; transform batches on the device in the step."
+    require(placement == "host", "placement", "'host' with a transform", placement, advice)
 
 
 def _common_length(data: PyTree) -> int:
@@ -303,6 +366,9 @@ class LoaderBatches(Batches):
         # Cached, since every `peek` needs them. It also makes all full batches of a run the same
         # object, by which `Plan` recognizes them.
         self._shapes = functools.cache(loader.shapes)
+        # The rest of the epoch, for a loader whose batches have to be made to know their shapes.
+        self._rest: Lookahead[PyTree] | None = None
+        self._summary: Summary | None = None
 
     @property
     def full_steps(self) -> int:
@@ -311,31 +377,46 @@ class LoaderBatches(Batches):
 
     def begin(self, epoch: int, batch: int = 0) -> None:
         """Begins an epoch at one of its batches."""
-        self._epoch, self._next = epoch + self.epochs_before, batch
+        position = epoch + self.epochs_before, batch
+        # A batch that `first` has made is not made again.
+        if self._rest is not None and position == (self._epoch, self._next):
+            return
+        self._epoch, self._next = position
+        if not self.data.knows_shapes:
+            batches = enumerate(self.data.epoch(*position), batch)
+            label = f"of epoch {position[0]} of {self.name}"
+            self._rest = Lookahead(host_batch(x, f"batch {i} {label}") for i, x in batches)
 
     def peek(self) -> PyTree | None:
-        """Returns the shapes of the next batch; `take` makes the batch."""
+        """Returns the next batch, or its shapes if `take` is to make it."""
         if self._next >= self.steps:
             return None
-        return self._shapes(self._examples())
+        return self._shapes(self._examples()) if self._rest is None else self._rest.peek()
 
     def take(self, k: int, limit: int) -> Chunk:
-        """Gathers the next batches."""
+        """Makes the next batches."""
         loader, start, examples = self.data, self._next, self._examples()
+        # A smaller last batch has a chunk to itself.
         steps = max(1, min(limit, loader.full_batches - start))
-        self._next += steps
-        if start < loader.full_batches:
+        if self._rest is not None:
+            batches, steps = stack_batches(self._rest.take(steps), k)
+        elif start < loader.full_batches:
             batches = pad_chunk(loader.chunk(self._epoch, start, steps), k)
         else:
-            batches = jax.tree.map(lambda x: x[None], loader.batch(self._epoch, start))
+            batches = pad_chunk(
+                jax.tree.map(lambda x: x[None], loader.batch(self._epoch, start)), k
+            )
+        self._next += steps
         return Chunk(batches, k, steps, examples)
 
-    def full_batch(self) -> PyTree:
-        """Returns the shapes of a batch of full size."""
-        return self._shapes(self.data.batch_size)
+    def full_batch(self) -> PyTree | None:
+        """Returns the shapes of a batch of full size; None if only a batch can tell."""
+        return self._shapes(self.data.batch_size) if self.data.knows_shapes else None
 
     def known_shapes(self) -> list[PyTree]:
         """Returns the shapes of a full batch, and of a smaller last one."""
+        if not self.data.knows_shapes:
+            return []
         has_smaller = len(self.data) > self.data.full_batches
         return [self.full_batch(), *([self._shapes(self.data.remainder)] * has_smaller)]
 
@@ -343,15 +424,21 @@ class LoaderBatches(Batches):
         """Returns the fingerprint of the loader."""
         return dict(self.data.fingerprint())
 
-    def state(self, *, epoch_is_over: bool) -> dict[str, Any] | None:
-        """Returns the number of steps before those of this run; None if there are none."""
+    def track(self) -> None:
+        """Takes a few numbers of the data, which a resumed run compares."""
+        self._summary = self.data.summary()
+
+    def state(self, *, epoch_is_over: bool) -> dict[str, Any]:
+        """Returns the number of steps before those of this run, and a few numbers of the data."""
         # The loader itself has no state.
-        return {"steps_before": self._steps_before} if self._steps_before else None
+        return {"steps_before": self._steps_before, "data": self._summary}
 
     def restore(self, state: Any, epoch: int, batch: int) -> list[str]:
         """Restores the number of earlier steps, whatever the state of this run has counted."""
-        self._steps_before = 0 if state is None else state["steps_before"]
-        return []
+        self._steps_before = state["steps_before"]
+        if state["data"] is None or self._summary is None:
+            return []
+        return differences(state["data"], self._summary, "the data")
 
     def continue_after(self, steps: int) -> None:
         """Continues with the orders that follow a number of earlier steps.

@@ -1,5 +1,6 @@
 """Compares the data of a resumed run with those of the saved one, by summaries of batches."""
 
+import math
 from typing import Any, TypeAlias
 
 import jax
@@ -30,14 +31,14 @@ def summary(batch: PyTree) -> Summary:
 
 
 def differences(
-    saved: Summary, current: Summary, batch_name: str, *, compares_numbers: bool = True
+    saved: Summary, current: Summary, place: str, *, compares_numbers: bool = True
 ) -> list[str]:
     """Returns a line for each leaf whose specs differ, or if none do, whose numbers differ.
 
     Args:
-      saved: The summary of a batch in a checkpoint.
-      current: The summary of the same batch in this run.
-      batch_name: Names the batch in the lines: "first" or "last".
+      saved: The summary of a batch, or of all data, in a checkpoint.
+      current: The summary of the same in this run.
+      place: Names it in the lines, such as "the first batch".
       compares_numbers: True to compare the numbers too.
     """
     lines = []
@@ -46,16 +47,14 @@ def differences(
         old_spec = str(saved.get(path, absent)["spec"])
         new_spec = str(current.get(path, absent)["spec"])
         if old_spec != new_spec:
-            lines.append(f"{path} of the {batch_name} batch: saved with {old_spec}, now {new_spec}")
+            lines.append(f"{path} of {place}: saved with {old_spec}, now {new_spec}")
     # Numbers of other shapes are other numbers anyway.
     if lines or not compares_numbers:
         return lines
     for path in saved:
         old, new = saved[path]["numbers"], current[path]["numbers"]
         if not _are_close(old, new):
-            lines.append(
-                f"{path} of the {batch_name} batch: saved with {_format(old)}, now {_format(new)}"
-            )
+            lines.append(f"{path} of {place}: saved with {_format(old)}, now {_format(new)}")
     return lines
 
 
@@ -67,10 +66,13 @@ def _sample(leaf: Any) -> list[float]:
     """Returns an evenly spaced sample of the numbers of a leaf."""
     if isinstance(leaf, jax.Array) and _tree.is_key(leaf):
         leaf = jax.random.key_data(leaf)
-    flat = np.asarray(leaf).reshape(-1)
-    if not flat.size:
+    leaf = leaf if hasattr(leaf, "shape") else np.asarray(leaf)
+    size = math.prod(leaf.shape)
+    if not size:
         return []
-    numbers = flat[np.unique(np.linspace(0, flat.size - 1, SAMPLE_SIZE).astype(int))]
+    positions = np.unique(np.linspace(0, size - 1, SAMPLE_SIZE).astype(int))
+    # Not all of the array: it may be on disk, on a device, or overlapping windows of another one.
+    numbers = np.asarray(leaf[np.unravel_index(positions, leaf.shape)] if leaf.ndim else [leaf])
     if numbers.dtype.kind == "c":
         numbers = np.abs(numbers)
     # Python floats, because the checkpoint keeps them as JSON.

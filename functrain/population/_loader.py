@@ -12,6 +12,7 @@ from functrain.common._checks import require, require_instance, require_no_probl
 from functrain.common._types import PyTree
 from functrain.data import _buffer
 from functrain.data._loader import ArrayLoader, SeekableLoader
+from functrain.data._same_data import Summary
 
 
 class Loader(SeekableLoader):
@@ -47,6 +48,7 @@ class Loader(SeekableLoader):
         first = self.loaders[0]
         self.batch_size = first.batch_size
         self.drop_remainder = first.drop_remainder
+        self.knows_shapes = all(loader.knows_shapes for loader in self.loaders)
         # Loaders that drop remainders may differ by the examples that are dropped.
         self.examples = min(loader.examples for loader in self.loaders)
 
@@ -78,6 +80,14 @@ class Loader(SeekableLoader):
         """Returns a description of the data, which a resumed run compares with the saved one."""
         fingerprints = [loader.fingerprint() for loader in self.loaders]
         return {"data": "population.Loader", "of": fingerprints}
+
+    def summary(self) -> Summary:
+        """Returns a few numbers of each member's data."""
+        return {
+            f"member {i}: {path}": values
+            for i, loader in enumerate(self.loaders)
+            for path, values in loader.summary().items()
+        }
 
 
 def _stack_parts(parts: list[PyTree], axis: int) -> PyTree:
