@@ -55,10 +55,10 @@ from functrain.loop._events import EpochBegin as EpochBegin
 from functrain.loop._iterator import Run as Run
 from functrain.loop._run import begin_run as begin_run
 from functrain.loop._saving import Saving as Saving
+from functrain.model._call import SWITCHES as SWITCHES
 from functrain.model._freeze import is_frozen as is_frozen
 from functrain.model._lora import is_lora as is_lora
 from functrain.model._overwritten import OverwrittenByGradient as OverwrittenByGradient
-from functrain.model._switches import SWITCHES as SWITCHES
 from functrain.rewrites import Mode as Mode
 from functrain.rewrites import resolve_mode as resolve_mode
 from functrain.sharding._rules import require_fitting_spec as require_fitting_spec

@@ -11,7 +11,7 @@ Files:
   _cast: mixed precision
   _remat: less memory in exchange for more computation
   _overwritten: values in a model state that their gradients replace
-  _switches: the arguments that tell flax modules whether they train
+  _call: the arguments that modules are called with
 """
 
 from functrain.model._cast import cast as cast

@@ -1,14 +1,19 @@
 """Models from Equinox modules."""
 
+import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from functrain.common import _tree
 from functrain.common._arguments import accepts, parameters
 from functrain.common._checks import require, require_instance
 from functrain.common._library import import_optional
 from functrain.common._types import PyTree
+from functrain.model._call import require_one_input
 from functrain.model._freeze import wrapped_state_advice
 from functrain.model._model import Model, ModelOutput
 
@@ -17,7 +22,10 @@ if TYPE_CHECKING:
 
 
 def from_equinox(
-    module: "eqx.Module", state: "eqx.nn.State | None" = None, *, axis_name: str | None = "batch"
+    module: "eqx.Module | Callable[[jax.Array], Any]",
+    state: "eqx.nn.State | None" = None,
+    *,
+    axis_name: str | None = "batch",
 ) -> Model:
     """Returns a model that applies an Equinox module. The module itself never changes.
 
@@ -26,31 +34,35 @@ def from_equinox(
     ``equinox.nn.inference_mode``, which overrides a mode set by hand.
 
     Args:
-      module: A module that is called as ``module(x)``, where `x` is one pytree; as
+      module: A function that makes a module of a key, ``lambda key: Net(key)``, or the pair
+        ``equinox.nn.make_with_state(Net)(key)``; or a module, whose values the model starts from.
+        The module is called as ``module(x)``, where `x` is one pytree; as
         ``module(x, state)`` if it has a state. If its ``__call__`` has a parameter `key`, it gets a
         key of its own for each example, or None if ``apply`` gets no `rng`.
-      state: The state from ``equinox.nn.make_with_state``, for modules that have one.
+      state: The state from ``equinox.nn.make_with_state``, if `module` is a module that has one.
       axis_name: The name of the axis that is mapped, for layers that compute over the batch, such
         as ``equinox.nn.BatchNorm(size, axis_name="batch")``. None calls the module with the whole
         batch, and does not map it.
 
     Returns:
-      A model. ``init(key, inputs)`` uses neither argument: it returns copies of the current arrays.
-      params is the module with its floating-point and complex arrays, and None for everything else.
-      `TrainState.create` refuses complex ones; `freeze` makes them constants.
+      A model. ``init(key, inputs)`` calls a function with its key. For a module it returns copies
+      of the current arrays, the same for every key. params is the module with its floating-point
+      and complex arrays, and None for everything else. `TrainState.create` refuses complex ones;
+      `freeze` makes them constants.
       model_state is ``{"arrays": the module with its other arrays, "state": state}``. After a
       training, ``equinox.combine(state.params, module)`` is the trained module, and
       ``state.model_state["state"]`` its state.
 
     Raises:
-      TypeError: `module` is not an instance of an Equinox module, or `state` is not a state, or is
-        missing for a module that takes one.
+      TypeError: `module` is neither an Equinox module nor a function that returns one, it cannot be
+        called with one argument, or `state` is not a state, or is missing for a module that takes
+        one. Raised by `init` and `apply` for a function.
       ImportError: Equinox is not installed.
       ValueError: (from ``apply``) `model_state` is not that of this model.
 
     Examples:
       >>> import equinox as eqx, jax, jax.numpy as jnp
-      >>> model = from_equinox(eqx.nn.MLP(3, 2, width_size=8, depth=1, key=jax.random.key(0)))
+      >>> model = from_equinox(lambda key: eqx.nn.MLP(3, 2, width_size=8, depth=1, key=key))
       >>> x = jnp.ones((4, 3))
       >>> params, model_state = model.init(jax.random.key(0), x)
       >>> jax.tree.map(jnp.shape, params.layers[0].weight)
@@ -59,23 +71,59 @@ def from_equinox(
       (4, 2)
     """
     eqx = import_optional("equinox", "from_equinox needs Equinox: pip install equinox")
-    advice = "Construct it first, as in Net(key)."
-    require_instance("module", module, eqx.Module, "an instance of equinox.Module", advice)
+    is_instance = isinstance(module, eqx.Module)
+    if not is_instance and (isinstance(module, type) or not callable(module)):
+        advice = "Construct it first, as in Net(key), or pass lambda key: Net(key)."
+        require_instance("module", module, eqx.Module, "an instance of equinox.Module", advice)
     if state is not None:
         advice = "module, state = equinox.nn.make_with_state(Net)(key) makes both."
         require_instance("state", state, eqx.nn.State, "an equinox.nn.State", advice)
-    elif not accepts(module, 1) and accepts(module, 2):
-        raise TypeError(
-            "state: expected the state of a module that is called as module(x, state), got None. "
-            "Make both with module, state = equinox.nn.make_with_state(Net)(key)."
-        )
-    params, rest = eqx.partition(module, eqx.is_inexact_array)
-    arrays, static = eqx.partition(rest, eqx.is_array)
-    takes_key = "key" in parameters(module)
+        expected = "no state for a function, which returns (module, state)"
+        require(is_instance, "state", expected, state, error=TypeError)
+
+    def make(key: Any) -> tuple[Any, Any]:
+        function: Any = module
+        made = module if is_instance else function(key)
+        made_state = state
+        if isinstance(made, tuple) and len(made) == 2:
+            made, made_state = made
+        advice = "The function must return a module, or (module, state)."
+        require_instance("module", made, eqx.Module, "an instance of equinox.Module", advice)
+        if made_state is None:
+            advice = ""
+            if accepts(made, 2):
+                advice = (
+                    "If it takes a state, from_equinox(module, state) needs that, too; "
+                    "equinox.nn.make_with_state(Net)(key) makes both. Otherwise: "
+                )
+            mode = ["key"] if "key" in parameters(made) else []
+            require_one_input(made, "eqx.Module", mode, advice)
+        return made, made_state
+
+    def split(made: Any, state: Any) -> tuple[PyTree, PyTree, PyTree]:
+        """Returns params, model_state, and everything else of a module."""
+        params, rest = eqx.partition(made, _is_inexact)
+        arrays, static = eqx.partition(rest, _is_array)
+        return params, {"arrays": arrays, "state": state}, static
+
+    @functools.cache
+    def structure() -> tuple[Any, PyTree, PyTree, PyTree]:
+        """Returns the module, and what `split` returns; of a function with shapes for arrays."""
+        # A function gives new objects in each call (StateIndex, lambdas), which are not equal.
+        # Those of one module are used for all.
+        made, state = make(None) if is_instance else eqx.filter_eval_shape(make, jax.random.key(0))
+        return made, *split(made, state)
+
+    if is_instance:
+        structure()
 
     def init(key: jax.Array, inputs: PyTree, /) -> tuple[PyTree, PyTree]:
+        _, *like, _ = structure()
+        params, model_state, _ = split(*make(key))
         # Copies, since a step may donate them, and the module must keep its own arrays.
-        return _tree.copy(params), _tree.copy({"arrays": arrays, "state": state})
+        arrays = _tree.copy(jax.tree.leaves((params, model_state)))
+        initial: tuple[PyTree, PyTree] = jax.tree.unflatten(jax.tree.structure(tuple(like)), arrays)
+        return initial
 
     def apply(
         params: PyTree,
@@ -89,14 +137,25 @@ def from_equinox(
         is_own = isinstance(model_state, dict) and model_state.keys() == {"arrays", "state"}
         advice = wrapped_state_advice(model_state) or "Take it from init."
         require(is_own, "model_state", "{'arrays': ..., 'state': ...}", model_state, advice)
+        made, _, _, static = structure()
+        takes_key = "key" in parameters(made)
         whole = eqx.combine(params, model_state["arrays"], static)
         whole = eqx.nn.inference_mode(whole, value=not training)
 
         def call(x: PyTree, state: PyTree, key: jax.Array | None) -> tuple[PyTree, PyTree]:
             options: dict[str, Any] = {"key": key} if takes_key else {}
-            if state is None:
-                return whole(x, **options), None
-            outputs, new_state = whole(x, state, **options)
+            try:
+                if state is None:
+                    return whole(x, **options), None
+                outputs, new_state = whole(x, state, **options)
+            except RuntimeError as error:
+                # Equinox's dropout raises it without a key.
+                if takes_key and key is None:
+                    error.add_note(
+                        "The module got key=None, since apply got no rng. If it needs a key, pass "
+                        "rng=jax.random.key(seed) to TrainState.create."
+                    )
+                raise
             return outputs, new_state
 
         # Equinox allows each State object to be updated once, so that a copy is updated.
@@ -115,6 +174,14 @@ def from_equinox(
         return ModelOutput(outputs, {**model_state, "state": new_state})
 
     return Model(init, apply)
+
+
+def _is_array(x: Any) -> bool:
+    return isinstance(x, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct)
+
+
+def _is_inexact(x: Any) -> bool:
+    return _is_array(x) and bool(jnp.issubdtype(x.dtype, jnp.inexact))
 
 
 def _split_over_batch(rng: jax.Array | None, inputs: PyTree) -> jax.Array | None:

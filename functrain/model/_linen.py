@@ -11,10 +11,10 @@ from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from functrain.common import _tree
 from functrain.common._checks import require, require_instance
 from functrain.common._types import PyTree
+from functrain.model._call import require_one_input, restrict_to, switches
 from functrain.model._freeze import wrapped_state_advice
 from functrain.model._model import Model, ModelOutput
 from functrain.model._overwritten import OverwrittenByGradient
-from functrain.model._switches import switches
 
 
 def from_linen(module: nn.Module) -> Model:
@@ -31,13 +31,15 @@ def from_linen(module: nn.Module) -> Model:
 
     Returns:
       A model. ``init(key, inputs)`` returns the `params` collection, and as model_state a dict of
-      all other collections except `losses` and `intermediates`. ``apply`` updates model_state in
+      all other collections except `losses`, `intermediates` and `perturbations`, and without the
+      values that the module sows, which belong to one batch. ``apply`` updates model_state in
       training and returns it unchanged otherwise. `rng`, a key `key[]`, serves every random stream
       of the module, as ``module.apply(..., rngs=rng)`` does. The values that the module sows into
       `losses` (``self.sow("losses", "l2", value)``, each `f32[]`) are ``ModelOutput.losses``.
 
     Raises:
-      TypeError: `module` is not an instance of a linen module.
+      TypeError: `module` is not an instance of a linen module, or cannot be called with one
+        argument; the error shows a wrapper.
       ValueError: (from ``apply``) the module draws random numbers but `rng` is None, it sows a
         loss that is not a scalar, or `model_state` lacks a collection of the module.
 
@@ -58,17 +60,28 @@ def from_linen(module: nn.Module) -> Model:
     """
     advice = "Construct it first, as in Net(...); for a module of flax.nnx use from_nnx."
     require_instance("module", module, nn.Module, "an instance of flax.linen.Module", advice)
+    require_one_input(module, "nn.Module", list(_linen_switches(module, False)))
 
     def init(key: jax.Array, inputs: PyTree, /) -> tuple[PyTree, PyTree]:
-        variables = dict(module.init(key, inputs, **_linen_switches(module, False)))
-        params = variables.pop("params", {})
-        # Sown values belong to one application, not to the state that the next one receives.
-        for name in ("losses", "intermediates"):
+        mode = _linen_switches(module, False)
+        variables = dict(module.init(key, inputs, **mode))
+        # Sown values and perturbations belong to one application, not to the state that the next
+        # one receives: they are as large as its batch.
+        for name in ("losses", "intermediates", "perturbations"):
             variables.pop(name, None)
-        if OVERWRITE_WITH_GRADIENT in variables:
-            scales = variables[OVERWRITE_WITH_GRADIENT]
-            variables[OVERWRITE_WITH_GRADIENT] = OverwrittenByGradient(scales)
-        return params, variables
+        collections = {name: x for name, x in variables.items() if name != "params"}
+        # A value that is sown into another collection is a tuple, as a variable may be. Only the
+        # former grows when the module is applied again.
+        if any(isinstance(x, tuple) for x in jax.tree.leaves(collections, is_leaf=_is_tuple)):
+            _, collections = jax.eval_shape(
+                lambda: module.apply(variables, inputs, rngs=key, mutable=list(collections), **mode)
+            )
+        params = variables.pop("params", {})
+        model_state = _without_grown(variables, collections)
+        if OVERWRITE_WITH_GRADIENT in model_state:
+            scales = model_state[OVERWRITE_WITH_GRADIENT]
+            model_state[OVERWRITE_WITH_GRADIENT] = OverwrittenByGradient(scales)
+        return params, model_state
 
     def apply(
         params: PyTree,
@@ -95,6 +108,14 @@ def from_linen(module: nn.Module) -> Model:
                 mutable=[*(collections if training else ()), "losses"],
                 **_linen_switches(module, training),
             )
+        except flax.errors.ModifyScopeVariableError as error:
+            if not training:
+                error.add_note(
+                    "With training=False, as in evaluation, model_state stays as it is. Update the "
+                    "variable only where its collection is mutable, which "
+                    "self.is_mutable_collection(name) tells."
+                )
+            raise
         except flax.errors.InvalidRngError as error:
             # With an rng, every stream has a key, and the error has another cause.
             if rng is None:
@@ -113,15 +134,32 @@ def from_linen(module: nn.Module) -> Model:
             raise
         losses = _flatten_losses(updated.get("losses", {}))
         if training and collections:
-            # Collections that the module creates in this call are dropped: the structure of
+            # Variables that the module creates in this call are dropped: the structure of
             # model_state must stay the same from step to step.
-            model_state = {name: updated.get(name, x) for name, x in collections.items()}
+            model_state = restrict_to(collections, updated)
             if OVERWRITE_WITH_GRADIENT in collections:
                 # A call reads the scales, and the step replaces them.
                 model_state[OVERWRITE_WITH_GRADIENT] = scales
         return ModelOutput(outputs, model_state, losses)
 
     return Model(init, apply)
+
+
+def _without_grown(old: PyTree, new: PyTree) -> PyTree:
+    """Returns a nested dict without the tuples that are longer in `new`; drops empty dicts."""
+    kept = {}
+    for name, x in old.items():
+        below = new.get(name, x)
+        if isinstance(x, dict) and x:
+            if rest := _without_grown(x, below):
+                kept[name] = rest
+        elif not (isinstance(x, tuple) and isinstance(below, tuple) and len(x) < len(below)):
+            kept[name] = x
+    return kept
+
+
+def _is_tuple(x: PyTree) -> bool:
+    return isinstance(x, tuple)
 
 
 def _linen_switches(module: Any, training: bool) -> dict[str, Any]:

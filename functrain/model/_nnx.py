@@ -1,22 +1,25 @@
 """Models from nnx modules."""
 
-from typing import TYPE_CHECKING
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
+import flax.linen as linen
 import jax
 import jax.numpy as jnp
 
 from functrain.common import _tree
 from functrain.common._checks import require_instance, require_no_problems
 from functrain.common._types import PyTree
+from functrain.model._call import require_one_input, restrict_to, switches
 from functrain.model._freeze import wrapped_state_advice
 from functrain.model._model import Model, ModelOutput
-from functrain.model._switches import switches
 
 if TYPE_CHECKING:
     from flax import nnx
 
 
-def from_nnx(module: "nnx.Module") -> Model:
+def from_nnx(module: "nnx.Module | Callable[[nnx.Rngs], Any]") -> Model:
     """Returns a model that applies an nnx module. The module itself never changes.
 
     ``apply`` builds a copy of the module from `params` and `model_state`, and sets the copy to
@@ -25,12 +28,14 @@ def from_nnx(module: "nnx.Module") -> Model:
     `use_running_average`, `apply` passes it as well.
 
     Args:
-      module: An instance of `flax.nnx.Module`, called as ``module(inputs)``: `inputs` is one
-        pytree.
+      module: A function that makes a module of random streams, ``lambda rngs: Net(rngs=rngs)``; or
+        an instance of `flax.nnx.Module`, whose values the model starts from. The module is called
+        as ``module(inputs)``: `inputs` is one pytree.
 
     Returns:
-      A model. ``init(key, inputs)`` uses neither argument: it returns copies of the current values
-      of the module as nested dicts of arrays. params has every `nnx.Param`; model_state has
+      A model. ``init(key, inputs)`` returns the values of a module as nested dicts of arrays. It
+      calls a function with ``nnx.Rngs(key)``. For an instance it returns copies of the current
+      values, the same for every key. params has every `nnx.Param`; model_state has
       everything else (batch statistics, random streams). In ``apply``, with ``rng=None`` the module
       draws from its own random streams, which are part of model_state and advance. With a key
       `key[]`, every stream is seeded with a different key derived from it, and the streams in
@@ -38,17 +43,18 @@ def from_nnx(module: "nnx.Module") -> Model:
       are ().
 
     Raises:
-      TypeError: `module` is not an instance of an nnx module, or holds a value that is not an
-        array.
+      TypeError: `module` is neither an nnx module nor a function that returns one, it holds a value
+        that is not an array, or it cannot be called with one argument; the error shows a wrapper.
+        Raised by `init` and `apply` for a function.
       ValueError: (from ``apply``) params or model_state does not have the structure that ``init``
         returned.
 
     Examples:
       >>> from flax import nnx
       >>> import jax, jax.numpy as jnp
-      >>> rngs = nnx.Rngs(0)
-      >>> net = nnx.Sequential(nnx.Linear(3, 8, rngs=rngs), nnx.BatchNorm(8, rngs=rngs))
-      >>> model = from_nnx(net)
+      >>> def make(rngs):
+      ...     return nnx.Sequential(nnx.Linear(3, 8, rngs=rngs), nnx.BatchNorm(8, rngs=rngs))
+      >>> model = from_nnx(make)
       >>> x = jnp.ones((4, 3))
       >>> params, model_state = model.init(jax.random.key(0), x)
       >>> jax.tree.map(jnp.shape, model_state)
@@ -60,17 +66,47 @@ def from_nnx(module: "nnx.Module") -> Model:
     # users of linen would wait for it.
     from flax import nnx
 
-    advice = "Construct it first, as in Net(...); for a module of flax.linen use from_linen."
-    require_instance("module", module, nnx.Module, "an instance of flax.nnx.Module", advice)
-    graphdef, *states = nnx.split(module, nnx.Param, ...)
-    # Shapes only: the module may get other values later, and a closure over values would keep the
-    # old ones alive.
-    # `_tree.copy` raises TypeError here for values that are not arrays.
-    params_like, state_like = (jax.eval_shape(_tree.copy, state) for state in states)
+    is_instance = isinstance(module, nnx.Module)
+    is_function = callable(module) and not isinstance(module, type | linen.Module)
+    if not (is_instance or is_function):
+        advice = (
+            "Construct it first, as in Net(...), or pass lambda rngs: Net(rngs=rngs); for a module "
+            "of flax.linen use from_linen."
+        )
+        require_instance("module", module, nnx.Module, "an instance of flax.nnx.Module", advice)
+
+    def make(key: Any) -> Any:
+        made: Any = module if is_instance else module(nnx.Rngs(key))
+        advice = "The function must return the module that it makes of nnx.Rngs."
+        require_instance("module", made, nnx.Module, "an instance of flax.nnx.Module", advice)
+        require_one_input(made, "nnx.Module", list(switches(made, False)))
+        # Earlier calls may have left sown values, which grow with each call.
+        made = nnx.clone(made)
+        nnx.pop(made, nnx.Intermediate)
+        return made
+
+    @functools.cache
+    def structure() -> tuple[Any, PyTree, PyTree]:
+        """Returns the graph of the module, and the shapes of its params and other variables."""
+
+        def split() -> tuple[Any, PyTree, PyTree]:
+            graphdef, *states = nnx.split(make(jax.random.key(0)), nnx.Param, ...)
+            # `_tree.copy` raises TypeError for values that are not arrays.
+            params, rest = map(_tree.copy, states)
+            return graphdef, params, rest
+
+        # Shapes only: the module may get other values later, and a closure over values would keep
+        # the old ones alive.
+        shapes: tuple[Any, PyTree, PyTree] = jax.eval_shape(split)
+        return shapes
+
+    if is_instance:
+        structure()
 
     def init(key: jax.Array, inputs: PyTree, /) -> tuple[PyTree, PyTree]:
-        params = nnx.to_pure_dict(nnx.state(module, nnx.Param))
-        model_state = nnx.to_pure_dict(nnx.state(module, nnx.Not(nnx.Param)))
+        made = make(key)
+        params = nnx.to_pure_dict(nnx.state(made, nnx.Param))
+        model_state = nnx.to_pure_dict(nnx.state(made, nnx.Not(nnx.Param)))
         # Copies, since a step may donate them, and the module must keep its own values.
         return _tree.copy(params), _tree.copy(model_state)
 
@@ -83,6 +119,7 @@ def from_nnx(module: "nnx.Module") -> Model:
         rng: jax.Array | None = None,
         training: bool = False,
     ) -> ModelOutput:
+        graphdef, params_like, state_like = structure()
         old_state = _to_nnx_state(state_like, model_state, "model_state")
         nnx_params = _to_nnx_state(params_like, params, "params")
         seeded_state = old_state if rng is None else _reseed(old_state, rng)
@@ -95,7 +132,7 @@ def from_nnx(module: "nnx.Module") -> Model:
         new_state = nnx.state(module_copy, nnx.Not(nnx.Param))
         if rng is not None:
             new_state = nnx.merge_state(new_state, nnx.filter_state(old_state, nnx.RngState))
-        new_model_state = _restrict_to(model_state, nnx.to_pure_dict(new_state))
+        new_model_state = restrict_to(model_state, nnx.to_pure_dict(new_state))
         return ModelOutput(outputs, new_model_state, ())
 
     return Model(init, apply)
@@ -140,14 +177,3 @@ def _reseed(state: PyTree, rng: jax.Array) -> PyTree:
 
     variables, structure = jax.tree.flatten(state, is_leaf=lambda x: isinstance(x, nnx.Variable))
     return jax.tree.unflatten(structure, map(seed, range(len(variables)), variables))
-
-
-def _restrict_to(reference: PyTree, tree: PyTree) -> PyTree:
-    """Returns the entries of a nested dict that `reference` has too.
-
-    Entries that a call added are left out: the structure of a state must not change.
-    """
-    if isinstance(reference, dict):
-        return {name: _restrict_to(below, tree[name]) for name, below in reference.items()}
-    # Without leaves `reference` may be () where nnx has {}, and stays as it is.
-    return tree if jax.tree.leaves(reference) else reference

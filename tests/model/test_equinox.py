@@ -204,6 +204,55 @@ def test_a_training_leaves_the_module_unchanged_and_usable() -> None:
         np.testing.assert_array_equal(old, new)
 
 
+def test_a_function_is_initialized_from_the_key() -> None:
+    model = ft.from_equinox(lambda key: eqx.nn.make_with_state(Stateful)(key))
+    structures = set()
+    for seed in (0, 1):
+        module, module_state = eqx.nn.make_with_state(Stateful)(jax.random.key(seed))
+        of_instance = ft.from_equinox(module, module_state)
+        params, model_state = model.init(jax.random.key(seed), X)
+        expected_params, expected_state = of_instance.init(jax.random.key(5), X)
+        got = model.apply(params, model_state, X, rng=KEY, training=True)
+        expected = of_instance.apply(expected_params, expected_state, X, rng=KEY, training=True)
+        for a, b in [(params, expected_params), (got, expected)]:
+            for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+                np.testing.assert_array_equal(x, y)
+        structures.add(jax.tree.structure((params, model_state)))
+    # So that the states of several keys can be stacked, in spite of what differs in each module.
+    assert len(structures) == 1
+
+
+def test_a_module_with_two_inputs_is_refused_with_a_wrapper_that_works() -> None:
+    class Scaled(eqx.Module):
+        scale: jax.Array
+
+        def __call__(self, x, mask, *, key):
+            return x * mask * self.scale
+
+    with pytest.raises(TypeError, match=r"got Scaled\(x, mask, key\)") as error:
+        ft.from_equinox(Scaled(jnp.array(2.0)))
+    scope = {"eqx": eqx}
+    exec(str(error.value).split("\n\n", 1)[1], scope)
+    model = ft.from_equinox(lambda key: scope["OneInput"](Scaled(jnp.array(2.0))))
+    inputs = {"x": X, "mask": Y[:, :1]}
+    params, model_state = model.init(KEY, inputs)
+    got = model.apply(params, model_state, inputs)
+    np.testing.assert_array_equal(got.outputs, X * Y[:, :1] * 2)
+
+
+def test_a_module_that_lacks_a_key_is_told_where_it_comes_from() -> None:
+    model = ft.from_equinox(eqx.nn.Dropout(0.5))
+    with pytest.raises(RuntimeError, match="requires a key") as error:
+        model.apply(*model.init(KEY, X), X, training=True)
+    assert "pass rng=jax.random.key(seed) to TrainState.create" in "".join(error.value.__notes__)
+
+
+@pytest.mark.parametrize("function", [lambda key: X, lambda key: (X, None)])
+def test_a_function_that_returns_something_else_is_refused(function) -> None:
+    with pytest.raises(TypeError, match=r"expected an instance of equinox\.Module.*must return"):
+        ft.from_equinox(function).init(KEY, X)
+
+
 def test_the_class_instead_of_a_module_is_refused() -> None:
     with pytest.raises(TypeError, match=r"module: expected an instance of equinox.Module, got .*"):
         ft.from_equinox(CNN)
@@ -211,7 +260,7 @@ def test_the_class_instead_of_a_module_is_refused() -> None:
 
 def test_a_module_with_a_state_that_is_not_passed_is_refused() -> None:
     module, _ = eqx.nn.make_with_state(Stateful)(KEY)
-    with pytest.raises(TypeError, match=r"state: expected .*got None\. .*make_with_state\(Net\)"):
+    with pytest.raises(TypeError, match=r"module: expected .*make_with_state\(Net\)"):
         ft.from_equinox(module)
 
 

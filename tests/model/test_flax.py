@@ -1,6 +1,9 @@
 """from_linen and from_nnx, held against the same modules called by hand."""
 
+import functools
+
 import chex
+import flax.errors
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -197,12 +200,91 @@ def test_from_linen_refuses_what_is_no_linen_module(thing):
         from_linen(thing)
 
 
+class Pair(nn.Module):
+    """Two inputs, by position and by keyword."""
+
+    @nn.compact
+    def __call__(self, x, *, mask, train):
+        return nn.Dropout(0.5, deterministic=not train)(nn.Dense(2)(x) * mask)
+
+
+class NnxPair(nnx.Module):
+    def __init__(self, rngs):
+        self.dense = nnx.Linear(3, 2, rngs=rngs)
+
+    def __call__(self, x, *, mask, train):
+        return self.dense(x) * mask
+
+
+@pytest.mark.parametrize(
+    ("convert", "module", "path"),
+    [(from_linen, Pair(), "net/Dense_0"), (from_nnx, NnxPair(nnx.Rngs(0)), "net/dense")],
+)
+def test_a_module_with_two_inputs_is_refused_with_a_wrapper_that_works(convert, module, path):
+    with pytest.raises(TypeError, match=r"got \w*Pair\(x, mask, train\)") as error:
+        convert(module)
+    scope = {"nn": nn, "nnx": nnx}
+    exec(str(error.value).split("\n\n", 1)[1], scope)
+    model = convert(scope["OneInput"](module))
+    inputs = {"x": X, "mask": jnp.arange(8.0)[:, None]}
+    params, model_state = model.init(KEY, inputs)
+    layer = params
+    for name in path.split("/"):
+        layer = layer[name]
+    by_hand = inputs["mask"] * (X @ layer["kernel"] + layer["bias"])
+    got = model.apply(params, model_state, inputs)
+    np.testing.assert_allclose(got.outputs, by_hand, rtol=1e-6)
+
+
+@pytest.mark.parametrize("collection", ["metrics", "state"])
+def test_linen_state_has_no_values_of_one_batch(collection):
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            pair = self.variable("state", "pair", lambda: (jnp.zeros(()), jnp.zeros(())))
+            if self.is_mutable_collection("state"):
+                pair.value = (pair.value[0] + 1, x.sum())
+            x = self.perturb("h", nn.Dense(2)(x))
+            self.sow(collection, "outputs", x)
+            return x
+
+    model = from_linen(Net())
+    params, model_state = model.init(KEY, X)
+    assert equal(model_state, {"state": {"pair": (jnp.float32(1), X.sum())}})
+    half = X[:4]
+    got = jax.jit(functools.partial(model.apply, training=True))(params, model_state, half)
+    np.testing.assert_allclose(got.model_state["state"]["pair"], (2, half.sum()), rtol=1e-6)
+    assert jax.tree.structure(got.model_state) == jax.tree.structure(model_state)
+    kernel = params["Dense_0"]["kernel"]
+    np.testing.assert_allclose(got.outputs, half @ kernel, rtol=1e-6)
+
+
+def test_linen_variable_that_is_updated_in_evaluation_is_refused_with_the_guard():
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            self.variable("counter", "n", lambda: jnp.zeros((), jnp.int32)).value += 1
+            return x
+
+    model = from_linen(Net())
+    params, model_state = model.init(KEY, X)
+    with pytest.raises(flax.errors.ModifyScopeVariableError) as error:
+        model.apply(params, model_state, X)
+    assert "self.is_mutable_collection(name)" in "".join(error.value.__notes__)
+
+
 # --- nnx -----------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def net():
     return NnxNet(nnx.Rngs(0, dropout=1))
+
+
+@pytest.mark.parametrize("function", [lambda rngs: X, lambda rngs: LinenNet()])
+def test_nnx_function_that_returns_something_else_is_refused(function):
+    with pytest.raises(TypeError, match=r"expected an instance of flax\.nnx\.Module.*must return"):
+        from_nnx(function).init(KEY, X)
 
 
 def test_nnx_init_copies_the_present_values_as_nested_dicts(net):
@@ -346,7 +428,8 @@ def test_nnx_call_that_takes_a_switch_is_given_it():
     # flax >= 0.12.8 wants sow inside nnx.capture, where there are no gradients to take.
     "ignore:Using 'Module.sow:DeprecationWarning"
 )
-def test_nnx_variables_that_a_call_makes_are_dropped():
+@pytest.mark.parametrize("is_called", [False, True])
+def test_nnx_variables_that_a_call_makes_are_dropped(is_called):
     class Net(nnx.Module):
         def __init__(self):
             self.calls = nnx.Variable(jnp.zeros((), jnp.int32))
@@ -356,10 +439,28 @@ def test_nnx_variables_that_a_call_makes_are_dropped():
             self.calls[...] += 1
             return x
 
-    model = from_nnx(Net())
+    net = Net()
+    if is_called:
+        net(X)
+    model = from_nnx(net)
     params, model_state = model.init(KEY, X)
-    got = model.apply(params, model_state, X, training=True)
-    assert equal(got.model_state, {"calls": jnp.ones((), jnp.int32)})
+    got = model.apply(params, model_state, X[:2], training=True)
+    assert equal(got.model_state, {"calls": jnp.full((), 1 + is_called, jnp.int32)})
+
+
+def test_nnx_function_is_initialized_from_the_key():
+    model, other = from_nnx(lambda rngs: NnxNet(rngs)), from_nnx(lambda rngs: NnxNet(rngs))
+    for seed in (0, 1):
+        by_hand = NnxNet(nnx.Rngs(jax.random.key(seed)))
+        params, model_state = model.init(jax.random.key(seed), X)
+        assert equal(params, nnx.to_pure_dict(nnx.state(by_hand, nnx.Param)))
+        assert equal(model_state, rest_of(by_hand))
+        by_hand.eval()
+        for each in (model, other):  # the second one has not been initialized
+            assert equal(each.apply(params, model_state, X).outputs, by_hand(X))
+        got = jax.jit(functools.partial(model.apply, training=True))(params, model_state, X)
+        by_hand.train()
+        np.testing.assert_allclose(got.outputs, by_hand(X), atol=1e-6)
 
 
 def test_nnx_values_of_another_structure_are_refused_by_name(net):
@@ -370,7 +471,7 @@ def test_nnx_values_of_another_structure_are_refused_by_name(net):
         model.apply(params, model_state, X)
 
 
-@pytest.mark.parametrize("thing", [NnxNet, LinenNet(), lambda x: x, None])
+@pytest.mark.parametrize("thing", [NnxNet, LinenNet(), None])
 def test_from_nnx_refuses_what_is_no_nnx_module(thing):
     with pytest.raises(TypeError, match=r"expected an instance of flax\.nnx\.Module.*from_linen"):
         from_nnx(thing)
