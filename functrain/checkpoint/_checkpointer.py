@@ -73,7 +73,8 @@ class Checkpointer:
         (``pip install 'functrain[remote]'``). It is created by the first save.
       every: A number of steps, or a trigger such as ``ft.every(seconds=600)``. By default, a
         checkpoint is saved at the end of each epoch.
-      keep: The number of newest checkpoints to keep; None for all. The best one is kept as well.
+      keep: The number of newest checkpoints to keep; None for all. The best one is kept as well;
+        and while the loss of a fit is NaN or infinite, the last one from before.
       keep_every: A number of steps, such as 10_000: every checkpoint whose step is a multiple of it
         is kept as well. It does not cause a save: choose a multiple of `every`.
       monitor: Name of a value, such as ``"val_loss"``, whose best checkpoint is kept. The best
@@ -321,12 +322,14 @@ class Checkpointer:
         documents: Mapping[str, Any],
         *,
         copy: bool,
+        kept_before: int | None = None,
         **entries: Any,
     ) -> None:
         """Starts to write a checkpoint, and returns when its arrays are in host memory.
 
         `trees` are the state, and others whose structure is known when restoring. `copy` is needed
-        if programs may donate them before they are written. `entries` go into the manifest.
+        if programs may donate them before they are written. The newest checkpoint of a step before
+        `kept_before` is not removed. `entries` go into the manifest.
         """
         # Documents and leaves are copied before training continues. Only the writing is left to
         # the thread.
@@ -359,7 +362,7 @@ class Checkpointer:
                 self._monitored.record(position.step, flat_values)
                 if _processes.is_first() and self.keep is not None:
                     best = self._monitored.best()
-                    self._directory.remove_surplus(self.keep, best, self.keep_every)
+                    self._directory.remove_surplus(self.keep, best, self.keep_every, kept_before)
             finally:
                 # A save that failed counts as well, because it took its time.
                 self._last_save_end = time.perf_counter()

@@ -93,14 +93,23 @@ class StepDirectory:
         """Lets others write."""
         self._lock.release()
 
-    def remove_surplus(self, keep: int, best: int | None, keep_every: int | None) -> None:
+    def remove_surplus(
+        self, keep: int, best: int | None, keep_every: int | None, kept_before: int | None
+    ) -> None:
         """Removes all checkpoints but the best, the newest, and multiples of `keep_every`.
+
+        The newest one of a step before `kept_before` stays as well, or that of this step.
 
         Warns if that fails: the new checkpoint is written.
         """
-        for step in self.steps()[:-keep]:
+        steps = self.steps()
+        kept = {best}
+        if kept_before is not None:
+            # The state after that step may already be NaN: the loss of a step is that before it.
+            kept.add(max((step for step in steps if step < kept_before), default=kept_before))
+        for step in steps[:-keep]:
             is_multiple = keep_every is not None and step % keep_every == 0
-            if step != best and not is_multiple:
+            if step not in kept and not is_multiple:
                 try:
                     self._files.remove_step(self.target(step))
                 except (OSError, ObjectStoreError) as error:

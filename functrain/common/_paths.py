@@ -32,7 +32,7 @@ def path_text(path: Any, name: str = "path", advice: str = "") -> str:
     """
     is_path = isinstance(path, str | os.PathLike) and isinstance(os.fspath(path), str)
     require(is_path, name, "a path, such as 'runs/first'", path, advice, error=TypeError)
-    text = os.fspath(path)
+    text: str = os.fspath(path)
     expected = "a path that is not empty and has no null character"
     require(text and "\0" not in text, name, expected, text, advice)
     return os.path.expanduser(text)

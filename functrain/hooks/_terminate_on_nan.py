@@ -14,8 +14,8 @@ class TerminateOnNaN:
     """A hook that stops the run when the loss was not finite in several steps in a row.
 
     Every step is checked, without waiting for the device: logs arrive one program late, so the run
-    ends up to two programs after the step that is named. To continue from a checkpoint before that
-    step, see `functrain.Checkpointer.rollback`.
+    ends up to two programs after the step that is named. A `functrain.Checkpointer` keeps the last
+    checkpoint from before, to which its `rollback` returns.
 
     A population continues as long as the loss of one member is finite.
 
@@ -84,9 +84,11 @@ class TerminateOnNaN:
             steps = f"{self.after} steps up to" if self.after > 1 else "step"
             warn(
                 f"TerminateOnNaN: {self.monitor!r} was not finite in {steps} {self.step}. The run "
-                f"ended after step {event.step}, since logs arrive one program late. "
+                f"ended after step {event.step}, since logs arrive one program late. A "
+                "Checkpointer keeps its last checkpoint from before, to which rollback(step) "
+                "returns. "
                 "functrain.inspect.explain_nan(state, step, batch) names the operation that made "
-                "it.",
+                "it; functrain.fit(..., steps=) from that checkpoint computes the state before it.",
             )
 
     def state(self) -> dict[str, Any]:

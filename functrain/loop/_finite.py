@@ -23,24 +23,32 @@ class LossWatch:
     Attributes:
       first: The position of that step by the index of the member, 0 for a single model. Its batch
         is counted from 0.
+      last_finite: The last step whose losses were finite, at least for one member; None before it.
     """
 
     def __init__(self) -> None:
         self.first: dict[int, Position] = {}
+        self.last_finite: int | None = None
         self._name = "loss"
 
     def logs(self, event: LogsReady) -> None:
         """Checks the steps of a chunk."""
+        is_finite, has_loss = np.ones(event.steps, bool), False
         skip_counts = [x for name, x in event.logs.items() if name.endswith(_SKIPPED)]
         for name, losses in event.logs.items():
             if not name.endswith("loss"):
                 continue
+            has_loss = True
             is_bad = ~np.isfinite(losses.astype(np.float64))
             for count in skip_counts:
                 is_bad &= ~(count > 0)
             # The loop calls this for every chunk, and nearly all losses are finite.
             if is_bad.any():
-                self._store_first(event, name, is_bad.reshape(event.steps, -1))
+                is_bad = is_bad.reshape(event.steps, -1)
+                is_finite &= ~is_bad.all(axis=1)
+                self._store_first(event, name, is_bad)
+        if has_loss and is_finite.any():
+            self.last_finite = event.step - int(is_finite[::-1].argmax())
 
     def _store_first(self, event: LogsReady, name: str, is_bad: np.ndarray) -> None:
         """Stores the first bad step of each member; `is_bad` is `bool[steps, N]`."""
@@ -77,17 +85,18 @@ class LossWatch:
         warn(
             f"{self._name}: expected finite numbers, got NaN or infinity{members}, first in step "
             f"{step}{place}. functrain.inspect.explain_nan(state, step, batch) names the "
-            "operation that made it: pass the state before that step, and its batch.",
+            "operation that made it: pass the state before that step, and its batch. "
+            "functrain.fit(..., steps=) computes that state, from the last checkpoint before it.",
         )
 
     def state(self) -> dict[str, Any]:
         """Returns the first steps, for the checkpoint."""
         first = {str(member): list(position) for member, position in self.first.items()}
-        return {"name": self._name, "first": first}
+        return {"name": self._name, "first": first, "last_finite": self.last_finite}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restores what `state` returned."""
-        self._name = state["name"]
+        self._name, self.last_finite = state["name"], state["last_finite"]
         self.first = {int(i): Position(*position) for i, position in state["first"].items()}
 
 

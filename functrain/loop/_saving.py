@@ -21,6 +21,7 @@ from functrain.engine._position import Position
 from functrain.engine._signals import DeferredSignals
 from functrain.loop import _preemption
 from functrain.loop._events import EpochEnd, Event
+from functrain.loop._finite import LossWatch
 
 
 class Part(Protocol):
@@ -85,6 +86,7 @@ class Saving:
       parts: Further parts of the run that are saved and resumed, by name.
       evaluation: The arguments that make the loop evaluate, for the warning that the monitored
         value is missing.
+      losses: The losses of the run. The last checkpoint before they became NaN is kept.
 
     Attributes:
       trigger: The trigger at whose steps chunks must end.
@@ -100,12 +102,13 @@ class Saving:
         batches: Batches,
         parts: Mapping[str, Part],
         evaluation: str = "eval_data and eval_step, or an Evaluate hook",
+        losses: LossWatch | None = None,
     ) -> None:
         advice = "Make one with functrain.Checkpointer('run')."
         expected = "a functrain.Checkpointer"
         require_instance("checkpointer", checkpointer, Checkpointer, expected, advice)
         self._checkpointer, self._batches, self._parts = checkpointer, batches, parts
-        self._evaluation = evaluation
+        self._evaluation, self._losses = evaluation, losses
         _require_no_clock(checkpointer)
         self.trigger = checkpointer.every
         # JAX's preemption service has its own handler of SIGTERM.
@@ -228,10 +231,16 @@ class Saving:
                 documents,
                 # After the end, no program consumes the state while it is written.
                 copy=done is None,
+                kept_before=self._last_finite_step(event.step),
                 epoch_over=epoch_is_over,
                 done=done,
                 data=self._batches.fingerprint(),
             )
+
+    def _last_finite_step(self, step: int) -> int | None:
+        """Returns the last step whose loss was finite; None if that of this step was."""
+        last = None if self._losses is None else self._losses.last_finite
+        return None if last is None or last >= step else last
 
     def is_asked_to_end(self) -> bool:
         """Returns True if the run must end now after SIGTERM; call it once after each event."""

@@ -226,7 +226,7 @@ def fit(
             "hooks": runner,
             "losses": recorder.losses,
         }
-        saving = Saving(checkpointer, batches, saved_with_state)
+        saving = Saving(checkpointer, batches, saved_with_state, losses=recorder.losses)
     events = begin_run(
         state,
         step,

@@ -37,8 +37,10 @@ def test_a_run_ends_in_the_program_after_the_one_whose_loss_was_not_finite() -> 
     assert (state, found) == (12, 6)
     assert said == [
         "TerminateOnNaN: 'loss' was not finite in step 6. The run ended after step 12, since "
-        "logs arrive one program late. functrain.inspect.explain_nan(state, step, batch) "
-        "names the operation that made it."
+        "logs arrive one program late. A Checkpointer keeps its last checkpoint from before, to "
+        "which rollback(step) returns. functrain.inspect.explain_nan(state, step, batch) names "
+        "the operation that made it; functrain.fit(..., steps=) from that checkpoint computes the "
+        "state before it."
     ]
 
 
@@ -106,3 +108,61 @@ def test_a_name_that_no_step_reports_is_refused() -> None:
         train([], monitor="rec")
     with pytest.raises(ValueError, match="after: expected an integer of at least 1, got 0"):
         ft.hooks.TerminateOnNaN(after=0)
+
+
+def loss_after(total, batch):
+    total += batch.sum()
+    return total, {"loss": total}
+
+
+def loss_before(total, batch):
+    """As a NaN in a gradient does, a NaN in a batch shows in the loss of the next step."""
+    return total + batch.sum(), {"loss": total}
+
+
+def fit_to_nan(folder, step, bad, hooks=(), value=np.nan, size=40, **how):
+    data = np.ones(size, np.float32)
+    data[[n - 1 for n in bad]] = value
+    checkpoints = ft.Checkpointer(folder, every=how.pop("every", 3), keep=how.pop("keep", 1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        ft.fit(
+            jnp.zeros(()),
+            step,
+            ft.ArrayLoader(data, 1),
+            checkpointer=checkpoints,
+            hooks=hooks,
+            verbose=0,
+            **how,
+        )
+    return checkpoints
+
+
+@pytest.mark.parametrize("hooks", [[], [ft.hooks.TerminateOnNaN()]], ids=["goes on", "stops"])
+@pytest.mark.parametrize("step", [loss_after, loss_before])
+@pytest.mark.parametrize("bad", [17, 18, 19])
+@pytest.mark.parametrize("fuse", [1, 7])
+def test_the_last_checkpoint_before_a_nan_is_kept(tmp_path, fuse, bad, step, hooks) -> None:
+    keep = 1 if step is loss_after else 2  # of one, nobody knows yet whether its loss is finite
+    checkpoints = fit_to_nan(tmp_path, step, [bad], hooks, fuse=fuse, keep=keep)
+    good, *later = checkpoints.steps()
+    assert bad - 6 <= good < bad
+    assert checkpoints.restore(jnp.zeros(()), good).state == good
+    assert 1 <= len(later) <= keep  # the newest
+    assert np.isnan(checkpoints.restore(jnp.zeros(())).state)
+
+
+def test_it_is_kept_by_a_run_that_resumes_with_a_nan(tmp_path) -> None:
+    def fail(event):
+        if event.step == 30:
+            raise RuntimeError("killed")
+
+    with pytest.raises(RuntimeError, match="killed"):
+        fit_to_nan(tmp_path, loss_after, [17], [ft.every(steps=30)(fail)])
+    checkpoints = fit_to_nan(tmp_path, loss_after, [17])
+    assert checkpoints.steps() == [15, 40]
+
+
+def test_it_is_dropped_once_losses_are_finite_again(tmp_path) -> None:
+    checkpoints = fit_to_nan(tmp_path, step, [16, 17], value=np.inf, size=39)
+    assert checkpoints.steps() == [39]
