@@ -25,7 +25,6 @@ from functrain.data._arrays import host_batch as host_batch
 from functrain.data._arrays import require_no_number_lists as require_no_number_lists
 from functrain.data._arrays import require_unmasked as require_unmasked
 from functrain.data._batch import batch_size as batch_size
-from functrain.data._batch import unpack as unpack
 from functrain.data._batches import Batches as Batches
 from functrain.data._batches import Chunk as Chunk
 from functrain.data._batches import batch_signature as batch_signature
@@ -55,6 +54,8 @@ from functrain.loop._events import EpochBegin as EpochBegin
 from functrain.loop._iterator import Run as Run
 from functrain.loop._run import begin_run as begin_run
 from functrain.loop._saving import Saving as Saving
+from functrain.metrics._metric import labels_of as labels_of
+from functrain.metrics._metric import require_labels as require_labels
 from functrain.model._call import SWITCHES as SWITCHES
 from functrain.model._freeze import is_frozen as is_frozen
 from functrain.model._lora import is_lora as is_lora

@@ -11,7 +11,8 @@ import keras
 from bridge import keras_private
 from bridge.model import _names, _scope
 from bridge.optim._losses import entry_of_output
-from functrain.internal import PyTree, require, unpack
+from functrain import Aux
+from functrain.internal import PyTree, labels_of, require, require_labels
 from functrain.metrics import Metric
 
 Example: TypeAlias = tuple[PyTree, PyTree]
@@ -39,7 +40,8 @@ def metric(
     Args:
       keras_metric: Any metric that `compile` takes: a `keras.metrics.Metric`, a name, or a
         function ``(y_true, y_pred) -> [B, ...]``, whose mean is the metric.
-      weighted: Weight by the batch's `sample_weight`, if it has one, as `weighted_metrics` do.
+      weighted: Weight as the loss did, by ``Aux.sample_weight``, as `weighted_metrics` do. For a
+        loss that does not report its weights, those are the third part of a batch, if it has one.
       output: The key of the output to measure, if a model returns several in a dict or list.
         Labels, and weights if there are several, are selected with the same key.
       values: ``values(outputs, y) -> [B, ...]``, for metrics that take a single argument, such as
@@ -58,15 +60,16 @@ def metric(
 
     Examples:
       >>> import keras, numpy as np
+      >>> from functrain import Aux
       >>> auc = metric(keras.metrics.AUC())
       >>> batch = None, np.array([0, 1, 1])
-      >>> m = auc.update(auc.init(), batch, np.array([0.1, 0.9, 0.8]), None)
+      >>> m = auc.update(auc.init(), batch, Aux(outputs=np.array([0.1, 0.9, 0.8])), None)
       >>> print(auc.compute(m))
       1.0
       >>> accuracy = metric("accuracy", weighted=True)
       >>> batch = None, np.array([0, 1]), np.array([3.0, 1.0])
-      >>> scores = np.array([[0.9, 0.1], [0.6, 0.4]])
-      >>> print(accuracy.compute(accuracy.update(accuracy.init(), batch, scores, None)))
+      >>> aux = Aux(outputs=np.array([[0.9, 0.1], [0.6, 0.4]]))
+      >>> print(accuracy.compute(accuracy.update(accuracy.init(), batch, aux, None)))
       0.75
     """
     # Keras chooses the kind of "accuracy" by the shapes; other metrics are always the same.
@@ -85,11 +88,13 @@ def metric(
             any_kind.reset_state()
         return _read_values(any_kind.variables, scope)
 
-    def update(
-        m: list[jax.Array], batch: PyTree, outputs: PyTree, loss: jax.Array
-    ) -> list[jax.Array]:
+    def update(m: list[jax.Array], batch: PyTree, aux: Aux, loss: jax.Array) -> list[jax.Array]:
         del loss
-        _, y, weight = unpack(batch)
+        outputs, y, weight = aux.outputs, labels_of(batch, aux), aux.sample_weight
+        if values is None and not isinstance(batch, tuple | list):
+            require_labels(y)
+        if weight is None and isinstance(batch, tuple | list) and len(batch) == 3:
+            weight = batch[2]
         if output is not None:
             y = None if y is None else entry_of_output(y, output, "y")
             outputs = entry_of_output(outputs, output, "outputs")

@@ -1,11 +1,42 @@
 """The parts of a batch: inputs, labels and weights; its number of examples."""
 
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
 import jax
 import jax.numpy as jnp
 
 from functrain.common import _tree
 from functrain.common._checks import is_number, require
 from functrain.common._types import PyTree
+
+Part: TypeAlias = str | Callable[[PyTree], PyTree]
+"""A part of a batch: a key, a path such as ``"text/tokens"``, or a function of the batch."""
+
+
+def select(batch: PyTree, part: Part, argument: str) -> PyTree:
+    """Returns a part of a batch.
+
+    Args:
+      batch: The batch.
+      part: The part.
+      argument: The argument with which the user chose it, for the error.
+
+    Raises:
+      ValueError: The batch has no such key.
+    """
+    if callable(part):
+        return part(batch)
+    # A key may contain a slash itself.
+    is_key = isinstance(batch, Mapping) and part in batch
+    selected: Any = batch
+    for key in [part] if is_key else part.split("/"):
+        has_key = isinstance(selected, Mapping) and key in selected
+        expected = f"{part!r} in the batch"
+        got = sorted(map(str, selected)) if isinstance(selected, Mapping) else selected
+        require(has_key, argument, expected, got)
+        selected = selected[key]
+    return selected
 
 
 def unpack(batch: PyTree) -> tuple[PyTree, PyTree, PyTree]:
@@ -16,7 +47,8 @@ def unpack(batch: PyTree) -> tuple[PyTree, PyTree, PyTree]:
         raise ValueError(
             f"batch: expected (x, y) or (x, y, sample_weight), got {got}. Pass labels together "
             "with the inputs: ArrayLoader((x, y), batch_size). Put several inputs or targets into "
-            "one pytree: ({'image': a, 'text': b}, y)."
+            "one pytree: ({'image': a, 'text': b}, y). Name the parts of a dict: "
+            "supervised(model, loss, inputs='image', labels='label')."
         )
     return batch[0], batch[1], batch[2] if len(batch) == 3 else None
 

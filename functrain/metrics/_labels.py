@@ -6,27 +6,29 @@ import jax
 import jax.numpy as jnp
 
 from functrain.common._checks import require, require_integer
-from functrain.metrics._metric import Metric, mean
+from functrain.metrics._metric import Metric, mean, require_labels
 
 
-def accuracy(*, weighted: bool = False) -> Metric:
+def accuracy(*, weighted: bool = True) -> Metric:
     """Returns the metric of how often the class with the largest output is the label.
 
     Outputs are scores `[B, ..., C]` of at least two classes. Labels are classes `i[B, ...]` (or
     `[B, ..., 1]`), or one-hot `[B, ..., C]`.
 
     Args:
-      weighted: Weight each example by the batch's `sample_weight`, if it has one.
+      weighted: True weights the examples as the loss did, as in `mean`.
 
     Raises:
       ValueError: (from `update`) there is only one score per example: see `binary_accuracy`.
 
     Examples:
       >>> import jax.numpy as jnp
+      >>> from functrain import Aux
       >>> metric = accuracy()
       >>> batch = None, jnp.array([0, 1, 1])
       >>> scores = jnp.array([[2.0, 1.0], [0.0, 1.0], [1.0, 0.0]])
-      >>> print(round(float(metric.compute(metric.update(metric.init(), batch, scores, None))), 3))
+      >>> m = metric.update(metric.init(), batch, Aux(outputs=scores), None)
+      >>> print(round(float(metric.compute(m)), 3))
       0.667
     """
 
@@ -37,7 +39,7 @@ def accuracy(*, weighted: bool = False) -> Metric:
     return mean(is_correct, weighted=weighted)
 
 
-def top_k_accuracy(k: int = 5, *, weighted: bool = False) -> Metric:
+def top_k_accuracy(k: int = 5, *, weighted: bool = True) -> Metric:
     """Returns the metric of how often the label is among the classes with the `k` largest outputs.
 
     Shapes are those of `accuracy`. A label whose score ties with others counts as larger than
@@ -46,17 +48,18 @@ def top_k_accuracy(k: int = 5, *, weighted: bool = False) -> Metric:
 
     Args:
       k: The number of classes that count.
-      weighted: Weight each example by the batch's `sample_weight`, if it has one.
+      weighted: True weights the examples as the loss did, as in `mean`.
 
     Raises:
       ValueError: `k` is not an integer of at least 1.
 
     Examples:
       >>> import jax.numpy as jnp
+      >>> from functrain import Aux
       >>> metric = top_k_accuracy(2)
       >>> batch = None, jnp.array([0, 1])
       >>> scores = jnp.array([[0.1, 0.2, 0.3], [0.1, 0.2, 0.3]])
-      >>> print(metric.compute(metric.update(metric.init(), batch, scores, None)))
+      >>> print(metric.compute(metric.update(metric.init(), batch, Aux(outputs=scores), None)))
       0.5
     """
     require_integer("k", k)
@@ -74,21 +77,22 @@ def top_k_accuracy(k: int = 5, *, weighted: bool = False) -> Metric:
     return mean(is_among_k_largest, weighted=weighted)
 
 
-def binary_accuracy(threshold: float = 0.5, *, weighted: bool = False) -> Metric:
+def binary_accuracy(threshold: float = 0.5, *, weighted: bool = True) -> Metric:
     """Returns the metric of how often ``outputs > threshold`` equals the label, 0 or 1.
 
     Outputs are `[B]` or `[B, 1]`, and so are labels. A label above 0.5 counts as 1.
 
     Args:
       threshold: The output above which the prediction is 1. For logits use 0.0.
-      weighted: Weight each example by the batch's `sample_weight`, if it has one.
+      weighted: True weights the examples as the loss did, as in `mean`.
 
     Examples:
       >>> import jax.numpy as jnp
+      >>> from functrain import Aux
       >>> metric = binary_accuracy(threshold=0.0)
       >>> batch = None, jnp.array([1, 1])
       >>> logits = jnp.array([[3.0], [-1.0]])
-      >>> print(metric.compute(metric.update(metric.init(), batch, logits, None)))
+      >>> print(metric.compute(metric.update(metric.init(), batch, Aux(outputs=logits), None)))
       0.5
     """
 
@@ -99,33 +103,37 @@ def binary_accuracy(threshold: float = 0.5, *, weighted: bool = False) -> Metric
     return mean(is_correct, weighted=weighted)
 
 
-def mean_squared_error(*, weighted: bool = False) -> Metric:
+def mean_squared_error(*, weighted: bool = True) -> Metric:
     """Returns the metric of the mean of ``(outputs - y)²`` over all elements.
 
     Args:
-      weighted: Weight each example by the batch's `sample_weight`, if it has one.
+      weighted: True weights the examples as the loss did, as in `mean`.
 
     Examples:
       >>> import jax.numpy as jnp
+      >>> from functrain import Aux
       >>> metric = mean_squared_error()
       >>> batch = None, jnp.array([[1.0], [3.0]])
-      >>> print(metric.compute(metric.update(metric.init(), batch, jnp.ones((2, 1)), None)))
+      >>> aux = Aux(outputs=jnp.ones((2, 1)))
+      >>> print(metric.compute(metric.update(metric.init(), batch, aux, None)))
       2.0
     """
     return mean(lambda outputs, y: _error(outputs, y) ** 2, weighted=weighted)
 
 
-def mean_absolute_error(*, weighted: bool = False) -> Metric:
+def mean_absolute_error(*, weighted: bool = True) -> Metric:
     """Returns the metric of the mean of ``|outputs - y|`` over all elements.
 
     Args:
-      weighted: Weight each example by the batch's `sample_weight`, if it has one.
+      weighted: True weights the examples as the loss did, as in `mean`.
 
     Examples:
       >>> import jax.numpy as jnp
+      >>> from functrain import Aux
       >>> metric = mean_absolute_error()
       >>> batch = None, jnp.array([[1.0], [3.0]])
-      >>> print(metric.compute(metric.update(metric.init(), batch, jnp.ones((2, 1)), None)))
+      >>> aux = Aux(outputs=jnp.ones((2, 1)))
+      >>> print(metric.compute(metric.update(metric.init(), batch, aux, None)))
       1.0
     """
     return mean(lambda outputs, y: jnp.abs(_error(outputs, y)), weighted=weighted)
@@ -144,6 +152,7 @@ def _require_scores(outputs: Any, name: str) -> None:
 
 def _to_classes(outputs: jax.Array, y: jax.Array) -> jax.Array:
     """Returns labels as classes `i32[B, ...]`, from classes or from one-hot labels."""
+    require_labels(y)
     y = jnp.asarray(y)
     # The outputs have as many axes as one-hot labels, and one more than classes `[B, ...]`. Classes
     # `[B, ..., 1]` have a last axis of length one.
@@ -160,8 +169,9 @@ def _reshape_labels(y: jax.Array, outputs: jax.Array) -> jax.Array:
     """Returns labels in the shape of outputs, from which they may differ by axes of length one.
 
     Raises:
-      ValueError: The shapes differ otherwise.
+      ValueError: The shapes differ otherwise, or there are no labels.
     """
+    require_labels(y)
     y = jnp.asarray(y)
     # Without this check [B] and [B, 1] would be broadcast to [B, B], and the elements of labels
     # [B, C, H, W] would be compared with others of outputs [B, H, W, C].

@@ -8,9 +8,9 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from functrain.common import _repr
-from functrain.common._arguments import accepts, describe_signature, parameters
-from functrain.common._checks import require_instance
+from functrain.common import _repr, _tree
+from functrain.common._arguments import accepts, describe_signature
+from functrain.common._checks import require, require_instance
 from functrain.common._types import PyTree
 from functrain.data._batch import batch_size, expand_weight
 
@@ -26,20 +26,20 @@ class Metric(NamedTuple):
     Attributes:
       init: ``init() -> m``. Returns the state of the metric before the first batch, a pytree of
         arrays.
-      update: ``update(m, batch, outputs, loss) -> m``. Adds a batch, with the model's outputs on
-        it and its loss `f32[]`. The result has the structure, shapes and dtypes of `m`. If
-        `update` has a parameter `weight`, it is passed ``Aux.weight``, unless that is None and the
-        parameter has a default.
+      update: ``update(m, batch, aux, loss) -> m``. Adds a batch, with the `Aux` that the loss
+        returned for it (the model's outputs are ``aux.outputs``), and the loss `f32[]`. The
+        result has the structure, shapes and dtypes of `m`.
       compute: ``compute(m) -> f32[]``, or a dict of such scalars. Returns the current value; NaN
         before the first batch.
 
     Examples:
       >>> import jax.numpy as jnp
+      >>> from functrain import Aux
       >>> from functrain.metrics import accuracy
       >>> metric = accuracy()
       >>> m = metric.init()
       >>> batch = jnp.ones((2, 3)), jnp.array([1, 0])
-      >>> m = metric.update(m, batch, jnp.array([[0.1, 0.9], [0.2, 0.8]]), None)
+      >>> m = metric.update(m, batch, Aux(outputs=jnp.array([[0.1, 0.9], [0.2, 0.8]])), None)
       >>> print(metric.compute(m))
       0.5
     """
@@ -47,26 +47,6 @@ class Metric(NamedTuple):
     init: Callable[[], PyTree]
     update: Callable[..., PyTree]
     compute: Callable[[PyTree], Any]
-
-
-def update_metric(
-    metric: Metric, m: PyTree, batch: PyTree, outputs: PyTree, loss: jax.Array, weight: Any
-) -> PyTree:
-    """Returns a metric's state after one more batch.
-
-    Args:
-      metric: The metric.
-      m: Its state before the batch.
-      batch: The batch.
-      outputs: The model's outputs on it.
-      loss: Its loss `f32[]`.
-      weight: ``Aux.weight``. It is passed to an `update` that has a parameter of that name, unless
-        it is None and the parameter has a default.
-    """
-    parameter = parameters(metric.update).get("weight")
-    if parameter is None or (weight is None and parameter.default is not parameter.empty):
-        return metric.update(m, batch, outputs, loss)
-    return metric.update(m, batch, outputs, loss, weight=weight)
 
 
 class Metered(flax.struct.PyTreeNode, eq=False):
@@ -99,43 +79,65 @@ class _Sum(NamedTuple):
         return _Sum(_add(self.total, total), _add(self.weight, weight))
 
 
+def labels_of(batch: PyTree, aux: Any) -> PyTree:
+    """Returns the labels that a loss reports, or the second part of a batch that is a tuple."""
+    if aux.labels is not None:
+        return aux.labels
+    return batch[1] if isinstance(batch, tuple | list) and len(batch) > 1 else None
+
+
+def require_labels(y: PyTree) -> None:
+    """Raises ValueError if a metric has no labels to compare with the outputs."""
+    advice = (
+        "For batches that are no tuples, name the part: "
+        "functrain.supervised(model, loss, inputs='image', labels='label'). A loss of your own "
+        "returns it: functrain.Aux(model_state, outputs, labels=batch['label'])."
+    )
+    require(y is not None, "labels", "labels to compare with the outputs", y, advice)
+
+
 def mean(
     value: Callable[[PyTree, PyTree], jax.Array],
     *,
-    weighted: bool = False,
+    weighted: bool = True,
     where: Callable[[PyTree, PyTree], jax.Array] | None = None,
 ) -> Metric:
     """Returns the metric of the mean of a value over all examples.
 
     Args:
       value: ``value(outputs, y) -> [B, ...]``, any real dtype: the values of the examples. A scalar
-        is their mean, and counts once for each example. `y` is the second item of a batch that is a
-        tuple, and None for other batches.
-      weighted: Weight each example by the batch's `sample_weight`, if it has one.
+        is their mean, and counts once for each example. `y` are the labels: ``Aux.labels``, which
+        `functrain.supervised` sets, or else the second part of a batch that is a tuple, or None.
+      weighted: True weights the values as the loss did, by ``Aux.sample_weight``: examples that a
+        mask hides do not count. False counts all alike.
       where: ``where(outputs, y) -> bool``, of a shape that broadcasts to that of the values: only
         values where it is True count, such as the returns of episodes that have ended. Other values
         may be NaN. The mean of no values is NaN.
 
     Examples:
       >>> import jax.numpy as jnp
+      >>> from functrain import Aux
       >>> bias = mean(lambda outputs, y: outputs - y)
-      >>> batch = None, jnp.zeros(4)
-      >>> print(bias.compute(bias.update(bias.init(), batch, jnp.full(4, 0.5), None)))
+      >>> aux = Aux(outputs=jnp.full(4, 0.5), labels=jnp.zeros(4))
+      >>> print(bias.compute(bias.update(bias.init(), (), aux, None)))
       0.5
       >>> returns = mean(lambda out, y: out["return"], where=lambda out, y: out["done"])
-      >>> outputs = {"return": jnp.array([7.0, 30.0]), "done": jnp.array([False, True])}
-      >>> print(returns.compute(returns.update(returns.init(), (), outputs, None)))
+      >>> aux = Aux(outputs={"return": jnp.array([7.0, 30.0]), "done": jnp.array([False, True])})
+      >>> print(returns.compute(returns.update(returns.init(), (), aux, None)))
       30.0
     """
 
-    def update(m: _Sum, batch: PyTree, outputs: PyTree, loss: jax.Array) -> _Sum:
-        parts = batch if isinstance(batch, tuple | list) else ()
-        y = parts[1] if len(parts) > 1 else None
+    def update(m: _Sum, batch: PyTree, aux: Any, loss: jax.Array) -> _Sum:
+        outputs, y = aux.outputs, labels_of(batch, aux)
         # The sums are float32 for every dtype of the outputs: a scan keeps the dtypes of its carry.
         values = jnp.asarray(value(outputs, y)).astype(jnp.float32)
         weight = jnp.full_like(values, 1 if values.ndim else batch_size(batch))
-        if weighted and len(parts) == 3 and parts[2] is not None:
-            weight *= expand_weight(jnp.asarray(parts[2]).astype(jnp.float32), values)
+        # A scalar is the mean over a batch already.
+        if weighted and values.ndim and aux.sample_weight is not None:
+            advice = "Pass weighted=False, or weights that fit to the metric in Aux.sample_weight."
+            is_array = _tree.is_array(aux.sample_weight)
+            require(is_array, "sample_weight", "one array", aux.sample_weight, advice)
+            weight *= expand_weight(jnp.asarray(aux.sample_weight).astype(jnp.float32), values)
         if where is not None:
             counts = jnp.broadcast_to(where(outputs, y), values.shape)
             # Not a product with 0, which keeps a NaN.
@@ -154,16 +156,17 @@ def mean_loss() -> Metric:
 
     Examples:
       >>> import jax.numpy as jnp
+      >>> from functrain import Aux
       >>> metric = mean_loss()
-      >>> m = metric.update(metric.init(), (jnp.ones((3, 2)), None), None, jnp.float32(2.0))
-      >>> print(metric.compute(metric.update(m, (jnp.ones((1, 2)), None), None, jnp.float32(6.0))))
+      >>> m = metric.update(metric.init(), jnp.ones((3, 2)), Aux(), jnp.float32(2.0))
+      >>> print(metric.compute(metric.update(m, jnp.ones((1, 2)), Aux(), jnp.float32(6.0))))
       3.0
     """
 
-    def update(m: _Sum, batch: PyTree, outputs: PyTree, loss: Any, weight: Any = None) -> _Sum:
+    def update(m: _Sum, batch: PyTree, aux: Any, loss: jax.Array) -> _Sum:
         # `Aux.weight` is () for a loss that is not a mean.
-        counts_examples = weight is None or isinstance(weight, tuple)
-        divisor = jnp.asarray(batch_size(batch) if counts_examples else weight, jnp.float32)
+        counts_examples = aux.weight is None or isinstance(aux.weight, tuple)
+        divisor = jnp.asarray(batch_size(batch) if counts_examples else aux.weight, jnp.float32)
         # The mean of a batch whose weights are all 0 may be 0 / 0, which must not reach the sum.
         total = jnp.where(divisor == 0, 0.0, loss.astype(jnp.float32) * divisor)
         return m.add(total, divisor)
@@ -196,9 +199,8 @@ def collection(metrics: Mapping[str, Metric]) -> Metric:
     def init() -> Any:
         return {name: metric.init() for name, metric in metrics.items()}
 
-    def update(m: PyTree, batch: PyTree, outputs: PyTree, loss: Any, weight: Any = None) -> Any:
-        args = batch, outputs, loss, weight
-        return {name: update_metric(metric, m[name], *args) for name, metric in metrics.items()}
+    def update(m: PyTree, batch: PyTree, aux: Any, loss: jax.Array) -> Any:
+        return {name: x.update(m[name], batch, aux, loss) for name, x in metrics.items()}
 
     def compute(m: PyTree) -> Any:
         return {name: metric.compute(m[name]) for name, metric in metrics.items()}
@@ -208,14 +210,9 @@ def collection(metrics: Mapping[str, Metric]) -> Metric:
 
 def _require_functions(name: str, metric: Metric) -> None:
     """Raises TypeError if a function of a metric has other parameters than it is called with."""
-    weight = [name for name in ("weight",) if name in parameters(metric.update)]
     checks = (
         ("init", accepts(metric.init, 0), "init() -> m"),
-        (
-            "update",
-            accepts(metric.update, 4, *weight),
-            "update(m, batch, outputs, loss) -> m; with a parameter `weight`, it gets Aux.weight",
-        ),
+        ("update", accepts(metric.update, 4), "update(m, batch, aux, loss) -> m"),
         ("compute", accepts(metric.compute, 1), "compute(m) -> a scalar"),
     )
     for field, is_accepted, expected in checks:

@@ -3,8 +3,8 @@
 from collections.abc import Iterable
 from typing import Any
 
-from functrain.common import _repr, _tree
-from functrain.common._arguments import describe_signature, parameters
+from functrain.common import _tree
+from functrain.common._arguments import accepts, describe_signature, parameters
 from functrain.common._checks import require
 from functrain.model._model import Model
 
@@ -13,12 +13,11 @@ def check_step(step: Any) -> None:
     """Raises TypeError unless this may be a function of a state and a batch; a loss is not."""
     expected = "step: expected (state, batch) -> (state, logs)"
     _require_function(step, expected)
-    required = {name for name, p in parameters(step).items() if p.default is p.empty}
-    # Only losses require `rng` and `training`.
-    if {"rng", "training"} <= required:
+    if not accepts(step, 2):
         raise TypeError(
-            f"{expected}, got the loss {_repr.name(step)}. Make a step from it: "
-            "functrain.train_step(loss_fn, tx), functrain.eval_step(loss_fn)."
+            f"{expected}, got {describe_signature(step)}. Make a step from a loss "
+            "(params, model_state, batch, *, rng, training): functrain.train_step(loss_fn, tx), "
+            "functrain.eval_step(loss_fn)."
         )
 
 
@@ -36,9 +35,10 @@ def check_loss(loss_fn: Any) -> None:
     if missing:
         raise TypeError(
             f"{expected}, got {describe_signature(loss_fn)} without "
-            f"{' and '.join(missing)}. For a step from train_step, pass the loss that it was made "
-            "from; a step of your own goes into fit as it is. A loss must accept both arguments, "
-            "even if it ignores them."
+            f"{' and '.join(missing)}. A loss must accept both arguments, even if it ignores them. "
+            "Make one from a loss of outputs and labels with functrain.supervised(model, loss). "
+            "For a step from train_step, pass the loss that it was made from; a step of your own "
+            "goes into fit as it is."
         )
 
 
@@ -68,10 +68,3 @@ def require_distinct_names(
 def _require_function(x: Any, expected: str) -> None:
     if not callable(x) or isinstance(x, type):
         raise TypeError(f"{expected}, got {_tree.spec(x)}.")
-    # Losses of optax and Keras are recognized by the names of their label arguments.
-    if {"labels", "targets", "y_true"}.intersection(list(parameters(x))[:2]):
-        raise TypeError(
-            f"{expected}, got {_repr.name(x)}, a loss of outputs and labels. Make a loss from it "
-            "with functrain.supervised(model, loss), and a step from that with "
-            "functrain.train_step(loss_fn, tx)."
-        )

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from functrain.common import _repr
 from functrain.common._checks import require
 from functrain.common._types import PyTree, Step
+from functrain.data._batch import Part, select
 from functrain.metrics._metric import Metric, collection, mean_loss
 from functrain.model._model import Model, require_model
 from functrain.step._check import (
@@ -79,8 +80,7 @@ def eval_step(
         )
         missing, expected = sorted(set(logs) - set(aux.logs)), f"names among {sorted(aux.logs)}"
         require(not missing, "logs", expected, missing, "Return them in the loss's Aux(logs=...).")
-        # A metric's update gets the outputs, but not the logs: `update_all` needs both.
-        return state, loss, aux._replace(outputs=(aux.outputs, aux.logs))
+        return state, loss, aux
 
     check_loss(loss_fn)
     check_names(metrics)
@@ -92,13 +92,10 @@ def eval_step(
     # collection, only `init` and `compute` are used.
     all_metrics = collection({"loss": mean, **(metrics or {}), **dict.fromkeys(logs, mean)})
 
-    def update_all(
-        m: PyTree, batch: PyTree, outputs_and_logs: PyTree, loss: Any, weight: Any = None
-    ) -> Any:
-        outputs, aux_logs = outputs_and_logs
-        new = user_metrics.update(m, batch, outputs, loss, weight)
+    def update_all(m: PyTree, batch: PyTree, aux: Aux, loss: jax.Array) -> Any:
+        new = user_metrics.update(m, batch, aux, loss)
         for name in logs:
-            new[name] = mean.update(m[name], batch, None, jnp.asarray(aux_logs[name]), weight)
+            new[name] = mean.update(m[name], batch, aux, jnp.asarray(aux.logs[name]))
         return new
 
     return MeteredStep(measure, all_metrics._replace(update=update_all), trains=False, rng=rng)
@@ -115,8 +112,13 @@ def _require_params(state: Any) -> None:
         )
 
 
-def predict_step(model: Model) -> Step[TrainState]:
-    """Returns the step ``(state, inputs) -> (state, outputs)``, which keeps the state unchanged.
+def predict_step(model: Model, *, inputs: Part | None = None) -> Step[TrainState]:
+    """Returns the step ``(state, batch) -> (state, outputs)``, which keeps the state unchanged.
+
+    Args:
+      model: The model to apply.
+      inputs: The part of a batch that the model gets, as in `supervised`. With None, it is the
+        whole batch.
 
     Raises:
       TypeError: `model` is not a Model.
@@ -135,17 +137,18 @@ def predict_step(model: Model) -> Step[TrainState]:
     """
     require_model(model)
 
-    def step(state: TrainState, inputs: PyTree, /) -> tuple[TrainState, PyTree]:
+    def step(state: TrainState, batch: PyTree, /) -> tuple[TrainState, PyTree]:
+        x = batch if inputs is None else select(batch, inputs, "inputs")
         try:
-            with error_notes(inputs, state.params):
-                output = apply_model(model, state.params, state.model_state, inputs)
+            with error_notes(x, state.params):
+                output = apply_model(model, state.params, state.model_state, x)
             return state, output.outputs
         except Exception as error:
             # Some models take a tuple of inputs, so that a batch (x, y) is noticed only when it
             # fails.
-            if isinstance(inputs, tuple | list):
+            if isinstance(x, tuple | list):
                 error.add_note(
-                    f"The model was given a {type(inputs).__name__} of {len(inputs)} as inputs. "
+                    f"The model was given a {type(x).__name__} of {len(x)} as inputs. "
                     "predict takes batches of inputs alone: ArrayLoader(x, batch_size)."
                 )
             raise

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from functrain.common import _repr, _tree
 from functrain.common._checks import require_instance
 from functrain.common._types import PyTree, Step, StepTraits
-from functrain.metrics._metric import Metered, Metric, update_metric
+from functrain.metrics._metric import Metered, Metric
 from functrain.step._check import require_distinct_names
 from functrain.step._loss import Aux
 from functrain.step._state import TrainState
@@ -79,9 +79,7 @@ class MeteredStep(StepTraits):
             key = jax.random.fold_in(self.rng, metered.metrics[_BATCH_COUNT])
             state, loss, aux = self.base(metered.state, batch, key)
         with jax.named_scope("metrics"):
-            metrics = update_metric(
-                self.metrics, metered.metrics, batch, aux.outputs, loss, aux.weight
-            )
+            metrics = self.metrics.update(metered.metrics, batch, aux, loss)
         if self.trains and isinstance(state, TrainState):
             finite, _ = finite_and_scale(state.opt_state)
             # With `skip_non_finite`, a step that was skipped does not count in the metrics.
@@ -105,8 +103,8 @@ _BATCH_COUNT = "(batches)"
 def _count_batches(metric: Metric) -> Metric:
     """Returns a dict of metrics that also counts batches; the count is not among its values."""
 
-    def update(m: PyTree, batch: PyTree, outputs: PyTree, loss: Any, weight: Any = None) -> Any:
-        new = update_metric(metric, m, batch, outputs, loss, weight)
+    def update(m: PyTree, batch: PyTree, aux: Aux, loss: jax.Array) -> Any:
+        new = metric.update(m, batch, aux, loss)
         return {**new, _BATCH_COUNT: m[_BATCH_COUNT] + 1}
 
     return Metric(lambda: {**metric.init(), _BATCH_COUNT: jnp.int32(0)}, update, metric.compute)

@@ -225,7 +225,7 @@ def _scan_parts(
         terms = _weigh(loss, aux, grads, count=_example_count(part[1]))
         sums = jax.tree.map(jnp.add, sums, terms)
         largest_scales = jax.tree.map(jnp.maximum, largest_scales, scales)
-        return (aux.model_state, sums, largest_scales), aux.outputs
+        return (aux.model_state, sums, largest_scales), _by_example(aux)
 
     count = _example_count(args)
     full_parts = count // size
@@ -237,17 +237,17 @@ def _scan_parts(
     first_part = jax.tree.map(lambda x: x[0], parts)
     (loss, aux), grads, scales = jax.eval_shape(measure, model_state, 0, first_part)
     _check_mean(aux)
-    _check_outputs(aux.outputs, size)
+    _check_outputs(_by_example(aux), size)
     sum_shapes = jax.eval_shape(lambda *x: _weigh(*x, count=size), loss, aux, grads)
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (sum_shapes, scales))
     carry = (model_state, *zeros)
-    carry, outputs = jax.lax.scan(step, carry, (jnp.arange(full_parts), parts))
-    outputs = jax.tree.map(_join, outputs)
+    carry, rows = jax.lax.scan(step, carry, (jnp.arange(full_parts), parts))
+    rows = jax.tree.map(_join, rows)
     # A scan takes parts of one size only, so the smaller last one follows it.
     if count % size:
         remainder = jax.tree.map(lambda x: x[full_count:], args)
-        carry, last_outputs = step(carry, (full_parts, remainder))
-        outputs = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), outputs, last_outputs)
+        carry, last_rows = step(carry, (full_parts, remainder))
+        rows = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), rows, last_rows)
     model_state, (weight, *sums), new_scales = carry
     # A batch of zero weights has no loss. Unlike that of `supervised`, it has no penalties, either.
     divisor = jnp.where(weight == 0, jnp.ones_like(weight), weight)
@@ -255,8 +255,13 @@ def _scan_parts(
     loss, grads = jax.tree.map(
         lambda x, like: x.astype(like.dtype), (mean_loss, mean_grads), (loss, grads)
     )
-    aux = Aux(model_state, outputs, logs, None if aux.weight is None else weight)
-    return (loss, aux), (grads, new_scales)
+    weight = None if aux.weight is None else weight
+    return (loss, Aux(model_state, logs=logs, weight=weight, **rows)), (grads, new_scales)
+
+
+def _by_example(aux: Aux) -> dict[str, PyTree]:
+    """Returns the fields of an Aux that have a row for each example."""
+    return {name: getattr(aux, name) for name in ("outputs", "labels", "sample_weight")}
 
 
 def _weigh(loss: jax.Array, aux: Aux, grads: PyTree, *, count: int) -> tuple[PyTree, ...]:

@@ -2,7 +2,8 @@
 
 import contextlib
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,12 +33,21 @@ def error_notes(batch: PyTree, params: PyTree = ()) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        add_notes(error, _describe(batch))
-        note = _width_note(error, batch, params)
+        with contextlib.suppress(Exception):
+            add_notes(error, _describe(batch))
         # The loss of a micro-batch is inside that of its batch, and would add the note again.
-        if note and not any(note.startswith(_WIDTH_PREFIX) for note in error.__notes__):
-            error.add_note(note)
+        if not any(note.startswith(_WIDTH_PREFIX) for note in getattr(error, "__notes__", [])):
+            add_advice(error, _width_note, error, batch, params)
         raise
+
+
+def add_advice(error: Exception, make_note: Callable[..., str], *args: Any) -> None:
+    """Adds the note `make_note(*args)` unless it is empty; an error in making it is dropped."""
+    # Advice must never hide the error of the user's own code.
+    with contextlib.suppress(Exception):
+        note = make_note(*args)
+        if note:
+            error.add_note(note)
 
 
 def add_notes(error: Exception, batch: str) -> None:

@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 
 from functrain.common import _repr, _tree
-from functrain.common._arguments import parameters
 from functrain.common._checks import require, require_one_of
 from functrain.common._types import PyTree
-from functrain.data._batch import expand_weight, unpack
+from functrain.data._batch import Part, expand_weight, select, unpack
 from functrain.model._model import Model, ModelOutput, require_model
 from functrain.step._loss import Aux, LossFn
+from functrain.step._notes import add_advice
 
 Reduction: TypeAlias = Literal["mean", "weighted_mean"]
 
@@ -22,8 +22,11 @@ def supervised(
     loss: Callable[..., jax.Array],
     *,
     reduction: Reduction = "mean",
+    inputs: Part | None = None,
+    labels: Part | None = None,
+    sample_weight: Part | None = None,
 ) -> LossFn:
-    """Returns the loss of a model on batches ``(x, y)`` or ``(x, y, sample_weight)``.
+    """Returns the loss of a model on batches ``(x, y)`` or ``(x, y, sample_weight)``, or dicts.
 
     The value is the mean of the per-example losses, plus the losses that the model added. With
     sample weights w and per-example losses l of batch size B, it is Σwl / B as in Keras
@@ -32,19 +35,23 @@ def supervised(
     Args:
       model: The model to apply.
       loss: ``loss(outputs, y) -> f32[B, ...] or f32[]``, in optax's argument order. A scalar is
-        used directly; it cannot be weighted. A loss with a parameter `sample_weight`, such as
-        those of `bridge.loss`, gets the weights, or None, and applies them; the result is the
-        mean of the values that it returns.
+        used directly; it cannot be weighted. A loss of the next token may be shorter than the
+        outputs along the later axes. Those of `bridge.loss` apply the weights themselves.
       reduction: ``"mean"`` or ``"weighted_mean"``, how per-example losses become one number.
+      inputs: The part of a batch that the model gets, if batches are not tuples: a key of a dict,
+        a path such as ``"text/tokens"``, or a function of the batch.
+      labels: The part that the loss and the metrics get; given together with `inputs`.
+      sample_weight: The part with the weights or the mask of the examples, if there is one.
 
     Returns:
       A LossFn. The mean is computed in float32 or wider, whatever the dtype of the outputs.
 
     Raises:
       TypeError: `model` is not a Model, or `loss` is a Keras loss, which takes the labels first.
-      ValueError: `reduction="weighted_mean"` is combined with a loss that takes `sample_weight`.
-        (When traced) the batch is not a tuple of two or three, the losses do not have the leading
-        axes of the outputs, or sample weights do not fit the losses or meet a scalar loss.
+      ValueError: `reduction="weighted_mean"` is combined with a loss of `bridge.loss`, or only one
+        of `inputs` and `labels` is given. (When traced) the batch is not a tuple of two or three or
+        lacks a part, the losses have other axes than the outputs, or sample weights do not fit the
+        losses or meet a scalar loss.
 
     Examples:
       >>> import jax, jax.numpy as jnp, optax
@@ -59,50 +66,70 @@ def supervised(
       >>> value, aux = loss_fn(params, model_state, batch, rng=None, training=False)
       >>> print(value, aux.outputs.shape)
       1.0 (4, 1)
+      >>> loss_fn = supervised(model, optax.squared_error, inputs="image", labels="label")
+      >>> batch = {"image": jnp.ones((4, 3)), "label": jnp.ones((4, 1))}
+      >>> print(loss_fn(params, model_state, batch, rng=None, training=False)[0])
+      1.0
     """
     require_one_of("reduction", reduction, get_args(Reduction))
     require_model(model)
     advice = f"For the losses that Keras's compile takes, use bridge.loss({loss!r})."
     require(callable(loss), "loss", "loss(outputs, y)", loss, advice, error=TypeError)
-    arguments = list(parameters(loss))
-    # Loss objects of Keras have `get_config`, its loss functions begin with `y_true`.
-    if hasattr(loss, "get_config") or arguments[:1] == ["y_true"]:
+    # With the arguments the wrong way round, a Keras loss would compute a wrong number. Its class
+    # may be the user's own.
+    is_of_keras = (getattr(loss, "__module__", None) or "").split(".")[0] == "keras"
+    if is_of_keras or hasattr(loss, "get_config"):
         raise TypeError(
             f"loss: expected loss(outputs, y), got {_repr.name(loss)}, which takes the labels "
             "first. Use bridge.loss(loss) for a Keras loss, or lambda outputs, y: loss(y, outputs)."
         )
-    takes_weight = "sample_weight" in arguments
-    # Losses of bridge.loss have this method, which also returns the divisor of the mean.
+    # Losses of bridge.loss have this method, which applies weights, and returns the divisor.
     with_weight = getattr(loss, "with_weight", None)
     require(
-        not takes_weight or reduction == "mean",
+        with_weight is None or reduction == "mean",
         "reduction",
-        "'mean' with a loss that takes sample_weight and applies it",
+        "'mean' with a loss of bridge.loss, which applies the weights",
         reduction,
         "For a Keras loss, choose its reduction, as in "
         "bridge.loss(keras.losses.Huber(reduction='mean_with_sample_weight')).",
     )
+    has_parts = inputs is not None and labels is not None
+    has_no_part = inputs is None and labels is None and sample_weight is None
+    expected = "inputs and labels together, the parts of a batch that is no tuple"
+    require(has_parts or has_no_part, "supervised", expected, {"inputs": inputs, "labels": labels})
+
+    def split(batch: PyTree) -> tuple[PyTree, PyTree, PyTree]:
+        if inputs is None or labels is None:
+            return unpack(batch)
+        weight = None
+        if sample_weight is not None:
+            weight = select(batch, sample_weight, "sample_weight")
+        return select(batch, inputs, "inputs"), select(batch, labels, "labels"), weight
 
     def loss_fn(
-        params: PyTree, model_state: PyTree, /, *args: PyTree, rng: jax.Array | None, training: bool
+        params: PyTree,
+        model_state: PyTree,
+        batch: PyTree,
+        /,
+        *,
+        rng: jax.Array | None,
+        training: bool,
     ) -> tuple[jax.Array, Aux]:
-        x, y, weight = unpack(*args)
+        x, y, weight = split(batch)
         output = apply_model(model, params, model_state, x, rng=rng, training=training)
         outputs = output.outputs
         divisor: Any = None
         try:
-            if with_weight is not None:
-                values, divisor = with_weight(outputs, y, weight)
-            elif takes_weight:
-                values = loss(outputs, y, sample_weight=weight)
-            else:
+            if with_weight is None:
                 values = loss(outputs, y)
-        except (TypeError, ValueError) as error:
-            # optax raises these for shapes and dtypes, and does not show both arguments.
-            error.add_note(_labels_note(outputs, y))
+            else:
+                values, divisor = with_weight(outputs, y, weight)
+        except Exception as error:
+            # Errors of optax about shapes and dtypes do not show both arguments.
+            add_advice(error, _labels_note, outputs, y)
             raise
         values = jnp.asarray(values)
-        if takes_weight:
+        if with_weight is not None:
             # The loss has applied the weights, and may have reduced its values already.
             value = jnp.mean(_tree.at_least_float32(values))
         else:
@@ -111,7 +138,8 @@ def supervised(
         # Regularization and the like; under strict promotion, its dtype must be that of the value.
         for term in output.losses:
             value = value + jnp.asarray(term, value.dtype)
-        return value, Aux(output.model_state, outputs, weight=divisor)
+        aux = Aux(output.model_state, outputs, weight=divisor, labels=y, sample_weight=weight)
+        return value, aux
 
     return loss_fn
 
@@ -151,7 +179,7 @@ def _advice(outputs: PyTree, y: PyTree) -> Iterator[str]:
             yield f"Integer classes need {sparse_loss}, or convert them with {one_hot}."
         else:
             yield f"Classes must be integers, y.astype(int), for {sparse_loss}."
-    elif outputs.ndim == y.ndim and y.shape[-1] == 1 < outputs.shape[-1]:
+    elif outputs.ndim == y.ndim and y.shape[-1:] == (1,) < outputs.shape[-1:]:
         yield "If each example has one label, pass y[:, 0]."
     elif outputs.shape == y.shape and outputs.shape[-1:] > (1,) and not is_integer:
         yield "Labels with the shape of the outputs need a loss like optax.softmax_cross_entropy."
@@ -176,9 +204,13 @@ def _reduce(
 
 def _check_shape(values: jax.Array, outputs: PyTree) -> None:
     """Raises ValueError for losses made by broadcasting outputs `[B, 1]` against labels `[B]`."""
-    # Such losses are [B, B]: they train, silently, on every pair of an output and a label.
-    has_leading_axes = not _tree.is_array(outputs) or values.shape == outputs.shape[: values.ndim]
-    axes = f"the leading axes of the outputs {_tree.spec(outputs)}"
+    # Such losses are [B, B]: they train, silently, on every pair of an output and a label. Losses
+    # that are shorter than the outputs are not made by broadcasting, but of a part of the outputs.
+    if not values.ndim or not _tree.is_array(outputs):
+        return
+    fits = values.ndim <= outputs.ndim and values.shape[0] == outputs.shape[0]
+    fits = fits and all(n <= m for n, m in zip(values.shape, outputs.shape, strict=False))
+    axes = f"leading axes that are those of the outputs {_tree.spec(outputs)}, or shorter"
     expected = f"a value per example, with {axes}, or one scalar"
     advice = "Give labels the shape of the outputs, for example y[:, None] or outputs[:, 0]."
-    require(has_leading_axes, "loss", expected, values, advice)
+    require(fits, "loss", expected, values, advice)

@@ -84,7 +84,7 @@ def train_step(
         new, loss, aux = update(state, loss_fn, tx, batch)
         optimizer_logs = {**_applied_rates(state, new, learning_rate), **logged(new.opt_state)}
         require_distinct_names("logs", aux.logs, optimizer_logs, "the optimizer")
-        return new, loss, aux._replace(logs={**optimizer_logs, **aux.logs})
+        return new, loss, aux.replace(logs={**optimizer_logs, **aux.logs})
 
     check_names(metrics)
     return MeteredStep(train, collection(metrics)) if metrics else unmetered_step(train)

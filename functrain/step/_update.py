@@ -1,6 +1,6 @@
 """One gradient step, the building block of training steps."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -136,7 +136,7 @@ def compute_loss(
 
     Raises:
       TypeError: The loss draws random numbers and `rng` is None, or it does not return a pair of a
-        scalar and an Aux.
+        scalar and an Aux or a dict of logs.
     """
     try:
         # Noted here and not only in the loops, so that a step called by hand has the notes too.
@@ -147,7 +147,7 @@ def compute_loss(
         if rng is None and "PRNG key" in str(error):
             raise TypeError(f"loss_fn: {_NO_RNG[training]}") from error
         raise
-    return _check_result(result)
+    return _check_result(result, model_state)
 
 
 _NO_RNG = {
@@ -159,14 +159,18 @@ _NO_RNG = {
 }
 
 
-def _check_result(result: Any) -> tuple[jax.Array, Aux]:
+def _check_result(result: Any, model_state: PyTree) -> tuple[jax.Array, Aux]:
     """Returns the loss and the Aux; raises TypeError unless the result is such a pair."""
     is_pair = isinstance(result, tuple | list) and len(result) == 2
     loss, aux = result if is_pair else (None, None)
+    # A plain dict of logs, of a loss that leaves the model state as it was.
+    if isinstance(aux, Mapping):
+        aux = Aux(model_state, logs=aux)
     if not isinstance(aux, Aux):
         raise TypeError(
             f"loss_fn: expected it to return (loss, Aux(...)), got {_describe(result)}. Write: "
-            "return loss, functrain.Aux(model_state)"
+            "return loss, functrain.Aux(model_state), or return loss, {'name': value} with logs "
+            "alone."
         )
     loss = jnp.asarray(loss)
     is_scalar = loss.shape == () and jnp.issubdtype(loss.dtype, jnp.floating)

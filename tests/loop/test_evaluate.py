@@ -38,7 +38,7 @@ def test_a_weighted_mean_does_not_depend_on_the_batch_size(batch) -> None:
 
     def logs_itself(*args, **how):
         loss, aux = loss_fn(*args, **how)
-        return loss, aux._replace(logs={"twice": 2 * loss})
+        return loss, aux.replace(logs={"twice": 2 * loss})
 
     step = ft.eval_step(logs_itself, metrics={"again": ft.metrics.mean_loss()}, logs=["twice"])
     data = ft.ArrayLoader((X, Y, weights), batch)

@@ -83,7 +83,7 @@ def test_a_step_over_several_networks_carries_metrics() -> None:
     bias = ft.metrics.mean(lambda outputs, real: outputs - real)
     made = ft.metrics.Metric(
         init=bias.init,
-        update=lambda m, batch, outputs, loss: bias.update(m, (None, batch), outputs, loss),
+        update=lambda m, batch, aux, loss: bias.update(m, (None, batch), aux, loss),
         compute=bias.compute,
     )
     step = ft.MeteredStep(play, ft.metrics.collection({"bias": made}))

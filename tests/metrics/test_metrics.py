@@ -21,7 +21,7 @@ def running(metric, batches):
     update = jax.jit(metric.update)
     m = metric.init()
     for outputs, y, weight in batches:
-        m = update(m, (outputs, y, weight), outputs, jnp.float32(0.0))
+        m = update(m, (outputs, y), ft.Aux(outputs=outputs, sample_weight=weight), jnp.float32(0.0))
     return np.asarray(metric.compute(m))
 
 
@@ -91,7 +91,7 @@ def test_the_mean_of_very_many_examples_does_not_drift(metric) -> None:
     losses = jnp.linspace(1, 2, batches)
 
     def step(m, loss):
-        return metric.update(m, (np.ones(100),), jnp.full(100, loss), loss), None
+        return metric.update(m, (np.ones(100),), ft.Aux(outputs=jnp.full(100, loss)), loss), None
 
     m, _ = jax.jit(lambda m: jax.lax.scan(step, m, losses))(metric.init())
     assert float(metric.compute(m)) == pytest.approx(1.5, rel=1e-6)
@@ -101,7 +101,7 @@ def test_a_mean_with_infinity_is_infinite() -> None:
     metric = ft.metrics.mean_loss()
     m = metric.init()
     for loss in (1.0, jnp.inf, 1.0):
-        m = metric.update(m, np.ones((4, 2)), None, jnp.float32(loss))
+        m = metric.update(m, np.ones((4, 2)), ft.Aux(), jnp.float32(loss))
     assert metric.compute(m) == jnp.inf
 
 
@@ -113,7 +113,7 @@ def test_a_batch_may_have_none_for_its_weights() -> None:
 
 def test_a_mean_over_a_batch_counts_as_often_as_the_batch_has_examples() -> None:
     values = [
-        running(ft.metrics.mean(value), BATCHES)
+        running(ft.metrics.mean(value, weighted=False), BATCHES)
         for value in (lambda o, y: o[:, 0], lambda o, y: o[:, 0].mean())
     ]
     np.testing.assert_allclose(values[0], values[1], rtol=1e-5)
@@ -135,7 +135,7 @@ def test_mean_loss_counts_every_example_once() -> None:
     metric = ft.metrics.mean_loss()
     m = metric.init()
     for size, loss in ((4, 1.0), (4, 2.0), (1, 9.0)):
-        m = metric.update(m, (np.ones((size, 2)), np.ones(size)), None, jnp.float32(loss))
+        m = metric.update(m, (np.ones((size, 2)), np.ones(size)), ft.Aux(), jnp.float32(loss))
     assert float(metric.compute(m)) == pytest.approx((4 + 8 + 9) / 9)
 
 
@@ -152,7 +152,9 @@ def test_a_state_keeps_its_types_so_that_it_can_be_scanned(metric, strict_promot
     outputs, y, weight = BATCHES[0]
     y = jnp.asarray(y, jnp.int32)
     m = metric.init()
-    new = jax.jit(metric.update)(m, (outputs, y, weight), jnp.asarray(outputs), jnp.float32(1))
+    new = jax.jit(metric.update)(
+        m, (outputs, y), ft.Aux(outputs=jnp.asarray(outputs), sample_weight=weight), jnp.float32(1)
+    )
     for a, b in zip(jax.tree.leaves(m), jax.tree.leaves(new), strict=True):
         assert (a.shape, a.dtype, a.weak_type) == (b.shape, b.dtype, b.weak_type)
 
@@ -176,7 +178,7 @@ def test_a_mean_of_no_values_is_nan() -> None:
 def test_a_batch_that_is_no_tuple_has_no_labels(batch) -> None:
     seen = []
     metric = ft.metrics.mean(lambda o, y: seen.append(y) or o)
-    metric.update(metric.init(), batch, jnp.ones(3), jnp.float32(0))
+    metric.update(metric.init(), batch, ft.Aux(outputs=jnp.ones(3)), jnp.float32(0))
     assert seen == [None]
 
 
@@ -214,13 +216,16 @@ def test_a_list_of_metrics_is_refused_with_the_way_to_write_it() -> None:
 def test_labels_of_another_shape_are_refused() -> None:
     metric = ft.metrics.accuracy()
     with pytest.raises(ValueError, match=r"labels: expected the shape of outputs \(4,\)"):
-        metric.update(metric.init(), (None, np.zeros(3, int)), np.zeros((4, 2)), None)
+        metric.update(
+            metric.init(), (None, np.zeros(3, int)), ft.Aux(outputs=np.zeros((4, 2))), None
+        )
 
 
 def test_labels_whose_axes_are_in_another_order_are_refused() -> None:
     metric = ft.metrics.mean_squared_error()
+    aux = ft.Aux(outputs=jnp.ones((2, 3, 4)))
     with pytest.raises(ValueError, match=r"the shape of outputs \(2, 3, 4\), got \(2, 4, 3\)"):
-        metric.update(metric.init(), (None, np.ones((2, 4, 3))), jnp.ones((2, 3, 4)), None)
+        metric.update(metric.init(), (None, np.ones((2, 4, 3))), aux, None)
 
 
 def top_k_in_float64(k, outputs, labels):
@@ -265,21 +270,7 @@ def test_one_score_an_example_has_no_largest_class(make, shape) -> None:
     with pytest.raises(
         ValueError, match=r"accuracy: expected scores .*float32\[4.*binary_accuracy"
     ):
-        metric.update(metric.init(), (None, y), scores, None)
+        metric.update(metric.init(), (None, y), ft.Aux(outputs=scores), None)
     binary = ft.metrics.binary_accuracy()
-    assert binary.compute(binary.update(binary.init(), (None, y), scores, None)) == 1
-
-
-@pytest.mark.parametrize(("weight", "expected"), [(None, 2.0), (jnp.float32(5), 5.0)])
-def test_a_weight_of_an_update_keeps_its_default_where_a_loss_has_none(weight, expected) -> None:
-    def update(m, batch, outputs, loss, weight=2.0):
-        return m + weight
-
-    def required(m, batch, outputs, loss, weight):
-        return m + (2.0 if weight is None else weight)
-
-    for function in (update, required):
-        metric = ft.metrics.Metric(lambda: jnp.zeros(()), function, lambda m: m)
-        both = ft.metrics.collection({"a": metric})
-        m = both.update(both.init(), None, None, None, weight=weight)
-        assert float(both.compute(m)["a"]) == expected
+    aux = ft.Aux(outputs=scores)
+    assert binary.compute(binary.update(binary.init(), (None, y), aux, None)) == 1

@@ -170,16 +170,3 @@ def test_labels_of_another_kind_are_told_their_loss(loss, y, advice) -> None:
     with pytest.raises(Exception, match=r".") as found:
         value(supervised(MODEL, loss), LOGITS, y)
     assert re.search(advice, "\n".join(found.value.__notes__))
-
-
-def test_a_loss_that_takes_weights_is_given_them_and_averaged_as_it_stands() -> None:
-    def loss(outputs, y, sample_weight=None):
-        errors = (outputs[:, 0] - y) ** 2
-        return errors if sample_weight is None else errors * sample_weight / sample_weight.mean()
-
-    loss_fn = supervised(MODEL, loss)
-    errors = (LOGITS[:, 0] - LABELS) ** 2
-    np.testing.assert_allclose(value(loss_fn, LOGITS, LABELS), errors.mean(), rtol=1e-6)
-    np.testing.assert_allclose(
-        value(loss_fn, LOGITS, LABELS, WEIGHT), np.average(errors, weights=WEIGHT), rtol=1e-6
-    )

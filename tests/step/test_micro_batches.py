@@ -267,7 +267,7 @@ def test_outputs_that_cannot_be_put_together_are_refused() -> None:
         return jnp.mean(params * x), ft.Aux(model_state, {"mean": jnp.mean(x)})
 
     with pytest.raises(
-        ValueError, match=r"a micro-batch, 2.*\n  mean: float32\[\]\nReturn scalars"
+        ValueError, match=r"a micro-batch, 2.*\n  outputs/mean: float32\[\]\nReturn scalars"
     ):
         ft.micro_batches(loss_fn, 2)(1.0, (), X, rng=None, training=True)
 

@@ -237,8 +237,8 @@ def test_two_updates_make_a_step_of_two_optimizers() -> None:
             r"got a float32 scalar\. Write: return loss, functrain\.Aux\(model_state\)",
         ),
         (
-            lambda x: (x.sum(), {"n": x}),
-            r"return \(loss, Aux\(.*got \(a float32 scalar, dict\)\. Write",
+            lambda x: (x.sum(), x),
+            r"return \(loss, Aux\(.*got \(a float32 scalar, float32\[4, 1\]\)\. Write",
         ),
         (lambda x: None, r"return \(loss, Aux\(\.\.\.\)\), got None\. Write"),
     ],

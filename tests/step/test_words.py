@@ -58,9 +58,7 @@ def test_a_log_named_like_a_metric_of_the_evaluation_is_no_clash() -> None:
 
 
 def test_a_metric_whose_value_is_no_scalar_is_refused_before_the_first_step() -> None:
-    counts = ft.metrics.Metric(
-        lambda: jnp.zeros(3), lambda m, batch, outputs, loss: m + 1, lambda m: m
-    )
+    counts = ft.metrics.Metric(lambda: jnp.zeros(3), lambda m, batch, aux, loss: m + 1, lambda m: m)
     step = ft.train_step(logging(), TX, metrics={"counts": counts})
     with pytest.raises(TypeError, match=r"(?s)metrics: expected a scalar.*counts: float32\[3\]"):
         jax.eval_shape(step, step.start(start()), (X, X))
@@ -154,9 +152,9 @@ def test_arguments_of_update_that_are_mixed_up_are_named(arguments, words) -> No
 
 @pytest.mark.parametrize("loss", [logging(), ft.supervised(ft.Model(None, None), lambda o, y: o)])
 def test_a_loss_is_no_step(loss) -> None:
-    with pytest.raises(TypeError, match=r"step: expected \(state, batch\).*got the loss loss_fn"):
+    with pytest.raises(TypeError, match=r"step: expected \(state, batch\).*got loss_fn\(params"):
         check_step(loss)
-    with pytest.raises(TypeError, match=r"step: expected .* got the loss loss_fn"):
+    with pytest.raises(TypeError, match=r"step: expected .* got loss_fn\(params"):
         ft.inspect.autotune(start(), loss, (X, X))
 
 

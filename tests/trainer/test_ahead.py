@@ -24,7 +24,7 @@ EVAL = ft.eval_step(LOSS, metrics={"accuracy": ft.metrics.accuracy()})
 
 def logging(params, model_state, batch, *, rng, training):
     loss, aux = LOSS(params, model_state, batch, rng=rng, training=training)
-    return loss, aux._replace(logs={"extra": loss})
+    return loss, aux.replace(logs={"extra": loss})
 
 
 class Fit:
@@ -91,9 +91,7 @@ def test_so_is_what_a_hook_cannot_evaluate() -> None:
 
 
 def test_a_metric_whose_value_is_no_scalar_is_found() -> None:
-    counts = ft.metrics.Metric(
-        lambda: jnp.zeros(3), lambda m, batch, outputs, loss: m + 1, lambda m: m
-    )
+    counts = ft.metrics.Metric(lambda: jnp.zeros(3), lambda m, batch, aux, loss: m + 1, lambda m: m)
     fit = Fit()
     with pytest.raises(TypeError, match=r"(?s)metrics: expected a scalar.*counts: float32\[3\]"):
         fit(eval_data=LOADER, eval_step=ft.eval_step(LOSS, metrics={"counts": counts}))

@@ -67,7 +67,7 @@ def require_equal(name: str, kind: str, make: Make, weighted: bool, with_mask: b
     @jax.jit
     def update(m: Any, outputs: Any, y: Any, weight: Any, mask: Any) -> Any:
         outputs = masked(outputs, mask if with_mask else None)
-        return metric.update(m, (None, y, weight), outputs, None)
+        return metric.update(m, (None, y, weight), ft.Aux(outputs=outputs), None)
 
     @jax.jit
     def update_theirs(m: Any, outputs: Any, y: Any, weight: Any, mask: Any) -> Any:
@@ -123,7 +123,11 @@ def test_masks_and_weights_tell() -> None:
     metric = bridge.metric(make(), weighted=True)
 
     def value(*batch: Any, mask: Any = None) -> float:
-        return float(metric.compute(metric.update(metric.init(), batch, masked(outputs, mask), 0)))
+        return float(
+            metric.compute(
+                metric.update(metric.init(), batch, ft.Aux(outputs=masked(outputs, mask)), 0)
+            )
+        )
 
     error = ((outputs - y) ** 2).mean(-1)
     assert value(None, y) == pytest.approx(np.average(error))
@@ -148,7 +152,7 @@ def test_functions_are_metrics_of_their_mean(name: str) -> None:
     metric, theirs = bridge.metric(function), metrics.MeanMetricWrapper(function)
     m = metric.init()
     for outputs, y, *_ in batches(kind):
-        m = metric.update(m, (None, y), jnp.asarray(outputs), None)
+        m = metric.update(m, (None, y), ft.Aux(outputs=jnp.asarray(outputs)), None)
         theirs.update_state(y, outputs)
     np.testing.assert_array_equal(metric.compute(m), theirs.result())
 
@@ -164,11 +168,13 @@ def test_accuracy_is_chosen_by_the_shapes_as_compile_does(kind: str, theirs: Any
     metric, expected = bridge.metric("accuracy"), theirs()
     m = metric.init()
     for outputs, y, *_ in batches(kind):
-        m = metric.update(m, (None, y), outputs, None)
+        m = metric.update(m, (None, y), ft.Aux(outputs=outputs), None)
         expected.update_state(y, outputs)
     assert metric.compute(m) == expected.result()
     binary = bridge.metric("acc")
-    m = binary.update(binary.init(), (None, np.array([[1.0], [0.0]])), np.array([[0.9], [0.8]]), 0)
+    m = binary.update(
+        binary.init(), (None, np.array([[1.0], [0.0]])), ft.Aux(outputs=np.array([[0.9], [0.8]])), 0
+    )
     assert binary.compute(m) == 0.5
 
 
@@ -197,7 +203,7 @@ def test_a_metric_of_ones_own_starts_where_its_reset_leaves_it() -> None:
     theirs = Extremes()
     theirs.update_state(None, np.array([-5.0]))
     metric = bridge.metric(theirs)
-    m = metric.update(metric.init(), (None, None), jnp.array([2.0, 3.0]), None)
+    m = metric.update(metric.init(), (None, None), ft.Aux(outputs=jnp.array([2.0, 3.0])), None)
     assert metric.compute(m) == {"least": 2.0, "count": 2.0}
     assert metric.compute(metric.init())["least"] == np.inf
     assert theirs.result() == {"least": -5.0, "count": 1.0}
@@ -208,7 +214,7 @@ def test_a_metric_runs_in_a_scan_and_under_vmap() -> None:
     outputs, y = (np.stack(x) for x in zip(*(data("chances", 6, s) for s in range(4)), strict=True))
 
     def body(m: Any, batch: Any) -> tuple[Any, None]:
-        return metric.update(m, (None, batch[1]), batch[0], None), None
+        return metric.update(m, (None, batch[1]), ft.Aux(outputs=batch[0]), None), None
 
     scanned, _ = jax.jit(lambda m: jax.lax.scan(body, m, (outputs, y)))(metric.init())
     theirs = metrics.AUC(num_thresholds=20)
@@ -216,7 +222,9 @@ def test_a_metric_runs_in_a_scan_and_under_vmap() -> None:
     np.testing.assert_allclose(metric.compute(scanned), theirs.result(), rtol=1e-6)
 
     def one(outputs: Any, y: Any) -> Any:
-        return metric.compute(metric.update(metric.init(), (None, y), outputs, None))
+        return metric.compute(
+            metric.update(metric.init(), (None, y), ft.Aux(outputs=outputs), None)
+        )
 
     each = jax.vmap(one)(outputs, y)
     np.testing.assert_allclose(
@@ -275,7 +283,7 @@ def test_one_output_of_several_is_measured() -> None:
     y = {"a": np.ones((2, 1)), "b": np.zeros((2, 1))}
     metric = bridge.metric("mae", output="a", weighted=True)
     for weight in (np.array([0.0, 1.0]), {"a": np.array([0.0, 1.0]), "b": np.ones(2)}):
-        m = metric.update(metric.init(), (None, y, weight), outputs, None)
+        m = metric.update(metric.init(), (None, y, weight), ft.Aux(outputs=outputs), None)
         assert metric.compute(m) == 1.0
 
 
@@ -324,17 +332,17 @@ def test_a_metric_that_needs_more_says_what() -> None:
     with pytest.raises(TypeError, match=r"example: expected \(outputs, y\) of one batch.*got 3"):
         bridge.metric(metrics.F1Score(), example=3)
     mae = bridge.metric("mae")
-    with pytest.raises(ValueError, match=r"batch: expected \(x, y\) or"):
-        mae.update(mae.init(), np.ones((4, 2)), np.ones((4, 2)), None)
+    with pytest.raises(ValueError, match="labels: expected labels to compare"):
+        mae.update(mae.init(), np.ones((4, 2)), ft.Aux(outputs=np.ones((4, 2))), None)
     late = bridge.metric(Late())
     with pytest.raises(ValueError, match=r"expected the 2 values.*got 1\. If.*example="):
-        late.update(late.init(), (None, 0), 0, None)
+        late.update(late.init(), (None, 0), ft.Aux(outputs=0), None)
     careless = bridge.metric(Careless())
     with pytest.raises(ValueError, match=r"Careless[^$]*hidden: float32\[\][^$]*self.add_variable"):
-        careless.update(careless.init(), (None, 0), 0, None)
+        careless.update(careless.init(), (None, 0), ft.Aux(outputs=0), None)
     several = bridge.metric("mae", output="a")
     with pytest.raises(ValueError, match=r"y: expected a dict or list .* none for 'a' in \['b'\]"):
-        several.update(several.init(), (None, {"b": 0}), {"b": 0}, None)
+        several.update(several.init(), (None, {"b": 0}), ft.Aux(outputs={"b": 0}), None)
     first = bridge.metric("mae", output=0)
     with pytest.raises(ValueError, match=r"y: expected a dict or list .* none for 0 in ndarray"):
-        first.update(first.init(), (None, np.ones((2, 1))), [np.ones((2, 1))], None)
+        first.update(first.init(), (None, np.ones((2, 1))), ft.Aux(outputs=[np.ones((2, 1))]), None)
