@@ -1,9 +1,11 @@
 """The events of a run."""
 
 import dataclasses
+import operator
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import numpy as np
 
 from functrain.common import _tree, _values
@@ -39,7 +41,8 @@ class Event(_Positioned):
       position: The progress of the training, counted from its very beginning.
       state: The state at that position. The next program consumes it (donation): use it before
         the loop continues, and copy what you keep. If you assign another state with the same
-        structure, shapes and dtypes, the run continues with a copy of it.
+        structure, shapes and dtypes, or a leaf of a dict or list in it, the run continues with a
+        copy.
       values: The values of this event by name, such as ``{"val_loss": 0.3}``; for a population
         one per member, `f64[N]`. `fit` adds an epoch's means and metrics before its hooks run;
         values that hooks add go into the history.
@@ -60,6 +63,11 @@ class Event(_Positioned):
     _metrics: Callable[[], dict[str, Any]] = dataclasses.field(default=dict, repr=False)
     # True for a population: values and logs then have one number per member.
     _of_members: bool = dataclasses.field(default=False, repr=False)
+    # The latest state that was assigned, and the one that the event came with. Once that has been
+    # read, its structure and its leaves.
+    _state: PyTree = dataclasses.field(init=False, repr=False)
+    _given: PyTree = dataclasses.field(init=False, repr=False)
+    _flat: tuple[Any, list[Any]] | None = dataclasses.field(default=None, init=False, repr=False)
     # See `hand_over`.
     _is_handed_over: bool = dataclasses.field(default=False, repr=False)
 
@@ -70,6 +78,20 @@ class Event(_Positioned):
           state: A state with the structure, shapes and dtypes of `event.state`.
         """
         self.state, self._is_handed_over = state, True
+
+    def original_state(self) -> PyTree:
+        """Returns the state that the event came with, also if a leaf was assigned since."""
+        return self._given if self._flat is None else jax.tree.unflatten(*self._flat)
+
+    def is_changed_in_place(self) -> bool:
+        """Returns True if a leaf was assigned in a container of the state that the event had."""
+        if self._flat is None:
+            return False
+        structure, leaves = self._flat
+        leaves_now, structure_now = jax.tree.flatten(self._given)
+        # By identity: the values need not be ready, and a comparison would wait for them.
+        is_same = structure_now == structure and all(map(operator.is_, leaves, leaves_now))
+        return not is_same
 
     def metrics(self) -> dict[str, Any]:
         """Returns the running metrics of the epoch so far, as arrays on the device."""
@@ -85,6 +107,26 @@ class Event(_Positioned):
         that they agree on, a few programs later.
         """
         self.stopped = True
+
+
+def _read_state(event: Event) -> PyTree:
+    # Containers can be changed once they are known to the reader. Most events are handled without
+    # their states, and flattening a large one takes a few percent of a short step.
+    if event._flat is None:
+        leaves, structure = jax.tree.flatten(event._given)
+        event._flat = structure, leaves
+    return event._state
+
+
+def _assign_state(event: Event, state: PyTree) -> None:
+    event._state = state
+    # The first assignment is that of `__init__`.
+    if not hasattr(event, "_given"):
+        event._given = state
+
+
+# Assigned here, since the decorator would take a property in the class for the field's default.
+Event.state = property(_read_state, _assign_state)
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)

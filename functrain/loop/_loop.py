@@ -84,8 +84,6 @@ class Loop:
         self._of_members = traits_of(self.step).is_population
         self._epoch_end_is_pending = resumed is not None and resumed.epoch_end_is_pending
         self._epoch_is_over = resumed is not None and resumed.nothing_left
-        # To tell a state that was changed in place; see `_require_structure`.
-        self._structure = _tree.structure(carry)
         self._log_names: dict[Any, list[tuple[int, str]]] = {}
         self.driver.begin(self._with_metrics(carry, None if resumed is None else resumed.metrics))
         # The driver owns the arrays that were read: a reference would keep them in memory.
@@ -198,11 +196,7 @@ class Loop:
         # Other processes read both counts to see whether this one still takes part in the run.
         if self.stopping is not None:
             self.stopping.started += chunk.steps
-        try:
-            rows = self.driver.run(chunk)
-        except Exception as error:
-            self._require_structure(error)
-            raise
+        rows = self.driver.run(chunk)
         if self.stopping is not None:
             self.stopping.dispatched += chunk.steps
         self.position = self.position.after(chunk.steps)
@@ -253,6 +247,7 @@ class Loop:
         """Yields the last event; saves the last state, and the final one if a hook replaced it."""
         # Read before the event, whose hooks may replace the state, as `EarlyStopping` does. A run
         # that resumes for more epochs continues from the last state, not from the best one.
+        state = self.state
         trees, values = self._trees_to_save(self._epoch_is_over), self._last_values
         event = RunEnd(**self._event_fields(), was_stopped=is_stopped)
         self._unsaved_end = event, trees
@@ -266,8 +261,8 @@ class Loop:
         is_finished = self.resumed is not None and self.resumed.finished
         has_run = self.position.epoch < self.epochs
         if self.saving is not None and has_run and not is_finished:
-            if event.state is not trees["state"]:
-                trees["final"] = event.state
+            if self.state is not state:
+                trees["state"], trees["final"] = event.original_state(), self.state
             self.saving.save(
                 dataclasses.replace(event, values={**values, **event.values}),
                 trees,
@@ -380,30 +375,26 @@ class Loop:
 
     def _continue_from(self, event: Event) -> None:
         """Continues with the state of an event; copies the state if a hook has replaced it."""
-        state = event.state
-        if state is self.state:
+        is_changed_in_place = event.is_changed_in_place()
+        if event._state is self.state and not is_changed_in_place:
             return
+        state = event._state
         # The next program consumes the state, and only `hand_over` promises that nothing else uses
         # its arrays.
         if not event._is_handed_over:
+            # If this raises, the run has its own state.
+            if is_changed_in_place:
+                self._replace_state(event.original_state())
+            # Before the comparison: copies of NumPy arrays and Python numbers are jax arrays.
+            if _tree.structure(state) == _tree.structure(self.state):
+                state = _tree.copy(state)
             changes = _tree.differences(self.state, state)
             expected = "a state with the structure, shapes and dtypes it had"
             advice = "Assign a state with all of its leaves: event.state = new_state."
             require_no_problems("event.state", changes, expected, advice)
-            state = _placement.place_on_mesh(_tree.copy(state), self.sharding)
-        has_metrics = isinstance(self.driver.carry, Metered)
-        self.driver.begin(self.driver.carry.replace(state=state) if has_metrics else state)
+            state = _placement.place_on_mesh(state, self.sharding)
+        self._replace_state(state)
 
-    def _require_structure(self, error: Exception) -> None:
-        """Raises ValueError from an error of a program if its state was changed in place."""
-        # Looked at after an error only: flattening a large state for every program takes time. The
-        # hook of bridge hands over a state of its own.
-        before = jax.tree.unflatten(self._structure, [0] * self._structure.num_leaves)
-        paths = dict(_tree.leaves_with_path(self.state))
-        missing = [f"{p}: missing" for p, _ in _tree.leaves_with_path(before) if p not in paths]
-        if missing and not self.like_keras:
-            raise ValueError(
-                "event.state: expected the leaves it had, got a state that was changed in place:\n"
-                f"{_tree.bullets(missing)}\nAssign a changed copy with all of its leaves: "
-                "event.state = new_state."
-            ) from error
+    def _replace_state(self, state: PyTree) -> None:
+        carry = self.driver.carry
+        self.driver.begin(carry.replace(state=state) if isinstance(carry, Metered) else state)

@@ -146,7 +146,7 @@ def test_a_state_changed_in_place_is_named_by_its_missing_leaf(by_hook) -> None:
             for event in ft.run(state, step, data, fuse=1):
                 remove(event)
 
-    with pytest.raises(ValueError, match=r"(?s)event\.state: .* in place:\n  count: missing"):
+    with pytest.raises(ValueError, match=r"(?s)event\.state: .* got\n  count: missing"):
         train()
 
 
@@ -573,3 +573,85 @@ def test_early_stopping_knows_the_schedule_of_the_hook_that_makes_its_value() ->
     stopping = ft.hooks.EarlyStopping("measured", patience=1, mode="max")
     fit(measure, stopping)
     assert stopping.best_step == 50
+
+
+MUTABLE = {
+    "dict": lambda: {"w": jnp.zeros(3), "n": jnp.zeros(())},
+    "list": lambda: [jnp.zeros(3), jnp.zeros(())],
+    "list in a tuple": lambda: ([jnp.zeros(3)], jnp.zeros(())),
+    "TrainState": lambda: ft.TrainState.create(params={"w": jnp.zeros(3)}, tx=optax.sgd(1.0)),
+}
+
+
+def assign(state, kind, leaf):
+    where, key = {
+        "dict": lambda: (state, "w"),
+        "list": lambda: (state, 0),
+        "list in a tuple": lambda: (state[0], 0),
+        "TrainState": lambda: (state.params, "w"),
+    }[kind]()
+    where[key] = leaf
+
+
+@pytest.mark.parametrize(
+    "leaf",
+    [jnp.full(3, 5.0), jnp.full(3, np.float32(5)), np.full(3, 5.0)],
+    ids=["weak", "jax", "numpy"],
+)
+@pytest.mark.parametrize("kind", MUTABLE)
+def test_a_leaf_that_is_assigned_in_place_stays_the_user_s(kind, leaf) -> None:
+    def step(state, batch):
+        return jax.tree.map(lambda x: x + 1, state), {}
+
+    given = MUTABLE[kind]()
+    before = digest(given)
+    for event in ft.run(given, step, ft.NoData(4), fuse=1):
+        if isinstance(event, ft.events.ChunkEnd) and event.step == 2:
+            assign(event.state, kind, leaf)
+    expected = jax.tree.map(lambda x: x + 4, given)
+    assign(expected, kind, jnp.full(3, 7.0, jnp.float32))
+    assert digest(event.state) == digest(expected)
+    np.testing.assert_array_equal(leaf, 5.0)  # neither donated nor changed
+    assert digest(given) == before
+
+
+@pytest.mark.parametrize("donate", [True, False])
+def test_the_containers_passed_to_a_run_are_not_those_of_its_events(donate) -> None:
+    given = {"w": jnp.zeros(3)}
+    for event in ft.run(given, lambda s, b: (s, {}), ft.NoData(2), fuse=1, donate=donate):
+        event.state["w"] = jnp.ones(3)
+    np.testing.assert_array_equal(event.state["w"], 1.0)
+    assert given["w"].is_deleted() if donate else not given["w"].any()
+
+
+def test_an_assignment_in_place_that_does_not_fit_leaves_the_state_of_the_run() -> None:
+    def shrink(event):
+        event.state["w"] = jnp.zeros(2)
+
+    events = ft.run({"w": jnp.zeros(3)}, lambda s, b: ({"w": s["w"] + 1}, {}), ft.NoData(3), fuse=1)
+    shrink(next(events))
+    with pytest.raises(ValueError, match=r"w: expected float32\[3\], got float32\[2\]"):
+        next(events)
+    state, position = events.last_complete_state()
+    np.testing.assert_array_equal(state["w"], 1.0)
+    assert position.step == 1
+
+
+def test_an_assignment_in_place_at_the_end_does_not_change_what_a_longer_run_resumes(
+    tmp_path,
+) -> None:
+    def go(epochs, **how):
+        hooks = [reset] if epochs == 1 else []
+        step = lambda s, b: ({"w": s["w"] + 1}, {})  # noqa: E731
+        return ft.fit(
+            {"w": jnp.zeros(3)}, step, ft.NoData(3), epochs=epochs, hooks=hooks, verbose=0, **how
+        ).state
+
+    def reset(event):
+        if isinstance(event, ft.events.RunEnd):
+            event.state["w"] = jnp.full(3, -1.0)
+
+    save = {"checkpointer": ft.Checkpointer(tmp_path)}
+    np.testing.assert_array_equal(go(1, **save)["w"], -1.0)
+    np.testing.assert_array_equal(go(1, **save)["w"], -1.0)  # the final state is restored
+    np.testing.assert_array_equal(go(2, **save)["w"], 6.0)
