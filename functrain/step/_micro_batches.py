@@ -116,12 +116,12 @@ class _BatchLoss:
             loss, aux = compute_loss(
                 self.loss_fn, params, model_state, *args, rng=rng, training=training
             )
-            return loss, aux._replace(model_state=split_overwritten(aux.model_state)[1])
+            return loss, aux.replace(model_state=split_overwritten(aux.model_state)[1])
 
         total_loss = _accumulate(loss_of_part, self.size)
         scales, rest = split_overwritten(model_state)
         loss, aux = total_loss((params, scales), rest, rng, args, self.scale)
-        return loss, aux._replace(model_state=join_overwritten(aux.model_state, scales))
+        return loss, aux.replace(model_state=join_overwritten(aux.model_state, scales))
 
 
 def _accumulate(loss_of_part: Callable[..., LossAndAux], size: int) -> Callable[..., LossAndAux]:
