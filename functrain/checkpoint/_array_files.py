@@ -5,6 +5,7 @@ read.
 """
 
 import contextlib
+import glob
 import json
 import os
 import shutil
@@ -40,7 +41,16 @@ class ArrayFile(NamedTuple):
 
 def open_arrays(path: str) -> contextlib.AbstractContextManager[ArrayFile]:
     """Opens a checkpoint, or a file of a format that its suffix tells."""
-    if files_at(path).is_directory(path):
+    files = files_at(path)
+    folder = "" if files.is_checkpoint(path) else path
+    parts = sorted(glob.glob(f"{glob.escape(folder)}/*.safetensors")) if folder else []
+    if parts or path.endswith(".index.json"):
+        got = f"a folder with {os.path.basename(parts[0])}" if parts else "an index of several"
+        raise CheckpointMismatchError(
+            f"{path}: expected a checkpoint or one file of arrays, got {got}. Take the leaves of "
+            "each file in turn: state = functrain.warm_start(state, file).state"
+        )
+    if files.is_directory(path):
         return _open_checkpoint(path)
     if "://" in path:
         raise CheckpointMismatchError(

@@ -1,6 +1,7 @@
 """Parts of a state from a file: warm starts, transfer learning, new heads."""
 
 import collections
+import difflib
 import functools
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -81,7 +82,11 @@ def warm_start(
 ) -> WarmStart:
     """Replaces leaves of a state by those of a file; all others are unchanged.
 
-    Leaves are matched by path. Patterns match paths of the state, as for files: `*` stands for one
+    Leaves are matched by path, and taken as they are. PyTorch stores the matrices of `Linear` as
+    `[outputs, inputs]` and kernels of convolutions as `[outputs, inputs, height, width]`, so they
+    must be transposed for most layers of flax and Keras before the file is written.
+
+    Patterns match paths of the state, as for files: `*` stands for one
     part of a path, `**` for any number of them: ``"params/encoder/**"``, ``"**/kernel"``. A leaf
     that the file does not have under its path is also looked for where it is with and without
     `freeze`: ``params/body/kernel`` fills ``model_state/frozen/body/kernel``, and vice versa. The
@@ -156,6 +161,7 @@ def warm_start(
             loaded = {path: names[path] for path in requested if path in names}
             if not loaded:
                 _raise_nothing_to_take(file, names, requested)
+            _warn_of_torch_matrices(file, arrays.specs, loaded)
             specs = {path: arrays.specs[name] for path, name in loaded.items()}
             _require_same_specs(file, specs, leaves, cast)
             _require_values({path: leaves[path] for path in _without(leaves, loaded)})
@@ -306,19 +312,31 @@ def _require_used_patterns(
     skip: Sequence[str],
 ) -> None:
     """Raises ValueError for patterns without a match, which are most likely mistyped."""
-    # A leaf may be skipped that only one side has, but to be taken it has to be in both.
+    # A leaf may be skipped that only one side has.
     checks = [("skip", pattern, {*names, *leaves}) for pattern in skip]
-    checks += [("take", pattern, {*names} & {*leaves}) for pattern in take or ()]
+    checks += [("take", pattern, {*leaves}) for pattern in take or ()]
     for name, pattern, paths in checks:
-        if _matches_any([pattern], paths):
-            continue
-        is_in_state = _matches_any([pattern], leaves)
-        place, candidates = (source, names) if is_in_state else ("the state", leaves)
-        close = " or ".join(map(repr, _patterns.closest_patterns(pattern, list(candidates))))
-        raise ValueError(
-            f"{name}: expected a pattern of paths in {place}, got {pattern!r}, which matches "
-            f"none. {f'Nearest: {close}.' if close else 'There are no paths at all.'}"
-        )
+        if not _matches_any([pattern], paths):
+            close = " or ".join(map(repr, _patterns.closest_patterns(pattern, list(leaves))))
+            raise ValueError(
+                f"{name}: expected a pattern of paths in the state, got {pattern!r}, which matches "
+                f"none. {f'Nearest: {close}.' if close else 'There are no paths at all.'}"
+            )
+    for pattern in take or ():
+        in_state = [path for path in leaves if _matches_any([pattern], [path])]
+        if not any(path in names for path in in_state):
+            raise ValueError(
+                f"take: expected leaves in {source} for {pattern!r}, which matches {in_state[0]} "
+                f"in the state, got none. The file has {_closest_path(in_state[0], names)}. Pass "
+                "as rename= a function from paths in the file to paths in the state, or leave out "
+                "the pattern."
+            )
+
+
+def _closest_path(path: str, names: Mapping[str, str]) -> str:
+    """Returns the path in the file that is most similar to one in the state."""
+    close = difflib.get_close_matches(path, names, n=1, cutoff=0.0)
+    return names[close[0]] if close else "no leaves"
 
 
 def _matches_any(patterns: Iterable[str], paths: Iterable[str]) -> bool:
@@ -358,6 +376,23 @@ def _require_same_specs(
             f"{'To convert: cast=True. ' if all_castable else ''}"
             f"To leave them unchanged: skip={next(iter(lines))!r}, or a pattern."
         )
+
+
+def _warn_of_torch_matrices(
+    source: str, specs: Mapping[str, str], loaded: Mapping[str, str]
+) -> None:
+    """Warns if square matrices under PyTorch's name become kernels, which are its transposes."""
+    for path, name in loaded.items():
+        # Only square ones: any other shape differs from that of its transpose, which is an error.
+        shape = _float_shape(specs[name]) or ()
+        is_square = len(shape) > 1 and len(set(shape)) == 1
+        if is_square and name.endswith(".weight") and path.endswith("/kernel"):
+            warn(
+                f"{source}: {name} was taken as {path} without transposing it. PyTorch stores "
+                "[outputs, inputs], but a kernel is [inputs, outputs]: if the file is of PyTorch, "
+                "write it again with transposed matrices."
+            )
+            return
 
 
 def _float_shape(spec: str) -> tuple[int, ...] | None:

@@ -286,8 +286,24 @@ def test_patterns_and_names_that_mean_nothing_are_refused(old, given, message) -
 
 def test_a_pattern_that_the_state_has_and_the_file_lacks_is_refused(old) -> None:
     state = create(extra={"lora": {"a": jnp.ones(2)}})
-    with pytest.raises(ValueError, match=r"in .*/old, got 'params/lora/\*\*', which matches none"):
+    with pytest.raises(ValueError, match=r"take: expected leaves in .*/old for 'params/lora/\*\*'"):
         ft.warm_start(state, old, take=["params/**", "params/lora/**"])
+
+
+def test_patterns_of_the_state_are_told_to_rename_the_paths_of_the_file(tmp_path) -> None:
+    weights = create().params
+    ft.save(tmp_path / "bare", weights)
+    take = "params/encoder/**"
+    with pytest.raises(ValueError, match=r"matches (params/\S+) in the state, got none.*rename="):
+        ft.warm_start(create(), tmp_path / "bare", take=take)
+    # A pattern of the paths in the file is not one of the state.
+    with pytest.raises(ValueError, match=r"paths in the state, got 'encoder/.*'params/encoder/\*"):
+        ft.warm_start(create(), tmp_path / "bare", take="encoder/**")
+    warm = ft.warm_start(
+        create(), tmp_path / "bare", take=take, rename=lambda path: f"params/{path}"
+    )
+    assert warm.loaded
+    assert all(path.startswith("params/encoder/") for path in warm.loaded)
 
 
 def test_arguments_of_another_kind_are_named(old) -> None:
