@@ -13,7 +13,6 @@ from functrain.common._checks import require_integer as require_integer
 from functrain.common._checks import require_no_problems as require_no_problems
 from functrain.common._checks import require_one_of as require_one_of
 from functrain.common._checks import require_untraced as require_untraced
-from functrain.common._compile import jit as jit
 from functrain.common._gather import fetch_global as fetch_global
 from functrain.common._repr import brief as brief
 from functrain.common._repr import call as call
@@ -62,6 +61,7 @@ from functrain.model._lora import is_lora as is_lora
 from functrain.model._overwritten import OverwrittenByGradient as OverwrittenByGradient
 from functrain.rewrites import Mode as Mode
 from functrain.rewrites import resolve_mode as resolve_mode
+from functrain.rewrites._compile import jit as jit
 from functrain.sharding._rules import require_fitting_spec as require_fitting_spec
 from functrain.step._notes import add_notes as add_notes
 from functrain.step._state import check_tx as check_tx

@@ -142,15 +142,14 @@ def test_an_import_brings_nothing_but_what_is_always_needed(package: str, needs:
 
 
 def test_every_program_is_compiled_where_it_is_checked() -> None:
-    allowed = {"functrain.common._compile": 5}
+    allowed = {"functrain.rewrites._compile": 4}
     allowed["functrain.export._predict"] = 1  # what is exported is compiled elsewhere
-    allowed["functrain.inspect._doctor"] = 1  # compares with it
     compiling = {"jit", "pjit", "pmap"}
     for module, path in modules():
         nodes = list(ast.walk(ast.parse(path.read_text())))
         attributes = [n for n in nodes if isinstance(n, ast.Attribute) and n.attr in compiling]
         of_jax = [n for n in attributes if ast.unparse(n.value) in ("jax", "nnx", "nn")]
-        assert len(of_jax) == allowed.get(module, 0), f"{module}: use common._compile.jit"
+        assert len(of_jax) == allowed.get(module, 0), f"{module}: use rewrites._compile.jit"
         names = {n for n in imports(path) if n.split(".")[0] in ("jax", "flax", "keras")}
         assert not {n for n in names if n.split(".")[-1] in compiling}, module
 

@@ -87,8 +87,7 @@ PAGES = {  # by file name, in the order of the sidebar
         "Diagnostics (ft.inspect)",
         "functrain.inspect",
         "summary memory Memory largest_batch cost Cost Layer precompile autotune Tuning "
-        "explain_nan NotFinite explain_rewrites Explanation placement doctor Doctor "
-        "MiscompilationWarning",
+        "explain_nan NotFinite explain_rewrites Explanation placement MiscompilationWarning",
     ),
     "sharding": Page(
         "Sharding (ft.sharding)",

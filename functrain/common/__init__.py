@@ -9,7 +9,6 @@ Files:
   _values: named numbers; in a population, one number per member
   _arguments: signatures, and advice on arguments with other libraries' names
   _direction: which values are better when they are larger
-  _compile: `jax.jit` that avoids known miscompilations of XLA
   _hlo: instructions of compiled programs, and how often they run
   _platform: the platform that a program is compiled for
   _repr: short texts for large objects

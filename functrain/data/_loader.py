@@ -20,7 +20,6 @@ from functrain.common._checks import (
     require_no_problems,
     require_one_of,
 )
-from functrain.common._compile import jit_without_arithmetic
 from functrain.common._types import PyTree
 from functrain.common._wide_integers import is_cheap_to_read, is_narrowed, require_integers_fit
 from functrain.data import _buffer
@@ -29,6 +28,7 @@ from functrain.data._batches import Batches, Chunk
 from functrain.data._lookahead import Lookahead
 from functrain.data._same_data import Summary, differences, summary
 from functrain.data._stack import pad_chunk, stack_batches
+from functrain.rewrites._compile import jit_without_arithmetic
 
 
 class SeekableLoader(abc.ABC):

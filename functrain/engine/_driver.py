@@ -13,7 +13,6 @@ import numpy as np
 from functrain import rewrites as _rewrites
 from functrain.common import _tree
 from functrain.common._checks import require_flags
-from functrain.common._compile import jit_without_arithmetic
 from functrain.common._platform import current_platform, platform_of
 from functrain.common._types import PyTree, traits_of
 from functrain.data._batches import Chunk
@@ -29,6 +28,7 @@ from functrain.engine._programs import (
     program,
 )
 from functrain.rewrites import Mode
+from functrain.rewrites._compile import jit_without_arithmetic
 from functrain.step._notes import error_notes
 from functrain.targets._chips import on_chip_bytes
 

@@ -8,13 +8,13 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 
 from functrain import rewrites as _rewrites
-from functrain.common._compile import jit
 from functrain.common._platform import compiling_for
 from functrain.common._types import PyTree, traits_of
 from functrain.engine._guards import tracing_guards
 from functrain.engine._loop import check_stacked, reject_text_logs, repeat
 from functrain.engine._placement import Pins, pin_carry
 from functrain.rewrites import Mode
+from functrain.rewrites._compile import jit
 from functrain.step._notes import error_notes
 
 Program: TypeAlias = Callable[..., Any]

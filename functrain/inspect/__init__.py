@@ -5,7 +5,6 @@ Files:
   _precompile: programs in jax's compilation cache, for devices that are not there
   _placement: a table of the shards that each device holds
   _cost: the time, kernels and traffic of a step, as its compiler estimates them
-  _doctor: a check of this installation for known faults of XLA
   _explain_rewrites: a table of the operations of a function that are rewritten, with reasons
   _explain_nan: a search for the operation that made the first NaN or infinity
   _fit_program: the program that a fit would run, lowered for shapes
@@ -16,14 +15,11 @@ Files:
   _summary: a table of the leaves of a state or a model, and the cost of a step
 """
 
-from functrain.common._compile import MiscompilationWarning as MiscompilationWarning
 from functrain.inspect._autotune import Tuning as Tuning
 from functrain.inspect._autotune import autotune as autotune
 from functrain.inspect._cost import Cost as Cost
 from functrain.inspect._cost import Layer as Layer
 from functrain.inspect._cost import cost as cost
-from functrain.inspect._doctor import Doctor as Doctor
-from functrain.inspect._doctor import doctor as doctor
 from functrain.inspect._explain_nan import NotFinite as NotFinite
 from functrain.inspect._explain_nan import explain_nan as explain_nan
 from functrain.inspect._explain_rewrites import Explanation as Explanation
@@ -34,10 +30,10 @@ from functrain.inspect._memory import memory as memory
 from functrain.inspect._placement import placement as placement
 from functrain.inspect._precompile import precompile as precompile
 from functrain.inspect._summary import summary as summary
+from functrain.rewrites._compile import MiscompilationWarning as MiscompilationWarning
 
 __all__ = [
     "Cost",
-    "Doctor",
     "Explanation",
     "Layer",
     "Memory",
@@ -46,7 +42,6 @@ __all__ = [
     "Tuning",
     "autotune",
     "cost",
-    "doctor",
     "explain_nan",
     "explain_rewrites",
     "largest_batch",

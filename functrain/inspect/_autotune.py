@@ -11,7 +11,6 @@ import jax.numpy as jnp
 
 from functrain.common import _tree
 from functrain.common._checks import is_integer, require
-from functrain.common._compile import jit
 from functrain.common._gather import gather_from_processes
 from functrain.common._types import PyTree, Step, traits_of
 from functrain.data._batch import require_batch
@@ -20,6 +19,7 @@ from functrain.engine._driver import RUN_AHEAD
 from functrain.engine._guards import tracing_guards
 from functrain.engine._plan import nbytes
 from functrain.rewrites import Mode
+from functrain.rewrites._compile import jit
 from functrain.step._check import check_step
 
 ROUNDS = 5

@@ -12,7 +12,6 @@ from jax.extend.core import primitives
 from jax.sharding import NamedSharding
 
 from functrain.common import _repr, _tree
-from functrain.common._compile import jit
 from functrain.common._types import PyTree, Step, traits_of
 from functrain.engine._guards import tracing_guards
 from functrain.engine._plan import nbytes
@@ -21,6 +20,7 @@ from functrain.inspect._sheet import sheet
 from functrain.model._linen import from_linen
 from functrain.model._model import Model
 from functrain.model._nnx import from_nnx
+from functrain.rewrites._compile import jit
 from functrain.rewrites._equations import walk_equations
 
 

@@ -6,7 +6,6 @@ import jax
 import numpy as np
 
 from functrain.common._arguments import argument_advice
-from functrain.common._compile import jit
 from functrain.common._types import PyTree, Step
 from functrain.data._adapt import as_batches
 from functrain.data._batches import Batches
@@ -19,6 +18,7 @@ from functrain.engine._plan import FuseArg, Plan, nbytes, prediction_interval
 from functrain.engine._programs import Kind, cached_program
 from functrain.loop._require import require_all_examples, require_batches, require_state
 from functrain.rewrites import Mode
+from functrain.rewrites._compile import jit
 from functrain.step._eval import check_predict_step
 from functrain.targets._chips import accelerator_of
 

@@ -144,13 +144,18 @@ def optimize(fn: F, rewrites: Mode = "auto") -> F:
                 f"A rewrite failed and is skipped: {failure} Please report it. "
                 "FUNCTRAIN_REWRITES=off in the environment turns rewrites off.",
             )
-        run: Any = core.jaxpr_as_fun(closed)
-        outs = run(*map(jnp.asarray, jax.tree.leaves((args, kwargs))))
-        # The jaxpr returns no weak types when it is evaluated outside of jit.
-        outs = map(retype, map(jnp.asarray, outs), closed.out_avals)
-        return jax.tree.unflatten(jax.tree.structure(out_shapes), outs)
+        return evaluate(closed, out_shapes, (args, kwargs))
 
     return optimized  # type: ignore[return-value]  # wraps(F) is callable as F is
+
+
+def evaluate(closed: Any, out_shapes: Any, args: Any) -> Any:
+    """Returns the outputs of a jaxpr in the structure of `out_shapes`; `args` is any pytree."""
+    run: Any = core.jaxpr_as_fun(closed)
+    outs = run(*map(jnp.asarray, jax.tree.leaves(args)))
+    # The jaxpr returns no weak types when it is evaluated outside of jit.
+    outs = map(retype, map(jnp.asarray, outs), closed.out_avals)
+    return jax.tree.unflatten(jax.tree.structure(out_shapes), outs)
 
 
 class Untraceable(Exception):  # noqa: N818  # a property of the function, often not an error

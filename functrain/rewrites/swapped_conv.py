@@ -34,6 +34,7 @@ from jax.extend.core import primitives
 from functrain.rewrites._conv import conv, from_canonical, to_canonical, ungrouped_sizes
 from functrain.rewrites._rewrite import Rewrite
 from functrain.rewrites._windows import conv_positions, dilated_size
+from functrain.rewrites.cropped_conv import crop
 
 
 def _applies(eqn: core.JaxprEqn) -> bool:
@@ -75,6 +76,7 @@ def _replace(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
     last = lhs.ndim - 1
     images = lax.transpose(rhs, (last, *range(last - 1), last - 1))  # [O, *W, C]
     kernels = lax.transpose(lhs, (*range(1, last), last, 0))  # [*S, C, N]
+    images, params = crop(images, range(1, last), params)
     out = conv(images, kernels, **params)  # [O, *S', N], positions from the end
     out = lax.rev(out, tuple(range(1, last)))
     return from_canonical(lax.transpose(out, (last, *range(1, last), 0)), numbers)

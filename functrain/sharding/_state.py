@@ -7,8 +7,8 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from functrain.common import _tree
-from functrain.common._compile import jit
 from functrain.common._types import PyTree
+from functrain.rewrites._compile import jit
 from functrain.sharding._rules import Rule, require_fitting_spec
 
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from jax import lax
 
 from functrain.rewrites import optimize
+from functrain.rewrites._compile import jit
 from functrain.rewrites._equations import walk_equations
 from functrain.rewrites._pass import rewrite_jaxpr
 from functrain.rewrites._rewrite import Rewrite
@@ -84,10 +85,10 @@ def convolutions(
     ranks: Sequence[int] = (1, 2, 2, 3),
     holes: tuple[int, int] = (1, 2),
     apart: tuple[int, int] = (1, 2),
-    strides: tuple[int, int] = (1, 2),
+    strides: tuple[int, int] = (1, 3),
     sizes: tuple[int, int] = (7, 8),
     windows: tuple[int, int] = (1, 3),
-    pads: tuple[int, int] = (-1, 2),
+    pads: tuple[int, int] = (-2, 4),
 ) -> tuple[Conv, list[jax.Array]]:
     """A convolution and its operands with a cotangent. A group has `sides` inputs and outputs."""
     rank = draw(st.sampled_from(ranks))
@@ -118,7 +119,10 @@ def convolutions(
         return lax.conv_general_dilated(x, w, **options)
 
     x, w = normal(rng, lhs, dtype), normal(rng, rhs, dtype)
-    shape = jax.eval_shape(conv, x, w).shape
+    try:
+        shape = jax.eval_shape(conv, x, w).shape
+    except ValueError:  # the padding crops more than there is
+        assume(False)
     assume(all(shape))
     return conv, [x, w, normal(rng, shape, dtype)]
 
@@ -128,8 +132,8 @@ def check_accuracy(fn: Callable[..., Any], args: Sequence[jax.Array], *rules: Re
     before = jax.make_jaxpr(fn)(*args)
     after = rewrite_jaxpr(before, rules)
     assert after is not before
-    run = jax.jit(lambda *args: jax.extend.core.jaxpr_as_fun(after)(*args))
-    want, was, got = exact(fn, *args), jax.tree.leaves(jax.jit(fn)(*args)), run(*args)
+    run = jit(lambda *args: jax.extend.core.jaxpr_as_fun(after)(*args))
+    want, was, got = exact(fn, *args), jax.tree.leaves(jit(fn)(*args)), run(*args)
     for x, y, z in zip(jax.tree.leaves(want), was, got, strict=True):
         assert (z.shape, z.dtype, z.weak_type) == (y.shape, y.dtype, y.weak_type)
         error, error_was = (np.abs(np.asarray(v, np.float64) - x).max() for v in (z, y))

@@ -1,6 +1,7 @@
 """`jax.jit` for every program of functrain, which avoids known miscompilations of XLA."""
 
 import contextlib
+import enum
 import functools
 import os
 import re
@@ -16,18 +17,32 @@ from functrain.common import _tree
 from functrain.common._checks import require_one_of
 from functrain.common._platform import platform_of
 from functrain.common._warnings import warn
+from functrain.rewrites._optimize import evaluate, trace
+from functrain.rewrites._pass import rewrite_jaxpr
+from functrain.rewrites.cropped_conv import cropped_conv
 
-# jaxlib 0.10.0 to 0.11.0 compile parts of CPU programs with YNNPACK ("ynn fusions"). Two kinds of
-# these fusions are wrong:
+# jaxlib before 0.12 miscompiles some programs for CPUs.
+# Convolutions with a padding that is negative in front of an axis and positive behind it read
+# outside of the image (openxla/xla#48713). Fixed in 0.12.0.
+# Parts of programs are compiled with YNNPACK ("ynn fusions"). Two kinds of these are wrong:
 # - A product that is reduced in the same fusion. Rows beyond 128 KiB are wrong (jax#39103), and
 #   0.10.0 and 0.10.1 crash in sums of a product over more than 32,768 rows. Fixed in 0.11.0.
 # - Arrays of rank 7 or more. The process crashes (jax#40412, jax#39257). Fixed in 0.11.1.
-# Delete CheckedJit when 0.11.1 is the oldest supported version of jax.
+# Delete CheckedJit when 0.12 is the oldest supported version of jax.
 _VERSION = tuple(map(int, re.findall(r"\d+", jaxlib_version)[:3]))
-IS_AFFECTED = _VERSION < (0, 11, 1)
+IS_AFFECTED = _VERSION < (0, 12)
+
+
+class Fault(enum.Enum):
+    """A known kind of miscompilation."""
+
+    CROPPED_CONVOLUTION = "a convolution with negative padding"
+    FUSION = "a sum of products"
+
+
 # The compiler option that turns ynn fusions off. XLA's own sums are slower, by up to 45 % in
 # ordinary networks, so only the programs that have a wrong fusion are compiled with it.
-REMEDY = {"xla_cpu_experimental_ynn_fusion_type": ""}
+WITHOUT_FUSIONS = {"xla_cpu_experimental_ynn_fusion_type": ""}
 
 # These match the text of optimized HLO. A fusion's body is a computation that the fusion calls.
 _COMPUTATION = re.compile(r"^(%[\w.-]+) ([^\n]*\{\n.*?)^\}", re.MULTILINE | re.DOTALL)
@@ -35,6 +50,8 @@ _YNN_FUSION = re.compile(r'calls=(%[\w.-]+)[^\n]*"__ynn_fusion"')
 _PRODUCT = re.compile(r" (?:dot|convolution)\(")
 _REDUCTION = re.compile(r" reduce(?:-window)?\(")
 _RANK_7 = re.compile(r"\w\[\d+(?:,\d+){6,}\]")
+# `pad` has the padding of each axis, such as 0_0x-1_1.
+_CROPPED_CONVOLUTION = re.compile(r" convolution\([^\n]* pad=(?:-?\d+_-?\d+x)*-\d+_[1-9]")
 
 
 class MiscompilationWarning(UserWarning):
@@ -76,8 +93,17 @@ def jit_without_arithmetic(function: Callable[..., Any]) -> Any:
     return jax.jit(function)
 
 
-def is_miscompiled(hlo: str) -> bool:
-    """Returns True if the text of a compiled program has a fusion that is known to be wrong."""
+def find_faults(hlo: str) -> set[Fault]:
+    """Returns the faults that the text of a compiled program has."""
+    faults = set()
+    if _CROPPED_CONVOLUTION.search(hlo):
+        faults.add(Fault.CROPPED_CONVOLUTION)
+    if _has_wrong_fusion(hlo):
+        faults.add(Fault.FUSION)
+    return faults
+
+
+def _has_wrong_fusion(hlo: str) -> bool:
     fusions = set(_YNN_FUSION.findall(hlo))
     # Most programs have none: do not search their whole text for computations.
     if not fusions:
@@ -116,12 +142,14 @@ class CheckedJit:
                 raise _UncheckedError
             return function(*args)
 
+        self._checked, self._options = checked, options
         # For calls within transformations. It shares no cache with the others, so a program that it
         # has traced does not count as checked.
         self._transformed: Any = jax.jit(function, **options)
-        self._jitted: Any = jax.jit(checked, **options)
-        self._jitted_with_remedy: Any = jax.jit(checked, compiler_options=REMEDY, **options)
-        self._choices: dict[Any, Any] = {}  # by signature: _jitted or _jitted_with_remedy
+        # The `jax.jit` objects by the faults that their programs avoid.
+        self._by_faults: dict[frozenset[Fault], Any] = {}
+        self._jitted = self._avoiding(frozenset())
+        self._choices: dict[Any, Any] = {}  # by signature: one of these objects
         self._has_miscompiled = False
         # Signatures that were traced but whose check has not finished: another thread is checking
         # them, or Ctrl-C or an error interrupted the check. `jax.jit` would run their programs
@@ -152,15 +180,13 @@ class CheckedJit:
 
     def _use(self, method: str, args: tuple[Any, ...]) -> Any:
         """Calls a method of the `jax.jit` object that computes the right numbers."""
-        choice = self._choose(args)
-        if choice is self._jitted:
-            try:
-                return getattr(choice, method)(*args)
-            except _UncheckedError:
-                # The check of this signature was made in another context, such as another matmul
-                # precision, for which jax traces again. A remedy is right in every context.
-                choice = self._choose(args, again=True)
-        return self._allow_tracing(getattr(choice, method), *args)
+        try:
+            return getattr(self._choose(args), method)(*args)
+        except _UncheckedError:
+            # The check of this signature was made in another context, such as another matmul
+            # precision, for which jax traces again.
+            choice = self._choose(args, again=True)
+            return self._allow_tracing(getattr(choice, method), *args)
 
     def _choose(self, args: tuple[Any, ...], *, again: bool = False) -> Any:
         """Returns the `jax.jit` object that computes the right numbers for these arguments.
@@ -186,20 +212,39 @@ class CheckedJit:
     def _check(self, signature: Any, args: tuple[Any, ...]) -> Any:
         """Compiles and inspects the program; returns the `jax.jit` object to run it with."""
         self._unchecked.add(signature)
-        try:
-            lowered = self._allow_tracing(self._jitted.lower, *args)
-        except Exception:
-            # The function raised, so jax has cached no trace that could run unchecked. Ctrl-C is
-            # no Exception: it may come after the trace was cached.
-            self._unchecked.discard(signature)
-            raise
-        # jax caches the executable, so the call that follows neither traces nor compiles again.
-        is_wrong = is_miscompiled(lowered.compile().as_text() or "")
-        self._has_miscompiled |= is_wrong
+        avoided: frozenset[Fault] = frozenset()
+        while True:
+            choice = self._avoiding(avoided)
+            try:
+                lowered = self._allow_tracing(choice.lower, *args)
+            except Exception:
+                # The function raised, so jax has cached no trace that could run unchecked. Ctrl-C
+                # is no Exception: it may come after the trace was cached.
+                self._unchecked.discard(signature)
+                raise
+            # jax caches the executable, so the call that follows neither traces nor compiles again.
+            faults = find_faults(lowered.compile().as_text() or "")
+            # A program that avoids one fault is another program, so it is checked as well.
+            if faults <= avoided:
+                break
+            avoided |= faults
+        self._has_miscompiled |= bool(avoided)
         self._unchecked.discard(signature)
-        if is_wrong:
-            _warn_once()
-        return self._jitted_with_remedy if is_wrong else self._jitted
+        if avoided:
+            _warn_once(avoided, is_avoided=not faults)
+        return choice
+
+    def _avoiding(self, faults: frozenset[Fault]) -> Any:
+        """Returns the `jax.jit` object whose programs avoid these faults."""
+        if faults not in self._by_faults:
+            function: Callable[..., Any] = self._checked
+            options = dict(self._options)
+            if Fault.CROPPED_CONVOLUTION in faults:
+                function = _crop_first(function)
+            if Fault.FUSION in faults:
+                options["compiler_options"] = WITHOUT_FUSIONS
+            self._by_faults[faults] = jax.jit(function, **options)
+        return self._by_faults[faults]
 
     def _allow_tracing(self, function: Callable[..., Any], *args: Any) -> Any:
         """Calls a function that may trace the program without raising `_UncheckedError`."""
@@ -210,6 +255,17 @@ class CheckedJit:
             return function(*args)
         finally:
             _tracing.is_allowed = before
+
+
+def _crop_first(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the function with each image cropped before its convolution, instead of by it."""
+
+    @functools.wraps(function)
+    def cropped(*args: Any) -> Any:
+        closed, out_shapes = trace(function, *args)
+        return evaluate(rewrite_jaxpr(closed, [cropped_conv]), out_shapes, args)
+
+    return cropped
 
 
 def _is_transformed(leaves: list[Any]) -> bool:
@@ -228,18 +284,18 @@ def _leaf_signature(leaf: Any) -> Any:
 _has_warned = False
 
 
-def _warn_once() -> None:
+def _warn_once(faults: frozenset[Fault], *, is_avoided: bool) -> None:
     global _has_warned
     if _has_warned:
         return
     _has_warned = True
+    parts = " and ".join(sorted(fault.value for fault in faults))
+    if is_avoided:
+        result = "functrain avoids that; jax.jit and Keras's fit do not"
+    else:
+        result = "functrain cannot avoid that here: expect wrong numbers"
     warn(
-        f"jaxlib {jaxlib_version} miscompiles a part of this program on CPU "
-        "(https://github.com/jax-ml/jax/issues/39103). functrain has compiled the program without "
-        "that kind of fusion, so its results are right. The same computation outside of "
-        "functrain, with jax.jit or Keras's fit, may be wrong: use jax 0.11.1 or newer (it needs "
-        "Python 3.12), or set XLA_FLAGS=--xla_cpu_experimental_ynn_fusion_type= before jax starts. "
-        "functrain.inspect.doctor() shows what is affected. To silence this warning, call "
-        'warnings.simplefilter("ignore", functrain.inspect.MiscompilationWarning).',
+        f"jaxlib {jaxlib_version} computes {parts} of this program wrongly on CPU. {result}. See "
+        '"Known faults of XLA on CPU" on functrain\'s page about performance.',
         MiscompilationWarning,
     )
