@@ -85,7 +85,8 @@ class LossWatch:
         warn(
             f"{self._name}: expected finite numbers, got NaN or infinity{members}, first in step "
             f"{step}{place}. functrain.inspect.explain_nan(state, step, batch) names the "
-            "operation that made it: pass the state before that step, and its batch. "
+            "operation that made it: pass the state before that step, and its batch. If that state "
+            "holds NaN already, the gradient of the step before made it: go back one step. "
             "functrain.fit(..., steps=) computes that state, from the last checkpoint before it.",
         )
 

@@ -12,8 +12,9 @@ from functrain.common import _repr, _tree
 from functrain.common._arguments import argument_advice
 from functrain.common._checks import is_integer, require, require_instance, require_no_problems
 from functrain.common._types import PyTree
+from functrain.common._warnings import warn
 from functrain.population._shared import as_patterns, join, split_states
-from functrain.step._state import require_key
+from functrain.step._state import TrainState, require_key
 
 
 class PopulationState(flax.struct.PyTreeNode, eq=False):
@@ -108,7 +109,8 @@ def create(
 
     Args:
       make_state: Creates the state of one member from a typed key `key[]`: usually a `TrainState`
-        whose `rng` comes from that key as well, so that members draw different numbers.
+        whose `rng` comes from that key as well, so that members draw different numbers. A warning
+        says if the params do not come from it; `stack` is for members that start as equals.
       key: A typed key `key[]`.
       members: N. The length of the hyperparameters by default.
       hyperparameters: Arrays `[N]` by name; see `with_hyperparameters`.
@@ -155,7 +157,27 @@ def create(
         for i in range(1, count):
             yield make_state(jax.random.fold_in(key, i))
 
-    return with_hyperparameters(_stack(make_states(), shared), hyperparameters)
+    population = with_hyperparameters(_stack(make_states(), shared), hyperparameters)
+    _warn_of_equal_params(population.states)
+    return population
+
+
+def _warn_of_equal_params(states: PyTree) -> None:
+    """Warns if all members have the same params, and these are not just zeros or ones."""
+    params = [state.params for state in _tree.nodes(states, TrainState)]
+    is_varied = False
+    for leaf in jax.tree.leaves(params):
+        if not _tree.is_readable(leaf) or len(leaf) < 2 or not jnp.all(leaf == leaf[:1]):
+            return
+        is_varied = is_varied or bool(jnp.any(leaf[0] != leaf[0].ravel()[:1]))
+    if is_varied:
+        warn(
+            "population.create: expected params that depend on the key that make_state gets, got "
+            "the same for all members. A module of nnx, Equinox or Keras has its values from its "
+            "construction: construct one for each key, as from_nnx(lambda rngs: Net(rngs=rngs)) "
+            "and from_equinox(lambda key: Net(key)) do. If members should start as equals, use "
+            "functrain.population.stack([state.replace(rng=k) for k in jax.random.split(key, N)])."
+        )
 
 
 def stack(states: Sequence[PyTree], *, shared: str | Sequence[str] = ()) -> PopulationState:

@@ -178,6 +178,7 @@ def test_what_came_in_is_named_by_its_path() -> None:
     step, state = of_loss(lambda p, x: jnp.sum(p * x["image"]))
     found = ft.inspect.explain_nan(state, step, {"image": jnp.array([1.0, np.nan])})
     assert (found.operation, found.location) == ("input", "batch/image")
+    assert "Go back" not in str(found)
     state = state.replace(params=state.params.at[1].set(-jnp.inf))
     found = ft.inspect.explain_nan(state, step, {"image": jnp.ones(3)})
     assert (found.bad_values, found.location) == ("-inf in 1 of 3", "state/params")
@@ -244,6 +245,27 @@ def test_an_infinity_that_is_meant_is_not_blamed_for_the_nan_of_an_operations_in
     assert found.cause is not None
     assert (found.operation, found.cause.operation) == ("sub", "mul")
     assert found.cause.within == ("scan, iteration 1",)
+
+
+@pytest.mark.parametrize("wrap", [lambda s: s, lambda s: {"g": s}, lambda s: (1.0, s)])
+def test_nan_in_the_state_sends_one_step_back_where_it_is_found(wrap) -> None:
+    # The gradient of sqrt at 0 is infinite, and times 0 NaN: the loss of this step is finite.
+    step, start = of_loss(lambda p, x: jnp.sum(jnp.sqrt(p * 0)))
+    after, logs = jax.jit(step)(start, jnp.ones(2))
+    assert np.isfinite(logs["loss"])
+
+    def wrapped(state, batch):
+        return wrap(step(jax.tree.leaves(state, is_leaf=is_state)[-1], batch)[0]), {}
+
+    def is_state(x):
+        return isinstance(x, ft.TrainState)
+
+    found = ft.inspect.explain_nan(wrap(after), wrapped, jnp.ones(2))
+    assert found.operation == "input"
+    assert "Go back one step" in str(found)
+    found = ft.inspect.explain_nan(wrap(start), wrapped, jnp.ones(2))
+    assert found.operation != "input"
+    assert "Go back" not in str(found)
 
 
 def test_an_infinity_beside_the_value_that_made_nan_is_not_its_cause() -> None:
@@ -314,7 +336,7 @@ def test_a_loss_is_no_step() -> None:
     def loss_fn(params: Any, model_state: Any, batch: Any, *, rng: Any, training: bool) -> Any:
         return 0.0, ft.Aux(model_state)
 
-    with pytest.raises(TypeError, match=r"step: expected \(state, batch\).*got the loss loss_fn"):
+    with pytest.raises(TypeError, match=r"step: expected \(state, batch\).*got loss_fn\(params"):
         ft.inspect.explain_nan({}, loss_fn, {})
 
 
