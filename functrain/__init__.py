@@ -53,6 +53,7 @@ from functrain.step import TrainState as TrainState
 from functrain.step import eval_step as eval_step
 from functrain.step import micro_batches as micro_batches
 from functrain.step import predict_step as predict_step
+from functrain.step import step_key as step_key
 from functrain.step import supervised as supervised
 from functrain.step import train_step as train_step
 from functrain.step import update as update
@@ -114,6 +115,7 @@ __all__ = [
     "run",
     "save",
     "sharding",
+    "step_key",
     "supervised",
     "target",
     "train_step",

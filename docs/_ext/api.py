@@ -45,7 +45,7 @@ PAGES = {  # by file name, in the order of the sidebar
         "States, losses and steps",
         "functrain",
         "TrainState supervised LossFn Aux micro_batches train_step eval_step predict_step update "
-        "MeteredStep Step",
+        "step_key MeteredStep Step",
     ),
     "models": Page(
         "Models",

@@ -3,6 +3,7 @@
 Files:
   _tree: paths and specs of pytree leaves for error messages, and copies of states
   _types: the types PyTree and Step, and the traits by which loops treat steps
+  _log_names: names of logs whose type tells a loop what the log is
   _gather: fetching of arrays to the host, including arrays spread over processes
   _checks: argument checks
   _wide_integers: 64-bit integers that jax would truncate to 32 bits

@@ -18,7 +18,7 @@ from functrain.common._types import PyTree, traits_of
 from functrain.data._batches import Chunk
 from functrain.engine import _placement
 from functrain.engine._guards import tracing_guards
-from functrain.engine._loop import check_carry, reject_text_logs, require_pair
+from functrain.engine._loop import check_carry, require_pair
 from functrain.engine._programs import (
     TRAINING,
     Kind,
@@ -153,7 +153,7 @@ class Driver:
         return self._programs[k, takes_all]
 
     def _run_uncompiled(self, chunk: Chunk) -> PyTree:
-        body, rows, carry = reject_text_logs(self.kind.body(self.step)), [], self.carry
+        body, rows, carry = self.kind.body(self.step), [], self.carry
         for i in range(chunk.steps):
             batch = jax.tree.map(lambda x, i=i: jnp.asarray(x[i]), chunk.batches)
             with error_notes(batch), _uncompiled(self.step):

@@ -10,7 +10,7 @@ from jax.extend import core
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from functrain.common import _tree
-from functrain.common._checks import require_no_problems
+from functrain.common._checks import require, require_no_problems
 from functrain.common._types import PyTree
 from functrain.engine._scalar_rows import scan_with_scalar_rows
 
@@ -107,14 +107,23 @@ def require_pair(returned: Any) -> tuple[PyTree, PyTree]:
     )
 
 
-def reject_text_logs(body: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a body that raises TypeError if it logs a string, which jax cannot return."""
+def check_logs(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a step that raises an error for logs that could not be reported.
+
+    Raises:
+      TypeError: A log is a string, which jax cannot return.
+      ValueError: Two logs have the same path, by which a history would name both.
+    """
 
     def checked(*args: PyTree) -> Any:
-        returned = body(*args)
+        returned = step(*args)
         # `require_pair` raises for anything else, later.
         logs = returned[1] if type(returned) in (tuple, list) and len(returned) == 2 else ()
+        paths: set[str] = set()
         for path, leaf in _tree.leaves_with_path(logs):
+            advice = "Rename one: nested dicts are reported under their paths."
+            require(path not in paths, "logs", "a name of its own for each log", path, advice)
+            paths.add(path)
             if isinstance(leaf, str | bytes):
                 raise TypeError(
                     f"logs: expected arrays and numbers, got the string {leaf!r} at {path}. A hook "

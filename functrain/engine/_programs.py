@@ -11,7 +11,7 @@ from functrain import rewrites as _rewrites
 from functrain.common._platform import compiling_for
 from functrain.common._types import PyTree, traits_of
 from functrain.engine._guards import tracing_guards
-from functrain.engine._loop import check_stacked, reject_text_logs, repeat
+from functrain.engine._loop import check_logs, check_stacked, repeat
 from functrain.engine._placement import Pins, pin_carry
 from functrain.rewrites import Mode
 from functrain.rewrites._compile import jit
@@ -33,7 +33,7 @@ class Kind(NamedTuple):
     body: Callable[[Any], Callable[..., tuple[PyTree, PyTree]]]
 
 
-TRAINING = Kind("train", lambda step: step)
+TRAINING = Kind("train", check_logs)
 
 
 class LoopOptions(NamedTuple):
@@ -92,7 +92,7 @@ def _build(get_step: Callable[[], Any], kind: Kind, loop: LoopOptions) -> Progra
     ) -> tuple[PyTree, PyTree, jax.Array]:
         check_stacked(chunk, loop.k)
         step = get_step()
-        body = _rewrites.optimize(reject_text_logs(kind.body(step)), loop.rewrites)
+        body = _rewrites.optimize(kind.body(step), loop.rewrites)
 
         def run_step(carry: PyTree, batch: PyTree) -> Any:
             with error_notes(batch):

@@ -4,9 +4,11 @@ from collections.abc import Iterable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from functrain.common import _gather, _tree
+from functrain.common._log_names import name_of
 from functrain.common._types import PyTree
 
 
@@ -25,9 +27,20 @@ def row_of_step(rows: PyTree, i: int) -> PyTree:
     return jax.tree.map(lambda x: x[i], rows)
 
 
+def scalar_logs(rows: PyTree, of_members: bool = False) -> list[tuple[int, str]]:
+    """Returns the indices, among the leaves, and the names of the logs that a history can hold."""
+    leaves = jax.tree_util.tree_leaves_with_path(rows)
+    return [
+        (i, name_of(path))
+        for i, (path, x) in enumerate(leaves)
+        if is_scalar_per_step(x, of_members)
+    ]
+
+
 def is_scalar_per_step(rows: Any, of_members: bool = False) -> bool:
-    """Returns True if the log is one number a step (a member of a population); keys are not."""
-    return rows.ndim == (2 if of_members else 1) and not _tree.is_key(rows)
+    """Returns True if the log is one real number a step (a member of a population)."""
+    is_real = not (_tree.is_key(rows) or jnp.issubdtype(rows.dtype, jnp.complexfloating))
+    return is_real and rows.ndim == (2 if of_members else 1)
 
 
 def fetch_outputs(dispatched: Iterable[tuple[PyTree, int]]) -> list[PyTree]:

@@ -6,12 +6,10 @@ from typing import Any
 import numpy as np
 
 from functrain.common._gather import fetch_global
+from functrain.common._log_names import skip_counts
 from functrain.common._warnings import warn
 from functrain.engine._position import Position
 from functrain.loop._events import LogsReady
-
-# The log of `skip_non_finite`: above 0 for a step that was skipped.
-_SKIPPED = "skipped_in_a_row"
 
 
 class LossWatch:
@@ -34,14 +32,13 @@ class LossWatch:
     def logs(self, event: LogsReady) -> None:
         """Checks the steps of a chunk."""
         is_finite, has_loss = np.ones(event.steps, bool), False
-        skip_counts = [x for name, x in event.logs.items() if name.endswith(_SKIPPED)]
         for name, losses in event.logs.items():
             if not name.endswith("loss"):
                 continue
             has_loss = True
             is_bad = ~np.isfinite(losses.astype(np.float64))
-            for count in skip_counts:
-                is_bad &= ~(count > 0)
+            for count in skip_counts(name, event.logs):
+                is_bad &= ~(event.logs[count] > 0)
             # The loop calls this for every chunk, and nearly all losses are finite.
             if is_bad.any():
                 is_bad = is_bad.reshape(event.steps, -1)

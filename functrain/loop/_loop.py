@@ -363,11 +363,7 @@ class Loop:
         leaves, structure = jax.tree.flatten(rows)
         # Making path strings is slow, and they are the same for every chunk.
         if structure not in self._log_names:
-            self._log_names[structure] = [
-                (i, path)
-                for i, (path, x) in enumerate(_tree.leaves_with_path(rows))
-                if _rows.is_scalar_per_step(x, self._of_members)
-            ]
+            self._log_names[structure] = _rows.scalar_logs(rows, self._of_members)
         names = self._log_names[structure]
         values = _rows.fetch_rows([leaves[i] for i, _ in names], chunk.steps)
         logs = {name: x for (_, name), x in zip(names, values, strict=True)}

@@ -20,6 +20,7 @@ from functrain.step._loss import LossFn as LossFn
 from functrain.step._metered import MeteredStep as MeteredStep
 from functrain.step._micro_batches import micro_batches as micro_batches
 from functrain.step._state import TrainState as TrainState
+from functrain.step._state import step_key as step_key
 from functrain.step._supervised import supervised as supervised
 from functrain.step._train import train_step as train_step
 from functrain.step._update import update as update

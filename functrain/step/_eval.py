@@ -19,7 +19,7 @@ from functrain.step._check import (
     require_no_model,
 )
 from functrain.step._loss import Aux, LossFn
-from functrain.step._metered import MeteredStep, check_names
+from functrain.step._metered import MeteredStep
 from functrain.step._notes import error_notes
 from functrain.step._state import TrainState, check_rng
 from functrain.step._supervised import apply_model
@@ -83,8 +83,8 @@ def eval_step(
         return state, loss, aux
 
     check_loss(loss_fn)
-    check_names(metrics)
     check_rng(rng)
+    require_distinct_names("metrics", metrics or (), ["loss"], "the loss")
     require_distinct_names("logs", logs, ["loss", *(metrics or {})], "the loss and the metrics")
     mean = mean_loss()
     user_metrics = collection({"loss": mean, **(metrics or {})})

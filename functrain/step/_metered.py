@@ -1,7 +1,7 @@
 """Steps with and without running metrics."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from functrain.common import _repr, _tree
 from functrain.common._checks import require_instance
+from functrain.common._log_names import SumOfWeights
 from functrain.common._types import PyTree, Step, StepTraits
 from functrain.metrics._metric import Metered, Metric
 from functrain.step._check import require_distinct_names
@@ -92,9 +93,7 @@ class MeteredStep(StepTraits):
 
 
 # The log of ``Aux.weight``: means over the steps of an epoch are weighted by it.
-SUM_OF_WEIGHTS = "sum_of_weights"
-# The values that the loop itself reports.
-_LOOP_NAMES = ("loss", "seconds", SUM_OF_WEIGHTS)
+_SUM_OF_WEIGHTS = SumOfWeights("sum_of_weights")
 
 # The parentheses keep this key apart from the names of metrics.
 _BATCH_COUNT = "(batches)"
@@ -130,20 +129,16 @@ def _logs(loss: jax.Array, aux: Aux, values: PyTree = ()) -> dict[str, Any]:
     """Returns the logs of a step.
 
     Raises:
-      ValueError: A log has the name of a metric, or one that the loop uses.
+      ValueError: A log or a metric has the name of another.
     """
-    # Nested logs and metrics are reported under their paths, so the paths must differ.
-    log_names = dict(_tree.leaves_with_path(aux.logs))
-    metric_names = dict(_tree.leaves_with_path(values))
-    require_distinct_names("logs", log_names, _LOOP_NAMES, "the loop")
-    require_distinct_names("logs", log_names, metric_names, "the metrics")
     logs = {"loss": loss}
     # An empty tuple stands for a loss that is not a mean.
     if not (aux.weight is None or isinstance(aux.weight, tuple)):
-        logs[SUM_OF_WEIGHTS] = jnp.asarray(aux.weight, jnp.float32)
+        logs[_SUM_OF_WEIGHTS] = jnp.asarray(aux.weight, jnp.float32)
+    # Nested logs and metrics are reported under their paths, so the paths must differ.
+    log_names = dict(_tree.leaves_with_path(aux.logs))
+    metric_names = dict(_tree.leaves_with_path(values))
+    require_distinct_names("logs", log_names, logs, "the step")
+    require_distinct_names("logs", log_names, metric_names, "the metrics")
+    require_distinct_names("metrics", metric_names, logs, "the step")
     return {**logs, **aux.logs}
-
-
-def check_names(metrics: Mapping[str, Metric] | None) -> None:
-    """Raises ValueError if a metric has a name that the loop uses."""
-    require_distinct_names("metrics", metrics or (), ["learning_rate", *_LOOP_NAMES], "the loop")

@@ -1,7 +1,8 @@
 """The state that training carries from step to step."""
 
 import dataclasses
-from typing import Any, Self
+import zlib
+from typing import Any, Self, cast
 
 import flax.struct
 import jax
@@ -163,6 +164,34 @@ def _copy_fields(cls: type[TrainState], values: dict[str, Any]) -> dict[str, Any
         is_in_tree = added[name].metadata.get("pytree_node", True)
         copies[name] = _tree.copy(value) if is_in_tree else value
     return copies
+
+
+def step_key(state: TrainState, name: str) -> jax.Array:
+    """Returns a key for the random numbers of one step that are drawn outside of the loss.
+
+    It depends on the state's `rng`, its `step` and the name alone: a resumed run draws the same
+    numbers, and another name gives others. The loss has a key of its own.
+
+    Args:
+      state: The state before the step.
+      name: The purpose of the numbers, such as ``"mixup"``.
+
+    Returns:
+      A key, `key[]`.
+
+    Raises:
+      TypeError: The state has no `rng`.
+
+    Examples:
+      >>> import jax, optax
+      >>> tx, rng = optax.sgd(0.1), jax.random.key(0)
+      >>> state = TrainState.create(params={}, tx=tx, rng=rng)
+      >>> noise = jax.random.normal(step_key(state, "noise"), (4, 8))
+    """
+    require_key("state.rng", state.rng)
+    key = jax.random.fold_in(cast(jax.Array, state.rng), state.step)
+    # Models fold in small numbers, a checksum is a large one.
+    return jax.random.fold_in(key, zlib.crc32(name.encode()))
 
 
 def check_rng(rng: Any) -> None:

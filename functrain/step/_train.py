@@ -10,11 +10,12 @@ import optax
 
 from functrain.common import _tree
 from functrain.common._checks import require
+from functrain.common._log_names import LastValue
 from functrain.common._types import PyTree, Step
 from functrain.metrics._metric import Metric, collection
 from functrain.step._check import check_loss, require_distinct_names
 from functrain.step._loss import Aux, LossFn
-from functrain.step._metered import MeteredStep, check_names, unmetered_step
+from functrain.step._metered import MeteredStep, unmetered_step
 from functrain.step._state import TrainState, check_tx
 from functrain.step._update import update
 from functrain.tx._logs import logged
@@ -54,8 +55,8 @@ def train_step(
       TypeError: `loss_fn` is not a loss, `tx` is not an optax transformation, `metrics` is not a
         dict of Metrics, or `learning_rate` is not a function; or (when traced) the value of a
         metric is not a scalar.
-      ValueError: A metric is named "loss", "learning_rate" or "seconds"; or (when traced) a log has
-        such a name, or that of a metric.
+      ValueError: (when traced) two of the loss, the logs, the metrics and the values of the
+        optimizer have one name.
 
     Examples:
       >>> import jax, jax.numpy as jnp, optax
@@ -86,7 +87,6 @@ def train_step(
         require_distinct_names("logs", aux.logs, optimizer_logs, "the optimizer")
         return new, loss, aux.replace(logs={**optimizer_logs, **aux.logs})
 
-    check_names(metrics)
     return MeteredStep(train, collection(metrics)) if metrics else unmetered_step(train)
 
 
@@ -95,7 +95,7 @@ def _applied_rates(
 ) -> dict[str, jax.Array]:
     """Returns the learning rates of an update as logs; an empty dict if they are unknown."""
     if schedule is not None:
-        return {"learning_rate": jnp.asarray(schedule(_update_count(old)), jnp.float32)}
+        return {LastValue("learning_rate"): jnp.asarray(schedule(_update_count(old)), jnp.float32)}
     rates: dict[str, list[jax.Array]] = {}
     for path, x in _tree.leaves_with_path(new.opt_state, lambda x: isinstance(x, _LINE_SEARCHES)):
         keys = path.split("/")
@@ -119,7 +119,7 @@ def _log_name(path: list[str]) -> str:
     """Returns the log name of a rate, with the names of the groups it belongs to."""
     # `optax.partition` keeps the state of each group under inner_states/<group>.
     groups = [name for parent, name in itertools.pairwise(path) if parent == "inner_states"]
-    return "/".join([*groups, "learning_rate"])
+    return LastValue("/".join([*groups, "learning_rate"]))
 
 
 def _update_count(state: TrainState) -> jax.Array:

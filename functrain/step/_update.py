@@ -29,7 +29,7 @@ def update(
 
     Args:
       state: The state. The loss gets its `rng`, folded with its `step`. For random numbers outside
-        of the loss, fold in a constant as well: they must not depend on the same key.
+        of the loss, see `step_key`: they must not depend on the same key.
       loss_fn: ``loss_fn(params, model_state, *args, rng=, training=True) -> (f32[], Aux)``.
       tx: The optimizer. If its `update` takes `value`, `grad`, `value_fn` (line searches, plateau
         schedules) or `grad_fn` (`optax.contrib.sam`), it gets them, for the same batch and random

@@ -23,13 +23,15 @@ class History:
     """The logs and values of a fit. Two histories are equal only if they are the same object.
 
     Attributes:
-      steps: Scalar logs of every step, by name: arrays `f32[steps]`, in the logs' dtype. For a
-        population `[steps, N]` with one number per member; `epochs` and `within_epochs` have this
-        axis, too. `steps` and `within_epochs` are empty with ``fit(history="epochs")``.
+      steps: Scalar logs of every step, by name: arrays `f32[steps]`, in the logs' dtype, with NaN
+        for steps that did not report one. For a population `[steps, N]` with one number per member;
+        `epochs` and `within_epochs` have this axis, too. `steps` and `within_epochs` are empty with
+        ``fit(history="epochs")``.
       epochs: Values of every epoch, by name: arrays `f64[epochs]` with NaN for missing values. They
-        are the means of the logs over the epoch's examples (for the learning rate, the loss scale
-        and the counts of skipped steps, the last value), metrics, evaluations with the prefix
-        ``val_``, and ``seconds``.
+        are the means of the logs over the examples of the steps that reported them (for those of
+        `train_step` about the learning rate, the loss scale and skipped steps, the last value),
+        metrics, evaluations with the prefix ``val_``, and, unless the step has a log of that name,
+        ``seconds``, the time of the epoch.
       within_epochs: Values that hooks added within epochs, by name:
         ``(steps i64[n], values f64[n])``.
       first_steps_seconds: Time until the first program had finished, most of which is compilation,

@@ -31,7 +31,9 @@ def draw(history: "History") -> "Figure":
             return png(self, dpi=100)
 
     all_values = {**history.steps, **history.epochs, **history.within_epochs}
-    all_values.pop("seconds", None)
+    # The time of an epoch, unless the step has a log of that name.
+    if "seconds" not in history.steps:
+        all_values.pop("seconds", None)
     # A dict keeps the order. A value and its evaluation share a panel.
     names = list(dict.fromkeys(name.removeprefix("val_") for name in all_values))
     # More than three panels in a row are too small on a page.

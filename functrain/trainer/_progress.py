@@ -9,12 +9,12 @@ import jax
 from rich.console import Console
 
 from functrain.common._checks import require_one_of
+from functrain.common._log_names import SumOfWeights
 from functrain.common._types import PyTree
 from functrain.common._values import format_value, to_values
 from functrain.engine._position import Position
 from functrain.loop._events import ChunkEnd, EpochEnd, Event
 from functrain.loop._saving import Resumed
-from functrain.step._metered import SUM_OF_WEIGHTS
 from functrain.trainer._bar import Bar
 from functrain.trainer._recorder import Recorder
 
@@ -91,7 +91,7 @@ class ProgressReport:
             # The metrics of the last refresh have been computed by now, so this does not wait.
             values = {**recorder.latest, **to_values(self._metrics)}
             # The weights of the means are for the history only.
-            values.pop(SUM_OF_WEIGHTS, None)
+            values = {n: x for n, x in values.items() if not isinstance(n, SumOfWeights)}
             # Of several processes only one has a bar, and all would have to compute and fetch them.
             self._metrics = event.metrics() if jax.process_count() == 1 else {}
             self._bar.update(completed=self._steps, values=self._texts(values))

@@ -7,19 +7,15 @@ from typing import Any
 
 import numpy as np
 
-from functrain.common import _tree
+from functrain.common import _log_names, _tree
+from functrain.common._log_names import LastValue, LogName, SumOfWeights
 from functrain.common._types import PyTree
 from functrain.common._values import is_loggable, to_floats, to_values
 from functrain.common._warnings import warn
 from functrain.engine import _rows
 from functrain.loop._events import ChunkEnd, EpochEnd, Event, LogsReady
 from functrain.loop._finite import LossWatch
-from functrain.step._metered import SUM_OF_WEIGHTS
 from functrain.trainer._history import History
-
-# Logs whose last value of the epoch is reported instead of the mean: schedules and counters.
-_SKIPPED = "skipped_in_a_row"
-_LAST_VALUE_ONLY = ("learning_rate", "loss_scale", "skipped", _SKIPPED)
 
 
 class Recorder:
@@ -51,7 +47,6 @@ class Recorder:
         self._keeps_steps, self._warns_of_arrays = keeps_steps, warns_of_arrays
         self._steps: dict[str, _Column] = {}
         self._steps_begin = first_step  # the number of steps before the first one that is kept
-        self._has_logs = False
         self._epochs: list[dict[str, Any]] = []  # {"step": last step, "values": ...}
         # {"steps": ..., "values": ...} by name
         self._within_epochs: dict[str, dict[str, list[Any]]] = {}
@@ -65,20 +60,19 @@ class Recorder:
         """Adds the logs of a chunk."""
         if np.isnan(self.first_steps_seconds):
             self.first_steps_seconds = time.perf_counter() - self._start_time
-        if self._has_logs and event.logs.keys() != self._steps.keys():
-            # A column of the history has a value for every step.
-            raise ValueError(
-                f"logs: expected the names of the first step, {sorted(self._steps)}, from every "
-                f"step, got {sorted(event.logs)} at step {event.step}. Report a value that a batch "
-                "does not have as jnp.nan."
-            )
+        self.latest = {}
         # In the order in which the history and the progress report show them.
         for name, values in sorted(event.logs.items(), key=_rank):
-            self._steps.setdefault(name, _Column(values[:0])).extend(values)
+            if name not in self._steps:
+                self._steps[name] = _Column(values[:0])
+                self._steps[name].extend_missing(event.step - event.steps - self._steps_begin)
+            self._steps[name].extend(values)
             self.latest[name] = to_floats(values[-1])
+        # A column of the history has a value for every step.
+        for name in self._steps.keys() - event.logs.keys():
+            self._steps[name].extend_missing(event.steps)
         self.losses.logs(event)
         self._examples.extend(np.full(event.steps, event.examples, np.float64))
-        self._has_logs = True
 
     def before(self, event: Event) -> None:
         """Adds the epoch's means and metrics to its event, so that hooks see them."""
@@ -105,7 +99,9 @@ class Recorder:
             event.values[name] = to_floats(value)
         if isinstance(event, EpochEnd):
             now = time.perf_counter()
-            values = {**event.values, "seconds": now - self._epoch_start_time}
+            values = dict(event.values)
+            # A log or a metric of the user's may have this name.
+            values.setdefault("seconds", now - self._epoch_start_time)
             self._epochs.append({"step": event.step, "values": values})
             self._epoch_start_time = now
         elif self._keeps_steps:
@@ -121,6 +117,8 @@ class Recorder:
             "first_step": self._first_step,
             "steps_begin": self._steps_begin,
             "steps": {name: column.values().copy() for name, column in self._steps.items()},
+            "missing": {name: column.missing.copy() for name, column in self._steps.items()},
+            "kinds": {n: type(n).__name__ for n in self._steps if isinstance(n, LogName)},
             "epochs": self._epochs.copy(),
             "within_epochs": {
                 name: {"steps": points["steps"].copy(), "values": points["values"].copy()}
@@ -129,14 +127,12 @@ class Recorder:
             "examples": self._examples.values().copy(),
             "epoch_seconds": time.perf_counter() - self._epoch_start_time,
             "first_steps_seconds": self._first_steps_seconds(),
-            "has_logs": self._has_logs,
         }
 
     def restore(self, state: dict[str, Any]) -> None:
         """Restores the state from a checkpoint; the history continues from there."""
         self._first_step = state["first_step"]
         self._steps_begin = state["steps_begin"]
-        self._has_logs = state["has_logs"]
         skipped_steps = 0
         if not self._keeps_steps:
             # The checkpoint may have been saved by a fit that keeps the steps of earlier epochs.
@@ -145,7 +141,11 @@ class Recorder:
             self._steps_begin += skipped_steps
         self._steps, self.latest = {}, {}
         for name, values in state["steps"].items():
-            self._steps[name] = _Column(values[skipped_steps:])
+            if name in state["kinds"]:
+                name = getattr(_log_names, state["kinds"][name])(name)
+            column = self._steps[name] = _Column(values[skipped_steps:])
+            for begin, end in state["missing"][name]:
+                column.missing.append((max(0, begin - skipped_steps), max(0, end - skipped_steps)))
             if len(values) > skipped_steps:
                 self.latest[name] = to_floats(values[-1])
         self._epochs = state["epochs"]
@@ -170,7 +170,7 @@ class Recorder:
         columns = self._steps if self._keeps_steps else {}
         nan = float("nan")
         return History(
-            steps={name: column.values()[:count].copy() for name, column in columns.items()},
+            steps={str(name): column.values()[:count].copy() for name, column in columns.items()},
             epochs={name: _stack([values.get(name, nan) for values in epochs]) for name in names},
             within_epochs=within_epochs,
             first_steps_seconds=self._first_steps_seconds(),
@@ -187,38 +187,58 @@ class Recorder:
         """Returns the values of an epoch: its metrics, and the means of its logs."""
         examples, values = self._examples.values(), dict(metrics)
         self._examples = _Column(np.zeros(0))
-        if len(examples):
-            rows = {name: x.values()[-len(examples) :] for name, x in self._steps.items()}
-            weights = _weights(examples, rows.pop(SUM_OF_WEIGHTS, None), rows.get(_SKIPPED))
+        n = len(examples)
+        if n:
+            rows = {name: x.values()[-n:] for name, x in self._steps.items()}
             for name, x in rows.items():
-                is_last = name.split("/")[-1] in _LAST_VALUE_ONLY
-                values[name] = to_floats(x[-1] if is_last else _mean(x.astype(np.float64), weights))
+                has_value = self._steps[name].has_value()[-n:]
+                # The weights are those of the other logs; another epoch may have had this log.
+                if isinstance(name, SumOfWeights) or not has_value.any():
+                    continue
+                if isinstance(name, LastValue):
+                    values[str(name)] = to_floats(x[has_value][-1])
+                else:
+                    weights = _weights(name, rows, examples, has_value)
+                    values[name] = to_floats(_mean(name, x.astype(np.float64), weights))
         return dict(sorted(values.items(), key=_rank))
 
 
 def _weights(
-    examples: np.ndarray, sums: np.ndarray | None, skipped: np.ndarray | None
+    name: str, rows: dict[str, np.ndarray], examples: np.ndarray, has_value: np.ndarray
 ) -> np.ndarray:
-    """Returns the weight of each step in the means, `[steps]` or `[steps, members]`.
+    """Returns the weight of each step in the mean of a log, `[steps, 1]` or `[steps, members]`.
 
     A step's weight is its sum of weights if the loss is divided by one, otherwise its number of
     examples. Skipped steps have weight 0, unless all steps were skipped.
     """
-    # A member that was stopped reports NaN.
-    counts = examples if sums is None else np.where(np.isnan(sums), 1.0, sums)
-    applied = np.ones(len(examples)) if skipped is None else 1.0 - (skipped > 0)
-    applied = np.where(applied.any(0), applied, 1.0)
-    # Transposed, because [steps] and [members, steps] broadcast.
-    weights = applied.T * counts.T
-    return np.where(weights.any(-1, keepdims=True), weights, applied.T).T
+    counts = examples.reshape(-1, 1)
+    for sums in _log_names.nearest(name, [x for x in rows if isinstance(x, SumOfWeights)]):
+        counts = rows[sums].reshape(len(examples), -1)
+        # A member that was stopped reports NaN.
+        counts = np.where(np.isnan(counts), 1.0, counts)
+    has_value = has_value.reshape(-1, 1)
+    is_applied = has_value
+    for count in _log_names.skip_counts(name, rows):
+        is_applied = is_applied & ~(rows[count].reshape(len(examples), -1) > 0)
+    is_applied = np.where(is_applied.any(0), is_applied, has_value)
+    weights: np.ndarray = is_applied * counts
+    return np.where(weights.any(0), weights, is_applied)
 
 
-def _mean(values: np.ndarray, weights: np.ndarray) -> Any:
+def _mean(name: str, values: np.ndarray, weights: np.ndarray) -> Any:
     """Returns the weighted mean over steps; values with weight 0 may be NaN."""
-    if weights.ndim > 1:
-        return np.array(list(map(_mean, values.T, weights.T)))
-    has_weight = weights != 0
-    return np.average(values[has_weight], 0, weights[has_weight])
+    if weights.shape[1] > 1:
+        members = zip(values.T, weights.T, strict=True)
+        return np.array([_mean(name, x, weight.reshape(-1, 1)) for x, weight in members])
+    if weights.sum() == 0:
+        warn(
+            f"{name}: expected weights with a sum other than 0 in each epoch, got weights from "
+            f"{weights.min():.4g} to {weights.max():.4g}. Its mean is NaN. Pass weights that are "
+            "not negative."
+        )
+        return np.full(values.shape[1:], np.nan)
+    has_weight = weights[:, 0] != 0
+    return np.average(values[has_weight], 0, weights[has_weight, 0])
 
 
 def _warn_of_arrays(rows: PyTree, is_population: bool) -> None:
@@ -226,12 +246,13 @@ def _warn_of_arrays(rows: PyTree, is_population: bool) -> None:
     arrays = []
     for path, x in _tree.leaves_with_path(rows):
         if not (_tree.is_key(x) or _rows.is_scalar_per_step(x, is_population)):
-            arrays.append(f"{path!r} of shape {list(x.shape[1 + is_population :])}")
+            arrays.append(f"{path!r}, {_tree.format_spec(x.dtype, x.shape[1 + is_population :])}")
     if arrays:
         warn(
-            f"logs: expected one number per step{' and member' * is_population}, got "
-            f"{', '.join(arrays)}. The history and the loggers leave arrays out. Reduce them in "
-            "the step, as with jnp.mean, or read event.logs in your own hook.",
+            f"logs: expected one real number per step{' and member' * is_population}, got "
+            f"{', '.join(arrays)}. The history and the loggers leave others out. Reduce arrays in "
+            "the step, as with jnp.mean, split complex numbers with jnp.real and jnp.imag, or read "
+            "event.logs in your own hook.",
         )
 
 
@@ -240,9 +261,14 @@ class _Column:
 
     def __init__(self, numbers: np.ndarray) -> None:
         self._buffer, self._length = numbers.copy(), len(numbers)
+        # The beginnings and ends of the steps that have no number.
+        self.missing: list[tuple[int, int]] = []
 
     def extend(self, numbers: np.ndarray) -> None:
         """Appends numbers."""
+        if numbers.dtype != self._buffer.dtype:
+            # The log of another program may have another dtype.
+            self._buffer, numbers = self._buffer.astype(np.float64), numbers.astype(np.float64)
         end = self._length + len(numbers)
         # Grows by half of its size, so that appending takes constant time on average.
         if end > len(self._buffer):
@@ -252,6 +278,21 @@ class _Column:
             self._buffer = larger
         self._buffer[self._length : end] = numbers
         self._length = end
+
+    def extend_missing(self, count: int) -> None:
+        """Appends NaN for steps that did not report the number."""
+        if count:
+            self.missing.append((self._length, self._length + count))
+            is_integer = self._buffer.dtype.kind in "biu"
+            dtype = np.float64 if is_integer else self._buffer.dtype
+            self.extend(np.full((count, *self._buffer.shape[1:]), np.nan).astype(dtype))
+
+    def has_value(self) -> np.ndarray:
+        """Returns `bool[steps]`, False for the steps that did not report the number."""
+        has_value = np.ones(self._length, bool)
+        for begin, end in self.missing:
+            has_value[begin:end] = False
+        return has_value
 
     def values(self) -> np.ndarray:
         """Returns a view of all numbers so far."""

@@ -9,8 +9,13 @@ import optax
 
 from functrain.common import _tree
 from functrain.common._checks import require, require_no_problems
+from functrain.common._log_names import LastValue, SkippedInARow
 from functrain.common._types import PyTree
 from functrain.tx._extra_args import with_any_extra_args
+
+# The types of these names tell a loop which steps were skipped, and not to average the values.
+_SKIPPED, _SKIPPED_IN_A_ROW = LastValue("skipped"), SkippedInARow("skipped_in_a_row")
+_LOSS_SCALE = LastValue("loss_scale")
 
 
 class SkipState(NamedTuple):
@@ -63,8 +68,8 @@ def skip_non_finite(tx: optax.GradientTransformation) -> optax.GradientTransform
     def init(params: PyTree) -> SkipState:
         # In a SnapshotState, so that `logged` finds the counts.
         counts = {
-            "skipped": jnp.zeros((), jnp.int32),
-            "skipped_in_a_row": jnp.zeros((), jnp.int32),
+            _SKIPPED: jnp.zeros((), jnp.int32),
+            _SKIPPED_IN_A_ROW: jnp.zeros((), jnp.int32),
         }
         return SkipState(tx.init(params), jnp.array(True), optax.SnapshotState(counts))
 
@@ -82,8 +87,8 @@ def skip_non_finite(tx: optax.GradientTransformation) -> optax.GradientTransform
         updates = jax.tree.map(lambda x: jnp.where(finite, x, -jnp.zeros_like(x)), updates)
         counts = state.logs.measurement
         counts = {
-            "skipped": counts["skipped"] + (~finite).astype(jnp.int32),
-            "skipped_in_a_row": jnp.where(finite, 0, counts["skipped_in_a_row"] + 1),
+            _SKIPPED: counts[_SKIPPED] + (~finite).astype(jnp.int32),
+            _SKIPPED_IN_A_ROW: jnp.where(finite, 0, counts[_SKIPPED_IN_A_ROW] + 1),
         }
         # `select` is a `cond`. `where` would be fused with the sums before it and could round them
         # differently, so that the bits would depend on this wrapper.
@@ -171,7 +176,7 @@ def loss_scale(
         )
         require_no_problems("params", half, "no float16 under loss_scale", advice)
         scale = jnp.asarray(initial_scale, jnp.float32)
-        logs = optax.SnapshotState({"loss_scale": scale})
+        logs = optax.SnapshotState({_LOSS_SCALE: scale})
         return LossScaleState(skipping.init(params), scale, jnp.zeros((), jnp.int32), logs)
 
     def update(
@@ -187,7 +192,7 @@ def loss_scale(
         scale = jnp.where(skip.finite, scale_if_finite, smaller_scale)
         finite_in_a_row = jnp.where(finite_in_a_row >= growth_interval, 0, finite_in_a_row)
         # The scale that this update's loss was multiplied by, not the next one.
-        logs = optax.SnapshotState({"loss_scale": state.scale})
+        logs = optax.SnapshotState({_LOSS_SCALE: state.scale})
         return updates, LossScaleState(skip, scale, finite_in_a_row, logs)
 
     return optax.GradientTransformationExtraArgs(init, update)

@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 
+import functrain as ft
 from functrain import TrainState
 
 T = TypeVar("T")
@@ -150,3 +151,18 @@ def test_a_subclass_is_pickled() -> None:
 def test_fields_that_do_not_fit_the_class_are_refused(cls, fields, message) -> None:
     with pytest.raises(TypeError, match=message):
         cls.create(params=PARAMS, tx=optax.sgd(0.1), **fields)
+
+
+def test_a_step_key_depends_on_the_step_and_the_name_alone() -> None:
+    state = ft.TrainState.create(params={}, tx=optax.sgd(0.1), rng=jax.random.key(3))
+    later = state.replace(step=jnp.int32(7))
+    drawn = {}
+    for s in (state, later):
+        for name in ("mixup", "noise", ""):
+            drawn[int(s.step), name] = jax.random.bits(ft.step_key(s, name)).item()
+        drawn[int(s.step), None] = jax.random.bits(jax.random.fold_in(s.rng, s.step)).item()
+    assert len(set(drawn.values())) == len(drawn)
+    again = jax.jit(lambda s: jax.random.bits(ft.step_key(s, "mixup")))(later)
+    assert again.item() == drawn[7, "mixup"]
+    with pytest.raises(TypeError, match=r"state\.rng: expected one typed key.*got None"):
+        ft.step_key(state.replace(rng=None), "mixup")

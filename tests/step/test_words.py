@@ -35,11 +35,10 @@ def test_a_log_named_like_a_metric_is_refused() -> None:
         ft.fit(start(), step, LOADER, verbose=0)
 
 
-@pytest.mark.parametrize("name", ["loss", "seconds"])
 @pytest.mark.parametrize("metrics", [None, MAE])
-def test_a_log_named_as_the_loops_own_is_refused(name, metrics) -> None:
-    step = ft.train_step(logging(**{name: 1.0}), TX, metrics=metrics)
-    with pytest.raises(ValueError, match=rf"logs: expected names .* loop, got \['{name}'\]"):
+def test_a_log_named_as_the_loss_is_refused(metrics) -> None:
+    step = ft.train_step(logging(loss=1.0), TX, metrics=metrics)
+    with pytest.raises(ValueError, match=r"logs: expected names .* step, got \['loss'\]"):
         ft.fit(start(), step, LOADER, verbose=0)
 
 
