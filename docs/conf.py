@@ -7,6 +7,10 @@ import sys
 FOLDER = pathlib.Path(__file__).parent
 sys.path[:0] = [str(FOLDER / "_ext"), str(FOLDER.parent)]
 
+# Before jax is imported, here and in the processes that run the pages: with a warm compilation
+# cache, jaxlib 0.10 reports preferences of its compiler as missing features of the processor.
+os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
+
 import functrain
 
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(FOLDER / "_build" / "programs"))

@@ -182,3 +182,12 @@ def test_a_block_that_fails_stops_the_build_with_page_and_line(tmp_path: pathlib
     assert done.returncode != 0
     assert f"{tmp_path / 'index.md'}:11: a block failed" in done.stderr
     assert "'int' object has no attribute 'missing'" in done.stderr
+
+
+def test_the_log_of_xla_on_a_page_stops_the_build(extension) -> None:
+    pages = extension("pages")
+    from sphinx.errors import ExtensionError
+
+    with pytest.raises(ExtensionError, match=r"training: expected no log of XLA"):
+        pages._require_no_noise(None, "training", "", {"body": f"<p>E1 {pages.LOADER_LOG}"}, None)
+    pages._require_no_noise(None, "training", "", {"body": "<p>loss"}, None)

@@ -10,6 +10,7 @@ import hashlib
 import os
 import pathlib
 import re
+from typing import Any
 
 from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
@@ -44,6 +45,7 @@ DEVICES = {"devices": 8, "migrating": 8}  # devices a page runs on, if not one
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # An indented block right below a python block is the output that the page's author expects.
 WRITTEN_OUTPUT = re.compile(r"(?<=^```\n)\n(?: {4}.*\n)+", re.MULTILINE)
+LOADER_LOG = "Loading XLA:CPU AOT result"  # two lines of 2 kB for each program; see conf.py
 LINK = re.compile(r"(!?)\[([^\]]*)\]\((?!https?:|#)([^)#]+)(#[^)]*)?\)")
 HEAD = """\
 ---
@@ -159,6 +161,14 @@ def _require_all_ran(app: Sphinx, env: BuildEnvironment) -> None:
         raise ExtensionError("\n".join(failed))
 
 
+def _require_no_noise(
+    app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: Any
+) -> None:
+    """Raises ExtensionError if a page shows the log of XLA's loader."""
+    if LOADER_LOG in context.get("body", ""):
+        raise ExtensionError(f"{page}: expected no log of XLA in its outputs, got {LOADER_LOG!r}")
+
+
 def _write_shown(app: Sphinx) -> None:
     """Copies the files outside docs/ that the site shows."""
     for path, page in SHOWN.items():
@@ -177,4 +187,5 @@ def setup(app: Sphinx) -> dict[str, bool]:
     app.connect("builder-inited", _write_shown)
     app.connect("source-read", _read)
     app.connect("env-updated", _require_all_ran)
+    app.connect("html-page-context", _require_no_noise)
     return {"parallel_read_safe": True}
