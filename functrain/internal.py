@@ -23,12 +23,13 @@ from functrain.common._wide_integers import require_integers_fit as require_inte
 from functrain.data._arrays import host_batch as host_batch
 from functrain.data._arrays import require_no_number_lists as require_no_number_lists
 from functrain.data._arrays import require_unmasked as require_unmasked
-from functrain.data._batch import batch_size as batch_size
+from functrain.data._batch import example_count as example_count
 from functrain.data._batches import Batches as Batches
 from functrain.data._batches import Chunk as Chunk
 from functrain.data._batches import batch_signature as batch_signature
 from functrain.data._local import Local as Local
 from functrain.data._local import LocalBatches as LocalBatches
+from functrain.data._lookahead import Lookahead as Lookahead
 from functrain.data._stack import copy_batch as copy_batch
 from functrain.data._stack import pad_chunk as pad_chunk
 from functrain.data._stack import stack_batches as stack_batches

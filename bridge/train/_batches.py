@@ -15,11 +15,12 @@ from functrain.internal import (
     Chunk,
     Local,
     LocalBatches,
+    Lookahead,
     PyTree,
     batch_signature,
-    batch_size,
     chunk_placer,
     copy_batch,
+    example_count,
     host_batch,
     is_cheap_to_read,
     pad_chunk,
@@ -77,10 +78,7 @@ class KerasBatches(Batches):
     def __init__(self, epochs: Any, place: Callable[[PyTree], PyTree]) -> None:
         self.data, self._place = epochs, place
         self.steps = epochs.num_batches
-        self._items: Iterator[KerasBatch] = iter(())
-        self._next: KerasBatch | None = None
-        # An error of the data after a batch that has been fetched: the next `peek` raises it.
-        self._error: Exception | None = None
+        self._items: Lookahead[KerasBatch] = Lookahead(())
         self._epoch_position: dict[str, Any] = {"fetched": 0}
         self._resume_state: dict[str, Any] | None = None
 
@@ -92,35 +90,35 @@ class KerasBatches(Batches):
     def begin(self, epoch: int, batch: int = 0) -> None:
         """Begins the next epoch; after `restore`, continues it at a batch."""
         self._epoch_position = keras_private.data.epoch_position(self.data)
-        self._next = self._error = self.data.missing = None
-        self._items = self._with_marks()
+        self.data.missing = None
+        items = self._with_marks()
         if self._resume_state is not None and batch:
-            self._skip(batch, self._resume_state)
+            items = self._skip(items, batch, self._resume_state)
+        self._items = Lookahead(items, KerasBatch.signature)
         self._resume_state = None
 
     def peek(self) -> PyTree | None:
         """Fetches the next batch and returns its shapes; None at the end of the epoch."""
-        if self._next is None:
-            if self._error is not None:
-                raise self._error
-            self._next = next(self._items, None)
-        return None if self._next is None else self._next.shapes()
+        item = self._items.peek()
+        return None if item is None else item.shapes()
 
     def take(self, k: int, limit: int) -> Chunk:
         """Returns a chunk of the next batches that can be stacked."""
-        first, self._next = self._next, None
+        first = self._items.peek()
         assert first is not None, "peek comes first"
         batch_events: list[BatchEvents | None] = []
 
         def contents() -> Iterator[PyTree]:
-            for item in itertools.islice(self._stackable(first), limit):
+            for item in self._items.take(limit):
                 batch_events.append(item.events)
                 yield item.content
 
         if first.source is None:
             # The source may reuse the memory of a batch, so each is copied before the next.
             chunk, _ = stack_batches(contents(), k)
-            examples = batch_size(first.content)
+            # Where arrays differ in length, Keras counts the rows of the first input.
+            leaves = jax.tree.leaves(first.content)
+            examples = example_count(leaves) or example_count(leaves[:1]) or 1
         else:
             chunk = pad_chunk(_take_rows(first.source, list(contents())), k)
             examples = first.examples
@@ -137,7 +135,7 @@ class KerasBatches(Batches):
         return {
             "place": self._epoch_position,
             "first": self.data.random_state,
-            "ahead": int(self._next is not None),
+            "ahead": int(self._items.has_next),
         }
 
     def restore(self, state: Any, epoch: int, batch: int) -> list[str]:
@@ -149,8 +147,12 @@ class KerasBatches(Batches):
         self._resume_state = state
         return []
 
-    def _skip(self, batches: int, resume_state: dict[str, Any]) -> None:
-        """Fetches the batches before a checkpoint again, from the random state that they had.
+    def _skip(
+        self, items: Iterator[KerasBatch], batches: int, resume_state: dict[str, Any]
+    ) -> Iterator[KerasBatch]:
+        """Returns the items from a checkpoint on.
+
+        The batches before it are fetched again, from the random state that they had.
 
         Raises:
           ValueError: There are fewer of them.
@@ -160,25 +162,11 @@ class KerasBatches(Batches):
         current_state = random_state()
         if resume_state["first"] is not None:
             set_random_state(resume_state["first"])
-        keras_private.data.skip(self._items, batches)
+        keras_private.data.skip(items, batches)
         # A batch that was fetched before the checkpoint must be drawn from that state as well.
-        fetched_ahead = list(itertools.islice(self._items, resume_state["ahead"]))
+        fetched_ahead = list(itertools.islice(items, resume_state["ahead"]))
         set_random_state(current_state)
-        self._items = itertools.chain(fetched_ahead, self._items)
-
-    def _stackable(self, first: KerasBatch) -> Iterator[KerasBatch]:
-        """Yields a batch and those after it that can be stacked with it."""
-        yield first
-        signature = first.signature()
-        try:
-            for item in self._items:
-                if item.signature() != signature:
-                    self._next = item
-                    return
-                yield item
-        except Exception as error:
-            # The batches before the error are trained on first.
-            self._error = error
+        return itertools.chain(fetched_ahead, items)
 
     def _with_marks(self) -> Iterator[KerasBatch]:
         """Yields every batch of an epoch with its batch events."""

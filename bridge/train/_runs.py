@@ -61,7 +61,7 @@ def begin(
     def result_shapes(batch: PyTree) -> PyTree:
         return jax.eval_shape(step, hook.values.shapes, batch)
 
-    decisions: list[bool] = []
+    fuse, decisions = _fuse(options.fuse, hook), list[bool]()
 
     # The plan refers to these functions. If they referred to the plan, the model's arrays would
     # stay in memory until the garbage collector runs, so they get the batch as an argument.
@@ -78,13 +78,13 @@ def begin(
         if not is_jitted(batch):
             return [1]
         steps = batches.full_steps
-        if kind == "predict":
+        if kind == "predict" and fuse == "auto":
             steps = prediction_interval(steps)
         saving_interval = None if saving is None else longest_interval([saving.trigger])
         return [steps, hook.calls.action_interval(), saving_interval]
 
     plan = Plan(
-        _fuse(options.fuse, hook),
+        fuse,
         state_bytes=nbytes(state),
         # Outputs of a step; those of all steps of a chunk are in memory together.
         row_bytes=lambda batch: nbytes(result_shapes(batch)[1]) if kind == "predict" else 0,

@@ -96,8 +96,8 @@ def differences(expected: PyTree, got: PyTree) -> list[str]:
 
 
 def _specs(tree: PyTree) -> dict[str, str]:
-    """Returns the specs of the leaves by path."""
-    return {path: spec(leaf) for path, leaf in leaves_with_path(tree)}
+    """Returns the specs of the leaves by path; weak types count as any other."""
+    return {path: strong_spec(leaf) for path, leaf in leaves_with_path(tree)}
 
 
 def spec_differences(expected: dict[str, Any], got: dict[str, Any]) -> list[str]:

@@ -82,13 +82,31 @@ def expand_weight(weight: jax.Array, values: jax.Array) -> jax.Array:
     return weight.reshape(weight.shape + (1,) * (values.ndim - weight.ndim))
 
 
-def batch_size(batch: PyTree, axis: int = 0) -> int:
-    """Returns the number of examples: the length of the first leaf that has the axis, else 1."""
-    for leaf in jax.tree.leaves(batch):
-        if jnp.ndim(leaf) > axis:
-            size: int = leaf.shape[axis]
-            return size
-    return 1
+def example_count(batch: PyTree, axis: int = 0) -> int | None:
+    """Returns the number of examples: the length that all leaves share along an axis.
+
+    Leaves without the axis, such as a number or a key, do not count. None if there are no others,
+    or if their lengths differ: then nothing in the batch tells how many examples it has.
+    """
+    lengths = {leaf.shape[axis] for leaf in jax.tree.leaves(batch) if jnp.ndim(leaf) > axis}
+    return int(lengths.pop()) if len(lengths) == 1 else None
+
+
+def require_example_count(batch: PyTree) -> int:
+    """Returns the number of examples, by which a mean over examples is weighted; 1 without any.
+
+    Raises:
+      ValueError: The leaves of the batch have different lengths.
+    """
+    count = example_count(batch)
+    if count is None and any(map(jnp.ndim, jax.tree.leaves(batch))):
+        raise ValueError(
+            "batch: expected arrays that share their first axis, that of the examples, by whose "
+            f"number a mean is weighted, got\n{_tree.format_leaves(batch)}\nReturn the number that "
+            "the loss was divided by, Aux(model_state, weight=number); or let the loss close over "
+            "arrays that are the same for all batches."
+        )
+    return 1 if count is None else count
 
 
 def _broadcasts(length: int, target: int) -> bool:

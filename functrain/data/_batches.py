@@ -18,7 +18,7 @@ class Chunk(NamedTuple):
       batches: Every leaf `[k, B, ...]`; zeros after the first `steps`.
       k: Rows of the chunk, the same for most chunks of a run, so that they share a program.
       steps: Batches in the chunk, at most k.
-      examples: Examples in each batch, B.
+      examples: Examples in each batch, B; 1 if its arrays do not share an axis of examples.
       batch_info: Additional information about each batch for hooks; None for most data.
     """
 
@@ -129,7 +129,7 @@ class Batches(abc.ABC):
 
     # Not abstract: loaders know their examples.
     def find_examples_along(self, axis: int) -> None:  # noqa: B027
-        """Sets the axis of a batch's leaves that its examples lie along, at first 0."""
+        """Sets the axis of a batch's leaves that its examples lie along, if they are counted."""
 
     # Not abstract: only loaders have an order that depends on the epoch.
     def continue_after(self, steps: int) -> None:  # noqa: B027

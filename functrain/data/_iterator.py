@@ -11,9 +11,10 @@ from functrain.common import _repr, _tree
 from functrain.common._types import PyTree
 from functrain.common._warnings import warn
 from functrain.data._arrays import host_batch, require_no_number_lists
-from functrain.data._batch import batch_size
+from functrain.data._batch import example_count
 from functrain.data._batches import Batches, Chunk, ShortPassError, batch_signature, shapes
 from functrain.data._iterator_position import IteratorPosition
+from functrain.data._lookahead import Lookahead
 from functrain.data._same_data import Summary, differences, summary
 from functrain.data._stack import copy_batch, stack_batches
 
@@ -21,8 +22,9 @@ from functrain.data._stack import copy_batch, stack_batches
 class IteratorBatches(Batches):
     """Batches of an iterable.
 
-    All batches must have the shapes of the run's first one, except for a smaller one at the end of
-    an epoch. If the iterator raises, the batches before the error are returned first.
+    Batches may have a few different shapes, such as a smaller last one, or sequences of several
+    lengths. Structure, dtypes and ranks must be those of the run's first batch. If the iterator
+    raises, the batches before the error are returned first.
 
     Args:
       data: The iterable.
@@ -35,26 +37,23 @@ class IteratorBatches(Batches):
         # Data without a length raise either of these.
         with contextlib.suppress(TypeError, NotImplementedError):
             self.steps = len(data)
-        self._batches: Iterator[PyTree] = iter(())
-        # A batch that `peek` has fetched, and `take` has not returned yet.
-        self._next: PyTree | None = None
-        # An error of the iterator, which is raised after the batches before it were taken.
-        self._error: Exception | None = None
+        self._batches: Lookahead[PyTree] = Lookahead(())
         # True after `first` or `restore`, until `begin` continues there.
         self._is_open = False
-        # The shapes of the run's first batch, which all full batches must have.
+        # The shapes of the run's first batch.
         self._full_shapes: PyTree | None = None
         self._example_axis = 0
         self._epoch = self._taken = 0
-        # The number of a smaller batch in this epoch, which must be the last one.
-        self._smaller_at: int | None = None
+        # True to warn, once, of batches whose number of examples is not known.
+        self._warns_of_examples = False
         self._position: IteratorPosition | None = None
         self._last_summary: Summary | None = None
 
     def first(self) -> PyTree | None:
         """Returns the first batch; the next `begin` continues with it."""
         # Batches of other data may be fetched before this one is taken, from the same memory.
-        self._next = batch = copy_batch(super().first())
+        batch = copy_batch(super().first())
+        self._batches.replace_next(batch)
         self._is_open = True
         return batch
 
@@ -68,32 +67,25 @@ class IteratorBatches(Batches):
         """Fetches the next batch if necessary, and returns it.
 
         Raises:
-          ValueError: It differs in shape from the run's first batch, or follows a smaller one.
+          ValueError: It differs from the run's first batch in structure, dtypes or ranks.
         """
-        if self._next is None:
-            if self._error is not None:
-                raise self._error
-            self._next = next(self._batches, None)
-        if self._next is not None:
-            self._require_like_first(self._next)
-        return self._next
+        batch = self._batches.peek()
+        if batch is not None:
+            self._require_like_first(batch)
+        return batch
 
     def take(self, k: int, limit: int) -> Chunk:
         """Copies the next batches that can be stacked into a chunk."""
-        batch = self._next
-        assert batch is not None, "call peek first"
-        self._next = None
-        batches, steps = stack_batches(itertools.islice(self._stackable_with(batch), limit), k)
-        if batch_signature(batch) != batch_signature(self._full_shapes):
-            self._smaller_at = self._taken
+        examples = self._count_examples(self._batches.peek())
+        batches, steps = stack_batches(self._batches.take(limit), k)
         self._taken += steps
         if self._position is not None:
             self._position.taken += steps
-        return Chunk(batches, k, steps, batch_size(batch, self._example_axis))
+        return Chunk(batches, k, steps, examples)
 
     def find_examples_along(self, axis: int) -> None:
         """Sets the axis of a batch's leaves that its examples lie along."""
-        self._example_axis = axis
+        self._example_axis, self._warns_of_examples = axis, True
 
     def full_batch(self) -> PyTree | None:
         """Returns the shapes of the first batch of the run, once it is known."""
@@ -128,7 +120,7 @@ class IteratorBatches(Batches):
         else:
             # With a batch fetched ahead, the iterator's state is already past that batch. Then the
             # last saved position is used, and the batches since then are skipped.
-            if self._next is None and self._error is None:
+            if not self._batches.is_ahead:
                 position.save()
             saved = position.saved
         return {"position": saved, "first": position.run_start, "last": self._last_summary}
@@ -165,12 +157,12 @@ class IteratorBatches(Batches):
         Raises:
           ShortPassError: The pass has fewer batches.
         """
-        self._next = self._error = self._smaller_at = None
         self._epoch, position = epoch, self._position
         iterator, opened_at = (iter(self.data), 0) if position is None else position.begin(saved)
         self._taken = opened_at
-        self._batches = self._host_batches(iterator)
-        for skipped in itertools.islice(self._batches, max(0, batch - opened_at)):
+        batches = self._host_batches(iterator)
+        self._batches = Lookahead(batches)
+        for skipped in itertools.islice(batches, max(0, batch - opened_at)):
             if self._full_shapes is None:
                 self._full_shapes = shapes(skipped)
             self._taken += 1
@@ -204,39 +196,32 @@ class IteratorBatches(Batches):
         if self._position is not None:
             self._position.ended = True
 
-    def _stackable_with(self, batch: PyTree) -> Iterator[PyTree]:
-        """Yields a batch and the following ones that can be stacked with it."""
-        yield batch
-        expected = batch_signature(batch)
-        try:
-            for other in self._batches:
-                if batch_signature(other) != expected:
-                    self._next = other
-                    return
-                yield other
-        except Exception as error:
-            # Raised by the next `peek`: the batches so far are a chunk.
-            self._error = error
-
     def _require_like_first(self, batch: PyTree) -> None:
-        """Raises ValueError unless a batch has the first one's shapes, or is a smaller last one."""
+        """Raises ValueError unless a batch has the structure, dtypes and ranks of the first one."""
         if self._full_shapes is None:
             self._full_shapes = shapes(batch)
-        if self._smaller_at is not None:
-            raise ValueError(
-                f"{self.name}: expected only the last batch to be smaller, but batches follow the "
-                f"smaller one at step {self._smaller_at} of epoch {self._epoch}. Each new size "
-                "would compile a program: drop the remainder, or pad to one size."
-            )
-        has_structure = _tree.structure(self._full_shapes) == _tree.structure(batch)
-        pairs = zip(jax.tree.leaves(batch), jax.tree.leaves(self._full_shapes), strict=False)
-        if not has_structure or not all(_fits_into(*pair, self._example_axis) for pair in pairs):
+        if _kinds(batch) != _kinds(self._full_shapes):
             raise ValueError(
                 f"{self.name}: expected every batch like the first, got another at step "
                 f"{self._taken} of epoch {self._epoch}:\n"
                 f"{_tree.bullets(_tree.differences(self._full_shapes, batch))}\n"
-                "Only the last batch of an epoch may be smaller."
+                "Batches may differ in their shapes, but not in structure, dtypes or ranks."
             )
+
+    def _count_examples(self, batch: PyTree) -> int:
+        """Returns the number of examples of a batch, and warns once if it cannot be known."""
+        count = example_count(batch, self._example_axis)
+        is_equal = batch_signature(batch) == batch_signature(self._full_shapes)
+        if count is None and not is_equal and self._warns_of_examples:
+            self._warns_of_examples = False
+            warn(
+                f"{self.name}: the batches differ in shape, and their arrays share no axis of "
+                f"examples, so every batch counts once in the means of an epoch:\n"
+                f"{_tree.format_leaves(batch)}\nLet the step close over arrays that are the same "
+                "in all batches; or let the loss return the number that it was divided by, "
+                "Aux(model_state, weight=number), which counts instead."
+            )
+        return 1 if count is None else count
 
     def _compare_first(self, first: dict[str, Any]) -> list[str]:
         """Compares the run's first batch with the one that its initial state yields now."""
@@ -291,9 +276,7 @@ class IteratorBatches(Batches):
         )
 
 
-def _fits_into(x: Any, full: Any, axis: int) -> bool:
-    """Returns True if an array is like another one, with at most as many examples along an axis."""
-    if (len(x.shape), x.dtype) != (len(full.shape), full.dtype):
-        return False
-    lengths = enumerate(zip(x.shape, full.shape, strict=True))
-    return all(n == most or (i == axis and n < most) for i, (n, most) in lengths)
+def _kinds(batch: PyTree) -> Any:
+    """Returns the structure of a batch, and the dtype and the rank of each leaf."""
+    leaves, structure = jax.tree.flatten(batch)
+    return structure, [(x.dtype, len(x.shape)) for x in leaves]

@@ -30,7 +30,12 @@ class Lookahead(Generic[T]):
     @property
     def is_ahead(self) -> bool:
         """True if more was fetched than was taken."""
-        return self._next is not None or self._error is not None
+        return self.has_next or self._error is not None
+
+    @property
+    def has_next(self) -> bool:
+        """True if an item was fetched and not taken yet."""
+        return self._next is not None
 
     def peek(self) -> T | None:
         """Fetches the next item if necessary, and returns it; None at the end."""

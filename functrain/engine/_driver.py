@@ -15,10 +15,10 @@ from functrain.common import _tree
 from functrain.common._checks import require_flags
 from functrain.common._platform import current_platform, platform_of
 from functrain.common._types import PyTree, traits_of
-from functrain.data._batches import Chunk
+from functrain.data._batches import Chunk, batch_signature
 from functrain.engine import _placement
 from functrain.engine._guards import tracing_guards
-from functrain.engine._loop import check_carry, require_pair
+from functrain.engine._loop import check_carry, require_pair, strong
 from functrain.engine._programs import (
     TRAINING,
     Kind,
@@ -82,8 +82,8 @@ class Driver:
         if not callable(self.jit):
             require_flags(jit=self.jit)
         self._programs: dict[tuple[int, bool], Program] = {}
-        # Programs that were compared with those of the other processes.
-        self._compared_programs: list[Program] = []
+        # Programs, and shapes of batches, that were compared with those of the other processes.
+        self._compared_programs: list[tuple[Program, Any]] = []
         self._const: tuple[PyTree, ...] = ()
         self._in_flight: collections.deque[PyTree] = collections.deque()
         self._pins: _placement.Pins | None = None
@@ -112,11 +112,8 @@ class Driver:
         if self.jit:
             compiled = self._program(chunk.k, chunk.steps == chunk.k)
             args = (self.carry, chunk.batches, np.int32(chunk.steps), *self._const)
-            if jax.process_count() > 1 and compiled not in self._compared_programs:
-                # Costs no second lowering: jax keeps the one that the call needs (checked with
-                # 0.10.1 and 0.12.0).
-                _placement.require_same_program(compiled, args)
-                self._compared_programs.append(compiled)
+            if jax.process_count() > 1:
+                self._compare_program(compiled, args)
             self.carry, rows, done = compiled(*args)
         else:
             rows = done = self._run_uncompiled(chunk)
@@ -124,6 +121,16 @@ class Driver:
         if len(self._in_flight) > RUN_AHEAD:
             jax.block_until_ready(self._in_flight.popleft())
         return rows
+
+    def _compare_program(self, compiled: Program, args: tuple[PyTree, ...]) -> None:
+        """Raises ValueError unless the other processes are about to run the same program."""
+        # A program is compiled for each shape of batches.
+        key = compiled, batch_signature(args[1])
+        if key not in self._compared_programs:
+            # Costs no second lowering: jax keeps the one that the call needs (checked with 0.10.1
+            # and 0.12.0).
+            _placement.require_same_program(compiled, args)
+            self._compared_programs.append(key)
 
     def is_complete(self) -> bool:
         """Returns True if all values of the carry exist. Waits for the programs in flight.
@@ -159,7 +166,7 @@ class Driver:
             with error_notes(batch), _uncompiled(self.step):
                 new_carry, row = require_pair(body(carry, batch, *self._const))
             check_carry(carry, new_carry)
-            carry = new_carry
+            carry = strong(new_carry)
             rows.append(row)
         # Assigned after the whole chunk: after an error within it the position and the carry are
         # both those from before the chunk.

@@ -36,7 +36,7 @@ def repeat(
 
     Args:
       body: Traced once.
-      carry: The body must return it with the same structure, shapes, dtypes and weak types.
+      carry: The body must return it with the same structure, shapes and dtypes.
       stacked: Every leaf `[K, ...]`. It may have no leaves.
       k: K.
       n: i32[], 0 to K. None applies the body to all K inputs by `lax.scan`, for devices on which
@@ -50,9 +50,20 @@ def repeat(
     """
     first = jax.eval_shape(lambda tree: jax.tree.map(lambda x: x[0], tree), stacked)
     # One trace serves the checks, the shapes of the rows and the loop.
-    run, returned = _stage(body, carry, first)
+    run_weak, returned = _stage(body, carry, first)
     new_carry, outputs = require_pair(returned)
+    promoted = _promote_weak(carry, new_carry)
+    if promoted is not carry:
+        carry = promoted
+        run_weak, returned = _stage(body, carry, first)
+        new_carry, outputs = require_pair(returned)
     check_carry(carry, new_carry)
+    carry = strong(carry)
+
+    def run(carry: PyTree, x: PyTree) -> tuple[PyTree, PyTree]:
+        carry, y = run_weak(carry, x)
+        return strong(carry), y
+
     if n is None and scalar_rows and k > 1:
         return scan_with_scalar_rows(run, carry, stacked, outputs, k, unroll)
     if n is None:
@@ -143,6 +154,34 @@ def check_stacked(stacked: PyTree, k: int) -> None:
         "Stack them with jax.tree.map(lambda *leaves: np.stack(leaves), *batches), or take them "
         "from ArrayLoader.chunk(epoch, start, k).",
     )
+
+
+def strong(tree: PyTree) -> PyTree:
+    """Returns a tree without weak types, which a state cannot keep: they do not affect its values.
+
+    A Python number becomes an array.
+    """
+
+    def to_strong(x: Any) -> Any:
+        kind = jax.typeof(x)
+        return lax.convert_element_type(x, kind.dtype) if kind.weak_type else x
+
+    return jax.tree.map(to_strong, tree)
+
+
+def _promote_weak(carry: PyTree, new_carry: PyTree) -> PyTree:
+    """Returns a carry with the dtypes of the new one where it is weakly typed, as `lax.scan` does.
+
+    The same object is returned if there are none.
+    """
+    if _tree.structure(carry) != _tree.structure(new_carry):
+        return carry
+    olds, news = map(jax.tree.leaves, (carry, new_carry))
+    is_promoted = False
+    for i, (old, new) in enumerate(zip(olds, news, strict=True)):
+        if jax.typeof(old).weak_type and old.dtype != new.dtype:
+            olds[i], is_promoted = lax.convert_element_type(old, new.dtype), True
+    return jax.tree.unflatten(_tree.structure(carry), olds) if is_promoted else carry
 
 
 def check_carry(old: PyTree, new: PyTree) -> None:

@@ -1,4 +1,8 @@
-"""Chooses the number of steps in a program by a cheap rule, without measuring."""
+"""Chooses the number of steps in a program by a cheap rule, without measuring.
+
+Batches of a few different shapes are allowed, such as those of sequences that are padded to one of
+several lengths. Each shape has its own K, and its own program.
+"""
 
 import dataclasses
 from collections.abc import Callable, Iterable
@@ -9,6 +13,7 @@ import jax
 from functrain.common import _repr
 from functrain.common._checks import is_integer, require
 from functrain.common._types import PyTree
+from functrain.common._warnings import warn
 from functrain.data._batches import BatchSignature, batch_signature, shapes
 from functrain.targets._chips import Chip, machine_memory
 
@@ -35,30 +40,44 @@ PROGRAM_SECONDS = 0.25
 STEP_SECONDS = 20e-6
 # The part of an accelerator's memory that a chunk may take; three of them exist at once.
 CHUNK_PART = 1 / 64
+# More shapes of batches than this are probably a mistake, as each costs a compilation.
+MAX_SHAPES = 16
 # For a device that is not in the table of chips: less than that of any accelerator in use.
 BANDWIDTH = 200e9
 
 
+@dataclasses.dataclass(eq=False)
+class Group:
+    """The batches of one shape.
+
+    Attributes:
+      k: Steps in a program, K.
+      run_length: How many of them have followed one another in the current or the latest run.
+    """
+
+    k: int
+    run_length: int = 0
+
+
 @dataclasses.dataclass(eq=False, repr=False)
 class Plan:
-    """Chooses K once, when the first batch is known.
+    """Chooses K for each shape of batches, when the first batch of that shape is known.
 
     Args:
       fuse: K, or "auto".
       state_bytes: Size of the program's carry.
-      row_bytes: Given the first batch, returns the size of a step's outputs. Needed only for
-        predictions, whose outputs are large.
-      intervals: Given the shapes of the first batch, returns the numbers of steps between pauses;
-        see `auto_steps`.
+      row_bytes: Given a batch, returns the size of a step's outputs. Needed only for predictions,
+        whose outputs are large.
+      intervals: Given the shapes of a batch, returns the numbers of steps between pauses; see
+        `auto_steps`.
       chip: The accelerator that the programs run on; None for a CPU.
 
     Attributes:
-      batch: Shapes of the first batch. Batches of these shapes are stacked, K at a time.
-      k: K; 0 until it is chosen.
+      is_mixed: True once other batches have followed one that is not like the first.
 
     Raises:
-      ValueError: `fuse` is neither "auto" nor a positive integer; or (in `settle`) so many batches
-        do not fit into memory.
+      ValueError: `fuse` is neither "auto" nor a positive integer; or (in `group_of`) so many
+        batches like the first do not fit into memory.
     """
 
     fuse: FuseArg
@@ -69,48 +88,55 @@ class Plan:
 
     def __post_init__(self) -> None:
         require_fuse(self.fuse)
-        self.batch: PyTree = None
-        self.k = 0
-        self._signature: BatchSignature | None = None
+        self.is_mixed = False
+        self._groups: dict[BatchSignature, Group] = {}
         self._first_batch: PyTree = None
 
     @property
-    def is_settled(self) -> bool:
-        """Returns True once the first batch is known."""
-        return self._signature is not None
+    def first(self) -> Group | None:
+        """The group of the first batch; None before it is known."""
+        return next(iter(self._groups.values()), None)
 
-    def is_like_first(self, batch: PyTree) -> bool:
-        """Returns True if a batch can be stacked with the first one."""
+    def group_of(self, batch: PyTree, name: str = "data") -> Group:
+        """Returns the group of a batch, and chooses its K if it is the first one of its shape.
+
+        Args:
+          batch: The batch, or its shapes.
+          name: The argument that the data were passed as, for a warning.
+        """
         # Loaders return one object for all batches of full size, and a signature takes time.
-        return batch is self._first_batch or batch_signature(batch) == self._signature
+        if self._first_batch is not None and batch is self._first_batch:
+            return next(iter(self._groups.values()))
+        signature = batch_signature(batch)
+        if signature not in self._groups:
+            if not self._groups:
+                self._first_batch = batch
+            self._groups[signature] = Group(self._choose_k(batch))
+            if len(self._groups) == MAX_SHAPES + 1:
+                warn(
+                    f"{name}: the batches have {MAX_SHAPES + 1} shapes so far, and every shape "
+                    "costs a compilation. Pad them to a few shapes, such as the next power of two "
+                    "of a length."
+                )
+        return self._groups[signature]
 
-    def settle(self, batch: PyTree) -> None:
-        """Chooses K at the first batch."""
-        self._first_batch, self._signature = batch, batch_signature(batch)
-        self.batch = shapes(batch)
-        size, intervals = nbytes(batch) + self.row_bytes(batch), self.intervals(self.batch)
+    def _choose_k(self, batch: PyTree) -> int:
+        size = nbytes(batch) + self.row_bytes(batch)
+        intervals = list(filter(None, self.intervals(shapes(batch))))
         if self.fuse == "auto":
-            self.k = auto_steps(size, self.state_bytes, intervals, chip=self.chip)
-        else:
-            self.k = _fit_into_memory(int(self.fuse), size, intervals)
-
-
-def _fit_into_memory(fuse: int, batch_bytes: int, intervals: Iterable[int | None]) -> int:
-    """Returns K: `fuse`, or the shortest interval between pauses if memory has no room for more.
-
-    Raises:
-      ValueError: There is no room for those either.
-    """
-    # Half of the memory, since two chunks exist at a time. A single batch is always allowed.
-    room = max(1, machine_memory() // (2 * max(1, batch_bytes)))
-    if fuse <= room:
-        return fuse
-    # No chunk is longer than an interval, so that a larger `fuse` does no harm.
-    k = min(fuse, *filter(None, intervals), fuse)
-    size = _repr.format_bytes(batch_bytes)
-    expected = f"at most {room:,} steps, whose batches of {size} take half of this machine's memory"
-    require(k <= room, "fuse", expected, fuse, "Pass fuse='auto', or a smaller number.")
-    return k
+            return auto_steps(size, self.state_bytes, intervals, chip=self.chip)
+        # A longer chunk than there are steps between two pauses would be padded every time.
+        k = min(int(self.fuse), *intervals, int(self.fuse))
+        # Half of the memory, since two chunks exist at a time. A single batch is always allowed.
+        room = max(1, machine_memory() // (2 * max(1, size)))
+        if k > room and not self._groups:
+            expected = (
+                f"at most {room:,} steps, whose batches of {_repr.format_bytes(size)} take half of "
+                "this machine's memory"
+            )
+            advice = "Pass fuse='auto', or a smaller number."
+            require(False, "fuse", expected, self.fuse, advice)
+        return min(k, room)
 
 
 def require_fuse(fuse: Any) -> None:

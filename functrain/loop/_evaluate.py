@@ -108,7 +108,6 @@ def evaluate_without_warning(
     mesh_sharding = _placement.batch_sharding(sharding)
     batches = as_batches(data)
     step.require_data(batches.data, batches.name)
-    batches.find_examples_along(step.example_axis())
     require_all_examples(batches)
     _placement.require_same_run(batches, mesh_sharding, fuse=fuse)
     # Padding and masking would not do: a loss returns only the mean over its batch, from which the
@@ -120,7 +119,8 @@ def evaluate_without_warning(
     driver.begin(metrics, _placement.place_on_mesh(state, mesh_sharding))
     steps = 0
     batches.begin(0)
-    for chunk in chunks(batches, Plan(fuse, chip=accelerator_of(state))):
+    plan = Plan(fuse, intervals=lambda batch: [batches.full_steps], chip=accelerator_of(state))
+    for chunk in chunks(batches, plan):
         driver.run(chunk)
         steps += chunk.steps
     require_batches(steps, name=batches.name)

@@ -5,10 +5,13 @@ from typing import Any
 import jax
 import numpy as np
 
+from functrain.common import _tree
 from functrain.common._arguments import argument_advice
+from functrain.common._checks import require_no_problems
 from functrain.common._types import PyTree, Step
 from functrain.data._adapt import as_batches
-from functrain.data._batches import Batches
+from functrain.data._batch import example_count
+from functrain.data._batches import Batches, Chunk
 from functrain.data._loader import ArrayLoader
 from functrain.engine import _placement, _rows
 from functrain.engine._chunks import chunks
@@ -63,7 +66,8 @@ def predict(
 
     Raises:
       TypeError: The step has metrics, or `state` is not a state.
-      ValueError: The loader shuffles or drops examples, or there are no batches, or they differ.
+      ValueError: The loader shuffles or drops examples, or there are no batches, or an output does
+        not have one row for each example.
 
     Examples:
       >>> import numpy as np
@@ -88,12 +92,17 @@ def predict(
         fuse,
         # The outputs of all K batches are in memory at once, beside the inputs.
         row_bytes=lambda batch: _row_bytes(step, state, batch) if jit else 0,
-        intervals=lambda batch: [prediction_interval(batches.full_steps)],
+        intervals=lambda batch: [
+            prediction_interval(batches.full_steps) if fuse == "auto" else batches.full_steps
+        ],
         chip=accelerator_of(state),
     )
     batches.begin(0)
     # Outputs are fetched in order, while later chunks are computed.
-    parts = _rows.fetch_outputs((driver.run(chunk), chunk.steps) for chunk in chunks(batches, plan))
+    parts = _rows.fetch_outputs(
+        (_require_examples(driver.run(chunk), chunk), chunk.steps)
+        for chunk in chunks(batches, plan)
+    )
     require_batches(len(parts))
     return jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
 
@@ -104,6 +113,26 @@ def _row_bytes(step: Step[Any], state: PyTree, batch: PyTree) -> int:
     outputs: Any = cached_program(step, "outputs", lambda get: jit(lambda s, x: get()(s, x)[1]))
     with tracing_guards(step):
         return nbytes(outputs.eval_shape(state, batch))
+
+
+def _require_examples(rows: PyTree, chunk: Chunk) -> PyTree:
+    """Returns the outputs of a chunk, leaves `[k, B, ...]`, which must have one row an example."""
+    # The outputs must at least agree if the batch does not tell how many examples it has.
+    count = example_count(chunk.batches, 1) or example_count(rows, 1)
+    lines = [
+        f"{path}: {_tree.format_spec(x.dtype, x.shape[1:])}"
+        for path, x in _tree.leaves_with_path(rows)
+        if x.ndim < 2 or x.shape[1] != count
+    ]
+    require_no_problems(
+        "outputs",
+        lines,
+        f"one row for each example of a batch, [{'B' if count is None else count}, ...]",
+        "They are joined along the examples: return what belongs to a whole batch from a step of "
+        "`run`, whose events have it as `rows`. The logs of a training step are scalars: pass "
+        "functrain.predict_step(model) to predict.",
+    )
+    return rows
 
 
 def _require_order(batches: Batches) -> None:

@@ -12,7 +12,7 @@ from functrain.common import _repr, _tree
 from functrain.common._arguments import accepts, describe_signature
 from functrain.common._checks import require, require_instance
 from functrain.common._types import PyTree
-from functrain.data._batch import batch_size, expand_weight
+from functrain.data._batch import example_count, expand_weight, require_example_count
 
 _MAKE = (
     "Make one with functrain.metrics.accuracy() or another function there, with "
@@ -131,7 +131,7 @@ def mean(
         outputs, y = aux.outputs, labels_of(batch, aux)
         # The sums are float32 for every dtype of the outputs: a scan keeps the dtypes of its carry.
         values = jnp.asarray(value(outputs, y)).astype(jnp.float32)
-        weight = jnp.full_like(values, 1 if values.ndim else batch_size(batch))
+        weight = jnp.full_like(values, 1 if values.ndim else _count_examples(batch, aux))
         # A scalar is the mean over a batch already.
         if weighted and values.ndim and aux.sample_weight is not None:
             advice = "Pass weighted=False, or weights that fit to the metric in Aux.sample_weight."
@@ -145,6 +145,14 @@ def mean(
         return m.add(jnp.sum(values * weight), jnp.sum(weight))
 
     return Metric(_zero, update, _ratio)
+
+
+def _count_examples(batch: PyTree, aux: Any) -> Any:
+    """Returns the number of examples; the weight of the loss where the batch does not tell."""
+    has_weight = aux.weight is not None and not isinstance(aux.weight, tuple)
+    if has_weight and example_count(batch) is None:
+        return aux.weight
+    return require_example_count(batch)
 
 
 def mean_loss() -> Metric:
@@ -166,7 +174,8 @@ def mean_loss() -> Metric:
     def update(m: _Sum, batch: PyTree, aux: Any, loss: jax.Array) -> _Sum:
         # `Aux.weight` is () for a loss that is not a mean.
         counts_examples = aux.weight is None or isinstance(aux.weight, tuple)
-        divisor = jnp.asarray(batch_size(batch) if counts_examples else aux.weight, jnp.float32)
+        weight = require_example_count(batch) if counts_examples else aux.weight
+        divisor = jnp.asarray(weight, jnp.float32)
         # The mean of a batch whose weights are all 0 may be 0 / 0, which must not reach the sum.
         total = jnp.where(divisor == 0, 0.0, loss.astype(jnp.float32) * divisor)
         return m.add(total, divisor)

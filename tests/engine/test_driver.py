@@ -80,7 +80,7 @@ def test_large_outputs_make_for_shorter_programs() -> None:
         batches, plan = as_batches(data), Plan(fuse, row_bytes=rows)
         batches.begin(0)
         next(_chunks.chunks(batches, plan))
-        return plan.k
+        return plan.first.k
 
     def rows(batch: Any) -> int:
         sizes.append(nbytes(jax.eval_shape(step, 0.0, batch)[1]))

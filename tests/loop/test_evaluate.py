@@ -160,7 +160,9 @@ def test_a_loader_that_shuffles_is_refused() -> None:
 
 
 def test_outputs_that_are_not_per_example_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"outputs: expected one per example, \[B, \.\.\.\]"):
+    with pytest.raises(
+        ValueError, match=r"outputs: expected one row for each example of a batch, \[10, \.\.\.\]"
+    ):
         ft.predict((), lambda s, x: (s, jnp.sum(x)), ft.ArrayLoader(X, 10))
 
 
