@@ -76,7 +76,7 @@ def run(
         `np.asarray` accepts. Their dtypes are kept, so that bytes can be cast and scaled on the
         device.
       epochs: Number of the epoch to stop before, counted from the beginning of the training, which
-        is this call if `start` is None.
+        is this call if `start` is None. A run of 0 epochs takes no steps.
       steps_per_epoch: The length of an epoch, if it is not one pass over the data, which may be
         endless. Finite data is repeated as often as needed. Of `start`, only the step is used.
       start: The position to continue from, such as the one at which another run ended. A loader's
@@ -139,7 +139,7 @@ def run(
     require_state(state)
     require_flags(jit=jit, donate=donate, late_logs=late_logs)
     require_training_step(step)
-    require_integer("epochs", epochs)
+    require_integer("epochs", epochs, 0)
     batches, begin = batches_by_epoch(data, steps_per_epoch, start)
     # A new order for each of several runs in a loop; an explicit position implies its order.
     if start is None:
@@ -297,8 +297,9 @@ def _require_epochs_left(
     batches: Batches, position: Position, epochs: int, resumed: Resumed | None
 ) -> None:
     """Raises ValueError if a run would end where it begins."""
-    # Resuming a finished run is not an error: it returns its result.
-    if position.epoch < epochs or (resumed and resumed.finished):
+    # Resuming a finished run is not an error: it returns its result. Neither is a run of no epochs.
+    is_empty = epochs == 0 and position == Position() and resumed is None
+    if position.epoch < epochs or (resumed and resumed.finished) or is_empty:
         return
     place = f"start={tuple(position)}"
     if resumed is not None:

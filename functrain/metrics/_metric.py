@@ -148,11 +148,18 @@ def mean(
 
 
 def _count_examples(batch: PyTree, aux: Any) -> Any:
-    """Returns the number of examples; the weight of the loss where the batch does not tell."""
+    """Returns the number of examples of a batch, or what a loss says of it in its Aux.
+
+    Raises:
+      ValueError: Nothing tells the number.
+    """
+    count = example_count(batch)
+    if count is None and aux.labels is not None:
+        count = example_count(aux.labels)
     has_weight = aux.weight is not None and not isinstance(aux.weight, tuple)
-    if has_weight and example_count(batch) is None:
+    if count is None and has_weight:
         return aux.weight
-    return require_example_count(batch)
+    return require_example_count(batch) if count is None else count
 
 
 def mean_loss() -> Metric:
@@ -174,7 +181,7 @@ def mean_loss() -> Metric:
     def update(m: _Sum, batch: PyTree, aux: Any, loss: jax.Array) -> _Sum:
         # `Aux.weight` is () for a loss that is not a mean.
         counts_examples = aux.weight is None or isinstance(aux.weight, tuple)
-        weight = require_example_count(batch) if counts_examples else aux.weight
+        weight = _count_examples(batch, aux) if counts_examples else aux.weight
         divisor = jnp.asarray(weight, jnp.float32)
         # The mean of a batch whose weights are all 0 may be 0 / 0, which must not reach the sum.
         total = jnp.where(divisor == 0, 0.0, loss.astype(jnp.float32) * divisor)

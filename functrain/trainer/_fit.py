@@ -104,7 +104,7 @@ def fit(
       data: An `ArrayLoader` or an iterable of batches, as for `run`.
       epochs: The total number of epochs of the training. The training begins with this call unless
         `start` is given, whatever the state's step is: a trained state is trained for this many
-        more epochs. 1 if neither `epochs` nor `steps` is given.
+        more epochs. 1 if neither `epochs` nor `steps` is given; 0 returns the state as it is.
       steps: Instead of `epochs`, the total number of steps, counted in the same way. The data may
         be endless; finite data is repeated as often as needed.
       steps_per_epoch: The length of an epoch, if it is not one pass over the data: for evaluation,
@@ -296,7 +296,7 @@ def _plan_epochs(
     """Returns the batches, the number of epochs and the first position."""
     if steps is None:
         epochs = 1 if epochs is None else epochs
-        require_integer("epochs", epochs)
+        require_integer("epochs", epochs, 0)
         batches, begin = batches_by_epoch(data, steps_per_epoch, start)
         return batches, epochs, begin
     if epochs is not None:

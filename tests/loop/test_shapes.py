@@ -190,6 +190,11 @@ def test_a_table_in_a_batch_needs_the_number_that_the_loss_was_divided_by(name: 
     with pytest.warns(UserWarning, match="every batch counts once in the means of an epoch"):
         history = ft.fit(PLAIN, weighted, batches, verbose=0).history
     assert history.epochs["loss"][0] == pytest.approx(1.2)
+    # Labels have one row for each example.
+    labelled = ft.eval_step(
+        lambda *args, **how: (table_loss(*args, **how)[0], ft.Aux((), labels=args[2]["x"]))
+    )
+    assert ft.evaluate(PLAIN, labelled, batches)["loss"] == pytest.approx(1.2)
     # Batches of one size have equal weights, whatever their number of examples is.
     ft.fit(PLAIN, ft.train_step(table_loss, optax.sgd(0.0)), batches[:1] * 3, verbose=0)
 
