@@ -202,7 +202,7 @@ def test_a_step_is_not_cut_into_micro_batches() -> None:
 def test_predict_says_what_it_takes() -> None:
     with pytest.raises(TypeError, match=r"got a step that carries metrics.*predict_step\(model\)"):
         ft.predict(STATE, ft.eval_step(LOSS), LOADER)
-    with pytest.raises(ValueError, match=r"got a scalar per batch.*predict_step\(model\)"):
+    with pytest.raises(ValueError, match=r"(?s)one row for each example.*predict_step\(model\)"):
         ft.predict(STATE, STEP, LOADER)
     with pytest.raises(Exception) as error:  # noqa: PT011  # flax's own
         ft.predict(STATE, ft.predict_step(MODEL), LOADER)
