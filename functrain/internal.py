@@ -18,7 +18,6 @@ from functrain.common._repr import brief as brief
 from functrain.common._repr import call as call
 from functrain.common._types import PyTree as PyTree
 from functrain.common._types import StepTraits as StepTraits
-from functrain.common._warnings import warn as warn
 from functrain.common._wide_integers import is_cheap_to_read as is_cheap_to_read
 from functrain.common._wide_integers import require_integers_fit as require_integers_fit
 from functrain.data._arrays import host_batch as host_batch
@@ -57,7 +56,6 @@ from functrain.loop._run import begin_run as begin_run
 from functrain.loop._saving import Saving as Saving
 from functrain.metrics._metric import labels_of as labels_of
 from functrain.metrics._metric import require_labels as require_labels
-from functrain.model._call import SWITCHES as SWITCHES
 from functrain.model._freeze import is_frozen as is_frozen
 from functrain.model._lora import is_lora as is_lora
 from functrain.model._overwritten import OverwrittenByGradient as OverwrittenByGradient

@@ -5,7 +5,6 @@ linen module by name, or `state` with all other values of an nnx module except i
 """
 
 import functools
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
@@ -17,7 +16,7 @@ import jax.numpy as jnp
 
 from bridge.model._variables import OVERWRITTEN
 from functrain import ModelOutput, from_linen, from_nnx
-from functrain.internal import SWITCHES, OverwrittenByGradient, PyTree, jit, require
+from functrain.internal import OverwrittenByGradient, PyTree, jit, require
 from functrain.internal import tree as _tree
 
 Values: TypeAlias = dict[str, PyTree]
@@ -36,9 +35,9 @@ def wrap(module: Any, variables: Mapping[str, PyTree] | None) -> "FlaxModule":
     advice = "It has its own values. Change them with flax.nnx.update(module, ...) before."
     has_source = variables is None or is_linen
     require(has_source, "variables", "None with an nnx module", variables, advice)
-    wrapped = Linen(module, variables) if is_linen else Nnx(module)
-    _require_simple_call(module)
-    return wrapped
+    expected, advice = "a module with __call__(self, inputs)", "Add it, or wrap the module."
+    require(callable(module), "module", expected, module, advice, error=TypeError)
+    return Linen(module, variables) if is_linen else Nnx(module)
 
 
 def is_module(module: Any) -> bool:
@@ -207,25 +206,3 @@ def _copy_collections(variables: Any) -> Values:
     if OVERWRITTEN in copies:
         copies[OVERWRITTEN] = OverwrittenByGradient(copies[OVERWRITTEN])
     return copies
-
-
-def _require_simple_call(module: Any) -> None:
-    """Raises TypeError unless inputs and a switch for training suffice to call a module."""
-    parameters = list(inspect.signature(module).parameters.values()) if callable(module) else []
-    name = type(module).__name__
-    if not parameters:
-        raise TypeError(
-            f"{name}: expected a module with __call__(self, inputs), got one without it. Add it, "
-            "or wrap the module in one that has it."
-        )
-    required = []
-    for p in parameters[1:]:
-        is_variadic = p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-        if p.default is p.empty and not is_variadic and p.name not in SWITCHES:
-            required.append(p.name)
-    if required:
-        raise TypeError(
-            f"{name}.__call__: expected one pytree of inputs and any of {', '.join(SWITCHES)}, got "
-            f"one that also needs {', '.join(required)}. Wrap it in a module that takes its inputs "
-            "in a tuple or dict, and its switch by one of these names."
-        )

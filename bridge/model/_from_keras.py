@@ -22,9 +22,10 @@ def from_keras(model: keras.Layer) -> Model:
     `scan`, `eval_shape` and `jax.checkpoint`.
 
     `init(key, inputs)` returns copies of the model's current values as nested dicts, whose keys are
-    the names of layers and variables. `params` has the trainable variables, `model_state` all
-    others, among them the scales of float8 layers, which steps replace by their gradients. `key`
-    and `inputs` are not used, since Keras has initialized the values already.
+    the names of layers and variables, as `summary` shows them; an unnamed layer in an attribute of
+    a subclass has the name of the attribute. `params` has the trainable variables, `model_state`
+    all others, among them the scales of float8 layers, which steps replace by their gradients.
+    `key` and `inputs` are not used, since Keras has initialized the values already.
 
     `apply(params, model_state, inputs, *, rng=None, training=False)` computes
     ``model(inputs, training=training)``. Like `fit`, it leaves `training` out if the model's `call`
@@ -51,11 +52,11 @@ def from_keras(model: keras.Layer) -> Model:
 
     Examples:
       >>> import jax, jax.numpy as jnp, keras
-      >>> net = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+      >>> net = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2, name="out")])
       >>> model = from_keras(net)
       >>> params, model_state = model.init(jax.random.key(0), jnp.ones((4, 3)))
       >>> jax.tree.map(jnp.shape, params)
-      {'dense': {'bias': (2,), 'kernel': (3, 2)}}
+      {'out': {'bias': (2,), 'kernel': (3, 2)}}
       >>> jax.jit(model.apply)(params, model_state, jnp.ones((4, 3))).outputs.shape
       (4, 2)
     """
@@ -77,7 +78,7 @@ def from_keras(model: keras.Layer) -> Model:
         training: bool = False,
     ) -> ModelOutput:
         # Computed in every trace, since the model may have changed.
-        layout = _variables.layout(model)
+        layout = _variables.layout_of_state(model, params, model_state)
         pairs = _variables.pair(layout, params, model_state)
         if rng is not None:
             # Later pairs replace those of the same variables before them.

@@ -1,12 +1,11 @@
-"""Stable names of variables, which are the same in every instance of a model."""
+"""Names of variables: those that the model shows."""
 
 import difflib
 import itertools
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any, TypeAlias
-
-import keras
 
 Path: TypeAlias = tuple[str, ...]
 
@@ -14,9 +13,9 @@ Path: TypeAlias = tuple[str, ...]
 def keys(parent: Any, members: Iterable[Any]) -> list[str]:
     """Returns unique keys for the members of a layer or metric.
 
-    A key is the name that the user gave to the member; or else the public attribute that holds it
-    (`fc1`, `blocks_0`); or else its class in snake case. Members with equal keys get `_1`, `_2`,
-    ... in Keras's order.
+    A key is the name of the member, as `summary` shows it. A member that Keras named after its
+    class has the name of the public attribute that holds it (`fc1`, `blocks_0`), if there is one.
+    Members with equal keys get `_1`, `_2`, ... in Keras's order.
 
     Args:
       parent: A layer or a metric.
@@ -27,29 +26,26 @@ def keys(parent: Any, members: Iterable[Any]) -> list[str]:
 
     Examples:
       >>> import keras
-      >>> layers = [keras.layers.Dense(1), keras.layers.Dense(1), keras.layers.Dense(1, name="out")]
+      >>> layers = [keras.layers.Dense(1, name=name) for name in ("dense_1", "dense_2", "out")]
       >>> keys(keras.Sequential(layers), layers)
-      ['dense', 'dense_1', 'out']
+      ['dense_1', 'dense_2', 'out']
     """
     attributes = dict(_attribute_names(parent))
     unique_keys: list[str] = []
     for member in members:
-        unique_keys.append(free(_key(parent, member, attributes), unique_keys))
+        unique_keys.append(free(_key(member, attributes), unique_keys))
     return unique_keys
 
 
-def _key(parent: Any, member: Any, attributes: dict[int, str]) -> str:
-    # Keras numbers unnamed layers over the whole process, so that `dense` in one instance of a
-    # model is `dense_2` in the next. Names derived from the class are therefore not used.
-    class_name = snake(type(member))
+def _key(member: Any, attributes: dict[int, str]) -> str:
     # Bidirectional names its two layers after the given layer, which may be unnamed.
-    if re.fullmatch(rf"(forward_|backward_)?{class_name}(_\d+)?", member.name):
-        return attributes.get(id(member), class_name)
-    # `name=f"{self.name}_proj"` makes the parent's number a part of the child's name.
-    parent_class = snake(type(parent))
-    name = re.sub(rf"^{parent_class}_\d+_", f"{parent_class}_", member.name)
+    is_named_by_keras = re.fullmatch(
+        rf"(forward_|backward_)?{snake(type(member))}(_\d+)?", member.name
+    )
+    if is_named_by_keras and id(member) in attributes:
+        return attributes[id(member)]
     # Keras makes the same replacement in the paths of metric variables.
-    return name.replace("/", ">")
+    return str(member.name).replace("/", ">")
 
 
 def require_known(identifier: Any, module: Any, expected: str) -> None:
@@ -119,42 +115,36 @@ def _item_names(name: str, value: Any) -> Iterator[tuple[int, str]]:
         yield id(value), name
 
 
-def variable_paths(variables: Sequence[Any]) -> list[Path]:
-    """Returns stable and unique paths for the variables of a model.
+def numbered_alike(paths: Iterable[Path]) -> dict[Path, Path]:
+    """Returns the given paths by paths that are the same in every instance of an architecture.
 
-    A path is `variable.path` without the model's name, and with new numbers for unnamed layers,
-    counted for each class (`dense_7` becomes `dense`). These paths are those of
-    `bridge.create_state`, except that there an unnamed layer in an attribute has the attribute's
-    name.
+    Keras numbers unnamed layers over the whole process, so that `dense` in one instance of a model
+    is `dense_2` in the next. Names that differ only in their numbers are counted from zero here.
+
+    Examples:
+      >>> list(numbered_alike([("dense_7", "bias"), ("dense_10", "bias"), ("out", "bias")]))
+      [('dense#0', 'bias#0'), ('dense#1', 'bias#0'), ('out#0', 'bias#0')]
     """
-    # A Keras optimizer knows the variables of a model but not the model, so `keys` cannot be used.
-    paths = [tuple(v.path.split("/")) for v in variables]
-    roots = {path[0] for path in paths}
-    if len(roots) == 1 and min(map(len, paths)) > 2:
-        paths = [path[1:] for path in paths]
-    class_names = set(map(snake, (keras.Variable, *_subclasses(keras.Layer))))
-    # The new path of each level, starting with the root.
-    renamed: dict[tuple[Any, ...], Path] = {(): ()}
-    for index, path in enumerate(paths):
+    paths = list(paths)
+    families: dict[tuple[Path, str], set[str]] = defaultdict(set)
+    for path in paths:
         for depth, name in enumerate(path):
-            is_layer = depth < len(path) - 1
-            # Two variables may have the same path, so that the index is part of the level.
-            level = path[: depth + 1] if is_layer else (*path, index)
-            if level not in renamed:
-                parent = renamed[path[:depth]]
-                used = {new[-1] for new in renamed.values() if new and new[:-1] == parent}
-                renamed[level] = (*parent, free(_without_number(name, class_names), used))
-    return [renamed[*path, index] for index, path in enumerate(paths)]
+            families[path[:depth], _without_numbers(name)].add(name)
+    new_names: dict[Path, str] = {}
+    for (parent, family), names in families.items():
+        for i, name in enumerate(sorted(names, key=_numbers)):
+            new_names[*parent, name] = f"{family}#{i}"
+    return {
+        tuple(new_names[path[: depth + 1]] for depth in range(len(path))): path for path in paths
+    }
 
 
-def _without_number(name: str, class_names: set[str]) -> str:
-    """Returns a name without the number that Keras adds to names derived from a class."""
-    # Bidirectional adds these prefixes to the names of its layers.
-    match = re.fullmatch(r"((?:forward_|backward_)?(.+))_\d+", name)
-    return match[1] if match and match[2] in class_names else name
+_NUMBER = re.compile(r"_(\d+)(?=_|$)")
 
 
-def _subclasses(cls: type) -> set[type]:
-    """Returns all direct and indirect subclasses of a class."""
-    direct: set[type] = set(cls.__subclasses__())
-    return direct.union(*map(_subclasses, direct))
+def _without_numbers(name: str) -> str:
+    return _NUMBER.sub("", name)
+
+
+def _numbers(name: str) -> list[int]:
+    return list(map(int, _NUMBER.findall(name)))

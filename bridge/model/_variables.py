@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import keras
 import optax
+from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 
 from bridge import keras_private
 from bridge.model import _names
@@ -14,15 +15,15 @@ from bridge.model._names import Path
 from functrain.internal import OverwrittenByGradient, PyTree, fetch_global, require_no_problems
 from functrain.internal import tree as _tree
 
-# The key in `model_state` of the float8 scales, and flax's name of their collection.
-OVERWRITTEN = "_overwrite_with_gradient"
+# The key in `model_state` of the float8 scales is flax's name of their collection.
+OVERWRITTEN = OVERWRITE_WITH_GRADIENT
 
 
 class Layout(NamedTuple):
     """The path of each variable of a model.
 
-    The variables are in Keras's order, each once. The paths are unique, and the same in every
-    instance of an architecture.
+    The variables are in Keras's order, each once. The paths are unique. In two instances of an
+    architecture they differ only in the numbers that Keras gives to unnamed layers.
 
     Attributes:
       params: The variables of `model.trainable_variables` that optimizers update, by path.
@@ -49,9 +50,9 @@ def layout(model: keras.Layer) -> Layout:
       model: A built model or layer.
 
     Examples:
-      >>> model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+      >>> model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2, name="out")])
       >>> list(layout(model).params)
-      [('dense', 'kernel'), ('dense', 'bias')]
+      [('out', 'kernel'), ('out', 'bias')]
     """
     # By id: paths and names of Keras variables are not unique.
     trainable_ids = set(map(id, model.trainable_variables))
@@ -70,6 +71,30 @@ def layout(model: keras.Layer) -> Layout:
         if is_seed:
             seeds.append(path)
     return Layout(params, model_state, tuple(seeds))
+
+
+def layout_of_state(model: keras.Layer, params: PyTree, model_state: PyTree) -> Layout:
+    """Returns the layout of a model with the paths of a state, which may be of another instance.
+
+    The paths of two instances may differ in the numbers that Keras gave to unnamed layers. If the
+    paths differ in any other way, the layout has those of the model.
+    """
+    own = layout(model)
+    state_paths = [
+        _tree.keys(path) for path, _ in jax.tree_util.tree_leaves_with_path((params, model_state))
+    ]
+    own_paths = [("0", *path) for path in own.params] + [("1", *path) for path in own.model_state]
+    if set(own_paths) == set(state_paths):
+        return own
+    by_number, own_by_number = map(_names.numbered_alike, (state_paths, own_paths))
+    if by_number.keys() != own_by_number.keys():
+        return own
+    renamed = {own_by_number[key][1:]: path[1:] for key, path in by_number.items()}
+    return Layout(
+        {renamed[path]: variable for path, variable in own.params.items()},
+        {renamed[path]: variable for path, variable in own.model_state.items()},
+        tuple(renamed[path] for path in own.seeds),
+    )
 
 
 def _walk(node: Any, path: Path, visited_ids: set[int]) -> Iterator[tuple[Path, Any]]:

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 
 from bridge import keras_private
-from bridge.model._names import Path, variable_paths
+from bridge.model._names import Path, free
 from bridge.model._variables import arrays, get_at, nest
 from bridge.optim._schedules import CODEC, require_accepts, schedule
 from bridge.optim._slots import Role, roles_of_leaves
@@ -57,10 +57,10 @@ class OptaxOptimizer(keras_private.optimizers.GradientsOnly):
 
     It works in Keras's own `fit` and in `bridge.fit`. Each update equals
     ``optax.apply_updates(params, tx.update(grads, opt_state, params)[0])`` to the bit. The params
-    are nested dicts of the model's trainable variables, by `variable.path` without the model's
-    name, so that masks and label functions of `optax.multi_transform` see
-    ``{"dense": {"bias": ..., "kernel": ...}}``. Constraints are applied, as by all Keras
-    optimizers.
+    are nested dicts of the model's trainable variables, by Keras's `variable.path`. Masks, and
+    label functions of `optax.multi_transform`, see ``{"dense": {"bias": ..., "kernel": ...}}`` of a
+    Functional model. The paths of a Sequential or subclassed model begin with its name:
+    ``{"sequential": {"dense": ...}}``. Constraints are applied, as by all Keras optimizers.
 
     There are two forms. ``OptaxOptimizer(optax.adam, learning_rate=1e-3)`` takes the function that
     creates the transformation. A number as `learning_rate` is then injected into the state, so
@@ -150,7 +150,13 @@ class OptaxOptimizer(keras_private.optimizers.GradientsOnly):
         An optimizer that was loaded from a file uses the paths in the file, since Keras may give
         other names to the layers of nested models when it loads them.
         """
-        paths = variable_paths(trained)
+        # Two variables may have the same path, or one that is the beginning of another's.
+        keras_paths = [tuple(variable.path.split("/")) for variable in trained]
+        used = {path[:depth] for path in keras_paths for depth in range(1, len(path))}
+        paths: list[Path] = []
+        for *layers, name in keras_paths:
+            siblings = {path[-1] for path in (*used, *paths) if list(path[:-1]) == layers}
+            paths.append((*layers, free(name, siblings)))
         saved = [(path[-1], tuple(shape)) for path, shape in self._saved_paths]
         if saved == [(v.path.split("/")[-1], tuple(v.shape)) for v in trained]:
             paths = [tuple(path) for path, _ in self._saved_paths]

@@ -45,8 +45,11 @@ def create_state(
     Returns:
       A TrainState of nested dicts: `params` are the trainable variables (float32 masters under a
       mixed precision policy), `model_state` all others. Float8 scales are in `model_state` too:
-      `functrain.update` replaces them by their gradients, and no optimizer sees them. Paths are
-      the same for every instance of an architecture.
+      `functrain.update` replaces them by their gradients, and no optimizer sees them. The
+      keys are the names that `summary` shows; an unnamed layer in an attribute of a subclass has
+      the name of the attribute. Keras numbers unnamed layers over the whole process: name them, or
+      call `keras.utils.clear_session()` before the model is built, for keys that do not depend on
+      the models before.
 
     Raises:
       TypeError: `model` is not a Keras layer, or `rng` is not a single typed key.

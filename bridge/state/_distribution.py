@@ -48,11 +48,11 @@ def from_distribution(distribution: Any, model: keras.Layer) -> Placement:
 
     Examples:
       >>> import bridge, functrain as ft, keras, optax
-      >>> model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+      >>> model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2, name="a")])
       >>> placement = from_distribution(keras.distribution.DataParallel(), model)
       >>> state = bridge.create_state(model, optax.adam(1e-3))
       >>> state = ft.sharding.put(state, placement.mesh, placement.rule)
-      >>> state.params["dense"]["kernel"].sharding.mesh == placement.mesh
+      >>> state.params["a"]["kernel"].sharding.mesh == placement.mesh
       True
     """
     require_built(model)

@@ -106,14 +106,15 @@ def to_keras(
             "bridge.to_keras(functrain.merge_lora(state), model)."
         )
     # All pairs are made and checked before any is written: a model is written whole or not at all.
-    pairs = _variables.pair(_variables.layout(model), state.params, state.model_state)
+    layout = _variables.layout_of_state(model, state.params, state.model_state)
+    pairs = _variables.pair(layout, state.params, state.model_state)
     opt_state = () if optimizer == "leave" else getattr(state, "opt_state", ())
     trees = {"params": state.params, "model_state": state.model_state, "opt_state": opt_state}
     _variables.require_values(trees)
     if optimizer != "leave":
         try:
             step, allow_plain = getattr(state, "step", None), optimizer == "require"
-            pairs += _transfer.to_optimizer(opt_state, model, step, allow_plain=allow_plain)
+            pairs += _transfer.to_optimizer(opt_state, model, layout, step, allow_plain=allow_plain)
         except _transfer.OptimizerMismatchError as error:
             if optimizer == "require":
                 raise ValueError(

@@ -46,7 +46,8 @@ def from_optimizer(opt_state: PyTree, model: Any) -> tuple[PyTree, jax.Array]:
     if not optimizer.built:
         problem = f"the optimizer {optimizer.name!r} has not been built, and has no slots"
         raise OptimizerMismatchError(problem)
-    variables = _counterparts(opt_state, model, optimizer, may_lack_params=False)
+    layout = _variables.layout(model)
+    variables = _counterparts(opt_state, layout, optimizer, may_lack_params=False)
     leaves, treedef = jax.tree.flatten(opt_state)
     # A new state has a leaf for every slot, which the optimizer's variables replace.
     values = list(map(_value_for_leaf, variables, leaves))
@@ -58,7 +59,9 @@ def _value_for_leaf(variable: Any, leaf: Any) -> Any:
     return leaf if variable is None else from_plain_array(variable.value, key_impl(leaf))
 
 
-def to_optimizer(opt_state: PyTree, model: Any, step: Any, *, allow_plain: bool) -> Pairs:
+def to_optimizer(
+    opt_state: PyTree, model: Any, layout: _variables.Layout, step: Any, *, allow_plain: bool
+) -> Pairs:
     """Returns new values for the variables of the model's optimizer, and builds it if necessary.
 
     Slots of params that were frozen or masked out of the state keep their values, and so does the
@@ -67,6 +70,7 @@ def to_optimizer(opt_state: PyTree, model: Any, step: Any, *, allow_plain: bool)
     Args:
       opt_state: The state of optax.
       model: The model.
+      layout: The model's variables by their paths in the state.
       step: The number of updates, or None.
       allow_plain: Allows states that do not say of which optimizer they are: optax's own.
 
@@ -78,7 +82,7 @@ def to_optimizer(opt_state: PyTree, model: Any, step: Any, *, allow_plain: bool)
     if not optimizer.built:
         with keras_private.optimizers.atomic_build(optimizer):
             optimizer.build(model.trainable_variables)
-    variables = _counterparts(opt_state, model, optimizer, may_lack_params=True)
+    variables = _counterparts(opt_state, layout, optimizer, may_lack_params=True)
     # The step comes first: if the state counts updates too, its own count overwrites the step.
     pairs: Pairs = []
     if step is not None:
@@ -111,13 +115,13 @@ def _optimizer(model: Any, opt_state: PyTree, *, allow_plain: bool) -> Any:
 
 
 def _counterparts(
-    opt_state: PyTree, model: Any, optimizer: Any, *, may_lack_params: bool
+    opt_state: PyTree, layout: _variables.Layout, optimizer: Any, *, may_lack_params: bool
 ) -> list[Any]:
     """Returns for each leaf of a state the optimizer's variable with the same role, or None.
 
     Args:
       opt_state: The state of optax.
-      model: The model.
+      layout: The model's variables by their paths in the state.
       optimizer: Its optimizer, which is built.
       may_lack_params: Allows the state to have no leaf at all for some params: frozen ones.
 
@@ -125,7 +129,6 @@ def _counterparts(
       OptimizerMismatchError: A leaf or a variable has no counterpart, or one of another shape or
         dtype.
     """
-    layout = _variables.layout(model)
     params = layout.params
     # Float8 scales are not part of a state's params. Keras has few slots for them.
     scales = [v for path, v in layout.model_state.items() if path[0] == _variables.OVERWRITTEN]

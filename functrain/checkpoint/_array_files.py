@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 import tempfile
+import types
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -33,10 +34,12 @@ class ArrayFile(NamedTuple):
     Attributes:
       specs: Dtype and shape of each array, such as ``float32[8, 3]``, by path.
       read: Given a path, returns the array; given also a box, that part of it.
+      layer_names: In a file of Keras, the names of the layers by their groups.
     """
 
     specs: Mapping[str, str]
     read: Callable[..., np.ndarray]
+    layer_names: Mapping[str, str] = types.MappingProxyType({})
 
 
 def open_arrays(path: str) -> contextlib.AbstractContextManager[ArrayFile]:
@@ -149,10 +152,14 @@ def _open_hdf5(path: str, file: IO[bytes] | None = None) -> Iterator[ArrayFile]:
     import h5py
 
     datasets: dict[str, Any] = {}
+    layer_names: dict[str, str] = {}
 
-    def add_dataset(name: str, node: Any) -> None:
+    def add_node(name: str, node: Any) -> None:
         if isinstance(node, h5py.Dataset):
             datasets[name] = node
+        # Keras notes the name of a layer at the group of its variables.
+        elif isinstance(layer := node.attrs.get("name"), str):
+            layer_names[name.removesuffix("vars").rstrip("/")] = layer
 
     def read(name: str, box: _leaves.Box | None = None) -> np.ndarray:
         with _library_errors(path, OSError):
@@ -161,7 +168,7 @@ def _open_hdf5(path: str, file: IO[bytes] | None = None) -> Iterator[ArrayFile]:
 
     with contextlib.ExitStack() as stack:
         with _library_errors(path, OSError, RuntimeError):
-            stack.enter_context(h5py.File(file or path, "r")).visititems(add_dataset)
+            stack.enter_context(h5py.File(file or path, "r")).visititems(add_node)
         specs = {}
         for name, dataset in datasets.items():
             if dataset.external or dataset.is_virtual:
@@ -170,7 +177,7 @@ def _open_hdf5(path: str, file: IO[bytes] | None = None) -> Iterator[ArrayFile]:
                     "another file. Such files are not read. Copy the values into one file."
                 )
             specs[name] = _tree.format_spec(_hdf5_dtype(dataset), dataset.shape or ())
-        yield ArrayFile(specs, read)
+        yield ArrayFile(specs, read, layer_names)
 
 
 def _hdf5_dtype(dataset: Any) -> np.dtype:

@@ -68,8 +68,7 @@ def evaluate(
 
     Raises:
       TypeError: The step has no metrics, or trains, or `state` is not a state.
-      ValueError: There are no batches, they have other dtypes or ranks than the first, nothing
-        tells how many examples a batch has, or the loader drops examples.
+      ValueError: There are no batches, they differ, or the loader drops examples.
 
     Examples:
       >>> import jax.numpy as jnp, numpy as np, optax
@@ -116,8 +115,7 @@ def evaluate_without_warning(
     # batch. Computed whole on every device, the last batch is exact for every loss and metric.
     place = _placement.chunk_placer(mesh_sharding, replicates=True)
     driver = Driver(step, EVALUATION, rewrites=rewrites, jit=jit, place=place)
-    metrics = _placement.replicate_beside(step.start(state).metrics, state)
-    metrics = _placement.place_on_mesh(metrics, mesh_sharding)
+    metrics = _placement.place_on_mesh(step.start(state).metrics, mesh_sharding)
     driver.begin(metrics, _placement.place_on_mesh(state, mesh_sharding))
     steps = 0
     batches.begin(0)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from functrain.common import _repr, _tree
-from functrain.common._checks import require_instance, require_no_problems
+from functrain.common._checks import require_instance
 from functrain.common._log_names import SumOfWeights
 from functrain.common._types import PyTree, Step, StepTraits
 from functrain.metrics._metric import Metered, Metric
@@ -61,9 +61,7 @@ class MeteredStep(StepTraits):
         """Returns the state with metrics that have seen no batch."""
         _require_bare(state, "It has been started already.")
         # An init may return one array twice. A buffer that two leaves share cannot be donated.
-        # Under `jax.transfer_guard`, the zeros that it makes are no mistake.
-        with jax.transfer_guard_host_to_device("allow"):
-            return Metered(state, _tree.copy(self.metrics.init()))
+        return Metered(state, _tree.copy(self.metrics.init()))
 
     def values(self, metrics: PyTree) -> PyTree:
         """Returns the values of the metrics so far."""
@@ -83,10 +81,6 @@ class MeteredStep(StepTraits):
             state, loss, aux = self.base(metered.state, batch, key)
         with jax.named_scope("metrics"):
             metrics = self.metrics.update(metered.metrics, batch, aux, loss)
-        changes = _tree.differences(metered.metrics, metrics)
-        expected = "from update the structure, shapes and dtypes that init returned"
-        advice = "Cast in update, as with x.astype(old.dtype), or begin with arrays of that dtype."
-        require_no_problems("metrics", changes, expected, advice, error=TypeError)
         if self.trains and isinstance(state, TrainState):
             finite, _ = finite_and_scale(state.opt_state)
             # With `skip_non_finite`, a step that was skipped does not count in the metrics.

@@ -28,6 +28,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(autouse=True)
 def seeded() -> None:
+    # The names of unnamed layers begin anew, as in a new process.
+    keras.utils.clear_session(free_memory=False)
     keras.utils.set_random_seed(0)
 
 

@@ -32,7 +32,8 @@ SGD = optax.sgd(1e-2, momentum=0.9)
 
 
 def by_layer(params: Any) -> Any:
-    return {layer: jax.tree.map(lambda _, k=layer: k, held) for layer, held in params.items()}
+    """Labels each param by its layer, `a` or `b`, in a model or alone."""
+    return jax.tree_util.tree_map_with_path(lambda path, _: path[-2].key, params)
 
 
 COMPOSED: dict[str, Callable[[], Any]] = {
@@ -81,8 +82,10 @@ ALL = optimizers()
 
 def make_model() -> keras.Model:
     keras.utils.set_random_seed(0)
-    net = [keras.Input((6,)), layers.Dense(8, "relu", name="a"), layers.Dense(2, name="b")]
-    return keras.Sequential(net)
+    inputs = keras.Input((6,))
+    hidden = layers.Dense(8, "relu", name="a")(inputs)
+    # A Functional model, whose paths begin with its layers, as in `by_hand`.
+    return keras.Model(inputs, layers.Dense(2, name="b")(hidden))
 
 
 def fitted(optimizer: Any, fit: Any = keras.Model.fit) -> keras.Model:

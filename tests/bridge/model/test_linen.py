@@ -175,5 +175,5 @@ def test_what_cannot_be_a_module_is_refused() -> None:
     with pytest.raises(ValueError, match="expected a built model"):
         bridge.to_linen(keras.Sequential([layers.Dense(2)]))
     variables = bridge.to_linen(net()).init(jax.random.key(0), X)
-    with pytest.raises(ValueError, match=r"params/dense/kernel: missing"):
+    with pytest.raises(ValueError, match=r"params/dense_3/kernel: missing"):
         bridge.to_keras({"params": {}, "batch_stats": variables["batch_stats"]}, net())

@@ -13,7 +13,6 @@ import optax.contrib
 import pytest
 from keras import layers
 
-from bridge.model._names import variable_paths
 from tests.bridge.optax_cases import ALL, QUICK, X, Y, by_hand, fitted, make_model, same
 
 # Their step size comes of one sum over all params, whose last bit is the compiler's.
@@ -101,7 +100,7 @@ def test_loss_scaling_and_constraints_stay_kerass() -> None:
 
 def test_frozen_layers_are_not_in_the_params() -> None:
     model = make_model()
-    model.layers[0].trainable = False
+    model.get_layer("a").trainable = False
     seen = []
     tx = optax.stateless_with_tree_map(lambda g, p: -0.1 * g)
     spy = optax.GradientTransformation(lambda p: seen.append(p) or tx.init(p), tx.update)
@@ -119,22 +118,44 @@ def test_slots_lie_where_their_variables_lie() -> None:
         model = fitted(bridge.OptaxOptimizer(optax.adam(1e-2)))
         adam = model.optimizer.opt_state[0]
         spec = jax.sharding.PartitionSpec(None, "model")
-        assert model.layers[0].kernel.value.sharding.spec == spec
+        assert model.get_layer("a").kernel.value.sharding.spec == spec
         assert adam.mu["a"]["kernel"].sharding.spec == spec
         assert adam.nu["b"]["kernel"].sharding.is_fully_replicated
 
 
-class TestPaths:
-    def test_they_are_those_of_create_state_where_layers_have_names_or_numbers(self, builders):
-        for kind in ("sequential", "sequential_built_by_a_call", "functional"):
-            for _ in range(2):
-                model, _ = builders[kind]()
-                keys = set(variable_paths(model.trainable_variables))
-                state = bridge.create_state(model, optax.sgd(0.1))
-                expected = jax.tree_util.tree_leaves_with_path(state.params)
-                assert keys == {tuple(entry.key for entry in path) for path, _ in expected}
+def paths_seen(model: keras.Model) -> list[str]:
+    """The paths that a mask sees."""
+    seen: list[str] = []
 
-    def test_they_are_unique_and_the_same_in_every_instance_of_every_model(self, build):
-        first, second = (variable_paths(build()[0].trainable_variables) for _ in range(2))
-        assert first == second
-        assert len(set(first)) == len(first)
+    def mask(params: Any) -> Any:
+        leaves = jax.tree_util.tree_leaves_with_path(params)
+        seen[:] = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
+        return jax.tree.map(lambda _: True, params)
+
+    optimizer = bridge.OptaxOptimizer(optax.adamw, learning_rate=1e-3, mask=mask)
+    optimizer.build(model.trainable_variables)
+    return seen
+
+
+class TestPaths:
+    def test_they_are_those_of_keras_in_every_model(self, build):
+        model, _ = build()
+        seen = paths_seen(model)
+        variables = model.trainable_variables
+        assert len(seen) == len(set(seen)) == len(variables)
+        paths = [v.path for v in variables]
+        # Layers of one name may share paths; then a number is added.
+        if len(set(paths)) == len(paths):
+            assert sorted(seen) == sorted(paths)
+
+    @pytest.mark.parametrize("layer", ["attention", "nested", "wrapper"])
+    def test_a_single_composite_layer_keeps_its_name(self, layer):
+        inputs = keras.Input((5, 8))
+        make = {
+            "attention": lambda: layers.MultiHeadAttention(2, 4, name="part")(inputs, inputs),
+            "nested": lambda: keras.Sequential([layers.Dense(2)], name="part")(inputs),
+            "wrapper": lambda: layers.TimeDistributed(layers.Dense(2), name="part")(inputs),
+        }
+        model = keras.Model(inputs, make[layer]())
+        assert {path.split("/")[0] for path in paths_seen(model)} == {"part"}
+        assert set(bridge.create_state(model, optax.sgd(0.1)).params) == {"part"}

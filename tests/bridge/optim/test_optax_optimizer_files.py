@@ -77,7 +77,10 @@ def inner_frozen(learning_rate):
     """Freezes the layers of an inner model."""
 
     def label(params):
-        return {key: "frozen" if key == "sequential" else "trained" for key in params}
+        def of_layer(layer):
+            return {key: "frozen" if key == "sequential" else "trained" for key in layer}
+
+        return {model: of_layer(layer) for model, layer in params.items()}
 
     parts = {"trained": optax.adam(learning_rate), "frozen": optax.set_to_zero()}
     return optax.multi_transform(parts, label)

@@ -116,6 +116,66 @@ def test_a_state_gets_what_load_weights_would_give_the_model(
     assert all(name.startswith(("optimizer/", "layers/spectral")) for name in warm.unused)
 
 
+def chain(*names):
+    """Layers of one shape, so that a wrong match would not be noticed."""
+    return keras.Sequential([keras.Input((4,)), *(layers.Dense(4, name=name) for name in names)])
+
+
+@pytest.mark.parametrize("suffix", [".keras", ".weights.h5"])
+@pytest.mark.parametrize(
+    ("old_names", "new_names"),
+    [
+        (["body1", "body2", "body3"], ["body1", "extra", "body2", "body3"]),
+        (["a", "b", "c"], ["c", "b", "a"]),
+        (["a", "dense_1", "b"], ["b", "dense_1"]),
+    ],
+)
+def test_layers_are_matched_by_their_names(tmp_path, suffix, old_names, new_names) -> None:
+    old, model = randomized(chain(*old_names), 1), chain(*new_names)
+    old.save(tmp_path / "old.keras")
+    old.save_weights(tmp_path / "old.weights.h5")
+    state = bridge.create_state(model, optax.identity())
+    warm = bridge.warm_start(state, tmp_path / f"old{suffix}", model)
+    for name in new_names:
+        source = old if name in old_names else model
+        kernel = warm.state.params[name]["kernel"]
+        np.testing.assert_array_equal(kernel, source.get_layer(name).kernel.value)
+
+
+def test_layers_of_nested_models_are_matched_by_their_names(tmp_path) -> None:
+    def build(*names):
+        inputs = keras.Input((4,))
+        return keras.Model(inputs, [chain(*names)(inputs), chain("other")(inputs)])
+
+    old, model = randomized(build("a", "b"), 1), build("new", "b", "a")
+    old.save(tmp_path / "old.keras")
+    state = bridge.create_state(model, optax.identity())
+    warm = bridge.warm_start(state, tmp_path / "old.keras", model)
+    inner = warm.state.params[model.layers[1].name]
+    for name in ("a", "b"):
+        np.testing.assert_array_equal(
+            inner[name]["kernel"], old.layers[1].get_layer(name).kernel.value
+        )
+
+
+@pytest.mark.parametrize(
+    ("old_names", "new_names"),
+    [
+        (["dense", "dense_1"], ["dense_2", "dense_3", "dense_4"]),
+        (["dense", "dense_1"], ["dense", "dense_1", "dense_2"]),
+        (["dense_1", "dense_2"], ["dense_2", "dense_3"]),
+    ],
+)
+def test_layers_that_keras_numbered_otherwise_are_refused(tmp_path, old_names, new_names) -> None:
+    chain("head", *old_names).save(tmp_path / "old.keras")
+    model = chain(*new_names, "head")
+    state = bridge.create_state(model, optax.identity())
+    with pytest.raises(ValueError, match=r"layer 'dense_2'(.|\n)*Name the layers"):
+        bridge.warm_start(state, tmp_path / "old.keras", model)
+    warm = bridge.warm_start(state, tmp_path / "old.keras", model, take="params/head/**")
+    assert sorted(warm.loaded) == ["params/head/bias", "params/head/kernel"]
+
+
 def classifier(classes):
     return keras.Sequential(
         [keras.Input((4,)), layers.Dense(8, name="body"), layers.Dense(classes, name="head")]
@@ -137,19 +197,19 @@ def test_a_head_of_another_width_is_named_as_the_state_names_it(tmp_path) -> Non
 
 
 def test_a_file_of_a_part_goes_into_a_state_of_the_whole(tmp_path) -> None:
-    part = keras.Sequential([keras.Input((4,)), layers.Dense(8)], name="encoder")
+    part = keras.Sequential([keras.Input((4,)), layers.Dense(8, name="in")], name="encoder")
     part.save_weights(tmp_path / "part.weights.h5")
     kernel = np.array(part.weights[0].value)
     randomized(part, 5)
-    whole = keras.Sequential([keras.Input((4,)), part, layers.Dense(2)])
+    whole = keras.Sequential([keras.Input((4,)), part, layers.Dense(2, name="out")])
     warm = bridge.warm_start(
         bridge.create_state(whole, optax.identity()),
         tmp_path / "part.weights.h5",
         part,
         rename=lambda path: path.replace("params/", "params/encoder/"),
     )
-    np.testing.assert_array_equal(warm.state.params["encoder"]["dense"]["kernel"], kernel)
-    assert warm.missing == ("params/dense/bias", "params/dense/kernel")
+    np.testing.assert_array_equal(warm.state.params["encoder"]["in"]["kernel"], kernel)
+    assert warm.missing == ("params/out/bias", "params/out/kernel")
 
 
 def test_lora_goes_on_from_the_file_of_the_model_without_it(tmp_path) -> None:
@@ -166,7 +226,9 @@ def test_lora_goes_on_from_the_file_of_the_model_without_it(tmp_path) -> None:
 
 def test_a_file_with_a_lambda_is_read_and_its_code_is_not(tmp_path) -> None:
     def build(fn):
-        return keras.Sequential([keras.Input((4,)), layers.Dense(3), layers.Lambda(fn)])
+        return keras.Sequential(
+            [keras.Input((4,)), layers.Dense(3, name="dense"), layers.Lambda(fn)]
+        )
 
     old = build(lambda x: x + 1)
     old.save(tmp_path / "old.keras")
