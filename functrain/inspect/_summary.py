@@ -21,7 +21,7 @@ from functrain.model._linen import from_linen
 from functrain.model._model import Model
 from functrain.model._nnx import from_nnx
 from functrain.rewrites._compile import jit
-from functrain.rewrites._equations import walk_equations
+from functrain.rewrites._equations import product_dtypes, walk_equations
 
 
 def summary(
@@ -43,9 +43,10 @@ def summary(
     Returns:
       A row for each leaf: its path, dtype and shape, number of elements, and bytes of one copy
       (``1 KiB`` = 1024 bytes). If leaves are on several devices, also its sharding, and the bytes
-      on each device. With a step, a line with the FLOPs and the memory traffic of one step of the
-      plain program, as counted by the compiler. The body of a scan, such as that of micro-batches,
-      counts once for each iteration; that of a `while` once, since its length is unknown. For a
+      on each device. With a step, a line with the dtypes of its products of matrices, and one with
+      the FLOPs and the memory traffic of one step of the plain program, as counted by the compiler.
+      The body of a scan, such as that of micro-batches, counts once for each iteration; that of a
+      `while` once, since its length is unknown. For a
       state on several devices the costs are those of each device, and the line says if loop bodies
       count once. The table is never cut to the width of a terminal.
 
@@ -193,7 +194,11 @@ def _costs(step: Any, state: PyTree, batch: PyTree) -> str:
     where = " on each device" * is_divided
     note = "; the body of each scan counts once" * (is_divided and bool(scans))
     size = _repr.format_bytes(traffic)
-    return f"one step{where}: {flops:,.0f} FLOPs, {size} of memory read and written{note}"
+    products = [f"{count:,} in {dtype}" for dtype, count in product_dtypes(traced.jaxpr).items()]
+    return (
+        f"products of matrices and convolutions: {', '.join(products) or 'none'}\n"
+        f"one step{where}: {flops:,.0f} FLOPs, {size} of memory read and written{note}"
+    )
 
 
 def _count(lowered: Any) -> tuple[float, float]:

@@ -1,5 +1,6 @@
 """Models that compute in a lower precision than their params have."""
 
+import contextlib
 import functools
 from typing import Any
 
@@ -9,7 +10,9 @@ import jax.numpy as jnp
 from functrain.common import _tree
 from functrain.common._checks import require
 from functrain.common._types import PyTree
+from functrain.common._warnings import warn
 from functrain.model._model import Model, ModelOutput, require_model
+from functrain.rewrites._equations import describe_user_line, product_dtypes, walk_equations
 
 
 def cast(model: Model, dtype: Any = jnp.bfloat16) -> Model:
@@ -18,7 +21,8 @@ def cast(model: Model, dtype: Any = jnp.bfloat16) -> Model:
     `apply` casts params and floating-point inputs to `dtype`. It casts outputs and losses in half
     precision back to float32, so that the loss is computed in float32. It does not cast
     `model_state`, such as batch statistics. Gradients, optimizer state and checkpoints therefore
-    have the same dtypes as without `cast`.
+    have the same dtypes as without `cast`. If a layer widens its inputs, so that no product is in
+    `dtype`, a warning names it.
 
     Args:
       model: A linen or nnx model whose layers have ``dtype=None``, or a model written by hand that
@@ -44,9 +48,18 @@ def cast(model: Model, dtype: Any = jnp.bfloat16) -> Model:
     is_float = jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
     require(is_float, "dtype", "a floating-point type", dtype, error=TypeError)
 
+    is_checked = False
+
     def apply(params: PyTree, model_state: PyTree, inputs: PyTree, /, **mode: Any) -> ModelOutput:
+        nonlocal is_checked
         cast_leaf = functools.partial(_cast_if_float, dtype)
         params, inputs = jax.tree.map(cast_leaf, (params, inputs))
+        leaves = jax.tree.leaves((params, inputs))
+        if not is_checked and any(isinstance(x, jax.core.Tracer) for x in leaves):
+            is_checked = True
+            message = _warning(model, dtype, params, model_state, inputs, mode)
+            if message:
+                warn(message)
         output = model.apply(params, model_state, inputs, **mode)
         outputs, losses = jax.tree.map(_widen_if_half, (output.outputs, output.losses))
         # A step is scanned over, so the dtypes of the state that it carries must not change.
@@ -54,6 +67,34 @@ def cast(model: Model, dtype: Any = jnp.bfloat16) -> Model:
         return ModelOutput(outputs, new_model_state, losses)
 
     return Model(model.init, apply)
+
+
+def _warning(
+    model: Model, dtype: Any, params: PyTree, model_state: PyTree, inputs: PyTree, mode: Any
+) -> str:
+    """Returns a warning if no product of the model has the dtype, else an empty string."""
+    # What cannot be traced here has an error or a decision of its own, which `apply` meets again.
+    with contextlib.suppress(Exception):
+        jaxpr = jax.make_jaxpr(lambda p, x: model.apply(p, model_state, x, **mode).outputs)(
+            params, inputs
+        )
+        counts, name = product_dtypes(jaxpr), jnp.dtype(dtype).name
+        if not counts or name in counts:
+            return ""
+        products = ", ".join(f"{count} in {dtype}" for dtype, count in counts.items())
+        first = ""
+        for eqn, _, _ in walk_equations(jaxpr):
+            made = str(eqn.outvars[0].aval.dtype) if eqn.outvars else ""
+            read = [str(atom.aval.dtype) for atom in eqn.invars]
+            if made in counts and made not in read:
+                first = f" {made} begins in {describe_user_line(eqn)}."
+                break
+        return (
+            f"cast: expected products in {name}, got {products}: the model widens what it was "
+            f"given.{first} Give that layer dtype={name}, as in nnx.Embed(..., "
+            f"dtype=jnp.{name}), or convert with x.astype(params.dtype) in place of float32."
+        )
+    return ""
 
 
 def _cast_if_float(dtype: Any, x: Any) -> Any:

@@ -1,10 +1,13 @@
 """Questions about equations: what they compute, where they are, and what is around them."""
 
+import collections
 import math
+import os
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import flax
 import jax
 import jax.numpy as jnp
 from jax.extend import core, source_info_util
@@ -12,6 +15,12 @@ from jax.extend.core import primitives
 from jax.sharding import AxisType
 
 from functrain.common import _tree
+
+# The folders of libraries whose lines do not help a user.
+_LIBRARIES = tuple(
+    os.path.dirname(path) + os.sep
+    for path in (jax.__file__, flax.__file__, os.path.dirname(os.path.dirname(__file__)) + os.sep)
+)
 
 # The jaxprs of these primitives are called as functions, so an equal function may replace them.
 # Other primitives may use their jaxprs in any way; those jaxprs stay unchanged.
@@ -65,6 +74,27 @@ def describe_location(eqn: core.JaxprEqn) -> str:
     # Without the folder in front of it, and the function behind it.
     line = source_info_util.summarize(eqn.source_info).rpartition("/")[2].partition(" ")[0]
     return "  ".join(filter(None, [str(eqn.source_info.name_stack), line]))
+
+
+def describe_user_line(eqn: core.JaxprEqn) -> str:
+    """Returns the layer an equation came from, and the source line outside of jax and flax."""
+    traceback = eqn.source_info.traceback
+    frames = [] if traceback is None else traceback.frames
+    lines = [
+        f"{x.file_name}:{x.line_num}" for x in frames if not x.file_name.startswith(_LIBRARIES)
+    ]
+    return " at ".join(filter(None, [str(eqn.source_info.name_stack), *lines[:1]]))
+
+
+def product_dtypes(jaxpr: Any) -> collections.Counter[str]:
+    """Returns how many products of matrices and convolutions have each floating-point dtype."""
+    counts: collections.Counter[str] = collections.Counter()
+    for eqn, _, executions in walk_equations(jaxpr):
+        if eqn.primitive in (primitives.dot_general_p, primitives.conv_general_dilated_p):
+            dtypes = [atom.aval.dtype for atom in eqn.invars[:2]]
+            if all(jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes):
+                counts[str(max(dtypes, key=lambda dtype: dtype.itemsize))] += executions
+    return counts
 
 
 def find_consumers(var: Any, jaxpr: core.Jaxpr) -> list[core.JaxprEqn]:
