@@ -10,9 +10,12 @@ from typing import Any
 import jax
 
 from functrain.distributed import _coordination
+from functrain.distributed._ending import LEAVE_TIMEOUT
+from functrain.distributed._stopping import why_missing
 
 # Long enough for the slowest disks. JAX's heartbeat detects a killed process much sooner.
-_BARRIER_TIMEOUT = 3600.0  # seconds
+_TIMEOUT = 3600.0  # seconds
+_PEER_CHECK_INTERVAL = 2.0  # seconds
 _FAILURE_CHECK_INTERVAL = 1.0  # seconds
 # Network file systems cache directory listings: a file from another host can appear this late.
 _VISIBILITY_TIMEOUT = 60.0  # seconds
@@ -54,10 +57,9 @@ class ProcessGroup:
             value = work()
         except Exception as error:
             failure = error
-        _raise(failure, self.exchange_failures(failure, value))
-        if only_first and not is_first():
-            return []
-        return list(map(json.loads, self._read("value", self._round - 1).values()))
+        failures, values = self._exchange(failure, value, only_first=only_first)
+        _raise(failure, failures)
+        return values
 
     def call_on_first(self, work: Callable[[], Any]) -> Any:
         """Calls a function in the first process only, and returns its result in all of them."""
@@ -76,23 +78,53 @@ class ProcessGroup:
             failure = error
         _raise(failure, self.exchange_failures(failure))
 
-    def exchange_failures(self, failure: Exception | None, value: Any = None) -> dict[int, str]:
+    def exchange_failures(self, failure: Exception | None) -> dict[int, str]:
         """Waits for all processes, and returns the errors of those that failed, by process."""
-        text = "" if failure is None else f"{type(failure).__name__}: {failure}"
         if not is_multiprocess():
-            return {0: text} if text else {}
-        # Each process posts its outcome, and then waits at a barrier for the others. A process that
-        # failed goes to the barrier at once, so the others never wait for work that it will not do.
-        process = jax.process_index()
-        _coordination.put(f"{self._folder('value', self._round)}/{process}", json.dumps(value))
-        _coordination.put(f"{self._folder('failure', self._round)}/{process}", text)
-        _coordination.wait_at_barrier(self._folder("barrier", self._round), _BARRIER_TIMEOUT)
-        failures = self._read_failures()
-        # Every process has read the round before, or it would not be at this barrier.
-        if self._round and is_first():
-            _coordination.remove(f"functrain/{self._name}/{self._round - 1}")
+            return {} if failure is None else {0: _describe(failure)}
+        return self._exchange(failure, None)[0]
+
+    def _exchange(
+        self, failure: Exception | None, value: Any, *, only_first: bool = False
+    ) -> tuple[dict[int, str], list[Any]]:
+        """Waits for all processes; returns the errors by process, and the values of all.
+
+        With `only_first`, the others get no values.
+        """
+        # Each process posts its outcome: one that failed does so at once, so the others never wait
+        # for work that it will not do. The first process collects the outcomes for all.
+        process, folder = jax.process_index(), f"functrain/{self._name}/{self._round}"
+        text = "" if failure is None else _describe(failure)
+        _coordination.put(f"{folder}/{process}", json.dumps([text, value]))
+        if process == 0:
+            outcomes = [self._wait_for(folder, i, i) for i in range(jax.process_count())]
+            texts, values = [text for text, _ in outcomes], [value for _, value in outcomes]
+            shared_values = [] if only_first else values
+            _coordination.put(f"{folder}/all", json.dumps([texts, shared_values]))
+            # Every process has read the round before, or it would not have posted in this one.
+            if self._round:
+                _coordination.remove(f"functrain/{self._name}/{self._round - 1}")
+        else:
+            texts, values = self._wait_for(folder, "all", 0)
         self._round += 1
-        return failures
+        return {i: text for i, text in enumerate(texts) if text}, values
+
+    def _wait_for(self, folder: str, name: object, process: int) -> Any:
+        """Returns what another process posts; an error in its place if it will never post."""
+        deadline, since = time.monotonic() + _TIMEOUT, time.monotonic()
+        while (posted := _coordination.wait_for(f"{folder}/{name}", _PEER_CHECK_INTERVAL)) is None:
+            reason = why_missing(process, in_run=self is main_group)
+            # Its last message may be under way when it leaves.
+            if reason and time.monotonic() - since > LEAVE_TIMEOUT:
+                break
+            if time.monotonic() > deadline:
+                reason = f"process {process} did not come within {_TIMEOUT:g} s"
+                break
+        else:
+            return json.loads(posted)
+        if process == 0:
+            raise OtherProcessError(reason)
+        return f"{OtherProcessError.__name__}: {reason}", None
 
     def require_no_failure(self) -> None:
         """Raises OtherProcessError if another process has already failed in the current work.
@@ -101,19 +133,14 @@ class ProcessGroup:
         """
         if is_multiprocess() and time.monotonic() > self._next_check:
             self._next_check = time.monotonic() + _FAILURE_CHECK_INTERVAL
-            _raise(None, self._read_failures())
+            posted = _coordination.read(f"functrain/{self._name}/{self._round}")
+            posted.pop("all", None)
+            texts = {int(process): json.loads(posted[process])[0] for process in posted}
+            _raise(None, {process: texts[process] for process in sorted(texts) if texts[process]})
 
-    def _read_failures(self) -> dict[int, str]:
-        texts = self._read("failure", self._round)
-        return {process: text for process, text in texts.items() if text}
 
-    def _read(self, kind: str, number: int) -> dict[int, str]:
-        """Returns the texts that processes have posted in a round so far, by process."""
-        texts = _coordination.read(self._folder(kind, number))
-        return {process: texts[str(process)] for process in sorted(map(int, texts))}
-
-    def _folder(self, kind: str, number: int) -> str:
-        return f"functrain/{self._name}/{number}/{kind}"
+def _describe(failure: Exception) -> str:
+    return f"{type(failure).__name__}: {failure}"
 
 
 def _raise(failure: Exception | None, failures: Mapping[int, str]) -> None:

@@ -1,12 +1,17 @@
 """Fetching of arrays to the host, including arrays spread over processes."""
 
 import pickle
+import threading
+import time
 from typing import Any
 
 import jax
 import numpy as np
 
 from functrain.common._types import PyTree
+
+# When each thread began to wait for all processes, as far as threads do.
+_waiting_since: dict[int, float] = {}
 
 
 def fetch_global(tree: PyTree) -> PyTree:
@@ -24,9 +29,24 @@ def _gather_shards(x: Any) -> Any:
     # The second case needs no collective: each process has a copy of a replicated array.
     if not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated:
         return x
+    return _allgather(x, tiled=True)
+
+
+def _allgather(x: Any, **options: Any) -> Any:
     from jax.experimental import multihost_utils
 
-    return multihost_utils.process_allgather(x, tiled=True)
+    thread = threading.get_ident()
+    _waiting_since[thread] = time.monotonic()
+    try:
+        return multihost_utils.process_allgather(x, **options)
+    finally:
+        del _waiting_since[thread]
+
+
+def seconds_of_waiting() -> float:
+    """Returns how long this process has waited for all processes by now; 0.0 if it does not."""
+    now = time.monotonic()
+    return max((now - since for since in list(_waiting_since.values())), default=0.0)
 
 
 def gather_from_processes(value: Any) -> list[Any]:
@@ -36,12 +56,10 @@ def gather_from_processes(value: Any) -> list[Any]:
     """
     if jax.process_count() == 1:
         return [value]
-    from jax.experimental import multihost_utils
-
     payload = np.frombuffer(pickle.dumps(value), np.uint8)
-    sizes = multihost_utils.process_allgather(np.asarray(payload.size, np.int32))
+    sizes = _allgather(np.asarray(payload.size, np.int32))
     # Padded to a power of two: each length is a program to compile, so there should be few.
     padded = np.zeros(1 << int(sizes.max()).bit_length(), np.uint8)
     padded[: payload.size] = payload
-    rows = multihost_utils.process_allgather(padded)
+    rows = _allgather(padded)
     return [pickle.loads(row[:size].tobytes()) for row, size in zip(rows, sizes, strict=True)]

@@ -1,4 +1,4 @@
-"""Key-value store and barriers of JAX's coordination service, for small messages."""
+"""Key-value store of JAX's coordination service, for small messages."""
 
 # Nothing here runs a program on a device, so any thread may call it at any time.
 
@@ -39,9 +39,14 @@ def remove(folder: str) -> None:
     _client().key_value_delete(f"{folder}/")
 
 
-def wait_at_barrier(name: str, seconds: float) -> None:
-    """Waits until all processes have called it with this name, which is used only once."""
-    _client().wait_at_barrier(name, int(1000 * seconds))
+def wait_for(key: str, seconds: float) -> str | None:
+    """Waits for a text, and returns it; None after a number of seconds."""
+    try:
+        return str(_client().blocking_key_value_get(key, int(1000 * seconds)))
+    except RuntimeError as error:
+        if "DEADLINE_EXCEEDED" not in str(error):
+            raise
+        return None
 
 
 def _client() -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from functrain.common._checks import require
-from functrain.distributed._ending import exit_all_on_failure
+from functrain.distributed._ending import watch_peers
 from functrain.distributed._stopping import leave_all_runs
 
 _LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
@@ -33,9 +33,9 @@ def initialize(
     - If nothing configures other processes, the process runs alone.
     - On one machine, at a loopback address, the coordinator listens only to that address. JAX would
       listen to all addresses of the machine.
-    - If an exception or ``sys.exit(3)`` ends one process, all end within seconds, with the same
-      exit status. JAX would wait five minutes for the others, which wait for this one. Functions
-      registered with `atexit` are still called, for up to five seconds.
+    - If an exception ends one process, or if one leaves a run that the others continue, all end
+      within ten seconds, with status 1 and a message. JAX would wait five minutes for the others,
+      which wait for this one.
 
     Args:
       coordinator_address: Address of the first process, such as ``"10.0.0.1:1234"``.
@@ -85,7 +85,7 @@ def initialize(
                 "JAX_NUM_PROCESSES and JAX_PROCESS_ID, or pass all three."
             ) from error
     else:
-        exit_all_on_failure(before_exit=leave_all_runs)
+        watch_peers(leave_all_runs)
     finally:
         if timer is not None:
             timer.cancel()

@@ -7,6 +7,7 @@ last checkpoint.
 
 import argparse
 import contextlib
+import ctypes
 import os
 import signal
 import socket
@@ -24,6 +25,7 @@ _KILL_DELAY = 2.0  # seconds from SIGTERM to SIGKILL for the others, when one ha
 # The status of argparse for wrong arguments, with which a restart would fail again.
 _USAGE_ERROR = 2
 _TERMINATED = 128 + signal.SIGTERM
+_PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -174,11 +176,24 @@ def _start(options: argparse.Namespace, address: str, number: int) -> subprocess
         stderr=None if number == 0 else subprocess.STDOUT,
         text=True,
         errors="replace",
+        preexec_fn=_end_with_launcher() if sys.platform == "linux" else None,
     )
     # Before the process starts threads, which inherit its cores.
     if options.bind:
         os.sched_setaffinity(process.pid, _cores(number, options.processes))
     return process
+
+
+def _end_with_launcher() -> Callable[[], None]:
+    """Returns a function for a new process, after which Linux kills it when the launcher dies."""
+    prctl, launcher = ctypes.CDLL(None).prctl, os.getpid()
+
+    def request_signal() -> None:
+        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != launcher:  # it died before the call
+            os._exit(1)
+
+    return request_signal
 
 
 def _binding_problem(processes: int) -> str:

@@ -9,10 +9,8 @@ processes stop at the same event, as hooks do that see the same values, none tak
 import contextlib
 import itertools
 import math
-import sys
 import threading
 import time
-import weakref
 from typing import Self
 
 from functrain.distributed import _coordination, _ending
@@ -20,11 +18,15 @@ from functrain.distributed import _coordination, _ending
 # All in seconds.
 _POLL_INTERVAL = 0.5
 _FIRST_PAUSE = 0.01  # while it waits for answers; then twice as long each time
-_LEAVE_TIMEOUT = 4.0  # to leave a run that another process has left
+
+_ADVICE = (
+    "Do the same in every process: stop a run with event.stop(), and give each process the same "
+    "number of batches."
+)
 
 # Processes start the same runs in the same order, so a run has the same number in all of them.
 _run_numbers = itertools.count()
-_open_runs: "weakref.WeakSet[StopAgreement]" = weakref.WeakSet()
+_open_runs: "set[StopAgreement]" = set()
 
 
 class StopAgreement:
@@ -48,6 +50,7 @@ class StopAgreement:
 
     def __enter__(self) -> Self:
         """Starts to answer the other processes."""
+        _ending.watch_peers(leave_all_runs)
         number = next(_run_numbers)
         self._folder = f"functrain/run-{number}"
         _open_runs.add(self)
@@ -133,24 +136,34 @@ class StopAgreement:
                 for process, steps in sorted(steps_at_exit.items()):
                     if steps < self.started:
                         behind.append(f"process {process} after {steps} steps")
-                if behind and not self._is_closed.wait(_LEAVE_TIMEOUT):
-                    self._exit(", ".join(behind))
-
-    def _exit(self, left: str) -> None:
-        print(
-            f"functrain: process {_coordination.process_id()} waits for a program in which not all "
-            f"take part: the run was left by {left}, and {self.started} were started here. Do the "
-            "same in every process: stop a run with event.stop(), and give each process the same "
-            "number of batches.",
-            file=sys.stderr,
-            flush=True,
-        )
-        _ending.exit_all(1)
+                if behind and not self._is_closed.wait(_ending.LEAVE_TIMEOUT):
+                    _ending.exit_all(
+                        "waits for a program in which not all take part: the run was left by "
+                        f"{', '.join(behind)}, and {self.started} were started here. {_ADVICE}"
+                    )
 
 
 def new_stop_agreement(is_shared: bool) -> StopAgreement | None:
     """Returns an agreement for a run that processes share, None for any other run."""
     return StopAgreement() if is_shared and _coordination.is_available() else None
+
+
+def why_missing(process: int, in_run: bool) -> str:
+    """Returns why another process will not do what this one waits for; "" if it may.
+
+    Args:
+      process: The other process.
+      in_run: True if this process waits within its runs, if there are any. A save that has begun
+        goes on in a thread after its run.
+    """
+    if _ending.has_ended(process):
+        return f"process {process} has ended. {_ADVICE}"
+    for run in list(_open_runs) if in_run else ():
+        steps_at_exit = run._read()[1]
+        if process in steps_at_exit:
+            steps = steps_at_exit[process]
+            return f"process {process} has left the run after {steps} steps. {_ADVICE}"
+    return ""
 
 
 def leave_all_runs() -> None:

@@ -9,7 +9,7 @@ Files:
   _profile: a trace of some steps
   _device_memory: the memory in use on the devices
   _throughput: steps, examples, tokens and operations a second
-  _watchdog: the stacks of all threads when a run makes no progress
+  _watchdog: the end of a run that makes no progress, after the stacks of all threads
   _logger: the base class of loggers, which write without waiting for the device
   _text_logs: values as a CSV file, and as JSON lines
   _tensorboard: values, pictures and texts for TensorBoard

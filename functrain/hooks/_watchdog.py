@@ -1,13 +1,15 @@
-"""The stacks of all threads when a run makes no progress."""
+"""The end of a run that makes no progress, after the stacks of all threads."""
 
 import contextlib
 import faulthandler
 import sys
 import threading
+import time
 from typing import IO
 
 from functrain.common import _repr
-from functrain.common._checks import require
+from functrain.common._checks import require, require_flags
+from functrain.distributed._ending import exit_all
 from functrain.engine._position import Position
 from functrain.loop._events import Event, LogsReady
 
@@ -16,16 +18,19 @@ class Watchdog:
     """A hook that prints the stacks of all threads when no step ends for a number of seconds.
 
     The stacks show what a run waits for that seems to hang, such as a data loader or another
-    process. They are printed once for each time that the run makes no progress; the run itself goes
-    on. Compilation counts as well, so `seconds` should be longer than the longest compilation,
-    evaluation and save. In a run of several processes, each prints its own.
+    process. They are printed once for each time that the run makes no progress. After the same time
+    again, the process ends with status 1, and so do the others of the run, so that a supervisor
+    such as ``python -m functrain.launch`` starts them again. Compilation counts as well, so
+    `seconds` should be longer than the longest compilation, evaluation and save.
 
     Args:
       seconds: The number of seconds.
+      exits: False only prints, and the run goes on.
       file: A file that has a descriptor. The standard error stream by default.
 
     Raises:
-      ValueError: `seconds` is not a positive number, or `file` has no descriptor.
+      ValueError: `seconds` is not a positive number, `exits` is not a bool, or `file` has no
+        descriptor.
 
     Examples:
       >>> hooks = [Watchdog(600)]  # for fit(hooks=...)
@@ -33,9 +38,10 @@ class Watchdog:
       Watchdog(seconds=600)
     """
 
-    def __init__(self, seconds: float, *, file: IO[str] | None = None) -> None:
+    def __init__(self, seconds: float, *, exits: bool = True, file: IO[str] | None = None) -> None:
         is_number = isinstance(seconds, int | float) and 0 < seconds < threading.TIMEOUT_MAX
         require(is_number, "seconds", "a positive number", seconds)
+        require_flags(exits=exits)
         if file is not None:
             try:
                 file.fileno()
@@ -44,9 +50,10 @@ class Watchdog:
                     f"file: expected an open file with a descriptor, got {file!r}. Pass one from "
                     "open(path, 'w')."
                 ) from error
-        self.seconds, self._file = seconds, file
+        self.seconds, self.exits, self._file = seconds, exits, file
         self._last: Position | None = None
-        self._has_progressed, self._is_over = threading.Event(), threading.Event()
+        self._last_time = 0.0
+        self._is_over = threading.Event()
         self._thread: threading.Thread | None = None
 
     def __repr__(self) -> str:
@@ -54,7 +61,7 @@ class Watchdog:
 
     def begin(self) -> None:
         """Starts to watch."""
-        self._last = None
+        self._last, self._last_time = None, time.monotonic()
         self._is_over.clear()
         self._thread = threading.Thread(target=self._watch, name="functrain-watchdog", daemon=True)
         self._thread.start()
@@ -70,26 +77,26 @@ class Watchdog:
     def close(self) -> None:
         """Ends the watch."""
         self._is_over.set()
-        self._has_progressed.set()
         if self._thread is not None:
             self._thread.join()
             self._thread = None
 
     def _note(self, position: Position) -> None:
-        self._last = position
-        self._has_progressed.set()
+        self._last, self._last_time = position, time.monotonic()
 
     def _watch(self) -> None:
         has_printed = False
-        while not self._is_over.is_set():
-            if self._has_progressed.wait(self.seconds):
-                self._has_progressed.clear()
+        while not self._is_over.wait(min(1.0, self.seconds / 4)):
+            idle_seconds = time.monotonic() - self._last_time
+            if idle_seconds < self.seconds:
                 has_printed = False
             elif not has_printed:
                 # A full disk or a closed pipe does not end the watch.
                 with contextlib.suppress(OSError, ValueError):
                     self._print_stacks()
                 has_printed = True
+            elif self.exits and idle_seconds > 2 * self.seconds:
+                exit_all(f"ends, because no step has ended for {2 * self.seconds:g} seconds.")
 
     def _print_stacks(self) -> None:
         place = "its first step" if self._last is None else f"step {self._last.step}"

@@ -149,6 +149,20 @@ def test_sigterm_is_passed_on_and_waited_for(tmp_path) -> None:
     assert err == ""
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux kills with the parent")
+def test_what_it_started_ends_with_the_launcher_however_that_ends(tmp_path) -> None:
+    ignore = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)"
+    say = "sys.stdout.write(f'{os.getpid()}\\n'); sys.stdout.flush()"
+    process = launched(script(tmp_path, f"{ignore}\n{say}\ntime.sleep(60)"))
+    assert process.stdout is not None
+    pids = [int(process.stdout.readline().removeprefix("[1] ")) for _ in range(2)]
+    process.kill()
+    process.communicate(timeout=30)  # until nobody has its streams open any more
+    for pid in pids:
+        status = pathlib.Path(f"/proc/{pid}/stat")
+        assert not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
 def test_who_does_not_end_after_sigterm_is_killed(tmp_path) -> None:
     path = script(
         tmp_path,

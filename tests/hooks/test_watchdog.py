@@ -1,4 +1,7 @@
 import io
+import subprocess
+import sys
+import textwrap
 import threading
 import time
 
@@ -23,7 +26,7 @@ def test_the_stacks_name_what_a_run_waits_for_and_the_run_goes_on(tmp_path) -> N
         yield np.ones(2, np.float32)
 
     with path.open("w") as file:
-        hook = ft.hooks.Watchdog(0.5, file=file)
+        hook = ft.hooks.Watchdog(0.5, exits=False, file=file)
         state, _ = ft.fit(0, step, batches(), hooks=[hook], fuse=1, verbose=0)
     assert state == 2
     assert "no step has ended for 0.5 seconds, after step 1. The stacks" in path.read_text()
@@ -31,12 +34,29 @@ def test_the_stacks_name_what_a_run_waits_for_and_the_run_goes_on(tmp_path) -> N
 
 def test_stacks_are_printed_once_for_each_time_that_a_run_makes_no_progress(tmp_path) -> None:
     with (tmp_path / "stacks.txt").open("w") as file:
-        hook = ft.hooks.Watchdog(0.01, file=file)
+        hook = ft.hooks.Watchdog(0.01, exits=False, file=file)
         hook.begin()
         time.sleep(0.5)
         hook.close()
     text = (tmp_path / "stacks.txt").read_text()
     assert text.count("no step has ended for 0.01 seconds, before its first step") == 1
+
+
+HANGS = """
+    import time, functrain as ft
+    batches = (i if i < 3 else time.sleep(60) for i in range(4))
+    ft.fit(0, lambda s, b: (s + b, {}), batches, hooks=[ft.hooks.Watchdog(0.5)], verbose=0)
+"""
+
+
+def test_a_run_that_hangs_ends_with_a_status(tmp_path) -> None:
+    program = [sys.executable, "-c", textwrap.dedent(HANGS)]
+    begun = time.monotonic()
+    done = subprocess.run(program, capture_output=True, text=True, timeout=50, check=False)
+    assert done.returncode == 1
+    assert time.monotonic() - begun < 40
+    assert "functrain: the run ends, because no step has ended for 1 seconds." in done.stderr
+    assert "in <genexpr>" in done.stderr
 
 
 def test_a_run_that_goes_on_prints_nothing_and_leaves_no_thread(tmp_path) -> None:
