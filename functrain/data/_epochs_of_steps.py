@@ -13,12 +13,22 @@ class EpochsOfSteps(WrappedBatches):
 
     Args:
       batches: The batches of the data, which may be endless.
+      steps: Batches in each epoch. None makes one epoch, which lasts to the end of the training.
+      total: Batches in the training, if the caller counts them.
+
+    Attributes:
       steps: Batches in each epoch.
+      total: As passed.
     """
 
-    def __init__(self, batches: Batches, steps: int) -> None:
+    def __init__(self, batches: Batches, steps: int | None, total: int | None = None) -> None:
         super().__init__(batches)
-        self.steps: int = steps
+        self.total, self._steps_per_epoch = total, steps
+        length = total if steps is None else steps
+        assert length is not None, "expected the steps of an epoch or of the training"
+        self.steps: int = length
+        # The first epoch of this length, and the batches before it.
+        self._first_epoch = self._first_step = 0
         # The number of the current pass over the data, None before the first one, and the batches
         # taken in it.
         self._pass: int | None = None
@@ -36,7 +46,8 @@ class EpochsOfSteps(WrappedBatches):
         """Begins an epoch; data that cannot seek continue where the previous one ended."""
         self._remaining, self._epoch = self.steps - batch, epoch
         if self._pass is None or self.can_seek:
-            total, length = self._steps_before + epoch * self.steps + batch, self._inner.steps
+            steps = self._first_step + (epoch - self._first_epoch) * self.steps + batch
+            total, length = self._steps_before + steps, self._inner.steps
             try:
                 # Without a length, the data count as one pass that has not ended.
                 self._begin_pass(*(divmod(total, length) if length else (0, total)))
@@ -78,7 +89,29 @@ class EpochsOfSteps(WrappedBatches):
 
     def fingerprint(self) -> dict[str, Any]:
         """Returns properties that distinguish these data from others."""
-        return {**self._inner.fingerprint(), "steps_per_epoch": self.steps}
+        return {**self._inner.fingerprint(), "steps_per_epoch": self._steps_per_epoch}
+
+    def continue_at(self, step: int, epoch: int, batch: int, *, epoch_is_over: bool) -> int | None:
+        """Makes the last epoch end with the training, which is continued after a number of steps.
+
+        Args:
+          step: Steps taken.
+          epoch: The epoch that they are in.
+          batch: Steps taken in it.
+          epoch_is_over: True if it ended there, with the training as it was planned then.
+
+        Returns:
+          The number of epochs of the training; None if epochs have a given length.
+        """
+        if self._steps_per_epoch is not None:
+            return None
+        assert self.total is not None, "without a length of epochs, the training has one"
+        if epoch_is_over and step < self.total:
+            epoch, batch = epoch + 1, 0
+        self._first_epoch, self._first_step = epoch, step - batch
+        self.steps = self.total - self._first_step
+        # More steps were taken than the training has: it ended before this epoch.
+        return epoch if step > self.total else epoch + 1
 
     def state(self, *, epoch_is_over: bool) -> dict[str, Any]:
         """Returns the number of the pass, the batches taken in it, and the data's position."""

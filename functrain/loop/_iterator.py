@@ -53,6 +53,11 @@ class Run(Iterator[Event]):
         return self._loop.position
 
     @property
+    def epochs(self) -> int:
+        """The number of epochs of the training."""
+        return self._loop.epochs
+
+    @property
     def resumed(self) -> Resumed | None:
         """The checkpoint that the run resumed from, with its `position` and `finished`; or None."""
         return self._loop.resumed

@@ -7,7 +7,9 @@ from functrain.common._checks import require_not_forked, require_untraced
 from functrain.common._types import PyTree
 from functrain.common._wide_integers import require_integers_fit
 from functrain.data._batches import Batches
+from functrain.data._epochs_of_steps import EpochsOfSteps
 from functrain.engine._fuse import Fused
+from functrain.engine._position import Position
 from functrain.model._model import Model
 from functrain.step._check import check_step
 from functrain.step._metered import MeteredStep
@@ -103,3 +105,30 @@ def require_batches(count: int, place: str = "", *, name: str = "data") -> None:
             f"{name}: expected at least one batch{place}, got none. An iterator or generator is "
             "exhausted after one pass: pass an object that can be iterated again."
         )
+
+
+def require_epochs_left(
+    batches: Batches, position: Position, epochs: int, place: str, *, is_finished: bool = False
+) -> None:
+    """Raises ValueError if a run would end before the place where it begins.
+
+    Args:
+      batches: The data of the run.
+      position: The position to begin at.
+      epochs: The number of epochs of the training.
+      place: A description of the position.
+      is_finished: True if the training ended in that epoch: asking for it again returns its result.
+    """
+    if position.epoch < epochs:
+        return
+    unit, done, requested = "epochs", position.epoch, epochs
+    minimum = "more than"
+    if is_finished:
+        done, minimum = position.epoch + 1, "at least"
+    # With `fit(steps=)`, the caller counts steps.
+    if isinstance(batches, EpochsOfSteps) and batches.total is not None:
+        unit, done, requested = "steps", position.step, batches.total
+    raise ValueError(
+        f"{unit}: expected {minimum} the {done} that are over at {place}, got {requested}. Pass "
+        f"the number of {unit} of the whole training, counted from its beginning."
+    )

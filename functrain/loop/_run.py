@@ -24,7 +24,7 @@ from functrain.engine._position import Position, require_position
 from functrain.engine._trigger import Trigger, longest_interval, require_triggers
 from functrain.loop._iterator import Run
 from functrain.loop._loop import Loop
-from functrain.loop._require import require_state, require_training_step
+from functrain.loop._require import require_epochs_left, require_state, require_training_step
 from functrain.loop._saving import Resumed, Saving
 from functrain.rewrites import Mode
 from functrain.step._metered import MeteredStep
@@ -229,6 +229,7 @@ def begin_run(
             # there is no checkpoint: a copy would be a second state in memory during the read.
             like = _placement.place_on_mesh(_tree.copy_if_needed(state), batch_sharding)
             resumed = saving.resume(like, no_metrics, epochs)
+            epochs = epochs if resumed is None else resumed.epochs
             del like
             triggers = (*triggers, saving.trigger)
         if resumed is not None:
@@ -239,9 +240,9 @@ def begin_run(
         else:
             owned = _tree.copy_if_needed(state) if donate else _tree.copy(state)
             carry = _placement.place_on_mesh(owned, batch_sharding)
-        # Keras accepts a run without epochs.
-        if not like_keras:
-            _require_epochs_left(batches, position, epochs, resumed)
+        # Keras accepts a run without epochs, and so does `fit(epochs=0)`.
+        if not (like_keras or resumed or (epochs == 0 and position == Position())):
+            require_epochs_left(batches, position, epochs, f"start={tuple(position)}")
         batches.require_epochs(epochs - position.epoch)
         if plan is None:
             plan = Plan(
@@ -291,24 +292,3 @@ def steps_taken(state: PyTree) -> int:
     counts = np.asarray(fetch_global(step))
     is_count = counts.dtype.kind in "iu" and counts.ndim == int(hasattr(state, "states"))
     return max(0, int(counts.max())) if is_count and counts.size else 0
-
-
-def _require_epochs_left(
-    batches: Batches, position: Position, epochs: int, resumed: Resumed | None
-) -> None:
-    """Raises ValueError if a run would end where it begins."""
-    # Resuming a finished run is not an error: it returns its result. Neither is a run of no epochs.
-    is_empty = epochs == 0 and position == Position() and resumed is None
-    if position.epoch < epochs or (resumed and resumed.finished) or is_empty:
-        return
-    place = f"start={tuple(position)}"
-    if resumed is not None:
-        place = f"step {position.step}, from which {resumed.directory} resumes"
-    unit, done, requested = "epochs", position.epoch, epochs
-    # With `fit(steps=)`, the caller counts steps.
-    if isinstance(batches, EpochsOfSteps):
-        unit, done, requested = "steps", position.step, epochs * batches.steps
-    raise ValueError(
-        f"{unit}: expected more than the {done} that are over at {place}, got {requested}. Pass "
-        f"the number of {unit} of the whole training, counted from its beginning."
-    )

@@ -4,7 +4,7 @@ import dataclasses
 import signal
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, Protocol, Self
+from typing import Any, Literal, NamedTuple, Protocol, Self
 
 from functrain.checkpoint._checkpointer import Checkpointer
 from functrain.checkpoint._errors import CheckpointMismatchError
@@ -17,11 +17,13 @@ from functrain.common._types import PyTree
 from functrain.common._values import split_members
 from functrain.common._warnings import warn
 from functrain.data._batches import Batches
+from functrain.data._epochs_of_steps import EpochsOfSteps
 from functrain.engine._position import Position
 from functrain.engine._signals import DeferredSignals
 from functrain.loop import _preemption
 from functrain.loop._events import EpochEnd, Event
 from functrain.loop._finite import LossWatch
+from functrain.loop._require import require_epochs_left
 
 
 class Part(Protocol):
@@ -42,6 +44,7 @@ class Resumed:
       state: The state to continue with; for a training that is over, its result.
       metrics: In mid-epoch, the metrics of the epoch so far; else None.
       position: The position to continue from.
+      epochs: The number of epochs of the training.
       values: The values of the last event.
       epoch_end_is_pending: True if the event at the end of the epoch has not been yielded yet.
       nothing_left: True after the last epoch: at most the end of the run is left.
@@ -53,6 +56,7 @@ class Resumed:
     state: PyTree
     metrics: PyTree
     position: Position
+    epochs: int
     values: dict[str, Any]
     epoch_end_is_pending: bool
     nothing_left: bool
@@ -72,9 +76,18 @@ class Resumed:
                 "directory."
             )
         return (
-            f"already finished, after {steps}: {self.directory}. To continue, pass more epochs; to "
-            "start over, use another directory."
+            f"already finished, after {steps}: {self.directory}. To continue, pass more epochs "
+            "or steps; to start over, use another directory."
         )
+
+
+class _Rest(NamedTuple):
+    """The part of a training after a checkpoint; the fields are those of `Resumed`."""
+
+    position: Position
+    epochs: int
+    finished: bool
+    nothing_left: bool
 
 
 class Saving:
@@ -143,9 +156,10 @@ class Saving:
                     f"{checkpointer.directory}: expected a checkpoint of a step without metrics, "
                     "got one of a step with metrics. Nothing was loaded."
                 )
+            rest = self._rest(manifest, epochs)
             # Hooks may have chosen another final state, such as the best one. With more epochs, the
             # run continues from the last state instead.
-            is_final = _is_finished(manifest, epochs) and "final" in manifest["trees"]
+            is_final = rest.finished and "final" in manifest["trees"]
             trees = {"final" if is_final else "state": state}
             if "metrics" in manifest["trees"]:
                 trees["metrics"] = metrics
@@ -154,13 +168,9 @@ class Saving:
         # `trees_to_read` raises before any array is read.
         restored, trees, manifest = checkpointer._read(trees_to_read)
         self._require_mesh(manifest, state)
-        position, epoch_is_over = restored.position, manifest["epoch_over"]
-        finished = _is_finished(manifest, epochs)
-        nothing_left = finished or (epoch_is_over and position.epoch + 1 == epochs)
-        if epoch_is_over and not nothing_left:
-            position = Position(position.step, position.epoch + 1)
-        data = restored.documents["data"]
-        if nothing_left:
+        rest = self._rest(manifest, epochs)
+        position, data = rest.position, restored.documents["data"]
+        if rest.nothing_left:
             # The data do not begin in this run, so a save keeps their saved position.
             self._data_state = lambda **_: data
         else:
@@ -179,13 +189,33 @@ class Saving:
             trees.get("final", restored.state),
             trees.get("metrics"),
             position,
+            rest.epochs,
             restored.values,
-            epoch_end_is_pending=not epoch_is_over,
-            nothing_left=nothing_left,
-            finished=finished,
-            stopped=finished and manifest["done"]["stopped"],
+            epoch_end_is_pending=not manifest["epoch_over"],
+            nothing_left=rest.nothing_left,
+            finished=rest.finished,
+            stopped=rest.finished and manifest["done"]["stopped"],
             directory=checkpointer.directory,
         )
+
+    def _rest(self, manifest: dict[str, Any], epochs: int) -> "_Rest":
+        """Returns the part of the training after a checkpoint.
+
+        Raises:
+          ValueError: The training was to end before it.
+        """
+        position, epoch_is_over = Position(**manifest["position"]), manifest["epoch_over"]
+        if isinstance(self._batches, EpochsOfSteps):
+            resized = self._batches.continue_at(*position, epoch_is_over=epoch_is_over)
+            epochs = epochs if resized is None else resized
+        done = manifest["done"]
+        finished = done is not None and (done["stopped"] or epochs <= done["epochs"])
+        nothing_left = finished or (epoch_is_over and position.epoch + 1 == epochs)
+        if epoch_is_over and not nothing_left:
+            position = Position(position.step, position.epoch + 1)
+        place = f"step {position.step}, from which {self._checkpointer.directory} resumes"
+        require_epochs_left(self._batches, position, epochs, place, is_finished=finished)
+        return _Rest(position, epochs, finished, nothing_left)
 
     def is_due(self, event: Event) -> bool:
         """Returns True if the run should be saved after an event."""
@@ -287,7 +317,15 @@ class Saving:
                 "Checkpointer.save. Restore the state with Checkpointer.restore and pass start=, "
                 "or use another directory."
             )
-        self._require_same_data(differences(manifest["data"], self._batches.fingerprint()))
+        saved, current = manifest["data"], self._batches.fingerprint()
+        unit = "steps_per_epoch"
+        if saved.get(unit, 0) != current.get(unit, 0):
+            raise CheckpointMismatchError(
+                f"{unit}: expected {_length_of_epochs(saved)}, as in the run that was saved in "
+                f"{self._checkpointer.directory}, got {_length_of_epochs(current)}. A run keeps "
+                "the length of its epochs; epochs= and steps= may grow. Nothing was loaded."
+            )
+        self._require_same_data(differences(saved, current))
 
     def _require_same_data(self, differences: list[str]) -> None:
         if differences:
@@ -330,6 +368,14 @@ class Saving:
         self._has_checked_monitor = True
 
 
+def _length_of_epochs(data: Mapping[str, Any]) -> str:
+    """Returns the length of epochs in a fingerprint of data, for an error."""
+    if "steps_per_epoch" not in data:
+        return "epochs of one pass over the data"
+    steps = data["steps_per_epoch"]
+    return "one epoch, with steps= alone" if steps is None else f"steps_per_epoch={steps}"
+
+
 def _require_no_clock(checkpointer: Checkpointer) -> None:
     """Raises ValueError if saves depend on the time, and there are several processes."""
     # All processes must save at the same step.
@@ -347,9 +393,3 @@ def _require_no_clock(checkpointer: Checkpointer) -> None:
         "budget=None with several processes, whose clocks differ",
         checkpointer.budget,
     )
-
-
-def _is_finished(manifest: Mapping[str, Any], epochs: int) -> bool:
-    """Returns True if a checkpoint is that of a run with all of its epochs, or a stopped one."""
-    done = manifest["done"]
-    return done is not None and (done["stopped"] or epochs <= done["epochs"])

@@ -13,9 +13,10 @@ from functrain.common._checks import is_integer, require_flags, require_integer,
 from functrain.common._types import StateT, Step, traits_of
 from functrain.data._adapt import as_batches
 from functrain.data._batches import Batches
+from functrain.data._epochs_of_steps import EpochsOfSteps
 from functrain.engine import _placement
 from functrain.engine._plan import FuseArg
-from functrain.engine._position import Position
+from functrain.engine._position import Position, require_position
 from functrain.engine._signals import DeferredSignals
 from functrain.hooks._evaluate import Evaluate
 from functrain.hooks._hook import HookLike, HookRunner, triggers_of
@@ -251,7 +252,7 @@ def fit(
             DeferredSignals(terminate="handled" if checkpointer is None else "none") as signals,
             runner.running(),
             ProgressReport(
-                epochs, batches.steps, verbose_here, first_position, resumed=events.resumed
+                events.epochs, batches.steps, verbose_here, first_position, resumed=events.resumed
             ) as progress,
         ):
             # Hooks see the means of an epoch, and the recorder keeps the values that hooks add.
@@ -310,7 +311,8 @@ def _plan_epochs(
             "steps and steps_per_epoch: expected an integer of at least 1, and one that divides "
             f"it, got {steps!r} and {steps_per_epoch!r}"
         )
-    batches, begin = batches_by_epoch(data, interval, start)
+    batches = EpochsOfSteps(as_batches(data), steps_per_epoch, int(steps))
+    begin = Position.from_step(require_position(start).step, interval)
     return batches, steps // interval, begin
 
 

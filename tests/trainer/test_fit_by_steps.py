@@ -178,10 +178,85 @@ def test_more_steps_go_on_from_the_end_of_a_fit(tmp_path) -> None:
     assert bits(more) == bits(fit(loader(), steps=20, steps_per_epoch=5))
 
 
-def test_stretches_of_another_length_are_refused_by_name(tmp_path) -> None:
-    fit(loader(), steps=10, checkpointer=ft.Checkpointer(tmp_path))
-    with pytest.raises(CheckpointMismatchError, match="steps_per_epoch: saved with 10, now 20"):
-        fit(loader(), steps=20, checkpointer=ft.Checkpointer(tmp_path))
+@pytest.mark.filterwarnings("ignore:data. a (Batches|generator) does not report its position")
+@pytest.mark.parametrize("cut", [None, 6])
+@pytest.mark.parametrize("kind", DATA)
+def test_more_steps_without_a_length_of_epochs_continue_too(kind, cut, tmp_path) -> None:
+    def go(steps: int, *hooks: Any) -> Any:
+        saves = ft.Checkpointer(tmp_path, every=ft.every(steps=2))
+        return fit(DATA[kind](), *hooks, steps=steps, checkpointer=saves, **HELD_OUT)
+
+    def fail(event: Any) -> None:
+        raise KeyError
+
+    with contextlib.suppress(KeyError):
+        go(10, *([] if cut is None else [ft.at(cut)(fail)]))
+    go(15)
+    more = go(20)
+    straight = fit(DATA[kind](), steps=20, **HELD_OUT)
+    assert digest(more.state) == digest(straight.state)
+    assert digest(more.history.steps) == digest(straight.history.steps)
+    ends = [15, 20] if cut else [10, 15, 20]
+    assert more.history.epoch_ends.tolist() == ends
+    losses = [fit(DATA[kind](), steps=n, **HELD_OUT).history.epochs["val_loss"][0] for n in ends]
+    assert more.history.epochs["val_loss"].tolist() == losses
+    assert bits(go(20)) == bits(more)  # it is over
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "message"),
+    [
+        ({"steps": 10}, {"steps": 20, "steps_per_epoch": 5}, "expected one epoch, with steps= alo"),
+        (
+            {"steps": 10, "steps_per_epoch": 5},
+            {"epochs": 2, "steps_per_epoch": 10},
+            "expected steps_per_epoch=5, as in the run that .*, got steps_per_epoch=10",
+        ),
+        ({"epochs": 2}, {"steps": 20}, "expected epochs of one pass over the data, as in .*alone"),
+    ],
+)
+def test_epochs_of_another_length_are_refused_by_name(first, second, message, tmp_path) -> None:
+    fit(loader(), **first, checkpointer=ft.Checkpointer(tmp_path))
+    with pytest.raises(CheckpointMismatchError, match=f"steps_per_epoch: {message}"):
+        fit(loader(), **second, checkpointer=ft.Checkpointer(tmp_path))
+
+
+def stop(event: Any) -> None:
+    event.stop()
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "message"),
+    [
+        ({"epochs": 4}, {"epochs": 2}, "epochs: expected at least the 4 .* step 28, .*got 2"),
+        ({"steps": 20}, {"steps": 15}, "steps: expected at least the 20 .* got 15"),
+        (
+            {"steps": 20, "steps_per_epoch": 5},
+            {"steps": 15, "steps_per_epoch": 5},
+            "steps: expected at least the 20 .* got 15",
+        ),
+        (
+            {"epochs": 4, "steps_per_epoch": 5},
+            {"epochs": 3, "steps_per_epoch": 5},
+            "epochs: expected at least the 4 .* got 3",
+        ),
+        ({"epochs": 4, "hooks": [ft.at(10)(stop)]}, {"epochs": 1}, "at least the 2 .* got 1"),
+    ],
+)
+def test_fewer_epochs_than_a_run_has_had_are_refused(first, second, message, tmp_path) -> None:
+    first, log = dict(first), tmp_path / "log.csv"
+    hooks = first.pop("hooks", [])
+    whole = fit(loader(), *hooks, ft.hooks.CSVLogger(log), **first, checkpointer=saves(tmp_path))
+    text = log.read_text()
+    with pytest.raises(ValueError, match=message):
+        fit(loader(), ft.hooks.CSVLogger(log), **second, checkpointer=saves(tmp_path))
+    assert log.read_text() == text
+    again = fit(loader(), *hooks, ft.hooks.CSVLogger(log), **first, checkpointer=saves(tmp_path))
+    assert bits(again) == bits(whole)
+
+
+def saves(directory: Any) -> ft.Checkpointer:
+    return ft.Checkpointer(directory / "run")
 
 
 def test_early_stopping_counts_stretches() -> None:

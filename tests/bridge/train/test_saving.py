@@ -127,6 +127,15 @@ def test_more_epochs_go_on_from_a_fit_that_is_over(tmp_path) -> None:
     assert found.history == history.history
 
 
+def test_fewer_epochs_than_a_fit_has_had_are_refused_before_the_callbacks(tmp_path) -> None:
+    checkpoints, began = ft.Checkpointer(tmp_path), []
+    fit(dense, lambda: {"epochs": 2}, checkpointer=checkpoints)
+    callback = keras.callbacks.LambdaCallback(on_train_begin=lambda logs: began.append(logs))
+    with pytest.raises(ValueError, match=r"at least the 2 that are over .* got 1"):
+        fit(dense, lambda: {"epochs": 1}, checkpointer=checkpoints, callbacks=[callback])
+    assert not began
+
+
 def test_generators_are_begun_anew_with_a_warning(tmp_path) -> None:
     def batches() -> Any:
         while True:
