@@ -12,7 +12,7 @@ from functrain.common._checks import require
 from functrain.common._types import PyTree
 from functrain.common._warnings import warn
 from functrain.model._model import Model, ModelOutput, require_model
-from functrain.rewrites._equations import describe_user_line, product_dtypes, walk_equations
+from functrain.rewrites._equations import avals, describe_user_line, product_dtypes, walk_equations
 
 
 def cast(model: Model, dtype: Any = jnp.bfloat16) -> Model:
@@ -84,10 +84,10 @@ def _warning(
         products = ", ".join(f"{count} in {dtype}" for dtype, count in counts.items())
         first = ""
         for eqn, _, _ in walk_equations(jaxpr):
-            made = str(eqn.outvars[0].aval.dtype) if eqn.outvars else ""
-            read = [str(atom.aval.dtype) for atom in eqn.invars]
-            if made in counts and made not in read:
-                first = f" {made} begins in {describe_user_line(eqn)}."
+            dtypes = [str(aval.dtype) for aval in avals(eqn)]
+            read, made = dtypes[: len(eqn.invars)], dtypes[len(eqn.invars) :]
+            if any(dtype in counts and dtype not in read for dtype in made):
+                first = f" {made[0]} begins in {describe_user_line(eqn)}."
                 break
         return (
             f"cast: expected products in {name}, got {products}: the model widens what it was "

@@ -79,7 +79,7 @@ def describe_location(eqn: core.JaxprEqn) -> str:
 def describe_user_line(eqn: core.JaxprEqn) -> str:
     """Returns the layer an equation came from, and the source line outside of jax and flax."""
     traceback = eqn.source_info.traceback
-    frames = [] if traceback is None else traceback.frames
+    frames: list[Any] = [] if traceback is None else traceback.frames
     lines = [
         f"{x.file_name}:{x.line_num}" for x in frames if not x.file_name.startswith(_LIBRARIES)
     ]
@@ -91,7 +91,7 @@ def product_dtypes(jaxpr: Any) -> collections.Counter[str]:
     counts: collections.Counter[str] = collections.Counter()
     for eqn, _, executions in walk_equations(jaxpr):
         if eqn.primitive in (primitives.dot_general_p, primitives.conv_general_dilated_p):
-            dtypes = [atom.aval.dtype for atom in eqn.invars[:2]]
+            dtypes = [aval.dtype for aval in avals(eqn)[:2]]
             if all(jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes):
                 counts[str(max(dtypes, key=lambda dtype: dtype.itemsize))] += executions
     return counts

@@ -87,6 +87,7 @@ def train_step(
         require_distinct_names("logs", aux.logs, optimizer_logs, "the optimizer")
         return new, loss, aux.replace(logs={**optimizer_logs, **aux.logs})
 
+    require_distinct_names("metrics", metrics or (), ["loss"], "the step")
     return MeteredStep(train, collection(metrics)) if metrics else unmetered_step(train)
 
 

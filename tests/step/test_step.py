@@ -265,11 +265,11 @@ def test_bare_and_metered_states_are_told_apart() -> None:
         ft.train_step(loss_fn, tx)(with_metrics.start(make_state(tx)), (X, Y))
 
 
-def test_names_that_the_loop_uses_are_refused_for_metrics() -> None:
+def test_a_metric_named_as_the_loss_is_refused() -> None:
     metrics = {"loss": ft.metrics.accuracy()}
-    with pytest.raises(ValueError, match=r"names other than .* loop, got \['loss'\]"):
+    with pytest.raises(ValueError, match=r"metrics: expected names other than .*\['loss'\]"):
         ft.train_step(loss_fn, optax.sgd(0.1), metrics=metrics)
-    with pytest.raises(ValueError, match=r"names other than .* loop, got \['loss'\]"):
+    with pytest.raises(ValueError, match=r"metrics: expected names other than .*\['loss'\]"):
         ft.eval_step(loss_fn, metrics=metrics)
 
 
