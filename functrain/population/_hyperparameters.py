@@ -71,12 +71,15 @@ def with_hyperparameters(population: PopulationState, values: Mapping[str, Any])
       [0.1 0.2]
     """
     require_population(population, "population")
-    leaves = dict(_tree.leaves_with_path(population.states))
+    names = dict[str, str]()
     for name, paths in matching_paths(population, values).items():
-        for path in paths:
-            leaves[path] = _new_leaf(name, values[name], leaves[path])
-    structure = jax.tree.structure(population.states)
-    return population.replace(states=jax.tree.unflatten(structure, leaves.values()))
+        names |= dict.fromkeys(paths, name)
+
+    def replace(key_path: Any, leaf: jax.Array) -> jax.Array:
+        name = names.get(_tree.path_str(key_path))
+        return leaf if name is None else _new_leaf(name, values[name], leaf)
+
+    return population.replace(states=jax.tree_util.tree_map_with_path(replace, population.states))
 
 
 def matching_paths(population: PopulationState, names: Iterable[str]) -> dict[str, list[str]]:

@@ -2,6 +2,7 @@
 
 import re
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -219,3 +220,13 @@ def test_arrays_in_the_logs_of_a_step_alone_are_still_left_out() -> None:
     with pytest.warns(UserWarning, match=r"got 'each', \w+\[16\]"):
         _, history = ft.fit(jnp.zeros(()), step, [(X[:16], Y[:16])] * 2, verbose=0)
     assert set(history.steps) == {"loss"}
+
+
+def test_leaves_of_one_path_keep_their_values_beside_a_new_hyperparameter() -> None:
+    # Both are named "a/b/c".
+    state = {"a/b": {"c": jnp.zeros(2)}, "a": {"b": {"c": jnp.ones(2)}}, "rate": jnp.zeros(())}
+    members = ft.population.with_hyperparameters(
+        ft.population.stack([state] * 3), {"rate": np.arange(3.0, dtype=np.float32)}
+    )
+    for i, member in enumerate(members):
+        jax.tree.map(np.testing.assert_array_equal, member, {**state, "rate": np.float32(i)})
