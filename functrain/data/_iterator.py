@@ -211,8 +211,10 @@ class IteratorBatches(Batches):
     def _count_examples(self, batch: PyTree) -> int:
         """Returns the number of examples of a batch, and warns once if it cannot be known."""
         count = example_count(batch, self._example_axis)
+        if count is not None:
+            return count
         is_equal = batch_signature(batch) == batch_signature(self._full_shapes)
-        if count is None and not is_equal and self._warns_of_examples:
+        if not is_equal and self._warns_of_examples:
             self._warns_of_examples = False
             warn(
                 f"{self.name}: the batches differ in shape, and their arrays share no axis of "
@@ -221,7 +223,7 @@ class IteratorBatches(Batches):
                 "in all batches; or let the loss return the number that it was divided by, "
                 "Aux(model_state, weight=number), which counts instead."
             )
-        return 1 if count is None else count
+        return 1
 
     def _compare_first(self, first: dict[str, Any]) -> list[str]:
         """Compares the run's first batch with the one that its initial state yields now."""

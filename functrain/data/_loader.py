@@ -379,7 +379,8 @@ class LoaderBatches(Batches):
         """Begins an epoch at one of its batches."""
         position = epoch + self.epochs_before, batch
         # A batch that `first` has made is not made again.
-        if self._rest is not None and position == (self._epoch, self._next):
+        is_same = position == (self._epoch, self._next)
+        if is_same and self._rest is not None and self._rest.has_next:
             return
         self._epoch, self._next = position
         if not self.data.knows_shapes:

@@ -69,7 +69,7 @@ def _merge_batches(x: np.ndarray) -> np.ndarray:
     """Merges the axes of steps and examples: `[steps, B, ...]` becomes `[steps * B, ...]`."""
     if x.ndim < 2:
         raise ValueError(
-            "outputs: expected one per example, [B, ...], got a scalar per batch. The logs of a "
-            "training step are scalars: pass functrain.predict_step(model) to predict."
+            "outputs: expected one per example, [B, ...], got a scalar per batch. Return what "
+            "belongs to a whole batch in another way, such as by a metric."
         )
     return x.reshape(len(x) * x.shape[1], *x.shape[2:])

@@ -140,6 +140,17 @@ def generator_of_many_sizes() -> Case:
 
 
 @CASES
+def sequences_of_several_lengths() -> Case:
+    net = [layers.Embedding(10, 4), layers.GlobalAveragePooling1D(), layers.Dense(4)]
+    model = keras.Sequential([keras.Input((None,), dtype="int32"), *net])
+    model.compile("adam", "mse")
+    lengths = [*[5] * 4, *[9] * 6, 5, 7, 5, 7, *[9] * 4]
+    rng = np.random.default_rng(0)
+    batches = ((rng.integers(0, 10, (BATCH, n)), Y[:BATCH]) for n in lengths)
+    return model, {"x": batches, "steps_per_epoch": 6}
+
+
+@CASES
 def generator_of_weights() -> Case:
     batches = ((x, y, np.arange(1, BATCH + 1, dtype=np.float32)) for x, y in endless())
     return dense(x=batches, y=None, steps_per_epoch=5)
