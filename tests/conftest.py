@@ -82,6 +82,28 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(skip)
 
 
+@contextlib.contextmanager
+def compilation_cache(directory: str | pathlib.Path) -> Generator[None]:
+    """Enables jax's compilation cache in a directory until the block ends."""
+    from jax.experimental.compilation_cache.compilation_cache import reset_cache
+
+    import functrain
+
+    names = [
+        "jax_compilation_cache_dir",
+        "jax_persistent_cache_min_compile_time_secs",
+        "jax_persistent_cache_min_entry_size_bytes",
+    ]
+    before = {name: getattr(jax.config, name) for name in names}
+    functrain.enable_compilation_cache(directory)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+        reset_cache()
+
+
 def is_installed(module: str) -> bool:
     """Returns True if a module can be imported; nothing is imported but its package."""
     try:

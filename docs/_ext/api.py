@@ -86,7 +86,7 @@ PAGES = {  # by file name, in the order of the sidebar
     "inspect": Page(
         "Diagnostics (ft.inspect)",
         "functrain.inspect",
-        "summary memory Memory largest_batch cost Cost Layer precompile autotune Tuning "
+        "summary memory Memory largest_batch cost Cost Layer "
         "explain_nan NotFinite explain_rewrites Explanation placement MiscompilationWarning",
     ),
     "sharding": Page(
@@ -101,7 +101,7 @@ PAGES = {  # by file name, in the order of the sidebar
         "Populations (ft.population)",
         "functrain.population",
         "create stack PopulationState step hyperparameters with_hyperparameters Loader "
-        "EarlyStopping select resample predict_step autotune BlockTuning",
+        "EarlyStopping select resample predict_step",
     ),
     "export": Page("Export (ft.export)", "functrain.export", "predict params"),
     "rewrites": Page("Rewrites (ft.rewrites)", "functrain.rewrites", "optimize resolve_mode Mode"),
@@ -135,7 +135,7 @@ HIDDEN_MEMBERS = {
 # Classes that users receive and do not construct: their pages show no signature.
 RECEIVED = {
     *{"Doctor", "Explanation", "FlaxLayer", "Fused", "History", "Memory", "NotFinite", "Placement"},
-    *{"Run", "Tuning", *functrain.events.__all__},
+    *{"Run", *functrain.events.__all__},
 }
 REPRS = {"<class 'jax.numpy.bfloat16'>": "jnp.bfloat16"}  # of defaults
 OWN_TYPE = re.compile(r"\b(?:functrain|bridge)(?:\.\w+)+")

@@ -1,8 +1,6 @@
 """The on-disk cache of compiled programs, which spares the next process their compilation."""
 
-import contextlib
 import os
-from collections.abc import Iterator
 
 import jax
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
@@ -51,16 +49,3 @@ def enable_compilation_cache(directory: str | os.PathLike[str]) -> None:
     # jax opens the directory once, at its first program, and does not tell which one is open: the
     # config may have named another one since. After a reset it opens the one that is named now.
     reset_cache()
-
-
-@contextlib.contextmanager
-def compilation_cache(directory: str | os.PathLike[str]) -> Iterator[None]:
-    """Context manager: as `enable_compilation_cache`, until the block ends."""
-    before = {name: getattr(jax.config, name) for name in (_DIRECTORY, *_OPTIONS)}
-    enable_compilation_cache(directory)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            jax.config.update(name, value)
-        reset_cache()

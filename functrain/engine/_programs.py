@@ -69,11 +69,6 @@ def program(step: Any, kind: Kind, loop: LoopOptions) -> Program:
     return cached_program(step, (kind.name, loop), lambda get_step: _build(get_step, kind, loop))
 
 
-def new_program(step: Any, kind: Kind, loop: LoopOptions) -> Program:
-    """Returns a program as `program` does, which jax compiles even if it has an equal one."""
-    return _build(lambda: step, kind, loop)
-
-
 def prefers_static_length(platform: str) -> bool:
     """Returns True if loops of known length suit the platform better.
 

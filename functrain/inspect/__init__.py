@@ -1,8 +1,6 @@
 """Diagnostics: the memory and the speed of a step, the placement of a state, the cause of a NaN.
 
 Files:
-  _autotune: measurement of how many steps to fuse
-  _precompile: programs in jax's compilation cache, for devices that are not there
   _placement: a table of the shards that each device holds
   _cost: the time, kernels and traffic of a step, as its compiler estimates them
   _explain_rewrites: a table of the operations of a function that are rewritten, with reasons
@@ -15,8 +13,6 @@ Files:
   _summary: a table of the leaves of a state or a model, and the cost of a step
 """
 
-from functrain.inspect._autotune import Tuning as Tuning
-from functrain.inspect._autotune import autotune as autotune
 from functrain.inspect._cost import Cost as Cost
 from functrain.inspect._cost import Layer as Layer
 from functrain.inspect._cost import cost as cost
@@ -28,7 +24,6 @@ from functrain.inspect._largest_batch import largest_batch as largest_batch
 from functrain.inspect._memory import Memory as Memory
 from functrain.inspect._memory import memory as memory
 from functrain.inspect._placement import placement as placement
-from functrain.inspect._precompile import precompile as precompile
 from functrain.inspect._summary import summary as summary
 from functrain.rewrites._compile import MiscompilationWarning as MiscompilationWarning
 
@@ -39,14 +34,11 @@ __all__ = [
     "Memory",
     "MiscompilationWarning",
     "NotFinite",
-    "Tuning",
-    "autotune",
     "cost",
     "explain_nan",
     "explain_rewrites",
     "largest_batch",
     "memory",
     "placement",
-    "precompile",
     "summary",
 ]

@@ -21,7 +21,6 @@ from functrain.engine._plan import auto_steps, nbytes
 from functrain.engine._programs import (
     TRAINING,
     LoopOptions,
-    new_program,
     prefers_static_length,
     program,
 )
@@ -62,7 +61,6 @@ def lower_fit(
     target: Target | None = None,
     sharding: _placement.ShardingArg = None,
     rewrites: Mode = "auto",
-    is_new: bool = False,
 ) -> FitProgram:
     """Lowers the program that a fit would run; see `functrain.inspect.memory` for the arguments.
 
@@ -75,7 +73,6 @@ def lower_fit(
       target: The devices to compile for.
       sharding: The sharding of one batch.
       rewrites: As in `fit`.
-      is_new: True for a program that is compiled even if this process has compiled it before.
     """
     check_step(step)
     require_batch(batch)
@@ -110,7 +107,7 @@ def lower_fit(
         pins=_placement.read_pins(carry),
         on_chip_bytes=accelerator.on_chip_bytes if accelerator else 0,
     )
-    run: Any = (new_program if is_new else program)(step, TRAINING, options)
+    run = program(step, TRAINING, options)
     return FitProgram(k, carry, chunk, _lower(run, carry, chunk, np.int32(k)), chip)
 
 

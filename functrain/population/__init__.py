@@ -11,11 +11,8 @@ Files:
   _predict: predictions of all members, combined or each
   _select: selects the best member, or replaces the worst members by copies of the best
   _early_stopping: stops each member when its value no longer improves
-  _autotune: measures how many members to compute at once
 """
 
-from functrain.population._autotune import BlockTuning as BlockTuning
-from functrain.population._autotune import autotune as autotune
 from functrain.population._early_stopping import EarlyStopping as EarlyStopping
 from functrain.population._hyperparameters import hyperparameters as hyperparameters
 from functrain.population._hyperparameters import with_hyperparameters as with_hyperparameters
@@ -29,11 +26,9 @@ from functrain.population._state import stack as stack
 from functrain.population._step import step as step
 
 __all__ = [
-    "BlockTuning",
     "EarlyStopping",
     "Loader",
     "PopulationState",
-    "autotune",
     "create",
     "hyperparameters",
     "predict_step",

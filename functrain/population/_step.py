@@ -44,8 +44,7 @@ def step(
         `[N, B, ...]`, one part for each member.
       block: How many members to compute at once. None: all of them, by `jax.vmap`. 1: one after
         another in the same program, where stopped members cost nothing. Other numbers: blocks of
-        that many members. ``"auto"``: 1 on CPU if members have convolutions, else None. `autotune`
-        measures the alternatives.
+        that many members. ``"auto"``: 1 on CPU if members have convolutions, else None.
       stop_non_finite: Stop a member for good if a loss (a log whose name ends with ``loss``) or its
         state would not be finite after a step; it keeps the state from before that step.
 

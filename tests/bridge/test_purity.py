@@ -41,7 +41,6 @@ DOORS = {
     "evaluate": lambda model: ft.evaluate(
         ft.TrainState.create(params={}, tx=optax.sgd(1.0)), measures(model), ft.ArrayLoader(X, 4)
     ),
-    "autotune": lambda model: ft.inspect.autotune(jnp.zeros(()), calls(model), X[:4], fuse=(1,)),
     "fit": lambda model: ft.fit(jnp.zeros(()), calls(model), ft.ArrayLoader(X, 4), verbose=0),
     "fuse": lambda model: ft.fuse(calls(model), 2)(jnp.zeros(()), X.reshape(2, 4, 3)),
 }

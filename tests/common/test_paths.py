@@ -14,6 +14,8 @@ from functrain.checkpoint.__main__ import main
 from functrain.common._paths import absolute_path, path_text
 from functrain.distributed import _launch
 
+from ..conftest import compilation_cache
+
 STATE = {"w": jnp.ones(2)}
 
 
@@ -23,8 +25,6 @@ def fit(*hooks: Any) -> None:
 
 
 def use_cache(place: str) -> None:
-    from functrain.engine._cache import compilation_cache
-
     with compilation_cache(place):
         pass
 

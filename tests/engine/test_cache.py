@@ -4,8 +4,9 @@ import jax
 import numpy as np
 
 import functrain as ft
-from functrain.engine._cache import compilation_cache
 from tests import fork_server
+
+from ..conftest import compilation_cache
 
 PROGRAM = """
 import sys, functrain as ft, jax, jax.numpy as jnp

@@ -27,10 +27,6 @@ data = np.arange(16, dtype=np.float32) + (rank if other == "data" else 0)
 def step(total, batch):
     return total + jnp.sum(batch) * (1 + rank if other == "code" else 1), {}
 
-if other == "autotune":
-    tuning = ft.inspect.autotune(jnp.zeros(()), step, data[:4], fuse=(1, 3), sharding=mesh)
-    print(tuning.k, [row.microseconds for row in tuning.rows])
-    sys.exit()
 if other == "members":
     divided, everywhere = (jax.NamedSharding(mesh, jax.P(*axes)) for axes in (["data"], []))
     members = jax.device_put(ft.population.stack([jnp.zeros(()), jnp.ones(())]), divided)
@@ -99,12 +95,6 @@ def run_both(other: str) -> list[str]:
 
 def test_the_same_batches_everywhere_are_divided_over_the_processes() -> None:
     assert run_both("nothing") == ["120.0", "120.0"]
-
-
-def test_autotune_measures_in_all_of_them_and_they_choose_the_same() -> None:
-    first, second = run_both("autotune")
-    assert first == second
-    assert first[:2] in ("1 ", "3 ")
 
 
 def test_the_latest_logs_of_members_divided_over_the_processes_are_those_of_all() -> None:

@@ -7,7 +7,7 @@ import pytest
 
 import functrain as ft
 
-from .setting import EVAL, KEY, MODEL, PLAIN, X, Y, alone, bits, loader, of_all, population
+from .setting import EVAL, KEY, MODEL, PLAIN, X, alone, bits, loader, of_all, population
 
 P = ft.population
 ONE = ft.predict_step(MODEL)
@@ -128,18 +128,6 @@ def test_population_based_training_is_a_hook() -> None:
     assert (rates > 0).all()  # the one that learnt nothing is gone
     assert len(set(rates.tolist())) > 1
     assert history.epochs["val_loss"].shape == (2, 3)
-
-
-def test_autotune_chooses_the_fastest_of_what_it_measured() -> None:
-    begin = population()
-    tuning = P.autotune(begin, PLAIN, (X[:16], Y[:16]), blocks=(None, 1))
-    assert set(tuning.microseconds) == {None, 1}
-    assert tuning.microseconds[tuning.block] == min(tuning.microseconds.values())
-    assert not begin.active.is_deleted()
-    with pytest.raises(ValueError, match="at least one"):
-        P.autotune(begin, PLAIN, (X, X), blocks=())
-    with pytest.raises(ValueError, match=r"blocks: expected a sequence .* got 4.*blocks=\(4,\)"):
-        P.autotune(begin, PLAIN, (X, X), blocks=4)
 
 
 def test_members_with_convolutions_come_one_after_another_on_cpu() -> None:

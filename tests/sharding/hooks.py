@@ -1,6 +1,6 @@
-"""Every hook, and autotune, on eight CPU devices; see test_hooks.py.
+"""Every hook on eight CPU devices; see test_hooks.py.
 
-python hooks.py DIRECTORY     prints a line of JSON for each form, and one for autotune
+python hooks.py DIRECTORY     prints a line of JSON for each form
 """
 
 import inspect
@@ -147,15 +147,7 @@ def placed(form: str) -> tuple[dict[str, Any], ft.TrainState]:
     return how, ft.sharding.create(make, mesh, rule)
 
 
-def tuned(form: str) -> list[Any]:
-    how, state = placed(form)
-    tuning = ft.inspect.autotune(state, STEP, X[:8], fuse=(1, 2), **how)
-    alive = not any(x.is_deleted() for x in jax.tree.leaves(state))
-    return [[row.k for row in tuning.rows], alive, int(state.step)]
-
-
 if __name__ == "__main__":
     for form in FORMS:
         folder = pathlib.Path(sys.argv[1]) / form
         print(json.dumps({form: fit(form, folder)}), flush=True)
-    print(json.dumps({"tuned": {form: tuned(form) for form in list(FORMS)[1:]}}), flush=True)

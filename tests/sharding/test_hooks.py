@@ -1,4 +1,4 @@
-"""Every hook, and autotune, where a state is divided over eight devices."""
+"""Every hook where a state is divided over eight devices."""
 
 import pathlib
 from typing import Any
@@ -39,8 +39,3 @@ def test_the_best_state_comes_back_to_where_it_was(form: str, found) -> None:
     assert divided["stays"]
     assert (divided["best_step"], divided["step"]) == (8, 8)  # of sixteen
     np.testing.assert_allclose(divided["w"], one["w"], rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_autotune_measures_a_divided_state_and_leaves_it(form: str, found) -> None:
-    assert found["tuned"][form] == [[0, 1, 2], True, 0]

@@ -153,8 +153,6 @@ def test_arguments_of_update_that_are_mixed_up_are_named(arguments, words) -> No
 def test_a_loss_is_no_step(loss) -> None:
     with pytest.raises(TypeError, match=r"step: expected \(state, batch\).*got loss_fn\(params"):
         check_step(loss)
-    with pytest.raises(TypeError, match=r"step: expected .* got loss_fn\(params"):
-        ft.inspect.autotune(start(), loss, (X, X))
 
 
 @pytest.mark.parametrize("step", [ft.train_step(logging(), TX), lambda s, b: (s, {}), np.add])

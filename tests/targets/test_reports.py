@@ -1,13 +1,11 @@
 """Reports for a TPU or a GPU that is not there: what fits, what it costs, and its program."""
 
 import dataclasses
-import pathlib
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import keras
-import numpy as np
 import optax
 import pytest
 
@@ -191,28 +189,6 @@ def test_memory_on_a_gpu_is_that_of_its_card() -> None:
     large = ft.inspect.memory({"w": f32(16, GIB)}, add_mean, f32(8, 8), target=target, fuse=2)
     assert (small.fits, large.fits) == (True, False)
     assert "more than 79.1 GiB (NVIDIA H100)." in str(large)
-
-
-# --- programs ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param("tpu:v5e", marks=pytest.mark.tpu),
-        pytest.param("cuda:h100", marks=pytest.mark.cuda),
-    ],
-)
-def test_the_program_is_written_into_the_cache_also_after_other_reports(
-    name: str, tmp_path: pathlib.Path
-) -> None:
-    arguments, target = (jnp.zeros(3), add_mean, np.ones(8, np.float32)), ft.target(name)
-    directory = jax.config.jax_compilation_cache_dir
-    ft.inspect.memory(*arguments, target=target, fuse=5)
-    count = ft.inspect.precompile(*arguments, target=target, directory=tmp_path, fuse=5)
-    assert count > 0
-    assert [path for path in tmp_path.iterdir() if path.name.startswith("jit_run")]
-    assert jax.config.jax_compilation_cache_dir == directory
 
 
 @pytest.mark.tpu

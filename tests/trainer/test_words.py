@@ -131,7 +131,7 @@ def test_a_population_is_trained_by_the_step_of_one() -> None:
         ft.fit(ft.population.stack([STATE] * 2), STEP, LOADER, verbose=0)
 
 
-@pytest.mark.parametrize("ask", [ft.inspect.memory, ft.inspect.autotune, ft.inspect.explain_nan])
+@pytest.mark.parametrize("ask", [ft.inspect.memory, ft.inspect.explain_nan])
 def test_a_loader_is_no_batch(ask) -> None:
     with pytest.raises(TypeError, match=r"batch: expected one batch.*loader\.batch\(0, 0\)"):
         ask(STATE, STEP, LOADER)
@@ -230,7 +230,7 @@ def test_all_variables_of_a_module_are_no_params() -> None:
         ft.fit(forgotten, step, ft.ArrayLoader((X, X), 4), verbose=0)
 
 
-def test_autotune_and_explain_take_steps_with_metrics_and_without() -> None:
+def test_explain_rewrites_takes_steps_with_metrics_and_without() -> None:
     def convolve(params, model_state, batch, *, rng, training):
         out = jax.lax.conv(batch, params["k"], (1, 1), "SAME")
         return jnp.mean(out**2), ft.Aux(model_state, out)
@@ -243,7 +243,6 @@ def test_autotune_and_explain_take_steps_with_metrics_and_without() -> None:
     assert rows
     for carry in (state, metered.start(state)):
         assert ft.inspect.explain_rewrites(metered, carry, images).rows == rows
-    assert ft.inspect.autotune(state, metered, images, fuse=(1,), seconds=0.0).k == 1
 
 
 @pytest.mark.parametrize("jit", [True, False])
