@@ -202,7 +202,8 @@ def fit(
             how_to_evaluate = "validation_data= or validation_split="
             saving = Saving(checkpointer, batches, {"keras": hook}, how_to_evaluate)
         # With a checkpointer, the run itself handles SIGTERM, to save before it ends.
-        signals = DeferredSignals(terminate="handled" if saving is None else "none")
+        terminate = "handled" if saving is None else "none"
+        signals = DeferredSignals(terminate=terminate, saves=saving is not None)
         stack.enter_context(signals)
         return run_fit(
             hook,

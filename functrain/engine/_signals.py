@@ -19,16 +19,24 @@ class DeferredSignals:
     If an `Exception` is raised while a signal is pending, the signal is handled instead of it: the
     error may be its consequence, since Ctrl-C also ends the workers of a data loader.
 
+    A block within a hook of a run handles the Ctrl-C that the run has deferred. Only a fit does so
+    if the run has a checkpointer: the run waits for anything shorter, and saves itself then.
+
     Args:
       interrupt: True to defer Ctrl-C.
       terminate: Which SIGTERM to defer: "none"; "handled", one that Python code handles; or "any".
         One that would end the process raises SystemExit(143) when it is handled.
+      saves: For a fit, True if it has a checkpointer, else False. None for anything shorter.
     """
 
     def __init__(
-        self, *, interrupt: bool = True, terminate: Literal["none", "handled", "any"] = "handled"
+        self,
+        *,
+        interrupt: bool = True,
+        terminate: Literal["none", "handled", "any"] = "handled",
+        saves: bool | None = None,
     ) -> None:
-        self._interrupt, self._terminate = interrupt, terminate
+        self._interrupt, self._terminate, self._saves = interrupt, terminate, saves
         self._handlers: dict[int, Any] = {}
         self._pending: list[tuple[int, FrameType | None]] = []
         self._is_over = False
@@ -36,7 +44,7 @@ class DeferredSignals:
     @property
     def is_pending(self) -> bool:
         """True if a signal is waiting to be handled."""
-        return bool(self._pending)
+        return bool(self._pending) or self._enclosing_pending() is not None
 
     def __enter__(self) -> Self:
         """Begins to defer the signals."""
@@ -70,7 +78,8 @@ class DeferredSignals:
             # when its own handler is back, this one may stay in place for SIGTERM and passes it on.
             self._is_over = True
         if error is None or isinstance(error, Exception):
-            self.handle_pending()
+            # Not those of an enclosing block, whose run may save itself first.
+            self._handle_own()
             return
         # An exception is on its way that must not be replaced, so a pending signal is sent again
         # and handled afterwards. Python discards what is raised while a generator is closed.
@@ -82,8 +91,24 @@ class DeferredSignals:
 
     def handle_pending(self) -> None:
         """Handles a pending signal now, which usually raises."""
+        self._handle_own()
+        enclosing = self._enclosing_pending()
+        if enclosing is not None:
+            enclosing.handle_pending()
+
+    def _handle_own(self) -> None:
         if self._pending:
             self._handle(*self._pending.pop(0))
+
+    def _enclosing_pending(self) -> "DeferredSignals | None":
+        """Returns the block that this one is within, if it has a signal to handle here."""
+        enclosing = getattr(signal.getsignal(signal.SIGINT), "__self__", None)
+        # Only a handler of Python's is replaced by this block; another block's stays in place.
+        if not isinstance(enclosing, DeferredSignals) or enclosing is self:
+            return None
+        waits = self._saves is None and enclosing._saves
+        is_here = self._interrupt and threading.current_thread() is threading.main_thread()
+        return enclosing if is_here and enclosing._pending and not waits else None
 
     @contextlib.contextmanager
     def discard_on_error(self) -> Iterator[None]:

@@ -12,6 +12,7 @@ from functrain.engine._chunks import chunks
 from functrain.engine._driver import Driver
 from functrain.engine._plan import FuseArg, Plan
 from functrain.engine._programs import Kind, compute_metrics
+from functrain.engine._signals import DeferredSignals
 from functrain.loop._finite import warn_of_loss
 from functrain.loop._require import (
     require_all_examples,
@@ -117,12 +118,14 @@ def evaluate_without_warning(
     driver = Driver(step, EVALUATION, rewrites=rewrites, jit=jit, place=place)
     metrics = _placement.place_on_mesh(step.start(state).metrics, mesh_sharding)
     driver.begin(metrics, _placement.place_on_mesh(state, mesh_sharding))
-    steps = 0
+    steps, signals = 0, DeferredSignals()
     batches.begin(0)
     plan = Plan(fuse, intervals=lambda batch: [batches.full_steps], chip=accelerator_of(state))
     for chunk in chunks(batches, plan):
         driver.run(chunk)
         steps += chunk.steps
+        # Of a fit, one of whose hooks this is.
+        signals.handle_pending()
     require_batches(steps, name=batches.name)
     values = compute_metrics(step, driver.carry)
     # Members have one value each, which is not a scalar.

@@ -1,5 +1,6 @@
 """Collects a model's outputs on data."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -19,6 +20,7 @@ from functrain.engine._driver import Driver
 from functrain.engine._guards import tracing_guards
 from functrain.engine._plan import FuseArg, Plan, nbytes, prediction_interval
 from functrain.engine._programs import Kind, cached_program
+from functrain.engine._signals import DeferredSignals
 from functrain.loop._require import require_all_examples, require_batches, require_state
 from functrain.rewrites import Mode
 from functrain.rewrites._compile import jit
@@ -97,12 +99,17 @@ def predict(
         ],
         chip=accelerator_of(state),
     )
+    signals = DeferredSignals()
+
+    def dispatched() -> Iterator[tuple[PyTree, int]]:
+        for chunk in chunks(batches, plan):
+            yield _require_examples(driver.run(chunk), chunk), chunk.steps
+            # Of a fit, one of whose hooks this is.
+            signals.handle_pending()
+
     batches.begin(0)
     # Outputs are fetched in order, while later chunks are computed.
-    parts = _rows.fetch_outputs(
-        (_require_examples(driver.run(chunk), chunk), chunk.steps)
-        for chunk in chunks(batches, plan)
-    )
+    parts = _rows.fetch_outputs(dispatched())
     require_batches(len(parts))
     return jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
 

@@ -249,7 +249,10 @@ def fit(
         with (
             contextlib.closing(events),
             # With a checkpointer, the run itself defers SIGTERM until it has saved.
-            DeferredSignals(terminate="handled" if checkpointer is None else "none") as signals,
+            DeferredSignals(
+                terminate="handled" if checkpointer is None else "none",
+                saves=checkpointer is not None,
+            ) as signals,
             runner.running(),
             ProgressReport(
                 events.epochs, batches.steps, verbose_here, first_position, resumed=events.resumed

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import functrain as ft
@@ -115,3 +116,76 @@ def test_a_signal_while_handlers_are_restored_comes_after_that(monkeypatch, ctrl
     with pytest.raises(KeyboardInterrupt), DeferredSignals():
         monkeypatch.setattr(DeferredSignals, "_previous_handler", interrupted)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def inner_fit() -> None:
+    ft.fit(jnp.zeros(()), step, interrupted(20), fuse=2, verbose=0)
+
+
+def inner_evaluate() -> None:
+    loss = lambda params, state, batch, *, rng, training: (batch.sum(), ft.Aux(state))  # noqa: E731
+    ft.evaluate(STATE, ft.eval_step(loss), interrupted(20), fuse=2)
+
+
+def inner_predict() -> None:
+    ft.predict(STATE, ft.predict_step(MODEL), interrupted(20), fuse=2)
+
+
+STATE = ft.TrainState.create(params={"w": jnp.ones(())}, tx=optax.sgd(0.1))
+MODEL = ft.Model(
+    init=lambda key, x: ({"w": jnp.zeros(())}, {}),
+    apply=lambda p, s, x, *, rng=None, training=False: ft.ModelOutput(x * p["w"], s),
+)
+fetched: list[int] = []
+
+
+def interrupted(count: int) -> Any:
+    """Data in which Ctrl-C is pressed."""
+    fetched.clear()
+    for i in range(count):
+        fetched.append(i)
+        if i == 5:
+            signal.raise_signal(signal.SIGINT)
+        yield np.full(2, i, np.float32)
+
+
+@pytest.mark.usefixtures("ctrl_c")
+@pytest.mark.parametrize("inner", [inner_fit, inner_evaluate, inner_predict])
+def test_ctrl_c_ends_what_a_hook_runs(inner) -> None:
+    hook = ft.at(6)(lambda event: inner())
+    with pytest.raises(KeyboardInterrupt) as caught:
+        ft.fit(jnp.zeros(()), step, LOADER, fuse=4, hooks=[hook], verbose=0)
+    assert len(fetched) < 10
+    state, history = caught.value.fit_result
+    assert len(history.steps["total"]) == 6
+    assert float(state) == np.arange(12).sum()
+
+
+@pytest.mark.usefixtures("ctrl_c")
+@pytest.mark.parametrize("inner", [inner_fit, inner_evaluate, inner_predict])
+def test_a_fit_that_saves_itself_waits_for_an_evaluation_but_not_for_a_fit(inner, tmp_path) -> None:
+    hook = ft.at(6)(lambda event: inner())
+    saves = ft.Checkpointer(tmp_path, every=4)
+    with pytest.raises(KeyboardInterrupt):
+        ft.fit(jnp.zeros(()), step, LOADER, fuse=4, hooks=[hook], verbose=0, checkpointer=saves)
+    if inner is inner_fit:
+        assert len(fetched) < 10
+        assert saves.latest() == 4
+    else:
+        assert len(fetched) == 20
+        assert saves.latest() == 6
+    again = ft.fit(jnp.zeros(()), step, LOADER, fuse=4, verbose=0, checkpointer=saves)
+    assert float(again.state) == np.arange(40).sum()
+
+
+@pytest.mark.usefixtures("ctrl_c")
+def test_ctrl_c_ends_a_fit_within_a_fit_within_a_fit() -> None:
+    hook = ft.at(2)(lambda event: inner_fit())
+
+    def middle(event: Any) -> None:
+        ft.fit(jnp.zeros(()), step, LOADER, fuse=4, hooks=[hook], verbose=0)
+
+    with pytest.raises(KeyboardInterrupt) as caught:
+        ft.fit(jnp.zeros(()), step, LOADER, fuse=4, hooks=[ft.at(3)(middle)], verbose=0)
+    assert len(fetched) < 10
+    assert float(caught.value.fit_result.state) == np.arange(6).sum()
