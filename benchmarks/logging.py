@@ -50,7 +50,7 @@ def ways() -> dict[str, Hooks]:
         "TensorBoard": lambda to: [ft.hooks.TensorBoard(to)],
         "JSONLines": lambda to: [ft.hooks.JSONLines(to / "log.jsonl")],
         "CSVLogger": lambda to: [ft.hooks.CSVLogger(to / "log.csv")],
-        "TerminateOnNaN, Memory": lambda to: [ft.hooks.TerminateOnNaN(), ft.hooks.DeviceMemory()],
+        "TerminateOnNaN, Throughput": lambda to: [ft.hooks.TerminateOnNaN(), ft.hooks.Throughput()],
     }
 
     def together(to: pathlib.Path) -> list[Any]:

@@ -70,7 +70,7 @@ PAGES = {  # by file name, in the order of the sidebar
         "Hooks (ft.hooks)",
         "functrain.hooks",
         "Hook Evaluate EarlyStopping TerminateOnNaN CSVLogger JSONLines TensorBoard WandB Sample "
-        "Profile DeviceMemory Throughput Watchdog",
+        "Profile Throughput Watchdog",
     ),
     "metrics": Page(
         "Metrics (ft.metrics)",

@@ -7,8 +7,7 @@ Files:
   _terminate_on_nan: stopping when a loss is no longer finite
   _sample: pictures and texts on a schedule
   _profile: a trace of some steps
-  _device_memory: the memory in use on the devices
-  _throughput: steps, examples, tokens and operations a second
+  _throughput: steps, examples, tokens and operations a second; memory in use
   _watchdog: the end of a run that makes no progress, after the stacks of all threads
   _logger: the base class of loggers, which write without waiting for the device
   _text_logs: values as a CSV file, and as JSON lines
@@ -16,7 +15,6 @@ Files:
   _wandb: values, pictures and texts for Weights & Biases
 """
 
-from functrain.hooks._device_memory import DeviceMemory as DeviceMemory
 from functrain.hooks._early_stopping import EarlyStopping as EarlyStopping
 from functrain.hooks._evaluate import Evaluate as Evaluate
 from functrain.hooks._hook import Hook as Hook
@@ -32,7 +30,6 @@ from functrain.hooks._watchdog import Watchdog as Watchdog
 
 __all__ = [
     "CSVLogger",
-    "DeviceMemory",
     "EarlyStopping",
     "Evaluate",
     "Hook",

@@ -1,4 +1,4 @@
-"""Steps, examples, tokens and operations a second."""
+"""Steps, examples, tokens and operations a second, and the memory of the devices."""
 
 import time
 from collections.abc import Callable
@@ -13,14 +13,14 @@ from functrain.targets._chips import known_chip
 
 
 class Throughput:
-    """A hook that adds the speed of the training to the event's values.
+    """A hook that adds the speed of the training and the memory in use to the event's values.
 
     The speed is that since the hook was last due, with everything that the training did in this
     time, such as evaluating and saving. The first program, which includes compilation, does not
     count. A step counts when its logs have arrived from the device, so that the hook does not wait
     for the device.
 
-    The values, each per second:
+    These values are per second:
 
     - ``throughput/steps`` and ``throughput/examples``;
     - ``throughput/tokens``, with `tokens_per_example`;
@@ -29,7 +29,9 @@ class Throughput:
       model alone, without those that are repeated to save memory, this is the model FLOP/s
       utilization (MFU) of Chowdhery et al., "PaLM", 2022.
 
-    A first value at which no program has been timed yet is left out.
+    They are left out as long as no program has been timed. ``memory/in_use``, ``memory/peak`` and
+    ``memory/limit`` are the bytes of the fullest device of this process, as far as it reports them.
+    A CPU reports none.
 
     Args:
       every: A number of steps, or a trigger such as ``ft.every(seconds=60)``. The end of each epoch
@@ -97,6 +99,7 @@ class Throughput:
 
     def __call__(self, event: Event, /) -> None:
         """Adds the values."""
+        event.values.update(_memory())
         if self._steps == 0:
             return
         seconds = self._latest - self._since
@@ -109,6 +112,18 @@ class Throughput:
                 rates["utilization"] = rates["flops"] / peak
         event.values.update({f"throughput/{name}": rate for name, rate in rates.items()})
         self._since, self._steps, self._examples = self._latest, 0, 0
+
+
+def _memory() -> dict[str, float]:
+    """Returns the bytes of the fullest device, by the names of the values."""
+    keys = {"in_use": "bytes_in_use", "peak": "peak_bytes_in_use", "limit": "bytes_limit"}
+    device_stats = [device.memory_stats() or {} for device in jax.local_devices()]
+    values = {}
+    for name, key in keys.items():
+        byte_counts = [stats[key] for stats in device_stats if key in stats]
+        if byte_counts:
+            values[f"memory/{name}"] = float(max(byte_counts))
+    return values
 
 
 def _peak_flops(state: object) -> float:

@@ -81,3 +81,22 @@ def test_a_second_run_counts_from_its_own_beginning() -> None:
 def test_what_is_not_positive_is_refused(argument, value) -> None:
     with pytest.raises(ValueError, match=rf"{argument}: expected a positive .*got {value}"):
         ft.hooks.Throughput(**{argument: value})
+
+
+class Device:
+    def __init__(self, **stats):
+        self.stats = stats or None
+
+    def memory_stats(self):
+        return self.stats
+
+
+def test_the_memory_is_that_of_the_fullest_device_that_counts_it(monkeypatch) -> None:
+    devices = [
+        Device(bytes_in_use=10, peak_bytes_in_use=40, pool_bytes=3),
+        Device(bytes_in_use=30, peak_bytes_in_use=35),
+        Device(),
+    ]
+    assert all(hasattr(device, "memory_stats") for device in jax.local_devices())
+    monkeypatch.setattr(jax, "local_devices", lambda: devices)
+    assert values(ft.hooks.Throughput()) == {"memory/in_use": 30.0, "memory/peak": 40.0}

@@ -88,7 +88,6 @@ def fit(form: str, folder: pathlib.Path) -> dict[str, Any]:
         "Evaluate": ft.hooks.Evaluate(MEASURE, ft.ArrayLoader(X, 32), **how),
         "EarlyStopping": best,
         "Sample": picture,
-        "DeviceMemory": ft.hooks.DeviceMemory(),
         "TerminateOnNaN": ft.hooks.TerminateOnNaN(),
         "Throughput": ft.hooks.Throughput(flops_per_step=1e6),
         "Watchdog": ft.hooks.Watchdog(600),
