@@ -15,10 +15,11 @@ from functrain.sharding._rules import Rule, require_fitting_spec
 def shardings(state: PyTree, mesh: Mesh | AbstractMesh, rule: Rule) -> PyTree:
     """Returns the sharding of each leaf of a state, in the structure of the state.
 
-    The rule chooses the shardings of params and model_state. Leaves of the optimizer's state that
-    belong to a param get its sharding: moments, averages, accumulated gradients, and stacks of
-    these. They are recognized by the end of their path and their shape, whatever the optimizer.
-    All other leaves, such as counts and factored moments, are replicated.
+    The rule chooses the shardings of params and model_state. Leaves of the optimizer's state, and
+    of fields that a subclass of `TrainState` adds, get the sharding of the param that they belong
+    to: moments, averages, accumulated gradients, and stacks of these. They are recognized by the
+    end of their path and their shape, whatever the optimizer. All other leaves, such as counts and
+    factored moments, are replicated.
 
     Args:
       state: A `TrainState`, or any pytree that contains some; concrete, or abstract as from
@@ -142,9 +143,7 @@ def _shard_state(
                 return NamedSharding(mesh, PartitionSpec(None, *item_sharding.spec))
         return replicate
 
-    replicated_state = jax.tree.map(lambda x: replicate, state)
-    return replicated_state.replace(
-        params=params,
-        model_state=_shard_tree(state.model_state, by_rule),
-        opt_state=_shard_tree(state.opt_state, follow_param),
+    # Fields that a subclass adds, such as averages of the params, follow these as well.
+    return _shard_tree(state, follow_param).replace(
+        params=params, model_state=_shard_tree(state.model_state, by_rule)
     )

@@ -46,6 +46,22 @@ def abstract(tx: optax.GradientTransformation, params: Any = PARAMS) -> Any:
     return jax.eval_shape(make)
 
 
+class Averaged(ft.TrainState):
+    average: Any
+    weight: Any = 1.0
+
+
+def test_fields_of_a_subclass_follow_the_params_that_they_copy() -> None:
+    def make() -> Averaged:
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), PARAMS)
+        key = jax.random.key(0)
+        return Averaged.create(params=zeros, tx=optax.adam(0.1), rng=key, average={"of": zeros})
+
+    found = specs(ft.sharding.shardings(jax.eval_shape(make), MESH, RULE))
+    assert found.params == found.average["of"] == found.opt_state[0].mu == SPECS
+    assert found.step == found.rng == found.weight == P()
+
+
 def specs(tree: Any) -> Any:
     return jax.tree.map(lambda where: where.spec, tree)
 
