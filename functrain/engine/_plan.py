@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeAlias
 
 import jax
 
-from functrain.common import _repr
+from functrain.common import _repr, _tree
 from functrain.common._checks import is_integer, require
 from functrain.common._types import PyTree
 from functrain.common._warnings import warn
@@ -121,7 +121,9 @@ class Plan:
         return self._groups[signature]
 
     def _choose_k(self, batch: PyTree) -> int:
-        size = nbytes(batch) + self.row_bytes(batch)
+        # With the dtypes that arrays have in jax, which warns of others when it traces a step.
+        in_jax = jax.tree.map(lambda x: x if isinstance(x, jax.Array) else _tree.shapes(x), batch)
+        size = nbytes(batch) + self.row_bytes(in_jax)
         intervals = list(filter(None, self.intervals(shapes(batch))))
         if self.fuse == "auto":
             return auto_steps(size, self.state_bytes, intervals, chip=self.chip)

@@ -86,9 +86,10 @@ def run(
         the orders that follow ``state.step``: each of several runs in a loop sees a new order, as
         in one longer run. `Position()` begins with the first order, and so does a state without
         an integer `step`, such as a dict of states.
-      fuse: Steps per program, K. ``"auto"`` chooses at most 128, and fewer if the epoch is short,
-        or if the state or the batches are large (at least 8, if they fit into 64 MiB). K batches
-        are in memory at once, two or three times over. On CPU, results do not depend on K.
+      fuse: Steps per program, K, but no more than there are between two pauses, such as the ends
+        of epochs. ``"auto"`` chooses at most 128, and fewer if the state or the batches are large
+        (at least 8, if they fit into 64 MiB). K batches are in memory at once, two or three times
+        over. On CPU, results do not depend on K.
       boundaries: Triggers (`every`, `at`) at whose steps a chunk must end. On CPU, the same program
         then takes fewer steps, so that nothing is compiled again.
       rewrites: Which slow operations to rewrite; see `fuse`.

@@ -74,7 +74,8 @@ def test_a_due_point_adds_no_program_and_changes_no_result() -> None:
 
     loader = ft.ArrayLoader((X[:374], Y[:374]), 2)
     digests = set()
-    for hooks in ([], [ft.every(steps=7)(lambda e: None)], [ft.every(steps=100)(lambda e: None)]):
+    for due in (None, ft.every(steps=45), ft.at(7), ft.every(steps=100)):
+        hooks = [] if due is None else [due(lambda e: None)]
         state, _ = ft.fit(start(), step, loader, hooks=hooks, fuse=32, verbose=0)
         digests.add(digest(state))
     assert len(traces) == 1
