@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from functrain.common import _repr, _tree
-from functrain.common._checks import require_instance
+from functrain.common._checks import require_instance, require_no_problems
 from functrain.common._log_names import SumOfWeights
 from functrain.common._types import PyTree, Step, StepTraits
 from functrain.metrics._metric import Metered, Metric
@@ -81,6 +81,10 @@ class MeteredStep(StepTraits):
             state, loss, aux = self.base(metered.state, batch, key)
         with jax.named_scope("metrics"):
             metrics = self.metrics.update(metered.metrics, batch, aux, loss)
+        changes = _tree.differences(metered.metrics, metrics)
+        expected = "from update the structure, shapes and dtypes that init returned"
+        advice = "Cast in update, as with x.astype(old.dtype), or begin with arrays of that dtype."
+        require_no_problems("metrics", changes, expected, advice, error=TypeError)
         if self.trains and isinstance(state, TrainState):
             finite, _ = finite_and_scale(state.opt_state)
             # With `skip_non_finite`, a step that was skipped does not count in the metrics.

@@ -171,3 +171,20 @@ def test_outputs_of_no_width_are_outputs() -> None:
         return state, jnp.zeros((len(x), 0))
 
     assert ft.predict(0.0, step, ft.ArrayLoader(np.arange(5.0), 2)).shape == (5, 0)
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        (lambda m: m + 0.5, r"n: expected int32\[\], got float32\[\]"),
+        (lambda m: jnp.stack([m, m]), r"n: expected int32\[\], got int32\[2\]"),
+        (lambda m: (m,), "n"),
+    ],
+)
+def test_a_metric_that_changes_its_state_is_blamed_itself(changed, words) -> None:
+    metric = ft.metrics.Metric(
+        lambda: jnp.int32(0), lambda m, batch, aux, loss: changed(m), lambda m: jnp.sum(m)
+    )
+    step = ft.eval_step(LOSS, metrics={"n": metric})
+    with pytest.raises(TypeError, match=rf"(?s)metrics: expected from update the .*{words}"):
+        ft.evaluate(STATE, step, ft.ArrayLoader((X, Y), 20))

@@ -165,7 +165,7 @@ def test_folds_of_a_cross_validation_are_scored_on_their_own_rows(kind) -> None:
     members = P.with_hyperparameters(members, {"model_state/fold": np.arange(3, dtype=np.int32)})
     data = ft.ArrayLoader((X, Y, folds), 32, shuffle=True)
     members, _ = ft.fit(members, P.step(ft.train_step(weighted, TX)), data, verbose=0)
-    metrics = {"accuracy": ft.metrics.accuracy(weighted=True)}
+    metrics = {"accuracy": ft.metrics.accuracy()}
     score = P.step(ft.eval_step(weighted, metrics=metrics))
     values = ft.evaluate(members, score, ft.ArrayLoader((X, Y, folds), 20))
     for i, member in enumerate(members):
