@@ -6,7 +6,6 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Any, TypeGuard
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from functrain.common import _repr, _tree
@@ -127,11 +126,9 @@ def require_untraced(name: str, tree: Any) -> None:
       name: The name of the argument.
       tree: The argument. If it has no tracer among its leaves, only jit is detected.
     """
-    # Under jit even a new array is a tracer. asarray(0) is the cheapest array to make.
-    is_in_jit = isinstance(jnp.asarray(0), jax.core.Tracer)
     # From 0.10 on, jax warns about generators among the leaves unless they are declared as leaves.
     leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, Iterator))
-    if is_in_jit or any(isinstance(x, jax.core.Tracer) for x in leaves):
+    if _tree.is_in_jit() or any(isinstance(x, jax.core.Tracer) for x in leaves):
         raise TypeError(
             f"{name}: expected arrays that have values, got a call within jax.jit, grad, vmap or "
             "another transformation, which traces it. fit, run, evaluate and predict run on the "

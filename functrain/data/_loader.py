@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from functrain.common import _repr, _tree
@@ -207,7 +206,7 @@ class ArrayLoader(SeekableLoader):
         checked_later = itertools.filterfalse(is_checked_now, jax.tree.leaves(self.data))
         self._checks_chunks = any(map(is_narrowed, checked_later))
         if placement == "device":
-            self.data = jax.tree.map(lambda x: jnp.asarray(_to_native_order(x)), self.data)
+            self.data = jax.device_put(jax.tree.map(_to_native_order, self.data))
         # The last order that was drawn, and its epoch: every chunk of the epoch needs it.
         self._cached_order: tuple[int, np.ndarray] | None = None
 
@@ -288,7 +287,7 @@ class ArrayLoader(SeekableLoader):
             rows = np.arange(start, stop) if rows is None else rows
             # All leaves together, so that the gather is one program. i32 indices reach 2**31
             # examples.
-            return _gather(self.data, rows.astype(np.int32))
+            return _gather(self.data, _tree.put_if_guarded(rows.astype(np.int32)))
         # Always a copy, even of adjacent rows: the user may change `data` while a device reads.
         if rows is None:
             examples = jax.tree.map(lambda x: _buffer.copy(x[start:stop]), self.data)

@@ -1,5 +1,6 @@
 """Stacks batches into chunks."""
 
+import functools
 from collections.abc import Iterable
 from typing import Any
 
@@ -61,7 +62,13 @@ def pad_array(x: Any, k: int) -> Any:
         return x
     # An array on a device stays there.
     if isinstance(x, jax.Array):
-        return jnp.concatenate([x, jnp.zeros((k - n, *x.shape[1:]), x.dtype)])
+        return _append_zeros(x, k - n)
     out = _buffer.empty((k, *x.shape[1:]), x.dtype)
     out[:n], out[n:] = x, 0
     return out
+
+
+# One program, in which the zeros are no transfer.
+@functools.partial(jax.jit, static_argnums=1)
+def _append_zeros(x: jax.Array, count: int) -> jax.Array:
+    return jnp.concatenate([x, jnp.zeros((count, *x.shape[1:]), x.dtype)])

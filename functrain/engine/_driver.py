@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from functrain import rewrites as _rewrites
 from functrain.common import _tree
@@ -24,6 +23,7 @@ from functrain.engine._programs import (
     Kind,
     LoopOptions,
     Program,
+    count_on,
     prefers_static_length,
     program,
 )
@@ -67,6 +67,7 @@ class Driver:
     Attributes:
       carry: The carry that the last program returned. Its arrays may not be ready yet.
       platform: The platform that the programs are compiled for, once `begin` was called.
+      done: An array that is ready when the last program has run.
     """
 
     step: Any
@@ -87,13 +88,16 @@ class Driver:
         self._const: tuple[PyTree, ...] = ()
         self._in_flight: collections.deque[PyTree] = collections.deque()
         self._pins: _placement.Pins | None = None
+        self._scalars: jax.sharding.Sharding | None = None
         self.carry: PyTree = ()
+        self.done: PyTree = ()
 
     def begin(self, carry: PyTree, *const: PyTree) -> None:
         """Takes over a carry that nothing else refers to; leaves the constants alone."""
         self.carry, self._const = carry, const
         # Programs are compiled for the shardings of the carry.
         pins, platform = _placement.read_pins(carry), platform_of((carry, const))
+        self._scalars = _placement.sharding_of_scalars((carry, const))
         if (pins, platform) != (self._pins, self.platform):
             self._pins, self.platform, self._programs = pins, platform, {}
 
@@ -111,13 +115,17 @@ class Driver:
         chunk = chunk._replace(batches=self.place(chunk.batches))
         if self.jit:
             compiled = self._program(chunk.k, chunk.steps == chunk.k)
-            args = (self.carry, chunk.batches, np.int32(chunk.steps), *self._const)
+            batches = _tree.put_if_guarded(chunk.batches, self._scalars)
+            args = (self.carry, batches, count_on(self._scalars, chunk.steps), *self._const)
             if jax.process_count() > 1:
                 self._compare_program(compiled, args)
-            self.carry, rows, done = compiled(*args)
+            self.carry, rows, self.done = compiled(*args)
+            if self.done is None:
+                # One will do: all results of a program are ready at the same time.
+                self.done = jax.tree.leaves(rows)[0]
         else:
-            rows = done = self._run_uncompiled(chunk)
-        self._in_flight.append(done)
+            rows = self.done = self._run_uncompiled(chunk)
+        self._in_flight.append(self.done)
         if len(self._in_flight) > RUN_AHEAD:
             jax.block_until_ready(self._in_flight.popleft())
         return rows

@@ -4,19 +4,19 @@ import operator
 from typing import Any, Generic, NamedTuple
 
 import jax
-import numpy as np
 
 from functrain import rewrites as _rewrites
 from functrain.common import _repr, _tree
-from functrain.common._checks import is_integer, require_flags, require_integer, require_no_problems
+from functrain.common._checks import is_integer, require_flags, require_integer
 from functrain.common._platform import platform_of
 from functrain.common._types import PyTree, StateT, Step
 from functrain.common._wide_integers import require_integers_fit
-from functrain.engine._placement import read_pins
+from functrain.engine._placement import read_pins, sharding_of_scalars
 from functrain.engine._programs import (
     TRAINING,
     LoopOptions,
     Program,
+    count_on,
     prefers_static_length,
     program,
 )
@@ -117,9 +117,10 @@ class Fused(Generic[StateT]):
 
         ``program(state, chunk, i32[]) -> (state, logs)`` takes the given number of steps, 1 to K.
         With a number below K, a tracer or a shape, the program can take any number of steps, in a
-        loop that is not unrolled. The lowered program has a third result, a number that is ready
-        when all of the program has run. The program is made for the devices of its arguments: with
-        shapes on a `functrain.target`, it is the one that a TPU or GPU would run.
+        loop that is not unrolled. If the step has no logs, the lowered program has a third result,
+        a number that is ready when all of the program has run. The program is made for the devices
+        of its arguments: with shapes on a `functrain.target`, it is the one that a TPU or GPU would
+        run.
         """
         return FusedProgram(self)
 
@@ -129,18 +130,21 @@ class Fused(Generic[StateT]):
         """Takes K steps, or the first `steps` of them; see `fuse`."""
         n = self.k if steps is None else steps
         is_full = self._is_full(n)
-        _require_live(state)
         require_integers_fit(_Arguments(state, chunk), "fused")
         loop = self._options(state, is_full)
+        scalars: jax.sharding.Sharding | None = None
         if jax.device_count() > 1:
+            scalars = sharding_of_scalars(state)
             loop = loop._replace(pins=read_pins(state))
             if loop.donate:
                 # On several devices jax does not raise for a buffer that is donated twice: it ends
                 # the process.
                 _require_no_aliases(state, chunk)
         try:
-            new_state, rows, _ = self._program(loop)(state, chunk, np.int32(n))
+            new_state, rows, _ = self._program(loop)(state, chunk, count_on(scalars, int(n)))
         except (RuntimeError, ValueError) as error:
+            if "deleted" in str(error):
+                _require_live(state, error)
             # jax raises one class or the other for a bad donation, depending on the message.
             if "donate" in str(error):
                 _require_no_aliases(state, chunk, error)
@@ -234,16 +238,12 @@ def _require_no_aliases(state: PyTree, chunk: PyTree, cause: Exception | None = 
         ) from cause
 
 
-def _require_live(state: PyTree) -> None:
-    """Raises ValueError if an earlier program has consumed a leaf of the state."""
-    # Without paths, which are slow to make, since this runs at every call.
-    if not any(map(_tree.is_deleted, jax.tree.leaves(state))):
-        return
+def _require_live(state: PyTree, cause: Exception) -> None:
+    """Raises ValueError from an error of jax if an earlier program has consumed a leaf."""
     deleted = [path for path, x in _tree.leaves_with_path(state) if _tree.is_deleted(x)]
-    require_no_problems(
-        "state",
-        deleted,
-        "live arrays, none that an earlier program took over (donation)",
-        "Continue with the state that this program returned; copy the arrays that you want to "
-        "keep, or pass donate=False.",
-    )
+    if deleted:
+        raise ValueError(
+            "state: expected live arrays, none that an earlier program took over (donation), got\n"
+            f"{_tree.bullets(deleted)}\nContinue with the state that this program returned; copy "
+            "the arrays that you want to keep, or pass donate=False."
+        ) from cause

@@ -255,12 +255,24 @@ def spans_processes(carry: PyTree, sharding: NamedSharding | None) -> bool:
 
 
 def replicate_beside(small: PyTree, carry: PyTree) -> PyTree:
-    """Replicates a few numbers over the mesh of a carry, if that has one."""
-    mesh = next(filter(None, map(_relevant_mesh, jax.tree.leaves(carry))), None)
-    if mesh is None:
+    """Puts a few numbers on the device of a carry, or replicates them over its mesh."""
+    sharding = sharding_of_scalars(carry)
+    if sharding is None:
         return small
-    replicated = NamedSharding(mesh, PartitionSpec())
-    return jax.tree.map(lambda x: _tree.device_put(x, replicated), small)
+    return jax.tree.map(lambda x: _tree.device_put(x, sharding), small)
+
+
+def sharding_of_scalars(carry: PyTree) -> jax.sharding.Sharding | None:
+    """Returns the sharding of numbers that a program takes beside a carry.
+
+    That of its mesh, or of the device that it was put on; None if it was put nowhere. A number on
+    another device would be moved at every call.
+    """
+    leaves = [x for x in jax.tree.leaves(carry) if _tree.is_concrete(x) and x.committed]
+    mesh = next(filter(None, map(_relevant_mesh, leaves)), None)
+    if mesh is not None:
+        return NamedSharding(mesh, PartitionSpec())
+    return leaves[0].sharding if leaves else None
 
 
 def _relevant_mesh(x: Any) -> Mesh | None:

@@ -1,11 +1,13 @@
 """Compiled programs: a body repeated over a chunk, cached for as long as the step lives."""
 
+import functools
 import types
 import weakref
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
+import numpy as np
 
 from functrain import rewrites as _rewrites
 from functrain.common._platform import compiling_for
@@ -63,10 +65,29 @@ class LoopOptions(NamedTuple):
 def program(step: Any, kind: Kind, loop: LoopOptions) -> Program:
     """Returns ``program(carry, chunk, i32[], *const) -> (carry, rows, done)``.
 
-    It is compiled when it is first called. The i32[] is the number of batches to take, the rows
-    are `[K, ...]`, and `done` is a number that is ready when all of the program has run.
+    It is compiled when it is first called. The i32[] is the number of batches to take, from
+    `count_on`, and the rows are `[K, ...]`. `done` is a number that is ready when all of the
+    program has run; None if the step trains and has logs, which serve as well.
     """
     return cached_program(step, (kind.name, loop), lambda get_step: _build(get_step, kind, loop))
+
+
+@functools.lru_cache(maxsize=1024)
+def count_on(sharding: jax.sharding.Sharding | None, n: int) -> jax.Array:
+    """Returns i32[] on the devices of a program, from the second call on without a transfer.
+
+    Args:
+      sharding: From `sharding_of_scalars`; None leaves the number uncommitted.
+      n: The number.
+    """
+    number = np.int32(n)
+    if sharding is not None and not sharding.is_fully_addressable:
+        # `device_put` would compare the values among the processes.
+        return jax.make_array_from_callback((), sharding, lambda _: number)
+    # Within `jax.jit` as well, where it would be a tracer, which must not be kept.
+    with jax.ensure_compile_time_eval():
+        count: jax.Array = jax.device_put(number, sharding)
+    return count
 
 
 def prefers_static_length(platform: str) -> bool:
@@ -84,7 +105,7 @@ def _build(get_step: Callable[[], Any], kind: Kind, loop: LoopOptions) -> Progra
 
     def run(
         carry: PyTree, chunk: PyTree, n: jax.Array, *const: PyTree
-    ) -> tuple[PyTree, PyTree, jax.Array]:
+    ) -> tuple[PyTree, PyTree, jax.Array | None]:
         check_stacked(chunk, loop.k)
         step = get_step()
         body = _rewrites.optimize(kind.body(step), loop.rewrites)
@@ -104,9 +125,10 @@ def _build(get_step: Callable[[], Any], kind: Kind, loop: LoopOptions) -> Progra
         on_chip_bytes = loop.on_chip_bytes if is_whole else 0
         with tracing_guards(step), compiling_for(loop.platform):
             carry, rows = traits_of(step).run_chunk(run_chunk, carry, chunk, n, on_chip_bytes)
-        # The third result is a new buffer that is never donated. The driver waits for it, since the
-        # carry is consumed by the next program, and a step may have no logs.
-        return carry, rows, n + 0
+        # The driver needs a result to wait for that the next program does not consume. It costs a
+        # kernel. The outputs of a prediction would do, but are large.
+        needs_number = kind is not TRAINING or not jax.tree.leaves(rows)
+        return carry, rows, n + 0 if needs_number else None
 
     donated = 0 if loop.donate else ()
     # Without these the compiler chooses the shardings of the results; see `read_pins`.

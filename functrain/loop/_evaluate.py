@@ -116,7 +116,8 @@ def evaluate_without_warning(
     # batch. Computed whole on every device, the last batch is exact for every loss and metric.
     place = _placement.chunk_placer(mesh_sharding, replicates=True)
     driver = Driver(step, EVALUATION, rewrites=rewrites, jit=jit, place=place)
-    metrics = _placement.place_on_mesh(step.start(state).metrics, mesh_sharding)
+    metrics = _placement.replicate_beside(step.start(state).metrics, state)
+    metrics = _placement.place_on_mesh(metrics, mesh_sharding)
     driver.begin(metrics, _placement.place_on_mesh(state, mesh_sharding))
     steps, signals = 0, DeferredSignals()
     batches.begin(0)

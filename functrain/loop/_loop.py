@@ -90,8 +90,9 @@ class Loop:
         self.resumed = resumed and dataclasses.replace(resumed, state=(), metrics=None)
         # The chunks of the next epoch, if its first chunk has been made in advance.
         self._prepared_chunks: Iterator[Chunk] | None = None
-        # The position, the chunk and the rows of the latest program. Its logs come one chunk later.
-        self._unread: tuple[Position, Chunk, PyTree] | None = None
+        # The position, the chunk and the rows of the latest program, and an array that is ready
+        # when it has run. Its logs come one chunk later.
+        self._unread: tuple[Position, Chunk, PyTree, PyTree] | None = None
         # The event that is being handled. Its state may have been replaced.
         self._open_event: Event | None = None
         # The values of the last event.
@@ -204,7 +205,7 @@ class Loop:
         # Stored before the yield, which the caller may end with an exception: then
         # `take_unread_logs` still returns the logs of this chunk.
         if self.late_logs:
-            self._unread = self.position, chunk, rows
+            self._unread = self.position, chunk, rows, self.driver.done
         # The program of this chunk has been dispatched, so the device is busy while the host waits
         # for the logs of the previous one.
         if previous is not None:
@@ -358,13 +359,16 @@ class Loop:
             fields["_metrics"] = lambda: compute_metrics(step, metrics)
         return fields
 
-    def _logs(self, position: Position, chunk: Chunk, rows: PyTree) -> LogsReady:
-        """Fetches the scalar logs of each step of a chunk."""
+    def _logs(self, position: Position, chunk: Chunk, rows: PyTree, done: PyTree) -> LogsReady:
+        """Fetches the scalar logs of each step of a chunk. Waits until its program has run."""
         leaves, structure = jax.tree.flatten(rows)
         # Making path strings is slow, and they are the same for every chunk.
         if structure not in self._log_names:
             self._log_names[structure] = _rows.scalar_logs(rows, self._of_members)
         names = self._log_names[structure]
+        if not names:
+            # The end of an epoch, and of the run, is when its programs have run.
+            jax.block_until_ready(done)
         values = _rows.fetch_rows([leaves[i] for i, _ in names], chunk.steps)
         logs = {name: x for (_, name), x in zip(names, values, strict=True)}
         return LogsReady(position=position, steps=chunk.steps, examples=chunk.examples, logs=logs)

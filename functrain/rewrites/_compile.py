@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jaxlib.version import __version__ as jaxlib_version
 
 from functrain.common import _tree
@@ -271,7 +270,7 @@ def _crop_first(function: Callable[..., Any]) -> Callable[..., Any]:
 def _is_transformed(leaves: list[Any]) -> bool:
     """Returns True within a transformation."""
     # The arguments may all be concrete within an outer jit, but there even new arrays are tracers.
-    return any(isinstance(x, jax.core.Tracer) for x in [*leaves, jnp.asarray(0)])
+    return any(isinstance(x, jax.core.Tracer) for x in leaves) or _tree.is_in_jit()
 
 
 def _leaf_signature(leaf: Any) -> Any:

@@ -61,7 +61,9 @@ class MeteredStep(StepTraits):
         """Returns the state with metrics that have seen no batch."""
         _require_bare(state, "It has been started already.")
         # An init may return one array twice. A buffer that two leaves share cannot be donated.
-        return Metered(state, _tree.copy(self.metrics.init()))
+        # Under `jax.transfer_guard`, the zeros that it makes are no mistake.
+        with jax.transfer_guard_host_to_device("allow"):
+            return Metered(state, _tree.copy(self.metrics.init()))
 
     def values(self, metrics: PyTree) -> PyTree:
         """Returns the values of the metrics so far."""

@@ -1,5 +1,7 @@
 import io
 import signal
+import time
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -376,3 +378,30 @@ def test_logs_may_come_with_some_batches_only(only_whole, dtype) -> None:
     np.testing.assert_array_equal(history.steps["extra"], expected)
     means = np.nanmean(expected.reshape(2, -1), axis=1)
     np.testing.assert_allclose(history.epochs["extra"], means)
+
+
+@pytest.mark.parametrize("fuse", [1, 4])
+@pytest.mark.parametrize("logs", ["none", "an array", "a number"])
+def test_a_fit_ends_when_its_programs_have_run(logs, fuse) -> None:
+    ended = []
+
+    def pause(x):
+        time.sleep(0.02)
+        return x
+
+    def step(state, batch):
+        state = jax.pure_callback(pause, jax.ShapeDtypeStruct((), jnp.float32), state) + 1
+        return state, {"none": {}, "an array": {"x": state * jnp.ones(2)}, "a number": state}[logs]
+
+    def end(event):
+        if isinstance(event, ft.events.EpochEnd):
+            ended.append(event.state.is_ready())
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of logs that are arrays
+        state, history = ft.fit(
+            jnp.zeros(()), step, ft.NoData(8), epochs=2, fuse=fuse, hooks=[end], verbose=0
+        )
+    assert state.is_ready()
+    assert ended == [True, True]
+    assert (history.epochs["seconds"] > 8 * 0.02).all()
