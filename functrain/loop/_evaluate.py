@@ -69,7 +69,8 @@ def evaluate(
 
     Raises:
       TypeError: The step has no metrics, or trains, or `state` is not a state.
-      ValueError: There are no batches, they differ, or the loader drops examples.
+      ValueError: There are no batches, they have other dtypes or ranks than the first, nothing
+        tells how many examples a batch has, or the loader drops examples.
 
     Examples:
       >>> import jax.numpy as jnp, numpy as np, optax

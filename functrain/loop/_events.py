@@ -151,7 +151,7 @@ class ChunkEnd(Event):
 
     Attributes:
       steps: Steps in this chunk, at most K.
-      examples: Examples per step.
+      examples: Examples per step; 1 if the arrays of a batch do not tell how many it has.
       rows: The logs as the program returned them: every leaf `[K, ...]`, on the device, with rows
         of zeros after the last step.
       batch_info: Additional information about each batch; None for most data.
@@ -196,7 +196,7 @@ class LogsReady(_Positioned):
     Attributes:
       position: The position at the end of the chunk.
       steps: Steps in the chunk.
-      examples: Examples per step.
+      examples: Examples per step; 1 if the arrays of a batch do not tell how many it has.
       logs: The scalar logs of each step by path: `[steps]` each, for a population `[steps, N]`.
         They are views of the program's outputs: copy what you keep.
 

@@ -74,7 +74,7 @@ def run(
       data: An `ArrayLoader`, or an iterable of batches (for more than one epoch, one that can be
         iterated again). Batches are pytrees of NumPy or jax arrays, or of tensors that
         `np.asarray` accepts. Their dtypes are kept, so that bytes can be cast and scaled on the
-        device.
+        device. They may have a few different shapes, each of which costs a compilation or two.
       epochs: Number of the epoch to stop before, counted from the beginning of the training, which
         is this call if `start` is None. A run of 0 epochs takes no steps.
       steps_per_epoch: The length of an epoch, if it is not one pass over the data, which may be
@@ -114,9 +114,9 @@ def run(
       continue from; a program that fails leaves none.
 
     Raises:
-      ValueError: There are no batches, they differ from the first or do not divide over the
-        devices, an iterator is exhausted before the last epoch, `fuse` is below 1, or an event was
-        given a state that does not fit.
+      ValueError: There are no batches, they have other dtypes or ranks than the first, or do not
+        divide over the devices, an iterator is exhausted before the last epoch, `fuse` is below 1,
+        or an event was given a state that does not fit.
       TypeError: `data` is not a source of batches, or the step is not a function as above.
 
     Examples:
