@@ -1,6 +1,5 @@
 """Models from nnx modules."""
 
-import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -85,26 +84,30 @@ def from_nnx(module: "nnx.Module | Callable[[nnx.Rngs], Any]") -> Model:
         nnx.pop(made, nnx.Intermediate)
         return made
 
-    @functools.cache
-    def structure() -> tuple[Any, PyTree, PyTree]:
+    structures: list[tuple[Any, PyTree, PyTree]] = []
+
+    def structure(made: Any = None) -> tuple[Any, PyTree, PyTree]:
         """Returns the graph of the module, and the shapes of its params and other variables."""
-
-        def split() -> tuple[Any, PyTree, PyTree]:
-            graphdef, *states = nnx.split(make(jax.random.key(0)), nnx.Param, ...)
-            # `_tree.copy` raises TypeError for values that are not arrays.
-            params, rest = map(_tree.copy, states)
-            return graphdef, params, rest
-
-        # Shapes only: the module may get other values later, and a closure over values would keep
-        # the old ones alive.
-        shapes: tuple[Any, PyTree, PyTree] = jax.eval_shape(split)
-        return shapes
+        if not structures:
+            if made is None:
+                # Not traced: nnx (0.12.8) takes traced arrays among the attributes for constants.
+                with jax.ensure_compile_time_eval():
+                    made = make(jax.random.key(0))
+            graphdef, *states = nnx.split(made, nnx.Param, ...)
+            # Shapes only: the module may get other values later, and a closure over values would
+            # keep the old ones alive.
+            # `_tree.copy` raises TypeError here for values that are not arrays.
+            params, rest = (jax.eval_shape(_tree.copy, state) for state in states)
+            structures.append((graphdef, params, rest))
+        return structures[0]
 
     if is_instance:
         structure()
 
     def init(key: jax.Array, inputs: PyTree, /) -> tuple[PyTree, PyTree]:
         made = make(key)
+        if not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(nnx.state(made))):
+            structure(made)
         params = nnx.to_pure_dict(nnx.state(made, nnx.Param))
         model_state = nnx.to_pure_dict(nnx.state(made, nnx.Not(nnx.Param)))
         # Copies, since a step may donate them, and the module must keep its own values.
