@@ -6,10 +6,11 @@ import jax
 import jax.numpy as jnp
 
 from functrain.common._checks import require, require_integer
+from functrain.data._batch import Part
 from functrain.metrics._metric import Metric, mean, require_labels
 
 
-def accuracy(*, weighted: bool = True) -> Metric:
+def accuracy(*, weighted: bool = True, labels: Part | None = None) -> Metric:
     """Returns the metric of how often the class with the largest output is the label.
 
     Outputs are scores `[B, ..., C]` of at least two classes. Labels are classes `i[B, ...]` (or
@@ -17,6 +18,7 @@ def accuracy(*, weighted: bool = True) -> Metric:
 
     Args:
       weighted: True weights the examples as the loss did, as in `mean`.
+      labels: The part of a batch that has the labels, as in `mean`.
 
     Raises:
       ValueError: (from `update`) there is only one score per example: see `binary_accuracy`.
@@ -36,10 +38,10 @@ def accuracy(*, weighted: bool = True) -> Metric:
         _require_scores(outputs, "accuracy")
         return jnp.argmax(outputs, axis=-1) == _to_classes(outputs, y)
 
-    return mean(is_correct, weighted=weighted)
+    return mean(is_correct, weighted=weighted, labels=labels)
 
 
-def top_k_accuracy(k: int = 5, *, weighted: bool = True) -> Metric:
+def top_k_accuracy(k: int = 5, *, weighted: bool = True, labels: Part | None = None) -> Metric:
     """Returns the metric of how often the label is among the classes with the `k` largest outputs.
 
     Shapes are those of `accuracy`. A label whose score ties with others counts as larger than
@@ -49,6 +51,7 @@ def top_k_accuracy(k: int = 5, *, weighted: bool = True) -> Metric:
     Args:
       k: The number of classes that count.
       weighted: True weights the examples as the loss did, as in `mean`.
+      labels: The part of a batch that has the labels, as in `mean`.
 
     Raises:
       ValueError: `k` is not an integer of at least 1.
@@ -74,10 +77,12 @@ def top_k_accuracy(k: int = 5, *, weighted: bool = True) -> Metric:
         is_class = (classes >= 0) & (classes < outputs.shape[-1])
         return (larger_scores < k) & is_class & ~jnp.isnan(score[..., 0])
 
-    return mean(is_among_k_largest, weighted=weighted)
+    return mean(is_among_k_largest, weighted=weighted, labels=labels)
 
 
-def binary_accuracy(threshold: float = 0.5, *, weighted: bool = True) -> Metric:
+def binary_accuracy(
+    threshold: float = 0.5, *, weighted: bool = True, labels: Part | None = None
+) -> Metric:
     """Returns the metric of how often ``outputs > threshold`` equals the label, 0 or 1.
 
     Outputs are `[B]` or `[B, 1]`, and so are labels. A label above 0.5 counts as 1.
@@ -85,6 +90,7 @@ def binary_accuracy(threshold: float = 0.5, *, weighted: bool = True) -> Metric:
     Args:
       threshold: The output above which the prediction is 1. For logits use 0.0.
       weighted: True weights the examples as the loss did, as in `mean`.
+      labels: The part of a batch that has the labels, as in `mean`.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -100,14 +106,15 @@ def binary_accuracy(threshold: float = 0.5, *, weighted: bool = True) -> Metric:
         # Smoothed labels, such as 0.05 and 0.95, are 0 and 1.
         return (outputs > threshold) == (_reshape_labels(y, outputs).astype(jnp.float32) > 0.5)
 
-    return mean(is_correct, weighted=weighted)
+    return mean(is_correct, weighted=weighted, labels=labels)
 
 
-def mean_squared_error(*, weighted: bool = True) -> Metric:
+def mean_squared_error(*, weighted: bool = True, labels: Part | None = None) -> Metric:
     """Returns the metric of the mean of ``(outputs - y)²`` over all elements.
 
     Args:
       weighted: True weights the examples as the loss did, as in `mean`.
+      labels: The part of a batch that has the labels, as in `mean`.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -118,14 +125,15 @@ def mean_squared_error(*, weighted: bool = True) -> Metric:
       >>> print(metric.compute(metric.update(metric.init(), batch, aux, None)))
       2.0
     """
-    return mean(lambda outputs, y: _error(outputs, y) ** 2, weighted=weighted)
+    return mean(lambda outputs, y: _error(outputs, y) ** 2, weighted=weighted, labels=labels)
 
 
-def mean_absolute_error(*, weighted: bool = True) -> Metric:
+def mean_absolute_error(*, weighted: bool = True, labels: Part | None = None) -> Metric:
     """Returns the metric of the mean of ``|outputs - y|`` over all elements.
 
     Args:
       weighted: True weights the examples as the loss did, as in `mean`.
+      labels: The part of a batch that has the labels, as in `mean`.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -136,7 +144,7 @@ def mean_absolute_error(*, weighted: bool = True) -> Metric:
       >>> print(metric.compute(metric.update(metric.init(), batch, aux, None)))
       1.0
     """
-    return mean(lambda outputs, y: jnp.abs(_error(outputs, y)), weighted=weighted)
+    return mean(lambda outputs, y: jnp.abs(_error(outputs, y)), weighted=weighted, labels=labels)
 
 
 def _require_scores(outputs: Any, name: str) -> None:

@@ -12,7 +12,13 @@ from functrain.common import _repr, _tree
 from functrain.common._arguments import accepts, describe_signature
 from functrain.common._checks import require, require_instance
 from functrain.common._types import PyTree
-from functrain.data._batch import example_count, expand_weight, require_example_count
+from functrain.data._batch import (
+    Part,
+    example_count,
+    expand_weight,
+    require_example_count,
+    select,
+)
 
 _MAKE = (
     "Make one with functrain.metrics.accuracy() or another function there, with "
@@ -90,8 +96,9 @@ def require_labels(y: PyTree) -> None:
     """Raises ValueError if a metric has no labels to compare with the outputs."""
     advice = (
         "For batches that are no tuples, name the part: "
-        "functrain.supervised(model, loss, inputs='image', labels='label'). A loss of your own "
-        "returns it: functrain.Aux(model_state, outputs, labels=batch['label'])."
+        "functrain.supervised(model, loss, inputs='image', labels='label'), or "
+        "functrain.metrics.accuracy(labels='label'). A loss of your own may return it: "
+        "functrain.Aux(model_state, outputs, labels=batch['label'])."
     )
     require(y is not None, "labels", "labels to compare with the outputs", y, advice)
 
@@ -100,16 +107,19 @@ def mean(
     value: Callable[[PyTree, PyTree], jax.Array],
     *,
     weighted: bool = True,
+    labels: Part | None = None,
     where: Callable[[PyTree, PyTree], jax.Array] | None = None,
 ) -> Metric:
     """Returns the metric of the mean of a value over all examples.
 
     Args:
       value: ``value(outputs, y) -> [B, ...]``, any real dtype: the values of the examples. A scalar
-        is their mean, and counts once for each example. `y` are the labels: ``Aux.labels``, which
-        `functrain.supervised` sets, or else the second part of a batch that is a tuple, or None.
+        is their mean, and counts once for each example. `y` are the labels.
       weighted: True weights the values as the loss did, by ``Aux.sample_weight``: examples that a
         mask hides do not count. False counts all alike.
+      labels: The part of a batch that has the labels: a key, a path or a function, as in
+        `functrain.supervised`. With None, they are ``Aux.labels``, which `supervised` sets, or else
+        the second part of a batch that is a tuple, or None.
       where: ``where(outputs, y) -> bool``, of a shape that broadcasts to that of the values: only
         values where it is True count, such as the returns of episodes that have ended. Other values
         may be NaN. The mean of no values is NaN.
@@ -128,7 +138,8 @@ def mean(
     """
 
     def update(m: _Sum, batch: PyTree, aux: Any, loss: jax.Array) -> _Sum:
-        outputs, y = aux.outputs, labels_of(batch, aux)
+        outputs = aux.outputs
+        y = labels_of(batch, aux) if labels is None else select(batch, labels, "labels")
         # The sums are float32 for every dtype of the outputs: a scan keeps the dtypes of its carry.
         values = jnp.asarray(value(outputs, y)).astype(jnp.float32)
         weight = jnp.full_like(values, 1 if values.ndim else _count_examples(batch, aux))

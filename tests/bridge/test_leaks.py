@@ -61,7 +61,7 @@ def test_the_metric_that_is_chosen_by_shapes(y: Any, outputs: Any) -> None:
     state = metric.init()
     with jax.checking_leaks():
         for _ in range(2):  # the second time it meets the metric that it chose at the first
-            state = jax.jit(metric.update)(state, (None, y), outputs, None)
+            state = jax.jit(metric.update)(state, (None, y), ft.Aux(outputs=outputs), None)
         assert np.isfinite(jax.jit(metric.compute)(state))
 
 
@@ -79,7 +79,7 @@ def test_metrics(metric: Any) -> None:
         metric = metric()
         state = metric.init()
         y = np.eye(4, 3, dtype=np.float32)
-        state = jax.jit(metric.update)(state, (None, y), SCORES, None)
+        state = jax.jit(metric.update)(state, (None, y), ft.Aux(outputs=SCORES), None)
         jax.jit(metric.compute)(state)
 
 

@@ -128,11 +128,14 @@ def own_loss_with_labels(params, model_state, batch, **mode):
 
 
 def test_a_loss_of_a_dict_tells_the_metrics_its_labels() -> None:
-    metrics = {"accuracy": ft.metrics.accuracy(), "b": ft.metrics.mean_absolute_error()}
-    metrics["b"] = ft.metrics.mean(lambda outputs, y: y == 1)
+    share = ft.metrics.mean(lambda outputs, y: y == 1)
+    metrics = {"accuracy": ft.metrics.accuracy(), "b": share}
     data = ft.ArrayLoader({"image": X, "label": Y}, 16)
     values = ft.evaluate(state(), ft.eval_step(own_loss_with_labels, metrics=metrics), data)
     assert values["accuracy"] == pytest.approx(HITS.mean())
+    named = {"accuracy": ft.metrics.accuracy(labels="label")}
+    of_named = ft.evaluate(state(), ft.eval_step(own_loss, metrics=named), data)
+    assert of_named["accuracy"] == values["accuracy"]
     assert values["b"] == pytest.approx((Y == 1).mean())
     with pytest.raises(ValueError, match=r"labels: expected labels to compare.*labels=batch\["):
         ft.evaluate(state(), ft.eval_step(own_loss, metrics=metrics), data)
