@@ -3,7 +3,7 @@
 import re
 from typing import Literal, TypeAlias, get_args
 
-from functrain.common._checks import require_one_of
+from functrain.common._checks import require_instance, require_one_of
 
 Mode: TypeAlias = Literal["auto", "min", "max"]
 
@@ -29,12 +29,14 @@ def sign(name: str, mode: Mode) -> float:
       mode: ``"min"``, ``"max"`` or ``"auto"``.
 
     Raises:
+      TypeError: The name is not a text.
       ValueError: The mode is unknown, or it is ``"auto"`` and no word of the name is in the lists.
 
     Examples:
       >>> sign("val_loss", "auto"), sign("val/top5_accuracy", "auto"), sign("score", "max")
       (1.0, -1.0, -1.0)
     """
+    require_instance("monitor", name, str, "the name of a value, such as 'val_loss'")
     require_one_of("mode", mode, get_args(Mode))
     if mode != "auto":
         return 1.0 if mode == "min" else -1.0

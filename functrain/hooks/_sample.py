@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from functrain.common import _repr, _tree
+from functrain.common._checks import require
 from functrain.common._library import import_optional
 from functrain.common._paths import absolute_path
 from functrain.common._types import PyTree
@@ -61,6 +62,7 @@ class Sample:
         directory: str | os.PathLike[str] | None = None,
         name: str = "sample",
     ) -> None:
+        require(callable(make), "make", "a function, state -> sample", make, error=TypeError)
         self.make = make
         self.every = as_trigger(every, Every(epochs=1))
         # The process may change its working directory during the run.

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import jax
 
 from functrain.common import _repr
-from functrain.common._checks import is_integer, require
+from functrain.common._checks import is_integer, is_positive, require
 from functrain.engine._trigger import Every, Trigger, as_trigger
 from functrain.loop._events import Event, LogsReady
 from functrain.targets._chips import known_chip
@@ -68,8 +68,8 @@ class Throughput:
         self.tokens_per_example, self.flops_per_step = tokens_per_example, flops_per_step
         is_count = tokens_per_example is None or is_integer(tokens_per_example, 1)
         require(is_count, "tokens_per_example", "a positive whole number", tokens_per_example)
-        is_positive = flops_per_step is None or 0 < flops_per_step < float("inf")
-        require(is_positive, "flops_per_step", "a positive number", flops_per_step)
+        is_valid = flops_per_step is None or is_positive(flops_per_step)
+        require(is_valid, "flops_per_step", "a positive number", flops_per_step)
         self._clock: Callable[[], float] = time.perf_counter
         self.begin()
 

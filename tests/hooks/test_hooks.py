@@ -656,3 +656,17 @@ def test_an_assignment_in_place_at_the_end_does_not_change_what_a_longer_run_res
     np.testing.assert_array_equal(go(1, **save)["w"], -1.0)
     np.testing.assert_array_equal(go(1, **save)["w"], -1.0)  # the final state is restored
     np.testing.assert_array_equal(go(2, **save)["w"], 6.0)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: ft.hooks.EarlyStopping(3), TypeError, "monitor: expected the name of a value"),
+        (lambda: ft.hooks.EarlyStopping(restore_best=2), ValueError, "restore_best: expected True"),
+        (lambda: ft.hooks.Throughput(flops_per_step="3"), ValueError, "flops_per_step: .* got '3'"),
+        (lambda: ft.hooks.Sample("picture"), TypeError, "make: expected a function"),
+    ],
+)
+def test_arguments_of_another_kind_are_refused_before_a_run(make, error, message) -> None:
+    with pytest.raises(error, match=message):
+        make()
