@@ -1,6 +1,5 @@
 """The training step."""
 
-import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,9 +18,6 @@ from functrain.step._metered import MeteredStep, unmetered_step
 from functrain.step._state import TrainState, check_tx
 from functrain.step._update import update
 from functrain.tx._logs import logged
-
-# The states that keep the rate of the last update as `learning_rate`.
-_LINE_SEARCHES = (optax.ScaleByZoomLinesearchState, optax.ScaleByBacktrackingLinesearchState)
 
 
 def train_step(
@@ -83,44 +79,15 @@ def train_step(
 
     def train(state: TrainState, batch: PyTree) -> tuple[TrainState, jax.Array, Aux]:
         new, loss, aux = update(state, loss_fn, tx, batch)
-        optimizer_logs = {**_applied_rates(state, new, learning_rate), **logged(new.opt_state)}
+        optimizer_logs = logged(new.opt_state)
+        if learning_rate is not None:
+            rate = jnp.asarray(learning_rate(_update_count(state)), jnp.float32)
+            optimizer_logs = {**optimizer_logs, LastValue("learning_rate"): rate}
         require_distinct_names("logs", aux.logs, optimizer_logs, "the optimizer")
         return new, loss, aux.replace(logs={**optimizer_logs, **aux.logs})
 
     require_distinct_names("metrics", metrics or (), ["loss"], "the step")
     return MeteredStep(train, collection(metrics)) if metrics else unmetered_step(train)
-
-
-def _applied_rates(
-    old: TrainState, new: TrainState, schedule: optax.Schedule | None
-) -> dict[str, jax.Array]:
-    """Returns the learning rates of an update as logs; an empty dict if they are unknown."""
-    if schedule is not None:
-        return {LastValue("learning_rate"): jnp.asarray(schedule(_update_count(old)), jnp.float32)}
-    rates: dict[str, list[jax.Array]] = {}
-    for path, x in _tree.leaves_with_path(new.opt_state, lambda x: isinstance(x, _LINE_SEARCHES)):
-        keys = path.split("/")
-        if isinstance(x, _LINE_SEARCHES):
-            rates.setdefault(_log_name(keys), []).append(x.learning_rate)
-        elif _is_injected_rate(keys):
-            rates.setdefault(_log_name(keys), []).append(x)
-    # Two rates with one name, as of a chain, cannot be told apart: neither is logged.
-    return {name: jnp.asarray(x[0], jnp.float32) for name, x in rates.items() if len(x) == 1}
-
-
-def _is_injected_rate(path: list[str]) -> bool:
-    """Returns True for the path of a rate that an optimizer keeps as a hyperparameter."""
-    # `inject_hyperparams` stores the values that an update used in the state after it, as the
-    # optimizers of `bridge` do. Elsewhere `learning_rate` may be the name of a param, whose moments
-    # have this name, too.
-    return path[-1] == "learning_rate" and path[-2:-1] in (["hyperparams"], ["scalars"])
-
-
-def _log_name(path: list[str]) -> str:
-    """Returns the log name of a rate, with the names of the groups it belongs to."""
-    # `optax.partition` keeps the state of each group under inner_states/<group>.
-    groups = [name for parent, name in itertools.pairwise(path) if parent == "inner_states"]
-    return LastValue("/".join([*groups, "learning_rate"]))
 
 
 def _update_count(state: TrainState) -> jax.Array:

@@ -1,12 +1,18 @@
 """Scalars that transformations log, which they keep in `optax.SnapshotState`."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import optax
 
 from functrain.common import _tree
 from functrain.common._checks import require_integer
+from functrain.common._log_names import LastValue
 from functrain.common._types import PyTree
+
+# The states that keep the rate of the last update as `learning_rate`.
+_LINE_SEARCHES = (optax.ScaleByZoomLinesearchState, optax.ScaleByBacktrackingLinesearchState)
 
 
 def log_norm(
@@ -78,11 +84,12 @@ def logged(state: PyTree) -> dict[str, jax.Array]:
     For custom steps that call `update`.
 
     Args:
-      state: A TrainState, or its `opt_state`. It is searched for every `optax.SnapshotState`.
+      state: A TrainState, or its `opt_state`.
 
     Returns:
       The scalars by name: those of `log_norm`, `optax.snapshot`, `skip_non_finite` and
-      `loss_scale`.
+      `loss_scale`, and the learning rates of the last update that `optax.inject_hyperparams` or a
+      line search keeps: ``learning_rate``, in `param_groups` ``<group>/learning_rate``.
 
     Raises:
       ValueError: Two scalars have the same name.
@@ -96,7 +103,7 @@ def logged(state: PyTree) -> dict[str, jax.Array]:
       >>> sorted(logged(state.apply_gradients({"w": jnp.array([1.0, jnp.nan])}, tx)))
       ['skipped', 'skipped_in_a_row']
     """
-    scalars: dict[str, jax.Array] = {}
+    scalars = _applied_rates(getattr(state, "opt_state", state))
     for node in _tree.nodes(state, optax.SnapshotState):
         for name, value in node.measurement.items():
             if name in scalars:
@@ -108,3 +115,31 @@ def logged(state: PyTree) -> dict[str, jax.Array]:
             if jnp.shape(value) == () and _tree.is_array(value):
                 scalars[name] = value
     return dict(sorted(scalars.items()))
+
+
+def _applied_rates(opt_state: PyTree) -> dict[str, jax.Array]:
+    """Returns the learning rates of the last update, as far as the state keeps them."""
+    rates: dict[str, list[jax.Array]] = {}
+    for path, x in _tree.leaves_with_path(opt_state, lambda x: isinstance(x, _LINE_SEARCHES)):
+        keys = path.split("/")
+        if isinstance(x, _LINE_SEARCHES):
+            rates.setdefault(_log_name(keys), []).append(x.learning_rate)
+        elif _is_injected_rate(keys):
+            rates.setdefault(_log_name(keys), []).append(x)
+    # Two rates with one name, as of a chain, cannot be told apart: neither is logged.
+    return {name: jnp.asarray(x[0], jnp.float32) for name, x in rates.items() if len(x) == 1}
+
+
+def _is_injected_rate(path: list[str]) -> bool:
+    """Returns True for the path of a rate that an optimizer keeps as a hyperparameter."""
+    # `inject_hyperparams` stores the values that an update used in the state after it, as the
+    # optimizers of `bridge` do. Elsewhere `learning_rate` may be the name of a param, whose moments
+    # have this name, too.
+    return path[-1] == "learning_rate" and path[-2:-1] in (["hyperparams"], ["scalars"])
+
+
+def _log_name(path: list[str]) -> str:
+    """Returns the log name of a rate, with the names of the groups it belongs to."""
+    # `optax.partition` keeps the state of each group under inner_states/<group>.
+    groups = [name for parent, name in itertools.pairwise(path) if parent == "inner_states"]
+    return LastValue("/".join([*groups, "learning_rate"]))
