@@ -103,7 +103,8 @@ def warm_start(
       take: Patterns of the leaves to take. By default all; of each `TrainState` in the tree only
         params and model_state, so that training starts anew: at step 0, with the optimizer and the
         rng of `state`. An optimizer that starts from a copy of the params, such as
-        `optax.contrib.schedule_free`, gets a copy of the new ones, unless `state` was trained.
+        `optax.contrib.schedule_free`, gets a copy of the new ones, unless `state` was trained;
+        and so does a field that a subclass of `TrainState` adds, such as an average.
       skip: Patterns of leaves not to take even so, such as a head of another width.
       rename: Given a path in the file, returns the path in the state:
         ``rename=lambda path: f"params/{path}"``.
@@ -237,7 +238,10 @@ def _taken_by_default(state: PyTree) -> list[bool]:
 
 
 def _copied_params(state: PyTree, leaves: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the paths of optimizers' copies of the params, each with the path of its param."""
+    """Returns the paths of copies of the params in states, each with the path of its param.
+
+    Optimizers keep some, and fields that a subclass of TrainState adds may.
+    """
     paths = jax.tree.unflatten(jax.tree.structure(state), leaves)
     copied = dict[str, str]()
     for train_state in _tree.nodes(paths, TrainState):
@@ -246,7 +250,8 @@ def _copied_params(state: PyTree, leaves: Mapping[str, Any]) -> dict[str, str]:
         def mirrors(node: Any, structure: Any = structure) -> bool:
             return bool(_tree.structure(node) == structure)
 
-        for node in filter(mirrors, jax.tree.leaves(train_state.opt_state, is_leaf=mirrors)):
+        others = train_state.replace(params=None, model_state=None)
+        for node in filter(mirrors, jax.tree.leaves(others, is_leaf=mirrors)):
             pairs = dict(zip(*map(jax.tree.leaves, (node, train_state.params)), strict=True))
             are_equal = all(_is_copy(leaves[a], leaves[b]) for a, b in pairs.items())
             # Moments start with zeros, as many biases do.

@@ -1,5 +1,7 @@
 """A part of a state out of a checkpoint: what is taken, what stays, and what is said of it."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -57,6 +59,26 @@ def test_an_optimizers_copy_of_the_params_is_one_of_the_new_params(old, state_dt
     kept = ft.warm_start(state, old, skip="opt_state/z/**").state
     assert digest(kept.opt_state) == digest(state.opt_state)
     jax.jit(lambda s: s, donate_argnums=0)(warm.state)
+
+
+class Averaged(ft.TrainState):
+    average: Any
+    weight: Any = 1.0
+
+
+def test_a_copy_of_the_params_in_a_field_of_a_subclass_is_one_of_the_new_params(old) -> None:
+    plain = create(1.0)
+    fields = {"params": plain.params, "model_state": plain.model_state, "tx": optax.adam(1e-3)}
+    state = Averaged.create(**fields, average=plain.params)
+    warm = ft.warm_start(state, old)
+    assert digest(warm.state.average) == digest(warm.state.params) == digest(create(8.0).params)
+    assert warm.loaded["average/head/kernel"] == "params/head/kernel"
+    assert float(warm.state.weight) == 1.0
+    jax.jit(lambda s: s, donate_argnums=0)(warm.state)
+    # One that differs from the params has been trained.
+    trained = jax.tree.map(lambda x: x + 1, plain.params)
+    kept = ft.warm_start(Averaged.create(**fields, average=trained), old).state
+    assert digest(kept.average) == digest(trained)
 
 
 def test_each_train_state_in_a_tree_begins_anew(tmp_path) -> None:
