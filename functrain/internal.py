@@ -18,6 +18,7 @@ from functrain.common._repr import brief as brief
 from functrain.common._repr import call as call
 from functrain.common._types import PyTree as PyTree
 from functrain.common._types import StepTraits as StepTraits
+from functrain.common._warnings import warn as warn
 from functrain.common._wide_integers import is_cheap_to_read as is_cheap_to_read
 from functrain.common._wide_integers import require_integers_fit as require_integers_fit
 from functrain.data._arrays import host_batch as host_batch

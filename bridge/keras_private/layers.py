@@ -3,7 +3,6 @@
 from typing import Any
 
 import keras
-from keras.src.models.functional import Functional
 
 
 def sublayers(layer: keras.Layer) -> list[Any]:
@@ -62,12 +61,3 @@ def forget_losses(layer: keras.Layer) -> None:
     of that step in place of this call's losses.
     """
     layer._losses_override.clear()
-
-
-def is_functional(layer: Any) -> bool:
-    """Returns True if a layer is Keras's own Functional model, and not of a subclass.
-
-    Compares with `keras.src.models.functional.Functional`, which has no public name; checked with
-    Keras 3.15.1. Without it a model made of inputs and outputs cannot be told from a user's class.
-    """
-    return type(layer) is Functional

@@ -8,7 +8,7 @@ Files:
   _names: stable names of variables
   _reach: detection of steps that use Keras objects
   _scope: running a model as a pure function without damage to its variables
-  _pure_layers: detection of layers that can be compiled although they have supports_jit=False
+  _pure_layers: layers with supports_jit=False: which JAX can compile, and which draw in Python
   _flax_modules: one interface to linen and nnx modules
   _plain_data: flax modules, functions and arguments as plain data for Keras files
 """

@@ -1,6 +1,5 @@
-"""Detection of pure layers, which can be compiled although they have supports_jit=False."""
+"""Layers with supports_jit=False: which JAX can compile, and which draw in Python."""
 
-import itertools
 import warnings
 import weakref
 from typing import Any
@@ -22,27 +21,23 @@ _PURE = {
     layers.RandomTranslation,
     layers.RandomZoom,
 }
-# Keras layers that draw from Python's `random`, and those that run code of the user.
-_IMPURE = {layers.AugMix}
-_RUN_ANYTHING = {layers.FlaxLayer, layers.JaxLayer, layers.Lambda}
-_RUN_ANYTHING |= {layers.TFSMLayer, layers.TorchModuleWrapper}
-_KERAS_CLASSES = {keras.Sequential, *(c for c in vars(layers).values() if isinstance(c, type))}
-_KNOWN = _KERAS_CLASSES - _IMPURE - _RUN_ANYTHING
+_KERAS_CLASSES = {c for c in vars(layers).values() if isinstance(c, type)}
 
 _warned: weakref.WeakSet[type] = weakref.WeakSet()
 
 
-def unknown_layers(model: keras.Layer) -> list[Any]:
-    """Returns the layers of a model, including the model, that are not known to be pure."""
-    return list(itertools.filterfalse(_is_pure, keras_private.layers.all_layers(model)))
+def may_be_compiled(layer: keras.Layer) -> bool:
+    """Returns False for a layer of Keras's that JAX cannot compile, such as IntegerLookup."""
+    return type(layer) in _PURE or type(layer) not in _KERAS_CLASSES
 
 
 def frozen_layers(model: keras.Layer) -> list[Any]:
     """Returns the layers of a model that do something in Python, only once in a compiled step.
 
-    These are layers with supports_jit=False, and Keras layers that draw in Python.
+    These are layers with supports_jit=False, and AugMix, which draws from Python's `random`.
     """
-    return [x for x in unknown_layers(model) if type(x) in _IMPURE or not x.supports_jit]
+    layers_of_model = keras_private.layers.all_layers(model)
+    return [x for x in layers_of_model if type(x) is layers.AugMix or _is_frozen(x)]
 
 
 def warn_of_frozen(model: keras.Layer) -> None:
@@ -61,8 +56,6 @@ def warn_of_frozen(model: keras.Layer) -> None:
     )
 
 
-def _is_pure(layer: Any) -> bool:
-    # By exact class: a subclass, or a class of the same name, may do anything.
-    can_be_compiled = type(layer) in _PURE or layer.supports_jit
-    is_known = type(layer) in _KNOWN and can_be_compiled
-    return is_known or keras_private.layers.is_functional(layer)
+def _is_frozen(layer: Any) -> bool:
+    # By exact class: a subclass may do anything.
+    return not layer.supports_jit and type(layer) not in _PURE

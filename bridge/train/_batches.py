@@ -79,6 +79,8 @@ class KerasBatches(Batches):
         self.data, self._place = epochs, place
         self.steps = epochs.num_batches
         self._items: Lookahead[KerasBatch] = Lookahead(())
+        # True while the first batch of a chunk is fetched.
+        self._fetches_first = False
         self._epoch_position: dict[str, Any] = {"fetched": 0}
         self._resume_state: dict[str, Any] | None = None
 
@@ -99,7 +101,9 @@ class KerasBatches(Batches):
 
     def peek(self) -> PyTree | None:
         """Fetches the next batch and returns its shapes; None at the end of the epoch."""
+        self._fetches_first = not self._items.has_next
         item = self._items.peek()
+        self._fetches_first = False
         return None if item is None else item.shapes()
 
     def take(self, k: int, limit: int) -> Chunk:
@@ -173,6 +177,8 @@ class KerasBatches(Batches):
         epochs = self.data
         with epochs.catch_stop_iteration():
             for begin, end, iterator in epochs:
+                if self._fetches_first and epochs.before_fetch is not None:
+                    epochs.before_fetch(begin)
                 if epochs.steps_per_execution > 1:
                     # All are fetched before one is used, and the source may reuse their memory.
                     iterator = map(_copied, iterator)

@@ -13,7 +13,6 @@ import numpy as np
 
 from bridge import keras_private
 from bridge.train._batches import BatchEvents
-from bridge.train._loggers import LoggerCallback
 from functrain.events import ChunkEnd
 from functrain.internal import PyTree, fetch_rows, row_of_step
 
@@ -22,20 +21,6 @@ _METHODS = {
     "train": ("on_train_batch_begin", "on_train_batch_end", "on_batch_begin", "on_batch_end"),
     "test": ("on_test_batch_begin", "on_test_batch_end"),
     "predict": ("on_predict_batch_begin", "on_predict_batch_end"),
-}
-
-
-# These callbacks run no function of the user's, so they read the model as `self.model` only.
-_READ_MODEL_ATTRIBUTE = {
-    keras.callbacks.BackupAndRestore,
-    keras.callbacks.CSVLogger,
-    keras.callbacks.EarlyStopping,
-    keras.callbacks.History,
-    keras.callbacks.ModelCheckpoint,
-    keras.callbacks.ProgbarLogger,
-    keras.callbacks.ReduceLROnPlateau,
-    keras.callbacks.TerminateOnNaN,
-    LoggerCallback,
 }
 
 
@@ -189,39 +174,7 @@ class BatchCallbacks:
             return
         logs = keras_private.callbacks.as_floats(logs)
         for callback in self._acting_callbacks:
-            # Reading `model` brings the model up to date. The functions of a LambdaCallback reach
-            # the model through their closures, where nothing would do that.
-            if isinstance(callback, keras.callbacks.LambdaCallback):
-                _ = callback.model
             getattr(callback, method)(batch, logs=logs)
-
-
-def only_read_model_attribute(callbacks: Any) -> bool:
-    """Returns True if all callbacks reach the model only through their attribute `model`.
-
-    Reading the attribute brings the model up to date, so nothing else has to.
-    """
-    is_keras_list = type(callbacks) is keras.callbacks.CallbackList
-    return is_keras_list and _READ_MODEL_ATTRIBUTE.issuperset(map(type, callbacks.callbacks))
-
-
-@contextlib.contextmanager
-def keep_history_from_model(callbacks: Any, model: keras.Model) -> Iterator[None]:
-    """Context manager: keeps `History` from reading its attribute `model` after each epoch.
-
-    It would only assign itself to `model.history`, where it is already. Reading the attribute
-    brings the model up to date, and the values would be copied again for the next epoch.
-    """
-    histories = [x for x in callbacks.callbacks if type(x) is keras.callbacks.History]
-    # History sets an attribute of the model that it has, so it gets any object.
-    for history in histories:
-        history.set_model(types.SimpleNamespace())
-    try:
-        yield
-    finally:
-        for history in histories:
-            history.set_model(model)
-            model.history = history
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ from bridge.train._hook import Evaluation, KerasHook
 from bridge.train._loggers import with_loggers
 from bridge.train._memory import Memory
 from bridge.train._runs import Options, run_evaluate, run_fit, run_predict
-from bridge.train._steps import note_data
+from bridge.train._steps import note_data, require_stateless_rnns
 from functrain import Checkpointer
 from functrain.internal import (
     Batches,
@@ -67,13 +67,12 @@ def fit(
     ``rewrites="exact"`` the results equal those of `model.fit` to the bit in the configurations
     that are tested; the page "Keras" names two cases that differ.
 
-    Models that Keras compiles are compiled. Models that it leaves uncompiled, because of layers
-    such as RandomRotation that another backend cannot compile, are compiled if only the speed
-    changes: every layer is a Keras layer that is known to draw with keras.random only, the steps
-    are Keras's, and neither ``compile(run_eagerly=True)`` nor ``rewrites="exact"`` forbids it. (On
-    JAX, Keras treats ``run_eagerly=True`` as ``jit_compile=False``; for such models it does not
-    record whether the user set the latter.) To compile a model with your own layers, set
-    ``layer.supports_jit = True`` for those that have False, and call `compile` again.
+    Models that Keras compiles are compiled. Models that it leaves uncompiled run uncompiled, such
+    as those with a layer like RandomRotation, which another backend cannot compile. To compile one,
+    set ``layer.supports_jit = True`` for those layers that have False, and call `compile` again. A
+    compiled step is kept as long as Keras keeps its own: until `compile` or
+    `make_train_function(force=True)`. Until then, changes of a layer's attributes or of variables
+    that a loss refers to have no effect.
 
     Your callbacks that override a train-batch method (`on_train_batch_end`, ...) make "auto" take
     one step at a time, as does TerminateOnNaN, which may end training at any batch. With
@@ -175,6 +174,7 @@ def fit(
     batches = keras_batches(model, data, own.batch_size, own.steps_per_epoch, trains=True, **more)
     with note_data(model, data):
         keras_private.trainer.build_from(model, batches.data)
+    require_stateless_rnns(model)
     # The checks from here on need a built model. No callback has begun yet, and no step was taken.
     evaluation: Evaluation | None = None
     if validation_data is not None:
@@ -272,6 +272,7 @@ def evaluate(
     batches = keras_batches(model, data, own.batch_size, own.steps, trains=False)
     with note_data(model, data):
         keras_private.trainer.build_from(model, batches.data)
+    require_stateless_rnns(model)
     callbacks = _callback_list(model, callbacks, verbose, 1, batches)
     # Ctrl-C between a program that donates the model's values and the assignment of the new ones
     # would lose both.

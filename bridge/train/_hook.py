@@ -12,8 +12,7 @@ import keras
 
 from bridge import keras_private
 from bridge.train._batches import keras_batches
-from bridge.train._callbacks import BatchCallbacks, only_read_model_attribute
-from bridge.train._compiling import RunningMeans
+from bridge.train._callbacks import BatchCallbacks
 from bridge.train._loggers import loggers_among
 from bridge.train._memory import Memory
 from bridge.train._model_values import ModelValues
@@ -82,7 +81,6 @@ class KerasHook:
       calls: The batch methods of the callbacks.
       loggers: Loggers of functrain among the callbacks of a fit.
       values: The model's values.
-      is_lazy: True if callbacks read the model only through their attribute `model`.
       is_evaluation_due: Given the number of an epoch, returns True if it ends with an evaluation.
       evaluate: Evaluates, and returns the values.
       finalizes: True if the optimizer may overwrite the weights with its averages after the run.
@@ -105,13 +103,14 @@ class KerasHook:
         # The evaluations of a fit share its callbacks, and the fit alone passes logs to loggers.
         self.loggers = loggers_among(callbacks) if kind == "train" else []
         self.values = ModelValues(model, kind)
-        self.is_lazy = only_read_model_attribute(callbacks)
         self.is_evaluation_due: Callable[[int], bool] = lambda epoch: False
         self.evaluate: Callable[[], dict[str, Any]] = dict
         self.finalizes = kind == "train"
         self.logs: dict[str, Any] = {}
-        # None if Keras itself resets and reads the metrics: see `RunningMeans.of`.
-        self._running_means = None if kind == "predict" else RunningMeans.of(model)
+        # True once the first batch of the next chunk has begun, which comes before it is fetched.
+        self._has_begun_batch = False
+        self._steps_until_action: int | None = None
+        batches.data.before_fetch = self._begin_batch
         self._last_chunk: ChunkEnd | None = None
         # The steps taken since the end of an execution, of `steps_per_execution` steps.
         self._steps_in_execution = 0
@@ -119,7 +118,7 @@ class KerasHook:
         self._logs_before: PyTree = {}
         # During an evaluation, what `state` returned before the end of the epoch.
         self._state_before_end: dict[str, Any] | None = None
-        self._is_finished = False
+        self._is_finalized = False
 
     def __call__(self, event: Event) -> None:
         """Calls the callbacks that an event concerns."""
@@ -144,7 +143,11 @@ class KerasHook:
     def begin(self) -> None:
         """Calls the callbacks that begin a run."""
         self.is_stopped = False
-        getattr(self.callbacks, f"on_{self.kind}_begin")()
+        try:
+            getattr(self.callbacks, f"on_{self.kind}_begin")()
+        except BaseException:
+            self.values.restore(lambda: None)
+            raise
 
     def next_step(self, step: int) -> int | None:
         """Returns the next step at which a chunk has to end; None if no callback needs that."""
@@ -153,7 +156,9 @@ class KerasHook:
             # A callback stopped the run before the first batch. Keras checks that only after its
             # first program, of `steps_per_execution` steps.
             return step + execution
-        steps = self.calls.steps_until_action()
+        steps = self._steps_until_action
+        if not self._has_begun_batch:
+            steps = self.calls.steps_until_action()
         if self._steps_in_execution and not self.calls.fusible:
             # A chunk has ended within an execution, as for a save. The next one ends with it.
             steps = 1
@@ -188,58 +193,72 @@ class KerasHook:
         self._logs_before, self.logs = state["reported"], state["logs"]
 
     def finish(self, run: Run) -> bool:
-        """Assigns the run's values to the model, however the run has ended.
+        """Leaves the model with all its values, however the run has ended.
 
         Returns:
-          True if the model is whole; False if a program failed, which had consumed the values.
+          False if a program failed, which had consumed the values.
         """
-        if self._is_finished:
-            return True
-        last_complete_state = None if self.values.are_in_model else run.last_complete_state()
-        is_whole = self.values.are_in_model or last_complete_state is not None
-        if last_complete_state is not None:
-            self.values.lend(last_complete_state[0])
-        self.values.assign()
+        # The function refers to this object, which refers to the batches.
+        self.batches.data.before_fetch = None
+
+        def last_complete_state() -> Any:
+            last = run.last_complete_state()
+            return None if last is None else last[0]
+
+        is_whole = self.values.restore(last_complete_state)
         if is_whole:
             self._finalize()
-        self._is_finished = True
         return is_whole
 
     def _begin_epoch(self, event: EpochBegin) -> None:
         self._steps_in_execution = event.position.batch % int(self.model.steps_per_execution)
         if self.memory is not None and self.memory.is_pending:
-            if event.position.batch:
-                # The callbacks began this epoch before the checkpoint was written. They have to
-                # begin it again, and the changes that they make to the model are undone.
-                self.values.put(event.state)
-                self._give_copy_to_callbacks()
-                self.callbacks.on_epoch_begin(event.epoch)
-            self.values.put(event.state)
-            self.memory.restore_callbacks()
-        elif not self.is_lazy:
-            self.values.assign()
+            self._resume(event, self.memory)
         if not event.position.batch:
-            self._reset_metrics(event)
+            if self.kind != "predict":
+                self.model.reset_metrics()
             if self.kind == "train":
                 self.callbacks.on_epoch_begin(event.epoch)
-        self.values.take_back(event)
+        self.values.begin_epoch(event)
+
+    def _resume(self, event: Event, memory: Memory) -> None:
+        """Puts the values of a checkpoint into the model, and restores the callbacks."""
+        if isinstance(event, EpochBegin) and event.position.batch:
+            # The callbacks began this epoch before the checkpoint was written. They have to begin
+            # it again, and the changes that they make to the model are undone. They get copies,
+            # since Keras's evaluate and predict donate the model's arrays.
+            self.values.push(copy_arrays(event.state))
+            self.callbacks.on_epoch_begin(event.epoch)
+        self.values.push(event.state)
+        memory.restore_callbacks()
+
+    def _begin_batch(self, batch: int) -> None:
+        """Calls the callbacks that begin a batch, before it is fetched, as in Keras."""
+        # Read before, since TensorBoard counts the batches that have begun.
+        self._steps_until_action = self.calls.steps_until_action()
+        self.calls.begin_batch(batch)
+        self._has_begun_batch = True
 
     def _begin_chunk(self, event: ChunkBegin) -> None:
-        self.calls.begin_batch(event.chunk.batch_info[0].begin)
+        # The first batch of a chunk has been fetched already if its shape ended the chunk before.
+        if not self._has_begun_batch:
+            self.calls.begin_batch(event.chunk.batch_info[0].begin)
+        self._has_begun_batch = False
         # As in Keras, weights that a callback sets when a batch begins are those of its step.
-        self.values.take_back(event)
+        self.values.pull(event)
 
     def _end_chunk(self, event: ChunkEnd) -> None:
+        self.values.push(event.state)
         self._last_chunk = event
         for events in event.batch_info:
             self._steps_in_execution = self._steps_in_execution + 1 if events.end is None else 0
-        # Callbacks that read the model now see the values at the end of the chunk.
-        self.values.lend(event.state)
         self.calls.end_chunk(event)
-        self.values.take_back(event)
+        self.values.update(event)
         self._stop_if_asked(event)
 
     def _end_epoch(self, event: EpochEnd) -> None:
+        # The data may have changed the model at the end of their epoch.
+        self.values.update(event)
         # Another process may have stopped the run.
         if event.stopped:
             self.is_stopped = True
@@ -248,26 +267,24 @@ class KerasHook:
         if self.memory is not None and self.is_evaluation_due(event.epoch):
             self._state_before_end = copy.deepcopy(self.state())
         # Keras begins a batch before it finds out that the data have run out.
-        self.calls.begin_batch(self.batches.data.missing)
+        if not self._has_begun_batch:
+            self.calls.begin_batch(self.batches.data.missing)
+        self._has_begun_batch = False
         self.calls.update_progress_bars()
         if self.kind != "predict":
             self.logs = self._epoch_logs(event)
         if self.kind == "train":
             self._end_training_epoch(event)
+        self.values.update(event)
         self._stop_if_asked(event)
 
     def _end_training_epoch(self, event: EpochEnd) -> None:
-        # The values are assigned when a callback reads its attribute `model`. A callback with its
-        # own reference to the model would see old values.
-        if not self.is_lazy:
-            self.values.assign()
         evaluated = self.evaluate() if self.is_evaluation_due(event.epoch) else {}
         self._state_before_end = None
         self.logs.update({f"val_{name}": value for name, value in evaluated.items()})
         self.callbacks.on_epoch_end(event.epoch, self.logs)
         # The checkpointer chooses the best epoch by these values.
         event.values |= {name: float(x) for name, x in self.logs.items() if is_number(x)}
-        self.values.hand_over(event)
 
     def _end_run(self, event: RunEnd) -> None:
         if jax.process_count() > 1:
@@ -276,27 +293,21 @@ class KerasHook:
             return
         # A resumed fit that has no epoch left has not restored its callbacks yet.
         if self.memory is not None and self.memory.is_pending:
-            self.values.put(event.state)
-            self.memory.restore_callbacks()
-        self.values.assign()
-        if self.memory is not None:
-            self._give_copy_to_callbacks()
+            self._resume(event, self.memory)
+        if self.memory is None:
+            self._finalize()
+            self.callbacks.on_train_end(logs=self.logs)
+            return
+        # The run saves its own arrays after this event, and Keras donates those of the model if a
+        # callback evaluates or predicts.
+        copies = copy_arrays(self.values.read())
+        self.values.push(copies)
         self._finalize()
-        self._is_finished = True
         self.callbacks.on_train_end(logs=self.logs)
-        final = self.values.variable_values()
+        final = self.values.read()
         # The final values are saved beside the state from which a longer fit continues.
-        if self.memory is not None and not _have_equal_values(final, event.state):
+        if not _have_equal_values(final, event.state, copies):
             event.hand_over(final)
-
-    def _give_copy_to_callbacks(self) -> None:
-        """Assigns copies of the model's arrays to it, if callbacks may evaluate or predict.
-
-        Keras donates the model's arrays then, and the run needs its own to continue or to save.
-        """
-        # Callbacks may differ between processes, which have to run the same programs.
-        if not self.is_lazy or jax.process_count() > 1:
-            self.values.put(copy_arrays(self.values.variable_values()))
 
     def _stop_if_asked(self, event: Event) -> None:
         """Stops the run if a callback has asked for it, and not taken that back since."""
@@ -306,42 +317,19 @@ class KerasHook:
             self.is_stopped = False
 
     def _finalize(self) -> None:
-        """Overwrites the weights with the optimizer's averages after a fit, as Keras does."""
-        if self.finalizes and isinstance(self.model.optimizer, keras.optimizers.Optimizer):
+        """Overwrites the weights with the optimizer's averages after a fit, once, as Keras does."""
+        if self._is_finalized or not self.finalizes:
+            return
+        self._is_finalized = True
+        if isinstance(self.model.optimizer, keras.optimizers.Optimizer):
             self.model.optimizer.finalize_variable_values(self.model.trainable_weights)
 
-    def _reset_metrics(self, event: Event) -> None:
-        """Resets the metrics before an epoch, where they are: in the model or the run's state."""
-        if self.kind == "predict":
-            return
-        if self._running_means is None:
-            # Keras's own reset needs the metrics in the model's variables.
-            self.values.assign()
-            self.model.reset_metrics()
-        elif self.values.are_in_model:
-            self._running_means.reset_variables()
-        else:
-            metrics = self._running_means.reset(event.state.metrics)
-            event.hand_over(event.state.replace(metrics=metrics))
-            self.values.lend(event.state)
-
     def _epoch_logs(self, event: EpochEnd) -> dict[str, Any]:
-        """Returns the metrics, or the logs of the last step if these have other names.
-
-        Waits for the device, and assigns the model's values if its metrics need that.
-        """
+        """Returns the metrics, or the logs of the last step if these have other names."""
         # If the data ran out before the epoch, Keras repeats the logs of the last step.
         if not event.position.batch:
             return dict(self._last_logs())
-        if self._running_means is None or self.values.are_in_model:
-            self.values.assign()
-            return keras_private.trainer.epoch_logs(self.model, self._last_logs())
-        # The metrics are read from the run's state: assigning all values to the model, only to take
-        # them back in the next epoch, would copy them.
-        metrics = self._running_means.read(event.state.metrics)
-        rows = {} if self._last_chunk is None else self._last_chunk.rows
-        are_metrics = isinstance(rows, dict) and rows.keys() == metrics.keys()
-        return dict(jax.device_get(metrics) if are_metrics else self._last_logs())
+        return keras_private.trainer.epoch_logs(self.model, self._last_logs())
 
     def _last_logs(self) -> PyTree:
         """Returns the logs of the last step."""
@@ -351,8 +339,11 @@ class KerasHook:
         return row_of_step(fetch_rows(last.rows, last.steps), last.steps - 1)
 
 
-def _have_equal_values(a: PyTree, b: PyTree) -> bool:
+def _have_equal_values(a: PyTree, b: PyTree, copies_of_b: PyTree) -> bool:
     """Returns True if two states have equal values. All processes have to call it together."""
-    # One array that is in both states needs no comparison on the devices.
-    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
-    return all(x is y or bool(jnp.array_equal(x, y, equal_nan=True)) for x, y in pairs)
+    # An array of `a` that is one of the copies needs no comparison on the devices.
+    leaves = map(jax.tree.leaves, (a, b, copies_of_b))
+    for x, y, copied in zip(*leaves, strict=True):
+        if x is not copied and not jnp.array_equal(x, y, equal_nan=True):
+            return False
+    return True

@@ -1,12 +1,14 @@
-"""The values of a model during a run, which the run and the model's variables hold in turns."""
+"""The values of a model during a run: its variables have them, or the run has them."""
+
+from collections.abc import Callable
+from operator import is_not
 
 import jax
 import keras
 
 from bridge import keras_private
-from bridge.state._keras_state import FIELDS, KerasState, variable_values
+from bridge.state._keras_state import FIELDS, KerasState, variable_lists
 from functrain.events import Event
-from functrain.internal import PyTree
 from functrain.internal import tree as _tree
 
 _FIELDS = {
@@ -14,74 +16,108 @@ _FIELDS = {
     "test": ("trainable", "non_trainable", "metrics"),
     "predict": ("trainable", "non_trainable"),
 }
+_read, _write = keras_private.trainer_state.read, keras_private.trainer_state.write
 
 
 class ModelValues:
-    """The values of a model that a run trains, evaluates or predicts with.
+    """Moves the values of a model between its variables and a run; one of them has them at a time.
 
-    The run owns the arrays, and its programs donate them. The model is told where they are, and
-    assigns them to its variables only when a callback reads `self.model`. From then on the values
-    in the model's variables count.
+    The variables have them whenever code of the user's may look at the model: callbacks, data,
+    evaluations. `pull` takes them out before a program, which donates them, and `push` puts the
+    program's results in. Both move references, and copy no array.
 
     Args:
       model: The model; it and all that `compile` made are built.
       kind: "train", "test" or "predict".
+
+    Attributes:
+      are_in_model: True if the variables have the values, False if the run has them.
     """
 
     def __init__(self, model: keras.Model, kind: str) -> None:
         self._model, self._fields = model, _FIELDS[kind]
-        # The latest state that was lent. Its arrays may have been donated since: only their shapes
-        # are read.
-        self._lent_state: KerasState | None = None
-        # An earlier step that failed, as in train_on_batch, may have left its values there.
-        keras_private.trainer_state.forget(model)
+        self.are_in_model = True
+        # The run's state, while the variables have the values.
+        self._state: KerasState | None = None
+        keras_private.trainer_state.reattach(model)
+        self._find_variables()
 
-    @property
-    def shapes(self) -> PyTree:
-        """Shapes, dtypes and shardings of the state that a step of this kind takes."""
-        state = self.variable_values() if self._lent_state is None else self._lent_state
-        return jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
-        )
+    def read(self) -> KerasState:
+        """Returns the arrays in the variables, not copies."""
+        return KerasState(*map(_read, self._lists))
 
-    def variable_values(self) -> KerasState:
-        """Returns the arrays of the model's variables, not copies."""
-        return variable_values(self._model, self._fields)
+    def begin_epoch(self, event: Event) -> None:
+        """Makes the values in the variables those of the run."""
+        # A callback may have frozen layers.
+        self._find_variables()
+        self.update(event)
 
-    @property
-    def are_in_model(self) -> bool:
-        """Returns True if the variables have the values, and those of the run may be older."""
-        return keras_private.trainer_state.is_synced(self._model)
+    def update(self, event: Event) -> None:
+        """Makes the values in the variables those of the run, if the user's code changed them."""
+        if self._state is not None and not self._has_changed(self._state):
+            return
+        if self._has_lost_values():
+            self.restore(lambda: self._state)
+        # Two variables may share an array, which cannot be donated twice.
+        state = _tree.copy_if_needed(self.read())
+        self.push(state)
+        event.hand_over(state)
 
-    def lend(self, state: KerasState) -> None:
-        """Tells the model where its values are, for callbacks that read it."""
-        self._lent_state = state
-        lists = {f"{name}_variables": getattr(state, name) for name in self._fields}
-        keras_private.trainer_state.publish(self._model, lists)
+    def pull(self, event: Event) -> None:
+        """Takes the values out of the variables: from here on, the run has them.
 
-    def assign(self) -> None:
-        """Assigns the values to the model's variables, unless that has been done."""
-        keras_private.trainer_state.sync(self._model)
+        A step that reads a variable outside of its state then fails, as in Keras, instead of being
+        compiled with a value that changes.
+        """
+        self.update(event)
+        self.are_in_model, self._state = False, None
+        for variables in self._lists:
+            _write(variables, [None] * len(variables))
+
+    def push(self, state: KerasState) -> None:
+        """Puts a state into the variables: from here on, they have the values."""
+        for variables, values in zip(self._lists, _fields(state), strict=True):
+            _write(variables, values)
+        self.are_in_model, self._state = True, state
         keras_private.layers.forget_losses(self._model)
 
-    def put(self, state: KerasState) -> None:
-        """Assigns another state to the model's variables."""
-        self.lend(state)
-        self.assign()
+    def restore(self, last_complete_state: Callable[[], KerasState | None]) -> bool:
+        """Puts values into all variables, however a run has ended.
 
-    def hand_over(self, event: Event) -> None:
-        """Gives the run the values in the model's variables, if they count, to save them."""
-        if self.are_in_model:
-            event.hand_over(_tree.copy_if_needed(self.variable_values()))
+        Args:
+          last_complete_state: Returns the last complete state of the run, or None.
 
-    def take_back(self, event: Event) -> None:
-        """Gives the run the values in the model's variables, if they count, to continue with.
-
-        A callback may have changed them.
+        Returns:
+          False if there are variables whose values are lost.
         """
-        if not self.are_in_model:
-            return
-        self.hand_over(event)
-        # Otherwise the variables would keep the old values in memory beside the new ones.
-        keras_private.trainer_state.purge(self._model, self._fields)
-        self.lend(event.state)
+        if self.are_in_model:
+            # A loop of Keras's that a callback called may have failed.
+            keras_private.trainer_state.reattach(self._model)
+        state = None
+        if not self.are_in_model or self._has_lost_values():
+            state = last_complete_state()
+        if state is not None:
+            self.push(state)
+        keras_private.layers.forget_losses(self._model)
+        return not self._has_lost_values()
+
+    def _find_variables(self) -> None:
+        # The model's properties walk over all layers, which takes longer than a small step.
+        lists = variable_lists(self._model)
+        self._lists = [list(lists[name]) if name in self._fields else [] for name in FIELDS]
+
+    def _has_changed(self, state: KerasState) -> bool:
+        """Returns True if the variables have other arrays than a state."""
+        for variables, values in zip(self._lists, _fields(state), strict=True):
+            if len(variables) != len(values) or any(map(is_not, _read(variables), values)):
+                return True
+        return False
+
+    def _has_lost_values(self) -> bool:
+        values = [value for variables in self._lists for value in _read(variables)]
+        return any(value is None or _tree.is_deleted(value) for value in values)
+
+
+def _fields(state: KerasState) -> list[list[jax.Array]]:
+    """Returns the four lists of a state, in the order of FIELDS."""
+    return [state.trainable, state.non_trainable, state.optimizer, state.metrics]

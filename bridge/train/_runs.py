@@ -12,7 +12,6 @@ import numpy as np
 
 from bridge import keras_private
 from bridge.state._keras_state import write_keras_state
-from bridge.train._callbacks import keep_history_from_model
 from bridge.train._compiling import cached_for, runs_uncompiled
 from bridge.train._hook import Evaluation, KerasHook
 from bridge.train._memory import variable_paths
@@ -56,26 +55,20 @@ def begin(
     model, kind, batches = hook.model, hook.kind, hook.batches
     # The cached step keeps its compiled programs.
     step = cached_for(model, kind, lambda: KerasStep(model, kind))
-    state = hook.values.variable_values()
+    state, is_jitted = hook.values.read(), not runs_uncompiled(model)
+    fuse = _fuse(options.fuse, hook)
+    # The plan keeps its functions, and must not keep the model's arrays in memory.
+    state_shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
 
-    def result_shapes(batch: PyTree) -> PyTree:
-        return jax.eval_shape(step, hook.values.shapes, batch)
-
-    fuse, decisions = _fuse(options.fuse, hook), list[bool]()
-
-    # The plan refers to these functions. If they referred to the plan, the model's arrays would
-    # stay in memory until the garbage collector runs, so they get the batch as an argument.
-    def is_jitted(batch: PyTree) -> bool:
-        # Decided once, since it may warn.
-        if not decisions:
-            uncompiled = runs_uncompiled(model, options.rewrites, lambda: result_shapes(batch))
-            decisions.append(not uncompiled)
-        return decisions[0]
+    def row_bytes(batch: PyTree) -> int:
+        """Returns the size of a step's outputs: those of a whole chunk are in memory together."""
+        predicts = kind == "predict" and is_jitted
+        return nbytes(step.output_shapes(state_shapes, batch)) if predicts else 0
 
     def intervals(batch: PyTree) -> list[int | None]:
         """Returns the steps between pauses (epochs, callbacks, saves), for the choice of K."""
         # Uncompiled steps gain nothing from a chunk, and an error would lose those before it.
-        if not is_jitted(batch):
+        if not is_jitted:
             return [1]
         steps = batches.full_steps
         if kind == "predict" and fuse == "auto":
@@ -86,8 +79,7 @@ def begin(
     plan = Plan(
         fuse,
         state_bytes=nbytes(state),
-        # Outputs of a step; those of all steps of a chunk are in memory together.
-        row_bytes=lambda batch: nbytes(result_shapes(batch)[1]) if kind == "predict" else 0,
+        row_bytes=row_bytes,
         intervals=intervals,
         chip=accelerator_of(state),
     )
@@ -149,10 +141,7 @@ def run_fit(
             hook.evaluate = _evaluator(hook, evaluation, options, run, signals)
             # The function refers to the hook and to the run, which refer to it.
             stack.callback(setattr, hook, "evaluate", dict)
-        # Otherwise a callback needs the model up to date after each epoch anyway.
-        if hook.is_lazy:
-            stack.enter_context(keep_history_from_model(callbacks, model))
-        with _assign_at_end(hook, run):
+        with _finish_at_end(hook, run):
             for _ in run.handle_events(hook, hook.take_logs, signals=signals):
                 pass
     # TerminateOnNaN prints its own message.
@@ -168,12 +157,12 @@ def run_evaluate(
     """Evaluates a built model and returns its metrics; calls `act_on_signals` after each chunk."""
     hook.begin()
     run = begin(hook, options)
-    with contextlib.closing(run), _assign_at_end(hook, run):
+    with contextlib.closing(run), _finish_at_end(hook, run):
         for event in run.handle_events(hook):
             if isinstance(event, ChunkEnd):
                 act_on_signals()
-    logs = keras_private.callbacks.as_floats(hook.logs)
-    hook.callbacks.on_test_end(logs)
+        logs = keras_private.callbacks.as_floats(hook.logs)
+        hook.callbacks.on_test_end(logs)
     return logs
 
 
@@ -187,9 +176,9 @@ def run_predict(hook: KerasHook, options: Options, signals: DeferredSignals) -> 
             if isinstance(event, ChunkEnd):
                 yield event.rows, event.steps
 
-    with contextlib.closing(run), _assign_at_end(hook, run):
+    with contextlib.closing(run), _finish_at_end(hook, run):
         outputs = fetch_outputs(chunks())
-    hook.callbacks.on_predict_end()
+        hook.callbacks.on_predict_end()
     signals.handle_pending()
     if not outputs:
         raise ValueError("x: expected at least one batch to predict from, got none")
@@ -210,8 +199,8 @@ def _resume(run: Run, hook: KerasHook, evaluation: Evaluation | None, *, quiet: 
 
 
 @contextlib.contextmanager
-def _assign_at_end(hook: KerasHook, run: Run) -> Iterator[None]:
-    """Context manager: assigns the values of a run to the model, however the run ends."""
+def _finish_at_end(hook: KerasHook, run: Run) -> Iterator[None]:
+    """Context manager: leaves the model with all its values, however the run ends."""
     try:
         yield
     except BaseException as error:
@@ -233,7 +222,6 @@ def _evaluator(
     """
 
     def evaluate() -> dict[str, Any]:
-        hook.values.assign()
         batches = evaluation.batches()
         # As in Keras, the callbacks of the fit are called, and its progress bar is not shown.
         test_hook = KerasHook(hook.model, "test", batches, hook.callbacks, quiet=True)

@@ -12,7 +12,7 @@ from bridge import keras_private
 from bridge.state._keras_state import KerasState, Variables, require_compiled
 from bridge.train._carried import carry_metrics
 from functrain import Step
-from functrain.internal import PyTree, StepTraits, add_notes, require_instance
+from functrain.internal import PyTree, StepTraits, add_notes, jit, require_instance
 from functrain.internal import tree as _tree
 
 
@@ -77,6 +77,9 @@ class KerasStep(StepTraits):
     def __init__(self, model: keras.Model, kind: str) -> None:
         self.model = model
         self.kind = kind
+        # Traced once for each shape of a batch, as in Keras: `output_shapes` and all programs share
+        # the trace.
+        self._traced_predict = jit(self._predict, inline=True)
 
     def __call__(self, state: KerasState, batch: PyTree, /) -> tuple[KerasState, PyTree]:
         """Takes one step; returns the new state, and the logs or outputs."""
@@ -84,15 +87,22 @@ class KerasStep(StepTraits):
         advice = "For a TrainState use functrain.train_step."
         require_instance("state", state, KerasState, expected, advice)
         if self.kind == "predict":
+            leaves = jax.tree.leaves((state, batch))
+            is_traced = any(isinstance(x, jax.core.Tracer) for x in leaves)
             with note_data(self.model, batch):
-                return self._predict(state, batch)
-        _require_stateless_rnns(self.model)
+                return (self._traced_predict if is_traced else self._predict)(state, batch)
+        require_stateless_rnns(self.model)
         # A layer that is first called inside the trace makes its variables there.
         variables_before = len(self.model.variables)
         with note_data(self.model, batch):
             state, logs = self._train_or_test(state, batch)
         _require_no_new_variables(self.model, variables_before)
         return state, logs
+
+    def output_shapes(self, state: KerasState, batch: PyTree) -> PyTree:
+        """Returns the shapes of the outputs for a batch, given the shapes of a state."""
+        with note_data(self.model, batch):
+            return self._traced_predict.eval_shape(state, batch)[1]
 
     def _train_or_test(self, state: KerasState, batch: PyTree) -> tuple[KerasState, PyTree]:
         # Keras's order of the four lists; its steps return logs first, and the state after them.
@@ -177,7 +187,7 @@ def _require_no_new_variables(model: keras.Model, count: int) -> None:
         )
 
 
-def _require_stateless_rnns(model: keras.Model) -> None:
+def require_stateless_rnns(model: keras.Model) -> None:
     """Raises ValueError for a stateful RNN, whose states are in none of the model's lists."""
     for layer in keras_private.layers.all_layers(model):
         if isinstance(layer, keras.layers.RNN) and layer.stateful:

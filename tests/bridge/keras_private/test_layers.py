@@ -79,14 +79,3 @@ def test_flatten_layers_has_each_layer_once_and_the_model_itself():
     assert found[0] is model
     assert found.count(shared) == 1
     assert {id(layer) for layer in model.layers} < {id(layer) for layer in found}
-
-
-def test_functional_is_what_keras_makes_of_inputs_and_outputs():
-    x = keras.Input((3,))
-    assert keras_private.layers.is_functional(keras.Model(x, layers.Dense(1)(x)))
-
-    class Own(keras.Model):
-        pass
-
-    assert not keras_private.layers.is_functional(Own(x, layers.Dense(1)(x)))
-    assert not keras_private.layers.is_functional(keras.Sequential())

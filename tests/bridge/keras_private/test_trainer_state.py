@@ -3,8 +3,10 @@
 import bridge  # isort: skip  # before keras: it chooses the backend
 
 
+import jax.numpy as jnp
 import keras
 import numpy as np
+import pytest
 
 from bridge import keras_private
 from tests.bridge.keras_private.models import compiled, epochs
@@ -12,26 +14,39 @@ from tests.bridge.keras_private.models import compiled, epochs
 del bridge
 
 
-def test_jax_state_is_assigned_when_a_callback_reads_its_model():
+def test_values_are_moved_without_a_copy() -> None:
+    variable = keras.Variable([1.0, 2.0])
+    (value,) = keras_private.trainer_state.read([variable])
+    assert value is variable.value
+    keras_private.trainer_state.write([variable], [None])
+    assert keras_private.trainer_state.read([variable]) == [None]
+    new = jnp.ones(2)
+    keras_private.trainer_state.write([variable], [new])
+    assert variable.value is new
+
+
+def test_values_that_a_failed_predict_left_beside_the_model_come_back() -> None:
     model = compiled()
     keras_private.trainer.build_from(model, epochs())
-    callback = keras.callbacks.Callback()
-    callback.set_model(model)
-    new = [v.value + 1 for v in model.trainable_variables]
-    keras_private.trainer_state.publish(model, {"trainable_variables": new})
-    keras_private.trainer_state.purge(model, ["trainable"])
-    assert not keras_private.trainer_state.is_synced(model)
-    assert callback.model is model
-    assert keras_private.trainer_state.is_synced(model)
-    np.testing.assert_array_equal(model.trainable_variables[0].value, new[0])
+    before = model.get_weights()
+
+    class Fails(keras.callbacks.Callback):
+        def on_predict_batch_end(self, batch, logs=None):
+            raise RuntimeError("the disk is full")
+
+    with pytest.raises(RuntimeError, match="the disk is full"):
+        model.predict(np.ones((4, 3), np.float32), verbose=0, callbacks=[Fails()])
+    assert keras_private.trainer_state.read(model.trainable_variables)[0] is None
+    keras_private.trainer_state.reattach(model)
+    np.testing.assert_array_equal(model.get_weights()[0], before[0])
 
 
-def test_sync_assigns_once():
+def test_values_of_an_earlier_batch_are_forgotten() -> None:
     model = compiled()
-    new = [v.value + 1 for v in model.variables]
-    keras_private.trainer_state.publish(model, {"trainable_variables": new})
-    keras_private.trainer_state.sync(model)
-    before = np.asarray(model.variables[0].value)
-    keras_private.trainer_state.sync(model)
-    np.testing.assert_array_equal(model.variables[0].value, before)
-    assert keras_private.trainer_state.is_synced(model)
+    model.train_on_batch(np.ones((4, 3)), np.ones((4, 2)))
+    model._jax_state_synced = False  # as after a train_on_batch that failed
+    model.set_weights([np.full_like(x, 7) for x in model.get_weights()])
+    keras_private.trainer_state.reattach(model)
+    keras.callbacks.Callback().set_model(model)
+    model.jax_state_sync()
+    assert (model.get_weights()[0] == 7).all()

@@ -1,4 +1,4 @@
-"""Which models bridge.fit compiles: those that Keras does, and those that cannot tell."""
+"""Which models bridge compiles, and for how long: those that Keras does, for as long."""
 
 import bridge  # isort: skip  # before keras: it chooses the backend
 
@@ -6,6 +6,7 @@ import random
 import warnings
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import keras
 import numpy as np
@@ -42,15 +43,32 @@ class Noise(layers.Layer):
         return x + float(np.random.normal()) if training else x
 
 
-class Rotation(layers.RandomRotation):
-    """Of a user's class: it may do anything."""
+class Lookup(layers.Layer):
+    """Maps numbers to one-hot rows in Python, as IntegerLookup does: it cannot be traced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.supports_jit = False
+
+    def call(self, x: Any) -> Any:
+        if isinstance(x, keras.KerasTensor | jax.core.Tracer):
+            raise TypeError("it was traced")
+        return jnp.asarray(np.eye(4, dtype=np.float32)[np.asarray(x)[:, 0]])
+
+    def compute_output_spec(self, x: Any) -> Any:
+        return keras.KerasTensor((None, 4))
 
 
-class Step(keras.Sequential):
-    """A model with a step of its own."""
+class Calls(layers.Layer):
+    """Counts its calls in Python."""
 
-    def train_step(self, *args: Any) -> Any:
-        return super().train_step(*args)
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def call(self, x: Any) -> Any:
+        self.calls += 1
+        return x * 2.0
 
 
 def rotations() -> list[Any]:
@@ -71,48 +89,37 @@ def fit(model: keras.Model, way: Any = bridge.fit, **kwargs: Any) -> Any:
     return way(model, X, Y, batch_size=4, epochs=2, verbose=0, shuffle=False, **kwargs)
 
 
-def test_augmentation_that_keras_leaves_uncompiled_is_compiled() -> None:
-    model, counted = make(*rotations())
-    assert not model.jit_compile
-    ours = fit(model)
-    assert 0 < counted.calls < STEPS  # traces
-    theirs = fit(make(*rotations())[0], keras.Model.fit)
-    np.testing.assert_allclose(ours.history["loss"], theirs.history["loss"], rtol=1e-5)
-
-
-def test_evaluate_and_predict_compile_it_too() -> None:
-    model, counted = make(*rotations())
-    loss = bridge.evaluate(model, X, Y, batch_size=4, verbose=0)
-    outputs = bridge.predict(model, X, batch_size=4, verbose=0)
-    assert 0 < counted.calls < len(X) // 4
-    assert loss == pytest.approx(model.evaluate(X, Y, batch_size=4, verbose=0), rel=1e-5)
-    np.testing.assert_allclose(outputs, model.predict(X, verbose=0), rtol=1e-5, atol=1e-6)
-
-
+@pytest.mark.filterwarnings("ignore:model .* runs uncompiled")
 @pytest.mark.parametrize(
-    "layer",
+    ("first", "compiled"),
     [
-        layers.RandomPerspective(0.5, seed=1),
-        layers.RandomShear(0.2, 0.2, seed=1),
-        layers.RandomZoom(0.2, seed=1),
-        layers.Pipeline(rotations()),
-        layers.RandomRotation(0.2),  # a seed of its own
+        (rotations, {}),
+        (list, {"run_eagerly": True}),
+        (list, {"jit_compile": False}),
+        (lambda: [Noise(supports_jit=False)], {}),
     ],
-    ids=lambda layer: type(layer).__name__,
+    ids=["RandomRotation", "run_eagerly", "jit_compile", "Noise"],
 )
-def test_keras_s_layers_that_draw_by_seed_generators_are_compiled(layer: Any) -> None:
-    model, counted = make(layer)
-    fit(model)
-    assert 0 < counted.calls < STEPS
-
-
-def test_what_jax_cannot_trace_runs_as_in_keras() -> None:
-    crop = [layers.RandomCrop(4, 4, seed=1), layers.GlobalAveragePooling2D(keepdims=True)]
-    model, counted = make(*crop)
+def test_what_keras_leaves_uncompiled_runs_uncompiled(first: Any, compiled: Any) -> None:
+    model, counted = make(*first(), **compiled)
     fit(model)
     assert counted.calls >= STEPS
 
 
+def test_a_layer_with_supports_jit_is_compiled() -> None:
+    model, counted = make(*rotations())
+    with pytest.warns(UserWarning, match=r"RandomRotation, RandomTranslation .*supports_jit"):
+        fit(model)
+    fit(model)  # warns once
+    for layer in model.layers[:2]:
+        layer.supports_jit = True
+    model.compile("sgd", counted)
+    counted.calls = 0
+    fit(model)
+    assert 0 < counted.calls < STEPS  # traces
+
+
+@pytest.mark.filterwarnings("ignore:model .* runs uncompiled")
 @pytest.mark.parametrize("kwargs", [{}, {"rewrites": "exact"}])
 def test_numpy_randomness_in_a_layer_is_drawn_in_every_step(kwargs: Any) -> None:
     runs = []
@@ -142,88 +149,103 @@ def test_augmix_chooses_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(chosen) == by_keras > 0
 
 
-@pytest.mark.parametrize(
-    "first",
-    [
-        [layers.RandomRotation(0.2, seed=1), layers.Lambda(lambda x: x)],
-        [layers.RandomRotation(0.2, seed=1), Noise(supports_jit=True)],
-        [Rotation(0.2, seed=1)],
-    ],
-    ids=["Lambda", "Noise", "subclass"],
-)
-@pytest.mark.filterwarnings("ignore:model .* runs uncompiled")
-def test_beside_layers_that_are_not_known_nothing_is_compiled(first: Any) -> None:
-    model, counted = make(*first)
-    fit(model)
-    assert counted.calls >= STEPS
+@pytest.mark.parametrize("compiled", [{"run_eagerly": True}, {"jit_compile": False}])
+@pytest.mark.parametrize("method", ["evaluate", "predict"])
+def test_random_draws_of_an_uncompiled_model_are_those_of_keras(method: str, compiled: Any) -> None:
+    class Draws(layers.Layer):
+        def call(self, x: Any) -> Any:
+            return x + float(np.random.normal())
+
+    results = []
+    for way in (getattr(bridge, method), getattr(keras.Model, method)):
+        model, _ = make(Draws(), **compiled)
+        data = (X, Y) if method == "evaluate" else (X,)
+        np.random.seed(3)
+        results.append((way(model, *data, batch_size=8, verbose=0), np.random.random()))
+    (ours, drawn), (theirs, drawn_by_keras) = results
+    assert drawn == drawn_by_keras
+    np.testing.assert_allclose(ours, theirs, rtol=1e-6)
 
 
 @pytest.mark.filterwarnings("ignore:model .* runs uncompiled")
-def test_a_step_of_the_models_own_is_not_known() -> None:
-    model, counted = make(*rotations(), cls=Step)
-    fit(model)
-    assert counted.calls >= STEPS
-    model, counted = make(*rotations())
-    model.train_step = model.train_step
-    fit(model)
-    assert counted.calls >= STEPS
+@pytest.mark.parametrize("dtype", ["int64", "int32", "uint8"])
+def test_a_layer_that_cannot_be_traced_predicts_as_in_keras(dtype: str) -> None:
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input((1,), dtype="int32"), Lookup(), layers.Dense(2)])
+    x = np.array([[1], [2], [0], [3]], dtype)
+    ours = bridge.predict(model, x, batch_size=3, verbose=0)
+    np.testing.assert_allclose(ours, model.predict(x, verbose=0), rtol=1e-6)
 
 
-def test_randomness_of_a_loss_is_seen_in_the_trace_and_not_used_up() -> None:
-    def noisy(y: Any, outputs: Any) -> Any:
-        return jnp.mean((y - outputs) ** 2, axis=-1) * np.random.uniform(0.5, 1.5)
-
-    drawn = []
-    for way in (bridge.fit, keras.Model.fit):
-        model, _ = make(*rotations(), loss=noisy)
-        fit(model, way)
-        drawn.append(np.random.random())
-    assert drawn[0] == drawn[1]
-
-
-@pytest.fixture
-def numpys_own() -> Any:
-    """NumPy's own generator is put back, whatever kind of it there was."""
-    before = np.random.get_state(legacy=False)
-    yield
-    np.random.set_bit_generator(np.random.MT19937())
-    np.random.set_state(before)
-
-
-@pytest.mark.usefixtures("numpys_own")
-def test_randomness_is_seen_and_kept_whatever_generators_there_are() -> None:
-    def noisy(y: Any, outputs: Any) -> Any:
-        return jnp.mean((y - outputs) ** 2, axis=-1) * random.gauss(1, 0.1)
-
-    drawn = []
-    for way in (bridge.fit, keras.Model.fit):
-        model, _ = make(*rotations(), loss=noisy)
-        np.random.set_bit_generator(np.random.PCG64(0))
-        random.seed(0)
-        random.gauss()  # the next number is there already
-        fit(model, way)
-        drawn.append((random.gauss(), np.random.random()))
-        np.random.set_bit_generator(np.random.MT19937())
-    assert drawn[0] == drawn[1]
+@pytest.mark.adapters
+@pytest.mark.parametrize("name", ["IntegerLookup", "Hashing", "FeatureSpace"])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_layers_of_tensorflow_predict_as_in_keras(name: str) -> None:
+    tf = pytest.importorskip("tensorflow")
+    keras.utils.set_random_seed(0)
+    x: Any = np.array([[1], [2], [7], [3]])
+    if name == "FeatureSpace":
+        space = keras.utils.FeatureSpace({"a": "integer_categorical"}, output_mode="concat")
+        space.adapt(tf.data.Dataset.from_tensor_slices({"a": x[:, 0]}))
+        inputs, outputs = space.get_inputs(), layers.Dense(2)(space.get_encoded_features())
+        model, x = keras.Model(inputs, outputs), {"a": x}
+    else:
+        lookup = layers.IntegerLookup(vocabulary=[1, 2, 3], output_mode="one_hot")
+        first = lookup if name == "IntegerLookup" else layers.Hashing(4, output_mode="one_hot")
+        model = keras.Sequential([keras.Input((1,), dtype="int64"), first, layers.Dense(2)])
+    ours = bridge.predict(model, x, batch_size=3, verbose=0)
+    np.testing.assert_allclose(ours, model.predict(x, verbose=0), rtol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("kwargs", "compiled"),
-    [
-        ({"rewrites": "exact"}, {}),
-        ({}, {"run_eagerly": True}),
-    ],
-)
-def test_what_must_not_be_compiled_runs_as_in_keras(kwargs: Any, compiled: Any) -> None:
-    model, counted = make(*rotations(), **compiled)
-    fit(model, **kwargs)
-    assert counted.calls >= STEPS
+@pytest.mark.parametrize("fuse", ["auto", 2])
+def test_predict_traces_a_compiled_model_once_for_each_shape(fuse: Any) -> None:
+    counts = []
+    for way, more in ((bridge.predict, {"fuse": fuse}), (keras.Model.predict, {})):
+        layer = Calls()
+        model = keras.Sequential([keras.Input((6, 6, 1)), layer, layers.Flatten()])
+        layer.calls = 0
+        way(model, X, batch_size=6, verbose=0, **more)  # 6, 6, 6 and 2 examples
+        counts.append(layer.calls)
+    assert counts == [2, 2]
 
 
-def test_a_model_that_keras_would_compile_stays_uncompiled_where_that_was_asked_for() -> None:
-    model, counted = make(layers.Rescaling(2.0), jit_compile=False)
-    fit(model)
-    assert counted.calls >= STEPS
+def changed(kind: str) -> tuple[keras.Model, Any]:
+    """A model whose results a change makes larger, and the function that makes the change."""
+    factor = {"of": 1.0}
+
+    def loss(y: Any, outputs: Any) -> Any:
+        return jnp.mean((y - outputs) ** 2, axis=-1) * factor["of"]
+
+    rescaling = layers.Rescaling(1.0)
+    model, _ = make(rescaling, loss=loss)
+
+    def change() -> None:
+        factor["of"] = 3.0
+        rescaling.scale = 2.0
+        if kind == "compile":
+            model.compile("sgd", loss)
+        elif kind == "force":
+            for name in ("train", "test", "predict"):
+                getattr(model, f"make_{name}_function")(force=True)
+
+    return model, change
+
+
+@pytest.mark.parametrize("kind", ["nothing", "compile", "force"])
+@pytest.mark.parametrize("method", ["fit", "evaluate", "predict"])
+def test_changes_of_attributes_and_closures_have_effect_when_they_have_in_keras(
+    method: str, kind: str
+) -> None:
+    results = []
+    for owner in (bridge, keras.Model):
+        model, change = changed(kind)
+        data = (X,) if method == "predict" else (X, Y)
+        way = getattr(owner, method)
+        first = way(model, *data, batch_size=10, verbose=0)
+        change()
+        second = way(model, *data, batch_size=10, verbose=0)
+        results.append([x.history["loss"] if method == "fit" else x for x in (first, second)])
+    np.testing.assert_allclose(results[0], results[1], rtol=1e-5)
 
 
 def test_an_error_in_an_uncompiled_step_leaves_the_steps_before_it() -> None:
@@ -239,25 +261,6 @@ def test_an_error_in_an_uncompiled_step_leaves_the_steps_before_it() -> None:
         with pytest.raises(AssertionError, match="the fourth step fails"):
             fit(model, way)
         assert int(model.optimizer.iterations) == 3
-
-
-def test_compile_once_more_takes_an_explicit_no_back() -> None:
-    model, counted = make(*rotations(), run_eagerly=True)
-    model.compile("sgd", counted)
-    fit(model)
-    assert 0 < counted.calls < STEPS
-
-
-def test_what_is_uncompiled_for_a_layer_not_known_is_told_how_to_be_compiled() -> None:
-    model, counted = make(layers.RandomRotation(0.2, seed=1), layers.Lambda(lambda x: x))
-    with pytest.warns(UserWarning, match=r"Lambda may have side effects.*\n?.*supports_jit = True"):
-        fit(model)
-    fit(model)  # once
-    counted.calls = 0
-    model.layers[0].supports_jit = True
-    model.compile("sgd", counted)
-    fit(model)
-    assert 0 < counted.calls < STEPS
 
 
 def test_the_open_way_says_once_what_is_frozen() -> None:
