@@ -85,6 +85,9 @@ class ProgressReport:
     def _update(self, event: ChunkEnd, recorder: Recorder) -> None:
         self._steps += event.steps
         self._examples += event.steps * event.examples
+        # Data without examples count one per step.
+        if event.examples > 1:
+            self._unit = "examples"
         now = time.perf_counter()
         if self._bar is not None and now - self._refresh_time > REFRESH_SECONDS:
             self._refresh_time = now
@@ -126,7 +129,7 @@ class ProgressReport:
     def _begin(self, epoch: int, steps: int = 0) -> None:
         self._title = f"epoch {epoch + 1}/{self._epochs}"
         # The steps may include those before a checkpoint. The rate counts those of this process.
-        self._steps, self._examples = steps, 0
+        self._steps, self._examples, self._unit = steps, 0, "steps"
         self._metrics = {}
         self._start_time = self._refresh_time = time.perf_counter()
 
@@ -137,7 +140,7 @@ class ProgressReport:
         """Returns the rate and the values as texts."""
         seconds = max(time.perf_counter() - self._start_time, 1e-9)
         texts = [f"{name} {format_value(value)}" for name, value in values.items()]
-        return [f"{self._examples / seconds:,.0f} examples/s", *texts]
+        return [f"{self._examples / seconds:,.0f} {self._unit}/s", *texts]
 
 
 def _style(verbose: Verbose, console: Console) -> str:

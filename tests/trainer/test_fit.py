@@ -249,6 +249,13 @@ def test_progress_is_a_line_an_epoch_where_there_is_no_terminal(monkeypatch) -> 
     assert "loss 0.5  mae 0.25" in lines[2]
 
 
+def test_the_rate_without_examples_is_that_of_steps(capsys) -> None:
+    ft.fit(jnp.zeros(()), lambda s, _: (s + 1, {"loss": s}), ft.NoData(4), verbose=2)
+    out = capsys.readouterr().out
+    assert " steps/s" in out
+    assert "examples" not in out
+
+
 def test_nothing_is_said_of_compiling_that_nobody_noticed(monkeypatch) -> None:
     monkeypatch.setattr(_progress, "NOTICEABLE_SECONDS", 1e9)
     assert "compilation" not in output("lines", terminal=False)
