@@ -4,6 +4,7 @@ import optax
 import pytest
 
 import functrain as ft
+from functrain.engine._driver import Driver
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(103, 4)).astype(np.float32)
@@ -188,3 +189,15 @@ def test_a_metric_that_changes_its_state_is_blamed_itself(changed, words) -> Non
     step = ft.eval_step(LOSS, metrics={"n": metric})
     with pytest.raises(TypeError, match=rf"(?s)metrics: expected from update the .*{words}"):
         ft.evaluate(STATE, step, ft.ArrayLoader((X, Y), 20))
+
+
+@pytest.mark.parametrize("fuse", ["auto", 500])
+@pytest.mark.parametrize("of", [list, lambda batches: ft.ArrayLoader(np.concatenate(batches), 3)])
+def test_chunks_have_no_more_rows_than_there_are_batches(of, fuse, monkeypatch) -> None:
+    rows, run = [], Driver.run
+    monkeypatch.setattr(Driver, "run", lambda self, x: rows.append((x.k, x.steps)) or run(self, x))
+    data = of([np.ones(3, np.float32)] * 2)
+    metered = ft.eval_step(lambda params, s, x, **how: (x.mean(), ft.Aux(s)))
+    ft.evaluate(STATE, metered, data, fuse=fuse)
+    ft.fit(0, lambda s, x: (s, {}), data, epochs=2, fuse=fuse, verbose=0)
+    assert rows == [(2, 2)] * 3

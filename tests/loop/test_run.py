@@ -113,7 +113,7 @@ def test_a_generator_function_is_to_be_called() -> None:
 
 def test_errors_come_before_anything_runs() -> None:
     step, traces = counting()
-    for arguments in ({"epochs": 0}, {"fuse": 0}):
+    for arguments in ({"epochs": -1}, {"fuse": 0}):
         with pytest.raises(ValueError, match="expected"):
             ft.run(jnp.zeros(()), step, ft.ArrayLoader(X, 3), **arguments)
     with pytest.raises(TypeError, match="expected an array at f, got function"):

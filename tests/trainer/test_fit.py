@@ -164,7 +164,7 @@ def test_the_weighted_mean_of_an_epoch_does_not_depend_on_the_batch_size(capsys)
 
 def test_a_number_of_epochs_that_is_none_is_refused_with_an_evaluation_too() -> None:
     data = ft.ArrayLoader((X, Y), 10)
-    with pytest.raises(ValueError, match="epochs: expected an integer of at least 1, got '3'"):
+    with pytest.raises(ValueError, match="epochs: expected an integer of at least 0, got '3'"):
         ft.fit(*setup(), data, epochs="3", eval_data=data, eval_step=ft.eval_step(LOSS), verbose=0)
 
 
