@@ -202,8 +202,9 @@ def fit(
             how_to_evaluate = "validation_data= or validation_split="
             saving = Saving(checkpointer, batches, {"keras": hook}, how_to_evaluate)
         # With a checkpointer, the run itself handles SIGTERM, to save before it ends.
-        terminate = "handled" if saving is None else "none"
-        signals = DeferredSignals(terminate=terminate, saves=saving is not None)
+        signals = DeferredSignals(
+            terminate="handled" if saving is None else "none", saves=saving is not None
+        )
         stack.enter_context(signals)
         return run_fit(
             hook,

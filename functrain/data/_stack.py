@@ -11,6 +11,7 @@ import numpy as np
 from functrain.common._types import PyTree
 from functrain.common._wide_integers import require_integers_fit
 from functrain.data import _buffer
+from functrain.rewrites._compile import jit_without_arithmetic
 
 
 def stack_batches(batches: Iterable[PyTree], k: int) -> tuple[PyTree, int]:
@@ -69,6 +70,6 @@ def pad_array(x: Any, k: int) -> Any:
 
 
 # One program, in which the zeros are no transfer.
-@functools.partial(jax.jit, static_argnums=1)
+@functools.partial(jit_without_arithmetic, static_argnums=1)
 def _append_zeros(x: jax.Array, count: int) -> jax.Array:
     return jnp.concatenate([x, jnp.zeros((count, *x.shape[1:]), x.dtype)])

@@ -128,6 +128,8 @@ def _build(get_step: Callable[[], Any], kind: Kind, loop: LoopOptions) -> Progra
         # The driver needs a result to wait for that the next program does not consume. It costs a
         # kernel. The outputs of a prediction would do, but are large.
         needs_number = kind is not TRAINING or not jax.tree.leaves(rows)
+        # Attributes that a step changes while it is traced, such as a counter, are no changes.
+        get_step()
         return carry, rows, n + 0 if needs_number else None
 
     donated = 0 if loop.donate else ()
@@ -137,9 +139,24 @@ def _build(get_step: Callable[[], Any], kind: Kind, loop: LoopOptions) -> Progra
     return compiled
 
 
-# id(step) -> (weak reference to the step, its programs). Keyed by identity, and never by a strong
-# reference: a step closes over models and optimizers, which must be free to be collected.
-_programs: dict[int, tuple[weakref.ref[Any], dict[Hashable, Program]]] = {}
+class _Entry:
+    """The programs of a step.
+
+    Attributes:
+      owner: A weak reference to the object whose lifetime counts.
+      programs: The programs by their keys.
+      attributes: The attributes of the object when it was last traced.
+    """
+
+    def __init__(self, owner: Any) -> None:
+        self.owner = weakref.ref(owner)
+        self.programs: dict[Hashable, Program] = {}
+        self.attributes = _attributes(owner)
+
+
+# By the id of the step. Never by a strong reference: a step closes over models and optimizers,
+# which must be free to be collected.
+_entries: dict[int, _Entry] = {}
 
 
 def cached_program(
@@ -147,7 +164,8 @@ def cached_program(
 ) -> Program:
     """Returns the program of a step under a key, built at the first call.
 
-    So two calls of `fit` with one step compile once.
+    So two calls of `fit` with one step compile once. If the step is an object or a method of one,
+    its programs are built again after one of its attributes was changed.
 
     Args:
       step: The step. The caller keeps it alive for as long as it uses the program.
@@ -156,21 +174,58 @@ def cached_program(
         step only through that function: a strong reference would keep the step alive.
     """
     owner, key, get_step = _owner_of_step(step, key)
-    try:
-        reference = weakref.ref(owner)
-    except TypeError:
-        # Objects with __slots__, among others, take no weak references: nothing is cached.
-        return build(lambda: step)
-    identity = id(owner)
-    entry = _programs.get(identity)
+    entry = _entries.get(id(owner))
     # An id is used again once its object is gone, so the reference has to agree.
-    if entry is None or entry[0]() is not owner:
-        weakref.finalize(owner, _programs.pop, identity, None)
-        entry = _programs[identity] = (reference, {})
-    programs = entry[1]
-    if key not in programs:
-        programs[key] = build(lambda: get_step(reference()))
-    return programs[key]
+    if entry is None or entry.owner() is not owner:
+        try:
+            entry = _Entry(owner)
+        except TypeError:
+            # Objects with __slots__, among others, take no weak references: nothing is cached.
+            return build(lambda: step)
+        weakref.finalize(owner, _entries.pop, id(owner), None)
+        _entries[id(owner)] = entry
+    if _attributes(owner) != entry.attributes:
+        entry.programs, entry.attributes = {}, _attributes(owner)
+    if key not in entry.programs:
+        entry.programs[key] = build(lambda: get_step(_traced(entry)))
+    return entry.programs[key]
+
+
+def _traced(entry: _Entry) -> Any:
+    """Returns the owner of programs, whose attributes tracing may have changed."""
+    owner = entry.owner()
+    entry.attributes = _attributes(owner)
+    return owner
+
+
+class _SameArray:
+    """Equal to that of the same array object, which it does not keep alive."""
+
+    def __init__(self, array: Any) -> None:
+        self._array = weakref.ref(array)
+
+    def __eq__(self, other: object) -> bool:
+        array = self._array()
+        return isinstance(other, _SameArray) and array is not None and array is other._array()
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _attributes(owner: Any) -> dict[str, Any]:
+    """Returns the attributes of an object that are constants of its programs: numbers and arrays.
+
+    Not those of functions, which are seldom changed; nor containers and other objects, whose
+    contents may change unseen.
+    """
+    attributes = {} if isinstance(owner, types.FunctionType) else getattr(owner, "__dict__", {})
+    constants: dict[str, Any] = {}
+    for name, value in attributes.items():
+        if isinstance(value, bool | int | float | complex | str | np.generic):
+            # As text, in which a NaN is equal to itself and True is not 1.
+            constants[name] = repr(value)
+        elif isinstance(value, np.ndarray | jax.Array):
+            constants[name] = _SameArray(value)
+    return constants
 
 
 def compute_metrics(step: Any, metrics: PyTree) -> Any:

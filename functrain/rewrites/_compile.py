@@ -83,13 +83,13 @@ def _is_on() -> bool:
     return value == "on"
 
 
-def jit_without_arithmetic(function: Callable[..., Any]) -> Any:
-    """Returns ``jax.jit(function)`` for a function that only copies: copies compile correctly.
+def jit_without_arithmetic(function: Callable[..., Any], **options: Any) -> Any:
+    """Returns ``jax.jit(function, **options)`` of a function that only copies, which compiles well.
 
     Its calls are cheaper: a checked program is dispatched in Python for every signature except the
     first, which takes about 0.2 ms per call.
     """
-    return jax.jit(function)
+    return jax.jit(function, **options)
 
 
 def find_faults(hlo: str) -> set[Fault]:
