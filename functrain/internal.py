@@ -67,5 +67,6 @@ from functrain.sharding._rules import require_fitting_spec as require_fitting_sp
 from functrain.step._notes import add_notes as add_notes
 from functrain.step._state import check_tx as check_tx
 from functrain.targets._chips import accelerator_of as accelerator_of
+from functrain.tx._extra_args import with_any_extra_args as with_any_extra_args
 
 tree = _tree

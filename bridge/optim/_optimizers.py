@@ -8,7 +8,7 @@ import optax
 from bridge.optim._constraints import constraints
 from bridge.optim._optax_optimizer import OptaxOptimizer
 from bridge.optim._wrapped import Wrapped
-from functrain.internal import PyTree, require
+from functrain.internal import PyTree, require, with_any_extra_args
 
 
 def optimizer(
@@ -92,7 +92,7 @@ def _with_origin(tx: Any, keras_optimizer: Any) -> optax.GradientTransformationE
 
     # A transformation is a tuple of functions without attributes, but a function can have one.
     init.keras_optimizer = keras_optimizer  # type: ignore[attr-defined]
-    update = tx.update if isinstance(tx, Wrapped) else optax.with_extra_args_support(tx).update
+    update = tx.update if isinstance(tx, Wrapped) else with_any_extra_args(tx).update
     return optax.GradientTransformationExtraArgs(init, update)
 
 

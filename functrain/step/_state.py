@@ -129,6 +129,9 @@ class TrainState(flax.struct.PyTreeNode, eq=False):
           ValueError: `opt_state` belongs to another optimizer.
         """
         _check_opt_state(self.opt_state, self.params, tx)
+        # `optax.lookahead` takes the gradients of the fast params only.
+        if isinstance(grads, optax.LookaheadParams):
+            grads = grads.fast
         update = with_any_extra_args(tx).update
         # The name by which profiles and `functrain.inspect.cost` show these operations.
         with jax.named_scope("optimizer"):

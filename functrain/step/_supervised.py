@@ -5,6 +5,7 @@ from typing import Any, Literal, TypeAlias, get_args
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from functrain.common import _repr, _tree
 from functrain.common._checks import require, require_one_of
@@ -147,7 +148,12 @@ def supervised(
 def apply_model(
     model: Model, params: PyTree, model_state: PyTree, inputs: PyTree, **mode: Any
 ) -> ModelOutput:
-    """Returns ``model.apply(...)``; raises TypeError unless that is a ModelOutput."""
+    """Returns ``model.apply(...)``; raises TypeError unless that is a ModelOutput.
+
+    With the params of `optax.lookahead`, the fast ones are trained and the slow ones evaluated.
+    """
+    if isinstance(params, optax.LookaheadParams):
+        params = params.fast if mode.get("training", False) else params.slow
     output = model.apply(params, model_state, inputs, **mode)
     is_output = isinstance(output, ModelOutput)
     advice = "Write: return functrain.ModelOutput(outputs, model_state)"

@@ -32,8 +32,10 @@ def update(
         of the loss, see `step_key`: they must not depend on the same key.
       loss_fn: ``loss_fn(params, model_state, *args, rng=, training=True) -> (f32[], Aux)``.
       tx: The optimizer. If its `update` takes `value`, `grad`, `value_fn` (line searches, plateau
-        schedules) or `grad_fn` (`optax.contrib.sam`), it gets them, for the same batch and random
-        numbers. `skip_non_finite` and `loss_scale` are supported.
+        schedules), `obj_fn` (`optax.contrib.sophia`) or `grad_fn` (`optax.contrib.sam`), it gets
+        them, for the same batch and random numbers. With `optax.lookahead`, whose params are
+        `optax.LookaheadParams`, the loss gets both; `supervised` trains the fast params and
+        evaluates the slow ones. `skip_non_finite` and `loss_scale` are supported.
       *args: Further arguments of `loss_fn`, usually one batch.
 
     Returns:
@@ -87,6 +89,10 @@ def update(
 
     scaled_loss = scaled(loss_and_aux, scale)
 
+    def value_fn(params: PyTree) -> jax.Array:
+        """Returns the loss at other params, for line searches."""
+        return loss_and_aux(params)[0]
+
     def grad_fn(params: PyTree, adversarial_step: Any) -> PyTree:
         """Returns the gradients at other params, for `optax.contrib.sam`."""
         return unscale_gradients(jax.grad(lambda p: scaled_loss(p)[0])(params), scale)
@@ -99,7 +105,9 @@ def update(
         tx,
         value=loss,
         grad=grads,
-        value_fn=lambda params: loss_and_aux(params)[0],
+        value_fn=value_fn,
+        # The name that `optax.contrib.sophia` has for it.
+        obj_fn=value_fn,
         grad_fn=grad_fn,
     )
     finite, _ = finite_and_scale(new.opt_state)

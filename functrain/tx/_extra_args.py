@@ -13,9 +13,9 @@ def with_any_extra_args(
 ) -> optax.GradientTransformationExtraArgs:
     """Returns the transformation with an `update` that ignores the keywords it does not know.
 
-    `optax.with_extra_args_support` does this only for updates that take no keywords at all.
+    `optax.with_extra_args_support` drops all keywords of transformations of another class than
+    `GradientTransformationExtraArgs`, such as `optax.MultiSteps`.
     """
-    tx = optax.with_extra_args_support(tx)
 
     def update(
         updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: Any

@@ -10,6 +10,7 @@ import optax
 from functrain.common import _patterns, _tree
 from functrain.common._checks import require, require_no_problems
 from functrain.common._types import PyTree
+from functrain.tx._extra_args import with_any_extra_args
 
 
 def param_groups(
@@ -51,7 +52,9 @@ def param_groups(
 
         return jax.tree_util.tree_map_with_path(label, params)
 
-    by_name = dict(zip(group_names.values(), transformations.values(), strict=True))
+    # `optax.partition` would drop the keywords that an `optax.MultiSteps` takes.
+    with_keywords = map(with_any_extra_args, transformations.values())
+    by_name = dict(zip(group_names.values(), with_keywords, strict=True))
     partition = optax.partition(by_name, label_params)
 
     def init(params: PyTree) -> PyTree:

@@ -21,7 +21,7 @@ def log_norm(
     """Returns a transformation that logs the global norm of the updates and changes nothing.
 
     It is `optax.snapshot` of `optax.tree.norm`, computed in float32 or wider, except that the norm
-    is NaN until the first update, which `optax.MultiSteps` delays. `train_step` logs every scalar
+    is 0 until the first update, which `optax.MultiSteps` delays. `train_step` logs every scalar
     that an `optax.snapshot` in the optimizer measures.
 
     Args:
@@ -60,9 +60,7 @@ def log_norm(
 
     def init(params: PyTree) -> PyTree:
         # Not a measurement of the params, which `optax.snapshot` starts with.
-        return optax.SnapshotState(
-            jax.tree.map(lambda norm: jnp.full_like(norm, jnp.nan), norms(params))
-        )
+        return optax.SnapshotState(jax.tree.map(jnp.zeros_like, norms(params)))
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None) -> tuple[PyTree, PyTree]:
         return updates, optax.SnapshotState(norms(updates))

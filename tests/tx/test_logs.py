@@ -40,10 +40,9 @@ def test_norms_are_logged_where_they_stand_in_the_chain() -> None:
     }
 
 
-def test_a_norm_that_nothing_has_passed_is_not_a_number() -> None:
+def test_a_norm_that_nothing_has_passed_is_zero() -> None:
     rows = logs_of(optax.MultiSteps(optax.chain(ft.tx.log_norm(), optax.sgd(0.0)), 2), 3)
-    assert [float(row["gradient_norm"]) for row in rows[1:]] == [10.0, 10.0]
-    assert np.isnan(rows[0]["gradient_norm"])
+    assert [float(row["gradient_norm"]) for row in rows] == [0.0, 10.0, 10.0]
 
 
 def test_norms_of_parts_of_the_params_are_logged_down_to_a_depth() -> None:
@@ -120,3 +119,28 @@ def test_one_name_for_two_numbers_is_refused() -> None:
 def test_the_name_of_the_loss_is_refused() -> None:
     with pytest.raises(ValueError, match=r"names other than .*got \['loss'\]"):
         logs_of(optax.chain(ft.tx.log_norm("loss"), optax.sgd(0.1)))
+
+
+def test_norms_can_be_logged_under_debug_nans() -> None:
+    tx = optax.MultiSteps(optax.chain(ft.tx.log_norm(depth=1), optax.sgd(0.0)), 2)
+    with jax.debug_nans(True):
+        rows = logs_of(tx, 2)
+    assert float(rows[1]["gradient_norm"]) == 10.0
+
+
+@pytest.mark.parametrize("whole_state", [False, True])
+def test_a_step_of_ones_own_logs_what_a_training_step_does(whole_state: bool) -> None:
+    tx = ft.tx.param_groups(
+        {
+            "w": optax.chain(ft.tx.log_norm(), optax.inject_hyperparams(optax.sgd)(0.5)),
+            "**": optax.inject_hyperparams(optax.adam)(optax.linear_schedule(1.0, 0.0, 4)),
+        }
+    )
+    params = {**PARAMS, "b": np.float32(1.0)}
+    state = ft.TrainState.create(params=params, tx=tx)
+    _, logs = ft.train_step(loss_fn, tx)(state, None)
+    new, _, _ = ft.update(state, loss_fn, tx, None)
+    ours = ft.tx.logged(new if whole_state else new.opt_state)
+    assert ours == {name: logs[name] for name in logs if name != "loss"}
+    assert float(ours["w/learning_rate"]) == 0.5
+    assert float(ours["rest/learning_rate"]) == 1.0
