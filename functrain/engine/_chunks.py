@@ -33,23 +33,22 @@ def chunks(
         before it has to end; None if nothing is due.
       start: Number of the first batch.
     """
-    number, previous, is_stacked = start, None, False
+    number, previous = start, None
     while (batch := batches.peek()) is not None:
         if plan.first is None:
             # The first batch may be a smaller one: a run can resume at the last of an epoch.
             full_batch = batches.full_batch()
             plan.group_of(batch if full_batch is None else full_batch)
         group = plan.group_of(batch, batches.name)
-        is_first, is_long = group is plan.first, _is_long_run(group)
-        if group is not previous:
-            # Only a smaller batch at the end of an epoch is not followed by others.
-            plan.is_mixed = plan.is_mixed or previous not in (None, plan.first)
-            # A run is taken to be as long as the last one of its shape.
-            is_stacked = is_long or (is_first and not plan.is_mixed)
-            group.run_length = 0
-        is_stacked = is_stacked or is_long
-        if is_stacked:
-            full_steps = batches.full_steps if is_first else None
+        # Only a smaller batch at the end of an epoch is not followed by others.
+        plan.is_mixed = plan.is_mixed or previous not in (None, group, plan.first)
+        if group is not plan.latest:
+            # This run is taken to be as long as the last one of its shape.
+            group.is_stacked = _is_long_run(group) or (group is plan.first and not plan.is_mixed)
+            group.run_length, plan.latest = 0, group
+        group.is_stacked = group.is_stacked or _is_long_run(group)
+        if group.is_stacked:
+            full_steps = batches.full_steps if group is plan.first else None
             limits = _rows_and_limit(group.k, plan, until_due(number), full_steps, number)
             chunk = batches.take(*limits)
         else:

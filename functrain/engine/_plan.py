@@ -53,10 +53,12 @@ class Group:
     Attributes:
       k: Steps in a program, K.
       run_length: How many of them have followed one another in the current or the latest run.
+      is_stacked: True if those of the current run are stacked, False if each is taken alone.
     """
 
     k: int
     run_length: int = 0
+    is_stacked: bool = False
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -73,6 +75,7 @@ class Plan:
       chip: The accelerator that the programs run on; None for a CPU.
 
     Attributes:
+      latest: The group of the latest batch.
       is_mixed: True once other batches have followed one that is not like the first.
 
     Raises:
@@ -88,6 +91,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         require_fuse(self.fuse)
+        self.latest: Group | None = None
         self.is_mixed = False
         self._groups: dict[BatchSignature, Group] = {}
         self._first_batch: PyTree = None

@@ -6,6 +6,7 @@ import pytest
 
 import functrain as ft
 from functrain.data._adapt import as_batches
+from functrain.data._epochs_of_steps import EpochsOfSteps
 from functrain.engine._chunks import chunks
 from functrain.engine._plan import (
     CHUNK_PART,
@@ -200,6 +201,14 @@ def test_batches_that_change_their_shapes_often_are_not_padded() -> None:
     # Nothing told that the first batch would be alone.
     assert first == (4, 1, 16)
     assert others == [(n, 1, 1) for n in [2, 3, *[4, 2, 3] * 4, 4, 4]] + [(4, 2, 16)]
+
+
+def test_a_run_goes_on_in_the_next_epoch() -> None:
+    # A pass of 20 batches and a smaller one: epochs of 22 steps end within a pass.
+    feed = Feed(ft.ArrayLoader(np.arange(4 * 20 + 2), 4), 16)
+    feed.batches = EpochsOfSteps(feed.batches, 22)
+    assert lengths_and_rows(feed) == [(4, 16, 16), (4, 4, 16), (2, 1, 1), (4, 1, 16)]
+    assert lengths_and_rows(feed, 1) == [(4, 16, 16), (4, 3, 16), (2, 1, 1), (4, 2, 16)]
 
 
 @pytest.mark.parametrize("k", [1, 2, 8, 16])
