@@ -171,6 +171,13 @@ def copy_if_needed(tree: PyTree) -> PyTree:
     return jax.tree_util.tree_map_with_path(copy_or_reuse, tree)
 
 
+def delete(tree: PyTree) -> None:
+    """Frees the memory of all jax arrays of a tree, which nobody may use afterwards."""
+    for leaf in jax.tree.leaves(tree):
+        if isinstance(leaf, jax.Array) and not is_deleted(leaf):
+            leaf.delete()
+
+
 def device_put(x: Any, sharding: jax.sharding.Sharding) -> jax.Array:
     """Moves an array, or PRNG keys, to a sharding, which may include other processes' devices.
 

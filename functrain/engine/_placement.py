@@ -247,6 +247,21 @@ def place_on_mesh(carry: PyTree, sharding: NamedSharding | None) -> PyTree:
     return jax.tree.map(place, carry)
 
 
+def abstract_on_mesh(state: PyTree, sharding: NamedSharding | None) -> PyTree:
+    """Returns a state's shapes and dtypes, with the shardings that `place_on_mesh` would give it.
+
+    The state may be abstract itself. No array is made, and none stays in memory.
+    """
+    has_mesh = sharding is not None and _is_relevant(sharding.mesh)
+    default = NamedSharding(sharding.mesh, PartitionSpec()) if sharding and has_mesh else None
+
+    def describe(leaf: Any, shape: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        own = getattr(leaf, "sharding", None) if getattr(leaf, "committed", True) else None
+        return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=own or default)
+
+    return jax.tree.map(describe, state, jax.eval_shape(_tree.copy, state))
+
+
 def spans_processes(carry: PyTree, sharding: NamedSharding | None) -> bool:
     """Returns True if programs run on devices of several processes, which all must start them."""
     if sharding is not None and not sharding.is_fully_addressable:

@@ -7,6 +7,7 @@ from typing import Any
 
 from functrain.common._library import import_optional
 from functrain.common._paths import absolute_path
+from functrain.common._warnings import warn
 from functrain.hooks._logger import Line, Logger
 
 
@@ -68,6 +69,7 @@ class TensorBoard(Logger):
 
     def write(self, lines: Sequence[Line]) -> None:
         """Writes one event for each line."""
+        self._notice_removal()
         earlier_lines = [x for x in self._last_lines if x.step == lines[0].step]
         if self._writer is None:
             self._open(lines[0].step)
@@ -84,12 +86,25 @@ class TensorBoard(Logger):
         # when they are on disk. The EventsWriter below it writes them directly. TensorBoard reads
         # files in the order of their names. The time in a name has whole seconds only, and the
         # suffix orders files of the same second.
+        suffix = f".{time.time_ns()}"
         self._writer = self._tensorboardx.event_file_writer.EventsWriter(
-            str(self.directory / "events"), f".{time.time_ns()}"
+            str(self.directory / "events"), suffix
         )
+        self._path = next(self.directory.glob(f"events.*{suffix}"))
         # A session start makes readers drop the events that they have read from this step on.
         session_log = self._tensorboardx.proto.event_pb2.SessionLog
         self._event(first_step, session_log=session_log(status=session_log.START))
+
+    def _notice_removal(self) -> None:
+        """Closes the file with a warning if it was removed: the next line opens another one."""
+        if self._writer is None or self._path.exists():
+            return
+        self._writer.close()
+        self._writer = None
+        warn(
+            f"{self._path}: expected the file of this log, but it was removed during the run. Its "
+            "values so far are missing; later ones go into a new file."
+        )
 
     def _event(self, step: int, **content: Any) -> None:
         event = self._tensorboardx.proto.event_pb2.Event(
@@ -123,6 +138,7 @@ class TensorBoard(Logger):
 
     def end(self) -> None:
         """Closes the file."""
+        self._notice_removal()
         writer, self._writer, self._last_lines = self._writer, None, []
         if writer is not None:
             writer.close()

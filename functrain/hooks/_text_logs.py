@@ -100,6 +100,20 @@ class TextLogger(Logger):
             )
         return {**position, **values, **position}
 
+    def _notice_removal(self) -> bool:
+        """Closes the file with a warning if it was removed or replaced; returns True then."""
+        if self._file is None or self._is_stream:
+            return False
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.stat(self.path), os.fstat(self._file.fileno())):
+                return False
+        self._close(keeps_lines=True)
+        warn(
+            f"{self.path}: expected the file of this log, but it was removed or replaced during "
+            "the run. Its lines so far are missing; later ones go into a new file."
+        )
+        return True
+
     def _close(self, keeps_lines: bool) -> None:
         # First, so that a file that cannot be closed is not written again.
         file, self._file, self._keeps_lines = self._file, None, keeps_lines
@@ -122,7 +136,10 @@ class TextLogger(Logger):
         saved_size = state["bytes"]
         # If the file was empty at the checkpoint, all of its lines were written after it.
         self._keeps_lines = bool(saved_size)
-        if self._is_complete(saved_size, self._kept_bytes(), "bytes") and saved_size:
+        size = self._kept_bytes()
+        # A file that is as it was is not opened: the result of a finished run may be read where
+        # nothing can be written.
+        if self._is_complete(saved_size, size, "bytes") and 0 < saved_size < size:
             os.truncate(self.path, saved_size)
 
     def _is_complete(self, saved_count: int, count: int, unit: str) -> bool:
@@ -136,6 +153,7 @@ class TextLogger(Logger):
 
     def end(self) -> None:
         """Closes the file; the next run replaces it, unless the logger appends."""
+        self._notice_removal()
         self._close(keeps_lines=self.append)
 
 
@@ -181,6 +199,7 @@ class JSONLines(TextLogger):
 
     def write(self, lines: Sequence[Line]) -> None:
         """Writes one JSON object for each line."""
+        self._notice_removal()
         self._add("".join(f"{self._json(line)}\n" for line in lines))
 
     def _json(self, line: Line) -> str:
@@ -256,6 +275,8 @@ class CSVLogger(TextLogger):
 
     def write(self, lines: Sequence[Line]) -> None:
         """Writes one row for each line."""
+        if self._notice_removal():
+            self._columns, self._row_count = [], 0
         if self._file is None:
             self.begin()
         for line in lines:
@@ -302,10 +323,13 @@ class CSVLogger(TextLogger):
             return
         saved_count = state["rows"]
         self._keeps_lines = bool(saved_count)
-        count = self._read()[1] if self.path.exists() else 0
+        columns, count = self._read() if self.path.exists() else ([], 0)
         if self._is_complete(saved_count, count, "rows") and saved_count:
             self._row_count = saved_count
-            self._set_columns(state["columns"])
+            if (columns, count) == (state["columns"], saved_count):
+                self._columns = columns
+            else:
+                self._set_columns(state["columns"])
 
     def end(self) -> None:
         """Closes the file."""

@@ -2,8 +2,10 @@
 
 from typing import Any
 
-from functrain.common import _repr
-from functrain.common._checks import require_not_forked, require_untraced
+import jax
+
+from functrain.common import _repr, _tree
+from functrain.common._checks import require_no_problems, require_not_forked, require_untraced
 from functrain.common._types import PyTree
 from functrain.common._wide_integers import require_integers_fit
 from functrain.data._batches import Batches
@@ -28,6 +30,17 @@ def require_state(state: PyTree) -> None:
     require_untraced("state", state)
     _require_pytree(state)
     require_integers_fit(state, "state")
+
+
+def require_values(state: PyTree) -> None:
+    """Raises ValueError for a state of shapes, which only a checkpoint can fill."""
+    leaves = _tree.leaves_with_path(state)
+    require_no_problems(
+        "state",
+        [path for path, leaf in leaves if isinstance(leaf, jax.ShapeDtypeStruct)],
+        "arrays with values, since there is no checkpoint to resume from",
+        "Pass the state itself instead of its shapes.",
+    )
 
 
 def _require_pytree(state: PyTree) -> None:

@@ -1,6 +1,7 @@
 """Begins a run: the state, the data and the last checkpoint become a loop."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -24,7 +25,12 @@ from functrain.engine._position import Position, require_position
 from functrain.engine._trigger import Trigger, longest_interval, require_triggers
 from functrain.loop._iterator import Run
 from functrain.loop._loop import Loop
-from functrain.loop._require import require_epochs_left, require_state, require_training_step
+from functrain.loop._require import (
+    require_epochs_left,
+    require_state,
+    require_training_step,
+    require_values,
+)
 from functrain.loop._saving import Resumed, Saving
 from functrain.rewrites import Mode
 from functrain.step._metered import MeteredStep
@@ -99,14 +105,14 @@ def run(
       jit: False runs every step separately and uncompiled, for debugging: prints and breakpoints
         in the step see values.
       donate: True takes over the state instead of copying it, for states that fit into memory only
-        once. The state that you pass is CONSUMED.
+        once. The state that you pass is CONSUMED, before a checkpoint is read.
       late_logs: True yields `LogsReady` as well: the logs of each chunk on the host, one chunk
         later, for log files and progress bars.
       checkpointer: A `Checkpointer`. The run resumes from its last checkpoint if there is one, in
-        mid-epoch too. It saves itself when that is due, at its end, and when SIGTERM arrives;
-        the process then ends with status 143. The state is saved after you have handled the event.
-        Call the iterator's ``close()`` if you leave it and keep a reference to it: until then it
-        holds the directory and SIGTERM.
+        mid-epoch too; then `state` may be abstract, from `jax.eval_shape`. It saves itself when
+        that is due, at its end, and when SIGTERM arrives; the process then ends with status 143.
+        The state is saved after you have handled the event. Call the iterator's ``close()`` if you
+        leave it and keep a reference to it: until then it holds the directory and SIGTERM.
 
     Returns:
       An iterator: `ChunkEnd` after every program, `EpochEnd` after every epoch, `RunEnd` last.
@@ -226,12 +232,13 @@ def begin_run(
             undo.callback(saving.close)
             # Some data cannot seek, and must note their position from the first batch on.
             batches.track()
-            # The caller's arrays show where to put those of the checkpoint. They are copied only if
-            # there is no checkpoint: a copy would be a second state in memory during the read.
-            like = _placement.place_on_mesh(_tree.copy_if_needed(state), batch_sharding)
-            resumed = saving.resume(like, no_metrics, epochs)
+            # The caller's arrays show where to put those of the checkpoint. A copy would be a
+            # second state in memory during the read, and so would a state that the run takes over.
+            like = _placement.abstract_on_mesh(state, batch_sharding)
+            is_consumed = donate and not like_keras
+            release = functools.partial(_tree.delete, state) if is_consumed else None
+            resumed = saving.resume(like, no_metrics, epochs, release=release)
             epochs = epochs if resumed is None else resumed.epochs
-            del like
             triggers = (*triggers, saving.trigger)
         if resumed is not None:
             position, carry = resumed.position, _tree.copy_if_needed(resumed.state)
@@ -239,6 +246,7 @@ def begin_run(
             # The hook of bridge hands over its own state before the first step.
             carry = state
         else:
+            require_values(state)
             owned = _tree.copy_if_needed(state) if donate else _tree.copy(state)
             carry = _placement.place_on_mesh(owned, batch_sharding)
         # Keras accepts a run without epochs, and so does `fit(epochs=0)`.

@@ -136,20 +136,37 @@ class Saving:
         self._has_checked_monitor = checkpointer.monitor is None
         self._data_state: Callable[..., Any] = batches.state
 
-    def resume(self, state: PyTree, metrics: PyTree, epochs: int) -> Resumed | None:
+    def resume(
+        self,
+        state: PyTree,
+        metrics: PyTree,
+        epochs: int,
+        release: Callable[[], None] | None = None,
+    ) -> Resumed | None:
         """Reads the last checkpoint, and restores the data and the parts; None if there is none.
 
         Args:
           state: A tree with the structure, dtypes and shardings of the run's state.
           metrics: A tree with those of its metrics, or None.
           epochs: The number of epochs of the run.
+          release: Called before arrays are read into memory.
         """
-        checkpointer = self._checkpointer
-        checkpointer._prepare()
+        checkpointer, refusal = self._checkpointer, None
+        try:
+            checkpointer._prepare()
+        except OSError as error:
+            # The result of a finished run can be read where nothing can be written.
+            if is_multiprocess():
+                raise
+            refusal = error
         if not checkpointer.steps():
+            if refusal is not None:
+                raise refusal
             return None
 
         def trees_to_read(manifest: dict[str, Any]) -> dict[str, PyTree]:
+            if refusal is not None and not manifest.get("done"):
+                raise refusal
             self._require_same_run(manifest)
             if "metrics" in manifest["trees"] and metrics is None:
                 raise CheckpointMismatchError(
@@ -157,12 +174,16 @@ class Saving:
                     "got one of a step with metrics. Nothing was loaded."
                 )
             rest = self._rest(manifest, epochs)
+            if refusal is not None and not rest.finished:
+                raise refusal
             # Hooks may have chosen another final state, such as the best one. With more epochs, the
             # run continues from the last state instead.
             is_final = rest.finished and "final" in manifest["trees"]
             trees = {"final" if is_final else "state": state}
             if "metrics" in manifest["trees"]:
                 trees["metrics"] = metrics
+            if release is not None:
+                release()
             return trees
 
         # `trees_to_read` raises before any array is read.

@@ -100,7 +100,8 @@ def fit(
     """Trains a state for a number of epochs or steps.
 
     Args:
-      state: Any pytree of arrays, usually a `TrainState`. It is copied, so yours stays valid.
+      state: Any pytree of arrays, usually a `TrainState`. It is copied, so yours stays valid. To
+        resume from a checkpoint, shapes suffice: ``jax.eval_shape(create)``.
       step: ``(state, batch) -> (state, logs)``, not jitted, usually from `train_step`. As in
         `jax.jit`, what it takes from its closure is a constant of its programs, and a later fit
         uses these again: make a new step after a change. Numbers, strings and arrays among the
@@ -248,6 +249,8 @@ def fit(
     first_position = events.position
     # Of several processes, only one reports.
     verbose_here = verbose if jax.process_index() == 0 else 0
+    # The hooks of a finished fit have handled its end, and their values are in its history.
+    is_finished = events.resumed is not None and events.resumed.finished
     try:
         with (
             contextlib.closing(events),
@@ -256,7 +259,7 @@ def fit(
                 terminate="handled" if checkpointer is None else "none",
                 saves=checkpointer is not None,
             ) as signals,
-            runner.running(),
+            contextlib.nullcontext() if is_finished else runner.running(),
             ProgressReport(
                 events.epochs, batches.steps, verbose_here, first_position, resumed=events.resumed
             ) as progress,
@@ -272,8 +275,7 @@ def fit(
                 recorder.logs(event)
                 runner.logs(event)
 
-            # The hooks of a finished fit have handled its end, and their values are in its history.
-            if events.resumed is None or not events.resumed.finished:
+            if not is_finished:
                 for _ in events.handle_events(handle, handle_logs, signals=signals):
                     pass
     except BaseException as error:

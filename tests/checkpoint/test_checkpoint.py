@@ -2,6 +2,7 @@
 
 import os
 import zlib
+from typing import Any
 
 import chex
 import jax
@@ -11,6 +12,7 @@ import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+import functrain as ft
 from functrain import TrainState
 from functrain.checkpoint import (
     CheckpointCorruptError,
@@ -21,6 +23,7 @@ from functrain.checkpoint import (
     load,
     save,
 )
+from tests.conftest import digest
 
 TX = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2))
 
@@ -254,3 +257,33 @@ def test_a_part_of_an_array_is_read_from_the_files_that_hold_it(tmp_path) -> Non
     assert half.tolist() == [1, 2, 3]
     with pytest.raises(CheckpointCorruptError, match=r"x: float32\[8\]: No such file"):
         _arrays.read_array(directory, manifest, "state/x")
+
+
+def test_a_resumed_fit_takes_shapes_for_a_state(tmp_path) -> None:
+    def create() -> dict[str, Any]:
+        return {"w": jnp.zeros(3), "key": jax.random.key(0), "n": np.zeros(2, np.int64)}
+
+    def step(state: Any, batch: Any) -> Any:
+        noise = jax.random.normal(jax.random.fold_in(state["key"], 0), 3)
+        return state | {"w": state["w"] * 1.5 + noise + batch.sum()}, {"loss": state["w"][0]}
+
+    def fit(state: Any, epochs: int, name: str = "run", **more: Any) -> Any:
+        checkpointer = ft.Checkpointer(tmp_path / name)
+        data = ft.ArrayLoader(np.arange(8, dtype=np.float32), 2, shuffle=True)
+        options = {"checkpointer": checkpointer, "verbose": 0, **more}
+        return ft.fit(state, step, data, epochs=epochs, **options).state
+
+    expected = digest(fit(create(), 4, "straight"))
+    with pytest.raises(ValueError, match=r"no checkpoint to resume from, got\n  key\n  n\n  w"):
+        fit(jax.eval_shape(create), 2)
+    fit(create(), 2)
+    consumed = create()
+    fit(consumed, 3, donate=True)
+    assert consumed["w"].is_deleted()
+    assert consumed["key"].is_deleted()
+    assert digest(fit(jax.eval_shape(create), 4)) == expected
+    mesh = ft.sharding.mesh({"data": -1})
+    abstract = jax.eval_shape(create)
+    with pytest.warns(UserWarning, match="another environment"):
+        sharded = fit(abstract, 5, sharding=mesh)
+    assert sharded["w"].sharding.mesh == mesh

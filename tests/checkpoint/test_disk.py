@@ -161,6 +161,36 @@ def read_only(tmp_path: pathlib.Path) -> Iterator[pathlib.Path]:
     place.chmod(0o755) if not is_root else subprocess.run(["umount", "-l", place], check=True)
 
 
+def test_a_finished_fit_returns_its_result_where_nothing_can_be_written(tmp_path) -> None:
+    def fit(epochs: int) -> ft.FitResult:
+        return ft.fit(
+            jnp.zeros(()),
+            lambda s, b: (s + b.sum(), {"loss": s}),
+            ft.ArrayLoader(np.ones(4, np.float32), 2),
+            epochs=epochs,
+            checkpointer=ft.Checkpointer(tmp_path / "d" / "run"),
+            hooks=[
+                ft.hooks.CSVLogger(tmp_path / "d" / "log.csv"),
+                ft.hooks.JSONLines(tmp_path / "d" / "log.jsonl", every=1),
+            ],
+            verbose=0,
+        )
+
+    place = tmp_path / "d"
+    place.mkdir()
+    mount(place, "size=8m")
+    try:
+        done = fit(2)
+        subprocess.run(["mount", "-o", "remount,ro", place], check=True)
+        again = fit(2)
+        assert again.state == done.state
+        assert again.history.steps["loss"].tolist() == done.history.steps["loss"].tolist()
+        with pytest.raises(OSError, match="Read-only"):
+            fit(3)  # this one would write
+    finally:
+        subprocess.run(["umount", "-l", place], check=True)
+
+
 def test_a_directory_that_is_not_to_be_written_to_is_read_all_the_same(read_only) -> None:
     checkpoints = ft.Checkpointer(read_only)
     assert checkpoints.restore(LIKE).position.step == 1
