@@ -255,11 +255,17 @@ def abstract_on_mesh(state: PyTree, sharding: NamedSharding | None) -> PyTree:
     has_mesh = sharding is not None and _is_relevant(sharding.mesh)
     default = NamedSharding(sharding.mesh, PartitionSpec()) if sharding and has_mesh else None
 
+    def is_abstract(leaf: Any) -> bool:
+        return isinstance(leaf, jax.ShapeDtypeStruct)
+
     def describe(leaf: Any, shape: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        shape = leaf if is_abstract(leaf) else shape
         own = getattr(leaf, "sharding", None) if getattr(leaf, "committed", True) else None
         return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=own or default)
 
-    return jax.tree.map(describe, state, jax.eval_shape(_tree.copy, state))
+    # Only a copy of the others checks that they are arrays.
+    others = jax.tree.map(lambda x: 0 if is_abstract(x) else x, state)
+    return jax.tree.map(describe, state, jax.eval_shape(lambda: _tree.copy(others)))
 
 
 def spans_processes(carry: PyTree, sharding: NamedSharding | None) -> bool:
