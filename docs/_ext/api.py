@@ -69,8 +69,8 @@ PAGES = {  # by file name, in the order of the sidebar
     "hooks": Page(
         "Hooks (ft.hooks)",
         "functrain.hooks",
-        "Hook Evaluate EarlyStopping TerminateOnNaN CSVLogger JSONLines TensorBoard WandB Sample "
-        "Profile Throughput Watchdog",
+        "Hook Evaluate EarlyStopping ReduceLROnPlateau TerminateOnNaN CSVLogger JSONLines "
+        "TensorBoard WandB Sample Profile Throughput Watchdog",
     ),
     "metrics": Page(
         "Metrics (ft.metrics)",

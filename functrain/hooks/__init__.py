@@ -4,6 +4,7 @@ Files:
   _hook: the protocol of hooks, and their runner
   _evaluate: evaluation during training
   _early_stopping: stopping when a value no longer improves
+  _reduce_lr_on_plateau: a lower learning rate when a value no longer improves
   _terminate_on_nan: stopping when a loss is no longer finite
   _sample: pictures and texts on a schedule
   _profile: a trace of some steps
@@ -19,6 +20,7 @@ from functrain.hooks._early_stopping import EarlyStopping as EarlyStopping
 from functrain.hooks._evaluate import Evaluate as Evaluate
 from functrain.hooks._hook import Hook as Hook
 from functrain.hooks._profile import Profile as Profile
+from functrain.hooks._reduce_lr_on_plateau import ReduceLROnPlateau as ReduceLROnPlateau
 from functrain.hooks._sample import Sample as Sample
 from functrain.hooks._tensorboard import TensorBoard as TensorBoard
 from functrain.hooks._terminate_on_nan import TerminateOnNaN as TerminateOnNaN
@@ -35,6 +37,7 @@ __all__ = [
     "Hook",
     "JSONLines",
     "Profile",
+    "ReduceLROnPlateau",
     "Sample",
     "TensorBoard",
     "TerminateOnNaN",

@@ -249,8 +249,8 @@ class EarlyStopping:
     def _end(self, event: RunEnd) -> None:
         if self._pending_triggers and not self._has_seen_value:
             warn(
-                f"EarlyStopping: expected {self.monitor!r} during the run, but no hook added it. "
-                f"These hooks before it were never due: {self._pending_triggers}.",
+                f"{type(self).__name__}: expected {self.monitor!r} during the run, but no hook "
+                f"added it. These hooks before it were never due: {self._pending_triggers}.",
             )
         if self._best_leaves:
             event.state = self._best_state(event.state)

@@ -50,7 +50,6 @@ MADE: dict[str, Callable[[], Any]] = {
     "flatten": lambda: optax.flatten(SGD),
     "freeze": lambda: optax.chain(SGD, optax.freeze({"w": True, "b": False})),
     "inject_hyperparams": lambda: optax.inject_hyperparams(optax.adam)(learning_rate=0.05),
-    "inject_stateful_hyperparams": lambda: optax.inject_stateful_hyperparams(optax.sgd)(0.05),
     "keep_params_nonnegative": lambda: optax.chain(SGD, optax.keep_params_nonnegative()),
     "masked": lambda: optax.masked(SGD, is_matrix),
     "mechanize": lambda: C.mechanize(SGD),
@@ -104,6 +103,7 @@ OTHERS = {
     "per_example_layer_norm_clip", "periodic_update", "power_iteration", "scale_gradient",
     "skip_large_updates", "skip_not_finite", "tree_map_params", "value_and_grad_from_state",
     "apply_updates", "incremental_update", "lookahead", "optimistic_adam",
+    "inject_stateful_hyperparams",  # deprecated
     "differentially_private_aggregate", "dpsgd", "schedule_free_eval_params",
 }  # fmt: skip
 
