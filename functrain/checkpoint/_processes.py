@@ -152,6 +152,8 @@ def _raise(failure: Exception | None, failures: Mapping[int, str]) -> None:
 
 def describe_failures(failures: Mapping[int, str]) -> str:
     """Formats the errors of processes, one per line."""
+    if not is_multiprocess():
+        return "\n".join(failures.values())
     return "\n".join(f"process {process} failed: {text}" for process, text in failures.items())
 
 

@@ -1,8 +1,9 @@
 """Signatures of functions, and advice on arguments with other libraries' names."""
 
+import difflib
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 from functrain.common import _repr
@@ -44,6 +45,14 @@ def describe_signature(function: Any) -> str:
     return f"{_repr.name(function)}({', '.join(parameters(function))})"
 
 
+def _suggest(keyword: str, keywords: Sequence[str]) -> str:
+    """Returns advice for a keyword that a function does not have."""
+    similar = difflib.get_close_matches(keyword, keywords, n=1)
+    return (
+        f"Did you mean {similar[0]}=?" if similar else f"Its arguments are {', '.join(keywords)}."
+    )
+
+
 def argument_advice(
     positional: str, /, *, check_first: Callable[[Any], None] | None = None, **advice: str
 ) -> Callable[[Callable[P, T]], Callable[P, T]]:
@@ -53,12 +62,13 @@ def argument_advice(
       positional: The advice if there are too many positional arguments.
       check_first: Called with the first argument before the other checks; may raise an error that
         fits better.
-      **advice: The advice for each keyword that the function does not have, such as `batch_size`,
-        which Keras's `fit` has.
+      **advice: The advice for keywords that the function does not have, such as `batch_size`, which
+        Keras's `fit` has. For others it is the most similar keyword.
     """
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
         kinds = [p.kind for p in parameters(function).values()]
+        keywords = parameters(function).keys()
         first = next(iter(parameters(function)))
         name = function.__qualname__.removesuffix(".__init__")
         # `self` is not an argument to the caller, so it is not counted.
@@ -76,8 +86,9 @@ def argument_advice(
                     f"{name}: expected {max_count} positional argument{plural}, got {count}. "
                     f"{positional}"
                 )
-            for keyword in filter(advice.__contains__, kwargs):
-                raise TypeError(f"{name}: expected no {keyword}=. {advice[keyword]}")
+            for keyword in kwargs.keys() - keywords:
+                text = advice.get(keyword) or _suggest(keyword, sorted(keywords))
+                raise TypeError(f"{name}: expected no {keyword}=. {text}")
             return function(*args, **kwargs)
 
         return checked

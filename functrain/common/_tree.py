@@ -216,7 +216,9 @@ def device_put_like(x: Any, other: jax.Array) -> jax.Array:
 
 
 def _copy(path: tuple[jax.tree_util.KeyEntry, ...], leaf: PyTree) -> jax.Array:
-    if not isinstance(leaf, jax.Array | np.ndarray | np.generic | bool | int | float | complex):
+    is_array = isinstance(leaf, jax.Array | np.ndarray | np.generic | bool | int | float | complex)
+    # NumPy has arrays of strings, objects and dates.
+    if not is_array or getattr(getattr(leaf, "dtype", None), "kind", "") in tuple("OSUMm"):
         raise TypeError(
             f"expected an array at {path_str(path)}, got {spec(leaf)}. A state holds arrays "
             "only: put functions and settings into the closure of the step."

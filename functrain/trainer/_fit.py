@@ -9,7 +9,7 @@ import jax
 from functrain.checkpoint import Checkpointer
 from functrain.common import _repr
 from functrain.common._arguments import argument_advice
-from functrain.common._checks import is_integer, require_flags, require_integer, require_one_of
+from functrain.common._checks import require, require_flags, require_integer, require_one_of
 from functrain.common._types import StateT, Step, traits_of
 from functrain.data._adapt import as_batches
 from functrain.data._batches import Batches
@@ -314,11 +314,10 @@ def _plan_epochs(
             "totals; to evaluate after every few steps, pass steps_per_epoch= with either."
         )
     interval = steps if steps_per_epoch is None else steps_per_epoch
-    if not is_integer(steps, 1) or not is_integer(interval, 1) or steps % interval:
-        raise ValueError(
-            "steps and steps_per_epoch: expected an integer of at least 1, and one that divides "
-            f"it, got {steps!r} and {steps_per_epoch!r}"
-        )
+    require_integer("steps", steps)
+    require_integer("steps_per_epoch", interval)
+    expected = f"a number that divides steps={steps}"
+    require(steps % interval == 0, "steps_per_epoch", expected, steps_per_epoch)
     batches = EpochsOfSteps(as_batches(data), steps_per_epoch, int(steps))
     begin = Position.from_step(require_position(start).step, interval)
     return batches, steps // interval, begin

@@ -271,9 +271,12 @@ def test_early_stopping_counts_stretches() -> None:
         ({"epochs": 2, "steps": 10}, "epochs and steps: expected one of them, got 2 and 10"),
         ({"steps_per_epoch": 0}, "steps_per_epoch: expected an integer of at least 1, got 0"),
         ({"epochs": 2, "steps_per_epoch": 2.5}, "steps_per_epoch: expected an integer"),
-        ({"steps": 10, "steps_per_epoch": 4}, "one that divides it, got 10 and 4"),
-        ({"steps": 0}, "steps and steps_per_epoch: expected an integer of at least 1"),
-        ({"steps": 2.5}, "steps and steps_per_epoch: expected an integer of at least 1"),
+        (
+            {"steps": 10, "steps_per_epoch": 4},
+            "steps_per_epoch: expected a number that divides steps=10, got 4",
+        ),
+        ({"steps": 0}, "steps: expected an integer of at least 1"),
+        ({"steps": 2.5}, "steps: expected an integer of at least 1"),
         ({"steps": 10, "start": ft.Position(10)}, "steps: expected more than the 10 that are over"),
     ],
 )

@@ -266,3 +266,24 @@ def test_a_python_if_on_a_traced_value_is_told_what_to_write_instead() -> None:
     assert "Shapes: batch float32[3]." in notes
     assert all(name in notes for name in ("jnp.where", "jax.lax.cond", "jit=False"))
     fit(jit=False)
+
+
+@pytest.mark.parametrize(
+    ("function", "keyword", "advice"),
+    [
+        (ft.fit, "epoch", r"Did you mean epochs=\?"),
+        (ft.run, "epoch", r"Did you mean epochs=\?"),
+        (ft.run, "fused", r"Did you mean fuse=\?"),
+        (ft.evaluate, "shard", r"Did you mean sharding=\?"),
+        (ft.fit, "log_dir", "Its arguments are checkpointer, data, donate, epochs,"),
+    ],
+)
+def test_an_argument_that_does_not_exist_is_answered(function, keyword, advice) -> None:
+    with pytest.raises(TypeError, match=f"{function.__name__}: expected no {keyword}=. {advice}"):
+        function(STATE, STEP, LOADER, **{keyword: 3})
+
+
+@pytest.mark.parametrize("leaf", ["text", object(), np.array(["a"]), np.array([None])], ids=type)
+def test_a_state_of_other_things_than_numbers_is_named_by_its_leaf(leaf) -> None:
+    with pytest.raises(TypeError, match="expected an array at b, got "):
+        ft.fit({"b": leaf}, lambda s, b: (s, {}), LOADER, verbose=0)
