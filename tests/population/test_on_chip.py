@@ -77,26 +77,6 @@ def test_large_leaves_of_a_state_that_fits_are_copied(monkeypatch) -> None:
     assert "select_n" not in str(too_small)
 
 
-def test_a_population_of_one_on_an_accelerator_is_its_member() -> None:
-    of_one = jax.tree.map(lambda x: x[:1], population())
-    batch = X[:16], Y[:16]
-    for data in ("shared", "per_member"):
-        given = batch if data == "shared" else (X[None, :16], Y[None, :16])
-        with compiling_for("tpu"):
-            new, logs = jax.jit(ft.population.step(PLAIN, data=data))(of_one, given)
-        state, expected = jax.jit(PLAIN)(alone(0), batch)
-        assert_close(new[0], state)
-        np.testing.assert_allclose(logs["loss"], [expected["loss"]], rtol=1e-6)
-
-
-def test_a_stopped_population_of_one_on_an_accelerator_keeps_every_bit() -> None:
-    of_one = jax.tree.map(lambda x: x[:1], population()).replace(active=jnp.zeros(1, bool))
-    with compiling_for("tpu"):
-        new, logs = jax.jit(ft.population.step(PLAIN))(of_one, (X[:16], Y[:16]))
-    assert bits(new) == bits(of_one)
-    assert np.isnan(logs["loss"])
-
-
 @pytest.mark.parametrize("block", [None, 2])
 def test_members_with_repeated_labels_train_as_they_would_alone(block: int | None) -> None:
     batch = X[:16], Y[:16]
@@ -131,11 +111,6 @@ def cycles(name: str, members: int) -> float:
         state, step = ft.population.stack([state] * members), ft.population.step(step)
     cost = ft.inspect.cost(state, step, batch, fuse=32, target=ft.target("tpu:v5e"))
     return cost.seconds * cost.chip.clock_hz
-
-
-@pytest.mark.tpu
-def test_a_population_of_one_costs_what_its_member_costs() -> None:
-    assert cycles("digits-mlp", 1) <= 1.03 * cycles("digits-mlp", 0)
 
 
 @pytest.mark.tpu
